@@ -1,0 +1,221 @@
+"""What to curve and how: the validated configuration and the paper's presets."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from symexplin.transform import CURVATURES, MODES
+from symexplin.validation import check_choice, check_positive
+
+__all__ = ["PATTERNS", "PRESETS", "SCALE_ROLES", "SELConfig", "Scale", "preset"]
+
+PATTERNS = ("fixed", "global", "row", "column", "row_col_mult", "row_col_add", "lora")
+SCALE_ROLES = ("e", "l", "m", "n", "s", "delta")
+# Weight decay (paper, section 3.4): on the scales that weight a pathway, not on those that shape it. The paper
+# is silent on s, which weights, and on LoRA factors (assumption: none).
+DECAYED_ROLES = frozenset({"e", "l", "s"})
+
+Span = tuple[float, float]
+
+
+def _span(name: str, value: object) -> Span:
+    """Read a multiplier or learning rate that is one number or a (start, end) pair."""
+    pair = value if isinstance(value, list | tuple) else (value, value)
+    if len(pair) != 2:
+        raise ValueError(f"{name} must be a number or a (start, end) pair, got {value!r}")
+    return check_positive(name, pair[0]), check_positive(name, pair[1])
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How one scale is structured, where it starts and how fast it learns (paper, sections 3.4 and 3.5).
+
+    Args:
+        pattern: "fixed" (one constant), "global", "row" (d_out values), "column" (d_in), "row_col_mult" (their
+            outer product), "row_col_add" (their sum), "lora" (start + A B, B = 0).
+        start: the scale's first value.
+        k: multiplier of the optimizer's learning rate, a number or (k0, k1), annealed by Eq. of section 3.5.
+        peak_lr: instead of `k`, the scale's own learning rate while the optimizer's is at its peak, a number or
+            (start, end): the product k * lr carries over between learning rates, k alone does not.
+        rank: rank of "lora".
+
+    >>> Scale("row_col_mult", k=(50, 8)).k
+    (50.0, 8.0)
+    """
+
+    pattern: str = "fixed"
+    start: float = 1.0
+    k: Span = (1.0, 1.0)
+    peak_lr: Span | None = None
+    rank: int = 8
+
+    def __post_init__(self) -> None:
+        """Check every field and turn single multipliers into pairs."""
+        check_choice("pattern", self.pattern, PATTERNS)
+        if isinstance(self.start, bool) or not isinstance(self.start, int | float) or not math.isfinite(self.start):
+            raise ValueError(f"start must be a finite number, got {self.start!r}")
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
+            raise ValueError(f"rank must be a whole number >= 1, got {self.rank!r}")
+        object.__setattr__(self, "start", float(self.start))
+        object.__setattr__(self, "k", _span("k", self.k))
+        if self.peak_lr is not None:
+            object.__setattr__(self, "peak_lr", _span("peak_lr", self.peak_lr))
+
+    @property
+    def learned(self) -> bool:
+        """Whether the scale has parameters."""
+        return self.pattern != "fixed"
+
+    def multiplier(self, lr: float | None) -> Span:
+        """Return (k0, k1), derived from `peak_lr` at the optimizer's peak learning rate `lr` where that is set."""
+        if self.peak_lr is None:
+            return self.k
+        if lr is None:
+            raise ValueError("lr must be given when a scale sets peak_lr: k = peak_lr / lr")
+        check_positive("lr", lr)
+        return self.peak_lr[0] / lr, self.peak_lr[1] / lr
+
+
+# The paper's multipliers (section 4.1); they go with its learning rate 3e-4.
+_E = Scale("row_col_mult", k=(50.0, 8.0))
+_L = Scale("row_col_mult", k=(50.0, 8.0))
+_M = Scale("row_col_mult", k=(0.01, 0.5))
+
+
+@dataclass(frozen=True)
+class SELConfig:
+    """A complete description of the map for a model: mode, curvature, scales and the parameters it takes.
+
+    Args:
+        beta: reference curvature for every matrix, or "auto": :func:`symexplin.functional.auto_beta` of each.
+        mode: "mismatch", "congruent", "exp_only", "oppose", "damped", "sinh" or "linear".
+        curvature: "fixed" (kappa = beta m) or "absorbed" (kappa = exp(a), a learned by the keys of `m`).
+        normalize: divide by kappa instead of beta.
+        e, l, m, n, s, delta: one :class:`Scale` each; a mode ignores those that it does not use. `delta` is off
+            ("fixed") or "lora", and its learning rate is further divided by beta (paper, section 3.2).
+        include, exclude: patterns (fnmatch) of fully qualified parameter names to curve or to leave plain against
+            the rules of :func:`symexplin.routing`; exclude wins.
+        seed: seed of the private generator that draws LoRA's A factors.
+
+    Raises:
+        ValueError: a value out of range, with the argument, the value and what would be right.
+
+    >>> config = SELConfig(beta=7.5, mode="congruent")
+    >>> SELConfig.from_dict(config.to_dict()) == config
+    True
+    """
+
+    beta: float | str = "auto"
+    mode: str = "mismatch"
+    curvature: str = "fixed"
+    normalize: bool = False
+    e: Scale = _E
+    l: Scale = _L
+    m: Scale = _M
+    n: Scale = field(default=Scale(start=0.0))
+    s: Scale = field(default=Scale())
+    delta: Scale = field(default=Scale(start=0.0))
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        if self.beta != "auto":
+            if isinstance(self.beta, str):
+                raise ValueError(f"beta must be a positive number or 'auto', got {self.beta!r}")
+            object.__setattr__(self, "beta", check_positive("beta", self.beta))
+        check_choice("mode", self.mode, MODES)
+        check_choice("curvature", self.curvature, CURVATURES)
+        for name in ("include", "exclude"):
+            patterns = getattr(self, name)
+            if isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):
+                raise ValueError(f"{name} must be a sequence of name patterns, got {patterns!r}")
+            object.__setattr__(self, name, tuple(patterns))
+        for role in SCALE_ROLES:
+            self._check_scale(role, getattr(self, role))
+
+    def _check_scale(self, role: str, scale: object) -> None:
+        if not isinstance(scale, Scale):
+            raise ValueError(f"{role} must be a Scale, got {scale!r}")
+        if scale.pattern == "row_col_mult" and scale.start == 0.0:
+            raise ValueError(
+                f"{role}.pattern 'row_col_mult' cannot start at 0: both factors would have gradient 0 for ever; "
+                "use 'column' or 'row_col_add'"
+            )
+        if role == "delta" and (scale.pattern not in ("fixed", "lora") or scale.start != 0.0):
+            raise ValueError(f"delta must be off ('fixed') or 'lora', starting at 0, got {scale}")
+        if role == "m" and scale.start <= 0.0:
+            raise ValueError(f"m.start must be positive, got {scale.start}")
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The scales that the mode uses, in the order of :data:`SCALE_ROLES`."""
+        used = ("m" if role == "kappa" else role for role in MODES[self.mode])
+        return (*used, "s", "delta")
+
+    @property
+    def learned_roles(self) -> tuple[str, ...]:
+        """The scales that have parameters under this configuration."""
+        return tuple(role for role in self.roles if getattr(self, role).learned)
+
+    def multipliers(self, lr: float | None = None) -> dict[str, Span]:
+        """Return (k0, k1) of every learned scale at the optimizer's peak learning rate `lr`."""
+        return {role: getattr(self, role).multiplier(lr) for role in self.learned_roles}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the configuration as nested plain dicts, lists, strings and numbers."""
+        plain = dataclasses.asdict(self)
+        return {key: list(v) if isinstance(v, tuple) else v for key, v in plain.items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Return the configuration that :meth:`to_dict` wrote; missing keys take their defaults."""
+        names = [f.name for f in dataclasses.fields(cls)]
+        for key in values:
+            check_choice("key", key, names)
+        fields: dict[str, Any] = {key: _scale(key, v) if key in SCALE_ROLES else v for key, v in values.items()}
+        return cls(**fields)
+
+
+def _scale(role: str, value: object) -> Scale:
+    if isinstance(value, Scale):
+        return value
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{role} must be a table of Scale keys, got {value!r}")
+    for key in value:
+        check_choice(f"{role} key", key, [f.name for f in dataclasses.fields(Scale)])
+    return Scale(**value)
+
+
+_OFF = Scale()
+_PAPER: dict[str, Any] = {"beta": 7.5}
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": _PAPER,
+    # Multipliers of n and the rank of delta are not in the paper: assumptions.
+    "paper+offset": {**_PAPER, "n": Scale("column", start=0.0), "delta": Scale("lora", start=0.0, k=(0.5, 0.5))},
+    "fixed_curvature": {**_PAPER, "m": _OFF},
+    "absorbed": {**_PAPER, "curvature": "absorbed", "normalize": True},
+    "frozen": {**_PAPER, "e": _OFF, "l": _OFF, "m": _OFF},
+    "congruent": {**_PAPER, "mode": "congruent"},
+    "exp_only": {**_PAPER, "mode": "exp_only"},
+    "structured_linear": {**_PAPER, "mode": "linear"},
+}
+
+
+def preset(name: str, **overrides: Any) -> SELConfig:
+    """Return one of the paper's configurations, with `overrides` of :class:`SELConfig` fields.
+
+    "paper" (width 1024: beta 7.5, mismatch, learned row x column e, l, m), "paper+offset", "fixed_curvature",
+    "absorbed" (normalized), "frozen" (all scales one), "congruent", "exp_only", "structured_linear".
+
+    Raises:
+        ValueError: an unknown preset (with the nearest right one) or field.
+
+    >>> preset("paper", beta=15).beta
+    15.0
+    """
+    check_choice("preset", name, PRESETS)
+    return SELConfig.from_dict({**PRESETS[name], **overrides})

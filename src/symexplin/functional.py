@@ -1,0 +1,193 @@
+"""The SymExpLin map as pure functions of tensors: the map, its inverse, the annealing rule, automatic beta."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from symexplin.inversion import invert
+from symexplin.transform import CURVATURES, MODES, ROLES, Form, Scales, Value, compute_dtype, forward, pullback
+from symexplin.validation import check_choice, check_positive
+
+__all__ = ["anneal", "auto_beta", "effective", "inverse"]
+
+# Automatic beta (design value): the paper's 7.5 at width 1024, growing as width^0.8 to meet its 12-15 at 2048
+# and 17.5-20 at 3072; never below 7.5, because the linear pathway is 1/beta of the unit slope.
+_BETA_AT_1024, _BETA_EXPONENT = 7.5, 0.8
+
+
+class _Effective(torch.autograd.Function):
+    """The map as one differentiable operation that saves its inputs alone."""
+
+    @staticmethod
+    def forward(ctx: Any, form: Form, w: Tensor, *values: Value | None) -> Tensor:
+        tensors = [v for v in values if isinstance(v, Tensor)]
+        ctx.save_for_backward(w, *tensors)
+        ctx.form = form
+        ctx.numbers = [None if isinstance(v, Tensor) else (v,) for v in values]
+        return forward(form, w, Scales(*values))  # type: ignore[arg-type]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        w, *tensors = ctx.saved_tensors
+        left = iter(tensors)
+        values = [next(left) if number is None else number[0] for number in ctx.numbers]
+        wanted = frozenset(r for r, needed in zip(ROLES, ctx.needs_input_grad[2:], strict=True) if needed)
+        pulled = pullback(ctx.form, w, Scales(*values), g, wanted)
+        grads = (
+            pulled[role].sum_to_size(value.shape) if role in pulled and isinstance(value, Tensor) else None
+            for role, value in zip(ROLES, values, strict=True)
+        )
+        return None, pulled["w"].sum_to_size(w.shape), *grads
+
+
+def _prepare(
+    mode: str,
+    beta: float,
+    m: Value,
+    curvature: str,
+    beta_tilde: Value | None,
+    normalize: bool,
+) -> tuple[Form, Value]:
+    """Check the choices and return the form and kappa (paper, Eq. 3)."""
+    check_choice("mode", mode, MODES)
+    check_choice("curvature", curvature, CURVATURES)
+    form = Form(mode, check_positive("beta", beta), normalize)
+    if (curvature == "absorbed") != (beta_tilde is not None):
+        raise ValueError(
+            f"beta_tilde is kappa itself and goes with curvature='absorbed' alone, got {curvature=} and "
+            f"beta_tilde={'None' if beta_tilde is None else 'a value'}"
+        )
+    return form, form.beta * m if beta_tilde is None else beta_tilde
+
+
+def effective(
+    w: Tensor,
+    *,
+    mode: str = "mismatch",
+    beta: float,
+    e: Value = 1.0,
+    l: Value = 1.0,
+    m: Value = 1.0,
+    n: Value = 0.0,
+    s: Value = 1.0,
+    curvature: str = "fixed",
+    beta_tilde: Value | None = None,
+    normalize: bool = False,
+    delta: Tensor | None = None,
+) -> Tensor:
+    """Return the effective weight of a raw weight (paper, Eqs. 3-7; "damped": appendix B).
+
+    ``w_eff = s * (S + (l/d)|w|) + delta`` with ``S = sign(w) (e/d) exp(-n) expm1(kappa |w|)`` for the paper's
+    mode "mismatch"; kappa is ``beta * m``, or `beta_tilde` itself when ``curvature="absorbed"``; d is beta, or
+    kappa when `normalize`.
+
+    Args:
+        w: raw weight, any shape. The scales are numbers or tensors that broadcast against it.
+        mode: "mismatch", "congruent", "exp_only", "oppose", "damped", "sinh" or "linear".
+        beta: reference curvature, in units of 1/weight; positive.
+        e, l, m, n, s: exponential and linear pathway scales, inner multiplier, offset, overall scale.
+        curvature: "fixed" or "absorbed".
+        beta_tilde: the effective curvature; with "absorbed" alone.
+        normalize: divide by kappa instead of beta.
+        delta: additive residual.
+
+    Returns:
+        A tensor of the broadcast shape; float64 if any input is, else float32 (half precision is computed and
+        returned in float32). Differentiable by every tensor; at w = 0 the derivative by w is the mean of the
+        one-sided slopes. The rounding error is within (8 + 4 kappa |w|) units of rounding of |s| times the
+        sum of the absolute terms added, plus |delta|.
+
+    Raises:
+        ValueError: beta is not a positive number, an unknown mode or curvature, or a misplaced beta_tilde.
+
+    >>> w = torch.tensor([-0.1, 0.0, 0.1], requires_grad=True)
+    >>> effective(w, beta=7.5)
+    tensor([-0.1356,  0.0000,  0.1623], grad_fn=<_EffectiveBackward>)
+    """
+    form, kappa = _prepare(mode, beta, m, curvature, beta_tilde, normalize)
+    values: tuple[Value | None, ...] = (e, l, kappa, n, s, delta)
+    dtype = compute_dtype(w, *values)
+    cast = [v.to(dtype) if isinstance(v, Tensor) else v for v in values]
+    result: Tensor = _Effective.apply(form, w.to(dtype), *cast)  # type: ignore[no-untyped-call]
+    return result
+
+
+@torch.no_grad()
+def inverse(
+    t: Tensor,
+    *,
+    mode: str = "congruent",
+    beta: float,
+    e: Value = 1.0,
+    l: Value = 1.0,
+    m: Value = 1.0,
+    n: Value = 0.0,
+    s: Value = 1.0,
+    curvature: str = "fixed",
+    beta_tilde: Value | None = None,
+    normalize: bool = False,
+    iterations: int = 10,
+) -> Tensor:
+    """Return the raw weight whose effective weight is `t` (paper, appendix A), solved in float64.
+
+    Newton's method ``x <- x - (f(x) - t)/f'(x)`` from an upper bound of the root; subtract a residual delta from
+    `t` first. Arguments as in :func:`effective`; `iterations` counts Newton steps.
+
+    Returns:
+        A tensor of the broadcast shape, float64 if `t` is, else float32; the map evaluated there differs from
+        `t` by no more than the accuracy of :func:`effective`.
+
+    Raises:
+        ValueError: `t` is not finite, or the map has no inverse at some elements (the message says why and
+            counts them), besides the errors of :func:`effective`.
+
+    >>> t = torch.tensor([-3.0, 0.0, 1e-12], dtype=torch.float64)
+    >>> back = effective(inverse(t, beta=7.5), mode="congruent", beta=7.5)
+    >>> bool((back - t).abs().max() < 1e-14)
+    True
+    """
+    form, kappa = _prepare(mode, beta, m, curvature, beta_tilde, normalize)
+    if iterations < 1:
+        raise ValueError(f"iterations must be at least 1, got {iterations}")
+    return invert(form, t, Scales(e, l, kappa, n, s), iterations)
+
+
+def anneal(step: int, total: int | None, k0: float, k1: float) -> float:
+    """Return the learning-rate multiplier k(t) after `step` completed steps (paper, section 3.5).
+
+    ``ln k(t) = ln k0 + ln(k1/k0)/2 * (1 - cos(pi * min(t/T, 1)))`` with t = `step` and T = `total`: the first
+    update uses k0, updates from T on use k1.
+
+    Raises:
+        ValueError: a negative step, a multiplier that is not positive, or k0 != k1 without a positive total.
+
+    >>> [round(anneal(t, 100, 50.0, 8.0), 3) for t in (0, 50, 100, 200)]
+    [50.0, 20.0, 8.0, 8.0]
+    """
+    check_positive("k0", k0)
+    check_positive("k1", k1)
+    if step < 0:
+        raise ValueError(f"step must not be negative, got {step}")
+    if k0 == k1:
+        return float(k0)
+    if total is None or total <= 0:
+        raise ValueError(f"total must be the number of annealing steps (> 0) when k0 != k1, got {total}")
+    if step >= total:  # exactly k1, without the rounding of exp(log())
+        return float(k1)
+    return k0 * math.exp(0.5 * math.log(k1 / k0) * (1.0 - math.cos(math.pi * step / total)))
+
+
+def auto_beta(d_out: int, d_in: int) -> float:
+    """Return the reference curvature for a matrix: ``max(7.5, 7.5 (min(d_out, d_in)/1024)^0.8)``.
+
+    The paper's 7.5, 12-15 and 17.5-20 at widths 1024, 2048 and 3072 (section 4.2) lie on this curve.
+
+    >>> [round(auto_beta(d, d), 1) for d in (128, 1024, 2048, 3072)]
+    [7.5, 7.5, 13.1, 18.1]
+    """
+    check_positive("d_out", d_out)
+    check_positive("d_in", d_in)
+    growth: float = (min(d_out, d_in) / 1024.0) ** _BETA_EXPONENT
+    return max(_BETA_AT_1024, _BETA_AT_1024 * growth)

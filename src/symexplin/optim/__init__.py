@@ -1,0 +1,9 @@
+"""The map in the optimizer: parameter groups, the raw-space optimizer and its rules, scale annealing."""
+
+from symexplin.optim.adamw import SELAdamW
+from symexplin.optim.annealing import ScaleAnnealing, anneal_scales
+from symexplin.optim.groups import param_groups
+from symexplin.optim.raw_space import RawSpaceOptimizer, Target
+from symexplin.optim.stats import stats
+
+__all__ = ["RawSpaceOptimizer", "SELAdamW", "ScaleAnnealing", "Target", "anneal_scales", "param_groups", "stats"]

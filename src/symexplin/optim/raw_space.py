@@ -1,0 +1,274 @@
+"""The map in the optimizer: raw weights as optimizer state, ordinary weights in the model at every moment.
+
+One step: notice writes from outside, pull the gradients of the effective weights back to raw space, clip by one
+global norm over raw weights, scales and plain parameters, apply a rule to every raw tensor, write the new effective
+weights. The rule (AdamW, ...) belongs to the subclass; nothing here knows one.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from symexplin.config import SELConfig
+from symexplin.coordinates import PANELS, Coordinates, Layout
+from symexplin.functional import anneal
+from symexplin.optim.watch import Watch, reinvert
+from symexplin.transform import compute_dtype
+from symexplin.validation import check_positive
+
+__all__ = ["RawSpaceOptimizer", "Target"]
+
+State = dict[str, Any]
+
+
+@dataclass
+class Target:
+    """One tensor for a rule to update in place: a raw weight, a panel of scales or a plain parameter.
+
+    `lr` and `weight_decay` are numbers, or for a panel tensors that broadcast against it: one a scale.
+    """
+
+    kind: str  # "raw", "plain" or the panel's name
+    value: Tensor
+    grad: Tensor
+    state: State
+    lr: float | Tensor
+    weight_decay: float | Tensor
+
+    def moment(self, name: str) -> Tensor:
+        """Return this target's moment of that name from the parameter's state."""
+        return cast(Tensor, self.state[_moment_key(self.kind, name)])
+
+
+@dataclass
+class _Pulled:
+    """A parameter with a gradient, on its way through a step."""
+
+    group: dict[str, Any]
+    parameter: nn.Parameter
+    coordinates: Coordinates | None  # None: plain
+    targets: list[Target]
+
+
+class RawSpaceOptimizer(torch.optim.Optimizer):
+    """Base of the optimizers that train in curved weight space; subclasses give `moments` and :meth:`rule_`.
+
+    State of a curved parameter: "step", "raw" (fp32; float64 for a float64 parameter), the panels that its scales
+    need, and one moment of each name for the raw weight ("exp_avg") and for each panel ("panel0_exp_avg"). A plain
+    parameter has "step", its moments and, in half precision, "raw", its fp32 master copy.
+    """
+
+    moments: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        total_steps, max_grad_norm = defaults["total_steps"], defaults["max_grad_norm"]
+        if total_steps is not None and (not isinstance(total_steps, int) or total_steps < 1):
+            raise ValueError(f"total_steps must be a whole number >= 1 or None, got {total_steps!r}")
+        if max_grad_norm is not None:
+            check_positive("max_grad_norm", max_grad_norm)
+        super().__init__(params, defaults)
+        if not any(_is_curved(group) for group in self.param_groups):
+            raise ValueError("params has no curved group; pass symexplin.param_groups(model, ...) of a plain model")
+        self._reset_caches()
+
+    def _reset_caches(self) -> None:
+        self.grad_norm: Tensor | None = None
+        self._watch = Watch()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._reset_caches()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, checking the curved ones: aligned lists, shapes, and T where a multiplier changes."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        group.setdefault("steps", 0)
+        if not _is_curved(group):
+            return
+        for key in ("beta", "out_dim", "position"):
+            if len(group[key]) != len(group["params"]):
+                raise ValueError(f"{key} must have one entry a parameter, got {len(group[key])}")
+        for parameter in group["params"]:
+            if parameter.dim() not in (1, 2):
+                raise ValueError(f"params must be 1-D or 2-D in a curved group, got {tuple(parameter.shape)}")
+        for key in group:
+            if key.startswith("k_"):
+                _multiplier(key, group, 0)
+
+    def rule_(self, target: Target, group: dict[str, Any]) -> None:
+        """Update `target.value` in place from `target.grad`; `target.state["step"]` counts this step already."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Take one optimizer step; return what `closure` returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._create_state()
+        self._notice_writes()
+        pulled = [self._pull(group, i) for group, i in self._indices() if group["params"][i].grad is not None]
+        self._clip([target for item in pulled for target in item.targets])
+        for item in pulled:
+            self.state[item.parameter]["step"] += 1
+            for target in item.targets:
+                self.rule_(target, item.group)
+            self._write(item)
+        for group in self.param_groups:
+            group["steps"] += 1
+        self._watch.remember(group["params"][i] for group, i in self._indices() if _is_curved(group))
+        return loss
+
+    def coordinates(self) -> Iterator[tuple[str, Coordinates]]:
+        """Yield (name, coordinates) of every curved parameter that has state."""
+        for group, i in self._indices():
+            if _is_curved(group) and self.state.get(group["params"][i]):
+                names = group.get("param_names")
+                yield names[i] if names else str(i), self._coordinates(group, i)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load, keeping raw weights, panels and moments in their own precision under half-precision parameters."""
+        super().load_state_dict(state_dict)  # casts floating state to the parameter's dtype
+        keys = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        parameters = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+        for key, parameter in zip(keys, parameters, strict=True):
+            for name, value in state_dict["state"].get(key, {}).items():
+                if isinstance(value, Tensor):
+                    device = value.device if name == "step" else parameter.device
+                    self.state[parameter][name] = value.detach().to(device, copy=True)
+            raw = self.state[parameter].get("raw")
+            if raw is not None and raw.shape != parameter.shape:
+                raise ValueError(f"state_dict has a raw weight {tuple(raw.shape)} for {tuple(parameter.shape)}")
+        self._watch = Watch()
+
+    def _indices(self) -> Iterator[tuple[dict[str, Any], int]]:
+        for group in self.param_groups:
+            for i in range(len(group["params"])):
+                yield group, i
+
+    def _layout(self, group: dict[str, Any], i: int) -> Layout:
+        config = SELConfig.from_dict(group["config"])
+        return _cached_layout(tuple(group["params"][i].shape), group["out_dim"][i], group["beta"][i], config)
+
+    def _coordinates(self, group: dict[str, Any], i: int) -> Coordinates:
+        layout, state = self._layout(group, i), self.state[group["params"][i]]
+        raw = state["raw"]
+        panels = (state.get(p, raw.new_empty(layout.panel_shape(p))) for p in PANELS)
+        return Coordinates(layout, raw, *panels)
+
+    def _create_state(self) -> None:
+        """Give every trainable parameter its state at the first step, also those without a gradient."""
+        for group, i in self._indices():
+            parameter = group["params"][i]
+            state = self.state[parameter]
+            if state:
+                continue
+            dtype = compute_dtype(parameter)
+            tensors: dict[str, Tensor] = {}
+            if _is_curved(group):
+                layout = self._layout(group, i)
+                panels = layout.start_panels(dtype, parameter.device, group["position"][i])
+                tensors["raw"] = self._invert(group, i, Coordinates(layout, parameter, **panels), parameter)
+                tensors |= {name: panel for name, panel in panels.items() if layout.width(name)}
+            elif dtype != parameter.dtype:
+                tensors["raw"] = parameter.detach().to(dtype)
+            state["step"] = torch.tensor(0.0)
+            state.update(tensors)
+            for kind, value in {"raw": tensors.get("raw", parameter), **tensors}.items():
+                for moment in self.moments:
+                    state[_moment_key(kind, moment)] = torch.zeros_like(
+                        value, dtype=dtype, memory_format=torch.preserve_format
+                    )
+            self._watch.trust(parameter)
+
+    def _invert(self, group: dict[str, Any], i: int, coordinates: Coordinates, w: Tensor) -> Tensor:
+        try:
+            return coordinates.matched(w.detach())
+        except ValueError as error:
+            names = group.get("param_names")
+            raise ValueError(f"{names[i] if names else 'parameter'}: {error}") from None
+
+    def _notice_writes(self) -> None:
+        """Re-invert what somebody else has written into a parameter since the last step."""
+        curved = [(group, i) for group, i in self._indices() if _is_curved(group)]
+        written = self._watch.written([group["params"][i] for group, i in curved])
+        for (group, i), changed in zip(curved, written, strict=True):
+            if changed:
+                coordinates = self._coordinates(group, i)
+                invert = functools.partial(self._invert, group, i, coordinates)
+                coordinates.raw.copy_(reinvert(coordinates, group["params"][i], invert))
+
+    def _pull(self, group: dict[str, Any], i: int) -> _Pulled:
+        parameter = group["params"][i]
+        state, lr, decay = self.state[parameter], float(group["lr"]), group["weight_decay"]
+        if parameter.grad.is_sparse:
+            raise ValueError("sparse gradients are not supported: set sparse=False in the embedding")
+        grad = parameter.grad.to(compute_dtype(parameter))
+        if not _is_curved(group):
+            value = state.get("raw", parameter)
+            return _Pulled(group, parameter, None, [Target("plain", value, grad, state, lr, decay)])
+        coordinates = self._coordinates(group, i)
+        gradient = coordinates.pullback(grad)
+        targets = [Target("raw", coordinates.raw, gradient.raw, state, lr, decay)]
+        for panel in PANELS:
+            if panel in state:
+                rates = self._rates(group, coordinates.layout, panel, state[panel])
+                targets.append(
+                    Target(panel, state[panel], getattr(gradient, panel), state, rates[0] * lr, rates[1] * decay)
+                )
+        return _Pulled(group, parameter, coordinates, targets)
+
+    def _rates(self, group: dict[str, Any], layout: Layout, panel: str, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the multipliers of learning rate and weight decay of a panel, one a scale, as they broadcast."""
+        slots = [slot for slot in layout.slots if slot.panel == panel]
+        k = [_multiplier(f"k_{slot.role}", group, group["steps"]) * slot.lr_scale for slot in slots]
+        counts = [slot.count for slot in slots]
+        rates = [rate for rate, count in zip(k, counts, strict=True) for _ in range(count)]
+        decays = [float(slot.decay) for slot, count in zip(slots, counts, strict=True) for _ in range(count)]
+        shape = {"panel0": (1, -1), "panel1": (-1, 1), "scalar": (-1,)}[panel]
+        return like.new_tensor(rates).reshape(shape), like.new_tensor(decays).reshape(shape)
+
+    def _clip(self, targets: list[Target]) -> None:
+        """Scale all gradients to the global norm max_grad_norm, as torch.nn.utils.clip_grad_norm_ does."""
+        max_norm = self.param_groups[0]["max_grad_norm"]
+        self.grad_norm = torch.nn.utils.get_total_norm([target.grad for target in targets])
+        if max_norm is not None:
+            factor = torch.clamp(max_norm / (self.grad_norm + 1e-6), max=1.0)
+            for target in targets:
+                target.grad = target.grad * factor.to(target.grad.device)  # never in place: it may be p.grad
+
+    def _write(self, item: _Pulled) -> None:
+        """Write the new values into the model; at lr = 0 nothing has moved and its bits stay."""
+        if float(item.group["lr"]) == 0.0:
+            return
+        if item.coordinates is not None:
+            item.parameter.copy_(item.coordinates.effective())
+        elif "raw" in self.state[item.parameter]:
+            item.parameter.copy_(self.state[item.parameter]["raw"])
+
+
+def _is_curved(group: dict[str, Any]) -> bool:
+    return group.get("role") == "curved"
+
+
+def _moment_key(kind: str, moment: str) -> str:
+    return moment if kind in ("raw", "plain") else f"{kind}_{moment}"
+
+
+def _multiplier(key: str, group: dict[str, Any], step: int) -> float:
+    k0, k1 = group[key]
+    if k0 != k1 and group["total_steps"] is None:
+        raise ValueError(f"total_steps must be given: {key[2:]} is annealed from k = {k0:g} to {k1:g}")
+    return anneal(step, group["total_steps"], k0, k1)
+
+
+@functools.lru_cache(maxsize=None)
+def _cached_layout(shape: tuple[int, ...], out_dim: int, beta: float, config: SELConfig) -> Layout:
+    return Layout(shape, out_dim, beta, config)

@@ -1,0 +1,227 @@
+"""Which parameters are curved: by the type of the module that owns them, never by their number of dimensions."""
+
+import fnmatch
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from symexplin.config import SELConfig
+from symexplin.coordinates import Layout
+from symexplin.functional import auto_beta
+
+__all__ = ["Route", "Routing", "routing"]
+
+# Names of an output head where neither the model nor a vocabulary gives it away.
+_HEAD_NAMES = frozenset({"lm_head", "head", "output_head", "classifier", "score", "unembed", "unembedding"})
+_ROUTER_NAMES = frozenset({"router", "gate"})
+
+
+@dataclass(frozen=True)
+class Route:
+    """One parameter and the decision about it."""
+
+    name: str
+    parameter: nn.Parameter = field(repr=False, compare=False)
+    position: int  # in named_parameters order: seeds LoRA's A
+    curved: bool
+    reason: str
+    out_dim: int = 0
+    beta: float | None = None
+
+    def layout(self, config: SELConfig) -> Layout:
+        """Return the layout of a curved parameter."""
+        assert self.beta is not None
+        return Layout(tuple(self.parameter.shape), self.out_dim, self.beta, config)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The decision for every parameter of a model; prints as a table."""
+
+    routes: tuple[Route, ...]
+
+    def __iter__(self) -> Iterator[Route]:
+        return iter(self.routes)
+
+    def __len__(self) -> int:
+        return len(self.routes)
+
+    @property
+    def curved(self) -> tuple[Route, ...]:
+        """The curved parameters, in named_parameters order."""
+        return tuple(route for route in self.routes if route.curved)
+
+    def __str__(self) -> str:
+        head = ("parameter", "shape", "", "beta", "reason")
+        rows = [head] + [
+            (
+                r.name,
+                "x".join(map(str, r.parameter.shape)) or "scalar",
+                "curved" if r.curved else "plain",
+                f"{r.beta:.4g}" if r.beta is not None and r.curved else "-",
+                r.reason,
+            )
+            for r in self.routes
+        ]
+        widths = [max(len(row[i]) for row in rows) for i in range(5)]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        total = sum(r.parameter.numel() for r in self.routes)
+        inside = sum(r.parameter.numel() for r in self.curved)
+        share = 100.0 * inside / total if total else 0.0
+        lines.append(f"curved: {len(self.curved)} of {len(self.routes)} tensors, {inside:,} of {total:,} numbers")
+        lines[-1] += f" ({share:.1f} %)"
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """What a module makes of one of its parameters, before the patterns have their say."""
+
+    reason: str
+    curved: bool = False
+    out_dim: int = 0
+    matrix: nn.Parameter | None = None  # the weight that gives a bias its beta
+
+
+def routing(model: nn.Module, config: SELConfig | None = None) -> Routing:
+    """Decide for every parameter of `model` whether it is curved, and say why.
+
+    Curved are the weights and biases of `nn.Linear`, transformers' `Conv1D` and the input projections of
+    `nn.MultiheadAttention`. Plain are embeddings and what is tied to them, the output head, routers of mixtures
+    of experts, norms, convolutions, frozen and non-floating parameters. `config.include` and `config.exclude`
+    are patterns of qualified names against these rules.
+
+    Raises:
+        ValueError: a pattern that matches nothing, or asks to curve something that is neither a 2-D weight nor
+            the bias of a linear layer.
+
+    >>> model = nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4))
+    >>> print(routing(model))
+    parameter  shape          beta  reason
+    0.weight   4x8    curved  7.5   linear weight
+    0.bias     4      curved  7.5   linear bias
+    1.weight   4      plain   -     LayerNorm
+    1.bias     4      plain   -     LayerNorm
+    curved: 2 of 4 tensors, 36 of 44 numbers (81.8 %)
+    """
+    config = config or SELConfig()
+    candidates = _candidates(model)
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    _check_patterns(config, [name for aliases in names.values() for name in aliases])
+    routes = []
+    for position, (name, parameter) in enumerate(model.named_parameters()):
+        candidate = candidates.get(id(parameter), _Candidate("not in a linear layer"))
+        routes.append(_decide(name, names[id(parameter)], parameter, position, candidate, config))
+    return Routing(tuple(routes))
+
+
+def _decide(
+    name: str,
+    aliases: list[str],
+    parameter: nn.Parameter,
+    position: int,
+    candidate: _Candidate,
+    config: SELConfig,
+) -> Route:
+    included, excluded = (_matches(aliases, patterns) for patterns in (config.include, config.exclude))
+    if not parameter.requires_grad or not parameter.is_floating_point():
+        reason = "frozen" if parameter.is_floating_point() else "not floating point"
+        return Route(name, parameter, position, False, reason)
+    if excluded is not None:
+        return Route(name, parameter, position, False, f"excluded by {excluded!r}")
+    if included is None and not candidate.curved:
+        return Route(name, parameter, position, False, candidate.reason)
+    reason = candidate.reason if included is None else f"included by {included!r}"
+    out_dim, matrix = candidate.out_dim, parameter if candidate.matrix is None else candidate.matrix
+    if matrix.dim() != 2 or parameter.dim() not in (1, 2):
+        raise ValueError(
+            f"{name} ({reason}) has shape {tuple(parameter.shape)}: only 2-D weights and biases of linear layers "
+            "can be curved; exclude it, or unflatten the parameters of the model"
+        )
+    if parameter.numel() == 0:
+        return Route(name, parameter, position, False, "empty")
+    d_out, d_in = matrix.shape[out_dim], matrix.shape[1 - out_dim]
+    beta = auto_beta(d_out, d_in) if isinstance(config.beta, str) else config.beta
+    return Route(name, parameter, position, True, reason, out_dim if parameter.dim() == 2 else 0, beta)
+
+
+def _matches(names: list[str], patterns: tuple[str, ...]) -> str | None:
+    """Return the first pattern that matches any of the names."""
+    return next((p for p in patterns for name in names if fnmatch.fnmatchcase(name, p)), None)
+
+
+def _check_patterns(config: SELConfig, names: list[str]) -> None:
+    for argument in ("include", "exclude"):
+        for pattern in getattr(config, argument):
+            if not fnmatch.filter(names, pattern):
+                raise ValueError(f"{argument} pattern {pattern!r} matches no parameter, such as {names[:3]}")
+
+
+def _candidates(model: nn.Module) -> dict[int, _Candidate]:
+    """Say of every parameter what its module makes of it; what is tied to an embedding is plain."""
+    heads = _heads(model)
+    found: dict[int, _Candidate] = {}
+    embeddings: set[int] = set()
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        parent = modules.get(name.rpartition(".")[0], model)
+        plain = _plain_reason(name, module, parent, heads)
+        for local, parameter in module.named_parameters(recurse=False):
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                embeddings.add(id(parameter))
+                continue
+            candidate = _candidate(module, local, parameter)
+            if plain is not None:
+                candidate = replace(candidate, reason=plain, curved=False)
+            if plain is not None or id(parameter) not in found:
+                found[id(parameter)] = candidate
+    for key in embeddings:
+        found[key] = _Candidate("tied to an embedding" if key in found else "embedding")
+    return found
+
+
+def _candidate(module: nn.Module, local: str, parameter: nn.Parameter) -> _Candidate:
+    if isinstance(module, nn.Linear) or _is_conv1d(module):
+        label, out_dim = ("Conv1D", 1) if _is_conv1d(module) else ("linear", 0)
+        weight = module._parameters.get("weight")
+        if local in ("weight", "bias") and weight is not None:
+            return _Candidate(f"{label} {local}", True, out_dim, weight)
+    if isinstance(module, nn.MultiheadAttention) and local.endswith(("proj_weight", "proj_bias")):
+        weight = module.in_proj_weight if module.in_proj_weight is not None else module.q_proj_weight
+        return _Candidate("attention input projection", True, 0, parameter if parameter.dim() == 2 else weight)
+    if hasattr(module, "sel_roles"):
+        return _Candidate("curved in its module")
+    return _Candidate(type(module).__name__)
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Whether a module is transformers' transposed linear layer, without importing transformers."""
+    return any(c.__name__ == "Conv1D" and c.__module__.startswith("transformers.") for c in type(module).__mro__)
+
+
+def _plain_reason(name: str, module: nn.Module, parent: nn.Module, heads: set[int]) -> str | None:
+    """Return why a linear layer stays plain, or None."""
+    leaf = name.rpartition(".")[2]
+    if id(module) in heads:
+        return "output head"
+    if isinstance(module, nn.Linear) and leaf in _ROUTER_NAMES and hasattr(parent, "experts"):
+        return "router of a mixture of experts"
+    return None
+
+
+def _heads(model: nn.Module) -> set[int]:
+    """Return the output head: as the model names it, else as wide as a vocabulary, else by its usual names."""
+    getter = getattr(model, "get_output_embeddings", None)
+    named = getter() if callable(getter) else None
+    if isinstance(named, nn.Module):
+        return {id(named)}
+    linears = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear) and name]
+    by_name = [m for name, m in linears if name.rpartition(".")[2] in _HEAD_NAMES]
+    vocabularies = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
+    wide = [m for _, m in linears if m.out_features in vocabularies]
+    # A byte vocabulary may equal the model's width: among several as wide, the name decides, then the last one.
+    chosen = [m for m in wide if any(m is n for n in by_name)] or wide[-1:] or by_name
+    return {id(m) for m in chosen}

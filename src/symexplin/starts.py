@@ -1,0 +1,69 @@
+"""Where a curved model starts: from the weights it has, or from the paper's mismatched start (section 3.3)."""
+
+import dataclasses
+
+import torch
+from torch import Tensor, nn
+
+from symexplin.config import SELConfig
+from symexplin.coordinates import Coordinates, Layout
+from symexplin.routing import routing
+from symexplin.transform import compute_dtype
+from symexplin.validation import check_choice
+
+__all__ = ["START_RULES", "init_", "start_weight"]
+
+START_RULES = ("matched", "mismatched")
+
+
+@torch.no_grad()
+def start_weight(target: Tensor, layout: Layout, start: str) -> Tensor:
+    """Return the effective weight that a `target` starts at, in its compute dtype.
+
+    "matched": the target itself. "mismatched": ``mismatch(congruent_inverse(target))`` with the layout's scales at
+    their start and without delta, elementwise: positive weights keep their value, negative ones lose 2 |L|.
+
+    Raises:
+        ValueError: "mismatched" for another mode than "mismatch".
+
+    >>> layout = Layout((1, 2), 0, 7.5, SELConfig(beta=7.5))
+    >>> start_weight(torch.tensor([[0.05, -0.05]]), layout, "mismatched")
+    tensor([[ 0.0500, -0.0397]])
+    """
+    check_choice("start", start, START_RULES)
+    target = target.detach().to(compute_dtype(target))
+    if start == "matched":
+        return target
+    if layout.config.mode != "mismatch":
+        raise ValueError(f"start 'mismatched' is for mode='mismatch' alone, got mode={layout.config.mode!r}")
+    panels = layout.start_panels(target.dtype, target.device, position=0)
+    forward = Coordinates(layout, target, **panels)
+    config = dataclasses.replace(layout.config, mode="congruent")
+    congruent = Coordinates(Layout(layout.shape, layout.out_dim, layout.beta, config), target, **panels)
+    return forward._replace(raw=congruent.matched(target)).effective()
+
+
+@torch.no_grad()
+def init_(model: nn.Module, config: SELConfig, *, xavier: bool = True, generator: torch.Generator | None = None) -> None:
+    """Give the curved parameters of a plain `model` the start of the paper, in place (section 3.3).
+
+    Weights are drawn anew from Xavier's uniform distribution (unless not `xavier`); then, for mode "mismatch",
+    weights and biases t become ``mismatch(congruent_inverse(t))``. Biases are not drawn: their present values
+    are the targets. Run it before the optimizer sees the model.
+
+    Raises:
+        ValueError: weights that are not finite or that the map cannot reach, naming the parameter.
+
+    >>> layer = nn.Linear(8, 8)
+    >>> init_(layer, SELConfig(beta=7.5), generator=torch.Generator().manual_seed(0))
+    >>> bool(layer.weight.max() > -layer.weight.min())
+    True
+    """
+    for route in routing(model, config).curved:
+        if xavier and route.parameter.dim() == 2:
+            nn.init.xavier_uniform_(route.parameter, generator=generator)
+        if config.mode == "mismatch":
+            try:
+                route.parameter.copy_(start_weight(route.parameter, route.layout(config), "mismatched"))
+            except ValueError as error:
+                raise ValueError(f"{route.name}: {error}") from None
