@@ -11,7 +11,15 @@ The model's parameters stay ordinary effective weights throughout.
 from symexplin import functional
 from symexplin.config import Scale, SELConfig, preset
 from symexplin.linear import SELLinear, convert, fold
-from symexplin.optim import RawSpaceOptimizer, SELAdamW, ScaleAnnealing, Target, anneal_scales, param_groups, stats
+from symexplin.optim import (
+    RawSpaceOptimizer,
+    ScaleAnnealing,
+    SELAdamW,
+    Target,
+    anneal_scales,
+    param_groups,
+    stats,
+)
 from symexplin.routing import Route, Routing, routing
 from symexplin.starts import init_
 

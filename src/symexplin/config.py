@@ -195,7 +195,11 @@ _PAPER: dict[str, Any] = {"beta": 7.5}
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": _PAPER,
     # Multipliers of n and the rank of delta are not in the paper: assumptions.
-    "paper+offset": {**_PAPER, "n": Scale("column", start=0.0), "delta": Scale("lora", start=0.0, k=(0.5, 0.5))},
+    "paper+offset": {
+        **_PAPER,
+        "n": Scale("column", start=0.0),
+        "delta": Scale("lora", start=0.0, k=(0.5, 0.5)),
+    },
     "fixed_curvature": {**_PAPER, "m": _OFF},
     "absorbed": {**_PAPER, "curvature": "absorbed", "normalize": True},
     "frozen": {**_PAPER, "e": _OFF, "l": _OFF, "m": _OFF},

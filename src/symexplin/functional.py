@@ -7,7 +7,17 @@ import torch
 from torch import Tensor
 
 from symexplin.inversion import invert
-from symexplin.transform import CURVATURES, MODES, ROLES, Form, Scales, Value, compute_dtype, forward, pullback
+from symexplin.transform import (
+    CURVATURES,
+    MODES,
+    ROLES,
+    Form,
+    Scales,
+    Value,
+    compute_dtype,
+    forward,
+    pullback,
+)
 from symexplin.validation import check_choice, check_positive
 
 __all__ = ["anneal", "auto_beta", "effective", "inverse"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from symexplin.config import SELConfig, Scale
+from symexplin.config import Scale, SELConfig
 from symexplin.coordinates import PANELS, Coordinates, Layout, Slot
 from symexplin.functional import auto_beta
 from symexplin.routing import Route, routing
@@ -108,7 +108,9 @@ class SELLinear(nn.Linear):
         self._build(nn.Linear(in_features, out_features, bias, device, dtype), layouts, start, 0)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, weight: Layout, bias: Layout | None, start: str, position: int) -> "SELLinear":
+    def from_linear(
+        cls, linear: nn.Linear, weight: Layout, bias: Layout | None, start: str, position: int
+    ) -> "SELLinear":
         """Return the curved layer whose effective values are those of `linear` (or their mismatched start)."""
         layer = cls.__new__(cls)
         layer._build(linear, [weight] if bias is None else [weight, bias], start, position)
@@ -259,7 +261,8 @@ def convert(model: nn.Module, config: SELConfig | None = None, start: str = "mat
     if left:
         shown = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
         warnings.warn(
-            f"convert leaves {shown} plain: only nn.Linear has a curved module; SELAdamW curves them", stacklevel=2
+            f"convert leaves {shown} plain: only nn.Linear has a curved module; SELAdamW curves them",
+            stacklevel=2,
         )
     _report("converted", built, model)
     return _replace(model, built)

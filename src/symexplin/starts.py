@@ -44,7 +44,9 @@ def start_weight(target: Tensor, layout: Layout, start: str) -> Tensor:
 
 
 @torch.no_grad()
-def init_(model: nn.Module, config: SELConfig, *, xavier: bool = True, generator: torch.Generator | None = None) -> None:
+def init_(
+    model: nn.Module, config: SELConfig, *, xavier: bool = True, generator: torch.Generator | None = None
+) -> None:
     """Give the curved parameters of a plain `model` the start of the paper, in place (section 3.3).
 
     Weights are drawn anew from Xavier's uniform distribution (unless not `xavier`); then, for mode "mismatch",

@@ -180,9 +180,7 @@ def pullback(form: Form, w: Tensor, scales: Scales, g: Tensor, wanted: frozenset
     return {role: value for role, value in out.items() if role == "w" or role in wanted}
 
 
-def _pull_exponential(
-    form: Form, w: Tensor, scales: Scales, g: Tensor, wanted: frozenset[str]
-) -> dict[str, Tensor]:
+def _pull_exponential(form: Form, w: Tensor, scales: Scales, g: Tensor, wanted: frozenset[str]) -> dict[str, Tensor]:
     d = _normalizer(form, scales)
     decay = _exp(-scales.n)
     c = scales.e * decay / d
@@ -219,9 +217,7 @@ def _pull_sinh(form: Form, w: Tensor, scales: Scales, g: Tensor, wanted: frozens
     return out
 
 
-def _pull_damped(
-    form: Form, w: Tensor, scales: Scales, g: Tensor, wanted: frozenset[str]
-) -> dict[str, Tensor]:
+def _pull_damped(form: Form, w: Tensor, scales: Scales, g: Tensor, wanted: frozenset[str]) -> dict[str, Tensor]:
     beta, n = form.beta, scales.n
     magnitude = w.abs()
     c = _exp(-n) / beta * torch.exp(-magnitude)

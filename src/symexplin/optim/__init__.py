@@ -6,4 +6,12 @@ from symexplin.optim.groups import param_groups
 from symexplin.optim.raw_space import RawSpaceOptimizer, Target
 from symexplin.optim.stats import stats
 
-__all__ = ["RawSpaceOptimizer", "SELAdamW", "ScaleAnnealing", "Target", "anneal_scales", "param_groups", "stats"]
+__all__ = [
+    "RawSpaceOptimizer",
+    "SELAdamW",
+    "ScaleAnnealing",
+    "Target",
+    "anneal_scales",
+    "param_groups",
+    "stats",
+]

@@ -269,6 +269,6 @@ def _multiplier(key: str, group: dict[str, Any], step: int) -> float:
     return anneal(step, group["total_steps"], k0, k1)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _cached_layout(shape: tuple[int, ...], out_dim: int, beta: float, config: SELConfig) -> Layout:
     return Layout(shape, out_dim, beta, config)

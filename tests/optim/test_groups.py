@@ -1,0 +1,68 @@
+"""Parameter groups of both homes."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import symexplin as sel
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 7))
+
+
+def names(group):
+    return [name for name, _ in group["params"]]
+
+
+def test_groups_of_the_optimizer_home():
+    curved, plain = sel.param_groups(network(), lr=3e-4, weight_decay=0.1, config=sel.preset("paper"))
+    assert names(curved) == ["1.weight", "1.bias"]
+    assert names(plain) == ["0.weight", "2.weight", "2.bias", "3.weight", "3.bias"]
+    assert (curved["beta"], curved["out_dim"], curved["position"]) == ([7.5, 7.5], [0, 0], [1, 2])
+    assert (curved["k_e"], curved["k_l"], curved["k_m"]) == ([50.0, 8.0], [50.0, 8.0], [0.01, 0.5])
+    assert (curved["lr"], curved["weight_decay"], plain["weight_decay"]) == (3e-4, 0.1, 0.1)
+    json.dumps({key: value for key, value in curved.items() if key != "params"})  # plain values only
+
+
+def test_no_empty_group():
+    assert len(sel.param_groups(nn.Sequential(nn.Linear(4, 4)), lr=1e-3)) == 1
+
+
+def test_groups_of_the_module_home():
+    model = sel.convert(network(), sel.preset("paper+offset", beta=10))
+    groups = {group["role"]: group for group in sel.param_groups(model, lr=1e-3, weight_decay=0.1)}
+    assert set(groups) == {"plain", "raw", "e", "l", "m", "n", "delta"}
+    assert names(groups["raw"]) == ["1.raw_weight", "1.raw_bias"]
+    assert names(groups["m"]) == ["1.m_row", "1.m_column", "1.bias_m_row"]
+    decay = {role: group["weight_decay"] for role, group in groups.items()}
+    assert decay == {"plain": 0.1, "raw": 0.1, "e": 0.1, "l": 0.1, "m": 0.0, "n": 0.0, "delta": 0.0}
+    assert groups["e"]["k"] == [50.0, 8.0]
+    assert groups["delta"]["k"] == pytest.approx([0.05, 0.05])
+    everything = [p for group in groups.values() for p in group["params"]]
+    assert len(everything) == len(list(model.parameters()))
+
+
+def test_peak_lr_becomes_a_multiplier():
+    config = sel.preset("frozen", e=sel.Scale("row", peak_lr=(0.015, 0.0024)))
+    curved = sel.param_groups(network(), lr=3e-3, config=config)[0]
+    assert curved["k_e"] == pytest.approx([5.0, 0.8])
+    with pytest.raises(ValueError, match="lr must be given"):
+        sel.param_groups(network(), config=config)
+
+
+def test_nothing_to_curve_and_misplaced_config():
+    with pytest.raises(ValueError, match="model has nothing to curve"):
+        sel.param_groups(nn.Sequential(nn.LayerNorm(4)), lr=1e-3)
+    with pytest.raises(ValueError, match="config must be None for a converted model"):
+        sel.param_groups(sel.convert(network()), lr=1e-3, config=sel.preset("paper"))
+
+
+def test_frozen_parameters_are_left_out():
+    model = network()
+    model[0].weight.requires_grad_(False)
+    groups = sel.param_groups(model, lr=1e-3)
+    assert "0.weight" not in [name for group in groups for name in names(group)]

@@ -1,0 +1,33 @@
+"""Figures of both homes agree with a direct computation."""
+
+import pytest
+import torch
+from torch import nn
+
+import symexplin as sel
+
+
+@pytest.mark.parametrize("home", ["optimizer", "module"])
+def test_stats_against_direct_computation(home):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 3))
+    nn.init.uniform_(model[0].weight, -2, 2)
+    config = sel.preset("paper", e=sel.Scale("row_col_mult", start=1.5, k=(1, 1)), beta=2.0)
+    optimizer = None
+    if home == "module":
+        sel.convert(model, config)
+        layers = [(layer.raw_weight, 1.5, 2.0) for layer in model]
+    else:
+        groups = sel.param_groups(model, lr=0.0, config=config)
+        optimizer = sel.SELAdamW(groups, total_steps=3)
+        assert sel.stats(model, optimizer) == {}
+        model(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+        layers = [(optimizer.state[layer.weight]["raw"], 1.5, 2.0) for layer in model]
+    found = sel.stats(model, optimizer)
+    x = torch.cat([(2.0 * raw.detach().abs()).flatten() for raw, *_ in layers])
+    assert found["e/mean"] == pytest.approx(1.5, rel=1e-6)
+    assert found["e/std"] == pytest.approx(0.0, abs=1e-3)
+    assert found["kappa/mean"] == pytest.approx(2.0, rel=1e-6)
+    assert found["kappa_w/max"] == pytest.approx(float(x.max()), rel=1e-6)
+    assert found["tail/fraction"] == pytest.approx(float((x > 1).double().mean()))

@@ -1,0 +1,129 @@
+"""Writes from outside the optimizer are noticed, and what was not written keeps its raw bits."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import symexplin as sel
+
+
+def setup(dtype=torch.float32, width=64):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, 4)).to(dtype)
+    groups = sel.param_groups(model, lr=1e-3, config=sel.preset("fixed_curvature"))
+    optimizer = sel.SELAdamW(groups, total_steps=50)
+    for _ in range(3):
+        step(model, optimizer)
+    return model, optimizer
+
+
+def step(model, optimizer):
+    optimizer.zero_grad()
+    weight = model[0].weight
+    generator = torch.Generator().manual_seed(0)
+    model(torch.randn(8, weight.shape[1], generator=generator).to(weight.dtype)).float().square().mean().backward()
+    optimizer.step()
+
+
+def values_before_step(model, optimizer):
+    """What the optimizer believes the weight to be when a step begins: its raw weight at lr = 0."""
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    step(model, optimizer)
+    return next(c for name, c in optimizer.coordinates() if name == "0.weight")
+
+
+WRITES = {
+    "in place": lambda p, new: p.copy_(new),
+    "through data": lambda p, new: p.data.copy_(new),
+    "swapped data": lambda p, new: setattr(p, "data", new.clone()),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("how", WRITES)
+def test_a_whole_write_is_taken_over(how, dtype):
+    model, optimizer = setup(dtype)
+    new = (0.1 * torch.randn(64, 64, generator=torch.Generator().manual_seed(5))).to(dtype)
+    with torch.no_grad():
+        WRITES[how](model[0].weight, new)
+    coordinates = values_before_step(model, optimizer)
+    assert torch.equal(model[0].weight, new)
+    # The inverse is within (8 + 4 kappa |w|) units of rounding, here 8 + 4 * 2; in bf16 an entry that happens
+    # to lie within 2 ulp (2 * 2^-7) of the old value keeps its raw weight.
+    rtol = 16 * 2**-24 + (2.0**-6 if dtype == torch.bfloat16 else 0.0)
+    torch.testing.assert_close(coordinates.effective(), new.float(), rtol=rtol, atol=1e-12)
+
+
+def test_only_the_written_entries_are_inverted_anew():
+    model, optimizer = setup()
+    raw = optimizer.state[model[0].weight]["raw"].clone()
+    with torch.no_grad():
+        model[0].weight[3, 5] = 0.25
+        model[0].weight[7] *= -1.0
+    found = values_before_step(model, optimizer)
+    same = torch.ones(64, 64, dtype=torch.bool)
+    same[3, 5] = False
+    same[7] = False
+    assert torch.equal(found.raw[same], raw[same])
+    torch.testing.assert_close(found.effective(), model[0].weight.detach(), rtol=1e-6, atol=1e-9)
+    assert float(found.effective()[3, 5]) == pytest.approx(0.25, rel=1e-6)
+
+
+def test_a_model_checkpoint_loaded_alone_is_taken_over():
+    model, optimizer = setup()
+    other = copy.deepcopy(model).requires_grad_(False)
+    for parameter in other.parameters():
+        parameter *= 1.5
+    model.load_state_dict(other.state_dict())
+    found = values_before_step(model, optimizer)
+    torch.testing.assert_close(found.effective(), other[0].weight, rtol=1e-6, atol=1e-9)
+
+
+def test_an_exponential_moving_average_swapped_in_and_out_changes_nothing():
+    straight, straight_optimizer = setup()
+    model, optimizer = setup()
+    kept = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.data.mul_(0.9)
+    for p, old in zip(model.parameters(), kept, strict=True):
+        p.data.copy_(old)
+    step(model, optimizer)
+    step(straight, straight_optimizer)
+    for p, q in zip(model.parameters(), straight.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_steps_without_writes_never_invert(monkeypatch):
+    model, optimizer = setup()
+    monkeypatch.setattr("symexplin.optim.raw_space.reinvert", lambda *_: pytest.fail("inverted without a write"))
+    step(model, optimizer)
+    step(model, optimizer)
+
+
+def test_a_nan_written_from_outside_is_refused_by_name():
+    model, optimizer = setup()
+    with torch.no_grad():
+        model[1].weight[0, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"1\.weight: .*1 of 256 elements: the weights must be finite"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("how", ["model first", "optimizer first"])
+def test_order_of_loading_does_not_matter(how):
+    model, optimizer = setup()
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    step(model, optimizer)
+    twin, resumed = setup()
+    step(twin, resumed)
+    if how == "model first":
+        twin.load_state_dict(saved[0])
+        resumed.load_state_dict(saved[1])
+    else:
+        resumed.load_state_dict(saved[1])
+        twin.load_state_dict(saved[0])
+    step(twin, resumed)
+    for p, q in zip(twin.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p, q)

@@ -1,0 +1,78 @@
+"""The configuration: validation, round trips, presets."""
+
+import json
+
+import pytest
+
+import symexplin as sel
+from symexplin.config import PRESETS
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_survive_json(name):
+    config = sel.preset(name)
+    assert sel.SELConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_paper_preset_states_the_papers_numbers():
+    config = sel.preset("paper")
+    assert (config.beta, config.mode, config.curvature, config.normalize) == (7.5, "mismatch", "fixed", False)
+    assert config.multipliers() == {"e": (50.0, 8.0), "l": (50.0, 8.0), "m": (0.01, 0.5)}
+    assert sel.preset("frozen").learned_roles == ()
+    assert sel.preset("exp_only").learned_roles == ("e", "m")
+    assert sel.preset("structured_linear").learned_roles == ("l",)
+    assert sel.preset("paper+offset").learned_roles == ("e", "l", "m", "n", "delta")
+
+
+def test_overrides_and_mappings():
+    config = sel.preset("paper", beta=15, e={"pattern": "row", "k": 2})
+    assert config.beta == 15.0
+    assert config.e == sel.Scale("row", k=(2.0, 2.0))
+
+
+def test_peak_lr_holds_the_product_with_lr():
+    config = sel.SELConfig(e=sel.Scale("row", peak_lr=(0.015, 0.0024)))
+    for lr in (1e-4, 3e-4, 1e-2):
+        k0, k1 = config.multipliers(lr)["e"]
+        assert k0 * lr == pytest.approx(0.015)
+        assert k1 * lr == pytest.approx(0.0024)
+    with pytest.raises(ValueError, match="lr must be given"):
+        config.multipliers()
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: sel.SELConfig(beta=0), "beta must be a positive finite number, got 0"),
+        (lambda: sel.SELConfig(beta=float("nan")), "beta must be a positive finite number, got nan"),
+        (lambda: sel.SELConfig(beta="wide"), "beta must be a positive number or 'auto', got 'wide'"),
+        (lambda: sel.SELConfig(mode="mismatched"), "did you mean 'mismatch'"),
+        (lambda: sel.SELConfig(curvature="absorb"), "did you mean 'absorbed'"),
+        (lambda: sel.Scale("row_col"), "pattern must be one of .* got 'row_col'; did you mean 'row_col_"),
+        (lambda: sel.Scale("row", k=(1, 2, 3)), "k must be a number or a"),
+        (lambda: sel.Scale("row", k=-1), "k must be a positive finite number, got -1"),
+        (lambda: sel.Scale("lora", rank=0), "rank must be a whole number >= 1, got 0"),
+        (lambda: sel.Scale(start=float("inf")), "start must be a finite number, got inf"),
+        (
+            lambda: sel.SELConfig(n=sel.Scale("row_col_mult", start=0)),
+            "n.pattern 'row_col_mult' cannot start at 0",
+        ),
+        (lambda: sel.SELConfig(delta=sel.Scale("row", start=0)), "delta must be off"),
+        (lambda: sel.SELConfig(m=sel.Scale(start=-1)), "m.start must be positive, got -1"),
+        (lambda: sel.SELConfig(e=1.0), "e must be a Scale, got 1.0"),
+        (lambda: sel.SELConfig(include="weight"), "include must be a sequence of name patterns"),
+        (lambda: sel.preset("papr"), "preset must be one of .* did you mean 'paper'"),
+        (lambda: sel.preset("paper", bta=3), "key must be one of .* did you mean 'beta'"),
+        (lambda: sel.preset("paper", e={"patern": "row"}), "e key must be one of .* did you mean 'pattern'"),
+    ],
+)
+def test_bad_values_name_argument_value_and_remedy(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_config_is_frozen_and_hashable():
+    config = sel.preset("paper")
+    with pytest.raises(AttributeError):
+        config.beta = 3.0
+    assert hash(config) == hash(sel.preset("paper"))

@@ -1,0 +1,211 @@
+"""Structured scales: what each pattern expands to, its gradients against autograd, where things are packed."""
+
+import math
+
+import pytest
+import torch
+
+import symexplin as sel
+from symexplin import transform
+from symexplin.config import PATTERNS
+from symexplin.coordinates import PANELS, Coordinates, Layout
+
+MODES = tuple(transform.MODES)
+
+
+def make(config, shape=(5, 3), out_dim=0, seed=0):
+    """Coordinates in float64 with every panel moved away from its start."""
+    generator = torch.Generator().manual_seed(seed)
+    layout = Layout(shape, out_dim, 7.5, config)
+    panels = layout.start_panels(torch.float64, torch.device("cpu"), position=3)
+    for panel in panels.values():
+        panel += 0.1 * torch.randn(panel.shape, generator=generator, dtype=torch.float64)
+    raw = 0.2 * torch.randn(shape, generator=generator, dtype=torch.float64)
+    return Coordinates(layout, raw, **panels)
+
+
+def rows_and_columns(coordinates, stem):
+    """The learned vectors of one scale as (rows along outputs, columns along inputs)."""
+    layout = coordinates.layout
+    slots = {s.name: layout.view(s, getattr(coordinates, s.panel)) for s in layout.slots}
+    return {name.removeprefix(stem + "_"): v for name, v in slots.items() if name.startswith(stem + "_")}
+
+
+def reference_scale(pattern, vectors, base, out_dim, log):
+    """The scale matrix (outputs x inputs) as section 3.4 writes it."""
+    r = vectors["row"].reshape(-1) if "row" in vectors else None
+    c = vectors["column"].reshape(-1) if "column" in vectors else None
+    if pattern == "row":
+        value = r[:, None]
+    elif pattern == "column":
+        value = c[None, :]
+    elif pattern == "row_col_mult":
+        value = (torch.add if log else torch.mul)(r[:, None], c[None, :])
+    elif pattern == "row_col_add":
+        value = r[:, None] + c[None, :]
+    else:
+        a = vectors["A"] if out_dim == 0 else vectors["A"].mT
+        b = vectors["B"] if out_dim == 0 else vectors["B"].mT
+        value = (math.log(base) if log else base) + a @ b
+    return value.exp() if log else value
+
+
+@pytest.mark.parametrize("out_dim", [0, 1])
+@pytest.mark.parametrize("curvature", ["fixed", "absorbed"])
+@pytest.mark.parametrize("pattern", [p for p in PATTERNS if p not in ("fixed", "global")])
+def test_patterns_expand_as_the_paper_writes_them(pattern, curvature, out_dim):
+    scale = sel.Scale(pattern, rank=2)
+    n_pattern = "row_col_add" if pattern == "row_col_mult" else pattern
+    config = sel.SELConfig(
+        beta=7.5,
+        curvature=curvature,
+        e=scale,
+        l=scale,
+        m=scale,
+        n=sel.Scale(n_pattern, start=0.0, rank=2),
+        s=scale,
+    )
+    coordinates = make(config, out_dim=out_dim)
+    scales = coordinates.scales()
+    stem = "a" if curvature == "absorbed" else "m"
+    expected = {
+        role: reference_scale(p, rows_and_columns(coordinates, name), base, out_dim, log)
+        for role, name, p, base, log in (
+            ("e", "e", pattern, 1.0, False),
+            ("l", "l", pattern, 1.0, False),
+            ("s", "s", pattern, 1.0, False),
+            ("n", "n", n_pattern, 0.0, False),
+            ("kappa", stem, pattern, 7.5 if curvature == "absorbed" else 1.0, curvature == "absorbed"),
+        )
+    }
+    if curvature == "fixed":
+        expected["kappa"] = 7.5 * expected["kappa"]
+    raw = coordinates.raw if out_dim == 0 else coordinates.raw.mT
+    for role, value in expected.items():
+        found = getattr(scales, role).broadcast_to(coordinates.raw.shape)
+        found = found if out_dim == 0 else found.mT
+        torch.testing.assert_close(found, value.broadcast_to(raw.shape), rtol=1e-13, atol=1e-13)
+    direct = sel.functional.effective(raw, beta=7.5, curvature="absorbed", beta_tilde=expected.pop("kappa"), **expected)
+    found = coordinates.effective() if out_dim == 0 else coordinates.effective().mT
+    torch.testing.assert_close(found, direct, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("curvature", ["fixed", "absorbed"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("shape", [(5, 3), (5,)])
+def test_pullback_is_the_gradient_of_effective(mode, pattern, curvature, normalize, shape):
+    """Central differences in float64 of <g, effective> along a random direction of every part."""
+    scale = sel.Scale(pattern, rank=2)
+    n = sel.Scale(pattern if pattern != "row_col_mult" else "row_col_add", start=0.0, rank=2)
+    config = sel.SELConfig(
+        7.5, mode, curvature, normalize, scale, scale, scale, n, scale, sel.Scale("lora", start=0.0, rank=2)
+    )
+    coordinates = make(config, shape)
+    generator = torch.Generator().manual_seed(7)
+    g = torch.randn(shape, generator=generator, dtype=torch.float64)
+    pulled = coordinates.pullback(g)
+    for name in ("raw", *PANELS):
+        part, gradient = getattr(coordinates, name), getattr(pulled, name)
+        assert gradient.shape == part.shape
+        if part.numel() == 0:
+            continue
+        direction = torch.randn(part.shape, generator=generator, dtype=torch.float64)
+        h = 1e-6
+
+        def value(sign, name=name, part=part, direction=direction):
+            moved = coordinates._replace(**{name: part + sign * h * direction})
+            return float((g * moved.effective()).sum())
+
+        numeric = (value(1) - value(-1)) / (2 * h)
+        assert float((gradient * direction).sum()) == pytest.approx(numeric, rel=1e-6, abs=1e-8)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_matched_inverts_the_map_with_its_present_scales_and_residual(mode):
+    config = sel.SELConfig(7.5, mode, n=sel.Scale("column", start=0.5), delta=sel.Scale("lora", start=0.0))
+    coordinates = make(config, (6, 4))
+    coordinates.panel0.clamp_(min=0.02)  # a positive offset and scales: invertible in every mode
+    coordinates.panel1.clamp_(min=0.02)
+    w = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    try:
+        raw = coordinates.matched(w)
+    except ValueError:
+        scales = coordinates.scales()
+        assert bool((scales.e * scales.kappa * torch.exp(-scales.n) <= scales.l).any())
+        pytest.fail("the scales drawn are not invertible: change the test's start")
+    torch.testing.assert_close(coordinates._replace(raw=raw).effective(), w, rtol=1e-12, atol=1e-13)
+
+
+def test_panels_start_at_the_scales_values():
+    config = sel.SELConfig(
+        beta=9.0,
+        e=sel.Scale("row_col_mult", start=4.0),
+        l=sel.Scale("row_col_mult", start=-4.0),
+        m=sel.Scale("row_col_add", start=3.0),
+        n=sel.Scale("global", start=0.25),
+        delta=sel.Scale("lora", start=0.0, rank=3),
+    )
+    layout = Layout((5, 3), 0, 9.0, config)
+    panels = layout.start_panels(torch.float64, torch.device("cpu"), 0)
+    scales = Coordinates(layout, torch.zeros(5, 3, dtype=torch.float64), **panels).scales()
+    for role, value in (("e", 4.0), ("l", -4.0), ("kappa", 27.0), ("n", 0.25), ("delta", 0.0)):
+        assert torch.all(getattr(scales, role) == value), role
+    e_row = next(slot for slot in layout.slots if slot.name == "e_row")
+    assert torch.all(layout.view(e_row, panels[e_row.panel]) == 2.0)
+
+
+def test_lora_factors_depend_on_seed_and_position_and_leave_the_global_generator_alone():
+    def factor(seed, position):
+        config = sel.SELConfig(seed=seed, delta=sel.Scale("lora", start=0.0, rank=4))
+        layout = Layout((50, 30), 0, 7.5, config)
+        slot = next(s for s in layout.slots if s.name == "delta_A")
+        return layout.view(slot, layout.start_panels(torch.float32, torch.device("cpu"), position)[slot.panel])
+
+    state = torch.random.get_rng_state()
+    first = factor(0, 0)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.equal(first, factor(0, 0))
+    assert not torch.equal(first, factor(1, 0))
+    assert not torch.equal(first, factor(0, 1))
+    assert first.abs().max() <= 0.5 < 1.1 * first.abs().max()  # uniform on +-1/sqrt(4)
+
+
+def test_a_bias_keeps_the_pattern_row_and_no_residual():
+    layout = Layout((4,), 0, 7.5, sel.preset("paper+offset"))
+    assert [(s.name, s.panel) for s in layout.slots] == [
+        ("e_row", "panel0"),
+        ("l_row", "panel0"),
+        ("m_row", "panel0"),
+        ("n_row", "panel0"),
+    ]
+    panels = layout.start_panels(torch.float64, torch.device("cpu"), 0)
+    assert torch.all(panels["panel0"] == torch.tensor([1.0, 1.0, 1.0, 0.0], dtype=torch.float64))
+
+
+def test_decay_and_rates_follow_the_paper():
+    layout = Layout((4, 4), 0, 10.0, sel.preset("paper+offset", s=sel.Scale("global")))
+    decays = {slot.name: slot.decay for slot in layout.slots}
+    assert {name for name, decay in decays.items() if decay} == {
+        "e_row",
+        "e_column",
+        "l_row",
+        "l_column",
+        "s",
+    }
+    assert {slot.name: slot.lr_scale for slot in layout.slots if slot.lr_scale != 1.0} == {
+        "delta_A": 0.1,
+        "delta_B": 0.1,
+    }
+
+
+def test_a_mode_creates_only_the_scales_it_uses():
+    def names(mode):
+        return {slot.role for slot in Layout((4, 4), 0, 7.5, sel.SELConfig(mode=mode)).slots}
+
+    assert names("mismatch") == names("congruent") == names("oppose") == {"e", "l", "m"}
+    assert names("exp_only") == {"e", "m"}
+    assert names("sinh") == {"m"}
+    assert names("linear") == {"l"}
+    assert names("damped") == set()

@@ -1,0 +1,127 @@
+"""Routing: by the type of the module, with a reason for every parameter."""
+
+import pytest
+from torch import nn
+
+import symexplin as sel
+
+
+def reasons(model, config=None):
+    return {r.name: (r.curved, r.reason) for r in sel.routing(model, config)}
+
+
+class Language(nn.Module):
+    """Embedding, a body of linears, a head; width and vocabulary may coincide."""
+
+    def __init__(self, vocabulary=16, width=16, tie=False):
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.body = nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width))
+        self.out = nn.Linear(width, vocabulary)
+        if tie:
+            self.out.weight = self.embed.weight
+
+
+def test_a_head_as_wide_as_the_vocabulary_is_plain_even_when_the_body_is_as_wide():
+    found = reasons(Language())
+    assert found["body.0.weight"] == (True, "linear weight")
+    assert found["body.0.bias"] == (True, "linear bias")
+    assert found["out.weight"] == found["out.bias"] == (False, "output head")
+    assert found["embed.weight"] == (False, "embedding")
+    assert found["body.1.weight"] == (False, "LayerNorm")
+
+
+def test_a_tied_head_is_counted_once_and_plain():
+    found = reasons(Language(tie=True))
+    assert found["embed.weight"] == (False, "tied to an embedding")
+    assert "out.weight" not in found
+    assert found["out.bias"] == (False, "output head")
+
+
+def test_usual_names_of_heads_without_a_vocabulary():
+    model = nn.ModuleDict({"body": nn.Linear(8, 8), "classifier": nn.Linear(8, 3)})
+    found = reasons(model)
+    assert found["classifier.weight"] == (False, "output head")
+    assert found["body.weight"][0]
+
+
+def test_routers_of_experts_are_plain_but_gates_of_feed_forward_layers_are_not():
+    mixture = nn.ModuleDict({"gate": nn.Linear(8, 4), "experts": nn.ModuleList([nn.Linear(8, 8)])})
+    model = nn.ModuleDict({"mixture": mixture, "ffn": nn.ModuleDict({"gate": nn.Linear(8, 8)})})
+    found = reasons(model)
+    assert found["mixture.gate.weight"] == (False, "router of a mixture of experts")
+    assert found["mixture.experts.0.weight"][0]
+    assert found["ffn.gate.weight"][0]
+
+
+def test_attention_projections_and_other_types():
+    found = reasons(nn.TransformerEncoderLayer(8, 2, 16))
+    assert found["self_attn.in_proj_weight"] == (True, "attention input projection")
+    assert found["self_attn.in_proj_bias"] == (True, "attention input projection")
+    assert found["self_attn.out_proj.weight"][0]
+    apart = reasons(nn.MultiheadAttention(8, 2, kdim=4, vdim=6))
+    assert apart["k_proj_weight"][0]
+    assert reasons(nn.Conv2d(3, 3, 3))["weight"] == (False, "Conv2d")
+    assert reasons(nn.LSTM(4, 4))["weight_ih_l0"] == (False, "LSTM")
+
+
+def test_conv1d_of_transformers_is_transposed():
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    (weight, bias) = sel.routing(nn.Sequential(conv1d(12, 2048)))
+    assert (weight.curved, weight.out_dim, weight.reason) == (True, 1, "Conv1D weight")
+    assert tuple(weight.parameter.shape) == (2048, 12)
+    assert (bias.curved, bias.out_dim, bias.beta) == (True, 0, weight.beta)
+
+
+def test_head_named_by_the_model_wins():
+    model = Language(vocabulary=5)
+    model.get_output_embeddings = lambda: model.body[0]
+    found = reasons(model)
+    assert found["body.0.weight"] == (False, "output head")
+    assert found["out.weight"][0]
+
+
+def test_patterns_override_the_rules_and_exclude_wins():
+    config = sel.SELConfig(include=("out.*", "embed.weight"), exclude=("*.bias",))
+    found = reasons(Language(), config)
+    assert found["out.weight"] == (True, "included by 'out.*'")
+    assert found["embed.weight"] == (True, "included by 'embed.weight'")
+    assert found["body.0.bias"] == found["out.bias"] == (False, "excluded by '*.bias'")
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "message"),
+    [
+        (
+            nn.LayerNorm(4),
+            {"include": ("weight",)},
+            r"weight \(included by 'weight'\) has shape \(4,\): only 2-D",
+        ),
+        (nn.Conv1d(2, 2, 3), {"include": ("weight",)}, r"shape \(2, 2, 3\): only 2-D"),
+        (nn.Linear(2, 2), {"include": ("wieght",)}, "include pattern 'wieght' matches no parameter"),
+        (nn.Linear(2, 2), {"exclude": ("x.*",)}, "exclude pattern 'x.*' matches no parameter"),
+    ],
+)
+def test_bad_patterns(model, config, message):
+    with pytest.raises(ValueError, match=message):
+        sel.routing(model, sel.SELConfig(**config))
+
+
+def test_a_flattened_linear_weight_is_refused():
+    layer = nn.Linear(4, 4)
+    layer.weight = nn.Parameter(layer.weight.detach().flatten())
+    with pytest.raises(ValueError, match=r"weight \(linear weight\) has shape \(16,\): only 2-D .* unflatten"):
+        sel.routing(layer)
+
+
+def test_frozen_parameters_are_plain():
+    layer = nn.Linear(4, 4).requires_grad_(False)
+    assert reasons(layer)["weight"] == (False, "frozen")
+
+
+def test_beta_is_the_weights_own_and_its_bias_shares_it():
+    model = nn.Sequential(nn.Linear(2048, 4096), nn.Linear(16, 16))
+    beta = {r.name: r.beta for r in sel.routing(model)}
+    assert beta["0.weight"] == beta["0.bias"] == pytest.approx(7.5 * 2**0.8)
+    assert beta["1.weight"] == 7.5
+    assert {r.beta for r in sel.routing(model, sel.preset("paper", beta=9))} == {9.0}
