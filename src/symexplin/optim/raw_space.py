@@ -106,7 +106,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one optimizer step; return what `closure` returns."""
         loss = None
         if closure is not None:
