@@ -29,7 +29,7 @@ def moved(model):
     return model
 
 
-x = torch.linspace(-1, 1, 60).reshape(5, 12)
+inputs = x = torch.linspace(-1, 1, 60).reshape(5, 12)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -228,10 +228,9 @@ def test_layers_are_freed():
     assert reference() is None
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["paper+offset", "absorbed", "structured_linear"])
-def test_compiles_whole_and_agrees(name):
-    curved = moved(sel.convert(network(), sel.preset(name)))
+def check_compiled(name, device):
+    curved = moved(sel.convert(network().to(device), sel.preset(name)))
+    x = inputs.to(device)
     curved(x).square().sum().backward()
     expected = {key: p.grad.clone() for key, p in curved.named_parameters()}
     output = curved(x)
@@ -241,3 +240,16 @@ def test_compiles_whole_and_agrees(name):
     compiled(x).square().sum().backward()
     for key, parameter in curved.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[key], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["paper+offset", "absorbed", "structured_linear"])
+def test_compiles_whole_and_agrees(name):
+    check_compiled(name, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["paper+offset", "absorbed", "structured_linear"])
+def test_compiles_whole_and_agrees_on_a_gpu(name):
+    check_compiled(name, "cuda")

@@ -80,7 +80,7 @@ def distances(a, b):
 def test_homes_agree_in_float64(name):
     inside, losses, clipped = train("module", CONFIGS[name], torch.float64)
     beside, other_losses, _ = train("optimizer", CONFIGS[name], torch.float64)
-    assert 0 < clipped
+    assert clipped > 0
     assert losses[-1] < losses[0] - 1.0
     assert max(distances(beside, inside).values()) < 1e-9
     assert other_losses == pytest.approx(losses, abs=1e-9)

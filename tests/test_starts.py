@@ -71,9 +71,9 @@ def test_matched_and_converted_mismatched_start_agree(xavier):
 
 
 def test_mismatched_start_is_for_the_mismatch_mode_alone():
-    with pytest.raises(ValueError, match="start 'mismatched' is for mode='mismatch' alone, got mode='congruent'"):
+    with pytest.raises(ValueError, match=r"start 'mismatched' is for mode='mismatch' alone, got mode='congruent'$"):
         sel.convert(nn.Sequential(nn.Linear(2, 2)), sel.preset("congruent"), start="mismatched")
-    with pytest.raises(ValueError, match="start must be one of .* did you mean 'matched'"):
+    with pytest.raises(ValueError, match=r"start must be one of .* did you mean 'matched'"):
         sel.convert(nn.Sequential(nn.Linear(2, 2)), start="mached")
 
 

@@ -23,7 +23,7 @@ def rates_used(optimizer, steps, scheduler=None):
     """The learning rate of every role while the optimizer steps."""
     seen = []
 
-    def record(opt, args, kwargs):
+    def record(opt, *_):
         seen.append({group["role"]: group["lr"] for group in opt.param_groups})
 
     handle = optimizer.register_step_pre_hook(record)
