@@ -52,6 +52,10 @@ class _Effective(torch.autograd.Function):
         return None, pulled["w"].sum_to_size(w.shape), *grads
 
 
+def _cast(value: Value, dtype: torch.dtype) -> Value:
+    return value.to(dtype) if isinstance(value, Tensor) else value
+
+
 def _prepare(
     mode: str,
     beta: float,
@@ -116,11 +120,12 @@ def effective(
     >>> effective(w, beta=7.5)
     tensor([-0.1356,  0.0000,  0.1623], grad_fn=<_EffectiveBackward>)
     """
-    form, kappa = _prepare(mode, beta, m, curvature, beta_tilde, normalize)
-    values: tuple[Value | None, ...] = (e, l, kappa, n, s, delta)
-    dtype = compute_dtype(w, *values)
-    cast = [v.to(dtype) if isinstance(v, Tensor) else v for v in values]
-    result: Tensor = _Effective.apply(form, w.to(dtype), *cast)  # type: ignore[no-untyped-call]
+    dtype = compute_dtype(w, e, l, m, beta_tilde, n, s, delta)
+    e, l, n, s = (_cast(v, dtype) for v in (e, l, n, s))
+    tilde = None if beta_tilde is None else _cast(beta_tilde, dtype)
+    form, kappa = _prepare(mode, beta, _cast(m, dtype), curvature, tilde, normalize)
+    values = (e, l, kappa, n, s, None if delta is None else delta.to(dtype))
+    result: Tensor = _Effective.apply(form, w.to(dtype), *values)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -158,7 +163,7 @@ def inverse(
     >>> bool((back - t).abs().max() < 1e-14)
     True
     """
-    form, kappa = _prepare(mode, beta, m, curvature, beta_tilde, normalize)
+    form, kappa = _prepare(mode, beta, _cast(m, torch.float64), curvature, beta_tilde, normalize)
     if iterations < 1:
         raise ValueError(f"iterations must be at least 1, got {iterations}")
     return invert(form, t, Scales(e, l, kappa, n, s), iterations)

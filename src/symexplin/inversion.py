@@ -12,7 +12,7 @@ bounds are at hand; the smaller is close everywhere:
 import torch
 from torch import Tensor
 
-from symexplin.transform import Form, Scales, compute_dtype, forward, pullback
+from symexplin.transform import MODES, Form, Scales, compute_dtype, forward, pullback
 
 __all__ = ["invert"]
 
@@ -34,7 +34,10 @@ def invert(form: Form, t: Tensor, scales: Scales, iterations: int = 10) -> Tenso
     if device.type == "mps":  # has no float64
         t = t.cpu()
     exact = Scales(*(_exact(value, t.device) for value in scales[:5]))
+    t = t.expand(torch.broadcast_shapes(t.shape, *(_tensor(value).shape for value in exact[:5])))
     _refuse(~torch.isfinite(t), t, form, "the weights must be finite")
+    for role in (*MODES[form.mode], "s"):
+        _refuse(~torch.isfinite(_tensor(getattr(exact, role))), t, form, f"{role} must be finite")
     s = _tensor(exact.s)
     _refuse(s == 0.0, t, form, "needs s != 0")
     target = t.double() / s
@@ -71,9 +74,10 @@ def _invert_exponential(form: Form, t: Tensor, scales: Scales, iterations: int) 
     decay = torch.exp(-_tensor(scales.n))
     steep = e * kappa * decay
     _refuse(kappa <= 0.0, t, form, "needs kappa > 0")
+    _refuse(~torch.isfinite(steep), t, form, "exp(-n) is out of range")
     if form.mode == "exp_only":
         l = torch.zeros_like(l)
-        _refuse(e <= 0.0, t, form, "needs e > 0")
+        _refuse(steep <= 0.0, t, form, "needs e > 0 and exp(-n) > 0")
     elif form.mode == "mismatch":
         _refuse((steep <= l.abs()) | (e <= 0.0), t, form, "needs e > 0 and e*kappa*exp(-n) > |l|")
         l = l * torch.sign(t)
@@ -105,11 +109,14 @@ def _invert_damped(form: Form, t: Tensor, scales: Scales, iterations: int) -> Te
     tau = t.abs()
     low, high = torch.zeros_like(tau), tau.clamp(max=1.0)
     for _ in range(_DAMPED_DOUBLINGS):
-        short = forward(form, high, plain) < tau
+        short = ~(forward(form, high, plain) >= tau)
         if not bool(short.any()):
             break
         low, high = torch.where(short, high, low), torch.where(short, 2.0 * high, high)
-        _refuse(high.isinf(), t, form, "beta = 1 with n = 0 is bounded by 1")
+    # Not `forward < tau`: far out the map is inf * 0 = NaN, which is no upper end either.
+    reached = forward(form, high, plain) >= tau
+    bounded = (n == 0.0) & (tau >= 1.0) if form.beta == 1.0 else torch.zeros_like(reached)
+    _refuse(bounded | ~reached, t, form, "out of reach; beta = 1 with n = 0 is bounded by 1")
     x = high
     for step in range(iterations + _DAMPED_BISECTIONS):
         excess = forward(form, x, plain) - tau
