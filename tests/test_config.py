@@ -1,7 +1,5 @@
 """The configuration: validation, round trips, presets."""
 
-import json
-
 import pytest
 
 import symexplin as sel
@@ -11,7 +9,7 @@ from symexplin.config import PRESETS
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_survive_json(name):
     config = sel.preset(name)
-    assert sel.SELConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert sel.SELConfig.from_json(config.to_json()) == config
 
 
 def test_paper_preset_states_the_papers_numbers():

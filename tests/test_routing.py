@@ -81,6 +81,12 @@ def test_head_named_by_the_model_wins():
     assert found["out.weight"][0]
 
 
+def test_a_model_that_says_it_has_no_head_is_believed():
+    model = Language()
+    model.get_output_embeddings = lambda: None
+    assert all(curved for name, (curved, _) in reasons(model).items() if name.startswith(("body.0", "out")))
+
+
 def test_patterns_override_the_rules_and_exclude_wins():
     config = sel.SELConfig(include=("out.*", "embed.weight"), exclude=("*.bias",))
     found = reasons(Language(), config)

@@ -1,6 +1,7 @@
 """What to curve and how: the validated configuration and the paper's presets."""
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -169,6 +170,15 @@ class SELConfig:
         """Return the configuration as nested plain dicts, lists, strings and numbers."""
         plain = dataclasses.asdict(self)
         return {key: list(v) if isinstance(v, tuple) else v for key, v in plain.items()}
+
+    def to_json(self) -> str:
+        """Return :meth:`to_dict` as a line of JSON, as it travels in an optimizer's groups."""
+        return json.dumps(self.to_dict())
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Return the configuration that :meth:`to_json` wrote."""
+        return cls.from_dict(json.loads(text))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

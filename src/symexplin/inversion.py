@@ -34,7 +34,8 @@ def invert(form: Form, t: Tensor, scales: Scales, iterations: int = 10) -> Tenso
     if device.type == "mps":  # has no float64
         t = t.cpu()
     exact = Scales(*(_exact(value, t.device) for value in scales[:5]))
-    t = t.expand(torch.broadcast_shapes(t.shape, *(_tensor(value).shape for value in exact[:5])))
+    shapes = (_tensor(value).shape for value in exact[:5])
+    t = t.expand(torch.broadcast_shapes(t.shape, *shapes))  # type: ignore[no-untyped-call]
     _refuse(~torch.isfinite(t), t, form, "the weights must be finite")
     for role in (*MODES[form.mode], "s"):
         _refuse(~torch.isfinite(_tensor(getattr(exact, role))), t, form, f"{role} must be finite")

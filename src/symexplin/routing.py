@@ -220,6 +220,8 @@ def _heads(model: nn.Module) -> set[int]:
         return {id(named)}
     linears = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear) and name]
     by_name = [m for name, m in linears if name.rpartition(".")[2] in _HEAD_NAMES]
+    if callable(getter):  # the model says that it has no head over its vocabulary
+        return {id(m) for m in by_name}
     vocabularies = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
     wide = [m for _, m in linears if m.out_features in vocabularies]
     # A byte vocabulary may equal the model's width: among several as wide, the name decides, then the last one.

@@ -60,7 +60,7 @@ def _optimizer_groups(model: nn.Module, lr: float | None, weight_decay: float, c
             "role": "curved",
             "params": _named(curved),
             "weight_decay": weight_decay,
-            "config": config.to_dict(),
+            "config": config.to_json(),
             "beta": [route.beta for route in curved],
             "out_dim": [route.out_dim for route in curved],
             "position": [route.position for route in curved],

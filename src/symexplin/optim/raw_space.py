@@ -154,8 +154,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
                 yield group, i
 
     def _layout(self, group: dict[str, Any], i: int) -> Layout:
-        config = SELConfig.from_dict(group["config"])
-        return _cached_layout(tuple(group["params"][i].shape), group["out_dim"][i], group["beta"][i], config)
+        return _cached_layout(tuple(group["params"][i].shape), group["out_dim"][i], group["beta"][i], group["config"])
 
     def _coordinates(self, group: dict[str, Any], i: int) -> Coordinates:
         layout, state = self._layout(group, i), self.state[group["params"][i]]
@@ -270,5 +269,5 @@ def _multiplier(key: str, group: dict[str, Any], step: int) -> float:
 
 
 @functools.cache
-def _cached_layout(shape: tuple[int, ...], out_dim: int, beta: float, config: SELConfig) -> Layout:
-    return Layout(shape, out_dim, beta, config)
+def _cached_layout(shape: tuple[int, ...], out_dim: int, beta: float, config: str) -> Layout:
+    return Layout(shape, out_dim, beta, SELConfig.from_json(config))
