@@ -28,6 +28,15 @@ def test_groups_of_the_optimizer_home():
     json.dumps({key: value for key, value in curved.items() if key != "params"})  # plain values only
 
 
+def test_weight_decay_defaults_to_the_optimizers():
+    optimizer = sel.SELAdamW(sel.param_groups(network(), lr=1e-3), weight_decay=0.3, total_steps=9)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.3]
+    converted = sel.convert(network())
+    reference = torch.optim.AdamW(sel.param_groups(converted, lr=1e-3), weight_decay=0.3)
+    decay = {group["role"]: group["weight_decay"] for group in reference.param_groups}
+    assert decay == {"plain": 0.3, "raw": 0.3, "e": 0.3, "l": 0.3, "m": 0.0}
+
+
 def test_no_empty_group():
     assert len(sel.param_groups(nn.Sequential(nn.Linear(4, 4)), lr=1e-3)) == 1
 

@@ -14,7 +14,7 @@ Group = dict[str, Any]
 
 
 def param_groups(
-    model: nn.Module, *, lr: float | None = None, weight_decay: float = 0.01, config: SELConfig | None = None
+    model: nn.Module, *, lr: float | None = None, weight_decay: float | None = None, config: SELConfig | None = None
 ) -> list[Group]:
     """Return the parameter groups of `model`, named, for an optimizer.
 
@@ -26,7 +26,8 @@ def param_groups(
     Args:
         model: the model; frozen parameters are left out.
         lr: peak learning rate of every group (multipliers go on top); needed where a scale sets `peak_lr`.
-        weight_decay: decay of raw weights, raw biases, plain parameters and the scales e, l, s; m, n, delta have none.
+        weight_decay: decay of raw weights, raw biases, plain parameters and the scales e, l, s; None: the optimizer's.
+            m, n and delta have none.
         config: the map, for a plain model; a converted one has it already.
 
     Raises:
@@ -40,16 +41,15 @@ def param_groups(
     if any(isinstance(module, SELLinear) for module in model.modules()):
         if config is not None:
             raise ValueError("config must be None for a converted model: its layers carry their own")
-        groups = _module_groups(model, lr, weight_decay)
+        groups = _module_groups(model, lr)
     else:
-        groups = _optimizer_groups(model, lr, weight_decay, config or SELConfig())
-    for group in groups:
-        if lr is not None:
-            group["lr"] = lr
-    return groups
+        groups = _optimizer_groups(model, lr, config or SELConfig())
+    shared = {"lr": lr, "weight_decay": weight_decay}
+    given = {key: value for key, value in shared.items() if value is not None}
+    return [{**given, **group} for group in groups]
 
 
-def _optimizer_groups(model: nn.Module, lr: float | None, weight_decay: float, config: SELConfig) -> list[Group]:
+def _optimizer_groups(model: nn.Module, lr: float | None, config: SELConfig) -> list[Group]:
     table = routing(model, config)
     curved = table.curved
     if not curved:
@@ -59,7 +59,6 @@ def _optimizer_groups(model: nn.Module, lr: float | None, weight_decay: float, c
         {
             "role": "curved",
             "params": _named(curved),
-            "weight_decay": weight_decay,
             "config": config.to_json(),
             "beta": [route.beta for route in curved],
             "out_dim": [route.out_dim for route in curved],
@@ -68,7 +67,7 @@ def _optimizer_groups(model: nn.Module, lr: float | None, weight_decay: float, c
         }
     ]
     if plain:
-        groups.append({"role": "plain", "params": _named(plain), "weight_decay": weight_decay})
+        groups.append({"role": "plain", "params": _named(plain)})
     return groups
 
 
@@ -76,7 +75,7 @@ def _named(routes: list[Route] | tuple[Route, ...]) -> list[tuple[str, nn.Parame
     return [(route.name, route.parameter) for route in routes]
 
 
-def _module_groups(model: nn.Module, lr: float | None, weight_decay: float) -> list[Group]:
+def _module_groups(model: nn.Module, lr: float | None) -> list[Group]:
     """One group a role; delta, whose rate is divided by beta, one a beta."""
     roles: dict[int, tuple[str, tuple[float, float], bool]] = {}
     for module in model.modules():
@@ -96,8 +95,7 @@ def _module_groups(model: nn.Module, lr: float | None, weight_decay: float) -> l
             continue
         key = roles.get(id(parameter), ("plain", (1.0, 1.0), True))
         role, k, decay = key
-        group = groups.setdefault(
-            key, {"role": role, "params": [], "weight_decay": weight_decay if decay else 0.0, "k": list(k)}
-        )
+        fresh: Group = {"role": role, "params": [], "k": list(k)}
+        group = groups.setdefault(key, fresh if decay else {**fresh, "weight_decay": 0.0})
         group["params"].append((name, parameter))
     return list(groups.values())
