@@ -1,0 +1,107 @@
+import pytest
+import torch
+
+from symexplin.lab.evaluate import evaluate, sample, speedup
+from symexplin.lab.model import ModelConfig, Transformer
+
+TINY = ModelConfig(width=16, depth=1, heads=2, context=8)
+
+
+def build():
+    return Transformer(TINY, torch.Generator().manual_seed(0))
+
+
+def test_evaluate_weighs_tokens_not_batches():
+    model = build()
+    tokens = torch.randint(256, (5, 9), generator=torch.Generator().manual_seed(1))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    uneven = [(inputs[:4], targets[:4]), (inputs[4:], targets[4:])]
+    losses = -torch.log_softmax(model(inputs).detach().double(), -1).gather(-1, targets[..., None])
+    assert evaluate(model, uneven) == pytest.approx(losses.mean().item(), rel=1e-6)
+
+
+def test_evaluate_leaves_no_trace():
+    model = build()
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    assert model.training
+    evaluate(model, [(tokens, tokens)])
+    assert model.training
+    assert all(p.grad is None for p in model.parameters())
+    model.eval()
+    evaluate(model, [(tokens, tokens)])
+    assert not model.training
+
+
+def test_evaluate_needs_batches():
+    with pytest.raises(ValueError, match="batches must hold at least one"):
+        evaluate(build(), [])
+
+
+def test_sample_is_private_and_repeatable():
+    model = build()
+    state = torch.get_rng_state()
+    first = sample(model, "ab", 30, temperature=2.0, seed=1)
+    assert torch.equal(state, torch.get_rng_state())
+    torch.manual_seed(5)
+    assert first == sample(model, "ab", 30, temperature=2.0, seed=1)
+    assert first != sample(model, "ab", 30, temperature=2.0, seed=2)
+    assert first.startswith("ab")
+
+
+def test_greedy_sample_takes_the_largest_logit_of_the_last_window():
+    model = build()
+    text = b"abcdefghij"
+    for _ in range(3):
+        logits = model(torch.tensor([list(text[-8:])]))
+        text += bytes([int(logits[0, -1].argmax())])
+    assert sample(model, "abcdefghij", 3, temperature=0) == text.decode("utf-8", errors="replace")
+
+
+def test_a_low_temperature_is_greedy():
+    model = build()
+    assert sample(model, "x", 20, temperature=1e-5, seed=7) == sample(model, "x", 20, temperature=0)
+
+
+def test_empty_prompt_starts_a_document():
+    model = build()
+    assert sample(model, "", 5, seed=3) == sample(model, "\0", 5, seed=3)[1:]
+
+
+@pytest.mark.parametrize("values", [(-1, 1.0), (1, -0.5)])
+def test_sample_refuses_negative_values(values):
+    with pytest.raises(ValueError, match="must be >= 0"):
+        sample(build(), "a", *values)
+
+
+BASELINE = [(0, 5.0), (50, 3.0), (100, 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("arm", "expected"),
+    [
+        (BASELINE, 1.0),
+        ([(0, 5.0), (50, 2.0), (100, 1.5)], 2.0),
+        ([(0, 5.0), (50, 3.0), (100, 1.0)], 100 / 75),  # halfway between its evaluations
+        ([(0, 4.0), (40, 1.0), (100, 3.0)], 100 / (40 * 2 / 3)),  # the first time counts, not the last
+        ([(0, 5.0), (50, 3.0), (100, 2.001)], None),
+        ([(0, 2.0), (100, 1.0)], None),
+        ([(0, 5.0)], None),
+    ],
+)
+def test_speedup(arm, expected):
+    assert speedup(BASELINE, arm) == (None if expected is None else pytest.approx(expected))
+
+
+def test_speedup_of_exponential_decays_is_the_ratio_of_rates():
+    """losses exp(-t) and exp(-1.5 t): the second is sooner by 1.5, up to the interpolation's error."""
+    steps = range(0, 1001)
+    slow = [(s, torch.tensor(-s / 500).exp().item()) for s in steps]
+    fast = [(s, torch.tensor(-1.5 * s / 500).exp().item()) for s in steps]
+    assert speedup(slow, fast) == pytest.approx(1.5, rel=1e-4)
+    assert speedup(fast, slow) is None
+
+
+@pytest.mark.parametrize("curves", [([], BASELINE), (BASELINE, [])])
+def test_speedup_needs_evaluations(curves):
+    with pytest.raises(ValueError, match="at least one evaluation"):
+        speedup(*curves)

@@ -1,0 +1,210 @@
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch.nn import functional
+
+import symexplin as sel
+from symexplin.lab.model import ModelConfig, Transformer, apply_rope, attention, rope_tables
+
+TINY = ModelConfig(width=16, depth=2, heads=2, vocab_size=11, context=12)
+
+
+def build(config=TINY, seed=0, dtype=torch.float64):
+    return Transformer(config, torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def tokens_of(config, rows=3, seed=1):
+    shape = (rows, config.context)
+    return torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def jolt(model, seed=2):
+    """Move every parameter off its start, so that zero biases and unit norms hide nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype), alpha=0.3)
+    return model
+
+
+def rms_norm(x, weight):
+    return weight * x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-6)
+
+
+def complex_rope(x):
+    """RoPE as multiplication by exp(i position theta), with nothing from the code under test."""
+    half = x.shape[-1] // 2
+    theta = torch.tensor([10_000.0 ** (-2 * i / x.shape[-1]) for i in range(half)], dtype=torch.float64)
+    angle = torch.arange(x.shape[-2], dtype=torch.float64)[:, None] * theta
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+def test_rope_is_a_complex_rotation():
+    x = torch.randn(2, 3, 50, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(apply_rope(x, *rope_tables(50, 8)), complex_rope(x), rtol=1e-12, atol=1e-12)
+
+
+def test_rope_scores_depend_on_distance_alone():
+    cos, sin = rope_tables(9, 4)
+    q, k = torch.randn(2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    turned_q, turned_k = (apply_rope(x.expand(9, 4), cos, sin) for x in (q, k))
+    scores = turned_q @ turned_k.T
+    for distance in range(9):
+        diagonal = scores.diagonal(-distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_attention_is_torchs(dtype):
+    q, k, v = torch.randn(3, 2, 3, 7, 4, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    mask = torch.full((7, 7), -math.inf, dtype=dtype).triu(1)
+    expected = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(attention(q, k, v, mask), expected)
+
+
+def test_model_is_the_formula():
+    """The whole forward pass by hand, in float64, one head at a time."""
+    model = jolt(build())
+    weights = dict(model.named_parameters())
+    tokens = tokens_of(TINY)
+    x = weights["embedding.weight"][tokens]
+    # The model's own tables come from float32; only here do they count, so give it exact ones.
+    model.cos, model.sin = rope_tables(TINY.context, TINY.head_dim)
+
+    def linear(x, name):
+        return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+
+    for block in ("blocks.0", "blocks.1"):
+        h = rms_norm(x, weights[f"{block}.attention_norm.weight"])
+        q, k, v = (linear(h, f"{block}.attention.{name}") for name in "qkv")
+        outputs = []
+        for head in range(TINY.heads):
+            part = slice(head * TINY.head_dim, (head + 1) * TINY.head_dim)
+            turned_q = complex_rope(rms_norm(q[..., part], weights[f"{block}.attention.q_norm.weight"]))
+            turned_k = complex_rope(rms_norm(k[..., part], weights[f"{block}.attention.k_norm.weight"]))
+            scores = turned_q @ turned_k.transpose(1, 2) / math.sqrt(TINY.head_dim)
+            chances = torch.exp(scores).tril()
+            outputs.append(chances / chances.sum(-1, keepdim=True) @ v[..., part])
+        x = x + linear(torch.cat(outputs, dim=-1), f"{block}.attention.o")
+        h = rms_norm(x, weights[f"{block}.ffn_norm.weight"])
+        gate = linear(h, f"{block}.ffn.gate")
+        gelu = gate * 0.5 * (1 + torch.erf(gate / math.sqrt(2)))
+        x = x + linear(gelu * linear(h, f"{block}.ffn.up"), f"{block}.ffn.down")
+    logits = rms_norm(x, weights["norm.weight"]) @ weights["head.weight"].T
+    torch.testing.assert_close(model(tokens), logits, rtol=1e-11, atol=1e-11)
+
+
+def test_loss_is_the_mean_negative_log_likelihood():
+    model = jolt(build())
+    tokens, targets = tokens_of(TINY), tokens_of(TINY, seed=5)
+    chances = model(tokens).softmax(-1).gather(-1, targets[..., None])
+    torch.testing.assert_close(model(tokens, targets), -chances.log().mean())
+
+
+def test_later_tokens_leave_earlier_logits_alone():
+    model = jolt(build())
+    tokens = tokens_of(TINY)
+    changed = tokens.clone()
+    changed[:, 7] = (changed[:, 7] + 1) % TINY.vocab_size
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :7], after[:, :7])
+    assert not torch.isclose(before[:, 7:], after[:, 7:]).all(dim=-1).any()
+
+
+def test_a_prefix_gives_the_prefix_of_the_logits():
+    model = jolt(build())
+    tokens = tokens_of(TINY)
+    torch.testing.assert_close(model(tokens[:, :5]), model(tokens)[:, :5])
+
+
+@pytest.mark.parametrize(("width", "hidden"), [(16, 64), (64, 192), (128, 320), (1024, 2752), (2048, 5440)])
+def test_hidden_is_the_nearest_multiple_of_64(width, hidden):
+    assert ModelConfig(width=width, heads=1).hidden == hidden
+    assert hidden % 64 == 0
+    assert hidden == 64 or abs(hidden - 8 * width / 3) <= 32
+
+
+def test_start():
+    model = build(ModelConfig(width=64, depth=2, heads=2), dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            assert not parameter.any(), name
+        elif "norm" in name:
+            assert (parameter == 1).all(), name
+        elif name in ("embedding.weight", "head.weight"):
+            assert parameter.std().item() == pytest.approx(0.02, rel=0.05), name
+        else:
+            bound = math.sqrt(6 / sum(parameter.shape))
+            assert 0.98 * bound < parameter.abs().max().item() <= bound, name
+            assert parameter.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.05), name
+
+
+def test_the_generator_alone_decides_the_start():
+    first, other = build(seed=3).state_dict(), build(seed=4).state_dict()
+    torch.manual_seed(99)
+    again = build(seed=3).state_dict()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["head.weight"], other["head.weight"])
+
+
+def test_options():
+    tied = build(dataclasses.replace(TINY, tie_head=True, bias=False))
+    assert tied.head.weight is tied.embedding.weight
+    assert not [name for name, _ in tied.named_parameters() if name.endswith("bias")]
+    assert tied(tokens_of(TINY)).shape == (3, 12, 11)
+
+
+def test_tables_are_not_saved():
+    assert {"cos", "sin", "mask"}.isdisjoint(build().state_dict())
+
+
+def test_every_block_linear_is_curved_and_nothing_else():
+    model = build(dataclasses.replace(TINY, vocab_size=64))  # as wide as the inner size: the head is still found
+    curved = {route.name for route in sel.routing(model, sel.SELConfig()).curved}
+    assert curved == {
+        f"blocks.{block}.{layer}.{kind}"
+        for block in range(2)
+        for layer in (*(f"attention.{n}" for n in "qkvo"), "ffn.gate", "ffn.up", "ffn.down")
+        for kind in ("weight", "bias")
+    }
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+def test_bfloat16_autocast_is_close_and_its_loss_float32():
+    model = build(dtype=torch.float32)
+    tokens = tokens_of(TINY)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits, loss = model(tokens), model(tokens, tokens)
+    assert logits.dtype == torch.bfloat16
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, model(tokens, tokens), rtol=0.01, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"width": 0}, "width must be a whole number >= 1, got 0"),
+        ({"depth": 1.5}, "depth must be a whole number"),
+        ({"width": 18, "heads": 6}, "width must be a multiple of 2 \\* heads = 12.*got 18"),
+    ],
+)
+def test_bad_shapes_are_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(TINY, **changes)
+
+
+def test_a_sequence_beyond_the_context_is_refused():
+    with pytest.raises(ValueError, match="longer than the context, 12, got 13"):
+        build()(torch.zeros(1, 13, dtype=torch.long))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_agrees_with_the_cpu():
+    model = jolt(build(dtype=torch.float32))
+    tokens = tokens_of(TINY)
+    expected = model(tokens)
+    torch.testing.assert_close(model.cuda()(tokens.cuda()).cpu(), expected, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,24 @@
+import platform
+
+import torch
+
+from symexplin.lab import provenance as module
+from symexplin.lab.provenance import provenance
+
+
+def test_names_versions_and_machine():
+    facts = provenance()
+    assert facts["torch"] == torch.__version__
+    assert facts["python"] == platform.python_version()
+    assert facts["threads"] == torch.get_num_threads()
+    assert {"symexplin", "numpy", "safetensors", "processor", "instructions"} <= facts.keys()
+
+
+def test_no_commit_outside_a_repository(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "__file__", str(tmp_path / "provenance.py"))
+    assert provenance()["commit"] is None
+
+
+def test_no_commit_without_git(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert provenance()["commit"] is None
