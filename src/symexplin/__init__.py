@@ -10,7 +10,8 @@ The model's parameters stay ordinary effective weights throughout.
 
 from symexplin import functional
 from symexplin.config import Scale, SELConfig, preset
-from symexplin.linear import SELLinear, convert, fold
+from symexplin.conversion import convert, fold
+from symexplin.linear import SELLinear
 from symexplin.optim import (
     RawSpaceOptimizer,
     ScaleAnnealing,

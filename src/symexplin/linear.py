@@ -1,28 +1,19 @@
-"""The map in a module: a linear layer that stores raw weights, and the way there and back for a whole model."""
+"""The map in a module: a linear layer that stores raw weights."""
 
-import logging
-import warnings
-from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from symexplin.config import Scale, SELConfig
+from symexplin.config import SELConfig
 from symexplin.coordinates import PANELS, Coordinates, Layout, Slot
 from symexplin.functional import auto_beta
-from symexplin.routing import Route, routing
 from symexplin.starts import START_RULES, start_weight
 from symexplin.transform import compute_dtype
 from symexplin.validation import check_choice
 
-__all__ = ["SELLinear", "convert", "fold"]
-
-_logger = logging.getLogger("symexplin")
-
-# A bias that stays plain beside a curved weight is carried by the identity map.
-_IDENTITY = SELConfig(mode="linear", l=Scale(), s=Scale())
+__all__ = ["SELLinear"]
 
 
 class _EffectiveWeight(torch.autograd.Function):
@@ -178,6 +169,12 @@ class SELLinear(nn.Linear):
         )
         return (raw, *packed)
 
+    @torch.no_grad()
+    def effective(self) -> list[Tensor]:
+        """Return the effective weight and, if there is one, bias in the dtype they are computed in."""
+        sides = [(self.weight_layout, False), (self.bias_layout, True)]
+        return [_coordinates(layout, self.parts(bias)).effective() for layout, bias in sides if layout is not None]
+
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """The effective weight, (out_features, in_features), in the dtype of the raw weight; read-only."""
@@ -220,127 +217,3 @@ class SELLinear(nn.Linear):
         if self.bias is not None:
             linear.bias = nn.Parameter(self.bias, requires_grad=cast(Tensor, self.raw_bias).requires_grad)
         return linear.train(self.training)
-
-
-def convert(model: nn.Module, config: SELConfig | None = None, start: str = "matched") -> nn.Module:
-    """Put the linear layers of `model` in curved weight space, in place, and return it (paper, sections 3.2, 3.3).
-
-    Args:
-        model: any module; a bare `nn.Linear` cannot change in place, so use what is returned.
-        config: the map and the parameters it takes (see :func:`symexplin.routing`); default `SELConfig()`.
-        start: "matched": effective weights equal the weights found, to rounding. "mismatched" (the paper's, for
-            mode "mismatch" alone): they become mismatch(congruent_inverse(weights found)).
-
-    Tied layers stay tied; curved parameters of other modules than `nn.Linear` stay plain, with a warning. The
-    largest difference to the weights found is logged (logger "symexplin", level INFO).
-
-    Raises:
-        ValueError: weights that are not finite or that the map cannot reach, naming the layer; the model is then
-            unchanged.
-
-    >>> model = convert(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)))
-    >>> type(model[0]).__name__, type(fold(model)[0]).__name__
-    ('SELLinear', 'Linear')
-    """
-    config = config or SELConfig()
-    check_choice("start", start, START_RULES)
-    routes = {id(route.parameter): route for route in routing(model, config).curved}
-    fresh: dict[int, SELLinear] = {}
-    built: dict[int, nn.Module] = {}
-    taken: set[int] = set()
-    for name, module in model.named_modules():
-        if not _convertible(module) or id(module.weight) not in routes:
-            continue
-        layer = _curve(name or "model", cast(nn.Linear, module), routes, config, start)
-        taken |= {id(p) for p in module.parameters(recurse=False)}
-        twin = fresh.setdefault(id(module.weight), layer)
-        if twin is not layer:
-            _share(layer, twin)
-        built[id(module)] = layer
-    left = [route.name for key, route in routes.items() if key not in taken]
-    if left:
-        shown = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
-        warnings.warn(
-            f"convert leaves {shown} plain: only nn.Linear has a curved module; SELAdamW curves them",
-            stacklevel=2,
-        )
-    _report("converted", built, model)
-    return _replace(model, built)
-
-
-def fold(model: nn.Module) -> nn.Module:
-    """Replace every :class:`SELLinear` of `model` by a plain layer with its effective weights, in place.
-
-    Returns the model (a bare SELLinear cannot change in place, so use what is returned). Tied layers stay tied.
-    The largest difference between the effective weights in float32 or float64 and those stored is logged.
-
-    >>> layer = SELLinear(4, 2)
-    >>> torch.equal(fold(nn.Sequential(layer))[0].weight, layer.weight)
-    True
-    """
-    built: dict[int, nn.Module] = {}
-    weights: dict[int, nn.Linear] = {}
-    for module in model.modules():
-        if isinstance(module, SELLinear):
-            linear = module.to_linear()
-            twin = weights.setdefault(id(module.raw_weight), linear)
-            if twin is not linear:
-                linear.weight = twin.weight
-            built[id(module)] = linear
-    _report("folded", built, model)
-    return _replace(model, built)
-
-
-def _convertible(module: nn.Module) -> bool:
-    """Whether a module does just what nn.Linear does (MultiheadAttention's out_proj is such a subclass)."""
-    return type(module) in (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
-
-
-def _curve(name: str, module: nn.Linear, routes: dict[int, Route], config: SELConfig, start: str) -> SELLinear:
-    weight = routes[id(module.weight)]
-    bias = None
-    if module.bias is not None:
-        route = routes.get(id(module.bias))
-        bias = route.layout(config) if route else Layout(tuple(module.bias.shape), 0, 1.0, _IDENTITY)
-    try:
-        return SELLinear.from_linear(module, weight.layout(config), bias, start, weight.position)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-
-
-def _share(layer: SELLinear, twin: SELLinear) -> None:
-    """Tie the weight side of two curved layers whose plain weights were one parameter."""
-    names = ["raw_weight", *(slot.name for slot in layer.weight_layout.slots)]
-    for name in names:
-        layer.register_parameter(name, getattr(twin, name))
-
-
-def _replace(model: nn.Module, built: dict[int, nn.Module]) -> nn.Module:
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if id(child) in built:
-                setattr(parent, name, built[id(child)])
-    return built.get(id(model), model)
-
-
-@torch.no_grad()
-def _report(verb: str, built: dict[int, nn.Module], model: nn.Module) -> None:
-    """Log the largest difference between effective and plain values over all replaced layers."""
-    if not built or not _logger.isEnabledFor(logging.INFO):
-        return
-    largest = 0.0
-    for old in model.modules():
-        new = built.get(id(old))
-        if new is not None:
-            for a, b in zip(_values(old), _values(new), strict=True):
-                largest = max(largest, float((a.double() - b.double()).abs().max()))
-    _logger.info("%s %d layers; largest difference of a weight %.3g", verb, len(built), largest)
-
-
-def _values(module: nn.Module) -> Iterator[Tensor]:
-    if isinstance(module, SELLinear):
-        for bias in (False, True)[: 1 if module.bias_layout is None else 2]:
-            layout = module.bias_layout if bias else module.weight_layout
-            yield _coordinates(cast(Layout, layout), module.parts(bias)).effective()
-    else:
-        yield from (p for p in (module.weight, module.bias) if isinstance(p, Tensor))
