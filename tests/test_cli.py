@@ -102,7 +102,7 @@ def test_ctrl_c_ends_with_one_line_and_readable_metrics(tmp_path):
     code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
     code += "from symexplin.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "demo", "--out", str(tmp_path), "--steps", "100000"]
-    metrics = tmp_path / "runs" / "AdamW-lr0.001" / "metrics.jsonl"
+    metrics = tmp_path / "runs" / "AdamW-lr0.0015" / "metrics.jsonl"
     deadline = time.monotonic() + 100
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:

@@ -1,8 +1,10 @@
+import math
+
 import pytest
 import torch
 
 import symexplin as sel
-from symexplin.lab.arms import ARMS, BASELINE, build_arm, map_of
+from symexplin.lab.arms import ARMS, BASELINE, build_arm, carried, map_of
 from symexplin.lab.model import ModelConfig
 from symexplin.lab.train import TrainConfig
 
@@ -33,7 +35,7 @@ def test_curved_arms_clip_and_anneal_by_themselves(arm):
 def test_scales_keep_their_learning_rates_across_the_sweep():
     """The paper's k = 50 to 8 at lr 3e-4 is 0.015 to 0.0024 at every learning rate of the weights."""
     for lr in (1e-3, 1e-2):
-        optimizer = build_arm("SEL", TINY, TrainConfig(steps=10, lr=lr), seed=0).optimizer
+        optimizer = build_arm("SEL-paper", TINY, TrainConfig(steps=10, lr=lr), seed=0).optimizer
         group = optimizer.param_groups[0]
         assert [k * lr for k in group["k_e"]] == pytest.approx([0.015, 0.0024])
         assert [k * lr for k in group["k_l"]] == pytest.approx([0.015, 0.0024])
@@ -43,7 +45,7 @@ def test_scales_keep_their_learning_rates_across_the_sweep():
 @pytest.mark.parametrize("arm", [arm for arm in ARMS if arm != BASELINE])
 def test_all_arms_start_from_one_draw(arm):
     plain = dict(build_arm(BASELINE, TINY, CONFIG, seed=3).model.named_parameters())
-    mismatched = map_of(arm).mode == "mismatch"
+    mismatched = ARMS[arm].start == "mismatched"
     for name, parameter in build_arm(arm, TINY, CONFIG, seed=3).model.named_parameters():
         drawn = plain[name]
         if mismatched and "blocks" in name and name.endswith("weight") and drawn.dim() == 2:
@@ -55,6 +57,17 @@ def test_all_arms_start_from_one_draw(arm):
             assert torch.equal(parameter, drawn), name
 
 
+def test_carried_geometry_is_the_papers_over_xaviers_range():
+    """kappa times Xavier's bound, and the linear pathway's share of the slope at 0, as at width 1024 and beta 7.5."""
+    for width in (64, 128, 1024):
+        config = carried(width)
+        assert config.beta * math.sqrt(6 / (2 * width)) == pytest.approx(7.5 * math.sqrt(6 / 2048))
+        assert config.l.start / config.beta == pytest.approx(1 / 7.5)
+        assert config.learned_roles == ()
+    assert carried(1024) == sel.preset("frozen")
+    assert carried(128, (0.003, 0.001)).learned_roles == ("e", "l")
+
+
 def test_an_unknown_arm_is_named():
-    with pytest.raises(ValueError, match=r"arm must be one of.*'SLE'.*did you mean 'SEL'"):
-        map_of("SLE")
+    with pytest.raises(ValueError, match=r"arm must be one of.*'SLE'.*did you mean 'SEL"):
+        map_of("SLE", 128)

@@ -57,7 +57,7 @@ class DemoConfig:
 
     data: str = "stdlib"
     arms: tuple[str, ...] = ("AdamW", "SEL")
-    lrs: tuple[float, ...] = (1e-3, 3e-3, 1e-2)
+    lrs: tuple[float, ...] = (1.5e-3, 3e-3, 6e-3)
     seed: int = 0
     width: int = 128
     depth: int = 4
@@ -176,7 +176,7 @@ def run_demo(out_dir: str | Path, config: DemoConfig | None = None, echo: Echo =
         "corpus": _describe(corpus),
         "parameters": sum(p.numel() for p in model.parameters()),
         "config": asdict(config),
-        "maps": {arm: found.to_dict() for arm in config.arms if (found := map_of(arm))},
+        "maps": {arm: found.to_dict() for arm in config.arms if (found := map_of(arm, config.width))},
         "provenance": provenance(),
         "seconds": round(time.perf_counter() - start, 1),
     }
