@@ -59,6 +59,10 @@ def test_peak_lr_holds_the_product_with_lr():
         (lambda: sel.SELConfig(m=sel.Scale(start=-1)), "m.start must be positive, got -1"),
         (lambda: sel.SELConfig(e=1.0), "e must be a Scale, got 1.0"),
         (lambda: sel.SELConfig(include="weight"), "include must be a sequence of name patterns"),
+        (lambda: sel.SELConfig(include=None), "include must be a sequence of name patterns, got None"),
+        (lambda: sel.SELConfig(normalize="no"), "normalize must be True or False, got 'no'"),
+        (lambda: sel.SELConfig(seed=-1), "seed must be a whole number >= 0, got -1"),
+        (lambda: sel.SELConfig(seed=2**80), "seed must be a whole number <= 4294967295"),
         (lambda: sel.preset("papr"), "preset must be one of .* did you mean 'paper'"),
         (lambda: sel.preset("paper", bta=3), "key must be one of .* did you mean 'beta'"),
         (lambda: sel.preset("paper", e={"patern": "row"}), "e key must be one of .* did you mean 'pattern'"),
@@ -74,3 +78,9 @@ def test_config_is_frozen_and_hashable():
     with pytest.raises(AttributeError):
         config.beta = 3.0
     assert hash(config) == hash(sel.preset("paper"))
+
+
+def test_numpy_numbers_are_numbers():
+    numpy = pytest.importorskip("numpy")
+    config = sel.SELConfig(beta=numpy.float32(7.5), e=sel.Scale("row", start=numpy.float64(2), k=numpy.int64(3)))
+    assert sel.SELConfig.from_json(config.to_json()) == config

@@ -71,6 +71,16 @@ def test_tied_layers_stay_tied():
     assert model[3].weight is model[0].weight
 
 
+def test_a_layer_used_twice_stays_one_layer():
+    layer = nn.Linear(12, 12)
+    model = sel.convert(nn.Sequential(layer, nn.ReLU(), layer), sel.preset("paper"))
+    assert model[0] is model[2]
+    assert isinstance(model[2], sel.SELLinear)
+    sel.fold(model)
+    assert model[0] is model[2]
+    assert type(model[2]) is nn.Linear
+
+
 def test_a_plain_bias_beside_a_curved_weight():
     model = sel.convert(network(), sel.SELConfig(exclude=("0.bias",)))
     assert torch.equal(model[0].bias, model[0].raw_bias)

@@ -5,6 +5,7 @@ paper's 3e-4: at ten times that the run itself amplifies one ulp to 1e-3, and no
 """
 
 import functools
+import logging
 import os
 from pathlib import Path
 
@@ -14,6 +15,8 @@ import torch
 import symexplin as sel
 from symexplin.config import PATTERNS, PRESETS
 from symexplin.lab.model import ModelConfig, Transformer
+
+logger = logging.getLogger(__name__)  # figures: pytest -o log_cli=true -o log_cli_level=INFO
 
 STEPS, BATCH, CONTEXT, LR, CLIP = 200, 4, 32, 3e-4, 0.25
 PATTERNED = {
@@ -82,7 +85,9 @@ def test_homes_agree_in_float64(name):
     beside, other_losses, _ = train("optimizer", CONFIGS[name], torch.float64)
     assert clipped > 0
     assert losses[-1] < losses[0] - 1.0
-    assert max(distances(beside, inside).values()) < 1e-9
+    largest = max(distances(beside, inside).values())
+    logger.info("%s, float64: largest distance %.1e", name, largest)
+    assert largest < 1e-9
     assert other_losses == pytest.approx(losses, abs=1e-9)
 
 
@@ -91,6 +96,9 @@ def check_float32(config, device):
     beside, other_losses, _ = train("optimizer", config, torch.float32, device)
     twin, _, _ = train("module", config, torch.float32, device, one_ulp=True)
     between, noise = distances(beside, inside), distances(twin, inside)
+    worst = max(between.values()), max(d / noise[key] for key, d in between.items())
+    gap = max(abs(a - b) for a, b in zip(losses, other_losses, strict=True))
+    logger.info("%s, float32: largest distance %.1e, %.2f of the twin's; losses within %.1e", config.mode, *worst, gap)
     for key, distance in between.items():
         assert distance <= 10 * noise[key], (key, distance, noise[key])
     assert other_losses == pytest.approx(losses, abs=1e-4)
@@ -114,5 +122,8 @@ def test_frozen_exp_only_is_the_papers_optimizer_equivalence():
     config = sel.preset("exp_only", e=sel.Scale(), m=sel.Scale())
     inside, losses, _ = train("module", config, torch.float32)
     beside, other_losses, _ = train("optimizer", config, torch.float32)
-    assert max(abs(a - b) for a, b in zip(losses, other_losses, strict=True)) < 1e-5
-    assert max(distances(beside, inside).values()) < 1e-5
+    gap = max(abs(a - b) for a, b in zip(losses, other_losses, strict=True))
+    largest = max(distances(beside, inside).values())
+    logger.info("frozen exp_only, float32: losses within %.1e, weights within %.1e", gap, largest)
+    assert gap < 1e-5
+    assert largest < 1e-5

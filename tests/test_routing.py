@@ -131,3 +131,13 @@ def test_beta_is_the_weights_own_and_its_bias_shares_it():
     assert beta["0.weight"] == beta["0.bias"] == pytest.approx(7.5 * 2**0.8)
     assert beta["1.weight"] == 7.5
     assert {r.beta for r in sel.routing(model, sel.preset("paper", beta=9))} == {9.0}
+
+
+def test_empty_layers_are_plain_and_a_presets_name_is_no_config():
+    assert reasons(nn.Sequential(nn.Linear(0, 4)))["0.bias"] == (False, "empty")
+    with pytest.raises(
+        ValueError, match=r"config must be a SELConfig, such as symexplin.preset\('paper'\), got 'paper'"
+    ):
+        sel.routing(nn.Linear(2, 2), "paper")
+    with pytest.raises(ValueError, match="model has nothing to curve"):
+        sel.init_(sel.convert(nn.Linear(2, 2)), sel.preset("paper"))

@@ -1,6 +1,7 @@
 """The command line: `symexplin demo`."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -35,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("symexplin: interrupted", file=sys.stderr)
         return _INTERRUPTED
+    except BrokenPipeError:  # whoever read the output has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (ValueError, OSError, ModuleNotFoundError) as error:
         if traceback:
             raise

@@ -2,15 +2,14 @@
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from symexplin.transform import CURVATURES, MODES
-from symexplin.validation import check_choice, check_positive
+from symexplin.validation import check_choice, check_finite, check_positive, check_whole
 
-__all__ = ["PATTERNS", "PRESETS", "SCALE_ROLES", "SELConfig", "Scale", "preset"]
+__all__ = ["DECAYED_ROLES", "PATTERNS", "PRESETS", "SCALE_ROLES", "SELConfig", "Scale", "check_config", "preset"]
 
 PATTERNS = ("fixed", "global", "row", "column", "row_col_mult", "row_col_add", "lora")
 SCALE_ROLES = ("e", "l", "m", "n", "s", "delta")
@@ -55,11 +54,8 @@ class Scale:
     def __post_init__(self) -> None:
         """Check every field and turn single multipliers into pairs."""
         check_choice("pattern", self.pattern, PATTERNS)
-        if isinstance(self.start, bool) or not isinstance(self.start, int | float) or not math.isfinite(self.start):
-            raise ValueError(f"start must be a finite number, got {self.start!r}")
-        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
-            raise ValueError(f"rank must be a whole number >= 1, got {self.rank!r}")
-        object.__setattr__(self, "start", float(self.start))
+        object.__setattr__(self, "start", check_finite("start", self.start))
+        object.__setattr__(self, "rank", check_whole("rank", self.rank))
         object.__setattr__(self, "k", _span("k", self.k))
         if self.peak_lr is not None:
             object.__setattr__(self, "peak_lr", _span("peak_lr", self.peak_lr))
@@ -98,7 +94,7 @@ class SELConfig:
             ("fixed") or "lora", and its learning rate is further divided by beta (paper, section 3.2).
         include, exclude: patterns (fnmatch) of fully qualified parameter names to curve or to leave plain against
             the rules of :func:`symexplin.routing`; exclude wins.
-        seed: seed of the private generator that draws LoRA's A factors.
+        seed: from 0 to 2^32 - 1; seed of the private generator that draws LoRA's A factors.
 
     Raises:
         ValueError: a value out of range, with the argument, the value and what would be right.
@@ -130,9 +126,12 @@ class SELConfig:
             object.__setattr__(self, "beta", check_positive("beta", self.beta))
         check_choice("mode", self.mode, MODES)
         check_choice("curvature", self.curvature, CURVATURES)
+        if not isinstance(self.normalize, bool):
+            raise ValueError(f"normalize must be True or False, got {self.normalize!r}")
+        object.__setattr__(self, "seed", check_whole("seed", self.seed, minimum=0, maximum=2**32 - 1))
         for name in ("include", "exclude"):
             patterns = getattr(self, name)
-            if isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):
+            if not isinstance(patterns, list | tuple) or not all(isinstance(p, str) for p in patterns):
                 raise ValueError(f"{name} must be a sequence of name patterns, got {patterns!r}")
             object.__setattr__(self, name, tuple(patterns))
         for role in SCALE_ROLES:
@@ -233,3 +232,17 @@ def preset(name: str, **overrides: Any) -> SELConfig:
     """
     check_choice("preset", name, PRESETS)
     return SELConfig.from_dict({**PRESETS[name], **overrides})
+
+
+def check_config(config: object) -> SELConfig:
+    """Return `config`, the default one for None, or raise ValueError: a preset's name is the likely mistake.
+
+    >>> check_config("paper")
+    Traceback (most recent call last):
+    ValueError: config must be a SELConfig, such as symexplin.preset('paper'), got 'paper'
+    """
+    if config is None:
+        return SELConfig()
+    if not isinstance(config, SELConfig):
+        raise ValueError(f"config must be a SELConfig, such as symexplin.preset('paper'), got {config!r}")
+    return config

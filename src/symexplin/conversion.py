@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from symexplin.config import Scale, SELConfig
+from symexplin.config import Scale, SELConfig, check_config
 from symexplin.coordinates import Layout
 from symexplin.linear import SELLinear
 from symexplin.routing import Route, routing
@@ -42,7 +42,7 @@ def convert(model: nn.Module, config: SELConfig | None = None, start: str = "mat
     >>> type(model[0]).__name__, type(fold(model)[0]).__name__
     ('SELLinear', 'Linear')
     """
-    config = config or SELConfig()
+    config = check_config(config)
     check_choice("start", start, START_RULES)
     routes = {id(route.parameter): route for route in routing(model, config).curved}
     fresh: dict[int, SELLinear] = {}
@@ -117,8 +117,8 @@ def _share(layer: SELLinear, twin: SELLinear) -> None:
 
 def _replace(model: nn.Module, built: dict[int, nn.Module]) -> nn.Module:
     for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if id(child) in built:
+        for name, child in list(parent._modules.items()):  # named_children leaves out repetitions
+            if child is not None and id(child) in built:
                 setattr(parent, name, built[id(child)])
     return built.get(id(model), model)
 

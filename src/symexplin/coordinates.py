@@ -189,12 +189,24 @@ class Coordinates(NamedTuple):
         """Return the effective weight (paper, Eq. 7)."""
         return forward(self.layout.form, self.raw, self.scales())
 
-    def matched(self, w: Tensor) -> Tensor:
-        """Return the raw weight at which this map, with its present scales, is `w`; ValueError where there is none."""
+    def matched(self, w: Tensor, where: Tensor | None = None) -> Tensor:
+        """Return the raw weight at which this map, with its present scales, is `w`.
+
+        With a mask `where`, only its entries are inverted; the others keep the present raw weight.
+
+        Raises:
+            ValueError: an entry to invert is not finite or has no inverse.
+        """
         scales = self.scales()
         if scales.delta is not None:
             w = w.to(compute_dtype(w)) - scales.delta
-        return invert(self.layout.form, w, scales._replace(delta=None))
+        scales = scales._replace(delta=None)
+        if where is None:
+            return invert(self.layout.form, w, scales)
+        chosen = (v.expand(w.shape)[where] if isinstance(v, Tensor) else v for v in scales)
+        raw = self.raw.clone()
+        raw[where] = invert(self.layout.form, w[where], Scales(*chosen)).to(raw.dtype)  # type: ignore[arg-type]
+        return raw
 
     def pullback(self, g: Tensor) -> "Coordinates":
         """Return the gradients by raw weight and panels, in the same places, for a gradient `g` of the weight."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from symexplin.config import SELConfig
+from symexplin.config import SELConfig, check_config
 from symexplin.coordinates import PANELS, Coordinates, Layout, Slot
 from symexplin.functional import auto_beta
 from symexplin.starts import START_RULES, start_weight
@@ -91,7 +91,7 @@ class SELLinear(nn.Linear):
         config: SELConfig | None = None,
         start: str = "matched",
     ) -> None:
-        config = config or SELConfig()
+        config = check_config(config)
         beta = auto_beta(out_features, in_features) if isinstance(config.beta, str) else config.beta
         layouts = [Layout((out_features, in_features), 0, beta, config)]
         if bias:

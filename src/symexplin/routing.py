@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from symexplin.config import SELConfig
+from symexplin.config import SELConfig, check_config
 from symexplin.coordinates import Layout
 from symexplin.functional import auto_beta
 
@@ -105,7 +105,7 @@ def routing(model: nn.Module, config: SELConfig | None = None) -> Routing:
     1.bias     4      plain   -     LayerNorm
     curved: 2 of 4 tensors, 36 of 44 numbers (81.8 %)
     """
-    config = config or SELConfig()
+    config = check_config(config)
     candidates = _candidates(model)
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -141,7 +141,7 @@ def _decide(
             f"{name} ({reason}) has shape {tuple(parameter.shape)}: only 2-D weights and biases of linear layers "
             "can be curved; exclude it, or unflatten the parameters of the model"
         )
-    if parameter.numel() == 0:
+    if parameter.numel() == 0 or matrix.numel() == 0:
         return Route(name, parameter, position, False, "empty")
     d_out, d_in = matrix.shape[out_dim], matrix.shape[1 - out_dim]
     beta = auto_beta(d_out, d_in) if isinstance(config.beta, str) else config.beta

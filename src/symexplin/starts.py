@@ -5,7 +5,7 @@ import dataclasses
 import torch
 from torch import Tensor, nn
 
-from symexplin.config import SELConfig
+from symexplin.config import SELConfig, check_config
 from symexplin.coordinates import Coordinates, Layout
 from symexplin.routing import routing
 from symexplin.transform import compute_dtype
@@ -54,14 +54,18 @@ def init_(
     are the targets. Run it before the optimizer sees the model.
 
     Raises:
-        ValueError: weights that are not finite or that the map cannot reach, naming the parameter.
+        ValueError: nothing to curve; weights that are not finite or out of the map's reach, naming the parameter.
 
     >>> layer = nn.Linear(8, 8)
     >>> init_(layer, SELConfig(beta=7.5), generator=torch.Generator().manual_seed(0))
     >>> bool(layer.weight.max() > -layer.weight.min())
     True
     """
-    for route in routing(model, config).curved:
+    config = check_config(config)
+    curved = routing(model, config).curved
+    if not curved:
+        raise ValueError(f"model has nothing to curve (a converted one starts by `convert`):\n{routing(model, config)}")
+    for route in curved:
         if xavier and route.parameter.dim() == 2:
             nn.init.xavier_uniform_(route.parameter, generator=generator)
         if config.mode == "mismatch":

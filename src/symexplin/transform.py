@@ -18,7 +18,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["CURVATURES", "MODES", "ROLES", "Form", "Scales", "Value", "compute_dtype", "forward", "pullback"]
+__all__ = [
+    "CURVATURES",
+    "MODES",
+    "ROLES",
+    "Form",
+    "Scales",
+    "Value",
+    "compute_dtype",
+    "forward",
+    "pullback",
+    "tolerance",
+]
 
 Value = Tensor | float
 
@@ -126,6 +137,33 @@ def forward(form: Form, w: Tensor, scales: Scales) -> Tensor:
     if not _is_one(scales.s):
         value = scales.s * value
     return value if scales.delta is None else value + scales.delta
+
+
+def tolerance(form: Form, w: Tensor, scales: Scales) -> Tensor:
+    """Return the accuracy owed by :func:`forward`: (8 + 4 kappa|w|) units of rounding of the absolute terms added.
+
+    The terms are |s| times those of the mode, the exponential and the linear one apart, and |delta|.
+
+    >>> w = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    >>> tolerance(Form("exp_only", 1.0), w, Scales()) / 2**-53
+    tensor([ 0.0000, 20.6194], dtype=torch.float64)
+    """
+    unit = torch.finfo(w.dtype).eps / 2.0
+    magnitude = w.abs()
+    kappa: Value = 0.0
+    if form.mode != "linear":
+        kappa = form.beta if form.mode == "damped" else scales.kappa
+    if "e" in MODES[form.mode]:
+        terms = _unscaled(Form("exp_only", form.beta, form.normalize), magnitude, scales).abs()
+        linear = scales.l / _normalizer(form, scales) * _linear_sides(form.mode, w)[0]
+        terms = terms + (linear.abs() if isinstance(linear, Tensor) else abs(linear))
+    else:
+        terms = _unscaled(form, magnitude, scales).abs()
+    if not _is_one(scales.s):
+        terms = (scales.s * terms).abs()
+    if scales.delta is not None:
+        terms = terms + scales.delta.abs()
+    return (8.0 + 4.0 * (kappa * magnitude).abs()) * unit * terms
 
 
 def _series(x: Tensor, coefficients: list[float]) -> Tensor:

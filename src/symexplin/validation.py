@@ -3,8 +3,9 @@
 import difflib
 import math
 from collections.abc import Iterable
+from numbers import Integral, Real
 
-__all__ = ["check_choice", "check_positive"]
+__all__ = ["check_choice", "check_finite", "check_fraction", "check_not_negative", "check_positive", "check_whole"]
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
@@ -29,6 +30,62 @@ def check_positive(name: str, value: object) -> float:
     Traceback (most recent call last):
     ValueError: beta must be a positive finite number, got 0
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0.0 < float(value) < math.inf:
         raise ValueError(f"{name} must be a positive finite number, got {value!r}")
     return float(value)
+
+
+def check_finite(name: str, value: object) -> float:
+    """Return `value` as a float if it is a finite number, else raise ValueError.
+
+    >>> check_finite("start", math.inf)
+    Traceback (most recent call last):
+    ValueError: start must be a finite number, got inf
+    """
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(float(value)):
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    return float(value)
+
+
+def check_not_negative(name: str, value: object) -> float:
+    """Return `value` as a float if it is a finite number of at least 0, else raise ValueError.
+
+    >>> check_not_negative("lr", -1)
+    Traceback (most recent call last):
+    ValueError: lr must be a finite number >= 0, got -1
+    """
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0.0 <= float(value) < math.inf:
+        raise ValueError(f"{name} must be a finite number >= 0, got {value!r}")
+    return float(value)
+
+
+def check_whole(name: str, value: object, minimum: int = 1, maximum: int = 2**63 - 1) -> int:
+    """Return `value` if it is a whole number from `minimum` to `maximum`, else raise ValueError.
+
+    >>> check_whole("steps", 0)
+    Traceback (most recent call last):
+    ValueError: steps must be a whole number >= 1, got 0
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < minimum:
+        raise ValueError(f"{name} must be a whole number >= {minimum}, got {value!r}")
+    if int(value) > maximum:
+        raise ValueError(f"{name} must be a whole number <= {maximum}, got {value!r}")
+    return int(value)
+
+
+def check_fraction(name: str, value: object) -> float:
+    """Return `value` as a float if it lies in [0, 1), else raise ValueError.
+
+    >>> check_fraction("floor", 1.5)
+    Traceback (most recent call last):
+    ValueError: floor must be a number in [0, 1), got 1.5
+    """
+    if value == 0:
+        return 0.0
+    try:
+        number = check_positive(name, value)
+    except ValueError:
+        number = 1.0
+    if number >= 1.0:
+        raise ValueError(f"{name} must be a number in [0, 1), got {value!r}")
+    return number

@@ -10,7 +10,7 @@ from symexplin.lab.data import Corpus, eval_batches, file_documents
 from symexplin.lab.demo import DemoConfig, claim_folder, run_demo
 from symexplin.lab.evaluate import evaluate
 
-FILES = {"summary.json", "report.html", "sample.txt", "model.safetensors", "runs"}
+FILES = {".symexplin-demo", "summary.json", "report.html", "sample.txt", "model.safetensors", "runs"}
 
 
 @pytest.fixture(scope="module")
@@ -129,11 +129,20 @@ def test_a_folder_with_foreign_files_is_left_alone(tmp_path, foreign):
     path = tmp_path / foreign
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("mine")
+    (tmp_path / ".symexplin-demo").write_text("")
     (tmp_path / "summary.json").write_text("{}")
     with pytest.raises(ValueError, match=f"out must be a new folder.*{path.name}"):
         claim_folder(tmp_path)
     assert path.read_text() == "mine"
     assert (tmp_path / "summary.json").exists()
+
+
+def test_somebodys_own_model_is_no_earlier_demo(tmp_path):
+    (tmp_path / "model.safetensors").write_text("mine")
+    with pytest.raises(ValueError, match="out must be a new folder or one of an earlier demo"):
+        claim_folder(tmp_path)
+    assert (tmp_path / "model.safetensors").read_text() == "mine"
+    assert not (tmp_path / ".symexplin-demo").exists()
 
 
 def test_a_file_is_no_folder(tmp_path):

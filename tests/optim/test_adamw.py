@@ -320,10 +320,12 @@ def test_copies_and_pickles_of_an_optimizer_go_on_alike():
     [
         ({"lr": -1.0}, "lr must be a finite number >= 0, got -1.0"),
         ({"eps": float("nan")}, "eps must be a finite number >= 0, got nan"),
+        ({"betas": None}, r"betas must be two numbers in \[0, 1\), got None"),
+        ({"lr": None}, "lr must be a finite number >= 0, got None"),
         ({"betas": (0.9, 1.0)}, r"betas must be two numbers in \[0, 1\), got"),
         ({"weight_decay": -0.1}, "weight_decay must be a finite number >= 0"),
-        ({"total_steps": 0}, "total_steps must be a whole number >= 1 or None, got 0"),
-        ({"total_steps": 2.5}, "total_steps must be a whole number >= 1 or None, got 2.5"),
+        ({"total_steps": 0}, "total_steps must be a whole number >= 1, got 0"),
+        ({"total_steps": 2.5}, "total_steps must be a whole number >= 1, got 2.5"),
         ({"max_grad_norm": 0.0}, "max_grad_norm must be a positive finite number, got 0.0"),
         ({"total_steps": None}, "total_steps must be given: e is annealed from k = 50 to 8"),
     ],
@@ -332,6 +334,51 @@ def test_bad_arguments(kwargs, message):
     groups = sel.param_groups(network(), config=sel.preset("paper"))
     with pytest.raises(ValueError, match=message):
         sel.SELAdamW(groups, **({"total_steps": 10} | kwargs))
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ({"lr": -1.0}, "lr must be a finite number >= 0, got -1.0"),
+        ({"lr": "fast"}, "lr must be a finite number >= 0, got 'fast'"),
+        ({"weight_decay": float("nan")}, "weight_decay must be a finite number >= 0, got nan"),
+    ],
+)
+def test_groups_are_checked_as_arguments_are(group, message):
+    with pytest.raises(ValueError, match=message):
+        sel.SELAdamW(sel.param_groups(network(), **group), total_steps=10)
+
+
+def test_a_refused_group_is_not_kept():
+    model = network()
+    optimizer = build(model)
+    complex_parameter = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(ValueError, match=r"phase must be real and floating point, got torch\.complex64"):
+        optimizer.add_param_group({"params": [("phase", complex_parameter)]})
+    assert len(optimizer.param_groups) == 2
+
+
+def test_full_precision_state_under_half_precision_parameters_gets_master_copies():
+    model = network()
+    optimizer = build(model)
+    train(model, optimizer, 2)
+    half = network(torch.bfloat16)
+    half.load_state_dict(model.state_dict())
+    resumed = build(half)
+    resumed.load_state_dict(optimizer.state_dict())
+    train(half, resumed, 1)
+    assert all("raw" in state and state["raw"].dtype == torch.float32 for state in resumed.state.values())
+
+
+def test_a_diverged_weight_stays_diverged_without_blaming_the_inverse():
+    model = network()
+    optimizer = build(model)
+    backward(model, 0)
+    model[0].weight.grad[0, 0] = float("nan")
+    optimizer.step()
+    backward(model, 1)
+    optimizer.step()
+    assert not bool(model[0].weight.isfinite().all())
 
 
 def test_plain_parameters_alone_are_refused():
@@ -355,7 +402,7 @@ def test_parameters_that_are_not_matrices_are_refused():
     model = network()
     groups = sel.param_groups(model, config=sel.preset("frozen"))
     groups[0]["params"][0] = ("cube", nn.Parameter(torch.zeros(2, 2, 2)))
-    with pytest.raises(ValueError, match=r"params must be 1-D or 2-D in a curved group, got \(2, 2, 2\)"):
+    with pytest.raises(ValueError, match=r"cube must be 1-D or 2-D in a curved group, got \(2, 2, 2\)"):
         sel.SELAdamW(groups)
 
 
@@ -365,5 +412,12 @@ def test_a_state_of_another_shape_is_refused():
     train(model, optimizer, 1)
     torch.manual_seed(0)
     wider = nn.Sequential(nn.Linear(13, 20), nn.LayerNorm(20), nn.GELU(), nn.Linear(20, 6))
-    with pytest.raises(ValueError, match=r"raw weight \(20, 12\) for \(20, 13\)"):
+    with pytest.raises(ValueError, match=r"state_dict does not fit 0\.weight: raw \(20, 12\) for \(20, 13\)"):
         build(wider).load_state_dict(optimizer.state_dict())
+    reference = torch.optim.AdamW(sel.param_groups(model, lr=1e-3))
+    backward(model, 0)
+    reference.step()
+    before = optimizer.state_dict()["state"][0]["raw"].clone()
+    with pytest.raises(ValueError, match=r"no raw weight for 0\.weight: it is not of a SEL optimizer"):
+        optimizer.load_state_dict(reference.state_dict())
+    assert torch.equal(optimizer.state_dict()["state"][0]["raw"], before)

@@ -85,8 +85,15 @@ def test_a_step_that_raises_leaves_no_trace():
 
     with pytest.raises(RuntimeError, match="stopped"):
         optimizer.step(closure)
+    assert {group["lr"] for group in optimizer.param_groups} == {0.1}
     assert rates_used(optimizer, 1)[0]["e"] == pytest.approx(0.1 * 50)
     assert {group["lr"] for group in optimizer.param_groups} == {0.1}
+
+
+def test_a_second_call_replaces_the_first():
+    _, optimizer = build()
+    sel.anneal_scales(optimizer, T)
+    assert rates_used(optimizer, 2)[1]["e"] == pytest.approx(0.1 * sel.functional.anneal(1, T, 50, 8))
 
 
 def test_removal():

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from symexplin.lab.checks import check_fraction, check_whole
+from symexplin.validation import check_fraction, check_whole
 
 __all__ = [
     "BatchLoader",
@@ -66,6 +66,8 @@ def file_documents(path: str | Path) -> list[bytes]:
     ...     file_documents(path)
     [b'one', b'two']
     """
+    if not str(path):
+        raise ValueError("data must be 'stdlib' or an existing file or folder, got ''")
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"data must be 'stdlib' or an existing file or folder, got {str(path)!r}")

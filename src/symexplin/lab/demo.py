@@ -11,7 +11,6 @@ import torch
 
 from symexplin.lab.arms import ARMS, BASELINE, build_arm, map_of
 from symexplin.lab.checkpoint import load_model, save_model
-from symexplin.lab.checks import check_fraction, check_whole
 from symexplin.lab.compare import Run, best_run, compare, format_table, headline
 from symexplin.lab.data import Corpus, eval_batches, load_documents
 from symexplin.lab.evaluate import sample
@@ -20,7 +19,7 @@ from symexplin.lab.model import ModelConfig, Transformer
 from symexplin.lab.provenance import provenance
 from symexplin.lab.report import render_report
 from symexplin.lab.train import NonFiniteError, TrainConfig, train
-from symexplin.validation import check_choice, check_positive
+from symexplin.validation import check_choice, check_fraction, check_positive, check_whole
 
 __all__ = ["DemoConfig", "claim_folder", "run_demo"]
 
@@ -28,6 +27,7 @@ Echo = Callable[[str], None]
 
 _FILES = ("summary.json", "report.html", "sample.txt", "model.safetensors")
 _METRICS = "metrics.jsonl"
+_MARKER = ".symexplin-demo"
 _RUNS = "runs"
 
 
@@ -107,33 +107,39 @@ class DemoConfig:
 
 
 def claim_folder(out_dir: str | Path) -> Path:
-    """Create the folder of a demo, or empty it of an earlier demo's files.
+    """Create the folder of a demo, or empty it of an earlier demo's files; a marker file says that it is one.
 
     Raises:
-        ValueError: it holds anything else, or is a file.
+        ValueError: it is a file, or holds files and no marker, or others than a demo's.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     claim_folder(Path(folder, "demo")).is_dir()
     True
     """
+    if not str(out_dir):
+        raise ValueError("out must name a folder, got ''")
     folder = Path(out_dir)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"out must be a folder, got the file {str(folder)!r}")
     found = [path for path in folder.rglob("*") if not path.is_dir()]
+    marked = (folder / _MARKER).exists()
     for path in found:
         parts = path.relative_to(folder).parts
-        ours = len(parts) == 1 and parts[0].removesuffix(".tmp") in _FILES
-        if not ours and not (len(parts) == 3 and parts[0] == _RUNS and parts[2] == _METRICS):
+        ours = len(parts) == 1 and parts[0].removesuffix(".tmp") in (*_FILES, _MARKER)
+        ours |= len(parts) == 3 and parts[0] == _RUNS and parts[2] == _METRICS
+        if not (marked and ours):
             raise ValueError(f"out must be a new folder or one of an earlier demo, got {str(path)!r} in it")
-    for path in found:
-        path.unlink()
     folder.mkdir(parents=True, exist_ok=True)
+    replace_file(folder / _MARKER, "Files of `symexplin demo`; the next one here replaces them.\n")
+    for path in found:
+        if path.name != _MARKER:
+            path.unlink()
     return folder
 
 
 def run_demo(out_dir: str | Path, config: DemoConfig | None = None, echo: Echo = lambda _: None) -> dict[str, Any]:
-    """Train every arm at every learning rate from the same weights on the same batches, and report.
+    """Train every arm at every learning rate, from one draw of weights on the same batches, and report.
 
     Writes into `out_dir`: `report.html`, `summary.json` (the returned dict), `sample.txt`, `model.safetensors` (the
     best curved run's plain weights) and every run's `metrics.jsonl`.

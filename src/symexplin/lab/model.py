@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from symexplin.lab.checks import check_whole
+from symexplin.validation import check_whole
 
 __all__ = ["ModelConfig", "Transformer", "apply_rope", "attention", "rope_tables"]
 

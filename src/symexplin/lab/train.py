@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
-from symexplin.lab.checks import check_fraction, check_whole
 from symexplin.lab.data import BatchLoader, Corpus, eval_batches
 from symexplin.lab.evaluate import evaluate
 from symexplin.lab.model import Transformer
-from symexplin.validation import check_positive
+from symexplin.validation import check_fraction, check_positive, check_whole
 
 __all__ = ["NonFiniteError", "RunResult", "TrainConfig", "lr_factor", "train"]
 

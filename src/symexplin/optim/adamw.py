@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import torch
 
 from symexplin.optim.raw_space import RawSpaceOptimizer, Target
+from symexplin.validation import check_not_negative
 
 __all__ = ["SELAdamW"]
 
@@ -56,11 +57,11 @@ class SELAdamW(RawSpaceOptimizer):
         total_steps: int | None = None,
         max_grad_norm: float | None = None,
     ) -> None:
-        for name, value in (("lr", float(lr)), ("eps", eps), ("weight_decay", weight_decay)):
-            if not 0.0 <= value < math.inf:
-                raise ValueError(f"{name} must be a finite number >= 0, got {value}")
-        if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
-            raise ValueError(f"betas must be two numbers in [0, 1), got {betas}")
+        check_not_negative("lr", float(lr) if isinstance(lr, torch.Tensor) else lr)
+        check_not_negative("eps", eps)
+        check_not_negative("weight_decay", weight_decay)
+        if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+            raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults | {"total_steps": total_steps, "max_grad_norm": max_grad_norm})
 

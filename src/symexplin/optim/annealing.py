@@ -9,6 +9,9 @@ from symexplin.functional import anneal
 __all__ = ["ScaleAnnealing", "anneal_scales"]
 
 
+_ATTRIBUTE = "_symexplin_annealing"
+
+
 class ScaleAnnealing:
     """Multiplies each group's learning rate by its k(t) for the duration of a step (made by :func:`anneal_scales`)."""
 
@@ -20,6 +23,10 @@ class ScaleAnnealing:
             anneal(0, total_steps, *group["k"])  # k0 != k1 without total_steps: an error now, not at a step
             group.setdefault("steps", 0)
             group["total_steps"] = total_steps
+        earlier = getattr(optimizer, _ATTRIBUTE, None)
+        if earlier is not None:
+            earlier.remove()
+        setattr(optimizer, _ATTRIBUTE, self)
         self._outside: list[tuple[dict[str, Any], Any]] = []
         self._hooks = (
             optimizer.register_step_pre_hook(self._before),
@@ -31,12 +38,28 @@ class ScaleAnnealing:
             group["lr"] = lr
         self._outside = []
 
-    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._restore()  # a step that raised has left its rates behind
         for group in optimizer.param_groups:
             if "k" in group:
                 self._outside.append((group, group["lr"]))
                 group["lr"] = group["lr"] * anneal(group["steps"], group["total_steps"], *group["k"])
+        # torch runs no hook after a closure that raises: restore on its way out.
+        guarded = {key: self._guard(value) if key == "closure" else value for key, value in kwargs.items()}
+        return tuple(self._guard(value) for value in args), guarded
+
+    def _guard(self, argument: Any) -> Any:
+        if not callable(argument) or isinstance(argument, torch.optim.Optimizer):
+            return argument
+
+        def closure() -> Any:
+            try:
+                return argument()
+            except BaseException:
+                self._restore()
+                raise
+
+        return closure
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
         self._restore()
@@ -46,6 +69,7 @@ class ScaleAnnealing:
 
     def remove(self) -> None:
         """Detach from the optimizer."""
+        self._restore()
         for hook in self._hooks:
             hook.remove()
 
@@ -55,7 +79,8 @@ def anneal_scales(optimizer: torch.optim.Optimizer, total_steps: int | None = No
 
     During a step each group's learning rate is ``lr * k(t)`` with :func:`symexplin.functional.anneal`; before and
     after it is lr, so any scheduler composes. The count of completed steps and T live in the groups and go
-    through `state_dict`. Call it once on every optimizer object, a copied one included: hooks are not copied.
+    through `state_dict`. Call it on every optimizer object, a copied one included: hooks are not copied. A second
+    call replaces the first.
 
     Args:
         optimizer: any torch optimizer over :func:`symexplin.param_groups` of a converted model.

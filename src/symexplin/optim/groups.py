@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from symexplin.config import SELConfig
+from symexplin.config import SELConfig, check_config
 from symexplin.linear import SELLinear
 from symexplin.routing import Route, routing
 
@@ -43,7 +43,7 @@ def param_groups(
             raise ValueError("config must be None for a converted model: its layers carry their own")
         groups = _module_groups(model, lr)
     else:
-        groups = _optimizer_groups(model, lr, config or SELConfig())
+        groups = _optimizer_groups(model, lr, check_config(config))
     shared = {"lr": lr, "weight_decay": weight_decay}
     given = {key: value for key, value in shared.items() if value is not None}
     return [{**given, **group} for group in groups]

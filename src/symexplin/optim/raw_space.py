@@ -7,6 +7,7 @@ weights. The rule (AdamW, ...) belongs to the subclass; nothing here knows one.
 
 import functools
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
@@ -17,9 +18,9 @@ from torch import Tensor, nn
 from symexplin.config import SELConfig
 from symexplin.coordinates import PANELS, Coordinates, Layout
 from symexplin.functional import anneal
-from symexplin.optim.watch import Watch, reinvert
+from symexplin.optim.watch import Watch, differing
 from symexplin.transform import compute_dtype
-from symexplin.validation import check_positive
+from symexplin.validation import check_not_negative, check_positive, check_whole
 
 __all__ = ["RawSpaceOptimizer", "Target"]
 
@@ -67,8 +68,8 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         total_steps, max_grad_norm = defaults["total_steps"], defaults["max_grad_norm"]
-        if total_steps is not None and (not isinstance(total_steps, int) or total_steps < 1):
-            raise ValueError(f"total_steps must be a whole number >= 1 or None, got {total_steps!r}")
+        if total_steps is not None:
+            check_whole("total_steps", total_steps)
         if max_grad_norm is not None:
             check_positive("max_grad_norm", max_grad_norm)
         super().__init__(params, defaults)
@@ -87,19 +88,11 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, checking the curved ones: aligned lists, shapes, and T where a multiplier changes."""
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        group.setdefault("steps", 0)
-        if not _is_curved(group):
-            return
-        for key in ("beta", "out_dim", "position"):
-            if len(group[key]) != len(group["params"]):
-                raise ValueError(f"{key} must have one entry a parameter, got {len(group[key])}")
-        for parameter in group["params"]:
-            if parameter.dim() not in (1, 2):
-                raise ValueError(f"params must be 1-D or 2-D in a curved group, got {tuple(parameter.shape)}")
-        for key in group:
-            if key.startswith("k_"):
-                _multiplier(key, group, 0)
+        try:
+            _check_group(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
 
     def rule_(self, target: Target, group: dict[str, Any]) -> None:
         """Update `target.value` in place from `target.grad`; `target.state["step"]` counts this step already."""
@@ -123,29 +116,32 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
             self._write(item)
         for group in self.param_groups:
             group["steps"] += 1
-        self._watch.remember(group["params"][i] for group, i in self._indices() if _is_curved(group))
+        parameters = (group["params"][i] for group, i in self._indices())
+        self._watch.remember(p for p in parameters if "raw" in self.state[p])
         return loss
 
     def coordinates(self) -> Iterator[tuple[str, Coordinates]]:
         """Yield (name, coordinates) of every curved parameter that has state."""
         for group, i in self._indices():
             if _is_curved(group) and self.state.get(group["params"][i]):
-                names = group.get("param_names")
-                yield names[i] if names else str(i), self._coordinates(group, i)
+                yield _name(group, i), self._coordinates(group, i)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load, keeping raw weights, panels and moments in their own precision under half-precision parameters."""
+        keys = list(itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
+        places = list(self._indices())
+        saved = [state_dict["state"].get(key, {}) for key in keys]
+        if len(keys) == len(places):  # else the base class refuses
+            for (group, i), state in zip(places, saved, strict=True):
+                _check_state(_name(group, i), group["params"][i], state, _is_curved(group))
         super().load_state_dict(state_dict)  # casts floating state to the parameter's dtype
-        keys = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        parameters = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
-        for key, parameter in zip(keys, parameters, strict=True):
-            for name, value in state_dict["state"].get(key, {}).items():
+        for (group, i), values in zip(self._indices(), saved, strict=True):
+            parameter = group["params"][i]
+            for name, value in values.items():
                 if isinstance(value, Tensor):
-                    device = value.device if name == "step" else parameter.device
-                    self.state[parameter][name] = value.detach().to(device, copy=True)
-            raw = self.state[parameter].get("raw")
-            if raw is not None and raw.shape != parameter.shape:
-                raise ValueError(f"state_dict has a raw weight {tuple(raw.shape)} for {tuple(parameter.shape)}")
+                    device, dtype = parameter.device, compute_dtype(parameter)
+                    place = {"device": value.device} if name == "step" else {"device": device, "dtype": dtype}
+                    self.state[parameter][name] = value.detach().to(**place, copy=True)
         self._watch = Watch()
 
     def _indices(self) -> Iterator[tuple[dict[str, Any], int]]:
@@ -166,10 +162,11 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         """Give every trainable parameter its state at the first step, also those without a gradient."""
         for group, i in self._indices():
             parameter = group["params"][i]
-            state = self.state[parameter]
+            state, dtype = self.state[parameter], compute_dtype(parameter)
             if state:
+                if dtype != parameter.dtype and "raw" not in state:  # loaded from, or cast after, full precision
+                    state["raw"] = parameter.detach().to(dtype)
                 continue
-            dtype = compute_dtype(parameter)
             tensors: dict[str, Tensor] = {}
             if _is_curved(group):
                 layout = self._layout(group, i)
@@ -185,24 +182,61 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
                     state[_moment_key(kind, moment)] = torch.zeros_like(
                         value, dtype=dtype, memory_format=torch.preserve_format
                     )
-            self._watch.trust(parameter)
+            if "raw" in tensors:
+                self._watch.remember([parameter])
 
     def _invert(self, group: dict[str, Any], i: int, coordinates: Coordinates, w: Tensor) -> Tensor:
         try:
             return coordinates.matched(w.detach())
         except ValueError as error:
-            names = group.get("param_names")
-            raise ValueError(f"{names[i] if names else 'parameter'}: {error}") from None
+            raise ValueError(f"{_name(group, i)}: {error}") from None
 
     def _notice_writes(self) -> None:
-        """Re-invert what somebody else has written into a parameter since the last step."""
-        curved = [(group, i) for group, i in self._indices() if _is_curved(group)]
-        written = self._watch.written([group["params"][i] for group, i in curved])
-        for (group, i), changed in zip(curved, written, strict=True):
+        """Take over what somebody else has written into a parameter since the last step."""
+        places = [(group, i) for group, i in self._indices() if "raw" in self.state[group["params"][i]]]
+        written = self._watch.written([group["params"][i] for group, i in places])
+        for (group, i), changed in zip(places, written, strict=True):
             if changed:
-                coordinates = self._coordinates(group, i)
-                invert = functools.partial(self._invert, group, i, coordinates)
-                coordinates.raw.copy_(reinvert(coordinates, group["params"][i], invert))
+                self._take_over(group, i)
+
+    def _take_over(self, group: dict[str, Any], i: int) -> None:
+        """Give the entries that differ from what the raw weight says the raw weight of what was found there."""
+        parameter = group["params"][i]
+        raw, exact = self.state[parameter]["raw"], self._watch.knows(parameter)
+        coordinates = self._coordinates(group, i) if _is_curved(group) else None
+        expected = raw if coordinates is None else coordinates.effective()
+        changed = differing(expected, parameter, coordinates, exact)
+        if not bool(changed.any()):
+            return
+        found = parameter.detach().to(raw.dtype)
+        if not bool(found[changed].isfinite().all()):
+            count = int((~found.isfinite()).sum())
+            raise ValueError(
+                f"{_name(group, i)}: {count} of {found.numel()} elements written from outside are not finite"
+            )
+        if coordinates is None:
+            raw.copy_(torch.where(changed, found, raw))
+            return
+        try:
+            raw.copy_(coordinates.matched(found, where=changed))
+        except ValueError:
+            warnings.warn(
+                f"{_name(group, i)}: weights written from outside are out of reach of the learned scales, which "
+                "start anew; the weights themselves are taken over",
+                stacklevel=4,
+            )
+            self._restart(group, i, found)
+
+    def _restart(self, group: dict[str, Any], i: int, found: Tensor) -> None:
+        """Start a parameter's scales anew, matched to the weights `found` there."""
+        state, layout = self.state[group["params"][i]], self._layout(group, i)
+        panels = layout.start_panels(found.dtype, found.device, group["position"][i])
+        state["raw"].copy_(self._invert(group, i, Coordinates(layout, found, **panels), found))
+        for name, panel in panels.items():
+            if name in state:
+                state[name].copy_(panel)
+                for moment in self.moments:
+                    state[_moment_key(name, moment)].zero_()
 
     def _pull(self, group: dict[str, Any], i: int) -> _Pulled:
         parameter = group["params"][i]
@@ -253,8 +287,45 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
             item.parameter.copy_(self.state[item.parameter]["raw"])
 
 
+def _check_group(group: dict[str, Any]) -> None:
+    group.setdefault("steps", 0)
+    check_not_negative("lr", float(group["lr"]) if isinstance(group["lr"], Tensor) else group["lr"])
+    check_not_negative("weight_decay", group["weight_decay"])
+    for i, parameter in enumerate(group["params"]):
+        if not parameter.is_floating_point():
+            raise ValueError(f"{_name(group, i)} must be real and floating point, got {parameter.dtype}")
+    if not _is_curved(group):
+        return
+    for key in ("beta", "out_dim", "position"):
+        if len(group[key]) != len(group["params"]):
+            raise ValueError(f"{key} must have one entry a parameter, got {len(group[key])}")
+    for i, parameter in enumerate(group["params"]):
+        if parameter.dim() not in (1, 2):
+            raise ValueError(f"{_name(group, i)} must be 1-D or 2-D in a curved group, got {tuple(parameter.shape)}")
+    for key in group:
+        if key.startswith("k_"):
+            _multiplier(key, group, 0)
+
+
+def _check_state(name: str, parameter: Tensor, state: State, curved: bool) -> None:
+    """Refuse state that does not fit before anything is loaded."""
+    if not state:
+        return
+    if curved and "raw" not in state:
+        raise ValueError(f"state_dict has no raw weight for {name}: it is not of a SEL optimizer")
+    for key in ("raw", "exp_avg"):
+        if key in state and state[key].shape != parameter.shape:
+            shapes = f"{tuple(state[key].shape)} for {tuple(parameter.shape)}"
+            raise ValueError(f"state_dict does not fit {name}: {key} {shapes}")
+
+
 def _is_curved(group: dict[str, Any]) -> bool:
     return group.get("role") == "curved"
+
+
+def _name(group: dict[str, Any], i: int) -> str:
+    names = group.get("param_names")
+    return str(names[i]) if names else f"parameter {i}"
 
 
 def _moment_key(kind: str, moment: str) -> str:
