@@ -1,14 +1,16 @@
-"""Parameter groups for both homes of the map: SELAdamW over a plain model, any torch optimizer over a converted one."""
+"""Parameter groups of both homes: for SELAdamW over a plain model, for any torch optimizer over a converted one."""
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from symexplin.config import SELConfig, check_config
+from symexplin.functional import anneal
 from symexplin.linear import SELLinear
 from symexplin.routing import Route, routing
+from symexplin.validation import check_not_negative
 
-__all__ = ["param_groups"]
+__all__ = ["check_group", "check_state", "is_curved", "multiplier", "name_of", "param_groups"]
 
 Group = dict[str, Any]
 
@@ -35,7 +37,7 @@ def param_groups(
             :func:`symexplin.routing`.
 
     >>> groups = param_groups(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), lr=1e-3)
-    >>> [(group["role"], group["param_names"] if "param_names" in group else len(group["params"])) for group in groups]
+    >>> [(group["role"], len(group["params"])) for group in groups]
     [('curved', 2), ('plain', 2)]
     """
     if any(isinstance(module, SELLinear) for module in model.modules()):
@@ -99,3 +101,55 @@ def _module_groups(model: nn.Module, lr: float | None) -> list[Group]:
         group = groups.setdefault(key, fresh if decay else {**fresh, "weight_decay": 0.0})
         group["params"].append((name, parameter))
     return list(groups.values())
+
+
+def check_group(group: Group) -> None:
+    """Refuse a group of a SEL optimizer that cannot be stepped, naming what is wrong."""
+    group.setdefault("steps", 0)
+    check_not_negative("lr", float(group["lr"]) if isinstance(group["lr"], Tensor) else group["lr"])
+    check_not_negative("weight_decay", group["weight_decay"])
+    for i, parameter in enumerate(group["params"]):
+        if not parameter.is_floating_point():
+            raise ValueError(f"{name_of(group, i)} must be real and floating point, got {parameter.dtype}")
+    if not is_curved(group):
+        return
+    for key in ("beta", "out_dim", "position"):
+        if len(group[key]) != len(group["params"]):
+            raise ValueError(f"{key} must have one entry a parameter, got {len(group[key])}")
+    for i, parameter in enumerate(group["params"]):
+        if parameter.dim() not in (1, 2):
+            raise ValueError(f"{name_of(group, i)} must be 1-D or 2-D in a curved group, got {tuple(parameter.shape)}")
+    for key in group:
+        if key.startswith("k_"):
+            multiplier(key, group, 0)
+
+
+def check_state(name: str, parameter: Tensor, state: dict[str, Any], curved: bool) -> None:
+    """Refuse state that does not fit before anything is loaded."""
+    if not state:
+        return
+    if curved and "raw" not in state:
+        raise ValueError(f"state_dict has no raw weight for {name}: it is not of a SEL optimizer")
+    for key in ("raw", "exp_avg"):
+        if key in state and state[key].shape != parameter.shape:
+            shapes = f"{tuple(state[key].shape)} for {tuple(parameter.shape)}"
+            raise ValueError(f"state_dict does not fit {name}: {key} {shapes}")
+
+
+def is_curved(group: Group) -> bool:
+    """Whether the group's parameters are curved."""
+    return group.get("role") == "curved"
+
+
+def name_of(group: Group, i: int) -> str:
+    """Return the name of the group's parameter number i."""
+    names = group.get("param_names")
+    return str(names[i]) if names else f"parameter {i}"
+
+
+def multiplier(key: str, group: Group, step: int) -> float:
+    """Return k(t) of the group's key "k_e", "k_l", ... after `step` completed steps."""
+    k0, k1 = group[key]
+    if k0 != k1 and group["total_steps"] is None:
+        raise ValueError(f"total_steps must be given: {key[2:]} is annealed from k = {k0:g} to {k1:g}")
+    return anneal(step, group["total_steps"], k0, k1)

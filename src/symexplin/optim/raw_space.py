@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from symexplin.config import SELConfig
 from symexplin.coordinates import PANELS, Coordinates, Layout
-from symexplin.functional import anneal
+from symexplin.optim.groups import check_group, check_state, is_curved, multiplier, name_of
 from symexplin.optim.watch import Watch, differing
 from symexplin.transform import compute_dtype
-from symexplin.validation import check_not_negative, check_positive, check_whole
+from symexplin.validation import check_positive, check_whole
 
 __all__ = ["RawSpaceOptimizer", "Target"]
 
@@ -73,7 +73,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         if max_grad_norm is not None:
             check_positive("max_grad_norm", max_grad_norm)
         super().__init__(params, defaults)
-        if not any(_is_curved(group) for group in self.param_groups):
+        if not any(is_curved(group) for group in self.param_groups):
             raise ValueError("params has no curved group; pass symexplin.param_groups(model, ...) of a plain model")
         self._reset_caches()
 
@@ -89,7 +89,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         """Add a group, checking the curved ones: aligned lists, shapes, and T where a multiplier changes."""
         super().add_param_group(param_group)
         try:
-            _check_group(self.param_groups[-1])
+            check_group(self.param_groups[-1])
         except ValueError:
             self.param_groups.pop()
             raise
@@ -123,8 +123,8 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
     def coordinates(self) -> Iterator[tuple[str, Coordinates]]:
         """Yield (name, coordinates) of every curved parameter that has state."""
         for group, i in self._indices():
-            if _is_curved(group) and self.state.get(group["params"][i]):
-                yield _name(group, i), self._coordinates(group, i)
+            if is_curved(group) and self.state.get(group["params"][i]):
+                yield name_of(group, i), self._coordinates(group, i)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load, keeping raw weights, panels and moments in their own precision under half-precision parameters."""
@@ -133,7 +133,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         saved = [state_dict["state"].get(key, {}) for key in keys]
         if len(keys) == len(places):  # else the base class refuses
             for (group, i), state in zip(places, saved, strict=True):
-                _check_state(_name(group, i), group["params"][i], state, _is_curved(group))
+                check_state(name_of(group, i), group["params"][i], state, is_curved(group))
         super().load_state_dict(state_dict)  # casts floating state to the parameter's dtype
         for (group, i), values in zip(self._indices(), saved, strict=True):
             parameter = group["params"][i]
@@ -163,12 +163,14 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         for group, i in self._indices():
             parameter = group["params"][i]
             state, dtype = self.state[parameter], compute_dtype(parameter)
+            if not state and not parameter.requires_grad:
+                continue
             if state:
                 if dtype != parameter.dtype and "raw" not in state:  # loaded from, or cast after, full precision
                     state["raw"] = parameter.detach().to(dtype)
                 continue
             tensors: dict[str, Tensor] = {}
-            if _is_curved(group):
+            if is_curved(group):
                 layout = self._layout(group, i)
                 panels = layout.start_panels(dtype, parameter.device, group["position"][i])
                 tensors["raw"] = self._invert(group, i, Coordinates(layout, parameter, **panels), parameter)
@@ -189,7 +191,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         try:
             return coordinates.matched(w.detach())
         except ValueError as error:
-            raise ValueError(f"{_name(group, i)}: {error}") from None
+            raise ValueError(f"{name_of(group, i)}: {error}") from None
 
     def _notice_writes(self) -> None:
         """Take over what somebody else has written into a parameter since the last step."""
@@ -203,7 +205,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         """Give the entries that differ from what the raw weight says the raw weight of what was found there."""
         parameter = group["params"][i]
         raw, exact = self.state[parameter]["raw"], self._watch.knows(parameter)
-        coordinates = self._coordinates(group, i) if _is_curved(group) else None
+        coordinates = self._coordinates(group, i) if is_curved(group) else None
         expected = raw if coordinates is None else coordinates.effective()
         changed = differing(expected, parameter, coordinates, exact)
         if not bool(changed.any()):
@@ -212,7 +214,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         if not bool(found[changed].isfinite().all()):
             count = int((~found.isfinite()).sum())
             raise ValueError(
-                f"{_name(group, i)}: {count} of {found.numel()} elements written from outside are not finite"
+                f"{name_of(group, i)}: {count} of {found.numel()} elements written from outside are not finite"
             )
         if coordinates is None:
             raw.copy_(torch.where(changed, found, raw))
@@ -221,7 +223,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
             raw.copy_(coordinates.matched(found, where=changed))
         except ValueError:
             warnings.warn(
-                f"{_name(group, i)}: weights written from outside are out of reach of the learned scales, which "
+                f"{name_of(group, i)}: weights written from outside are out of reach of the learned scales, which "
                 "start anew; the weights themselves are taken over",
                 stacklevel=4,
             )
@@ -244,7 +246,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         if parameter.grad.is_sparse:
             raise ValueError("sparse gradients are not supported: set sparse=False in the embedding")
         grad = parameter.grad.to(compute_dtype(parameter))
-        if not _is_curved(group):
+        if not is_curved(group):
             value = state.get("raw", parameter)
             return _Pulled(group, parameter, None, [Target("plain", value, grad, state, lr, decay)])
         coordinates = self._coordinates(group, i)
@@ -261,7 +263,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
     def _rates(self, group: dict[str, Any], layout: Layout, panel: str, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return the multipliers of learning rate and weight decay of a panel, one a scale, as they broadcast."""
         slots = [slot for slot in layout.slots if slot.panel == panel]
-        k = [_multiplier(f"k_{slot.role}", group, group["steps"]) * slot.lr_scale for slot in slots]
+        k = [multiplier(f"k_{slot.role}", group, group["steps"]) * slot.lr_scale for slot in slots]
         counts = [slot.count for slot in slots]
         rates = [rate for rate, count in zip(k, counts, strict=True) for _ in range(count)]
         decays = [float(slot.decay) for slot, count in zip(slots, counts, strict=True) for _ in range(count)]
@@ -287,56 +289,8 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
             item.parameter.copy_(self.state[item.parameter]["raw"])
 
 
-def _check_group(group: dict[str, Any]) -> None:
-    group.setdefault("steps", 0)
-    check_not_negative("lr", float(group["lr"]) if isinstance(group["lr"], Tensor) else group["lr"])
-    check_not_negative("weight_decay", group["weight_decay"])
-    for i, parameter in enumerate(group["params"]):
-        if not parameter.is_floating_point():
-            raise ValueError(f"{_name(group, i)} must be real and floating point, got {parameter.dtype}")
-    if not _is_curved(group):
-        return
-    for key in ("beta", "out_dim", "position"):
-        if len(group[key]) != len(group["params"]):
-            raise ValueError(f"{key} must have one entry a parameter, got {len(group[key])}")
-    for i, parameter in enumerate(group["params"]):
-        if parameter.dim() not in (1, 2):
-            raise ValueError(f"{_name(group, i)} must be 1-D or 2-D in a curved group, got {tuple(parameter.shape)}")
-    for key in group:
-        if key.startswith("k_"):
-            _multiplier(key, group, 0)
-
-
-def _check_state(name: str, parameter: Tensor, state: State, curved: bool) -> None:
-    """Refuse state that does not fit before anything is loaded."""
-    if not state:
-        return
-    if curved and "raw" not in state:
-        raise ValueError(f"state_dict has no raw weight for {name}: it is not of a SEL optimizer")
-    for key in ("raw", "exp_avg"):
-        if key in state and state[key].shape != parameter.shape:
-            shapes = f"{tuple(state[key].shape)} for {tuple(parameter.shape)}"
-            raise ValueError(f"state_dict does not fit {name}: {key} {shapes}")
-
-
-def _is_curved(group: dict[str, Any]) -> bool:
-    return group.get("role") == "curved"
-
-
-def _name(group: dict[str, Any], i: int) -> str:
-    names = group.get("param_names")
-    return str(names[i]) if names else f"parameter {i}"
-
-
 def _moment_key(kind: str, moment: str) -> str:
     return moment if kind in ("raw", "plain") else f"{kind}_{moment}"
-
-
-def _multiplier(key: str, group: dict[str, Any], step: int) -> float:
-    k0, k1 = group[key]
-    if k0 != k1 and group["total_steps"] is None:
-        raise ValueError(f"total_steps must be given: {key[2:]} is annealed from k = {k0:g} to {k1:g}")
-    return anneal(step, group["total_steps"], k0, k1)
 
 
 @functools.cache
