@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import symexplin as sel
-from symexplin.lab.arms import ARMS, BASELINE, build_arm, carried, map_of
+from symexplin.lab.arms import ARMS, BASELINE, build_arm, carried
 from symexplin.lab.model import ModelConfig
 from symexplin.lab.train import TrainConfig
 
@@ -70,4 +70,4 @@ def test_carried_geometry_is_the_papers_over_xaviers_range():
 
 def test_an_unknown_arm_is_named():
     with pytest.raises(ValueError, match=r"arm must be one of.*'SLE'.*did you mean 'SEL"):
-        map_of("SLE", 128)
+        build_arm("SLE", TINY, CONFIG, seed=0)

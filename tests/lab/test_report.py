@@ -5,6 +5,8 @@ from html.parser import HTMLParser
 
 import pytest
 
+import symexplin as sel
+from symexplin.lab import report as module
 from symexplin.lab.compare import Run, compare, headline
 from symexplin.lab.report import render_report
 
@@ -129,3 +131,12 @@ def test_the_same_data_give_the_same_page():
 def test_a_missing_number_is_an_error():
     with pytest.raises(KeyError):
         render_report({key: value for key, value in summary().items() if key != "corpus"})
+
+
+def test_a_map_is_told_with_its_start_and_its_scales():
+    config = sel.preset("frozen", beta=2.65165, l=sel.Scale(start=0.35355), e=sel.Scale("row", peak_lr=(0.003, 0.001)))
+    line = module._map({"start": "matched", **config.to_dict()})
+    assert line == (
+        "mode mismatch; beta 2.65165; curvature fixed; matched start; e row with peak learning rate 0.003 to 0.001; "
+        "l fixed at 0.3535"
+    )

@@ -12,7 +12,7 @@ from symexplin.lab.model import ModelConfig, Transformer
 from symexplin.lab.train import TrainConfig
 from symexplin.validation import check_choice
 
-__all__ = ["ARMS", "BASELINE", "Arm", "build_arm", "carried", "map_of"]
+__all__ = ["ARMS", "BASELINE", "Arm", "build_arm", "carried"]
 
 BASELINE = "AdamW"
 
@@ -85,19 +85,6 @@ class Arm(NamedTuple):
     model: Transformer
     optimizer: torch.optim.Optimizer
     clip: bool
-
-
-def map_of(arm: str, width: int) -> sel.SELConfig | None:
-    """Return the map of an arm for a width, None for the baseline.
-
-    Raises:
-        ValueError: an unknown arm.
-
-    >>> map_of("SEL-paper", 128).e.peak_lr
-    (0.015, 0.0024)
-    """
-    curved = ARMS[check_choice("arm", arm, ARMS)]
-    return None if curved is None else curved.config(width)
 
 
 def build_arm(arm: str, model_config: ModelConfig, config: TrainConfig, seed: int) -> Arm:

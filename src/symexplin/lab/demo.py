@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from symexplin.lab.arms import ARMS, BASELINE, build_arm, map_of
+from symexplin.lab.arms import ARMS, BASELINE, build_arm
 from symexplin.lab.checkpoint import load_model, save_model
 from symexplin.lab.compare import Run, best_run, compare, format_table, headline
 from symexplin.lab.data import Corpus, eval_batches, load_documents
@@ -182,7 +182,11 @@ def run_demo(out_dir: str | Path, config: DemoConfig | None = None, echo: Echo =
         "corpus": _describe(corpus),
         "parameters": sum(p.numel() for p in model.parameters()),
         "config": asdict(config),
-        "maps": {arm: found.to_dict() for arm in config.arms if (found := map_of(arm, config.width))},
+        "maps": {
+            arm: {"start": found.start, **found.config(config.width).to_dict()}
+            for arm in config.arms
+            if (found := ARMS[arm])
+        },
         "provenance": provenance(),
         "seconds": round(time.perf_counter() - start, 1),
     }

@@ -134,10 +134,15 @@ def _text(value: object) -> str:
 
 
 def _map(found: Mapping[str, Any]) -> str:
-    """Return the form of a map, and every learned scale with its learning rates at the start and at the end."""
-    words = [f"mode {found['mode']}", f"beta {found['beta']}", f"curvature {found['curvature']}"]
+    """Return the form of a map, its start, and every scale that is learned or fixed away from its neutral value."""
+    words = [f"mode {found['mode']}", f"beta {_text(found['beta'])}", f"curvature {found['curvature']}"]
+    words.append(f"{found['start']} start")
     for role, scale in found.items():
-        if isinstance(scale, Mapping) and scale["pattern"] != "fixed" and scale["peak_lr"]:
-            first, last = scale["peak_lr"]
-            words.append(f"{role} {scale['pattern']} with peak learning rate {first:g} to {last:g}")
+        if not isinstance(scale, Mapping):
+            continue
+        if scale["pattern"] == "fixed" and scale["start"] not in (0.0, 1.0):
+            words.append(f"{role} fixed at {scale['start']:.4g}")
+        elif scale["pattern"] != "fixed":
+            first, last = scale["peak_lr"] or (None, None)
+            words.append(f"{role} {scale['pattern']} with peak learning rate {_text(first)} to {_text(last)}")
     return "; ".join(words)
