@@ -71,6 +71,19 @@ def test_tied_layers_stay_tied():
     assert model[3].weight is model[0].weight
 
 
+@pytest.mark.parametrize("tied", [("bias",), ("weight", "bias")])
+def test_tied_biases_stay_tied(tied):
+    model = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12))
+    for name in tied:
+        setattr(model[1], name, getattr(model[0], name))
+    count = len(list(model.parameters()))
+    sel.convert(model, sel.preset("paper"))
+    assert model[1].raw_bias is model[0].raw_bias
+    assert model[1].bias_e_row is model[0].bias_e_row
+    assert (model[1].raw_weight is model[0].raw_weight) == ("weight" in tied)
+    assert len(list(sel.fold(model).parameters())) == count
+
+
 def test_a_layer_used_twice_stays_one_layer():
     layer = nn.Linear(12, 12)
     model = sel.convert(nn.Sequential(layer, nn.ReLU(), layer), sel.preset("paper"))

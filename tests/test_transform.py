@@ -8,7 +8,7 @@ import torch
 from reference import EXPONENTIAL, MODES, READS, Point, evaluate, mp, terms, total, worst
 from symexplin.functional import effective
 from symexplin.transform import MODES as PACKAGE_MODES
-from symexplin.transform import Form, Scales, compute_dtype, forward, pullback
+from symexplin.transform import Form, Scales, compute_dtype, forward, pullback, tolerance
 
 SHAPE = (12, 14)
 DTYPES = (torch.float32, torch.float64)
@@ -241,3 +241,26 @@ def test_compute_dtype_is_float64_if_any_is():
     assert compute_dtype(half, 1.0, None) == compute_dtype(half, single) == torch.float32
     assert compute_dtype(torch.ones(1, dtype=torch.float16)) == compute_dtype() == torch.float32
     assert compute_dtype(half, single, double) == torch.float64
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("n", [-0.5, 0.0, 0.7])
+@pytest.mark.parametrize("mode", PACKAGE_MODES)
+def test_tolerance_covers_the_error_of_float32_and_is_what_is_owed(mode, n, normalize):
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randn(4096, generator=generator)  # up to 4: damped overflows from 9 on where n < 0
+    numbers = {"e": -1.3, "l": 0.8, "kappa": 3.1, "n": n, "s": -2.0}
+    delta = torch.randn(4096, generator=generator)
+    scales = Scales(**{k: torch.tensor(v) for k, v in numbers.items()}, delta=delta)
+    exact = Scales(*(v.double() for v in scales))
+    form = Form(mode, 3.0, normalize)
+    error = (forward(form, w, scales) - forward(form, w.double(), exact)).abs()
+    allowed = tolerance(form, w, scales)
+    assert bool((error <= allowed).all())
+    as_numbers = tolerance(form, w, Scales(**numbers, delta=delta))
+    torch.testing.assert_close(as_numbers, allowed, rtol=1e-4, atol=0)
+    if mode == "mismatch" and not normalize:
+        x = 3.1 * w.double().abs()
+        pathways = 1.3 / 3.0 * math.exp(-n) * torch.expm1(x) + 0.8 / 3.0 * w.double().abs()
+        owed = (8 + 4 * x) * 2**-24 * (2.0 * pathways + delta.double().abs())
+        torch.testing.assert_close(allowed.double(), owed, rtol=1e-4, atol=0)

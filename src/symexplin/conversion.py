@@ -53,9 +53,9 @@ def convert(model: nn.Module, config: SELConfig | None = None, start: str = "mat
             continue
         layer = _curve(name or "model", cast(nn.Linear, module), routes, config, start)
         taken |= {id(p) for p in module.parameters(recurse=False)}
-        twin = fresh.setdefault(id(module.weight), layer)
-        if twin is not layer:
-            _share(layer, twin)
+        for plain, bias in ((module.weight, False), (module.bias, True)):
+            if isinstance(plain, Tensor) and (twin := fresh.setdefault(id(plain), layer)) is not layer:
+                _share(layer, twin, bias)
         built[id(module)] = layer
     left = [route.name for key, route in routes.items() if key not in taken]
     if left:
@@ -79,13 +79,13 @@ def fold(model: nn.Module) -> nn.Module:
     True
     """
     built: dict[int, nn.Module] = {}
-    weights: dict[int, nn.Linear] = {}
+    first: dict[int, nn.Parameter] = {}
     for module in model.modules():
         if isinstance(module, SELLinear):
             linear = module.to_linear()
-            twin = weights.setdefault(id(module.raw_weight), linear)
-            if twin is not linear:
-                linear.weight = twin.weight
+            linear.weight = first.setdefault(id(module.raw_weight), cast(nn.Parameter, linear.weight))
+            if linear.bias is not None:
+                linear.bias = first.setdefault(id(module.raw_bias), linear.bias)
             built[id(module)] = linear
     _report("folded", built, model)
     return _replace(model, built)
@@ -108,10 +108,10 @@ def _curve(name: str, module: nn.Linear, routes: dict[int, Route], config: SELCo
         raise ValueError(f"{name}: {error}") from None
 
 
-def _share(layer: SELLinear, twin: SELLinear) -> None:
-    """Tie the weight side of two curved layers whose plain weights were one parameter."""
-    names = ["raw_weight", *(slot.name for slot in layer.weight_layout.slots)]
-    for name in names:
+def _share(layer: SELLinear, twin: SELLinear, bias: bool) -> None:
+    """Tie one side of two curved layers whose plain weights or biases were one parameter."""
+    layout, prefix = (twin.bias_layout, "bias_") if bias else (twin.weight_layout, "")
+    for name in ["raw_bias" if bias else "raw_weight", *(prefix + slot.name for slot in cast(Layout, layout).slots)]:
         layer.register_parameter(name, getattr(twin, name))
 
 

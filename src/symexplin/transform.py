@@ -117,13 +117,19 @@ def _unscaled(form: Form, w: Tensor, scales: Scales) -> Tensor:
     magnitude = w.abs()
     decay = _exp(-scales.n)
     if form.mode == "damped":
-        exponential = torch.expm1(form.beta * magnitude) * torch.exp(-magnitude) * decay / form.beta
-        return torch.sign(w) * exponential - w * torch.expm1(-scales.n * torch.exp(magnitude))
+        exponential, linear = _damped_terms(form.beta, magnitude, scales.n)
+        return torch.sign(w) * (exponential + linear)
     d = _normalizer(form, scales)
     value = torch.sign(w) * (scales.e * decay / d * torch.expm1(scales.kappa * magnitude))
     if form.mode == "exp_only":
         return value
     return value + scales.l / d * _linear_sides(form.mode, w)[0]
+
+
+def _damped_terms(beta: float, magnitude: Tensor, n: Value) -> tuple[Tensor, Tensor]:
+    """Return the two pathways of "damped" at |w|; the linear one is negative for n < 0."""
+    exponential = torch.expm1(beta * magnitude) * torch.exp(-magnitude) * _exp(-n) / beta
+    return exponential, -magnitude * torch.expm1(-n * torch.exp(magnitude))
 
 
 def forward(form: Form, w: Tensor, scales: Scales) -> Tensor:
@@ -153,10 +159,14 @@ def tolerance(form: Form, w: Tensor, scales: Scales) -> Tensor:
     kappa: Value = 0.0
     if form.mode != "linear":
         kappa = form.beta if form.mode == "damped" else scales.kappa
-    if "e" in MODES[form.mode]:
+    if form.mode == "damped":
+        exponential, linear = _damped_terms(form.beta, magnitude, scales.n)
+        # Where n < 0 the rounding of n exp|w| is an exponent's.
+        terms = exponential.abs() + linear.abs() * (1.0 + (-scales.n * torch.exp(magnitude)).clamp(min=0.0))
+    elif "e" in MODES[form.mode]:
         terms = _unscaled(Form("exp_only", form.beta, form.normalize), magnitude, scales).abs()
-        linear = scales.l / _normalizer(form, scales) * _linear_sides(form.mode, w)[0]
-        terms = terms + (linear.abs() if isinstance(linear, Tensor) else abs(linear))
+        path = scales.l / _normalizer(form, scales) * _linear_sides(form.mode, w)[0]
+        terms = terms + (path.abs() if isinstance(path, Tensor) else abs(path))
     else:
         terms = _unscaled(form, magnitude, scales).abs()
     if not _is_one(scales.s):

@@ -96,6 +96,15 @@ def test_a_second_call_replaces_the_first():
     assert rates_used(optimizer, 2)[1]["e"] == pytest.approx(0.1 * sel.functional.anneal(1, T, 50, 8))
 
 
+def test_a_state_saved_without_annealing_may_be_loaded():
+    model = sel.convert(nn.Linear(2, 2), sel.preset("paper"))
+    optimizer = torch.optim.SGD(sel.param_groups(model, lr=0.1))
+    saved = optimizer.state_dict()
+    sel.anneal_scales(optimizer, T)
+    optimizer.load_state_dict(saved)
+    assert rates_used(optimizer, 2)[1]["e"] == pytest.approx(0.1 * sel.functional.anneal(1, T, 50, 8))
+
+
 def test_removal():
     model = sel.convert(nn.Linear(2, 2), sel.preset("paper"))
     optimizer = torch.optim.SGD(sel.param_groups(model, lr=0.1))

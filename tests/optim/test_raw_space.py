@@ -208,12 +208,40 @@ def test_a_state_of_another_shape_is_refused():
     train(model, optimizer, 1)
     torch.manual_seed(0)
     wider = nn.Sequential(nn.Linear(13, 20), nn.LayerNorm(20), nn.GELU(), nn.Linear(20, 6))
-    with pytest.raises(ValueError, match=r"state_dict does not fit 0\.weight: raw \(20, 12\) for \(20, 13\)"):
+    with pytest.raises(ValueError, match=r"state_dict does not fit 0\.weight: .* must be \(20, 13\), got \(20, 12\)"):
         build(wider).load_state_dict(optimizer.state_dict())
     reference = torch.optim.AdamW(sel.param_groups(model, lr=1e-3))
     backward(model, 0)
     reference.step()
     before = optimizer.state_dict()["state"][0]["raw"].clone()
-    with pytest.raises(ValueError, match=r"no raw weight for 0\.weight: it is not of a SEL optimizer"):
+    with pytest.raises(ValueError, match="state_dict is not of this SEL optimizer: its group has the keys"):
         optimizer.load_state_dict(reference.state_dict())
     assert torch.equal(optimizer.state_dict()["state"][0]["raw"], before)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda s: s["state"][0].pop("exp_avg_sq"), r"0\.weight: it has no 'exp_avg_sq'"),
+        (lambda s: s["state"][0].update(panel0=torch.zeros(3, 3)), r"panel0 must be \(20, 3\), got \(3, 3\)"),
+        (lambda s: s["param_groups"][0]["param_names"].reverse(), r"it has 3\.bias where the optimizer has 0\.weight"),
+        (lambda s: s["param_groups"][0].pop("role"), "state_dict is not of this SEL optimizer"),
+    ],
+)
+def test_a_state_that_cannot_be_stepped_is_refused_whole(spoil, message):
+    model = network()
+    optimizer = build(model)
+    train(model, optimizer, 1)
+    before, saved = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(optimizer.state_dict())
+    spoil(saved)
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(saved)
+    assert torch.equal(optimizer.state_dict()["state"][0]["raw"], before["state"][0]["raw"])
+    train(model, optimizer, 1)
+
+
+def test_an_incomplete_curved_group_is_named():
+    optimizer = build(network())
+    with pytest.raises(ValueError, match="a curved group needs 'config'"):
+        optimizer.add_param_group({"params": [("q", nn.Parameter(torch.zeros(2, 2)))], "role": "curved"})
+    assert len(optimizer.param_groups) == 2

@@ -8,6 +8,7 @@ from torch import nn
 
 import symexplin as sel
 from symexplin import transform
+from symexplin.optim.watch import Watch
 
 
 def setup(dtype=torch.float32, width=64):
@@ -150,6 +151,21 @@ def test_partial_and_small_writes_through_data_are_kept(write, dtype):
     assert torch.equal(model[0].weight, expected)
     rounding = 2.0**-8 if dtype == torch.bfloat16 else 16 * 2**-24
     torch.testing.assert_close(coordinates.effective(), expected.float(), rtol=rounding, atol=1e-9)
+
+
+def test_swapped_rows_columns_and_entries_are_noticed():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        weight = nn.Parameter(torch.randn(96, 80, generator=generator))
+        i, j, k, l = torch.randint(0, 79, (4,), generator=generator).tolist()
+        for first, second in (((i,), (i + 1,)), ((slice(None), j), (slice(None), j + 1)), ((i, j), (k, l + 1))):
+            watch = Watch()
+            watch.remember([weight])
+            assert watch.written([weight]) == [False]
+            kept = weight.data[first].clone()
+            weight.data[first] = weight.data[second]
+            weight.data[second] = kept
+            assert watch.written([weight]) == [True], (first, second)
 
 
 def test_writes_into_plain_parameters_reach_their_master_copies():

@@ -19,6 +19,7 @@ class ScaleAnnealing:
         annealed = [group for group in optimizer.param_groups if "k" in group]
         if not annealed:
             raise ValueError("optimizer has no group with multipliers; build it over symexplin.param_groups(model)")
+        self._total_steps = total_steps
         for group in annealed:
             anneal(0, total_steps, *group["k"])  # k0 != k1 without total_steps: an error now, not at a step
             group.setdefault("steps", 0)
@@ -42,6 +43,8 @@ class ScaleAnnealing:
         self._restore()  # a step that raised has left its rates behind
         for group in optimizer.param_groups:
             if "k" in group:
+                group.setdefault("steps", 0)  # loaded groups replace those set up, and may be older
+                group.setdefault("total_steps", self._total_steps)
                 self._outside.append((group, group["lr"]))
                 group["lr"] = group["lr"] * anneal(group["steps"], group["total_steps"], *group["k"])
         # torch runs no hook after a closure that raises: restore on its way out.

@@ -5,12 +5,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from symexplin.config import SELConfig, check_config
+from symexplin.coordinates import PANELS, Layout
 from symexplin.functional import anneal
 from symexplin.linear import SELLinear
 from symexplin.routing import Route, routing
 from symexplin.validation import check_not_negative
 
-__all__ = ["check_group", "check_state", "is_curved", "multiplier", "name_of", "param_groups"]
+__all__ = ["check_group", "check_saved", "is_curved", "multiplier", "name_of", "param_groups"]
 
 Group = dict[str, Any]
 
@@ -113,6 +114,9 @@ def check_group(group: Group) -> None:
             raise ValueError(f"{name_of(group, i)} must be real and floating point, got {parameter.dtype}")
     if not is_curved(group):
         return
+    for key in ("config", "beta", "out_dim", "position"):
+        if key not in group:
+            raise ValueError(f"a curved group needs {key!r}; build it with symexplin.param_groups")
     for key in ("beta", "out_dim", "position"):
         if len(group[key]) != len(group["params"]):
             raise ValueError(f"{key} must have one entry a parameter, got {len(group[key])}")
@@ -124,16 +128,42 @@ def check_group(group: Group) -> None:
             multiplier(key, group, 0)
 
 
-def check_state(name: str, parameter: Tensor, state: dict[str, Any], curved: bool) -> None:
-    """Refuse state that does not fit before anything is loaded."""
-    if not state:
-        return
-    if curved and "raw" not in state:
-        raise ValueError(f"state_dict has no raw weight for {name}: it is not of a SEL optimizer")
-    for key in ("raw", "exp_avg"):
-        if key in state and state[key].shape != parameter.shape:
-            shapes = f"{tuple(state[key].shape)} for {tuple(parameter.shape)}"
-            raise ValueError(f"state_dict does not fit {name}: {key} {shapes}")
+def check_saved(saved: list[Group], groups: list[Group], state: dict[Any, dict[str, Any]], names: set[str]) -> None:
+    """Refuse a state_dict that does not fit the optimizer's groups, before anything is loaded.
+
+    `names` are those that the state of every parameter must have, such as "step" and the moments.
+    """
+    if [len(group["params"]) for group in saved] != [len(group["params"]) for group in groups]:
+        return  # torch refuses these
+    for old, new in zip(saved, groups, strict=True):
+        if old.get("role") != new.get("role") or not {"max_grad_norm", "total_steps", "steps"} <= set(old):
+            raise ValueError(f"state_dict is not of this SEL optimizer: its group has the keys {sorted(old)}")
+        if old.get("param_names") != new.get("param_names"):
+            pairs = zip(old.get("param_names") or [], new.get("param_names") or [], strict=False)
+            first = next(((a, b) for a, b in pairs if a != b), ("unnamed parameters", "named ones"))
+            raise ValueError(f"state_dict is of other parameters: it has {first[0]} where the optimizer has {first[1]}")
+        for i, key in enumerate(old["params"]):
+            if state.get(key):
+                _check_state(old, i, new["params"][i], state[key], names)
+
+
+def _check_state(group: Group, i: int, parameter: Tensor, state: dict[str, Any], names: set[str]) -> None:
+    shapes = {"step": ()} | {name: tuple(parameter.shape) for name in names - {"step"}}
+    if is_curved(group):
+        layout = Layout(
+            tuple(parameter.shape), group["out_dim"][i], group["beta"][i], SELConfig.from_json(group["config"])
+        )
+        shapes["raw"] = layout.shape
+        for panel in (panel for panel in PANELS if layout.width(panel)):
+            shapes[panel] = layout.panel_shape(panel)
+            shapes |= {f"{panel}_{name}": layout.panel_shape(panel) for name in names - {"step"}}
+    for name, shape in shapes.items():
+        if name not in state:
+            raise ValueError(f"state_dict does not fit {name_of(group, i)}: it has no {name!r}")
+        if tuple(state[name].shape) != shape:
+            raise ValueError(
+                f"state_dict does not fit {name_of(group, i)}: {name} must be {shape}, got {tuple(state[name].shape)}"
+            )
 
 
 def is_curved(group: Group) -> bool:

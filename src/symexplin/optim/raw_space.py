@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from symexplin.config import SELConfig
 from symexplin.coordinates import PANELS, Coordinates, Layout
-from symexplin.optim.groups import check_group, check_state, is_curved, multiplier, name_of
+from symexplin.optim.groups import check_group, check_saved, is_curved, multiplier, name_of
 from symexplin.optim.watch import Watch, differing
 from symexplin.transform import compute_dtype
 from symexplin.validation import check_positive, check_whole
@@ -128,12 +128,10 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load, keeping raw weights, panels and moments in their own precision under half-precision parameters."""
-        keys = list(itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
-        places = list(self._indices())
-        saved = [state_dict["state"].get(key, {}) for key in keys]
-        if len(keys) == len(places):  # else the base class refuses
-            for (group, i), state in zip(places, saved, strict=True):
-                check_state(name_of(group, i), group["params"][i], state, is_curved(group))
+        state = state_dict["state"]
+        check_saved(state_dict["param_groups"], self.param_groups, state, {"step", *self.moments})
+        keys = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        saved = [state.get(key, {}) for key in keys]
         super().load_state_dict(state_dict)  # casts floating state to the parameter's dtype
         for (group, i), values in zip(self._indices(), saved, strict=True):
             parameter = group["params"][i]

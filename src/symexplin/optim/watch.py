@@ -13,6 +13,7 @@ __all__ = ["Watch", "differing"]
 
 _SAMPLE = 64  # entries compared a parameter and step
 _ULPS = 2.0  # recomputing the map elsewhere may round a half-precision weight differently without a write
+_ODD = (2_654_435_761, 11_400_714_819_323)  # odd, so that products wrap without losing bits
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -25,9 +26,8 @@ class _Seen(NamedTuple):
 class Watch:
     """What every watched parameter looked like after the last step; one that it does not know counts as written.
 
-    `_version` and the data pointer cost nothing but miss writes through `.data`, so the bits are compared too: their
-    sum, which any single change moves, and a fixed sample, which finds permutations. One transfer of flags a device
-    and step.
+    `_version` and the data pointer cost nothing but miss writes through `.data`, so sums of the bits and a fixed sample
+    of them are compared too, with one transfer of flags a device and step.
     """
 
     def __init__(self) -> None:
@@ -59,13 +59,21 @@ class Watch:
 
 
 def _mark(parameter: Tensor) -> Tensor:
-    """Return the sum of the bits of all entries and the bits of at most `_SAMPLE`, spread over rows and columns."""
+    """Return sums of the bits of all entries, weighted by place along each dimension, and the bits of a sample.
+
+    The sums wrap around. One changed entry always moves them, swapped entries, rows or columns too.
+    """
     bits = parameter.detach().view(_BITS[parameter.element_size()])
+    sums = []
+    for dim in range(bits.dim()):
+        others = [d for d in range(bits.dim()) if d != dim]
+        along = bits.sum(dim=others, dtype=torch.int64) if others else bits.to(torch.int64)
+        weight = torch.arange(1, 2 * along.numel(), 2, device=bits.device) * _ODD[dim % len(_ODD)]
+        sums.append((along * weight).sum().reshape(1))
     count = min(_SAMPLE, bits.numel())
-    # A stride coprime to any power of two walks through rows and columns alike.
-    flat = torch.arange(count, device=bits.device) * 2_654_435_761 % max(bits.numel(), 1)
-    index = torch.unravel_index(flat, bits.shape)
-    return torch.cat([bits.sum(dtype=torch.int64).reshape(1), bits[index].reshape(-1).to(torch.int64)])
+    flat = torch.arange(count, device=bits.device) * _ODD[0] % max(bits.numel(), 1)
+    sample = bits[torch.unravel_index(flat, bits.shape)]
+    return torch.cat([*sums, sample.reshape(-1).to(torch.int64)])
 
 
 def differing(expected: Tensor, parameter: Tensor, coordinates: Coordinates | None, exact: bool) -> Tensor:
