@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from symexplin.functional import auto_beta
 from symexplin.transform import CURVATURES, MODES
 from symexplin.validation import check_choice, check_finite, check_positive, check_whole
 
@@ -160,6 +161,10 @@ class SELConfig:
     def learned_roles(self) -> tuple[str, ...]:
         """The scales that have parameters under this configuration."""
         return tuple(role for role in self.roles if getattr(self, role).learned)
+
+    def beta_of(self, d_out: int, d_in: int) -> float:
+        """Return the reference curvature of a matrix: the one given, or the automatic one of its shape."""
+        return auto_beta(d_out, d_in) if isinstance(self.beta, str) else self.beta
 
     def multipliers(self, lr: float | None = None) -> dict[str, Span]:
         """Return (k0, k1) of every learned scale at the optimizer's peak learning rate `lr`."""

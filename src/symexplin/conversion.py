@@ -12,7 +12,7 @@ from symexplin.coordinates import Layout
 from symexplin.linear import SELLinear
 from symexplin.routing import Route, routing
 from symexplin.starts import START_RULES
-from symexplin.validation import check_choice
+from symexplin.validation import check_choice, naming
 
 __all__ = ["convert", "fold"]
 
@@ -102,10 +102,8 @@ def _curve(name: str, module: nn.Linear, routes: dict[int, Route], config: SELCo
     if module.bias is not None:
         route = routes.get(id(module.bias))
         bias = route.layout(config) if route else Layout(tuple(module.bias.shape), 0, 1.0, _IDENTITY)
-    try:
+    with naming(name):
         return SELLinear.from_linear(module, weight.layout(config), bias, start, weight.position)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
 
 
 def _share(layer: SELLinear, twin: SELLinear, bias: bool) -> None:

@@ -12,7 +12,7 @@ bounds are at hand; the smaller is close everywhere:
 import torch
 from torch import Tensor
 
-from symexplin.transform import MODES, Form, Scales, compute_dtype, forward, pullback
+from symexplin.transform import MODES, Form, Scales, compute_dtype, forward, normalizer, pullback
 
 __all__ = ["invert"]
 
@@ -66,8 +66,7 @@ def _invert_linear(form: Form, t: Tensor, scales: Scales, iterations: int) -> Te
 
 def _invert_sinh(form: Form, t: Tensor, scales: Scales, iterations: int) -> Tensor:  # noqa: ARG001
     _refuse(_tensor(scales.kappa) <= 0.0, t, form, "needs kappa > 0")
-    d = scales.kappa if form.normalize else form.beta
-    return torch.asinh(t * d) / scales.kappa
+    return torch.asinh(t * normalizer(form, scales)) / scales.kappa
 
 
 def _invert_exponential(form: Form, t: Tensor, scales: Scales, iterations: int) -> Tensor:
@@ -86,7 +85,7 @@ def _invert_exponential(form: Form, t: Tensor, scales: Scales, iterations: int) 
         l = -l if form.mode == "oppose" else l
         need = "needs e >= 0 and e*kappa*exp(-n) > " + ("l" if form.mode == "oppose" else "-l")
         _refuse((steep <= -l) | (e < 0.0), t, form, need)
-    d = kappa if form.normalize else form.beta
+    d = normalizer(form, scales)
     return torch.sign(t) * _newton(t.abs(), e * decay / d, kappa, l / d, iterations)
 
 

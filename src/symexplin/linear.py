@@ -8,7 +8,6 @@ from torch.nn import functional as F
 
 from symexplin.config import SELConfig, check_config
 from symexplin.coordinates import PANELS, Coordinates, Layout, Slot
-from symexplin.functional import auto_beta
 from symexplin.starts import START_RULES, start_weight
 from symexplin.transform import compute_dtype
 from symexplin.validation import check_choice
@@ -92,7 +91,7 @@ class SELLinear(nn.Linear):
         start: str = "matched",
     ) -> None:
         config = check_config(config)
-        beta = auto_beta(out_features, in_features) if isinstance(config.beta, str) else config.beta
+        beta = config.beta_of(out_features, in_features)
         layouts = [Layout((out_features, in_features), 0, beta, config)]
         if bias:
             layouts.append(Layout((out_features,), 0, beta, config))
@@ -172,8 +171,7 @@ class SELLinear(nn.Linear):
     @torch.no_grad()
     def effective(self) -> list[Tensor]:
         """Return the effective weight and, if there is one, bias in the dtype they are computed in."""
-        sides = [(self.weight_layout, False), (self.bias_layout, True)]
-        return [_coordinates(layout, self.parts(bias)).effective() for layout, bias in sides if layout is not None]
+        return [_coordinates(layout, self.parts(bool(prefix))).effective() for prefix, layout in self._sides()]
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
@@ -210,10 +208,10 @@ class SELLinear(nn.Linear):
     @torch.no_grad()
     def to_linear(self) -> nn.Linear:
         """Return the plain layer with the effective values, of the class that was converted."""
-        raw = cast(Tensor, self.raw_weight)
+        raw, bias = cast(Tensor, self.raw_weight), self.bias
         linear = self.linear_type.__new__(self.linear_type)
-        nn.Linear.__init__(linear, self.in_features, self.out_features, self.bias is not None, "meta", raw.dtype)
+        nn.Linear.__init__(linear, self.in_features, self.out_features, bias is not None, "meta", raw.dtype)
         linear.weight = nn.Parameter(self.weight, requires_grad=raw.requires_grad)
-        if self.bias is not None:
-            linear.bias = nn.Parameter(self.bias, requires_grad=cast(Tensor, self.raw_bias).requires_grad)
+        if bias is not None:
+            linear.bias = nn.Parameter(bias, requires_grad=cast(Tensor, self.raw_bias).requires_grad)
         return linear.train(self.training)

@@ -8,7 +8,6 @@ from torch import nn
 
 from symexplin.config import SELConfig, check_config
 from symexplin.coordinates import Layout
-from symexplin.functional import auto_beta
 
 __all__ = ["Route", "Routing", "routing"]
 
@@ -143,8 +142,7 @@ def _decide(
         )
     if parameter.numel() == 0 or matrix.numel() == 0:
         return Route(name, parameter, position, False, "empty")
-    d_out, d_in = matrix.shape[out_dim], matrix.shape[1 - out_dim]
-    beta = auto_beta(d_out, d_in) if isinstance(config.beta, str) else config.beta
+    beta = config.beta_of(matrix.shape[out_dim], matrix.shape[1 - out_dim])
     return Route(name, parameter, position, True, reason, out_dim if parameter.dim() == 2 else 0, beta)
 
 

@@ -9,7 +9,7 @@ from symexplin.config import SELConfig, check_config
 from symexplin.coordinates import Coordinates, Layout
 from symexplin.routing import routing
 from symexplin.transform import compute_dtype
-from symexplin.validation import check_choice
+from symexplin.validation import check_choice, naming
 
 __all__ = ["START_RULES", "init_", "start_weight"]
 
@@ -62,14 +62,12 @@ def init_(
     True
     """
     config = check_config(config)
-    curved = routing(model, config).curved
-    if not curved:
-        raise ValueError(f"model has nothing to curve (a converted one starts by `convert`):\n{routing(model, config)}")
-    for route in curved:
+    table = routing(model, config)
+    if not table.curved:
+        raise ValueError(f"model has nothing to curve (a converted one starts by `convert`):\n{table}")
+    for route in table.curved:
         if xavier and route.parameter.dim() == 2:
             nn.init.xavier_uniform_(route.parameter, generator=generator)
         if config.mode == "mismatch":
-            try:
+            with naming(route.name):
                 route.parameter.copy_(start_weight(route.parameter, route.layout(config), "mismatched"))
-            except ValueError as error:
-                raise ValueError(f"{route.name}: {error}") from None

@@ -27,6 +27,7 @@ __all__ = [
     "Value",
     "compute_dtype",
     "forward",
+    "normalizer",
     "pullback",
     "tolerance",
 ]
@@ -92,7 +93,7 @@ def _is_one(x: Value) -> bool:
     return not isinstance(x, Tensor) and x == 1.0
 
 
-def _normalizer(form: Form, scales: Scales) -> Value:
+def normalizer(form: Form, scales: Scales) -> Value:
     """Return d of Eq. 3."""
     return scales.kappa if form.normalize else form.beta
 
@@ -113,13 +114,12 @@ def _unscaled(form: Form, w: Tensor, scales: Scales) -> Tensor:
     if form.mode == "linear":
         return scales.l * w
     if form.mode == "sinh":
-        return torch.sinh(scales.kappa * w) / _normalizer(form, scales)
+        return torch.sinh(scales.kappa * w) / normalizer(form, scales)
     magnitude = w.abs()
-    decay = _exp(-scales.n)
     if form.mode == "damped":
         exponential, linear = _damped_terms(form.beta, magnitude, scales.n)
         return torch.sign(w) * (exponential + linear)
-    d = _normalizer(form, scales)
+    d, decay = normalizer(form, scales), _exp(-scales.n)
     value = torch.sign(w) * (scales.e * decay / d * torch.expm1(scales.kappa * magnitude))
     if form.mode == "exp_only":
         return value
@@ -165,7 +165,7 @@ def tolerance(form: Form, w: Tensor, scales: Scales) -> Tensor:
         terms = exponential.abs() + linear.abs() * (1.0 + (-scales.n * torch.exp(magnitude)).clamp(min=0.0))
     elif "e" in MODES[form.mode]:
         terms = _unscaled(Form("exp_only", form.beta, form.normalize), magnitude, scales).abs()
-        path = scales.l / _normalizer(form, scales) * _linear_sides(form.mode, w)[0]
+        path = scales.l / normalizer(form, scales) * _linear_sides(form.mode, w)[0]
         terms = terms + (path.abs() if isinstance(path, Tensor) else abs(path))
     else:
         terms = _unscaled(form, magnitude, scales).abs()
@@ -229,7 +229,7 @@ def pullback(form: Form, w: Tensor, scales: Scales, g: Tensor, wanted: frozenset
 
 
 def _pull_exponential(form: Form, w: Tensor, scales: Scales, g: Tensor, wanted: frozenset[str]) -> dict[str, Tensor]:
-    d = _normalizer(form, scales)
+    d = normalizer(form, scales)
     decay = _exp(-scales.n)
     c = scales.e * decay / d
     x = scales.kappa * w.abs()
@@ -255,7 +255,7 @@ def _pull_exponential(form: Form, w: Tensor, scales: Scales, g: Tensor, wanted: 
 
 
 def _pull_sinh(form: Form, w: Tensor, scales: Scales, g: Tensor, wanted: frozenset[str]) -> dict[str, Tensor]:
-    d = _normalizer(form, scales)
+    d = normalizer(form, scales)
     x = scales.kappa * w
     cosh = torch.cosh(x)
     out = {"w": g * (scales.kappa / d * cosh)}

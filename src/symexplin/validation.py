@@ -1,11 +1,20 @@
 """Checks that name the argument, the value found and what would be right."""
 
+import contextlib
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from numbers import Integral, Real
 
-__all__ = ["check_choice", "check_finite", "check_fraction", "check_not_negative", "check_positive", "check_whole"]
+__all__ = [
+    "check_choice",
+    "check_finite",
+    "check_fraction",
+    "check_not_negative",
+    "check_positive",
+    "check_whole",
+    "naming",
+]
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
@@ -89,3 +98,18 @@ def check_fraction(name: str, value: object) -> float:
     if number >= 1.0:
         raise ValueError(f"{name} must be a number in [0, 1), got {value!r}")
     return number
+
+
+@contextlib.contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Put `name`, of a parameter or layer, before the message of a ValueError raised inside.
+
+    >>> with naming("blocks.0.q"):
+    ...     check_positive("beta", 0)
+    Traceback (most recent call last):
+    ValueError: blocks.0.q: beta must be a positive finite number, got 0
+    """
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None

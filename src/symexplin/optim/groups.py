@@ -1,5 +1,6 @@
 """Parameter groups of both homes: for SELAdamW over a plain model, for any torch optimizer over a converted one."""
 
+import functools
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from symexplin.linear import SELLinear
 from symexplin.routing import Route, routing
 from symexplin.validation import check_not_negative
 
-__all__ = ["check_group", "check_saved", "is_curved", "multiplier", "name_of", "param_groups"]
+__all__ = ["check_group", "check_saved", "is_curved", "layout_of", "multiplier", "name_of", "param_groups"]
 
 Group = dict[str, Any]
 
@@ -150,9 +151,7 @@ def check_saved(saved: list[Group], groups: list[Group], state: dict[Any, dict[s
 def _check_state(group: Group, i: int, parameter: Tensor, state: dict[str, Any], names: set[str]) -> None:
     shapes = {"step": ()} | {name: tuple(parameter.shape) for name in names - {"step"}}
     if is_curved(group):
-        layout = Layout(
-            tuple(parameter.shape), group["out_dim"][i], group["beta"][i], SELConfig.from_json(group["config"])
-        )
+        layout = layout_of(group, i, parameter)
         shapes["raw"] = layout.shape
         for panel in (panel for panel in PANELS if layout.width(panel)):
             shapes[panel] = layout.panel_shape(panel)
@@ -169,6 +168,16 @@ def _check_state(group: Group, i: int, parameter: Tensor, state: dict[str, Any],
 def is_curved(group: Group) -> bool:
     """Whether the group's parameters are curved."""
     return group.get("role") == "curved"
+
+
+def layout_of(group: Group, i: int, parameter: Tensor) -> Layout:
+    """Return the layout of `parameter` under the map of the curved group's entry number i."""
+    return _cached_layout(tuple(parameter.shape), group["out_dim"][i], group["beta"][i], group["config"])
+
+
+@functools.cache
+def _cached_layout(shape: tuple[int, ...], out_dim: int, beta: float, config: str) -> Layout:
+    return Layout(shape, out_dim, beta, SELConfig.from_json(config))
 
 
 def name_of(group: Group, i: int) -> str:

@@ -5,7 +5,6 @@ global norm over raw weights, scales and plain parameters, apply a rule to every
 weights. The rule (AdamW, ...) belongs to the subclass; nothing here knows one.
 """
 
-import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,12 +14,11 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from symexplin.config import SELConfig
 from symexplin.coordinates import PANELS, Coordinates, Layout
-from symexplin.optim.groups import check_group, check_saved, is_curved, multiplier, name_of
+from symexplin.optim.groups import check_group, check_saved, is_curved, layout_of, multiplier, name_of
 from symexplin.optim.watch import Watch, differing
 from symexplin.transform import compute_dtype
-from symexplin.validation import check_positive, check_whole
+from symexplin.validation import check_positive, check_whole, naming
 
 __all__ = ["RawSpaceOptimizer", "Target"]
 
@@ -147,11 +145,8 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
             for i in range(len(group["params"])):
                 yield group, i
 
-    def _layout(self, group: dict[str, Any], i: int) -> Layout:
-        return _cached_layout(tuple(group["params"][i].shape), group["out_dim"][i], group["beta"][i], group["config"])
-
     def _coordinates(self, group: dict[str, Any], i: int) -> Coordinates:
-        layout, state = self._layout(group, i), self.state[group["params"][i]]
+        layout, state = layout_of(group, i, group["params"][i]), self.state[group["params"][i]]
         raw = state["raw"]
         panels = (state.get(p, raw.new_empty(layout.panel_shape(p))) for p in PANELS)
         return Coordinates(layout, raw, *panels)
@@ -169,7 +164,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
                 continue
             tensors: dict[str, Tensor] = {}
             if is_curved(group):
-                layout = self._layout(group, i)
+                layout = layout_of(group, i, group["params"][i])
                 panels = layout.start_panels(dtype, parameter.device, group["position"][i])
                 tensors["raw"] = self._invert(group, i, Coordinates(layout, parameter, **panels), parameter)
                 tensors |= {name: panel for name, panel in panels.items() if layout.width(name)}
@@ -186,10 +181,8 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
                 self._watch.remember([parameter])
 
     def _invert(self, group: dict[str, Any], i: int, coordinates: Coordinates, w: Tensor) -> Tensor:
-        try:
+        with naming(name_of(group, i)):
             return coordinates.matched(w.detach())
-        except ValueError as error:
-            raise ValueError(f"{name_of(group, i)}: {error}") from None
 
     def _notice_writes(self) -> None:
         """Take over what somebody else has written into a parameter since the last step."""
@@ -229,7 +222,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
 
     def _restart(self, group: dict[str, Any], i: int, found: Tensor) -> None:
         """Start a parameter's scales anew, matched to the weights `found` there."""
-        state, layout = self.state[group["params"][i]], self._layout(group, i)
+        state, layout = self.state[group["params"][i]], layout_of(group, i, group["params"][i])
         panels = layout.start_panels(found.dtype, found.device, group["position"][i])
         state["raw"].copy_(self._invert(group, i, Coordinates(layout, found, **panels), found))
         for name, panel in panels.items():
@@ -289,8 +282,3 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
 
 def _moment_key(kind: str, moment: str) -> str:
     return moment if kind in ("raw", "plain") else f"{kind}_{moment}"
-
-
-@functools.cache
-def _cached_layout(shape: tuple[int, ...], out_dim: int, beta: float, config: str) -> Layout:
-    return Layout(shape, out_dim, beta, SELConfig.from_json(config))
