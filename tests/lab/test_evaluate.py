@@ -3,8 +3,12 @@ import torch
 
 from symexplin.lab.evaluate import evaluate, sample, speedup
 from symexplin.lab.model import ModelConfig, Transformer
+from symexplin.lab.tokenizer import Tokenizer
 
 TINY = ModelConfig(width=16, depth=1, heads=2, context=8)
+
+
+BYTES = Tokenizer.from_name("byte")
 
 
 def build():
@@ -37,40 +41,69 @@ def test_evaluate_needs_batches():
         evaluate(build(), [])
 
 
+def text(prompt, length, **options):
+    return sample(build(), BYTES, prompt, length, **options)
+
+
 def test_sample_is_private_and_repeatable():
-    model = build()
-    state = torch.get_rng_state()
-    first = sample(model, "ab", 30, temperature=2.0, seed=1)
+    model, state = build(), torch.get_rng_state()
+    first = sample(model, BYTES, "ab", 30, temperature=2.0, seed=1)
     assert torch.equal(state, torch.get_rng_state())
     torch.manual_seed(5)
-    assert first == sample(model, "ab", 30, temperature=2.0, seed=1)
-    assert first != sample(model, "ab", 30, temperature=2.0, seed=2)
+    assert first == text("ab", 30, temperature=2.0, seed=1)
+    assert first != text("ab", 30, temperature=2.0, seed=2)
     assert first.startswith("ab")
 
 
 def test_greedy_sample_takes_the_largest_logit_of_the_last_window():
     model = build()
-    text = b"abcdefghij"
+    expected = b"abcdefghij"
     for _ in range(3):
-        logits = model(torch.tensor([list(text[-8:])]))
-        text += bytes([int(logits[0, -1].argmax())])
-    assert sample(model, "abcdefghij", 3, temperature=0) == text.decode("utf-8", errors="replace")
+        logits = model(torch.tensor([list(expected[-8:])]))
+        expected += bytes([int(logits[0, -1].argmax())])
+    assert text("abcdefghij", 3, temperature=0) == expected.decode("utf-8", errors="replace")
 
 
-def test_a_low_temperature_is_greedy():
-    model = build()
-    assert sample(model, "x", 20, temperature=1e-5, seed=7) == sample(model, "x", 20, temperature=0)
+def test_the_likeliest_of_one_and_a_low_temperature_are_greedy():
+    greedy = text("x", 20, temperature=0)
+    assert text("x", 20, temperature=1e-5, seed=7) == greedy
+    assert text("x", 20, temperature=3.0, top_k=1, seed=7) == greedy
+
+
+def test_top_k_draws_from_the_k_likeliest():
+    likeliest = set(build()(torch.tensor([[120]]))[0, -1].topk(3).indices.tolist())
+    drawn = {BYTES.encode(text("x", 1, temperature=9.0, top_k=3, seed=seed))[1:][0] for seed in range(40)}
+    ascii_only = {token for token in likeliest if token < 128}
+    assert ascii_only <= drawn
+    assert len(drawn) <= 5  # a byte above 127 is no text: it reads as the replacement character
+
+
+def test_top_k_beyond_the_vocabulary_is_all_of_it():
+    assert text("x", 20, top_k=10_000) == text("x", 20)
 
 
 def test_empty_prompt_starts_a_document():
-    model = build()
-    assert sample(model, "", 5, seed=3) == sample(model, "\0", 5, seed=3)[1:]
+    assert text("", 5, seed=3) == text("\0", 5, seed=3)[1:]
 
 
-@pytest.mark.parametrize("values", [(-1, 1.0), (1, -0.5)])
-def test_sample_refuses_negative_values(values):
-    with pytest.raises(ValueError, match="must be >= 0"):
-        sample(build(), "a", *values)
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"length": -1}, "length must be a whole number >= 0"),
+        ({"temperature": -0.5}, "temperature must be a finite number >= 0"),
+        ({"top_k": 0}, "top_k must be a whole number >= 1"),
+        ({"seed": -1}, "seed must be"),
+    ],
+)
+def test_sample_refuses_values_out_of_range(options, words):
+    with pytest.raises(ValueError, match=words):
+        text("a", **{"length": 1, **options})
+
+
+def test_sample_refuses_another_vocabulary():
+    model = Transformer(ModelConfig(width=16, depth=1, heads=2, context=8, vocab_size=300))
+    with pytest.raises(ValueError, match="tokenizer must be the model's, of 300 tokens, got 'byte' of 256"):
+        sample(model, BYTES, "a", 1)
 
 
 BASELINE = [(0, 5.0), (50, 3.0), (100, 2.0)]

@@ -1,40 +1,98 @@
-from pathlib import Path
+import json
+import os
+import resource
+import subprocess
+import sys
 
 import pytest
 
-from symexplin.lab.files import replace_file
+from symexplin.lab import files
+from symexplin.lab.files import JsonLines, read_json_lines, replace_file
 
 
 def test_writes_text_and_bytes(tmp_path):
-    path = tmp_path / "file"
-    replace_file(path, "größer")
-    assert path.read_bytes() == "größer".encode()
-    replace_file(str(path), b"\0\1")
-    assert path.read_bytes() == b"\0\1"
-    assert list(tmp_path.iterdir()) == [path]
+    replace_file(tmp_path / "a", "naïve")
+    replace_file(tmp_path / "b", b"\x00\xff")
+    assert (tmp_path / "a").read_text(encoding="utf-8") == "naïve"
+    assert (tmp_path / "b").read_bytes() == b"\x00\xff"
+    assert {p.name for p in tmp_path.iterdir()} == {"a", "b"}
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "file"
-    replace_file(path, "old")
+def test_a_failure_leaves_the_old_file_whole_and_nothing_beside_it(tmp_path, monkeypatch):
+    path = tmp_path / "a"
+    path.write_text("old")
 
-    def fail(*_):
+    def fail(_):
         raise OSError("disk full")
 
-    monkeypatch.setattr("os.fsync", fail)
+    monkeypatch.setattr(files.os, "fsync", fail)
     with pytest.raises(OSError, match="disk full"):
         replace_file(path, "new")
     assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_failed_move_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "file"
-    replace_file(path, "old")
+def test_a_reader_never_sees_half_a_file(tmp_path, monkeypatch):
+    """At the moment of the rename the whole content is on disk under another name."""
+    path = tmp_path / "a"
+    path.write_text("old")
+    seen = []
+    fsync = os.fsync
+    monkeypatch.setattr(files.os, "fsync", lambda handle: (seen.append(path.read_text()), fsync(handle)))
+    replace_file(path, "new")
+    assert seen == ["old"]
+    assert path.read_text() == "new"
 
-    def fail(self, target):
-        raise OSError(f"cannot move {self} to {target}")
 
-    monkeypatch.setattr(Path, "replace", fail)
-    with pytest.raises(OSError, match="cannot move"):
-        replace_file(path, "new")
-    assert path.read_text() == "old"
+def test_lines_are_on_disk_as_they_are_written(tmp_path):
+    with JsonLines(tmp_path / "a") as lines:
+        lines.write(step=1, loss=0.1)
+        assert read_json_lines(tmp_path / "a") == [{"step": 1, "loss": 0.1}]
+        lines.write(step=2)
+        assert lines.length == (tmp_path / "a").stat().st_size
+
+
+def test_lines_go_on_after_a_length(tmp_path):
+    path = tmp_path / "a"
+    with JsonLines(path) as lines:
+        lines.write(step=1)
+        length = lines.length
+        lines.write(step=2)
+    with path.open("a") as file:
+        file.write('{"step": 3, "lo')  # what a kill leaves
+    assert [r["step"] for r in read_json_lines(path)] == [1, 2]
+    with JsonLines(path, length) as lines:
+        lines.write(step=2, again=True)
+    assert read_json_lines(path) == [{"step": 1}, {"step": 2, "again": True}]
+
+
+def test_not_a_number_is_refused(tmp_path):
+    with JsonLines(tmp_path / "a") as lines, pytest.raises(ValueError, match="JSON"):
+        lines.write(loss=float("nan"))
+    assert (tmp_path / "a").read_bytes() == b""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="limits the size of files")
+def test_a_full_disk_leaves_whole_lines(tmp_path):
+    code = """if True:
+        import sys
+        from pathlib import Path
+        from symexplin.lab.files import JsonLines
+        with JsonLines(Path(sys.argv[1])) as lines:
+            try:
+                for step in range(100):
+                    lines.write(step=step)
+            except OSError as error:
+                sys.exit(str(error))
+    """
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+
+    command = [sys.executable, "-c", code, str(tmp_path / "a")]
+    done = subprocess.run(command, preexec_fn=limit, capture_output=True, text=True, check=False, timeout=100)
+    assert "too large" in done.stderr
+    text = (tmp_path / "a").read_text()
+    assert text.endswith("}\n")
+    assert [json.loads(line)["step"] for line in text.splitlines()] == list(range(text.count("\n")))
+    assert text.count("\n") == 8  # of 12 bytes each, and a ninth would not fit into 100

@@ -3,7 +3,7 @@ import platform
 import torch
 
 from symexplin.lab import provenance as module
-from symexplin.lab.provenance import provenance
+from symexplin.lab.provenance import memory, provenance
 
 
 def test_names_versions_and_machine():
@@ -22,3 +22,9 @@ def test_no_commit_outside_a_repository(tmp_path, monkeypatch):
 def test_no_commit_without_git(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert provenance()["commit"] is None
+
+
+def test_memory_grows_with_what_is_held():
+    before = memory()["memory_bytes"]
+    held = torch.ones(2**24)  # 64 MiB
+    assert memory()["memory_bytes"] - before > 0.9 * held.nbytes

@@ -1,32 +1,36 @@
 import copy
-import json
 import math
 
 import pytest
 import torch
 from torch.nn import functional
 
-from symexplin.lab.arms import build_arm
+from symexplin.lab.config import ComputeConfig, RunConfig, TrainConfig
 from symexplin.lab.data import BatchLoader, Corpus, eval_batches
 from symexplin.lab.evaluate import evaluate
-from symexplin.lab.model import ModelConfig, Transformer
-from symexplin.lab.train import NonFiniteError, TrainConfig, lr_factor, train
+from symexplin.lab.maps import CurveConfig
+from symexplin.lab.model import ModelConfig
+from symexplin.lab.train import NonFiniteError, Trainer, lr_factor
 
 TINY = ModelConfig(width=16, depth=1, heads=2, context=8)
 CORPUS = Corpus.from_documents([f"document {i} says {i * i}".encode() for i in range(60)])
-CONFIG = TrainConfig(steps=6, batch_size=4, warmup_steps=2, lr=1e-2, eval_every=4, eval_batches=2)
+TRAIN = TrainConfig(steps=6, batch_size=4, warmup_steps=2, lr=1e-2, eval_every=4, eval_batches=2)
+CURVES = {
+    "none": CurveConfig(home="none"),
+    "optimizer": CurveConfig(preset="paper"),
+    "module": CurveConfig(home="module", preset="paper"),
+}
 
 
-def build(dtype=torch.float64):
-    return Transformer(TINY, torch.Generator().manual_seed(0)).to(dtype)
+def make(curve="none", train=TRAIN, compute=None, dtype=None):
+    trainer = Trainer(RunConfig("", TINY, train, CURVES[curve], compute or ComputeConfig()), CORPUS)
+    if dtype is not None:
+        trainer.model.to(dtype)
+    return trainer
 
 
-def adamw(model, config=CONFIG):
-    return torch.optim.AdamW(model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
-
-
-def records(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def run(trainer, steps=6):
+    return [trainer.update() for _ in range(steps)]
 
 
 @pytest.mark.parametrize(
@@ -42,12 +46,13 @@ def test_schedule(config, factors):
     assert [lr_factor(step, config) for step in range(config.steps + 1)] == pytest.approx(factors)
 
 
-def test_adamw_run_is_the_loop_written_out(tmp_path):
+def test_an_adamw_run_is_the_loop_written_out():
     """Ten lines of plain PyTorch, with the formulas of the schedule, the clipping and the mean, give the same."""
-    config = TrainConfig(steps=6, batch_size=4, warmup_steps=2, lr=1e-2, max_grad_norm=0.5, eval_batches=2)
-    model, expected = build(), build()
-    result = train(model, CORPUS, config, adamw(model, config), out_dir=tmp_path, clip=True)
-    optimizer = adamw(expected, config)
+    train = TrainConfig(steps=6, batch_size=4, warmup_steps=2, lr=1e-2, max_grad_norm=0.5, eval_batches=2)
+    trainer = make(train=train, dtype=torch.float64)
+    expected = copy.deepcopy(trainer.model)
+    records = run(trainer)
+    optimizer = torch.optim.AdamW(expected.parameters(), lr=1e-2, betas=(0.9, 0.999), weight_decay=0.01)
     loader = BatchLoader(CORPUS.train, TINY.context, 4, seed=0)
     losses, norms, rates = [], [], [0.5, 1, 1, 0.75, 0.5, 0.25]
     for step, rate in enumerate(rates):
@@ -62,137 +67,150 @@ def test_adamw_run_is_the_loop_written_out(tmp_path):
         optimizer.step()
         losses.append(loss.item())
         norms.append(norm.item())
-    for parameter, reference in zip(model.parameters(), expected.parameters(), strict=True):
+    for parameter, reference in zip(trainer.model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(parameter, reference, rtol=1e-9, atol=1e-12)
-    updates = [record for record in records(tmp_path) if "loss" in record]
-    assert [r["loss"] for r in updates] == pytest.approx(losses)
-    assert [r["grad_norm"] for r in updates] == pytest.approx(norms)
+    assert [r["loss"] for r in records] == pytest.approx(losses)
+    assert [r["grad_norm"] for r in records] == pytest.approx(norms)
     assert max(norms) > 0.5  # the clipping did something
-    assert [r["lr"] for r in updates] == pytest.approx([1e-2 * rate for rate in rates])
-    assert [r["tokens"] for r in updates] == [32 * step for step in range(1, 7)]
+    assert [r["lr"] for r in records] == pytest.approx([1e-2 * rate for rate in rates])
     held_out = eval_batches(CORPUS.valid, TINY.context, 4, 2)
-    assert result.final_loss == pytest.approx(evaluate(expected, held_out), rel=1e-9)
-
-
-def test_evaluations_at_the_start_every_so_often_and_at_the_end(tmp_path):
-    model = build()
-    start = evaluate(model, eval_batches(CORPUS.valid, TINY.context, 4, 2))
-    result = train(model, CORPUS, CONFIG, adamw(model), out_dir=tmp_path, clip=True)
-    assert [step for step, _ in result.evals] == [0, 4, 6]
-    assert result.evals[0][1] == start
-    assert result.final_loss < start
-    written = [(r["step"], r["eval_loss"]) for r in records(tmp_path) if "eval_loss" in r]
-    assert written == result.evals
+    assert trainer.evaluate() == pytest.approx(evaluate(expected, held_out), rel=1e-9)
 
 
 @pytest.mark.parametrize("accumulation", [2, 4])
-def test_accumulated_parts_are_the_whole_batch(tmp_path, accumulation):
-    whole, parts = build(), build()
-    train(whole, CORPUS, CONFIG, adamw(whole), out_dir=tmp_path / "a", clip=True)
-    config = TrainConfig(**{**vars(CONFIG), "accumulation": accumulation})
-    train(parts, CORPUS, config, adamw(parts), out_dir=tmp_path / "b", clip=True)
-    for first, second in zip(whole.parameters(), parts.parameters(), strict=True):
+def test_accumulated_parts_are_the_whole_batch(accumulation):
+    whole = make(dtype=torch.float64)
+    parts = make(train=TrainConfig(**{**vars(TRAIN), "accumulation": accumulation}), dtype=torch.float64)
+    run(whole), run(parts)
+    for first, second in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
         torch.testing.assert_close(first, second, rtol=1e-8, atol=1e-11)
+    assert whole.evaluate() == pytest.approx(parts.evaluate(), rel=1e-9)
 
 
-def test_the_loop_leaves_clipping_to_an_optimizer_that_clips(tmp_path):
-    """A gradient hook sees what reaches the optimizer: unclipped with clip=False, of norm 1e-3 with clip=True."""
-    norms = {}
-    for clip in (False, True):
-        model = build()
-        optimizer = adamw(model)
-        seen = norms.setdefault(clip, [])
-
-        def look(*_, model=model, seen=seen):
-            seen.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item())
-
-        optimizer.register_step_pre_hook(look)
-        config = TrainConfig(**{**vars(CONFIG), "max_grad_norm": 1e-3})
-        train(model, CORPUS, config, optimizer, out_dir=tmp_path, clip=clip)
-    assert norms[True] == pytest.approx([1e-3] * 6, rel=1e-2)
-    assert min(norms[False]) > 0.01
+@pytest.mark.parametrize("compute", [{"recompute": True}, {"loss_chunk": 5}, {"recompute": True, "loss_chunk": 7}])
+@pytest.mark.parametrize("curve", CURVES)
+def test_saving_memory_changes_nothing_but_rounding(curve, compute):
+    plain, saving = make(curve), make(curve, compute=ComputeConfig(**compute))
+    first, second = run(plain), run(saving)
+    assert [r["loss"] for r in second] == pytest.approx([r["loss"] for r in first], rel=1e-5)
+    assert saving.evaluate() == pytest.approx(plain.evaluate(), rel=1e-5)
 
 
-def test_sel_arm_trains_and_logs_the_norm_in_raw_space(tmp_path):
-    model, optimizer, clip = build_arm("SEL", TINY, CONFIG, seed=0)
-    result = train(model, CORPUS, CONFIG, optimizer, out_dir=tmp_path, clip=clip)
-    assert not clip
-    assert result.final_loss < result.evals[0][1]
-    assert records(tmp_path)[-2]["grad_norm"] == optimizer.grad_norm.item()
+@pytest.mark.slow
+@pytest.mark.parametrize("curve", ["none", "module"])
+def test_a_compiled_model_trains_the_same(curve):
+    plain, compiled = make(curve), make(curve, compute=ComputeConfig(compile=True))
+    first, second = run(plain), run(compiled)
+    assert [r["loss"] for r in second] == pytest.approx([r["loss"] for r in first], rel=1e-4)
+    assert compiled.evaluate() == pytest.approx(plain.evaluate(), rel=1e-4)
 
 
-def test_runs_repeat_bit_for_bit(tmp_path):
-    finals = []
-    for name in ("a", "b"):
-        model, optimizer, clip = build_arm("SEL", TINY, CONFIG, seed=0)
-        train(model, CORPUS, CONFIG, optimizer, out_dir=tmp_path / name, clip=clip)
-        torch.manual_seed(1234)
-        finals.append(copy.deepcopy(model.state_dict()))
-    assert all(torch.equal(value, finals[1][name]) for name, value in finals[0].items())
+def test_bfloat16_computes_in_bfloat16_and_trains():
+    trainer = make("optimizer", compute=ComputeConfig(autocast="on"))
+    seen = []
+    trainer.model.blocks[0].ffn.up.register_forward_hook(lambda *_: seen.append(_[-1].dtype))
+    before = trainer.evaluate()
+    run(trainer)
+    assert trainer.evaluate() < before
+    assert set(seen) == {torch.bfloat16}
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
 
 
-def test_a_planted_nan_stops_the_run_and_names_step_and_layer(tmp_path):
-    model = build()
-    optimizer = adamw(model)
-    steps = []
+@pytest.mark.parametrize("curve", ["none", "module"])
+def test_gradients_are_clipped_before_an_optimizer_that_does_not_clip(curve):
+    trainer = make(curve, train=TrainConfig(**{**vars(TRAIN), "max_grad_norm": 1e-3}))
+    norms = []
+    trainer.optimizer.register_step_pre_hook(
+        lambda *_: norms.append(torch.nn.utils.get_total_norm([p.grad for p in trainer.model.parameters()]).item())
+    )
+    run(trainer)
+    assert norms == pytest.approx([1e-3] * 6, rel=1e-2)
 
-    def plant(*_):
-        steps.append(1)
-        if len(steps) == 3:
-            model.blocks[0].ffn.up.weight.data[0, 0] = math.nan
 
-    optimizer.register_step_post_hook(plant)
+def test_sel_adamw_clips_by_itself_and_its_norm_is_logged():
+    trainer = make("optimizer")
+    norms = []
+    trainer.optimizer.register_step_pre_hook(
+        lambda *_: norms.append(torch.nn.utils.get_total_norm([p.grad for p in trainer.model.parameters()]).item())
+    )
+    records = run(trainer)
+    assert min(norms) > 0.01
+    assert records[-1]["grad_norm"] == trainer.optimizer.grad_norm.item()
+    assert records[-1]["grad_norm"] != norms[-1]
+
+
+def test_the_homes_agree():
+    """The same map in the optimizer and in the module: the losses of the parity test's bound."""
+    first, second = run(make("optimizer")), run(make("module"))
+    assert [r["loss"] for r in first] == pytest.approx([r["loss"] for r in second], abs=1e-4)
+
+
+@pytest.mark.parametrize("curve", CURVES)
+def test_runs_repeat_and_go_on_bit_for_bit(curve, tmp_path):
+    whole = make(curve)
+    records = run(whole)
+    first = make(curve)
+    assert run(first, 4) == records[:4]
+    state = {"step": 4, **first.save(tmp_path)}
+    torch.manual_seed(1234)
+    second = make(curve)
+    second.load(tmp_path, state)
+    assert run(second, 2) == records[4:]
+    assert second.evaluate() == whole.evaluate()
+    assert second.stats() == whole.stats()
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(second.model.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("tie_head", [False, True])
+@pytest.mark.parametrize("curve", CURVES)
+def test_the_plain_model_is_plain_and_gives_the_same_loss(curve, tie_head):
+    shape = ModelConfig(width=16, depth=1, heads=2, context=8, tie_head=tie_head)
+    trainer = Trainer(RunConfig("", shape, TRAIN, CURVES[curve]), CORPUS)
+    run(trainer)
+    plain = trainer.plain_model()
+    assert all(type(m) is torch.nn.Linear for m in plain.modules() if isinstance(m, torch.nn.Linear))
+    assert evaluate(plain, eval_batches(CORPUS.valid, 8, 4, 2)) == pytest.approx(trainer.evaluate(), rel=1e-6)
+    run(trainer, 1)  # training goes on
+
+
+def test_stats_are_of_curved_weights():
+    assert make("none").stats() == {}
+    for curve in ("optimizer", "module"):
+        trainer = make(curve)
+        run(trainer, 2)
+        assert {"e/mean", "l/std", "kappa/mean", "kappa_w/max"} <= trainer.stats().keys()
+
+
+def test_a_planted_nan_stops_before_the_step_and_names_step_and_layer():
+    trainer = make()
+    run(trainer, 3)
+    trainer.model.blocks[0].ffn.up.weight.data[0, 0] = math.nan
+    before = copy.deepcopy(trainer.model.state_dict())
     with pytest.raises(NonFiniteError, match=r"step 4: loss is nan.* weight: blocks.0.ffn.up.weight"):
-        train(model, CORPUS, CONFIG, optimizer, out_dir=tmp_path, clip=True)
-    assert len(steps) == 3
-    *before, last = records(tmp_path)
-    assert [r["step"] for r in before] == [0, 1, 2, 3]
-    assert last["step"] == 4
-    assert "blocks.0.ffn.up.weight" in last["error"]
+        trainer.update()
+    assert trainer.step == 3
+    for name, value in trainer.model.state_dict().items():
+        assert torch.equal(value.nan_to_num(), before[name].nan_to_num())
 
 
-def test_an_infinite_gradient_is_noticed_before_it_is_used(tmp_path):
-    model = build()
-    model.blocks[0].attention.k.weight.register_hook(lambda grad: grad * math.inf)
-    before = copy.deepcopy(model.state_dict())
+@pytest.mark.parametrize("curve", ["none", "optimizer"])
+def test_an_infinite_gradient_is_noticed_before_it_is_used(curve):
+    trainer = make(curve)
+    trainer.model.blocks[0].attention.k.weight.register_hook(lambda grad: grad * math.inf)
+    before = copy.deepcopy(trainer.model.state_dict())
     with pytest.raises(NonFiniteError, match=r"step 1: gradient norm is .*gradient: blocks.0.attention.k.weight"):
-        train(model, CORPUS, CONFIG, adamw(model), out_dir=tmp_path, clip=True)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        trainer.update()
+    assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
 
 
-def test_an_evaluation_that_is_not_finite_stops_the_run(tmp_path):
-    model = build()
-    model.norm.weight.data[3] = math.inf
+def test_an_evaluation_that_is_not_finite_stops_the_run():
+    trainer = make()
+    trainer.model.norm.weight.data[3] = math.inf
     with pytest.raises(NonFiniteError, match=r"step 0: loss is nan.*weight: norm.weight"):
-        train(model, CORPUS, CONFIG, adamw(model), out_dir=tmp_path, clip=True)
+        trainer.evaluate()
 
 
-def test_too_short_a_corpus_is_refused_before_a_file_is_written(tmp_path):
-    corpus = Corpus.from_documents([b"abc", b"defg"])
-    model = build()
+def test_too_short_a_corpus_is_refused():
     with pytest.raises(ValueError, match="context must be below"):
-        train(model, corpus, CONFIG, adamw(model), out_dir=tmp_path / "run", clip=True)
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("steps", 0),
-        ("batch_size", -1),
-        ("accumulation", 3),
-        ("lr", 0.0),
-        ("lr", math.nan),
-        ("warmup_steps", -1),
-        ("floor", 1.0),
-        ("weight_decay", -0.1),
-        ("betas", (0.9, 1.0)),
-        ("max_grad_norm", 0.0),
-        ("eval_every", 0),
-        ("eval_batches", 0),
-        ("seed", 0.5),
-    ],
-)
-def test_bad_values_are_named(field, value):
-    with pytest.raises(ValueError, match=field):
-        TrainConfig(**{field: value})
+        Trainer(RunConfig("", TINY), Corpus.from_documents([b"abc", b"defg"]))

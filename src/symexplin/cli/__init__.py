@@ -1,26 +1,22 @@
-"""The command line: `symexplin demo`."""
+"""The command line: `symexplin COMMAND`; each command is a function of :mod:`symexplin.cli.commands`."""
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Any, NoReturn
+
+from symexplin.cli.commands import COMMANDS
+from symexplin.cli.manual import DESCRIPTION, EPILOG, PAGES
+from symexplin.cli.parser import Parser
 
 __all__ = ["main"]
 
-_INTERRUPTED = 130  # what shells give for a command ended by Ctrl-C
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are raised, so that all errors leave by one door."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
+# What shells give for a command ended by a signal: 128 + its number; 130 is Ctrl-C.
+_SIGNALLED, _INTERRUPTED = 128, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status: 0, 2 for a user's error, 130 for Ctrl-C.
+    """Run the command line and return its exit status: 0, 2 for a user's error, 128 + its number for a signal.
 
     Args:
         argv: the arguments without the program's name; None: those of the process.
@@ -28,56 +24,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     >>> main(["demo", "--steps", "0"])
     2
     """
+    given = list(sys.argv[1:] if argv is None else argv)
     traceback = False
     try:
-        arguments = _parser().parse_args(argv)
+        arguments = make_parser(given).parse_args(given)
         traceback = arguments.traceback
-        _demo(arguments)
+        COMMANDS[arguments.command].run(arguments)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         print("symexplin: interrupted", file=sys.stderr)
         return _INTERRUPTED
     except BrokenPipeError:  # whoever read the output has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (ValueError, OSError, ModuleNotFoundError) as error:
-        if traceback:
+    except Exception as error:
+        message, status = _explain(error)
+        if message is None or traceback:
             raise
-        print(f"symexplin: error: {_message(error)}", file=sys.stderr)
-        return 2
+        print(f"symexplin: {message}", file=sys.stderr)
+        return status
     return 0
 
 
-def _message(error: Exception) -> str:
+def _explain(error: Exception) -> tuple[str | None, int]:
+    """Return the line that tells a user what went wrong, and the status; None for a defect of the program."""
+    text = " ".join(str(error).split())
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    if "Stopped" in kinds:
+        return text, _SIGNALLED + int(error.signal)  # type: ignore[attr-defined]
     if isinstance(error, ModuleNotFoundError):
-        return f"{error}; the command line needs the extra 'lab': pip install 'symexplin[lab]'"
-    return " ".join(str(error).split())
+        text += "; the command line needs the extra 'lab': pip install 'symexplin[lab]'"
+    elif "OutOfMemoryError" in kinds:
+        text = f"the device is out of memory: raise --accumulation, or try --recompute ({text})"
+    elif not isinstance(error, ValueError | OSError) and "NonFiniteError" not in kinds:
+        return None, 1
+    return f"error: {text}", 2
 
 
-def _parser() -> _Parser:
-    parser = _Parser(prog="symexplin", description="Train models in curved weight space.")
+def make_parser(argv: Sequence[str] | None = None) -> Parser:
+    """Return the parser; given the arguments, with the flags of their command alone, which is faster."""
+    parser = Parser(prog="symexplin", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"symexplin {version('symexplin')}")
     parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
-    demo = commands.add_parser(
-        "demo", help="compare AdamW and SEL on a small language model, in minutes, without a download"
-    )
-    demo.add_argument("--out", default="runs/demo", help="folder for the results (%(default)s)")
-    demo.add_argument("--steps", type=int, help="optimizer steps of each run")
-    demo.add_argument("--seed", type=int, help="seed of weights, data order and sample")
-    demo.add_argument("--data", help="'stdlib', a text file (documents separated by NUL) or a folder")
-    demo.add_argument("--arms", nargs="+", metavar="ARM", help="arms to compare: AdamW and others")
-    demo.add_argument("--lrs", nargs="+", type=float, metavar="LR", help="learning rates that every arm trains at")
+    for name, command in COMMANDS.items():
+        parser.commands[name] = commands.add_parser(name, **PAGES[name]._asdict())
+        if argv is None or name in argv:
+            command.add(parser.commands[name])
     return parser
-
-
-def _demo(arguments: argparse.Namespace) -> None:
-    from symexplin.lab.demo import DemoConfig, run_demo
-
-    names = ("steps", "seed", "data", "arms", "lrs")
-    given: dict[str, Any] = {name: getattr(arguments, name) for name in names}
-    fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in given.items() if v is not None}
-    run_demo(arguments.out, DemoConfig(**fields), echo=lambda line: print(line, flush=True))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,8 +5,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from symexplin.lab.data import SEPARATOR, Corpus
 from symexplin.lab.model import Transformer
+from symexplin.lab.tokenizer import Tokenizer
+from symexplin.validation import check_not_negative, check_whole
 
 __all__ = ["Curve", "evaluate", "sample", "speedup"]
 
@@ -43,38 +44,60 @@ def evaluate(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], *, auto
 
 
 @torch.no_grad()
-def sample(model: Transformer, prompt: str, length: int, temperature: float = 0.8, seed: int = 0) -> str:
-    """Return `prompt` and `length` more bytes drawn from a byte model; an empty prompt begins a new document.
+def sample(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    prompt: str,
+    length: int,
+    *,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    seed: int = 0,
+) -> str:
+    """Return `prompt` and the text of `length` more tokens; an empty prompt begins a new document.
 
     Args:
-        model: a model with 256 tokens.
-        prompt: the beginning, UTF-8.
-        length: bytes to draw, with a window of the model's context.
-        temperature: divides the logits; 0 takes the most likely byte.
+        model: a model over the tokenizer's vocabulary.
+        tokenizer: of the data that the model was trained on.
+        prompt: the beginning.
+        length: tokens to draw, with a window of the model's context.
+        temperature: divides the logits; 0 takes the most likely token.
+        top_k: draw from the most likely tokens alone.
         seed: of the private generator: the same arguments give the same text.
 
     Raises:
-        ValueError: negative length or temperature.
+        ValueError: a number out of range, a tokenizer of another vocabulary.
 
     >>> from symexplin.lab.model import ModelConfig
-    >>> model = Transformer(ModelConfig(width=16, depth=1, heads=2, context=8))
-    >>> sample(model, "a", 5) == sample(model, "a", 5)
+    >>> model, tokenizer = Transformer(ModelConfig(width=16, depth=1, heads=2, context=8)), Tokenizer.from_name("byte")
+    >>> sample(model, tokenizer, "a", 5) == sample(model, tokenizer, "a", 5)
     True
     """
-    if length < 0 or temperature < 0:
-        raise ValueError(f"length and temperature must be >= 0, got {length} and {temperature}")
+    check_whole("length", length, minimum=0)
+    check_whole("seed", seed, minimum=0)
+    check_not_negative("temperature", temperature)
+    if top_k is not None:
+        check_whole("top_k", top_k)
+    if tokenizer.vocab_size != model.config.vocab_size:
+        raise ValueError(
+            f"tokenizer must be the model's, of {model.config.vocab_size} tokens, got {tokenizer.name!r} of "
+            f"{tokenizer.vocab_size}"
+        )
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
-    tokens = list(prompt.encode()) or [SEPARATOR]
+    tokens = tokenizer.encode(prompt) or [tokenizer.end]
     for _ in range(length):
         window = torch.tensor([tokens[-model.config.context :]], device=device)
-        logits = model(window)[0, -1].float().cpu()
-        if temperature == 0:
-            tokens.append(int(logits.argmax()))
-        else:
-            chances = (logits / temperature).softmax(dim=-1)
-            tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
-    return Corpus.decode(tokens if prompt else tokens[1:])
+        tokens.append(_draw(model(window)[0, -1].float().cpu(), temperature, top_k, generator))
+    return tokenizer.decode(tokens if prompt else tokens[1:])
+
+
+def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    if top_k is not None and top_k < len(logits):
+        logits = logits.where(logits >= logits.topk(top_k).values[-1], -torch.inf)
+    return int(torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator))
 
 
 def speedup(baseline: Curve, arm: Curve) -> float | None:

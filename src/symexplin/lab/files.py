@@ -1,13 +1,19 @@
 """Files that are either the old ones or the new ones, whole."""
 
+import json
 import os
 from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
-__all__ = ["replace_file"]
+__all__ = ["JsonLines", "read_json_lines", "replace_file", "sync_folder"]
 
 
 def replace_file(path: str | Path, content: str | bytes) -> None:
     """Write `content` beside `path` and move it there in one step, so that no reader finds half a file.
+
+    Raises:
+        OSError: the disk is full, ...; nothing is left behind.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -17,8 +23,74 @@ def replace_file(path: str | Path, content: str | bytes) -> None:
     """
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder survive a power cut, where the system can."""
+    if os.name == "posix":
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+class JsonLines:
+    """A file with one JSON object a line, readable at any moment; `length` is its size in bytes.
+
+    Args:
+        path: of the file; created if missing.
+        length: bytes of it to keep; what follows is cut off.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, JsonLines(Path(folder, "a.jsonl")) as lines:
+    ...     lines.write(step=1)
+    ...     lines.length
+    12
+    """
+
+    def __init__(self, path: Path, length: int = 0) -> None:
+        self.length = length
+        self._file = path.open("r+b" if path.exists() else "w+b", buffering=0)
+        self._file.truncate(length)
+        self._file.seek(length)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def write(self, **record: Any) -> None:
+        """Append a record; a full disk leaves the file as it was and raises OSError."""
+        line = json.dumps(record, allow_nan=False).encode() + b"\n"
+        try:
+            left = line
+            while left:
+                left = left[self._file.write(left) :]
+        except BaseException:
+            self._file.truncate(self.length)
+            self._file.seek(self.length)
+            raise
+        self.length += len(line)
+
+    def sync(self) -> None:
+        """Make what was written survive a power cut."""
+        os.fsync(self._file.fileno())
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a file of :class:`JsonLines`; a last line without its end is left out."""
+    whole, _, _ = path.read_bytes().rpartition(b"\n")
+    return [json.loads(line) for line in whole.splitlines()]

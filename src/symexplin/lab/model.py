@@ -7,11 +7,12 @@ It is an ordinary module; what trains it in curved space is the optimizer.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from symexplin.validation import check_whole
 
@@ -20,6 +21,7 @@ __all__ = ["ModelConfig", "Transformer", "apply_rope", "attention", "rope_tables
 # Base of the rotary frequencies (Su et al. 2024) and the usual spread of embeddings and head (GPT-2).
 _ROPE_BASE = 10_000.0
 _EMBEDDING_STD = 0.02
+_IGNORED = -100  # target that the loss leaves out, as in torch
 # Explicit: nn.RMSNorm's default depends on the dtype and is 2^-7 in bfloat16.
 _NORM_EPS = 1e-6
 
@@ -47,7 +49,7 @@ class ModelConfig:
     width: int = 128
     depth: int = 4
     heads: int = 4
-    vocab_size: int = 256
+    vocab_size: int = field(default=256, metadata={"derived": True})  # the data say it
     context: int = 128
     tie_head: bool = False
     bias: bool = True
@@ -166,6 +168,8 @@ class Transformer(nn.Module):
     """A decoder-only language model.
 
     The blocks' weights start Xavier-uniform, their biases at zero, embedding and head normal (deviation 0.02).
+    To save memory in training set `recompute` (compute each block again in the backward pass) and `loss_chunk`
+    (tokens whose logits the loss holds at once; 0: all); neither changes the result but for rounding.
 
     Args:
         config: the shape.
@@ -184,6 +188,8 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.config = config
+        self.recompute = False
+        self.loss_chunk = 0
         self.embedding = nn.Embedding(config.vocab_size, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
         self.norm = nn.RMSNorm(config.width, eps=_NORM_EPS)
@@ -232,9 +238,21 @@ class Transformer(nn.Module):
         cos, sin, mask = self.cos[:length], self.sin[:length], self.mask[:length, :length]
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x, cos, sin, mask)
-        logits: Tensor = self.head(self.norm(x))
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(block, x, cos, sin, mask, use_reentrant=False)
+            else:
+                x = block(x, cos, sin, mask)
+        x = self.norm(x)
         if targets is None:
+            logits: Tensor = self.head(x)
             return logits
+        if not self.loss_chunk:
+            return self._loss(x, targets, "mean")
+        parts = zip(*(torch.split(t, self.loss_chunk) for t in (x.flatten(0, -2), targets.flatten())), strict=True)
+        losses = [checkpoint(self._loss, *part, "sum", use_reentrant=False) for part in parts]
+        return torch.stack(losses).sum() / (targets != _IGNORED).sum()
+
+    def _loss(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        logits = self.head(x)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
+        return functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction=reduction)

@@ -1,13 +1,14 @@
-"""Where a result comes from: versions, commit, processor, threads."""
+"""Where a result comes from: versions, commit, processor, threads; and what memory it takes."""
 
 import importlib.metadata
+import os
 import platform
 import subprocess
 from pathlib import Path
 
 import torch
 
-__all__ = ["provenance"]
+__all__ = ["memory", "provenance"]
 
 
 def provenance() -> dict[str, str | int | None]:
@@ -52,3 +53,27 @@ def _processor() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def memory(device: str = "cpu") -> dict[str, int]:
+    """Return the bytes in use now, "memory_bytes": of the process, or on a CUDA device also "device_peak_bytes".
+
+    >>> memory()["memory_bytes"] > 2**20
+    True
+    """
+    used = {"memory_bytes": _resident()}
+    if device.startswith("cuda"):
+        used["device_peak_bytes"] = torch.cuda.max_memory_allocated(device)
+    return used
+
+
+def _resident() -> int:
+    """Return the resident memory of this process; where the system does not say the present one, its peak."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        import resource  # not on Windows
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if platform.system() == "Darwin" else 1024 * peak

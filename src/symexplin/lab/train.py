@@ -1,98 +1,31 @@
-"""The training loop: the paper's schedule and clipping around any torch optimizer, with a metrics file."""
+"""The training loop: the paper's schedule and clipping around either home of the map, or plain AdamW."""
 
-import functools
-import json
+import copy
 import math
-import time
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
-from tqdm import tqdm
 
+import symexplin as sel
+from symexplin.lab.build import build
+from symexplin.lab.checkpoint import load_optimizer, save_optimizer
+from symexplin.lab.config import RunConfig, TrainConfig
 from symexplin.lab.data import BatchLoader, Corpus, eval_batches
 from symexplin.lab.evaluate import evaluate
+from symexplin.lab.maps import map_of
 from symexplin.lab.model import Transformer
-from symexplin.validation import check_fraction, check_positive, check_whole
+from symexplin.lab.weights import read_tensors, save_model
 
-__all__ = ["NonFiniteError", "RunResult", "TrainConfig", "lr_factor", "train"]
+__all__ = ["NonFiniteError", "Trainer", "lr_factor"]
+
+_MODEL = "model.safetensors"
 
 
 class NonFiniteError(ArithmeticError):
     """A loss or a gradient that is not finite; the message names the step and the layer."""
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """How long, on what and how fast to train; the defaults of AdamW are the paper's (section 4.1).
-
-    Args:
-        steps: optimizer steps.
-        batch_size: sequences an optimizer step, in all.
-        accumulation: parts that a batch is computed in; divides `batch_size`.
-        lr: peak learning rate.
-        warmup_steps: steps of linear warm-up; the linear decay follows.
-        floor: fraction of `lr` that the decay ends at.
-        weight_decay, betas, max_grad_norm: of AdamW and its clipping.
-        eval_every: steps between evaluations; the start and the end are always evaluated.
-        eval_batches: batches an evaluation.
-        seed: of the order of the data.
-        autocast: compute in bfloat16; on CPUs it pays only with AMX.
-
-    Raises:
-        ValueError: a value out of range.
-
-    >>> TrainConfig(batch_size=16, accumulation=3)
-    Traceback (most recent call last):
-    ValueError: accumulation must divide batch_size = 16, got 3
-    """
-
-    steps: int = 300
-    batch_size: int = 16
-    accumulation: int = 1
-    lr: float = 3e-3
-    warmup_steps: int = 30
-    floor: float = 0.0
-    weight_decay: float = 0.01
-    betas: tuple[float, float] = (0.9, 0.999)
-    max_grad_norm: float = 1.0
-    eval_every: int = 25
-    eval_batches: int = 8
-    seed: int = 0
-    autocast: bool = False
-
-    def __post_init__(self) -> None:
-        """Check every field."""
-        for name in ("steps", "batch_size", "accumulation", "eval_every", "eval_batches"):
-            check_whole(name, getattr(self, name))
-        for name in ("warmup_steps", "seed"):
-            check_whole(name, getattr(self, name), minimum=0)
-        check_positive("lr", self.lr)
-        check_positive("max_grad_norm", self.max_grad_norm)
-        check_fraction("floor", self.floor)
-        check_fraction("weight_decay", self.weight_decay)
-        for beta in self.betas:
-            check_fraction("betas", beta)
-        if self.batch_size % self.accumulation:
-            raise ValueError(f"accumulation must divide batch_size = {self.batch_size}, got {self.accumulation}")
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """What a finished run leaves: its evaluations (step, nats a token), and its pace without evaluations."""
-
-    evals: list[tuple[int, float]]
-    seconds: float
-    tokens_per_second: float
-
-    @property
-    def final_loss(self) -> float:
-        """Evaluation loss after the last step, nats a token."""
-        return self.evals[-1][1]
 
 
 def lr_factor(step: int, config: TrainConfig) -> float:
@@ -110,139 +43,123 @@ def lr_factor(step: int, config: TrainConfig) -> float:
     return 1.0 - (1.0 - config.floor) * min(progress, 1.0)
 
 
-class _Metrics:
-    """A file with one JSON object a line, written line by line: it can be read at any moment."""
+class Trainer:
+    """A run in memory: the model, its optimizer, the data, and the number of `step`s taken.
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("w", buffering=1, encoding="utf-8")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.close()
-
-    def write(self, **record: object) -> None:
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-
-
-def train(
-    model: Transformer,
-    corpus: Corpus,
-    config: TrainConfig,
-    optimizer: torch.optim.Optimizer,
-    *,
-    out_dir: str | Path,
-    clip: bool,
-    progress: bool = True,
-    label: str = "train",
-) -> RunResult:
-    """Train `model` in place and return its evaluations; `metrics.jsonl` in `out_dir` has every step.
-
-    Each line of that file is the {"step", "loss", "lr", "grad_norm", "tokens", "seconds"} of an update (counted
-    from 1), the {"step", "eval_loss", "seconds"} of an evaluation after it, or the {"step", "error"} that ended
-    the run.
+    Batches, learning rates and evaluations are functions of the configuration and the step, so the state to keep is
+    that of the model and of the optimizer alone.
 
     Args:
-        model: trained on the device where it is.
+        config: complete (:func:`symexplin.lab.config.resolve`).
         corpus: its training side gives the batches, its validation side the evaluations.
-        config: the schedule; the learning rates it scales are those of the optimizer's groups.
-        optimizer: over the parameters of `model`.
-        out_dir: folder of the run, created if missing.
-        clip: clip the gradients to `config.max_grad_norm` here; False for an optimizer that does so itself.
-        progress: show a bar on a terminal.
-        label: name of the run on the bar.
 
     Raises:
-        NonFiniteError: the loss or a gradient is not finite; the step is not taken.
         ValueError: a corpus shorter than one sequence.
 
-    >>> import tempfile
     >>> from symexplin.lab.model import ModelConfig
-    >>> model = Transformer(ModelConfig(width=16, depth=1, heads=2, context=8))
-    >>> adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    >>> config = TrainConfig(steps=2, batch_size=2, eval_every=1, eval_batches=1)
-    >>> corpus = Corpus.from_documents([bytes(range(1, 200))])
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     result = train(model, corpus, config, adamw, out_dir=folder, clip=True)
-    >>> [step for step, _ in result.evals]
-    [0, 1, 2]
+    >>> config = RunConfig("", ModelConfig(width=16, depth=1, heads=2, context=8))
+    >>> trainer = Trainer(config, Corpus.from_documents([bytes(range(1, 200))]))
+    >>> sorted(trainer.update()), trainer.step
+    (['grad_norm', 'loss', 'lr'], 1)
     """
-    context = model.config.context
-    loader = BatchLoader(corpus.train, context, config.batch_size, config.seed)
-    held_out = eval_batches(corpus.valid, context, config.batch_size, config.eval_batches)
-    scheduler = LambdaLR(optimizer, functools.partial(lr_factor, config=config))
-    out_dir = Path(out_dir)
-    out_dir.mkdir(parents=True, exist_ok=True)
-    evals: list[tuple[int, float]] = []
-    seconds = 0.0
-    # disable=None: no bar where standard error is not a terminal.
-    bar = tqdm(total=config.steps, desc=label, unit="step", leave=False, disable=None if progress else True)
-    with _Metrics(out_dir / "metrics.jsonl") as metrics, bar:
-        model.train()
-        for step in range(config.steps + 1):
-            try:
-                if step > 0:
-                    start = time.perf_counter()
-                    record = _update(model, loader.batch(step - 1), config, optimizer, clip)
-                    scheduler.step()
-                    seconds += time.perf_counter() - start
-                    tokens = step * config.batch_size * context
-                    metrics.write(step=step, **record, tokens=tokens, seconds=round(seconds, 3))
-                    shown = {"loss": f"{record['loss']:.3f}", "tokens/s": f"{tokens / seconds:,.0f}"}
-                    bar.set_postfix(shown, refresh=False)
-                    bar.update()
-                if step % config.eval_every == 0 or step == config.steps:
-                    loss = evaluate(model, held_out, autocast=config.autocast)
-                    _check_finite(model, loss=loss)
-                    evals.append((step, loss))
-                    metrics.write(step=step, eval_loss=loss, seconds=round(seconds, 3))
-            except NonFiniteError as error:
-                metrics.write(step=step, error=str(error))
-                raise NonFiniteError(f"step {step}: {error}") from None
-    return RunResult(evals, seconds, config.steps * config.batch_size * context / seconds)
+
+    def __init__(self, config: RunConfig, corpus: Corpus) -> None:
+        context, train = config.model.context, config.train
+        self.config = config
+        self._loader = BatchLoader(corpus.train, context, train.batch_size, train.seed)
+        self._held_out = eval_batches(
+            corpus.valid, context, train.batch_size // train.accumulation, train.eval_batches * train.accumulation
+        )
+        self.model, self.optimizer, self._clip = build(config)
+        self._peaks = [group["lr"] for group in self.optimizer.param_groups]
+        self._forward: nn.Module = self.model
+        if config.compute.compile:
+            self._forward = torch.compile(self.model)  # type: ignore[assignment]
+        self.step = 0
+
+    @property
+    def _autocast(self) -> bool:
+        return self.config.compute.autocast == "on"
+
+    def update(self) -> dict[str, float]:
+        """Take one optimizer step and return its loss, learning rate and norm of the unclipped gradient.
+
+        Raises:
+            NonFiniteError: the loss or a gradient is not finite; the step is not taken.
+        """
+        train = self.config.train
+        for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
+            group["lr"] = peak * lr_factor(self.step, train)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self._backward(self._loader.batch(self.step))
+        parameters = list(self.model.parameters())
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        self._check_finite(self.step + 1, loss=loss, gradient_norm=float(norm))
+        if self._clip:
+            nn.utils.clip_grads_with_norm_(parameters, train.max_grad_norm, norm)
+        self.optimizer.step()
+        self.step += 1
+        # An optimizer that clips itself knows the norm it clipped: that of raw weights and scales.
+        norm = getattr(self.optimizer, "grad_norm", norm)
+        return {"loss": loss, "lr": float(self.optimizer.param_groups[0]["lr"]), "grad_norm": float(norm)}
+
+    def _backward(self, batch: tuple[Tensor, Tensor]) -> float:
+        device, accumulation = next(self.model.parameters()).device, self.config.train.accumulation
+        loss = 0.0
+        for inputs, targets in zip(*(part.chunk(accumulation) for part in batch), strict=True):
+            with torch.autocast(device.type, torch.bfloat16, enabled=self._autocast):
+                part: Tensor = self._forward(inputs.to(device), targets.to(device)) / accumulation
+            part.backward()  # type: ignore[no-untyped-call]
+            loss += float(part.detach())
+        return loss
+
+    def evaluate(self) -> float:
+        """Return the mean loss on the held-out batches, nats a token.
+
+        Raises:
+            NonFiniteError: it is not finite.
+        """
+        loss = evaluate(self._forward, self._held_out, autocast=self._autocast)
+        self._check_finite(self.step, loss=loss)
+        return loss
+
+    def stats(self) -> dict[str, float]:
+        """Return :func:`symexplin.stats`; empty for ordinary weights, and before the first step of SELAdamW."""
+        return {} if self.config.sel.home == "none" else sel.stats(self.model, self.optimizer)
+
+    def plain_model(self) -> Transformer:
+        """Return the model, with curved layers folded in a copy."""
+        if self.config.sel.home != "module":
+            return self.model
+        return cast(Transformer, sel.fold(copy.deepcopy(self.model)))
+
+    def save(self, folder: Path) -> dict[str, Any]:
+        """Write model and optimizer into `folder` and return the plain values that belong to them."""
+        curve = map_of(self.config.sel, self.config.model.width)
+        curved = {"symexplin_map": curve.to_json()} if curve and self.config.sel.home == "module" else {}
+        save_model(self.model, folder / _MODEL, curved)
+        return {"optimizer": save_optimizer(self.optimizer, folder)}
+
+    def load(self, folder: Path, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`save` wrote."""
+        tensors, _ = read_tensors(folder / _MODEL)
+        if self.config.model.tie_head:
+            tensors["head.weight"] = tensors["embedding.weight"]
+        self.model.load_state_dict(tensors)
+        load_optimizer(self.optimizer, folder, state["optimizer"])
+        self.step = state["step"]
+
+    def _check_finite(self, step: int, **values: float) -> None:
+        """Raise NonFiniteError if any of `values` is not finite, naming the first layer to blame."""
+        bad = [f"{name.replace('_', ' ')} is {value}" for name, value in values.items() if not math.isfinite(value)]
+        if bad:
+            raise NonFiniteError(f"step {step}: {', '.join(bad)}; {_culprit(self.model)}")
 
 
-def _update(
-    model: nn.Module,
-    batch: tuple[Tensor, Tensor],
-    config: TrainConfig,
-    optimizer: torch.optim.Optimizer,
-    clip: bool,
-) -> dict[str, float]:
-    """Take one optimizer step; return the loss, the learning rate and the norm of the unclipped gradient."""
-    device = next(model.parameters()).device
-    optimizer.zero_grad(set_to_none=True)
-    loss = 0.0
-    for inputs, targets in zip(*(part.chunk(config.accumulation) for part in batch), strict=True):
-        with torch.autocast(device.type, torch.bfloat16, enabled=config.autocast):
-            part: Tensor = model(inputs.to(device), targets.to(device)) / config.accumulation
-        part.backward()  # type: ignore[no-untyped-call]
-        loss += float(part.detach())
-    parameters = list(model.parameters())
-    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    _check_finite(model, loss=loss, gradient_norm=float(norm))
-    if clip:
-        nn.utils.clip_grads_with_norm_(parameters, config.max_grad_norm, norm)
-    optimizer.step()
-    # An optimizer that clips itself knows the norm it clipped: that of raw weights and scales.
-    norm = getattr(optimizer, "grad_norm", norm)
-    return {"loss": loss, "lr": float(optimizer.param_groups[0]["lr"]), "grad_norm": float(norm)}
-
-
-def _check_finite(model: nn.Module, **values: float) -> None:
-    """Raise NonFiniteError if any of `values` is not finite, naming the first layer to blame."""
-    bad = [f"{name.replace('_', ' ')} is {value}" for name, value in values.items() if not math.isfinite(value)]
-    if not bad:
-        return
-    named = list(model.named_parameters())
-    for what, tensors in (
-        ("weight", [p.detach() for _, p in named]),
-        ("gradient", [p.grad for _, p in named]),
-    ):
-        for (name, _), tensor in zip(named, tensors, strict=True):
+def _culprit(model: nn.Module) -> str:
+    for what in ("weight", "gradient"):
+        for name, parameter in model.named_parameters():
+            tensor = parameter.detach() if what == "weight" else parameter.grad
             if tensor is not None and not tensor.isfinite().all():
-                raise NonFiniteError(f"{', '.join(bad)}; first layer with a non-finite {what}: {name}")
-    raise NonFiniteError(f"{', '.join(bad)}; all weights and gradients are finite")
+                return f"first layer with a non-finite {what}: {name}"
+    return "all weights and gradients are finite"

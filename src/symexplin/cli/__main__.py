@@ -1,0 +1,8 @@
+"""`python -m symexplin.cli` is `symexplin`."""
+
+import sys
+
+from symexplin.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

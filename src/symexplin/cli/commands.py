@@ -1,0 +1,248 @@
+"""What each command takes and does; the work is the laboratory's, which is imported when a command runs."""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from symexplin.cli.parser import add_keys, given
+
+__all__ = ["COMMANDS", "Command"]
+
+T = TypeVar("T")
+Arguments = argparse.Namespace
+
+
+class Command(NamedTuple):
+    """One command: what gives its parser its flags, and what runs it."""
+
+    add: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[Arguments], None]
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+# --- prepare ---------------------------------------------------------------------------------------------------------
+
+
+def _add_prepare(parser: argparse.ArgumentParser) -> None:
+    from symexplin.lab.prepare import PrepareConfig
+
+    parser.add_argument("sources", nargs="+", metavar="SOURCE", help="stdlib, a file, a folder, or hf:NAME[:CONFIG]")
+    parser.add_argument("--out", required=True, metavar="FOLDER", help="where the tokens go")
+    add_keys(parser, PrepareConfig, leave_out=("sources",))
+
+
+def _prepare(arguments: Arguments) -> None:
+    from symexplin.lab.prepare import PrepareConfig, prepare
+    from symexplin.lab.settings import build
+
+    config = build(PrepareConfig, given(arguments, PrepareConfig))
+    prepare(config, arguments.out, echo=_say)
+
+
+# --- train and compare -----------------------------------------------------------------------------------------------
+
+
+def _add_run(parser: argparse.ArgumentParser, schema: type, leave_out: tuple[str, ...] = ()) -> None:
+    parser.usage = "%(prog)s [CONFIG.toml] --out FOLDER [--resume] [--KEY VALUE ...]"
+    parser.add_argument("config", nargs="?", metavar="CONFIG.toml", help="settings; flags go before what it says")
+    parser.add_argument("--out", required=True, metavar="FOLDER", help="the folder of the run, new or to resume")
+    parser.add_argument("--resume", action="store_true", help="go on in FOLDER, or start if nothing is there")
+    add_keys(parser, schema, leave_out)
+
+
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    from symexplin.lab.config import RunConfig
+
+    _add_run(parser, RunConfig)
+
+
+def _train(arguments: Arguments) -> None:
+    from symexplin.lab.config import RunConfig
+    from symexplin.lab.run import CONFIG, MODEL, train
+
+    config = _configured(arguments, RunConfig, CONFIG)
+    result = train(config, arguments.out, resume=arguments.resume, echo=_say)
+    _say(f"{result.final_loss:.4f} nats a token; plain weights: {Path(arguments.out, MODEL)}")
+
+
+def _add_compare(parser: argparse.ArgumentParser) -> None:
+    from symexplin.lab.sweep import CompareConfig
+
+    _add_run(parser, CompareConfig, leave_out=("lr", "seed", "home", "preset", "start", "map"))
+
+
+def _compare(arguments: Arguments) -> None:
+    from symexplin.lab.sweep import CONFIG, CompareConfig, compare_runs
+
+    config = _configured(arguments, CompareConfig, CONFIG)
+    compare_runs(config, arguments.out, resume=arguments.resume, echo=_say)
+
+
+def _configured(arguments: Arguments, schema: type[T], file: str) -> T:
+    """Return the configuration of the run to resume, else the defaults, under the file and the flags given."""
+    from symexplin.lab.settings import build, load_toml, merge
+
+    saved = Path(arguments.out, file)
+    table = load_toml(saved) if arguments.resume and saved.exists() else {}
+    if arguments.config is not None:
+        table = merge(table, load_toml(arguments.config))
+    return build(schema, merge(table, given(arguments, schema)))
+
+
+# --- what a trained model can do -------------------------------------------------------------------------------------
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="RUN", help="a run's folder, one of its checkpoints, or a model.safetensors")
+
+
+def _add_sample(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
+    parser.add_argument("--prompt", default="", metavar="TEXT", help="the beginning; empty: a new document")
+    parser.add_argument("--length", type=int, default=200, metavar="N", help="tokens to write (default: %(default)s)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, metavar="X", help="0 takes the likeliest (default: %(default)s)"
+    )
+    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens alone")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (default: %(default)s)")
+
+
+def _sample(arguments: Arguments) -> None:
+    from symexplin.lab.evaluate import sample
+    from symexplin.lab.trained import load_trained
+
+    model, tokenizer, _ = load_trained(arguments.model)
+    options = {name: getattr(arguments, name) for name in ("temperature", "top_k", "seed")}
+    _say(sample(model, tokenizer, arguments.prompt, arguments.length, **options))
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
+    parser.add_argument("--out", required=True, metavar="FOLDER", help="a new folder")
+
+
+def _export(arguments: Arguments) -> None:
+    from symexplin.lab.export import export_transformers
+    from symexplin.lab.trained import load_trained
+
+    model, _, tokenizer = load_trained(arguments.model)
+    export_transformers(model, arguments.out, tokenizer, echo=_say)
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="FOLDER", help="of a run or of a comparison")
+
+
+def _report(arguments: Arguments) -> None:
+    from symexplin.lab.report import report
+
+    _say(str(report(arguments.folder)))
+
+
+# --- files of weights ------------------------------------------------------------------------------------------------
+
+
+def _add_files(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SOURCE", help="a safetensors file, or a folder of them")
+    parser.add_argument("target", metavar="TARGET", help="the safetensors file to write")
+
+
+def _add_map(parser: argparse.ArgumentParser, start: bool) -> None:
+    from symexplin.lab.maps import CurveConfig
+
+    add_keys(parser, CurveConfig, leave_out=("home", "multiplier_lr", *(() if start else ("start",))))
+
+
+def _fold(arguments: Arguments) -> None:
+    from symexplin.lab.folding import fold_file
+
+    fold_file(arguments.source, arguments.target, echo=_say)
+
+
+def _add_invert(parser: argparse.ArgumentParser) -> None:
+    _add_files(parser)
+    _add_map(parser, start=True)
+
+
+def _invert(arguments: Arguments) -> None:
+    from symexplin.lab.folding import invert_file
+    from symexplin.lab.maps import CurveConfig, named_map
+    from symexplin.lab.settings import build
+
+    curve = build(CurveConfig, {"preset": "default", **given(arguments, CurveConfig)})
+    invert_file(arguments.source, arguments.target, named_map(curve.preset, curve.map), curve.start, echo=_say)
+
+
+def _add_inspect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SOURCE", help="a safetensors file, or a folder of them")
+    parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    parser.add_argument("--figures", metavar="FOLDER", help="draw histogram.png and growth.png there")
+    _add_map(parser, start=False)
+
+
+def _inspect(arguments: Arguments) -> None:
+    from symexplin.lab.files import replace_file
+    from symexplin.lab.inspect import format_inspection, inspect_file
+    from symexplin.lab.inspect_figures import draw_inspection
+    from symexplin.lab.maps import CurveConfig, named_map
+    from symexplin.lab.settings import build
+
+    curve = build(CurveConfig, {"preset": "default", **given(arguments, CurveConfig)})
+    found = inspect_file(arguments.source, config=named_map(curve.preset, curve.map), progress=True)
+    _say(format_inspection(found))
+    if arguments.json is not None:
+        replace_file(arguments.json, json.dumps(found.to_dict(), indent=1) + "\n")
+    if arguments.figures is not None:
+        folder = Path(arguments.figures)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, figure in draw_inspection(found).items():
+            figure.savefig(folder / f"{name}.png", dpi=150)
+
+
+# --- the rest --------------------------------------------------------------------------------------------------------
+
+
+def _add_demo(parser: argparse.ArgumentParser) -> None:
+    from symexplin.lab.demo import DemoConfig
+
+    parser.add_argument("--out", default="runs/demo", metavar="FOLDER", help="for the results (default: %(default)s)")
+    add_keys(parser, DemoConfig)
+
+
+def _demo(arguments: Arguments) -> None:
+    from symexplin.lab.demo import DemoConfig, run_demo
+    from symexplin.lab.settings import build
+
+    run_demo(arguments.out, build(DemoConfig, given(arguments, DemoConfig)), echo=_say)
+
+
+def _add_completion(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=("bash", "zsh", "tcsh", "fish"), metavar="SHELL", help="bash, zsh, tcsh, fish")
+
+
+def _completion(arguments: Arguments) -> None:
+    import shtab
+
+    from symexplin.cli import make_parser
+
+    _say(shtab.complete(make_parser(), arguments.shell))
+
+
+COMMANDS = {
+    "prepare": Command(_add_prepare, _prepare),
+    "train": Command(_add_train, _train),
+    "compare": Command(_add_compare, _compare),
+    "sample": Command(_add_sample, _sample),
+    "export": Command(_add_export, _export),
+    "report": Command(_add_report, _report),
+    "inspect": Command(_add_inspect, _inspect),
+    "invert": Command(_add_invert, _invert),
+    "fold": Command(_add_files, _fold),
+    "demo": Command(_add_demo, _demo),
+    "completion": Command(_add_completion, _completion),
+}

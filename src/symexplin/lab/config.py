@@ -1,0 +1,216 @@
+"""What a run is: its data, model, schedule, map and machine, as one checked configuration."""
+
+import dataclasses
+from dataclasses import dataclass, field
+
+import torch
+
+from symexplin.lab.maps import CurveConfig, map_of
+from symexplin.lab.model import ModelConfig
+from symexplin.validation import check_choice, check_fraction, check_positive, check_whole
+
+__all__ = ["ComputeConfig", "LogConfig", "RunConfig", "TrainConfig", "resolve"]
+
+_SWITCH = ("auto", "on", "off")
+# Logits of a microbatch above this many bytes are not worth having at once (float32, and as much again for gradients).
+_LOGITS_BYTES = 2**28
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long, on what and how fast to train; the defaults of AdamW are the paper's (section 4.1).
+
+    Args:
+        steps: optimizer steps.
+        batch_size: sequences an optimizer step, in all.
+        accumulation: parts that a batch is computed in, one after the other; divides batch_size.
+        lr: peak learning rate.
+        warmup_steps: steps of linear warm-up; the linear decay follows.
+        floor: fraction of lr that the decay ends at.
+        weight_decay: decoupled weight decay.
+        betas: decay rates of AdamW's moments.
+        max_grad_norm: gradients are clipped to this global norm.
+        eval_every: steps between evaluations; the start and the end are always evaluated.
+        eval_batches: batches an evaluation.
+        seed: of the initial weights and of the order of the data.
+
+    Raises:
+        ValueError: a value out of range.
+
+    >>> TrainConfig(batch_size=16, accumulation=3)
+    Traceback (most recent call last):
+    ValueError: accumulation must divide batch_size = 16, got 3
+    """
+
+    steps: int = 300
+    batch_size: int = 16
+    accumulation: int = 1
+    lr: float = 3e-3
+    warmup_steps: int = 30
+    floor: float = 0.0
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.999)
+    max_grad_norm: float = 1.0
+    eval_every: int = 25
+    eval_batches: int = 8
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        for name in ("steps", "batch_size", "accumulation", "eval_every", "eval_batches"):
+            check_whole(name, getattr(self, name))
+        for name in ("warmup_steps", "seed"):
+            check_whole(name, getattr(self, name), minimum=0)
+        check_positive("lr", self.lr)
+        check_positive("max_grad_norm", self.max_grad_norm)
+        check_fraction("floor", self.floor)
+        check_fraction("weight_decay", self.weight_decay)
+        for beta in self.betas:
+            check_fraction("betas", beta)
+        if self.batch_size % self.accumulation:
+            raise ValueError(f"accumulation must divide batch_size = {self.batch_size}, got {self.accumulation}")
+
+
+@dataclass(frozen=True)
+class ComputeConfig:
+    """The machine and how it computes; no key here changes what is computed, but for rounding.
+
+    Args:
+        device: "auto" (CUDA if there is one), "cpu", "cuda", "cuda:1", "mps".
+        threads: threads of the CPU; as many as torch takes if not given.
+        autocast: "on" (bfloat16), "off", or "auto": on where it pays, on GPUs that have bfloat16 and CPUs with AMX.
+        compile: torch.compile the model; on a CPU it needs a C++ compiler.
+        recompute: compute each block again in the backward pass instead of keeping its activations.
+        loss_chunk: tokens whose logits are held at once in the loss, 0 for all; if not given, all unless they take
+            more than 256 MiB.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    device: str = "auto"
+    threads: int | None = None
+    autocast: str = field(default="auto", metadata={"choices": _SWITCH})
+    compile: bool = False
+    recompute: bool = False
+    loss_chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        check_choice("autocast", self.autocast, _SWITCH)
+        if self.threads is not None:
+            check_whole("threads", self.threads, maximum=1024)
+        if self.loss_chunk is not None:
+            check_whole("loss_chunk", self.loss_chunk, minimum=0)
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What a run writes while it trains; these keys may change when it resumes.
+
+    Args:
+        checkpoint_every: optimizer steps between checkpoints; SIGTERM, Ctrl-C and the end write one too.
+        keep: newest checkpoints to keep.
+        tensorboard: write TensorBoard events beside metrics.jsonl.
+        wandb: project of Weights & Biases to log to, if wandb is installed.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    checkpoint_every: int = 500
+    keep: int = 2
+    tensorboard: bool = True
+    wandb: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        check_whole("checkpoint_every", self.checkpoint_every)
+        check_whole("keep", self.keep)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One training run.
+
+    Args:
+        data: folder that `symexplin prepare` made.
+
+    Raises:
+        ValueError: a value out of range, a map that is not one.
+
+    >>> RunConfig("data", ModelConfig(width=256)).model.width
+    256
+    """
+
+    data: str
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    sel: CurveConfig = field(default_factory=CurveConfig)
+    compute: ComputeConfig = field(default_factory=ComputeConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        """Check what depends on several tables."""
+        curve = map_of(self.sel, self.model.width)
+        if curve is not None and self.sel.start == "mismatched" and curve.mode != "mismatch":
+            raise ValueError(f"start 'mismatched' is for mode 'mismatch' alone, got mode {curve.mode!r}")
+
+
+def resolve(config: RunConfig, vocab_size: int) -> RunConfig:
+    """Return `config` with everything said: the whole map, the device, threads, autocast and the loss's chunk.
+
+    Args:
+        config: may leave values to the machine.
+        vocab_size: of the data's tokenizer.
+
+    Raises:
+        ValueError: a device that is not there.
+
+    >>> resolve(RunConfig("data"), vocab_size=300).model.vocab_size
+    300
+    """
+    model = dataclasses.replace(config.model, vocab_size=vocab_size)
+    curve = map_of(config.sel, model.width)
+    table = {} if curve is None else curve.to_dict()
+    compute = config.compute
+    device = _device(compute.device)
+    autocast = compute.autocast
+    if autocast == "auto":
+        autocast = "on" if _bfloat16_pays(device) else "off"
+    chunk = compute.loss_chunk
+    if chunk is None:
+        tokens = config.train.batch_size // config.train.accumulation * model.context
+        chunk = 0 if 4 * tokens * vocab_size <= _LOGITS_BYTES else max(1, _LOGITS_BYTES // (4 * vocab_size))
+    return dataclasses.replace(
+        config,
+        model=model,
+        sel=dataclasses.replace(config.sel, map=table),
+        compute=dataclasses.replace(
+            compute,
+            device=str(device),
+            threads=compute.threads or torch.get_num_threads(),
+            autocast=autocast,
+            loss_chunk=chunk,
+        ),
+    )
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"device must be one that torch finds here, got {name!r}: {str(error).splitlines()[0]}"
+        ) from None
+    return device
+
+
+def _bfloat16_pays(device: torch.device) -> bool:
+    """Whether bfloat16 is faster: on CPUs without AMX it is slower than float32."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return device.type == "cpu" and bool(torch.cpu._is_amx_tile_supported())

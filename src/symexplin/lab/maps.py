@@ -1,0 +1,114 @@
+"""Which map a run has: the paper's presets and the lab's own, and what a configuration changes in them."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import symexplin as sel
+from symexplin.config import PRESETS, SCALE_ROLES
+from symexplin.starts import START_RULES
+from symexplin.validation import check_choice, check_positive
+
+__all__ = ["HOMES", "LAB_PRESETS", "CurveConfig", "carried", "map_of", "named_map"]
+
+HOMES = ("optimizer", "module", "none")
+LAB_PRESETS = ("carried", "default", *PRESETS)
+_PAPER_WIDTH = 1024  # the paper's smallest, which its beta 7.5 goes with
+
+
+@dataclass(frozen=True)
+class CurveConfig:
+    """Where the map lives and which one it is.
+
+    Args:
+        home: "optimizer" (SELAdamW over a plain model), "module" (curved layers under AdamW, the paper's form) or
+            "none" (AdamW on ordinary weights).
+        preset: the map: one of the paper's ("paper", "paper+offset", "fixed_curvature", "absorbed", "frozen",
+            "congruent", "exp_only", "structured_linear"), "default" (beta by matrix) or "carried" (the paper's geometry
+            at width 1024 carried to this width, scales fixed).
+        start: "matched" (effective weights start as drawn) or "mismatched" (the paper's, for mode "mismatch").
+        multiplier_lr: the learning rate that the multipliers k go with, 3e-4 in the paper: a scale learns at
+            k * multiplier_lr whatever lr is.
+        map: keys of the map to change, such as beta = 5 or e.k = [50, 8].
+
+    Raises:
+        ValueError: an unknown home, preset or start.
+    """
+
+    home: str = field(default="optimizer", metadata={"choices": HOMES})
+    preset: str = field(default="carried", metadata={"choices": LAB_PRESETS})
+    start: str = field(default="matched", metadata={"choices": START_RULES})
+    multiplier_lr: float = 3e-4
+    map: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check every field but the map, which needs the model's width: :func:`map_of`."""
+        check_choice("home", self.home, HOMES)
+        check_choice("preset", self.preset, LAB_PRESETS)
+        check_choice("start", self.start, START_RULES)
+        check_positive("multiplier_lr", self.multiplier_lr)
+
+
+def carried(width: int) -> sel.SELConfig:
+    """Return the paper's geometry at width 1024 for another width: the same curve over Xavier's range.
+
+    Xavier's bound grows as 1/sqrt(width), so ``beta = 7.5 sqrt(width/1024)`` keeps kappa |w| at the start, and
+    ``l = beta/7.5`` keeps the linear pathway at 1/7.5 of the unit slope, which 1/beta alone would blow up. The scales
+    are fixed.
+
+    >>> config = carried(256)
+    >>> config.beta, config.l.start
+    (3.75, 0.5)
+    """
+    paper = sel.preset("frozen")
+    beta = float(paper.beta) * (width / _PAPER_WIDTH) ** 0.5
+    return dataclasses.replace(paper, beta=beta, l=sel.Scale(start=beta / float(paper.beta)))
+
+
+def named_map(preset: str, changes: Mapping[str, Any], width: int | None = None) -> sel.SELConfig:
+    """Return a preset of the paper's or the lab's, with `changes`: keys of the map, tables of scales merged.
+
+    Raises:
+        ValueError: a key that does not exist or is out of range, or "carried" without a width.
+
+    >>> config = named_map("paper", {"beta": 5.0, "e": {"k": [10, 2]}})
+    >>> config.beta, config.e.pattern, config.e.k
+    (5.0, 'row_col_mult', (10.0, 2.0))
+    """
+    check_choice("preset", preset, LAB_PRESETS)
+    if preset == "carried":
+        if width is None:
+            raise ValueError("preset 'carried' goes with a model's width: name another, such as 'paper'")
+        base = carried(width)
+    else:
+        base = sel.SELConfig() if preset == "default" else sel.preset(preset)
+    table = base.to_dict()
+    for key, value in changes.items():
+        scale = key in SCALE_ROLES and isinstance(value, Mapping)
+        table[key] = {**table[key], **value} if scale else value
+    return sel.SELConfig.from_dict(table)
+
+
+def map_of(curve: CurveConfig, width: int) -> sel.SELConfig | None:
+    """Return the map of a run on a model of `width`, or None for ordinary weights.
+
+    Every learned scale gets its own learning rate, ``k * multiplier_lr``: that product is what carries over between
+    learning rates of the weights.
+
+    Raises:
+        ValueError: a key of `map` that does not exist or is out of range.
+
+    >>> map_of(CurveConfig(preset="paper"), width=128).e.peak_lr
+    (0.015, 0.0024)
+    """
+    if curve.home == "none":
+        return None
+    config = named_map(curve.preset, curve.map, width)
+    own = {}
+    for role in config.learned_roles:
+        scale = getattr(config, role)
+        if scale.peak_lr is None:
+            rates = (scale.k[0] * curve.multiplier_lr, scale.k[1] * curve.multiplier_lr)
+            own[role] = dataclasses.replace(scale, peak_lr=rates)
+    return dataclasses.replace(config, **own)

@@ -1,0 +1,54 @@
+"""SIGTERM and Ctrl-C as a wish to stop at the next step."""
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+__all__ = ["StopSignals", "Stopped"]
+
+
+class Stopped(Exception):  # noqa: N818 (it is no error)
+    """A run was asked to stop, and has saved what it had; `signal` is what asked."""
+
+    def __init__(self, number: int, message: str) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name} {message}")
+        self.signal = number
+
+
+class StopSignals:
+    """Remembers SIGTERM and SIGINT in `signal` instead of dying of them; a second SIGINT interrupts at once.
+
+    Outside the main thread, where Python sets no handlers, it does nothing.
+
+    >>> with StopSignals() as stop:
+    ...     signal.raise_signal(signal.SIGTERM)
+    ...     print(stop.signal == signal.SIGTERM)
+    True
+    """
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._remember)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        if self.signal == signal.SIGINT == number:
+            raise KeyboardInterrupt
+        self.signal = number
+
+    def stopped(self, message: str) -> Stopped:
+        """Return the exception to raise when all is saved."""
+        assert self.signal is not None
+        return Stopped(self.signal, message)

@@ -1,0 +1,58 @@
+"""Trained models with their tokenizers, from a run's folder, a checkpoint or a file."""
+
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from symexplin.lab.checkpoint import is_checkpoint, load_checkpoint, newest
+from symexplin.lab.folding import fold_file
+from symexplin.lab.model import Transformer
+from symexplin.lab.run import CONFIG, MODEL, TOKENIZER
+from symexplin.lab.tokenizer import Tokenizer
+from symexplin.lab.weights import MAP_KEY, load_model, read_specs
+
+__all__ = ["Trained", "load_trained"]
+
+
+class Trained(NamedTuple):
+    """A plain model with its tokenizer, and the file that the tokenizer is in."""
+
+    model: Transformer
+    tokenizer: Tokenizer
+    tokenizer_file: Path
+
+
+def load_trained(path: str | Path) -> Trained:
+    """Return the plain model and the tokenizer of a run: its final weights, else those of its newest checkpoint.
+
+    Args:
+        path: folder of a run, folder of a checkpoint, or a model.safetensors with tokenizer.json beside it.
+
+    Raises:
+        FileNotFoundError, ValueError: nothing there, no weights yet, a damaged checkpoint, no tokenizer.
+    """
+    file = _weights(Path(path))
+    # A checkpoint lies two folders below its run, which has the tokenizer.
+    places = [folder / TOKENIZER for folder in (file.parent, file.parent.parent.parent)]
+    tokenizer = next((place for place in places if place.exists()), None)
+    if tokenizer is None:
+        raise FileNotFoundError(f"no {TOKENIZER} beside {str(file)!r}: copy that of the run or of its data there")
+    _, metadata = read_specs(file)
+    if MAP_KEY not in metadata:
+        return Trained(load_model(file), Tokenizer.load(tokenizer), tokenizer)
+    with tempfile.TemporaryDirectory() as folder:
+        fold_file(file, Path(folder, MODEL))
+        return Trained(load_model(Path(folder, MODEL)), Tokenizer.load(tokenizer), tokenizer)
+
+
+def _weights(path: Path) -> Path:
+    if not path.is_dir():
+        return path  # a file, or an error of reading it
+    if is_checkpoint(path):
+        load_checkpoint(path)
+    elif not (path / MODEL).exists() and (checkpoints := newest(path)):
+        return _weights(checkpoints[0])
+    if not (path / MODEL).exists():
+        state = "which has no weights yet" if (path / CONFIG).exists() else "which is none"
+        raise ValueError(f"path must be the folder of a run or a model's file, got {str(path)!r}, {state}")
+    return path / MODEL

@@ -1,0 +1,145 @@
+import json
+import shutil
+
+import pytest
+import torch
+
+import symexplin as sel
+from symexplin.lab.checkpoint import (
+    is_checkpoint,
+    load_checkpoint,
+    load_optimizer,
+    newest,
+    save_checkpoint,
+    save_optimizer,
+    sweep,
+)
+
+
+def save(folder, step, keep=2, text="weights"):
+    def write(place):
+        (place / "model.safetensors").write_text(text)
+        return {"seconds": 1.5}
+
+    return save_checkpoint(folder, step, write, keep)
+
+
+def test_what_is_saved_comes_back(tmp_path):
+    path = save(tmp_path, 12)
+    state = load_checkpoint(path)
+    assert (state["step"], state["seconds"]) == (12, 1.5)
+    assert is_checkpoint(path)
+    assert not is_checkpoint(tmp_path)
+
+
+def test_the_newest_stay(tmp_path):
+    for step in (5, 10, 100, 2000):
+        save(tmp_path, step, keep=2)
+    assert [path.name for path in newest(tmp_path)] == ["step-00002000", "step-00000100"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000100", "step-00002000"]
+
+
+def test_a_step_is_saved_once(tmp_path):
+    save(tmp_path, 5, text="first")
+    assert (save(tmp_path, 5, text="second") / "model.safetensors").read_text() == "first"
+
+
+def test_a_failure_leaves_the_earlier_ones(tmp_path):
+    save(tmp_path, 5)
+
+    def fail(place):
+        (place / "model.safetensors").write_text("half")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        save_checkpoint(tmp_path, 6, fail, keep=1)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000005"]
+
+
+def test_leftovers_of_a_kill_are_no_checkpoints_and_are_swept(tmp_path):
+    path = save(tmp_path, 5)
+    shutil.copytree(path, path.with_name("step-00000006.tmp"))
+    assert newest(tmp_path) == [path]
+    sweep(tmp_path)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000005"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.json"])
+@pytest.mark.parametrize("harm", ["flip", "truncate", "remove", "extend"])
+def test_damage_is_noticed_and_the_way_on_is_told(tmp_path, name, harm):
+    save(tmp_path, 5)
+    path = save(tmp_path, 10)
+    file = path / name
+    data = bytearray(file.read_bytes())
+    if harm == "flip":
+        data[len(data) // 2] ^= 1
+    changed = {"flip": bytes(data), "truncate": bytes(data[:-3]), "extend": bytes(data) + b"x"}
+    if harm == "remove":
+        file.unlink()
+    else:
+        file.write_bytes(changed[harm])
+    with pytest.raises(ValueError, match=rf"step-00000010 is damaged: {name}.*remove that folder.*step-00000005"):
+        load_checkpoint(path)
+
+
+def test_every_flipped_bit_of_the_state_is_noticed(tmp_path):
+    path = save(tmp_path, 5)
+    good = (path / "state.json").read_bytes()
+    state = json.loads(good)["state"]
+    for place in range(len(good)):
+        bad = bytearray(good)
+        bad[place] ^= 4
+        (path / "state.json").write_bytes(bad)
+        try:
+            assert load_checkpoint(path) == state  # blank for another blank changes nothing
+        except ValueError:
+            continue
+
+
+def test_a_newer_format_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr("symexplin.lab.checkpoint._FORMAT", 9)
+    path = save(tmp_path, 5)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="has format 9, this version of symexplin reads 1"):
+        load_checkpoint(path)
+
+
+def network():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.LayerNorm(6), torch.nn.Linear(6, 3))
+
+
+def make(kind):
+    model = network()
+    if kind == "AdamW":
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if kind == "module":
+        sel.convert(model, sel.preset("paper"))
+        optimizer = torch.optim.AdamW(sel.param_groups(model, lr=1e-2))
+        sel.anneal_scales(optimizer, total_steps=20)
+        return model, optimizer
+    return model, sel.SELAdamW(sel.param_groups(model, lr=1e-2, config=sel.preset("paper+offset")), total_steps=20)
+
+
+def steps(model, optimizer, first, last):
+    for step in range(first, last):
+        optimizer.zero_grad()
+        model(torch.randn(4, 6, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SELAdamW", "module"])
+def test_an_optimizer_goes_on_bit_for_bit(tmp_path, kind):
+    model, optimizer = make(kind)
+    steps(model, optimizer, 0, 5)
+    saved = json.loads(json.dumps(save_optimizer(optimizer, tmp_path)))
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    steps(model, optimizer, 5, 12)
+
+    other, resumed = make(kind)
+    other.load_state_dict(weights)
+    load_optimizer(resumed, tmp_path, saved)
+    steps(other, resumed, 5, 12)
+    for name, value in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], value), name
+    assert len(list(tmp_path.iterdir())) == 1

@@ -1,0 +1,313 @@
+import dataclasses
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from corpora import TEXTS, prepared
+from symexplin.lab.checkpoint import newest
+from symexplin.lab.config import LogConfig, RunConfig, TrainConfig
+from symexplin.lab.data import Corpus, eval_batches
+from symexplin.lab.evaluate import evaluate
+from symexplin.lab.files import read_json_lines
+from symexplin.lab.maps import CurveConfig
+from symexplin.lab.model import ModelConfig
+from symexplin.lab.run import train
+from symexplin.lab.settings import build, load_toml
+from symexplin.lab.stop import Stopped
+from symexplin.lab.train import NonFiniteError, Trainer
+from symexplin.lab.weights import load_model
+
+CURVES = {
+    "none": CurveConfig(home="none"),
+    "optimizer": CurveConfig(preset="paper"),
+    "module": CurveConfig(home="module", preset="paper"),
+}
+FILES = {"config.toml", "run.json", "metrics.jsonl", "timing.jsonl", "summary.json", "model.safetensors"}
+FILES |= {"tokenizer.json", "checkpoints", ".lock"}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return prepared(tmp_path_factory.mktemp("data"))
+
+
+def tiny(data, curve="none", **changes):
+    config = RunConfig(
+        data,
+        ModelConfig(width=16, depth=1, heads=2, context=8),
+        TrainConfig(steps=10, batch_size=4, warmup_steps=2, lr=1e-2, eval_every=4, eval_batches=2),
+        CURVES[curve],
+        log=LogConfig(checkpoint_every=3, tensorboard=False),
+    )
+    return dataclasses.replace(config, **changes)
+
+
+def bits(folder):
+    """What must be the same after a resumed run, by file."""
+    return {name: (folder / name).read_bytes() for name in ("metrics.jsonl", "model.safetensors", "config.toml")}
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    """The uninterrupted run of each kind."""
+    folders = {}
+    for curve in CURVES:
+        folders[curve] = tmp_path_factory.mktemp("whole") / curve
+        train(tiny(data, curve), folders[curve])
+    return folders
+
+
+def failing_at(monkeypatch, step, error):
+    """Let the update number `step` fail."""
+    update = Trainer.update
+
+    def fail(self):
+        if self.step + 1 == step:
+            raise error
+        return update(self)
+
+    monkeypatch.setattr(Trainer, "update", fail)
+
+
+@pytest.mark.parametrize("curve", CURVES)
+def test_a_run_leaves_what_it_promises(whole, data, curve):
+    folder = whole[curve]
+    assert {path.name for path in folder.iterdir()} == FILES
+    records = read_json_lines(folder / "metrics.jsonl")
+    assert [r["step"] for r in records if "loss" in r] == list(range(1, 11))
+    assert [r["tokens"] for r in records if "loss" in r] == [32 * step for step in range(1, 11)]
+    evals = [(r["step"], r["eval_loss"]) for r in records if "eval_loss" in r]
+    assert [step for step, _ in evals] == [0, 4, 8, 10]
+    assert evals[-1][1] < evals[0][1]
+    assert ("stats" in records[-1]) == (curve != "none")
+    assert [r["step"] for r in read_json_lines(folder / "timing.jsonl")] == [0, 4, 8, 10]
+    assert json.loads((folder / "summary.json").read_text())["final_loss"] == evals[-1][1]
+    assert [path.name for path in newest(folder)] == ["step-00000010", "step-00000009"]
+    model = load_model(folder / "model.safetensors")
+    assert all(type(m) is torch.nn.Linear for m in model.modules() if isinstance(m, torch.nn.Linear))
+    held_out = eval_batches(Corpus.load(data).valid, 8, 4, 2)
+    assert evaluate(model, held_out) == pytest.approx(evals[-1][1], rel=0 if curve != "module" else 1e-6)
+
+
+def test_the_saved_configuration_says_everything_and_runs_the_same(whole, tmp_path):
+    config = build(RunConfig, load_toml(whole["optimizer"] / "config.toml"))
+    assert config.compute.device == "cpu"
+    assert config.sel.map["mode"] == "mismatch"
+    train(config, tmp_path / "again")
+    assert bits(tmp_path / "again") == bits(whole["optimizer"])
+
+
+def test_the_resolved_configuration_is_echoed(data, tmp_path):
+    lines = []
+    train(tiny(data), tmp_path / "run", echo=lines.append)
+    text = "\n".join(lines)
+    assert "lr = 0.01" in text
+    assert "width = 16" in text
+    assert "device = 'cpu'" in text
+    assert "step 10/10, loss " in lines[-1]
+
+
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("step", [1, 3, 4, 5, 10])
+def test_a_run_that_fails_anywhere_resumes_to_the_same_bits(data, whole, tmp_path, monkeypatch, curve, step):
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        failing_at(patch, step, RuntimeError("killed"))
+        with pytest.raises(RuntimeError, match="killed"):
+            train(tiny(data, curve), folder)
+    assert not (folder / "model.safetensors").exists()
+    result = train(tiny(data, curve), folder, resume=True)
+    assert bits(folder) == bits(whole[curve])
+    assert [s for s, _ in result.evals] == [0, 4, 8, 10]
+    assert [r["step"] for r in read_json_lines(folder / "timing.jsonl")] == [0, 4, 8, 10]
+
+
+def test_resuming_where_nothing_is_starts(data, whole, tmp_path):
+    train(tiny(data), tmp_path / "run", resume=True)
+    assert bits(tmp_path / "run") == bits(whole["none"])
+
+
+def test_a_finished_run_is_not_trained_again(data, whole, monkeypatch):
+    failing_at(monkeypatch, 1, RuntimeError("trained again"))
+    lines = []
+    result = train(tiny(data), whole["none"], resume=True, echo=lines.append)
+    assert result.final_loss == json.loads((whole["none"] / "summary.json").read_text())["final_loss"]
+    assert "has finished already" in lines[-1]
+
+
+def test_a_run_is_not_overwritten(data, whole):
+    before = bits(whole["none"])
+    with pytest.raises(ValueError, match="which has a run: add --resume"):
+        train(tiny(data), whole["none"])
+    assert bits(whole["none"]) == before
+
+
+def test_another_configuration_is_refused_with_all_differences(data, whole):
+    before = bits(whole["optimizer"])
+    other = tiny(data, train=TrainConfig(steps=12, batch_size=4, lr=2e-2, warmup_steps=2, eval_every=4, eval_batches=2))
+    with pytest.raises(ValueError, match="run of another configuration") as error:
+        train(other, whole["optimizer"], resume=True)
+    for words in (
+        "train.steps is 10 there, 12 now",
+        "train.lr is 0.01 there, 0.02 now",
+        "sel.home is 'optimizer' there",
+    ):
+        assert words in str(error.value)
+    assert bits(whole["optimizer"]) == before
+
+
+def test_what_is_logged_and_where_the_data_lie_may_change(data, whole, tmp_path, monkeypatch):
+    folder, moved = tmp_path / "run", tmp_path / "moved"
+    shutil.copytree(data, moved)
+    with monkeypatch.context() as patch:
+        failing_at(patch, 8, RuntimeError("killed"))
+        with pytest.raises(RuntimeError, match="killed"):
+            train(tiny(data), folder)
+    train(tiny(str(moved), log=LogConfig(checkpoint_every=1, keep=1, tensorboard=False)), folder, resume=True)
+    assert (folder / "metrics.jsonl").read_bytes() == (whole["none"] / "metrics.jsonl").read_bytes()
+    assert (folder / "model.safetensors").read_bytes() == (whole["none"] / "model.safetensors").read_bytes()
+    assert len(newest(folder)) == 1
+
+
+def test_other_data_are_refused(whole, tmp_path):
+    other = prepared(tmp_path, [*TEXTS, "one more"])
+    with pytest.raises(ValueError, match="data must be those of the run"):
+        train(tiny(other), whole["none"], resume=True)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_serves(data, whole, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        failing_at(patch, 8, RuntimeError("killed"))
+        with pytest.raises(RuntimeError, match="killed"):
+            train(tiny(data), folder)
+    file = newest(folder)[0] / "optimizer.safetensors"
+    flipped = bytearray(file.read_bytes())
+    flipped[-5] ^= 1
+    file.write_bytes(flipped)
+    with pytest.raises(ValueError, match=r"step-00000006 is damaged: optimizer.safetensors.*step-00000003"):
+        train(tiny(data), folder, resume=True)
+    shutil.rmtree(newest(folder)[0])
+    train(tiny(data), folder, resume=True)
+    assert bits(folder) == bits(whole["none"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_stops(data, whole, tmp_path, monkeypatch, number):
+    folder, update = tmp_path / "run", Trainer.update
+
+    def update_and_signal(self):
+        record = update(self)
+        if self.step == 5:
+            signal.raise_signal(number)
+        return record
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "update", update_and_signal)
+        with pytest.raises(Stopped, match=r"after step 5, saved in .*step-00000005; --resume goes on") as stopped:
+            train(tiny(data), folder)
+    assert stopped.value.signal == number
+    assert newest(folder)[0].name == "step-00000005"
+    train(tiny(data), folder, resume=True)
+    assert bits(folder) == bits(whole["none"])
+
+
+def test_a_planted_nan_ends_the_run_and_names_step_layer_and_checkpoint(data, tmp_path, monkeypatch):
+    folder, update = tmp_path / "run", Trainer.update
+
+    def plant(self):
+        if self.step == 7:
+            self.model.blocks[0].ffn.up.weight.data[0, 0] = math.nan
+        return update(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "update", plant)
+        words = r"step 8: loss is nan.*blocks.0.ffn.up.weight; last checkpoint: .*step-00000006"
+        with pytest.raises(NonFiniteError, match=words):
+            train(tiny(data), folder)
+    *_, last = read_json_lines(folder / "metrics.jsonl")
+    assert last["step"] == 8
+    assert "blocks.0.ffn.up.weight" in last["error"]
+    assert json.loads((folder / "summary.json").read_text())["step"] == 8
+    assert not (folder / "model.safetensors").exists()
+    train(tiny(data), folder, resume=True)  # if it was the machine and not the settings
+    assert (folder / "model.safetensors").exists()
+
+
+def test_a_second_process_is_refused(data, whole, tmp_path):
+    code = """if True:
+        import sys
+        from symexplin.lab.run import claim
+        with claim(sys.argv[1]):
+            print("held", flush=True)
+            sys.stdin.read()
+    """
+    folder = tmp_path / "run"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match=r"out must be free, got .*another process is training"):
+            train(tiny(data), folder)
+        other.kill()  # the system frees the lock
+        other.wait()
+        train(tiny(data), folder)
+    assert bits(folder) == bits(whole["none"])
+
+
+def test_folders_of_others_are_left_alone(data, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"out must be a new folder or one of an earlier run.*notes.txt"):
+        train(tiny(data), tmp_path)
+    with pytest.raises(ValueError, match="out must be a folder, got the file"):
+        train(tiny(data), tmp_path / "notes.txt")
+    with pytest.raises(ValueError, match="out must name a folder"):
+        train(tiny(data), "")
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_nothing_is_written_before_the_data_are_read(data, tmp_path):
+    for config in (tiny(str(tmp_path / "nowhere")), tiny(data, model=ModelConfig(width=16, heads=2, context=9000))):
+        with pytest.raises((ValueError, OSError)):
+            train(config, tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="limits the size of files")
+@pytest.mark.parametrize("size", [500, 2_000, 20_000, 60_000])
+def test_a_full_disk_is_told_in_one_line_and_the_run_resumes(data, whole, tmp_path, size):
+    """At any size of the limit: the metrics, the checkpoint or the final weights do not fit."""
+    code = """if True:
+        import pickle, resource, sys
+        from symexplin.lab.run import train
+        config, folder, size = pickle.load(sys.stdin.buffer)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+        try:
+            train(config, folder)
+        except (OSError, ValueError) as error:
+            sys.exit(f"told: {error}")
+    """
+    import pickle
+
+    folder = tmp_path / "run"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input=pickle.dumps((tiny(data), str(folder), size)),
+        capture_output=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    *_, last = done.stderr.decode().splitlines()
+    assert last.startswith("told: "), done.stderr.decode()
+    assert "arge" in last
+    assert not list(folder.rglob("*.tmp"))
+    train(tiny(data), folder, resume=True)
+    assert bits(folder) == bits(whole["none"])

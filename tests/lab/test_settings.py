@@ -1,0 +1,142 @@
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from symexplin.lab.config import RunConfig
+from symexplin.lab.settings import build, differences, dump_toml, keys, load_toml, merge, nested, to_table
+
+
+@dataclass(frozen=True)
+class Inner:
+    """A table.
+
+    Args:
+        size: a number of things,
+            counted with `care`.
+        low, high: bounds.
+
+    Raises:
+        ValueError: never.
+    """
+
+    size: int = 3
+    low: float = 0.0
+    high: float = 1.0
+    pair: tuple[float, float] = (1.0, 2.0)
+    names: tuple[str, ...] = ()
+    hidden: int = field(default=7, metadata={"derived": True})
+
+
+@dataclass(frozen=True)
+class Outer:
+    """A configuration.
+
+    Args:
+        path: where it is.
+    """
+
+    path: str
+    inner: Inner = field(default_factory=Inner)
+    switch: bool = False
+    limit: int | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def test_keys_are_the_fields_and_their_help_is_the_docstrings():
+    found = {key.name: key for key in keys(Outer)}
+    assert list(found) == ["path", "size", "low", "high", "pair", "names", "switch", "limit", "extra"]
+    assert found["size"].help == "a number of things, counted with care"
+    assert found["low"].help == found["high"].help == "bounds"
+    assert (found["size"].table, found["switch"].table) == ("inner", "")
+    assert found["path"].default is dataclasses.MISSING
+
+
+def test_every_key_of_a_run_has_a_help_and_a_name_of_its_own():
+    names = [key.name for key in keys(RunConfig)]
+    assert len(names) == len(set(names))
+    assert all(key.help for key in keys(RunConfig))
+
+
+def test_a_file_becomes_the_configuration_and_back(tmp_path):
+    config = Outer("x", Inner(5, pair=(3.0, 4.0), names=("a", "b")), switch=True, limit=2, extra={"e": {"k": [1, 2]}})
+    path = tmp_path / "c.toml"
+    path.write_text(dump_toml(to_table(config)))
+    assert build(Outer, load_toml(path)) == config
+    assert build(Outer, to_table(Outer("x"))) == Outer("x")
+    assert "limit" not in to_table(Outer("x"))
+    assert "hidden" not in to_table(Outer("x"))["inner"]
+
+
+def test_whole_numbers_serve_as_numbers_and_lists_as_tuples():
+    config = build(Outer, {"path": "x", "inner": {"low": 2, "pair": [1, 2], "names": ["a"]}})
+    assert type(config.inner.low) is float
+    assert config.inner.pair == (1.0, 2.0)
+    assert config.inner.names == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({}, "path must be given: where it is"),
+        ({"path": 3}, "path must be a text, got 3"),
+        ({"path": "x", "swich": True}, "unknown key 'swich'; did you mean 'switch'?"),
+        ({"path": "x", "inner": {"sise": 1}}, r"unknown key 'sise' in \[inner\]; did you mean 'size'?"),
+        ({"path": "x", "iner": {}}, "did you mean 'inner'?"),
+        ({"path": "x", "zzz": 1}, "unknown key 'zzz'; known: "),
+        ({"path": "x", "size": 1}, r"key 'size' belongs in \[inner\]"),
+        ({"path": "x", "inner": {"switch": True}}, "key 'switch' belongs at the top"),
+        ({"path": "x", "inner": 3}, r"\[inner\] must be a table, got 3"),
+        ({"path": "x", "inner": {"size": 1.5}}, "size must be a whole number, got 1.5"),
+        ({"path": "x", "inner": {"size": True}}, "size must be a whole number, got True"),
+        ({"path": "x", "inner": {"low": "1"}}, "low must be a number, got '1'"),
+        ({"path": "x", "switch": 1}, "switch must be true or false, got 1"),
+        ({"path": "x", "inner": {"pair": [1.0]}}, r"pair must be a list of 2, got \[1.0\]"),
+        ({"path": "x", "inner": {"pair": 1.0}}, "pair must be a list, got 1.0"),
+        ({"path": "x", "limit": "2"}, "limit must be a whole number, got '2'"),
+        ({"path": "x", "extra": 1}, "extra must be a table, got 1"),
+    ],
+)
+def test_mistakes_are_named(table, words):
+    with pytest.raises(ValueError, match=words):
+        build(Outer, table)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"config must be an existing TOML file, got .*nowhere"):
+        load_toml(tmp_path / "nowhere")
+    (tmp_path / "bad").write_text("a = = 1")
+    with pytest.raises(ValueError, match=r"bad is not TOML: .*line 1"):
+        load_toml(tmp_path / "bad")
+    (tmp_path / "bad").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="bad is not TOML"):
+        load_toml(tmp_path / "bad")
+
+
+def test_flat_values_go_to_their_tables():
+    assert nested(Outer, {"path": "x", "size": 4, "switch": True}) == {
+        "path": "x",
+        "inner": {"size": 4},
+        "switch": True,
+    }
+
+
+def test_merging_leaves_both_sides_alone():
+    base, over = {"t": {"x": 1, "y": {"z": 1}}}, {"t": {"y": {"z": 2}}, "u": {"v": 1}}
+    assert merge(base, over) == {"t": {"x": 1, "y": {"z": 2}}, "u": {"v": 1}}
+    assert base == {"t": {"x": 1, "y": {"z": 1}}}
+
+
+def test_differences_are_dotted_and_see_missing_tables():
+    assert differences({"t": {"x": 1}}, {"t": {"x": 1}}) == {}
+    assert differences({}, {"t": {"x": {"y": 1}}}) == {"t.x.y": (None, 1)}
+    assert differences({"a": [1]}, {"a": [2]}) == {"a": ([1], [2])}
+
+
+def test_numbers_survive_toml_to_the_bit():
+    values = [0.1, 1e-300, 2.6516504294495533, math.pi * 1e20]
+    import tomllib
+
+    assert tomllib.loads(dump_toml({"v": values}))["v"] == values

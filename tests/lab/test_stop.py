@@ -1,0 +1,47 @@
+import signal
+import threading
+
+import pytest
+
+from symexplin.lab.stop import Stopped, StopSignals
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_remembered_and_the_handlers_come_back(number):
+    before = signal.getsignal(number)
+    with StopSignals() as stop:
+        assert stop.signal is None
+        signal.raise_signal(number)
+        assert stop.signal == number
+        error = stop.stopped("after step 3")
+    assert signal.getsignal(number) is before
+    assert isinstance(error, Stopped)
+    assert error.signal == number
+    assert str(error) == f"stopped by {signal.Signals(number).name} after step 3"
+
+
+def test_a_second_ctrl_c_does_not_wait():
+    with StopSignals():
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_after_sigterm_waits_as_well():
+    with StopSignals() as stop:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+        assert stop.signal == signal.SIGINT
+
+
+def test_other_threads_set_no_handlers():
+    seen = []
+
+    def work():
+        with StopSignals() as stop:
+            seen.append(stop.signal)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [None]
