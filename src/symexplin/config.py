@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from symexplin.functional import auto_beta
 from symexplin.transform import CURVATURES, MODES
-from symexplin.validation import check_choice, check_finite, check_positive, check_whole
+from symexplin.validation import check_choice, check_finite, check_flag, check_positive, check_whole
 
 __all__ = ["DECAYED_ROLES", "PATTERNS", "PRESETS", "SCALE_ROLES", "SELConfig", "Scale", "check_config", "preset"]
 
@@ -127,8 +127,7 @@ class SELConfig:
             object.__setattr__(self, "beta", check_positive("beta", self.beta))
         check_choice("mode", self.mode, MODES)
         check_choice("curvature", self.curvature, CURVATURES)
-        if not isinstance(self.normalize, bool):
-            raise ValueError(f"normalize must be True or False, got {self.normalize!r}")
+        check_flag("normalize", self.normalize)
         object.__setattr__(self, "seed", check_whole("seed", self.seed, minimum=0, maximum=2**32 - 1))
         for name in ("include", "exclude"):
             patterns = getattr(self, name)

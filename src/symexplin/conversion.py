@@ -14,12 +14,12 @@ from symexplin.routing import Route, routing
 from symexplin.starts import START_RULES
 from symexplin.validation import check_choice, naming
 
-__all__ = ["convert", "fold"]
+__all__ = ["IDENTITY", "convert", "fold"]
 
 _logger = logging.getLogger("symexplin")
 
 # A bias that stays plain beside a curved weight is carried by the identity map.
-_IDENTITY = SELConfig(mode="linear", l=Scale(), s=Scale())
+IDENTITY = SELConfig(mode="linear", l=Scale(), s=Scale())
 
 
 def convert(model: nn.Module, config: SELConfig | None = None, start: str = "matched") -> nn.Module:
@@ -101,7 +101,7 @@ def _curve(name: str, module: nn.Linear, routes: dict[int, Route], config: SELCo
     bias = None
     if module.bias is not None:
         route = routes.get(id(module.bias))
-        bias = route.layout(config) if route else Layout(tuple(module.bias.shape), 0, 1.0, _IDENTITY)
+        bias = route.layout(config) if route else Layout(tuple(module.bias.shape), 0, 1.0, IDENTITY)
     with naming(name):
         return SELLinear.from_linear(module, weight.layout(config), bias, start, weight.position)
 

@@ -9,11 +9,11 @@ from torch import nn
 from symexplin.config import SELConfig, check_config
 from symexplin.coordinates import Layout
 
-__all__ = ["Route", "Routing", "routing"]
+__all__ = ["HEAD_NAMES", "ROUTER_NAMES", "Route", "Routing", "routing"]
 
 # Names of an output head where neither the model nor a vocabulary gives it away.
-_HEAD_NAMES = frozenset({"lm_head", "head", "output_head", "classifier", "score", "unembed", "unembedding"})
-_ROUTER_NAMES = frozenset({"router", "gate"})
+HEAD_NAMES = frozenset({"lm_head", "head", "output_head", "classifier", "score", "unembed", "unembedding"})
+ROUTER_NAMES = frozenset({"router", "gate"})
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def _plain_reason(name: str, module: nn.Module, parent: nn.Module, heads: set[in
     leaf = name.rpartition(".")[2]
     if id(module) in heads:
         return "output head"
-    if isinstance(module, nn.Linear) and leaf in _ROUTER_NAMES and hasattr(parent, "experts"):
+    if isinstance(module, nn.Linear) and leaf in ROUTER_NAMES and hasattr(parent, "experts"):
         return "router of a mixture of experts"
     return None
 
@@ -217,7 +217,7 @@ def _heads(model: nn.Module) -> set[int]:
     if isinstance(named, nn.Module):
         return {id(named)}
     linears = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear) and name]
-    by_name = [m for name, m in linears if name.rpartition(".")[2] in _HEAD_NAMES]
+    by_name = [m for name, m in linears if name.rpartition(".")[2] in HEAD_NAMES]
     if callable(getter):  # the model says that it has no head over its vocabulary
         return {id(m) for m in by_name}
     vocabularies = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}

@@ -9,6 +9,7 @@ from numbers import Integral, Real
 __all__ = [
     "check_choice",
     "check_finite",
+    "check_flag",
     "check_fraction",
     "check_not_negative",
     "check_positive",
@@ -30,6 +31,18 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
     near = difflib.get_close_matches(str(value), known, n=1, cutoff=0.4)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}{hint}")
+
+
+def check_flag(name: str, value: object) -> bool:
+    """Return `value` if it is True or False, else raise ValueError.
+
+    >>> check_flag("bias", "no")
+    Traceback (most recent call last):
+    ValueError: bias must be True or False, got 'no'
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+    return value
 
 
 def check_positive(name: str, value: object) -> float:

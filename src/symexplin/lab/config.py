@@ -7,7 +7,7 @@ import torch
 
 from symexplin.lab.maps import CurveConfig, map_of
 from symexplin.lab.model import ModelConfig
-from symexplin.validation import check_choice, check_fraction, check_positive, check_whole
+from symexplin.validation import check_choice, check_flag, check_fraction, check_positive, check_whole
 
 __all__ = ["ComputeConfig", "LogConfig", "RunConfig", "TrainConfig", "resolve"]
 
@@ -98,6 +98,8 @@ class ComputeConfig:
     def __post_init__(self) -> None:
         """Check every field."""
         check_choice("autocast", self.autocast, _SWITCH)
+        for name in ("compile", "recompute"):
+            check_flag(name, getattr(self, name))
         if self.threads is not None:
             check_whole("threads", self.threads, maximum=1024)
         if self.loss_chunk is not None:

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from symexplin.validation import check_whole
+from symexplin.validation import check_flag, check_whole
 
-__all__ = ["ModelConfig", "Transformer", "apply_rope", "attention", "rope_tables"]
+__all__ = ["ROPE_BASE", "ModelConfig", "Transformer", "apply_rope", "attention", "rope_tables"]
 
 # Base of the rotary frequencies (Su et al. 2024) and the usual spread of embeddings and head (GPT-2).
-_ROPE_BASE = 10_000.0
+ROPE_BASE = 10_000.0
 _EMBEDDING_STD = 0.02
 _IGNORED = -100  # target that the loss leaves out, as in torch
 # Explicit: nn.RMSNorm's default depends on the dtype and is 2^-7 in bfloat16.
@@ -58,6 +58,8 @@ class ModelConfig:
         """Check every field."""
         for name in ("width", "depth", "heads", "vocab_size", "context"):
             check_whole(name, getattr(self, name))
+        for name in ("tie_head", "bias"):
+            check_flag(name, getattr(self, name))
         if self.width % (2 * self.heads):
             raise ValueError(
                 f"width must be a multiple of 2 * heads = {2 * self.heads}, so that a head's size is even, "
@@ -82,7 +84,7 @@ def rope_tables(length: int, head_dim: int) -> tuple[Tensor, Tensor]:
     >>> [round(x, 4) for x in sin[:, 0].tolist()]
     [0.0, 0.8415, 0.9093, 0.1411]
     """
-    frequency = _ROPE_BASE ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    frequency = ROPE_BASE ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angle = torch.outer(torch.arange(length, dtype=torch.float64), frequency)
     return angle.cos(), angle.sin()
 

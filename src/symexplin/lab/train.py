@@ -17,7 +17,7 @@ from symexplin.lab.data import BatchLoader, Corpus, eval_batches
 from symexplin.lab.evaluate import evaluate
 from symexplin.lab.maps import map_of
 from symexplin.lab.model import Transformer
-from symexplin.lab.weights import read_tensors, save_model
+from symexplin.lab.weights import MAP_KEY, read_tensors, save_model
 
 __all__ = ["NonFiniteError", "Trainer", "lr_factor"]
 
@@ -136,7 +136,7 @@ class Trainer:
     def save(self, folder: Path) -> dict[str, Any]:
         """Write model and optimizer into `folder` and return the plain values that belong to them."""
         curve = map_of(self.config.sel, self.config.model.width)
-        curved = {"symexplin_map": curve.to_json()} if curve and self.config.sel.home == "module" else {}
+        curved = {MAP_KEY: curve.to_json()} if curve and self.config.sel.home == "module" else {}
         save_model(self.model, folder / _MODEL, curved)
         return {"optimizer": save_optimizer(self.optimizer, folder)}
 
