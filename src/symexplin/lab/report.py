@@ -1,142 +1,220 @@
-"""One page that shows a comparison: self-contained HTML with its charts inside."""
+"""One page that shows a run or a comparison: self-contained HTML with its charts inside."""
 
-import importlib.resources
-import io
-import re
-from collections.abc import Mapping, Sequence
+import contextlib
+import urllib.parse
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jinja2
-import matplotlib as mpl
-from markupsafe import Markup
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+import torch
 
-__all__ = ["render_report"]
+from symexplin.lab.dataset import read_json
+from symexplin.lab.figures import comparison_figures, run_sections
+from symexplin.lab.files import replace_file
+from symexplin.lab.maps import map_of
+from symexplin.lab.model import ModelConfig, Transformer
+from symexplin.lab.probe import RunRecord, probe, read_run
+from symexplin.lab.run import CONFIG
+from symexplin.lab.settings import to_table
+from symexplin.lab.sweep import COMPARISON
+from symexplin.lab.sweep import CONFIG as COMPARE
 
-# Okabe and Ito's palette, which the colour-blind can tell apart.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-_DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (5, 1.5, 1.5, 1.5)))
-_MARKERS = ("o", "s", "^", "D", "v", "P")
-# Evaluations before this fraction of the steps may leave the chart: the first losses dwarf all differences.
-_LATE = 0.2
-# Text as text, and ids that depend on the content alone: the same data give the same page.
-_STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "symexplin",
-    "font.family": "sans-serif",
-    "font.size": 12,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#e4e4e4",
-    "legend.frameon": False,
-    "legend.fontsize": 10.5,
-}
+__all__ = ["report", "report_comparison", "report_run"]
+
+_PAGE, _SAMPLE = "report.html", "sample.txt"
+_ROWS = 40  # evaluations that a page lists
+_NATS = "nats a token"
+_HOMES = {"optimizer": "in the optimizer", "module": "in the modules"}
 
 
-def render_report(summary: Mapping[str, Any]) -> str:
-    """Return the page for the summary of :func:`symexplin.lab.demo.run_demo` (or its JSON, read back).
+def report(folder: str | Path) -> Path:
+    """Write `report.html` into the folder of a run or of a comparison, and return its path.
 
-    >>> from symexplin.lab.compare import Run, compare
-    >>> import dataclasses
-    >>> runs = [Run(arm, 0.1, ((0, 3.0), (10, 2.0)), 1.0, 1.0) for arm in ("AdamW", "SEL")]
-    >>> page = render_report({
-    ...     "headline": ["Equal."], "comparison": dataclasses.asdict(compare(runs, "AdamW")),
-    ...     "runs": [{**dataclasses.asdict(run), "final_loss": run.final_loss} for run in runs],
-    ...     "sample": {"arm": "SEL", "lr": 0.1, "text": "<b>"}, "config": {"seed": 0}, "seconds": 1.0,
-    ...     "export": {"file": "model.safetensors", "bit_equal": True}, "provenance": {}, "corpus": {},
-    ...     "parameters": 1, "maps": {},
-    ... })
-    >>> "&lt;b&gt;" in page, "https://" in page
-    (True, False)
+    Raises:
+        FileNotFoundError, ValueError: no such folder, another kind of folder, a file of it that cannot be read.
+
+    >>> report("no/such/folder")
+    Traceback (most recent call last):
+    FileNotFoundError: folder must be that of a run or of a comparison, got 'no/such/folder', which does not exist
     """
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    source = importlib.resources.files(__package__).joinpath("report.html.jinja").read_text(encoding="utf-8")
-    runs = summary["runs"]
-    return environment.from_string(source).render(
-        summary, curves=_svg(_draw_curves, runs), sweep=_svg(_draw_sweep, runs), facts=_facts(summary)
+    path = Path(folder)
+    wanted = f"folder must be that of a run or of a comparison, got {str(folder)!r}"
+    if not path.is_dir():
+        raise FileNotFoundError(f"{wanted}, which " + ("is a file" if path.exists() else "does not exist"))
+    if (path / COMPARISON).exists() or (path / COMPARE).exists():
+        return report_comparison(path)
+    if (path / CONFIG).exists():
+        return report_run(path)
+    raise ValueError(f"{wanted}, which has neither {CONFIG} nor {COMPARISON}")
+
+
+def report_run(folder: str | Path) -> Path:
+    """Write `report.html` into a run's folder, also while it trains, and return its path.
+
+    Nothing else is written or locked. Weights and scales are those of the newest checkpoint.
+
+    Raises:
+        FileNotFoundError, ValueError: no run there, a damaged checkpoint or record.
+    """
+    sample = Path(folder) / _SAMPLE
+    with _reading(folder):
+        run = read_run(folder)
+        return _write(
+            run.folder,
+            "report_run.html.jinja",
+            title=f"Run {run.folder.resolve().name}",
+            headline=_headline(run),
+            facts=list(_run_facts(run)),
+            sections=run_sections(run, probe(run)),
+            evaluations=_evaluation_rows(run),
+            evaluations_done=len(run.evaluations),
+            sample=sample.read_text(encoding="utf-8", errors="replace") if sample.exists() else None,
+            settings=_settings(run),
+            provenance=_facts(run.facts["provenance"]),
+        )
+
+
+def report_comparison(folder: str | Path) -> Path:
+    """Write `report.html` into a finished comparison's folder and return its path.
+
+    Raises:
+        FileNotFoundError, ValueError: the comparison is not finished, or a file of it cannot be read.
+    """
+    path = Path(folder)
+    if not (path / COMPARISON).exists():
+        raise FileNotFoundError(
+            f"{str(folder)!r} has no {COMPARISON}: finish the comparison with --resume, or report one of its runs"
+        )
+    found = read_json(path / COMPARISON)
+    with _reading(path / COMPARISON):
+        facts = [(f"map of {arm}", _map(curve)) for arm, curve in found["maps"].items()]
+        extra = {"parameters": found["parameters"], "seconds in all": found["seconds"]}
+        for part in (found["corpus"], found["config"], found["provenance"], extra):
+            facts += _facts(part)
+        return _write(
+            path,
+            "report_comparison.html.jinja",
+            title=f"{_list([row['arm'] for row in found['comparison']['shared']])} on one language model",
+            found={"sample": None, "export": None, **found},
+            figures=comparison_figures(found),
+            runs=[(run, _link(path, run["folder"])) for run in found["runs"]],
+            facts=facts,
+        )
+
+
+@contextlib.contextmanager
+def _reading(path: str | Path) -> Iterator[None]:
+    """Turn what a record lacks into an error that names where it should be."""
+    try:
+        yield
+    except (KeyError, jinja2.UndefinedError) as error:
+        raise ValueError(f"{str(path)!r} is damaged, or of another version of symexplin: it lacks {error}") from None
+
+
+def _write(folder: Path, template: str, **values: Any) -> Path:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("symexplin.lab", "."),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
     )
+    page = folder / _PAGE
+    replace_file(page, environment.get_template(template).render(values))
+    return page
 
 
-def _svg(draw: Any, runs: Sequence[Mapping[str, Any]]) -> Markup:
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(5.4, 4.2), layout="constrained")
-        draw(figure.add_subplot(), runs)
-        buffer = io.StringIO()
-        figure.savefig(
-            buffer, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        )
-    text = buffer.getvalue()
-    # What precedes <svg> is for files; numbered ids are not referred to and would repeat between charts.
-    return Markup(re.sub(r' id="[\w.]+_\d+"', "", text[text.index("<svg") :]))
+def _headline(run: RunRecord) -> list[str]:
+    steps = run.config.train.steps
+    if run.error is not None:
+        sentences = [f"Ended by an error: {run.error}."]
+    elif run.summary is not None:
+        sentences = [f"Finished: {steps:,} steps."]
+    else:
+        sentences = [f"Unfinished: step {run.step:,} of {steps:,}. It is still running, or was stopped there."]
+    if run.evaluations:
+        last, best = run.evaluations[-1], min(run.evaluations, key=lambda record: record["eval_loss"])
+        sentences.append(f"Held-out loss {last['eval_loss']:.4f} {_NATS} after step {last['step']:,}.")
+        if best["eval_loss"] < last["eval_loss"]:
+            sentences.append(f"It was lowest after step {best['step']:,}: {best['eval_loss']:.4f}.")
+    return sentences
 
 
-def _draw_curves(axes: Axes, runs: Sequence[Mapping[str, Any]]) -> None:
-    """Draw evaluation loss against steps: a colour an arm, a dash pattern a learning rate."""
-    arms, lrs = _order(runs, "arm"), sorted(_order(runs, "lr"))
-    late = []
-    for run in runs:
-        if not run["evals"]:
+def _run_facts(run: RunRecord) -> Iterator[tuple[str, str]]:
+    config, model = run.config, run.config.model
+    with torch.device("meta"):  # shapes without memory
+        parameters = sum(p.numel() for p in Transformer(ModelConfig(**run.facts["model"])).parameters())
+    curve = map_of(config.sel, model.width)
+    yield (
+        "model",
+        (
+            f"width {model.width}, depth {model.depth}, {model.heads} heads, context {model.context}, "
+            f"{model.vocab_size:,} tokens in the vocabulary"
+        ),
+    )
+    yield "parameters", f"{parameters:,}"
+    yield "data", config.data
+    told = None if curve is None else {"start": config.sel.start, "home": config.sel.home, **curve.to_dict()}
+    yield "weights", _map(told)
+    yield "steps", f"{run.step:,} of {config.train.steps:,}, {config.train.batch_size} sequences each"
+    yield "tokens seen", f"{run.updates[-1]['tokens'] if run.updates else 0:,}"
+    if run.updates:
+        yield "training loss", f"{run.updates[-1]['loss']:.4f} {_NATS} at the last step"
+    timing = {**(run.timing[-1] if run.timing else {}), **(run.summary or {})}
+    if "tokens_per_second" in timing:
+        yield "tokens/s", f"{timing['tokens_per_second']:,.0f}"
+    if "seconds" in timing:
+        yield "training time", f"{timing['seconds']:,.1f} seconds, evaluations not counted"
+
+
+def _evaluation_rows(run: RunRecord) -> list[dict[str, Any]]:
+    """Return about evenly spread evaluations, the first, the best and the last among them, with their timing."""
+    found = run.evaluations
+    timing = {record["step"]: record for record in run.timing}
+    stride = -(-len(found) // _ROWS) or 1
+    best = min(range(len(found)), key=lambda i: found[i]["eval_loss"], default=0)
+    chosen = sorted({*range(0, len(found), stride), best, len(found) - 1}) if found else []
+    return [{**timing.get(found[i]["step"], {}), **found[i], "best": i == best} for i in chosen]
+
+
+def _settings(run: RunRecord) -> list[tuple[str, str]]:
+    """Return config.toml as (dotted key, text); the map is told in words elsewhere."""
+    rows = []
+    for key, value in to_table(run.config).items():
+        if not isinstance(value, Mapping):
+            rows.append((key, _text(value)))
             continue
-        steps, losses = zip(*run["evals"], strict=True)
-        axes.plot(
-            steps,
-            losses,
-            color=_COLOURS[arms.index(run["arm"]) % len(_COLOURS)],
-            linestyle=_DASHES[lrs.index(run["lr"]) % len(_DASHES)],
-            linewidth=1.8,
-            label=f"{run['arm']}, lr {run['lr']:g}",
-        )
-        late += [loss for step, loss in run["evals"] if step >= _LATE * steps[-1]]
-    margin = 0.05 * (max(late) - min(late)) or 0.1
-    axes.set_ylim(min(late) - margin, max(late) + margin)
-    axes.set_xlim(left=0)
-    axes.set_xlabel("optimizer steps")
-    axes.set_ylabel("evaluation loss (nats a token)")
-    axes.legend()
+        rows += [(f"{key}.{name}", _text(entry)) for name, entry in value.items() if (key, name) != ("sel", "map")]
+    return rows
 
 
-def _draw_sweep(axes: Axes, runs: Sequence[Mapping[str, Any]]) -> None:
-    """Draw the final evaluation loss against the learning rate, a line an arm."""
-    for index, arm in enumerate(_order(runs, "arm")):
-        points = sorted((run["lr"], run["final_loss"]) for run in runs if run["arm"] == arm and run["evals"])
-        style: dict[str, Any] = {"color": _COLOURS[index % len(_COLOURS)], "marker": _MARKERS[index % len(_MARKERS)]}
-        axes.plot(*zip(*points, strict=True), linewidth=1.8, markersize=7, label=arm, **style)
-    lrs = sorted(_order(runs, "lr"))
-    axes.set_xscale("log")
-    axes.set_xticks(lrs, [f"{lr:g}" for lr in lrs])
-    axes.minorticks_off()
-    axes.set_xlabel("peak learning rate (log scale)")
-    axes.set_ylabel("final evaluation loss (nats a token)")
-    axes.legend()
-
-
-def _order(runs: Sequence[Mapping[str, Any]], key: str) -> list[Any]:
-    return list(dict.fromkeys(run[key] for run in runs))
-
-
-def _facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return what the runs depend on, as (name, text)."""
-    facts = [(f"map of {arm}", _map(found)) for arm, found in summary["maps"].items()]
-    whole = {"parameters": summary["parameters"], "seconds in all": summary["seconds"]}
-    for part in (summary["corpus"], summary["config"], summary["provenance"], whole):
-        facts += [(name.replace("_", " "), _text(value)) for name, value in part.items()]
+def _facts(part: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return a table's entries, those of tables in it with dotted names."""
+    facts = []
+    for name, value in part.items():
+        if isinstance(value, Mapping):
+            facts += [(f"{name}.{inner}", text) for inner, text in _facts(value)]
+        else:
+            facts.append((name.replace("_", " "), _text(value)))
     return facts
 
 
 def _text(value: object) -> str:
     if isinstance(value, list | tuple):
-        return ", ".join(map(_text, value))
+        return ", ".join(map(_text, value)) or "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:g}"
     return "unknown" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _map(found: Mapping[str, Any]) -> str:
-    """Return the form of a map, its start, and every scale that is learned or fixed away from its neutral value."""
-    words = [f"mode {found['mode']}", f"beta {_text(found['beta'])}", f"curvature {found['curvature']}"]
-    words.append(f"{found['start']} start")
+def _map(found: Mapping[str, Any] | None) -> str:
+    """Return the home and form of a map, its start, and its scales that are learned or not 1."""
+    if found is None:
+        return "ordinary weights under AdamW"
+    words = [f"curved {_HOMES[found['home']]}", f"mode {found['mode']}", f"beta {_text(found['beta'])}"]
+    words += [f"curvature {found['curvature']}", f"{found['start']} start"]
     for role, scale in found.items():
         if not isinstance(scale, Mapping):
             continue
@@ -146,3 +224,13 @@ def _map(found: Mapping[str, Any]) -> str:
             first, last = scale["peak_lr"] or (None, None)
             words.append(f"{role} {scale['pattern']} with peak learning rate {_text(first)} to {_text(last)}")
     return "; ".join(words)
+
+
+def _list(names: Sequence[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def _link(folder: Path, run: str) -> str | None:
+    """Return the address of a run's own page, if it has one."""
+    page = Path(run, _PAGE)
+    return urllib.parse.quote(page.as_posix()) if (folder / page).exists() else None

@@ -1,0 +1,257 @@
+"""Charts as SVG: the same data give the same text, colours never stand alone, and a phone can show them."""
+
+import io
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import matplotlib as mpl
+import numpy as np
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
+from numpy.typing import ArrayLike, NDArray
+
+__all__ = ["MOST_POINTS", "Line", "chart", "histogram", "late_limits", "smooth", "thin"]
+
+# Okabe and Ito's palette, which the colour-blind can tell apart.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (5, 1.5, 1.5, 1.5)))
+_MARKERS = ("o", "s", "^", "D", "v", "P")
+# More are not to be told apart at any width of a page.
+MOST_POINTS = 1000
+# A line of more points than these goes without a marker at each.
+_MARKED = 40
+# Evaluations before this fraction of the steps may leave the chart: the first losses dwarf all differences.
+_LATE = 0.2
+_WIDE, _SMALL = (5.4, 4.2), (4.0, 3.4)
+_LONG_LABEL = 24  # letters of a label that has a line of the legend to itself
+# Text as text, and ids that depend on the content alone: the same data give the same page.
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "symexplin",
+    "font.family": "sans-serif",
+    "font.size": 12,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.formatter.limits": (-4, 6),
+    "axes.formatter.useoffset": False,
+    "grid.color": "#e4e4e4",
+    "legend.frameon": False,
+    "legend.fontsize": 10.5,
+}
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a chart, or its points, with a band around it.
+
+    Args:
+        label: for the legend; "" leaves it out.
+        x, y: of its points.
+        style: number of its colour, dashes and marker.
+        band: its lower and upper edge, where there is one.
+        kind: "line", "faint" (a thin line behind others), "points" (no line) or "guide" (dashed, grey).
+    """
+
+    label: str
+    x: ArrayLike
+    y: ArrayLike
+    style: int = 0
+    band: tuple[ArrayLike, ArrayLike] | None = field(default=None, kw_only=True)
+    kind: str = field(default="line", kw_only=True)
+
+    @classmethod
+    def through(cls, label: str, points: Sequence[tuple[float, float]], style: int = 0, *, kind: str = "line") -> Self:
+        """Return the line through (x, y) pairs.
+
+        >>> Line.through("loss", [(0, 3.0), (10, 2.0)]).y
+        [3.0, 2.0]
+        """
+        return cls(label, [x for x, _ in points], [y for _, y in points], style, kind=kind)
+
+
+def chart(
+    lines: Iterable[Line],
+    x_label: str,
+    y_label: str,
+    *,
+    log: str = "",
+    limits: tuple[float, float] | None = None,
+    ticks: Sequence[float] | None = None,
+    small: bool = False,
+) -> Markup:
+    """Return a chart of lines.
+
+    Args:
+        lines: those of kind "faint" first, as later ones lie over earlier ones.
+        x_label, y_label: what the axes show, with the unit.
+        log: which axes are logarithmic: "", "x", "y" or "xy".
+        limits: of the y axis.
+        ticks: of the x axis.
+        small: for one of many beside each other.
+
+    >>> chart([Line("loss", [0, 1], [3.0, 2.0])], "steps", "loss (nats)").count("<svg")
+    1
+    """
+
+    def draw(axes: Axes) -> None:
+        for line in lines:
+            _plot(axes, line)
+        if "x" in log:
+            axes.set_xscale("log")
+        if "y" in log:
+            axes.set_yscale("log")
+            # 0.5 instead of 5 x 10^-1
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+            axes.yaxis.set_minor_formatter(NullFormatter())
+        if ticks is not None:
+            axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+            axes.minorticks_off()
+        if limits is not None:
+            axes.set_ylim(*limits)
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
+        _legend(axes, narrow=small)
+
+    return _svg(draw, _SMALL if small else _WIDE)
+
+
+def _plot(axes: Axes, line: Line) -> None:
+    colour = _COLOURS[line.style % len(_COLOURS)]
+    dashes, marker = _DASHES[line.style % len(_DASHES)], _MARKERS[line.style % len(_MARKERS)]
+    label = line.label or "_"  # matplotlib leaves out of the legend what begins so
+    if line.kind == "guide":
+        axes.plot(line.x, line.y, color="#777777", linestyle=(0, (3, 3)), linewidth=1.2, label=label)
+        return
+    if line.kind == "points":
+        axes.plot(line.x, line.y, marker, color=colour, markersize=5, alpha=0.6, markeredgewidth=0, label=label)
+        return
+    if line.band is None:
+        x, y = thin(line.x, line.y)
+    else:
+        x, y, low, high = _spread(line.x, line.y, *line.band)
+        axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
+    if line.kind == "faint":
+        axes.plot(x, y, color=colour, linewidth=0.6, alpha=0.4, label=label)
+        return
+    shown = marker if len(x) <= _MARKED else None
+    axes.plot(x, y, color=colour, linestyle=dashes, linewidth=1.8, marker=shown, markersize=5, label=label)
+
+
+def histogram(series: Mapping[str, tuple[ArrayLike, ArrayLike]], x_label: str, y_label: str, bins: int = 121) -> Markup:
+    """Return outlines of histograms over common bins, with a logarithmic count.
+
+    Args:
+        series: label -> (values, how many each stands for).
+        x_label, y_label: what the axes show, with the unit.
+        bins: an odd number puts one around zero.
+
+    >>> histogram({"weights": ([0.5, -1.0], [1.0, 1.0])}, "weight", "count").count("<svg")
+    1
+    """
+    top = max(float(np.abs(np.asarray(values)).max()) for values, _ in series.values()) or 1.0
+
+    def draw(axes: Axes) -> None:
+        for index, (label, (values, counts)) in enumerate(series.items()):
+            heights, edges = np.histogram(
+                np.asarray(values), bins, (-top, top), weights=np.asarray(counts, dtype=float)
+            )
+            colour, dashes = _COLOURS[index % len(_COLOURS)], _DASHES[index % len(_DASHES)]
+            axes.stairs(heights, edges, color=colour, linestyle=dashes, linewidth=1.6, label=label, baseline=None)
+            if index == 0:
+                axes.stairs(heights, edges, color=colour, alpha=0.15, fill=True)
+        axes.set_yscale("log")
+        axes.set_ylim(bottom=0.5)
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
+        _legend(axes)
+
+    return _svg(draw, _WIDE)
+
+
+def _legend(axes: Axes, narrow: bool = False) -> None:
+    """Put the legend above the chart, where no data can lie."""
+    _, labels = axes.get_legend_handles_labels()
+    if labels:
+        columns = 1 if narrow or max(map(len, labels)) > _LONG_LABEL else 2
+        axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=columns, borderaxespad=0.2, handlelength=3.2)
+
+
+def _svg(draw: Callable[[Axes], None], size: tuple[float, float]) -> Markup:
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=size, layout="constrained")
+        draw(figure.add_subplot())
+        buffer = io.StringIO()
+        figure.savefig(
+            buffer, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        )
+    text = buffer.getvalue()
+    # What precedes <svg> is for files; numbered ids are not referred to and would repeat between charts.
+    text = re.sub(r' id="[\w.]+_\d+"', "", text[text.index("<svg") :])
+    # A hundredth of a point is finer than any screen.
+    return Markup(re.sub(r"( d=\"[^\"]*\")", lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[1]), text))
+
+
+def thin(x: ArrayLike, y: ArrayLike) -> tuple[Floats, Floats]:
+    """Return at most :data:`MOST_POINTS` points that look the same: the lowest and the highest of each stretch.
+
+    >>> x, y = thin(range(100_000), [0.0] * 99_999 + [9.0])
+    >>> len(x) <= MOST_POINTS, float(y.max())
+    (True, 9.0)
+    """
+    xs, ys = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
+    if len(xs) <= MOST_POINTS:
+        return xs, ys
+    kept: set[int] = set()
+    for stretch in np.array_split(np.arange(len(xs)), MOST_POINTS // 2):
+        kept |= {int(stretch[ys[stretch].argmin()]), int(stretch[ys[stretch].argmax()])}
+    chosen = sorted(kept)
+    return xs[chosen], ys[chosen]
+
+
+def _spread(*columns: ArrayLike) -> list[Floats]:
+    """Return evenly spread entries of columns that belong together, the last among them."""
+    whole = [np.asarray(column, dtype=float) for column in columns]
+    count = len(whole[0])
+    chosen = np.unique(np.linspace(0, count - 1, min(count, MOST_POINTS)).round().astype(int))
+    return [column[chosen] for column in whole]
+
+
+def smooth(y: ArrayLike, window: int) -> Floats:
+    """Return the mean of up to `window` values around each, fewer at the ends.
+
+    >>> smooth([0.0, 3.0, 6.0, 0.0], 3).tolist()
+    [1.5, 3.0, 3.0, 3.0]
+    """
+    ys = np.asarray(y, dtype=float)
+    sums = np.concatenate(([0.0], np.cumsum(ys)))
+    places = np.arange(len(ys))
+    first = np.maximum(places - (window - 1) // 2, 0)
+    last = np.minimum(places + window // 2 + 1, len(ys))
+    mean: Floats = (sums[last] - sums[first]) / (last - first)
+    return mean
+
+
+def late_limits(lines: Iterable[Line], share: float = _LATE) -> tuple[float, float] | None:
+    """Return limits of the y axis that leave out what only happens in the first `share` of the x axis.
+
+    >>> late_limits([Line("loss", [0, 50, 100], [9.0, 3.0, 2.0])])
+    (1.95, 3.05)
+    """
+    late: list[float] = []
+    for line in lines:
+        x = np.asarray(line.x, dtype=float)
+        for y in (line.y, *(line.band or ())):
+            if len(x):
+                late += np.asarray(y, dtype=float)[x >= share * x[-1]].tolist()
+    if not late:
+        return None
+    margin = 0.05 * (max(late) - min(late)) or 0.1
+    return min(late) - margin, max(late) + margin
