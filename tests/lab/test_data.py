@@ -2,60 +2,17 @@ import numpy as np
 import pytest
 import torch
 
-from symexplin.lab.data import (
-    BatchLoader,
-    Corpus,
-    eval_batches,
-    file_documents,
-    load_documents,
-    stdlib_documents,
-)
+from symexplin.lab.data import BatchLoader, Corpus, eval_batches
+from symexplin.lab.dataset import PARTS
+from symexplin.lab.prepare import PrepareConfig, prepare
+from symexplin.lab.tokenizer import Tokenizer, train_bpe
+from symexplin.lab.tokens import write_tokens
 
 DOCUMENTS = [f"document {i}: {'text ' * (i % 7)}".encode() for i in range(400)]
 
 
 def split(tokens):
     return bytes(tokens).split(b"\0")[:-1]
-
-
-def test_stdlib_is_python_sources_without_tests():
-    documents = stdlib_documents()
-    assert documents == stdlib_documents()
-    assert len(documents) > 100
-    for document in documents:
-        document.decode("utf-8")
-    text = b"\0".join(documents)
-    assert b"class OrderedDict(dict)" in text  # collections
-    assert b"def _parse_isoformat_date" in text  # datetime
-    assert b"class TestCaseWithALongName" not in text
-    assert not any(b"from test import support" in document[:2000] for document in documents)
-
-
-def test_file_is_split_at_nul(tmp_path):
-    path = tmp_path / "text"
-    path.write_bytes(b"one\0two\0\0 \n\0three")
-    assert file_documents(path) == [b"one", b"two", b"three"]
-    assert load_documents(str(path)) == [b"one", b"two", b"three"]
-
-
-def test_folder_in_order_of_paths_without_binary_files(tmp_path):
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "x.txt").write_text("second")
-    (tmp_path / "a.txt").write_text("first")
-    (tmp_path / "c.txt").write_text("")
-    (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff")
-    assert file_documents(tmp_path) == [b"first", b"second"]
-
-
-def test_missing_and_empty_data_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"data must be 'stdlib' or an existing file or folder.*nowhere"):
-        load_documents(str(tmp_path / "nowhere"))
-    (tmp_path / "blank").write_text(" \n")
-    for path in (tmp_path, tmp_path / "blank"):
-        with pytest.raises(ValueError, match="at least one document"):
-            load_documents(str(path))
-    with pytest.raises(ValueError, match="documents must hold at least one"):
-        Corpus.from_documents([])
 
 
 def test_split_is_a_partition_of_about_a_twentieth():
@@ -95,11 +52,103 @@ def test_both_sides_get_something(count, fraction):
         assert bytes(corpus.train[:-1]) + bytes(corpus.valid[:-1]) == DOCUMENTS[0]
 
 
+def test_no_document_is_named():
+    with pytest.raises(ValueError, match="documents must hold at least one"):
+        Corpus.from_documents([])
+
+
 def test_decode_inverts_utf8():
     corpus = Corpus.from_documents(["naïve ünïcode".encode(), b"b"])
     texts = {corpus.decode(corpus.train), corpus.decode(corpus.valid)}
     assert texts == {"naïve ünïcode\0", "b\0"}
     assert corpus.train.dtype == np.uint8
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "text").write_bytes(b"\0".join(DOCUMENTS))
+    prepare(PrepareConfig((str(tmp_path / "text"),), vocab_size=300, workers=1), tmp_path / "data")
+    return tmp_path / "data"
+
+
+def test_load_gives_what_was_prepared(folder):
+    corpus, by_bytes = Corpus.load(folder), Corpus.from_documents(DOCUMENTS)
+    assert (corpus.vocab_size, by_bytes.vocab_size) == (300, 256)
+    for side in ("train", "valid"):
+        tokens = getattr(corpus, side)
+        expected = [document.decode() for document in split(getattr(by_bytes, side))]
+        assert corpus.decode(tokens).split("<|endoftext|>")[:-1] == expected
+        assert isinstance(tokens.base, np.memmap)
+        assert getattr(corpus, f"{side}_documents") == len(expected)
+
+
+def test_the_fingerprint_tells_data_apart(folder, tmp_path):
+    found = {
+        Corpus.load(folder).fingerprint,
+        *(Corpus.from_documents(DOCUMENTS, seed=seed).fingerprint for seed in (0, 1)),
+        Corpus.from_documents(DOCUMENTS[1:]).fingerprint,
+    }
+    assert len(found) == 4
+    assert Corpus.load(folder, verify=False).fingerprint in found
+    prepare(PrepareConfig((str(tmp_path / "text"),), tokenizer="byte", workers=1), tmp_path / "byte")
+    assert Corpus.load(tmp_path / "byte").fingerprint == Corpus.from_documents(DOCUMENTS).fingerprint
+
+
+def test_folders_that_are_not_prepared_are_named(folder, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"data must be a folder that `symexplin prepare` made, got .*nowhere"):
+        Corpus.load(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"without dataset.json: make one with `symexplin prepare SOURCE"):
+        Corpus.load(tmp_path)
+    (folder / "dataset.json").rename(tmp_path / "aside")
+    (folder / PARTS).mkdir()
+    with pytest.raises(ValueError, match=r"data is not finished in .*run the same `symexplin prepare` again"):
+        Corpus.load(folder)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"tokenizer": 3}', '{"tokenizer": {"name": "x"}}'])
+def test_a_damaged_description_is_named(folder, content):
+    (folder / "dataset.json").write_text(content)
+    with pytest.raises(ValueError, match=r"dataset.json' is damaged"):
+        Corpus.load(folder)
+
+
+def test_damaged_tokens_are_named(folder):
+    path = folder / "valid.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(ValueError, match=r"valid.safetensors' is damaged"):
+        Corpus.load(folder)
+    path.write_bytes(whole[:-1])
+    with pytest.raises(ValueError, match=r"valid.safetensors' is damaged"):
+        Corpus.load(folder, verify=False)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=r"no token file at .*valid.safetensors"):
+        Corpus.load(folder)
+
+
+def test_files_of_another_dataset_are_named(folder):
+    tokenizer = Tokenizer.load(folder / "tokenizer.json", name="bpe-300")
+    write_tokens(folder / "valid.safetensors", [np.arange(9, dtype=np.uint16)], tokenizer, documents=1, text_bytes=1)
+    with pytest.raises(ValueError, match=r"valid.safetensors' is not the file that dataset.json beside it was written"):
+        Corpus.load(folder)
+    train_bpe(DOCUMENTS, 299).save(folder / "tokenizer.json")
+    with pytest.raises(ValueError, match=r"train.safetensors' has tokens of another tokenizer: 'bpe-300'"):
+        Corpus.load(folder)
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+def test_batches_of_mapped_tokens_are_those_of_tokens_in_memory(tmp_path, dtype):
+    tokens = np.random.default_rng(0).integers(0, np.iinfo(dtype).max, 1000).astype(dtype)
+    tokens.tofile(tmp_path / "tokens")
+    mapped = np.memmap(tmp_path / "tokens", dtype, "r")
+    for array in (tokens, mapped):
+        for first, second in zip(
+            BatchLoader(array, 10, 6, seed=3).batch(5),
+            BatchLoader(tokens.astype(np.int64), 10, 6, seed=3).batch(5),
+            strict=True,
+        ):
+            assert torch.equal(first, second)
+        assert torch.equal(eval_batches(array, 10, 4, 3)[1][1], eval_batches(tokens.astype(np.int64), 10, 4, 3)[1][1])
 
 
 def test_batches_are_windows_and_pure_in_seed_and_step():

@@ -1,167 +1,138 @@
-"""Text for the lab: documents, their split into training and validation, byte tokens and batches."""
+"""What training reads: the tokens of a prepared folder or of documents in memory, and batches of them."""
 
 import hashlib
-import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from symexplin.validation import check_fraction, check_whole
+from symexplin.lab.dataset import DATASET, PARTS, TOKENIZER, read_json, side_file
+from symexplin.lab.split import SIDES, TRAIN, VALID, Split
+from symexplin.lab.tokenizer import TokenArray, Tokenizer
+from symexplin.lab.tokens import open_tokens
+from symexplin.validation import check_whole
 
-__all__ = [
-    "BatchLoader",
-    "Corpus",
-    "Tokens",
-    "eval_batches",
-    "file_documents",
-    "load_documents",
-    "stdlib_documents",
-]
+__all__ = ["BatchLoader", "Corpus", "eval_batches"]
 
-Tokens = NDArray[np.uint8]
 Batch = tuple[Tensor, Tensor]
-
-# Ends each document; it does not occur in text.
-SEPARATOR = 0
-# Folders of the standard library that are not its text: installed packages, tests, build leftovers.
-_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
-
-
-def stdlib_documents() -> list[bytes]:
-    """Return the Python sources of the running interpreter's standard library, in the order of their paths.
-
-    Tests and installed packages are left out, and files that are not UTF-8.
-
-    Raises:
-        ValueError: an interpreter that comes without its sources.
-
-    >>> any(b"class OrderedDict" in document for document in stdlib_documents())
-    True
-    """
-    root = Path(sysconfig.get_path("stdlib"))
-    paths = (path for path in root.rglob("*.py") if _SKIPPED.isdisjoint(path.relative_to(root).parts))
-    documents = _read_texts(root, paths)
-    if not documents:
-        raise ValueError("data 'stdlib' has no documents: this interpreter has no Python sources; give a path instead")
-    return documents
-
-
-def file_documents(path: str | Path) -> list[bytes]:
-    r"""Return the documents of a file, separated by NUL bytes, or of all UTF-8 files below a folder.
-
-    Raises:
-        FileNotFoundError: no such file or folder.
-        ValueError: nothing in it.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = Path(folder, "text")
-    ...     _ = path.write_bytes(b"one\0two\0")
-    ...     file_documents(path)
-    [b'one', b'two']
-    """
-    if not str(path):
-        raise ValueError("data must be 'stdlib' or an existing file or folder, got ''")
-    path = Path(path)
-    if not path.exists():
-        raise FileNotFoundError(f"data must be 'stdlib' or an existing file or folder, got {str(path)!r}")
-    files = [p for p in path.rglob("*") if p.is_file()] if path.is_dir() else None
-    texts = [path.read_bytes()] if files is None else _read_texts(path, files)
-    documents = [document for text in texts for document in text.split(bytes([SEPARATOR])) if document.strip()]
-    if not documents:
-        raise ValueError(f"data must hold at least one document, got {str(path)!r} without any text")
-    return documents
-
-
-def load_documents(data: str) -> list[bytes]:
-    """Return :func:`stdlib_documents` for "stdlib", else :func:`file_documents` of that path.
-
-    >>> len(load_documents("stdlib")) > 100
-    True
-    """
-    return stdlib_documents() if data == "stdlib" else file_documents(data)
-
-
-def _read_texts(root: Path, paths: Iterable[Path]) -> list[bytes]:
-    texts = []
-    for path in sorted(paths, key=lambda p: p.relative_to(root).as_posix()):
-        text = path.read_bytes()
-        try:
-            text.decode("utf-8")
-        except UnicodeDecodeError:
-            continue
-        if text.strip():
-            texts.append(text)
-    return texts
 
 
 @dataclass(frozen=True)
 class Corpus:
-    r"""Byte tokens of the training and of the validation documents, each document ended by a zero byte.
+    r"""The tokens of the training and of the validation documents; `fingerprint` identifies them and their tokenizer.
 
     >>> corpus = Corpus.from_documents([b"a lone document is cut in two"])
     >>> corpus.decode(corpus.train), corpus.decode(corpus.valid)
     ('a lone document is cut in tw\x00', 'o\x00')
     """
 
-    train: Tokens
-    valid: Tokens
+    train: TokenArray
+    valid: TokenArray
+    tokenizer: Tokenizer
     train_documents: int
     valid_documents: int
-    vocab_size: int = 256
+    fingerprint: str
 
     @classmethod
-    def from_documents(cls, documents: Sequence[bytes], valid_fraction: float = 0.05, seed: int = 0) -> Self:
-        """Split `documents` by a hash of their content, so that no text is on both sides.
+    def load(cls, folder: str | Path, *, verify: bool = True, progress: bool = True) -> Self:
+        """Return the corpus in a folder of :func:`symexplin.lab.prepare.prepare`, mapped into memory.
 
-        Repeated documents count once. At least one document goes to each side; a lone one is cut in two.
+        Args:
+            folder: holds dataset.json.
+            verify: read all tokens and compare their digests.
+            progress: show a bar on a terminal where that takes long.
+
+        Raises:
+            FileNotFoundError: no such folder, or a file of it is missing.
+            ValueError: a folder that is not prepared, not finished or damaged; tokens of another tokenizer.
+
+        >>> import tempfile
+        >>> from symexplin.lab.prepare import PrepareConfig, prepare
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = Path(folder, "text").write_bytes(b"one" + bytes(1) + b"two")
+        ...     _ = prepare(PrepareConfig((f"{folder}/text",), tokenizer="byte"), Path(folder, "tokens"))
+        ...     len(Corpus.load(Path(folder, "tokens")).train)
+        4
+        """
+        folder = Path(folder)
+        _check_prepared(folder)
+        dataset = read_json(folder / DATASET)
+        try:
+            facts: dict[str, Any] = dataset["tokenizer"]
+            tokenizer = Tokenizer.load(folder / TOKENIZER, name=facts["name"], end_token=facts["end_token"])
+            sides = {}
+            for name in SIDES.values():
+                path = folder / side_file(name)
+                sides[name] = open_tokens(path, tokenizer=tokenizer, verify=verify, progress=progress)
+                if sides[name].header.sha256 != dataset[name]["sha256"]:
+                    raise ValueError(f"{str(path)!r} is not the file that {DATASET} beside it was written for")
+        except (KeyError, TypeError):
+            raise ValueError(f"{str(folder / DATASET)!r} is damaged: it does not say what a dataset holds") from None
+        train, valid = sides["train"], sides["valid"]
+        return cls(
+            train.tokens,
+            valid.tokens,
+            tokenizer,
+            train.header.documents,
+            valid.header.documents,
+            _fingerprint(tokenizer, train.header.sha256, valid.header.sha256),
+        )
+
+    @classmethod
+    def from_documents(cls, documents: Iterable[bytes], valid_fraction: float = 0.05, seed: int = 0) -> Self:
+        """Return the byte tokens of `documents` in memory, split as :class:`symexplin.lab.split.Split` says.
 
         Raises:
             ValueError: no document, or a fraction outside [0, 1).
         """
-        check_fraction("valid_fraction", valid_fraction)
-        unique = list(dict.fromkeys(documents))
-        if not unique:
-            raise ValueError("documents must hold at least one, got none")
-        if len(unique) == 1:
-            cut = max(1, round(len(unique[0]) * (1 - valid_fraction)))
-            train, valid = [unique[0][:cut]], [unique[0][cut:]]
-        else:
-            rank = {document: _hash(document, seed) for document in unique}
-            wanted = sum(r < valid_fraction for r in rank.values())
-            chosen = set(sorted(unique, key=rank.__getitem__)[: min(max(wanted, 1), len(unique) - 1)])
-            train, valid = [d for d in unique if d not in chosen], [d for d in unique if d in chosen]
-        return cls(_tokens(train), _tokens(valid), len(train), len(valid))
+        documents = list(documents)
+        split = Split.scan(documents, valid_fraction=valid_fraction, seed=seed)
+        sides: dict[int, list[bytes]] = {side: [] for side in SIDES}
+        for side, document in split.sided(documents):
+            sides[side].append(document)
+        tokenizer = Tokenizer.from_name("byte")
+        train, valid = (tokenizer.encode_documents(sides[side]) for side in (TRAIN, VALID))
+        digests = (hashlib.sha256(tokens.data).hexdigest() for tokens in (train, valid))
+        return cls(train, valid, tokenizer, len(sides[TRAIN]), len(sides[VALID]), _fingerprint(tokenizer, *digests))
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens that there are."""
+        return self.tokenizer.vocab_size
 
     def check_context(self, context: int) -> None:
         """Raise ValueError unless both sides hold a sequence of `context` tokens and the token after it."""
         for side in (self.train, self.valid):
             _check_length(side, context)
 
-    @staticmethod
-    def decode(tokens: Iterable[int]) -> str:
-        """Return the text of byte tokens; what is not UTF-8 becomes the replacement character."""
-        return bytes(int(token) for token in tokens).decode("utf-8", errors="replace")
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Return the text of tokens; what is not UTF-8 becomes the replacement character."""
+        return self.tokenizer.decode(tokens)
 
 
-def _hash(document: bytes, seed: int) -> float:
-    """Return a number in [0, 1) that depends on the content and the seed alone."""
-    digest = hashlib.blake2b(document, digest_size=8, key=str(seed).encode()).digest()
-    return int.from_bytes(digest) / 2**64
+def _check_prepared(folder: Path) -> None:
+    if not folder.is_dir():
+        raise FileNotFoundError(f"data must be a folder that `symexplin prepare` made, got {str(folder)!r}")
+    if (folder / DATASET).exists():
+        return
+    if (folder / PARTS).exists():
+        raise ValueError(f"data is not finished in {str(folder)!r}: run the same `symexplin prepare` again to go on")
+    raise ValueError(
+        f"data must be a folder that `symexplin prepare` made, got {str(folder)!r} without {DATASET}: make one with "
+        "`symexplin prepare SOURCE --out FOLDER`"
+    )
 
 
-def _tokens(documents: Sequence[bytes]) -> Tokens:
-    end = bytes([SEPARATOR])
-    return np.frombuffer(b"".join(document + end for document in documents), dtype=np.uint8)
+def _fingerprint(tokenizer: Tokenizer, train: str, valid: str) -> str:
+    return hashlib.sha256(f"{tokenizer.fingerprint} {train} {valid}".encode()).hexdigest()
 
 
-def _check_length(tokens: Tokens, context: int) -> None:
+def _check_length(tokens: TokenArray, context: int) -> None:
     if len(tokens) <= context:
         raise ValueError(
             f"context must be below {len(tokens):,}, the tokens on one side of the corpus, got {context}: "
@@ -169,7 +140,7 @@ def _check_length(tokens: Tokens, context: int) -> None:
         )
 
 
-def _windows(tokens: Tokens, starts: NDArray[np.int64], context: int) -> Batch:
+def _windows(tokens: TokenArray, starts: NDArray[np.int64], context: int) -> Batch:
     rows = torch.from_numpy(tokens[starts[:, None] + np.arange(context + 1)].astype(np.int64))
     return rows[:, :-1], rows[:, 1:]
 
@@ -181,7 +152,7 @@ class BatchLoader:
     So every run with one seed sees the same batches in the same order, and one that resumes misses none.
 
     Args:
-        tokens: uint8 tokens.
+        tokens: unsigned whole numbers, in memory or mapped.
         context: length of a window.
         batch_size: windows a batch.
         seed: whole number >= 0.
@@ -195,7 +166,7 @@ class BatchLoader:
     True
     """
 
-    tokens: Tokens
+    tokens: TokenArray
     context: int
     batch_size: int
     seed: int = 0
@@ -214,7 +185,7 @@ class BatchLoader:
         return _windows(self.tokens, starts, self.context)
 
 
-def eval_batches(tokens: Tokens, context: int, batch_size: int, count: int) -> list[Batch]:
+def eval_batches(tokens: TokenArray, context: int, batch_size: int, count: int) -> list[Batch]:
     """Return up to `count` fixed batches of evenly spread windows of `tokens`, fewer if they would overlap.
 
     Raises:
