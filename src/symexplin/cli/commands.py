@@ -130,8 +130,8 @@ def _export(arguments: Arguments) -> None:
     from symexplin.lab.export import export_transformers
     from symexplin.lab.trained import load_trained
 
-    model, _, tokenizer = load_trained(arguments.model)
-    export_transformers(model, arguments.out, tokenizer, echo=_say)
+    model, tokenizer, file = load_trained(arguments.model)
+    export_transformers(model, arguments.out, file, tokenizer.end, echo=_say)
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:

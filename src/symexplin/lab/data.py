@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from symexplin.lab.dataset import DATASET, PARTS, TOKENIZER, read_json, side_file
+from symexplin.lab.dataset import DATASET, PARTS, TOKENIZER, side_file
+from symexplin.lab.files import read_json
 from symexplin.lab.split import SIDES, TRAIN, VALID, Split
 from symexplin.lab.tokenizer import TokenArray, Tokenizer
 from symexplin.lab.tokens import open_tokens

@@ -6,7 +6,6 @@ train.safetensors  the tokens to train on                          valid.safeten
 """
 
 import contextlib
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import filelock
 from symexplin.lab.settings import differences
 from symexplin.lab.split import SIDES
 
-__all__ = ["DATASET", "PARTS", "TOKENIZER", "check_same", "claimed", "read_json", "side_file"]
+__all__ = ["DATASET", "PARTS", "TOKENIZER", "check_same", "claimed", "side_file"]
 
 DATASET, TOKENIZER, PARTS = "dataset.json", "tokenizer.json", ".parts"
 _LOCK = ".lock"
@@ -71,17 +70,6 @@ def claimed(folder: Path, sources: Iterable[str]) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 folder.rmdir()
         lock.release()
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, or raise ValueError."""
-    try:
-        table = json.loads(path.read_bytes())
-    except ValueError:
-        table = None
-    if not isinstance(table, dict):
-        raise ValueError(f"{str(path)!r} is damaged: it is not a JSON object")
-    return table
 
 
 def check_same(folder: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-__all__ = ["JsonLines", "read_json_lines", "replace_file", "sync_folder"]
+__all__ = ["JsonLines", "read_json", "read_json_lines", "replace_file", "sync_folder"]
 
 
 def replace_file(path: str | Path, content: str | bytes) -> None:
@@ -94,3 +94,14 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Return the records of a file of :class:`JsonLines`; a last line without its end is left out."""
     whole, _, _ = path.read_bytes().rpartition(b"\n")
     return [json.loads(line) for line in whole.splitlines()]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file, or raise ValueError."""
+    try:
+        table = json.loads(path.read_bytes())
+    except ValueError:
+        table = None
+    if not isinstance(table, dict):
+        raise ValueError(f"{str(path)!r} is damaged: it is not a JSON object")
+    return table

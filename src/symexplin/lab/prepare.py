@@ -16,9 +16,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from symexplin.lab.dataset import DATASET, PARTS, TOKENIZER, check_same, claimed, read_json, side_file
+from symexplin.lab.dataset import DATASET, PARTS, TOKENIZER, check_same, claimed, side_file
 from symexplin.lab.documents import iter_documents
-from symexplin.lab.files import replace_file
+from symexplin.lab.files import read_json, replace_file
 from symexplin.lab.settings import to_table
 from symexplin.lab.shards import cut_shards, encode_shards, read_shard
 from symexplin.lab.split import SIDES, TRAIN, VALID, Split

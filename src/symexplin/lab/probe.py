@@ -14,10 +14,9 @@ from symexplin.coordinates import Coordinates
 from symexplin.lab.build import Built, build
 from symexplin.lab.checkpoint import load_checkpoint, load_optimizer, newest
 from symexplin.lab.config import RunConfig
-from symexplin.lab.dataset import read_json
-from symexplin.lab.files import read_json_lines
+from symexplin.lab.files import read_json, read_json_lines
 from symexplin.lab.model import ModelConfig
-from symexplin.lab.run import CONFIG, METRICS, MODEL, SUMMARY, TIMING
+from symexplin.lab.run import CONFIG, FACTS, METRICS, MODEL, SUMMARY, TIMING
 from symexplin.lab.settings import build as build_config
 from symexplin.lab.settings import load_toml
 from symexplin.lab.weights import read_tensors
@@ -29,7 +28,6 @@ __all__ = ["LIMIT", "MapShape", "Probe", "RoleWeights", "RunRecord", "map_shape"
 
 # Positions of a role that are looked at: enough for a histogram's tails, little for a page to hold.
 LIMIT = 200_000
-_FACTS = "run.json"
 
 Record = dict[str, Any]
 
@@ -66,7 +64,7 @@ def read_run(folder: str | Path) -> RunRecord:
     """
     folder = Path(folder)
     config = build_config(RunConfig, load_toml(folder / CONFIG))
-    facts = read_json(folder / _FACTS)
+    facts = read_json(folder / FACTS)
     records = _lines(folder / METRICS)
     return RunRecord(
         folder,

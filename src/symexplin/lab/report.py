@@ -9,9 +9,8 @@ from typing import Any
 import jinja2
 import torch
 
-from symexplin.lab.dataset import read_json
 from symexplin.lab.figures import comparison_figures, run_sections
-from symexplin.lab.files import replace_file
+from symexplin.lab.files import read_json, replace_file
 from symexplin.lab.maps import map_of
 from symexplin.lab.model import ModelConfig, Transformer
 from symexplin.lab.probe import RunRecord, probe, read_run

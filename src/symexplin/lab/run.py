@@ -21,7 +21,7 @@ from tqdm import tqdm
 from symexplin.lab.checkpoint import CHECKPOINTS, load_checkpoint, newest, save_checkpoint, sweep
 from symexplin.lab.config import RunConfig, resolve
 from symexplin.lab.data import Corpus
-from symexplin.lab.files import JsonLines, read_json_lines, replace_file
+from symexplin.lab.files import JsonLines, read_json, read_json_lines, replace_file
 from symexplin.lab.provenance import memory, provenance
 from symexplin.lab.settings import build, differences, dump_toml, lines, load_toml, to_table
 from symexplin.lab.stop import StopSignals
@@ -29,14 +29,14 @@ from symexplin.lab.trackers import Trackers
 from symexplin.lab.train import NonFiniteError, Trainer
 from symexplin.lab.weights import save_model
 
-__all__ = ["CONFIG", "METRICS", "MODEL", "SUMMARY", "TIMING", "TOKENIZER", "RunResult", "claim", "train"]
+__all__ = ["CONFIG", "FACTS", "METRICS", "MODEL", "SUMMARY", "TIMING", "TOKENIZER", "RunResult", "claim", "train"]
 
 Echo = Callable[[str], None]
 
 CONFIG, METRICS, TIMING, SUMMARY = "config.toml", "metrics.jsonl", "timing.jsonl", "summary.json"
 MODEL, TOKENIZER = "model.safetensors", "tokenizer.json"
-_FACTS, _LOCK = "run.json", ".lock"
-_OURS = {CONFIG, METRICS, TIMING, SUMMARY, MODEL, TOKENIZER, _FACTS, _LOCK, CHECKPOINTS, "tensorboard", "report.html"}
+FACTS, _LOCK = "run.json", ".lock"
+_OURS = {CONFIG, METRICS, TIMING, SUMMARY, MODEL, TOKENIZER, FACTS, _LOCK, CHECKPOINTS, "tensorboard", "report.html"}
 # Keys that a run may resume with other values of: where its data lie (their digest must be the same), what it logs.
 _FREE = ("data", "log.")
 # Keys that change the rounding but not the run: a resumed run may move to another machine.
@@ -131,10 +131,15 @@ def _open(folder: Path, config: RunConfig, corpus: Corpus, resume: bool) -> None
     """Start the folder of a new run, or check that the run in it is the one to resume."""
     table = to_table(config)
     if not (folder / CONFIG).exists():
-        model = dataclasses.asdict(config.model)
-        facts = {"data": corpus.fingerprint, "model": model, "provenance": provenance()}
+        tokenizer = {"name": corpus.tokenizer.name, "end_token": corpus.tokenizer.end_token}
+        facts = {
+            "data": corpus.fingerprint,
+            "model": dataclasses.asdict(config.model),
+            "tokenizer": tokenizer,
+            "provenance": provenance(),
+        }
         corpus.tokenizer.save(folder / TOKENIZER)
-        replace_file(folder / _FACTS, json.dumps(facts, indent=1) + "\n")
+        replace_file(folder / FACTS, json.dumps(facts, indent=1) + "\n")
         replace_file(folder / CONFIG, dump_toml(table))  # the last: with it the folder is a run's
         return
     if not resume:
@@ -146,15 +151,14 @@ def _open(folder: Path, config: RunConfig, corpus: Corpus, resume: bool) -> None
     if changed:
         listed = "; ".join(f"{key} is {old!r} there, {new!r} now" for key, (old, new) in changed.items())
         raise ValueError(f"{folder} has a run of another configuration: {listed}")
-    facts = json.loads((folder / _FACTS).read_text())
-    if facts["data"] != corpus.fingerprint:
+    if read_json(folder / FACTS)["data"] != corpus.fingerprint:
         raise ValueError(f"data must be those of the run in {folder}, got {config.data!r} with other tokens")
     replace_file(folder / CONFIG, dump_toml(table))
 
 
 def _summary(folder: Path) -> dict[str, Any] | None:
     path = folder / SUMMARY
-    return json.loads(path.read_text()) if path.exists() else None
+    return read_json(path) if path.exists() else None
 
 
 def _result(folder: Path, summary: Mapping[str, Any]) -> RunResult:

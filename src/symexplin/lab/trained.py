@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from symexplin.lab.checkpoint import is_checkpoint, load_checkpoint, newest
+from symexplin.lab.files import read_json
 from symexplin.lab.folding import fold_file
 from symexplin.lab.model import Transformer
-from symexplin.lab.run import CONFIG, MODEL, TOKENIZER
+from symexplin.lab.run import CONFIG, FACTS, MODEL, TOKENIZER
 from symexplin.lab.tokenizer import Tokenizer
 from symexplin.lab.weights import MAP_KEY, load_model, read_specs
 
@@ -33,16 +34,17 @@ def load_trained(path: str | Path) -> Trained:
     """
     file = _weights(Path(path))
     # A checkpoint lies two folders below its run, which has the tokenizer.
-    places = [folder / TOKENIZER for folder in (file.parent, file.parent.parent.parent)]
-    tokenizer = next((place for place in places if place.exists()), None)
-    if tokenizer is None:
+    place = next((p for p in (file.parent, file.parent.parent.parent) if (p / TOKENIZER).exists()), None)
+    if place is None:
         raise FileNotFoundError(f"no {TOKENIZER} beside {str(file)!r}: copy that of the run or of its data there")
+    said = read_json(place / FACTS).get("tokenizer", {}) if (place / FACTS).exists() else {}
+    tokenizer = Tokenizer.load(place / TOKENIZER, **said)
     _, metadata = read_specs(file)
     if MAP_KEY not in metadata:
-        return Trained(load_model(file), Tokenizer.load(tokenizer), tokenizer)
+        return Trained(load_model(file), tokenizer, place / TOKENIZER)
     with tempfile.TemporaryDirectory() as folder:
         fold_file(file, Path(folder, MODEL))
-        return Trained(load_model(Path(folder, MODEL)), Tokenizer.load(tokenizer), tokenizer)
+        return Trained(load_model(Path(folder, MODEL)), tokenizer, place / TOKENIZER)
 
 
 def _weights(path: Path) -> Path:
