@@ -1,11 +1,12 @@
-"""Runs beside each other: at one shared learning rate, and each arm at its own best one."""
+"""Runs beside each other: at one shared learning rate, and each arm at its own best one, over seeds."""
 
-from collections.abc import Iterable, Sequence
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from symexplin.lab.evaluate import speedup
 
-__all__ = ["Comparison", "Row", "Run", "best_run", "compare", "format_table", "headline"]
+__all__ = ["Comparison", "Row", "Run", "best_lr", "compare", "format_table", "headline"]
 
 
 @dataclass(frozen=True)
@@ -14,6 +15,7 @@ class Run:
 
     arm: str
     lr: float
+    seed: int
     evals: tuple[tuple[int, float], ...]
     seconds: float
     tokens_per_second: float
@@ -27,71 +29,122 @@ class Run:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a comparison; `delta` is the loss minus the baseline's, None where a run ended early."""
+    """One line of a comparison: an arm at a learning rate, over `seeds`, each against the baseline's run of that seed.
+
+    Args:
+        arm, lr, seeds: which runs.
+        finite: at how many seeds they stayed finite to the end. What follows is None unless all did.
+        loss: mean final loss, nats a token.
+        spread: standard deviation of the final loss over the seeds (n - 1 degrees of freedom); None for one seed.
+        delta: mean of `deltas`.
+        deltas: loss minus the baseline's at each seed, in the order of `seeds`, None where the run ended early.
+        speedup: mean over the seeds (:func:`symexplin.lab.evaluate.speedup`); None unless all reach the loss.
+        reached: at how many seeds the run reaches the baseline's final loss.
+        seconds, tokens_per_second: means over the runs that stayed finite; 0 if none did.
+    """
 
     arm: str
     lr: float
+    seeds: tuple[int, ...]
+    finite: int
     loss: float | None
+    spread: float | None
     delta: float | None
+    deltas: tuple[float | None, ...]
     speedup: float | None
+    reached: int
     seconds: float
     tokens_per_second: float
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The table: first rows are the baseline's."""
+    """The table: first rows are the baseline's, which ran best at `shared_lr`."""
 
     shared_lr: float
     shared: tuple[Row, ...]
     best: tuple[Row, ...]
     lrs: tuple[float, ...]
+    seeds: tuple[int, ...]
 
 
-def best_run(runs: Iterable[Run], arm: str) -> Run:
-    """Return the run of `arm` with the lowest final loss.
+def best_lr(runs: Sequence[Run], arm: str) -> float | None:
+    """Return the learning rate with the lowest mean final loss of `arm` among those where every seed stayed finite.
 
-    Raises:
-        ValueError: no run of the arm reached its end.
+    None: there is no such learning rate.
 
-    >>> best_run([Run("A", lr, ((9, loss),), 1.0, 1.0) for lr, loss in ((0.1, 2.0), (0.2, 1.5))], "A").lr
+    >>> best_lr([Run("A", lr, 0, ((9, loss),), 1.0, 1.0) for lr, loss in ((0.1, 2.0), (0.2, 1.5))], "A")
     0.2
     """
-    finished = [(run.final_loss, run) for run in runs if run.arm == arm and run.final_loss is not None]
-    if not finished:
-        raise ValueError(f"no run of {arm} stayed finite to its end: try smaller learning rates")
-    return min(finished, key=lambda pair: pair[0])[1]
+    means = {}
+    for lr in dict.fromkeys(run.lr for run in runs if run.arm == arm):
+        losses = [run.final_loss for run in runs if (run.arm, run.lr) == (arm, lr)]
+        finite = [loss for loss in losses if loss is not None]
+        if len(finite) == len(losses):
+            means[lr] = statistics.fmean(finite)
+    return min(means, key=means.__getitem__) if means else None
 
 
 def compare(runs: Sequence[Run], baseline: str) -> Comparison:
     """Compare all arms with `baseline`, at the baseline's best learning rate and each at its own best.
 
-    Every arm must have run at the same learning rates.
+    Every arm must have run at the same learning rates and seeds. An arm without a best learning rate stands with the
+    shared one in both tables.
 
     Raises:
-        ValueError: an arm without any run that reached its end.
+        ValueError: a missing run, a baseline without a learning rate at which every seed stayed finite.
 
-    >>> runs = [Run("A", 0.1, ((0, 3.0), (10, 2.0)), 1.0, 1.0), Run("B", 0.1, ((0, 3.0), (10, 1.5)), 1.0, 1.0)]
+    >>> runs = [Run("A", 0.1, 0, ((0, 3.0), (10, 2.0)), 1.0, 1.0), Run("B", 0.1, 0, ((0, 3.0), (10, 1.5)), 1.0, 1.0)]
     >>> [(row.arm, row.delta, row.speedup) for row in compare(runs, "A").shared]
     [('A', 0.0, 1.0), ('B', -0.5, 1.5)]
     """
-    reference = best_run(runs, baseline)
     arms = [baseline, *dict.fromkeys(run.arm for run in runs if run.arm != baseline)]
-    shared = [next(run for run in runs if run.arm == arm and run.lr == reference.lr) for arm in arms]
-    best = [best_run(runs, arm) for arm in arms]
+    lrs = tuple(sorted({run.lr for run in runs}))
+    seeds = tuple(dict.fromkeys(run.seed for run in runs))
+    found = {(run.arm, run.lr, run.seed): run for run in runs}
+    for arm, lr, seed in ((arm, lr, seed) for arm in arms for lr in lrs for seed in seeds):
+        if (arm, lr, seed) not in found:
+            raise ValueError(f"runs must hold every arm at every lr and seed, got no {arm} at lr {lr:g}, seed {seed}")
+    shared_lr = best_lr(runs, baseline)
+    if shared_lr is None:
+        raise ValueError(f"no learning rate of {baseline} stayed finite to the end at every seed: try smaller ones")
+
+    def row(arm: str, lr: float) -> Row:
+        return _row([found[arm, lr, seed] for seed in seeds], [found[baseline, shared_lr, seed] for seed in seeds])
+
     return Comparison(
-        shared_lr=reference.lr,
-        shared=tuple(_row(run, reference) for run in shared),
-        best=tuple(_row(run, reference) for run in best),
-        lrs=tuple(sorted({run.lr for run in runs})),
+        shared_lr=shared_lr,
+        shared=tuple(row(arm, shared_lr) for arm in arms),
+        best=tuple(row(arm, best_lr(runs, arm) or shared_lr) for arm in arms),
+        lrs=lrs,
+        seeds=seeds,
     )
 
 
-def _row(run: Run, reference: Run) -> Row:
-    loss, base = run.final_loss, reference.final_loss
-    delta = None if loss is None or base is None else loss - base
-    faster = speedup(reference.evals, run.evals) if run.evals else None
-    return Row(run.arm, run.lr, loss, delta, faster, run.seconds, run.tokens_per_second)
+def _row(runs: Sequence[Run], references: Sequence[Run]) -> Row:
+    """Return the row of the runs of one arm at one learning rate, each with the baseline's run of its seed."""
+    finished = [run for run in runs if not run.error]
+    losses = [run.evals[-1][1] for run in finished]
+    gains = [speedup(base.evals, run.evals) for run, base in zip(runs, references, strict=True) if not run.error]
+    deltas = [
+        None if run.error else run.evals[-1][1] - base.evals[-1][1] for run, base in zip(runs, references, strict=True)
+    ]
+    reached = [gain for gain in gains if gain is not None]
+    whole = len(finished) == len(runs)
+    return Row(
+        arm=runs[0].arm,
+        lr=runs[0].lr,
+        seeds=tuple(run.seed for run in runs),
+        finite=len(finished),
+        loss=statistics.fmean(losses) if whole else None,
+        spread=statistics.stdev(losses) if whole and len(losses) > 1 else None,
+        delta=statistics.fmean(delta for delta in deltas if delta is not None) if whole else None,
+        deltas=tuple(deltas),
+        speedup=statistics.fmean(reached) if len(reached) == len(runs) else None,
+        reached=len(reached),
+        seconds=statistics.fmean(run.seconds for run in finished) if finished else 0.0,
+        tokens_per_second=statistics.fmean(run.tokens_per_second for run in finished) if finished else 0.0,
+    )
 
 
 def headline(comparison: Comparison) -> list[str]:
@@ -100,30 +153,50 @@ def headline(comparison: Comparison) -> list[str]:
     sentences = []
     for row, best in zip(others, comparison.best[1:], strict=True):
         sentences.append(f"At {baseline.arm}'s best learning rate, {baseline.lr:g}, {_verdict(row, baseline)}.")
-        if best.lr == row.lr:
+        if best.loss is None:
+            sentences.append(f"No learning rate tried kept {row.arm} finite{_at_every_seed(row)}.")
+        elif best.lr == row.lr:
             sentences.append(f"That is the best learning rate of {row.arm} too.")
         else:
             sentences.append(f"At its own best learning rate, {best.lr:g}, {_verdict(best, baseline)}.")
     for row in comparison.best:
-        if len(comparison.lrs) > 1 and row.lr in (comparison.lrs[0], comparison.lrs[-1]):
+        if row.loss is not None and len(comparison.lrs) > 1 and row.lr in (comparison.lrs[0], comparison.lrs[-1]):
             side = "lowest" if row.lr == comparison.lrs[0] else "highest"
             sentences.append(f"The best learning rate of {row.arm} is the {side} tried: a wider sweep may find better.")
+    if len(comparison.seeds) == 1:
+        sentences.append("One seed is no evidence: the difference may be that of the draw.")
     return sentences
 
 
 def _verdict(row: Row, baseline: Row) -> str:
+    count = len(row.seeds)
     if row.loss is None or row.delta is None:
-        return f"{row.arm} did not stay finite"
+        return f"{row.arm} did not stay finite" + (f" in {count - row.finite} of {count} seeds" if count > 1 else "")
     side = "below" if row.delta < 0 else "above"
     gap = f"{abs(row.delta):.3f} {side}" if row.delta else "equal to"
-    ending = f"{row.arm} ends at {row.loss:.3f} nats a token, {gap} {baseline.arm}'s {baseline.loss:.3f}"
-    if row.speedup is None:
-        return f"{ending}, and never reaches that loss"
-    return f"{ending}, and reaches that loss in {100 / row.speedup:.0f} % of the steps"
+    ending = f"{row.arm} ends at {_loss(row, 3)} nats a token, {gap} {baseline.arm}'s {_loss(baseline, 3)}"
+    if count > 1 and row.delta:
+        agreeing = sum(delta is not None and delta * row.delta > 0 for delta in row.deltas)
+        ending += f" ({side} in {agreeing} of {count} seeds)"
+    if row.speedup is not None:
+        return f"{ending}, and reaches that loss in {100 / row.speedup:.0f} % of the steps"
+    if row.reached:
+        return f"{ending}, and reaches that loss in {row.reached} of {count} seeds"
+    return f"{ending}, and never reaches that loss"
+
+
+def _at_every_seed(row: Row) -> str:
+    return " in every seed" if len(row.seeds) > 1 else ""
+
+
+def _loss(row: Row, digits: int) -> str:
+    if row.loss is None:
+        return "not finite" if len(row.seeds) == 1 else f"finite in {row.finite} of {len(row.seeds)}"
+    return f"{row.loss:.{digits}f}" + ("" if row.spread is None else f" ± {row.spread:.{digits}f}")
 
 
 def format_table(comparison: Comparison) -> str:
-    """Return the comparison as a table in plain text."""
+    """Return the comparison as a table in plain text; losses over several seeds are mean ± standard deviation."""
     head = ("arm", "lr", "loss", "difference", "speedup", "tokens/s", "seconds")
     lines = []
     for title, rows in (
@@ -139,12 +212,13 @@ def format_table(comparison: Comparison) -> str:
 
 
 def _cells(row: Row, is_baseline: bool) -> tuple[str, ...]:
+    never = f"reached in {row.reached} of {len(row.seeds)}" if row.reached else "not reached"
     return (
         row.arm,
         f"{row.lr:g}",
-        "not finite" if row.loss is None else f"{row.loss:.4f}",
+        _loss(row, 4),
         "-" if is_baseline or row.delta is None else f"{row.delta:+.4f}",
-        "-" if is_baseline else "not reached" if row.speedup is None else f"{row.speedup:.2f}x",
+        "-" if is_baseline else never if row.speedup is None else f"{row.speedup:.2f}x",
         f"{row.tokens_per_second:,.0f}",
         f"{row.seconds:.1f}",
     )
