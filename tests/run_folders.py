@@ -4,12 +4,12 @@ import dataclasses
 import json
 from pathlib import Path
 
-from symexplin.lab.compare import Run, compare, headline
+from symexplin.lab.compare.table import Run, compare, headline
 from symexplin.lab.config import ComputeConfig, LogConfig, RunConfig, TrainConfig
 from symexplin.lab.maps import CurveConfig, carried
 from symexplin.lab.model import ModelConfig
-from symexplin.lab.prepare import PrepareConfig, prepare
 from symexplin.lab.run import train
+from symexplin.lab.text.prepare import PrepareConfig, prepare
 
 __all__ = ["EVIL", "MODEL", "comparison", "prepared", "trained"]
 

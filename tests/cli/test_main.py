@@ -76,7 +76,7 @@ def test_the_process_gives_the_same_line_and_status(tmp_path):
     assert done.returncode == 2
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
-    assert line.startswith("symexplin: error: out must be a new folder or one of an earlier demo")
+    assert line.startswith("symexplin: error: out must be a new folder or that of an earlier demo")
     assert (tmp_path / "mine").read_text() == "mine"
 
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from symexplin.lab import demo as module
-from symexplin.lab.data import Corpus, eval_batches
+from symexplin.lab.compare.sweep import compare_runs
 from symexplin.lab.demo import DemoConfig, run_demo
-from symexplin.lab.documents import iter_documents
 from symexplin.lab.evaluate import evaluate
 from symexplin.lab.stop import Stopped
-from symexplin.lab.sweep import compare_runs
-from symexplin.lab.weights import load_model
+from symexplin.lab.text.corpus import Corpus, eval_batches
+from symexplin.lab.text.documents import iter_documents
+from symexplin.lab.weights.files import load_model
 
 FILES = {".symexplin-demo", ".lock", "compare.toml", "comparison.json", "report.html", "sample.txt", "data", "runs"}
 RUNS = {"AdamW-lr0.001-seed0", "AdamW-lr0.01-seed0", "SEL-lr0.001-seed0", "SEL-lr0.01-seed0"}
@@ -244,7 +244,7 @@ def test_somebodys_own_files_are_no_earlier_demo(data, tmp_path, name):
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.write_text("mine")
-    with pytest.raises(ValueError, match="out must be a new folder or one of"):
+    with pytest.raises(ValueError, match="out must be a new folder or that of"):
         run_demo(tmp_path, tiny(data))
     assert path.read_text() == "mine"
     assert not (tmp_path / ".symexplin-demo").exists()

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from symexplin.lab import files
-from symexplin.lab.files import JsonLines, read_json_lines, replace_file
+from symexplin.lab.files import JsonLines, read_json, read_json_lines, replace_file
 
 
 def test_writes_text_and_bytes(tmp_path):
@@ -96,3 +96,10 @@ def test_a_full_disk_leaves_whole_lines(tmp_path):
     assert text.endswith("}\n")
     assert [json.loads(line)["step"] for line in text.splitlines()] == list(range(text.count("\n")))
     assert text.count("\n") == 8  # of 12 bytes each, and a ninth would not fit into 100
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "{"])
+def test_damaged_json_is_named(tmp_path, content):
+    (tmp_path / "x.json").write_text(content)
+    with pytest.raises(ValueError, match=r"x.json' is damaged"):
+        read_json(tmp_path / "x.json")

@@ -13,7 +13,6 @@ import torch
 from corpora import TEXTS, prepared
 from symexplin.lab.checkpoint import newest
 from symexplin.lab.config import LogConfig, RunConfig, TrainConfig
-from symexplin.lab.data import Corpus, eval_batches
 from symexplin.lab.evaluate import evaluate
 from symexplin.lab.files import read_json_lines
 from symexplin.lab.maps import CurveConfig
@@ -21,8 +20,9 @@ from symexplin.lab.model import ModelConfig
 from symexplin.lab.run import train
 from symexplin.lab.settings import build, load_toml
 from symexplin.lab.stop import Stopped
+from symexplin.lab.text.corpus import Corpus, eval_batches
 from symexplin.lab.train import NonFiniteError, Trainer
-from symexplin.lab.weights import load_model
+from symexplin.lab.weights.files import load_model
 
 CURVES = {
     "none": CurveConfig(home="none"),
@@ -244,8 +244,8 @@ def test_a_planted_nan_ends_the_run_and_names_step_layer_and_checkpoint(data, tm
 def test_a_second_process_is_refused(data, whole, tmp_path):
     code = """if True:
         import sys
-        from symexplin.lab.run import claim
-        with claim(sys.argv[1]):
+        from symexplin.lab.folders import claimed
+        with claimed(sys.argv[1], "run", {"run.json"}):
             print("held", flush=True)
             sys.stdin.read()
     """
@@ -254,7 +254,7 @@ def test_a_second_process_is_refused(data, whole, tmp_path):
         [sys.executable, "-c", code, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:
         assert other.stdout.readline() == "held\n"
-        with pytest.raises(ValueError, match=r"out must be free, got .*another process is training"):
+        with pytest.raises(ValueError, match=r"out must be free, got .*another process works"):
             train(tiny(data), folder)
         other.kill()  # the system frees the lock
         other.wait()
@@ -264,7 +264,7 @@ def test_a_second_process_is_refused(data, whole, tmp_path):
 
 def test_folders_of_others_are_left_alone(data, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"out must be a new folder or one of an earlier run.*notes.txt"):
+    with pytest.raises(ValueError, match=r"out must be a new folder or that of an earlier run.*notes.txt"):
         train(tiny(data), tmp_path)
     with pytest.raises(ValueError, match="out must be a folder, got the file"):
         train(tiny(data), tmp_path / "notes.txt")

@@ -29,7 +29,7 @@ def _say(line: str) -> None:
 
 
 def _add_prepare(parser: argparse.ArgumentParser) -> None:
-    from symexplin.lab.prepare import PrepareConfig
+    from symexplin.lab.text.prepare import PrepareConfig
 
     parser.add_argument("sources", nargs="+", metavar="SOURCE", help="stdlib, a file, a folder, or hf:NAME[:CONFIG]")
     parser.add_argument("--out", required=True, metavar="FOLDER", help="where the tokens go")
@@ -37,8 +37,8 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
 
 
 def _prepare(arguments: Arguments) -> None:
-    from symexplin.lab.prepare import PrepareConfig, prepare
     from symexplin.lab.settings import build
+    from symexplin.lab.text.prepare import PrepareConfig, prepare
 
     config = build(PrepareConfig, given(arguments, PrepareConfig))
     prepare(config, arguments.out, echo=_say)
@@ -71,13 +71,13 @@ def _train(arguments: Arguments) -> None:
 
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:
-    from symexplin.lab.sweep import CompareConfig
+    from symexplin.lab.compare.sweep import CompareConfig
 
     _add_run(parser, CompareConfig, leave_out=("lr", "seed", "home", "preset", "start", "map"))
 
 
 def _compare(arguments: Arguments) -> None:
-    from symexplin.lab.sweep import CONFIG, CompareConfig, compare_runs
+    from symexplin.lab.compare.sweep import CONFIG, CompareConfig, compare_runs
 
     config = _configured(arguments, CompareConfig, CONFIG)
     compare_runs(config, arguments.out, resume=arguments.resume, echo=_say)
@@ -127,8 +127,8 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(arguments: Arguments) -> None:
-    from symexplin.lab.export import export_transformers
     from symexplin.lab.trained import load_trained
+    from symexplin.lab.weights.export import export_transformers
 
     model, tokenizer, file = load_trained(arguments.model)
     export_transformers(model, arguments.out, file, tokenizer.end, echo=_say)
@@ -139,7 +139,7 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
 
 
 def _report(arguments: Arguments) -> None:
-    from symexplin.lab.report import report
+    from symexplin.lab.report.pages import report
 
     _say(str(report(arguments.folder)))
 
@@ -159,7 +159,7 @@ def _add_map(parser: argparse.ArgumentParser, start: bool) -> None:
 
 
 def _fold(arguments: Arguments) -> None:
-    from symexplin.lab.folding import fold_file
+    from symexplin.lab.weights.folding import fold_file
 
     fold_file(arguments.source, arguments.target, echo=_say)
 
@@ -170,9 +170,9 @@ def _add_invert(parser: argparse.ArgumentParser) -> None:
 
 
 def _invert(arguments: Arguments) -> None:
-    from symexplin.lab.folding import invert_file
     from symexplin.lab.maps import CurveConfig, named_map
     from symexplin.lab.settings import build
+    from symexplin.lab.weights.folding import invert_file
 
     curve = build(CurveConfig, {"preset": "default", **given(arguments, CurveConfig)})
     invert_file(arguments.source, arguments.target, named_map(curve.preset, curve.map), curve.start, echo=_say)
@@ -187,10 +187,10 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
 
 def _inspect(arguments: Arguments) -> None:
     from symexplin.lab.files import replace_file
-    from symexplin.lab.inspect import format_inspection, inspect_file
-    from symexplin.lab.inspect_figures import draw_inspection
     from symexplin.lab.maps import CurveConfig, named_map
     from symexplin.lab.settings import build
+    from symexplin.lab.weights.inspect import format_inspection, inspect_file
+    from symexplin.lab.weights.inspect_figures import draw_inspection
 
     curve = build(CurveConfig, {"preset": "default", **given(arguments, CurveConfig)})
     found = inspect_file(arguments.source, config=named_map(curve.preset, curve.map), progress=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from symexplin.lab.files import sync_folder
-from symexplin.lab.weights import iter_tensors, write_tensors
+from symexplin.lab.weights.files import iter_tensors, write_tensors
 
 __all__ = [
     "CHECKPOINTS",

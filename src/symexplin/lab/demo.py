@@ -10,18 +10,19 @@ from typing import Any
 import torch
 
 from symexplin.lab.checkpoint import load_checkpoint, newest
+from symexplin.lab.compare.sweep import COMPARISON, CONFIG, MARKS, CompareConfig, GridConfig, compare_runs
 from symexplin.lab.config import ComputeConfig, LogConfig, RunConfig, TrainConfig, resolve
-from symexplin.lab.data import Corpus, eval_batches
 from symexplin.lab.evaluate import sample
 from symexplin.lab.files import replace_file
+from symexplin.lab.folders import LOCK, claimed
 from symexplin.lab.model import ModelConfig
-from symexplin.lab.prepare import PrepareConfig, prepare
 from symexplin.lab.run import CONFIG as RUN_CONFIG
 from symexplin.lab.run import MODEL
 from symexplin.lab.settings import build, dump_toml, load_toml, to_table
-from symexplin.lab.sweep import COMPARISON, CONFIG, CompareConfig, GridConfig, claim, compare_runs
+from symexplin.lab.text.corpus import Corpus, eval_batches
+from symexplin.lab.text.prepare import PrepareConfig, prepare
 from symexplin.lab.train import Trainer
-from symexplin.lab.weights import load_model
+from symexplin.lab.weights.files import load_model
 from symexplin.validation import check_fraction, check_whole
 
 __all__ = ["DemoConfig", "run_demo"]
@@ -112,7 +113,7 @@ class DemoConfig:
 def run_demo(out: str | Path, config: DemoConfig | None = None, echo: Echo = lambda _: None) -> dict[str, Any]:
     """Prepare the data, compare, let the best curved model write, and check the weights that it leaves.
 
-    The folder is that of a comparison (:func:`symexplin.lab.sweep.compare_runs`), with the prepared `data/` and
+    The folder is that of a comparison (:func:`symexplin.lab.compare.sweep.compare_runs`), with the prepared `data/` and
     `sample.txt` beside it. A demo that was interrupted goes on; the files of any other earlier demo are replaced.
 
     Args:
@@ -129,10 +130,10 @@ def run_demo(out: str | Path, config: DemoConfig | None = None, echo: Echo = lam
     ...     run_demo(folder, config)["export"]["bit_equal"]
     True
     """
-    from symexplin.lab.report import report_comparison  # matplotlib takes its time
+    from symexplin.lab.report.pages import report_comparison  # matplotlib takes its time
 
     config = config or DemoConfig()
-    with claim(out) as folder:
+    with claimed(out, "demo", MARKS) as folder:
         files = _own_files(folder)
         if not _interrupted(folder, config):
             _begin(folder, config, files, echo)
@@ -165,7 +166,7 @@ def _own_files(folder: Path) -> list[Path]:
     marked = (folder / _MARKER).exists()
     for path in files:
         ours = _OURS.fullmatch(path.relative_to(folder).as_posix()) and not path.is_symlink()
-        if not ours or not (marked or path.name == ".lock"):
+        if not ours or not (marked or path.name == LOCK):
             raise ValueError(f"out must be a new folder or one of an earlier demo, got {str(path)!r} in it")
     return files
 
@@ -183,13 +184,18 @@ def _interrupted(folder: Path, config: DemoConfig) -> bool:
 
 def _begin(folder: Path, config: DemoConfig, earlier: list[Path], echo: Echo) -> None:
     """Prepare the data, and only then remove what an earlier demo left."""
-    if not (folder / _MARKER).exists():
+    fresh = not (folder / _MARKER).exists()
+    if fresh:
         replace_file(folder / _MARKER, "")
     _remove(folder, [path for path in earlier if path.is_relative_to(folder / _NEW_DATA)])
     wanted = PrepareConfig((config.data,), tokenizer="byte", valid_fraction=0.05, seed=0)  # one split for all seeds
-    prepare(wanted, folder / _NEW_DATA, echo=echo)
+    try:
+        prepare(wanted, folder / _NEW_DATA, echo=echo)
+    finally:
+        if fresh and not (folder / _NEW_DATA).exists():
+            (folder / _MARKER).unlink()  # a mistake leaves no trace
     Corpus.load(folder / _NEW_DATA).check_context(config.context)
-    kept = {_MARKER, ".lock"}
+    kept = {_MARKER, LOCK}
     _remove(folder, [path for path in earlier if path.exists() and str(path.relative_to(folder)) not in kept])
     replace_file(folder / _MARKER, _text(config))
     (folder / _NEW_DATA).rename(folder / _DATA)

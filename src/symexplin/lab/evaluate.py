@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from symexplin.lab.model import Transformer
-from symexplin.lab.tokenizer import Tokenizer
+from symexplin.lab.text.tokenizer import Tokenizer
 from symexplin.validation import check_not_negative, check_whole
 
 __all__ = ["Curve", "evaluate", "sample", "speedup"]

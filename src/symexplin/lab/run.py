@@ -14,29 +14,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import filelock
 import torch
 from tqdm import tqdm
 
-from symexplin.lab.checkpoint import CHECKPOINTS, load_checkpoint, newest, save_checkpoint, sweep
+from symexplin.lab.checkpoint import load_checkpoint, newest, save_checkpoint, sweep
 from symexplin.lab.config import RunConfig, resolve
-from symexplin.lab.data import Corpus
 from symexplin.lab.files import JsonLines, read_json, read_json_lines, replace_file
+from symexplin.lab.folders import claimed
 from symexplin.lab.provenance import memory, provenance
 from symexplin.lab.settings import build, differences, dump_toml, lines, load_toml, to_table
 from symexplin.lab.stop import StopSignals
+from symexplin.lab.text.corpus import Corpus
 from symexplin.lab.trackers import Trackers
 from symexplin.lab.train import NonFiniteError, Trainer
-from symexplin.lab.weights import save_model
+from symexplin.lab.weights.files import save_model
 
-__all__ = ["CONFIG", "FACTS", "METRICS", "MODEL", "SUMMARY", "TIMING", "TOKENIZER", "RunResult", "claim", "train"]
+__all__ = ["CONFIG", "FACTS", "METRICS", "MODEL", "SUMMARY", "TIMING", "TOKENIZER", "RunResult", "train"]
 
 Echo = Callable[[str], None]
 
 CONFIG, METRICS, TIMING, SUMMARY = "config.toml", "metrics.jsonl", "timing.jsonl", "summary.json"
 MODEL, TOKENIZER = "model.safetensors", "tokenizer.json"
-FACTS, _LOCK = "run.json", ".lock"
-_OURS = {CONFIG, METRICS, TIMING, SUMMARY, MODEL, TOKENIZER, FACTS, _LOCK, CHECKPOINTS, "tensorboard", "report.html"}
+FACTS = "run.json"
 # Keys that a run may resume with other values of: where its data lie (their digest must be the same), what it logs.
 _FREE = ("data", "log.")
 # Keys that change the rounding but not the run: a resumed run may move to another machine.
@@ -57,38 +56,13 @@ class RunResult:
         return self.evals[-1][1]
 
 
-def claim(out: str | Path) -> filelock.FileLock:
-    """Return the lock of a run's folder, held; the folder is created if missing.
-
-    The system frees it when the process ends, however it ends.
-
-    Raises:
-        ValueError: a folder with other files than a run's, one that another process trains in, a file.
-    """
-    if not str(out):
-        raise ValueError("out must name a folder, got ''")
-    folder = Path(out)
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"out must be a folder, got the file {str(out)!r}")
-    if folder.is_dir():
-        foreign = [p.name for p in folder.iterdir() if p.name.removesuffix(".tmp") not in _OURS]
-        if foreign and not (folder / CONFIG).exists():
-            raise ValueError(f"out must be a new folder or one of an earlier run, got {str(out)!r} with {foreign[0]!r}")
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(folder / _LOCK, timeout=0)
-    try:
-        lock.acquire()
-    except filelock.Timeout:
-        raise ValueError(f"out must be free, got {str(out)!r}, in which another process is training") from None
-    return lock
-
-
 def train(
     config: RunConfig,
     out: str | Path,
     *,
     resume: bool = False,
     echo: Echo = lambda _: None,
+    tell_config: bool = True,
     progress: bool = True,
     label: str = "train",
 ) -> RunResult:
@@ -99,10 +73,11 @@ def train(
     was killed at any moment and resumed has, on a CPU, the same bits in it and in the weights as one that was not.
 
     Args:
-        config: may leave values to the machine; the resolved one is echoed and saved.
+        config: may leave values to the machine; the resolved one is saved.
         out: a new folder, or that of the run to resume.
         resume: go on from the newest checkpoint, or start if there is none.
         echo: takes each line that a log should have.
+        tell_config: the resolved configuration is among them.
         progress: show a bar on a terminal.
         label: name of the run on the bar.
 
@@ -114,14 +89,13 @@ def train(
     corpus = Corpus.load(config.data)
     config = resolve(config, corpus.vocab_size)
     corpus.check_context(config.model.context)
-    with claim(out):
-        folder = Path(out)
+    with claimed(out, "run", {FACTS, CONFIG}) as folder:
         _open(folder, config, corpus, resume)
         finished = _summary(folder)
         if finished is not None and "error" not in finished:
             echo(f"{folder} has finished already: {finished['steps']} steps, loss {finished['final_loss']:.4f}")
             return _result(folder, finished)
-        for line in lines(to_table(config)):
+        for line in lines(to_table(config)) if tell_config else []:
             echo(line)
         torch.set_num_threads(config.compute.threads or 1)
         return _Run(folder, config, corpus, echo, progress, label).go()
@@ -138,9 +112,9 @@ def _open(folder: Path, config: RunConfig, corpus: Corpus, resume: bool) -> None
             "tokenizer": tokenizer,
             "provenance": provenance(),
         }
+        replace_file(folder / FACTS, json.dumps(facts, indent=1) + "\n")  # the first: it marks the folder
         corpus.tokenizer.save(folder / TOKENIZER)
-        replace_file(folder / FACTS, json.dumps(facts, indent=1) + "\n")
-        replace_file(folder / CONFIG, dump_toml(table))  # the last: with it the folder is a run's
+        replace_file(folder / CONFIG, dump_toml(table))  # the last: with it the run can be resumed
         return
     if not resume:
         raise ValueError(

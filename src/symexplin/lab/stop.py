@@ -1,11 +1,13 @@
-"""SIGTERM and Ctrl-C as a wish to stop at the next step."""
+"""How processes end: SIGTERM and Ctrl-C as a wish to stop at the next step, workers with the one that began them."""
 
+import multiprocessing
+import os
 import signal
 import threading
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-__all__ = ["StopSignals", "Stopped"]
+__all__ = ["StopSignals", "Stopped", "follow_parent"]
 
 
 class Stopped(Exception):  # noqa: N818 (it is no error)
@@ -52,3 +54,15 @@ class StopSignals:
         """Return the exception to raise when all is saved."""
         assert self.signal is not None
         return Stopped(self.signal, message)
+
+
+def follow_parent() -> None:
+    """End this worker process with the one that began it, however that ends: a killed one cannot end its workers."""
+    threading.Thread(target=_follow, daemon=True).start()
+
+
+def _follow() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

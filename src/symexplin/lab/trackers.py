@@ -1,5 +1,6 @@
 """TensorBoard and Weights & Biases: a run's numbers for those who watch it."""
 
+import hashlib
 import importlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,9 +37,11 @@ class Trackers:
             self._tensorboard = module.SummaryWriter(folder / "tensorboard", purge_step=step + 1 if step else None)
         if config.log.wandb is not None:
             module = _module("wandb", "wandb", "leave out wandb")
-            name = folder.resolve().name
+            table, place = to_table(config), folder.resolve()
+            # The same run when it resumes, another one for a folder of the same name elsewhere.
+            identity = hashlib.sha256(str(place).encode()).hexdigest()[:16]
             self._wandb = module.init(
-                project=config.log.wandb, id=name, name=name, dir=folder, resume="allow", config=to_table(config)
+                project=config.log.wandb, id=identity, name=place.name, dir=folder, resume="allow", config=table
             )
 
     def __enter__(self) -> Self:

@@ -13,11 +13,11 @@ import symexplin as sel
 from symexplin.lab.build import build
 from symexplin.lab.checkpoint import load_optimizer, save_optimizer
 from symexplin.lab.config import RunConfig, TrainConfig
-from symexplin.lab.data import BatchLoader, Corpus, eval_batches
 from symexplin.lab.evaluate import evaluate
 from symexplin.lab.maps import map_of
 from symexplin.lab.model import Transformer
-from symexplin.lab.weights import MAP_KEY, read_tensors, save_model
+from symexplin.lab.text.corpus import BatchLoader, Corpus, eval_batches
+from symexplin.lab.weights.files import MAP_KEY, read_tensors, save_model
 
 __all__ = ["NonFiniteError", "Trainer", "lr_factor"]
 

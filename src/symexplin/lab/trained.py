@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from symexplin.lab.checkpoint import is_checkpoint, load_checkpoint, newest
 from symexplin.lab.files import read_json
-from symexplin.lab.folding import fold_file
 from symexplin.lab.model import Transformer
 from symexplin.lab.run import CONFIG, FACTS, MODEL, TOKENIZER
-from symexplin.lab.tokenizer import Tokenizer
-from symexplin.lab.weights import MAP_KEY, load_model, read_specs
+from symexplin.lab.text.tokenizer import Tokenizer
+from symexplin.lab.weights.files import MAP_KEY, load_model, read_specs
+from symexplin.lab.weights.folding import fold_file
 
 __all__ = ["Trained", "load_trained"]
 

@@ -1,0 +1,234 @@
+"""Runs of several arms over learning rates and seeds, in a folder that a killed sweep can go on from.
+
+compare.toml      the resolved configuration     runs/            a run's folder each (symexplin.lab.run)
+comparison.json   what came out, at the end      report.html      the same to look at
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from symexplin.lab.build import build as build_run
+from symexplin.lab.compare.grid import Cell, CompareConfig, GridConfig
+from symexplin.lab.compare.pool import Task, train_all
+from symexplin.lab.compare.table import Run, compare, format_table, headline
+from symexplin.lab.config import ComputeConfig, resolve
+from symexplin.lab.files import read_json_lines, replace_file
+from symexplin.lab.folders import claimed
+from symexplin.lab.maps import map_of
+from symexplin.lab.provenance import provenance
+from symexplin.lab.run import FACTS, METRICS, SUMMARY
+from symexplin.lab.settings import build, differences, dump_toml, load_toml, to_table
+from symexplin.lab.text.corpus import Corpus
+from symexplin.validation import naming
+
+__all__ = ["COMPARISON", "CONFIG", "REPORT", "RUNS", "CompareConfig", "GridConfig", "MARKS", "compare_runs"]
+
+Echo = Callable[[str], None]
+
+CONFIG, COMPARISON, REPORT, RUNS = "compare.toml", "comparison.json", "report.html", "runs"
+# What is written first into a comparison's folder, or into that of a demo around it.
+MARKS = {CONFIG, ".symexplin-demo"}
+# Keys that a comparison may resume with other values of, as no run's bits depend on them; keys that may only grow.
+_FREE = ("data", "log.", "compare.jobs")
+_GROWING = ("compare.arms", "compare.lrs", "compare.seeds")
+
+
+def compare_runs(
+    config: CompareConfig,
+    out: str | Path,
+    *,
+    resume: bool = False,
+    echo: Echo = lambda _: None,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Train every arm at every learning rate and seed, and return what comparison.json then holds.
+
+    With several jobs the calling script must guard its entry by ``if __name__ == "__main__"``, as for any
+    `multiprocessing`.
+
+    Args:
+        config: may leave values to the machine; the resolved one is saved.
+        out: a new folder, or that of the comparison to resume.
+        resume: keep the runs that have ended, go on with the others. Arms, learning rates and seeds may have been
+            added, the number of jobs may be another. On a CPU the results have the bits of a sweep left in peace.
+        echo: takes each line that a log should have, and the table at the end.
+        progress: show a bar on a terminal; it stands for the lines within a run.
+
+    Raises:
+        ValueError: a folder, data or arm that cannot be used, a comparison of another configuration, a baseline that
+            did not stay finite at any learning rate.
+        OSError: the disk is full, a worker process died, ...
+        Stopped: SIGTERM or SIGINT came; every run was saved.
+
+    >>> import tempfile
+    >>> from symexplin.lab.config import TrainConfig
+    >>> from symexplin.lab.model import ModelConfig
+    >>> from symexplin.lab.text.prepare import PrepareConfig, prepare
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = Path(folder, "text").write_bytes(b"one document" + bytes(1) + b"another document")
+    ...     _ = prepare(PrepareConfig((f"{folder}/text",), tokenizer="byte", workers=1), f"{folder}/tokens")
+    ...     model, train = ModelConfig(width=16, depth=1, heads=2, context=8), TrainConfig(steps=2, batch_size=2)
+    ...     config = CompareConfig(f"{folder}/tokens", model, train, compare=GridConfig(lrs=(0.01,), seeds=(0, 1)))
+    ...     found = compare_runs(config, f"{folder}/out")
+    >>> [(run["arm"], run["seed"]) for run in found["runs"]]
+    [('AdamW', 0), ('SEL', 0), ('AdamW', 1), ('SEL', 1)]
+    """
+    cores = _cores()
+    if config.compare.jobs > cores:
+        raise ValueError(f"jobs must be at most {cores}, the cores of this machine, got {config.compare.jobs}")
+    corpus = Corpus.load(config.data)
+    corpus.check_context(config.model.context)
+    with claimed(out, "comparison", MARKS) as folder:
+        config = _open(folder, config, corpus, resume, cores)
+        cells = config.compare.cells()
+        echo(
+            f"{len(corpus.train):,} tokens to train on, {len(corpus.valid):,} held out; "
+            f"{len(cells)} runs of {config.train.steps} steps"
+        )
+        left: list[tuple[Cell, Task]] = []
+        for number, cell in enumerate(cells, start=1):
+            label = f"{number}/{len(cells)} {cell.arm} lr {cell.lr:g} seed {cell.seed}"
+            if (found := _read(folder, cell)) is None:
+                left.append((cell, Task(label, config.run(cell), folder / RUNS / cell.name)))
+            else:
+                echo(f"{label}: {_outcome(found)} (already there)")
+        for index in train_all([task for _, task in left], config.compare.jobs, echo, progress):
+            cell, task = left[index]
+            if (ended := _read(folder, cell)) is not None:
+                echo(f"{task.label}: {_outcome(ended)}")
+        return _conclude(folder, config, corpus, echo)
+
+
+def _cores() -> int:
+    """Return the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _open(folder: Path, config: CompareConfig, corpus: Corpus, resume: bool, cores: int) -> CompareConfig:
+    """Return the resolved configuration, saved, after all checks that need no training."""
+    saved = None
+    if (folder / CONFIG).exists():
+        if not resume:
+            raise ValueError(
+                f"out must be a new folder, got {str(folder)!r}, which has a comparison: add --resume to go on with it"
+            )
+        saved = build(CompareConfig, load_toml(folder / CONFIG))
+    config = _resolve(config, corpus.vocab_size, saved, cores)
+    if saved is not None:
+        _check_same(folder, saved, config, corpus)
+    for arm in config.compare.arms:
+        if saved is None or arm not in saved.compare.arms:
+            _check_arm(config, arm, corpus.vocab_size)
+    replace_file(folder / CONFIG, dump_toml(to_table(config)))
+    return config
+
+
+def _resolve(config: CompareConfig, vocab_size: int, saved: CompareConfig | None, cores: int) -> CompareConfig:
+    """Say what was left to the machine: as the saved configuration does, so that bits repeat, else by this machine."""
+    compute, jobs = config.compute, config.compare.jobs
+    if saved is not None:
+        unsaid = [f.name for f in dataclasses.fields(ComputeConfig) if getattr(compute, f.name) in (None, "auto")]
+        compute = dataclasses.replace(compute, **{name: getattr(saved.compute, name) for name in unsaid})
+    if compute.threads is None and jobs > 1:
+        compute = dataclasses.replace(compute, threads=max(1, cores // jobs))
+    config = dataclasses.replace(config, compute=compute)
+    resolved = resolve(config.run(config.compare.cells()[0]), vocab_size)
+    return dataclasses.replace(config, model=resolved.model, compute=resolved.compute)
+
+
+def _check_same(folder: Path, saved: CompareConfig, config: CompareConfig, corpus: Corpus) -> None:
+    """Raise ValueError if the runs that are there would not be those of `config`."""
+    changed = []
+    for key, (old, new) in differences(to_table(saved), to_table(config)).items():
+        grown = key in _GROWING and set(old) <= set(new)
+        unused = key.startswith("arm.") and key.split(".")[1] not in saved.compare.arms
+        if not (key.startswith(_FREE) or grown or unused):
+            changed.append(f"{key} is {old!r} there, {new!r} now")
+    if changed:
+        raise ValueError(f"{folder} has a comparison of another configuration: {'; '.join(changed)}")
+    for path in folder.glob(f"{RUNS}/*/{FACTS}"):
+        if json.loads(path.read_text())["data"] != corpus.fingerprint:
+            raise ValueError(f"data must be those of the runs in {folder}, got {config.data!r} with other tokens")
+
+
+def _check_arm(config: CompareConfig, arm: str, vocab_size: int) -> None:
+    """Raise ValueError unless an arm can take a step: a map without inverse shows in the first one."""
+    grid = config.compare
+    with naming(f"arm {arm}"):
+        model, optimizer, _ = build_run(resolve(config.run(Cell(arm, grid.lrs[0], grid.seeds[0])), vocab_size))
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+
+
+def _read(folder: Path, cell: Cell) -> Run | None:
+    """Return what a run left, or None if it has not ended."""
+    path = folder / RUNS / cell.name
+    if not (path / SUMMARY).exists():
+        return None
+    summary = json.loads((path / SUMMARY).read_text())
+    records = read_json_lines(path / METRICS)
+    return Run(
+        cell.arm,
+        cell.lr,
+        cell.seed,
+        evals=tuple((record["step"], record["eval_loss"]) for record in records if "eval_loss" in record),
+        seconds=summary.get("seconds", 0.0),
+        tokens_per_second=summary.get("tokens_per_second", 0.0),
+        error=summary.get("error"),
+    )
+
+
+def _outcome(run: Run) -> str:
+    return run.error or f"{run.final_loss:.4f} nats a token, {run.seconds:.0f} s"
+
+
+def _conclude(folder: Path, config: CompareConfig, corpus: Corpus, echo: Echo) -> dict[str, Any]:
+    """Compare the runs, all ended, and write comparison.json and the report."""
+    from symexplin.lab.report.pages import report_comparison  # matplotlib takes its time
+
+    cells = config.compare.cells()
+    runs = [run for cell in cells if (run := _read(folder, cell)) is not None]
+    comparison = compare(runs, config.compare.baseline)
+    content: dict[str, Any] = {
+        "headline": headline(comparison),
+        "comparison": dataclasses.asdict(comparison),
+        "runs": [
+            {**dataclasses.asdict(run), "final_loss": run.final_loss, "folder": f"{RUNS}/{cell.name}"}
+            for run, cell in zip(runs, cells, strict=True)
+        ],
+        "maps": {arm: _map(config, arm) for arm in config.compare.arms},
+        "corpus": {
+            "train_tokens": len(corpus.train),
+            "valid_tokens": len(corpus.valid),
+            "train_documents": corpus.train_documents,
+            "valid_documents": corpus.valid_documents,
+            "tokenizer": corpus.tokenizer.name,
+        },
+        "parameters": _parameters(folder, cells),
+        "config": to_table(config),
+        "provenance": {**provenance(), "threads": config.compute.threads},
+        "seconds": round(sum(run.seconds for run in runs), 1),
+    }
+    replace_file(folder / COMPARISON, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    echo("\n".join(("", format_table(comparison), "", *content["headline"], "")))
+    echo(f"report: {report_comparison(folder)}")
+    return content
+
+
+def _map(config: CompareConfig, arm: str) -> dict[str, Any] | None:
+    curve = config.run(Cell(arm, config.compare.lrs[0], config.compare.seeds[0])).sel
+    found = map_of(curve, config.model.width)
+    return None if found is None else {"start": curve.start, "home": curve.home, **found.to_dict()}
+
+
+def _parameters(folder: Path, cells: Sequence[Cell]) -> int:
+    """Return the size of the model, the same in every run, from one that finished."""
+    summaries = (json.loads((folder / RUNS / cell.name / SUMMARY).read_text()) for cell in cells)
+    return next(int(summary["parameters"]) for summary in summaries if "parameters" in summary)

@@ -1,0 +1,3 @@
+"""Pages that show a run or a comparison."""
+
+__all__: list[str] = []

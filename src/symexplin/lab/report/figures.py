@@ -1,0 +1,234 @@
+"""The figures of a report, each with a caption: what a run or a comparison did, and what became of its weights."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from markupsafe import Markup
+
+from symexplin.lab.report.charts import Line, chart, histogram, late_limits, smooth
+from symexplin.lab.report.probe import LIMIT, Probe, RoleWeights, RunRecord, map_shape
+
+__all__ = ["Figure", "Section", "comparison_figures", "run_sections"]
+
+# The first losses of a run dwarf the rest: what happens in this share of the steps may leave the chart.
+_FIRST = 0.02
+_SMOOTHED = 50  # curves of updates are smoothed over this part of them
+_POSITIONS = 2000  # whose scales show the shape of a role's map
+_SCALES = {
+    "e": "exponential scale e",
+    "l": "linear scale l",
+    "kappa": "curvature κ",
+    "n": "offset n",
+    "s": "overall scale s",
+}
+_STEPS, _NATS = "optimizer steps", "nats a token"
+
+
+class Figure(NamedTuple):
+    """A chart and the sentence under it."""
+
+    svg: Markup
+    caption: str
+
+
+class Section(NamedTuple):
+    """Figures under a heading, with a note that may be empty."""
+
+    title: str
+    note: str
+    figures: list[Figure]
+
+
+def run_sections(run: RunRecord, weights: Probe | None) -> list[Section]:
+    """Return what there is to draw of a run; without `weights`, its curves alone.
+
+    >>> from pathlib import Path
+    >>> from symexplin.lab.config import RunConfig
+    >>> run_sections(RunRecord(Path(), RunConfig("data"), {}, [], [], [], None), None)
+    []
+    """
+    scales = _trajectories(run)
+    band = "Mean over all curved weights, with a band of one standard deviation, at each evaluation." if scales else ""
+    sections = [
+        Section("Loss", "", _learning(run)),
+        Section("Pace", "", _pace(run)),
+        Section("Scales and tails" if scales else "Tails", band, [*scales, *_tails(run)]),
+    ]
+    if weights is not None:
+        sections += _weight_sections(weights)
+    return [section for section in sections if section.figures]
+
+
+def _weight_sections(weights: Probe) -> Iterator[Section]:
+    roles = weights.roles.values()
+    total, seen = sum(role.total for role in roles), sum(len(role.effective) for role in roles)
+    matrices = "curved matrices" if any(role.raw is not None for role in roles) else "blocks' matrices"
+    note = f"All {total:,} weights of the {matrices}."
+    if seen < total:
+        note = f"{seen:,} of the {total:,} weights of the {matrices}: at most about {LIMIT:,} a role, drawn at random."
+    yield Section(f"Weights at step {weights.step:,}", note, _histograms(weights))
+    yield Section(
+        f"The map at step {weights.step:,}",
+        f"Over the range of the raw weights, with the scales at up to {_POSITIONS:,} positions of a role.",
+        [_shape(role, found) for role, found in weights.roles.items() if found.raw is not None],
+    )
+
+
+def _learning(run: RunRecord) -> list[Figure]:
+    evals = [(record["step"], record["eval_loss"]) for record in run.evaluations]
+
+    if not run.updates:
+        return []
+    step, loss, lr, norm = ([record[key] for record in run.updates] for key in ("step", "loss", "lr", "grad_norm"))
+    window = max(1, len(step) // _SMOOTHED)
+    means = f"mean of {window} updates" if window > 1 else "each update"
+    losses = [Line("", step, loss, kind="faint"), Line(f"training, {means}", step, smooth(loss, window))]
+    losses += [Line.through("held out", evals, style=1)] if evals else []
+    norms = [Line("", step, norm, kind="faint"), Line(means, step, smooth(norm, window))]
+    norms.append(Line("clipped to", [step[0], step[-1]], [run.config.train.max_grad_norm] * 2, kind="guide"))
+    return [
+        Figure(
+            chart(losses, _STEPS, f"loss ({_NATS})", limits=late_limits(losses[1:], _FIRST)),
+            "Loss on the training batches and on held-out text; the very first may leave the chart.",
+        ),
+        Figure(chart([Line("weights", step, lr)], _STEPS, "learning rate"), "Learning rate of the weights."),
+        Figure(
+            chart(norms, _STEPS, "gradient norm (log scale)", log="y"),
+            "Norm of the whole gradient before it is clipped.",
+        ),
+    ]
+
+
+def _pace(run: RunRecord) -> list[Figure]:
+    figures = []
+    timed = [(r["step"], r["tokens_per_second"]) for r in run.timing if "tokens_per_second" in r]
+    if timed:
+        line = Line.through("since the evaluation before", timed)
+        top = 1.1 * max(pace for _, pace in timed)
+        figures.append(Figure(chart([line], _STEPS, "tokens/s", limits=(0.0, top)), "Tokens trained on a second."))
+    names = {"memory_bytes": "process", "device_peak_bytes": "device, peak"}
+    lines = []
+    for index, (key, label) in enumerate(names.items()):
+        points = [(record["step"], record[key] / 2**20) for record in run.timing if key in record]
+        lines += [Line.through(label, points, style=index)] if points else []
+    if lines:
+        top = 1.1 * max(np.max(line.y) for line in lines)
+        svg = chart(lines, _STEPS, "memory (MiB)", limits=(0.0, top))
+        figures.append(Figure(svg, "Memory in use at each evaluation."))
+    return figures
+
+
+def _trajectories(run: RunRecord) -> list[Figure]:
+    figures = []
+    for role, name in _SCALES.items():
+        points = [
+            (record["step"], record["stats"][f"{role}/mean"], record["stats"][f"{role}/std"])
+            for record in run.evaluations
+            if f"{role}/mean" in record.get("stats", {})
+        ]
+        if points:
+            step, mean, std = np.array(points).T
+            line = Line("mean ± standard deviation", step, mean, band=(mean - std, mean + std))
+            unit = " (1/weight)" if role == "kappa" else ""
+            figures.append(Figure(chart([line], _STEPS, name + unit, small=True), f"The {name} during training."))
+    return figures
+
+
+def _tails(run: RunRecord) -> list[Figure]:
+    figures = []
+    for key, factor, label, caption in (
+        ("tail/fraction", 100.0, "weights with κ|w| > 1 (%)", "Weights so large that the exponential rules."),
+        ("kappa_w/max", 1.0, "largest κ|w|", "The largest raw weight in units of the curvature."),
+    ):
+        points = [(r["step"], factor * r["stats"][key]) for r in run.evaluations if key in r.get("stats", {})]
+        if points:
+            line = Line.through("all curved matrices", points)
+            figures.append(Figure(chart([line], _STEPS, label, small=True), caption))
+    return figures
+
+
+def _histograms(weights: Probe) -> list[Figure]:
+    def pooled(name: str) -> tuple[Any, Any]:
+        parts = [(getattr(role, name), role.total) for role in weights.roles.values()]
+        values = torch.cat([part for part, _ in parts])
+        return values, torch.cat([torch.full((len(part),), total / len(part)) for part, total in parts])
+
+    curved = all(role.raw is not None for role in weights.roles.values())
+    now, axes = f"step {weights.step:,}", ("weight", "weights a bin (log scale)")
+    figures = [
+        Figure(
+            histogram({"start": pooled("initial"), now: pooled("effective")}, *axes),
+            f"{'Effective weights' if curved else 'Weights'} at the start and now.",
+        )
+    ]
+    if curved:
+        svg = histogram({"raw": pooled("raw"), "effective": pooled("effective")}, *axes)
+        figures.append(Figure(svg, "Raw weights, in which the steps are taken, and the effective weights they give."))
+    return figures
+
+
+def _shape(role: str, weights: RoleWeights) -> Figure:
+    shape = map_shape(weights, positions=_POSITIONS)
+    spread = bool((shape.high - shape.low).abs().max() > 1e-3 * shape.median.abs().max())
+    band = (shape.low, shape.high) if spread else None
+    ends = [float(shape.raw[0]), float(shape.raw[-1])]
+    lines = [Line("identity", ends, ends, kind="guide")]
+    lines.append(Line("median, 5–95 % band" if spread else "all positions", shape.raw, shape.median, band=band))
+    return Figure(
+        chart(lines, "raw weight", "effective weight", small=True), f"Effective over raw weight in the {role} matrices."
+    )
+
+
+def comparison_figures(found: Mapping[str, Any]) -> list[Figure]:
+    """Return the curves and the sweep of a comparison, as comparison.json has it.
+
+    Args:
+        found: its "runs" and "comparison" are read.
+    """
+    comparison, runs = found["comparison"], found["runs"]
+    arms = [row["arm"] for row in comparison["shared"]]
+    shared = dict.fromkeys(arms, comparison["shared_lr"])
+    best = {row["arm"]: row["lr"] for row in comparison["best"]}
+    seeds = len(comparison["seeds"]) > 1
+    band = "; the band spans the seeds" if seeds else ""
+    figures = [
+        Figure(_curves(runs, shared), f"Held-out loss at the shared learning rate, without its first part{band}.")
+    ]
+    if best != shared:
+        caption = f"Held-out loss with each at its own best learning rate, without its first part{band}."
+        figures.append(Figure(_curves(runs, best), caption))
+    points = "; a point a seed, the line through their mean" if seeds else ""
+    figures.append(
+        Figure(_sweep(runs, arms), f"Held-out loss after the last step, at every learning rate tried{points}.")
+    )
+    return figures
+
+
+def _curves(runs: list[dict[str, Any]], lrs: Mapping[str, float]) -> Markup:
+    lines = []
+    for style, (arm, lr) in enumerate(lrs.items()):
+        same = [run["evals"] for run in runs if (run["arm"], run["lr"]) == (arm, lr) and run["final_loss"] is not None]
+        if same:
+            steps = [step for step, _ in same[0]]
+            losses = np.array([[loss for _, loss in evals] for evals in same])
+            band = (losses.min(axis=0), losses.max(axis=0)) if len(same) > 1 else None
+            lines.append(Line(f"{arm}, lr {lr:g}", steps, losses.mean(axis=0), style, band=band))
+    return chart(lines, _STEPS, f"held-out loss ({_NATS})", limits=late_limits(lines))
+
+
+def _sweep(runs: list[dict[str, Any]], arms: list[str]) -> Markup:
+    lrs = sorted({run["lr"] for run in runs})
+    lines = []
+    for style, arm in enumerate(arms):
+        finals = {
+            lr: [run["final_loss"] for run in runs if (run["arm"], run["lr"]) == (arm, lr)] for lr in lrs
+        }  # fmt: skip
+        seeds = [(lr, loss) for lr, losses in finals.items() for loss in losses if loss is not None]
+        means = [(lr, float(np.mean(losses))) for lr, losses in finals.items() if None not in losses]
+        if seeds and len(seeds) > len(means):
+            lines.append(Line.through("", seeds, style, kind="points"))
+        if means:
+            lines.append(Line.through(arm, means, style))
+    return chart(lines, "peak learning rate (log scale)", f"final held-out loss ({_NATS})", log="x", ticks=lrs)

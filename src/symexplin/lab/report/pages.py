@@ -1,0 +1,235 @@
+"""One page that shows a run or a comparison: self-contained HTML with its charts inside."""
+
+import contextlib
+import urllib.parse
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import torch
+
+from symexplin.lab.compare.sweep import COMPARISON
+from symexplin.lab.compare.sweep import CONFIG as COMPARE
+from symexplin.lab.files import read_json, replace_file
+from symexplin.lab.maps import map_of
+from symexplin.lab.model import ModelConfig, Transformer
+from symexplin.lab.report.figures import comparison_figures, run_sections
+from symexplin.lab.report.probe import RunRecord, probe, read_run
+from symexplin.lab.run import CONFIG
+from symexplin.lab.settings import to_table
+
+__all__ = ["report", "report_comparison", "report_run"]
+
+_PAGE, _SAMPLE = "report.html", "sample.txt"
+_ROWS = 40  # evaluations that a page lists
+_NATS = "nats a token"
+_HOMES = {"optimizer": "in the optimizer", "module": "in the modules"}
+
+
+def report(folder: str | Path) -> Path:
+    """Write `report.html` into the folder of a run or of a comparison, and return its path.
+
+    Raises:
+        FileNotFoundError, ValueError: no such folder, another kind of folder, a file of it that cannot be read.
+
+    >>> report("no/such/folder")
+    Traceback (most recent call last):
+    FileNotFoundError: folder must be that of a run or of a comparison, got 'no/such/folder', which does not exist
+    """
+    path = Path(folder)
+    wanted = f"folder must be that of a run or of a comparison, got {str(folder)!r}"
+    if not path.is_dir():
+        raise FileNotFoundError(f"{wanted}, which " + ("is a file" if path.exists() else "does not exist"))
+    if (path / COMPARISON).exists() or (path / COMPARE).exists():
+        return report_comparison(path)
+    if (path / CONFIG).exists():
+        return report_run(path)
+    raise ValueError(f"{wanted}, which has neither {CONFIG} nor {COMPARISON}")
+
+
+def report_run(folder: str | Path) -> Path:
+    """Write `report.html` into a run's folder, also while it trains, and return its path.
+
+    Nothing else is written or locked. Weights and scales are those of the newest checkpoint.
+
+    Raises:
+        FileNotFoundError, ValueError: no run there, a damaged checkpoint or record.
+    """
+    sample = Path(folder) / _SAMPLE
+    with _reading(folder):
+        run = read_run(folder)
+        return _write(
+            run.folder,
+            "run.html.jinja",
+            title=f"Run {run.folder.resolve().name}",
+            headline=_headline(run),
+            facts=list(_run_facts(run)),
+            sections=run_sections(run, probe(run)),
+            evaluations=_evaluation_rows(run),
+            evaluations_done=len(run.evaluations),
+            sample=sample.read_text(encoding="utf-8", errors="replace") if sample.exists() else None,
+            settings=_settings(run),
+            provenance=_facts(run.facts["provenance"]),
+        )
+
+
+def report_comparison(folder: str | Path) -> Path:
+    """Write `report.html` into a finished comparison's folder and return its path.
+
+    Raises:
+        FileNotFoundError, ValueError: the comparison is not finished, or a file of it cannot be read.
+    """
+    path = Path(folder)
+    if not (path / COMPARISON).exists():
+        raise FileNotFoundError(
+            f"{str(folder)!r} has no {COMPARISON}: finish the comparison with --resume, or report one of its runs"
+        )
+    found = read_json(path / COMPARISON)
+    with _reading(path / COMPARISON):
+        facts = [(f"map of {arm}", _map(curve)) for arm, curve in found["maps"].items()]
+        extra = {"parameters": found["parameters"], "seconds in all": found["seconds"]}
+        for part in (found["corpus"], found["config"], found["provenance"], extra):
+            facts += _facts(part)
+        return _write(
+            path,
+            "comparison.html.jinja",
+            title=f"{_list([row['arm'] for row in found['comparison']['shared']])} on one language model",
+            found={"sample": None, "export": None, **found},
+            figures=comparison_figures(found),
+            runs=[(run, _link(path, run["folder"])) for run in found["runs"]],
+            facts=facts,
+        )
+
+
+@contextlib.contextmanager
+def _reading(path: str | Path) -> Iterator[None]:
+    """Turn what a record lacks into an error that names where it should be."""
+    try:
+        yield
+    except (KeyError, jinja2.UndefinedError) as error:
+        raise ValueError(f"{str(path)!r} is damaged, or of another version of symexplin: it lacks {error}") from None
+
+
+def _write(folder: Path, template: str, **values: Any) -> Path:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader(__package__, "."),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+    )
+    page = folder / _PAGE
+    replace_file(page, environment.get_template(template).render(values))
+    return page
+
+
+def _headline(run: RunRecord) -> list[str]:
+    steps = run.config.train.steps
+    if run.error is not None:
+        sentences = [f"Ended by an error: {run.error}."]
+    elif run.summary is not None:
+        sentences = [f"Finished: {steps:,} steps."]
+    else:
+        sentences = [f"Unfinished: step {run.step:,} of {steps:,}. It is still running, or was stopped there."]
+    if run.evaluations:
+        last, best = run.evaluations[-1], min(run.evaluations, key=lambda record: record["eval_loss"])
+        sentences.append(f"Held-out loss {last['eval_loss']:.4f} {_NATS} after step {last['step']:,}.")
+        if best["eval_loss"] < last["eval_loss"]:
+            sentences.append(f"It was lowest after step {best['step']:,}: {best['eval_loss']:.4f}.")
+    return sentences
+
+
+def _run_facts(run: RunRecord) -> Iterator[tuple[str, str]]:
+    config, model = run.config, run.config.model
+    with torch.device("meta"):  # shapes without memory
+        parameters = sum(p.numel() for p in Transformer(ModelConfig(**run.facts["model"])).parameters())
+    curve = map_of(config.sel, model.width)
+    yield (
+        "model",
+        (
+            f"width {model.width}, depth {model.depth}, {model.heads} heads, context {model.context}, "
+            f"{model.vocab_size:,} tokens in the vocabulary"
+        ),
+    )
+    yield "parameters", f"{parameters:,}"
+    yield "data", config.data
+    told = None if curve is None else {"start": config.sel.start, "home": config.sel.home, **curve.to_dict()}
+    yield "weights", _map(told)
+    yield "steps", f"{run.step:,} of {config.train.steps:,}, {config.train.batch_size} sequences each"
+    yield "tokens seen", f"{run.updates[-1]['tokens'] if run.updates else 0:,}"
+    if run.updates:
+        yield "training loss", f"{run.updates[-1]['loss']:.4f} {_NATS} at the last step"
+    timing = {**(run.timing[-1] if run.timing else {}), **(run.summary or {})}
+    if "tokens_per_second" in timing:
+        yield "tokens/s", f"{timing['tokens_per_second']:,.0f}"
+    if "seconds" in timing:
+        yield "training time", f"{timing['seconds']:,.1f} seconds, evaluations not counted"
+
+
+def _evaluation_rows(run: RunRecord) -> list[dict[str, Any]]:
+    """Return about evenly spread evaluations, the first, the best and the last among them, with their timing."""
+    found = run.evaluations
+    timing = {record["step"]: record for record in run.timing}
+    stride = -(-len(found) // _ROWS) or 1
+    best = min(range(len(found)), key=lambda i: found[i]["eval_loss"], default=0)
+    chosen = sorted({*range(0, len(found), stride), best, len(found) - 1}) if found else []
+    return [{**timing.get(found[i]["step"], {}), **found[i], "best": i == best} for i in chosen]
+
+
+def _settings(run: RunRecord) -> list[tuple[str, str]]:
+    """Return config.toml as (dotted key, text); the map is told in words elsewhere."""
+    rows = []
+    for key, value in to_table(run.config).items():
+        if not isinstance(value, Mapping):
+            rows.append((key, _text(value)))
+            continue
+        rows += [(f"{key}.{name}", _text(entry)) for name, entry in value.items() if (key, name) != ("sel", "map")]
+    return rows
+
+
+def _facts(part: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return a table's entries, those of tables in it with dotted names."""
+    facts = []
+    for name, value in part.items():
+        if isinstance(value, Mapping):
+            facts += [(f"{name}.{inner}", text) for inner, text in _facts(value)]
+        else:
+            facts.append((name.replace("_", " "), _text(value)))
+    return facts
+
+
+def _text(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_text, value)) or "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "unknown" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _map(found: Mapping[str, Any] | None) -> str:
+    """Return the home and form of a map, its start, and its scales that are learned or not 1."""
+    if found is None:
+        return "ordinary weights under AdamW"
+    words = [f"curved {_HOMES[found['home']]}", f"mode {found['mode']}", f"beta {_text(found['beta'])}"]
+    words += [f"curvature {found['curvature']}", f"{found['start']} start"]
+    for role, scale in found.items():
+        if not isinstance(scale, Mapping):
+            continue
+        if scale["pattern"] == "fixed" and scale["start"] not in (0.0, 1.0):
+            words.append(f"{role} fixed at {scale['start']:.4g}")
+        elif scale["pattern"] != "fixed":
+            first, last = scale["peak_lr"] or (None, None)
+            words.append(f"{role} {scale['pattern']} with peak learning rate {_text(first)} to {_text(last)}")
+    return "; ".join(words)
+
+
+def _list(names: Sequence[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def _link(folder: Path, run: str) -> str | None:
+    """Return the address of a run's own page, if it has one."""
+    page = Path(run, _PAGE)
+    return urllib.parse.quote(page.as_posix()) if (folder / page).exists() else None

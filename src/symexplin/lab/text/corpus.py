@@ -1,0 +1,204 @@
+"""What training reads: the tokens of a prepared folder or of documents in memory, and batches of them."""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from symexplin.lab.files import read_json
+from symexplin.lab.text.dataset import DATASET, PARTS, TOKENIZER, side_file
+from symexplin.lab.text.split import SIDES, TRAIN, VALID, Split
+from symexplin.lab.text.tokenizer import TokenArray, Tokenizer
+from symexplin.lab.text.tokens import open_tokens
+from symexplin.validation import check_whole
+
+__all__ = ["BatchLoader", "Corpus", "eval_batches"]
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    r"""The tokens of the training and of the validation documents; `fingerprint` identifies them and their tokenizer.
+
+    >>> corpus = Corpus.from_documents([b"a lone document is cut in two"])
+    >>> corpus.decode(corpus.train), corpus.decode(corpus.valid)
+    ('a lone document is cut in tw\x00', 'o\x00')
+    """
+
+    train: TokenArray
+    valid: TokenArray
+    tokenizer: Tokenizer
+    train_documents: int
+    valid_documents: int
+    fingerprint: str
+
+    @classmethod
+    def load(cls, folder: str | Path, *, verify: bool = True, progress: bool = True) -> Self:
+        """Return the corpus in a folder of :func:`symexplin.lab.text.prepare.prepare`, mapped into memory.
+
+        Args:
+            folder: holds dataset.json.
+            verify: read all tokens and compare their digests.
+            progress: show a bar on a terminal where that takes long.
+
+        Raises:
+            FileNotFoundError: no such folder, or a file of it is missing.
+            ValueError: a folder that is not prepared, not finished or damaged; tokens of another tokenizer.
+
+        >>> import tempfile
+        >>> from symexplin.lab.text.prepare import PrepareConfig, prepare
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = Path(folder, "text").write_bytes(b"one" + bytes(1) + b"two")
+        ...     _ = prepare(PrepareConfig((f"{folder}/text",), tokenizer="byte"), Path(folder, "tokens"))
+        ...     len(Corpus.load(Path(folder, "tokens")).train)
+        4
+        """
+        folder = Path(folder)
+        _check_prepared(folder)
+        dataset = read_json(folder / DATASET)
+        try:
+            facts: dict[str, Any] = dataset["tokenizer"]
+            tokenizer = Tokenizer.load(folder / TOKENIZER, name=facts["name"], end_token=facts["end_token"])
+            sides = {}
+            for name in SIDES.values():
+                path = folder / side_file(name)
+                sides[name] = open_tokens(path, tokenizer=tokenizer, verify=verify, progress=progress)
+                if sides[name].header.sha256 != dataset[name]["sha256"]:
+                    raise ValueError(f"{str(path)!r} is not the file that {DATASET} beside it was written for")
+        except (KeyError, TypeError):
+            raise ValueError(f"{str(folder / DATASET)!r} is damaged: it does not say what a dataset holds") from None
+        train, valid = sides["train"], sides["valid"]
+        return cls(
+            train.tokens,
+            valid.tokens,
+            tokenizer,
+            train.header.documents,
+            valid.header.documents,
+            _fingerprint(tokenizer, train.header.sha256, valid.header.sha256),
+        )
+
+    @classmethod
+    def from_documents(cls, documents: Iterable[bytes], valid_fraction: float = 0.05, seed: int = 0) -> Self:
+        """Return the byte tokens of `documents` in memory, split as :class:`symexplin.lab.text.split.Split` says.
+
+        Raises:
+            ValueError: no document, or a fraction outside [0, 1).
+        """
+        documents = list(documents)
+        split = Split.scan(documents, valid_fraction=valid_fraction, seed=seed)
+        sides: dict[int, list[bytes]] = {side: [] for side in SIDES}
+        for side, document in split.sided(documents):
+            sides[side].append(document)
+        tokenizer = Tokenizer.from_name("byte")
+        train, valid = (tokenizer.encode_documents(sides[side]) for side in (TRAIN, VALID))
+        digests = (hashlib.sha256(tokens.data).hexdigest() for tokens in (train, valid))
+        return cls(train, valid, tokenizer, len(sides[TRAIN]), len(sides[VALID]), _fingerprint(tokenizer, *digests))
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens that there are."""
+        return self.tokenizer.vocab_size
+
+    def check_context(self, context: int) -> None:
+        """Raise ValueError unless both sides hold a sequence of `context` tokens and the token after it."""
+        for side in (self.train, self.valid):
+            _check_length(side, context)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Return the text of tokens; what is not UTF-8 becomes the replacement character."""
+        return self.tokenizer.decode(tokens)
+
+
+def _check_prepared(folder: Path) -> None:
+    if not folder.is_dir():
+        raise FileNotFoundError(f"data must be a folder that `symexplin prepare` made, got {str(folder)!r}")
+    if (folder / DATASET).exists():
+        return
+    if (folder / PARTS).exists():
+        raise ValueError(f"data is not finished in {str(folder)!r}: run the same `symexplin prepare` again to go on")
+    raise ValueError(
+        f"data must be a folder that `symexplin prepare` made, got {str(folder)!r} without {DATASET}: make one with "
+        "`symexplin prepare SOURCE --out FOLDER`"
+    )
+
+
+def _fingerprint(tokenizer: Tokenizer, train: str, valid: str) -> str:
+    return hashlib.sha256(f"{tokenizer.fingerprint} {train} {valid}".encode()).hexdigest()
+
+
+def _check_length(tokens: TokenArray, context: int) -> None:
+    if len(tokens) <= context:
+        raise ValueError(
+            f"context must be below {len(tokens):,}, the tokens on one side of the corpus, got {context}: "
+            "shorten it, or give more text"
+        )
+
+
+def _windows(tokens: TokenArray, starts: NDArray[np.int64], context: int) -> Batch:
+    rows = torch.from_numpy(tokens[starts[:, None] + np.arange(context + 1)].astype(np.int64))
+    return rows[:, :-1], rows[:, 1:]
+
+
+@dataclass(frozen=True)
+class BatchLoader:
+    """Random windows of a token array; batch number `step` depends on the seed and on `step` alone.
+
+    So every run with one seed sees the same batches in the same order, and one that resumes misses none.
+
+    Args:
+        tokens: unsigned whole numbers, in memory or mapped.
+        context: length of a window.
+        batch_size: windows a batch.
+        seed: whole number >= 0.
+
+    Raises:
+        ValueError: a value out of range, tokens that do not fill one window and its next token.
+
+    >>> loader = BatchLoader(np.arange(100, dtype=np.uint8), context=4, batch_size=2, seed=0)
+    >>> inputs, targets = loader.batch(7)
+    >>> bool((targets == inputs + 1).all())
+    True
+    """
+
+    tokens: TokenArray
+    context: int
+    batch_size: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        check_whole("context", self.context)
+        check_whole("batch_size", self.batch_size)
+        check_whole("seed", self.seed, minimum=0)
+        _check_length(self.tokens, self.context)
+
+    def batch(self, step: int) -> Batch:
+        """Return inputs and targets of batch `step`, each int64 (batch_size, context)."""
+        random = np.random.default_rng([self.seed, step])
+        starts = random.integers(0, len(self.tokens) - self.context, size=self.batch_size)
+        return _windows(self.tokens, starts, self.context)
+
+
+def eval_batches(tokens: TokenArray, context: int, batch_size: int, count: int) -> list[Batch]:
+    """Return up to `count` fixed batches of evenly spread windows of `tokens`, fewer if they would overlap.
+
+    Raises:
+        ValueError: a value out of range, tokens that do not fill one window and its next token.
+
+    >>> [inputs.shape for inputs, _ in eval_batches(np.zeros(100, dtype=np.uint8), 10, 4, count=5)]
+    [torch.Size([4, 10]), torch.Size([4, 10]), torch.Size([1, 10])]
+    """
+    for name, value in (("context", context), ("batch_size", batch_size), ("count", count)):
+        check_whole(name, value)
+    _check_length(tokens, context)
+    windows = min(batch_size * count, (len(tokens) - 1) // context)
+    starts = np.linspace(0, len(tokens) - context - 1, windows).astype(np.int64)
+    inputs, targets = _windows(tokens, starts, context)
+    return list(zip(torch.split(inputs, batch_size), torch.split(targets, batch_size), strict=True))

@@ -1,0 +1,294 @@
+"""Text as tokens: one class around files of the `tokenizers` library, bytes among them, and BPE trained on the spot."""
+
+import difflib
+import functools
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from symexplin.lab.files import replace_file
+from symexplin.lab.text.documents import SEPARATOR
+from symexplin.lab.text.hub import hub_file
+from symexplin.validation import check_whole
+
+__all__ = ["MINIMUM_VOCAB", "Tokenizer", "TokenArray", "pieces", "token_dtype", "train_bpe"]
+
+TokenArray = NDArray[np.unsignedinteger[Any]]
+
+_END = "<|endoftext|>"
+_BYTE_END = chr(256 + SEPARATOR)  # what stands for the byte that ends documents in byte-level tokenizers
+# What tokenizer files call the token between documents, the usual one first.
+_END_NAMES = (_END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|end|>", "[EOS]", "[SEP]")
+MINIMUM_VOCAB = 257  # every byte, and the end of a document
+
+# Longer documents are encoded in pieces: an encoding takes some hundred times the memory of its text.
+_PIECE = 1 << 20
+_SAFE_CUT = re.compile(rb"(?<=[A-Za-z]) ")
+
+
+def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
+    """Return the smallest unsigned type that holds the ids 0 to vocab_size - 1.
+
+    >>> [str(token_dtype(size)) for size in (256, 257, 100_000)]
+    ['uint8', 'uint16', 'uint32']
+    """
+    return np.dtype(np.uint8 if vocab_size <= 2**8 else np.uint16 if vocab_size <= 2**16 else np.uint32)
+
+
+def pieces(document: bytes, size: int = _PIECE) -> Iterator[bytes]:
+    """Yield a document in pieces of `size` bytes or little more, cut between a letter and a space.
+
+    No word of the usual pre-tokenizers spans such a place, so that the tokens of the pieces are those of the whole.
+
+    >>> list(pieces(b"one two three", size=2))
+    [b'one', b' two', b' three']
+    """
+    start = 0
+    while found := _SAFE_CUT.search(document, start + size):
+        yield document[start : found.start()]
+        start = found.start()
+    yield document[start:]
+
+
+class Tokenizer:
+    """A tokenizer and its token between documents; text never yields that token, whatever it says.
+
+    Args:
+        text: what a JSON file of the `tokenizers` library holds.
+        name: what to call it.
+        end_token: the token that ends a document; None: the first of the usual names that it knows.
+
+    Raises:
+        ValueError: not such a file, no token of that name, none of a usual name.
+
+    >>> tokenizer = Tokenizer.from_name("byte")
+    >>> tokenizer.encode("Hi"), tokenizer.end, tokenizer.vocab_size
+    ([72, 105], 0, 256)
+    >>> tokenizer.encode_documents([b"one", b"two"])
+    array([111, 110, 101,   0, 116, 119, 111,   0], dtype=uint8)
+    """
+
+    def __init__(self, text: str, name: str, end_token: str | None = None) -> None:
+        try:
+            self._backend = Backend.from_str(text)
+        except Exception as error:  # the library raises bare exceptions
+            raise ValueError(f"tokenizer {name!r} is not a file of the tokenizers library: {error}") from None
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._backend.encode_special_tokens = True  # read "<|endoftext|>" in a text as text
+        self._text = text
+        self.name = name
+        vocab = self._backend.get_vocab(with_added_tokens=True)
+        if not vocab:
+            raise ValueError(f"tokenizer {name!r} has no tokens")
+        self.vocab_size = max(vocab.values()) + 1
+        # Bytes need no backend; a file that says something else of them does.
+        self.is_bytes = end_token in (None, _BYTE_END) and _reading(text) == _reading(_byte_tokenizer())
+        self.end = SEPARATOR if self.is_bytes else vocab[_end_name(vocab, name, end_token)]
+
+    def __reduce__(self) -> tuple[type[Self], tuple[str, str, str]]:
+        return type(self), (self._text, self.name, self.end_token)  # the backend's own pickle drops its settings
+
+    @classmethod
+    def from_name(cls, spec: str, end_token: str | None = None) -> Self:
+        """Return a tokenizer by its name.
+
+        Args:
+            spec: "byte", "gpt2" (fetched from the Hugging Face hub once), or the path of a `tokenizers` file.
+            end_token: see the class; for a path alone.
+
+        Raises:
+            FileNotFoundError, ValueError: no such file; "gpt2" neither cached nor within reach.
+
+        >>> Tokenizer.from_name("byte").decode([72, 105])
+        'Hi'
+        """
+        if spec == "byte":
+            return cls(_byte_tokenizer(), "byte")
+        if spec == "gpt2":
+            instead = "give the path of a local tokenizer.json instead, or 'bpe' to train one on the text"
+            return cls(hub_file("openai-community/gpt2", "tokenizer.json", instead).read_text(encoding="utf-8"), "gpt2")
+        path = Path(spec)
+        if not path.is_file():
+            near = difflib.get_close_matches(spec, ["byte", "gpt2", "bpe"], n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise FileNotFoundError(f"tokenizer must be 'byte', 'gpt2', 'bpe' or an existing file, got {spec!r}{hint}")
+        return cls.load(path, end_token=end_token)
+
+    @classmethod
+    def load(cls, path: str | Path, *, name: str | None = None, end_token: str | None = None) -> Self:
+        """Return the tokenizer of a file that :meth:`save` or the `tokenizers` library wrote.
+
+        Args:
+            path: of the file.
+            name: None: "byte" for the byte tokenizer, else the path.
+            end_token: see the class.
+
+        Raises:
+            FileNotFoundError, ValueError: no such file, or another kind of file.
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     Tokenizer.from_name("byte").save(Path(folder, "tokenizer.json"))
+        ...     Tokenizer.load(Path(folder, "tokenizer.json")).name
+        'byte'
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise FileNotFoundError(f"tokenizer must be an existing file, got {str(path)!r}") from None
+        except UnicodeDecodeError:
+            raise ValueError(f"tokenizer must be a JSON file of the tokenizers library, got {str(path)!r}") from None
+        tokenizer = cls(text, name or str(path), end_token)
+        if name is None and tokenizer.is_bytes:
+            tokenizer.name = "byte"
+        return tokenizer
+
+    def save(self, path: str | Path) -> None:
+        """Write the tokenizer as a JSON file of the `tokenizers` library."""
+        replace_file(path, self._text)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """The sha256 of the tokenizer's JSON, whatever its spaces and the order of its keys."""
+        canonical = json.dumps(json.loads(self._text), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()
+
+    @property
+    def end_token(self) -> str:
+        """The name of the token that ends a document."""
+        return str(self._backend.id_to_token(self.end))
+
+    @property
+    def end_text(self) -> str:
+        """What :meth:`decode` makes of the token that ends a document."""
+        return self.decode([self.end])
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text, without an end.
+
+        Raises:
+            ValueError: a str that is not Unicode text, such as one with half a surrogate pair.
+        """
+        try:
+            data = text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"text must be Unicode, got {text[error.start : error.end]!r} in it") from None
+        return list(data) if self.is_bytes else self._backend.encode(text, add_special_tokens=False).ids
+
+    def encode_documents(self, documents: Sequence[bytes]) -> TokenArray:
+        """Return the tokens of UTF-8 documents, each followed by the end, in the smallest dtype (:func:`token_dtype`).
+
+        What is not UTF-8 becomes the replacement character, except that the byte tokenizer keeps all bytes.
+        """
+        if self.is_bytes:
+            ended = (part for document in documents for part in (document, bytes([self.end])))
+            return np.frombuffer(b"".join(ended), dtype=np.uint8)
+        ids: list[TokenArray] = []
+        dtype = token_dtype(self.vocab_size)
+        for batch in _batches(documents):
+            texts = [text.decode("utf-8", errors="replace") for text, _ in batch]
+            found = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+            for encoding, (_, last) in zip(found, batch, strict=True):
+                ids.append(np.array([*encoding.ids, self.end] if last else encoding.ids, dtype=dtype))
+        return np.concatenate(ids) if ids else np.empty(0, dtype=dtype)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of tokens, ends included; what is not UTF-8 becomes the replacement character."""
+        whole = [int(i) for i in ids]
+        if self.is_bytes:
+            return bytes(whole).decode("utf-8", errors="replace")
+        return str(self._backend.decode(whole, skip_special_tokens=False))
+
+
+def train_bpe(documents: Iterable[bytes], vocab_size: int, *, progress: bool = True) -> Tokenizer:
+    """Return a byte-level BPE in the manner of GPT-2, trained on `documents`; its token 0 ends documents.
+
+    The same documents give the same tokenizer. Short texts give fewer tokens than `vocab_size`.
+
+    Args:
+        documents: UTF-8.
+        vocab_size: tokens, the bytes and the end among them.
+        progress: show bars on a terminal.
+
+    Raises:
+        ValueError: `vocab_size` below 257, which every byte and the end take.
+
+    >>> tokenizer = train_bpe([b"low lower lowest"], 260)
+    >>> tokenizer.decode(tokenizer.encode("lower")), tokenizer.end, len(tokenizer.encode("low"))
+    ('lower', 0, 1)
+    """
+    check_whole("vocab_size", vocab_size, minimum=MINIMUM_VOCAB)
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[_END],
+        initial_alphabet=sorted(_byte_vocab()),
+        show_progress=progress and sys.stderr.isatty(),
+    )
+    backend.train_from_iterator((text.decode("utf-8", errors="replace") for text in documents), trainer)
+    return Tokenizer(backend.to_str(), f"bpe-{backend.get_vocab_size()}")
+
+
+@functools.cache
+def _byte_vocab() -> dict[str, int]:
+    """Return the id of each character that stands for a byte in byte-level tokenizers: that very byte."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+@functools.cache
+def _byte_tokenizer() -> str:
+    backend = Backend(models.BPE(vocab=_byte_vocab(), merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return backend.to_str()
+
+
+def _reading(text: str) -> tuple[Any, ...]:
+    """Return the parts of a tokenizer's JSON that decide how it reads a text."""
+    table = json.loads(text)
+    model = table["model"]
+    parts = [table.get(part) for part in ("added_tokens", "normalizer", "pre_tokenizer", "decoder")]
+    return (*parts, model.get("type"), model.get("vocab"), model.get("merges"))
+
+
+def _end_name(vocab: dict[str, int], name: str, end_token: str | None) -> str:
+    if end_token is not None:
+        if end_token in vocab:
+            return end_token
+        near = difflib.get_close_matches(end_token, vocab, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"end_token must be a token of {name!r}, got {end_token!r}{hint}")
+    for usual in _END_NAMES:
+        if usual in vocab:
+            return usual
+    raise ValueError(f"tokenizer {name!r} has none of {', '.join(_END_NAMES)}: name its end of a document as end_token")
+
+
+def _batches(documents: Sequence[bytes]) -> Iterator[list[tuple[bytes, bool]]]:
+    """Yield batches of about one piece's size: pieces of documents, each with whether it is its document's last."""
+    batch: list[tuple[bytes, bool]] = []
+    size = 0
+    for document in documents:
+        parts = list(pieces(document))
+        for number, part in enumerate(parts, start=1):
+            batch.append((part, number == len(parts)))
+            size += len(part)
+            if size >= _PIECE:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch

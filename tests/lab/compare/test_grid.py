@@ -1,0 +1,94 @@
+import pytest
+
+from symexplin.lab.compare.grid import CompareConfig, GridConfig
+from symexplin.lab.config import TrainConfig
+from symexplin.lab.maps import CurveConfig, map_of
+from symexplin.lab.settings import build, dump_toml, keys, to_table
+
+OWN = {"strong": {"preset": "paper", "start": "mismatched", "map": {"beta": 15.0, "e": {"k": [10, 2]}}}}
+GRID = GridConfig(("AdamW", "strong"), (1e-3, 3e-3), (0, 4))
+
+
+def test_the_first_runs_are_a_comparison_of_the_first_seed():
+    assert [cell.name for cell in GRID.cells()] == [
+        "AdamW-lr0.001-seed0",
+        "strong-lr0.001-seed0",
+        "AdamW-lr0.003-seed0",
+        "strong-lr0.003-seed0",
+        "AdamW-lr0.001-seed4",
+        "strong-lr0.001-seed4",
+        "AdamW-lr0.003-seed4",
+        "strong-lr0.003-seed4",
+    ]
+
+
+def test_runs_differ_in_their_cell_alone():
+    config = CompareConfig("data", train=TrainConfig(steps=7), compare=GRID, arm=OWN)
+    run = config.run(GRID.cells()[-1])
+    assert run.train == TrainConfig(steps=7, lr=3e-3, seed=4)
+    assert (run.data, run.model, run.compute, run.log) == (config.data, config.model, config.compute, config.log)
+    found = map_of(run.sel, 128)
+    assert (found.beta, found.e.pattern, found.e.k, found.l.k) == (15.0, "row_col_mult", (10.0, 2.0), (50.0, 8.0))
+    assert config.run(GRID.cells()[0]).sel == CurveConfig(home="none")
+
+
+def test_multiplier_lr_holds_for_all_arms():
+    config = CompareConfig("data", sel=CurveConfig(multiplier_lr=1e-4), compare=GRID, arm=OWN)
+    assert map_of(config.run(GRID.cells()[1]).sel, 128).l.peak_lr == pytest.approx((5e-3, 8e-4))
+
+
+def test_a_file_says_it_all():
+    config = CompareConfig("data", compare=GRID, arm=OWN)
+    assert build(CompareConfig, to_table(config)) == config
+    assert "[arm.strong.map]" in dump_toml(to_table(config))
+
+
+def test_every_key_has_its_help():
+    found = keys(CompareConfig)
+    assert not [key.name for key in found if not key.help]
+    assert {"data", "arm", "arms", "lrs", "seeds", "jobs", "baseline", "width", "steps"} <= {key.name for key in found}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"arms": ("AdamW", "SEL", "SEL")}, "arms must hold.*each once"),
+        ({"arms": ("AdamW",)}, "arms must be the baseline 'AdamW' and at least one other"),
+        ({"arms": ("SEL", "SEL-paper")}, "arms must be the baseline 'AdamW' and at least one other"),
+        ({"baseline": "SEL-paper"}, "arms must be the baseline 'SEL-paper'"),
+        ({"lrs": ()}, r"lrs must hold at least one entry, and each once, got \(\)"),
+        ({"lrs": (1e-3, -1.0)}, r"lrs must be a positive finite number, got -1\.0"),
+        ({"lrs": (0.1, 0.1000000001)}, "lrs must hold.*each once"),  # one name of a folder
+        ({"seeds": ()}, "seeds must hold at least one"),
+        ({"seeds": (1, 1)}, "seeds must hold.*each once"),
+        ({"seeds": (-1,)}, "seeds must be a whole number >= 0, got -1"),
+        ({"jobs": 0}, "jobs must be a whole number >= 1, got 0"),
+    ],
+)
+def test_bad_grids_are_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        GridConfig(**changes)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"compare": {"arms": ["AdamW", "SLE"]}}, "arms must be one of .*got 'SLE'; did you mean 'SEL'"),
+        ({"compare": {"arms": ["AdamW", "strnog"]}, "arm": OWN}, "did you mean 'strong'"),
+        ({"arm": {"mine": {"presett": "paper"}}}, "arm mine: unknown key 'presett'; did you mean 'preset'"),
+        ({"arm": {"mine": {"preset": "papr"}}}, "arm mine: preset must be one of .*did you mean 'paper'"),
+        ({"arm": {"mine": {"map": {"btea": 5.0}}}}, "arm mine: key must be one of .*did you mean 'beta'"),
+        ({"arm": {"mine": {"map": {"beta": -5.0}}}}, "arm mine: beta must be a positive finite number"),
+        ({"arm": {"mine": {"preset": "congruent", "start": "mismatched"}}}, "arm mine: start 'mismatched'"),
+        ({"arm": {"SEL": {"preset": "paper"}}}, "arm must have a new name.*got 'SEL'"),
+        ({"arm": {"a/b": {"preset": "paper"}}}, "arm must have a new name.*got 'a/b'"),
+        ({"arm": {"mine": 3}}, r"\[arm.mine\] must be a table, got 3"),
+        ({"train": {"lr": 0.1}}, r"lr must be left to lrs in a comparison, got lr = 0\.1"),
+        ({"train": {"seed": 3}}, "seed must be left to seeds in a comparison, got seed = 3"),
+        ({"sel": {"preset": "paper"}}, r"\[sel\] must be left to the arms"),
+        ({"train": {"steps": 0}}, "steps must be a whole number >= 1"),
+    ],
+)
+def test_bad_comparisons_are_named(table, message):
+    with pytest.raises(ValueError, match=message):
+        build(CompareConfig, {"data": "data", **table})

@@ -1,0 +1,96 @@
+import json
+import multiprocessing
+import signal
+
+import pytest
+
+from symexplin.lab.checkpoint import newest
+from symexplin.lab.compare.pool import Task, train_all
+from symexplin.lab.config import ComputeConfig, LogConfig, RunConfig, TrainConfig
+from symexplin.lab.maps import CurveConfig
+from symexplin.lab.model import ModelConfig
+from symexplin.lab.text.prepare import PrepareConfig, prepare
+
+STEPS = 2000  # more than a test waits for
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "text").write_bytes(b"\0".join(f"document {i} says {i * i} and {i % 5}".encode() for i in range(80)))
+    prepare(PrepareConfig((str(folder / "text"),), tokenizer="byte", workers=1), folder / "tokens")
+    return str(folder / "tokens")
+
+
+def task(data, folder, steps, lr=1e-3):
+    config = RunConfig(
+        data,
+        ModelConfig(width=16, depth=1, heads=2, context=16),
+        TrainConfig(steps=steps, batch_size=4, lr=lr, warmup_steps=1, eval_every=1, eval_batches=2),
+        CurveConfig(home="none"),
+        ComputeConfig(device="cpu", threads=1),
+        LogConfig(tensorboard=False),
+    )
+    return Task(folder.name, config, folder)
+
+
+def steps_of(folder):
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_one_after_the_other(data, tmp_path):
+    """A run that breaks down ends, like the others."""
+    tasks = [task(data, tmp_path / "a", 2), task(data, tmp_path / "b", 2, lr=1e30), task(data, tmp_path / "c", 2)]
+    lines = []
+    assert list(train_all(tasks, 1, lines.append, progress=False)) == [0, 1, 2]
+    assert [line for line in lines if line.startswith("c: ")] == lines[-3:]
+    assert {line[:2] for line in lines} == {"a:", "b:", "c:"}
+    assert "error" in json.loads((tmp_path / "b" / "summary.json").read_text())
+    assert steps_of(tmp_path / "c")[-1] == 2
+
+
+@pytest.mark.slow
+def test_side_by_side(data, tmp_path):
+    tasks = [task(data, tmp_path / name, 2, lr) for name, lr in (("a", 1e-3), ("b", 1e30), ("c", 1e-3))]
+    lines = []
+    assert sorted(train_all(tasks, 2, lines.append, progress=False)) == [0, 1, 2]
+    assert {line[:2] for line in lines} == {"a:", "b:", "c:"}
+    assert "error" in json.loads((tmp_path / "b" / "summary.json").read_text())
+    assert steps_of(tmp_path / "c")[-1] == 2
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.slow
+def test_one_failure_stops_the_others_saved(data, tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "notes.txt").write_text("mine")
+    tasks = [task(data, tmp_path / "a", STEPS), task(data, tmp_path / "b", STEPS), task(data, tmp_path / "c", STEPS)]
+    with pytest.raises(ValueError, match=r"out must be a new folder.*notes\.txt"):
+        list(train_all(tasks, 2, lambda _: None, progress=False))
+    assert not (tmp_path / "c").exists()  # it had not begun
+    assert (tmp_path / "a").exists() == bool(newest(tmp_path / "a"))
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.slow
+def test_the_death_of_a_worker_is_told(data, tmp_path):
+    def kill(_):
+        for process in multiprocessing.active_children():
+            process.kill()
+
+    tasks = [task(data, tmp_path / "a", STEPS), task(data, tmp_path / "b", STEPS)]
+    with pytest.raises(ChildProcessError, match=r"a worker process ended unexpectedly.*--resume"):
+        list(train_all(tasks, 2, kill, progress=False))
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.slow
+def test_a_second_interrupt_ends_all_at_once(data, tmp_path):
+    def interrupt(_):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    tasks = [task(data, tmp_path / "a", STEPS), task(data, tmp_path / "b", STEPS)]
+    with pytest.raises(KeyboardInterrupt):
+        list(train_all(tasks, 2, interrupt, progress=False))
+    assert not multiprocessing.active_children()

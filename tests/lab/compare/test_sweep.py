@@ -1,0 +1,293 @@
+import dataclasses
+import json
+import signal
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import filelock
+import pytest
+import torch
+
+from symexplin.lab.compare import sweep
+from symexplin.lab.compare.grid import CompareConfig, GridConfig
+from symexplin.lab.compare.sweep import compare_runs
+from symexplin.lab.config import ComputeConfig, LogConfig, TrainConfig
+from symexplin.lab.model import ModelConfig
+from symexplin.lab.report import pages as report
+from symexplin.lab.run import train
+from symexplin.lab.settings import build, dump_toml, load_toml, to_table
+from symexplin.lab.stop import Stopped
+from symexplin.lab.text.prepare import PrepareConfig, prepare
+
+NAMES = ["AdamW-lr0.001-seed0", "SEL-lr0.001-seed0", "AdamW-lr0.01-seed0", "SEL-lr0.01-seed0"]
+NAMES += [name.replace("seed0", "seed3") for name in NAMES]
+TOO_HIGH = 1e30  # a learning rate at which every arm breaks down
+
+SCRIPT = """
+import sys
+from symexplin.lab.compare import sweep
+from symexplin.lab.settings import build, load_toml
+
+if __name__ == "__main__":
+    sweep._cores = lambda: 2
+    config = build(sweep.CompareConfig, load_toml(sys.argv[1]))
+    sweep.compare_runs(config, sys.argv[2], resume=True, echo=lambda line: print(line, flush=True))
+"""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "text").write_bytes(b"\0".join(f"document {i} says {i * i} and {i % 5}".encode() for i in range(80)))
+    prepare(PrepareConfig((str(folder / "text"),), tokenizer="byte", workers=1), folder / "tokens")
+    return str(folder / "tokens")
+
+
+def tiny(data, steps=6, **grid):
+    return CompareConfig(
+        data,
+        ModelConfig(width=16, depth=1, heads=2, context=16),
+        TrainConfig(steps=steps, batch_size=4, warmup_steps=1, eval_every=2, eval_batches=2),
+        compute=ComputeConfig(device="cpu", threads=1, autocast="off"),
+        log=LogConfig(checkpoint_every=3, tensorboard=False),
+        compare=GridConfig(**{"lrs": (1e-3, 1e-2), "seeds": (0, 3), **grid}),
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compare") / "out"
+    lines = []
+    return folder, compare_runs(tiny(data), folder, echo=lines.append), lines
+
+
+def bits(folder):
+    """Return what a sweep measured and trained, without times."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for name in ("metrics.jsonl", "model.safetensors")
+        for path in folder.glob(f"runs/*/{name}")
+    }
+
+
+def numbers(content):
+    return [(run["arm"], run["lr"], run["seed"], run["evals"], run["error"]) for run in content["runs"]]
+
+
+def test_its_runs_are_ordinary_runs(finished, data, tmp_path):
+    folder, content, _ = finished
+    assert [run["folder"] for run in content["runs"]] == [f"runs/{name}" for name in NAMES]
+    config = tiny(data)
+    for cell in config.compare.cells()[-2:]:
+        result = train(config.run(cell), tmp_path / cell.name)
+        (run,) = [run for run in content["runs"] if (run["arm"], run["lr"], run["seed"]) == cell]
+        assert run["evals"] == tuple(result.evals)
+        assert run["final_loss"] == result.final_loss
+        assert (tmp_path / cell.name / "metrics.jsonl").read_bytes() == bits(folder)[f"runs/{cell.name}/metrics.jsonl"]
+
+
+def test_the_comparison_is_that_of_its_runs(finished):
+    _, content, _ = finished
+    losses = {(run["arm"], run["lr"], run["seed"]): run["final_loss"] for run in content["runs"]}
+    means = {(arm, lr): statistics.fmean(losses[arm, lr, s] for s in (0, 3)) for arm, lr, _ in losses}
+    best = {arm: min((1e-3, 1e-2), key=lambda lr: means[arm, lr]) for arm in ("AdamW", "SEL")}
+    comparison = content["comparison"]
+    assert comparison["shared_lr"] == best["AdamW"]
+    assert [row["loss"] for row in comparison["shared"]] == [means[arm, best["AdamW"]] for arm in best]
+    assert [row["loss"] for row in comparison["best"]] == [means[arm, lr] for arm, lr in best.items()]
+    pairs = [losses["SEL", best["AdamW"], s] - losses["AdamW", best["AdamW"], s] for s in (0, 3)]
+    assert comparison["shared"][1]["deltas"] == tuple(pairs)
+
+
+def test_it_writes_and_says_what_it_found(finished, data):
+    folder, content, lines = finished
+    assert json.loads((folder / "comparison.json").read_text()) == json.loads(json.dumps(content))
+    text = "\n".join(lines)
+    assert "at the shared learning rate" in text
+    assert all(sentence in text for sentence in content["headline"])
+    assert all(f"{number}/8 " in text for number in range(1, 9))
+    assert (folder / "report.html").exists()
+    assert content["maps"]["AdamW"] is None
+    assert (content["maps"]["SEL"]["home"], content["maps"]["SEL"]["l"]["start"]) == ("optimizer", 0.125)
+    assert content["corpus"]["tokenizer"] == "byte"
+    assert content["parameters"] == sum(p.numel() for p in report.Transformer(tiny(data).model).parameters())
+    assert build(CompareConfig, load_toml(folder / "compare.toml")).compare == tiny(data).compare
+    assert content["provenance"]["threads"] == 1
+
+
+def test_an_existing_comparison_is_resumed_only_if_asked(finished, data):
+    folder, content, _ = finished
+    before = bits(folder)
+    with pytest.raises(ValueError, match="which has a comparison: add --resume"):
+        compare_runs(tiny(data), folder)
+    lines = []
+    again = compare_runs(tiny(data), folder, resume=True, echo=lines.append)
+    assert again == content
+    assert bits(folder) == before
+    assert sum("(already there)" in line for line in lines) == 8
+
+
+def test_a_grid_may_grow(finished, data, tmp_path):
+    _, content, _ = finished
+    small = compare_runs(tiny(data, lrs=(1e-2,), seeds=(3,)), tmp_path)
+    grown = dataclasses.replace(tiny(data), arm={"mine": {"preset": "congruent"}})
+    grown = dataclasses.replace(grown, compare=dataclasses.replace(grown.compare, arms=("AdamW", "mine", "SEL")))
+    larger = compare_runs(grown, tmp_path, resume=True)
+    by_cell = {run[:3]: run for run in numbers(larger)}
+    assert len(by_cell) == 12
+    assert all(by_cell[run[:3]] == run for run in (*numbers(small), *numbers(content)))
+    with pytest.raises(ValueError, match=r"compare.seeds is \[0, 3\] there, \[0\] now"):
+        compare_runs(
+            dataclasses.replace(grown, compare=GridConfig(grown.compare.arms, (1e-3, 1e-2))), tmp_path, resume=True
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train": TrainConfig(steps=7)}, "train.steps is 6 there, 7 now"),
+        ({"model": ModelConfig(width=32, depth=1, heads=2, context=16)}, "model.width is 16 there, 32 now"),
+        ({"compute": ComputeConfig(threads=2)}, "compute.threads is 1 there, 2 now"),
+        ({"compare": GridConfig(("SEL", "AdamW"), (1e-3, 1e-2), (0, 3), 1, "SEL")}, "compare.baseline is 'AdamW'"),
+    ],
+)
+def test_another_configuration_is_no_resumption(finished, data, changes, message):
+    before = (finished[0] / "compare.toml").read_bytes()
+    with pytest.raises(ValueError, match=f"a comparison of another configuration: .*{message}"):
+        compare_runs(dataclasses.replace(tiny(data), **changes), finished[0], resume=True)
+    assert (finished[0] / "compare.toml").read_bytes() == before
+
+
+def test_other_data_are_no_resumption(finished, tmp_path):
+    (tmp_path / "text").write_bytes(b"\0".join(f"another document, {i}".encode() for i in range(80)))
+    prepare(PrepareConfig((str(tmp_path / "text"),), tokenizer="byte", workers=1), tmp_path / "tokens")
+    with pytest.raises(ValueError, match="data must be those of the runs"):
+        compare_runs(tiny(str(tmp_path / "tokens")), finished[0], resume=True)
+
+
+def test_what_the_machine_chose_stays(data, tmp_path):
+    """A sweep begun with one thread goes on with one, whatever torch would take now."""
+    free = dataclasses.replace(tiny(data, lrs=(1e-3,), seeds=(0,)), compute=ComputeConfig())
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        compare_runs(free, tmp_path)
+        torch.set_num_threads(2)
+        content = compare_runs(free, tmp_path, resume=True)
+    finally:
+        torch.set_num_threads(before)
+    assert content["config"]["compute"]["threads"] == 1
+
+
+def test_a_run_that_breaks_down_is_a_result_and_not_tried_again(data, tmp_path):
+    config = tiny(data, lrs=(1e-2, TOO_HIGH), seeds=(0,))
+    content = compare_runs(config, tmp_path)
+    broken = [run for run in content["runs"] if run["error"]]
+    assert [(run["arm"], run["lr"], run["final_loss"]) for run in broken] == [
+        ("AdamW", TOO_HIGH, None),
+        ("SEL", TOO_HIGH, None),
+    ]
+    assert all("step" in run["error"] and run["evals"] for run in broken)
+    paths = list(tmp_path.glob("runs/*1e+30*/summary.json"))
+    times = [path.stat().st_mtime_ns for path in paths]
+    assert compare_runs(config, tmp_path, resume=True) == content
+    assert [path.stat().st_mtime_ns for path in paths] == times
+    assert broken[0]["error"].split(";")[0] in (tmp_path / "report.html").read_text()
+
+
+def test_a_baseline_that_breaks_down_everywhere_may_get_smaller_rates(data, tmp_path):
+    with pytest.raises(ValueError, match="no learning rate of AdamW stayed finite"):
+        compare_runs(tiny(data, lrs=(TOO_HIGH,), seeds=(0,)), tmp_path)
+    assert not (tmp_path / "comparison.json").exists()
+    assert compare_runs(tiny(data, lrs=(TOO_HIGH, 1e-3), seeds=(0,)), tmp_path, resume=True)["comparison"]
+
+
+def test_everything_is_checked_before_the_first_run(data, tmp_path):
+    """Some maps have no inverse at the weights that are drawn, which no configuration shows."""
+    grid = GridConfig(("AdamW", "flat"))
+    config = dataclasses.replace(
+        tiny(data), arm={"flat": {"preset": "frozen", "map": {"e": {"start": 0.01}}}}, compare=grid
+    )
+    with pytest.raises(ValueError, match=r"arm flat: .*cannot invert"):
+        compare_runs(config, tmp_path)
+    with pytest.raises(ValueError, match="context must be below"):
+        compare_runs(dataclasses.replace(tiny(data), model=ModelConfig(16, 1, 2, context=5000)), tmp_path)
+    with pytest.raises(ValueError, match=r"jobs must be at most .* got 1000"):
+        compare_runs(tiny(data, jobs=1000), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} <= {".lock"}
+
+
+@pytest.mark.parametrize("foreign", ["notes.txt", "config.toml", "model.safetensors"])
+def test_a_folder_with_foreign_files_is_left_alone(data, tmp_path, foreign):
+    (tmp_path / foreign).write_text("mine")
+    with pytest.raises(ValueError, match=f"out must be a new folder or that of an earlier comparison.*{foreign}"):
+        compare_runs(tiny(data), tmp_path)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(foreign, "mine")]
+
+
+def test_out_must_be_a_folder(data, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ValueError, match="out must be a folder, got the file"):
+        compare_runs(tiny(data), tmp_path / "file")
+    with pytest.raises(ValueError, match="out must name a folder"):
+        compare_runs(tiny(data), "")
+
+
+def test_two_at_once_are_refused(data, tmp_path):
+    with filelock.FileLock(tmp_path / ".lock"), pytest.raises(ValueError, match="out must be free"):
+        compare_runs(tiny(data), tmp_path)
+
+
+def test_a_signal_stops_it_and_it_goes_on(finished, data, tmp_path):
+    def stop(line):
+        if line.startswith("3/8") and "step 2/6" in line:
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(Stopped, match="SIGTERM after step 2"):
+        compare_runs(tiny(data), tmp_path, echo=stop)
+    assert not (tmp_path / "comparison.json").exists()
+    content = compare_runs(tiny(data), tmp_path, resume=True)
+    assert numbers(content) == numbers(finished[1])
+    assert bits(tmp_path) == bits(finished[0])
+
+
+@pytest.mark.slow
+def test_a_signal_stops_all_jobs_and_one_goes_on(finished, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "_cores", lambda: 2)
+    lines = []
+
+    def stop(line):
+        lines.append(line)
+        if "step 2/6" in line:
+            signal.raise_signal(signal.SIGTERM)
+
+    config = tiny(data, jobs=2)
+    unsaid = dataclasses.replace(config, compute=dataclasses.replace(config.compute, threads=None))
+    with pytest.raises(Stopped, match="SIGTERM with all runs saved"):
+        compare_runs(unsaid, tmp_path, echo=stop)
+    assert len(list(tmp_path.glob("runs/*/summary.json"))) < 8
+    assert load_toml(tmp_path / "compare.toml")["compute"]["threads"] == 1  # two cores for two jobs
+    monkeypatch.undo()
+    content = compare_runs(tiny(data), tmp_path, resume=True)
+    assert numbers(content) == numbers(finished[1])
+    assert bits(tmp_path) == bits(finished[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_killed_at_any_moment_it_goes_on_to_the_same_bits(finished, data, tmp_path, jobs):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "config.toml").write_text(dump_toml(to_table(tiny(data, jobs=jobs))))
+    command = [sys.executable, "script.py", "config.toml", "out"]
+    for lines in (5, 7, None) if jobs == 1 else (6, None):
+        with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+            for number, _ in enumerate(process.stdout, start=1):
+                if number == lines:
+                    process.kill()
+        assert process.returncode == (0 if lines is None else -signal.SIGKILL)
+        assert (tmp_path / "out" / "comparison.json").exists() == (lines is None)
+    content = json.loads(Path(tmp_path, "out", "comparison.json").read_text())
+    assert numbers(content) == numbers(json.loads((finished[0] / "comparison.json").read_text()))
+    assert bits(tmp_path / "out") == bits(finished[0])

@@ -1,0 +1,184 @@
+import dataclasses
+import math
+
+import pytest
+
+from symexplin.lab.compare.table import Run, best_lr, compare, format_table, headline
+
+
+def run(arm, lr, final, error=None, seed=0):
+    """A run of 100 steps whose loss falls linearly from 5 to `final`."""
+    return Run(arm, lr, seed, ((0, 5.0), (100, final)), 10.0, 1234.5, error)
+
+
+def broken(arm, lr, seed=0):
+    return Run(arm, lr, seed, ((0, 5.0),), 0.0, 0.0, "step 1: loss is nan")
+
+
+RUNS = [
+    run("SEL", 0.001, 2.5),
+    run("AdamW", 0.001, 2.2),
+    run("AdamW", 0.003, 2.0),
+    run("SEL", 0.003, 2.1),
+    run("SEL", 0.01, 1.0),
+    run("AdamW", 0.01, 2.4),
+]
+# Two learning rates, three seeds. Means: AdamW 2.2 and 2.5, SEL 2.1 and 2.0. At lr 0.1, SEL minus AdamW is -0.5, 0.4
+# and -0.2 by seed; its losses 1.5, 2.6, 2.2 deviate by -0.6, 0.5, 0.1: variance (0.36 + 0.25 + 0.01)/2 = 0.31.
+SEEDS = [
+    run(arm, lr, loss, seed=seed)
+    for arm, lr, losses in (
+        ("AdamW", 0.1, (2.0, 2.2, 2.4)),
+        ("AdamW", 0.2, (1.9, 2.5, 3.1)),
+        ("SEL", 0.1, (1.5, 2.6, 2.2)),
+        ("SEL", 0.2, (1.0, 1.0, 4.0)),
+    )
+    for seed, loss in enumerate(losses, start=7)
+]
+ONE_SEED = "One seed is no evidence: the difference may be that of the draw."
+
+
+def test_best_lr_is_the_lowest_that_finished():
+    assert best_lr(RUNS, "AdamW") == 0.003
+    assert best_lr(RUNS, "SEL") == 0.01
+    assert best_lr([*RUNS, run("SEL", 0.1, 0.5, error="step 3")], "SEL") == 0.01
+    assert best_lr([run("SEL", 0.1, 1.0, error="step 3")], "SEL") is None
+
+
+def test_best_lr_is_that_of_the_mean_over_seeds():
+    assert best_lr(SEEDS, "AdamW") == 0.1  # though 0.2 has the lowest single run
+    assert best_lr(SEEDS, "SEL") == 0.2
+    one_broken = [broken("SEL", 0.2, 8) if (r.arm, r.lr, r.seed) == ("SEL", 0.2, 8) else r for r in SEEDS]
+    assert best_lr(one_broken, "SEL") == 0.1
+
+
+def test_both_comparisons():
+    """5 -> 2 in 100 steps; the arm with 5 -> 1 is at 2 after 75, the one that ends at 2.1 never."""
+    comparison = compare(RUNS, "AdamW")
+    assert comparison.shared_lr == 0.003
+    assert comparison.lrs == (0.001, 0.003, 0.01)
+    assert comparison.seeds == (0,)
+    shared, best = comparison.shared, comparison.best
+    assert [(row.arm, row.lr, row.loss, row.spread) for row in shared] == [
+        ("AdamW", 0.003, 2.0, None),
+        ("SEL", 0.003, 2.1, None),
+    ]
+    assert [(row.arm, row.lr, row.loss) for row in best] == [("AdamW", 0.003, 2.0), ("SEL", 0.01, 1.0)]
+    assert [row.delta for row in (*shared, *best)] == pytest.approx([0, 0.1, 0, -1.0])
+    assert (shared[1].speedup, shared[1].reached) == (None, 0)
+    assert (best[1].speedup, best[1].reached) == (pytest.approx(100 / 75), 1)
+
+
+def test_seeds_are_paired():
+    """Speedup at seed 7 and lr 0.1: 5 -> 1.5 is at 2.0 after 3/3.5 of the steps; seed 9: 2.6/2.8; seed 8 never."""
+    comparison = compare(SEEDS, "AdamW")
+    assert comparison.seeds == (7, 8, 9)
+    base, row = comparison.shared
+    assert (base.loss, base.spread) == (pytest.approx(2.2), pytest.approx(0.2))
+    assert (base.delta, base.deltas, base.reached) == (0, (0, 0, 0), 3)
+    assert (row.loss, row.spread) == (pytest.approx(2.1), pytest.approx(math.sqrt(0.31)))
+    assert row.deltas == pytest.approx((-0.5, 0.4, -0.2))
+    assert row.delta == pytest.approx(-0.1)
+    assert (row.seeds, row.finite, row.reached, row.speedup) == ((7, 8, 9), 3, 2, None)
+
+
+def test_best_rows_are_held_against_the_baselines_best():
+    row = compare(SEEDS, "AdamW").best[1]
+    assert row.lr == 0.2
+    assert row.deltas == pytest.approx((-1.0, -1.2, 1.6))  # 1, 1, 4 against 2.0, 2.2, 2.4 at lr 0.1
+
+
+def test_speedup_is_the_mean_of_the_seeds():
+    runs = [
+        run(arm, 0.1, loss, seed=s) for arm, losses in (("A", (2, 3)), ("B", (1, 1))) for s, loss in enumerate(losses)
+    ]
+    row = compare(runs, "A").shared[1]
+    assert (row.reached, row.speedup) == (2, pytest.approx((4 / 3 + 4 / 2) / 2))
+
+
+def test_a_run_that_broke_down_is_a_row():
+    runs = [run("AdamW", 0.1, 2.0), broken("SEL", 0.1), run("AdamW", 1.0, 3), run("SEL", 1.0, 3)]
+    comparison = compare(runs, "AdamW")
+    row = comparison.shared[1]
+    assert (row.loss, row.delta, row.speedup, row.deltas, row.finite) == (None, None, None, (None,), 0)
+    assert (row.seconds, row.tokens_per_second) == (0.0, 0.0)
+    assert "SEL did not stay finite." in headline(comparison)[0]
+    assert "not finite" in format_table(comparison)
+
+
+def test_one_broken_seed_is_told():
+    runs = [broken("SEL", 0.1, 8) if (r.arm, r.lr, r.seed) == ("SEL", 0.1, 8) else r for r in SEEDS]
+    comparison = compare(runs, "AdamW")
+    row = comparison.shared[1]
+    assert (row.loss, row.delta, row.finite, row.reached) == (None, None, 2, 2)
+    assert (row.deltas[0], row.deltas[1], row.deltas[2]) == (pytest.approx(-0.5), None, pytest.approx(-0.2))
+    assert "SEL did not stay finite in 1 of 3 seeds." in headline(comparison)[0]
+    assert "finite in 2 of 3" in format_table(comparison)
+
+
+def test_an_arm_that_never_stays_finite_stands_at_the_shared_rate():
+    comparison = compare(
+        [run("AdamW", 0.1, 2.0), broken("SEL", 0.1), run("AdamW", 1.0, 3), broken("SEL", 1.0)], "AdamW"
+    )
+    assert [(row.arm, row.lr, row.loss) for row in comparison.best] == [("AdamW", 0.1, 2.0), ("SEL", 0.1, None)]
+    assert headline(comparison)[1] == "No learning rate tried kept SEL finite."
+
+
+def test_a_baseline_that_never_stays_finite_is_an_error():
+    with pytest.raises(ValueError, match=r"no learning rate of AdamW stayed finite.*try smaller"):
+        compare([broken("AdamW", 0.1), run("SEL", 0.1, 2.0)], "AdamW")
+
+
+def test_a_missing_run_is_named():
+    with pytest.raises(ValueError, match=r"got no SEL at lr 0\.1, seed 9"):
+        compare([r for r in SEEDS if (r.arm, r.lr, r.seed) != ("SEL", 0.1, 9)], "AdamW")
+
+
+def test_headline_says_gains_and_losses_in_the_same_words():
+    first, second, *edges = headline(compare(RUNS, "AdamW"))
+    assert first == (
+        "At AdamW's best learning rate, 0.003, SEL ends at 2.100 nats a token, 0.100 above AdamW's 2.000, "
+        "and never reaches that loss."
+    )
+    assert second == (
+        "At its own best learning rate, 0.01, SEL ends at 1.000 nats a token, 1.000 below AdamW's 2.000, "
+        "and reaches that loss in 75 % of the steps."
+    )
+    assert edges == ["The best learning rate of SEL is the highest tried: a wider sweep may find better.", ONE_SEED]
+
+
+def test_headline_counts_the_seeds():
+    first, second, *edges = headline(compare(SEEDS, "AdamW"))
+    assert first == (
+        "At AdamW's best learning rate, 0.1, SEL ends at 2.100 ± 0.557 nats a token, 0.100 below AdamW's "
+        "2.200 ± 0.200 (below in 2 of 3 seeds), and reaches that loss in 2 of 3 seeds."
+    )
+    assert "at 2.000 ± 1.732 nats a token, 0.200 below AdamW's 2.200 ± 0.200 (below in 2 of 3 seeds)" in second
+    assert ONE_SEED not in edges
+    worse = [dataclasses.replace(r, arm={"AdamW": "SEL", "SEL": "AdamW"}[r.arm]) for r in SEEDS if r.lr == 0.1]
+    sentence = headline(compare(worse, "AdamW"))[0]
+    assert "0.100 above AdamW's 2.100 ± 0.557 (above in 2 of 3 seeds), and reaches that loss in 1 of 3" in sentence
+
+
+def test_headline_when_both_are_best_at_one_rate():
+    sentences = headline(compare([run("AdamW", 0.1, 2.0), run("SEL", 0.1, 2.0)], "AdamW"))
+    assert "equal to AdamW's 2.000" in sentences[0]
+    assert sentences[1:] == ["That is the best learning rate of SEL too.", ONE_SEED]
+
+
+def test_table_has_every_number():
+    table = format_table(compare(RUNS, "AdamW"))
+    lines = [line.split() for line in table.splitlines()]
+    assert ["SEL", "0.003", "2.1000", "+0.1000", "not", "reached", "1,234", "10.0"] in lines
+    assert ["SEL", "0.01", "1.0000", "-1.0000", "1.33x", "1,234", "10.0"] in lines
+    assert lines.count(["AdamW", "0.003", "2.0000", "-", "-", "1,234", "10.0"]) == 2
+
+
+def test_table_has_the_spread():
+    lines = [line.split() for line in format_table(compare(SEEDS, "AdamW")).splitlines()]
+    assert ["SEL", "0.1", "2.1000", "±", "0.5568", "-0.1000", "reached", "in", "2", "of", "3", "1,234", "10.0"] in lines
+
+
+def test_several_arms_keep_their_order():
+    runs = [*RUNS, *(dataclasses.replace(r, arm="other") for r in RUNS if r.arm == "SEL")]
+    assert [row.arm for row in compare(runs, "AdamW").best] == ["AdamW", "SEL", "other"]

@@ -1,0 +1,98 @@
+import re
+import xml.etree.ElementTree as ElementTree
+
+import numpy as np
+import pytest
+
+from symexplin.lab.report import charts
+from symexplin.lab.report.charts import MOST_POINTS, Line, chart, histogram, late_limits, smooth, thin
+
+
+def words(svg):
+    return {
+        "".join(node.itertext()).strip() for node in ElementTree.fromstring(svg).iter() if node.tag.endswith("}text")
+    }
+
+
+def test_a_chart_says_its_axes_and_lines_as_text():
+    lines = [
+        Line("", [0, 1], [3, 2], kind="faint"),
+        Line("one <b>", [0, 1], [3, 2]),
+        Line("two", [0, 1], [2, 1], 1, band=([1, 0], [3, 2])),
+    ]
+    svg = chart(lines, "optimizer steps", "loss (nats)")
+    assert {"optimizer steps", "loss (nats)", "one <b>", "two"} <= words(svg)
+    assert not {"", "_"} & words(svg)
+    assert "<b>" not in svg
+
+
+def test_lines_differ_by_more_than_their_colour():
+    lines = [Line(str(i), range(60), range(60), i) for i in range(4)]
+    styles = re.findall(
+        r"fill: none; stroke(-dasharray: [\d., ]+; stroke-dashoffset: 0)?[^\"]*?(#\w{6})", chart(lines, "x", "y")
+    )
+    assert len({dashes for dashes, colour in styles if colour in ("#0072b2", "#d55e00", "#009e73", "#cc79a7")}) == 4
+    marked = chart([Line(str(i), [1, 2], [1, 2], i) for i in range(6)], "x", "y")
+    assert len(set(re.findall(r'<use xlink:href="#(m\w+)"[^>]*style="fill: #(?!000)', marked))) == 6
+
+
+def test_the_same_data_give_the_same_text():
+    def draw():
+        return chart(
+            [Line("a", [0, 1], [3, 2]), Line("b", [0, 1], [1, 2], kind="points")], "x", "y", log="x", ticks=[1]
+        )
+
+    assert draw() == draw()
+
+
+def test_logarithmic_axes_have_plain_numbers():
+    found = words(chart([Line("a", [1, 2], [0.5, 5.0])], "x", "y", log="xy", ticks=[0.001, 2]))
+    assert {"0.001", "2", "0.5", "1", "5"} <= found
+
+
+def test_a_long_line_keeps_its_spikes_and_few_points():
+    y = np.zeros(300_000)
+    y[123_456], y[234_567] = 7.0, -7.0
+    x, kept = thin(range(len(y)), y)
+    assert len(x) <= MOST_POINTS
+    assert x[kept.argmax()] == 123_456
+    assert x[kept.argmin()] == 234_567
+    assert (np.diff(x) > 0).all()
+    assert [list(part) for part in thin([1, 2], [3, 4])] == [[1, 2], [3, 4]]
+    band = chart([Line("a", range(len(y)), y, band=(y - 1, y + 1))], "x", "y")
+    assert len(chart([Line("a", range(len(y)), y)], "x", "y")) < 50_000
+    assert len(band) < 100_000
+
+
+def test_a_band_keeps_its_ends():
+    columns = charts._spread(range(5000), range(5000))
+    assert columns[0][0] == 0
+    assert columns[0][-1] == 4999
+    assert (columns[0] == columns[1]).all()
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 10, 100])
+def test_smoothing_is_the_mean_of_a_window(window):
+    y = np.random.default_rng(0).normal(size=40)
+    wanted = [y[max(0, i - (window - 1) // 2) : i + window // 2 + 1].mean() for i in range(len(y))]
+    assert smooth(y, window) == pytest.approx(wanted, abs=1e-12)
+
+
+def test_limits_leave_out_the_first_part():
+    lines = [Line("a", [0, 50, 100], [9.0, 3.0, 2.0], band=([8.0, 1.0, 1.5], [10.0, 4.0, 2.5])), Line("none", [], [])]
+    assert late_limits(lines) == pytest.approx((1.0 - 0.15, 4.0 + 0.15))
+    assert late_limits(lines, 0.0) == pytest.approx((1.0 - 0.45, 10.0 + 0.45))
+    assert late_limits([Line("none", [], [])]) is None
+    assert late_limits([Line("flat", [0, 1], [2.0, 2.0])]) == (1.9, 2.1)
+
+
+def test_a_histogram_counts_over_common_bins(monkeypatch):
+    drawn = []
+    stairs = charts.Axes.stairs
+    monkeypatch.setattr(charts.Axes, "stairs", lambda *a, **k: (drawn.append(a[1:3]), stairs(*a, **k))[1])
+    svg = histogram({"few": ([-2.0, 0.0, 2.0], [1, 10, 1]), "narrow": ([0.5, 0.5], [1, 1])}, "weight", "count", bins=3)
+    assert {"few", "narrow", "weight", "count"} <= words(svg)
+    heights = [list(values) for values, _ in drawn]
+    assert heights == [[1, 10, 1], [1, 10, 1], [0, 2, 0]]  # the first once more, filled
+    assert all(list(edges) == pytest.approx([-2, -2 / 3, 2 / 3, 2]) for _, edges in drawn)
+    assert "<svg" in histogram({"zeros": ([0.0], [1])}, "weight", "count")

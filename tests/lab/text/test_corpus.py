@@ -1,0 +1,214 @@
+import numpy as np
+import pytest
+import torch
+
+from symexplin.lab.text.corpus import BatchLoader, Corpus, eval_batches
+from symexplin.lab.text.dataset import PARTS
+from symexplin.lab.text.prepare import PrepareConfig, prepare
+from symexplin.lab.text.tokenizer import Tokenizer, train_bpe
+from symexplin.lab.text.tokens import write_tokens
+
+DOCUMENTS = [f"document {i}: {'text ' * (i % 7)}".encode() for i in range(400)]
+
+
+def split(tokens):
+    return bytes(tokens).split(b"\0")[:-1]
+
+
+def test_split_is_a_partition_of_about_a_twentieth():
+    corpus = Corpus.from_documents(DOCUMENTS)
+    train, valid = split(corpus.train), split(corpus.valid)
+    assert set(train).isdisjoint(valid)
+    assert sorted(train + valid) == sorted(DOCUMENTS)
+    assert train == [d for d in DOCUMENTS if d in set(train)]
+    assert (corpus.train_documents, corpus.valid_documents) == (len(train), len(valid))
+    # 400 fair draws at 5 %: 20 +- 4.4; five deviations either side.
+    assert 0 < len(valid) < 42
+
+
+def test_split_depends_on_content_and_seed_alone():
+    corpus = Corpus.from_documents(DOCUMENTS)
+    shuffled = Corpus.from_documents(DOCUMENTS[::-1])
+    assert set(split(corpus.valid)) == set(split(shuffled.valid))
+    assert set(split(corpus.valid)) != set(split(Corpus.from_documents(DOCUMENTS, seed=1).valid))
+    # A new document does not move the others to the other side.
+    grown = Corpus.from_documents([*DOCUMENTS, b"another"])
+    assert set(split(corpus.valid)) <= set(split(grown.valid))
+
+
+def test_repeated_documents_do_not_leak():
+    corpus = Corpus.from_documents([b"same", b"same", b"other"])
+    assert sorted(split(corpus.train) + split(corpus.valid)) == [b"other", b"same"]
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.05, 0.999])
+@pytest.mark.parametrize("count", [1, 2, 3, 20])
+def test_both_sides_get_something(count, fraction):
+    corpus = Corpus.from_documents(DOCUMENTS[:count], valid_fraction=fraction)
+    assert min(corpus.train_documents, corpus.valid_documents) >= 1
+    if count > 1:
+        assert corpus.train_documents + corpus.valid_documents == count
+    else:
+        assert bytes(corpus.train[:-1]) + bytes(corpus.valid[:-1]) == DOCUMENTS[0]
+
+
+def test_no_document_is_named():
+    with pytest.raises(ValueError, match="documents must hold at least one"):
+        Corpus.from_documents([])
+
+
+def test_decode_inverts_utf8():
+    corpus = Corpus.from_documents(["naïve ünïcode".encode(), b"b"])
+    texts = {corpus.decode(corpus.train), corpus.decode(corpus.valid)}
+    assert texts == {"naïve ünïcode\0", "b\0"}
+    assert corpus.train.dtype == np.uint8
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "text").write_bytes(b"\0".join(DOCUMENTS))
+    prepare(PrepareConfig((str(tmp_path / "text"),), vocab_size=300, workers=1), tmp_path / "data")
+    return tmp_path / "data"
+
+
+def test_load_gives_what_was_prepared(folder):
+    corpus, by_bytes = Corpus.load(folder), Corpus.from_documents(DOCUMENTS)
+    assert (corpus.vocab_size, by_bytes.vocab_size) == (300, 256)
+    for side in ("train", "valid"):
+        tokens = getattr(corpus, side)
+        expected = [document.decode() for document in split(getattr(by_bytes, side))]
+        assert corpus.decode(tokens).split("<|endoftext|>")[:-1] == expected
+        assert isinstance(tokens.base, np.memmap)
+        assert getattr(corpus, f"{side}_documents") == len(expected)
+
+
+def test_the_fingerprint_tells_data_apart(folder, tmp_path):
+    found = {
+        Corpus.load(folder).fingerprint,
+        *(Corpus.from_documents(DOCUMENTS, seed=seed).fingerprint for seed in (0, 1)),
+        Corpus.from_documents(DOCUMENTS[1:]).fingerprint,
+    }
+    assert len(found) == 4
+    assert Corpus.load(folder, verify=False).fingerprint in found
+    prepare(PrepareConfig((str(tmp_path / "text"),), tokenizer="byte", workers=1), tmp_path / "byte")
+    assert Corpus.load(tmp_path / "byte").fingerprint == Corpus.from_documents(DOCUMENTS).fingerprint
+
+
+def test_folders_that_are_not_prepared_are_named(folder, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"data must be a folder that `symexplin prepare` made, got .*nowhere"):
+        Corpus.load(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"without dataset.json: make one with `symexplin prepare SOURCE"):
+        Corpus.load(tmp_path)
+    (folder / "dataset.json").rename(tmp_path / "aside")
+    (folder / PARTS).mkdir()
+    with pytest.raises(ValueError, match=r"data is not finished in .*run the same `symexplin prepare` again"):
+        Corpus.load(folder)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"tokenizer": 3}', '{"tokenizer": {"name": "x"}}'])
+def test_a_damaged_description_is_named(folder, content):
+    (folder / "dataset.json").write_text(content)
+    with pytest.raises(ValueError, match=r"dataset.json' is damaged"):
+        Corpus.load(folder)
+
+
+def test_damaged_tokens_are_named(folder):
+    path = folder / "valid.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(ValueError, match=r"valid.safetensors' is damaged"):
+        Corpus.load(folder)
+    path.write_bytes(whole[:-1])
+    with pytest.raises(ValueError, match=r"valid.safetensors' is damaged"):
+        Corpus.load(folder, verify=False)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=r"no token file at .*valid.safetensors"):
+        Corpus.load(folder)
+
+
+def test_files_of_another_dataset_are_named(folder):
+    tokenizer = Tokenizer.load(folder / "tokenizer.json", name="bpe-300")
+    write_tokens(folder / "valid.safetensors", [np.arange(9, dtype=np.uint16)], tokenizer, documents=1, text_bytes=1)
+    with pytest.raises(ValueError, match=r"valid.safetensors' is not the file that dataset.json beside it was written"):
+        Corpus.load(folder)
+    train_bpe(DOCUMENTS, 299).save(folder / "tokenizer.json")
+    with pytest.raises(ValueError, match=r"train.safetensors' has tokens of another tokenizer: 'bpe-300'"):
+        Corpus.load(folder)
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+def test_batches_of_mapped_tokens_are_those_of_tokens_in_memory(tmp_path, dtype):
+    tokens = np.random.default_rng(0).integers(0, np.iinfo(dtype).max, 1000).astype(dtype)
+    tokens.tofile(tmp_path / "tokens")
+    mapped = np.memmap(tmp_path / "tokens", dtype, "r")
+    for array in (tokens, mapped):
+        for first, second in zip(
+            BatchLoader(array, 10, 6, seed=3).batch(5),
+            BatchLoader(tokens.astype(np.int64), 10, 6, seed=3).batch(5),
+            strict=True,
+        ):
+            assert torch.equal(first, second)
+        assert torch.equal(eval_batches(array, 10, 4, 3)[1][1], eval_batches(tokens.astype(np.int64), 10, 4, 3)[1][1])
+
+
+def test_batches_are_windows_and_pure_in_seed_and_step():
+    tokens = np.arange(250, dtype=np.uint8)
+    loader = BatchLoader(tokens, context=10, batch_size=6, seed=3)
+    fifth = loader.batch(5)
+    loader.batch(0), loader.batch(6)
+    for first, second in zip(fifth, BatchLoader(tokens, 10, 6, seed=3).batch(5), strict=True):
+        assert torch.equal(first, second)
+        assert first.dtype == torch.int64
+        assert first.shape == (6, 10)
+    inputs, targets = fifth
+    assert torch.equal(targets, inputs + 1)
+    assert torch.equal(inputs, inputs[:, :1] + torch.arange(10))
+    assert not torch.equal(inputs, loader.batch(6)[0])
+    assert not torch.equal(inputs, BatchLoader(tokens, 10, 6, seed=4).batch(5)[0])
+
+
+def test_batches_ignore_and_leave_the_global_generators():
+    loader = BatchLoader(np.arange(250, dtype=np.uint8), context=10, batch_size=6)
+    np.random.seed(0)
+    state = torch.get_rng_state()
+    first = loader.batch(0)[0]
+    assert torch.equal(state, torch.get_rng_state())
+    np.random.seed(1)
+    assert torch.equal(first, loader.batch(0)[0])
+
+
+def test_every_window_can_come_up():
+    loader = BatchLoader(np.arange(6, dtype=np.uint8), context=3, batch_size=200)
+    assert set(loader.batch(0)[0][:, 0].tolist()) == {0, 1, 2}
+
+
+def test_eval_batches_are_disjoint_windows_over_all_tokens():
+    tokens = (np.arange(1000) % 251).astype(np.uint8)
+    batches = eval_batches(tokens, context=10, batch_size=8, count=4)
+    assert [inputs.shape for inputs, _ in batches] == [(8, 10)] * 4
+    flat = torch.cat([inputs for inputs, _ in batches])
+    assert flat[0, 0] == 0
+    assert torch.cat([targets for _, targets in batches])[-1, -1] == tokens[-1]
+    again = torch.cat([inputs for inputs, _ in eval_batches(tokens, 10, 8, 4)])
+    assert torch.equal(flat, again)
+    few = torch.cat([inputs for inputs, _ in eval_batches(np.arange(45, dtype=np.uint8), 10, 8, 4)])
+    assert few.shape == (4, 10)
+    assert len(few.flatten().unique()) == 40
+
+
+@pytest.mark.parametrize("length", [0, 9, 10])
+def test_too_short_a_corpus_is_named(length):
+    tokens = np.zeros(length, dtype=np.uint8)
+    for call in (lambda: BatchLoader(tokens, 10, 1), lambda: eval_batches(tokens, 10, 1, 1)):
+        with pytest.raises(ValueError, match=f"context must be below {length}.*got 10"):
+            call()
+    corpus = Corpus.from_documents([b"long enough " * 9, b"short"])
+    with pytest.raises(ValueError, match="context must be below"):
+        corpus.check_context(50)
+
+
+def test_the_shortest_corpus_serves():
+    tokens = np.arange(11, dtype=np.uint8)
+    inputs, targets = BatchLoader(tokens, 10, 1).batch(0)
+    assert torch.equal(inputs[0], torch.arange(10))
+    assert torch.equal(eval_batches(tokens, 10, 1, 5)[0][1], targets)

@@ -1,0 +1,192 @@
+import hashlib
+import itertools
+import json
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tokenizers
+
+from symexplin.lab.text import tokenizer as module
+from symexplin.lab.text.tokenizer import Tokenizer, pieces, token_dtype, train_bpe
+
+TEXT = "The quick brown foxes' naïve 日本 jumps;  it's 42 o'clock.\n\n\tlow lower lowest\0 <|endoftext|> é"
+DOCUMENTS = [f"{TEXT} {i * i} {'over and over ' * (i % 5)}".encode() for i in range(200)]
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    return train_bpe(DOCUMENTS, 400)
+
+
+def word_level(*words, special=()):
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token=words[0]))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(list(special))
+    return backend
+
+
+def test_byte_tokens_are_the_bytes():
+    byte = Tokenizer.from_name("byte")
+    data = bytes(range(256))
+    assert byte.encode_documents([data, b""]).tolist() == [*range(256), 0, 0]
+    assert byte.encode_documents([data]).dtype == np.uint8
+    assert byte.encode(TEXT) == list(TEXT.encode())
+    assert byte.decode(TEXT.encode()) == TEXT
+    assert byte.decode([0xFF, 65]) == "\ufffdA"
+    assert (byte.vocab_size, byte.end, byte.name, byte.end_text) == (256, 0, "byte", "\0")
+
+
+def test_the_file_of_the_byte_tokenizer_says_the_same(tmp_path):
+    """The library, given the file, finds the bytes that numpy finds."""
+    Tokenizer.from_name("byte").save(tmp_path / "t.json")
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "t.json"))
+    every = "".join(map(chr, itertools.chain(range(0x3000), range(0x1F600, 0x1F650))))
+    for text in (TEXT, every):
+        assert backend.encode(text).ids == list(text.encode())
+        assert backend.decode(list(text.encode())) == text
+    loaded = Tokenizer.load(tmp_path / "t.json", end_token=Tokenizer.from_name("byte").end_token)
+    assert loaded.is_bytes
+    assert loaded.end == 0
+    # The same tokens read in another way are not the bytes.
+    backend.normalizer = tokenizers.normalizers.Lowercase()
+    backend.save(str(tmp_path / "lower.json"))
+    with pytest.raises(ValueError, match="name its end"):
+        Tokenizer.load(tmp_path / "lower.json")
+
+
+def test_bpe_is_lossless_and_shorter(bpe):
+    assert bpe.vocab_size == 400
+    assert bpe.end == 0
+    assert bpe.end_text == bpe.end_token == "<|endoftext|>"
+    for text in (TEXT, "unseen ßœ \x7f\x80", ""):
+        assert bpe.decode(bpe.encode(text)) == text
+    assert len(bpe.encode(TEXT)) < 0.7 * len(TEXT.encode())
+
+
+def test_text_never_gives_the_end(bpe):
+    assert bpe.end not in bpe.encode("a<|endoftext|>b")
+    assert bpe.decode(bpe.encode("a<|endoftext|>b")) == "a<|endoftext|>b"
+    tokens = bpe.encode_documents(DOCUMENTS)
+    assert (tokens == bpe.end).sum() == len(DOCUMENTS)
+    copy = pickle.loads(pickle.dumps(bpe))
+    assert (copy.encode_documents(DOCUMENTS) == tokens).all()
+    assert copy.fingerprint == bpe.fingerprint
+
+
+def test_documents_are_encoded_one_by_one(bpe):
+    expected = [i for d in [*DOCUMENTS, b"", b"bad \xff"] for i in [*bpe.encode(d.decode(errors="replace")), bpe.end]]
+    tokens = bpe.encode_documents([*DOCUMENTS, b"", b"bad \xff"])
+    assert tokens.tolist() == expected
+    assert tokens.dtype == np.uint16
+    assert bpe.encode_documents([]).dtype == np.uint16
+
+
+@pytest.mark.parametrize("size", [1, 5, 40, 10**6])
+def test_pieces_have_the_tokens_of_the_whole(bpe, monkeypatch, size):
+    document = b"".join(DOCUMENTS)
+    parts = list(pieces(document, size))
+    assert b"".join(parts) == document
+    assert all(len(part) >= size for part in parts[:-1])
+    assert [i for part in parts for i in bpe.encode(part.decode())] == bpe.encode(document.decode())
+    monkeypatch.setattr(module, "_PIECE", size)
+    monkeypatch.setattr(pieces, "__defaults__", (size,))
+    assert bpe.encode_documents([document, b"x"]).tolist() == [
+        *bpe.encode(document.decode()),
+        0,
+        *bpe.encode("x"),
+        0,
+    ]
+
+
+def test_training_is_deterministic_across_processes(bpe):
+    code = f"from symexplin.lab.text.tokenizer import train_bpe\nprint(train_bpe({DOCUMENTS!r}, 400).fingerprint)\n"
+    found = {subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout for _ in range(2)}
+    assert found == {bpe.fingerprint + "\n"}
+
+
+def test_small_vocabularies():
+    assert train_bpe([b"ab"], 10_000).vocab_size < 300
+    assert train_bpe(DOCUMENTS, 257).encode("ab") == [train_bpe(DOCUMENTS, 257).encode(c)[0] for c in "ab"]
+    with pytest.raises(ValueError, match="vocab_size must be a whole number >= 257, got 256"):
+        train_bpe(DOCUMENTS, 256)
+
+
+def test_save_and_load(bpe, tmp_path):
+    bpe.save(tmp_path / "t.json")
+    loaded = Tokenizer.from_name(str(tmp_path / "t.json"))
+    assert loaded.encode(TEXT) == bpe.encode(TEXT)
+    assert loaded.fingerprint == bpe.fingerprint
+    assert loaded.name == str(tmp_path / "t.json")
+    # Spaces and the order of keys do not count; the tokens do.
+    table = json.loads((tmp_path / "t.json").read_text())
+    (tmp_path / "t.json").write_text(json.dumps(dict(reversed(table.items())), indent=3))
+    assert Tokenizer.load(tmp_path / "t.json").fingerprint == bpe.fingerprint
+    canonical = json.dumps(table, sort_keys=True, separators=(",", ":"))
+    assert bpe.fingerprint == hashlib.sha256(canonical.encode()).hexdigest()
+    assert train_bpe(DOCUMENTS, 399).fingerprint != bpe.fingerprint
+
+
+def test_the_end_of_tokenizer_files(tmp_path):
+    path = tmp_path / "t.json"
+    word_level("?", "a", special=["[CLS]", "[SEP]"]).save(str(path))
+    found = Tokenizer.from_name(str(path))
+    assert (found.end_token, found.end, found.vocab_size) == ("[SEP]", 3, 4)
+    assert found.encode_documents([b"a b"]).tolist() == [1, 0, 3]
+    assert Tokenizer.from_name(str(path), end_token="[CLS]").end == 2
+    with pytest.raises(ValueError, match=r"end_token must be a token of .*, got '\[CSL\]'; did you mean '\[CLS\]'"):
+        Tokenizer.from_name(str(path), end_token="[CSL]")
+    word_level("?", "a").save(str(path))
+    with pytest.raises(ValueError, match=r"has none of <|endoftext|>.*name its end of a document as end_token"):
+        Tokenizer.from_name(str(path))
+
+
+def test_settings_of_a_file_for_other_uses_are_off(tmp_path):
+    backend = word_level("?", "a", special=["</s>"])
+    backend.enable_truncation(2)
+    backend.enable_padding(length=9)
+    backend.post_processor = tokenizers.processors.TemplateProcessing("</s> $A </s>", special_tokens=[("</s>", 2)])
+    backend.save(str(tmp_path / "t.json"))
+    tokenizer = Tokenizer.load(tmp_path / "t.json")
+    assert tokenizer.encode("a a a") == [1, 1, 1]
+    assert tokenizer.encode_documents([b"a a a"]).tolist() == [1, 1, 1, 2]
+
+
+def test_bad_files_and_names_are_one_line(tmp_path):
+    path = tmp_path / "t.json"
+    for content in (b"{}", b"\xff", b"not json", b"[1]"):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="tokenizers library") as caught:
+            Tokenizer.load(path)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(
+        FileNotFoundError, match=r"tokenizer must be 'byte', 'gpt2', 'bpe' or an existing file.*'byte'?"
+    ):
+        Tokenizer.from_name("bytes")
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        Tokenizer.load(tmp_path / "nowhere")
+
+
+def test_gpt2_comes_from_the_hub(bpe, tmp_path, monkeypatch):
+    bpe.save(tmp_path / "t.json")
+    asked = []
+    monkeypatch.setattr(module, "hub_file", lambda *arguments: asked.append(arguments) or tmp_path / "t.json")
+    tokenizer = Tokenizer.from_name("gpt2")
+    assert (tokenizer.name, tokenizer.end_token) == ("gpt2", "<|endoftext|>")
+    assert asked[0][:2] == ("openai-community/gpt2", "tokenizer.json")
+
+
+@pytest.mark.parametrize("name", ["byte", "bpe"])
+def test_half_a_character_is_named(bpe, name):
+    tokenizer = bpe if name == "bpe" else Tokenizer.from_name("byte")
+    with pytest.raises(ValueError, match=r"text must be Unicode, got '\\ud800'"):
+        tokenizer.encode("a\ud800")
+
+
+def test_dtypes_hold_every_token():
+    for size in (1, 256, 257, 2**16, 2**16 + 1, 2**20):
+        dtype = token_dtype(size)
+        assert np.iinfo(dtype).max >= size - 1
+        assert dtype.itemsize == (1 if size <= 2**8 else 2 if size <= 2**16 else 4)

@@ -1,0 +1,246 @@
+import dataclasses
+import json
+import pickle
+import resource
+import signal
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+
+from symexplin.lab.model import ModelConfig, Transformer
+from symexplin.lab.weights.files import (
+    TensorSpec,
+    iter_tensors,
+    load_model,
+    read_specs,
+    read_tensors,
+    save_model,
+    write_tensors,
+)
+
+TINY = ModelConfig(width=16, depth=2, heads=2, vocab_size=40, context=8)
+
+
+@pytest.mark.parametrize("tie_head", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_round_trip_is_bit_equal(tmp_path, tie_head, dtype):
+    model = Transformer(dataclasses.replace(TINY, tie_head=tie_head)).to(dtype)
+    path = tmp_path / "model.safetensors"
+    save_model(model, path)
+    copy = load_model(path)
+    assert copy.config == model.config
+    state, loaded = model.state_dict(), copy.state_dict()
+    assert list(state) == list(loaded)
+    assert all(torch.equal(state[name], loaded[name]) and loaded[name].dtype == dtype for name in state)
+    assert (copy.head.weight is copy.embedding.weight) == tie_head
+
+
+def test_logits_are_bit_equal(tmp_path):
+    model = Transformer(TINY)
+    save_model(model, tmp_path / "m")
+    tokens = torch.arange(16).reshape(2, 8)
+    assert torch.equal(load_model(tmp_path / "m")(tokens), model(tokens))
+
+
+def test_the_file_is_plain(tmp_path):
+    """Any safetensors reader finds ordinary names and shapes, and the shape of the model as JSON."""
+    model = Transformer(TINY)
+    save_model(model, tmp_path / "m")
+    with safetensors.safe_open(tmp_path / "m", framework="np") as file:
+        assert json.loads(file.metadata()["config"]) == dataclasses.asdict(TINY)
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    assert shapes == {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+def test_a_file_without_config_is_refused(tmp_path):
+    safetensors.torch.save_file({"x": torch.zeros(1)}, tmp_path / "m")
+    with pytest.raises(ValueError, match="without a config"):
+        load_model(tmp_path / "m")
+
+
+def test_more_entries_of_the_header(tmp_path):
+    save_model(Transformer(TINY), tmp_path / "m", {"by": "me"})
+    assert read_specs(tmp_path / "m")[1]["by"] == "me"
+    assert load_model(tmp_path / "m").config == TINY
+    with pytest.raises(ValueError, match="metadata must leave 'config' to the shape of the model, got 'x'"):
+        save_model(Transformer(TINY), tmp_path / "n", {"config": "x"})
+
+
+STATE = {"b.weight": torch.ones(3, 4), "a": torch.arange(5, dtype=torch.bfloat16), "c": torch.tensor(2.0)}
+
+
+def test_any_file_is_read_in_its_order(tmp_path):
+    safetensors.torch.save_file(STATE, tmp_path / "m", {"by": "me"})
+    specs, metadata = read_specs(tmp_path / "m")
+    assert list(specs) == ["b.weight", "c", "a"]  # wide types first, as safetensors writes
+    assert specs["a"] == TensorSpec((5,), "BF16")
+    assert metadata == {"by": "me"}
+    tensors, metadata = read_tensors(str(tmp_path / "m"))
+    assert list(tensors) == list(specs) == [name for name, _ in iter_tensors(tmp_path / "m")]
+    assert metadata == {"by": "me"}
+    assert all(
+        torch.equal(tensors[name], value) and tensors[name].dtype == value.dtype for name, value in STATE.items()
+    )
+
+
+def sharded(folder, weight_map=None):
+    folder.mkdir()
+    safetensors.torch.save_file({"b.weight": STATE["b.weight"]}, folder / "1.safetensors", {"format": "pt"})
+    safetensors.torch.save_file({"a": STATE["a"], "c": STATE["c"]}, folder / "2.safetensors")
+    weight_map = weight_map or {"c": "2.safetensors", "b.weight": "1.safetensors", "a": "2.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+def test_folders(tmp_path):
+    tensors, metadata = read_tensors(sharded(tmp_path / "shards"))
+    assert list(tensors) == ["b.weight", "c", "a"]
+    assert metadata == {"format": "pt"}
+    assert all(torch.equal(tensors[name], value) for name, value in STATE.items())
+    write_tensors(tmp_path / "shards" / "model.safetensors", {"one": torch.ones(1)})
+    assert list(read_specs(tmp_path / "shards")[0]) == ["one"]  # the whole file before the shards
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "error", "message"),
+    [
+        ({"a": "3.safetensors"}, FileNotFoundError, "names the shard '3.safetensors', which is not in"),
+        ({"a": "1.safetensors"}, ValueError, r"the index gives 'a' to '.*1.safetensors', which does not have it"),
+        ({"a": "../1.safetensors"}, ValueError, "weight_map must give a file of the same folder"),
+        ({"a": 7}, ValueError, "is not an index of shards"),
+        ([1], ValueError, "is not an index of shards"),
+    ],
+)
+def test_indices_that_do_not_fit(tmp_path, weight_map, error, message):
+    folder = sharded(tmp_path / "shards", weight_map)
+    with pytest.raises(error, match=message):
+        read_tensors(folder)
+
+
+def test_pickles_are_never_opened(tmp_path):
+    torch.save(STATE, tmp_path / "new")
+    torch.save(STATE, tmp_path / "old", _use_new_zipfile_serialization=False)
+    for protocol in range(2, 6):
+        (tmp_path / str(protocol)).write_bytes(pickle.dumps({"a": 1}, protocol))
+    for path in tmp_path.iterdir():
+        with pytest.raises(
+            ValueError, match=f"'{path}' is a pickle, which can run code .* safetensors.torch.save_file"
+        ):
+            read_tensors(path)
+
+
+def test_a_header_that_begins_like_a_pickle_is_read(tmp_path):
+    for length in range(400, 700):  # until the header has 640 = 0x280 bytes
+        write_tensors(tmp_path / "m", {"a": torch.ones(1)}, {"x": "x" * length})
+        if (tmp_path / "m").read_bytes()[:2] == b"\x80\x02":
+            break
+    assert (tmp_path / "m").read_bytes()[:2] == b"\x80\x02"
+    assert read_tensors(tmp_path / "m")[0]["a"].tolist() == [1.0]
+    with (tmp_path / "m").open("rb+") as file:
+        file.truncate(500)
+    with pytest.raises(ValueError, match="is not a whole safetensors file"):
+        read_tensors(tmp_path / "m")
+
+
+def test_damaged_files(tmp_path):
+    write_tensors(tmp_path / "good", STATE)
+    good = (tmp_path / "good").read_bytes()
+    cut = {f"cut{n}": good[:n] for n in (1, 7, 20, len(good) - 1)}
+    for name, content in {**cut, "long": good + b"x", "text": b"version https://git-lfs", "nul": bytes(99)}.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=f"'{tmp_path / name}' is not a whole safetensors file"):
+            read_tensors(tmp_path / name)
+    (tmp_path / "empty").touch()
+    with pytest.raises(ValueError, match="is empty"):
+        read_tensors(tmp_path / "empty")
+
+
+def test_paths_that_lead_nowhere(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"must name an existing safetensors file or folder, got '.*none'"):
+        read_tensors(tmp_path / "none")
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(ValueError, match=r"model.safetensors.index.json; '.*' has pytorch_model.bin"):
+        read_tensors(tmp_path)
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(ValueError, match="got the folder"):
+        read_tensors(tmp_path)
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path):
+    write_tensors(tmp_path / "m", STATE)
+    before, limit = (tmp_path / "m").read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
+    try:
+        with pytest.raises(OSError, match=r"cannot write '.*m': .*too large"):
+            write_tensors(tmp_path / "m", {"a": torch.zeros(10_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert (tmp_path / "m").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_a_failed_write_leaves_nothing_else(tmp_path, monkeypatch):
+    write_tensors(tmp_path / "m", STATE)
+    before = (tmp_path / "m").read_bytes()
+
+    def fail(*_):
+        raise OSError("no more power")
+
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(OSError, match="no more power"):
+        write_tensors(tmp_path / "m", {"a": torch.zeros(1)})
+    assert (tmp_path / "m").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_views_and_strides_are_written_as_values(tmp_path):
+    whole = torch.arange(12.0).reshape(3, 4)
+    write_tensors(tmp_path / "m", {"t": whole.mT, "part": whole[1]})
+    tensors, _ = read_tensors(tmp_path / "m")
+    assert torch.equal(tensors["t"], whole.mT)
+    assert torch.equal(tensors["part"], whole[1])
+
+
+def rewritten(path, header=None, change=None):
+    """Write a tiny model's file with another header or other tensors."""
+    state = dict(Transformer(TINY).state_dict())
+    if change is not None:
+        change(state)
+    safetensors.torch.save_file(state, path, {"config": header or json.dumps(dataclasses.asdict(TINY))})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ("{", "config in the header of '.*m': not JSON"),
+        ("[1]", r"config in the header of '.*m': must be a JSON object, got \[1\]"),
+        ('{"widht": 1}', "config in the header of '.*m': key must be one of .* did you mean 'width'"),
+        ('{"width": "16"}', "config in the header of '.*m': width must be a whole number"),
+        ('{"width": 16, "heads": 3}', r"config in the header of '.*m': width must be a multiple of 2 \* heads"),
+    ],
+)
+def test_headers_that_are_no_config(tmp_path, header, message):
+    with pytest.raises(ValueError, match=message):
+        load_model(rewritten(tmp_path / "m", header))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.pop("norm.weight"), r"'.*m' lacks the tensor 'norm.weight' of shape \(16,\)"),
+        (lambda s: s.update(extra=torch.ones(1)), "'.*m' has the tensor 'extra', which a model of its config does not"),
+        (
+            lambda s: s.update({"norm.weight": torch.ones(4)}),
+            r"tensor 'norm.weight' must have shape \(16,\), got \(4,\)",
+        ),
+        (lambda s: s.update({"norm.weight": torch.ones(16, dtype=torch.int8)}), "'norm.weight' must be of .*, got I8"),
+    ],
+)
+def test_tensors_that_do_not_fit_the_config(tmp_path, change, message):
+    with pytest.raises(ValueError, match=message):
+        load_model(rewritten(tmp_path / "m", change=change))

@@ -1,0 +1,268 @@
+"""Files in and out of curved space hold what convert and fold make of the model itself."""
+
+import copy
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import symexplin as sel
+from networks import moved, network
+from symexplin.config import PRESETS
+from symexplin.lab.model import ModelConfig, Transformer
+from symexplin.lab.weights.files import load_model, read_specs, read_tensors, save_model
+from symexplin.lab.weights.folding import fold_file, invert_file
+
+TINY = ModelConfig(width=16, depth=2, heads=2, vocab_size=40, context=8)
+
+
+def lab(dtype=torch.float32, **changes):
+    """A lab model whose biases are not zero."""
+    model = Transformer(ModelConfig(**{**vars(TINY), **changes}), torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
+    return model.to(dtype)
+
+
+def same(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert found[name].dtype == value.dtype, name
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", PRESETS)
+def test_invert_is_convert_bit_for_bit(tmp_path, name, dtype):
+    model, config = lab(dtype), sel.preset(name, seed=3)
+    save_model(model, tmp_path / "plain")
+    invert_file(tmp_path / "plain", tmp_path / "curved", config)
+    same(load_file(tmp_path / "curved"), sel.convert(model, config).state_dict())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        sel.SELConfig(),
+        sel.SELConfig(exclude=("*.bias",)),
+        sel.preset("frozen", exclude=("blocks.0.*.bias", "*.q.*")),
+        sel.preset("paper+offset", include=("head.*",), exclude=("*.down.*",), e=sel.Scale("lora"), l=sel.Scale("row")),
+        sel.SELConfig(mode="sinh", m=sel.Scale("global"), s=sel.Scale("row_col_add")),
+    ],
+)
+def test_other_maps_and_patterns(tmp_path, config):
+    model = lab()
+    save_model(model, tmp_path / "plain")
+    invert_file(tmp_path / "plain", tmp_path / "curved", config)
+    curved = sel.convert(copy.deepcopy(model), config)
+    same(load_file(tmp_path / "curved"), curved.state_dict())
+    fold_file(tmp_path / "curved", tmp_path / "folded")
+    same(load_file(tmp_path / "folded"), sel.fold(curved).state_dict())
+
+
+def test_the_mismatched_start(tmp_path):
+    model, config = lab(), sel.preset("paper")
+    save_model(model, tmp_path / "plain")
+    report = invert_file(tmp_path / "plain", tmp_path / "curved", config, start="mismatched")
+    same(load_file(tmp_path / "curved"), sel.convert(model, config, start="mismatched").state_dict())
+    assert 0.15 < report["largest"]["relative"]["value"] < 0.3  # the paper's loss on negative weights
+
+
+def test_a_tied_head_and_a_model_without_biases(tmp_path):
+    model, config = lab(tie_head=True, bias=False), sel.preset("paper+offset")
+    save_model(model, tmp_path / "plain")
+    report = invert_file(tmp_path / "plain", tmp_path / "curved", config)
+    state = sel.convert(copy.deepcopy(model), config).state_dict()
+    same(load_file(tmp_path / "curved"), {name: v for name, v in state.items() if name != "head.weight"})
+    assert (report["matrices"], report["biases"]) == (14, 0)
+    fold_file(tmp_path / "curved", tmp_path / "folded")
+    folded = load_model(tmp_path / "folded")
+    assert folded.head.weight is folded.embedding.weight
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_fold_is_fold_bit_for_bit(tmp_path, name):
+    """Also with scales away from their start, as a run's checkpoint has them."""
+    config = sel.preset(name)
+    curved = moved(sel.convert(lab(), config))
+    save_model(curved, tmp_path / "curved", {"symexplin_map": config.to_json(), "by": "a run"})
+    report = fold_file(tmp_path / "curved", tmp_path / "folded")
+    same(load_file(tmp_path / "folded"), sel.fold(curved).state_dict())
+    assert report["largest"]["absolute"]["value"] == 0.0
+    assert read_specs(tmp_path / "folded")[1].keys() == {"config", "by"}
+    tokens = torch.arange(16).reshape(2, 8)
+    assert torch.equal(load_model(tmp_path / "folded")(tokens), curved(tokens))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_there_and_back(tmp_path, dtype):
+    model = lab(dtype)
+    save_model(model, tmp_path / "plain")
+    report = invert_file(tmp_path / "plain", tmp_path / "curved", sel.preset("paper"))
+    raw = torch.float64 if dtype == torch.float64 else torch.float32
+    types = {name.rpartition(".")[2]: value.dtype for name, value in read_tensors(tmp_path / "curved")[0].items()}
+    assert types["raw_weight"] == types["e_row"] == types["bias_e_row"] == raw
+    fold_file(tmp_path / "curved", tmp_path / "again")
+    unit = torch.finfo(raw).eps / 2
+    for name, value in model.state_dict().items():
+        found = load_file(tmp_path / "again")[name]
+        assert found.dtype == dtype
+        gap = (found.double() - value.double()).abs()
+        # Weights of a tiny model stay below kappa |w| = 8; 40 units is the accuracy owed there.
+        assert bool((gap <= 40 * unit * value.double().abs()).all()), name
+    assert report["largest"]["relative"]["value"] <= 40 * unit
+    assert (report["widened"] == []) == (raw == dtype)
+    assert read_specs(tmp_path / "again")[1].keys() == {"config"}
+
+
+def test_half_precision_is_inverted_from_its_exact_values(tmp_path):
+    model = lab(torch.bfloat16)
+    save_model(model, tmp_path / "plain")
+    invert_file(tmp_path / "plain", tmp_path / "curved", sel.preset("paper"))
+    curved = {name: v for name, v in load_file(tmp_path / "curved").items() if name.endswith("raw_weight")}
+    wide = sel.convert(model.float(), sel.preset("paper")).state_dict()
+    same(curved, {name: v for name, v in wide.items() if name.endswith("raw_weight")})
+    fold_file(tmp_path / "curved", tmp_path / "again")
+    same(load_file(tmp_path / "again"), load_file(tmp_path / "plain"))  # bfloat16 hides float32's rounding
+
+
+def test_the_report_counts(tmp_path):
+    save_model(lab(), tmp_path / "plain", {"by": "me"})
+    lines = []
+    report = invert_file(tmp_path / "plain", tmp_path / "curved", sel.preset("paper"), echo=lines.append)
+    model = lab()
+    table = sel.routing(model)
+    assert report["matrices"] + report["biases"] == len(table.curved)
+    assert report["numbers"] == sum(route.parameter.numel() for route in table.curved)
+    assert sorted(report["plain"]) == sorted(route.name for route in table if not route.curved)
+    gaps = {}
+    curved = sel.convert(copy.deepcopy(model), sel.preset("paper"))
+    for name, layer in curved.named_modules():
+        if isinstance(layer, sel.SELLinear):
+            plain = model.get_submodule(name)
+            gaps[name + ".weight"] = (layer.weight - plain.weight).abs().max().item()
+            gaps[name + ".bias"] = (layer.bias - plain.bias).abs().max().item()
+    largest = report["largest"]["absolute"]
+    assert largest["value"] == max(gaps.values()) == gaps[largest["tensor"]]
+    assert largest["tensor"] in lines[1]
+    assert ["blocks.0.ffn.up.weight", "64x16", "curved", "2-D", "weight"] in [x.split() for x in lines[0].splitlines()]
+    metadata = read_specs(tmp_path / "curved")[1]
+    assert sel.SELConfig.from_dict(json.loads(metadata["symexplin_map"])) == sel.preset("paper")
+    assert metadata["by"] == "me"
+
+
+def test_a_bare_layer_and_any_network(tmp_path):
+    for model in (nn.Linear(6, 4), network()):
+        save_file(model.state_dict(), tmp_path / "plain")
+        invert_file(tmp_path / "plain", tmp_path / "curved", sel.preset("paper"))
+        same(load_file(tmp_path / "curved"), sel.convert(model, sel.preset("paper")).state_dict())
+
+
+def test_transposed_layers_come_back(tmp_path):
+    """GPT-2's weights are stored (inputs, outputs): rows, the outputs, are the second dimension."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"h.0.attn.c_attn.weight": (8, 24), "h.0.attn.c_attn.bias": (24,), "h.0.attn.c_proj.weight": (8, 8)}
+    plain = {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in shapes.items()}
+    save_file(plain, tmp_path / "plain")
+    config = sel.SELConfig(beta=7.5, e=sel.Scale("row"), l=sel.Scale("column"), m=sel.Scale())
+    invert_file(tmp_path / "plain", tmp_path / "curved", config)
+    curved = load_file(tmp_path / "curved")
+    assert curved["h.0.attn.c_attn.e_row"].shape == curved["h.0.attn.c_attn.bias_e_row"].shape == (24,)
+    assert curved["h.0.attn.c_attn.l_column"].numel() == 8
+    curved["h.0.attn.c_proj.e_row"] *= torch.linspace(1, 2, 8)
+    save_file(curved, tmp_path / "curved", read_specs(tmp_path / "curved")[1])
+    fold_file(tmp_path / "curved", tmp_path / "again")
+    again = load_file(tmp_path / "again")
+    torch.testing.assert_close(again["h.0.attn.c_attn.weight"], plain["h.0.attn.c_attn.weight"])
+    raw, e = curved["h.0.attn.c_proj.raw_weight"], torch.linspace(1, 2, 8)[None]
+    wanted = sel.functional.effective(raw, beta=7.5, e=e)
+    torch.testing.assert_close(again["h.0.attn.c_proj.weight"], wanted)
+
+
+def test_a_transposed_layer_is_known_by_plain_ones_around_it(tmp_path):
+    plain = {"h.0.c_fc.weight": torch.ones(4, 16), "h.0.c_proj.weight": torch.full((4, 4), 0.1)}
+    save_file(plain, tmp_path / "plain")
+    invert_file(tmp_path / "plain", tmp_path / "curved", sel.SELConfig(e=sel.Scale("row"), exclude=("*c_fc*",)))
+    curved, e = load_file(tmp_path / "curved"), torch.tensor([1.0, 2.0, 3.0, 4.0])
+    curved["h.0.c_proj.e_row"] = e
+    save_file(curved, tmp_path / "curved", read_specs(tmp_path / "curved")[1])
+    fold_file(tmp_path / "curved", tmp_path / "again")
+    wanted = sel.functional.effective(curved["h.0.c_proj.raw_weight"], beta=7.5, e=e)
+    torch.testing.assert_close(load_file(tmp_path / "again")["h.0.c_proj.weight"], wanted)
+
+
+def test_a_file_can_be_replaced_by_itself(tmp_path):
+    save_model(lab(), tmp_path / "model")
+    before = load_file(tmp_path / "model")
+    invert_file(tmp_path / "model", tmp_path / "model", sel.preset("paper"))
+    fold_file(tmp_path / "model", tmp_path / "model")
+    after = load_file(tmp_path / "model")
+    assert all(torch.allclose(after[name], value, atol=1e-7) for name, value in before.items())
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_what_cannot_be_inverted_leaves_no_file(tmp_path):
+    model = lab()
+    save_model(model, tmp_path / "plain")
+    with pytest.raises(ValueError, match=r"blocks.0.attention.k: cannot invert mode='mismatch' .*> \|l\|"):
+        invert_file(tmp_path / "plain", tmp_path / "curved", sel.preset("paper", l=sel.Scale("row", start=8.0)))
+    model.blocks[1].ffn.up.weight.data[0, 0] = float("nan")
+    save_model(model, tmp_path / "plain")
+    with pytest.raises(ValueError, match=r"blocks.1.ffn.up: cannot invert .* 1 of 1024 elements: .* finite"):
+        invert_file(tmp_path / "plain", tmp_path / "curved", sel.preset("paper"))
+    assert [path.name for path in tmp_path.iterdir()] == ["plain"]
+
+
+def test_files_of_the_wrong_kind(tmp_path):
+    save_file({"norm.weight": torch.ones(4)}, tmp_path / "norms")
+    with pytest.raises(ValueError, match=r"must hold 2-D weights to curve, got none in '.*norms'"):
+        invert_file(tmp_path / "norms", tmp_path / "out")
+    with pytest.raises(ValueError, match="must hold raw weights and 'symexplin_map' in its header"):
+        fold_file(tmp_path / "norms", tmp_path / "out")
+    save_model(lab(), tmp_path / "plain")
+    invert_file(tmp_path / "plain", tmp_path / "curved")
+    with pytest.raises(ValueError, match="is curved already: fold it first"):
+        invert_file(tmp_path / "curved", tmp_path / "out")
+    with pytest.raises(ValueError, match="holds raw weights of a curved model: fold it first"):
+        load_model(tmp_path / "curved")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.pop("0.e_row"), "asks for 20 numbers in '0.e_row', got none"),
+        (lambda s: s.update({"0.e_row": torch.ones(7)}), r"asks for 20 numbers in '0.e_row', got shape \(7,\)"),
+        (lambda s: s.update({"0.n_row": torch.ones(20)}), "has the tensor '0.n_row', which the map .* not explain"),
+        (lambda s: s.pop("0.raw_weight"), "has the tensor '0.raw_bias', which the map"),
+        (lambda s: s.update({"2.raw_bias": torch.ones(5)}), r"must have shape \(6,\), got \(5,\)"),
+        (lambda s: s.update({"2.weight": torch.ones(5)}), "has the tensor '2.weight', which the map"),
+        (lambda s: s.update({"2.raw_weight": torch.ones(5)}), "'2.weight' must have two dimensions"),
+    ],
+)
+def test_tensors_that_do_not_fit_the_map(tmp_path, change, message):
+    config = sel.preset("paper")
+    state = dict(sel.convert(network(), config).state_dict())
+    change(state)
+    save_file(state, tmp_path / "curved", {"symexplin_map": config.to_json()})
+    with pytest.raises(ValueError, match=message):
+        fold_file(tmp_path / "curved", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "header of '.*curved': symexplin_map is not JSON"),
+        ("[1]", r"symexplin_map must be a JSON object, got \[1\]"),
+        ('{"betta": 1}', "did you mean 'beta'"),
+        (sel.SELConfig().to_json(), "got '.*curved' with a map and none of them"),
+    ],
+)
+def test_maps_that_are_none(tmp_path, text, message):
+    save_file({"norm.weight": torch.ones(4)}, tmp_path / "curved", {"symexplin_map": text})
+    with pytest.raises(ValueError, match=message):
+        fold_file(tmp_path / "curved", tmp_path / "out")

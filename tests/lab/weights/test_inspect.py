@@ -1,0 +1,208 @@
+"""The figures of an inspection against numpy over the whole matrix."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import symexplin as sel
+from symexplin.lab.weights import inspect as module
+from symexplin.lab.weights.folding import invert_file
+from symexplin.lab.weights.inspect import format_inspection, inspect_file
+from symexplin.lab.weights.inspect_figures import draw_inspection
+from symexplin.lab.weights.tally import BIN_EDGES
+
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def heavy(*shape):
+    """Weights with heavy tails: a ratio of normal numbers."""
+    top, bottom = (torch.randn(shape, generator=GENERATOR, dtype=torch.float64) for _ in range(2))
+    return 0.1 * top / (0.2 + bottom.abs())
+
+
+STATE = {
+    "embed.weight": heavy(50, 12),
+    "layers.10.up.weight": heavy(40, 12).float(),
+    "layers.9.up.weight": heavy(12, 40).bfloat16(),
+    "layers.9.up.bias": heavy(12),
+    "layers.2.up.weight": heavy(7, 5),
+    "norm.weight": torch.ones(12),
+    "codes.weight": torch.zeros(3, 3, dtype=torch.int8),
+}
+CURVED = [name for name in STATE if name.startswith("layers") and name.endswith("weight")]
+
+
+def inspected(folder, state=STATE, **settings):
+    save_file(state, folder / "model")
+    return inspect_file(folder / "model", **settings)
+
+
+@pytest.mark.parametrize("chunk", [1, 100, 1 << 18])
+def test_figures_of_each_matrix(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(module, "_CHUNK", chunk)
+    rows = {row.name: row for row in inspected(tmp_path).rows}
+    assert list(rows) == ["layers.2.up.weight", "layers.9.up.weight", "layers.10.up.weight"]
+    for name, row in rows.items():
+        w = STATE[name].double().numpy()
+        size, bound = np.abs(w), math.sqrt(6 / (w.shape[0] + w.shape[1]))
+        assert (row.shape, row.numbers, row.bound) == (w.shape, w.size, pytest.approx(bound))
+        assert row.max == size.max()
+        assert row.max_growth == pytest.approx(size.max() / bound)
+        assert row.std == pytest.approx(w.std())
+        assert row.std_growth == pytest.approx(w.std() / np.sqrt(2 / sum(w.shape)))  # Xavier's deviation
+        assert row.above_large == np.mean(size > 0.1) > 0
+        assert row.above == {times: np.mean(size > times * bound) for times in (1, 2, 5, 10)}
+        d = w - w.mean()
+        assert row.excess_kurtosis == pytest.approx((d**4).mean() / (d**2).mean() ** 2 - 3)
+        assert row.beta == sel.functional.auto_beta(*w.shape)
+        raw = sel.functional.inverse(STATE[name].double(), mode="congruent", beta=row.beta)
+        raw = torch.where(raw < 0, sel.functional.inverse(STATE[name].double(), mode="oppose", beta=row.beta), raw)
+        assert row.raw_reach == pytest.approx(row.beta * raw.abs().max().item(), rel=1e-6)
+        assert 0 < row.inversion_error <= 1
+        assert row.not_invertible is None
+
+
+def test_totals_and_histogram(tmp_path):
+    found = inspected(tmp_path)
+    every = [STATE[name].double().numpy().ravel() for name in CURVED]
+    bounds = np.concatenate([np.full(STATE[n].numel(), math.sqrt(6 / sum(STATE[n].shape))) for n in CURVED])
+    w = np.concatenate(every)
+    total, growth = found.total, np.abs(w) / bounds
+    assert total.numbers == w.size
+    assert total.max == np.abs(w).max()
+    assert total.max_growth == pytest.approx(growth.max())
+    assert total.std == pytest.approx(w.std())
+    assert total.std_growth == pytest.approx(w.std() / np.sqrt((bounds**2 / 3).mean()))
+    assert total.above == {times: pytest.approx((growth > times).mean()) for times in (1, 2, 5, 10)}
+    assert total.above[1] > total.above[2] > 0
+    d = w - w.mean()
+    assert total.excess_kurtosis == pytest.approx((d**4).mean() / (d**2).mean() ** 2 - 3)
+    assert total.inversion_error == max(row.inversion_error for row in found.rows)
+    assert list(found.histogram) == np.histogram(growth, BIN_EDGES)[0].tolist()
+    assert found.plain == 4
+
+
+def test_a_fresh_matrix_has_grown_by_nothing(tmp_path):
+    w = torch.nn.init.xavier_uniform_(torch.empty(300, 200), generator=GENERATOR)
+    row = inspected(tmp_path, {"up.weight": w}).rows[0]
+    assert row.max_growth == pytest.approx(1, rel=1e-3)
+    assert row.std_growth == pytest.approx(1, rel=1e-2)
+    assert row.excess_kurtosis == pytest.approx(-1.2, abs=0.02)
+    assert row.above[2] == 0
+
+
+@pytest.mark.parametrize("mode", ["mismatch", "congruent", "exp_only", "sinh", "linear", "damped"])
+def test_other_maps(tmp_path, mode):
+    n = sel.Scale(start=1.0 if mode == "damped" else 0.0)
+    row = inspected(tmp_path, config=sel.SELConfig(beta=10, mode=mode, n=n)).rows[-1]
+    assert row.beta == 10
+    assert row.inversion_error <= 1
+    w = STATE[row.name].double().abs().max().item()
+    reach = {"exp_only": math.log1p(10 * w), "sinh": math.asinh(10 * w), "linear": None}
+    if mode in reach:
+        assert row.raw_reach == (None if mode == "linear" else pytest.approx(reach[mode], rel=1e-6))
+
+
+def test_a_map_that_does_not_reach_says_why(tmp_path):
+    found = inspected(tmp_path, config=sel.SELConfig(beta=2.0, l=sel.Scale(start=3.0)))
+    assert {row.not_invertible for row in found.rows} == {"needs e > 0 and e*kappa*exp(-n) > |l|"}
+    assert found.total.not_invertible == "3 of 3 matrices"
+    assert found.total.inversion_error is found.rows[0].raw_reach is None
+    text = " ".join(format_inspection(found).split())
+    assert "not invertible (needs e > 0 and e*kappa*exp(-n) > |l|): layers.2.up.weight, layers.9" in text
+
+
+def test_numbers_that_are_not_finite_are_counted_and_left_out(tmp_path):
+    state = {name: value.clone() for name, value in STATE.items()}
+    state["layers.2.up.weight"][0, :2] = torch.tensor([math.nan, -math.inf])
+    state["layers.10.up.weight"][:] = math.nan
+    state["norm.weight"][3] = math.inf
+    found = inspected(tmp_path, state)
+    assert found.not_finite == {"layers.10.up.weight": 480, "layers.2.up.weight": 2, "norm.weight": 1}
+    first, _, last = found.rows
+    rest = STATE["layers.2.up.weight"].flatten()[2:].numpy()
+    assert (first.numbers, first.max) == (35, np.abs(rest).max())
+    assert first.std == pytest.approx(rest.std())
+    assert first.not_invertible == "the weights must be finite"
+    assert (last.max, last.std, last.above[1], last.excess_kurtosis) == (0, 0, 0, None)
+    assert found.total.not_invertible == "2 of 3 matrices"
+    assert "layers.10.up.weight (480)" in format_inspection(found)
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+def test_patterns_choose(tmp_path):
+    config = sel.SELConfig(exclude=("*.9.*",))
+    found = inspected(tmp_path, config=config, include=("embed.*",), exclude=("*.2.*",))
+    assert [row.name for row in found.rows] == ["embed.weight", "layers.10.up.weight"]
+
+
+def test_a_transposed_matrix_and_zeros(tmp_path):
+    state = {"h.0.c_fc.weight": heavy(8, 32), "h.0.c_fc.bias": heavy(32), "zero.weight": torch.zeros(4, 4)}
+    first, zero = inspected(tmp_path, state, config=sel.preset("paper+offset")).rows
+    assert (first.shape, first.inversion_error <= 1) == ((8, 32), True)
+    assert (zero.max, zero.inversion_error, zero.raw_reach, zero.excess_kurtosis) == (0, 0, 0, None)
+
+
+def test_a_folder_of_shards(tmp_path):
+    names = sorted(STATE)
+    shards = {"a.safetensors": names[:3], "b.safetensors": names[3:]}
+    whole = inspected(tmp_path).to_dict()
+    for file, inside in shards.items():
+        save_file({name: STATE[name] for name in inside}, tmp_path / file)
+    index = {"weight_map": {name: file for file, inside in shards.items() for name in inside}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    found = inspect_file(tmp_path).to_dict()
+    assert found["rows"] == whole["rows"]
+    assert found["total"]["std"] == pytest.approx(whole["total"]["std"])
+
+
+def test_files_without_curved_weights(tmp_path):
+    with pytest.raises(ValueError, match=r"must hold 2-D weights to curve, got none in '.*model'$"):
+        inspected(tmp_path, {"norm.weight": torch.ones(3)})
+    save_file({"up.weight": torch.eye(3)}, tmp_path / "plain")
+    invert_file(tmp_path / "plain", tmp_path / "curved")
+    with pytest.raises(ValueError, match="but raw ones: fold it first"):
+        inspect_file(tmp_path / "curved")
+
+
+def test_the_table_fits_and_the_dict_is_json(tmp_path):
+    long = {f"transformer.encoder.layers.{i}.self_attention.query_key_value.weight": heavy(64, 32) for i in range(12)}
+    long["layers.0.down.weight"] = 300 * heavy(11008, 4)
+    found = inspected(tmp_path, {**long, **STATE})
+    text = format_inspection(found)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 120
+    assert len({line.split()[0] for line in lines[1:17]}) == 16  # shortened names stay different
+    row = next(row for row in found.rows if row.name == "layers.10.up.weight")
+    cells = next(line.split() for line in lines if line.startswith("layers.10.up "))
+    assert cells[1:5] == ["40x12", f"{row.max:.3g}", f"{row.max_growth:.3g}", f"{row.std_growth:.3g}"]
+    assert cells[5] == f"{100 * row.above_large:.3g}"
+    again = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert again["rows"][0]["max_growth"] == found.rows[0].max_growth
+    assert sel.SELConfig.from_dict(again["config"]) == sel.SELConfig()
+    assert len(again["bin_edges"]) == len(again["histogram"]) + 1
+
+
+def test_figures(tmp_path):
+    found = inspected(tmp_path)
+    figures = draw_inspection(found)
+    histogram, growth = (figures[name].axes[0] for name in ("histogram", "growth"))
+    values = histogram.patches[0].get_data()
+    widths = np.diff(values.edges)
+    inside = sum(found.histogram[1:]) / sum(found.histogram)
+    assert float((values.values * widths).sum()) == pytest.approx(inside)  # a density
+    largest, typical, _ = growth.lines
+    assert list(largest.get_ydata()) == [row.max_growth for row in found.rows]
+    assert list(typical.get_ydata()) == [row.std_growth for row in found.rows]
+    assert [label.get_text() for label in growth.get_xticklabels()] == ["layers.2.up", "layers.9.up", "layers.10.up"]
+    for axes in (histogram, growth):
+        assert axes.get_xlabel()
+        assert axes.get_ylabel()
+        assert axes.get_legend() is not None
+    for name, figure in figures.items():
+        figure.savefig(tmp_path / f"{name}.png")
+        assert (tmp_path / f"{name}.png").stat().st_size > 1000

@@ -1,0 +1,134 @@
+"""The rules by name find what `symexplin.routing` finds in the modules."""
+
+import pytest
+from torch import nn
+
+import symexplin as sel
+from symexplin.lab.model import ModelConfig, Transformer
+from symexplin.lab.weights.files import TensorSpec
+from symexplin.lab.weights.names import curved_names, floating_shapes, format_names, name_tensors, out_dim_of
+
+
+def lab(**changes):
+    return Transformer(ModelConfig(width=16, depth=2, heads=2, vocab_size=16, context=8, **changes))
+
+
+def hub(kind, head="ForCausalLM", **settings):
+    """A model of transformers with random weights, built from its configuration alone."""
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{kind}Config")(**settings)
+    return getattr(transformers, kind + head)(config)
+
+
+LLAMA = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+GPT2 = {
+    "vocab_size": 32,
+    "n_positions": 8,
+    "n_embd": 8,
+    "n_layer": 2,
+    "n_head": 2,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+BERT = {**LLAMA, "max_position_embeddings": 8}
+MODELS = {
+    "lab": lab,
+    "lab, tied, no bias": lambda: lab(tie_head=True, bias=False),
+    "Llama": lambda: hub("Llama", **LLAMA),
+    "Llama, tied, biases": lambda: hub("Llama", **LLAMA, tie_word_embeddings=True, attention_bias=True),
+    "Qwen3": lambda: hub("Qwen3", **LLAMA, head_dim=8),
+    "GPT-2": lambda: hub("GPT2", "LMHeadModel", **GPT2),
+    "GPT-NeoX": lambda: hub("GPTNeoX", **{k: v for k, v in LLAMA.items() if "key_value" not in k}),
+    "OPT": lambda: hub("OPT", vocab_size=32, hidden_size=16, ffn_dim=24, num_hidden_layers=2, num_attention_heads=2),
+    "BERT": lambda: hub("Bert", "ForMaskedLM", **BERT),
+    "RoBERTa": lambda: hub("Roberta", "ForMaskedLM", **BERT),
+    "T5": lambda: hub("T5", "ForConditionalGeneration", vocab_size=32, d_model=16, d_ff=24, num_layers=2),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_names_agree_with_modules(name):
+    model = MODELS[name]()
+    routes = sel.routing(model).curved
+    found = curved_names({name: tuple(p.shape) for name, p in model.named_parameters()})
+    assert {row.weight: row.out_dim for row in found} == {r.name: r.out_dim for r in routes if r.parameter.dim() == 2}
+    assert {row.bias for row in found} - {None} == {r.name for r in routes if r.parameter.dim() == 1}
+    assert found
+
+
+def test_experts_in_a_checkpoint():
+    shapes = {"mlp.experts.0.up.weight": (8, 4), "mlp.gate.weight": (2, 4), "ffn.gate.weight": (8, 4)}
+    reasons = {row.name: row.reason for row in name_tensors(shapes)}
+    assert reasons["mlp.gate.weight"] == "router of a mixture of experts"
+    assert [row.weight for row in curved_names(shapes)] == ["mlp.experts.0.up.weight", "ffn.gate.weight"]
+    mixture = nn.ModuleDict({"gate": nn.Linear(4, 2), "experts": nn.ModuleList([nn.Linear(4, 8)])})
+    model = nn.ModuleDict({"mlp": mixture, "ffn": nn.ModuleDict({"gate": nn.Linear(4, 8)})})
+    routed = {r.name for r in sel.routing(model).curved if r.parameter.dim() == 2}
+    assert routed == {"mlp.experts.0.weight", "ffn.gate.weight"}
+
+
+def test_gpt2s_names_on_ordinary_layers():
+    """nanoGPT and others have c_attn as nn.Linear: stored (outputs, inputs)."""
+    ordinary = {"h.0.c_attn.weight": (12, 4), "h.0.c_proj.weight": (4, 4), "h.0.c_fc.weight": (16, 4)}
+    assert [row.out_dim for row in curved_names(ordinary)] == [0, 0, 0]
+    transposed = {name: shape[::-1] for name, shape in ordinary.items()}
+    assert [row.out_dim for row in curved_names(transposed)] == [1, 1, 1]
+    assert out_dim_of("h.0.other.weight", transposed) == 0
+
+
+def test_patterns():
+    shapes = {"a.weight": (4, 4), "a.bias": (4,), "b.weight": (4, 4), "head.weight": (9, 4)}
+    rows = {row.name: row for row in name_tensors(shapes, include=("head.*",), exclude=("b.*", "*.bias"))}
+    assert [name for name, row in rows.items() if row.curved] == ["a.weight", "head.weight"]
+    assert rows["head.weight"].reason == "included by 'head.*'"
+    assert rows["a.bias"].reason == "excluded by '*.bias'"
+    assert curved_names(shapes, exclude=("a.weight",)) == [("b.weight", None, 0)]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        ({"include": ("nrom.*",)}, r"include pattern 'nrom.\*' matches no tensor, such as \['a.weight'"),
+        ({"exclude": ("x",)}, "exclude pattern 'x' matches no tensor"),
+        ({"include": ("norm.weight",)}, r"'norm.weight' asks for norm.weight of shape \(4,\): only 2-D weights"),
+        ({"include": ("norm.bias",)}, "asks for norm.bias, which has no curved weight beside it"),
+        ({"include": ("table",)}, r"asks for table of shape \(3, 3\): only 2-D weights"),
+    ],
+)
+def test_bad_patterns(patterns, message):
+    shapes = {"a.weight": (4, 4), "norm.weight": (4,), "norm.bias": (4,), "table": (3, 3)}
+    with pytest.raises(ValueError, match=message):
+        name_tensors(shapes, **patterns)
+
+
+def test_shapes_and_types_that_are_never_curved():
+    specs = {
+        "conv.weight": TensorSpec((4, 4, 3), "F32"),
+        "codes.weight": TensorSpec((4, 4), "I8"),
+        "scaled.weight": TensorSpec((4, 4), "F8_E4M3"),
+        "half.weight": TensorSpec((4, 4), "BF16"),
+        "empty.weight": TensorSpec((0, 4), "F32"),
+        "weight": TensorSpec((2, 2), "F32"),
+        "bias": TensorSpec((2,), "F32"),
+        "odd.weight": TensorSpec((2, 3), "F32"),
+        "odd.bias": TensorSpec((7,), "F32"),
+    }
+    found = curved_names(floating_shapes(specs))
+    assert found == [("half.weight", None, 0), ("weight", "bias", 0), ("odd.weight", None, 0)]
+    assert [row.layer for row in found] == ["half.", "", "odd."]
+
+
+def test_the_table_has_a_line_a_tensor():
+    table = format_names(name_tensors({"up.weight": (8, 4), "up.bias": (8,), "scale": ()})).splitlines()
+    assert [line.split() for line in table[1:]] == [
+        ["up.weight", "8x4", "curved", "2-D", "weight"],
+        ["up.bias", "8", "curved", "bias", "of", "a", "curved", "weight"],
+        ["scale", "scalar", "plain", "not", "a", "2-D", "weight"],
+    ]
