@@ -66,6 +66,15 @@ def test_lines_go_on_after_a_length(tmp_path):
     assert read_json_lines(path) == [{"step": 1}, {"step": 2, "again": True}]
 
 
+def test_a_file_shorter_than_was_written_is_damaged(tmp_path):
+    path = tmp_path / "a"
+    with JsonLines(path) as lines:
+        lines.write(step=1)
+    with pytest.raises(ValueError, match="is damaged: it has 12 bytes, and 13 were written"):
+        JsonLines(path, 13)
+    assert read_json_lines(path) == [{"step": 1}]
+
+
 def test_not_a_number_is_refused(tmp_path):
     with JsonLines(tmp_path / "a") as lines, pytest.raises(ValueError, match="JSON"):
         lines.write(loss=float("nan"))

@@ -12,7 +12,7 @@ import torch
 
 from corpora import TEXTS, prepared
 from symexplin.lab.checkpoint import newest
-from symexplin.lab.config import LogConfig, RunConfig, TrainConfig
+from symexplin.lab.config import ComputeConfig, LogConfig, RunConfig, TrainConfig
 from symexplin.lab.evaluate import evaluate
 from symexplin.lab.files import read_json_lines
 from symexplin.lab.maps import CurveConfig
@@ -174,6 +174,17 @@ def test_what_is_logged_and_where_the_data_lie_may_change(data, whole, tmp_path,
     assert (folder / "metrics.jsonl").read_bytes() == (whole["none"] / "metrics.jsonl").read_bytes()
     assert (folder / "model.safetensors").read_bytes() == (whole["none"] / "model.safetensors").read_bytes()
     assert len(newest(folder)) == 1
+
+
+def test_another_machine_may_go_on_and_the_rounding_is_told(data, tmp_path, monkeypatch):
+    folder, lines = tmp_path / "run", []
+    with monkeypatch.context() as patch:
+        failing_at(patch, 8, RuntimeError("killed"))
+        with pytest.raises(RuntimeError, match="killed"):
+            train(tiny(data), folder)
+    train(tiny(data, compute=ComputeConfig(recompute=True)), folder, resume=True, echo=lines.append)
+    assert "compute.recompute is False there, True now: the numbers go on with other rounding" in lines
+    assert (folder / "model.safetensors").exists()
 
 
 def test_other_data_are_refused(whole, tmp_path):

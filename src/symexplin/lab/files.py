@@ -1,37 +1,49 @@
 """Files that are either the old ones or the new ones, whole."""
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-__all__ = ["JsonLines", "read_json", "read_json_lines", "replace_file", "sync_folder"]
+__all__ = ["JsonLines", "read_json", "read_json_lines", "replace_file", "replacing", "sync_folder"]
 
 
-def replace_file(path: str | Path, content: str | bytes) -> None:
-    """Write `content` beside `path` and move it there in one step, so that no reader finds half a file.
+@contextlib.contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """Yield another name to write a file under; it then takes the place of `path` in one step.
 
-    Raises:
-        OSError: the disk is full, ...; nothing is left behind.
+    So no reader finds half a file. If writing fails, what was written is removed and the old file stays.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     replace_file(Path(folder, "a.txt"), "whole")
+    ...     with replacing(Path(folder, "a.txt")) as temporary:
+    ...         _ = temporary.write_text("whole")
     ...     [(p.name, p.read_text()) for p in Path(folder).iterdir()]
     [('a.txt', 'whole')]
     """
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
     try:
-        with temporary.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
+        yield temporary
+        with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def replace_file(path: str | Path, content: str | bytes) -> None:
+    """Write a whole file in one step, see :func:`replacing`.
+
+    Raises:
+        OSError: the disk is full, ...; nothing is left behind.
+    """
+    with replacing(path) as temporary:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def sync_folder(path: Path) -> None:
@@ -51,6 +63,9 @@ class JsonLines:
         path: of the file; created if missing.
         length: bytes of it to keep; what follows is cut off.
 
+    Raises:
+        ValueError: a file shorter than that.
+
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder, JsonLines(Path(folder, "a.jsonl")) as lines:
     ...     lines.write(step=1)
@@ -61,6 +76,10 @@ class JsonLines:
     def __init__(self, path: Path, length: int = 0) -> None:
         self.length = length
         self._file = path.open("r+b" if path.exists() else "w+b", buffering=0)
+        size = self._file.seek(0, os.SEEK_END)
+        if size < length:
+            self._file.close()
+            raise ValueError(f"{str(path)!r} is damaged: it has {size:,} bytes, and {length:,} were written")
         self._file.truncate(length)
         self._file.seek(length)
 

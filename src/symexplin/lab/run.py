@@ -39,7 +39,7 @@ FACTS = "run.json"
 # Keys that a run may resume with other values of: where its data lie (their digest must be the same), what it logs.
 _FREE = ("data", "log.")
 # Keys that change the rounding but not the run: a resumed run may move to another machine.
-_ROUNDING = ("compute.",)
+_ROUNDING = "compute."
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def train(
     config = resolve(config, corpus.vocab_size)
     corpus.check_context(config.model.context)
     with claimed(out, "run", {FACTS, CONFIG}) as folder:
-        _open(folder, config, corpus, resume)
+        _open(folder, config, corpus, resume, echo)
         finished = _summary(folder)
         if finished is not None and "error" not in finished:
             echo(f"{folder} has finished already: {finished['steps']} steps, loss {finished['final_loss']:.4f}")
@@ -101,7 +101,7 @@ def train(
         return _Run(folder, config, corpus, echo, progress, label).go()
 
 
-def _open(folder: Path, config: RunConfig, corpus: Corpus, resume: bool) -> None:
+def _open(folder: Path, config: RunConfig, corpus: Corpus, resume: bool, echo: Echo) -> None:
     """Start the folder of a new run, or check that the run in it is the one to resume."""
     table = to_table(config)
     if not (folder / CONFIG).exists():
@@ -121,10 +121,16 @@ def _open(folder: Path, config: RunConfig, corpus: Corpus, resume: bool) -> None
             f"out must be a new folder, got {str(folder)!r}, which has a run: add --resume to go on with it"
         )
     saved = to_table(build(RunConfig, load_toml(folder / CONFIG)))
-    changed = {key: pair for key, pair in differences(saved, table).items() if not key.startswith((*_FREE, *_ROUNDING))}
+    changed = {
+        key: f"{key} is {old!r} there, {new!r} now"
+        for key, (old, new) in differences(saved, table).items()
+        if not key.startswith(_FREE)
+    }
+    refused = [text for key, text in changed.items() if not key.startswith(_ROUNDING)]
+    if refused:
+        raise ValueError(f"{folder} has a run of another configuration: {'; '.join(refused)}")
     if changed:
-        listed = "; ".join(f"{key} is {old!r} there, {new!r} now" for key, (old, new) in changed.items())
-        raise ValueError(f"{folder} has a run of another configuration: {listed}")
+        echo(f"{'; '.join(changed.values())}: the numbers go on with other rounding")
     if read_json(folder / FACTS)["data"] != corpus.fingerprint:
         raise ValueError(f"data must be those of the run in {folder}, got {config.data!r} with other tokens")
     replace_file(folder / CONFIG, dump_toml(table))

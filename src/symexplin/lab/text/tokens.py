@@ -3,7 +3,6 @@
 import hashlib
 import json
 import math
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from tqdm import tqdm
 
+from symexplin.lab.files import replacing
 from symexplin.lab.text.tokenizer import TokenArray, Tokenizer, token_dtype
 
 __all__ = ["TokenFile", "TokenHeader", "open_tokens", "write_tokens"]
@@ -74,31 +74,22 @@ def write_tokens(
     ...     print(open_tokens(path).tokens, open_tokens(path).header.documents)
     [97 98  0] 1
     """
-    path = Path(path)
     dtype = token_dtype(tokenizer.vocab_size)
     header = TokenHeader(
         tokenizer.name, tokenizer.fingerprint, tokenizer.vocab_size, documents, 2**63, text_bytes, "0" * 64
     )
     room = len(_encode(header, dtype))  # of a header with the longest count
     digest, tokens = hashlib.sha256(), 0
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(bytes(room))
-            for array in arrays:
-                data = np.ascontiguousarray(array, dtype=dtype.newbyteorder("<")).data
-                file.write(data)
-                digest.update(data)
-                tokens += len(array)
-            header = header._replace(tokens=tokens, sha256=digest.hexdigest())
-            file.seek(0)
-            file.write(_encode(header, dtype, room))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        file.write(bytes(room))
+        for array in arrays:
+            data = np.ascontiguousarray(array, dtype=dtype.newbyteorder("<")).data
+            file.write(data)
+            digest.update(data)
+            tokens += len(array)
+        header = header._replace(tokens=tokens, sha256=digest.hexdigest())
+        file.seek(0)
+        file.write(_encode(header, dtype, room))
     return header
 
 

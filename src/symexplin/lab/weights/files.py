@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from symexplin.lab.files import replacing
 from symexplin.lab.model import ModelConfig, Transformer
 from symexplin.validation import check_choice, naming
 
@@ -189,19 +189,12 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Map
     ...     [path.name for path in Path(folder).iterdir()]
     ['a.safetensors']
     """
-    path = Path(path)
-    temporary = path.with_name(path.name + ".tmp")
     plain = {name: value.detach().contiguous() for name, value in tensors.items()}
-    try:
-        safetensors.torch.save_file(plain, temporary, dict(metadata) if metadata else None)
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, safetensors.SafetensorError):  # which hides a full disk
+    with replacing(path) as temporary:
+        try:
+            safetensors.torch.save_file(plain, temporary, dict(metadata) if metadata else None)
+        except safetensors.SafetensorError as error:  # which hides a full disk
             raise OSError(f"cannot write {str(path)!r}: {error}") from None
-        raise
 
 
 def save_model(model: Transformer, path: str | Path, metadata: Mapping[str, str] | None = None) -> None:
