@@ -23,6 +23,8 @@ _SCALES = {
     "n": "offset n",
     "s": "overall scale s",
 }
+# More figures than these stand in smaller columns (macros.html.jinja).
+_ABREAST = 3
 _STEPS, _NATS = "optimizer steps", "nats a token"
 
 
@@ -121,7 +123,7 @@ def _pace(run: RunRecord) -> list[Figure]:
 
 
 def _trajectories(run: RunRecord) -> list[Figure]:
-    figures = []
+    found = {}
     for role, name in _SCALES.items():
         points = [
             (record["step"], record["stats"][f"{role}/mean"], record["stats"][f"{role}/std"])
@@ -130,10 +132,13 @@ def _trajectories(run: RunRecord) -> list[Figure]:
         ]
         if points:
             step, mean, std = np.array(points).T
-            line = Line("mean ± standard deviation", step, mean, band=(mean - std, mean + std))
-            unit = " (1/weight)" if role == "kappa" else ""
-            figures.append(Figure(chart([line], _STEPS, name + unit, small=True), f"The {name} during training."))
-    return figures
+            label = name + (" (1/weight)" if role == "kappa" else "")
+            found[name] = label, Line("mean ± standard deviation", step, mean, band=(mean - std, mean + std))
+    small = len(found) > _ABREAST
+    return [
+        Figure(chart([line], _STEPS, label, small=small), f"The {name} during training.")
+        for name, (label, line) in found.items()
+    ]
 
 
 def _tails(run: RunRecord) -> list[Figure]:
@@ -145,7 +150,7 @@ def _tails(run: RunRecord) -> list[Figure]:
         points = [(r["step"], factor * r["stats"][key]) for r in run.evaluations if key in r.get("stats", {})]
         if points:
             line = Line.through("all curved matrices", points)
-            figures.append(Figure(chart([line], _STEPS, label, small=True), caption))
+            figures.append(Figure(chart([line], _STEPS, label), caption))
     return figures
 
 
