@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["memory", "provenance"]
+__all__ = ["cores", "memory", "provenance"]
 
 
 def provenance() -> dict[str, str | int | None]:
@@ -53,6 +53,15 @@ def _processor() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use.
+
+    >>> cores() >= 1
+    True
+    """
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def memory(device: str = "cpu") -> dict[str, int]:

@@ -31,7 +31,7 @@ from symexplin.lab.compare import sweep
 from symexplin.lab.settings import build, load_toml
 
 if __name__ == "__main__":
-    sweep._cores = lambda: 2
+    sweep.cores = lambda: 2
     config = build(sweep.CompareConfig, load_toml(sys.argv[1]))
     sweep.compare_runs(config, sys.argv[2], resume=True, echo=lambda line: print(line, flush=True))
 """
@@ -255,7 +255,7 @@ def test_a_signal_stops_it_and_it_goes_on(finished, data, tmp_path):
 
 @pytest.mark.slow
 def test_a_signal_stops_all_jobs_and_one_goes_on(finished, data, tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep, "_cores", lambda: 2)
+    monkeypatch.setattr(sweep, "cores", lambda: 2)
     lines = []
 
     def stop(line):

@@ -6,7 +6,6 @@ comparison.json   what came out, at the end      report.html      the same to lo
 
 import dataclasses
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from symexplin.lab.config import ComputeConfig, resolve
 from symexplin.lab.files import read_json_lines, replace_file
 from symexplin.lab.folders import claimed
 from symexplin.lab.maps import map_of
-from symexplin.lab.provenance import provenance
+from symexplin.lab.provenance import cores, provenance
 from symexplin.lab.run import FACTS, METRICS, SUMMARY
 from symexplin.lab.settings import build, differences, dump_toml, load_toml, to_table
 from symexplin.lab.text.corpus import Corpus
@@ -79,13 +78,12 @@ def compare_runs(
     >>> [(run["arm"], run["seed"]) for run in found["runs"]]
     [('AdamW', 0), ('SEL', 0), ('AdamW', 1), ('SEL', 1)]
     """
-    cores = _cores()
-    if config.compare.jobs > cores:
-        raise ValueError(f"jobs must be at most {cores}, the cores of this machine, got {config.compare.jobs}")
+    if config.compare.jobs > cores():
+        raise ValueError(f"jobs must be at most {cores()}, the cores of this machine, got {config.compare.jobs}")
     corpus = Corpus.load(config.data)
     corpus.check_context(config.model.context)
     with claimed(out, "comparison", MARKS) as folder:
-        config = _open(folder, config, corpus, resume, cores)
+        config = _open(folder, config, corpus, resume)
         cells = config.compare.cells()
         echo(
             f"{len(corpus.train):,} tokens to train on, {len(corpus.valid):,} held out; "
@@ -105,12 +103,7 @@ def compare_runs(
         return _conclude(folder, config, corpus, echo)
 
 
-def _cores() -> int:
-    """Return the cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _open(folder: Path, config: CompareConfig, corpus: Corpus, resume: bool, cores: int) -> CompareConfig:
+def _open(folder: Path, config: CompareConfig, corpus: Corpus, resume: bool) -> CompareConfig:
     """Return the resolved configuration, saved, after all checks that need no training."""
     saved = None
     if (folder / CONFIG).exists():
@@ -119,7 +112,7 @@ def _open(folder: Path, config: CompareConfig, corpus: Corpus, resume: bool, cor
                 f"out must be a new folder, got {str(folder)!r}, which has a comparison: add --resume to go on with it"
             )
         saved = build(CompareConfig, load_toml(folder / CONFIG))
-    config = _resolve(config, corpus.vocab_size, saved, cores)
+    config = _resolve(config, corpus.vocab_size, saved)
     if saved is not None:
         _check_same(folder, saved, config, corpus)
     for arm in config.compare.arms:
@@ -129,14 +122,14 @@ def _open(folder: Path, config: CompareConfig, corpus: Corpus, resume: bool, cor
     return config
 
 
-def _resolve(config: CompareConfig, vocab_size: int, saved: CompareConfig | None, cores: int) -> CompareConfig:
+def _resolve(config: CompareConfig, vocab_size: int, saved: CompareConfig | None) -> CompareConfig:
     """Say what was left to the machine: as the saved configuration does, so that bits repeat, else by this machine."""
     compute, jobs = config.compute, config.compare.jobs
     if saved is not None:
         unsaid = [f.name for f in dataclasses.fields(ComputeConfig) if getattr(compute, f.name) in (None, "auto")]
         compute = dataclasses.replace(compute, **{name: getattr(saved.compute, name) for name in unsaid})
     if compute.threads is None and jobs > 1:
-        compute = dataclasses.replace(compute, threads=max(1, cores // jobs))
+        compute = dataclasses.replace(compute, threads=max(1, cores() // jobs))
     config = dataclasses.replace(config, compute=compute)
     resolved = resolve(config.run(config.compare.cells()[0]), vocab_size)
     return dataclasses.replace(config, model=resolved.model, compute=resolved.compute)

@@ -17,6 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from symexplin.lab.files import read_json, replace_file
+from symexplin.lab.provenance import cores
 from symexplin.lab.settings import to_table
 from symexplin.lab.text.dataset import DATASET, PARTS, TOKENIZER, check_same, claimed_dataset, side_file
 from symexplin.lab.text.documents import iter_documents
@@ -220,7 +221,7 @@ class _Preparation:
 
     def _write(self, split: Split, tokenizer: Tokenizer) -> dict[str, Any]:
         total = split.size(TRAIN) + split.size(VALID)
-        workers = 1 if tokenizer.is_bytes else min(self.config.workers or _cores(), math.ceil(total / _SHARD_BYTES))
+        workers = 1 if tokenizer.is_bytes else min(self.config.workers or cores(), math.ceil(total / _SHARD_BYTES))
         with self._bar("tokens", total) as bar:
             shards = cut_shards(self._again(split), self.plan.parent, _SHARD_BYTES)
             paths = encode_shards(shards, tokenizer, workers, bar.update)
@@ -251,10 +252,6 @@ class _Preparation:
         # disable=None: no bar where standard error is not a terminal.
         disable = None if self.progress else True
         return tqdm(total=total, desc=what, unit="B", unit_scale=True, leave=False, disable=disable)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _spread(documents: Iterable[bytes], total: int, wanted: int) -> Iterator[bytes]:
