@@ -8,21 +8,25 @@
 The model's parameters stay ordinary effective weights throughout.
 """
 
-from symexplin import functional
-from symexplin.config import Scale, SELConfig, preset
-from symexplin.conversion import convert, fold
-from symexplin.linear import SELLinear
-from symexplin.optim import (
-    RawSpaceOptimizer,
-    ScaleAnnealing,
-    SELAdamW,
-    Target,
-    anneal_scales,
-    param_groups,
-    stats,
-)
-from symexplin.routing import Route, Routing, routing
-from symexplin.starts import init_
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from symexplin import functional
+    from symexplin.config import Scale, SELConfig, preset
+    from symexplin.conversion import convert, fold
+    from symexplin.linear import SELLinear
+    from symexplin.optim import (
+        RawSpaceOptimizer,
+        ScaleAnnealing,
+        SELAdamW,
+        Target,
+        anneal_scales,
+        param_groups,
+        stats,
+    )
+    from symexplin.routes import Route, Routing, routing
+    from symexplin.starts import init_
 
 __version__ = "0.1.0"
 
@@ -46,3 +50,28 @@ __all__ = [
     "routing",
     "stats",
 ]
+
+# Where each name lives. They are imported when first used: the command line answers --help without loading torch.
+_HOMES = {
+    "config": ("SELConfig", "Scale", "preset"),
+    "conversion": ("convert", "fold"),
+    "linear": ("SELLinear",),
+    "optim": ("RawSpaceOptimizer", "SELAdamW", "ScaleAnnealing", "Target", "anneal_scales", "param_groups", "stats"),
+    "routes": ("Route", "Routing", "routing"),
+    "starts": ("init_",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "functional":
+        return importlib.import_module("symexplin.functional")
+    home = next((module for module, names in _HOMES.items() if name in names), None)
+    if home is None:
+        raise AttributeError(f"module 'symexplin' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"symexplin.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

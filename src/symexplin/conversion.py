@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from symexplin.config import Scale, SELConfig, check_config
 from symexplin.coordinates import Layout
 from symexplin.linear import SELLinear
-from symexplin.routing import Route, routing
+from symexplin.routes import Route, routing
 from symexplin.starts import START_RULES
 from symexplin.validation import check_choice, naming
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from symexplin.config import SELConfig, check_config
 from symexplin.coordinates import Coordinates, Layout
-from symexplin.routing import routing
+from symexplin.routes import routing
 from symexplin.transform import compute_dtype
 from symexplin.validation import check_choice, naming
 

@@ -77,3 +77,14 @@ def test_the_loss_is_cut_where_its_logits_would_be_large():
 def test_accumulation_must_divide_the_batch():
     with pytest.raises(ValueError, match="accumulation must divide batch_size = 16, got 3"):
         TrainConfig(accumulation=3)
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (20, 2), (300, 30), (2_500, 250), (250_000, 250)])
+def test_the_warm_up_is_the_papers_or_a_tenth(steps, warmup):
+    assert TrainConfig(steps=steps).warmup_steps == warmup
+
+
+def test_a_warm_up_longer_than_the_run_is_refused():
+    assert TrainConfig(steps=5, warmup_steps=5).warmup_steps == 5
+    with pytest.raises(ValueError, match="warmup_steps must be at most steps = 5, got 6"):
+        TrainConfig(steps=5, warmup_steps=6)

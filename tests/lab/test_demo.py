@@ -296,7 +296,6 @@ def test_nothing_is_removed_before_the_data_are_read(finished, data, tmp_path):
         ({"evaluations": 0}, "evaluations must be a whole number >= 1, got 0"),
         ({"seed": -1}, "seed must be a whole number >= 0, got -1"),
         ({"width": 100, "heads": 3}, "width must be a multiple of"),
-        ({"warmup": 1.5}, "warmup must be a number in"),
     ],
 )
 def test_bad_values_are_named(changes, message):

@@ -144,7 +144,7 @@ def test_a_finished_run_is_not_trained_again(data, whole, monkeypatch):
 
 def test_a_run_is_not_overwritten(data, whole):
     before = bits(whole["none"])
-    with pytest.raises(ValueError, match="which has a run: add --resume"):
+    with pytest.raises(ValueError, match="which has a run: add --resume to go on with it, or give another folder"):
         train(tiny(data), whole["none"])
     assert bits(whole["none"]) == before
 
@@ -161,6 +161,42 @@ def test_another_configuration_is_refused_with_all_differences(data, whole):
     ):
         assert words in str(error.value)
     assert bits(whole["optimizer"]) == before
+
+
+def test_an_edited_configuration_file_changes_no_run(data, tmp_path, monkeypatch):
+    """config.toml is for people; what the run is, run.json keeps."""
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        failing_at(patch, 8, RuntimeError("killed"))
+        with pytest.raises(RuntimeError, match="killed"):
+            train(tiny(data), folder)
+    edited = dataclasses.replace(tiny(data).train, lr=0.004)
+    with pytest.raises(ValueError, match=r"train.lr is 0.01 there, 0.004 now \(give another folder"):
+        train(tiny(data, train=edited), folder, resume=True)
+
+
+def test_a_model_too_large_for_the_machine_leaves_no_folder(data, tmp_path):
+    with pytest.raises(RuntimeError):
+        train(tiny(data, model=ModelConfig(width=10**11, depth=1, heads=2, context=8)), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_failure_after_a_signal_is_the_signal(data, tmp_path, monkeypatch):
+    """Ctrl-C reaches a compiler that torch has started, too, and its death must not look like an error."""
+
+    def update(_):
+        signal.raise_signal(signal.SIGINT)
+        raise RuntimeError("the compiler died")
+
+    monkeypatch.setattr(Trainer, "update", update)
+    with pytest.raises(Stopped, match="within step 1; --resume goes on from the start"):
+        train(tiny(data), tmp_path / "run")
+
+
+def test_numbers_that_cannot_be_written_name_the_step(data, tmp_path):
+    huge = CurveConfig(preset="paper", map={"beta": 1e300})
+    with pytest.raises((NonFiniteError, ValueError), match=r"step|beta|inverse|finite"):
+        train(tiny(data, sel=huge), tmp_path / "run")
 
 
 def test_what_is_logged_and_where_the_data_lie_may_change(data, whole, tmp_path, monkeypatch):
@@ -240,7 +276,7 @@ def test_a_planted_nan_ends_the_run_and_names_step_layer_and_checkpoint(data, tm
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "update", plant)
-        words = r"step 8: loss is nan.*blocks.0.ffn.up.weight; last checkpoint: .*step-00000006"
+        words = r"step 8: loss is nan.*blocks.0.ffn.up.weight; the last checkpoint is .*step-00000006"
         with pytest.raises(NonFiniteError, match=words):
             train(tiny(data), folder)
     *_, last = read_json_lines(folder / "metrics.jsonl")

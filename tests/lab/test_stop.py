@@ -6,7 +6,7 @@ import pytest
 from symexplin.lab.stop import Stopped, StopSignals
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_is_remembered_and_the_handlers_come_back(number):
     before = signal.getsignal(number)
     with StopSignals() as stop:
@@ -45,3 +45,13 @@ def test_other_threads_set_no_handlers():
     thread.start()
     thread.join()
     assert seen == [None]
+
+
+def test_an_ignored_hang_up_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert stop.signal is None
+    finally:
+        signal.signal(signal.SIGHUP, before)

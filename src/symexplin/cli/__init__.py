@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from pathlib import Path
 
 from symexplin.cli.commands import COMMANDS
 from symexplin.cli.manual import DESCRIPTION, EPILOG, PAGES
@@ -13,6 +14,8 @@ __all__ = ["main"]
 
 # What shells give for a command ended by a signal: 128 + its number; 130 is Ctrl-C.
 _SIGNALLED, _INTERRUPTED = 128, 130
+# What torch's RuntimeErrors say where the memory of a CPU ends.
+_NO_MEMORY = ("DefaultCPUAllocator", "can't allocate memory", "Storage size calculation overflowed")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,6 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if argv is None else argv)
     traceback = False
+    for name in ("stdout", "stderr"):  # closed by who started us
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 (for good)
     try:
         arguments = make_parser(given).parse_args(given)
         traceback = arguments.traceback
@@ -54,8 +60,12 @@ def _explain(error: Exception) -> tuple[str | None, int]:
         return text, _SIGNALLED + int(error.signal)  # type: ignore[attr-defined]
     if isinstance(error, ModuleNotFoundError):
         text += "; the command line needs the extra 'lab': pip install 'symexplin[lab]'"
-    elif "OutOfMemoryError" in kinds:
-        text = f"the device is out of memory: raise --accumulation, or try --recompute ({text})"
+    elif "OutOfMemoryError" in kinds or any(words in text for words in _NO_MEMORY):
+        text = f"out of memory: a smaller model, or raise --accumulation, or try --recompute ({text[:200]})"
+    elif any(kind.__module__.startswith(("torch._dynamo", "torch._inductor")) for kind in type(error).__mro__):
+        text = f"torch.compile failed: leave out --compile, or remove its cache ({text[:200]})"
+    elif isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename!r}: {error.strerror}" if error.filename else error.strerror
     elif not isinstance(error, ValueError | OSError) and "NonFiniteError" not in kinds:
         return None, 1
     return f"error: {text}", 2

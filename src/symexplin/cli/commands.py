@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -25,6 +27,14 @@ def _say(line: str) -> None:
     print(line, flush=True)
 
 
+def _log(line: str) -> None:
+    """Print a line of a long job, which goes on when nobody can read it any more."""
+    try:
+        _say(line)
+    except OSError:
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (for good)
+
+
 # --- prepare ---------------------------------------------------------------------------------------------------------
 
 
@@ -41,7 +51,7 @@ def _prepare(arguments: Arguments) -> None:
     from symexplin.lab.text.prepare import PrepareConfig, prepare
 
     config = build(PrepareConfig, given(arguments, PrepareConfig))
-    prepare(config, arguments.out, echo=_say)
+    prepare(config, arguments.out, echo=_log)
 
 
 # --- train and compare -----------------------------------------------------------------------------------------------
@@ -66,8 +76,8 @@ def _train(arguments: Arguments) -> None:
     from symexplin.lab.run import CONFIG, MODEL, train
 
     config = _configured(arguments, RunConfig, CONFIG)
-    result = train(config, arguments.out, resume=arguments.resume, echo=_say)
-    _say(f"{result.final_loss:.4f} nats a token; plain weights: {Path(arguments.out, MODEL)}")
+    result = train(config, arguments.out, resume=arguments.resume, echo=_log)
+    _log(f"{result.final_loss:.4f} nats a token; plain weights: {Path(arguments.out, MODEL)}")
 
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +90,7 @@ def _compare(arguments: Arguments) -> None:
     from symexplin.lab.compare.sweep import CONFIG, CompareConfig, compare_runs
 
     config = _configured(arguments, CompareConfig, CONFIG)
-    compare_runs(config, arguments.out, resume=arguments.resume, echo=_say)
+    compare_runs(config, arguments.out, resume=arguments.resume, echo=_log)
 
 
 def _configured(arguments: Arguments, schema: type[T], file: str) -> T:
@@ -149,13 +159,17 @@ def _report(arguments: Arguments) -> None:
 
 def _add_files(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SOURCE", help="a safetensors file, or a folder of them")
-    parser.add_argument("target", metavar="TARGET", help="the safetensors file to write")
+    parser.add_argument("target", metavar="TARGET", help="the safetensors file to write, a new one")
 
 
 def _add_map(parser: argparse.ArgumentParser, start: bool) -> None:
-    from symexplin.lab.maps import CurveConfig
+    from symexplin.lab.maps import LAB_PRESETS, CurveConfig
 
-    add_keys(parser, CurveConfig, leave_out=("home", "multiplier_lr", *(() if start else ("start",))))
+    # "carried", the default of runs, goes with a model's width.
+    presets = [name for name in LAB_PRESETS if name != "carried"]
+    text = "the map: one of the paper's, or beta by matrix (default: default)"
+    parser.add_argument("--preset", choices=presets, default=argparse.SUPPRESS, metavar="PRESET", help=text)
+    add_keys(parser, CurveConfig, leave_out=("home", "preset", "multiplier_lr", *(() if start else ("start",))))
 
 
 def _fold(arguments: Arguments) -> None:
@@ -218,7 +232,7 @@ def _demo(arguments: Arguments) -> None:
     from symexplin.lab.demo import DemoConfig, run_demo
     from symexplin.lab.settings import build
 
-    run_demo(arguments.out, build(DemoConfig, given(arguments, DemoConfig)), echo=_say)
+    run_demo(arguments.out, build(DemoConfig, given(arguments, DemoConfig)), echo=_log)
 
 
 def _add_completion(parser: argparse.ArgumentParser) -> None:

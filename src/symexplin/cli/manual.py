@@ -47,7 +47,8 @@ Turn text into token files for training, with a tokenizer trained on it, or anot
 
 SOURCE is `stdlib` (the sources of the running Python), a file with documents separated by NUL bytes, a .jsonl
 file, either compressed (.xz, .gz), a folder of such files and of plain text, or a Hugging Face data set:
-hf:NAME[:CONFIG], `openwebtext`, `fineweb`. Several are joined. Repeated documents count once; a hash of its content
+hf:NAME[:CONFIG], `openwebtext`, `fineweb`. Several are joined. Text must be UTF-8: other files in a folder are left
+out and named, other files given by name are refused. Repeated documents count once; a hash of its content
 decides whether a document is for training or for validation. A preparation that was killed goes on where it was
 when the same command runs again.
 """,
@@ -68,8 +69,8 @@ below. Flags go before the file, the file before the defaults. The resolved sett
 """,
         f"""\
 {_RUN_FILES}
-SIGTERM and Ctrl-C finish the step, write a checkpoint and stop. A run killed at any moment goes on with --resume
-and ends with the same bits (on a CPU, with the same number of threads).
+SIGTERM, Ctrl-C and a lost terminal finish the step, write a checkpoint and stop. A run killed at any moment goes on
+with --resume and ends with the same bits (on a CPU, with the same number of threads).
 
 examples:
   symexplin train --data data --out runs/first
@@ -164,7 +165,8 @@ example:
         "compare AdamW and SEL on a small model, in minutes, without a download",
         """\
 Prepare the sources of the running Python's standard library, train AdamW and SEL on them at three learning rates
-each, and report. About three and a half minutes on two cores.
+each, and report. About three and a half minutes on two cores. An earlier demo in FOLDER is replaced, unless it was
+interrupted and had the same settings: then it goes on.
 """,
         """\
 examples:

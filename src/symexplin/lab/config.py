@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -11,6 +12,7 @@ from symexplin.validation import check_choice, check_flag, check_fraction, check
 
 __all__ = ["ComputeConfig", "LogConfig", "RunConfig", "TrainConfig", "resolve"]
 
+_PAPER_WARMUP = 250  # section 4.1
 _SWITCH = ("auto", "on", "off")
 # Logits of a microbatch above this many bytes are not worth having at once (float32, and as much again for gradients).
 _LOGITS_BYTES = 2**28
@@ -25,7 +27,8 @@ class TrainConfig:
         batch_size: sequences an optimizer step, in all.
         accumulation: parts that a batch is computed in, one after the other; divides batch_size.
         lr: peak learning rate.
-        warmup_steps: steps of linear warm-up; the linear decay follows.
+        warmup_steps: steps of linear warm-up, at most all; the linear decay follows. If not given, the paper's 250, in
+            runs shorter than 2,500 steps a tenth of them.
         floor: fraction of lr that the decay ends at.
         weight_decay: decoupled weight decay.
         betas: decay rates of AdamW's moments.
@@ -46,7 +49,7 @@ class TrainConfig:
     batch_size: int = 16
     accumulation: int = 1
     lr: float = 3e-3
-    warmup_steps: int = 30
+    warmup_steps: int | None = None
     floor: float = 0.0
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.999)
@@ -59,8 +62,11 @@ class TrainConfig:
         """Check every field."""
         for name in ("steps", "batch_size", "accumulation", "eval_every", "eval_batches"):
             check_whole(name, getattr(self, name))
-        for name in ("warmup_steps", "seed"):
-            check_whole(name, getattr(self, name), minimum=0)
+        check_whole("seed", self.seed, minimum=0)
+        if self.warmup_steps is None:
+            object.__setattr__(self, "warmup_steps", min(_PAPER_WARMUP, round(0.1 * self.steps)))
+        if check_whole("warmup_steps", self.warmup_steps, minimum=0) > self.steps:
+            raise ValueError(f"warmup_steps must be at most steps = {self.steps}, got {self.warmup_steps}")
         check_positive("lr", self.lr)
         check_positive("max_grad_norm", self.max_grad_norm)
         check_fraction("floor", self.floor)
@@ -160,7 +166,7 @@ class RunConfig:
 
 
 def resolve(config: RunConfig, vocab_size: int) -> RunConfig:
-    """Return `config` with everything said: the whole map, the device, threads, autocast and the loss's chunk.
+    """Return `config` with everything said: the data's place, the map, the device, threads, autocast, the loss's chunk.
 
     Args:
         config: may leave values to the machine.
@@ -186,6 +192,7 @@ def resolve(config: RunConfig, vocab_size: int) -> RunConfig:
         chunk = 0 if 4 * tokens * vocab_size <= _LOGITS_BYTES else max(1, _LOGITS_BYTES // (4 * vocab_size))
     return dataclasses.replace(
         config,
+        data=str(Path(config.data).resolve()),  # a run resumes from wherever the user is
         model=model,
         sel=dataclasses.replace(config.sel, map=table),
         compute=dataclasses.replace(

@@ -23,7 +23,7 @@ from symexplin.lab.text.corpus import Corpus, eval_batches
 from symexplin.lab.text.prepare import PrepareConfig, prepare
 from symexplin.lab.train import Trainer
 from symexplin.lab.weights.files import load_model
-from symexplin.validation import check_fraction, check_whole
+from symexplin.validation import check_whole
 
 __all__ = ["DemoConfig", "run_demo"]
 
@@ -55,7 +55,6 @@ class DemoConfig:
         context: longest sequence, in bytes.
         steps: optimizer steps of each run.
         batch_size: sequences an optimizer step.
-        warmup: fraction of the steps in which the learning rate rises.
         evaluations: evaluations of a run after the first.
         eval_batches: batches an evaluation.
         sample_length: bytes of text that the best curved model writes.
@@ -78,14 +77,12 @@ class DemoConfig:
     context: int = 128
     steps: int = 300
     batch_size: int = 16
-    warmup: float = 0.1
     evaluations: int = 12
     eval_batches: int = 8
     sample_length: int = 400
 
     def __post_init__(self) -> None:
         """Check every field, those of the comparison too."""
-        check_fraction("warmup", self.warmup)
         for name in ("steps", "evaluations"):
             check_whole(name, getattr(self, name))
         for name in ("seed", "sample_length"):
@@ -100,7 +97,6 @@ class DemoConfig:
             train=TrainConfig(
                 steps=self.steps,
                 batch_size=self.batch_size,
-                warmup_steps=round(self.warmup * self.steps),
                 eval_every=max(1, self.steps // self.evaluations),
                 eval_batches=self.eval_batches,
             ),
@@ -196,6 +192,8 @@ def _begin(folder: Path, config: DemoConfig, earlier: list[Path], echo: Echo) ->
             (folder / _MARKER).unlink()  # a mistake leaves no trace
     Corpus.load(folder / _NEW_DATA).check_context(config.context)
     kept = {_MARKER, LOCK}
+    if (folder / CONFIG).exists():
+        echo(f"{folder}: replacing an earlier demo")
     _remove(folder, [path for path in earlier if path.exists() and str(path.relative_to(folder)) not in kept])
     replace_file(folder / _MARKER, _text(config))
     (folder / _NEW_DATA).rename(folder / _DATA)

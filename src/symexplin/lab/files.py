@@ -110,9 +110,19 @@ class JsonLines:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a file of :class:`JsonLines`; a last line without its end is left out."""
+    """Return the records of a file of :class:`JsonLines`; a last line without its end is left out.
+
+    Raises:
+        FileNotFoundError, ValueError: no such file; a line that is not JSON.
+    """
     whole, _, _ = path.read_bytes().rpartition(b"\n")
-    return [json.loads(line) for line in whole.splitlines()]
+    records = []
+    for number, line in enumerate(whole.splitlines(), start=1):
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"{str(path)!r} is damaged: line {number} is not JSON: {error}") from None
+    return records
 
 
 def read_json(path: Path) -> dict[str, Any]:

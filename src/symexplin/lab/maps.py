@@ -8,7 +8,7 @@ from typing import Any
 import symexplin as sel
 from symexplin.config import PRESETS, SCALE_ROLES
 from symexplin.starts import START_RULES
-from symexplin.validation import check_choice, check_positive
+from symexplin.validation import check_choice, check_positive, naming
 
 __all__ = ["HOMES", "LAB_PRESETS", "CurveConfig", "carried", "map_of", "named_map"]
 
@@ -87,7 +87,8 @@ def named_map(preset: str, changes: Mapping[str, Any], width: int | None = None)
     for key, value in changes.items():
         scale = key in SCALE_ROLES and isinstance(value, Mapping)
         table[key] = {**table[key], **value} if scale else value
-    return sel.SELConfig.from_dict(table)
+    with naming("map"):
+        return sel.SELConfig.from_dict(table)
 
 
 def map_of(curve: CurveConfig, width: int) -> sel.SELConfig | None:

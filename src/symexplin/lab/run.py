@@ -22,7 +22,7 @@ from symexplin.lab.config import RunConfig, resolve
 from symexplin.lab.files import JsonLines, read_json, read_json_lines, replace_file
 from symexplin.lab.folders import claimed
 from symexplin.lab.provenance import memory, provenance
-from symexplin.lab.settings import build, differences, dump_toml, lines, load_toml, to_table
+from symexplin.lab.settings import differences, dump_toml, lines, to_table
 from symexplin.lab.stop import StopSignals
 from symexplin.lab.text.corpus import Corpus
 from symexplin.lab.trackers import Trackers
@@ -90,7 +90,9 @@ def train(
     config = resolve(config, corpus.vocab_size)
     corpus.check_context(config.model.context)
     with claimed(out, "run", {FACTS, CONFIG}) as folder:
-        _open(folder, config, corpus, resume, echo)
+        begun = (folder / FACTS).exists()
+        if begun:
+            _check_same(folder, config, corpus, resume, echo)
         finished = _summary(folder)
         if finished is not None and "error" not in finished:
             echo(f"{folder} has finished already: {finished['steps']} steps, loss {finished['final_loss']:.4f}")
@@ -98,42 +100,49 @@ def train(
         for line in lines(to_table(config)) if tell_config else []:
             echo(line)
         torch.set_num_threads(config.compute.threads or 1)
-        return _Run(folder, config, corpus, echo, progress, label).go()
+        trainer = Trainer(config, corpus)  # what does not fit into memory leaves no folder
+        corpus.tokenizer.save(folder / TOKENIZER) if begun else _begin(folder, config, corpus)
+        replace_file(folder / CONFIG, dump_toml(to_table(config)))
+        return _Run(folder, trainer, echo, progress, label).go()
 
 
-def _open(folder: Path, config: RunConfig, corpus: Corpus, resume: bool, echo: Echo) -> None:
-    """Start the folder of a new run, or check that the run in it is the one to resume."""
-    table = to_table(config)
-    if not (folder / CONFIG).exists():
-        tokenizer = {"name": corpus.tokenizer.name, "end_token": corpus.tokenizer.end_token}
-        facts = {
-            "data": corpus.fingerprint,
-            "model": dataclasses.asdict(config.model),
-            "tokenizer": tokenizer,
-            "provenance": provenance(),
-        }
-        replace_file(folder / FACTS, json.dumps(facts, indent=1) + "\n")  # the first: it marks the folder
-        corpus.tokenizer.save(folder / TOKENIZER)
-        replace_file(folder / CONFIG, dump_toml(table))  # the last: with it the run can be resumed
-        return
+def _begin(folder: Path, config: RunConfig, corpus: Corpus) -> None:
+    """Write what a run is."""
+    facts = {
+        "data": corpus.fingerprint,
+        "model": dataclasses.asdict(config.model),
+        "tokenizer": {"name": corpus.tokenizer.name, "end_token": corpus.tokenizer.end_token},
+        "config": to_table(config),
+        "provenance": provenance(),
+    }
+    replace_file(folder / FACTS, json.dumps(facts, indent=1) + "\n")  # the first: it marks the folder
+    corpus.tokenizer.save(folder / TOKENIZER)
+
+
+def _check_same(folder: Path, config: RunConfig, corpus: Corpus, resume: bool, echo: Echo) -> None:
+    """Raise ValueError unless the run in the folder is the one to resume."""
+    summary = _summary(folder) or {}
+    state = f"a run that broke at step {summary['step']}" if "error" in summary else "a run"
     if not resume:
         raise ValueError(
-            f"out must be a new folder, got {str(folder)!r}, which has a run: add --resume to go on with it"
+            f"out must be a new folder, got {str(folder)!r}, which has {state}: add --resume to go on with it, or give "
+            "another folder"
         )
-    saved = to_table(build(RunConfig, load_toml(folder / CONFIG)))
+    facts = read_json(folder / FACTS)
     changed = {
         key: f"{key} is {old!r} there, {new!r} now"
-        for key, (old, new) in differences(saved, table).items()
+        for key, (old, new) in differences(facts["config"], to_table(config)).items()
         if not key.startswith(_FREE)
     }
     refused = [text for key, text in changed.items() if not key.startswith(_ROUNDING)]
     if refused:
-        raise ValueError(f"{folder} has a run of another configuration: {'; '.join(refused)}")
+        raise ValueError(
+            f"{folder} has {state} of another configuration: {'; '.join(refused)} (give another folder for a new run)"
+        )
+    if facts["data"] != corpus.fingerprint:
+        raise ValueError(f"data must be those of the run in {folder}, got {config.data!r} with other tokens")
     if changed:
         echo(f"{'; '.join(changed.values())}: the numbers go on with other rounding")
-    if read_json(folder / FACTS)["data"] != corpus.fingerprint:
-        raise ValueError(f"data must be those of the run in {folder}, got {config.data!r} with other tokens")
-    replace_file(folder / CONFIG, dump_toml(table))
 
 
 def _summary(folder: Path) -> dict[str, Any] | None:
@@ -153,10 +162,9 @@ def _evals(folder: Path) -> list[tuple[int, float]]:
 class _Run:
     """The loop around a :class:`Trainer`: logs, checkpoints, signals, the end."""
 
-    def __init__(self, folder: Path, config: RunConfig, corpus: Corpus, echo: Echo, progress: bool, label: str) -> None:
-        self.folder, self.config, self.corpus, self.echo = folder, config, corpus, echo
+    def __init__(self, folder: Path, trainer: Trainer, echo: Echo, progress: bool, label: str) -> None:
+        self.folder, self.trainer, self.config, self.echo = folder, trainer, trainer.config, echo
         self.progress, self.label = progress, label
-        self.trainer = Trainer(config, corpus)
         self.seconds = 0.0
         self._since = (0, 0.0)  # step and seconds at the last line of timing.jsonl
 
@@ -189,7 +197,7 @@ class _Run:
                 self._loop(bar, stop, fresh=not checkpoints)
             except NonFiniteError as error:
                 self._broke(error)
-                raise self._with_checkpoint(error) from None
+                raise NonFiniteError(f"{error}; the last checkpoint is {self._newest()}") from None
         return self._finish()
 
     def _loop(self, bar: Any, stop: StopSignals, fresh: bool) -> None:
@@ -201,7 +209,13 @@ class _Run:
                 path = self._checkpoint()
                 raise stop.stopped(f"after step {trainer.step}, saved in {path}; --resume goes on from there")
             start = time.perf_counter()
-            record = trainer.update()
+            try:
+                record = trainer.update()
+            except Exception:
+                if stop.signal is None:
+                    raise
+                # A compiler that the same Ctrl-C has killed, for example.
+                raise stop.stopped(f"within step {trainer.step + 1}; --resume goes on from {self._newest()}") from None
             self.seconds += time.perf_counter() - start
             tokens = trainer.step * train.batch_size * self.config.model.context
             self.metrics.write(step=trainer.step, **record, tokens=tokens)
@@ -246,9 +260,9 @@ class _Run:
         self.metrics.write(step=step, error=str(error))
         replace_file(self.folder / SUMMARY, json.dumps({"error": str(error), "step": step}) + "\n")
 
-    def _with_checkpoint(self, error: NonFiniteError) -> NonFiniteError:
+    def _newest(self) -> str:
         found = newest(self.folder)
-        return NonFiniteError(f"{error}; last checkpoint: {found[0] if found else 'none'}")
+        return str(found[0]) if found else "the start"
 
     def _finish(self) -> RunResult:
         plain, train = self.trainer.plain_model(), self.config.train

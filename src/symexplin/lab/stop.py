@@ -1,4 +1,4 @@
-"""How processes end: SIGTERM and Ctrl-C as a wish to stop at the next step, workers with the one that began them."""
+"""How processes end: signals as a wish to stop at the next step, workers with the one that began them."""
 
 import multiprocessing
 import os
@@ -10,6 +10,10 @@ from typing import Any, Self
 __all__ = ["StopSignals", "Stopped", "follow_parent"]
 
 
+# SIGHUP, which Windows has not: the terminal has gone.
+_SIGNALS = [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+
+
 class Stopped(Exception):  # noqa: N818 (it is no error)
     """A run was asked to stop, and has saved what it had; `signal` is what asked."""
 
@@ -19,7 +23,9 @@ class Stopped(Exception):  # noqa: N818 (it is no error)
 
 
 class StopSignals:
-    """Remembers SIGTERM and SIGINT in `signal` instead of dying of them; a second SIGINT interrupts at once.
+    """Remembers SIGTERM, SIGINT and SIGHUP in `signal` instead of dying of them; a second SIGINT interrupts at once.
+
+    A SIGHUP that is ignored, as under nohup, stays ignored.
 
     Outside the main thread, where Python sets no handlers, it does nothing.
 
@@ -35,8 +41,9 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._remember)
+            for number in _SIGNALS:
+                if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._remember)
         return self
 
     def __exit__(

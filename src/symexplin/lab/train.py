@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -37,9 +38,10 @@ def lr_factor(step: int, config: TrainConfig) -> float:
     >>> [lr_factor(step, config) for step in (0, 1, 2, 7)]
     [0.5, 1.0, 1.0, 0.5]
     """
-    if step < config.warmup_steps:
-        return (step + 1) / config.warmup_steps
-    progress = (step - config.warmup_steps) / max(config.steps - config.warmup_steps, 1)
+    warmup = config.warmup_steps or 0
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(config.steps - warmup, 1)
     return 1.0 - (1.0 - config.floor) * min(progress, 1.0)
 
 
@@ -71,6 +73,8 @@ class Trainer:
             corpus.valid, context, train.batch_size // train.accumulation, train.eval_batches * train.accumulation
         )
         self.model, self.optimizer, self._clip = build(config)
+        if self._autocast:  # torch tells of the norms, whose weights stay in float32
+            warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
         self._forward: nn.Module = self.model
         if config.compute.compile:
@@ -124,8 +128,16 @@ class Trainer:
         return loss
 
     def stats(self) -> dict[str, float]:
-        """Return :func:`symexplin.stats`; empty for ordinary weights, and before the first step of SELAdamW."""
-        return {} if self.config.sel.home == "none" else sel.stats(self.model, self.optimizer)
+        """Return :func:`symexplin.stats`; empty for ordinary weights, and before the first step of SELAdamW.
+
+        Raises:
+            NonFiniteError: a number that is not finite.
+        """
+        if self.config.sel.home == "none":
+            return {}
+        found = sel.stats(self.model, self.optimizer)
+        self._check_finite(self.step, **found)
+        return found
 
     def plain_model(self) -> Transformer:
         """Return the model, with curved layers folded in a copy."""

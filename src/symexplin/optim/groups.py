@@ -9,7 +9,7 @@ from symexplin.config import SELConfig, check_config
 from symexplin.coordinates import PANELS, Layout
 from symexplin.functional import anneal
 from symexplin.linear import SELLinear
-from symexplin.routing import Route, routing
+from symexplin.routes import Route, routing
 from symexplin.validation import check_not_negative
 
 __all__ = ["check_group", "check_saved", "is_curved", "layout_of", "multiplier", "name_of", "param_groups"]

@@ -170,3 +170,24 @@ class Rows:
     def iter(self, batch_size):
         assert batch_size > 1
         return iter([{self.column_names[0]: self.texts[:1]}, {self.column_names[0]: self.texts[1:]}])
+
+
+def test_files_of_a_folder_that_are_not_utf8_are_told(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.txt").write_bytes("größer".encode("latin1"))
+    (tmp_path / "c.txt").write_bytes("wide".encode("utf-16"))
+    skipped = []
+    assert list(iter_documents([tmp_path], skipped=skipped)) == [b"text"]
+    assert [path.name for path in skipped] == ["b.txt", "c.txt"]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+def test_a_source_that_is_not_utf8_is_refused_with_its_first_bad_byte(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(module, "_CHUNK", chunk)
+    path = tmp_path / "a.txt"
+    path.write_bytes("größe ".encode() + b"gr\xf6\xdfer")
+    with pytest.raises(ValueError, match=r"a.txt' is not UTF-8 text at byte 10: convert it first"):
+        load_documents(path)
+    path.write_bytes("größe".encode() + "ü".encode()[:1])
+    with pytest.raises(ValueError, match="is not UTF-8 text at byte 7"):
+        load_documents(path)

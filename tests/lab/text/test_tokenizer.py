@@ -190,3 +190,18 @@ def test_dtypes_hold_every_token():
         dtype = token_dtype(size)
         assert np.iinfo(dtype).max >= size - 1
         assert dtype.itemsize == (1 if size <= 2**8 else 2 if size <= 2**16 else 4)
+
+
+def test_endless_words_are_cut_between_characters(bpe):
+    """A base64 blob or a genome on one line would take a BPE hours; nothing is lost, and prose has its tokens."""
+    mixed = b"prose, " * 5_000 + b"x" * 20_000 + b" end"
+    for document in (b"a" * 100_000, "ü€😀".encode() * 9_000, b" " * 50_000, mixed):
+        parts = list(pieces(document))
+        assert b"".join(parts) == document
+        assert len(parts) > 1
+        for part in parts:
+            part.decode("utf-8")
+            assert max(map(len, part.split()), default=0) <= 2 * 8192
+    assert list(pieces(b"word " * 10_000)) == [b"word " * 10_000]
+    text = "one two " + "y" * 30_000
+    assert bpe.decode(bpe.encode_documents([text.encode()])[:-1]) == text

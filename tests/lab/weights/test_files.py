@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import os
 import pickle
 import resource
 import signal
@@ -158,8 +159,11 @@ def test_damaged_files(tmp_path):
 
 
 def test_paths_that_lead_nowhere(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"must name an existing safetensors file or folder, got '.*none'"):
+    with pytest.raises(FileNotFoundError, match=r"name a safetensors file or folder, got '.*none', which does not"):
         read_tensors(tmp_path / "none")
+    for read in (read_specs, load_model, lambda path: next(iter_tensors(path))):
+        with pytest.raises(FileNotFoundError, match="got 'nope', which does not exist"):
+            read("nope")
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(ValueError, match=r"model.safetensors.index.json; '.*' has pytorch_model.bin"):
         read_tensors(tmp_path)
@@ -195,6 +199,30 @@ def test_a_failed_write_leaves_nothing_else(tmp_path, monkeypatch):
         write_tensors(tmp_path / "m", {"a": torch.zeros(1)})
     assert (tmp_path / "m").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
+def test_files_have_the_mode_of_any_new_file(tmp_path, mask):
+    (tmp_path / "m.tmp").touch(0o600)  # of a run that was killed
+    before = os.umask(mask)
+    try:
+        write_tensors(tmp_path / "m", STATE, {"by": "me"})
+        (tmp_path / "other").touch()
+    finally:
+        os.umask(before)
+    assert (tmp_path / "m").stat().st_mode == (tmp_path / "other").stat().st_mode == 0o100666 & ~mask
+
+
+def test_the_same_content_gives_the_same_bytes(tmp_path):
+    entries = {f'{letter}é\n\x01\x7f\u2028"\\': f"{letter} → 𝄞\t\b\f/" for letter in "fbdace"}
+    found = set()
+    for number in range(6):
+        write_tensors(tmp_path / str(number), STATE, dict(sorted(entries.items(), reverse=bool(number % 2))))
+        found.add((tmp_path / str(number)).read_bytes())
+    assert len(found) == 1
+    tensors, metadata = read_tensors(tmp_path / "0")
+    assert metadata == entries
+    assert all(torch.equal(tensors[name], value) for name, value in STATE.items())
 
 
 def test_views_and_strides_are_written_as_values(tmp_path):

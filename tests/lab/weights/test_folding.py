@@ -156,10 +156,10 @@ def test_the_report_counts(tmp_path):
 
 
 def test_a_bare_layer_and_any_network(tmp_path):
-    for model in (nn.Linear(6, 4), network()):
+    for name, model in (("layer", nn.Linear(6, 4)), ("network", network())):
         save_file(model.state_dict(), tmp_path / "plain")
-        invert_file(tmp_path / "plain", tmp_path / "curved", sel.preset("paper"))
-        same(load_file(tmp_path / "curved"), sel.convert(model, sel.preset("paper")).state_dict())
+        invert_file(tmp_path / "plain", tmp_path / name, sel.preset("paper"))
+        same(load_file(tmp_path / name), sel.convert(model, sel.preset("paper")).state_dict())
 
 
 def test_transposed_layers_come_back(tmp_path):
@@ -195,14 +195,60 @@ def test_a_transposed_layer_is_known_by_plain_ones_around_it(tmp_path):
     torch.testing.assert_close(load_file(tmp_path / "again")["h.0.c_proj.weight"], wanted)
 
 
-def test_a_file_can_be_replaced_by_itself(tmp_path):
-    save_model(lab(), tmp_path / "model")
-    before = load_file(tmp_path / "model")
-    invert_file(tmp_path / "model", tmp_path / "model", sel.preset("paper"))
-    fold_file(tmp_path / "model", tmp_path / "model")
-    after = load_file(tmp_path / "model")
-    assert all(torch.allclose(after[name], value, atol=1e-7) for name, value in before.items())
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+@pytest.mark.parametrize("work", [invert_file, fold_file])
+def test_the_target_is_a_new_file(tmp_path, work):
+    """That is seen before the source is read, which is none here."""
+    source = tmp_path / "source"
+    source.write_text("mine")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("nowhere")
+    for target, kind, message in (
+        (source, ValueError, "target must be a new file, got '.*source', which exists$"),
+        (tmp_path / "link", ValueError, "target must be a new file, got '.*link', which exists$"),
+        (tmp_path / "folder", ValueError, "target must be a new file, got '.*folder', which is a folder$"),
+        (tmp_path / "none" / "x", FileNotFoundError, "existing folder, got '.*x': there is no folder '.*none'$"),
+    ):
+        with pytest.raises(kind, match=message):
+            work(source, str(target))
+    assert source.read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "link", "source"]
+
+
+def test_the_same_model_gives_the_same_bytes(tmp_path):
+    save_model(lab(torch.bfloat16), tmp_path / "plain", {"by": "me"})
+    for number in range(6):
+        invert_file(tmp_path / "plain", tmp_path / str(number))
+    assert len({(tmp_path / str(number)).read_bytes() for number in range(6)}) == 1
+
+
+@pytest.mark.parametrize("size", ["1GB", "20KB"])
+def test_a_folder_of_transformers_in_bfloat16_comes_back(tmp_path, size):
+    """Also in shards, whose headers are merged."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "plain", max_shard_size=size)
+    assert (tmp_path / "plain" / "model.safetensors").exists() == (size == "1GB")
+    report = invert_file(tmp_path / "plain", tmp_path / "curved")
+    assert len(report["widened"]) == report["matrices"] == 14
+    fold_file(tmp_path / "curved", tmp_path / "folded")
+    folded = load_file(tmp_path / "folded")
+    assert {value.dtype for value in folded.values()} == {torch.bfloat16}
+    same(folded, read_tensors(tmp_path / "plain")[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding_is_reported_where_there_is_any(tmp_path, dtype):
+    save_model(lab(dtype), tmp_path / "plain")
+    invert_file(tmp_path / "plain", tmp_path / "curved")
+    lines = []
+    report = fold_file(tmp_path / "curved", tmp_path / "folded", echo=lines.append)
+    rounds = dtype == torch.bfloat16
+    assert (report["largest"]["absolute"]["value"] > 0) == rounds
+    assert (lines[0] == "14 matrices and 14 biases folded") != rounds
+    assert ("; rounded to the file's type: largest difference" in lines[0]) == rounds
 
 
 def test_what_cannot_be_inverted_leaves_no_file(tmp_path):
@@ -221,6 +267,12 @@ def test_files_of_the_wrong_kind(tmp_path):
     save_file({"norm.weight": torch.ones(4)}, tmp_path / "norms")
     with pytest.raises(ValueError, match=r"must hold 2-D weights to curve, got none in '.*norms'"):
         invert_file(tmp_path / "norms", tmp_path / "out")
+    narrow = {"up.weight": torch.ones(4, 4).to(torch.float8_e4m3fn), "down.weight": torch.ones(4, 4, dtype=torch.int8)}
+    save_file(narrow, tmp_path / "narrow")
+    with pytest.raises(
+        ValueError, match=r"got none in '.*narrow', but matrices of F8_E4M3, I8: convert them to one of"
+    ):
+        invert_file(tmp_path / "narrow", tmp_path / "out")
     with pytest.raises(ValueError, match="must hold raw weights and 'symexplin_map' in its header"):
         fold_file(tmp_path / "norms", tmp_path / "out")
     save_model(lab(), tmp_path / "plain")

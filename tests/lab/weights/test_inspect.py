@@ -163,6 +163,9 @@ def test_a_folder_of_shards(tmp_path):
 def test_files_without_curved_weights(tmp_path):
     with pytest.raises(ValueError, match=r"must hold 2-D weights to curve, got none in '.*model'$"):
         inspected(tmp_path, {"norm.weight": torch.ones(3)})
+    for narrow, name in ((torch.float8_e5m2, "F8_E5M2"), (torch.int8, "I8")):
+        with pytest.raises(ValueError, match=f"got none in '.*model', but matrices of {name}: convert them to one of"):
+            inspected(tmp_path, {"up.weight": torch.eye(4).to(narrow)})
     save_file({"up.weight": torch.eye(3)}, tmp_path / "plain")
     invert_file(tmp_path / "plain", tmp_path / "curved")
     with pytest.raises(ValueError, match="but raw ones: fold it first"):

@@ -35,7 +35,7 @@ def claimed_dataset(out: str | Path, sources: Iterable[str]) -> Iterator[Path]:
         ValueError: a folder inside a source, besides what cannot be claimed.
     """
     for source in sources:
-        if Path(source).is_dir() and Path(out).resolve().is_relative_to(Path(source).resolve()):
+        if source and Path(source).is_dir() and Path(out).resolve().is_relative_to(Path(source).resolve()):
             raise ValueError(f"out must lie outside the sources, got {str(out)!r} in {source!r}")
     with claimed(out, "dataset", {PARTS, DATASET}) as folder:
         yield folder

@@ -9,6 +9,7 @@ import lzma
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -31,7 +32,9 @@ _HUB = "hf:"
 _RIGHT = "sources must be 'stdlib', an existing file or folder, or 'hf:NAME'"
 
 
-def iter_documents(sources: Iterable[str | Path], *, text_key: str = "text", split: str = "train") -> Iterator[bytes]:
+def iter_documents(
+    sources: Iterable[str | Path], *, text_key: str = "text", split: str = "train", skipped: list[Path] | None = None
+) -> Iterator[bytes]:
     r"""Return an iterator over the documents of all sources, in the order given; it holds one of them in memory.
 
     A NUL byte separates documents, inside those of datasets and JSON lines too; blank ones are left out.
@@ -43,11 +46,12 @@ def iter_documents(sources: Iterable[str | Path], *, text_key: str = "text", spl
             compressed as .xz or .gz.
         text_key: the key of JSON lines and the column of datasets that hold the text.
         split: of the datasets.
+        skipped: gets the files in folders that are left out because they are not UTF-8.
 
     Raises:
         FileNotFoundError: no such file or folder.
-        ValueError: a source without text, a damaged file, a line that is not JSON or lacks `text_key`, a dataset
-            that cannot be loaded.
+        ValueError: a source without text, a file named as a source that is not UTF-8, a damaged file, a line that is
+            not JSON or lacks `text_key`, a dataset that cannot be loaded.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -56,7 +60,9 @@ def iter_documents(sources: Iterable[str | Path], *, text_key: str = "text", spl
     ...     list(iter_documents([folder]))
     [b'one', b'two', b'three']
     """
-    found = [(str(source), _source(str(source), text_key, split)) for source in sources]  # names are checked at once
+    left_out = [] if skipped is None else skipped
+    # Names are checked at once.
+    found = [(str(source), _source(str(source), text_key, split, left_out)) for source in sources]
     return (document for source, documents in found for document in _with_text(source, documents))
 
 
@@ -104,7 +110,7 @@ def stdlib_documents() -> Iterator[bytes]:
         )
 
 
-def _source(source: str, text_key: str, split: str) -> Iterator[bytes]:
+def _source(source: str, text_key: str, split: str, skipped: list[Path]) -> Iterator[bytes]:
     if source == "stdlib":
         return stdlib_documents()
     source = SHORTHANDS.get(source, source)
@@ -118,16 +124,20 @@ def _source(source: str, text_key: str, split: str) -> Iterator[bytes]:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise FileNotFoundError(f"{_RIGHT}, got {source!r}{hint}")
     if path.is_dir():
-        return _folder(path, text_key)
+        return _folder(path, text_key, skipped)
     if not path.is_file():  # a pipe gives its text once
         raise ValueError(f"{_RIGHT}, got {source!r}, which is neither")
     return _file(path, text_key)
 
 
-def _folder(root: Path, text_key: str) -> Iterator[bytes]:
+def _folder(root: Path, text_key: str, skipped: list[Path]) -> Iterator[bytes]:
     for path in _in_order(root, root.rglob("*")):
-        if path.is_file() and (_is_json_lines(path) or _is_utf8(_chunks(path))):
+        if not path.is_file():
+            continue
+        if _is_json_lines(path) or _is_utf8(_chunks(path)):
             yield from _file(path, text_key)
+        else:
+            skipped.append(path)
 
 
 def _in_order(root: Path, paths: Iterable[Path]) -> list[Path]:
@@ -145,8 +155,25 @@ def _is_utf8(chunks: Iterable[bytes]) -> bool:
     return True
 
 
+def _utf8(path: Path) -> Iterator[bytes]:
+    """Yield the chunks of a file, which must be UTF-8."""
+    decoder, start = codecs.getincrementaldecoder("utf-8")(), 0
+    for chunk in chain(_chunks(path), [b""]):
+        held = len(decoder.getstate()[0])
+        try:
+            decoder.decode(chunk, final=not chunk)
+        except UnicodeDecodeError as error:
+            place = start - held + error.start
+            raise ValueError(
+                f"{str(path)!r} is not UTF-8 text at byte {place:,}: convert it first, for example with "
+                "iconv -f latin1 -t utf-8"
+            ) from None
+        start += len(chunk)
+        yield chunk
+
+
 def _file(path: Path, text_key: str) -> Iterator[bytes]:
-    documents = _json_lines(path, text_key) if _is_json_lines(path) else _between_ends(_chunks(path))
+    documents = _json_lines(path, text_key) if _is_json_lines(path) else _between_ends(_utf8(path))
     for document in documents:
         yield from document.split(_END)
 
@@ -201,6 +228,8 @@ def _json_lines(path: Path, text_key: str) -> Iterator[bytes]:
 
 
 def _dataset(spec: str, text_key: str, split: str) -> Iterator[bytes]:
+    if not spec:
+        raise ValueError(f"{_RIGHT}, got 'hf:' without a name")
     name, _, config = (spec, "", "") if Path(spec).is_dir() else spec.partition(":")
     dataset = hub_dataset(name, config or None, split)
     place = f"dataset {spec!r}"

@@ -47,7 +47,7 @@ class PrepareConfig:
         bpe_bytes: text that a BPE is trained on, in bytes, evenly spread over the training documents.
         end_token: of a tokenizer file, the token that ends documents; left out: the first usual name that it knows.
         valid: sources of the documents to hold out, instead of a split of `sources`.
-        valid_fraction: share of the documents to hold out.
+        valid_fraction: share of the documents to hold out; at least one is, and a lone one is cut in two.
         split: of Hugging Face datasets.
         text_key: key of JSON lines and column of datasets that holds the text.
         seed: of the split.
@@ -89,9 +89,9 @@ class PrepareConfig:
         if self.end_token is not None and self.tokenizer in ("bpe", "byte", "gpt2"):
             raise ValueError(f"end_token goes with a tokenizer file, got {self.end_token!r} with {self.tokenizer!r}")
 
-    def documents(self, sources: Iterable[str]) -> Iterator[bytes]:
+    def documents(self, sources: Iterable[str], skipped: list[Path] | None = None) -> Iterator[bytes]:
         """Yield the documents of some of the sources, read as the configuration says."""
-        return iter_documents(sources, text_key=self.text_key, split=self.split)
+        return iter_documents(sources, text_key=self.text_key, split=self.split, skipped=skipped)
 
 
 def prepare(
@@ -184,6 +184,8 @@ class _Preparation:
             replace_file(self.plan, json.dumps({"config": self.table, **made}, indent=1) + "\n")
         else:
             check_same(self.folder, {key: plan.get(key) for key in made}, made)
+        if trained and tokenizer.vocab_size < self.config.vocab_size:
+            self.echo(f"the text gives {tokenizer.vocab_size:,} tokens, not the {self.config.vocab_size:,} asked for")
         dataset = self._write(split, tokenizer)
         self.echo(
             f"{tokenizer.name}: {dataset['train']['tokens']:,} tokens to train on, {dataset['valid']['tokens']:,} held "
@@ -192,11 +194,11 @@ class _Preparation:
         return dataset
 
     def _scan(self) -> Split:
-        config = self.config
+        config, skipped = self.config, list[Path]()
         with self._bar("read", None) as bar:
             split = Split.scan(
-                config.documents(config.sources),
-                config.documents(config.valid),
+                config.documents(config.sources, skipped),
+                config.documents(config.valid, skipped),
                 valid_fraction=config.valid_fraction,
                 seed=config.seed,
                 update=bar.update,
@@ -206,6 +208,9 @@ class _Preparation:
             f"{split.documents(VALID):,} held out, {split.repeated:,} repeated; "
             f"{split.size(TRAIN) + split.size(VALID):,} bytes"
         )
+        if skipped:
+            names = ", ".join(str(path) for path in skipped[:3]) + (", ..." if len(skipped) > 3 else "")
+            self.echo(f"left out: {len(skipped):,} files that are not UTF-8 text: {names}")
         return split
 
     def _again(self, split: Split) -> Iterator[tuple[int, bytes]]:

@@ -33,6 +33,7 @@ MINIMUM_VOCAB = 257  # every byte, and the end of a document
 # Longer documents are encoded in pieces: an encoding takes some hundred times the memory of its text.
 _PIECE = 1 << 20
 _SAFE_CUT = re.compile(rb"(?<=[A-Za-z]) ")
+_LONG_RUN = re.compile(rb"\S{8192}|\s{8192}")
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
@@ -48,15 +49,27 @@ def pieces(document: bytes, size: int = _PIECE) -> Iterator[bytes]:
     """Yield a document in pieces of `size` bytes or little more, cut between a letter and a space.
 
     No word of the usual pre-tokenizers spans such a place, so that the tokens of the pieces are those of the whole.
+    Runs of many kilobytes without a space, or of nothing else, are cut too: a BPE's time grows as a word's square.
 
     >>> list(pieces(b"one two three", size=2))
     [b'one', b' two', b' three']
     """
     start = 0
     while found := _SAFE_CUT.search(document, start + size):
-        yield document[start : found.start()]
+        yield from _short_runs(document[start : found.start()])
         start = found.start()
-    yield document[start:]
+    yield from _short_runs(document[start:])
+
+
+def _short_runs(text: bytes) -> Iterator[bytes]:
+    start = 0
+    for run in _LONG_RUN.finditer(text):
+        end = run.end()
+        while end < len(text) and text[end] & 0xC0 == 0x80:  # inside a character of UTF-8
+            end -= 1
+        yield text[start:end]
+        start = end
+    yield text[start:]
 
 
 class Tokenizer:

@@ -110,8 +110,8 @@ def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def _parts(path: Path) -> list[tuple[Path, set[str] | None]]:
     """Return the files to read, each with the tensors to take from it (None: all)."""
-    if not str(path) or not path.exists():
-        raise FileNotFoundError(f"path must name an existing safetensors file or folder, got {str(path)!r}")
+    if not path.exists():
+        raise FileNotFoundError(f"path must name a safetensors file or folder, got {str(path)!r}, which does not exist")
     if not path.is_dir():
         return [(path, None)]
     if (path / _SINGLE).exists():
@@ -180,6 +180,8 @@ def _names(path: Path, file: Any, wanted: set[str] | None) -> list[str]:
 def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Write a safetensors file beside `path` and move it there in one step, so that no reader finds half a file.
 
+    The same tensors and entries give the same bytes, and the file has the mode of any new file.
+
     Raises:
         OSError: the disk is full, ...; nothing is left behind.
 
@@ -191,10 +193,29 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Map
     """
     plain = {name: value.detach().contiguous() for name, value in tensors.items()}
     with replacing(path) as temporary:
+        temporary.unlink(missing_ok=True)
+        temporary.touch()
+        mode = temporary.stat().st_mode
         try:
             safetensors.torch.save_file(plain, temporary, dict(metadata) if metadata else None)
         except safetensors.SafetensorError as error:  # which hides a full disk
             raise OSError(f"cannot write {str(path)!r}: {error}") from None
+        temporary.chmod(mode)  # safetensors makes files for their owner alone
+        if metadata:
+            _sort_entries(temporary)
+
+
+def _sort_entries(path: Path) -> None:
+    """Sort the entries of a header in place: safetensors writes them in another order each time."""
+    with path.open("rb+") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)
+        if len(text) > size:
+            raise OSError(f"cannot sort the header of {str(path)!r}: it would have {len(text)} bytes, not {size}")
+        file.seek(8)
+        file.write(text)
 
 
 def save_model(model: Transformer, path: str | Path, metadata: Mapping[str, str] | None = None) -> None:

@@ -5,6 +5,7 @@ model. A file with raw weights says so in its header: "symexplin_map" is the con
 """
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from symexplin.lab.weights.names import (
     format_names,
     matches,
     name_tensors,
+    other_types,
     out_dim_of,
 )
 from symexplin.linear import SELLinear
@@ -86,7 +88,7 @@ def invert_file(
 
     Args:
         source: a safetensors file or folder of plain weights, see :func:`symexplin.lab.weights.files.read_specs`.
-        target: the file to write; it may be `source`.
+        target: the file to write, a new one in an existing folder.
         config: the map; default `SELConfig()`.
         start: "matched" or "mismatched", see :func:`symexplin.convert`.
         echo: takes the table of decisions and the lines of the report.
@@ -96,7 +98,9 @@ def invert_file(
         weights and those found, "widened" names.
 
     Raises:
-        ValueError: nothing to curve, weights that are curved already, not finite, or out of the map's reach.
+        ValueError: nothing to curve, weights that are curved already, not finite, or out of the map's reach; a target
+            that exists.
+        FileNotFoundError: no source, or no folder for the target.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -106,6 +110,7 @@ def invert_file(
     ...     print(report["matrices"], names[:2])
     1 ['up.e_column', 'up.e_row']
     """
+    _check_target(Path(target))
     config = check_config(config)
     check_choice("start", start, START_RULES)
     specs, metadata = read_specs(source)
@@ -114,7 +119,7 @@ def invert_file(
     rules = floating_shapes(specs), config.include, config.exclude
     names = curved_names(*rules)
     if not names:
-        raise ValueError(f"source must hold 2-D weights to curve, got none in {str(source)!r}")
+        raise ValueError(f"source must hold 2-D weights to curve, got none in {str(source)!r}{other_types(specs)}")
     echo(format_names(name_tensors(*rules)))
     state, _ = read_tensors(source)
     positions = {name: index for index, name in enumerate(_order(source, state, metadata))}
@@ -147,6 +152,16 @@ def invert_file(
         "largest": largest.to_dict(),
         "widened": list(types),
     }
+
+
+def _check_target(target: Path) -> None:
+    if os.path.lexists(target):
+        what = "is a folder" if target.is_dir() else "exists"
+        raise ValueError(f"target must be a new file, got {str(target)!r}, which {what}")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(
+            f"target must be in an existing folder, got {str(target)!r}: there is no folder {str(target.parent)!r}"
+        )
 
 
 def _order(source: str | Path, state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> list[str]:
@@ -195,7 +210,7 @@ def fold_file(source: str | Path, target: str | Path, echo: Echo = lambda _: Non
 
     Args:
         source: a file with "symexplin_map" in its header.
-        target: the file to write; it may be `source`.
+        target: the file to write, a new one in an existing folder.
         echo: takes the lines of the report.
 
     Returns:
@@ -203,16 +218,18 @@ def fold_file(source: str | Path, target: str | Path, echo: Echo = lambda _: Non
         float64, and those stored.
 
     Raises:
-        ValueError: no map, or one that does not fit the tensors, naming file and tensor.
+        ValueError: no map, or one that does not fit the tensors, naming file and tensor; a target that exists.
+        FileNotFoundError: no source, or no folder for the target.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     write_tensors(Path(folder, "plain"), {"up.weight": torch.eye(2)})
     ...     _ = invert_file(Path(folder, "plain"), Path(folder, "curved"))
-    ...     _ = fold_file(Path(folder, "curved"), Path(folder, "plain"))
-    ...     torch.allclose(read_tensors(Path(folder, "plain"))[0]["up.weight"], torch.eye(2))
+    ...     _ = fold_file(Path(folder, "curved"), Path(folder, "folded"))
+    ...     torch.allclose(read_tensors(Path(folder, "folded"))[0]["up.weight"], torch.eye(2))
     True
     """
+    _check_target(Path(target))
     state, metadata = read_tensors(source)
     where = repr(str(source))
     if MAP_KEY not in metadata:
@@ -236,7 +253,8 @@ def fold_file(source: str | Path, target: str | Path, echo: Echo = lambda _: Non
     _check_rest(where, layers, state)
     write_tensors(target, {**state, **plain}, metadata)
     report = {"matrices": len(layers), "biases": len(plain) - len(layers), "largest": largest.to_dict()}
-    echo(f"{report['matrices']} matrices and {report['biases']} biases folded; rounded to the file's type: {largest}")
+    rounded = f"; rounded to the file's type: {largest}" if largest.absolute[0] else ""
+    echo(f"{report['matrices']} matrices and {report['biases']} biases folded{rounded}")
     return report
 
 

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from symexplin.config import SELConfig, check_config
 from symexplin.coordinates import Layout
 from symexplin.lab.weights.files import FLOATING, MAP_KEY, iter_tensors, read_specs
-from symexplin.lab.weights.names import curved_names, floating_shapes
+from symexplin.lab.weights.names import curved_names, floating_shapes, other_types
 from symexplin.lab.weights.tally import BIN_EDGES, LARGE, MULTIPLES, Tally
 
 __all__ = ["Inspection", "Row", "format_inspection", "inspect_file", "xavier_bound"]
@@ -126,7 +126,7 @@ def inspect_file(
     specs, metadata = read_specs(path)
     names = curved_names(floating_shapes(specs), (*config.include, *include), (*config.exclude, *exclude))
     if not names:
-        hint = ", but raw ones: fold it first" if MAP_KEY in metadata else ""
+        hint = ", but raw ones: fold it first" if MAP_KEY in metadata else other_types(specs)
         raise ValueError(f"path must hold 2-D weights to curve, got none in {str(path)!r}{hint}")
     out_dims = {row.weight: row.out_dim for row in names}
     found: list[tuple[Row, Tally]] = []

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from symexplin.lab.weights.files import FLOATING, TensorSpec
-from symexplin.routing import HEAD_NAMES, ROUTER_NAMES
+from symexplin.routes import HEAD_NAMES, ROUTER_NAMES
 
 __all__ = [
     "CurvedName",
@@ -19,6 +19,7 @@ __all__ = [
     "format_names",
     "matches",
     "name_tensors",
+    "other_types",
     "out_dim_of",
 ]
 
@@ -192,6 +193,17 @@ def floating_shapes(specs: Mapping[str, TensorSpec]) -> dict[str, Shape]:
     {'a': (2,)}
     """
     return {name: spec.shape for name, spec in specs.items() if spec.dtype in FLOATING}
+
+
+def other_types(specs: Mapping[str, TensorSpec]) -> str:
+    """Return what to add to "got none" for a file whose matrices are of a type that is never curved.
+
+    >>> other_types({"up.weight": TensorSpec((8, 4), "F8_E4M3")})
+    ', but matrices of F8_E4M3: convert them to one of BF16, F16, F32, F64 first'
+    """
+    matrices = (spec for name, spec in specs.items() if name.endswith("weight") and len(spec.shape) == 2)
+    found = ", ".join(sorted({spec.dtype for spec in matrices} - FLOATING))
+    return f", but matrices of {found}: convert them to one of {', '.join(sorted(FLOATING))} first" if found else ""
 
 
 def format_names(rows: Sequence[TensorName]) -> str:
