@@ -48,8 +48,12 @@ def load_trained(path: str | Path) -> Trained:
 
 
 def _weights(path: Path) -> Path:
+    if not path.exists():
+        raise FileNotFoundError(
+            f"path must be the folder of a run or a model's file, got {str(path)!r}, which is not there"
+        )
     if not path.is_dir():
-        return path  # a file, or an error of reading it
+        return path
     if is_checkpoint(path):
         load_checkpoint(path)
     elif not (path / MODEL).exists() and (checkpoints := newest(path)):
