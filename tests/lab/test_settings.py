@@ -85,6 +85,7 @@ def test_whole_numbers_serve_as_numbers_and_lists_as_tuples():
         ({"path": "x", "swich": True}, "unknown key 'swich'; did you mean 'switch'?"),
         ({"path": "x", "inner": {"sise": 1}}, r"unknown key 'sise' in \[inner\]; did you mean 'size'?"),
         ({"path": "x", "iner": {}}, "did you mean 'inner'?"),
+        ({"path": "x", "extras": {"a": 1}}, "unknown key 'extras'; did you mean 'extra'?"),
         ({"path": "x", "zzz": 1}, "unknown key 'zzz'; known: "),
         ({"path": "x", "size": 1}, r"key 'size' belongs in \[inner\]"),
         ({"path": "x", "inner": {"switch": True}}, "key 'switch' belongs at the top"),

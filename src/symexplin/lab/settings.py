@@ -103,6 +103,9 @@ def _build(schema: type[T], table: Mapping[str, Any], where: str, known: tuple[K
             values[name] = _build(hints[name], value, name, known)
         elif name in own:
             values[name] = convert(own[name], value)
+        elif isinstance(value, Mapping):
+            is_table = {key for key, entry in own.items() if typing.get_origin(entry.kind) is dict}
+            raise ValueError(_unknown(name, where, (), sorted(tables | is_table)))
         else:
             raise ValueError(_unknown(name, where, known, [*own, *tables]))
     for name, key in own.items():

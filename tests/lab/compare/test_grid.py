@@ -39,8 +39,17 @@ def test_multiplier_lr_holds_for_all_arms():
 
 def test_a_file_says_it_all():
     config = CompareConfig("data", compare=GRID, arm=OWN)
-    assert build(CompareConfig, to_table(config)) == config
-    assert "[arm.strong.map]" in dump_toml(to_table(config))
+    assert build(CompareConfig, config.table()) == config
+    assert "[arm.strong.map]" in dump_toml(config.table())
+    whole, saved = to_table(config), config.table()
+    assert {(name, key) for name in ("train", "sel") for key in whole[name].keys() - saved[name].keys()} == {
+        ("train", "lr"),
+        ("train", "seed"),
+        ("sel", "home"),
+        ("sel", "preset"),
+        ("sel", "start"),
+        ("sel", "map"),
+    }
 
 
 def test_every_key_has_its_help():
@@ -77,11 +86,15 @@ def test_bad_grids_are_named(changes, message):
         ({"compare": {"arms": ["AdamW", "strnog"]}, "arm": OWN}, "did you mean 'strong'"),
         ({"arm": {"mine": {"presett": "paper"}}}, "arm mine: unknown key 'presett'; did you mean 'preset'"),
         ({"arm": {"mine": {"preset": "papr"}}}, "arm mine: preset must be one of .*did you mean 'paper'"),
-        ({"arm": {"mine": {"map": {"btea": 5.0}}}}, "arm mine: key must be one of .*did you mean 'beta'"),
-        ({"arm": {"mine": {"map": {"beta": -5.0}}}}, "arm mine: beta must be a positive finite number"),
+        ({"arm": {"mine": {"map": {"btea": 5.0}}}}, "arm mine: map: key must be one of .*did you mean 'beta'"),
+        ({"arm": {"mine": {"map": {"beta": -5.0}}}}, "arm mine: map: beta must be a positive finite number"),
         ({"arm": {"mine": {"preset": "congruent", "start": "mismatched"}}}, "arm mine: start 'mismatched'"),
         ({"arm": {"SEL": {"preset": "paper"}}}, "arm must have a new name.*got 'SEL'"),
         ({"arm": {"a/b": {"preset": "paper"}}}, "arm must have a new name.*got 'a/b'"),
+        ({"arm": {"mine": {}}}, "arm 'mine' is defined but not among arms AdamW, SEL: add it"),
+        ({"arm": {"mine": {"beta": 5.0}}}, r"arm mine: key 'beta' belongs in map: use \[arm.mine.map\]"),
+        ({"arm": {"mine": {"home": "none", "preset": "paper"}}}, "arm mine: home 'none' .* no use for preset"),
+        ({"arm": {"mine": {"home": "none", "map": {"beta": 5.0}}}}, "arm mine: home 'none' .* no use for map"),
         ({"arm": {"mine": 3}}, r"\[arm.mine\] must be a table, got 3"),
         ({"train": {"lr": 0.1}}, r"lr must be left to lrs in a comparison, got lr = 0\.1"),
         ({"train": {"seed": 3}}, "seed must be left to seeds in a comparison, got seed = 3"),

@@ -1,6 +1,9 @@
 import json
 import multiprocessing
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -58,6 +61,31 @@ def test_side_by_side(data, tmp_path):
     assert "error" in json.loads((tmp_path / "b" / "summary.json").read_text())
     assert steps_of(tmp_path / "c")[-1] == 2
     assert not multiprocessing.active_children()
+
+
+SCRIPT = """
+import pathlib, signal, sys
+sys.path.insert(0, sys.argv[1])
+from symexplin.lab.stop import Stopped
+from test_pool import STEPS, task, train_all
+
+if __name__ == "__main__":
+    tasks = [task(sys.argv[2], pathlib.Path(name), STEPS) for name in ("a", "b")]
+    try:
+        list(train_all(tasks, 2, lambda _: signal.raise_signal(signal.SIGTERM), progress=False))
+    except Stopped as stopped:
+        print(stopped)
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_leaves_nothing_behind(data, tmp_path):
+    """Workers that were killed would leave semaphores, of which the tracker of resources complains at the end."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "script.py", str(Path(__file__).parent), data]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
+    assert "SIGTERM with all runs saved" in done.stdout
+    assert done.stderr == ""
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import shutil
 import signal
 import statistics
 import subprocess
@@ -115,6 +116,9 @@ def test_it_writes_and_says_what_it_found(finished, data):
     assert content["parameters"] == sum(p.numel() for p in report.Transformer(tiny(data).model).parameters())
     assert build(CompareConfig, load_toml(folder / "compare.toml")).compare == tiny(data).compare
     assert content["provenance"]["threads"] == 1
+    for table in (content["config"], load_toml(folder / "compare.toml")):  # no key that no run has used
+        assert not {"lr", "seed"} & table["train"].keys()
+        assert table["sel"].keys() == {"multiplier_lr"}
 
 
 def test_an_existing_comparison_is_resumed_only_if_asked(finished, data):
@@ -132,8 +136,8 @@ def test_an_existing_comparison_is_resumed_only_if_asked(finished, data):
 def test_a_grid_may_grow(finished, data, tmp_path):
     _, content, _ = finished
     small = compare_runs(tiny(data, lrs=(1e-2,), seeds=(3,)), tmp_path)
-    grown = dataclasses.replace(tiny(data), arm={"mine": {"preset": "congruent"}})
-    grown = dataclasses.replace(grown, compare=dataclasses.replace(grown.compare, arms=("AdamW", "mine", "SEL")))
+    grid = dataclasses.replace(tiny(data).compare, arms=("AdamW", "mine", "SEL"))
+    grown = dataclasses.replace(tiny(data), arm={"mine": {"preset": "congruent"}}, compare=grid)
     larger = compare_runs(grown, tmp_path, resume=True)
     by_cell = {run[:3]: run for run in numbers(larger)}
     assert len(by_cell) == 12
@@ -201,7 +205,35 @@ def test_a_baseline_that_breaks_down_everywhere_may_get_smaller_rates(data, tmp_
     with pytest.raises(ValueError, match="no learning rate of AdamW stayed finite"):
         compare_runs(tiny(data, lrs=(TOO_HIGH,), seeds=(0,)), tmp_path)
     assert not (tmp_path / "comparison.json").exists()
+    with pytest.raises(FileNotFoundError, match=r"no learning rate of AdamW.* --resume and smaller rates added"):
+        report.report(tmp_path)
     assert compare_runs(tiny(data, lrs=(TOO_HIGH, 1e-3), seeds=(0,)), tmp_path, resume=True)["comparison"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("metrics.jsonl", None, "metrics.jsonl' is missing"),
+        ("metrics.jsonl", "", "metrics.jsonl' is damaged: it has no evaluation"),
+        ("metrics.jsonl", "{\n", "metrics.jsonl' is damaged"),
+        ("summary.json", "", "summary.json' is damaged"),
+        ("run.json", "", "run.json' is damaged"),
+    ],
+)
+def test_a_damaged_run_may_be_removed_and_trained_again(finished, data, tmp_path, name, content, message):
+    folder = tmp_path / "out"
+    shutil.copytree(finished[0], folder)
+    run = folder / "runs" / NAMES[2]
+    (run / name).unlink()
+    if content is not None:
+        (run / name).write_text(content)
+    with pytest.raises(
+        ValueError, match=f"{NAMES[2]}/{message}.*: remove that run's folder to train it again"
+    ) as error:
+        compare_runs(tiny(data), folder, resume=True)
+    assert "\n" not in str(error.value)
+    shutil.rmtree(run)
+    assert numbers(compare_runs(tiny(data), folder, resume=True)) == numbers(finished[1])
 
 
 def test_everything_is_checked_before_the_first_run(data, tmp_path):
@@ -214,7 +246,7 @@ def test_everything_is_checked_before_the_first_run(data, tmp_path):
         compare_runs(config, tmp_path)
     with pytest.raises(ValueError, match="context must be below"):
         compare_runs(dataclasses.replace(tiny(data), model=ModelConfig(16, 1, 2, context=5000)), tmp_path)
-    with pytest.raises(ValueError, match=r"jobs must be at most .* got 1000"):
+    with pytest.raises(ValueError, match=r"jobs must be at most \d+, the cores that this process may use, got 1000"):
         compare_runs(tiny(data, jobs=1000), tmp_path)
     assert {path.name for path in tmp_path.iterdir()} <= {".lock"}
 

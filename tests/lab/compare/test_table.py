@@ -101,7 +101,7 @@ def test_a_run_that_broke_down_is_a_row():
     comparison = compare(runs, "AdamW")
     row = comparison.shared[1]
     assert (row.loss, row.delta, row.speedup, row.deltas, row.finite) == (None, None, None, (None,), 0)
-    assert (row.seconds, row.tokens_per_second) == (0.0, 0.0)
+    assert (row.seconds, row.tokens_per_second) == (None, None)
     assert "SEL did not stay finite." in headline(comparison)[0]
     assert "not finite" in format_table(comparison)
 
@@ -116,16 +116,21 @@ def test_one_broken_seed_is_told():
     assert "finite in 2 of 3" in format_table(comparison)
 
 
-def test_an_arm_that_never_stays_finite_stands_at_the_shared_rate():
+def test_an_arm_that_never_stays_finite_has_no_numbers():
     comparison = compare(
         [run("AdamW", 0.1, 2.0), broken("SEL", 0.1), run("AdamW", 1.0, 3), broken("SEL", 1.0)], "AdamW"
     )
-    assert [(row.arm, row.lr, row.loss) for row in comparison.best] == [("AdamW", 0.1, 2.0), ("SEL", 0.1, None)]
+    assert [(row.arm, row.lr, row.loss) for row in comparison.best] == [("AdamW", 0.1, 2.0), ("SEL", None, None)]
+    lines = [line.split() for line in format_table(comparison).splitlines()]
+    assert ["SEL", "0.1", "not", "finite", "-", "-", "-", "-"] in lines
+    assert ["SEL", "-", "not", "finite", "-", "-", "-", "-"] in lines
     assert headline(comparison)[1] == "No learning rate tried kept SEL finite."
 
 
 def test_a_baseline_that_never_stays_finite_is_an_error():
-    with pytest.raises(ValueError, match=r"no learning rate of AdamW stayed finite.*try smaller"):
+    with pytest.raises(
+        ValueError, match=r"no learning rate of AdamW stayed finite.*the runs stay.* added to --lrs 0\.1 "
+    ):
         compare([broken("AdamW", 0.1), run("SEL", 0.1, 2.0)], "AdamW")
 
 
@@ -137,11 +142,11 @@ def test_a_missing_run_is_named():
 def test_headline_says_gains_and_losses_in_the_same_words():
     first, second, *edges = headline(compare(RUNS, "AdamW"))
     assert first == (
-        "At AdamW's best learning rate, 0.003, SEL ends at 2.100 nats a token, 0.100 above AdamW's 2.000, "
+        "At AdamW's best learning rate, 0.003, SEL ends at 2.1000 nats a token, 0.1000 above AdamW's 2.0000, "
         "and never reaches that loss."
     )
     assert second == (
-        "At its own best learning rate, 0.01, SEL ends at 1.000 nats a token, 1.000 below AdamW's 2.000, "
+        "At its own best learning rate, 0.01, SEL ends at 1.0000 nats a token, 1.0000 below AdamW's 2.0000, "
         "and reaches that loss in 75 % of the steps."
     )
     assert edges == ["The best learning rate of SEL is the highest tried: a wider sweep may find better.", ONE_SEED]
@@ -150,20 +155,43 @@ def test_headline_says_gains_and_losses_in_the_same_words():
 def test_headline_counts_the_seeds():
     first, second, *edges = headline(compare(SEEDS, "AdamW"))
     assert first == (
-        "At AdamW's best learning rate, 0.1, SEL ends at 2.100 ± 0.557 nats a token, 0.100 below AdamW's "
-        "2.200 ± 0.200 (below in 2 of 3 seeds), and reaches that loss in 2 of 3 seeds."
+        "At AdamW's best learning rate, 0.1, SEL ends at 2.1000 ± 0.5568 nats a token, 0.1000 below AdamW's "
+        "2.2000 ± 0.2000 (below in 2 of 3 seeds), and reaches that loss in 2 of 3 seeds."
     )
-    assert "at 2.000 ± 1.732 nats a token, 0.200 below AdamW's 2.200 ± 0.200 (below in 2 of 3 seeds)" in second
+    assert "at 2.0000 ± 1.7321 nats a token, 0.2000 below AdamW's 2.2000 ± 0.2000 (below in 2 of 3 seeds)" in second
     assert ONE_SEED not in edges
     worse = [dataclasses.replace(r, arm={"AdamW": "SEL", "SEL": "AdamW"}[r.arm]) for r in SEEDS if r.lr == 0.1]
     sentence = headline(compare(worse, "AdamW"))[0]
-    assert "0.100 above AdamW's 2.100 ± 0.557 (above in 2 of 3 seeds), and reaches that loss in 1 of 3" in sentence
+    assert "0.1000 above AdamW's 2.1000 ± 0.5568 (above in 2 of 3 seeds), and reaches that loss in 1 of 3" in sentence
 
 
 def test_headline_when_both_are_best_at_one_rate():
     sentences = headline(compare([run("AdamW", 0.1, 2.0), run("SEL", 0.1, 2.0)], "AdamW"))
-    assert "equal to AdamW's 2.000" in sentences[0]
+    assert "equal to AdamW's 2.0000" in sentences[0]
     assert sentences[1:] == ["That is the best learning rate of SEL too.", ONE_SEED]
+
+
+def test_a_gap_has_the_digits_of_the_table():
+    ends = (1.99946, 2.00004)
+    sentences = [headline(compare([run("AdamW", 0.1, 2.0), run("SEL", 0.1, end)], "AdamW"))[0] for end in ends]
+    assert "at 1.9995 nats a token, 0.0005 below AdamW's 2.0000" in sentences[0]
+    assert "at 2.0000 nats a token, within 0.0001 of AdamW's 2.0000, and never reaches" in sentences[1]
+
+
+@pytest.mark.parametrize("final", [4.0, 18.5])
+def test_a_loss_above_the_start_is_reached_without_a_speedup(final):
+    """The baseline diverges from 5 to 18, so that every arm is below that before its first step."""
+    comparison = compare([run("AdamW", 0.1, 18.0), run("SEL", 0.1, final)], "AdamW")
+    row = comparison.shared[1]
+    assert (row.reached, row.speedup) == (1, None)
+    assert headline(comparison)[0].endswith("AdamW's 18.0000.")
+    cells = format_table(comparison).splitlines()[3].split()
+    assert (cells[0], cells[4]) == ("SEL", "-")
+
+
+def test_a_loss_that_the_curve_stays_above_is_never_reached():
+    high = Run("SEL", 0.1, 0, ((0, 20.0), (50, 19.0), (100, 18.5)), 1.0, 1.0)
+    assert headline(compare([run("AdamW", 0.1, 18.0), high], "AdamW"))[0].endswith("and never reaches that loss.")
 
 
 def test_table_has_every_number():

@@ -39,6 +39,8 @@ onload = () => {{
     texts: [...page.document.querySelectorAll("svg text")].map(node => size(node)[1]),
     labels: [...page.document.querySelectorAll("svg")].map(svg => Math.max(...[...svg.querySelectorAll("text")].map(
       node => size(node)[2])) - size(svg)[2]),
+    hidden: [...page.document.querySelectorAll(".scroll")].map(node => node.scrollWidth - node.clientWidth),
+    cues: [...page.document.querySelectorAll(".scroll")].map(node => page.getComputedStyle(node).backgroundAttachment),
     errors: page.performance.getEntriesByType("resource").map(entry => entry.name),
   }});
 }};
@@ -88,6 +90,8 @@ def test_a_page_fits_and_shows_everything(pages, tmp_path, name, width):
         assert right <= width
     assert min(found["texts"]) > 8  # pixels: to be read on a phone
     assert max(found["labels"]) <= 2  # no legend is cut off
+    assert width < 1000 or max(found["hidden"]) <= 0  # no column either; on a phone a shadow says so
+    assert set(found["cues"]) == {"local, local, scroll, scroll"}
 
 
 def test_a_page_that_is_too_wide_is_found(tmp_path):

@@ -50,6 +50,13 @@ def test_logarithmic_axes_have_plain_numbers():
     assert {"0.001", "2", "0.5", "1", "5"} <= found
 
 
+@pytest.mark.parametrize(("low", "high"), [(1.1, 1.9), (0.21, 0.3), (2.9, 3.1), (0.5, 50.0)])
+def test_logarithmic_axes_have_several_labels(low, high):
+    found = words(chart([Line("a", [1, 2], [low, high])], "x", "y", log="y", ticks=[]))
+    inside = [word for word in found if word.replace(".", "").isdigit() and low / 1.2 <= float(word) <= high * 1.2]
+    assert len(inside) >= 3
+
+
 def test_a_long_line_keeps_its_spikes_and_few_points():
     y = np.zeros(300_000)
     y[123_456], y[234_567] = 7.0, -7.0

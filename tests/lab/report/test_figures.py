@@ -133,7 +133,33 @@ def test_the_curves_of_one_seed(tmp_path, drawn):
         ("SEL", "line", [2.3, 1.5]),
     ]
     assert drawn[1][2]["ticks"] == [0.001, 0.01]
+    assert drawn[0][2]["limits"] is None  # three evaluations are shown whole
+    assert "first part" not in figures[0].caption
+    assert "interpolated linearly between evaluations" in figures[0].caption
     assert "seed" not in "".join(figure.caption for figure in figures)
+
+
+def test_longer_curves_go_without_their_first_part(tmp_path, drawn):
+    found = loaded(tmp_path)
+    for run in found["runs"]:
+        run["evals"] = [[0, 9.0], [50, 3.0], [75, 2.5], [100, 2.0]]
+    figures = comparison_figures(found)
+    assert drawn[0][2]["limits"] == pytest.approx((1.95, 3.05))
+    assert "first part" in figures[0].caption
+
+
+def test_an_arm_without_a_best_rate_has_no_curve_there(tmp_path, drawn):
+    found = loaded(tmp_path)
+    found["comparison"]["best"][1]["lr"] = None
+    assert len(comparison_figures(found)) == len(drawn) == 2
+
+
+def test_a_share_starts_at_zero(drawn):
+    for share, top in ((0.0, 1.0), (0.02, 2.2)):
+        run_sections(record(stats={**STATS, "tail/fraction": share}), None)
+        ((_, _, options),) = [call for call in drawn if call[1][1] == "weights with κ|w| > 1 (%)"]
+        assert options["limits"] == pytest.approx((0.0, top))
+        drawn.clear()
 
 
 def test_the_curves_of_several_seeds_have_bands_and_points(tmp_path, drawn):

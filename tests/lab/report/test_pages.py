@@ -231,6 +231,29 @@ def test_a_run_that_broke_down_is_named(tmp_path):
 
 
 @pytest.mark.usefixtures("undrawn")
+def test_what_has_no_number_has_a_dash(tmp_path):
+    folder = comparison(tmp_path)
+    found = json.loads((folder / "comparison.json").read_text())
+    nothing = {"finite": 0, "loss": None, "delta": None, "speedup": None, "reached": 0}
+    nothing |= {"seconds": None, "tokens_per_second": None}
+    found["comparison"]["shared"][1] |= nothing
+    found["comparison"]["best"][1] |= nothing | {"lr": None}
+    edit(folder / "comparison.json", comparison=found["comparison"])
+    rows = Page(report_comparison(folder)).rows
+    assert ["SEL", "0.01", "not finite", "–", "–", "–", "–"] in rows
+    assert ["SEL", "–", "not finite", "–", "–", "–", "–"] in rows
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_loss_that_is_reached_from_the_start_has_no_speedup(tmp_path):
+    folder = comparison(tmp_path)
+    found = json.loads((folder / "comparison.json").read_text())
+    found["comparison"]["shared"][1] |= {"speedup": None, "reached": 1}
+    edit(folder / "comparison.json", comparison=found["comparison"])
+    assert ["SEL", "0.01", "1.5000", "-0.5000", "–", "2,000", "12.0"] in Page(report_comparison(folder)).rows
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_runs_with_a_page_are_linked(tmp_path):
     folder = comparison(tmp_path)
     page = folder / "runs/SEL-lr0.01-seed0/report.html"

@@ -192,7 +192,7 @@ def test_the_records_of_a_run(folders, tmp_path):
     assert read_run(folder).error == "step 7: loss is nan"
     assert read_run(folder).timing == []
     (folder / "metrics.jsonl").write_text("{step\n")
-    with pytest.raises(ValueError, match=r"metrics\.jsonl' is not a file of JSON lines"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl' is damaged: line 1"):
         read_run(folder)
     (folder / "run.json").write_text("[]")
     with pytest.raises(ValueError, match=r"run.json.*JSON object"):

@@ -5,13 +5,18 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from symexplin.config import SELConfig
 from symexplin.lab.compare.arms import ARMS, BASELINE
 from symexplin.lab.config import RunConfig, TrainConfig
 from symexplin.lab.maps import CurveConfig
-from symexplin.lab.settings import build
+from symexplin.lab.settings import build, to_table
 from symexplin.validation import check_choice, check_positive, check_whole, naming
 
 __all__ = ["Cell", "CompareConfig", "GridConfig"]
+
+# Keys of [sel] that the arms say instead, and keys of a map, which no table above it has.
+_UNUSED = ("home", "preset", "start", "map")
+_OF_A_MAP = {f.name for f in dataclasses.fields(SELConfig)} - {f.name for f in dataclasses.fields(CurveConfig)}
 
 
 class Cell(NamedTuple):
@@ -81,7 +86,7 @@ class CompareConfig(RunConfig):
         arm: arms of your own, an [arm.NAME] table each, with keys of [sel].
 
     Raises:
-        ValueError: a value out of range, an unknown arm, an arm's map that is not one.
+        ValueError: a value out of range, an unknown arm, one that is not compared, an arm's map that is not one.
 
     >>> config = CompareConfig("data", arm={"strong": {"map": {"beta": 15.0}}}, compare=GridConfig(("AdamW", "strong")))
     >>> config.run(Cell("strong", 0.003, 1)).sel.map
@@ -109,11 +114,30 @@ class CompareConfig(RunConfig):
         for name in (*self.compare.arms, *self.arm):
             check_choice("arms", name, known)
             self.run(Cell(name, TrainConfig.lr, TrainConfig.seed))
+        for name in self.arm:
+            if name not in self.compare.arms:
+                raise ValueError(f"arm {name!r} is defined but not among arms {', '.join(self.compare.arms)}: add it")
 
     def run(self, cell: Cell) -> RunConfig:
         """Return the configuration of one run."""
         with naming(f"arm {cell.arm}"):
             table = self.arm[cell.arm] if cell.arm in self.arm else ARMS[cell.arm]
+            for key in sorted(table.keys() & _OF_A_MAP):
+                raise ValueError(f"key {key!r} belongs in map: use [arm.{cell.arm}.map] or --arm {cell.arm}.map.{key}=")
+            ignored = [key for key in _UNUSED[1:] if table.get("home") == "none" and key in table]
+            if ignored:
+                raise ValueError(f"home 'none' has ordinary weights, and no use for {', '.join(ignored)}")
             curve = build(CurveConfig, {"multiplier_lr": self.sel.multiplier_lr, **table})
             train = dataclasses.replace(self.train, lr=cell.lr, seed=cell.seed)
             return RunConfig(self.data, self.model, train, curve, self.compute, self.log)
+
+    def table(self) -> dict[str, Any]:
+        """Return the configuration as a table to save, without the keys that its grid and its arms stand for.
+
+        >>> CompareConfig("data").table()["sel"]
+        {'multiplier_lr': 0.0003}
+        """
+        table = to_table(self)
+        for name, unused in (("train", ("lr", "seed")), ("sel", _UNUSED)):
+            table[name] = {key: value for key, value in table[name].items() if key not in unused}
+        return table

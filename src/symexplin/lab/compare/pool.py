@@ -7,6 +7,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -23,6 +24,8 @@ Echo = Callable[[str], None]
 Futures = Mapping[concurrent.futures.Future[int | None], int]
 
 _TICK = 0.2  # seconds between looks at signals and lines
+_PATIENCE = 10.0  # seconds that workers have to end by themselves, with all runs saved
+_IGNORED = (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
 # What a worker process shares with the one that began it: the queue of its log lines, and the wish to stop.
 _shared: dict[str, Any] = {}
 
@@ -75,20 +78,20 @@ def _side_by_side(tasks: Sequence[Task], jobs: int, echo: Echo) -> Iterator[int]
         workers = set(multiprocessing.active_children()) - others
         try:
             yield from _collect(futures, workers, stop, halt, lambda: _drain(lines, echo))
-        except BaseException:
-            for worker in workers:
-                worker.kill()  # those that were asked to stop have; a run survives it
+        except BaseException as error:
+            pool.shutdown(wait=False, cancel_futures=True)
+            _end(workers, _PATIENCE if isinstance(error, Exception) else 0.0, lambda: _drain(lines, echo))
             raise
     _drain(lines, echo)
 
 
 @contextlib.contextmanager
 def _ignoring_signals() -> Iterator[None]:
-    """Ignore SIGINT and SIGTERM while workers start: they inherit that, and heed them within a run alone."""
+    """Ignore signals while workers start: they inherit that, so that a terminal's reach this process alone."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _IGNORED}
     try:
         yield
     finally:
@@ -126,6 +129,17 @@ def _collect(
         raise stop.stopped("with all runs saved; --resume goes on from there")
 
 
+def _end(workers: set[BaseProcess], patience: float, drain: Callable[[], None]) -> None:
+    """Wait until the workers, which have nothing left to do, have ended, and kill those that have not in time."""
+    deadline = time.monotonic() + patience
+    while (alive := [worker for worker in workers if worker.is_alive()]) and time.monotonic() < deadline:
+        drain()  # a worker does not end before its lines are taken
+        alive[0].join(_TICK)
+    for worker in alive:
+        worker.kill()  # a run survives it
+        worker.join()
+
+
 def _failure(error: BaseException) -> BaseException:
     if isinstance(error, concurrent.futures.BrokenExecutor):
         return ChildProcessError(
@@ -143,6 +157,8 @@ def _drain(lines: Any, echo: Echo) -> None:
 def _enter(lines: Any, halt: Any) -> None:
     """Begin the life of a worker."""
     _shared.update(lines=lines, halt=halt)
+    # Between runs SIGTERM does nothing; a run heeds what is not ignored outright (symexplin.lab.stop).
+    signal.signal(signal.SIGTERM, lambda *_: None)
     follow_parent()
 
 

@@ -4,9 +4,10 @@ compare.toml      the resolved configuration     runs/            a run's folder
 comparison.json   what came out, at the end      report.html      the same to look at
 """
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,26 @@ from symexplin.lab.compare.grid import Cell, CompareConfig, GridConfig
 from symexplin.lab.compare.pool import Task, train_all
 from symexplin.lab.compare.table import Run, compare, format_table, headline
 from symexplin.lab.config import ComputeConfig, resolve
-from symexplin.lab.files import read_json_lines, replace_file
+from symexplin.lab.files import read_json, read_json_lines, replace_file
 from symexplin.lab.folders import claimed
 from symexplin.lab.maps import map_of
 from symexplin.lab.provenance import cores, provenance
 from symexplin.lab.run import FACTS, METRICS, SUMMARY
-from symexplin.lab.settings import build, differences, dump_toml, load_toml, to_table
+from symexplin.lab.settings import build, differences, dump_toml, load_toml
 from symexplin.lab.text.corpus import Corpus
 from symexplin.validation import naming
 
-__all__ = ["COMPARISON", "CONFIG", "REPORT", "RUNS", "CompareConfig", "GridConfig", "MARKS", "compare_runs"]
+__all__ = [
+    "COMPARISON",
+    "CONFIG",
+    "REPORT",
+    "RUNS",
+    "CompareConfig",
+    "GridConfig",
+    "MARKS",
+    "compare_runs",
+    "how_to_finish",
+]
 
 Echo = Callable[[str], None]
 
@@ -79,7 +90,9 @@ def compare_runs(
     [('AdamW', 0), ('SEL', 0), ('AdamW', 1), ('SEL', 1)]
     """
     if config.compare.jobs > cores():
-        raise ValueError(f"jobs must be at most {cores()}, the cores of this machine, got {config.compare.jobs}")
+        raise ValueError(
+            f"jobs must be at most {cores()}, the cores that this process may use, got {config.compare.jobs}"
+        )
     corpus = Corpus.load(config.data)
     corpus.check_context(config.model.context)
     with claimed(out, "comparison", MARKS) as folder:
@@ -118,7 +131,7 @@ def _open(folder: Path, config: CompareConfig, corpus: Corpus, resume: bool) -> 
     for arm in config.compare.arms:
         if saved is None or arm not in saved.compare.arms:
             _check_arm(config, arm, corpus.vocab_size)
-    replace_file(folder / CONFIG, dump_toml(to_table(config)))
+    replace_file(folder / CONFIG, dump_toml(config.table()))
     return config
 
 
@@ -132,13 +145,13 @@ def _resolve(config: CompareConfig, vocab_size: int, saved: CompareConfig | None
         compute = dataclasses.replace(compute, threads=max(1, cores() // jobs))
     config = dataclasses.replace(config, compute=compute)
     resolved = resolve(config.run(config.compare.cells()[0]), vocab_size)
-    return dataclasses.replace(config, model=resolved.model, compute=resolved.compute)
+    return dataclasses.replace(config, data=resolved.data, model=resolved.model, compute=resolved.compute)
 
 
 def _check_same(folder: Path, saved: CompareConfig, config: CompareConfig, corpus: Corpus) -> None:
     """Raise ValueError if the runs that are there would not be those of `config`."""
     changed = []
-    for key, (old, new) in differences(to_table(saved), to_table(config)).items():
+    for key, (old, new) in differences(saved.table(), config.table()).items():
         grown = key in _GROWING and set(old) <= set(new)
         unused = key.startswith("arm.") and key.split(".")[1] not in saved.compare.arms
         if not (key.startswith(_FREE) or grown or unused):
@@ -146,7 +159,9 @@ def _check_same(folder: Path, saved: CompareConfig, config: CompareConfig, corpu
     if changed:
         raise ValueError(f"{folder} has a comparison of another configuration: {'; '.join(changed)}")
     for path in folder.glob(f"{RUNS}/*/{FACTS}"):
-        if json.loads(path.read_text())["data"] != corpus.fingerprint:
+        with _of_a_run():
+            facts = read_json(path)
+        if facts.get("data") != corpus.fingerprint:
             raise ValueError(f"data must be those of the runs in {folder}, got {config.data!r} with other tokens")
 
 
@@ -160,18 +175,32 @@ def _check_arm(config: CompareConfig, arm: str, vocab_size: int) -> None:
         optimizer.step()
 
 
+@contextlib.contextmanager
+def _of_a_run() -> Iterator[None]:
+    """Say of a missing or damaged file, which the error names, how to do without it."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise ValueError(f"{error.filename!r} is missing: remove that run's folder to train it again") from None
+    except ValueError as error:
+        raise ValueError(f"{error}: remove that run's folder to train it again") from None
+
+
 def _read(folder: Path, cell: Cell) -> Run | None:
     """Return what a run left, or None if it has not ended."""
     path = folder / RUNS / cell.name
     if not (path / SUMMARY).exists():
         return None
-    summary = json.loads((path / SUMMARY).read_text())
-    records = read_json_lines(path / METRICS)
+    with _of_a_run():
+        summary, records = read_json(path / SUMMARY), read_json_lines(path / METRICS)
+        evals = tuple((record["step"], record["eval_loss"]) for record in records if "eval_loss" in record)
+        if not evals:
+            raise ValueError(f"{str(path / METRICS)!r} is damaged: it has no evaluation")
     return Run(
         cell.arm,
         cell.lr,
         cell.seed,
-        evals=tuple((record["step"], record["eval_loss"]) for record in records if "eval_loss" in record),
+        evals=evals,
         seconds=summary.get("seconds", 0.0),
         tokens_per_second=summary.get("tokens_per_second", 0.0),
         error=summary.get("error"),
@@ -205,7 +234,7 @@ def _conclude(folder: Path, config: CompareConfig, corpus: Corpus, echo: Echo) -
             "tokenizer": corpus.tokenizer.name,
         },
         "parameters": _parameters(folder, cells),
-        "config": to_table(config),
+        "config": config.table(),
         "provenance": {**provenance(), "threads": config.compute.threads},
         "seconds": round(sum(run.seconds for run in runs), 1),
     }
@@ -213,6 +242,20 @@ def _conclude(folder: Path, config: CompareConfig, corpus: Corpus, echo: Echo) -
     echo("\n".join(("", format_table(comparison), "", *content["headline"], "")))
     echo(f"report: {report_comparison(folder)}")
     return content
+
+
+def how_to_finish(folder: str | Path) -> str:
+    """Return why a comparison's folder may have no comparison.json, and what would write it."""
+    folder = Path(folder)
+    with contextlib.suppress(OSError, ValueError):
+        config = build(CompareConfig, load_toml(folder / CONFIG))
+        runs = [run for cell in config.compare.cells() if (run := _read(folder, cell)) is not None]
+        if len(runs) == len(config.compare.cells()):
+            try:
+                compare(runs, config.compare.baseline)
+            except ValueError as error:
+                return str(error)
+    return "finish the comparison with --resume, or report one of its runs"
 
 
 def _map(config: CompareConfig, arm: str) -> dict[str, Any] | None:
@@ -223,5 +266,5 @@ def _map(config: CompareConfig, arm: str) -> dict[str, Any] | None:
 
 def _parameters(folder: Path, cells: Sequence[Cell]) -> int:
     """Return the size of the model, the same in every run, from one that finished."""
-    summaries = (json.loads((folder / RUNS / cell.name / SUMMARY).read_text()) for cell in cells)
+    summaries = (read_json(folder / RUNS / cell.name / SUMMARY) for cell in cells)
     return next(int(summary["parameters"]) for summary in summaries if "parameters" in summary)

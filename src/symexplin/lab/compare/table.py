@@ -32,19 +32,20 @@ class Row:
     """One line of a comparison: an arm at a learning rate, over `seeds`, each against the baseline's run of that seed.
 
     Args:
-        arm, lr, seeds: which runs.
+        arm, lr, seeds: which runs; `lr` is None, and so is every number, for the best one of an arm that has none.
         finite: at how many seeds they stayed finite to the end. What follows is None unless all did.
         loss: mean final loss, nats a token.
         spread: standard deviation of the final loss over the seeds (n - 1 degrees of freedom); None for one seed.
         delta: mean of `deltas`.
         deltas: loss minus the baseline's at each seed, in the order of `seeds`, None where the run ended early.
-        speedup: mean over the seeds (:func:`symexplin.lab.evaluate.speedup`); None unless all reach the loss.
-        reached: at how many seeds the run reaches the baseline's final loss.
-        seconds, tokens_per_second: means over the runs that stayed finite; 0 if none did.
+        speedup: mean over the seeds (:func:`symexplin.lab.evaluate.speedup`); None unless every seed has one.
+        reached: at how many seeds some evaluation of the run is at or below the baseline's final loss. A run that
+            starts there has no speedup.
+        seconds, tokens_per_second: means over the runs that stayed finite; None if none did.
     """
 
     arm: str
-    lr: float
+    lr: float | None
     seeds: tuple[int, ...]
     finite: int
     loss: float | None
@@ -53,8 +54,8 @@ class Row:
     deltas: tuple[float | None, ...]
     speedup: float | None
     reached: int
-    seconds: float
-    tokens_per_second: float
+    seconds: float | None
+    tokens_per_second: float | None
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,8 @@ def best_lr(runs: Sequence[Run], arm: str) -> float | None:
 def compare(runs: Sequence[Run], baseline: str) -> Comparison:
     """Compare all arms with `baseline`, at the baseline's best learning rate and each at its own best.
 
-    Every arm must have run at the same learning rates and seeds. An arm without a best learning rate stands with the
-    shared one in both tables.
+    Every arm must have run at the same learning rates and seeds. An arm without a best learning rate has a row without
+    numbers.
 
     Raises:
         ValueError: a missing run, a baseline without a learning rate at which every seed stayed finite.
@@ -107,15 +108,21 @@ def compare(runs: Sequence[Run], baseline: str) -> Comparison:
             raise ValueError(f"runs must hold every arm at every lr and seed, got no {arm} at lr {lr:g}, seed {seed}")
     shared_lr = best_lr(runs, baseline)
     if shared_lr is None:
-        raise ValueError(f"no learning rate of {baseline} stayed finite to the end at every seed: try smaller ones")
+        tried = " ".join(f"{lr:g}" for lr in lrs)
+        raise ValueError(
+            f"no learning rate of {baseline} stayed finite to the end at every seed; the runs stay, and the same "
+            f"command with --resume and smaller rates added to --lrs {tried} goes on"
+        )
 
-    def row(arm: str, lr: float) -> Row:
+    def row(arm: str, lr: float | None) -> Row:
+        if lr is None:
+            return Row(arm, None, seeds, 0, None, None, None, (None,) * len(seeds), None, 0, None, None)
         return _row([found[arm, lr, seed] for seed in seeds], [found[baseline, shared_lr, seed] for seed in seeds])
 
     return Comparison(
         shared_lr=shared_lr,
         shared=tuple(row(arm, shared_lr) for arm in arms),
-        best=tuple(row(arm, best_lr(runs, arm) or shared_lr) for arm in arms),
+        best=tuple(row(arm, best_lr(runs, arm)) for arm in arms),
         lrs=lrs,
         seeds=seeds,
     )
@@ -125,11 +132,11 @@ def _row(runs: Sequence[Run], references: Sequence[Run]) -> Row:
     """Return the row of the runs of one arm at one learning rate, each with the baseline's run of its seed."""
     finished = [run for run in runs if not run.error]
     losses = [run.evals[-1][1] for run in finished]
-    gains = [speedup(base.evals, run.evals) for run, base in zip(runs, references, strict=True) if not run.error]
+    pairs = [(run.evals, base.evals) for run, base in zip(runs, references, strict=True) if not run.error]
+    gains = [gain for evals, base in pairs if (gain := speedup(base, evals)) is not None]
     deltas = [
         None if run.error else run.evals[-1][1] - base.evals[-1][1] for run, base in zip(runs, references, strict=True)
     ]
-    reached = [gain for gain in gains if gain is not None]
     whole = len(finished) == len(runs)
     return Row(
         arm=runs[0].arm,
@@ -140,10 +147,10 @@ def _row(runs: Sequence[Run], references: Sequence[Run]) -> Row:
         spread=statistics.stdev(losses) if whole and len(losses) > 1 else None,
         delta=statistics.fmean(delta for delta in deltas if delta is not None) if whole else None,
         deltas=tuple(deltas),
-        speedup=statistics.fmean(reached) if len(reached) == len(runs) else None,
-        reached=len(reached),
-        seconds=statistics.fmean(run.seconds for run in finished) if finished else 0.0,
-        tokens_per_second=statistics.fmean(run.tokens_per_second for run in finished) if finished else 0.0,
+        speedup=statistics.fmean(gains) if len(gains) == len(runs) else None,
+        reached=sum(min(loss for _, loss in evals) <= base[-1][1] for evals, base in pairs),
+        seconds=statistics.fmean(run.seconds for run in finished) if finished else None,
+        tokens_per_second=statistics.fmean(run.tokens_per_second for run in finished) if finished else None,
     )
 
 
@@ -173,13 +180,16 @@ def _verdict(row: Row, baseline: Row) -> str:
     if row.loss is None or row.delta is None:
         return f"{row.arm} did not stay finite" + (f" in {count - row.finite} of {count} seeds" if count > 1 else "")
     side = "below" if row.delta < 0 else "above"
-    gap = f"{abs(row.delta):.3f} {side}" if row.delta else "equal to"
-    ending = f"{row.arm} ends at {_loss(row, 3)} nats a token, {gap} {baseline.arm}'s {_loss(baseline, 3)}"
+    gap = f"{abs(row.delta):.4f}"
+    place = "equal to" if not row.delta else f"{gap} {side}" if float(gap) else "within 0.0001 of"
+    ending = f"{row.arm} ends at {_loss(row)} nats a token, {place} {baseline.arm}'s {_loss(baseline)}"
     if count > 1 and row.delta:
         agreeing = sum(delta is not None and delta * row.delta > 0 for delta in row.deltas)
         ending += f" ({side} in {agreeing} of {count} seeds)"
     if row.speedup is not None:
         return f"{ending}, and reaches that loss in {100 / row.speedup:.0f} % of the steps"
+    if row.reached == count:
+        return ending  # it was there from the start in some seed, and steps say nothing
     if row.reached:
         return f"{ending}, and reaches that loss in {row.reached} of {count} seeds"
     return f"{ending}, and never reaches that loss"
@@ -189,10 +199,11 @@ def _at_every_seed(row: Row) -> str:
     return " in every seed" if len(row.seeds) > 1 else ""
 
 
-def _loss(row: Row, digits: int) -> str:
+def _loss(row: Row) -> str:
     if row.loss is None:
-        return "not finite" if len(row.seeds) == 1 else f"finite in {row.finite} of {len(row.seeds)}"
-    return f"{row.loss:.{digits}f}" + ("" if row.spread is None else f" ± {row.spread:.{digits}f}")
+        alone = row.lr is None or len(row.seeds) == 1
+        return "not finite" if alone else f"finite in {row.finite} of {len(row.seeds)}"
+    return f"{row.loss:.4f}" + ("" if row.spread is None else f" ± {row.spread:.4f}")
 
 
 def format_table(comparison: Comparison) -> str:
@@ -212,13 +223,20 @@ def format_table(comparison: Comparison) -> str:
 
 
 def _cells(row: Row, is_baseline: bool) -> tuple[str, ...]:
-    never = f"reached in {row.reached} of {len(row.seeds)}" if row.reached else "not reached"
     return (
         row.arm,
-        f"{row.lr:g}",
-        _loss(row, 4),
+        "-" if row.lr is None else f"{row.lr:g}",
+        _loss(row),
         "-" if is_baseline or row.delta is None else f"{row.delta:+.4f}",
-        "-" if is_baseline else never if row.speedup is None else f"{row.speedup:.2f}x",
-        f"{row.tokens_per_second:,.0f}",
-        f"{row.seconds:.1f}",
+        "-" if is_baseline else _speedup(row),
+        "-" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
+        "-" if row.seconds is None else f"{row.seconds:.1f}",
     )
+
+
+def _speedup(row: Row) -> str:
+    if row.speedup is not None:
+        return f"{row.speedup:.2f}x"
+    if not row.finite or row.reached == len(row.seeds):
+        return "-"
+    return f"reached in {row.reached} of {len(row.seeds)}" if row.reached else "not reached"

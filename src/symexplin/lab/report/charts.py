@@ -11,7 +11,7 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from numpy.typing import ArrayLike, NDArray
 
 __all__ = ["MOST_POINTS", "Line", "chart", "histogram", "late_limits", "smooth", "thin"]
@@ -27,6 +27,7 @@ _MARKED = 40
 # Evaluations before this fraction of the steps may leave the chart: the first losses dwarf all differences.
 _LATE = 0.2
 _WIDE, _SMALL = (5.4, 4.2), (4.0, 3.4)
+_TICKS = 3  # a logarithmic axis with fewer labels has evenly spaced ones instead
 _LONG_LABEL = 24  # letters of a label that has a line of the legend to itself
 # Text as text, and ids that depend on the content alone: the same data give the same page.
 _STYLE: dict[Any, Any] = {
@@ -109,6 +110,9 @@ def chart(
             axes.set_yscale("log")
             # 0.5 instead of 5 x 10^-1
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            low, high = axes.get_ylim() if limits is None else limits
+            if sum(low <= tick <= high for tick in axes.yaxis.get_majorticklocs()) < _TICKS:
+                axes.yaxis.set_major_locator(MaxNLocator(4))
             axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
             axes.yaxis.set_minor_formatter(NullFormatter())
         if ticks is not None:

@@ -14,6 +14,7 @@ __all__ = ["Figure", "Section", "comparison_figures", "run_sections"]
 
 # The first losses of a run dwarf the rest: what happens in this share of the steps may leave the chart.
 _FIRST = 0.02
+_EVALUATIONS = 4  # fewer evaluations than these make a curve that is shown whole
 _SMOOTHED = 50  # curves of updates are smoothed over this part of them
 _POSITIONS = 2000  # whose scales show the shape of a role's map
 _SCALES = {
@@ -150,7 +151,8 @@ def _tails(run: RunRecord) -> list[Figure]:
         points = [(r["step"], factor * r["stats"][key]) for r in run.evaluations if key in r.get("stats", {})]
         if points:
             line = Line.through("all curved matrices", points)
-            figures.append(Figure(chart([line], _STEPS, label), caption))
+            top = 1.1 * max(value for _, value in points)
+            figures.append(Figure(chart([line], _STEPS, label, limits=(0.0, top or 1.0)), caption))
     return figures
 
 
@@ -197,13 +199,15 @@ def comparison_figures(found: Mapping[str, Any]) -> list[Figure]:
     shared = dict.fromkeys(arms, comparison["shared_lr"])
     best = {row["arm"]: row["lr"] for row in comparison["best"]}
     seeds = len(comparison["seeds"]) > 1
-    band = "; the band spans the seeds" if seeds else ""
+    whole = max(len(run["evals"]) for run in runs) < _EVALUATIONS
+    ending = f"{'' if whole else ', without its first part'}{'; the band spans the seeds' if seeds else ''}."
+    between = "Speedups are interpolated linearly between evaluations."
     figures = [
-        Figure(_curves(runs, shared), f"Held-out loss at the shared learning rate, without its first part{band}.")
+        Figure(_curves(runs, shared, whole), f"Held-out loss at the shared learning rate{ending} {between}"),
     ]
-    if best != shared:
-        caption = f"Held-out loss with each at its own best learning rate, without its first part{band}."
-        figures.append(Figure(_curves(runs, best), caption))
+    if any(lr is not None and lr != shared[arm] for arm, lr in best.items()):
+        caption = f"Held-out loss with each at its own best learning rate{ending}"
+        figures.append(Figure(_curves(runs, best, whole), caption))
     points = "; a point a seed, the line through their mean" if seeds else ""
     figures.append(
         Figure(_sweep(runs, arms), f"Held-out loss after the last step, at every learning rate tried{points}.")
@@ -211,7 +215,7 @@ def comparison_figures(found: Mapping[str, Any]) -> list[Figure]:
     return figures
 
 
-def _curves(runs: list[dict[str, Any]], lrs: Mapping[str, float]) -> Markup:
+def _curves(runs: list[dict[str, Any]], lrs: Mapping[str, float | None], whole: bool) -> Markup:
     lines = []
     for style, (arm, lr) in enumerate(lrs.items()):
         same = [run["evals"] for run in runs if (run["arm"], run["lr"]) == (arm, lr) and run["final_loss"] is not None]
@@ -220,7 +224,7 @@ def _curves(runs: list[dict[str, Any]], lrs: Mapping[str, float]) -> Markup:
             losses = np.array([[loss for _, loss in evals] for evals in same])
             band = (losses.min(axis=0), losses.max(axis=0)) if len(same) > 1 else None
             lines.append(Line(f"{arm}, lr {lr:g}", steps, losses.mean(axis=0), style, band=band))
-    return chart(lines, _STEPS, f"held-out loss ({_NATS})", limits=late_limits(lines))
+    return chart(lines, _STEPS, f"held-out loss ({_NATS})", limits=None if whole else late_limits(lines))
 
 
 def _sweep(runs: list[dict[str, Any]], arms: list[str]) -> Markup:

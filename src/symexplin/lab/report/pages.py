@@ -9,7 +9,7 @@ from typing import Any
 import jinja2
 import torch
 
-from symexplin.lab.compare.sweep import COMPARISON
+from symexplin.lab.compare.sweep import COMPARISON, how_to_finish
 from symexplin.lab.compare.sweep import CONFIG as COMPARE
 from symexplin.lab.files import read_json, replace_file
 from symexplin.lab.maps import map_of
@@ -82,9 +82,7 @@ def report_comparison(folder: str | Path) -> Path:
     """
     path = Path(folder)
     if not (path / COMPARISON).exists():
-        raise FileNotFoundError(
-            f"{str(folder)!r} has no {COMPARISON}: finish the comparison with --resume, or report one of its runs"
-        )
+        raise FileNotFoundError(f"{str(folder)!r} has no {COMPARISON}: {how_to_finish(path)}")
     found = read_json(path / COMPARISON)
     with _reading(path / COMPARISON):
         facts = [(f"map of {arm}", _map(curve)) for arm, curve in found["maps"].items()]

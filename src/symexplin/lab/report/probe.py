@@ -78,10 +78,7 @@ def read_run(folder: str | Path) -> RunRecord:
 
 
 def _lines(path: Path) -> list[Record]:
-    try:
-        return read_json_lines(path) if path.exists() else []
-    except ValueError as error:
-        raise ValueError(f"{str(path)!r} is not a file of JSON lines: {error}") from None
+    return read_json_lines(path) if path.exists() else []
 
 
 @dataclass(frozen=True)
