@@ -165,7 +165,7 @@ example:
         "compare AdamW and SEL on a small model, in minutes, without a download",
         """\
 Prepare the sources of the running Python's standard library, train AdamW and SEL on them at three learning rates
-each, and report. About three and a half minutes on two cores. An earlier demo in FOLDER is replaced, unless it was
+each, and report. About four minutes on two cores. An earlier demo in FOLDER is replaced, unless it was
 interrupted and had the same settings: then it goes on.
 """,
         """\

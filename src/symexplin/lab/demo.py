@@ -42,7 +42,7 @@ _OURS = re.compile(
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """What the demo compares; the defaults take about three and a half minutes on two cores.
+    """What the demo compares; the defaults take about four minutes on two cores.
 
     Args:
         data: "stdlib" (your Python's own sources), a file (documents separated by NUL) or a folder.
