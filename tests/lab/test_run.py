@@ -276,7 +276,7 @@ def test_a_planted_nan_ends_the_run_and_names_step_layer_and_checkpoint(data, tm
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "update", plant)
-        words = r"step 8: loss is nan.*blocks.0.ffn.up.weight; the last checkpoint is .*step-00000006"
+        words = r"step 8: loss is nan.*blocks.0.ffn.up.weight; --resume would go on from .*step-00000006"
         with pytest.raises(NonFiniteError, match=words):
             train(tiny(data), folder)
     *_, last = read_json_lines(folder / "metrics.jsonl")

@@ -197,7 +197,7 @@ class _Run:
                 self._loop(bar, stop, fresh=not checkpoints)
             except NonFiniteError as error:
                 self._broke(error)
-                raise NonFiniteError(f"{error}; the last checkpoint is {self._newest()}") from None
+                raise NonFiniteError(f"{error}; --resume would go on from {self._newest()}") from None
         return self._finish()
 
     def _loop(self, bar: Any, stop: StopSignals, fresh: bool) -> None:

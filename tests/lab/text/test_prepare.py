@@ -328,3 +328,20 @@ def test_the_environment_is_left_as_it_was(tmp_path, text, monkeypatch):
     monkeypatch.delenv("TOKENIZERS_PARALLELISM")
     prepare(settings(text), tmp_path / "again")
     assert "TOKENIZERS_PARALLELISM" not in os.environ
+
+
+def test_files_left_out_are_told(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(3):
+        (folder / f"{number}.txt").write_text(f"text number {number}")
+    (folder / "latin.txt").write_bytes("größer".encode("latin1"))
+    lines = []
+    prepare(PrepareConfig((str(folder),), tokenizer="byte"), tmp_path / "out", echo=lines.append)
+    assert f"left out as not UTF-8 text, 1 in all: {folder / 'latin.txt'}" in lines
+
+
+def test_a_text_too_short_for_its_vocabulary_is_told(tmp_path, text):
+    lines = []
+    prepare(PrepareConfig((str(text),), vocab_size=60_000, workers=1), tmp_path / "out", echo=lines.append)
+    assert any("not the 60,000 asked for" in line for line in lines)

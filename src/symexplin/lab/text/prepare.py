@@ -210,7 +210,7 @@ class _Preparation:
         )
         if skipped:
             names = ", ".join(str(path) for path in skipped[:3]) + (", ..." if len(skipped) > 3 else "")
-            self.echo(f"left out: {len(skipped):,} files that are not UTF-8 text: {names}")
+            self.echo(f"left out as not UTF-8 text, {len(skipped):,} in all: {names}")
         return split
 
     def _again(self, split: Split) -> Iterator[tuple[int, bytes]]:
