@@ -122,6 +122,15 @@ def test_a_model_too_large_for_the_memory_is_a_users_error(data, tmp_path, capsy
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_loss_that_is_no_number_is_one_line(data, tmp_path, capsys):
+    arguments = ["train", "--data", data, "--out", str(tmp_path / "run"), "--steps", "9", "--lr", "1e30", *TINY.split()]
+    assert cli.main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("symexplin: error: step 2: loss is nan")
+    assert "--resume would go on from the start" in line
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
 def test_a_failed_compilation_is_told_in_one_line(monkeypatch, capsys):
     from torch._dynamo.exc import TorchDynamoException
 
