@@ -4,12 +4,12 @@ import dataclasses
 import json
 from pathlib import Path
 
+import corpora
 from symexplin.lab.compare.table import Run, compare, headline
 from symexplin.lab.config import ComputeConfig, LogConfig, RunConfig, TrainConfig
 from symexplin.lab.maps import CurveConfig, carried
 from symexplin.lab.model import ModelConfig
 from symexplin.lab.run import train
-from symexplin.lab.text.prepare import PrepareConfig, prepare
 
 __all__ = ["EVIL", "MODEL", "comparison", "prepared", "trained"]
 
@@ -19,10 +19,8 @@ MODEL = ModelConfig(width=16, depth=2, heads=2, context=16)
 
 def prepared(folder):
     """Prepare a few documents and return the folder."""
-    text = Path(folder, "text")
-    text.write_bytes(b"\0".join(f"document {i} says that {i} times {i} is {i * i}".encode() for i in range(60)))
-    prepare(PrepareConfig((str(text),), tokenizer="byte", workers=1), Path(folder, "tokens"), progress=False)
-    return Path(folder, "tokens")
+    texts = [f"document {i} says that {i} times {i} is {i * i}" for i in range(60)]
+    return Path(corpora.prepared(Path(folder), texts))
 
 
 def trained(data, out, curve=None, model=MODEL, **changes):

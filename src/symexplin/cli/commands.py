@@ -1,7 +1,6 @@
 """What each command takes and does; the work is the laboratory's, which is imported when a command runs."""
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -200,7 +199,7 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(arguments: Arguments) -> None:
-    from symexplin.lab.files import replace_file
+    from symexplin.lab.files import write_json
     from symexplin.lab.maps import CurveConfig, named_map
     from symexplin.lab.settings import build
     from symexplin.lab.weights.inspect import format_inspection, inspect_file
@@ -210,7 +209,7 @@ def _inspect(arguments: Arguments) -> None:
     found = inspect_file(arguments.source, config=named_map(curve.preset, curve.map), progress=True)
     _say(format_inspection(found))
     if arguments.json is not None:
-        replace_file(arguments.json, json.dumps(found.to_dict(), indent=1) + "\n")
+        write_json(arguments.json, found.to_dict())
     if arguments.figures is not None:
         folder = Path(arguments.figures)
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,5 @@
 """A comparison that fits into minutes on a laptop: AdamW and SEL on one small model, over a few learning rates."""
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from symexplin.lab.checkpoint import load_checkpoint, newest
 from symexplin.lab.compare.sweep import COMPARISON, CONFIG, MARKS, CompareConfig, GridConfig, compare_runs
 from symexplin.lab.config import ComputeConfig, LogConfig, RunConfig, TrainConfig, resolve
 from symexplin.lab.evaluate import sample
-from symexplin.lab.files import replace_file
+from symexplin.lab.files import replace_file, write_json
 from symexplin.lab.folders import LOCK, claimed
 from symexplin.lab.model import ModelConfig
 from symexplin.lab.run import CONFIG as RUN_CONFIG
@@ -145,7 +144,7 @@ def run_demo(out: str | Path, config: DemoConfig | None = None, echo: Echo = lam
         # A zero byte ends a document; files of text have none.
         text = sample(model, corpus.tokenizer, "", config.sample_length, seed=config.seed).replace("\0", "\n")
         content["sample"] = {"arm": run["arm"], "lr": run["lr"], "seed": run["seed"], "text": text}
-        replace_file(folder / COMPARISON, json.dumps(content, indent=1, allow_nan=False) + "\n")
+        write_json(folder / COMPARISON, content)
         report_comparison(folder)
         replace_file(folder / _SAMPLE, text + "\n")  # the last: with it the demo is finished
     echo(f"plain weights: {folder / run['folder'] / MODEL} (a fresh model gives the same logits, bit for bit)")

@@ -3,12 +3,12 @@
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-__all__ = ["JsonLines", "read_json", "read_json_lines", "replace_file", "replacing", "sync_folder"]
+__all__ = ["JsonLines", "read_json", "read_json_lines", "replace_file", "replacing", "sync_folder", "write_json"]
 
 
 @contextlib.contextmanager
@@ -134,3 +134,15 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise ValueError(f"{str(path)!r} is damaged: it is not a JSON object")
     return table
+
+
+def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
+    """Write an object as JSON to read, in one step; numbers must be finite.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_json(Path(folder, "a.json"), {"steps": 3})
+    ...     read_json(Path(folder, "a.json"))
+    {'steps': 3}
+    """
+    replace_file(path, json.dumps(content, indent=1, allow_nan=False) + "\n")

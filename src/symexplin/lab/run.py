@@ -7,7 +7,6 @@ model.safetensors, tokenizer.json, summary.json      what the finished run leave
 """
 
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from tqdm import tqdm
 
 from symexplin.lab.checkpoint import load_checkpoint, newest, save_checkpoint, sweep
 from symexplin.lab.config import RunConfig, resolve
-from symexplin.lab.files import JsonLines, read_json, read_json_lines, replace_file
+from symexplin.lab.files import JsonLines, read_json, read_json_lines, replace_file, write_json
 from symexplin.lab.folders import claimed
 from symexplin.lab.provenance import memory, provenance
 from symexplin.lab.settings import differences, dump_toml, lines, to_table
@@ -27,15 +26,14 @@ from symexplin.lab.stop import StopSignals
 from symexplin.lab.text.corpus import Corpus
 from symexplin.lab.trackers import Trackers
 from symexplin.lab.train import NonFiniteError, Trainer
-from symexplin.lab.weights.files import save_model
+from symexplin.lab.weights.files import MODEL, save_model
 
-__all__ = ["CONFIG", "FACTS", "METRICS", "MODEL", "SUMMARY", "TIMING", "TOKENIZER", "RunResult", "train"]
+__all__ = ["CONFIG", "FACTS", "METRICS", "MODEL", "SUMMARY", "TIMING", "TOKENIZER", "RunResult", "evaluations", "train"]
 
 Echo = Callable[[str], None]
 
 CONFIG, METRICS, TIMING, SUMMARY = "config.toml", "metrics.jsonl", "timing.jsonl", "summary.json"
-MODEL, TOKENIZER = "model.safetensors", "tokenizer.json"
-FACTS = "run.json"
+TOKENIZER, FACTS = "tokenizer.json", "run.json"
 # Keys that a run may resume with other values of: where its data lie (their digest must be the same), what it logs.
 _FREE = ("data", "log.")
 # Keys that change the rounding but not the run: a resumed run may move to another machine.
@@ -101,12 +99,14 @@ def train(
             echo(line)
         torch.set_num_threads(config.compute.threads or 1)
         trainer = Trainer(config, corpus)  # what does not fit into memory leaves no folder
-        corpus.tokenizer.save(folder / TOKENIZER) if begun else _begin(folder, config, corpus)
+        if not begun:
+            _write_facts(folder, config, corpus)  # the first file: it marks the folder
+        corpus.tokenizer.save(folder / TOKENIZER)
         replace_file(folder / CONFIG, dump_toml(to_table(config)))
         return _Run(folder, trainer, echo, progress, label).go()
 
 
-def _begin(folder: Path, config: RunConfig, corpus: Corpus) -> None:
+def _write_facts(folder: Path, config: RunConfig, corpus: Corpus) -> None:
     """Write what a run is."""
     facts = {
         "data": corpus.fingerprint,
@@ -115,8 +115,7 @@ def _begin(folder: Path, config: RunConfig, corpus: Corpus) -> None:
         "config": to_table(config),
         "provenance": provenance(),
     }
-    replace_file(folder / FACTS, json.dumps(facts, indent=1) + "\n")  # the first: it marks the folder
-    corpus.tokenizer.save(folder / TOKENIZER)
+    write_json(folder / FACTS, facts)
 
 
 def _check_same(folder: Path, config: RunConfig, corpus: Corpus, resume: bool, echo: Echo) -> None:
@@ -151,10 +150,11 @@ def _summary(folder: Path) -> dict[str, Any] | None:
 
 
 def _result(folder: Path, summary: Mapping[str, Any]) -> RunResult:
-    return RunResult(_evals(folder), summary["seconds"], summary["tokens_per_second"])
+    return RunResult(evaluations(folder), summary["seconds"], summary["tokens_per_second"])
 
 
-def _evals(folder: Path) -> list[tuple[int, float]]:
+def evaluations(folder: Path) -> list[tuple[int, float]]:
+    """Return the evaluations of a run as (step, nats a token), from its metrics.jsonl."""
     records = read_json_lines(folder / METRICS)
     return [(record["step"], record["eval_loss"]) for record in records if "eval_loss" in record]
 
@@ -258,7 +258,7 @@ class _Run:
     def _broke(self, error: NonFiniteError) -> None:
         step = self.trainer.step + 1
         self.metrics.write(step=step, error=str(error))
-        replace_file(self.folder / SUMMARY, json.dumps({"error": str(error), "step": step}) + "\n")
+        write_json(self.folder / SUMMARY, {"error": str(error), "step": step})
 
     def _newest(self) -> str:
         found = newest(self.folder)
@@ -267,7 +267,7 @@ class _Run:
     def _finish(self) -> RunResult:
         plain, train = self.trainer.plain_model(), self.config.train
         save_model(plain, self.folder / MODEL)
-        evals = _evals(self.folder)
+        evals = evaluations(self.folder)
         pace = train.steps * train.batch_size * self.config.model.context / max(self.seconds, 1e-9)
         summary = {
             "steps": train.steps,
@@ -276,5 +276,5 @@ class _Run:
             "tokens_per_second": round(pace, 1),
             "parameters": sum(p.numel() for p in plain.parameters()),
         }
-        replace_file(self.folder / SUMMARY, json.dumps(summary, indent=1) + "\n")
+        write_json(self.folder / SUMMARY, summary)
         return RunResult(evals, self.seconds, pace)

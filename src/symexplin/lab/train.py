@@ -18,11 +18,9 @@ from symexplin.lab.evaluate import evaluate
 from symexplin.lab.maps import map_of
 from symexplin.lab.model import Transformer
 from symexplin.lab.text.corpus import BatchLoader, Corpus, eval_batches
-from symexplin.lab.weights.files import MAP_KEY, read_tensors, save_model
+from symexplin.lab.weights.files import MAP_KEY, MODEL, load_weights, save_model
 
 __all__ = ["NonFiniteError", "Trainer", "lr_factor"]
-
-_MODEL = "model.safetensors"
 
 
 class NonFiniteError(ArithmeticError):
@@ -149,15 +147,12 @@ class Trainer:
         """Write model and optimizer into `folder` and return the plain values that belong to them."""
         curve = map_of(self.config.sel, self.config.model.width)
         curved = {MAP_KEY: curve.to_json()} if curve and self.config.sel.home == "module" else {}
-        save_model(self.model, folder / _MODEL, curved)
+        save_model(self.model, folder / MODEL, curved)
         return {"optimizer": save_optimizer(self.optimizer, folder)}
 
     def load(self, folder: Path, state: Mapping[str, Any]) -> None:
         """Go on from what :meth:`save` wrote."""
-        tensors, _ = read_tensors(folder / _MODEL)
-        if self.config.model.tie_head:
-            tensors["head.weight"] = tensors["embedding.weight"]
-        self.model.load_state_dict(tensors)
+        load_weights(self.model, folder / MODEL)
         load_optimizer(self.optimizer, folder, state["optimizer"])
         self.step = state["step"]
 

@@ -7,22 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from corpora import prepared
 from symexplin.lab.checkpoint import newest
 from symexplin.lab.compare.pool import Task, train_all
 from symexplin.lab.config import ComputeConfig, LogConfig, RunConfig, TrainConfig
 from symexplin.lab.maps import CurveConfig
 from symexplin.lab.model import ModelConfig
-from symexplin.lab.text.prepare import PrepareConfig, prepare
 
 STEPS = 2000  # more than a test waits for
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    (folder / "text").write_bytes(b"\0".join(f"document {i} says {i * i} and {i % 5}".encode() for i in range(80)))
-    prepare(PrepareConfig((str(folder / "text"),), tokenizer="byte", workers=1), folder / "tokens")
-    return str(folder / "tokens")
+    return prepared(tmp_path_factory.mktemp("data"))
 
 
 def task(data, folder, steps, lr=1e-3):

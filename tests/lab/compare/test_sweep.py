@@ -11,6 +11,7 @@ import filelock
 import pytest
 import torch
 
+from corpora import prepared
 from symexplin.lab.compare import sweep
 from symexplin.lab.compare.grid import CompareConfig, GridConfig
 from symexplin.lab.compare.sweep import compare_runs
@@ -40,10 +41,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    (folder / "text").write_bytes(b"\0".join(f"document {i} says {i * i} and {i % 5}".encode() for i in range(80)))
-    prepare(PrepareConfig((str(folder / "text"),), tokenizer="byte", workers=1), folder / "tokens")
-    return str(folder / "tokens")
+    return prepared(tmp_path_factory.mktemp("data"))
 
 
 def tiny(data, steps=6, **grid):

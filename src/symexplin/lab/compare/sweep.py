@@ -6,7 +6,6 @@ comparison.json   what came out, at the end      report.html      the same to lo
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,11 @@ from symexplin.lab.compare.grid import Cell, CompareConfig, GridConfig
 from symexplin.lab.compare.pool import Task, train_all
 from symexplin.lab.compare.table import Run, compare, format_table, headline
 from symexplin.lab.config import ComputeConfig, resolve
-from symexplin.lab.files import read_json, read_json_lines, replace_file
+from symexplin.lab.files import read_json, replace_file, write_json
 from symexplin.lab.folders import claimed
 from symexplin.lab.maps import map_of
 from symexplin.lab.provenance import cores, provenance
-from symexplin.lab.run import FACTS, METRICS, SUMMARY
+from symexplin.lab.run import FACTS, METRICS, SUMMARY, evaluations
 from symexplin.lab.settings import build, differences, dump_toml, load_toml
 from symexplin.lab.text.corpus import Corpus
 from symexplin.validation import naming
@@ -30,7 +29,6 @@ from symexplin.validation import naming
 __all__ = [
     "COMPARISON",
     "CONFIG",
-    "REPORT",
     "RUNS",
     "CompareConfig",
     "GridConfig",
@@ -41,7 +39,7 @@ __all__ = [
 
 Echo = Callable[[str], None]
 
-CONFIG, COMPARISON, REPORT, RUNS = "compare.toml", "comparison.json", "report.html", "runs"
+CONFIG, COMPARISON, RUNS = "compare.toml", "comparison.json", "runs"
 # What is written first into a comparison's folder, or into that of a demo around it.
 MARKS = {CONFIG, ".symexplin-demo"}
 # Keys that a comparison may resume with other values of, as no run's bits depend on them; keys that may only grow.
@@ -192,8 +190,7 @@ def _read(folder: Path, cell: Cell) -> Run | None:
     if not (path / SUMMARY).exists():
         return None
     with _of_a_run():
-        summary, records = read_json(path / SUMMARY), read_json_lines(path / METRICS)
-        evals = tuple((record["step"], record["eval_loss"]) for record in records if "eval_loss" in record)
+        summary, evals = read_json(path / SUMMARY), tuple(evaluations(path))
         if not evals:
             raise ValueError(f"{str(path / METRICS)!r} is damaged: it has no evaluation")
     return Run(
@@ -238,7 +235,7 @@ def _conclude(folder: Path, config: CompareConfig, corpus: Corpus, echo: Echo) -
         "provenance": {**provenance(), "threads": config.compute.threads},
         "seconds": round(sum(run.seconds for run in runs), 1),
     }
-    replace_file(folder / COMPARISON, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    write_json(folder / COMPARISON, content)
     echo("\n".join(("", format_table(comparison), "", *content["headline"], "")))
     echo(f"report: {report_comparison(folder)}")
     return content

@@ -15,11 +15,11 @@ from symexplin.lab.build import Built, build
 from symexplin.lab.checkpoint import load_checkpoint, load_optimizer, newest
 from symexplin.lab.config import RunConfig
 from symexplin.lab.files import read_json, read_json_lines
-from symexplin.lab.model import ModelConfig
-from symexplin.lab.run import CONFIG, FACTS, METRICS, MODEL, SUMMARY, TIMING
+from symexplin.lab.model import ModelConfig, Transformer
+from symexplin.lab.run import CONFIG, FACTS, METRICS, SUMMARY, TIMING
 from symexplin.lab.settings import build as build_config
 from symexplin.lab.settings import load_toml
-from symexplin.lab.weights.files import read_tensors
+from symexplin.lab.weights.files import MODEL, load_weights
 from symexplin.linear import SELLinear
 from symexplin.optim import RawSpaceOptimizer
 from symexplin.transform import Form, Scales, forward
@@ -184,12 +184,9 @@ def _load(run: RunRecord, built: Built) -> int | None:
     return run.step
 
 
-def _load_model(model: nn.Module, path: Path) -> None:
-    tensors, _ = read_tensors(path)
-    if "head.weight" not in tensors:
-        tensors["head.weight"] = tensors["embedding.weight"]
+def _load_model(model: Transformer, path: Path) -> None:
     try:
-        model.load_state_dict(tensors)
+        load_weights(model, path)
     except RuntimeError as error:
         first = str(error).splitlines()[-1].strip()
         raise ValueError(f"{str(path)!r} does not fit the model of {CONFIG}: {first}") from None

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import importlib.metadata
-import json
 import math
 import os
 import shutil
@@ -16,7 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from symexplin.lab.files import read_json, replace_file
+from symexplin.lab.files import read_json, write_json
 from symexplin.lab.provenance import cores
 from symexplin.lab.settings import to_table
 from symexplin.lab.text.dataset import DATASET, PARTS, TOKENIZER, check_same, claimed_dataset, side_file
@@ -181,7 +180,7 @@ class _Preparation:
         if plan is None:
             self.plan.parent.mkdir(exist_ok=True)
             tokenizer.save(self.folder / TOKENIZER)
-            replace_file(self.plan, json.dumps({"config": self.table, **made}, indent=1) + "\n")
+            write_json(self.plan, {"config": self.table, **made})
         else:
             check_same(self.folder, {key: plan.get(key) for key in made}, made)
         if trained and tokenizer.vocab_size < self.config.vocab_size:
@@ -249,7 +248,7 @@ class _Preparation:
             "config": self.table,
             "symexplin": importlib.metadata.version("symexplin"),
         }
-        replace_file(self.folder / DATASET, json.dumps(dataset, indent=1) + "\n")
+        write_json(self.folder / DATASET, dataset)
         shutil.rmtree(self.plan.parent, ignore_errors=True)
         return dataset
 

@@ -20,9 +20,11 @@ __all__ = [
     "CONFIG_KEY",
     "FLOATING",
     "MAP_KEY",
+    "MODEL",
     "TensorSpec",
     "iter_tensors",
     "load_model",
+    "load_weights",
     "model_config",
     "read_specs",
     "read_tensors",
@@ -38,7 +40,7 @@ MAP_KEY = "symexplin_map"
 FLOATING = frozenset({"F16", "BF16", "F32", "F64"})
 
 _TIED = "head.weight"
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+MODEL, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLE_PROTOCOLS = range(2, 6)
 
 
@@ -114,11 +116,11 @@ def _parts(path: Path) -> list[tuple[Path, set[str] | None]]:
         raise FileNotFoundError(f"path must name a safetensors file or folder, got {str(path)!r}, which does not exist")
     if not path.is_dir():
         return [(path, None)]
-    if (path / _SINGLE).exists():
-        return [(path / _SINGLE, None)]
+    if (path / MODEL).exists():
+        return [(path / MODEL, None)]
     if not (path / _INDEX).exists():
         found = ", ".join(sorted(p.name for p in path.iterdir())[:5]) or "nothing"
-        raise ValueError(f"path must name a file, or a folder with {_SINGLE} or {_INDEX}; {str(path)!r} has {found}")
+        raise ValueError(f"path must name a file, or a folder with {MODEL} or {_INDEX}; {str(path)!r} has {found}")
     shards: dict[Path, set[str]] = {}
     for name, shard in _weight_map(path / _INDEX).items():
         file = path / shard
@@ -263,10 +265,31 @@ def load_model(path: str | Path) -> Transformer:
     _check_specs(where, specs, config)
     state = dict(iter_tensors(path))
     model = Transformer(config).to(state["embedding.weight"].dtype)
-    if config.tie_head:
+    _fill(model, state)
+    return model
+
+
+def load_weights(model: Transformer, path: str | Path) -> None:
+    """Load what :func:`save_model` wrote of a model like `model`, plain or curved, into it.
+
+    Raises:
+        RuntimeError: tensors of another model, as from `load_state_dict`.
+
+    >>> import tempfile
+    >>> first, second = (Transformer(ModelConfig(width=16, depth=1, heads=2, context=8)) for _ in range(2))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_model(first, Path(folder, MODEL))
+    ...     load_weights(second, Path(folder, MODEL))
+    >>> torch.equal(first.head.weight, second.head.weight)
+    True
+    """
+    _fill(model, dict(iter_tensors(path)))
+
+
+def _fill(model: Transformer, state: dict[str, Tensor]) -> None:
+    if model.config.tie_head:
         state[_TIED] = state["embedding.weight"]
     model.load_state_dict(state)
-    return model
 
 
 def model_config(path: str | Path, metadata: Mapping[str, str]) -> ModelConfig:
