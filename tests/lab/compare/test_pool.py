@@ -1,5 +1,6 @@
 import json
 import multiprocessing
+import os
 import signal
 import subprocess
 import sys
@@ -80,7 +81,8 @@ def test_a_signal_leaves_nothing_behind(data, tmp_path):
     """Workers that were killed would leave semaphores, of which the tracker of resources complains at the end."""
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "script.py", str(Path(__file__).parent), data]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
+    path = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}  # of corpora.py
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True, env=path)
     assert "SIGTERM with all runs saved" in done.stdout
     assert done.stderr == ""
 

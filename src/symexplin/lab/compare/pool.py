@@ -137,7 +137,8 @@ def _end(workers: set[BaseProcess], patience: float, drain: Callable[[], None]) 
         alive[0].join(_TICK)
     for worker in alive:
         worker.kill()  # a run survives it
-        worker.join()
+    while workers & set(multiprocessing.active_children()):  # the executor's thread may be the one that sees the end
+        time.sleep(0.01)
 
 
 def _failure(error: BaseException) -> BaseException:
@@ -170,4 +171,7 @@ def _work(task: Task) -> int | None:
         _train(task, _shared["lines"].put, progress=False)
     except Stopped as stopped:
         return stopped.signal
+    except BaseException:
+        _shared["halt"].set()  # here: the next task may begin before the parent has heard of it
+        raise
     return None
