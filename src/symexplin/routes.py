@@ -1,7 +1,7 @@
 """Which parameters are curved: by the type of the module that owns them, never by their number of dimensions."""
 
 import fnmatch
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -9,11 +9,13 @@ from torch import nn
 from symexplin.config import SELConfig, check_config
 from symexplin.coordinates import Layout
 
-__all__ = ["HEAD_NAMES", "ROUTER_NAMES", "Route", "Routing", "routing"]
+__all__ = ["HEAD_NAMES", "ROUTER_NAMES", "Route", "Routing", "check_patterns", "routing"]
 
 # Names of an output head where neither the model nor a vocabulary gives it away.
-HEAD_NAMES = frozenset({"lm_head", "head", "output_head", "classifier", "score", "unembed", "unembedding"})
-ROUTER_NAMES = frozenset({"router", "gate"})
+HEAD_NAMES = frozenset(
+    {"lm_head", "head", "output_head", "classifier", "score", "qa_outputs", "unembed", "unembedding"}
+)
+ROUTER_NAMES = frozenset({"router", "gate", "shared_expert_gate"})
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,8 @@ def routing(model: nn.Module, config: SELConfig | None = None) -> Routing:
     Curved are the weights and biases of `nn.Linear`, transformers' `Conv1D` and the input projections of
     `nn.MultiheadAttention`. Plain are embeddings and what is tied to them, the output head, routers of mixtures
     of experts, norms, convolutions, frozen and non-floating parameters. `config.include` and `config.exclude`
-    are patterns of qualified names against these rules.
+    are patterns of qualified names against these rules. Weights of several experts in one 3-D tensor are plain;
+    experts that are layers of their own are curved. LoRA's factors under PEFT are linear layers, hence curved.
 
     Raises:
         ValueError: a pattern that matches nothing, or asks to curve something that is neither a 2-D weight nor
@@ -109,7 +112,9 @@ def routing(model: nn.Module, config: SELConfig | None = None) -> Routing:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    _check_patterns(config, [name for aliases in names.values() for name in aliases])
+    known = [name for aliases in names.values() for name in aliases]
+    check_patterns("include", config.include, known)
+    check_patterns("exclude", config.exclude, known)
     routes = []
     for position, (name, parameter) in enumerate(model.named_parameters()):
         candidate = candidates.get(id(parameter), _Candidate("not in a linear layer"))
@@ -151,11 +156,11 @@ def _matches(names: list[str], patterns: tuple[str, ...]) -> str | None:
     return next((p for p in patterns for name in names if fnmatch.fnmatchcase(name, p)), None)
 
 
-def _check_patterns(config: SELConfig, names: list[str]) -> None:
-    for argument in ("include", "exclude"):
-        for pattern in getattr(config, argument):
-            if not fnmatch.filter(names, pattern):
-                raise ValueError(f"{argument} pattern {pattern!r} matches no parameter, such as {names[:3]}")
+def check_patterns(argument: str, patterns: Sequence[str], names: list[str]) -> None:
+    """Refuse a pattern of `argument` that matches none of the parameters' `names`."""
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise ValueError(f"{argument} pattern {pattern!r} matches no parameter, such as {names[:3]}")
 
 
 def _candidates(model: nn.Module) -> dict[int, _Candidate]:
@@ -165,8 +170,7 @@ def _candidates(model: nn.Module) -> dict[int, _Candidate]:
     embeddings: set[int] = set()
     modules = dict(model.named_modules())
     for name, module in modules.items():
-        parent = modules.get(name.rpartition(".")[0], model)
-        plain = _plain_reason(name, module, parent, heads)
+        plain = _plain_reason(name, modules, heads)
         for local, parameter in module.named_parameters(recurse=False):
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 embeddings.add(id(parameter))
@@ -192,6 +196,8 @@ def _candidate(module: nn.Module, local: str, parameter: nn.Parameter) -> _Candi
         return _Candidate("attention input projection", True, 0, parameter if parameter.dim() == 2 else weight)
     if hasattr(module, "sel_roles"):
         return _Candidate("curved in its module")
+    if parameter.dim() == 3 and "Experts" in type(module).__name__:
+        return _Candidate("3-D expert weights")
     return _Candidate(type(module).__name__)
 
 
@@ -200,14 +206,20 @@ def _is_conv1d(module: nn.Module) -> bool:
     return any(c.__name__ == "Conv1D" and c.__module__.startswith("transformers.") for c in type(module).__mro__)
 
 
-def _plain_reason(name: str, module: nn.Module, parent: nn.Module, heads: set[int]) -> str | None:
-    """Return why a linear layer stays plain, or None."""
-    leaf = name.rpartition(".")[2]
-    if id(module) in heads:
+def _plain_reason(name: str, modules: dict[str, nn.Module], heads: set[int]) -> str | None:
+    """Return why all parameters of the module of that name stay plain, or None."""
+    if id(modules[name]) in heads:
         return "output head"
-    if isinstance(module, nn.Linear) and leaf in ROUTER_NAMES and hasattr(parent, "experts"):
+    path = name.split(".")
+    if any(_is_router(".".join(path[:depth]), modules) for depth in range(len(path) + 1)):
         return "router of a mixture of experts"
     return None
+
+
+def _is_router(name: str, modules: dict[str, nn.Module]) -> bool:
+    """Whether a module chooses among experts: by its type's name, or by its own beside the experts."""
+    parent, _, leaf = name.rpartition(".")
+    return "Router" in type(modules[name]).__name__ or (leaf in ROUTER_NAMES and hasattr(modules[parent], "experts"))
 
 
 def _heads(model: nn.Module) -> set[int]:
@@ -215,13 +227,25 @@ def _heads(model: nn.Module) -> set[int]:
     getter = getattr(model, "get_output_embeddings", None)
     named = getter() if callable(getter) else None
     if isinstance(named, nn.Module):
-        return {id(named)}
-    linears = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear) and name]
-    by_name = [m for name, m in linears if name.rpartition(".")[2] in HEAD_NAMES]
+        return {id(module) for module in named.modules()}  # adapters may wrap it
+    by_name = [
+        part
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] in HEAD_NAMES
+        for part in _last(module)
+    ]
     if callable(getter):  # the model says that it has no head over its vocabulary
         return {id(m) for m in by_name}
+    linears = [m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name]
     vocabularies = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
-    wide = [m for _, m in linears if m.out_features in vocabularies]
+    wide = [m for m in linears if m.out_features in vocabularies]
     # A byte vocabulary may equal the model's width: among several as wide, the name decides, then the last one.
     chosen = [m for m in wide if any(m is n for n in by_name)] or wide[-1:] or by_name
     return {id(m) for m in chosen}
+
+
+def _last(head: nn.Module) -> Sequence[nn.Module]:
+    """Return what is the head in a module of a head's name: itself, its last linear layer, all that PEFT wraps."""
+    if hasattr(head, "base_layer") or hasattr(head, "modules_to_save"):
+        return list(head.modules())
+    return [module for module in head.modules() if isinstance(module, nn.Linear)][-1:]

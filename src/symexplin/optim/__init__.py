@@ -3,8 +3,9 @@
 from symexplin.optim.adamw import SELAdamW
 from symexplin.optim.annealing import ScaleAnnealing, anneal_scales
 from symexplin.optim.groups import param_groups
-from symexplin.optim.raw_space import RawSpaceOptimizer, Target
+from symexplin.optim.raw_space import RawSpaceOptimizer
 from symexplin.optim.stats import stats
+from symexplin.optim.target import Target
 
 __all__ = [
     "RawSpaceOptimizer",

@@ -1,11 +1,12 @@
 """AdamW in curved weight space."""
 
-import math
 from typing import Any, ClassVar
 
 import torch
 
-from symexplin.optim.raw_space import RawSpaceOptimizer, Target
+from symexplin.optim.rates import Number
+from symexplin.optim.raw_space import RawSpaceOptimizer
+from symexplin.optim.target import Target
 from symexplin.validation import check_not_negative
 
 __all__ = ["SELAdamW"]
@@ -28,9 +29,12 @@ class SELAdamW(RawSpaceOptimizer):
         params: :func:`symexplin.param_groups` of a plain model.
         lr: learning rate of groups without their own; a schedule may change `group["lr"]` at will.
         betas, eps, weight_decay: as in `torch.optim.AdamW`.
-        total_steps: T of the annealing, the run's optimizer steps; needed where a multiplier changes.
+        total_steps: T of the annealing, the run's optimizer steps; needed where a multiplier changes. "later" if it is
+            not known yet: then :meth:`set_total_steps` is due before the second step.
         max_grad_norm: clip raw gradients to this global norm (clipping the model's `.grad` outside clips effective
             gradients instead). None: do not clip. `grad_norm` holds the norm of the last step.
+        capturable: keep counters on the device, so that a CUDA graph of :meth:`step` counts on; give `lr` as a tensor
+            there, too, and take one step before the capture. A replay notices no writes from outside.
 
     Raises:
         ValueError: a value out of range, no curved group, a multiplier that changes without `total_steps`, a weight
@@ -56,6 +60,7 @@ class SELAdamW(RawSpaceOptimizer):
         *,
         total_steps: int | None = None,
         max_grad_norm: float | None = None,
+        capturable: bool = False,
     ) -> None:
         check_not_negative("lr", float(lr) if isinstance(lr, torch.Tensor) else lr)
         check_not_negative("eps", eps)
@@ -63,15 +68,16 @@ class SELAdamW(RawSpaceOptimizer):
         if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
             raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults | {"total_steps": total_steps, "max_grad_norm": max_grad_norm})
+        shared = {"total_steps": total_steps, "max_grad_norm": max_grad_norm, "capturable": capturable}
+        super().__init__(params, defaults | shared)
 
     def rule_(self, target: Target, group: dict[str, Any]) -> None:
         """Apply AdamW in place."""
         beta1, beta2 = group["betas"]
-        step = float(target.state["step"])
         exp_avg, exp_avg_sq = target.moment("exp_avg"), target.moment("exp_avg_sq")
         target.value.mul_(1.0 - target.lr * target.weight_decay)
         exp_avg.lerp_(target.grad, 1.0 - beta1)
         exp_avg_sq.mul_(beta2).addcmul_(target.grad, target.grad, value=1.0 - beta2)
-        denominator = (exp_avg_sq.sqrt() / math.sqrt(1.0 - beta2**step)).add_(group["eps"])
+        step: Number = target.step if group["capturable"] else float(target.step)
+        denominator = (exp_avg_sq.sqrt() / (1.0 - beta2**step) ** 0.5).add_(group["eps"])
         target.value.sub_(exp_avg / denominator * (target.lr / (1.0 - beta1**step)))

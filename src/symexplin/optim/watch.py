@@ -1,12 +1,13 @@
 """Notice writes into parameters from outside the optimizer: a loaded checkpoint, an EMA swap, a manual edit."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from symexplin.coordinates import Coordinates
+from symexplin.optim.placement import local
 from symexplin.transform import tolerance
 
 __all__ = ["Watch", "differing"]
@@ -23,39 +24,79 @@ class _Seen(NamedTuple):
     mark: Tensor
 
 
+class _Late(NamedTuple):
+    """Flags on their way from the device: of which parameters, and when they will have arrived."""
+
+    keys: list[int]
+    flags: Tensor
+    arrived: torch.Event | None
+
+
 class Watch:
     """What every watched parameter looked like after the last step; one that it does not know counts as written.
 
     `_version` and the data pointer cost nothing but miss writes through `.data`, so sums of the bits and a fixed sample
-    of them are compared too, with one transfer of flags a device and step.
+    of them are compared too. On a CPU the outcome is known at once. On an accelerator nobody waits for it, and where
+    other processes have other parts of the parameter all must act alike: there it is a flag on the device that is read
+    at the next step. Until then `held` keeps what was found from being overwritten.
     """
 
     def __init__(self) -> None:
         self._seen: dict[int, _Seen] = {}
+        self._late: list[_Late] = []
+        self.held: dict[int, Tensor] = {}
 
-    def knows(self, parameter: nn.Parameter) -> bool:
+    def knows(self, parameter: Tensor) -> bool:
         """Whether the parameter's values were seen in this process: then they can be compared bit by bit."""
         return id(parameter) in self._seen
 
-    def remember(self, parameters: Iterable[nn.Parameter]) -> None:
+    def remember(self, parameters: Iterable[Tensor]) -> None:
         """Take the present values for known."""
-        self._seen |= {id(p): _Seen(p._version, p.data_ptr(), _mark(p)) for p in parameters}
+        for p in parameters:
+            value = local(p.detach())
+            self._seen[id(p)] = _Seen(p._version, value.data_ptr(), _mark(value))
 
-    def written(self, parameters: list[nn.Parameter]) -> list[bool]:
-        """Return for each parameter whether it was written since :meth:`remember`."""
-        flags = [self._touched(parameter) for parameter in parameters]
-        differs: dict[torch.device, list[tuple[int, Tensor]]] = {}
-        for i in (i for i, touched in enumerate(flags) if not touched):
-            seen = self._seen[id(parameters[i])].mark
-            differs.setdefault(seen.device, []).append((i, torch.any(_mark(parameters[i]) != seen)))
-        for cases in differs.values():
-            for (i, _), differ in zip(cases, torch.stack([flag for _, flag in cases]).tolist(), strict=True):
-                flags[i] = differ
-        return flags
+    def written(self, parameters: Sequence[Tensor], split: Sequence[bool]) -> list[bool]:
+        """Return for each parameter whether to take over now what was written since :meth:`remember`.
 
-    def _touched(self, parameter: nn.Parameter) -> bool:
-        seen = self._seen.get(id(parameter))
-        return seen is None or (seen.version, seen.pointer) != (parameter._version, parameter.data_ptr())
+        `split` says of each whether other processes have other parts of it. Their flags in `held` go to :meth:`send`
+        once they are summed over the processes; then the answer is the same everywhere.
+        """
+        late, self.held = self._arrived(), {}
+        now = [id(p) in late or self._written(p, parts) for p, parts in zip(parameters, split, strict=True)]
+        own: dict[torch.device, list[int]] = {}
+        for p, parts in zip(parameters, split, strict=True):
+            if id(p) in self.held and not parts:
+                own.setdefault(self.held[id(p)].device, []).append(id(p))
+        for keys in own.values():
+            self.send(keys, torch.stack([self.held[key] for key in keys]))
+        return now
+
+    def _written(self, parameter: Tensor, split: bool) -> bool:
+        seen, value = self._seen.get(id(parameter)), local(parameter.detach())
+        if seen is None or (not split and (seen.version, seen.pointer) != (parameter._version, value.data_ptr())):
+            return True
+        flag = torch.any(_mark(value) != seen.mark)
+        if value.device.type == "cpu" and not split:
+            return bool(flag)
+        self.held[id(parameter)] = flag
+        return False
+
+    def send(self, keys: list[int], flags: Tensor) -> None:
+        """Let the next step know which of the parameters, by `id`, have a flag that is not 0."""
+        arrived = None
+        if flags.device.type != "cpu":
+            arrived = torch.Event(flags.device)
+            flags = flags.to("cpu", non_blocking=True)
+            arrived.record()
+        self._late.append(_Late(keys, flags, arrived))
+
+    def _arrived(self) -> set[int]:
+        late, self._late = self._late, []
+        for item in late:
+            if item.arrived is not None:
+                item.arrived.synchronize()
+        return {key for keys, flags, _ in late for key, flag in zip(keys, flags.tolist(), strict=True) if flag}
 
 
 def _mark(parameter: Tensor) -> Tensor:

@@ -1,0 +1,81 @@
+"""Refuse groups and saved states that a SEL optimizer cannot step, before anything has changed."""
+
+from typing import Any
+
+from torch import Tensor
+
+from symexplin.coordinates import PANELS
+from symexplin.optim.groups import Group, is_curved, layout_of, name_of
+from symexplin.optim.rates import multiplier
+from symexplin.optim.target import Moments, moment_key
+from symexplin.validation import check_not_negative
+
+__all__ = ["check_group", "check_saved"]
+
+State = dict[str, Any]
+
+
+def check_group(group: Group) -> None:
+    """Refuse a group of a SEL optimizer that cannot be stepped, naming what is wrong."""
+    group.setdefault("steps", 0)
+    check_not_negative("lr", float(group["lr"]) if isinstance(group["lr"], Tensor) else group["lr"])
+    check_not_negative("weight_decay", group["weight_decay"])
+    for i, parameter in enumerate(group["params"]):
+        if not parameter.is_floating_point():
+            raise ValueError(f"{name_of(group, i)} must be real and floating point, got {parameter.dtype}")
+    if not is_curved(group):
+        return
+    for key in ("config", "beta", "out_dim", "position", "shape"):
+        if key not in group:
+            raise ValueError(f"a curved group needs {key!r}; build it with symexplin.param_groups")
+    for key in ("beta", "out_dim", "position", "shape"):
+        if len(group[key]) != len(group["params"]):
+            raise ValueError(
+                f"{key} must have one entry a parameter, got {len(group[key])} for {len(group['params'])}: wrappers "
+                "that deal parameters out to processes (ZeroRedundancyOptimizer) are not supported; fully_shard is"
+            )
+    for i, parameter in enumerate(group["params"]):
+        if parameter.dim() not in (1, 2):
+            raise ValueError(f"{name_of(group, i)} must be 1-D or 2-D in a curved group, got {tuple(parameter.shape)}")
+    for key in group:
+        if key.startswith("k_"):
+            multiplier(key, group, 0)
+
+
+def check_saved(saved: list[Group], groups: list[Group], state: dict[Any, State], moments: Moments) -> None:
+    """Refuse a state_dict that does not fit the optimizer's groups, before anything is loaded."""
+    if not all({"role", "max_grad_norm", "total_steps", "steps"} <= set(group) for group in saved):
+        raise ValueError(
+            f"state_dict is not of this SEL optimizer: its groups have the keys {sorted(set().union(*saved))}. To "
+            "go on from AdamW, load it into that optimizer over the same parameters, then call symexplin.from_adamw"
+        )
+    if [len(group["params"]) for group in saved] != [len(group["params"]) for group in groups]:
+        return  # torch refuses these
+    for old, new in zip(saved, groups, strict=True):
+        if old["role"] != new["role"]:
+            raise ValueError(f"state_dict is of other groups: {old['role']!r} where the optimizer has {new['role']!r}")
+        if old.get("param_names") != new.get("param_names"):
+            pairs = zip(old.get("param_names") or [], new.get("param_names") or [], strict=False)
+            first = next(((a, b) for a, b in pairs if a != b), ("unnamed parameters", "named ones"))
+            raise ValueError(f"state_dict is of other parameters: it has {first[0]} where the optimizer has {first[1]}")
+        for i, key in enumerate(old["params"]):
+            if state.get(key):
+                _check_state(old, i, tuple(new["params"][i].shape), state[key], moments)
+
+
+def _check_state(group: Group, i: int, shape: tuple[int, ...], state: State, moments: Moments) -> None:
+    tensors = {"raw" if is_curved(group) else "plain": shape}
+    shapes: dict[str, tuple[int, ...]] = {"step": ()}
+    if is_curved(group):
+        layout = layout_of(group, i, shape)
+        tensors |= {panel: layout.panel_shape(panel) for panel in PANELS if layout.width(panel)}
+        shapes |= tensors | ({"scale_step": ()} if len(tensors) > 1 else {})
+    for kind, size in tensors.items():
+        shapes |= {moment_key(kind, moment): size for moment in moments(kind, size)}
+    for name, size in shapes.items():
+        if name not in state:
+            raise ValueError(f"state_dict does not fit {name_of(group, i)}: it has no {name!r}")
+        if tuple(state[name].shape) != size:
+            raise ValueError(
+                f"state_dict does not fit {name_of(group, i)}: {name} must be {size}, got {tuple(state[name].shape)}"
+            )

@@ -1,0 +1,94 @@
+"""Where a parameter lies: whole on its device, or one shard of a DTensor along one tensor dimension (FSDP2)."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+__all__ = ["WHOLE", "Placement", "is_dtensor", "local", "placement_of"]
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor, without importing torch.distributed where nobody has."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that lies on this device, sharing its storage."""
+    return cast(Tensor, tensor.to_local()) if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How a parameter and what belongs to it are split: `dim` of the tensor over dimension `mesh_dim` of the mesh.
+
+    Without a mesh it is whole; with a mesh and `dim` None every process has all of it.
+    """
+
+    mesh: Any = None  # torch.distributed.device_mesh.DeviceMesh
+    spec: tuple[Any, ...] = ()  # the DTensor's placements
+    dim: int | None = None
+    mesh_dim: int | None = None
+
+    @property
+    def group(self) -> Any:
+        """The process group over which the parameter is split; None: it is whole here."""
+        return None if self.dim is None else self.mesh.get_group(self.mesh_dim)
+
+    def wrap(self, part: Tensor, shape: Sequence[int], dim: int | None = None) -> Tensor:
+        """Return this process's `part` as the tensor of that whole `shape`, split along `dim`; None: as the parameter.
+
+        A part that is not split comes back as it is, but for the parameter's own shape, which stays a DTensor.
+        """
+        if self.mesh is None or (dim is not None and dim != self.dim):
+            return part
+        from torch.distributed.tensor import DTensor
+
+        stride = torch.empty(tuple(shape), device="meta").stride()
+        wrapped = DTensor.from_local(
+            part.contiguous(), self.mesh, self.spec, run_check=False, shape=torch.Size(shape), stride=stride
+        )
+        return cast(Tensor, wrapped)
+
+    def cut(self, whole: Tensor, dim: int) -> Tensor:
+        """Return this process's part of a `whole` tensor if it is split along `dim`, else all of it."""
+        if dim != self.dim:
+            return whole
+        size = whole.shape[dim]
+        chunk = -(-size // self.mesh.size(self.mesh_dim))  # as DTensor and torch.chunk do: the last may be short
+        start = min(self.mesh.get_local_rank(self.mesh_dim) * chunk, size)
+        return whole.narrow(dim, start, min(chunk, size - start)).contiguous()
+
+    def gather(self, part: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return the whole tensor of that `shape`, a collective operation where the parameter is split."""
+        wrapped = self.wrap(part, shape)
+        return cast(Tensor, wrapped.full_tensor()) if is_dtensor(wrapped) else wrapped  # type: ignore[attr-defined]
+
+
+WHOLE = Placement()
+
+
+def placement_of(parameter: Tensor, name: str) -> Placement:
+    """Return where a parameter lies.
+
+    Raises:
+        ValueError: it is split over more than one dimension of the mesh, or is a sum that is still pending.
+    """
+    if not is_dtensor(parameter):
+        return WHOLE
+    spec: tuple[Any, ...] = tuple(parameter.placements)  # type: ignore[attr-defined]
+    split = [(i, placement) for i, placement in enumerate(spec) if not placement.is_replicate()]
+    if len(split) > 1 or any(not placement.is_shard() for _, placement in split):
+        raise ValueError(
+            f"{name} is placed as {spec} on its mesh: one sharded dimension and replication are supported "
+            "(fully_shard on a mesh of shards or of replicas x shards)"
+        )
+    mesh = parameter.device_mesh  # type: ignore[attr-defined]
+    if not split:
+        return Placement(mesh, spec)
+    ((mesh_dim, placement),) = split
+    return Placement(mesh, spec, placement.dim % max(parameter.dim(), 1), mesh_dim)
