@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from symexplin import functional
+    from symexplin import functional, hf
     from symexplin.config import Scale, SELConfig, preset
     from symexplin.conversion import convert, fold
     from symexplin.linear import SELLinear
@@ -60,11 +60,13 @@ _HOMES = {
     "routes": ("Route", "Routing", "routing"),
     "starts": ("init_",),
 }
+# Those of other libraries are no part of `__all__`, which must not need them.
+_MODULES = ("functional", "hf", "lightning")
 
 
 def __getattr__(name: str) -> Any:
-    if name == "functional":
-        return importlib.import_module("symexplin.functional")
+    if name in _MODULES:
+        return importlib.import_module(f"symexplin.{name}")
     home = next((module for module, names in _HOMES.items() if name in names), None)
     if home is None:
         raise AttributeError(f"module 'symexplin' has no attribute {name!r}")
@@ -74,4 +76,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_MODULES})

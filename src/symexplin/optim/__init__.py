@@ -3,16 +3,21 @@
 from symexplin.optim.adamw import SELAdamW
 from symexplin.optim.annealing import ScaleAnnealing, anneal_scales
 from symexplin.optim.groups import param_groups
+from symexplin.optim.muon import SELMuon
 from symexplin.optim.raw_space import RawSpaceOptimizer
 from symexplin.optim.stats import stats
+from symexplin.optim.switch import from_adamw, to_adamw
 from symexplin.optim.target import Target
 
 __all__ = [
     "RawSpaceOptimizer",
     "SELAdamW",
+    "SELMuon",
     "ScaleAnnealing",
     "Target",
     "anneal_scales",
+    "from_adamw",
     "param_groups",
     "stats",
+    "to_adamw",
 ]

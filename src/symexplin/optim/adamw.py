@@ -1,5 +1,6 @@
 """AdamW in curved weight space."""
 
+import math
 from typing import Any, ClassVar
 
 import torch
@@ -58,7 +59,7 @@ class SELAdamW(RawSpaceOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.01,
         *,
-        total_steps: int | None = None,
+        total_steps: int | str | None = None,
         max_grad_norm: float | None = None,
         capturable: bool = False,
     ) -> None:
@@ -79,5 +80,12 @@ class SELAdamW(RawSpaceOptimizer):
         exp_avg.lerp_(target.grad, 1.0 - beta1)
         exp_avg_sq.mul_(beta2).addcmul_(target.grad, target.grad, value=1.0 - beta2)
         step: Number = target.step if group["capturable"] else float(target.step)
-        denominator = (exp_avg_sq.sqrt() / (1.0 - beta2**step) ** 0.5).add_(group["eps"])
-        target.value.sub_(exp_avg / denominator * (target.lr / (1.0 - beta1**step)))
+        denominator = (exp_avg_sq.sqrt() / _share(beta2, step) ** 0.5).add_(group["eps"])
+        target.value.sub_(exp_avg / denominator * (target.lr / _share(beta1, step)))
+
+
+def _share(beta: float, step: Number) -> Number:
+    """Return 1 - beta^step, the weight that a moment has gathered."""
+    if isinstance(step, torch.Tensor) and beta > 0.0:
+        return -torch.expm1(step * math.log(beta))  # in float32 the difference itself would keep four digits
+    return 1.0 - beta**step

@@ -1,5 +1,6 @@
 """Refuse groups and saved states that a SEL optimizer cannot step, before anything has changed."""
 
+import itertools
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +14,9 @@ from symexplin.validation import check_not_negative
 __all__ = ["check_group", "check_saved"]
 
 State = dict[str, Any]
+
+# Parts of names that torch.compile, activation checkpointing and FSDP1 add (DDP adds a leading "module").
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
 def check_group(group: Group) -> None:
@@ -54,13 +58,19 @@ def check_saved(saved: list[Group], groups: list[Group], state: dict[Any, State]
     for old, new in zip(saved, groups, strict=True):
         if old["role"] != new["role"]:
             raise ValueError(f"state_dict is of other groups: {old['role']!r} where the optimizer has {new['role']!r}")
-        if old.get("param_names") != new.get("param_names"):
-            pairs = zip(old.get("param_names") or [], new.get("param_names") or [], strict=False)
-            first = next(((a, b) for a, b in pairs if a != b), ("unnamed parameters", "named ones"))
-            raise ValueError(f"state_dict is of other parameters: it has {first[0]} where the optimizer has {first[1]}")
+        pairs = itertools.zip_longest(*(map(_unwrapped, group.get("param_names") or ()) for group in (old, new)))
+        for a, b in pairs:
+            if a != b:
+                a, b = a or "an unnamed parameter", b or "an unnamed one"
+                raise ValueError(f"state_dict is of other parameters: it has {a} where the optimizer has {b}")
         for i, key in enumerate(old["params"]):
             if state.get(key):
                 _check_state(old, i, tuple(new["params"][i].shape), state[key], moments)
+
+
+def _unwrapped(name: str) -> str:
+    """Return a parameter's name without what wrappers put into it."""
+    return ".".join(part for part in name.removeprefix("module.").split(".") if part not in _WRAPPERS)
 
 
 def _check_state(group: Group, i: int, shape: tuple[int, ...], state: State, moments: Moments) -> None:

@@ -230,7 +230,8 @@ class Entry:
     def _target(self, kind: str, value: Tensor, grad: Tensor, lr: Number, decay: Number) -> Target:
         dim = self.placement.dim
         split = dim is not None and (kind not in PANELS or _DIMS[kind] == dim)
-        return Target(kind, value, grad, lr, decay, self.state, self._shape(kind), self.placement, split)
+        out_dim = self.group["out_dim"][self.index] if self.curved else 0
+        return Target(kind, value, grad, lr, decay, self.state, self._shape(kind), self.placement, split, out_dim)
 
     def write(self, keep: Tensor | None) -> None:
         """Write the values of the raw weight into the model, but where the flag `keep` says that they must stay."""

@@ -42,8 +42,8 @@ def param_groups(
         no_decay: patterns of names of parameters without weight decay (nor of their scales), in groups of their own.
 
     Raises:
-        ValueError: nothing to curve, `config` given for a converted model, a pattern that matches nothing, or the
-            errors of :func:`symexplin.routing`.
+        ValueError: nothing to curve, `config` given for a converted model, a model under FSDP1, a pattern that
+            matches nothing, or the errors of :func:`symexplin.routing`.
 
     >>> groups = param_groups(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), lr=1e-3)
     >>> [(group["role"], len(group["params"])) for group in groups]
@@ -51,6 +51,11 @@ def param_groups(
     """
     if isinstance(no_decay, str):
         raise ValueError(f"no_decay must be a sequence of patterns, got the string {no_decay!r}")
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise ValueError(
+            "model must not be wrapped by FullyShardedDataParallel (FSDP1), which flattens parameters: use "
+            "torch.distributed.fsdp.fully_shard (FSDP2)"
+        )
     check_patterns("no_decay", no_decay, [name for name, _ in model.named_parameters()])
     if any(isinstance(module, SELLinear) for module in model.modules()):
         if config is not None:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-__all__ = ["WHOLE", "Placement", "is_dtensor", "local", "placement_of"]
+__all__ = ["WHOLE", "Placement", "is_dtensor", "local", "placement_of", "whole"]
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -20,6 +20,11 @@ def is_dtensor(tensor: Tensor) -> bool:
 def local(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that lies on this device, sharing its storage."""
     return cast(Tensor, tensor.to_local()) if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return all of a tensor, a collective operation where it is split."""
+    return cast(Tensor, tensor.full_tensor()) if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -54,19 +59,18 @@ class Placement:
         )
         return cast(Tensor, wrapped)
 
-    def cut(self, whole: Tensor, dim: int) -> Tensor:
-        """Return this process's part of a `whole` tensor if it is split along `dim`, else all of it."""
+    def cut(self, tensor: Tensor, dim: int) -> Tensor:
+        """Return this process's part of a whole `tensor` if the parameter is split along `dim`, else all of it."""
         if dim != self.dim:
-            return whole
-        size = whole.shape[dim]
+            return tensor
+        size = tensor.shape[dim]
         chunk = -(-size // self.mesh.size(self.mesh_dim))  # as DTensor and torch.chunk do: the last may be short
         start = min(self.mesh.get_local_rank(self.mesh_dim) * chunk, size)
-        return whole.narrow(dim, start, min(chunk, size - start)).contiguous()
+        return tensor.narrow(dim, start, min(chunk, size - start)).contiguous()
 
     def gather(self, part: Tensor, shape: Sequence[int]) -> Tensor:
         """Return the whole tensor of that `shape`, a collective operation where the parameter is split."""
-        wrapped = self.wrap(part, shape)
-        return cast(Tensor, wrapped.full_tensor()) if is_dtensor(wrapped) else wrapped  # type: ignore[attr-defined]
+        return whole(self.wrap(part, shape))
 
 
 WHOLE = Placement()

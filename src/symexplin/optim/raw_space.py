@@ -45,6 +45,9 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
             check_positive("max_grad_norm", defaults["max_grad_norm"])
         check_flag("capturable", defaults["capturable"])
         super().__init__(params, defaults)
+        rates = {group["lr"] for group in self.param_groups}
+        if len(rates) == 1:  # schedulers, such as transformers' polynomial one, take it for the peak
+            self.defaults["lr"] = rates.pop()
         if not any(is_curved(group) for group in self.param_groups):
             raise ValueError("params has no curved group; pass symexplin.param_groups(model, ...) of a plain model")
         self._reset_caches()
@@ -87,7 +90,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._create_state()
+        self.create_state()
         entries = list(self.entries())
         watched = [entry for entry in entries if entry.watched and not _capturing()]  # a replayed graph does not look
         self._notice_writes(watched)
@@ -126,8 +129,9 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         for group, flag in zip(self.param_groups, capturable, strict=True):
             group["capturable"] = flag  # a choice of this process, like where the counters lie
         for (group, i), values in zip(self._indices(), saved, strict=True):
-            parameter = group["params"][i]
-            entry = Entry(group, i, self.state[parameter])
+            if not values:
+                continue  # no state, no key: trainers load an empty one, then replace the parameters
+            entry = Entry(group, i, self.state[group["params"][i]])
             for name, value in values.items():
                 if isinstance(value, Tensor):
                     entry.state[name] = entry.adopt(name, value)
@@ -138,7 +142,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
             for i in range(len(group["params"])):
                 yield group, i
 
-    def _create_state(self) -> None:
+    def create_state(self) -> None:
         """Give every trainable parameter its state at the first step, also those without a gradient."""
         for group, i in self._indices():
             entry = Entry(group, i, self.state[group["params"][i]])

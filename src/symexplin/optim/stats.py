@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from symexplin.coordinates import Coordinates
 from symexplin.linear import SELLinear
+from symexplin.optim.placement import WHOLE, Placement, whole
 from symexplin.optim.raw_space import RawSpaceOptimizer
 
 __all__ = ["stats"]
@@ -19,39 +21,78 @@ def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> d
 
     "e/mean", "e/std" (and l, kappa, n, s): mean and standard deviation of the expanded scale over all weights,
     "kappa_w/max": largest kappa |w|, "tail/fraction": share of weights with kappa |w| > 1, where the exponential
-    rules. Empty before the first step.
+    rules. Empty before the first step. Of a sharded model every process must call, and gets the same figures.
 
     >>> model = nn.Sequential(SELLinear(8, 8))
     >>> sorted(stats(model))[:2]
     ['e/mean', 'e/std']
     """
-    sums: dict[str, list[float]] = {}
-    count, largest, tail = 0, 0.0, 0
-    for coordinates in _weights(model, optimizer):
+    tallies: dict[Any, _Tally] = {}
+    for coordinates, placement in _weights(model, optimizer):
+        tallies.setdefault(placement.group, _Tally(placement)).add(coordinates)
+    total = _Tally(WHOLE)
+    for tally in tallies.values():
+        total.merge(tally)
+    return total.figures()
+
+
+class _Tally:
+    """Sums over weights that are split in one way."""
+
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
+        self.sums: dict[str, list[float]] = {}
+        self.largest = 0.0
+
+    def add(self, coordinates: Coordinates) -> None:
+        """Count the part of a weight that lies here."""
         raw, scales = coordinates.raw, coordinates.scales()
         x = (scales.kappa * raw.abs()).double()
-        count, largest, tail = count + x.numel(), max(largest, float(x.max())), tail + int((x > 1.0).sum())
+        if x.numel():
+            self.largest = max(self.largest, float(x.max()))
+        self._add("", [x.numel(), int((x > 1.0).sum()), 0.0])
         for role in ("e", "l", "kappa", "n", "s"):
             value = getattr(scales, role)
             if isinstance(value, Tensor):
                 full = value.double().expand(raw.shape)
-                total = sums.setdefault(role, [0.0, 0.0, 0.0])
-                for i, term in enumerate((full.numel(), float(full.sum()), float((full * full).sum()))):
-                    total[i] += term
-    result: dict[str, float] = {}
-    for role, (n, first, second) in sums.items():
-        mean = first / n
-        result[f"{role}/mean"] = mean
-        result[f"{role}/std"] = math.sqrt(max(second / n - mean * mean, 0.0))
-    if count:
-        result |= {"kappa_w/max": largest, "tail/fraction": tail / count}
-    return result
+                self._add(role, [full.numel(), float(full.sum()), float((full * full).sum())])
+
+    def _add(self, role: str, terms: list[float]) -> None:
+        self.sums[role] = [a + b for a, b in zip(self.sums.get(role, [0.0] * 3), terms, strict=True)]
+
+    def merge(self, other: "_Tally") -> None:
+        """Add another's sums over all its processes."""
+        sums, largest = list(other.sums.values()), other.largest
+        if (group := other.placement.group) is not None:
+            device = other.placement.mesh.device_type
+            added, most = (torch.tensor(v, dtype=torch.float64, device=device) for v in (sums, largest))
+            torch.distributed.all_reduce(added, group=group)
+            torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=group)
+            sums, largest = added.tolist(), float(most)
+        for role, terms in zip(other.sums, sums, strict=True):
+            self._add(role, terms)
+        self.largest = max(self.largest, largest)
+
+    def figures(self) -> dict[str, float]:
+        """Return the figures of :func:`stats`."""
+        result: dict[str, float] = {}
+        sums = dict(self.sums)
+        count, tail, _ = sums.pop("", [0.0] * 3)
+        for role, (n, first, second) in sums.items():
+            mean = first / n
+            result[f"{role}/mean"] = mean
+            result[f"{role}/std"] = math.sqrt(max(second / n - mean * mean, 0.0))
+        return result | ({"kappa_w/max": self.largest, "tail/fraction": tail / count} if count else {})
 
 
-def _weights(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[Coordinates]:
+def _weights(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[Coordinates, Placement]]:
     if isinstance(optimizer, RawSpaceOptimizer):
-        found = (coordinates for _, coordinates in optimizer.coordinates())
-    else:
-        layers = (m for m in model.modules() if isinstance(m, SELLinear))
-        found = (Coordinates(layer.weight_layout, *layer.parts()) for layer in layers)
-    return (coordinates for coordinates in found if coordinates.raw.dim() == 2)
+        for entry in optimizer.entries():
+            if entry.curved and len(entry.shape) == 2:
+                yield entry.coordinates(), entry.placement
+        return
+    for layer in model.modules():
+        if isinstance(layer, SELLinear):
+            # Under fully_shard each parameter of the layer is split by itself; nothing fits together but the whole.
+            parts = [whole(part) for part in layer.parts()]
+            yield Coordinates(layer.weight_layout, *parts), WHOLE

@@ -32,6 +32,7 @@ class Target:
     shape: Sequence[int] = field(repr=False)  # of the whole tensor
     placement: Placement = field(repr=False)
     split: bool = field(repr=False)  # other processes have other parts of it
+    out_dim: int = field(default=0, repr=False)  # of a weight: which dimension counts outputs
 
     @property
     def step(self) -> Tensor:

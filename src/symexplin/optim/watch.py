@@ -77,7 +77,7 @@ class Watch:
         if seen is None or (not split and (seen.version, seen.pointer) != (parameter._version, value.data_ptr())):
             return True
         flag = torch.any(_mark(value) != seen.mark)
-        if value.device.type == "cpu" and not split:
+        if not split and not _asynchronous(value.device):
             return bool(flag)
         self.held[id(parameter)] = flag
         return False
@@ -85,7 +85,7 @@ class Watch:
     def send(self, keys: list[int], flags: Tensor) -> None:
         """Let the next step know which of the parameters, by `id`, have a flag that is not 0."""
         arrived = None
-        if flags.device.type != "cpu":
+        if _asynchronous(flags.device):
             arrived = torch.Event(flags.device)
             flags = flags.to("cpu", non_blocking=True)
             arrived.record()
@@ -99,6 +99,10 @@ class Watch:
         return {key for keys, flags, _ in late for key, flag in zip(keys, flags.tolist(), strict=True) if flag}
 
 
+def _asynchronous(device: torch.device) -> bool:
+    return device.type != "cpu"
+
+
 def _mark(parameter: Tensor) -> Tensor:
     """Return sums of the bits of all entries, weighted by place along each dimension, and the bits of a sample.
 
@@ -109,7 +113,7 @@ def _mark(parameter: Tensor) -> Tensor:
     for dim in range(bits.dim()):
         others = [d for d in range(bits.dim()) if d != dim]
         along = bits.sum(dim=others, dtype=torch.int64) if others else bits.to(torch.int64)
-        weight = torch.arange(1, 2 * along.numel(), 2, device=bits.device) * _ODD[dim % len(_ODD)]
+        weight = (2 * torch.arange(along.numel(), device=bits.device) + 1) * _ODD[dim % len(_ODD)]
         sums.append((along * weight).sum().reshape(1))
     count = min(_SAMPLE, bits.numel())
     flat = torch.arange(count, device=bits.device) * _ODD[0] % max(bits.numel(), 1)

@@ -1,0 +1,137 @@
+"""Muon in curved weight space: orthogonalised momentum for raw matrices, AdamW for everything else."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from symexplin.optim.adamw import SELAdamW
+from symexplin.optim.target import Target
+from symexplin.validation import check_choice, check_flag, check_fraction, check_not_negative, check_whole
+
+__all__ = ["ADJUSTMENTS", "SELMuon", "newton_schulz"]
+
+ADJUSTMENTS = ("match_rms_adamw", "original")
+# Keller Jordan's quintic, https://kellerjordan.github.io/posts/muon/, as in torch.optim.Muon.
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_MOST_STEPS = 99  # torch's limit
+# Root mean square of AdamW's updates (Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.2).
+_ADAMW_RMS = 0.2
+
+
+class SELMuon(SELAdamW):
+    """Muon on raw weight matrices, AdamW on biases, scales and plain parameters.
+
+    For a raw matrix x of (out, in) = (A, B) with gradient g, pulled back through the map and clipped with all others::
+
+        m <- mu m + (1 - mu) g;  u = (1 - mu) g + mu m  (nesterov)  or  m
+        x <- x (1 - lr wd) - lr r NS(u)
+
+    as `torch.optim.Muon` does, with Newton-Schulz's quintic NS in bfloat16 (:func:`newton_schulz`). r is
+    0.2 sqrt(max(A, B)) for "match_rms_adamw": entries of NS(u) have root mean square 1/sqrt(max(A, B)), those of
+    AdamW's updates about 0.2, so that one learning rate and one decay, tuned for AdamW, serve both. "original" is
+    sqrt(max(1, A/B)), Keller Jordan's, whose rates are about 0.02. A and B are outputs and inputs whatever way the
+    weight is stored (transformers' `Conv1D` stores its transpose). A fused projection is orthogonalised as one matrix.
+
+    State of a raw matrix: "momentum_buffer" alone, 8 bytes a parameter with the raw weight. Under FSDP2 each step
+    gathers the momentum of one matrix at a time.
+
+    Args:
+        params, lr, betas, eps, weight_decay, total_steps, max_grad_norm, capturable: see :class:`symexplin.SELAdamW`.
+        momentum: mu, in [0, 1).
+        nesterov: look ahead by one gradient.
+        ns_coefficients: a, b, c of the quintic a x + b x^3 + c x^5.
+        ns_steps: iterations, from 1 to 99.
+        ns_eps: least norm to divide by.
+        adjust_lr_fn: "match_rms_adamw" or "original".
+
+    Raises:
+        ValueError: a value out of range, and what :class:`symexplin.SELAdamW` refuses.
+
+    >>> import symexplin as sel
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    >>> optimizer = SELMuon(sel.param_groups(model, lr=1e-3, config=sel.preset("paper")), total_steps=100)
+    >>> model(torch.ones(2, 4)).sum().backward()
+    >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = _COEFFICIENTS,
+        ns_steps: int = 5,
+        ns_eps: float = 1e-7,
+        adjust_lr_fn: str = "match_rms_adamw",
+        **settings: Any,
+    ) -> None:
+        if not isinstance(ns_coefficients, tuple | list) or len(ns_coefficients) != 3:
+            raise ValueError(f"ns_coefficients must be three numbers, got {ns_coefficients!r}")
+        muon = {
+            "momentum": check_fraction("momentum", momentum),
+            "nesterov": check_flag("nesterov", nesterov),
+            "ns_coefficients": tuple(ns_coefficients),
+            "ns_steps": check_whole("ns_steps", ns_steps, maximum=_MOST_STEPS),
+            "ns_eps": check_not_negative("ns_eps", ns_eps),
+            "adjust_lr_fn": check_choice("adjust_lr_fn", adjust_lr_fn, ADJUSTMENTS),
+        }
+        super().__init__(params, lr, betas, eps, weight_decay, **settings)
+        self.defaults |= muon
+        for group in self.param_groups:
+            group |= {key: group.get(key, value) for key, value in muon.items()}
+
+    def moments_(self, kind: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+        """Return the momentum's name for a raw matrix, AdamW's two for the rest."""
+        return ("momentum_buffer",) if _is_matrix(kind, shape) else super().moments_(kind, shape)
+
+    def rule_(self, target: Target, group: dict[str, Any]) -> None:
+        """Apply Muon to a raw matrix in place, AdamW to the rest."""
+        if not _is_matrix(target.kind, tuple(target.shape)):
+            super().rule_(target, group)
+            return
+        momentum, buffer = group["momentum"], target.moment("momentum_buffer")
+        buffer.lerp_(target.grad, 1.0 - momentum)
+        update = target.gather(target.grad.lerp(buffer, momentum) if group["nesterov"] else buffer)
+        update = newton_schulz(update, group["ns_coefficients"], group["ns_steps"], group["ns_eps"])
+        ratio = _ratio(group["adjust_lr_fn"], target.shape[target.out_dim], target.shape[1 - target.out_dim])
+        target.value.mul_(1.0 - target.lr * target.weight_decay)
+        target.value.sub_(target.scatter(update).to(target.value.dtype) * (target.lr * ratio))
+
+
+def newton_schulz(
+    matrix: Tensor, coefficients: tuple[float, float, float] = _COEFFICIENTS, steps: int = 5, eps: float = 1e-7
+) -> Tensor:
+    """Return roughly U V^T of a matrix U S V^T, in bfloat16: singular values come to lie between about 0.7 and 1.2.
+
+    ``x <- a x + (b (x x^T) + c (x x^T)^2) x`` from x = matrix / max(||matrix||_F, eps), `steps` times.
+
+    >>> values = torch.linalg.svdvals(newton_schulz(torch.diag(torch.tensor([1.0, 0.3, 0.1]))).float())
+    >>> bool(((values > 0.6) & (values < 1.3)).all())
+    True
+    """
+    a, b, c = coefficients
+    tall = matrix.shape[0] > matrix.shape[1]  # the smaller Gram matrix
+    x = (matrix.mT if tall else matrix).bfloat16()
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+def _is_matrix(kind: str, shape: tuple[int, ...]) -> bool:
+    return kind == "raw" and len(shape) == 2
+
+
+def _ratio(adjustment: str, d_out: int, d_in: int) -> float:
+    """Return the factor of the learning rate of a matrix."""
+    if adjustment == "original":
+        return math.sqrt(max(1.0, d_out / d_in))
+    return _ADAMW_RMS * math.sqrt(max(d_out, d_in))

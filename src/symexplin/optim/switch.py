@@ -1,0 +1,116 @@
+"""From a running AdamW to SELAdamW and back: what each knows of the gradients, in the other's coordinates."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from symexplin.optim.adamw import SELAdamW
+from symexplin.optim.entry import Entry
+from symexplin.optim.groups import name_of
+from symexplin.optim.placement import local
+
+__all__ = ["from_adamw", "to_adamw"]
+
+# Each moment and the power of f' by which a change of coordinates multiplies it.
+_POWERS = {"exp_avg": 1, "exp_avg_sq": 2}
+_SETTINGS = ("lr", "betas", "eps", "weight_decay")
+
+
+@torch.no_grad()
+def from_adamw(optimizer: SELAdamW, adamw: torch.optim.Adam) -> None:
+    """Start `optimizer` from the moments of a live `adamw` over the same parameters, with the weights they have.
+
+    For a weight w_eff = f(w) the chain rule gives ``g_raw = f'(w) g``, so the moments of raw weights and biases are
+    ``m_raw = f'(w) m``, ``v_raw = f'(w)^2 v``, elementwise, at the present weights; those of plain parameters are
+    copied. All go on with AdamW's "step". The scales are new: their moments and "scale_step" start at zero, and so does
+    their annealing. No weight changes. Past gradients were clipped in effective space, if at all; that stays.
+
+    To switch from a checkpoint: build the model and AdamW as before, load both, then build SELAdamW and call this.
+
+    Args:
+        optimizer: a :class:`symexplin.SELAdamW` that has not stepped and has loaded nothing.
+        adamw: `torch.optim.AdamW` or `Adam`; parameters for which it has no state yet start afresh.
+
+    Raises:
+        ValueError: an optimizer that has state, another rule than SELAdamW's, AMSGrad or maximisation, or a
+            parameter that `adamw` does not have.
+
+    >>> import symexplin as sel
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    >>> adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    >>> model(torch.ones(2, 4)).sum().backward()
+    >>> adamw.step()
+    >>> optimizer = sel.SELAdamW(sel.param_groups(model, lr=1e-3, config=sel.preset("paper")), total_steps=100)
+    >>> from_adamw(optimizer, adamw)
+    >>> float(optimizer.state[model[0].weight]["step"])
+    1.0
+    """
+    _check_rule(optimizer)
+    if not isinstance(adamw, torch.optim.Adam):
+        raise ValueError(f"adamw must be a torch.optim.AdamW or Adam, got {type(adamw).__name__}")
+    if optimizer.state:
+        raise ValueError("optimizer must not have stepped or loaded a state: it would be lost")
+    for flag in ("amsgrad", "maximize"):
+        if any(group[flag] for group in adamw.param_groups):
+            raise ValueError(f"adamw must not use {flag}, which SELAdamW does not have")
+    known = {parameter for group in adamw.param_groups for parameter in group["params"]}
+    for group in optimizer.param_groups:
+        for i, parameter in enumerate(group["params"]):
+            if parameter not in known:
+                raise ValueError(f"adamw must be over the same parameters: it does not have {name_of(group, i)}")
+    optimizer.create_state()
+    for entry in optimizer.entries():
+        if saved := adamw.state.get(entry.parameter):
+            slope = _slope(entry)
+            for name, power in _POWERS.items():
+                local(entry.state[name]).copy_(local(saved[name]).to(entry.dtype) * slope**power)
+            entry.state["step"].fill_(float(saved["step"]))
+
+
+@torch.no_grad()
+def to_adamw(optimizer: SELAdamW) -> torch.optim.AdamW:
+    """Return a `torch.optim.AdamW` that goes on where `optimizer` is, over the same parameters.
+
+    Each group keeps its learning rate, betas, eps and weight decay; moments of raw weights and biases are divided by
+    f' and f'^2 (:func:`from_adamw`), and are 0 where f' is. The model needs nothing: its weights are ordinary. The
+    scales are forgotten. Under half-precision parameters torch's AdamW has no master copy, and moments as coarse.
+
+    Raises:
+        ValueError: another rule than SELAdamW's.
+
+    >>> import symexplin as sel
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    >>> adamw = to_adamw(sel.SELAdamW(sel.param_groups(model, lr=1e-3, config=sel.preset("paper")), total_steps=100))
+    >>> [group["lr"] for group in adamw.param_groups]
+    [0.001]
+    """
+    _check_rule(optimizer)
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        named = zip(group["param_names"], group["params"], strict=True) if "param_names" in group else group["params"]
+        groups.append({"params": list(named), **{key: group[key] for key in _SETTINGS}})
+    adamw = torch.optim.AdamW(groups)
+    for entry in optimizer.entries():
+        adamw.state[entry.parameter] = {"step": torch.tensor(float(entry.state["step"]))} | {
+            name: _ordinary(entry, name, power) for name, power in _POWERS.items()
+        }
+    return adamw
+
+
+def _ordinary(entry: Entry, name: str, power: int) -> Tensor:
+    """Return a moment of the effective weight, in the parameter's dtype and split as it is."""
+    slope = _slope(entry)
+    moment = torch.where(slope == 0.0, 0.0, local(entry.state[name]) / slope**power)
+    return entry.placement.wrap(moment.to(entry.parameter.dtype), entry.shape)
+
+
+def _slope(entry: Entry) -> Tensor:
+    """Return f' at every raw weight of this process's part; 1 for a plain parameter."""
+    ones = torch.ones_like(entry.value, dtype=entry.dtype)
+    return entry.coordinates().pullback(ones).raw if entry.curved else ones
+
+
+def _check_rule(optimizer: object) -> None:
+    if not isinstance(optimizer, SELAdamW) or set(optimizer.moments_("raw", (1, 1))) != set(_POWERS):
+        raise ValueError(f"optimizer must be a symexplin.SELAdamW, got {type(optimizer).__name__}")

@@ -1,0 +1,222 @@
+"""SELAdamW over several processes, whole, sharded and saved, against one process."""
+
+import re
+
+import pytest
+import torch
+
+import sharded
+import symexplin as sel
+from processes import run
+from symexplin.optim import SELMuon
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.xdist_group("sharded")]
+
+PAPER, OFFSET = sel.preset("paper"), sel.preset("paper+offset")
+# The run is hot enough to be clipped at first, cool enough not to amplify a rounding error.
+SETTINGS = {"lr": 3e-3}
+TRAJECTORIES = {
+    2: [("ddp", PAPER, torch.float64), ("fsdp", OFFSET, torch.float64), ("fsdp", PAPER, torch.float32)],
+    4: [
+        ("ddp", OFFSET, torch.float64),
+        ("fsdp", PAPER, torch.float64),
+        ("fsdp", OFFSET, torch.float64),
+        ("columns", OFFSET, torch.float64),
+        ("hsdp", PAPER, torch.float64),
+        ("ddp", PAPER, torch.float32),
+        ("fsdp", PAPER, torch.float32),
+    ],
+}
+CASES = [(world, *case) for world, cases in TRAJECTORIES.items() for case in cases]
+
+
+def name_of(case):
+    return "-".join(str(part).replace("torch.", "") for part in case if not isinstance(part, sel.SELConfig))
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """The same trajectories in one process."""
+    cases = {case[2:] for case in CASES}
+    return {case: sharded.trajectory("whole", *case, **SETTINGS) for case in cases}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What came of each trajectory in the first process; the others must have the same."""
+    folder = tmp_path_factory.mktemp("trajectories")
+    results = {}
+    for world, cases in TRAJECTORIES.items():
+        calls = [("trajectory", case, SETTINGS) for case in cases]
+        for case, first, *others in zip(cases, *run(world, folder, sharded.several, calls), strict=True):
+            assert not any(differing(other[1], first[1]) for other in others)
+            results[world, *case] = first
+    return results
+
+
+def differing(a, b):
+    """The names of tensors that have not the same bits."""
+    assert a.keys() == b.keys()
+    return [key for key in b if not torch.equal(a[key], b[key])]
+
+
+def distances(a, b):
+    """Per tensor ||a - b|| / ||b||."""
+    assert a.keys() == b.keys()
+    return {key: float((a[key] - b[key]).norm() / b[key].norm().clamp(min=1e-30)) for key in b}
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_processes_follow_the_trajectory_of_one(found, whole, case):
+    """DESIGN's bounds: float64 1e-9; float32 ten times what an ulp at the start becomes, losses within 1e-4."""
+    weights, state, losses, figures = found[case]
+    expected, expected_state, expected_losses, expected_figures = whole[case[2:]]
+    assert losses[-1] < 0.5 * losses[0]
+    if case[3] == torch.float64:
+        assert max(distances(weights, expected).values()) < 1e-9
+        assert max(distances(state, expected_state).values()) < 1e-9
+        assert losses == pytest.approx(expected_losses, abs=1e-9)
+        assert figures == pytest.approx(expected_figures, rel=1e-9)
+        return
+    twin = sharded.trajectory("whole", *case[2:], one_ulp=True, **SETTINGS)
+    noise = distances(twin[0], expected)
+    for key, far in distances(weights, expected).items():
+        assert far <= 10 * noise[key], (key, far, noise[key])
+    assert losses == pytest.approx(expected_losses, abs=1e-4)
+    assert figures == pytest.approx(expected_figures, rel=1e-4)
+
+
+def test_the_gradients_are_clipped(whole):
+    free = sharded.trajectory("whole", PAPER, torch.float64, **SETTINGS, max_grad_norm=None)
+    assert max(distances(free[0], whole[PAPER, torch.float64][0]).values()) > 1e-3
+
+
+def test_muon_gathers_its_matrices(tmp_path):
+    """Newton-Schulz runs in bfloat16: another order of the same sum shows."""
+    settings = {**SETTINGS, "kind": SELMuon}
+    weights, _, losses, _ = sharded.trajectory("whole", PAPER, torch.float64, **settings)
+    for how, (found, *_) in zip(
+        ("fsdp", "columns"),
+        run(
+            4,
+            tmp_path,
+            sharded.several,
+            [("trajectory", (how, PAPER, torch.float64), settings) for how in ("fsdp", "columns")],
+        )[0],
+        strict=True,
+    ):
+        assert losses[-1] < 0.5 * losses[0]
+        assert max(distances(found, weights).values()) < 1e-9, how
+
+
+# From how many processes to how many, how they are split, and how the state is saved.
+MOVES = {
+    "4 to 2": (("fsdp", 4), ("fsdp", 2), {}),
+    "4 to 1": (("fsdp", 4), ("whole", 1), {}),
+    "1 to 4": (("whole", 1), ("fsdp", 4), {}),
+    "4 to 4": (("fsdp", 4), ("fsdp", 4), {}),
+    "wrapped to split": (("ddp", 2), ("fsdp", 2), {}),
+    "4 to 2, flat": (("fsdp", 4), ("fsdp", 2), {"flat": True}),
+    "4 to 1, gathered": (("fsdp", 4), ("whole", 1), {"full_state": True}),
+    "1 to 4, gathered": (("whole", 1), ("fsdp", 4), {"full_state": True}),
+    "replicas to columns": (("hsdp", 4), ("columns", 2), {}),
+}
+HALF = {"4 to 4", "4 to 1", "1 to 4"}
+MOVED = [
+    (name, dtype) for name in MOVES for dtype in (torch.float32, torch.bfloat16) if dtype.itemsize == 4 or name in HALF
+]
+
+
+@pytest.fixture(scope="module")
+def moved(tmp_path_factory):
+    """(as saved, end of the uninterrupted run), (as loaded, end of the resumed run) of every move."""
+    folder = tmp_path_factory.mktemp("moves")
+    results = {case: [None, None] for case in MOVED}
+    for side, function in enumerate(("saved", "resumed")):
+        for world in (1, 2, 4):
+            cases = [case for case in MOVED if MOVES[case[0]][side][1] == world]
+            calls = [
+                (
+                    function,
+                    (MOVES[name][side][0], OFFSET, folder / f"{name}-{dtype}", dtype),
+                    {**MOVES[name][2], **SETTINGS},
+                )
+                for name, dtype in cases
+            ]
+            first = sharded.several(calls) if world == 1 else run(world, folder, sharded.several, calls)[0]
+            for case, result in zip(cases, first, strict=True):
+                results[case][side] = result
+    return results
+
+
+@pytest.mark.parametrize("case", MOVED, ids=lambda case: f"{case[0]}, {case[1]}")
+def test_a_run_moves_to_another_number_of_processes(moved, case):
+    ((weights, state), end), ((loaded_weights, loaded_state), resumed_end) = moved[case]
+    assert not differing(loaded_weights, weights)
+    assert not differing(loaded_state, state)  # raw weights among them
+    assert {value.dtype for value in loaded_state.values()} == {torch.float32}
+    if MOVES[case[0]][0] == MOVES[case[0]][1]:
+        assert not differing(resumed_end[1], end[1])
+        assert resumed_end[2] == end[2]
+    elif case[1] == torch.float32:
+        assert resumed_end[2] == pytest.approx(end[2], abs=1e-4)
+        assert max(distances(resumed_end[0], end[0]).values()) < 1e-3
+
+
+@pytest.fixture(scope="module")
+def details(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("details")
+    calls = [
+        ("collectives", ("fsdp", OFFSET), {}),
+        ("written", ("fsdp", PAPER), {}),
+        ("written", ("fsdp", PAPER), {"far": True}),
+    ]
+    calls += [("refused", (case,), {}) for case in ("zero", "two shards", "flattened later", "fsdp1")]
+    return run(4, folder, sharded.several, calls)
+
+
+def test_a_step_takes_one_all_reduce_and_state_is_split_as_the_parameter(details):
+    for rank, (first, *_) in enumerate(details):
+        count, kinds = first
+        assert count == 1
+        rows = (1, 1, 1, 0)[rank]  # three rows in four processes
+        assert kinds["raw"] == kinds["exp_avg"] == ((3, 16), (rows, 16))
+        assert kinds["panel0"] == kinds["panel0_exp_avg_sq"] == ((3, 11), (rows, 11))
+        assert kinds["panel1"] == kinds["panel1_exp_avg"] == ((12, 16), None)
+        assert kinds["step"] == kinds["scale_step"] == ((), None)
+
+
+def test_a_write_into_one_process_is_held_and_taken_over_at_the_next_step(details):
+    found, trail, *_ = details[0][1]
+    for _, (_, other, agrees, _, told), *_ in details:
+        assert agrees
+        assert not told
+        assert torch.equal(other[1], trail[1])
+    rows = slice(4, 8)  # of the second process
+    assert torch.equal(trail[0][rows], found[rows])  # held: nothing is written over it
+    assert torch.equal(trail[1][rows], found[rows])  # taken over, at lr = 0
+    assert not torch.equal(trail[0][:4], found[:4])  # others went on
+
+
+def test_scales_out_of_reach_start_anew_in_every_process(details):
+    found, trail, *_ = details[0][2]
+    for _, _, (_, other, agrees, panels, told), *_ in details:
+        assert agrees
+        assert len(told) == 1
+        assert torch.equal(panels["panel1"], details[0][2][3]["panel1"])
+        assert torch.equal(other[1], trail[1])
+    assert torch.equal(trail[1][4:8], found[4:8])
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        (3, "wrappers that deal parameters out to processes .ZeroRedundancyOptimizer. are not supported"),
+        (4, r"3\.weight is placed as .* on its mesh: one sharded dimension and replication are supported"),
+        (5, r"3\.weight must have its shape \(16, 17\), got \(272,\): parameters flattened .* are not supported"),
+        (6, "FSDP1"),
+    ],
+)
+def test_what_cannot_be_right_is_refused(details, place, message):
+    for results in details:
+        assert re.search(message, results[place]), results[place]

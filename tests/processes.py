@@ -1,0 +1,58 @@
+"""Run a function in several processes joined by gloo, for tests of what is distributed."""
+
+import multiprocessing
+import pickle
+import queue
+import traceback
+from datetime import timedelta
+
+import torch
+
+__all__ = ["run"]
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    ["torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "symexplin.optim"]
+)
+
+
+def _work(rank, world, store, results, function, args):
+    torch.set_num_threads(1)
+    try:
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        )
+        # As bytes: a tensor in a queue is a file handle that dies with this process.
+        results.put((rank, True, pickle.dumps(function(*args))))
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+    except BaseException:
+        results.put((rank, False, traceback.format_exc()))
+
+
+def run(world, folder, function, *args, timeout=150):
+    """Return what `function(*args)` returned in each of `world` processes; `folder` is for their rendezvous.
+
+    The function must live in a module that another process can import: one of the helpers beside this file.
+    """
+    results = _context.Queue()
+    store = folder / f"rendezvous-{world}-{len(list(folder.iterdir()))}"
+    workers = [
+        _context.Process(target=_work, args=(rank, world, store, results, function, args), daemon=True)
+        for rank in range(world)
+    ]
+    for worker in workers:
+        worker.start()
+    found = {}
+    try:
+        while len(found) < world:
+            rank, fine, value = results.get(timeout=timeout)
+            assert fine, f"process {rank} of {world}:\n{value}"
+            found[rank] = pickle.loads(value)
+    except queue.Empty:
+        raise AssertionError(f"processes {sorted(set(range(world)) - set(found))} of {world} hang") from None
+    finally:
+        for worker in workers:
+            worker.join(timeout=5 if len(found) == world else 0)
+            worker.kill()
+    return [found[rank] for rank in range(world)]

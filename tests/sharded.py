@@ -1,0 +1,241 @@
+"""A small network trained by SELAdamW whole, under DDP and under FSDP2, to be run by `processes.run`."""
+
+import warnings
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import symexplin as sel
+
+__all__ = ["resumed", "saved", "several", "trajectory"]
+
+ROWS = 16
+
+
+def model_of(dtype=torch.float32, seed=0):
+    """17 rows over 4 processes are 5, 5, 5, 2; 3 rows are 1, 1, 1, 0."""
+    torch.manual_seed(seed)
+    layers = [nn.Linear(12, 17), nn.LayerNorm(17), nn.GELU(), nn.Linear(17, 16), nn.GELU(), nn.Linear(16, 3)]
+    return nn.Sequential(*layers).to(dtype)
+
+
+def shard(model, how):
+    """Split a model in place, or wrap it."""
+    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    if how == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    options = {"mesh": init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))}
+    if how == "hsdp":
+        options["mesh"] = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    if how == "columns":
+        options["shard_placement_fn"] = lambda p: Shard(1) if p.dim() == 2 and p.shape[1] % world == 0 else None
+    if how == "mixed":
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model:
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def optimizer_of(model, config, lr=1e-2, kind=sel.SELAdamW, **kwargs):
+    kwargs = {"total_steps": 100, "max_grad_norm": 0.5} | kwargs
+    return kind(sel.param_groups(model, lr=lr, weight_decay=0.1, config=config), **kwargs)
+
+
+def make(how, config, dtype=torch.float32, **kwargs):
+    """Return model and optimizer, split over the processes as `how` says."""
+    model = model_of(dtype)
+    if how != "whole":
+        model = shard(model, how)
+    return model, optimizer_of(model, config, **kwargs)
+
+
+def loss_of(model, step, how, dtype=torch.float32):
+    """Return this process's share of the loss on the step's batch, as data parallelism averages it."""
+    rows = torch.randn(ROWS, 12, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    targets = torch.stack([rows.sum(1), rows[:, 0] * rows[:, 1], rows.abs().amax(1)], dim=1)
+    if how != "whole":
+        world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+        rows, targets = rows.chunk(world)[rank], targets.chunk(world)[rank]
+    return (model(rows.to(dtype)).to(targets.dtype) - targets).square().mean()
+
+
+def steps(model, optimizer, how, dtype, start, stop):
+    """Train from step `start` on; return the losses of the whole batch."""
+    losses = []
+    for step in range(start, stop):
+        optimizer.zero_grad()
+        loss = loss_of(model, step, how, dtype)
+        loss.backward()
+        optimizer.step()
+        value = loss.detach().clone()
+        if how != "whole":
+            torch.distributed.all_reduce(value)
+            value /= torch.distributed.get_world_size()
+        losses.append(float(value))
+    return losses
+
+
+def full(tensor):
+    """Return all of a tensor, however it is split."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+
+
+def weights(model):
+    return {name.removeprefix("module."): full(p.detach()) for name, p in model.named_parameters()}
+
+
+def states(model, optimizer):
+    """Return every tensor of the optimizer's state, whole, by parameter and name."""
+    names = {p: name.removeprefix("module.") for name, p in model.named_parameters()}
+    return {
+        f"{names[p]} {key}": full(value)
+        for p, state in optimizer.state.items()
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def trajectory(how, config, dtype=torch.float32, kind=sel.SELAdamW, one_ulp=False, **kwargs):
+    """Train 100 steps; return weights, state, losses, the last norm of the gradient and the figures of `stats`."""
+    model, optimizer = make(how, config, dtype, kind=kind, **kwargs)
+    if one_ulp:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(torch.where(p == 0, p, torch.nextafter(p, p + 1)))
+    losses = steps(model, optimizer, how, dtype, 0, 100)
+    figures = {"norm": float(optimizer.grad_norm), **sel.stats(model, optimizer)}
+    return weights(model), states(model, optimizer), losses, figures
+
+
+def several(calls):
+    """Call functions of this module in turn, by name: joining processes takes longer than a case."""
+    return [globals()[name](*args, **kwargs) for name, args, kwargs in calls]
+
+
+def saved(how, config, folder, dtype=torch.float32, full_state=False, flat=False, **kwargs):
+    """Train 50 steps, save with torch.distributed.checkpoint, train 50 more; return what was saved and the end.
+
+    `full_state`: gather it all in the first process and save it with torch.save.
+    """
+    model, optimizer = make(how, config, dtype, **kwargs)
+    steps(model, optimizer, how, dtype, 0, 50)
+    at = weights(model), states(model, optimizer)
+    options = StateDictOptions(full_state_dict=full_state, flatten_optimizer_state_dict=flat)
+    values, state = get_state_dict(model, optimizer, options=options)
+    if not full_state:
+        dcp.save({"model": values, "optimizer": state}, checkpoint_id=folder)
+    elif how == "whole" or torch.distributed.get_rank() == 0:
+        torch.save({"model": values, "optimizer": state}, folder)
+    losses = steps(model, optimizer, how, dtype, 50, 100)
+    return at, (weights(model), states(model, optimizer), losses)
+
+
+def resumed(how, config, folder, dtype=torch.float32, full_state=False, flat=False, **kwargs):
+    """Load what :func:`saved` wrote, into other weights; return it as loaded and the end."""
+    model, optimizer = make(how, config, dtype, **kwargs)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.01)
+    options = StateDictOptions(full_state_dict=full_state, flatten_optimizer_state_dict=flat)
+    if full_state:
+        content = torch.load(folder, weights_only=True)
+    else:
+        values, state = get_state_dict(model, optimizer, options=options)
+        content = {"model": values, "optimizer": state}
+        dcp.load(content, checkpoint_id=folder)
+    set_state_dict(
+        model, optimizer, model_state_dict=content["model"], optim_state_dict=content["optimizer"], options=options
+    )
+    at = weights(model), states(model, optimizer)
+    losses = steps(model, optimizer, how, dtype, 50, 100)
+    return at, (weights(model), states(model, optimizer), losses)
+
+
+def collectives(how, config):
+    """Return how often a step calls all_reduce, and what the state of the second matrix is made of."""
+    model, optimizer = make(how, config)
+    steps(model, optimizer, how, torch.float32, 0, 1)
+    count = 0
+
+    def counting(*args, **kwargs):
+        nonlocal count
+        count += 1
+        return all_reduce(*args, **kwargs)
+
+    optimizer.zero_grad()
+    loss_of(model, 1, how).backward()
+    all_reduce, torch.distributed.all_reduce = torch.distributed.all_reduce, counting
+    optimizer.step()
+    torch.distributed.all_reduce = all_reduce
+    state = optimizer.state[model[5].weight]
+    kinds = {
+        key: (tuple(value.shape), tuple(value.to_local().shape) if isinstance(value, DTensor) else None)
+        for key, value in state.items()
+    }
+    return count, kinds
+
+
+def written(how, config, far=False):
+    """Write into one process's part of a weight through `.data`; return it as found and after one and two steps."""
+    model, optimizer = make(how, config, lr=1e-3)
+    steps(model, optimizer, how, torch.float32, 0, 2)
+    weight = model[3].weight
+    if far:  # as training can: the exponential pathway weaker than the linear one, so that nothing has an inverse
+        for state in (optimizer.state[weight],):
+            for panel in ("panel0", "panel1"):
+                local = state[panel].to_local() if isinstance(state[panel], DTensor) else state[panel]
+                local.copy_(torch.tensor([0.05, 1.0, 1.0])[None, :] if panel == "panel0" else torch.ones(3, 1))
+    if torch.distributed.get_rank() == 1:
+        weight.to_local().data[0, :2] = torch.tensor([0.25, -0.125])
+    found = full(weight.detach())
+    trail = []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in (2, 3):
+            for group in optimizer.param_groups:
+                group["lr"] = 0.0 if step == 3 else 1e-3
+            steps(model, optimizer, how, torch.float32, step, step + 1)
+            trail.append(full(weight.detach()))
+    (coordinates,) = (e.coordinates() for e in optimizer.entries() if e.parameter is weight)
+    agrees = bool(torch.allclose(coordinates.effective(), weight.to_local(), rtol=1e-5, atol=1e-7))
+    panels = {key: full(optimizer.state[weight][key]) for key in ("panel0", "panel1")}
+    return found, trail, agrees, panels, [str(w.message) for w in told if "anew" in str(w.message)]
+
+
+def refused(case):
+    """Return the message with which a placement is refused."""
+    world = torch.distributed.get_world_size()
+    model, config = model_of(), sel.preset("paper")
+    try:
+        if case == "zero":
+            groups = sel.param_groups(model, lr=1e-3, config=config)
+            for group in groups:  # it knows no named parameters
+                group["params"] = [parameter for _, parameter in group["params"]]
+            ZeroRedundancyOptimizer(groups, sel.SELAdamW, total_steps=10)
+            return "not refused"
+        if case == "two shards":
+            mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("a", "b"))
+            weight = distribute_tensor(model[3].weight.detach(), mesh, [Shard(0), Shard(1)])
+            model[3].weight = nn.Parameter(weight)
+            optimizer = optimizer_of(model, config)
+            weight = model[3].weight
+            weight.grad = torch.zeros_like(weight)
+            optimizer.step()
+        elif case == "flattened later":
+            optimizer = optimizer_of(model, config)
+            weight = model[3].weight
+            weight.data = weight.data.reshape(-1)
+            optimizer.step()
+        elif case == "fsdp1":
+            whole = FullyShardedDataParallel(model, use_orig_params=False, device_id=torch.device("cpu"))
+            optimizer_of(whole, config)
+    except ValueError as error:
+        return str(error)
+    return "not refused"

@@ -1,0 +1,40 @@
+"""SELMuon, and a switch from AdamW to SELAdamW and back, whole and under FSDP2, to be run by `processes.run`."""
+
+import torch
+
+import symexplin as sel
+from sharded import full, make, model_of, optimizer_of, shard, states, steps, weights
+from symexplin.optim.muon import SELMuon
+from symexplin.optim.switch import from_adamw, to_adamw
+
+__all__ = ["muon", "switched"]
+
+
+def switched(how):
+    """Train with AdamW, SELAdamW and AdamW again; return weights and states after each, and moments there and back."""
+    model = model_of(torch.float64)
+    if how != "whole":
+        model = shard(model, how)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    steps(model, adamw, how, torch.float64, 0, 5)
+    optimizer = optimizer_of(model, sel.preset("paper"), lr=1e-3)
+    from_adamw(optimizer, adamw)
+    returned = to_adamw(optimizer)
+    moments = [
+        (full(adamw.state[p][key]), full(returned.state[p][key]))
+        for p in model.parameters()
+        for key in ("step", "exp_avg", "exp_avg_sq")
+    ]
+    after = [states(model, optimizer)]
+    steps(model, optimizer, how, torch.float64, 5, 10)
+    last = to_adamw(optimizer)
+    after += [states(model, last)]
+    steps(model, last, how, torch.float64, 10, 15)
+    return moments, [*after, weights(model)]
+
+
+def muon(how, count):
+    """Train with SELMuon in float64; return weights, state, losses and the last norm of the gradient."""
+    model, optimizer = make(how, sel.preset("paper"), torch.float64, kind=SELMuon, lr=1e-3)
+    losses = steps(model, optimizer, how, torch.float64, 0, count)
+    return weights(model), states(model, optimizer), losses, float(optimizer.grad_norm)
