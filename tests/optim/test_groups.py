@@ -75,3 +75,27 @@ def test_frozen_parameters_are_left_out():
     model[0].weight.requires_grad_(False)
     groups = sel.param_groups(model, lr=1e-3)
     assert "0.weight" not in [name for group in groups for name in names(group)]
+
+
+@pytest.mark.parametrize("home", ["optimizer", "module"])
+def test_parameters_without_decay_have_groups_of_their_own(home):
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    if home == "module":
+        sel.convert(model, sel.preset("frozen"))
+        groups = sel.param_groups(model, lr=1e-3, weight_decay=0.1, no_decay=["*bias", "1.*"])
+    else:
+        config = sel.preset("frozen")
+        groups = sel.param_groups(model, lr=1e-3, weight_decay=0.1, config=config, no_decay=["*bias", "1.*"])
+    decay = {name: group["weight_decay"] for group in groups for name, _ in group["params"]}
+    assert all(group["params"] for group in groups)
+    assert {name for name, value in decay.items() if value == 0.0} >= {"1.weight", "1.bias"}
+    assert {decay[name] for name in decay if name.endswith("weight") and name.startswith("0")} == {0.1}
+    assert {decay[name] for name in decay if name.endswith("bias")} == {0.0}
+
+
+def test_patterns_without_decay_are_checked():
+    model = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match=r"no_decay pattern 'norm\.\*' matches no parameter, such as"):
+        sel.param_groups(model, no_decay=["norm.*"])
+    with pytest.raises(ValueError, match="no_decay must be a sequence of patterns, got the string 'bias'"):
+        sel.param_groups(model, no_decay="bias")

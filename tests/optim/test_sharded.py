@@ -171,6 +171,7 @@ def details(tmp_path_factory):
         ("written", ("fsdp", PAPER), {}),
         ("written", ("fsdp", PAPER), {"far": True}),
     ]
+    calls += [("trajectory", ("mixed", PAPER), SETTINGS)]
     calls += [("refused", (case,), {}) for case in ("zero", "two shards", "flattened later", "fsdp1")]
     return run(4, folder, sharded.several, calls)
 
@@ -184,6 +185,16 @@ def test_a_step_takes_one_all_reduce_and_state_is_split_as_the_parameter(details
         assert kinds["panel0"] == kinds["panel0_exp_avg_sq"] == ((3, 11), (rows, 11))
         assert kinds["panel1"] == kinds["panel1_exp_avg"] == ((12, 16), None)
         assert kinds["step"] == kinds["scale_step"] == ((), None)
+
+
+def test_mixed_precision_keeps_everything_of_the_optimizer_in_fp32(details, whole):
+    """Weights are cast to bfloat16 for the forward and backward passes alone."""
+    weights, state, losses, _ = details[0][3]
+    assert {value.dtype for value in (*weights.values(), *state.values())} == {torch.float32}
+    expected = whole[PAPER, torch.float32][2]
+    assert losses[:5] == pytest.approx(expected[:5], rel=0.02)  # then the roundings of bfloat16 go their own way
+    assert losses[:5] != pytest.approx(expected[:5], rel=1e-5)
+    assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
 
 
 def test_a_write_into_one_process_is_held_and_taken_over_at_the_next_step(details):
@@ -211,10 +222,10 @@ def test_scales_out_of_reach_start_anew_in_every_process(details):
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        (3, "wrappers that deal parameters out to processes .ZeroRedundancyOptimizer. are not supported"),
-        (4, r"3\.weight is placed as .* on its mesh: one sharded dimension and replication are supported"),
-        (5, r"3\.weight must have its shape \(16, 17\), got \(272,\): parameters flattened .* are not supported"),
-        (6, "FSDP1"),
+        (4, "wrappers that deal parameters out to processes .ZeroRedundancyOptimizer. are not supported"),
+        (5, r"3\.weight is placed as .* on its mesh: one sharded dimension and replication are supported"),
+        (6, r"3\.weight must have its shape \(16, 17\), got \(272,\): parameters flattened .* are not supported"),
+        (7, "FSDP1"),
     ],
 )
 def test_what_cannot_be_right_is_refused(details, place, message):

@@ -1,5 +1,6 @@
 """Notice writes into parameters from outside the optimizer: a loaded checkpoint, an EMA swap, a manual edit."""
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -109,16 +110,21 @@ def _mark(parameter: Tensor) -> Tensor:
     The sums wrap around. One changed entry always moves them, swapped entries, rows or columns too.
     """
     bits = parameter.detach().view(_BITS[parameter.element_size()])
+    weights, sample = _places(bits.shape, bits.device)
     sums = []
-    for dim in range(bits.dim()):
+    for dim, weight in enumerate(weights):
         others = [d for d in range(bits.dim()) if d != dim]
         along = bits.sum(dim=others, dtype=torch.int64) if others else bits.to(torch.int64)
-        weight = (2 * torch.arange(along.numel(), device=bits.device) + 1) * _ODD[dim % len(_ODD)]
         sums.append((along * weight).sum().reshape(1))
-    count = min(_SAMPLE, bits.numel())
-    flat = torch.arange(count, device=bits.device) * _ODD[0] % max(bits.numel(), 1)
-    sample = bits[torch.unravel_index(flat, bits.shape)]
-    return torch.cat([*sums, sample.reshape(-1).to(torch.int64)])
+    return torch.cat([*sums, bits[sample].reshape(-1).to(torch.int64)])
+
+
+@functools.lru_cache(maxsize=1024)
+def _places(shape: torch.Size, device: torch.device) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    """Return the weights of the places along each dimension and the indices of the sample."""
+    weights = [(2 * torch.arange(n, device=device) + 1) * _ODD[dim % len(_ODD)] for dim, n in enumerate(shape)]
+    flat = torch.arange(min(_SAMPLE, shape.numel()), device=device) * _ODD[0] % max(shape.numel(), 1)
+    return weights, torch.unravel_index(flat, shape)
 
 
 def differing(expected: Tensor, parameter: Tensor, coordinates: Coordinates | None, exact: bool) -> Tensor:
