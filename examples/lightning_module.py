@@ -34,7 +34,7 @@ class Regressor(L.LightningModule):
     def configure_optimizers(self) -> dict[str, object]:
         """Return the optimizer, which takes total steps and clipping from the Trainer, and any scheduler."""
         groups = sel.param_groups(self, lr=self.lr, weight_decay=0.01, config=sel.preset("paper"))
-        optimizer = sel.SELAdamW(groups, lr=self.lr, **setup(self.trainer))
+        optimizer = sel.SELAdamW(groups, **setup(self.trainer))
         steps = int(self.trainer.estimated_stepping_batches)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

@@ -33,7 +33,7 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4))
     print(sel.routing(model))  # what is curved, and why
     groups = sel.param_groups(model, lr=1e-3, weight_decay=0.01, config=sel.preset("paper"))
-    optimizer = sel.SELAdamW(groups, lr=1e-3, total_steps=arguments.total_steps, max_grad_norm=1.0)
+    optimizer = sel.SELAdamW(groups, total_steps=arguments.total_steps, max_grad_norm=1.0)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=arguments.total_steps)
     average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.99))
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "average": average}

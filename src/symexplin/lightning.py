@@ -40,7 +40,7 @@ def setup(trainer: Any, *, total_steps: int | None = None) -> dict[str, Any]:
 
         def configure_optimizers(self):
             groups = sel.param_groups(self, lr=3e-4, config=sel.preset("paper"))
-            return sel.SELAdamW(groups, lr=3e-4, **sel.lightning.setup(self.trainer))
+            return sel.SELAdamW(groups, **sel.lightning.setup(self.trainer))
 
     >>> from types import SimpleNamespace
     >>> trainer = SimpleNamespace(

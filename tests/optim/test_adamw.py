@@ -180,3 +180,29 @@ def test_bad_arguments(kwargs, message):
     groups = sel.param_groups(network(), config=sel.preset("paper"))
     with pytest.raises(ValueError, match=message):
         sel.SELAdamW(groups, **({"total_steps": 10} | kwargs))
+
+
+def test_total_steps_may_come_later():
+    model = network()
+    groups = sel.param_groups(model, lr=1e-2, config=sel.preset("paper"))
+    optimizer = sel.SELAdamW(groups, total_steps="later")
+    twin = network()
+    expected = build(twin, max_grad_norm=None)
+    train(model, optimizer, 1)
+    backward(model, 1)
+    with pytest.raises(ValueError, match=r"total_steps is still 'later': call set_total_steps\(T\) before the second"):
+        optimizer.step()
+    optimizer.set_total_steps(100)
+    train(model, optimizer, 5, start=1)
+    assert_same_bits(model, train(twin, expected, 6))
+    with pytest.raises(ValueError, match="total_steps must be a whole number"):
+        optimizer.set_total_steps(0)
+
+
+def test_the_groups_common_rate_is_the_optimizers_default():
+    """Some schedulers, such as transformers' polynomial one, take it for the peak."""
+    model = network()
+    assert build(model, lr=1e-2).defaults["lr"] == 1e-2
+    groups = sel.param_groups(model, lr=1e-2, config=sel.preset("paper"))
+    groups[1]["lr"] = 1e-3
+    assert sel.SELAdamW(groups, lr=5e-3, total_steps=10).defaults["lr"] == 5e-3

@@ -72,8 +72,8 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
     def set_total_steps(self, total_steps: int) -> None:
         """Set T of the annealing, for an optimizer that was made with ``total_steps="later"`` or whose run changed."""
         check_whole("total_steps", total_steps)
-        for group in self.param_groups:
-            group["total_steps"] = total_steps
+        for settings in (self.defaults, *self.param_groups):
+            settings["total_steps"] = total_steps
 
     def moments_(self, kind: str, shape: tuple[int, ...]) -> tuple[str, ...]:  # noqa: ARG002
         """Return the names of the moments of a target of that kind and whole shape."""
@@ -92,8 +92,11 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self.create_state()
         entries = list(self.entries())
-        watched = [entry for entry in entries if entry.watched and not _capturing()]  # a replayed graph does not look
-        self._notice_writes(watched)
+        watched = [entry for entry in entries if entry.watched]
+        if _capturing():  # a graph that is replayed would not look again
+            watched, self._watch.held = [], {}
+        else:
+            self._notice_writes(watched)
         pulled = self._pull([entry for entry in entries if entry.parameter.grad is not None])
         self._clip([target for _, targets in pulled for target in targets], watched)
         for entry, targets in pulled:

@@ -1,12 +1,12 @@
 """What the processes of a sharded model must settle together: shared gradients, the global norm, outside writes."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from symexplin.optim.entry import Entry
+from symexplin.optim.placement import Placement
 from symexplin.optim.target import Target
 
 __all__ = ["agree", "reduce_"]
@@ -24,25 +24,30 @@ def reduce_(targets: Sequence[Target], watched: Sequence[tuple[Entry, Tensor | N
     places = {p.group: p for p in (*(t.placement for t in targets), *(e.placement for e, _ in watched)) if p.group}
     if not places:
         return torch.nn.utils.get_total_norm(whole), []
-    squares: list[Tensor] = [torch.nn.utils.get_total_norm(whole) ** 2] if whole else []
+    total = _square(whole, next(iter(places.values())))
     late: Late = []
     for group, place in places.items():  # in the order of the parameters, the same in every process
         split = [t.grad for t in targets if t.placement.group == group and t.split]
         shared = [t for t in targets if t.placement.group == group and not t.split]
         flags = [(id(e.parameter), flag) for e, flag in watched if e.placement.group == group]
-        square = torch.nn.utils.get_total_norm(split) ** 2
+        square = _square(split, place)
         raised = torch.stack(
             [square.new_zeros(()), *(square.new_zeros(()) if f is None else f.to(square) for _, f in flags)]
         )
         square, raised, *grads = _sum([square, raised, *(t.grad for t in shared)], place)
         for target, grad in zip(shared, grads, strict=True):
             target.grad = grad
-        squares += [square, torch.nn.utils.get_total_norm(grads) ** 2]
+        total = total + (square + _square(grads, place)).to(total.device)
         late.append(([key for key, _ in flags], raised[1:]))
-    return torch.stack([square.to(squares[0]) for square in squares]).sum().sqrt(), late
+    return total.sqrt(), late
 
 
-def _sum(tensors: list[Tensor], place: Any) -> list[Tensor]:
+def _square(grads: list[Tensor], place: Placement) -> Tensor:
+    """Return the squared norm of all `grads`; of none a zero on the right device."""
+    return torch.nn.utils.get_total_norm(grads) ** 2 if grads else torch.zeros((), device=place.mesh.device_type)
+
+
+def _sum(tensors: list[Tensor], place: Placement) -> list[Tensor]:
     """Return the sums of `tensors` over the processes that have the other parts."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(place.mesh.device_type)
     torch.distributed.all_reduce(flat, group=place.group)
