@@ -1,6 +1,7 @@
 """Routing: by the type of the module, with a reason for every parameter."""
 
 import pytest
+import torch
 from torch import nn
 
 import symexplin as sel
@@ -52,6 +53,46 @@ def test_routers_of_experts_are_plain_but_gates_of_feed_forward_layers_are_not()
     assert found["mixture.gate.weight"] == (False, "router of a mixture of experts")
     assert found["mixture.experts.0.weight"][0]
     assert found["ffn.gate.weight"][0]
+
+
+class TopRouter(nn.Module):
+    """A router as a type of its own, with a layer inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 8))
+        self.layer = nn.Linear(8, 4)
+
+
+class StackedExperts(nn.Module):
+    """The weights of four experts in one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.zeros(4, 8, 8))
+
+
+def test_routers_and_experts_that_are_types_of_their_own():
+    mixture = nn.ModuleDict({"choose": TopRouter(), "shared_expert_gate": nn.Linear(8, 1), "experts": StackedExperts()})
+    found = reasons(nn.ModuleDict({"mixture": mixture, "body": nn.Linear(8, 8), "gate": nn.Linear(8, 8)}))
+    router = (False, "router of a mixture of experts")
+    assert {name: reason for name, reason in found.items() if "mixture" in name} == {
+        "mixture.choose.weight": router,
+        "mixture.choose.layer.weight": router,
+        "mixture.choose.layer.bias": router,
+        "mixture.shared_expert_gate.weight": router,
+        "mixture.shared_expert_gate.bias": router,
+        "mixture.experts.up": (False, "3-D expert weights"),
+    }
+    assert found["body.weight"][0]
+    assert found["gate.weight"][0]  # beside no experts
+
+
+def test_the_head_of_a_head_is_its_last_layer():
+    head = nn.ModuleDict({"dense": nn.Linear(8, 8), "out_proj": nn.Linear(8, 3)})
+    found = reasons(nn.ModuleDict({"body": nn.Linear(8, 8), "classifier": head}))
+    assert found["classifier.dense.weight"][0]
+    assert found["classifier.out_proj.weight"] == found["classifier.out_proj.bias"] == (False, "output head")
 
 
 def test_attention_projections_and_other_types():

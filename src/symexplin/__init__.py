@@ -12,7 +12,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from symexplin import functional, hf
+    from symexplin import functional
+    from symexplin import hf as hf
+    from symexplin import lightning as lightning
     from symexplin.config import Scale, SELConfig, preset
     from symexplin.conversion import convert, fold
     from symexplin.linear import SELLinear
@@ -20,10 +22,13 @@ if TYPE_CHECKING:
         RawSpaceOptimizer,
         ScaleAnnealing,
         SELAdamW,
+        SELMuon,
         Target,
         anneal_scales,
+        from_adamw,
         param_groups,
         stats,
+        to_adamw,
     )
     from symexplin.routes import Route, Routing, routing
     from symexplin.starts import init_
@@ -37,18 +42,21 @@ __all__ = [
     "SELAdamW",
     "SELConfig",
     "SELLinear",
+    "SELMuon",
     "Scale",
     "ScaleAnnealing",
     "Target",
     "anneal_scales",
     "convert",
     "fold",
+    "from_adamw",
     "functional",
     "init_",
     "param_groups",
     "preset",
     "routing",
     "stats",
+    "to_adamw",
 ]
 
 # Where each name lives. They are imported when first used: the command line answers --help without loading torch.
@@ -56,7 +64,18 @@ _HOMES = {
     "config": ("SELConfig", "Scale", "preset"),
     "conversion": ("convert", "fold"),
     "linear": ("SELLinear",),
-    "optim": ("RawSpaceOptimizer", "SELAdamW", "ScaleAnnealing", "Target", "anneal_scales", "param_groups", "stats"),
+    "optim": (
+        "RawSpaceOptimizer",
+        "SELAdamW",
+        "SELMuon",
+        "ScaleAnnealing",
+        "Target",
+        "anneal_scales",
+        "from_adamw",
+        "param_groups",
+        "stats",
+        "to_adamw",
+    ),
     "routes": ("Route", "Routing", "routing"),
     "starts": ("init_",),
 }

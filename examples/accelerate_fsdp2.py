@@ -1,0 +1,94 @@
+"""Accelerate with FSDP2: train a tiny Llama in curved weight space on sharded weights, save, resume and export it.
+
+    accelerate launch --num_processes 2 examples/accelerate_fsdp2.py --steps 40 --output runs/fsdp2
+    accelerate launch --num_processes 2 examples/accelerate_fsdp2.py --steps 80 --output runs/fsdp2 --resume
+
+Parameter groups are made of the whole model, before `prepare` shards it. Clipping is the optimizer's:
+`accelerator.clip_grad_norm_` would clip gradients of effective weights. Accelerate shards on accelerators alone: on
+CPUs (`--cpu`) the same script runs as DDP.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.utils import set_seed
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import symexplin as sel
+
+
+def tiny_model() -> LlamaForCausalLM:
+    """Return a Llama of two layers."""
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            max_position_embeddings=32,
+        )
+    )
+
+
+def batch(step: int, rank: int, device: torch.device) -> torch.Tensor:
+    """Return sequences that count upwards from random numbers, others in each process and step."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    starts = torch.randint(0, 64, (8, 1), generator=generator)
+    return ((starts + torch.arange(16)) % 64).to(device)
+
+
+def main() -> None:
+    """Train, save the state and the model, and print the losses."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=40, help="stop after this step")
+    parser.add_argument("--total-steps", type=int, default=80, help="length of the schedules")
+    parser.add_argument("--output", default="runs/accelerate_fsdp2")
+    parser.add_argument("--state-dict", default="SHARDED_STATE_DICT", choices=["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--cpu", action="store_true")
+    options = parser.parse_args()
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", state_dict_type=options.state_dict
+    )
+    accelerator = Accelerator(fsdp_plugin=plugin, cpu=options.cpu)
+    set_seed(0)
+    model = tiny_model()
+    groups = sel.param_groups(model, lr=3e-3, weight_decay=0.01, config=sel.preset("paper"))
+    optimizer = sel.SELAdamW(groups, total_steps=options.total_steps, max_grad_norm=1.0)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    # Not prepared: accelerate would step a schedule once a process.
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer.optimizer, options.total_steps)
+    accelerator.register_for_checkpointing(schedule)
+    state = Path(options.output) / "state"
+    if options.resume:
+        accelerator.load_state(str(state))
+
+    for step in range(optimizer.param_groups[0]["steps"], options.steps):
+        ids = batch(step, accelerator.process_index, accelerator.device)
+        loss = model(input_ids=ids, labels=ids).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        mean = float(accelerator.reduce(loss.detach(), "mean"))
+        accelerator.print(
+            f"step {step + 1} loss {mean:.6f} raw gradient norm {float(optimizer.optimizer.grad_norm):.4f}"
+        )
+
+    accelerator.save_state(str(state))
+    whole = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        accelerator.unwrap_model(model).save_pretrained(options.output, state_dict=whole)
+        LlamaForCausalLM.from_pretrained(options.output)
+        print(f"{accelerator.distributed_type.value}: saved and loaded {options.output}")
+    accelerator.wait_for_everyone()  # gloo may abort a process that leaves while others work
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Six architectures of transformers: routed by a rule, trained for twenty steps, saved and loaded as any other."""
+
+import re
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+import symexplin as sel  # noqa: E402
+
+TEXT = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+GROUPED = {**TEXT, "num_key_value_heads": 1, "max_position_embeddings": 16}
+GPT2 = {
+    "vocab_size": 32,
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_positions": 16,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+VIT = {**{k: v for k, v in TEXT.items() if k != "vocab_size"}, "image_size": 8, "patch_size": 4, "num_labels": 3}
+
+# What is curved, written down from each architecture's own description: names of weights, and whether with biases.
+ATTENTION, GATED = r"self_attn\.[qkvo]_proj", r"mlp\.(gate|up|down)_proj"
+BERT = (
+    r"bert\.encoder\.layer\.\d\.(attention\.self\.(query|key|value)|attention\.output\.dense"
+    r"|intermediate\.dense|output\.dense)\.(weight|bias)"
+)
+CASES = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", GROUPED, rf"model\.layers\.\d\.({ATTENTION}|{GATED})\.weight", 14),
+    "qwen3": (
+        "Qwen3ForCausalLM",
+        "Qwen3Config",
+        {**GROUPED, "head_dim": 8, "tie_word_embeddings": True},
+        rf"model\.layers\.\d\.({ATTENTION}|{GATED})\.weight",
+        14,
+    ),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        GPT2,
+        r"transformer\.h\.\d\.(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.(weight|bias)",
+        16,
+    ),
+    "bert": ("BertForMaskedLM", "BertConfig", TEXT, rf"{BERT}|cls\.predictions\.transform\.dense\.(weight|bias)", 26),
+    "bert-classes": (
+        "BertForSequenceClassification",
+        "BertConfig",
+        {**TEXT, "num_labels": 3},
+        rf"{BERT}|bert\.pooler\.dense\.(weight|bias)",
+        26,
+    ),
+    "vit": (
+        "ViTForImageClassification",
+        "ViTConfig",
+        VIT,
+        r"vit\.layers\.\d\.(attention\.[qkvo]_proj|mlp\.fc[12])\.(weight|bias)",
+        24,
+    ),
+    "mixtral": (
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        {**GROUPED, "num_local_experts": 4},
+        rf"model\.layers\.\d\.{ATTENTION}\.weight",
+        8,
+    ),
+}
+PLAIN = {
+    r"(embed_tokens|wte|wpe|embeddings)\.weight$": "embedding",
+    "lm_head|classifier|cls.predictions.bias": "output head",
+    r"mlp\.gate\.weight": "router of a mixture of experts",
+    r"mlp\.experts": "3-D expert weights",
+    "patch_embeddings": "Conv2d",
+    "_token$|position_embeddings$": "ViTEmbeddings",
+    "[nN]orm|ln_": "Norm",
+}
+
+
+def build(name):
+    architecture, config, settings, _, _ = CASES[name]
+    torch.manual_seed(0)
+    return getattr(transformers, architecture)(getattr(transformers, config)(**settings)).eval()
+
+
+def batch(name):
+    generator = torch.Generator().manual_seed(1)
+    if name == "vit":
+        return {"pixel_values": torch.randn(6, 3, 8, 8, generator=generator), "labels": torch.arange(6) % 3}
+    ids = (torch.randint(0, 32, (6, 1), generator=generator) + torch.arange(12)) % 32
+    return {"input_ids": ids, "labels": torch.arange(6) % 3 if name == "bert-classes" else ids}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_routing_is_right_and_says_why(name):
+    *_, pattern, count = CASES[name]
+    model = build(name)
+    table = sel.routing(model, sel.preset("paper"))
+    curved = {route.name for route in table.curved}
+    assert curved == {n for n, _ in model.named_parameters() if re.fullmatch(pattern, n)}
+    assert len(curved) == count
+    for route in table:
+        if not route.curved:
+            assert any(re.search(key, route.name) and route.reason.endswith(why) for key, why in PLAIN.items()), route
+    lines = str(table).splitlines()
+    assert [line.split()[0] for line in lines[1:-1]] == [n for n, _ in model.named_parameters()]
+    assert lines[-1].startswith(f"curved: {count} of {len(table)} tensors")
+
+
+def test_conv1d_counts_its_outputs_along_the_second_dimension():
+    routes = {route.name: route for route in sel.routing(build("gpt2"))}
+    assert routes["transformer.h.0.attn.c_attn.weight"].out_dim == 1
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_twenty_steps_train_and_the_saved_model_is_stock(name, tmp_path):
+    model, data = build(name), batch(name)
+    groups = sel.param_groups(model, lr=3e-3, config=sel.preset("paper"))
+    optimizer = sel.SELAdamW(groups, total_steps=20, max_grad_norm=1.0)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    losses = []
+    for _ in range(20):
+        loss = model(**data).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.9 * losses[0]
+    assert {n for n, p in model.named_parameters() if torch.equal(p, before[n])} <= {
+        "bert.embeddings.token_type_embeddings.weight"  # its second row alone has no gradient
+    }
+
+    model.save_pretrained(tmp_path)
+    again, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    with torch.no_grad():
+        assert torch.equal(again.eval()(**data).logits, model(**data).logits)

@@ -1,0 +1,343 @@
+"""Hugging Face's Trainer: the same steps as a plain loop, its clipping moved, killed and resumed to the same bits."""
+
+import json
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import symexplin as sel  # noqa: E402
+
+CONFIG = sel.preset("paper")
+
+
+def tiny(dtype=torch.float32):
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        attention_bias=True,
+        tie_word_embeddings=False,
+    )
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def rows(count=64):
+    starts = torch.randint(0, 32, (count, 1), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": row, "labels": row} for row in (starts + torch.arange(10)) % 32]
+
+
+def arguments(folder, **changes):
+    settings = {
+        "output_dir": str(folder),
+        "max_steps": 6,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 3e-3,
+        "weight_decay": 0.1,
+        "adam_beta1": 0.8,
+        "adam_epsilon": 1e-6,
+        "max_grad_norm": 0.5,
+        "warmup_steps": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "train_sampling_strategy": "sequential",
+    }
+    return transformers.TrainingArguments(**{**settings, **changes})
+
+
+def trainer(args, model=None, setup=None, **more):
+    given = setup if setup is not None else sel.hf.setup(args, CONFIG)
+    callbacks = given["callbacks"] + more.pop("callbacks", [])
+    model = {} if "model_init" in more else {"model": model or tiny()}
+    return transformers.Trainer(args=args, train_dataset=rows(), **model, **{**given, "callbacks": callbacks}, **more)
+
+
+def losses(history):
+    return [record["loss"] for record in history if "loss" in record]
+
+
+def test_the_trainer_takes_the_very_steps_of_a_plain_loop(tmp_path):
+    run = trainer(arguments(tmp_path))
+    run.train()
+
+    model, data = tiny(), rows()
+    undecayed = [name for name, _ in model.named_parameters() if name.endswith("bias") or "norm" in name]
+    groups = sel.param_groups(model, lr=3e-3, weight_decay=0.1, config=CONFIG, no_decay=undecayed)
+    optimizer = sel.SELAdamW(groups, betas=(0.8, 0.999), eps=1e-6, total_steps=6, max_grad_norm=0.5)
+    schedule = transformers.get_linear_schedule_with_warmup(optimizer, 2, 6)
+    expected = []
+    for step in range(6):
+        ids = torch.stack([row["input_ids"] for row in data[4 * step : 4 * step + 4]])
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        expected.append((float(loss.detach()), float(optimizer.grad_norm), sel.stats(model, optimizer)))
+    for record, (loss, norm, figures) in zip(run.state.log_history, expected, strict=False):
+        assert record["loss"] == pytest.approx(loss, rel=1e-6)
+        assert record["grad_norm"] == pytest.approx(norm, rel=1e-6)
+        assert norm > 0.5  # it was clipped
+        assert {name: record[f"sel/{name}"] for name in figures} == pytest.approx(figures)
+    for (name, found), right in zip(run.model.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-8, msg=name)
+    inner = run.optimizer.optimizer
+    assert {group["total_steps"] for group in inner.param_groups} == {6}
+    decays = {n: group["weight_decay"] for group in inner.param_groups for n in group["param_names"]}
+    assert {name for name, decay in decays.items() if decay == 0.0} == set(undecayed)
+    assert set(decays.values()) == {0.0, 0.1}
+
+
+def test_epochs_give_the_number_of_steps_and_a_longer_second_run_changes_it(tmp_path):
+    run = trainer(
+        arguments(
+            tmp_path,
+            max_steps=-1,
+            num_train_epochs=2,
+            per_device_train_batch_size=16,
+            save_steps=3,
+            save_strategy="steps",
+        )
+    )
+    run.train()
+    assert {group["total_steps"] for group in run.optimizer.optimizer.param_groups} == {8}
+    more = trainer(arguments(tmp_path, max_steps=10, per_device_train_batch_size=16))
+    more.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    groups = more.optimizer.optimizer.param_groups
+    assert {(group["total_steps"], group["steps"]) for group in groups} == {(10, 10)}
+
+
+def test_clipping_moves_once_and_survives_a_second_setup_and_pickling(tmp_path):
+    args = arguments(tmp_path)
+    sel.hf.setup(args)
+    again = pickle.loads(pickle.dumps(args))
+    for arguments_now in (args, again):
+        assert arguments_now.max_grad_norm == 0.0
+        run = trainer(arguments_now)
+        assert run.create_optimizer().param_groups[0]["max_grad_norm"] == 0.5
+        assert json.loads(arguments_now.to_json_string())["max_grad_norm"] == 0.0
+    args.max_grad_norm = 2.0
+    assert trainer(args).create_optimizer().param_groups[0]["max_grad_norm"] == 2.0
+    unclipped = arguments(tmp_path, max_grad_norm=0.0)
+    assert trainer(unclipped).create_optimizer().param_groups[0]["max_grad_norm"] is None
+
+
+def test_a_model_made_by_the_trainer_and_arguments_changed_until_training_starts(tmp_path):
+    args = arguments(tmp_path, max_steps=1)
+    run = trainer(args, model_init=tiny)
+    args.learning_rate = 1e-3  # as a search over hyperparameters does
+    run.train()
+    assert {group["initial_lr"] for group in run.optimizer.param_groups} == {1e-3}
+    owned = {id(p) for group in run.optimizer.param_groups for p in group["params"]}
+    assert owned == {id(p) for p in run.model.parameters()}
+
+
+def test_other_optimizers_and_their_arguments(tmp_path):
+    args = arguments(tmp_path, max_steps=2)
+    setup = sel.hf.setup(args, CONFIG, optimizer=sel.SELMuon, no_decay=["*.weight"], momentum=0.9)
+    run = trainer(args, setup=setup)
+    run.train()
+    inner = run.optimizer.optimizer
+    assert type(inner) is sel.SELMuon
+    assert {(group["momentum"], *group["betas"]) for group in inner.param_groups} == {(0.9, 0.8, 0.999)}
+    decays = {n: group["weight_decay"] for group in inner.param_groups for n in group["param_names"]}
+    assert all((decay == 0.0) == name.endswith(".weight") for name, decay in decays.items())
+
+
+def test_the_routing_is_logged_once(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, logger="symexplin.hf"):
+        trainer(arguments(tmp_path, max_steps=2)).train()
+    tables = [record.getMessage() for record in caplog.records if record.name == "symexplin.hf"]
+    assert len(tables) == 1
+    assert str(sel.routing(tiny(), CONFIG)) in tables[0]
+
+
+def test_reporters_see_the_figures_once_they_come_after(tmp_path):
+    class Reporter(transformers.TrainerCallback):
+        seen = ()
+
+        def on_log(self, args, state, control, logs, **kwargs):  # noqa: ARG002
+            self.seen = (*self.seen, logs)
+
+    run = trainer(arguments(tmp_path, max_steps=2), callbacks=[Reporter])
+    run.callback_handler.callbacks.insert(0, run.pop_callback(Reporter))  # where the Trainer puts its own
+    run.add_callback(run.pop_callback(Reporter))
+    run.train()
+    (reporter,) = (c for c in run.callback_handler.callbacks if isinstance(c, Reporter))
+    assert ["sel/e/mean" in logs for logs in reporter.seen] == [True, True, False]  # the last is the summary
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optim": "adafactor"}, "args.optim must be left at its default, got 'adafactor'"),
+        ({"optim_args": "a=1"}, "args.optim_args must be None, got 'a=1'"),
+        ({"fsdp": True, "fsdp_config": {"version": 1}}, r"args.fsdp_config\['version'\] asks for FSDP1"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_arguments_that_the_optimizer_cannot_follow(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        sel.hf.setup(arguments(tmp_path, **changes))
+
+
+def test_deepspeed_is_refused_however_it_is_asked_for(tmp_path, monkeypatch):
+    args = arguments(tmp_path)
+    args.deepspeed_plugin = object()
+    with pytest.raises(ValueError, match=r"args\.deepspeed asks for DeepSpeed, which flattens"):
+        sel.hf.setup(args)
+    run = trainer(arguments(tmp_path))
+    state = sel.hf.AcceleratorState._shared_state
+    monkeypatch.setitem(state, "deepspeed_plugins", {"default": object()})
+    with pytest.raises(ValueError, match="launcher's configuration asks for DeepSpeed"):
+        run.create_optimizer()
+    monkeypatch.setitem(state, "deepspeed_plugins", None)
+    monkeypatch.setitem(state, "fsdp_plugin", types.SimpleNamespace(fsdp_version=1))
+    with pytest.raises(ValueError, match="launcher's fsdp_version asks for FSDP1"):
+        run.create_optimizer()
+
+
+def test_misuse_is_named(tmp_path):
+    args = arguments(tmp_path)
+    with pytest.raises(ValueError, match=r"lr must be given as args.learning_rate, got lr=0.1 here"):
+        sel.hf.setup(args, lr=0.1)
+    frozen = tiny().requires_grad_(False)
+    with pytest.raises(ValueError, match="nothing to curve"):
+        trainer(args, frozen).train()
+    late = arguments(tmp_path)
+    run = trainer(late)
+    late.max_grad_norm = 1.0
+    with pytest.raises(ValueError, match=r"args\.max_grad_norm must be 0 by now, got 1"):
+        run.train()
+    alone = {"callbacks": sel.hf.setup(args)["callbacks"]}
+    with pytest.raises(TypeError, match="must be a raw-space optimizer, got AdamW"):
+        trainer(args, setup=alone).train()
+
+
+# One process imports torch and forks one process a run: starting Python for each would take most of the time.
+_RUNS = """if True:
+    import json, os, signal, sys, torch, transformers
+    sys.path.insert(0, sys.argv[1])
+    from test_hf import arguments, losses, tiny, trainer
+    folder, dtype = sys.argv[2], getattr(torch, sys.argv[3])
+
+    class Kill(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 27:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def fork(name, callbacks, resume):
+        pid = os.fork()
+        if pid:
+            return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        code = 1
+        try:
+            out = os.path.join(folder, name)
+            args = arguments(out, max_steps=40, save_strategy="steps", save_steps=10, dataloader_drop_last=True,
+                             train_sampling_strategy="random", max_grad_norm=1.0)
+            run = trainer(args, tiny(dtype), callbacks=callbacks)
+            run.train(resume_from_checkpoint=resume)
+            run.save_model()
+            logits = run.model(torch.arange(10)[None]).logits
+            final = {"losses": losses(run.state.log_history), "logits": logits.tolist()}
+            with open(os.path.join(out, "final.json"), "w") as file:
+                json.dump(final, file)
+            code = 0
+        finally:
+            os._exit(code)
+
+    assert fork("whole", [], None) == 0
+    assert fork("killed", [Kill()], None) == -signal.SIGKILL
+    assert sorted(f for f in os.listdir(os.path.join(folder, "killed"))) == ["checkpoint-10", "checkpoint-20"]
+    assert fork("killed", [], True) == 0
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_killed_and_resumed_it_is_the_uninterrupted_run(tmp_path, dtype):
+    """40 steps, killed after 27, resumed from 20 in another process: losses, weights and state to the bit."""
+    command = [sys.executable, "-c", _RUNS, str(Path(__file__).parent), str(tmp_path), dtype]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    whole, killed = (json.loads((tmp_path / name / "final.json").read_text()) for name in ("whole", "killed"))
+    assert len(whole["losses"]) == 40
+    assert whole == killed
+    assert whole["losses"][-1] < whole["losses"][0]
+
+    states = [
+        torch.load(tmp_path / n / "checkpoint-40" / "optimizer.pt", weights_only=True) for n in ("whole", "killed")
+    ]
+    for key, expected in states[0]["state"].items():
+        found = states[1]["state"][key]
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(value, found[name])
+            assert value.dtype == torch.float32
+
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "killed", output_loading_info=True, dtype=getattr(torch, dtype)
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
+    assert model(torch.arange(10)[None]).logits.tolist() == whole["logits"]
+
+
+_SHARDED = """if True:
+    import json, os, sys, torch
+    sys.path.insert(0, sys.argv[1])
+    from accelerate_cpu import shard_on_cpus
+    from test_hf import arguments, trainer
+    shard_on_cpus()
+    found = {}
+    for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
+        for resume in (None, True):
+            args = arguments(os.path.join(sys.argv[2], kind), save_strategy="steps", save_steps=2, fsdp=True,
+                             fsdp_config={"version": 2, "state_dict_type": kind}, save_total_limit=2)
+            run = trainer(args)
+            last = os.path.join(args.output_dir, "checkpoint-4")
+            run.train(resume_from_checkpoint=last if resume else None)
+            assert isinstance(next(run.model.parameters()), torch.distributed.tensor.DTensor)
+            history = [(r["loss"], r["grad_norm"]) for r in run.state.log_history if "loss" in r]
+            found[f"{kind} {resume}"] = history
+    if run.is_world_process_zero():
+        with open(os.path.join(sys.argv[2], "found.json"), "w") as file:
+            json.dump(found, file)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_sharded_over_two_processes_it_is_the_same_run_and_resumes(tmp_path):
+    (tmp_path / "script.py").write_text(_SHARDED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(tmp_path / "script.py"), str(Path(__file__).parent), str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    run = trainer(arguments(tmp_path, per_device_train_batch_size=8))
+    run.train()
+    whole = [x for r in run.state.log_history if "loss" in r for x in (r["loss"], r["grad_norm"])]
+    for history in json.loads((tmp_path / "found.json").read_text()).values():
+        assert [x for pair in history for x in pair] == pytest.approx(whole, rel=1e-4)

@@ -1,0 +1,162 @@
+"""LoRA under PEFT: on a model trained in curved weight space, and with its own factors curved."""
+
+import pytest
+import torch
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+import symexplin as sel  # noqa: E402
+
+CONFIG = sel.preset("paper")
+IDS = (torch.arange(4)[:, None] * 7 + torch.arange(12)) % 32
+LORA = {"task_type": "CAUSAL_LM", "r": 4, "target_modules": ["q_proj", "v_proj"]}
+
+
+def base():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=16,
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def adapted(model=None, **changes):
+    torch.manual_seed(1)
+    return peft.get_peft_model(model or base(), peft.LoraConfig(**{**LORA, **changes})).eval()
+
+
+def curved(model, steps=10, weight_decay=0.01):
+    groups = sel.param_groups(model, lr=1e-2, weight_decay=weight_decay, config=CONFIG)
+    return sel.SELAdamW(groups, total_steps=steps, max_grad_norm=1.0)
+
+
+def train(model, optimizer, steps=10):
+    losses = []
+    for _ in range(steps):
+        loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@torch.no_grad()
+def logits(model):
+    return model(input_ids=IDS).logits
+
+
+def snapshot(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def table(model):
+    return {r.name.removeprefix("base_model.model."): r for r in sel.routing(model, CONFIG) if r.reason != "frozen"}
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_adapters_on_a_model_trained_in_curved_space_leave_it_alone(own, tmp_path):
+    model = base()
+    optimizer = curved(model)
+    train(model, optimizer)
+    before, start = snapshot(model), logits(model)
+    adapters = adapted(model)
+    assert torch.equal(logits(adapters), start)
+    trainable = [p for p in adapters.parameters() if p.requires_grad]
+    tuner = curved(adapters) if own else torch.optim.AdamW(trainable, lr=1e-2)
+    losses = train(adapters, tuner)
+    assert losses[-1] < losses[0]
+    optimizer.step()  # the first optimizer, still about: nothing of its own has a gradient
+    with adapters.disable_adapter():
+        assert torch.equal(logits(adapters), start)
+    adapters.save_pretrained(tmp_path)
+    stock = base()
+    stock.load_state_dict(before)
+    again = peft.PeftModel.from_pretrained(stock, tmp_path)
+    assert torch.equal(logits(again), logits(adapters))
+    merged = again.merge_and_unload()
+    assert merged.state_dict().keys() == before.keys()
+    torch.testing.assert_close(logits(merged), logits(adapters))
+    train(merged.requires_grad_(True), curved(merged))  # and on in curved space from the merged weights
+
+
+def test_factors_are_curved_and_the_zero_factor_moves():
+    model = adapted()
+    routes = table(model)
+    assert sorted(routes) == [
+        f"model.layers.0.self_attn.{layer}_proj.lora_{factor}.default.weight" for layer in "qv" for factor in "AB"
+    ]
+    assert all(route.curved for route in routes.values())
+    zero = routes["model.layers.0.self_attn.q_proj.lora_B.default.weight"].parameter
+    first = routes["model.layers.0.self_attn.q_proj.lora_A.default.weight"].parameter
+    found = first.detach().clone()
+    optimizer = curved(model, weight_decay=0.0)
+    train(model, optimizer, steps=1)
+    assert bool((zero != 0).any())
+    torch.testing.assert_close(first, found, rtol=1e-6, atol=0)  # its gradient is a product with the zero factor
+    form = dict(optimizer.coordinates())
+    for name, route in routes.items():
+        effective = form[f"base_model.model.{name}"].effective()
+        torch.testing.assert_close(effective, route.parameter.detach(), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "plain"),
+    [
+        ({"use_dora": True}, {"lora_magnitude_vector": "DoraLinearLayer"}),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, {"lora_embedding_": "ParameterDict"}),
+        ({"modules_to_save": ["lm_head"]}, {"lm_head.modules_to_save": "output head"}),
+        ({"target_modules": ["q_proj", "lm_head"]}, {"lm_head.lora_": "output head"}),
+        ({"modules_to_save": ["norm"]}, {"norm.modules_to_save": "LlamaRMSNorm"}),
+    ],
+)
+def test_what_else_peft_adds_is_plain_and_trains(changes, plain, tmp_path):
+    model = adapted(**changes)
+    for name, route in table(model).items():
+        reason = next((reason for part, reason in plain.items() if part in name), None)
+        assert (route.curved, route.reason) == ((True, "linear weight") if reason is None else (False, reason)), name
+    losses = train(model, curved(model))
+    assert losses[-1] < losses[0]
+    model.save_pretrained(tmp_path)
+    found = logits(peft.PeftModel.from_pretrained(base(), tmp_path))
+    assert torch.equal(found, logits(model))
+    torch.testing.assert_close(logits(model.merge_and_unload()), found)
+
+
+def classifier(**changes):
+    config = transformers.BertConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, num_labels=3
+    )
+    settings = peft.LoraConfig(**{"task_type": "SEQ_CLS", "r": 2, **changes})
+    model = peft.get_peft_model(transformers.BertForSequenceClassification(config), settings)
+    model.add_adapter("second", settings)
+    return model
+
+
+def test_a_classifier_is_a_head_however_peft_wraps_it():
+    saved = {n: r.reason for n, r in table(classifier()).items() if not r.curved}
+    assert saved == {f"classifier.modules_to_save.default.{part}": "output head" for part in ("weight", "bias")}
+    factors = table(classifier(task_type=None, target_modules=["query", "classifier"]))
+    heads = {name: route.reason for name, route in factors.items() if not route.curved}
+    assert heads == {f"classifier.lora_{factor}.default.weight": "output head" for factor in "AB"}
+    assert len(factors) == 4
+
+
+def test_adapters_loaded_into_a_running_training_are_taken_over():
+    model, other = adapted(), adapted(base())
+    optimizer = curved(model)
+    train(model, optimizer, steps=3)
+    train(other, curved(other), steps=5)
+    peft.set_peft_model_state_dict(model, peft.get_peft_model_state_dict(other))
+    expected = logits(other)
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-12
+    train(model, optimizer, steps=1)
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-5)
