@@ -18,16 +18,6 @@ from torchtitan.components.optimizer import OptimizersContainer
 import symexplin as sel
 
 
-class FlatSELAdamW(sel.SELAdamW):
-    """SELAdamW that loads torchtitan's form of a state: keyed by names, which its groups therefore leave out."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load, with the names back in the groups."""
-        pairs = zip(state_dict["param_groups"], self.param_groups, strict=True)
-        named = [{**saved, "param_names": group["param_names"]} for saved, group in pairs]
-        super().load_state_dict({**state_dict, "param_groups": named})
-
-
 class SELOptimizersContainer(OptimizersContainer):
     """One SELAdamW over the sharded model; checkpoints, schedules and logging are torchtitan's own."""
 
@@ -61,7 +51,7 @@ class SELOptimizersContainer(OptimizersContainer):
         for group in groups:  # checkpoints know the model without its wrappers
             group["params"] = [(canonical_fqn(name), parameter) for name, parameter in group["params"]]
         self.optimizers = [
-            FlatSELAdamW(
+            sel.SELAdamW(
                 groups,
                 betas=config.betas,
                 eps=config.eps,
