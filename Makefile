@@ -11,7 +11,7 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	# One thread a worker: two workers with two threads each fight over two cores.
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup
 
 check: $(STAMP)
 	$(BIN)/ruff check .

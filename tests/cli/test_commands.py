@@ -160,7 +160,7 @@ def test_without_a_network_one_line_says_what_would_be_fetched(tmp_path, argumen
     pytest.importorskip("datasets")
     nowhere = {"HTTPS_PROXY": "http://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hf")}
     done = subprocess.run(
-        [sys.executable, "-m", "symexplin.cli", *arguments],
+        [sys.executable, "-m", "symexplin", *arguments],
         capture_output=True,
         text=True,
         check=False,

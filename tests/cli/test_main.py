@@ -18,7 +18,7 @@ TINY = "--width 16 --depth 1 --heads 2 --context 8 --batch-size 4 --eval-every 5
 
 
 def run(*arguments, **options):
-    command = [sys.executable, "-m", "symexplin.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "symexplin", *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment, **options)
 
@@ -235,7 +235,7 @@ def test_a_signal_stops_training_with_a_checkpoint_and_a_line(tmp_path, data, nu
 
 @pytest.mark.parametrize("outlet", ["| head -1", ">&-", "> /dev/full"])
 def test_training_goes_on_when_nobody_reads(data, tmp_path, outlet):
-    command = f"{sys.executable} -m symexplin.cli train --data {data} --out {tmp_path}/run --steps 60 {TINY} {outlet}"
+    command = f"{sys.executable} -m symexplin train --data {data} --out {tmp_path}/run --steps 60 {TINY} {outlet}"
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False, timeout=120
     )
@@ -246,6 +246,6 @@ def test_training_goes_on_when_nobody_reads(data, tmp_path, outlet):
 
 def test_a_reader_who_leaves_ends_what_only_prints():
     code = "yes '' | head -100 > /dev/null; "
-    command = f"{sys.executable} -m symexplin.cli completion bash | head -1"
+    command = f"{sys.executable} -m symexplin completion bash | head -1"
     done = subprocess.run(["bash", "-c", code + command], capture_output=True, text=True, check=False, timeout=120)
     assert "Traceback" not in done.stderr

@@ -150,7 +150,7 @@ def test_runs_repeat_and_go_on_bit_for_bit(curve, tmp_path):
     records = run(whole)
     first = make(curve)
     assert run(first, 4) == records[:4]
-    state = {"step": 4, **first.save(tmp_path)}
+    state = {"step": 4, **first.saver()(tmp_path)}
     torch.manual_seed(1234)
     second = make(curve)
     second.load(tmp_path, state)

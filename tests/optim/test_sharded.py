@@ -1,5 +1,6 @@
 """SELAdamW over several processes, whole, sharded and saved, against one process."""
 
+import logging
 import re
 
 import pytest
@@ -9,6 +10,8 @@ import sharded
 import symexplin as sel
 from processes import run
 from symexplin.optim import SELMuon
+
+logger = logging.getLogger(__name__)  # figures: pytest -o log_cli=true -o log_cli_level=INFO
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.xdist_group("sharded")]
 
@@ -70,6 +73,10 @@ def distances(a, b):
 def test_processes_follow_the_trajectory_of_one(found, whole, case):
     """DESIGN's bounds: float64 1e-9; float32 ten times what an ulp at the start becomes, losses within 1e-4."""
     weights, state, losses, figures = found[case]
+    logger.info(
+        "%s: weights %.1e, state %.1e", name_of(case),
+        max(distances(weights, whole[case[2:]][0]).values()), max(distances(state, whole[case[2:]][1]).values()),
+    )  # fmt: skip
     expected, expected_state, expected_losses, expected_figures = whole[case[2:]]
     assert losses[-1] < 0.5 * losses[0]
     if case[3] == torch.float64:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from symexplin.cli.parser import add_keys, given
+from symexplin.lab.launch import launch
 
 __all__ = ["COMMANDS", "Command"]
 
@@ -16,10 +17,11 @@ Arguments = argparse.Namespace
 
 
 class Command(NamedTuple):
-    """One command: what gives its parser its flags, and what runs it."""
+    """One command: what gives its parser its flags, what runs it, and whether several processes may run it together."""
 
     add: Callable[[argparse.ArgumentParser], None]
     run: Callable[[Arguments], None]
+    parallel: bool = False
 
 
 def _say(line: str) -> None:
@@ -76,7 +78,8 @@ def _train(arguments: Arguments) -> None:
 
     config = _configured(arguments, RunConfig, CONFIG)
     result = train(config, arguments.out, resume=arguments.resume, echo=_log)
-    _log(f"{result.final_loss:.4f} nats a token; plain weights: {Path(arguments.out, MODEL)}")
+    if launch().rank == 0:
+        _log(f"{result.final_loss:.4f} nats a token; plain weights: {Path(arguments.out, MODEL)}")
 
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:
@@ -248,8 +251,8 @@ def _completion(arguments: Arguments) -> None:
 
 COMMANDS = {
     "prepare": Command(_add_prepare, _prepare),
-    "train": Command(_add_train, _train),
-    "compare": Command(_add_compare, _compare),
+    "train": Command(_add_train, _train, parallel=True),
+    "compare": Command(_add_compare, _compare, parallel=True),
     "sample": Command(_add_sample, _sample),
     "export": Command(_add_export, _export),
     "report": Command(_add_report, _report),

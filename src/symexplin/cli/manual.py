@@ -72,11 +72,16 @@ below. Flags go before the file, the file before the defaults. The resolved sett
 SIGTERM, Ctrl-C and a lost terminal finish the step, write a checkpoint and stop. A run killed at any moment goes on
 with --resume and ends with the same bits (on a CPU, with the same number of threads).
 
+Several processes train one run under torchrun, with --parallel ddp or fsdp: batch_size stays that of all together,
+FOLDER must be one that all see, timing.jsonl has the tokens/s of all and the memory of the first. A run may be resumed
+with another number of processes, or with one. torchrun gives a run that it stops 30 seconds to write its checkpoint.
+
 examples:
   symexplin train --data data --out runs/first
   symexplin train big.toml --out runs/big --resume
   symexplin train --data data --out runs/paper --preset paper --start mismatched --lr 1e-3 --map beta=5 e.k=[50,8]
   symexplin train --data data --out runs/adamw --home none
+  torchrun --standalone --nproc-per-node 8 -m symexplin train --data data --out runs/wide --parallel fsdp
 """,
     ),
     "compare": Page(
@@ -90,6 +95,7 @@ keys of [sel].
 """,
         """\
 The same command with --resume goes on with a comparison that was stopped, or adds arms, learning rates and seeds.
+Under torchrun every run is trained by all processes, one run after the other (--jobs 1).
 
 examples:
   symexplin compare --data data --out runs/c --arms AdamW SEL --lrs 1e-3 2e-3 4e-3 --seeds 0 1 2

@@ -16,21 +16,26 @@ import torch
 from torch import Tensor
 
 from symexplin.lab.files import sync_folder
-from symexplin.lab.weights.files import iter_tensors, write_tensors
+from symexplin.lab.parallel import placed
+from symexplin.lab.weights.files import iter_tensors
 
 __all__ = [
     "CHECKPOINTS",
+    "OPTIMIZER",
+    "checkpoint_at",
     "is_checkpoint",
     "load_checkpoint",
     "load_optimizer",
     "newest",
     "save_checkpoint",
-    "save_optimizer",
+    "split_optimizer",
     "sweep",
 ]
 
-CHECKPOINTS = "checkpoints"
-_STATE, _OPTIMIZER = "state.json", "optimizer.safetensors"
+CHECKPOINTS, OPTIMIZER = "checkpoints", "optimizer.safetensors"
+_STATE = "state.json"
+# State of SELAdamW that every process has whole where the parameters are sharded.
+_WHOLE = ("panel1", "scalar")
 _TEMPORARY = ".tmp"
 _FORMAT = 1
 
@@ -40,6 +45,11 @@ State = dict[str, Any]
 def newest(folder: Path) -> list[Path]:
     """Return the checkpoints of a run, the newest first."""
     return sorted((folder / CHECKPOINTS).glob("step-*[0-9]"), key=lambda path: int(path.name[5:]), reverse=True)
+
+
+def checkpoint_at(folder: Path, step: int) -> Path:
+    """Return where a run's checkpoint of `step` lies."""
+    return folder / CHECKPOINTS / f"step-{step:08d}"
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -65,7 +75,7 @@ def save_checkpoint(folder: Path, step: int, write: Callable[[Path], State], kee
     Raises:
         OSError: the disk is full, ...; what was written of it is removed.
     """
-    final = folder / CHECKPOINTS / f"step-{step:08d}"
+    final = checkpoint_at(folder, step)
     if final.exists():
         return final
     temporary = final.with_name(final.name + _TEMPORARY)
@@ -130,8 +140,8 @@ def _sha256(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def save_optimizer(optimizer: torch.optim.Optimizer, folder: Path) -> State:
-    """Write the tensors of an optimizer's state into `folder` and return the rest of it as plain values."""
+def split_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], State]:
+    """Return the tensors of an optimizer's state by name, for the file OPTIMIZER, and the rest as plain values."""
     whole = optimizer.state_dict()
     tensors: dict[str, Tensor] = {}
     plain: dict[str, State] = {}
@@ -141,15 +151,19 @@ def save_optimizer(optimizer: torch.optim.Optimizer, folder: Path) -> State:
                 tensors[f"{index}.{key}"] = value
             else:
                 plain.setdefault(str(index), {})[key] = value
-    write_tensors(folder / _OPTIMIZER, tensors)
-    return {"groups": whole["param_groups"], "plain": plain}
+    return tensors, {"groups": whole["param_groups"], "plain": plain}
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, folder: Path, saved: State) -> None:
-    """Load what :func:`save_optimizer` wrote; the optimizer goes on bit for bit."""
+    """Load what :func:`split_optimizer` gave; the optimizer goes on bit for bit.
+
+    The tensors are whole, also for an optimizer over sharded parameters, which takes this process's part of them.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[int, State] = {int(index): dict(values) for index, values in saved["plain"].items()}
-    for name, tensor in iter_tensors(folder / _OPTIMIZER):
+    for name, tensor in iter_tensors(folder / OPTIMIZER):
         index, _, key = name.partition(".")
+        own = tensor if not tensor.dim() or key.startswith(_WHOLE) else placed(tensor, parameters[int(index)])
         # A copy of its own: mapped files align tensors less well than torch, which kernels notice.
-        state.setdefault(int(index), {})[key] = tensor.clone()
+        state.setdefault(int(index), {})[key] = own.clone()
     optimizer.load_state_dict({"state": state, "param_groups": saved["groups"]})

@@ -8,6 +8,7 @@ import torch
 
 from symexplin.lab.maps import CurveConfig, map_of
 from symexplin.lab.model import ModelConfig
+from symexplin.lab.parallel import PARALLEL
 from symexplin.validation import check_choice, check_flag, check_fraction, check_positive, check_whole
 
 __all__ = ["ComputeConfig", "LogConfig", "RunConfig", "TrainConfig", "resolve"]
@@ -89,6 +90,8 @@ class ComputeConfig:
         recompute: compute each block again in the backward pass instead of keeping its activations.
         loss_chunk: tokens whose logits are held at once in the loss, 0 for all; if not given, all unless they take
             more than 256 MiB.
+        parallel: how the processes of torchrun share the work: "ddp" (each has the whole model) or "fsdp" (each has a
+            part of every parameter: FSDP2); if not given, "ddp". One process alone leaves it be.
 
     Raises:
         ValueError: a value out of range.
@@ -100,10 +103,13 @@ class ComputeConfig:
     compile: bool = False
     recompute: bool = False
     loss_chunk: int | None = None
+    parallel: str | None = field(default=None, metadata={"choices": PARALLEL})
 
     def __post_init__(self) -> None:
         """Check every field."""
         check_choice("autocast", self.autocast, _SWITCH)
+        if self.parallel is not None:
+            check_choice("parallel", self.parallel, PARALLEL)
         for name in ("compile", "recompute"):
             check_flag(name, getattr(self, name))
         if self.threads is not None:
@@ -165,19 +171,31 @@ class RunConfig:
             raise ValueError(f"start 'mismatched' is for mode 'mismatch' alone, got mode {curve.mode!r}")
 
 
-def resolve(config: RunConfig, vocab_size: int) -> RunConfig:
+def resolve(config: RunConfig, vocab_size: int, processes: int = 1) -> RunConfig:
     """Return `config` with everything said: the data's place, the map, the device, threads, autocast, the loss's chunk.
 
     Args:
         config: may leave values to the machine.
         vocab_size: of the data's tokenizer.
+        processes: that the run trains in.
 
     Raises:
-        ValueError: a device that is not there.
+        ValueError: a device that is not there, a batch or a device that the processes cannot share out evenly.
 
     >>> resolve(RunConfig("data"), vocab_size=300).model.vocab_size
     300
     """
+    rows, rest = divmod(config.train.batch_size // config.train.accumulation, processes)
+    if rest:
+        raise ValueError(
+            f"batch_size / accumulation must be a multiple of the {processes} processes, got "
+            f"{config.train.batch_size} / {config.train.accumulation}"
+        )
+    if processes > 1 and config.compute.device not in ("auto", "cpu", "cuda"):
+        raise ValueError(
+            "device must be auto, cpu or cuda for several processes, each of which takes a GPU of its own, got "
+            f"{config.compute.device!r}"
+        )
     model = dataclasses.replace(config.model, vocab_size=vocab_size)
     curve = map_of(config.sel, model.width)
     table = {} if curve is None else curve.to_dict()
@@ -188,7 +206,7 @@ def resolve(config: RunConfig, vocab_size: int) -> RunConfig:
         autocast = "on" if _bfloat16_pays(device) else "off"
     chunk = compute.loss_chunk
     if chunk is None:
-        tokens = config.train.batch_size // config.train.accumulation * model.context
+        tokens = rows * model.context
         chunk = 0 if 4 * tokens * vocab_size <= _LOGITS_BYTES else max(1, _LOGITS_BYTES // (4 * vocab_size))
     return dataclasses.replace(
         config,
@@ -201,6 +219,7 @@ def resolve(config: RunConfig, vocab_size: int) -> RunConfig:
             threads=compute.threads or torch.get_num_threads(),
             autocast=autocast,
             loss_chunk=chunk,
+            parallel=compute.parallel or (PARALLEL[0] if processes > 1 else None),
         ),
     )
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from symexplin.lab.model import Transformer
+from symexplin.lab.parallel import ALONE, Ranks
 from symexplin.lab.text.tokenizer import Tokenizer
 from symexplin.validation import check_not_negative, check_whole
 
@@ -16,8 +17,10 @@ Curve = Sequence[tuple[int, float]]
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], *, autocast: bool = False) -> float:
-    """Return the mean cross entropy in nats a token over `batches` of (inputs, targets).
+def evaluate(
+    model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], *, autocast: bool = False, ranks: Ranks = ALONE
+) -> float:
+    """Return the mean cross entropy in nats a token over `batches` of (inputs, targets), rows shared out to `ranks`.
 
     Raises:
         ValueError: no batches.
@@ -31,13 +34,19 @@ def evaluate(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], *, auto
     device = next(model.parameters()).device
     was_training = model.training
     model.eval()
-    total, count = 0.0, 0
-    for inputs, targets in batches:
+    total, count = 0.0, 0.0
+    for batch in batches:
+        rows = ranks.rows(len(batch[0]))
+        own = rows.stop - rows.start
+        # A sharded model is computed by all at once: a process without rows takes one that does not count.
+        inputs, targets = (part[rows] if own else part[:1] for part in batch)
         with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
             loss = model(inputs.to(device), targets.to(device))
-        total += float(loss) * targets.numel()
-        count += targets.numel()
+        tokens = own * targets.shape[-1]
+        total += float(loss) * tokens
+        count += tokens
     model.train(was_training)
+    total, count = ranks.sums(total, count)
     if not count:
         raise ValueError("batches must hold at least one batch, got none")
     return total / count

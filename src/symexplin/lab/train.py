@@ -1,9 +1,10 @@
 """The training loop: the paper's schedule and clipping around either home of the map, or plain AdamW."""
 
+import contextlib
 import copy
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,14 +12,16 @@ import torch
 from torch import Tensor, nn
 
 import symexplin as sel
-from symexplin.lab.build import build
-from symexplin.lab.checkpoint import load_optimizer, save_optimizer
+from symexplin.lab.build import build, build_model
+from symexplin.lab.checkpoint import OPTIMIZER, load_optimizer, split_optimizer
 from symexplin.lab.config import RunConfig, TrainConfig
 from symexplin.lab.evaluate import evaluate
 from symexplin.lab.maps import map_of
 from symexplin.lab.model import Transformer
+from symexplin.lab.parallel import ALONE, Ranks
 from symexplin.lab.text.corpus import BatchLoader, Corpus, eval_batches
-from symexplin.lab.weights.files import MAP_KEY, MODEL, load_weights, save_model
+from symexplin.lab.weights.files import MAP_KEY, MODEL, load_weights, save_model, write_tensors
+from symexplin.optim.placement import is_dtensor, local, whole
 
 __all__ = ["NonFiniteError", "Trainer", "lr_factor"]
 
@@ -47,11 +50,13 @@ class Trainer:
     """A run in memory: the model, its optimizer, the data, and the number of `step`s taken.
 
     Batches, learning rates and evaluations are functions of the configuration and the step, so the state to keep is
-    that of the model and of the optimizer alone.
+    that of the model and of the optimizer alone. Several processes compute each batch together, and all call every
+    method.
 
     Args:
         config: complete (:func:`symexplin.lab.config.resolve`).
         corpus: its training side gives the batches, its validation side the evaluations.
+        ranks: the processes (:func:`symexplin.lab.parallel.joined`).
 
     Raises:
         ValueError: a corpus shorter than one sequence.
@@ -63,20 +68,32 @@ class Trainer:
     (['grad_norm', 'loss', 'lr'], 1)
     """
 
-    def __init__(self, config: RunConfig, corpus: Corpus) -> None:
+    def __init__(self, config: RunConfig, corpus: Corpus, ranks: Ranks = ALONE) -> None:
         context, train = config.model.context, config.train
-        self.config = config
-        self._loader = BatchLoader(corpus.train, context, train.batch_size, train.seed)
-        self._held_out = eval_batches(
-            corpus.valid, context, train.batch_size // train.accumulation, train.eval_batches * train.accumulation
-        )
-        self.model, self.optimizer, self._clip = build(config)
+        self.config, self._ranks = config, ranks
+        with ranks.together():  # what follows makes the processes wait for each other
+            self._loader = BatchLoader(corpus.train, context, train.batch_size, train.seed)
+            self._held_out = eval_batches(
+                corpus.valid, context, train.batch_size // train.accumulation, train.eval_batches * train.accumulation
+            )
+            self.model, self.optimizer, self._clip = build(config, ranks)
         if self._autocast:  # torch tells of the norms, whose weights stay in float32
             warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
+        self._sharded = any(is_dtensor(parameter) for parameter in self.model.parameters())
         self._forward: nn.Module = self.model
-        if config.compute.compile:
+        if config.compute.compile and self._sharded:
+            for block in self.model.blocks:
+                block.compile()
+        elif config.compute.compile:
             self._forward = torch.compile(self.model)  # type: ignore[assignment]
+        self._trained = self._forward
+        if ranks.size > 1 and not self._sharded:
+            with warnings.catch_warnings():  # the new name of broadcast_buffers is not in every torch
+                warnings.simplefilter("ignore", FutureWarning)
+                self._trained = nn.parallel.DistributedDataParallel(
+                    self._forward, broadcast_buffers=False, gradient_as_bucket_view=True
+                )
         self.step = 0
 
     @property
@@ -96,24 +113,33 @@ class Trainer:
         loss = self._backward(self._loader.batch(self.step))
         parameters = list(self.model.parameters())
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        self._check_finite(self.step + 1, loss=loss, gradient_norm=float(norm))
+        self._check_finite(self.step + 1, loss=loss, gradient_norm=float(whole(norm)))
         if self._clip:
             nn.utils.clip_grads_with_norm_(parameters, train.max_grad_norm, norm)
         self.optimizer.step()
         self.step += 1
         # An optimizer that clips itself knows the norm it clipped: that of raw weights and scales.
         norm = getattr(self.optimizer, "grad_norm", norm)
-        return {"loss": loss, "lr": float(self.optimizer.param_groups[0]["lr"]), "grad_norm": float(norm)}
+        return {"loss": loss, "lr": float(self.optimizer.param_groups[0]["lr"]), "grad_norm": float(whole(norm))}
 
     def _backward(self, batch: tuple[Tensor, Tensor]) -> float:
         device, accumulation = next(self.model.parameters()).device, self.config.train.accumulation
         loss = 0.0
-        for inputs, targets in zip(*(part.chunk(accumulation) for part in batch), strict=True):
-            with torch.autocast(device.type, torch.bfloat16, enabled=self._autocast):
-                part: Tensor = self._forward(inputs.to(device), targets.to(device)) / accumulation
-            part.backward()  # type: ignore[no-untyped-call]
+        parts = list(zip(*(part.chunk(accumulation) for part in batch), strict=True))
+        for number, (inputs, targets) in enumerate(parts, start=1):
+            rows = self._ranks.rows(len(inputs))
+            with self._exchange(number == len(parts)):
+                with torch.autocast(device.type, torch.bfloat16, enabled=self._autocast):
+                    part: Tensor = self._trained(inputs[rows].to(device), targets[rows].to(device)) / accumulation
+                part.backward()  # type: ignore[no-untyped-call]
             loss += float(part.detach())
-        return loss
+        return self._ranks.sums(loss)[0] / self._ranks.size
+
+    def _exchange(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Leave the exchange of whole gradients to the last part; sharded ones never wait whole for it."""
+        if last or not isinstance(self._trained, nn.parallel.DistributedDataParallel):
+            return contextlib.nullcontext()
+        return cast(contextlib.AbstractContextManager[None], self._trained.no_sync())
 
     def evaluate(self) -> float:
         """Return the mean loss on the held-out batches, nats a token.
@@ -121,7 +147,7 @@ class Trainer:
         Raises:
             NonFiniteError: it is not finite.
         """
-        loss = evaluate(self._forward, self._held_out, autocast=self._autocast)
+        loss = evaluate(self._forward, self._held_out, autocast=self._autocast, ranks=self._ranks)
         self._check_finite(self.step, loss=loss)
         return loss
 
@@ -138,35 +164,66 @@ class Trainer:
         return found
 
     def plain_model(self) -> Transformer:
-        """Return the model, with curved layers folded in a copy."""
+        """Return the whole model, with curved layers folded in a copy; in processes but the first one as it is."""
+        model = self.model
+        if self._sharded:
+            weights = self._ranks.collect(model.state_dict())
+            if not self._ranks.first:
+                return model
+            model = build_model(self.config, device="cpu")
+            model.load_state_dict(weights)
         if self.config.sel.home != "module":
-            return self.model
-        return cast(Transformer, sel.fold(copy.deepcopy(self.model)))
+            return model
+        return cast(Transformer, sel.fold(copy.deepcopy(model)))
 
-    def save(self, folder: Path) -> dict[str, Any]:
-        """Write model and optimizer into `folder` and return the plain values that belong to them."""
+    def saver(self) -> Callable[[Path], dict[str, Any]]:
+        """Gather model and optimizer whole in the first process.
+
+        Returns:
+            What writes them into a folder there, and returns the plain values that belong to them.
+        """
+        weights = self._ranks.collect(self.model.state_dict())
+        state, rest = split_optimizer(self.optimizer)
+        gathered = self._ranks.collect(state)
         curve = map_of(self.config.sel, self.config.model.width)
         curved = {MAP_KEY: curve.to_json()} if curve and self.config.sel.home == "module" else {}
-        save_model(self.model, folder / MODEL, curved)
-        return {"optimizer": save_optimizer(self.optimizer, folder)}
+
+        def write(folder: Path) -> dict[str, Any]:
+            save_model(self.model, folder / MODEL, curved, weights)
+            write_tensors(folder / OPTIMIZER, gathered)
+            return {"optimizer": rest}
+
+        return write
 
     def load(self, folder: Path, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`save` wrote."""
-        load_weights(self.model, folder / MODEL)
-        load_optimizer(self.optimizer, folder, state["optimizer"])
+        """Go on from what :meth:`saver` wrote."""
+        with self._ranks.together():
+            load_weights(self.model, folder / MODEL)
+            load_optimizer(self.optimizer, folder, state["optimizer"])
         self.step = state["step"]
+        if self.step and self._trained is not self._forward:
+            # DDP sorts its buckets anew after its first backward pass, which moves the last bits of later sums.
+            self._backward(self._loader.batch(self.step))
+            self.optimizer.zero_grad(set_to_none=True)
 
     def _check_finite(self, step: int, **values: float) -> None:
         """Raise NonFiniteError if any of `values` is not finite, naming the first layer to blame."""
         bad = [f"{name.replace('_', ' ')} is {value}" for name, value in values.items() if not math.isfinite(value)]
         if bad:
-            raise NonFiniteError(f"step {step}: {', '.join(bad)}; {_culprit(self.model)}")
+            raise NonFiniteError(f"step {step}: {', '.join(bad)}; {self._culprit()}")
+
+    def _culprit(self) -> str:
+        found = (
+            (order, f"first layer with a non-finite {what}: {name}")
+            for order, (what, name, tensor) in enumerate(_tensors(self.model))
+            if tensor is not None and not local(tensor).isfinite().all()
+        )
+        mine = next(found, (math.inf, "all weights and gradients are finite"))
+        return min(self._ranks.gather(mine))[1]  # another process may have the part to blame
 
 
-def _culprit(model: nn.Module) -> str:
-    for what in ("weight", "gradient"):
-        for name, parameter in model.named_parameters():
-            tensor = parameter.detach() if what == "weight" else parameter.grad
-            if tensor is not None and not tensor.isfinite().all():
-                return f"first layer with a non-finite {what}: {name}"
-    return "all weights and gradients are finite"
+def _tensors(model: nn.Module) -> Iterator[tuple[str, str, Tensor | None]]:
+    for name, parameter in model.named_parameters():
+        yield "weight", name, parameter.detach()
+    for name, parameter in model.named_parameters():
+        yield "gradient", name, parameter.grad

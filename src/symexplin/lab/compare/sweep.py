@@ -20,6 +20,7 @@ from symexplin.lab.config import ComputeConfig, resolve
 from symexplin.lab.files import read_json, replace_file, write_json
 from symexplin.lab.folders import claimed
 from symexplin.lab.maps import map_of
+from symexplin.lab.parallel import Ranks, joined
 from symexplin.lab.provenance import cores, provenance
 from symexplin.lab.run import FACTS, METRICS, SUMMARY, evaluations
 from symexplin.lab.settings import build, differences, dump_toml, load_toml
@@ -58,7 +59,7 @@ def compare_runs(
     """Train every arm at every learning rate and seed, and return what comparison.json then holds.
 
     With several jobs the calling script must guard its entry by ``if __name__ == "__main__"``, as for any
-    `multiprocessing`.
+    `multiprocessing`. Under torchrun all processes call this, and each run is trained by all of them.
 
     Args:
         config: may leave values to the machine; the resolved one is saved.
@@ -70,7 +71,7 @@ def compare_runs(
 
     Raises:
         ValueError: a folder, data or arm that cannot be used, a comparison of another configuration, a baseline that
-            did not stay finite at any learning rate.
+            did not stay finite at any learning rate, several jobs under torchrun.
         OSError: the disk is full, a worker process died, ...
         Stopped: SIGTERM or SIGINT came; every run was saved.
 
@@ -91,30 +92,45 @@ def compare_runs(
         raise ValueError(
             f"jobs must be at most {cores()}, the cores that this process may use, got {config.compare.jobs}"
         )
-    corpus = Corpus.load(config.data)
-    corpus.check_context(config.model.context)
-    with claimed(out, "comparison", MARKS) as folder:
-        config = _open(folder, config, corpus, resume)
+    with joined(config.compute.device) as ranks, contextlib.ExitStack() as stack:
+        echo = echo if ranks.first else lambda _: None
+        with ranks.together():
+            if ranks.size > 1 and config.compare.jobs > 1:
+                raise ValueError(
+                    f"jobs must be 1 under torchrun, where all processes train each run, got {config.compare.jobs}"
+                )
+            corpus = Corpus.load(config.data, verify=ranks.first, progress=ranks.first)
+            corpus.check_context(config.model.context)
+        folder = ranks.tell(lambda: stack.enter_context(claimed(out, "comparison", MARKS)))
+        given = config
+        config = ranks.tell(lambda: _open(folder, given, corpus, resume, ranks))
         cells = config.compare.cells()
         echo(
             f"{len(corpus.train):,} tokens to train on, {len(corpus.valid):,} held out; "
             f"{len(cells)} runs of {config.train.steps} steps"
         )
-        left: list[tuple[Cell, Task]] = []
-        for number, cell in enumerate(cells, start=1):
-            label = f"{number}/{len(cells)} {cell.arm} lr {cell.lr:g} seed {cell.seed}"
-            if (found := _read(folder, cell)) is None:
-                left.append((cell, Task(label, config.run(cell), folder / RUNS / cell.name)))
-            else:
-                echo(f"{label}: {_outcome(found)} (already there)")
+        left = ranks.tell(lambda: _left(folder, config, echo))
         for index in train_all([task for _, task in left], config.compare.jobs, echo, progress):
             cell, task = left[index]
-            if (ended := _read(folder, cell)) is not None:
+            if ranks.first and (ended := _read(folder, cell)) is not None:
                 echo(f"{task.label}: {_outcome(ended)}")
-        return _conclude(folder, config, corpus, echo)
+        return ranks.tell(lambda: _conclude(folder, config, corpus, echo, ranks))
 
 
-def _open(folder: Path, config: CompareConfig, corpus: Corpus, resume: bool) -> CompareConfig:
+def _left(folder: Path, config: CompareConfig, echo: Echo) -> list[tuple[Cell, Task]]:
+    """Return the runs that have not ended, telling of the others."""
+    cells = config.compare.cells()
+    left: list[tuple[Cell, Task]] = []
+    for number, cell in enumerate(cells, start=1):
+        label = f"{number}/{len(cells)} {cell.arm} lr {cell.lr:g} seed {cell.seed}"
+        if (found := _read(folder, cell)) is None:
+            left.append((cell, Task(label, config.run(cell), folder / RUNS / cell.name)))
+        else:
+            echo(f"{label}: {_outcome(found)} (already there)")
+    return left
+
+
+def _open(folder: Path, config: CompareConfig, corpus: Corpus, resume: bool, ranks: Ranks) -> CompareConfig:
     """Return the resolved configuration, saved, after all checks that need no training."""
     saved = None
     if (folder / CONFIG).exists():
@@ -123,7 +139,7 @@ def _open(folder: Path, config: CompareConfig, corpus: Corpus, resume: bool) -> 
                 f"out must be a new folder, got {str(folder)!r}, which has a comparison: add --resume to go on with it"
             )
         saved = build(CompareConfig, load_toml(folder / CONFIG))
-    config = _resolve(config, corpus.vocab_size, saved)
+    config = _resolve(config, corpus.vocab_size, saved, ranks)
     if saved is not None:
         _check_same(folder, saved, config, corpus)
     for arm in config.compare.arms:
@@ -133,7 +149,7 @@ def _open(folder: Path, config: CompareConfig, corpus: Corpus, resume: bool) -> 
     return config
 
 
-def _resolve(config: CompareConfig, vocab_size: int, saved: CompareConfig | None) -> CompareConfig:
+def _resolve(config: CompareConfig, vocab_size: int, saved: CompareConfig | None, ranks: Ranks) -> CompareConfig:
     """Say what was left to the machine: as the saved configuration does, so that bits repeat, else by this machine."""
     compute, jobs = config.compute, config.compare.jobs
     if saved is not None:
@@ -142,7 +158,7 @@ def _resolve(config: CompareConfig, vocab_size: int, saved: CompareConfig | None
     if compute.threads is None and jobs > 1:
         compute = dataclasses.replace(compute, threads=max(1, cores() // jobs))
     config = dataclasses.replace(config, compute=compute)
-    resolved = resolve(config.run(config.compare.cells()[0]), vocab_size)
+    resolved = resolve(config.run(config.compare.cells()[0]), vocab_size, ranks.size)
     return dataclasses.replace(config, data=resolved.data, model=resolved.model, compute=resolved.compute)
 
 
@@ -208,7 +224,7 @@ def _outcome(run: Run) -> str:
     return run.error or f"{run.final_loss:.4f} nats a token, {run.seconds:.0f} s"
 
 
-def _conclude(folder: Path, config: CompareConfig, corpus: Corpus, echo: Echo) -> dict[str, Any]:
+def _conclude(folder: Path, config: CompareConfig, corpus: Corpus, echo: Echo, ranks: Ranks) -> dict[str, Any]:
     """Compare the runs, all ended, and write comparison.json and the report."""
     from symexplin.lab.report.pages import report_comparison  # matplotlib takes its time
 
@@ -232,7 +248,7 @@ def _conclude(folder: Path, config: CompareConfig, corpus: Corpus, echo: Echo) -
         },
         "parameters": _parameters(folder, cells),
         "config": config.table(),
-        "provenance": {**provenance(), "threads": config.compute.threads},
+        "provenance": {**provenance(), "threads": config.compute.threads, **ranks.facts()},
         "seconds": round(sum(run.seconds for run in runs), 1),
     }
     write_json(folder / COMPARISON, content)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from symexplin.lab.files import replacing
 from symexplin.lab.model import ModelConfig, Transformer
+from symexplin.lab.parallel import placed
 from symexplin.validation import check_choice, naming
 
 __all__ = [
@@ -220,13 +221,19 @@ def _sort_entries(path: Path) -> None:
         file.write(text)
 
 
-def save_model(model: Transformer, path: str | Path, metadata: Mapping[str, str] | None = None) -> None:
+def save_model(
+    model: Transformer,
+    path: str | Path,
+    metadata: Mapping[str, str] | None = None,
+    state: Mapping[str, Tensor] | None = None,
+) -> None:
     """Write the weights of `model`, with its :class:`ModelConfig` as JSON under "config" in the header.
 
     Args:
         model: a tied head is left out.
         path: of the file.
         metadata: more entries of the header.
+        state: the weights, if the model itself has parts of them alone.
 
     Raises:
         ValueError: an entry "config" among `metadata`.
@@ -243,10 +250,10 @@ def save_model(model: Transformer, path: str | Path, metadata: Mapping[str, str]
     extra = dict(metadata or {})
     if CONFIG_KEY in extra:
         raise ValueError(f"metadata must leave {CONFIG_KEY!r} to the shape of the model, got {extra[CONFIG_KEY]!r}")
-    state = model.state_dict()
+    weights = dict(model.state_dict() if state is None else state)
     if model.config.tie_head:
-        del state[_TIED]
-    write_tensors(path, state, {CONFIG_KEY: json.dumps(dataclasses.asdict(model.config)), **extra})
+        del weights[_TIED]
+    write_tensors(path, weights, {CONFIG_KEY: json.dumps(dataclasses.asdict(model.config)), **extra})
 
 
 def load_model(path: str | Path) -> Transformer:
@@ -270,7 +277,7 @@ def load_model(path: str | Path) -> Transformer:
 
 
 def load_weights(model: Transformer, path: str | Path) -> None:
-    """Load what :func:`save_model` wrote of a model like `model`, plain or curved, into it.
+    """Load what :func:`save_model` wrote of a model like `model`, plain or curved, into it, sharded as it is.
 
     Raises:
         RuntimeError: tensors of another model, as from `load_state_dict`.
@@ -283,7 +290,8 @@ def load_weights(model: Transformer, path: str | Path) -> None:
     >>> torch.equal(first.head.weight, second.head.weight)
     True
     """
-    _fill(model, dict(iter_tensors(path)))
+    own = model.state_dict()
+    _fill(model, {name: placed(tensor, own.get(name, tensor)) for name, tensor in iter_tensors(path)})
 
 
 def _fill(model: Transformer, state: dict[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""`python -m symexplin.cli` is `symexplin`."""
+"""`python -m symexplin` is `symexplin`."""
 
 import sys
 

@@ -1,0 +1,198 @@
+"""The processes of one job under torchrun: what they compute together, decide together and fail of together."""
+
+import atexit
+import contextlib
+import datetime
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, distributed
+
+from symexplin.lab.launch import launch
+from symexplin.lab.model import Transformer
+from symexplin.optim.placement import is_dtensor, whole
+
+__all__ = ["ALONE", "PARALLEL", "ElsewhereError", "Ranks", "joined", "placed", "shard"]
+
+T = TypeVar("T")
+
+PARALLEL = ("ddp", "fsdp")
+# The first process may write a checkpoint or a report meanwhile.
+_PATIENCE = datetime.timedelta(minutes=30)
+_ENDED = "another process of the job has ended or cannot be reached; --resume goes on from the last checkpoint"
+
+
+class ElsewhereError(ValueError):
+    """Another process of the job has failed, and tells of it."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes of a job, this one being number `rank` of `size`; alone, nothing is exchanged.
+
+    Every method but :meth:`rows` must be called by all processes, in the same order.
+
+    >>> ALONE.first, ALONE.rows(6), Ranks(1, 4).rows(6)
+    (True, slice(0, 6, None), slice(1, 3, None))
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that reads and writes for all."""
+        return self.rank == 0
+
+    def facts(self) -> dict[str, int | str]:
+        """Return what a reader needs to know of a job of several processes."""
+        return {} if self.size == 1 else {"processes": self.size, "backend": str(distributed.get_backend())}
+
+    def rows(self, count: int) -> slice:
+        """Return this process's share of `count` rows."""
+        return slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
+
+    def gather(self, value: T) -> list[T]:
+        """Return the `value` of every process, in their order."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        distributed.all_gather_object(found, value)
+        return found
+
+    def sums(self, *numbers: float) -> tuple[float, ...]:
+        """Return the sums of `numbers` over the processes, the same bits everywhere."""
+        return tuple(self.table(*numbers).sum(0).tolist())
+
+    def table(self, *numbers: float) -> Tensor:
+        """Return `numbers` of every process as a row each, float64."""
+        own = torch.tensor(numbers, dtype=torch.float64)
+        found = [torch.empty_like(own) for _ in range(self.size)] if self.size > 1 else [own]
+        if self.size > 1:
+            distributed.all_gather(found, own)
+        return torch.stack(found)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Make an error within one process's block an error of all: where it arose, and ElsewhereError elsewhere."""
+        if self.size == 1:
+            yield
+            return
+        error = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        said = self.gather(None if error is None else str(error) or type(error).__name__)
+        teller = next((rank for rank, text in enumerate(said) if text is not None), None)
+        if teller is None:
+            return
+        if error is not None and teller == self.rank:
+            raise error
+        raise ElsewhereError(f"process {teller}: {said[teller]}")
+
+    def tell(self, make: Callable[[], T]) -> T:
+        """Return what `make` returns in the first process, which alone calls it."""
+        made = None
+        with self.together():
+            made = make() if self.first else None
+        if self.size > 1:
+            box = [made]
+            distributed.broadcast_object_list(box, src=0)
+            (made,) = box
+        return cast(T, made)
+
+    def collect(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors whole in the first process, sharded ones gathered one by one; nothing in the others."""
+        found = {}
+        for name, tensor in tensors.items():
+            gathered = whole(tensor)
+            if self.first:
+                found[name] = gathered.cpu() if is_dtensor(tensor) else gathered
+        return found
+
+
+ALONE = Ranks()
+
+
+@contextlib.contextmanager
+def joined(device: str) -> Iterator[Ranks]:
+    """Join the job that torchrun has begun, if it has; a process stays in it to its end.
+
+    Args:
+        device: "cpu", "cuda" or "auto"; processes on GPUs take that of their number on their machine.
+
+    Raises:
+        ValueError: fewer GPUs than processes.
+        ChildProcessError: another process has ended in the midst of it.
+
+    >>> with joined("cpu") as ranks:
+    ...     ranks.sums(1.5, 2.0)
+    (1.5, 2.0)
+    """
+    started, gpus = launch(), device != "cpu" and torch.cuda.is_available()
+    try:
+        # Joined before, by whomever: the store of a torchrun serves for one group alone.
+        if distributed.is_available() and distributed.is_initialized():
+            yield Ranks(distributed.get_rank(), distributed.get_world_size())
+            return
+        if started.size == 1:
+            yield ALONE
+            return
+        # Small things to agree on go through gloo: they need no GPU and do not wait for one.
+        distributed.init_process_group("cpu:gloo,cuda:nccl" if gpus else "cpu:gloo", timeout=_PATIENCE)
+        atexit.register(distributed.destroy_process_group)
+        ranks = Ranks(started.rank, started.size)
+        if gpus:
+            with ranks.together():
+                _take_gpu(started.local_rank)
+        yield ranks
+    except Exception as error:
+        if not _lost(error):
+            raise
+        atexit.unregister(distributed.destroy_process_group)  # which would wait for those that are gone
+        raise ChildProcessError(_ENDED) from error
+
+
+def _take_gpu(local_rank: int) -> None:
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"device cuda needs a GPU for each process of a machine, got {torch.cuda.device_count()}: give torchrun "
+            "--nproc-per-node as many, or add --device cpu"
+        )
+    torch.cuda.set_device(local_rank)
+
+
+def _lost(error: Exception) -> bool:
+    """Whether an error says that another process is gone."""
+    return isinstance(error, distributed.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+def shard(model: Transformer, ranks: Ranks, device: str) -> None:
+    """Split the parameters of `model`, which is on the CPU, over the processes and their devices, block by block.
+
+    Raises:
+        ValueError: a parameter without dimensions, which cannot be split.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    scalar = next((name for name, parameter in model.named_parameters() if not parameter.dim()), None)
+    if scalar is not None:
+        raise ValueError(f"parallel must be 'ddp' for a map that learns single numbers, such as {scalar}, got 'fsdp'")
+    mesh = init_device_mesh(torch.device(device).type, (ranks.size,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def placed(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return a whole `tensor`, which all processes have, split as `like` is; if that is whole, as it is."""
+    if not is_dtensor(like):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    target = cast(Any, like)
+    return distribute_tensor(tensor.to(like.device), target.device_mesh, target.placements, src_data_rank=None)

@@ -1,0 +1,268 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import parallel_runs
+import processes
+from corpora import TEXTS, prepared
+from symexplin.lab.config import RunConfig, resolve
+from symexplin.lab.files import read_json, read_json_lines
+from symexplin.lab.parallel import ALONE, Ranks
+from symexplin.lab.settings import build, dump_toml, load_toml
+from symexplin.lab.text.corpus import Corpus
+
+KINDS = [(home, kind) for home in ("none", "optimizer", "module") for kind in ("ddp", "fsdp")]
+STEPS = 11
+
+
+def table(data, home="none", kind=None, **train):
+    compute = {"device": "cpu", "threads": 1} | ({"parallel": kind} if kind else {})
+    schedule = {"steps": STEPS, "batch_size": 8, "accumulation": 2, "warmup_steps": 2, "lr": 1e-2}
+    return {
+        "data": data,
+        "model": {"width": 16, "depth": 1, "heads": 2, "context": 16},
+        "train": {**schedule, "eval_every": 5, "eval_batches": 1, "max_grad_norm": 0.5, **train},
+        "sel": {"home": home, "preset": "paper"},
+        "compute": compute,
+        "log": {"checkpoint_every": 4, "tensorboard": False},
+    }
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return prepared(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def folder(data, tmp_path_factory):
+    """Runs of each kind in two processes: left in peace, stopped and resumed, handed to one process and back."""
+    place = tmp_path_factory.mktemp("runs")
+    tasks, later = [], []
+    for home, kind in KINDS:
+        config, name = table(data, home, kind), str(place / f"{home}-{kind}")
+        tasks += [(config, name), (config, f"{name}-resumed", 7), (config, f"{name}-resumed")]
+        tasks += [(config, f"{name}-moved", 3)]
+        later += [(config, f"{name}-moved")]
+    first, second = processes.run(2, place, parallel_runs.runs, tasks)
+    assert first == second  # the last losses, and where the runs stopped
+    assert sum("stopped by SIGTERM after step" in str(result) for result in first) == 2 * len(KINDS)
+    for config, name in later:
+        assert "after step 6" in parallel_runs.go_on(config, name, 6)
+    processes.run(2, place, parallel_runs.runs, later)
+    for home in ("none", "optimizer", "module"):
+        parallel_runs.go_on(table(data, home), place / home)
+    return place
+
+
+def assert_close(path, expected):
+    """The same records but for the rounding of float32."""
+    found, wanted = (read_json_lines(p / "metrics.jsonl") for p in (path, expected))
+    assert [set(record) for record in found] == [set(record) for record in wanted]
+    for record, want in zip(found, wanted, strict=True):
+        for key in ("step", "loss", "eval_loss", "lr", "grad_norm", "tokens"):
+            assert record.get(key) == pytest.approx(want.get(key), abs=2e-5), (key, record["step"])
+        assert record.get("stats", {}) == pytest.approx(want.get("stats", {}), rel=1e-4, abs=1e-6)
+
+
+def assert_same_bits(path, expected):
+    for name in ("metrics.jsonl", "model.safetensors"):
+        assert (path / name).read_bytes() == (expected / name).read_bytes(), name
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("home", "kind"), KINDS)
+def test_two_processes_train_what_one_does(folder, home, kind):
+    run = folder / f"{home}-{kind}"
+    assert_close(run, folder / home)
+    records = read_json_lines(run / "metrics.jsonl")
+    assert any(record.get("grad_norm", 0) > 0.5 for record in records)  # some steps were clipped
+    assert ("stats" in records[-1]) == (home != "none")
+    assert read_json(run / "run.json")["provenance"]["processes"] == 2
+    assert load_toml(run / "config.toml")["compute"]["parallel"] == kind
+    names = {path.name for path in run.iterdir()}
+    assert names == {path.name for path in (folder / home).iterdir()}  # nothing from the other process
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("home", "kind"), KINDS)
+def test_a_run_that_a_signal_to_one_process_stopped_resumes_to_the_same_bits(folder, home, kind):
+    assert_same_bits(folder / f"{home}-{kind}-resumed", folder / f"{home}-{kind}")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("home", "kind"), KINDS)
+def test_a_run_moves_from_two_processes_to_one_and_back(folder, home, kind):
+    assert_close(folder / f"{home}-{kind}-moved", folder / home)
+
+
+@pytest.mark.distributed
+def test_four_processes_resume_to_the_same_bits_and_share_out_few_rows(data, tmp_path):
+    """Among four, sums depend on their order; and an evaluation's last batch has fewer rows than processes."""
+    config = table(data, "none", "ddp", eval_batches=100)
+    assert len(Corpus.load(data).valid) // 16 % 4 in (1, 2, 3)
+    names = [str(tmp_path / name) for name in ("whole", "resumed")]
+    processes.run(4, tmp_path, parallel_runs.runs, [(config, names[0]), (config, names[1], 7), (config, names[1])])
+    assert_same_bits(tmp_path / "resumed", tmp_path / "whole")
+    parallel_runs.go_on(table(data, eval_batches=100), tmp_path / "one")
+    assert_close(tmp_path / "whole", tmp_path / "one")
+
+
+FLAGS = "--width 16 --depth 1 --heads 2 --context 8 --batch-size 4 --steps 4 --eval-batches 1 --device cpu --threads 1"
+
+
+@pytest.mark.distributed
+def test_each_error_of_a_job_is_one_line_and_all_processes_have_its_status(folder, data, tmp_path):
+    taken = folder / "none-ddp"
+    flags = f"--data {data} {FLAGS} --no-tensorboard"
+    for rank in range(2):
+        prepared(tmp_path / str(rank), texts=TEXTS[rank:])
+    cases = [
+        (f"train {flags} --out {taken}", None, 0, "out must be a new folder, got "),
+        (f"train --data /no/such --out {tmp_path}/a", None, 0, "data must be a folder"),
+        (
+            f"train {flags} --out {tmp_path}/a --batch-size 3",
+            None,
+            0,
+            "must be a multiple of the 2 processes, got 3 / 1",
+        ),
+        (f"train {flags} --out {tmp_path}/a --device cuda:1", None, 0, "device must be auto, cpu or cuda for several"),
+        (f"train {flags} --out {tmp_path}/a --data {tmp_path}/RANK/data", None, 1, "data must be those of the first"),
+        (f"train {flags} --out {tmp_path}/a --home module --map e.pattern=global --parallel fsdp", None, 0, "'ddp'"),
+        (f"train {flags} --out {tmp_path}/a", "one process", 1, "process 1: error: this process is odd"),
+        (f"train {flags} --out {tmp_path}/b", "a full disk", 0, "No space left on device"),
+        (f"train {flags} --out {tmp_path}/c", "no number", 0, "non-finite weight: blocks.0.ffn.up.weight; --resume"),
+        (f"compare {flags} --out {tmp_path}/d --jobs 2", None, 0, "jobs must be"),
+    ]
+    outcomes = processes.run(2, tmp_path, parallel_runs.commands, [case[:2] for case in cases])
+    for number, (line, _, teller, words) in enumerate(cases):
+        for rank in range(2):
+            status, output, errors = outcomes[rank][number]
+            assert status == 2, line
+            assert rank == 0 or not output
+            assert (words in errors and errors.count("\n") == 1) if rank == teller else not errors, (line, errors)
+    assert not (tmp_path / "a").exists()
+    assert "blocks.0.ffn.up.weight" in read_json(tmp_path / "c" / "summary.json")["error"]
+
+
+@pytest.mark.distributed
+def test_all_processes_train_each_run_of_a_comparison(data, tmp_path):
+    flags = f"compare --data {data} {FLAGS} --no-tensorboard --lrs 1e-2 --eval-every 2 --batch-size 8"
+    lines = [(f"{flags} --out {tmp_path}/two", None), (f"{flags} --out {tmp_path}/two --resume", None)]
+    (first, again), (silent, other) = processes.run(2, tmp_path, parallel_runs.commands, lines)
+    assert [first[0], again[0], silent[0], other[0]] == [0] * 4
+    assert (silent[1:], other[1:]) == (("", ""), ("", ""))
+    assert again[1].count("(already there)") == 2
+    found = read_json(tmp_path / "two" / "comparison.json")
+    assert found["provenance"]["processes"] == 2
+    assert found["headline"][0] in first[1]
+    parallel_runs.cli.main(f"{flags} --out {tmp_path}/one".split())
+    for run, expected in zip(found["runs"], read_json(tmp_path / "one" / "comparison.json")["runs"], strict=True):
+        assert run["evals"] == [pytest.approx(pair, abs=2e-5) for pair in expected["evals"]]
+
+
+def torchrun(*arguments, module=("-m", "symexplin")):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *module]
+    return subprocess.Popen(
+        [*command, "train", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def workers_of(job):
+    tasks = f"/proc/{job.pid}/task/{job.pid}/children"
+    with open(tasks) as file:  # noqa: PTH123 (not a file to keep)
+        return [int(pid) for pid in file.read().split()]
+
+
+def wait_for(folder, steps):
+    deadline = time.monotonic() + 60
+    while not any((folder / "checkpoints" / f"step-{step:08d}").exists() for step in steps):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="finds torchrun's processes there")  # noqa: PTH110
+def test_a_job_of_torchrun_that_is_stopped_and_killed_ends_with_the_same_bits(data, tmp_path):
+    config = table(data, "optimizer", "fsdp", steps=120, eval_every=60)
+    config["log"] |= {"checkpoint_every": 10, "keep": 100}
+    (tmp_path / "run.toml").write_text(dump_toml(config))
+    processes.run(2, tmp_path, parallel_runs.runs, [(config, str(tmp_path / "whole"))])
+    arguments = (tmp_path / "run.toml", "--out", tmp_path / "run", "--resume")
+
+    job = torchrun(*arguments)
+    wait_for(tmp_path / "run", [10])
+    job.send_signal(signal.SIGTERM)
+    said = job.communicate(timeout=60)[0]
+    assert said.count("symexplin: stopped by SIGTERM after step") == 1
+    assert "saved in" in said
+
+    job = torchrun(*arguments, module=("--no-python", f"{sys.prefix}/bin/symexplin"))
+    stopped = max(int(path.name[5:]) for path in (tmp_path / "run" / "checkpoints").iterdir())
+    wait_for(tmp_path / "run", range((stopped // 10 + 2) * 10, 120, 10))
+    os.kill(workers_of(job)[1], signal.SIGKILL)
+    said = job.communicate(timeout=60)[0]
+    # Whichever comes first: the connection that breaks, or torchrun's SIGTERM to those that are left.
+    assert "error: another process of the job has ended" in said or "stopped by SIGTERM within step" in said
+    assert "Signal 9 (SIGKILL)" in said
+
+    job = torchrun(*arguments)
+    said = job.communicate(timeout=120)[0]
+    assert job.returncode == 0, said
+    assert said.count("nats a token; plain weights") == 1
+    assert_same_bits(tmp_path / "run", tmp_path / "whole")
+
+    job = torchrun(*arguments[:-1])
+    said = job.communicate(timeout=60)[0]
+    assert job.returncode != 0
+    line = "symexplin: error: out must be a new folder, got "
+    assert len([text for text in said.splitlines() if text.startswith(line)]) == 1
+    assert said.partition("Root Cause")[2].count("out must be a new folder, got ") == 1  # torchrun's report has it, too
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [("train --data d --out x --steps 0", "steps must be"), ("report x", "torchrun is for train and")],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_all_processes_refuse_the_first_one_tells(monkeypatch, capsys, tmp_path, line, words, rank):
+    started = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "TORCHELASTIC_ERROR_FILE": tmp_path / "error.json"}
+    for name, value in started.items():
+        monkeypatch.setenv(name, str(value))
+    assert parallel_runs.cli.main(line.split()) == 2
+    captured = capsys.readouterr()
+    assert not captured.out
+    assert (words in captured.err) == (rank == 0)
+    assert captured.err.count("\n") == (rank == 0)
+    assert words in read_json(tmp_path / "error.json")["message"]["message"]
+
+
+def test_a_batch_that_cannot_be_shared_out_is_refused(data):
+    config = build(RunConfig, table(data))
+    assert resolve(config, 256, processes=4).compute.parallel == "ddp"
+    assert resolve(config, 256).compute.parallel is None
+    with pytest.raises(ValueError, match=r"batch_size / accumulation must be a multiple of the 3 processes, got 8 / 2"):
+        resolve(config, 256, processes=3)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+@pytest.mark.parametrize("count", [0, 1, 5, 14])
+def test_rows_are_all_shared_out(size, count):
+    shares = [Ranks(rank, size).rows(count) for rank in range(size)]
+    assert [i for share in shares for i in range(count)[share]] == list(range(count))
+    assert max(s.stop - s.start for s in shares) - min(s.stop - s.start for s in shares) <= 1
+
+
+def test_alone_nothing_changes():
+    with pytest.raises(KeyError), ALONE.together():
+        raise KeyError
+    assert ALONE.sums(0.1, -0.0) == (0.1, -0.0)
+    assert (ALONE.tell(lambda: 3), ALONE.gather(4), ALONE.facts()) == (3, [4], {})
