@@ -1,5 +1,6 @@
 """A small network trained by SELAdamW whole, under DDP and under FSDP2, to be run by `processes.run`."""
 
+import io
 import warnings
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import symexplin as sel
+from symexplin.optim.placement import local
 
 __all__ = ["resumed", "saved", "several", "trajectory"]
 
@@ -182,31 +184,113 @@ def collectives(how, config):
     return count, kinds
 
 
-def written(how, config, far=False):
-    """Write into one process's part of a weight through `.data`; return it as found and after one and two steps."""
+def written(how, config, far=False, value=None):
+    """Write into one process's part of a weight through `.data`; return it as found and after two steps more."""
     model, optimizer = make(how, config, lr=1e-3)
     steps(model, optimizer, how, torch.float32, 0, 2)
     weight = model[3].weight
     if far:  # as training can: the exponential pathway weaker than the linear one, so that nothing has an inverse
-        for state in (optimizer.state[weight],):
-            for panel in ("panel0", "panel1"):
-                local = state[panel].to_local() if isinstance(state[panel], DTensor) else state[panel]
-                local.copy_(torch.tensor([0.05, 1.0, 1.0])[None, :] if panel == "panel0" else torch.ones(3, 1))
+        state = {panel: optimizer.state[weight][panel] for panel in ("panel0", "panel1")}
+        for panel, start in (("panel0", torch.tensor([0.05, 1.0, 1.0])[None, :]), ("panel1", torch.ones(3, 1))):
+            (state[panel].to_local() if isinstance(state[panel], DTensor) else state[panel]).copy_(start)
     if torch.distributed.get_rank() == 1:
-        weight.to_local().data[0, :2] = torch.tensor([0.25, -0.125])
+        weight.to_local().data[0, :2] = torch.tensor([0.25, -0.125]) if value is None else value
     found = full(weight.detach())
     trail = []
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for step in (2, 3):
             for group in optimizer.param_groups:
-                group["lr"] = 0.0 if step == 3 else 1e-3
-            steps(model, optimizer, how, torch.float32, step, step + 1)
+                group["lr"] = 0.0 if far else 1e-3
+            try:
+                steps(model, optimizer, how, torch.float32, step, step + 1)
+            except ValueError as error:
+                return str(error)
             trail.append(full(weight.detach()))
     (coordinates,) = (e.coordinates() for e in optimizer.entries() if e.parameter is weight)
     agrees = bool(torch.allclose(coordinates.effective(), weight.to_local(), rtol=1e-5, atol=1e-7))
     panels = {key: full(optimizer.state[weight][key]) for key in ("panel0", "panel1")}
     return found, trail, agrees, panels, [str(w.message) for w in told if "anew" in str(w.message)]
+
+
+def clamped(how, config, dtype=torch.float64):
+    """Train 12 steps with weights that are clamped after each: writes from outside, everywhere; return weights."""
+    model, optimizer = make(how, config, dtype, lr=1e-3)
+    for step in range(12):
+        steps(model, optimizer, how, dtype, step, step + 1)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.clamp_(-0.2, 0.2)
+    return weights(model)
+
+
+def uneven(how, config):
+    """Drop the gradients of one process before a step; return what it and the next step say in this one."""
+    model, optimizer = make(how, config)
+    said = []
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model, step, how).backward()
+        if step == 0 and torch.distributed.get_rank() == 1:
+            model[3].weight.grad = None
+        try:
+            optimizer.step()
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def spoilt(how, config):
+    """Train from a weight that is no number in one process's part; return the error."""
+    model, optimizer = make(how, config)
+    if torch.distributed.get_rank() == 1:
+        model[3].weight.to_local().data[0, 0] = torch.nan
+    try:
+        steps(model, optimizer, how, torch.float32, 0, 1)
+    except ValueError as error:
+        return str(error)
+    return "not refused"
+
+
+def snapshots(how, config):
+    """Save the state with torch.save and load it in the same processes; whether bits and storage are the parts'."""
+    model, optimizer = make(how, config)
+    steps(model, optimizer, how, torch.float32, 0, 2)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    _, other = make(how, config)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    whole = {  # gathered by hand, as a checkpoint of one process has it
+        "state": {
+            i: {key: full(value) for key, value in values.items()}
+            for i, values in optimizer.state_dict()["state"].items()
+        },
+        "param_groups": optimizer.state_dict()["param_groups"],
+    }
+    _, third = make(how, config)
+    third.load_state_dict(whole)
+    parts = [
+        (local(a[key]), local(b[key]))
+        for again in (other, third)
+        for a, b in zip(optimizer.state.values(), again.state.values(), strict=True)
+        for key in a
+    ]
+    same = all(torch.equal(a, b) for a, b in parts)
+    small = all(b.untyped_storage().nbytes() == b.numel() * b.element_size() for _, b in parts)
+    return same, small
+
+
+def peeked(how, config):
+    """Train from the start, and so after a look at the state through torch.distributed.checkpoint; return losses."""
+    losses = []
+    for look in (False, True):
+        model, optimizer = make(how, config)
+        if look:
+            get_state_dict(model, optimizer)
+        losses.append(steps(model, optimizer, how, torch.float32, 0, 5))
+    return losses
 
 
 def refused(case):

@@ -170,22 +170,30 @@ def test_a_run_moves_to_another_number_of_processes(moved, case):
         assert max(distances(resumed_end[0], end[0]).values()) < 1e-3
 
 
+DETAILS = {
+    "collectives": ("collectives", ("fsdp", OFFSET), {}),
+    "written": ("written", ("fsdp", PAPER), {}),
+    "out of reach": ("written", ("fsdp", PAPER), {"far": True}),
+    "not finite": ("written", ("fsdp", PAPER), {"value": float("nan")}),
+    "clamped": ("clamped", ("fsdp", PAPER), {}),
+    "uneven": ("uneven", ("fsdp", PAPER), {}),
+    "spoilt": ("spoilt", ("fsdp", PAPER), {}),
+    "snapshots": ("snapshots", ("fsdp", OFFSET), {}),
+    "peeked": ("peeked", ("fsdp", PAPER), {}),
+    "mixed": ("trajectory", ("mixed", PAPER), SETTINGS),
+    **{case: ("refused", (case,), {}) for case in ("zero", "two shards", "flattened later", "fsdp1")},
+}
+
+
 @pytest.fixture(scope="module")
 def details(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("details")
-    calls = [
-        ("collectives", ("fsdp", OFFSET), {}),
-        ("written", ("fsdp", PAPER), {}),
-        ("written", ("fsdp", PAPER), {"far": True}),
-    ]
-    calls += [("trajectory", ("mixed", PAPER), SETTINGS)]
-    calls += [("refused", (case,), {}) for case in ("zero", "two shards", "flattened later", "fsdp1")]
-    return run(4, folder, sharded.several, calls)
+    """What each of four processes has to say of each case."""
+    results = run(4, tmp_path_factory.mktemp("details"), sharded.several, list(DETAILS.values()))
+    return {case: [said[i] for said in results] for i, case in enumerate(DETAILS)}
 
 
 def test_a_step_takes_one_all_reduce_and_state_is_split_as_the_parameter(details):
-    for rank, (first, *_) in enumerate(details):
-        count, kinds = first
+    for rank, (count, kinds) in enumerate(details["collectives"]):
         assert count == 1
         rows = (1, 1, 1, 0)[rank]  # three rows in four processes
         assert kinds["raw"] == kinds["exp_avg"] == ((3, 16), (rows, 16))
@@ -196,7 +204,7 @@ def test_a_step_takes_one_all_reduce_and_state_is_split_as_the_parameter(details
 
 def test_mixed_precision_keeps_everything_of_the_optimizer_in_fp32(details, whole):
     """Weights are cast to bfloat16 for the forward and backward passes alone."""
-    weights, state, losses, _ = details[0][3]
+    weights, state, losses, _ = details["mixed"][0]
     assert {value.dtype for value in (*weights.values(), *state.values())} == {torch.float32}
     expected = whole[PAPER, torch.float32][2]
     assert losses[:5] == pytest.approx(expected[:5], rel=0.02)  # then the roundings of bfloat16 go their own way
@@ -204,37 +212,64 @@ def test_mixed_precision_keeps_everything_of_the_optimizer_in_fp32(details, whol
     assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
 
 
-def test_a_write_into_one_process_is_held_and_taken_over_at_the_next_step(details):
-    found, trail, *_ = details[0][1]
-    for _, (_, other, agrees, _, told), *_ in details:
+def test_a_write_into_one_process_is_taken_over_at_the_next_step(details):
+    found, trail, *_ = details["written"][0]
+    for _, other, agrees, _, told in details["written"]:
         assert agrees
         assert not told
         assert torch.equal(other[1], trail[1])
-    rows = slice(4, 8)  # of the second process
-    assert torch.equal(trail[0][rows], found[rows])  # held: nothing is written over it
-    assert torch.equal(trail[1][rows], found[rows])  # taken over, at lr = 0
-    assert not torch.equal(trail[0][:4], found[:4])  # others went on
+    assert found[4, :2].tolist() == [0.25, -0.125]  # the first row of the second process
+    torch.testing.assert_close(
+        trail[0][4, :2], found[4, :2], rtol=0, atol=0.05
+    )  # a step from there, of lr 1e-3 and k 50
+    assert not torch.equal(trail[0][4, :2], found[4, :2])
+
+
+def test_writes_after_every_step_leave_every_step_in_force(details):
+    for weights in details["clamped"]:
+        assert max(distances(weights, sharded.clamped("whole", PAPER)).values()) < 1e-9
 
 
 def test_scales_out_of_reach_start_anew_in_every_process(details):
-    found, trail, *_ = details[0][2]
-    for _, _, (_, other, agrees, panels, told), *_ in details:
+    found, trail, _, panels, _ = details["out of reach"][0]
+    for _, other, agrees, others, told in details["out of reach"]:
         assert agrees
         assert len(told) == 1
-        assert torch.equal(panels["panel1"], details[0][2][3]["panel1"])
+        assert torch.equal(others["panel1"], panels["panel1"])
         assert torch.equal(other[1], trail[1])
     assert torch.equal(trail[1][4:8], found[4:8])
 
 
+def test_a_nan_in_one_process_is_an_error_in_all(details):
+    assert all("3.weight: " in said and "are not finite" in said for said in details["not finite"])
+    refusals = details["spoilt"]
+    assert "the weights must be finite" in refusals[1]
+    assert all(said == "3.weight: another process refuses its part" for said in refusals[:1] + refusals[2:])
+
+
+def test_a_gradient_in_some_processes_alone_is_an_error_in_all(details):
+    message = "3.weight: in the last step some processes had a gradient of it and others had none"
+    assert details["uneven"] == [["", message]] * 4
+
+
+def test_the_state_of_a_process_can_be_saved_and_loaded_and_is_no_larger_than_its_part(details):
+    assert details["snapshots"] == [(True, True)] * 4
+
+
+def test_a_look_at_the_state_before_the_first_step_changes_nothing(details):
+    for undisturbed, looked in details["peeked"]:
+        assert looked == undisturbed
+
+
 @pytest.mark.parametrize(
-    ("place", "message"),
+    ("case", "message"),
     [
-        (4, "wrappers that deal parameters out to processes .ZeroRedundancyOptimizer. are not supported"),
-        (5, r"3\.weight is placed as .* on its mesh: one sharded dimension and replication are supported"),
-        (6, r"3\.weight must have its shape \(16, 17\), got \(272,\): parameters flattened .* are not supported"),
-        (7, "FSDP1"),
+        ("zero", "wrappers that deal parameters out to processes .ZeroRedundancyOptimizer. are not supported"),
+        ("two shards", r"3\.weight is placed as .* on its mesh: one sharded dimension and replication are supported"),
+        ("flattened later", r"3\.weight must have its shape \(16, 17\), got \(272,\): parameters flattened .* are not"),
+        ("fsdp1", "FSDP1"),
     ],
 )
-def test_what_cannot_be_right_is_refused(details, place, message):
-    for results in details:
-        assert re.search(message, results[place]), results[place]
+def test_what_cannot_be_right_is_refused(details, case, message):
+    for said in details[case]:
+        assert re.search(message, said), said

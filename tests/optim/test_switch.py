@@ -1,6 +1,7 @@
 """Switching a run between torch's AdamW and SELAdamW."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ def test_under_the_identity_map_a_switch_there_and_back_is_no_switch():
         torch.testing.assert_close(p, q, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, functools.partial(torch.optim.Adam, decoupled_weight_decay=True)])
 def test_moments_follow_the_chain_rule_and_come_back(kind):
     model = network(torch.float64)
     adamw = adamw_of(model, kind)

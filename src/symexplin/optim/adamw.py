@@ -63,14 +63,16 @@ class SELAdamW(RawSpaceOptimizer):
         max_grad_norm: float | None = None,
         capturable: bool = False,
     ) -> None:
-        check_not_negative("lr", float(lr) if isinstance(lr, torch.Tensor) else lr)
-        check_not_negative("eps", eps)
-        check_not_negative("weight_decay", weight_decay)
-        if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
-            raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         shared = {"total_steps": total_steps, "max_grad_norm": max_grad_norm, "capturable": capturable}
         super().__init__(params, defaults | shared)
+
+    def check_(self, group: dict[str, Any]) -> None:
+        """Raise ValueError where betas or eps are out of range."""
+        check_not_negative("eps", group["eps"])
+        betas = group["betas"]
+        if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+            raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
 
     def rule_(self, target: Target, group: dict[str, Any]) -> None:
         """Apply AdamW in place."""

@@ -4,23 +4,36 @@ from typing import Any
 
 from torch import Tensor
 
+from symexplin.config import SELConfig
 from symexplin.coordinates import PANELS
 from symexplin.optim.groups import Group, is_curved, layout_of, name_of
-from symexplin.optim.rates import multiplier
+from symexplin.optim.rates import LATER, multiplier
 from symexplin.optim.target import Moments, moment_key
-from symexplin.validation import check_not_negative
+from symexplin.validation import check_flag, check_not_negative, check_positive, check_whole
 
 __all__ = ["check_group", "check_saved"]
 
 State = dict[str, Any]
 
+_KEYS = ("role", "max_grad_norm", "total_steps", "steps")  # that every group of a SEL optimizer has
+
 # Parts of names that torch.compile, activation checkpointing and FSDP1 add (DDP adds a leading "module").
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
-def check_group(group: Group) -> None:
-    """Refuse a group of a SEL optimizer that cannot be stepped, naming what is wrong."""
+def check_group(group: Group, first: Group) -> None:
+    """Refuse a group of a SEL optimizer that cannot be stepped beside the `first` one, naming what is wrong."""
     group.setdefault("steps", 0)
+    if group["total_steps"] not in (None, LATER):
+        check_whole("total_steps", group["total_steps"])
+    check_flag("capturable", group["capturable"])
+    if group["max_grad_norm"] is not None:
+        check_positive("max_grad_norm", group["max_grad_norm"])
+    if group["max_grad_norm"] != first["max_grad_norm"]:
+        raise ValueError(
+            f"max_grad_norm must be that of all groups, {first['max_grad_norm']}, got {group['max_grad_norm']}: "
+            "there is one norm of all gradients"
+        )
     check_not_negative("lr", float(group["lr"]) if isinstance(group["lr"], Tensor) else group["lr"])
     check_not_negative("weight_decay", group["weight_decay"])
     for i, parameter in enumerate(group["params"]):
@@ -47,7 +60,12 @@ def check_group(group: Group) -> None:
 
 def check_saved(saved: list[Group], groups: list[Group], state: dict[Any, State], moments: Moments) -> None:
     """Refuse a state_dict that does not fit the optimizer's groups, before anything is loaded."""
-    if not all({"role", "max_grad_norm", "total_steps", "steps"} <= set(group) for group in saved):
+    missing = sorted({key for group in saved for key in _KEYS if key not in group})
+    if missing and any("scale_step" in values for values in state.values()):
+        raise ValueError(
+            f"state_dict is of groups made otherwise, with another no_decay for example: they lack {missing}"
+        )
+    if missing:
         raise ValueError(
             f"state_dict is not of this SEL optimizer: its groups have the keys {sorted(set().union(*saved))}. To "
             "go on from AdamW, load it into that optimizer over the same parameters, then call symexplin.from_adamw"
@@ -61,9 +79,26 @@ def check_saved(saved: list[Group], groups: list[Group], state: dict[Any, State]
         for a, b in zip(*names, strict=False):  # some tools, torchtitan's among them, save no names
             if a != b:
                 raise ValueError(f"state_dict is of other parameters: it has {a} where the optimizer has {b}")
+        _check_map(old, new)
         for i, key in enumerate(old["params"]):
             if state.get(key):
                 _check_state(old, i, tuple(new["params"][i].shape), state[key], moments)
+
+
+def _check_map(old: Group, new: Group) -> None:
+    """Refuse raw weights that would be read through another map."""
+    if not is_curved(new):
+        return
+    saved, present = (SELConfig.from_json(group["config"]) for group in (old, new))
+    for name, value in present.to_dict().items():
+        if (was := saved.to_dict()[name]) != value:
+            raise ValueError(f"state_dict is of another map: {name} is {was!r} there, {value!r} in the optimizer")
+    for name in ("beta", "out_dim"):
+        for i, (was, value) in enumerate(zip(old[name], new[name], strict=True)):
+            if was != value:
+                raise ValueError(
+                    f"state_dict is of another map: {name} of {name_of(new, i)} is {was} there, {value} here"
+                )
 
 
 def _unwrapped(name: str) -> str:

@@ -97,6 +97,10 @@ class Entry:
         )
         return Coordinates(self.layout, raw, *panels)
 
+    def shared_panels(self) -> list[tuple[str, Tensor]]:
+        """Return the panels of a split parameter that every process has whole, by name."""
+        return [(p, self.state[p]) for p in PANELS if p in self.state and _DIMS[p] != self.placement.dim]
+
     def whole_layout(self) -> Layout:
         """Return the layout of the curved parameter with all its parts."""
         return layout_of(self.group, self.index, self.shape)
@@ -118,6 +122,10 @@ class Entry:
         if not state and not self.parameter.requires_grad:
             return False
         if state:
+            if "raw" in state and state["raw"].dtype != self.dtype:
+                raise ValueError(
+                    f"{self.name} was {state['raw'].dtype} when its state was made, got {self.parameter.dtype}"
+                )
             if half and "raw" not in state:  # loaded from, or cast after, full precision
                 state["raw"] = self._wrap("raw", self.value.to(self.dtype))
             return False

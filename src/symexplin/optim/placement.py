@@ -66,7 +66,8 @@ class Placement:
         size = tensor.shape[dim]
         chunk = -(-size // self.mesh.size(self.mesh_dim))  # as DTensor and torch.chunk do: the last may be short
         start = min(self.mesh.get_local_rank(self.mesh_dim) * chunk, size)
-        return tensor.narrow(dim, start, min(chunk, size - start)).contiguous()
+        # A copy: as a view it would keep all of the tensor in memory and in checkpoints.
+        return tensor.narrow(dim, start, min(chunk, size - start)).clone(memory_format=torch.contiguous_format)
 
     def gather(self, part: Tensor, shape: Sequence[int]) -> Tensor:
         """Return the whole tensor of that `shape`, a collective operation where the parameter is split."""

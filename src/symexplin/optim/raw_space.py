@@ -15,15 +15,23 @@ from torch import Tensor
 
 from symexplin.coordinates import Coordinates
 from symexplin.optim.checks import check_group, check_saved
-from symexplin.optim.entry import NOT_FINITE, OUT_OF_REACH, Entry
+from symexplin.optim.entry import FINE, NOT_FINITE, OUT_OF_REACH, Entry
 from symexplin.optim.groups import Group, is_curved
 from symexplin.optim.rates import LATER, Number, multipliers
-from symexplin.optim.reduction import agree, reduce_
+from symexplin.optim.reduction import UNEVEN, agree, reduce_
 from symexplin.optim.target import Target
 from symexplin.optim.watch import Watch
-from symexplin.validation import check_flag, check_positive, check_whole
+from symexplin.validation import check_whole
 
 __all__ = ["RawSpaceOptimizer"]
+
+Pulled = list[tuple[Entry, list[Target]]]
+
+_NO_GRADIENT = (
+    "no parameter has a gradient at the first step: if fully_shard has wrapped the model since symexplin.param_groups, "
+    "the groups hold parameters that it no longer uses"
+)
+_OWN = ("total_steps", "max_grad_norm", "capturable")  # settings that a loaded state leaves alone
 
 
 class RawSpaceOptimizer(torch.optim.Optimizer):
@@ -40,10 +48,6 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
     moments: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        _check_total_steps(defaults["total_steps"])
-        if defaults["max_grad_norm"] is not None:
-            check_positive("max_grad_norm", defaults["max_grad_norm"])
-        check_flag("capturable", defaults["capturable"])
         super().__init__(params, defaults)
         rates = {group["lr"] for group in self.param_groups}
         if len(rates) == 1:  # schedulers, such as transformers' polynomial one, take it for the peak
@@ -61,19 +65,28 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         self._reset_caches()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, checking the curved ones: aligned lists, shapes, and T where a multiplier changes."""
+        """Add a group, checking it as the constructor does: settings, aligned lists, shapes, T of the annealing."""
         super().add_param_group(param_group)
         try:
-            check_group(self.param_groups[-1])
+            check_group(self.param_groups[-1], self.param_groups[0])
+            self.check_(self.param_groups[-1])
         except ValueError:
             self.param_groups.pop()
             raise
 
-    def set_total_steps(self, total_steps: int) -> None:
-        """Set T of the annealing, for an optimizer that was made with ``total_steps="later"`` or whose run changed."""
+    def set_total_steps(self, total_steps: int, *, restart: bool = False) -> None:
+        """Set T of the annealing, for an optimizer made with ``total_steps="later"`` or whose run has changed.
+
+        `restart`: begin the annealing anew, as a second run with a fresh learning-rate schedule does.
+        """
         check_whole("total_steps", total_steps)
         for settings in (self.defaults, *self.param_groups):
             settings["total_steps"] = total_steps
+        for group in self.param_groups if restart else ():
+            group["steps"] *= 0
+
+    def check_(self, group: dict[str, Any]) -> None:
+        """Raise ValueError where a setting of the rule is out of range in a group."""
 
     def moments_(self, kind: str, shape: tuple[int, ...]) -> tuple[str, ...]:  # noqa: ARG002
         """Return the names of the moments of a target of that kind and whole shape."""
@@ -90,6 +103,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        fresh = not any(self.state.values())
         self.create_state()
         entries = list(self.entries())
         watched = [entry for entry in entries if entry.watched]
@@ -98,18 +112,32 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         else:
             self._notice_writes(watched)
         pulled = self._pull([entry for entry in entries if entry.parameter.grad is not None])
-        self._clip([target for _, targets in pulled for target in targets], watched)
-        for entry, targets in pulled:
-            for key in ("step", "scale_step"):
-                if key in entry.state:
-                    entry.state[key] += 1
-            for target in targets:
-                self.rule_(target, entry.group)
-            self._write(entry)
-        for group in self.param_groups:
-            group["steps"] += 1
+        self._clip(entries, pulled)
+        if fresh and not pulled:
+            warnings.warn(_NO_GRADIENT, stacklevel=3)
+        if not (fresh and self._idle()):
+            for entry, targets in pulled:
+                self._update(entry, targets)
+            for group in self.param_groups:
+                group["steps"] += 1
         self._watch.remember(entry.parameter for entry in watched)
         return loss
+
+    def _update(self, entry: Entry, targets: list[Target]) -> None:
+        for key in ("step", "scale_step"):
+            if key in entry.state:
+                entry.state[key] += 1
+        for target in targets:
+            self.rule_(target, entry.group)
+        self._write(entry)
+
+    def _idle(self) -> bool:
+        """Whether this step has nothing to do: torch.distributed.checkpoint takes one to see the state.
+
+        Counting it would shift the annealing and the correction of moments that are still empty.
+        """
+        norm = self.grad_norm
+        return norm is not None and float(norm) == 0.0 and all(float(group["lr"]) == 0.0 for group in self.param_groups)
 
     def entries(self) -> Iterator[Entry]:
         """Yield every parameter that has state, with its state and place."""
@@ -121,16 +149,30 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         """Yield (name, coordinates) of every curved parameter that has state, of the part that lies here."""
         return ((entry.name, entry.coordinates()) for entry in self.entries() if entry.curved)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, with the groups' count of steps as a number wherever it lies."""
+        state = super().state_dict()
+        for group in state["param_groups"]:
+            group["steps"] = int(group["steps"])
+        return state
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load, keeping raw weights, panels and moments in their own precision under half-precision parameters."""
+        """Load, keeping raw weights, panels and moments in their own precision under half-precision parameters.
+
+        As in torch, rates, betas and decay are the saved ones; `total_steps`, `max_grad_norm` and `capturable`, which
+        elsewhere belong to the run and not to an optimizer, stay what this one was given.
+
+        Raises:
+            ValueError: the state of another optimizer, of other parameters or of another map; nothing is changed.
+        """
         state = state_dict["state"]
         check_saved(state_dict["param_groups"], self.param_groups, state, self.moments_)
         keys = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         saved = [state.get(key, {}) for key in keys]
-        capturable = [group["capturable"] for group in self.param_groups]
+        own = [{key: group[key] for key in _OWN if group[key] != LATER} for group in self.param_groups]
         super().load_state_dict(state_dict)  # casts floating state to the parameter's dtype
-        for group, flag in zip(self.param_groups, capturable, strict=True):
-            group["capturable"] = flag  # a choice of this process, like where the counters lie
+        for group, settings in zip(self.param_groups, own, strict=True):
+            group.update(settings)
         for (group, i), values in zip(self._indices(), saved, strict=True):
             if not values:
                 continue  # no state, no key: trainers load an empty one, then replace the parameters
@@ -147,55 +189,86 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
 
     def create_state(self) -> None:
         """Give every trainable parameter its state at the first step, also those without a gradient."""
+        errors: dict[int, ValueError] = {}
+        made: list[tuple[Entry, int]] = []
         for group, i in self._indices():
-            entry = Entry(group, i, self.state[group["params"][i]])
-            if entry.create_state(self.moments_):
-                self._watch.remember([entry.parameter])
+            parameter = group["params"][i]
+            entry = Entry(group, i, self.state[parameter])
+            new = not entry.state and parameter.requires_grad
+            try:
+                if entry.create_state(self.moments_):
+                    self._watch.remember([parameter])
+            except ValueError as error:
+                errors[id(parameter)] = error
+            if new or id(parameter) in errors:
+                made.append((entry, NOT_FINITE if id(parameter) in errors else FINE))
+        for entry, outcome in agree(made):
+            if outcome != FINE:
+                raise errors.get(id(entry.parameter), ValueError(f"{entry.name}: another process refuses its part"))
         for group in self.param_groups:
             if group["capturable"] != isinstance(group["steps"], Tensor):
-                device = group["params"][0].device
-                steps = (
-                    torch.tensor(float(group["steps"]), device=device) if group["capturable"] else int(group["steps"])
-                )
-                group["steps"] = steps
+                device, steps = group["params"][0].device, float(group["steps"])
+                group["steps"] = torch.tensor(steps, device=device) if group["capturable"] else int(steps)
 
     def _notice_writes(self, entries: list[Entry]) -> None:
         """Take over what somebody else has written into a parameter since the last step."""
-        split = [entry.placement.group is not None for entry in entries]
-        written = self._watch.written([entry.parameter for entry in entries], split)
-        found = [entry for entry, flag in zip(entries, written, strict=True) if flag]
-        outcomes = agree([(entry, entry.take_over(self._watch.knows(entry.parameter))) for entry in found])
-        for entry, outcome in outcomes:
-            if outcome == NOT_FINITE:
-                count = int((~entry.value.isfinite()).sum())
+        late, together = self._watch.arrived(), []
+        for entry in entries:
+            code, split = late.get(id(entry.parameter), 0), entry.placement.group is not None
+            if code & UNEVEN:
                 raise ValueError(
-                    f"{entry.name}: {count} of {entry.value.numel()} elements written from outside are not finite"
+                    f"{entry.name}: in the last step some processes had a gradient of it and others had none"
                 )
-        for entry, outcome in outcomes:
-            if outcome == OUT_OF_REACH:
-                warnings.warn(
-                    f"{entry.name}: weights written from outside are out of reach of the learned scales, which start "
-                    "anew; the weights themselves are taken over",
-                    stacklevel=4,
-                )
-                entry.restart(self.moments_)
+            if code or self._watch.written(entry.parameter):
+                outcome = entry.take_over(self._watch.knows(entry.parameter))
+                if code and split:
+                    together.append((entry, outcome))
+                elif outcome != FINE and split:
+                    self._watch.hold(entry.parameter)  # the other processes do not know of it yet
+                else:
+                    self._settle(entry, outcome)
+        for entry, outcome in agree(together):
+            self._settle(entry, outcome)
 
-    def _pull(self, entries: Iterable[Entry]) -> list[tuple[Entry, list[Target]]]:
+    def _settle(self, entry: Entry, outcome: int) -> None:
+        """Deal with a write that could not be taken over."""
+        if outcome == NOT_FINITE:
+            count = int((~entry.value.isfinite()).sum())
+            raise ValueError(
+                f"{entry.name}: {count} of {entry.value.numel()} elements written from outside are not finite"
+            )
+        if outcome == OUT_OF_REACH:
+            warnings.warn(
+                f"{entry.name}: weights written from outside are out of reach of the learned scales, which start anew; "
+                "the weights themselves are taken over",
+                stacklevel=5,
+            )
+            entry.restart(self.moments_)
+
+    def _pull(self, entries: Iterable[Entry]) -> Pulled:
         """Return the targets of every parameter, with gradients in raw space."""
         rates = {id(group): (_rate(group), multipliers(group)) for group in self.param_groups}
         return [(entry, entry.pull(*rates[id(entry.group)])) for entry in entries]
 
-    def _clip(self, targets: list[Target], watched: list[Entry]) -> None:
+    def _clip(self, entries: list[Entry], pulled: Pulled) -> None:
         """Complete the gradients over all processes and scale them to max_grad_norm, as torch's clip_grad_norm_."""
-        flags = [(entry, self._watch.held.get(id(entry.parameter))) for entry in watched if entry.placement.group]
-        self.grad_norm, late = reduce_(targets, flags)
-        for keys, raised in late:
-            self._watch.send(keys, raised)
+        targets = {id(entry.parameter): targets for entry, targets in pulled}
+        self.grad_norm, late = reduce_(entries, targets, self._watch.held)
+        for keys, codes in [*late, *self._own_flags(entries)]:
+            self._watch.send(keys, codes)
         max_norm = self.param_groups[0]["max_grad_norm"]
         if max_norm is not None:
             factor = torch.clamp(max_norm / (self.grad_norm + 1e-6), max=1.0)
-            for target in targets:
+            for target in itertools.chain.from_iterable(targets.values()):
                 target.grad = target.grad * factor.to(target.grad.device)  # never in place: it may be p.grad
+
+    def _own_flags(self, entries: list[Entry]) -> Iterator[tuple[list[int], Tensor]]:
+        """Yield the flags of parameters that lie whole on an accelerator."""
+        whole = [id(entry.parameter) for entry in entries if entry.placement.group is None]
+        flags = [(key, self._watch.held[key]) for key in whole if key in self._watch.held]
+        for device in {flag.device for _, flag in flags}:
+            here = [(key, flag) for key, flag in flags if flag.device == device]
+            yield [key for key, _ in here], torch.stack([flag for _, flag in here])
 
     def _write(self, entry: Entry) -> None:
         """Write the new values into the model; at lr = 0 nothing has moved and its bits stay."""
@@ -206,11 +279,6 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         elif lr == 0.0:
             return
         entry.write(keep)
-
-
-def _check_total_steps(total_steps: object) -> None:
-    if total_steps is not None and total_steps != LATER:
-        check_whole("total_steps", total_steps)
 
 
 def _rate(group: Group) -> Number:

@@ -86,8 +86,9 @@ class _Tally:
 
 
 def _weights(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[Coordinates, Placement]]:
-    if isinstance(optimizer, RawSpaceOptimizer):
-        for entry in optimizer.entries():
+    inner = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper has the optimizer inside
+    if isinstance(inner, RawSpaceOptimizer):
+        for entry in inner.entries():
             if entry.curved and len(entry.shape) == 2:
                 yield entry.coordinates(), entry.placement
         return

@@ -54,6 +54,8 @@ def from_adamw(optimizer: SELAdamW, adamw: torch.optim.Adam) -> None:
     for flag in ("amsgrad", "maximize"):
         if any(group[flag] for group in adamw.param_groups):
             raise ValueError(f"adamw must not use {flag}, which SELAdamW does not have")
+    if any(group["weight_decay"] and not group["decoupled_weight_decay"] for group in adamw.param_groups):
+        raise ValueError("adamw must decay weights apart from gradients, as AdamW does: its moments contain the decay")
     known = {parameter for group in adamw.param_groups for parameter in group["params"]}
     for group in optimizer.param_groups:
         for i, parameter in enumerate(group["params"]):

@@ -1,7 +1,7 @@
 """Notice writes into parameters from outside the optimizer: a loaded checkpoint, an EMA swap, a manual edit."""
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -26,10 +26,10 @@ class _Seen(NamedTuple):
 
 
 class _Late(NamedTuple):
-    """Flags on their way from the device: of which parameters, and when they will have arrived."""
+    """Codes on their way from the device: of which parameters, and when they will have arrived."""
 
     keys: list[int]
-    flags: Tensor
+    codes: Tensor
     arrived: torch.Event | None
 
 
@@ -37,9 +37,9 @@ class Watch:
     """What every watched parameter looked like after the last step; one that it does not know counts as written.
 
     `_version` and the data pointer cost nothing but miss writes through `.data`, so sums of the bits and a fixed sample
-    of them are compared too. On a CPU the outcome is known at once. On an accelerator nobody waits for it, and where
-    other processes have other parts of the parameter all must act alike: there it is a flag on the device that is read
-    at the next step. Until then `held` keeps what was found from being overwritten.
+    of them are compared too. On a CPU the outcome is known at once. On an accelerator nobody waits for it: it is a flag
+    that is read at the next step, and until then `held` keeps what was found from being overwritten. So it is with
+    what processes that have different parts of a parameter must settle together.
     """
 
     def __init__(self) -> None:
@@ -55,49 +55,42 @@ class Watch:
         """Take the present values for known."""
         for p in parameters:
             value = local(p.detach())
-            self._seen[id(p)] = _Seen(p._version, value.data_ptr(), _mark(value))
+            self._seen[id(p)] = _Seen(value._version, value.data_ptr(), _mark(value))
 
-    def written(self, parameters: Sequence[Tensor], split: Sequence[bool]) -> list[bool]:
-        """Return for each parameter whether to take over now what was written since :meth:`remember`.
-
-        `split` says of each whether other processes have other parts of it. Their flags in `held` go to :meth:`send`
-        once they are summed over the processes; then the answer is the same everywhere.
-        """
-        late, self.held = self._arrived(), {}
-        now = [id(p) in late or self._written(p, parts) for p, parts in zip(parameters, split, strict=True)]
-        own: dict[torch.device, list[int]] = {}
-        for p, parts in zip(parameters, split, strict=True):
-            if id(p) in self.held and not parts:
-                own.setdefault(self.held[id(p)].device, []).append(id(p))
-        for keys in own.values():
-            self.send(keys, torch.stack([self.held[key] for key in keys]))
-        return now
-
-    def _written(self, parameter: Tensor, split: bool) -> bool:
+    def written(self, parameter: Tensor) -> bool:
+        """Return whether the parameter was written since :meth:`remember`, as far as is known without waiting."""
         seen, value = self._seen.get(id(parameter)), local(parameter.detach())
-        if seen is None or (not split and (seen.version, seen.pointer) != (parameter._version, value.data_ptr())):
+        if seen is None or (seen.version, seen.pointer) != (value._version, value.data_ptr()):
             return True
         flag = torch.any(_mark(value) != seen.mark)
-        if not split and not _asynchronous(value.device):
+        if not _asynchronous(value.device):
             return bool(flag)
         self.held[id(parameter)] = flag
         return False
 
-    def send(self, keys: list[int], flags: Tensor) -> None:
-        """Let the next step know which of the parameters, by `id`, have a flag that is not 0."""
-        arrived = None
-        if _asynchronous(flags.device):
-            arrived = torch.Event(flags.device)
-            flags = flags.to("cpu", non_blocking=True)
-            arrived.record()
-        self._late.append(_Late(keys, flags, arrived))
+    def hold(self, parameter: Tensor) -> None:
+        """Keep what was found in the parameter until all processes that have parts of it can act on it."""
+        value = local(parameter.detach())
+        self.held[id(parameter)] = torch.ones((), dtype=torch.bool, device=value.device)
 
-    def _arrived(self) -> set[int]:
-        late, self._late = self._late, []
+    def send(self, keys: list[int], codes: Tensor) -> None:
+        """Let the next step know the codes of the parameters, by `id`, that are not 0."""
+        arrived = None
+        if codes.device.type != "cpu":
+            arrived = torch.Event(codes.device)
+            codes = codes.to("cpu", non_blocking=True)
+            arrived.record()
+        self._late.append(_Late(keys, codes, arrived))
+
+    def arrived(self) -> dict[int, int]:
+        """Return the codes that were sent in the last step, and hold nothing any more."""
+        late, self._late, self.held = self._late, [], {}
         for item in late:
             if item.arrived is not None:
                 item.arrived.synchronize()
-        return {key for keys, flags, _ in late for key, flag in zip(keys, flags.tolist(), strict=True) if flag}
+        return {
+            key: int(code) for keys, codes, _ in late for key, code in zip(keys, codes.tolist(), strict=True) if code
+        }
 
 
 def _asynchronous(device: torch.device) -> bool:
