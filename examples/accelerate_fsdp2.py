@@ -4,8 +4,10 @@
     accelerate launch --num_processes 2 examples/accelerate_fsdp2.py --steps 80 --output runs/fsdp2 --resume
 
 Parameter groups are made of the whole model, before `prepare` shards it. Clipping is the optimizer's:
-`accelerator.clip_grad_norm_` would clip gradients of effective weights. Accelerate shards on accelerators alone: on
-CPUs (`--cpu`) the same script runs as DDP.
+`accelerator.clip_grad_norm_` would clip gradients of effective weights. Accelerate shards on accelerators alone. On
+CPUs (`--cpu`) its launcher starts one process; torchrun starts several, which train by DDP:
+
+    torchrun --nproc-per-node 2 examples/accelerate_fsdp2.py --steps 40 --output runs/ddp --cpu
 """
 
 import argparse

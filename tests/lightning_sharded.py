@@ -20,6 +20,9 @@ class Sharded(example.Regressor):
             for layer in (self.net[0], self.net[1], self.net[3], self.net):
                 fully_shard(layer, mesh=self.device_mesh["data_parallel"])
 
+    def clip_gradients(self, *_args, **_kwargs):
+        raise AssertionError("the Trainer clips effective gradients")
+
 
 class Stop(example.L.Callback):
     """Ends a run after its second epoch, which it must be able to go on from."""
@@ -39,6 +42,7 @@ def compare(folder, name):
     whole = fit("whole")
     fit("parts", Stop())
     resumed = fit("parts")
+    assert resumed.trainer.gradient_clip_val == resumed.trainer.optimizers[0].param_groups[0]["max_grad_norm"] == 1.0
     (optimizer,), (other,) = resumed.trainer.optimizers, whole.trainer.optimizers
     for p, q in zip(resumed.parameters(), whole.parameters(), strict=True):
         mine, theirs = ({"weight": p.detach(), **optimizer.state[p]}, {"weight": q.detach(), **other.state[q]})

@@ -108,6 +108,58 @@ def test_the_routing_is_right_and_says_why(name):
     assert lines[-1].startswith(f"curved: {count} of {len(table)} tensors")
 
 
+T5 = {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "num_labels": 3}
+BART = {
+    **{"vocab_size": 40, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "num_labels": 3},
+    **{f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in (("ffn_dim", 24), ("attention_heads", 2))},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2},
+}
+FSMT = {
+    **{k: v for k, v in BART.items() if k not in ("vocab_size", "num_labels")},
+    **{"src_vocab_size": 36, "tgt_vocab_size": 40, "langs": ["en", "de"], "tie_word_embeddings": False},
+}
+WIDE = {**GROUPED, "vocab_size": 24}  # the feed-forward layers are as wide as the vocabulary
+# Heads beside or instead of the one over the vocabulary, and routers, as each architecture's code has them.
+HEADS = {
+    "T5ForSequenceClassification": (T5, ["classification_head.out_proj"], []),
+    "BartForSequenceClassification": (BART, ["classification_head.out_proj"], []),
+    "FSMTForConditionalGeneration": (FSMT, ["model.decoder.output_projection"], []),
+    "BertForPreTraining": (TEXT, ["cls.predictions", "cls.predictions.decoder", "cls.seq_relationship"], []),
+    "XLMForSequenceClassification": (
+        {"vocab_size": 40, "emb_dim": 16, "n_layers": 1, "n_heads": 2, "num_labels": 3},
+        ["sequence_summary.summary"],
+        [],
+    ),
+    "ElectraForPreTraining": ({**TEXT, "embedding_size": 16}, ["discriminator_predictions.dense_prediction"], []),
+    "DeiTForImageClassificationWithTeacher": (VIT, ["cls_classifier", "distillation_classifier"], []),
+    "JetMoeForCausalLM": (
+        {**GROUPED, "kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+        ["lm_head"],
+        [f"model.layers.{i}.{part}.router.layer" for i in (0, 1) for part in ("mlp", "self_attention.experts")],
+    ),
+    "LlamaForCausalLM": (WIDE, ["lm_head"], []),
+    "BertForMaskedLM": (WIDE, ["cls.predictions", "cls.predictions.decoder"], []),
+}
+
+
+@pytest.mark.parametrize("architecture", HEADS)
+def test_every_head_and_router_is_found_and_nothing_else(architecture):
+    settings, heads, routers = HEADS[architecture]
+    kind = getattr(transformers, architecture)
+    with torch.device("meta"):
+        model = kind(kind.config_class(**settings))
+    reasons = {"output head": set(), "router of a mixture of experts": set()}
+    linears = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    curved = set()
+    for route in sel.routing(model):
+        layer = route.name.rpartition(".")[0]
+        reasons.get(route.reason, set()).add(layer)
+        curved |= {layer} if route.curved else set()
+    assert reasons["output head"] <= set(heads)
+    assert reasons["router of a mixture of experts"] == set(routers)
+    assert curved == linears - set(heads) - set(routers)
+
+
 def test_conv1d_counts_its_outputs_along_the_second_dimension():
     routes = {route.name: route for route in sel.routing(build("gpt2"))}
     assert routes["transformer.h.0.attn.c_attn.weight"].out_dim == 1

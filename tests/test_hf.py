@@ -69,6 +69,19 @@ def trainer(args, model=None, setup=None, **more):
     return transformers.Trainer(args=args, train_dataset=rows(), **model, **{**given, "callbacks": callbacks}, **more)
 
 
+class Seen(transformers.TrainerCallback):
+    """The Trainer's clipping norm during training, a pickle of its arguments, and a way to break it off."""
+
+    def __init__(self, breaks_at=None):
+        self.breaks_at, self.norms, self.pickled = breaks_at, set(), None
+
+    def on_step_end(self, args, state, control, **kwargs):  # noqa: ARG002
+        self.norms.add(args.max_grad_norm)
+        self.pickled = pickle.dumps(args)
+        if state.global_step == self.breaks_at:
+            raise KeyboardInterrupt
+
+
 def losses(history):
     return [record["loss"] for record in history if "loss" in record]
 
@@ -124,19 +137,20 @@ def test_epochs_give_the_number_of_steps_and_a_longer_second_run_changes_it(tmp_
     assert {(group["total_steps"], group["steps"]) for group in groups} == {(10, 10)}
 
 
-def test_clipping_moves_once_and_survives_a_second_setup_and_pickling(tmp_path):
-    args = arguments(tmp_path)
-    sel.hf.setup(args)
-    again = pickle.loads(pickle.dumps(args))
-    for arguments_now in (args, again):
-        assert arguments_now.max_grad_norm == 0.0
-        run = trainer(arguments_now)
-        assert run.create_optimizer().param_groups[0]["max_grad_norm"] == 0.5
-        assert json.loads(arguments_now.to_json_string())["max_grad_norm"] == 0.0
-    args.max_grad_norm = 2.0
-    assert trainer(args).create_optimizer().param_groups[0]["max_grad_norm"] == 2.0
-    unclipped = arguments(tmp_path, max_grad_norm=0.0)
-    assert trainer(unclipped).create_optimizer().param_groups[0]["max_grad_norm"] is None
+def test_resumed_under_another_map_it_stops(tmp_path):
+    trainer(arguments(tmp_path, max_steps=2, save_strategy="steps", save_steps=2)).train()
+    args = arguments(tmp_path, max_steps=4)
+    other = trainer(args, setup=sel.hf.setup(args, sel.preset("paper", beta=9)))
+    with pytest.raises(ValueError, match="state_dict is of another map: beta is "):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_a_second_run_anneals_from_the_beginning(tmp_path):
+    run = trainer(arguments(tmp_path))
+    run.train()
+    run.args.max_steps = 4
+    run.train()
+    assert {(group["total_steps"], group["steps"]) for group in run.optimizer.param_groups} == {(4, 4)}
 
 
 def test_a_model_made_by_the_trainer_and_arguments_changed_until_training_starts(tmp_path):
@@ -184,6 +198,62 @@ def test_reporters_see_the_figures_once_they_come_after(tmp_path):
     assert ["sel/e/mean" in logs for logs in reporter.seen] == [True, True, False]  # the last is the summary
 
 
+class Signs(sel.RawSpaceOptimizer):
+    """A rule with betas of its own and no eps."""
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0, *, total_steps=None, max_grad_norm=None):
+        rule = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        shared = {"total_steps": total_steps, "max_grad_norm": max_grad_norm, "capturable": False}
+        super().__init__(params, rule | shared)
+
+    def rule_(self, target, group):
+        target.value.sub_(target.grad.sign() * target.lr * group["betas"][0])
+
+
+def test_betas_and_eps_are_the_optimizers_own_unless_said_once(tmp_path):
+    def made(optimizer, changes, **options):
+        args = arguments(tmp_path, **{"adam_beta1": 0.9, "adam_epsilon": 1e-8, **changes})
+        given = sel.hf.setup(args, CONFIG, optimizer=optimizer, **options)
+        return trainer(args, setup=given).create_optimizer().param_groups[0]
+
+    assert made(Signs, {})["betas"] == (0.9, 0.99)
+    assert made(Signs, {"adam_beta2": 0.95})["betas"] == (0.9, 0.95)
+    assert made(Signs, {}, betas=(0.5, 0.6))["betas"] == (0.5, 0.6)
+    assert made(sel.SELAdamW, {"adam_beta2": 0.95}, eps=1e-5)["eps"] == 1e-5
+    with pytest.raises(TypeError, match="unexpected keyword argument 'eps'"):
+        made(Signs, {"adam_epsilon": 1e-6})
+    with pytest.raises(ValueError, match=r"betas must be given once, got betas=\(0.5, 0.6\) and args.adam_beta1 and"):
+        made(Signs, {"adam_beta2": 0.95}, betas=(0.5, 0.6))
+    with pytest.raises(ValueError, match=r"eps must be given once, got eps=1e-05 and args\.adam_epsilon=\[1e-06\]"):
+        made(sel.SELAdamW, {"adam_epsilon": 1e-6}, eps=1e-5)
+
+
+def test_callbacks_of_ones_own_come_along(tmp_path):
+    args, seen = arguments(tmp_path, max_steps=1), Seen()
+    run = transformers.Trainer(
+        model=tiny(), args=args, train_dataset=rows(), **sel.hf.setup(args, CONFIG, callbacks=[seen])
+    )
+    run.train()
+    assert seen.norms == {0.0}
+    assert "sel/e/mean" in run.state.log_history[0]
+
+
+def test_a_trainer_that_does_not_take_the_optimizers_argument(tmp_path):
+    args = transformers.Seq2SeqTrainingArguments(**{**arguments(tmp_path).to_dict(), "max_steps": 2})
+    given = sel.hf.setup(args, CONFIG)
+    run = transformers.Seq2SeqTrainer(model=tiny(), args=args, train_dataset=rows(), callbacks=given["callbacks"])
+    run.optimizer_cls_and_kwargs = given["optimizer_cls_and_kwargs"]
+    run.train()
+    assert type(run.optimizer.optimizer) is sel.SELAdamW
+    assert run.optimizer.param_groups[0]["total_steps"] == 2
+
+
+def test_a_log_before_training_has_no_figures(tmp_path):
+    run = trainer(arguments(tmp_path))
+    run.log({"loss": 1.0})
+    assert not [name for name in run.state.log_history[0] if name.startswith("sel/") or name == "grad_norm"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -221,11 +291,6 @@ def test_misuse_is_named(tmp_path):
     frozen = tiny().requires_grad_(False)
     with pytest.raises(ValueError, match="nothing to curve"):
         trainer(args, frozen).train()
-    late = arguments(tmp_path)
-    run = trainer(late)
-    late.max_grad_norm = 1.0
-    with pytest.raises(ValueError, match=r"args\.max_grad_norm must be 0 by now, got 1"):
-        run.train()
     alone = {"callbacks": sel.hf.setup(args)["callbacks"]}
     with pytest.raises(TypeError, match="must be a raw-space optimizer, got AdamW"):
         trainer(args, setup=alone).train()

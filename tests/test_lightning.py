@@ -1,6 +1,8 @@
 """SEL under Lightning's Trainer: the plain loop's bits, checkpoints that survive a kill, refused strategies."""
 
+import copy
 import importlib.util
+import pickle
 import re
 import signal
 import subprocess
@@ -99,7 +101,7 @@ def test_the_trainer_does_what_the_plain_loop_does(example, tmp_path, accumulati
     assert_same_bits(module, plain)
     assert min(norms) > 0.05  # every step was clipped
     assert float(module.trainer.optimizers[0].grad_norm) == norms[-1]
-    assert module.trainer.gradient_clip_val is None
+    assert module.trainer.gradient_clip_val == 0.05
 
 
 @pytest.mark.distributed
@@ -125,13 +127,79 @@ def test_total_steps_are_the_trainers_where_it_knows_an_end(estimate, expected):
     assert setup(trainer(estimated_stepping_batches=estimate), total_steps=5)["total_steps"] == 5
 
 
-def test_clipping_stays_moved_at_a_second_fit():
-    fake = trainer(gradient_clip_val=0.5, gradient_clip_algorithm=Enum("Algorithm", {"NORM": "norm"}).NORM)
-    for _ in range(2):
-        assert setup(fake)["max_grad_norm"] == 0.5
-        assert fake.gradient_clip_val is None
-    fake.gradient_clip_val = 0.25
-    assert setup(fake)["max_grad_norm"] == 0.25
+def train(example, module, fitter=None, **settings):
+    """Fit for two steps; the Trainer, and how often it clipped."""
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    default = {"accelerator": "cpu", "max_steps": 2, "gradient_clip_val": 0.05, "enable_checkpointing": False}
+    fitter = fitter or example.L.Trainer(**default | quiet | settings)
+    clipped = []
+    plugin, clip = fitter.precision_plugin, type(fitter.precision_plugin).clip_gradients
+    plugin.clip_gradients = lambda *args, **kwargs: (clipped.append(1), clip(plugin, *args, **kwargs))
+    fitter.fit(module, example.data(16))
+    return fitter, len(clipped)
+
+
+def under_adamw(example):
+    class Plain(example.Regressor):
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    torch.manual_seed(0)
+    return Plain()
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+def test_the_trainer_clips_another_optimizer_afterwards_and_never_this_one(example, precision):
+    fitter, clipped = train(example, example.Regressor(), precision=precision)
+    assert (clipped, fitter.gradient_clip_val) == (0, 0.05)
+    assert fitter.optimizers[0].param_groups[0]["max_grad_norm"] == 0.05
+    fitter.fit_loop.epoch_loop.max_steps = 4
+    _, clipped = train(example, under_adamw(example), fitter)
+    assert clipped == 2
+
+
+def test_a_module_trained_again_has_no_memory_of_the_first_clipping(example):
+    module = example.Regressor()
+    train(example, module)
+    for norm in (None, 0.25):
+        fitter, clipped = train(example, module, gradient_clip_val=norm)
+        assert (fitter.optimizers[0].param_groups[0]["max_grad_norm"], clipped) == (norm, 0)
+    used, fresh = under_adamw(example), under_adamw(example)
+    setup(trainer(lightning_module=used, gradient_clip_val=0.05))  # as a first run does that was not AdamW's
+    assert train(example, used)[1] == train(example, fresh)[1] == 2
+    assert_same_bits(used, fresh)
+
+
+def test_a_module_that_was_trained_can_be_pickled_and_copied(example, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lightning_module", example)
+    module = example.Regressor()
+    setup(trainer(lightning_module=module, gradient_clip_val=1.0))
+    for again in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert again.configure_gradient_clipping.args[0] is again
+        assert again.configure_gradient_clipping(torch.optim.Optimizer.__new__(sel.SELAdamW), 1.0, "norm") is None
+
+
+def test_resumed_for_more_epochs_steps_and_clipping_are_this_runs(example, tmp_path):
+    first, _ = record(example, tmp_path, 2, gradient_clip_val=0.5)
+    more, losses = record(example, tmp_path, 3, gradient_clip_val=0.05)
+    assert list(losses) == list(range(13, 19))
+    found = [run.trainer.optimizers[0].param_groups[0] for run in (first, more)]
+    assert [(g["total_steps"], g["max_grad_norm"], g["steps"]) for g in found] == [(12, 0.5, 12), (18, 0.05, 18)]
+
+
+def test_where_the_trainer_cannot_count_steps_they_must_be_given(example):
+    manual = example.Regressor()
+    manual.automatic_optimization = False
+    scheduler = example.L.pytorch.callbacks.GradientAccumulationScheduler
+    for changes, why in (
+        ({"lightning_module": manual}, "manual optimization"),
+        ({"callbacks": [scheduler({0: 4})]}, "GradientAccumulationScheduler"),
+        ({"callbacks": [scheduler({2: 2})]}, "GradientAccumulationScheduler"),
+    ):
+        with pytest.raises(ValueError, match=f"total_steps must be given, .* got None: .*{why}"):
+            setup(trainer(**changes))
+        assert setup(trainer(**changes), total_steps=5)["total_steps"] == 5
+    assert setup(trainer(callbacks=[scheduler({0: 1})]))["total_steps"] == 7
 
 
 def test_what_cannot_be_right_is_refused(example):
@@ -142,6 +210,8 @@ def test_what_cannot_be_right_is_refused(example):
             setup(fake)
     parallel = example.L.pytorch.strategies.ModelParallelStrategy
     assert setup(trainer(strategy=parallel.__new__(parallel)))["total_steps"] == 7
+    by_norm = trainer(gradient_clip_val=0.5, gradient_clip_algorithm=Enum("Algorithm", {"NORM": "norm"}).NORM)
+    assert setup(by_norm)["max_grad_norm"] == 0.5
     by_value = example.L.Trainer(gradient_clip_val=1.0, gradient_clip_algorithm="value", logger=False)
     with pytest.raises(ValueError, match=r"gradient_clip_algorithm must be 'norm': .* got 'value'"):
         setup(trainer(gradient_clip_val=1.0, gradient_clip_algorithm=by_value.gradient_clip_algorithm))
@@ -154,8 +224,10 @@ def test_a_clipping_hook_of_ones_own_is_warned_of(example):
         def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
             """Clip in some other way."""
 
-    with pytest.warns(UserWarning, match=r"Clips\.configure_gradient_clipping is called with gradient_clip_val=None"):
-        setup(trainer(lightning_module=Clips()))
+    with pytest.warns(
+        UserWarning, match=r"Clips\.configure_gradient_clipping is still called, .* raw gradients to 0\.5"
+    ):
+        setup(trainer(lightning_module=Clips(), gradient_clip_val=0.5))
 
 
 def test_the_older_package_name_trains_too(tmp_path):

@@ -48,8 +48,11 @@ def test_usual_names_of_heads_without_a_vocabulary():
 
 def test_routers_of_experts_are_plain_but_gates_of_feed_forward_layers_are_not():
     mixture = nn.ModuleDict({"gate": nn.Linear(8, 4), "experts": nn.ModuleList([nn.Linear(8, 8)])})
-    model = nn.ModuleDict({"mixture": mixture, "ffn": nn.ModuleDict({"gate": nn.Linear(8, 8)})})
+    nested = nn.ModuleDict({"router": nn.ModuleDict({"layer": nn.Linear(8, 4)}), "input_linear": nn.Linear(8, 8)})
+    model = nn.ModuleDict({"mixture": mixture, "ffn": nn.ModuleDict({"gate": nn.Linear(8, 8)}), "nested": nested})
     found = reasons(model)
+    assert found["nested.router.layer.weight"] == (False, "router of a mixture of experts")
+    assert found["nested.input_linear.weight"][0]
     assert found["mixture.gate.weight"] == (False, "router of a mixture of experts")
     assert found["mixture.experts.0.weight"][0]
     assert found["ffn.gate.weight"][0]
@@ -93,6 +96,92 @@ def test_the_head_of_a_head_is_its_last_layer():
     found = reasons(nn.ModuleDict({"body": nn.Linear(8, 8), "classifier": head}))
     assert found["classifier.dense.weight"][0]
     assert found["classifier.out_proj.weight"] == found["classifier.out_proj.bias"] == (False, "output head")
+
+
+class Resnet(nn.Module):
+    """A convolution, a squeeze, blocks of layers called fc, and fc at the end; or not at the end."""
+
+    def __init__(self, after=False):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3)
+        self.blocks = nn.ModuleList([nn.ModuleDict({"fc": nn.Linear(8, 8)})])
+        self.fc = nn.Linear(8, 3)
+        if after:
+            self.project = nn.Linear(3, 2)
+
+
+def test_fc_is_a_head_where_it_is_the_last_layer():
+    wrapped = nn.ModuleDict({"model": Resnet()})
+    found = {**reasons(Resnet()), **reasons(wrapped)}
+    assert found["fc.weight"] == found["fc.bias"] == found["model.fc.weight"] == (False, "output head")
+    assert found["blocks.0.fc.weight"][0]
+    assert found["model.blocks.0.fc.weight"][0]
+    assert reasons(Resnet(after=True))["fc.weight"][0]
+    assert reasons(nn.ModuleList([nn.ModuleDict({"fc": nn.Linear(8, 8)})]))["0.fc.weight"][0]
+
+
+class Boxes(nn.Module):
+    """A head of a detector: a stack that ends in four numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 4)])
+
+
+class AttentionPoolingHead(nn.Module):
+    """What gathers an image into one vector, by attention and a feed-forward layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.ModuleDict({"fc1": nn.Linear(8, 16), "fc2": nn.Linear(16, 8)})
+
+
+def test_heads_of_detectors_one_a_layer_or_one_in_all():
+    decoder = {
+        "class_embed": nn.ModuleList([nn.Linear(8, 3), nn.Linear(8, 3)]),
+        "bbox_embed": nn.ModuleList([Boxes(), Boxes()]),
+    }
+    model = {"decoder": nn.ModuleDict(decoder), "enc_score_head": nn.Linear(8, 3), "bbox_predictor": Boxes()}
+    found = reasons(nn.ModuleDict(model))
+    assert {name for name, (curved, _) in found.items() if curved and name.endswith("weight")} == {
+        "decoder.bbox_embed.0.layers.0.weight",
+        "decoder.bbox_embed.1.layers.0.weight",
+        "bbox_predictor.layers.0.weight",
+    }
+
+
+def test_what_is_called_a_head_but_prepares_for_one_is_curved():
+    transform = nn.ModuleDict({"dense": nn.Linear(8, 8), "norm": nn.LayerNorm(8)})
+    model = {"tower": nn.ModuleDict({"head": AttentionPoolingHead()}), "head": transform, "classifier": nn.Linear(8, 3)}
+    found = reasons(nn.ModuleDict(model))
+    plain = {name for name, (curved, _) in found.items() if not curved}
+    assert plain == {"head.norm.weight", "head.norm.bias", "classifier.weight", "classifier.bias"}
+
+
+class Decoder(Language):
+    """Names its head; beside it are another as wide as the vocabulary, and feed-forward layers as wide."""
+
+    def __init__(self):
+        super().__init__(vocabulary=32)
+        self.speech = nn.ModuleDict({"decoder": nn.Linear(16, 48)})
+        self.words = nn.Linear(16, 32)
+        self.layers = nn.ModuleList([nn.ModuleDict({"fused": nn.Linear(16, 32), "small": nn.Linear(4, 16)})])
+        self.config = torch.nn.Module()
+        self.config.vocab_size = 48
+
+    def get_output_embeddings(self):
+        return self.out
+
+
+def test_other_heads_as_wide_as_a_vocabulary_beside_the_one_that_the_model_names():
+    found = reasons(Decoder())
+    assert {name for name, (_, reason) in found.items() if reason == "output head"} == {
+        f"{layer}.{kind}" for layer in ("out", "words", "speech.decoder") for kind in ("weight", "bias")
+    }
+    mixed = Decoder()
+    mixed.down = nn.Linear(32, 16)  # so a layer of that width is read by another: which is a head nobody can say
+    assert reasons(mixed)["words.weight"][0]
+    assert not reasons(mixed)["out.weight"][0]
 
 
 def test_attention_projections_and_other_types():
@@ -182,3 +271,28 @@ def test_empty_layers_are_plain_and_a_presets_name_is_no_config():
         sel.routing(nn.Linear(2, 2), "paper")
     with pytest.raises(ValueError, match="model has nothing to curve"):
         sel.init_(sel.convert(nn.Linear(2, 2)), sel.preset("paper"))
+
+
+def test_what_wraps_a_model_does_not_change_its_routing():
+    """DistributedDataParallel hides `get_output_embeddings`; a LightningModule has the model as an attribute."""
+
+    class Speaks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.middle = nn.Embedding(16, 8), nn.Linear(8, 16)
+            self.proj, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def get_output_embeddings(self):
+            return self.proj
+
+    class Wrapper(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+    model = Speaks()
+    plain = {route.name: route.curved for route in sel.routing(model)}
+    assert plain["last.weight"]
+    assert not plain["proj.weight"]
+    wrapped = {route.name.removeprefix("module."): route.curved for route in sel.routing(Wrapper(model))}
+    assert wrapped == plain

@@ -1,6 +1,5 @@
 """Hugging Face's Trainer: one line hands its optimizer, its clipping and its number of steps to SELAdamW."""
 
-import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from glob import escape
@@ -11,7 +10,7 @@ from torch import nn
 
 try:
     from accelerate.state import AcceleratorState
-    from transformers import Trainer, TrainerCallback
+    from transformers import Trainer, TrainerCallback, TrainingArguments
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "symexplin.hf needs transformers and accelerate: pip install 'symexplin[hf]'", name=error.name
@@ -25,16 +24,15 @@ __all__ = ["OptimizerFactory", "SELCallback", "setup"]
 
 _log = logging.getLogger(__name__)
 
-_CLIP = "_sel_max_grad_norm"  # on the arguments: no field of theirs, but pickled with them
+_KEPT = "_sel_max_grad_norm"  # on the arguments while training runs: no field of theirs, but pickled with them
 _DEFAULT_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 _FROM_ARGUMENTS = {
     "lr": "learning_rate",
-    "betas": "adam_beta1 and adam_beta2",
-    "eps": "adam_epsilon",
     "weight_decay": "weight_decay",
     "max_grad_norm": "max_grad_norm",
     "total_steps": "max_steps or num_train_epochs",
 }
+_ADAM = {"betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_epsilon",)}
 
 
 def setup(
@@ -43,21 +41,24 @@ def setup(
     *,
     optimizer: Callable[..., RawSpaceOptimizer] = SELAdamW,
     no_decay: Sequence[str] | None = None,
+    callbacks: Sequence[Any] = (),
     **kwargs: Any,
 ) -> dict[str, Any]:
     """Return what makes a `transformers.Trainer` train in curved weight space: its last arguments.
 
-    The learning rate, betas, eps and weight decay are those of `args`, at the time that training starts. The Trainer
-    would clip gradients of effective weights before the optimizer sees them, so `args.max_grad_norm` moves into the
-    optimizer and becomes 0 in `args`; a second call finds it again. The number of steps comes from the Trainer's
-    state. Its logs get the norm in raw space as "grad_norm" and :func:`symexplin.stats` under "sel/".
+    The learning rate, weight decay and clipping norm are those of `args`, at the time that training starts; so are
+    betas and eps where they are not `TrainingArguments`' defaults, and else they are the optimizer's own. The Trainer
+    would clip gradients of effective weights before the optimizer sees them, so `args.max_grad_norm` is 0 while it
+    trains, and the optimizer clips raw ones. The number of steps comes from the Trainer's state. Its logs get the norm
+    in raw space as "grad_norm" and :func:`symexplin.stats` under "sel/".
 
     Args:
-        args: the Trainer's own `TrainingArguments`; changed as said.
+        args: the Trainer's own `TrainingArguments`.
         config: the map; None: the default one.
         optimizer: SELAdamW or another raw-space optimizer.
         no_decay: patterns of names of parameters without weight decay; None: those the Trainer would not decay,
             norms and biases (a Trainer with a `get_decay_parameter_names` of its own says them here).
+        callbacks: the Trainer's other callbacks, which come first in the returned list.
         **kwargs: further arguments of the optimizer.
 
     Raises:
@@ -69,18 +70,17 @@ def setup(
     >>> from transformers import TrainingArguments
     >>> args = TrainingArguments(output_dir=tempfile.gettempdir(), use_cpu=True, report_to="none")
     >>> sorted(setup(args)), args.max_grad_norm
-    (['callbacks', 'optimizer_cls_and_kwargs'], 0.0)
+    (['callbacks', 'optimizer_cls_and_kwargs'], 1.0)
     """
     _check_arguments(args)
     for name in kwargs.keys() & _FROM_ARGUMENTS.keys():
         raise ValueError(f"{name} must be given as args.{_FROM_ARGUMENTS[name]}, got {name}={kwargs[name]!r} here")
-    if args.max_grad_norm:
-        setattr(args, _CLIP, float(args.max_grad_norm))
-        args.max_grad_norm = 0.0
+    _adam(args, kwargs)
+    _restore(args)
     details = {"args": args, "config": check_config(config), "optimizer": optimizer}
     return {
         "optimizer_cls_and_kwargs": (OptimizerFactory, {**details, "no_decay": no_decay, "options": kwargs}),
-        "callbacks": [SELCallback()],
+        "callbacks": [*callbacks, SELCallback()],
     }
 
 
@@ -102,38 +102,42 @@ class OptimizerFactory:
     ) -> RawSpaceOptimizer:
         """Return the optimizer over the groups of `model`, its number of steps still open."""
         _check_launch()
+        _restore(args)
         if no_decay is None:
             no_decay = _undecayed(model)
         groups = param_groups(
             model, lr=args.learning_rate, weight_decay=args.weight_decay, config=config, no_decay=no_decay
         )
         _log.info("routing of the parameters:\n%s", routing(model, config))
-        adam = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-        known = inspect.signature(optimizer).parameters
-        shared = {name: value for name, value in adam.items() if name in known}
-        return optimizer(groups, total_steps="later", max_grad_norm=getattr(args, _CLIP, None), **shared, **options)
+        adam = _adam(args, options)
+        return optimizer(groups, total_steps="later", max_grad_norm=_norm(args), **adam, **options)
 
 
 class SELCallback(TrainerCallback):
-    """Tells the optimizer the number of steps and adds its figures to the Trainer's logs.
+    """Tells the optimizer its steps and its clipping, and adds its figures to the Trainer's logs.
 
     Callbacks run in the order of their list, and a Trainer puts its reporters (TensorBoard and others) first. They
     see these figures if they come after: `trainer.add_callback(trainer.pop_callback(TensorBoardCallback))`.
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Set the total number of steps, which is known now; a resumed run takes it anew."""
-        if args.max_grad_norm:
-            raise ValueError(
-                f"args.max_grad_norm must be 0 by now, got {args.max_grad_norm:g}: the Trainer would clip gradients of "
-                "effective weights; call symexplin.hf.setup again after changing it, with the Trainer's own args"
-            )
-        _raw_space(kwargs["optimizer"]).set_total_steps(state.max_steps)
+        """Set the total number of steps and the clipping norm of this run, and keep the Trainer from clipping."""
+        _restore(args)
+        optimizer = _raw_space(kwargs["optimizer"])
+        optimizer.set_total_steps(state.max_steps, restart=state.global_step == 0)
+        for settings in (optimizer.defaults, *optimizer.param_groups):
+            settings["max_grad_norm"] = _norm(args)
+        setattr(args, _KEPT, args.max_grad_norm)
+        args.max_grad_norm = 0.0
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Give the arguments their clipping norm back."""
+        _restore(args)
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Add the gradients' norm in raw space and the figures of the scales to the log of a training step."""
         logs = kwargs["logs"]
-        if "loss" not in logs:  # an evaluation's, or the summary at the end
+        if "loss" not in logs or kwargs["optimizer"] is None:  # an evaluation's, a summary's, or one before training
             return
         optimizer = _raw_space(kwargs["optimizer"])
         figures = {f"sel/{name}": value for name, value in stats(kwargs["model"], optimizer).items()}
@@ -173,6 +177,33 @@ def _check_launch() -> None:
 
 def _flattens(where: str, what: str) -> str:
     return f"{where} asks for {what}, which flattens weights to one dimension; use FSDP2 (fsdp_version 2) or DDP"
+
+
+def _adam(args: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return betas and eps where the arguments say something, which `options` must not say too."""
+    found: dict[str, Any] = {}
+    for name, fields in _ADAM.items():
+        values = [getattr(args, field) for field in fields]
+        if values == [getattr(TrainingArguments, field) for field in fields]:
+            continue
+        if name in options:
+            raise ValueError(
+                f"{name} must be given once, got {name}={options[name]!r} and args.{' and '.join(fields)}={values}"
+            )
+        found[name] = tuple(values) if name == "betas" else values[0]
+    return found
+
+
+def _norm(args: Any) -> float | None:
+    """Return the clipping norm as the optimizer takes it: None where the Trainer would not clip."""
+    return args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0.0 else None
+
+
+def _restore(args: Any) -> None:
+    """Give the arguments back the clipping norm that a training has kept from them, or one that broke."""
+    kept = vars(args).pop(_KEPT, None)
+    if kept is not None and not args.max_grad_norm:
+        args.max_grad_norm = kept
 
 
 def _undecayed(model: nn.Module) -> list[str]:

@@ -3,6 +3,7 @@
 import fnmatch
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import nn
 
@@ -11,9 +12,15 @@ from symexplin.coordinates import Layout
 
 __all__ = ["HEAD_NAMES", "ROUTER_NAMES", "Route", "Routing", "check_patterns", "routing"]
 
-# Names of an output head where neither the model nor a vocabulary gives it away.
+# Names of output heads that neither the model nor a vocabulary gives away; of a stack of layers the last is meant.
 HEAD_NAMES = frozenset(
-    {"lm_head", "head", "output_head", "classifier", "score", "qa_outputs", "unembed", "unembedding"}
+    (
+        *("lm_head", "audio_lm_head", "text_lm_head", "codec_head", "ctc_head", "ctc_proj", "unembed", "unembedding"),
+        *("head", "output_head", "score", "qa_outputs", "logits_proj", "summary", "seq_relationship", "sop_classifier"),
+        *("classifier", "classification_head", "cls_classifier", "distillation_classifier", "classifier_distill"),
+        *("dist_head", "dense_prediction", "itm_head", "mim_head", "mmm_image_head", "class_labels_classifier"),
+        *("class_embed", "class_predictor", "bbox_embed", "bbox_predictor", "enc_score_head"),
+    )
 )
 ROUTER_NAMES = frozenset({"router", "gate", "shared_expert_gate"})
 
@@ -89,10 +96,11 @@ def routing(model: nn.Module, config: SELConfig | None = None) -> Routing:
     """Decide for every parameter of `model` whether it is curved, and say why.
 
     Curved are the weights and biases of `nn.Linear`, transformers' `Conv1D` and the input projections of
-    `nn.MultiheadAttention`. Plain are embeddings and what is tied to them, the output head, routers of mixtures
-    of experts, norms, convolutions, frozen and non-floating parameters. `config.include` and `config.exclude`
-    are patterns of qualified names against these rules. Weights of several experts in one 3-D tensor are plain;
-    experts that are layers of their own are curved. LoRA's factors under PEFT are linear layers, hence curved.
+    `nn.MultiheadAttention`. Plain are embeddings and what is tied to them, output heads, routers of mixtures of
+    experts, norms, convolutions, frozen and non-floating parameters. A head is what the model names, what maps to a
+    vocabulary, or has one of :data:`HEAD_NAMES`. `config.include` and `config.exclude` are patterns of qualified names
+    against these rules. Weights of several experts in one 3-D tensor are plain; experts that are layers of their own
+    are curved. LoRA's factors under PEFT are linear layers, hence curved.
 
     Raises:
         ValueError: a pattern that matches nothing, or asks to curve something that is neither a 2-D weight nor
@@ -208,44 +216,72 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 def _plain_reason(name: str, modules: dict[str, nn.Module], heads: set[int]) -> str | None:
     """Return why all parameters of the module of that name stay plain, or None."""
-    if id(modules[name]) in heads:
-        return "output head"
     path = name.split(".")
     if any(_is_router(".".join(path[:depth]), modules) for depth in range(len(path) + 1)):
         return "router of a mixture of experts"
-    return None
+    return "output head" if id(modules[name]) in heads else None
 
 
 def _is_router(name: str, modules: dict[str, nn.Module]) -> bool:
-    """Whether a module chooses among experts: by its type's name, or by its own beside the experts."""
+    """Whether a module chooses among experts: by its type's name, or by its own, as "gate" beside experts alone."""
     parent, _, leaf = name.rpartition(".")
-    return "Router" in type(modules[name]).__name__ or (leaf in ROUTER_NAMES and hasattr(modules[parent], "experts"))
+    kind = type(modules[name]).__name__
+    if leaf == "router" or "Router" in kind or "TopKGating" in kind:
+        return True
+    return leaf in ROUTER_NAMES and hasattr(modules[parent], "experts")
 
 
 def _heads(model: nn.Module) -> set[int]:
-    """Return the output head: as the model names it, else as wide as a vocabulary, else by its usual names."""
-    getter = getattr(model, "get_output_embeddings", None)
-    named = getter() if callable(getter) else None
-    if isinstance(named, nn.Module):
-        return {id(module) for module in named.modules()}  # adapters may wrap it
-    by_name = [
-        part
-        for name, module in model.named_modules()
-        if name.rpartition(".")[2] in HEAD_NAMES
-        for part in _last(module)
-    ]
-    if callable(getter):  # the model says that it has no head over its vocabulary
-        return {id(m) for m in by_name}
-    linears = [m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name]
+    """Return the output heads: the one that the model names, those as wide as a vocabulary, those of usual names."""
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name}
     vocabularies = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
-    wide = [m for m in linears if m.out_features in vocabularies]
+    by_name = _named_heads(model, linears)
+    # DDP and others around a model do not hand on what it says of itself.
+    speaker: Any = next((m for m in model.modules() if callable(getattr(m, "get_output_embeddings", None))), None)
+    if speaker is not None:
+        named = speaker.get_output_embeddings()
+        found = list(named.modules()) if isinstance(named, nn.Module) else []  # adapters may wrap it
+        vocabularies.add(getattr(getattr(speaker, "config", None), "vocab_size", -1))
+        return {id(m) for m in (*found, *by_name, *_surely_wide(linears, vocabularies))}
+    wide = [m for m in linears.values() if m.out_features in vocabularies]
     # A byte vocabulary may equal the model's width: among several as wide, the name decides, then the last one.
     chosen = [m for m in wide if any(m is n for n in by_name)] or wide[-1:] or by_name
     return {id(m) for m in chosen}
+
+
+def _named_heads(model: nn.Module, linears: dict[str, nn.Linear]) -> list[nn.Module]:
+    """Return what has the name of a head; "fc" is one where no linear layer comes after it."""
+    last = next(reversed(linears), "")
+    found: list[nn.Module] = []
+    for name, module in model.named_modules():
+        leaf = name.rpartition(".")[2]
+        pooling = "Pooling" in type(module).__name__  # SigLIP's is called "head"
+        final = leaf == "fc" and not _numbered(name) and f"{last}.".startswith(f"{name}.")
+        if final or (leaf in HEAD_NAMES and not pooling):
+            found.extend(_last(module))
+    return found
+
+
+def _surely_wide(linears: dict[str, nn.Linear], vocabularies: set[int]) -> list[nn.Linear]:
+    """Return what maps to a vocabulary: wider than its input, in no numbered block, and read by no layer."""
+    read = {m.in_features for m in linears.values()}
+    return [
+        m
+        for name, m in linears.items()
+        if m.out_features in vocabularies - read and m.out_features > m.in_features and not _numbered(name)
+    ]
+
+
+def _numbered(name: str) -> bool:
+    return any(part.isdigit() for part in name.split("."))
 
 
 def _last(head: nn.Module) -> Sequence[nn.Module]:
     """Return what is the head in a module of a head's name: itself, its last linear layer, all that PEFT wraps."""
     if hasattr(head, "base_layer") or hasattr(head, "modules_to_save"):
         return list(head.modules())
-    return [module for module in head.modules() if isinstance(module, nn.Linear)][-1:]
+    if isinstance(head, nn.ModuleList):  # one head a layer of the decoder
+        return [part for module in head for part in _last(module)]
+    last = [module for module in head.modules() if isinstance(module, nn.Linear)][-1:]
+    # As wide as its input, the last of a stack only prepares for what comes after, as ModernBERT's "head" does.
+    return [m for m in last if m is head or m.in_features != m.out_features]
