@@ -122,12 +122,12 @@ def several(calls):
 
 
 def saved(how, config, folder, dtype=torch.float32, full_state=False, flat=False, **kwargs):
-    """Train 50 steps, save with torch.distributed.checkpoint, train 50 more; return what was saved and the end.
+    """Train 25 steps, save with torch.distributed.checkpoint, train 25 more; return what was saved and the end.
 
     `full_state`: gather it all in the first process and save it with torch.save.
     """
     model, optimizer = make(how, config, dtype, **kwargs)
-    steps(model, optimizer, how, dtype, 0, 50)
+    steps(model, optimizer, how, dtype, 0, 25)
     at = weights(model), states(model, optimizer)
     options = StateDictOptions(full_state_dict=full_state, flatten_optimizer_state_dict=flat)
     values, state = get_state_dict(model, optimizer, options=options)
@@ -135,7 +135,7 @@ def saved(how, config, folder, dtype=torch.float32, full_state=False, flat=False
         dcp.save({"model": values, "optimizer": state}, checkpoint_id=folder)
     elif how == "whole" or torch.distributed.get_rank() == 0:
         torch.save({"model": values, "optimizer": state}, folder)
-    losses = steps(model, optimizer, how, dtype, 50, 100)
+    losses = steps(model, optimizer, how, dtype, 25, 50)
     return at, (weights(model), states(model, optimizer), losses)
 
 
@@ -156,7 +156,7 @@ def resumed(how, config, folder, dtype=torch.float32, full_state=False, flat=Fal
         model, optimizer, model_state_dict=content["model"], optim_state_dict=content["optimizer"], options=options
     )
     at = weights(model), states(model, optimizer)
-    losses = steps(model, optimizer, how, dtype, 50, 100)
+    losses = steps(model, optimizer, how, dtype, 25, 50)
     return at, (weights(model), states(model, optimizer), losses)
 
 

@@ -9,7 +9,6 @@ import torch
 import sharded
 import symexplin as sel
 from processes import run
-from symexplin.optim import SELMuon
 
 logger = logging.getLogger(__name__)  # figures: pytest -o log_cli=true -o log_cli_level=INFO
 
@@ -96,24 +95,6 @@ def test_processes_follow_the_trajectory_of_one(found, whole, case):
 def test_the_gradients_are_clipped(whole):
     free = sharded.trajectory("whole", PAPER, torch.float64, **SETTINGS, max_grad_norm=None)
     assert max(distances(free[0], whole[PAPER, torch.float64][0]).values()) > 1e-3
-
-
-def test_muon_gathers_its_matrices(tmp_path):
-    """Newton-Schulz runs in bfloat16: another order of the same sum shows."""
-    settings = {**SETTINGS, "kind": SELMuon}
-    weights, _, losses, _ = sharded.trajectory("whole", PAPER, torch.float64, **settings)
-    for how, (found, *_) in zip(
-        ("fsdp", "columns"),
-        run(
-            4,
-            tmp_path,
-            sharded.several,
-            [("trajectory", (how, PAPER, torch.float64), settings) for how in ("fsdp", "columns")],
-        )[0],
-        strict=True,
-    ):
-        assert losses[-1] < 0.5 * losses[0]
-        assert max(distances(found, weights).values()) < 1e-9, how
 
 
 # From how many processes to how many, how they are split, and how the state is saved.
