@@ -160,3 +160,17 @@ def test_what_cannot_be_switched_is_refused():
     for call in (lambda: from_adamw(muon, adamw), lambda: to_adamw(muon), lambda: to_adamw(adamw)):
         with pytest.raises(ValueError, match=r"optimizer must be a symexplin\.SELAdamW, got (SELMuon|AdamW)"):
             call()
+
+
+def test_what_was_written_since_the_last_step_counts_on_the_way_back():
+    model = network(torch.float64)
+    optimizer = fresh(model, sel.preset("paper"), lr=1e-3)
+    train(model, optimizer, 3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    moments = {name: to_adamw(optimizer).state[p]["exp_avg"] for name, p in model.named_parameters()}
+    for (name, slope), (_, coordinates) in zip(slopes(optimizer).items(), optimizer.coordinates(), strict=True):
+        parameter = model.get_parameter(name)
+        torch.testing.assert_close(coordinates.effective(), parameter.detach(), rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(moments[name] * slope, optimizer.state[parameter]["exp_avg"], rtol=1e-12, atol=0)

@@ -106,11 +106,11 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         fresh = not any(self.state.values())
         self.create_state()
         entries = list(self.entries())
-        watched = [entry for entry in entries if entry.watched]
-        if _capturing():  # a graph that is replayed would not look again
-            watched, self._watch.held = [], {}
+        looking = not _capturing()  # a graph that is replayed would not look again
+        if looking:
+            self.take_over_writes()
         else:
-            self._notice_writes(watched)
+            self._watch.held = {}
         pulled = self._pull([entry for entry in entries if entry.parameter.grad is not None])
         self._clip(entries, pulled)
         if fresh and not pulled:
@@ -120,7 +120,8 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
                 self._update(entry, targets)
             for group in self.param_groups:
                 group["steps"] += 1
-        self._watch.remember(entry.parameter for entry in watched)
+        if looking:
+            self._watch.remember(entry.parameter for entry in entries if entry.watched)
         return loss
 
     def _update(self, entry: Entry, targets: list[Target]) -> None:
@@ -210,10 +211,11 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
                 device, steps = group["params"][0].device, float(group["steps"])
                 group["steps"] = torch.tensor(steps, device=device) if group["capturable"] else int(steps)
 
-    def _notice_writes(self, entries: list[Entry]) -> None:
-        """Take over what somebody else has written into a parameter since the last step."""
+    @torch.no_grad()
+    def take_over_writes(self) -> None:
+        """Take over what somebody else has written into the parameters since the last step, as each step does first."""
         late, together = self._watch.arrived(), []
-        for entry in entries:
+        for entry in (entry for entry in self.entries() if entry.watched):
             code, split = late.get(id(entry.parameter), 0), entry.placement.group is not None
             if code & UNEVEN:
                 raise ValueError(

@@ -88,6 +88,7 @@ def to_adamw(optimizer: SELAdamW) -> torch.optim.AdamW:
     [0.001]
     """
     _check_rule(optimizer)
+    optimizer.take_over_writes()
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         named = zip(group["param_names"], group["params"], strict=True) if "param_names" in group else group["params"]
