@@ -68,11 +68,24 @@ def _odd(config, ranks, before=lab_train.build):
     return before(config, ranks)
 
 
+def _resume_here(*args, before=lab_run.train, **options):
+    return before(*args, **{**options, "resume": torch.distributed.get_rank() == 1})
+
+
 _PLANTED = {
     "a full disk": (lab_run, "save_checkpoint", _fail),
     "no number": (Trainer, "update", _plant),
     "one process": (lab_train, "build", _odd),
+    "one resumes": (lab_run, "train", _resume_here),
 }
+
+
+def _forget_told(rank):
+    """Let the next command be that of a job of its own."""
+    torch.distributed.barrier()
+    if rank == 0:
+        torch.distributed.distributed_c10d._get_default_store().delete_key("symexplin/told")
+    torch.distributed.barrier()
 
 
 def commands(lines):
@@ -91,5 +104,6 @@ def commands(lines):
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
             status = cli.main(line.replace("RANK", str(rank)).split())
         setattr(place, name, before)
+        _forget_told(rank)
         found.append((status, output.getvalue(), errors.getvalue()))
     return found

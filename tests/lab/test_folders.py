@@ -57,6 +57,15 @@ def test_a_mistake_leaves_no_trace(tmp_path):
     assert list((tmp_path / "old").iterdir()) == []
 
 
+def test_what_a_process_killed_at_its_start_leaves_may_be_used(tmp_path):
+    with hold(tmp_path / "new") as other:
+        assert other.stdout.readline() == "held\n"
+        other.kill()
+    assert [path.name for path in (tmp_path / "new").iterdir()] == [LOCK]
+    with claimed(tmp_path / "new", "run", MARKS) as folder:
+        (folder / "run.json").touch()
+
+
 def test_what_is_written_stays(tmp_path):
     with claimed(tmp_path / "new", "run", MARKS) as folder:
         (folder / "run.json").touch()

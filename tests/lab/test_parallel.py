@@ -1,4 +1,5 @@
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 import parallel_runs
 import processes
 from corpora import TEXTS, prepared
+from symexplin.lab.begin import saved_settings
 from symexplin.lab.config import RunConfig, resolve
 from symexplin.lab.files import read_json, read_json_lines
 from symexplin.lab.parallel import ALONE, Ranks
@@ -133,17 +135,22 @@ def test_each_error_of_a_job_is_one_line_and_all_processes_have_its_status(folde
         (f"train {flags} --out {tmp_path}/a --data {tmp_path}/RANK/data", None, 1, "data must be those of the first"),
         (f"train {flags} --out {tmp_path}/a --home module --map e.pattern=global --parallel fsdp", None, 0, "'ddp'"),
         (f"train {flags} --out {tmp_path}/a", "one process", 1, "process 1: error: this process is odd"),
+        (f"train {flags} --out {tmp_path}/a --seed RANK", None, 0, "settings: train.seed is 0 in process 0, 1 in proc"),
+        (f"train {flags} --out {tmp_path}/a", "one resumes", 0, "resume is False in process 0, True in process 1"),
+        (f"compare {flags} --out {tmp_path}/a --floor 0.RANK", None, 0, "train.floor is 0.0 in process 0, 0.1 in"),
         (f"train {flags} --out {tmp_path}/b", "a full disk", 0, "No space left on device"),
-        (f"train {flags} --out {tmp_path}/c", "no number", 0, "non-finite weight: blocks.0.ffn.up.weight; --resume"),
+        (f"train {flags} --out {tmp_path}/c", "no number", None, "non-finite weight: blocks.0.ffn.up.weight; --resume"),
         (f"compare {flags} --out {tmp_path}/d --jobs 2", None, 0, "jobs must be"),
     ]
     outcomes = processes.run(2, tmp_path, parallel_runs.commands, [case[:2] for case in cases])
     for number, (line, _, teller, words) in enumerate(cases):
+        # What ends all the same, one of them tells, whichever is first.
+        tells = int(not outcomes[0][number][2]) if teller is None else teller
         for rank in range(2):
             status, output, errors = outcomes[rank][number]
             assert status == 2, line
             assert rank == 0 or not output
-            assert (words in errors and errors.count("\n") == 1) if rank == teller else not errors, (line, errors)
+            assert (words in errors and errors.count("\n") == 1) if rank == tells else not errors, (line, errors)
     assert not (tmp_path / "a").exists()
     assert "blocks.0.ffn.up.weight" in read_json(tmp_path / "c" / "summary.json")["error"]
 
@@ -151,15 +158,21 @@ def test_each_error_of_a_job_is_one_line_and_all_processes_have_its_status(folde
 @pytest.mark.distributed
 def test_all_processes_train_each_run_of_a_comparison(data, tmp_path):
     flags = f"compare --data {data} {FLAGS} --no-tensorboard --lrs 1e-2 --eval-every 2 --batch-size 8"
+    parallel_runs.cli.main(f"{flags} --out {tmp_path}/one".split())
+    shutil.copytree(tmp_path / "one", tmp_path / "moved")
+    shutil.rmtree(tmp_path / "moved" / "runs" / "SEL-lr0.01-seed0")
     lines = [(f"{flags} --out {tmp_path}/two", None), (f"{flags} --out {tmp_path}/two --resume", None)]
-    (first, again), (silent, other) = processes.run(2, tmp_path, parallel_runs.commands, lines)
+    lines += [(f"compare --out {tmp_path}/moved --resume", None)]
+    (first, again, moved), (silent, other, _) = processes.run(2, tmp_path, parallel_runs.commands, lines)
     assert [first[0], again[0], silent[0], other[0]] == [0] * 4
     assert (silent[1:], other[1:]) == (("", ""), ("", ""))
     assert again[1].count("(already there)") == 2
     found = read_json(tmp_path / "two" / "comparison.json")
     assert found["provenance"]["processes"] == 2
     assert found["headline"][0] in first[1]
-    parallel_runs.cli.main(f"{flags} --out {tmp_path}/one".split())
+    assert moved[0] == 0, moved
+    assert "compute.parallel is None there, 'ddp' now: the numbers of runs" in moved[1]
+    assert moved[1].count("(already there)") == 1
     for run, expected in zip(found["runs"], read_json(tmp_path / "one" / "comparison.json")["runs"], strict=True):
         assert run["evals"] == [pytest.approx(pair, abs=2e-5) for pair in expected["evals"]]
 
@@ -208,10 +221,11 @@ def test_a_job_of_torchrun_that_is_stopped_and_killed_ends_with_the_same_bits(da
     job = torchrun(*arguments, module=("--no-python", f"{sys.prefix}/bin/symexplin"))
     stopped = max(int(path.name[5:]) for path in (tmp_path / "run" / "checkpoints").iterdir())
     wait_for(tmp_path / "run", range((stopped // 10 + 2) * 10, 120, 10))
-    os.kill(workers_of(job)[1], signal.SIGKILL)
+    os.kill(workers_of(job)[0], signal.SIGKILL)
     said = job.communicate(timeout=60)[0]
     # Whichever comes first: the connection that breaks, or torchrun's SIGTERM to those that are left.
-    assert "error: another process of the job has ended" in said or "stopped by SIGTERM within step" in said
+    (told,) = [text for text in said.splitlines() if text.startswith("symexplin: process 1: ")]
+    assert "error: another process of the job has ended" in told or "stopped by SIGTERM within step" in told
     assert "Signal 9 (SIGKILL)" in said
 
     job = torchrun(*arguments)
@@ -266,3 +280,49 @@ def test_alone_nothing_changes():
         raise KeyError
     assert ALONE.sums(0.1, -0.0) == (0.1, -0.0)
     assert (ALONE.tell(lambda: 3), ALONE.gather(4), ALONE.facts()) == (3, [4], {})
+
+
+@pytest.mark.parametrize(("local", "seconds"), [(0, 2.0), (1, 4.0)])
+def test_what_the_first_process_does_not_refuse_another_one_tells_late(monkeypatch, capsys, local, seconds):
+    """Torchrun ends it meanwhile if the first one has failed as well."""
+    started = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": local, "TORCHELASTIC_RUN_ID": "job"}
+    for name, value in started.items():
+        monkeypatch.setenv(name, str(value))
+    waited = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    assert parallel_runs.cli.main(["train", "--data", "d", "--out", "x", "--steps", "0"]) == 2
+    assert capsys.readouterr().err.startswith("symexplin: process 1: error: steps must be")
+    assert waited == [seconds]
+
+
+@pytest.mark.parametrize(
+    ("environment", "line"),
+    [
+        ({"WORLD_SIZE": "x"}, "WORLD_SIZE, which torchrun sets, must be a whole number >= 0, got 'x'"),
+        ({"WORLD_SIZE": "2", "RANK": "-1"}, "RANK, which torchrun sets, must be a whole number >= 0, got '-1'"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK, which torchrun sets, must be less than WORLD_SIZE = 2, got 2"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR and MASTER_PORT must be in the environment beside WORLD_SIZE"),
+    ],
+)
+def test_an_environment_that_is_not_torchruns_is_one_line(monkeypatch, capsys, data, tmp_path, environment, line):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert parallel_runs.cli.main(f"train --data {data} --out {tmp_path / 'run'}".split()) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"symexplin: error: {line}")
+
+
+def test_what_was_left_to_the_machine_is_chosen_anew_for_other_processes(data, tmp_path):
+    def left_open(name):
+        same, other = (saved_settings(tmp_path / name, size)["compute"].keys() for size in (1, 2))
+        return same - other
+
+    for name, compute in (("chosen", {}), ("said", {"threads": 1})):
+        config = table(data, steps=2) | {"compute": {"device": "cpu", **compute}}
+        parallel_runs.go_on(config, tmp_path / name)
+    assert left_open("chosen") == {"threads", "loss_chunk"}
+    assert left_open("said") == {"loss_chunk"}
+    assert saved_settings(tmp_path / "nothing", 1) == {}
+    (tmp_path / "chosen" / "summary.json").unlink()
+    parallel_runs.go_on(saved_settings(tmp_path / "chosen", 1), tmp_path / "chosen")
+    assert left_open("chosen") == {"threads", "loss_chunk"}  # what was read back was not said by anyone

@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import json
 import math
@@ -17,6 +18,7 @@ from symexplin.lab.evaluate import evaluate
 from symexplin.lab.files import read_json_lines
 from symexplin.lab.maps import CurveConfig
 from symexplin.lab.model import ModelConfig
+from symexplin.lab.parallel import Ranks
 from symexplin.lab.run import train
 from symexplin.lab.settings import build, load_toml
 from symexplin.lab.stop import Stopped
@@ -266,6 +268,43 @@ def test_a_signal_saves_and_stops(data, whole, tmp_path, monkeypatch, number):
     assert bits(folder) == bits(whole["none"])
 
 
+def test_a_signal_within_the_exchange_of_signals_stops_at_the_next_step(data, tmp_path, monkeypatch):
+    table, steps = Ranks.table, []
+
+    def exchange(self, *numbers):
+        found = table(self, *numbers)
+        if numbers == (0,):
+            steps.append(None)
+            if len(steps) == 4:  # before the update number 4
+                signal.raise_signal(signal.SIGTERM)
+        return found
+
+    monkeypatch.setattr(Ranks, "table", exchange)
+    with pytest.raises(Stopped, match="after step 4, saved in"):
+        train(tiny(data), tmp_path / "run")
+
+
+def test_a_folder_that_was_left_with_a_lock_alone_is_a_new_one(data, whole, tmp_path):
+    (tmp_path / ".lock").touch()
+    train(tiny(data), tmp_path)
+    assert bits(tmp_path) == bits(whole["none"])
+
+
+def test_the_rounding_that_is_told_is_that_since_the_last_start(data, tmp_path, monkeypatch):
+    lines = []
+    for recompute, step in ((False, 3), (True, 5), (True, 7), (False, None)):
+        with monkeypatch.context() as patch:
+            failing_at(patch, step, Stopped(signal.SIGTERM, "here"))
+            with contextlib.nullcontext() if step is None else pytest.raises(Stopped):
+                config = tiny(data, compute=ComputeConfig(recompute=recompute))
+                train(config, tmp_path / "run", resume=True, echo=lines.append, tell_config=False)
+    told = [line.partition(":")[0] for line in lines if "other rounding" in line]
+    assert told == [
+        "compute.recompute is False there, True now",
+        "compute.recompute is True there, False now",
+    ]
+
+
 def test_a_planted_nan_ends_the_run_and_names_step_layer_and_checkpoint(data, tmp_path, monkeypatch):
     folder, update = tmp_path / "run", Trainer.update
 
@@ -355,6 +394,7 @@ def test_a_full_disk_is_told_in_one_line_and_the_run_resumes(data, whole, tmp_pa
     *_, last = done.stderr.decode().splitlines()
     assert last.startswith("told: "), done.stderr.decode()
     assert "arge" in last
+    assert str(folder) in last  # which file, whichever it is
     assert not list(folder.rglob("*.tmp"))
     train(tiny(data), folder, resume=True)
     assert bits(folder) == bits(whole["none"])

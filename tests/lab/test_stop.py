@@ -1,4 +1,7 @@
+import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -55,3 +58,24 @@ def test_an_ignored_hang_up_stays_ignored():
             assert stop.signal is None
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+LAUNCHED = """if True:
+    import signal, time
+    from symexplin.lab.stop import StopSignals, follow_launcher
+    with StopSignals() as stop:
+        follow_launcher()
+        print("begun", flush=True)
+        while stop.signal is None:
+            time.sleep(0.05)
+        print(signal.Signals(stop.signal).name, flush=True)
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="kills")
+def test_who_follows_a_launcher_is_asked_to_stop_when_that_is_killed():
+    code = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', sys.argv[1]]); time.sleep(100)"
+    with subprocess.Popen([sys.executable, "-c", code, LAUNCHED], stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout.readline() == "begun\n"
+        launcher.kill()
+        assert launcher.stdout.read() == "SIGTERM\n"

@@ -9,13 +9,13 @@ from pathlib import Path
 from symexplin.cli.commands import COMMANDS
 from symexplin.cli.manual import DESCRIPTION, EPILOG, PAGES
 from symexplin.cli.parser import Parser
-from symexplin.lab.launch import launch, report_failure
+from symexplin.lab.launch import Launch, launch, outlived, report_failure
 
 __all__ = ["main"]
 
 # What shells give for a command ended by a signal: 128 + its number; 130 is Ctrl-C.
 _SIGNALLED, _INTERRUPTED = 128, 130
-# Errors that another process of the job tells of, and those that all have, of which the first one tells.
+# Errors that another process of the job tells of, and those that all have, of which one tells.
 _ELSEWHERE, _OF_ALL = "ElsewhereError", {"NonFiniteError", "Stopped", "ChildProcessError"}
 # What torch's RuntimeErrors say where the memory of a CPU ends.
 _NO_MEMORY = ("DefaultCPUAllocator", "can't allocate memory", "Storage size calculation overflowed")
@@ -34,19 +34,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     2
     """
     given = list(sys.argv[1:] if argv is None else argv)
-    traceback, rank = False, launch().rank
+    traceback, started = False, Launch()
     for name in ("stdout", "stderr"):  # closed by who started us
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 (for good)
     try:
+        started = launch()
         arguments = make_parser(given).parse_args(given)
         traceback, command = arguments.traceback, COMMANDS[arguments.command]
-        if launch().size > 1 and not command.parallel:
+        if started.size > 1 and not command.parallel:
             raise ValueError(f"torchrun is for {_PARALLEL}, got {arguments.command!r}: run it without")
         command.run(arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:
-        if rank == 0:
+        if started.rank == 0:
             print("symexplin: interrupted", file=sys.stderr)
         return _INTERRUPTED
     except BrokenPipeError:  # whoever read the output has left
@@ -54,23 +55,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except Exception as error:
         message, status = _explain(error)
-        if message is None or (traceback and _is_own(error)):
+        if message is not None:
+            report_failure(f"symexplin: {message}")
+        tells = _tells(error, started)
+        if message is None or (traceback and tells):
             raise
-        report_failure(f"symexplin: {message}")
-        if _is_own(error):
-            print(f"symexplin: {f'process {rank}: ' if rank else ''}{message}", file=sys.stderr)
+        if tells:
+            print(f"symexplin: {f'process {started.rank}: ' if started.rank else ''}{message}", file=sys.stderr)
         return status
     return 0
 
 
-def _is_own(error: Exception) -> bool:
-    """Whether this process is the one of its job to tell of an error."""
+def _tells(error: Exception, started: Launch) -> bool:
+    """Whether this process is the one of its job to tell of an error; it may wait for the one that is."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
-    if _ELSEWHERE in kinds or launch().rank == 0:
-        return _ELSEWHERE not in kinds
+    if _ELSEWHERE in kinds:
+        outlived(started)
+        return False
+    if started.size == 1:
+        return True
     distributed = sys.modules.get("torch.distributed")
-    joined = distributed is not None and distributed.is_initialized()  # until then all fail alike
-    return joined and not _OF_ALL & kinds
+    if distributed is not None and distributed.is_initialized():
+        from symexplin.lab.parallel import first_to_tell
+
+        return first_to_tell() or not _OF_ALL & kinds
+    return started.rank == 0 or outlived(started)  # until they have joined, most likely all fail alike
 
 
 def _explain(error: Exception) -> tuple[str | None, int]:

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from symexplin.cli.parser import add_keys, given
 from symexplin.lab.launch import launch
@@ -73,10 +73,12 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(arguments: Arguments) -> None:
+    from symexplin.lab.begin import saved_settings
     from symexplin.lab.config import RunConfig
-    from symexplin.lab.run import CONFIG, MODEL, train
+    from symexplin.lab.run import MODEL, train
 
-    config = _configured(arguments, RunConfig, CONFIG)
+    saved = saved_settings(Path(arguments.out), launch().size) if arguments.resume else {}
+    config = _configured(arguments, RunConfig, saved)
     result = train(config, arguments.out, resume=arguments.resume, echo=_log)
     if launch().rank == 0:
         _log(f"{result.final_loss:.4f} nats a token; plain weights: {Path(arguments.out, MODEL)}")
@@ -90,17 +92,18 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
 
 def _compare(arguments: Arguments) -> None:
     from symexplin.lab.compare.sweep import CONFIG, CompareConfig, compare_runs
+    from symexplin.lab.settings import load_toml
 
-    config = _configured(arguments, CompareConfig, CONFIG)
+    file = Path(arguments.out, CONFIG)
+    saved = load_toml(file) if arguments.resume and file.exists() else {}
+    config = _configured(arguments, CompareConfig, saved)
     compare_runs(config, arguments.out, resume=arguments.resume, echo=_log)
 
 
-def _configured(arguments: Arguments, schema: type[T], file: str) -> T:
+def _configured(arguments: Arguments, schema: type[T], table: dict[str, Any]) -> T:
     """Return the configuration of the run to resume, else the defaults, under the file and the flags given."""
     from symexplin.lab.settings import build, load_toml, merge
 
-    saved = Path(arguments.out, file)
-    table = load_toml(saved) if arguments.resume and saved.exists() else {}
     if arguments.config is not None:
         table = merge(table, load_toml(arguments.config))
     return build(schema, merge(table, given(arguments, schema)))

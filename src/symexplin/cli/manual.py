@@ -74,7 +74,8 @@ with --resume and ends with the same bits (on a CPU, with the same number of thr
 
 Several processes train one run under torchrun, with --parallel ddp or fsdp: batch_size stays that of all together,
 FOLDER must be one that all see, timing.jsonl has the tokens/s of all and the memory of the first. A run may be resumed
-with another number of processes, or with one. torchrun gives a run that it stops 30 seconds to write its checkpoint.
+with another number of processes, or with one; threads and loss_chunk that were not given are then chosen anew.
+torchrun gives a run that it stops 30 seconds to write its checkpoint; a run whose torchrun was killed does the same.
 
 examples:
   symexplin train --data data --out runs/first
@@ -95,6 +96,7 @@ keys of [sel].
 """,
         """\
 The same command with --resume goes on with a comparison that was stopped, or adds arms, learning rates and seeds.
+Keys of [compute] may then be others, as for one run: runs that have not ended go on with other rounding.
 Under torchrun every run is trained by all processes, one run after the other (--jobs 1).
 
 examples:

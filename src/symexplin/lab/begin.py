@@ -9,10 +9,10 @@ from symexplin.lab.config import RunConfig
 from symexplin.lab.files import read_json, replace_file, write_json
 from symexplin.lab.parallel import Ranks
 from symexplin.lab.provenance import provenance
-from symexplin.lab.settings import differences, dump_toml, to_table
+from symexplin.lab.settings import differences, dump_toml, load_toml, to_table
 from symexplin.lab.text.corpus import Corpus
 
-__all__ = ["CONFIG", "FACTS", "SUMMARY", "TOKENIZER", "check_begun", "mark"]
+__all__ = ["CONFIG", "FACTS", "ROUNDING", "SUMMARY", "TOKENIZER", "check_begun", "mark", "saved_settings"]
 
 Echo = Callable[[str], None]
 
@@ -20,7 +20,9 @@ CONFIG, SUMMARY, TOKENIZER, FACTS = "config.toml", "summary.json", "tokenizer.js
 # Keys that a run may resume with other values of: where its data lie (their digest must be the same), what it logs.
 _FREE = ("data", "log.")
 # Keys that change the rounding but not the run: a resumed run may move to another machine.
-_ROUNDING = "compute."
+ROUNDING = "compute."
+# Of those, what a machine chooses by how the processes share it.
+_OPEN = ("threads", "loss_chunk")
 
 
 def check_begun(
@@ -33,24 +35,43 @@ def check_begun(
     return None if finished is None or "error" in finished else finished
 
 
-def mark(folder: Path, config: RunConfig, corpus: Corpus, ranks: Ranks) -> None:
-    """Write the files that a run begins with."""
-    if not (folder / FACTS).exists():
-        _write_facts(folder, config, corpus, ranks)  # the first file: it marks the folder
+def saved_settings(folder: Path, processes: int) -> dict[str, Any]:
+    """Return the configuration of the run in a folder as a table, empty if there is none.
+
+    In another number of processes than its last ones it leaves to the machine again what was left to it, and depends
+    on them: the threads and the loss's chunk.
+    """
+    table = load_toml(folder / CONFIG) if (folder / CONFIG).exists() else {}
+    last = read_json(folder / FACTS).get("last", {}) if (folder / FACTS).exists() else {}
+    if last.get("processes", processes) != processes:
+        kept = {key: value for key, value in table.get("compute", {}).items() if key not in last["left_open"]}
+        table = {**table, "compute": kept}
+    return table
+
+
+def mark(folder: Path, given: RunConfig, config: RunConfig, corpus: Corpus, ranks: Ranks) -> None:
+    """Write the files that a run begins with: `given` is what was asked for, `config` what that came to."""
+    found = (folder / FACTS).exists()
+    facts = read_json(folder / FACTS) if found else _facts(config, corpus, ranks)
+    before, compute = facts.get("last", {}), to_table(config.compute)
+    # A value that was chosen and then read from config.toml is still a chosen one.
+    again = {key for key in before.get("left_open", ()) if before["compute"][key] == compute[key]}
+    left_open = sorted(again | {key for key in _OPEN if getattr(given.compute, key) is None})
+    facts["last"] = {"processes": ranks.size, "compute": compute, "left_open": left_open}
+    write_json(folder / FACTS, facts)  # the first file: it marks the folder
     corpus.tokenizer.save(folder / TOKENIZER)
     replace_file(folder / CONFIG, dump_toml(to_table(config)))
 
 
-def _write_facts(folder: Path, config: RunConfig, corpus: Corpus, ranks: Ranks) -> None:
-    """Write what a run is."""
-    facts = {
+def _facts(config: RunConfig, corpus: Corpus, ranks: Ranks) -> dict[str, Any]:
+    """Return what a run is, and where it began."""
+    return {
         "data": corpus.fingerprint,
         "model": dataclasses.asdict(config.model),
         "tokenizer": {"name": corpus.tokenizer.name, "end_token": corpus.tokenizer.end_token},
         "config": to_table(config),
         "provenance": {**provenance(), **ranks.facts()},
     }
-    write_json(folder / FACTS, facts)
 
 
 def _check_same(folder: Path, config: RunConfig, corpus: Corpus, resume: bool, echo: Echo, ranks: Ranks) -> None:
@@ -63,20 +84,20 @@ def _check_same(folder: Path, config: RunConfig, corpus: Corpus, resume: bool, e
             "another folder"
         )
     facts = read_json(folder / FACTS)
+    last = facts.get("last") or {**facts["provenance"], "compute": facts["config"]["compute"]}
     changed = {
         key: f"{key} is {old!r} there, {new!r} now"
-        for key, (old, new) in differences(facts["config"], to_table(config)).items()
+        for key, (old, new) in differences({**facts["config"], "compute": last["compute"]}, to_table(config)).items()
         if not key.startswith(_FREE)
     }
-    refused = [text for key, text in changed.items() if not key.startswith(_ROUNDING)]
+    refused = [text for key, text in changed.items() if not key.startswith(ROUNDING)]
     if refused:
         raise ValueError(
             f"{folder} has {state} of another configuration: {'; '.join(refused)} (give another folder for a new run)"
         )
     if facts["data"] != corpus.fingerprint:
         raise ValueError(f"data must be those of the run in {folder}, got {config.data!r} with other tokens")
-    processes = facts["provenance"].get("processes", 1)
-    if processes != ranks.size:
+    if (processes := last.get("processes", 1)) != ranks.size:
         changed["processes"] = f"processes is {processes} there, {ranks.size} now"
     if changed:
         echo(f"{'; '.join(changed.values())}: the numbers go on with other rounding")

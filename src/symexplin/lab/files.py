@@ -31,9 +31,16 @@ def replacing(path: str | Path) -> Iterator[Path]:
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        _name(error, path)
         raise
+
+
+def _name(error: BaseException, path: Path) -> None:
+    """Let an error of the system say which file it is about: that of a full disk does not."""
+    if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+        error.filename = str(path)
 
 
 def replace_file(path: str | Path, content: str | bytes) -> None:
@@ -74,7 +81,7 @@ class JsonLines:
     """
 
     def __init__(self, path: Path, length: int = 0) -> None:
-        self.length = length
+        self.length, self._path = length, path
         self._file = path.open("r+b" if path.exists() else "w+b", buffering=0)
         size = self._file.seek(0, os.SEEK_END)
         if size < length:
@@ -98,9 +105,10 @@ class JsonLines:
             left = line
             while left:
                 left = left[self._file.write(left) :]
-        except BaseException:
+        except BaseException as error:
             self._file.truncate(self.length)
             self._file.seek(self.length)
+            _name(error, self._path)
             raise
         self.length += len(line)
 

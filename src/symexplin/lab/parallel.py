@@ -3,24 +3,29 @@
 import atexit
 import contextlib
 import datetime
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, distributed
 
-from symexplin.lab.launch import launch
+from symexplin.lab.launch import launch, under_torchrun
 from symexplin.lab.model import Transformer
+from symexplin.lab.settings import differences
+from symexplin.lab.stop import follow_launcher
 from symexplin.optim.placement import is_dtensor, whole
 
-__all__ = ["ALONE", "PARALLEL", "ElsewhereError", "Ranks", "joined", "placed", "shard"]
+__all__ = ["ALONE", "PARALLEL", "ElsewhereError", "Ranks", "first_to_tell", "joined", "placed", "shard"]
 
 T = TypeVar("T")
 
 PARALLEL = ("ddp", "fsdp")
 # The first process may write a checkpoint or a report meanwhile.
 _PATIENCE = datetime.timedelta(minutes=30)
+_MOMENT = datetime.timedelta(seconds=5)
+_TOLD = "symexplin/told"
 _ENDED = "another process of the job has ended or cannot be reached; --resume goes on from the last checkpoint"
 
 
@@ -74,6 +79,18 @@ class Ranks:
             distributed.all_gather(found, own)
         return torch.stack(found)
 
+    def agree(self, settings: Mapping[str, Any], free: Collection[str] = ()) -> None:
+        """Raise ValueError in every process unless all have the same settings, but for the dotted keys `free`."""
+        tables = self.gather(settings)
+        found: dict[str, list[str]] = {}
+        for rank, table in enumerate(tables):
+            for key, (first, other) in differences(tables[0], table).items():
+                found.setdefault(key, []).append(f"{key} is {first!r} in process 0, {other!r} in process {rank}")
+        odd = [texts[0] + " and others" * (len(texts) > 1) for key, texts in found.items() if key not in free]
+        with self.together():
+            if odd:
+                raise ValueError(f"all processes must have the same settings: {'; '.join(odd)}")
+
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """Make an error within one process's block an error of all: where it arose, and ElsewhereError elsewhere."""
@@ -125,7 +142,7 @@ def joined(device: str) -> Iterator[Ranks]:
         device: "cpu", "cuda" or "auto"; processes on GPUs take that of their number on their machine.
 
     Raises:
-        ValueError: fewer GPUs than processes.
+        ValueError: fewer GPUs than processes, an environment that torchrun would not make.
         ChildProcessError: another process has ended in the midst of it.
 
     >>> with joined("cpu") as ranks:
@@ -141,6 +158,14 @@ def joined(device: str) -> Iterator[Ranks]:
         if started.size == 1:
             yield ALONE
             return
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise ValueError(
+                f"{' and '.join(missing)} must be in the environment beside WORLD_SIZE = {started.size}, as torchrun "
+                "puts them there: start with torchrun, or unset WORLD_SIZE"
+            )
+        if under_torchrun():
+            follow_launcher()
         # Small things to agree on go through gloo: they need no GPU and do not wait for one.
         distributed.init_process_group("cpu:gloo,cuda:nccl" if gpus else "cpu:gloo", timeout=_PATIENCE)
         atexit.register(distributed.destroy_process_group)
@@ -154,6 +179,19 @@ def joined(device: str) -> Iterator[Ranks]:
             raise
         atexit.unregister(distributed.destroy_process_group)  # which would wait for those that are gone
         raise ChildProcessError(_ENDED) from error
+
+
+def first_to_tell() -> bool:
+    """Whether no other process of the job that was joined has asked this before: one line is enough for what ended all.
+
+    It holds also where the first process was killed. Where nobody can be asked any more, all tell.
+    """
+    try:
+        store = distributed.distributed_c10d._get_default_store()
+        store.set_timeout(_MOMENT)
+        return int(store.add(_TOLD, 1)) == 1
+    except RuntimeError:
+        return True
 
 
 def _take_gpu(local_rank: int) -> None:

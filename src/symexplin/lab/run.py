@@ -26,7 +26,7 @@ from symexplin.lab.parallel import Ranks, joined
 from symexplin.lab.provenance import memory
 from symexplin.lab.records import METRICS, TIMING, Records
 from symexplin.lab.settings import lines, to_table
-from symexplin.lab.stop import StopSignals
+from symexplin.lab.stop import Stopped, StopSignals
 from symexplin.lab.text.corpus import Corpus
 from symexplin.lab.train import NonFiniteError, Trainer
 from symexplin.lab.weights.files import MODEL, save_model
@@ -67,7 +67,8 @@ def train(
     was killed at any moment and resumed has, on a CPU, the same bits in it and in the weights as one that was not.
 
     Under torchrun all processes call this and train one run, each with its rows of the same batches; the first one
-    writes, and all must see `out`. Another number of processes may resume it, which changes the rounding.
+    writes, and all must see `out`. Another number of processes may resume it, which changes the rounding. All must
+    have the same settings, but for where the data lie and for threads.
 
     Args:
         config: may leave values to the machine; the resolved one is saved.
@@ -89,8 +90,9 @@ def train(
         echo = echo if ranks.first else lambda _: None
         with ranks.together():
             corpus = Corpus.load(config.data, verify=ranks.first, progress=ranks.first)
-            config = resolve(config, corpus.vocab_size, ranks.size)
+            given, config = config, resolve(config, corpus.vocab_size, ranks.size)
             corpus.check_context(config.model.context)
+        ranks.agree({**to_table(config), "resume": resume}, free=("data", "compute.threads"))
         fingerprints = ranks.gather(corpus.fingerprint)
         with ranks.together():
             if corpus.fingerprint != fingerprints[0]:
@@ -104,7 +106,7 @@ def train(
             echo(line)
         torch.set_num_threads(config.compute.threads or 1)
         trainer = Trainer(config, corpus, ranks)  # what does not fit into memory leaves no folder
-        ranks.tell(lambda: mark(folder, config, corpus, ranks))
+        ranks.tell(lambda: mark(folder, given, config, corpus, ranks))
         return _Run(folder, trainer, ranks, echo, progress, label).go()
 
 
@@ -167,11 +169,11 @@ class _Run:
         if fresh:
             self._evaluate()
         while trainer.step < train.steps:
-            # A signal may have reached only some of the processes, or not yet all.
-            stop.signal = int(self.ranks.table(stop.signal or 0).max()) or None
-            if stop.signal is not None:
+            # A signal may have reached only some of the processes, or not yet all; one that comes now stays for later.
+            agreed = int(self.ranks.table(stop.signal or 0).max())
+            if agreed:
                 path = self._checkpoint()
-                raise stop.stopped(f"after step {trainer.step}, saved in {path}; --resume goes on from there")
+                raise Stopped(agreed, f"after step {trainer.step}, saved in {path}; --resume goes on from there")
             start = time.perf_counter()
             try:
                 record = trainer.update()

@@ -1,15 +1,17 @@
-"""How processes end: signals as a wish to stop at the next step, workers with the one that began them."""
+"""How processes end: signals as a wish to stop at the next step, others with the one that began them."""
 
 import multiprocessing
 import os
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-__all__ = ["StopSignals", "Stopped", "follow_parent"]
+__all__ = ["StopSignals", "Stopped", "follow_launcher", "follow_parent"]
 
 
+_GLANCE = 1.0  # seconds between looks at whether the launcher is there
 # SIGHUP, which Windows has not: the terminal has gone.
 _SIGNALS = [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
 
@@ -73,3 +75,14 @@ def _follow() -> None:
     if parent is not None:
         parent.join()
         os._exit(1)
+
+
+def follow_launcher() -> None:
+    """Send this process SIGTERM when the one that began it has gone: a killed launcher cannot stop what it began."""
+    threading.Thread(target=_stop_without, args=(os.getppid(),), daemon=True).start()
+
+
+def _stop_without(launcher: int) -> None:
+    while os.getppid() == launcher:
+        time.sleep(_GLANCE)
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -151,7 +151,6 @@ def test_a_grid_may_grow(finished, data, tmp_path):
     [
         ({"train": TrainConfig(steps=7)}, "train.steps is 6 there, 7 now"),
         ({"model": ModelConfig(width=32, depth=1, heads=2, context=16)}, "model.width is 16 there, 32 now"),
-        ({"compute": ComputeConfig(threads=2)}, "compute.threads is 1 there, 2 now"),
         ({"compare": GridConfig(("SEL", "AdamW"), (1e-3, 1e-2), (0, 3), 1, "SEL")}, "compare.baseline is 'AdamW'"),
     ],
 )
@@ -160,6 +159,20 @@ def test_another_configuration_is_no_resumption(finished, data, changes, message
     with pytest.raises(ValueError, match=f"a comparison of another configuration: .*{message}"):
         compare_runs(dataclasses.replace(tiny(data), **changes), finished[0], resume=True)
     assert (finished[0] / "compare.toml").read_bytes() == before
+
+
+def test_another_machine_may_go_on_and_the_rounding_is_told(finished, data, tmp_path):
+    shutil.copytree(finished[0], tmp_path / "moved")
+    shutil.rmtree(tmp_path / "moved" / "runs" / NAMES[0])
+    lines = []
+    compute = dataclasses.replace(tiny(data).compute, recompute=True)
+    moved = dataclasses.replace(tiny(data), compute=compute)
+    content = compare_runs(moved, tmp_path / "moved", resume=True, echo=lines.append)
+    assert any(line.startswith("compute.recompute is False there, True now: the numbers of runs") for line in lines)
+    assert sum("(already there)" in line for line in lines) == len(NAMES) - 1
+    assert content["config"]["compute"]["recompute"]
+    for run, before in zip(content["runs"], finished[1]["runs"], strict=True):
+        assert list(run["evals"]) == [pytest.approx(pair, abs=1e-5) for pair in before["evals"]]
 
 
 def test_other_data_are_no_resumption(finished, tmp_path):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from symexplin.lab.begin import ROUNDING
 from symexplin.lab.build import build as build_run
 from symexplin.lab.compare.grid import Cell, CompareConfig, GridConfig
 from symexplin.lab.compare.pool import Task, train_all
@@ -65,7 +66,8 @@ def compare_runs(
         config: may leave values to the machine; the resolved one is saved.
         out: a new folder, or that of the comparison to resume.
         resume: keep the runs that have ended, go on with the others. Arms, learning rates and seeds may have been
-            added, the number of jobs may be another. On a CPU the results have the bits of a sweep left in peace.
+            added, the number of jobs may be another. On a CPU the results have the bits of a sweep left in peace,
+            unless keys of [compute] are others now.
         echo: takes each line that a log should have, and the table at the end.
         progress: show a bar on a terminal; it stands for the lines within a run.
 
@@ -101,9 +103,10 @@ def compare_runs(
                 )
             corpus = Corpus.load(config.data, verify=ranks.first, progress=ranks.first)
             corpus.check_context(config.model.context)
+        ranks.agree({**config.table(), "resume": resume}, free=("data", "compute.threads"))
         folder = ranks.tell(lambda: stack.enter_context(claimed(out, "comparison", MARKS)))
         given = config
-        config = ranks.tell(lambda: _open(folder, given, corpus, resume, ranks))
+        config = ranks.tell(lambda: _open(folder, given, corpus, resume, echo, ranks))
         cells = config.compare.cells()
         echo(
             f"{len(corpus.train):,} tokens to train on, {len(corpus.valid):,} held out; "
@@ -130,7 +133,7 @@ def _left(folder: Path, config: CompareConfig, echo: Echo) -> list[tuple[Cell, T
     return left
 
 
-def _open(folder: Path, config: CompareConfig, corpus: Corpus, resume: bool, ranks: Ranks) -> CompareConfig:
+def _open(folder: Path, config: CompareConfig, corpus: Corpus, resume: bool, echo: Echo, ranks: Ranks) -> CompareConfig:
     """Return the resolved configuration, saved, after all checks that need no training."""
     saved = None
     if (folder / CONFIG).exists():
@@ -141,7 +144,7 @@ def _open(folder: Path, config: CompareConfig, corpus: Corpus, resume: bool, ran
         saved = build(CompareConfig, load_toml(folder / CONFIG))
     config = _resolve(config, corpus.vocab_size, saved, ranks)
     if saved is not None:
-        _check_same(folder, saved, config, corpus)
+        _check_same(folder, saved, config, corpus, echo)
     for arm in config.compare.arms:
         if saved is None or arm not in saved.compare.arms:
             _check_arm(config, arm, corpus.vocab_size)
@@ -162,14 +165,16 @@ def _resolve(config: CompareConfig, vocab_size: int, saved: CompareConfig | None
     return dataclasses.replace(config, data=resolved.data, model=resolved.model, compute=resolved.compute)
 
 
-def _check_same(folder: Path, saved: CompareConfig, config: CompareConfig, corpus: Corpus) -> None:
+def _check_same(folder: Path, saved: CompareConfig, config: CompareConfig, corpus: Corpus, echo: Echo) -> None:
     """Raise ValueError if the runs that are there would not be those of `config`."""
-    changed = []
+    changed: list[str] = []
+    rounding: list[str] = []
     for key, (old, new) in differences(saved.table(), config.table()).items():
         grown = key in _GROWING and set(old) <= set(new)
         unused = key.startswith("arm.") and key.split(".")[1] not in saved.compare.arms
         if not (key.startswith(_FREE) or grown or unused):
-            changed.append(f"{key} is {old!r} there, {new!r} now")
+            kind = rounding if key.startswith(ROUNDING) else changed
+            kind.append(f"{key} is {old!r} there, {new!r} now")
     if changed:
         raise ValueError(f"{folder} has a comparison of another configuration: {'; '.join(changed)}")
     for path in folder.glob(f"{RUNS}/*/{FACTS}"):
@@ -177,6 +182,8 @@ def _check_same(folder: Path, saved: CompareConfig, config: CompareConfig, corpu
             facts = read_json(path)
         if facts.get("data") != corpus.fingerprint:
             raise ValueError(f"data must be those of the runs in {folder}, got {config.data!r} with other tokens")
+    if rounding:
+        echo(f"{'; '.join(rounding)}: the numbers of runs that have not ended go on with other rounding")
 
 
 def _check_arm(config: CompareConfig, arm: str, vocab_size: int) -> None:
