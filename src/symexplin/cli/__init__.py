@@ -61,14 +61,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         if message is None or (traceback and tells):
             raise
         if tells:
-            print(f"symexplin: {f'process {started.rank}: ' if started.rank else ''}{message}", file=sys.stderr)
+            own = started.rank and not _kinds(error) & _OF_ALL
+            print(f"symexplin: {f'process {started.rank}: ' if own else ''}{message}", file=sys.stderr)
         return status
     return 0
 
 
+def _kinds(error: Exception) -> set[str]:
+    """Return the names of an error's classes: those of the lab are not imported for every command."""
+    return {kind.__name__ for kind in type(error).__mro__}
+
+
 def _tells(error: Exception, started: Launch) -> bool:
     """Whether this process is the one of its job to tell of an error; it may wait for the one that is."""
-    kinds = {kind.__name__ for kind in type(error).__mro__}
+    kinds = _kinds(error)
     if _ELSEWHERE in kinds:
         outlived(started)
         return False
@@ -85,7 +91,7 @@ def _tells(error: Exception, started: Launch) -> bool:
 def _explain(error: Exception) -> tuple[str | None, int]:
     """Return the line that tells a user what went wrong, and the status; None for a defect of the program."""
     text = " ".join(str(error).split())
-    kinds = {kind.__name__ for kind in type(error).__mro__}
+    kinds = _kinds(error)
     if "Stopped" in kinds:
         return text, _SIGNALLED + int(error.signal)  # type: ignore[attr-defined]
     if isinstance(error, ModuleNotFoundError):
