@@ -174,6 +174,7 @@ def joined(device: str) -> Iterator[Ranks]:
             with ranks.together():
                 _take_gpu(started.local_rank)
         yield ranks
+        distributed.barrier()  # gloo may abort a process that ends while others still work
     except Exception as error:
         if not _lost(error):
             raise
