@@ -104,9 +104,9 @@ def states(model, optimizer):
     }
 
 
-def trajectory(how, config, dtype=torch.float32, kind=sel.SELAdamW, one_ulp=False, **kwargs):
+def trajectory(how, config, dtype=torch.float32, one_ulp=False, **kwargs):
     """Train 100 steps; return weights, state, losses, the last norm of the gradient and the figures of `stats`."""
-    model, optimizer = make(how, config, dtype, kind=kind, **kwargs)
+    model, optimizer = make(how, config, dtype, **kwargs)
     if one_ulp:
         with torch.no_grad():
             for p in model.parameters():

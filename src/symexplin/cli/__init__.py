@@ -20,7 +20,6 @@ _ELSEWHERE, _OF_ALL = "ElsewhereError", {"NonFiniteError", "Stopped", "ChildProc
 # What torch's RuntimeErrors say where the memory of a CPU ends.
 _NO_MEMORY = ("DefaultCPUAllocator", "can't allocate memory", "Storage size calculation overflowed")
 
-
 _PARALLEL = " and ".join(name for name, command in COMMANDS.items() if command.parallel)
 
 

@@ -99,7 +99,7 @@ class Entry:
 
     def shared_panels(self) -> list[tuple[str, Tensor]]:
         """Return the panels of a split parameter that every process has whole, by name."""
-        return [(p, self.state[p]) for p in PANELS if p in self.state and _DIMS[p] != self.placement.dim]
+        return [(p, self.state[p]) for p in PANELS if p in self.state and not self._is_split(p)]
 
     def whole_layout(self) -> Layout:
         """Return the layout of the curved parameter with all its parts."""
@@ -108,8 +108,7 @@ class Entry:
     def start_panels(self) -> dict[str, Tensor]:
         """Return this part's panels at their start: drawn whole, so that they do not depend on the sharding."""
         panels = self.whole_layout().start_panels(self.dtype, self.value.device, self.group["position"][self.index])
-        dims = ((name, panel, _DIMS[name]) for name, panel in panels.items())
-        return {name: panel if dim is None else self.placement.cut(panel, dim) for name, panel, dim in dims}
+        return {name: self.placement.cut(panel, self._dim(name)) for name, panel in panels.items()}
 
     def invert(self, w: Tensor, panels: Mapping[str, Tensor]) -> Tensor:
         """Return the raw weight of `w` under the map with these panels."""
@@ -149,6 +148,15 @@ class Entry:
     def _shape(self, kind: str) -> tuple[int, ...]:
         return self.whole_layout().panel_shape(kind) if kind in PANELS else self.shape
 
+    def _dim(self, kind: str) -> int | None:
+        """Return the tensor dimension along which a tensor of the state could be split."""
+        return _DIMS[kind] if kind in PANELS else self.placement.dim
+
+    def _is_split(self, kind: str) -> bool:
+        """Whether other processes have other parts of a tensor of the state."""
+        dim = self.placement.dim
+        return dim is not None and self._dim(kind) == dim
+
     def _wrap(self, kind: str, part: Tensor) -> Tensor:
         if kind not in PANELS:
             return self.placement.wrap(part, self.shape)
@@ -165,7 +173,6 @@ class Entry:
             return value.detach().to(device=self.value.device if self.group["capturable"] else "cpu", copy=True)
         kind = next((panel for panel in PANELS if key.startswith(panel)), "raw")
         value = value.detach().to(device=self.value.device, dtype=self.dtype, copy=True)
-        dim = self.placement.dim if kind not in PANELS else _DIMS[kind]
         if is_dtensor(value):
             if not is_dtensor(self._wrap(kind, local(value))) or tuple(value.placements) != self.placement.spec:  # type: ignore[attr-defined]
                 raise ValueError(
@@ -173,7 +180,7 @@ class Entry:
                     "with torch.distributed.checkpoint.state_dict"
                 )
             return value
-        return self._wrap(kind, value if dim is None else self.placement.cut(value, dim))
+        return self._wrap(kind, self.placement.cut(value, self._dim(kind)))
 
     def take_over(self, exact: bool) -> int:
         """Give entries that differ from what the raw weight says the raw weight of what was found; return how it went.
@@ -236,9 +243,7 @@ class Entry:
         return targets
 
     def _target(self, kind: str, value: Tensor, grad: Tensor, lr: Number, decay: Number) -> Target:
-        dim = self.placement.dim
-        split = dim is not None and (kind not in PANELS or _DIMS[kind] == dim)
-        out_dim = self.group["out_dim"][self.index] if self.curved else 0
+        split, out_dim = self._is_split(kind), self.group["out_dim"][self.index] if self.curved else 0
         return Target(kind, value, grad, lr, decay, self.state, self._shape(kind), self.placement, split, out_dim)
 
     def write(self, keep: Tensor | None) -> None:

@@ -59,9 +59,9 @@ class Placement:
         )
         return cast(Tensor, wrapped)
 
-    def cut(self, tensor: Tensor, dim: int) -> Tensor:
+    def cut(self, tensor: Tensor, dim: int | None) -> Tensor:
         """Return this process's part of a whole `tensor` if the parameter is split along `dim`, else all of it."""
-        if dim != self.dim:
+        if dim is None or dim != self.dim:
             return tensor
         size = tensor.shape[dim]
         chunk = -(-size // self.mesh.size(self.mesh_dim))  # as DTensor and torch.chunk do: the last may be short

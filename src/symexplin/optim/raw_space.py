@@ -108,7 +108,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         entries = list(self.entries())
         looking = not _capturing()  # a graph that is replayed would not look again
         if looking:
-            self.take_over_writes()
+            self._take_over(entries)
         else:
             self._watch.held = {}
         pulled = self._pull([entry for entry in entries if entry.parameter.grad is not None])
@@ -214,8 +214,11 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def take_over_writes(self) -> None:
         """Take over what somebody else has written into the parameters since the last step, as each step does first."""
+        self._take_over(self.entries())
+
+    def _take_over(self, entries: Iterable[Entry]) -> None:
         late, together = self._watch.arrived(), []
-        for entry in (entry for entry in self.entries() if entry.watched):
+        for entry in (entry for entry in entries if entry.watched):
             code, split = late.get(id(entry.parameter), 0), entry.placement.group is not None
             if code & UNEVEN:
                 raise ValueError(

@@ -50,8 +50,7 @@ class Target:
 
     def scatter(self, whole: Tensor) -> Tensor:
         """Return this process's part of a `whole` tensor of the parameter's shape."""
-        dim = self.placement.dim
-        return self.placement.cut(whole, dim) if self.split and dim is not None else whole
+        return self.placement.cut(whole, self.placement.dim) if self.split else whole
 
 
 def moment_key(kind: str, moment: str) -> str:
