@@ -8,7 +8,8 @@ import torch
 import symexplin as sel
 from symexplin import transform
 from symexplin.config import PATTERNS
-from symexplin.coordinates import PANELS, Coordinates, Layout
+from symexplin.coordinates import Coordinates
+from symexplin.layout import PANELS, Layout
 
 MODES = tuple(transform.MODES)
 

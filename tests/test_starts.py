@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import symexplin as sel
-from symexplin.coordinates import Layout
+from symexplin.layout import Layout
 from symexplin.starts import start_weight
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from symexplin.config import Scale, SELConfig, check_config
-from symexplin.coordinates import Layout
+from symexplin.layout import Layout
 from symexplin.linear import SELLinear
 from symexplin.routes import Route, routing
 from symexplin.starts import START_RULES

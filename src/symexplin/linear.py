@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from symexplin.config import SELConfig, check_config
-from symexplin.coordinates import PANELS, Coordinates, Layout, Slot
+from symexplin.coordinates import Coordinates
+from symexplin.layout import PANELS, Layout, Slot
 from symexplin.starts import START_RULES, start_weight
 from symexplin.transform import compute_dtype
 from symexplin.validation import check_choice

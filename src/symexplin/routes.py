@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from symexplin.config import SELConfig, check_config
-from symexplin.coordinates import Layout
+from symexplin.layout import Layout
 
 __all__ = ["HEAD_NAMES", "ROUTER_NAMES", "Route", "Routing", "check_patterns", "routing"]
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from symexplin.config import SELConfig, check_config
-from symexplin.coordinates import Coordinates, Layout
+from symexplin.coordinates import Coordinates
+from symexplin.layout import Layout
 from symexplin.routes import routing
 from symexplin.transform import compute_dtype
 from symexplin.validation import check_choice, naming

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from symexplin.config import SELConfig
-from symexplin.coordinates import PANELS
+from symexplin.layout import PANELS
 from symexplin.optim.groups import Group, is_curved, layout_of, name_of
 from symexplin.optim.rates import LATER, multiplier
 from symexplin.optim.target import Moments, moment_key

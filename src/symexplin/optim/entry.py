@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from symexplin.coordinates import PANELS, Coordinates, Layout
+from symexplin.coordinates import Coordinates
+from symexplin.layout import PANELS, Layout
 from symexplin.optim.groups import Group, is_curved, layout_of, name_of
 from symexplin.optim.placement import Placement, is_dtensor, local, placement_of
 from symexplin.optim.rates import Number, panel_decay, panel_rates

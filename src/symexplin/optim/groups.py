@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from symexplin.config import SELConfig, check_config
-from symexplin.coordinates import Layout
+from symexplin.layout import Layout
 from symexplin.linear import SELLinear
 from symexplin.routes import Route, check_patterns, routing
 

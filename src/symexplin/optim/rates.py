@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from symexplin.coordinates import Layout, Slot
 from symexplin.functional import anneal
+from symexplin.layout import Layout, Slot
 
 __all__ = ["LATER", "Number", "multiplier", "multipliers", "panel_decay", "panel_rates"]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from symexplin.config import SELConfig, check_config
 from symexplin.conversion import IDENTITY
-from symexplin.coordinates import Coordinates, Layout
+from symexplin.coordinates import Coordinates
 from symexplin.lab.model import Transformer
 from symexplin.lab.weights.files import MAP_KEY, model_config, read_specs, read_tensors, write_tensors
 from symexplin.lab.weights.names import (
@@ -28,6 +28,7 @@ from symexplin.lab.weights.names import (
     other_types,
     out_dim_of,
 )
+from symexplin.layout import Layout
 from symexplin.linear import SELLinear
 from symexplin.starts import START_RULES
 from symexplin.transform import compute_dtype

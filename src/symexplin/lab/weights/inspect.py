@@ -19,10 +19,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from symexplin.config import SELConfig, check_config
-from symexplin.coordinates import Layout
 from symexplin.lab.weights.files import FLOATING, MAP_KEY, iter_tensors, read_specs
 from symexplin.lab.weights.names import curved_names, floating_shapes, other_types
 from symexplin.lab.weights.tally import BIN_EDGES, LARGE, MULTIPLES, Tally
+from symexplin.layout import Layout
 
 __all__ = ["Inspection", "Row", "format_inspection", "inspect_file", "xavier_bound"]
 

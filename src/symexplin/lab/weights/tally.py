@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from symexplin.coordinates import Coordinates, Layout
+from symexplin.coordinates import Coordinates
 from symexplin.lab.weights.moments import Moments
+from symexplin.layout import Layout
 from symexplin.transform import Scales, compute_dtype, forward, tolerance
 
 __all__ = ["BIN_EDGES", "LARGE", "MULTIPLES", "Tally"]
