@@ -1,15 +1,26 @@
-"""A curved tensor seen through its map: what its panels expand to, its effective weight, how gradients come back."""
+"""A curved tensor seen through its map: what its panels expand to, its effective weight, how gradients come back.
 
+The map runs through kernels where there are any for it, else through the readable formulas, on a CPU a few rows at a
+time.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from symexplin.inversion import invert
+from symexplin.kernels import Backend, Terms, backend_for, terms_of
 from symexplin.layout import PANELS, Layout, Slot
 from symexplin.transform import Scales, Value, compute_dtype, forward, pullback
 
 __all__ = ["Coordinates"]
+
+# Entries of a weight whose temporaries (some ten of them, in float32) stay in a core's cache.
+_BLOCK = 2**15
 
 
 class Coordinates(NamedTuple):
@@ -40,9 +51,43 @@ class Coordinates(NamedTuple):
         delta = self._value("delta") if layout.by_role("delta") else None
         return Scales(kappa=kappa, delta=delta if isinstance(delta, Tensor) else None, **values)
 
-    def effective(self) -> Tensor:
-        """Return the effective weight (paper, Eq. 7)."""
-        return forward(self.layout.form, self.raw, self.scales())
+    def effective(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the effective weight (paper, Eq. 7), rounded to `dtype`; None: as precise as the raw weight."""
+        dtype = dtype or self.raw.dtype
+        if self._is_traced():
+            return forward(self.layout.form, self.raw, self.scales()).to(dtype)
+        if found := self._kernels(dtype):
+            kernels, terms = found
+            return kernels.effective(terms, self.raw, self[2:], dtype)
+        value = torch.empty_like(self.raw, dtype=dtype)
+        for rows, block in self._blocks():
+            value[rows] = forward(block.layout.form, block.raw, block.scales())
+        return value
+
+    def _is_traced(self) -> bool:
+        """Whether somebody records operations: torch.compile, or autograd."""
+        recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self[1:])
+        return recorded or torch.compiler.is_compiling()
+
+    def _kernels(self, dtype: torch.dtype) -> tuple[Backend, Terms] | None:
+        """Return the kernels that compute this map between the raw weight and weights of `dtype`, if any do."""
+        terms = terms_of(self.layout)
+        kernels = None if terms is None else backend_for(self.raw.device)
+        if terms is None or kernels is None or not kernels.covers(self.raw, self.raw.new_empty(0, dtype=dtype)):
+            return None
+        return kernels, terms
+
+    def _blocks(self) -> Iterator[tuple[slice, "Coordinates"]]:
+        """Yield the rows a few at a time: whole, the formulas' temporaries would go through memory one by one."""
+        if self.raw.dim() < 2 or self.raw.device.type != "cpu":
+            yield slice(None), self
+            return
+        height, width = self.raw.shape
+        step = max(1, _BLOCK // max(width, 1))
+        for start in range(0, height, step):
+            rows = slice(start, min(start + step, height))
+            layout = _rows_of(self.layout, rows.stop - start)
+            yield rows, Coordinates(layout, self.raw[rows], self.panel0[rows], self.panel1, self.scalar)
 
     def matched(self, w: Tensor, where: Tensor | None = None) -> Tensor:
         """Return the raw weight at which this map, with its present scales, is `w`.
@@ -65,6 +110,21 @@ class Coordinates(NamedTuple):
 
     def pullback(self, g: Tensor) -> "Coordinates":
         """Return the gradients by raw weight and panels, in the same places, for a gradient `g` of the weight."""
+        if self._is_traced():
+            return self._pullback(g.to(self.raw.dtype))
+        if found := self._kernels(g.dtype):
+            kernels, terms = found
+            return Coordinates(self.layout, *kernels.pullback(terms, self.raw, self[2:], g))
+        total = Coordinates(self.layout, *(torch.zeros_like(part) for part in self[1:]))
+        for rows, block in self._blocks():
+            pulled = block._pullback(g[rows].to(self.raw.dtype))
+            total.raw[rows], total.panel0[rows] = pulled.raw, pulled.panel0
+            total.panel1.add_(pulled.panel1)
+            total.scalar.add_(pulled.scalar)
+        return total
+
+    def _pullback(self, g: Tensor) -> "Coordinates":
+        """Pull back through the readable formulas."""
         layout, scales = self.layout, self.scales()
         wanted = frozenset("kappa" if slot.role == "m" else slot.role for slot in layout.slots)
         pulled = pullback(layout.form, self.raw, scales, g, wanted)
@@ -114,6 +174,11 @@ class Coordinates(NamedTuple):
                 return g @ other.mT if along == 1 else other.mT @ g
             g = g * other
         return g.sum(dim=along, keepdim=True)
+
+
+@functools.lru_cache(maxsize=1024)
+def _rows_of(layout: Layout, height: int) -> Layout:
+    return dataclasses.replace(layout, shape=(height, *layout.shape[1:]))
 
 
 def _combine(pattern: str, start: float, factors: list[Tensor]) -> Value:

@@ -57,6 +57,11 @@ class Layout:
     beta: float
     config: SELConfig
 
+    @staticmethod
+    def of(shape: tuple[int, ...], out_dim: int, beta: float, config: str) -> "Layout":
+        """Return the layout of a configuration given as JSON; the same one for the same arguments."""
+        return _layout_of(shape, out_dim, beta, config)
+
     @functools.cached_property
     def form(self) -> Form:
         """The fixed part of the map."""
@@ -154,3 +159,8 @@ class Layout:
     def by_role(self, role: str) -> list[Slot]:
         """Return the slots of a role, that of panel0 first."""
         return sorted((slot for slot in self.slots if slot.role == role), key=lambda slot: slot.panel)
+
+
+@functools.cache
+def _layout_of(shape: tuple[int, ...], out_dim: int, beta: float, config: str) -> Layout:
+    return Layout(shape, out_dim, beta, SELConfig.from_json(config))

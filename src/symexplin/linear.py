@@ -1,6 +1,7 @@
 """The map in a module: a linear layer that stores raw weights."""
 
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 from symexplin.config import SELConfig, check_config
 from symexplin.coordinates import Coordinates
 from symexplin.layout import PANELS, Layout, Slot
+from symexplin.ops import Key, effective_op, key_of, pullback_op
 from symexplin.starts import START_RULES, start_weight
 from symexplin.transform import compute_dtype
 from symexplin.validation import check_choice
@@ -16,50 +18,67 @@ from symexplin.validation import check_choice
 __all__ = ["SELLinear"]
 
 
+class _Curve(NamedTuple):
+    """A map, and what it is called in the graphs of torch.compile where kernels compute it."""
+
+    layout: Layout
+    key: Key | None
+
+    def coordinates(self, parts: Sequence[Tensor]) -> Coordinates:
+        """Return the tensor seen through the map, in the precision it is computed in."""
+        dtype = compute_dtype(*parts)
+        return Coordinates(self.layout, *(part.to(dtype) for part in parts))
+
+    def effective(self, coordinates: Coordinates, dtype: torch.dtype) -> Tensor:
+        """Return the effective weight in `dtype`."""
+        if self.key is not None and torch.compiler.is_compiling():
+            value: Tensor = effective_op(*coordinates[1:], *self.key, dtype)
+            return value
+        return coordinates.effective(dtype)
+
+    def gradients(self, coordinates: Coordinates, g: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradients by `parts` for a gradient `g` of the effective weight."""
+        if self.key is not None and torch.compiler.is_compiling():
+            pulled: Sequence[Tensor] = pullback_op(*coordinates[1:], g.contiguous(), *self.key)
+        else:
+            pulled = coordinates.pullback(g)[1:]
+        return [grad.to(part.dtype) for grad, part in zip(pulled, parts, strict=True)]
+
+
 class _EffectiveWeight(torch.autograd.Function):
-    """raw, panels -> effective weight; saves its inputs alone."""
+    """raw, panels -> effective weight in their precision; saves its inputs alone."""
 
     @staticmethod
-    def forward(ctx: Any, layout: Layout, *parts: Tensor) -> Tensor:
-        ctx.layout = layout
+    def forward(ctx: Any, curve: _Curve, *parts: Tensor) -> Tensor:
+        ctx.curve = curve
         ctx.save_for_backward(*parts)
-        return _coordinates(layout, parts).effective()
+        return curve.effective(curve.coordinates(parts), parts[0].dtype)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         parts = ctx.saved_tensors
-        return None, *_gradients(_coordinates(ctx.layout, parts), g, parts)
+        return None, *ctx.curve.gradients(ctx.curve.coordinates(parts), g, parts)
 
 
 class _CurvedLinear(torch.autograd.Function):
     """x, bias, raw, panels -> x w_eff^T + bias; saves x, raw and panels, and computes w_eff again in backward."""
 
     @staticmethod
-    def forward(ctx: Any, layout: Layout, x: Tensor, bias: Tensor | None, *parts: Tensor) -> Tensor:
-        ctx.layout = layout
+    def forward(ctx: Any, curve: _Curve, x: Tensor, bias: Tensor | None, *parts: Tensor) -> Tensor:
+        ctx.curve = curve
         ctx.save_for_backward(x, *parts)
-        return F.linear(x, _coordinates(layout, parts).effective().to(x.dtype), bias)
+        return F.linear(x, curve.effective(curve.coordinates(parts), x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, *parts = ctx.saved_tensors
-        coordinates = _coordinates(ctx.layout, parts)
+        (x, *parts), curve = ctx.saved_tensors, ctx.curve
+        coordinates = curve.coordinates(parts)
         rows = g.reshape(-1, g.shape[-1])
-        g_x = g @ coordinates.effective().to(g.dtype) if ctx.needs_input_grad[1] else None
+        g_x = g @ curve.effective(coordinates, g.dtype) if ctx.needs_input_grad[1] else None
         g_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
         if not any(ctx.needs_input_grad[3:]):
             return None, g_x, g_bias, None, None, None, None
-        return None, g_x, g_bias, *_gradients(coordinates, rows.mT @ x.reshape(-1, x.shape[-1]), parts)
-
-
-def _coordinates(layout: Layout, parts: Any) -> Coordinates:
-    dtype = compute_dtype(*parts)
-    return Coordinates(layout, *(part.to(dtype) for part in parts))
-
-
-def _gradients(coordinates: Coordinates, g: Tensor, parts: Any) -> list[Tensor]:
-    pulled = coordinates.pullback(g.to(coordinates.raw.dtype))
-    return [grad.to(part.dtype) for grad, part in zip(pulled[1:], parts, strict=True)]
+        return None, g_x, g_bias, *curve.gradients(coordinates, rows.mT @ x.reshape(-1, x.shape[-1]), parts)
 
 
 class SELLinear(nn.Linear):
@@ -115,6 +134,7 @@ class SELLinear(nn.Linear):
         self.linear_type = type(linear)
         self.weight_layout = layouts[0]
         self.bias_layout = layouts[1] if len(layouts) > 1 else None
+        self._curves = [_Curve(layout, key_of(layout)) for layout in layouts]
         for offset, (prefix, layout) in enumerate(self._sides()):
             plain = getattr(linear, "bias" if prefix else "weight")
             target = start_weight(plain, layout, start)
@@ -172,12 +192,12 @@ class SELLinear(nn.Linear):
     @torch.no_grad()
     def effective(self) -> list[Tensor]:
         """Return the effective weight and, if there is one, bias in the dtype they are computed in."""
-        return [_coordinates(layout, self.parts(bool(prefix))).effective() for prefix, layout in self._sides()]
+        return [curve.coordinates(self.parts(bool(bias))).effective() for bias, curve in enumerate(self._curves)]
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """The effective weight, (out_features, in_features), in the dtype of the raw weight; read-only."""
-        value: Tensor = _EffectiveWeight.apply(self.weight_layout, *self.parts())  # type: ignore[no-untyped-call]
+        value: Tensor = _EffectiveWeight.apply(self._curves[0], *self.parts())  # type: ignore[no-untyped-call]
         return value.to(cast(Tensor, self.raw_weight).dtype)
 
     @property
@@ -185,7 +205,7 @@ class SELLinear(nn.Linear):
         """The effective bias, (out_features,), or None; read-only."""
         if self.bias_layout is None:
             return None
-        value: Tensor = _EffectiveWeight.apply(self.bias_layout, *self.parts(bias=True))  # type: ignore[no-untyped-call]
+        value: Tensor = _EffectiveWeight.apply(self._curves[1], *self.parts(bias=True))  # type: ignore[no-untyped-call]
         return value.to(cast(Tensor, self.raw_bias).dtype)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -194,7 +214,7 @@ class SELLinear(nn.Linear):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
         bias = self.bias
         product: Tensor = _CurvedLinear.apply(  # type: ignore[no-untyped-call]
-            self.weight_layout, input.to(dtype), None if bias is None else bias.to(dtype), *self.parts()
+            self._curves[0], input.to(dtype), None if bias is None else bias.to(dtype), *self.parts()
         )
         return product
 

@@ -147,6 +147,17 @@ def test_compare_trains_arms_of_ones_own(place, capsys, tmp_path):
     assert (tmp_path / "c" / "report.html").exists()
 
 
+def test_bench_prints_tables_and_refuses_a_second_time(capsys, tmp_path):
+    words = ("bench", "--out", tmp_path / "b", "--parts", "optimizer", "--widths", "16", "--depths", "1")
+    tiny = ("--context", "8", "--vocab-size", "16", "--repeats", "1", "--device", "cpu")
+    text = run(capsys, *words, *tiny)
+    assert "optimizer bf16: width 16, depth 1" in text
+    assert (tmp_path / "b" / "results.csv").exists()
+    assert cli.main([str(word) for word in (*words, *tiny)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "earlier measurement" in line
+
+
 @pytest.mark.parametrize(
     ("arguments", "fetched", "instead"),
     [

@@ -160,12 +160,12 @@ def test_swapped_rows_columns_and_entries_are_noticed():
         i, j, k, l = torch.randint(0, 79, (4,), generator=generator).tolist()
         for first, second in (((i,), (i + 1,)), ((slice(None), j), (slice(None), j + 1)), ((i, j), (k, l + 1))):
             watch = Watch()
-            watch.remember([weight])
-            assert not watch.written(weight)
+            watch.remember({0: weight})
+            assert not watch.written({0: weight})
             kept = weight.data[first].clone()
             weight.data[first] = weight.data[second]
             weight.data[second] = kept
-            assert watch.written(weight), (first, second)
+            assert watch.written({0: weight}) == {0}, (first, second)
 
 
 def test_writes_into_plain_parameters_reach_their_master_copies():

@@ -240,6 +240,21 @@ def _demo(arguments: Arguments) -> None:
     run_demo(arguments.out, build(DemoConfig, given(arguments, DemoConfig)), echo=_log)
 
 
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    from symexplin.lab.bench.config import BenchConfig
+
+    parser.add_argument("config", nargs="?", metavar="CONFIG.toml", help="settings; flags go before what it says")
+    parser.add_argument("--out", required=True, metavar="FOLDER", help="a new folder for the results")
+    add_keys(parser, BenchConfig)
+
+
+def _bench(arguments: Arguments) -> None:
+    from symexplin.lab.bench.config import BenchConfig
+    from symexplin.lab.bench.run import run_bench
+
+    run_bench(_configured(arguments, BenchConfig, {}), arguments.out, echo=_log, progress=True)
+
+
 def _add_completion(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=("bash", "zsh", "tcsh", "fish"), metavar="SHELL", help="bash, zsh, tcsh, fish")
 
@@ -263,5 +278,6 @@ COMMANDS = {
     "invert": Command(_add_invert, _invert),
     "fold": Command(_add_files, _fold),
     "demo": Command(_add_demo, _demo),
+    "bench": Command(_add_bench, _bench),
     "completion": Command(_add_completion, _completion),
 }

@@ -182,6 +182,25 @@ examples:
   symexplin demo --seed 10 --arms AdamW SEL SEL-paper --out runs/other
 """,
     ),
+    "bench": Page(
+        "measure what the map costs on this machine",
+        """\
+Time the map alone, the optimizer step and the whole training step with AdamW and with SEL in both homes, on random
+tokens. All variants take turns in one process, in an order that rotates; the figures are medians with their 10th and
+90th percentile, the ratios those of the same round. `adamw_master` is the stock recipe for bf16 parameters: upcast,
+clip, fused AdamW on fp32 masters, copy back. Lists of widths, depths and microbatches are swept.
+""",
+        """\
+files in FOLDER:
+  results.csv        a row for each variant and size, with machine, versions and commit
+  rounds.jsonl       every round          bench.svg, bench.png  the plot
+
+examples:
+  symexplin bench --out bench --parts optimizer step --widths 512 --depths 6 --tokens 8192
+  symexplin bench --out sweep --parts step --widths 256 512 1024 --depths 2 6 12 --microbatches 1 2 4 8 16
+  symexplin bench --out big --widths 3072 --depths 36 --dtypes bf16 --tokens 32768 --compile --recompute --fresh
+""",
+    ),
     "completion": Page(
         "print a script that completes commands and flags in a shell",
         "Print a script that completes commands and flags.\n",

@@ -1,10 +1,12 @@
 """AdamW in curved weight space."""
 
-import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 
+from symexplin.optim.entry import Entry
+from symexplin.optim.fused import Fused, bias_share, fuse
 from symexplin.optim.rates import Number
 from symexplin.optim.raw_space import RawSpaceOptimizer
 from symexplin.optim.target import Target
@@ -74,6 +76,10 @@ class SELAdamW(RawSpaceOptimizer):
         if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
             raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
 
+    def fuse_(self, entries: Sequence[Entry], before: Sequence[Fused]) -> list[Fused]:
+        """Return what kernels take of the entries: nothing where a subclass has another rule."""
+        return fuse(entries, before) if type(self).rule_ is SELAdamW.rule_ else []
+
     def rule_(self, target: Target, group: dict[str, Any]) -> None:
         """Apply AdamW in place."""
         beta1, beta2 = group["betas"]
@@ -82,12 +88,5 @@ class SELAdamW(RawSpaceOptimizer):
         exp_avg.lerp_(target.grad, 1.0 - beta1)
         exp_avg_sq.mul_(beta2).addcmul_(target.grad, target.grad, value=1.0 - beta2)
         step: Number = target.step if group["capturable"] else float(target.step)
-        denominator = (exp_avg_sq.sqrt() / _share(beta2, step) ** 0.5).add_(group["eps"])
-        target.value.sub_(exp_avg / denominator * (target.lr / _share(beta1, step)))
-
-
-def _share(beta: float, step: Number) -> Number:
-    """Return 1 - beta^step, the weight that a moment has gathered."""
-    if isinstance(step, torch.Tensor) and beta > 0.0:
-        return -torch.expm1(step * math.log(beta))  # in float32 the difference itself would keep four digits
-    return 1.0 - beta**step
+        denominator = (exp_avg_sq.sqrt() / bias_share(beta2, step) ** 0.5).add_(group["eps"])
+        target.value.sub_(exp_avg / denominator * (target.lr / bias_share(beta1, step)))

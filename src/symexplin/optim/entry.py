@@ -50,12 +50,17 @@ class Entry:
         parameter: Tensor = self.group["params"][self.index]
         return parameter
 
+    @functools.cached_property
+    def key(self) -> int:
+        """What it is called among others: the `id` of the parameter."""
+        return id(self.parameter)
+
     @property
     def name(self) -> str:
         """Its qualified name."""
         return name_of(self.group, self.index)
 
-    @property
+    @functools.cached_property
     def curved(self) -> bool:
         """Whether it is curved."""
         return is_curved(self.group)
@@ -85,7 +90,7 @@ class Entry:
         """Whether its raw weight could disagree with what the model holds."""
         return "raw" in self.state
 
-    @property
+    @functools.cached_property
     def dtype(self) -> torch.dtype:
         """The dtype of its state."""
         return compute_dtype(self.parameter)
@@ -217,33 +222,46 @@ class Entry:
         if "scale_step" in self.state:
             self.state["scale_step"].zero_()
 
+    def serves(self, group: Group, index: int, state: dict[str, Any]) -> bool:
+        """Whether what is kept here still holds: the same place and state, and values where they were."""
+        if self.group is not group or self.index != index or self.state is not state or self._kept is None:
+            return False
+        parameter, pointer = self._kept
+        return parameter is group["params"][index] and parameter.data_ptr() == pointer
+
+    @functools.cached_property
+    def _kept(self) -> tuple[Tensor, int] | None:
+        """The parameter and its address; None for a DTensor, whose parts FSDP2 moves about."""
+        return None if is_dtensor(self.parameter) else (self.parameter, self.parameter.data_ptr())
+
     def gradient(self) -> Tensor:
-        """Return the gradient of this part, in the precision of the state."""
+        """Return the gradient of this part."""
         grad = self.parameter.grad
         assert grad is not None
         if grad.is_sparse:
             raise ValueError(f"{self.name}: sparse gradients are not supported: set sparse=False in the embedding")
         if self.placement.mesh is not None and tuple(grad.placements) != self.placement.spec:  # type: ignore[attr-defined]
             grad = grad.redistribute(placements=self.placement.spec)  # type: ignore[attr-defined]
-        return local(grad).to(self.dtype)
+        return local(grad)
 
     def pull(self, lr: Number, k: Mapping[str, Number]) -> list[Target]:
         """Return what a rule updates, with gradients in raw space: the raw weight and panels, or the plain values."""
-        decay, grad = self.group["weight_decay"], self.gradient()
+        decay, grad = self.group["weight_decay"], self.gradient().to(self.dtype)
         if not self.curved:
             value = local(self.state["raw"]) if "raw" in self.state else self.value
-            return [self._target("plain", value, grad, lr, decay)]
+            return [self.target("plain", value, grad, lr, decay)]
         coordinates = self.coordinates()
         pulled = coordinates.pullback(grad)
-        targets = [self._target("raw", coordinates.raw, pulled.raw, lr, decay)]
+        targets = [self.target("raw", coordinates.raw, pulled.raw, lr, decay)]
         for panel in (panel for panel in PANELS if panel in self.state):
             value = getattr(coordinates, panel)
             rates = panel_rates(self.layout, panel, k, value) * lr
             decays = panel_decay(self.layout, panel, value) * decay
-            targets.append(self._target(panel, value, getattr(pulled, panel), rates, decays))
+            targets.append(self.target(panel, value, getattr(pulled, panel), rates, decays))
         return targets
 
-    def _target(self, kind: str, value: Tensor, grad: Tensor, lr: Number, decay: Number) -> Target:
+    def target(self, kind: str, value: Tensor, grad: Tensor, lr: Number, decay: Number) -> Target:
+        """Return a tensor of this parameter's state as a rule sees it."""
         split, out_dim = self._is_split(kind), self.group["out_dim"][self.index] if self.curved else 0
         return Target(kind, value, grad, lr, decay, self.state, self._shape(kind), self.placement, split, out_dim)
 
@@ -251,5 +269,5 @@ class Entry:
         """Write the values of the raw weight into the model, but where the flag `keep` says that they must stay."""
         if not self.watched:
             return
-        new = self.coordinates().effective() if self.curved else local(self.state["raw"])
+        new = self.coordinates().effective(self.value.dtype) if self.curved else local(self.state["raw"])
         self.value.copy_(new if keep is None else torch.where(keep, self.value, new.to(self.value.dtype)))

@@ -1,7 +1,6 @@
 """Parameter groups of both homes: for SELAdamW over a plain model, for any torch optimizer over a converted one."""
 
 import fnmatch
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -138,12 +137,7 @@ def is_curved(group: Group) -> bool:
 
 def layout_of(group: Group, i: int, shape: tuple[int, ...]) -> Layout:
     """Return the layout of a tensor of that shape under the map of the curved group's entry number i."""
-    return _cached_layout(shape, group["out_dim"][i], group["beta"][i], group["config"])
-
-
-@functools.cache
-def _cached_layout(shape: tuple[int, ...], out_dim: int, beta: float, config: str) -> Layout:
-    return Layout(shape, out_dim, beta, SELConfig.from_json(config))
+    return Layout.of(shape, group["out_dim"][i], group["beta"][i], group["config"])
 
 
 def name_of(group: Group, i: int) -> str:

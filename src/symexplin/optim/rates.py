@@ -10,12 +10,26 @@ from torch import Tensor
 from symexplin.functional import anneal
 from symexplin.layout import Layout, Slot
 
-__all__ = ["LATER", "Number", "multiplier", "multipliers", "panel_decay", "panel_rates"]
+__all__ = ["LATER", "Number", "count", "multiplier", "multipliers", "panel_decay", "panel_rates", "rate_of"]
 
 LATER = "later"  # total_steps, until set_total_steps
 Number = float | Tensor
 
 _SHAPES = {"panel0": (1, -1), "panel1": (-1, 1), "scalar": (-1,)}
+
+
+def rate_of(group: Mapping[str, Any]) -> Number:
+    """Return the group's learning rate: a tensor only where a graph may be captured, else a number."""
+    lr: Number = group["lr"]
+    return lr if isinstance(lr, Tensor) and group["capturable"] else float(lr)
+
+
+def count(steps: list[Tensor]) -> None:
+    """Add one to every counter."""
+    if steps and steps[0].device.type == "cpu":  # a number would be made a tensor for each of them
+        torch._foreach_add_(steps, torch.ones(()), alpha=1.0)
+    elif steps:
+        torch._foreach_add_(steps, 1.0)
 
 
 def multipliers(group: Mapping[str, Any]) -> dict[str, Number]:

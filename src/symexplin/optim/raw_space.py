@@ -7,7 +7,7 @@ weights. The rule (AdamW, ...) belongs to the subclass; nothing here knows one. 
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -16,8 +16,9 @@ from torch import Tensor
 from symexplin.coordinates import Coordinates
 from symexplin.optim.checks import check_group, check_saved
 from symexplin.optim.entry import FINE, NOT_FINITE, OUT_OF_REACH, Entry
+from symexplin.optim.fused import Fused
 from symexplin.optim.groups import Group, is_curved
-from symexplin.optim.rates import LATER, Number, multipliers
+from symexplin.optim.rates import LATER, count, multipliers, rate_of
 from symexplin.optim.reduction import UNEVEN, agree, reduce_
 from symexplin.optim.target import Target
 from symexplin.optim.watch import Watch
@@ -26,6 +27,7 @@ from symexplin.validation import check_whole
 __all__ = ["RawSpaceOptimizer"]
 
 Pulled = list[tuple[Entry, list[Target]]]
+Marks = dict[int, tuple[Tensor, int]]
 
 _NO_GRADIENT = (
     "no parameter has a gradient at the first step: if fully_shard has wrapped the model since symexplin.param_groups, "
@@ -58,6 +60,8 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
 
     def _reset_caches(self) -> None:
         self.grad_norm: Tensor | None = None
+        self._entries: dict[int, Entry] = {}
+        self._fused: list[Fused] = []
         self._watch = Watch()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -96,6 +100,10 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         """Update `target.value` in place from `target.grad`; `target.step` counts this update already."""
         raise NotImplementedError
 
+    def fuse_(self, entries: Sequence[Entry], before: Sequence[Fused]) -> list[Fused]:  # noqa: ARG002
+        """Return those of the entries that kernels pull back, update and write; `before`: those of the last step."""
+        return []
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one optimizer step; return what `closure` returns."""
@@ -106,31 +114,41 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         fresh = not any(self.state.values())
         self.create_state()
         entries = list(self.entries())
+        self._entries = {entry.key: entry for entry in entries}
         looking = not _capturing()  # a graph that is replayed would not look again
         if looking:
             self._take_over(entries)
         else:
             self._watch.held = {}
-        pulled = self._pull([entry for entry in entries if entry.parameter.grad is not None])
-        self._clip(entries, pulled)
-        if fresh and not pulled:
+        active = [entry for entry in entries if entry.parameter.grad is not None]
+        self._fused = self.fuse_(active, self._fused)
+        pulled = self._pull(active)
+        factor = self._clip(entries, pulled)
+        if fresh and not active:
             warnings.warn(_NO_GRADIENT, stacklevel=3)
+        marks: Marks = {}
         if not (fresh and self._idle()):
-            for entry, targets in pulled:
-                self._update(entry, targets)
+            marks = self._update(active, pulled, factor)
             for group in self.param_groups:
                 group["steps"] += 1
         if looking:
-            self._watch.remember(entry.parameter for entry in entries if entry.watched)
+            self._watch.remember({entry.key: entry.value for entry in entries if entry.watched}, marks)
         return loss
 
-    def _update(self, entry: Entry, targets: list[Target]) -> None:
-        for key in ("step", "scale_step"):
-            if key in entry.state:
-                entry.state[key] += 1
-        for target in targets:
-            self.rule_(target, entry.group)
-        self._write(entry)
+    def _update(self, active: Sequence[Entry], pulled: Pulled, factor: Tensor | None) -> Marks:
+        """Apply the rule and write the weights; return where the marks of those are that kernels wrote, by `id`."""
+        count([entry.state[key] for entry in active for key in ("step", "scale_step") if key in entry.state])
+        marks: Marks = {}
+        for fused in self._fused:
+            written = fused.update(factor, self._watch.held)
+            marks |= {entry.key: (written, row) for row, entry in enumerate(fused.entries)}
+        for entry, targets in pulled:
+            for target in targets:
+                if factor is not None:  # never in place: it may be p.grad
+                    target.grad = target.grad * factor.to(target.grad.device)
+                self.rule_(target, entry.group)
+            self._write(entry)
+        return marks
 
     def _idle(self) -> bool:
         """Whether this step has nothing to do: torch.distributed.checkpoint takes one to see the state.
@@ -143,8 +161,12 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
     def entries(self) -> Iterator[Entry]:
         """Yield every parameter that has state, with its state and place."""
         for group, i in self._indices():
-            if state := self.state.get(group["params"][i]):
-                yield Entry(group, i, state)
+            parameter = group["params"][i]
+            if state := self.state.get(parameter):
+                entry = self._entries.get(id(parameter))
+                if entry is None or not entry.serves(group, i, state):
+                    entry = self._entries[id(parameter)] = Entry(group, i, state)
+                yield entry
 
     def coordinates(self) -> Iterator[tuple[str, Coordinates]]:
         """Yield (name, coordinates) of every curved parameter that has state, of the part that lies here."""
@@ -181,7 +203,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
             for name, value in values.items():
                 if isinstance(value, Tensor):
                     entry.state[name] = entry.adopt(name, value)
-        self._watch = Watch()
+        self._entries, self._fused, self._watch = {}, [], Watch()
 
     def _indices(self) -> Iterator[tuple[Group, int]]:
         for group in self.param_groups:
@@ -194,18 +216,21 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         made: list[tuple[Entry, int]] = []
         for group, i in self._indices():
             parameter = group["params"][i]
+            known = self._entries.get(id(parameter))
+            if known is not None and known.serves(group, i, self.state[parameter]):
+                continue  # looked at in an earlier step
             entry = Entry(group, i, self.state[parameter])
             new = not entry.state and parameter.requires_grad
             try:
                 if entry.create_state(self.moments_):
-                    self._watch.remember([parameter])
+                    self._watch.remember({entry.key: entry.value})
             except ValueError as error:
                 errors[id(parameter)] = error
             if new or id(parameter) in errors:
                 made.append((entry, NOT_FINITE if id(parameter) in errors else FINE))
         for entry, outcome in agree(made):
             if outcome != FINE:
-                raise errors.get(id(entry.parameter), ValueError(f"{entry.name}: another process refuses its part"))
+                raise errors.get(entry.key, ValueError(f"{entry.name}: another process refuses its part"))
         for group in self.param_groups:
             if group["capturable"] != isinstance(group["steps"], Tensor):
                 device, steps = group["params"][0].device, float(group["steps"])
@@ -218,18 +243,20 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
 
     def _take_over(self, entries: Iterable[Entry]) -> None:
         late, together = self._watch.arrived(), []
-        for entry in (entry for entry in entries if entry.watched):
-            code, split = late.get(id(entry.parameter), 0), entry.placement.group is not None
+        watched = [entry for entry in entries if entry.watched]
+        written = self._watch.written({entry.key: entry.value for entry in watched})
+        for entry in watched:
+            code, split = late.get(entry.key, 0), entry.placement.group is not None
             if code & UNEVEN:
                 raise ValueError(
                     f"{entry.name}: in the last step some processes had a gradient of it and others had none"
                 )
-            if code or self._watch.written(entry.parameter):
-                outcome = entry.take_over(self._watch.knows(entry.parameter))
+            if code or entry.key in written:
+                outcome = entry.take_over(self._watch.knows(entry.key))
                 if code and split:
                     together.append((entry, outcome))
                 elif outcome != FINE and split:
-                    self._watch.hold(entry.parameter)  # the other processes do not know of it yet
+                    self._watch.hold(entry.key, entry.value.device)  # the other processes do not know of it yet
                 else:
                     self._settle(entry, outcome)
         for entry, outcome in agree(together):
@@ -250,26 +277,32 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
             )
             entry.restart(self.moments_)
 
-    def _pull(self, entries: Iterable[Entry]) -> Pulled:
-        """Return the targets of every parameter, with gradients in raw space."""
-        rates = {id(group): (_rate(group), multipliers(group)) for group in self.param_groups}
-        return [(entry, entry.pull(*rates[id(entry.group)])) for entry in entries]
+    def _pull(self, active: Iterable[Entry]) -> Pulled:
+        """Pull all gradients back to raw space; return the targets of what kernels do not take."""
+        taken = {id(entry) for fused in self._fused for entry in fused.entries}
+        for fused in self._fused:
+            fused.pull()
+        rates = {id(group): (rate_of(group), multipliers(group)) for group in self.param_groups}
+        return [(entry, entry.pull(*rates[id(entry.group)])) for entry in active if id(entry) not in taken]
 
-    def _clip(self, entries: list[Entry], pulled: Pulled) -> None:
-        """Complete the gradients over all processes and scale them to max_grad_norm, as torch's clip_grad_norm_."""
-        targets = {id(entry.parameter): targets for entry, targets in pulled}
-        self.grad_norm, late = reduce_(entries, targets, self._watch.held)
+    def _clip(self, entries: list[Entry], pulled: Pulled) -> Tensor | None:
+        """Complete the gradients over all processes; return what brings them to max_grad_norm.
+
+        As torch's clip_grad_norm_: max_norm/(norm + 1e-6), at most 1.
+        """
+        targets = {entry.key: targets for entry, targets in pulled}
+        for fused in self._fused:
+            targets |= fused.targets
+        measures = [tensor for fused in self._fused for tensor in fused.measures()]
+        self.grad_norm, late = reduce_(entries, targets, self._watch.held, measures)
         for keys, codes in [*late, *self._own_flags(entries)]:
             self._watch.send(keys, codes)
         max_norm = self.param_groups[0]["max_grad_norm"]
-        if max_norm is not None:
-            factor = torch.clamp(max_norm / (self.grad_norm + 1e-6), max=1.0)
-            for target in itertools.chain.from_iterable(targets.values()):
-                target.grad = target.grad * factor.to(target.grad.device)  # never in place: it may be p.grad
+        return None if max_norm is None else torch.clamp(max_norm / (self.grad_norm + 1e-6), max=1.0)
 
     def _own_flags(self, entries: list[Entry]) -> Iterator[tuple[list[int], Tensor]]:
         """Yield the flags of parameters that lie whole on an accelerator."""
-        whole = [id(entry.parameter) for entry in entries if entry.placement.group is None]
+        whole = [entry.key for entry in entries if entry.placement.group is None]
         flags = [(key, self._watch.held[key]) for key in whole if key in self._watch.held]
         for device in {flag.device for _, flag in flags}:
             here = [(key, flag) for key, flag in flags if flag.device == device]
@@ -277,19 +310,13 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
 
     def _write(self, entry: Entry) -> None:
         """Write the new values into the model; at lr = 0 nothing has moved and its bits stay."""
-        lr, keep = _rate(entry.group), self._watch.held.get(id(entry.parameter))
+        lr, keep = rate_of(entry.group), self._watch.held.get(entry.key)
         if isinstance(lr, Tensor):
             still = lr.to(entry.value.device) == 0.0
             keep = still if keep is None else keep | still
         elif lr == 0.0:
             return
         entry.write(keep)
-
-
-def _rate(group: Group) -> Number:
-    """Return the group's learning rate: a tensor only where a graph may be captured, else a number."""
-    lr: Number = group["lr"]
-    return lr if isinstance(lr, Tensor) and group["capturable"] else float(lr)
 
 
 def _capturing() -> bool:

@@ -18,7 +18,10 @@ Late = list[tuple[list[int], Tensor]]
 
 
 def reduce_(
-    entries: Sequence[Entry], targets: Mapping[int, Sequence[Target]], held: Mapping[int, Tensor]
+    entries: Sequence[Entry],
+    targets: Mapping[int, Sequence[Target]],
+    held: Mapping[int, Tensor],
+    measures: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Late]:
     """Add up what each process has a part of, in one all-reduce a process group, and return the global norm.
 
@@ -28,11 +31,13 @@ def reduce_(
         entries: all parameters that have state, in the same order in every process.
         targets: of those that have a gradient, by `id` of the parameter.
         held: flags of parameters that were written into, likewise.
+        measures: tensors whose norm is that of further gradients, of what lies whole in every process.
 
     Returns:
         The norm, and codes for the next step of parameters, by `id`, that are split.
     """
-    norms = [t.grad for e in entries if e.placement.group is None for t in targets.get(id(e.parameter), ())]
+    whole = (targets.get(entry.key, ()) for entry in entries if entry.placement.group is None)
+    norms = [*measures, *(target.grad for own in whole for target in own)]
     places = {e.placement.group: e.placement for e in entries if e.placement.group is not None}
     if not places:
         return torch.nn.utils.get_total_norm(norms), []
@@ -42,7 +47,7 @@ def reduce_(
         mine = [entry for entry in entries if entry.placement.group == group]
         square, codes = _reduce_group(mine, place, targets, held)
         total = total + square.to(total.device)
-        late.append(([id(entry.parameter) for entry in mine], codes))
+        late.append(([entry.key for entry in mine], codes))
     return total.sqrt(), late
 
 
@@ -50,9 +55,9 @@ def _reduce_group(
     entries: list[Entry], place: Placement, targets: Mapping[int, Sequence[Target]], held: Mapping[int, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Return the squared norm and the codes of the parameters that are split over one process group."""
-    have = [targets.get(id(entry.parameter), ()) for entry in entries]
+    have = [targets.get(entry.key, ()) for entry in entries]
     split = _square([t.grad for own in have for t in own if t.split], place)
-    flags = [held.get(id(entry.parameter)) for entry in entries]
+    flags = [held.get(entry.key) for entry in entries]
     none = split.new_zeros(())
     written = torch.stack([none if flag is None else flag.to(split) for flag in flags])
     present = torch.stack([none + 1.0 if own else none for own in have])

@@ -1,19 +1,17 @@
 """Notice writes into parameters from outside the optimizer: a loaded checkpoint, an EMA swap, a manual edit."""
 
-import functools
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from symexplin.coordinates import Coordinates
-from symexplin.optim.placement import local
+from symexplin.kernels import backend_for
 from symexplin.transform import tolerance
 
 __all__ = ["Watch", "differing"]
 
-_SAMPLE = 64  # entries compared a parameter and step
 _ULPS = 2.0  # recomputing the map elsewhere may round a half-precision weight differently without a write
 _ODD = (2_654_435_761, 11_400_714_819_323)  # odd, so that products wrap without losing bits
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -22,7 +20,8 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class _Seen(NamedTuple):
     version: int
     pointer: int
-    mark: Tensor
+    marks: Tensor  # of several parameters, a row each
+    row: int
 
 
 class _Late(NamedTuple):
@@ -36,10 +35,10 @@ class _Late(NamedTuple):
 class Watch:
     """What every watched parameter looked like after the last step; one that it does not know counts as written.
 
-    `_version` and the data pointer cost nothing but miss writes through `.data`, so sums of the bits and a fixed sample
-    of them are compared too. On a CPU the outcome is known at once. On an accelerator nobody waits for it: it is a flag
-    that is read at the next step, and until then `held` keeps what was found from being overwritten. So it is with
-    what processes that have different parts of a parameter must settle together.
+    `_version` and the data pointer cost nothing but miss writes through `.data`, so sums of all bits are compared too.
+    On a CPU the outcome is known at once. On an accelerator nobody waits for it: it is a flag that is read at the next
+    step, and until then `held` keeps what was found from being overwritten. So it is with what processes that have
+    different parts of a parameter must settle together.
     """
 
     def __init__(self) -> None:
@@ -47,31 +46,53 @@ class Watch:
         self._late: list[_Late] = []
         self.held: dict[int, Tensor] = {}
 
-    def knows(self, parameter: Tensor) -> bool:
+    def knows(self, key: int) -> bool:
         """Whether the parameter's values were seen in this process: then they can be compared bit by bit."""
-        return id(parameter) in self._seen
+        return key in self._seen
 
-    def remember(self, parameters: Iterable[Tensor]) -> None:
-        """Take the present values for known."""
-        for p in parameters:
-            value = local(p.detach())
-            self._seen[id(p)] = _Seen(value._version, value.data_ptr(), _mark(value))
+    def remember(self, values: Mapping[int, Tensor], marks: Mapping[int, tuple[Tensor, int]] | None = None) -> None:
+        """Take the present values for known.
 
-    def written(self, parameter: Tensor) -> bool:
-        """Return whether the parameter was written since :meth:`remember`, as far as is known without waiting."""
-        seen, value = self._seen.get(id(parameter)), local(parameter.detach())
-        if seen is None or (seen.version, seen.pointer) != (value._version, value.data_ptr()):
-            return True
-        flag = torch.any(_mark(value) != seen.mark)
-        if not _asynchronous(value.device):
-            return bool(flag)
-        self.held[id(parameter)] = flag
-        return False
+        Args:
+            values: of parameters, by `id`.
+            marks: of those whose marks somebody has computed already, a tensor of marks and the row in it.
+        """
+        known = marks or {}
+        rest = {key: value for key, value in values.items() if key not in known}
+        for keys, marks_of_rest in _marks(rest):
+            known = {**known, **{key: (marks_of_rest, row) for row, key in enumerate(keys)}}
+        for key, value in values.items():
+            self._seen[key] = _Seen(value._version, value.data_ptr(), *known[key])
 
-    def hold(self, parameter: Tensor) -> None:
+    def written(self, values: Mapping[int, Tensor]) -> set[int]:
+        """Return which of the parameters were written since :meth:`remember`, as far as is known without waiting."""
+        found: set[int] = set()
+        unsure: dict[int, Tensor] = {}
+        for key, value in values.items():
+            seen = self._seen.get(key)
+            if seen is None or seen.version != value._version or seen.pointer != value.data_ptr():
+                found.add(key)
+            else:
+                unsure[key] = value
+        for keys, marks in _marks(unsure):
+            changed = (marks != self._rows(keys)).any(dim=1)
+            if _asynchronous(marks.device):
+                self.held |= dict(zip(keys, changed.unbind(), strict=True))
+            else:
+                found |= {key for key, flag in zip(keys, changed.tolist(), strict=True) if flag}
+        return found
+
+    def _rows(self, keys: Sequence[int]) -> Tensor:
+        """Return the remembered marks: mostly as they lie."""
+        seen = [self._seen[key] for key in keys]
+        first = seen[0].marks
+        if len(first) == len(seen) and all(s.marks is first and s.row == row for row, s in enumerate(seen)):
+            return first
+        return torch.stack([s.marks[s.row] for s in seen])
+
+    def hold(self, key: int, device: torch.device) -> None:
         """Keep what was found in the parameter until all processes that have parts of it can act on it."""
-        value = local(parameter.detach())
-        self.held[id(parameter)] = torch.ones((), dtype=torch.bool, device=value.device)
+        self.held[key] = torch.ones((), dtype=torch.bool, device=device)
 
     def send(self, keys: list[int], codes: Tensor) -> None:
         """Let the next step know the codes of the parameters, by `id`, that are not 0."""
@@ -97,27 +118,31 @@ def _asynchronous(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def _mark(parameter: Tensor) -> Tensor:
-    """Return sums of the bits of all entries, weighted by place along each dimension, and the bits of a sample.
+def _marks(values: Mapping[int, Tensor]) -> Iterator[tuple[list[int], Tensor]]:
+    """Yield the marks of the tensors, a row each, with their keys: device by device."""
+    by_device: dict[torch.device, list[int]] = {}
+    for key, value in values.items():
+        by_device.setdefault(value.device, []).append(key)
+    for device, keys in by_device.items():
+        kernels, here = backend_for(device), [values[key] for key in keys]
+        if kernels is not None and all(kernels.covers(value, value) for value in here):
+            yield keys, kernels.marks(here)
+        else:
+            yield keys, torch.stack([_mark(value) for value in here])
+
+
+def _mark(value: Tensor) -> Tensor:
+    """Return sums of the bits of all entries, weighted by place along each dimension (:meth:`Backend.marks`).
 
     The sums wrap around. One changed entry always moves them, swapped entries, rows or columns too.
     """
-    bits = parameter.detach().view(_BITS[parameter.element_size()])
-    weights, sample = _places(bits.shape, bits.device)
+    bits = value.detach().view(_BITS[value.element_size()])
+    bits = bits if bits.dim() == 2 else bits.reshape(1, -1)
     sums = []
-    for dim, weight in enumerate(weights):
-        others = [d for d in range(bits.dim()) if d != dim]
-        along = bits.sum(dim=others, dtype=torch.int64) if others else bits.to(torch.int64)
-        sums.append((along * weight).sum().reshape(1))
-    return torch.cat([*sums, bits[sample].reshape(-1).to(torch.int64)])
-
-
-@functools.lru_cache(maxsize=1024)
-def _places(shape: torch.Size, device: torch.device) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-    """Return the weights of the places along each dimension and the indices of the sample."""
-    weights = [(2 * torch.arange(n, device=device) + 1) * _ODD[dim % len(_ODD)] for dim, n in enumerate(shape)]
-    flat = torch.arange(min(_SAMPLE, shape.numel()), device=device) * _ODD[0] % max(shape.numel(), 1)
-    return weights, torch.unravel_index(flat, shape)
+    for dim, odd in enumerate(_ODD):
+        along = bits.sum(dim=1 - dim, dtype=torch.int64)
+        sums.append((along * (2 * torch.arange(len(along), device=bits.device) + 1) * odd).sum())
+    return torch.stack(sums)
 
 
 def differing(expected: Tensor, parameter: Tensor, coordinates: Coordinates | None, exact: bool) -> Tensor:

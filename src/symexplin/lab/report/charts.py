@@ -14,12 +14,24 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["MOST_POINTS", "Line", "chart", "histogram", "late_limits", "smooth", "thin"]
+__all__ = [
+    "COLOURS",
+    "DASHES",
+    "MARKERS",
+    "MOST_POINTS",
+    "STYLE",
+    "Line",
+    "chart",
+    "histogram",
+    "late_limits",
+    "smooth",
+    "thin",
+]
 
 # Okabe and Ito's palette, which the colour-blind can tell apart.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-_DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (5, 1.5, 1.5, 1.5)))
-_MARKERS = ("o", "s", "^", "D", "v", "P")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (5, 1.5, 1.5, 1.5)))
+MARKERS = ("o", "s", "^", "D", "v", "P")
 # More are not to be told apart at any width of a page.
 MOST_POINTS = 1000
 # A line of more points than these goes without a marker at each.
@@ -30,7 +42,7 @@ _WIDE, _SMALL = (5.4, 4.2), (4.0, 3.4)
 _TICKS = 3  # a logarithmic axis with fewer labels has evenly spaced ones instead
 _LONG_LABEL = 24  # letters of a label that has a line of the legend to itself
 # Text as text, and ids that depend on the content alone: the same data give the same page.
-_STYLE: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "symexplin",
     "font.family": "sans-serif",
@@ -128,8 +140,8 @@ def chart(
 
 
 def _plot(axes: Axes, line: Line) -> None:
-    colour = _COLOURS[line.style % len(_COLOURS)]
-    dashes, marker = _DASHES[line.style % len(_DASHES)], _MARKERS[line.style % len(_MARKERS)]
+    colour = COLOURS[line.style % len(COLOURS)]
+    dashes, marker = DASHES[line.style % len(DASHES)], MARKERS[line.style % len(MARKERS)]
     label = line.label or "_"  # matplotlib leaves out of the legend what begins so
     if line.kind == "guide":
         axes.plot(line.x, line.y, color="#777777", linestyle=(0, (3, 3)), linewidth=1.2, label=label)
@@ -167,7 +179,7 @@ def histogram(series: Mapping[str, tuple[ArrayLike, ArrayLike]], x_label: str, y
             heights, edges = np.histogram(
                 np.asarray(values), bins, (-top, top), weights=np.asarray(counts, dtype=float)
             )
-            colour, dashes = _COLOURS[index % len(_COLOURS)], _DASHES[index % len(_DASHES)]
+            colour, dashes = COLOURS[index % len(COLOURS)], DASHES[index % len(DASHES)]
             axes.stairs(heights, edges, color=colour, linestyle=dashes, linewidth=1.6, label=label, baseline=None)
             if index == 0:
                 axes.stairs(heights, edges, color=colour, alpha=0.15, fill=True)
@@ -189,7 +201,7 @@ def _legend(axes: Axes, narrow: bool = False) -> None:
 
 
 def _svg(draw: Callable[[Axes], None], size: tuple[float, float]) -> Markup:
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=size, layout="constrained")
         draw(figure.add_subplot())
         buffer = io.StringIO()

@@ -1,0 +1,273 @@
+"""The map and AdamW over it in compiled C on CPUs (`cpu.c`), called through ctypes."""
+
+import ctypes
+import functools
+import logging
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from symexplin.kernels.compiler import find_compiler, load_library
+from symexplin.kernels.part import Part, Rates
+from symexplin.kernels.terms import Place, Terms
+from symexplin.transform import Form, Scales, forward, tolerance
+
+__all__ = ["CpuKernels", "load"]
+
+_log = logging.getLogger("symexplin")
+
+_SOURCE = Path(__file__).with_name("cpu.c")
+_DEFINES: dict[torch.dtype, tuple[str, ...]] = {torch.float32: (), torch.float64: ("-DSEL_DOUBLE",)}
+_WEIGHT, _PULL, _UPDATE, _MARKS = range(4)
+_MODES = {"mismatch": 1, "congruent": 2, "oppose": 2, "exp_only": 3, "sinh": 4}
+_NOTHING, _SAME_AS_RAW, _BFLOAT16 = range(3)
+# `Part` of part.h: the shape, the map, the tensors, the rates, three panels.
+_RECORD = struct.Struct("@3q" "3q12q6d" "5q4q" "9d" + 3 * "5q8d")
+_RATES, _PANEL_RATES = (0.0,) * 9, (0.0,) * 8
+
+Panels = Sequence[Tensor]
+
+
+class CpuKernels:
+    """Kernels in compiled C for contiguous float32 (weights also bfloat16) and float64 tensors on a CPU.
+
+    They take the number of threads from torch and give the same bits for any.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def covers(self, raw: Tensor, weight: Tensor) -> bool:
+        """Whether tensors of these dtypes and memory formats can be computed."""
+        fits = weight.dtype == raw.dtype or (raw.dtype == torch.float32 and weight.dtype == torch.bfloat16)
+        return (
+            (fits and raw.device.type == weight.device.type == "cpu")
+            and (raw.is_contiguous() and weight.is_contiguous())
+            and _library(raw.dtype) is not None
+        )
+
+    def effective(self, terms: Terms, raw: Tensor, panels: Panels, dtype: torch.dtype) -> Tensor:
+        """Return the effective weight, rounded to `dtype`."""
+        raw = raw.contiguous()
+        direct = dtype == torch.bfloat16 and raw.dtype == torch.float32
+        weight = torch.empty_like(raw, dtype=dtype if direct else raw.dtype)
+        _run(_WEIGHT, raw.dtype, [_record(terms, raw, panels, panels, weight=weight)])
+        return weight.to(dtype)
+
+    def pullback(self, terms: Terms, raw: Tensor, panels: Panels, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the gradients by raw weight, panel0, panel1 and scalar for a gradient `g` of the effective weight."""
+        raw, g = raw.contiguous(), _readable(g, raw.dtype)
+        out, gradients = torch.empty_like(raw), [torch.empty_like(panel) for panel in panels]
+        _run(_PULL, raw.dtype, [_record(terms, raw, panels, gradients, grad=g, out=out)])
+        return out, *gradients  # type: ignore[return-value]
+
+    def pull(self, parts: Sequence[Part]) -> Tensor:
+        """Write the gradients of all panels; return the norm of each part's raw gradient, in float64."""
+        norms = torch.zeros(len(parts), dtype=torch.float64)
+        for dtype, chosen in _by_dtype(parts).items():
+            grads = [_readable(_grad(parts[i]), dtype) for i in chosen]
+            records = [
+                _record(parts[i].terms, parts[i].raw, parts[i].panels, parts[i].gradients, grad=grad)
+                for i, grad in zip(chosen, grads, strict=True)
+            ]
+            found = torch.zeros(len(chosen), dtype=torch.float64)
+            _run(_PULL, dtype, records, norms=found)
+            norms[chosen] = found
+        return norms
+
+    def update(self, parts: Sequence[Part], factor: Tensor | None) -> Tensor:
+        """Apply AdamW to raw weights, plain values and panels, and write the weights; return their marks."""
+        marks = torch.zeros(len(parts), 2, dtype=torch.int64)
+        number = 1.0 if factor is None else float(factor)
+        for dtype, chosen in _by_dtype(parts).items():
+            grads = [_readable(_grad(parts[i]), dtype) for i in chosen]
+            rates: dict[int, _Packed] = {}
+            records = [_update_record(parts[i], grad, rates) for i, grad in zip(chosen, grads, strict=True)]
+            found = torch.zeros(len(chosen), 2, dtype=torch.int64)
+            _run(_UPDATE, dtype, records, factor=number, marks=found)
+            marks[chosen] = found
+        return marks
+
+    def marks(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return (len(tensors), 2) int64: sums of the bits of all entries, weighted by place."""
+        marks = torch.zeros(len(tensors), 2, dtype=torch.int64)
+        tensors = [tensor.contiguous() for tensor in tensors]
+        _run(_MARKS, torch.float32, [_mark_record(tensor) for tensor in tensors], marks=marks)
+        return marks
+
+
+def load() -> CpuKernels | None:
+    """Return the compiled kernels, or None where there is no compiler or what it makes is wrong.
+
+    >>> kernels = load()
+    >>> kernels is None or kernels.name.startswith("compiled C")
+    True
+    """
+    compiler = find_compiler()
+    if _library(torch.float32) is None or compiler is None:
+        return None
+    return CpuKernels(f"compiled C ({compiler.name})")
+
+
+@functools.cache
+def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
+    if dtype not in _DEFINES:
+        return None
+    library = load_library(_SOURCE, _DEFINES[dtype])
+    if library is None:
+        return None
+    library.sel_run.argtypes = [
+        *(ctypes.c_int, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64),
+        *(ctypes.c_double, ctypes.c_void_p, ctypes.c_void_p),
+    ]
+    library.sel_part_size.restype = ctypes.c_int64
+    if not _is_right(library, dtype):
+        _log.info("the compiled kernels for %s compute wrongly: the readable formulas are used", dtype)
+        return None
+    return library
+
+
+def _is_right(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
+    """Whether a handful of values agrees with the definition."""
+    if library.sel_part_size() != _RECORD.size:
+        return False
+    raw = torch.cat([torch.logspace(-20, 0.5, 36), torch.zeros(1)]).to(dtype)
+    raw = torch.stack([raw, -raw])
+    terms = Terms("mismatch", 7.5, False, False, 1.0, *map(Place, (1.25, 0.75, 7.5, 0.5)))
+    weight, panels = torch.empty_like(raw), [torch.empty(0, dtype=dtype)] * 3
+    _call(library, _WEIGHT, [_record(terms, raw, panels, panels, weight=weight)])
+    form, scales, exact = Form("mismatch", 7.5), Scales(1.25, 0.75, 7.5, 0.5), raw.double()
+    error = (weight.double() - forward(form, exact, scales)).abs()
+    return bool((error <= tolerance(form, raw, scales).double()).all())
+
+
+def _run(task: int, dtype: torch.dtype, records: list[bytes], **outputs: Tensor | float) -> None:
+    library = _library(dtype)
+    if library is None:
+        raise RuntimeError(f"no kernels for {dtype}")
+    _call(library, task, records, **outputs)  # type: ignore[arg-type]
+
+
+def _call(
+    library: ctypes.CDLL,
+    task: int,
+    records: list[bytes],
+    factor: float = 1.0,
+    norms: Tensor | None = None,
+    marks: Tensor | None = None,
+) -> None:
+    pointers = (0 if tensor is None else tensor.data_ptr() for tensor in (norms, marks))
+    if library.sel_run(task, b"".join(records), len(records), torch.get_num_threads(), factor, *pointers):
+        raise MemoryError("no memory for the sums of the compiled kernels")
+
+
+def _by_dtype(parts: Sequence[Part]) -> dict[torch.dtype, list[int]]:
+    chosen: dict[torch.dtype, list[int]] = {}
+    for i, part in enumerate(parts):
+        chosen.setdefault(part.raw.dtype, []).append(i)
+    return chosen
+
+
+def _grad(part: Part) -> Tensor:
+    if part.grad is None:
+        raise ValueError("grad of a part must be a tensor, got None")
+    return part.grad
+
+
+def _readable(g: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a gradient as kernels read it: contiguous, in the dtype of the raw weight or in bfloat16 beside float32."""
+    if g.dtype != dtype and (dtype, g.dtype) != (torch.float32, torch.bfloat16):
+        g = g.to(dtype)
+    return g.contiguous()
+
+
+def _kind(tensor: Tensor | None) -> int:
+    if tensor is None:
+        return _NOTHING
+    return _BFLOAT16 if tensor.dtype == torch.bfloat16 else _SAME_AS_RAW
+
+
+def _pointer(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+@functools.cache
+def _map_fields(terms: Terms | None) -> tuple[float, ...]:
+    if terms is None:
+        return 0, 0, 0, *(-1,) * 12, 1.0, 1.0, *(1.0,) * 4
+    l = terms.l.value * (-1.0 if terms.mode == "oppose" else 1.0)
+    places = (terms.e, terms.l, terms.kappa, terms.n)
+    columns = (column for place in places for column in place.columns)
+    values = (terms.e.value, l, terms.kappa.value, terms.n.value)
+    return _MODES[terms.mode], terms.normalize, terms.absorbed, *columns, terms.beta, terms.s, *values
+
+
+def _shape(tensor: Tensor) -> tuple[int, int, int]:
+    if tensor.dim() == 2:
+        return tensor.shape[0], tensor.shape[1], 0
+    return 1, tensor.numel(), 1
+
+
+_Packed = tuple[tuple[float, ...], tuple[tuple[float, ...], ...]]
+
+
+def _record(
+    terms: Terms | None,
+    raw: Tensor,
+    panels: Panels,
+    gradients: Panels,
+    *,
+    grad: Tensor | None = None,
+    weight: Tensor | None = None,
+    out: Tensor | None = None,
+    keep: bool = False,
+    moments: Sequence[tuple[Tensor, Tensor]] = (),
+    rates: _Packed = (_RATES, (_PANEL_RATES,) * 3),
+) -> bytes:
+    pairs = [(m.data_ptr(), v.data_ptr()) for m, v in moments] or [(0, 0)] * 4
+    fields: list[float] = []
+    if terms is not None:
+        for i, (panel, gradient) in enumerate(zip(panels, gradients, strict=True)):
+            width = panel.shape[1] if i == 0 and panel.dim() == 2 else panel.shape[0]
+            fields += panel.data_ptr(), *pairs[i + 1], gradient.data_ptr(), width, *rates[1][i]
+    else:
+        fields += (0, 0, 0, 0, 0, *_PANEL_RATES) * 3
+    tensors = raw.data_ptr(), *pairs[0], _pointer(grad), _pointer(weight)
+    kinds = _kind(grad), _kind(weight), keep, _pointer(out)
+    return _RECORD.pack(*_shape(raw), *_map_fields(terms), *tensors, *kinds, *rates[0], *fields)
+
+
+def _update_record(part: Part, grad: Tensor, known: dict[int, _Packed]) -> bytes:
+    rates = part.rates
+    if rates is None:
+        raise ValueError("rates of a part must be given, got None")
+    if id(rates) not in known:
+        known[id(rates)] = _rate_fields(rates)
+    return _record(
+        part.terms,
+        part.raw,
+        part.panels,
+        part.gradients,
+        grad=grad,
+        weight=part.weight,
+        keep=bool(part.keep),
+        moments=part.moments,
+        rates=known[id(rates)],
+    )
+
+
+def _rate_fields(rates: Rates) -> _Packed:
+    panels = []
+    for lr, decay in zip(rates.panel_lr, rates.panel_decay, strict=True):
+        rest = (0.0,) * (4 - len(lr))
+        panels.append((*map(float, lr), *rest, *decay, *rest))
+    numbers = rates.lr, rates.decay, rates.beta1, rates.beta2, rates.eps, *rates.corrections
+    return tuple(map(float, numbers)), tuple(panels)
+
+
+def _mark_record(tensor: Tensor) -> bytes:
+    fields = [*_shape(tensor), *_map_fields(None), 0, 0, 0, 0, tensor.data_ptr(), 0, tensor.element_size(), 0, 0]
+    return _RECORD.pack(*fields, *_RATES, *(0, 0, 0, 0, 0, *_PANEL_RATES) * 3)

@@ -1,0 +1,184 @@
+"""What `symexplin bench` measures: sizes, dtypes, parts and the machine, as one checked configuration.
+
+The optimizer step alone, at one size: `symexplin bench --out FOLDER --parts optimizer --widths 512 --depths 6`.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+import symexplin as sel
+from symexplin.lab.config import ComputeConfig, RunConfig, TrainConfig, resolve
+from symexplin.lab.maps import LAB_PRESETS, CurveConfig, named_map
+from symexplin.lab.model import ModelConfig
+from symexplin.validation import check_choice, check_flag, check_whole
+
+__all__ = ["DTYPES", "PARTS", "BenchConfig", "Case", "heads_of"]
+
+PARTS = ("map", "optimizer", "step")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_HEAD = 64  # the usual size of an attention head
+
+
+class Case(NamedTuple):
+    """One thing to measure: all its variants take turns. What does not matter to a part is None."""
+
+    part: str
+    dtype: str
+    width: int
+    depth: int | None = None
+    microbatches: int | None = None
+    tokens: int | None = None
+
+    def __str__(self) -> str:
+        size = f"width {self.width}" + ("" if self.depth is None else f", depth {self.depth}")
+        if self.tokens is not None:
+            size += f", {self.tokens:,} tokens in {self.microbatches}"
+        return f"{self.part} {self.dtype}: {size}"
+
+
+def heads_of(width: int) -> int:
+    """Return the number of heads of size 64, or of the even size nearest to it that divides `width`.
+
+    >>> heads_of(512), heads_of(16), heads_of(96)
+    (8, 1, 2)
+    """
+    sizes = [size for size in range(2, width + 1, 2) if width % size == 0]
+    return width // min(sizes, key=lambda size: abs(size - _HEAD)) if sizes else 1
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """What to measure, and how often.
+
+    Args:
+        parts: "map" (the map alone, one weight matrix), "optimizer" (its step alone, with clipping), "step" (the whole
+            training step).
+        widths: of the model.
+        depths: of the model.
+        microbatches: numbers of parts that a step's tokens are computed in.
+        dtypes: of the parameters, "fp32" or "bf16"; with "bf16" the module home and its baseline have fp32 ones under
+            autocast.
+        tokens: tokens an optimizer step.
+        tokens_per_microbatch: if given, it says the tokens a step, times the microbatches.
+        context: tokens a sequence.
+        vocab_size: tokens of the vocabulary.
+        heads: attention heads; if not given, of size 64 or as near to it as the width allows.
+        preset: the map, one of the paper's or the lab's.
+        map: keys of the map to change, such as beta = 5 or e.k = [50, 8].
+        repeats: rounds that count; in each every variant has one turn.
+        warmup: rounds before them that do not count.
+        fresh: build each variant anew for each of its turns: for models of which several do not fit into memory.
+        memory: measure peak memory, on a CPU in a process of its own for each variant.
+        device: "auto" (CUDA if there is one), "cpu", "cuda", "cuda:1".
+        threads: threads of the CPU; as many as torch takes if not given.
+        compile: torch.compile the model.
+        recompute: compute each block again in the backward pass instead of keeping its activations.
+        loss_chunk: tokens whose logits are held at once in the loss, 0 for all; if not given, all unless they take
+            more than 256 MiB.
+        seed: of weights, tokens and gradients.
+
+    Raises:
+        ValueError: a value out of range, sizes that do not go together.
+
+    >>> BenchConfig(widths=(100,), heads=8)
+    Traceback (most recent call last):
+    ValueError: width must be a multiple of 2 * heads = 16, so that a head's size is even, got 100
+    """
+
+    parts: tuple[str, ...] = PARTS
+    widths: tuple[int, ...] = (512,)
+    depths: tuple[int, ...] = (6,)
+    microbatches: tuple[int, ...] = (1,)
+    dtypes: tuple[str, ...] = tuple(DTYPES)
+    tokens: int = 8192
+    tokens_per_microbatch: int | None = None
+    context: int = 512
+    vocab_size: int = 8192
+    heads: int | None = None
+    preset: str = field(default="paper", metadata={"choices": LAB_PRESETS})
+    map: dict[str, Any] = field(default_factory=dict)
+    repeats: int = 10
+    warmup: int = 1
+    fresh: bool = False
+    memory: bool = True
+    device: str = "auto"
+    threads: int | None = None
+    compile: bool = False
+    recompute: bool = False
+    loss_chunk: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check every field, and every case before the first is measured."""
+        for name, choices in (("parts", PARTS), ("dtypes", tuple(DTYPES))):
+            for value in self._distinct(name):
+                check_choice(name, value, choices)
+        for name in ("widths", "depths", "microbatches"):
+            for value in self._distinct(name):
+                check_whole(name, value)
+        for name in ("tokens", "context", "vocab_size", "repeats"):
+            check_whole(name, getattr(self, name))
+        for name in ("warmup", "seed"):
+            check_whole(name, getattr(self, name), minimum=0)
+        if self.tokens_per_microbatch is not None:
+            check_whole("tokens_per_microbatch", self.tokens_per_microbatch)
+        check_flag("fresh", self.fresh)
+        check_flag("memory", self.memory)
+        CurveConfig(preset=self.preset)
+        for case in self.cases():
+            self.curve(case.width)
+            self._sized(case)
+
+    def _distinct(self, name: str) -> tuple[Any, ...]:
+        values: tuple[Any, ...] = getattr(self, name)
+        if not values or len(set(values)) < len(values):
+            raise ValueError(f"{name} must hold at least one entry, and each once, got {values!r}")
+        return values
+
+    def cases(self) -> Iterator[Case]:
+        """Yield what there is to measure, in order."""
+        for part, dtype, width in itertools.product(self.parts, self.dtypes, self.widths):
+            if part == "map":
+                yield Case(part, dtype, width)
+                continue
+            for depth in self.depths:
+                if part == "optimizer":
+                    yield Case(part, dtype, width, depth)
+                    continue
+                for count in self.microbatches:
+                    each = self.tokens_per_microbatch
+                    yield Case(part, dtype, width, depth, count, self.tokens if each is None else each * count)
+
+    def curve(self, width: int) -> sel.SELConfig:
+        """Return the map at a width."""
+        return named_map(self.preset, self.map, width)
+
+    def _sized(self, case: Case) -> RunConfig:
+        """Return the run that a case is a step of; the map alone and the optimizer step have no batch."""
+        count, tokens = case.microbatches or 1, case.tokens or self.context
+        rows, rest = divmod(tokens, self.context)
+        if rest or rows % count:
+            raise ValueError(
+                f"tokens must be a multiple of context x microbatches = {self.context} x {count}, got {tokens}"
+            )
+        heads = self.heads or heads_of(case.width)
+        return RunConfig(
+            "",
+            ModelConfig(case.width, case.depth or 1, heads, self.vocab_size, self.context),
+            TrainConfig(batch_size=rows, accumulation=count),
+            compute=ComputeConfig(
+                self.device, self.threads, "off", self.compile, self.recompute, self.loss_chunk, parallel=None
+            ),
+        )
+
+    def run(self, case: Case) -> RunConfig:
+        """Return the run that a case is a step of, with its device, threads and loss_chunk.
+
+        Raises:
+            ValueError: a device that is not there.
+        """
+        return resolve(self._sized(case), self.vocab_size)

@@ -1,0 +1,117 @@
+"""Timing in turns: every round has one turn of each variant, so that a machine that drifts touches all alike."""
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+
+from symexplin.lab.bench.work import Work
+
+__all__ = ["Timing", "measure"]
+
+# What is timed takes at least so long; shorter work is repeated within its turn.
+_LEAST_MS = 20.0
+_MOST_CALLS = 200
+
+Round = dict[str, "Timing"]
+
+
+class Timing(NamedTuple):
+    """One turn: milliseconds a call, those that the host took to issue it, and the peak of the device's memory.
+
+    `peak` is bytes, on CUDA, of what the variant holds and what its calls need, without what others hold.
+    """
+
+    ms: float
+    host_ms: float
+    calls: int
+    peak: int | None = None
+
+
+class _Turn:
+    """A variant ready to be timed: built, called twice, its calls a turn chosen."""
+
+    def __init__(self, make: Callable[[], Work], device: torch.device) -> None:
+        self._device = device
+        before = self._held()
+        self.work = make()
+        self._time(1)  # states are created, code is compiled
+        once = self._time(1).ms
+        self.calls = min(_MOST_CALLS, max(1, math.ceil(_LEAST_MS / once)))
+        self.peak = torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else None
+
+    def _held(self) -> int:
+        if self._device.type != "cuda":
+            return 0
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return torch.cuda.memory_allocated(self._device)
+
+    def take(self) -> Timing:
+        return self._time(self.calls)._replace(peak=self.peak)
+
+    def _time(self, calls: int) -> Timing:
+        self.work.prepare()
+        gc.disable()
+        try:
+            ms, host_ms = self._cuda(calls) if self._device.type == "cuda" else self._host(calls)
+        finally:
+            gc.enable()
+        return Timing(ms / calls, host_ms / calls, calls)
+
+    def _host(self, calls: int) -> tuple[float, float]:
+        start = time.perf_counter()
+        for _ in range(calls):
+            self.work.run()
+        spent = 1e3 * (time.perf_counter() - start)
+        return spent, spent
+
+    def _cuda(self, calls: int) -> tuple[float, float]:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize(self._device)
+        start = time.perf_counter()
+        begin.record()
+        for _ in range(calls):
+            self.work.run()
+        end.record()
+        host_ms = 1e3 * (time.perf_counter() - start)
+        torch.cuda.synchronize(self._device)
+        return begin.elapsed_time(end), host_ms
+
+
+def measure(
+    arms: Mapping[str, Callable[[], Work]],
+    device: torch.device,
+    repeats: int,
+    warmup: int = 1,
+    fresh: bool = False,
+    tick: Callable[[], object] = lambda: None,
+) -> Iterator[Round]:
+    """Yield the timings of each round that counts, by variant.
+
+    Args:
+        arms: what builds the work of each variant.
+        device: where it runs.
+        repeats: rounds that count.
+        warmup: rounds before them.
+        fresh: build a variant for its turn alone; else all exist side by side.
+        tick: called after each turn.
+
+    >>> rounds = measure({"a": lambda: Work(lambda: None), "b": lambda: Work(lambda: None)}, torch.device("cpu"), 3)
+    >>> [sorted(found) for found in rounds]
+    [['a', 'b'], ['a', 'b'], ['a', 'b']]
+    """
+    turns = {} if fresh else {name: _Turn(make, device) for name, make in arms.items()}
+    names = list(arms)
+    for number in range(-warmup, repeats):
+        first = number % len(names)
+        found: Round = {}
+        for name in names[first:] + names[:first]:
+            found[name] = (turns[name] if turns else _Turn(arms[name], device)).take()
+            tick()
+        if number >= 0:
+            yield {name: found[name] for name in names}

@@ -1,0 +1,84 @@
+"""The map as two operators of torch, which torch.compile takes into its graphs whole: kernels are no mystery to it.
+
+Tensors and plain values in, new tensors out. They do not differentiate themselves: that is :class:`SELLinear`'s.
+"""
+
+import torch
+from torch import Tensor
+
+from symexplin.coordinates import Coordinates
+from symexplin.kernels import terms_of
+from symexplin.layout import Layout
+
+__all__ = ["Key", "effective_op", "key_of", "pullback_op"]
+
+Key = tuple[int, float, str]  # out_dim, beta, configuration as JSON
+
+
+def key_of(layout: Layout) -> Key | None:
+    """Return what names a map among the operators' arguments; None where kernels do not compute it.
+
+    Such a map is better traced as it is written.
+    """
+    return None if terms_of(layout) is None else (layout.out_dim, layout.beta, layout.config.to_json())
+
+
+@torch.library.custom_op("symexplin::effective", mutates_args=())
+def effective_op(
+    raw: Tensor,
+    panel0: Tensor,
+    panel1: Tensor,
+    scalar: Tensor,
+    out_dim: int,
+    beta: float,
+    config: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return the effective weight of :class:`symexplin.coordinates.Coordinates` in `dtype`."""
+    layout = Layout.of(tuple(raw.shape), out_dim, beta, config)
+    return Coordinates(layout, raw, panel0, panel1, scalar).effective(dtype)
+
+
+@effective_op.register_fake
+def _(
+    raw: Tensor,
+    panel0: Tensor,  # noqa: ARG001
+    panel1: Tensor,  # noqa: ARG001
+    scalar: Tensor,  # noqa: ARG001
+    out_dim: int,  # noqa: ARG001
+    beta: float,  # noqa: ARG001
+    config: str,  # noqa: ARG001
+    dtype: torch.dtype,
+) -> Tensor:
+    return torch.empty_like(raw, dtype=dtype)
+
+
+@torch.library.custom_op("symexplin::pullback", mutates_args=())
+def pullback_op(
+    raw: Tensor,
+    panel0: Tensor,
+    panel1: Tensor,
+    scalar: Tensor,
+    g: Tensor,
+    out_dim: int,
+    beta: float,
+    config: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients by raw weight and panels for a gradient `g` of the effective weight."""
+    layout = Layout.of(tuple(raw.shape), out_dim, beta, config)
+    _, by_raw, by_panel0, by_panel1, by_scalar = Coordinates(layout, raw, panel0, panel1, scalar).pullback(g)
+    return by_raw, by_panel0, by_panel1, by_scalar
+
+
+@pullback_op.register_fake
+def _(
+    raw: Tensor,
+    panel0: Tensor,
+    panel1: Tensor,
+    scalar: Tensor,
+    g: Tensor,  # noqa: ARG001
+    out_dim: int,  # noqa: ARG001
+    beta: float,  # noqa: ARG001
+    config: str,  # noqa: ARG001
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return torch.empty_like(raw), torch.empty_like(panel0), torch.empty_like(panel1), torch.empty_like(scalar)

@@ -1,0 +1,69 @@
+import dataclasses
+
+import pytest
+
+from symexplin.lab.bench.config import BenchConfig, Case, heads_of
+
+
+@pytest.mark.parametrize(("width", "heads"), [(1024, 16), (3072, 48), (512, 8), (64, 1), (32, 1), (80, 1), (320, 5)])
+def test_heads_have_size_64_where_they_can(width, heads):
+    assert heads_of(width) == heads
+
+
+def test_a_sweep_is_every_size_with_every_other_where_it_matters():
+    config = BenchConfig(widths=(64, 128), depths=(1, 2), microbatches=(1, 4), dtypes=("bf16",))
+    cases = list(config.cases())
+    assert [case.width for case in cases if case.part == "map"] == [64, 128]
+    assert [(case.width, case.depth) for case in cases if case.part == "optimizer"] == [
+        (64, 1),
+        (64, 2),
+        (128, 1),
+        (128, 2),
+    ]
+    steps = [case for case in cases if case.part == "step"]
+    assert len(steps) == 2 * 2 * 2
+    assert {(case.microbatches, case.tokens) for case in steps} == {(1, 8192), (4, 8192)}
+
+
+def test_tokens_can_go_with_the_microbatches():
+    config = BenchConfig(("step",), microbatches=(1, 4), dtypes=("fp32",), tokens_per_microbatch=1024)
+    assert [case.tokens for case in config.cases()] == [1024, 4096]
+
+
+def test_a_case_has_the_labs_run():
+    config = BenchConfig(widths=(128,), tokens=4096, vocab_size=50304, device="cpu", threads=3, recompute=True)
+    run = config.run(Case("step", "fp32", 128, 6, 2, 4096))
+    assert (run.model.width, run.model.depth, run.model.heads, run.model.vocab_size) == (128, 6, 2, 50304)
+    assert (run.train.batch_size, run.train.accumulation) == (8, 2)
+    assert (run.compute.threads, run.compute.recompute) == (3, True)
+    assert 0 < run.compute.loss_chunk < 2048  # 2,048 tokens x 50,304 logits are more than 256 MiB
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parts": ("stpe",)}, r"parts must be one of .*got 'stpe'; did you mean 'step'\?"),
+        ({"dtypes": ("fp16",)}, "dtypes must be one of 'fp32', 'bf16', got 'fp16'"),
+        ({"widths": ()}, r"widths must hold at least one entry, and each once, got \(\)"),
+        ({"depths": (2, 2)}, r"depths must hold at least one entry, and each once, got \(2, 2\)"),
+        ({"microbatches": (0,)}, "microbatches must be a whole number >= 1, got 0"),
+        ({"widths": (512, 33)}, r"width must be a multiple of 2 \* heads = 2, .*got 33"),
+        ({"widths": (512, 100), "heads": 8}, r"width must be a multiple of 2 \* heads = 16, .*got 100"),
+        ({"tokens": 1000}, "tokens must be a multiple of context x microbatches = 512 x 1, got 1000"),
+        ({"microbatches": (1, 3)}, "tokens must be a multiple of context x microbatches = 512 x 3, got 8192"),
+        ({"preset": "papper"}, "preset must be one of .*did you mean 'paper'"),
+        ({"map": {"bete": 3}}, "map: key must be one of .*did you mean 'beta'"),
+        ({"repeats": 0}, "repeats must be a whole number >= 1, got 0"),
+        ({"warmup": -1}, "warmup must be a whole number >= 0, got -1"),
+        ({"threads": 0}, "threads must be a whole number >= 1, got 0"),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_measured(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(BenchConfig(), **changes)
+
+
+def test_a_device_that_is_not_there_is_named():
+    config = BenchConfig(device="cuda:77")
+    with pytest.raises(ValueError, match="device must be one that torch finds here, got 'cuda:77'"):
+        config.run(next(config.cases()))
