@@ -5,6 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import symexplin as sel
+from symexplin import kernels
 from symexplin.optim import SELMuon, watch
 from training import assert_same_bits, backward, build, network, train
 
@@ -12,6 +13,13 @@ aten = torch.ops.aten
 # Operations whose outcome, or the shape of it, the host must wait for.
 WAITING = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default}
 COUNTERS = {"step", "scale_step"}
+
+
+@pytest.fixture(autouse=True)
+def _readable():
+    """Compiled kernels read their numbers from the CPU; what is tested here is what an accelerator runs."""
+    with kernels.using("readable"):
+        yield
 
 
 class Waits(TorchDispatchMode):
@@ -47,6 +55,37 @@ def test_a_step_reads_counters_on_the_cpu_alone(monkeypatch, preset, kind):
     monkeypatch.setattr(watch, "_asynchronous", lambda _: True)  # as on an accelerator: flags stay there
     counters = {s[key].untyped_storage().data_ptr() for s in optimizer.state.values() for key in COUNTERS & set(s)}
     assert step_watched(model, optimizer) <= counters
+
+
+class Deaf:
+    """Kernels that compute nothing, and so read nothing."""
+
+    name = "deaf"
+
+    def covers(self, *_):
+        return True
+
+    def pull(self, parts):
+        return torch.zeros(len(parts))
+
+    def update(self, parts, *_):
+        return self.marks(parts)
+
+    def marks(self, tensors):
+        return torch.zeros(len(tensors), 2, dtype=torch.int64)
+
+
+def test_a_step_through_kernels_reads_counters_alone(monkeypatch):
+    deaf = Deaf()
+    for module in ("symexplin.optim.fused", "symexplin.optim.watch"):
+        monkeypatch.setattr(f"{module}.backend_for", lambda _: deaf)
+    monkeypatch.setattr(watch, "_asynchronous", lambda _: True)
+    model = network()
+    optimizer = build(model)
+    train(model, optimizer, 2)
+    counters = {s[key].untyped_storage().data_ptr() for s in optimizer.state.values() for key in COUNTERS & set(s)}
+    assert step_watched(model, optimizer) <= counters
+    assert len(optimizer._fused[0].entries) == 6
 
 
 @pytest.mark.parametrize("kind", [sel.SELAdamW, SELMuon])

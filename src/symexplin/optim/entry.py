@@ -11,7 +11,7 @@ from torch import Tensor
 from symexplin.coordinates import Coordinates
 from symexplin.layout import PANELS, Layout
 from symexplin.optim.groups import Group, is_curved, layout_of, name_of
-from symexplin.optim.placement import Placement, is_dtensor, local, placement_of
+from symexplin.optim.placement import Placement, address, is_dtensor, local, placement_of
 from symexplin.optim.rates import Number, panel_decay, panel_rates
 from symexplin.optim.target import Moments, Target, moment_key
 from symexplin.optim.watch import differing
@@ -37,23 +37,15 @@ class Entry:
     state: dict[str, Any]
 
     def __post_init__(self) -> None:
+        self.parameter: Tensor = self.group["params"][self.index]
+        self.key = id(self.parameter)  # what it is called among others
+        self._address = address(self.parameter)
         shape = self.group["shape"][self.index] if self.curved else None
         if shape is not None and tuple(shape) != self.shape:
             raise ValueError(
                 f"{self.name} must have its shape {tuple(shape)}, got {self.shape}: parameters flattened after the "
                 "groups were built (FSDP1, ZeRO) are not supported; fully_shard (FSDP2) is"
             )
-
-    @property
-    def parameter(self) -> Tensor:
-        """The model's parameter."""
-        parameter: Tensor = self.group["params"][self.index]
-        return parameter
-
-    @functools.cached_property
-    def key(self) -> int:
-        """What it is called among others: the `id` of the parameter."""
-        return id(self.parameter)
 
     @property
     def name(self) -> str:
@@ -224,15 +216,10 @@ class Entry:
 
     def serves(self, group: Group, index: int, state: dict[str, Any]) -> bool:
         """Whether what is kept here still holds: the same place and state, and values where they were."""
-        if self.group is not group or self.index != index or self.state is not state or self._kept is None:
+        if self.group is not group or self.index != index or self.state is not state:
             return False
-        parameter, pointer = self._kept
-        return parameter is group["params"][index] and parameter.data_ptr() == pointer
-
-    @functools.cached_property
-    def _kept(self) -> tuple[Tensor, int] | None:
-        """The parameter and its address; None for a DTensor, whose parts FSDP2 moves about."""
-        return None if is_dtensor(self.parameter) else (self.parameter, self.parameter.data_ptr())
+        parameter = group["params"][index]
+        return parameter is self.parameter and address(parameter) == self._address
 
     def gradient(self) -> Tensor:
         """Return the gradient of this part."""
