@@ -4,6 +4,7 @@ The map runs through kernels where there are any for it, else through the readab
 time.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator
@@ -97,6 +98,16 @@ class Coordinates(NamedTuple):
         Raises:
             ValueError: an entry to invert is not finite or has no inverse.
         """
+        if where is not None:
+            return self._matched(w, where)
+        raw = torch.empty_like(self.raw, dtype=compute_dtype(w))
+        with contextlib.suppress(ValueError):
+            for rows, block in self._blocks():
+                raw[rows] = block._matched(w[rows])
+            return raw
+        return self._matched(w)  # raises again, and counts in all rows
+
+    def _matched(self, w: Tensor, where: Tensor | None = None) -> Tensor:
         scales = self.scales()
         if scales.delta is not None:
             w = w.to(compute_dtype(w)) - scales.delta

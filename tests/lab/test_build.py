@@ -22,6 +22,7 @@ def test_no_home_is_torchs_adamw():
     (group,) = optimizer.param_groups
     assert (group["lr"], group["betas"], group["weight_decay"]) == (4e-3, (0.8, 0.99), 0.02)
     assert len(group["params"]) == len(list(model.parameters()))
+    assert group["fused"]
 
 
 @pytest.mark.parametrize("preset", LAB_PRESETS)

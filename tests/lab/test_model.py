@@ -3,7 +3,6 @@ import math
 
 import pytest
 import torch
-from torch.nn import functional
 
 import symexplin as sel
 from symexplin.lab.model import ModelConfig, Transformer, apply_rope, attention, rope_tables
@@ -57,12 +56,36 @@ def test_rope_scores_depend_on_distance_alone():
         torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
 
 
+@pytest.mark.parametrize("length", [1, 7, 64, 65, 200, 300])  # one block of queries, two, four
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_attention_is_torchs(dtype):
-    q, k, v = torch.randn(3, 2, 3, 7, 4, generator=torch.Generator().manual_seed(0), dtype=dtype)
-    mask = torch.full((7, 7), -math.inf, dtype=dtype).triu(1)
-    expected = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    torch.testing.assert_close(attention(q, k, v, mask), expected)
+def test_attention_is_the_masked_softmax(dtype, length):
+    q, k, v, grad = torch.randn(4, 2, 3, length, 4, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (q, k, v))
+    mask = torch.full((length, length), -math.inf, dtype=dtype).triu(1)
+    expected = (q @ k.mT / 2.0 + mask).softmax(-1) @ v
+    found = attention(q, k, v, mask)
+    torch.testing.assert_close(found, expected)
+    gradients = (torch.autograd.grad(x, (q, k, v), grad) for x in (found, expected))
+    for mine, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4 if dtype == torch.float32 else 1e-10, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [0, 5])
+def test_one_graph_has_the_model_and_its_loss(chunk):
+    model = build(dataclasses.replace(TINY, depth=1))
+    model.loss_chunk = chunk
+    tokens = tokens_of(TINY)
+    torch.compiler.reset()
+    loss = torch.compile(model, fullgraph=True, backend="aot_eager")(tokens, tokens)
+    loss.backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    expected = model(tokens, tokens)
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad)
 
 
 def test_model_is_the_formula():

@@ -1,6 +1,6 @@
 """From a configuration to a model with its optimizer, in either home of the map or in none."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,6 +11,8 @@ from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import ALONE, Ranks, shard
 
 __all__ = ["Built", "build", "build_model"]
+
+_FUSED = ("cpu", "cuda", "mps", "xpu")  # devices that torch's fused AdamW knows
 
 
 class Built(NamedTuple):
@@ -40,9 +42,10 @@ def build(config: RunConfig, ranks: Ranks = ALONE) -> Built:
     else:
         model = build_model(config)
     if curve is None:
-        return Built(model, _adamw(model.parameters(), config), clip=True)
+        return Built(model, _adamw(model, model.parameters(), config), clip=True)
     if config.sel.home == "module":
-        optimizer = _adamw(sel.param_groups(model, lr=train.lr, weight_decay=train.weight_decay), config)
+        groups = sel.param_groups(model, lr=train.lr, weight_decay=train.weight_decay)
+        optimizer = _adamw(model, groups, config)
         sel.anneal_scales(optimizer, total_steps=train.steps)
         return Built(model, optimizer, clip=True)
     groups = sel.param_groups(model, lr=train.lr, weight_decay=train.weight_decay, config=curve)
@@ -71,6 +74,6 @@ def build_model(config: RunConfig, device: str | None = None) -> Transformer:
     return model
 
 
-def _adamw(params: object, config: RunConfig) -> torch.optim.AdamW:
-    train = config.train
-    return torch.optim.AdamW(params, lr=train.lr, betas=train.betas, weight_decay=train.weight_decay)  # type: ignore[arg-type]
+def _adamw(model: Transformer, params: Any, config: RunConfig) -> torch.optim.AdamW:
+    train, fused = config.train, next(model.parameters()).device.type in _FUSED
+    return torch.optim.AdamW(params, lr=train.lr, betas=train.betas, weight_decay=train.weight_decay, fused=fused)

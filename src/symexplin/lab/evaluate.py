@@ -1,5 +1,6 @@
 """What a trained model is worth: its loss, its text, and how much sooner one run reaches another's loss."""
 
+import operator
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -34,19 +35,19 @@ def evaluate(
     device = next(model.parameters()).device
     was_training = model.training
     model.eval()
-    total, count = 0.0, 0.0
+    losses, counts = [], []
     for batch in batches:
         rows = ranks.rows(len(batch[0]))
         own = rows.stop - rows.start
         # A sharded model is computed by all at once: a process without rows takes one that does not count.
         inputs, targets = (part[rows] if own else part[:1] for part in batch)
         with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-            loss = model(inputs.to(device), targets.to(device))
-        tokens = own * targets.shape[-1]
-        total += float(loss) * tokens
-        count += tokens
+            losses.append(model(inputs.to(device), targets.to(device)))
+        counts.append(own * targets.shape[-1])
     model.train(was_training)
-    total, count = ranks.sums(total, count)
+    # All at once: each look at a number waits for the device.
+    values = torch.stack(losses).tolist() if losses else []
+    total, count = ranks.sums(sum(map(operator.mul, values, counts)), sum(counts))
     if not count:
         raise ValueError("batches must hold at least one batch, got none")
     return total / count

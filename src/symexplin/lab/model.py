@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from symexplin.lab.loss import chunked_loss, cross_entropy
+from symexplin.lab.norm import RMSNorm
 from symexplin.validation import check_flag, check_whole
 
 __all__ = ["ROPE_BASE", "ModelConfig", "Transformer", "apply_rope", "attention", "rope_tables"]
@@ -21,9 +23,9 @@ __all__ = ["ROPE_BASE", "ModelConfig", "Transformer", "apply_rope", "attention",
 # Base of the rotary frequencies (Su et al. 2024) and the usual spread of embeddings and head (GPT-2).
 ROPE_BASE = 10_000.0
 _EMBEDDING_STD = 0.02
-_IGNORED = -100  # target that the loss leaves out, as in torch
 # Explicit: nn.RMSNorm's default depends on the dtype and is 2^-7 in bfloat16.
 _NORM_EPS = 1e-6
+_FEWEST_QUERIES = 64  # smaller matrix products do not reach the CPU's pace
 
 
 @dataclass(frozen=True)
@@ -102,8 +104,9 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Return softmax(q k^T / sqrt(head_dim) + mask) v; q, k, v are (batch, heads, length, head_dim).
 
-    `mask` (length, length) holds 0 up to the diagonal and -inf above. On CUDA the fused causal kernel ignores
-    it; on the CPU that kernel's backward is far slower than these matrix products.
+    `mask` (length, length) holds 0 up to the diagonal and -inf above. On CUDA the fused causal kernel ignores it. On
+    the CPU a quarter of the queries at a time sees the keys up to its end, so that most of what the mask would hide is
+    never computed; torch's fused kernel is slower there, several times so in bfloat16.
 
     >>> x = torch.ones(1, 1, 2, 4)
     >>> attention(x, x, x, torch.tensor([[0.0, -math.inf], [0.0, 0.0]])).shape
@@ -111,9 +114,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """
     if q.is_cuda:
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
-    mixed: Tensor = (scores + mask).softmax(dim=-1) @ v
-    return mixed
+    size = max(_FEWEST_QUERIES, -(-len(mask) // 4))
+    flat_q, flat_k, flat_v, mask = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), mask.to(q.dtype)
+    mixed, seen = [], 0
+    for queries, rows in zip(torch.split(flat_q, size, dim=1), torch.split(mask, size), strict=True):
+        seen += len(rows)
+        scores = torch.baddbmm(rows[:, :seen], queries, flat_k[:, :seen].mT, alpha=q.shape[-1] ** -0.5)
+        mixed.append(scores.softmax(dim=-1) @ flat_v[:, :seen])
+    return torch.cat(mixed, dim=1).view_as(q)
 
 
 class Attention(nn.Module):
@@ -123,8 +131,8 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = config.heads
         self.q, self.k, self.v, self.o = (nn.Linear(config.width, config.width, bias=config.bias) for _ in range(4))
-        self.q_norm = nn.RMSNorm(config.head_dim, eps=_NORM_EPS)
-        self.k_norm = nn.RMSNorm(config.head_dim, eps=_NORM_EPS)
+        self.q_norm = RMSNorm(config.head_dim, eps=_NORM_EPS)
+        self.k_norm = RMSNorm(config.head_dim, eps=_NORM_EPS)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
         """Map (batch, length, width) to the same shape."""
@@ -154,9 +162,9 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.width, eps=_NORM_EPS)
+        self.attention_norm = RMSNorm(config.width, eps=_NORM_EPS)
         self.attention = Attention(config)
-        self.ffn_norm = nn.RMSNorm(config.width, eps=_NORM_EPS)
+        self.ffn_norm = RMSNorm(config.width, eps=_NORM_EPS)
         self.ffn = FeedForward(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
@@ -194,7 +202,7 @@ class Transformer(nn.Module):
         self.loss_chunk = 0
         self.embedding = nn.Embedding(config.vocab_size, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
-        self.norm = nn.RMSNorm(config.width, eps=_NORM_EPS)
+        self.norm = RMSNorm(config.width, eps=_NORM_EPS)
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
         if config.tie_head:
             self.head.weight = self.embedding.weight
@@ -214,7 +222,7 @@ class Transformer(nn.Module):
                 nn.init.xavier_uniform_(module.weight, generator=generator)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.RMSNorm):
+            elif isinstance(module, RMSNorm):
                 module.reset_parameters()
         self.norm.reset_parameters()
         if not self.config.tie_head:
@@ -245,16 +253,7 @@ class Transformer(nn.Module):
             else:
                 x = block(x, cos, sin, mask)
         x = self.norm(x)
-        if targets is None:
-            logits: Tensor = self.head(x)
-            return logits
-        if not self.loss_chunk:
-            return self._loss(x, targets, "mean")
-        parts = zip(*(torch.split(t, self.loss_chunk) for t in (x.flatten(0, -2), targets.flatten())), strict=True)
-        losses = [checkpoint(self._loss, *part, "sum", use_reentrant=False) for part in parts]
-        return torch.stack(losses).sum() / (targets != _IGNORED).sum()
-
-    def _loss(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
-        logits = self.head(x)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction=reduction)
+        if targets is not None and self.loss_chunk:
+            return chunked_loss(x.flatten(0, -2), self.head.weight, targets.flatten(), self.loss_chunk)
+        logits: Tensor = self.head(x)
+        return logits if targets is None else cross_entropy(logits.flatten(0, -2), targets.flatten())

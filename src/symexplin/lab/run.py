@@ -21,6 +21,7 @@ from symexplin.lab.checkpoint import checkpoint_at, load_checkpoint, newest, sav
 from symexplin.lab.config import RunConfig, resolve
 from symexplin.lab.files import read_json_lines, write_json
 from symexplin.lab.folders import claimed
+from symexplin.lab.malloc import keep_freed_memory
 from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import Ranks, joined
 from symexplin.lab.provenance import memory
@@ -59,6 +60,7 @@ def train(
     tell_config: bool = True,
     progress: bool = True,
     label: str = "train",
+    verify: bool = True,
 ) -> RunResult:
     """Train as `config` says, in the folder `out`, and return the result.
 
@@ -78,6 +80,7 @@ def train(
         tell_config: the resolved configuration is among them.
         progress: show a bar on a terminal.
         label: name of the run on the bar.
+        verify: read all tokens and compare their digests; False if that has just been done.
 
     Raises:
         ValueError: a folder or data that cannot be used, a run that has another configuration, a damaged checkpoint.
@@ -89,7 +92,7 @@ def train(
     with joined(config.compute.device) as ranks, contextlib.ExitStack() as stack:
         echo = echo if ranks.first else lambda _: None
         with ranks.together():
-            corpus = Corpus.load(config.data, verify=ranks.first, progress=ranks.first)
+            corpus = Corpus.load(config.data, verify=verify and ranks.first, progress=ranks.first)
             given, config = config, resolve(config, corpus.vocab_size, ranks.size)
             corpus.check_context(config.model.context)
         ranks.agree({**to_table(config), "resume": resume}, free=("data", "compute.threads"))
@@ -105,6 +108,7 @@ def train(
         for line in lines(to_table(config)) if tell_config else []:
             echo(line)
         torch.set_num_threads(config.compute.threads or 1)
+        keep_freed_memory()
         trainer = Trainer(config, corpus, ranks)  # what does not fit into memory leaves no folder
         ranks.tell(lambda: mark(folder, given, config, corpus, ranks))
         return _Run(folder, trainer, ranks, echo, progress, label).go()

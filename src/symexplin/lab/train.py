@@ -19,7 +19,7 @@ from symexplin.lab.evaluate import evaluate
 from symexplin.lab.maps import map_of
 from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import ALONE, Ranks
-from symexplin.lab.text.corpus import BatchLoader, Corpus, eval_batches
+from symexplin.lab.text.corpus import BatchesAhead, BatchLoader, Corpus, eval_batches
 from symexplin.lab.weights.files import MAP_KEY, MODEL, load_weights, save_model, write_tensors
 from symexplin.optim.placement import is_dtensor, local, whole
 
@@ -72,11 +72,13 @@ class Trainer:
         context, train = config.model.context, config.train
         self.config, self._ranks = config, ranks
         with ranks.together():  # what follows makes the processes wait for each other
-            self._loader = BatchLoader(corpus.train, context, train.batch_size, train.seed)
+            loader = BatchLoader(corpus.train, context, train.batch_size, train.seed)
             self._held_out = eval_batches(
                 corpus.valid, context, train.batch_size // train.accumulation, train.eval_batches * train.accumulation
             )
             self.model, self.optimizer, self._clip = build(config, ranks)
+        self._device = next(self.model.parameters()).device
+        self._batches = BatchesAhead(loader, pinned=self._device.type == "cuda")
         if self._autocast:  # torch tells of the norms, whose weights stay in float32
             warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
@@ -110,7 +112,7 @@ class Trainer:
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * lr_factor(self.step, train)
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self._backward(self._loader.batch(self.step))
+        loss = self._backward(self._batches.batch(self.step))
         parameters = list(self.model.parameters())
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         self._check_finite(self.step + 1, loss=loss, gradient_norm=float(whole(norm)))
@@ -123,16 +125,18 @@ class Trainer:
         return {"loss": loss, "lr": float(self.optimizer.param_groups[0]["lr"]), "grad_norm": float(whole(norm))}
 
     def _backward(self, batch: tuple[Tensor, Tensor]) -> float:
-        device, accumulation = next(self.model.parameters()).device, self.config.train.accumulation
-        loss = 0.0
+        device, accumulation = self._device, self.config.train.accumulation
+        losses = []
         parts = list(zip(*(part.chunk(accumulation) for part in batch), strict=True))
         for number, (inputs, targets) in enumerate(parts, start=1):
             rows = self._ranks.rows(len(inputs))
             with self._exchange(number == len(parts)):
                 with torch.autocast(device.type, torch.bfloat16, enabled=self._autocast):
-                    part: Tensor = self._trained(inputs[rows].to(device), targets[rows].to(device)) / accumulation
+                    own = (tokens[rows].to(device, non_blocking=True) for tokens in (inputs, targets))
+                    part: Tensor = self._trained(*own) / accumulation
                 part.backward()  # type: ignore[no-untyped-call]
-            loss += float(part.detach())
+            losses.append(part.detach())
+        loss = sum(torch.stack(losses).tolist())  # here the device is waited for, once a step
         return self._ranks.sums(loss)[0] / self._ranks.size
 
     def _exchange(self, last: bool) -> contextlib.AbstractContextManager[None]:
@@ -203,7 +207,7 @@ class Trainer:
         self.step = state["step"]
         if self.step and self._trained is not self._forward:
             # DDP sorts its buckets anew after its first backward pass, which moves the last bits of later sums.
-            self._backward(self._loader.batch(self.step))
+            self._backward(self._batches.batch(self.step))
             self.optimizer.zero_grad(set_to_none=True)
 
     def _check_finite(self, step: int, **values: float) -> None:

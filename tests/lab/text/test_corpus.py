@@ -1,8 +1,10 @@
+import threading
+
 import numpy as np
 import pytest
 import torch
 
-from symexplin.lab.text.corpus import BatchLoader, Corpus, eval_batches
+from symexplin.lab.text.corpus import BatchesAhead, BatchLoader, Corpus, eval_batches
 from symexplin.lab.text.dataset import PARTS
 from symexplin.lab.text.prepare import PrepareConfig, prepare
 from symexplin.lab.text.tokenizer import Tokenizer, train_bpe
@@ -165,6 +167,42 @@ def test_batches_are_windows_and_pure_in_seed_and_step():
     assert torch.equal(inputs, inputs[:, :1] + torch.arange(10))
     assert not torch.equal(inputs, loader.batch(6)[0])
     assert not torch.equal(inputs, BatchLoader(tokens, 10, 6, seed=4).batch(5)[0])
+
+
+@pytest.mark.parametrize("steps", [(0, 1, 2, 3), (4, 5, 2, 2, 9)])
+def test_batches_read_ahead_are_those_of_the_loader(steps):
+    loader = BatchLoader(np.arange(250, dtype=np.uint8), context=10, batch_size=6, seed=3)
+    ahead = BatchesAhead(loader)
+    for step in steps:
+        assert all(map(torch.equal, ahead.batch(step), loader.batch(step)))
+
+
+def test_the_next_batch_is_read_while_one_is_used():
+    read, told = threading.Event(), []
+
+    class Loader:
+        def batch(self, step):
+            told.append((step, threading.current_thread() is threading.main_thread()))
+            if step == 1:
+                read.set()
+            return torch.zeros(1), torch.zeros(1)
+
+    BatchesAhead(Loader()).batch(0)
+    assert read.wait(timeout=60)
+    assert told == [(0, False), (1, False)]
+
+
+def test_what_goes_wrong_ahead_is_raised_where_the_batch_is_asked_for():
+    class Loader:
+        def batch(self, step):
+            if step == 1:
+                raise OSError("disk gone")
+            return torch.zeros(1), torch.zeros(1)
+
+    ahead = BatchesAhead(Loader())
+    ahead.batch(0)
+    with pytest.raises(OSError, match="disk gone"):
+        ahead.batch(1)
 
 
 def test_batches_ignore_and_leave_the_global_generators():

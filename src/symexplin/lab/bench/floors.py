@@ -12,7 +12,7 @@ _SHEETS = {
     "NVIDIA H100 80GB HBM3": {"bf16": 989e12, "fp32": 67e12},
     "NVIDIA A100-SXM4": {"bf16": 312e12, "fp32": 19.5e12},
 }
-_SIDES = {"cpu": 2048, "cuda": 8192}  # of the matrices whose product is timed elsewhere
+_SIDES = {"cpu": 1024, "cuda": 8192}  # of the matrices whose product is timed elsewhere
 
 
 class Bytes(NamedTuple):
@@ -118,12 +118,12 @@ def peak_flops(device: torch.device, dtype: str) -> tuple[float, str]:
 
 
 def _measured(device: torch.device, dtype: str) -> float:
-    """Return the FLOP/s of the best of a few products of square matrices."""
+    """Return the FLOP/s of the best of many products of square matrices."""
     from symexplin.lab.bench.config import DTYPES
     from symexplin.lab.bench.measure import measure
     from symexplin.lab.bench.work import Work
 
-    side = _SIDES.get(device.type, 2048)
+    side = _SIDES.get(device.type, 1024)
     matrix = torch.rand(side, side, dtype=DTYPES[dtype], device=device)
-    rounds = list(measure({"matmul": lambda: Work(lambda: matrix @ matrix)}, device, repeats=5))
+    rounds = list(measure({"matmul": lambda: Work(lambda: matrix @ matrix)}, device, repeats=20))
     return 2e3 * side**3 / min(found["matmul"].ms for found in rounds)

@@ -10,6 +10,7 @@ import torch
 
 from symexplin.lab.bench.config import BenchConfig, Case
 from symexplin.lab.bench.work import make_work
+from symexplin.lab.malloc import keep_freed_memory
 
 __all__ = ["peak_in_child"]
 
@@ -35,6 +36,7 @@ def peak_in_child(name: str, config: BenchConfig, case: Case) -> int:
 
 
 def _peak(name: str, config: BenchConfig, case: Case) -> int:
+    keep_freed_memory()
     run = config.run(case)
     torch.set_num_threads(run.compute.threads or 1)
     work = make_work(name, config, case, torch.device("cpu"))

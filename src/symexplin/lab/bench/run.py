@@ -19,6 +19,7 @@ from symexplin.lab.bench.variants import BASELINES
 from symexplin.lab.bench.work import Work, make_work, shapes
 from symexplin.lab.files import JsonLines, replace_file, replacing
 from symexplin.lab.folders import claimed
+from symexplin.lab.malloc import keep_freed_memory
 from symexplin.lab.model import Transformer
 from symexplin.lab.provenance import cores, provenance
 
@@ -55,11 +56,10 @@ def run_bench(config: BenchConfig, out: str | Path, echo: Echo = lambda _: None,
     compute = config.run(next(config.cases())).compute
     device, threads = torch.device(compute.device), torch.get_num_threads()
     rows: list[Row] = []
+    keep_freed_memory()  # as every run of the lab does
     with claimed(out, "benchmark", (RESULTS, ROUNDS)) as folder, warnings.catch_warnings():
         if (folder / ROUNDS).exists():
             raise ValueError(f"out must be a new folder, got {str(out)!r}, which has an earlier measurement")
-        # torch tells of the norms under autocast, whose weights stay in float32.
-        warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
         torch.set_num_threads(compute.threads or threads)
         try:
             facts = _facts(config, device)
@@ -156,8 +156,10 @@ def _facts(config: BenchConfig, device: torch.device) -> dict[str, Any]:
 
 def _caption(facts: dict[str, Any]) -> str:
     place = facts["machine"] if facts["device"] == "cpu" else facts["device"]
-    commit = f", commit {str(facts['commit'])[:8]}" if facts["commit"] else ""
-    return f"{place}, {facts['threads']} threads, torch {facts['torch']}{commit}"
+    threads = f"{facts['threads']} thread" + ("s" if facts["threads"] > 1 else "")
+    known = str(facts["commit"] or "")
+    commit = f", commit {known[:8]}{'+' if known.endswith('+') else ''}" if known else ""
+    return f"{place}, {threads}, torch {facts['torch']}{commit}"
 
 
 def _draw(rows: list[Row], folder: Path, caption: str) -> None:

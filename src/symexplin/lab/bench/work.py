@@ -1,11 +1,13 @@
 """What is timed: one call of each variant of a case, with what must be put right before it, untimed."""
 
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from symexplin.coordinates import Coordinates
 from symexplin.lab.bench.config import DTYPES, BenchConfig, Case
 from symexplin.lab.bench.variants import build_variant, fill_gradients
 from symexplin.lab.model import ModelConfig
@@ -43,7 +45,7 @@ def make_work(
 def _map(name: str, config: BenchConfig, case: Case, device: torch.device, shape: tuple[int, int]) -> Work:
     """Return the effective weight, its pullback, or to compare one fused AdamW step on the same matrix, all fp32.
 
-    In bf16 the effective weight is cast, and its gradient arrives so, as under autocast.
+    Scales are packed each time, as the module does it; in bf16 the effective weight and its gradient are of that dtype.
     """
     torch.manual_seed(config.seed)
     rows, columns = shape
@@ -52,11 +54,14 @@ def _map(name: str, config: BenchConfig, case: Case, device: torch.device, shape
     if name == "adamw":
         optimizer = torch.optim.AdamW([raw], fused=True)
         return Work(optimizer.step, lambda: fill_gradients([raw]))
-    if name == "forward":
-        return Work(lambda: layer.weight.to(dtype))
-    weight, parameters = layer.weight.to(dtype), list(layer.parameters())
-    grad = torch.rand_like(weight)
-    return Work(lambda: torch.autograd.grad(weight, parameters, grad, retain_graph=True))
+    grad = torch.rand(shape, device=device, dtype=dtype)
+
+    @torch.no_grad()
+    def run() -> object:
+        coordinates = Coordinates(layer.weight_layout, *layer.parts())
+        return coordinates.effective(dtype) if name == "forward" else coordinates.pullback(grad)
+
+    return Work(run)
 
 
 def _optimizer(name: str, config: BenchConfig, case: Case, device: torch.device) -> Work:
@@ -71,6 +76,8 @@ def _step(name: str, config: BenchConfig, case: Case, device: torch.device) -> W
     assert case.tokens is not None
     assert case.microbatches is not None
     model, step, autocast = build_variant(name, config, case, device)
+    if autocast:  # torch tells of the norms, whose weights stay in float32
+        warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
     forward: nn.Module = torch.compile(model) if config.compile else model  # type: ignore[assignment]
     size = (case.microbatches, case.tokens // case.microbatches // config.context, config.context + 1)
     tokens = torch.randint(config.vocab_size, size, device=device)

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -18,7 +19,7 @@ from symexplin.lab.text.tokenizer import TokenArray, Tokenizer
 from symexplin.lab.text.tokens import open_tokens
 from symexplin.validation import check_whole
 
-__all__ = ["BatchLoader", "Corpus", "eval_batches"]
+__all__ = ["BatchLoader", "BatchesAhead", "Corpus", "eval_batches"]
 
 Batch = tuple[Tensor, Tensor]
 
@@ -184,6 +185,38 @@ class BatchLoader:
         random = np.random.default_rng([self.seed, step])
         starts = random.integers(0, len(self.tokens) - self.context, size=self.batch_size)
         return _windows(self.tokens, starts, self.context)
+
+
+class BatchesAhead:
+    """The batches of a loader; while one is used, a thread reads the next.
+
+    Args:
+        loader: gives the batches.
+        pinned: in memory that a GPU can copy by itself.
+
+    >>> ahead = BatchesAhead(BatchLoader(np.arange(100, dtype=np.uint8), context=4, batch_size=2))
+    >>> ahead.batch(7)[0].shape
+    torch.Size([2, 4])
+    """
+
+    def __init__(self, loader: BatchLoader, *, pinned: bool = False) -> None:
+        self._loader, self._pinned = loader, pinned
+        self._thread = ThreadPoolExecutor(1, "batches")
+        self._next: tuple[int, Future[Batch]] | None = None
+
+    def batch(self, step: int) -> Batch:
+        """Return batch `step`; the one after it comes without waiting."""
+        if self._next is None or self._next[0] != step:
+            self._next = step, self._thread.submit(self._read, step)
+        found = self._next[1].result()
+        self._next = step + 1, self._thread.submit(self._read, step + 1)
+        return found
+
+    def _read(self, step: int) -> Batch:
+        inputs, targets = self._loader.batch(step)
+        if not self._pinned:
+            return inputs, targets
+        return inputs.contiguous().pin_memory(), targets.contiguous().pin_memory()
 
 
 def eval_batches(tokens: TokenArray, context: int, batch_size: int, count: int) -> list[Batch]:
