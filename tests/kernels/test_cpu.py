@@ -11,6 +11,7 @@ from symexplin import transform
 from symexplin.config import Scale, SELConfig
 from symexplin.coordinates import Coordinates
 from symexplin.kernels import cpu
+from symexplin.kernels.compiler import find_compiler
 from symexplin.kernels.part import Part, Rates
 from symexplin.kernels.terms import KERNEL_MODES, Terms, terms_of
 from symexplin.layout import PANELS, Layout
@@ -85,9 +86,7 @@ def owed(coordinates: Coordinates, unit: float) -> Tensor:
 
 
 @pytest.mark.parametrize(("mode", "normalize", "curvature"), CASES)
-def test_weights_are_as_accurate_as_owed(
-    kernels: cpu.CpuKernels, mode: str, normalize: bool, curvature: str
-) -> None:
+def test_weights_are_as_accurate_as_owed(kernels: cpu.CpuKernels, mode: str, normalize: bool, curvature: str) -> None:
     for pattern, (shape, out_dim) in itertools.product(PATTERNS, PLACES):
         layout = layout_of(mode, normalize, curvature, pattern, shape, out_dim)
         raw, panels = start(layout, torch.float32)
@@ -210,7 +209,13 @@ def part_of(
 
 
 def adamw(
-    x: Tensor, g: Tensor, moments: tuple[Tensor, Tensor], rates: Rates, lr: Tensor | float, decay: Tensor | float, i: int
+    x: Tensor,
+    g: Tensor,
+    moments: tuple[Tensor, Tensor],
+    rates: Rates,
+    lr: Tensor | float,
+    decay: Tensor | float,
+    i: int,
 ) -> Tensor:
     """One AdamW step in float64, out of place."""
     corrections = [float(c) for c in rates.corrections[i : i + 2]]
@@ -372,9 +377,7 @@ def test_parts_together_are_parts_alone(kernels: cpu.CpuKernels) -> None:
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
-def test_learning_rate_zero_keeps_bits_and_advances_moments(
-    kernels: cpu.CpuKernels, weight_dtype: torch.dtype
-) -> None:
+def test_learning_rate_zero_keeps_bits_and_advances_moments(kernels: cpu.CpuKernels, weight_dtype: torch.dtype) -> None:
     layout = layout_of("mismatch", False, "fixed", "row_col_mult", (33, 65))
     part = part_of(layout, torch.float32, weight_dtype, kernels, lr=0.0)
     assert part.weight is not None
@@ -448,8 +451,15 @@ def test_marks_are_exact_for_every_size_of_entry(kernels: cpu.CpuKernels) -> Non
         for dtype in dtypes
     ]
     tensors.append(tensors[0].mT)
+    tensors.append(torch.full((2, 20000), -32768, dtype=torch.int16))  # the largest sums
     assert kernels.marks(tensors).tolist() == [marks_by_hand(tensor) for tensor in tensors]
     assert kernels.marks([]).shape == (0, 2)
+
+
+def test_it_names_the_compiler(kernels: cpu.CpuKernels) -> None:
+    found = find_compiler()
+    assert found is not None
+    assert kernels.name == f"compiled C ({found.name})"
 
 
 def test_what_it_covers(kernels: cpu.CpuKernels) -> None:

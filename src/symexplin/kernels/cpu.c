@@ -36,8 +36,6 @@ typedef struct {
     atomic_llong next;
 } Call;
 
-INLINE int64_t padded(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
-
 static int has_sums(const Part *part) {
     for (int k = 0; k < 3; k++)
         if (part->panels[k].width) return 1;
@@ -53,21 +51,16 @@ static int has_sums(const Part *part) {
         case SINH: CALL(SINH); break;              \
     }
 
-static __attribute__((noinline)) void pull_fast(const Part *part, const Shared *shared, Tile *tile) {
-    int sums = has_sums(part);
-#define PULL_MODE(MODE)                                                                        \
-    tile->squares = !sums              ? pull_tile(part, shared, tile, MODE, 0, 0, 0)          \
-                    : part->normalize  ? pull_tile(part, shared, tile, MODE, 1, 1, 0)          \
-                                       : pull_tile(part, shared, tile, MODE, 0, 1, 0)
-    FOR_MODE(part->mode, PULL_MODE)
-}
-
-/* The same with the raw gradient written out, and its squares added in double. */
-static __attribute__((noinline)) void pull_out(const Part *part, const Shared *shared, Tile *tile) {
-#define PULL_OUT_MODE(MODE)                                                                \
-    tile->squares = part->normalize ? pull_tile(part, shared, tile, MODE, 1, 1, 1)         \
-                                    : pull_tile(part, shared, tile, MODE, 0, 1, 1)
-    FOR_MODE(part->mode, PULL_OUT_MODE)
+/* EXP_ONLY goes with MISMATCH, its lambda being 0. */
+static void pull_curved(const Part *part, const Shared *shared, Tile *tile, int out) {
+#define PULL_MODE(MODE)                                                               \
+    tile->squares = part->normalize ? pull_tile(part, shared, tile, MODE, 1, out)     \
+                                    : pull_tile(part, shared, tile, MODE, 0, out)
+    switch (part->mode) {
+        case SINH: PULL_MODE(SINH); break;
+        case CONGRUENT: PULL_MODE(CONGRUENT); break;
+        default: PULL_MODE(MISMATCH); break;
+    }
 }
 
 static void pull_plain(const Part *part, Tile *tile) {
@@ -83,12 +76,9 @@ static void pull_any(const Part *part, const Shared *shared, Tile *tile) {
         pull_plain(part, tile);
         return;
     }
-    if (!part->out) {
-        pull_fast(part, shared, tile);
-        /* Squares of float that overflow, or lose digits as they underflow. */
-        if (tile->squares > 1e-30 && tile->squares < 1e38) return;
-    }
-    pull_out(part, shared, tile);
+    pull_curved(part, shared, tile, part->out != NULL);
+    /* Squares of float overflow or lose digits: again, with raw gradients written out and their squares in double. */
+    if (!part->out && !(tile->squares > 1e-30 && tile->squares < 1e38)) pull_curved(part, shared, tile, 1);
 }
 
 static void update_any(const Part *part, const Shared *shared, Tile *tile, REAL factor) {
@@ -115,12 +105,13 @@ static void prepare(const Call *call, const Part *part, Work *work) {
 
 static void combine_sums(const Part *part, const Work *work) {
     Axis axis = axis_of(part, 0);
+    const double all_of = whole((int)part->mode);
     double numbers[ROLES] = {0}, unused[ROLES];
     for (int64_t row = 0; row < part->rows; row++) {
         double total[SUMS] = {0};
         for (int64_t block = 0; block < work->blocks; block++)
             for (int k = 0; k < SUMS; k++) total[k] += work->row_sums[(block * part->rows + row) * SUMS + k];
-        pull_factors(&axis, row, (Sums){total[0], total[1], total[2]}, numbers);
+        pull_factors(&axis, row, (Sums){all_of * total[0], total[1], all_of * total[2]}, numbers);
     }
     for (int role = 0; role < ROLES; role++)
         if (part->columns[role][2] >= 0) part->panels[2].gradient[part->columns[role][2]] = (REAL)numbers[role];
@@ -131,7 +122,7 @@ static void combine_sums(const Part *part, const Work *work) {
             double total[SUMS] = {0};
             for (int64_t of = t; of < work->tile_count; of += work->blocks)
                 for (int k = 0; k < SUMS; k++) total[k] += work->tiles[of].column_sums[k * wide + column - start];
-            pull_factors(&axis, column, (Sums){total[0], total[1], total[2]}, unused);
+            pull_factors(&axis, column, (Sums){all_of * total[0], total[1], all_of * total[2]}, unused);
         }
     }
 }
@@ -187,10 +178,10 @@ static int64_t stacks_of(int64_t rows) { return rows <= TALL ? 1 : (rows + TALL 
 /* Numbers of REAL that a part needs besides its tensors. */
 static int64_t scratch_of(const Part *part, int task) {
     if (part->mode == PLAIN || task == MARKS) return 0;
-    int64_t blocks = blocks_of(part->cols), factors = 3 * (part->rows + padded(part->cols));
+    int64_t blocks = blocks_of(part->cols), factors = 4 * (part->rows + padded(part->cols));
     if (task == UPDATE) return 2 * factors;
     if (task != PULL) return factors;
-    return factors + SUMS * (part->rows * blocks + stacks_of(part->rows) * (part->cols + LANES * blocks));
+    return factors + SUMS * (part->rows * blocks + stacks_of(part->rows) * (part->cols + STEP * blocks));
 }
 
 static REAL *cut(REAL **scratch, int64_t count) {
@@ -200,8 +191,8 @@ static REAL *cut(REAL **scratch, int64_t count) {
 }
 
 static Factors cut_factors(REAL **scratch, int64_t count) {
-    REAL *kappa = cut(scratch, count), *c = cut(scratch, count);
-    return (Factors){kappa, c, cut(scratch, count)};
+    REAL *kappa = cut(scratch, count), *c = cut(scratch, count), *lambda = cut(scratch, count);
+    return (Factors){kappa, c, lambda, cut(scratch, count)};
 }
 
 static void lay_out(const Call *call, int64_t index, Tile *tiles, REAL *scratch) {
@@ -227,7 +218,8 @@ static void lay_out(const Call *call, int64_t index, Tile *tiles, REAL *scratch)
         int64_t column_end = column + width < part->cols ? column + width : part->cols;
         if (row > row_end) row = row_end;
         if (column > column_end) column = column_end;
-        tiles[t] = (Tile){.part = (int)index, .row = row, .row_end = row_end, .column = column, .column_end = column_end};
+        tiles[t] = (Tile){.part = (int)index, .row = row, .row_end = row_end, .column = column};
+        tiles[t].column_end = column_end;
         if (!curved || call->task != PULL) continue;
         tiles[t].row_sums = work->row_sums + (t % blocks * part->rows + row) * SUMS;
         tiles[t].column_sums = cut(&scratch, SUMS * padded(column_end - column));

@@ -24,9 +24,15 @@ _DEFINES: dict[torch.dtype, tuple[str, ...]] = {torch.float32: (), torch.float64
 _WEIGHT, _PULL, _UPDATE, _MARKS = range(4)
 _MODES = {"mismatch": 1, "congruent": 2, "oppose": 2, "exp_only": 3, "sinh": 4}
 _NOTHING, _SAME_AS_RAW, _BFLOAT16 = range(3)
-# `Part` of part.h: the shape, the map, the tensors, the rates, three panels.
-_RECORD = struct.Struct("@3q" "3q12q6d" "5q4q" "9d" + 3 * "5q8d")
-_RATES, _PANEL_RATES = (0.0,) * 9, (0.0,) * 8
+# `Part` of part.h: the shape, the map, the tensors with three panels, the rates.
+_SHAPE, _MAP, _TENSORS, _RATES = (
+    struct.Struct("=3q"),
+    struct.Struct("=15q6d"),
+    struct.Struct("=24q"),
+    struct.Struct("=33d"),
+)
+_SIZE = _SHAPE.size + _MAP.size + _TENSORS.size + _RATES.size
+_NO_PANELS, _NO_RATES = (0,) * 15, bytes(_RATES.size)
 
 Panels = Sequence[Tensor]
 
@@ -84,7 +90,7 @@ class CpuKernels:
         number = 1.0 if factor is None else float(factor)
         for dtype, chosen in _by_dtype(parts).items():
             grads = [_readable(_grad(parts[i]), dtype) for i in chosen]
-            rates: dict[int, _Packed] = {}
+            rates: dict[int, bytes] = {}
             records = [_update_record(parts[i], grad, rates) for i, grad in zip(chosen, grads, strict=True)]
             found = torch.zeros(len(chosen), 2, dtype=torch.int64)
             _run(_UPDATE, dtype, records, factor=number, marks=found)
@@ -132,7 +138,7 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
 
 def _is_right(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
     """Whether a handful of values agrees with the definition."""
-    if library.sel_part_size() != _RECORD.size:
+    if library.sel_part_size() != _SIZE:
         return False
     raw = torch.cat([torch.logspace(-20, 0.5, 36), torch.zeros(1)]).to(dtype)
     raw = torch.stack([raw, -raw])
@@ -178,7 +184,7 @@ def _grad(part: Part) -> Tensor:
 
 
 def _readable(g: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a gradient as kernels read it: contiguous, in the dtype of the raw weight or in bfloat16 beside float32."""
+    """Return a gradient as kernels read it: contiguous, of the dtype of the raw weight or bfloat16 beside float32."""
     if g.dtype != dtype and (dtype, g.dtype) != (torch.float32, torch.bfloat16):
         g = g.to(dtype)
     return g.contiguous()
@@ -195,23 +201,20 @@ def _pointer(tensor: Tensor | None) -> int:
 
 
 @functools.cache
-def _map_fields(terms: Terms | None) -> tuple[float, ...]:
+def _map_fields(terms: Terms | None) -> bytes:
     if terms is None:
-        return 0, 0, 0, *(-1,) * 12, 1.0, 1.0, *(1.0,) * 4
+        return _MAP.pack(0, 0, 0, *(-1,) * 12, *(1.0,) * 6)
     l = terms.l.value * (-1.0 if terms.mode == "oppose" else 1.0)
     places = (terms.e, terms.l, terms.kappa, terms.n)
     columns = (column for place in places for column in place.columns)
     values = (terms.e.value, l, terms.kappa.value, terms.n.value)
-    return _MODES[terms.mode], terms.normalize, terms.absorbed, *columns, terms.beta, terms.s, *values
+    return _MAP.pack(_MODES[terms.mode], terms.normalize, terms.absorbed, *columns, terms.beta, terms.s, *values)
 
 
-def _shape(tensor: Tensor) -> tuple[int, int, int]:
+def _shape_fields(tensor: Tensor) -> bytes:
     if tensor.dim() == 2:
-        return tensor.shape[0], tensor.shape[1], 0
-    return 1, tensor.numel(), 1
-
-
-_Packed = tuple[tuple[float, ...], tuple[tuple[float, ...], ...]]
+        return _SHAPE.pack(*tensor.shape, 0)
+    return _SHAPE.pack(1, tensor.numel(), 1)
 
 
 def _record(
@@ -225,22 +228,26 @@ def _record(
     out: Tensor | None = None,
     keep: bool = False,
     moments: Sequence[tuple[Tensor, Tensor]] = (),
-    rates: _Packed = (_RATES, (_PANEL_RATES,) * 3),
+    rates: bytes = _NO_RATES,
 ) -> bytes:
     pairs = [(m.data_ptr(), v.data_ptr()) for m, v in moments] or [(0, 0)] * 4
-    fields: list[float] = []
+    fields: Sequence[int] = _NO_PANELS
     if terms is not None:
-        for i, (panel, gradient) in enumerate(zip(panels, gradients, strict=True)):
-            width = panel.shape[1] if i == 0 and panel.dim() == 2 else panel.shape[0]
-            fields += panel.data_ptr(), *pairs[i + 1], gradient.data_ptr(), width, *rates[1][i]
-    else:
-        fields += (0, 0, 0, 0, 0, *_PANEL_RATES) * 3
-    tensors = raw.data_ptr(), *pairs[0], _pointer(grad), _pointer(weight)
-    kinds = _kind(grad), _kind(weight), keep, _pointer(out)
-    return _RECORD.pack(*_shape(raw), *_map_fields(terms), *tensors, *kinds, *rates[0], *fields)
+        (panel0, panel1, scalar), (grad0, grad1, grad2) = panels, gradients
+        width = panel0.shape[1] if panel0.dim() == 2 else 0
+        fields = (
+            *(panel0.data_ptr(), *pairs[1], grad0.data_ptr(), width),
+            *(panel1.data_ptr(), *pairs[2], grad1.data_ptr(), panel1.shape[0]),
+            *(scalar.data_ptr(), *pairs[3], grad2.data_ptr(), scalar.shape[0]),
+        )
+    tensors = _TENSORS.pack(
+        *(raw.data_ptr(), *pairs[0], _pointer(grad), _pointer(weight)),
+        *(_kind(grad), _kind(weight), keep, _pointer(out), *fields),
+    )
+    return _shape_fields(raw) + _map_fields(terms) + tensors + rates
 
 
-def _update_record(part: Part, grad: Tensor, known: dict[int, _Packed]) -> bytes:
+def _update_record(part: Part, grad: Tensor, known: dict[int, bytes]) -> bytes:
     rates = part.rates
     if rates is None:
         raise ValueError("rates of a part must be given, got None")
@@ -259,15 +266,14 @@ def _update_record(part: Part, grad: Tensor, known: dict[int, _Packed]) -> bytes
     )
 
 
-def _rate_fields(rates: Rates) -> _Packed:
-    panels = []
+def _rate_fields(rates: Rates) -> bytes:
+    numbers = [rates.lr, rates.decay, rates.beta1, rates.beta2, rates.eps, *rates.corrections]
     for lr, decay in zip(rates.panel_lr, rates.panel_decay, strict=True):
         rest = (0.0,) * (4 - len(lr))
-        panels.append((*map(float, lr), *rest, *decay, *rest))
-    numbers = rates.lr, rates.decay, rates.beta1, rates.beta2, rates.eps, *rates.corrections
-    return tuple(map(float, numbers)), tuple(panels)
+        numbers += *lr, *rest, *decay, *rest
+    return _RATES.pack(*map(float, numbers))
 
 
 def _mark_record(tensor: Tensor) -> bytes:
-    fields = [*_shape(tensor), *_map_fields(None), 0, 0, 0, 0, tensor.data_ptr(), 0, tensor.element_size(), 0, 0]
-    return _RECORD.pack(*fields, *_RATES, *(0, 0, 0, 0, 0, *_PANEL_RATES) * 3)
+    tensors = _TENSORS.pack(0, 0, 0, 0, tensor.data_ptr(), 0, tensor.element_size(), 0, 0, *_NO_PANELS)
+    return _shape_fields(tensor) + _map_fields(None) + tensors + _NO_RATES

@@ -6,68 +6,67 @@
 
 enum { PLAIN, MISMATCH, CONGRUENT, EXP_ONLY, SINH };
 
-typedef struct {
-    V F; /* expm1(x), in mode SINH sinh(x) */
-    V E; /* F' */
-} Growth;
-
+/* F(x) = expm1(x), or in mode SINH sinh(x), and E(x) = F'(x), both over whole(mode): so the parts of a sum do not
+   overflow before it does. */
 #ifdef SEL_DOUBLE
 
-INLINE Growth grow(int mode, V x) {
-    Growth out;
-    for (int i = 0; i < LANES; i++) {
-        out.F[i] = mode == SINH ? sinh(x[i]) : expm1(x[i]);
-        out.E[i] = mode == SINH ? cosh(x[i]) : exp(x[i]);
+INLINE REAL whole(int mode) { return (void)mode, 1; }
+
+INLINE void grow(int mode, const V *x, V *F, V *E) {
+    EACH for (int lane = 0; lane < LANES; lane++) {
+        F[i][lane] = mode == SINH ? sinh(x[i][lane]) : expm1(x[i][lane]);
+        E[i][lane] = mode == SINH ? cosh(x[i][lane]) : exp(x[i][lane]);
     }
-    return out;
 }
 
 #else
 
-/* With x = k ln2 + r: a quarter of expm1(x) and of exp(x) are q p + (q - 1/4) and q p + q, where p = expm1(r) and
-   q = 2^(k - 2), which keeps in range what doubles to infinity only at the end. Below 2^-124 exp(x) is 0. */
-INLINE Growth grow(int mode, V x) {
-    const float from = -86.6f, to = 89.7f;   /* k = -125, where q = 0, and k = 129, where 4 q (1 + p) = inf */
-    const float shift = 0x1.8p23f + 125.0f;  /* leaves k + 125, the exponent's bits of q, at the low end */
-    I sign = mode == SINH ? sign_bits(x) : (I){0};
-    V y = at_least(at_most(with_sign(x, sign), to), from);
-    V t = fma_(y, all(0x1.715476p+0f), all(shift));
-    V k = t - shift;
-    V q = (V)((I)t << 23);
-    /* ln2 in two parts, the first short enough that k times it is exact. */
-    V r = fma_(k, all(-0x1.62e4p-1f), y);
-    r = fma_(k, all(-0x1.7f7d1cp-20f), r);
-    /* p = r + r^2 s(r), s fitted to |r| <= ln2/2: relative error 2^-31 before rounding. */
-    V s = fma_(all(0.00019845893f), r, all(0.0013940823f));
-    s = fma_(s, r, all(0.0083333896f));
-    s = fma_(s, r, all(0.04166636f));
-    s = fma_(s, r, all(0.16666666f));
-    s = fma_(s, r, all(0.5f));
-    V p = fma_(r * r, s, r);
-    V F = fma_(q, p, q - 0.25f), E = fma_(q, p, q);
-    if (mode != SINH) return (Growth){F * 4.0f, E * 4.0f};
-    /* sinh = (F + F/E)/2 and cosh = (E + 1/E)/2 of the whole F and E, that are four times these. */
-    V sinh_ = fma_(all(0.25f), F / E, F) * 2.0f;
-    return (Growth){with_sign(sinh_, sign), (E + 0.0625f / E) * 2.0f};
+INLINE REAL whole(int mode) { return mode == SINH ? 4 : 2; }
+
+/* With x = k ln2 + r, p = expm1(r) and q = 2^k over whole(mode): expm1(x) is q p + q - 1 and exp(x) q p + q. Where
+   exp(x) is below 2^-124 it is 0. */
+INLINE void grow(int mode, const V *x, V *F, V *E) {
+    const int down = mode == SINH ? 2 : 1;              /* q = 2^(k - down) */
+    const float from = -86.6f;                          /* k = -125 */
+    const float to = mode == SINH ? 89.7f : 88.9f;      /* k = 127 + down, p > 0: the whole is infinite */
+    const float shift = 0x1.8p23f + (float)(127 - down); /* leaves the exponent's bits of q at the low end */
+    const float one = 1.0f / whole(mode);
+    V y[PAIR], t[PAIR], q[PAIR], r[PAIR], s[PAIR], p[PAIR];
+    EACH y[i] = at_least(at_most(mode == SINH ? abs_(x[i]) : x[i], to), from);
+    EACH t[i] = fma_(y[i], all(0x1.715476p+0f), all(shift));
+    EACH q[i] = (V)((I)t[i] << 23);
+    /* float's ln2 errs by 0.05 units of rounding. */
+    EACH r[i] = fma_(t[i] - shift, all(-0x1.62e43p-1f), y[i]);
+    /* p = r + r^2 s(r), s fitted to |r| <= ln2/2: 0.22 units of rounding. */
+    EACH s[i] = fma_(all(0.0013882498f), r[i], all(0.008366647f));
+    EACH s[i] = fma_(s[i], r[i], all(0.041667204f));
+    EACH s[i] = fma_(s[i], r[i], all(0.16666542f));
+    EACH s[i] = fma_(s[i], r[i], all(0.49999997f));
+    EACH p[i] = fma_(r[i] * r[i], s[i], r[i]);
+    EACH F[i] = fma_(q[i], p[i], q[i] - one);
+    EACH E[i] = fma_(q[i], p[i], q[i]);
+    if (mode != SINH) return;
+    /* sinh = (F + F/E)/2 and cosh = (E + 1/E)/2 of the whole F and E. */
+    EACH F[i] = with_sign(fma_(all(0.25f), F[i] / E[i], F[i]) * 0.5f, sign_bits(x[i]));
+    EACH E[i] = (E[i] + 0.0625f / E[i]) * 0.5f;
 }
 
 #endif
 
 /* The weight at w: c, lambda and kappa as in symexplin.kernels.terms. */
-INLINE V image(int mode, V w, V c, V lambda, V kappa) {
-    V magnitude = abs_(w);
-    V value = c * with_sign(grow(mode, kappa * magnitude).F, sign_bits(w));
-    if (mode == MISMATCH) return fma_(lambda, magnitude, value);
-    if (mode == CONGRUENT) return fma_(lambda, w, value);
-    return value;
+INLINE void image(int mode, const V *w, const V *c, const V *lambda, const V *kappa, V *out) {
+    V x[PAIR], F[PAIR], E[PAIR];
+    EACH x[i] = kappa[i] * abs_(w[i]);
+    grow(mode, x, F, E);
+    EACH out[i] = c[i] * with_sign(F[i] * whole(mode), sign_bits(w[i]));
+    if (mode == MISMATCH) EACH out[i] = fma_(lambda[i], abs_(w[i]), out[i]);
+    if (mode == CONGRUENT) EACH out[i] = fma_(lambda[i], w[i], out[i]);
 }
 
-/* dw_eff/dw, where c_kappa is c times kappa: at w = 0 the mean of both sides. */
+/* dw_eff/dw, where c_kappa is c kappa whole(mode): at w = 0 the mean of both sides. */
 INLINE V slope(int mode, V w, V c_kappa, V lambda, V E) {
-    V value = c_kappa * E;
-    if (mode == MISMATCH) return value + (V)((I)with_sign(lambda, sign_bits(w)) & (I)(w != 0));
-    if (mode == CONGRUENT) return value + lambda;
-    return value;
+    if (mode == MISMATCH) return fma_(c_kappa, E, (V)((I)with_sign(lambda, sign_bits(w)) & (I)(w != 0)));
+    return mode == CONGRUENT ? fma_(c_kappa, E, lambda) : c_kappa * E;
 }
 
 #ifdef SEL_DOUBLE
@@ -76,24 +75,22 @@ enum { SERIES_TERMS = 20 };
 enum { SERIES_TERMS = 12 };
 #endif
 
-/* x F'(x) - F(x): below |x| = 1 a series, since there the difference cancels (symexplin.transform). */
-INLINE V difference(int mode, V x, Growth growth) {
-    /* k!/(k - 1) for k = 2, 3, ...; cosh has the odd ones. */
-    static const double exp_terms[] = {
-        2.0, 3.0, 8.0, 30.0, 144.0, 840.0, 5760.0, 45360.0, 403200.0, 3991680.0, 43545600.0, 518918400.0,
-        6706022400.0, 93405312000.0, 1394852659200.0, 22230464256000.0, 376610217984000.0, 6758061133824000.0,
-        128047474114560000.0, 2554547108585472000.0};
-    V near = at_most(at_least(x, -1), 1), square = near * near, series;
-    if (mode == SINH) {
-        series = all((REAL)(1.0 / exp_terms[SERIES_TERMS - 1]));
-        for (int k = SERIES_TERMS - 3; k > 0; k -= 2) series = fma_(series, square, all((REAL)(1.0 / exp_terms[k])));
-        series = series * square * near;
-    } else {
-        series = all((REAL)(1.0 / exp_terms[SERIES_TERMS - 2]));
-        for (int k = SERIES_TERMS - 3; k >= 0; k--) series = fma_(series, near, all((REAL)(1.0 / exp_terms[k])));
-        series = series * square;
-    }
-    return pick((I)(abs_(x) < 1), series, x * growth.E - growth.F);
+/* x F'(x) - F(x), over whole(mode): below |x| = 1 a series, since there it cancels (symexplin.transform). */
+INLINE V difference(int mode, V x, V F, V E) {
+    /* (k - 1)/k! for k = 2, 3, ...; the series of cosh has every other one. */
+    static const REAL terms[] = {
+        1.0 / 2,           1.0 / 3,           1.0 / 8,           1.0 / 30,           1.0 / 144,
+        1.0 / 840,         1.0 / 5760,        1.0 / 45360,       1.0 / 403200,       1.0 / 3991680,
+        1.0 / 43545600,    1.0 / 518918400,   1.0 / 6706022400,  1.0 / 93405312000,  1.0 / 1394852659200,
+        1.0 / 22230464256000, 1.0 / 376610217984000, 1.0 / 6758061133824000, 1.0 / 128047474114560000,
+        1.0 / 2554547108585472000};
+    const int first = mode == SINH, stride = mode == SINH ? 2 : 1;
+    V near = at_most(at_least(x, -1), 1), square = near * near, by = mode == SINH ? square : near;
+    V series = all(terms[SERIES_TERMS - 2 + first]);
+#pragma GCC unroll 20
+    for (int k = SERIES_TERMS - 2 + first - stride; k >= first; k -= stride) series = fma_(series, by, all(terms[k]));
+    series = series * square * (mode == SINH ? near : all(1)) / whole(mode);
+    return pick((I)(abs_(x) < 1), series, x * E - F);
 }
 
 #endif

@@ -23,14 +23,18 @@ typedef double REAL;
 typedef int64_t INT;
 #define FMA_OF __builtin_fma
 #define SQRT_OF __builtin_sqrt
+#define PACKED "pd"
 #else
 typedef float REAL;
 typedef int32_t INT;
 #define FMA_OF __builtin_fmaf
 #define SQRT_OF __builtin_sqrtf
+#define PACKED "ps"
 #endif
 
-enum { LANES = BYTES / (int)sizeof(REAL) };
+/* The map is a long chain of dependent instructions: two vectors side by side keep the processor busy. */
+enum { LANES = BYTES / (int)sizeof(REAL), PAIR = 2, STEP = PAIR * LANES };
+#define EACH _Pragma("GCC unroll 2") for (int i = 0; i < PAIR; i++)
 
 typedef REAL V __attribute__((vector_size(BYTES)));
 typedef INT I __attribute__((vector_size(BYTES)));
@@ -64,10 +68,26 @@ INLINE V sqrt_(V a) {
 
 INLINE V pick(I mask, V yes, V no) { return (V)((mask & (I)yes) | (~mask & (I)no)); }
 
-/* The comparisons are false for NaN, which therefore stays. */
-INLINE V at_most(V x, REAL bound) { return pick((I)(x > bound), all(bound), x); }
+/* NaN stays: of two operands, one of them NaN, the instructions return the second, and comparisons are false. */
+INLINE V at_most(V x, REAL bound) {
+#ifdef __AVX__
+    V r;
+    __asm__("vmin" PACKED " %2, %1, %0" : "=v"(r) : "v"(all(bound)), "v"(x));
+    return r;
+#else
+    return pick((I)(x > bound), all(bound), x);
+#endif
+}
 
-INLINE V at_least(V x, REAL bound) { return pick((I)(x < bound), all(bound), x); }
+INLINE V at_least(V x, REAL bound) {
+#ifdef __AVX__
+    V r;
+    __asm__("vmax" PACKED " %2, %1, %0" : "=v"(r) : "v"(all(bound)), "v"(x));
+    return r;
+#else
+    return pick((I)(x < bound), all(bound), x);
+#endif
+}
 
 INLINE I sign_bits(V x) { return (I)x & (I)all((REAL)-0.0); }
 
@@ -75,13 +95,15 @@ INLINE V abs_(V x) { return (V)((I)x & ~(I)all((REAL)-0.0)); }
 
 INLINE V with_sign(V x, I sign) { return (V)((I)x ^ sign); }
 
-/* In pairs, always the same. */
-INLINE double sum_of(V x) {
-    double part[LANES];
-    for (int i = 0; i < LANES; i++) part[i] = (double)x[i];
-    for (int width = LANES / 2; width > 0; width /= 2)
-        for (int i = 0; i < width; i++) part[i] += part[i + width];
-    return part[0];
+/* Always in the same order. */
+INLINE REAL sum_of(V x) {
+    typedef REAL Part __attribute__((vector_size(BYTES / 2)));
+    Part low, high;
+    memcpy(&low, &x, sizeof low), memcpy(&high, (const char *)&x + sizeof low, sizeof high);
+    low += high;
+    REAL total = low[0];
+    for (int i = 1; i < LANES / 2; i++) total += low[i];
+    return total;
 }
 
 #ifndef SEL_DOUBLE

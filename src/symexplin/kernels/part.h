@@ -11,7 +11,6 @@ enum { NOTHING, SAME_AS_RAW, BFLOAT16 };
 typedef struct {
     REAL *value, *exp_avg, *exp_avg_sq, *gradient;
     int64_t width; /* how many learned vectors or numbers */
-    double lr[ROLES], decay[ROLES];
 } Panel;
 
 /* Every field has eight bytes: symexplin.kernels.cpu packs them in this order. A 1-D tensor is one row ("flat"), whose
@@ -24,8 +23,9 @@ typedef struct {
     void *grad, *weight;
     int64_t grad_kind, weight_kind, keep;
     REAL *out; /* the raw gradient, where wanted */
-    double lr, decay, beta1, beta2, eps, corrections[4];
     Panel panels[3];
+    double lr, decay, beta1, beta2, eps, corrections[4];
+    double panel_rates[3][2][ROLES]; /* of each column the learning rate, then the decay */
 } Part;
 
 /* A learned vector: `count` numbers `stride` apart, from `start` on in each array of its panel; none if count is 0. */
@@ -47,13 +47,13 @@ static Slot slot_of(const Part *part, int axis, int role) {
 /* The factors along one axis; what is constant or one number goes with the rows (axis 0). */
 typedef struct {
     double values[ROLES], numbers[ROLES]; /* fixed, and learned as one number: 1 or, where they are summed, 0 */
-    double s, d;
+    double s_over_d, decay; /* 1/d here if it is not kappa, and exp(-n) of what is not a vector */
     int absorbed, normalize, linear;
     Slot slots[ROLES];
 } Axis;
 
 static Axis axis_of(const Part *part, int axis) {
-    Axis out = {.s = 1, .d = 1, .absorbed = (int)part->absorbed, .normalize = (int)part->normalize};
+    Axis out = {.s_over_d = 1, .absorbed = (int)part->absorbed, .normalize = (int)part->normalize};
     out.linear = part->mode == MISMATCH || part->mode == CONGRUENT;
     for (int role = 0; role < ROLES; role++) {
         int summed = role == ROLE_N || (role == ROLE_KAPPA && out.absorbed);
@@ -62,7 +62,8 @@ static Axis axis_of(const Part *part, int axis) {
         out.numbers[role] = axis == 0 && column >= 0 ? (double)part->panels[2].value[column] : summed ? 0 : 1;
         out.slots[role] = slot_of(part, axis, role);
     }
-    if (axis == 0) out.s = part->s, out.d = part->beta;
+    if (axis == 0) out.s_over_d = part->normalize ? part->s : part->s / part->beta;
+    out.decay = exp(-(out.values[ROLE_N] + out.numbers[ROLE_N]));
     return out;
 }
 
@@ -79,20 +80,20 @@ static Factor factor_at(const Axis *axis, int64_t i) {
         int summed = role == ROLE_N || (role == ROLE_KAPPA && axis->absorbed);
         f.m[role] = slot->learned ? (double)slot->panel->value[slot->start + i * slot->stride] : summed ? 0 : 1;
     }
-    double curvature = axis->numbers[ROLE_KAPPA], m = f.m[ROLE_KAPPA], n = axis->values[ROLE_N];
-    f.kappa = axis->values[ROLE_KAPPA] * (axis->absorbed ? exp(curvature + m) : curvature * m);
-    double d = axis->normalize ? f.kappa : axis->d;
-    n += axis->numbers[ROLE_N] + f.m[ROLE_N];
-    f.c_rest = axis->s * (n == 0 ? 1 : exp(-n)) / d;
+    double number = axis->numbers[ROLE_KAPPA], m = f.m[ROLE_KAPPA];
+    f.kappa = axis->values[ROLE_KAPPA] * (axis->absorbed ? exp(number + m) : number * m);
+    f.lambda_rest = axis->normalize ? axis->s_over_d / f.kappa : axis->s_over_d;
+    f.c_rest = f.lambda_rest * axis->decay;
+    if (axis->slots[ROLE_N].learned) f.c_rest *= exp(-f.m[ROLE_N]);
+    if (!axis->linear) f.lambda_rest = 0;
     f.c = f.c_rest * axis->values[ROLE_E] * axis->numbers[ROLE_E] * f.m[ROLE_E];
-    f.lambda_rest = axis->linear ? axis->s / d : 0;
     f.lambda = f.lambda_rest * axis->values[ROLE_L] * axis->numbers[ROLE_L] * f.m[ROLE_L];
     return f;
 }
 
 /* What the map needs of an axis, padded with zeros to whole vectors. */
 typedef struct {
-    REAL *kappa, *c, *lambda;
+    REAL *kappa, *c, *lambda, *c_kappa;
 } Factors;
 
 static void fill_factors(const Part *part, int axis, Factors out, int64_t count, int64_t padded) {
@@ -100,8 +101,9 @@ static void fill_factors(const Part *part, int axis, Factors out, int64_t count,
     for (int64_t i = 0; i < count; i++) {
         Factor f = factor_at(&of, i);
         out.kappa[i] = (REAL)f.kappa, out.c[i] = (REAL)f.c, out.lambda[i] = (REAL)f.lambda;
+        out.c_kappa[i] = (REAL)(f.c * f.kappa);
     }
-    for (int64_t i = count; i < padded; i++) out.kappa[i] = out.c[i] = out.lambda[i] = 0;
+    for (int64_t i = count; i < padded; i++) out.kappa[i] = out.c[i] = out.lambda[i] = out.c_kappa[i] = 0;
 }
 
 /* Sums over the other axis, each times what there multiplies it: of g sign(w) F, g u, and g w F' or, normalized,
@@ -131,20 +133,30 @@ static void pull_factors(const Axis *axis, int64_t i, Sums sums, double *numbers
     numbers[ROLE_N] -= f.c * sums.c;
 }
 
-/* AdamW as symexplin.optim.adamw has it; the numbers are constant over many values. */
+/* AdamW as symexplin.optim.adamw has it, its constants merged: the step is m / (root sqrt(v) + eps) with both divided
+   by the rate. Where that is 0 the result is not used. */
 typedef struct {
-    REAL keep, gain1, beta2, gain2, root, eps, rate;
+    REAL keep, gain1, gain2, root, eps;
 } Rule;
 
 static Rule rule_of(double lr, double decay, const Part *part, const double *corrections) {
-    return (Rule){(REAL)(1 - lr * decay), (REAL)(1 - part->beta1), (REAL)part->beta2, (REAL)(1 - part->beta2),
-                  (REAL)(1 / sqrt(corrections[1])), (REAL)part->eps, (REAL)(lr / corrections[0])};
+    double rate = lr / corrections[0];
+    return (Rule){(REAL)(1 - lr * decay), (REAL)(1 - part->beta1), (REAL)(1 - part->beta2),
+                  (REAL)(1 / (sqrt(corrections[1]) * rate)), (REAL)(part->eps / rate)};
 }
 
-INLINE V adamw(const Rule *rule, V x, V g, V *m, V *v) {
-    *m = fma_(g - *m, all(rule->gain1), *m);
-    *v = fma_(g * g, all(rule->gain2), *v * rule->beta2);
-    return x * rule->keep - *m / fma_(sqrt_(*v), all(rule->root), all(rule->eps)) * rule->rate;
+INLINE void adamw(const Rule *rule, V *x, const V *g, V *m, V *v) {
+    EACH m[i] = fma_(g[i] - m[i], all(rule->gain1), m[i]);
+    EACH v[i] = fma_(fma_(g[i], g[i], -v[i]), all(rule->gain2), v[i]);
+    EACH x[i] = x[i] * rule->keep - m[i] / fma_(sqrt_(v[i]), all(rule->root), all(rule->eps));
+}
+
+static void adamw_of(const Rule *rule, REAL *x, const REAL *g, REAL *m, REAL *v) {
+    V xs[PAIR], gs[PAIR], ms[PAIR], vs[PAIR];
+    EACH xs[i] = load(x + i * LANES), gs[i] = load(g + i * LANES);
+    EACH ms[i] = load(m + i * LANES), vs[i] = load(v + i * LANES);
+    adamw(rule, xs, gs, ms, vs);
+    EACH store(x + i * LANES, xs[i]), store(m + i * LANES, ms[i]), store(v + i * LANES, vs[i]);
 }
 
 /* One panel under AdamW; a learned number whose rate is 0 keeps its bits. */
@@ -154,20 +166,21 @@ static void update_panel(const Part *part, int index, double gradient_factor) {
     if (index == 1 && part->flat) return;
     for (int64_t column = 0; column < panel->width; column++) {
         int64_t start = index == 0 ? column : column * length, stride = index == 0 ? panel->width : 1;
-        Rule rule = rule_of(panel->lr[column], panel->decay[column], part, part->corrections + 2);
-        for (int64_t i = 0; i < length; i += LANES) {
-            V x = {0}, g = {0}, m = {0}, v = {0};
-            int64_t count = length - i < LANES ? length - i : LANES;
-            for (int64_t lane = 0; lane < count; lane++) {
-                int64_t at = start + (i + lane) * stride;
-                x[lane] = panel->value[at], g[lane] = panel->gradient[at];
-                m[lane] = panel->exp_avg[at], v[lane] = panel->exp_avg_sq[at];
+        double lr = part->panel_rates[index][0][column], decay = part->panel_rates[index][1][column];
+        Rule rule = rule_of(lr, decay, part, part->corrections + 2);
+        for (int64_t j = 0; j < length; j += STEP) {
+            REAL x[STEP] = {0}, g[STEP] = {0}, m[STEP] = {0}, v[STEP] = {0};
+            int64_t count = length - j < STEP ? length - j : STEP;
+            for (int64_t k = 0; k < count; k++) {
+                int64_t at = start + (j + k) * stride;
+                x[k] = panel->value[at], g[k] = panel->gradient[at] * (REAL)gradient_factor;
+                m[k] = panel->exp_avg[at], v[k] = panel->exp_avg_sq[at];
             }
-            V moved = adamw(&rule, x, g * (REAL)gradient_factor, &m, &v);
-            for (int64_t lane = 0; lane < count; lane++) {
-                int64_t at = start + (i + lane) * stride;
-                if (panel->lr[column] != 0) panel->value[at] = moved[lane];
-                panel->exp_avg[at] = m[lane], panel->exp_avg_sq[at] = v[lane];
+            adamw_of(&rule, x, g, m, v);
+            for (int64_t k = 0; k < count; k++) {
+                int64_t at = start + (j + k) * stride;
+                if (lr != 0) panel->value[at] = x[k];
+                panel->exp_avg[at] = m[k], panel->exp_avg_sq[at] = v[k];
             }
         }
     }

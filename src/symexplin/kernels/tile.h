@@ -7,7 +7,7 @@
 
 /* WIDEST columns keep a tile's column factors and sums in the first two caches. TALL rows make partial sums by column
    1.2 % of a weight, and leave enough tiles for several threads. */
-enum { WIDEST = 2048, TALL = 256, ROWS_AT_ONCE = 2, SUMS = 3 };
+enum { WIDEST = 2048, TALL = 256, SUMS = 3 };
 
 typedef struct {
     int part;
@@ -23,29 +23,29 @@ typedef struct {
     Factors rows, columns, new_rows, new_columns;
 } Shared;
 
-/* A stretch of a row as whole vectors of REAL: in place if it is that already, else a padded copy. */
-INLINE const REAL *row_of(const void *from, int64_t kind, int64_t at, int64_t count, REAL *copy) {
-    if (kind == SAME_AS_RAW && count % LANES == 0) return (const REAL *)from + at;
-    int64_t padded = (count + LANES - 1) / LANES * LANES;
+INLINE int64_t padded(int64_t count) { return (count + STEP - 1) / STEP * STEP; }
+
+/* A stretch of a row in whole steps of REAL: in place if it is that already, else a padded copy. */
+static const REAL *row_of(const void *from, int64_t kind, int64_t at, int64_t count, REAL *copy) {
+    if (kind == SAME_AS_RAW && count % STEP == 0) return (const REAL *)from + at;
+    int64_t whole = count / LANES * LANES;
+    memset(copy + whole, 0, (size_t)(padded(count) - whole) * sizeof(REAL));
 #ifndef SEL_DOUBLE
     if (kind == BFLOAT16) {
         const uint16_t *half = (const uint16_t *)from + at;
-        int64_t whole = count / LANES * LANES;
-        for (int64_t j = 0; j < whole; j += LANES) store(copy + j, from_bfloat16(half + j));
-        if (whole == count) return copy;
         uint16_t rest[LANES] = {0};
+        for (int64_t j = 0; j < whole; j += LANES) store(copy + j, from_bfloat16(half + j));
         memcpy(rest, half + whole, (size_t)(count - whole) * 2);
-        store(copy + whole, from_bfloat16(rest));
+        if (whole < count) store(copy + whole, from_bfloat16(rest));
         return copy;
     }
 #endif
     memcpy(copy, (const REAL *)from + at, (size_t)count * sizeof(REAL));
-    memset(copy + count, 0, (size_t)(padded - count) * sizeof(REAL));
     return copy;
 }
 
-/* Write a stretch of a row that `row_of` gave as a copy, or that is to be rounded. */
-INLINE void put_row(void *to, int64_t kind, int64_t at, int64_t count, const REAL *from) {
+/* Write a stretch of a row that is a copy, or that is to be rounded. */
+static void put_row(void *to, int64_t kind, int64_t at, int64_t count, const REAL *from) {
     if (kind == SAME_AS_RAW && from != (const REAL *)to + at)
         memcpy((REAL *)to + at, from, (size_t)count * sizeof(REAL));
 #ifndef SEL_DOUBLE
@@ -53,8 +53,7 @@ INLINE void put_row(void *to, int64_t kind, int64_t at, int64_t count, const REA
         uint16_t *half = (uint16_t *)to + at, rest[LANES];
         int64_t whole = count / LANES * LANES;
         for (int64_t j = 0; j < whole; j += LANES) to_bfloat16(half + j, load(from + j));
-        if (whole == count) return;
-        to_bfloat16(rest, load(from + whole));
+        if (whole < count) to_bfloat16(rest, load(from + whole));
         memcpy(half + whole, rest, (size_t)(count - whole) * 2);
     }
 #endif
@@ -62,97 +61,128 @@ INLINE void put_row(void *to, int64_t kind, int64_t at, int64_t count, const REA
 
 /* Sum of squares in double: of plain gradients, and where squares leave the range of float. */
 static double squares_of(const REAL *x, int64_t count) {
-    double sums[LANES] = {0}, total = 0;
-    for (int64_t j = 0; j < count; j += LANES)
-        for (int lane = 0; lane < LANES; lane++) sums[lane] += (double)x[j + lane] * (double)x[j + lane];
-    for (int lane = 0; lane < LANES; lane++) total += sums[lane];
+    double sums[STEP] = {0}, total = 0;
+    for (int64_t j = 0; j < count; j += STEP)
+        for (int lane = 0; lane < STEP; lane++) sums[lane] += (double)x[j + lane] * (double)x[j + lane];
+    for (int lane = 0; lane < STEP; lane++) total += sums[lane];
     return total;
 }
 
+INLINE Factors from_column(Factors factors, int64_t column) {
+    if (!factors.c) return factors;
+    return (Factors){factors.kappa + column, factors.c + column, factors.lambda + column, factors.c_kappa + column};
+}
+
+/* A pair of rows; the second may be all zeros, which add nothing. */
 typedef struct {
-    const REAL *g[ROWS_AT_ONCE], *w[ROWS_AT_ONCE];
-    REAL *out[ROWS_AT_ONCE]; /* the raw gradient, where it is wanted */
-    V kappa[ROWS_AT_ONCE], c[ROWS_AT_ONCE], lambda[ROWS_AT_ONCE];
+    const REAL *g[PAIR], *w[PAIR];
+    REAL *out[PAIR]; /* the raw gradients, where they are wanted */
+    int64_t ahead;   /* to the next pair */
+    REAL kappa[PAIR], c[PAIR], lambda[PAIR], c_kappa[PAIR];
 } Rows;
 
-/* One vector of each of a few rows: raw gradient, its square, and what it adds to the sums by row and by column. */
-INLINE void pull_rows(const Rows *rows, int count, int mode, int normalize, int sums, int out, Factors columns,
-                      int64_t width, int64_t padded, REAL *column_sums, V by_row[][SUMS], V *squares) {
-    for (int64_t j = 0; j < width; j += LANES) {
+typedef struct {
+    double sums[PAIR][SUMS], squares;
+} Pulled;
+
+/* Raw gradients of a pair of rows or the sum of their squares, and what the rows add to the sums of Sums (part.h), over
+   whole(mode) where F or E enters. */
+INLINE Pulled pull_rows(const Rows *rows, int mode, int normalize, int out, Factors columns, int64_t wide,
+                        REAL *column_sums) {
+    const int linear = mode == MISMATCH || mode == CONGRUENT;
+    V kappa0[PAIR], c0[PAIR], lambda0[PAIR], c_kappa0[PAIR];
+    V by_c0[PAIR] = {{0}}, by_lambda0[PAIR] = {{0}}, by_kappa0[PAIR] = {{0}}, squares[PAIR] = {{0}};
+    EACH kappa0[i] = all(rows->kappa[i]), c0[i] = all(rows->c[i]), lambda0[i] = all(rows->lambda[i]);
+    EACH c_kappa0[i] = all(rows->c_kappa[i]);
+    for (int64_t j = 0; j < wide; j += LANES) {
         V kappa1 = load(columns.kappa + j), c1 = load(columns.c + j), lambda1 = load(columns.lambda + j);
-        V c_kappa1 = c1 * kappa1, by_c = {0}, by_lambda = {0}, by_kappa = {0};
-        if (sums) {
-            by_c = load(column_sums + j), by_kappa = load(column_sums + 2 * padded + j);
-            if (mode == MISMATCH || mode == CONGRUENT) by_lambda = load(column_sums + padded + j);
+        V c_kappa1 = load(columns.c_kappa + j), g[PAIR], w[PAIR], x[PAIR], F[PAIR], E[PAIR], raw[PAIR], term[PAIR], gw[PAIR];
+        EACH g[i] = load(rows->g[i] + j), w[i] = load(rows->w[i] + j);
+        EACH __builtin_prefetch(rows->g[i] + j + rows->ahead), __builtin_prefetch(rows->w[i] + j + rows->ahead);
+        EACH x[i] = kappa0[i] * kappa1 * abs_(w[i]);
+        grow(mode, x, F, E);
+        EACH raw[i] = g[i] * slope(mode, w[i], c_kappa0[i] * whole(mode) * c_kappa1, lambda0[i] * lambda1, E[i]);
+        if (out) EACH store(rows->out[i] + j, raw[i]);
+        else EACH squares[i] = fma_(raw[i], raw[i], squares[i]);
+        EACH term[i] = with_sign(g[i] * F[i], sign_bits(w[i])), gw[i] = g[i] * w[i];
+        V total = load(column_sums + j);
+        EACH by_c0[i] = fma_(term[i], c1, by_c0[i]), total = fma_(term[i], c0[i], total);
+        store(column_sums + j, total);
+        if (linear) {
+            total = load(column_sums + wide + j);
+            EACH term[i] = mode == MISMATCH ? with_sign(gw[i], sign_bits(w[i])) : gw[i];
+            EACH by_lambda0[i] = fma_(term[i], lambda1, by_lambda0[i]), total = fma_(term[i], lambda0[i], total);
+            store(column_sums + wide + j, total);
         }
-#pragma GCC unroll 4
-        for (int i = 0; i < count; i++) {
-            V g = load(rows->g[i] + j), w = load(rows->w[i] + j);
-            I sign = sign_bits(w);
-            V x = rows->kappa[i] * kappa1 * abs_(w);
-            Growth growth = grow(mode, x);
-            V c_kappa0 = rows->c[i] * rows->kappa[i];
-            V raw = g * slope(mode, w, c_kappa0 * c_kappa1, rows->lambda[i] * lambda1, growth.E);
-            if (out) store(rows->out[i] + j, raw);
-            else squares[i] = fma_(raw, raw, squares[i]);
-            if (!sums) continue;
-            V c = with_sign(g * growth.F, sign), gw = g * w;
-            by_row[i][0] = fma_(c, c1, by_row[i][0]), by_c = fma_(c, rows->c[i], by_c);
-            if (mode == MISMATCH || mode == CONGRUENT) {
-                V lambda = mode == MISMATCH ? with_sign(gw, sign) : gw;
-                by_row[i][1] = fma_(lambda, lambda1, by_row[i][1]);
-                by_lambda = fma_(lambda, rows->lambda[i], by_lambda);
-            }
-            if (normalize) {
-                V kappa = with_sign(g * difference(mode, x, growth), sign);
-                by_row[i][2] = fma_(kappa, c1, by_row[i][2]), by_kappa = fma_(kappa, rows->c[i], by_kappa);
-            } else {
-                V kappa = gw * growth.E;
-                by_row[i][2] = fma_(kappa, c_kappa1, by_row[i][2]), by_kappa = fma_(kappa, c_kappa0, by_kappa);
-            }
-        }
-        if (sums) {
-            store(column_sums + j, by_c), store(column_sums + 2 * padded + j, by_kappa);
-            if (mode == MISMATCH || mode == CONGRUENT) store(column_sums + padded + j, by_lambda);
-        }
+        total = load(column_sums + 2 * wide + j);
+        if (normalize) EACH term[i] = with_sign(g[i] * difference(mode, x[i], F[i], E[i]), sign_bits(w[i]));
+        else EACH term[i] = gw[i] * E[i];
+        EACH by_kappa0[i] = fma_(term[i], normalize ? c1 : c_kappa1, by_kappa0[i]);
+        EACH total = fma_(term[i], normalize ? c0[i] : c_kappa0[i], total);
+        store(column_sums + 2 * wide + j, total);
     }
+    Pulled pulled = {.squares = out ? 0 : sum_of(squares[0]) + sum_of(squares[1])};
+    EACH {
+        pulled.sums[i][0] = sum_of(by_c0[i]), pulled.sums[i][2] = sum_of(by_kappa0[i]);
+        pulled.sums[i][1] = linear ? sum_of(by_lambda0[i]) : 0;
+    }
+    return pulled;
 }
 
-INLINE Factors from_column(Factors all_columns, int64_t column) {
-    return (Factors){all_columns.kappa + column, all_columns.c + column, all_columns.lambda + column};
-}
-
-INLINE double pull_tile(const Part *part, const Shared *shared, Tile *tile, int mode, int normalize, int sums, int out) {
-    REAL copies[ROWS_AT_ONCE][2][WIDEST], raw[ROWS_AT_ONCE][WIDEST];
-    int64_t width = tile->column_end - tile->column, padded = (width + LANES - 1) / LANES * LANES;
-    Factors columns = from_column(shared->columns, tile->column);
+INLINE double pull_tile(const Part *part, const Shared *shared, Tile *tile, int mode, int normalize, int out) {
+    REAL copies[PAIR][2][WIDEST], raw[PAIR][WIDEST];
+    int64_t width = tile->column_end - tile->column, wide = padded(width);
     double squares = 0;
-    if (sums) memset(tile->column_sums, 0, (size_t)(SUMS * padded) * sizeof(REAL));
-    for (int64_t row = tile->row; row < tile->row_end; row += ROWS_AT_ONCE) {
-        int count = tile->row_end - row < ROWS_AT_ONCE ? (int)(tile->row_end - row) : ROWS_AT_ONCE;
-        Rows rows;
-        V by_row[ROWS_AT_ONCE][SUMS] = {{{0}}}, square[ROWS_AT_ONCE] = {{0}};
-        for (int i = 0; i < count; i++) {
-            int64_t at = (row + i) * part->cols + tile->column;
+    memset(tile->column_sums, 0, (size_t)(SUMS * wide) * sizeof(REAL));
+    for (int64_t row = tile->row; row < tile->row_end; row += PAIR) {
+        int count = tile->row_end - row < PAIR ? 1 : PAIR;
+        Rows rows = {.ahead = PAIR * part->cols};
+        for (int i = 0; i < PAIR; i++) {
+            int64_t from = i < count ? row + i : row, at = from * part->cols + tile->column;
             rows.g[i] = row_of(part->grad, part->grad_kind, at, width, copies[i][0]);
             rows.w[i] = row_of(part->raw, SAME_AS_RAW, at, width, copies[i][1]);
             rows.out[i] = raw[i];
-            rows.kappa[i] = all(shared->rows.kappa[row + i]), rows.c[i] = all(shared->rows.c[row + i]);
-            rows.lambda[i] = all(shared->rows.lambda[row + i]);
+            rows.kappa[i] = shared->rows.kappa[from], rows.c[i] = shared->rows.c[from];
+            rows.lambda[i] = shared->rows.lambda[from], rows.c_kappa[i] = shared->rows.c_kappa[from];
         }
-        if (count == ROWS_AT_ONCE)
-            pull_rows(&rows, ROWS_AT_ONCE, mode, normalize, sums, out, columns, width, padded, tile->column_sums,
-                      by_row, square);
-        else
-            pull_rows(&rows, 1, mode, normalize, sums, out, columns, width, padded, tile->column_sums, by_row, square);
+        if (count < PAIR) rows.g[1] = rows.w[1] = memset(copies[1][0], 0, (size_t)wide * sizeof(REAL));
+        Pulled pulled = pull_rows(&rows, mode, normalize, out, from_column(shared->columns, tile->column), wide,
+                                  tile->column_sums);
+        squares += pulled.squares;
         for (int i = 0; i < count; i++) {
-            squares += out ? squares_of(raw[i], padded) : sum_of(square[i]);
+            if (out) squares += squares_of(raw[i], wide);
             if (out && part->out) put_row(part->out, SAME_AS_RAW, (row + i) * part->cols + tile->column, width, raw[i]);
-            for (int k = 0; sums && k < SUMS; k++)
-                tile->row_sums[(row + i - tile->row) * SUMS + k] = (REAL)sum_of(by_row[i][k]);
+            for (int k = 0; k < SUMS; k++)
+                tile->row_sums[(row + i - tile->row) * SUMS + k] = (REAL)pulled.sums[i][k];
         }
     }
     return squares;
+}
+
+typedef struct {
+    V kappa, c, lambda;
+} RowFactors;
+
+INLINE RowFactors row_factors(Factors factors, int64_t row) {
+    return (RowFactors){all(factors.kappa[row]), all(factors.c[row]), all(factors.lambda[row])};
+}
+
+INLINE void image_at(int mode, const V *w, RowFactors row, Factors columns, int64_t j, REAL *weight) {
+    V kappa[PAIR], c[PAIR], lambda[PAIR], value[PAIR];
+    EACH kappa[i] = row.kappa * load(columns.kappa + j + i * LANES), c[i] = row.c * load(columns.c + j + i * LANES);
+    EACH lambda[i] = row.lambda * load(columns.lambda + j + i * LANES);
+    image(mode, w, c, lambda, kappa, value);
+    EACH store(weight + j + i * LANES, value[i]);
+}
+
+/* Turn gradients of a row of the weight into those of the raw weight. */
+INLINE void raw_gradient_at(int mode, const V *w, RowFactors row, V c_kappa0, Factors columns, int64_t j, V *g) {
+    V x[PAIR], F[PAIR], E[PAIR], c_kappa[PAIR], lambda[PAIR];
+    EACH x[i] = row.kappa * load(columns.kappa + j + i * LANES) * abs_(w[i]);
+    grow(mode, x, F, E);
+    EACH c_kappa[i] = c_kappa0 * load(columns.c_kappa + j + i * LANES);
+    EACH lambda[i] = row.lambda * load(columns.lambda + j + i * LANES);
+    EACH g[i] = g[i] * slope(mode, w[i], c_kappa[i], lambda[i], E[i]);
 }
 
 /* AdamW on raw values and the weight that follows from them; `factor` multiplies gradients. */
@@ -160,7 +190,10 @@ INLINE void update_tile(const Part *part, const Shared *shared, Tile *tile, int 
     REAL copies[5][WIDEST], unused[WIDEST];
     int64_t width = tile->column_end - tile->column;
     int moves = part->lr != 0, writes = moves && !part->keep && part->weight_kind != NOTHING;
-    int in_place = width % LANES == 0;
+    int in_place = width % STEP == 0;
+    int64_t kind = part->weight_kind == NOTHING ? SAME_AS_RAW : part->weight_kind;
+    int64_t size = kind == BFLOAT16 ? 2 : (int64_t)sizeof(REAL);
+    const char *marked = part->weight_kind == NOTHING ? (const char *)part->raw : (const char *)part->weight;
     Factors columns = from_column(shared->columns, tile->column);
     Factors new_columns = from_column(shared->new_columns, tile->column);
     Rule rule = rule_of(part->lr, part->decay, part, part->corrections);
@@ -171,34 +204,34 @@ INLINE void update_tile(const Part *part, const Shared *shared, Tile *tile, int 
         REAL *m = (REAL *)row_of(part->exp_avg, SAME_AS_RAW, at, width, copies[2]);
         REAL *v = (REAL *)row_of(part->exp_avg_sq, SAME_AS_RAW, at, width, copies[3]);
         REAL *moved = !moves ? unused : in_place ? part->raw + at : copies[1];
-        REAL *weight = writes && in_place && part->weight_kind == SAME_AS_RAW ? (REAL *)part->weight + at : copies[4];
-        V kappa0, c0, lambda0, new_kappa0, new_c0, new_lambda0;
+        REAL *weight = writes && in_place && kind == SAME_AS_RAW ? (REAL *)part->weight + at : copies[4];
+        RowFactors old, new;
+        V c_kappa;
         if (mode != PLAIN) {
-            kappa0 = all(shared->rows.kappa[row]), new_kappa0 = all(shared->new_rows.kappa[row]);
-            c0 = all(shared->rows.c[row]), new_c0 = all(shared->new_rows.c[row]);
-            lambda0 = all(shared->rows.lambda[row]), new_lambda0 = all(shared->new_rows.lambda[row]);
+            old = row_factors(shared->rows, row), new = row_factors(shared->new_rows, row);
+            c_kappa = all(shared->rows.c_kappa[row] * whole(mode) * factor), old.lambda *= factor;
         }
-        for (int64_t j = 0; j < width; j += LANES) {
-            V x = load(w + j), gradient = load(g + j), first = load(m + j), second = load(v + j);
-            if (mode != PLAIN) {
-                V kappa1 = load(columns.kappa + j), c1 = load(columns.c + j);
-                V E = grow(mode, kappa0 * kappa1 * abs_(x)).E;
-                V c_kappa = (c0 * kappa0) * (c1 * kappa1);
-                gradient = gradient * slope(mode, x, c_kappa, lambda0 * load(columns.lambda + j), E);
+        for (int64_t j = 0; j < width; j += STEP) {
+            V x[PAIR], gradient[PAIR], first[PAIR], second[PAIR];
+            EACH x[i] = load(w + j + i * LANES), gradient[i] = load(g + j + i * LANES);
+            EACH first[i] = load(m + j + i * LANES), second[i] = load(v + j + i * LANES);
+            EACH {
+                int64_t next = j + i * LANES + part->cols;
+                __builtin_prefetch(w + next, 1), __builtin_prefetch(g + next);
+                __builtin_prefetch(m + next, 1), __builtin_prefetch(v + next, 1);
+                __builtin_prefetch(weight + next, 1);
             }
-            x = adamw(&rule, x, gradient * factor, &first, &second);
-            store(m + j, first), store(v + j, second), store(moved + j, x);
-            if (mode != PLAIN)
-                x = image(mode, x, new_c0 * load(new_columns.c + j), new_lambda0 * load(new_columns.lambda + j),
-                          new_kappa0 * load(new_columns.kappa + j));
-            store(weight + j, x);
+            if (mode != PLAIN) raw_gradient_at(mode, x, old, c_kappa, columns, j, gradient);
+            else EACH gradient[i] = gradient[i] * factor;
+            adamw(&rule, x, gradient, first, second);
+            EACH store(m + j + i * LANES, first[i]), store(v + j + i * LANES, second[i]);
+            EACH store(moved + j + i * LANES, x[i]);
+            if (mode != PLAIN) image_at(mode, x, new, new_columns, j, weight);
+            else EACH store(weight + j + i * LANES, x[i]);
         }
         put_row(part->exp_avg, SAME_AS_RAW, at, width, m), put_row(part->exp_avg_sq, SAME_AS_RAW, at, width, v);
         if (moves) put_row(part->raw, SAME_AS_RAW, at, width, moved);
-        if (writes) put_row(part->weight, part->weight_kind, at, width, weight);
-        int64_t kind = part->weight_kind == NOTHING ? SAME_AS_RAW : part->weight_kind;
-        const char *marked = part->weight_kind == NOTHING ? (const char *)part->raw : (const char *)part->weight;
-        int64_t size = kind == BFLOAT16 ? 2 : (int64_t)sizeof(REAL);
+        if (writes) put_row(part->weight, kind, at, width, weight);
         add_marks(marked + at * size, size, width, row, tile->column, tile->marks);
     }
 }
@@ -206,16 +239,18 @@ INLINE void update_tile(const Part *part, const Shared *shared, Tile *tile, int 
 INLINE void weight_tile(const Part *part, const Shared *shared, const Tile *tile, int mode) {
     REAL copies[2][WIDEST];
     int64_t width = tile->column_end - tile->column;
-    int in_place = width % LANES == 0 && part->weight_kind == SAME_AS_RAW;
+    int in_place = width % STEP == 0 && part->weight_kind == SAME_AS_RAW;
     Factors columns = from_column(shared->columns, tile->column);
     for (int64_t row = tile->row; row < tile->row_end; row++) {
         int64_t at = row * part->cols + tile->column;
         const REAL *w = row_of(part->raw, SAME_AS_RAW, at, width, copies[0]);
         REAL *weight = in_place ? (REAL *)part->weight + at : copies[1];
-        V kappa0 = all(shared->rows.kappa[row]), c0 = all(shared->rows.c[row]), lambda0 = all(shared->rows.lambda[row]);
-        for (int64_t j = 0; j < width; j += LANES)
-            store(weight + j, image(mode, load(w + j), c0 * load(columns.c + j), lambda0 * load(columns.lambda + j),
-                                    kappa0 * load(columns.kappa + j)));
+        RowFactors factors = row_factors(shared->rows, row);
+        for (int64_t j = 0; j < width; j += STEP) {
+            V x[PAIR];
+            EACH x[i] = load(w + j + i * LANES);
+            image_at(mode, x, factors, columns, j, weight);
+        }
         put_row(part->weight, part->weight_kind, at, width, weight);
     }
 }

@@ -6,7 +6,7 @@
 import triton
 import triton.language as tl
 
-__all__ = ["adam", "add_marks", "load_factor", "pointer", "rated", "tally", "written"]
+__all__ = ["adam", "add_marks", "load_factor", "pointer", "rated", "rates_of", "tally", "written"]
 
 _A = tl.constexpr(2654435761)
 _B = tl.constexpr(11400714819323)
@@ -33,10 +33,10 @@ def written(place, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def rated(rates, state):
-    """Return a part's row of rates, and whether its weight is to be written."""
+    """Return a part's row of rates, and 1 where its weight is to be written, else 0."""
     row = rates + tl.load(state) * 34
     keep = tl.load(tl.load(state + 1).to(tl.pointer_type(tl.int8)))
-    return row, (tl.load(row) != 0.0) & (keep == 0)
+    return row, tl.where(tl.load(row) != 0.0, tl.where(keep == 0, 1, 0), 0)
 
 
 @triton.jit
@@ -50,18 +50,26 @@ def load_factor(factor):
 
 
 @triton.jit
-def adam(value, exp_avg, exp_avg_sq, x, g, inside, rate, corrections, lr, decay):
+def rates_of(row, CORRECTIONS: tl.constexpr):
+    """Return what :func:`adam` needs of a row of rates but for the learning rate: read before a loop, not in it.
+
+    CORRECTIONS: the place of 1 - beta1^t, followed by 1 - beta2^t.
+    """
+    correction, root = tl.load(row + CORRECTIONS), 1.0 / tl.sqrt(tl.load(row + CORRECTIONS + 1))
+    return tl.load(row + 2), tl.load(row + 3), tl.load(row + 4), tl.load(row + 5), correction, root
+
+
+@triton.jit
+def adam(value, exp_avg, exp_avg_sq, x, g, inside, shrink, step, less1, beta2, less2, eps, root):
     """Apply AdamW to a tile x with gradient g and store it with its moments; return the new x.
 
     In the order of symexplin.optim.adamw, with products by 1/sqrt(1 - beta2^t) and lr/(1 - beta1^t) for quotients.
     """
     m = tl.load(exp_avg, mask=inside, other=0.0)
     v = tl.load(exp_avg_sq, mask=inside, other=0.0)
-    less1, beta2, less2, eps = tl.load(rate + 2), tl.load(rate + 3), tl.load(rate + 4), tl.load(rate + 5)
     m = tl.fma(g - m, less1, m)
     v = tl.fma(g * less2, g, v * beta2)
-    root = 1.0 / tl.sqrt(tl.load(corrections + 1))
-    x = x * (1.0 - lr * decay) - m / tl.fma(tl.sqrt(v), root, eps) * (lr / tl.load(corrections))
+    x = x * shrink - m / tl.fma(tl.sqrt(v), root, eps) * step
     tl.store(value, x, mask=inside)
     tl.store(exp_avg, m, mask=inside)
     tl.store(exp_avg_sq, v, mask=inside)

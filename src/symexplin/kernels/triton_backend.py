@@ -11,10 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from symexplin.kernels import triton_finish as finish
 from symexplin.kernels import triton_lists as lists
 from symexplin.kernels import triton_matrix as matrix
 from symexplin.kernels.part import Number, Part, Rates
 from symexplin.kernels.terms import Terms
+from symexplin.kernels.triton_sent import capturing, sent
 from symexplin.kernels.triton_tables import (
     MarksPlan,
     Matrices,
@@ -22,8 +24,6 @@ from symexplin.kernels.triton_tables import (
     Shape,
     Tiles,
     View,
-    capturing,
-    sent,
     signature,
     view_of,
 )
@@ -32,7 +32,7 @@ __all__ = ["CudaKernels", "launch"]
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _BITS = {4: tl.int32, 2: tl.int16, 8: tl.int64, 1: tl.int8}
-OPTIONS = {"maxnreg": 128, "enable_fp_fusion": False}
+OPTIONS = {"num_warps": 4, "maxnreg": 128, "enable_fp_fusion": False}
 _PLANS = 8
 P = TypeVar("P", Plan, MarksPlan)
 
@@ -40,7 +40,7 @@ P = TypeVar("P", Plan, MarksPlan)
 def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
     """Start that many programs of a kernel, 16 warps of which fit a multiprocessor, every rounding as written."""
     if programs:
-        kernel[(programs,)](*arguments, **OPTIONS, **constants)
+        kernel[(programs,)](*arguments, **(OPTIONS | constants))
 
 
 def _constants(shape: Shape) -> dict[str, int]:
@@ -92,17 +92,16 @@ class CudaKernels:
         out = [torch.empty_like(panel) for panel in panels]
         view = view_of(terms, raw, panels)
         shape, tiles0, tiles1 = view.tile(self._tiles.pull, self._tiles)
-        sizes = (view.d0, view.d1, view.across, *view.numbers, tiles0, tiles1)
-        places = _placed(panels, raw)
+        sizes, places = (view.d0, view.d1, view.across, *view.numbers), _placed(panels, raw)
         with _on(raw.device):
             row_sums, column_sums = self._sums(view, 1, raw.device)
             launch(
                 matrix.pull_one, tiles0 * tiles1, raw, g.contiguous(), *places, raw_out, row_sums, column_sums, *sizes,
-                SPEC=view.spec, **_constants(shape),
+                tiles1, SPEC=view.spec, **_constants(shape),
             )  # fmt: skip
             launch(
-                matrix.finish_one, self._blocks(view), *places, *_placed(out, raw), row_sums, column_sums, *sizes,
-                SPEC=view.spec, BLOCK=self._tiles.block,
+                finish.finish_one, self._blocks(view), *places, *_placed(out, raw), row_sums, column_sums, *sizes,
+                tiles0, tiles1, SPEC=view.spec, BLOCK=self._tiles.block,
             )  # fmt: skip
         return raw_out, *out  # type: ignore[return-value]
 
@@ -122,7 +121,7 @@ class CudaKernels:
                 self._pull(plan, batch, grads, fit, squares)
             for listed in plan.listed:
                 launch(
-                    lists.square_tiles, len(listed.tiles), plan.table, grads, listed.tiles, squares[listed.squares :],
+                    lists.square_tiles, len(listed.tiles), plan.table, grads, listed.tiles, squares, listed.squares,
                     GRAD=_TYPES[listed.dtype], ALIGNED=listed.aligned and fit, **_constants(tiles.read),
                 )  # fmt: skip
             out = torch.empty(len(parts), dtype=torch.float32, device=device)
@@ -137,11 +136,11 @@ class CudaKernels:
         sizes = (view.d0, view.d1, view.across, *view.numbers, tiles0, tiles1)
         launch(
             matrix.pull_all, batch.parts * tiles0 * tiles1, plan.table, grads, row_sums, column_sums,
-            squares[batch.squares :], batch.first, *sizes,
+            squares, batch.first, batch.squares, *sizes,
             GRAD=_TYPES[batch.dtype], SPEC=view.spec, ALIGNED=batch.aligned and fit, **_constants(shape),
         )  # fmt: skip
         launch(
-            matrix.finish_all, batch.parts * self._blocks(view), plan.table, row_sums, column_sums, batch.first,
+            finish.finish_all, batch.parts * self._blocks(view), plan.table, row_sums, column_sums, batch.first,
             *sizes, SPEC=view.spec, BLOCK=self._tiles.block,
         )  # fmt: skip
 
@@ -223,7 +222,8 @@ class CudaKernels:
             part = parts[i]
             if part.grad is None:
                 raise ValueError(f"part.grad must be a tensor for every part, got None for part {i}")
-            held.append(part.grad.to(part.raw.dtype if part.weight is None else part.weight.dtype).contiguous())
+            grad, dtype = part.grad, part.raw.dtype if part.weight is None else part.weight.dtype
+            held.append(grad if grad.dtype == dtype and grad.is_contiguous() else grad.to(dtype).contiguous())
         addresses = [grad.data_ptr() for grad in held]
         return plan.grads.send(addresses), all(address % 16 == 0 for address in addresses), held
 
@@ -274,7 +274,8 @@ def _row(rates: Rates) -> list[Number]:
 
 def _placed(panels: Sequence[Tensor], raw: Tensor) -> Sequence[Tensor]:
     """Return the panels as a kernel takes them: that of a bias lies along the columns."""
-    return (panels[0], panels[0], panels[2]) if raw.dim() == 1 else panels
+    along, across, numbers = (panel.contiguous() for panel in panels)
+    return along, along if raw.dim() == 1 else across, numbers
 
 
 def _integers(dtype: torch.dtype) -> torch.dtype:

@@ -1,7 +1,7 @@
 """Triton kernels over lists of tiles of tensors of many shapes: panels, plain parameters, norms and marks.
 
-A tile is a line of three numbers on the device: the line of its tensor in the tensors' table, and its first row and
-column. A tensor that has not two dimensions is seen as rows of COLUMNS entries, the last of them perhaps short.
+A tile is three numbers on the device: the line of its tensor in the tensors' table, and its place down and across.
+A tensor that has not two dimensions is seen as rows of COLUMNS entries, the last of them perhaps short.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped"
@@ -10,7 +10,7 @@ column. A tensor that has not two dimensions is seen as rows of COLUMNS entries,
 import triton
 import triton.language as tl
 
-from symexplin.kernels.triton_adam import adam, add_marks, load_factor, pointer, rated, tally, written
+from symexplin.kernels.triton_adam import adam, add_marks, load_factor, pointer, rated, rates_of, tally, written
 from symexplin.kernels.triton_map import bits_of
 
 __all__ = ["mark_tiles", "norms", "square_tiles", "update_panels", "update_tiles"]
@@ -25,12 +25,12 @@ def _bounds(at, ALIGNED: tl.constexpr):
     return count, width
 
 
-@triton.jit
-def square_tiles(table, grads, tiles, out, GRAD: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+@triton.jit(do_not_specialize=["first"])
+def square_tiles(table, grads, tiles, out, first, GRAD: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
                  ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """Write the sum of the squares of a gradient over each tile."""
+    """Write the sum of the squares of a gradient over each tile, from place `first` on."""
     line = tiles + tl.program_id(0) * 3
-    part, row, column = tl.load(line), tl.load(line + 1), tl.load(line + 2)
+    part, row, column = tl.load(line), tl.load(line + 1) * TILE, tl.load(line + 2) * COLUMNS
     count, width = _bounds(table + part * 18, ALIGNED)
     grad = pointer(grads + part, GRAD, ALIGNED)
     columns = column + tl.arange(0, COLUMNS)[None, :]
@@ -40,7 +40,7 @@ def square_tiles(table, grads, tiles, out, GRAD: tl.constexpr, ALIGNED: tl.const
         place = rows * width + columns
         g = tl.load(grad + place, mask=(columns < width) & (place < count), other=0.0).to(tl.float32)
         squares = tl.fma(g, g, squares)
-    tl.store(out + tl.program_id(0), tl.sum(tl.sum(squares, axis=1), axis=0))
+    tl.store(out + first + tl.program_id(0), tl.sum(tl.sum(squares, axis=1), axis=0))
 
 
 @triton.jit
@@ -61,14 +61,16 @@ def update_tiles(table, grads, states, rates, factor, tiles, marks, DTYPE: tl.co
                  ALIGNED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     """Apply AdamW to plain values; MASTER: write them, rounded, to a weight apart from them."""
     line = tiles + tl.program_id(0) * 3
-    part, row, column = tl.load(line), tl.load(line + 1), tl.load(line + 2)
+    part, row, column = tl.load(line), tl.load(line + 1) * TILE, tl.load(line + 2) * COLUMNS
     at = table + part * 18
     count, width = _bounds(at, ALIGNED)
     value, grad = pointer(at, tl.float32, ALIGNED), pointer(grads + part, DTYPE, ALIGNED)
     weight = written(at + 1, DTYPE, ALIGNED)
     exp_avg, exp_avg_sq = pointer(at + 2, tl.float32, ALIGNED), pointer(at + 3, tl.float32, ALIGNED)
     rate, writes = rated(rates, states + part * 2)
-    by = load_factor(factor)
+    less1, beta2, less2, eps, correction, root = rates_of(rate, 6)
+    lr = tl.load(rate)
+    shrink, step, by = 1.0 - lr * tl.load(rate + 1), lr / correction, load_factor(factor)
     columns = column + tl.arange(0, COLUMNS)[None, :]
     if DTYPE == tl.float32:
         down, weighted = tl.zeros((ROWS, COLUMNS), tl.int64), tl.zeros((ROWS, COLUMNS), tl.int64)
@@ -80,13 +82,13 @@ def update_tiles(table, grads, states, rates, factor, tiles, marks, DTYPE: tl.co
         inside = (columns < width) & (place < count)
         x = tl.load(value + place, mask=inside, other=0.0)
         g = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
-        x = adam(value + place, exp_avg + place, exp_avg_sq + place, x, g * by, inside, rate, rate + 6,
-                 tl.load(rate), tl.load(rate + 1))  # fmt: skip
+        x = adam(value + place, exp_avg + place, exp_avg_sq + place, x, g * by, inside, shrink, step, less1,
+                 beta2, less2, eps, root)  # fmt: skip
         bits = tl.where(inside, bits_of(x, DTYPE), 0)
         if MASTER:
-            tl.store(weight + place, bits, mask=inside & writes)
-            kept = tl.load(weight + place, mask=inside & (writes == 0), other=0)
-            bits = tl.where(writes, bits, kept)
+            tl.store(weight + place, bits, mask=inside & (inside.to(tl.int32) == writes))
+            kept = tl.load(weight + place, mask=inside & (inside.to(tl.int32) != writes), other=0)
+            bits = tl.where(writes != 0, bits, kept)
         down, weighted = tally(bits, local, down, weighted)
     add_marks(marks + tl.load(at + 13) * 2, down, weighted, row * tl.load(at + 16), row * tl.load(at + 17) + column,
               tl.load(at + 16), tl.load(at + 17), COLUMNS)  # fmt: skip
@@ -97,7 +99,7 @@ def mark_tiles(table, tiles, marks, BITS: tl.constexpr, ALIGNED: tl.constexpr, T
                COLUMNS: tl.constexpr):  # fmt: skip
     """Add the marks of each tile to those of its tensor."""
     line = tiles + tl.program_id(0) * 3
-    part, row, column = tl.load(line), tl.load(line + 1), tl.load(line + 2)
+    part, row, column = tl.load(line), tl.load(line + 1) * TILE, tl.load(line + 2) * COLUMNS
     at = table + part * 18
     count, width = _bounds(at, ALIGNED)
     found = pointer(at, BITS, ALIGNED)
@@ -131,5 +133,7 @@ def update_panels(panels, states, rates, factor, chunks, BLOCK: tl.constexpr):
     x = tl.load(value + places, mask=inside, other=0.0)
     tl.store(old + places, x, mask=inside)
     g = tl.load(grad + places, mask=inside, other=0.0) * load_factor(factor)
+    less1, beta2, less2, eps, correction, root = rates_of(rate, 8)
     lr, decay = tl.load(own, mask=inside, other=0.0), tl.load(own + 12, mask=inside, other=0.0)
-    adam(value + places, exp_avg + places, exp_avg_sq + places, x, g, inside, rate, rate + 8, lr, decay)
+    adam(value + places, exp_avg + places, exp_avg_sq + places, x, g, inside, 1.0 - lr * decay, lr / correction, less1,
+         beta2, less2, eps, root)  # fmt: skip

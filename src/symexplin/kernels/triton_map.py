@@ -72,10 +72,10 @@ def numbers_of(terms: Terms) -> Numbers:
     """
     d = 1.0 if terms.normalize else terms.beta
     if terms.mode == "sinh":
-        return Numbers(terms.s / d, 0.0, terms.kappa.value)
+        return Numbers(terms.s / d, 0.0, float(terms.kappa.value))
     lam = terms.s * terms.l.value / d
     c = terms.s * terms.e.value * math.exp(-terms.n.value) / d
-    return Numbers(c, -lam if terms.mode == "oppose" else lam, terms.kappa.value)
+    return Numbers(c, -lam if terms.mode == "oppose" else lam, float(terms.kappa.value))
 
 
 # expm1(r) = r + r^2 q(r) on |r| <= ln(2)/2 with q minimax of degree 4: 0.3 units of rounding; up to r = ln(2), where
@@ -196,17 +196,16 @@ def _exp(x):
 
 
 @triton.jit
-def _times(value, panel, stride, numbers, inside, COLUMNS: tl.constexpr, AXIS: tl.constexpr, WITHOUT: tl.constexpr,
-           KIND: tl.constexpr):  # fmt: skip
-    """Return `value` times the learned factors of a role along an axis; numbers count to axis 0."""
-    if COLUMNS[AXIS] >= 0:
+def _times(value, panel, stride, numbers, inside, COLUMN: tl.constexpr, NUMBER: tl.constexpr, AXIS: tl.constexpr,
+           WITHOUT: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
+    """Return `value` times the learned factors of a role along an axis; its number counts to axis 0."""
+    if COLUMN >= 0:
         if WITHOUT != AXIS:
-            x = tl.load(panel + COLUMNS[AXIS] * stride, mask=inside, other=1.0)
-            value = value * _turn(x, KIND)
+            value = value * _turn(tl.load(panel + COLUMN * stride, mask=inside, other=1.0), KIND)
     if AXIS == 0:
-        if COLUMNS[2] >= 0:
+        if NUMBER >= 0:
             if WITHOUT != 2:
-                value = value * _turn(tl.load(numbers + COLUMNS[2]), KIND)
+                value = value * _turn(tl.load(numbers + NUMBER), KIND)
     return value
 
 
@@ -225,9 +224,9 @@ def _turn(x, KIND: tl.constexpr):
 def kappa_factor(value, panel, stride, numbers, inside, AXIS: tl.constexpr, WITHOUT: tl.constexpr, SPEC: tl.constexpr):
     """Return kappa's factor along an axis; WITHOUT: the place (0, 1, 2) of a learned factor to leave out, or -1."""
     if SPEC.absorbed:
-        value = _times(value, panel, stride, numbers, inside, SPEC.m, AXIS, WITHOUT, "exp")
+        value = _times(value, panel, stride, numbers, inside, SPEC.m[AXIS], SPEC.m[2], AXIS, WITHOUT, "exp")
     else:
-        value = _times(value, panel, stride, numbers, inside, SPEC.m, AXIS, WITHOUT, "itself")
+        value = _times(value, panel, stride, numbers, inside, SPEC.m[AXIS], SPEC.m[2], AXIS, WITHOUT, "itself")
     return value
 
 
@@ -235,8 +234,8 @@ def kappa_factor(value, panel, stride, numbers, inside, AXIS: tl.constexpr, WITH
 def c_factor(value, kappa, panel, stride, numbers, inside, AXIS: tl.constexpr, WITHOUT: tl.constexpr,
              SPEC: tl.constexpr):  # fmt: skip
     """Return c's factor along an axis; WITHOUT: the place of the learned e to leave out."""
-    value = _times(value, panel, stride, numbers, inside, SPEC.e, AXIS, WITHOUT, "itself")
-    value = _times(value, panel, stride, numbers, inside, SPEC.n, AXIS, -1, "decay")
+    value = _times(value, panel, stride, numbers, inside, SPEC.e[AXIS], SPEC.e[2], AXIS, WITHOUT, "itself")
+    value = _times(value, panel, stride, numbers, inside, SPEC.n[AXIS], SPEC.n[2], AXIS, -1, "decay")
     if SPEC.normalize:
         value = value / kappa
     return value
@@ -246,7 +245,7 @@ def c_factor(value, kappa, panel, stride, numbers, inside, AXIS: tl.constexpr, W
 def lam_factor(value, kappa, panel, stride, numbers, inside, AXIS: tl.constexpr, WITHOUT: tl.constexpr,
                SPEC: tl.constexpr):  # fmt: skip
     """Return lambda's factor along an axis; WITHOUT: the place of the learned l to leave out."""
-    value = _times(value, panel, stride, numbers, inside, SPEC.l, AXIS, WITHOUT, "itself")
+    value = _times(value, panel, stride, numbers, inside, SPEC.l[AXIS], SPEC.l[2], AXIS, WITHOUT, "itself")
     if SPEC.normalize:
         value = value / kappa
     return value

@@ -1,31 +1,28 @@
 """Triton kernels over the matrices of a class: equal shape, map and types, one launch for all of them.
 
 A program owns a tile of one matrix and walks down its rows a few at a time. Sums over rows and columns go to buffers
-of partial sums, one a tile, that `finish` adds in a fixed order: runs repeat bit for bit. Pointers come from tables on
+of partial sums, one a tile, that :mod:`symexplin.kernels.triton_finish` adds. Pointers come from tables on
 the device (see :mod:`symexplin.kernels.triton_tables`), since there are more tensors than a kernel takes arguments.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped"
-# ruff: noqa: ANN001, ANN201, ANN202, SIM102, SIM300
+# ruff: noqa: ANN001, ANN201, ANN202, SIM300
 
 import triton
 import triton.language as tl
 
-from symexplin.kernels.triton_adam import adam, add_marks, load_factor, pointer, rated, tally, written
+from symexplin.kernels.triton_adam import adam, add_marks, load_factor, pointer, rated, rates_of, tally, written
 from symexplin.kernels.triton_map import (
     bits_of,
-    c_factor,
     curve,
     difference,
     effective,
     factors,
-    kappa_factor,
-    lam_factor,
     linear_path,
     raw_gradient,
 )
 
-__all__ = ["effective_one", "finish_all", "finish_one", "pull_all", "pull_one", "update_all"]
+__all__ = ["effective_one", "pull_all", "pull_one", "update_all"]
 
 
 @triton.jit
@@ -107,11 +104,11 @@ def _pull(raw, grad, p0, p1, p2, raw_out, row_sums, column_sums, square, tile, d
         tl.store(square + tile, tl.sum(tl.sum(squares, axis=1), axis=0))
 
 
-@triton.jit
-def pull_all(table, grads, row_sums, column_sums, squares, first, d0, d1, across, c, lam, kappa, tiles0, tiles1,
+@triton.jit(do_not_specialize=["first", "square", "d0", "across", "tiles0", "tiles1"])
+def pull_all(table, grads, row_sums, column_sums, squares, first, square, d0, d1, across, c, lam, kappa, tiles0, tiles1,
              GRAD: tl.constexpr, SPEC: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
              COLUMNS: tl.constexpr):  # fmt: skip
-    """Sum up every tile of the matrices from line `first` of the table on."""
+    """Sum up every tile of the matrices from line `first` of the table on; `square`: where squares go."""
     part = tl.program_id(0) // (tiles0 * tiles1)
     tile = tl.program_id(0) % (tiles0 * tiles1)
     at = table + (first + part) * 18
@@ -121,151 +118,20 @@ def pull_all(table, grads, row_sums, column_sums, squares, first, d0, d1, across
                   pointer(at + 6, tl.float32, False))  # fmt: skip
     row_sums += part.to(tl.int64) * 4 * tiles1 * d0
     column_sums += part.to(tl.int64) * 3 * tiles0 * d1
-    squares += part * tiles0 * tiles1
+    squares += square + part * tiles0 * tiles1
     _pull(raw, grad, p0, p1, p2, None, row_sums, column_sums, squares, tile, d0, d1, across, c, lam, kappa, tiles1,
           SPEC, TILE, ROWS, COLUMNS)  # fmt: skip
 
 
-@triton.jit
-def pull_one(raw, grad, p0, p1, p2, raw_out, row_sums, column_sums, d0, d1, across, c, lam, kappa, tiles0, tiles1,
+@triton.jit(do_not_specialize=["d0", "across", "tiles1"])
+def pull_one(raw, grad, p0, p1, p2, raw_out, row_sums, column_sums, d0, d1, across, c, lam, kappa, tiles1,
              SPEC: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     """Sum up every tile of one matrix and write its raw gradient."""
     _pull(raw, grad, p0, p1, p2, raw_out, row_sums, column_sums, None, tl.program_id(0), d0, d1, across, c, lam, kappa,
           tiles1, SPEC, TILE, ROWS, COLUMNS)  # fmt: skip
 
 
-@triton.jit
-def _gather(sums, tiles, length, places, inside, AXIS: tl.constexpr, ROLE: tl.constexpr):
-    """Add the partial sums of all tiles, first to last."""
-    if AXIS == 0:
-        sums += places * 4 + ROLE
-        length *= 4
-    else:
-        sums += places + ROLE * length
-        length *= 3
-    total = tl.zeros(places.shape, tl.float32)
-    tile = tl.full((), 0, tl.int32)
-    while tile < tiles:
-        total += tl.load(sums + tile.to(tl.int64) * length, mask=inside, other=0.0)
-        tile += 1
-    return total
-
-
-@triton.jit
-def _finish_axis(p, g, p2, sums, tiles, length, block, stride, c, lam, kappa, AXIS: tl.constexpr,
-                 STEP: tl.constexpr, SPEC: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Write the gradients of all factors along an axis, for one block of places."""
-    places = block * BLOCK + tl.arange(0, BLOCK)
-    inside = places < length
-    p += places.to(tl.int64) * STEP
-    g += places.to(tl.int64) * STEP
-    whole = kappa_factor(kappa, p, stride, p2, inside, AXIS, -1, SPEC)
-    if SPEC.e[AXIS] >= 0 or SPEC.n[AXIS] >= 0:
-        total = _gather(sums, tiles, length, places, inside, AXIS, 0)
-        if SPEC.e[AXIS] >= 0:
-            others = c_factor(c, whole, p, stride, p2, inside, AXIS, AXIS, SPEC)
-            tl.store(g + SPEC.e[AXIS] * stride, others * total, mask=inside)
-        if SPEC.n[AXIS] >= 0:
-            every = c_factor(c, whole, p, stride, p2, inside, AXIS, -1, SPEC)
-            tl.store(g + SPEC.n[AXIS] * stride, -every * total, mask=inside)
-    if SPEC.l[AXIS] >= 0:
-        total = _gather(sums, tiles, length, places, inside, AXIS, 1)
-        others = lam_factor(lam, whole, p, stride, p2, inside, AXIS, AXIS, SPEC)
-        tl.store(g + SPEC.l[AXIS] * stride, others * total, mask=inside)
-    if SPEC.m[AXIS] >= 0:
-        total = _gather(sums, tiles, length, places, inside, AXIS, 2)
-        if SPEC.normalize:
-            if not SPEC.absorbed:
-                total = total / tl.load(p + SPEC.m[AXIS] * stride, mask=inside, other=1.0)
-        elif SPEC.absorbed:
-            total = total * whole
-        else:
-            total = total * kappa_factor(kappa, p, stride, p2, inside, AXIS, AXIS, SPEC)
-        tl.store(g + SPEC.m[AXIS] * stride, total, mask=inside)
-
-
-@triton.jit
-def _finish_numbers(p0, p2, g2, sums, tiles, d0, c, lam, kappa, SPEC: tl.constexpr, BLOCK: tl.constexpr):
-    """Write the gradients of the learned numbers: sums over all rows."""
-    of_e = tl.zeros((BLOCK,), tl.float32)
-    of_n = tl.zeros((BLOCK,), tl.float32)
-    of_l = tl.zeros((BLOCK,), tl.float32)
-    of_m = tl.zeros((BLOCK,), tl.float32)
-    start = tl.full((), 0, tl.int32)
-    while start < d0:
-        places = start + tl.arange(0, BLOCK)
-        inside = places < d0
-        p = p0 + places.to(tl.int64) * SPEC.width
-        whole = kappa_factor(kappa, p, 1, p2, inside, 0, -1, SPEC)
-        if SPEC.e[2] >= 0 or SPEC.n[2] >= 0:
-            total = _gather(sums, tiles, d0, places, inside, 0, 0)
-            of_e = tl.fma(total, c_factor(c, whole, p, 1, p2, inside, 0, 2, SPEC), of_e)
-            of_n = tl.fma(total, c_factor(c, whole, p, 1, p2, inside, 0, -1, SPEC), of_n)
-        if SPEC.l[2] >= 0:
-            total = _gather(sums, tiles, d0, places, inside, 0, 1)
-            of_l = tl.fma(total, lam_factor(lam, whole, p, 1, p2, inside, 0, 2, SPEC), of_l)
-        if SPEC.m[2] >= 0:
-            total = _gather(sums, tiles, d0, places, inside, 0, 2)
-            if SPEC.normalize:
-                of_m += total
-            elif SPEC.absorbed:
-                of_m = tl.fma(total, whole, of_m)
-            else:
-                of_m = tl.fma(total, kappa_factor(kappa, p, 1, p2, inside, 0, 2, SPEC), of_m)
-        start += BLOCK
-    if SPEC.e[2] >= 0:
-        tl.store(g2 + SPEC.e[2], tl.sum(of_e, axis=0))
-    if SPEC.n[2] >= 0:
-        tl.store(g2 + SPEC.n[2], -tl.sum(of_n, axis=0))
-    if SPEC.l[2] >= 0:
-        tl.store(g2 + SPEC.l[2], tl.sum(of_l, axis=0))
-    if SPEC.m[2] >= 0:
-        total = tl.sum(of_m, axis=0)
-        if SPEC.normalize:
-            if not SPEC.absorbed:
-                total = total / tl.load(p2 + SPEC.m[2])
-        tl.store(g2 + SPEC.m[2], total)
-
-
-@triton.jit
-def _finish(p0, p1, p2, g0, g1, g2, row_sums, column_sums, block, d0, d1, across, c, lam,
-            kappa, tiles0, tiles1, SPEC: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    blocks0, blocks1 = tl.cdiv(d0, BLOCK), tl.cdiv(d1, BLOCK)
-    if block < blocks0:
-        _finish_axis(p0, g0, p2, row_sums, tiles1, d0, block, 1, c, lam, kappa, 0, SPEC.width, SPEC, BLOCK)
-    elif block < blocks0 + blocks1:
-        _finish_axis(p1, g1, p2, column_sums, tiles0, d1, block - blocks0, across, 1.0, 1.0, 1.0, 1,
-                     SPEC.step, SPEC, BLOCK)  # fmt: skip
-    else:
-        _finish_numbers(p0, p2, g2, row_sums, tiles1, d0, c, lam, kappa, SPEC, BLOCK)
-
-
-@triton.jit
-def finish_all(table, row_sums, column_sums, first, d0, d1, across, c, lam, kappa, tiles0, tiles1,
-               SPEC: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Make gradients of the panels from the sums of :func:`pull_all`."""
-    blocks = tl.cdiv(d0, BLOCK) + tl.cdiv(d1, BLOCK) + 1
-    part = tl.program_id(0) // blocks
-    at = table + (first + part) * 18
-    p0, p1, p2 = (pointer(at + 4, tl.float32, False), pointer(at + 5, tl.float32, False),
-                  pointer(at + 6, tl.float32, False))  # fmt: skip
-    g0, g1, g2 = (pointer(at + 7, tl.float32, False), pointer(at + 8, tl.float32, False),
-                  pointer(at + 9, tl.float32, False))  # fmt: skip
-    row_sums += part.to(tl.int64) * 4 * tiles1 * d0
-    column_sums += part.to(tl.int64) * 3 * tiles0 * d1
-    _finish(p0, p1, p2, g0, g1, g2, row_sums, column_sums, tl.program_id(0) % blocks, d0, d1,
-            across, c, lam, kappa, tiles0, tiles1, SPEC, BLOCK)  # fmt: skip
-
-
-@triton.jit
-def finish_one(p0, p1, p2, g0, g1, g2, row_sums, column_sums, d0, d1, across, c, lam, kappa, tiles0, tiles1,
-               SPEC: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Make gradients of the panels from the sums of :func:`pull_one`."""
-    _finish(p0, p1, p2, g0, g1, g2, row_sums, column_sums, tl.program_id(0), d0, d1, across,
-            c, lam, kappa, tiles0, tiles1, SPEC, BLOCK)  # fmt: skip
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["d0", "across", "tiles1"])
 def effective_one(raw, p0, p1, p2, out, d0, d1, across, c, lam, kappa, tiles1, DTYPE: tl.constexpr, SPEC: tl.constexpr,
                   TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     """Write the bits of the effective weight of one matrix."""
@@ -282,7 +148,7 @@ def effective_one(raw, p0, p1, p2, out, d0, d1, across, c, lam, kappa, tiles1, D
         tl.store(out + place, bits_of(value, DTYPE), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "d0", "across", "tiles0", "tiles1"])
 def update_all(table, grads, states, rates, factor, marks, first, d0, d1, across, c, lam, kappa, tiles0, tiles1,
                DTYPE: tl.constexpr, SPEC: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
                COLUMNS: tl.constexpr):  # fmt: skip
@@ -299,7 +165,9 @@ def update_all(table, grads, states, rates, factor, marks, first, d0, d1, across
     o0, o1, o2 = (pointer(at + 10, tl.float32, False), pointer(at + 11, tl.float32, False),
                   pointer(at + 12, tl.float32, False))  # fmt: skip
     rate, writes = rated(rates, states + (first + part) * 2)
-    by = load_factor(factor)
+    less1, beta2, less2, eps, correction, root = rates_of(rate, 6)
+    lr = tl.load(rate)
+    shrink, step, by = 1.0 - lr * tl.load(rate + 1), lr / correction, load_factor(factor)
     columns = at1 * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     c1, lam1, kappa1 = _column_factors(p1, across, p2, columns, d1, SPEC)
     old_c1, old_lam1, old_kappa1 = _column_factors(o1, across, o2, columns, d1, SPEC)
@@ -318,11 +186,11 @@ def update_all(table, grads, states, rates, factor, marks, first, d0, d1, across
         old_kappa = kappa0 * old_kappa1
         _, slope, _ = curve(w, old_kappa, SPEC)
         _, pulled = raw_gradient(g, w, c0 * old_c1, lam0 * old_lam1, old_kappa, slope, SPEC)
-        w = adam(raw + place, exp_avg + place, exp_avg_sq + place, w, pulled * by, inside, rate, rate + 6,
-                 tl.load(rate), tl.load(rate + 1))  # fmt: skip
+        w = adam(raw + place, exp_avg + place, exp_avg_sq + place, w, pulled * by, inside, shrink,
+                 step, less1, beta2, less2, eps, root)  # fmt: skip
         c0, lam0, kappa0 = _row_factors(p0, p2, rows, d0, c, lam, kappa, SPEC)
         bits = bits_of(effective(w, c0 * c1, lam0 * lam1, kappa0 * kappa1, SPEC), DTYPE)
-        tl.store(weight + place, bits, mask=inside & writes)
-        kept = tl.load(weight + place, mask=inside & (writes == 0), other=0)
-        down, weighted = tally(tl.where(writes, tl.where(inside, bits, 0), kept), local, down, weighted)
+        tl.store(weight + place, bits, mask=inside & (inside.to(tl.int32) == writes))
+        kept = tl.load(weight + place, mask=inside & (inside.to(tl.int32) != writes), other=0)
+        down, weighted = tally(tl.where(writes != 0, tl.where(inside, bits, 0), kept), local, down, weighted)
     add_marks(marks + tl.load(at + 13) * 2, down, weighted, at0 * TILE, at1 * COLUMNS, 1, 0, COLUMNS)

@@ -1,10 +1,6 @@
-"""Tables on the device that tell Triton kernels where everything lies, kept from step to step.
+"""Tables on the device that tell Triton kernels where everything lies, kept from step to step."""
 
-What a step brings (addresses of gradients, rates, flags) is sent again only when it has changed, through pinned memory
-and without waiting. Under capture of a CUDA graph each call sends its content from memory of its own, which is
-never written again, to a table of its own: a replay reads what was captured, whatever steps outside of it do.
-"""
-
+import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,18 +12,16 @@ from torch import Tensor
 from symexplin.kernels.part import Part
 from symexplin.kernels.terms import Terms
 from symexplin.kernels.triton_map import Numbers, Spec, numbers_of, spec_of
+from symexplin.kernels.triton_sent import Sent, sent
 
 __all__ = [
     "Listed",
     "MarksPlan",
     "Matrices",
     "Plan",
-    "Sent",
     "Shape",
     "Tiles",
     "View",
-    "capturing",
-    "sent",
     "signature",
     "view_of",
 ]
@@ -55,58 +49,6 @@ class Tiles(NamedTuple):
     block: int = 256
 
 
-def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _pinned(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
-
-
-def sent(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return numbers on a device without waiting for it."""
-    return _pinned(values, dtype, device).to(device, non_blocking=True)
-
-
-class Sent:
-    """A table on the device with content from the host.
-
-    >>> Sent(torch.int64, torch.device("cpu")).send([1, 2, 3])
-    tensor([1, 2, 3])
-    """
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.values: list[Any] = []
-        self.table = torch.empty(0, dtype=dtype, device=device)
-        self._spare: Tensor | None = None
-        self._captured: list[tuple[Tensor, Tensor]] = []
-
-    def send(self, values: list[Any]) -> Tensor:
-        """Return the table with that content, which is sent if it has changed.
-
-        Raises:
-            RuntimeError: under capture, without a step outside of it since the last one.
-        """
-        dtype, device = self.table.dtype, self.table.device
-        if capturing(device):
-            if self._spare is None or self._spare.numel() != len(values):
-                raise RuntimeError("a captured step must follow one outside of any capture: take one step before it")
-            spare, self._spare = self._spare, None
-            table = torch.empty_like(self.table)
-            self._captured.append((spare.copy_(torch.tensor(values, dtype=dtype)), table))
-            return table.copy_(spare, non_blocking=True)
-        if self._spare is None or self._spare.numel() != len(values):  # a capture cannot get pinned memory
-            self._spare = _pinned([0] * len(values), dtype, device)
-        if values != self.values:
-            if len(values) != len(self.values):
-                self.table = torch.empty(len(values), dtype=dtype, device=device)
-            # The allocator of pinned memory gives this block away again only after the copy.
-            self.table.copy_(_pinned(values, dtype, device), non_blocking=True)
-            self.values = values
-        return self.table
-
-
 class View(NamedTuple):
     """A tensor seen as a matrix: a bias is one row, whose factors along the columns lie in panel0."""
 
@@ -129,10 +71,14 @@ class View(NamedTuple):
 
 def view_of(terms: Terms, raw: Tensor, panels: Sequence[Tensor]) -> View:
     """Return how kernels see a tensor with its panels."""
-    flat = raw.dim() == 1
-    d0, d1 = (1, raw.shape[0]) if flat else (raw.shape[0], raw.shape[1])
-    spec = spec_of(terms, panels[0].shape[1], flat)
-    return View(d0, d1, 1 if flat else d1, spec, numbers_of(terms))
+    return _view(terms, raw.shape, panels[0].shape[1])
+
+
+@functools.cache
+def _view(terms: Terms, shape: torch.Size, width: int) -> View:
+    flat = len(shape) == 1
+    d0, d1 = (1, *shape) if flat else shape
+    return View(d0, d1, 1 if flat else d1, spec_of(terms, width, flat), numbers_of(terms))
 
 
 @dataclass
@@ -151,7 +97,6 @@ class Matrices:
 class Listed:
     """Tensors of one type, of whatever shapes, as a list of tiles."""
 
-    lines: range
     dtype: torch.dtype
     master: bool
     aligned: bool
@@ -163,13 +108,13 @@ Tile = tuple[int, int, int]
 
 
 def tiles_of(line: int, shape: torch.Size, tile: Shape) -> list[Tile]:
-    """Return (line, first row, first column) of each tile of a tensor.
+    """Return (line, place down, place across) of each tile of a tensor.
 
     >>> tiles_of(0, torch.Size([3, 5]), Shape(2, 1, 4))
-    [(0, 0, 0), (0, 0, 4), (0, 2, 0), (0, 2, 4)]
+    [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1)]
     """
     width, rows, _ = _extent(shape, tile)
-    return [(line, row, column) for row in range(0, rows, tile.tile) for column in range(0, width, tile.columns)]
+    return [(line, i, j) for i in range(-(-rows // tile.tile)) for j in range(-(-width // tile.columns))]
 
 
 def _extent(shape: torch.Size, tile: Shape) -> tuple[int, int, bool]:
@@ -229,22 +174,21 @@ class Plan:
         part = parts[0]
         if part.raw.numel() == 0:
             return
-        dtype, rows = _written(part).dtype, _class_of(part, self.tiles)[-1]
+        dtype, fits = _written(part).dtype, _class_of(part, self.tiles)[-1]
         if part.terms is None:
             found, begin = [], self._squares
             for line, (one, out) in enumerate(zip(parts, outs, strict=True), first):
                 found.append(tiles_of(line, one.raw.shape, self.tiles.listed))
                 self._span(out, len(found[-1]))
             table = sent([tile for tiles in found for tile in tiles], torch.int64, device)
-            lines = range(first, first + len(parts))
-            self.listed.append(Listed(lines, dtype, part.weight is not None, rows, begin, table))
+            self.listed.append(Listed(dtype, part.weight is not None, fits, begin, table))
             return
         view = view_of(part.terms, part.raw, part.panels)
         _, tiles0, tiles1 = view.tile(self.tiles.pull, self.tiles)
         most = max(1, _SCRATCH // sum(view.sums(self.tiles)))
         for start in range(0, len(parts), most):
             count = min(most, len(parts) - start)
-            self.matrices.append(Matrices(first + start, count, view, dtype, rows, self._squares))
+            self.matrices.append(Matrices(first + start, count, view, dtype, fits, self._squares))
             for out in outs[start : start + count]:
                 self._span(out, tiles0 * tiles1)
 
@@ -319,17 +263,11 @@ def _line(part: Part, olds: list[int], out: int, tiles: Tiles) -> list[int]:
 def signature(parts: Sequence[Part]) -> list[Any]:
     """Return all that a plan depends on."""
     found: list[Any] = []
+    tensors: list[Tensor] = []
     for part in parts:
         written = _written(part)
-        found += (
-            part.terms,
-            part.weight is None,
-            written.dtype,
-            part.raw.shape,
-            part.raw.data_ptr(),
-            written.data_ptr(),
-        )
-        found += [tensor.data_ptr() for tensor in part.panels]
-        found += [tensor.data_ptr() for tensor in part.gradients]
-        found += [tensor.data_ptr() for pair in part.moments for tensor in pair]
-    return found
+        found += (part.terms, part.weight is None, written.dtype, part.raw.shape)
+        tensors += (part.raw, written, *part.panels, *part.gradients)
+        for pair in part.moments:
+            tensors += pair
+    return found + [tensor.data_ptr() for tensor in tensors]
