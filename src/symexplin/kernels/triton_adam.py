@@ -1,6 +1,6 @@
 """What the updating kernels share: pointers from tables, AdamW of one tile, and marks of what was written."""
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 # ruff: noqa: ANN001, ANN201, SIM108, SIM300
 
 import triton

@@ -1,7 +1,5 @@
 """The map and AdamW over it in Triton: what is launched, with which tables."""
 
-# mypy: disable-error-code="import-untyped"
-
 import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar

@@ -4,7 +4,7 @@ Sums over the entries of rows give the factors along the rows, those of columns 
 of the former the numbers (the chain rule with c, lambda and kappa as products of one factor along each dimension).
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 # ruff: noqa: ANN001, ANN201, ANN202, SIM102
 
 import triton

@@ -4,7 +4,7 @@ A tile is three numbers on the device: the line of its tensor in the tensors' ta
 A tensor that has not two dimensions is seen as rows of COLUMNS entries, the last of them perhaps short.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 # ruff: noqa: ANN001, ANN201, ANN202, SIM300
 
 import triton

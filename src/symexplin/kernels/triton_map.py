@@ -4,7 +4,7 @@ No contraction is left to the compiler (every launch says `enable_fp_fusion=Fals
 kernels give the same bits for the same raw weight and panels.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 # ruff: noqa: ANN001, ANN201, ANN202, SIM102, SIM108, SIM300
 
 import math

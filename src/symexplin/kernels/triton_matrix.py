@@ -5,7 +5,7 @@ of partial sums, one a tile, that :mod:`symexplin.kernels.triton_finish` adds. P
 the device (see :mod:`symexplin.kernels.triton_tables`), since there are more tensors than a kernel takes arguments.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 # ruff: noqa: ANN001, ANN201, ANN202, SIM300
 
 import triton

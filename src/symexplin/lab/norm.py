@@ -31,7 +31,7 @@ class _Normed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """With r = 1 / sqrt(mean(x^2) + eps): x r weight."""
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # one pass, without a tensor of squares
+        length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # one pass, without a tensor of squares
         scale = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
         return (x * scale).mul_(weight)

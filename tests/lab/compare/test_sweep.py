@@ -21,6 +21,7 @@ from symexplin.lab.report import pages as report
 from symexplin.lab.run import train
 from symexplin.lab.settings import build, dump_toml, load_toml, to_table
 from symexplin.lab.stop import Stopped
+from symexplin.lab.text import tokens
 from symexplin.lab.text.prepare import PrepareConfig, prepare
 
 NAMES = ["AdamW-lr0.001-seed0", "SEL-lr0.001-seed0", "AdamW-lr0.01-seed0", "SEL-lr0.01-seed0"]
@@ -245,6 +246,14 @@ def test_a_damaged_run_may_be_removed_and_trained_again(finished, data, tmp_path
     assert "\n" not in str(error.value)
     shutil.rmtree(run)
     assert numbers(compare_runs(tiny(data), folder, resume=True)) == numbers(finished[1])
+
+
+def test_the_data_are_verified_once(data, tmp_path, monkeypatch):
+    read = []
+    digest = tokens._digest
+    monkeypatch.setattr(tokens, "_digest", lambda path, *rest: read.append(path.name) or digest(path, *rest))
+    compare_runs(tiny(data, lrs=(1e-3,)), tmp_path)
+    assert sorted(read) == ["train.safetensors", "valid.safetensors"]
 
 
 def test_everything_is_checked_before_the_first_run(data, tmp_path):
