@@ -178,7 +178,7 @@ def check_not_finite(device, tiles):
 
 
 def check_replaced(device, tiles):
-    """Tensors that have been replaced, and a list that has become shorter, are seen in the next step."""
+    """A new list with tensors that have been replaced, and a shorter one, are what the next step takes."""
     paper = preset("paper")
     one, two = ([make_part((20, 33), paper, torch.bfloat16, device, i) for i in range(2)] for _ in range(2))
     kernels, fresh = CudaKernels(tiles), CudaKernels(tiles)
@@ -191,6 +191,7 @@ def check_replaced(device, tiles):
         part.raw, part.weight = part.raw.clone(), part.weight.clone()
         part.moments = tuple((m.clone(), v.clone()) for m, v in part.moments)
     kept.fill_(math.nan)
+    one = list(one)
     for parts in (one, two):
         other = CudaKernels(tiles) if parts is two else kernels
         other.pull(parts[:1])

@@ -53,7 +53,11 @@ class Part:
 
 
 class Backend(Protocol):
-    """Kernels for one type of device. All of them give the same bits when run again."""
+    """Kernels for one type of device. All of them give the same bits when run again.
+
+    Tables may be kept for a list of parts: whoever passes the same list again has changed `grad`, `rates` and `keep` of
+    its parts at most, and no other tensor lies elsewhere.
+    """
 
     name: str
 

@@ -22,7 +22,6 @@ from symexplin.kernels.triton_tables import (
     Shape,
     Tiles,
     View,
-    signature,
     view_of,
 )
 
@@ -55,7 +54,7 @@ class CudaKernels:
     def __init__(self, tiles: Tiles | None = None) -> None:
         self.name = f"Triton {triton.__version__}"
         self._tiles = tiles or Tiles()
-        self._plans: dict[tuple[Any, ...], Plan | MarksPlan] = {}
+        self._plans: dict[Any, Plan | MarksPlan] = {}
         self._captured: list[Plan | MarksPlan] = []
         self._flags: dict[torch.device, Tensor] = {}
 
@@ -186,7 +185,8 @@ class CudaKernels:
             return torch.empty(0, 2, dtype=torch.int64)
         device, key = tensors[0].device, ("marks", *map(id, tensors))
         with _on(device):
-            plan = self._kept(key, device, MarksPlan.signature_of(tensors), lambda: MarksPlan(tensors, self._tiles))
+            found = MarksPlan.signature_of(tensors)
+            plan = self._kept(key, device, lambda p: p.signature == found, lambda: MarksPlan(tensors, self._tiles))
             out = torch.zeros(len(tensors), 2, dtype=torch.int64, device=device)
             for size, fit, tiles in plan.listed:
                 launch(
@@ -196,13 +196,14 @@ class CudaKernels:
         return out
 
     def _plan(self, parts: Sequence[Part]) -> Plan:
+        """Return the tables of a list of parts: those made before for this very list."""
         device = parts[0].raw.device
-        return self._kept(tuple(map(id, parts)), device, signature(parts), lambda: Plan(parts, self._tiles, device))
+        return self._kept(id(parts), device, lambda plan: plan.parts is parts, lambda: Plan(parts, self._tiles, device))
 
-    def _kept(self, key: tuple[Any, ...], device: torch.device, found: list[Any], make: Callable[[], P]) -> P:
-        """Return the plan of a list, made anew where any address, shape or type in it has changed."""
+    def _kept(self, key: Any, device: torch.device, fits: Callable[[P], bool], make: Callable[[], P]) -> P:
+        """Return the plan under that key, made anew where it does not fit."""
         plan: Any = self._plans.get(key)
-        if plan is None or plan.signature != found:
+        if plan is None or not fits(plan):
             if capturing(device):
                 raise RuntimeError("a captured step must follow one outside of any capture: take one step before it")
             self._plans.pop(key, None)

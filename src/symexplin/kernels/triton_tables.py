@@ -22,7 +22,6 @@ __all__ = [
     "Shape",
     "Tiles",
     "View",
-    "signature",
     "view_of",
 ]
 
@@ -140,7 +139,7 @@ class Plan:
     """The tables of a list of parts, in an order that puts parts of one class beside each other."""
 
     def __init__(self, parts: Sequence[Part], tiles: Tiles, device: torch.device) -> None:
-        self.signature = signature(parts)
+        self.parts = parts
         self.tiles = tiles
         classes: dict[Any, list[int]] = {}
         for i, part in enumerate(parts):
@@ -258,16 +257,3 @@ def _line(part: Part, olds: list[int], out: int, tiles: Tiles) -> list[int]:
             addresses[1] = addresses[0]
     first = [t.data_ptr() for t in (part.raw, _written(part), *part.moments[0])]
     return [*first, *panels, *gradients, *olds, *listed_line(part.raw, out, tiles.listed)[13:]]
-
-
-def signature(parts: Sequence[Part]) -> list[Any]:
-    """Return all that a plan depends on."""
-    found: list[Any] = []
-    tensors: list[Tensor] = []
-    for part in parts:
-        written = _written(part)
-        found += (part.terms, part.weight is None, written.dtype, part.raw.shape)
-        tensors += (part.raw, written, *part.panels, *part.gradients)
-        for pair in part.moments:
-            tensors += pair
-    return found + [tensor.data_ptr() for tensor in tensors]

@@ -85,7 +85,8 @@ class ComputeConfig:
     Args:
         device: "auto" (CUDA if there is one), "cpu", "cuda", "cuda:1", "mps".
         threads: threads of the CPU; as many as torch takes if not given.
-        autocast: "on" (bfloat16), "off", or "auto": on where it pays, on GPUs that have bfloat16 and CPUs with AMX.
+        autocast: "on" (bfloat16), "off", or "auto": on where it pays, on GPUs that have bfloat16 and CPUs that
+            multiply it (AMX, AVX512-BF16).
         compile: torch.compile the model; on a CPU it needs a C++ compiler.
         recompute: compute each block again in the backward pass instead of keeping its activations.
         loss_chunk: tokens whose logits are held at once in the loss, 0 for all; if not given, all unless they take
@@ -238,7 +239,7 @@ def _device(name: str) -> torch.device:
 
 
 def _bfloat16_pays(device: torch.device) -> bool:
-    """Whether bfloat16 is faster: on CPUs without AMX it is slower than float32."""
+    """Whether bfloat16 is faster: on CPUs that cannot multiply it (AMX, AVX512-BF16) it is slower than float32."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    return device.type == "cpu" and bool(torch.cpu._is_amx_tile_supported())
+    return device.type == "cpu" and (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())

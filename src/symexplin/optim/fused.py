@@ -79,13 +79,15 @@ class Fused:
         self._among = list(among)
         self.entries = sorted(entries, key=lambda entry: entry.placement.group is not None)
         self._whole = sum(entry.placement.group is None for entry in self.entries)
-        self._tensors = [list(map(id, entry.state.values())) for entry in self.entries]
+        self._kinds = _kinds(self.entries)
+        self._state = [list(map(id, entry.state.values())) for entry in self.entries]
         sizes = [sum(_size(entry, panel) for panel in PANELS) for entry in self.entries]
         self._whole_size = sum(sizes[: self._whole])
         self._scratch = torch.zeros(sum(sizes), dtype=dtype, device=device)
         pieces = torch.split(self._scratch, sizes)
         self._parts = [_part(entry, piece) for entry, piece in zip(self.entries, pieces, strict=True)]
-        self._pointers = [part.raw.data_ptr() for part in self._parts]
+        self._tensors = [tensor for part in self._parts for tensor in _tensors(part)]
+        self._addresses = list(map(Tensor.data_ptr, self._tensors))
         self._norms = self._scratch.new_zeros(len(self.entries))
         self.targets: dict[int, list[Target]] = {}
 
@@ -96,8 +98,8 @@ class Fused:
             and len(entries) == len(self._among)
             and all(map(operator.is_, entries, self._among))
             and all(map(_is_usual, self.entries))
-            and [list(map(id, entry.state.values())) for entry in self.entries] == self._tensors
-            and [part.raw.data_ptr() for part in self._parts] == self._pointers
+            and [list(map(id, entry.state.values())) for entry in self.entries] == self._state
+            and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
         )
 
     def pull(self) -> None:
@@ -119,7 +121,7 @@ class Fused:
         """
         for entry, part in zip(self.entries[self._whole :], self._parts[self._whole :], strict=True):
             _settle(part, self.targets[entry.key])
-        for entry, part, rates in zip(self.entries, self._parts, _rates(self.entries), strict=True):
+        for entry, part, rates in zip(self.entries, self._parts, self._rates(), strict=True):
             part.rates, part.keep = rates, keep.get(entry.key, False)
         marks = self._backend.update(self._parts, None if factor is None else factor.to(self.device))
         torch.autograd.graph.increment_version([entry.value for entry in self.entries])
@@ -127,6 +129,30 @@ class Fused:
             part.grad = None
         self.targets = {}
         return marks
+
+    def _rates(self) -> Iterator[Rates]:
+        """Yield the rates of each entry; those of one kind and count share them."""
+        known: dict[tuple[Any, ...], Rates] = {}
+        for (kind, group, layout), counts in zip(self._kinds, _read(self.entries), strict=True):
+            key = (kind, *(id(c) if isinstance(c, Tensor) else c for c in counts))
+            if key not in known:
+                known[key] = _make_rates(group, layout, counts)
+            yield known[key]
+
+
+def _kinds(entries: Sequence[Entry]) -> list[tuple[int, Group, Layout | None]]:
+    """Return the number of each entry's kind, its group and its map: entries of one kind have the same rates."""
+    numbers: dict[tuple[int, int], int] = {}
+    layouts = [entry.layout if entry.curved else None for entry in entries]
+    return [
+        (numbers.setdefault((id(entry.group), id(layout)), len(numbers)), entry.group, layout)
+        for entry, layout in zip(entries, layouts, strict=True)
+    ]
+
+
+def _tensors(part: Part) -> list[Tensor]:
+    moments = [moment for pair in part.moments for moment in pair]
+    return [part.raw, *([] if part.weight is None else [part.weight]), *part.panels, *moments]
 
 
 def _size(entry: Entry, panel: str) -> int:
@@ -174,17 +200,6 @@ def _settle(part: Part, targets: Sequence[Target]) -> None:
     for target in targets[1:]:
         if target.grad is not ours[target.kind]:
             ours[target.kind].copy_(target.grad)
-
-
-def _rates(entries: Sequence[Entry]) -> Iterator[Rates]:
-    """Yield the rates of each entry; entries of one group, map and count share them."""
-    known: dict[tuple[Any, ...], Rates] = {}
-    for entry, counts in zip(entries, _read(entries), strict=True):
-        layout = entry.layout if entry.curved else None
-        key = (id(entry.group), id(layout), *(id(c) if isinstance(c, Tensor) else c for c in counts))
-        if key not in known:
-            known[key] = _make_rates(entry.group, layout, counts)
-        yield known[key]
 
 
 def _read(entries: Sequence[Entry]) -> list[tuple[Number, Number]]:

@@ -112,9 +112,11 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         fresh = not any(self.state.values())
-        self.create_state()
-        entries = list(self.entries())
-        self._entries = {entry.key: entry for entry in entries}
+        entries = self._unchanged()
+        if entries is None:
+            self.create_state()
+            entries = list(self.entries())
+            self._entries = {entry.key: entry for entry in entries}
         looking = not _capturing()  # a graph that is replayed would not look again
         if looking:
             self._take_over(entries)
@@ -157,6 +159,20 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         """
         norm = self.grad_norm
         return norm is not None and float(norm) == 0.0 and all(float(group["lr"]) == 0.0 for group in self.param_groups)
+
+    def _unchanged(self) -> list[Entry] | None:
+        """Return the entries of the last step if all of them serve this one, and no parameter lacks its state."""
+        found: list[Entry] = []
+        for group in self.param_groups:
+            if group["capturable"] != isinstance(group["steps"], Tensor):
+                return None
+            for i, parameter in enumerate(group["params"]):
+                entry, state = self._entries.get(id(parameter)), self.state.get(parameter)
+                if entry is not None and state is not None and entry.serves(group, i, state):
+                    found.append(entry)
+                elif state or parameter.requires_grad:
+                    return None
+        return found
 
     def entries(self) -> Iterator[Entry]:
         """Yield every parameter that has state, with its state and place."""
@@ -216,9 +232,6 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         made: list[tuple[Entry, int]] = []
         for group, i in self._indices():
             parameter = group["params"][i]
-            known = self._entries.get(id(parameter))
-            if known is not None and known.serves(group, i, self.state[parameter]):
-                continue  # looked at in an earlier step
             entry = Entry(group, i, self.state[parameter])
             new = not entry.state and parameter.requires_grad
             try:
