@@ -40,13 +40,17 @@ def data(tmp_path_factory):
     return prepared(tmp_path_factory.mktemp("data"))
 
 
+EXACT = ComputeConfig(autocast="off")  # what is computed again outside of a run is computed in float32
+
+
 def tiny(data, curve="none", **changes):
     config = RunConfig(
         data,
         ModelConfig(width=16, depth=1, heads=2, context=8),
         TrainConfig(steps=10, batch_size=4, warmup_steps=2, lr=1e-2, eval_every=4, eval_batches=2),
         CURVES[curve],
-        log=LogConfig(checkpoint_every=3, tensorboard=False),
+        EXACT,
+        LogConfig(checkpoint_every=3, tensorboard=False),
     )
     return dataclasses.replace(config, **changes)
 
@@ -220,7 +224,7 @@ def test_another_machine_may_go_on_and_the_rounding_is_told(data, tmp_path, monk
         failing_at(patch, 8, RuntimeError("killed"))
         with pytest.raises(RuntimeError, match="killed"):
             train(tiny(data), folder)
-    train(tiny(data, compute=ComputeConfig(recompute=True)), folder, resume=True, echo=lines.append)
+    train(tiny(data, compute=dataclasses.replace(EXACT, recompute=True)), folder, resume=True, echo=lines.append)
     assert "compute.recompute is False there, True now: the numbers go on with other rounding" in lines
     assert (folder / "model.safetensors").exists()
 
@@ -296,7 +300,7 @@ def test_the_rounding_that_is_told_is_that_since_the_last_start(data, tmp_path, 
         with monkeypatch.context() as patch:
             failing_at(patch, step, Stopped(signal.SIGTERM, "here"))
             with contextlib.nullcontext() if step is None else pytest.raises(Stopped):
-                config = tiny(data, compute=ComputeConfig(recompute=recompute))
+                config = tiny(data, compute=dataclasses.replace(EXACT, recompute=recompute))
                 train(config, tmp_path / "run", resume=True, echo=lines.append, tell_config=False)
     told = [line.partition(":")[0] for line in lines if "other rounding" in line]
     assert told == [
