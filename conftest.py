@@ -1,7 +1,9 @@
-"""What pytest leaves alone on a machine without Triton: modules that are imported only where it is."""
+"""What pytest does not collect: programs of tests/kernels for processes of their own, and Triton's side without Triton."""
 
 import importlib.util
 
 __all__ = ["collect_ignore_glob"]
 
-collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["src/symexplin/kernels/triton_*.py"]
+collect_ignore_glob = ["tests/kernels/triton_*.py"]
+if importlib.util.find_spec("triton") is None:
+    collect_ignore_glob.append("src/symexplin/kernels/triton_*.py")

@@ -3,6 +3,8 @@
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import symexplin as sel
 from symexplin.kernels import using
@@ -28,6 +30,26 @@ def test_the_operators_keep_torchs_rules(dtype):
 
 def test_a_map_that_no_kernel_computes_is_traced():
     assert key_of(Layout((6, 5), 0, 7.5, sel.preset("paper+offset"))) is None
+
+
+@pytest.mark.parametrize("name", ["paper", "paper+offset", "structured_linear"])
+def test_a_model_fresh_from_conversion_compiles_whole(name):
+    """Nothing is left to be worked out while torch.compile traces."""
+    torch.manual_seed(0)
+    model = sel.convert(nn.Sequential(nn.Linear(9, 7), nn.Linear(7, 5)), sel.preset(name))
+    inputs = torch.randn(3, 9)
+    found = torch.compile(model, fullgraph=True, backend="aot_eager")(inputs)
+    torch.testing.assert_close(found, model(inputs), rtol=1e-5, atol=1e-6)
+
+
+def test_fake_tensors_and_traces_go_through_the_formulas():
+    torch.manual_seed(0)
+    model = sel.convert(nn.Sequential(nn.Linear(9, 7)), sel.preset("paper"))
+    inputs = torch.randn(3, 9)
+    traced = make_fx(lambda x: model(x))(inputs)
+    torch.testing.assert_close(traced(inputs), model(inputs), rtol=1e-5, atol=1e-6)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert model(mode.from_tensor(inputs)).shape == (3, 7)
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -76,7 +76,15 @@ class Coordinates(NamedTuple):
         kernels = None if terms is None else backend_for(self.raw.device)
         if terms is None or kernels is None or not kernels.covers(self.raw, self.raw.new_empty(0, dtype=dtype)):
             return None
-        return kernels, terms
+        return (kernels, terms) if self._is_sound() else None
+
+    def _is_sound(self) -> bool:
+        """Whether the tensors are what the layout says, which kernels do not ask and the formulas broadcast."""
+        shapes = [self.layout.shape, *(self.layout.panel_shape(panel) for panel in PANELS)]
+        return all(
+            (tensor.dtype, tuple(tensor.shape)) == (self.raw.dtype, shape)
+            for tensor, shape in zip(self[1:], shapes, strict=True)
+        )
 
     def _blocks(self) -> Iterator[tuple[slice, "Coordinates"]]:
         """Yield the rows a few at a time: whole, the formulas' temporaries would go through memory one by one."""
@@ -123,7 +131,8 @@ class Coordinates(NamedTuple):
         """Return the gradients by raw weight and panels, in the same places, for a gradient `g` of the weight."""
         if self._is_traced():
             return self._pullback(g.to(self.raw.dtype))
-        if found := self._kernels(g.dtype):
+        found = self._kernels(g.dtype)
+        if found and g.shape == self.raw.shape and not g._is_zerotensor():
             kernels, terms = found
             return Coordinates(self.layout, *kernels.pullback(terms, self.raw, self[2:], g))
         total = Coordinates(self.layout, *(torch.zeros_like(part) for part in self[1:]))

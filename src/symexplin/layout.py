@@ -10,7 +10,7 @@ bias, being 1-D, has panel0 and scalar alone.
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -56,20 +56,21 @@ class Layout:
     out_dim: int
     beta: float
     config: SELConfig
+    form: Form = field(init=False, repr=False, compare=False)  # the fixed part of the map
+    # Every learned vector in a fixed order: by role, then along the outputs, then along the inputs.
+    slots: tuple[Slot, ...] = field(init=False, repr=False, compare=False)
 
     @staticmethod
     def of(shape: tuple[int, ...], out_dim: int, beta: float, config: str) -> "Layout":
         """Return the layout of a configuration given as JSON; the same one for the same arguments."""
         return _layout_of(shape, out_dim, beta, config)
 
-    @functools.cached_property
-    def form(self) -> Form:
-        """The fixed part of the map."""
-        return Form(self.config.mode, self.beta, self.config.normalize)
+    def __post_init__(self) -> None:
+        """Work out what follows; not when first asked for, which torch.compile may be the first to do."""
+        object.__setattr__(self, "form", Form(self.config.mode, self.beta, self.config.normalize))
+        object.__setattr__(self, "slots", self._slots())
 
-    @functools.cached_property
-    def slots(self) -> tuple[Slot, ...]:
-        """Every learned vector in a fixed order: by role, then along the outputs, then along the inputs."""
+    def _slots(self) -> tuple[Slot, ...]:
         slots: list[Slot] = []
         used = dict.fromkeys(PANELS, 0)
         for role in self.config.learned_roles:

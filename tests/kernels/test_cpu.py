@@ -438,7 +438,9 @@ def marks_by_hand(tensor: Tensor) -> list[int]:
     """The marks in Python's integers."""
     rows = bits(tensor if tensor.dim() == 2 else tensor.reshape(1, -1)).tolist()
     first = sum(b * (2 * i + 1) * 2654435761 for i, row in enumerate(rows) for b in row)
-    second = sum(b * (2 * j + 1) * 11400714819323 for row in rows for j, b in enumerate(row))
+    second = sum(
+        b * (2 * i + 1) * (2 * j + 1) * 11400714819323 for i, row in enumerate(rows) for j, b in enumerate(row)
+    )
     return [(n + 2**63) % 2**64 - 2**63 for n in (first, second)]
 
 

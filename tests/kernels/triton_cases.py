@@ -175,7 +175,7 @@ def marks(tensor):
     for i, row in enumerate(bits(tensor)):
         for j, b in enumerate(row):
             sums[0] += b * (2 * i + 1) * 2654435761
-            sums[1] += b * (2 * j + 1) * 11400714819323
+            sums[1] += b * (2 * i + 1) * (2 * j + 1) * 11400714819323
     return [(s + 2**63) % 2**64 - 2**63 for s in sums]
 
 

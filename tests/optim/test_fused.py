@@ -5,6 +5,8 @@ import itertools
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import symexplin as sel
 from symexplin.config import PRESETS
@@ -150,6 +152,20 @@ def move_weight(weight, optimizer):  # noqa: ARG001
     weight.data = weight.data.clone()
 
 
+def transpose_weight(weight, optimizer):  # noqa: ARG001
+    """At the same address; of a square weight even in the same shape."""
+    weight.data = weight.data.t().contiguous().t()
+
+
+def stride_panels(weight, optimizer):
+    state = optimizer.state[weight]
+    state["panel0"].data = state["panel0"].data.t().contiguous().t()
+
+
+def stride_moments(weight, optimizer):
+    optimizer.state[weight]["exp_avg"].data = optimizer.state[weight]["exp_avg"].data.t().contiguous().t()
+
+
 def load_state(weight, optimizer):  # noqa: ARG001
     optimizer.load_state_dict(optimizer.state_dict())
 
@@ -162,7 +178,9 @@ def write(weight, optimizer):  # noqa: ARG001
     weight.data.mul_(1.5)
 
 
-@pytest.mark.parametrize("change", [move_weight, load_state, move_state, write])
+@pytest.mark.parametrize(
+    "change", [move_weight, transpose_weight, stride_panels, stride_moments, load_state, move_state, write]
+)
 def test_what_moves_between_steps_is_found_again(change):
     """Addresses are kept from step to step: whoever moves what lies there must be noticed."""
     ends = []
@@ -175,6 +193,84 @@ def test_what_moves_between_steps_is_found_again(change):
             train(model, optimizer, 3, start=3)
         ends.append(tensors(model, optimizer))
     assert_close(*ends, torch.float64)
+
+
+def shrink(tensor):
+    tensor.data = tensor.data[:2].clone()
+
+
+def halve(tensor):
+    tensor.data = tensor.data.bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [*((name, shrink) for name in ("grad", "raw", "exp_avg", "panel0", "panel1_exp_avg_sq")), ("exp_avg", halve)],
+)
+def test_tensors_that_somebody_has_made_smaller_are_not_read_beyond_their_end(name, change):
+    """They go through the readable path, to an error of torch. Kernels, which do not ask, would read what lies behind."""
+    model = network()
+    optimizer = build(model)
+    train(model, optimizer, 2)
+    weight = model[0].weight
+    backward(model, 2)
+    change(weight.grad if name == "grad" else optimizer.state[weight][name])
+    with pytest.raises(RuntimeError):
+        optimizer.step()
+
+
+def test_the_default_device_is_not_asked():
+    ours, theirs = network(), network()
+    train(theirs, build(theirs), 2)
+    optimizer = build(ours)
+    for step in range(2):
+        optimizer.zero_grad()
+        backward(ours, step)
+        with torch.device("meta"):
+            optimizer.step()
+    assert_same_bits(ours, theirs)
+
+
+def test_operations_that_somebody_watches_are_torchs():
+    """Under a dispatch mode (fake tensors, tracing, counting) kernels would work unseen, or on memory that is none."""
+    model = network()
+    optimizer = build(model)
+    backward(model, 0)
+    with FlopCounterMode(display=False):
+        optimizer.step()
+    assert optimizer._fused == []
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert backend_for("cpu") is None
+
+
+@pytest.mark.parametrize("spike", [1.5e19, 1e20])
+def test_a_spike_that_adamw_survives_is_survived(spike):
+    """Without clipping g^2 alone leaves float32's range where (1 - beta2) g^2 does not."""
+    model = network()
+    optimizer = build(model, max_grad_norm=None)
+    train(model, optimizer, 2)
+    for step in range(2, 5):
+        optimizer.zero_grad()
+        backward(model, step)
+        if step == 2:
+            model[0].weight.grad[1, 1] = spike
+        optimizer.step()
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_betas_of_zero_are_the_sign_of_the_gradient():
+    ends = []
+    for kernels in ("auto", "readable"):
+        model = network()
+        optimizer = build(model, betas=(0.0, 0.0), lr=1e-3)
+        with using(kernels):
+            for step, size in enumerate((1.0, 1e4, 1.0, 1e-4)):
+                for p in model.parameters():
+                    generator = torch.Generator().manual_seed(step)
+                    p.grad = size * torch.randn(p.shape, generator=generator)
+                optimizer.step()
+        ends.append(tensors(model, optimizer))
+    assert_close(*ends, torch.float32)
 
 
 def test_a_rule_of_ones_own_is_not_replaced():

@@ -8,6 +8,7 @@ from torch import nn
 
 import symexplin as sel
 from symexplin import transform
+from symexplin.kernels import using
 from symexplin.optim.watch import Watch
 
 
@@ -166,6 +167,21 @@ def test_swapped_rows_columns_and_entries_are_noticed():
             weight.data[first] = weight.data[second]
             weight.data[second] = kept
             assert watch.written({0: weight}) == {0}, (first, second)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "readable"])
+@pytest.mark.parametrize(
+    "change", [lambda w: w.roll(1, 0), lambda w: w.roll(1, 1), lambda w: w.flip(0), lambda w: w.t()]
+)
+def test_changes_that_keep_all_sums_by_row_and_column_are_noticed(kernels, change):
+    for start in (torch.eye(16), torch.tensor([[1.0, 2.0], [2.0, 1.0]]).repeat(8, 8)):
+        weight = nn.Parameter(start.clone())
+        weight.data[3, 5] += 1.0  # so that the transposed one is another
+        watch = Watch()
+        with using(kernels):
+            watch.remember({0: weight})
+            weight.data.copy_(change(weight.data.clone()))
+            assert watch.written({0: weight}) == {0}
 
 
 def test_writes_into_plain_parameters_reach_their_master_copies():

@@ -54,7 +54,13 @@ def using(choice: str) -> Iterator[None]:
 
 
 def backend_for(device: torch.device | str) -> Backend | None:
-    """Return the kernels for a device; None: there are none, or they are not wanted."""
+    """Return the kernels for a device; None: there are none, or they are not wanted.
+
+    They work behind torch's back, so where a mode watches or replaces its operations (fake tensors, tracing, counting)
+    the readable formulas run.
+    """
+    if torch._C._len_torch_dispatch_stack():
+        return None
     choice = _choice.get() or check_choice(_VARIABLE, os.environ.get(_VARIABLE) or "auto", CHOICES)
     return None if choice == "readable" else _load(torch.device(device).type)
 

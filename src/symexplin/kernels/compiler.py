@@ -7,7 +7,6 @@ import hashlib
 import logging
 import os
 import shlex
-import shutil
 import stat
 import subprocess
 import tempfile
@@ -49,11 +48,13 @@ def find_compiler() -> Compiler | None:
     if os.name == "nt":
         return None
     for choice in (os.environ.get("CC", ""), "cc", "gcc", "clang"):
-        command = shlex.split(choice)
-        for target in _TARGETS if command and shutil.which(command[0]) else ():
-            with contextlib.suppress(OSError, subprocess.SubprocessError):
+        for target in _TARGETS if choice else ():
+            with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
+                command = shlex.split(choice)
                 macros = _run([*command, *target, "-dM", "-E", "-x", "c", os.devnull])
                 return Compiler(tuple(command), _name(macros), (*_FLAGS, *target), macros)
+        if choice == os.environ.get("CC"):
+            _log.info("CC=%s does not run as a C compiler: others are tried", choice)
     return None
 
 
@@ -89,14 +90,14 @@ def load_library(source: Path, defines: tuple[str, ...] = ()) -> ctypes.CDLL | N
         _log.info("no C compiler found: the readable formulas are used on the CPU")
         return None
     flags = (*compiler.flags, *defines)
-    digest = hashlib.sha256("\0".join((*flags, compiler.macros)).encode())
+    digest = hashlib.sha256("\0".join((*compiler.command, *flags, compiler.macros)).encode())
     for file in sorted(source.parent.glob("*.[ch]")):
         digest.update(file.read_bytes())
     name = f"{source.stem}-{digest.hexdigest()[:32]}.so"
     try:
         try:
             return _load_kept(cache_folder(), name, compiler, flags, source)
-        except OSError:
+        except (OSError, RuntimeError):  # RuntimeError: there is no home
             with tempfile.TemporaryDirectory(prefix="symexplin-") as folder:
                 return _load_kept(Path(folder), name, compiler, flags, source)
     except subprocess.CalledProcessError as error:
@@ -120,6 +121,8 @@ def _load_kept(folder: Path, name: str, compiler: Compiler, flags: Sequence[str]
     os.close(handle)
     try:
         _run([*compiler.command, *flags, "-o", draft, str(source), "-lm"])
+        with Path(draft).open("rb") as file:
+            os.fsync(file.fileno())
         # Two processes may be at it: each puts a whole file in place.
         Path(draft).replace(library)
     finally:

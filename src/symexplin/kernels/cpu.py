@@ -19,6 +19,8 @@ __all__ = ["CpuKernels", "load"]
 
 _log = logging.getLogger("symexplin")
 
+# Named, for a user may have another default device.
+_CPU = torch.device("cpu")
 _SOURCE = Path(__file__).with_name("cpu.c")
 _DEFINES: dict[torch.dtype, tuple[str, ...]] = {torch.float32: (), torch.float64: ("-DSEL_DOUBLE",)}
 _WEIGHT, _PULL, _UPDATE, _MARKS = range(4)
@@ -57,7 +59,7 @@ class CpuKernels:
 
     def effective(self, terms: Terms, raw: Tensor, panels: Panels, dtype: torch.dtype) -> Tensor:
         """Return the effective weight, rounded to `dtype`."""
-        raw = raw.contiguous()
+        raw, panels = raw.contiguous(), [panel.contiguous() for panel in panels]
         direct = dtype == torch.bfloat16 and raw.dtype == torch.float32
         weight = torch.empty_like(raw, dtype=dtype if direct else raw.dtype)
         _run(_WEIGHT, raw.dtype, [_record(terms, raw, panels, panels, weight=weight)])
@@ -65,41 +67,41 @@ class CpuKernels:
 
     def pullback(self, terms: Terms, raw: Tensor, panels: Panels, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the gradients by raw weight, panel0, panel1 and scalar for a gradient `g` of the effective weight."""
-        raw, g = raw.contiguous(), _readable(g, raw.dtype)
+        raw, g, panels = raw.contiguous(), _readable(g, raw.dtype), [panel.contiguous() for panel in panels]
         out, gradients = torch.empty_like(raw), [torch.empty_like(panel) for panel in panels]
         _run(_PULL, raw.dtype, [_record(terms, raw, panels, gradients, grad=g, out=out)])
         return out, *gradients  # type: ignore[return-value]
 
     def pull(self, parts: Sequence[Part]) -> Tensor:
         """Write the gradients of all panels; return the norm of each part's raw gradient, in float64."""
-        norms = torch.zeros(len(parts), dtype=torch.float64)
+        norms = torch.zeros(len(parts), dtype=torch.float64, device=_CPU)
         for dtype, chosen in _by_dtype(parts).items():
             grads = [_readable(_grad(parts[i]), dtype) for i in chosen]
             records = [
                 _record(parts[i].terms, parts[i].raw, parts[i].panels, parts[i].gradients, grad=grad)
                 for i, grad in zip(chosen, grads, strict=True)
             ]
-            found = torch.zeros(len(chosen), dtype=torch.float64)
+            found = torch.zeros(len(chosen), dtype=torch.float64, device=_CPU)
             _run(_PULL, dtype, records, norms=found)
             norms[chosen] = found
         return norms
 
     def update(self, parts: Sequence[Part], factor: Tensor | None) -> Tensor:
         """Apply AdamW to raw weights, plain values and panels, and write the weights; return their marks."""
-        marks = torch.zeros(len(parts), 2, dtype=torch.int64)
+        marks = torch.zeros(len(parts), 2, dtype=torch.int64, device=_CPU)
         number = 1.0 if factor is None else float(factor)
         for dtype, chosen in _by_dtype(parts).items():
             grads = [_readable(_grad(parts[i]), dtype) for i in chosen]
             rates: dict[int, bytes] = {}
             records = [_update_record(parts[i], grad, rates) for i, grad in zip(chosen, grads, strict=True)]
-            found = torch.zeros(len(chosen), 2, dtype=torch.int64)
+            found = torch.zeros(len(chosen), 2, dtype=torch.int64, device=_CPU)
             _run(_UPDATE, dtype, records, factor=number, marks=found)
             marks[chosen] = found
         return marks
 
     def marks(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return (len(tensors), 2) int64: sums of the bits of all entries, weighted by place."""
-        marks = torch.zeros(len(tensors), 2, dtype=torch.int64)
+        marks = torch.zeros(len(tensors), 2, dtype=torch.int64, device=_CPU)
         tensors = [tensor.contiguous() for tensor in tensors]
         _run(_MARKS, torch.float32, [_mark_record(tensor) for tensor in tensors], marks=marks)
         return marks
@@ -125,6 +127,9 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
     library = load_library(_SOURCE, _DEFINES[dtype])
     if library is None:
         return None
+    if not all(hasattr(library, name) for name in ("sel_run", "sel_part_size")):
+        _log.info("what the C compiler made has no kernels in it: the readable formulas are used")
+        return None
     library.sel_run.argtypes = [
         *(ctypes.c_int, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64),
         *(ctypes.c_double, ctypes.c_void_p, ctypes.c_void_p),
@@ -140,10 +145,10 @@ def _is_right(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
     """Whether a handful of values agrees with the definition."""
     if library.sel_part_size() != _SIZE:
         return False
-    raw = torch.cat([torch.logspace(-20, 0.5, 36), torch.zeros(1)]).to(dtype)
+    raw = torch.cat([torch.logspace(-20, 0.5, 36, device=_CPU), torch.zeros(1, device=_CPU)]).to(dtype)
     raw = torch.stack([raw, -raw])
     terms = Terms("mismatch", 7.5, False, False, 1.0, *map(Place, (1.25, 0.75, 7.5, 0.5)))
-    weight, panels = torch.empty_like(raw), [torch.empty(0, dtype=dtype)] * 3
+    weight, panels = torch.empty_like(raw), [torch.empty(0, dtype=dtype, device=_CPU)] * 3
     _call(library, _WEIGHT, [_record(terms, raw, panels, panels, weight=weight)])
     form, scales, exact = Form("mismatch", 7.5), Scales(1.25, 0.75, 7.5, 0.5), raw.double()
     error = (weight.double() - forward(form, exact, scales)).abs()
@@ -187,7 +192,7 @@ def _readable(g: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a gradient as kernels read it: contiguous, of the dtype of the raw weight or bfloat16 beside float32."""
     if g.dtype != dtype and (dtype, g.dtype) != (torch.float32, torch.bfloat16):
         g = g.to(dtype)
-    return g.contiguous()
+    return g.resolve_neg().contiguous()
 
 
 def _kind(tensor: Tensor | None) -> int:

@@ -51,7 +51,7 @@ static void add_marks(const void *from, int64_t size, int64_t count, int64_t row
     else if (size == 4) marks_32(from, count, column, &plain, &weighted);
     else marks_64(from, count, column, &plain, &weighted);
     marks[0] = (int64_t)((uint64_t)marks[0] + plain * (uint64_t)(2 * row + 1) * 2654435761u);
-    marks[1] = (int64_t)((uint64_t)marks[1] + weighted * 11400714819323u);
+    marks[1] = (int64_t)((uint64_t)marks[1] + weighted * (uint64_t)(2 * row + 1) * 11400714819323u);
 }
 
 #endif

@@ -136,18 +136,19 @@ static void pull_factors(const Axis *axis, int64_t i, Sums sums, double *numbers
 /* AdamW as symexplin.optim.adamw has it, its constants merged: the step is m / (root sqrt(v) + eps) with both divided
    by the rate. Where that is 0 the result is not used. */
 typedef struct {
-    REAL keep, gain1, gain2, root, eps;
+    REAL keep, keep1, gain1, keep2, gain2, root, eps;
 } Rule;
 
 static Rule rule_of(double lr, double decay, const Part *part, const double *corrections) {
     double rate = lr / corrections[0];
-    return (Rule){(REAL)(1 - lr * decay), (REAL)(1 - part->beta1), (REAL)(1 - part->beta2),
-                  (REAL)(1 / (sqrt(corrections[1]) * rate)), (REAL)(part->eps / rate)};
+    return (Rule){(REAL)(1 - lr * decay), (REAL)part->beta1, (REAL)(1 - part->beta1), (REAL)part->beta2,
+                  (REAL)(1 - part->beta2), (REAL)(1 / (sqrt(corrections[1]) * rate)), (REAL)(part->eps / rate)};
 }
 
 INLINE void adamw(const Rule *rule, V *x, const V *g, V *m, V *v) {
-    EACH m[i] = fma_(g[i] - m[i], all(rule->gain1), m[i]);
-    EACH v[i] = fma_(fma_(g[i], g[i], -v[i]), all(rule->gain2), v[i]);
+    /* Not m + (1 - beta1)(g - m), which for small betas loses a g that is small beside m; g^2 alone overflows early. */
+    EACH m[i] = fma_(g[i], all(rule->gain1), m[i] * rule->keep1);
+    EACH v[i] = fma_(g[i] * rule->gain2, g[i], v[i] * rule->keep2);
     EACH x[i] = x[i] * rule->keep - m[i] / fma_(sqrt_(v[i]), all(rule->root), all(rule->eps));
 }
 

@@ -87,6 +87,6 @@ class Backend(Protocol):
         """Return (len(tensors), 2) int64, on the tensors' device: sums of the bits of all entries, weighted by place.
 
         With bits b_ij as signed integers of the entry's size, arithmetic modulo 2^64, and a tensor of any other
-        number of dimensions than two seen as one row: sum_ij b_ij (2 i + 1) A and sum_ij b_ij (2 j + 1) B,
+        number of dimensions than two seen as one row: sum_ij b_ij (2 i + 1) A and sum_ij b_ij (2 i + 1) (2 j + 1) B,
         A = 2654435761, B = 11400714819323.
         """

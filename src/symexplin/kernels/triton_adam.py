@@ -67,7 +67,7 @@ def adam(value, exp_avg, exp_avg_sq, x, g, inside, shrink, step, less1, beta2, l
     """
     m = tl.load(exp_avg, mask=inside, other=0.0)
     v = tl.load(exp_avg_sq, mask=inside, other=0.0)
-    m = tl.fma(g - m, less1, m)
+    m = tl.fma(g, less1, m * (1.0 - less1))  # g - m would lose a g that is small beside m
     v = tl.fma(g * less2, g, v * beta2)
     x = x * shrink - m / tl.fma(tl.sqrt(v), root, eps) * step
     tl.store(value, x, mask=inside)
@@ -90,15 +90,16 @@ def tally(bits, local, down, weighted):
 def add_marks(marks, down, weighted, row, column, row_step, column_step, COLUMNS: tl.constexpr):
     """Add a tile's sums to the marks of its tensor.
 
-    The entry at local row a and column b is at row + row_step a and column + column_step a + b of the tensor.
-    Integers: in whatever order programs add, the sums are the same.
+    The entry at local row a and column b is at row + row_step a and column + column_step a + b of the tensor; one of
+    the steps is 0. Integers: in whatever order programs add, the sums are the same.
     """
     columns = tl.arange(0, COLUMNS)[None, :].to(tl.int64)
-    down = down.to(tl.int64)
-    total = tl.sum(tl.sum(down, axis=1), axis=0)
-    by_column = tl.sum(tl.sum(down * columns, axis=1), axis=0)
-    by_row = tl.sum(tl.sum(weighted.to(tl.int64), axis=1), axis=0)
-    first = total * (2 * tl.cast(row, tl.int64) + 1) + 2 * row_step * by_row
-    second = total * (2 * tl.cast(column, tl.int64) + 1) + 2 * (column_step * by_row + by_column)
+    of_row = 2 * tl.cast(row, tl.int64) + 1
+    weighted = weighted.to(tl.int64)
+    by_row = tl.sum(tl.sum(weighted, axis=1), axis=0)
+    sums = down.to(tl.int64) * of_row + weighted * (2 * row_step)
+    first = tl.sum(tl.sum(sums, axis=1), axis=0)
+    by_column = tl.sum(tl.sum(sums * columns, axis=1), axis=0)
+    second = first * (2 * tl.cast(column, tl.int64) + 1) + 2 * (column_step * of_row * by_row + by_column)
     tl.atomic_add(marks, first * _A, sem="relaxed")
     tl.atomic_add(marks + 1, second * _B, sem="relaxed")

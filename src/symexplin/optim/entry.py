@@ -133,7 +133,7 @@ class Entry:
             parts |= {name: panel for name, panel in panels.items() if self.layout.width(name)}
         elif half:
             parts["raw"] = self.value.to(self.dtype)
-        state["step"] = torch.tensor(0.0, device=self.value.device if self.group["capturable"] else None)
+        state["step"] = torch.tensor(0.0, device=self.value.device if self.group["capturable"] else "cpu")
         if any(name in parts for name in PANELS):
             state["scale_step"] = state["step"].clone()
         state.update({kind: self._wrap(kind, part) for kind, part in parts.items()})

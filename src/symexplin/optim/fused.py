@@ -53,15 +53,32 @@ def _is_covered(entry: Entry) -> bool:
         return False
     if not _is_usual(entry) or (entry.curved and terms_of(entry.layout) is None):
         return False
-    tensors = [local(value) for key, value in entry.state.items() if key not in _COUNTS]
     master = local(entry.state["raw"]) if "raw" in entry.state else entry.value
-    return backend.covers(master, entry.value) and all(tensor.is_contiguous() for tensor in tensors)
+    return backend.covers(master, entry.value) and all(_is_sound(entry, key) for key in entry.state)
+
+
+def _is_sound(entry: Entry, key: str) -> bool:
+    """Whether a tensor of the state is what kernels, which do not ask, take it for: somebody may have replaced it."""
+    if key in _COUNTS:
+        return True
+    kind = next((panel for panel in PANELS if key.startswith(panel)), None)
+    shape = tuple(entry.value.shape) if kind is None else entry.layout.panel_shape(kind)
+    tensor = local(entry.state[key])
+    return (
+        (tensor.dtype, tuple(tensor.shape), tensor.device) == (entry.dtype, shape, entry.value.device)
+        and tensor.is_contiguous()
+        and tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
+    )
 
 
 def _is_usual(entry: Entry) -> bool:
-    """Whether the parameter has a dense gradient of its own dtype."""
-    grad = entry.parameter.grad
-    return grad is not None and grad.layout == torch.strided and grad.dtype == entry.value.dtype
+    """Whether the parameter has a dense gradient of its own dtype and shape, in memory."""
+    grad, parameter = entry.parameter.grad, entry.parameter
+    return (
+        grad is not None
+        and (grad.layout, grad.dtype, grad.shape) == (torch.strided, parameter.dtype, parameter.shape)
+        and not grad._is_zerotensor()
+    )
 
 
 class Fused:
@@ -87,7 +104,7 @@ class Fused:
         pieces = torch.split(self._scratch, sizes)
         self._parts = [_part(entry, piece) for entry, piece in zip(self.entries, pieces, strict=True)]
         self._tensors = [tensor for part in self._parts for tensor in _tensors(part)]
-        self._addresses = list(map(Tensor.data_ptr, self._tensors))
+        self._addresses = _addresses(self._tensors)
         self._norms = self._scratch.new_zeros(len(self.entries))
         self.targets: dict[int, list[Target]] = {}
 
@@ -99,7 +116,8 @@ class Fused:
             and all(map(operator.is_, entries, self._among))
             and all(map(_is_usual, self.entries))
             and [list(map(id, entry.state.values())) for entry in self.entries] == self._state
-            and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
+            and _addresses(self._tensors) == self._addresses
+            and all(map(Tensor.is_contiguous, self._tensors))
         )
 
     def pull(self) -> None:
@@ -148,6 +166,11 @@ def _kinds(entries: Sequence[Entry]) -> list[tuple[int, Group, Layout | None]]:
         (numbers.setdefault((id(entry.group), id(layout)), len(numbers)), entry.group, layout)
         for entry, layout in zip(entries, layouts, strict=True)
     ]
+
+
+def _addresses(tensors: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+    """Return where tensors lie and how long they are: whoever assigns to `.data` may have changed both."""
+    return list(map(Tensor.data_ptr, tensors)), [tensor.nbytes for tensor in tensors]
 
 
 def _tensors(part: Part) -> list[Tensor]:

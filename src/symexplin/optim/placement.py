@@ -22,9 +22,14 @@ def local(tensor: Tensor) -> Tensor:
     return cast(Tensor, tensor.to_local()) if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def address(tensor: Tensor) -> int:
-    """Return where the part of a tensor lies that is on this device; cheaper than asking :func:`local` for it."""
-    return (tensor._local_tensor if is_dtensor(tensor) else tensor).data_ptr()  # type: ignore[attr-defined]
+def address(tensor: Tensor) -> tuple[int, torch.dtype, torch.Size, tuple[int, ...]]:
+    """Return where and how the part of a tensor lies that is on this device; cheaper than asking :func:`local` for it.
+
+    >>> address(torch.zeros(2, 3))[1:]
+    (torch.float32, torch.Size([2, 3]), (3, 1))
+    """
+    part = tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    return part.data_ptr(), part.dtype, part.shape, part.stride()
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ def rate_of(group: Mapping[str, Any]) -> Number:
 def count(steps: list[Tensor]) -> None:
     """Add one to every counter."""
     if steps and steps[0].device.type == "cpu":  # a number would be made a tensor for each of them
-        torch._foreach_add_(steps, torch.ones(()), alpha=1.0)
+        torch._foreach_add_(steps, torch.ones((), device=steps[0].device), alpha=1.0)
     elif steps:
         torch._foreach_add_(steps, 1.0)
 

@@ -14,6 +14,7 @@ __all__ = ["Watch", "differing"]
 
 _ULPS = 2.0  # recomputing the map elsewhere may round a half-precision weight differently without a write
 _ODD = (2_654_435_761, 11_400_714_819_323)  # odd, so that products wrap without losing bits
+_BLOCK = 2**20  # entries whose bits are summed at once
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -132,17 +133,22 @@ def _marks(values: Mapping[int, Tensor]) -> Iterator[tuple[list[int], Tensor]]:
 
 
 def _mark(value: Tensor) -> Tensor:
-    """Return sums of the bits of all entries, weighted by place along each dimension (:meth:`Backend.marks`).
+    """Return two sums of the bits of all entries, weighted by row and by row and column (:meth:`Backend.marks`).
 
-    The sums wrap around. One changed entry always moves them, swapped entries, rows or columns too.
+    The sums wrap around. One changed entry always moves both, swapped entries, rows or columns at least one of them.
     """
     bits = value.detach().view(_BITS[value.element_size()])
     bits = bits if bits.dim() == 2 else bits.reshape(1, -1)
-    sums = []
-    for dim, odd in enumerate(_ODD):
-        along = bits.sum(dim=1 - dim, dtype=torch.int64)
-        sums.append((along * (2 * torch.arange(len(along), device=bits.device) + 1) * odd).sum())
-    return torch.stack(sums)
+    rows, columns = (2 * torch.arange(size, device=bits.device) + 1 for size in bits.shape)
+    first = second = torch.zeros((), dtype=torch.int64, device=bits.device)
+    height = max(1, _BLOCK // max(len(columns), 1))
+    for some, of_row in zip(
+        torch.split(bits, height), torch.split(rows, height), strict=True
+    ):  # as int64 they are twice as large
+        wide = some.to(torch.int64)
+        first = first + (wide.sum(dim=1) * of_row).sum()
+        second = second + ((wide * columns).sum(dim=1) * of_row).sum()
+    return torch.stack([first * _ODD[0], second * _ODD[1]])
 
 
 def differing(expected: Tensor, parameter: Tensor, coordinates: Coordinates | None, exact: bool) -> Tensor:
