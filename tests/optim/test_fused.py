@@ -208,7 +208,7 @@ def halve(tensor):
     [*((name, shrink) for name in ("grad", "raw", "exp_avg", "panel0", "panel1_exp_avg_sq")), ("exp_avg", halve)],
 )
 def test_tensors_that_somebody_has_made_smaller_are_not_read_beyond_their_end(name, change):
-    """They go through the readable path, to an error of torch. Kernels, which do not ask, would read what lies behind."""
+    """The readable path ends in an error of torch. Kernels, which do not ask, would read what lies behind."""
     model = network()
     optimizer = build(model)
     train(model, optimizer, 2)
