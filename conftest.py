@@ -1,4 +1,4 @@
-"""What pytest does not collect: programs of tests/kernels for processes of their own, and Triton's side without Triton."""
+"""What pytest does not collect: programs for other processes in tests/kernels, and Triton's side without Triton."""
 
 import importlib.util
 

@@ -61,5 +61,7 @@ def test_autocast_is_close_and_the_loss_and_gradients_keep_float32():
 
 def test_nothing_to_predict_is_not_a_number_as_in_torch():
     x, weight, targets = drawn(ignored=range(11))
-    assert chunked_loss(x, weight, targets, 4).isnan()
+    loss = chunked_loss(x.requires_grad_(), weight.requires_grad_(), targets, 4)
+    assert loss.isnan()
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(loss, (x, weight)))
     assert cross_entropy(x @ weight.T, targets).isnan()

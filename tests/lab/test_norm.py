@@ -19,6 +19,23 @@ def formula(x, weight):
     return weight * x / torch.sqrt((x * x).mean(-1, keepdim=True) + EPS)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_summed_in_float32_by_torch(dtype):
+    """The squares of 512 entries of 20 leave float16."""
+    norm = RMSNorm(512, eps=EPS, dtype=dtype)
+    x = torch.full((2, 512), 20.0, dtype=dtype, requires_grad=True)
+    assert torch.equal(norm(x), torch.nn.functional.rms_norm(x, (512,), norm.weight, EPS))
+    assert float(norm(x)[0, 0]) == pytest.approx(1.0, abs=1e-2)
+
+
+def test_a_single_row_and_a_backward_pass_under_autocast():
+    norm, x, grad = drawn((8,), torch.float32)
+    (expected,) = torch.autograd.grad(formula(x, norm.weight), x, grad)
+    with torch.autocast("cpu", torch.bfloat16):
+        (found,) = torch.autograd.grad(norm(x), x, grad)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("strided", [False, True])
 def test_value_and_gradients_are_the_formulas(strided):
     norm, x, grad = drawn()

@@ -1,5 +1,6 @@
 """Cross entropy behind an output head whose logits never exist all at once."""
 
+import math
 from typing import Any
 
 import torch
@@ -32,7 +33,9 @@ def chunked_loss(x: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tens
     else:
         pieces = zip(torch.split(x, chunk), torch.split(targets, chunk), strict=True)
         total = torch.stack([cross_entropy(functional.linear(a, weight), b, "sum") for a, b in pieces]).sum()
-    return total / (targets != _IGNORED).sum()
+    count = (targets != _IGNORED).sum()
+    # Without a target the mean is NaN, as torch's, and the gradients are 0, not 0 times an infinite one.
+    return torch.where(count > 0, total / count.clamp(min=1), math.nan)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:

@@ -12,7 +12,7 @@ __all__ = ["RMSNorm"]
 class RMSNorm(nn.RMSNorm):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension: torch's layer, with its parameters.
 
-    Elsewhere, and where it is compiled, torch fuses it itself.
+    Elsewhere, where it is compiled, and in half precision, which torch sums in float32, it is torch's.
 
     >>> RMSNorm(2, eps=1e-6)(torch.tensor([3.0, 4.0])) * 12.5**0.5
     tensor([3.0000, 4.0000], grad_fn=<MulBackward0>)
@@ -20,7 +20,8 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., size) to the same shape."""
-        if x.device.type != "cpu" or torch.compiler.is_compiling() or x.dtype != self.weight.dtype:
+        own = x.device.type == "cpu" and x.dtype == self.weight.dtype and x.dtype in (torch.float32, torch.float64)
+        if not own or torch.compiler.is_compiling():
             plain: Tensor = super().forward(x)
             return plain
         normed: Tensor = _Normed.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
@@ -43,5 +44,6 @@ class _Normed(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         unit = x * scale
         along = grad * unit
-        mean = (along @ weight).div_(x.shape[-1]).unsqueeze(-1)
-        return (grad * weight).sub_(unit.mul_(mean)).mul_(scale), along.flatten(0, -2).sum(0), None
+        with torch.autocast("cpu", enabled=False):  # backward may be called inside of it
+            mean = (along @ weight).div_(x.shape[-1]).unsqueeze(-1)
+        return (grad * weight).sub_(unit.mul_(mean)).mul_(scale), along.reshape(-1, x.shape[-1]).sum(0), None
