@@ -55,6 +55,8 @@ def test_a_case_has_the_labs_run():
         ({"map": {"bete": 3}}, "map: key must be one of .*did you mean 'beta'"),
         ({"repeats": 0}, "repeats must be a whole number >= 1, got 0"),
         ({"warmup": -1}, "warmup must be a whole number >= 0, got -1"),
+        ({"heads": 0}, "heads must be a whole number >= 1, got 0"),
+        ({"device": "meta"}, "device must be one of 'auto', 'cpu', 'cuda', got 'meta'"),
         ({"threads": 0}, "threads must be a whole number >= 1, got 0"),
     ],
 )

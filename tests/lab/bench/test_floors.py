@@ -36,8 +36,14 @@ def test_bytes_of_the_optimizer_step_alone():
 def test_the_stock_recipe_moves_more_than_its_floor():
     upcast, norm, clip, update, back = 2 + 4, 4, 8, 28, 4 + 2
     assert moved("adamw_master", "bf16") == Bytes(*2 * (upcast + norm + clip + update + back,))
-    for variant, dtype in (("adamw", "fp32"), ("sel", "fp32"), ("sel", "bf16"), ("module", "fp32")):
+    for variant, dtype in (("adamw", "fp32"), ("module", "fp32")):
         assert moved(variant, dtype) == floor("optimizer", variant, dtype)
+
+
+def test_sel_moves_its_floor_and_looks_at_every_curved_weight():
+    pull, update, write_back = 4 + 2, (4 + 4 + 4 + 2) + (4 + 4 + 4), 2
+    assert moved("sel", "bf16") == Bytes(2 + pull + update + write_back, floor("optimizer", "sel", "bf16").plain)
+    assert moved("sel", "fp32") == Bytes(4 + floor("optimizer", "sel", "fp32").curved, 32)
 
 
 def test_bytes_of_the_map_alone():

@@ -1,19 +1,28 @@
 import csv
+import dataclasses
 import json
+import os
+import signal
 import statistics
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
 
+from symexplin import kernels
 from symexplin.lab.bench import floors, memory, table
 from symexplin.lab.bench import run as module
 from symexplin.lab.bench.config import BenchConfig
 from symexplin.lab.bench.memory import peak_in_child
 from symexplin.lab.bench.run import run_bench
 from symexplin.lab.bench.variants import BASELINES
+from symexplin.lab.settings import build, load_toml
 
 TINY = {"widths": (16,), "depths": (1,), "context": 16, "vocab_size": 32, "tokens": 64, "device": "cpu", "threads": 1}
-FACTS = {"context", "vocab_size", "preset", "device", "machine", "cores", "threads", "torch", "commit", "date"}
+FACTS = {"context", "vocab_size", "preset", "seed", "device", "kernels", "machine", "cores", "threads", "torch"}
+FACTS |= {"commit", "date"}
 
 
 def read(folder):
@@ -47,6 +56,27 @@ def test_every_variant_of_every_case_has_a_row(done):
         own = [key for key in keys if key[:2] == (part, dtype)]
         assert len(own) == counts[part] * len(variants)
     assert set(table.Row.__dataclass_fields__) | FACTS <= set(rows[0])
+
+
+def test_a_row_says_how_it_was_measured(done):
+    rows = read(done[0])
+    assert {(row["kernels"], row["seed"], row["preset"]) for row in rows} == {(kernels.describe("cpu"), "0", "paper")}
+    for row in rows:
+        assert row["heads"] == ("" if row["part"] == "map" else "1")
+        assert row["loss_chunk"] == ("0" if row["part"] == "step" else "")
+
+
+def test_kernels_are_those_in_force(tmp_path):
+    with kernels.using("readable"):
+        run_bench(BenchConfig(("map",), dtypes=("fp32",), repeats=1, **TINY), tmp_path / "out")
+    assert {row["kernels"] for row in read(tmp_path / "out")} == {"readable formulas"}
+
+
+def test_the_settings_are_saved(tmp_path):
+    asked = BenchConfig(("map",), repeats=1, map={"beta": 5.0}, **{**TINY, "threads": None})
+    run_bench(asked, tmp_path / "out")
+    saved = build(BenchConfig, load_toml(tmp_path / "out" / "config.toml"))
+    assert saved == dataclasses.replace(asked, threads=torch.get_num_threads())
 
 
 def test_rows_are_the_rounds(done):
@@ -118,6 +148,24 @@ def test_what_was_measured_before_an_interruption_stays(tmp_path, monkeypatch):
     assert len((tmp_path / "out" / "rounds.jsonl").read_text().splitlines()) == 1
 
 
+@pytest.mark.parametrize("name", ["results.csv", "rounds.jsonl", "config.toml", "bench.svg", "results.csv.tmp"])
+def test_any_earlier_file_is_left_alone(tmp_path, name):
+    (tmp_path / name).write_text("earlier")
+    with pytest.raises(ValueError, match="out must be a new folder"):
+        run_bench(BenchConfig(("map",), repeats=1, **TINY), tmp_path)
+    assert (tmp_path / name).read_text() == "earlier"
+
+
+def test_a_mistake_found_while_building_leaves_no_folder(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise ValueError("no inverse")
+
+    monkeypatch.setattr(module, "make_work", refuse)
+    with pytest.raises(ValueError, match="no inverse"):
+        run_bench(BenchConfig(("step",), **TINY), tmp_path / "deep" / "out")
+    assert not (tmp_path / "deep").exists()
+
+
 def test_a_mistake_leaves_no_folder(tmp_path):
     with pytest.raises(ValueError, match="device must be one that torch finds"):
         run_bench(BenchConfig(**{**TINY, "device": "cuda:77"}), tmp_path / "out")
@@ -129,6 +177,80 @@ def test_memory_of_each_variant_is_asked_for(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "peak_in_child", lambda name, *_: peaks[name])
     rows = run_bench(BenchConfig(("step",), dtypes=("fp32",), repeats=1, **TINY), tmp_path / "out")
     assert [(row.peak_mib, row.peak_ratio) for row in rows] == [(1024.0, 1.0), (1280.0, 1.25), (2048.0, 2.0)]
+
+
+STEP = BenchConfig(("step",), dtypes=("fp32",), repeats=1, **TINY)
+
+
+def test_memory_that_cannot_be_measured_is_left_out(tmp_path, monkeypatch):
+    def peak(name, *_):
+        if name == "sel":
+            raise ChildProcessError("its process ended")
+        return 2**30
+
+    lines = []
+    monkeypatch.setattr(module, "peak_in_child", peak)
+    rows = run_bench(STEP, tmp_path / "out", lines.append)
+    assert [row.peak_mib for row in rows] == [1024.0, None, 1024.0]
+    assert [row["peak_mib"] for row in read(tmp_path / "out")] == ["1024", "", "1024"]
+    assert lines[0].startswith("memory of sel, step fp32: width 16")
+    assert lines[0].endswith("its process ended")
+
+
+def test_timings_are_there_before_memory_and_survive_its_interruption(tmp_path, monkeypatch):
+    def interrupted(*_):
+        rows = read(tmp_path / "out")
+        assert [(row["peak_mib"], float(row["ms"]) > 0) for row in rows] == 3 * [("", True)]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "peak_in_child", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_bench(STEP, tmp_path / "out")
+    assert {row["variant"] for row in read(tmp_path / "out")} == {"adamw", "sel", "module"}
+
+
+def test_a_child_that_fails_says_why_in_a_line(capfd):
+    with pytest.raises(ChildProcessError, match=r"^KeyError: 'fp8'$"):
+        peak_in_child("adamw", STEP, next(STEP.cases())._replace(dtype="fp8"))
+    assert "Traceback" not in capfd.readouterr().err
+
+
+ENDLESS = """if True:
+    import os, sys, time
+    from symexplin.lab.bench import memory
+    from symexplin.lab.bench.config import BenchConfig
+
+    def endless(*_):
+        print(os.getpid(), flush=True)
+        time.sleep(100)
+
+    memory._peak = endless  # in the child, too, which imports this file again
+    if __name__ == "__main__":
+        config = BenchConfig(("step",), device="cpu")
+        try:
+            memory.peak_in_child("adamw", config, next(config.cases()))
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="kills")
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
+def test_a_child_ends_with_its_parent(tmp_path, end):
+    """Ctrl-C of a terminal reaches both, and the child says nothing."""
+    script = tmp_path / "script.py"
+    script.write_text(ENDLESS)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, script], text=True, **pipes) as parent:
+        child = int(parent.stdout.readline())
+        if end == signal.SIGINT:
+            os.kill(child, end)
+            time.sleep(0.3)  # for what it might say before its parent ends it
+            os.kill(parent.pid, end)
+        else:
+            parent.kill()
+        out, err = parent.communicate(timeout=30)  # until the child, which holds the pipes, has ended
+    assert (out, err) == ("interrupted\n" if end == signal.SIGINT else "", "")
 
 
 @pytest.mark.parametrize(("fresh", "resets"), [(False, 1), (True, 1 + 3 * 3)])

@@ -21,6 +21,7 @@ __all__ = ["DTYPES", "PARTS", "BenchConfig", "Case", "heads_of"]
 PARTS = ("map", "optimizer", "step")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _HEAD = 64  # the usual size of an attention head
+_DEVICES = ("auto", "cpu", "cuda")  # what there are clocks and measures of memory for
 
 
 class Case(NamedTuple):
@@ -126,6 +127,10 @@ class BenchConfig:
             check_whole(name, getattr(self, name), minimum=0)
         if self.tokens_per_microbatch is not None:
             check_whole("tokens_per_microbatch", self.tokens_per_microbatch)
+        if self.heads is not None:
+            check_whole("heads", self.heads)
+        if self.device.partition(":")[0] not in _DEVICES:
+            check_choice("device", self.device, _DEVICES)
         check_flag("fresh", self.fresh)
         check_flag("memory", self.memory)
         CurveConfig(preset=self.preset)
@@ -165,7 +170,7 @@ class BenchConfig:
             raise ValueError(
                 f"tokens must be a multiple of context x microbatches = {self.context} x {count}, got {tokens}"
             )
-        heads = self.heads or heads_of(case.width)
+        heads = heads_of(case.width) if self.heads is None else self.heads
         return RunConfig(
             "",
             ModelConfig(case.width, case.depth or 1, heads, self.vocab_size, self.context),

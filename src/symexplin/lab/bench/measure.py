@@ -10,7 +10,7 @@ import torch
 
 from symexplin.lab.bench.work import Work
 
-__all__ = ["Timing", "measure"]
+__all__ = ["Round", "Timing", "measure"]
 
 # What is timed takes at least so long; shorter work is repeated within its turn.
 _LEAST_MS = 20.0

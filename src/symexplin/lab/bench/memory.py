@@ -1,9 +1,12 @@
 """Peak memory of a variant on a CPU: only a process of its own tells it, as the system never takes a peak back."""
 
-import concurrent.futures
+import contextlib
 import multiprocessing
 import platform
-from concurrent.futures.process import BrokenProcessPool
+import signal
+import threading
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -11,6 +14,7 @@ import torch
 from symexplin.lab.bench.config import BenchConfig, Case
 from symexplin.lab.bench.work import make_work
 from symexplin.lab.malloc import keep_freed_memory
+from symexplin.lab.stop import follow_parent
 
 __all__ = ["peak_in_child"]
 
@@ -20,19 +24,52 @@ _STEPS = 3  # the first creates the states beside the activations of none; later
 def peak_in_child(name: str, config: BenchConfig, case: Case) -> int:
     """Return the most bytes of memory that a fresh process has resident while it takes a few steps of a variant.
 
-    They include Python, torch and the model's building.
+    They include Python, torch and the model's building. The process ends with this one, however that ends.
 
     Raises:
-        ValueError: the process was ended from outside, most likely by the system for its memory.
+        ChildProcessError: the process failed, or was ended from outside, most likely by the system for its memory.
     """
-    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    context = multiprocessing.get_context("spawn")  # a forked one would begin with this one's memory
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_report, args=(sender, name, config, case))
+    with receiver:
+        with sender, _ignoring_interrupts():
+            child.start()
         try:
-            return pool.submit(_peak, name, config, case).result()
-        except BrokenProcessPool:
-            raise ValueError(
-                f"memory of {name}, {case}: its process was ended, most likely as memory ran out: choose a smaller "
-                "model or fewer tokens, or leave it out with --no-memory"
-            ) from None
+            found: int | str = receiver.recv()
+        except EOFError:
+            child.join()
+            killed = child.exitcode is not None and child.exitcode < 0
+            why = "most likely as memory ran out" if killed else "is the main script guarded by its __name__?"
+            found = f"its process ended with {child.exitcode}, {why} (--no-memory leaves all memory out)"
+        finally:
+            child.kill()
+            child.join()
+    if isinstance(found, str):
+        raise ChildProcessError(found)
+    return found
+
+
+@contextlib.contextmanager
+def _ignoring_interrupts() -> Iterator[None]:
+    """Ignore Ctrl-C while the process starts, which inherits that: this one ends it, and it has nothing to say."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _report(sender: Connection, name: str, config: BenchConfig, case: Case) -> None:
+    """Send the peak, or what went wrong."""
+    follow_parent()
+    try:
+        sender.send(_peak(name, config, case))
+    except Exception as error:  # the parent tells of it in a line
+        sender.send(f"{type(error).__name__}: {error}".splitlines()[0])
 
 
 def _peak(name: str, config: BenchConfig, case: Case) -> int:

@@ -44,6 +44,8 @@ class Row:
     shape: str | None
     tokens: int | None
     microbatches: int | None
+    heads: int | None
+    loss_chunk: int | None
     parameters: int
     curved: int
     rounds: int
@@ -85,7 +87,7 @@ def rows_of(
         peaks: bytes of memory by variant, None where unknown.
         flops: FLOP/s of the device in the case's dtype and where they are from, for the MFU of whole steps.
     """
-    baselines = BASELINES[case.part, case.dtype]
+    baselines, run = BASELINES[case.part, case.dtype], config.run(case)
     found: dict[str, Row] = {}
     for name, baseline in baselines.items():
         ms = [timing[name].ms for timing in rounds]
@@ -107,6 +109,8 @@ def rows_of(
             shape=size.shape,
             tokens=case.tokens,
             microbatches=case.microbatches,
+            heads=None if case.depth is None else run.model.heads,
+            loss_chunk=None if case.tokens is None else run.compute.loss_chunk,
             parameters=size.parameters,
             curved=size.curved,
             rounds=len(rounds),
