@@ -96,7 +96,8 @@ def _explain(error: Exception) -> tuple[str | None, int]:
     if isinstance(error, ModuleNotFoundError):
         text += "; the command line needs the extra 'lab': pip install 'symexplin[lab]'"
     elif "OutOfMemoryError" in kinds or any(words in text for words in _NO_MEMORY):
-        text = f"out of memory: a smaller model, or raise --accumulation (bench: --microbatches), or try --recompute ({text[:200]})"
+        less = "raise --accumulation (bench: --microbatches), or try --recompute"
+        text = f"out of memory: a smaller model, or {less} ({text[:200]})"
     elif any(kind.__module__.startswith(("torch._dynamo", "torch._inductor")) for kind in type(error).__mro__):
         text = f"torch.compile failed: leave out --compile, or remove its cache ({text[:200]})"
     elif isinstance(error, OSError) and error.strerror:
