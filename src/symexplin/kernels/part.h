@@ -146,8 +146,9 @@ static Rule rule_of(double lr, double decay, const Part *part, const double *cor
 }
 
 INLINE void adamw(const Rule *rule, V *x, const V *g, V *m, V *v) {
-    /* Not m + (1 - beta1)(g - m), which for small betas loses a g that is small beside m; g^2 alone overflows early. */
-    EACH m[i] = fma_(g[i], all(rule->gain1), m[i] * rule->keep1);
+    /* As torch's lerp, from the nearer end: a small beta loses no g that is small beside m. g^2 alone overflows early. */
+    if (rule->gain1 < (REAL)0.5) EACH m[i] = fma_(g[i] - m[i], all(rule->gain1), m[i]);
+    else EACH m[i] = fma_(m[i] - g[i], all(rule->keep1), g[i]);
     EACH v[i] = fma_(g[i] * rule->gain2, g[i], v[i] * rule->keep2);
     EACH x[i] = x[i] * rule->keep - m[i] / fma_(sqrt_(v[i]), all(rule->root), all(rule->eps));
 }

@@ -67,7 +67,8 @@ def adam(value, exp_avg, exp_avg_sq, x, g, inside, shrink, step, less1, beta2, l
     """
     m = tl.load(exp_avg, mask=inside, other=0.0)
     v = tl.load(exp_avg_sq, mask=inside, other=0.0)
-    m = tl.fma(g, less1, m * (1.0 - less1))  # g - m would lose a g that is small beside m
+    # As torch's lerp: from the nearer end, so that a small beta loses no g that is small beside m.
+    m = tl.where(less1 < 0.5, tl.fma(g - m, less1, m), tl.fma(m - g, 1.0 - less1, g))
     v = tl.fma(g * less2, g, v * beta2)
     x = x * shrink - m / tl.fma(tl.sqrt(v), root, eps) * step
     tl.store(value, x, mask=inside)
