@@ -13,7 +13,7 @@ from symexplin.layout import PANELS, Layout
 from symexplin.optim.groups import Group, is_curved, layout_of, name_of
 from symexplin.optim.placement import Placement, address, is_dtensor, local, placement_of
 from symexplin.optim.rates import Number, panel_decay, panel_rates
-from symexplin.optim.target import Moments, Target, moment_key
+from symexplin.optim.target import COUNTS, Moments, Target, kind_of, moment_key
 from symexplin.optim.watch import differing
 from symexplin.transform import compute_dtype
 from symexplin.validation import naming
@@ -76,6 +76,11 @@ class Entry:
     def layout(self) -> Layout:
         """The layout of a curved parameter's part."""
         return layout_of(self.group, self.index, tuple(self.value.shape))
+
+    @property
+    def master(self) -> Tensor:
+        """What a rule updates, of the part here: the raw weight, a master copy, or the values themselves."""
+        return local(self.state["raw"]) if "raw" in self.state else self.value
 
     @property
     def watched(self) -> bool:
@@ -167,9 +172,9 @@ class Entry:
         Raises:
             ValueError: it is split, and not as the parameter is.
         """
-        if key in ("step", "scale_step"):
+        if key in COUNTS:
             return value.detach().to(device=self.value.device if self.group["capturable"] else "cpu", copy=True)
-        kind = next((panel for panel in PANELS if key.startswith(panel)), "raw")
+        kind = kind_of(key)
         value = value.detach().to(device=self.value.device, dtype=self.dtype, copy=True)
         if is_dtensor(value):
             if not is_dtensor(self._wrap(kind, local(value))) or tuple(value.placements) != self.placement.spec:  # type: ignore[attr-defined]
@@ -235,8 +240,7 @@ class Entry:
         """Return what a rule updates, with gradients in raw space: the raw weight and panels, or the plain values."""
         decay, grad = self.group["weight_decay"], self.gradient().to(self.dtype)
         if not self.curved:
-            value = local(self.state["raw"]) if "raw" in self.state else self.value
-            return [self.target("plain", value, grad, lr, decay)]
+            return [self.target("plain", self.master, grad, lr, decay)]
         coordinates = self.coordinates()
         pulled = coordinates.pullback(grad)
         targets = [self.target("raw", coordinates.raw, pulled.raw, lr, decay)]

@@ -17,12 +17,11 @@ from symexplin.optim.entry import Entry
 from symexplin.optim.groups import Group
 from symexplin.optim.placement import local
 from symexplin.optim.rates import Number, multipliers, rate_of
-from symexplin.optim.target import Target, moment_key
+from symexplin.optim.target import COUNTS, Target, kind_of, moment_key
 
 __all__ = ["Fused", "bias_share", "fuse"]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_COUNTS = ("step", "scale_step")
 
 
 def bias_share(beta: float, step: Number) -> Number:
@@ -53,16 +52,15 @@ def _is_covered(entry: Entry) -> bool:
         return False
     if not _is_usual(entry) or (entry.curved and terms_of(entry.layout) is None):
         return False
-    master = local(entry.state["raw"]) if "raw" in entry.state else entry.value
-    return backend.covers(master, entry.value) and all(_is_sound(entry, key) for key in entry.state)
+    return backend.covers(entry.master, entry.value) and all(_is_sound(entry, key) for key in entry.state)
 
 
 def _is_sound(entry: Entry, key: str) -> bool:
     """Whether a tensor of the state is what kernels, which do not ask, take it for: somebody may have replaced it."""
-    if key in _COUNTS:
+    if key in COUNTS:
         return True
-    kind = next((panel for panel in PANELS if key.startswith(panel)), None)
-    shape = tuple(entry.value.shape) if kind is None else entry.layout.panel_shape(kind)
+    kind = kind_of(key)
+    shape = entry.layout.panel_shape(kind) if kind in PANELS else tuple(entry.value.shape)
     tensor = local(entry.state[key])
     return (
         (tensor.dtype, tuple(tensor.shape), tensor.device) == (entry.dtype, shape, entry.value.device)
@@ -98,7 +96,7 @@ class Fused:
         self._whole = sum(entry.placement.group is None for entry in self.entries)
         self._kinds = _kinds(self.entries)
         self._state = [list(map(id, entry.state.values())) for entry in self.entries]
-        sizes = [sum(_size(entry, panel) for panel in PANELS) for entry in self.entries]
+        sizes = [sum(local(entry.state[p]).numel() for p in PANELS if p in entry.state) for entry in self.entries]
         self._whole_size = sum(sizes[: self._whole])
         self._scratch = torch.zeros(sum(sizes), dtype=dtype, device=device)
         pieces = torch.split(self._scratch, sizes)
@@ -178,35 +176,25 @@ def _tensors(part: Part) -> list[Tensor]:
     return [part.raw, *([] if part.weight is None else [part.weight]), *part.panels, *moments]
 
 
-def _size(entry: Entry, panel: str) -> int:
-    return local(entry.state[panel]).numel() if panel in entry.state else 0
-
-
 def _part(entry: Entry, scratch: Tensor) -> Part:
     """Return the part of an entry; its panels' gradients lie in `scratch`."""
-    master = "raw" in entry.state
-    raw = local(entry.state["raw"]) if master else entry.value
+    raw = entry.master
     empty = raw.new_empty(0)
-    panels, moments, gradients, start = [], [], [], 0
-    for kind in ("raw", *PANELS):
-        if kind == "raw" or kind in entry.state:
-            exp_avg, exp_avg_sq = (local(entry.state[moment_key(kind, moment)]) for moment in _MOMENTS)
-            moments.append((exp_avg, exp_avg_sq))
-        else:
-            moments.append((empty, empty))
-    shapes = [entry.layout.panel_shape(panel) if entry.curved else (0,) for panel in PANELS]
-    for panel, shape in zip(PANELS, shapes, strict=True):
-        panels.append(local(entry.state[panel]) if panel in entry.state else raw.new_empty(shape))
-        size = _size(entry, panel)
-        gradients.append(scratch[start : start + size].view(panels[-1].shape))
-        start += size
+    panels = list(entry.coordinates()[2:]) if entry.curved else [empty] * len(PANELS)
+    moments = [
+        tuple(local(entry.state[moment_key(kind, moment)]) for moment in _MOMENTS)
+        if kind == "raw" or kind in entry.state
+        else (empty, empty)
+        for kind in ("raw", *PANELS)
+    ]
+    pieces = torch.split(scratch, [panel.numel() for panel in panels])
     return Part(
         terms_of(entry.layout) if entry.curved else None,
         raw,
-        entry.value if master else None,
+        entry.value if entry.watched else None,
         tuple(panels),  # type: ignore[arg-type]
-        tuple(moments),
-        tuple(gradients),  # type: ignore[arg-type]
+        tuple(moments),  # type: ignore[arg-type]
+        tuple(piece.view(panel.shape) for piece, panel in zip(pieces, panels, strict=True)),  # type: ignore[arg-type]
     )
 
 

@@ -20,7 +20,7 @@ from symexplin.optim.fused import Fused
 from symexplin.optim.groups import Group, is_curved
 from symexplin.optim.rates import LATER, count, multipliers, rate_of
 from symexplin.optim.reduction import UNEVEN, agree, reduce_
-from symexplin.optim.target import Target
+from symexplin.optim.target import COUNTS, Target
 from symexplin.optim.watch import Watch
 from symexplin.validation import check_whole
 
@@ -139,7 +139,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
 
     def _update(self, active: Sequence[Entry], pulled: Pulled, factor: Tensor | None) -> Marks:
         """Apply the rule and write the weights; return where the marks of those are that kernels wrote, by `id`."""
-        count([entry.state[key] for entry in active for key in ("step", "scale_step") if key in entry.state])
+        count([entry.state[key] for entry in active for key in COUNTS if key in entry.state])
         marks: Marks = {}
         for fused in self._fused:
             written = fused.update(factor, self._watch.held)

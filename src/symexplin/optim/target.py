@@ -6,10 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
+from symexplin.layout import PANELS
 from symexplin.optim.placement import Placement, local
 from symexplin.optim.rates import Number
 
-__all__ = ["Moments", "Target", "moment_key"]
+__all__ = ["COUNTS", "Moments", "Target", "kind_of", "moment_key"]
+
+COUNTS = ("step", "scale_step")  # counters of updates in a parameter's state: of its values, of its scales
 
 # Which moments a target of that kind and whole shape has.
 Moments = Callable[[str, tuple[int, ...]], Iterable[str]]
@@ -51,6 +54,11 @@ class Target:
     def scatter(self, whole: Tensor) -> Tensor:
         """Return this process's part of a `whole` tensor of the parameter's shape."""
         return self.placement.cut(whole, self.placement.dim) if self.split else whole
+
+
+def kind_of(key: str) -> str:
+    """Return which tensor one of a parameter's state is or belongs to: "raw" (or plain), or the panel's name."""
+    return next((panel for panel in PANELS if key.startswith(panel)), "raw")
 
 
 def moment_key(kind: str, moment: str) -> str:
