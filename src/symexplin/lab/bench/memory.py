@@ -13,7 +13,7 @@ import torch
 
 from symexplin.lab.bench.config import BenchConfig, Case
 from symexplin.lab.bench.work import make_work
-from symexplin.lab.malloc import keep_freed_memory
+from symexplin.lab.malloc import return_freed_memory
 from symexplin.lab.stop import follow_parent
 
 __all__ = ["peak_in_child"]
@@ -24,7 +24,8 @@ _STEPS = 3  # the first creates the states beside the activations of none; later
 def peak_in_child(name: str, config: BenchConfig, case: Case) -> int:
     """Return the most bytes of memory that a fresh process has resident while it takes a few steps of a variant.
 
-    They include Python, torch and the model's building. The process ends with this one, however that ends.
+    They include Python, torch and the model's building, but no memory that malloc only kept. The process ends with this
+    one, however that ends.
 
     Raises:
         ChildProcessError: the process failed, or was ended from outside, most likely by the system for its memory.
@@ -73,7 +74,7 @@ def _report(sender: Connection, name: str, config: BenchConfig, case: Case) -> N
 
 
 def _peak(name: str, config: BenchConfig, case: Case) -> int:
-    keep_freed_memory()
+    return_freed_memory()
     run = config.run(case)
     torch.set_num_threads(run.compute.threads or 1)
     work = make_work(name, config, case, torch.device("cpu"))
