@@ -1,11 +1,14 @@
+import dataclasses
+
 import pytest
 import torch
 
 import symexplin as sel
-from symexplin.lab.build import build
+from symexplin.lab.build import build, build_model
 from symexplin.lab.config import ComputeConfig, RunConfig, TrainConfig
 from symexplin.lab.maps import LAB_PRESETS, CurveConfig
-from symexplin.lab.model import ModelConfig
+from symexplin.lab.model import ModelConfig, Transformer
+from symexplin.lab.weights.files import MODEL, load_model, save_model
 
 TINY = ModelConfig(width=16, depth=1, heads=2, context=8)
 TRAIN = TrainConfig(steps=10, warmup_steps=1, lr=4e-3, betas=(0.8, 0.99), weight_decay=0.02, max_grad_norm=0.7)
@@ -75,3 +78,129 @@ def test_all_homes_start_from_one_draw(home, start):
 def test_memory_keys_reach_the_model():
     model = build(config(compute=ComputeConfig(recompute=True, loss_chunk=5))).model
     assert (model.recompute, model.loss_chunk) == (True, 5)
+
+
+def steps(model, count=5):
+    """Give the parameters gradients that do not depend on them, by their order; yield before each step."""
+    for step in range(count):
+        generator = torch.Generator().manual_seed(step)
+        for parameter in model.parameters():
+            parameter.grad = 1e-3 * torch.randn(parameter.shape, generator=generator)  # below the norm to clip
+        yield step
+
+
+def inside(name):
+    """Whether a parameter is of a linear layer of a block."""
+    return name.startswith("blocks.") and "norm" not in name
+
+
+@pytest.mark.parametrize("decay_plain", [True, False])
+def test_muon_without_a_map_is_torchs_muon_for_the_blocks_matrices_and_adamw_for_the_rest(decay_plain):
+    train = dataclasses.replace(TRAIN, optimizer="muon", max_grad_norm=1e6, decay_plain=decay_plain, weight_decay=0.5)
+    model, optimizer, clip = build(config(train, home="none"))
+    assert not clip
+    expected = build(config(home="none")).model
+    named = dict(expected.named_parameters())
+    matrices = [p for name, p in named.items() if inside(name) and p.dim() == 2]
+    biases = [p for name, p in named.items() if inside(name) and p.dim() == 1]
+    plain = [p for name, p in named.items() if not inside(name)]
+    assert (len(matrices), len(biases), len(plain)) == (7, 7, 7)
+    shared = {"lr": 4e-3, "weight_decay": 0.5}
+    muon = torch.optim.Muon(matrices, **shared, adjust_lr_fn="match_rms_adamw")
+    groups = [{"params": biases}, {"params": plain, "weight_decay": 0.5 if decay_plain else 0.0}]
+    adamw = torch.optim.AdamW(groups, **shared, betas=(0.8, 0.99))
+    for _ in zip(steps(model), steps(expected), strict=True):
+        optimizer.step()
+        muon.step()
+        adamw.step()
+    for (name, found), wanted in zip(model.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_muon_with_a_map_is_selmuon_over_it():
+    model, optimizer, clip = build(config(dataclasses.replace(TRAIN, optimizer="muon"), preset="paper"))
+    assert type(optimizer) is sel.SELMuon
+    assert not clip
+    for _ in steps(model, 1):
+        optimizer.step()
+    coordinates = {name for name, _ in optimizer.coordinates()}
+    assert coordinates == {name for name, _ in model.named_parameters() if inside(name)}
+    assert "momentum_buffer" in optimizer.state[model.blocks[0].ffn.up.weight]
+    assert next(c for _, c in optimizer.coordinates()).layout.config.mode == "mismatch"
+
+
+@pytest.mark.parametrize(
+    ("curve", "optimizer"),
+    [
+        ({"home": "none"}, "adamw"),
+        ({"home": "none"}, "muon"),
+        ({"preset": "paper"}, "adamw"),
+        ({"preset": "paper"}, "muon"),
+        ({"preset": "paper", "home": "module"}, "adamw"),
+    ],
+)
+@pytest.mark.parametrize("decay_plain", [True, False])
+def test_decay_may_be_kept_from_what_is_not_in_the_linears_of_blocks(curve, optimizer, decay_plain):
+    """With gradients of 0 nothing but decay moves a weight: at lr 0.1 and decay 0.5 by 5 % a step."""
+    train = TrainConfig(steps=10, lr=0.1, weight_decay=0.5, optimizer=optimizer, decay_plain=decay_plain)
+    model, built, _ = build(config(train, **curve))
+    named = dict(model.named_parameters())
+    before = {name: parameter.detach().clone() for name, parameter in named.items()}
+    for parameter in named.values():
+        parameter.grad = torch.zeros_like(parameter)
+    built.step()
+    for name in ("embedding.weight", "head.weight", "norm.weight", "blocks.0.attention.q_norm.weight"):
+        factor = 0.95 if decay_plain else 1.0
+        torch.testing.assert_close(named[name], factor * before[name], rtol=1e-6, atol=0)
+    raw = "raw_" if curve.get("home") == "module" else ""
+    for name in (f"blocks.0.ffn.up.{raw}weight", f"blocks.0.attention.q.{raw}weight"):
+        assert (named[name].abs() < 0.999 * before[name].abs()).all()
+
+
+@pytest.mark.parametrize("home", ["optimizer", "module"])
+@pytest.mark.parametrize(("given", "total"), [(None, 10), (4, 4), (25, 25)])
+def test_annealing_takes_the_whole_run_unless_said(home, given, total):
+    _, optimizer, _ = build(config(home=home, preset="paper", anneal_steps=given))
+    assert {group["total_steps"] for group in optimizer.param_groups if "k_e" in group or "k" in group} == {total}
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    """The file of a model of TINY's shape with another seed, and biases that are not zero."""
+    folder = tmp_path_factory.mktemp("weights")
+    model = Transformer(TINY, torch.Generator().manual_seed(99))
+    torch.nn.init.normal_(model.blocks[0].ffn.up.bias, std=0.1)
+    save_model(model, folder / MODEL)
+    return folder / MODEL
+
+
+@pytest.mark.parametrize("home", ["none", "optimizer", "module"])
+def test_weights_given_take_the_place_of_the_drawn_ones(weights, home):
+    train = dataclasses.replace(TRAIN, weights=str(weights))
+    built = build(config(train, home=home, **({} if home == "none" else {"preset": "paper"}))).model
+    found = sel.fold(built).state_dict()
+    exact = home != "module"  # whose raw weights are inverted, hence rounded
+    for name, wanted in load_model(weights).state_dict().items():
+        tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-5, "atol": 1e-7}
+        torch.testing.assert_close(found[name], wanted, **tolerance)
+
+
+@pytest.mark.parametrize("home", ["optimizer", "module"])
+def test_a_mismatched_start_is_around_the_weights_given(weights, home):
+    """As init_ has it: raw weights that the symmetric map would take to the weights, then the map itself."""
+    train = dataclasses.replace(TRAIN, weights=str(weights))
+    found = sel.fold(build(config(train, home=home, preset="paper", start="mismatched")).model).state_dict()
+    reference = load_model(weights)
+    sel.init_(reference, sel.preset("paper"), xavier=False)
+    plain = load_model(weights).blocks[0].ffn.up.weight
+    for name, wanted in reference.state_dict().items():
+        torch.testing.assert_close(found[name], wanted, rtol=1e-5, atol=1e-7)
+    moved = found["blocks.0.ffn.up.weight"]
+    assert (moved[plain < 0] > plain[plain < 0]).all()
+
+
+def test_init_reaches_the_model():
+    model = ModelConfig(width=16, depth=1, heads=2, context=8, init="xavier_normal")
+    built = build_model(RunConfig("data", model, TRAIN, CurveConfig(home="none")))
+    bound = (6 / (16 + 64)) ** 0.5
+    assert built.blocks[0].ffn.up.weight.abs().max() > bound  # which a uniform draw never leaves

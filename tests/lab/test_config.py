@@ -25,6 +25,9 @@ from symexplin.lab.settings import build, to_table
         ("eval_every", 0),
         ("eval_batches", 0),
         ("seed", 0.5),
+        ("optimizer", "sgd"),
+        ("decay_plain", 1),
+        ("weights", " "),
     ],
 )
 def test_bad_values_of_training_are_named(field, value):
@@ -42,6 +45,11 @@ def test_bad_values_of_training_are_named(field, value):
         (lambda: LogConfig(keep=0), "keep must be"),
         (lambda: RunConfig("d", sel=CurveConfig(preset="congruent", start="mismatched")), "start 'mismatched' is for"),
         (lambda: RunConfig("d", sel=CurveConfig(map={"betta": 1})), "did you mean 'beta'"),
+        (
+            lambda: RunConfig("d", train=TrainConfig(optimizer="muon"), sel=CurveConfig(home="module")),
+            "optimizer must be 'adamw' for home 'module'.*got 'muon'",
+        ),
+        (lambda: ModelConfig(init="kaiming"), "init must be one of 'xavier_uniform', 'xavier_normal', got 'kaiming'"),
         (lambda: resolve(RunConfig("d", compute=ComputeConfig(device="abacus")), 256), "device must be one that torch"),
     ],
 )
@@ -88,3 +96,13 @@ def test_a_warm_up_longer_than_the_run_is_refused():
     assert TrainConfig(steps=5, warmup_steps=5).warmup_steps == 5
     with pytest.raises(ValueError, match="warmup_steps must be at most steps = 5, got 6"):
         TrainConfig(steps=5, warmup_steps=6)
+
+
+def test_weights_are_found_from_any_folder(monkeypatch, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    config = resolve(RunConfig("d", train=TrainConfig(weights="base")), 300)
+    assert config.train.weights == str(tmp_path / "base")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert resolve(config, 300) == config
+    assert resolve(RunConfig("d"), 300).train.weights is None

@@ -57,6 +57,7 @@ def test_no_home_no_map():
         ({"preset": "papper"}, "preset must be one of.*did you mean 'paper'"),
         ({"start": "match"}, "start must be one of.*did you mean 'matched'"),
         ({"multiplier_lr": 0.0}, "multiplier_lr must be a positive"),
+        ({"anneal_steps": 0}, "anneal_steps must be a whole number >= 1, got 0"),
         ({"map": {"betta": 3}}, "key must be one of.*did you mean 'beta'"),
         ({"map": {"beta": -3.0}}, "beta must be a positive"),
         ({"map": {"e": {"pattern": "rows"}}}, "pattern must be one of.*did you mean 'row'"),

@@ -231,3 +231,26 @@ def test_cuda_agrees_with_the_cpu():
     tokens = tokens_of(TINY)
     expected = model(tokens)
     torch.testing.assert_close(model.cuda()(tokens.cuda()).cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("init", [None, "xavier_uniform", "xavier_normal"])
+def test_the_blocks_matrices_are_drawn_as_said_and_all_else_as_ever(init):
+    """The draws one after the other: the embedding, the linears in the order of the modules, the head."""
+    config = ModelConfig(width=32, depth=2, heads=2, context=8, **({} if init is None else {"init": init}))
+    generator = torch.Generator().manual_seed(5)
+    found = Transformer(config, torch.Generator().manual_seed(5)).state_dict()
+    expected = {"embedding.weight": torch.empty(256, 32).normal_(0, 0.02, generator=generator)}
+    shapes = [("attention.q", 32, 32), ("attention.k", 32, 32), ("attention.v", 32, 32), ("attention.o", 32, 32)]
+    shapes += [("ffn.gate", 64, 32), ("ffn.up", 64, 32), ("ffn.down", 32, 64)]
+    for block in range(2):
+        for name, d_out, d_in in shapes:
+            deviation = math.sqrt(2 / (d_in + d_out))
+            draw = torch.empty(d_out, d_in)
+            if init == "xavier_normal":
+                draw.normal_(0, deviation, generator=generator)
+            else:
+                draw.uniform_(-math.sqrt(3) * deviation, math.sqrt(3) * deviation, generator=generator)
+            expected[f"blocks.{block}.{name}.weight"] = draw
+    expected["head.weight"] = torch.empty(256, 32).normal_(0, 0.02, generator=generator)
+    for name, draw in expected.items():
+        assert torch.equal(found[name], draw), name

@@ -150,13 +150,16 @@ def _export(arguments: Arguments) -> None:
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="FOLDER", help="of a run or of a comparison")
+    parser.add_argument("folder", metavar="FOLDER", help="of a run, a comparison or a table of symexplin reproduce")
 
 
 def _report(arguments: Arguments) -> None:
+    from symexplin.experiments.report import report_table
+    from symexplin.experiments.tables import TABLE
     from symexplin.lab.report.pages import report
 
-    _say(str(report(arguments.folder)))
+    is_table = Path(arguments.folder, TABLE).exists()
+    _say(str(report_table(arguments.folder) if is_table else report(arguments.folder)))
 
 
 # --- files of weights ------------------------------------------------------------------------------------------------
@@ -167,6 +170,10 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="TARGET", help="the safetensors file to write, a new one")
 
 
+# Keys of [sel] that say how scales learn, which a file of weights does not.
+_OF_RUNS = ("multiplier_lr", "anneal_steps")
+
+
 def _add_map(parser: argparse.ArgumentParser, start: bool) -> None:
     from symexplin.lab.maps import LAB_PRESETS, CurveConfig
 
@@ -174,7 +181,7 @@ def _add_map(parser: argparse.ArgumentParser, start: bool) -> None:
     presets = [name for name in LAB_PRESETS if name != "carried"]
     text = "the map: one of the paper's, or beta by matrix (default: default)"
     parser.add_argument("--preset", choices=presets, default=argparse.SUPPRESS, metavar="PRESET", help=text)
-    add_keys(parser, CurveConfig, leave_out=("home", "preset", "multiplier_lr", *(() if start else ("start",))))
+    add_keys(parser, CurveConfig, leave_out=("home", "preset", *_OF_RUNS, *(() if start else ("start",))))
 
 
 def _fold(arguments: Arguments) -> None:
@@ -223,6 +230,26 @@ def _inspect(arguments: Arguments) -> None:
             figure.savefig(folder / f"{name}.png", dpi=150)
 
 
+# --- figures of the paper --------------------------------------------------------------------------------------------
+
+
+def _add_figure(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [NAME [SOURCE ...]] [--out FOLDER]"
+    parser.add_argument("name", nargs="?", metavar="NAME", help="which one; without a name all are listed")
+    parser.add_argument("sources", nargs="*", metavar="SOURCE", help="runs, comparisons or weights, as the list says")
+    parser.add_argument("--out", default="figures", metavar="FOLDER", help="for both files (default: %(default)s)")
+
+
+def _figure(arguments: Arguments) -> None:
+    from symexplin.experiments.figures import draw, format_figures, save_figure
+
+    if arguments.name is None:
+        _say(format_figures())
+        return
+    for path in save_figure(draw(arguments.name, arguments.sources), arguments.out, arguments.name):
+        _say(str(path))
+
+
 # --- the rest --------------------------------------------------------------------------------------------------------
 
 
@@ -238,6 +265,36 @@ def _demo(arguments: Arguments) -> None:
     from symexplin.lab.settings import build
 
     run_demo(arguments.out, build(DemoConfig, given(arguments, DemoConfig)), echo=_log)
+
+
+def _add_reproduce(parser: argparse.ArgumentParser) -> None:
+    from symexplin.experiments.reproduce import ReproduceConfig
+
+    parser.usage = "%(prog)s [NAME] [--scale SCALE] [--out FOLDER] [--resume] [--plan] [--KEY VALUE ...]"
+    parser.add_argument("name", nargs="?", metavar="NAME", help="of a table, or a TOML file of one; none: list them")
+    parser.add_argument("--out", metavar="FOLDER", help="new or to resume (default: runs/reproduce/NAME-SCALE)")
+    parser.add_argument("--resume", action="store_true", help="go on in FOLDER, or start if nothing is there")
+    parser.add_argument("--plan", action="store_true", help="print what would run and what is assumed, no more")
+    parser.add_argument("--results", metavar="FILE.csv", help="append a row for each run there")
+    add_keys(parser, ReproduceConfig)
+
+
+def _reproduce(arguments: Arguments) -> None:
+    from symexplin.experiments.reproduce import ReproduceConfig, plan_lines, reproduce
+    from symexplin.experiments.tables import names
+    from symexplin.lab.settings import build
+
+    if arguments.name is None:
+        for name, title in names().items():
+            _say(f"{name:22} {title}")
+        return
+    config = build(ReproduceConfig, given(arguments, ReproduceConfig))
+    out = arguments.out or Path("runs", "reproduce", f"{Path(arguments.name).stem}-{config.scale}")
+    if arguments.plan:
+        for line in plan_lines(config.table(arguments.name, out)):
+            _say(line)
+        return
+    reproduce(arguments.name, out, config, resume=arguments.resume, results=arguments.results, echo=_log)
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
@@ -277,7 +334,9 @@ COMMANDS = {
     "inspect": Command(_add_inspect, _inspect),
     "invert": Command(_add_invert, _invert),
     "fold": Command(_add_files, _fold),
+    "figure": Command(_add_figure, _figure),
     "demo": Command(_add_demo, _demo),
     "bench": Command(_add_bench, _bench),
+    "reproduce": Command(_add_reproduce, _reproduce),
     "completion": Command(_add_completion, _completion),
 }

@@ -82,6 +82,7 @@ examples:
   symexplin train big.toml --out runs/big --resume
   symexplin train --data data --out runs/paper --preset paper --start mismatched --lr 1e-3 --map beta=5 e.k=[50,8]
   symexplin train --data data --out runs/adamw --home none
+  symexplin train --data data --out runs/on --weights runs/adamw
   torchrun --standalone --nproc-per-node 8 -m symexplin train --data data --out runs/wide --parallel fsdp
 """,
     ),
@@ -92,16 +93,21 @@ Train every arm at every learning rate with every seed, and compare: at the base
 arm at its own best. The learning rates of learned scales are the same at every learning rate of the weights.
 
 Settings as for `symexplin train`, with the table [compare], and [arm.NAME] tables for arms of your own: each has the
-keys of [sel].
+keys of [sel], and may change keys of training and of the model for itself, in [arm.NAME.train] and [arm.NAME.model].
+With --confirm-seeds a second stage follows: each arm at its own best learning rate and at the baseline's, with these
+seeds. The tables are then over the seeds of both stages.
 """,
         """\
-The same command with --resume goes on with a comparison that was stopped, or adds arms, learning rates and seeds.
+The same command with --resume goes on with a comparison that was stopped, or adds arms, learning rates and seeds of
+either stage.
 Keys of [compute] may then be others, as for one run: runs that have not ended go on with other rounding.
 Under torchrun every run is trained by all processes, one run after the other (--jobs 1).
 
 examples:
   symexplin compare --data data --out runs/c --arms AdamW SEL --lrs 1e-3 2e-3 4e-3 --seeds 0 1 2
   symexplin compare --data data --out runs/c --arms AdamW mine --arm mine.preset=paper --arm mine.map.beta=5 --lrs 1e-3
+  symexplin compare --data data --out runs/c --arms AdamW muon --arm muon.home=none --arm muon.train.optimizer=muon
+  symexplin compare --data data --out runs/c --seeds 0 --confirm-seeds 1 2
 """,
     ),
     "sample": Page(
@@ -169,6 +175,20 @@ example:
   symexplin fold runs/module/checkpoints/step-00000300/model.safetensors plain.safetensors
 """,
     ),
+    "figure": Page(
+        "draw a figure of the paper from your own runs and weights",
+        """\
+Draw one of the paper's figures and write it as NAME.svg and NAME.png: of functions, or of the runs, comparisons and
+weights that SOURCE names. Without a NAME, list all figures and what each is drawn from.
+""",
+        """\
+examples:
+  symexplin figure
+  symexplin figure symexp_controls --out figures
+  symexplin figure transform_roles runs/first
+  symexplin figure loss_curves runs/reproduce/main_grid-mini
+""",
+    ),
     "demo": Page(
         "compare AdamW and SEL on a small model, in minutes, without a download",
         """\
@@ -199,6 +219,30 @@ examples:
   symexplin bench --out bench --parts optimizer step --widths 512 --depths 6 --tokens 8192
   symexplin bench --out sweep --parts step --widths 256 512 1024 --depths 2 6 12 --microbatches 1 2 4 8 16
   symexplin bench --out big --widths 3072 --depths 36 --dtypes bf16 --tokens 32768 --compile --recompute --fresh
+""",
+    ),
+    "reproduce": Page(
+        "run a table of the paper, or one beyond it, and hold it against the paper's figures",
+        """\
+Train every arm of a table at every learning rate, confirm the best with more seeds, and report: the paper's figure, the
+measured one, the difference, and for each claim whether it held. Without NAME: list the tables. The scales are one code
+path with other settings: mini (two CPU cores, at most an hour), paper (its protocol), h200 (one large GPU). The text is
+the standard library's in miniature, OpenWebText at the paper's scale, else what --data says.
+""",
+        """\
+The same command with --resume goes on after a kill, or adds arms, learning rates and seeds.
+
+files in FOLDER:
+  table.json         what it is                       data/  the tokens, unless --data has them
+  panels/PANEL/      a comparison each                base/  the run that the others start from, if any
+  report.html        what came out                    table.csv, figures/  the same as data and drawings
+
+examples:
+  symexplin reproduce frozen --plan --scale paper
+  symexplin reproduce frozen
+  symexplin prepare docs.txt.xz --valid docs.valid.txt.xz --tokenizer byte --out docs
+  symexplin reproduce suite --data docs --out runs/suite --results results/mini.csv
+  symexplin reproduce main_grid --panels 64x2 --lrs 2e-3 --steps 100 --set compare.confirm_seeds=[]
 """,
     ),
     "completion": Page(

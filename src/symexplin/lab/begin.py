@@ -7,18 +7,31 @@ from typing import Any
 
 from symexplin.lab.config import RunConfig
 from symexplin.lab.files import read_json, replace_file, write_json
+from symexplin.lab.folders import CONFIG, FACTS, SUMMARY, TOKENIZER
 from symexplin.lab.parallel import Ranks
 from symexplin.lab.provenance import provenance
-from symexplin.lab.settings import differences, dump_toml, load_toml, to_table
+from symexplin.lab.settings import build, differences, dump_toml, load_toml, to_table
 from symexplin.lab.text.corpus import Corpus
+from symexplin.lab.weights.plain import digest_of
+from symexplin.validation import naming
 
-__all__ = ["CONFIG", "FACTS", "ROUNDING", "SUMMARY", "TOKENIZER", "check_begun", "mark", "saved_settings"]
+__all__ = [
+    "CONFIG",
+    "FACTS",
+    "ROUNDING",
+    "SUMMARY",
+    "TOKENIZER",
+    "check_begun",
+    "check_weights",
+    "mark",
+    "saved_settings",
+]
 
 Echo = Callable[[str], None]
 
-CONFIG, SUMMARY, TOKENIZER, FACTS = "config.toml", "summary.json", "tokenizer.json", "run.json"
-# Keys that a run may resume with other values of: where its data lie (their digest must be the same), what it logs.
-_FREE = ("data", "log.")
+# Keys that a run may resume with other values of: where its data and its first weights lie (their digests must be the
+# same), what it logs.
+_FREE = ("data", "train.weights", "log.")
 # Keys that change the rounding but not the run: a resumed run may move to another machine.
 ROUNDING = "compute."
 # Of those, what a machine chooses by how the processes share it.
@@ -65,8 +78,10 @@ def mark(folder: Path, given: RunConfig, config: RunConfig, corpus: Corpus, rank
 
 def _facts(config: RunConfig, corpus: Corpus, ranks: Ranks) -> dict[str, Any]:
     """Return what a run is, and where it began."""
+    weights = config.train.weights
     return {
         "data": corpus.fingerprint,
+        **({} if weights is None else {"weights": digest_of(weights)}),
         "model": dataclasses.asdict(config.model),
         "tokenizer": {"name": corpus.tokenizer.name, "end_token": corpus.tokenizer.end_token},
         "config": to_table(config),
@@ -85,9 +100,12 @@ def _check_same(folder: Path, config: RunConfig, corpus: Corpus, resume: bool, e
         )
     facts = read_json(folder / FACTS)
     last = facts.get("last") or {**facts["provenance"], "compute": facts["config"]["compute"]}
+    # Keys that the version which began the run did not know have their defaults.
+    with naming(str(folder / FACTS)):
+        saved = {**to_table(build(RunConfig, facts["config"])), "compute": last["compute"]}
     changed = {
         key: f"{key} is {old!r} there, {new!r} now"
-        for key, (old, new) in differences({**facts["config"], "compute": last["compute"]}, to_table(config)).items()
+        for key, (old, new) in differences(saved, to_table(config)).items()
         if not key.startswith(_FREE)
     }
     refused = [text for key, text in changed.items() if not key.startswith(ROUNDING)]
@@ -97,10 +115,23 @@ def _check_same(folder: Path, config: RunConfig, corpus: Corpus, resume: bool, e
         )
     if facts["data"] != corpus.fingerprint:
         raise ValueError(f"data must be those of the run in {folder}, got {config.data!r} with other tokens")
+    check_weights(folder, facts, config.train.weights)
     if (processes := last.get("processes", 1)) != ranks.size:
         changed["processes"] = f"processes is {processes} there, {ranks.size} now"
     if changed:
         echo(f"{'; '.join(changed.values())}: the numbers go on with other rounding")
+
+
+def check_weights(
+    folder: Path, facts: dict[str, Any], weights: str | None, digest: Callable[[str], str] = digest_of
+) -> None:
+    """Raise ValueError unless the run with these facts began with those very weights, wherever they lay then.
+
+    Raises:
+        FileNotFoundError: they are not there any more.
+    """
+    if facts.get("weights") != (None if weights is None else digest(weights)):
+        raise ValueError(f"weights must be those that the run in {folder} began with, got {weights!r} with others")
 
 
 def _summary(folder: Path) -> dict[str, Any] | None:

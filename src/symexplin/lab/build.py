@@ -5,10 +5,13 @@ from typing import Any, NamedTuple
 import torch
 
 import symexplin as sel
+from symexplin.conversion import IDENTITY
 from symexplin.lab.config import RunConfig
 from symexplin.lab.maps import map_of
 from symexplin.lab.model import Transformer
+from symexplin.lab.norm import RMSNorm
 from symexplin.lab.parallel import ALONE, Ranks, shard
+from symexplin.lab.weights.plain import start_from
 
 __all__ = ["Built", "build", "build_model"]
 
@@ -30,39 +33,50 @@ def build(config: RunConfig, ranks: Ranks = ALONE) -> Built:
     `ranks` then keeps its part.
 
     Raises:
-        ValueError: a map that has no inverse at some of the drawn weights, or that cannot be sharded.
+        ValueError: a map that has no inverse at some of the first weights, or that cannot be sharded.
+        FileNotFoundError, ValueError: see :func:`build_model`.
 
     >>> type(build(RunConfig("data")).optimizer).__name__
     'SELAdamW'
     """
     train, curve = config.train, map_of(config.sel, config.model.width)
+    annealing = config.sel.anneal_steps or train.steps
     if ranks.size > 1 and config.compute.parallel == "fsdp":
         model = build_model(config, device="cpu")  # whole it need not fit on a GPU
         shard(model, ranks, config.compute.device)
     else:
         model = build_model(config)
-    if curve is None:
-        return Built(model, _adamw(model, model.parameters(), config), clip=True)
+    undecayed = [] if train.decay_plain else _plain(model)
+    if curve is None and train.optimizer == "adamw":
+        return Built(model, _adamw(model, _groups(model, undecayed), config), clip=True)
     if config.sel.home == "module":
-        groups = sel.param_groups(model, lr=train.lr, weight_decay=train.weight_decay)
+        groups = sel.param_groups(model, lr=train.lr, weight_decay=train.weight_decay, no_decay=undecayed)
         optimizer = _adamw(model, groups, config)
-        sel.anneal_scales(optimizer, total_steps=train.steps)
+        sel.anneal_scales(optimizer, total_steps=annealing)
         return Built(model, optimizer, clip=True)
-    groups = sel.param_groups(model, lr=train.lr, weight_decay=train.weight_decay, config=curve)
-    raw_space = sel.SELAdamW(
-        groups, lr=train.lr, betas=train.betas, total_steps=train.steps, max_grad_norm=train.max_grad_norm
+    # Muon on ordinary weights is SELMuon over the identity, mode "linear" with every scale fixed at 1: raw weights are
+    # the weights there.
+    groups = sel.param_groups(
+        model, lr=train.lr, weight_decay=train.weight_decay, config=curve or IDENTITY, no_decay=undecayed
     )
+    kind = sel.SELMuon if train.optimizer == "muon" else sel.SELAdamW
+    raw_space = kind(groups, lr=train.lr, betas=train.betas, total_steps=annealing, max_grad_norm=train.max_grad_norm)
     return Built(model, raw_space, clip=False)
 
 
 def build_model(config: RunConfig, device: str | None = None) -> Transformer:
     """Return the fresh model alone: whole, converted if it is the home of the map, on `device` or the configuration's.
 
+    Raises:
+        FileNotFoundError, ValueError: no weights to start from where the configuration says, or those of another shape.
+
     >>> build_model(RunConfig("data")).config.width
     128
     """
     train, curve = config.train, map_of(config.sel, config.model.width)
     model = Transformer(config.model, torch.Generator().manual_seed(train.seed))
+    if train.weights is not None:
+        start_from(model, train.weights)
     model.recompute, model.loss_chunk = config.compute.recompute, config.compute.loss_chunk or 0
     place = device or config.compute.device
     if place != "auto":
@@ -72,6 +86,21 @@ def build_model(config: RunConfig, device: str | None = None) -> Transformer:
     elif curve is not None and config.sel.start == "mismatched":
         sel.init_(model, curve, xavier=False)
     return model
+
+
+def _plain(model: Transformer) -> list[str]:
+    """Return the names of the parameters outside the linears of the blocks: embedding, head and norms."""
+    layers = (layer for layer in model.blocks.modules() if not isinstance(layer, RMSNorm))
+    inside = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
+    return [name for name, parameter in model.named_parameters() if id(parameter) not in inside]
+
+
+def _groups(model: Transformer, undecayed: list[str]) -> Any:
+    if not undecayed:
+        return model.parameters()
+    named = dict(model.named_parameters())
+    rest = [named.pop(name) for name in undecayed]
+    return [{"params": list(named.values())}, {"params": rest, "weight_decay": 0.0}]
 
 
 def _adamw(model: Transformer, params: Any, config: RunConfig) -> torch.optim.AdamW:

@@ -11,7 +11,9 @@ from symexplin.lab.model import ModelConfig
 from symexplin.lab.parallel import PARALLEL
 from symexplin.validation import check_choice, check_flag, check_fraction, check_positive, check_whole
 
-__all__ = ["ComputeConfig", "LogConfig", "RunConfig", "TrainConfig", "resolve"]
+__all__ = ["OPTIMIZERS", "ComputeConfig", "LogConfig", "RunConfig", "TrainConfig", "absolute", "resolve"]
+
+OPTIMIZERS = ("adamw", "muon")
 
 _PAPER_WARMUP = 250  # section 4.1
 _SWITCH = ("auto", "on", "off")
@@ -31,9 +33,14 @@ class TrainConfig:
         warmup_steps: steps of linear warm-up, at most all; the linear decay follows. If not given, the paper's 250, in
             runs shorter than 2,500 steps a tenth of them.
         floor: fraction of lr that the decay ends at.
+        optimizer: "adamw", or "muon": Muon for the matrices of the blocks, AdamW for the rest, at one learning rate.
         weight_decay: decoupled weight decay.
+        decay_plain: let it act on embedding, head and norms, too, as AdamW over all parameters does; the paper is
+            silent on it. Off: on the linears of the blocks alone, weights and biases.
         betas: decay rates of AdamW's moments.
         max_grad_norm: gradients are clipped to this global norm.
+        weights: plain weights of a model of this shape to start from instead of drawing them: a run's folder, one of
+            its checkpoints, or a model.safetensors. A map starts around them as it starts around drawn ones.
         eval_every: steps between evaluations; the start and the end are always evaluated.
         eval_batches: batches an evaluation.
         seed: of the initial weights and of the order of the data.
@@ -52,9 +59,12 @@ class TrainConfig:
     lr: float = 3e-3
     warmup_steps: int | None = None
     floor: float = 0.0
+    optimizer: str = field(default="adamw", metadata={"choices": OPTIMIZERS})
     weight_decay: float = 0.01
+    decay_plain: bool = True
     betas: tuple[float, float] = (0.9, 0.999)
     max_grad_norm: float = 1.0
+    weights: str | None = None
     eval_every: int = 25
     eval_batches: int = 8
     seed: int = 0
@@ -74,6 +84,10 @@ class TrainConfig:
         check_fraction("weight_decay", self.weight_decay)
         for beta in self.betas:
             check_fraction("betas", beta)
+        check_choice("optimizer", self.optimizer, OPTIMIZERS)
+        check_flag("decay_plain", self.decay_plain)
+        if self.weights is not None and not self.weights.strip():
+            raise ValueError(f"weights must name a run's folder or a model.safetensors, got {self.weights!r}")
         if self.batch_size % self.accumulation:
             raise ValueError(f"accumulation must divide batch_size = {self.batch_size}, got {self.accumulation}")
 
@@ -170,10 +184,15 @@ class RunConfig:
         curve = map_of(self.sel, self.model.width)
         if curve is not None and self.sel.start == "mismatched" and curve.mode != "mismatch":
             raise ValueError(f"start 'mismatched' is for mode 'mismatch' alone, got mode {curve.mode!r}")
+        if self.sel.home == "module" and self.train.optimizer != "adamw":
+            raise ValueError(
+                f"optimizer must be 'adamw' for home 'module', whose layers it trains as they are, got "
+                f"{self.train.optimizer!r}: use home 'optimizer', or 'none'"
+            )
 
 
 def resolve(config: RunConfig, vocab_size: int, processes: int = 1) -> RunConfig:
-    """Return `config` with everything said: the data's place, the map, the device, threads, autocast, the loss's chunk.
+    """Return `config` with everything said: places of data and weights, map, device, threads, autocast, loss's chunk.
 
     Args:
         config: may leave values to the machine.
@@ -211,8 +230,9 @@ def resolve(config: RunConfig, vocab_size: int, processes: int = 1) -> RunConfig
         chunk = 0 if 4 * tokens * vocab_size <= _LOGITS_BYTES else max(1, _LOGITS_BYTES // (4 * vocab_size))
     return dataclasses.replace(
         config,
-        data=str(Path(config.data).resolve()),  # a run resumes from wherever the user is
+        data=str(absolute(config.data)),
         model=model,
+        train=dataclasses.replace(config.train, weights=absolute(config.train.weights)),
         sel=dataclasses.replace(config.sel, map=table),
         compute=dataclasses.replace(
             compute,
@@ -223,6 +243,11 @@ def resolve(config: RunConfig, vocab_size: int, processes: int = 1) -> RunConfig
             parallel=compute.parallel or (PARALLEL[0] if processes > 1 else None),
         ),
     )
+
+
+def absolute(path: str | None) -> str | None:
+    """Return a path that means the same wherever the user is, who may resume from another folder."""
+    return None if path is None else str(Path(path).resolve())
 
 
 def _device(name: str) -> torch.device:

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import filelock
 
-__all__ = ["LOCK", "claimed"]
+__all__ = ["CONFIG", "FACTS", "LOCK", "SUMMARY", "TOKENIZER", "claimed"]
 
 LOCK = ".lock"
+# Files of a run (symexplin.lab.run).
+CONFIG, SUMMARY, TOKENIZER, FACTS = "config.toml", "summary.json", "tokenizer.json", "run.json"
 
 
 @contextlib.contextmanager

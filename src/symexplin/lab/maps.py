@@ -8,7 +8,7 @@ from typing import Any
 import symexplin as sel
 from symexplin.config import PRESETS, SCALE_ROLES
 from symexplin.starts import START_RULES
-from symexplin.validation import check_choice, check_positive, naming
+from symexplin.validation import check_choice, check_positive, check_whole, naming
 
 __all__ = ["HOMES", "LAB_PRESETS", "CurveConfig", "carried", "map_of", "named_map"]
 
@@ -30,16 +30,19 @@ class CurveConfig:
         start: "matched" (effective weights start as drawn) or "mismatched" (the paper's, for mode "mismatch").
         multiplier_lr: the learning rate that the multipliers k go with, 3e-4 in the paper: a scale learns at
             k * multiplier_lr whatever lr is.
+        anneal_steps: optimizer steps that the multipliers take from k0 to k1, T of the paper's section 3.5, which does
+            not say it; if not given, an assumption: all steps of the run.
         map: keys of the map to change, such as beta = 5 or e.k = [50, 8].
 
     Raises:
-        ValueError: an unknown home, preset or start.
+        ValueError: an unknown home, preset or start, a number out of range.
     """
 
     home: str = field(default="optimizer", metadata={"choices": HOMES})
     preset: str = field(default="carried", metadata={"choices": LAB_PRESETS})
     start: str = field(default="matched", metadata={"choices": START_RULES})
     multiplier_lr: float = 3e-4
+    anneal_steps: int | None = None
     map: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -48,6 +51,8 @@ class CurveConfig:
         check_choice("preset", self.preset, LAB_PRESETS)
         check_choice("start", self.start, START_RULES)
         check_positive("multiplier_lr", self.multiplier_lr)
+        if self.anneal_steps is not None:
+            check_whole("anneal_steps", self.anneal_steps)
 
 
 def carried(width: int) -> sel.SELConfig:

@@ -16,10 +16,12 @@ from torch.utils.checkpoint import checkpoint
 
 from symexplin.lab.loss import chunked_loss, cross_entropy
 from symexplin.lab.norm import RMSNorm
-from symexplin.validation import check_flag, check_whole
+from symexplin.validation import check_choice, check_flag, check_whole
 
-__all__ = ["ROPE_BASE", "ModelConfig", "Transformer", "apply_rope", "attention", "rope_tables"]
+__all__ = ["INITS", "ROPE_BASE", "ModelConfig", "Transformer", "apply_rope", "attention", "rope_tables"]
 
+# How the blocks' matrices may be drawn (section 3.3, "Xavier uniform over normal").
+INITS = {"xavier_uniform": nn.init.xavier_uniform_, "xavier_normal": nn.init.xavier_normal_}
 # Base of the rotary frequencies (Su et al. 2024) and the usual spread of embeddings and head (GPT-2).
 ROPE_BASE = 10_000.0
 _EMBEDDING_STD = 0.02
@@ -40,6 +42,7 @@ class ModelConfig:
         context: longest sequence, in tokens.
         tie_head: share the output head's weight with the embedding.
         bias: biases on the linears of the blocks.
+        init: how the matrices of the blocks are drawn: "xavier_uniform" or "xavier_normal", of one deviation.
 
     Raises:
         ValueError: a value out of range.
@@ -55,6 +58,7 @@ class ModelConfig:
     context: int = 128
     tie_head: bool = False
     bias: bool = True
+    init: str = field(default="xavier_uniform", metadata={"choices": tuple(INITS)})
 
     def __post_init__(self) -> None:
         """Check every field."""
@@ -62,6 +66,7 @@ class ModelConfig:
             check_whole(name, getattr(self, name))
         for name in ("tie_head", "bias"):
             check_flag(name, getattr(self, name))
+        check_choice("init", self.init, INITS)
         if self.width % (2 * self.heads):
             raise ValueError(
                 f"width must be a multiple of 2 * heads = {2 * self.heads}, so that a head's size is even, "
@@ -177,7 +182,7 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A decoder-only language model.
 
-    The blocks' weights start Xavier-uniform, their biases at zero, embedding and head normal (deviation 0.02).
+    The blocks' weights start as `config.init` says, their biases at zero, embedding and head normal (deviation 0.02).
     To save memory in training set `recompute` (compute each block again in the backward pass) and `loss_chunk`
     (tokens whose logits the loss holds at once; 0: all); neither changes the result but for rounding.
 
@@ -216,10 +221,11 @@ class Transformer(nn.Module):
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw all weights anew."""
+        draw = INITS[self.config.init]
         nn.init.normal_(self.embedding.weight, std=_EMBEDDING_STD, generator=generator)
         for module in self.blocks.modules():
             if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight, generator=generator)
+                draw(module.weight, generator=generator)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
             elif isinstance(module, RMSNorm):

@@ -1,8 +1,12 @@
+import dataclasses
+
 import pytest
 
+from symexplin.cli.parser import Parser, add_keys, given
 from symexplin.lab.compare.grid import CompareConfig, GridConfig
 from symexplin.lab.config import TrainConfig
 from symexplin.lab.maps import CurveConfig, map_of
+from symexplin.lab.model import ModelConfig
 from symexplin.lab.settings import build, dump_toml, keys, to_table
 
 OWN = {"strong": {"preset": "paper", "start": "mismatched", "map": {"beta": 15.0, "e": {"k": [10, 2]}}}}
@@ -72,6 +76,9 @@ def test_every_key_has_its_help():
         ({"seeds": (1, 1)}, "seeds must hold.*each once"),
         ({"seeds": (-1,)}, "seeds must be a whole number >= 0, got -1"),
         ({"jobs": 0}, "jobs must be a whole number >= 1, got 0"),
+        ({"confirm_seeds": (1, 1)}, r"confirm_seeds must hold each seed once, .*got \(1, 1\)"),
+        ({"seeds": (0, 1), "confirm_seeds": (2, 1)}, r"confirm_seeds must .* none of seeds = \(0, 1\), got \(2, 1\)"),
+        ({"confirm_seeds": (-1,)}, "confirm_seeds must be a whole number >= 0, got -1"),
     ],
 )
 def test_bad_grids_are_named(changes, message):
@@ -96,6 +103,19 @@ def test_bad_grids_are_named(changes, message):
         ({"arm": {"mine": {"home": "none", "preset": "paper"}}}, "arm mine: home 'none' .* no use for preset"),
         ({"arm": {"mine": {"home": "none", "map": {"beta": 5.0}}}}, "arm mine: home 'none' .* no use for map"),
         ({"arm": {"mine": 3}}, r"\[arm.mine\] must be a table, got 3"),
+        ({"arm": {"mine": {"train": {"steps": 3}}}}, r"\[arm.mine.train\] may have optimizer, .*weights, got 'steps'"),
+        ({"arm": {"mine": {"train": {"lr": 0.1}}}}, r"\[arm.mine.train\] may have optimizer, .*weights, got 'lr'"),
+        ({"arm": {"mine": {"model": {"width": 64}}}}, r"\[arm.mine.model\] may have init, got 'width'"),
+        ({"arm": {"mine": {"compute": {"threads": 1}}}}, r"\[arm.mine\] may have the tables map, train, model, got 'c"),
+        ({"arm": {"mine": {"train": 3}}}, r"\[arm.mine.train\] must be a table, got 3"),
+        ({"arm": {"mine": {"train": {"weight_decay": "no"}}}}, "arm mine: weight_decay must be a number, got 'no'"),
+        ({"arm": {"mine": {"train": {"warmup_steps": 999}}}}, "arm mine: warmup_steps must be at most steps = 300"),
+        ({"arm": {"mine": {"model": {"init": "xavier"}}}}, "arm mine: init must be one of .*did you mean 'xavier_"),
+        (
+            {"arm": {"mine": {"home": "module", "train": {"optimizer": "muon"}}}},
+            "arm mine: optimizer must be 'adamw' for home 'module'.*got 'muon'",
+        ),
+        ({"arm": {"mine": {"home": "none", "anneal_steps": 5}}}, "arm mine: home 'none' .* no use for anneal_steps"),
         ({"train": {"lr": 0.1}}, r"lr must be left to lrs in a comparison, got lr = 0\.1"),
         ({"train": {"seed": 3}}, "seed must be left to seeds in a comparison, got seed = 3"),
         ({"sel": {"preset": "paper"}}, r"\[sel\] must be left to the arms"),
@@ -105,3 +125,68 @@ def test_bad_grids_are_named(changes, message):
 def test_bad_comparisons_are_named(table, message):
     with pytest.raises(ValueError, match=message):
         build(CompareConfig, {"data": "data", **table})
+
+
+def test_a_second_stage_has_each_arm_at_its_own_rates():
+    grid = GridConfig(("AdamW", "SEL", "SEL-paper"), (1e-3, 3e-3), (0, 4), confirm_seeds=(7, 5))
+    found = grid.confirmations({"AdamW": (1e-3,), "SEL": (1e-3, 3e-3), "SEL-paper": (1e-3,)})
+    assert [cell.name for cell in found] == [
+        f"{cell}-seed{seed}"
+        for seed in (7, 5)
+        for cell in ("AdamW-lr0.001", "SEL-lr0.001", "SEL-lr0.003", "SEL-paper-lr0.001")
+    ]
+    assert not {cell.seed for cell in grid.cells()} & {7, 5}
+
+
+@pytest.mark.parametrize(("lrs", "most"), [((1e-3,), 6 + 3 * 2), ((1e-3, 3e-3), 12 + 5 * 2)])
+def test_the_most_runs_are_those_of_arms_that_are_all_best_elsewhere(lrs, most):
+    """Three arms, two seeds; of two more the baseline needs one rate, the others two, if there are two."""
+    grid = GridConfig(("AdamW", "SEL", "SEL-paper"), lrs, (0, 4), confirm_seeds=(7, 5))
+    assert grid.most_runs == most
+    assert GridConfig(grid.arms, lrs, (0, 4)).most_runs == len(grid.cells())
+
+
+CHANGED = {
+    "muon": {"home": "none", "train": {"optimizer": "muon", "weight_decay": 0.1, "betas": [0.9, 0.99], "floor": 0.1}},
+    "normal": {
+        "preset": "paper",
+        "map": {"beta": 5.0},
+        "train": {"decay_plain": False},
+        "model": {"init": "xavier_normal"},
+    },
+}
+
+
+def test_an_arm_may_change_keys_of_training_and_of_the_model():
+    grid = GridConfig(("AdamW", "muon", "normal"), (1e-3,), (4,))
+    config = CompareConfig(
+        "data", ModelConfig(width=64, vocab_size=300), TrainConfig(steps=7), compare=grid, arm=CHANGED
+    )
+    plain, muon, normal = (config.run(cell) for cell in grid.cells())
+    shared = TrainConfig(steps=7, lr=1e-3, seed=4)
+    assert (plain.train, plain.model) == (shared, config.model)
+    changes = {"optimizer": "muon", "weight_decay": 0.1, "betas": (0.9, 0.99), "floor": 0.1}
+    assert muon.train == dataclasses.replace(shared, **changes)
+    assert (muon.model, muon.sel) == (config.model, CurveConfig(home="none"))
+    assert normal.train == dataclasses.replace(shared, decay_plain=False)
+    assert normal.model == ModelConfig(width=64, vocab_size=300, init="xavier_normal")
+    assert normal.sel == CurveConfig(preset="paper", map={"beta": 5.0})
+    assert build(CompareConfig, config.table()).arm == config.arm
+
+
+def test_flags_say_what_the_tables_of_an_arm_say():
+    words = "--arm muon.home=none muon.train.optimizer=muon muon.train.betas=[0.9,0.99] --arm muon.train.floor=0.1 "
+    words += "muon.train.weight_decay=0.1 --arm normal.preset=paper normal.map.beta=5.0 normal.train.decay_plain=false "
+    words += "--arm normal.model.init=xavier_normal --arms AdamW muon normal --data data"
+    parser = Parser()
+    add_keys(parser, CompareConfig, leave_out=("lr", "seed", "home", "preset", "start", "map"))
+    assert build(CompareConfig, given(parser.parse_args(words.split()), CompareConfig)).arm == CHANGED
+
+
+def test_anneal_steps_hold_for_all_curved_arms_but_those_with_their_own():
+    own = {"strong": {"preset": "paper", "anneal_steps": 5}}
+    grid = GridConfig(("AdamW", "SEL", "strong"))
+    config = CompareConfig("data", sel=CurveConfig(anneal_steps=9), compare=grid, arm=own)
+    assert [config.example(arm).sel.anneal_steps for arm in ("SEL", "strong")] == [9, 5]
+    assert build(CompareConfig, config.table()) == config
+    assert config.table()["sel"] == {"multiplier_lr": 3e-4, "anneal_steps": 9}

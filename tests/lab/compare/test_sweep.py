@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from corpora import prepared
-from symexplin.lab.compare import sweep
+from sweeps import SCRIPT, bits, numbers, tiny
+from symexplin.lab.compare import begin, sweep
 from symexplin.lab.compare.grid import CompareConfig, GridConfig
 from symexplin.lab.compare.sweep import compare_runs
-from symexplin.lab.config import ComputeConfig, LogConfig, TrainConfig
+from symexplin.lab.config import ComputeConfig, TrainConfig
 from symexplin.lab.model import ModelConfig
 from symexplin.lab.report import pages as report
 from symexplin.lab.run import train
@@ -28,32 +29,10 @@ NAMES = ["AdamW-lr0.001-seed0", "SEL-lr0.001-seed0", "AdamW-lr0.01-seed0", "SEL-
 NAMES += [name.replace("seed0", "seed3") for name in NAMES]
 TOO_HIGH = 1e30  # a learning rate at which every arm breaks down
 
-SCRIPT = """
-import sys
-from symexplin.lab.compare import sweep
-from symexplin.lab.settings import build, load_toml
-
-if __name__ == "__main__":
-    sweep.cores = lambda: 2
-    config = build(sweep.CompareConfig, load_toml(sys.argv[1]))
-    sweep.compare_runs(config, sys.argv[2], resume=True, echo=lambda line: print(line, flush=True))
-"""
-
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     return prepared(tmp_path_factory.mktemp("data"))
-
-
-def tiny(data, steps=6, **grid):
-    return CompareConfig(
-        data,
-        ModelConfig(width=16, depth=1, heads=2, context=16),
-        TrainConfig(steps=steps, batch_size=4, warmup_steps=1, eval_every=2, eval_batches=2),
-        compute=ComputeConfig(device="cpu", threads=1, autocast="off"),
-        log=LogConfig(checkpoint_every=3, tensorboard=False),
-        compare=GridConfig(**{"lrs": (1e-3, 1e-2), "seeds": (0, 3), **grid}),
-    )
 
 
 @pytest.fixture(scope="module")
@@ -61,19 +40,6 @@ def finished(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("compare") / "out"
     lines = []
     return folder, compare_runs(tiny(data), folder, echo=lines.append), lines
-
-
-def bits(folder):
-    """Return what a sweep measured and trained, without times."""
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for name in ("metrics.jsonl", "model.safetensors")
-        for path in folder.glob(f"runs/*/{name}")
-    }
-
-
-def numbers(content):
-    return [(run["arm"], run["lr"], run["seed"], run["evals"], run["error"]) for run in content["runs"]]
 
 
 def test_its_runs_are_ordinary_runs(finished, data, tmp_path):
@@ -307,7 +273,8 @@ def test_a_signal_stops_it_and_it_goes_on(finished, data, tmp_path):
 
 @pytest.mark.slow
 def test_a_signal_stops_all_jobs_and_one_goes_on(finished, data, tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep, "cores", lambda: 2)
+    for module in (begin, sweep):
+        monkeypatch.setattr(module, "cores", lambda: 2)
     lines = []
 
     def stop(line):

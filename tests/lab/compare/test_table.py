@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from symexplin.lab.compare.table import Run, best_lr, compare, format_table, headline
+from symexplin.lab.compare.table import Run, best_lr, chosen_lrs, compare, format_table, headline
 
 
 def run(arm, lr, final, error=None, seed=0):
@@ -210,3 +210,65 @@ def test_table_has_the_spread():
 def test_several_arms_keep_their_order():
     runs = [*RUNS, *(dataclasses.replace(r, arm="other") for r in RUNS if r.arm == "SEL")]
     assert [row.arm for row in compare(runs, "AdamW").best] == ["AdamW", "SEL", "other"]
+
+
+# By seed 7 alone AdamW is best at 0.2 and SEL at 0.1; seeds 8 and 9 would choose otherwise.
+STAGES = [
+    *(run(arm, lr, loss, seed=7) for arm, lr, loss in (("AdamW", 0.1, 2.0), ("AdamW", 0.2, 1.9), ("AdamW", 0.4, 3.0))),
+    *(run(arm, lr, loss, seed=7) for arm, lr, loss in (("SEL", 0.1, 1.5), ("SEL", 0.2, 1.7), ("SEL", 0.4, 1.6))),
+    *(run("AdamW", 0.2, loss, seed=seed) for seed, loss in ((8, 2.3), (9, 2.7))),
+    *(run("SEL", 0.1, loss, seed=seed) for seed, loss in ((8, 9.0), (9, 3.0))),
+    *(run("SEL", 0.2, loss, seed=seed) for seed, loss in ((8, 2.0), (9, 2.5))),
+]
+
+
+def test_seeds_that_confirm_have_no_say_in_the_learning_rates():
+    """SEL's mean over all seeds is 4.5 at lr 0.1 and 2.07 at 0.2; seed 7 alone chose 0.1."""
+    assert chosen_lrs([r for r in STAGES if r.seed == 7], "AdamW") == {"AdamW": (0.2,), "SEL": (0.2, 0.1)}
+    comparison = compare(STAGES, "AdamW", confirm_seeds=(8, 9))
+    assert (comparison.seeds, comparison.confirm_seeds, comparison.lrs) == ((7, 8, 9), (8, 9), (0.1, 0.2, 0.4))
+    assert [(row.arm, row.lr, row.seeds) for row in (*comparison.shared, *comparison.best)] == [
+        ("AdamW", 0.2, (7, 8, 9)),
+        ("SEL", 0.2, (7, 8, 9)),
+        ("AdamW", 0.2, (7, 8, 9)),
+        ("SEL", 0.1, (7, 8, 9)),
+    ]
+    shared, best = comparison.shared[1], comparison.best[1]
+    assert (shared.loss, best.loss) == (pytest.approx((1.7 + 2.0 + 2.5) / 3), pytest.approx(4.5))
+    assert shared.deltas == pytest.approx((-0.2, -0.3, -0.2))
+    assert best.deltas == pytest.approx((-0.4, 6.7, 0.3))
+    assert headline(comparison)[-1] == (
+        "The learning rates were chosen by seed 7 alone; seeds 8, 9 ran at those rates only."
+    )
+
+
+def test_what_an_earlier_second_stage_left_at_other_rates_is_left_out():
+    extra = [run("AdamW", 0.1, 0.1, seed=8), run("SEL", 0.4, 0.1, seed=9), run("SEL", 0.8, 0.1, seed=8)]
+    assert compare([*STAGES, *extra], "AdamW", (8, 9)) == compare(STAGES, "AdamW", (8, 9))
+
+
+@pytest.mark.parametrize("missing", [("SEL", 0.1, 9), ("SEL", 0.2, 8), ("AdamW", 0.2, 9)])
+def test_a_missing_run_of_the_second_stage_is_named(missing):
+    left = [r for r in STAGES if (r.arm, r.lr, r.seed) != missing]
+    with pytest.raises(ValueError, match=r"every one of confirm_seeds, got no {} at lr {}, seed {}".format(*missing)):
+        compare(left, "AdamW", (8, 9))
+
+
+def test_a_baseline_that_breaks_down_while_confirming_leaves_pairs_without_it():
+    runs = [broken("AdamW", 0.2, 8) if (r.arm, r.seed) == ("AdamW", 8) else r for r in STAGES]
+    comparison = compare(runs, "AdamW", (8, 9))
+    base, row = comparison.shared
+    assert (base.loss, base.finite, base.delta) == (None, 2, None)
+    assert (row.loss, row.finite, row.delta) == (pytest.approx((1.7 + 2.0 + 2.5) / 3), 3, None)
+    assert (row.deltas[0], row.deltas[1], row.deltas[2]) == (pytest.approx(-0.2), None, pytest.approx(-0.2))
+    assert row.speedup is None
+    assert headline(comparison)[0].endswith("0.2, AdamW did not stay finite in 1 of 3 seeds.")
+    assert "finite in 2 of 3" in format_table(comparison)
+
+
+def test_an_arm_without_a_finite_rate_is_confirmed_at_the_shared_one():
+    runs = [run("AdamW", 0.1, 2.0), broken("SEL", 0.1), run("AdamW", 1.0, 3), broken("SEL", 1.0)]
+    assert chosen_lrs(runs, "AdamW")["SEL"] == (0.1,)
+    comparison = compare([*runs, run("AdamW", 0.1, 2.2, seed=1), run("SEL", 0.1, 2.1, seed=1)], "AdamW", (1,))
+    assert (comparison.shared[1].finite, comparison.best[1].lr) == (1, None)
+    assert "No learning rate tried kept SEL finite." in headline(comparison)

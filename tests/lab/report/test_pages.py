@@ -146,6 +146,21 @@ def test_a_run_that_goes_on_is_reported_without_touching_it(run):
 
 
 @pytest.mark.usefixtures("undrawn")
+def test_a_run_on_given_weights_is_reported_with_them_and_without(learned, data, tmp_path):
+    """Without them its start is not known, nor what has become of it."""
+    base = shutil.copytree(learned, tmp_path / "base")
+    folder = trained(data, tmp_path / "on", CurveConfig(home="none"), weights=str(base), optimizer="muon")
+    page = Page(report_run(folder))
+    assert ["first weights", str(base)] in page.rows
+    assert ["weights", "ordinary weights under Muon"] in page.rows
+    assert "Weights at step 6" in page.titles
+    shutil.rmtree(base)
+    page = Page(report_run(folder))
+    assert ["first weights", f"{base}, which is not there any more: no figures of weights"] in page.rows
+    assert "Weights at step 6" not in page.titles
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_that_has_just_begun_is_reported(run):
     for name in ("summary.json", "model.safetensors", "metrics.jsonl", "timing.jsonl"):
         (run / name).unlink()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -9,13 +10,23 @@ from symexplin.config import SELConfig
 from symexplin.lab.compare.arms import ARMS, BASELINE
 from symexplin.lab.config import RunConfig, TrainConfig
 from symexplin.lab.maps import CurveConfig
+from symexplin.lab.model import ModelConfig
 from symexplin.lab.settings import build, to_table
 from symexplin.validation import check_choice, check_positive, check_whole, naming
 
 __all__ = ["Cell", "CompareConfig", "GridConfig"]
 
-# Keys of [sel] that the arms say instead, and keys of a map, which no table above it has.
+# Keys of [sel] that the arms say instead, and those that all curved arms have in common.
 _UNUSED = ("home", "preset", "start", "map")
+_SHARED = ("multiplier_lr", "anneal_steps")
+# Tables of an arm beside its map, and what each may change: what leaves the data, the pace and the cost alone.
+_CHANGES: dict[str, tuple[str, ...]] = {
+    "train": (
+        *("optimizer", "weight_decay", "decay_plain", "betas", "max_grad_norm", "warmup_steps", "floor", "weights"),
+    ),
+    "model": ("init",),
+}
+# Keys of a map, which no table above it has.
 _OF_A_MAP = {f.name for f in dataclasses.fields(SELConfig)} - {f.name for f in dataclasses.fields(CurveConfig)}
 
 
@@ -44,9 +55,11 @@ class GridConfig:
         seeds: of the initial weights and of the order of the data; every arm trains at each learning rate with each.
         jobs: runs at a time, each in a process with its share of the cores.
         baseline: the arm that the others are held against.
+        confirm_seeds: seeds of a second stage, in which every arm trains at two learning rates alone: the best one that
+            the first stage found for it, and the baseline's. Tables are over the seeds of both.
 
     Raises:
-        ValueError: a value out of range, fewer than two arms, an entry twice.
+        ValueError: a value out of range, fewer than two arms, an entry twice, a seed of both stages.
 
     >>> [cell.name for cell in GridConfig(lrs=(0.003,)).cells()]
     ['AdamW-lr0.003-seed0', 'SEL-lr0.003-seed0']
@@ -57,13 +70,15 @@ class GridConfig:
     seeds: tuple[int, ...] = (0,)
     jobs: int = 1
     baseline: str = BASELINE
+    confirm_seeds: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Check every field but the names of the arms, which may be a comparison's own."""
         for lr in self.lrs:
             check_positive("lrs", lr)
-        for seed in self.seeds:
-            check_whole("seeds", seed, minimum=0)
+        for name in ("seeds", "confirm_seeds"):
+            for seed in getattr(self, name):
+                check_whole(name, seed, minimum=0)
         check_whole("jobs", self.jobs)
         if self.baseline not in self.arms or len(self.arms) < 2:
             raise ValueError(f"arms must be the baseline {self.baseline!r} and at least one other, got {self.arms}")
@@ -71,10 +86,46 @@ class GridConfig:
         for name, values in (("arms", self.arms), ("lrs", [f"{lr:g}" for lr in self.lrs]), ("seeds", self.seeds)):
             if not values or len(set(values)) < len(values):
                 raise ValueError(f"{name} must hold at least one entry, and each once, got {getattr(self, name)}")
+        if len({*self.seeds, *self.confirm_seeds}) < len(self.seeds) + len(self.confirm_seeds):
+            raise ValueError(
+                f"confirm_seeds must hold each seed once, and none of seeds = {self.seeds}, got {self.confirm_seeds}"
+            )
 
     def cells(self) -> list[Cell]:
-        """Return all runs; the first ones make a whole comparison of the first seed."""
+        """Return the runs of the first stage; the first ones make a whole comparison of the first seed."""
         return [Cell(arm, lr, seed) for seed in self.seeds for lr in self.lrs for arm in self.arms]
+
+    def confirmations(self, lrs: Mapping[str, Sequence[float]]) -> list[Cell]:
+        """Return the runs of the second stage: every arm at those of `lrs` that the first stage chose for it.
+
+        >>> GridConfig(confirm_seeds=(7,)).confirmations({"AdamW": [0.003], "SEL": [0.003, 0.006]})[1:]
+        [Cell(arm='SEL', lr=0.003, seed=7), Cell(arm='SEL', lr=0.006, seed=7)]
+        """
+        return [Cell(arm, lr, seed) for seed in self.confirm_seeds for arm in self.arms for lr in lrs[arm]]
+
+    @property
+    def most_runs(self) -> int:
+        """Number of runs in all, if no arm but the baseline is best at the baseline's best learning rate."""
+        apart = 1 + (len(self.arms) - 1) * min(2, len(self.lrs))
+        return len(self.cells()) + apart * len(self.confirm_seeds)
+
+
+def _check_arm_table(arm: str, table: Mapping[str, Any]) -> None:
+    """Raise ValueError if [arm.NAME] has what no arm may have, or what one without a map has no use for."""
+    for key in sorted(table.keys() & _OF_A_MAP):
+        raise ValueError(f"key {key!r} belongs in map: use [arm.{arm}.map] or --arm {arm}.map.{key}=")
+    for key, value in table.items():
+        if key in _CHANGES and not isinstance(value, Mapping):
+            raise ValueError(f"[arm.{arm}.{key}] must be a table, got {value!r}")
+        if key not in (*_CHANGES, "map") and isinstance(value, Mapping):
+            raise ValueError(f"[arm.{arm}] may have the tables map, {', '.join(_CHANGES)}, got {key!r}")
+    for name, allowed in _CHANGES.items():
+        for key in table.get(name, {}):
+            if key not in allowed:
+                raise ValueError(f"[arm.{arm}.{name}] may have {', '.join(allowed)}, got {key!r}")
+    ignored = [key for key in (*_UNUSED[1:], *_SHARED) if table.get("home") == "none" and key in table]
+    if ignored:
+        raise ValueError(f"home 'none' has ordinary weights, and no use for {', '.join(ignored)}")
 
 
 @dataclass(frozen=True)
@@ -83,7 +134,9 @@ class CompareConfig(RunConfig):
 
     Args:
         data: folder that `symexplin prepare` made.
-        arm: arms of your own, an [arm.NAME] table each, with keys of [sel].
+        arm: arms of your own, an [arm.NAME] table each, with keys of [sel], and keys of the run that it alone changes:
+            [arm.NAME.train] with optimizer, weight_decay, decay_plain, betas, max_grad_norm, warmup_steps, floor,
+            weights, [arm.NAME.model] with init.
 
     Raises:
         ValueError: a value out of range, an unknown arm, one that is not compared, an arm's map that is not one.
@@ -103,8 +156,9 @@ class CompareConfig(RunConfig):
             if getattr(self.train, key) != getattr(TrainConfig, key):
                 found = getattr(self.train, key)
                 raise ValueError(f"{key} must be left to {where} in a comparison, got {key} = {found!r}")
-        if dataclasses.replace(self.sel, multiplier_lr=CurveConfig.multiplier_lr) != CurveConfig():
-            raise ValueError("[sel] must be left to the arms in a comparison, but for multiplier_lr: use [arm.NAME]")
+        if any(getattr(self.sel, key) != getattr(CurveConfig(), key) for key in _UNUSED):
+            shared = " and ".join(_SHARED)
+            raise ValueError(f"[sel] must be left to the arms in a comparison, but for {shared}: use [arm.NAME]")
         for name, table in self.arm.items():
             if name in ARMS or not re.fullmatch(r"[\w+-]+", name):
                 raise ValueError(f"arm must have a new name of letters, digits, '+', '-' and '_', got {name!r}")
@@ -122,14 +176,19 @@ class CompareConfig(RunConfig):
         """Return the configuration of one run."""
         with naming(f"arm {cell.arm}"):
             table = self.arm[cell.arm] if cell.arm in self.arm else ARMS[cell.arm]
-            for key in sorted(table.keys() & _OF_A_MAP):
-                raise ValueError(f"key {key!r} belongs in map: use [arm.{cell.arm}.map] or --arm {cell.arm}.map.{key}=")
-            ignored = [key for key in _UNUSED[1:] if table.get("home") == "none" and key in table]
-            if ignored:
-                raise ValueError(f"home 'none' has ordinary weights, and no use for {', '.join(ignored)}")
-            curve = build(CurveConfig, {"multiplier_lr": self.sel.multiplier_lr, **table})
-            train = dataclasses.replace(self.train, lr=cell.lr, seed=cell.seed)
-            return RunConfig(self.data, self.model, train, curve, self.compute, self.log)
+            _check_arm_table(cell.arm, table)
+            own = {key: value for key, value in table.items() if key not in _CHANGES}
+            shared = {key: value for key, value in to_table(self.sel).items() if key in _SHARED}
+            curve = build(CurveConfig, {**shared, **own})
+            train = build(TrainConfig, {**to_table(self.train), **table.get("train", {})})
+            train = dataclasses.replace(train, lr=cell.lr, seed=cell.seed)
+            model = build(ModelConfig, {**to_table(self.model), **table.get("model", {})})
+            model = dataclasses.replace(model, vocab_size=self.model.vocab_size)
+            return RunConfig(self.data, model, train, curve, self.compute, self.log)
+
+    def example(self, arm: str) -> RunConfig:
+        """Return the configuration of one run of an arm, for what all of them have in common."""
+        return self.run(Cell(arm, self.compare.lrs[0], self.compare.seeds[0]))
 
     def table(self) -> dict[str, Any]:
         """Return the configuration as a table to save, without the keys that its grid and its arms stand for.

@@ -6,27 +6,21 @@ comparison.json   what came out, at the end      report.html      the same to lo
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from symexplin.lab.begin import ROUNDING
-from symexplin.lab.build import build as build_run
+from symexplin.lab.compare.begin import open_comparison
+from symexplin.lab.compare.folder import COMPARISON, CONFIG, RUNS, asked, how_to_finish, read_run
 from symexplin.lab.compare.grid import Cell, CompareConfig, GridConfig
 from symexplin.lab.compare.pool import Task, train_all
 from symexplin.lab.compare.table import Run, compare, format_table, headline
-from symexplin.lab.config import ComputeConfig, resolve
-from symexplin.lab.files import read_json, replace_file, write_json
-from symexplin.lab.folders import claimed
+from symexplin.lab.files import read_json, write_json
+from symexplin.lab.folders import SUMMARY, claimed
 from symexplin.lab.maps import map_of
 from symexplin.lab.parallel import Ranks, joined
 from symexplin.lab.provenance import cores, provenance
-from symexplin.lab.run import FACTS, METRICS, SUMMARY, evaluations
-from symexplin.lab.settings import build, differences, dump_toml, load_toml
 from symexplin.lab.text.corpus import Corpus
-from symexplin.validation import naming
 
 __all__ = [
     "COMPARISON",
@@ -41,12 +35,8 @@ __all__ = [
 
 Echo = Callable[[str], None]
 
-CONFIG, COMPARISON, RUNS = "compare.toml", "comparison.json", "runs"
 # What is written first into a comparison's folder, or into that of a demo around it.
 MARKS = {CONFIG, ".symexplin-demo"}
-# Keys that a comparison may resume with other values of, as no run's bits depend on them; keys that may only grow.
-_FREE = ("data", "log.", "compare.jobs")
-_GROWING = ("compare.arms", "compare.lrs", "compare.seeds")
 
 
 def compare_runs(
@@ -59,15 +49,19 @@ def compare_runs(
 ) -> dict[str, Any]:
     """Train every arm at every learning rate and seed, and return what comparison.json then holds.
 
+    With `confirm_seeds` a second stage follows: each arm at its own best learning rate and at the baseline's, with each
+    of those seeds. Its runs depend on the first stage alone, so that the sweep goes on from wherever it was stopped.
+
     With several jobs the calling script must guard its entry by ``if __name__ == "__main__"``, as for any
     `multiprocessing`. Under torchrun all processes call this, and each run is trained by all of them.
 
     Args:
         config: may leave values to the machine; the resolved one is saved.
         out: a new folder, or that of the comparison to resume.
-        resume: keep the runs that have ended, go on with the others. Arms, learning rates and seeds may have been
-            added, the number of jobs may be another. On a CPU the results have the bits of a sweep left in peace,
-            unless keys of [compute] are others now.
+        resume: keep the runs that have ended, go on with the others. Arms, learning rates and seeds of either stage may
+            have been added, the number of jobs may be another. Where other learning rates are the best ones by that,
+            the second stage trains at these, and leaves out what it has at others. On a CPU the results have the bits
+            of a sweep left in peace, unless keys of [compute] are others now.
         echo: takes each line that a log should have, and the table at the end.
         progress: show a bar on a terminal; it stands for the lines within a run.
 
@@ -106,125 +100,46 @@ def compare_runs(
         ranks.agree({**config.table(), "resume": resume}, free=("data", "compute.threads"))
         folder = ranks.tell(lambda: stack.enter_context(claimed(out, "comparison", MARKS)))
         given = config
-        config = ranks.tell(lambda: _open(folder, given, corpus, resume, echo, ranks))
-        cells = config.compare.cells()
+        config = ranks.tell(lambda: open_comparison(folder, given, corpus, resume, echo, ranks))
+        grid = config.compare
         echo(
             f"{len(corpus.train):,} tokens to train on, {len(corpus.valid):,} held out; "
-            f"{len(cells)} runs of {config.train.steps} steps"
+            f"{'up to ' if grid.confirm_seeds else ''}{grid.most_runs} runs of {config.train.steps} steps"
         )
-        left = ranks.tell(lambda: _left(folder, config, echo))
-        for index in train_all([task for _, task in left], config.compare.jobs, echo, progress):
-            cell, task = left[index]
-            if ranks.first and (ended := _read(folder, cell)) is not None:
-                echo(f"{task.label}: {_outcome(ended)}")
+        for stage in (1, 2) if grid.confirm_seeds else (1,):
+            _train(folder, config, stage, echo, progress, ranks)
         return ranks.tell(lambda: _conclude(folder, config, corpus, echo, ranks))
 
 
-def _left(folder: Path, config: CompareConfig, echo: Echo) -> list[tuple[Cell, Task]]:
-    """Return the runs that have not ended, telling of the others."""
-    cells = config.compare.cells()
+def _train(folder: Path, config: CompareConfig, stage: int, echo: Echo, progress: bool, ranks: Ranks) -> None:
+    """Train what is left of a stage; the second one can begin when the first one has ended."""
+    left = ranks.tell(lambda: _left(folder, config, stage, echo))
+    for index in train_all([task for _, task in left], config.compare.jobs, echo, progress):
+        cell, task = left[index]
+        if ranks.first and (ended := read_run(folder, cell)) is not None:
+            echo(f"{task.label}: {_outcome(ended)}")
+
+
+def _left(folder: Path, config: CompareConfig, stage: int, echo: Echo) -> list[tuple[Cell, Task]]:
+    """Return the runs of a stage that have not ended, telling of the others."""
+    first = config.compare.cells()
+    cells, before, total = first, 0, config.compare.most_runs
+    if stage == 2:
+        whole = asked(folder, config)
+        cells, before, total = whole[len(first) :], len(first), len(whole)
+        rates: dict[str, list[str]] = {}
+        for cell in cells[: len(cells) // len(config.compare.confirm_seeds)]:
+            rates.setdefault(cell.arm, []).append(f"{cell.lr:g}")
+        told = "; ".join(f"{arm} at {' and '.join(lrs)}" for arm, lrs in rates.items())
+        echo(f"to confirm with {len(cells)} runs: {told}")
     left: list[tuple[Cell, Task]] = []
-    for number, cell in enumerate(cells, start=1):
-        label = f"{number}/{len(cells)} {cell.arm} lr {cell.lr:g} seed {cell.seed}"
-        if (found := _read(folder, cell)) is None:
+    for number, cell in enumerate(cells, start=before + 1):
+        label = f"{number}/{total} {cell.arm} lr {cell.lr:g} seed {cell.seed}"
+        if (found := read_run(folder, cell)) is None:
             left.append((cell, Task(label, config.run(cell), folder / RUNS / cell.name)))
         else:
             echo(f"{label}: {_outcome(found)} (already there)")
     return left
-
-
-def _open(folder: Path, config: CompareConfig, corpus: Corpus, resume: bool, echo: Echo, ranks: Ranks) -> CompareConfig:
-    """Return the resolved configuration, saved, after all checks that need no training."""
-    saved = None
-    if (folder / CONFIG).exists():
-        if not resume:
-            raise ValueError(
-                f"out must be a new folder, got {str(folder)!r}, which has a comparison: add --resume to go on with it"
-            )
-        saved = build(CompareConfig, load_toml(folder / CONFIG))
-    config = _resolve(config, corpus.vocab_size, saved, ranks)
-    if saved is not None:
-        _check_same(folder, saved, config, corpus, echo)
-    for arm in config.compare.arms:
-        if saved is None or arm not in saved.compare.arms:
-            _check_arm(config, arm, corpus.vocab_size)
-    replace_file(folder / CONFIG, dump_toml(config.table()))
-    return config
-
-
-def _resolve(config: CompareConfig, vocab_size: int, saved: CompareConfig | None, ranks: Ranks) -> CompareConfig:
-    """Say what was left to the machine: as the saved configuration does, so that bits repeat, else by this machine."""
-    compute, jobs = config.compute, config.compare.jobs
-    if saved is not None:
-        unsaid = [f.name for f in dataclasses.fields(ComputeConfig) if getattr(compute, f.name) in (None, "auto")]
-        compute = dataclasses.replace(compute, **{name: getattr(saved.compute, name) for name in unsaid})
-    if compute.threads is None and jobs > 1:
-        compute = dataclasses.replace(compute, threads=max(1, cores() // jobs))
-    config = dataclasses.replace(config, compute=compute)
-    resolved = resolve(config.run(config.compare.cells()[0]), vocab_size, ranks.size)
-    return dataclasses.replace(config, data=resolved.data, model=resolved.model, compute=resolved.compute)
-
-
-def _check_same(folder: Path, saved: CompareConfig, config: CompareConfig, corpus: Corpus, echo: Echo) -> None:
-    """Raise ValueError if the runs that are there would not be those of `config`."""
-    changed: list[str] = []
-    rounding: list[str] = []
-    for key, (old, new) in differences(saved.table(), config.table()).items():
-        grown = key in _GROWING and set(old) <= set(new)
-        unused = key.startswith("arm.") and key.split(".")[1] not in saved.compare.arms
-        if not (key.startswith(_FREE) or grown or unused):
-            kind = rounding if key.startswith(ROUNDING) else changed
-            kind.append(f"{key} is {old!r} there, {new!r} now")
-    if changed:
-        raise ValueError(f"{folder} has a comparison of another configuration: {'; '.join(changed)}")
-    for path in folder.glob(f"{RUNS}/*/{FACTS}"):
-        with _of_a_run():
-            facts = read_json(path)
-        if facts.get("data") != corpus.fingerprint:
-            raise ValueError(f"data must be those of the runs in {folder}, got {config.data!r} with other tokens")
-    if rounding:
-        echo(f"{'; '.join(rounding)}: the numbers of runs that have not ended go on with other rounding")
-
-
-def _check_arm(config: CompareConfig, arm: str, vocab_size: int) -> None:
-    """Raise ValueError unless an arm can take a step: a map without inverse shows in the first one."""
-    grid = config.compare
-    with naming(f"arm {arm}"):
-        model, optimizer, _ = build_run(resolve(config.run(Cell(arm, grid.lrs[0], grid.seeds[0])), vocab_size))
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-
-
-@contextlib.contextmanager
-def _of_a_run() -> Iterator[None]:
-    """Say of a missing or damaged file, which the error names, how to do without it."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise ValueError(f"{error.filename!r} is missing: remove that run's folder to train it again") from None
-    except ValueError as error:
-        raise ValueError(f"{error}: remove that run's folder to train it again") from None
-
-
-def _read(folder: Path, cell: Cell) -> Run | None:
-    """Return what a run left, or None if it has not ended."""
-    path = folder / RUNS / cell.name
-    if not (path / SUMMARY).exists():
-        return None
-    with _of_a_run():
-        summary, evals = read_json(path / SUMMARY), tuple(evaluations(path))
-        if not evals:
-            raise ValueError(f"{str(path / METRICS)!r} is damaged: it has no evaluation")
-    return Run(
-        cell.arm,
-        cell.lr,
-        cell.seed,
-        evals=evals,
-        seconds=summary.get("seconds", 0.0),
-        tokens_per_second=summary.get("tokens_per_second", 0.0),
-        error=summary.get("error"),
-    )
 
 
 def _outcome(run: Run) -> str:
@@ -235,14 +150,19 @@ def _conclude(folder: Path, config: CompareConfig, corpus: Corpus, echo: Echo, r
     """Compare the runs, all ended, and write comparison.json and the report."""
     from symexplin.lab.report.pages import report_comparison  # matplotlib takes its time
 
-    cells = config.compare.cells()
-    runs = [run for cell in cells if (run := _read(folder, cell)) is not None]
-    comparison = compare(runs, config.compare.baseline)
+    cells, confirming = asked(folder, config), config.compare.confirm_seeds
+    runs = [run for cell in cells if (run := read_run(folder, cell)) is not None]
+    comparison = compare(runs, config.compare.baseline, confirming)
     content: dict[str, Any] = {
         "headline": headline(comparison),
         "comparison": dataclasses.asdict(comparison),
         "runs": [
-            {**dataclasses.asdict(run), "final_loss": run.final_loss, "folder": f"{RUNS}/{cell.name}"}
+            {
+                **dataclasses.asdict(run),
+                "final_loss": run.final_loss,
+                "stage": 2 if run.seed in confirming else 1,
+                "folder": f"{RUNS}/{cell.name}",
+            }
             for run, cell in zip(runs, cells, strict=True)
         ],
         "maps": {arm: _map(config, arm) for arm in config.compare.arms},
@@ -264,22 +184,8 @@ def _conclude(folder: Path, config: CompareConfig, corpus: Corpus, echo: Echo, r
     return content
 
 
-def how_to_finish(folder: str | Path) -> str:
-    """Return why a comparison's folder may have no comparison.json, and what would write it."""
-    folder = Path(folder)
-    with contextlib.suppress(OSError, ValueError):
-        config = build(CompareConfig, load_toml(folder / CONFIG))
-        runs = [run for cell in config.compare.cells() if (run := _read(folder, cell)) is not None]
-        if len(runs) == len(config.compare.cells()):
-            try:
-                compare(runs, config.compare.baseline)
-            except ValueError as error:
-                return str(error)
-    return "finish the comparison with --resume, or report one of its runs"
-
-
 def _map(config: CompareConfig, arm: str) -> dict[str, Any] | None:
-    curve = config.run(Cell(arm, config.compare.lrs[0], config.compare.seeds[0])).sel
+    curve = config.example(arm).sel
     found = map_of(curve, config.model.width)
     return None if found is None else {"start": curve.start, "home": curve.home, **found.to_dict()}
 

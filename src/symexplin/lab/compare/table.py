@@ -1,12 +1,12 @@
 """Runs beside each other: at one shared learning rate, and each arm at its own best one, over seeds."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from symexplin.lab.evaluate import speedup
 
-__all__ = ["Comparison", "Row", "Run", "best_lr", "compare", "format_table", "headline"]
+__all__ = ["Comparison", "Row", "Run", "best_lr", "chosen_lrs", "compare", "format_table", "headline"]
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Row:
         finite: at how many seeds they stayed finite to the end. What follows is None unless all did.
         loss: mean final loss, nats a token.
         spread: standard deviation of the final loss over the seeds (n - 1 degrees of freedom); None for one seed.
-        delta: mean of `deltas`.
-        deltas: loss minus the baseline's at each seed, in the order of `seeds`, None where the run ended early.
+        delta: mean of `deltas`; None unless the baseline stayed finite at every seed, too.
+        deltas: loss minus the baseline's at each seed, in the order of `seeds`, None where either run ended early.
         speedup: mean over the seeds (:func:`symexplin.lab.evaluate.speedup`); None unless every seed has one.
         reached: at how many seeds some evaluation of the run is at or below the baseline's final loss. A run that
             starts there has no speedup.
@@ -60,13 +60,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The table: first rows are the baseline's, which ran best at `shared_lr`."""
+    """The table: first rows are the baseline's, which ran best at `shared_lr`.
+
+    Rows are over all `seeds`; the learning rates were chosen without `confirm_seeds`, the last of them.
+    """
 
     shared_lr: float
     shared: tuple[Row, ...]
     best: tuple[Row, ...]
     lrs: tuple[float, ...]
     seeds: tuple[int, ...]
+    confirm_seeds: tuple[int, ...] = ()
 
 
 def best_lr(runs: Sequence[Run], arm: str) -> float | None:
@@ -86,11 +90,38 @@ def best_lr(runs: Sequence[Run], arm: str) -> float | None:
     return min(means, key=means.__getitem__) if means else None
 
 
-def compare(runs: Sequence[Run], baseline: str) -> Comparison:
+def chosen_lrs(runs: Sequence[Run], baseline: str) -> dict[str, tuple[float, ...]]:
+    """Return the learning rates that each arm is compared at: the baseline's best one, which all share, and its own.
+
+    Raises:
+        ValueError: a baseline without a learning rate at which every seed stayed finite.
+
+    >>> ends = {("A", 0.1): 2.0, ("A", 0.2): 3.0, ("B", 0.1): 2.5, ("B", 0.2): 1.0}
+    >>> chosen_lrs([Run(arm, lr, 0, ((9, loss),), 1.0, 1.0) for (arm, lr), loss in ends.items()], "A")
+    {'A': (0.1,), 'B': (0.1, 0.2)}
+    """
+    shared = best_lr(runs, baseline)
+    if shared is None:
+        tried = " ".join(f"{lr:g}" for lr in sorted({run.lr for run in runs}))
+        raise ValueError(
+            f"no learning rate of {baseline} stayed finite to the end at every seed; the runs stay, and the same "
+            f"command with --resume and smaller rates added to --lrs {tried} goes on"
+        )
+    own = {arm: best_lr(runs, arm) for arm in dict.fromkeys([baseline, *(run.arm for run in runs)])}
+    return {arm: (shared,) if lr is None or lr == shared else (shared, lr) for arm, lr in own.items()}
+
+
+def compare(runs: Sequence[Run], baseline: str, confirm_seeds: Sequence[int] = ()) -> Comparison:
     """Compare all arms with `baseline`, at the baseline's best learning rate and each at its own best.
 
     Every arm must have run at the same learning rates and seeds. An arm without a best learning rate has a row without
     numbers.
+
+    Args:
+        runs: in any order.
+        baseline: the arm that the others are held against.
+        confirm_seeds: of runs that have no say in which learning rates are best: each arm must have run with them at
+            those two (:func:`chosen_lrs`), and others are left out.
 
     Raises:
         ValueError: a missing run, a baseline without a learning rate at which every seed stayed finite.
@@ -99,20 +130,16 @@ def compare(runs: Sequence[Run], baseline: str) -> Comparison:
     >>> [(row.arm, row.delta, row.speedup) for row in compare(runs, "A").shared]
     [('A', 0.0, 1.0), ('B', -0.5, 1.5)]
     """
-    arms = [baseline, *dict.fromkeys(run.arm for run in runs if run.arm != baseline)]
-    lrs = tuple(sorted({run.lr for run in runs}))
-    seeds = tuple(dict.fromkeys(run.seed for run in runs))
+    first = [run for run in runs if run.seed not in confirm_seeds]
+    lrs = tuple(sorted({run.lr for run in first}))
+    seeds = tuple(dict.fromkeys(run.seed for run in first))
     found = {(run.arm, run.lr, run.seed): run for run in runs}
-    for arm, lr, seed in ((arm, lr, seed) for arm in arms for lr in lrs for seed in seeds):
-        if (arm, lr, seed) not in found:
-            raise ValueError(f"runs must hold every arm at every lr and seed, got no {arm} at lr {lr:g}, seed {seed}")
-    shared_lr = best_lr(runs, baseline)
-    if shared_lr is None:
-        tried = " ".join(f"{lr:g}" for lr in lrs)
-        raise ValueError(
-            f"no learning rate of {baseline} stayed finite to the end at every seed; the runs stay, and the same "
-            f"command with --resume and smaller rates added to --lrs {tried} goes on"
-        )
+    arms = dict.fromkeys([baseline, *(run.arm for run in runs)])
+    _check_complete(found, dict.fromkeys(arms, lrs), seeds, "every lr and seed")
+    chosen = chosen_lrs(first, baseline)
+    _check_complete(found, chosen, confirm_seeds, "the lrs chosen for it and every one of confirm_seeds")
+    shared_lr = chosen[baseline][0]
+    seeds = (*seeds, *confirm_seeds)
 
     def row(arm: str, lr: float | None) -> Row:
         if lr is None:
@@ -122,21 +149,33 @@ def compare(runs: Sequence[Run], baseline: str) -> Comparison:
     return Comparison(
         shared_lr=shared_lr,
         shared=tuple(row(arm, shared_lr) for arm in arms),
-        best=tuple(row(arm, best_lr(runs, arm)) for arm in arms),
+        best=tuple(row(arm, best_lr(first, arm)) for arm in arms),
         lrs=lrs,
         seeds=seeds,
+        confirm_seeds=tuple(confirm_seeds),
     )
+
+
+def _check_complete(
+    found: Collection[tuple[str, float, int]], lrs: Mapping[str, Sequence[float]], seeds: Sequence[int], what: str
+) -> None:
+    """Raise ValueError unless every arm was found at its learning rates with every seed."""
+    for cell in ((arm, lr, seed) for arm, rates in lrs.items() for lr in rates for seed in seeds):
+        if cell not in found:
+            arm, lr, seed = cell
+            raise ValueError(f"runs must hold every arm at {what}, got no {arm} at lr {lr:g}, seed {seed}")
 
 
 def _row(runs: Sequence[Run], references: Sequence[Run]) -> Row:
     """Return the row of the runs of one arm at one learning rate, each with the baseline's run of its seed."""
     finished = [run for run in runs if not run.error]
     losses = [run.evals[-1][1] for run in finished]
-    pairs = [(run.evals, base.evals) for run, base in zip(runs, references, strict=True) if not run.error]
+    together = list(zip(runs, references, strict=True))
+    pairs = [(run.evals, base.evals) for run, base in together if not run.error and not base.error]
     gains = [gain for evals, base in pairs if (gain := speedup(base, evals)) is not None]
     deltas = [
-        None if run.error else run.evals[-1][1] - base.evals[-1][1] for run, base in zip(runs, references, strict=True)
-    ]
+        None if run.error or base.error else run.evals[-1][1] - base.evals[-1][1] for run, base in together
+    ]  # fmt: skip
     whole = len(finished) == len(runs)
     return Row(
         arm=runs[0].arm,
@@ -145,7 +184,7 @@ def _row(runs: Sequence[Run], references: Sequence[Run]) -> Row:
         finite=len(finished),
         loss=statistics.fmean(losses) if whole else None,
         spread=statistics.stdev(losses) if whole and len(losses) > 1 else None,
-        delta=statistics.fmean(delta for delta in deltas if delta is not None) if whole else None,
+        delta=statistics.fmean(delta for delta in deltas if delta is not None) if len(pairs) == len(runs) else None,
         deltas=tuple(deltas),
         speedup=statistics.fmean(gains) if len(gains) == len(runs) else None,
         reached=sum(min(loss for _, loss in evals) <= base[-1][1] for evals, base in pairs),
@@ -161,7 +200,8 @@ def headline(comparison: Comparison) -> list[str]:
     for row, best in zip(others, comparison.best[1:], strict=True):
         sentences.append(f"At {baseline.arm}'s best learning rate, {baseline.lr:g}, {_verdict(row, baseline)}.")
         if best.loss is None:
-            sentences.append(f"No learning rate tried kept {row.arm} finite{_at_every_seed(row)}.")
+            every = " in every seed" if len(comparison.seeds) - len(comparison.confirm_seeds) > 1 else ""
+            sentences.append(f"No learning rate tried kept {row.arm} finite{every}.")
         elif best.lr == row.lr:
             sentences.append(f"That is the best learning rate of {row.arm} too.")
         else:
@@ -172,13 +212,26 @@ def headline(comparison: Comparison) -> list[str]:
             sentences.append(f"The best learning rate of {row.arm} is the {side} tried: a wider sweep may find better.")
     if len(comparison.seeds) == 1:
         sentences.append("One seed is no evidence: the difference may be that of the draw.")
+    if comparison.confirm_seeds:
+        chosen = comparison.seeds[: -len(comparison.confirm_seeds)]
+        rest = _numbered(comparison.confirm_seeds)
+        sentences.append(
+            f"The learning rates were chosen by {_numbered(chosen)} alone; {rest} ran at those rates only."
+        )
     return sentences
+
+
+def _numbered(seeds: Sequence[int]) -> str:
+    return f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
 
 
 def _verdict(row: Row, baseline: Row) -> str:
     count = len(row.seeds)
-    if row.loss is None or row.delta is None:
-        return f"{row.arm} did not stay finite" + (f" in {count - row.finite} of {count} seeds" if count > 1 else "")
+    for found in (row, baseline):
+        if found.loss is None:
+            lost = f" in {count - found.finite} of {count} seeds" if count > 1 else ""
+            return f"{found.arm} did not stay finite{lost}"
+    assert row.delta is not None  # both are whole
     side = "below" if row.delta < 0 else "above"
     gap = f"{abs(row.delta):.4f}"
     place = "equal to" if not row.delta else f"{gap} {side}" if float(gap) else "within 0.0001 of"
@@ -193,10 +246,6 @@ def _verdict(row: Row, baseline: Row) -> str:
     if row.reached:
         return f"{ending}, and reaches that loss in {row.reached} of {count} seeds"
     return f"{ending}, and never reaches that loss"
-
-
-def _at_every_seed(row: Row) -> str:
-    return " in every seed" if len(row.seeds) > 1 else ""
 
 
 def _loss(row: Row) -> str:

@@ -1,4 +1,7 @@
-"""Charts as SVG: the same data give the same text, colours never stand alone, and a phone can show them."""
+"""Charts, drawn into any axes or as SVG for a page: colours never stand alone, and a phone can show them.
+
+The same data give the same text. Whoever draws into axes of his own does so under :data:`STYLE`.
+"""
 
 import io
 import re
@@ -17,14 +20,20 @@ from numpy.typing import ArrayLike, NDArray
 __all__ = [
     "COLOURS",
     "DASHES",
+    "GUIDE",
     "MARKERS",
     "MOST_POINTS",
     "STYLE",
+    "UNDATED",
     "Line",
     "chart",
+    "draw_chart",
+    "draw_histogram",
     "histogram",
     "late_limits",
+    "outline",
     "smooth",
+    "svg",
     "thin",
 ]
 
@@ -32,6 +41,8 @@ __all__ = [
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (5, 1.5, 1.5, 1.5)))
 MARKERS = ("o", "s", "^", "D", "v", "P")
+# Grey of what is no data: references, remarks.
+GUIDE = "#777777"
 # More are not to be told apart at any width of a page.
 MOST_POINTS = 1000
 # A line of more points than these goes without a marker at each.
@@ -56,6 +67,9 @@ STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     "legend.fontsize": 10.5,
 }
+
+# Files and pages would otherwise say when they were drawn.
+UNDATED = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 
 Floats = NDArray[np.float64]
 
@@ -99,14 +113,11 @@ def chart(
     ticks: Sequence[float] | None = None,
     small: bool = False,
 ) -> Markup:
-    """Return a chart of lines.
+    """Return a chart of lines, see :func:`draw_chart`.
 
     Args:
-        lines: those of kind "faint" first, as later ones lie over earlier ones.
+        lines, log, limits, ticks: as there.
         x_label, y_label: what the axes show, with the unit.
-        log: which axes are logarithmic: "", "x", "y" or "xy".
-        limits: of the y axis.
-        ticks: of the x axis.
         small: for one of many beside each other.
 
     >>> chart([Line("loss", [0, 1], [3.0, 2.0])], "steps", "loss (nats)").count("<svg")
@@ -114,29 +125,53 @@ def chart(
     """
 
     def draw(axes: Axes) -> None:
-        for line in lines:
-            _plot(axes, line)
-        if "x" in log:
-            axes.set_xscale("log")
-        if "y" in log:
-            axes.set_yscale("log")
-            # 0.5 instead of 5 x 10^-1
-            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            low, high = axes.get_ylim() if limits is None else limits
-            if sum(low <= tick <= high for tick in axes.yaxis.get_majorticklocs()) < _TICKS:
-                axes.yaxis.set_major_locator(MaxNLocator(4))
-            axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
-            axes.yaxis.set_minor_formatter(NullFormatter())
-        if ticks is not None:
-            axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-            axes.minorticks_off()
-        if limits is not None:
-            axes.set_ylim(*limits)
-        axes.set_xlabel(x_label)
-        axes.set_ylabel(y_label)
+        draw_chart(axes, lines, log=log, limits=limits, ticks=ticks)
+        axes.set(xlabel=x_label, ylabel=y_label)
         _legend(axes, narrow=small)
 
-    return _svg(draw, _SMALL if small else _WIDE)
+    return _page(draw, _SMALL if small else _WIDE)
+
+
+def draw_chart(
+    axes: Axes,
+    lines: Iterable[Line],
+    *,
+    log: str = "",
+    limits: tuple[float, float] | None = None,
+    ticks: Sequence[float] | None = None,
+) -> None:
+    """Draw lines into axes, without labels and legend.
+
+    Args:
+        axes: to draw into.
+        lines: those of kind "faint" first, as later ones lie over earlier ones.
+        log: which axes are logarithmic: "", "x", "y" or "xy".
+        limits: of the y axis.
+        ticks: of the x axis.
+
+    >>> axes = Figure().add_subplot()
+    >>> draw_chart(axes, [Line("loss", [0, 1], [3.0, 2.0])], log="y")
+    >>> axes.get_yscale()
+    'log'
+    """
+    for line in lines:
+        _plot(axes, line)
+    if "x" in log:
+        axes.set_xscale("log")
+    if "y" in log:
+        axes.set_yscale("log")
+        # 0.5 instead of 5 x 10^-1
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        low, high = axes.get_ylim() if limits is None else limits
+        if sum(low <= tick <= high for tick in axes.yaxis.get_majorticklocs()) < _TICKS:
+            axes.yaxis.set_major_locator(MaxNLocator(4))
+        axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    if ticks is not None:
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
+    if limits is not None:
+        axes.set_ylim(*limits)
 
 
 def _plot(axes: Axes, line: Line) -> None:
@@ -144,7 +179,7 @@ def _plot(axes: Axes, line: Line) -> None:
     dashes, marker = DASHES[line.style % len(DASHES)], MARKERS[line.style % len(MARKERS)]
     label = line.label or "_"  # matplotlib leaves out of the legend what begins so
     if line.kind == "guide":
-        axes.plot(line.x, line.y, color="#777777", linestyle=(0, (3, 3)), linewidth=1.2, label=label)
+        axes.plot(line.x, line.y, color=GUIDE, linestyle=(0, (3, 3)), linewidth=1.2, label=label)
         return
     if line.kind == "points":
         axes.plot(line.x, line.y, marker, color=colour, markersize=5, alpha=0.6, markeredgewidth=0, label=label)
@@ -162,34 +197,53 @@ def _plot(axes: Axes, line: Line) -> None:
 
 
 def histogram(series: Mapping[str, tuple[ArrayLike, ArrayLike]], x_label: str, y_label: str, bins: int = 121) -> Markup:
-    """Return outlines of histograms over common bins, with a logarithmic count.
-
-    Args:
-        series: label -> (values, how many each stands for).
-        x_label, y_label: what the axes show, with the unit.
-        bins: an odd number puts one around zero.
+    """Return outlines of histograms, see :func:`draw_histogram`; the labels say what the axes show, with the unit.
 
     >>> histogram({"weights": ([0.5, -1.0], [1.0, 1.0])}, "weight", "count").count("<svg")
     1
     """
-    top = max(float(np.abs(np.asarray(values)).max()) for values, _ in series.values()) or 1.0
 
     def draw(axes: Axes) -> None:
-        for index, (label, (values, counts)) in enumerate(series.items()):
-            heights, edges = np.histogram(
-                np.asarray(values), bins, (-top, top), weights=np.asarray(counts, dtype=float)
-            )
-            colour, dashes = COLOURS[index % len(COLOURS)], DASHES[index % len(DASHES)]
-            axes.stairs(heights, edges, color=colour, linestyle=dashes, linewidth=1.6, label=label, baseline=None)
-            if index == 0:
-                axes.stairs(heights, edges, color=colour, alpha=0.15, fill=True)
-        axes.set_yscale("log")
-        axes.set_ylim(bottom=0.5)
-        axes.set_xlabel(x_label)
-        axes.set_ylabel(y_label)
+        draw_histogram(axes, series, bins)
+        axes.set(xlabel=x_label, ylabel=y_label)
         _legend(axes)
 
-    return _svg(draw, _WIDE)
+    return _page(draw, _WIDE)
+
+
+def draw_histogram(axes: Axes, series: Mapping[str, tuple[ArrayLike, ArrayLike]], bins: int = 121) -> None:
+    """Draw outlines of histograms over common bins, with a logarithmic count, without labels and legend.
+
+    Args:
+        axes: to draw into.
+        series: label -> (values, how many each stands for).
+        bins: an odd number puts one around zero.
+
+    >>> axes = Figure().add_subplot()
+    >>> draw_histogram(axes, {"weights": ([0.5, -1.0], [1.0, 1.0])})
+    >>> len(axes.patches)  # the outline, and the tint below it
+    2
+    """
+    top = max(float(np.abs(np.asarray(values)).max()) for values, _ in series.values()) or 1.0
+    for index, (label, (values, counts)) in enumerate(series.items()):
+        heights, edges = np.histogram(np.asarray(values), bins, (-top, top), weights=np.asarray(counts, dtype=float))
+        outline(axes, heights, edges, label, index, filled=index == 0)
+    axes.set_yscale("log")
+    axes.set_ylim(bottom=0.5)
+
+
+def outline(axes: Axes, heights: ArrayLike, edges: ArrayLike, label: str, style: int, filled: bool = False) -> None:
+    """Draw the outline of a histogram in the colour and dashes of `style`, the inside lightly tinted if `filled`.
+
+    >>> axes = Figure().add_subplot()
+    >>> outline(axes, [1.0, 2.0], [0.0, 0.5, 1.0], "weights", 0)
+    >>> axes.patches[0].get_data().values.tolist()
+    [1.0, 2.0]
+    """
+    colour, dashes = COLOURS[style % len(COLOURS)], DASHES[style % len(DASHES)]
+    axes.stairs(heights, edges, color=colour, linestyle=dashes, linewidth=1.6, label=label, baseline=None)
+    if filled:
+        axes.stairs(heights, edges, color=colour, alpha=0.15, fill=True)
 
 
 def _legend(axes: Axes, narrow: bool = False) -> None:
@@ -200,14 +254,22 @@ def _legend(axes: Axes, narrow: bool = False) -> None:
         axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=columns, borderaxespad=0.2, handlelength=3.2)
 
 
-def _svg(draw: Callable[[Axes], None], size: tuple[float, float]) -> Markup:
+def _page(draw: Callable[[Axes], None], size: tuple[float, float]) -> Markup:
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=size, layout="constrained")
         draw(figure.add_subplot())
-        buffer = io.StringIO()
-        figure.savefig(
-            buffer, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        )
+        return svg(figure)
+
+
+def svg(figure: Figure) -> Markup:
+    """Return a figure as an SVG element of a page, whose background shows through; call it under :data:`STYLE`.
+
+    >>> with mpl.rc_context(STYLE):
+    ...     svg(Figure()).count("<svg")
+    1
+    """
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", transparent=True, metadata=UNDATED)
     text = buffer.getvalue()
     # What precedes <svg> is for files; numbered ids are not referred to and would repeat between charts.
     text = re.sub(r' id="[\w.]+_\d+"', "", text[text.index("<svg") :])

@@ -209,6 +209,7 @@ def comparison_figures(found: Mapping[str, Any]) -> list[Figure]:
         caption = f"Held-out loss with each at its own best learning rate{ending}"
         figures.append(Figure(_curves(runs, best, whole), caption))
     points = "; a point a seed, the line through their mean" if seeds else ""
+    points += ", that of the seeds which ran at all of them" if comparison.get("confirm_seeds") else ""
     figures.append(
         Figure(_sweep(runs, arms), f"Held-out loss after the last step, at every learning rate tried{points}.")
     )
@@ -231,10 +232,12 @@ def _sweep(runs: list[dict[str, Any]], arms: list[str]) -> Markup:
     lrs = sorted({run["lr"] for run in runs})
     lines = []
     for style, arm in enumerate(arms):
+        own = [run for run in runs if run["arm"] == arm]
+        # The second stage's seeds are not at every learning rate, so that a mean over them would bend the line.
         finals = {
-            lr: [run["final_loss"] for run in runs if (run["arm"], run["lr"]) == (arm, lr)] for lr in lrs
+            lr: [run["final_loss"] for run in own if run["lr"] == lr and run.get("stage", 1) == 1] for lr in lrs
         }  # fmt: skip
-        seeds = [(lr, loss) for lr, losses in finals.items() for loss in losses if loss is not None]
+        seeds = [(run["lr"], run["final_loss"]) for run in own if run["final_loss"] is not None]
         means = [(lr, float(np.mean(losses))) for lr, losses in finals.items() if None not in losses]
         if seeds and len(seeds) > len(means):
             lines.append(Line.through("", seeds, style, kind="points"))

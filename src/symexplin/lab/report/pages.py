@@ -11,6 +11,7 @@ import torch
 
 from symexplin.lab.compare.sweep import COMPARISON, how_to_finish
 from symexplin.lab.compare.sweep import CONFIG as COMPARE
+from symexplin.lab.config import OPTIMIZERS
 from symexplin.lab.files import read_json, replace_file
 from symexplin.lab.maps import map_of
 from symexplin.lab.model import ModelConfig, Transformer
@@ -25,6 +26,7 @@ _PAGE, _SAMPLE = "report.html", "sample.txt"
 _ROWS = 40  # evaluations that a page lists
 _NATS = "nats a token"
 _HOMES = {"optimizer": "in the optimizer", "module": "in the modules"}
+_NAMES = {"adamw": "AdamW", "muon": "Muon"}
 
 
 def report(folder: str | Path) -> Path:
@@ -65,7 +67,7 @@ def report_run(folder: str | Path) -> Path:
             title=f"Run {run.folder.resolve().name}",
             headline=_headline(run),
             facts=list(_run_facts(run)),
-            sections=run_sections(run, probe(run)),
+            sections=run_sections(run, None if _start_is_gone(run) else probe(run)),
             evaluations=_evaluation_rows(run),
             evaluations_done=len(run.evaluations),
             sample=sample.read_text(encoding="utf-8", errors="replace") if sample.exists() else None,
@@ -85,7 +87,7 @@ def report_comparison(folder: str | Path) -> Path:
         raise FileNotFoundError(f"{str(folder)!r} has no {COMPARISON}: {how_to_finish(path)}")
     found = read_json(path / COMPARISON)
     with _reading(path / COMPARISON):
-        facts = [(f"map of {arm}", _map(curve)) for arm, curve in found["maps"].items()]
+        facts = [(f"map of {arm}", _map(curve, _optimizer(found, arm))) for arm, curve in found["maps"].items()]
         extra = {"parameters": found["parameters"], "seconds in all": found["seconds"]}
         for part in (found["corpus"], found["config"], found["provenance"], extra):
             facts += _facts(part)
@@ -152,7 +154,10 @@ def _run_facts(run: RunRecord) -> Iterator[tuple[str, str]]:
     yield "parameters", f"{parameters:,}"
     yield "data", config.data
     told = None if curve is None else {"start": config.sel.start, "home": config.sel.home, **curve.to_dict()}
-    yield "weights", _map(told)
+    yield "weights", _map(told, config.train.optimizer)
+    if config.train.weights is not None:
+        gone = ", which is not there any more: no figures of weights" if _start_is_gone(run) else ""
+        yield "first weights", f"{config.train.weights}{gone}"
     yield "steps", f"{run.step:,} of {config.train.steps:,}, {config.train.batch_size} sequences each"
     yield "tokens seen", f"{run.updates[-1]['tokens'] if run.updates else 0:,}"
     if run.updates:
@@ -162,6 +167,11 @@ def _run_facts(run: RunRecord) -> Iterator[tuple[str, str]]:
         yield "tokens/s", f"{timing['tokens_per_second']:,.0f}"
     if "seconds" in timing:
         yield "training time", f"{timing['seconds']:,.1f} seconds, evaluations not counted"
+
+
+def _start_is_gone(run: RunRecord) -> bool:
+    weights = run.config.train.weights
+    return weights is not None and not Path(weights).exists()
 
 
 def _evaluation_rows(run: RunRecord) -> list[dict[str, Any]]:
@@ -206,11 +216,19 @@ def _text(value: object) -> str:
     return "unknown" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _map(found: Mapping[str, Any] | None) -> str:
+def _optimizer(found: Mapping[str, Any], arm: str) -> str:
+    """Return the optimizer of an arm of a comparison: its own, else that of all."""
+    config = found["config"]
+    tables = (config.get("arm", {}).get(arm, {}).get("train", {}), config.get("train", {}))
+    return next((str(table["optimizer"]) for table in tables if "optimizer" in table), OPTIMIZERS[0])
+
+
+def _map(found: Mapping[str, Any] | None, optimizer: str = OPTIMIZERS[0]) -> str:
     """Return the home and form of a map, its start, and its scales that are learned or not 1."""
     if found is None:
-        return "ordinary weights under AdamW"
+        return f"ordinary weights under {_NAMES[optimizer]}"
     words = [f"curved {_HOMES[found['home']]}", f"mode {found['mode']}", f"beta {_text(found['beta'])}"]
+    words += [_NAMES[optimizer]] if optimizer != OPTIMIZERS[0] else []
     words += [f"curvature {found['curvature']}", f"{found['start']} start"]
     for role, scale in found.items():
         if not isinstance(scale, Mapping):

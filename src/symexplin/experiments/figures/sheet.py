@@ -1,0 +1,93 @@
+"""The sheets that figures are drawn on: panels in rows, each with its title above and its legend below; the files."""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.transforms import ScaledTranslation
+from numpy.typing import NDArray
+
+from symexplin.lab.files import replacing
+from symexplin.lab.report.charts import STYLE, UNDATED
+
+__all__ = ["Floats", "common_legend", "finish", "save_figure", "sheet"]
+
+Floats = NDArray[np.float64]
+
+_PANEL = (4.4, 4.2)  # inches; three abreast on a page of 1000 pixels have letters of 13
+_BELOW = 0.62  # inches that the ticks of an axis and its label take
+_CLOSE: dict[str, Any] = {"handlelength": 2.6, "columnspacing": 1.2}
+_DPI = 150
+
+
+def sheet(
+    rows: int, columns: int, panel: tuple[float, float] = _PANEL, share: bool = False
+) -> tuple[Figure, list[list[Axes]]]:
+    """Return a figure with its axes, row by row; `panel` is the width and height of each in inches.
+
+    With `share` all have the same limits.
+
+    >>> figure, axes = sheet(1, 2)
+    >>> len(axes), len(axes[0])
+    (1, 2)
+    """
+    figure = Figure(figsize=(panel[0] * columns, panel[1] * rows), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False, sharex=share, sharey=share)
+    for axes in grid.flat:
+        axes.set_axisbelow(True)  # the grid
+    return figure, [list(row) for row in grid]
+
+
+def finish(axes: Axes, title: str, x_label: str, y_label: str, columns: int = 1) -> None:
+    """Write the title and the labels, and below the axes a legend with `columns` entries a line, 0 for none.
+
+    >>> _, ((axes,),) = sheet(1, 1)
+    >>> finish(axes, "A", "steps", "loss")
+    >>> axes.get_title(loc="left"), axes.get_legend()
+    ('A', None)
+    """
+    axes.set(xlabel=x_label, ylabel=y_label)
+    axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
+    if columns and axes.get_legend_handles_labels()[1]:
+        below = axes.transAxes + ScaledTranslation(0.0, -_BELOW, axes.figure.dpi_scale_trans)
+        place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0.0, 0.0), "bbox_transform": below}
+        axes.legend(ncols=columns, borderaxespad=0.0, **_CLOSE, **place)
+
+
+def common_legend(figure: Figure, axes: Axes, columns: int, title: str | None = None) -> None:
+    """Put the legend of one of the axes, which holds for all, above the figure, under a title of the whole.
+
+    >>> figure, ((axes,),) = sheet(1, 1)
+    >>> _ = axes.plot([1.0, 2.0], label="weights")
+    >>> common_legend(figure, axes, 1)
+    >>> len(figure.legends)
+    1
+    """
+    place: dict[str, Any] = {"loc": "outside upper left", "alignment": "left", "title": title, "title_fontsize": 12}
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, ncols=columns, **place, **_CLOSE)
+
+
+def save_figure(figure: Figure, folder: str | Path, name: str) -> tuple[Path, Path]:
+    """Write NAME.svg and NAME.png (150 dots an inch) into a folder, which is created, each in one step.
+
+    The same figure gives the same bytes.
+
+    Raises:
+        OSError: the disk is full, ...; a file that is there is then the old one.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     [path.name for path in save_figure(sheet(1, 1)[0], folder, "empty")]
+    ['empty.svg', 'empty.png']
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = folder / f"{name}.svg", folder / f"{name}.png"
+    for path, metadata in zip(paths, (UNDATED, {"Software": None}), strict=True):
+        with mpl.rc_context(STYLE), __import__("contextlib").nullcontext(path) as temporary:
+            figure.savefig(temporary, format=path.suffix[1:], dpi=_DPI, metadata=metadata)
+    return paths

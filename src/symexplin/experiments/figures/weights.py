@@ -1,0 +1,244 @@
+"""Figures of trained weights against their start: figures 2, 9, 15 and 16 of the paper.
+
+Sizes are in units of Xavier's uniform bound of their matrix where matrices of several shapes are pooled.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, NullFormatter
+from torch import Tensor
+
+from symexplin.config import SELConfig
+from symexplin.experiments.figures.sheet import Floats, common_legend, finish, sheet
+from symexplin.experiments.figures.sources import run_of, weights_of
+from symexplin.lab.report.charts import COLOURS, GUIDE, MARKERS, Line, draw_chart, draw_histogram, outline
+from symexplin.lab.report.probe import Probe, probe, read_run
+from symexplin.lab.weights.files import iter_tensors, read_specs
+from symexplin.lab.weights.inspect import Inspection, Row, inspect_file, xavier_bound
+from symexplin.lab.weights.names import curved_names, floating_shapes
+from symexplin.lab.weights.tally import BIN_EDGES
+
+__all__ = ["curved_parts", "heavy_tail", "raw_effective", "weight_distribution"]
+
+_XAVIER, _TRAINED, _RAW = 0, 1, 2  # styles
+_START = "Xavier's uniform start"
+_SIZE = "|w| / Xavier's bound (log scale)"
+_BINS = 121  # an odd number puts one around zero
+_CHUNK = 1 << 20  # numbers looked at at once
+_ROLES = 12  # more kinds of matrices are not told apart
+_ABREAST = 4  # of their names in a legend
+_SMALLEST = 0.01  # sizes below this fraction of the bound are no tail
+
+
+def weight_distribution(sources: Sequence[Path]) -> Figure:
+    """Draw the histogram of all curved weights, the tail beyond each size and the growth of each matrix (figure 2).
+
+    Raises:
+        FileNotFoundError, ValueError: no file of weights there, see :func:`symexplin.lab.weights.files.read_specs`.
+    """
+    path = weights_of(sources[0])
+    found = _inspect(path)
+    figure, ((left, middle, right),) = sheet(1, 3, panel=(4.4, 4.6))
+    _draw_signed(left, path, found)
+    sizes, beyond = _tail(found)
+    fresh = np.linspace(float(sizes[0]), 1.0, 200)[:-1]
+    lines = [Line(_START, fresh, 1.0 - fresh, _XAVIER), Line("trained weights", sizes, beyond, _TRAINED)]
+    draw_chart(middle, lines)
+    middle.set_xscale("log")
+    middle.set_yscale("log")
+    middle.set_xlim(_SMALLEST, 1.5 * max(1.0, float(sizes[-1])))
+    middle.set_ylim(0.5 * beyond[-1], 2.0)
+    middle.axvline(1.0, color=GUIDE, linestyle=(0, (3, 3)), linewidth=1.2, label="largest at Xavier's start")
+    finish(middle, "Tail", _SIZE, "share of weights beyond (log)")
+    _draw_growth(right, found, _ABREAST)
+    return figure
+
+
+def _draw_signed(axes: Axes, path: Path, found: Inspection) -> None:
+    """Draw the density of w / bound against that of Xavier's uniform distribution, 1/2 from -1 to 1."""
+    top = 1.02 * max(1.0, found.total.max_growth)
+    edges = np.linspace(-top, top, _BINS + 1)
+    counts = sum(np.histogram(values / bound, edges)[0] for _, values, bound in curved_parts(path))
+    heights = counts / (sum(found.histogram) * np.diff(edges))
+    inside = np.clip(np.minimum(edges[1:], 1.0) - np.maximum(edges[:-1], -1.0), 0.0, None)
+    outline(axes, heights, edges, "trained weights", _TRAINED, filled=True)
+    outline(axes, 0.5 * inside / np.diff(edges), edges, _START, _XAVIER)
+    axes.set_yscale("log")
+    axes.set_ylim(bottom=0.5 * heights[heights > 0].min())
+    finish(axes, "Histogram", "w / Xavier's bound", "probability density (log)")
+
+
+def curved_parts(path: Path) -> Iterator[tuple[str, Floats, float]]:
+    """Yield the finite numbers of every curved matrix of a file, a part at a time, with its name and its bound.
+
+    >>> import tempfile
+    >>> from symexplin.lab.weights.files import write_tensors
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_tensors(Path(folder, "a"), {"up.weight": torch.ones(2, 4), "norm.weight": torch.ones(4)})
+    ...     [(name, len(values), bound) for name, values, bound in curved_parts(Path(folder, "a"))]
+    [('up.weight', 8, 1.0)]
+    """
+    specs, _ = read_specs(path)
+    names = {row.weight for row in curved_names(floating_shapes(specs))}
+    for name, tensor in iter_tensors(path):
+        if name in names:
+            for part in torch.split(tensor.flatten(), _CHUNK):
+                yield name, part[torch.isfinite(part)].double().numpy(), xavier_bound(specs[name].shape)
+
+
+def heavy_tail(sources: Sequence[Path]) -> Figure:
+    """Draw growth, largest weights, deviations and upper percentiles against Xavier's start (figure 16).
+
+    Raises:
+        FileNotFoundError, ValueError: as for :func:`weight_distribution`.
+    """
+    found = _inspect(weights_of(sources[0]))
+    rows = found.rows
+    figure, ((growth, largest), (deviation, percentile)) = sheet(2, 2, panel=(5.4, 4.2))
+    _draw_growth(growth, found, 0)
+    common_legend(figure, growth, 2 * _ABREAST)
+    bounds, tops, stds = (np.array(column) for column in zip(*((r.bound, r.max, r.std) for r in rows), strict=True))
+    _draw_pairs(largest, rows, bounds, tops)
+    finish(
+        largest,
+        f"Largest weights{_correlation(bounds, tops)}",
+        "Xavier's bound (dashed: unchanged)",
+        "largest |w| now",
+        columns=0,
+    )
+    _draw_pairs(deviation, rows, bounds / 3**0.5, stds)
+    finish(deviation, "Standard deviations", "at Xavier's start (dashed: unchanged)", "deviation now", columns=0)
+    _draw_percentiles(percentile, found)
+    return figure
+
+
+def _inspect(path: Path) -> Inspection:
+    # The linear map has an inverse everywhere, and one that costs little.
+    found = inspect_file(path, config=SELConfig(mode="linear"))
+    if not found.total.max:
+        raise ValueError(f"sources must name weights that are not all zero, got {str(path)!r}")
+    return found
+
+
+def _tail(found: Inspection) -> tuple[Floats, Floats]:
+    """Return sizes in units of the bound and the share of the weights of each size or more, down to one weight."""
+    count: Floats = np.array(found.histogram, dtype=float)
+    beyond = np.cumsum(count[::-1])[::-1] / count.sum()
+    # The first bin begins at 0, which no logarithmic axis has; the last point is the largest weight.
+    sizes, kept = np.array(BIN_EDGES[1:-1]), beyond[1:] > 0
+    return np.append(sizes[kept], found.total.max_growth), np.append(beyond[1:][kept], 1.0 / count.sum())
+
+
+def _draw_percentiles(axes: Axes, found: Inspection) -> None:
+    sizes, beyond = _tail(found)
+    shares = np.geomspace(beyond[-1], 1.0, 200)[:-1]
+    lines = [Line(_START, shares, 1.0 - shares, _XAVIER), Line("trained weights", beyond, sizes, _TRAINED)]
+    draw_chart(axes, lines)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlim(1.0, 0.7 * beyond[-1])
+    axes.set_ylim(0.05, 2.0 * sizes[-1])
+    digits = range(1, int(-np.log10(beyond[-1])) + 1)
+    axes.set_xticks([10.0**-d for d in digits], [f"{100.0 - 100.0 * 10.0**-d:.{max(0, d - 2)}f}" for d in digits])
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+    finish(axes, "Upper percentiles", "percentile of |w|", _SIZE)
+
+
+def _draw_growth(axes: Axes, found: Inspection, columns: int) -> None:
+    layers = [_place(row)[0] for row in found.rows]
+    numbered = -1 not in layers
+    _draw_points(axes, found.rows, layers if numbered else range(len(layers)), [row.max_growth for row in found.rows])
+    axes.axhline(1.0, color=GUIDE, linestyle=(0, (3, 3)), linewidth=1.2)
+    # Full decades alone may label nothing.
+    draw_chart(axes, [], log="y")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    place = "layer" if numbered else "matrix, in the order of the names"
+    finish(axes, "Growth: largest |w| / Xavier's bound", place, "growth (log scale)", columns)
+
+
+def _place(row: Row) -> tuple[int, str]:
+    """Return the number of a matrix's layer, -1 if its name has none, and what it is there: "q", "mlp.c_proj"."""
+    parts = row.name.removesuffix(".weight").split(".")
+    numbers = [int(part) for part in parts if part.isdecimal()]
+    inside = parts[1 + next((i for i, part in enumerate(parts) if part.isdecimal()), -1) :]
+    return (numbers or [-1])[0], ".".join([part for part in inside if not part.isdecimal()][-2:])
+
+
+def _draw_points(axes: Axes, rows: Sequence[Row], x: Sequence[float] | Floats, y: Sequence[float] | Floats) -> None:
+    """Draw a point for each matrix, in a colour and with a marker for each kind, as long as these are few."""
+    roles = _short([_place(row)[1] for row in rows])
+    kinds = list(dict.fromkeys(roles))
+    if len(kinds) > _ROLES:
+        roles, kinds = [""] * len(rows), [""]
+    for style, kind in enumerate(kinds):
+        chosen = [i for i, role in enumerate(roles) if role == kind]
+        axes.plot(
+            [x[i] for i in chosen],
+            [y[i] for i in chosen],
+            MARKERS[style % len(MARKERS)],
+            color=COLOURS[style % len(COLOURS)],
+            fillstyle="full" if style < len(MARKERS) else "none",
+            label=kind or "_",
+        )
+
+
+def _short(roles: list[str]) -> list[str]:
+    """Return the last parts of names, where they tell all apart."""
+    last = {role: role.rpartition(".")[2] for role in roles}
+    return [last[role] for role in roles] if len(set(last.values())) == len(last) else roles
+
+
+def _draw_pairs(axes: Axes, rows: Sequence[Row], start: Floats, now: Floats) -> None:
+    """Draw what the matrices have now over what they had; on the dashed line nothing has changed."""
+    _draw_points(axes, rows, start, now)
+    ends = [0.95 * float(start.min()), 1.05 * float(start.max())]
+    draw_chart(axes, [Line("", ends, ends, kind="guide")])
+
+
+def _correlation(x: Floats, y: Floats) -> str:
+    if not (np.ptp(x) > 0 and np.ptp(y) > 0):  # matrices of one shape have one bound
+        return ""
+    return f", correlation {np.corrcoef(x, y)[0, 1]:.2f}".replace("-", "−")
+
+
+def raw_effective(sources: Sequence[Path]) -> Figure:
+    """Draw the weights of a baseline run and of a curved one, at the start and at the newest checkpoint (figure 9).
+
+    Raises:
+        FileNotFoundError, ValueError: no runs there, or none with weights yet.
+    """
+    folders = [run_of(sources[0], curved=False), run_of(sources[-1], curved=True)]
+    baseline, curved = (weights_at_end(folder) for folder in folders)
+    if any(role.form is not None for role in baseline.roles.values()):
+        raise ValueError(f"sources must be a run on ordinary weights, then a curved one, got {str(folders[0])!r} first")
+    figure, ((left, right),) = sheet(1, 2, panel=(5.4, 4.2))
+    first = {"baseline": _pooled(baseline, "initial"), "SEL, effective": _pooled(curved, "initial")}
+    last = {"baseline": _pooled(baseline, "effective"), "SEL, effective": _pooled(curved, "effective")}
+    if all(role.raw is not None for role in curved.roles.values()):
+        last["SEL, raw"] = _pooled(curved, "raw")
+    for axes, series in ((left, first), (right, last)):
+        draw_histogram(axes, series, _BINS)
+    finish(left, "At the start", "weight", "weights a bin (log scale)", columns=2)
+    finish(right, f"At step {baseline.step:,}", "weight", "weights a bin (log scale)", columns=2)
+    return figure
+
+
+def weights_at_end(folder: Path) -> Probe:
+    """Return the weights of a run by role, or raise ValueError where there are none yet."""
+    found = probe(read_run(folder))
+    if found is None:
+        raise ValueError(f"sources must name a run with a checkpoint, got {str(folder)!r}, which has none")
+    return found
+
+
+def _pooled(weights: Probe, name: str) -> tuple[Tensor, Tensor]:
+    """Return the values of all roles, and how many weights each stands for."""
+    parts = [(getattr(role, name), role.total) for role in weights.roles.values()]
+    shares = [torch.full((len(part),), total / len(part), dtype=torch.float64) for part, total in parts]
+    return torch.cat([part for part, _ in parts]), torch.cat(shares)

@@ -1,0 +1,57 @@
+"""Small runs, and comparisons of plain numbers, for all figures."""
+
+import json
+
+import pytest
+
+from run_folders import comparison, prepared, trained
+from symexplin.lab.maps import CurveConfig
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory):
+    """Folders of a small run on ordinary weights, and of a curved one whose scales are learned and annealed."""
+    folder = tmp_path_factory.mktemp("runs")
+    data = prepared(folder / "data")
+    return {
+        "plain": trained(data, folder / "plain", CurveConfig(home="none")),
+        "curved": trained(data, folder / "curved", CurveConfig(preset="paper", start="mismatched")),
+    }
+
+
+@pytest.fixture
+def compared(tmp_path):
+    """A maker of a comparison's folder, see `run_folders.comparison`.
+
+    `arms`: further ones by name, each like SEL but ending so many nats higher.
+    """
+
+    def make(name="c", width=64, depth=2, arms=None, maps=None, **changes):
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        config = {"model": {"width": width, "depth": depth}, "train": {"steps": 100}}
+        comparison(folder, config=config, **changes)
+        path = folder / "comparison.json"
+        found = json.loads(path.read_text())
+        for arm, more in (arms or {}).items():
+            for rows in (found["comparison"]["best"], found["comparison"]["shared"]):
+                rows.append(_raised(rows[1], arm, more))
+            found["runs"] += [_raised(run, arm, more) for run in found["runs"] if run["arm"] == "SEL"]
+        found["maps"] |= maps or {}
+        path.write_text(json.dumps(found))
+        return folder
+
+    return make
+
+
+def _raised(record, arm, more):
+    """Return a row or a run under another name with all its losses higher by `more`."""
+    record = {**record, "arm": arm}
+    for key in ("loss", "delta", "final_loss"):
+        if record.get(key) is not None:
+            record[key] += more
+    if "deltas" in record:
+        record["deltas"] = [None if delta is None else delta + more for delta in record["deltas"]]
+    if "evals" in record:
+        record["evals"] = [[step, loss + more] for step, loss in record["evals"]]
+    return record

@@ -1,0 +1,145 @@
+import json
+
+import numpy as np
+import pytest
+
+from symexplin.experiments.figures import draw
+
+
+def lines(axes):
+    return {line.get_label(): line for line in axes.lines if not line.get_label().startswith("_")}
+
+
+def title(axes):
+    return axes.get_title(loc="left")
+
+
+def texts(axes):
+    return [text.get_text() for text in axes.texts]
+
+
+def test_panels_stand_by_width_and_depth(compared):
+    sizes = [(96, 2), (64, 10), (64, 2)]
+    folders = [compared(f"{w}x{d}", w, d, seeds=(0, 1, 2), final=1.5 + 0.01 * d) for w, d in sizes]
+    figure = draw("loss_curves", folders)
+    shown = [axes for axes in figure.axes if axes.axison]
+    assert [title(axes) for axes in shown] == ["width 64, depth 2", "width 64, depth 10", "width 96, depth 2"]
+    assert len(figure.axes) == 4  # the place of width 96, depth 10 is empty
+    assert [texts(axes)[0] for axes in shown] == [
+        f"Δ = −{gap} ± 0.0000\n3 seeds" for gap in ("0.4800", "0.4000", "0.4800")
+    ]
+    baseline, best = (lines(shown[0])[label] for label in ("AdamW, lr 0.01", "SEL, lr 0.01"))
+    assert list(best.get_xdata()) == [0, 50, 100]
+    assert best.get_ydata() == pytest.approx(np.array([4.52, 2.52, 1.52]) + 0.1)  # the mean over the seeds
+    assert baseline.get_ydata() == pytest.approx(np.array([5.0, 3.0, 2.0]) + 0.1)
+    assert (best.get_linestyle(), baseline.get_linestyle()) == ("-", "--")
+    band = shown[0].collections[1].get_paths()[0].vertices[:, 1]
+    assert (band.min(), band.max()) == pytest.approx((1.52, 4.72))
+
+
+def test_the_panels_of_a_table_are_found_and_counted_in_order(compared, tmp_path):
+    for name, depth in (("64x10", 10), ("64x2", 2)):
+        compared(f"panels/{name}", 64, depth)
+    alone = [title(axes) for axes in draw("loss_curves", [tmp_path]).axes]
+    assert alone == ["width 64, depth 2", "width 64, depth 10"]
+
+
+def test_the_best_arm_is_shown_and_a_loss_as_well_as_a_gain(compared):
+    folder = compared(final=2.5, arms={"worse": 0.5})  # SEL's best is 2.3 at 0.001
+    (axes,) = draw("loss_curves", [folder]).axes
+    assert set(lines(axes)) == {"AdamW, lr 0.01", "SEL, lr 0.001"}
+    assert texts(axes) == ["Δ = +0.3000\n1 seed"]
+
+
+def test_ablations_have_a_bar_for_each_arm_and_rate(compared):
+    folder = compared(seeds=(0, 1, 2), final=2.4, arms={"worse": 0.3, "better": -0.5})
+    left, right = draw("mechanism_ablations", [folder]).axes
+    assert set(lines(left)) == {"AdamW, lr 0.01", "better, lr 0.001", "SEL, lr 0.001", "worse, lr 0.001"}
+    assert [label.get_text() for label in right.get_yticklabels()] == ["better", "SEL", "worse"]
+    # Own best at 0.001, then the shared 0.01; AdamW ends at 2.0.
+    assert [bar.get_width() for bar in right.patches] == pytest.approx([-0.2, -0.1, 0.3, 0.4, 0.6, 0.7])
+    assert [bool(bar.get_hatch()) for bar in right.patches] == [False, True] * 3
+    assert texts(right)[:2] == ["−0.2000 ± 0.0000", "−0.1000 ± 0.0000"]
+    points = [line for line in right.lines if line.get_marker() == "o"]
+    assert [len(line.get_xdata()) for line in points] == [3] * 6
+    assert [text.get_text() for text in right.get_legend().get_texts()] == [
+        "own best learning rate",
+        "shared learning rate",
+    ]
+    assert right.get_ylim()[0] > right.get_ylim()[1]  # the best at the top
+
+
+def test_many_arms_show_few_curves_and_all_bars(compared):
+    folder = compared(arms={f"arm{i}": 0.1 * i for i in range(1, 9)})
+    left, right = draw("mechanism_ablations", [folder]).axes
+    assert len(lines(left)) == 6
+    assert {"SEL, lr 0.01", "arm8, lr 0.01"} <= set(lines(left))  # the best and the worst
+    assert [bar.get_width() for bar in right.patches] == pytest.approx([-0.5 + 0.1 * i for i in range(9)])
+
+
+def test_comparisons_of_one_size_share_a_panel(compared):
+    folders = [compared("beta 5"), compared("beta 10", final=1.4), compared("deep", depth=4)]
+    figure = draw("mechanism_ablations", folders)
+    assert [title(axes) for axes in figure.axes[::2]] == ["width 64, depth 2", "width 64, depth 4"]
+    names = [label.get_text() for label in figure.axes[1].get_yticklabels()]
+    assert names == ["SEL (beta 10)", "SEL (beta 5)"]
+
+
+def test_an_arm_that_broke_down_is_named_without_a_bar(compared):
+    folder = compared(arms={"broken": 0.0})
+    path = folder / "comparison.json"
+    found = json.loads(path.read_text())
+    for rows in ("best", "shared"):
+        found["comparison"][rows][2] |= {"loss": None, "delta": None, "deltas": [None]}
+    found["comparison"]["best"][2]["lr"] = None
+    path.write_text(json.dumps(found))
+    left, right = draw("mechanism_ablations", [folder]).axes
+    assert len(lines(left)) == 2
+    assert [bar.get_width() for bar in right.patches] == pytest.approx([-0.5])
+    assert texts(right) == ["−0.5000", "not finite", "not finite"]
+
+
+def test_equivalence_is_the_difference_of_the_homes_seed_by_seed(compared):
+    maps = {name: {"home": "optimizer", "beta": beta} for name, beta in (("SEL", 4.0), ("same", 5.0))}
+    maps["AdamW"] = {"home": "module", "beta": 5.0}
+    folder = compared(seeds=(3, 4), final=2.004, maps=maps, arms={"same": 0.0})
+    path = folder / "comparison.json"
+    found = json.loads(path.read_text())
+    next(r for r in found["runs"] if (r["arm"], r["lr"], r["seed"]) == ("same", 0.01, 4))["evals"][1][1] -= 0.010
+    path.write_text(json.dumps(found))
+    left, right = draw("optimizer_equivalence", [folder]).axes
+    assert set(lines(left)) == {"AdamW, lr 0.01", "same, lr 0.01"}
+    gaps = {label: line.get_ydata() for label, line in lines(right).items()}
+    assert gaps["seed 3"] == pytest.approx([4, 4, 4], abs=1e-9)
+    assert gaps["seed 4"] == pytest.approx([4, -6, 4], abs=1e-9)
+    assert "10⁻³" in right.get_ylabel()
+    assert "mean size 4.3e-03,\nlargest 6.0e-03, last 4.0e-03" in title(right)
+
+
+def test_annealing_shows_the_late_losses_and_the_mean_scales(compared, runs):
+    learned = {"home": "optimizer", "beta": 7.5}
+    roles = {role: {"pattern": "row_col_mult", "start": 1.0, "k": k} for role, k in (("e", [50, 8]), ("l", [50, 8]))}
+    roles["m"] = {"pattern": "row_col_mult", "start": 1.0, "k": [0.01, 0.5]}
+    learned |= {role: {**scale, "peak_lr": None} for role, scale in roles.items()}
+    folder = compared(maps={"SEL": learned})
+    (folder / "runs").mkdir()
+    (folder / "runs" / "SEL-lr0.01-seed0").symlink_to(runs["curved"])
+    left, right = draw("lr_annealing", [folder]).axes
+    assert list(lines(left)) == ["SEL, lr 0.01"]  # AdamW has no scales
+    assert list(lines(left)["SEL, lr 0.01"].get_xdata()) == [50, 100]
+    records = map(json.loads, (runs["curved"] / "metrics.jsonl").read_text().splitlines())
+    stats = [record["stats"] for record in records if record.get("stats")]
+    for role, key, unit in (("e", "e", 1), ("l", "l", 1), ("m", "kappa", 7.5)):
+        (line,) = [line for label, line in lines(right).items() if label.startswith(f"mean {role},")]
+        assert line.get_ydata() == pytest.approx([1.0, *(record[f"{key}/mean"] / unit for record in stats)])
+        assert list(line.get_xdata()) == [0, 2, 4, 6]
+        assert line.get_ydata()[-1] != 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("optimizer_equivalence", "one map in both homes"), ("lr_annealing", "an arm whose scales are annealed")],
+)
+def test_a_comparison_without_the_arms_is_refused(compared, name, words):
+    with pytest.raises(ValueError, match=words):
+        draw(name, [compared()])

@@ -1,0 +1,97 @@
+import re
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from symexplin import cli
+from symexplin.experiments.figures import FIGURES, draw, format_figures, save_figure
+
+FREE = [name for name, spec in FIGURES.items() if spec.most == 0]
+
+
+def test_the_fifteen_of_the_paper_are_there():
+    places = [spec.place for spec in FIGURES.values()]
+    assert [int(re.match(r"figure (\d+), fig:\w+$", place)[1]) for place in places] == list(range(2, 17))
+    listed = format_figures()
+    for name, spec in FIGURES.items():
+        assert all(words in listed for words in (name, spec.shows, spec.place, spec.sources))
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_a_figure_of_functions_is_labelled_and_written(name, tmp_path):
+    figure = draw(name)
+    assert all(axes.get_title(loc="left") for axes in figure.axes)
+    for axes in figure.axes:
+        shared, place = len(axes.get_shared_x_axes().get_siblings(axes)) > 1, axes.get_subplotspec()
+        assert axes.get_xlabel() or (shared and not place.is_last_row())
+        assert axes.get_ylabel() or (shared and not place.is_first_col())
+    svg, png = save_figure(figure, tmp_path / "new", name)
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [f"{name}.png", f"{name}.svg"]
+    words = {"".join(node.itertext()) for node in ElementTree.parse(svg).iter() if node.tag.endswith("}text")}
+    assert {figure.axes[-1].get_xlabel(), figure.axes[0].get_ylabel()} <= words
+    head = png.read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    assert int.from_bytes(head[16:20], "big") >= 1000  # pixels across
+
+
+def test_the_same_figure_is_the_same_bytes(tmp_path):
+    first, second = (save_figure(draw("symexp_sel"), tmp_path / name, "a") for name in ("first", "second"))
+    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+
+
+def test_a_failure_leaves_the_old_file(tmp_path, monkeypatch):
+    figure = draw("symexp_sel")
+    svg, png = save_figure(figure, tmp_path, "a")
+    before = svg.read_bytes(), png.read_bytes()
+
+    def fail(temporary, **_):
+        temporary.write_bytes(b"half")
+        raise OSError("no space")
+
+    monkeypatch.setattr(figure, "savefig", fail)
+    with pytest.raises(OSError, match="no space"):
+        save_figure(figure, tmp_path, "a")
+    assert (svg.read_bytes(), png.read_bytes()) == before
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "sources", "words"),
+    [
+        ("loss_curve", [], "did you mean 'loss_curves'?"),
+        ("loss_curves", [], "folders of comparisons, or of a table .* for loss_curves, got 0: none"),
+        ("symexp_sel", ["x"], "sources must be nothing for symexp_sel, got 1: 'x'"),
+        ("heavy_tail", ["x", "y"], "a safetensors file .* got 2: 'x', 'y'"),
+        ("loss_curves", ["."], "a folder with comparison.json"),
+        ("transform_roles", ["."], "a folder of a run, a comparison or a table, got '.'"),
+        ("raw_effective", ["."], "a folder of a run, a comparison or a table, got '.'"),
+        ("optimization_distance", ["."], "path must name a file, or a folder with model.safetensors"),
+    ],
+)
+def test_a_source_that_does_not_fit_is_named(tmp_path, monkeypatch, name, sources, words):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=words):
+        draw(name, sources)
+
+
+@pytest.mark.parametrize("name", [name for name in FIGURES if name not in FREE])
+def test_a_source_that_is_not_there_is_named(name):
+    with pytest.raises(FileNotFoundError, match="/no/such"):
+        draw(name, ["/no/such"])
+
+
+def test_a_damaged_comparison_is_named(tmp_path):
+    (tmp_path / "comparison.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"damaged, or of another version of symexplin: it lacks 'config'"):
+        draw("mechanism_ablations", [tmp_path])
+
+
+def test_the_command_lists_and_writes(capsys, tmp_path):
+    assert cli.main(["figure"]) == 0
+    assert capsys.readouterr().out == format_figures() + "\n"
+    assert cli.main(["figure", "symexp_sel", "--out", str(tmp_path / "f")]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        str(tmp_path / "f" / f"symexp_sel.{kind}") for kind in ("svg", "png")
+    ]
+    assert cli.main(["figure", "loss_curves", "/no/such"]) == 2
+    assert "/no/such" in capsys.readouterr().err

@@ -1,0 +1,249 @@
+import math
+
+import pytest
+
+from symexplin.experiments.claims import DID_NOT, HELD, UNTESTED, judge, measure
+from symexplin.experiments.evidence import Evidence, shown, spread_of
+from symexplin.experiments.paper import Claim, Loss, Paper
+from table_folders import panel_folder
+
+PAPER = Paper((Loss("t", "1x1", "A", 2.0, ""), Loss("t", "1x1", "B", 1.9, "")), (), ())
+
+
+def claim(kind="below", arm="B", against="A", **more):
+    return Claim(("t",), arm, kind, "B is better.", "Table 1", against, **more)
+
+
+def panel(folder, loss, name="p", paper="1x1", arms=("A", "B"), **more):
+    return Evidence(name, paper, folder / name, panel_folder(folder / name, list(arms), loss, **more))
+
+
+def ends(table):
+    """Return losses by (arm, lr), a number or one for each seed."""
+
+    def loss(arm, lr, seed):
+        found = table[arm, lr]
+        return found[seed] if isinstance(found, list) else found
+
+    return loss
+
+
+def verdict(found, said, **more):
+    return judge(said, "t", [found], (), more.get("paper", PAPER))
+
+
+@pytest.mark.parametrize(
+    ("values", "sign"),
+    [
+        ([-0.3, -0.2, -0.25], -1),
+        ([0.3, 0.2, 0.25], 1),
+        ([-0.3, -0.2], 0),  # two seeds
+        ([-0.3, -0.2, 0.01], 0),  # one seed the other way
+        ([-0.9, -0.1, -0.1], 0),  # within twice the standard error
+        ([-0.1, -0.1, -0.1], -1),
+        ([0.0, 0.0, 0.0], 0),
+        ([-0.3, -0.2, -0.25, -0.3, 0.001], 0),
+    ],
+)
+def test_what_differences_show(values, sign):
+    assert shown(spread_of(values)) == sign
+    assert shown(spread_of([-value for value in values])) == -sign
+
+
+def test_the_standard_error_is_that_of_the_mean():
+    spread = spread_of([1.0, 2.0, 4.0])
+    assert spread.mean == pytest.approx(7 / 3)
+    assert spread.error == pytest.approx(math.sqrt(((4 / 3) ** 2 + (1 / 3) ** 2 + (5 / 3) ** 2) / 2 / 3))
+    assert spread_of([1.0]).error is None
+
+
+def test_a_gain_at_own_best_rates_holds(tmp_path):
+    # Own best rates: 0.01 for A, 0.001 for B.
+    table = {("A", 0.001): 2.5, ("A", 0.01): [2.0, 2.1, 2.2], ("B", 0.001): [1.9, 2.01, 2.1], ("B", 0.01): 2.4}
+    found = verdict(panel(tmp_path, ends(table)), claim())
+    only = found.panels[0]
+    assert (found.verdict, only.best.verdict, only.shared.verdict) == (HELD, HELD, DID_NOT)
+    assert only.best.spread.values == pytest.approx((-0.1, -0.09, -0.1))
+    assert only.shared.spread.mean == pytest.approx(0.3)
+    assert only.paper == pytest.approx(-0.1)
+    assert only.note == "It did not hold at the shared rate, 0.01."
+    assert found.sentence == (
+        "Held: B ends 0.0967 below A (standard error 0.0033, below in 3 of 3 seeds), at learning rates 0.001 and 0.01. "
+        "It did not hold at the shared rate, 0.01."
+    )
+
+
+def test_a_gain_at_the_shared_rate_alone_is_a_learning_rate_effect(tmp_path):
+    # B leads C at the rate that is A's best; at C's own best rate C leads B at its own.
+    table = {("A", 0.01): [2.0, 2.1, 2.2], ("B", 0.01): [1.9, 2.0, 2.1], ("C", 0.01): [1.95, 2.05, 2.15]}
+    table |= {("A", 0.1): [3.0] * 3, ("B", 0.1): [2.5] * 3, ("C", 0.1): [1.7, 1.8, 1.9]}
+    found = panel(tmp_path, ends(table), lrs=(0.01, 0.1), arms=("A", "B", "C"))
+    effect = verdict(found, claim(against="C"))
+    assert effect.verdict == DID_NOT
+    assert effect.panels[0].shared.verdict == HELD
+    assert effect.panels[0].note.startswith("A learning-rate effect: it held at the shared rate, 0.01")
+    assert "above C (standard error 0.0000, above in 3 of 3 seeds)" in effect.sentence
+
+
+def test_opposite_signs_and_noise_do_not_hold(tmp_path):
+    table = {("A", 0.001): [2.0, 2.1, 2.2], ("A", 0.01): 3.0, ("B", 0.001): [1.9, 2.2, 2.1], ("B", 0.01): 3.0}
+    found = verdict(panel(tmp_path, ends(table)), claim())
+    assert found.verdict == DID_NOT
+    assert "below in 2 of 3 seeds" in found.sentence
+    assert found.panels[0].shared is None  # the same rates
+
+
+def test_too_few_seeds_are_no_test(tmp_path):
+    table = {("A", 0.001): 2.0, ("A", 0.01): 3.0, ("B", 0.001): 1.5, ("B", 0.01): 3.0}
+    one = verdict(panel(tmp_path, ends(table), "one", seeds=(0,)), claim())
+    two = verdict(panel(tmp_path, ends(table), "two", seeds=(0, 1)), claim())
+    assert one.verdict == two.verdict == UNTESTED
+    assert one.sentence.startswith("Not tested at this scale: one seed is too few; B ends 0.5000 below A, at learning")
+    assert "2 seeds are too few" in two.sentence
+
+
+def test_one_rate_is_told(tmp_path):
+    table = {("A", 0.001): 2.0, ("B", 0.001): 1.5}
+    found = verdict(panel(tmp_path, ends(table), lrs=(0.001,)), claim())
+    assert found.panels[0].note == "With one learning rate tried, this may be a learning-rate effect."
+
+
+def test_an_arm_that_was_not_trained_is_no_test(tmp_path):
+    table = {("A", 0.001): 2.0, ("B", 0.001): 1.5}
+    found = panel(tmp_path, ends(table), lrs=(0.001,))
+    assert verdict(found, claim(arm="C")).sentence == "Not tested at this scale: C was not trained."
+    assert measure("below", "C", "A", found) is None
+
+
+def test_divergence_fails_the_arm_and_proves_nothing_about_the_other(tmp_path):
+    table = {("A", 0.001): 2.0, ("A", 0.01): 3.0, ("B", 0.001): None, ("B", 0.01): None}
+    found = panel(tmp_path, ends(table))
+    assert verdict(found, claim()).verdict == DID_NOT
+    assert "B did not stay finite in 3 of 3 seeds" in verdict(found, claim()).sentence
+    assert verdict(found, claim(arm="A", against="B")).verdict == UNTESTED
+    assert verdict(found, claim("above")).verdict == UNTESTED
+    assert measure("below", "B", "A", found) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "gaps", "bound", "expected"),
+    [
+        ("above", [0.1, 0.1, 0.12], None, HELD),
+        ("above", [-0.1, -0.1, -0.12], None, DID_NOT),
+        ("within", [0.001, -0.001, 0.0005], 0.003, HELD),
+        ("within", [0.004, 0.004, 0.004], 0.003, DID_NOT),
+        ("within", [-0.004, -0.004, -0.004], 0.003, DID_NOT),
+        ("within", [0.001, -0.001, 0.008], 0.003, DID_NOT),  # its error is larger than the bound
+        ("no_worse", [-0.5, -0.5, -0.5], 0.005, HELD),
+        ("no_worse", [0.004, 0.004, 0.004], 0.005, HELD),
+        ("no_worse", [0.006, 0.006, 0.006], 0.005, DID_NOT),
+    ],
+)
+def test_kinds_of_final_differences(tmp_path, kind, gaps, bound, expected):
+    table = {("A", 0.001): [2.0, 2.1, 2.2], ("B", 0.001): [2.0 + 0.1 * i + gap for i, gap in enumerate(gaps)]}
+    assert verdict(panel(tmp_path, ends(table), lrs=(0.001,)), claim(kind, bound=bound)).verdict == expected
+
+
+def curves(gaps):
+    """Return curves of A, and of B that lies by `gaps` above it after 0, 25, 50, 75 and 100 steps."""
+
+    def curve(arm, _, seed):
+        return [
+            (step, 5.0 - step / 50 + 0.01 * seed + (gap if arm == "B" else 0.0))
+            for step, gap in zip((0, 25, 50, 75, 100), gaps, strict=True)
+        ]
+
+    return curve
+
+
+@pytest.mark.parametrize(
+    ("kind", "gaps", "bound", "expected", "value"),
+    [
+        ("ahead", [9.0, -0.1, -0.1, -0.1, -0.1], 0.995, HELD, 1.0),
+        ("ahead", [-9.0, -0.1, 0.1, -0.1, -0.1], 0.995, DID_NOT, 0.75),
+        ("mean_apart", [9.0, 1e-4, -1e-4, 1e-4, -1e-4], 8.6e-4, HELD, 1e-4),
+        ("mean_apart", [0.0, 1e-2, -1e-2, 1e-4, -1e-4], 8.6e-4, DID_NOT, 5.05e-3),
+        ("most_apart", [9.0, 1e-4, -4e-3, 0.0, 0.0], 4.9e-3, HELD, 4e-3),
+        ("most_apart", [0.0, 1e-4, -6e-3, 0.0, 0.0], 4.9e-3, DID_NOT, 6e-3),
+        ("final_apart", [0.0, 1.0, 1.0, 1.0, -5e-4], 9.3e-4, HELD, 5e-4),
+        ("final_apart", [0.0, 0.0, 0.0, 0.0, -1e-3], 9.3e-4, DID_NOT, 1e-3),
+        ("unreached", [0.0, 0.0, 0.0, 0.0, -0.1], None, HELD, -0.1),
+        ("unreached", [0.0, 0.0, 0.0, 0.0, 0.1], None, DID_NOT, 0.1),
+    ],
+)
+def test_kinds_of_whole_curves(tmp_path, kind, gaps, bound, expected, value):
+    found = panel(tmp_path, lambda *_: 3.0, lrs=(0.001,), curve=curves(gaps))
+    judged = verdict(found, claim(kind, bound=bound))
+    assert judged.verdict == expected
+    assert measure(kind, "B", "A", found).mean == pytest.approx(value)
+
+
+def test_the_lowest_loss_of_a_baseline_counts_where_it_is_not_the_last(tmp_path):
+    def curve(arm, *_):
+        return [(0, 5.0), (50, 1.0), (100, 2.0)] if arm == "A" else [(0, 5.0), (50, 3.0), (100, 1.5)]
+
+    found = panel(tmp_path, lambda *_: 3.0, lrs=(0.001,), curve=curve)
+    assert verdict(found, claim("below")).verdict == HELD
+    assert verdict(found, claim("unreached")).verdict == DID_NOT
+
+
+def test_overlap_is_tried_at_one_rate(tmp_path):
+    table = {("A", 0.001): 2.0, ("A", 0.01): 3.0, ("B", 0.001): 2.0 + 1e-5, ("B", 0.01): 1.9}
+    found = panel(tmp_path, ends(table))
+    judged = verdict(found, claim("most_apart", bound=1e-3))
+    assert judged.verdict == HELD
+    assert judged.panels[0].shared is None
+    assert judged.panels[0].paper is None  # its losses say nothing about whole curves
+    assert measure("most_apart", "B", "A", found).mean == pytest.approx(1e-5)
+
+
+def test_scales_are_read_from_the_runs(tmp_path):
+    def stats(_, __, seed):
+        return {"e/mean": 1.3 + 0.01 * seed, "l/mean": 0.6 + 0.01 * seed, "kappa/mean": 7.5 * 0.98}
+
+    found = panel(tmp_path, lambda *_: 2.0, lrs=(0.001,), maps={"B": {"beta": 7.5}}, stats=stats)
+    assert verdict(found, claim("e_rises", against="")).sentence.startswith("Held: e ends at 1.310 (standard error")
+    assert verdict(found, claim("l_falls", against="")).verdict == HELD
+    assert verdict(found, claim("m_stays", against="", bound=0.05)).verdict == HELD
+    assert verdict(found, claim("m_stays", against="", bound=0.01)).verdict == DID_NOT
+    assert measure("m_stays", "B", "", found).mean == pytest.approx(-0.02)
+
+
+def test_scales_that_no_run_tells_are_no_test(tmp_path):
+    found = panel(tmp_path, lambda *_: 2.0, lrs=(0.001,), maps={"B": {"beta": "auto"}})
+    assert verdict(found, claim("e_rises", against="")).sentence.endswith("the runs of B do not tell it.")
+
+
+def two_sizes(tmp_path, gains, paper=("1x1", "9x9")):
+    return [
+        panel(tmp_path, ends({("A", 0.1): 2.0, ("B", 0.1): [2.0 - g for g in gain]}), name, size, lrs=(0.1,))
+        for name, size, gain in zip(("s", "m"), paper, gains, strict=True)
+    ]
+
+
+def test_growth_of_a_gain_is_paired_over_panels(tmp_path):
+    said = claim("grows", panels=("1x1", "9x9"))
+    for name, second, expected, word in (
+        ("grown", [0.2, 0.25, 0.2], HELD, "larger"),
+        ("mixed", [0.1, 0.0, 0.3], DID_NOT, "larger"),
+        ("shrunk", [0.05, 0.05, 0.05], DID_NOT, "smaller"),
+    ):
+        panels = two_sizes(tmp_path / name, ([0.1, 0.1, 0.1], second))
+        found = judge(said, "t", panels, (), PAPER)
+        assert found.verdict == expected
+        assert [panel.panel for panel in found.panels] == ["s to m"]
+        assert f"{word} in the second" in found.sentence
+        assert judge(said, "t", panels[:1], (), PAPER).verdict == UNTESTED
+
+
+def test_several_panels_are_counted(tmp_path):
+    panels = two_sizes(tmp_path, ([0.1, 0.1, 0.1], [-0.1, -0.1, -0.1]))
+    found = judge(claim(), "t", panels, ("l",), PAPER)
+    assert found.verdict == DID_NOT
+    assert (
+        found.sentence
+        == "Held in 1 of 3 panels, did not hold in 1 of 3 panels, not tested at this scale in 1 of 3 panels."
+    )
+    assert judge(claim(panels=("9x9",)), "t", panels, ("l",), PAPER).verdict == DID_NOT
+    assert judge(claim(panels=("1x1",)), "t", panels, ("l",), PAPER).verdict == HELD
+    assert judge(claim(panels=("7x7",)), "t", panels, (), PAPER).sentence.endswith("no panel that it is about was run.")

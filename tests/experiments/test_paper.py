@@ -1,0 +1,124 @@
+import pytest
+
+from symexplin.experiments.paper import load_paper, parse_paper
+from symexplin.experiments.tables import load_table, names
+
+PAPER = load_paper()
+LOSSES = {(loss.table, loss.panel, loss.arm): loss.loss for loss in PAPER.losses}
+NUMBERS = {(n.table, n.name, n.panel, n.arm, n.against): n.value for n in PAPER.numbers}
+
+
+def of_panels(name):
+    return {key[2]: (key[3], value) for key, value in NUMBERS.items() if key[:2] == ("main_grid", name)}
+
+
+def test_names_are_those_of_the_tables():
+    tables = {table for table, _, _ in LOSSES} | {table for claim in PAPER.claims for table in claim.tables}
+    assert tables <= names().keys()
+    for name in tables:
+        table = load_table(name, "paper")
+        panels = {panel.name for panel in table.panels}
+        for other, panel, arm in LOSSES:
+            assert other != name or (panel in panels and arm in table.labels), (name, panel, arm)
+        for number in PAPER.numbers_of(name):
+            assert {number.arm, number.against} <= {*table.labels, ""}, number
+            assert number.panel in {*panels, ""}, number
+        for claim in PAPER.claims_of(name):
+            assert {claim.arm, claim.against} <= {*table.labels, ""}, (name, claim)
+            assert set(claim.panels) <= panels, claim
+
+
+def test_every_claim_is_what_the_papers_own_losses_say():
+    tried = 0
+    for claim in PAPER.claims:
+        for table in claim.tables:
+            panels = {panel for other, panel, _ in LOSSES if other == table}
+            for panel in panels & set(claim.panels or panels):
+                ends = [LOSSES.get((table, panel, arm)) for arm in (claim.arm, claim.against)]
+                if None in ends or claim.kind not in ("below", "above", "within", "unreached"):
+                    continue
+                difference = ends[0] - ends[1]
+                told = {"above": difference > 0, "within": abs(difference) <= (claim.bound or 0)}
+                assert told.get(claim.kind, difference < 0), (claim, table, panel)
+                tried += 1
+    assert tried > 50
+
+
+def test_gains_grow_where_a_claim_says_so():
+    growing = [claim for claim in PAPER.claims if claim.kind == "grows"]
+    assert len(growing) == 2
+    for claim in growing:
+        first, last = (
+            LOSSES[claim.tables[0], panel, claim.arm] - LOSSES[claim.tables[0], panel, claim.against]
+            for panel in claim.panels
+        )
+        assert last < first < 0
+
+
+def test_the_main_table_has_the_better_variant_of_each_size():
+    deltas, speedups = of_panels("delta"), of_panels("speedup")
+    assert len(deltas) == len(speedups) == len(of_panels("beta")) == 9
+    for panel, (arm, delta) in deltas.items():
+        assert LOSSES["main_grid", panel, arm] == min(
+            LOSSES["main_grid", panel, name] for name in ("mismatch", "mismatch+offset")
+        )
+        # Rounded from losses that are themselves rounded.
+        assert delta == pytest.approx(LOSSES["main_grid", panel, arm] - LOSSES["main_grid", panel, "AdamW"], abs=0.0011)
+        assert speedups[panel][0] == of_panels("beta")[panel][0] == arm
+    assert min(s for _, s in speedups.values()) == 1.32  # as the abstract says
+    assert max(s for _, s in speedups.values()) == 1.49
+    assert min(deltas.values(), key=lambda delta: delta[1]) == ("mismatch", -0.052)
+
+
+def test_losses_that_two_tables_share_agree():
+    for panel in ("1024x12", "1024x24", "1024x36"):
+        for arm in ("AdamW", "mismatch", "mismatch+offset"):
+            assert LOSSES["main_grid", panel, arm] == LOSSES["start_1024", panel, arm]
+    for table in ("frozen", "structured_linear"):
+        assert LOSSES[table, "1024x12", "AdamW"] == LOSSES["exp_only", "1024x12", "AdamW"]
+    assert LOSSES["frozen", "1024x12", "full"] == LOSSES["exp_only", "1024x12", "full"]
+    assert LOSSES["optimizer_equivalence", "1024x12", "parameterized"] == LOSSES["exp_only", "1024x12", "exp_only-ff"]
+
+
+def test_numbers_of_the_text_agree_with_the_losses():
+    for number in PAPER.numbers:
+        if number.name == "delta" and not number.panel:
+            ends = [LOSSES[number.table, "1024x12", arm] for arm in (number.arm, number.against)]
+            assert number.value == pytest.approx(ends[0] - ends[1], abs=1.1e-4), number
+
+
+@pytest.mark.parametrize("panel", ["1024x12", "3072x36"])
+def test_timings_agree_with_the_overhead_and_the_speedup(panel):
+    def value(name):
+        return NUMBERS["profiling", name, panel, "", ""]
+
+    parts = ("forward", "backward", "optimizer")
+    baseline, curved = (sum(value(f"{part}_ms_{which}") for part in parts) for which in ("baseline", "sel"))
+    assert 100 * (curved / baseline - 1) == pytest.approx(value("overhead"), abs=0.1)
+    steps = of_panels("speedup")[panel][1]
+    assert steps / (1 + value("overhead") / 100) == pytest.approx(value("wall_clock_speedup"), abs=0.01)
+
+
+def test_every_entry_has_its_place():
+    for entry in (*PAPER.losses, *PAPER.numbers, *PAPER.claims):
+        assert any(word in entry.place for word in ("Table", "Figure", "section", "appendix")), entry
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[[loss]]\na=1", "unknown table"),
+        ("[[claim]]\nbelow=1", "unknown key 'below'"),
+        ("[[losses]]\ntable='a'\nplace='b'\npanels={x={A='2'}}", "loss must be a number, got '2'"),
+        ("[[number]]\ntable='a'", "name must be given"),
+        ("[[claim]]\ntables=['a']\narm='A'\nagainst='B'\nkind='bellow'\ntext='t'\nplace='p'", "mean 'below'"),
+        ("[[claim]]\ntables=['a']\narm='A'\nagainst='B'\nkind='within'\ntext='t'\nplace='p'", "bound must be given"),
+        ("[[claim]]\ntables=['a']\narm='A'\nkind='below'\ntext='t'\nplace='p'", "against must be given"),
+        ("[[claim]]\ntables=['a']\narm='A'\nagainst='B'\nkind='grows'\ntext='t'\nplace='p'", "panels must be two"),
+        ("[[losses]]\ntable='a'\nplace='b'\npanels={x={A=2.0}}\n" * 2, "twice"),
+        ("a = ", "paper_results.toml"),
+    ],
+)
+def test_mistakes_are_named(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_paper(text)

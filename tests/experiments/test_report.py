@@ -1,0 +1,267 @@
+import base64
+import csv
+import json
+import re
+
+import pytest
+from matplotlib.figure import Figure
+
+from pages import Page
+from symexplin import cli
+from symexplin.experiments import figures
+from symexplin.experiments.report import report_table
+from symexplin.experiments.tables import load_table
+from symexplin.lab.files import write_json
+from table_folders import table_folder
+
+
+class TablePage(Page):
+    VOID = Page.VOID | {"img"}
+
+
+BASE = {"AdamW": 2.0, "full": 1.9, "fixed_curvature": 1.85, "fixed_pathways": 1.99, "frozen": 2.05}
+
+
+def loss(arm, lr, seed):
+    """AdamW, frozen-congruent and frozen are best at 0.01, the others at 0.001, and worse by 0.3 elsewhere."""
+    if arm == "fixed_pathways" and lr == 0.01:
+        return None
+    best = 0.01 if arm in ("AdamW", "frozen", "frozen-congruent") else 0.001
+    noise = (0.0, 0.002, -0.001)[seed] if arm != "AdamW" else 0.0
+    return BASE.get(arm, 2.0001) + 0.1 * seed + noise + (0.3 if lr != best else 0.0)
+
+
+@pytest.fixture
+def frozen(tmp_path):
+    return table_folder(tmp_path / "frozen-mini", "frozen", loss)
+
+
+def row_of(page, start):
+    return next(row for row in page.rows if row and row[0] == start)
+
+
+def rows_of(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_page_and_the_files_of_a_finished_table(frozen):
+    page = TablePage(report_table(frozen))
+    assert page.html.startswith("<!doctype html>")
+    assert page.titles[:2] == ["The paper's claims", "128x4, for the paper's 1024x12"]
+    assert (
+        "Of 6 claims of the paper tried here, at scale mini, far below the paper's: 3 held, 3 did not hold, "
+        "0 not tested at this scale."
+    ) in page.text
+    row = row_of(page, "Fixed curvaturefixed_curvature")
+    assert row[1:4] == ["0.001", "1.9503 ± 0.0995", "-0.1497 ± 0.0009below, 3 of 3"]
+    assert row[5:7] == ["2.2503 ± 0.0995", "+0.1503 ± 0.0009above, 3 of 3"]
+    assert row[7:] == ["2.9177", "-0.0345", "–", "-0.1152"]
+    baseline = row_of(page, "AdamW")
+    assert baseline[1:] == ["0.01", "2.1000 ± 0.1000", "–", "–", "2.1000 ± 0.1000", "–", "2.9522", "–", "–", "–"]
+
+
+def test_verdicts_stand_on_the_page_gains_and_losses_alike(frozen):
+    page = TablePage(report_table(frozen))
+    found = {row["claim"]: row for row in rows_of(frozen / "claims.csv")}
+    assert {row["verdict"] for row in found.values()} == {"held", "did not hold"}
+    for text, row in found.items():
+        told = page.text.partition(text)[2]
+        assert told.split(".\n")[1].startswith(f"{row['verdict'].capitalize()}: {row['text']}")
+    frozen_row = next(row for row in found.values() if (row["arm"], row["against"]) == ("frozen", "AdamW"))
+    assert frozen_row["verdict"] == "did not hold"
+    assert "frozen ends 0.0503 above AdamW" in frozen_row["text"]
+    assert "All fixed (mismatch) ends above AdamW with each at its own best learning rate (+0.0503" in page.text
+    assert "Fixed curvature ends below AdamW with each at its own best learning rate (-0.1497" in page.text
+
+
+def test_numbers_of_the_csv_are_the_comparisons(frozen):
+    report_table(frozen)
+    found = json.loads((frozen / "panels/128x4/comparison.json").read_text())["comparison"]
+    rows = rows_of(frozen / "table.csv")
+    assert len(rows) == 2 * len(found["best"])
+    for kind, side in (("own best rate", "best"), ("shared rate", "shared")):
+        chosen = [row for row in rows if row["compared_at"] == kind]
+        for row, wanted in zip(chosen, found[side], strict=True):
+            assert (row["panel"], row["stands_for"], row["arm"]) == ("128x4", "1024x12", wanted["arm"])
+            for name in ("loss", "delta", "speedup"):
+                expected = wanted[name]
+                assert (row[name] == "") if expected is None else float(row[name]) == pytest.approx(expected, abs=1e-6)
+    full = next(row for row in rows if row["arm"] == "full")
+    assert float(full["paper_delta"]) == pytest.approx(2.9295 - 2.9522)
+    assert float(full["delta_minus_paper"]) == pytest.approx(
+        float(full["delta"]) - float(full["paper_delta"]), abs=2e-6
+    )
+
+
+def test_a_run_that_diverged_at_the_shared_rate_is_told(frozen):
+    page = TablePage(report_table(frozen))
+    row = row_of(page, "Fixed pathway scalesfixed_pathways")
+    assert row[1] == "0.001"
+    assert row[5:7] == ["finite in 0 of 3", "not finite"]
+    assert "at the shared rate it did not stay finite" in page.text
+
+
+def test_a_gain_at_the_shared_rate_alone_is_told_in_a_sentence(tmp_path):
+    def effect(arm, lr, seed):
+        # At the baseline's best rate 0.01 the arm leads by 0.1; at 0.001, its own best, every seed is as AdamW's.
+        return {("AdamW", 0.001): 2.5, ("AdamW", 0.01): 2.0}.get((arm, lr), 1.9) + 0.1 * seed
+
+    def equal(arm, lr, seed):
+        lower = 0.0 if arm == "AdamW" else {0.01: -0.1, 0.001: (-0.5, 0.11, -0.15)[seed]}[lr]
+        return (2.5 if (arm, lr) == ("AdamW", 0.001) else 2.0) + lower
+
+    sure = TablePage(report_table(table_folder(tmp_path / "a", "frozen", effect)))
+    assert "a gain that the learning rate explains" not in sure.text
+    noisy = TablePage(report_table(table_folder(tmp_path / "b", "frozen", equal)))
+    assert "Full SEL cannot be told from AdamW with each at its own best learning rate" in noisy.text
+    assert "at the shared rate it is below (-0.1000 ± 0.0000): a gain that the learning rate explains." in noisy.text
+    assert "A learning-rate effect: it held at the shared rate, 0.01" in noisy.text
+
+
+def test_rates_at_the_end_of_a_sweep_are_told(frozen, tmp_path):
+    assert "Best at the highest learning rate tried, 0.01: AdamW, frozen" in TablePage(report_table(frozen)).text
+    one = table_folder(tmp_path / "one", "frozen", lambda *_: 2.0, lrs=(0.01,))
+    assert "One learning rate was tried" in TablePage(report_table(one)).text
+
+
+def test_an_unfinished_table_says_what_is_missing(tmp_path):
+    out = table_folder(
+        tmp_path / "grid", "main_grid", lambda arm, *_: 2.0 if arm == "AdamW" else 1.9, missing=("64x3", "128x4")
+    )
+    page = TablePage(report_table(out))
+    assert "Unfinished: 2 of 9 panels to go (64x3, 128x4)." in page.text
+    assert "Mismatch, of 7 panels with each at its own best learning rate: below AdamW in 7." in page.text
+    assert "Did not hold" not in page.text.partition("Mismatch without offset ends below AdamW.")[2][:400]
+    assert "Held in 7 of 9 panels, not tested at this scale in 2 of 9 panels." in page.text
+    # What the rows of the arms show is not said again among the other numbers.
+    assert "beta of the better variant" in page.text
+    assert "as printed" not in page.text
+    claims = rows_of(out / "claims.csv")
+    waiting = [row for row in claims if row["panel"] == "64x3"]
+    assert {row["verdict"] for row in waiting} == {"not tested at this scale"}
+    assert {row["text"] for row in waiting} == {"the panel has not ended"}
+    # The paper's 1024x24 is not there, which the other claim on growth needs.
+    growth = [row for row in claims if row["kind"] == "grows"]
+    assert [row["panel"] for row in growth] == ["64x2 to 64x4"]
+
+
+def test_nothing_trained_yet_is_a_page_too(tmp_path):
+    missing = [panel.name for panel in load_table("frozen", "mini").panels]
+    out = table_folder(tmp_path / "frozen", "frozen", loss, missing=missing)
+    page = TablePage(report_table(out))
+    assert "Unfinished: 1 of 1 panels to go" in page.text
+    assert "not tested at this scale" in page.text
+    assert (out / "table.csv").read_text() == ""
+
+
+def test_one_seed_is_not_tested(tmp_path):
+    page = TablePage(report_table(table_folder(tmp_path / "f", "frozen", loss, seeds=(0,))))
+    assert "0 held, 0 did not hold, 6 not tested at this scale" in page.text
+    assert "one seed is too few" in page.text
+
+
+def test_the_page_opens_without_network_and_shows_figures(tmp_path, monkeypatch):
+    drawn = []
+
+    def draw(name, sources):
+        drawn.append((name, [source.name for source in sources]))
+        figure = Figure()
+        figure.add_subplot().plot([0, 1], [0, 1])
+        if name == "loss_curves":
+            raise ValueError("sources must be others")
+        return figure
+
+    monkeypatch.setattr(figures, "draw", draw)
+    out = table_folder(tmp_path / "f", "frozen", loss, figures=("mechanism_ablations", "loss_curves"))
+    page = TablePage(report_table(out))
+    assert drawn == [("mechanism_ablations", ["128x4"]), ("loss_curves", ["128x4"])]
+    images = [value for tag, name, value in page.attributes if (tag, name) == ("img", "src")]
+    kind, _, data = images[0].partition(",")
+    assert (len(images), kind) == (1, "data:image/svg+xml;base64")
+    assert base64.b64decode(data) == (out / "figures/mechanism_ablations.svg").read_bytes()
+    assert (out / "figures/mechanism_ablations.png").stat().st_size > 0
+    assert "not drawn, sources must be others." in page.text
+    links = [value for tag, name, value in page.attributes if (tag, name) == ("a", "href")]
+    assert "panels/128x4/report.html" in links
+    for link in links:
+        assert (out / link).exists(), link
+    assert not re.search(r"(?:src|href)=.https?:", page.html)
+    assert "<script" not in page.html
+
+
+def test_the_same_numbers_give_the_same_page(frozen):
+    first = report_table(frozen).read_bytes()
+    assert report_table(frozen).read_bytes() == first
+
+
+def test_provenance_and_assumptions_are_told_and_escaped(frozen):
+    page = TablePage(report_table(frozen))
+    assert ["processor", "A <fast> one"] in page.rows
+    assert any(row[0] == "map.beta" for row in page.rows)
+    assert "<fast>" not in page.html
+
+
+def test_numbers_of_the_text_stand_beside_measured_ones(tmp_path):
+    def stats(*_):
+        return {"e/mean": 1.2, "l/mean": 0.7, "kappa/mean": 7.0 * 0.99}
+
+    out = table_folder(
+        tmp_path / "a",
+        "lr_annealing",
+        lambda arm, *_: 2.0 - 0.01 * (arm == "annealed"),
+        stats=stats,
+        maps={"annealed": {"beta": 7.0}},
+    )
+    rows = {row[0].split(",")[0]: row[1:] for row in TablePage(report_table(out)).rows if row}
+    assert rows["mean exponential scale e at the last evaluation"][1:4] == ["1.380", "1.200 ± 0.000", "-0.180"]
+    assert rows["mean linear scale l at the last evaluation"][1:3] == ["0.540", "0.700 ± 0.000"]
+    assert rows["mean inner multiplier m at the last evaluation"][1:3] == ["0.980", "0.990 ± 0.000"]
+
+
+def test_steps_to_a_loss_are_measured_at_the_papers_scale_alone(tmp_path):
+    def curve(arm, *_):
+        slope = 0.02 if arm == "full" else 0.016
+        return [(step, 4.0 - slope * step) for step in (0, 25, 50, 75, 100)]
+
+    for scale, expected in (("paper", 12.5), ("mini", None)):
+        out = table_folder(tmp_path / scale, "exp_only", lambda *_: 2.0, scale, curve=curve, lrs=(3e-4,), seeds=(123,))
+        row = next(row for row in TablePage(report_table(out)).rows if row and row[0].startswith("steps of 100,000"))
+        assert row[2:4] == ["4500", "–" if expected is None else f"{expected:.4g}"]
+
+
+def test_a_benchmark_is_reported_beside_the_papers_timings(tmp_path):
+    table = load_table("profiling", "mini", out=tmp_path)
+    write_json(tmp_path / "table.json", table.to_json())
+    head = "part,variant,baseline,dtype,tokens,ms,ratio,overhead_percent,peak_mib,device"
+    folder = tmp_path / "panels" / table.panels[0].name
+    folder.mkdir(parents=True)
+    lines = ["optimizer,adamw,adamw,fp32,,5.0,1.0,,,a CPU", "optimizer,module,adamw,fp32,,9.0,1.8,80.0,,a CPU"]
+    lines.append("step,module,adamw,fp32,1024,70.12345,1.1,10.0,99.0,a CPU")
+    (folder / "results.csv").write_text("\n".join([head, *lines, ""]))
+    page = TablePage(report_table(tmp_path))
+    assert ["step", "module", "adamw", "fp32", "1024", "70.12", "1.1", "10", "99"] in page.rows
+    assert ["device", "a CPU"] in page.rows
+    rows = {row[0].split(" Table")[0]: row for row in page.rows if row}
+    assert rows["what a whole step takes longer"][1:4] == [table.panels[0].name, "1.7", "10"]
+    assert rows["optimizer's part of a step, SEL"][2:4] == ["15", "9"]
+    assert rows["optimizer's part of a step, AdamW"][2:4] == ["6", "5"]
+    assert len(rows_of(tmp_path / "table.csv")) == 3
+
+
+def test_a_folder_of_another_kind_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"out must be the folder of a table, which has table\.json"):
+        report_table(tmp_path)
+
+
+def test_beyond_the_paper_the_rule_is_told_too(tmp_path):
+    page = TablePage(report_table(table_folder(tmp_path / "muon", "muon", lambda arm, *_: 2.0 + 0.1 * (arm == "Muon"))))
+    assert "beyond the paper" in page.text
+    assert "The paper has no claim that this table tries." in page.text
+    assert "one claim in eleven holds by chance" in page.text
+    assert "Muon ends above AdamW with each at its own best learning rate (+0.1000" in page.text
+
+
+def test_the_command_knows_the_folder_of_a_table(frozen, capsys):
+    assert cli.main(["report", str(frozen)]) == 0
+    assert capsys.readouterr().out.strip() == str(frozen / "report.html")

@@ -1,0 +1,184 @@
+import dataclasses
+import json
+import signal
+
+import pytest
+
+from corpora import prepared
+from symexplin.experiments import reproduce as module
+from symexplin.experiments.reproduce import ReproduceConfig, plan_lines, reproduce
+from symexplin.experiments.tables import load_table, read_table
+from symexplin.lab.stop import Stopped
+
+SMALL = {
+    "model": {"width": 16, "depth": 1, "heads": 2, "context": 8},
+    "train": {"batch_size": 2, "eval_every": 2, "eval_batches": 2},
+    "compare": {"confirm_seeds": []},
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return prepared(tmp_path_factory.mktemp("text"))
+
+
+def tiny(data, **changes):
+    return ReproduceConfig(**{"data": (data,), "lrs": (2e-3,), "jobs": 1, "steps": 4, "set": SMALL, **changes})
+
+
+def run(name, out, config, **options):
+    return reproduce(name, out, config, progress=False, **options)
+
+
+def losses(out):
+    return {
+        panel.name: [(run["arm"], run["lr"], run["seed"], run["evals"]) for run in panel.found["runs"]]
+        for panel in read_table(out).panels
+        if panel.found
+    }
+
+
+def written(out):
+    """Return when each run ended."""
+    return {path: path.stat().st_mtime_ns for path in out.glob("panels/*/runs/*/summary.json")}
+
+
+@pytest.fixture(scope="module")
+def finished(data, tmp_path_factory):
+    out = tmp_path_factory.mktemp("tables") / "equivalence"
+    report = run("optimizer_equivalence", out, tiny(data), results=out.parent / "results.csv")
+    return out, report
+
+
+def test_leaves_a_table_its_comparisons_and_a_report(finished):
+    out, report = finished
+    outcome = read_table(out)
+    assert (outcome.name, outcome.scale, outcome.place) == ("optimizer_equivalence", "mini", "Table 8, section 4.3.5")
+    (panel,) = outcome.panels
+    assert [run["arm"] for run in panel.found["runs"]] == ["parameterized", "optimizer"]
+    assert report == out / "report.html"
+    assert "<html" in report.read_text()
+    assert not (out / "data").exists()
+    assert len((out.parent / "results.csv").read_text().splitlines()) == 3
+
+
+def test_both_homes_give_the_same_losses(finished):
+    """The claim of the table, on four steps."""
+    (one, two) = next(iter(losses(finished[0]).values()))
+    assert [loss for _, loss in one[-1]] == pytest.approx([loss for _, loss in two[-1]], abs=1e-4)
+
+
+def test_a_finished_table_is_not_trained_again_and_may_grow(finished, data):
+    out, _ = finished
+    with pytest.raises(ValueError, match="add --resume"):
+        run("optimizer_equivalence", out, tiny(data))
+    before, found = written(out), losses(out)
+    run("optimizer_equivalence", out, tiny(data), resume=True)
+    assert (written(out), losses(out)) == (before, found)
+    run("optimizer_equivalence", out, tiny(data, lrs=(2e-3, 4e-3)), resume=True)
+    assert before.items() < written(out).items()
+    assert len(written(out)) == 4
+
+
+def test_another_table_or_other_settings_are_refused(finished, data):
+    out, _ = finished
+    with pytest.raises(ValueError, match="name is 'optimizer_equivalence' there"):
+        run("frozen", out, tiny(data), resume=True)
+    with pytest.raises(ValueError, match=r"steps is 4 there"):
+        run("optimizer_equivalence", out, tiny(data, steps=6), resume=True)
+
+
+def test_a_stopped_table_goes_on_to_the_same_losses(data, tmp_path):
+    config = tiny(data, set={**SMALL, "log": {"checkpoint_every": 1}})
+    names = ("96x2", "96x3")  # of three panels
+    config = dataclasses.replace(config, arms=("AdamW", "mismatch"), panels=names)
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    run("start_1024", whole, config)
+    lines = []
+
+    def echo(line):
+        lines.append(line)
+        if "step 2/4" in line and sum("step 2/4" in one for one in lines) == 3:
+            signal.raise_signal(signal.SIGTERM)  # within the first run of the second panel
+
+    with pytest.raises(Stopped):
+        run("start_1024", broken, config, echo=echo)
+    assert list(losses(broken)) == ["96x2"]
+    before = written(broken)
+    run("start_1024", broken, config, resume=True)
+    assert before.items() <= written(broken).items()
+    assert losses(broken) == losses(whole)
+    assert [panel.name for panel in read_table(broken).panels if panel.found is None] == ["96x4"]
+
+
+def test_continued_training_starts_at_the_bases_weights(data, tmp_path):
+    set_ = {**SMALL, "base": {"steps": 6}}
+    run("continued", tmp_path / "out", tiny(data, set=set_, arms=("AdamW", "mismatch"), lrs=(1e-3,)))
+    base = json.loads((tmp_path / "out" / "base" / "summary.json").read_text())
+    assert base["steps"] == 6
+    (runs,) = losses(tmp_path / "out").values()
+    for arm, *_, evals in runs:
+        assert evals[0][1] == pytest.approx(base["final_loss"], abs=1e-5), arm
+        assert evals[-1][1] != evals[0][1]
+
+
+def test_text_that_is_not_prepared_is(tmp_path):
+    (tmp_path / "text").write_bytes(b"\0".join(b"a document with the number %d in it" % i for i in range(40)))
+    out = tmp_path / "out"
+    run("optimizer_equivalence", out, tiny(str(tmp_path / "text"), steps=1))
+    assert json.loads((out / "data" / "dataset.json").read_text())["tokenizer"]["name"] == "byte"
+    assert losses(out)
+
+
+def test_a_measurement_that_was_interrupted_starts_anew_and_a_finished_one_stays(tmp_path, monkeypatch):
+    bench = {"parts": ["optimizer"], "widths": [16], "depths": [1], "repeats": 1, "memory": False}
+    config = ReproduceConfig(panels=("128x4",), set={"bench": bench})
+    out = tmp_path / "out"
+    real = module.run_bench
+
+    def dies(_, folder, **__):
+        folder.mkdir(parents=True)
+        (folder / "rounds.jsonl").write_text("half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "run_bench", dies)
+    with pytest.raises(KeyboardInterrupt):
+        run("profiling", out, config)
+    assert read_table(out).panels[0].found is None
+    monkeypatch.setattr(module, "run_bench", real)
+    run("profiling", out, config, resume=True)
+    rows = read_table(out).panels[0].found["rows"]
+    assert {row["width"] for row in rows} == {"16"}
+    monkeypatch.setattr(module, "run_bench", dies)
+    run("profiling", out, config, resume=True)
+    assert read_table(out).panels[0].found["rows"] == rows
+
+
+def test_a_large_scale_wants_data_and_leaves_no_folder_without(tmp_path):
+    with pytest.raises(ValueError, match="data must be given at scale 'h200'"):
+        reproduce("frozen", tmp_path / "out", ReproduceConfig(scale="h200"))
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match="panels must be one of '1024x12'"):
+        reproduce("frozen", tmp_path / "out", ReproduceConfig(scale="paper", panels=("12x1024",)))
+
+
+def test_the_plan_counts_runs_and_tokens_and_says_every_assumption():
+    table = load_table("frozen", "mini")
+    text = "\n".join(plan_lines(table))
+    # Six arms at four rates; then AdamW at one and the others at two at most, with two seeds: 24 + 2 (1 + 5 2).
+    assert "up to 46 runs of 1,000 steps, 1,024,000 tokens each" in text
+    assert "in all: up to 46 runs, 47,104,000 tokens" in text
+    assert all(sentence in text for sentence in table.assumptions.values())
+    text = "\n".join(plan_lines(load_table("continued", "paper")))
+    assert "base: AdamW, lr 0.0003, 100,000 steps" in text
+    assert "step bf16: width 3072, depth 36" in "\n".join(plan_lines(load_table("profiling", "paper")))
+
+
+def test_the_scales_jobs_are_no_more_than_the_cores(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(module, "cores", lambda: 1)
+    monkeypatch.setattr(module, "compare_runs", lambda config, *_, **__: seen.append(config.compare.jobs))
+    panel = load_table("frozen", "mini").panels[0]
+    for may_share in (True, False):
+        module._run(panel, tmp_path, may_share, echo=lambda _: None, progress=False)
+    assert seen == [1, 2]

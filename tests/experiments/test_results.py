@@ -1,0 +1,122 @@
+import csv
+import hashlib
+import json
+import shutil
+
+import pytest
+
+from corpora import prepared
+from symexplin.experiments.results import COLUMNS, append_results, config_hash
+from symexplin.experiments.tables import load_table
+from symexplin.lab.compare.sweep import compare_runs
+from symexplin.lab.files import write_json
+from symexplin.lab.settings import load_toml
+
+SMALL = {
+    "model": {"width": 16, "depth": 1, "heads": 2, "context": 8},
+    "train": {"steps": 2, "batch_size": 2, "eval_batches": 1},
+    "compare": {"arms": ["AdamW", "frozen"], "lrs": [1e-3, 1e-2], "confirm_seeds": [1], "jobs": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    """The folder of a table of two arms at two rates, the better ones confirmed with another seed."""
+    place = tmp_path_factory.mktemp("results")
+    table = load_table("frozen", "mini", out=place / "out", data=prepared(place / "text"), changes=SMALL)
+    (panel,) = table.panels
+    compare_runs(panel.config, place / "out" / "panels" / panel.name)
+    write_json(place / "out" / "table.json", table.to_json())
+    return place / "out"
+
+
+def rows(file):
+    with file.open(newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+def test_a_row_has_what_the_run_has(out, tmp_path):
+    file = tmp_path / "new" / "results.csv"
+    count = append_results(out, file)
+    (panel,) = (out / "panels").iterdir()
+    comparison = json.loads((panel / "comparison.json").read_text())
+    found = rows(file)
+    assert count == len(found) == len(comparison["runs"])
+    assert tuple(found[0]) == COLUMNS
+    best = {row["arm"]: row["lr"] for row in comparison["comparison"]["best"]}
+    for row, run in zip(found, comparison["runs"], strict=True):
+        assert (row["table"], row["scale"], row["panel"], row["arm"]) == ("frozen", "mini", "16x1", run["arm"])
+        assert [float(row[key]) for key in ("lr", "seed", "final_loss")] == [run["lr"], run["seed"], run["final_loss"]]
+        assert row["stage"] == ("sweep" if run["seed"] == 0 else "confirm")
+        assert ("own" in row["best_at"]) == (run["lr"] == best[run["arm"]])
+        assert ("shared" in row["best_at"]) == (run["lr"] == best["AdamW"])
+        facts = json.loads((panel / run["folder"] / "run.json").read_text())
+        assert (row["data"], row["machine"]) == (facts["data"], facts["provenance"]["processor"])
+        assert (row["steps"], row["tokens"]) == ("2", str(2 * 2 * 8))
+    assert len({row["config_hash"] for row in found}) == len(found)
+
+
+def test_the_file_only_grows(out, tmp_path):
+    file = tmp_path / "results.csv"
+    append_results(out, file)
+    text = file.read_text()
+    assert append_results(out, file) == 0
+    assert file.read_text() == text
+    other = tmp_path / "other"
+    shutil.copytree(out, other)
+    said = json.loads((other / "table.json").read_text())
+    write_json(other / "table.json", {**said, "scale": "h200"})
+    assert append_results(other, file) == len(text.splitlines()) - 1
+    assert file.read_text().startswith(text)
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["results.csv"]
+
+
+def test_another_machine_or_commit_is_another_row(out, tmp_path):
+    file, other = tmp_path / "results.csv", tmp_path / "other"
+    count = append_results(out, file)
+    shutil.copytree(out, other)
+    for path in other.glob("panels/*/runs/*/run.json"):
+        facts = json.loads(path.read_text())
+        write_json(path, {**facts, "provenance": {**facts["provenance"], "commit": "0123abc"}})
+    assert append_results(other, file) == count
+    assert {row["commit"] for row in rows(file)[count:]} == {"0123abc"}
+
+
+def test_a_run_that_broke_has_its_error_and_no_loss(out, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(out, other)
+    (path,) = other.glob("panels/*/comparison.json")
+    content = json.loads(path.read_text())
+    content["runs"][0] |= {"final_loss": None, "error": "loss is nan, at step 2"}
+    write_json(path, content)
+    append_results(other, tmp_path / "results.csv")
+    first = rows(tmp_path / "results.csv")[0]
+    assert (first["final_loss"], first["error"]) == ("", "loss is nan, at step 2")
+
+
+def test_other_columns_are_refused_and_stay(out, tmp_path):
+    file = tmp_path / "results.csv"
+    file.write_text("table,loss\nfrozen,1.0\n")
+    with pytest.raises(ValueError, match="must have the columns table, scale, panel"):
+        append_results(out, file)
+    assert file.read_text() == "table,loss\nfrozen,1.0\n"
+
+
+def test_a_table_without_results_adds_nothing(tmp_path):
+    write_json(tmp_path / "table.json", load_table("frozen", "mini").to_json())
+    assert append_results(tmp_path, tmp_path / "results.csv") == 0
+    assert not (tmp_path / "results.csv").exists()
+
+
+def test_the_hash_is_of_what_the_run_computes(out):
+    folder = next(out.glob("panels/*/runs/*"))
+    config = load_toml(folder / "config.toml")
+    kept = {key: value for key, value in config.items() if key not in ("data", "log")}
+    kept["train"] = {**kept["train"], "weights": None}
+    text = json.dumps(kept, sort_keys=True, separators=(",", ":"))
+    assert config_hash(config) == hashlib.sha256(text.encode()).hexdigest()[:16]
+    assert config_hash({**config, "data": "elsewhere", "log": {}}) == config_hash(config)
+    train = {**config["train"], "weights": "a/path"}
+    assert config_hash({**config, "train": train}) == config_hash(config)
+    assert config_hash(config, weights="digest") != config_hash(config)
+    assert config_hash({**config, "train": {**config["train"], "lr": 0.5}}) != config_hash(config)

@@ -1,0 +1,281 @@
+import dataclasses
+import re
+
+import pytest
+import torch
+
+from symexplin.experiments.tables import SCALES, load_table, names, read_table
+from symexplin.lab.bench.config import BenchConfig
+from symexplin.lab.build import build
+from symexplin.lab.files import write_json
+from symexplin.lab.maps import map_of
+
+# Tables 1 and 2 and section 4.1: (width, depth) -> steps, beta.
+GRID = {
+    "1024x12": (250_000, 7.5),
+    "1024x24": (250_000, 7.5),
+    "1024x36": (250_000, 7.5),
+    "2048x12": (150_000, 12.5),
+    "2048x24": (150_000, 12.0),
+    "2048x36": (150_000, 15.0),
+    "3072x12": (150_000, 17.5),
+    "3072x24": (150_000, 17.5),
+    "3072x36": (150_000, 20.0),
+}
+OF_THE_PAPER = {
+    *("main_grid", "start_1024", "start_3072", "exp_only", "frozen", "structured_linear", "optimizer_equivalence"),
+    *("lr_annealing", "curvature", "xavier", "profiling"),
+}
+BEYOND = {"modes", "starts", "patterns", "combined", "beta", "muon", "continued", "suite", "default"}
+PAPER_K = {"e": (50.0, 8.0), "l": (50.0, 8.0), "m": (0.01, 0.5)}
+
+
+def runs(panel):
+    """Return {arm: configuration of a run}."""
+    return {arm: panel.config.example(arm) for arm in panel.config.compare.arms}
+
+
+def map_in(table, arm, panel=0):
+    run = runs(table.panels[panel])[arm]
+    return map_of(run.sel, run.model.width)
+
+
+def patterns(config):
+    return {role: getattr(config, role).pattern for role in config.learned_roles}
+
+
+def test_every_table_that_the_paper_has_and_those_beyond_it():
+    assert set(names()) == OF_THE_PAPER | BEYOND
+    assert {name for name in names() if load_table(name, "paper").place} == OF_THE_PAPER
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", sorted(OF_THE_PAPER | BEYOND))
+def test_a_table_is_whole_at_every_scale(name, scale):
+    table, paper = load_table(name, scale), load_table(name, "paper")
+    assert table.title
+    assert table.about.endswith((".", "?"))
+    assert len({panel.name for panel in table.panels}) == len(table.panels)
+    assert {panel.stands_for for panel in table.panels} <= {panel.name for panel in paper.panels}
+    for panel in table.panels if table.kind == "compare" else ():
+        assert list(table.labels) == list(panel.config.compare.arms)
+        assert panel.config.compare.baseline == table.baseline == next(iter(table.labels))
+        model = panel.config.model
+        assert panel.name == f"{model.width}x{model.depth}"
+
+
+def test_a_panel_in_miniature_stands_for_each_of_the_papers():
+    for name in ("main_grid", "start_1024", "profiling", "frozen"):
+        paper = [panel.name for panel in load_table(name, "paper").panels]
+        assert [panel.stands_for for panel in load_table(name, "mini").panels] == paper
+
+
+def test_the_grid_is_the_papers():
+    table = load_table("main_grid", "paper")
+    assert {
+        p.name: (p.config.train.steps, map_in(table, "mismatch", i).beta) for i, p in enumerate(table.panels)
+    } == GRID
+    for panel, (name, _) in zip(table.panels, GRID.items(), strict=True):
+        run = runs(panel)["mismatch"]
+        assert f"{run.model.width}x{run.model.depth}" == name
+        assert run.model.head_dim == 64
+        assert (run.model.context, run.model.bias, run.model.init) == (1024, True, "xavier_uniform")
+        train = run.train
+        assert (train.betas, train.weight_decay, train.max_grad_norm) == ((0.9, 0.999), 0.01, 1.0)
+        assert (train.warmup_steps, run.compute.autocast, run.compute.recompute) == (250, "on", True)
+        assert run.compute.compile
+    for arm, learned in (("mismatch", {"e", "l", "m"}), ("mismatch+offset", {"e", "l", "m", "n", "delta"})):
+        config = map_in(table, arm)
+        assert config.mode == "mismatch"
+        assert runs(table.panels[0])[arm].sel.start == "mismatched"
+        assert set(config.learned_roles) == learned
+        assert {role: getattr(config, role).k for role in PAPER_K} == PAPER_K
+        assert (config.curvature, config.normalize) == ("fixed", False)
+    assert (config.n.pattern, config.delta.pattern, config.delta.k) == ("column", "lora", (0.5, 0.5))
+    assert table.data["sources"] == ["openwebtext"]
+
+
+@pytest.mark.parametrize("name", ["exp_only", "frozen", "structured_linear", "optimizer_equivalence"])
+def test_the_controlled_study_has_the_papers_protocol(name):
+    (panel,) = load_table(name, "paper").panels
+    grid, train = panel.config.compare, panel.config.train
+    assert (grid.seeds, grid.confirm_seeds, grid.lrs) == ((123,), (), (3e-4,))
+    assert (train.steps, train.batch_size, train.warmup_steps) == (100_000, 32, 2000)
+    assert train.steps // train.eval_every == 200
+    for run in runs(panel).values():
+        config = map_of(run.sel, run.model.width)
+        assert config is None or config.beta == 7.5
+        assert config is None or not {"n", "delta"} & set(config.learned_roles)
+
+
+def test_the_controls_fix_what_the_paper_fixes():
+    table = load_table("exp_only", "paper")
+    learned = {arm: set(map_in(table, arm).learned_roles) for arm in table.labels if arm.startswith("exp_only")}
+    expected = {"ff": set(), "fl": {"m"}, "lf": {"e"}, "ll": {"e", "m"}}
+    assert learned == {f"exp_only-{letters}": roles for letters, roles in expected.items()}
+    table = load_table("frozen", "paper")
+    learned = {arm: set(map_in(table, arm).learned_roles) for arm in table.labels if arm != "AdamW"}
+    assert learned == {
+        "full": {"e", "l", "m"},
+        "fixed_curvature": {"e", "l"},
+        "fixed_pathways": {"m"},
+        "frozen": set(),
+        "frozen-congruent": set(),
+    }
+    starts = {arm: run.sel.start for arm, run in runs(table.panels[0]).items() if arm != "AdamW"}
+    assert {arm for arm, start in starts.items() if start == "matched"} == {"frozen-congruent"}
+    table = load_table("structured_linear", "paper")
+    found = [patterns(map_in(table, arm)) for arm in table.labels if arm != "AdamW"]
+    assert found == [{"l": pattern} for pattern in ("global", "row", "column", "row_col_mult")]
+
+
+def test_the_other_tables_vary_what_they_say():
+    table = load_table("curvature", "paper")
+    found = {(map_in(table, arm).curvature, map_in(table, arm).normalize) for arm in table.labels}
+    assert len(found) == len(table.labels) == 4
+    assert table.panels[0].config.train.steps == 100_000
+    table = load_table("lr_annealing", "paper")
+    assert [map_in(table, arm).e.k for arm in ("fixed", "annealed")] == [(50.0, 50.0), (50.0, 8.0)]
+    assert {map_in(table, arm).beta for arm in table.labels} == {7.0}
+    table = load_table("optimizer_equivalence", "paper")
+    homes = {arm: run.sel.home for arm, run in runs(table.panels[0]).items()}
+    assert homes == {"parameterized": "module", "optimizer": "optimizer"}
+    assert map_in(table, "parameterized") == map_in(table, "optimizer")
+    assert not map_in(table, "optimizer").learned_roles
+    inits = {arm: run.model.init for arm, run in runs(load_table("xavier", "mini").panels[0]).items()}
+    assert [arm for arm, init in inits.items() if init == "xavier_normal"] == ["AdamW-normal", "mismatch-normal"]
+    optimizers = {arm: run.train.optimizer for arm, run in runs(load_table("muon", "mini").panels[0]).items()}
+    assert {arm for arm, name in optimizers.items() if name == "muon"} == {"Muon", "mismatch-Muon", "carried-Muon"}
+
+
+def test_what_the_paper_leaves_open_is_said():
+    keys = set(load_table("main_grid", "paper").assumptions)
+    open_keys = {"train.batch_size", "compare.lrs", "sel.anneal_steps", "model.tie_head", "train.decay_plain"}
+    assert open_keys | {"model.heads", "data.tokenizer", "map.delta.rank"} <= keys
+    assert "arm.fixed.map.e.k" in load_table("lr_annealing", "mini").assumptions
+    assert all(text.endswith((".", ")")) for name in names() for text in load_table(name, "mini").assumptions.values())
+
+
+@pytest.mark.parametrize("name", sorted((OF_THE_PAPER | BEYOND) - {"profiling"}))
+def test_every_arm_takes_a_step_in_miniature(name):
+    small = {"model": {"width": 16, "depth": 1, "heads": 2, "context": 8}}
+    (panel, *_) = load_table(name, "mini", changes=small).panels
+    for run in runs(panel).values():
+        run = dataclasses.replace(run, train=dataclasses.replace(run.train, weights=None))
+        model, optimizer, _ = build(run)
+        model(torch.zeros(1, 8, dtype=torch.long), torch.ones(1, 8, dtype=torch.long)).backward()
+        before = (
+            model.blocks[0].attention.q.weight if run.sel.home != "module" else model.blocks[0].attention.q.raw_weight
+        )
+        old = before.detach().clone()
+        optimizer.step()
+        assert not torch.equal(old, before)
+
+
+@pytest.mark.parametrize("name", sorted((OF_THE_PAPER | BEYOND) - {"profiling"}))
+def test_a_table_in_miniature_costs_no_more_than_120_plain_runs(name):
+    table = load_table(name, "mini")
+    cost = 0.0
+    for panel in table.panels:
+        model, steps = panel.config.model, panel.config.train.steps
+        blocks = (model.width / 128) ** 2 * model.depth / 4
+        # A third of a step at 128x4 is the same at any size: kernels to start, the head, the optimizer's loops.
+        cost += panel.config.compare.most_runs * steps / 1000 * (1 / 3 + 2 / 3 * blocks)
+    assert cost <= 120
+    assert panel.config.compare.seeds == (0,)
+    assert len(panel.config.compare.lrs) == 4
+    assert len(panel.config.compare.confirm_seeds) == 2
+
+
+def test_a_panel_goes_before_its_scale_and_the_command_before_both():
+    assert load_table("main_grid", "mini").panels[0].config.model.width == 64
+    table = load_table("main_grid", "mini", changes={"model": {"width": 32}, "map": {"beta": 9.0}})
+    assert {panel.config.model.width for panel in table.panels} == {32}
+    assert map_in(table, "mismatch").beta == 9.0
+    assert runs(table.panels[0])["AdamW"].sel.home == "none"
+    arm = load_table("frozen", "mini", changes={"arm": {"full": {"map": {"beta": 3.0}}}})
+    assert (map_in(arm, "full").beta, map_in(arm, "frozen").beta) == (3.0, 7.5)
+
+
+def test_fewer_steps_take_warm_up_and_evaluations_with_them():
+    train = load_table("frozen", "mini", changes={"train": {"steps": 200}}).panels[0].config.train
+    assert (train.steps, train.warmup_steps, train.eval_every) == (200, 20, 20)
+    train = load_table("frozen", "mini", changes={"train": {"steps": 4, "eval_every": 2}}).panels[0].config.train
+    assert (train.steps, train.warmup_steps, train.eval_every) == (4, 0, 2)
+    base = load_table("continued", "mini", changes={"train": {"steps": 60}}).base.train
+    assert (base.steps, base.warmup_steps) == (100, 10)
+
+
+def test_the_runs_of_a_continued_table_start_from_its_base(tmp_path):
+    table = load_table("continued", "mini", out=tmp_path)
+    assert {run.train.weights for run in runs(table.panels[0]).values()} == {str(tmp_path / "base")}
+    assert table.base.train.weights is None
+    assert {run.sel.start for run in runs(table.panels[0]).values()} == {"matched"}
+
+
+def test_profiling_is_a_bench():
+    table = load_table("profiling", "paper", changes={"bench": {"repeats": 3}})
+    assert table.kind == "bench"
+    assert all(isinstance(panel.config, BenchConfig) and panel.config.repeats == 3 for panel in table.panels)
+    assert [(p.config.widths, p.config.depths) for p in table.panels] == [((1024,), (12,)), ((3072,), (36,))]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("frozn", "mini"), "did you mean 'frozen'"),
+        (("frozen", "tiny"), "scale must be one of"),
+        (("protocols", "mini"), "name must be one of"),
+    ],
+)
+def test_an_unknown_table_or_scale_is_named(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        load_table(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"modl": {"width": 3}}, "did you mean 'model'"),
+        ({"model": {"widht": 3}}, "did you mean 'width'"),
+        ({"map": {"bta": 3}}, "did you mean 'beta'"),
+        ({"train": {"steps": 0}}, "steps must be a whole number"),
+        ({"compare": {"arms": ["full", "frozen"]}}, "AdamW"),
+    ],
+)
+def test_a_wrong_change_is_named(changes, words):
+    with pytest.raises(ValueError, match=words):
+        load_table("frozen", "mini", changes=changes)
+
+
+def test_a_bench_has_no_training_to_change():
+    with pytest.raises(ValueError, match="must be one of 'bench', got 'train'"):
+        load_table("profiling", "mini", changes={"train": {"steps": 3}})
+
+
+def test_a_file_of_ones_own_is_a_table(tmp_path):
+    file = tmp_path / "mine.toml"
+    text = 'title = "Mine"\nprotocol = "controlled"\nbaseline = "AdamW"\n[arm.strong]\nmap = { beta = 9.0 }\n'
+    file.write_text(text)
+    table = load_table(str(file), "mini")
+    assert (table.name, table.place, list(table.labels)) == ("mine", "", ["AdamW", "strong"])
+    assert map_in(table, "strong").beta == 9.0
+    file.write_text(text + "[mini.modle]\nwidth = 8\n")
+    with pytest.raises(ValueError, match="did you mean 'model'"):
+        load_table(str(file), "mini")
+    with pytest.raises(FileNotFoundError, match="existing TOML file"):
+        load_table(str(tmp_path / "none.toml"), "mini")
+
+
+def test_a_folder_without_results_has_panels_without_any(tmp_path):
+    table = load_table("main_grid", "mini", out=tmp_path)
+    write_json(tmp_path / "table.json", table.to_json())
+    outcome = read_table(tmp_path)
+    assert [(panel.name, panel.found) for panel in outcome.panels] == [(panel.name, None) for panel in table.panels]
+    for field in ("name", "scale", "title", "place", "figures", "labels", "assumptions", "baseline", "data"):
+        assert getattr(outcome, field) == getattr(table, field)
+
+
+def test_another_folder_is_no_table(tmp_path):
+    with pytest.raises(ValueError, match=re.escape("table.json")):
+        read_table(tmp_path)

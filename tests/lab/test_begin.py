@@ -1,0 +1,133 @@
+"""What a run begins with, and which run may go on: keys that are new, and weights to start from."""
+
+import dataclasses
+import json
+import shutil
+import tomllib
+
+import pytest
+
+from run_folders import prepared, trained
+from symexplin.lab.config import RunConfig
+from symexplin.lab.files import read_json_lines
+from symexplin.lab.maps import CurveConfig
+from symexplin.lab.model import ModelConfig
+from symexplin.lab.run import train
+from symexplin.lab.settings import build, dump_toml, load_toml
+from symexplin.lab.train import Trainer
+from symexplin.lab.weights.plain import digest_of
+
+TINY = ModelConfig(width=16, depth=1, heads=2, context=16)
+CURVES = {
+    "none": CurveConfig(home="none"),
+    "optimizer": CurveConfig(preset="paper"),
+    "module": CurveConfig(home="module", preset="paper"),
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return prepared(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def base(data, tmp_path_factory):
+    """Two finished runs on ordinary weights, of two seeds."""
+    folder = tmp_path_factory.mktemp("base")
+    for seed in (1, 2):
+        trained(data, folder / str(seed), CURVES["none"], TINY, seed=seed, lr=5e-2)
+    return folder
+
+
+def losses(folder):
+    return [r["eval_loss"] for r in read_json_lines(folder / "metrics.jsonl") if "eval_loss" in r]
+
+
+def bits(folder):
+    return [(folder / name).read_bytes() for name in ("metrics.jsonl", "model.safetensors")]
+
+
+def config_of(folder, **changes):
+    """Return the configuration of a run, with changes of its training."""
+    config = build(RunConfig, load_toml(folder / "config.toml"))
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, **changes))
+
+
+def break_off(config, folder, monkeypatch, step):
+    """Train until the update of that number, which fails."""
+    update = Trainer.update
+
+    def fail(self):
+        if self.step + 1 == step:
+            raise OSError("gone")
+        return update(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "update", fail)
+        with pytest.raises(OSError, match="gone"):
+            train(config, folder)
+
+
+@pytest.mark.parametrize("curve", CURVES)
+def test_a_run_may_begin_with_the_weights_of_another(base, data, tmp_path, curve):
+    """Its first evaluation is that of the other's final weights: the map starts matched around them."""
+    trained(data, tmp_path / "on", CURVES[curve], TINY, weights=str(base / "1"))
+    assert losses(tmp_path / "on")[0] == pytest.approx(losses(base / "1")[-1], rel=1e-5)
+    assert losses(base / "1")[0] - losses(base / "1")[-1] > 0.1  # where a draw begins
+    assert load_toml(tmp_path / "on" / "config.toml")["train"]["weights"] == str(base / "1")
+    assert json.loads((tmp_path / "on" / "run.json").read_text())["weights"] == digest_of(base / "1")
+
+
+@pytest.mark.parametrize("curve", ["none", "optimizer"])
+def test_a_run_on_given_weights_resumes_from_these_alone(base, data, tmp_path, monkeypatch, curve):
+    weights = shutil.copytree(base / "1", tmp_path / "base")
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    trained(data, whole, CURVES[curve], TINY, weights=str(weights))
+    break_off(config_of(whole), run, monkeypatch, step=6)
+    with pytest.raises(ValueError, match=r"weights must be those that the run in .* began with, got .*2' with others"):
+        train(config_of(whole, weights=str(base / "2")), run, resume=True)
+    with pytest.raises(ValueError, match=r"weights must be those that the run in .* began with, got None with others"):
+        train(config_of(whole, weights=None), run, resume=True)
+    weights.rename(tmp_path / "moved")
+    with pytest.raises(FileNotFoundError, match=r"weights must be the folder of a run or a model's file, got .*base'"):
+        train(config_of(whole), run, resume=True)
+    train(config_of(whole, weights=str(tmp_path / "moved")), run, resume=True)
+    assert bits(run) == bits(whole)
+
+
+def test_a_run_that_drew_its_weights_goes_on_with_no_others(base, data, tmp_path):
+    folder = trained(data, tmp_path / "run", CURVES["none"], TINY)
+    with pytest.raises(ValueError, match=r"weights must be those that the run in .* began with"):
+        train(config_of(folder, weights=str(base / "1")), folder, resume=True)
+
+
+def test_weights_of_another_shape_leave_no_folder(base, data, tmp_path):
+    wide = dataclasses.replace(TINY, width=32)
+    with pytest.raises(ValueError, match=r"weights must be .* with width 32, got .* of one with width 16"):
+        trained(data, tmp_path / "run", CURVES["none"], wide, weights=str(base / "1"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("curve", ["none", "optimizer"])
+def test_a_run_under_muon_resumes_to_the_same_bits(data, tmp_path, monkeypatch, curve):
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    trained(data, whole, CURVES[curve], TINY, optimizer="muon", decay_plain=False)
+    break_off(config_of(whole), run, monkeypatch, step=6)
+    train(config_of(whole), run, resume=True)
+    assert bits(run) == bits(whole)
+    with pytest.raises(ValueError, match=r"train\.optimizer is 'muon' there, 'adamw' now"):
+        train(config_of(whole, optimizer="adamw"), run, resume=True)
+
+
+def test_a_run_of_a_version_without_some_keys_goes_on(data, tmp_path, monkeypatch):
+    """What it did then is what the defaults of the new keys say."""
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    trained(data, whole, CURVES["optimizer"], TINY)
+    break_off(config_of(whole), run, monkeypatch, step=6)
+    for file, load, dump in (("run.json", json.loads, json.dumps), ("config.toml", tomllib.loads, dump_toml)):
+        table = load((run / file).read_text())
+        config = table.get("config", table)
+        del config["model"]["init"], config["train"]["optimizer"], config["train"]["decay_plain"]
+        (run / file).write_text(dump(table))
+    train(config_of(run), run, resume=True)
+    assert bits(run) == bits(whole)

@@ -1,0 +1,72 @@
+"""Folders of tables whose comparisons are plain numbers, for the tests of what reads them."""
+
+import dataclasses
+from pathlib import Path
+
+from symexplin.experiments.tables import PANELS, TABLE, load_table
+from symexplin.lab.compare.table import Run, compare, headline
+from symexplin.lab.files import JsonLines, write_json
+
+__all__ = ["panel_folder", "table_folder"]
+
+STEPS = (0, 25, 50, 75, 100)
+
+
+def panel_folder(
+    folder, arms, loss, lrs=(0.001, 0.01), seeds=(0, 1, 2), curve=None, maps=None, config=None, stats=None
+):
+    """Write the comparison.json of runs and return what it holds.
+
+    Args:
+        loss: (arm, lr, seed) -> final loss, None for a run that did not stay finite.
+        curve: (arm, lr, seed) -> [(step, loss)], instead of one that falls to the final loss.
+        maps: arm -> its map, as far as a test needs it.
+        stats: (arm, lr, seed) -> figures of the last evaluation, written where a run has them.
+    """
+    runs = []
+    for cell in ((arm, lr, seed) for arm in arms for lr in lrs for seed in seeds):
+        end = loss(*cell)
+        if end is None:
+            runs.append(Run(*cell, ((0, 5.0),), 0.0, 0.0, "step 3: loss is nan"))
+            continue
+        evals = curve(*cell) if curve else [(step, end + 3.0 * (1 - step / STEPS[-1])) for step in STEPS]
+        runs.append(Run(*cell, tuple(evals), 12.0, 2000.0))
+    found = compare(runs, arms[0])
+    names = [f"runs/{run.arm}-lr{run.lr:g}-seed{run.seed}" for run in runs]
+    content = {
+        "headline": headline(found),
+        "comparison": dataclasses.asdict(found),
+        "runs": [
+            {**dataclasses.asdict(run), "final_loss": run.final_loss, "folder": name}
+            for run, name in zip(runs, names, strict=True)
+        ],
+        "maps": {arm: (maps or {}).get(arm) for arm in arms},
+        "corpus": {"train_tokens": 1_000_000, "tokenizer": "byte"},
+        "parameters": 4321,
+        "config": config or {},
+        "provenance": {"commit": "abc123", "processor": "A <fast> one"},
+        "seconds": 7200.0,
+    }
+    folder = Path(folder)
+    folder.mkdir(parents=True)
+    write_json(folder / "comparison.json", content)
+    for run, name in zip(runs, names, strict=True):
+        if stats:
+            (folder / name).mkdir(parents=True)
+            with JsonLines(folder / name / "metrics.jsonl") as lines:
+                lines.write(step=100, eval_loss=2.0, stats=stats(run.arm, run.lr, run.seed))
+    return content
+
+
+def table_folder(out, name, loss, scale="mini", missing=(), figures=(), **changes):
+    """Write the folder of a table of the package, `loss` as in :func:`panel_folder`, and return it."""
+    out = Path(out)
+    table = load_table(name, scale, out=out)
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / TABLE, {**table.to_json(), "figures": list(figures)})
+    for panel in table.panels:
+        if panel.name not in missing:
+            folder = out / PANELS / panel.name
+            panel_folder(folder, list(table.labels), loss, config=panel.config.table(), **changes)
+            (folder / "report.html").write_text("")
+    return out
