@@ -33,7 +33,7 @@ def rows_and_columns(coordinates, stem):
 
 
 def reference_scale(pattern, vectors, base, out_dim, log):
-    """The scale matrix (outputs x inputs) as section 3.4 writes it."""
+    """The scale matrix (outputs x inputs) as section 4.4 writes it."""
     r = vectors["row"].reshape(-1) if "row" in vectors else None
     c = vectors["column"].reshape(-1) if "column" in vectors else None
     if pattern == "row":

@@ -126,7 +126,7 @@ def test_homes_agree_on_a_gpu(name):
 
 
 def test_frozen_exp_only_is_the_papers_optimizer_equivalence():
-    """Section 5: frozen exponential-only SEL in the forward pass and in the optimizer are the same training."""
+    """Section 5.3.5: frozen exponential-only SEL in the forward pass and in the optimizer are the same training."""
     config = sel.preset("exp_only", e=sel.Scale(), m=sel.Scale())
     inside, losses, _ = train("module", config, torch.float32)
     beside, other_losses, _ = train("optimizer", config, torch.float32)

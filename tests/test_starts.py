@@ -20,7 +20,7 @@ def xavier():
 
 
 def test_mismatched_start_at_width_1024(xavier):
-    """Section 3.3: positive weights exact, negative ones 20-25 % weaker; and 2|L| is what they lose."""
+    """Section 4.3: positive weights exact, negative ones 20-25 % weaker; and 2|L| is what they lose."""
     layout = Layout((1024, 1024), 0, 7.5, sel.preset("paper"))
     start = start_weight(xavier, layout, "mismatched")
     positive = xavier > 0

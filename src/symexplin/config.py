@@ -14,7 +14,7 @@ __all__ = ["DECAYED_ROLES", "PATTERNS", "PRESETS", "SCALE_ROLES", "SELConfig", "
 
 PATTERNS = ("fixed", "global", "row", "column", "row_col_mult", "row_col_add", "lora")
 SCALE_ROLES = ("e", "l", "m", "n", "s", "delta")
-# Weight decay (paper, section 3.4): on the scales that weight a pathway, not on those that shape it. The paper
+# Weight decay (paper, section 4.4): on the scales that weight a pathway, not on those that shape it. The paper
 # is silent on s, which weights, and on LoRA factors (assumption: none).
 DECAYED_ROLES = frozenset({"e", "l", "s"})
 
@@ -31,13 +31,13 @@ def _span(name: str, value: object) -> Span:
 
 @dataclass(frozen=True)
 class Scale:
-    """How one scale is structured, where it starts and how fast it learns (paper, sections 3.4 and 3.5).
+    """How one scale is structured, where it starts and how fast it learns (paper, sections 4.4 and 4.5).
 
     Args:
         pattern: "fixed" (one constant), "global", "row" (d_out values), "column" (d_in), "row_col_mult" (their
             outer product), "row_col_add" (their sum), "lora" (start + A B, B = 0).
         start: the scale's first value.
-        k: multiplier of the optimizer's learning rate, a number or (k0, k1), annealed by Eq. of section 3.5.
+        k: multiplier of the optimizer's learning rate, a number or (k0, k1), annealed by Eq. of section 4.5.
         peak_lr: instead of `k`, the scale's own learning rate while the optimizer's is at its peak, a number or
             (start, end): the product k * lr carries over between learning rates, k alone does not.
         rank: rank of "lora".
@@ -76,7 +76,7 @@ class Scale:
         return self.peak_lr[0] / lr, self.peak_lr[1] / lr
 
 
-# The paper's multipliers (section 4.1); they go with its learning rate 3e-4.
+# The paper's multipliers (section 5.1); they go with its learning rate 3e-4.
 _E = Scale("row_col_mult", k=(50.0, 8.0))
 _L = Scale("row_col_mult", k=(50.0, 8.0))
 _M = Scale("row_col_mult", k=(0.01, 0.5))
@@ -92,7 +92,7 @@ class SELConfig:
         curvature: "fixed" (kappa = beta m) or "absorbed" (kappa = exp(a), a learned by the keys of `m`).
         normalize: divide by kappa instead of beta.
         e, l, m, n, s, delta: one :class:`Scale` each; a mode ignores those that it does not use. `delta` is off
-            ("fixed") or "lora", and its learning rate is further divided by beta (paper, section 3.2).
+            ("fixed") or "lora", and its learning rate is further divided by beta (paper, section 4.2).
         include, exclude: patterns (fnmatch) of fully qualified parameter names to curve or to leave plain against
             the rules of :func:`symexplin.routing`; exclude wins.
         seed: from 0 to 2^32 - 1; seed of the private generator that draws LoRA's A factors.

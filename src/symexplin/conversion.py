@@ -23,7 +23,7 @@ IDENTITY = SELConfig(mode="linear", l=Scale(), s=Scale())
 
 
 def convert(model: nn.Module, config: SELConfig | None = None, start: str = "matched") -> nn.Module:
-    """Put the linear layers of `model` in curved weight space, in place, and return it (paper, sections 3.2, 3.3).
+    """Put the linear layers of `model` in curved weight space, in place, and return it (paper, sections 4.2, 4.3).
 
     Args:
         model: any module; a bare `nn.Linear` cannot change in place, so use what is returned.

@@ -174,7 +174,7 @@ def anneal(step: int, total: int | None, k0: float, k1: float) -> float: ...
 @overload
 def anneal(step: Tensor, total: int | None, k0: float, k1: float) -> float | Tensor: ...
 def anneal(step: int | Tensor, total: int | None, k0: float, k1: float) -> float | Tensor:
-    """Return the learning-rate multiplier k(t) after `step` completed steps (paper, section 3.5).
+    """Return the learning-rate multiplier k(t) after `step` completed steps (paper, section 4.5).
 
     ``ln k(t) = ln k0 + ln(k1/k0)/2 * (1 - cos(pi * min(t/T, 1)))`` with t = `step` and T = `total`: the first
     update uses k0, updates from T on use k1. A `step` that is a tensor gives one, without a look at its value.
@@ -204,7 +204,7 @@ def anneal(step: int | Tensor, total: int | None, k0: float, k1: float) -> float
 def auto_beta(d_out: int, d_in: int) -> float:
     """Return the reference curvature for a matrix: ``max(7.5, 7.5 (min(d_out, d_in)/1024)^0.8)``.
 
-    The paper's 7.5, 12-15 and 17.5-20 at widths 1024, 2048 and 3072 (section 4.2) lie on this curve.
+    The paper's 7.5, 12-15 and 17.5-20 at widths 1024, 2048 and 3072 (section 5.2) lie on this curve.
 
     >>> [round(auto_beta(d, d), 1) for d in (128, 1024, 2048, 3072)]
     [7.5, 7.5, 13.1, 18.1]

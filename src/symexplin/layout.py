@@ -1,6 +1,6 @@
 """Structured scales as packed panels: where each learned vector lives.
 
-Every pattern of section 3.4 is a few vectors along the two tensor dimensions plus numbers. They are packed in
+Every pattern of section 4.4 is a few vectors along the two tensor dimensions plus numbers. They are packed in
 
     panel0 (shape[0], P0)    panel1 (P1, shape[1])    scalar (P2,)
 
@@ -34,7 +34,7 @@ class Slot:
     count: int
     start: float | None  # None: drawn at random (LoRA's A)
     decay: bool
-    lr_scale: float  # on top of k: 1/beta for delta (paper, section 3.2)
+    lr_scale: float  # on top of k: 1/beta for delta (paper, section 4.2)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Where a curved model starts: from the weights it has, or from the paper's mismatched start (section 3.3)."""
+"""Where a curved model starts: from the weights it has, or from the paper's mismatched start (section 4.3)."""
 
 import dataclasses
 
@@ -48,7 +48,7 @@ def start_weight(target: Tensor, layout: Layout, start: str) -> Tensor:
 def init_(
     model: nn.Module, config: SELConfig, *, xavier: bool = True, generator: torch.Generator | None = None
 ) -> None:
-    """Give the curved parameters of a plain `model` the start of the paper, in place (section 3.3).
+    """Give the curved parameters of a plain `model` the start of the paper, in place (section 4.3).
 
     Weights are drawn anew from Xavier's uniform distribution (unless not `xavier`); then, for mode "mismatch",
     weights and biases t become ``mismatch(congruent_inverse(t))``. Biases are not drawn: their present values

@@ -53,7 +53,7 @@ def finished(data, tmp_path_factory):
 def test_leaves_a_table_its_comparisons_and_a_report(finished):
     out, report = finished
     outcome = read_table(out)
-    assert (outcome.name, outcome.scale, outcome.place) == ("optimizer_equivalence", "mini", "Table 8, section 4.3.5")
+    assert (outcome.name, outcome.scale, outcome.place) == ("optimizer_equivalence", "mini", "Table 8, section 5.3.5")
     (panel,) = outcome.panels
     assert [run["arm"] for run in panel.found["runs"]] == ["parameterized", "optimizer"]
     assert report == out / "report.html"

@@ -4,13 +4,14 @@ import re
 import pytest
 import torch
 
+from symexplin.experiments.figures import FIGURES
 from symexplin.experiments.tables import SCALES, load_table, names, read_table
 from symexplin.lab.bench.config import BenchConfig
 from symexplin.lab.build import build
 from symexplin.lab.files import write_json
 from symexplin.lab.maps import map_of
 
-# Tables 1 and 2 and section 4.1: (width, depth) -> steps, beta.
+# Tables 1 and 2 and section 5.1: (width, depth) -> steps, beta.
 GRID = {
     "1024x12": (250_000, 7.5),
     "1024x24": (250_000, 7.5),
@@ -55,6 +56,7 @@ def test_a_table_is_whole_at_every_scale(name, scale):
     table, paper = load_table(name, scale), load_table(name, "paper")
     assert table.title
     assert table.about.endswith((".", "?"))
+    assert set(table.figures) <= set(FIGURES)
     assert len({panel.name for panel in table.panels}) == len(table.panels)
     assert {panel.stands_for for panel in table.panels} <= {panel.name for panel in paper.panels}
     for panel in table.panels if table.kind == "compare" else ():
@@ -173,7 +175,8 @@ def test_every_arm_takes_a_step_in_miniature(name):
 
 
 @pytest.mark.parametrize("name", sorted((OF_THE_PAPER | BEYOND) - {"profiling"}))
-def test_a_table_in_miniature_costs_no_more_than_120_plain_runs(name):
+def test_a_table_in_miniature_fits_into_an_hour(name):
+    """A run of 1,000 steps at 128x4 takes about 85 s on one of two busy cores."""
     table = load_table(name, "mini")
     cost = 0.0
     for panel in table.panels:
@@ -181,7 +184,7 @@ def test_a_table_in_miniature_costs_no_more_than_120_plain_runs(name):
         blocks = (model.width / 128) ** 2 * model.depth / 4
         # A third of a step at 128x4 is the same at any size: kernels to start, the head, the optimizer's loops.
         cost += panel.config.compare.most_runs * steps / 1000 * (1 / 3 + 2 / 3 * blocks)
-    assert cost <= 120
+    assert cost * 85 / 2 <= 3600
     assert panel.config.compare.seeds == (0,)
     assert len(panel.config.compare.lrs) == 4
     assert len(panel.config.compare.confirm_seeds) == 2

@@ -15,7 +15,7 @@ __all__ = ["OPTIMIZERS", "ComputeConfig", "LogConfig", "RunConfig", "TrainConfig
 
 OPTIMIZERS = ("adamw", "muon")
 
-_PAPER_WARMUP = 250  # section 4.1
+_PAPER_WARMUP = 250  # section 5.1
 _SWITCH = ("auto", "on", "off")
 # Logits of a microbatch above this many bytes are not worth having at once (float32, and as much again for gradients).
 _LOGITS_BYTES = 2**28
@@ -23,7 +23,7 @@ _LOGITS_BYTES = 2**28
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How long, on what and how fast to train; the defaults of AdamW are the paper's (section 4.1).
+    """How long, on what and how fast to train; the defaults of AdamW are the paper's (section 5.1).
 
     Args:
         steps: optimizer steps.

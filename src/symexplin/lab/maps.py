@@ -30,7 +30,7 @@ class CurveConfig:
         start: "matched" (effective weights start as drawn) or "mismatched" (the paper's, for mode "mismatch").
         multiplier_lr: the learning rate that the multipliers k go with, 3e-4 in the paper: a scale learns at
             k * multiplier_lr whatever lr is.
-        anneal_steps: optimizer steps that the multipliers take from k0 to k1, T of the paper's section 3.5, which does
+        anneal_steps: optimizer steps that the multipliers take from k0 to k1, T of the paper's section 4.5, which does
             not say it; if not given, an assumption: all steps of the run.
         map: keys of the map to change, such as beta = 5 or e.k = [50, 8].
 

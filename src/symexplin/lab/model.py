@@ -1,4 +1,4 @@
-"""The paper's language model (section 4.1): a pre-norm transformer with RMSNorm, RoPE, QK-norm and GeGLU.
+"""The paper's language model (section 5.1): a pre-norm transformer with RMSNorm, RoPE, QK-norm and GeGLU.
 
     x <- x + o(attention(rope(norm(q(h))), rope(norm(k(h))), v(h))),    h = norm(x)
     x <- x + down(gelu(gate(h)) * up(h)),                               h = norm(x)
@@ -20,7 +20,7 @@ from symexplin.validation import check_choice, check_flag, check_whole
 
 __all__ = ["INITS", "ROPE_BASE", "ModelConfig", "Transformer", "apply_rope", "attention", "rope_tables"]
 
-# How the blocks' matrices may be drawn (section 3.3, "Xavier uniform over normal").
+# How the blocks' matrices may be drawn (section 4.3, "Xavier uniform over normal").
 INITS = {"xavier_uniform": nn.init.xavier_uniform_, "xavier_normal": nn.init.xavier_normal_}
 # Base of the rotary frequencies (Su et al. 2024) and the usual spread of embeddings and head (GPT-2).
 ROPE_BASE = 10_000.0
@@ -80,7 +80,7 @@ class ModelConfig:
 
     @property
     def hidden(self) -> int:
-        """Inner size of GeGLU: 8/3 of the width, to the nearest multiple of 64 (section 4.1)."""
+        """Inner size of GeGLU: 8/3 of the width, to the nearest multiple of 64 (section 5.1)."""
         return 64 * max(1, math.floor(self.width * 8 / 3 / 64 + 0.5))
 
 

@@ -31,7 +31,7 @@ class NonFiniteError(ArithmeticError):
 
 
 def lr_factor(step: int, config: TrainConfig) -> float:
-    """Return the fraction of the peak learning rate for the update after `step` others (section 4.1).
+    """Return the fraction of the peak learning rate for the update after `step` others (section 5.1).
 
     (step + 1)/warmup while warming up, 1 right after it, then linear towards `floor` at `steps`.
 

@@ -78,7 +78,7 @@ class ScaleAnnealing:
 
 
 def anneal_scales(optimizer: torch.optim.Optimizer, total_steps: int | None = None) -> ScaleAnnealing:
-    """Apply the multipliers of a converted model's scales to `optimizer` (paper, section 3.5).
+    """Apply the multipliers of a converted model's scales to `optimizer` (paper, section 4.5).
 
     During a step each group's learning rate is ``lr * k(t)`` with :func:`symexplin.functional.anneal`; before and
     after it is lr, so any scheduler composes. The count of completed steps and T live in the groups and go

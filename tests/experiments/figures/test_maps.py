@@ -1,9 +1,11 @@
 import dataclasses
+import json
 
 import numpy as np
 import pytest
 import torch
 
+import symexplin as sel
 from symexplin.experiments.figures import draw, maps
 from symexplin.lab.report.probe import Probe, RoleWeights
 from symexplin.transform import Form, Scales
@@ -84,6 +86,20 @@ def test_a_run_has_a_panel_for_each_role(runs, name):
     shown = [axes for axes in figure.axes if axes.axison]
     assert [axes.get_title(loc="left") for axes in shown] == ["q", "k", "v", "o", "gate", "up", "down"]
     assert all(axes.get_xlabel() and axes.get_ylabel() for axes in shown)
+
+
+def test_of_a_comparison_the_best_arm_with_learned_scales_is_taken(runs, compared):
+    learned = {"start": "mismatched", "home": "optimizer", **sel.preset("paper").to_dict()}
+    folder = compared(arms={"learned": 0.3, "worse": 0.4}, maps={"learned": learned, "worse": learned})
+    (folder / "runs").mkdir()
+    path = folder / "comparison.json"
+    found = json.loads(path.read_text())
+    for run in found["runs"]:
+        run["folder"] = run["folder"].replace("SEL", run["arm"])
+    path.write_text(json.dumps(found))
+    (folder / "runs" / "learned-lr0.01-seed0").symlink_to(runs["curved"])
+    title = draw("transform_roles", [folder]).legends[0].get_title().get_text()
+    assert title == "curved, step 6"  # SEL ends lower with fixed scales
 
 
 def test_a_run_on_ordinary_weights_has_no_map(runs):

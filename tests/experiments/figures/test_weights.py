@@ -6,6 +6,7 @@ import torch
 
 from symexplin.experiments.figures import draw
 from symexplin.lab.model import ModelConfig, Transformer
+from symexplin.lab.report.probe import probe, read_run
 from symexplin.lab.weights.files import iter_tensors, write_tensors
 
 ROLES = ["q", "k", "v", "o", "gate", "up", "down"]
@@ -59,6 +60,7 @@ def test_the_distribution_is_that_of_all_weights(file):
     tail = lines(middle)["trained weights"]
     for size, share in zip(tail.get_xdata(), tail.get_ydata(), strict=True):
         assert share == pytest.approx((np.abs(growth) >= size * (1 - 1e-12)).mean())
+    assert (np.diff(tail.get_xdata()) > 0).all()
     assert tail.get_xdata()[-1] == pytest.approx(np.abs(growth).max())
     fresh = lines(middle)["Xavier's uniform start"]
     assert fresh.get_ydata() == pytest.approx(1 - fresh.get_xdata())
@@ -122,6 +124,17 @@ def test_distances_of_a_file_are_those_from_a_draw(file):
     assert "0.0003" in right.get_ylabel()
 
 
+def test_weights_at_zero_are_as_far_as_the_draw(tmp_path):
+    write_tensors(tmp_path / "a", {"up.weight": torch.full((100, 100), 1e-9)})
+    bound = np.sqrt(6 / 200)
+    rank, steps = lines(draw("optimization_distance", [tmp_path / "a"]).axes[1])[
+        "weights, the farthest first"
+    ].get_data()
+    assert bound * 0.99 < steps[0] * 3e-4 < bound
+    half = rank[np.abs(steps * 3e-4 - bound / 2).argmin()]
+    assert 0.4 < half / 10_000 < 0.6
+
+
 def test_distances_of_a_run_are_those_from_its_own_start(runs):
     left, right = labelled(draw("optimization_distance", [runs["plain"]])).axes
     config = json.loads((runs["plain"] / "run.json").read_text())["model"]
@@ -166,6 +179,9 @@ def test_raw_and_effective_weights_at_both_ends(runs):
         assert all(patch.get_data().values.sum() == pytest.approx(total) for patch in axes.patches)
     state = {n: t for n, t in iter_tensors(runs["plain"]) if n.split(".")[-2] in ROLES and t.dim() == 2}
     trained = torch.cat([t.flatten() for t in state.values()]).double().numpy()
+    raw = right.patches[3].get_data()
+    found = probe(read_run(runs["curved"]))
+    assert list(raw.values) == list(np.histogram(torch.cat([role.raw for role in found.roles.values()]), raw.edges)[0])
     drawn = right.patches[0].get_data()
     assert list(drawn.values) == list(np.histogram(trained, drawn.edges)[0])
 

@@ -33,7 +33,7 @@ def test_the_baseline_is_plain():
     ],
 )
 def test_the_papers_arms_are_its_presets(arm, preset, start, home):
-    """Their scales learn at the paper's k * 3e-4 (section 4.1) whatever the learning rate of the weights."""
+    """Their scales learn at the paper's k * 3e-4 (section 5.1) whatever the learning rate of the weights."""
     wanted, found = sel.preset(preset), map_of(curve_of(arm), WIDTH)
     assert (curve_of(arm).start, curve_of(arm).home) == (start, home)
     for role in wanted.learned_roles:

@@ -36,13 +36,17 @@ def _map(w: Floats, **keys: Any) -> Floats:
     return values
 
 
+def _pathway(w: Floats, beta: float, n: float = 0.0) -> Floats:
+    return _map(w, mode="exp_only", beta=beta, n=n)
+
+
 def _identity(top: float) -> Line:
     return Line("identity", [-top, top], [-top, top], kind="guide")
 
 
 def _symexp(axes: Axes, top: float = 2.5) -> None:
     x = _range(top)
-    draw_chart(axes, [_identity(top), Line("symexp", x, _map(x, mode="exp_only", beta=1.0))])
+    draw_chart(axes, [_identity(top), Line("symexp", x, _pathway(x, 1.0))])
     finish(axes, "Standard symexp", "x", "symexp(x)")
 
 
@@ -51,15 +55,14 @@ def symexp_controls(_: Sequence[Path]) -> Figure:
     figure, ((left, middle, right),) = sheet(1, 3)
     _symexp(left)
     w = _range(0.3)
-    keys: dict[str, Any] = {"mode": "exp_only", "normalize": True}
     lines = [
-        Line(f"n = {n:g}, slope {np.exp(-n):.2g}".replace("-", "−"), w, _map(w, beta=_BETA, n=n, **keys), style)
+        Line(f"n = {n:g}, slope {np.exp(-n):.2g}".replace("-", "−"), w, _pathway(w, _BETA, n), style)
         for style, n in enumerate((-1.0, 0.0, 1.0, 2.0))
     ]
     draw_chart(middle, lines)
     finish(middle, f"Offset n (β = {_BETA:g})", _RAW, "exponential pathway S(w)", columns=2)
     w = _range(0.15)
-    draw_chart(right, [Line(f"β = {b:g}", w, _map(w, beta=b, **keys), i) for i, b in enumerate((5, 7.5, 15, 30))])
+    draw_chart(right, [Line(f"β = {b:g}", w, _pathway(w, b), i) for i, b in enumerate((5, 7.5, 15, 30))])
     for width, grey in ((_WIDTH, "#ececec"), (3 * _WIDTH, "#d4d4d4")):
         bound = xavier_bound((width, width))
         right.axvspan(-bound, bound, color=grey, zorder=0, label=f"Xavier, width {width}")
@@ -98,7 +101,7 @@ def symexp_sel(_: Sequence[Path]) -> Figure:
     figure, ((left, right),) = sheet(1, 2)
     _symexp(left)
     w = _range(0.25)
-    lines = [_identity(0.25), Line("exponential pathway", w, _map(w, mode="exp_only", beta=2 * _BETA))]
+    lines = [_identity(0.25), Line("exponential pathway", w, _pathway(w, 2 * _BETA))]
     draw_chart(right, lines)
     finish(right, f"SEL, β = {2 * _BETA:g}", _RAW, "exponential pathway S(w)")
     return figure

@@ -88,6 +88,6 @@ def save_figure(figure: Figure, folder: str | Path, name: str) -> tuple[Path, Pa
     folder.mkdir(parents=True, exist_ok=True)
     paths = folder / f"{name}.svg", folder / f"{name}.png"
     for path, metadata in zip(paths, (UNDATED, {"Software": None}), strict=True):
-        with mpl.rc_context(STYLE), __import__("contextlib").nullcontext(path) as temporary:
+        with mpl.rc_context(STYLE), replacing(path) as temporary:
             figure.savefig(temporary, format=path.suffix[1:], dpi=_DPI, metadata=metadata)
     return paths

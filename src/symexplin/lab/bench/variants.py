@@ -26,7 +26,7 @@ BASELINES: dict[tuple[str, str], dict[str, str]] = {
         "module": "adamw_autocast",
     },
 }
-_LR, _DECAY, _MAX_NORM = 3e-4, 0.01, 1.0  # section 4.1
+_LR, _DECAY, _MAX_NORM = 3e-4, 0.01, 1.0  # section 5.1
 _STEPS = 100_000  # of the annealing: far more than are ever measured
 
 

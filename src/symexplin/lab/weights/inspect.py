@@ -1,4 +1,4 @@
-"""How far the weights of any model have travelled from their initialisation (paper, section 2 and appendix).
+"""How far the weights of any model have travelled from their initialisation (paper, section 3 and appendix).
 
 A weight's growth is its size in units of Xavier's uniform bound, ``sqrt(6/(fan_in + fan_out))``, which a fresh
 matrix never exceeds; a standard deviation's is in units of that bound / sqrt(3). The paper's figures of one 4B model:

@@ -12,7 +12,7 @@ from symexplin.transform import Scales, compute_dtype, forward, tolerance
 
 __all__ = ["BIN_EDGES", "LARGE", "MULTIPLES", "Tally"]
 
-# The paper's threshold (section 2), and multiples of Xavier's bound.
+# The paper's threshold (section 3), and multiples of Xavier's bound.
 LARGE = 0.1
 MULTIPLES = (1, 2, 5, 10)
 # Bins of |w| / bound for the histogram: one up to 1e-4, then ten a decade up to 1e3; the last takes what is beyond.
