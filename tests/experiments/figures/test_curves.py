@@ -51,6 +51,17 @@ def test_the_best_arm_is_shown_and_a_loss_as_well_as_a_gain(compared):
     assert texts(axes) == ["Δ = +0.3000\n1 seed"]
 
 
+def test_the_first_losses_leave_the_panel(compared):
+    folder = compared()
+    path = folder / "comparison.json"
+    found = json.loads(path.read_text())
+    for run in found["runs"]:
+        run["evals"] = [[0, 9.0], [50, 3.0], [75, 2.5], [100, 2.0]]
+    path.write_text(json.dumps(found))
+    for name in ("loss_curves", "mechanism_ablations"):
+        assert draw(name, [folder]).axes[0].get_ylim() == pytest.approx((1.95, 3.05))
+
+
 def test_ablations_have_a_bar_for_each_arm_and_rate(compared):
     folder = compared(seeds=(0, 1, 2), final=2.4, arms={"worse": 0.3, "better": -0.5})
     left, right = draw("mechanism_ablations", [folder]).axes
@@ -66,6 +77,8 @@ def test_ablations_have_a_bar_for_each_arm_and_rate(compared):
         "own best learning rate",
         "shared learning rate",
     ]
+    grey = (0x77 / 255,) * 3 + (1.0,)
+    assert [patch.get_edgecolor() for patch in right.get_legend().get_patches()] == [grey] * 2
     assert right.get_ylim()[0] > right.get_ylim()[1]  # the best at the top
 
 

@@ -115,7 +115,7 @@ def mechanism_ablations(sources: Sequence[Path]) -> Figure:
         groups.setdefault((*panel.size, panel.steps, panel.baseline), []).append(panel)
     found = [_arms(panels) for panels in groups.values()]
     bars = max(sum(1 + (arm.best["lr"] != arm.shared["lr"]) for arm in arms) for arms in found)
-    figure, rows = sheet(len(groups), 2, panel=(6.0, max(4.6, 1.8 + 0.3 * bars)))
+    figure, rows = sheet(len(groups), 2, panel=(6.0, max(5.4, 2.4 + 0.3 * bars)))
     for (left, right), panels, arms in zip(rows, groups.values(), found, strict=True):
         ended = [arm for arm in arms if arm.best["delta"] is not None]
         chosen = np.linspace(0, len(ended) - 1, min(_SHOWN, len(ended))).round().astype(int)
@@ -124,9 +124,10 @@ def mechanism_ablations(sources: Sequence[Path]) -> Figure:
         lines = [panels[0].line(first, 0)]
         lines += [arm.panel.line(arm.best, styles[arm.name], arm.label) for arm in ended if arm.name in styles]
         _draw_losses(left, lines)
-        finish(left, _size(panels[0]), _STEPS, _LOSS, columns=2)
+        finish(left, _size(panels[0]), _STEPS, _LOSS)
         _draw_bars(right, arms, styles)
         finish(right, f"Final loss against {first['arm']}", "difference (nats a token), lower is better", "")
+        _grey_legend(right)
     return figure
 
 
@@ -162,6 +163,15 @@ def _draw_bars(axes: Axes, arms: Sequence[_Arm], styles: dict[str, int]) -> None
     axes.axvline(0.0, color="black", linewidth=1.0)
     axes.grid(visible=False, axis="y")
     axes.margins(x=0.08)
+
+
+def _grey_legend(axes: Axes) -> None:
+    """Take the colour of the first arm, whose bars happen to be the labelled ones, out of the legend."""
+    legend = axes.get_legend()
+    for handle in () if legend is None else legend.get_patches():
+        handle.set_edgecolor(GUIDE)
+        if not handle.get_hatch():
+            handle.set_facecolor(GUIDE)
 
 
 def _draw_bar(axes: Axes, place: float, row: Row, colour: str, hatched: bool, label: str) -> None:
