@@ -48,6 +48,7 @@ def test_one_command_runs_a_table_and_goes_on(capsys, tmp_path, monkeypatch):
         (["frozen", "--arms", "AdamW", "ful"], "did you mean 'full'"),
         (["frozen", "--set", "modle.width=3"], "did you mean 'model'"),
         (["frozen", "--scale", "h200"], "data must be given"),
+        (["frozen", "--out", ""], "out must name a folder"),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing(capsys, tmp_path, monkeypatch, arguments, words):

@@ -29,7 +29,7 @@ def ends(table):
 
 
 def verdict(found, said, **more):
-    return judge(said, "t", [found], (), more.get("paper", PAPER))
+    return judge(said, "t", [found], {}, more.get("paper", PAPER))
 
 
 @pytest.mark.parametrize(
@@ -89,6 +89,7 @@ def test_opposite_signs_and_noise_do_not_hold(tmp_path):
     table = {("A", 0.001): [2.0, 2.1, 2.2], ("A", 0.01): 3.0, ("B", 0.001): [1.9, 2.2, 2.1], ("B", 0.01): 3.0}
     found = verdict(panel(tmp_path, ends(table)), claim())
     assert found.verdict == DID_NOT
+    assert found.sentence.startswith("Did not hold: not beyond chance; B ends")
     assert "below in 2 of 3 seeds" in found.sentence
     assert found.panels[0].shared is None  # the same rates
 
@@ -119,7 +120,11 @@ def test_divergence_fails_the_arm_and_proves_nothing_about_the_other(tmp_path):
     table = {("A", 0.001): 2.0, ("A", 0.01): 3.0, ("B", 0.001): None, ("B", 0.01): None}
     found = panel(tmp_path, ends(table))
     assert verdict(found, claim()).verdict == DID_NOT
-    assert "B did not stay finite in 3 of 3 seeds" in verdict(found, claim()).sentence
+    assert verdict(found, claim()).sentence == "Did not hold: B did not stay finite at any rate tried."
+    assert verdict(found, claim()).panels[0].shared.text == (
+        "B did not stay finite in 3 of 3 seeds, at learning rate 0.001"
+    )
+    assert verdict(found, claim("e_rises", against="")).verdict == UNTESTED
     assert verdict(found, claim(arm="A", against="B")).verdict == UNTESTED
     assert verdict(found, claim("above")).verdict == UNTESTED
     assert measure("below", "B", "A", found) is None
@@ -133,15 +138,23 @@ def test_divergence_fails_the_arm_and_proves_nothing_about_the_other(tmp_path):
         ("within", [0.001, -0.001, 0.0005], 0.003, HELD),
         ("within", [0.004, 0.004, 0.004], 0.003, DID_NOT),
         ("within", [-0.004, -0.004, -0.004], 0.003, DID_NOT),
-        ("within", [0.001, -0.001, 0.008], 0.003, DID_NOT),  # its error is larger than the bound
+        ("within", [0.002, 0.003, 0.004], 0.003, DID_NOT),  # the mean is at the bound
+        ("within", [0.001, -0.001, 0.008], 0.003, UNTESTED),  # twice its error is larger than the bound
+        ("within", [-0.008, 0.002, 0.008], 0.003, UNTESTED),
+        ("within", [0.080, 0.088, 0.090], 0.003, DID_NOT),  # so it is here, but the mean is far beyond
         ("no_worse", [-0.5, -0.5, -0.5], 0.005, HELD),
         ("no_worse", [0.004, 0.004, 0.004], 0.005, HELD),
         ("no_worse", [0.006, 0.006, 0.006], 0.005, DID_NOT),
+        ("no_worse", [-0.1, -0.2, -0.3], 0.005, HELD),  # however wide they spread
+        ("no_worse", [0.1, -0.1, 0.01], 0.005, UNTESTED),
+        ("no_worse", [0.1, 0.2, 0.3], 0.005, DID_NOT),
     ],
 )
 def test_kinds_of_final_differences(tmp_path, kind, gaps, bound, expected):
     table = {("A", 0.001): [2.0, 2.1, 2.2], ("B", 0.001): [2.0 + 0.1 * i + gap for i, gap in enumerate(gaps)]}
-    assert verdict(panel(tmp_path, ends(table), lrs=(0.001,)), claim(kind, bound=bound)).verdict == expected
+    found = verdict(panel(tmp_path, ends(table), lrs=(0.001,)), claim(kind, bound=bound))
+    assert found.verdict == expected
+    assert ("the seeds spread too widely for a bound of 0.00" in found.sentence) == (expected == UNTESTED)
 
 
 def curves(gaps):
@@ -212,6 +225,8 @@ def test_scales_are_read_from_the_runs(tmp_path):
 def test_scales_that_no_run_tells_are_no_test(tmp_path):
     found = panel(tmp_path, lambda *_: 2.0, lrs=(0.001,), maps={"B": {"beta": "auto"}})
     assert verdict(found, claim("e_rises", against="")).sentence.endswith("the runs of B do not tell it.")
+    silent = panel(tmp_path, lambda *_: 2.0, "silent", lrs=(0.001,), stats=lambda *_: {})
+    assert verdict(silent, claim("e_rises", against="")).sentence.endswith("the runs of B do not tell it.")
 
 
 def two_sizes(tmp_path, gains, paper=("1x1", "9x9")):
@@ -224,26 +239,46 @@ def two_sizes(tmp_path, gains, paper=("1x1", "9x9")):
 def test_growth_of_a_gain_is_paired_over_panels(tmp_path):
     said = claim("grows", panels=("1x1", "9x9"))
     for name, second, expected, word in (
-        ("grown", [0.2, 0.25, 0.2], HELD, "larger"),
-        ("mixed", [0.1, 0.0, 0.3], DID_NOT, "larger"),
-        ("shrunk", [0.05, 0.05, 0.05], DID_NOT, "smaller"),
+        ("grown", [0.2, 0.25, 0.2], HELD, "0.1167 larger"),
+        ("mixed", [0.1, 0.0, 0.3], DID_NOT, "0.0333 larger"),
+        ("shrunk", [0.05, 0.05, 0.05], DID_NOT, "0.0500 smaller"),
     ):
         panels = two_sizes(tmp_path / name, ([0.1, 0.1, 0.1], second))
-        found = judge(said, "t", panels, (), PAPER)
+        found = judge(said, "t", panels, {}, PAPER)
         assert found.verdict == expected
         assert [panel.panel for panel in found.panels] == ["s to m"]
-        assert f"{word} in the second" in found.sentence
-        assert judge(said, "t", panels[:1], (), PAPER).verdict == UNTESTED
+        assert f"the gain of B over A is {word}" in found.sentence
+        assert found.sentence.endswith("3 seeds) at m than at s.")
+        alone = judge(said, "t", panels[:1], {"m": "9x9"}, PAPER)
+        assert alone.sentence == "Not tested at this scale: it needs finished panels for the paper's 1x1, 9x9."
+
+
+def test_a_smaller_loss_is_no_grown_gain(tmp_path):
+    panels = two_sizes(tmp_path, ([-0.2, -0.2, -0.2], [-0.1, -0.1, -0.1]))
+    found = judge(claim("grows", panels=("1x1", "9x9")), "t", panels, {}, PAPER)
+    assert found.sentence.startswith("Did not hold: there is no gain at m: B ends 0.1000 above A")
+
+
+def test_growth_is_not_told_from_other_seeds_or_runs_that_broke_down(tmp_path):
+    said = claim("grows", panels=("1x1", "9x9"))
+    first = panel(tmp_path, lambda arm, *_: 2.0 - 0.1 * (arm == "B"), "s", "1x1", lrs=(0.1,))
+    other = panel(tmp_path, lambda arm, *_: 2.0 - 0.2 * (arm == "B"), "m", "9x9", lrs=(0.1,), seeds=(0, 2, 1))
+    broken = panel(tmp_path, lambda arm, *_: None if arm == "B" else 2.0, "l", "9x9", lrs=(0.1,))
+    assert judge(said, "t", [first, other], {}, PAPER).sentence == "Not tested at this scale: the seeds differ."
+    assert "B did not stay finite" in judge(said, "t", [first, broken], {}, PAPER).sentence
 
 
 def test_several_panels_are_counted(tmp_path):
     panels = two_sizes(tmp_path, ([0.1, 0.1, 0.1], [-0.1, -0.1, -0.1]))
-    found = judge(claim(), "t", panels, ("l",), PAPER)
+    found = judge(claim(), "t", panels, {"l": "7x7"}, PAPER)
     assert found.verdict == DID_NOT
     assert (
         found.sentence
         == "Held in 1 of 3 panels, did not hold in 1 of 3 panels, not tested at this scale in 1 of 3 panels."
     )
-    assert judge(claim(panels=("9x9",)), "t", panels, ("l",), PAPER).verdict == DID_NOT
-    assert judge(claim(panels=("1x1",)), "t", panels, ("l",), PAPER).verdict == HELD
-    assert judge(claim(panels=("7x7",)), "t", panels, (), PAPER).sentence.endswith("no panel that it is about was run.")
+    assert judge(claim(panels=("9x9",)), "t", panels, {"l": "7x7"}, PAPER).verdict == DID_NOT
+    assert judge(claim(panels=("1x1",)), "t", panels, {"l": "7x7"}, PAPER).verdict == HELD
+    waiting = judge(claim(panels=("1x1", "7x7")), "t", panels, {"l": "7x7"}, PAPER)
+    assert [each.best.verdict for each in waiting.panels] == [HELD, UNTESTED]
+    none = judge(claim(panels=("7x7",)), "t", panels, {}, PAPER)
+    assert none.sentence == "Not tested at this scale: it needs finished panels for the paper's 7x7."

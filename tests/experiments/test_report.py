@@ -137,6 +137,8 @@ def test_an_unfinished_table_says_what_is_missing(tmp_path):
     # What the rows of the arms show is not said again among the other numbers.
     assert "beta of the better variant" in page.text
     assert "as printed" not in page.text
+    # What is no difference of losses is told in words.
+    assert any("mismatch is below AdamW at 100.0 % of the evaluations" in cell for row in page.rows for cell in row)
     claims = rows_of(out / "claims.csv")
     waiting = [row for row in claims if row["panel"] == "64x3"]
     assert {row["verdict"] for row in waiting} == {"not tested at this scale"}
@@ -159,6 +161,8 @@ def test_one_seed_is_not_tested(tmp_path):
     page = TablePage(report_table(table_folder(tmp_path / "f", "frozen", loss, seeds=(0,))))
     assert "0 held, 0 did not hold, 6 not tested at this scale" in page.text
     assert "one seed is too few" in page.text
+    assert "Full SEL ends below AdamW, in too few seeds to tell, with each at its own best learning rate" in page.text
+    assert "at the shared rate it is above (+0.2000)." in page.text
 
 
 def test_the_page_opens_without_network_and_shows_figures(tmp_path, monkeypatch):
@@ -173,9 +177,10 @@ def test_the_page_opens_without_network_and_shows_figures(tmp_path, monkeypatch)
         return figure
 
     monkeypatch.setattr(figures, "draw", draw)
-    out = table_folder(tmp_path / "f", "frozen", loss, figures=("mechanism_ablations", "loss_curves"))
+    out = table_folder(tmp_path / "f", "frozen", loss, figures=("mechanism_ablations", "loss_curves", "no_such"))
     page = TablePage(report_table(out))
     assert drawn == [("mechanism_ablations", ["128x4"]), ("loss_curves", ["128x4"])]
+    assert "no_such: not drawn, figures must be one of" in page.text
     images = [value for tag, name, value in page.attributes if (tag, name) == ("img", "src")]
     kind, _, data = images[0].partition(",")
     assert (len(images), kind) == (1, "data:image/svg+xml;base64")
@@ -188,6 +193,20 @@ def test_the_page_opens_without_network_and_shows_figures(tmp_path, monkeypatch)
         assert (out / link).exists(), link
     assert not re.search(r"(?:src|href)=.https?:", page.html)
     assert "<script" not in page.html
+
+
+def test_a_figure_of_runs_is_of_the_first_panel_alone(tmp_path, monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(figures, "draw", lambda name, sources: drawn.update({name: len(sources)}) or Figure())
+    names = ("raw_effective", "heavy_tail", "loss_curves", "symexp_sel")
+    report_table(table_folder(tmp_path / "f", "main_grid", lambda *_: 2.0, figures=names))
+    assert drawn == {"raw_effective": 1, "heavy_tail": 1, "loss_curves": 9, "symexp_sel": 0}
+
+
+def test_a_damaged_comparison_is_named(frozen):
+    write_json(frozen / "panels/128x4/comparison.json", {"runs": []})
+    with pytest.raises(ValueError, match=r"frozen-mini' is damaged, .* it lacks 'comparison'"):
+        report_table(frozen)
 
 
 def test_the_same_numbers_give_the_same_page(frozen):

@@ -84,8 +84,20 @@ def test_another_table_or_other_settings_are_refused(finished, data):
     out, _ = finished
     with pytest.raises(ValueError, match="name is 'optimizer_equivalence' there"):
         run("frozen", out, tiny(data), resume=True)
+    before = (out / "table.json").read_bytes()
     with pytest.raises(ValueError, match=r"steps is 4 there"):
         run("optimizer_equivalence", out, tiny(data, steps=6), resume=True)
+    with pytest.raises(ValueError, match=r"tie_head is False there"):
+        run(
+            "optimizer_equivalence",
+            out,
+            tiny(data, set=SMALL | {"model": {**SMALL["model"], "tie_head": True}}),
+            resume=True,
+        )
+    wider = {**SMALL, "model": {**SMALL["model"], "width": 32}}
+    with pytest.raises(ValueError, match=r"its panel 16x1 is none of 32x1"):
+        run("optimizer_equivalence", out, tiny(data, set=wider), resume=True)
+    assert (out / "table.json").read_bytes() == before
 
 
 def test_a_stopped_table_goes_on_to_the_same_losses(data, tmp_path):
@@ -160,6 +172,28 @@ def test_a_large_scale_wants_data_and_leaves_no_folder_without(tmp_path):
     assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match="panels must be one of '1024x12'"):
         reproduce("frozen", tmp_path / "out", ReproduceConfig(scale="paper", panels=("12x1024",)))
+
+
+def test_a_mistake_in_data_or_results_leaves_no_folder(data, tmp_path):
+    out = tmp_path / "new" / "out"
+    with pytest.raises(FileNotFoundError, match="no/such"):
+        run("frozen", out, tiny("no/such"))
+    with pytest.raises(ValueError, match="context"):
+        run("frozen", out, tiny(data, set={**SMALL, "model": {**SMALL["model"], "context": 10**6}}))
+    (tmp_path / "results.csv").write_text("table,loss\n")
+    with pytest.raises(ValueError, match="must have the columns"):
+        run("frozen", out, tiny(data), results=tmp_path / "results.csv")
+    assert not out.parent.exists()
+
+
+def test_the_plan_is_of_the_panels_to_run():
+    table = load_table("main_grid", "mini")
+    text = "\n".join(plan_lines(table, ["64x3"]))
+    assert "in all: up to 22 runs" in text
+    assert "64x3: AdamW" in text
+    assert "64x2: AdamW" not in text
+    with pytest.raises(ValueError, match="panels must be one of '64x2'"):
+        plan_lines(table, ["3x64"])
 
 
 def test_the_plan_counts_runs_and_tokens_and_says_every_assumption():

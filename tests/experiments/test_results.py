@@ -71,6 +71,25 @@ def test_the_file_only_grows(out, tmp_path):
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["results.csv"]
 
 
+def test_a_file_without_its_last_newline_keeps_its_last_row(out, tmp_path):
+    file = tmp_path / "results.csv"
+    count = append_results(out, file)
+    *lines, last = file.read_text().splitlines()
+    file.write_text("\n".join(lines))
+    assert append_results(out, file) == 1
+    assert file.read_text().splitlines() == [*lines, last]
+    assert len(rows(file)) == count
+
+
+def test_a_damaged_row_is_named(out, tmp_path):
+    file = tmp_path / "results.csv"
+    append_results(out, file)
+    text = file.read_text()[:-9]
+    file.write_text(f"{text}\nfrozen,mini\n")
+    with pytest.raises(ValueError, match=rf"is damaged: row {len(text.splitlines()) + 1} has 2 columns"):
+        append_results(out, file)
+
+
 def test_another_machine_or_commit_is_another_row(out, tmp_path):
     file, other = tmp_path / "results.csv", tmp_path / "other"
     count = append_results(out, file)

@@ -243,12 +243,31 @@ def test_an_unknown_table_or_scale_is_named(arguments, words):
         ({"model": {"widht": 3}}, "did you mean 'width'"),
         ({"map": {"bta": 3}}, "did you mean 'beta'"),
         ({"train": {"steps": 0}}, "steps must be a whole number"),
+        ({"model": 3}, r"\[model\] must be a table, got 3"),
+        ({"arm": {"full": 3}}, r"\[arm.full\] must be a table, got 3"),
+        ({"base": {"steps": 3}}, "got 'base'"),  # a table without a first stage
         ({"compare": {"arms": ["full", "frozen"]}}, "AdamW"),
     ],
 )
 def test_a_wrong_change_is_named(changes, words):
     with pytest.raises(ValueError, match=words):
         load_table("frozen", "mini", changes=changes)
+
+
+def test_what_the_command_changes_is_no_longer_assumed():
+    changes = {"model": {"tie_head": True}, "compare": {"lrs": [1e-3]}, "map": {"beta": 5.0}}
+    before = load_table("main_grid", "paper").assumptions
+    found = load_table("main_grid", "paper", changes=changes).assumptions
+    said = {"model.tie_head": True, "compare.lrs": [1e-3], "map.beta": 5.0}
+    assert found == before | {key: f"{before[key]} (Here: {value}.)" for key, value in said.items()}
+
+
+def test_prepared_data_have_no_settings_of_their_preparation():
+    table = load_table("frozen", "paper", data="elsewhere")
+    assert table.data == {}
+    assert not [key for key in table.assumptions if key.startswith("data.")]
+    with pytest.raises(ValueError, match="got 'data'"):
+        load_table("frozen", "paper", data="elsewhere", changes={"data": {"tokenizer": "byte"}})
 
 
 def test_a_bench_has_no_training_to_change():
@@ -270,6 +289,21 @@ def test_a_file_of_ones_own_is_a_table(tmp_path):
         load_table(str(tmp_path / "none.toml"), "mini")
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[[mini.panel]]\n[[mini.panel]]\n", "panel must have a name of its own, .* got '128x4'"),
+        ('[[mini.panel]]\nname = "../1x1"\n', "panel must have a name of its own"),
+        ("[mini.panel]\nmap = { beta = 5.0 }\n", r"panel must be tables, each under \[\[panel\]\]"),
+    ],
+)
+def test_panels_of_ones_own_have_names_and_tables(tmp_path, text, words):
+    file = tmp_path / "mine.toml"
+    file.write_text('title = "Mine"\nprotocol = "controlled"\nbaseline = "AdamW"\n[arm.strong]\n' + text)
+    with pytest.raises(ValueError, match=words):
+        load_table(str(file), "mini")
+
+
 def test_a_folder_without_results_has_panels_without_any(tmp_path):
     table = load_table("main_grid", "mini", out=tmp_path)
     write_json(tmp_path / "table.json", table.to_json())
@@ -279,6 +313,11 @@ def test_a_folder_without_results_has_panels_without_any(tmp_path):
         assert getattr(outcome, field) == getattr(table, field)
 
 
-def test_another_folder_is_no_table(tmp_path):
+def test_another_folder_is_no_table_and_a_damaged_one_is_named(tmp_path):
     with pytest.raises(ValueError, match=re.escape("table.json")):
         read_table(tmp_path)
+    said = load_table("frozen", "mini").to_json()
+    for damaged in ({**said, "more": 1}, {key: value for key, value in said.items() if key != "panels"}):
+        write_json(tmp_path / "table.json", damaged)
+        with pytest.raises(ValueError, match=r"table.json' is damaged"):
+            read_table(tmp_path)

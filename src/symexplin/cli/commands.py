@@ -289,9 +289,11 @@ def _reproduce(arguments: Arguments) -> None:
             _say(f"{name:22} {title}")
         return
     config = build(ReproduceConfig, given(arguments, ReproduceConfig))
-    out = arguments.out or Path("runs", "reproduce", f"{Path(arguments.name).stem}-{config.scale}")
+    out = arguments.out
+    if out is None:
+        out = Path("runs", "reproduce", f"{Path(arguments.name).stem}-{config.scale}")
     if arguments.plan:
-        for line in plan_lines(config.table(arguments.name, out)):
+        for line in plan_lines(config.table(arguments.name, out), config.panels):
             _say(line)
         return
     reproduce(arguments.name, out, config, resume=arguments.resume, results=arguments.results, echo=_log)

@@ -2,15 +2,16 @@
 
 A claim on a difference is tried on the differences between two arms at the same seed, which share the first weights
 and the order of the data. It held if every seed has the claimed sign, there are at least three, and the mean is beyond
-twice its standard error; with at least three seeds and otherwise it did not hold; with fewer it was not tested.
+twice its standard error; with at least three seeds and otherwise it did not hold; with fewer it was not tested. Nor was
+a claim that two arms agree, where the seeds spread too widely to show agreement within its bound.
 """
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from symexplin.experiments.evidence import LEAST_SEEDS, Evidence, Spread, spread_of
+from symexplin.experiments.evidence import LEAST_SEEDS, Evidence, Spread, shown, spread_of
 from symexplin.experiments.kinds import KINDS
 from symexplin.experiments.paper import Claim, Paper
 
@@ -21,9 +22,10 @@ RULE = (
     "Differences are taken between runs of one seed, which share their first weights and the order of their data. A "
     "claim held if all seeds, three at least, have the claimed sign and the mean is beyond twice its standard error; "
     "with three seeds and otherwise it did not hold; with fewer it was not tested. A claim that two arms agree within "
-    "a bound held if the mean, twice its standard error added, stays within it. The verdict is that of each arm at its "
-    "own best learning rate; what the shared rate, the baseline's best, shows stands beside it. Rates are chosen on "
-    "the first seeds alone. Three seeds are few: where two arms do not differ at all, one claim in eleven holds by "
+    "a bound held if the mean, twice its standard error added, stays within it; where twice the standard error alone "
+    "is more than the bound, and the mean not clearly beyond it, it was not tested. The verdict is that of each arm at "
+    "its own best learning rate; what the shared rate, the baseline's best, shows stands beside it. Rates are chosen "
+    "on the first seeds alone. Three seeds are few: where two arms do not differ at all, one claim in eleven holds by "
     "chance."
 )
 
@@ -75,32 +77,37 @@ class ClaimVerdict:
             only = self.panels[0]
             return f"{self.verdict.capitalize()}: {only.best.text}." + (f" {only.note}" if only.note else "")
         if not self.panels:
-            return f"{UNTESTED.capitalize()}: no panel that it is about was run."
+            named = f" for the paper's {', '.join(self.claim.panels)}" if self.claim.panels else ""
+            return f"{UNTESTED.capitalize()}: it needs finished panels{named}."
         counts = [(sum(p.best.verdict == v for p in self.panels), v) for v in (HELD, DID_NOT, UNTESTED)]
         parts = [f"{v} in {n} of {len(self.panels)} panels" for n, v in counts if n]
         return f"{', '.join(parts)}.".capitalize()
 
 
-def judge(claim: Claim, table: str, panels: Sequence[Evidence], missing: Sequence[str], paper: Paper) -> ClaimVerdict:
+def judge(
+    claim: Claim, table: str, panels: Sequence[Evidence], missing: Mapping[str, str], paper: Paper
+) -> ClaimVerdict:
     """Return what became of a claim.
 
     Args:
         claim: what the paper says.
         table: in which it is tried.
         panels: those that have ended.
-        missing: names of those that have not.
+        missing: {name: the paper's panel that it stands for, or ""} of those that have not.
         paper: for its own differences.
     """
-    about = [panel for panel in panels if not claim.panels or panel.paper in claim.panels]
     if claim.kind == "grows":
-        ends = [panel for name in claim.panels for panel in about if panel.paper == name]
-        return ClaimVerdict(
-            claim, (_growth(claim, table, *ends, paper=paper),) if len(ends) == len(claim.panels) else ()
-        )
-    verdicts = [_verdict(claim, table, panel, paper) for panel in about]
-    if not claim.panels:
-        unfinished = Judgement(UNTESTED, "the panel has not ended")
-        verdicts += [Verdict(name, unfinished, None, None, "") for name in missing]
+        ends = [next((panel for panel in panels if panel.paper == name), None) for name in claim.panels]
+        found = [panel for panel in ends if panel is not None]
+        whole = len(found) == len(ends)
+        return ClaimVerdict(claim, (_growth(claim, table, *found, paper=paper),) if whole else ())
+
+    def about(paper_panel: str) -> bool:
+        return not claim.panels or paper_panel in claim.panels
+
+    verdicts = [_verdict(claim, table, panel, paper) for panel in panels if about(panel.paper)]
+    unfinished = Judgement(UNTESTED, "the panel has not ended")
+    verdicts += [Verdict(name, unfinished, None, None, "") for name, stands_for in missing.items() if about(stands_for)]
     return ClaimVerdict(claim, tuple(verdicts))
 
 
@@ -163,22 +170,32 @@ def _judge_at(claim: Claim, panel: Evidence, lr: float | None, other_lr: float |
     values, lost = _values(claim.kind, claim.arm, claim.against, panel, lr, other_lr)
     if values is None:
         return Judgement(UNTESTED, f"the runs of {claim.arm} do not tell it")
-    return _settle(claim, values, lost, len(panel.seeds), _at(claim, lr, other_lr))
+    at, seeds = _at(claim, lr, other_lr), len(panel.seeds)
+    if not lost:
+        return _settle(claim, values, at)
+    rates = {claim.arm: lr, claim.against: other_lr}
+    words = (
+        f"{arm} did not stay finite {'at any rate tried' if rates[arm] is None else f'in {count} of {seeds} seeds'}"
+        for arm, count in lost.items()
+    )
+    # An arm that diverges has not kept up; one that the other diverges from proves nothing.
+    compared = claim.kind != "above" and not KINDS[claim.kind].alone
+    failed = compared and claim.arm in lost and claim.against not in lost and seeds >= LEAST_SEEDS
+    return Judgement(DID_NOT if failed else UNTESTED, " and ".join(words) + at)
 
 
-def _settle(claim: Claim, values: list[float], lost: Mapping[str, int], seeds: int, at: str) -> Judgement:
+def _settle(claim: Claim, values: list[float], at: str) -> Judgement:
     """Return the judgement that the numbers of all seeds give."""
-    if lost:
-        words = " and ".join(f"{arm} did not stay finite in {n} of {seeds} seeds" for arm, n in lost.items())
-        # An arm that diverges has not kept up; one that the other diverges from proves nothing.
-        failed = claim.arm in lost and claim.against not in lost and claim.kind != "above" and seeds >= LEAST_SEEDS
-        return Judgement(DID_NOT if failed else UNTESTED, words + at)
     kind, spread = KINDS[claim.kind], spread_of(values)
     text = kind.words(claim.arm, claim.against, spread) + at
     if len(values) < LEAST_SEEDS:
         count = "one seed is" if len(values) == 1 else f"{len(values)} seeds are"
         return Judgement(UNTESTED, f"{count} too few; {text}", spread)
-    return Judgement(HELD if kind.holds(spread, claim.bound or 0.0) else DID_NOT, text, spread)
+    held = kind.holds(spread, claim.bound or 0.0)
+    if held is None:
+        return Judgement(UNTESTED, f"the seeds spread too widely for a bound of {claim.bound:g}; {text}", spread)
+    chance = not held and not kind.bound and not shown(spread)
+    return Judgement(HELD if held else DID_NOT, f"not beyond chance; {text}" if chance else text, spread)
 
 
 def _at(claim: Claim, lr: float | None, other_lr: float | None) -> str:
@@ -201,11 +218,19 @@ def _growth(claim: Claim, table: str, first: Evidence, last: Evidence, *, paper:
             for arm in (claim.arm, claim.against):
                 if arm not in panel.arms:
                     return Judgement(UNTESTED, f"{arm} was not trained")
-            found.append(_judge_at(claim, panel, *(lrs(panel, arm) for arm in (claim.arm, claim.against))))
+            gain = replace(claim, kind="below", panels=())
+            found.append(_judge_at(gain, panel, *(lrs(panel, arm) for arm in (claim.arm, claim.against))))
         start, end = (judgement.spread for judgement in found)
-        if start is None or end is None or len(start.values) != len(end.values):
-            return Judgement(UNTESTED, next((j.text for j in found if j.spread is None), "the seeds differ"))
-        return _settle(claim, list(map(operator.sub, end.values, start.values)), {}, len(start.values), "")
+        if start is None or end is None:
+            return Judgement(UNTESTED, next(judgement.text for judgement in found if judgement.spread is None))
+        if first.seeds != last.seeds:
+            return Judgement(UNTESTED, "the seeds differ")
+        grown = _settle(
+            claim, list(map(operator.sub, end.values, start.values)), f" at {last.name} than at {first.name}"
+        )
+        if grown.verdict == HELD and end.mean >= 0.0:  # a smaller loss is no gain
+            return Judgement(DID_NOT, f"there is no gain at {last.name}: {found[1].text}", grown.spread)
+        return grown
 
     best, shared = at(Evidence.best_lr), at(lambda panel, _: panel.shared_lr)
     note = _note(best, shared, first.shared_lr) if first.shared_lr == last.shared_lr else ""

@@ -74,10 +74,11 @@ class Cell:
         The inner multiplier m is the mean curvature over the beta of a map that has one for all matrices.
         """
         with contextlib.suppress(OSError, ValueError):
-            stats = next(r["stats"] for r in reversed(read_json_lines(self.folder / METRICS)) if r.get("stats"))
+            records = reversed(read_json_lines(self.folder / METRICS))
+            stats: Mapping[str, float] = next((record["stats"] for record in records if record.get("stats")), {})
             name = "kappa/mean" if role == "m" else f"{role}/mean"
             if name in stats and (role != "m" or self.beta is not None):
-                return float(stats[name]) / (self.beta or 1.0 if role == "m" else 1.0)
+                return stats[name] / (self.beta or 1.0 if role == "m" else 1.0)
         return None
 
 

@@ -13,7 +13,7 @@ class Kind(NamedTuple):
 
     Args:
         value: a number for each seed, of the arm's run and the other's; None where the runs do not tell it.
-        holds: whether the numbers of all seeds, with the claim's bound, are as claimed.
+        holds: whether the numbers of all seeds, with the claim's bound, are as claimed; None: they cannot tell.
         words: (arm, against, numbers) -> what they say.
         bound: the claim names a bound.
         alone: it is about one arm, held against none.
@@ -22,7 +22,7 @@ class Kind(NamedTuple):
     """
 
     value: Callable[[Cell, Cell], float | None]
-    holds: Callable[[Spread, float], bool]
+    holds: Callable[[Spread, float], bool | None]
     words: Callable[[str, str, Spread], str]
     bound: bool = False
     alone: bool = False
@@ -78,12 +78,19 @@ def _above(spread: Spread, _: float) -> bool:
     return shown(spread) > 0
 
 
-def _within(spread: Spread, bound: float) -> bool:
-    return abs(spread.mean) + spread.margin <= bound
+def _within(spread: Spread, bound: float) -> bool | None:
+    return _bounded(abs(spread.mean), spread.margin, bound)
 
 
-def _no_worse(spread: Spread, bound: float) -> bool:
-    return spread.mean + spread.margin <= bound
+def _no_worse(spread: Spread, bound: float) -> bool | None:
+    return _bounded(spread.mean, spread.margin, bound)
+
+
+def _bounded(size: float, margin: float, bound: float) -> bool | None:
+    """Return whether a size is at most a bound; None if no size would be, and this one is not clearly beyond it."""
+    if size + margin <= bound:
+        return True
+    return None if size - margin <= bound < margin else False
 
 
 def _at_most(spread: Spread, bound: float) -> bool:
@@ -106,7 +113,7 @@ def _say_unreached(arm: str, against: str, spread: Spread) -> str:
 
 def _say_growth(arm: str, against: str, spread: Spread) -> str:
     side = "larger" if spread.mean < 0 else "smaller"
-    return f"the gain of {arm} over {against} is {abs(spread.mean):.4f} {side} in the second{_say_spread(spread)}"
+    return f"the gain of {arm} over {against} is {abs(spread.mean):.4f} {side}{_say_spread(spread)}"
 
 
 def _say_share(arm: str, against: str, spread: Spread) -> str:

@@ -169,14 +169,15 @@ def _one(row: ArmRow, baseline: str) -> str:
         "below": f"ends below {baseline}",
         "above": f"ends above {baseline}",
         "undecided": f"cannot be told from {baseline}",
-        "few seeds": f"ends {'below' if own.delta < 0 else 'above'} {baseline}, in too few seeds to tell",
+        "few seeds": f"ends {_SIGNS[-1 if own.delta < 0 else 1]} {baseline}, in too few seeds to tell,",
     }
     text = f"{row.label} {words[own.shown]} with each at its own best learning rate ({_signed(own)})"
     if own.lr == shared.lr:
         return f"{text}, which is the same for both."
     if shared.delta is None:
         return f"{text}; at the shared rate it did not stay finite."
-    text += f"; at the shared rate it is {shared.shown} ({_signed(shared)})"
+    word = _SIGNS[-1 if shared.delta < 0 else 1] if shared.shown == "few seeds" else shared.shown
+    text += f"; at the shared rate it is {word} ({_signed(shared)})"
     if shared.shown == "below" and own.shown in ("above", "undecided"):
         return f"{text}: a gain that the learning rate explains."
     return f"{text}."

@@ -14,6 +14,7 @@ import jinja2
 
 from symexplin.experiments.claims import DID_NOT, HELD, RULE, UNTESTED, ClaimVerdict, judge
 from symexplin.experiments.evidence import Evidence
+from symexplin.experiments.kinds import KINDS
 from symexplin.experiments.measured import (
     ArmRow,
     NumberRow,
@@ -27,6 +28,8 @@ from symexplin.experiments.paper import Paper, load_paper
 from symexplin.experiments.tables import Outcome, PanelOutcome, read_table
 from symexplin.lab.bench.table import Row
 from symexplin.lab.files import replace_file
+from symexplin.lab.report.pages import reading
+from symexplin.validation import check_choice
 
 __all__ = ["CLAIMS", "FIGURES", "PAGE", "RESULTS", "report_table"]
 
@@ -81,19 +84,20 @@ def report_table(out: str | Path) -> Path:
     ValueError: out must be the folder of a table, which has table.json, got 'no/such/folder'
     """
     out = Path(out)
-    found = _look_up(read_table(out), load_paper())
-    replace_file(out / RESULTS, _csv(_result_rows(found)))
-    replace_file(out / CLAIMS, _csv(_claim_rows(found)))
-    figures = [_draw(name, out, found.outcome) for name in found.outcome.figures]
-    replace_file(out / PAGE, _render(out, found, figures))
+    with reading(out):
+        found = _look_up(read_table(out), load_paper())
+        replace_file(out / RESULTS, _csv(_result_rows(found)))
+        replace_file(out / CLAIMS, _csv(_claim_rows(found)))
+        figures = [_draw(name, out, found.outcome) for name in found.outcome.figures]
+        replace_file(out / PAGE, _render(out, found, figures))
     return out / PAGE
 
 
 def _look_up(outcome: Outcome, paper: Paper) -> _Found:
-    missing = tuple(panel.name for panel in outcome.panels if panel.found is None)
+    missing = {panel.name: panel.stands_for or "" for panel in outcome.panels if panel.found is None}
     if outcome.kind == _BENCH:
         timed = {panel.name: (panel.stands_for or "", panel.found["rows"]) for panel in outcome.panels if panel.found}
-        return _Found(outcome, (), {}, (), tuple(profile_rows(outcome.name, timed, paper)), missing)
+        return _Found(outcome, (), {}, (), tuple(profile_rows(outcome.name, timed, paper)), tuple(missing))
     panels = tuple(Evidence(p.name, p.stands_for or "", p.folder, p.found) for p in outcome.panels if p.found)
     return _Found(
         outcome,
@@ -101,7 +105,7 @@ def _look_up(outcome: Outcome, paper: Paper) -> _Found:
         {panel.name: arm_rows(outcome.name, panel, outcome.labels, paper) for panel in panels},
         tuple(judge(claim, outcome.name, panels, missing, paper) for claim in paper.claims_of(outcome.name)),
         tuple(number_rows(outcome.name, outcome.scale, panels, paper)),
-        missing,
+        tuple(missing),
     )
 
 
@@ -110,10 +114,11 @@ def _draw(name: str, out: Path, outcome: Outcome) -> Drawn:
     from symexplin.experiments.figures import FIGURES as SPECS  # matplotlib takes its time
     from symexplin.experiments.figures import draw, save_figure
 
-    spec = SPECS[name]
-    caption = f"{spec.shows[0].upper()}{spec.shows[1:]} (the paper's {spec.place.partition(',')[0]})"
-    folders = [panel.folder for panel in outcome.panels if panel.found is not None][: spec.most]
+    folders, caption = [panel.folder for panel in outcome.panels if panel.found is not None], name
     try:
+        spec = SPECS[check_choice("figures", name, SPECS)]
+        caption = f"{spec.shows[0].upper()}{spec.shows[1:]} (the paper's {spec.place.partition(',')[0]})"
+        folders = folders if spec.most is None else folders[: min(spec.most, 1)]  # runs are those of one panel
         files = save_figure(draw(name, folders), out / FIGURES, name)
     except (OSError, ValueError) as error:
         return Drawn(name, f"{caption}: not drawn, {error}.", "", ())
@@ -140,6 +145,7 @@ def _render(out: Path, found: _Found, figures: Sequence[Drawn]) -> str:
         headline=_headline(found),
         arms=arm_sentences(found.rows),
         claims=found.claims,
+        kinds=KINDS,
         rule=RULE,
         numbers=found.numbers,
         panels=[(panel, found.rows[panel.name], edges(panel)) for panel in found.panels],
@@ -159,15 +165,14 @@ def _headline(found: _Found) -> list[str]:
     if found.missing:
         sentences.append(
             f"Unfinished: {len(found.missing)} of {count} panels to go ({', '.join(found.missing)}). The command "
-            "that began this, with --resume, goes on."
+            "that began this, with --resume and without --panels, goes on."
         )
     if found.claims:
         verdicts = [claim.verdict for claim in found.claims]
         counts = [f"{verdicts.count(verdict)} {verdict}" for verdict in (HELD, DID_NOT, UNTESTED)]
         one = "claim" if len(verdicts) == 1 else "claims"
-        where = (
-            "at the paper's scale" if outcome.scale == "paper" else f"at scale {outcome.scale}, far below the paper's"
-        )
+        far = "" if outcome.scale == "paper" else ", far below the paper's"
+        where = f"at scale {outcome.scale}{far}"
         sentences.append(f"Of {len(verdicts)} {one} of the paper tried here, {where}: {', '.join(counts)}.")
     elif outcome.kind != _BENCH:
         sentences.append("The paper has no claim that this table tries.")
@@ -178,7 +183,7 @@ def _size(out: Path, outcome: PanelOutcome, panel: Evidence) -> dict[str, Any]:
     """Return what a panel trained, for the table of panels."""
     config, corpus = panel.found["config"], panel.found["corpus"]
     train, model = config["train"], config["model"]
-    tokens = train["steps"] * train["batch_size"] * train.get("accumulation", 1) * model["context"]
+    tokens = train["steps"] * train["batch_size"] * model["context"]
     page = outcome.folder / PAGE
     link = urllib.parse.quote(page.relative_to(out).as_posix()) if page.exists() else None
     return {

@@ -7,19 +7,19 @@ report.html, table.csv, figures/      what came out     (symexplin.experiments.r
 
 import dataclasses
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from symexplin.experiments.panels import BASE, DATA
-from symexplin.experiments.results import append_results
+from symexplin.experiments.results import append_results, check_results
 from symexplin.experiments.tables import PANELS, SCALES, TABLE, Panel, Table, load_table
 from symexplin.lab.bench.config import BenchConfig
 from symexplin.lab.bench.run import run_bench
 from symexplin.lab.compare.sweep import CompareConfig, compare_runs
-from symexplin.lab.files import read_json, write_json
-from symexplin.lab.folders import claimed
+from symexplin.lab.files import read_json, replace_file, write_json
+from symexplin.lab.folders import LOCK, claimed
 from symexplin.lab.provenance import cores
 from symexplin.lab.run import train
 from symexplin.lab.settings import build, merge
@@ -99,8 +99,8 @@ class ReproduceConfig:
         return load_table(name, self.scale, out=out, data=self.prepared, changes=merge(changes, self.set))
 
 
-def plan_lines(table: Table) -> list[str]:
-    """Return what a table will train, and what it assumes, as lines to read.
+def plan_lines(table: Table, names: Collection[str] = ()) -> list[str]:
+    """Return what a table, or its panels of these `names`, will train, and what it assumes, as lines to read.
 
     >>> plan_lines(load_table("optimizer_equivalence", "paper"))[4]
     '1024x12: parameterized, optimizer; lrs 0.0003; seeds 123; up to 2 runs of 100,000 steps, 3,276,800,000 tokens each'
@@ -109,7 +109,7 @@ def plan_lines(table: Table) -> list[str]:
     if table.base is not None:
         lines.append(f"{BASE}: AdamW, lr {table.base.train.lr:g}, {table.base.train.steps:,} steps, before all others")
     runs = tokens = 0
-    for panel in table.panels:
+    for panel in _chosen(table, names):
         if isinstance(panel.config, BenchConfig):
             lines.append(f"{panel.name}: " + "; ".join(map(str, panel.config.cases())))
             continue
@@ -156,18 +156,30 @@ def reproduce(
 
     config = config or ReproduceConfig()
     table = config.table(name, Path(out).resolve())
-    wanted = _chosen(table, config)
+    wanted = _chosen(table, config.panels)
     if table.kind == "compare" and not config.prepared and not table.data.get("sources"):
         raise ValueError(f"data must be given at scale {table.scale!r}: a prepared folder, or sources of text")
+    if table.kind == "compare" and results is not None:
+        check_results(results)  # before hours of training
     with claimed(out, "table", {TABLE}) as folder:
-        _begin(folder, table, resume)
-        if table.kind == "compare" and not config.prepared:
-            prepare(build(PrepareConfig, table.data), folder / DATA, echo=echo, progress=progress)
-        if table.base is not None:
-            train(table.base, folder / BASE, resume=True, echo=echo, tell_config=False, progress=progress, label=BASE)
-        for panel in wanted:
-            echo(f"{table.name} {panel.name}")
-            _run(panel, folder / PANELS / panel.name, config.jobs is None, echo, progress)
+        before = _begin(folder, table, resume)
+        try:
+            if table.kind == "compare" and not config.prepared:
+                prepare(build(PrepareConfig, table.data), folder / DATA, echo=echo, progress=progress)
+            if table.base is not None:
+                train(
+                    table.base, folder / BASE, resume=True, echo=echo, tell_config=False, progress=progress, label=BASE
+                )
+            for panel in wanted:
+                echo(f"{table.name} {panel.name}")
+                _run(panel, folder / PANELS / panel.name, config.jobs is None, echo, progress)
+        except ValueError:
+            if before is not None:  # refused: it is what it was
+                replace_file(folder / TABLE, before)
+            raise
+        finally:
+            if {path.name for path in folder.iterdir()} == {TABLE, LOCK}:  # a mistake in what was asked for
+                (folder / TABLE).unlink()
         report = report_table(folder)
         echo(f"report: {report}")
         if results is not None:
@@ -175,24 +187,29 @@ def reproduce(
     return report
 
 
-def _chosen(table: Table, config: ReproduceConfig) -> list[Panel]:
-    for name in config.panels:
+def _chosen(table: Table, names: Collection[str]) -> list[Panel]:
+    for name in names:
         check_choice("panels", name, [panel.name for panel in table.panels])
-    return [panel for panel in table.panels if panel.name in (config.panels or [panel.name])]
+    return [panel for panel in table.panels if panel.name in (names or [panel.name])]
 
 
-def _begin(folder: Path, table: Table, resume: bool) -> None:
-    """Write what the folder is, after a look at what it was."""
-    if (folder / TABLE).exists():
+def _begin(folder: Path, table: Table, resume: bool) -> bytes | None:
+    """Write what the folder is, after a look at what it was, which is returned."""
+    before = (folder / TABLE).read_bytes() if (folder / TABLE).exists() else None
+    if before is not None:
         if not resume:
             raise ValueError(
                 f"out must be a new folder, got {str(folder)!r}, which has a table: add --resume to go on with it"
             )
-        said = read_json(folder / TABLE)
+        there, known = read_json(folder / TABLE), [panel.name for panel in table.panels]
         for key in ("name", "scale"):
-            if said.get(key) != getattr(table, key):
-                raise ValueError(f"{folder} has another table: {key} is {said.get(key)!r} there")
+            if there.get(key) != getattr(table, key):
+                raise ValueError(f"{folder} has another table: {key} is {there.get(key)!r} there")
+        for panel in there.get("panels", ()):
+            if panel["name"] not in known and (folder / PANELS / panel["name"]).exists():
+                raise ValueError(f"{folder} has another table: its panel {panel['name']} is none of {', '.join(known)}")
     write_json(folder / TABLE, table.to_json())
+    return before
 
 
 def _run(panel: Panel, folder: Path, may_share: bool, echo: Echo, progress: bool) -> None:
@@ -207,3 +224,5 @@ def _run(panel: Panel, folder: Path, may_share: bool, echo: Echo, progress: bool
         shutil.rmtree(new, ignore_errors=True)  # a measurement that was interrupted cannot go on
         run_bench(config, new, echo=echo, progress=progress)
         new.rename(folder)
+    else:
+        echo(f"{folder} has been measured: remove it to measure anew")

@@ -14,7 +14,7 @@ from symexplin.lab.files import read_json, replace_file
 from symexplin.lab.run import CONFIG, FACTS, SUMMARY
 from symexplin.lab.settings import load_toml
 
-__all__ = ["COLUMNS", "append_results", "config_hash"]
+__all__ = ["COLUMNS", "append_results", "check_results", "config_hash"]
 
 Row = dict[str, str]
 
@@ -42,6 +42,22 @@ def config_hash(config: Mapping[str, Any], weights: str | None = None) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
 
 
+def check_results(file: str | Path, columns: Sequence[str] = COLUMNS) -> list[list[str]]:
+    """Return the rows of a CSV file of results, its columns' names first, which are all that a new one has.
+
+    Raises:
+        ValueError: other columns, a line that has not as many.
+    """
+    file = Path(file)
+    found = list(csv.reader(io.StringIO(file.read_text(encoding="utf-8")))) if file.exists() else [list(columns)]
+    if not found or found[0] != list(columns):
+        raise ValueError(f"{str(file)!r} must have the columns {', '.join(columns)}, or be a new file")
+    for number, row in enumerate(found, start=1):
+        if len(row) != len(columns):
+            raise ValueError(f"{str(file)!r} is damaged: row {number} has {len(row)} columns, not {len(columns)}")
+    return found
+
+
 def append_results(out: str | Path, file: str | Path) -> int:
     """Append a row for each run of a table's folder to a CSV file, but for those that it has, and return how many.
 
@@ -53,23 +69,21 @@ def append_results(out: str | Path, file: str | Path) -> int:
         file: the CSV file.
 
     Raises:
-        ValueError: a folder of another kind, a file with other columns.
+        ValueError: a folder of another kind, a file with other columns or a damaged one.
     """
     outcome, file = read_table(out), Path(file)
     rows = [row for panel in outcome.panels if panel.found is not None for row in _rows(outcome, panel)]
     if not rows:
         return 0
     columns = tuple(rows[0])
-    text = file.read_text(encoding="utf-8") if file.exists() else _csv([columns])
-    found = list(csv.reader(io.StringIO(text)))
-    if not found or tuple(found[0]) != columns:
-        raise ValueError(f"{str(file)!r} must have the columns {', '.join(columns)}, or be a new file")
+    found = check_results(file, columns)
     key = _KEY if outcome.kind == "compare" else columns
-    there = {tuple(dict(zip(columns, row, strict=True))[name] for name in key) for row in found[1:]}
+    there = {tuple(dict(zip(columns, row, strict=True))[name] for name in key) for row in found}
     new = [row for row in rows if tuple(row[name] for name in key) not in there]
     if new:
         file.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(file, text + _csv([tuple(row.values()) for row in new]))
+        text = file.read_text(encoding="utf-8") if file.exists() else _csv([columns])
+        replace_file(file, text.removesuffix("\n") + "\n" + _csv([tuple(row.values()) for row in new]))
     return len(new)
 
 

@@ -2,12 +2,13 @@
 
 import csv
 import dataclasses
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from symexplin.experiments.panels import SETTINGS, Panels
+from symexplin.experiments.panels import BASE, DATA, SETTINGS, Panels
 from symexplin.lab.bench.config import BenchConfig
 from symexplin.lab.bench.run import RESULTS
 from symexplin.lab.compare.sweep import COMPARISON, CompareConfig
@@ -53,7 +54,7 @@ class About:
         baseline: the arm that the others are held against, "" for a bench.
         labels: {arm: what to call it}, the baseline first.
         assumptions: {key: sentence} of what the paper leaves open.
-        data: keys of :class:`symexplin.lab.text.prepare.PrepareConfig`.
+        data: keys of :class:`symexplin.lab.text.prepare.PrepareConfig`, none for data that were prepared elsewhere.
     """
 
     name: str
@@ -142,9 +143,9 @@ def load_table(
     changes = {key: value for key, value in (changes or {}).items() if value != {}}
     with naming(f"table {name}"):
         file = _read(name)
-        allowed = (_BENCH,) if file.get("kind") == _BENCH else tuple(key for key in SETTINGS if key != _BENCH)
-        for key in changes:
-            check_choice("table of settings", key, allowed)
+        without = {_BENCH, *(() if BASE in file else (BASE,)), *(() if data is None else (DATA,))}
+        allowed = (_BENCH,) if file.get("kind") == _BENCH else tuple(key for key in SETTINGS if key not in without)
+        _check_keys(changes, allowed, "table of settings")
         settings = _settings(file, scale)
         baseline: str = file.get("baseline", "")
         panels = Panels(settings, changes, baseline, Path(out), data)
@@ -157,8 +158,8 @@ def load_table(
             kind=file.get("kind", "compare"),
             figures=tuple(file.get("figures", ())),
             labels={baseline: labels.get(baseline, baseline), **labels} if baseline else {},
-            assumptions=settings.get("assumptions", {}),
-            data=said.get("data", {}),
+            assumptions=_assumptions(settings, changes, data is None),
+            data=said.get(DATA, {}) if data is None else {},
             base=panels.base(),
             panels=tuple(_panels(file, scale, panels)),
         )
@@ -170,16 +171,29 @@ def _read(name: str) -> Settings:
     if name not in known and not name.endswith(".toml"):
         check_choice("name", name, known)
     file = load_toml(_CONFIGS / f"{name}.toml" if name in known else name)
-    tables = [(file, _OF_A_TABLE), *((file.get(scale, {}), _OF_A_SCALE) for scale in SCALES)]
-    tables += [(panel, _OF_A_PANEL) for table, _ in list(tables) for panel in table.get("panel", [])]
-    for table, keys in tables:
-        for key in table:
-            check_choice("key", key, keys)
+    _check_keys(file, _OF_A_TABLE)
+    scales = [file.get(scale, {}) for scale in SCALES]
+    for table in scales:
+        _check_keys(table, _OF_A_SCALE)
+    for panel in (panel for table in (file, *scales) for panel in table.get("panel", [])):
+        _check_keys(panel, _OF_A_PANEL)
     if file.get("kind") != _BENCH:
         for key in ("protocol", "baseline"):
             if key not in file:
                 raise ValueError(f"{key} must be given")
     return file
+
+
+def _check_keys(table: Settings, known: tuple[str, ...], what: str = "key") -> None:
+    for key, value in table.items():
+        check_choice(what, key, known)
+        if key in (*SETTINGS, *SCALES) and not isinstance(value, Mapping):
+            raise ValueError(f"[{key}] must be a table, got {value!r}")
+        if key == "panel" and not (isinstance(value, list) and all(isinstance(entry, Mapping) for entry in value)):
+            raise ValueError(f"panel must be tables, each under [[panel]], got {value!r}")
+    for name, arm in table.get("arm", {}).items():
+        if not isinstance(arm, Mapping):
+            raise ValueError(f"[arm.{name}] must be a table, got {arm!r}")
 
 
 def _protocol(name: str) -> Settings:
@@ -199,6 +213,18 @@ def _settings(file: Settings, scale: str) -> Settings:
     return merge(merge(protocol, said), own)
 
 
+def _assumptions(settings: Settings, changes: Settings, of_data: bool) -> dict[str, str]:
+    """Return what is assumed, with what the command says instead."""
+    found = {}
+    for key, text in settings.get("assumptions", {}).items():
+        value: Any = changes
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        if of_data or not key.startswith(f"{DATA}."):
+            found[key] = text if value is None else f"{text} (Here: {value}.)"
+    return found
+
+
 def _panels(file: Settings, scale: str, panels: Panels) -> list[Panel]:
     """Return the panels at a scale, each with the paper's panel that it stands for."""
     if file.get("kind") == _BENCH:
@@ -207,12 +233,14 @@ def _panels(file: Settings, scale: str, panels: Panels) -> list[Panel]:
     else:
         make = panels.comparison
         size = _size(_protocol(file["protocol"])["model"])
-    of_paper = [panel["name"] for panel in file.get("panel", [])] or [size]
-    found = []
+    of_paper = [panel.get("name") for panel in file.get("panel", [])] or [size]
+    found: list[Panel] = []
     for entry in (file if scale == "paper" else file.get(scale, {})).get("panel", [{}]):
         config = make(entry)
         own = _BENCH if isinstance(config, BenchConfig) else _size(dataclasses.asdict(config.model))
         name = entry.get("name", own)
+        if not re.fullmatch(r"[\w+-]+", name) or name in [panel.name for panel in found]:
+            raise ValueError(f"panel must have a name of its own, of letters, digits, '+', '-' and '_', got {name!r}")
         likely = of_paper[0] if len(of_paper) == 1 else name
         found.append(Panel(name, entry.get("stands_for", likely if likely in of_paper else None), config))
     return found
@@ -232,11 +260,12 @@ def read_table(out: str | Path) -> Outcome:
     if not (out / TABLE).exists():
         raise ValueError(f"out must be the folder of a table, which has {TABLE}, got {str(out)!r}")
     said = read_json(out / TABLE)
-    panels = []
-    for panel in said.pop("panels"):
-        folder = out / PANELS / panel["name"]
-        panels.append(PanelOutcome(**panel, folder=folder, found=_found(folder)))
-    return Outcome(**{**said, "figures": tuple(said["figures"])}, panels=tuple(panels))
+    try:
+        folders = [(panel, out / PANELS / panel["name"]) for panel in said.pop("panels")]
+        panels = tuple(PanelOutcome(**panel, folder=folder, found=_found(folder)) for panel, folder in folders)
+        return Outcome(**{**said, "figures": tuple(said["figures"])}, panels=panels)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{str(out / TABLE)!r} is damaged: {error}") from None
 
 
 def _found(folder: Path) -> Settings | None:

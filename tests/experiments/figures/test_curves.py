@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from symexplin.experiments.figures import draw
+from symexplin.lab.files import write_json
+from symexplin.lab.report.charts import COLOURS
 
 
 def lines(axes):
@@ -82,16 +84,16 @@ def test_ablations_have_a_bar_for_each_arm_and_rate(compared):
     assert right.get_ylim()[0] > right.get_ylim()[1]  # the best at the top
 
 
-def test_the_spread_is_that_of_the_seeds_differences(compared):
+def test_the_error_is_that_of_the_mean_of_the_seeds_differences(compared):
     folder = compared(seeds=(0, 1, 2))
     path = folder / "comparison.json"
     found = json.loads(path.read_text())
     for rows in ("best", "shared"):
         found["comparison"][rows][1]["deltas"] = [-0.5, -0.4, -0.6]
     path.write_text(json.dumps(found))
-    assert texts(draw("loss_curves", [folder]).axes[0]) == ["Δ = −0.5000 ± 0.1000\n3 seeds"]
+    assert texts(draw("loss_curves", [folder]).axes[0]) == ["Δ = −0.5000 ± 0.0577\n3 seeds"]
     right = draw("mechanism_ablations", [folder]).axes[1]
-    assert texts(right) == ["−0.5000 ± 0.1000"]
+    assert texts(right) == ["−0.5000 ± 0.0577"]
     (points,) = [line for line in right.lines if line.get_marker() == "o"]
     assert list(points.get_xdata()) == [-0.5, -0.4, -0.6]
 
@@ -110,6 +112,53 @@ def test_comparisons_of_one_size_share_a_panel(compared):
     assert [title(axes) for axes in figure.axes[::2]] == ["width 64, depth 2", "width 64, depth 4"]
     names = [label.get_text() for label in figure.axes[1].get_yticklabels()]
     assert names == ["SEL (beta 10)", "SEL (beta 5)"]
+
+
+def look(line):
+    return line.get_color(), line.get_linestyle()
+
+
+def test_an_arm_looks_the_same_in_every_panel(compared):
+    arms = [{"second": -0.3, "third": -0.6}, {"second": -0.6, "third": -0.3}]
+    folders = [compared(f"64x{depth}", 64, depth, arms=more) for depth, more in zip((2, 4), arms, strict=True)]
+    figure = draw("mechanism_ablations", folders)
+    first, second = ({name: look(line) for name, line in lines(axes).items()} for axes in figure.axes[::2])
+    assert list(first) != list(second)  # the best first
+    assert first == second
+    assert len(set(first.values())) == 4
+    assert look(figure.axes[0].lines[-1]) == look(lines(figure.axes[0])["SEL, lr 0.01"]) == (COLOURS[1], "--")
+    bars = []
+    for axes in figure.axes[1::2]:
+        names = [label.get_text() for label in axes.get_yticklabels()]
+        bars.append({name: bar.get_facecolor() for name, bar in zip(names, axes.patches, strict=True)})
+    assert bars[0] == bars[1]
+    third, second = (lines(axes) for axes in draw("loss_curves", folders).axes)
+    assert [*third, *second] == ["AdamW, lr 0.01", "third, lr 0.01", "AdamW, lr 0.01", "second, lr 0.01"]
+    (_, dashes), (colour, solid) = look(third["AdamW, lr 0.01"]), look(third["third, lr 0.01"])
+    other = look(second["second, lr 0.01"])
+    assert (dashes, solid, other[1]) == ("--", "-", "-")
+    assert other[0] != colour
+
+
+def test_arms_are_called_what_their_table_calls_them(compared, tmp_path):
+    maps = {"SEL": {"home": "optimizer", "beta": 5.0}, "AdamW": {"home": "module", "beta": 5.0}}
+    folder = compared("panels/64x2", maps=maps)
+    write_json(tmp_path / "table.json", {"labels": {"SEL": "Curved", "AdamW": "The baseline"}})
+    for sources in ([tmp_path], [folder]):
+        left, right = draw("mechanism_ablations", sources).axes
+        assert set(lines(left)) == {"The baseline, lr 0.01", "Curved, lr 0.01"}
+        assert [label.get_text() for label in right.get_yticklabels()] == ["Curved"]
+        assert title(right) == "Final loss against The baseline"
+        for name in ("loss_curves", "optimizer_equivalence"):
+            assert set(lines(draw(name, sources).axes[0])) == {"The baseline, lr 0.01", "Curved, lr 0.01"}
+    alone = compared("elsewhere/64x2")
+    write_json(tmp_path / "elsewhere" / "table.json", {"labels": {"SEL": "Curved"}})
+    assert "SEL, lr 0.01" in lines(draw("loss_curves", [alone]).axes[0])
+
+
+def test_panels_of_one_size_are_told_apart(compared):
+    folders = [compared("beta 5"), compared("beta 10"), compared("deep", depth=4)]
+    assert [title(axes) for axes in draw("loss_curves", folders).axes] == ["beta 5", "beta 10", "width 64, depth 4"]
 
 
 def test_an_arm_that_broke_down_is_named_without_a_bar(compared):
@@ -140,7 +189,7 @@ def test_equivalence_is_the_difference_of_the_homes_seed_by_seed(compared):
     assert gaps["seed 3"] == pytest.approx([4, 4, 4], abs=1e-9)
     assert gaps["seed 4"] == pytest.approx([4, -6, 4], abs=1e-9)
     assert "10⁻³" in right.get_ylabel()
-    assert "mean size 4.3e-03,\nlargest 6.0e-03, last 4.0e-03" in title(right)
+    assert "mean size 4.5e-03,\nlargest 6.0e-03, last 4.0e-03" in title(right)
 
 
 def test_annealing_shows_the_late_losses_and_the_mean_scales(compared, runs):

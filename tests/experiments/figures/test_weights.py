@@ -1,4 +1,6 @@
 import json
+import re
+import shutil
 
 import numpy as np
 import pytest
@@ -184,6 +186,18 @@ def test_raw_and_effective_weights_at_both_ends(runs):
     assert list(raw.values) == list(np.histogram(torch.cat([role.raw for role in found.roles.values()]), raw.edges)[0])
     drawn = right.patches[0].get_data()
     assert list(drawn.values) == list(np.histogram(trained, drawn.edges)[0])
+
+
+def test_runs_of_two_sizes_are_not_mixed(runs, tmp_path):
+    wide = tmp_path / "wide"
+    shutil.copytree(runs["curved"], wide)
+    for file in (wide / "config.toml", wide / "run.json"):
+        text = file.read_text()
+        changed = re.sub(r'("?width"?( =|:)) \d+', r"\1 64", text, count=1)
+        assert changed != text
+        file.write_text(changed)
+    with pytest.raises(ValueError, match=r"one width and depth, got '.*plain' \(\d+x\d+\) and '.*wide' \(64x\d+\)"):
+        draw("raw_effective", [runs["plain"], wide])
 
 
 def test_a_curved_run_is_no_baseline(runs):

@@ -3,9 +3,10 @@ import xml.etree.ElementTree as ElementTree
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from symexplin.lab.report import charts
-from symexplin.lab.report.charts import MOST_POINTS, Line, chart, histogram, late_limits, smooth, thin
+from symexplin.lab.report.charts import MOST_POINTS, Line, chart, draw_chart, histogram, late_limits, thin
 
 
 def words(svg):
@@ -71,18 +72,20 @@ def test_a_long_line_keeps_its_spikes_and_few_points():
     assert len(band) < 100_000
 
 
-def test_a_band_keeps_its_ends():
-    columns = charts._spread(range(5000), range(5000))
-    assert columns[0][0] == 0
-    assert columns[0][-1] == 4999
-    assert (columns[0] == columns[1]).all()
+def test_a_thinned_line_keeps_its_ends_and_its_columns_together():
+    columns = thin(range(5000), np.zeros(5000), range(5000), range(1, 5001))
+    assert len(columns[0]) <= MOST_POINTS
+    assert (columns[0][0], columns[0][-1]) == (0, 4999)
+    assert (columns[2] == columns[0]).all()
+    assert (columns[3] == columns[0] + 1).all()
 
 
-@pytest.mark.parametrize("window", [1, 2, 3, 10, 100])
-def test_smoothing_is_the_mean_of_a_window(window):
-    y = np.random.default_rng(0).normal(size=40)
-    wanted = [y[max(0, i - (window - 1) // 2) : i + window // 2 + 1].mean() for i in range(len(y))]
-    assert smooth(y, window) == pytest.approx(wanted, abs=1e-12)
+def test_points_are_all_shown():
+    axes = Figure().add_subplot()
+    draw_chart(axes, [Line("", range(3000), range(3000), kind=kind) for kind in ("points", "line")])
+    points, line = axes.lines
+    assert len(points.get_xdata()) == 3000
+    assert len(line.get_xdata()) <= MOST_POINTS
 
 
 def test_limits_leave_out_the_first_part():

@@ -10,7 +10,7 @@ import torch
 from run_folders import comparison
 from symexplin.lab.config import RunConfig, TrainConfig
 from symexplin.lab.report import figures as module
-from symexplin.lab.report.figures import comparison_figures, run_sections
+from symexplin.lab.report.figures import comparison_figures, run_sections, smooth
 from symexplin.lab.report.probe import Probe, RoleWeights, RunRecord
 from symexplin.transform import Form, Scales
 
@@ -172,6 +172,13 @@ def test_the_curves_of_several_seeds_have_bands_and_points(tmp_path, drawn):
     assert shared[1].band[1] == pytest.approx(np.array([5.4, 3.4, 2.4]) + 0.5)
     assert [(line.kind, len(line.y)) for line in sweep] == [("points", 6), ("line", 2)] * 2
     assert all("seed" in figure.caption for figure in figures)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 10, 100])
+def test_smoothing_is_the_mean_of_a_window(window):
+    y = np.random.default_rng(0).normal(size=40)
+    wanted = [y[max(0, i - (window - 1) // 2) : i + window // 2 + 1].mean() for i in range(len(y))]
+    assert smooth(y, window) == pytest.approx(wanted, abs=1e-12)
 
 
 def test_a_run_that_broke_down_is_left_out_of_the_curves(tmp_path, drawn):

@@ -198,7 +198,7 @@ def test_figures(tmp_path):
     widths = np.diff(values.edges)
     inside = sum(found.histogram[1:]) / sum(found.histogram)
     assert float((values.values * widths).sum()) == pytest.approx(inside)  # a density
-    largest, typical, _ = growth.lines
+    _, largest, typical = growth.lines
     assert list(largest.get_ydata()) == [row.max_growth for row in found.rows]
     assert list(typical.get_ydata()) == [row.std_growth for row in found.rows]
     assert [label.get_text() for label in growth.get_xticklabels()] == ["layers.2.up", "layers.9.up", "layers.10.up"]

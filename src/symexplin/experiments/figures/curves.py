@@ -5,7 +5,7 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,9 +13,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from symexplin.experiments.figures.sheet import Floats, finish, sheet
+from symexplin.experiments.evidence import spread_of
+from symexplin.experiments.figures.sheet import finish, sheet
 from symexplin.experiments.figures.sources import Panel, Row, comparisons
-from symexplin.lab.report.charts import COLOURS, GUIDE, Line, draw_chart, late_limits
+from symexplin.lab.report.charts import COLOURS, DASHES, GUIDE, GUIDE_LINE, Floats, Line, draw_chart, late_limits
 from symexplin.lab.report.probe import read_run
 
 __all__ = ["loss_curves", "lr_annealing", "mechanism_ablations", "optimizer_equivalence"]
@@ -25,7 +26,7 @@ _EVALUATIONS = 4  # fewer evaluations than these make a curve that is shown whol
 _ABREAST = 3
 _SHOWN = 5  # arms beside the baseline whose curves are told apart at a glance
 _LATE = 0.4  # the paper's cut of figure 8
-_DASHED, _SOLID = 1, 0  # styles of charts
+_DASHED, _SOLID = 1, 2 * len(DASHES)  # styles of charts: vermilion, and what its multiples are: blue, green, amber
 _MAGNIFIED = 1e3
 
 
@@ -34,11 +35,11 @@ def _signed(value: float) -> str:
 
 
 def _gap(row: Row) -> str:
-    """Return the final difference to the baseline, with its spread over the seeds, or what there is instead."""
+    """Return the final difference to the baseline with its standard error, or what there is instead."""
     if row["delta"] is None:
         return "not finite"
-    spread = f" ± {np.std(row['deltas'], ddof=1):.4f}" if len(row["deltas"]) > 1 else ""
-    return _signed(row["delta"]) + spread
+    error = spread_of(row["deltas"]).error
+    return _signed(row["delta"]) + ("" if error is None else f" ± {error:.4f}")
 
 
 def _size(panel: Panel) -> str:
@@ -57,10 +58,12 @@ def loss_curves(sources: Sequence[Path]) -> Figure:
         FileNotFoundError, ValueError: sources without a finished comparison.
     """
     panels = comparisons(sources)
-    places, rows, columns = _grid([panel.size for panel in panels])
+    sizes = [panel.size for panel in panels]
+    places, rows, columns = _grid(sizes)
     figure, axes = sheet(rows, columns)
     for panel, (row, column) in zip(panels, places, strict=True):
-        _draw_gap(axes[row][column], panel)
+        title = _size(panel) if sizes.count(panel.size) == 1 else panel.name
+        _draw_gap(axes[row][column], panel, title)
     for row, column in {(r, c) for r in range(rows) for c in range(columns)} - set(places):
         axes[row][column].set_axis_off()
     return figure
@@ -76,16 +79,16 @@ def _grid(sizes: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int]], int,
     return places, places[-1][0] + 1, min(_ABREAST, len(sizes))
 
 
-def _draw_gap(axes: Axes, panel: Panel) -> None:
+def _draw_gap(axes: Axes, panel: Panel, title: str) -> None:
     lines, best = [panel.line(panel.rows("best")[0], _DASHED)], panel.leader()
     if best is not None:
-        lines.append(panel.line(best, _SOLID))
+        lines.append(panel.line(best, _SOLID * (panel.arms.index(best["arm"]) - 1)))
     _draw_losses(axes, lines)
     text = "Δ = not finite" if best is None else f"Δ = {_gap(best)}"
     seeds = len(panel.rows("best")[0]["seeds"])
     text += f"\n{seeds} seeds" if seeds > 1 else "\n1 seed"
     axes.text(0.97, 0.95, text, transform=axes.transAxes, ha="right", va="top")
-    finish(axes, _size(panel), _STEPS, _LOSS)
+    finish(axes, title, _STEPS, _LOSS)
 
 
 class _Arm(NamedTuple):
@@ -97,9 +100,9 @@ class _Arm(NamedTuple):
     shared: Row
 
     @property
-    def label(self) -> str:
-        """The name with the arm's own best learning rate."""
-        return f"{self.name}, lr {self.best['lr']:g}"
+    def rank(self) -> float:
+        """The final difference to the baseline; that of an arm which broke down is the largest."""
+        return math.inf if self.best["delta"] is None else float(self.best["delta"])
 
 
 def mechanism_ablations(sources: Sequence[Path]) -> Figure:
@@ -112,37 +115,39 @@ def mechanism_ablations(sources: Sequence[Path]) -> Figure:
     """
     groups: dict[tuple[object, ...], list[Panel]] = {}
     for panel in comparisons(sources):
-        groups.setdefault((*panel.size, panel.steps, panel.baseline), []).append(panel)
+        groups.setdefault((*panel.size, panel.steps, panel.arms[0]), []).append(panel)
     found = [_arms(panels) for panels in groups.values()]
+    # One style for an arm in all panels: the baseline's is 0.
+    names = dict.fromkeys(arm.name for arms in found for arm in arms)
+    styles = {name: style for style, name in enumerate(names, start=1)}
     bars = max(sum(1 + (arm.best["lr"] != arm.shared["lr"]) for arm in arms) for arms in found)
     figure, rows = sheet(len(groups), 2, panel=(6.0, max(5.4, 2.4 + 0.3 * bars)))
     for (left, right), panels, arms in zip(rows, groups.values(), found, strict=True):
-        ended = [arm for arm in arms if arm.best["delta"] is not None]
+        ranked = sorted(arms, key=lambda arm: arm.rank)
+        ended = [arm for arm in ranked if arm.rank < math.inf]
         chosen = np.linspace(0, len(ended) - 1, min(_SHOWN, len(ended))).round().astype(int)
-        styles = {ended[index].name: style for style, index in enumerate(chosen, start=1)}
-        first = panels[0].rows("best")[0]
-        lines = [panels[0].line(first, 0)]
-        lines += [arm.panel.line(arm.best, styles[arm.name], arm.label) for arm in ended if arm.name in styles]
+        lines = [panels[0].line(panels[0].rows("best")[0], 0)]
+        lines += [arm.panel.line(arm.best, styles[arm.name], arm.name) for arm in (ended[i] for i in chosen)]
         _draw_losses(left, lines)
         finish(left, _size(panels[0]), _STEPS, _LOSS)
-        _draw_bars(right, arms, styles)
-        finish(right, f"Final loss against {first['arm']}", "difference (nats a token), lower is better", "")
+        _draw_bars(right, ranked, styles)
+        baseline = panels[0].label(panels[0].arms[0])
+        finish(right, f"Final loss against {baseline}", "difference (nats a token), lower is better", "")
         _grey_legend(right)
     return figure
 
 
 def _arms(panels: Sequence[Panel]) -> list[_Arm]:
-    """Return the arms but the baselines, the best first; those of one name in several comparisons are told apart."""
+    """Return the arms but the baselines; those of one name in several comparisons are told apart."""
     found = []
     for panel in panels:
         pairs = zip(panel.rows("best")[1:], panel.rows("shared")[1:], strict=True)
-        found += [_Arm(best["arm"], panel, best, shared) for best, shared in pairs]
+        found += [_Arm(panel.label(best["arm"]), panel, best, shared) for best, shared in pairs]
     names = [arm.name for arm in found]
-    told = [a._replace(name=f"{a.name} ({a.panel.name})") if names.count(a.name) > 1 else a for a in found]
-    return sorted(told, key=lambda arm: math.inf if arm.best["delta"] is None else arm.best["delta"])
+    return [a._replace(name=f"{a.name} ({a.panel.name})") if names.count(a.name) > 1 else a for a in found]
 
 
-def _draw_bars(axes: Axes, arms: Sequence[_Arm], styles: dict[str, int]) -> None:
+def _draw_bars(axes: Axes, arms: Sequence[_Arm], styles: Mapping[str, int]) -> None:
     """Draw a full bar at an arm's own best learning rate, a hatched one at the shared rate, a point for each seed."""
     places, names, place = [], [], 0.0
     labelled: set[str] = set()
@@ -152,7 +157,7 @@ def _draw_bars(axes: Axes, arms: Sequence[_Arm], styles: dict[str, int]) -> None
             del kinds["shared learning rate"]
         places.append(place + 0.5 * (len(kinds) - 1))
         names.append(arm.name)
-        colour = COLOURS[styles[arm.name] % len(COLOURS)] if arm.name in styles else GUIDE
+        colour = COLOURS[styles[arm.name] % len(COLOURS)]
         for kind, row in kinds.items():
             _draw_bar(axes, place, row, colour, kind.startswith("shared"), "_" if kind in labelled else kind)
             labelled.add(kind)
@@ -160,6 +165,8 @@ def _draw_bars(axes: Axes, arms: Sequence[_Arm], styles: dict[str, int]) -> None
         place += 0.6
     axes.set_yticks(places, names)
     axes.invert_yaxis()
+    axes.ticklabel_format(axis="x", style="plain")  # a power of ten would lie over the label
+    axes.locator_params(axis="x", nbins=4)
     axes.axvline(0.0, color="black", linewidth=1.0)
     axes.grid(visible=False, axis="y")
     axes.margins(x=0.08)
@@ -208,8 +215,8 @@ def optimizer_equivalence(sources: Sequence[Path]) -> Figure:
     steps = [step for step, _ in next(iter(others.values()))["evals"]]
     lines = [Line(f"seed {seed}", steps, _MAGNIFIED * gap, style) for style, (seed, gap) in enumerate(gaps.items())]
     draw_chart(right, lines)
-    right.axhline(0.0, color=GUIDE, linestyle=(0, (3, 3)), linewidth=1.2)
-    size = np.abs(list(gaps.values()))
+    right.axhline(0.0, **GUIDE_LINE)
+    size = np.abs(list(gaps.values()))[:, np.array(steps) > 0]
     told = f"mean size {size.mean():.1e},\nlargest {size.max():.1e}, last {size[:, -1].mean():.1e}"
     finish(right, f"Optimizer − module: {told}", _STEPS, "difference (10⁻³ nats a token)", columns=3)
     return figure
@@ -243,7 +250,8 @@ def lr_annealing(sources: Sequence[Path]) -> Figure:
     draw_chart(left, [_later(panel.line(row, style)) for style, row in enumerate(learned)])
     finish(left, f"Loss after {100 * _LATE:.0f} % of the steps", _STEPS, _LOSS)
     draw_chart(right, _trajectories(panel, annealed))
-    finish(right, f"Mean scales of {annealed['arm']}, lr {annealed['lr']:g}", _STEPS, "scale", columns=2)
+    told = f"{panel.label(annealed['arm'])}, lr {annealed['lr']:g}"
+    finish(right, f"Mean scales: {told}", _STEPS, "scale", columns=2)
     return figure
 
 

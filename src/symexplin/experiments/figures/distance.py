@@ -7,10 +7,10 @@ from typing import NamedTuple, Self
 import numpy as np
 from matplotlib.figure import Figure
 
-from symexplin.experiments.figures.sheet import Floats, finish, sheet
+from symexplin.experiments.figures.sheet import finish, sheet
 from symexplin.experiments.figures.sources import is_run, run_of, weights_of
 from symexplin.experiments.figures.weights import curved_parts, weights_at_end
-from symexplin.lab.report.charts import GUIDE, Line, draw_chart, outline
+from symexplin.lab.report.charts import GUIDE_LINE, Floats, Line, draw_chart, outline
 from symexplin.lab.report.probe import read_run
 
 __all__ = ["Distances", "optimization_distance"]
@@ -72,10 +72,8 @@ def optimization_distance(sources: Sequence[Path]) -> Figure:
     seen = np.flatnonzero(found.counts)
     shown = slice(seen[0], seen[-1] + 1)
     outline(left, found.counts[shown], _EDGES[seen[0] : seen[-1] + 2], f"distance from {start}", 0, filled=True)
-    for style, (name, value) in enumerate({"mean": found.mean, "largest": found.largest}.items()):
-        left.axvline(
-            value, color=GUIDE, linestyle=((0, (3, 3)), "-")[style], linewidth=1.2, label=f"{name} {value:.2g}"
-        )
+    left.axvline(found.mean, **GUIDE_LINE, label=f"mean {found.mean:.2g}")
+    left.axvline(found.largest, **{**GUIDE_LINE, "linestyle": "-"}, label=f"largest {found.largest:.2g}")
     left.set_xscale("log")
     left.set_yscale("log")
     finish(left, "Distances", "|w − start| (log scale)", "weights a bin (log scale)")

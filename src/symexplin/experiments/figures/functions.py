@@ -12,9 +12,9 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from symexplin.experiments.figures.sheet import Floats, common_legend, finish, sheet
+from symexplin.experiments.figures.sheet import common_legend, finish, sheet
 from symexplin.functional import effective, inverse
-from symexplin.lab.report.charts import COLOURS, GUIDE, Line, draw_chart, outline
+from symexplin.lab.report.charts import COLOURS, GUIDE_LINE, Floats, Line, draw_chart, outline
 from symexplin.lab.weights.inspect import xavier_bound
 
 __all__ = ["beta_offset", "congruent_mismatch", "mismatched_start", "symexp_controls", "symexp_sel"]
@@ -130,7 +130,7 @@ def mismatched_start(_: Sequence[Path]) -> Figure:
         right.bar(style, mean, 0.6, color=COLOURS[style], hatch=("", "//")[style], edgecolor="white")
         right.errorbar(style, mean, [[max(mean - low, 0.0)], [max(high - mean, 0.0)]], color="black", capsize=5)
         right.annotate(f"{mean:.1f} %", (style, mean), (0, 8), textcoords="offset points", ha="center")
-    right.axhline(100.0, color=GUIDE, linestyle=(0, (3, 3)), linewidth=1.2)
+    right.axhline(100.0, **GUIDE_LINE)
     right.set_xticks(range(len(signs)), list(signs))
     right.set_ylim(0.0, 120.0)
     right.grid(visible=False, axis="x")

@@ -4,18 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.transforms import ScaledTranslation
-from numpy.typing import NDArray
 
 from symexplin.lab.files import replacing
 from symexplin.lab.report.charts import STYLE, UNDATED
 
-__all__ = ["Floats", "common_legend", "finish", "save_figure", "sheet"]
-
-Floats = NDArray[np.float64]
+__all__ = ["common_legend", "finish", "save_figure", "sheet"]
 
 _PANEL = (4.4, 4.2)  # inches; three abreast on a page of 1000 pixels have letters of 13
 _BELOW = 0.62  # inches that the ticks of an axis and its label take

@@ -1,7 +1,7 @@
 """Where figures take their data from: comparisons, runs and files of weights, found in the folders that hold them."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 
 from symexplin.config import SELConfig
-from symexplin.experiments.figures.sheet import Floats
-from symexplin.experiments.tables import PANELS
+from symexplin.experiments.tables import PANELS, TABLE
 from symexplin.lab.checkpoint import newest
 from symexplin.lab.compare.folder import COMPARISON
 from symexplin.lab.files import read_json
-from symexplin.lab.report.charts import Line
+from symexplin.lab.report.charts import Floats, Line
 from symexplin.lab.run import CONFIG, MODEL
 
 __all__ = ["Panel", "Row", "comparisons", "is_run", "run_of", "weights_of"]
@@ -25,11 +24,12 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Panel:
-    """A finished comparison: its name, its folder, and what its comparison.json says."""
+    """A finished comparison: its name, its folder, what its comparison.json says, and what its arms are called."""
 
     name: str
     folder: Path
     found: dict[str, Any]
+    labels: Mapping[str, str]
 
     def rows(self, which: str) -> list[Row]:
         """Return the rows at the "shared" learning rate, or each at its "best"; the baseline's is the first."""
@@ -37,9 +37,13 @@ class Panel:
         return rows
 
     @property
-    def baseline(self) -> str:
-        """The arm that the others are held against."""
-        return str(self.rows("best")[0]["arm"])
+    def arms(self) -> list[str]:
+        """All arms, the baseline first: where an arm stands says its style."""
+        return [row["arm"] for row in self.rows("best")]
+
+    def label(self, arm: str) -> str:
+        """Return what an arm is called: as its table says, else by its name."""
+        return self.labels.get(arm, arm)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -54,7 +58,7 @@ class Panel:
 
     def leader(self, arms: Sequence[str] | None = None) -> Row | None:
         """Return the best row with the lowest loss among `arms`, by default all but the baseline; None: none ended."""
-        known = [row["arm"] for row in self.rows("best")[1:]] if arms is None else arms
+        known = self.arms[1:] if arms is None else arms
         ended = [row for row in self.rows("best") if row["arm"] in known and row["loss"] is not None]
         return min(ended, key=lambda row: float(row["loss"]), default=None)
 
@@ -76,7 +80,8 @@ class Panel:
         steps = [step for step, _ in runs[0]["evals"]]
         losses: Floats = np.array([[loss for _, loss in run["evals"]] for run in runs])
         band = (losses.min(axis=0), losses.max(axis=0)) if len(runs) > 1 else None
-        return Line(label or f"{row['arm']}, lr {row['lr']:g}", steps, losses.mean(axis=0), style, band=band)
+        name = label or self.label(row["arm"])
+        return Line(f"{name}, lr {row['lr']:g}", steps, losses.mean(axis=0), style, band=band)
 
 
 def comparisons(sources: Sequence[Path]) -> list[Panel]:
@@ -90,12 +95,22 @@ def comparisons(sources: Sequence[Path]) -> list[Panel]:
 
 def _panels(source: Path) -> list[Panel]:
     if (source / COMPARISON).exists():
-        return [Panel(source.resolve().name, source, read_json(source / COMPARISON))]
+        folder = source.resolve()
+        return [Panel(folder.name, source, read_json(source / COMPARISON), _labels(folder))]
     folders = sorted((source / PANELS).glob(f"*/{COMPARISON}"), key=lambda path: _counting(path.parent.name))
     if not folders:
         wanted = f"a folder with {COMPARISON}, or with {PANELS}/*/{COMPARISON}"
         raise _missing(source, wanted)
     return [panel for path in folders for panel in _panels(path.parent)]
+
+
+def _labels(folder: Path) -> Mapping[str, str]:
+    """Return what the table whose panel a comparison is calls its arms."""
+    table = folder.parent.parent / TABLE
+    labels: Mapping[str, str] = {}
+    if folder.parent.name == PANELS and table.exists():
+        labels = read_json(table)["labels"]
+    return labels
 
 
 def _counting(name: str) -> list[str | int]:
@@ -122,13 +137,12 @@ def run_of(source: Path, curved: bool) -> Path:
     """
     if (source / CONFIG).exists():
         return source
-    try:
-        panel = _panels(source)[0]
-    except (FileNotFoundError, ValueError):
-        raise _missing(source, "a folder of a run, a comparison or a table") from None
+    if not _has_comparison(source):
+        raise _missing(source, "a folder of a run, a comparison or a table")
+    panel = _panels(source)[0]
     maps = {arm: config for arm in panel.found["maps"] if (config := panel.config(arm)) is not None}
     learned = [arm for arm, config in maps.items() if config.learned_roles]
-    arms = (learned or list(maps)) if curved else [panel.baseline]
+    arms = (learned or list(maps)) if curved else panel.arms[:1]
     row = panel.leader(arms)
     if row is None:
         kind = "curved arm" if curved else "baseline"

@@ -14,9 +14,9 @@ from matplotlib.ticker import MaxNLocator, NullFormatter
 from torch import Tensor
 
 from symexplin.config import SELConfig
-from symexplin.experiments.figures.sheet import Floats, common_legend, finish, sheet
+from symexplin.experiments.figures.sheet import common_legend, finish, sheet
 from symexplin.experiments.figures.sources import run_of, weights_of
-from symexplin.lab.report.charts import COLOURS, GUIDE, MARKERS, Line, draw_chart, draw_histogram, outline
+from symexplin.lab.report.charts import COLOURS, GUIDE_LINE, MARKERS, Floats, Line, draw_chart, draw_histogram, outline
 from symexplin.lab.report.probe import Probe, probe, read_run
 from symexplin.lab.weights.files import iter_tensors, read_specs
 from symexplin.lab.weights.inspect import Inspection, Row, inspect_file, xavier_bound
@@ -53,7 +53,7 @@ def weight_distribution(sources: Sequence[Path]) -> Figure:
     middle.set_yscale("log")
     middle.set_xlim(_SMALLEST, 1.5 * max(1.0, float(sizes[-1])))
     middle.set_ylim(0.5 * beyond[-1], 2.0)
-    middle.axvline(1.0, color=GUIDE, linestyle=(0, (3, 3)), linewidth=1.2, label="largest at Xavier's start")
+    middle.axvline(1.0, **GUIDE_LINE, label="largest at Xavier's start")
     finish(middle, "Tail", _SIZE, "share of weights beyond (log)")
     _draw_growth(right, found, _ABREAST)
     return figure
@@ -154,7 +154,7 @@ def _draw_growth(axes: Axes, found: Inspection, columns: int) -> None:
     layers = [_place(row)[0] for row in found.rows]
     numbered = -1 not in layers
     _draw_points(axes, found.rows, layers if numbered else range(len(layers)), [row.max_growth for row in found.rows])
-    axes.axhline(1.0, color=GUIDE, linestyle=(0, (3, 3)), linewidth=1.2)
+    axes.axhline(1.0, **GUIDE_LINE)
     # Full decades alone may label nothing.
     draw_chart(axes, [], log="y")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -214,6 +214,10 @@ def raw_effective(sources: Sequence[Path]) -> Figure:
         FileNotFoundError, ValueError: no runs there, or none with weights yet.
     """
     folders = [run_of(sources[0], curved=False), run_of(sources[-1], curved=True)]
+    sizes = [(model.width, model.depth) for model in (read_run(folder).config.model for folder in folders)]
+    if sizes[0] != sizes[1]:
+        told = " and ".join(f"{str(folder)!r} ({w}x{d})" for folder, (w, d) in zip(folders, sizes, strict=True))
+        raise ValueError(f"sources must be runs of one width and depth, got {told}")
     baseline, curved = (weights_at_end(folder) for folder in folders)
     if any(role.form is not None for role in baseline.roles.values()):
         raise ValueError(f"sources must be a run on ordinary weights, then a curved one, got {str(folders[0])!r} first")
@@ -225,7 +229,8 @@ def raw_effective(sources: Sequence[Path]) -> Figure:
     for axes, series in ((left, first), (right, last)):
         draw_histogram(axes, series, _BINS)
     finish(left, "At the start", "weight", "weights a bin (log scale)", columns=2)
-    finish(right, f"At step {baseline.step:,}", "weight", "weights a bin (log scale)", columns=2)
+    steps = " and ".join(f"{step:,}" for step in dict.fromkeys((baseline.step, curved.step)))
+    finish(right, f"At step {steps}", "weight", "weights a bin (log scale)", columns=2)
     return figure
 
 

@@ -21,10 +21,12 @@ __all__ = [
     "COLOURS",
     "DASHES",
     "GUIDE",
+    "GUIDE_LINE",
     "MARKERS",
     "MOST_POINTS",
     "STYLE",
     "UNDATED",
+    "Floats",
     "Line",
     "chart",
     "draw_chart",
@@ -32,8 +34,6 @@ __all__ = [
     "histogram",
     "late_limits",
     "outline",
-    "smooth",
-    "svg",
     "thin",
 ]
 
@@ -43,12 +43,11 @@ DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (5, 1.5, 1.5, 1.5)))
 MARKERS = ("o", "s", "^", "D", "v", "P")
 # Grey of what is no data: references, remarks.
 GUIDE = "#777777"
+GUIDE_LINE: dict[str, Any] = {"color": GUIDE, "linestyle": (0, (3, 3)), "linewidth": 1.2}
 # More are not to be told apart at any width of a page.
 MOST_POINTS = 1000
 # A line of more points than these goes without a marker at each.
 _MARKED = 40
-# Evaluations before this fraction of the steps may leave the chart: the first losses dwarf all differences.
-_LATE = 0.2
 _WIDE, _SMALL = (5.4, 4.2), (4.0, 3.4)
 _TICKS = 3  # a logarithmic axis with fewer labels has evenly spaced ones instead
 _LONG_LABEL = 24  # letters of a label that has a line of the legend to itself
@@ -175,25 +174,20 @@ def draw_chart(
 
 
 def _plot(axes: Axes, line: Line) -> None:
-    colour = COLOURS[line.style % len(COLOURS)]
-    dashes, marker = DASHES[line.style % len(DASHES)], MARKERS[line.style % len(MARKERS)]
+    colour, marker = COLOURS[line.style % len(COLOURS)], MARKERS[line.style % len(MARKERS)]
+    columns = [np.asarray(column, dtype=float) for column in (line.x, line.y, *(line.band or ()))]
+    x, y, *band = columns if line.kind == "points" else thin(*columns)
+    if band:
+        axes.fill_between(x, *band, color=colour, alpha=0.18, linewidth=0)
+    looks: dict[str, dict[str, Any]] = {
+        "line": {"linestyle": DASHES[line.style % len(DASHES)], "linewidth": 1.8, "markersize": 5,
+                 "marker": marker if len(x) <= _MARKED else None},
+        "faint": {"linewidth": 0.6, "alpha": 0.4},
+        "points": {"linestyle": "", "marker": marker, "markersize": 5, "alpha": 0.6, "markeredgewidth": 0},
+        "guide": GUIDE_LINE,
+    }  # fmt: skip
     label = line.label or "_"  # matplotlib leaves out of the legend what begins so
-    if line.kind == "guide":
-        axes.plot(line.x, line.y, color=GUIDE, linestyle=(0, (3, 3)), linewidth=1.2, label=label)
-        return
-    if line.kind == "points":
-        axes.plot(line.x, line.y, marker, color=colour, markersize=5, alpha=0.6, markeredgewidth=0, label=label)
-        return
-    if line.band is None:
-        x, y = thin(line.x, line.y)
-    else:
-        x, y, low, high = _spread(line.x, line.y, *line.band)
-        axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
-    if line.kind == "faint":
-        axes.plot(x, y, color=colour, linewidth=0.6, alpha=0.4, label=label)
-        return
-    shown = marker if len(x) <= _MARKED else None
-    axes.plot(x, y, color=colour, linestyle=dashes, linewidth=1.8, marker=shown, markersize=5, label=label)
+    axes.plot(x, y, label=label, **{"color": colour, **looks[line.kind]})
 
 
 def histogram(series: Mapping[str, tuple[ArrayLike, ArrayLike]], x_label: str, y_label: str, bins: int = 121) -> Markup:
@@ -255,21 +249,12 @@ def _legend(axes: Axes, narrow: bool = False) -> None:
 
 
 def _page(draw: Callable[[Axes], None], size: tuple[float, float]) -> Markup:
+    """Return what `draw` draws into axes as an SVG element of a page, whose background shows through."""
+    buffer = io.StringIO()
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=size, layout="constrained")
         draw(figure.add_subplot())
-        return svg(figure)
-
-
-def svg(figure: Figure) -> Markup:
-    """Return a figure as an SVG element of a page, whose background shows through; call it under :data:`STYLE`.
-
-    >>> with mpl.rc_context(STYLE):
-    ...     svg(Figure()).count("<svg")
-    1
-    """
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", transparent=True, metadata=UNDATED)
+        figure.savefig(buffer, format="svg", transparent=True, metadata=UNDATED)
     text = buffer.getvalue()
     # What precedes <svg> is for files; numbered ids are not referred to and would repeat between charts.
     text = re.sub(r' id="[\w.]+_\d+"', "", text[text.index("<svg") :])
@@ -277,48 +262,32 @@ def svg(figure: Figure) -> Markup:
     return Markup(re.sub(r"( d=\"[^\"]*\")", lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[1]), text))
 
 
-def thin(x: ArrayLike, y: ArrayLike) -> tuple[Floats, Floats]:
-    """Return at most :data:`MOST_POINTS` points that look the same: the lowest and the highest of each stretch.
+def thin(x: ArrayLike, y: ArrayLike, *others: ArrayLike) -> list[Floats]:
+    """Return at most :data:`MOST_POINTS` points that look the same: both ends, the lowest and highest of each stretch.
 
-    >>> x, y = thin(range(100_000), [0.0] * 99_999 + [9.0])
-    >>> len(x) <= MOST_POINTS, float(y.max())
-    (True, 9.0)
+    Args:
+        x, y: of the points.
+        others: columns that belong to them, such as the edges of a band.
+
+    >>> x, y = thin(range(100_000), [0.0] * 99_998 + [9.0, 0.0])
+    >>> len(x) <= MOST_POINTS, float(x[-1]), float(y.max())
+    (True, 99999.0, 9.0)
     """
-    xs, ys = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
-    if len(xs) <= MOST_POINTS:
-        return xs, ys
-    kept: set[int] = set()
-    for stretch in np.array_split(np.arange(len(xs)), MOST_POINTS // 2):
-        kept |= {int(stretch[ys[stretch].argmin()]), int(stretch[ys[stretch].argmax()])}
-    chosen = sorted(kept)
-    return xs[chosen], ys[chosen]
+    columns = [np.asarray(column, dtype=float) for column in (x, y, *others)]
+    count = len(columns[0])
+    if count <= MOST_POINTS:
+        return columns
+    kept = {0, count - 1}
+    for stretch in np.array_split(np.arange(count), MOST_POINTS // 2 - 1):
+        part = columns[1][stretch]
+        kept |= {int(stretch[part.argmin()]), int(stretch[part.argmax()])}
+    return [column[sorted(kept)] for column in columns]
 
 
-def _spread(*columns: ArrayLike) -> list[Floats]:
-    """Return evenly spread entries of columns that belong together, the last among them."""
-    whole = [np.asarray(column, dtype=float) for column in columns]
-    count = len(whole[0])
-    chosen = np.unique(np.linspace(0, count - 1, min(count, MOST_POINTS)).round().astype(int))
-    return [column[chosen] for column in whole]
-
-
-def smooth(y: ArrayLike, window: int) -> Floats:
-    """Return the mean of up to `window` values around each, fewer at the ends.
-
-    >>> smooth([0.0, 3.0, 6.0, 0.0], 3).tolist()
-    [1.5, 3.0, 3.0, 3.0]
-    """
-    ys = np.asarray(y, dtype=float)
-    sums = np.concatenate(([0.0], np.cumsum(ys)))
-    places = np.arange(len(ys))
-    first = np.maximum(places - (window - 1) // 2, 0)
-    last = np.minimum(places + window // 2 + 1, len(ys))
-    mean: Floats = (sums[last] - sums[first]) / (last - first)
-    return mean
-
-
-def late_limits(lines: Iterable[Line], share: float = _LATE) -> tuple[float, float] | None:
+def late_limits(lines: Iterable[Line], share: float = 0.2) -> tuple[float, float] | None:
     """Return limits of the y axis that leave out what only happens in the first `share` of the x axis.
+
+    The first losses of a run dwarf all differences.
 
     >>> late_limits([Line("loss", [0, 50, 100], [9.0, 3.0, 2.0])])
     (1.95, 3.05)

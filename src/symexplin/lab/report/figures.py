@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from markupsafe import Markup
+from numpy.typing import ArrayLike
 
-from symexplin.lab.report.charts import Line, chart, histogram, late_limits, smooth
+from symexplin.lab.report.charts import Floats, Line, chart, histogram, late_limits
 from symexplin.lab.report.probe import LIMIT, Probe, RoleWeights, RunRecord, map_shape
 
-__all__ = ["Figure", "Section", "comparison_figures", "run_sections"]
+__all__ = ["Figure", "Section", "comparison_figures", "run_sections", "smooth"]
 
 # The first losses of a run dwarf the rest: what happens in this share of the steps may leave the chart.
 _FIRST = 0.02
@@ -102,6 +103,21 @@ def _learning(run: RunRecord) -> list[Figure]:
             "Norm of the whole gradient before it is clipped.",
         ),
     ]
+
+
+def smooth(y: ArrayLike, window: int) -> Floats:
+    """Return the mean of up to `window` values around each, fewer at the ends.
+
+    >>> smooth([0.0, 3.0, 6.0, 0.0], 3).tolist()
+    [1.5, 3.0, 3.0, 3.0]
+    """
+    ys = np.asarray(y, dtype=float)
+    sums = np.concatenate(([0.0], np.cumsum(ys)))
+    places = np.arange(len(ys))
+    first = np.maximum(places - (window - 1) // 2, 0)
+    last = np.minimum(places + window // 2 + 1, len(ys))
+    mean: Floats = (sums[last] - sums[first]) / (last - first)
+    return mean
 
 
 def _pace(run: RunRecord) -> list[Figure]:

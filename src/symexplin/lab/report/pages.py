@@ -20,7 +20,7 @@ from symexplin.lab.report.probe import RunRecord, probe, read_run
 from symexplin.lab.run import CONFIG
 from symexplin.lab.settings import to_table
 
-__all__ = ["report", "report_comparison", "report_run"]
+__all__ = ["reading", "report", "report_comparison", "report_run"]
 
 _PAGE, _SAMPLE = "report.html", "sample.txt"
 _ROWS = 40  # evaluations that a page lists
@@ -59,7 +59,7 @@ def report_run(folder: str | Path) -> Path:
         FileNotFoundError, ValueError: no run there, a damaged checkpoint or record.
     """
     sample = Path(folder) / _SAMPLE
-    with _reading(folder):
+    with reading(folder):
         run = read_run(folder)
         return _write(
             run.folder,
@@ -86,7 +86,7 @@ def report_comparison(folder: str | Path) -> Path:
     if not (path / COMPARISON).exists():
         raise FileNotFoundError(f"{str(folder)!r} has no {COMPARISON}: {how_to_finish(path)}")
     found = read_json(path / COMPARISON)
-    with _reading(path / COMPARISON):
+    with reading(path / COMPARISON):
         facts = [(f"map of {arm}", _map(curve, _optimizer(found, arm))) for arm, curve in found["maps"].items()]
         extra = {"parameters": found["parameters"], "seconds in all": found["seconds"]}
         for part in (found["corpus"], found["config"], found["provenance"], extra):
@@ -103,8 +103,17 @@ def report_comparison(folder: str | Path) -> Path:
 
 
 @contextlib.contextmanager
-def _reading(path: str | Path) -> Iterator[None]:
-    """Turn what a record lacks into an error that names where it should be."""
+def reading(path: str | Path) -> Iterator[None]:
+    """Turn what a record lacks into an error that names where it should be.
+
+    Raises:
+        ValueError: in place of the error of a missing key.
+
+    >>> with reading("runs/c"):
+    ...     {"runs": []}["maps"]
+    Traceback (most recent call last):
+    ValueError: 'runs/c' is damaged, or of another version of symexplin: it lacks 'maps'
+    """
     try:
         yield
     except (KeyError, jinja2.UndefinedError) as error:
