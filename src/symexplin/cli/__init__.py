@@ -1,4 +1,4 @@
-"""The command line: `symexplin COMMAND`; each command is a function of :mod:`symexplin.cli.commands`."""
+"""The command line: `symexplin COMMAND`; what each command takes and does is in :mod:`symexplin.cli.commands`."""
 
 import os
 import sys
