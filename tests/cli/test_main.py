@@ -9,7 +9,6 @@ from importlib.metadata import version
 import pytest
 import torch
 
-from corpora import prepared
 from symexplin import cli
 from symexplin.cli.commands import COMMANDS
 from symexplin.cli.manual import PAGES
@@ -21,11 +20,6 @@ def run(*arguments, **options):
     command = [sys.executable, "-m", "symexplin", *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment, **options)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return prepared(tmp_path_factory.mktemp("data"))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import signal
 
 import pytest
 
-from corpora import prepared
 from symexplin.experiments import reproduce as module
 from symexplin.experiments.reproduce import ReproduceConfig, plan_lines, reproduce
 from symexplin.experiments.tables import load_table, read_table
@@ -15,11 +14,6 @@ SMALL = {
     "train": {"batch_size": 2, "eval_every": 2, "eval_batches": 2},
     "compare": {"confirm_seeds": []},
 }
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return prepared(tmp_path_factory.mktemp("text"))
 
 
 def tiny(data, **changes):

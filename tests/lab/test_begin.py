@@ -7,7 +7,7 @@ import tomllib
 
 import pytest
 
-from run_folders import prepared, trained
+from run_folders import trained
 from symexplin.lab.config import RunConfig
 from symexplin.lab.files import read_json_lines
 from symexplin.lab.maps import CurveConfig
@@ -23,11 +23,6 @@ CURVES = {
     "optimizer": CurveConfig(preset="paper"),
     "module": CurveConfig(home="module", preset="paper"),
 }
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return prepared(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")

@@ -35,11 +35,6 @@ def table(data, home="none", kind=None, **train):
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return prepared(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
 def folder(data, tmp_path_factory):
     """Runs of each kind in two processes: left in peace, stopped and resumed, handed to one process and back."""
     place = tmp_path_factory.mktemp("runs")

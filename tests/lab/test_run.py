@@ -35,11 +35,6 @@ FILES = {"config.toml", "run.json", "metrics.jsonl", "timing.jsonl", "summary.js
 FILES |= {"tokenizer.json", "checkpoints", ".lock"}
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return prepared(tmp_path_factory.mktemp("data"))
-
-
 EXACT = ComputeConfig(autocast="off")  # what is computed again outside of a run is computed in float32
 
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jinja2
-
 from symexplin.experiments.claims import DID_NOT, HELD, RULE, UNTESTED, ClaimVerdict, judge
 from symexplin.experiments.evidence import Evidence
 from symexplin.experiments.kinds import KINDS
@@ -28,12 +26,12 @@ from symexplin.experiments.paper import Paper, load_paper
 from symexplin.experiments.tables import Outcome, PanelOutcome, read_table
 from symexplin.lab.bench.table import Row
 from symexplin.lab.files import replace_file
-from symexplin.lab.report.pages import reading
+from symexplin.lab.report.pages import PAGE, reading, write_page
 from symexplin.validation import check_choice
 
-__all__ = ["CLAIMS", "FIGURES", "PAGE", "RESULTS", "report_table"]
+__all__ = ["CLAIMS", "FIGURES", "RESULTS", "report_table"]
 
-PAGE, RESULTS, CLAIMS, FIGURES = "report.html", "table.csv", "claims.csv", "figures"
+RESULTS, CLAIMS, FIGURES = "table.csv", "claims.csv", "figures"
 _TEMPLATE = "table.html.jinja"
 _BENCH = "bench"
 _PROFILE = {
@@ -89,8 +87,7 @@ def report_table(out: str | Path) -> Path:
         replace_file(out / RESULTS, _csv(_result_rows(found)))
         replace_file(out / CLAIMS, _csv(_claim_rows(found)))
         figures = [_draw(name, out, found.outcome) for name in found.outcome.figures]
-        replace_file(out / PAGE, _render(out, found, figures))
-    return out / PAGE
+        return write_page(out, _TEMPLATE, __package__, **_values(out, found, figures))
 
 
 def _look_up(outcome: Outcome, paper: Paper) -> _Found:
@@ -127,35 +124,28 @@ def _draw(name: str, out: Path, outcome: Outcome) -> Drawn:
     return Drawn(name, f"{caption}.", image, tuple(f"{FIGURES}/{file.name}" for file in files))
 
 
-def _render(out: Path, found: _Found, figures: Sequence[Drawn]) -> str:
-    environment = jinja2.Environment(
-        loader=jinja2.ChoiceLoader(
-            [jinja2.PackageLoader("symexplin.experiments", "."), jinja2.PackageLoader("symexplin.lab.report", ".")]
-        ),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-    )
+def _values(out: Path, found: _Found, figures: Sequence[Drawn]) -> dict[str, Any]:
+    """Return the values of the page's variables."""
     outcome = found.outcome
     is_bench = outcome.kind == _BENCH
     labels = {panel.name: panel for panel in outcome.panels}
-    return environment.get_template(_TEMPLATE).render(
-        title=outcome.title,
-        outcome=outcome,
-        headline=_headline(found),
-        arms=arm_sentences(found.rows),
-        claims=found.claims,
-        kinds=KINDS,
-        rule=RULE,
-        numbers=found.numbers,
-        panels=[(panel, found.rows[panel.name], edges(panel)) for panel in found.panels],
-        profiles=[(p.name, p.stands_for, _timings(p.found["rows"])) for p in outcome.panels if p.found and is_bench],
-        profile_columns=list(_PROFILE.values()),
-        figures=figures,
-        sizes=[_size(out, labels[panel.name], panel) for panel in found.panels],
-        assumptions=list(outcome.assumptions.items()),
-        provenance=_provenance(_facts(outcome)),
-    )
+    return {
+        "title": outcome.title,
+        "outcome": outcome,
+        "headline": _headline(found),
+        "arms": arm_sentences(found.rows),
+        "claims": found.claims,
+        "kinds": KINDS,
+        "rule": RULE,
+        "numbers": found.numbers,
+        "panels": [(panel, found.rows[panel.name], edges(panel)) for panel in found.panels],
+        "profiles": [(p.name, p.stands_for, _timings(p.found["rows"])) for p in outcome.panels if p.found and is_bench],
+        "profile_columns": list(_PROFILE.values()),
+        "figures": figures,
+        "sizes": [_size(out, labels[panel.name], panel) for panel in found.panels],
+        "assumptions": list(outcome.assumptions.items()),
+        "provenance": _provenance(_facts(outcome)),
+    }
 
 
 def _headline(found: _Found) -> list[str]:

@@ -115,8 +115,11 @@ def names() -> dict[str, str]:
     >>> names()["frozen"]
     'Frozen and learned scales'
     """
-    paths = sorted(path for path in _CONFIGS.glob("*.toml") if path.stem != _PROTOCOLS)
-    return {path.stem: load_toml(path)["title"] for path in paths}
+    return {name: load_toml(path)["title"] for name, path in _files().items()}
+
+
+def _files() -> dict[str, Path]:
+    return {path.stem: path for path in sorted(_CONFIGS.glob("*.toml")) if path.stem != _PROTOCOLS}
 
 
 def load_table(
@@ -167,10 +170,10 @@ def load_table(
 
 def _read(name: str) -> Settings:
     """Return the table in a TOML file, its keys checked."""
-    known = names()
+    known = _files()
     if name not in known and not name.endswith(".toml"):
         check_choice("name", name, known)
-    file = load_toml(_CONFIGS / f"{name}.toml" if name in known else name)
+    file = load_toml(known.get(name, name))
     _check_keys(file, _OF_A_TABLE)
     scales = [file.get(scale, {}) for scale in SCALES]
     for table in scales:

@@ -1,19 +1,20 @@
 """How processes end: signals as a wish to stop at the next step, others with the one that began them."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-__all__ = ["StopSignals", "Stopped", "follow_launcher", "follow_parent"]
-
+__all__ = ["STOPPING", "StopSignals", "Stopped", "follow_launcher", "follow_parent", "ignoring"]
 
 _GLANCE = 1.0  # seconds between looks at whether the launcher is there
 # SIGHUP, which Windows has not: the terminal has gone.
-_SIGNALS = [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+STOPPING = [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
 
 
 class Stopped(Exception):  # noqa: N818 (it is no error)
@@ -43,7 +44,7 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in _SIGNALS:
+            for number in STOPPING:
                 if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._remember)
         return self
@@ -63,6 +64,23 @@ class StopSignals:
         """Return the exception to raise when all is saved."""
         assert self.signal is not None
         return Stopped(self.signal, message)
+
+
+@contextlib.contextmanager
+def ignoring(numbers: Sequence[int]) -> Iterator[None]:
+    """Ignore signals while processes start, which inherit that: a terminal's then reach this process alone.
+
+    Outside the main thread it does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def follow_parent() -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from corpora import prepared
 from symexplin.lab.checkpoint import newest
 from symexplin.lab.compare.pool import Task, train_all
 from symexplin.lab.config import ComputeConfig, LogConfig, RunConfig, TrainConfig
@@ -16,11 +15,6 @@ from symexplin.lab.maps import CurveConfig
 from symexplin.lab.model import ModelConfig
 
 STEPS = 2000  # more than a test waits for
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return prepared(tmp_path_factory.mktemp("data"))
 
 
 def task(data, folder, steps, lr=1e-3):

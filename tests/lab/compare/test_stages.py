@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from corpora import prepared
 from sweeps import SCRIPT, bits, numbers, tiny
 from symexplin.lab.compare.grid import Cell, CompareConfig, GridConfig
 from symexplin.lab.compare.sweep import compare_runs
@@ -19,11 +18,6 @@ from symexplin.lab.model import ModelConfig
 from symexplin.lab.run import train
 from symexplin.lab.settings import build, dump_toml, load_toml, to_table
 from symexplin.lab.stop import Stopped
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return prepared(tmp_path_factory.mktemp("data"))
 
 
 def staged(data, **grid):

@@ -11,7 +11,6 @@ import filelock
 import pytest
 import torch
 
-from corpora import prepared
 from sweeps import SCRIPT, bits, numbers, tiny
 from symexplin.lab.compare import begin, sweep
 from symexplin.lab.compare.grid import CompareConfig, GridConfig
@@ -28,11 +27,6 @@ from symexplin.lab.text.prepare import PrepareConfig, prepare
 NAMES = ["AdamW-lr0.001-seed0", "SEL-lr0.001-seed0", "AdamW-lr0.01-seed0", "SEL-lr0.01-seed0"]
 NAMES += [name.replace("seed0", "seed3") for name in NAMES]
 TOO_HIGH = 1e30  # a learning rate at which every arm breaks down
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return prepared(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")

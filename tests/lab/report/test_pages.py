@@ -6,16 +6,11 @@ from markupsafe import Markup
 
 import symexplin as sel
 from pages import Page
-from run_folders import EVIL, comparison, prepared, trained
+from run_folders import EVIL, comparison, trained
 from symexplin.lab.maps import CurveConfig
 from symexplin.lab.report import figures
 from symexplin.lab.report import pages as module
 from symexplin.lab.report.pages import report, report_comparison, report_run
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return prepared(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from run_folders import MODEL, prepared, trained
+from run_folders import MODEL, trained
 from symexplin import functional
 from symexplin.lab.maps import CurveConfig
 from symexplin.lab.model import Transformer
@@ -23,11 +23,6 @@ CURVES = {
     "absorbed": CurveConfig(preset="absorbed"),
     "module": CurveConfig(home="module", preset="paper+offset"),
 }
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return prepared(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")

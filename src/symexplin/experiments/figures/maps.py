@@ -6,13 +6,11 @@ from pathlib import Path
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from torch import Tensor
 
 from symexplin.experiments.figures.sheet import common_legend, finish, sheet
 from symexplin.experiments.figures.sources import run_of
 from symexplin.lab.report.charts import COLOURS, DASHES, MARKERS, Line, draw_chart
-from symexplin.lab.report.probe import Probe, RoleWeights, map_shape, probe, read_run
-from symexplin.transform import Scales, forward
+from symexplin.lab.report.probe import Probe, RoleWeights, map_curves, map_shape, probe, read_run
 
 __all__ = ["transform_outliers", "transform_roles"]
 
@@ -56,7 +54,7 @@ def _draw_outliers(axes: Axes, weights: RoleWeights) -> None:
     top = float(weights.raw.abs().max())
     raw = torch.linspace(-top, top, _POINTS, dtype=torch.float64)
     spread = torch.arange(0, len(weights.raw), max(1, len(weights.raw) // _POSITIONS))
-    family = _curves(weights, raw, spread)
+    family = map_curves(weights, raw, spread)
     highest = 0.0
     for low, high, alpha, style in _BANDS:
         edges = family.quantile(torch.tensor([low, high], dtype=torch.float64) / 100.0, dim=0)
@@ -66,7 +64,7 @@ def _draw_outliers(axes: Axes, weights: RoleWeights) -> None:
             axes.plot(raw, edge, color=COLOURS[0], linestyle=DASHES[style], linewidth=0.8)
     largest = [value.abs().topk(min(_LARGEST, len(value))).indices for value in (weights.raw, weights.effective)]
     places = torch.unique(torch.cat(largest))
-    for number, (curve, place) in enumerate(zip(_curves(weights, raw, places), places.tolist(), strict=True)):
+    for number, (curve, place) in enumerate(zip(map_curves(weights, raw, places), places.tolist(), strict=True)):
         x, y = float(weights.raw[place]), float(weights.effective[place])
         label = "positions of the largest weights" if number == 0 else "_"
         axes.plot(raw, curve, color=COLOURS[_OUTLIERS], linewidth=0.9)
@@ -77,16 +75,6 @@ def _draw_outliers(axes: Axes, weights: RoleWeights) -> None:
     # The curve of an outlier at raw weights that its position never had may leave the panel.
     limits = (-1.1 * max(highest, top), 1.1 * max(highest, top))
     draw_chart(axes, lines, limits=limits)
-
-
-def _curves(weights: RoleWeights, raw: Tensor, places: Tensor) -> Tensor:
-    """Return the map at `raw` with the scales of each of the `places`, a row each."""
-    assert weights.form is not None
-    assert weights.scales is not None
-    scales = (v[places, None].double() if isinstance(v, Tensor) else v for v in weights.scales)
-    # One number for all positions still makes a row for each.
-    grid = raw.expand(len(places), -1)
-    return forward(weights.form, grid, Scales(*scales))  # type: ignore[arg-type]
 
 
 def _by_role(sources: Sequence[Path], draw: Callable[[Axes, RoleWeights], None]) -> Figure:

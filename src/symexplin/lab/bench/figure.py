@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from symexplin.lab.bench.table import Row
-from symexplin.lab.report.charts import COLOURS, DASHES, MARKERS, STYLE
+from symexplin.lab.report.charts import COLOURS, DASHES, GUIDE, GUIDE_LINE, MARKERS, STYLE
 
 __all__ = ["draw"]
 
@@ -28,7 +28,6 @@ _COSTS = {
 }
 _AXES = {"width": "width", "depth": "depth", "microbatches": "microbatches a step"}
 _SIDESTEP = 0.12  # between the points of one category
-_GUIDE = "#777777"
 
 
 class _Panel(NamedTuple):
@@ -55,7 +54,7 @@ def draw(rows: Sequence[Row], caption: str) -> Figure:
         figure = Figure(figsize=(_SIZE[0] * columns, _SIZE[1] * lines), layout="constrained")
         for place, panel in enumerate(panels, start=1):
             _draw_panel(figure.add_subplot(lines, columns, place), panel)
-        figure.supxlabel(caption, fontsize=9, color=_GUIDE)
+        figure.supxlabel(caption, fontsize=9, color=GUIDE)
     return figure
 
 
@@ -95,7 +94,7 @@ def _draw_panel(axes: Axes, panel: _Panel) -> None:
             linewidth=1.8,
             capsize=3,
         )
-    axes.axhline(0.0 if panel.part == "step" else 1.0, color=_GUIDE, linestyle=(0, (3, 3)), linewidth=1.2)
+    axes.axhline(0.0 if panel.part == "step" else 1.0, **GUIDE_LINE)
     _label(axes, panel)
     axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.07), borderaxespad=0.2, handlelength=3.2)
 
@@ -128,7 +127,7 @@ def _label(axes: Axes, panel: _Panel) -> None:
         axes.set_xlim(-0.5, len(names) - 0.5)
         axes.set_xlabel("weight matrix (outputs x inputs)" if panel.part == "map" else "parameters")
     axes.set_ylabel(_COSTS[panel.part])
-    axes.set_title(_held(panel), fontsize=10.5, loc="left", color=_GUIDE)
+    axes.set_title(_held(panel), fontsize=10.5, loc="left", color=GUIDE)
 
 
 def _held(panel: _Panel) -> str:

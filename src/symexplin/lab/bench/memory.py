@@ -1,11 +1,8 @@
 """Peak memory of a variant on a CPU: only a process of its own tells it, as the system never takes a peak back."""
 
-import contextlib
 import multiprocessing
 import platform
 import signal
-import threading
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -14,7 +11,7 @@ import torch
 from symexplin.lab.bench.config import BenchConfig, Case
 from symexplin.lab.bench.work import make_work
 from symexplin.lab.malloc import return_freed_memory
-from symexplin.lab.stop import follow_parent
+from symexplin.lab.stop import follow_parent, ignoring
 
 __all__ = ["peak_in_child"]
 
@@ -34,7 +31,7 @@ def peak_in_child(name: str, config: BenchConfig, case: Case) -> int:
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_report, args=(sender, name, config, case))
     with receiver:
-        with sender, _ignoring_interrupts():
+        with sender, ignoring([signal.SIGINT]):  # on Ctrl-C this process ends it
             child.start()
         try:
             found: int | str = receiver.recv()
@@ -49,19 +46,6 @@ def peak_in_child(name: str, config: BenchConfig, case: Case) -> int:
     if isinstance(found, str):
         raise ChildProcessError(found)
     return found
-
-
-@contextlib.contextmanager
-def _ignoring_interrupts() -> Iterator[None]:
-    """Ignore Ctrl-C while the process starts, which inherits that: this one ends it, and it has nothing to say."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _report(sender: Connection, name: str, config: BenchConfig, case: Case) -> None:

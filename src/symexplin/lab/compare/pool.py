@@ -6,7 +6,6 @@ import multiprocessing
 import queue
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.process import BaseProcess
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 
 from symexplin.lab.config import RunConfig
 from symexplin.lab.run import train
-from symexplin.lab.stop import Stopped, StopSignals, follow_parent
+from symexplin.lab.stop import STOPPING, Stopped, StopSignals, follow_parent, ignoring
 from symexplin.lab.train import NonFiniteError
 
 __all__ = ["Task", "train_all"]
@@ -25,7 +24,6 @@ Futures = Mapping[concurrent.futures.Future[int | None], int]
 
 _TICK = 0.2  # seconds between looks at signals and lines
 _PATIENCE = 10.0  # seconds that workers have to end by themselves, with all runs saved
-_IGNORED = (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
 # What a worker process shares with the one that began it: the queue of its log lines, and the wish to stop.
 _shared: dict[str, Any] = {}
 
@@ -77,7 +75,7 @@ def _side_by_side(tasks: Sequence[Task], jobs: int, echo: Echo) -> Iterator[int]
         StopSignals() as stop,
         concurrent.futures.ProcessPoolExecutor(jobs, context, _enter, (lines, halt)) as pool,
     ):
-        with _ignoring_signals():
+        with ignoring(STOPPING):
             futures = {pool.submit(_work, task): index for index, task in enumerate(tasks)}
         workers = set(multiprocessing.active_children()) - others
         try:
@@ -87,20 +85,6 @@ def _side_by_side(tasks: Sequence[Task], jobs: int, echo: Echo) -> Iterator[int]
             _end(workers, _PATIENCE if isinstance(error, Exception) else 0.0, lambda: _drain(lines, echo))
             raise
     _drain(lines, echo)
-
-
-@contextlib.contextmanager
-def _ignoring_signals() -> Iterator[None]:
-    """Ignore signals while workers start: they inherit that, so that a terminal's reach this process alone."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in _IGNORED}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _collect(

@@ -20,9 +20,9 @@ from symexplin.lab.report.probe import RunRecord, probe, read_run
 from symexplin.lab.run import CONFIG
 from symexplin.lab.settings import to_table
 
-__all__ = ["reading", "report", "report_comparison", "report_run"]
+__all__ = ["PAGE", "reading", "report", "report_comparison", "report_run", "write_page"]
 
-_PAGE, _SAMPLE = "report.html", "sample.txt"
+PAGE, _SAMPLE = "report.html", "sample.txt"
 _ROWS = 40  # evaluations that a page lists
 _NATS = "nats a token"
 _HOMES = {"optimizer": "in the optimizer", "module": "in the modules"}
@@ -61,7 +61,7 @@ def report_run(folder: str | Path) -> Path:
     sample = Path(folder) / _SAMPLE
     with reading(folder):
         run = read_run(folder)
-        return _write(
+        return write_page(
             run.folder,
             "run.html.jinja",
             title=f"Run {run.folder.resolve().name}",
@@ -91,7 +91,7 @@ def report_comparison(folder: str | Path) -> Path:
         extra = {"parameters": found["parameters"], "seconds in all": found["seconds"]}
         for part in (found["corpus"], found["config"], found["provenance"], extra):
             facts += _facts(part)
-        return _write(
+        return write_page(
             path,
             "comparison.html.jinja",
             title=f"{_list([row['arm'] for row in found['comparison']['shared']])} on one language model",
@@ -120,14 +120,20 @@ def reading(path: str | Path) -> Iterator[None]:
         raise ValueError(f"{str(path)!r} is damaged, or of another version of symexplin: it lacks {error}") from None
 
 
-def _write(folder: Path, template: str, **values: Any) -> Path:
+def write_page(folder: Path, template: str, package: str = __package__, **values: Any) -> Path:
+    """Render a template into a folder's report.html and return its path.
+
+    Args:
+        folder: where the page goes.
+        template: name of a file of `package`; it may include and extend those that lie here.
+        package: that has the template.
+        values: of the template's variables.
+    """
+    loaders = [jinja2.PackageLoader(name, ".") for name in dict.fromkeys((package, __package__))]
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader(__package__, "."),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
+        loader=jinja2.ChoiceLoader(loaders), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
-    page = folder / _PAGE
+    page = folder / PAGE
     replace_file(page, environment.get_template(template).render(values))
     return page
 
@@ -256,5 +262,5 @@ def _list(names: Sequence[str]) -> str:
 
 def _link(folder: Path, run: str) -> str | None:
     """Return the address of a run's own page, if it has one."""
-    page = Path(run, _PAGE)
+    page = Path(run, PAGE)
     return urllib.parse.quote(page.as_posix()) if (folder / page).exists() else None

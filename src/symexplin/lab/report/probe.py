@@ -24,7 +24,7 @@ from symexplin.linear import SELLinear
 from symexplin.optim import RawSpaceOptimizer
 from symexplin.transform import Form, Scales, forward
 
-__all__ = ["LIMIT", "MapShape", "Probe", "RoleWeights", "RunRecord", "map_shape", "probe", "read_run"]
+__all__ = ["LIMIT", "MapShape", "Probe", "RoleWeights", "RunRecord", "map_curves", "map_shape", "probe", "read_run"]
 
 # Positions of a role that are looked at: enough for a histogram's tails, little for a page to hold.
 LIMIT = 200_000
@@ -229,6 +229,23 @@ def _pool(parts: list[RoleWeights]) -> RoleWeights:
     return dataclasses.replace(joined, form=first.form, raw=raw, scales=Scales(*scales))
 
 
+def map_curves(weights: RoleWeights, raw: Tensor, places: Tensor) -> Tensor:
+    """Return the map of a role at `raw` with the scales of each of the positions `places`, a row each.
+
+    Raises:
+        ValueError: ordinary weights.
+
+    >>> curved = RoleWeights(1, *torch.zeros(2, 1), Form("exp_only", 2.0), torch.ones(1), Scales(kappa=2.0))
+    >>> map_curves(curved, torch.tensor([0.0, 1.0]), torch.tensor([0, 0])).shape
+    torch.Size([2, 2])
+    """
+    if weights.form is None or weights.scales is None:
+        raise ValueError("weights must be those of a curved role, got ordinary ones")
+    scales = (v[places, None].double() if isinstance(v, Tensor) else v for v in weights.scales)
+    # One number for all positions still makes a row for each.
+    return forward(weights.form, raw.expand(len(places), -1), Scales(*scales))  # type: ignore[arg-type]
+
+
 def map_shape(weights: RoleWeights, points: int = 81, positions: int = 2000) -> MapShape:
     """Return the shape of a role's map over the range of its raw weights.
 
@@ -244,11 +261,9 @@ def map_shape(weights: RoleWeights, points: int = 81, positions: int = 2000) -> 
     >>> [round(float(line[-1]), 4) for line in map_shape(curved)]  # at 1: expm1(2)/2
     [1.0, 3.1945, 3.1945, 3.1945]
     """
-    if weights.form is None or weights.raw is None or weights.scales is None:
+    if weights.raw is None:
         raise ValueError("weights must be those of a curved role, got ordinary ones")
     top = float(weights.raw.abs().max())
     raw = torch.linspace(-top, top, points, dtype=torch.float64)
-    stride = max(1, len(weights.raw) // positions)
-    scales = (v[::stride, None].double() if isinstance(v, Tensor) else v for v in weights.scales)
-    values = forward(weights.form, raw.expand(1, -1), Scales(*scales))  # type: ignore[arg-type]
+    values = map_curves(weights, raw, torch.arange(0, len(weights.raw), max(1, len(weights.raw) // positions)))
     return MapShape(raw, *values.quantile(torch.tensor([0.05, 0.5, 0.95], dtype=torch.float64), dim=0))
