@@ -252,20 +252,25 @@ def test_steps_to_a_loss_are_measured_at_the_papers_scale_alone(tmp_path):
 def test_a_benchmark_is_reported_beside_the_papers_timings(tmp_path):
     table = load_table("profiling", "mini", out=tmp_path)
     write_json(tmp_path / "table.json", table.to_json())
-    head = "part,variant,baseline,dtype,tokens,ms,ratio,overhead_percent,peak_mib,device"
+    phases = "forward_ms,backward_ms,optimizer_ms"
+    head = f"part,variant,baseline,dtype,tokens,ms,{phases},ratio,overhead_percent,peak_mib,device"
     folder = tmp_path / "panels" / table.panels[0].name
     folder.mkdir(parents=True)
-    lines = ["optimizer,adamw,adamw,fp32,,5.0,1.0,,,a CPU", "optimizer,module,adamw,fp32,,9.0,1.8,80.0,,a CPU"]
-    lines.append("step,module,adamw,fp32,1024,70.12345,1.1,10.0,99.0,a CPU")
+    lines = ["optimizer,adamw,adamw,fp32,,5.0,,,,1.0,,,a CPU", "optimizer,module,adamw,fp32,,9.0,,,,1.8,80.0,,a CPU"]
+    lines.append("step,master,master,fp32,1024,60.0,19.0,37.0,4.0,1.0,,98.0,a CPU")
+    lines.append("step,adamw,master,fp32,1024,61.0,20.0,36.0,6.0,1.0,,98.0,a CPU")
+    lines.append("step,module,adamw,fp32,1024,70.12345,22.0,38.0,10.0,1.1,10.0,99.0,a CPU")
     (folder / "results.csv").write_text("\n".join([head, *lines, ""]))
     page = TablePage(report_table(tmp_path))
-    assert ["step", "module", "adamw", "fp32", "1024", "70.12", "1.1", "10", "99"] in page.rows
+    assert ["step", "module", "adamw", "fp32", "1024", "70.12", "22", "38", "10", "1.1", "10", "99"] in page.rows
     assert ["device", "a CPU"] in page.rows
     rows = {row[0].split(" Table")[0]: row for row in page.rows if row}
     assert rows["what a whole step takes longer"][1:4] == [table.panels[0].name, "1.7", "10"]
-    assert rows["optimizer's part of a step, SEL"][2:4] == ["15", "9"]
-    assert rows["optimizer's part of a step, AdamW"][2:4] == ["6", "5"]
-    assert len(rows_of(tmp_path / "table.csv")) == 3
+    assert rows["forward pass of a step, AdamW"][2:4] == ["67", "20"]
+    assert rows["backward pass of a step, SEL"][2:4] == ["209", "38"]
+    assert rows["optimizer's part of a step, SEL"][2:4] == ["15", "10"]
+    assert rows["optimizer's part of a step, AdamW"][2:4] == ["6", "6"]
+    assert len(rows_of(tmp_path / "table.csv")) == 5
 
 
 def test_a_folder_of_another_kind_is_refused(tmp_path):

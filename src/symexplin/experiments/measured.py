@@ -7,6 +7,7 @@ from typing import Any
 from symexplin.experiments.claims import measure
 from symexplin.experiments.evidence import LEAST_SEEDS, Evidence, shown, spread_of
 from symexplin.experiments.paper import Number, Paper
+from symexplin.lab.bench.work import PHASES
 from symexplin.lab.evaluate import speedup
 
 __all__ = ["ArmRow", "NumberRow", "Side", "arm_rows", "arm_sentences", "edges", "number_rows", "profile_rows"]
@@ -24,12 +25,13 @@ _MEASURES = {
     "m_end": ("m_stays", 1.0),
 }
 _IN_ROWS = ("delta", "speedup")  # where they are by panel, the rows of the arms show them
-# Number -> (part, variant) of a row of the benchmark, and its column; the paper has the map in the layers.
+# Number -> whether it is the baseline's, and the column of a benchmark's whole step.
 _PROFILED = {
-    "optimizer_ms_baseline": ("optimizer", "", "ms"),
-    "optimizer_ms_sel": ("optimizer", "module", "ms"),
-    "overhead": ("step", "module", "overhead_percent"),
+    **{f"{phase}_ms_baseline": (True, f"{phase}_ms") for phase in PHASES},
+    **{f"{phase}_ms_sel": (False, f"{phase}_ms") for phase in PHASES},
+    "overhead": (False, "overhead_percent"),
 }
+_IN_LAYERS = "module"  # the variant that has the map where the paper has it
 
 
 @dataclass(frozen=True)
@@ -270,8 +272,10 @@ def profile_rows(
 
 
 def _timed(name: str, rows: Sequence[Mapping[str, str]]) -> float | None:
-    part, variant, column = _PROFILED.get(name, ("", "", ""))
-    for row in rows:
-        if row["part"] == part and row["variant"] == (variant or row["baseline"]) and row[column]:
-            return float(row[column])
-    return None
+    steps = {row["variant"]: row for row in rows if row["part"] == "step"}
+    if name not in _PROFILED or _IN_LAYERS not in steps:
+        return None
+    of_baseline, column = _PROFILED[name]
+    row = steps[_IN_LAYERS]
+    text = steps[row["baseline"]][column] if of_baseline else row[column]
+    return float(text) if text else None

@@ -25,6 +25,7 @@ from symexplin.experiments.measured import (
 from symexplin.experiments.paper import Paper, load_paper
 from symexplin.experiments.tables import Outcome, PanelOutcome, read_table
 from symexplin.lab.bench.table import Row
+from symexplin.lab.bench.work import PHASES
 from symexplin.lab.files import replace_file
 from symexplin.lab.report.pages import PAGE, reading, write_page
 from symexplin.validation import check_choice
@@ -41,6 +42,7 @@ _PROFILE = {
     "dtype": "dtype",
     "tokens": "tokens",
     "ms": "ms",
+    **{f"{phase}_ms": f"{phase} (ms)" for phase in PHASES},
     "ratio": "× baseline",
     "overhead_percent": "overhead (%)",
     "peak_mib": "peak (MiB)",

@@ -3,7 +3,7 @@ import torch
 
 from symexplin.lab.bench import measure as module
 from symexplin.lab.bench.measure import measure
-from symexplin.lab.bench.work import Work
+from symexplin.lab.bench.work import Marks, Work
 
 CPU = torch.device("cpu")
 
@@ -58,6 +58,21 @@ def test_fresh_ones_are_built_for_every_turn(monkeypatch):
     rounds = list(measure(machine.arms(), CPU, repeats=2, warmup=0, fresh=True))
     assert machine.built == ["a", "b", "b", "a"]
     assert [list(found) for found in rounds] == [["a", "b"]] * 2
+
+
+def test_phases_are_summed_within_a_call(monkeypatch):
+    machine, marks = Machine(monkeypatch, {}), Marks()
+
+    def run():
+        for phase, seconds in (("forward", 0.001), ("backward", 0.002), ("forward", 0.001)):
+            machine.now += seconds
+            marks.end(phase)
+        machine.now += 0.001  # of no phase
+
+    (found,) = measure({"a": lambda: Work(run, marks=marks)}, CPU, repeats=1)
+    assert (found["a"].calls, found["a"].ms) == (4, pytest.approx(5.0))
+    # What comes after the last phase of a call counts as the next call's first.
+    assert found["a"].phases == pytest.approx({"forward": 2.0 + 3 / 4, "backward": 2.0})
 
 
 def test_every_turn_is_told(monkeypatch):

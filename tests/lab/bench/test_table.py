@@ -71,6 +71,15 @@ def test_mfu_and_tokens_by_hand():
     assert row.gb_per_s is None  # a step moves activations, too
 
 
+def test_phases_are_medians():
+    names = ("adamw", "sel", "module")
+    spent = [{"forward": ms, "backward": 2 * ms, "optimizer": 5.0} for ms in (1.0, 3.0, 9.0)]
+    found = [{name: Timing(10.0, 10.0, 1, phases=phases) for name in names} for phases in spent]
+    row = by_name(CONFIG, STEP, SIZE, found, {})["sel"]
+    assert (row.forward_ms, row.backward_ms, row.optimizer_ms) == (3.0, 6.0, 5.0)
+    assert by_name(CONFIG, STEP, SIZE, DRIFTING, {})["sel"].forward_ms is None
+
+
 def test_memory_is_held_against_the_baselines():
     rows = by_name(CONFIG, STEP, SIZE, DRIFTING, {"adamw": 2**30, "sel": 2**30 + 2**28})
     assert (rows["sel"].peak_mib, rows["sel"].peak_ratio) == (1280.0, 1.25)

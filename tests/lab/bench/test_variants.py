@@ -96,6 +96,14 @@ def test_microbatches_share_the_tokens(monkeypatch):
         torch.testing.assert_close(parameter.grad, two[key].grad, rtol=1e-4, atol=1e-7)
 
 
+def test_a_step_says_where_its_phases_end():
+    work = make_work("sel", CONFIG, case(microbatches=2), CPU)
+    phases = []
+    work.marks.end = phases.append
+    work.run()
+    assert phases == ["forward", "backward", "forward", "backward", "optimizer"]
+
+
 def test_gradients_are_clipped_in_earnest():
     model = build_variant("adamw", CONFIG, case(), CPU).model
     fill_gradients(model.parameters())

@@ -1,6 +1,7 @@
 """Timing in turns: every round has one turn of each variant, so that a machine that drifts touches all alike."""
 
 import gc
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,18 +18,21 @@ _LEAST_MS = 20.0
 _MOST_CALLS = 200
 
 Round = dict[str, "Timing"]
+_Moment = float | torch.cuda.Event  # of the host; on CUDA, of the device, known once it is through
 
 
 class Timing(NamedTuple):
     """One turn: milliseconds a call, those that the host took to issue it, and the peak of the device's memory.
 
-    `peak` is bytes, on CUDA, of what the variant holds and what its calls need, without what others hold.
+    `peak` is bytes, on CUDA, of what the variant holds and what its calls need, without what others hold. `phases` has
+    the milliseconds of each phase of a call, where the work marks any.
     """
 
     ms: float
     host_ms: float
     calls: int
     peak: int | None = None
+    phases: Mapping[str, float] | None = None
 
 
 class _Turn:
@@ -56,31 +60,44 @@ class _Turn:
 
     def _time(self, calls: int) -> Timing:
         self.work.prepare()
+        ends: list[tuple[str, _Moment]] = []
+        if self.work.marks is not None:
+            self.work.marks.end = lambda phase: ends.append((phase, self._now()))
         gc.disable()
         try:
-            ms, host_ms = self._cuda(calls) if self._device.type == "cuda" else self._host(calls)
+            self._wait()
+            start = time.perf_counter()
+            first = self._now()
+            for _ in range(calls):
+                self.work.run()
+            last = self._now()
+            host_ms = 1e3 * (time.perf_counter() - start)
+            self._wait()
         finally:
             gc.enable()
-        return Timing(ms / calls, host_ms / calls, calls)
+        phases: dict[str, float] = {}
+        for (_, begin), (phase, end) in itertools.pairwise([("", first), *ends]):
+            phases[phase] = phases.get(phase, 0.0) + _ms(begin, end) / calls
+        return Timing(_ms(first, last) / calls, host_ms / calls, calls, phases=phases or None)
 
-    def _host(self, calls: int) -> tuple[float, float]:
-        start = time.perf_counter()
-        for _ in range(calls):
-            self.work.run()
-        spent = 1e3 * (time.perf_counter() - start)
-        return spent, spent
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
-    def _cuda(self, calls: int) -> tuple[float, float]:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize(self._device)
-        start = time.perf_counter()
-        begin.record()
-        for _ in range(calls):
-            self.work.run()
-        end.record()
-        host_ms = 1e3 * (time.perf_counter() - start)
-        torch.cuda.synchronize(self._device)
-        return begin.elapsed_time(end), host_ms
+    def _now(self) -> _Moment:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
+def _ms(begin: _Moment, end: _Moment) -> float:
+    if isinstance(begin, float):
+        assert isinstance(end, float)
+        return 1e3 * (end - begin)
+    assert isinstance(end, torch.cuda.Event)
+    return float(begin.elapsed_time(end))
 
 
 def measure(

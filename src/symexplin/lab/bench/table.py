@@ -10,8 +10,9 @@ import numpy as np
 
 from symexplin.lab.bench.config import BenchConfig, Case
 from symexplin.lab.bench.floors import floor, map_floor, matmul_flops, moved
-from symexplin.lab.bench.measure import Round
+from symexplin.lab.bench.measure import Round, Timing
 from symexplin.lab.bench.variants import BASELINES
+from symexplin.lab.bench.work import PHASES
 
 __all__ = ["Row", "Size", "format_rows", "rows_of", "to_csv"]
 
@@ -32,7 +33,8 @@ class Size(NamedTuple):
 class Row:
     """One line of results.csv: one variant of one case. What does not apply is empty.
 
-    `ratio` is the median over the rounds of this variant's time by that of `baseline` in the same round.
+    `ratio` is the median over the rounds of this variant's time by that of `baseline` in the same round; those of the
+    phases of a whole step are medians, too, so that they need not add up to `ms`.
     """
 
     part: str
@@ -67,6 +69,9 @@ class Row:
     mfu: float | None
     peak_flops: float | None
     peak_flops_source: str | None
+    forward_ms: float | None
+    backward_ms: float | None
+    optimizer_ms: float | None
 
 
 def rows_of(
@@ -132,6 +137,7 @@ def rows_of(
             mfu=_mfu(config, case, size, per_second, flops),
             peak_flops=flops[0] if flops and per_second else None,
             peak_flops_source=flops[1] if flops and per_second else None,
+            **_phases([timing[name] for timing in rounds]),
         )
     return list(found.values())
 
@@ -144,6 +150,13 @@ def _bytes(name: str, case: Case, size: Size) -> tuple[int, int | None]:
     plain = size.parameters - size.curved
     below = floor(case.part, name, case.dtype, case.microbatches or 1).total(size.curved, plain)
     return below, moved(name, case.dtype).total(size.curved, plain) if case.part == "optimizer" else None
+
+
+def _phases(timings: Sequence[Timing]) -> dict[str, float | None]:
+    """Return the columns of a whole step's phases."""
+    found = [timing.phases for timing in timings if timing.phases]
+    medians = {phase: float(np.median([ms[phase] for ms in found])) if found else None for phase in PHASES}
+    return {f"{phase}_ms": ms for phase, ms in medians.items()}
 
 
 def _share(value: float | None, base: float | None) -> float | None:

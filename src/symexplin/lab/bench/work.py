@@ -13,14 +13,23 @@ from symexplin.lab.bench.variants import build_variant, fill_gradients
 from symexplin.lab.model import ModelConfig
 from symexplin.linear import SELLinear
 
-__all__ = ["Work", "make_work", "shapes"]
+__all__ = ["PHASES", "Marks", "Work", "make_work", "shapes"]
+
+PHASES = ("forward", "backward", "optimizer")  # of a whole step
+
+
+class Marks:
+    """Where within a call its time goes: the work calls `end(phase)`, which whoever times it sets."""
+
+    end: Callable[[str], object] = staticmethod(lambda _: None)
 
 
 class Work(NamedTuple):
-    """`run` is timed; `prepare` comes before it and is not."""
+    """`run` is timed; `prepare` comes before it and is not; `run` says at `marks` when a phase ends, if it has any."""
 
     run: Callable[[], object]
     prepare: Callable[[], object] = lambda: None
+    marks: Marks | None = None
 
 
 def shapes(width: int) -> list[tuple[int, int]]:
@@ -81,13 +90,17 @@ def _step(name: str, config: BenchConfig, case: Case, device: torch.device) -> W
     forward: nn.Module = torch.compile(model) if config.compile else model  # type: ignore[assignment]
     size = (case.microbatches, case.tokens // case.microbatches // config.context, config.context + 1)
     tokens = torch.randint(config.vocab_size, size, device=device)
+    marks = Marks()
 
     def run() -> None:
         model.zero_grad(set_to_none=True)
         for part in tokens:
             with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
                 loss: Tensor = forward(part[:, :-1], part[:, 1:]) / case.microbatches
+            marks.end("forward")
             loss.backward()  # type: ignore[no-untyped-call]
+            marks.end("backward")
         step()
+        marks.end("optimizer")
 
-    return Work(run)
+    return Work(run, marks=marks)
