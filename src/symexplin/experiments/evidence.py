@@ -88,15 +88,15 @@ class Evidence:
 
     Args:
         name: of the panel.
-        paper: the paper's panel that it stands for, "" for none.
         folder: of its comparison.
         found: its comparison.json.
+        paper: the paper's panel that it stands for, "" for none.
     """
 
     name: str
-    paper: str
     folder: Path
     found: Mapping[str, Any]
+    paper: str = ""
 
     @property
     def shared_lr(self) -> float:
@@ -110,7 +110,7 @@ class Evidence:
 
     @property
     def arms(self) -> list[str]:
-        """All arms, the baseline first."""
+        """All arms, the baseline first; where one stands says its style in figures."""
         return [row["arm"] for row in self.found["comparison"]["shared"]]
 
     def best_lr(self, arm: str) -> float | None:
@@ -124,10 +124,15 @@ class Evidence:
         """All seeds, those of the second stage last."""
         return list(self.found["comparison"]["seeds"])
 
+    def runs(self, arm: str, lr: float | None) -> list[dict[str, Any]]:
+        """Return the runs of an arm at a learning rate that stayed finite, one a seed."""
+        runs = self.found["runs"]
+        return [run for run in runs if (run["arm"], run["lr"]) == (arm, lr) and run["final_loss"] is not None]
+
     def cell(self, arm: str, lr: float | None, seed: int) -> Cell | None:
         """Return a run that stayed finite, or None."""
-        for run in self.found["runs"]:
-            if (run["arm"], run["lr"], run["seed"]) == (arm, lr, seed) and run["final_loss"] is not None:
+        for run in self.runs(arm, lr):
+            if run["seed"] == seed:
                 beta = (self.found["maps"].get(arm) or {}).get("beta")
                 curve = [(int(step), float(loss)) for step, loss in run["evals"]]
                 return Cell(curve, self.folder / run["folder"], beta if isinstance(beta, float | int) else None)

@@ -97,7 +97,7 @@ def _look_up(outcome: Outcome, paper: Paper) -> _Found:
     if outcome.kind == _BENCH:
         timed = {panel.name: (panel.stands_for or "", panel.found["rows"]) for panel in outcome.panels if panel.found}
         return _Found(outcome, (), {}, (), tuple(profile_rows(outcome.name, timed, paper)), tuple(missing))
-    panels = tuple(Evidence(p.name, p.stands_for or "", p.folder, p.found) for p in outcome.panels if p.found)
+    panels = tuple(Evidence(p.name, p.folder, p.found, p.stands_for or "") for p in outcome.panels if p.found)
     return _Found(
         outcome,
         panels,

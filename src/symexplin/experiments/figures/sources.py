@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from symexplin.config import SELConfig
+from symexplin.experiments.evidence import Evidence
 from symexplin.experiments.tables import PANELS, TABLE
 from symexplin.lab.checkpoint import newest
 from symexplin.lab.compare.folder import COMPARISON
@@ -23,23 +24,15 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Panel:
-    """A finished comparison: its name, its folder, what its comparison.json says, and what its arms are called."""
+class Panel(Evidence):
+    """A finished comparison, with what its arms are called."""
 
-    name: str
-    folder: Path
-    found: dict[str, Any]
-    labels: Mapping[str, str]
+    labels: Mapping[str, str] = field(default_factory=dict)
 
     def rows(self, which: str) -> list[Row]:
         """Return the rows at the "shared" learning rate, or each at its "best"; the baseline's is the first."""
         rows: list[Row] = self.found["comparison"][which]
         return rows
-
-    @property
-    def arms(self) -> list[str]:
-        """All arms, the baseline first: where an arm stands says its style."""
-        return [row["arm"] for row in self.rows("best")]
 
     def label(self, arm: str) -> str:
         """Return what an arm is called: as its table says, else by its name."""
@@ -61,11 +54,6 @@ class Panel:
         known = self.arms[1:] if arms is None else arms
         ended = [row for row in self.rows("best") if row["arm"] in known and row["loss"] is not None]
         return min(ended, key=lambda row: float(row["loss"]), default=None)
-
-    def runs(self, arm: str, lr: float | None) -> list[dict[str, Any]]:
-        """Return the runs of an arm at a learning rate that stayed finite, one a seed."""
-        runs = self.found["runs"]
-        return [run for run in runs if (run["arm"], run["lr"]) == (arm, lr) and run["final_loss"] is not None]
 
     def config(self, arm: str) -> SELConfig | None:
         """Return the map of an arm, None for ordinary weights."""
@@ -96,7 +84,7 @@ def comparisons(sources: Sequence[Path]) -> list[Panel]:
 def _panels(source: Path) -> list[Panel]:
     if (source / COMPARISON).exists():
         folder = source.resolve()
-        return [Panel(folder.name, source, read_json(source / COMPARISON), _labels(folder))]
+        return [Panel(folder.name, source, read_json(source / COMPARISON), labels=_labels(folder))]
     folders = sorted((source / PANELS).glob(f"*/{COMPARISON}"), key=lambda path: _counting(path.parent.name))
     if not folders:
         wanted = f"a folder with {COMPARISON}, or with {PANELS}/*/{COMPARISON}"
