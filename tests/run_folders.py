@@ -5,9 +5,10 @@ import json
 from pathlib import Path
 
 import corpora
+import symexplin as sel
 from symexplin.lab.compare.table import Run, compare, headline
 from symexplin.lab.config import ComputeConfig, LogConfig, RunConfig, TrainConfig
-from symexplin.lab.maps import CurveConfig, carried
+from symexplin.lab.maps import CurveConfig
 from symexplin.lab.model import ModelConfig
 from symexplin.lab.run import train
 
@@ -61,7 +62,7 @@ def comparison(folder, seeds=(0,), final=1.5, broken=None, **changes):
             {**dataclasses.asdict(r), "final_loss": r.final_loss, "folder": f"runs/{r.arm}-lr{r.lr:g}-seed{r.seed}"}
             for r in runs
         ],
-        "maps": {"AdamW": None, "SEL": {"start": "matched", "home": "optimizer", **carried(128).to_dict()}},
+        "maps": {"AdamW": None, "SEL": {"start": "matched", "home": "optimizer", **sel.carried(128).to_dict()}},
         "corpus": {"train_tokens": 1234567, "tokenizer": "byte"},
         "parameters": 4321,
         "config": {"data": "stdlib", "compare": {"lrs": [0.001, 0.01], "seeds": list(seeds)}},

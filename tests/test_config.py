@@ -1,5 +1,7 @@
 """The configuration: validation, round trips, presets."""
 
+import math
+
 import pytest
 
 import symexplin as sel
@@ -20,6 +22,20 @@ def test_paper_preset_states_the_papers_numbers():
     assert sel.preset("exp_only").learned_roles == ("e", "m")
     assert sel.preset("structured_linear").learned_roles == ("l",)
     assert sel.preset("paper+offset").learned_roles == ("e", "l", "m", "n", "delta")
+
+
+def test_carried_geometry_is_the_papers_over_xaviers_range():
+    """kappa times Xavier's bound, and the linear pathway's share of the slope at 0, as at width 1024 and beta 7.5."""
+    for width in (64, 128, 1024):
+        config = sel.carried(width)
+        assert config.beta * math.sqrt(6 / (2 * width)) == pytest.approx(7.5 * math.sqrt(6 / 2048))
+        assert config.l.start / config.beta == pytest.approx(1 / 7.5)
+        assert config.learned_roles == ()
+    assert sel.carried(1024) == sel.preset("frozen")
+    own = sel.carried(256, beta=5.0, e=sel.Scale("row"))
+    assert (own.beta, own.l.start, own.learned_roles) == (5.0, 0.5, ("e",))
+    with pytest.raises(ValueError, match="width must be"):
+        sel.carried(0)
 
 
 def test_overrides_and_mappings():

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from symexplin import functional
     from symexplin import hf as hf
     from symexplin import lightning as lightning
-    from symexplin.config import Scale, SELConfig, preset
+    from symexplin.config import Scale, SELConfig, carried, preset
     from symexplin.conversion import convert, fold
     from symexplin.linear import SELLinear
     from symexplin.optim import (
@@ -47,6 +47,7 @@ __all__ = [
     "ScaleAnnealing",
     "Target",
     "anneal_scales",
+    "carried",
     "convert",
     "fold",
     "from_adamw",
@@ -61,7 +62,7 @@ __all__ = [
 
 # Where each name lives. They are imported when first used: the command line answers --help without loading torch.
 _HOMES = {
-    "config": ("SELConfig", "Scale", "preset"),
+    "config": ("SELConfig", "Scale", "carried", "preset"),
     "conversion": ("convert", "fold"),
     "linear": ("SELLinear",),
     "optim": (

@@ -10,7 +10,17 @@ from symexplin.functional import auto_beta
 from symexplin.transform import CURVATURES, MODES
 from symexplin.validation import check_choice, check_finite, check_flag, check_positive, check_whole
 
-__all__ = ["DECAYED_ROLES", "PATTERNS", "PRESETS", "SCALE_ROLES", "SELConfig", "Scale", "check_config", "preset"]
+__all__ = [
+    "DECAYED_ROLES",
+    "PATTERNS",
+    "PRESETS",
+    "SCALE_ROLES",
+    "SELConfig",
+    "Scale",
+    "carried",
+    "check_config",
+    "preset",
+]
 
 PATTERNS = ("fixed", "global", "row", "column", "row_col_mult", "row_col_add", "lora")
 SCALE_ROLES = ("e", "l", "m", "n", "s", "delta")
@@ -205,6 +215,7 @@ def _scale(role: str, value: object) -> Scale:
 
 _OFF = Scale()
 _PAPER: dict[str, Any] = {"beta": 7.5}
+_PAPER_WIDTH = 1024  # the paper's smallest, which its beta 7.5 goes with
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": _PAPER,
     # Multipliers of n and the rank of delta are not in the paper: assumptions.
@@ -236,6 +247,28 @@ def preset(name: str, **overrides: Any) -> SELConfig:
     """
     check_choice("preset", name, PRESETS)
     return SELConfig.from_dict({**PRESETS[name], **overrides})
+
+
+def carried(width: int, **overrides: Any) -> SELConfig:
+    """Return the paper's geometry at width 1024 for a model of another width, with `overrides` of its fields.
+
+    Xavier's bound grows as 1/sqrt(width), so ``beta = 7.5 sqrt(width/1024)`` keeps kappa |w| at the start, and
+    ``l = beta/7.5`` keeps the linear pathway at 1/7.5 of the unit slope, which 1/beta alone would blow up. The scales
+    are fixed. No map of the paper: the default of the laboratory, by what docs/log.md measured at small widths.
+
+    Args:
+        width: of the model, the inputs of its layers.
+        overrides: fields of :class:`SELConfig`.
+
+    Raises:
+        ValueError: a width that is no positive integer, an unknown field.
+
+    >>> config = carried(256)
+    >>> config.beta, config.l.start
+    (3.75, 0.5)
+    """
+    beta = _PAPER["beta"] * (check_whole("width", width) / _PAPER_WIDTH) ** 0.5
+    return preset("frozen", **{"beta": beta, "l": Scale(start=beta / _PAPER["beta"]), **overrides})
 
 
 def check_config(config: object) -> SELConfig:

@@ -27,7 +27,7 @@ OF_THE_PAPER = {
     *("main_grid", "start_1024", "start_3072", "exp_only", "frozen", "structured_linear", "optimizer_equivalence"),
     *("lr_annealing", "curvature", "xavier", "profiling"),
 }
-BEYOND = {"modes", "starts", "patterns", "combined", "beta", "muon", "continued", "suite", "default"}
+BEYOND = {"modes", "starts", "patterns", "combined", "beta", "muon", "continued", "suite", "default", "widths"}
 PAPER_K = {"e": (50.0, 8.0), "l": (50.0, 8.0), "m": (0.01, 0.5)}
 
 

@@ -1,19 +1,7 @@
-import math
-
 import pytest
 
 import symexplin as sel
-from symexplin.lab.maps import LAB_PRESETS, CurveConfig, carried, map_of, named_map
-
-
-def test_carried_geometry_is_the_papers_over_xaviers_range():
-    """kappa times Xavier's bound, and the linear pathway's share of the slope at 0, as at width 1024 and beta 7.5."""
-    for width in (64, 128, 1024):
-        config = carried(width)
-        assert config.beta * math.sqrt(6 / (2 * width)) == pytest.approx(7.5 * math.sqrt(6 / 2048))
-        assert config.l.start / config.beta == pytest.approx(1 / 7.5)
-        assert config.learned_roles == ()
-    assert carried(1024) == sel.preset("frozen")
+from symexplin.lab.maps import LAB_PRESETS, CurveConfig, map_of, named_map
 
 
 def test_presets_are_the_packages():
@@ -21,7 +9,7 @@ def test_presets_are_the_packages():
         if name not in ("carried", "default"):
             assert named_map(name, {}) == sel.preset(name)
     assert named_map("default", {}) == sel.SELConfig()
-    assert named_map("carried", {}, width=64) == carried(64)
+    assert named_map("carried", {}, width=64) == sel.carried(64)
 
 
 def test_changes_merge_into_scales():

@@ -31,3 +31,11 @@ def test_stats_against_direct_computation(home):
     assert found["kappa/mean"] == pytest.approx(2.0, rel=1e-6)
     assert found["kappa_w/max"] == pytest.approx(float(x.max()), rel=1e-6)
     assert found["tail/fraction"] == pytest.approx(float((x > 1).double().mean()))
+    slopes = []
+    for raw, e, beta in layers:
+        w = raw.detach().clone().requires_grad_()
+        sel.functional.effective(w, beta=beta, e=e).sum().backward()
+        slopes.append(w.grad.flatten())
+    slope = torch.cat(slopes)
+    assert found["slope/mean"] == pytest.approx(float(slope.mean()), rel=1e-5)
+    assert found["slope/std"] == pytest.approx(float(slope.std(correction=0)), rel=1e-4)

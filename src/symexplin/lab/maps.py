@@ -10,11 +10,10 @@ from symexplin.config import PRESETS, SCALE_ROLES
 from symexplin.starts import START_RULES
 from symexplin.validation import check_choice, check_positive, check_whole, naming
 
-__all__ = ["HOMES", "LAB_PRESETS", "CurveConfig", "carried", "map_of", "named_map"]
+__all__ = ["HOMES", "LAB_PRESETS", "CurveConfig", "map_of", "named_map"]
 
 HOMES = ("optimizer", "module", "none")
 LAB_PRESETS = ("carried", "default", *PRESETS)
-_PAPER_WIDTH = 1024  # the paper's smallest, which its beta 7.5 goes with
 
 
 @dataclass(frozen=True)
@@ -55,22 +54,6 @@ class CurveConfig:
             check_whole("anneal_steps", self.anneal_steps)
 
 
-def carried(width: int) -> sel.SELConfig:
-    """Return the paper's geometry at width 1024 for another width: the same curve over Xavier's range.
-
-    Xavier's bound grows as 1/sqrt(width), so ``beta = 7.5 sqrt(width/1024)`` keeps kappa |w| at the start, and
-    ``l = beta/7.5`` keeps the linear pathway at 1/7.5 of the unit slope, which 1/beta alone would blow up. The scales
-    are fixed.
-
-    >>> config = carried(256)
-    >>> config.beta, config.l.start
-    (3.75, 0.5)
-    """
-    paper = sel.preset("frozen")
-    beta = float(paper.beta) * (width / _PAPER_WIDTH) ** 0.5
-    return dataclasses.replace(paper, beta=beta, l=sel.Scale(start=beta / float(paper.beta)))
-
-
 def named_map(preset: str, changes: Mapping[str, Any], width: int | None = None) -> sel.SELConfig:
     """Return a preset of the paper's or the lab's, with `changes`: keys of the map, tables of scales merged.
 
@@ -85,7 +68,7 @@ def named_map(preset: str, changes: Mapping[str, Any], width: int | None = None)
     if preset == "carried":
         if width is None:
             raise ValueError("preset 'carried' goes with a model's width: name another, such as 'paper'")
-        base = carried(width)
+        base = sel.carried(width)
     else:
         base = sel.SELConfig() if preset == "default" else sel.preset(preset)
     table = base.to_dict()

@@ -20,6 +20,7 @@ def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> d
     """Return figures over all curved weight matrices: of a SELAdamW-like `optimizer`, or of a converted `model`.
 
     "e/mean", "e/std" (and l, kappa, n, s): mean and standard deviation of the expanded scale over all weights,
+    "slope/mean", "slope/std": of d w_eff / d w, by which a step of the raw weights is longer in effective ones,
     "kappa_w/max": largest kappa |w|, "tail/fraction": share of weights with kappa |w| > 1, where the exponential
     rules. Empty before the first step. Of a sharded model every process must call, and gets the same figures.
 
@@ -55,7 +56,11 @@ class _Tally:
             value = getattr(scales, role)
             if isinstance(value, Tensor):
                 full = value.double().expand(raw.shape)
-                self._add(role, [full.numel(), float(full.sum()), float((full * full).sum())])
+                self._sum(role, full)
+        self._sum("slope", coordinates.pullback(torch.ones_like(raw)).raw.double())
+
+    def _sum(self, role: str, values: Tensor) -> None:
+        self._add(role, [values.numel(), float(values.sum()), float((values * values).sum())])
 
     def _add(self, role: str, terms: list[float]) -> None:
         self.sums[role] = [a + b for a, b in zip(self.sums.get(role, [0.0] * 3), terms, strict=True)]

@@ -1,4 +1,4 @@
-"""The figures of the paper that show data or functions, drawn from runs, comparisons and files of weights."""
+"""The figures of the paper that show data or functions, and one beyond it, drawn from runs, comparisons and weights."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from symexplin.experiments.figures import curves, distance, functions, maps, weights
+from symexplin.experiments.figures import curves, distance, functions, maps, rates, weights
 from symexplin.experiments.figures.sheet import save_figure
 from symexplin.lab.report.charts import STYLE
 from symexplin.validation import check_choice
@@ -21,7 +21,7 @@ class FigureSpec:
 
     Args:
         shows: in a few words.
-        place: figure and label in the paper.
+        place: figure and label in the paper; "beyond the paper".
         sources: what it is drawn from.
         most: how many sources it takes; 0: it takes none, None: as many as there are. One that takes any needs one.
         draw: from the sources to the figure.
@@ -129,6 +129,13 @@ FIGURES: dict[str, FigureSpec] = {
         _WEIGHTS,
         1,
         weights.heavy_tail,
+    ),
+    "learning_rates": FigureSpec(
+        "final losses by learning rate, and by the step that it makes of effective weights",
+        "beyond the paper",
+        _COMPARISONS,
+        None,
+        rates.learning_rates,
     ),
 }
 

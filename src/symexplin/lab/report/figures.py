@@ -246,17 +246,34 @@ def _curves(runs: list[dict[str, Any]], lrs: Mapping[str, float | None], whole: 
 
 def _sweep(runs: list[dict[str, Any]], arms: list[str]) -> Markup:
     lrs = sorted({run["lr"] for run in runs})
+    lines = sweep_lines(runs, dict.fromkeys(arms, 1.0))
+    return chart(lines, "peak learning rate (log scale)", f"final held-out loss ({_NATS})", log="x", ticks=lrs)
+
+
+def sweep_lines(
+    runs: list[dict[str, Any]], arms: Mapping[str, float], labels: Mapping[str, str] | None = None
+) -> list[Line]:
+    """Return the final losses of a comparison over the learning rates: a line an arm, a point a seed where more ran.
+
+    Args:
+        runs: of comparison.json.
+        arms: what the rates of each are multiplied with.
+        labels: what they are called, if not by their names.
+    """
+    lrs = sorted({run["lr"] for run in runs})
     lines = []
-    for style, arm in enumerate(arms):
+    for style, (arm, factor) in enumerate(arms.items()):
         own = [run for run in runs if run["arm"] == arm]
         # The second stage's seeds are not at every learning rate, so that a mean over them would bend the line.
         finals = {
             lr: [run["final_loss"] for run in own if run["lr"] == lr and run.get("stage", 1) == 1] for lr in lrs
         }  # fmt: skip
-        seeds = [(run["lr"], run["final_loss"]) for run in own if run["final_loss"] is not None]
-        means = [(lr, float(np.mean(losses))) for lr, losses in finals.items() if None not in losses]
+        seeds = [(factor * run["lr"], run["final_loss"]) for run in own if run["final_loss"] is not None]
+        means = [
+            (factor * lr, float(np.mean(losses))) for lr, losses in finals.items() if losses and None not in losses
+        ]
         if seeds and len(seeds) > len(means):
             lines.append(Line.through("", seeds, style, kind="points"))
         if means:
-            lines.append(Line.through(arm, means, style))
-    return chart(lines, "peak learning rate (log scale)", f"final held-out loss ({_NATS})", log="x", ticks=lrs)
+            lines.append(Line.through((labels or {}).get(arm, arm), means, style))
+    return lines

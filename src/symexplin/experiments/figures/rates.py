@@ -1,0 +1,67 @@
+"""Whether a gain is that of a larger learning rate: final losses over the rate, and over the step that it makes."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+import symexplin as sel
+from symexplin.experiments.figures.sheet import finish, sheet
+from symexplin.experiments.figures.sources import Panel, comparisons
+from symexplin.lab.build import build_model
+from symexplin.lab.config import RunConfig
+from symexplin.lab.report.charts import draw_chart
+from symexplin.lab.report.figures import sweep_lines
+from symexplin.lab.report.probe import read_run
+
+__all__ = ["learning_rates", "start_slope"]
+
+_LOSS = "final held-out loss (nats a token)"
+
+
+def learning_rates(sources: Sequence[Path]) -> Figure:
+    """Draw every arm's final loss over its learning rate, and over that times its map's mean slope at the start.
+
+    Adam's steps are about a learning rate long in raw weights, and longer by the slope in effective ones. Where a gain
+    is that of a larger step, the lines of the right panel lie on each other.
+
+    Raises:
+        FileNotFoundError, ValueError: sources without a finished comparison, or without the runs' configurations.
+    """
+    panels = comparisons(sources)
+    figure, rows = sheet(len(panels), 2, panel=(6.0, 6.4))
+    for (left, right), panel in zip(rows, panels, strict=True):
+        slopes = {arm: _slope_of(panel, arm) for arm in panel.arms}
+        labels = {arm: f"{panel.label(arm)} (× {slope:.2f})" for arm, slope in slopes.items()}
+        size = "width {}, depth {}".format(*panel.size)
+        _draw(left, panel, dict.fromkeys(slopes, 1.0), {arm: panel.label(arm) for arm in slopes})
+        finish(left, f"{size}: by learning rate", "peak learning rate (log scale)", _LOSS, columns=2)
+        _draw(right, panel, slopes, labels)
+        label = "peak learning rate × mean slope of the map at the start (log scale)"
+        finish(right, "By the step in effective weights", label, _LOSS, columns=2)
+    return figure
+
+
+def _draw(axes: Axes, panel: Panel, factors: dict[str, float], labels: dict[str, str]) -> None:
+    lines = sweep_lines(panel.found["runs"], factors, labels)
+    draw_chart(axes, lines, log="x")
+
+
+def _slope_of(panel: Panel, arm: str) -> float:
+    run = next(run for run in panel.found["runs"] if run["arm"] == arm)
+    return start_slope(read_run(panel.folder / run["folder"]).config)
+
+
+def start_slope(config: RunConfig) -> float:
+    """Return the mean of d w_eff / d w over the curved matrices at the start of a run; 1 for ordinary weights.
+
+    >>> start_slope(RunConfig("data"))  # preset "carried" at width 128
+    1.17...
+    """
+    if config.sel.home == "none":
+        return 1.0
+    curve = dataclasses.replace(config.sel, home="module")  # one map in both homes; layers have it before any step
+    compute = dataclasses.replace(config.compute, device="cpu")
+    return sel.stats(build_model(dataclasses.replace(config, sel=curve, compute=compute)))["slope/mean"]

@@ -1,0 +1,40 @@
+import dataclasses
+
+import pytest
+import torch
+
+from run_folders import MODEL
+from symexplin.experiments.figures import draw
+from symexplin.experiments.figures.rates import start_slope
+from symexplin.lab.build import build_model
+from symexplin.lab.config import RunConfig
+from symexplin.lab.maps import CurveConfig
+
+
+@pytest.mark.parametrize("home", ["optimizer", "module"])
+def test_the_slope_of_the_exponential_map_is_known(home):
+    """(exp(beta |w|) - 1) / beta = |t| has the slope exp(beta |w|) = 1 + beta |t|."""
+    config = RunConfig("data", MODEL, sel=CurveConfig(home, "exp_only", map={"beta": 5.0}))
+    plain = build_model(dataclasses.replace(config, sel=CurveConfig("none")), "cpu")
+    sizes = torch.cat([weight.flatten() for weight in plain.blocks.parameters() if weight.dim() == 2]).abs().detach()
+    assert start_slope(config) == pytest.approx(1 + 5.0 * float(sizes.double().mean()), rel=1e-5)
+    assert start_slope(dataclasses.replace(config, sel=CurveConfig("none"))) == 1.0
+
+
+def test_lines_stand_at_the_rate_and_at_the_rate_times_the_slope(compared, runs):
+    folder = compared(seeds=(0, 1))
+    (folder / "runs").mkdir()
+    for arm, run in (("AdamW", "plain"), ("SEL", "curved")):
+        (folder / "runs" / f"{arm}-lr0.001-seed0").symlink_to(runs[run])
+    figure = draw("learning_rates", [folder])
+    left, right = ({line.get_label(): line for line in axes.lines} for axes in figure.axes)
+    slope = start_slope(RunConfig("data", MODEL, sel=CurveConfig(preset="paper", start="mismatched")))
+    assert slope > 1.1
+    (curved,) = [label for label in right if label.startswith("SEL")]
+    assert curved == f"SEL (× {slope:.2f})"
+    assert list(left["SEL"].get_xdata()) == [0.001, 0.01]
+    assert right[curved].get_xdata() == pytest.approx([0.001 * slope, 0.01 * slope])
+    assert list(right["AdamW (× 1.00)"].get_xdata()) == [0.001, 0.01]
+    # The mean over the seeds, both of which ran at all rates.
+    assert right[curved].get_ydata() == pytest.approx([2.35, 1.55])
+    assert left["AdamW"].get_ydata() == pytest.approx([2.25, 2.05])
