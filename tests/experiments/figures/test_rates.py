@@ -32,9 +32,9 @@ def test_lines_stand_at_the_rate_and_at_the_rate_times_the_slope(compared, runs)
     assert slope > 1.1
     (curved,) = [label for label in right if label.startswith("SEL")]
     assert curved == f"SEL (× {slope:.2f})"
-    assert list(left["SEL"].get_xdata()) == [0.001, 0.01]
+    assert list(left[curved].get_xdata()) == [0.001, 0.01]
     assert right[curved].get_xdata() == pytest.approx([0.001 * slope, 0.01 * slope])
     assert list(right["AdamW (× 1.00)"].get_xdata()) == [0.001, 0.01]
     # The mean over the seeds, both of which ran at all rates.
     assert right[curved].get_ydata() == pytest.approx([2.35, 1.55])
-    assert left["AdamW"].get_ydata() == pytest.approx([2.25, 2.05])
+    assert left["AdamW (× 1.00)"].get_ydata() == pytest.approx([2.25, 2.05])

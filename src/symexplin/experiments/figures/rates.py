@@ -31,22 +31,22 @@ def learning_rates(sources: Sequence[Path]) -> Figure:
         FileNotFoundError, ValueError: sources without a finished comparison, or without the runs' configurations.
     """
     panels = comparisons(sources)
-    figure, rows = sheet(len(panels), 2, panel=(6.0, 6.4))
+    figure, rows = sheet(len(panels), 2, panel=(6.8, 4.8))
     for (left, right), panel in zip(rows, panels, strict=True):
         slopes = {arm: _slope_of(panel, arm) for arm in panel.arms}
         labels = {arm: f"{panel.label(arm)} (× {slope:.2f})" for arm, slope in slopes.items()}
-        size = "width {}, depth {}".format(*panel.size)
-        _draw(left, panel, dict.fromkeys(slopes, 1.0), {arm: panel.label(arm) for arm in slopes})
-        finish(left, f"{size}: by learning rate", "peak learning rate (log scale)", _LOSS, columns=2)
+        _draw(left, panel, dict.fromkeys(slopes, 1.0), labels)
+        title = "width {}, depth {}: by learning rate".format(*panel.size)
+        finish(left, title, "peak learning rate (log)", _LOSS, columns=0)
         _draw(right, panel, slopes, labels)
-        label = "peak learning rate × mean slope of the map at the start (log scale)"
-        finish(right, "By the step in effective weights", label, _LOSS, columns=2)
+        label = "peak learning rate × mean slope at the start (log)"
+        finish(right, "By the step in effective weights", label, _LOSS, columns=0)
+        right.legend(loc="upper left", bbox_to_anchor=(1.02, 1.0), title="map (× slope)", alignment="left")
     return figure
 
 
 def _draw(axes: Axes, panel: Panel, factors: dict[str, float], labels: dict[str, str]) -> None:
-    lines = sweep_lines(panel.found["runs"], factors, labels)
-    draw_chart(axes, lines, log="x")
+    draw_chart(axes, sweep_lines(panel.found["runs"], factors, labels), log="x", ticks=panel.lrs)
 
 
 def _slope_of(panel: Panel, arm: str) -> float:
