@@ -116,7 +116,7 @@ def _draw(name: str, out: Path, outcome: Outcome) -> Drawn:
     folders, caption = [panel.folder for panel in outcome.panels if panel.found is not None], name
     try:
         spec = SPECS[check_choice("figures", name, SPECS)]
-        caption = f"{spec.shows[0].upper()}{spec.shows[1:]} (the paper's {spec.place.partition(',')[0]})"
+        caption = f"{spec.shows[0].upper()}{spec.shows[1:]} ({spec.place.partition(',')[0]})"
         folders = folders if spec.most is None else folders[: min(spec.most, 1)]  # runs are those of one panel
         files = save_figure(draw(name, folders), out / FIGURES, name)
     except (OSError, ValueError) as error:
