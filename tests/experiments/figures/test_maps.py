@@ -88,9 +88,11 @@ def test_a_run_has_a_panel_for_each_role(runs, name):
     assert all(axes.get_xlabel() and axes.get_ylabel() for axes in shown)
 
 
-def test_of_a_comparison_the_best_arm_with_learned_scales_is_taken(runs, compared):
+def test_of_a_comparison_the_best_bent_arm_with_learned_scales_is_taken(runs, compared):
     learned = {"start": "mismatched", "home": "optimizer", **sel.preset("paper").to_dict()}
-    folder = compared(arms={"learned": 0.3, "worse": 0.4}, maps={"learned": learned, "worse": learned})
+    line = {**learned, **sel.preset("structured_linear").to_dict()}
+    arms = {"line": 0.2, "learned": 0.3, "worse": 0.4}
+    folder = compared(arms=arms, maps={"line": line, "learned": learned, "worse": learned})
     (folder / "runs").mkdir()
     path = folder / "comparison.json"
     found = json.loads(path.read_text())
@@ -99,7 +101,7 @@ def test_of_a_comparison_the_best_arm_with_learned_scales_is_taken(runs, compare
     path.write_text(json.dumps(found))
     (folder / "runs" / "learned-lr0.01-seed0").symlink_to(runs["curved"])
     title = draw("transform_roles", [folder]).legends[0].get_title().get_text()
-    assert title == "curved, step 6"  # SEL ends lower with fixed scales
+    assert title == "curved, step 6"  # SEL ends lower with fixed scales, the line without a curve
 
 
 def test_a_run_on_ordinary_weights_has_no_map(runs):

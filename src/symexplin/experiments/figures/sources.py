@@ -117,8 +117,8 @@ def run_of(source: Path, curved: bool) -> Path:
 
     Args:
         source: of a run, a comparison or a table, of which the first panel is taken.
-        curved: of a comparison, take the curved arm with the lowest loss, one with learned scales if there is any;
-            otherwise the baseline. Each at its own best learning rate.
+        curved: of a comparison, take the curved arm with the lowest loss, one with a curve and with learned scales if
+            there is any; otherwise the baseline. Each at its own best learning rate.
 
     Raises:
         FileNotFoundError, ValueError: nothing of the kind there, no such run in the comparison.
@@ -129,8 +129,9 @@ def run_of(source: Path, curved: bool) -> Path:
         raise _missing(source, "a folder of a run, a comparison or a table")
     panel = _panels(source)[0]
     maps = {arm: config for arm in panel.found["maps"] if (config := panel.config(arm)) is not None}
-    learned = [arm for arm, config in maps.items() if config.learned_roles]
-    arms = (learned or list(maps)) if curved else panel.arms[:1]
+    bent = [arm for arm, config in maps.items() if config.mode != "linear"] or list(maps)
+    learned = [arm for arm in bent if maps[arm].learned_roles]
+    arms = (learned or bent) if curved else panel.arms[:1]
     row = panel.leader(arms)
     if row is None:
         kind = "curved arm" if curved else "baseline"
