@@ -33,7 +33,12 @@ def test_carried_geometry_is_the_papers_over_xaviers_range():
         assert config.learned_roles == ()
     assert sel.carried(1024) == sel.preset("frozen")
     own = sel.carried(256, beta=5.0, e=sel.Scale("row"))
-    assert (own.beta, own.l.start, own.learned_roles) == (5.0, 0.5, ("e",))
+    assert (own.beta, own.l.start, own.learned_roles) == (5.0, 5.0 / 7.5, ("e",))
+    assert sel.carried(256, l={"pattern": "row"}).l == sel.Scale("row", start=0.5)
+    assert sel.carried(256, l=sel.Scale("row")).l.start == 1.0
+    for wrong in ({"beta": "auto"}, {"name": "paper"}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            sel.carried(256, **wrong)
     with pytest.raises(ValueError, match="width must be"):
         sel.carried(0)
 

@@ -254,21 +254,29 @@ def carried(width: int, **overrides: Any) -> SELConfig:
 
     Xavier's bound grows as 1/sqrt(width), so ``beta = 7.5 sqrt(width/1024)`` keeps kappa |w| at the start, and
     ``l = beta/7.5`` keeps the linear pathway at 1/7.5 of the unit slope, which 1/beta alone would blow up. The scales
-    are fixed. No map of the paper: the default of the laboratory, by what docs/log.md measured at small widths.
+    are fixed: at width 1024 it is ``preset("frozen")``. The laboratory's default, by what docs/log.md measured at small
+    widths.
 
     Args:
         width: of the model, the inputs of its layers.
-        overrides: fields of :class:`SELConfig`.
+        overrides: fields of :class:`SELConfig`. With another `beta` (a number) l starts where that puts the linear
+            pathway; so does an l given as a mapping without "start". An l given as a :class:`Scale` is taken as it is.
 
     Raises:
-        ValueError: a width that is no positive integer, an unknown field.
+        ValueError: a width that is no positive integer, a beta that is no positive number, an unknown field.
 
     >>> config = carried(256)
     >>> config.beta, config.l.start
     (3.75, 0.5)
+    >>> carried(256, l={"pattern": "row"}).l.start
+    0.5
     """
     beta = _PAPER["beta"] * (check_whole("width", width) / _PAPER_WIDTH) ** 0.5
-    return preset("frozen", **{"beta": beta, "l": Scale(start=beta / _PAPER["beta"]), **overrides})
+    beta = check_positive("beta", overrides.pop("beta", beta))
+    linear = overrides.pop("l", {})
+    if isinstance(linear, Mapping):
+        linear = {"start": beta / _PAPER["beta"], **linear}
+    return SELConfig.from_dict({**PRESETS["frozen"], "beta": beta, "l": linear, **overrides})
 
 
 def check_config(config: object) -> SELConfig:

@@ -143,6 +143,10 @@ class Coordinates(NamedTuple):
             total.scalar.add_(pulled.scalar)
         return total
 
+    def slope(self) -> Tensor:
+        """Return d w_eff / d w at every raw weight."""
+        return self.pullback(torch.ones_like(self.raw)).raw
+
     def _pullback(self, g: Tensor) -> "Coordinates":
         """Pull back through the readable formulas."""
         layout, scales = self.layout, self.scales()

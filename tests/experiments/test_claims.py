@@ -15,7 +15,8 @@ def claim(kind="below", arm="B", against="A", **more):
 
 
 def panel(folder, loss, name="p", paper="1x1", arms=("A", "B"), **more):
-    return Evidence(name, folder / name, panel_folder(folder / name, list(arms), loss, **more), paper)
+    found = panel_folder(folder / name, list(arms), loss, **more)
+    return Evidence(name=name, folder=folder / name, found=found, paper=paper)
 
 
 def ends(table):

@@ -271,6 +271,13 @@ def test_a_benchmark_is_reported_beside_the_papers_timings(tmp_path):
     assert rows["optimizer's part of a step, SEL"][2:4] == ["15", "10"]
     assert rows["optimizer's part of a step, AdamW"][2:4] == ["6", "6"]
     assert len(rows_of(tmp_path / "table.csv")) == 5
+    # A panel of an earlier version, without the phases.
+    old = tmp_path / "panels" / table.panels[1].name
+    old.mkdir()
+    columns = "part,variant,baseline,dtype,tokens,ms,ratio,overhead_percent,peak_mib,device"
+    (old / "results.csv").write_text(f"{columns}\nstep,module,adamw,fp32,64,7.0,1.1,12.0,,a CPU\n")
+    page = TablePage(report_table(tmp_path))
+    assert ["step", "module", "adamw", "fp32", "64", "7", "–", "–", "–", "1.1", "12", "–"] in page.rows
 
 
 def test_a_folder_of_another_kind_is_refused(tmp_path):

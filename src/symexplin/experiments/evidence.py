@@ -82,7 +82,7 @@ class Cell:
         return None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Evidence:
     """A finished panel, as its comparison.json has it.
 

@@ -25,13 +25,13 @@ _MEASURES = {
     "m_end": ("m_stays", 1.0),
 }
 _IN_ROWS = ("delta", "speedup")  # where they are by panel, the rows of the arms show them
-# Number -> whether it is the baseline's, and the column of a benchmark's whole step.
+# Number -> which row of a benchmark's whole step, and its column.
 _PROFILED = {
-    **{f"{phase}_ms_baseline": (True, f"{phase}_ms") for phase in PHASES},
-    **{f"{phase}_ms_sel": (False, f"{phase}_ms") for phase in PHASES},
-    "overhead": (False, "overhead_percent"),
+    **{f"{phase}_ms_{side}": (side, f"{phase}_ms") for phase in PHASES for side in ("baseline", "sel")},
+    "overhead": ("sel", "overhead_percent"),
 }
 _IN_LAYERS = "module"  # the variant that has the map where the paper has it
+_CASE = ("dtype", "tokens", "microbatches")  # of a benchmark of one model
 
 
 @dataclass(frozen=True)
@@ -272,10 +272,12 @@ def profile_rows(
 
 
 def _timed(name: str, rows: Sequence[Mapping[str, str]]) -> float | None:
-    steps = {row["variant"]: row for row in rows if row["part"] == "step"}
-    if name not in _PROFILED or _IN_LAYERS not in steps:
+    side, column = _PROFILED.get(name, ("", ""))
+    steps = [row for row in rows if row["part"] == "step"]
+    curved = next((row for row in steps if row["variant"] == _IN_LAYERS), None)
+    if curved is None:
         return None
-    of_baseline, column = _PROFILED[name]
-    row = steps[_IN_LAYERS]
-    text = steps[row["baseline"]][column] if of_baseline else row[column]
+    same = [row for row in steps if all(row.get(key) == curved.get(key) for key in _CASE)]
+    baseline = next((row for row in same if row["variant"] == curved["baseline"]), None)
+    text = ({"sel": curved, "baseline": baseline}.get(side) or {}).get(column)
     return float(text) if text else None

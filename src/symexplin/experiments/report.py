@@ -97,7 +97,11 @@ def _look_up(outcome: Outcome, paper: Paper) -> _Found:
     if outcome.kind == _BENCH:
         timed = {panel.name: (panel.stands_for or "", panel.found["rows"]) for panel in outcome.panels if panel.found}
         return _Found(outcome, (), {}, (), tuple(profile_rows(outcome.name, timed, paper)), tuple(missing))
-    panels = tuple(Evidence(p.name, p.folder, p.found, p.stands_for or "") for p in outcome.panels if p.found)
+    panels = tuple(
+        Evidence(name=p.name, folder=p.folder, found=p.found, paper=p.stands_for or "")
+        for p in outcome.panels
+        if p.found
+    )
     return _Found(
         outcome,
         panels,
@@ -116,7 +120,7 @@ def _draw(name: str, out: Path, outcome: Outcome) -> Drawn:
     folders, caption = [panel.folder for panel in outcome.panels if panel.found is not None], name
     try:
         spec = SPECS[check_choice("figures", name, SPECS)]
-        caption = f"{spec.shows[0].upper()}{spec.shows[1:]} ({spec.place.partition(',')[0]})"
+        caption = f"{spec.shows[0].upper()}{spec.shows[1:]} ({spec.origin})"
         folders = folders if spec.most is None else folders[: min(spec.most, 1)]  # runs are those of one panel
         files = save_figure(draw(name, folders), out / FIGURES, name)
     except (OSError, ValueError) as error:
@@ -204,7 +208,8 @@ def _timings(rows: Sequence[Mapping[str, str]]) -> list[list[str]]:
         except ValueError:
             return text or "–"
 
-    return [[cell(row[column]) for column in _PROFILE] for row in rows]
+    # A benchmark of an earlier version has fewer columns.
+    return [[cell(row.get(column, "")) for column in _PROFILE] for row in rows]
 
 
 def _facts(outcome: Outcome) -> Iterator[Mapping[str, Any]]:

@@ -20,7 +20,7 @@ def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> d
     """Return figures over all curved weight matrices: of a SELAdamW-like `optimizer`, or of a converted `model`.
 
     "e/mean", "e/std" (and l, kappa, n, s): mean and standard deviation of the expanded scale over all weights,
-    "slope/mean", "slope/std": of d w_eff / d w, by which a step of the raw weights is longer in effective ones,
+    "slope/mean", "slope/std": of abs(d w_eff / d w), by which a step of the raw weights is longer in effective ones,
     "kappa_w/max": largest kappa |w|, "tail/fraction": share of weights with kappa |w| > 1, where the exponential
     rules. Empty before the first step. Of a sharded model every process must call, and gets the same figures.
 
@@ -57,7 +57,7 @@ class _Tally:
             if isinstance(value, Tensor):
                 full = value.double().expand(raw.shape)
                 self._sum(role, full)
-        self._sum("slope", coordinates.pullback(torch.ones_like(raw)).raw.double())
+        self._sum("slope", coordinates.slope().abs().double())
 
     def _sum(self, role: str, values: Tensor) -> None:
         self._add(role, [values.numel(), float(values.sum()), float((values * values).sum())])

@@ -110,8 +110,7 @@ def _ordinary(entry: Entry, name: str, power: int) -> Tensor:
 
 def _slope(entry: Entry) -> Tensor:
     """Return f' at every raw weight of this process's part; 1 for a plain parameter."""
-    ones = torch.ones_like(entry.value, dtype=entry.dtype)
-    return entry.coordinates().pullback(ones).raw if entry.curved else ones
+    return entry.coordinates().slope() if entry.curved else torch.ones_like(entry.value, dtype=entry.dtype)
 
 
 def _check_rule(optimizer: object) -> None:

@@ -21,7 +21,7 @@ class FigureSpec:
 
     Args:
         shows: in a few words.
-        place: "the paper's figure N", with its label, or "beyond the paper".
+        place: figure and label in the paper, "" for one beyond it.
         sources: what it is drawn from.
         most: how many sources it takes; 0: it takes none, None: as many as there are. One that takes any needs one.
         draw: from the sources to the figure.
@@ -33,6 +33,11 @@ class FigureSpec:
     most: int | None
     draw: Callable[[Sequence[Path]], Figure]
 
+    @property
+    def origin(self) -> str:
+        """The paper's figure, or that it is beyond the paper."""
+        return f"the paper's {self.place.partition(',')[0]}" if self.place else "beyond the paper"
+
 
 _NONE = "nothing"
 _COMPARISONS = "folders of comparisons, or of a table of symexplin reproduce"
@@ -43,108 +48,108 @@ _CURVED = "a run of a curved model, a comparison or a table (the best curved arm
 FIGURES: dict[str, FigureSpec] = {
     "weight_distribution": FigureSpec(
         "trained weights against their initialisation",
-        "the paper's figure 2, fig:weight_dist",
+        "figure 2, fig:weight_dist",
         _WEIGHTS,
         1,
         weights.weight_distribution,
     ),
     "symexp_controls": FigureSpec(
         "symexp, and what offset and curvature do",
-        "the paper's figure 3, fig:symexp_controls",
+        "figure 3, fig:symexp_controls",
         _NONE,
         0,
         functions.symexp_controls,
     ),
     "congruent_mismatch": FigureSpec(
         "both ways to combine the pathways",
-        "the paper's figure 4, fig:congruent_vs_mismatch",
+        "figure 4, fig:congruent_vs_mismatch",
         _NONE,
         0,
         functions.congruent_mismatch,
     ),
     "loss_curves": FigureSpec(
         "baseline and best arm by width and depth, with the final gap",
-        "the paper's figure 5, fig:main_results",
+        "figure 5, fig:main_results",
         _COMPARISONS,
         None,
         curves.loss_curves,
     ),
     "mechanism_ablations": FigureSpec(
         "curves of the arms, and final differences to the baseline",
-        "the paper's figure 6, fig:mechanism_ablations",
+        "figure 6, fig:mechanism_ablations",
         f"{_COMPARISONS}, all of one size",
         None,
         curves.mechanism_ablations,
     ),
     "optimizer_equivalence": FigureSpec(
         "map in the module against map in the optimizer, the difference magnified",
-        "the paper's figure 7, fig:optimizer_equivalence",
+        "figure 7, fig:optimizer_equivalence",
         f"{_COMPARISON}, with an arm of each home",
         1,
         curves.optimizer_equivalence,
     ),
     "lr_annealing": FigureSpec(
         "late losses, and the mean scales during training",
-        "the paper's figure 8, fig:lr_annealing_ablation",
+        "figure 8, fig:lr_annealing_ablation",
         f"{_COMPARISON}, with an arm whose scales are annealed",
         1,
         curves.lr_annealing,
     ),
     "raw_effective": FigureSpec(
         "weights of the baseline against raw and effective ones, at start and end",
-        "the paper's figure 9, fig:raw_effective_hist",
+        "figure 9, fig:raw_effective_hist",
         f"a baseline's run and a curved one, or {_COMPARISON}",
         2,
         weights.raw_effective,
     ),
     "transform_roles": FigureSpec(
         "learned maps by role of the matrices",
-        "the paper's figure 10, fig:transform_family",
+        "figure 10, fig:transform_family",
         _CURVED,
         1,
         maps.transform_roles,
     ),
     "transform_outliers": FigureSpec(
         "the same with rare positions and the largest weights",
-        "the paper's figure 11, fig:transform_outlier_bands",
+        "figure 11, fig:transform_outlier_bands",
         _CURVED,
         1,
         maps.transform_outliers,
     ),
     "beta_offset": FigureSpec(
-        "curvature and offset together", "the paper's figure 12, fig:beta_offset_grid", _NONE, 0, functions.beta_offset
+        "curvature and offset together", "figure 12, fig:beta_offset_grid", _NONE, 0, functions.beta_offset
     ),
     "symexp_sel": FigureSpec(
         "symexp beside the exponential pathway",
-        "the paper's figure 13, fig:symexp_vs_sel",
+        "figure 13, fig:symexp_vs_sel",
         _NONE,
         0,
         functions.symexp_sel,
     ),
     "mismatched_start": FigureSpec(
         "what the mismatched start does to Xavier's weights",
-        "the paper's figure 14, fig:mismatched_init_detail",
+        "figure 14, fig:mismatched_init_detail",
         _NONE,
         0,
         functions.mismatched_start,
     ),
     "optimization_distance": FigureSpec(
         "distances from the start, and the steps they take",
-        "the paper's figure 15, fig:opt_distance",
+        "figure 15, fig:opt_distance",
         _WEIGHTS,
         1,
         distance.optimization_distance,
     ),
     "heavy_tail": FigureSpec(
         "growth, largest weights, deviations and percentiles by matrix",
-        "the paper's figure 16, fig:heavy_tail",
+        "figure 16, fig:heavy_tail",
         _WEIGHTS,
         1,
         weights.heavy_tail,
     ),
     "learning_rates": FigureSpec(
         "final losses by learning rate, and by the step that it makes of effective weights",
-        "beyond the paper",
+        "",
         _COMPARISONS,
         None,
         rates.learning_rates,
@@ -184,5 +189,6 @@ def _listed(sources: Sequence[str | Path]) -> str:
 def format_figures() -> str:
     """Return a list of the figures in plain text: name, place, what each shows and needs."""
     return "\n".join(
-        f"{name}\n    {spec.place}: {spec.shows}\n    from {spec.sources}" for name, spec in FIGURES.items()
+        f"{name}\n    {spec.place or spec.origin}: {spec.shows}\n    from {spec.sources}"
+        for name, spec in FIGURES.items()
     )

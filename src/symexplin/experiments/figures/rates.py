@@ -4,17 +4,20 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import symexplin as sel
 from symexplin.experiments.figures.sheet import finish, sheet
 from symexplin.experiments.figures.sources import Panel, comparisons
+from symexplin.lab.begin import check_weights
 from symexplin.lab.build import build_model
 from symexplin.lab.config import RunConfig
 from symexplin.lab.report.charts import draw_chart
-from symexplin.lab.report.figures import sweep_lines
+from symexplin.lab.report.figures import Sweep, sweep_lines
 from symexplin.lab.report.probe import read_run
+from symexplin.validation import naming
 
 __all__ = ["learning_rates", "start_slope"]
 
@@ -34,28 +37,31 @@ def learning_rates(sources: Sequence[Path]) -> Figure:
     figure, rows = sheet(len(panels), 2, panel=(6.8, 4.8))
     for (left, right), panel in zip(rows, panels, strict=True):
         slopes = {arm: _slope_of(panel, arm) for arm in panel.arms}
-        labels = {arm: f"{panel.label(arm)} (× {slope:.2f})" for arm, slope in slopes.items()}
-        _draw(left, panel, dict.fromkeys(slopes, 1.0), labels)
+        scaled = [Sweep(arm, f"{panel.label(arm)} (× {slope:.2f})", slope) for arm, slope in slopes.items()]
+        _draw(left, panel, [sweep._replace(factor=1.0) for sweep in scaled])
         title = "width {}, depth {}: by learning rate".format(*panel.size)
         finish(left, title, "peak learning rate (log)", _LOSS, columns=0)
-        _draw(right, panel, slopes, labels)
+        _draw(right, panel, scaled)
         label = "peak learning rate × mean slope at the start (log)"
         finish(right, "By the step in effective weights", label, _LOSS, columns=0)
         right.legend(loc="upper left", bbox_to_anchor=(1.02, 1.0), title="map (× slope)", alignment="left")
     return figure
 
 
-def _draw(axes: Axes, panel: Panel, factors: dict[str, float], labels: dict[str, str]) -> None:
-    draw_chart(axes, sweep_lines(panel.found["runs"], factors, labels), log="x", ticks=panel.lrs)
+def _draw(axes: Axes, panel: Panel, sweeps: Sequence[Sweep]) -> None:
+    draw_chart(axes, sweep_lines(panel.found["runs"], sweeps), log="x", ticks=panel.lrs)
 
 
 def _slope_of(panel: Panel, arm: str) -> float:
-    run = next(run for run in panel.found["runs"] if run["arm"] == arm)
-    return start_slope(read_run(panel.folder / run["folder"]).config)
+    folder = panel.folder / next(run["folder"] for run in panel.found["runs"] if run["arm"] == arm)
+    run = read_run(folder)
+    with naming(str(folder)):
+        check_weights(folder, run.facts, run.config.train.weights)
+    return start_slope(run.config)
 
 
 def start_slope(config: RunConfig) -> float:
-    """Return the mean of d w_eff / d w over the curved matrices at the start of a run; 1 for ordinary weights.
+    """Return the mean slope, d w_eff / d w, of the curved matrices at the start of a run; 1 for ordinary weights.
 
     >>> start_slope(RunConfig("data"))  # preset "carried" at width 128
     1.17...
@@ -64,4 +70,5 @@ def start_slope(config: RunConfig) -> float:
         return 1.0
     curve = dataclasses.replace(config.sel, home="module")  # one map in both homes; layers have it before any step
     compute = dataclasses.replace(config.compute, device="cpu")
-    return sel.stats(build_model(dataclasses.replace(config, sel=curve, compute=compute)))["slope/mean"]
+    with torch.random.fork_rng(devices=[]):  # layers draw weights before they get theirs
+        return sel.stats(build_model(dataclasses.replace(config, sel=curve, compute=compute)))["slope/mean"]

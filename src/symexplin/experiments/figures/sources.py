@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,11 @@ __all__ = ["Panel", "Row", "comparisons", "is_run", "run_of", "weights_of"]
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Panel(Evidence):
     """A finished comparison, with what its arms are called."""
 
-    labels: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str]
 
     def rows(self, which: str) -> list[Row]:
         """Return the rows at the "shared" learning rate, or each at its "best"; the baseline's is the first."""
@@ -84,7 +84,7 @@ def comparisons(sources: Sequence[Path]) -> list[Panel]:
 def _panels(source: Path) -> list[Panel]:
     if (source / COMPARISON).exists():
         folder = source.resolve()
-        return [Panel(folder.name, source, read_json(source / COMPARISON), labels=_labels(folder))]
+        return [Panel(name=folder.name, folder=source, found=read_json(source / COMPARISON), labels=_labels(folder))]
     folders = sorted((source / PANELS).glob(f"*/{COMPARISON}"), key=lambda path: _counting(path.parent.name))
     if not folders:
         wanted = f"a folder with {COMPARISON}, or with {PANELS}/*/{COMPARISON}"

@@ -1,6 +1,6 @@
 """The figures of a report, each with a caption: what a run or a comparison did, and what became of its weights."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from symexplin.lab.report.charts import Floats, Line, chart, histogram, late_limits
 from symexplin.lab.report.probe import LIMIT, Probe, RoleWeights, RunRecord, map_shape
 
-__all__ = ["Figure", "Section", "comparison_figures", "run_sections", "smooth"]
+__all__ = ["Figure", "Section", "Sweep", "comparison_figures", "run_sections", "smooth", "sweep_lines"]
 
 # The first losses of a run dwarf the rest: what happens in this share of the steps may leave the chart.
 _FIRST = 0.02
@@ -246,23 +246,30 @@ def _curves(runs: list[dict[str, Any]], lrs: Mapping[str, float | None], whole: 
 
 def _sweep(runs: list[dict[str, Any]], arms: list[str]) -> Markup:
     lrs = sorted({run["lr"] for run in runs})
-    lines = sweep_lines(runs, dict.fromkeys(arms, 1.0))
+    lines = sweep_lines(runs, [Sweep(arm, arm) for arm in arms])
     return chart(lines, "peak learning rate (log scale)", f"final held-out loss ({_NATS})", log="x", ticks=lrs)
 
 
-def sweep_lines(
-    runs: list[dict[str, Any]], arms: Mapping[str, float], labels: Mapping[str, str] | None = None
-) -> list[Line]:
+class Sweep(NamedTuple):
+    """An arm over the learning rates: what it is called, and what its rates are multiplied with."""
+
+    arm: str
+    label: str
+    factor: float = 1.0
+
+
+def sweep_lines(runs: list[dict[str, Any]], sweeps: Sequence[Sweep]) -> list[Line]:
     """Return the final losses of a comparison over the learning rates: a line an arm, a point a seed where more ran.
+
+    An arm of which no run stayed finite has an empty line, which says so.
 
     Args:
         runs: of comparison.json.
-        arms: what the rates of each are multiplied with.
-        labels: what they are called, if not by their names.
+        sweeps: the arms to show.
     """
     lrs = sorted({run["lr"] for run in runs})
     lines = []
-    for style, (arm, factor) in enumerate(arms.items()):
+    for style, (arm, label, factor) in enumerate(sweeps):
         own = [run for run in runs if run["arm"] == arm]
         # The second stage's seeds are not at every learning rate, so that a mean over them would bend the line.
         finals = {
@@ -274,6 +281,5 @@ def sweep_lines(
         ]
         if seeds and len(seeds) > len(means):
             lines.append(Line.through("", seeds, style, kind="points"))
-        if means:
-            lines.append(Line.through((labels or {}).get(arm, arm), means, style))
+        lines.append(Line.through(label if seeds else f"{label}: no run finite", means, style))
     return lines
