@@ -10,6 +10,7 @@ def test_presets_are_the_packages():
             assert named_map(name, {}) == sel.preset(name)
     assert named_map("default", {}) == sel.SELConfig()
     assert named_map("carried", {}, width=64) == sel.carried(64)
+    assert named_map("carried", {"beta": 3.0, "l": {"pattern": "row"}}, 64).l == sel.Scale("row", start=3.0 / 7.5)
 
 
 def test_changes_merge_into_scales():

@@ -68,7 +68,8 @@ def named_map(preset: str, changes: Mapping[str, Any], width: int | None = None)
     if preset == "carried":
         if width is None:
             raise ValueError("preset 'carried' goes with a model's width: name another, such as 'paper'")
-        base = sel.carried(width, **{key: changes[key] for key in ("beta",) if key in changes})
+        with naming("map"):  # l goes with beta
+            base = sel.carried(width, **{key: changes[key] for key in ("beta",) if key in changes})
     else:
         base = sel.SELConfig() if preset == "default" else sel.preset(preset)
     table = base.to_dict()

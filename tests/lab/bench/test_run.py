@@ -216,7 +216,7 @@ def test_a_child_that_fails_says_why_in_a_line(capfd):
 
 
 ENDLESS = """if True:
-    import os, sys, time
+    import os, signal, sys, time
     from symexplin.lab.bench import memory
     from symexplin.lab.bench.config import BenchConfig
 
@@ -226,6 +226,7 @@ ENDLESS = """if True:
 
     memory._peak = endless  # in the child, too, which imports this file again
     if __name__ == "__main__":
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in a shell's background ignores it
         config = BenchConfig(("step",), device="cpu")
         try:
             memory.peak_in_child("adamw", config, next(config.cases()))
