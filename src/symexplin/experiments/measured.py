@@ -272,12 +272,12 @@ def profile_rows(
 
 
 def _timed(name: str, rows: Sequence[Mapping[str, str]]) -> float | None:
-    side, column = _PROFILED.get(name, ("", ""))
     steps = [row for row in rows if row["part"] == "step"]
-    curved = next((row for row in steps if row["variant"] == _IN_LAYERS), None)
-    if curved is None:
+    row = next((row for row in steps if row["variant"] == _IN_LAYERS), None)
+    if name not in _PROFILED or row is None:
         return None
-    same = [row for row in steps if all(row.get(key) == curved.get(key) for key in _CASE)]
-    baseline = next((row for row in same if row["variant"] == curved["baseline"]), None)
-    text = ({"sel": curved, "baseline": baseline}.get(side) or {}).get(column)
-    return float(text) if text else None
+    side, column = _PROFILED[name]
+    if side == "baseline":
+        wanted = {"variant": row["baseline"], **{key: row.get(key) for key in _CASE}}
+        row = next((other for other in steps if all(other.get(key) == wanted[key] for key in wanted)), {})
+    return float(row[column]) if row.get(column) else None
