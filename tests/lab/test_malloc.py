@@ -12,7 +12,7 @@ if sys.argv[1] == "keep":
 for size in (64, 64, 64, 64, 48, 32, 48, 32):  # MiB; the heap finds its size
     torch.ones(size << 18).sum()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for size in (32, 48, 48, 32):
+for size in (32, 48, 48, 32) * 10:
     torch.ones(size << 18).sum()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
@@ -24,7 +24,8 @@ def printed(script, how):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
 def test_memory_that_comes_again_costs_no_faults():
-    pages = (160 << 20) // resource.getpagesize()
+    # Ten times over: a small block that outlives its moment can spoil a hole, and one tensor then goes elsewhere, once.
+    pages = 10 * (160 << 20) // resource.getpagesize()
     if printed(CHURN, "leave") < pages // 2:
         pytest.skip("malloc keeps large blocks by itself here")
     assert printed(CHURN, "keep") < pages // 10
