@@ -2,6 +2,7 @@ import csv
 import hashlib
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -68,7 +69,19 @@ def test_the_file_only_grows(out, tmp_path):
     write_json(other / "table.json", {**said, "scale": "h200"})
     assert append_results(other, file) == len(text.splitlines()) - 1
     assert file.read_text().startswith(text)
-    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["results.csv"]
+    assert [path.name for path in tmp_path.iterdir() if path.suffix == ".csv"] == ["results.csv"]
+
+
+def test_tables_that_end_at_once_lose_no_row(out, tmp_path):
+    file, folders = tmp_path / "results.csv", [tmp_path / str(number) for number in range(8)]
+    for folder in folders:
+        shutil.copytree(out, folder)
+        said = json.loads((folder / "table.json").read_text())
+        write_json(folder / "table.json", {**said, "name": folder.name})
+    with ThreadPoolExecutor(len(folders)) as pool:
+        counts = list(pool.map(lambda folder: append_results(folder, file), folders))
+    assert len(rows(file)) == sum(counts)
+    assert {row["table"] for row in rows(file)} == {folder.name for folder in folders}
 
 
 def test_a_file_without_its_last_newline_keeps_its_last_row(out, tmp_path):

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import filelock
+
 from symexplin.experiments.tables import Outcome, PanelOutcome, read_table
 from symexplin.lab.files import read_json, replace_file
 from symexplin.lab.run import CONFIG, FACTS, SUMMARY
@@ -61,7 +63,8 @@ def check_results(file: str | Path, columns: Sequence[str] = COLUMNS) -> list[li
 def append_results(out: str | Path, file: str | Path) -> int:
     """Append a row for each run of a table's folder to a CSV file, but for those that it has, and return how many.
 
-    The file is created if missing, and replaced in one step by itself with the new rows at its end. A table of
+    The file is created if missing, and replaced in one step by itself with the new rows at its end; FILE.lock beside it
+    keeps out other processes meanwhile. A table of
     measurements ("bench") has the columns of its own results.csv, and so a file of its own.
 
     Args:
@@ -75,13 +78,17 @@ def append_results(out: str | Path, file: str | Path) -> int:
     rows = [row for panel in outcome.panels if panel.found is not None for row in _rows(outcome, panel)]
     if not rows:
         return 0
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(file.with_name(file.name + ".lock")):  # another table may end at this very moment
+        return _append(rows, file, _KEY if outcome.kind == "compare" else tuple(rows[0]))
+
+
+def _append(rows: Sequence[Row], file: Path, key: Sequence[str]) -> int:
     columns = tuple(rows[0])
     found = check_results(file, columns)
-    key = _KEY if outcome.kind == "compare" else columns
     there = {tuple(dict(zip(columns, row, strict=True))[name] for name in key) for row in found}
     new = [row for row in rows if tuple(row[name] for name in key) not in there]
     if new:
-        file.parent.mkdir(parents=True, exist_ok=True)
         text = file.read_text(encoding="utf-8") if file.exists() else _csv([columns])
         replace_file(file, text.removesuffix("\n") + "\n" + _csv([tuple(row.values()) for row in new]))
     return len(new)
