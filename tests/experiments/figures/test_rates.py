@@ -9,19 +9,36 @@ from run_folders import MODEL
 from symexplin.experiments.figures import draw
 from symexplin.experiments.figures.rates import start_slope
 from symexplin.lab.build import build_model
-from symexplin.lab.config import RunConfig
+from symexplin.lab.config import RunConfig, TrainConfig
 from symexplin.lab.maps import CurveConfig
 from symexplin.lab.report.figures import Sweep, sweep_lines
+from symexplin.lab.weights.files import save_model
+
+EXPONENTIAL = {"preset": "exp_only", "map": {"beta": 5.0}}
+
+
+def slope_of(modules):
+    """(exp(beta |w|) - 1) / beta = |t| has the slope exp(beta |w|) = 1 + beta |t|, at the matrices of `modules`."""
+    sizes = torch.cat([w.flatten() for module in modules for w in module.parameters() if w.dim() == 2]).abs()
+    return pytest.approx(1 + 5.0 * float(sizes.detach().double().mean()), rel=1e-5)
 
 
 @pytest.mark.parametrize("home", ["optimizer", "module"])
 def test_the_slope_of_the_exponential_map_is_known(home):
-    """(exp(beta |w|) - 1) / beta = |t| has the slope exp(beta |w|) = 1 + beta |t|."""
-    config = RunConfig("data", MODEL, sel=CurveConfig(home, "exp_only", map={"beta": 5.0}))
+    config = RunConfig("data", MODEL, sel=CurveConfig(home, **EXPONENTIAL))
     plain = build_model(dataclasses.replace(config, sel=CurveConfig("none")), "cpu")
-    sizes = torch.cat([weight.flatten() for weight in plain.blocks.parameters() if weight.dim() == 2]).abs().detach()
-    assert start_slope(config) == pytest.approx(1 + 5.0 * float(sizes.double().mean()), rel=1e-5)
+    assert start_slope(config) == slope_of(plain.blocks[:1])  # the others are drawn like it
     assert start_slope(dataclasses.replace(config, sel=CurveConfig("none"))) == 1.0
+
+
+def test_the_slope_at_given_weights_is_that_of_all_blocks(tmp_path):
+    model = build_model(RunConfig("data", MODEL, sel=CurveConfig("none")), "cpu")
+    with torch.no_grad():
+        for parameter in model.blocks[1].parameters():
+            parameter.mul_(3.0)
+    save_model(model, tmp_path / "given.safetensors")
+    train = TrainConfig(weights=str(tmp_path / "given.safetensors"))
+    assert start_slope(RunConfig("data", MODEL, train, sel=CurveConfig(**EXPONENTIAL))) == slope_of(model.blocks)
 
 
 def test_lines_stand_at_the_rate_and_at_the_rate_times_the_slope(compared, runs):

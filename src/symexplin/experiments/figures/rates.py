@@ -63,6 +63,8 @@ def _slope_of(panel: Panel, arm: str) -> float:
 def start_slope(config: RunConfig) -> float:
     """Return the mean slope, d w_eff / d w, of the curved matrices at the start of a run; 1 for ordinary weights.
 
+    Drawn weights are those of one block, for all blocks are drawn alike; given ones all.
+
     >>> start_slope(RunConfig("data"))  # preset "carried" at width 128
     1.17...
     """
@@ -70,5 +72,8 @@ def start_slope(config: RunConfig) -> float:
         return 1.0
     curve = dataclasses.replace(config.sel, home="module")  # one map in both homes; layers have it before any step
     compute = dataclasses.replace(config.compute, device="cpu")
+    model = config.model if config.train.weights else dataclasses.replace(config.model, depth=1)
     with torch.random.fork_rng(devices=[]):  # layers draw weights before they get theirs
-        return sel.stats(build_model(dataclasses.replace(config, sel=curve, compute=compute)))["slope/mean"]
+        return sel.stats(build_model(dataclasses.replace(config, model=model, sel=curve, compute=compute)))[
+            "slope/mean"
+        ]
