@@ -190,6 +190,25 @@ def test_a_table_in_miniature_fits_into_an_hour(name):
     assert len(panel.config.compare.confirm_seeds) == 2
 
 
+@pytest.mark.parametrize(
+    ("said", "seeds", "confirm"),
+    [
+        ({"seeds": [0, 1, 2, 3]}, (0, 1, 2, 3), ()),
+        ({"seeds": [2]}, (2,), (1,)),
+        ({"seeds": [7]}, (7,), (1, 2)),
+        ({"seeds": [0, 1], "confirm_seeds": [2, 3, 4]}, (0, 1), (2, 3, 4)),
+    ],
+)
+def test_a_seed_that_the_command_has_at_every_rate_is_not_confirmed_again(said, seeds, confirm):
+    grid = load_table("frozen", "mini", changes={"compare": said}).panels[0].config.compare
+    assert (grid.seeds, grid.confirm_seeds) == (seeds, confirm)
+
+
+def test_a_seed_that_is_asked_for_twice_is_refused():
+    with pytest.raises(ValueError, match="none of seeds"):
+        load_table("frozen", "mini", changes={"compare": {"seeds": [0, 1], "confirm_seeds": [1]}})
+
+
 def test_a_panel_goes_before_its_scale_and_the_command_before_both():
     assert load_table("main_grid", "mini").panels[0].config.model.width == 64
     table = load_table("main_grid", "mini", changes={"model": {"width": 32}, "map": {"beta": 9.0}})

@@ -46,7 +46,7 @@ class Panels:
         said = self._said(panel)
         curve, arms = said.get("map", {}), said.get("arm", {})
         known = list(dict.fromkeys([self._baseline, *arms]))
-        compare = {"baseline": self._baseline, "arms": known, **said["compare"]}
+        compare = {"baseline": self._baseline, "arms": known, **_each_once(said["compare"], self._changes)}
         for name in compare["arms"]:
             check_choice("arms", name, known)
         chosen = {name: _curved(arm, curve) for name, arm in arms.items() if name in compare["arms"]}
@@ -86,6 +86,14 @@ def _in_proportion(settings: Settings, before: Settings, changes: Settings) -> S
                 floor = 0 if key == "warmup_steps" else 1
                 settings = merge(settings, {table: {key: max(floor, round(before[table][key] * share))}})
     return settings
+
+
+def _each_once(compare: Settings, changes: Settings) -> Settings:
+    """Let the seeds of the second stage leave out those that the command has in the first."""
+    own, confirm = changes.get("compare", {}), compare.get("confirm_seeds")
+    if "confirm_seeds" in own or not isinstance(own.get("seeds"), list) or not confirm:
+        return compare
+    return {**compare, "confirm_seeds": [seed for seed in confirm if seed not in own["seeds"]]}
 
 
 def _curved(arm: Settings, curve: Settings) -> Settings:

@@ -45,7 +45,8 @@ class ReproduceConfig:
         arms: those to run, the baseline among them.
         lrs: peak learning rates; every arm trains at each.
         seeds: of the first stage, in which every arm trains at every learning rate.
-        confirm_seeds: of the second stage, at the best learning rates alone.
+        confirm_seeds: of the second stage, at the best learning rates alone; those of the scale if not given, without
+            any that `seeds` names.
         jobs: runs at a time.
         steps: optimizer steps of each run; warm-up and evaluations keep their share.
         set: any key of a scale's tables, such as model.width=64, train.batch_size=4, map.beta=5 (of every curved arm)

@@ -27,10 +27,11 @@ __all__ = ["open_comparison"]
 Echo = Callable[[str], None]
 
 # Keys that a comparison may resume with other values of, as no run's bits depend on them (data and weights have
-# digests, which must be the same); keys that may only grow.
+# digests, which must be the same); keys that may only grow, or hand on a seed to the first stage.
 _FREE = ("data", "log.", "compare.jobs")
 _FREE_ENDS = ("train.weights",)
-_GROWING = ("compare.arms", "compare.lrs", "compare.seeds", "compare.confirm_seeds")
+_CONFIRM = "compare.confirm_seeds"
+_GROWING = ("compare.arms", "compare.lrs", "compare.seeds", _CONFIRM)
 
 
 def open_comparison(
@@ -90,7 +91,7 @@ def _check_same(folder: Path, saved: CompareConfig, config: CompareConfig, corpu
     changed: list[str] = []
     rounding: list[str] = []
     for key, (old, new) in differences(saved.table(), config.table()).items():
-        grown = key in _GROWING and set(old) <= set(new)
+        grown = key in _GROWING and set(old) <= {*new, *(config.compare.seeds if key == _CONFIRM else ())}
         unused = key.startswith("arm.") and key.split(".")[1] not in saved.compare.arms
         if not (key.startswith(_FREE) or key.endswith(_FREE_ENDS) or grown or unused):
             kind = rounding if key.startswith(ROUNDING) else changed
