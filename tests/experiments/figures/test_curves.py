@@ -27,9 +27,7 @@ def test_panels_stand_by_width_and_depth(compared):
     shown = [axes for axes in figure.axes if axes.axison]
     assert [title(axes) for axes in shown] == ["width 64, depth 2", "width 64, depth 10", "width 96, depth 2"]
     assert len(figure.axes) == 4  # the place of width 96, depth 10 is empty
-    assert [texts(axes)[0] for axes in shown] == [
-        f"Δ = −{gap} ± 0.0000\n3 seeds" for gap in ("0.4800", "0.4000", "0.4800")
-    ]
+    assert [texts(axes)[0] for axes in shown] == [f"Δ = −{gap} ± 0.0000" for gap in ("0.4800", "0.4000", "0.4800")]
     baseline, best = (lines(shown[0])[label] for label in ("AdamW, lr 0.01", "SEL, lr 0.01"))
     assert list(best.get_xdata()) == [0, 50, 100]
     assert best.get_ydata() == pytest.approx(np.array([4.52, 2.52, 1.52]) + 0.1)  # the mean over the seeds
@@ -37,6 +35,7 @@ def test_panels_stand_by_width_and_depth(compared):
     assert (best.get_linestyle(), baseline.get_linestyle()) == ("-", "--")
     band = shown[0].collections[1].get_paths()[0].vertices[:, 1]
     assert (band.min(), band.max()) == pytest.approx((1.52, 4.72))
+    assert shown[0].get_legend().get_title().get_text() == "mean of 3 seeds, band: lowest to highest"
 
 
 def test_the_panels_of_a_table_are_found_and_counted_in_order(compared, tmp_path):
@@ -51,6 +50,7 @@ def test_the_best_arm_is_shown_and_a_loss_as_well_as_a_gain(compared):
     (axes,) = draw("loss_curves", [folder]).axes
     assert set(lines(axes)) == {"AdamW, lr 0.01", "SEL, lr 0.001"}
     assert texts(axes) == ["Δ = +0.3000\n1 seed"]
+    assert axes.get_legend().get_title().get_text() == ""
 
 
 def test_the_first_losses_leave_the_panel(compared):
@@ -91,7 +91,7 @@ def test_the_error_is_that_of_the_mean_of_the_seeds_differences(compared):
     for rows in ("best", "shared"):
         found["comparison"][rows][1]["deltas"] = [-0.5, -0.4, -0.6]
     path.write_text(json.dumps(found))
-    assert texts(draw("loss_curves", [folder]).axes[0]) == ["Δ = −0.5000 ± 0.0577\n3 seeds"]
+    assert texts(draw("loss_curves", [folder]).axes[0]) == ["Δ = −0.5000 ± 0.0577"]
     right = draw("mechanism_ablations", [folder]).axes[1]
     assert texts(right) == ["−0.5000 ± 0.0577"]
     (points,) = [line for line in right.lines if line.get_marker() == "o"]

@@ -46,6 +46,12 @@ def _size(panel: Panel) -> str:
     return "width {}, depth {}".format(*panel.size)
 
 
+def _bands(panel: Panel) -> str | None:
+    """Return what lines and bands are, where there are bands."""
+    seeds = len(panel.rows("best")[0]["seeds"])
+    return f"mean of {seeds} seeds, band: lowest to highest" if seeds > 1 else None
+
+
 def _draw_losses(axes: Axes, lines: Sequence[Line], first: float = 0.2) -> None:
     whole = max(len(np.asarray(line.x)) for line in lines) < _EVALUATIONS
     draw_chart(axes, lines, limits=None if whole else late_limits(lines, first))
@@ -85,10 +91,9 @@ def _draw_gap(axes: Axes, panel: Panel, title: str) -> None:
         lines.append(panel.line(best, _SOLID * (panel.arms.index(best["arm"]) - 1)))
     _draw_losses(axes, lines)
     text = "Δ = not finite" if best is None else f"Δ = {_gap(best)}"
-    seeds = len(panel.rows("best")[0]["seeds"])
-    text += f"\n{seeds} seeds" if seeds > 1 else "\n1 seed"
+    text += "" if _bands(panel) else "\n1 seed"
     axes.text(0.97, 0.95, text, transform=axes.transAxes, ha="right", va="top")
-    finish(axes, title, _STEPS, _LOSS)
+    finish(axes, title, _STEPS, _LOSS, about=_bands(panel))
 
 
 class _Arm(NamedTuple):
@@ -129,7 +134,7 @@ def mechanism_ablations(sources: Sequence[Path]) -> Figure:
         lines = [panels[0].line(panels[0].rows("best")[0], 0)]
         lines += [arm.panel.line(arm.best, styles[arm.name], arm.name) for arm in (ended[i] for i in chosen)]
         _draw_losses(left, lines)
-        finish(left, _size(panels[0]), _STEPS, _LOSS)
+        finish(left, _size(panels[0]), _STEPS, _LOSS, about=_bands(panels[0]))
         _draw_bars(right, ranked, styles)
         baseline = panels[0].label(panels[0].arms[0])
         finish(right, f"Final loss against {baseline}", "difference (nats a token), lower is better", "")
@@ -204,7 +209,7 @@ def optimizer_equivalence(sources: Sequence[Path]) -> Figure:
     module, optimizer = _homes(panel)
     figure, ((left, right),) = sheet(1, 2, panel=(5.4, 4.4))
     _draw_losses(left, [panel.line(row, style) for style, row in enumerate((module, optimizer))])
-    finish(left, _size(panel), _STEPS, _LOSS)
+    finish(left, _size(panel), _STEPS, _LOSS, about=_bands(panel))
     others = {run["seed"]: run for run in panel.runs(module["arm"], module["lr"])}
     gaps: dict[int, Floats] = {}
     for run in panel.runs(optimizer["arm"], optimizer["lr"]):
@@ -248,10 +253,10 @@ def lr_annealing(sources: Sequence[Path]) -> Figure:
         raise ValueError(f"sources must name a comparison with an arm whose scales are annealed, got {arms}")
     figure, ((left, right),) = sheet(1, 2, panel=(5.4, 4.4))
     draw_chart(left, [_later(panel.line(row, style)) for style, row in enumerate(learned)])
-    finish(left, f"Loss after {100 * _LATE:.0f} % of the steps", _STEPS, _LOSS)
+    finish(left, f"Loss after {100 * _LATE:.0f} % of the steps", _STEPS, _LOSS, about=_bands(panel))
     draw_chart(right, _trajectories(panel, annealed))
     told = f"{panel.label(annealed['arm'])}, lr {annealed['lr']:g}"
-    finish(right, f"Mean scales: {told}", _STEPS, "scale", columns=2)
+    finish(right, f"Mean scales: {told}", _STEPS, "scale", columns=2, about=_bands(panel))
     return figure
 
 
@@ -285,6 +290,6 @@ def _trajectories(panel: Panel, row: Row) -> list[Line]:
         band = (seeds.min(axis=0), seeds.max(axis=0)) if len(seeds) > 1 else None
         steps = [record["step"] for record in records[0]]
         lines.append(
-            Line(f"mean {role}, ends at {seeds[:, -1].mean():.2f}", steps, seeds.mean(axis=0), style, band=band)
+            Line(f"mean {role}, ends at {seeds[:, -1].mean():.3f}", steps, seeds.mean(axis=0), style, band=band)
         )
     return lines

@@ -37,8 +37,10 @@ def sheet(
     return figure, [list(row) for row in grid]
 
 
-def finish(axes: Axes, title: str, x_label: str, y_label: str, columns: int = 1) -> None:
+def finish(axes: Axes, title: str, x_label: str, y_label: str, columns: int = 1, about: str | None = None) -> None:
     """Write the title and the labels, and below the axes a legend with `columns` entries a line, 0 for none.
+
+    `about` stands above the legend's entries.
 
     >>> _, ((axes,),) = sheet(1, 1)
     >>> finish(axes, "A", "steps", "loss")
@@ -50,7 +52,7 @@ def finish(axes: Axes, title: str, x_label: str, y_label: str, columns: int = 1)
     if columns and axes.get_legend_handles_labels()[1]:
         below = axes.transAxes + ScaledTranslation(0.0, -_BELOW, axes.figure.dpi_scale_trans)
         place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0.0, 0.0), "bbox_transform": below}
-        axes.legend(ncols=columns, borderaxespad=0.0, **_CLOSE, **place)
+        axes.legend(ncols=columns, borderaxespad=0.0, title=about, alignment="left", **_CLOSE, **place)
 
 
 def common_legend(figure: Figure, axes: Axes, columns: int, title: str | None = None) -> None:
