@@ -12,7 +12,7 @@ from processes import run
 
 logger = logging.getLogger(__name__)  # figures: pytest -o log_cli=true -o log_cli_level=INFO
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.xdist_group("sharded")]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 PAPER, OFFSET = sel.preset("paper"), sel.preset("paper+offset")
 # The run is hot enough to be clipped at first, cool enough not to amplify a rounding error.
