@@ -51,6 +51,9 @@ def test_the_best_arm_is_shown_and_a_loss_as_well_as_a_gain(compared):
     assert set(lines(axes)) == {"AdamW, lr 0.01", "SEL, lr 0.001"}
     assert texts(axes) == ["Δ = +0.3000\n1 seed"]
     assert axes.get_legend().get_title().get_text() == ""
+    compared("other", final=2.5, seeds=(0, 1), arms={"more": 0.1})
+    left = draw("mechanism_ablations", [folder, folder.parent / "other"]).axes[0]
+    assert left.get_legend().get_title().get_text() == "mean of 1 to 2 seeds, band: lowest to highest"
 
 
 def test_the_first_losses_leave_the_panel(compared):

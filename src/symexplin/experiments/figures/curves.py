@@ -46,10 +46,11 @@ def _size(panel: Panel) -> str:
     return "width {}, depth {}".format(*panel.size)
 
 
-def _bands(panel: Panel) -> str | None:
+def _bands(*panels: Panel) -> str | None:
     """Return what lines and bands are, where there are bands."""
-    seeds = len(panel.rows("best")[0]["seeds"])
-    return f"mean of {seeds} seeds, band: lowest to highest" if seeds > 1 else None
+    counts = sorted({len(panel.rows("best")[0]["seeds"]) for panel in panels})
+    seeds = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    return f"mean of {seeds} seeds, band: lowest to highest" if counts[-1] > 1 else None
 
 
 def _draw_losses(axes: Axes, lines: Sequence[Line], first: float = 0.2) -> None:
@@ -91,9 +92,10 @@ def _draw_gap(axes: Axes, panel: Panel, title: str) -> None:
         lines.append(panel.line(best, _SOLID * (panel.arms.index(best["arm"]) - 1)))
     _draw_losses(axes, lines)
     text = "Δ = not finite" if best is None else f"Δ = {_gap(best)}"
-    text += "" if _bands(panel) else "\n1 seed"
+    about = _bands(panel)
+    text += "" if about else "\n1 seed"
     axes.text(0.97, 0.95, text, transform=axes.transAxes, ha="right", va="top")
-    finish(axes, title, _STEPS, _LOSS, about=_bands(panel))
+    finish(axes, title, _STEPS, _LOSS, about=about)
 
 
 class _Arm(NamedTuple):
@@ -134,7 +136,7 @@ def mechanism_ablations(sources: Sequence[Path]) -> Figure:
         lines = [panels[0].line(panels[0].rows("best")[0], 0)]
         lines += [arm.panel.line(arm.best, styles[arm.name], arm.name) for arm in (ended[i] for i in chosen)]
         _draw_losses(left, lines)
-        finish(left, _size(panels[0]), _STEPS, _LOSS, about=_bands(panels[0]))
+        finish(left, _size(panels[0]), _STEPS, _LOSS, about=_bands(*panels))
         _draw_bars(right, ranked, styles)
         baseline = panels[0].label(panels[0].arms[0])
         finish(right, f"Final loss against {baseline}", "difference (nats a token), lower is better", "")
