@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from symexplin.inversion import invert
-from symexplin.kernels import Backend, Terms, backend_for, terms_of
+from symexplin.kernels import Backend, FactoredMap, Matrices, Panels, Terms, backend_for, is_memory, terms_of
 from symexplin.layout import PANELS, Layout, Slot
 from symexplin.transform import Scales, Value, compute_dtype, forward, pullback
 
@@ -26,6 +26,8 @@ _BLOCK = 2**15
 
 class Coordinates(NamedTuple):
     """A curved tensor seen through its map: a view of the raw weight and panels, owning no storage.
+
+    All of them may have one more dimension in front, which counts equal tensors.
 
     >>> from symexplin.config import SELConfig
     >>> layout = Layout((3, 2), 0, 7.5, SELConfig(beta=7.5))
@@ -57,10 +59,11 @@ class Coordinates(NamedTuple):
         dtype = dtype or self.raw.dtype
         if self._is_traced():
             return forward(self.layout.form, self.raw, self.scales()).to(dtype)
-        if found := self._kernels(dtype):
-            kernels, terms = found
-            return kernels.effective(terms, self.raw, self[2:], dtype)
         value = torch.empty_like(self.raw, dtype=dtype)
+        if found := self._kernels(value):
+            backend, terms, curve = found
+            backend.write(terms, Matrices([self.raw], [value]), curve.factors())
+            return value
         for rows, block in self._blocks():
             value[rows] = forward(block.layout.form, block.raw, block.scales())
         return value
@@ -70,16 +73,17 @@ class Coordinates(NamedTuple):
         recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self[1:])
         return recorded or torch.compiler.is_compiling()
 
-    def _kernels(self, dtype: torch.dtype) -> tuple[Backend, Terms] | None:
-        """Return the kernels that compute this map between the raw weight and weights of `dtype`, if any do."""
+    def _kernels(self, weight: Tensor) -> tuple[Backend, Terms, FactoredMap] | None:
+        """Return the kernels that compute this map between the raw weight and a `weight` like that, if any do."""
         terms = terms_of(self.layout)
-        kernels = None if terms is None else backend_for(self.raw.device)
-        if terms is None or kernels is None or not kernels.covers(self.raw, self.raw.new_empty(0, dtype=dtype)):
+        backend = None if terms is None else backend_for(self.raw.device)
+        if terms is None or backend is None or not backend.covers(terms, self.raw, weight) or not self._is_sound():
             return None
-        return (kernels, terms) if self._is_sound() else None
+        panels = Panels(self.panel0, self.panel1, self.scalar[None], sizes=[self.layout.shape[0]])
+        return backend, terms, FactoredMap(terms, panels)
 
     def _is_sound(self) -> bool:
-        """Whether the tensors are what the layout says, which kernels do not ask and the formulas broadcast."""
+        """Whether dtypes and shapes are those of the layout: kernels assume it, where the formulas broadcast."""
         shapes = [self.layout.shape, *(self.layout.panel_shape(panel) for panel in PANELS)]
         return all(
             (tensor.dtype, tuple(tensor.shape)) == (self.raw.dtype, shape)
@@ -88,7 +92,8 @@ class Coordinates(NamedTuple):
 
     def _blocks(self) -> Iterator[tuple[slice, "Coordinates"]]:
         """Yield the rows a few at a time: whole, the formulas' temporaries would go through memory one by one."""
-        if self.raw.dim() < 2 or self.raw.device.type != "cpu":
+        one = self.raw.dim() == len(self.layout.shape) == 2
+        if not one or not is_memory(self.raw) or self.raw.device.type != "cpu":
             yield slice(None), self
             return
         height, width = self.raw.shape
@@ -109,6 +114,10 @@ class Coordinates(NamedTuple):
         if where is not None:
             return self._matched(w, where)
         raw = torch.empty_like(self.raw, dtype=compute_dtype(w))
+        if (found := self._replace(raw=raw)._kernels(w)) and w.shape == raw.shape:
+            backend, terms, curve = found
+            if backend.invert(terms, Matrices([raw], [w]), curve.factors()):
+                return raw
         with contextlib.suppress(ValueError):
             for rows, block in self._blocks():
                 raw[rows] = block._matched(w[rows])
@@ -131,10 +140,13 @@ class Coordinates(NamedTuple):
         """Return the gradients by raw weight and panels, in the same places, for a gradient `g` of the weight."""
         if self._is_traced():
             return self._pullback(g.to(self.raw.dtype))
-        found = self._kernels(g.dtype)
-        if found and g.shape == self.raw.shape and not g._is_zerotensor():
-            kernels, terms = found
-            return Coordinates(self.layout, *kernels.pullback(terms, self.raw, self[2:], g))
+        g = g.contiguous()
+        if g.shape == self.raw.shape and not g._is_zerotensor() and (found := self._kernels(g)):
+            backend, terms, curve = found
+            raw = torch.empty_like(self.raw)
+            sums = backend.pull(terms, Matrices([self.raw], [g]), curve.factors(), [g], out=[raw])
+            panel0, panel1, scalar = curve.gradients(sums)
+            return Coordinates(self.layout, raw, panel0, panel1, scalar[0])
         total = Coordinates(self.layout, *(torch.zeros_like(part) for part in self[1:]))
         for rows, block in self._blocks():
             pulled = block._pullback(g[rows].to(self.raw.dtype))
@@ -157,18 +169,18 @@ class Coordinates(NamedTuple):
             pulled["m"] = pulled.pop("kappa") * (scales.kappa if absorbed else layout.beta)
         parts: dict[str, list[Tensor]] = {panel: [] for panel in PANELS}
         for slot in layout.slots:
-            part = self._contract(slot, pulled[slot.role])
-            parts[slot.panel].append(part.reshape(-1, 1) if part.dim() == 1 and slot.panel == "panel0" else part)
-        return Coordinates(
-            layout,
-            pulled["w"],
-            torch.cat(parts["panel0"], dim=1) if parts["panel0"] else torch.zeros_like(self.panel0),
-            torch.cat(parts["panel1"], dim=0) if parts["panel1"] else torch.zeros_like(self.panel1),
-            torch.stack(parts["scalar"]) if parts["scalar"] else torch.zeros_like(self.scalar),
-        )
+            parts[slot.panel].append(self._contract(slot, pulled[slot.role]))
+        dims = {"panel0": -1, "panel1": -2, "scalar": -1}
+        packed = (torch.cat(parts[p], dims[p]) if parts[p] else torch.zeros_like(getattr(self, p)) for p in PANELS)
+        return Coordinates(layout, pulled["w"], *packed)
 
     def _factors(self, role: str) -> list[Tensor]:
-        return [self.layout.view(slot, getattr(self, slot.panel)) for slot in self.layout.by_role(role)]
+        """Return what is learned of a role, as it broadcasts against the raw weight."""
+        found = []
+        for slot in self.layout.by_role(role):
+            value = self.layout.view(slot, getattr(self, slot.panel))
+            found.append(value[(..., *[None] * len(self.layout.shape))] if slot.panel == "scalar" else value)
+        return found
 
     def _value(self, role: str) -> Value:
         start: float = getattr(self.layout.config, role).start
@@ -180,24 +192,25 @@ class Coordinates(NamedTuple):
         pattern, start, factors = layout.pattern("m"), layout.config.m.start, self._factors("m")
         if layout.config.curvature == "absorbed":
             if pattern == "lora":
-                return layout.beta * start * torch.exp(factors[0] @ factors[1])
+                return layout.beta * start * torch.exp(_product(*factors))
             # exp(a) exp(b), not exp(a + b): one rounding of a sum less in an exponent of the map's exponent.
             return _combine("row_col_mult", layout.beta * start, [torch.exp(f) for f in factors])
         return layout.beta * _combine(pattern, start, factors)
 
     def _contract(self, slot: Slot, g: Tensor) -> Tensor:
         """Sum a full-size cotangent of the slot's role to the slot's shape."""
+        dims = len(self.layout.shape)
         if slot.panel == "scalar":
-            return g.sum()
-        if g.dim() == 1:
-            return g
+            return g.flatten(-dims).sum(-1, keepdim=True)
+        if dims == 1:
+            return g[..., None]
         pattern, along = self.layout.pattern(slot.role), 1 if slot.panel == "panel0" else 0
         if pattern in ("row_col_mult", "lora"):
             other = self._factors(slot.role)[along]
             if pattern == "lora":
-                return g @ other.mT if along == 1 else other.mT @ g
+                return _product(g, other.mT) if along == 1 else _product(other.mT, g)
             g = g * other
-        return g.sum(dim=along, keepdim=True)
+        return g.sum(dim=along - 2, keepdim=True)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -212,5 +225,11 @@ def _combine(pattern: str, start: float, factors: list[Tensor]) -> Value:
     if len(factors) == 1:
         return factors[0]
     if pattern == "lora":
-        return start + factors[0] @ factors[1]
+        return start + _product(*factors)
     return factors[0] + factors[1] if pattern == "row_col_add" else factors[0] * factors[1]
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Return the matrix product in the dtype of its factors, whatever autocast says outside."""
+    with torch.autocast(a.device.type, enabled=False):
+        return a @ b

@@ -59,6 +59,7 @@ class Layout:
     form: Form = field(init=False, repr=False, compare=False)  # the fixed part of the map
     # Every learned vector in a fixed order: by role, then along the outputs, then along the inputs.
     slots: tuple[Slot, ...] = field(init=False, repr=False, compare=False)
+    panel_shapes: dict[str, tuple[int, ...]] = field(init=False, repr=False, compare=False)
 
     @staticmethod
     def of(shape: tuple[int, ...], out_dim: int, beta: float, config: str) -> "Layout":
@@ -69,6 +70,7 @@ class Layout:
         """Work out what follows; not when first asked for, which torch.compile may be the first to do."""
         object.__setattr__(self, "form", Form(self.config.mode, self.beta, self.config.normalize))
         object.__setattr__(self, "slots", self._slots())
+        object.__setattr__(self, "panel_shapes", {panel: self._panel_shape(panel) for panel in PANELS})
 
     def _slots(self) -> tuple[Slot, ...]:
         slots: list[Slot] = []
@@ -124,6 +126,9 @@ class Layout:
 
     def panel_shape(self, panel: str) -> tuple[int, ...]:
         """Return the shape of a panel."""
+        return self.panel_shapes[panel]
+
+    def _panel_shape(self, panel: str) -> tuple[int, ...]:
         if panel == "scalar":
             return (self.width(panel),)
         if panel == "panel0":
@@ -137,25 +142,25 @@ class Layout:
         generator seeded by the configuration's seed and the parameter's `position` in the model.
         """
         panels = {p: torch.empty(self.panel_shape(p), dtype=dtype, device=device) for p in PANELS}
-        generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + position)
+        generator = torch.Generator("cpu").manual_seed(self.config.seed * 1_000_003 + position)
         for slot in self.slots:
             view = self.view(slot, panels[slot.panel])
             if slot.start is None:
-                draw = torch.rand(view.shape, generator=generator, dtype=torch.float64)
+                draw = torch.rand(view.shape, generator=generator, dtype=torch.float64, device="cpu")
                 view.copy_((2.0 * draw - 1.0) / math.sqrt(slot.count))
             else:
                 view.fill_(slot.start)
         return panels
 
     def view(self, slot: Slot, panel: Tensor) -> Tensor:
-        """Return the part of its panel that a slot takes, as it broadcasts against the tensor."""
+        """Return the part of its panel that a slot takes; a dimension in front of a panel's own counts tensors."""
         if slot.panel == "scalar":
-            return panel[slot.index]
+            return panel[..., slot.index]
         if slot.panel == "panel1":
-            return panel[slot.index : slot.index + slot.count]
+            return panel[..., slot.index : slot.index + slot.count, :]
         if len(self.shape) == 1:
-            return panel[:, slot.index]
-        return panel[:, slot.index : slot.index + slot.count]
+            return panel[..., slot.index]
+        return panel[..., slot.index : slot.index + slot.count]
 
     def by_role(self, role: str) -> list[Slot]:
         """Return the slots of a role, that of panel0 first."""

@@ -1,499 +1,312 @@
-"""Compiled kernels for CPUs: the map, its derivatives and AdamW against the readable formulas in float64."""
+"""Compiled kernels for CPUs, for every instruction set: the map, its derivatives, its inverse and AdamW over it."""
 
 import itertools
 import math
 
 import pytest
 import torch
-from torch import Tensor
 
+from cpu_targets import EMULATED, TARGETS, kernels_for
+from pairwise import pairwise
 from symexplin import transform
 from symexplin.config import Scale, SELConfig
 from symexplin.coordinates import Coordinates
-from symexplin.kernels import cpu
+from symexplin.kernels import KERNEL_MODES, FactoredMap, Matrices, Panels, Rates, cpu, terms_of
 from symexplin.kernels.compiler import find_compiler
-from symexplin.kernels.part import Part, Rates
-from symexplin.kernels.terms import KERNEL_MODES, Terms, terms_of
 from symexplin.layout import PANELS, Layout
 
-FLOAT32_UNIT = 2.0**-24
-DENORMAL = 2.0**-149
-SHAPES = ((1, 1), (1, 7), (33, 65), (130, 257), (0, 5), (5, 0), (3, 2500), (600, 16), (70,), (0,))
-PATTERNS = ("fixed", "global", "row", "column", "row_col_mult")
-PLACES = tuple((shape, out_dim) for shape in SHAPES for out_dim in range(len(shape)))
-CASES = tuple(itertools.product(KERNEL_MODES, (False, True), ("fixed", "absorbed")))
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C compiler")
+
+UNIT, DENORMAL = 2.0**-24, 2.0**-149
+PLACES = [((1, 1), 0), ((1, 7), 1), ((33, 65), 0), ((33, 65), 1), ((130, 257), 0), ((0, 5), 0), ((5, 0), 1)]
+PLACES += [((3, 2500), 0), ((600, 16), 1), ((70,), 0), ((0,), 0)]
+CHOICES = {
+    "mode": KERNEL_MODES,
+    "normalize": (False, True),
+    "curvature": ("fixed", "absorbed"),
+    "pattern": ("fixed", "global", "row", "column", "row_col_mult"),
+    "place": PLACES,
+}
+CASES = pairwise(**CHOICES)
 
 
-@pytest.fixture(scope="module")
-def kernels() -> cpu.CpuKernels:
-    found = cpu.load()
-    if found is None:
-        pytest.skip("no C compiler")
-    return found
+@pytest.fixture(scope="module", params=[*TARGETS, EMULATED])
+def kernels(request):
+    return kernels_for(request.param)
 
 
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def layout_of(
-    mode: str, normalize: bool, curvature: str, pattern: str, shape: tuple[int, ...], out_dim: int = 0
-) -> Layout:
+def layout_of(mode="mismatch", normalize=False, curvature="fixed", pattern="row_col_mult", place=((33, 65), 0)):
     offset = {"row_col_mult": "row_col_add"}.get(pattern, pattern)
-    config = SELConfig(
-        beta=7.5,
-        mode=mode,
-        normalize=normalize,
-        curvature=curvature,
-        e=Scale(pattern, start=1.3),
-        l=Scale(pattern, start=0.8),
-        m=Scale(pattern, start=0.9),
-        n=Scale(offset, start=0.4),
-        s=Scale(start=1.1),
-    )
-    return Layout(shape, out_dim, 7.5, config)
+    scales = {role: Scale(pattern, start=value) for role, value in (("e", 1.3), ("l", 0.8), ("m", 0.9))}
+    rest = {"n": Scale(offset, start=0.4), "s": Scale(start=1.1)}
+    config = SELConfig(beta=7.5, mode=mode, normalize=normalize, curvature=curvature, **scales, **rest)
+    return Layout(place[0], place[1], 7.5, config)
 
 
-def known_terms(layout: Layout) -> Terms:
-    terms = terms_of(layout)
-    assert terms is not None
-    return terms
-
-
-def start(layout: Layout, dtype: torch.dtype, spread: float = 0.2) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """Raw weights from denormals to kappa|w| of 30, with zeros, and panels around their start."""
-    g = generator(len(layout.shape))
+def drawn(layout, largest=30.0):
+    """Coordinates with raw weights from denormals to kappa |w| of 30, with zeros, and panels around their start."""
+    g = torch.Generator().manual_seed(len(layout.shape))
     size = torch.rand(layout.shape, generator=g, dtype=torch.float64)
     raw = torch.where(size < 0.4, 10.0 ** (-110.0 * (size - 0.03)), 0.3 * torch.randn(layout.shape, generator=g))
-    raw = torch.where(size > 0.95, 30.0 * size / 7.5, raw)
+    raw = torch.where(size > 0.95, largest * size / 7.5, raw)
     raw = raw * torch.where(torch.rand(layout.shape, generator=g) < 0.5, -1.0, 1.0)
     raw[size < 0.03] = 0.0
-    panels = layout.start_panels(torch.float64, torch.device("cpu"), 0)
+    panels = layout.start_panels(torch.float32, torch.device("cpu"), 0)
     for panel in panels.values():
-        panel.mul_(1.0 + spread * torch.rand(panel.shape, generator=g, dtype=torch.float64))
-    return raw.to(dtype), tuple(panels[name].to(dtype) for name in PANELS)  # type: ignore[return-value]
+        panel.mul_(1.0 + 0.2 * torch.rand(panel.shape, generator=g))
+    return Coordinates(layout, raw.float(), **panels)
 
 
-def exact(layout: Layout, raw: Tensor, panels: tuple[Tensor, ...]) -> Coordinates:
-    return Coordinates(layout, raw.double(), *(panel.double() for panel in panels))
+def doubled(coordinates):
+    return Coordinates(coordinates.layout, *(part.double() for part in coordinates[1:]))
 
 
-def owed(coordinates: Coordinates, unit: float) -> Tensor:
-    """The accuracy owed (symexplin.transform.tolerance) in the units of another dtype, and some denormals."""
-    scales = coordinates.scales()
-    bound = transform.tolerance(coordinates.layout.form, coordinates.raw, scales)
-    return bound * (unit / 2.0**-53) + (64.0 * DENORMAL if unit > 2.0**-30 else 0.0)
+def seen(coordinates):
+    """The map as kernels take it."""
+    terms = terms_of(coordinates.layout)
+    panels = Panels(*coordinates[2:4], coordinates.scalar[None], [coordinates.layout.shape[0]])
+    return terms, FactoredMap(terms, panels)
 
 
-@pytest.mark.parametrize(("mode", "normalize", "curvature"), CASES)
-def test_weights_are_as_accurate_as_owed(kernels: cpu.CpuKernels, mode: str, normalize: bool, curvature: str) -> None:
-    for pattern, (shape, out_dim) in itertools.product(PATTERNS, PLACES):
-        layout = layout_of(mode, normalize, curvature, pattern, shape, out_dim)
-        raw, panels = start(layout, torch.float32)
-        weight = kernels.effective(known_terms(layout), raw, panels, torch.float32)
-        truth = exact(layout, raw, panels)
-        error = (weight.double() - truth.effective()).abs()
-        assert weight.shape == raw.shape
-        assert bool((error <= owed(truth, FLOAT32_UNIT)).all()), (pattern, shape, out_dim)
+def weight_of(kernels, coordinates, dtype=torch.float32):
+    weight = torch.empty_like(coordinates.raw, dtype=dtype)
+    terms, curve = seen(coordinates)
+    kernels.write(terms, Matrices([coordinates.raw], [weight]), curve.factors())
+    return weight
 
 
-def absolute_terms(layout: Layout, raw: Tensor, panels: tuple[Tensor, ...], g: Tensor) -> list[Tensor]:
+def pullback_of(kernels, coordinates, g):
+    """The gradients by raw weight and panels, and the square of the former's norm."""
+    out = torch.empty_like(coordinates.raw)
+    terms, curve = seen(coordinates)
+    sums = kernels.pull(terms, Matrices([coordinates.raw], [g]), curve.factors(), [g], [out])
+    panel0, panel1, scalar = curve.gradients(sums)
+    return [out, panel0, panel1, scalar[0]], sums.squares
+
+
+def owed(coordinates):
+    """The accuracy owed (symexplin.transform.tolerance) in units of float32, and some denormals."""
+    bound = transform.tolerance(coordinates.layout.form, coordinates.raw, coordinates.scales())
+    return bound * (UNIT / 2.0**-53) + 64.0 * DENORMAL
+
+
+def test_weights_are_as_accurate_as_owed(kernels):
+    for case in CASES:
+        coordinates = drawn(layout_of(*case))
+        truth = doubled(coordinates)
+        error = (weight_of(kernels, coordinates).double() - truth.effective()).abs()
+        assert bool((error <= owed(truth)).all()), case
+
+
+def absolute_terms(truth, g):
     """The sums of absolute values that the derivatives add: no cancellation where everything is positive."""
     found = []
-    for mode in ("congruent", "oppose") if layout.config.mode not in ("exp_only", "sinh") else (layout.config.mode,):
-        config = SELConfig.from_dict(layout.config.to_dict() | {"mode": mode})
-        positive = Layout(layout.shape, layout.out_dim, layout.beta, config)
-        coordinates = exact(positive, raw.abs(), panels)
-        pulled = coordinates.pullback(g.double().abs())
-        found.append([part.abs() for part in (pulled.raw, pulled.panel0, pulled.panel1, pulled.scalar)])
+    mode = truth.layout.config.mode
+    for positive in ("exp_only",) if mode == "exp_only" else ("congruent", "oppose"):
+        config = SELConfig.from_dict(truth.layout.config.to_dict() | {"mode": positive})
+        layout = Layout(truth.layout.shape, truth.layout.out_dim, truth.layout.beta, config)
+        pulled = truth._replace(layout=layout, raw=truth.raw.abs()).pullback(g.double().abs())
+        found.append([part.abs() for part in pulled[1:]])
     return [torch.stack(parts).amax(0) for parts in zip(*found, strict=True)]
 
 
-@pytest.mark.parametrize(("mode", "normalize", "curvature"), CASES)
-def test_derivatives_are_as_accurate_as_owed(
-    kernels: cpu.CpuKernels, mode: str, normalize: bool, curvature: str
-) -> None:
-    for pattern, (shape, out_dim) in itertools.product(PATTERNS, PLACES):
-        layout = layout_of(mode, normalize, curvature, pattern, shape, out_dim)
-        raw, panels = start(layout, torch.float32)
-        g = torch.randn(shape, generator=generator(7))
-        pulled = kernels.pullback(known_terms(layout), raw, panels, g)
-        truth = exact(layout, raw, panels)
-        x = (truth.scales().kappa * truth.raw).abs()
-        expected = truth.pullback(g.double())
-        sizes = absolute_terms(layout, raw, panels, g)
-        # One bound an entry for the raw gradient; for sums that of the largest kappa|w|.
+def test_derivatives_are_as_accurate_as_owed(kernels):
+    for case in CASES:
+        coordinates = drawn(layout_of(*case))
+        g = torch.randn(coordinates.raw.shape, generator=torch.Generator().manual_seed(7))
+        pulled, squares = pullback_of(kernels, coordinates, g)
+        truth = doubled(coordinates)
+        x, expected = (truth.scales().kappa * truth.raw).abs(), truth.pullback(g.double())
+        # One bound per entry for the raw gradient; for sums that of the largest kappa|w|.
         bounds = [2.0 * (8.0 + 4.0 * x)] + 3 * [2.0 * (8.0 + 4.0 * x.max() if x.numel() else x.sum())]
-        values = (expected.raw, expected.panel0, expected.panel1, expected.scalar)
-        for ours, value, size, bound in zip(pulled, values, sizes, bounds, strict=True):
-            assert ours.shape == value.shape
+        for ours, value, size, bound in zip(pulled, expected[1:], absolute_terms(truth, g), bounds, strict=True):
             error = (ours.double() - value).abs()
-            assert bool((error <= bound * FLOAT32_UNIT * size + 64.0 * DENORMAL).all()), (pattern, shape, out_dim)
+            assert bool((error <= bound * UNIT * size + 64.0 * DENORMAL).all()), case
+        assert float(squares) == pytest.approx(float(expected.raw.square().sum()), rel=1e-4)
 
 
-@pytest.mark.parametrize(("mode", "normalize", "curvature"), CASES)
-def test_float64_agrees_with_the_readable_formulas(
-    kernels: cpu.CpuKernels, mode: str, normalize: bool, curvature: str
-) -> None:
-    for pattern, shape in itertools.product(("global", "row_col_mult"), ((1, 7), (33, 65), (70,))):
-        layout = layout_of(mode, normalize, curvature, pattern, shape)
-        raw, panels = start(layout, torch.float64)
-        raw = raw.clamp(-1.0, 1.0)
-        truth, terms = exact(layout, raw, panels), known_terms(layout)
-        g = torch.randn(shape, generator=generator(7), dtype=torch.float64)
-        weight = kernels.effective(terms, raw, panels, torch.float64)
-        assert bool(((weight - truth.effective()).abs() <= 2.0 * owed(truth, 2.0**-53)).all())
-        expected, sizes = truth.pullback(g), absolute_terms(layout, raw, panels, g)
-        values = (expected.raw, expected.panel0, expected.panel1, expected.scalar)
-        for ours, value, size in zip(kernels.pullback(terms, raw, panels, g), values, sizes, strict=True):
-            assert bool(((ours - value).abs() <= 1e-13 * size).all())
+def test_inverses_are_as_accurate_as_owed(kernels):
+    """At the raw weight returned, the exact map is within the bound of the weight asked for: 40 bounds out, too."""
+    for mode, (pattern, place) in itertools.product(KERNEL_MODES, [("row_col_mult", PLACES[3]), ("global", PLACES[9])]):
+        coordinates = drawn(layout_of(mode, pattern=pattern, place=place))
+        g = torch.Generator().manual_seed(3)
+        target = torch.randn(place[0], generator=g) * 10.0 ** (8.0 * torch.rand(place[0], generator=g) - 6.0)
+        target.view(-1)[0] = 0.0
+        for weight in (target, target.bfloat16()):
+            raw = torch.empty_like(target)
+            terms, curve = seen(coordinates)
+            assert kernels.invert(terms, Matrices([raw], [weight]), curve.factors())
+            truth = doubled(coordinates._replace(raw=raw))
+            error = (truth.effective() - weight.double()).abs()
+            assert bool((error <= owed(truth)).all()), (mode, place)
+
+
+@pytest.mark.parametrize(
+    ("mode", "scales"),
+    [("mismatch", {"l": 8.0}), ("congruent", {"l": -8.0}), ("oppose", {"l": 8.0}), ("mismatch", {"e": -1.0})],
+)
+def test_what_has_no_inverse_is_left_to_the_formulas_which_say_so(kernels, mode, scales):
+    config = SELConfig(beta=7.5, mode=mode, **{role: Scale(start=value) for role, value in scales.items()})
+    layout = Layout((20, 40), 0, 7.5, config)
+    coordinates = Coordinates(layout, torch.zeros(20, 40), **layout.start_panels(torch.float32, torch.device("cpu"), 0))
+    terms, curve = seen(coordinates._replace(raw=torch.zeros(20, 40)))
+    assert not kernels.invert(terms, Matrices([torch.empty(20, 40)], [torch.ones(20, 40)]), curve.factors())
+    with pytest.raises(ValueError, match="800 of 800 elements"):
+        coordinates.matched(torch.ones(20, 40))
+
+
+def test_one_weight_that_is_no_number_has_no_inverse(kernels):
+    coordinates = drawn(layout_of())
+    terms, curve = seen(coordinates)
+    for wrong in (math.nan, math.inf):
+        target = torch.zeros(33, 65)
+        target[20, 64] = wrong
+        assert not kernels.invert(terms, Matrices([torch.empty(33, 65)], [target]), curve.factors())
 
 
 @pytest.mark.parametrize("mode", KERNEL_MODES)
 @pytest.mark.parametrize("kappa", [7.5, -7.5, 0.0])
-def test_extremes(kernels: cpu.CpuKernels, mode: str, kappa: float) -> None:
-    """Curvature of either sign up to overflow, infinities, NaN and zeros of either sign: as the readable formulas."""
-    layout = layout_of(mode, False, "fixed", "global", (1, 64))
-    raw = torch.tensor([0.0, 1e-45, 1e-30, 0.1, 2.0, 9.0, 11.0, 11.7, 11.8, 11.88, 11.9, 12.1, 40.0, 1e30, math.inf])
+def test_extremes(kernels, mode, kappa):
+    """Curvature of either sign up to overflow, NaN and zeros of either sign: as the readable formulas."""
+    layout = layout_of(mode, pattern="global", place=((1, 64), 0))
+    raw = torch.tensor([0.0, 1e-45, 1e-30, 0.1, 2.0, 9.0, 11.0, 11.7, 11.8, 11.88, 11.9, 12.1, 40.0, 1e30])
     raw = torch.cat([raw, -raw, torch.tensor([math.nan])])[None]
-    panels = start(layout, torch.float32)[1]
-    slot = layout.by_role("m")[0]
-    panels[2][slot.index] = kappa / layout.beta
-    truth = exact(layout, raw, panels)
-    form, scales = layout.form, truth.scales()
-    with_floats = transform.Scales(*(s if s is None or isinstance(s, float) else float(s) for s in scales))
-    expected = transform.forward(form, raw, with_floats)
-    weight = kernels.effective(known_terms(layout), raw, panels, torch.float32)
+    layout = Layout(tuple(raw.shape), 0, 7.5, layout.config)
+    coordinates = drawn(layout)._replace(raw=raw)
+    coordinates.scalar[layout.by_role("m")[0].index] = kappa / layout.beta
+    truth = doubled(coordinates)
+    scales = transform.Scales(*(s if s is None or isinstance(s, float) else float(s) for s in truth.scales()))
+    expected = transform.forward(layout.form, raw, scales)
+    weight = weight_of(kernels, coordinates)
     finite = expected.isfinite()
     assert torch.equal(weight[~finite].nan_to_num(7.0), expected[~finite].nan_to_num(7.0))
-    error = (weight.double() - truth.effective()).abs()
-    assert bool((error <= owed(truth, FLOAT32_UNIT) + 1e-37)[finite].all())
+    assert bool(((weight.double() - truth.effective()).abs() <= owed(truth) + 1e-37)[finite].all())
     assert torch.equal(weight[raw == 0], torch.zeros(2))
 
 
-def part_of(
-    layout: Layout, dtype: torch.dtype, weight_dtype: torch.dtype, kernels: cpu.CpuKernels, lr: float = 0.01
-) -> Part:
-    raw, panels = start(layout, dtype)
-    raw = raw.clamp(-0.5, 0.5)
-    g = generator(5)
-    tensors = (raw, *panels)
-
-    def draw(like: Tensor) -> Tensor:
-        return torch.randn(like.shape, generator=g, dtype=dtype)
-
-    def number(panel: int) -> tuple[float, ...]:
-        return tuple(lr * (2.0 + i) for i in range(layout.width(PANELS[panel])))
-
-    rates = Rates(
-        lr,
-        0.1,
-        0.9,
-        0.99,
-        1e-8,
-        (1 - 0.9**3, 1 - 0.99**3, 1 - 0.9**5, 1 - 0.99**5),
-        (number(0), number(1), number(2)),
-        tuple(tuple(0.05 * (i % 2) for i in range(layout.width(panel))) for panel in PANELS),
-    )
-    weight = kernels.effective(known_terms(layout), raw, panels, weight_dtype)
-    return Part(
-        terms=known_terms(layout),
-        raw=raw,
-        weight=weight,
-        panels=panels,
-        moments=tuple((0.1 * draw(t), 0.01 * draw(t).square()) for t in tensors),
-        gradients=tuple(torch.empty_like(panel) for panel in panels),  # type: ignore[arg-type]
-        grad=draw(raw).to(weight_dtype),
-        rates=rates,
-    )
+RATES = Rates(0.01, 0.1, 0.9, 0.99, 1e-8, (1 - 0.9**3, 1 - 0.99**3))
 
 
-def adamw(
-    x: Tensor,
-    g: Tensor,
-    moments: tuple[Tensor, Tensor],
-    rates: Rates,
-    lr: Tensor | float,
-    decay: Tensor | float,
-    i: int,
-) -> Tensor:
-    """One AdamW step in float64, out of place."""
-    corrections = [float(c) for c in rates.corrections[i : i + 2]]
-    m, v = (moment.double() for moment in moments)
-    m = m + (g - m) * (1.0 - rates.beta1)
-    v = v * rates.beta2 + (1.0 - rates.beta2) * g * g
-    return x.double() * (1.0 - lr * decay) - m / ((v / corrections[1]).sqrt() + rates.eps) * (lr / corrections[0])
+def updated(kernels, coordinates, new, weight_dtype=torch.float32, rates=RATES, clip=0.25):
+    """The tensors of an update: raw, weight, moments, with its gradient first, and what they were before."""
+    g = torch.Generator().manual_seed(5)
+    raw = coordinates.raw.clamp(-0.5, 0.5)
+    grad, m, v = (torch.randn(raw.shape, generator=g) for _ in range(3))
+    weight = weight_of(kernels, coordinates._replace(raw=raw), weight_dtype)
+    found = [grad.to(weight_dtype), raw, weight, 0.1 * m, 0.01 * v.square()]
+    before = [tensor.clone() for tensor in found]
+    terms, old = seen(coordinates)
+    _, curve = seen(new)
+    matrices = Matrices(*([tensor] for tensor in found[1:]))
+    kernels.update(terms, matrices, old.factors(), curve.factors(), found[:1], rates, torch.tensor(clip))
+    return found, before
 
 
-SPREAD = ((1, -1), (-1, 1), (-1,))
-
-
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.float64, 1e-13)])
-@pytest.mark.parametrize("mode", KERNEL_MODES)
-@pytest.mark.parametrize("shape", [(33, 65), (70,), (3, 2500)])
-def test_update_is_adamw_on_the_pulled_gradient(
-    kernels: cpu.CpuKernels, dtype: torch.dtype, bound: float, mode: str, shape: tuple[int, ...]
-) -> None:
-    layout = layout_of(mode, True, "fixed", "row_col_mult" if len(shape) == 2 else "row", shape)
-    part = part_of(layout, dtype, dtype, kernels)
-    truth = exact(layout, part.raw, part.panels)
-    assert part.grad is not None
-    assert part.rates is not None
-    grad = part.grad.clone()
-    pulled = truth.pullback(part.grad.double())
-    values = (pulled.raw, pulled.panel0, pulled.panel1, pulled.scalar)
-    norms = kernels.pull([part])
-    assert norms[0] == pytest.approx(float(pulled.raw.norm()), rel=bound)
-    lrs = [part.rates.lr, *(torch.tensor(lr, dtype=torch.float64) for lr in part.rates.panel_lr)]
-    decays = [part.rates.decay, *(torch.tensor(decay, dtype=torch.float64) for decay in part.rates.panel_decay)]
-    old = (part.raw, *part.panels)
-    expected = [adamw(old[0], 0.25 * values[0], part.moments[0], part.rates, lrs[0], decays[0], 0)]
-    for i in range(3):
-        lr, decay = (spread[i + 1].reshape(SPREAD[i]) for spread in (lrs, decays))
-        expected.append(adamw(old[i + 1], 0.25 * values[i + 1], part.moments[i + 1], part.rates, lr, decay, 2))
-    marks = kernels.update([part], torch.tensor(0.25, dtype=dtype))
-    for ours, value in zip((part.raw, *part.panels), expected, strict=True):
-        torch.testing.assert_close(ours.double(), value, rtol=10 * bound, atol=10 * bound)
-    weight = kernels.effective(known_terms(layout), part.raw, part.panels, dtype)
-    assert torch.equal(weight, part.weight)  # bit for bit: writes from outside are found by comparing
-    assert torch.equal(marks, kernels.marks([weight]))
-    assert torch.equal(part.grad, grad)
-
-
-def bits(tensor: Tensor) -> Tensor:
-    sizes = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.contiguous().view(sizes[tensor.element_size()])
-
-
-def snapshot(part: Part) -> list[Tensor]:
-    moments = [moment for pair in part.moments for moment in pair]
-    weight = [] if part.weight is None else [part.weight]
-    return [tensor.clone() for tensor in (part.raw, *weight, *part.panels, *part.gradients, *moments)]
-
-
-def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
-    return all(torch.equal(bits(a), bits(b)) for a, b in zip(ours, theirs, strict=True))
-
-
-def plain_part(shape: tuple[int, ...], dtype: torch.dtype, weight_dtype: torch.dtype | None) -> Part:
-    g = generator(3)
-    raw = torch.randn(shape, generator=g, dtype=dtype)
-    weight = None if weight_dtype is None else raw.to(weight_dtype)
-    moments = (0.1 * torch.randn(shape, generator=g, dtype=dtype), torch.rand(shape, generator=g, dtype=dtype))
-    rates = Rates(0.01, 0.1, 0.9, 0.99, 1e-8, (0.5, 0.25, 1.0, 1.0))
-    empty = (torch.empty(0), torch.empty(0), torch.empty(0))
-    grad = torch.randn(shape, generator=g, dtype=dtype).to(weight_dtype or dtype)
-    return Part(None, raw, weight, empty, (moments,), empty, grad, rates)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("shape", [(300, 700), (2500,), (3, 5, 7), (), (0, 3)])
-def test_plain_values_follow_adamw(kernels: cpu.CpuKernels, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    part = plain_part(shape, dtype, None)
-    assert part.grad is not None
-    assert part.rates is not None
-    expected = adamw(part.raw, part.grad.double(), part.moments[0], part.rates, 0.01, 0.1, 0)
-    unit = torch.finfo(dtype).eps
-    assert kernels.pull([part])[0] == pytest.approx(float(part.grad.double().norm()), rel=4 * unit)
-    marks = kernels.update([part], None)
-    torch.testing.assert_close(part.raw.double(), expected, rtol=8 * unit, atol=8 * unit)
-    assert torch.equal(marks, kernels.marks([part.raw]))
+@pytest.mark.parametrize("case", pairwise(**CHOICES | {"place": [PLACES[2], PLACES[7], PLACES[9]]}), ids=str)
+def test_an_update_is_adamw_on_the_pulled_gradient(kernels, case):
+    """The gradient from the old panels, the weight from the new ones."""
+    coordinates = drawn(layout_of(*case))
+    new = coordinates._replace(**{panel: 1.1 * getattr(coordinates, panel) for panel in PANELS})
+    (grad, raw, weight, *moments), before = updated(kernels, coordinates, new)
+    old_raw, m, v = (before[i].double() for i in (1, 3, 4))
+    g = 0.25 * doubled(coordinates._replace(raw=before[1])).pullback(before[0].double()).raw
+    m, v = m + (g - m) * (1.0 - RATES.beta1), v * RATES.beta2 + (1.0 - RATES.beta2) * g * g
+    step = m / ((v / RATES.corrections[1]).sqrt() + RATES.eps) * (RATES.lr / RATES.corrections[0])
+    expected = old_raw * (1.0 - RATES.lr * RATES.decay) - step
+    for ours, value in zip((raw, *moments), (expected, m, v), strict=True):
+        torch.testing.assert_close(ours.double(), value, rtol=2e-5, atol=2e-5)
+    assert torch.equal(weight, weight_of(kernels, new._replace(raw=raw)))  # bit for bit: writes are found by comparing
+    assert torch.equal(grad, before[0])
 
 
 @pytest.mark.parametrize("shape", [(33, 65), (16, 64), (70,), (3, 2500)])
-def test_bfloat16_weights_are_the_rounded_float32_ones(kernels: cpu.CpuKernels, shape: tuple[int, ...]) -> None:
-    layout = layout_of("mismatch", False, "fixed", "row_col_mult", shape)
-    part = part_of(layout, torch.float32, torch.bfloat16, kernels)
-    assert part.grad is not None
-    wide = kernels.pullback(known_terms(layout), part.raw, part.panels, part.grad.float())
-    narrow = kernels.pullback(known_terms(layout), part.raw, part.panels, part.grad)
-    assert same(list(wide), list(narrow))
-    kernels.pull([part])
-    marks = kernels.update([part], None)
-    rounded = kernels.effective(known_terms(layout), part.raw, part.panels, torch.float32).bfloat16()
-    assert torch.equal(part.weight, rounded)
-    assert torch.equal(kernels.effective(known_terms(layout), part.raw, part.panels, torch.bfloat16), rounded)
-    assert torch.equal(marks, kernels.marks([rounded]))
-    plain = plain_part(shape, torch.float32, torch.bfloat16)
-    kernels.update([plain], None)
-    assert torch.equal(plain.weight, plain.raw.bfloat16())
+def test_bfloat16_weights_and_gradients_are_float32_ones_rounded(kernels, shape):
+    coordinates = drawn(layout_of("mismatch", place=(shape, 0)))
+    (grad, raw, weight, *_), _ = updated(kernels, coordinates, coordinates, torch.bfloat16)
+    wide, narrow = (pullback_of(kernels, coordinates, g) for g in (grad.float(), grad))
+    assert all(torch.equal(a, b) for a, b in zip((*wide[0], wide[1]), (*narrow[0], narrow[1]), strict=True))
+    assert torch.equal(weight, weight_of(kernels, coordinates._replace(raw=raw)).bfloat16())
 
 
-def test_rounding_to_bfloat16_is_torchs(kernels: cpu.CpuKernels) -> None:
+def test_rounding_to_bfloat16_is_torchs(kernels):
     """Ties, denormals, overflow to infinity, NaN of either sign: all patterns of the upper 18 bits."""
     patterns = (torch.arange(2**18, dtype=torch.int64) << 14).to(torch.int32)
     ties = torch.cat([patterns, patterns + 1, patterns - 1]).view(torch.float32)
-    part = plain_part(tuple(ties.shape), torch.float32, torch.bfloat16)
-    part.raw.copy_(ties)
-    for tensor in (part.grad, *part.moments[0]):
-        assert tensor is not None
-        tensor.zero_()
-    part.rates = Rates(1e-30, 0.0, 0.9, 0.99, 1.0, (1.0, 1.0, 1.0, 1.0))
-    kernels.update([part], None)
-    assert part.weight is not None
-    expected, nan = ties.bfloat16(), ties.isnan()
-    assert torch.equal(bits(part.weight)[~nan], bits(expected)[~nan])
-    assert bool(part.weight[nan].isnan().all())
+    ties = ties[~ties.isinf()]  # of which the map is none
+    config = SELConfig(beta=1e-30, mode="congruent", e=Scale(start=0.0), l=Scale(start=1e-30), m=Scale(start=1e-8))
+    layout = Layout(tuple(ties.shape), 0, 1e-30, config)
+    coordinates = Coordinates(layout, ties, **layout.start_panels(torch.float32, torch.device("cpu"), 0))
+    found, expected, nan = weight_of(kernels, coordinates, torch.bfloat16), ties.bfloat16(), ties.isnan()
+    assert torch.equal(found[~nan], expected[~nan])
+    assert bool(found[nan].isnan().all())
 
 
-def everything(kernels: cpu.CpuKernels) -> list[Part]:
-    """Parts of all kinds, large enough for several tiles and threads."""
-    shapes = ((600, 300), (40, 5000), (33, 65), (70,))
-    patterns = ("row_col_mult", "row_col_mult", "global", "row")
-    curved = [
-        part_of(layout_of(mode, True, "absorbed", pattern, shape), torch.float32, dtype, kernels)
-        for mode, dtype in (("mismatch", torch.float32), ("oppose", torch.bfloat16), ("sinh", torch.float32))
-        for shape, pattern in zip(shapes, patterns, strict=True)
+def stack():
+    """Matrices large enough for several tiles and threads, with one map, and what belongs to them."""
+    layouts = [
+        layout_of("mismatch", True, "absorbed", place=(shape, 0)) for shape in ((600, 300), (40, 5000), (33, 65))
     ]
-    double = part_of(layout_of("mismatch", False, "fixed", "row", (33, 65)), torch.float64, torch.float64, kernels)
-    return [*curved, double, plain_part((500, 300), torch.float32, None)]
+    found = [drawn(layout, largest=4.0) for layout in layouts]
+    panels = Panels(
+        *(torch.cat([c.panel0 for c in found]), torch.cat([c.panel1 for c in found], 1)),
+        *(torch.stack([c.scalar for c in found]), [c.raw.shape[0] for c in found]),
+    )
+    g = torch.Generator().manual_seed(1)
+    tensors = [[torch.randn(c.raw.shape, generator=g) for c in found] for _ in range(4)]
+    tensors[3] = [v.square() for v in tensors[3]]
+    return terms_of(layouts[0]), [c.raw for c in found], tensors, FactoredMap(terms_of(layouts[0]), panels).factors()
 
 
-def test_any_number_of_threads_gives_the_same_bits(kernels: cpu.CpuKernels) -> None:
+@pytest.mark.parametrize("counts", [(1, 2, 5, 5)])
+def test_any_number_of_threads_gives_the_same_bits(kernels, counts):
     threads, results = torch.get_num_threads(), []
     try:
-        for count in (1, 2, 5, 5):
+        for count in counts:
             torch.set_num_threads(count)
-            parts = everything(kernels)
-            norms = kernels.pull(parts)
-            marks = kernels.update(parts, torch.tensor(0.5))
-            weights = [part.raw if part.weight is None else part.weight for part in parts]
-            assert torch.equal(marks, kernels.marks(weights))
-            results.append([norms, marks, *(tensor for part in parts for tensor in snapshot(part))])
+            terms, raw, (grads, weight, m, v), factors = stack()
+            matrices = Matrices(raw, weight, m, v)
+            sums = kernels.pull(terms, matrices, factors, grads)
+            kernels.update(terms, matrices, factors, factors, grads, RATES, torch.tensor(0.5))
+            results.append([*sums, *raw, *weight, *m, *v])
     finally:
         torch.set_num_threads(threads)
-    assert all(same(results[0], other) for other in results[1:])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(other, results[0], strict=True))
 
 
-def test_parts_together_are_parts_alone(kernels: cpu.CpuKernels) -> None:
-    together, alone = everything(kernels), everything(kernels)
-    norms = kernels.pull(together)
-    kernels.update(together, None)
-    assert same([norms], [torch.cat([kernels.pull([part]) for part in alone])])
-    for part in alone:
-        kernels.update([part], None)
-    for ours, theirs in zip(together, alone, strict=True):
-        assert same(snapshot(ours), snapshot(theirs))
+def test_matrices_together_are_matrices_alone(kernels):
+    terms, raw, (grads, *_), factors = stack()
+    together = kernels.pull(terms, Matrices(raw, raw), factors, grads)
+    at0 = at1 = 0
+    for i, one in enumerate(raw):
+        (d0, d1), own = one.shape, [axis.clone() for axis in factors]
+        own = type(factors)(own[0][:, at0 : at0 + d0].contiguous(), own[1][:, at1 : at1 + d1].contiguous())
+        alone = kernels.pull(terms, Matrices([one], [one]), own, [grads[i]])
+        assert torch.equal(alone.rows, together.rows[:, at0 : at0 + d0])
+        assert torch.equal(alone.columns, together.columns[:, at1 : at1 + d1])
+        assert torch.equal(alone.squares, together.squares[i : i + 1])
+        at0, at1 = at0 + d0, at1 + d1
 
 
-@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
-def test_learning_rate_zero_keeps_bits_and_advances_moments(kernels: cpu.CpuKernels, weight_dtype: torch.dtype) -> None:
-    layout = layout_of("mismatch", False, "fixed", "row_col_mult", (33, 65))
-    part = part_of(layout, torch.float32, weight_dtype, kernels, lr=0.0)
-    assert part.weight is not None
-    part.raw[0, :3] = torch.tensor([-0.0, 0.0, -1.0])
-    part.weight.copy_(torch.randn(33, 65, generator=generator(1)))
-    plain = plain_part((33, 65), torch.float32, weight_dtype)
-    assert plain.rates is not None
-    plain.rates = plain.rates._replace(lr=0.0)
-    before, moment = snapshot(part), plain.moments[0][1].clone()
-    kernels.pull([part, plain])
-    marks = kernels.update([part, plain], None)
-    assert torch.equal(marks, kernels.marks([part.weight, plain.weight]))  # type: ignore[list-item]
-    after = snapshot(part)
-    assert same(after[:5], before[:5])  # raw, weight, panels
-    assert not any(torch.equal(a, b) for a, b in zip(after[8:14], before[8:14], strict=True))
-    assert not torch.equal(plain.moments[0][1], moment)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_learning_rate_zero_keeps_bits_and_advances_moments(kernels, dtype):
+    coordinates = drawn(layout_of())
+    coordinates.raw[0, :3] = torch.tensor([-0.0, 0.0, -1.0])
+    found, before = updated(kernels, coordinates, coordinates, dtype, RATES._replace(lr=0.0))
+    assert all(torch.equal(a.view(torch.int8), b.view(torch.int8)) for a, b in zip(found[:3], before[:3], strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(found[3:], before[3:], strict=True))
 
 
-def test_a_kept_weight_stays_while_its_raw_weight_moves(kernels: cpu.CpuKernels) -> None:
-    layout = layout_of("mismatch", False, "fixed", "row_col_mult", (33, 65))
-    part, other = (part_of(layout, torch.float32, torch.float32, kernels) for _ in range(2))
-    assert part.weight is not None
-    before = part.weight.clone()
-    part.keep = torch.tensor(True)
-    for each in (part, other):
-        kernels.pull([each])
-    marks = kernels.update([part], None)
-    kernels.update([other], None)
-    assert torch.equal(part.weight, before)
-    assert torch.equal(marks, kernels.marks([before]))
-    assert torch.equal(part.raw, other.raw)
-    assert not torch.equal(before, other.weight)  # type: ignore[arg-type]
+def test_what_it_covers(kernels):
+    single, terms = torch.zeros(4, 6), terms_of(layout_of())
+    assert kernels.covers(terms, single, single)
+    assert kernels.covers(terms, single, single.bfloat16())
+    for raw, weight in [
+        *((single.double(), single.double()), (single, single.half()), (single.half(), single.half())),
+        *((single.mT, single), (single, single[:, :3]), (single.to("meta"), single)),
+    ]:
+        assert not kernels.covers(terms, raw, weight)
 
 
-@pytest.mark.parametrize("scale", [1e25, 1e-25, 0.0, math.inf, math.nan])
-def test_norms_of_extreme_gradients(kernels: cpu.CpuKernels, scale: float) -> None:
-    """Squares that leave float32, infinities and NaN."""
-    layout = layout_of("mismatch", False, "fixed", "row_col_mult", (300, 65))
-    part = part_of(layout, torch.float32, torch.float32, kernels)
-    plain = plain_part((300, 65), torch.float32, None)
-    for each in (part, plain):
-        assert each.grad is not None
-        if math.isfinite(scale):
-            each.grad.mul_(scale)
-        else:
-            each.grad[150, 3] = scale
-    norms = kernels.pull([part, plain])
-    expected = exact(layout, part.raw, part.panels).pullback(part.grad.double()).raw.norm()  # type: ignore[union-attr]
-    assert norms.tolist() == pytest.approx(
-        [float(expected), float(plain.grad.double().norm())],  # type: ignore[union-attr]
-        rel=1e-6,
-        abs=0.0,
-        nan_ok=True,
-    )
-
-
-def marks_by_hand(tensor: Tensor) -> list[int]:
-    """The marks in Python's integers."""
-    rows = bits(tensor if tensor.dim() == 2 else tensor.reshape(1, -1)).tolist()
-    first = sum(b * (2 * i + 1) * 2654435761 for i, row in enumerate(rows) for b in row)
-    second = sum(
-        b * (2 * i + 1) * (2 * j + 1) * 11400714819323 for i, row in enumerate(rows) for j, b in enumerate(row)
-    )
-    return [(n + 2**63) % 2**64 - 2**63 for n in (first, second)]
-
-
-def test_marks_are_exact_for_every_size_of_entry(kernels: cpu.CpuKernels) -> None:
-    shapes = ((33, 65), (3, 2500), (300, 7), (70,), (), (2, 3, 5), (0, 4))
-    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-    tensors = [
-        torch.randn(shape, generator=generator(1), dtype=torch.float64).to(dtype)
-        for shape in shapes
-        for dtype in dtypes
-    ]
-    tensors.append(tensors[0].mT)
-    tensors.append(torch.full((2, 20000), -32768, dtype=torch.int16))  # the largest sums
-    assert kernels.marks(tensors).tolist() == [marks_by_hand(tensor) for tensor in tensors]
-    assert kernels.marks([]).shape == (0, 2)
-
-
-def test_it_names_the_compiler(kernels: cpu.CpuKernels) -> None:
-    found = find_compiler()
-    assert found is not None
-    assert kernels.name == f"compiled C ({found.name})"
-
-
-def test_what_it_covers(kernels: cpu.CpuKernels) -> None:
-    single, double = torch.zeros(4, 6), torch.zeros(4, 6, dtype=torch.float64)
-    assert kernels.covers(single, single)
-    assert kernels.covers(single, single.bfloat16())
-    assert kernels.covers(double, double)
-    assert not kernels.covers(double, single)
-    assert not kernels.covers(single, single.half())
-    assert not kernels.covers(single.half(), single.half())
-    assert not kernels.covers(single.mT, single)
-    assert not kernels.covers(single, single[:, :3])
-    assert not kernels.covers(single.to("meta"), single)
-
-
-def test_gradients_in_other_memory_formats(kernels: cpu.CpuKernels) -> None:
-    layout = layout_of("mismatch", False, "fixed", "row_col_mult", (33, 65))
-    part, other = (part_of(layout, torch.float32, torch.float32, kernels) for _ in range(2))
-    assert other.grad is not None
-    other.grad = other.grad.mT.contiguous().mT
-    assert torch.equal(kernels.pull([part]), kernels.pull([other]))
-    kernels.update([part], None)
-    kernels.update([other], None)
-    assert same(snapshot(part), snapshot(other))
-
-
-def test_parts_that_lack_something_are_named(kernels: cpu.CpuKernels) -> None:
-    part = plain_part((2, 2), torch.float32, None)
-    part.grad = None
-    with pytest.raises(ValueError, match="grad of a part"):
-        kernels.pull([part])
-    part = plain_part((2, 2), torch.float32, None)
-    part.rates = None
-    with pytest.raises(ValueError, match="rates of a part"):
-        kernels.update([part], None)
+def test_it_names_the_compiler():
+    assert cpu.load().name == f"compiled C ({find_compiler().name})"

@@ -1,7 +1,7 @@
-"""Compiles the kernels for an H100, without one, and prints what became of each as JSON.
+"""Compiles the kernels for devices that are not there and prints what became of each as JSON.
 
-The arguments are those of real launches, so that their types, the pointers' alignment and the numbers that Triton
-makes constants of are what a device would see.
+The arguments are those of real launches: so types, alignment of pointers and numbers that Triton makes constants of are
+what a device would see.
 """
 
 import json
@@ -12,30 +12,32 @@ import tempfile
 
 import torch
 import triton
+import triton_checks
 from triton.backends.compiler import GPUTarget
-from triton_cases import make_part
 
-from symexplin.config import Scale, SELConfig, preset
-from symexplin.kernels import triton_backend
+from symexplin.kernels import Matrices, Rates, triton_launch
+
+ARCHITECTURES = (80, 90, 100)
+found = []
 
 
 class Offline:
     """Stands for the driver of a device that is not there."""
 
+    def __init__(self, architecture):
+        self.architecture = architecture
+
     def get_current_device(self):
-        return 0
+        return self.architecture  # a kernel keeps what it has compiled by device
 
     def get_current_stream(self, _):
         return 0
 
     def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.architecture, 32)
 
     def get_active_torch_device(self):
         return torch.device("cpu")
-
-
-found = {}
 
 
 def usage(kernel):
@@ -49,58 +51,50 @@ def usage(kernel):
     return int(registers), int(stack) + int(local)
 
 
+def widest(kernel, access):
+    """Return how many bits one access to global memory, "ld" or "st", has at most."""
+    found = re.findall(access + r"\.global(?:\.v(\d))?\.b(\d+)", kernel.asm["ptx"])
+    return max(int(count or 1) * int(size) for count, size in found)
+
+
 def compile_(kernel, programs, *arguments, **constants):
-    compiled = kernel.warmup(*arguments, grid=(programs,), **(triton_backend.OPTIONS | constants))
-    if compiled.hash not in found:
-        registers, spilled = usage(compiled)
-        loads = re.findall(r"ld\.global(?:\.v(\d))?\.b(\d+)", compiled.asm["ptx"])
-        found[compiled.hash] = {
-            "kernel": kernel.fn.__name__,
+    compiled = kernel.warmup(*arguments, grid=(programs,), **triton_launch.OPTIONS, **constants)
+    registers, spilled = usage(compiled)
+    found.append(
+        {
+            "kernel": "write" if constants.get("WRITE") else kernel.fn.__name__,
+            "architecture": compiled.metadata.target.arch,
+            "aligned": constants["ALIGNED"],
             "registers": registers,
             "spilled": spilled,
-            "widest": max(int(count or 1) * int(size) for count, size in loads),
-            "types": sorted(str(value) for value in constants.values() if isinstance(value, triton.language.dtype)),
-            "aligned": constants.get("ALIGNED"),
+            "loads": widest(compiled, "ld"),
+            "stores": widest(compiled, "st"),
+            "written": 64 if constants.get("WRITE") and constants["DTYPE"] != triton.language.float32 else 128,
             "nan": "max.NaN.f32" in compiled.asm["ptx"],  # the interpreter cannot tell it from max.f32
             "fusible": bool(re.search(r"(mul|add|sub)\.f32", compiled.asm["ptx"])),  # not .rn: ptxas may contract
         }
+    )
 
 
-def step(parts):
-    kernels = triton_backend.CudaKernels()
-    kernels.pull(parts)
-    kernels.update(parts, torch.ones(()))
-    return kernels
+def step(case, shape, out=False):
+    """Compile what a step of one matrix, and a write, would launch."""
+    kernels, terms = triton_launch.TritonKernels(), triton_checks.terms_of(case)
+    kernels._is_right = lambda *_: True
+    raw, grads = torch.zeros(shape), [torch.zeros(shape, dtype=case.dtype)]
+    matrices = Matrices([raw], [grads[0].clone()], [raw.clone()], [raw.clone()])
+    factors = triton_checks.factors_of(matrices, 1.0, torch.randn, "cpu")
+    rates, clip = Rates(0.01, 0.1, 0.9, 0.99, 1e-8, (0.1, 0.1)), None if case.clip is None else torch.tensor(case.clip)
+    kernels.pull(terms, matrices, factors, grads, [raw] if out else None)
+    kernels.update(terms, matrices, factors, factors, grads, rates, clip)
+    kernels.write(terms, matrices, factors)
 
 
-def main():
-    half, paper = torch.bfloat16, preset("paper")
-    shapes = [((256, 512), paper), ((512,), paper), ((512, 256), None), ((512,), None)]
-    parts = [make_part(shape, config, half, "cpu", i) for i, (shape, config) in enumerate(shapes)]
-    kernels = step(parts)
-    kernels.marks([part.weight for part in parts])
-    for part in parts[:2]:
-        kernels.effective(part.terms, part.raw, part.panels, half)
-        kernels.pullback(part.terms, part.raw, part.panels, part.grad)
-
-
-def others():
-    """Compile for other maps, for shapes and types that do not fit vectors, and for one row, column and entry."""
-    half, paper = torch.bfloat16, preset("paper")
-    numbers = {"e": Scale("global"), "m": Scale("global"), "n": Scale("row_col_add", start=0.0)}
-    for config in (
-        preset("absorbed"),
-        SELConfig(beta=7.5, mode="sinh", normalize=True, m=Scale("row_col_mult")),
-        SELConfig(beta=7.5, mode="exp_only", **numbers),
-    ):
-        step([make_part((256, 512), config, half, "cpu", 0)])
-    odd = [((33, 65), torch.float32), ((65, 1), torch.float16), ((1, 1), half)]
-    parts = [make_part(shape, paper, dtype, "cpu", i) for i, (shape, dtype) in enumerate(odd)]
-    parts += [make_part((33, 65), None, half, "cpu", 4), make_part((33, 64), None, None, "cpu", 5)]
-    step(parts).marks([part.raw for part in parts])
-
-
-triton.runtime.driver.set_active(Offline())
-triton_backend.launch = compile_
-others() if "others" in sys.argv else main()
-sys.stdout.write(json.dumps(list(found.values())))
+triton_launch.launch = compile_
+cases = triton_checks.CASES
+for architecture in ARCHITECTURES:
+    triton.runtime.driver.set_active(Offline(architecture))
+    step(cases[0], (256, 512))
+triton.runtime.driver.set_active(Offline(90))
+for case, shape in zip(cases[1:], ((256, 512), (512,), (33, 65), (65, 1), (1, 1)), strict=True):
+    step(case, shape, out=True)
+sys.stdout.write(json.dumps(found))

@@ -12,21 +12,24 @@ from collections.abc import Iterator
 
 import torch
 
-from symexplin.kernels.part import Backend, Numbers, Part, Rates
-from symexplin.kernels.terms import KERNEL_MODES, Place, Terms, terms_of
+from symexplin.kernels.factors import KERNEL_MODES, FactoredMap, Factors, Panels, Terms, terms_of
+from symexplin.kernels.interface import Backend, Matrices, Rates, is_memory
 from symexplin.validation import check_choice
 
 __all__ = [
     "CHOICES",
     "KERNEL_MODES",
     "Backend",
-    "Numbers",
-    "Part",
-    "Place",
+    "FactoredMap",
+    "Factors",
+    "Matrices",
+    "Panels",
     "Rates",
     "Terms",
     "backend_for",
     "describe",
+    "is_memory",
+    "is_wanted",
     "terms_of",
     "using",
 ]
@@ -59,10 +62,15 @@ def backend_for(device: torch.device | str) -> Backend | None:
     They work behind torch's back, so where a mode watches or replaces its operations (fake tensors, tracing, counting)
     the readable formulas run.
     """
+    return _load(torch.device(device).type) if is_wanted() else None
+
+
+def is_wanted() -> bool:
+    """Whether fast paths are wanted at all."""
     if torch._C._len_torch_dispatch_stack():
-        return None
+        return False
     choice = _choice.get() or check_choice(_VARIABLE, os.environ.get(_VARIABLE) or "auto", CHOICES)
-    return None if choice == "readable" else _load(torch.device(device).type)
+    return choice != "readable"
 
 
 @functools.cache
@@ -72,9 +80,9 @@ def _load(kind: str) -> Backend | None:
 
         return cpu.load()
     if kind == "cuda":
-        from symexplin.kernels import cuda
+        from symexplin.kernels import triton_launch
 
-        return cuda.load()
+        return triton_launch.load()
     return None
 
 

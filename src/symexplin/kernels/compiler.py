@@ -1,22 +1,19 @@
-"""The system's C compiler, used once a machine: a private cache of compiled libraries."""
+"""The system's C compiler, used once per machine: a private cache of compiled libraries."""
 
 import contextlib
 import ctypes
 import functools
 import hashlib
-import logging
 import os
 import shlex
 import stat
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Compiler", "cache_folder", "find_compiler", "load_library"]
-
-_log = logging.getLogger("symexplin")
+__all__ = ["Compiler", "cache_folder", "compile_library", "find_compiler", "load_library"]
 
 # No -ffast-math: NaN, infinities and signed zeros must come through, and every sum keeps its order. No contraction:
 # kernels that share a formula must give the same bits.
@@ -24,8 +21,8 @@ _FLAGS = (
     *("-O3", "-std=c11", "-fPIC", "-shared", "-pthread"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
-_TARGETS: tuple[tuple[str, ...], ...] = (("-march=native",), ())  # some compilers for ARM lack the first
-_SECONDS = 120.0
+_TARGET = "SYMEXPLIN_CPU_TARGET"  # a processor for -march, such as haswell or x86-64-v2; unset: this machine's
+_SECONDS, _PROBE_SECONDS = 120.0, 20.0  # to compile, and to answer at all
 
 
 class Compiler(NamedTuple):
@@ -34,33 +31,39 @@ class Compiler(NamedTuple):
     command: tuple[str, ...]
     name: str
     flags: tuple[str, ...]
-    macros: str  # names its version and every feature of this CPU that it will use
+    macros: str  # names its version and every feature of the processor that it will use
 
 
-@functools.cache
 def find_compiler() -> Compiler | None:
     """Return the first of $CC, cc, gcc and clang that runs, or None.
+
+    It compiles for this machine, or for the processor that SYMEXPLIN_CPU_TARGET names.
 
     >>> compiler = find_compiler()
     >>> compiler is None or compiler.name.split()[0] in ("gcc", "clang")
     True
     """
+    return _find(os.environ.get("CC", ""), os.environ.get(_TARGET, ""))
+
+
+@functools.cache
+def _find(chosen: str, target: str) -> Compiler | None:
     if os.name == "nt":
         return None
-    for choice in (os.environ.get("CC", ""), "cc", "gcc", "clang"):
-        for target in _TARGETS if choice else ():
+    # Some compilers for ARM lack -march=native.
+    targets = ((f"-march={target}",),) if target else (("-march=native",), ())
+    for choice in filter(None, (chosen, "cc", "gcc", "clang")):
+        for flags in targets:
             with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
                 command = shlex.split(choice)
-                macros = _run([*command, *target, "-dM", "-E", "-x", "c", os.devnull])
-                return Compiler(tuple(command), _name(macros), (*_FLAGS, *target), macros)
-        if choice == os.environ.get("CC"):
-            _log.info("CC=%s does not run as a C compiler: others are tried", choice)
+                macros = _run([*command, *flags, "-dM", "-E", "-x", "c", os.devnull], _PROBE_SECONDS)
+                return Compiler(tuple(command), _name(macros), (*_FLAGS, *flags), macros)
     return None
 
 
-def _run(command: Sequence[str]) -> str:
+def _run(command: Sequence[str], seconds: float) -> str:
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=_SECONDS, stdin=subprocess.DEVNULL, check=True
+        command, capture_output=True, text=True, timeout=seconds, stdin=subprocess.DEVNULL, check=True
     ).stdout
 
 
@@ -70,7 +73,11 @@ def _name(macros: str) -> str:
     if "__clang__" not in defined:
         parts = ("__GNUC__", "__GNUC_MINOR__", "__GNUC_PATCHLEVEL__")
     version = ".".join(defined.get(part, "?") for part in parts)
-    return f"{'clang' if '__clang__' in defined else 'gcc'} {version}"
+    wide = next((label for macro, label in _VECTORS.items() if macro in defined), "SSE2")
+    return f"{'clang' if '__clang__' in defined else 'gcc'} {version}, {wide}"
+
+
+_VECTORS = {"__AVX512F__": "AVX-512", "__AVX2__": "AVX2", "__aarch64__": "NEON"}
 
 
 def cache_folder() -> Path:
@@ -79,54 +86,78 @@ def cache_folder() -> Path:
     return (home if home.is_absolute() else Path.home() / ".cache") / "symexplin"
 
 
-def load_library(source: Path, defines: tuple[str, ...] = ()) -> ctypes.CDLL | None:
-    """Return a C file compiled for this very machine and loaded, or None, with the reason in the log.
+def load_library(source: Path) -> tuple[ctypes.CDLL, str] | str:
+    """Return a C file compiled and loaded, with what compiled it; or why there is none.
 
-    The library is kept under a name that tells source (with the headers beside it), compiler, flags and CPU apart. One
-    that another user could have written is not loaded.
+    The library is kept under a name that tells source (with the headers beside it), compiler, flags and processor
+    apart. One that another user could have written is not loaded. One process compiles it while others wait.
     """
     compiler = find_compiler()
     if compiler is None:
-        _log.info("no C compiler found: the readable formulas are used on the CPU")
-        return None
-    flags = (*compiler.flags, *defines)
-    digest = hashlib.sha256("\0".join((*compiler.command, *flags, compiler.macros)).encode())
+        target = os.environ.get(_TARGET)
+        return f"no C compiler found that knows {_TARGET}={target}" if target else "no C compiler found"
+    digest = hashlib.sha256("\0".join((*compiler.command, *compiler.flags, compiler.macros)).encode())
     for file in sorted(source.parent.glob("*.[ch]")):
         digest.update(file.read_bytes())
     name = f"{source.stem}-{digest.hexdigest()[:32]}.so"
     try:
         try:
-            return _load_kept(cache_folder(), name, compiler, flags, source)
+            return _load_kept(cache_folder(), name, compiler, source), compiler.name
         except (OSError, RuntimeError):  # RuntimeError: there is no home
             with tempfile.TemporaryDirectory(prefix="symexplin-") as folder:
-                return _load_kept(Path(folder), name, compiler, flags, source)
+                return _load_kept(Path(folder), name, compiler, source), compiler.name
     except subprocess.CalledProcessError as error:
-        reason = (error.stderr or "").strip() or f"exit status {error.returncode}"
+        return f"{compiler.name} failed: {(error.stderr or '').strip() or f'exit status {error.returncode}'}"
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:
-        reason = str(error)
-    _log.info("%s failed, so the readable formulas are used on the CPU: %s", compiler.name, reason)
-    return None
+        return f"{compiler.name} failed: {error}"
 
 
-def _load_kept(folder: Path, name: str, compiler: Compiler, flags: Sequence[str], source: Path) -> ctypes.CDLL:
+def _load_kept(folder: Path, name: str, compiler: Compiler, source: Path) -> ctypes.CDLL:
     """Load a library from a folder, compiled before or now; OSError: the folder cannot be used."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_private(folder)
     library = folder / name
-    if library.exists():
+    with contextlib.suppress(OSError):
+        return _load(library)
+    with _alone(folder / f"{name}.lock"):
         with contextlib.suppress(OSError):
-            _check_private(library)
-            return ctypes.CDLL(str(library))
-    handle, draft = tempfile.mkstemp(suffix=".so", dir=folder)
-    os.close(handle)
-    try:
-        _run([*compiler.command, *flags, "-o", draft, str(source), "-lm"])
-        with Path(draft).open("rb") as file:
-            os.fsync(file.fileno())
-        # Two processes may be at it: each puts a whole file in place.
-        Path(draft).replace(library)
-    finally:
-        Path(draft).unlink(missing_ok=True)
+            return _load(library)  # another process has compiled it in the meantime
+        draft = folder / f"{name}.draft"  # of this process alone; one that was killed has left a draft to write over
+        try:
+            compile_library(compiler, source, draft)
+            with draft.open("rb") as file:
+                os.fsync(file.fileno())
+            _size_of(library).write_text(str(draft.stat().st_size))
+            draft.replace(library)
+        finally:
+            draft.unlink(missing_ok=True)
+    return _load(library)
+
+
+def _size_of(library: Path) -> Path:
+    """Return the file that has a library's size: a shorter one would end the process at first use, without a word."""
+    return library.with_suffix(".size")
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Hold a lock that one process at a time can have; the system gives it back when a process ends."""
+    import fcntl  # not on Windows, where nothing is compiled
+
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def compile_library(compiler: Compiler, source: Path, library: Path) -> None:
+    """Compile a C file to a shared library."""
+    _run([*compiler.command, *compiler.flags, "-o", str(library), str(source), "-lm"], _SECONDS)
+
+
+def _load(library: Path) -> ctypes.CDLL:
+    _check_private(library)
+    if _size_of(library).read_text() != str(library.stat().st_size):
+        raise OSError(f"{library} is not as long as it was when it was made")
     return ctypes.CDLL(str(library))
 
 

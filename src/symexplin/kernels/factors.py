@@ -1,0 +1,232 @@
+"""The maps that kernels compute: those whose scales are products of one factor along each tensor dimension.
+
+With c = s e exp(-n)/d, lambda = s l/d and kappa each such a product (paper, Eqs. 3-7), the weight and all derivatives
+need three vectors along each dimension and no temporary of the matrix's size::
+
+    w_eff = c_i c_j sign(w) expm1(kappa_i kappa_j |w|) + lambda_i lambda_j u(w),    u(w) = |w| or w
+
+Kernels see these factors and the sums over rows and columns that their gradients follow from. What the factors are made
+of, panels of learned scales, stays here, in float64. Panels of many tensors are laid end to end: few operations do all.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from symexplin.layout import PANELS, Layout
+
+__all__ = ["KERNEL_MODES", "FactoredMap", "Factors", "Panels", "Place", "Sums", "Terms", "terms_of"]
+
+# What the linear pathway adds to S: of each mode, the sign of lambda and whether it multiplies |w|.
+_LINEAR = {"mismatch": (1.0, True), "congruent": (1.0, False), "oppose": (-1.0, False), "exp_only": (0.0, True)}
+KERNEL_MODES = tuple(_LINEAR)
+_PRODUCTS = frozenset({"fixed", "global", "row", "column", "row_col_mult"})
+# exp(-n) and exp(a) turn sums into products.
+_SUMS = frozenset({"fixed", "global", "row", "column", "row_col_add"})
+
+
+class Place(NamedTuple):
+    """A scale: a number `value`, times (n: plus) what is learned along each dimension and as one number.
+
+    `columns` are the places in panel0, panel1 and scalar of what is learned; -1: nothing.
+    """
+
+    value: float
+    columns: tuple[int, int, int] = (-1, -1, -1)
+
+
+class Terms(NamedTuple):
+    """The static side of a map for kernels.
+
+    lambda has the sign `linear` and multiplies |w| (`magnitude`) or w. kappa is its number times its learned factors,
+    or times their exponentials if `absorbed`. With `normalize` the normalizer d is kappa, else `beta`. A `flat` tensor
+    has one dimension, and is a matrix of one row.
+    """
+
+    linear: float
+    magnitude: bool
+    normalize: bool
+    absorbed: bool
+    flat: bool
+    beta: float
+    s: float
+    e: Place
+    l: Place
+    kappa: Place
+    n: Place
+
+
+class Panels(NamedTuple):
+    """Panels of tensors that share a map, end to end; all of one tensor is the case of one."""
+
+    panel0: Tensor  # (sum of d0, P0)
+    panel1: Tensor  # (P1, sum of d1)
+    scalar: Tensor  # (tensors, P2)
+    sizes: Sequence[int]  # d0 of each tensor
+
+
+class Factors(NamedTuple):
+    """kappa, c, lambda and c kappa along each dimension: (4, sum of rows) and (4, sum of columns), float32."""
+
+    rows: Tensor
+    columns: Tensor
+
+
+class Sums(NamedTuple):
+    """What a pullback sums up for each row and column, times the factors along the other dimension.
+
+    Three of them, (3, sum of rows) and (3, sum of columns): of g sign(w) expm1(x) times c; of g u(w) times lambda; and
+    of g w exp(x) times c kappa or, for a normalized map, g sign(w) (x exp(x) - expm1(x)) times c. `squares` is the sum
+    of squares of each tensor's raw gradient.
+    """
+
+    rows: Tensor
+    columns: Tensor
+    squares: Tensor
+
+
+@functools.cache
+def terms_of(layout: Layout) -> Terms | None:
+    """Return what kernels need to know of a layout, or None where they cannot compute its map.
+
+    >>> from symexplin.config import preset
+    >>> terms_of(Layout((4, 3), 0, 7.5, preset("paper"))).e
+    Place(value=1.0, columns=(0, 0, -1))
+    >>> terms_of(Layout((4, 3), 0, 7.5, preset("paper+offset"))) is None  # its residual is a full matrix
+    True
+    """
+    config = layout.config
+    absorbed = config.curvature == "absorbed"
+    summed = {"n"} | ({"m"} if absorbed else set())
+    fits = (
+        config.mode in KERNEL_MODES
+        and not layout.by_role("s")
+        and not layout.by_role("delta")
+        and all(layout.pattern(role) in (_SUMS if role in summed else _PRODUCTS) for role in ("e", "l", "m", "n"))
+    )
+    if not fits:
+        return None
+    linear, magnitude = _LINEAR[config.mode]
+    e, l, m, n = (_place(layout, role, neutral) for role, neutral in zip("elmn", (1.0, 1.0, 1.0, 0.0), strict=True))
+    kappa = m if absorbed and _is_learned(m) else m._replace(value=layout.beta * m.value)
+    flat, s = len(layout.shape) == 1, config.s.start
+    return Terms(linear, magnitude, config.normalize, absorbed, flat, layout.beta, s, e, l, kappa, n)
+
+
+def _place(layout: Layout, role: str, neutral: float) -> Place:
+    if role not in layout.config.roles:
+        return Place(neutral)
+    columns = dict.fromkeys(PANELS, -1) | {slot.panel: slot.index for slot in layout.by_role(role)}
+    place = Place(neutral, tuple(columns.values()))  # type: ignore[arg-type]
+    return place if _is_learned(place) else Place(getattr(layout.config, role).start)
+
+
+def _is_learned(place: Place) -> bool:
+    return any(column >= 0 for column in place.columns)
+
+
+class FactoredMap:
+    """A map seen through its factors, at the present values of its panels.
+
+    >>> from symexplin.config import preset
+    >>> layout = Layout((2, 3), 0, 7.5, preset("paper"))
+    >>> panels = layout.start_panels(torch.float32, torch.device("cpu"), position=0)
+    >>> FactoredMap(terms_of(layout), Panels(*panels.values(), sizes=[2])).factors().rows[0]  # kappa
+    tensor([7.5000, 7.5000])
+    """
+
+    def __init__(self, terms: Terms, panels: Panels) -> None:
+        self._panels = panels
+        scalar = panels.scalar.double()
+        numbers = [
+            torch.cat([number.expand(size) for number, size in zip(column.unbind(), panels.sizes, strict=True)])
+            for column in scalar.unbind(1)
+        ]
+        self._first = _Axis(terms, 0, panels.panel0.double(), numbers)
+        self._second = None if terms.flat else _Axis(terms, 1, panels.panel1.double().mT, None)
+
+    def factors(self) -> Factors:
+        """Return the factors that kernels take."""
+        first = self._first.factors()
+        if self._second is None:  # one row, all of whose factors are 1
+            return Factors(torch.ones(4, len(self._panels.sizes), dtype=first.dtype, device=first.device), first)
+        return Factors(first, self._second.factors())
+
+    def gradients(self, sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of panel0, panel1 and scalar that follow from a pullback's sums, by the chain rule."""
+        panel0, panel1, scalar = (torch.zeros_like(panel) for panel in self._panels[:3])
+        sizes = self._panels.sizes
+        panel0.copy_(self._first.gradients(sums.columns if self._second is None else sums.rows, scalar, sizes))
+        if self._second is not None:
+            panel1.copy_(self._second.gradients(sums.columns, scalar, sizes).mT)
+        return panel0, panel1, scalar
+
+
+class _Axis:
+    """The factors along one dimension: a role's is its number times what is learned, as vectors and as numbers."""
+
+    def __init__(self, terms: Terms, dim: int, vectors: Tensor, numbers: Sequence[Tensor] | None) -> None:
+        self._terms, self._dim, self._vectors = terms, dim, vectors
+        self._main = numbers is not None
+        self._learned: dict[str, list[tuple[int, Tensor]]] = {}  # of each role: (panel, values)
+        for role in ("e", "l", "kappa", "n"):
+            columns = getattr(terms, role).columns
+            found = [(dim, vectors[:, columns[dim]])] if columns[dim] >= 0 else []
+            if numbers is not None and columns[2] >= 0:
+                found.append((2, numbers[columns[2]]))
+            self._learned[role] = found
+        one = vectors.new_ones(len(vectors))
+        value, learned = self._number("kappa", 1.0), [values for _, values in self._learned["kappa"]]
+        self.kappa = one * value * (torch.exp(sum(learned, 0.0 * one)) if terms.absorbed else math.prod(learned))
+        share = (terms.s if self._main else 1.0) / (
+            self.kappa if terms.normalize else terms.beta if self._main else 1.0
+        )
+        shift = sum((values for _, values in self._learned["n"]), one * self._number("n", 0.0))
+        self._c_share = share * torch.exp(-shift)  # c without e, lambda without l
+        self._l_share = share * (terms.linear if self._main else abs(terms.linear)) * one
+        self.c = self._c_share * self._product("e")
+        self.lam = self._l_share * self._product("l")
+
+    def _number(self, role: str, neutral: float) -> float:
+        place: Place = getattr(self._terms, role)
+        return place.value if self._main else neutral
+
+    def _product(self, role: str, without: int | None = None) -> Tensor | float:
+        """Return a role's factor; `without`: the panel whose learned values are left out."""
+        learned = (values for panel, values in self._learned[role] if panel != without)
+        return math.prod(learned, start=self._number(role, 1.0))
+
+    def factors(self) -> Tensor:
+        """Return kappa, c, lambda and c kappa."""
+        return torch.stack([self.kappa, self.c, self.lam, self.c * self.kappa]).to(torch.float32)
+
+    def gradients(self, sums: Tensor, scalar: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Return the gradients of the learned vectors; write those of the learned numbers into `scalar`."""
+        by_c, by_lam, by_kappa = sums.double()
+        out = torch.zeros_like(self._vectors)
+        normalize, absorbed = self._terms.normalize, self._terms.absorbed
+        # By ln(kappa), where d is kappa or kappa an exponential; else by kappa.
+        curved = self.c * by_kappa - (self.lam * by_lam if normalize else 0.0)
+        curved = curved if normalize or not absorbed else curved * self.kappa
+        for role, learned in self._learned.items():
+            for panel, values in learned:
+                if role == "e":
+                    by_value = by_c * self._c_share * self._product("e", without=panel)
+                elif role == "l":
+                    by_value = by_lam * self._l_share * self._product("l", without=panel)
+                elif role == "n":
+                    by_value = -by_c * self.c
+                elif absorbed:
+                    by_value = curved
+                else:
+                    by_value = curved / values if normalize else curved * self._product("kappa", without=panel)
+                column = getattr(self._terms, role).columns[panel]
+                if panel == 2:
+                    scalar[:, column] = torch.stack([part.sum() for part in by_value.split(list(sizes))])
+                else:
+                    out[:, column] = by_value
+        return out
