@@ -1,5 +1,6 @@
 """Six architectures of transformers: routed by a rule, trained for twenty steps, saved and loaded as any other."""
 
+import fnmatch
 import re
 
 import pytest
@@ -139,6 +140,29 @@ HEADS = {
     ),
     "LlamaForCausalLM": (WIDE, ["lm_head"], []),
     "BertForMaskedLM": (WIDE, ["cls.predictions", "cls.predictions.decoder"], []),
+    "MobileBertForMaskedLM": (
+        {"num_hidden_layers": 1},
+        ["cls.predictions", "cls.predictions.decoder", "cls.predictions.dense"],
+        [],
+    ),
+    "RemBertForMaskedLM": ({"num_hidden_layers": 1}, ["cls.predictions.decoder"], []),  # its "dense" is a transform
+    "LxmertForQuestionAnswering": (
+        {"l_layers": 1, "x_layers": 1, "r_layers": 1},
+        ["answer_head.logit_fc.3"],
+        [],
+    ),
+    "PerceiverForSequenceClassification": (
+        {"num_self_attends_per_block": 1, "num_cross_attention_heads": 1},
+        ["perceiver.decoder.decoder.final_layer"],
+        [],
+    ),
+    "XLNetForSequenceClassification": ({"n_layer": 1}, ["logits_proj"], []),
+    "ElectraForMultipleChoice": ({"num_hidden_layers": 1}, ["classifier"], []),
+    "Gemma3nForCausalLM": (
+        {"num_hidden_layers": 1, "num_kv_shared_layers": 0},
+        ["lm_head"],
+        ["model.layers.0.altup.modality_router"],
+    ),
 }
 
 
@@ -158,6 +182,43 @@ def test_every_head_and_router_is_found_and_nothing_else(architecture):
     assert reasons["output head"] <= set(heads)
     assert reasons["router of a mixture of experts"] == set(routers)
     assert curved == linears - set(heads) - set(routers)
+
+
+# Heads of detectors over the layers of the decoder and over the encoder's proposals: one list, or one layer.
+BOXES, CLASSES = "bbox_embed.?.layers.2", "class_embed.?"
+DETECTORS = {
+    "LwDetrForObjectDetection": {
+        *("class_embed", "bbox_embed.layers.2"),
+        *("model.enc_out_class_embed.*", "model.enc_out_bbox_embed.*.layers.2"),
+    },
+    "RTDetrV2ForObjectDetection": {
+        *(f"model.decoder.{CLASSES}", f"model.decoder.{BOXES}"),
+        *("model.enc_score_head", "model.enc_bbox_head.layers.2"),
+    },
+    "GroundingDinoForObjectDetection": {"model.encoder_output_bbox_embed.layers.2", f"model.decoder.{BOXES}"},
+    "OwlViTForObjectDetection": {"class_head.*", "box_head.dense2"},
+}
+
+
+@pytest.mark.parametrize("architecture", DETECTORS)
+def test_the_heads_of_detectors(architecture):
+    kind = getattr(transformers, architecture)
+    with torch.device("meta"):
+        model = kind(kind.config_class())
+    routes = [route for route in sel.routing(model) if route.name.endswith("weight")]
+    heads = {route.name.removesuffix(".weight") for route in routes if route.reason == "output head"}
+    found = {name: {p for p in DETECTORS[architecture] if fnmatch.fnmatchcase(name, p)} for name in heads}
+    assert all(found.values()), found
+    assert set().union(*found.values()) == DETECTORS[architecture]
+
+
+@pytest.mark.parametrize(("kind", "mixer"), [("Mamba", "mixer"), ("Jamba", "mamba")])
+def test_the_step_biases_of_state_space_models_are_plain(kind, mixer):
+    with torch.device("meta"):
+        model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(num_hidden_layers=2))
+    found = {route.name: route for route in sel.routing(model) if ".dt_proj." in route.name}
+    assert {name for name in found if f".{mixer}.dt_proj.bias" in name}
+    assert {name for name, route in found.items() if not route.curved} == {n for n in found if n.endswith("bias")}
 
 
 def test_conv1d_counts_its_outputs_along_the_second_dimension():

@@ -46,6 +46,40 @@ def test_usual_names_of_heads_without_a_vocabulary():
     assert found["body.weight"][0]
 
 
+class Classifier(nn.Module):
+    """Tokens and places, a feed-forward layer as wide as the table of places, and a head of a usual name."""
+
+    def __init__(self, places, tokens=11):
+        super().__init__()
+        self.embed = nn.Embedding(tokens, 16)
+        self.add_module(places, nn.Embedding(32, 16))
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.classifier = nn.Linear(16, 3)
+
+
+def heads_of(model):
+    return {name.rpartition(".")[0] for name, (_, reason) in reasons(model).items() if reason == "output head"}
+
+
+@pytest.mark.parametrize("places", ["position", "wpe", "segment_embeddings", "token_type_embeddings"])
+def test_a_table_of_places_is_no_vocabulary(places):
+    assert heads_of(Classifier(places)) == {"classifier"}
+    del (unnamed := Classifier(places)).classifier
+    assert heads_of(unnamed) == set()
+
+
+def test_names_come_before_width():
+    assert heads_of(Classifier("position", tokens=32)) == {"classifier"}  # the layer called up is read by another
+
+
+@pytest.mark.parametrize("vocabulary", [16, 32, 9])
+def test_another_head_after_that_over_the_vocabulary(vocabulary):
+    model = Language(vocabulary, width=16)
+    model.score = nn.Linear(16, 2)
+    assert heads_of(model) == {"out", "score"}
+    assert reasons(model)["body.0.weight"][0]
+
+
 def test_routers_of_experts_are_plain_but_gates_of_feed_forward_layers_are_not():
     mixture = nn.ModuleDict({"gate": nn.Linear(8, 4), "experts": nn.ModuleList([nn.Linear(8, 8)])})
     nested = nn.ModuleDict({"router": nn.ModuleDict({"layer": nn.Linear(8, 4)}), "input_linear": nn.Linear(8, 8)})
@@ -56,6 +90,34 @@ def test_routers_of_experts_are_plain_but_gates_of_feed_forward_layers_are_not()
     assert found["mixture.gate.weight"] == (False, "router of a mixture of experts")
     assert found["mixture.experts.0.weight"][0]
     assert found["ffn.gate.weight"][0]
+
+
+@pytest.mark.parametrize("name", ["gate", "gating"])
+def test_a_gate_beside_no_experts_is_a_router_if_it_has_few_outputs_and_nothing_to_multiply(name):
+    def curved(outputs, **beside):
+        layers = nn.ModuleDict({name: nn.Linear(8, outputs), **beside})
+        return reasons(nn.ModuleDict({"ffn": layers}))[f"ffn.{name}.weight"][0]
+
+    assert not curved(4)
+    assert not curved(4, out=nn.Linear(16, 8))
+    assert not curved(8, expert_list=nn.ModuleList([nn.Linear(8, 8)]))
+    assert curved(8)
+    assert curved(16, up=nn.Linear(8, 16))
+    assert curved(4, up=nn.Linear(8, 4), down=nn.Linear(4, 8))  # a narrow gated feed-forward layer
+
+
+def test_routers_by_name_need_no_experts_beside_them():
+    layers = {name: nn.Linear(8, 4) for name in ("modality_router", "router_gate", "shared_expert_gate", "router")}
+    assert {reason for _, reason in reasons(nn.ModuleDict(layers)).values()} == {"router of a mixture of experts"}
+
+
+def test_step_biases_of_state_space_models_are_plain():
+    model = nn.ModuleDict({"mixer": nn.ModuleDict({"dt_proj": nn.Linear(2, 8)}), "other": nn.Linear(2, 8)})
+    found = reasons(model)
+    assert found["mixer.dt_proj.bias"] == (False, "state-space step bias")
+    assert found["mixer.dt_proj.weight"][0]
+    assert found["other.bias"][0]
+    assert reasons(model, sel.SELConfig(include=("*.dt_proj.bias",)))["mixer.dt_proj.bias"][0]
 
 
 class TopRouter(nn.Module):
@@ -296,3 +358,25 @@ def test_what_wraps_a_model_does_not_change_its_routing():
     assert not plain["proj.weight"]
     wrapped = {route.name.removeprefix("module."): route.curved for route in sel.routing(Wrapper(model))}
     assert wrapped == plain
+
+
+def test_a_part_is_routed_as_in_the_whole():
+    model = Language(vocabulary=32, tie=True)
+    model.gate = nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(16, 16)]), "gate": nn.Linear(16, 16)})
+    config = sel.SELConfig(exclude=("body.0.bias",))
+    whole = {id(route.parameter): route for route in sel.routing(model, config)}
+    for part in (model.body, model.out, model.gate["gate"], model):
+        table = sel.routing(part, config, whole=model)
+        assert [vars(route) for route in table] == [
+            vars(whole[id(p)]) for p in sorted(part.parameters(), key=in_order(whole))
+        ]
+    assert [(r.name, r.reason) for r in sel.routing(model.out, whole=model)] == [
+        ("embed.weight", "tied to an embedding"),
+        ("out.bias", "output head"),
+    ]
+    with pytest.raises(ValueError, match=r"model must be a part of whole, which has no parameter that is '0\.weight'"):
+        sel.routing(nn.Sequential(nn.Linear(4, 4)), whole=model)
+
+
+def in_order(routes):
+    return lambda parameter: routes[id(parameter)].position

@@ -3,26 +3,14 @@
 import fnmatch
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from torch import nn
 
 from symexplin.config import SELConfig, check_config
 from symexplin.layout import Layout
+from symexplin.plain import STEP_BIASES, ends_like, plain_modules
 
-__all__ = ["HEAD_NAMES", "ROUTER_NAMES", "Route", "Routing", "check_patterns", "routing"]
-
-# Names of output heads that neither the model nor a vocabulary gives away; of a stack of layers the last is meant.
-HEAD_NAMES = frozenset(
-    (
-        *("lm_head", "audio_lm_head", "text_lm_head", "codec_head", "ctc_head", "ctc_proj", "unembed", "unembedding"),
-        *("head", "output_head", "score", "qa_outputs", "logits_proj", "summary", "seq_relationship", "sop_classifier"),
-        *("classifier", "classification_head", "cls_classifier", "distillation_classifier", "classifier_distill"),
-        *("dist_head", "dense_prediction", "itm_head", "mim_head", "mmm_image_head", "class_labels_classifier"),
-        *("class_embed", "class_predictor", "bbox_embed", "bbox_predictor", "enc_score_head"),
-    )
-)
-ROUTER_NAMES = frozenset({"router", "gate", "shared_expert_gate"})
+__all__ = ["Route", "Routing", "check_patterns", "names_within", "routing"]
 
 
 @dataclass(frozen=True)
@@ -92,19 +80,28 @@ class _Candidate:
     matrix: nn.Parameter | None = None  # the weight that gives a bias its beta
 
 
-def routing(model: nn.Module, config: SELConfig | None = None) -> Routing:
+def routing(model: nn.Module, config: SELConfig | None = None, *, whole: nn.Module | None = None) -> Routing:
     """Decide for every parameter of `model` whether it is curved, and say why.
 
     Curved are the weights and biases of `nn.Linear`, transformers' `Conv1D` and the input projections of
     `nn.MultiheadAttention`. Plain are embeddings and what is tied to them, output heads, routers of mixtures of
-    experts, norms, convolutions, frozen and non-floating parameters. A head is what the model names, what maps to a
-    vocabulary, or has one of :data:`HEAD_NAMES`. `config.include` and `config.exclude` are patterns of qualified names
-    against these rules. Weights of several experts in one 3-D tensor are plain; experts that are layers of their own
-    are curved. LoRA's factors under PEFT are linear layers, hence curved.
+    experts, step biases of state-space models, norms, convolutions, frozen and non-floating parameters. Weights of
+    several experts in one 3-D tensor are plain; experts that are layers of their own are curved. LoRA's factors under
+    PEFT are linear layers, hence curved.
+
+    A head is what `get_output_embeddings` returns, what has one of :data:`symexplin.plain.HEAD_NAMES`, or a layer as
+    wide as the token vocabulary. A router has one of :data:`symexplin.plain.ROUTER_NAMES`, a router's type, or is a
+    `gate` beside experts. A `gate` beside none is a router if it has fewer outputs than inputs, and no layer beside it
+    has as many outputs.
+
+    Args:
+        model: a module, or a part of `whole`.
+        config: the map; its `include` and `exclude` are patterns of qualified names against these rules.
+        whole: the model that `model` is a part of. Its parameters are routed as in the whole, under their names there.
 
     Raises:
         ValueError: a pattern that matches nothing, or asks to curve something that is neither a 2-D weight nor
-            the bias of a linear layer.
+            the bias of a linear layer; a `model` that is not a part of `whole`.
 
     >>> model = nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4))
     >>> print(routing(model))
@@ -116,18 +113,30 @@ def routing(model: nn.Module, config: SELConfig | None = None) -> Routing:
     curved: 2 of 4 tensors, 36 of 44 numbers (81.8 %)
     """
     config = check_config(config)
-    candidates = _candidates(model)
+    whole = model if whole is None else whole
+    inside = names_within(model, whole)
+    candidates = _candidates(whole)
     names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in whole.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     known = [name for aliases in names.values() for name in aliases]
     check_patterns("include", config.include, known)
     check_patterns("exclude", config.exclude, known)
     routes = []
-    for position, (name, parameter) in enumerate(model.named_parameters()):
-        candidate = candidates.get(id(parameter), _Candidate("not in a linear layer"))
-        routes.append(_decide(name, names[id(parameter)], parameter, position, candidate, config))
+    for position, (name, parameter) in enumerate(whole.named_parameters()):
+        if id(parameter) in inside:
+            candidate = candidates.get(id(parameter), _Candidate("not in a linear layer"))
+            routes.append(_decide(name, names[id(parameter)], parameter, position, candidate, config))
     return Routing(tuple(routes))
+
+
+def names_within(model: nn.Module, whole: nn.Module) -> dict[int, str]:
+    """Return the names in `whole` of the parameters of its part `model`, by their ids."""
+    names = {id(parameter): name for name, parameter in whole.named_parameters()}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in names:
+            raise ValueError(f"model must be a part of whole, which has no parameter that is {name!r} of model")
+    return {id(parameter): names[id(parameter)] for parameter in model.parameters()}
 
 
 def _decide(
@@ -173,20 +182,20 @@ def check_patterns(argument: str, patterns: Sequence[str], names: list[str]) -> 
 
 def _candidates(model: nn.Module) -> dict[int, _Candidate]:
     """Say of every parameter what its module makes of it; what is tied to an embedding is plain."""
-    heads = _heads(model)
+    plain = plain_modules(model)
     found: dict[int, _Candidate] = {}
     embeddings: set[int] = set()
-    modules = dict(model.named_modules())
-    for name, module in modules.items():
-        plain = _plain_reason(name, modules, heads)
+    for name, module in model.named_modules():
         for local, parameter in module.named_parameters(recurse=False):
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 embeddings.add(id(parameter))
                 continue
+            step = "state-space step bias" if ends_like(f"{name}.{local}", STEP_BIASES) else None
+            reason = plain.get(id(module), step)
             candidate = _candidate(module, local, parameter)
-            if plain is not None:
-                candidate = replace(candidate, reason=plain, curved=False)
-            if plain is not None or id(parameter) not in found:
+            if reason is not None:
+                candidate = replace(candidate, reason=reason, curved=False)
+            if reason is not None or id(parameter) not in found:
                 found[id(parameter)] = candidate
     for key in embeddings:
         found[key] = _Candidate("tied to an embedding" if key in found else "embedding")
@@ -212,76 +221,3 @@ def _candidate(module: nn.Module, local: str, parameter: nn.Parameter) -> _Candi
 def _is_conv1d(module: nn.Module) -> bool:
     """Whether a module is transformers' transposed linear layer, without importing transformers."""
     return any(c.__name__ == "Conv1D" and c.__module__.startswith("transformers.") for c in type(module).__mro__)
-
-
-def _plain_reason(name: str, modules: dict[str, nn.Module], heads: set[int]) -> str | None:
-    """Return why all parameters of the module of that name stay plain, or None."""
-    path = name.split(".")
-    if any(_is_router(".".join(path[:depth]), modules) for depth in range(len(path) + 1)):
-        return "router of a mixture of experts"
-    return "output head" if id(modules[name]) in heads else None
-
-
-def _is_router(name: str, modules: dict[str, nn.Module]) -> bool:
-    """Whether a module chooses among experts: by its type's name, or by its own, as "gate" beside experts alone."""
-    parent, _, leaf = name.rpartition(".")
-    kind = type(modules[name]).__name__
-    if leaf == "router" or "Router" in kind or "TopKGating" in kind:
-        return True
-    return leaf in ROUTER_NAMES and hasattr(modules[parent], "experts")
-
-
-def _heads(model: nn.Module) -> set[int]:
-    """Return the output heads: the one that the model names, those as wide as a vocabulary, those of usual names."""
-    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name}
-    vocabularies = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
-    by_name = _named_heads(model, linears)
-    # DDP and others around a model do not hand on what it says of itself.
-    speaker: Any = next((m for m in model.modules() if callable(getattr(m, "get_output_embeddings", None))), None)
-    if speaker is not None:
-        named = speaker.get_output_embeddings()
-        found = list(named.modules()) if isinstance(named, nn.Module) else []  # adapters may wrap it
-        vocabularies.add(getattr(getattr(speaker, "config", None), "vocab_size", -1))
-        return {id(m) for m in (*found, *by_name, *_surely_wide(linears, vocabularies))}
-    wide = [m for m in linears.values() if m.out_features in vocabularies]
-    # A byte vocabulary may equal the model's width: among several as wide, the name decides, then the last one.
-    chosen = [m for m in wide if any(m is n for n in by_name)] or wide[-1:] or by_name
-    return {id(m) for m in chosen}
-
-
-def _named_heads(model: nn.Module, linears: dict[str, nn.Linear]) -> list[nn.Module]:
-    """Return what has the name of a head; "fc" is one where no linear layer comes after it."""
-    last = next(reversed(linears), "")
-    found: list[nn.Module] = []
-    for name, module in model.named_modules():
-        leaf = name.rpartition(".")[2]
-        pooling = "Pooling" in type(module).__name__  # SigLIP's is called "head"
-        final = leaf == "fc" and not _numbered(name) and f"{last}.".startswith(f"{name}.")
-        if final or (leaf in HEAD_NAMES and not pooling):
-            found.extend(_last(module))
-    return found
-
-
-def _surely_wide(linears: dict[str, nn.Linear], vocabularies: set[int]) -> list[nn.Linear]:
-    """Return what maps to a vocabulary: wider than its input, in no numbered block, and read by no layer."""
-    read = {m.in_features for m in linears.values()}
-    return [
-        m
-        for name, m in linears.items()
-        if m.out_features in vocabularies - read and m.out_features > m.in_features and not _numbered(name)
-    ]
-
-
-def _numbered(name: str) -> bool:
-    return any(part.isdigit() for part in name.split("."))
-
-
-def _last(head: nn.Module) -> Sequence[nn.Module]:
-    """Return what is the head in a module of a head's name: itself, its last linear layer, all that PEFT wraps."""
-    if hasattr(head, "base_layer") or hasattr(head, "modules_to_save"):
-        return list(head.modules())
-    if isinstance(head, nn.ModuleList):  # one head a layer of the decoder
-        return [part for module in head for part in _last(module)]
-    last = [module for module in head.modules() if isinstance(module, nn.Linear)][-1:]
-    # As wide as its input, the last of a stack only prepares for what comes after, as ModernBERT's "head" does.
-    return [m for m in last if m is head or m.in_features != m.out_features]

@@ -99,3 +99,23 @@ def test_patterns_without_decay_are_checked():
         sel.param_groups(model, no_decay=["norm.*"])
     with pytest.raises(ValueError, match="no_decay must be a sequence of patterns, got the string 'bias'"):
         sel.param_groups(model, no_decay="bias")
+
+
+def test_groups_of_a_part_are_those_of_the_whole():
+    """As for a learning rate per part: names, positions, betas and roles as the whole model has them."""
+    model = nn.ModuleDict({"body": network(), "classifier": nn.Linear(7, 3)})
+    settings = {"config": sel.preset("paper"), "no_decay": ["*.bias"], "whole": model}
+    parts = [*sel.param_groups(model["body"][1], **settings), *sel.param_groups(model["classifier"], **settings)]
+    assert [(group["role"], names(group)) for group in parts] == [
+        ("curved", ["body.1.weight"]),
+        ("curved", ["body.1.bias"]),
+        ("plain", ["classifier.weight"]),
+        ("plain", ["classifier.bias"]),
+    ]
+    assert [group["position"] for group in parts[:2]] == [[1], [2]]
+    with pytest.raises(ValueError, match="model must be a part of whole"):
+        sel.param_groups(network(), whole=model)
+    converted = sel.convert(model)
+    groups = sel.param_groups(converted["body"][1], whole=converted)
+    assert names(groups[0]) == ["body.1.raw_weight", "body.1.raw_bias"]
+    assert [group["role"] for group in sel.param_groups(converted["classifier"], whole=converted)] == ["plain"]

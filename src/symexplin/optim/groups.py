@@ -10,7 +10,7 @@ from torch import nn
 from symexplin.config import SELConfig, check_config
 from symexplin.layout import Layout
 from symexplin.linear import SELLinear
-from symexplin.routes import Route, check_patterns, routing
+from symexplin.routes import Route, Routing, check_patterns, names_within, routing
 
 __all__ = ["Group", "is_curved", "layout_of", "name_of", "param_groups"]
 
@@ -24,6 +24,7 @@ def param_groups(
     weight_decay: float | None = None,
     config: SELConfig | None = None,
     no_decay: Sequence[str] = (),
+    whole: nn.Module | None = None,
 ) -> list[Group]:
     """Return the parameter groups of `model`, named, for an optimizer.
 
@@ -39,6 +40,8 @@ def param_groups(
             m, n and delta have none.
         config: the map, for a plain model; a converted one has it already.
         no_decay: patterns of names of parameters without weight decay (nor of their scales), in groups of their own.
+        whole: the model that `model` is a part of: names, and what is curved, are as in the whole. A part may have
+            nothing to curve.
 
     Raises:
         ValueError: nothing to curve, `config` given for a converted model, a model under FSDP1, a pattern that
@@ -55,22 +58,23 @@ def param_groups(
             "model must not be wrapped by FullyShardedDataParallel (FSDP1), which flattens parameters: use "
             "torch.distributed.fsdp.fully_shard (FSDP2)"
         )
-    check_patterns("no_decay", no_decay, [name for name, _ in model.named_parameters()])
-    if any(isinstance(module, SELLinear) for module in model.modules()):
+    whole = model if whole is None else whole
+    check_patterns("no_decay", no_decay, [name for name, _ in whole.named_parameters()])
+    if any(isinstance(module, SELLinear) for module in whole.modules()):
         if config is not None:
             raise ValueError("config must be None for a converted model: its layers carry their own")
-        groups = _module_groups(model, lr, no_decay)
+        groups = _module_groups(model, lr, no_decay, names_within(model, whole))
     else:
-        groups = _optimizer_groups(model, lr, check_config(config), no_decay)
+        table = routing(model, config, whole=whole)
+        if whole is model and not table.curved:
+            raise ValueError(f"model has nothing to curve; see print(symexplin.routing(model)):\n{table}")
+        groups = _optimizer_groups(table, lr, check_config(config), no_decay)
     shared = {"lr": lr, "weight_decay": weight_decay}
     given = {key: value for key, value in shared.items() if value is not None}
     return [{**given, **group} for group in groups]
 
 
-def _optimizer_groups(model: nn.Module, lr: float | None, config: SELConfig, no_decay: Sequence[str]) -> list[Group]:
-    table = routing(model, config)
-    if not table.curved:
-        raise ValueError(f"model has nothing to curve; see print(symexplin.routing(model)):\n{table}")
+def _optimizer_groups(table: Routing, lr: float | None, config: SELConfig, no_decay: Sequence[str]) -> list[Group]:
     multipliers = {f"k_{role}": list(k) for role, k in config.multipliers(lr).items()}
     groups: list[Group] = []
     for curved, decayed in itertools.product((True, False), (True, False)):
@@ -103,7 +107,7 @@ def _named(routes: Sequence[Route]) -> list[tuple[str, nn.Parameter]]:
     return [(route.name, route.parameter) for route in routes]
 
 
-def _module_groups(model: nn.Module, lr: float | None, no_decay: Sequence[str]) -> list[Group]:
+def _module_groups(model: nn.Module, lr: float | None, no_decay: Sequence[str], names: dict[int, str]) -> list[Group]:
     """One group a role; delta, whose rate is divided by beta, one a beta."""
     roles: dict[int, tuple[str, tuple[float, float], bool]] = {}
     for module in model.modules():
@@ -118,9 +122,10 @@ def _module_groups(model: nn.Module, lr: float | None, no_decay: Sequence[str]) 
                 k0, k1 = multipliers[slot.role]
                 roles[id(parameter)] = (slot.role, (k0 * slot.lr_scale, k1 * slot.lr_scale), slot.decay)
     groups: dict[object, Group] = {}
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         if not parameter.requires_grad:
             continue
+        name = names[id(parameter)]
         role, k, decay = roles.get(id(parameter), ("plain", (1.0, 1.0), True))
         decay = decay and not _matches(name, no_decay)
         key = (role, k, decay)

@@ -74,6 +74,20 @@ def test_experts_in_a_checkpoint():
     assert routed == {"mlp.experts.0.weight", "ffn.gate.weight"}
 
 
+def test_gates_and_step_biases_in_a_file_are_those_of_the_modules():
+    narrow = nn.ModuleDict({"gate": nn.Linear(8, 4), "up": nn.Linear(8, 4)})
+    model = nn.ModuleDict(
+        {"ffn": narrow, "mixer": nn.ModuleDict({"gate": nn.Linear(8, 4), "dt_proj": nn.Linear(2, 8)})}
+    )
+    rows = name_tensors({name: tuple(p.shape) for name, p in model.named_parameters()})
+    assert {row.name for row in rows if row.curved} == {r.name for r in sel.routing(model).curved}
+    assert [row.name for row in rows if not row.curved] == [
+        "mixer.gate.weight",
+        "mixer.gate.bias",
+        "mixer.dt_proj.bias",
+    ]
+
+
 def test_gpt2s_names_on_ordinary_layers():
     """nanoGPT and others have c_attn as nn.Linear: stored (outputs, inputs)."""
     ordinary = {"h.0.c_attn.weight": (12, 4), "h.0.c_proj.weight": (4, 4), "h.0.c_fc.weight": (16, 4)}

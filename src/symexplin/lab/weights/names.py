@@ -5,11 +5,12 @@ A file has no modules, so the rules are those of the usual names. They are few, 
 """
 
 import fnmatch
+import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from symexplin.lab.weights.files import FLOATING, TensorSpec
-from symexplin.routes import HEAD_NAMES, ROUTER_NAMES
+from symexplin.plain import GATE_NAMES, HEAD_NAMES, ROUTER_NAMES, STEP_BIASES, ends_like
 
 __all__ = [
     "CurvedName",
@@ -30,8 +31,8 @@ _EMBEDDINGS = (
     *("wte", "wpe", "shared", "relative_attention_bias"),
     *("embed", "embed_*", "*_embed", "*emb", "*embd", "*embedding", "*embeddings"),
 )
-# Heads in files that `routing` finds by the model's own word: Llama's original, BERT's.
-_HEADS = HEAD_NAMES | {"output", "decoder"}
+# Heads in files that `routing` finds by the model's own word or its order: Llama's original, BERT's, GPT-2's.
+_HEADS = (*HEAD_NAMES, "output", "decoder", "summary")
 # transformers' transposed layers, GPT-2's. Other models use the names for nn.Linear, so shapes decide.
 _CONV1D = frozenset({"c_attn", "q_attn", "c_proj", "c_fc"})
 _WIDENING = ("c_attn", "c_fc")  # have more outputs than inputs
@@ -84,14 +85,14 @@ def name_tensors(
         for pattern in patterns:
             if not fnmatch.filter(shapes, pattern):
                 raise ValueError(f"{argument} pattern {pattern!r} matches no tensor, such as {list(shapes)[:3]}")
-    parents = {name[: name.index(".experts.") + 1] for name in shapes if ".experts." in name}
-    weights = {name: _decide(name, shape, include, exclude, parents) for name, shape in shapes.items()}
+    routers = {name for name in shapes if _is_router(name, shapes)}
+    weights = {name: _decide(name, shape, include, exclude, routers) for name, shape in shapes.items()}
     return tuple(_decide_bias(row, weights, shapes, include, exclude) for row in weights.values())
 
 
-def _decide(name: str, shape: Shape, include: Sequence[str], exclude: Sequence[str], parents: set[str]) -> TensorName:
+def _decide(name: str, shape: Shape, include: Sequence[str], exclude: Sequence[str], routers: set[str]) -> TensorName:
     """Decide about a weight, and about everything else as if it were one."""
-    plain = _plain_reason(name, shape, parents)
+    plain = _plain_reason(name, shape, routers)
     if (pattern := matches(name, exclude)) is not None:
         return TensorName(name, shape, False, f"excluded by {pattern!r}")
     if plain is None:
@@ -113,6 +114,8 @@ def _decide_bias(
 ) -> TensorName:
     if not _is_bias(row.name, row.shape) or matches(row.name, exclude) is not None:
         return row
+    if ends_like(row.name, STEP_BIASES) and matches(row.name, include) is None:
+        return row._replace(reason="state-space step bias")
     weight = weights.get(row.name.removesuffix("bias") + "weight")
     if weight is not None and weight.curved and row.shape[0] in shapes[weight.name]:
         return row._replace(curved=True, reason="bias of a curved weight")
@@ -121,18 +124,31 @@ def _decide_bias(
     return row
 
 
-def _plain_reason(name: str, shape: Shape, parents: set[str]) -> str | None:
+def _plain_reason(name: str, shape: Shape, routers: set[str]) -> str | None:
     """Return why the rules leave a tensor plain, or None."""
     if not _is_matrix(name, shape):
         return "1-D" if len(shape) == 1 else "empty" if 0 in shape else "not a 2-D weight"
-    path, _, leaf = name.removesuffix("weight").removesuffix(".").rpartition(".")
-    if matches(leaf, _EMBEDDINGS) is not None:
+    layer = name.removesuffix("weight").removesuffix(".")
+    if matches(layer.rpartition(".")[2], _EMBEDDINGS) is not None:
         return "embedding"
-    if leaf in _HEADS:
+    if ends_like(layer, _HEADS):
         return "output head"
-    if leaf in ROUTER_NAMES and (path + "." if path else "") in parents:
-        return "router of a mixture of experts"
-    return None
+    return "router of a mixture of experts" if name in routers else None
+
+
+def _is_router(name: str, shapes: Mapping[str, Shape]) -> bool:
+    """Whether a weight chooses among experts, by the rule of :func:`symexplin.routing`."""
+    layer = name.removesuffix(".weight")
+    if ends_like(layer, ROUTER_NAMES):
+        return True
+    if not ends_like(layer, GATE_NAMES) or not _is_matrix(name, shapes[name]):
+        return False
+    parent = layer[: layer.rfind(".") + 1]
+    if any(other.startswith(f"{parent}experts.") for other in shapes):
+        return True
+    d_out, d_in = shapes[name]
+    beside = (other for other in shapes if other != name and re.fullmatch(re.escape(parent) + r"[^.]+\.weight", other))
+    return d_out < d_in and all(shapes[other][:1] != (d_out,) for other in beside)
 
 
 def _is_matrix(name: str, shape: Shape) -> bool:

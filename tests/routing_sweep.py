@@ -1,0 +1,136 @@
+"""Route every model class of transformers on the meta device, and print what changed since a saved sweep.
+
+    python tests/routing_sweep.py --save old.json
+    python tests/routing_sweep.py --against old.json
+
+Every class is built from its default configuration, or from the first one below that it accepts. Recorded are the
+parameters of linear layers, with "#" for numbers of blocks. A sweep takes several minutes.
+"""
+
+import argparse
+import collections
+import fnmatch
+import importlib
+import inspect
+import json
+import pkgutil
+import re
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import symexplin as sel
+
+# What some defaults leave to a checkpoint.
+FILLED = {
+    **{"vocab_size": 64, "prediction_length": 24, "is_decoder": True, "num_key_value_heads": 8, "num_images": 2},
+    **{"head_dim": 64, "num_cross_attention_heads": 1},
+}
+
+
+def model_classes():
+    import transformers.models as models
+    from transformers import PreTrainedModel, logging
+
+    logging.set_verbosity_error()
+    found = {}
+    for package in pkgutil.iter_modules(models.__path__):
+        path = f"{models.__name__}.{package.name}"
+        for module in pkgutil.iter_modules(importlib.import_module(path).__path__):
+            if not module.name.startswith("modeling_"):
+                continue
+            try:
+                loaded = importlib.import_module(f"{path}.{module.name}")
+            except ImportError as error:
+                sys.stdout.write(f"{path}: {error}\n")
+                continue
+            for name in getattr(loaded, "__all__", ()):
+                kind = getattr(loaded, name, None)
+                base = name.lower().endswith("pretrainedmodel")
+                if inspect.isclass(kind) and issubclass(kind, PreTrainedModel) and kind.config_class and not base:
+                    found[name] = kind
+    return dict(sorted(found.items()))
+
+
+def settings_to_try():
+    from transformers import ResNetConfig
+
+    # A backbone that needs no timm.
+    backbone = ResNetConfig(out_features=["stage2", "stage3", "stage4"])
+    yield {}
+    for key, value in FILLED.items():
+        yield {key: value}
+    yield {"use_timm_backbone": False, "backbone": None, "backbone_config": backbone}
+
+
+def build(kind):
+    """Return a model of that class on the meta device, or the first error."""
+    first = None
+    for settings in settings_to_try():
+        try:
+            with torch.device("meta"):
+                return kind(kind.config_class(**settings))
+        except Exception as error:  # any, from 1,700 constructors
+            first = first or error
+    return first
+
+
+def decisions(model):
+    """Return what is decided about the parameters of linear layers, by name."""
+    linear = set()
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.MultiheadAttention) or type(module).__name__ == "Conv1D":
+            linear |= {id(parameter) for parameter in module.parameters(recurse=False)}
+    found = collections.defaultdict(set)
+    for route in sel.routing(model):
+        if id(route.parameter) in linear:
+            name = re.sub(r"(?<![^.])\d+(?![^.])", "#", route.name)
+            found[name].add(f"{'curved' if route.curved else 'plain'} ({route.reason})")
+    return {name: " and ".join(sorted(kinds)) for name, kinds in found.items()}
+
+
+def changes(old, new):
+    """Return the classes of every change, by the end of the name, the old and the new decision."""
+    found = collections.defaultdict(list)
+    for kind in sorted(old.keys() & new.keys()):
+        for name, now in new[kind].items():
+            before = old[kind].get(name, "absent")
+            if before != now:
+                found[".".join(name.split(".")[-4:]), before, now].append(kind)
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--against", type=Path, help="a saved sweep")
+    parser.add_argument("--save", type=Path, help="where to save this sweep")
+    parser.add_argument("--only", default="*", help="pattern of class names")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    routed, failed = {}, {}
+    for name, kind in model_classes().items():
+        if not fnmatch.fnmatchcase(name, options.only):
+            continue
+        model = build(kind)
+        if isinstance(model, Exception):
+            failed[name] = " ".join(str(model).split())[:90]
+        else:
+            routed[name] = decisions(model)
+    for why, count in collections.Counter(failed.values()).most_common():
+        sys.stdout.write(f"not built: {count} {why} ({', '.join(n for n in failed if failed[n] == why)})\n")
+    sys.stdout.write(f"built and routed {len(routed)} classes of {len(routed) + len(failed)}\n")
+    if options.save:
+        options.save.write_text(json.dumps(routed, indent=1))
+    if options.against:
+        found = changes(json.loads(options.against.read_text()), routed)
+        for (name, before, now), kinds in sorted(found.items(), key=lambda item: item[0][::-1]):
+            sys.stdout.write(f"{before} -> {now}: {name} in {len(kinds)}: {', '.join(kinds[:6])}\n")
+        changed = {kind for kinds in found.values() for kind in kinds}
+        sys.stdout.write(f"{len(changed)} classes changed, by {len(found)} kinds of change\n")
+
+
+if __name__ == "__main__":
+    main()
