@@ -17,7 +17,7 @@ from symexplin.optim.placement import local
 
 __all__ = ["resumed", "saved", "several", "trajectory"]
 
-ROWS = 16
+ROWS = 24  # as many for each of 2, 3 or 4 processes
 
 
 def model_of(dtype=torch.float32, seed=0):
@@ -46,7 +46,7 @@ def shard(model, how):
 
 
 def optimizer_of(model, config, lr=1e-2, kind=sel.SELAdamW, **kwargs):
-    kwargs = {"total_steps": 100, "max_grad_norm": 0.5} | kwargs
+    kwargs = {"total_steps": 50, "max_grad_norm": 0.5} | kwargs
     return kind(sel.param_groups(model, lr=lr, weight_decay=0.1, config=config), **kwargs)
 
 
@@ -105,13 +105,13 @@ def states(model, optimizer):
 
 
 def trajectory(how, config, dtype=torch.float32, one_ulp=False, **kwargs):
-    """Train 100 steps; return weights, state, losses, the last norm of the gradient and the figures of `stats`."""
+    """Train 50 steps; return weights, state, losses, the last norm of the gradient and the figures of `stats`."""
     model, optimizer = make(how, config, dtype, **kwargs)
     if one_ulp:
         with torch.no_grad():
             for p in model.parameters():
                 p.copy_(torch.where(p == 0, p, torch.nextafter(p, p + 1)))
-    losses = steps(model, optimizer, how, dtype, 0, 100)
+    losses = steps(model, optimizer, how, dtype, 0, 50)
     figures = {"norm": float(optimizer.grad_norm), **sel.stats(model, optimizer)}
     return weights(model), states(model, optimizer), losses, figures
 
@@ -122,12 +122,12 @@ def several(calls):
 
 
 def saved(how, config, folder, dtype=torch.float32, full_state=False, flat=False, **kwargs):
-    """Train 25 steps, save with torch.distributed.checkpoint, train 25 more; return what was saved and the end.
+    """Train 12 steps, save with torch.distributed.checkpoint, train 12 more; return what was saved and the end.
 
     `full_state`: gather it all in the first process and save it with torch.save.
     """
     model, optimizer = make(how, config, dtype, **kwargs)
-    steps(model, optimizer, how, dtype, 0, 25)
+    steps(model, optimizer, how, dtype, 0, 12)
     at = weights(model), states(model, optimizer)
     options = StateDictOptions(full_state_dict=full_state, flatten_optimizer_state_dict=flat)
     values, state = get_state_dict(model, optimizer, options=options)
@@ -135,7 +135,7 @@ def saved(how, config, folder, dtype=torch.float32, full_state=False, flat=False
         dcp.save({"model": values, "optimizer": state}, checkpoint_id=folder)
     elif how == "whole" or torch.distributed.get_rank() == 0:
         torch.save({"model": values, "optimizer": state}, folder)
-    losses = steps(model, optimizer, how, dtype, 25, 50)
+    losses = steps(model, optimizer, how, dtype, 12, 24)
     return at, (weights(model), states(model, optimizer), losses)
 
 
@@ -156,7 +156,7 @@ def resumed(how, config, folder, dtype=torch.float32, full_state=False, flat=Fal
         model, optimizer, model_state_dict=content["model"], optim_state_dict=content["optimizer"], options=options
     )
     at = weights(model), states(model, optimizer)
-    losses = steps(model, optimizer, how, dtype, 25, 50)
+    losses = steps(model, optimizer, how, dtype, 12, 24)
     return at, (weights(model), states(model, optimizer), losses)
 
 
@@ -185,7 +185,10 @@ def collectives(how, config):
 
 
 def written(how, config, far=False, value=None):
-    """Write into one process's part of a weight through `.data`; return it as found and after two steps more."""
+    """Write into one process's part of a weight through `.data`; return it as found and after two steps more.
+
+    What all processes must settle together is taken over by all of them, before the next step.
+    """
     model, optimizer = make(how, config, lr=1e-3)
     steps(model, optimizer, how, torch.float32, 0, 2)
     weight = model[3].weight
@@ -203,6 +206,8 @@ def written(how, config, far=False, value=None):
             for group in optimizer.param_groups:
                 group["lr"] = 0.0 if far else 1e-3
             try:
+                if step == 2 and (far or value is not None):
+                    optimizer.take_over_writes()
                 steps(model, optimizer, how, torch.float32, step, step + 1)
             except ValueError as error:
                 return str(error)
@@ -222,23 +227,6 @@ def clamped(how, config, dtype=torch.float64):
             for p in model.parameters():
                 p.clamp_(-0.2, 0.2)
     return weights(model)
-
-
-def uneven(how, config):
-    """Drop the gradients of one process before a step; return what it and the next step say in this one."""
-    model, optimizer = make(how, config)
-    said = []
-    for step in range(2):
-        optimizer.zero_grad()
-        loss_of(model, step, how).backward()
-        if step == 0 and torch.distributed.get_rank() == 1:
-            model[3].weight.grad = None
-        try:
-            optimizer.step()
-            said.append("")
-        except ValueError as error:
-            said.append(str(error))
-    return said
 
 
 def spoilt(how, config):

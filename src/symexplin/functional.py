@@ -1,7 +1,7 @@
 """The SymExpLin map as pure functions of tensors: the map, its inverse, the annealing rule, automatic beta."""
 
 import math
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -169,15 +169,11 @@ def inverse(
     return invert(form, t, Scales(e, l, kappa, n, s), iterations)
 
 
-@overload
-def anneal(step: int, total: int | None, k0: float, k1: float) -> float: ...
-@overload
-def anneal(step: Tensor, total: int | None, k0: float, k1: float) -> float | Tensor: ...
-def anneal(step: int | Tensor, total: int | None, k0: float, k1: float) -> float | Tensor:
+def anneal(step: int, total: int | None, k0: float, k1: float) -> float:
     """Return the learning-rate multiplier k(t) after `step` completed steps (paper, section 4.5).
 
     ``ln k(t) = ln k0 + ln(k1/k0)/2 * (1 - cos(pi * min(t/T, 1)))`` with t = `step` and T = `total`: the first
-    update uses k0, updates from T on use k1. A `step` that is a tensor gives one, without a look at its value.
+    update uses k0, updates from T on use k1.
 
     Raises:
         ValueError: a negative step, a multiplier that is not positive, or k0 != k1 without a positive total.
@@ -187,15 +183,12 @@ def anneal(step: int | Tensor, total: int | None, k0: float, k1: float) -> float
     """
     check_positive("k0", k0)
     check_positive("k1", k1)
-    if not isinstance(step, Tensor) and step < 0:
+    if step < 0:
         raise ValueError(f"step must not be negative, got {step}")
     if k0 == k1:
         return float(k0)
     if total is None or total <= 0:
         raise ValueError(f"total must be the number of annealing steps (> 0) when k0 != k1, got {total}")
-    if isinstance(step, Tensor):
-        progress = torch.clamp(step / total, max=1.0)
-        return k0 * torch.exp(0.5 * math.log(k1 / k0) * (1.0 - torch.cos(math.pi * progress)))
     if step >= total:  # exactly k1, without the rounding of exp(log())
         return float(k1)
     return k0 * math.exp(0.5 * math.log(k1 / k0) * (1.0 - math.cos(math.pi * step / total)))

@@ -1,13 +1,13 @@
 """The map in the optimizer: parameter groups, the raw-space optimizer and its rules, scale annealing."""
 
 from symexplin.optim.adamw import SELAdamW
-from symexplin.optim.annealing import ScaleAnnealing, anneal_scales
+from symexplin.optim.batch import Target
 from symexplin.optim.groups import param_groups
+from symexplin.optim.migrate import from_adamw, to_adamw
 from symexplin.optim.muon import SELMuon
 from symexplin.optim.raw_space import RawSpaceOptimizer
+from symexplin.optim.schedule import ScaleAnnealing, anneal_scales
 from symexplin.optim.stats import stats
-from symexplin.optim.switch import from_adamw, to_adamw
-from symexplin.optim.target import Target
 
 __all__ = [
     "RawSpaceOptimizer",

@@ -1,15 +1,14 @@
 """AdamW in curved weight space."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
 
-from symexplin.optim.entry import Entry
-from symexplin.optim.fused import Fused, bias_share, fuse
-from symexplin.optim.rates import Number
+from symexplin.optim.batch import Batch, Target
+from symexplin.optim.fused import adamw_batches
+from symexplin.optim.parameter import ParameterView
 from symexplin.optim.raw_space import RawSpaceOptimizer
-from symexplin.optim.target import Target
 from symexplin.validation import check_not_negative
 
 __all__ = ["SELAdamW"]
@@ -36,8 +35,6 @@ class SELAdamW(RawSpaceOptimizer):
             not known yet: then :meth:`set_total_steps` is due before the second step.
         max_grad_norm: clip raw gradients to this global norm (clipping the model's `.grad` outside clips effective
             gradients instead). None: do not clip. `grad_norm` holds the norm of the last step.
-        capturable: keep counters on the device, so that a CUDA graph of :meth:`step` counts on; give `lr` as a tensor
-            there, too, and take one step before the capture. A replay notices no writes from outside.
 
     Raises:
         ValueError: a value out of range, no curved group, a multiplier that changes without `total_steps`, a weight
@@ -52,6 +49,7 @@ class SELAdamW(RawSpaceOptimizer):
     """
 
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    stacks: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -63,11 +61,9 @@ class SELAdamW(RawSpaceOptimizer):
         *,
         total_steps: int | str | None = None,
         max_grad_norm: float | None = None,
-        capturable: bool = False,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        shared = {"total_steps": total_steps, "max_grad_norm": max_grad_norm, "capturable": capturable}
-        super().__init__(params, defaults | shared)
+        super().__init__(params, defaults | {"total_steps": total_steps, "max_grad_norm": max_grad_norm})
 
     def check_(self, group: dict[str, Any]) -> None:
         """Raise ValueError where betas or eps are out of range."""
@@ -76,17 +72,22 @@ class SELAdamW(RawSpaceOptimizer):
         if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
             raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
 
-    def fuse_(self, entries: Sequence[Entry], before: Sequence[Fused]) -> list[Fused]:
-        """Return what kernels take of the entries: nothing where a subclass has another rule."""
-        return fuse(entries, before) if type(self).rule_ is SELAdamW.rule_ else []
+    def is_adamw_(self, view: ParameterView) -> bool:  # noqa: ARG002
+        """Whether this class's rule updates all of a parameter: not where a subclass has another one."""
+        return type(self).rule_ is SELAdamW.rule_
+
+    def batches_(self, active: Sequence[ParameterView]) -> Iterable[Batch]:
+        """Return batches of the parameters: fast ones of those that kernels cover, readable ones of the rest."""
+        fast = list(adamw_batches(view for view in active if self.is_adamw_(view)))
+        taken = {view.key for batch in fast for view in batch.views}
+        return [*fast, *super().batches_([view for view in active if view.key not in taken])]
 
     def rule_(self, target: Target, group: dict[str, Any]) -> None:
         """Apply AdamW in place."""
-        beta1, beta2 = group["betas"]
+        (beta1, beta2), step = group["betas"], float(target.step)
         exp_avg, exp_avg_sq = target.moment("exp_avg"), target.moment("exp_avg_sq")
         target.value.mul_(1.0 - target.lr * target.weight_decay)
         exp_avg.lerp_(target.grad, 1.0 - beta1)
         exp_avg_sq.mul_(beta2).addcmul_(target.grad, target.grad, value=1.0 - beta2)
-        step: Number = target.step if group["capturable"] else float(target.step)
-        denominator = (exp_avg_sq.sqrt() / bias_share(beta2, step) ** 0.5).add_(group["eps"])
-        target.value.sub_(exp_avg / denominator * (target.lr / bias_share(beta1, step)))
+        denominator = (exp_avg_sq.sqrt() / (1.0 - beta2**step) ** 0.5).add_(group["eps"])
+        target.value.sub_(exp_avg / denominator * (target.lr / (1.0 - beta1**step)))

@@ -1,21 +1,33 @@
-"""Refuse groups and saved states that a SEL optimizer cannot step, before anything has changed."""
+"""Refuse groups, saved states and parameters that a SEL optimizer cannot step, and say when a run has diverged."""
 
+import math
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from symexplin.config import SELConfig
+from symexplin.kernels import is_memory
 from symexplin.layout import PANELS
 from symexplin.optim.groups import Group, is_curved, layout_of, name_of
-from symexplin.optim.rates import LATER, multiplier
-from symexplin.optim.target import Moments, moment_key
-from symexplin.validation import check_flag, check_not_negative, check_positive, check_whole
+from symexplin.optim.parameter import COUNTS, Moments, ParameterView, moment_key
+from symexplin.optim.placement import local
+from symexplin.optim.schedule import LATER, multiplier
+from symexplin.validation import check_not_negative, check_positive, check_whole
 
-__all__ = ["check_group", "check_saved"]
+__all__ = ["check_finite", "check_group", "check_overlap", "check_saved"]
 
 State = dict[str, Any]
 
 _KEYS = ("role", "max_grad_norm", "total_steps", "steps")  # that every group of a SEL optimizer has
+
+# No weight that trains is as large; a model in which one is has gradients that are not finite, there or elsewhere.
+_FAR = 1e6
+
+# Switches of torch's optimizers that there are none of here.
+_SWITCHES = ("amsgrad", "capturable", "differentiable", "foreach", "fused", "maximize")
 
 # Parts of names that torch.compile, activation checkpointing and FSDP1 add (DDP adds a leading "module").
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
@@ -26,7 +38,9 @@ def check_group(group: Group, first: Group) -> None:
     group.setdefault("steps", 0)
     if group["total_steps"] not in (None, LATER):
         check_whole("total_steps", group["total_steps"])
-    check_flag("capturable", group["capturable"])
+    for switch in _SWITCHES:
+        if group.get(switch):
+            raise ValueError(f"{switch} must be left out, got {group[switch]!r}: SEL optimizers have no such switch")
     if group["max_grad_norm"] is not None:
         check_positive("max_grad_norm", group["max_grad_norm"])
     if group["max_grad_norm"] != first["max_grad_norm"]:
@@ -47,8 +61,9 @@ def check_group(group: Group, first: Group) -> None:
     for key in ("beta", "out_dim", "position", "shape"):
         if len(group[key]) != len(group["params"]):
             raise ValueError(
-                f"{key} must have one entry a parameter, got {len(group[key])} for {len(group['params'])}: wrappers "
-                "that deal parameters out to processes (ZeroRedundancyOptimizer) are not supported; fully_shard is"
+                f"{key} must have one entry per parameter, got {len(group[key])} for {len(group['params'])}. For an "
+                "optimizer over a part of the model, build the groups with symexplin.param_groups(part, whole=model). "
+                "Wrappers that deal parameters out to processes (ZeroRedundancyOptimizer) are refused; use fully_shard"
             )
     for i, parameter in enumerate(group["params"]):
         if parameter.dim() not in (1, 2):
@@ -58,8 +73,13 @@ def check_group(group: Group, first: Group) -> None:
             multiplier(key, group, 0)
 
 
-def check_saved(saved: list[Group], groups: list[Group], state: dict[Any, State], moments: Moments) -> None:
-    """Refuse a state_dict that does not fit the optimizer's groups, before anything is loaded."""
+def check_saved(
+    saved: list[Group], groups: list[Group], state: dict[Any, State], moments: Moments, by_position: bool
+) -> None:
+    """Refuse a state_dict that does not fit the optimizer's groups, before anything is loaded.
+
+    `by_position`: names of parameters, and patterns of names, may differ.
+    """
     missing = sorted({key for group in saved for key in _KEYS if key not in group})
     if missing and any("scale_step" in values for values in state.values()):
         raise ValueError(
@@ -77,20 +97,25 @@ def check_saved(saved: list[Group], groups: list[Group], state: dict[Any, State]
             raise ValueError(f"state_dict is of other groups: {old['role']!r} where the optimizer has {new['role']!r}")
         names = (map(_unwrapped, group.get("param_names") or ()) for group in (old, new))
         for a, b in zip(*names, strict=False):  # some tools, torchtitan's among them, save no names
-            if a != b:
-                raise ValueError(f"state_dict is of other parameters: it has {a} where the optimizer has {b}")
-        _check_map(old, new)
+            if a != b and not by_position:
+                raise ValueError(
+                    f"state_dict is of other parameters: it has {a} where the optimizer has {b}; if modules were "
+                    "renamed, load_state_dict(..., by_position=True)"
+                )
+        _check_map(old, new, by_position)
         for i, key in enumerate(old["params"]):
             if state.get(key):
                 _check_state(old, i, tuple(new["params"][i].shape), state[key], moments)
 
 
-def _check_map(old: Group, new: Group) -> None:
+def _check_map(old: Group, new: Group, by_position: bool) -> None:
     """Refuse raw weights that would be read through another map."""
     if not is_curved(new):
         return
     saved, present = (SELConfig.from_json(group["config"]) for group in (old, new))
     for name, value in present.to_dict().items():
+        if by_position and name in ("include", "exclude"):
+            continue
         if (was := saved.to_dict()[name]) != value:
             raise ValueError(f"state_dict is of another map: {name} is {was!r} there, {value!r} in the optimizer")
     for name in ("beta", "out_dim"):
@@ -118,7 +143,56 @@ def _check_state(group: Group, i: int, shape: tuple[int, ...], state: State, mom
     for name, size in shapes.items():
         if name not in state:
             raise ValueError(f"state_dict does not fit {name_of(group, i)}: it has no {name!r}")
-        if tuple(state[name].shape) != size:
-            raise ValueError(
-                f"state_dict does not fit {name_of(group, i)}: {name} must be {size}, got {tuple(state[name].shape)}"
-            )
+        found = () if name in COUNTS else tuple(state[name].shape)  # a count may be a number
+        if found != size:
+            raise ValueError(f"state_dict does not fit {name_of(group, i)}: {name} must be {size}, got {found}")
+
+
+def check_overlap(views: Sequence[ParameterView]) -> None:
+    """Refuse two parameters that share elements: each would write over the other's."""
+    sharing: dict[int, list[ParameterView]] = {}
+    for view in views:
+        if is_memory(view.value) and view.value.numel():
+            sharing.setdefault(view.value.untyped_storage().data_ptr(), []).append(view)
+    for storage, chosen in sharing.items():
+        if storage == 0 or len(chosen) < 2:
+            continue
+        size = chosen[0].value.untyped_storage().nbytes()
+        owner = torch.full((size,), -1, dtype=torch.int32, device="cpu")
+        for i, view in enumerate(chosen):
+            value, width = view.value, view.value.element_size()
+            strides = [step * width for step in value.stride()]
+            bytes_ = owner.as_strided(value.shape, strides, value.storage_offset() * width)
+            if (other := int(bytes_.max())) >= 0:
+                raise ValueError(
+                    f"{view.name} shares elements with {chosen[other].name}: leave one of them out, or tie them by "
+                    "making them one parameter"
+                )
+            bytes_.fill_(i)
+
+
+def _diverged(views: Sequence[ParameterView]) -> str:
+    """Return what is not finite: a weight, a gradient, or a gradient in raw space, that of the farthest weight."""
+    largest = [float(view.value.abs().max()) if view.value.numel() else 0.0 for view in views]
+    for view, size in zip(views, largest, strict=True):
+        if not math.isfinite(size):
+            return view.name
+    view = views[largest.index(max(largest))]
+    if max(largest) > _FAR:
+        return f"the gradient of {view.name}, which has reached {max(largest):.1e},"
+    for view in views:
+        if view.parameter.grad is not None and not bool(local(view.parameter.grad).isfinite().all()):
+            return f"the gradient of {view.name}"
+    return "the norm of all gradients"
+
+
+def check_finite(norm: Tensor, views: Sequence[ParameterView], step: int) -> bool:
+    """Warn where the norm of all gradients is not finite, naming a tensor that has diverged; return whether it is."""
+    if bool(norm.isfinite()):
+        return True
+    warnings.warn(
+        f"step {step}: {_diverged(views)} is not finite: the run diverges. Go back to a checkpoint before this step, "
+        "and lower the learning rate, lengthen its warm-up or set max_grad_norm",
+        stacklevel=6,
+    )
+    return False

@@ -1,242 +1,231 @@
-"""AdamW's steps through kernels: every parameter that they cover is pulled back, updated and written by a few calls.
+"""AdamW's fast paths: kernels for curved parameters, torch's fused AdamW for plain ones.
 
-No gradient by a raw weight is ever stored: it is computed for its norm, and again for the update.
+No gradient by a raw weight is ever stored: kernels compute it for its norm, and again for the update. Panels of all
+parameters of a batch lie end to end, so that a few operations on vectors serve all of them.
 """
 
-import math
-import operator
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from symexplin.kernels import Backend, Numbers, Part, Rates, backend_for, terms_of
-from symexplin.layout import PANELS, Layout
-from symexplin.optim.entry import Entry
+from symexplin.kernels import Backend, FactoredMap, Matrices, Panels, Rates, backend_for, is_memory, is_wanted, terms_of
+from symexplin.layout import PANELS
+from symexplin.optim import placement
+from symexplin.optim.batch import Batch, Rule, Target
 from symexplin.optim.groups import Group
+from symexplin.optim.parameter import ParameterView, moment_key
 from symexplin.optim.placement import local
-from symexplin.optim.rates import Number, multipliers, rate_of
-from symexplin.optim.target import COUNTS, Target, kind_of, moment_key
+from symexplin.optim.schedule import panel_rates
 
-__all__ = ["Fused", "bias_share", "fuse"]
+__all__ = ["FusedBatch", "PlainBatch", "adamw_batches"]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+# Entries of plain gradients that are multiplied at once: on a CPU what stays in a cache, without page faults.
+_AT_ONCE = {"cpu": 2**17, "device": 2**26}
+_CAT = {"panel0": 0, "panel1": 1}  # the dimension along which panels are laid end to end
 
 
-def bias_share(beta: float, step: Number) -> Number:
-    """Return 1 - beta^step, the weight that a moment has gathered (the bias that Adam corrects).
-
-    >>> bias_share(0.9, 2.0)
-    0.18999999999999995
-    """
-    if isinstance(step, Tensor) and beta > 0.0:
-        return -torch.expm1(step * math.log(beta))  # in float32 the difference itself would keep four digits
-    return 1.0 - beta**step
-
-
-def fuse(entries: Sequence[Entry], before: Sequence["Fused"]) -> list["Fused"]:
-    """Return what kernels can take of the entries, by device and precision; `before` itself where it still fits."""
-    if before and all(fused.fits(entries) for fused in before):
-        return list(before)
-    chosen: dict[tuple[torch.device, torch.dtype], list[Entry]] = {}
-    for entry in entries:
-        if _is_covered(entry):
-            chosen.setdefault((entry.value.device, entry.dtype), []).append(entry)
-    return [Fused(entries, own) for own in chosen.values()]
+def adamw_batches(views: Iterable[ParameterView]) -> Iterator[Batch]:
+    """Yield batches of those of the parameters that a fast path covers."""
+    alike: dict[Any, list[ParameterView]] = {}
+    for view in views:
+        if (kind := _kind_of(view)) is not None:
+            counts = tuple(map(float, view.counts()))
+            key = (kind, id(view.group), view.value.dtype, view.value.device, view.placement.group, counts)
+            alike.setdefault(key, []).append(view)
+    for (kind, *_), chosen in alike.items():
+        yield PlainBatch(chosen) if kind == "plain" else FusedBatch(chosen)
 
 
-def _is_covered(entry: Entry) -> bool:
-    backend = backend_for(entry.value.device)
-    if backend is None or (entry.group["capturable"] and entry.value.device.type == "cpu"):
+def _kind_of(view: ParameterView) -> Any:
+    """Return what must be equal in a batch: the map as kernels see it, or "plain"; None: no fast path covers it."""
+    device, grad = view.value.device, view.parameter.grad
+    if grad is None or not is_wanted() or not _is_usual(view, grad):
+        return None
+    if not view.curved:
+        return "plain" if device.type in ("cpu", "cuda") else None
+    terms, backend = terms_of(view.layout), backend_for(device)
+    if terms is None or backend is None or not backend.covers(terms, view.own("raw"), view.value):
+        return None
+    panels = [(view.own(panel), view.layout.panel_shape(panel)) for panel in view.panels]
+    return terms if all(tuple(panel.shape) == shape for panel, shape in panels) else None
+
+
+def _is_usual(view: ParameterView, grad: Tensor) -> bool:
+    """Whether gradient, values and state are dense tensors in memory, laid out alike, of the usual dtypes."""
+    if (grad.layout, grad.dtype, grad.shape) != (torch.strided, view.parameter.dtype, view.parameter.shape):
         return False
-    if not _is_usual(entry) or (entry.curved and terms_of(entry.layout) is None):
-        return False
-    return backend.covers(entry.master, entry.value) and all(_is_sound(entry, key) for key in entry.state)
-
-
-def _is_sound(entry: Entry, key: str) -> bool:
-    """Whether a tensor of the state is what kernels, which do not ask, take it for: somebody may have replaced it."""
-    if key in COUNTS:
-        return True
-    kind = kind_of(key)
-    shape = entry.layout.panel_shape(kind) if kind in PANELS else tuple(entry.value.shape)
-    tensor = local(entry.state[key])
+    grad, raw, value = local(grad), view.own(view.kind), view.value
+    tensors = [view.moment(view.kind, name) for name in _MOMENTS if moment_key(view.kind, name) in view.state]
     return (
-        (tensor.dtype, tuple(tensor.shape), tensor.device) == (entry.dtype, shape, entry.value.device)
-        and tensor.is_contiguous()
-        and tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
+        all(map(is_memory, (grad, value, raw, *tensors)))
+        and len(tensors) == len(_MOMENTS)
+        and all((t.shape, t.dtype, t.device) == (value.shape, view.dtype, value.device) for t in (raw, *tensors))
+        and all(t.stride() == value.stride() for t in (raw, *tensors))
+        and 1 + sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True)) == value.numel()
     )
 
 
-def _is_usual(entry: Entry) -> bool:
-    """Whether the parameter has a dense gradient of its own dtype and shape, in memory."""
-    grad, parameter = entry.parameter.grad, entry.parameter
-    return (
-        grad is not None
-        and (grad.layout, grad.dtype, grad.shape) == (torch.strided, parameter.dtype, parameter.shape)
-        and not grad._is_zerotensor()
-    )
+def _gradients(views: Sequence[ParameterView]) -> list[Tensor]:
+    """Return the gradients, laid out as the parameters are."""
+    pairs = [(view.gradient(), view.value) for view in views]
+    usual = [g.stride() == value.stride() and not g._is_zerotensor() for g, value in pairs]
+    return [g if fine else torch.empty_like(value).copy_(g) for (g, value), fine in zip(pairs, usual, strict=True)]
 
 
-class Fused:
-    """Parameters on one device as kernels take them, and the scratch for the gradients of their panels.
+def _joined(panel: str, parts: Sequence[Tensor]) -> Tensor:
+    """Lay panels of all parameters end to end."""
+    return torch.stack(parts) if panel == "scalar" else torch.cat(parts, _CAT[panel])  # type: ignore[arg-type]
 
-    Those that lie whole on the device come first; what is split (FSDP2) is settled between processes target by target.
-    """
 
-    def __init__(self, among: Sequence[Entry], entries: Sequence[Entry]) -> None:
-        device, dtype = entries[0].value.device, entries[0].dtype
-        backend = backend_for(device)
-        assert backend is not None
-        self.device = device
-        self._backend: Backend = backend
-        self._among = list(among)
-        self.entries = sorted(entries, key=lambda entry: entry.placement.group is not None)
-        self._whole = sum(entry.placement.group is None for entry in self.entries)
-        self._kinds = _kinds(self.entries)
-        self._state = [list(map(id, entry.state.values())) for entry in self.entries]
-        sizes = [sum(local(entry.state[p]).numel() for p in PANELS if p in entry.state) for entry in self.entries]
-        self._whole_size = sum(sizes[: self._whole])
-        self._scratch = torch.zeros(sum(sizes), dtype=dtype, device=device)
-        pieces = torch.split(self._scratch, sizes)
-        self._parts = [_part(entry, piece) for entry, piece in zip(self.entries, pieces, strict=True)]
-        self._tensors = [tensor for part in self._parts for tensor in _tensors(part)]
-        self._addresses = _addresses(self._tensors)
-        self._norms = self._scratch.new_zeros(len(self.entries))
-        self.targets: dict[int, list[Target]] = {}
+class FusedBatch:
+    """Curved parameters with one map: kernels pull them back, update and write them."""
 
-    def fits(self, entries: Sequence[Entry]) -> bool:
-        """Whether these are the entries that it was made from, with their tensors where they were."""
-        return (
-            self._backend is backend_for(self.device)
-            and len(entries) == len(self._among)
-            and all(map(operator.is_, entries, self._among))
-            and all(map(_is_usual, self.entries))
-            and [list(map(id, entry.state.values())) for entry in self.entries] == self._state
-            and _addresses(self._tensors) == self._addresses
-            and all(map(Tensor.is_contiguous, self._tensors))
-        )
+    def __init__(self, views: Sequence[ParameterView]) -> None:
+        first = views[0]
+        self.views = views
+        self._group: Group = first.group
+        self._terms = cast(Any, terms_of(first.layout))
+        self._backend = cast(Backend, backend_for(first.value.device))
+        moments = ([view.moment("raw", name) for view in views] for name in _MOMENTS)
+        self._matrices = Matrices([view.own("raw") for view in views], [view.value for view in views], *moments)
+        self._sizes = [view.value.shape[0] for view in views]
+        parts = [view.coordinates()[2:] for view in views]
+        self._parts: dict[str, list[Tensor]] = dict(zip(PANELS, map(list, zip(*parts, strict=True)), strict=True))
+        self._averages = {
+            panel: {name: [view.moment(panel, name) for view in views] for name in _MOMENTS} for panel in first.panels
+        }
+        self._lengths = {panel: [view.layout.panel_shape(panel)[dim] for view in views] for panel, dim in _CAT.items()}
 
     def pull(self) -> None:
-        """Compute the gradients of all panels and the norms of those of raw weights."""
-        for entry, part in zip(self.entries, self._parts, strict=True):
-            part.grad = entry.gradient()
-        self._norms = self._backend.pull(self._parts)
-        split = zip(self.entries[self._whole :], self._parts[self._whole :], self._norms[self._whole :], strict=True)
-        self.targets = {entry.key: _targets(entry, part, norm) for entry, part, norm in split}
+        """Compute the gradients of all panels and the norm of those of raw weights."""
+        first = self.views[0]
+        self._matrices.check()
+        self._rates = {p: panel_rates(first.layout, p, self._group, first.own(p)) for p in first.panels}
+        self._grads = _gradients(self.views)
+        panel0, panel1, scalar = (_joined(panel, self._parts[panel]) for panel in PANELS)
+        self._panels = Panels(panel0, panel1, scalar, self._sizes)
+        curve = FactoredMap(self._terms, self._panels)
+        self._factors = curve.factors()
+        sums = self._backend.pull(self._terms, self._matrices, self._factors, self._grads)
+        self._norm = sums.squares.sum().sqrt()
+        self._gradients = dict(zip(PANELS, curve.gradients(sums), strict=True))
 
-    def measures(self) -> list[Tensor]:
-        """Return tensors whose norm is that of all gradients of what lies whole on the device."""
-        return [self._norms[: self._whole], self._scratch[: self._whole_size]]
+    def norms(self) -> list[Tensor]:
+        """Return tensors whose norm is that of the gradients, but for shared ones."""
+        first = self.views[0]
+        sharded = first.placement.group is not None
+        panels = [self._gradients[p] for p in first.panels if first.is_split(p) or not sharded]
+        return [self._norm, *panels]
 
-    def update(self, factor: Tensor | None, keep: Mapping[int, Tensor]) -> Tensor:
-        """Update and write everything with gradients times `factor`; return the marks of the weights.
+    def shared(self) -> dict[int, list[Tensor]]:
+        """Return, by parameter, gradients of which each process has a summand."""
+        first = self.views[0]
+        if first.placement.group is None:
+            return {}
+        panels = [panel for panel in first.panels if not first.is_split(panel)]
+        parts = zip(*(self._pieces(panel, self._gradients[panel]) for panel in panels), strict=True)
+        return {view.key: list(grads) for view, grads in zip(self.views, parts, strict=True)} if panels else {}
 
-        `keep`: by `id` of the parameter, a flag that says whether its weight must stay as it is.
-        """
-        for entry, part in zip(self.entries[self._whole :], self._parts[self._whole :], strict=True):
-            _settle(part, self.targets[entry.key])
-        for entry, part, rates in zip(self.entries, self._parts, self._rates(), strict=True):
-            part.rates, part.keep = rates, keep.get(entry.key, False)
-        marks = self._backend.update(self._parts, None if factor is None else factor.to(self.device))
-        torch.autograd.graph.increment_version([entry.value for entry in self.entries])
-        for part in self._parts:
-            part.grad = None
-        self.targets = {}
-        return marks
+    def _pieces(self, panel: str, together: Tensor) -> Sequence[Tensor]:
+        """Return each parameter's part of panels that lie end to end."""
+        return together.unbind() if panel == "scalar" else torch.split(together, self._lengths[panel], _CAT[panel])
 
-    def _rates(self) -> Iterator[Rates]:
-        """Yield the rates of each entry; those of one kind and count share them."""
-        known: dict[tuple[Any, ...], Rates] = {}
-        for (kind, group, layout), counts in zip(self._kinds, _read(self.entries), strict=True):
-            key = (kind, *(id(c) if isinstance(c, Tensor) else c for c in counts))
-            if key not in known:
-                known[key] = _make_rates(group, layout, counts)
-            yield known[key]
+    def update(self, rule: Rule, clip: Tensor | None) -> None:
+        """Apply the rule to the panels, and AdamW to the raw weights and write the weights, in one pass of kernels."""
+        for panel in self.views[0].panels:
+            self._update_panel(panel, rule, clip)
+        new = FactoredMap(self._terms, self._panels).factors() if self.views[0].panels else self._factors
+        self._backend.update(
+            *(self._terms, self._matrices, self._factors, new, self._grads),
+            *(adamw_rates(self._group, self.views[0].state["step"]), clip),
+        )
+        torch.autograd.graph.increment_version(self._matrices.weight)
+        del self._grads, self._panels, self._factors, self._gradients
 
-
-def _kinds(entries: Sequence[Entry]) -> list[tuple[int, Group, Layout | None]]:
-    """Return the number of each entry's kind, its group and its map: entries of one kind have the same rates."""
-    numbers: dict[tuple[int, int], int] = {}
-    layouts = [entry.layout if entry.curved else None for entry in entries]
-    return [
-        (numbers.setdefault((id(entry.group), id(layout)), len(numbers)), entry.group, layout)
-        for entry, layout in zip(entries, layouts, strict=True)
-    ]
-
-
-def _addresses(tensors: Sequence[Tensor]) -> tuple[list[int], list[int]]:
-    """Return where tensors lie and how long they are: whoever assigns to `.data` may have changed both."""
-    return list(map(Tensor.data_ptr, tensors)), [tensor.nbytes for tensor in tensors]
-
-
-def _tensors(part: Part) -> list[Tensor]:
-    moments = [moment for pair in part.moments for moment in pair]
-    return [part.raw, *([] if part.weight is None else [part.weight]), *part.panels, *moments]
-
-
-def _part(entry: Entry, scratch: Tensor) -> Part:
-    """Return the part of an entry; its panels' gradients lie in `scratch`."""
-    raw = entry.master
-    empty = raw.new_empty(0)
-    panels = list(entry.coordinates()[2:]) if entry.curved else [empty] * len(PANELS)
-    moments = [
-        tuple(local(entry.state[moment_key(kind, moment)]) for moment in _MOMENTS)
-        if kind == "raw" or kind in entry.state
-        else (empty, empty)
-        for kind in ("raw", *PANELS)
-    ]
-    pieces = torch.split(scratch, [panel.numel() for panel in panels])
-    return Part(
-        terms_of(entry.layout) if entry.curved else None,
-        raw,
-        entry.value if entry.watched else None,
-        tuple(panels),  # type: ignore[arg-type]
-        tuple(moments),  # type: ignore[arg-type]
-        tuple(piece.view(panel.shape) for piece, panel in zip(pieces, panels, strict=True)),  # type: ignore[arg-type]
-    )
+    def _update_panel(self, panel: str, rule: Rule, clip: Tensor | None) -> None:
+        """Update a panel of all parameters by the rule, as one target, in place."""
+        first, value, grad = self.views[0], getattr(self._panels, panel), self._gradients[panel]
+        moments = {name: _joined(panel, averages) for name, averages in self._averages[panel].items()}
+        grad = grad if clip is None else grad * clip.to(grad.device)
+        target = Target(
+            panel, value, grad, *self._rates[panel], first.state["scale_step"], value.shape, moments=moments
+        )
+        rule(target, self._group)
+        torch._foreach_copy_(self._parts[panel], list(self._pieces(panel, value)))
+        for name, together in moments.items():
+            torch._foreach_copy_(self._averages[panel][name], list(self._pieces(panel, together)))
 
 
-def _targets(entry: Entry, part: Part, norm: Tensor) -> list[Target]:
-    """Return what processes settle of a split parameter: the norm of its raw gradient, the gradients of its panels."""
-    targets = [entry.target("raw", part.raw, norm, 0.0, 0.0)]
-    found = zip(PANELS, part.panels, part.gradients, strict=True)
-    return targets + [entry.target(p, value, grad, 0.0, 0.0) for p, value, grad in found if p in entry.state]
+class PlainBatch:
+    """Plain parameters under torch's fused AdamW; those in half precision through their float32 master copies."""
+
+    def __init__(self, views: Sequence[ParameterView]) -> None:
+        self.views = views
+        self._group: Group = views[0].group
+        self._values = [view.own("plain") for view in views]
+        averages = ([view.moment("plain", name) for view in views] for name in _MOMENTS)
+        self._pieces = [_pieces(tensors) for tensors in (self._values, *averages)]
+
+    def pull(self) -> None:
+        """Take the gradients as they are."""
+        self._grads = _gradients(self.views)
+
+    def norms(self) -> list[Tensor]:
+        """Return tensors whose norm is that of the gradients."""
+        return list(torch._foreach_norm(self._grads, 2, dtype=self.views[0].dtype))
+
+    def shared(self) -> dict[int, list[Tensor]]:
+        """Return nothing: no process has a summand of a plain gradient."""
+        return {}
+
+    def update(self, rule: Rule, clip: Tensor | None) -> None:  # noqa: ARG002
+        """Apply AdamW, and write the values of master copies."""
+        dtype, device = self.views[0].dtype, self._values[0].device
+        rates = adamw_rates(self._group, self.views[0].state["step"])
+        step = torch.full((), float(self.views[0].state["step"]), device=device)
+        if clip is not None:
+            clip = None if placement.on_host(clip) and float(clip) == 1.0 else clip.to(device, dtype)
+        for *tensors, grads in zip(*self._pieces, _pieces(self._grads), strict=True):
+            grads = [grad.to(dtype) for grad in grads]
+            if clip is not None:  # never in place: they may be p.grad
+                grads = list(torch._foreach_mul(grads, clip))
+            values, exp_avgs, exp_avg_sqs = tensors
+            torch._fused_adamw_(
+                *(values, grads, exp_avgs, exp_avg_sqs, [], [step] * len(grads)),
+                lr=rates.lr,
+                beta1=rates.beta1,
+                beta2=rates.beta2,
+                weight_decay=rates.decay,
+                eps=rates.eps,
+                amsgrad=False,
+                maximize=False,
+            )
+        if self.views[0].watched and rates.lr != 0.0:
+            torch._foreach_copy_([view.value for view in self.views], self._values)
+        del self._grads
 
 
-def _settle(part: Part, targets: Sequence[Target]) -> None:
-    """Take over gradients of panels that are now sums over all processes."""
-    ours = dict(zip(PANELS, part.gradients, strict=True))
-    for target in targets[1:]:
-        if target.grad is not ours[target.kind]:
-            ours[target.kind].copy_(target.grad)
+def _pieces(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Cut tensors into lists of pieces, of no more entries than are multiplied at once."""
+    most = _AT_ONCE["cpu" if placement.on_host(tensors[0]) else "device"]
+    found: list[list[Tensor]] = [[]]
+    room = most
+    for tensor in tensors:
+        flat = tensor.view(-1) if tensor.is_contiguous() else tensor
+        for piece in torch.split(flat, most) if flat.numel() > most and flat.dim() == 1 else (tensor,):
+            if piece.numel() > room and found[-1]:
+                found.append([])
+                room = most
+            found[-1].append(piece)
+            room -= piece.numel()
+    return found
 
 
-def _read(entries: Sequence[Entry]) -> list[tuple[Number, Number]]:
-    """Return the counts of updates of each entry's values and scales: numbers, but where a graph may be captured."""
-    steps = [(entry.state["step"], entry.state.get("scale_step", entry.state["step"])) for entry in entries]
-    if any(entry.group["capturable"] for entry in entries):
-        return [(step, scale_step) for step, scale_step in steps]
-    numbers = torch.stack([step for pair in steps for step in pair]).tolist()
-    return list(zip(numbers[::2], numbers[1::2], strict=True))
-
-
-def _make_rates(group: Group, layout: Layout | None, counts: tuple[Number, Number]) -> Rates:
-    lr, decay, k = rate_of(group), group["weight_decay"], multipliers(group)
-    beta1, beta2 = group["betas"]
-    lrs: dict[str, Numbers] = dict.fromkeys(PANELS, ())
-    decays: dict[str, tuple[float, ...]] = dict.fromkeys(PANELS, ())
-    for slot in layout.slots if layout is not None else ():
-        lrs[slot.panel] += (lr * k[slot.role] * slot.lr_scale,) * slot.count
-        decays[slot.panel] += (decay * slot.decay,) * slot.count
-    return Rates(
-        lr,
-        decay,
-        beta1,
-        beta2,
-        group["eps"],
-        tuple(bias_share(beta, count) for count in counts for beta in (beta1, beta2)),  # type: ignore[arg-type]
-        tuple(lrs.values()),  # type: ignore[arg-type]
-        tuple(decays.values()),
-    )
+def adamw_rates(group: Group, step: Tensor) -> Rates:
+    """Return AdamW's rates in its update number `step`."""
+    (beta1, beta2), count = group["betas"], float(step)
+    corrections = (1.0 - beta1**count, 1.0 - beta2**count)
+    return Rates(float(group["lr"]), group["weight_decay"], beta1, beta2, group["eps"], corrections)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from symexplin.optim.adamw import SELAdamW
-from symexplin.optim.target import Target
+from symexplin.optim.batch import Target
+from symexplin.optim.parameter import ParameterView
 from symexplin.validation import check_choice, check_flag, check_fraction, check_not_negative, check_whole
 
 __all__ = ["ADJUSTMENTS", "SELMuon", "newton_schulz"]
@@ -38,7 +39,7 @@ class SELMuon(SELAdamW):
     gathers the momentum of one matrix at a time.
 
     Args:
-        params, lr, betas, eps, weight_decay, total_steps, max_grad_norm, capturable: see :class:`symexplin.SELAdamW`.
+        params, lr, betas, eps, weight_decay, total_steps, max_grad_norm: see :class:`symexplin.SELAdamW`.
         momentum: mu, in [0, 1).
         nesterov: look ahead by one gradient.
         ns_coefficients: a, b, c of the quintic a x + b x^3 + c x^5.
@@ -91,6 +92,10 @@ class SELMuon(SELAdamW):
         """Return the momentum's name for a raw matrix, AdamW's two for the rest."""
         return ("momentum_buffer",) if _is_matrix(kind, shape) else super().moments_(kind, shape)
 
+    def is_adamw_(self, view: ParameterView) -> bool:
+        """Whether AdamW updates all of a parameter: not a raw matrix."""
+        return type(self).rule_ is SELMuon.rule_ and not _is_matrix(view.kind, view.shape)
+
     def rule_(self, target: Target, group: dict[str, Any]) -> None:
         """Apply Muon to a raw matrix in place, AdamW to the rest."""
         if not _is_matrix(target.kind, tuple(target.shape)):
@@ -110,6 +115,8 @@ def newton_schulz(
 ) -> Tensor:
     """Return roughly U V^T of a matrix U S V^T, in bfloat16: singular values come to lie between about 0.7 and 1.2.
 
+    A dimension in front counts matrices.
+
     ``x <- a x + (b (x x^T) + c (x x^T)^2) x`` from x = matrix / max(||matrix||_F, eps), `steps` times.
 
     >>> values = torch.linalg.svdvals(newton_schulz(torch.diag(torch.tensor([1.0, 0.3, 0.1]))).float())
@@ -117,12 +124,13 @@ def newton_schulz(
     True
     """
     a, b, c = coefficients
-    tall = matrix.shape[0] > matrix.shape[1]  # the smaller Gram matrix
+    tall = matrix.shape[-2] > matrix.shape[-1]  # the smaller Gram matrix
     x = (matrix.mT if tall else matrix).bfloat16()
-    x = x / x.norm().clamp(min=eps)
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
+    addmm = torch.addmm if x.dim() == 2 else torch.baddbmm
     for _ in range(steps):
         gram = x @ x.mT
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        x = addmm(x, addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
 
 

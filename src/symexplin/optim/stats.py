@@ -50,7 +50,7 @@ class _Tally:
         raw, scales = coordinates.raw, coordinates.scales()
         x = (scales.kappa * raw.abs()).double()
         if x.numel():
-            self.largest = max(self.largest, float(x.max()))
+            self._raise_to(float(x.max()))
         self._add("", [x.numel(), int((x > 1.0).sum()), 0.0])
         for role in ("e", "l", "kappa", "n", "s"):
             value = getattr(scales, role)
@@ -76,7 +76,11 @@ class _Tally:
             sums, largest = added.tolist(), float(most)
         for role, terms in zip(other.sums, sums, strict=True):
             self._add(role, terms)
-        self.largest = max(self.largest, largest)
+        self._raise_to(largest)
+
+    def _raise_to(self, x: float) -> None:
+        """Take over a larger value, or NaN: a run that has diverged is to show it."""
+        self.largest = x if math.isnan(x) or x > self.largest else self.largest
 
     def figures(self) -> dict[str, float]:
         """Return the figures of :func:`stats`."""
@@ -86,16 +90,17 @@ class _Tally:
         for role, (n, first, second) in sums.items():
             mean = first / n
             result[f"{role}/mean"] = mean
-            result[f"{role}/std"] = math.sqrt(max(second / n - mean * mean, 0.0))
+            variance = second / n - mean * mean
+            result[f"{role}/std"] = math.nan if math.isnan(variance) else math.sqrt(max(variance, 0.0))
         return result | ({"kappa_w/max": self.largest, "tail/fraction": tail / count} if count else {})
 
 
 def _weights(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[Coordinates, Placement]]:
     inner = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper has the optimizer inside
     if isinstance(inner, RawSpaceOptimizer):
-        for entry in inner.entries():
-            if entry.curved and len(entry.shape) == 2:
-                yield entry.coordinates(), entry.placement
+        for view in inner.entries():
+            if view.curved and len(view.shape) == 2:
+                yield view.coordinates(), view.placement
         return
     for layer in model.modules():
         if isinstance(layer, SELLinear):

@@ -76,18 +76,14 @@ def _passes(variant: str, dtype: str) -> int:
 def moved(variant: str, dtype: str) -> Bytes:
     """Return the bytes that the optimizer step moves as it is done: of SEL and the stock recipes each pass.
 
-    The stock recipe with masters upcasts (6), takes the norm (4), clips (8), updates (28) and copies back (6). SEL
-    first looks whether someone else wrote into a curved weight, which reads it once more.
+    The stock recipe with masters upcasts (6), takes the norm (4), clips (8), updates (28) and copies back (6).
 
     >>> moved("adamw_master", "bf16").curved, moved("sel", "bf16").curved, moved("adamw", "fp32").curved
-    (52, 36, 40)
+    (52, 34, 40)
     """
     if variant == "adamw_master":
         return Bytes(*2 * (_UPCAST + _STOCK + _COPY_BACK,))
-    least = floor("optimizer", variant, dtype)
-    if variant == "sel":
-        return least._replace(curved=least.curved + (2 if dtype == "bf16" else 4))
-    return least
+    return floor("optimizer", variant, dtype)
 
 
 def map_floor(variant: str, dtype: str) -> int:

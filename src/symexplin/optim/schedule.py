@@ -1,15 +1,65 @@
-"""Scale annealing for the module home: any torch optimizer, any learning-rate scheduler."""
+"""Multipliers of the scales' learning rates: k(t) in a raw-space optimizer's groups, and for the module home."""
 
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from symexplin.functional import anneal
+from symexplin.layout import Layout, Slot
 
-__all__ = ["ScaleAnnealing", "anneal_scales"]
+__all__ = ["LATER", "ScaleAnnealing", "anneal_scales", "multiplier", "multipliers", "panel_rates"]
 
+LATER = "later"  # total_steps, until set_total_steps
 
+_SHAPES = {"panel0": (1, -1), "panel1": (-1, 1), "scalar": (-1,)}
 _ATTRIBUTE = "_symexplin_annealing"
+
+
+def multipliers(group: Mapping[str, Any]) -> dict[str, float]:
+    """Return k(t) of every role that the group anneals, after the steps it has counted."""
+    return {key[2:]: multiplier(key, group, group["steps"]) for key in group if key.startswith("k_")}
+
+
+def multiplier(key: str, group: Mapping[str, Any], step: int) -> float:
+    """Return k(t) of the group's key "k_e", "k_l", ... after `step` completed steps."""
+    k0, k1 = group[key]
+    total = group["total_steps"]
+    if k0 != k1 and total is None:
+        raise ValueError(f"total_steps must be given: {key[2:]} is annealed from k = {k0:g} to {k1:g}")
+    if total == LATER:
+        if k0 != k1 and step > 0:
+            raise ValueError(f"total_steps is still {LATER!r}: call set_total_steps(T) before the second step")
+        return float(k0)
+    return anneal(step, total, k0, k1)
+
+
+def panel_rates(layout: Layout, panel: str, group: Mapping[str, Any], like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the learning rate and the weight decay of each learned number of a panel, as they broadcast."""
+    slots = tuple(slot for slot in layout.slots if slot.panel == panel)
+    masks, decays = _masks(slots, like.dtype, like.device)
+    k, lr = multipliers(group), float(group["lr"])
+    # Products with numbers launch kernels; a tensor made of numbers would wait for a copy to the device.
+    rates = sum((mask * (k[role] * lr) for role, mask in masks), torch.zeros((), dtype=like.dtype, device=like.device))
+    return rates, decays * group["weight_decay"]
+
+
+@functools.cache
+def _masks(
+    slots: tuple[Slot, ...], dtype: torch.dtype, device: torch.device
+) -> tuple[tuple[tuple[str, Tensor], ...], Tensor]:
+    """Return for each role 1 (delta: 1/beta) where a number of the panel is its own, and 1 where a number decays."""
+    shape = _SHAPES[slots[0].panel]
+
+    def spread(values: list[float]) -> Tensor:
+        numbers = [value for value, slot in zip(values, slots, strict=True) for _ in range(slot.count)]
+        return torch.tensor(numbers, dtype=dtype, device=device).reshape(shape)
+
+    roles = tuple(dict.fromkeys(slot.role for slot in slots))
+    masks = tuple((role, spread([slot.lr_scale * (slot.role == role) for slot in slots])) for role in roles)
+    return masks, spread([float(slot.decay) for slot in slots])
 
 
 class ScaleAnnealing:

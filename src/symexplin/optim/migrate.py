@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from symexplin.optim.adamw import SELAdamW
-from symexplin.optim.entry import Entry
 from symexplin.optim.groups import name_of
+from symexplin.optim.parameter import ParameterView
 from symexplin.optim.placement import local
 
 __all__ = ["from_adamw", "to_adamw"]
@@ -62,12 +62,12 @@ def from_adamw(optimizer: SELAdamW, adamw: torch.optim.Adam) -> None:
             if parameter not in known:
                 raise ValueError(f"adamw must be over the same parameters: it does not have {name_of(group, i)}")
     optimizer.create_state()
-    for entry in optimizer.entries():
-        if saved := adamw.state.get(entry.parameter):
-            slope = _slope(entry)
+    for view in optimizer.entries():
+        if saved := adamw.state.get(view.parameter):
+            slope = _slope(view)
             for name, power in _POWERS.items():
-                local(entry.state[name]).copy_(local(saved[name]).to(entry.dtype) * slope**power)
-            entry.state["step"].fill_(float(saved["step"]))
+                local(view.state[name]).copy_(local(saved[name]).to(view.dtype) * slope**power)
+            view.state["step"].fill_(float(saved["step"]))
 
 
 @torch.no_grad()
@@ -88,29 +88,29 @@ def to_adamw(optimizer: SELAdamW) -> torch.optim.AdamW:
     [0.001]
     """
     _check_rule(optimizer)
-    optimizer.take_over_writes()
+    optimizer._take_over(list(optimizer.entries()))
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         named = zip(group["param_names"], group["params"], strict=True) if "param_names" in group else group["params"]
         groups.append({"params": list(named), **{key: group[key] for key in _SETTINGS}})
     adamw = torch.optim.AdamW(groups)
-    for entry in optimizer.entries():
-        adamw.state[entry.parameter] = {"step": torch.tensor(float(entry.state["step"]))} | {
-            name: _ordinary(entry, name, power) for name, power in _POWERS.items()
+    for view in optimizer.entries():
+        adamw.state[view.parameter] = {"step": torch.tensor(float(view.state["step"]))} | {
+            name: _ordinary(view, name, power) for name, power in _POWERS.items()
         }
     return adamw
 
 
-def _ordinary(entry: Entry, name: str, power: int) -> Tensor:
+def _ordinary(view: ParameterView, name: str, power: int) -> Tensor:
     """Return a moment of the effective weight, in the parameter's dtype and split as it is."""
-    slope = _slope(entry)
-    moment = torch.where(slope == 0.0, 0.0, local(entry.state[name]) / slope**power)
-    return entry.placement.wrap(moment.to(entry.parameter.dtype), entry.shape)
+    slope = _slope(view)
+    moment = torch.where(slope == 0.0, 0.0, local(view.state[name]) / slope**power)
+    return view.placement.wrap(moment.to(view.parameter.dtype), view.shape)
 
 
-def _slope(entry: Entry) -> Tensor:
+def _slope(view: ParameterView) -> Tensor:
     """Return f' at every raw weight of this process's part; 1 for a plain parameter."""
-    return entry.coordinates().slope() if entry.curved else torch.ones_like(entry.value, dtype=entry.dtype)
+    return view.coordinates().slope() if view.curved else torch.ones_like(view.value, dtype=view.dtype)
 
 
 def _check_rule(optimizer: object) -> None:

@@ -8,8 +8,8 @@ import torch
 
 import symexplin as sel
 from symexplin.conversion import IDENTITY
+from symexplin.optim.migrate import from_adamw, to_adamw
 from symexplin.optim.muon import SELMuon
-from symexplin.optim.switch import from_adamw, to_adamw
 from training import assert_same_bits, backward, build, network, train
 
 DECAY = {"weight_decay": 0.1}

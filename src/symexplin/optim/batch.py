@@ -1,0 +1,184 @@
+"""Parameters on their way through a step: pulled back, updated by a rule, written. Here by the readable formulas."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from symexplin.coordinates import Coordinates
+from symexplin.kernels import is_memory, is_wanted
+from symexplin.layout import PANELS
+from symexplin.optim.groups import Group
+from symexplin.optim.parameter import Moments, ParameterView
+from symexplin.optim.placement import WHOLE, Placement, local
+from symexplin.optim.schedule import panel_rates
+
+__all__ = ["Batch", "ReadableBatch", "Rule", "Target", "batch_signature", "readable_batches"]
+
+# Entries of small tensors that are stacked: their temporaries stay in a core's cache, and one alone is large enough.
+_STACK = 2**15
+
+Number = float | Tensor
+
+
+@dataclass
+class Target:
+    """One tensor for a rule to update in place: a raw weight, a panel of scales or a plain parameter.
+
+    Under FSDP2 `value`, `grad` and the moments are this process's shard; :meth:`gather` and :meth:`scatter` go to the
+    whole tensor and back. Where the optimizer says `stacks`, all of them may have one more dimension in front, which
+    counts equal tensors.
+    """
+
+    kind: str  # "raw", "plain" or the panel's name
+    value: Tensor
+    grad: Tensor
+    lr: Number  # a number, or for a panel a tensor that broadcasts against it: one per scale
+    weight_decay: Number  # likewise
+    step: Tensor  # how often this tensor was updated, this time included
+    shape: Sequence[int]  # of the whole tensor
+    out_dim: int = 0  # of a weight: which dimension counts outputs
+    moments: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    placement: Placement = field(default=WHOLE, repr=False)
+    split: bool = field(default=False, repr=False)  # other processes have other parts of it
+
+    def moment(self, name: str) -> Tensor:
+        """Return this target's moment of that name."""
+        return self.moments[name]
+
+    def gather(self, part: Tensor) -> Tensor:
+        """Return the whole tensor of which `part`, as large as `value`, is this process's; all processes must call."""
+        return self.placement.gather(part, self.shape) if self.split else part
+
+    def scatter(self, whole: Tensor) -> Tensor:
+        """Return this process's part of a `whole` tensor of the parameter's shape."""
+        return self.placement.cut(whole, self.placement.dim) if self.split else whole
+
+
+Rule = Callable[[Target, Group], None]
+
+
+class Batch(Protocol):
+    """Parameters that go through a step together. All of one batch have one group and one placement."""
+
+    views: Sequence[ParameterView]
+
+    def pull(self) -> None:
+        """Pull the gradients back to raw space."""
+
+    def norms(self) -> list[Tensor]:
+        """Return tensors whose norm is that of the gradients, but for :meth:`shared` ones."""
+
+    def shared(self) -> dict[int, list[Tensor]]:
+        """Return, by parameter, gradients of which each process has a summand: of panels along an unsplit dimension."""
+
+    def update(self, rule: Rule, clip: Tensor | None) -> None:
+        """Apply the rule with gradients times `clip`, and write the values into the model; at rate 0 its bits stay."""
+
+
+class ReadableBatch:
+    """One parameter, or several small ones with one layout and as many updates, stacked."""
+
+    def __init__(self, views: Sequence[ParameterView], moments: Moments) -> None:
+        self.views = views
+        self._first = views[0]
+        self._moments = moments
+        self._targets: list[Target] = []
+        self._coordinates: Coordinates | None = None
+
+    def _stack(self, tensors: Iterable[Tensor]) -> Tensor:
+        found = list(tensors)
+        return found[0] if len(found) == 1 else torch.stack(found)
+
+    def pull(self) -> None:
+        """Pull the gradients back to raw space."""
+        first = self._first
+        grad = self._stack(view.gradient() for view in self.views).to(first.dtype)
+        lr, decay = float(first.group["lr"]), first.group["weight_decay"]
+        if not first.curved:
+            self._targets = [self._target("plain", self._stack(v.own("plain") for v in self.views), grad, lr, decay)]
+            return
+        parts = zip(*(view.coordinates()[1:] for view in self.views), strict=True)
+        self._coordinates = Coordinates(first.layout, *map(self._stack, parts))
+        pulled = self._coordinates.pullback(grad)
+        self._targets = [self._target("raw", self._coordinates.raw, pulled.raw, lr, decay)]
+        for panel in first.panels:
+            value = getattr(self._coordinates, panel)
+            rates = panel_rates(first.layout, panel, first.group, value)
+            self._targets.append(self._target(panel, value, getattr(pulled, panel), *rates))
+
+    def _target(self, kind: str, value: Tensor, grad: Tensor, lr: Number, decay: Number) -> Target:
+        first = self._first
+        moments = {
+            name: self._stack(view.moment(kind, name) for view in self.views)
+            for name in self._moments(kind, first.whole_shape(kind))
+        }
+        step, split = first.counts()[kind in PANELS], first.is_split(kind)
+        return Target(
+            *(kind, value, grad, lr, decay, step, first.whole_shape(kind), first.out_dim),
+            *(moments, first.placement, split),
+        )
+
+    def norms(self) -> list[Tensor]:
+        """Return tensors whose norm is that of the gradients, but for shared ones."""
+        sharded = self._first.placement.group is not None
+        return [target.grad for target in self._targets if target.split or not sharded]
+
+    def shared(self) -> dict[int, list[Tensor]]:
+        """Return, by parameter, gradients of which each process has a summand."""
+        if self._first.placement.group is None:
+            return {}
+        return {self._first.key: [target.grad for target in self._targets if not target.split]}
+
+    def update(self, rule: Rule, clip: Tensor | None) -> None:
+        """Apply the rule and write the values into the model."""
+        group = self._first.group
+        for target in self._targets:
+            if clip is not None:  # never in place: it may be p.grad
+                target.grad = target.grad * clip.to(target.grad.device)
+            rule(target, group)
+            self._unstack([view.own(target.kind) for view in self.views], target.value)
+            for name, moment in target.moments.items():
+                self._unstack([view.moment(target.kind, name) for view in self.views], moment)
+        if float(group["lr"]) != 0.0 and self._first.watched:
+            values = [view.value for view in self.views]
+            if self._coordinates is None:
+                torch._foreach_copy_(values, [view.own("plain") for view in self.views])
+            elif len(values) == 1:
+                values[0].copy_(self._coordinates.effective(values[0].dtype))
+            else:
+                self._unstack(values, self._coordinates.effective(values[0].dtype))
+        self._targets, self._coordinates = [], None
+
+    def _unstack(self, into: list[Tensor], stacked: Tensor) -> None:
+        if len(into) > 1:
+            torch._foreach_copy_(into, list(stacked.unbind()))
+
+
+def readable_batches(views: Iterable[ParameterView], moments: Moments, stacks: bool) -> Iterator[ReadableBatch]:
+    """Yield the parameters one by one or, where the rule can take stacks, small equal ones together."""
+    alike: dict[Any, list[ParameterView]] = {}
+    for view in views:
+        value, map_of = view.value, view.layout if view.curved else None
+        small = stacks and is_memory(value) and view.placement.group is None and value.numel() <= _STACK // 2
+        counts = tuple(map(float, view.counts())) if small else ()
+        key = (id(view.group), id(map_of), view.shape, value.dtype, value.device, counts) if small else view.key
+        alike.setdefault(key, []).append(view)
+    for chosen in alike.values():
+        most = max(1, _STACK // max(1, chosen[0].value.numel()))
+        for start in range(0, len(chosen), most):
+            yield ReadableBatch(chosen[start : start + most], moments)
+
+
+def batch_signature(views: Sequence[ParameterView]) -> list[Any]:
+    """Return what batches of the parameters depend on, besides what a view itself answers for.
+
+    A step changes all counts alike: one that somebody has edited differs from the others in its version.
+    """
+    grads = [local(view.parameter.grad) for view in views]  # type: ignore[arg-type]
+    strides = [grad.layout == torch.strided and grad.stride() for grad in grads]
+    versions = [count._version for view in views for count in view.counts()]
+    signs = [(id(v), type(g), g.dtype, g.device, g.shape) for v, g in zip(views, grads, strict=True)]
+    return [is_wanted(), signs, strides, [version - versions[0] for version in versions]]

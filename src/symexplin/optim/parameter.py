@@ -1,0 +1,260 @@
+"""One parameter of a raw-space optimizer: its state, and the view of it that a step works on."""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from symexplin.coordinates import Coordinates
+from symexplin.layout import PANELS, Layout
+from symexplin.optim.groups import Group, is_curved, layout_of, name_of
+from symexplin.optim.placement import Placement, address, is_dtensor, local, placement_of
+from symexplin.transform import compute_dtype
+from symexplin.validation import naming
+
+__all__ = ["COUNTS", "Moments", "ParameterView", "moment_key"]
+
+COUNTS = ("step", "scale_step")  # counters of updates in a parameter's state: of its values, of its scales
+_DIMS = {"panel0": 0, "panel1": 1, "scalar": None}  # the tensor dimension along which each panel lies
+
+# Which moments a tensor of that kind ("raw", "plain" or a panel's name) and whole shape has.
+Moments = Callable[[str, tuple[int, ...]], Iterable[str]]
+
+
+def moment_key(kind: str, moment: str) -> str:
+    """Return the name in a parameter's state of a moment: "exp_avg", "panel0_exp_avg"."""
+    return moment if kind in ("raw", "plain") else f"{kind}_{moment}"
+
+
+@dataclass(eq=False)
+class ParameterView:
+    """The parameter of `group` at place `index`, its optimizer state, and where both lie.
+
+    Everything here works on the part of the parameter that this process has.
+    """
+
+    group: Group
+    index: int
+    state: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        self.parameter: Tensor = self.group["params"][self.index]
+        self.key = id(self.parameter)  # what it is called among others
+        self._address = address(self.parameter)
+        self._known = self._tensors()
+        shape = self.group["shape"][self.index] if self.curved else None
+        if shape is not None and tuple(shape) != self.shape:
+            raise ValueError(
+                f"{self.name} must have its shape {tuple(shape)}, got {self.shape}: parameters flattened after the "
+                "groups were built (FSDP1, ZeRO) are not supported; fully_shard (FSDP2) is"
+            )
+
+    def _tensors(self) -> list[int]:
+        """Return which tensors the state holds: somebody may replace them."""
+        return list(map(id, self.state.values()))
+
+    def serves(self, group: Group, index: int, state: dict[str, Any]) -> bool:
+        """Whether what is kept here still holds: the same place and state, and values where they were."""
+        if self.group is not group or self.index != index or self.state is not state:
+            return False
+        parameter = group["params"][index]
+        return (
+            parameter is self.parameter
+            and address(parameter) == self._address
+            and self._tensors() == self._known
+            and bool(state)
+        )
+
+    @property
+    def name(self) -> str:
+        """Its qualified name."""
+        return name_of(self.group, self.index)
+
+    @functools.cached_property
+    def curved(self) -> bool:
+        """Whether it is curved."""
+        return is_curved(self.group)
+
+    @property
+    def kind(self) -> str:
+        """What its values are among the tensors of its state."""
+        return "raw" if self.curved else "plain"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its whole shape."""
+        return tuple(self.parameter.shape)
+
+    @functools.cached_property
+    def placement(self) -> Placement:
+        """Where it lies."""
+        return placement_of(self.parameter, self.name)
+
+    @functools.cached_property
+    def value(self) -> Tensor:
+        """Its values here, to be read and written."""
+        return local(self.parameter.detach())
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        """The layout of a curved parameter's part."""
+        return layout_of(self.group, self.index, tuple(self.value.shape))
+
+    @functools.cached_property
+    def dtype(self) -> torch.dtype:
+        """The dtype of its state."""
+        return compute_dtype(self.parameter)
+
+    @property
+    def out_dim(self) -> int:
+        """Which dimension of a weight counts outputs."""
+        return int(self.group["out_dim"][self.index]) if self.curved else 0
+
+    @property
+    def panels(self) -> list[str]:
+        """The names of the panels that its scales need."""
+        return [panel for panel in PANELS if panel in self.state]
+
+    @property
+    def watched(self) -> bool:
+        """Whether its raw weight could disagree with what the model holds."""
+        return "raw" in self.state
+
+    def own(self, kind: str) -> Tensor:
+        """Return this process's part of what a rule updates: "raw" and "plain" are its values, or their master copy."""
+        if kind in PANELS:
+            return local(self.state[kind])
+        return local(self.state["raw"]) if "raw" in self.state else self.value
+
+    def moment(self, kind: str, name: str) -> Tensor:
+        """Return this process's part of a moment."""
+        return local(self.state[moment_key(kind, name)])
+
+    def counts(self) -> tuple[Tensor, Tensor]:
+        """Return how often its values and its scales were updated."""
+        return self.state["step"], self.state.get("scale_step", self.state["step"])
+
+    def gradient(self) -> Tensor:
+        """Return the gradient of this part."""
+        grad = self.parameter.grad
+        assert grad is not None
+        if type(grad) is Tensor and grad.layout == torch.strided and self.placement.mesh is None:
+            return grad  # the usual case
+        if grad.is_sparse:
+            raise ValueError(f"{self.name}: sparse gradients are not supported: set sparse=False in the embedding")
+        if self.placement.mesh is not None and tuple(grad.placements) != self.placement.spec:  # type: ignore[attr-defined]
+            grad = grad.redistribute(placements=self.placement.spec)  # type: ignore[attr-defined]
+        return local(grad)
+
+    def coordinates(self) -> Coordinates:
+        """Return the curved parameter seen through its map."""
+        raw = self.own("raw")
+        return Coordinates(
+            self.layout,
+            raw,
+            *(self.own(p) if p in self.state else raw.new_empty(self.layout.panel_shape(p)) for p in PANELS),
+        )
+
+    def effective(self) -> Tensor:
+        """Return what its values are by its raw weight or master copy, in its own dtype."""
+        return self.coordinates().effective(self.value.dtype) if self.curved else self.own("plain").to(self.value.dtype)
+
+    def whole_shape(self, kind: str) -> tuple[int, ...]:
+        """Return the whole shape of a tensor of its state."""
+        if kind not in PANELS:
+            return self.shape
+        return layout_of(self.group, self.index, self.shape).panel_shape(kind)
+
+    def is_split(self, kind: str) -> bool:
+        """Whether other processes have other parts of a tensor of its state."""
+        dim = self.placement.dim
+        return dim is not None and self._dim(kind) == dim
+
+    def _dim(self, kind: str) -> int | None:
+        """Return the tensor dimension along which a tensor of the state could be split."""
+        return _DIMS[kind] if kind in PANELS else self.placement.dim
+
+    def start_panels(self) -> dict[str, Tensor]:
+        """Return this part's panels at their start: drawn whole, so that they do not depend on the sharding."""
+        whole = layout_of(self.group, self.index, self.shape)
+        panels = whole.start_panels(self.dtype, self.value.device, self.group["position"][self.index])
+        return {name: self.placement.cut(panel, self._dim(name)) for name, panel in panels.items()}
+
+    def invert(self, w: Tensor, panels: Mapping[str, Tensor]) -> Tensor:
+        """Return the raw weight of `w` under the map with these panels."""
+        with naming(self.name):
+            return Coordinates(self.layout, w, **panels).matched(w)
+
+    def create_state(self, moments: Moments) -> bool:
+        """Fill in the state that a trainable parameter lacks; return whether its raw weight was just made of it."""
+        state, half = self.state, self.dtype != self.parameter.dtype
+        if state:
+            if "raw" in state and state["raw"].dtype != self.dtype:
+                raise ValueError(
+                    f"{self.name} was {state['raw'].dtype} when its state was made, got {self.parameter.dtype}"
+                )
+            if half and "raw" not in state:  # loaded from, or cast after, full precision
+                state["raw"] = self._wrap("raw", self.value.to(self.dtype))
+            return False
+        if not self.parameter.requires_grad:
+            return False
+        parts: dict[str, Tensor] = {}
+        if self.curved:
+            panels = self.start_panels()
+            parts["raw"] = self.invert(self.value, panels)
+            parts |= {name: panel for name, panel in panels.items() if self.layout.width(name)}
+        elif half:
+            parts["raw"] = self.value.to(self.dtype)
+        state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+        if any(name in parts for name in PANELS):
+            state["scale_step"] = state["step"].clone()
+        state.update({kind: self._wrap(kind, part) for kind, part in parts.items()})
+        for kind, part in {"raw": self.value, **parts}.items():
+            kind = self.kind if kind == "raw" else kind
+            for moment in moments(kind, self.whole_shape(kind)):
+                zeros = torch.zeros_like(part, dtype=self.dtype, memory_format=torch.preserve_format)
+                state[moment_key(kind, moment)] = self._wrap(kind, zeros)
+        return "raw" in parts
+
+    def _wrap(self, kind: str, part: Tensor) -> Tensor:
+        if kind not in PANELS:
+            return self.placement.wrap(part, self.shape)
+        dim = _DIMS[kind]
+        return part if dim is None else self.placement.wrap(part, self.whole_shape(kind), dim)
+
+    def adopt(self, key: str, value: Any) -> Any:
+        """Return a copy of a saved tensor of the state in its own precision, on its device and split as it must be.
+
+        Counts may be numbers. What is neither a count nor a tensor is somebody else's, and comes back as it is.
+
+        Raises:
+            ValueError: it is split, and not as the parameter is.
+        """
+        if key in COUNTS:
+            return torch.as_tensor(value, dtype=torch.float32, device="cpu").detach().clone()
+        if not isinstance(value, Tensor):
+            return value
+        kind = next((panel for panel in PANELS if key.startswith(panel)), self.kind)
+        value = value.detach().to(device=self.value.device, dtype=self.dtype, copy=True)
+        if is_dtensor(value):
+            if not is_dtensor(self._wrap(kind, local(value))) or tuple(value.placements) != self.placement.spec:
+                raise ValueError(
+                    f"{self.name}: {key} is saved as a DTensor, and the parameter is not split as it is: save and load "
+                    "with torch.distributed.checkpoint.state_dict"
+                )
+            return value
+        return self._wrap(kind, self.placement.cut(value, self._dim(kind)))
+
+    def restart(self, moments: Moments) -> None:
+        """Start the scales anew, matched to the weights found."""
+        found, panels = self.value.to(self.dtype), self.start_panels()
+        self.own("raw").copy_(self.invert(found, panels))
+        for name in self.panels:
+            self.own(name).copy_(panels[name])
+            for moment in moments(name, self.whole_shape(name)):
+                self.moment(name, moment).zero_()
+        if "scale_step" in self.state:
+            self.state["scale_step"].zero_()
