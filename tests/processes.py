@@ -11,8 +11,16 @@ import torch
 __all__ = ["run"]
 
 _context = multiprocessing.get_context("forkserver")
+# torch._dynamo: the first step of an optimizer of torch imports it.
 _context.set_forkserver_preload(
-    ["torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "symexplin.optim"]
+    [
+        "torch.distributed.fsdp",
+        "torch.distributed.checkpoint.state_dict",
+        "torch._dynamo",
+        "symexplin.optim",
+        "symexplin.lab.run",
+        "symexplin.lab.report.figures",
+    ]
 )
 
 

@@ -4,8 +4,8 @@ import torch
 
 import symexplin as sel
 from sharded import full, make, model_of, optimizer_of, shard, states, steps, weights
+from symexplin.optim.migrate import from_adamw, to_adamw
 from symexplin.optim.muon import SELMuon
-from symexplin.optim.switch import from_adamw, to_adamw
 
 __all__ = ["muon", "switched"]
 

@@ -8,10 +8,10 @@ import symexplin as sel
 from symexplin.config import PRESETS
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_presets_survive_json(name):
-    config = sel.preset(name)
-    assert sel.SELConfig.from_json(config.to_json()) == config
+def test_presets_survive_json():
+    for name in PRESETS:
+        config = sel.preset(name)
+        assert sel.SELConfig.from_json(config.to_json()) == config
 
 
 def test_paper_preset_states_the_papers_numbers():
@@ -59,39 +59,35 @@ def test_peak_lr_holds_the_product_with_lr():
         config.multipliers()
 
 
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda: sel.SELConfig(beta=0), "beta must be a positive finite number, got 0"),
-        (lambda: sel.SELConfig(beta=float("nan")), "beta must be a positive finite number, got nan"),
-        (lambda: sel.SELConfig(beta="wide"), "beta must be a positive number or 'auto', got 'wide'"),
-        (lambda: sel.SELConfig(mode="mismatched"), "did you mean 'mismatch'"),
-        (lambda: sel.SELConfig(curvature="absorb"), "did you mean 'absorbed'"),
-        (lambda: sel.Scale("row_col"), "pattern must be one of .* got 'row_col'; did you mean 'row_col_"),
-        (lambda: sel.Scale("row", k=(1, 2, 3)), "k must be a number or a"),
-        (lambda: sel.Scale("row", k=-1), "k must be a positive finite number, got -1"),
-        (lambda: sel.Scale("lora", rank=0), "rank must be a whole number >= 1, got 0"),
-        (lambda: sel.Scale(start=float("inf")), "start must be a finite number, got inf"),
-        (
-            lambda: sel.SELConfig(n=sel.Scale("row_col_mult", start=0)),
-            "n.pattern 'row_col_mult' cannot start at 0",
-        ),
-        (lambda: sel.SELConfig(delta=sel.Scale("row", start=0)), "delta must be off"),
-        (lambda: sel.SELConfig(m=sel.Scale(start=-1)), "m.start must be positive, got -1"),
-        (lambda: sel.SELConfig(e=1.0), "e must be a Scale, got 1.0"),
-        (lambda: sel.SELConfig(include="weight"), "include must be a sequence of name patterns"),
-        (lambda: sel.SELConfig(include=None), "include must be a sequence of name patterns, got None"),
-        (lambda: sel.SELConfig(normalize="no"), "normalize must be True or False, got 'no'"),
-        (lambda: sel.SELConfig(seed=-1), "seed must be a whole number >= 0, got -1"),
-        (lambda: sel.SELConfig(seed=2**80), "seed must be a whole number <= 4294967295"),
-        (lambda: sel.preset("papr"), "preset must be one of .* did you mean 'paper'"),
-        (lambda: sel.preset("paper", bta=3), "key must be one of .* did you mean 'beta'"),
-        (lambda: sel.preset("paper", e={"patern": "row"}), "e key must be one of .* did you mean 'pattern'"),
-    ],
-)
-def test_bad_values_name_argument_value_and_remedy(build, message):
-    with pytest.raises(ValueError, match=message):
-        build()
+def test_bad_values_name_argument_value_and_remedy():
+    for build, message in (
+        (lambda: sel.SELConfig(beta=0), "beta .* got 0"),
+        (lambda: sel.SELConfig(beta=float("nan")), "beta .* got nan"),
+        (lambda: sel.SELConfig(beta="wide"), "beta .*'auto', got 'wide'"),
+        (lambda: sel.SELConfig(mode="mismatched"), "mode .* got 'mismatched'.*'mismatch'"),
+        (lambda: sel.SELConfig(curvature="absorb"), "curvature .* got 'absorb'.*'absorbed'"),
+        (lambda: sel.Scale("row_col"), "pattern .* got 'row_col'.*'row_col_"),
+        (lambda: sel.Scale("row", k=(1, 2, 3)), r"k .* got \(1, 2, 3\)"),
+        (lambda: sel.Scale("row", k=-1), "k .* got -1"),
+        (lambda: sel.Scale("lora", rank=0), "rank .*>= 1, got 0"),
+        (lambda: sel.Scale(start=float("inf")), "start .* got inf"),
+        (lambda: sel.SELConfig(n=sel.Scale("row_col_mult", start=0)), "n.pattern .*'row_col_mult'.*'row_col_add'"),
+        (lambda: sel.SELConfig(delta=sel.Scale("row", start=0)), "delta .*'lora'.* got .*'row'"),
+        (lambda: sel.SELConfig(delta=sel.Scale("lora", start=0.5)), "delta .*starting at 0, got .*0.5"),
+        (lambda: sel.SELConfig(m=sel.Scale(start=-1)), "m.start .* got -1"),
+        (lambda: sel.SELConfig(m=sel.Scale(start=0)), "m.start .* got 0"),
+        (lambda: sel.SELConfig(e=1.0), "e .*Scale, got 1.0"),
+        (lambda: sel.SELConfig(include="weight"), "include .* got 'weight'"),
+        (lambda: sel.SELConfig(include=None), "include .* got None"),
+        (lambda: sel.SELConfig(normalize="no"), "normalize .*True or False, got 'no'"),
+        (lambda: sel.SELConfig(seed=-1), "seed .*>= 0, got -1"),
+        (lambda: sel.SELConfig(seed=2**80), "seed .*<= 4294967295"),
+        (lambda: sel.preset("papr"), "preset .*'papr'.*'paper'"),
+        (lambda: sel.preset("paper", bta=3), "key .*'bta'.*'beta'"),
+        (lambda: sel.preset("paper", e={"patern": "row"}), "e key .*'patern'.*'pattern'"),
+    ):
+        with pytest.raises(ValueError, match="^" + message):
+            build()
 
 
 def test_config_is_frozen_and_hashable():

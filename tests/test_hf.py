@@ -203,7 +203,7 @@ class Signs(sel.RawSpaceOptimizer):
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0, *, total_steps=None, max_grad_norm=None):
         rule = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        shared = {"total_steps": total_steps, "max_grad_norm": max_grad_norm, "capturable": False}
+        shared = {"total_steps": total_steps, "max_grad_norm": max_grad_norm}
         super().__init__(params, rule | shared)
 
     def rule_(self, target, group):
@@ -298,7 +298,7 @@ def test_misuse_is_named(tmp_path):
 
 # One process imports torch and forks one process a run: starting Python for each would take most of the time.
 _RUNS = """if True:
-    import json, os, signal, sys, torch, transformers
+    import json, os, signal, sys, torch, torch._dynamo, transformers
     sys.path.insert(0, sys.argv[1])
     from test_hf import arguments, losses, tiny, trainer
     folder, dtype = sys.argv[2], getattr(torch, sys.argv[3])

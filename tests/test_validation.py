@@ -4,72 +4,69 @@ import math
 
 import pytest
 
-from symexplin.validation import check_choice, check_fraction, check_positive, check_whole
+from symexplin.validation import (
+    check_choice,
+    check_finite,
+    check_fraction,
+    check_not_negative,
+    check_positive,
+    check_whole,
+)
 
 MODES = ("mismatch", "congruent", "exp_only")
+NOT_NUMBERS = (math.nan, math.inf, -math.inf, True, False, "1", None, [1.0], 1j)
 
 
-@pytest.mark.parametrize("choice", MODES)
-def test_a_right_choice_is_returned(choice):
-    assert check_choice("mode", choice, MODES) == choice
-    assert check_choice("mode", choice, dict.fromkeys(MODES)) == choice
-    assert check_choice("mode", choice, iter(MODES)) == choice
+def refused(check, value, *arguments, **keywords):
+    """Return the message of the refusal, which must begin with the argument's name and give the value."""
+    with pytest.raises(ValueError) as error:
+        check("k0", value, *arguments, **keywords)
+    message = str(error.value)
+    assert message.startswith("k0 must be ")
+    assert f"got {value!r}" in message
+    return message
+
+
+def test_a_right_choice_is_returned():
+    for choice in MODES:
+        for known in (MODES, dict.fromkeys(MODES), iter(MODES)):
+            assert check_choice("mode", choice, known) == choice
+
+
+def test_a_wrong_choice_names_all_and_the_nearest():
+    for wrong, near in (("mismatc", "mismatch"), ("Congruent", "congruent"), ("exp-only", "exp_only")):
+        message = refused(check_choice, wrong, MODES)
+        assert "'mismatch', 'congruent', 'exp_only'" in message
+        assert message.endswith(f"did you mean {near!r}?")
+
+
+def test_nothing_near_gives_no_hint():
+    for wrong in ("xyz", "", None, 3, ["mismatch"]):
+        assert refused(check_choice, wrong, ("fixed", "absorbed")).endswith(f"got {wrong!r}")
 
 
 @pytest.mark.parametrize(
-    ("wrong", "near"), [("mismatc", "mismatch"), ("Congruent", "congruent"), ("exp-only", "exp_only")]
+    ("check", "right", "wrong"),
+    [
+        (check_positive, (1, 7.5, 5e-324, 1e308), (0, 0.0, -0.0, -1, *NOT_NUMBERS)),
+        (check_not_negative, (0, -0.0, 1, 5e-324, 1e308), (-1, -5e-324, *NOT_NUMBERS)),
+        (check_finite, (0, -1, 7.5, -1e308), NOT_NUMBERS),
+        (check_fraction, (0, 0.0, 0.5, 0.999), (1, -0.1, math.nan, math.inf, "0.5", None)),
+    ],
 )
-def test_a_wrong_choice_names_all_and_the_nearest(wrong, near):
-    with pytest.raises(ValueError) as error:
-        check_choice("mode", wrong, MODES)
-    known = "'mismatch', 'congruent', 'exp_only'"
-    assert str(error.value) == f"mode must be one of {known}, got {wrong!r}; did you mean {near!r}?"
+def test_a_number_comes_back_as_float_and_anything_else_is_refused(check, right, wrong):
+    for value in right:
+        result = check("beta", value)
+        assert type(result) is float
+        assert result == value
+    for value in wrong:
+        refused(check, value)
 
 
-@pytest.mark.parametrize("wrong", ["xyz", "", None, 3, ["mismatch"]])
-def test_nothing_near_gives_no_hint(wrong):
-    with pytest.raises(ValueError) as error:
-        check_choice("curvature", wrong, ("fixed", "absorbed"))
-    assert str(error.value) == f"curvature must be one of 'fixed', 'absorbed', got {wrong!r}"
-
-
-@pytest.mark.parametrize("value", [1, 7.5, 5e-324, 1e308])
-def test_a_positive_number_comes_back_as_float(value):
-    result = check_positive("beta", value)
-    assert type(result) is float
-    assert result == value
-
-
-@pytest.mark.parametrize("value", [0, 0.0, -0.0, -1, math.nan, math.inf, -math.inf, True, False, "1", None, [1.0], 1j])
-def test_anything_else_is_refused_by_name(value):
-    with pytest.raises(ValueError) as error:
-        check_positive("k0", value)
-    assert str(error.value) == f"k0 must be a positive finite number, got {value!r}"
-
-
-@pytest.mark.parametrize("value", [1, 7])
-def test_whole_numbers_pass(value):
-    assert check_whole("n", value) == value
-
-
-@pytest.mark.parametrize("value", [0, -1, 1.0, True, "1", None])
-def test_others_are_named(value):
-    with pytest.raises(ValueError, match=f"n must be a whole number >= 1, got {value!r}"):
-        check_whole("n", value)
-
-
-def test_minimum():
-    assert check_whole("n", 0, minimum=0) == 0
-    with pytest.raises(ValueError, match=">= 0, got -1"):
-        check_whole("n", -1, minimum=0)
-
-
-@pytest.mark.parametrize("value", [0, 0.0, 0.5, 0.999])
-def test_fractions_pass(value):
-    assert check_fraction("x", value) == value
-
-
-@pytest.mark.parametrize("value", [1, -0.1, math.nan, math.inf, "0.5", None])
-def test_other_fractions_are_named(value):
-    with pytest.raises(ValueError, match=r"x must be a number in \[0, 1\)"):
-        check_fraction("x", value)
+def test_whole_numbers_pass_between_their_ends():
+    for value, ends in ((1, {}), (7, {}), (0, {"minimum": 0}), (2, {"maximum": 2})):
+        assert check_whole("n", value, **ends) == value
+    for value in (0, -1, 1.0, True, "1", None):
+        assert ">= 1," in refused(check_whole, value)
+    assert ">= 0," in refused(check_whole, -1, minimum=0)
+    assert "<= 2," in refused(check_whole, 3, maximum=2)

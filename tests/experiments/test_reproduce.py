@@ -15,6 +15,8 @@ SMALL = {
     "compare": {"confirm_seeds": []},
 }
 
+pytestmark = pytest.mark.usefixtures("undrawn")  # but for what a fixture of the module draws once
+
 
 def tiny(data, **changes):
     return ReproduceConfig(**{"data": (data,), "lrs": (2e-3,), "jobs": 1, "steps": 4, "set": SMALL, **changes})

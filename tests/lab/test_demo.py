@@ -19,6 +19,8 @@ from symexplin.lab.weights.files import load_model
 FILES = {".symexplin-demo", ".lock", "compare.toml", "comparison.json", "report.html", "sample.txt", "data", "runs"}
 RUNS = {"AdamW-lr0.001-seed0", "AdamW-lr0.01-seed0", "SEL-lr0.001-seed0", "SEL-lr0.01-seed0"}
 
+pytestmark = pytest.mark.usefixtures("undrawn")  # but for what a fixture of the module draws once
+
 
 def text(word):
     return b"\0".join(f"{word} {i} says {i * i} and {i % 5}".encode() for i in range(80))

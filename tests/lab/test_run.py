@@ -3,6 +3,7 @@ import dataclasses
 import json
 import math
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -115,8 +116,9 @@ def test_the_resolved_configuration_is_echoed(data, tmp_path):
     assert "step 10/10, loss " in lines[-1]
 
 
-@pytest.mark.parametrize("curve", CURVES)
-@pytest.mark.parametrize("step", [1, 3, 4, 5, 10])
+@pytest.mark.parametrize(
+    ("curve", "step"), [("none", 1), ("none", 4), ("optimizer", 3), ("optimizer", 10), ("module", 1), ("module", 5)]
+)
 def test_a_run_that_fails_anywhere_resumes_to_the_same_bits(data, whole, tmp_path, monkeypatch, curve, step):
     folder = tmp_path / "run"
     with monkeypatch.context() as patch:
@@ -366,34 +368,33 @@ def test_nothing_is_written_before_the_data_are_read(data, tmp_path):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="limits the size of files")
-@pytest.mark.parametrize("size", [500, 2_000, 20_000, 60_000])
-def test_a_full_disk_is_told_in_one_line_and_the_run_resumes(data, whole, tmp_path, size):
+def test_a_full_disk_is_told_in_one_line_and_the_run_resumes(data, whole, tmp_path):
     """At any size of the limit: the metrics, the checkpoint or the final weights do not fit."""
+    sizes = (500, 2_000, 20_000, 60_000)
     code = """if True:
         import pickle, resource, sys
         from symexplin.lab.run import train
-        config, folder, size = pickle.load(sys.stdin.buffer)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-        try:
-            train(config, folder)
-        except (OSError, ValueError) as error:
-            sys.exit(f"told: {error}")
+        for config, folder, size in pickle.load(sys.stdin.buffer):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+            try:
+                train(config, folder)
+            except (OSError, ValueError) as error:
+                print(f"told: {error}", file=sys.stderr)
     """
-    import pickle
-
-    folder = tmp_path / "run"
+    folders = [tmp_path / str(size) for size in sizes]
     done = subprocess.run(
         [sys.executable, "-c", code],
-        input=pickle.dumps((tiny(data), str(folder), size)),
+        input=pickle.dumps([(tiny(data), str(folder), size) for folder, size in zip(folders, sizes, strict=True)]),
         capture_output=True,
         check=False,
         timeout=120,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    *_, last = done.stderr.decode().splitlines()
-    assert last.startswith("told: "), done.stderr.decode()
-    assert "arge" in last
-    assert str(folder) in last  # which file, whichever it is
-    assert not list(folder.rglob("*.tmp"))
-    train(tiny(data), folder, resume=True)
-    assert bits(folder) == bits(whole["none"])
+    assert done.returncode == 0, done.stderr.decode()
+    told = [line for line in done.stderr.decode().splitlines() if line.startswith("told: ")]
+    for folder, line in zip(folders, told, strict=True):
+        assert "arge" in line
+        assert str(folder) in line  # which file, whichever it is
+        assert not list(folder.rglob("*.tmp"))
+        train(tiny(data), folder, resume=True)
+        assert bits(folder) == bits(whole["none"])

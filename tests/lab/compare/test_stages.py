@@ -19,6 +19,8 @@ from symexplin.lab.run import train
 from symexplin.lab.settings import build, dump_toml, load_toml, to_table
 from symexplin.lab.stop import Stopped
 
+pytestmark = pytest.mark.usefixtures("undrawn")  # but for what a fixture of the module draws once
+
 
 def staged(data, **grid):
     """Seed 0 chooses, seeds 3 and 4 confirm; a high rate, at which SEL is the better one, and one that is too low."""

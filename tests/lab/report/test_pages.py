@@ -2,13 +2,11 @@ import json
 import shutil
 
 import pytest
-from markupsafe import Markup
 
 import symexplin as sel
 from pages import Page
 from run_folders import EVIL, comparison, trained
 from symexplin.lab.maps import CurveConfig
-from symexplin.lab.report import figures
 from symexplin.lab.report import pages as module
 from symexplin.lab.report.pages import report, report_comparison, report_run
 
@@ -22,13 +20,6 @@ def learned(data, tmp_path_factory):
 def run(learned, tmp_path):
     """A folder of a finished run that a test may change."""
     return shutil.copytree(learned, tmp_path / "run")
-
-
-@pytest.fixture
-def undrawn(monkeypatch):
-    """Leave the charts empty, for tests of the words around them."""
-    for name in ("chart", "histogram"):
-        monkeypatch.setattr(figures, name, lambda *_, **__: Markup("<svg></svg>"))
 
 
 def edit(path, **changes):
