@@ -8,6 +8,7 @@ from torch import nn
 
 import symexplin as sel
 from symexplin.conversion import IDENTITY
+from symexplin.optim.batch import ReadableBatch
 from symexplin.optim.muon import SELMuon, newton_schulz
 from training import assert_same_bits, backward, batch, network, train
 
@@ -114,6 +115,24 @@ def test_a_transposed_weight_is_trained_as_the_weight(adjust):
         reference.step()
     # Orthogonalisation rounds to bfloat16, in another order for the transpose.
     torch.testing.assert_close(turned.weight.detach().T, plain.weight.detach(), rtol=0.01, atol=1e-3)
+
+
+def test_equal_matrices_are_stacked_to_the_same_end(monkeypatch):
+    """Forty 16 x 16 matrices and a larger one, tall and wide: together as one by one, but for bfloat16's rounding."""
+    ends = []
+    for stacks in (True, False):
+        monkeypatch.setattr(SELMuon, "stacks", stacks)
+        torch.manual_seed(0)
+        layers = nn.ModuleList([*(nn.Linear(16, 16) for _ in range(40)), nn.Linear(16, 40), nn.Linear(40, 16)])
+        optimizer = SELMuon(sel.param_groups(layers, lr=1e-2, config=sel.preset("paper")), total_steps=10)
+        for step in range(4):
+            gradients(list(layers.parameters()), step)
+            optimizer.step()
+        ends.append([p.detach() for p in layers.parameters()])
+        stacked = [b for b in optimizer._batches[1] if isinstance(b, ReadableBatch) and len(b.views) > 1]
+        assert [len(batch.views) for batch in stacked] == ([40] if stacks else [])
+    for together, alone in zip(*ends, strict=True):
+        torch.testing.assert_close(together, alone, rtol=0.01, atol=2e-3)
 
 
 def test_the_paper_preset_trains():

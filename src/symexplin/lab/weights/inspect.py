@@ -216,10 +216,9 @@ def format_inspection(inspection: Inspection, width: int = 120) -> str:
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     write_tensors(Path(folder, "a"), {"up.weight": torch.tensor([[0.5, -3.0], [0.0, 0.25]])})
     ...     table = format_inspection(inspect_file(Path(folder, "a")))
-    >>> print(table[: table.index("all")])
+    >>> print(table[: table.index("all")])  # doctest: +ELLIPSIS +NORMALIZE_WHITESPACE
     layer            shape max|w| max x std x %>0.1 %>1x %>2x %>5x %>10x   kurt beta k|raw| error
-    up                 2x2      3  2.45  2.01    75   25   25    0     0 -0.708  7.5   3.17 0.109
-    <BLANKLINE>
+    up                 2x2      3  2.45  2.01    75   25   25    0     0 -0.708  7.5   3.17 0...
     """
     head = ["layer", "shape", "max|w|", "max x", "std x", f"%>{LARGE}"]
     head += [*(f"%>{multiple}x" for multiple in MULTIPLES), "kurt", "beta", "k|raw|", "error"]
