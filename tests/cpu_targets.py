@@ -14,7 +14,7 @@ import torch
 
 from symexplin.kernels import compiler, cpu
 
-__all__ = ["EMULATED", "TARGETS", "build", "kernels_for"]
+__all__ = ["EMULATED", "TARGETS", "EmulatedKernels", "build", "kernels_for"]
 
 # What a build needs of the processor that runs it, by the names of /proc/cpuinfo.
 TARGETS = {

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from cpu_targets import EMULATED, TARGETS, kernels_for
+from cpu_targets import EMULATED, TARGETS, EmulatedKernels, kernels_for
 from pairwise import pairwise
 from symexplin import transform
 from symexplin.config import Scale, SELConfig
@@ -217,6 +217,18 @@ def test_an_update_is_adamw_on_the_pulled_gradient(kernels, case):
         torch.testing.assert_close(ours.double(), value, rtol=2e-5, atol=2e-5)
     assert torch.equal(weight, weight_of(kernels, new._replace(raw=raw)))  # bit for bit: writes are found by comparing
     assert torch.equal(grad, before[0])
+
+
+@pytest.mark.parametrize(("cols", "offset"), [(2048, 0), (2048, 1), (2043, 0)])
+def test_large_updates_write_the_same_bits_past_the_caches(kernels, cols, offset):
+    if isinstance(kernels, EmulatedKernels):
+        pytest.skip("takes minutes in an emulator, and NEON has no such writes")
+    coordinates = drawn(layout_of(place=((2056, cols), 0)))._replace(raw=torch.full((2056, cols), 0.1))
+    weight = torch.empty(coordinates.raw.numel() + offset)[offset:].view_as(coordinates.raw)
+    terms, curve = seen(coordinates)
+    matrices = Matrices([coordinates.raw], [weight], *([torch.ones_like(weight)] for _ in range(2)))
+    kernels.update(terms, matrices, *[curve.factors()] * 2, [torch.randn_like(weight)], RATES, torch.tensor(0.5))
+    assert torch.equal(weight, weight_of(kernels, coordinates))
 
 
 @pytest.mark.parametrize("shape", [(33, 65), (16, 64), (70,), (3, 2500)])

@@ -9,8 +9,9 @@
 #include "element.h"
 
 /* WIDEST columns keep a tile's factors and sums in the first two caches. TALL rows make partial sums by column 1.2 % of
-   a weight, and leave enough tiles for several threads. Starting a thread costs about as much as 2^16 entries. */
-enum { WIDEST = 1024, TALL = 256, SUMS = 3, FACTORS = 4, ENTRIES_PER_THREAD = 1 << 16 };
+   a weight, and leave enough tiles for several threads. Starting a thread costs about as much as 2^16 entries. What an
+   update of 2^22 entries touches has left the caches before weights are read again: they are written past them. */
+enum { WIDEST = 1024, TALL = 256, SUMS = 3, FACTORS = 4, ENTRIES_PER_THREAD = 1 << 16, LARGE = 1 << 22 };
 enum { WEIGHT, PULL, UPDATE, INVERT };
 
 /* One matrix; every field has eight bytes: symexplin.kernels.cpu packs them in this order. */
@@ -20,7 +21,7 @@ typedef struct {
     void *weight;
     const void *grad;
     float *out; /* PULL: the raw gradient, where it is wanted */
-    int64_t weight_half, grad_half; /* bfloat16, not float */
+    int64_t half; /* weight and gradient are bfloat16, not float */
 } Part;
 
 /* Along one dimension, of all parts: four rows kappa, c, lambda and c kappa of `length` numbers. */
@@ -49,6 +50,7 @@ typedef struct {
 
 typedef struct {
     int task, magnitude, normalize;
+    int past; /* write weights past the caches */
     const Part *parts;
     int64_t part_count, tile_count;
     Factors old, new;
@@ -63,7 +65,7 @@ typedef struct {
 
 /* A tile's column factors, padded to whole steps with those of the identity. */
 typedef struct {
-    float kappa[WIDEST], c[WIDEST], lambda[WIDEST], c_kappa[WIDEST];
+    _Alignas(64) float kappa[WIDEST], c[WIDEST], lambda[WIDEST], c_kappa[WIDEST];
 } ColumnFactors;
 
 static int64_t padded(int64_t count) { return (count + STEP - 1) / STEP * STEP; }
@@ -83,14 +85,6 @@ static void column_factors(Axis axis, int64_t at, int64_t width, ColumnFactors *
 
 /* ---- rows of a tile: the loops below are where the time goes; all counts are whole steps ---- */
 
-static void widen_row(const uint16_t *from, int64_t count, float *to) {
-    for (int64_t j = 0; j < count; j += LANES) store(to + j, widen_half(from + j));
-}
-
-static void round_row(const float *from, int64_t count, uint16_t *to) {
-    for (int64_t j = 0; j < count; j += LANES) round_half(to + j, load(from + j));
-}
-
 /* Sums over a pair of rows: of g sign(w) F, g u, and g w E or, normalized, g sign(w) (x E - F), each times the columns'
    factor; F and E over 2. */
 typedef struct {
@@ -98,35 +92,36 @@ typedef struct {
 } RowSums;
 
 typedef struct {
-    const float *g[PAIR], *w[PAIR];
+    const void *g[PAIR];
+    const float *w[PAIR];
     float *out[PAIR];
     int64_t ahead; /* to the next pair */
     RowFactors factors[PAIR];
 } Rows;
 
-INLINE void pull_rows(const Rows *rows, int64_t at, int64_t count, int magnitude, int normalize, int out,
+INLINE void pull_rows(const Rows *rows, int64_t at, int64_t count, int magnitude, int normalize, int as,
                       const ColumnFactors *columns, float *column_sums, RowSums *sums) {
     V kappa0[PAIR], c0[PAIR], lambda0[PAIR], c_kappa0[PAIR];
     RowSums total = *sums;
-    EACH kappa0[i] = all(rows->factors[i].kappa), c0[i] = all(rows->factors[i].c);
+    EACH kappa0[i] = all((float)(LOG2E * rows->factors[i].kappa)), c0[i] = all(rows->factors[i].c);
     EACH lambda0[i] = all(rows->factors[i].lambda), c_kappa0[i] = all(rows->factors[i].c_kappa);
     for (int64_t j = 0; j < count; j += LANES) {
         V kappa1 = load(columns->kappa + at + j), c1 = load(columns->c + at + j), by;
         V lambda1 = load(columns->lambda + at + j), c_kappa1 = load(columns->c_kappa + at + j);
-        V g[PAIR], w[PAIR], x[PAIR], F[PAIR], E[PAIR], raw[PAIR], term[PAIR];
+        V g[PAIR], w[PAIR], y[PAIR], F[PAIR], E[PAIR], raw[PAIR], term[PAIR];
         float *down = column_sums + at + j;
-        EACH g[i] = load(rows->g[i] + j), w[i] = load(rows->w[i] + j);
-        EACH __builtin_prefetch(rows->g[i] + j + rows->ahead), __builtin_prefetch(rows->w[i] + j + rows->ahead);
-        EACH x[i] = kappa0[i] * kappa1 * abs_(w[i]);
-        grow(x, F, E);
+        EACH g[i] = load_as(as, rows->g[i], j), w[i] = load(rows->w[i] + j);
+        EACH prefetch_as(as, rows->g[i], j + rows->ahead), __builtin_prefetch(rows->w[i] + j + rows->ahead);
+        EACH y[i] = kappa0[i] * kappa1 * abs_(w[i]);
+        grow(y, F, E);
         EACH raw[i] = g[i] * slope(magnitude, w[i], (c_kappa0[i] + c_kappa0[i]) * c_kappa1, lambda0[i] * lambda1, E[i]);
-        if (out) EACH store(rows->out[i] + j, raw[i]);
+        if (rows->out[0]) EACH store(rows->out[i] + j, raw[i]);
         EACH total.squares[i] = fma_(raw[i], raw[i], total.squares[i]);
         EACH term[i] = with_sign(g[i] * F[i], sign_of(w[i])), total.c[i] = fma_(term[i], c1, total.c[i]);
         by = fma_(term[0], c0[0], load(down)), store(down, fma_(term[1], c0[1], by));
         EACH term[i] = g[i] * path(magnitude, w[i]), total.lambda[i] = fma_(term[i], lambda1, total.lambda[i]);
         by = fma_(term[0], lambda0[0], load(down + WIDEST)), store(down + WIDEST, fma_(term[1], lambda0[1], by));
-        if (normalize) EACH term[i] = with_sign(g[i] * difference(x[i], F[i], E[i]), sign_of(w[i]));
+        if (normalize) EACH term[i] = with_sign(g[i] * difference(y[i], F[i], E[i]), sign_of(w[i]));
         else EACH term[i] = g[i] * w[i] * E[i];
         EACH total.kappa[i] = fma_(term[i], normalize ? c1 : c_kappa1, total.kappa[i]);
         by = fma_(term[0], normalize ? c0[0] : c_kappa0[0], load(down + 2 * WIDEST));
@@ -135,37 +130,38 @@ INLINE void pull_rows(const Rows *rows, int64_t at, int64_t count, int magnitude
     *sums = total;
 }
 
-/* With constants the compiler makes one copy of the loop for each kind of map. */
-NOINLINE void pull_pair(const Call *call, const Rows *rows, int64_t at, int64_t count, int out, const ColumnFactors *columns,
-                      float *column_sums, RowSums *sums) {
-#define PULL_KIND(MAGNITUDE, NORMALIZE, OUT) pull_rows(rows, at, count, MAGNITUDE, NORMALIZE, OUT, columns, column_sums, sums)
-    switch (call->magnitude * 4 + call->normalize * 2 + out) {
-        case 0: PULL_KIND(0, 0, 0); break;
-        case 1: PULL_KIND(0, 0, 1); break;
-        case 2: PULL_KIND(0, 1, 0); break;
-        case 3: PULL_KIND(0, 1, 1); break;
-        case 4: PULL_KIND(1, 0, 0); break;
-        case 5: PULL_KIND(1, 0, 1); break;
-        case 6: PULL_KIND(1, 1, 0); break;
-        default: PULL_KIND(1, 1, 1);
+/* With constants the compiler makes one copy of the loop for each kind of map and of numbers. */
+NOINLINE void pull_pair(const Call *call, const Rows *rows, int64_t at, int64_t count, int as, const ColumnFactors *columns,
+                        float *column_sums, RowSums *sums) {
+#define PULL_KIND(MAGNITUDE, NORMALIZE, AS) pull_rows(rows, at, count, MAGNITUDE, NORMALIZE, AS, columns, column_sums, sums)
+    switch (call->magnitude * 4 + call->normalize * 2 + (as == HALF)) {
+        case 0: PULL_KIND(0, 0, FLOAT); break;
+        case 1: PULL_KIND(0, 0, HALF); break;
+        case 2: PULL_KIND(0, 1, FLOAT); break;
+        case 3: PULL_KIND(0, 1, HALF); break;
+        case 4: PULL_KIND(1, 0, FLOAT); break;
+        case 5: PULL_KIND(1, 0, HALF); break;
+        case 6: PULL_KIND(1, 1, FLOAT); break;
+        default: PULL_KIND(1, 1, HALF);
     }
 }
 
-INLINE void image_at(int magnitude, const V *w, RowFactors row, const ColumnFactors *columns, int64_t at, float *weight) {
-    V kappa[PAIR], c[PAIR], lambda[PAIR], value[PAIR];
-    EACH kappa[i] = all(row.kappa) * load(columns->kappa + at + i * LANES);
-    EACH c[i] = all(row.c) * load(columns->c + at + i * LANES);
-    EACH lambda[i] = all(row.lambda) * load(columns->lambda + at + i * LANES);
-    image(magnitude, w, c, lambda, kappa, value);
-    EACH store(weight + i * LANES, value[i]);
+/* The weights at a step's raw weights w. */
+INLINE void image_at(int magnitude, const V *w, RowFactors row, const ColumnFactors *columns, int64_t at, V *weight) {
+    V y[PAIR], F[PAIR], E[PAIR];
+    EACH y[i] = all((float)(LOG2E * row.kappa)) * load(columns->kappa + at + i * LANES) * abs_(w[i]);
+    grow(y, F, E);
+    EACH F[i] = all(row.c) * load(columns->c + at + i * LANES) * with_sign(F[i] + F[i], sign_of(w[i]));
+    EACH weight[i] = fma_(all(row.lambda) * load(columns->lambda + at + i * LANES), path(magnitude, w[i]), F[i]);
 }
 
-INLINE void image_row(const float *w, int64_t at, int64_t count, int magnitude, RowFactors row,
-                      const ColumnFactors *columns, float *weight) {
+INLINE void image_row(const float *w, int64_t at, int64_t count, int magnitude, int as, RowFactors row,
+                      const ColumnFactors *columns, void *weight) {
     for (int64_t j = 0; j < count; j += STEP) {
-        V x[PAIR];
+        V x[PAIR], value[PAIR];
         EACH x[i] = load(w + j + i * LANES);
-        image_at(magnitude, x, row, columns, at + j, weight + j);
+        image_at(magnitude, x, row, columns, at + j, value);
+        EACH store_as(as, weight, j + i * LANES, value[i]);
     }
 }
 
@@ -191,51 +187,65 @@ INLINE void adamw(const Rule *rule, V *x, const V *g, V *m, V *v) {
 
 /* A row's raw weight w, gradient g and moments m and v; `moved` and `weight` take the new raw weight and weight. */
 typedef struct {
-    const float *w, *g;
-    float *m, *v, *moved, *weight;
+    const float *w;
+    const void *g;
+    float *m, *v, *moved;
+    void *weight;
     int64_t ahead; /* to the next row */
     RowFactors old, new;
+    Rule rule;
 } Row;
 
-INLINE void update_row(const Row *row, int64_t at, int64_t count, int magnitude, const Rule *rule,
-                       const ColumnFactors *old, const ColumnFactors *new) {
-    V kappa0 = all(row->old.kappa), lambda0 = all(row->old.lambda * rule->factor);
-    V c_kappa0 = all(2 * row->old.c_kappa * rule->factor);
+/* By value: stores to a row of floats could change floats that are pointed to. */
+INLINE void update_row(Row row, int64_t at, int64_t count, int magnitude, int as, const ColumnFactors *old,
+                       const ColumnFactors *new) {
+    V kappa0 = all((float)(LOG2E * row.old.kappa)), lambda0 = all(row.old.lambda * row.rule.factor);
+    V c_kappa0 = all(2 * row.old.c_kappa * row.rule.factor);
     for (int64_t j = 0; j < count; j += STEP) {
-        V w[PAIR], g[PAIR], m[PAIR], v[PAIR], x[PAIR], F[PAIR], E[PAIR], lambda[PAIR], c_kappa[PAIR];
-        EACH w[i] = load(row->w + j + i * LANES), g[i] = load(row->g + j + i * LANES);
-        EACH m[i] = load(row->m + j + i * LANES), v[i] = load(row->v + j + i * LANES);
+        V w[PAIR], g[PAIR], m[PAIR], v[PAIR], y[PAIR], F[PAIR], E[PAIR], value[PAIR];
+        EACH w[i] = load(row.w + j + i * LANES), g[i] = load_as(as, row.g, j + i * LANES);
+        EACH m[i] = load(row.m + j + i * LANES), v[i] = load(row.v + j + i * LANES);
         EACH {
-            int64_t next = j + i * LANES + row->ahead;
-            __builtin_prefetch(row->w + next, 1), __builtin_prefetch(row->g + next);
-            __builtin_prefetch(row->m + next, 1), __builtin_prefetch(row->v + next, 1);
-            __builtin_prefetch(row->weight + next, 1);
+            int64_t next = j + i * LANES + row.ahead;
+            __builtin_prefetch(row.w + next, 1), prefetch_as(as, row.g, next);
+            __builtin_prefetch(row.m + next, 1), __builtin_prefetch(row.v + next, 1);
         }
-        EACH x[i] = kappa0 * load(old->kappa + at + j + i * LANES) * abs_(w[i]);
-        grow(x, F, E);
-        EACH lambda[i] = lambda0 * load(old->lambda + at + j + i * LANES);
-        EACH c_kappa[i] = c_kappa0 * load(old->c_kappa + at + j + i * LANES);
-        EACH g[i] = g[i] * slope(magnitude, w[i], c_kappa[i], lambda[i], E[i]);
-        adamw(rule, w, g, m, v);
-        EACH store(row->m + j + i * LANES, m[i]), store(row->v + j + i * LANES, v[i]);
-        EACH store(row->moved + j + i * LANES, w[i]);
-        image_at(magnitude, w, row->new, new, at + j, row->weight + j);
+        EACH y[i] = kappa0 * load(old->kappa + at + j + i * LANES) * abs_(w[i]);
+        grow(y, F, E);
+        EACH {
+            V lambda = lambda0 * load(old->lambda + at + j + i * LANES);
+            g[i] = g[i] * slope(magnitude, w[i], c_kappa0 * load(old->c_kappa + at + j + i * LANES), lambda, E[i]);
+        }
+        adamw(&row.rule, w, g, m, v);
+        EACH store(row.m + j + i * LANES, m[i]), store(row.v + j + i * LANES, v[i]);
+        EACH store(row.moved + j + i * LANES, w[i]);
+        image_at(magnitude, w, row.new, new, at + j, value);
+        EACH store_as(as, row.weight, j + i * LANES, value[i]);
     }
 }
 
-NOINLINE void update_one(const Call *call, const Row *row, int64_t at, int64_t count, const Rule *rule,
-                         const ColumnFactors *old, const ColumnFactors *new) {
-    if (call->magnitude) update_row(row, at, count, 1, rule, old, new);
-    else update_row(row, at, count, 0, rule, old, new);
+NOINLINE void update_one(const Call *call, const Row *row, int64_t at, int64_t count, int as, const ColumnFactors *old,
+                         const ColumnFactors *new) {
+#define UPDATE_KIND(MAGNITUDE, AS) update_row(*row, at, count, MAGNITUDE, AS, old, new)
+    switch (call->magnitude * 3 + as) {
+        case FLOAT: UPDATE_KIND(0, FLOAT); break;
+        case HALF: UPDATE_KIND(0, HALF); break;
+        case PAST: UPDATE_KIND(0, PAST); break;
+        case 3 + FLOAT: UPDATE_KIND(1, FLOAT); break;
+        case 3 + HALF: UPDATE_KIND(1, HALF); break;
+        default: UPDATE_KIND(1, PAST);
+    }
 }
 
 /* Raw weights of a row t of the weight; returns whether all of it has one. */
-INLINE int invert_row(const float *t, int64_t at, int64_t count, int magnitude, RowFactors row,
+INLINE int invert_row(const void *t, int64_t at, int64_t count, int magnitude, int as, RowFactors row,
                       const ColumnFactors *columns, float *raw) {
     D good = all_double(1), one = all_double(1), zero = all_double(0);
     D kappa0 = all_double(row.kappa), c0 = all_double(row.c), lambda0 = all_double(row.lambda);
+    float lanes[LANES];
     for (int64_t j = 0; j < count; j += LANES / 2) {
-        D w = load_double(t + j), tau = (D)((L)w & 0x7fffffffffffffff), sign = (D)((L)w & 0x8000000000000000);
+        if (j % LANES == 0) store(lanes, load_as(as, t, j));
+        D w = load_double(lanes + j % LANES), tau = (D)((L)w & 0x7fffffffffffffff), sign = (D)((L)w & 0x8000000000000000);
         D kappa = kappa0 * load_double(columns->kappa + at + j), c = c0 * load_double(columns->c + at + j);
         D lambda = lambda0 * load_double(columns->lambda + at + j);
         D least = lambda;
@@ -246,150 +256,147 @@ INLINE int invert_row(const float *t, int64_t at, int64_t count, int magnitude, 
         if (magnitude) lambda = (D)((L)lambda ^ (L)sign);
         store_double(raw + j, (D)((L)solve(magnitude, tau, c, lambda, kappa) ^ (L)sign));
     }
-    double lanes[LANES / 2];
+    double all_lanes[LANES / 2];
     int all_good = 1;
-    memcpy(lanes, &good, sizeof lanes);
-    for (int i = 0; i < LANES / 2; i++) all_good &= lanes[i] > 0;
+    memcpy(all_lanes, &good, sizeof all_lanes);
+    for (int i = 0; i < LANES / 2; i++) all_good &= all_lanes[i] > 0;
     return all_good;
 }
 
 /* The weight from the raw weight, or the raw weight from the weight; returns whether it failed. */
-NOINLINE int convert_one(const Call *call, const float *from, int64_t at, int64_t count, RowFactors row,
-                         const ColumnFactors *columns, float *to) {
-    if (call->task == INVERT && call->magnitude) return !invert_row(from, at, count, 1, row, columns, to);
-    if (call->task == INVERT) return !invert_row(from, at, count, 0, row, columns, to);
-    if (call->magnitude) image_row(from, at, count, 1, row, columns, to);
-    else image_row(from, at, count, 0, row, columns, to);
+NOINLINE int convert_one(const Call *call, const void *from, int64_t at, int64_t count, int as, RowFactors row,
+                         const ColumnFactors *columns, void *to) {
+#define CONVERT_KIND(MAGNITUDE, AS) \
+    if (call->task == INVERT) return !invert_row(from, at, count, MAGNITUDE, AS, row, columns, to); \
+    image_row(from, at, count, MAGNITUDE, AS, row, columns, to)
+    if (call->magnitude && as == HALF) { CONVERT_KIND(1, HALF); }
+    else if (call->magnitude) { CONVERT_KIND(1, FLOAT); }
+    else if (as == HALF) { CONVERT_KIND(0, HALF); }
+    else { CONVERT_KIND(0, FLOAT); }
     return 0;
 }
 
 /* ---- tiles ---- */
 
-/* A row of a tile as floats: `count` numbers in place, and what is left of a step, or all of a row of bfloat16, in a
-   padded copy. */
+/* What is left of a row after whole steps, in a step of its own. */
 typedef struct {
-    float copy[WIDEST];
-} Buffer;
+    _Alignas(64) char bytes[STEP * sizeof(float)];
+} Rest;
 
 static int64_t whole_steps(int64_t width) { return width / STEP * STEP; }
 
-static const float *floats_of(const void *from, int64_t half, int64_t at, int64_t width, Buffer *buffer) {
-    if (!half) return (const float *)from + at;
-    const uint16_t *bits = (const uint16_t *)from + at;
-    uint16_t rest[STEP] = {0};
-    int64_t whole = whole_steps(width);
-    widen_row(bits, whole, buffer->copy);
-    if (whole < width) {
-        memcpy(rest, bits + whole, (size_t)(width - whole) * sizeof *rest);
-        widen_row(rest, STEP, buffer->copy + whole);
-    }
-    return buffer->copy;
-}
+static int64_t size_as(int as) { return as == HALF ? 2 : 4; }
 
-static void put_halves(const float *from, int64_t width, uint16_t *to) {
-    uint16_t rest[STEP];
-    int64_t whole = whole_steps(width);
-    round_row(from, whole, to);
-    if (whole == width) return;
-    round_row(from + whole, STEP, rest);
-    memcpy(to + whole, rest, (size_t)(width - whole) * sizeof *rest);
-}
+static const void *at_as(int as, const void *p, int64_t at) { return (const char *)p + at * size_as(as); }
 
 /* The last width % STEP numbers of a row, followed by zeros. */
-static const float *rest_of(const float *row, int64_t width, float *rest) {
+static void *rest_of(int as, const void *row, int64_t width, Rest *rest) {
     int64_t whole = whole_steps(width);
-    memset(rest, 0, STEP * sizeof(float));
-    memcpy(rest, row + whole, (size_t)(width - whole) * sizeof(float));
-    return rest;
+    memset(rest, 0, sizeof *rest);
+    return memcpy(rest, at_as(as, row, whole), (size_t)((width - whole) * size_as(as)));
 }
 
-static void put_rest(float *row, int64_t width, const float *rest) {
+static void put_rest(int as, void *row, int64_t width, const void *rest) {
     int64_t whole = whole_steps(width);
-    memcpy(row + whole, rest, (size_t)(width - whole) * sizeof(float));
+    memcpy((char *)row + whole * size_as(as), rest, (size_t)((width - whole) * size_as(as)));
+}
+
+/* The columns that do not fill a step. */
+static void pull_rest(const Call *call, const Rows *rows, int64_t width, int as, const ColumnFactors *columns,
+                      float *column_sums, RowSums *sums) {
+    Rest g[PAIR], w[PAIR], out[PAIR];
+    Rows last = *rows;
+    last.ahead = 0;
+    for (int i = 0; i < PAIR; i++) {
+        last.g[i] = rest_of(as, rows->g[i], width, &g[i]), last.w[i] = rest_of(FLOAT, rows->w[i], width, &w[i]);
+        if (rows->out[i]) last.out[i] = (float *)out[i].bytes;
+    }
+    pull_pair(call, &last, whole_steps(width), STEP, as, columns, column_sums, sums);
+    for (int i = 0; i < PAIR; i++)
+        if (rows->out[i]) put_rest(FLOAT, rows->out[i], width, out[i].bytes);
 }
 
 static void pull_tile(const Call *call, const Part *part, Tile *tile) {
     ColumnFactors columns;
-    Buffer halves[PAIR];
-    float column_sums[SUMS * WIDEST] = {0}, rest[PAIR][3][STEP];
+    static const float no_gradient[WIDEST];
+    _Alignas(64) float column_sums[SUMS * WIDEST] = {0}, unused[WIDEST];
     int64_t width = tile->column_end - tile->column, whole = whole_steps(width);
+    int as = part->half ? HALF : FLOAT;
     column_factors(call->old.columns, part->column_at + tile->column, width, &columns);
     for (int64_t row = tile->row; row < tile->row_end; row += PAIR) {
         int count = tile->row_end - row < PAIR ? 1 : PAIR;
-        Rows rows = {.ahead = PAIR * part->cols}, last = {.ahead = 0};
+        Rows rows = {.ahead = PAIR * part->cols};
         RowSums sums = {0};
-        for (int i = 0; i < PAIR; i++) {
+        for (int i = 0; i < PAIR; i++) { /* an odd row has itself without gradient as its twin */
             int64_t from = i < count ? row + i : row, at = from * part->cols + tile->column;
-            rows.w[i] = part->raw + at, rows.g[i] = floats_of(part->grad, part->grad_half, at, width, &halves[i]);
+            rows.w[i] = part->raw + at, rows.g[i] = i < count ? at_as(as, part->grad, at) : no_gradient;
+            if (part->out) rows.out[i] = i < count ? part->out + at : unused;
             rows.factors[i] = row_factors(call->old.rows, part->row_at + from);
-            rows.out[i] = part->out + (part->out ? at : 0);
-            if (i >= count) { /* an odd row has a twin without gradient */
-                rows.g[i] = memset(halves[i].copy, 0, sizeof halves[i].copy);
-                rows.out[i] = halves[i].copy;
-            }
-            last.w[i] = rest_of(rows.w[i], width, rest[i][0]), last.g[i] = rest_of(rows.g[i], width, rest[i][1]);
-            last.out[i] = rest[i][2], last.factors[i] = rows.factors[i];
         }
-        pull_pair(call, &rows, 0, whole, part->out != NULL, &columns, column_sums, &sums);
-        if (whole < width) pull_pair(call, &last, whole, STEP, part->out != NULL, &columns, column_sums, &sums);
+        pull_pair(call, &rows, 0, whole, as, &columns, column_sums, &sums);
+        if (whole < width) pull_rest(call, &rows, width, as, &columns, column_sums, &sums);
         for (int i = 0; i < count; i++) {
             float *to = tile->row_sums + (row + i - tile->row) * SUMS;
             to[0] = sum_of(sums.c[i]), to[1] = sum_of(sums.lambda[i]), to[2] = sum_of(sums.kappa[i]);
             tile->squares += (double)sum_of(sums.squares[i]);
-            if (part->out && whole < width) put_rest(rows.out[i], width, rest[i][2]);
         }
     }
     for (int k = 0; k < SUMS; k++)
         memcpy(tile->column_sums + k * width, column_sums + k * WIDEST, (size_t)width * sizeof(float));
 }
 
+static void update_rest(const Call *call, const Row *row, int64_t width, int as, const ColumnFactors *old,
+                        const ColumnFactors *new) {
+    Rest w, g, m, v, moved, weight;
+    Row last = *row;
+    last.ahead = 0;
+    last.w = rest_of(FLOAT, row->w, width, &w), last.g = rest_of(as, row->g, width, &g);
+    last.m = rest_of(FLOAT, row->m, width, &m), last.v = rest_of(FLOAT, row->v, width, &v);
+    last.moved = (float *)moved.bytes, last.weight = weight.bytes;
+    update_one(call, &last, whole_steps(width), STEP, as, old, new);
+    put_rest(FLOAT, row->m, width, &m), put_rest(FLOAT, row->v, width, &v);
+    put_rest(FLOAT, row->moved, width, &moved), put_rest(as, row->weight, width, &weight);
+}
+
 static void update_tile(const Call *call, const Part *part, const Tile *tile) {
     ColumnFactors old, new;
-    Buffer halves, moved, weights;
-    float rest[6][STEP];
-    Rule rule = rule_of(&call->rates);
+    _Alignas(64) float unmoved[WIDEST], unwritten[WIDEST];
+    Row row = {.ahead = part->cols, .rule = rule_of(&call->rates)};
     int64_t width = tile->column_end - tile->column, whole = whole_steps(width);
-    int moves = call->rates.lr != 0;
+    int moves = call->rates.lr != 0; /* at rate 0 moments go on, and weights keep their bits */
+    int aligned = (uintptr_t)part->weight % BYTES == 0 && part->cols % LANES == 0;
+    int as = part->half ? HALF : call->past && aligned && whole == width ? PAST : FLOAT;
     column_factors(call->old.columns, part->column_at + tile->column, width, &old);
     column_factors(call->new.columns, part->column_at + tile->column, width, &new);
     for (int64_t i = tile->row; i < tile->row_end; i++) {
         int64_t at = i * part->cols + tile->column;
-        float *raw = part->raw + at, *m = part->exp_avg + at, *v = part->exp_avg_sq + at;
-        Row row = {.w = raw, .m = m, .v = v, .ahead = part->cols};
-        row.g = floats_of(part->grad, part->grad_half, at, width, &halves);
-        row.moved = moves ? raw : moved.copy; /* at rate 0 moments go on, and weights keep their bits */
-        row.weight = moves && !part->weight_half ? (float *)part->weight + at : weights.copy;
+        row.w = part->raw + at, row.m = part->exp_avg + at, row.v = part->exp_avg_sq + at;
+        row.g = at_as(as, part->grad, at);
+        row.moved = moves ? part->raw + at : unmoved;
+        row.weight = moves ? (void *)at_as(as, part->weight, at) : unwritten;
         row.old = row_factors(call->old.rows, part->row_at + i), row.new = row_factors(call->new.rows, part->row_at + i);
-        update_one(call, &row, 0, whole, &rule, &old, &new);
-        if (whole < width) {
-            Row last = {.w = rest_of(raw, width, rest[0]), .g = rest_of(row.g, width, rest[1]), .old = row.old, .new = row.new};
-            last.m = (float *)rest_of(m, width, rest[2]), last.v = (float *)rest_of(v, width, rest[3]);
-            last.moved = rest[4], last.weight = rest[5];
-            update_one(call, &last, whole, STEP, &rule, &old, &new);
-            put_rest(m, width, last.m), put_rest(v, width, last.v);
-            put_rest(row.moved, width, last.moved), put_rest(row.weight, width, last.weight);
-        }
-        if (moves && part->weight_half) put_halves(weights.copy, width, (uint16_t *)part->weight + at);
+        update_one(call, &row, 0, whole, as, &old, &new);
+        if (whole < width) update_rest(call, &row, width, as, &old, &new);
     }
+    if (as == PAST) finish_past();
 }
 
 static void convert_tile(const Call *call, const Part *part, Tile *tile) {
     ColumnFactors columns;
-    Buffer halves;
-    float rest[2][STEP];
-    int64_t width = tile->column_end - tile->column, whole = whole_steps(width), invert = call->task == INVERT;
+    Rest given, made;
+    int64_t width = tile->column_end - tile->column, whole = whole_steps(width);
+    int as = part->half ? HALF : FLOAT, invert = call->task == INVERT, as_from = invert ? as : FLOAT;
     column_factors(call->old.columns, part->column_at + tile->column, width, &columns);
     for (int64_t i = tile->row; i < tile->row_end; i++) {
         int64_t at = i * part->cols + tile->column;
         RowFactors row = row_factors(call->old.rows, part->row_at + i);
-        const float *from = invert ? floats_of(part->weight, part->weight_half, at, width, &halves) : part->raw + at;
-        float *to = invert ? part->raw + at : part->weight_half ? halves.copy : (float *)part->weight + at;
-        tile->failed += convert_one(call, from, 0, whole, row, &columns, to);
+        void *weight = (void *)at_as(as, part->weight, at), *raw = part->raw + at;
+        void *from = invert ? weight : raw, *to = invert ? raw : weight;
+        tile->failed += convert_one(call, from, 0, whole, as, row, &columns, to);
         if (whole < width) {
-            tile->failed += convert_one(call, rest_of(from, width, rest[0]), whole, STEP, row, &columns, rest[1]);
-            put_rest(to, width, rest[1]);
+            tile->failed += convert_one(call, rest_of(as_from, from, width, &given), whole, STEP, as, row, &columns, &made);
+            put_rest(invert ? FLOAT : as, to, width, &made);
         }
-        if (!invert && part->weight_half) put_halves(halves.copy, width, (uint16_t *)part->weight + at);
     }
 }
 
@@ -476,6 +483,7 @@ int64_t sel_run(int task, int magnitude, int normalize, const Part *parts, int64
     if (call.tiles && scratch) {
         cut(&call, call.tiles, scratch);
         atomic_init(&call.next, 0);
+        call.past = entries >= LARGE;
         int64_t useful = entries / ENTRIES_PER_THREAD + 1;
         run_threads(&call, threads < useful ? threads : useful);
         if (task == PULL) add_up(&call, row_sums, column_sums, squares);

@@ -21,7 +21,7 @@ __all__ = ["CpuKernels", "load"]
 _CPU = torch.device("cpu")  # named, since a user may have another default device
 _SOURCE = Path(__file__).with_name("cpu.c")
 _WRITE, _PULL, _UPDATE, _INVERT = range(4)
-_FIELDS, _ADDRESSES = 12, range(4, 10)  # of `Part` in cpu.c: raw, exp_avg, exp_avg_sq, weight, grad, out
+_FIELDS, _ADDRESSES = 11, range(4, 10)  # of `Part` in cpu.c: raw, exp_avg, exp_avg_sq, weight, grad, out
 _WEIGHTS = (torch.float32, torch.bfloat16)
 _NO_COMPILER = (
     "symexplin has no compiled kernels here ({reason}): the readable formulas run on the CPU instead, and an optimizer "
@@ -143,7 +143,7 @@ def _table(matrices: Matrices, grads: Sequence[Tensor], out: Sequence[Tensor]) -
     if "table" not in matrices.kept:
         half = int(matrices.weight[0].dtype == torch.bfloat16)
         rows = zip(matrices.shapes, matrices.offsets, strict=True)
-        lines = [(*shape, *offsets, *[0] * len(_ADDRESSES), half, half) for shape, offsets in rows]
+        lines = [(*shape, *offsets, *[0] * len(_ADDRESSES), half) for shape, offsets in rows]
         matrices.kept["table"] = array.array("q", itertools.chain.from_iterable(lines))
     table: array.array[int] = matrices.kept["table"][:]
     columns = (matrices.raw, matrices.exp_avg, matrices.exp_avg_sq, matrices.weight, grads, out)

@@ -8,23 +8,25 @@
 
 #include "lanes.h"
 
-/* F(x) = expm1(x) and E(x) = exp(x), both over 2, so that the parts of a sum do not overflow before it does.
-   With x = k ln2 + r, p = expm1(r) and q = 2^(k - 1): expm1(x)/2 is q p + q - 1/2. Where exp(x) is below 2^-124 it is 0. */
-INLINE void grow(const V *x, V *F, V *E) {
+#define LOG2E 1.4426950408889634
+
+/* F = (2^y - 1)/2 and E = 2^y/2: exp(x) - 1 and exp(x) over 2, so that the parts of a sum do not overflow before it does,
+   with y = log2(e) x. For y = k + r, p = 2^r - 1 and q = 2^(k - 1), F = q p + q - 1/2. Where 2^y is below 2^-124, E is 0. */
+INLINE void grow(const V *y, V *F, V *E) {
     const float shift = 0x1.8p23f + 126; /* leaves the exponent's bits of q at the low end */
-    V y[PAIR], t[PAIR], q[PAIR], r[PAIR], s[PAIR], p[PAIR];
+    V t[PAIR], q[PAIR], r[PAIR], p[PAIR];
     /* From k = -125 to where k = 128 and p > 0: the whole is infinite. */
-    EACH y[i] = max_(all(-86.6f), min_(all(88.9f), x[i]));
-    EACH t[i] = fma_(y[i], all(0x1.715476p+0f), all(shift));
+    EACH r[i] = max_(all(-125), min_(all(128.25f), y[i]));
+    EACH t[i] = r[i] + all(shift);
     EACH q[i] = (V)((I)t[i] << 23);
-    /* float's ln2 errs by 0.05 units of rounding. */
-    EACH r[i] = fma_(t[i] - all(shift), all(-0x1.62e43p-1f), y[i]);
-    /* p = r + r^2 s(r), s fitted to |r| <= ln2/2: 0.22 units of rounding. */
-    EACH s[i] = fma_(all(0.0013882498f), r[i], all(0.008366647f));
-    EACH s[i] = fma_(s[i], r[i], all(0.041667204f));
-    EACH s[i] = fma_(s[i], r[i], all(0.16666542f));
-    EACH s[i] = fma_(s[i], r[i], all(0.49999997f));
-    EACH p[i] = fma_(r[i] * r[i], s[i], r[i]);
+    EACH r[i] = r[i] - (t[i] - all(shift));
+    /* p/r, fitted to |r| <= 1/2: 0.22 units of rounding. */
+    EACH p[i] = fma_(all(0.00015384566f), r[i], all(0.0013387421f));
+    EACH p[i] = fma_(p[i], r[i], all(0.0096183056f));
+    EACH p[i] = fma_(p[i], r[i], all(0.055503674f));
+    EACH p[i] = fma_(p[i], r[i], all(0.24022649f));
+    EACH p[i] = fma_(p[i], r[i], all(0.69314718f));
+    EACH p[i] = p[i] * r[i];
     EACH F[i] = fma_(q[i], p[i], q[i] - all(0.5f));
     EACH E[i] = fma_(q[i], p[i], q[i]);
 }
@@ -32,24 +34,16 @@ INLINE void grow(const V *x, V *F, V *E) {
 /* What lambda multiplies. */
 INLINE V path(int magnitude, V w) { return magnitude ? abs_(w) : w; }
 
-/* The weight at w. */
-INLINE void image(int magnitude, const V *w, const V *c, const V *lambda, const V *kappa, V *out) {
-    V x[PAIR], F[PAIR], E[PAIR];
-    EACH x[i] = kappa[i] * abs_(w[i]);
-    grow(x, F, E);
-    EACH out[i] = fma_(lambda[i], path(magnitude, w[i]), c[i] * with_sign(F[i] + F[i], sign_of(w[i])));
-}
-
 /* dw_eff/dw with c_kappa = 2 c kappa and E = exp(x)/2: at w = 0 the mean of both sides. */
 INLINE V slope(int magnitude, V w, V c_kappa, V lambda, V E) {
     return fma_(c_kappa, E, magnitude ? unless_zero(w, with_sign(lambda, sign_of(w))) : lambda);
 }
 
-/* (x exp(x) - expm1(x))/2 for x >= 0: below 1 the sum over k >= 2 of x^k (k - 1)/k!, since there it cancels. */
-INLINE V difference(V x, V F, V E) {
+/* (x exp(x) - expm1(x))/2 with x = y ln2 >= 0: below 1 the sum over k >= 2 of x^k (k - 1)/k!, since there it cancels. */
+INLINE V difference(V y, V F, V E) {
     static const float terms[] = {1.0 / 2,    1.0 / 3,     1.0 / 8,      1.0 / 30,      1.0 / 144,     1.0 / 840,
                                   1.0 / 5760, 1.0 / 45360, 1.0 / 403200, 1.0 / 3991680, 1.0 / 43545600};
-    V near = min_(all(1), x), series = all(terms[10]);
+    V x = y * all((float)(1 / LOG2E)), near = min_(all(1), x), series = all(terms[10]);
 #pragma GCC unroll 10
     for (int k = 9; k >= 0; k--) series = fma_(series, near, all(terms[k]));
     return pick_less(x, all(1), series * near * near * all(0.5f), x * E - F);

@@ -21,6 +21,8 @@ from symexplin.layout import PANELS, Layout
 
 __all__ = ["KERNEL_MODES", "FactoredMap", "Factors", "Panels", "Place", "Sums", "Terms", "terms_of"]
 
+Value = float | Tensor
+
 # What the linear pathway adds to S: of each mode, the sign of lambda and whether it multiplies |w|.
 _LINEAR = {"mismatch": (1.0, True), "congruent": (1.0, False), "oppose": (-1.0, False), "exp_only": (0.0, True)}
 KERNEL_MODES = tuple(_LINEAR)
@@ -141,13 +143,12 @@ class FactoredMap:
 
     def __init__(self, terms: Terms, panels: Panels) -> None:
         self._panels = panels
-        scalar = panels.scalar.double()
         numbers = [
             torch.cat([number.expand(size) for number, size in zip(column.unbind(), panels.sizes, strict=True)])
-            for column in scalar.unbind(1)
+            for column in panels.scalar.double().unbind(1)
         ]
-        self._first = _Axis(terms, 0, panels.panel0.double(), numbers)
-        self._second = None if terms.flat else _Axis(terms, 1, panels.panel1.double().mT, None)
+        self._first = _Axis(terms, 0, panels.panel0.mT, numbers)
+        self._second = None if terms.flat else _Axis(terms, 1, panels.panel1, None)
 
     def factors(self) -> Factors:
         """Return the factors that kernels take."""
@@ -158,75 +159,83 @@ class FactoredMap:
 
     def gradients(self, sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of panel0, panel1 and scalar that follow from a pullback's sums, by the chain rule."""
-        panel0, panel1, scalar = (torch.zeros_like(panel) for panel in self._panels[:3])
+        panel0, panel1, scalar = (torch.empty_like(panel) for panel in self._panels[:3])
         sizes = self._panels.sizes
-        panel0.copy_(self._first.gradients(sums.columns if self._second is None else sums.rows, scalar, sizes))
+        self._first.gradients(sums.columns if self._second is None else sums.rows, panel0.mT, scalar, sizes)
         if self._second is not None:
-            panel1.copy_(self._second.gradients(sums.columns, scalar, sizes).mT)
+            self._second.gradients(sums.columns, panel1, scalar, sizes)
         return panel0, panel1, scalar
 
 
 class _Axis:
-    """The factors along one dimension: a role's is its number times what is learned, as vectors and as numbers."""
+    """The factors along one dimension: a role's is its number times what is learned, as vectors and as numbers.
+
+    What is learned nowhere stays a number.
+    """
 
     def __init__(self, terms: Terms, dim: int, vectors: Tensor, numbers: Sequence[Tensor] | None) -> None:
-        self._terms, self._dim, self._vectors = terms, dim, vectors
+        self._terms, self._like = terms, vectors
+        vectors = vectors.to(torch.float64, memory_format=torch.contiguous_format)
         self._main = numbers is not None
         self._learned: dict[str, list[tuple[int, Tensor]]] = {}  # of each role: (panel, values)
         for role in ("e", "l", "kappa", "n"):
             columns = getattr(terms, role).columns
-            found = [(dim, vectors[:, columns[dim]])] if columns[dim] >= 0 else []
+            found = [(dim, vectors[columns[dim]])] if columns[dim] >= 0 else []
             if numbers is not None and columns[2] >= 0:
                 found.append((2, numbers[columns[2]]))
             self._learned[role] = found
-        one = vectors.new_ones(len(vectors))
-        value, learned = self._number("kappa", 1.0), [values for _, values in self._learned["kappa"]]
-        self.kappa = one * value * (torch.exp(sum(learned, 0.0 * one)) if terms.absorbed else math.prod(learned))
+        exponents = [values for _, values in self._learned["kappa"]] if terms.absorbed else []
+        self.kappa = self._number("kappa", 1.0) * (
+            _exp(sum(exponents)) if terms.absorbed else self._product("kappa", 1.0)
+        )
         share = (terms.s if self._main else 1.0) / (
             self.kappa if terms.normalize else terms.beta if self._main else 1.0
         )
-        shift = sum((values for _, values in self._learned["n"]), one * self._number("n", 0.0))
-        self._c_share = share * torch.exp(-shift)  # c without e, lambda without l
-        self._l_share = share * (terms.linear if self._main else abs(terms.linear)) * one
-        self.c = self._c_share * self._product("e")
-        self.lam = self._l_share * self._product("l")
+        self._l_share = share * (terms.linear if self._main else abs(terms.linear))  # lambda without l
+        self._c_share = share * _exp(-sum((v for _, v in self._learned["n"]), self._number("n", 0.0)))  # c without e
+        self.c = self._c_share * self._product("e", self._number("e", 1.0))
+        self.lam = self._l_share * self._product("l", self._number("l", 1.0))
 
     def _number(self, role: str, neutral: float) -> float:
         place: Place = getattr(self._terms, role)
         return place.value if self._main else neutral
 
-    def _product(self, role: str, without: int | None = None) -> Tensor | float:
-        """Return a role's factor; `without`: the panel whose learned values are left out."""
-        learned = (values for panel, values in self._learned[role] if panel != without)
-        return math.prod(learned, start=self._number(role, 1.0))
+    def _product(self, role: str, number: float, without: int | None = None) -> Value:
+        """Return `number` times what a role has learned; `without`: the panel whose values are left out."""
+        return math.prod((values for panel, values in self._learned[role] if panel != without), start=number)
 
     def factors(self) -> Tensor:
         """Return kappa, c, lambda and c kappa."""
-        return torch.stack([self.kappa, self.c, self.lam, self.c * self.kappa]).to(torch.float32)
+        out = self._like.new_empty((4, self._like.shape[1]), dtype=torch.float32)
+        for row, value in zip(out, (self.kappa, self.c, self.lam, self.c * self.kappa), strict=True):
+            row.copy_(value) if isinstance(value, Tensor) else row.fill_(value)
+        return out
 
-    def gradients(self, sums: Tensor, scalar: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Return the gradients of the learned vectors; write those of the learned numbers into `scalar`."""
+    def gradients(self, sums: Tensor, out: Tensor, scalar: Tensor, sizes: Sequence[int]) -> None:
+        """Write the gradients of the learned vectors to the rows of `out`, those of the learned numbers to `scalar`."""
         by_c, by_lam, by_kappa = sums.double()
-        out = torch.zeros_like(self._vectors)
         normalize, absorbed = self._terms.normalize, self._terms.absorbed
-        # By ln(kappa), where d is kappa or kappa an exponential; else by kappa.
-        curved = self.c * by_kappa - (self.lam * by_lam if normalize else 0.0)
-        curved = curved if normalize or not absorbed else curved * self.kappa
         for role, learned in self._learned.items():
             for panel, values in learned:
+                number = self._number(role, 1.0)
                 if role == "e":
-                    by_value = by_c * self._c_share * self._product("e", without=panel)
+                    by_value = by_c * (self._c_share * self._product("e", number, without=panel))
                 elif role == "l":
-                    by_value = by_lam * self._l_share * self._product("l", without=panel)
+                    by_value = by_lam * (self._l_share * self._product("l", number, without=panel))
                 elif role == "n":
                     by_value = -by_c * self.c
-                elif absorbed:
-                    by_value = curved
+                elif normalize:  # by ln(kappa), since d is kappa
+                    by_value = (self.c * by_kappa - self.lam * by_lam) / (1.0 if absorbed else values)
                 else:
-                    by_value = curved / values if normalize else curved * self._product("kappa", without=panel)
+                    by_value = by_kappa * (
+                        self.c * (self.kappa if absorbed else self._product("kappa", number, without=panel))
+                    )
                 column = getattr(self._terms, role).columns[panel]
                 if panel == 2:
                     scalar[:, column] = torch.stack([part.sum() for part in by_value.split(list(sizes))])
                 else:
-                    out[:, column] = by_value
-        return out
+                    out[column] = by_value
+
+
+def _exp(x: Value) -> Value:
+    return torch.exp(x) if isinstance(x, Tensor) else math.exp(x)

@@ -154,9 +154,16 @@ class FusedBatch:
             panel, value, grad, *self._rates[panel], first.state["scale_step"], value.shape, moments=moments
         )
         rule(target, self._group)
-        torch._foreach_copy_(self._parts[panel], list(self._pieces(panel, value)))
+        self._spread(panel, value, self._parts[panel])
         for name, together in moments.items():
-            torch._foreach_copy_(self._averages[panel][name], list(self._pieces(panel, together)))
+            self._spread(panel, together, self._averages[panel][name])
+
+    def _spread(self, panel: str, together: Tensor, parts: list[Tensor]) -> None:
+        """Copy what lies end to end to each parameter's part."""
+        if panel == "scalar":
+            torch.unbind_copy(together, out=parts)
+        else:
+            torch.split_with_sizes_copy(together, self._lengths[panel], _CAT[panel], out=parts)
 
 
 class PlainBatch:
