@@ -4,6 +4,12 @@ from markupsafe import Markup
 from corpora import prepared
 
 
+def pytest_collection_modifyitems(items):
+    """Put files with slow tests first: what is left for the end is short, and no worker waits long for the other."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """A small prepared text, the same in every module."""

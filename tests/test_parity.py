@@ -1,4 +1,4 @@
-"""The keystone: both homes train the same model, 200 steps of a transformer on text, to rounding.
+"""The keystone: both homes train the same model, a transformer on text, to rounding: 200 steps with the default map.
 
 Learned scales, biases, QK-norm, clipping, decay, warm-up and annealing are all on. The learning rate is the
 paper's 3e-4: at ten times that the run itself amplifies one ulp to 1e-3, and nothing could be seen. The module home
@@ -21,7 +21,7 @@ from symexplin.lab.model import ModelConfig, Transformer
 
 logger = logging.getLogger(__name__)  # figures: pytest -o log_cli=true -o log_cli_level=INFO
 
-STEPS, BATCH, CONTEXT, LR, CLIP = 200, 4, 32, 3e-4, 0.25
+STEPS, SHORT, BATCH, CONTEXT, LR, CLIP = 200, 40, 4, 32, 3e-4, 0.25
 # Every pattern in some role; "row_col_mult" is the presets' own.
 PATTERNED = [("global", "row", "column"), ("lora", "row_col_add", "global"), ("column", "fixed", "row_col_add")]
 CONFIGS = {name: sel.preset(name) for name in PRESETS} | {
@@ -60,25 +60,25 @@ class Run(NamedTuple):
     positive: dict[str, torch.Tensor]
 
 
-def train(home, config, dtype, device="cpu", one_ulp=False, kernels="auto"):
+def train(home, config, dtype, device="cpu", one_ulp=False, kernels="auto", steps=STEPS):
     """Train in one home."""
     with using(kernels):
-        return _train(home, config, dtype, device, one_ulp)
+        return _train(home, config, dtype, device, one_ulp, steps)
 
 
-def _train(home, config, dtype, device, one_ulp):
-    shape = ModelConfig(width=32, depth=2, heads=2, context=CONTEXT)
+def _train(home, config, dtype, device, one_ulp, steps):
+    shape = ModelConfig(width=32, depth=2 if steps == STEPS else 1, heads=2, context=CONTEXT)
     model = Transformer(shape, torch.Generator().manual_seed(0)).to(device=device, dtype=dtype)
     if home == "module":
         sel.convert(model, config)
         optimizer = torch.optim.AdamW(sel.param_groups(model, lr=LR, weight_decay=0.1))
-        sel.anneal_scales(optimizer, STEPS)
+        sel.anneal_scales(optimizer, steps)
     else:
         groups = sel.param_groups(model, lr=LR, weight_decay=0.1, config=config)
-        optimizer = sel.SELAdamW(groups, total_steps=STEPS, max_grad_norm=CLIP)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: min((t + 1) / 20, 1.0) * (1 - t / (2 * STEPS)))
+        optimizer = sel.SELAdamW(groups, total_steps=steps, max_grad_norm=CLIP)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: min((t + 1) / 20, 1.0) * (1 - t / (2 * steps)))
     losses, clipped, positive = [], 0, {}
-    for step in range(STEPS):
+    for step in range(steps):
         tokens, targets = (part.to(device) for part in batch(step))
         optimizer.zero_grad()
         loss = model(tokens, targets)
@@ -128,23 +128,29 @@ def distances(a, b, without=None):
     }
 
 
+def steps_of(name):
+    return STEPS if name == "paper" else SHORT
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_homes_agree_in_float64(name):
-    inside = train("module", CONFIGS[name], torch.float64)
-    beside = train("optimizer", CONFIGS[name], torch.float64)
+    steps = steps_of(name)
+    inside = train("module", CONFIGS[name], torch.float64, steps=steps)
+    beside = train("optimizer", CONFIGS[name], torch.float64, steps=steps)
     assert inside.clipped > 0
-    assert inside.losses[-1] < inside.losses[0] - 1.0
+    assert inside.losses[-1] < inside.losses[0] - (1.0 if steps == STEPS else 0.1)
     largest = max(distances(beside.weights, inside.weights).values())
     logger.info("%s, float64: largest distance %.1e", name, largest)
     assert largest < 1e-9
     assert beside.losses == pytest.approx(inside.losses, abs=1e-9)
 
 
-def check_float32(config, device):
-    inside = train("module", config, torch.float32, device, kernels="readable")
-    beside = train("optimizer", config, torch.float32, device)
-    twin = train("module", config, torch.float32, device, one_ulp=True, kernels="readable")
+def check_float32(name, device):
+    config, steps = CONFIGS[name], steps_of(name)
+    inside = train("module", config, torch.float32, device, kernels="readable", steps=steps)
+    beside = train("optimizer", config, torch.float32, device, steps=steps)
+    twin = train("module", config, torch.float32, device, one_ulp=True, kernels="readable", steps=steps)
     between = distances(beside.weights, inside.weights, kinks(beside, inside, config))
     noise = distances(twin.weights, inside.weights, kinks(twin, inside, config))
     worst = max(between.values()), max(d / noise[key] for key, d in between.items())
@@ -158,21 +164,21 @@ def check_float32(config, device):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_homes_agree_in_float32_within_the_runs_own_sensitivity(name):
-    check_float32(CONFIGS[name], "cpu")
+    check_float32(name, "cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["paper", "paper+offset", "absorbed", "frozen"])
 def test_homes_agree_on_a_gpu(name):
-    check_float32(CONFIGS[name], "cuda")
+    check_float32(name, "cuda")
 
 
 def test_frozen_exp_only_is_the_papers_optimizer_equivalence():
     """Section 5.3.5: frozen exponential-only SEL in the forward pass and in the optimizer are the same training."""
     config = sel.preset("exp_only", e=sel.Scale(), m=sel.Scale())
-    inside = train("module", config, torch.float32)
-    beside = train("optimizer", config, torch.float32)
+    inside = train("module", config, torch.float32, steps=SHORT)
+    beside = train("optimizer", config, torch.float32, steps=SHORT)
     gap = max(abs(a - b) for a, b in zip(inside.losses, beside.losses, strict=True))
     largest = max(distances(beside.weights, inside.weights).values())
     logger.info("frozen exp_only, float32: losses within %.1e, weights within %.1e", gap, largest)
