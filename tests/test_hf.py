@@ -301,14 +301,13 @@ _RUNS = """if True:
     import json, os, signal, sys, torch, torch._dynamo, transformers
     sys.path.insert(0, sys.argv[1])
     from test_hf import arguments, losses, tiny, trainer
-    folder, dtype = sys.argv[2], getattr(torch, sys.argv[3])
 
     class Kill(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 27:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    def fork(name, callbacks, resume):
+    def fork(folder, dtype, name, callbacks, resume):
         pid = os.fork()
         if pid:
             return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -328,29 +327,41 @@ _RUNS = """if True:
         finally:
             os._exit(code)
 
-    assert fork("whole", [], None) == 0
-    assert fork("killed", [Kill()], None) == -signal.SIGKILL
-    assert sorted(f for f in os.listdir(os.path.join(folder, "killed"))) == ["checkpoint-10", "checkpoint-20"]
-    assert fork("killed", [], True) == 0
+    for name in sys.argv[3:]:
+        run = os.path.join(sys.argv[2], name), getattr(torch, name)
+        assert fork(*run, "whole", [], None) == 0
+        assert fork(*run, "killed", [Kill()], None) == -signal.SIGKILL
+        assert sorted(os.listdir(os.path.join(run[0], "killed"))) == ["checkpoint-10", "checkpoint-20"]
+        assert fork(*run, "killed", [], True) == 0
 """
+_DTYPES = ["float32", "bfloat16"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_killed_and_resumed_it_is_the_uninterrupted_run(tmp_path, dtype):
-    """40 steps, killed after 27, resumed from 20 in another process: losses, weights and state to the bit."""
-    command = [sys.executable, "-c", _RUNS, str(Path(__file__).parent), str(tmp_path), dtype]
+@pytest.fixture(scope="module")
+def killed_runs(tmp_path_factory):
+    """Of each dtype 40 steps, whole, and killed after 27 and resumed from 20 in another process."""
+    folder = tmp_path_factory.mktemp("runs")
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        [sys.executable, "-c", _RUNS, str(Path(__file__).parent), str(folder), *_DTYPES],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
-    whole, killed = (json.loads((tmp_path / name / "final.json").read_text()) for name in ("whole", "killed"))
+    return folder
+
+
+@pytest.mark.parametrize("dtype", _DTYPES)
+def test_killed_and_resumed_it_is_the_uninterrupted_run(killed_runs, dtype):
+    """Losses, weights and state to the bit."""
+    folder = killed_runs / dtype
+    whole, killed = (json.loads((folder / name / "final.json").read_text()) for name in ("whole", "killed"))
     assert len(whole["losses"]) == 40
     assert whole == killed
     assert whole["losses"][-1] < whole["losses"][0]
 
-    states = [
-        torch.load(tmp_path / n / "checkpoint-40" / "optimizer.pt", weights_only=True) for n in ("whole", "killed")
-    ]
+    states = [torch.load(folder / n / "checkpoint-40" / "optimizer.pt", weights_only=True) for n in ("whole", "killed")]
     for key, expected in states[0]["state"].items():
         found = states[1]["state"][key]
         assert found.keys() == expected.keys()
@@ -359,7 +370,7 @@ def test_killed_and_resumed_it_is_the_uninterrupted_run(tmp_path, dtype):
             assert value.dtype == torch.float32
 
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "killed", output_loading_info=True, dtype=getattr(torch, dtype)
+        folder / "killed", output_loading_info=True, dtype=getattr(torch, dtype)
     )
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
