@@ -25,8 +25,8 @@ _FIELDS, _ADDRESSES = 11, range(4, 10)  # of `Part` in cpu.c: raw, exp_avg, exp_
 _WEIGHTS = (torch.float32, torch.bfloat16)
 _NO_COMPILER = (
     "symexplin has no compiled kernels here ({reason}): the readable formulas run on the CPU instead, and an optimizer "
-    "step takes about ten times as long. Install a C compiler (gcc or clang), or set SYMEXPLIN_KERNELS=readable to say "
-    "that this is meant"
+    "step takes about ten times as long. Install a C compiler (gcc or clang), correct SYMEXPLIN_CPU_TARGET if it is "
+    "set, or set SYMEXPLIN_KERNELS=readable to say that this is meant"
 )
 
 
