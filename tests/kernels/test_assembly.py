@@ -16,8 +16,8 @@ SCALAR = re.compile(r"\bv?(?:add|sub|mul|div|sqrt|min|max|cvt|fn?m(?:add|sub)\d+
 PACKED = re.compile(r"\bv?(?:add|sub|mul|div|sqrt|min|max|fn?m(?:add|sub)\d+)p[sd]\b")
 LINE = re.compile(r"^\s*([0-9a-f]+):\t(\S+)(.*)$")
 FUNCTION = re.compile(r"^[0-9a-f]+ <(\w+)(?:\.\w+)*>:$")
-# Where a step's time goes, and how many loops each has: one per kind of map, with and without the raw gradient.
-HOT = {"pull_pair": 8, "update_one": 2, "convert_one": 4}
+# Where a step's time goes, and how many loops each has: one per kind of map and of numbers.
+HOT = {"pull_pair": 10, "update_one": 6, "convert_one": 4}
 
 
 def functions(library):

@@ -8,10 +8,10 @@
 
 #include "element.h"
 
-/* WIDEST columns keep a tile's factors and sums in the first two caches. TALL rows make partial sums by column 1.2 % of
-   a weight, and leave enough tiles for several threads. Starting a thread costs about as much as 2^16 entries. What an
-   update of 2^22 entries touches has left the caches before weights are read again: they are written past them. */
-enum { WIDEST = 1024, TALL = 256, SUMS = 3, FACTORS = 4, ENTRIES_PER_THREAD = 1 << 16, LARGE = 1 << 22 };
+/* WIDEST columns keep a tile's factors and sums in the second cache, and let processors fetch whole rows ahead. TALL rows
+   make partial sums by column 1.2 % of a weight, and leave enough tiles for several threads. Starting a thread costs
+   about as much as 2^16 entries. */
+enum { WIDEST = 2048, TALL = 256, SUMS = 3, FACTORS = 4, ENTRIES_PER_THREAD = 1 << 16 };
 enum { WEIGHT, PULL, UPDATE, INVERT };
 
 /* One matrix; every field has eight bytes: symexplin.kernels.cpu packs them in this order. */
@@ -50,7 +50,6 @@ typedef struct {
 
 typedef struct {
     int task, magnitude, normalize;
-    int past; /* write weights past the caches */
     const Part *parts;
     int64_t part_count, tile_count;
     Factors old, new;
@@ -83,49 +82,83 @@ static void column_factors(Axis axis, int64_t at, int64_t width, ColumnFactors *
     }
 }
 
+/* The largest |lambda|/(c kappa) along one dimension of a tile. */
+static float flattest(Axis axis, int64_t from, int64_t end) {
+    const float *lambda = axis.of + 2 * axis.length, *c_kappa = lambda + axis.length;
+    float found = 0;
+    for (int64_t i = from; i < end; i++) {
+        float here = fabsf(lambda[i] / c_kappa[i]);
+        if (here > found || here != here) found = here;
+    }
+    return found;
+}
+
+/* How a tile's numbers are read. What is left of a weight without its linear pathway has an error of 1 + lambda/(c kappa)
+   units of rounding. Who asks for the raw gradient need not have the weight. */
+static int as_of(const Call *call, const Part *part, const Tile *tile) {
+    enum { MOST = 8 };
+    if (part->half) return HALF;
+    if (call->normalize || part->out) return FLOAT;
+    float rows = flattest(call->old.rows, part->row_at + tile->row, part->row_at + tile->row_end);
+    float columns = flattest(call->old.columns, part->column_at + tile->column, part->column_at + tile->column_end);
+    return rows * columns <= MOST ? READ : FLOAT;
+}
+
 /* ---- rows of a tile: the loops below are where the time goes; all counts are whole steps ---- */
 
 /* Sums over a pair of rows: of g sign(w) F, g u, and g w E or, normalized, g sign(w) (x E - F), each times the columns'
-   factor; F and E over 2. */
+   factor; F and E over 2. READ: all but the second of them times twice the row's c. */
 typedef struct {
     V c[PAIR], lambda[PAIR], kappa[PAIR], squares[PAIR];
 } RowSums;
 
 typedef struct {
     const void *g[PAIR];
-    const float *w[PAIR];
+    const float *w[PAIR], *weight[PAIR]; /* the weight for READ alone */
     float *out[PAIR];
     int64_t ahead; /* to the next pair */
     RowFactors factors[PAIR];
 } Rows;
 
+/* Add terms to the sums of a pair of rows and to those of the columns. */
+INLINE void add_terms(const V *term, V by_column, const V *by_row, V *total, float *down) {
+    EACH total[i] = fma_(term[i], by_column, total[i]);
+    store(down, fma_(term[1], by_row[1], fma_(term[0], by_row[0], load(down))));
+}
+
 INLINE void pull_rows(const Rows *rows, int64_t at, int64_t count, int magnitude, int normalize, int as,
                       const ColumnFactors *columns, float *column_sums, RowSums *sums) {
-    V kappa0[PAIR], c0[PAIR], lambda0[PAIR], c_kappa0[PAIR];
+    V kappa0[PAIR], c0[PAIR], lambda0[PAIR], c_kappa0[PAIR], one[PAIR];
     RowSums total = *sums;
-    EACH kappa0[i] = all((float)(LOG2E * rows->factors[i].kappa)), c0[i] = all(rows->factors[i].c);
-    EACH lambda0[i] = all(rows->factors[i].lambda), c_kappa0[i] = all(rows->factors[i].c_kappa);
+    EACH kappa0[i] = all((float)((as == READ ? 1 : LOG2E) * rows->factors[i].kappa)), c0[i] = all(rows->factors[i].c);
+    EACH lambda0[i] = all(rows->factors[i].lambda), c_kappa0[i] = all(rows->factors[i].c_kappa), one[i] = all(1);
     for (int64_t j = 0; j < count; j += LANES) {
-        V kappa1 = load(columns->kappa + at + j), c1 = load(columns->c + at + j), by;
+        V kappa1 = load(columns->kappa + at + j), c1 = load(columns->c + at + j);
         V lambda1 = load(columns->lambda + at + j), c_kappa1 = load(columns->c_kappa + at + j);
-        V g[PAIR], w[PAIR], y[PAIR], F[PAIR], E[PAIR], raw[PAIR], term[PAIR];
+        V g[PAIR], w[PAIR], x[PAIR], F[PAIR], E[PAIR], raw[PAIR], steep[PAIR], lambda[PAIR], term[PAIR];
         float *down = column_sums + at + j;
-        EACH g[i] = load_as(as, rows->g[i], j), w[i] = load(rows->w[i] + j);
-        EACH prefetch_as(as, rows->g[i], j + rows->ahead), __builtin_prefetch(rows->w[i] + j + rows->ahead);
-        EACH y[i] = kappa0[i] * kappa1 * abs_(w[i]);
-        grow(y, F, E);
-        EACH raw[i] = g[i] * slope(magnitude, w[i], (c_kappa0[i] + c_kappa0[i]) * c_kappa1, lambda0[i] * lambda1, E[i]);
+        EACH g[i] = load_as(as, rows->g[i], j), w[i] = load(rows->w[i] + j), lambda[i] = lambda0[i] * lambda1;
+        EACH prefetch_as(as, rows->g[i], j + rows->ahead), prefetch(rows->w[i] + j + rows->ahead);
+        if (as == READ) {
+            EACH prefetch(rows->weight[i] + j + rows->ahead);
+            EACH known(magnitude, w[i], load(rows->weight[i] + j), c0[i] * c1, lambda[i], &F[i], &E[i]);
+            EACH steep[i] = kappa0[i] * kappa1, term[i] = g[i] * F[i];
+            add_terms(term, one[0], one, total.c, down);
+        } else {
+            EACH x[i] = kappa0[i] * kappa1 * abs_(w[i]);
+            grow(x, F, E);
+            EACH steep[i] = (c_kappa0[i] + c_kappa0[i]) * c_kappa1, term[i] = with_sign(g[i] * F[i], sign_of(w[i]));
+            add_terms(term, c1, c0, total.c, down);
+        }
+        EACH raw[i] = g[i] * slope(magnitude, w[i], steep[i], lambda[i], E[i]);
         if (rows->out[0]) EACH store(rows->out[i] + j, raw[i]);
         EACH total.squares[i] = fma_(raw[i], raw[i], total.squares[i]);
-        EACH term[i] = with_sign(g[i] * F[i], sign_of(w[i])), total.c[i] = fma_(term[i], c1, total.c[i]);
-        by = fma_(term[0], c0[0], load(down)), store(down, fma_(term[1], c0[1], by));
-        EACH term[i] = g[i] * path(magnitude, w[i]), total.lambda[i] = fma_(term[i], lambda1, total.lambda[i]);
-        by = fma_(term[0], lambda0[0], load(down + WIDEST)), store(down + WIDEST, fma_(term[1], lambda0[1], by));
-        if (normalize) EACH term[i] = with_sign(g[i] * difference(y[i], F[i], E[i]), sign_of(w[i]));
+        EACH term[i] = g[i] * path(magnitude, w[i]);
+        add_terms(term, lambda1, lambda0, total.lambda, down + WIDEST);
+        if (normalize) EACH term[i] = with_sign(g[i] * difference(x[i], F[i], E[i]), sign_of(w[i]));
         else EACH term[i] = g[i] * w[i] * E[i];
-        EACH total.kappa[i] = fma_(term[i], normalize ? c1 : c_kappa1, total.kappa[i]);
-        by = fma_(term[0], normalize ? c0[0] : c_kappa0[0], load(down + 2 * WIDEST));
-        store(down + 2 * WIDEST, fma_(term[1], normalize ? c0[1] : c_kappa0[1], by));
+        if (as == READ) add_terms(term, kappa1, kappa0, total.kappa, down + 2 * WIDEST);
+        else add_terms(term, normalize ? c1 : c_kappa1, normalize ? c0 : c_kappa0, total.kappa, down + 2 * WIDEST);
     }
     *sums = total;
 }
@@ -134,15 +167,17 @@ INLINE void pull_rows(const Rows *rows, int64_t at, int64_t count, int magnitude
 NOINLINE void pull_pair(const Call *call, const Rows *rows, int64_t at, int64_t count, int as, const ColumnFactors *columns,
                         float *column_sums, RowSums *sums) {
 #define PULL_KIND(MAGNITUDE, NORMALIZE, AS) pull_rows(rows, at, count, MAGNITUDE, NORMALIZE, AS, columns, column_sums, sums)
-    switch (call->magnitude * 4 + call->normalize * 2 + (as == HALF)) {
+    switch (call->magnitude * 5 + (as == READ ? 4 : call->normalize * 2 + as)) {
         case 0: PULL_KIND(0, 0, FLOAT); break;
         case 1: PULL_KIND(0, 0, HALF); break;
         case 2: PULL_KIND(0, 1, FLOAT); break;
         case 3: PULL_KIND(0, 1, HALF); break;
-        case 4: PULL_KIND(1, 0, FLOAT); break;
-        case 5: PULL_KIND(1, 0, HALF); break;
-        case 6: PULL_KIND(1, 1, FLOAT); break;
-        default: PULL_KIND(1, 1, HALF);
+        case 4: PULL_KIND(0, 0, READ); break;
+        case 5: PULL_KIND(1, 0, FLOAT); break;
+        case 6: PULL_KIND(1, 0, HALF); break;
+        case 7: PULL_KIND(1, 1, FLOAT); break;
+        case 8: PULL_KIND(1, 1, HALF); break;
+        default: PULL_KIND(1, 0, READ);
     }
 }
 
@@ -185,9 +220,10 @@ INLINE void adamw(const Rule *rule, V *x, const V *g, V *m, V *v) {
     EACH x[i] = x[i] * all(rule->keep) - m[i] / fma_(sqrt_(v[i]), all(rule->root), all(rule->eps));
 }
 
-/* A row's raw weight w, gradient g and moments m and v; `moved` and `weight` take the new raw weight and weight. */
+/* A row's raw weight w, its weight (for READ alone), gradient g and moments m and v; `moved` and `weight` take the new
+   raw weight and weight. */
 typedef struct {
-    const float *w;
+    const float *w, *known;
     const void *g;
     float *m, *v, *moved;
     void *weight;
@@ -199,23 +235,28 @@ typedef struct {
 /* By value: stores to a row of floats could change floats that are pointed to. */
 INLINE void update_row(Row row, int64_t at, int64_t count, int magnitude, int as, const ColumnFactors *old,
                        const ColumnFactors *new) {
-    V kappa0 = all((float)(LOG2E * row.old.kappa)), lambda0 = all(row.old.lambda * row.rule.factor);
-    V c_kappa0 = all(2 * row.old.c_kappa * row.rule.factor);
+    V kappa0 = all((float)((as == READ ? row.rule.factor : LOG2E) * row.old.kappa)), c0 = all(row.old.c);
+    V lambda0 = all(row.old.lambda), factor = all(row.rule.factor), c_kappa0 = all(2 * row.old.c_kappa * row.rule.factor);
     for (int64_t j = 0; j < count; j += STEP) {
-        V w[PAIR], g[PAIR], m[PAIR], v[PAIR], y[PAIR], F[PAIR], E[PAIR], value[PAIR];
+        V w[PAIR], g[PAIR], m[PAIR], v[PAIR], y[PAIR], F[PAIR], E[PAIR], lambda[PAIR], steep[PAIR], value[PAIR];
         EACH w[i] = load(row.w + j + i * LANES), g[i] = load_as(as, row.g, j + i * LANES);
         EACH m[i] = load(row.m + j + i * LANES), v[i] = load(row.v + j + i * LANES);
         EACH {
             int64_t next = j + i * LANES + row.ahead;
-            __builtin_prefetch(row.w + next, 1), prefetch_as(as, row.g, next);
-            __builtin_prefetch(row.m + next, 1), __builtin_prefetch(row.v + next, 1);
+            prefetch(row.w + next), prefetch_as(as, row.g, next), prefetch(row.m + next), prefetch(row.v + next);
         }
-        EACH y[i] = kappa0 * load(old->kappa + at + j + i * LANES) * abs_(w[i]);
-        grow(y, F, E);
-        EACH {
-            V lambda = lambda0 * load(old->lambda + at + j + i * LANES);
-            g[i] = g[i] * slope(magnitude, w[i], c_kappa0 * load(old->c_kappa + at + j + i * LANES), lambda, E[i]);
+        EACH lambda[i] = lambda0 * load(old->lambda + at + j + i * LANES);
+        if (as == READ) {
+            EACH prefetch(row.known + j + i * LANES + row.ahead);
+            EACH known(magnitude, w[i], load(row.known + j + i * LANES), c0 * load(old->c + at + j + i * LANES), lambda[i],
+                       &F[i], &E[i]);
+            EACH steep[i] = kappa0 * load(old->kappa + at + j + i * LANES);
+        } else {
+            EACH y[i] = kappa0 * load(old->kappa + at + j + i * LANES) * abs_(w[i]);
+            grow(y, F, E);
+            EACH steep[i] = c_kappa0 * load(old->c_kappa + at + j + i * LANES);
         }
+        EACH g[i] = g[i] * slope(magnitude, w[i], steep[i], lambda[i] * factor, E[i]);
         adamw(&row.rule, w, g, m, v);
         EACH store(row.m + j + i * LANES, m[i]), store(row.v + j + i * LANES, v[i]);
         EACH store(row.moved + j + i * LANES, w[i]);
@@ -230,10 +271,10 @@ NOINLINE void update_one(const Call *call, const Row *row, int64_t at, int64_t c
     switch (call->magnitude * 3 + as) {
         case FLOAT: UPDATE_KIND(0, FLOAT); break;
         case HALF: UPDATE_KIND(0, HALF); break;
-        case PAST: UPDATE_KIND(0, PAST); break;
+        case READ: UPDATE_KIND(0, READ); break;
         case 3 + FLOAT: UPDATE_KIND(1, FLOAT); break;
         case 3 + HALF: UPDATE_KIND(1, HALF); break;
-        default: UPDATE_KIND(1, PAST);
+        default: UPDATE_KIND(1, READ);
     }
 }
 
@@ -304,12 +345,13 @@ static void put_rest(int as, void *row, int64_t width, const void *rest) {
 /* The columns that do not fill a step. */
 static void pull_rest(const Call *call, const Rows *rows, int64_t width, int as, const ColumnFactors *columns,
                       float *column_sums, RowSums *sums) {
-    Rest g[PAIR], w[PAIR], out[PAIR];
+    Rest g[PAIR], w[PAIR], weight[PAIR], out[PAIR];
     Rows last = *rows;
     last.ahead = 0;
     for (int i = 0; i < PAIR; i++) {
         last.g[i] = rest_of(as, rows->g[i], width, &g[i]), last.w[i] = rest_of(FLOAT, rows->w[i], width, &w[i]);
         if (rows->out[i]) last.out[i] = (float *)out[i].bytes;
+        if (as == READ) last.weight[i] = rest_of(FLOAT, rows->weight[i], width, &weight[i]);
     }
     pull_pair(call, &last, whole_steps(width), STEP, as, columns, column_sums, sums);
     for (int i = 0; i < PAIR; i++)
@@ -321,7 +363,7 @@ static void pull_tile(const Call *call, const Part *part, Tile *tile) {
     static const float no_gradient[WIDEST];
     _Alignas(64) float column_sums[SUMS * WIDEST] = {0}, unused[WIDEST];
     int64_t width = tile->column_end - tile->column, whole = whole_steps(width);
-    int as = part->half ? HALF : FLOAT;
+    int as = as_of(call, part, tile);
     column_factors(call->old.columns, part->column_at + tile->column, width, &columns);
     for (int64_t row = tile->row; row < tile->row_end; row += PAIR) {
         int count = tile->row_end - row < PAIR ? 1 : PAIR;
@@ -331,28 +373,31 @@ static void pull_tile(const Call *call, const Part *part, Tile *tile) {
             int64_t from = i < count ? row + i : row, at = from * part->cols + tile->column;
             rows.w[i] = part->raw + at, rows.g[i] = i < count ? at_as(as, part->grad, at) : no_gradient;
             if (part->out) rows.out[i] = i < count ? part->out + at : unused;
+            if (as == READ) rows.weight[i] = (const float *)part->weight + at;
             rows.factors[i] = row_factors(call->old.rows, part->row_at + from);
         }
         pull_pair(call, &rows, 0, whole, as, &columns, column_sums, &sums);
         if (whole < width) pull_rest(call, &rows, width, as, &columns, column_sums, &sums);
         for (int i = 0; i < count; i++) {
-            float *to = tile->row_sums + (row + i - tile->row) * SUMS;
-            to[0] = sum_of(sums.c[i]), to[1] = sum_of(sums.lambda[i]), to[2] = sum_of(sums.kappa[i]);
+            float *to = tile->row_sums + (row + i - tile->row) * SUMS, unit = as == READ ? 2 * rows.factors[i].c : 1;
+            to[0] = sum_of(sums.c[i]) / unit, to[1] = sum_of(sums.lambda[i]), to[2] = sum_of(sums.kappa[i]) / unit;
             tile->squares += (double)sum_of(sums.squares[i]);
         }
     }
     for (int k = 0; k < SUMS; k++)
-        memcpy(tile->column_sums + k * width, column_sums + k * WIDEST, (size_t)width * sizeof(float));
+        for (int64_t j = 0; j < width; j++)
+            tile->column_sums[k * width + j] = column_sums[k * WIDEST + j] / (as == READ && k != 1 ? 2 * columns.c[j] : 1);
 }
 
 static void update_rest(const Call *call, const Row *row, int64_t width, int as, const ColumnFactors *old,
                         const ColumnFactors *new) {
-    Rest w, g, m, v, moved, weight;
+    Rest w, g, m, v, moved, weight, given;
     Row last = *row;
     last.ahead = 0;
     last.w = rest_of(FLOAT, row->w, width, &w), last.g = rest_of(as, row->g, width, &g);
     last.m = rest_of(FLOAT, row->m, width, &m), last.v = rest_of(FLOAT, row->v, width, &v);
     last.moved = (float *)moved.bytes, last.weight = weight.bytes;
+    if (as == READ) last.known = rest_of(FLOAT, row->known, width, &given);
     update_one(call, &last, whole_steps(width), STEP, as, old, new);
     put_rest(FLOAT, row->m, width, &m), put_rest(FLOAT, row->v, width, &v);
     put_rest(FLOAT, row->moved, width, &moved), put_rest(as, row->weight, width, &weight);
@@ -361,24 +406,22 @@ static void update_rest(const Call *call, const Row *row, int64_t width, int as,
 static void update_tile(const Call *call, const Part *part, const Tile *tile) {
     ColumnFactors old, new;
     _Alignas(64) float unmoved[WIDEST], unwritten[WIDEST];
-    Row row = {.ahead = part->cols, .rule = rule_of(&call->rates)};
+    Row row = {.ahead = 2 * part->cols, .rule = rule_of(&call->rates)};
     int64_t width = tile->column_end - tile->column, whole = whole_steps(width);
     int moves = call->rates.lr != 0; /* at rate 0 moments go on, and weights keep their bits */
-    int aligned = (uintptr_t)part->weight % BYTES == 0 && part->cols % LANES == 0;
-    int as = part->half ? HALF : call->past && aligned && whole == width ? PAST : FLOAT;
+    int as = as_of(call, part, tile);
     column_factors(call->old.columns, part->column_at + tile->column, width, &old);
     column_factors(call->new.columns, part->column_at + tile->column, width, &new);
     for (int64_t i = tile->row; i < tile->row_end; i++) {
         int64_t at = i * part->cols + tile->column;
         row.w = part->raw + at, row.m = part->exp_avg + at, row.v = part->exp_avg_sq + at;
-        row.g = at_as(as, part->grad, at);
+        row.g = at_as(as, part->grad, at), row.known = (const float *)part->weight + at;
         row.moved = moves ? part->raw + at : unmoved;
         row.weight = moves ? (void *)at_as(as, part->weight, at) : unwritten;
         row.old = row_factors(call->old.rows, part->row_at + i), row.new = row_factors(call->new.rows, part->row_at + i);
         update_one(call, &row, 0, whole, as, &old, &new);
         if (whole < width) update_rest(call, &row, width, as, &old, &new);
     }
-    if (as == PAST) finish_past();
 }
 
 static void convert_tile(const Call *call, const Part *part, Tile *tile) {
@@ -483,7 +526,6 @@ int64_t sel_run(int task, int magnitude, int normalize, const Part *parts, int64
     if (call.tiles && scratch) {
         cut(&call, call.tiles, scratch);
         atomic_init(&call.next, 0);
-        call.past = entries >= LARGE;
         int64_t useful = entries / ENTRIES_PER_THREAD + 1;
         run_threads(&call, threads < useful ? threads : useful);
         if (task == PULL) add_up(&call, row_sums, column_sums, squares);

@@ -34,7 +34,13 @@ INLINE void grow(const V *y, V *F, V *E) {
 /* What lambda multiplies. */
 INLINE V path(int magnitude, V w) { return magnitude ? abs_(w) : w; }
 
-/* dw_eff/dw with c_kappa = 2 c kappa and E = exp(x)/2: at w = 0 the mean of both sides. */
+/* F = c expm1(x) sign(w) and E = c exp(x) of a raw weight w whose weight is known, without an exponential. */
+INLINE void known(int magnitude, V w, V weight, V c, V lambda, V *F, V *E) {
+    *F = fma_(-lambda, path(magnitude, w), weight);
+    *E = c + with_sign(*F, sign_of(w));
+}
+
+/* dw_eff/dw with c_kappa E = c kappa exp(x): at w = 0 the mean of both sides. */
 INLINE V slope(int magnitude, V w, V c_kappa, V lambda, V E) {
     return fma_(c_kappa, E, magnitude ? unless_zero(w, with_sign(lambda, sign_of(w))) : lambda);
 }

@@ -99,7 +99,11 @@ class Backend(Protocol):
         grads: Sequence[Tensor],
         out: Sequence[Tensor] | None = None,
     ) -> Sums:
-        """Return the sums of the pullback of `grads`; write the raw gradients to `out`, where it is given."""
+        """Return the sums of the pullback of `grads`; write the raw gradients to `out`, where it is given.
+
+        Without `out`, the weights must be those of the raw weights under these factors: kernels may read the
+        exponentials from them.
+        """
 
     def update(
         self,
@@ -114,7 +118,7 @@ class Backend(Protocol):
         """Apply AdamW to the raw weights and write the weights.
 
         Gradients are pulled back through the `old` factors, as in :meth:`pull`, and multiplied by `clip` (a 0-d
-        tensor); the weights follow from the `new` factors. At rate 0 raw weights and weights keep their bits.
+        tensor); the new weights follow from the `new` factors. At rate 0 raw weights and weights keep their bits.
         """
 
     def invert(self, terms: Terms, matrices: Matrices, factors: Factors) -> bool:

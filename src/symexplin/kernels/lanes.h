@@ -21,8 +21,6 @@ typedef __m512d D;
 INLINE V all(float x) { return _mm512_set1_ps(x); }
 INLINE V load(const float *p) { return _mm512_loadu_ps(p); }
 INLINE void store(float *p, V x) { _mm512_storeu_ps(p, x); }
-/* Past the caches, to an aligned place; finish_past() before other threads read it. */
-INLINE void store_past(float *p, V x) { _mm512_stream_ps(p, x); }
 INLINE V fma_(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE V sqrt_(V x) { return _mm512_sqrt_ps(x); }
 /* The smaller and the larger one; of two operands, one of them NaN, the second is returned. */
@@ -56,7 +54,6 @@ typedef __m256d D;
 INLINE V all(float x) { return _mm256_set1_ps(x); }
 INLINE V load(const float *p) { return _mm256_loadu_ps(p); }
 INLINE void store(float *p, V x) { _mm256_storeu_ps(p, x); }
-INLINE void store_past(float *p, V x) { _mm256_stream_ps(p, x); }
 INLINE V fma_(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE V sqrt_(V x) { return _mm256_sqrt_ps(x); }
 INLINE V min_(V bound, V x) { return _mm256_min_ps(bound, x); }
@@ -87,7 +84,6 @@ typedef __m128d D;
 INLINE V all(float x) { return _mm_set1_ps(x); }
 INLINE V load(const float *p) { return _mm_loadu_ps(p); }
 INLINE void store(float *p, V x) { _mm_storeu_ps(p, x); }
-INLINE void store_past(float *p, V x) { _mm_stream_ps(p, x); }
 INLINE V fma_(V a, V b, V c) { return a * b + c; } /* two roundings: without the instruction it is a call per lane */
 INLINE V sqrt_(V x) { return _mm_sqrt_ps(x); }
 INLINE V min_(V bound, V x) { return _mm_min_ps(bound, x); }
@@ -123,7 +119,6 @@ typedef float64x2_t D;
 INLINE V all(float x) { return vdupq_n_f32(x); }
 INLINE V load(const float *p) { return vld1q_f32(p); }
 INLINE void store(float *p, V x) { vst1q_f32(p, x); }
-INLINE void store_past(float *p, V x) { vst1q_f32(p, x); }
 INLINE V fma_(V a, V b, V c) { return vfmaq_f32(c, a, b); }
 INLINE V sqrt_(V x) { return vsqrtq_f32(x); }
 INLINE V min_(V bound, V x) { return vminq_f32(bound, x); }
@@ -158,12 +153,6 @@ INLINE V sign_of(V x) { return (V)((I)x & (int32_t)0x80000000); }
 
 INLINE V with_sign(V x, V sign) { return (V)((I)x ^ (I)sign); }
 
-INLINE void finish_past(void) {
-#if defined(__SSE2__)
-    _mm_sfence();
-#endif
-}
-
 /* To the nearest, ties to even; NaN as torch writes it. */
 INLINE void round_half(uint16_t *p, V x) {
     U bits = (U)x, nan = (U)(x != x);
@@ -171,8 +160,8 @@ INLINE void round_half(uint16_t *p, V x) {
     store_half(p, (V)((nan & 0x7fc00000) | (~nan & rounded)));
 }
 
-/* How numbers lie in memory: as floats, as bfloat16, or as floats to be written past the caches. */
-enum { FLOAT, HALF, PAST };
+/* How weights and gradients lie in memory: as bfloat16, or as floats; READ: floats whose exponential is read from them. */
+enum { FLOAT, HALF, READ };
 
 INLINE V load_as(int as, const void *p, int64_t at) {
     return as == HALF ? widen_half((const uint16_t *)p + at) : load((const float *)p + at);
@@ -180,11 +169,15 @@ INLINE V load_as(int as, const void *p, int64_t at) {
 
 INLINE void store_as(int as, void *p, int64_t at, V x) {
     if (as == HALF) round_half((uint16_t *)p + at, x);
-    else if (as == PAST) store_past((float *)p + at, x);
     else store((float *)p + at, x);
 }
 
-INLINE void prefetch_as(int as, const void *p, int64_t at) { __builtin_prefetch((const char *)p + at * (as == HALF ? 2 : 4)); }
+/* Into the second cache: few lines may be under way to the first at once, and the loops would wait for them. */
+INLINE void prefetch(const float *p) { __builtin_prefetch(p, 0, 2); }
+
+INLINE void prefetch_as(int as, const void *p, int64_t at) {
+    prefetch((const float *)((const char *)p + at * (as == HALF ? 2 : 4)));
+}
 
 /* Always in the same order. */
 INLINE float sum_of(V x) {
