@@ -145,12 +145,18 @@ def _table(matrices: Matrices, grads: Sequence[Tensor], out: Sequence[Tensor]) -
         rows = zip(matrices.shapes, matrices.offsets, strict=True)
         lines = [(*shape, *offsets, *[0] * len(_ADDRESSES), half) for shape, offsets in rows]
         matrices.kept["table"] = array.array("q", itertools.chain.from_iterable(lines))
+        own = (matrices.raw, matrices.exp_avg, matrices.exp_avg_sq, matrices.weight)
+        _put(matrices.kept["table"], _ADDRESSES[:4], own)
     table: array.array[int] = matrices.kept["table"][:]
-    columns = (matrices.raw, matrices.exp_avg, matrices.exp_avg_sq, matrices.weight, grads, out)
-    for place, tensors in zip(_ADDRESSES, columns, strict=True):
+    _put(table, _ADDRESSES[4:], (grads, out))
+    return table
+
+
+def _put(table: "array.array[int]", places: Sequence[int], columns: Sequence[Sequence[Tensor]]) -> None:
+    """Write the addresses of columns of tensors."""
+    for place, tensors in zip(places, columns, strict=True):
         if tensors:
             table[place::_FIELDS] = array.array("q", map(Tensor.data_ptr, tensors))
-    return table
 
 
 @functools.cache

@@ -45,9 +45,7 @@ class Matrices:
     exp_avg: Sequence[Tensor] = ()
     exp_avg_sq: Sequence[Tensor] = ()
     shapes: list[tuple[int, int]] = field(init=False)
-    kept: dict[str, Any] = field(
-        default_factory=dict, init=False
-    )  # what kernels keep for them; their addresses may change
+    kept: dict[str, Any] = field(default_factory=dict, init=False)  # what kernels keep for them until :meth:`check`
 
     def __post_init__(self) -> None:
         """See 1-D tensors as rows."""
@@ -55,7 +53,11 @@ class Matrices:
         object.__setattr__(self, "shapes", shapes)
 
     def check(self) -> None:
-        """Raise RuntimeError where somebody has assigned to the `.data` of a tensor what kernels would read wrongly."""
+        """Raise RuntimeError where somebody has assigned to the `.data` of a tensor what kernels would read wrongly.
+
+        What else was assigned is read where it now lies.
+        """
+        self.kept.clear()
         sizes = [4 * d0 * d1 for d0, d1 in self.shapes]
         for tensors in filter(None, (self.raw, self.exp_avg, self.exp_avg_sq)):
             if [tensor.nbytes for tensor in tensors] != sizes or not all(map(Tensor.is_contiguous, tensors)):

@@ -13,7 +13,7 @@ from symexplin.layout import PANELS
 from symexplin.optim.groups import Group
 from symexplin.optim.parameter import Moments, ParameterView
 from symexplin.optim.placement import WHOLE, Placement, local
-from symexplin.optim.schedule import panel_rates
+from symexplin.optim.schedule import panel_masks, panel_rates
 
 __all__ = ["Batch", "ReadableBatch", "Rule", "Target", "batch_signature", "readable_batches"]
 
@@ -106,7 +106,7 @@ class ReadableBatch:
         self._targets = [self._target("raw", self._coordinates.raw, pulled.raw, lr, decay)]
         for panel in first.panels:
             value = getattr(self._coordinates, panel)
-            rates = panel_rates(first.layout, panel, first.group, value)
+            rates = panel_rates(panel_masks(first.layout, panel, value), first.group)
             self._targets.append(self._target(panel, value, getattr(pulled, panel), *rates))
 
     def _target(self, kind: str, value: Tensor, grad: Tensor, lr: Number, decay: Number) -> Target:

@@ -17,7 +17,7 @@ from symexplin.optim.batch import Batch, Rule, Target
 from symexplin.optim.groups import Group
 from symexplin.optim.parameter import ParameterView, moment_key
 from symexplin.optim.placement import local
-from symexplin.optim.schedule import panel_rates
+from symexplin.optim.schedule import panel_masks, panel_rates
 
 __all__ = ["FusedBatch", "PlainBatch", "adamw_batches"]
 
@@ -98,20 +98,35 @@ class FusedBatch:
             panel: {name: [view.moment(panel, name) for view in views] for name in _MOMENTS} for panel in first.panels
         }
         self._lengths = {panel: [view.layout.panel_shape(panel)[dim] for view in views] for panel, dim in _CAT.items()}
+        self._masks = {panel: panel_masks(first.layout, panel, first.own(panel)) for panel in first.panels}
+        averages = (parts for of_panel in self._averages.values() for parts in of_panel.values())
+        self._written = [part for parts in (*self._parts.values(), *averages) for part in parts]
+        self._versions: list[int] | None = None
 
     def pull(self) -> None:
         """Compute the gradients of all panels and the norm of those of raw weights."""
-        first = self.views[0]
         self._matrices.check()
-        self._rates = {p: panel_rates(first.layout, p, self._group, first.own(p)) for p in first.panels}
+        if self._versions != [part._version for part in self._written]:
+            self._join()
+        self._rates = {panel: panel_rates(masks, self._group) for panel, masks in self._masks.items()}
         self._grads = _gradients(self.views)
-        panel0, panel1, scalar = (_joined(panel, self._parts[panel]) for panel in PANELS)
-        self._panels = Panels(panel0, panel1, scalar, self._sizes)
-        curve = FactoredMap(self._terms, self._panels)
-        self._factors = curve.factors()
         sums = self._backend.pull(self._terms, self._matrices, self._factors, self._grads)
         self._norm = sums.squares.sum().sqrt()
-        self._gradients = dict(zip(PANELS, curve.gradients(sums), strict=True))
+        self._gradients = dict(zip(PANELS, self._curve.gradients(sums), strict=True))
+
+    def _join(self) -> None:
+        """Lay panels and their averages end to end; so they stay from step to step while nobody else writes them."""
+        panel0, panel1, scalar = (_joined(panel, self._parts[panel]) for panel in PANELS)
+        self._panels = Panels(panel0, panel1, scalar, self._sizes)
+        self._moments = {
+            panel: {name: _joined(panel, parts) for name, parts in of_panel.items()}
+            for panel, of_panel in self._averages.items()
+        }
+        self._see_map()
+
+    def _see_map(self) -> None:
+        self._curve = FactoredMap(self._terms, self._panels)
+        self._factors = self._curve.factors()
 
     def norms(self) -> list[Tensor]:
         """Return tensors whose norm is that of the gradients, but for shared ones."""
@@ -135,20 +150,23 @@ class FusedBatch:
 
     def update(self, rule: Rule, clip: Tensor | None) -> None:
         """Apply the rule to the panels, and AdamW to the raw weights and write the weights, in one pass of kernels."""
-        for panel in self.views[0].panels:
+        old = self._factors
+        for panel in self._masks:
             self._update_panel(panel, rule, clip)
-        new = FactoredMap(self._terms, self._panels).factors() if self.views[0].panels else self._factors
+        if self._masks:
+            self._see_map()
         self._backend.update(
-            *(self._terms, self._matrices, self._factors, new, self._grads),
+            *(self._terms, self._matrices, old, self._factors, self._grads),
             *(adamw_rates(self._group, self.views[0].state["step"]), clip),
         )
         torch.autograd.graph.increment_version(self._matrices.weight)
-        del self._grads, self._panels, self._factors, self._gradients
+        self._versions = [part._version for part in self._written]
+        del self._grads, self._gradients
 
     def _update_panel(self, panel: str, rule: Rule, clip: Tensor | None) -> None:
         """Update a panel of all parameters by the rule, as one target, in place."""
         first, value, grad = self.views[0], getattr(self._panels, panel), self._gradients[panel]
-        moments = {name: _joined(panel, averages) for name, averages in self._averages[panel].items()}
+        moments = self._moments[panel]
         grad = grad if clip is None else grad * clip.to(grad.device)
         target = Target(
             panel, value, grad, *self._rates[panel], first.state["scale_step"], value.shape, moments=moments

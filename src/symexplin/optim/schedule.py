@@ -10,7 +10,7 @@ from torch import Tensor
 from symexplin.functional import anneal
 from symexplin.layout import Layout, Slot
 
-__all__ = ["LATER", "ScaleAnnealing", "anneal_scales", "multiplier", "multipliers", "panel_rates"]
+__all__ = ["LATER", "ScaleAnnealing", "anneal_scales", "multiplier", "multipliers", "panel_masks", "panel_rates"]
 
 LATER = "later"  # total_steps, until set_total_steps
 
@@ -36,21 +36,26 @@ def multiplier(key: str, group: Mapping[str, Any], step: int) -> float:
     return anneal(step, total, k0, k1)
 
 
-def panel_rates(layout: Layout, panel: str, group: Mapping[str, Any], like: Tensor) -> tuple[Tensor, Tensor]:
+# For each role 1 (delta: 1/beta) where a number of a panel is its own, and 1 where a number decays.
+Masks = tuple[tuple[tuple[str, Tensor], ...], Tensor]
+
+
+def panel_rates(masks: Masks, group: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Return the learning rate and the weight decay of each learned number of a panel, as they broadcast."""
-    slots = tuple(slot for slot in layout.slots if slot.panel == panel)
-    masks, decays = _masks(slots, like.dtype, like.device)
+    of_roles, decays = masks
     k, lr = multipliers(group), float(group["lr"])
     # Products with numbers launch kernels; a tensor made of numbers would wait for a copy to the device.
-    rates = sum((mask * (k[role] * lr) for role, mask in masks), torch.zeros((), dtype=like.dtype, device=like.device))
+    rates = sum((mask * (k[role] * lr) for role, mask in of_roles), torch.zeros_like(decays))
     return rates, decays * group["weight_decay"]
 
 
+def panel_masks(layout: Layout, panel: str, like: Tensor) -> Masks:
+    """Return which numbers of a panel belong to which role, and which decay, as they broadcast."""
+    return _masks(tuple(slot for slot in layout.slots if slot.panel == panel), like.dtype, like.device)
+
+
 @functools.cache
-def _masks(
-    slots: tuple[Slot, ...], dtype: torch.dtype, device: torch.device
-) -> tuple[tuple[tuple[str, Tensor], ...], Tensor]:
-    """Return for each role 1 (delta: 1/beta) where a number of the panel is its own, and 1 where a number decays."""
+def _masks(slots: tuple[Slot, ...], dtype: torch.dtype, device: torch.device) -> Masks:
     shape = _SHAPES[slots[0].panel]
 
     def spread(values: list[float]) -> Tensor:
