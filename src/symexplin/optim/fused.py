@@ -101,12 +101,12 @@ class FusedBatch:
         self._masks = {panel: panel_masks(first.layout, panel, first.own(panel)) for panel in first.panels}
         averages = (parts for of_panel in self._averages.values() for parts in of_panel.values())
         self._written = [part for parts in (*self._parts.values(), *averages) for part in parts]
-        self._versions: list[int] | None = None
+        self._seen: list[tuple[int, int]] | None = None
 
     def pull(self) -> None:
         """Compute the gradients of all panels and the norm of those of raw weights."""
         self._matrices.check()
-        if self._versions != [part._version for part in self._written]:
+        if self._seen != self._look():
             self._join()
         self._rates = {panel: panel_rates(masks, self._group) for panel, masks in self._masks.items()}
         self._grads = _gradients(self.views)
@@ -123,6 +123,9 @@ class FusedBatch:
             for panel, of_panel in self._averages.items()
         }
         self._see_map()
+
+    def _look(self) -> list[tuple[int, int]]:
+        return [(part.data_ptr(), part._version) for part in self._written]
 
     def _see_map(self) -> None:
         self._curve = FactoredMap(self._terms, self._panels)
@@ -160,7 +163,7 @@ class FusedBatch:
             *(adamw_rates(self._group, self.views[0].state["step"]), clip),
         )
         torch.autograd.graph.increment_version(self._matrices.weight)
-        self._versions = [part._version for part in self._written]
+        self._seen = self._look()
         del self._grads, self._gradients
 
     def _update_panel(self, panel: str, rule: Rule, clip: Tensor | None) -> None:

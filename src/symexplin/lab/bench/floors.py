@@ -83,7 +83,10 @@ def moved(variant: str, dtype: str) -> Bytes:
     """
     if variant == "adamw_master":
         return Bytes(*2 * (_UPCAST + _STOCK + _COPY_BACK,))
-    return floor("optimizer", variant, dtype)
+    least = floor("optimizer", variant, dtype)
+    if variant == "sel" and dtype == "fp32":  # both passes read the weight instead of computing an exponential
+        return least._replace(curved=least.curved + 8)
+    return least
 
 
 def map_floor(variant: str, dtype: str) -> int:
