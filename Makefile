@@ -13,7 +13,7 @@ test: $(STAMP)
 	# One thread a worker: two workers with two threads each fight over two cores. A file stays with one worker, so that
 	# what its tests share is made once (loadgroup groups nothing under pytest 9.2: pytest-xdist issue 1386). Files come
 	# in the order of tests/conftest.py, the slow ones first.
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 check: $(STAMP)
 	$(BIN)/ruff check .
