@@ -11,10 +11,10 @@ import parallel_runs
 import processes
 from corpora import TEXTS, prepared
 from pairwise import pairwise
-from symexplin.lab.begin import saved_settings
 from symexplin.lab.config import RunConfig, resolve
 from symexplin.lab.files import read_json, read_json_lines
 from symexplin.lab.parallel import ALONE, Ranks
+from symexplin.lab.run import saved_settings
 from symexplin.lab.settings import build, dump_toml, load_toml
 from symexplin.lab.text.corpus import Corpus
 
@@ -306,17 +306,8 @@ def test_an_environment_that_is_not_torchruns_is_one_line(monkeypatch, capsys, d
     assert said.startswith(f"symexplin: error: {line}")
 
 
-def test_what_was_left_to_the_machine_is_chosen_anew_for_other_processes(data, tmp_path):
-    def left_open(name):
-        same, other = (saved_settings(tmp_path / name, size)["compute"].keys() for size in (1, 2))
-        return same - other
-
-    for name, compute in (("chosen", {}), ("said", {"threads": 1})):
-        config = table(data, steps=2) | {"compute": {"device": "cpu", **compute}}
-        parallel_runs.go_on(config, tmp_path / name)
-    assert left_open("chosen") == {"threads", "loss_chunk"}
-    assert left_open("said") == {"loss_chunk"}
+def test_settings_of_another_number_of_processes_are_chosen_anew(data, tmp_path):
+    parallel_runs.go_on(table(data, steps=2) | {"compute": {"device": "cpu"}}, tmp_path / "run")
+    same, other = (saved_settings(tmp_path / "run", size)["compute"].keys() for size in (1, 2))
+    assert same - other == {"threads", "loss_chunk"}
     assert saved_settings(tmp_path / "nothing", 1) == {}
-    (tmp_path / "chosen" / "summary.json").unlink()
-    parallel_runs.go_on(saved_settings(tmp_path / "chosen", 1), tmp_path / "chosen")
-    assert left_open("chosen") == {"threads", "loss_chunk"}  # what was read back was not said by anyone

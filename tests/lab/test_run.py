@@ -147,7 +147,7 @@ def test_a_finished_run_is_not_trained_again(data, whole, monkeypatch):
 
 def test_a_run_is_not_overwritten(data, whole):
     before = bits(whole["none"])
-    with pytest.raises(ValueError, match="which has a run: add --resume to go on with it, or give another folder"):
+    with pytest.raises(ValueError, match="add --resume"):
         train(tiny(data), whole["none"])
     assert bits(whole["none"]) == before
 
@@ -155,12 +155,12 @@ def test_a_run_is_not_overwritten(data, whole):
 def test_another_configuration_is_refused_with_all_differences(data, whole):
     before = bits(whole["optimizer"])
     other = tiny(data, train=TrainConfig(steps=12, batch_size=4, lr=2e-2, warmup_steps=2, eval_every=4, eval_batches=2))
-    with pytest.raises(ValueError, match="run of another configuration") as error:
+    with pytest.raises(ValueError, match="out must be new") as error:
         train(other, whole["optimizer"], resume=True)
     for words in (
-        "train.steps is 10 there, 12 now",
-        "train.lr is 0.01 there, 0.02 now",
-        "sel.home is 'optimizer' there",
+        "train.steps was 10, is 12 now",
+        "train.lr was 0.01, is 0.02 now",
+        "sel.home was 'optimizer'",
     ):
         assert words in str(error.value)
     assert bits(whole["optimizer"]) == before
@@ -174,7 +174,7 @@ def test_an_edited_configuration_file_changes_no_run(data, tmp_path, monkeypatch
         with pytest.raises(RuntimeError, match="killed"):
             train(tiny(data), folder)
     edited = dataclasses.replace(tiny(data).train, lr=0.004)
-    with pytest.raises(ValueError, match=r"train.lr is 0.01 there, 0.004 now \(give another folder"):
+    with pytest.raises(ValueError, match=r"train\.lr was 0\.01, is 0\.004 now"):
         train(tiny(data, train=edited), folder, resume=True)
 
 
@@ -192,7 +192,7 @@ def test_a_failure_after_a_signal_is_the_signal(data, tmp_path, monkeypatch):
         raise RuntimeError("the compiler died")
 
     monkeypatch.setattr(Trainer, "update", update)
-    with pytest.raises(Stopped, match="within step 1; --resume goes on from the start"):
+    with pytest.raises(Stopped, match="within step 1; --resume continues from the start"):
         train(tiny(data), tmp_path / "run")
 
 
@@ -222,7 +222,7 @@ def test_another_machine_may_go_on_and_the_rounding_is_told(data, tmp_path, monk
         with pytest.raises(RuntimeError, match="killed"):
             train(tiny(data), folder)
     train(tiny(data, compute=dataclasses.replace(EXACT, recompute=True)), folder, resume=True, echo=lines.append)
-    assert "compute.recompute is False there, True now: the numbers go on with other rounding" in lines
+    assert "compute.recompute was False, is True now: the rounding changes" in lines
     assert (folder / "model.safetensors").exists()
 
 
@@ -261,7 +261,7 @@ def test_a_signal_saves_and_stops(data, whole, tmp_path, monkeypatch, number):
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "update", update_and_signal)
-        with pytest.raises(Stopped, match=r"after step 5, saved in .*step-00000005; --resume goes on") as stopped:
+        with pytest.raises(Stopped, match=r"after step 5, saved in .*step-00000005; --resume continues") as stopped:
             train(tiny(data), folder)
     assert stopped.value.signal == number
     assert newest(folder)[0].name == "step-00000005"
@@ -299,10 +299,10 @@ def test_the_rounding_that_is_told_is_that_since_the_last_start(data, tmp_path, 
             with contextlib.nullcontext() if step is None else pytest.raises(Stopped):
                 config = tiny(data, compute=dataclasses.replace(EXACT, recompute=recompute))
                 train(config, tmp_path / "run", resume=True, echo=lines.append, tell_config=False)
-    told = [line.partition(":")[0] for line in lines if "other rounding" in line]
+    told = [line.partition(":")[0] for line in lines if "rounding changes" in line]
     assert told == [
-        "compute.recompute is False there, True now",
-        "compute.recompute is True there, False now",
+        "compute.recompute was False, is True now",
+        "compute.recompute was True, is False now",
     ]
 
 
@@ -316,7 +316,7 @@ def test_a_planted_nan_ends_the_run_and_names_step_layer_and_checkpoint(data, tm
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "update", plant)
-        words = r"step 8: loss is nan.*blocks.0.ffn.up.weight; --resume would go on from .*step-00000006"
+        words = r"step 8: loss is nan.*blocks.0.ffn.up.weight; --resume would continue from .*step-00000006"
         with pytest.raises(NonFiniteError, match=words):
             train(tiny(data), folder)
     *_, last = read_json_lines(folder / "metrics.jsonl")

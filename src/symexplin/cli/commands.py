@@ -48,9 +48,8 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(arguments: Arguments) -> None:
-    from symexplin.lab.begin import saved_settings
     from symexplin.lab.config import RunConfig
-    from symexplin.lab.run import MODEL, train
+    from symexplin.lab.run import MODEL, saved_settings, train
 
     saved = saved_settings(Path(arguments.out), launch().size) if arguments.resume else {}
     config = configured(arguments, RunConfig, saved)

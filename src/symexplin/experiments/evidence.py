@@ -10,7 +10,7 @@ from typing import Any
 
 from symexplin.lab.evaluate import Curve
 from symexplin.lab.files import read_json_lines
-from symexplin.lab.records import METRICS
+from symexplin.lab.record import METRICS
 
 __all__ = ["LEAST_SEEDS", "Cell", "Evidence", "Spread", "shown", "spread_of"]
 

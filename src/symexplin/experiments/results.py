@@ -13,7 +13,7 @@ import filelock
 
 from symexplin.experiments.tables import Outcome, PanelOutcome, read_table
 from symexplin.lab.files import read_json, replace_file
-from symexplin.lab.run import CONFIG, FACTS, SUMMARY
+from symexplin.lab.folders import CONFIG, FACTS, SUMMARY
 from symexplin.lab.settings import load_toml
 
 __all__ = ["COLUMNS", "append_results", "check_results", "config_hash"]

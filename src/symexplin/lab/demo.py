@@ -13,9 +13,9 @@ from symexplin.lab.compare.sweep import COMPARISON, CONFIG, MARKS, CompareConfig
 from symexplin.lab.config import ComputeConfig, LogConfig, RunConfig, TrainConfig, resolve
 from symexplin.lab.evaluate import sample
 from symexplin.lab.files import replace_file, write_json
+from symexplin.lab.folders import CONFIG as RUN_CONFIG
 from symexplin.lab.folders import LOCK, claimed
 from symexplin.lab.model import ModelConfig
-from symexplin.lab.run import CONFIG as RUN_CONFIG
 from symexplin.lab.run import MODEL
 from symexplin.lab.settings import build, dump_toml, load_toml, to_table
 from symexplin.lab.text.corpus import Corpus, eval_batches

@@ -1,32 +1,39 @@
-"""Folders that a command fills: whose they are, and that one process at a time works in them."""
+"""Folders that a command writes: one process at a time works in a folder, and its configuration stays the same."""
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import filelock
 
-__all__ = ["CONFIG", "FACTS", "LOCK", "SUMMARY", "TOKENIZER", "claimed"]
+from symexplin.lab.settings import differences
+
+__all__ = ["CONFIG", "FACTS", "LOCK", "SUMMARY", "TOKENIZER", "check_resumable", "claimed"]
 
 LOCK = ".lock"
 # Files of a run (symexplin.lab.run).
 CONFIG, SUMMARY, TOKENIZER, FACTS = "config.toml", "summary.json", "tokenizer.json", "run.json"
 
+# A resumed folder may have other values of these keys: paths (digests guard what lies there), logging, the machine.
+_FREE = ("data", "train.weights", "log.")
+_MACHINE = "compute."
+
 
 @contextlib.contextmanager
 def claimed(out: str | Path, kind: str, marks: Collection[str]) -> Iterator[Path]:
-    """Hold the lock of a folder, which is created if missing; this process may claim it again within.
+    """Hold the lock of a folder, which is created if it is missing. The same process may claim it again.
 
-    The system frees the lock when the process ends, however it ends. A folder that is still empty at the end, because
-    of a mistake in what was asked for, is removed again.
+    The system frees the lock when the process ends. A folder that is empty at the end is removed again, so that an
+    error in the arguments leaves nothing.
 
     Args:
-        out: new, empty, or an earlier one of its kind.
+        out: a new or empty folder, or an earlier one of its kind.
         kind: what such a folder is, for messages.
-        marks: names of which an earlier one has at least one: what is written into it first.
+        marks: the names of files of which an earlier one has at least one: those that are written first.
 
     Raises:
-        ValueError: a file, a folder with other things in it, one that another process works in.
+        ValueError: a file, a folder with other files in it, a folder that another process works in.
         OSError: a folder that cannot be created or written into.
 
     >>> import tempfile
@@ -48,7 +55,9 @@ def claimed(out: str | Path, kind: str, marks: Collection[str]) -> Iterator[Path
     try:
         lock.acquire()
     except filelock.Timeout:
-        raise ValueError(f"out must be free, got {str(out)!r}, in which another process works") from None
+        raise ValueError(
+            f"out must be free, got {str(out)!r}, in which another process works: wait for it, or give another folder"
+        ) from None
     except BaseException:
         _remove(missing)
         raise
@@ -62,7 +71,34 @@ def claimed(out: str | Path, kind: str, marks: Collection[str]) -> Iterator[Path
 
 
 def _remove(folders: Collection[Path]) -> None:
-    """Remove folders, the inner ones first, as long as they are empty."""
+    """Remove empty folders, the inner ones first."""
     with contextlib.suppress(OSError):
         for folder in folders:
             folder.rmdir()
+
+
+def check_resumable(folder: Path, kind: str, saved: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Check that a folder was written with the same configuration; return what differs in the machine.
+
+    Paths and logging may differ. Differences of the machine (the table [compute]) change the rounding alone.
+
+    Raises:
+        ValueError: another difference; all of them are named.
+
+    >>> check_resumable(Path("out"), "run", {"compute": {"threads": 1}}, {"compute": {"threads": 2}})
+    ['compute.threads was 1, is 2 now']
+    >>> check_resumable(Path("out"), "run", {"train": {"lr": 0.1}}, {"train": {"lr": 0.2}})
+    Traceback (most recent call last):
+    ValueError: out must be new for another configuration, got 'out' with a run whose train.lr was 0.1, is 0.2 now
+    """
+    changed = {
+        key: f"{key} was {old!r}, is {now!r} now"
+        for key, (old, now) in differences(saved, new).items()
+        if not key.startswith(_FREE)
+    }
+    refused = [text for key, text in changed.items() if not key.startswith(_MACHINE)]
+    if refused:
+        raise ValueError(
+            f"out must be new for another configuration, got {str(folder)!r} with a {kind} whose {'; '.join(refused)}"
+        )
+    return list(changed.values())

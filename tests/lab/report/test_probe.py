@@ -9,11 +9,11 @@ import torch
 
 from run_folders import MODEL, trained
 from symexplin import functional
+from symexplin.lab.folders import CONFIG
 from symexplin.lab.maps import CurveConfig
 from symexplin.lab.model import Transformer
 from symexplin.lab.report import probe as module
 from symexplin.lab.report.probe import map_shape, probe, read_run
-from symexplin.lab.run import CONFIG
 
 ROLES = ["q", "k", "v", "o", "gate", "up", "down"]
 CURVES = {

@@ -11,12 +11,12 @@ from matplotlib.figure import Figure
 import symexplin as sel
 from symexplin.experiments.figures.sheet import finish, sheet
 from symexplin.experiments.figures.sources import Panel, comparisons
-from symexplin.lab.begin import check_weights
 from symexplin.lab.build import build_model
 from symexplin.lab.config import RunConfig
 from symexplin.lab.report.charts import draw_chart
 from symexplin.lab.report.figures import Sweep, sweep_lines
 from symexplin.lab.report.probe import read_run
+from symexplin.lab.run import check_weights
 from symexplin.validation import naming
 
 __all__ = ["learning_rates", "start_slope"]

@@ -14,8 +14,9 @@ from symexplin.experiments.tables import PANELS, TABLE
 from symexplin.lab.checkpoint import newest
 from symexplin.lab.compare.folder import COMPARISON
 from symexplin.lab.files import read_json
+from symexplin.lab.folders import CONFIG
 from symexplin.lab.report.charts import Floats, Line
-from symexplin.lab.run import CONFIG, MODEL
+from symexplin.lab.run import MODEL
 
 __all__ = ["Panel", "Row", "comparisons", "is_run", "run_of", "weights_of"]
 

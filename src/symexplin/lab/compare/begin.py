@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from symexplin.lab.begin import ROUNDING, check_weights
 from symexplin.lab.build import build as build_run
 from symexplin.lab.compare.folder import CONFIG, RUNS, arm_of, of_a_run
 from symexplin.lab.compare.grid import CompareConfig
@@ -17,6 +16,7 @@ from symexplin.lab.files import read_json, replace_file
 from symexplin.lab.folders import FACTS
 from symexplin.lab.parallel import Ranks
 from symexplin.lab.provenance import cores
+from symexplin.lab.run import check_weights
 from symexplin.lab.settings import build, differences, dump_toml, load_toml
 from symexplin.lab.text.corpus import Corpus
 from symexplin.lab.weights.plain import digest_of
@@ -28,6 +28,7 @@ Echo = Callable[[str], None]
 
 # Keys that a comparison may resume with other values of, as no run's bits depend on them (data and weights have
 # digests, which must be the same); keys that may only grow, or hand on a seed to the first stage.
+ROUNDING = "compute."
 _FREE = ("data", "log.", "compare.jobs")
 _FREE_ENDS = ("train.weights",)
 _CONFIRM = "compare.confirm_seeds"

@@ -7,7 +7,9 @@ from pathlib import Path
 from symexplin.lab.compare.grid import Cell, CompareConfig
 from symexplin.lab.compare.table import Run, chosen_lrs
 from symexplin.lab.files import read_json
-from symexplin.lab.run import METRICS, SUMMARY, evaluations
+from symexplin.lab.folders import SUMMARY
+from symexplin.lab.record import METRICS
+from symexplin.lab.run import evaluations
 from symexplin.lab.settings import build, load_toml
 
 __all__ = ["COMPARISON", "CONFIG", "RUNS", "arm_of", "asked", "how_to_finish", "of_a_run", "read_run"]

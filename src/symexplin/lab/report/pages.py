@@ -13,11 +13,11 @@ from symexplin.lab.compare.sweep import COMPARISON, how_to_finish
 from symexplin.lab.compare.sweep import CONFIG as COMPARE
 from symexplin.lab.config import OPTIMIZERS
 from symexplin.lab.files import read_json, replace_file
+from symexplin.lab.folders import CONFIG
 from symexplin.lab.maps import map_of
 from symexplin.lab.model import ModelConfig, Transformer
 from symexplin.lab.report.figures import comparison_figures, run_sections
 from symexplin.lab.report.probe import RunRecord, probe, read_run
-from symexplin.lab.run import CONFIG
 from symexplin.lab.settings import to_table
 
 __all__ = ["PAGE", "reading", "report", "report_comparison", "report_run", "write_page"]

@@ -15,8 +15,9 @@ from symexplin.lab.build import Built, build
 from symexplin.lab.checkpoint import load_checkpoint, load_optimizer, newest
 from symexplin.lab.config import RunConfig
 from symexplin.lab.files import read_json, read_json_lines
+from symexplin.lab.folders import CONFIG, FACTS, SUMMARY
 from symexplin.lab.model import ModelConfig, Transformer
-from symexplin.lab.run import CONFIG, FACTS, METRICS, SUMMARY, TIMING
+from symexplin.lab.record import METRICS, TIMING
 from symexplin.lab.settings import build as build_config
 from symexplin.lab.settings import load_toml
 from symexplin.lab.weights.files import MODEL, load_weights

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 
 from symexplin.lab.config import LogConfig, RunConfig
-from symexplin.lab.trackers import Trackers
+from symexplin.lab.record import Trackers
 
 
 def events(folder):
