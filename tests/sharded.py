@@ -105,13 +105,13 @@ def states(model, optimizer):
 
 
 def trajectory(how, config, dtype=torch.float32, one_ulp=False, **kwargs):
-    """Train 30 steps; return weights, state, losses, the last norm of the gradient and the figures of `stats`."""
+    """Train 20 steps; return weights, state, losses, the last norm of the gradient and the figures of `stats`."""
     model, optimizer = make(how, config, dtype, **kwargs)
     if one_ulp:
         with torch.no_grad():
             for p in model.parameters():
                 p.copy_(torch.where(p == 0, p, torch.nextafter(p, p + 1)))
-    losses = steps(model, optimizer, how, dtype, 0, 30)
+    losses = steps(model, optimizer, how, dtype, 0, 20)
     figures = {"norm": float(optimizer.grad_norm), **sel.stats(model, optimizer)}
     return weights(model), states(model, optimizer), losses, figures
 
@@ -122,12 +122,12 @@ def several(calls):
 
 
 def saved(how, config, folder, dtype=torch.float32, full_state=False, flat=False, **kwargs):
-    """Train 6 steps, save with torch.distributed.checkpoint, train 6 more; return what was saved and the end.
+    """Train 4 steps, save with torch.distributed.checkpoint, train 4 more; return what was saved and the end.
 
     `full_state`: gather it all in the first process and save it with torch.save.
     """
     model, optimizer = make(how, config, dtype, **kwargs)
-    steps(model, optimizer, how, dtype, 0, 6)
+    steps(model, optimizer, how, dtype, 0, 4)
     at = weights(model), states(model, optimizer)
     options = StateDictOptions(full_state_dict=full_state, flatten_optimizer_state_dict=flat)
     values, state = get_state_dict(model, optimizer, options=options)
@@ -135,7 +135,7 @@ def saved(how, config, folder, dtype=torch.float32, full_state=False, flat=False
         dcp.save({"model": values, "optimizer": state}, checkpoint_id=folder)
     elif how == "whole" or torch.distributed.get_rank() == 0:
         torch.save({"model": values, "optimizer": state}, folder)
-    losses = steps(model, optimizer, how, dtype, 6, 12)
+    losses = steps(model, optimizer, how, dtype, 4, 8)
     return at, (weights(model), states(model, optimizer), losses)
 
 
@@ -156,7 +156,7 @@ def resumed(how, config, folder, dtype=torch.float32, full_state=False, flat=Fal
         model, optimizer, model_state_dict=content["model"], optim_state_dict=content["optimizer"], options=options
     )
     at = weights(model), states(model, optimizer)
-    losses = steps(model, optimizer, how, dtype, 6, 12)
+    losses = steps(model, optimizer, how, dtype, 4, 8)
     return at, (weights(model), states(model, optimizer), losses)
 
 
@@ -219,9 +219,9 @@ def written(how, config, far=False, value=None):
 
 
 def clamped(how, config, dtype=torch.float64):
-    """Train 12 steps with weights that are clamped after each: writes from outside, everywhere; return weights."""
+    """Train 8 steps with weights that are clamped after each: writes from outside, everywhere; return weights."""
     model, optimizer = make(how, config, dtype, lr=1e-3)
-    for step in range(12):
+    for step in range(8):
         steps(model, optimizer, how, dtype, step, step + 1)
         with torch.no_grad():
             for p in model.parameters():

@@ -190,7 +190,7 @@ def test_mixed_precision_keeps_everything_of_the_optimizer_in_fp32(details, whol
     expected = whole[PAPER, torch.float32][2]
     assert losses[:5] == pytest.approx(expected[:5], rel=0.02)  # then the roundings of bfloat16 go their own way
     assert losses[:5] != pytest.approx(expected[:5], rel=1e-5)
-    assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
+    assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
 
 
 def test_a_write_into_one_process_is_taken_over_at_the_next_step(details):
