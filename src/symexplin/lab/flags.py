@@ -1,0 +1,109 @@
+"""Flags of the command line, made from the keys of a configuration (:mod:`symexplin.lab.settings`)."""
+
+import contextlib
+import functools
+import inspect
+import tomllib
+import typing
+from collections.abc import Callable, Collection, Sequence
+from typing import Annotated, Any, Literal
+
+from cyclopts import CoercionError, Group, Parameter, Token
+
+from symexplin.lab.settings import Key, keys, merge
+
+__all__ = ["Assignments", "with_flags"]
+
+
+def _whole(kind: Any, tokens: Sequence[Token]) -> Any:
+    """Read whole numbers; cyclopts itself would round 1.5."""
+    found = []
+    for token in tokens:
+        try:
+            found.append(int(token.value))
+        except ValueError:
+            raise CoercionError(f"must be a whole number, got {token.value!r}", token=token) from None
+    return found[0] if kind is int else tuple(found)
+
+
+def _assignments(_: Any, tokens: Sequence[Token]) -> dict[str, Any]:
+    return functools.reduce(merge, map(_assignment, tokens), {})
+
+
+def _assignment(token: Token) -> dict[str, Any]:
+    """Read KEY=VALUE as TOML does; a value that is not TOML is text."""
+    name, equals, value = token.value.partition("=")
+    for line in (token.value, f"{name}='{value}'") if equals else ():
+        with contextlib.suppress(tomllib.TOMLDecodeError):
+            return tomllib.loads(line)
+    raise CoercionError(f"must be KEY=VALUE, such as e.k=[50,8], got {token.value!r}", token=token)
+
+
+_SEVERAL = Parameter(consume_multiple=(1, None), negative_iterable=())
+# A table from values KEY=VALUE.
+Assignments = Annotated[
+    dict[str, Any] | None,
+    _SEVERAL,
+    Parameter(
+        accepts_keys=False,
+        n_tokens=-1,
+        converter=_assignments,
+        metavar="KEY=VALUE",
+        help="keys of the map to change, such as beta=5 or e.k=[50,8]",
+    ),
+]
+
+
+def with_flags(command: Callable[..., Any], schema: type, leave_out: Collection[str] = ()) -> Callable[..., Any]:
+    """Return `command` with a flag for each key of a schema.
+
+    Args:
+        command: takes the values of the flags that a user sets as keywords, by key.
+        schema: a configuration.
+        leave_out: keys that get no flag.
+
+    >>> from cyclopts import App
+    >>> from symexplin.lab.model import ModelConfig
+    >>> app = App(default_command=with_flags(lambda **given: given, ModelConfig), result_action="return_value")
+    >>> app("--width 64 --no-bias")
+    {'width': 64, 'bias': False}
+    """
+    groups = {
+        key.table: Group.create_ordered(f"Table {key.table}" if key.table else "Settings") for key in keys(schema)
+    }
+    flags = [_flag(key, groups[key.table]) for key in keys(schema) if key.name not in leave_out]
+    own = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return command(*args, **kwargs)
+
+    run.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]
+    return run
+
+
+def _flag(key: Key, group: Group) -> inspect.Parameter:
+    """Return the flag of a key. Its own default is None: a flag that is not given says nothing."""
+    hint, inner = Literal[key.choices] if key.choices else key.kind, typing.get_args(key.kind)
+    more = []
+    if typing.get_origin(hint) is dict:
+        hint = Assignments
+    elif Ellipsis in inner:
+        more.append(_SEVERAL)
+    if int in (hint, *inner):
+        more.append(Parameter(converter=_whole))
+    about = Parameter(help=key.help, group=group, show_default=_shown(key.default), negative_iterable=())
+    return inspect.Parameter(
+        key.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[hint, *more, about]
+    )
+
+
+def _shown(default: Any) -> str | bool:
+    """Return a default as the user would write it; False for none, which the help does not mention."""
+    if isinstance(default, tuple):
+        return " ".join(str(_shown(value)) for value in default) or False
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    if isinstance(default, int | float):
+        return f"{default:g}" if isinstance(default, float) else str(default)
+    return isinstance(default, str) and default
