@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from cyclopts import App, CycloptsError, Parameter
 
 from symexplin import __version__
-from symexplin.lab.flags import Assignments, with_flags
+from symexplin.lab.flags import Pairs, with_flags
 from symexplin.lab.launch import Launch, give_way, launch
 from symexplin.lab.settings import build, load_toml, merge, nested
 
@@ -332,13 +332,7 @@ def _report(folder: str, /) -> None:
 
 
 def _inspect(
-    source: _Weights,
-    /,
-    *,
-    preset: _Preset = "default",
-    map: Assignments = None,
-    json: _Path = None,
-    figures: _Path = None,
+    source: _Weights, /, *, preset: _Preset = "default", map: Pairs = None, json: _Path = None, figures: _Path = None
 ) -> None:
     """Show the heavy tails of any model's weights.
 
@@ -369,13 +363,7 @@ def _inspect(
 
 
 def _invert(
-    source: _Weights,
-    target: _Target,
-    /,
-    *,
-    preset: _Preset = "default",
-    map: Assignments = None,
-    start: _Start = "matched",
+    source: _Weights, target: _Target, /, *, preset: _Preset = "default", map: Pairs = None, start: _Start = "matched"
 ) -> None:
     """Turn plain weights into raw weights.
 

@@ -1,6 +1,7 @@
 """Flags of the command line, made from the keys of a configuration (:mod:`symexplin.lab.settings`)."""
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import tomllib
@@ -12,7 +13,7 @@ from cyclopts import CoercionError, Group, Parameter, Token
 
 from symexplin.lab.settings import Key, keys, merge
 
-__all__ = ["Assignments", "with_flags"]
+__all__ = ["Pairs", "with_flags"]
 
 
 def _whole(kind: Any, tokens: Sequence[Token]) -> Any:
@@ -40,8 +41,8 @@ def _assignment(token: Token) -> dict[str, Any]:
 
 
 _SEVERAL = Parameter(consume_multiple=(1, None), negative_iterable=())
-# A table from values KEY=VALUE.
-Assignments = Annotated[
+# The values KEY=VALUE of a flag, as a table.
+Pairs = Annotated[
     dict[str, Any] | None,
     _SEVERAL,
     Parameter(
@@ -68,9 +69,8 @@ def with_flags(command: Callable[..., Any], schema: type, leave_out: Collection[
     >>> app("--width 64 --no-bias")
     {'width': 64, 'bias': False}
     """
-    groups = {
-        key.table: Group.create_ordered(f"Table {key.table}" if key.table else "Settings") for key in keys(schema)
-    }
+    tables = dict.fromkeys(key.table for key in keys(schema))
+    groups = {table: Group.create_ordered(f"Table {table}" if table else "Settings") for table in tables}
     flags = [_flag(key, groups[key.table]) for key in keys(schema) if key.name not in leave_out]
     own = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
 
@@ -83,27 +83,13 @@ def with_flags(command: Callable[..., Any], schema: type, leave_out: Collection[
 
 
 def _flag(key: Key, group: Group) -> inspect.Parameter:
-    """Return the flag of a key. Its own default is None: a flag that is not given says nothing."""
     hint, inner = Literal[key.choices] if key.choices else key.kind, typing.get_args(key.kind)
-    more = []
+    more = [Parameter(help=key.help, group=group, negative_iterable=())]
     if typing.get_origin(hint) is dict:
-        hint = Assignments
+        hint = Pairs
     elif Ellipsis in inner:
         more.append(_SEVERAL)
     if int in (hint, *inner):
         more.append(Parameter(converter=_whole))
-    about = Parameter(help=key.help, group=group, show_default=_shown(key.default), negative_iterable=())
-    return inspect.Parameter(
-        key.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[hint, *more, about]
-    )
-
-
-def _shown(default: Any) -> str | bool:
-    """Return a default as the user would write it; False for none, which the help does not mention."""
-    if isinstance(default, tuple):
-        return " ".join(str(_shown(value)) for value in default) or False
-    if isinstance(default, bool):
-        return "on" if default else "off"
-    if isinstance(default, int | float):
-        return f"{default:g}" if isinstance(default, float) else str(default)
-    return isinstance(default, str) and default
+    shown = None if key.default in (dataclasses.MISSING, (), {}, "") else key.default
+    return inspect.Parameter(key.name, inspect.Parameter.KEYWORD_ONLY, default=shown, annotation=Annotated[hint, *more])
