@@ -20,7 +20,7 @@ __all__ = ["COMMANDS", "main", "make_app"]
 
 T = TypeVar("T")
 
-# Errors that all processes of a job share.
+# Errors that all processes of a job share. One line is enough for them.
 _OF_ALL = {"NonFiniteError", "Stopped", "ChildProcessError"}
 # The words of torch's RuntimeErrors where the memory of a CPU ends.
 _NO_MEMORY = ("DefaultCPUAllocator", "can't allocate memory", "Storage size calculation overflowed")
@@ -62,11 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         kinds = {kind.__name__ for kind in type(error).__mro__}  # by name: the lab's are not imported for all commands
         message, status = _explain(error, kinds)
-        tells = _tells(kinds)
-        if message is None or (tells and "--traceback" in given):
+        teller = _teller(kinds)
+        if message is None or (teller is not None and "--traceback" in given):
             raise
-        if tells:
-            print(f"symexplin: {message}", file=sys.stderr)
+        if teller is not None:
+            print(f"symexplin: {teller}{message}", file=sys.stderr)
         return status
     return 0
 
@@ -79,6 +79,7 @@ def make_app(given: Sequence[str] | None = None) -> App:
         help_epilogue=_STATUS,
         help_format="plaintext",
         version=f"symexplin {__version__}",
+        default_parameter=Parameter(allow_repeating=True, negative_iterable=()),  # the last of several flags wins
         result_action="return_value",
         suppress_keyboard_interrupt=False,
     )
@@ -107,22 +108,24 @@ def _recorded(function: Callable[[list[str]], None]) -> Callable[[list[str]], No
     return record(function)
 
 
-def _tells(kinds: set[str]) -> bool:
-    """Whether this process of its job prints an error. One line is enough for what ended all."""
+def _teller(kinds: set[str]) -> str | None:
+    """Return what names this process of its job before an error; None: another process prints it."""
     try:
         started = launch()
     except ValueError:
         started = Launch()
-    tells, distributed = started.rank == 0, sys.modules.get("torch.distributed")
+    tells, own, distributed = started.rank == 0, False, sys.modules.get("torch.distributed")
     if "ElsewhereError" in kinds:
         tells = False
     elif started.size > 1 and distributed is not None and distributed.is_initialized():
         from symexplin.lab.parallel import first_to_tell
 
-        tells = first_to_tell() or not _OF_ALL & kinds
+        own = not _OF_ALL & kinds
+        tells = first_to_tell() or own
     if not tells:
         give_way()
-    return tells
+        return None
+    return f"process {started.rank}: " if own and started.rank else ""
 
 
 def _explain(error: Exception, kinds: set[str]) -> tuple[str | None, int]:
@@ -515,7 +518,7 @@ def _completion(shell: Literal["bash", "zsh", "fish", "powershell"], /) -> None:
     """Print a script that completes commands and flags in a shell.
 
     Examples:
-      symexplin completion bash > ~/.local/share/bash-completion/completions/symexplin
+      symexplin completion bash >> ~/.bashrc
       symexplin completion zsh > "${fpath[1]}/_symexplin"
     """
     _say(make_app().generate_completion(shell=shell))

@@ -40,7 +40,7 @@ def _assignment(token: Token) -> dict[str, Any]:
     raise CoercionError(f"must be KEY=VALUE, such as e.k=[50,8], got {token.value!r}", token=token)
 
 
-_SEVERAL = Parameter(consume_multiple=(1, None), negative_iterable=())
+_SEVERAL = Parameter(consume_multiple=(1, None))
 # The values KEY=VALUE of a flag, as a table.
 Pairs = Annotated[
     dict[str, Any] | None,
@@ -84,7 +84,7 @@ def with_flags(command: Callable[..., Any], schema: type, leave_out: Collection[
 
 def _flag(key: Key, group: Group) -> inspect.Parameter:
     hint, inner = Literal[key.choices] if key.choices else key.kind, typing.get_args(key.kind)
-    more = [Parameter(help=key.help, group=group, negative_iterable=())]
+    more = [Parameter(help=key.help, group=group)]
     if typing.get_origin(hint) is dict:
         hint = Pairs
     elif Ellipsis in inner:
