@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+import symexplin.__main__
 from corpora import TEXTS
 from symexplin import __version__, cli
 from symexplin.experiments.tables import names, read_table
@@ -144,6 +145,12 @@ def test_traceback_on_demand():
 def test_a_missing_extra_is_named(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "symexplin.lab.demo", None)
     assert "symexplin[lab]" in refused(capsys, "demo")
+    for name in [name for name in sys.modules if name.startswith("symexplin.cli")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "cyclopts", None)
+    monkeypatch.setattr(sys.modules["symexplin"], "cli", None)
+    assert symexplin.__main__.main() == 2
+    assert "symexplin[lab]" in capsys.readouterr().err
 
 
 def failing(monkeypatch, error):
@@ -260,6 +267,7 @@ def test_sample_writes_the_prompt_and_more_and_the_same_again(place, capsys):
     assert len(text) > len("document 3\n")
     assert run(capsys, *words) == text
     assert run(capsys, *words, "--seed", "1") != text
+    assert run(capsys, "sample", place / "optimizer", "--prompt", "- item", "--length", "1").startswith("- item")
 
 
 def test_an_exported_folder_loads_in_transformers_with_equal_logits(place, capsys, tmp_path):

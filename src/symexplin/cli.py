@@ -136,7 +136,7 @@ def _explain(error: Exception, kinds: set[str]) -> tuple[str | None, int]:
     if isinstance(error, CycloptsError):
         text += f" (see {' '.join(['symexplin', *(error.command_chain or ())])} --help)"
     elif isinstance(error, ModuleNotFoundError):
-        text += "; the command line needs the extra 'lab': pip install 'symexplin[lab]'"
+        text += "; install the extra 'lab': pip install 'symexplin[lab]'"
     elif "OutOfMemoryError" in kinds or any(words in text for words in _NO_MEMORY):
         less = "raise --accumulation (bench: --microbatches), or try --recompute"
         text = f"out of memory: a smaller model, or {less} ({text[:200]})"
@@ -275,7 +275,7 @@ def _sample(
     model: _Run,
     /,
     *,
-    prompt: str = "",
+    prompt: Annotated[str, Parameter(allow_leading_hyphen=True)] = "",
     length: int = 200,
     temperature: float = 0.8,
     top_k: int | None = None,
