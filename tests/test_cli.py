@@ -316,11 +316,13 @@ def test_inspect_prints_writes_and_draws(place, capsys, tmp_path):
         assert (tmp_path / "tails" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_report_prints_its_path(place, capsys):
     assert run(capsys, "report", place / "optimizer").strip() == str(place / "optimizer" / "report.html")
     assert "<svg" in (place / "optimizer" / "report.html").read_text()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_compare_trains_arms_of_ones_own(place, capsys, tmp_path):
     arms = "--arms AdamW mine --arm mine.preset=frozen mine.map.beta=5 --lrs 1e-2 --seeds 0"
     text = run(capsys, "compare", "--data", place / "data", "--out", tmp_path / "c", *arms.split(), *TINY.split())
@@ -337,6 +339,7 @@ def test_bench_prints_tables_and_refuses_a_second_time(capsys, tmp_path):
     assert "earlier measurement" in refused(capsys, *words, *tiny)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_reproduce_lists_plans_runs_and_continues(place, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lines = run(capsys, "reproduce").splitlines()
@@ -359,7 +362,6 @@ def test_reproduce_lists_plans_runs_and_continues(place, capsys, tmp_path, monke
     ("arguments", "fetched"),
     [
         ("openwebtext", "openwebtext"),
-        ("hf:nobody/nothing", "nobody/nothing"),
         ("stdlib --tokenizer gpt2", "gpt2"),
     ],
 )

@@ -14,7 +14,7 @@ from cyclopts import App, CycloptsError, Parameter
 from symexplin import __version__
 from symexplin.lab.flags import Pairs, with_flags
 from symexplin.lab.launch import Launch, give_way, launch
-from symexplin.lab.settings import build, load_toml, merge, nested
+from symexplin.lab.settings import build, load_toml, merge
 
 __all__ = ["COMMANDS", "main", "make_app"]
 
@@ -164,8 +164,7 @@ def _log(line: str) -> None:
 
 def _configured(schema: type[T], given: dict[str, Any], file: str | None, saved: dict[str, Any]) -> T:
     """Return the configuration of the run to resume, else the defaults, under the file and the flags given."""
-    table = saved if file is None else merge(saved, load_toml(file))
-    return build(schema, merge(table, nested(schema, given)))
+    return build(schema, merge(saved if file is None else merge(saved, load_toml(file)), given))
 
 
 # --- The commands: the docstring of each is its help ------------------------------------------------------------------

@@ -6,7 +6,7 @@ from cyclopts import App, Parameter
 from symexplin.lab.compare.grid import CompareConfig
 from symexplin.lab.config import RunConfig
 from symexplin.lab.flags import with_flags
-from symexplin.lab.settings import build, keys, nested
+from symexplin.lab.settings import build, keys
 
 
 def parse(words, schema=RunConfig, leave_out=()):
@@ -16,7 +16,7 @@ def parse(words, schema=RunConfig, leave_out=()):
         default_parameter=Parameter(negative_iterable=()),
         result_action="return_value",
     )
-    return nested(schema, app(shlex.split(words), exit_on_error=False, print_error=False))
+    return app(shlex.split(words), exit_on_error=False, print_error=False)
 
 
 @pytest.mark.parametrize("schema", [RunConfig, CompareConfig])

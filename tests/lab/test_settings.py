@@ -10,7 +10,7 @@ from symexplin.experiments.reproduce import ReproduceConfig
 from symexplin.lab.bench.config import BenchConfig
 from symexplin.lab.compare.grid import CompareConfig
 from symexplin.lab.demo import DemoConfig
-from symexplin.lab.settings import build, differences, dump_toml, keys, load_toml, merge, nested, to_table
+from symexplin.lab.settings import build, differences, dump_toml, keys, load_toml, merge, to_table
 from symexplin.lab.text.prepare import PrepareConfig
 
 SCHEMAS = (CompareConfig, PrepareConfig, DemoConfig, BenchConfig, ReproduceConfig)
@@ -120,11 +120,6 @@ def test_files_that_are_not_toml(tmp_path, content):
         load_toml(tmp_path / "bad")
     with pytest.raises(FileNotFoundError, match=r"config must be an existing TOML file, got .*nowhere"):
         load_toml(tmp_path / "nowhere")
-
-
-def test_values_of_flags_go_to_their_tables():
-    found = nested(Outer, {"path": "x", "size": 4, "switch": True})
-    assert found == {"path": "x", "inner": {"size": 4}, "switch": True}
 
 
 def test_merging_leaves_both_sides_alone():

@@ -59,15 +59,15 @@ def with_flags(command: Callable[..., Any], schema: type, leave_out: Collection[
     """Return `command` with a flag for each key of a schema.
 
     Args:
-        command: takes the values of the flags that a user sets as keywords, by key.
+        command: takes the flags that a user sets as keywords: keys, and tables of keys.
         schema: a configuration.
         leave_out: keys that get no flag.
 
     >>> from cyclopts import App
-    >>> from symexplin.lab.model import ModelConfig
-    >>> app = App(default_command=with_flags(lambda **given: given, ModelConfig), result_action="return_value")
-    >>> app("--width 64 --no-bias")
-    {'width': 64, 'bias': False}
+    >>> from symexplin.lab.config import RunConfig
+    >>> app = App(default_command=with_flags(lambda **given: given, RunConfig), result_action="return_value")
+    >>> app("--data text --width 64 --no-bias")
+    {'data': 'text', 'model': {'width': 64, 'bias': False}}
     """
     tables = dict.fromkeys(key.table for key in keys(schema))
     groups = {table: Group.create_ordered(f"Table {table}" if table else "Settings") for table in tables}
@@ -76,7 +76,12 @@ def with_flags(command: Callable[..., Any], schema: type, leave_out: Collection[
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
-        return command(*args, **kwargs)
+        given: dict[str, Any] = {}
+        for key in keys(schema):
+            if key.name in kwargs:
+                place = given.setdefault(key.table, {}) if key.table else given
+                place[key.name] = kwargs.pop(key.name)
+        return command(*args, **kwargs, **given)
 
     run.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]
     return run

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import tomli_w
 
-__all__ = ["Key", "build", "differences", "dump_toml", "keys", "lines", "load_toml", "merge", "nested", "to_table"]
+__all__ = ["Key", "build", "differences", "dump_toml", "keys", "lines", "load_toml", "merge", "to_table"]
 
 T = TypeVar("T")
 Table = dict[str, Any]
@@ -140,14 +140,11 @@ def to_table(config: Any) -> Table:
     >>> build(ModelConfig, to_table(ModelConfig(width=64))) == ModelConfig(width=64)
     True
     """
-    hints = typing.get_type_hints(type(config))
     table: Table = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if dataclasses.is_dataclass(hints[field.name]):
-            table[field.name] = to_table(value)
-        elif value is not None and not field.metadata.get("derived"):
-            table[field.name] = _plain(value)
+        if value is not None and not field.metadata.get("derived"):
+            table[field.name] = to_table(value) if dataclasses.is_dataclass(value) else _plain(value)
     return table
 
 
@@ -155,21 +152,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(v) for key, v in value.items() if v is not None}
     return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
-
-
-def nested(schema: type, flat: Mapping[str, Any]) -> Table:
-    """Return the values of flags, by key, as the table of a file.
-
-    >>> from symexplin.lab.model import ModelConfig
-    >>> nested(ModelConfig, {"width": 64})
-    {'width': 64}
-    """
-    table: Table = {}
-    for key in keys(schema):
-        if key.name in flat:
-            place = table.setdefault(key.table, {}) if key.table else table
-            place[key.name] = flat[key.name]
-    return table
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
