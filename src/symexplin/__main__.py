@@ -2,7 +2,18 @@
 
 import sys
 
-from symexplin.cli import main
+__all__ = ["main"]
+
+
+def main() -> int:
+    """Run the command line, or name the extra that it needs."""
+    try:
+        from symexplin.cli import main as run
+    except ModuleNotFoundError as error:
+        sys.stderr.write(f"symexplin: error: {error}; install the extra 'lab': pip install 'symexplin[lab]'\n")
+        return 2
+    return run()
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -232,7 +232,7 @@ def test_a_job_of_torchrun_that_is_stopped_and_killed_ends_with_the_same_bits(da
     job = torchrun(*arguments)
     said = job.communicate(timeout=120)[0]
     assert job.returncode == 0, said
-    assert said.count("nats a token; plain weights") == 1
+    assert said.count("nats per token; plain weights") == 1
     assert_same_bits(tmp_path / "run", tmp_path / "whole")
 
 
@@ -276,17 +276,15 @@ def test_alone_nothing_changes():
     assert (ALONE.tell(lambda: 3), ALONE.gather(4), ALONE.facts()) == (3, [4], {})
 
 
-@pytest.mark.parametrize(("local", "seconds"), [(0, 2.0), (1, 4.0)])
-def test_what_the_first_process_does_not_refuse_another_one_tells_late(monkeypatch, capsys, local, seconds):
-    """Torchrun ends it meanwhile if the first one has failed as well."""
-    started = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": local, "TORCHELASTIC_RUN_ID": "job"}
-    for name, value in started.items():
-        monkeypatch.setenv(name, str(value))
+def test_a_process_that_does_not_tell_lets_the_first_one_print_before_torchrun_ends_it(monkeypatch, capsys):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "job"}.items():
+        monkeypatch.setenv(name, value)
     waited = []
     monkeypatch.setattr(time, "sleep", waited.append)
     assert parallel_runs.cli.main(["train", "--data", "d", "--out", "x", "--steps", "0"]) == 2
-    assert capsys.readouterr().err.startswith("symexplin: process 1: error: steps must be")
-    assert waited == [seconds]
+    assert capsys.readouterr().err == ""
+    assert len(waited) == 1
+    assert 0 < waited[0] < 10
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,11 @@
-"""What torchrun tells the processes that it starts, and what they tell it; nothing here needs torch."""
+"""What torchrun tells the processes that it starts. Nothing here needs torch."""
 
-import json
 import os
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Launch", "launch", "outlived", "report_failure", "under_torchrun"]
+__all__ = ["Launch", "give_way", "launch", "under_torchrun"]
 
 _HEAD_START = 2.0  # seconds
 
@@ -21,10 +19,10 @@ class Launch(NamedTuple):
 
 
 def launch(environment: Mapping[str, str] = os.environ) -> Launch:
-    """Return what torchrun has said to this process; without torchrun it is alone.
+    """Return the place of this process in the job of torchrun; without torchrun it is alone.
 
     Raises:
-        ValueError: what torchrun would not say.
+        ValueError: a value that torchrun would not set.
 
     >>> launch({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"})
     Launch(rank=3, size=4, local_rank=1)
@@ -52,21 +50,7 @@ def under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def outlived(started: Launch) -> bool:
-    """Wait a little for torchrun to end this process, as it does after another's error; return whether it did not.
-
-    So the first process can tell of an error that all have before torchrun ends it in turn; of one that only another
-    machine has, the first process there tells. Without torchrun nobody is ended, and this returns False at once.
-    """
-    if not under_torchrun():
-        return False
-    time.sleep(_HEAD_START if started.local_rank == 0 else 2 * _HEAD_START)
-    return True
-
-
-def report_failure(line: str) -> None:
-    """Give torchrun the line that its report of failed processes then ends with, if torchrun is there."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path is not None:
-        said = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
-        Path(path).write_text(json.dumps({"message": said}))
+def give_way() -> None:
+    """Let the process that tells of an error print it before torchrun ends the job, as it does after the first exit."""
+    if under_torchrun():
+        time.sleep(_HEAD_START)

@@ -2,7 +2,6 @@ import dataclasses
 
 import pytest
 
-from symexplin.cli.parser import Parser, add_keys, given
 from symexplin.lab.compare.grid import CompareConfig, GridConfig
 from symexplin.lab.config import TrainConfig
 from symexplin.lab.maps import CurveConfig, map_of
@@ -172,15 +171,6 @@ def test_an_arm_may_change_keys_of_training_and_of_the_model():
     assert normal.model == ModelConfig(width=64, vocab_size=300, init="xavier_normal")
     assert normal.sel == CurveConfig(preset="paper", map={"beta": 5.0})
     assert build(CompareConfig, config.table()).arm == config.arm
-
-
-def test_flags_say_what_the_tables_of_an_arm_say():
-    words = "--arm muon.home=none muon.train.optimizer=muon muon.train.betas=[0.9,0.99] --arm muon.train.floor=0.1 "
-    words += "muon.train.weight_decay=0.1 --arm normal.preset=paper normal.map.beta=5.0 normal.train.decay_plain=false "
-    words += "--arm normal.model.init=xavier_normal --arms AdamW muon normal --data data"
-    parser = Parser()
-    add_keys(parser, CompareConfig, leave_out=("lr", "seed", "home", "preset", "start", "map"))
-    assert build(CompareConfig, given(parser.parse_args(words.split()), CompareConfig)).arm == CHANGED
 
 
 def test_anneal_steps_hold_for_all_curved_arms_but_those_with_their_own():

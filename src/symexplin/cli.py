@@ -1,0 +1,543 @@
+"""The command line, `symexplin COMMAND`: what each command takes. The laboratory does the work."""
+
+import inspect
+import os
+import pkgutil
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from cyclopts import App, CycloptsError, Parameter
+
+from symexplin import __version__
+from symexplin.lab.flags import Pairs, with_flags
+from symexplin.lab.launch import Launch, give_way, launch
+from symexplin.lab.settings import build, load_toml, merge
+
+__all__ = ["COMMANDS", "main", "make_app"]
+
+T = TypeVar("T")
+
+# Errors that all processes of a job share. One line is enough for them.
+_OF_ALL = {"NonFiniteError", "Stopped", "ChildProcessError"}
+# The words of torch's RuntimeErrors where the memory of a CPU ends.
+_NO_MEMORY = ("DefaultCPUAllocator", "can't allocate memory", "Storage size calculation overflowed")
+
+_ABOUT = """\
+Train models in curved weight space (SymExpLin) and own ordinary weights.
+
+A first walk, with a folder of your own text:
+  symexplin prepare mytext/ --out data
+  symexplin train --data data --out runs/first --no-bias
+  symexplin sample runs/first --prompt "Once"
+  symexplin export runs/first --out mymodel        # for transformers
+"""
+_STATUS = """\
+Exit status: 0 success; 1 the reader of the output left; 2 an error that the
+last line explains (--traceback shows where it arose); 130 interrupted; 143
+terminated. A run that is interrupted or terminated writes a checkpoint.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status: 0, 2 for a user's error, 128 + its number for a signal.
+
+    Args:
+        argv: the arguments without the program's name; None: those of the process.
+
+    >>> main(["demo", "--steps", "0"])
+    2
+    """
+    given = list(sys.argv[1:] if argv is None else argv)
+    try:
+        _recorded(_run)([word for word in given if word != "--traceback"])
+    except KeyboardInterrupt:
+        print("symexplin: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of the output has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        kinds = {kind.__name__ for kind in type(error).__mro__}  # by name: the lab's are not imported for all commands
+        message, status = _explain(error, kinds)
+        teller = _teller(kinds)
+        if message is None or (teller is not None and "--traceback" in given):
+            raise
+        if teller is not None:
+            print(f"symexplin: {teller}{message}", file=sys.stderr)
+        return status
+    return 0
+
+
+def make_app(given: Sequence[str] | None = None) -> App:
+    """Return the application. Of the commands, those among the arguments `given` get their flags; None: all do."""
+    app = App(
+        name="symexplin",
+        help=_ABOUT,
+        help_epilogue=_STATUS,
+        help_format="plaintext",
+        version=f"symexplin {__version__}",
+        default_parameter=Parameter(allow_repeating=True, negative_iterable=()),  # the last of several flags wins
+        result_action="return_value",
+        suppress_keyboard_interrupt=False,
+    )
+    for place, (name, command) in enumerate(COMMANDS.items()):
+        text, mark, examples = (inspect.getdoc(command) or "").partition("Examples:\n")
+        text = re.sub(r"(?<=\S)\n(?=\S)", " ", text)  # paragraphs, which are then wrapped to the terminal
+        if name in _SCHEMAS and (given is None or name in given):
+            command = with_flags(command, pkgutil.resolve_name(_SCHEMAS[name]), _NO_FLAGS.get(name, ()))
+        app.command(command, name=name, sort_key=place, help=text, help_epilogue=mark + examples)
+    return app
+
+
+def _run(given: list[str]) -> None:
+    name = next((word for word in given if word in COMMANDS), None)
+    if launch().size > 1 and name is not None and name not in _PARALLEL:
+        raise ValueError(f"torchrun is for {' and '.join(_PARALLEL)}, got {name!r}: run it without")
+    make_app(given)(given, exit_on_error=False, print_error=False)
+
+
+def _recorded(function: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
+    """Let the report of torchrun, if it started this process, show the error that `function` ends with."""
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return function
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    return record(function)
+
+
+def _teller(kinds: set[str]) -> str | None:
+    """Return what names this process of its job before an error; None: another process prints it."""
+    try:
+        started = launch()
+    except ValueError:
+        started = Launch()
+    tells, own, distributed = started.rank == 0, False, sys.modules.get("torch.distributed")
+    if "ElsewhereError" in kinds:
+        tells = False
+    elif started.size > 1 and distributed is not None and distributed.is_initialized():
+        from symexplin.lab.parallel import first_to_tell
+
+        own = not _OF_ALL & kinds
+        tells = first_to_tell() or own
+    if not tells:
+        give_way()
+        return None
+    return f"process {started.rank}: " if own and started.rank else ""
+
+
+def _explain(error: Exception, kinds: set[str]) -> tuple[str | None, int]:
+    """Return the line that tells a user what went wrong, and the status; None for a defect of the program."""
+    text = " ".join(str(error).split())
+    if "Stopped" in kinds:
+        return text, 128 + int(error.signal)  # type: ignore[attr-defined]
+    if isinstance(error, CycloptsError):
+        text += f" (see {' '.join(['symexplin', *(error.command_chain or ())])} --help)"
+    elif isinstance(error, ModuleNotFoundError):
+        text += "; install the extra 'lab': pip install 'symexplin[lab]'"
+    elif "OutOfMemoryError" in kinds or any(words in text for words in _NO_MEMORY):
+        less = "raise --accumulation (bench: --microbatches), or try --recompute"
+        text = f"out of memory: a smaller model, or {less} ({text[:200]})"
+    elif any(kind.__module__.startswith(("torch._dynamo", "torch._inductor")) for kind in type(error).__mro__):
+        text = f"torch.compile failed: leave out --compile, or remove its cache ({text[:200]})"
+    elif isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename!r}: {error.strerror}" if error.filename else error.strerror
+    elif not isinstance(error, ValueError | OSError) and "NonFiniteError" not in kinds:
+        return None, 1
+    return f"error: {text}", 2
+
+
+def _say(line: str) -> None:
+    """Print a line at once."""
+    print(line, flush=True)
+
+
+def _log(line: str) -> None:
+    """Print a line of a long job, which continues after its reader has left."""
+    try:
+        _say(line)
+    except OSError:
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (for good)
+
+
+def _configured(schema: type[T], given: dict[str, Any], file: str | None, saved: dict[str, Any]) -> T:
+    """Return the configuration of the run to resume, else the defaults, under the file and the flags given."""
+    return build(schema, merge(saved if file is None else merge(saved, load_toml(file)), given))
+
+
+# --- The commands: the docstring of each is its help ------------------------------------------------------------------
+
+_Config = Annotated[str | None, Parameter(help="settings in TOML; flags take precedence")]
+_Folder = Annotated[str, Parameter(help="the folder of the run, new or to resume")]
+_Resume = Annotated[bool, Parameter(help="continue in the folder, or start there", negative=(), show_default=False)]
+_Run = Annotated[str, Parameter(help="the folder of a run, one of its checkpoints, or a model.safetensors")]
+_Weights = Annotated[str, Parameter(help="a safetensors file, or a folder of them")]
+_Target = Annotated[str, Parameter(help="the safetensors file to write, a new one")]
+_Preset = Annotated[str, Parameter(help="the map: default (beta by matrix), or one of the paper's, such as paper")]
+_Start = Annotated[Literal["matched", "mismatched"], Parameter(help="mismatched: the paper's, for mode mismatch")]
+_Plan = Annotated[bool, Parameter(help="print the runs and the assumptions, and stop", negative=(), show_default=False)]
+_Path = str | None
+
+
+def _prepare(*sources: str, out: str, **given: Any) -> None:
+    """Turn text into token files.
+
+    Text comes from `stdlib` (the sources of the running Python), files with documents separated by NUL bytes, .jsonl
+    files, either compressed (.xz, .gz), folders of such files and of plain text, or Hugging Face data sets:
+    hf:NAME[:CONFIG], `openwebtext`, `fineweb`. It must be UTF-8: other files in a folder are left out and named.
+    Repeated documents count once. The hash of a document decides whether it is for training or for validation. The same
+    command continues a preparation that was killed.
+
+    Args:
+        sources: stdlib, files, folders, or hf:NAME[:CONFIG]; several are joined
+        out: the folder for the tokens
+
+    Examples:
+      symexplin prepare mytext/ --out data
+      symexplin prepare docs.txt.xz --valid docs.valid.txt.xz --out data
+      symexplin prepare openwebtext --tokenizer gpt2 --out owt --workers 16
+    """
+    from symexplin.lab.text.prepare import PrepareConfig, prepare
+
+    prepare(build(PrepareConfig, {"sources": sources, **given}), out, echo=_log)
+
+
+def _train(config: _Config = None, *, out: _Folder, resume: _Resume = False, **given: Any) -> None:
+    r"""Train a language model on prepared text.
+
+    The model is a transformer, trained with SEL in either home or with AdamW. A flag --some-key is the key some_key of
+    the TOML file, in the table named below. The resolved settings are printed and saved.
+
+    Files in the folder:
+      config.toml        the resolved settings, with which --resume continues
+      metrics.jsonl      steps and evaluations, the same bytes on the same CPU
+      timing.jsonl       seconds, tokens/s, memory
+      tensorboard/       events
+      checkpoints/       to resume from
+      model.safetensors  plain weights, at the end
+
+    SIGTERM, Ctrl-C and a lost terminal finish the step, write a checkpoint and stop. A run killed at any moment
+    continues with --resume and ends with the same bits (on a CPU, with the same number of threads). Under torchrun,
+    with --parallel ddp or fsdp, batch_size stays that of all processes together, and all must see the folder. A run may
+    be resumed with another number of processes.
+
+    Examples:
+      symexplin train --data data --out runs/first
+      symexplin train big.toml --out runs/big --resume
+      symexplin train --data data --out runs/paper --preset paper --map beta=5
+      symexplin train --data data --out runs/adamw --home none
+      symexplin train --data data --out runs/on --weights runs/adamw
+      torchrun --standalone --nproc-per-node 8 -m symexplin train big.toml \
+        --out runs/wide --parallel fsdp
+    """
+    from symexplin.lab.config import RunConfig
+    from symexplin.lab.run import MODEL, saved_settings, train
+
+    saved = saved_settings(Path(out), launch().size) if resume else {}
+    result = train(_configured(RunConfig, given, config, saved), out, resume=resume, echo=_log)
+    if launch().rank == 0:
+        _log(f"{result.final_loss:.4f} nats per token; plain weights: {Path(out, MODEL)}")
+
+
+def _compare(config: _Config = None, *, out: _Folder, resume: _Resume = False, **given: Any) -> None:
+    r"""Compare ways to train over learning rates and seeds.
+
+    Every arm is trained at every learning rate with every seed. Arms are compared at the baseline's best learning rate,
+    and each at its own best. With --confirm-seeds a second stage follows at these learning rates, with these seeds.
+
+    Settings are those of `symexplin train`, with the table [compare], and [arm.NAME] tables for arms of your own. Such
+    a table has the keys of [sel]. It may also change keys of training and of the model, in [arm.NAME.train] and
+    [arm.NAME.model].
+
+    With --resume the same command continues a comparison that was stopped, or adds arms, learning rates and seeds. Keys
+    of [compute] may then differ: runs that have not ended continue with other rounding.
+
+    Examples:
+      symexplin compare --data data --out runs/c --lrs 1e-3 2e-3 4e-3 --seeds 0 1 2
+      symexplin compare --data data --out runs/c --lrs 1e-3 --arms AdamW mine \
+        --arm mine.preset=paper mine.map.beta=5
+      symexplin compare --data data --out runs/c --arms AdamW muon \
+        --arm muon.home=none muon.train.optimizer=muon
+      symexplin compare --data data --out runs/c --seeds 0 --confirm-seeds 1 2
+    """
+    from symexplin.lab.compare.sweep import CONFIG, CompareConfig, compare_runs
+
+    file = Path(out, CONFIG)
+    saved = load_toml(file) if resume and file.exists() else {}
+    compare_runs(_configured(CompareConfig, given, config, saved), out, resume=resume, echo=_log)
+
+
+def _sample(
+    model: _Run,
+    /,
+    *,
+    prompt: Annotated[str, Parameter(allow_leading_hyphen=True)] = "",
+    length: int = 200,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    seed: int = 0,
+) -> None:
+    """Write text with a trained model: the final weights of a run, or those of its newest checkpoint.
+
+    Args:
+        prompt: the beginning; if empty, a new document
+        length: tokens to write
+        temperature: 0 takes the likeliest token
+        top_k: draw from this many likeliest tokens alone
+        seed: of the draws
+
+    Examples:
+      symexplin sample runs/first --prompt "Once" --length 300 --temperature 0.7
+    """
+    from symexplin.lab.evaluate import sample
+    from symexplin.lab.trained import load_trained
+
+    trained, tokenizer, _ = load_trained(model)
+    _say(sample(trained, tokenizer, prompt, length, temperature=temperature, top_k=top_k, seed=seed))
+
+
+def _export(model: _Run, /, *, out: str) -> None:
+    """Write a folder that transformers loads as a stock architecture (Qwen3).
+
+    The model must have been trained with --no-bias: stock models have no biases.
+
+    Args:
+        out: a new folder
+
+    Examples:
+      symexplin export runs/first --out mymodel
+    """
+    from symexplin.lab.trained import load_trained
+    from symexplin.lab.weights.export import export_transformers
+
+    trained, tokenizer, file = load_trained(model)
+    export_transformers(trained, out, file, tokenizer.end, echo=_say)
+
+
+def _report(folder: str, /) -> None:
+    """Write a page with curves, tables and maps: report.html in the folder. The run may still be going on.
+
+    Args:
+        folder: of a run, a comparison or a table of symexplin reproduce
+
+    Examples:
+      symexplin report runs/first
+    """
+    from symexplin.experiments.report import report_table
+    from symexplin.experiments.tables import TABLE
+    from symexplin.lab.report.pages import report
+
+    _say(str(report_table(folder) if Path(folder, TABLE).exists() else report(folder)))
+
+
+def _inspect(
+    source: _Weights, /, *, preset: _Preset = "default", map: Pairs = None, json: _Path = None, figures: _Path = None
+) -> None:
+    """Show the heavy tails of any model's weights.
+
+    For each matrix: how far the largest weight and the standard deviation have grown over Xavier's uniform, the shares
+    beyond thresholds, the automatic beta, and how exactly the map can be inverted there.
+
+    Args:
+        json: the file to write all figures to
+        figures: the folder to draw histogram.png and growth.png in
+
+    Examples:
+      symexplin inspect model.safetensors
+      symexplin inspect llama/ --preset paper --map beta=15 --json tails.json
+    """
+    from symexplin.lab.files import write_json
+    from symexplin.lab.maps import named_map
+    from symexplin.lab.weights.inspect import format_inspection, inspect_file
+    from symexplin.lab.weights.inspect_figures import draw_inspection
+
+    found = inspect_file(source, config=named_map(preset, map or {}), progress=True)
+    _say(format_inspection(found))
+    if json is not None:
+        write_json(json, found.to_dict())
+    if figures is not None:
+        Path(figures).mkdir(parents=True, exist_ok=True)
+        for name, figure in draw_inspection(found).items():
+            figure.savefig(Path(figures, f"{name}.png"), dpi=150)
+
+
+def _invert(
+    source: _Weights, target: _Target, /, *, preset: _Preset = "default", map: Pairs = None, start: _Start = "matched"
+) -> None:
+    """Turn plain weights into raw weights.
+
+    TARGET gets the raw weights and scales whose effective weights are those of SOURCE, as the state_dict of the model
+    that symexplin.convert makes. The largest difference is reported.
+
+    Examples:
+      symexplin invert model.safetensors raw.safetensors --preset paper
+    """
+    from symexplin.lab.maps import named_map
+    from symexplin.lab.weights.folding import invert_file
+
+    invert_file(source, target, named_map(preset, map or {}), start, echo=_say)
+
+
+def _fold(source: _Weights, target: _Target, /) -> None:
+    """Turn raw weights into plain weights.
+
+    SOURCE has raw weights and scales: of `symexplin invert`, or of a checkpoint of a run with --home module. The
+    largest difference is reported.
+
+    Examples:
+      symexplin fold runs/m/checkpoints/step-00000300/model.safetensors plain
+    """
+    from symexplin.lab.weights.folding import fold_file
+
+    fold_file(source, target, echo=_say)
+
+
+def _reproduce(
+    name: _Path = None,
+    /,
+    *,
+    out: _Path = None,
+    resume: _Resume = False,
+    plan: _Plan = False,
+    results: _Path = None,
+    **given: Any,
+) -> None:
+    r"""Run a table of the paper, or one beyond it, and compare the results with the paper's figures.
+
+    Every arm is trained at every learning rate, and the best are confirmed with more seeds. The report has the paper's
+    figure, the measured one, the difference, and for each claim whether it held. Without NAME the tables are listed.
+    The text is the standard library's at the scale mini, OpenWebText at the scale paper, else what --data names. With
+    --resume the same command continues after a kill, or adds arms, learning rates and seeds.
+
+    Files in the folder:
+      table.json, data/         what the table is; the tokens, unless --data has them
+      base/, panels/PANEL/      the run that others start from; a comparison each
+      report.html               the results
+      table.csv, figures/       the same as data and drawings
+
+    Args:
+        name: of a table, or a TOML file of one
+        out: new or to resume (default: runs/reproduce/NAME-SCALE)
+        results: a CSV file to which a row per run is appended
+
+    Examples:
+      symexplin reproduce frozen --plan --scale paper
+      symexplin reproduce frozen
+      symexplin reproduce suite --data docs --out runs/suite --results mini.csv
+      symexplin reproduce main_grid --panels 64x2 --lrs 2e-3 --steps 100 \
+        --set compare.confirm_seeds=[]
+    """
+    from symexplin.experiments.reproduce import ReproduceConfig, plan_lines, reproduce
+    from symexplin.experiments.tables import names
+
+    if name is None:
+        _say("\n".join(f"{table:22} {title}" for table, title in names().items()))
+        return
+    config = build(ReproduceConfig, given)
+    folder = Path("runs", "reproduce", f"{Path(name).stem}-{config.scale}") if out is None else out
+    if plan:
+        _say("\n".join(plan_lines(config.table(name, folder), config.panels)))
+    else:
+        reproduce(name, folder, config, resume=resume, results=results, echo=_log)
+
+
+def _figure(name: _Path = None, /, *sources: str, out: str = "figures") -> None:
+    """Draw a figure of the paper from your own runs and weights, as NAME.svg and NAME.png.
+
+    Args:
+        name: which figure; without a name all are listed, with what each is drawn from
+        sources: runs, comparisons or weights, as the list says
+        out: the folder for both files
+
+    Examples:
+      symexplin figure
+      symexplin figure symexp_controls --out figures
+      symexplin figure transform_roles runs/first
+      symexplin figure loss_curves runs/reproduce/main_grid-mini
+    """
+    from symexplin.experiments.figures import draw, format_figures, save_figure
+
+    if name is None:
+        _say(format_figures())
+    else:
+        _say("\n".join(map(str, save_figure(draw(name, sources), out, name))))
+
+
+def _demo(*, out: str = "runs/demo", **given: Any) -> None:
+    """Compare AdamW and SEL on a small model, in minutes, without a download.
+
+    The data are the sources of the running Python's standard library. AdamW and SEL are trained on them at three
+    learning rates each, in about four minutes on two cores. An earlier demo in the folder is replaced. One that was
+    interrupted and had the same settings is continued.
+
+    Args:
+        out: the folder for the results
+
+    Examples:
+      symexplin demo
+      symexplin demo --seed 10 --arms AdamW SEL SEL-paper --out runs/other
+    """
+    from symexplin.lab.demo import DemoConfig, run_demo
+
+    run_demo(out, build(DemoConfig, given), echo=_log)
+
+
+def _bench(config: _Config = None, *, out: str, **given: Any) -> None:
+    r"""Measure what the map costs on this machine.
+
+    The map alone, the optimizer step and the whole training step are timed with AdamW and with SEL in both homes, on
+    random tokens. All variants take turns in one process, in an order that rotates. The figures are medians with their
+    10th and 90th percentile, the ratios those of the same round. `adamw_master` is the stock recipe for bf16
+    parameters: upcast, clip, fused AdamW on fp32 masters, copy back.
+
+    Files in the folder:
+      results.csv            a row per variant and size, with the machine
+      rounds.jsonl           every round
+      bench.svg, bench.png   the plot
+
+    Args:
+        out: a new folder for the results
+
+    Examples:
+      symexplin bench --out bench --parts optimizer step --widths 512 --depths 6
+      symexplin bench --out sweep --parts step --depths 2 6 12 --microbatches 1 4 16
+      symexplin bench --out big --widths 3072 --depths 36 --dtypes bf16 \
+        --compile --recompute --fresh
+    """
+    from symexplin.lab.bench.config import BenchConfig
+    from symexplin.lab.bench.run import run_bench
+
+    run_bench(_configured(BenchConfig, given, config, {}), out, echo=_log, progress=True)
+
+
+def _completion(shell: Literal["bash", "zsh", "fish", "powershell"], /) -> None:
+    """Print a script that completes commands and flags in a shell.
+
+    Examples:
+      symexplin completion bash >> ~/.bashrc
+      symexplin completion zsh > "${fpath[1]}/_symexplin"
+    """
+    _say(make_app().generate_completion(shell=shell))
+
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    command.__name__[1:]: command
+    for command in (
+        *(_prepare, _train, _compare, _sample, _export, _report, _inspect, _invert, _fold),
+        *(_reproduce, _figure, _demo, _bench, _completion),
+    )
+}
+# The configurations whose keys are flags of a command. They are imported for this command alone.
+_SCHEMAS = {
+    "prepare": "symexplin.lab.text.prepare:PrepareConfig",
+    "train": "symexplin.lab.config:RunConfig",
+    "compare": "symexplin.lab.compare.grid:CompareConfig",
+    "reproduce": "symexplin.experiments.reproduce:ReproduceConfig",
+    "demo": "symexplin.lab.demo:DemoConfig",
+    "bench": "symexplin.lab.bench.config:BenchConfig",
+}
+# Keys that the command says otherwise.
+_NO_FLAGS = {"prepare": ("sources",), "compare": ("lr", "seed", "home", "preset", "start", "map")}
+_PARALLEL = ("train", "compare")  # what torchrun may start

@@ -1,0 +1,432 @@
+"""The command line as a user gives it."""
+
+import inspect
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import symexplin.__main__
+from corpora import TEXTS
+from symexplin import __version__, cli
+from symexplin.experiments.tables import names, read_table
+from symexplin.lab.weights.files import load_model
+
+TINY = "--width 32 --depth 1 --heads 2 --context 16 --steps 6 --batch-size 4 --eval-every 3 --no-tensorboard"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a text, its tokens and a run without biases in each home."""
+    folder = tmp_path_factory.mktemp("walk")
+    (folder / "mytext").mkdir()
+    for index, text in enumerate(TEXTS):
+        (folder / "mytext" / f"{index}.txt").write_text(text)
+    data = str(folder / "data")
+    assert cli.main(["prepare", str(folder / "mytext"), "--out", data, "--vocab-size", "400"]) == 0
+    for home in ("optimizer", "module"):
+        arguments = ["--data", data, "--out", str(folder / home), "--no-bias", "--home", home, "--preset", "paper"]
+        assert cli.main(["train", *arguments, *TINY.split()]) == 0
+    return folder
+
+
+def run(capsys, *arguments):
+    capsys.readouterr()
+    assert cli.main([str(argument) for argument in arguments]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys, *arguments):
+    capsys.readouterr()
+    assert cli.main([str(argument) for argument in arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith("symexplin: error: ")
+    return line
+
+
+# --- What a user gets wrong ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("dmo", ["demo"]),
+        ("train --out x --widht 3", ["--widht", "Did you mean --width?", "symexplin train --help"]),
+        ("train --out x --wid 3", ["--wid", "Did you mean --width?"]),
+        ("train --out x --steps ten", ["--steps", "whole number", "'ten'"]),
+        ("train --out x --width 1.5", ["--width", "whole number", "'1.5'"]),
+        ("train --out x --lr fast", ["--lr", "fast"]),
+        ("train --out x --betas 0.9", ["--betas", "2"]),
+        ("train --out x --home modul", ["--home", 'Did you mean "module"']),
+        ("train --out x --map beta", ["--map", "KEY=VALUE", "'beta'"]),
+        ("train --out x", ["data must be given", "symexplin prepare"]),
+        ("train --data /no/such --out x", ["/no/such"]),
+        ("train /no/such.toml --out x", ["config must be an existing TOML file"]),
+        ("train --data d", ["--out"]),
+        ("train --data d --out x --map bete=3", ["map: ", "did you mean 'beta'"]),
+        ("compare --data d --out x --lr 1", ["--lr", "Did you mean --lrs?"]),
+        ("demo --lrs", ["--lrs", "at least 1"]),
+        ("demo --lrs 1e-3 fast", ["--lrs", "fast"]),
+        ("demo --seed 1 b", ["'b'"]),
+        ("demo --lrs 0", ["lrs must be a positive finite number, got 0.0"]),
+        ("demo --steps 0", ["steps must be a whole number >= 1, got 0"]),
+        ("demo --arms AdamW SLE", ["did you mean 'SEL'?"]),
+        ("demo --data /no/such/file", ["'/no/such/file'"]),
+        ("sample /no/such/run", ["/no/such/run"]),
+        ("sample", ["MODEL"]),
+        ("export /no/such/run --out x", ["/no/such/run"]),
+        ("report /no/such/run", ["/no/such/run"]),
+        ("inspect /no/such/file", ["/no/such/file"]),
+        ("fold /no/such/file x", ["/no/such/file"]),
+        ("invert /no/such/file x --preset papper", ["preset", "did you mean 'paper'?"]),
+        ("invert /no/such/file x --preset carried", ["preset 'carried'"]),
+        ("prepare /no/such/file --out x", ["/no/such/file"]),
+        ("prepare '' --out x", ["sources", "''"]),
+        ("prepare --out x", ["sources", "at least one"]),
+        ("completion elvish", ["elvish", "bash"]),
+        ("reproduce frozzen", ["did you mean 'frozen'"]),
+        ("reproduce frozen --scale tiny", ["--scale", "mini"]),
+        ("reproduce frozen --arms AdamW ful", ["did you mean 'full'"]),
+        ("reproduce frozen --set modle.width=3", ["did you mean 'model'"]),
+        ("reproduce frozen --scale h200", ["data must be given"]),
+        ("reproduce frozen --out ''", ["out must name a folder"]),
+    ],
+)
+def test_a_users_error_is_one_line_that_names_the_key_and_leaves_nothing(capsys, tmp_path, monkeypatch, line, words):
+    monkeypatch.chdir(tmp_path)
+    found = refused(capsys, *shlex.split(line))
+    assert [word for word in words if word not in found] == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[train]\nlearning_rate = 1", ["learning_rate", "[train]"]),
+        ("[trian]\nlr = 1", ["trian", "did you mean 'train'?"]),
+        ("lr = 1", ["'lr' belongs in [train]"]),
+        ("[train]\nsteps = 'ten'", ["steps must be a whole number, got 'ten'"]),
+        ("[sel]\nhome = 'modul'", ["home must be one of", "did you mean 'module'"]),
+        ("lr = = 1", ["x.toml is not TOML"]),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named_as_well(capsys, tmp_path, monkeypatch, text, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.toml").write_text(text)
+    found = refused(capsys, "train", "x.toml", "--data", "d", "--out", "x")
+    assert [word for word in words if word not in found] == []
+
+
+def test_the_process_gives_the_same_line_and_status(tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    command = [sys.executable, "-m", "symexplin", "demo", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("symexplin: error: out must be a new folder or that of an earlier demo")
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+def test_traceback_on_demand():
+    with pytest.raises(ValueError, match="steps must be"):
+        cli.main(["--traceback", "demo", "--steps", "0"])
+
+
+def test_a_missing_extra_is_named(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "symexplin.lab.demo", None)
+    assert "symexplin[lab]" in refused(capsys, "demo")
+    for name in [name for name in sys.modules if name.startswith("symexplin.cli")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "cyclopts", None)
+    monkeypatch.setattr(sys.modules["symexplin"], "cli", None)
+    assert symexplin.__main__.main() == 2
+    assert "symexplin[lab]" in capsys.readouterr().err
+
+
+def failing(monkeypatch, error):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr("symexplin.lab.demo.run_demo", fail)
+
+
+def test_an_error_of_the_program_is_not_hidden(monkeypatch):
+    failing(monkeypatch, RuntimeError("a bug"))
+    with pytest.raises(RuntimeError, match="a bug"):
+        cli.main(["demo"])
+
+
+def test_what_the_machine_cannot_do_is_one_line_with_a_remedy(monkeypatch, capsys):
+    from torch._dynamo.exc import TorchDynamoException
+
+    failing(monkeypatch, torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB"))
+    assert "raise --accumulation" in refused(capsys, "demo")
+    failing(monkeypatch, TorchDynamoException("g++ died\nwith many lines"))
+    assert "leave out --compile" in refused(capsys, "demo")
+
+
+def test_a_model_too_large_for_the_memory_is_a_users_error(data, tmp_path, capsys):
+    assert cli.main(["train", "--data", data, "--out", str(tmp_path / "run"), "--width", "100000000000"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("symexplin: error: out of memory")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_loss_that_is_no_number_is_one_line(data, tmp_path, capsys):
+    arguments = ["train", "--data", data, "--out", str(tmp_path / "run"), *TINY.split(), "--lr", "1e30"]
+    assert cli.main(arguments) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("symexplin: error: step 2: loss is nan")
+    assert "--resume would go on from the start" in line
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+# --- Help ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_has_a_help_with_an_example_that_is_understood(capsys, command):
+    text = run(capsys, command, "--help")
+    about, _, examples = inspect.getdoc(cli.COMMANDS[command]).partition("Examples:\n")
+    assert about.splitlines()[0][:70] in text
+    lines = [line for line in examples.replace("\\\n", "").splitlines() if line.strip()]
+    assert lines
+    assert max(map(len, examples.splitlines())) <= 80
+    for line in lines:
+        _, _, words = line.partition("symexplin ")
+        words = shlex.split(words.partition(" >")[0])
+        assert words[0] == command
+        cli.make_app(words).parse_args(words, exit_on_error=False, print_error=False)
+
+
+def test_flags_are_shown_with_their_help_and_default(capsys):
+    text = " ".join(run(capsys, "train", "--help").split())
+    assert "--width INT size of the residual stream [default: 128]" in text
+    assert "--home CHOICE" in text
+    assert "Table train" in text
+    assert "--map KEY=VALUE" in text
+
+
+def test_version_and_help_need_neither_torch_nor_the_laboratory(capsys):
+    assert run(capsys, "--version") == f"symexplin {__version__}\n"
+    assert "Exit status" in run(capsys, "--help")
+    code = "import sys; from symexplin.cli import main; main(['--help']); main(['sample', '--help'])\n"
+    code += "assert not {'torch', 'numpy', 'matplotlib', 'safetensors', 'tokenizers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120, check=True)
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+def test_bash_completes_commands_and_flags(capsys, tmp_path):
+    script = tmp_path / "completion"
+    script.write_text(run(capsys, "completion", "bash"))
+    for words, expected in (("tra", "train"), ("train --wid", "--width"), ("train --home mod", "module")):
+        line = f"symexplin {words}"
+        code = f"""source {script}
+            COMP_WORDS=({line}); COMP_CWORD={len(line.split()) - 1}; COMP_LINE='{line}'; COMP_POINT={len(line)}
+            COMP_TYPE=9; $(complete -p symexplin | sed 's/.*-F \\([^ ]*\\).*/\\1/'); echo "${{COMPREPLY[@]}}" """
+        done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=False, timeout=60)
+        assert expected in done.stdout.split(), (words, done)
+
+
+# --- Settings --------------------------------------------------------------------------------------------------------
+
+
+def test_flags_take_precedence_over_the_file_and_tables_are_merged(place, capsys, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        f'data = "{place / "data"}"\n[model]\nwidth = 32\ndepth = 1\nheads = 2\ncontext = 16\n'
+        '[train]\nsteps = 50\nbatch_size = 4\n[sel]\npreset = "paper"\n'
+        "map = { e.k = [10, 2] }\n[log]\ntensorboard = false\n"
+    )
+    text = run(capsys, "train", "--config", file, "--out", tmp_path / "run", "--steps", "3", "--map", "beta=5")
+    assert "steps = 3," in text
+    assert "beta = 5" in text
+    assert "k = [10.0, 2.0]" in text
+    assert "train.lr is 0.003 there, 0.5 now" in refused(
+        capsys, "train", "--out", tmp_path / "run", "--resume", "--lr", "0.5"
+    )
+    assert "has finished already" in run(capsys, "train", "--out", tmp_path / "run", "--resume")
+
+
+# --- Commands --------------------------------------------------------------------------------------------------------
+
+
+def test_sample_writes_the_prompt_and_more_and_the_same_again(place, capsys):
+    words = ("sample", place / "optimizer", "--prompt", "document 3", "--length", "20", "--top-k", "50")
+    text = run(capsys, *words)
+    assert text.startswith("document 3")
+    assert len(text) > len("document 3\n")
+    assert run(capsys, *words) == text
+    assert run(capsys, *words, "--seed", "1") != text
+    assert run(capsys, "sample", place / "optimizer", "--prompt", "- item", "--length", "1").startswith("- item")
+
+
+def test_an_exported_folder_loads_in_transformers_with_equal_logits(place, capsys, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    run(capsys, "export", place / "optimizer", "--out", tmp_path / "mymodel")
+    found, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "mymodel", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "mymodel")
+    tokens = tokenizer("document 3 says 9", return_tensors="pt").input_ids
+    ours = load_model(place / "optimizer" / "model.safetensors")
+    with torch.no_grad():
+        # transformers computes the angles of positions in float32; see lab/weights/export.py.
+        torch.testing.assert_close(found(tokens[:, :16]).logits, ours(tokens[:, :16]), rtol=1e-4, atol=1e-4)
+
+
+def test_files_go_into_curved_space_and_back(place, capsys, tmp_path):
+    plain, raw, back = (tmp_path / name for name in ("plain", "raw", "back"))
+    plain.write_bytes((place / "optimizer" / "model.safetensors").read_bytes())
+    assert "largest difference" in run(capsys, "invert", plain, raw, "--preset", "paper", "--map", "beta=5")
+    with safe_open(raw, "pt") as file:
+        assert "blocks.0.ffn.up.raw_weight" in file.keys()  # noqa: SIM118
+        assert json.loads(file.metadata()["symexplin_map"])["beta"] == 5.0
+    assert "7 matrices and 0 biases folded" in run(capsys, "fold", raw, back)
+    first, second = load_model(plain), load_model(back)
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_a_checkpoint_of_the_module_home_folds_to_the_final_weights(place, capsys, tmp_path):
+    (checkpoint,) = (place / "module" / "checkpoints").iterdir()
+    run(capsys, "fold", checkpoint / "model.safetensors", tmp_path / "plain")
+    expected = load_model(place / "module" / "model.safetensors")
+    for a, b in zip(load_model(tmp_path / "plain").parameters(), expected.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_inspect_prints_writes_and_draws(place, capsys, tmp_path):
+    file = place / "optimizer" / "model.safetensors"
+    text = run(capsys, "inspect", file, "--json", tmp_path / "tails.json", "--figures", tmp_path / "tails")
+    assert "blocks.0.ffn.up" in text
+    weight = load_model(file).blocks[0].ffn.up.weight.detach().double()
+    rows = json.loads((tmp_path / "tails.json").read_text())["rows"]
+    (row,) = [row for row in rows if row["name"] == "blocks.0.ffn.up.weight"]
+    assert row["max"] == pytest.approx(weight.abs().max().item())
+    for name in ("histogram", "growth"):
+        assert (tmp_path / "tails" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_report_prints_its_path(place, capsys):
+    assert run(capsys, "report", place / "optimizer").strip() == str(place / "optimizer" / "report.html")
+    assert "<svg" in (place / "optimizer" / "report.html").read_text()
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_compare_trains_arms_of_ones_own(place, capsys, tmp_path):
+    arms = "--arms AdamW mine --arm mine.preset=frozen mine.map.beta=5 --lrs 1e-2 --seeds 0"
+    text = run(capsys, "compare", "--data", place / "data", "--out", tmp_path / "c", *arms.split(), *TINY.split())
+    assert "mine" in text
+    assert {path.name for path in (tmp_path / "c" / "runs").iterdir()} == {"AdamW-lr0.01-seed0", "mine-lr0.01-seed0"}
+    assert (tmp_path / "c" / "report.html").exists()
+
+
+def test_bench_prints_tables_and_refuses_a_second_time(capsys, tmp_path):
+    words = ("bench", "--out", tmp_path / "b", "--parts", "optimizer", "--widths", "16", "--depths", "1")
+    tiny = ("--context", "8", "--vocab-size", "16", "--repeats", "1", "--device", "cpu")
+    assert "optimizer bf16: width 16, depth 1" in run(capsys, *words, *tiny)
+    assert (tmp_path / "b" / "results.csv").exists()
+    assert "earlier measurement" in refused(capsys, *words, *tiny)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_reproduce_lists_plans_runs_and_continues(place, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = run(capsys, "reproduce").splitlines()
+    assert [tuple(line.split(maxsplit=1)) for line in lines] == list(names().items())
+    out = run(capsys, "reproduce", "main_grid", "--plan", "--scale", "paper", "--seeds", "1", "2")
+    assert "3072x36: AdamW, mismatch, mismatch+offset; lrs 0.0003; seeds 1 2; up to 6 runs of 150,000 steps" in out
+    assert not list(tmp_path.iterdir())
+    tiny = "--lrs 2e-3 --steps 2 --jobs 1 --set model.width=16 model.depth=1 model.heads=2 model.context=8"
+    tiny += " train.batch_size=2 train.eval_batches=1 compare.confirm_seeds=[] --results results/mini.csv"
+    command = ["reproduce", "frozen", "--data", place / "data", *tiny.split()]
+    assert "rows added to results/mini.csv: 2" in run(capsys, *command, "--arms", "AdamW", "frozen")
+    folder = tmp_path / "runs" / "reproduce" / "frozen-mini"
+    assert (folder / "report.html").exists()
+    out = run(capsys, *command, "--arms", "AdamW", "frozen", "full", "--resume")
+    assert "rows added to results/mini.csv: 1" in out
+    assert [trained["arm"] for trained in read_table(folder).panels[0].found["runs"]] == ["AdamW", "frozen", "full"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fetched"),
+    [
+        ("openwebtext", "openwebtext"),
+        ("stdlib --tokenizer gpt2", "gpt2"),
+    ],
+)
+def test_without_a_network_one_line_says_what_would_be_fetched(tmp_path, arguments, fetched):
+    """A proxy that does not exist is no network, also where there is one."""
+    pytest.importorskip("datasets")
+    nowhere = {"HTTPS_PROXY": "http://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hf")}
+    done = subprocess.run(
+        [sys.executable, "-m", "symexplin", "prepare", *arguments.split(), "--out", "x"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+        cwd=tmp_path,
+        env={**os.environ, **nowhere},
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert fetched in line
+    assert "local" in line
+    assert not (tmp_path / "x").exists()
+
+
+# --- Signals and readers that leave ----------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends signals")
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_stops_training_with_a_checkpoint_and_a_line(tmp_path, data, number, status):
+    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code += "from symexplin.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = ["train", "--data", data, "--out", str(tmp_path / "run"), *TINY.split(), "--steps", "100000"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 100
+    try:
+        while not (metrics.exists() and b'"step": 3,' in metrics.read_bytes()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == status
+    assert errors.splitlines()[-1].startswith(f"symexplin: stopped by {number.name} after step ")
+    assert "Traceback" not in errors
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
+
+
+@pytest.mark.parametrize("outlet", ["| head -1", ">&-"])
+def test_training_continues_when_nobody_reads(data, tmp_path, outlet):
+    command = f"{sys.executable} -m symexplin train --data {data} --out {tmp_path}/run {TINY} {outlet}"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_a_reader_who_leaves_ends_what_only_prints():
+    line = f"{sys.executable} -m symexplin compare --help | head -1"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False, timeout=120)
+    assert "Traceback" not in done.stderr
