@@ -12,8 +12,8 @@ from symexplin.lab.compare.sweep import compare_runs
 from symexplin.lab.demo import DemoConfig, run_demo
 from symexplin.lab.evaluate import evaluate
 from symexplin.lab.stop import Stopped
-from symexplin.lab.text.corpus import Corpus, eval_batches
-from symexplin.lab.text.documents import iter_documents
+from symexplin.lab.data.batches import Corpus, eval_batches
+from symexplin.lab.data.sources import iter_documents
 from symexplin.lab.weights.files import load_model
 
 FILES = {".symexplin-demo", ".lock", "compare.toml", "comparison.json", "report.html", "sample.txt", "data", "runs"}

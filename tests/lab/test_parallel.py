@@ -16,7 +16,7 @@ from symexplin.lab.config import RunConfig, resolve
 from symexplin.lab.files import read_json, read_json_lines
 from symexplin.lab.parallel import ALONE, Ranks
 from symexplin.lab.settings import build, dump_toml, load_toml
-from symexplin.lab.text.corpus import Corpus
+from symexplin.lab.data.batches import Corpus
 
 HOMES = ["none", "optimizer", "module"]
 KINDS = [(home, kind) for home in HOMES for kind in ("ddp", "fsdp")]

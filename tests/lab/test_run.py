@@ -23,7 +23,7 @@ from symexplin.lab.parallel import Ranks
 from symexplin.lab.run import train
 from symexplin.lab.settings import build, load_toml
 from symexplin.lab.stop import Stopped
-from symexplin.lab.text.corpus import Corpus, eval_batches
+from symexplin.lab.data.batches import Corpus, eval_batches
 from symexplin.lab.train import NonFiniteError, Trainer
 from symexplin.lab.weights.files import load_model
 

@@ -15,7 +15,7 @@ __all__ = ["COMMANDS"]
 
 
 def _add_prepare(parser: argparse.ArgumentParser) -> None:
-    from symexplin.lab.text.prepare import PrepareConfig
+    from symexplin.lab.data.prepare import PrepareConfig
 
     parser.add_argument("sources", nargs="+", metavar="SOURCE", help="stdlib, a file, a folder, or hf:NAME[:CONFIG]")
     parser.add_argument("--out", required=True, metavar="FOLDER", help="where the tokens go")
@@ -24,7 +24,7 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
 
 def _prepare(arguments: Arguments) -> None:
     from symexplin.lab.settings import build
-    from symexplin.lab.text.prepare import PrepareConfig, prepare
+    from symexplin.lab.data.prepare import PrepareConfig, prepare
 
     config = build(PrepareConfig, given(arguments, PrepareConfig))
     prepare(config, arguments.out, echo=log)

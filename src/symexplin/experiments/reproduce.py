@@ -23,8 +23,8 @@ from symexplin.lab.folders import LOCK, claimed
 from symexplin.lab.provenance import cores
 from symexplin.lab.run import train
 from symexplin.lab.settings import build, merge
-from symexplin.lab.text.dataset import DATASET
-from symexplin.lab.text.prepare import PrepareConfig, prepare
+from symexplin.lab.data.tokens import DATASET
+from symexplin.lab.data.prepare import PrepareConfig, prepare
 from symexplin.validation import check_choice, check_whole
 
 __all__ = ["ReproduceConfig", "plan_lines", "reproduce"]

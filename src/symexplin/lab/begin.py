@@ -11,7 +11,7 @@ from symexplin.lab.folders import CONFIG, FACTS, SUMMARY, TOKENIZER
 from symexplin.lab.parallel import Ranks
 from symexplin.lab.provenance import provenance
 from symexplin.lab.settings import build, differences, dump_toml, load_toml, to_table
-from symexplin.lab.text.corpus import Corpus
+from symexplin.lab.data.batches import Corpus
 from symexplin.lab.weights.plain import digest_of
 from symexplin.validation import naming
 

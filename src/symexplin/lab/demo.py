@@ -18,8 +18,8 @@ from symexplin.lab.model import ModelConfig
 from symexplin.lab.run import CONFIG as RUN_CONFIG
 from symexplin.lab.run import MODEL
 from symexplin.lab.settings import build, dump_toml, load_toml, to_table
-from symexplin.lab.text.corpus import Corpus, eval_batches
-from symexplin.lab.text.prepare import PrepareConfig, prepare
+from symexplin.lab.data.batches import Corpus, eval_batches
+from symexplin.lab.data.prepare import PrepareConfig, prepare
 from symexplin.lab.train import Trainer
 from symexplin.lab.weights.files import load_model
 from symexplin.validation import check_whole

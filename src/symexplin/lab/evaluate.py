@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import ALONE, Ranks
-from symexplin.lab.text.tokenizer import Tokenizer
+from symexplin.lab.data.tokenizer import Tokenizer
 from symexplin.validation import check_not_negative, check_whole
 
 __all__ = ["Curve", "evaluate", "sample", "speedup"]

@@ -28,7 +28,7 @@ from symexplin.lab.provenance import memory
 from symexplin.lab.records import METRICS, TIMING, Records
 from symexplin.lab.settings import lines, to_table
 from symexplin.lab.stop import Stopped, StopSignals
-from symexplin.lab.text.corpus import Corpus
+from symexplin.lab.data.batches import Corpus
 from symexplin.lab.train import NonFiniteError, Trainer
 from symexplin.lab.weights.files import MODEL, save_model
 

@@ -21,8 +21,8 @@ from symexplin.lab.report import pages as report
 from symexplin.lab.run import train
 from symexplin.lab.settings import build, dump_toml, load_toml, to_table
 from symexplin.lab.stop import Stopped
-from symexplin.lab.text import tokens
-from symexplin.lab.text.prepare import PrepareConfig, prepare
+from symexplin.lab.data import tokens
+from symexplin.lab.data.prepare import PrepareConfig, prepare
 
 NAMES = ["AdamW-lr0.001-seed0", "SEL-lr0.001-seed0", "AdamW-lr0.01-seed0", "SEL-lr0.01-seed0"]
 NAMES += [name.replace("seed0", "seed3") for name in NAMES]

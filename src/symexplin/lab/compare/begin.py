@@ -18,7 +18,7 @@ from symexplin.lab.folders import FACTS
 from symexplin.lab.parallel import Ranks
 from symexplin.lab.provenance import cores
 from symexplin.lab.settings import build, differences, dump_toml, load_toml
-from symexplin.lab.text.corpus import Corpus
+from symexplin.lab.data.batches import Corpus
 from symexplin.lab.weights.plain import digest_of
 from symexplin.validation import naming
 

@@ -1,4 +1,4 @@
-"""Text as tokens: one class around files of the `tokenizers` library, bytes among them, and BPE trained on the spot."""
+"""Text as tokens: one class for bytes and for files of the `tokenizers` library, and the training of a BPE."""
 
 import difflib
 import functools
@@ -16,8 +16,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from symexplin.lab.files import replace_file
-from symexplin.lab.text.documents import SEPARATOR
-from symexplin.lab.text.hub import hub_file
+from symexplin.lab.data.hub import hub_file
+from symexplin.lab.data.sources import SEPARATOR
 from symexplin.validation import check_whole
 
 __all__ = ["MINIMUM_VOCAB", "Tokenizer", "TokenArray", "pieces", "token_dtype", "train_bpe"]
@@ -25,10 +25,11 @@ __all__ = ["MINIMUM_VOCAB", "Tokenizer", "TokenArray", "pieces", "token_dtype", 
 TokenArray = NDArray[np.unsignedinteger[Any]]
 
 _END = "<|endoftext|>"
-_BYTE_END = chr(256 + SEPARATOR)  # what stands for the byte that ends documents in byte-level tokenizers
-# What tokenizer files call the token between documents, the usual one first.
+_BYTE_END = chr(256 + SEPARATOR)  # the character for the byte that ends documents, in byte-level tokenizers
+_GPT2 = "hf:openai-community/gpt2"
+# Names of the token between documents in tokenizer files, the usual one first.
 _END_NAMES = (_END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|end|>", "[EOS]", "[SEP]")
-MINIMUM_VOCAB = 257  # every byte, and the end of a document
+MINIMUM_VOCAB = 257  # all bytes, and the end of a document
 
 # Longer documents are encoded in pieces: an encoding takes some hundred times the memory of its text.
 _PIECE = 1 << 20
@@ -48,8 +49,9 @@ def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
 def pieces(document: bytes, size: int = _PIECE) -> Iterator[bytes]:
     """Yield a document in pieces of `size` bytes or little more, cut between a letter and a space.
 
-    No word of the usual pre-tokenizers spans such a place, so that the tokens of the pieces are those of the whole.
-    Runs of many kilobytes without a space, or of nothing else, are cut too: a BPE's time grows as a word's square.
+    No word of the usual pre-tokenizers spans such a place, so the pieces have the tokens of the whole document. Runs of
+    many kilobytes without a space, or of spaces alone, are cut too: the time of a BPE grows as the square of a word's
+    length.
 
     >>> list(pieces(b"one two three", size=2))
     [b'one', b' two', b' three']
@@ -73,15 +75,15 @@ def _short_runs(text: bytes) -> Iterator[bytes]:
 
 
 class Tokenizer:
-    """A tokenizer and its token between documents; text never yields that token, whatever it says.
+    """A tokenizer and its token between documents; no text has that token.
 
     Args:
-        text: what a JSON file of the `tokenizers` library holds.
-        name: what to call it.
-        end_token: the token that ends a document; None: the first of the usual names that it knows.
+        text: the content of a JSON file of the `tokenizers` library.
+        name: for messages and files.
+        end_token: the token that ends a document; None: the first of the usual names in the vocabulary.
 
     Raises:
-        ValueError: not such a file, no token of that name, none of a usual name.
+        ValueError: another kind of file, no token of that name, none of a usual name.
 
     >>> tokenizer = Tokenizer.from_name("byte")
     >>> tokenizer.encode("Hi"), tokenizer.end, tokenizer.vocab_size
@@ -116,25 +118,28 @@ class Tokenizer:
         """Return a tokenizer by its name.
 
         Args:
-            spec: "byte", "gpt2" (fetched from the Hugging Face hub once), or the path of a `tokenizers` file.
-            end_token: see the class; for a path alone.
+            spec: "byte", "gpt2", "hf:NAME" (a model of the Hugging Face hub), or the path of a `tokenizers` file.
+            end_token: see the class; for a file.
 
         Raises:
-            FileNotFoundError, ValueError: no such file; "gpt2" neither cached nor within reach.
+            FileNotFoundError: no such file.
+            ValueError: a file of the hub that is neither cached nor within reach.
 
         >>> Tokenizer.from_name("byte").decode([72, 105])
         'Hi'
         """
         if spec == "byte":
             return cls(_byte_tokenizer(), "byte")
-        if spec == "gpt2":
+        if spec == "gpt2" or spec.startswith("hf:"):
             instead = "give the path of a local tokenizer.json instead, or 'bpe' to train one on the text"
-            return cls(hub_file("openai-community/gpt2", "tokenizer.json", instead).read_text(encoding="utf-8"), "gpt2")
+            repository = (_GPT2 if spec == "gpt2" else spec).removeprefix("hf:")
+            return cls.load(hub_file(repository, "tokenizer.json", instead), name=spec, end_token=end_token)
         path = Path(spec)
         if not path.is_file():
             near = difflib.get_close_matches(spec, ["byte", "gpt2", "bpe"], n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise FileNotFoundError(f"tokenizer must be 'byte', 'gpt2', 'bpe' or an existing file, got {spec!r}{hint}")
+            right = "'byte', 'gpt2', 'bpe', 'hf:NAME' or an existing file"
+            raise FileNotFoundError(f"tokenizer must be {right}, got {spec!r}{hint}")
         return cls.load(path, end_token=end_token)
 
     @classmethod
@@ -201,7 +206,7 @@ class Tokenizer:
     def encode_documents(self, documents: Sequence[bytes]) -> TokenArray:
         """Return the tokens of UTF-8 documents, each followed by the end, in the smallest dtype (:func:`token_dtype`).
 
-        What is not UTF-8 becomes the replacement character, except that the byte tokenizer keeps all bytes.
+        Bytes that are not UTF-8 become the replacement character; the byte tokenizer keeps them.
         """
         if self.is_bytes:
             ended = (part for document in documents for part in (document, bytes([self.end])))
@@ -216,7 +221,7 @@ class Tokenizer:
         return np.concatenate(ids) if ids else np.empty(0, dtype=dtype)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of tokens, ends included; what is not UTF-8 becomes the replacement character."""
+        """Return the text of tokens, with ends; bytes that are not UTF-8 become the replacement character."""
         whole = [int(i) for i in ids]
         if self.is_bytes:
             return bytes(whole).decode("utf-8", errors="replace")
@@ -224,17 +229,17 @@ class Tokenizer:
 
 
 def train_bpe(documents: Iterable[bytes], vocab_size: int, *, progress: bool = True) -> Tokenizer:
-    """Return a byte-level BPE in the manner of GPT-2, trained on `documents`; its token 0 ends documents.
+    """Return a byte-level BPE like GPT-2's, trained on `documents`; its token 0 ends documents.
 
     The same documents give the same tokenizer. Short texts give fewer tokens than `vocab_size`.
 
     Args:
         documents: UTF-8.
-        vocab_size: tokens, the bytes and the end among them.
+        vocab_size: number of tokens; 256 bytes and the end are part of it.
         progress: show bars on a terminal.
 
     Raises:
-        ValueError: `vocab_size` below 257, which every byte and the end take.
+        ValueError: `vocab_size` below 257.
 
     >>> tokenizer = train_bpe([b"low lower lowest"], 260)
     >>> tokenizer.decode(tokenizer.encode("lower")), tokenizer.end, len(tokenizer.encode("low"))
@@ -256,7 +261,7 @@ def train_bpe(documents: Iterable[bytes], vocab_size: int, *, progress: bool = T
 
 @functools.cache
 def _byte_vocab() -> dict[str, int]:
-    """Return the id of each character that stands for a byte in byte-level tokenizers: that very byte."""
+    """Return {character: byte} for the characters that stand for bytes in byte-level tokenizers."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -271,7 +276,7 @@ def _byte_tokenizer() -> str:
 
 
 def _reading(text: str) -> tuple[Any, ...]:
-    """Return the parts of a tokenizer's JSON that decide how it reads a text."""
+    """Return the parts of a tokenizer's JSON that decide the tokens of a text."""
     table = json.loads(text)
     model = table["model"]
     parts = [table.get(part) for part in ("added_tokens", "normalizer", "pre_tokenizer", "decoder")]
@@ -292,7 +297,7 @@ def _end_name(vocab: dict[str, int], name: str, end_token: str | None) -> str:
 
 
 def _batches(documents: Sequence[bytes]) -> Iterator[list[tuple[bytes, bool]]]:
-    """Yield batches of about one piece's size: pieces of documents, each with whether it is its document's last."""
+    """Yield batches of about one piece's size: pieces of documents, and whether each is the last of its document."""
     batch: list[tuple[bytes, bool]] = []
     size = 0
     for document in documents:

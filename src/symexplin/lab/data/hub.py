@@ -1,4 +1,4 @@
-"""What comes from the Hugging Face hub or from its cache: one short try, then one line that says what was missing."""
+"""Files and datasets of the Hugging Face hub, or of its cache; without a network, one line says what was missing."""
 
 import contextlib
 import sys
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["hub_dataset", "hub_file"]
+__all__ = ["hub_dataset", "hub_file", "quiet_datasets"]
 
 # The hub's own clients try six times over 23 seconds where there is no network; one answer tells.
 _TRY_SECONDS = 5.0
@@ -34,38 +34,38 @@ def hub_file(repository: str, name: str, instead: str) -> Path:
         )
     try:
         return Path(hf_hub_download(repository, name))
-    except Exception as error:  # the clients raise errors of their own, of several libraries
-        raise ValueError(
-            f"{name} of {repository!r} was not fetched from the Hugging Face hub: {_line(error)}"
-        ) from None
+    except Exception as error:  # the client raises errors of several libraries
+        raise ValueError(f"{name} of {repository!r} was not fetched from the Hugging Face hub: {_line(error)}") from None
 
 
-def hub_dataset(name: str, config: str | None, split: str) -> Any:
+def hub_dataset(name: str, config: str | None, split: str, cache: Path | None = None) -> Any:
     """Return one split of a dataset of the hub, or of a local folder of one, as a `datasets.Dataset` on the disk.
 
     Args:
         name: on the hub; or a folder that `datasets.load_dataset` reads or that `save_to_disk` wrote.
         config: of the dataset; None: its only or default one.
         split: its name, or a slice such as "train[:1%]".
+        cache: where `datasets` keeps its copy of a local folder; None: its usual place.
 
     Raises:
         FileNotFoundError: no such folder.
-        ValueError: no package `datasets`; no such dataset, config or split; out of reach and not cached.
+        ValueError: no such dataset, config or split; out of reach and not cached.
     """
-    try:
-        import datasets
-    except ModuleNotFoundError:
-        raise ValueError(f"source 'hf:{name}' needs the package 'datasets': pip install 'symexplin[hf]'") from None
+    import datasets
+
     folder = Path(name).expanduser()
     local = folder.is_dir()
     if not local and (name.startswith(("~", ".", "/")) or not name):
         raise FileNotFoundError(f"sources must name existing folders after 'hf:', got {name!r}")
     offline = not local and not _reachable()
+    was_offline = datasets.config.HF_HUB_OFFLINE
     try:
-        with _settings(datasets, offline):
+        datasets.config.HF_HUB_OFFLINE = was_offline or offline
+        with quiet_datasets():
             if any((folder / file).exists() for file in ("state.json", "dataset_dict.json")):
                 return _saved(datasets.load_from_disk(str(folder)), name, split)
-            return datasets.load_dataset(str(folder) if local else name, config, split=split)
+            where = {"path": str(folder), "cache_dir": cache and str(cache)} if local else {"path": name}
+            return datasets.load_dataset(name=config, split=split, **where)
     except Exception as error:  # builders raise errors of every kind
         if offline:
             raise ValueError(
@@ -74,6 +74,36 @@ def hub_dataset(name: str, config: str | None, split: str) -> Any:
                 ".xz), or 'hf:FOLDER' with a saved dataset"
             ) from None
         raise ValueError(f"source 'hf:{name}' cannot be loaded: {_line(error)}") from None
+    finally:
+        datasets.config.HF_HUB_OFFLINE = was_offline
+
+
+@contextlib.contextmanager
+def quiet_datasets(progress: bool = True) -> Iterator[None]:
+    """Keep `datasets` from logging, and from drawing bars unless `progress` and standard error is a terminal.
+
+    >>> import datasets
+    >>> with quiet_datasets(progress=False):
+    ...     datasets.are_progress_bars_disabled()
+    True
+    """
+    import datasets
+    from huggingface_hub.utils import logging
+
+    libraries = (logging, datasets.utils.logging)
+    levels = [library.get_verbosity() for library in libraries]
+    bars = not datasets.are_progress_bars_disabled()
+    try:
+        for library in libraries:
+            library.set_verbosity_error()
+        if not (progress and sys.stderr.isatty()):
+            datasets.disable_progress_bars()
+        yield
+    finally:
+        for library, level in zip(libraries, levels, strict=True):
+            library.set_verbosity(level)
+        if bars:
+            datasets.enable_progress_bars()
 
 
 def _saved(found: Any, name: str, split: str) -> Any:
@@ -93,29 +123,6 @@ def _reachable() -> bool:
     except Exception:  # of the HTTP client, which differs between versions; or the user's own offline mode
         return False
     return True
-
-
-@contextlib.contextmanager
-def _settings(datasets: Any, offline: bool) -> Iterator[None]:
-    """Keep `datasets` from retrying where there is no hub, from logging, and from drawing bars into files."""
-    from huggingface_hub.utils import logging
-
-    libraries = (logging, datasets.utils.logging)
-    levels = [library.get_verbosity() for library in libraries]
-    was_offline, bars = datasets.config.HF_HUB_OFFLINE, not datasets.are_progress_bars_disabled()
-    try:
-        for library in libraries:
-            library.set_verbosity_error()
-        datasets.config.HF_HUB_OFFLINE = was_offline or offline
-        if not sys.stderr.isatty():
-            datasets.disable_progress_bars()
-        yield
-    finally:
-        for library, level in zip(libraries, levels, strict=True):
-            library.set_verbosity(level)
-        datasets.config.HF_HUB_OFFLINE = was_offline
-        if bars:
-            datasets.enable_progress_bars()
 
 
 def _line(error: Exception) -> str:

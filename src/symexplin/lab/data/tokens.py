@@ -1,0 +1,278 @@
+"""The folder of a dataset: encoding documents into token files, and reading those.
+
+dataset.json          tokenizer, counts, digests and configuration: written last
+tokenizer.json        of the `tokenizers` library
+train.npy, valid.npy  the tokens, one `numpy` array per side
+.cache/               documents and finished shards while the folder is prepared
+"""
+
+import contextlib
+import functools
+import hashlib
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from symexplin.lab.data.split import SIDES
+from symexplin.lab.data.tokenizer import TokenArray, Tokenizer, token_dtype
+from symexplin.lab.files import read_json, replacing
+
+__all__ = [
+    "CACHE",
+    "DATASET",
+    "TOKENIZER",
+    "encode_shards",
+    "read_dataset",
+    "read_tokens",
+    "rows_per_batch",
+    "shard_tokens",
+    "token_file",
+    "write_tokens",
+]
+
+DATASET, TOKENIZER, CACHE = "dataset.json", "tokenizer.json", ".cache"
+
+SHARD_BYTES = 1 << 26  # text that a preparation killed at any moment encodes again, at most
+_WORKER_BYTES = 1 << 22  # less text per process is not worth its start
+_BATCH_BYTES = 1 << 20
+_CHUNK = 1 << 24
+_BAR_FROM = 1 << 30
+_GLANCE = 0.2  # seconds between looks at whether the parent is there
+
+
+def token_file(folder: Path, side: str) -> Path:
+    """Return the path of the tokens of "train" or "valid".
+
+    >>> token_file(Path("data"), "train").as_posix()
+    'data/train.npy'
+    """
+    return folder / f"{side}.npy"
+
+
+def read_dataset(folder: Path) -> dict[str, Any]:
+    """Return the content of a finished folder's dataset.json.
+
+    Raises:
+        FileNotFoundError: no such folder.
+        ValueError: a folder that is not prepared, not finished, or of an older version.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"data must be a folder that `symexplin prepare` made, got {str(folder)!r}")
+    if (folder / DATASET).exists():
+        if (folder / "train.safetensors").exists():
+            raise ValueError(
+                f"data in {str(folder)!r} are of an older version of symexplin: delete the folder, and run `symexplin "
+                "prepare` again"
+            )
+        return read_json(folder / DATASET)
+    if (folder / CACHE).exists():
+        raise ValueError(f"data in {str(folder)!r} are not finished: run the same `symexplin prepare` again to continue")
+    raise ValueError(
+        f"data must be a folder that `symexplin prepare` made, got {str(folder)!r} without {DATASET}: make one with "
+        "`symexplin prepare SOURCE --out FOLDER`"
+    )
+
+
+# --- encoding --------------------------------------------------------------------------------------------------------
+
+
+def rows_per_batch(sizes: NDArray[np.int64]) -> int:
+    """Return how many documents of these sizes make a batch of about a megabyte.
+
+    >>> rows_per_batch(np.full(10, 2**18)), rows_per_batch(np.full(10, 2**30)), rows_per_batch(np.ones(10, np.int64))
+    (4, 1, 1000)
+    """
+    return int(np.clip(_BATCH_BYTES * len(sizes) // max(1, sizes.sum()), 1, 1000))
+
+
+def encode_shards(
+    rows: Any,
+    sides: NDArray[np.uint8],
+    sizes: NDArray[np.int64],
+    tokenizer: Tokenizer,
+    folder: Path,
+    workers: int,
+) -> list[Any]:
+    """Return the tokens of all documents as one `datasets.Dataset` per shard, in order; finished shards are kept.
+
+    Args:
+        rows: a `datasets.Dataset` of documents in the column "text".
+        sides: of the documents; those on no side have no tokens.
+        sizes: of the documents in bytes.
+        tokenizer: of the tokens.
+        folder: takes one file per shard and process.
+        workers: most processes to use.
+
+    Raises:
+        OSError: the disk is full, ...
+        ChildProcessError: a worker process was killed.
+    """
+    from datasets import Features, LargeList, Value
+
+    features = Features(side=Value("uint8"), tokens=LargeList(Value(str(token_dtype(tokenizer.vocab_size)))))
+    ends = np.cumsum(sizes)
+    cuts = np.searchsorted(ends, np.arange(SHARD_BYTES, ends[-1], SHARD_BYTES)) + 1
+    ranges = list(pairwise(np.unique([0, *cuts, len(ends)]).tolist()))
+    found = []
+    for number, (start, stop) in enumerate(ranges):
+        processes = min(workers, stop - start, math.ceil(sizes[start:stop].sum() / _WORKER_BYTES))
+        with _pool_that_follows() if processes > 1 else contextlib.nullcontext():
+            shard = rows.select(range(start, stop)).map(
+                _encode,
+                with_indices=True,
+                batched=True,
+                batch_size=rows_per_batch(sizes[start:stop]),
+                remove_columns=rows.column_names,
+                features=features,
+                fn_kwargs={"tokenizer": tokenizer, "sides": sides[start:stop]},
+                num_proc=processes if processes > 1 else None,
+                cache_file_name=str(folder / f"{number:06}.arrow"),
+                load_from_cache_file=True,
+                new_fingerprint=f"{number:06}",
+                desc=f"tokens, shard {number + 1} of {len(ranges)}",
+            )
+        found.append(shard)
+    return found
+
+
+def _encode(
+    batch: dict[str, list[bytes]], rows: Sequence[int], *, tokenizer: Tokenizer, sides: NDArray[np.uint8]
+) -> Any:
+    """Return a table with one row of tokens per side."""
+    import pyarrow
+
+    pairs = list(zip(sides[rows], batch["text"], strict=True))
+    arrays = [tokenizer.encode_documents([text for side, text in pairs if side == wanted]) for wanted in SIDES]
+    ends = np.cumsum([0, *map(len, arrays)], dtype=np.int64)
+    tokens = pyarrow.LargeListArray.from_arrays(ends, np.concatenate(arrays))
+    return pyarrow.table({"side": pyarrow.array(SIDES, pyarrow.uint8()), "tokens": tokens})
+
+
+def shard_tokens(shards: Iterable[Any], side: int) -> Iterator[TokenArray]:
+    """Yield the tokens of one side of the shards of :func:`encode_shards`, in order."""
+    for shard in shards:
+        for row, tokens in zip(shard.data.column("side"), shard.data.column("tokens"), strict=True):
+            if row.as_py() == side:
+                yield tokens.values.to_numpy()
+
+
+# The process that starts a pool of `datasets`. Its children, a manager and the workers, take no initialiser.
+_starting: int | None = None
+
+
+@contextlib.contextmanager
+def _pool_that_follows() -> Iterator[None]:
+    """Let the children that are forked within end with this process, also a killed one, and leave Ctrl-C to it."""
+    global _starting
+    _watch_forks()
+    _starting = os.getpid()
+    try:
+        yield
+    except RuntimeError as error:  # of datasets.utils.py_utils.iflatmap_unordered
+        if "abruptly died" not in str(error):
+            raise
+        raise ChildProcessError(
+            "a worker process was killed, for lack of memory perhaps: run again to continue, with fewer workers"
+        ) from None
+    finally:
+        _starting = None
+
+
+@functools.cache
+def _watch_forks() -> None:
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_follow)
+
+
+def _follow() -> None:
+    if _starting is not None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        threading.Thread(target=_end_with, args=(_starting,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_GLANCE)
+    os._exit(1)
+
+
+# --- token files -----------------------------------------------------------------------------------------------------
+
+
+def write_tokens(path: Path, arrays: Iterable[TokenArray], count: int, dtype: np.dtype[Any]) -> str:
+    """Write `arrays` one after another as one .npy file, which appears when it is whole, and return its sha256.
+
+    Args:
+        path: of the file.
+        arrays: tokens, `count` in all.
+        count: number of tokens.
+        dtype: of the tokens.
+
+    Raises:
+        OSError: the disk is full, ...; nothing is left behind.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     digest = write_tokens(Path(folder, "a.npy"), [np.arange(3), np.arange(2)], 5, np.dtype(np.uint8))
+    ...     np.load(Path(folder, "a.npy")).tolist()
+    [0, 1, 2, 0, 1]
+    """
+    digest = hashlib.sha256()
+    dtype = dtype.newbyteorder("<")
+    header = {"descr": dtype.str, "fortran_order": False, "shape": (count,)}
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        for array in arrays:
+            data = np.ascontiguousarray(array, dtype=dtype).data
+            file.write(data)
+            digest.update(data)
+    return digest.hexdigest()
+
+
+def read_tokens(
+    path: Path, count: int, sha256: str, *, verify: bool = True, progress: bool = True
+) -> TokenArray:
+    """Return the tokens of a file of :func:`write_tokens`, mapped into memory and read-only.
+
+    Args:
+        path: of the file.
+        count: number of tokens.
+        sha256: of the tokens.
+        verify: read the whole file and compare its sha256.
+        progress: show a bar on a terminal where that takes more than a second or two.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: another kind of file, or a damaged one.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"no token file at {str(path)!r}: run `symexplin prepare` again into a new folder")
+    try:
+        tokens = np.load(path, mmap_mode="r").view(np.ndarray)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{str(path)!r} is damaged: {error}") from None
+    if tokens.shape != (count,) or (verify and _digest(tokens, path.name, progress) != sha256):
+        raise ValueError(f"{str(path)!r} is damaged: its tokens are not those of {DATASET} (sha256)")
+    return cast(TokenArray, tokens)
+
+
+def _digest(tokens: NDArray[Any], name: str, progress: bool) -> str:
+    digest = hashlib.sha256()
+    # disable=None: no bar where standard error is not a terminal.
+    disable = None if progress and tokens.nbytes >= _BAR_FROM else True
+    with tqdm(total=tokens.nbytes, desc=f"verify {name}", unit="B", unit_scale=True, leave=False, disable=disable) as bar:
+        for start in range(0, len(tokens), _CHUNK):
+            chunk = tokens[start : start + _CHUNK]
+            digest.update(chunk.data)
+            bar.update(chunk.nbytes)
+    return digest.hexdigest()
