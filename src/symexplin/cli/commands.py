@@ -23,8 +23,8 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
 
 
 def _prepare(arguments: Arguments) -> None:
-    from symexplin.lab.settings import build
     from symexplin.lab.data.prepare import PrepareConfig, prepare
+    from symexplin.lab.settings import build
 
     config = build(PrepareConfig, given(arguments, PrepareConfig))
     prepare(config, arguments.out, echo=log)

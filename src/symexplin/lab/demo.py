@@ -11,6 +11,8 @@ import torch
 from symexplin.lab.checkpoint import load_checkpoint, newest
 from symexplin.lab.compare.sweep import COMPARISON, CONFIG, MARKS, CompareConfig, GridConfig, compare_runs
 from symexplin.lab.config import ComputeConfig, LogConfig, RunConfig, TrainConfig, resolve
+from symexplin.lab.data.batches import Corpus, eval_batches
+from symexplin.lab.data.prepare import PrepareConfig, prepare
 from symexplin.lab.evaluate import sample
 from symexplin.lab.files import replace_file, write_json
 from symexplin.lab.folders import LOCK, claimed
@@ -18,8 +20,6 @@ from symexplin.lab.model import ModelConfig
 from symexplin.lab.run import CONFIG as RUN_CONFIG
 from symexplin.lab.run import MODEL
 from symexplin.lab.settings import build, dump_toml, load_toml, to_table
-from symexplin.lab.data.batches import Corpus, eval_batches
-from symexplin.lab.data.prepare import PrepareConfig, prepare
 from symexplin.lab.train import Trainer
 from symexplin.lab.weights.files import load_model
 from symexplin.validation import check_whole
@@ -32,7 +32,7 @@ _MARKER, _DATA, _NEW_DATA, _SAMPLE = ".symexplin-demo", "data", "data.new", "sam
 # All that a demo may leave, and so may remove again; a single other file and it removes nothing.
 _OURS = re.compile(
     r"(\.symexplin-demo|\.lock|compare\.toml|comparison\.json|report\.html|sample\.txt)(\.tmp)?"
-    r"|data(\.new)?/((dataset|tokenizer)\.json|(train|valid)\.safetensors|\.lock|\.parts/[\w.-]+)(\.tmp)?"
+    r"|data(\.new)?/((dataset|tokenizer)\.json|(train|valid)\.npy|\.lock|\.cache/.+)(\.tmp)?"
     r"|runs/[^/]+/((config\.toml|(metrics|timing)\.jsonl|(run|summary|tokenizer)\.json)(\.tmp)?"
     r"|model\.safetensors(\.tmp)?|report\.html(\.tmp)?|\.lock"
     r"|checkpoints/step-\d+(\.tmp)?/((model|optimizer)\.safetensors(\.tmp)?|state\.json))"

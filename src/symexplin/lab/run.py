@@ -19,6 +19,7 @@ from tqdm import tqdm
 from symexplin.lab.begin import CONFIG, FACTS, SUMMARY, TOKENIZER, check_begun, mark
 from symexplin.lab.checkpoint import checkpoint_at, load_checkpoint, newest, save_checkpoint, sweep
 from symexplin.lab.config import RunConfig, resolve
+from symexplin.lab.data.batches import Corpus
 from symexplin.lab.files import read_json_lines, write_json
 from symexplin.lab.folders import claimed
 from symexplin.lab.malloc import keep_freed_memory
@@ -28,7 +29,6 @@ from symexplin.lab.provenance import memory
 from symexplin.lab.records import METRICS, TIMING, Records
 from symexplin.lab.settings import lines, to_table
 from symexplin.lab.stop import Stopped, StopSignals
-from symexplin.lab.data.batches import Corpus
 from symexplin.lab.train import NonFiniteError, Trainer
 from symexplin.lab.weights.files import MODEL, save_model
 

@@ -15,12 +15,12 @@ from symexplin.lab.compare.folder import COMPARISON, CONFIG, RUNS, asked, how_to
 from symexplin.lab.compare.grid import Cell, CompareConfig, GridConfig
 from symexplin.lab.compare.pool import Task, train_all
 from symexplin.lab.compare.table import Run, compare, format_table, headline
+from symexplin.lab.data.batches import Corpus
 from symexplin.lab.files import read_json, write_json
 from symexplin.lab.folders import SUMMARY, claimed
 from symexplin.lab.maps import map_of
 from symexplin.lab.parallel import Ranks, joined
 from symexplin.lab.provenance import cores, provenance
-from symexplin.lab.data.batches import Corpus
 
 __all__ = [
     "COMPARISON",

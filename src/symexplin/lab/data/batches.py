@@ -63,19 +63,21 @@ class Corpus:
         dataset = read_dataset(folder)
         try:
             facts = dataset["tokenizer"]
-            name, end_token, fingerprint = facts["name"], facts["end_token"], facts["fingerprint"]
-            sides = [dataset[side] for side in SIDES.values()]
-            documents, counts, digests = zip(*((s["documents"], s["tokens"], s["sha256"]) for s in sides), strict=True)
+            tokenizer = Tokenizer.load(folder / TOKENIZER, name=facts["name"], end_token=facts["end_token"])
+            same = tokenizer.fingerprint == facts["fingerprint"]
+            train, valid = ((s["tokens"], s["sha256"], s["documents"]) for s in (dataset["train"], dataset["valid"]))
         except (KeyError, TypeError):
             raise ValueError(f"{str(folder / DATASET)!r} is damaged: it does not describe a dataset") from None
-        tokenizer = Tokenizer.load(folder / TOKENIZER, name=name, end_token=end_token)
-        if tokenizer.fingerprint != fingerprint:
-            raise ValueError(f"{str(folder / TOKENIZER)!r} is not the tokenizer of the tokens beside it, {name!r}")
-        train, valid = (
-            read_tokens(token_file(folder, side), count, digest, verify=verify, progress=progress)
-            for side, count, digest in zip(SIDES.values(), counts, digests, strict=True)
+        if not same:
+            raise ValueError(f"{str(folder / TOKENIZER)!r} is not the tokenizer of the tokens, {tokenizer.name!r}")
+        return cls(
+            read_tokens(token_file(folder, "train"), *train[:2], verify=verify, progress=progress),
+            read_tokens(token_file(folder, "valid"), *valid[:2], verify=verify, progress=progress),
+            tokenizer,
+            train[2],
+            valid[2],
+            _fingerprint(tokenizer, train[1], valid[1]),
         )
-        return cls(train, valid, tokenizer, *documents, _fingerprint(tokenizer, *digests))
 
     @classmethod
     def from_documents(cls, documents: Iterable[bytes], valid_fraction: float = 0.05, seed: int = 0) -> Self:
@@ -91,9 +93,9 @@ class Corpus:
         if sum(map(len, sides)) == 1:
             sides = [[part] for part in cut_in_two(documents[0], valid_fraction)]
         tokenizer = Tokenizer.from_name("byte")
-        train, valid = (tokenizer.encode_documents(side) for side in sides)
+        train, valid = map(tokenizer.encode_documents, sides)
         digests = (hashlib.sha256(tokens.data).hexdigest() for tokens in (train, valid))
-        return cls(train, valid, tokenizer, *map(len, sides), _fingerprint(tokenizer, *digests))
+        return cls(train, valid, tokenizer, len(sides[0]), len(sides[1]), _fingerprint(tokenizer, *digests))
 
     @property
     def vocab_size(self) -> int:

@@ -1,12 +1,9 @@
 """From sources of text to a folder of tokens; a preparation that was killed continues where it was."""
 
-import contextlib
 import dataclasses
-import errno
 import hashlib
 import importlib.metadata
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -17,8 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from symexplin.lab.data.hub import quiet_datasets
-from symexplin.lab.data.sources import LeftOut, Source, find_sources
+from symexplin.lab.data.sources import LeftOut, Source, find_sources, quiet_datasets
 from symexplin.lab.data.split import REPEATED, SIDES, TRAIN, VALID, cut_in_two, hash_document, split_documents
 from symexplin.lab.data.tokenizer import MINIMUM_VOCAB, TokenArray, Tokenizer, pieces, token_dtype, train_bpe
 from symexplin.lab.data.tokens import (
@@ -43,7 +39,6 @@ Echo = Callable[[str], None]
 
 _CONFIG = "config.json"
 _ROWS_IN_MEMORY = 100  # documents that are held before they are written
-_FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO)
 
 
 @dataclass(frozen=True)
@@ -52,8 +47,8 @@ class PrepareConfig:
 
     Args:
         sources: where the text comes from: "stdlib", files, folders, "hf:NAME[:CONFIG]", "openwebtext", "fineweb".
-        tokenizer: "bpe" to train one on the text, "byte", "gpt2", "hf:NAME" (a model of the Hugging Face hub), or the path of
-            a `tokenizers` JSON file.
+        tokenizer: "bpe" to train one on the text, "byte", "gpt2", "hf:NAME" (of a model on the hub), or the path of a
+            `tokenizers` JSON file.
         vocab_size: tokens of a BPE trained here.
         bpe_bytes: text that a BPE is trained on, in bytes, evenly spread over the training documents.
         end_token: of a tokenizer file, the token that ends documents; left out: the first usual name in its vocabulary.
@@ -107,11 +102,11 @@ def prepare(
     """Write the dataset of `config` into the folder `out`, and return the content of its dataset.json.
 
     A preparation that was interrupted at any moment continues when it is called again, with the same files in the end,
-    bit for bit. A finished one stays as it is. While it works, a copy of the text lies in `out`.
+    bit for bit. A finished one stays as it is. During the work a copy of the text lies in `out`.
 
     Args:
-        config: what to prepare. Where processes are spawned (macOS, Windows), a script that calls this with more than
-            one worker needs the guard `if __name__ == "__main__"`.
+        config: what to prepare. Where Python spawns processes (macOS, Windows), a script that calls this needs the
+            guard `if __name__ == "__main__"`.
         out: a new folder, or that of the preparation to continue.
         echo: takes each line for a log.
         progress: show bars on a terminal.
@@ -132,29 +127,9 @@ def prepare(
     for source in (*config.sources, *config.valid):
         if source and Path(source).is_dir() and Path(out).resolve().is_relative_to(Path(source).resolve()):
             raise ValueError(f"out must lie outside the sources, got {str(out)!r} in {source!r}")
-    with claimed(out, "dataset", {CACHE, DATASET}) as folder, quiet_datasets(progress), _threads(config.workers):
-        try:
-            return _Preparation(config, folder, echo, progress).run()
-        except OSError as error:
-            if error.errno not in _FULL:
-                raise
-            stays = f"{error.strerror}; finished shards stay, and the same command continues"
-            raise OSError(error.errno, stays, str(folder)) from None
-
-
-@contextlib.contextmanager
-def _threads(workers: int | None) -> Iterator[None]:
-    """Keep the tokenizers library to one thread if one worker is asked for, and restore what `datasets` sets."""
-    name = "TOKENIZERS_PARALLELISM"
-    before = os.environ.get(name)
-    if workers == 1:
-        os.environ[name] = "false"
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
-        if before is not None:
-            os.environ[name] = before
+    with claimed(out, "dataset", {CACHE, DATASET}) as folder, quiet_datasets(progress):
+        preparation = _Preparation(config, folder, echo, progress)
+        return preparation.finished() if (folder / DATASET).exists() else preparation.run()
 
 
 class _Texts:
@@ -164,13 +139,13 @@ class _Texts:
         from datasets import Dataset
         from pyarrow.compute import binary_length
 
-        self.rows = rows
+        self.rows = rows.select_columns("text")
         self.sides = split_documents(rows.data.column("hash").to_numpy(), given, valid_fraction)
         self.repeated = self.documents(REPEATED)
         counted = np.flatnonzero(self.sides != REPEATED)
         if len(counted) == 1:
             parts = cut_in_two(rows[int(counted[0])]["text"], valid_fraction)
-            self.rows = Dataset.from_dict({"text": parts}, features=rows.select_columns("text").features)
+            self.rows = Dataset.from_dict({"text": parts}, features=self.rows.features)
             self.sides = np.array([TRAIN, VALID], np.uint8)
         self.sizes: NDArray[np.int64] = binary_length(self.rows.data.column("text")).to_numpy()
 
@@ -183,7 +158,7 @@ class _Texts:
     def batches(self, side: int) -> Iterator[list[bytes]]:
         """Yield the documents of a side, some at a time."""
         start, count = 0, rows_per_batch(self.sizes)
-        for batch in self.rows.select_columns("text").iter(count):
+        for batch in self.rows.iter(count):
             pairs = zip(self.sides[start : start + count], batch["text"], strict=True)
             yield [document for found, document in pairs if found == side]
             start += count
@@ -195,35 +170,45 @@ class _Preparation:
     def __init__(self, config: PrepareConfig, folder: Path, echo: Echo, progress: bool) -> None:
         self.config, self.folder, self.echo, self.progress = config, folder, echo, progress
         self.cache = folder / CACHE
-        table = dataclasses.asdict(dataclasses.replace(config, workers=None))
-        self.table = json.loads(json.dumps({key: value for key, value in table.items() if value is not None}))
+        # As JSON gives it back; the number of workers changes nothing.
+        self.table = json.loads(json.dumps(dataclasses.asdict(dataclasses.replace(config, workers=None))))
+
+    def finished(self) -> dict[str, Any]:
+        dataset = read_dataset(self.folder)
+        self.check_same(dataset.get("config", {}))
+        shutil.rmtree(self.cache, ignore_errors=True)
+        self.echo(f"{self.folder} is finished already")
+        return dataset
+
+    def check_same(self, old: dict[str, Any]) -> None:
+        changes = [
+            f"{key} was {old.get(key)!r}, now {value!r}" for key, value in self.table.items() if old.get(key) != value
+        ]
+        if changes:
+            raise ValueError(
+                f"out must be a new folder, got {str(self.folder)!r}, prepared otherwise: {'; '.join(changes)} (give "
+                "another folder, or delete this one)"
+            )
 
     def run(self) -> dict[str, Any]:
-        if (self.folder / DATASET).exists():
-            dataset = read_dataset(self.folder)
-            self._check_same(dataset.get("config", {}))
-            shutil.rmtree(self.cache, ignore_errors=True)
-            self.echo(f"{self.folder} is finished already")
-            return dataset
-        start, earlier = time.perf_counter(), (self.cache / _CONFIG).exists()
-        if earlier:
-            self._check_same(read_json(self.cache / _CONFIG))
+        start, continuing = time.perf_counter(), (self.cache / _CONFIG).exists()
+        if continuing:
+            self.check_same(read_json(self.cache / _CONFIG))
             self.echo(f"{self.folder}: continuing")
+        config = self.config
         # The tokenizer first: to read the text may take hours.
-        named = None if self.config.tokenizer == "bpe" else self._named()
+        named = None if config.tokenizer == "bpe" else Tokenizer.from_name(config.tokenizer, config.end_token)
         try:
-            texts, key = self._read()
+            texts, key = self.read()
             work = self.cache / hashlib.sha256(f"{key} {named and named.fingerprint}".encode()).hexdigest()
             work.mkdir(exist_ok=True)
-            tokenizer = named or self._bpe(texts, work)
-            write_json(self.cache / _CONFIG, self.table)
-        except (ValueError, FileNotFoundError):  # of a text or a setting that the user will change
-            if not earlier:
+            tokenizer = named or self.bpe(texts, work / TOKENIZER)
+        except (ValueError, FileNotFoundError):  # The user will change the configuration.
+            if not continuing:
                 shutil.rmtree(self.cache, ignore_errors=True)
             raise
-        if self.config.tokenizer == "bpe" and tokenizer.vocab_size < self.config.vocab_size:
-            self.echo(f"the text gives {tokenizer.vocab_size:,} tokens, not the {self.config.vocab_size:,} asked for")
-        dataset = self._write(texts, tokenizer, work)
+        write_json(self.cache / _CONFIG, self.table)
+        dataset = self.write(texts, tokenizer, work)
         shutil.rmtree(self.cache, ignore_errors=True)
         self.echo(
             f"{tokenizer.name}: {dataset['train']['tokens']:,} tokens to train on, {dataset['valid']['tokens']:,} held "
@@ -231,114 +216,94 @@ class _Preparation:
         )
         return dataset
 
-    def _check_same(self, old: dict[str, Any]) -> None:
-        new = self.table
-        different = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-        if different:
-            changes = "; ".join(f"{key} was {old.get(key)!r}, now {new.get(key)!r}" for key in different)
-            raise ValueError(
-                f"out must be a new folder, got {str(self.folder)!r}, prepared otherwise: {changes} (give another "
-                "folder, or delete this one)"
-            )
-
-    def _named(self) -> Tokenizer:
-        return Tokenizer.from_name(self.config.tokenizer, self.config.end_token)
-
-    def _read(self) -> tuple[_Texts, str]:
-        """Return all documents, and a key that changes with the text."""
-        from datasets import concatenate_datasets
-
-        config = self.config
-        parts, keys, all_left_out = [], [], list[LeftOut]()
-        groups = [self._find(names) for names in (config.sources, config.valid) if names]
-        for found, left_out in groups:
-            part, key, left_out = self._documents(found, left_out)
-            parts.append(part)
-            keys.append(key)
-            all_left_out.append(left_out)
-        texts = _Texts(concatenate_datasets(parts), len(parts[0]), config.valid_fraction)
-        self.echo(
-            f"{', '.join(config.sources)}: {texts.documents(TRAIN):,} documents to train on, "
-            f"{texts.documents(VALID):,} held out, {texts.repeated:,} repeated; "
-            f"{texts.size(TRAIN) + texts.size(VALID):,} bytes"
-        )
-        for reason in sorted({reason for left_out in all_left_out for reason in left_out}):
-            paths = [path for left_out in all_left_out for path in left_out.get(reason, [])]
-            names = ", ".join(paths[:3]) + (", ..." if len(paths) > 3 else "")
-            self.echo(f"left out ({reason}), {len(paths):,} in all: {names}")
-        return texts, " ".join(keys)
-
-    def _find(self, names: Iterable[str]) -> tuple[list[Source], LeftOut]:
-        left_out: LeftOut = {}
-        keys = {"text_key": self.config.text_key, "split": self.config.split, "cache": self.cache}
-        return find_sources(names, left_out=left_out, **keys), left_out
-
-    def _documents(self, found: list[Source], left_out: LeftOut) -> tuple[Any, str, LeftOut]:
-        """Return the documents of some sources, written once, with their key and with what was left out."""
-        import pyarrow
+    def read(self) -> tuple[_Texts, str]:
+        """Return all documents, written once, and a key that changes with the text."""
         from datasets import Dataset
         from datasets.exceptions import DatasetGenerationError
 
-        config = self.config
-        stamps = repr([[(source.name, source.stamp) for source in found], config.text_key, config.seed])
-        key = hashlib.sha256(stamps.encode()).hexdigest()
+        config, left_out = self.config, LeftOut()
+        given, held_out = (
+            find_sources(
+                names, text_key=config.text_key, split=config.split, left_out=left_out, cache=self.cache / "hub"
+            )
+            for names in (config.sources, config.valid)
+        )
+        stamps = [[(source.name, source.stamp) for source in sources] for sources in (given, held_out)]
+        key = hashlib.sha256(repr((stamps, config.text_key, config.seed)).encode()).hexdigest()
         told = self.cache / f"{key}.json"
 
         def rows() -> Iterator[dict[str, Any]]:
-            for source in found:
-                for document in source.documents:
-                    # Arrays of their own types: the inferred ones hold no document of 2 GiB and no number of 64 bits.
-                    number = hash_document(document, config.seed)
-                    yield {
-                        "text": pyarrow.array([document], pyarrow.large_binary()),
-                        "hash": pyarrow.array([number], pyarrow.uint64()),
-                    }
-            write_json(told, left_out)
+            counts = []
+            for sources in (given, held_out):
+                counts.append(0)
+                for row in self.rows(sources):
+                    counts[-1] += 1
+                    yield row
+            write_json(told, {"given": counts[0], "left_out": left_out})
 
         try:
             documents = Dataset.from_generator(
-                rows,
-                cache_dir=str(self.cache),
-                fingerprint=key,
-                writer_batch_size=_ROWS_IN_MEMORY,
+                rows, cache_dir=str(self.cache), fingerprint=key, writer_batch_size=_ROWS_IN_MEMORY
             )
         except DatasetGenerationError as error:
             raise (error.__cause__ or error) from None
-        return documents, key, read_json(told)
+        facts = read_json(told)
+        texts = _Texts(documents, facts["given"], config.valid_fraction)
+        self.tell(texts, facts["left_out"])
+        return texts, key
 
-    def _bpe(self, texts: _Texts, work: Path) -> Tokenizer:
-        path, name = work / TOKENIZER, "bpe"
+    def rows(self, sources: Iterable[Source]) -> Iterator[dict[str, Any]]:
+        # Arrays of their own types: the types that `datasets` infers hold no document of 2 GiB and no 64-bit number.
+        import pyarrow
+
+        for source in sources:
+            for document in source.documents:
+                number = hash_document(document, self.config.seed)
+                yield {
+                    "text": pyarrow.array([document], pyarrow.large_binary()),
+                    "hash": pyarrow.array([number], pyarrow.uint64()),
+                }
+
+    def tell(self, texts: _Texts, left_out: LeftOut) -> None:
+        self.echo(
+            f"{', '.join(self.config.sources)}: {texts.documents(TRAIN):,} documents to train on, "
+            f"{texts.documents(VALID):,} held out, {texts.repeated:,} repeated; "
+            f"{texts.size(TRAIN) + texts.size(VALID):,} bytes"
+        )
+        for reason, paths in left_out.items():
+            names = ", ".join(paths[:3]) + (", ..." if len(paths) > 3 else "")
+            self.echo(f"left out ({reason}), {len(paths):,} in all: {names}")
+
+    def bpe(self, texts: _Texts, path: Path) -> Tokenizer:
+        wanted, total = self.config.vocab_size, texts.size(TRAIN)
         if not path.exists():
-            total = texts.size(TRAIN)
             documents = (document for batch in texts.batches(TRAIN) for document in batch)
             sample = _spread(documents, total, min(self.config.bpe_bytes, total))
-            train_bpe(sample, self.config.vocab_size, progress=self.progress).save(path)
-        tokenizer = Tokenizer.load(path, name=name)
-        tokenizer.name = f"{name}-{tokenizer.vocab_size}"
+            train_bpe(sample, wanted, progress=self.progress).save(path)
+        tokenizer = Tokenizer.load(path, name="bpe")
+        tokenizer.name = f"bpe-{tokenizer.vocab_size}"
+        if tokenizer.vocab_size < wanted:
+            self.echo(f"the text gives {tokenizer.vocab_size:,} tokens, not the {wanted:,} asked for")
         return tokenizer
 
-    def _write(self, texts: _Texts, tokenizer: Tokenizer, work: Path) -> dict[str, Any]:
-        shards = []
+    def write(self, texts: _Texts, tokenizer: Tokenizer, work: Path) -> dict[str, Any]:
+        shards: list[Any] = []
         if not tokenizer.is_bytes:
             workers = self.config.workers or cores()
             shards = encode_shards(texts.rows, texts.sides, texts.sizes, tokenizer, work, workers)
-        sides: dict[str, Any] = {}
+        dataset: dict[str, Any] = {}
         for side, name in SIDES.items():
             counts = {"documents": texts.documents(side), "text_bytes": texts.size(side)}
+            arrays: Iterable[TokenArray] = shard_tokens(shards, side)
+            tokens = sum(map(len, shard_tokens(shards, side)))
             if tokenizer.is_bytes:
-                arrays: Iterable[TokenArray] = map(tokenizer.encode_documents, texts.batches(side))
-                tokens = sum(counts.values())
-            else:
-                arrays = shard_tokens(shards, side)
-                tokens = sum(map(len, shard_tokens(shards, side)))
+                arrays, tokens = map(tokenizer.encode_documents, texts.batches(side)), sum(counts.values())
             digest = write_tokens(token_file(self.folder, name), arrays, tokens, token_dtype(tokenizer.vocab_size))
-            sides[name] = {**counts, "tokens": tokens, "sha256": digest}
+            dataset[name] = {**counts, "tokens": tokens, "sha256": digest}
         tokenizer.save(self.folder / TOKENIZER)
-        total = texts.size(TRAIN) + texts.size(VALID)
-        dataset = {
-            **sides,
+        dataset |= {
             "repeated_documents": texts.repeated,
-            "bytes_per_token": total / sum(side["tokens"] for side in sides.values()),
+            "bytes_per_token": sum(map(texts.size, SIDES)) / sum(dataset[name]["tokens"] for name in SIDES.values()),
             "tokenizer": {
                 "name": tokenizer.name,
                 "end_token": tokenizer.end_token,

@@ -2,43 +2,36 @@
 
 import codecs
 import contextlib
-import difflib
 import errno
 import gzip
 import json
 import lzma
 import os
 import stat
+import sys
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from symexplin.lab.data.hub import hub_dataset
+__all__ = ["SEPARATOR", "SHORTHANDS", "LeftOut", "Source", "find_sources", "hub_file", "quiet_datasets"]
 
-__all__ = ["SEPARATOR", "SHORTHANDS", "LeftOut", "Source", "find_sources", "iter_documents"]
-
-# Ends each document; it does not occur in text.
-SEPARATOR = 0
+SEPARATOR = 0  # the byte that ends each document; it does not occur in text
 SHORTHANDS = {
     "openwebtext": "hf:Skylion007/openwebtext",  # the paper's corpus
     "fineweb": "hf:HuggingFaceFW/fineweb:sample-10BT",
 }
 
-# Paths in folders that are not read, by the reason.
-LeftOut = dict[str, list[str]]
-_NOT_TEXT = "binary, or not UTF-8"
-_UNREADABLE = "unreadable"
-_LINK = "link to a folder, or to nothing"
+LeftOut = dict[str, list[str]]  # paths in folders that are not read, by the reason
+_NOT_TEXT, _UNREADABLE, _LINK = "binary, or not UTF-8", "unreadable", "link to a folder, or to nothing"
 
 _END = bytes([SEPARATOR])
 _CHUNK = 1 << 20
 # Folders of the standard library that are not its text: installed packages, tests, build leftovers.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
-_HUB = "hf:"
-_RIGHT = "sources must be 'stdlib', an existing file or folder, or 'hf:NAME'"
+_TRY_SECONDS = 5.0  # the hub's own clients try for 23 seconds where there is no network
 
 
 class Source(NamedTuple):
@@ -50,26 +43,26 @@ class Source(NamedTuple):
 
 
 class _File(NamedTuple):
-    """A file, and what changes when it is edited."""
-
     path: Path
     size: int
     modified: int
 
 
-class _NotUtf8(ValueError):
-    """A file is not UTF-8 text."""
+class _NotUtf8Error(ValueError):
+    pass
 
 
 def find_sources(
-    names: Iterable[str | Path],
+    names: Iterable[str],
     *,
     text_key: str = "text",
     split: str = "train",
     left_out: LeftOut | None = None,
     cache: Path | None = None,
 ) -> list[Source]:
-    """Return the sources of these names, whose documents can be read once, as a stream.
+    r"""Return the sources of these names; the documents of each can be read once, as a stream.
+
+    A NUL byte separates documents, inside those of datasets and JSON lines too; blank ones are left out.
 
     Args:
         names: each "stdlib", the Python sources of the running interpreter without its tests; a text file; a .jsonl
@@ -83,81 +76,51 @@ def find_sources(
 
     Raises:
         FileNotFoundError: no such file or folder.
-        ValueError: an empty name, or a dataset that cannot be loaded.
-
-    >>> [source.name for source in find_sources(["stdlib"])]
-    ['stdlib']
-    """
-    left_out = {} if left_out is None else left_out
-    found = [_source(str(name), text_key, split, left_out, cache) for name in names]
-    return [source._replace(documents=_with_text(source)) for source in found]
-
-
-def iter_documents(
-    names: Iterable[str | Path], *, text_key: str = "text", split: str = "train", left_out: LeftOut | None = None
-) -> Iterator[bytes]:
-    r"""Return an iterator over the documents of all sources, in the order given; it holds one of them in memory.
-
-    A NUL byte separates documents, inside those of datasets and JSON lines too; blank ones are left out.
-
-    Args:
-        names, text_key, split, left_out: see :func:`find_sources`, which checks all names at once.
-
-    Raises:
-        FileNotFoundError: no such file or folder.
-        ValueError: a source without text, a file named as a source that is not UTF-8 or damaged, a line that is not
-            JSON or lacks `text_key`, a dataset that cannot be loaded.
+        ValueError: a dataset that cannot be loaded. While documents are read: a source without text, a file named as a
+            source that is not UTF-8 or damaged, a JSON line without text.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     _ = Path(folder, "a.txt").write_bytes(b"one\0two\0")
     ...     _ = Path(folder, "b.jsonl").write_text('{"text": "three"}\n')
-    ...     list(iter_documents([folder]))
+    ...     list(find_sources([folder])[0].documents)
     [b'one', b'two', b'three']
     """
-    found = find_sources(names, text_key=text_key, split=split, left_out=left_out)
-    return chain.from_iterable(source.documents for source in found)
+    left_out = {} if left_out is None else left_out
+    found = [_source(name, text_key, split, left_out, cache) for name in names]
+    return [source._replace(documents=_with_text(source)) for source in found]
 
 
 def _source(name: str, text_key: str, split: str, left_out: LeftOut, cache: Path | None) -> Source:
-    spec = SHORTHANDS.get(name, name)
-    if spec.startswith(_HUB):
-        dataset = _dataset(spec.removeprefix(_HUB), text_key, split, cache)
-        return Source(name, dataset._fingerprint, _texts(dataset, text_key, f"dataset {name!r}"))
+    spec, path = SHORTHANDS.get(name, name), Path(name)
+    if spec.startswith("hf:"):
+        dataset = _dataset(spec.removeprefix("hf:"), text_key, split, cache)
+        return Source(name, dataset._fingerprint, _texts(dataset, text_key))
     if spec == "stdlib":
         library = _files(Path(sysconfig.get_path("stdlib")), left_out, _NOT_LIBRARY)
         files = [file for file in library if file.path.suffix == ".py"]
-    elif (path := _existing(name)).is_dir():
+    elif name and path.is_dir():
         files = _files(path, left_out)
-    else:
+    elif path.is_file():
         return Source(name, _stamped(path), _file(path, text_key))
+    else:  # a pipe gives its text once
+        right = "'stdlib', an existing file or folder, 'hf:NAME', " + " or ".join(map(repr, SHORTHANDS))
+        raise FileNotFoundError(f"sources must be {right}, got {name!r}")
     return Source(name, files, _folder(files, text_key, left_out))
 
 
 def _with_text(source: Source) -> Iterator[bytes]:
     empty = True
-    for document in source.documents:
-        if document.strip():
-            empty = False
-            yield document
+    for part in source.documents:
+        for document in part.split(_END):
+            if document.strip():
+                empty = False
+                yield document
     if empty:
         raise ValueError(f"sources must each hold at least one document, got {source.name!r} without any text")
 
 
 # --- files and folders -----------------------------------------------------------------------------------------------
-
-
-def _existing(name: str) -> Path:
-    if not name:
-        raise ValueError(f"{_RIGHT}, got ''")
-    path = Path(name)
-    if not path.exists():
-        near = difflib.get_close_matches(name, ["stdlib", *SHORTHANDS], n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise FileNotFoundError(f"{_RIGHT}, got {name!r}{hint}")
-    if not path.is_dir() and not path.is_file():  # a pipe gives its text once
-        raise ValueError(f"{_RIGHT}, got {name!r}, which is neither")
-    return path
 
 
 def _stamped(path: Path) -> _File:
@@ -192,17 +155,16 @@ def _folder(files: Iterable[_File], text_key: str, left_out: LeftOut) -> Iterato
             for _ in _utf8(file.path):
                 pass
         except (OSError, ValueError) as error:
-            reason = _NOT_TEXT if isinstance(error, _NotUtf8) else _UNREADABLE
+            reason = _NOT_TEXT if isinstance(error, _NotUtf8Error) else _UNREADABLE
             left_out.setdefault(reason, []).append(str(file.path))
         else:
             yield from _file(file.path, text_key)
 
 
 def _file(path: Path, text_key: str) -> Iterator[bytes]:
-    json_lines = Path(path.name.removesuffix(".gz").removesuffix(".xz")).suffix == ".jsonl"
-    documents = _json_lines(path, text_key) if json_lines else _between_ends(_utf8(path))
-    for document in documents:
-        yield from document.split(_END)
+    if Path(path.name.removesuffix(".gz").removesuffix(".xz")).suffix == ".jsonl":
+        return _json_lines(path, text_key)
+    return _between_ends(_utf8(path))
 
 
 @contextlib.contextmanager
@@ -224,7 +186,7 @@ def _utf8(path: Path) -> Iterator[bytes]:
             try:
                 decoder.decode(chunk, final=not chunk)
             except UnicodeDecodeError as error:
-                raise _NotUtf8(
+                raise _NotUtf8Error(
                     f"{str(path)!r} is not UTF-8 text at byte {start - held + error.start:,}: convert it first, for "
                     "example with iconv -f latin1 -t utf-8"
                 ) from None
@@ -248,50 +210,110 @@ def _json_lines(path: Path, text_key: str) -> Iterator[bytes]:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
-            place = f"{path}:{number}"
             try:
-                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{place} is not UTF-8: {error.reason} at byte {error.start}") from None
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{place} is not JSON: {error}") from None
-            if not isinstance(row, dict):
-                raise ValueError(f"{place} must be a JSON object with the key {text_key!r}, got {type(row).__name__}")
-            _check_key(text_key, list(row), place)
-            yield _encoded(row[text_key], text_key, place)
+                text = json.loads(line)[text_key]
+                yield b"" if text is None else text.encode()
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                shown = line[:60].decode(errors="replace").strip()
+                raise ValueError(
+                    f"{path}:{number} must be a JSON object with text under text_key {text_key!r}, got {shown}"
+                ) from None
 
 
-# --- datasets --------------------------------------------------------------------------------------------------------
+# --- datasets and the hub --------------------------------------------------------------------------------------------
 
 
 def _dataset(spec: str, text_key: str, split: str, cache: Path | None) -> Any:
-    if not spec:
-        raise ValueError(f"{_RIGHT}, got 'hf:' without a name")
-    name, _, config = (spec, "", "") if Path(spec).is_dir() else spec.partition(":")
-    dataset = hub_dataset(name, config or None, split, cache)
-    _check_key(text_key, dataset.column_names, f"dataset {spec!r}")
-    return dataset
+    """Return one split of a dataset of the hub, or of a local folder of one, as a `datasets.Dataset` on the disk."""
+    import datasets
+
+    folder = Path(spec).expanduser()
+    local = bool(spec) and folder.is_dir()
+    name, _, config = (str(folder), "", "") if local else spec.partition(":")
+    offline = datasets.config.HF_HUB_OFFLINE
+    try:
+        datasets.config.HF_HUB_OFFLINE = offline or (not local and not _reachable())
+        with quiet_datasets():
+            if any((folder / file).exists() for file in ("state.json", "dataset_dict.json")):
+                found = datasets.load_from_disk(name)
+                found = found[split] if isinstance(found, dict) else found  # a lone split has no name
+            else:
+                found = datasets.load_dataset(name, config or None, split=split, cache_dir=cache if local else None)
+    except Exception as error:  # builders raise errors of every kind
+        raise ValueError(
+            f"source 'hf:{spec}' with split {split!r} cannot be loaded ({_line(error)}): check the name and the "
+            "network, or give a local file or folder instead"
+        ) from None
+    finally:
+        datasets.config.HF_HUB_OFFLINE = offline
+    texts = [name for name, kind in found.features.items() if getattr(kind, "dtype", "") in ("string", "large_string")]
+    if text_key not in texts:
+        raise ValueError(f"text_key must be a text column of 'hf:{spec}': {', '.join(texts)}; got {text_key!r}")
+    return found
 
 
-def _texts(dataset: Any, text_key: str, place: str) -> Iterator[bytes]:
+def _texts(dataset: Any, text_key: str) -> Iterator[bytes]:
     for batch in dataset.select_columns([text_key]).iter(batch_size=256):
         for text in batch[text_key]:
-            yield from _encoded(text, text_key, place).split(_END)
+            yield b"" if text is None else text.encode()
 
 
-def _check_key(text_key: str, found: Sequence[str], place: str) -> None:
-    if text_key not in found:
-        near = difflib.get_close_matches(text_key, found, n=1, cutoff=0.4)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"text_key must be a key of {place}: {', '.join(map(repr, found))}; got {text_key!r}{hint}")
+@contextlib.contextmanager
+def quiet_datasets(progress: bool = True) -> Iterator[None]:
+    """Keep `datasets` from logging, and from drawing bars unless `progress` and standard error is a terminal.
 
+    >>> import datasets
+    >>> with quiet_datasets(progress=False):
+    ...     datasets.are_progress_bars_disabled()
+    True
+    """
+    import datasets
+    from huggingface_hub.utils import logging
 
-def _encoded(text: object, text_key: str, place: str) -> bytes:
-    if text is None:  # datasets mark rows without text so
-        return b""
-    if not isinstance(text, str):
-        raise ValueError(f"{place}: {text_key!r} must be a text, got {type(text).__name__}")
+    libraries = (logging, datasets.utils.logging)
+    levels = [library.get_verbosity() for library in libraries]
+    bars = not datasets.are_progress_bars_disabled()
     try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{place}: {text_key!r} is not Unicode text: {error.reason}") from None
+        for library in libraries:
+            library.set_verbosity_error()
+        if not (progress and sys.stderr.isatty()):
+            datasets.disable_progress_bars()
+        yield
+    finally:
+        for library, level in zip(libraries, levels, strict=True):
+            library.set_verbosity(level)
+        if bars:
+            datasets.enable_progress_bars()
+
+
+def hub_file(repository: str, name: str) -> Path:
+    """Return the path of a file of a model on the Hugging Face hub: the cached copy, or a download.
+
+    Raises:
+        ValueError: neither cached nor within reach.
+    """
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(repository, name, local_files_only=not _reachable()))
+    except Exception as error:  # the client raises errors of several libraries
+        raise ValueError(
+            f"{name} of {repository!r} cannot be fetched from the Hugging Face hub ({_line(error)}): check the name "
+            "and the network, or give the path of a local file"
+        ) from None
+
+
+def _reachable() -> bool:
+    """Tell whether the hub answers at all, through whatever proxy the environment names."""
+    from huggingface_hub import constants, get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_TRY_SECONDS)
+    except Exception:  # of the HTTP client, which differs between versions; or the user's own offline mode
+        return False
+    return True
+
+
+def _line(error: Exception) -> str:
+    """Return the first line of an error's text, with its kind."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from symexplin.lab.data.sources import SEPARATOR, hub_file
 from symexplin.lab.files import replace_file
-from symexplin.lab.data.hub import hub_file
-from symexplin.lab.data.sources import SEPARATOR
 from symexplin.validation import check_whole
 
 __all__ = ["MINIMUM_VOCAB", "Tokenizer", "TokenArray", "pieces", "token_dtype", "train_bpe"]
@@ -131,9 +130,8 @@ class Tokenizer:
         if spec == "byte":
             return cls(_byte_tokenizer(), "byte")
         if spec == "gpt2" or spec.startswith("hf:"):
-            instead = "give the path of a local tokenizer.json instead, or 'bpe' to train one on the text"
             repository = (_GPT2 if spec == "gpt2" else spec).removeprefix("hf:")
-            return cls.load(hub_file(repository, "tokenizer.json", instead), name=spec, end_token=end_token)
+            return cls.load(hub_file(repository, "tokenizer.json"), name=spec, end_token=end_token)
         path = Path(spec)
         if not path.is_file():
             near = difflib.get_close_matches(spec, ["byte", "gpt2", "bpe"], n=1)

@@ -1,4 +1,4 @@
-"""The folder of a dataset: encoding documents into token files, and reading those.
+"""The folder of a dataset: documents encoded into token files, and those read.
 
 dataset.json          tokenizer, counts, digests and configuration: written last
 tokenizer.json        of the `tokenizers` library
@@ -42,7 +42,7 @@ __all__ = [
 
 DATASET, TOKENIZER, CACHE = "dataset.json", "tokenizer.json", ".cache"
 
-SHARD_BYTES = 1 << 26  # text that a preparation killed at any moment encodes again, at most
+_SHARD_BYTES = 1 << 26  # text that a killed preparation encodes again, at most
 _WORKER_BYTES = 1 << 22  # less text per process is not worth its start
 _BATCH_BYTES = 1 << 20
 _CHUNK = 1 << 24
@@ -51,11 +51,7 @@ _GLANCE = 0.2  # seconds between looks at whether the parent is there
 
 
 def token_file(folder: Path, side: str) -> Path:
-    """Return the path of the tokens of "train" or "valid".
-
-    >>> token_file(Path("data"), "train").as_posix()
-    'data/train.npy'
-    """
+    """Return the path of the tokens of "train" or "valid"."""
     return folder / f"{side}.npy"
 
 
@@ -68,19 +64,15 @@ def read_dataset(folder: Path) -> dict[str, Any]:
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"data must be a folder that `symexplin prepare` made, got {str(folder)!r}")
-    if (folder / DATASET).exists():
-        if (folder / "train.safetensors").exists():
-            raise ValueError(
-                f"data in {str(folder)!r} are of an older version of symexplin: delete the folder, and run `symexplin "
-                "prepare` again"
-            )
+    if (folder / "train.safetensors").exists():
+        problem = "is of an older version: delete it, and run `symexplin prepare` again"
+    elif (folder / DATASET).exists():
         return read_json(folder / DATASET)
-    if (folder / CACHE).exists():
-        raise ValueError(f"data in {str(folder)!r} are not finished: run the same `symexplin prepare` again to continue")
-    raise ValueError(
-        f"data must be a folder that `symexplin prepare` made, got {str(folder)!r} without {DATASET}: make one with "
-        "`symexplin prepare SOURCE --out FOLDER`"
-    )
+    elif (folder / CACHE).exists():
+        problem = "is not finished: run the same `symexplin prepare` again to continue"
+    else:
+        problem = f"has no {DATASET}: make one with `symexplin prepare SOURCE --out FOLDER`"
+    raise ValueError(f"data must be a folder that `symexplin prepare` made; {str(folder)!r} {problem}")
 
 
 # --- encoding --------------------------------------------------------------------------------------------------------
@@ -96,18 +88,13 @@ def rows_per_batch(sizes: NDArray[np.int64]) -> int:
 
 
 def encode_shards(
-    rows: Any,
-    sides: NDArray[np.uint8],
-    sizes: NDArray[np.int64],
-    tokenizer: Tokenizer,
-    folder: Path,
-    workers: int,
+    rows: Any, sides: NDArray[np.uint8], sizes: NDArray[np.int64], tokenizer: Tokenizer, folder: Path, workers: int
 ) -> list[Any]:
     """Return the tokens of all documents as one `datasets.Dataset` per shard, in order; finished shards are kept.
 
     Args:
         rows: a `datasets.Dataset` of documents in the column "text".
-        sides: of the documents; those on no side have no tokens.
+        sides: of the documents.
         sizes: of the documents in bytes.
         tokenizer: of the tokens.
         folder: takes one file per shard and process.
@@ -121,28 +108,28 @@ def encode_shards(
 
     features = Features(side=Value("uint8"), tokens=LargeList(Value(str(token_dtype(tokenizer.vocab_size)))))
     ends = np.cumsum(sizes)
-    cuts = np.searchsorted(ends, np.arange(SHARD_BYTES, ends[-1], SHARD_BYTES)) + 1
+    cuts = np.searchsorted(ends, np.arange(_SHARD_BYTES, ends[-1], _SHARD_BYTES)) + 1
     ranges = list(pairwise(np.unique([0, *cuts, len(ends)]).tolist()))
-    found = []
+    shards = []
     for number, (start, stop) in enumerate(ranges):
-        processes = min(workers, stop - start, math.ceil(sizes[start:stop].sum() / _WORKER_BYTES))
-        with _pool_that_follows() if processes > 1 else contextlib.nullcontext():
+        part = sizes[start:stop]
+        with _pool_that_follows():
             shard = rows.select(range(start, stop)).map(
                 _encode,
                 with_indices=True,
                 batched=True,
-                batch_size=rows_per_batch(sizes[start:stop]),
+                batch_size=rows_per_batch(part),
                 remove_columns=rows.column_names,
                 features=features,
                 fn_kwargs={"tokenizer": tokenizer, "sides": sides[start:stop]},
-                num_proc=processes if processes > 1 else None,
+                num_proc=min(workers, len(part), math.ceil(part.sum() / _WORKER_BYTES)),
                 cache_file_name=str(folder / f"{number:06}.arrow"),
                 load_from_cache_file=True,
                 new_fingerprint=f"{number:06}",
                 desc=f"tokens, shard {number + 1} of {len(ranges)}",
             )
-        found.append(shard)
-    return found
+        shards.append(shard)
+    return shards
 
 
 def _encode(
@@ -166,13 +153,15 @@ def shard_tokens(shards: Iterable[Any], side: int) -> Iterator[TokenArray]:
                 yield tokens.values.to_numpy()
 
 
-# The process that starts a pool of `datasets`. Its children, a manager and the workers, take no initialiser.
-_starting: int | None = None
+_starting: int | None = None  # this process, while it starts a pool of `datasets`
 
 
 @contextlib.contextmanager
 def _pool_that_follows() -> Iterator[None]:
-    """Let the children that are forked within end with this process, also a killed one, and leave Ctrl-C to it."""
+    """Let processes forked within end with this one, also when it is killed, and leave Ctrl-C to it.
+
+    The pool of `datasets` takes no initialiser, and its manager would stay for ever.
+    """
     global _starting
     _watch_forks()
     _starting = os.getpid()
@@ -210,27 +199,18 @@ def _end_with(parent: int) -> None:
 
 
 def write_tokens(path: Path, arrays: Iterable[TokenArray], count: int, dtype: np.dtype[Any]) -> str:
-    """Write `arrays` one after another as one .npy file, which appears when it is whole, and return its sha256.
-
-    Args:
-        path: of the file.
-        arrays: tokens, `count` in all.
-        count: number of tokens.
-        dtype: of the tokens.
-
-    Raises:
-        OSError: the disk is full, ...; nothing is left behind.
+    """Write `arrays`, `count` tokens in all, as one .npy file, which appears when it is whole; return its sha256.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     digest = write_tokens(Path(folder, "a.npy"), [np.arange(3), np.arange(2)], 5, np.dtype(np.uint8))
-    ...     np.load(Path(folder, "a.npy")).tolist()
+    ...     read_tokens(Path(folder, "a.npy"), 5, digest).tolist()
     [0, 1, 2, 0, 1]
     """
     digest = hashlib.sha256()
     dtype = dtype.newbyteorder("<")
-    header = {"descr": dtype.str, "fortran_order": False, "shape": (count,)}
     with replacing(path) as temporary, temporary.open("wb") as file:
+        header = {"descr": dtype.str, "fortran_order": False, "shape": (count,)}
         np.lib.format.write_array_header_1_0(file, header)
         for array in arrays:
             data = np.ascontiguousarray(array, dtype=dtype).data
@@ -239,9 +219,7 @@ def write_tokens(path: Path, arrays: Iterable[TokenArray], count: int, dtype: np
     return digest.hexdigest()
 
 
-def read_tokens(
-    path: Path, count: int, sha256: str, *, verify: bool = True, progress: bool = True
-) -> TokenArray:
+def read_tokens(path: Path, count: int, sha256: str, *, verify: bool = True, progress: bool = True) -> TokenArray:
     """Return the tokens of a file of :func:`write_tokens`, mapped into memory and read-only.
 
     Args:
@@ -255,14 +233,18 @@ def read_tokens(
         FileNotFoundError: no such file.
         ValueError: another kind of file, or a damaged one.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"no token file at {str(path)!r}: run `symexplin prepare` again into a new folder")
     try:
         tokens = np.load(path, mmap_mode="r").view(np.ndarray)
-    except (ValueError, EOFError) as error:
-        raise ValueError(f"{str(path)!r} is damaged: {error}") from None
-    if tokens.shape != (count,) or (verify and _digest(tokens, path.name, progress) != sha256):
-        raise ValueError(f"{str(path)!r} is damaged: its tokens are not those of {DATASET} (sha256)")
+        whole = tokens.shape == (count,) and not (verify and _digest(tokens, path.name, progress) != sha256)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"no token file at {str(path)!r}: run `symexplin prepare` into a new folder") from None
+    except (ValueError, EOFError):
+        whole = False
+    if not whole:
+        raise ValueError(
+            f"{str(path)!r} is damaged: its tokens are not those of {DATASET} (sha256); run `symexplin prepare` into a "
+            "new folder"
+        )
     return cast(TokenArray, tokens)
 
 
@@ -270,9 +252,8 @@ def _digest(tokens: NDArray[Any], name: str, progress: bool) -> str:
     digest = hashlib.sha256()
     # disable=None: no bar where standard error is not a terminal.
     disable = None if progress and tokens.nbytes >= _BAR_FROM else True
-    with tqdm(total=tokens.nbytes, desc=f"verify {name}", unit="B", unit_scale=True, leave=False, disable=disable) as bar:
-        for start in range(0, len(tokens), _CHUNK):
-            chunk = tokens[start : start + _CHUNK]
+    with tqdm(total=tokens.nbytes, desc=f"verify {name}", unit="B", unit_scale=True, disable=disable) as bar:
+        for chunk in np.array_split(tokens, math.ceil(tokens.nbytes / _CHUNK) or 1):
             digest.update(chunk.data)
             bar.update(chunk.nbytes)
     return digest.hexdigest()

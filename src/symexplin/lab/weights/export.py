@@ -15,8 +15,8 @@ import torch
 from tokenizers import Tokenizer as Backend
 from torch import Tensor
 
-from symexplin.lab.model import ROPE_BASE, Transformer
 from symexplin.lab.data.tokenizer import Tokenizer
+from symexplin.lab.model import ROPE_BASE, Transformer
 from symexplin.lab.weights.files import load_model, write_tensors
 
 __all__ = ["export_transformers"]
