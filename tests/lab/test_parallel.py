@@ -13,10 +13,10 @@ from corpora import TEXTS, prepared
 from pairwise import pairwise
 from symexplin.lab.begin import saved_settings
 from symexplin.lab.config import RunConfig, resolve
+from symexplin.lab.data.batches import Corpus
 from symexplin.lab.files import read_json, read_json_lines
 from symexplin.lab.parallel import ALONE, Ranks
 from symexplin.lab.settings import build, dump_toml, load_toml
-from symexplin.lab.data.batches import Corpus
 
 HOMES = ["none", "optimizer", "module"]
 KINDS = [(home, kind) for home in HOMES for kind in ("ddp", "fsdp")]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import tokenizers
 
-from symexplin.lab.text import tokenizer as module
-from symexplin.lab.text.tokenizer import Tokenizer, pieces, token_dtype, train_bpe
+from symexplin.lab.data import tokenizer as module
+from symexplin.lab.data.tokenizer import Tokenizer, pieces, token_dtype, train_bpe
 
 TEXT = "The quick brown foxes' naïve 日本 jumps;  it's 42 o'clock.\n\n\tlow lower lowest\0 <|endoftext|> é"
 DOCUMENTS = [f"{TEXT} {i * i} {'over and over ' * (i % 5)}".encode() for i in range(200)]
@@ -102,7 +102,7 @@ def test_pieces_have_the_tokens_of_the_whole(bpe, monkeypatch, size):
 
 
 def test_training_is_deterministic_across_processes(bpe):
-    code = f"from symexplin.lab.text.tokenizer import train_bpe\nprint(train_bpe({DOCUMENTS!r}, 400).fingerprint)\n"
+    code = f"from symexplin.lab.data.tokenizer import train_bpe\nprint(train_bpe({DOCUMENTS!r}, 400).fingerprint)\n"
     found = {subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout for _ in range(2)}
     assert found == {bpe.fingerprint + "\n"}
 
@@ -162,20 +162,21 @@ def test_bad_files_and_names_are_one_line(tmp_path):
             Tokenizer.load(path)
         assert "\n" not in str(caught.value)
     with pytest.raises(
-        FileNotFoundError, match=r"tokenizer must be 'byte', 'gpt2', 'bpe' or an existing file.*'byte'?"
+        FileNotFoundError, match=r"tokenizer must be 'byte', 'gpt2', 'bpe', 'hf:NAME' or an existing file.*'bytes'"
     ):
         Tokenizer.from_name("bytes")
     with pytest.raises(FileNotFoundError, match="nowhere"):
         Tokenizer.load(tmp_path / "nowhere")
 
 
-def test_gpt2_comes_from_the_hub(bpe, tmp_path, monkeypatch):
+def test_tokenizers_of_models_come_from_the_hub(bpe, tmp_path, monkeypatch):
     bpe.save(tmp_path / "t.json")
     asked = []
     monkeypatch.setattr(module, "hub_file", lambda *arguments: asked.append(arguments) or tmp_path / "t.json")
     tokenizer = Tokenizer.from_name("gpt2")
     assert (tokenizer.name, tokenizer.end_token) == ("gpt2", "<|endoftext|>")
-    assert asked[0][:2] == ("openai-community/gpt2", "tokenizer.json")
+    assert Tokenizer.from_name("hf:some/model").name == "hf:some/model"
+    assert asked == [("openai-community/gpt2", "tokenizer.json"), ("some/model", "tokenizer.json")]
 
 
 @pytest.mark.parametrize("name", ["byte", "bpe"])
