@@ -2,6 +2,7 @@ import gzip
 import json
 import lzma
 import os
+from pathlib import Path
 
 import pytest
 
@@ -63,7 +64,7 @@ def test_a_folder_is_read_in_the_order_of_paths_and_the_rest_is_told(tmp_path):
     (root / "folder").symlink_to(root / "b")
     left_out = {}
     assert load(root, left_out=left_out) == [b"first", b"second", b"first"]
-    found = {reason: sorted(os.path.basename(path) for path in paths) for reason, paths in left_out.items()}
+    found = {reason: sorted(Path(path).name for path in paths) for reason, paths in left_out.items()}
     assert found == {
         "binary, or not UTF-8": ["cut", "latin", "picture.png"],
         "unreadable": ["packed.gz"],
@@ -199,9 +200,7 @@ def test_shorthands_and_names_of_datasets(monkeypatch):
     asked = []
     rows = datasets.Dataset.from_dict({"text": ["a", "b\0c", None]})
     monkeypatch.setattr(module, "_reachable", lambda: True)
-    monkeypatch.setattr(
-        datasets, "load_dataset", lambda name, config, split, cache_dir: asked.append((name, config, split)) or rows
-    )
+    monkeypatch.setattr(datasets, "load_dataset", lambda *words, split, **_: asked.append((*words, split)) or rows)
     for name in ("openwebtext", "fineweb", "hf:some/name", "hf:some/name:config"):
         assert load(name, split="test") == [b"a", b"b", b"c"]
     assert asked == [
@@ -224,7 +223,7 @@ def test_local_folders_of_datasets(tmp_path, monkeypatch, capfd):
     for name in ("lone", "splits", "files"):
         assert load(f"hf:{tmp_path / name}", cache=tmp_path / "cache") == [b"one", b"two", b"three"]
     assert load(f"hf:{tmp_path / 'splits'}", split="test") == [b"one"]
-    with pytest.raises(ValueError, match="text_key must be a text column of .*: text; got 'id'"):
+    with pytest.raises(ValueError, match=r"text_key must be a text column of .*: text; got 'id'"):
         find_sources([f"hf:{tmp_path / 'lone'}"], text_key="id")
     for name in ("splits", "files"):
         with pytest.raises(ValueError, match=r"split 'valid' cannot be loaded") as caught:

@@ -57,14 +57,14 @@ def test_finished_shards_are_kept_and_missing_ones_made_again(tmp_path, bpe):
         np.testing.assert_array_equal(np.concatenate(list(shard_tokens(shards, side))), np.concatenate(expected[side]))
 
 
-def test_a_killed_worker_is_an_error(tmp_path, bpe, monkeypatch):
+def test_a_killed_worker_is_an_error(tmp_path):
     class Deadly:
         vocab_size = 300
 
-        def encode_documents(self, documents):
+        def encode_documents(self, _):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with pytest.raises(ChildProcessError, match="a worker process was killed.*with fewer workers"):
+    with pytest.raises(ChildProcessError, match=r"a worker process was killed.*with fewer workers"):
         encode(Deadly(), tmp_path)
 
 
@@ -95,12 +95,12 @@ def test_damaged_token_files_are_named(tmp_path):
             assert "a.npy' is damaged" in str(error)  # noqa: PT017
     for content in (b"", b"text " * 99, whole[:50], whole[:-1]):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match="a.npy' is damaged"):
+        with pytest.raises(ValueError, match=r"a.npy' is damaged"):
             read_tokens(path, 20, digest, verify=False)
     path.write_bytes(whole)
-    with pytest.raises(ValueError, match="a.npy' is damaged"):
+    with pytest.raises(ValueError, match=r"a.npy' is damaged"):
         read_tokens(path, 20, "0" * 64)
-    with pytest.raises(FileNotFoundError, match="no token file at .*nowhere"):
+    with pytest.raises(FileNotFoundError, match=r"no token file at .*nowhere"):
         read_tokens(tmp_path / "nowhere", 20, digest)
 
 
@@ -118,7 +118,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
 
 
 def test_folders_that_are_no_finished_dataset_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="data must be a folder that `symexplin prepare` made, got .*nowhere"):
+    with pytest.raises(FileNotFoundError, match=r"data must be a folder that `symexplin prepare` made, got .*nowhere"):
         read_dataset(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"has no dataset.json: make one with `symexplin prepare SOURCE"):
         read_dataset(tmp_path)

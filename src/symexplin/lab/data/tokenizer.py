@@ -1,6 +1,5 @@
 """Text as tokens: one class for bytes and for files of the `tokenizers` library, and the training of a BPE."""
 
-import difflib
 import functools
 import hashlib
 import json
@@ -33,7 +32,6 @@ MINIMUM_VOCAB = 257  # all bytes, and the end of a document
 # Longer documents are encoded in pieces: an encoding takes some hundred times the memory of its text.
 _PIECE = 1 << 20
 _SAFE_CUT = re.compile(rb"(?<=[A-Za-z]) ")
-_LONG_RUN = re.compile(rb"\S{8192}|\s{8192}")
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
@@ -48,29 +46,16 @@ def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
 def pieces(document: bytes, size: int = _PIECE) -> Iterator[bytes]:
     """Yield a document in pieces of `size` bytes or little more, cut between a letter and a space.
 
-    No word of the usual pre-tokenizers spans such a place, so the pieces have the tokens of the whole document. Runs of
-    many kilobytes without a space, or of spaces alone, are cut too: the time of a BPE grows as the square of a word's
-    length.
+    No word of the usual pre-tokenizers spans such a place, so the pieces have the tokens of the whole document.
 
     >>> list(pieces(b"one two three", size=2))
     [b'one', b' two', b' three']
     """
     start = 0
     while found := _SAFE_CUT.search(document, start + size):
-        yield from _short_runs(document[start : found.start()])
+        yield document[start : found.start()]
         start = found.start()
-    yield from _short_runs(document[start:])
-
-
-def _short_runs(text: bytes) -> Iterator[bytes]:
-    start = 0
-    for run in _LONG_RUN.finditer(text):
-        end = run.end()
-        while end < len(text) and text[end] & 0xC0 == 0x80:  # inside a character of UTF-8
-            end -= 1
-        yield text[start:end]
-        start = end
-    yield text[start:]
+    yield document[start:]
 
 
 class Tokenizer:
@@ -134,10 +119,8 @@ class Tokenizer:
             return cls.load(hub_file(repository, "tokenizer.json"), name=spec, end_token=end_token)
         path = Path(spec)
         if not path.is_file():
-            near = difflib.get_close_matches(spec, ["byte", "gpt2", "bpe"], n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
             right = "'byte', 'gpt2', 'bpe', 'hf:NAME' or an existing file"
-            raise FileNotFoundError(f"tokenizer must be {right}, got {spec!r}{hint}")
+            raise FileNotFoundError(f"tokenizer must be {right}, got {spec!r}")
         return cls.load(path, end_token=end_token)
 
     @classmethod
@@ -184,22 +167,11 @@ class Tokenizer:
         """The name of the token that ends a document."""
         return str(self._backend.id_to_token(self.end))
 
-    @property
-    def end_text(self) -> str:
-        """What :meth:`decode` makes of the token that ends a document."""
-        return self.decode([self.end])
-
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, without an end.
-
-        Raises:
-            ValueError: a str that is not Unicode text, such as one with half a surrogate pair.
-        """
-        try:
-            data = text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"text must be Unicode, got {text[error.start : error.end]!r} in it") from None
-        return list(data) if self.is_bytes else self._backend.encode(text, add_special_tokens=False).ids
+        """Return the tokens of a text, without an end."""
+        if self.is_bytes:
+            return list(text.encode())
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
 
     def encode_documents(self, documents: Sequence[bytes]) -> TokenArray:
         """Return the tokens of UTF-8 documents, each followed by the end, in the smallest dtype (:func:`token_dtype`).
@@ -209,14 +181,16 @@ class Tokenizer:
         if self.is_bytes:
             ended = (part for document in documents for part in (document, bytes([self.end])))
             return np.frombuffer(b"".join(ended), dtype=np.uint8)
-        ids: list[TokenArray] = []
         dtype = token_dtype(self.vocab_size)
-        for batch in _batches(documents):
-            texts = [text.decode("utf-8", errors="replace") for text, _ in batch]
-            found = self._backend.encode_batch_fast(texts, add_special_tokens=False)
-            for encoding, (_, last) in zip(found, batch, strict=True):
-                ids.append(np.array([*encoding.ids, self.end] if last else encoding.ids, dtype=dtype))
-        return np.concatenate(ids) if ids else np.empty(0, dtype=dtype)
+        end = np.array([self.end], dtype)
+        arrays = [end[:0]]
+        for document in documents:
+            for piece in pieces(document):
+                text = piece.decode("utf-8", errors="replace")
+                (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+                arrays.append(np.array(encoding.ids, dtype))
+            arrays.append(end)
+        return np.concatenate(arrays)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of tokens, with ends; bytes that are not UTF-8 become the replacement character."""
@@ -285,26 +259,8 @@ def _end_name(vocab: dict[str, int], name: str, end_token: str | None) -> str:
     if end_token is not None:
         if end_token in vocab:
             return end_token
-        near = difflib.get_close_matches(end_token, vocab, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"end_token must be a token of {name!r}, got {end_token!r}{hint}")
+        raise ValueError(f"end_token must be a token of {name!r}, got {end_token!r}")
     for usual in _END_NAMES:
         if usual in vocab:
             return usual
     raise ValueError(f"tokenizer {name!r} has none of {', '.join(_END_NAMES)}: name its end of a document as end_token")
-
-
-def _batches(documents: Sequence[bytes]) -> Iterator[list[tuple[bytes, bool]]]:
-    """Yield batches of about one piece's size: pieces of documents, and whether each is the last of its document."""
-    batch: list[tuple[bytes, bool]] = []
-    size = 0
-    for document in documents:
-        parts = list(pieces(document))
-        for number, part in enumerate(parts, start=1):
-            batch.append((part, number == len(parts)))
-            size += len(part)
-            if size >= _PIECE:
-                yield batch
-                batch, size = [], 0
-    if batch:
-        yield batch
