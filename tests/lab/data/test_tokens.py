@@ -1,6 +1,7 @@
 import hashlib
 import os
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -57,15 +58,39 @@ def test_finished_shards_are_kept_and_missing_ones_made_again(tmp_path, bpe):
         np.testing.assert_array_equal(np.concatenate(list(shard_tokens(shards, side))), np.concatenate(expected[side]))
 
 
+def test_the_environment_is_left_as_it_was(tmp_path, bpe, monkeypatch):
+    before = os.environ
+    for number, value in enumerate(("true", None)):
+        if value:
+            monkeypatch.setenv("TOKENIZERS_PARALLELISM", value)
+        else:
+            monkeypatch.delenv("TOKENIZERS_PARALLELISM")
+        encode(bpe, tmp_path / str(number))
+        assert os.environ is before
+        assert os.environ.get("TOKENIZERS_PARALLELISM") == value
+
+
+class Signalling:
+    """A tokenizer that sends a signal instead of tokens."""
+
+    vocab_size = 300
+
+    def __init__(self, number, parent):
+        self.number, self.parent = number, parent
+
+    def encode_documents(self, _):
+        os.kill(self.parent or os.getpid(), self.number)
+        time.sleep(60)
+
+
+def test_ctrl_c_is_an_interruption(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        encode(Signalling(signal.SIGINT, os.getpid()), tmp_path)
+
+
 def test_a_killed_worker_is_an_error(tmp_path):
-    class Deadly:
-        vocab_size = 300
-
-        def encode_documents(self, _):
-            os.kill(os.getpid(), signal.SIGKILL)
-
     with pytest.raises(ChildProcessError, match=r"a worker process was killed.*with fewer workers"):
-        encode(Deadly(), tmp_path)
+        encode(Signalling(signal.SIGKILL, None), tmp_path)
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(256, np.uint8), (50_257, np.uint16), (100_000, np.uint32)])

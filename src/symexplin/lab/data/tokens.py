@@ -47,6 +47,7 @@ _WORKER_BYTES = 1 << 22  # less text per process is not worth its start
 _BATCH_BYTES = 1 << 20
 _CHUNK = 1 << 24
 _BAR_FROM = 1 << 30
+_THREADS = "TOKENIZERS_PARALLELISM"
 _GLANCE = 0.2  # seconds between looks at whether the parent is there
 
 
@@ -113,7 +114,7 @@ def encode_shards(
     shards = []
     for number, (start, stop) in enumerate(ranges):
         part = sizes[start:stop]
-        with _pool_that_follows():
+        with _pool_of_datasets():
             shard = rows.select(range(start, stop)).map(
                 _encode,
                 with_indices=True,
@@ -157,24 +158,29 @@ _starting: int | None = None  # this process, while it starts a pool of `dataset
 
 
 @contextlib.contextmanager
-def _pool_that_follows() -> Iterator[None]:
-    """Let processes forked within end with this one, also when it is killed, and leave Ctrl-C to it.
+def _pool_of_datasets() -> Iterator[None]:
+    """Let processes forked within end with this one, also when it is killed, and make errors of their pool clear.
 
-    The pool of `datasets` takes no initialiser, and its manager would stay for ever.
+    The pool takes no initialiser, and its manager would stay for ever.
     """
     global _starting
     _watch_forks()
-    _starting = os.getpid()
+    _starting, environment, threads = os.getpid(), os.environ, os.environ.get(_THREADS)
     try:
         yield
-    except RuntimeError as error:  # of datasets.utils.py_utils.iflatmap_unordered
-        if "abruptly died" not in str(error):
-            raise
-        raise ChildProcessError(
-            "a worker process was killed, for lack of memory perhaps: run again to continue, with fewer workers"
-        ) from None
+    except Exception as error:  # of datasets.utils.py_utils.iflatmap_unordered
+        if isinstance(error.__context__, KeyboardInterrupt):
+            raise KeyboardInterrupt from None
+        if "abruptly died" in str(error):
+            raise ChildProcessError(
+                "a worker process was killed, for lack of memory perhaps: run again to continue, with fewer workers"
+            ) from None
+        raise
     finally:
         _starting = None
+        os.environ = environment  # noqa: B003 (`datasets` leaves a copy, and threads off)
+        os.environ.pop(_THREADS, None)
+        os.environ.update({} if threads is None else {_THREADS: threads})
 
 
 @functools.cache
