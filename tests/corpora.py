@@ -1,6 +1,6 @@
 """Small prepared texts that several tests train on."""
 
-from symexplin.lab.text.prepare import PrepareConfig, prepare
+from symexplin.lab.data.prepare import PrepareConfig, prepare
 
 __all__ = ["TEXTS", "prepared"]
 

@@ -199,7 +199,7 @@ def _prepare(*sources: str, out: str, **given: Any) -> None:
       symexplin prepare docs.txt.xz --valid docs.valid.txt.xz --out data
       symexplin prepare openwebtext --tokenizer gpt2 --out owt --workers 16
     """
-    from symexplin.lab.text.prepare import PrepareConfig, prepare
+    from symexplin.lab.data.prepare import PrepareConfig, prepare
 
     prepare(build(PrepareConfig, {"sources": sources, **given}), out, echo=_log)
 
@@ -531,7 +531,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
 }
 # The configurations whose keys are flags of a command. They are imported for this command alone.
 _SCHEMAS = {
-    "prepare": "symexplin.lab.text.prepare:PrepareConfig",
+    "prepare": "symexplin.lab.data.prepare:PrepareConfig",
     "train": "symexplin.lab.config:RunConfig",
     "compare": "symexplin.lab.compare.grid:CompareConfig",
     "reproduce": "symexplin.experiments.reproduce:ReproduceConfig",

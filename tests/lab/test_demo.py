@@ -9,11 +9,11 @@ import torch
 
 from symexplin.lab import demo as module
 from symexplin.lab.compare.sweep import compare_runs
+from symexplin.lab.data.batches import Corpus, eval_batches
+from symexplin.lab.data.sources import find_sources
 from symexplin.lab.demo import DemoConfig, run_demo
 from symexplin.lab.evaluate import evaluate
 from symexplin.lab.stop import Stopped
-from symexplin.lab.text.corpus import Corpus, eval_batches
-from symexplin.lab.text.documents import iter_documents
 from symexplin.lab.weights.files import load_model
 
 FILES = {".symexplin-demo", ".lock", "compare.toml", "comparison.json", "report.html", "sample.txt", "data", "runs"}
@@ -84,7 +84,7 @@ def test_ends_with_the_table_and_the_headline(finished):
 
 def test_it_trains_on_its_data_with_its_schedule(finished, data):
     folder, content, _ = finished
-    corpus, wanted = Corpus.load(folder / "data"), Corpus.from_documents(list(iter_documents((data,))))
+    corpus, wanted = Corpus.load(folder / "data"), Corpus.from_documents(list(find_sources((data,))[0].documents))
     assert (bytes(corpus.train), bytes(corpus.valid)) == (bytes(wanted.train), bytes(wanted.valid))
     for run in content["runs"]:
         assert [step for step, _ in run["evals"]] == [0, 2, 4, 6]
@@ -176,8 +176,8 @@ def test_an_interrupted_one_of_another_kind_is_replaced(data, tmp_path):
 def test_one_interrupted_at_its_beginning_begins_again(data, tmp_path, monkeypatch, moment):
     def interrupt(*arguments, **_):
         if moment == "prepare":
-            (arguments[1] / ".parts").mkdir(parents=True)
-            (arguments[1] / ".parts" / "plan.json").write_text("{}")
+            (arguments[1] / ".cache" / "generator").mkdir(parents=True)
+            (arguments[1] / ".cache" / "config.json").write_text("{}")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(module, moment, interrupt)
@@ -224,7 +224,7 @@ def test_a_linked_folder_is_foreign(data, tmp_path):
     assert (mine / "metrics.jsonl").read_text() == "mine"
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "report.html", "data/train.safetensors"])
+@pytest.mark.parametrize("name", ["model.safetensors", "report.html", "data/train.npy"])
 def test_somebodys_own_files_are_no_earlier_demo(data, tmp_path, name):
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
+from symexplin.lab.data.tokenizer import Tokenizer
 from symexplin.lab.evaluate import evaluate, sample, speedup
 from symexplin.lab.model import ModelConfig, Transformer
-from symexplin.lab.text.tokenizer import Tokenizer
 
 TINY = ModelConfig(width=16, depth=1, heads=2, context=8)
 

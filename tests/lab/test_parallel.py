@@ -12,11 +12,11 @@ import processes
 from corpora import TEXTS, prepared
 from pairwise import pairwise
 from symexplin.lab.config import RunConfig, resolve
+from symexplin.lab.data.batches import Corpus
 from symexplin.lab.files import read_json, read_json_lines
 from symexplin.lab.parallel import ALONE, Ranks
 from symexplin.lab.run import saved_settings
 from symexplin.lab.settings import build, dump_toml, load_toml
-from symexplin.lab.text.corpus import Corpus
 
 HOMES = ["none", "optimizer", "module"]
 KINDS = [(home, kind) for home in HOMES for kind in ("ddp", "fsdp")]

@@ -15,6 +15,7 @@ import torch
 from corpora import TEXTS, prepared
 from symexplin.lab.checkpoint import newest
 from symexplin.lab.config import ComputeConfig, LogConfig, RunConfig, TrainConfig
+from symexplin.lab.data.batches import Corpus, eval_batches
 from symexplin.lab.evaluate import evaluate
 from symexplin.lab.files import read_json_lines
 from symexplin.lab.maps import CurveConfig
@@ -23,7 +24,6 @@ from symexplin.lab.parallel import Ranks
 from symexplin.lab.run import train
 from symexplin.lab.settings import build, load_toml
 from symexplin.lab.stop import Stopped
-from symexplin.lab.text.corpus import Corpus, eval_batches
 from symexplin.lab.train import NonFiniteError, Trainer
 from symexplin.lab.weights.files import load_model
 

@@ -7,10 +7,10 @@ import torch
 from torch.nn import functional
 
 from symexplin.lab.config import ComputeConfig, RunConfig, TrainConfig
+from symexplin.lab.data.batches import BatchLoader, Corpus, eval_batches
 from symexplin.lab.evaluate import evaluate
 from symexplin.lab.maps import CurveConfig
 from symexplin.lab.model import ModelConfig
-from symexplin.lab.text.corpus import BatchLoader, Corpus, eval_batches
 from symexplin.lab.train import NonFiniteError, Trainer, lr_factor
 
 TINY = ModelConfig(width=16, depth=1, heads=2, context=8)

@@ -18,13 +18,13 @@ from symexplin.experiments.tables import PANELS, SCALES, TABLE, Panel, Table, lo
 from symexplin.lab.bench.config import BenchConfig
 from symexplin.lab.bench.run import run_bench
 from symexplin.lab.compare.sweep import CompareConfig, compare_runs
+from symexplin.lab.data.prepare import PrepareConfig, prepare
+from symexplin.lab.data.tokens import DATASET
 from symexplin.lab.files import read_json, replace_file, write_json
 from symexplin.lab.folders import LOCK, claimed
 from symexplin.lab.provenance import cores
 from symexplin.lab.run import train
 from symexplin.lab.settings import build, merge
-from symexplin.lab.text.dataset import DATASET
-from symexplin.lab.text.prepare import PrepareConfig, prepare
 from symexplin.validation import check_choice, check_whole
 
 __all__ = ["ReproduceConfig", "plan_lines", "reproduce"]

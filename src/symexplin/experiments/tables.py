@@ -54,7 +54,7 @@ class About:
         baseline: the arm that the others are held against, "" for a bench.
         labels: {arm: what to call it}, the baseline first.
         assumptions: {key: sentence} of what the paper leaves open.
-        data: keys of :class:`symexplin.lab.text.prepare.PrepareConfig`, none for data that were prepared elsewhere.
+        data: keys of :class:`symexplin.lab.data.prepare.PrepareConfig`, none for data that were prepared elsewhere.
     """
 
     name: str

@@ -11,6 +11,8 @@ import torch
 from symexplin.lab.checkpoint import load_checkpoint, newest
 from symexplin.lab.compare.sweep import COMPARISON, CONFIG, MARKS, RUNS, CompareConfig, GridConfig, compare_runs
 from symexplin.lab.config import ComputeConfig, LogConfig, RunConfig, TrainConfig, resolve
+from symexplin.lab.data.batches import Corpus, eval_batches
+from symexplin.lab.data.prepare import PrepareConfig, prepare
 from symexplin.lab.evaluate import sample
 from symexplin.lab.files import replace_file, write_json
 from symexplin.lab.folders import CONFIG as RUN_CONFIG
@@ -18,8 +20,6 @@ from symexplin.lab.folders import LOCK, claimed
 from symexplin.lab.model import ModelConfig
 from symexplin.lab.run import MODEL
 from symexplin.lab.settings import build, dump_toml, load_toml, to_table
-from symexplin.lab.text.corpus import Corpus, eval_batches
-from symexplin.lab.text.prepare import PrepareConfig, prepare
 from symexplin.lab.train import Trainer
 from symexplin.lab.weights.files import load_model
 from symexplin.validation import check_whole

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from symexplin.lab.data.tokenizer import Tokenizer
 from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import ALONE, Ranks
-from symexplin.lab.text.tokenizer import Tokenizer
 from symexplin.validation import check_not_negative, check_whole
 
 __all__ = ["Curve", "evaluate", "sample", "speedup"]

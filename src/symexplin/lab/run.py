@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from symexplin.lab.checkpoint import checkpoint_at, load_checkpoint, newest, save_checkpoint, sweep
 from symexplin.lab.config import RunConfig, resolve
+from symexplin.lab.data.batches import Corpus
 from symexplin.lab.files import read_json, read_json_lines, replace_file, write_json
 from symexplin.lab.folders import CONFIG, FACTS, SUMMARY, TOKENIZER, check_resumable, claimed
 from symexplin.lab.malloc import keep_freed_memory
@@ -28,7 +29,6 @@ from symexplin.lab.provenance import memory, provenance
 from symexplin.lab.record import METRICS, Recorder
 from symexplin.lab.settings import build, dump_toml, lines, load_toml, to_table
 from symexplin.lab.stop import Stopped, StopSignals
-from symexplin.lab.text.corpus import Corpus
 from symexplin.lab.train import NonFiniteError, Trainer
 from symexplin.lab.weights.files import MODEL, save_model
 from symexplin.lab.weights.plain import digest_of

@@ -15,11 +15,11 @@ import symexplin as sel
 from symexplin.lab.build import build, build_model
 from symexplin.lab.checkpoint import OPTIMIZER, load_optimizer, split_optimizer
 from symexplin.lab.config import RunConfig, TrainConfig
+from symexplin.lab.data.batches import BatchesAhead, BatchLoader, Corpus, eval_batches
 from symexplin.lab.evaluate import evaluate
 from symexplin.lab.maps import map_of
 from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import ALONE, Ranks
-from symexplin.lab.text.corpus import BatchesAhead, BatchLoader, Corpus, eval_batches
 from symexplin.lab.weights.files import MAP_KEY, MODEL, load_weights, save_model, write_tensors
 from symexplin.optim.placement import is_dtensor, local, whole
 

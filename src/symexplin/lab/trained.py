@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import NamedTuple
 
+from symexplin.lab.data.tokenizer import Tokenizer
 from symexplin.lab.files import read_json
 from symexplin.lab.folders import FACTS, TOKENIZER
 from symexplin.lab.model import Transformer
-from symexplin.lab.text.tokenizer import Tokenizer
 from symexplin.lab.weights.plain import find_weights, load_plain
 
 __all__ = ["Trained", "load_trained"]

@@ -16,13 +16,13 @@ from symexplin.lab.compare import begin, sweep
 from symexplin.lab.compare.grid import CompareConfig, GridConfig
 from symexplin.lab.compare.sweep import compare_runs
 from symexplin.lab.config import ComputeConfig, TrainConfig
+from symexplin.lab.data import tokens
+from symexplin.lab.data.prepare import PrepareConfig, prepare
 from symexplin.lab.model import ModelConfig
 from symexplin.lab.report import pages as report
 from symexplin.lab.run import train
 from symexplin.lab.settings import build, dump_toml, load_toml, to_table
 from symexplin.lab.stop import Stopped
-from symexplin.lab.text import tokens
-from symexplin.lab.text.prepare import PrepareConfig, prepare
 
 NAMES = ["AdamW-lr0.001-seed0", "SEL-lr0.001-seed0", "AdamW-lr0.01-seed0", "SEL-lr0.01-seed0"]
 NAMES += [name.replace("seed0", "seed3") for name in NAMES]
@@ -213,9 +213,9 @@ def test_a_damaged_run_may_be_removed_and_trained_again(finished, data, tmp_path
 def test_the_data_are_verified_once(data, tmp_path, monkeypatch):
     read = []
     digest = tokens._digest
-    monkeypatch.setattr(tokens, "_digest", lambda path, *rest: read.append(path.name) or digest(path, *rest))
+    monkeypatch.setattr(tokens, "_digest", lambda array, name, *rest: read.append(name) or digest(array, name, *rest))
     compare_runs(tiny(data, lrs=(1e-3,)), tmp_path)
-    assert sorted(read) == ["train.safetensors", "valid.safetensors"]
+    assert sorted(read) == ["train.npy", "valid.npy"]
 
 
 def test_everything_is_checked_before_the_first_run(data, tmp_path):

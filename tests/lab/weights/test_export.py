@@ -9,8 +9,8 @@ import torch
 from safetensors import safe_open
 
 import symexplin as sel
+from symexplin.lab.data.tokenizer import Tokenizer, train_bpe
 from symexplin.lab.model import ModelConfig, Transformer
-from symexplin.lab.text.tokenizer import Tokenizer, train_bpe
 from symexplin.lab.weights.export import export_transformers
 from symexplin.lab.weights.files import save_model
 

@@ -12,13 +12,13 @@ from symexplin.lab.build import build as build_run
 from symexplin.lab.compare.folder import CONFIG, RUNS, arm_of, of_a_run
 from symexplin.lab.compare.grid import CompareConfig
 from symexplin.lab.config import ComputeConfig, absolute, resolve
+from symexplin.lab.data.batches import Corpus
 from symexplin.lab.files import read_json, replace_file
 from symexplin.lab.folders import FACTS
 from symexplin.lab.parallel import Ranks
 from symexplin.lab.provenance import cores
 from symexplin.lab.run import check_weights
 from symexplin.lab.settings import build, differences, dump_toml, load_toml
-from symexplin.lab.text.corpus import Corpus
 from symexplin.lab.weights.plain import digest_of
 from symexplin.validation import naming
 

@@ -15,12 +15,12 @@ from symexplin.lab.compare.folder import COMPARISON, CONFIG, RUNS, asked, how_to
 from symexplin.lab.compare.grid import Cell, CompareConfig, GridConfig
 from symexplin.lab.compare.pool import Task, train_all
 from symexplin.lab.compare.table import Run, compare, format_table, headline
+from symexplin.lab.data.batches import Corpus
 from symexplin.lab.files import read_json, write_json
 from symexplin.lab.folders import SUMMARY, claimed
 from symexplin.lab.maps import map_of
 from symexplin.lab.parallel import Ranks, joined
 from symexplin.lab.provenance import cores, provenance
-from symexplin.lab.text.corpus import Corpus
 
 __all__ = [
     "COMPARISON",
@@ -74,7 +74,7 @@ def compare_runs(
     >>> import tempfile
     >>> from symexplin.lab.config import TrainConfig
     >>> from symexplin.lab.model import ModelConfig
-    >>> from symexplin.lab.text.prepare import PrepareConfig, prepare
+    >>> from symexplin.lab.data.prepare import PrepareConfig, prepare
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     _ = Path(folder, "text").write_bytes(b"one document" + bytes(1) + b"another document")
     ...     _ = prepare(PrepareConfig((f"{folder}/text",), tokenizer="byte", workers=1), f"{folder}/tokens")

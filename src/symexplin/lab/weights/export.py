@@ -15,8 +15,8 @@ import torch
 from tokenizers import Tokenizer as Backend
 from torch import Tensor
 
+from symexplin.lab.data.tokenizer import Tokenizer
 from symexplin.lab.model import ROPE_BASE, Transformer
-from symexplin.lab.text.tokenizer import Tokenizer
 from symexplin.lab.weights.files import load_model, write_tensors
 
 __all__ = ["export_transformers"]
@@ -60,7 +60,7 @@ def export_transformers(
         model_or_path: a model without biases, or the file of one (:func:`symexplin.lab.weights.load_model`).
         out: the folder to make; it must not exist, or be empty.
         tokenizer_json: the model's `tokenizers` file, for `AutoTokenizer.from_pretrained`; texts never yield its end.
-        end_token_id: the token that ends a document; None: the one that :class:`symexplin.lab.text.tokenizer.Tokenizer`
+        end_token_id: the token that ends a document; None: the one that :class:`symexplin.lab.data.tokenizer.Tokenizer`
             finds, if there is a tokenizer.
         echo: takes the lines of the report.
 

@@ -1,22 +1,20 @@
-"""What training reads: the tokens of a prepared folder or of documents in memory, and batches of them."""
+"""The tokens of a prepared folder or of documents in memory, and batches of them for training."""
 
 import hashlib
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from symexplin.lab.files import read_json
-from symexplin.lab.text.dataset import DATASET, PARTS, TOKENIZER, side_file
-from symexplin.lab.text.split import SIDES, TRAIN, VALID, Split
-from symexplin.lab.text.tokenizer import TokenArray, Tokenizer
-from symexplin.lab.text.tokens import open_tokens
+from symexplin.lab.data.split import SIDES, cut_in_two, hash_document, split_documents
+from symexplin.lab.data.tokenizer import TokenArray, Tokenizer
+from symexplin.lab.data.tokens import DATASET, TOKENIZER, read_dataset, read_tokens, token_file
 from symexplin.validation import check_whole
 
 __all__ = ["BatchLoader", "BatchesAhead", "Corpus", "eval_batches"]
@@ -42,7 +40,7 @@ class Corpus:
 
     @classmethod
     def load(cls, folder: str | Path, *, verify: bool = True, progress: bool = True) -> Self:
-        """Return the corpus in a folder of :func:`symexplin.lab.text.prepare.prepare`, mapped into memory.
+        """Return the corpus in a folder of :func:`symexplin.lab.data.prepare.prepare`, mapped into memory.
 
         Args:
             folder: holds dataset.json.
@@ -54,7 +52,7 @@ class Corpus:
             ValueError: a folder that is not prepared, not finished or damaged; tokens of another tokenizer.
 
         >>> import tempfile
-        >>> from symexplin.lab.text.prepare import PrepareConfig, prepare
+        >>> from symexplin.lab.data.prepare import PrepareConfig, prepare
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     _ = Path(folder, "text").write_bytes(b"one" + bytes(1) + b"two")
         ...     _ = prepare(PrepareConfig((f"{folder}/text",), tokenizer="byte"), Path(folder, "tokens"))
@@ -62,49 +60,46 @@ class Corpus:
         4
         """
         folder = Path(folder)
-        _check_prepared(folder)
-        dataset = read_json(folder / DATASET)
+        dataset = read_dataset(folder)
         try:
-            facts: dict[str, Any] = dataset["tokenizer"]
+            facts = dataset["tokenizer"]
             tokenizer = Tokenizer.load(folder / TOKENIZER, name=facts["name"], end_token=facts["end_token"])
-            sides = {}
-            for name in SIDES.values():
-                path = folder / side_file(name)
-                sides[name] = open_tokens(path, tokenizer=tokenizer, verify=verify, progress=progress)
-                if sides[name].header.sha256 != dataset[name]["sha256"]:
-                    raise ValueError(f"{str(path)!r} is not the file that {DATASET} beside it was written for")
+            same = tokenizer.fingerprint == facts["fingerprint"]
+            train, valid = ((s["tokens"], s["sha256"], s["documents"]) for s in (dataset["train"], dataset["valid"]))
         except (KeyError, TypeError):
-            raise ValueError(f"{str(folder / DATASET)!r} is damaged: it does not say what a dataset holds") from None
-        train, valid = sides["train"], sides["valid"]
+            raise ValueError(f"{str(folder / DATASET)!r} is damaged: it does not describe a dataset") from None
+        if not same:
+            raise ValueError(f"{str(folder / TOKENIZER)!r} is not the tokenizer of the tokens, {tokenizer.name!r}")
         return cls(
-            train.tokens,
-            valid.tokens,
+            read_tokens(token_file(folder, "train"), *train[:2], verify=verify, progress=progress),
+            read_tokens(token_file(folder, "valid"), *valid[:2], verify=verify, progress=progress),
             tokenizer,
-            train.header.documents,
-            valid.header.documents,
-            _fingerprint(tokenizer, train.header.sha256, valid.header.sha256),
+            train[2],
+            valid[2],
+            _fingerprint(tokenizer, train[1], valid[1]),
         )
 
     @classmethod
     def from_documents(cls, documents: Iterable[bytes], valid_fraction: float = 0.05, seed: int = 0) -> Self:
-        """Return the byte tokens of `documents` in memory, split as :class:`symexplin.lab.text.split.Split` says.
+        """Return the byte tokens of `documents` in memory, split as `prepare` splits them.
 
         Raises:
             ValueError: no document, or a fraction outside [0, 1).
         """
         documents = list(documents)
-        split = Split.scan(documents, valid_fraction=valid_fraction, seed=seed)
-        sides: dict[int, list[bytes]] = {side: [] for side in SIDES}
-        for side, document in split.sided(documents):
-            sides[side].append(document)
+        hashes = [hash_document(document, seed) for document in documents]
+        pairs = list(zip(split_documents(hashes, len(hashes), valid_fraction), documents, strict=True))
+        sides = [[document for side, document in pairs if side == wanted] for wanted in SIDES]
+        if sum(map(len, sides)) == 1:
+            sides = [[part] for part in cut_in_two(documents[0], valid_fraction)]
         tokenizer = Tokenizer.from_name("byte")
-        train, valid = (tokenizer.encode_documents(sides[side]) for side in (TRAIN, VALID))
+        train, valid = map(tokenizer.encode_documents, sides)
         digests = (hashlib.sha256(tokens.data).hexdigest() for tokens in (train, valid))
-        return cls(train, valid, tokenizer, len(sides[TRAIN]), len(sides[VALID]), _fingerprint(tokenizer, *digests))
+        return cls(train, valid, tokenizer, len(sides[0]), len(sides[1]), _fingerprint(tokenizer, *digests))
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens that there are."""
+        """Number of tokens in the vocabulary."""
         return self.tokenizer.vocab_size
 
     def check_context(self, context: int) -> None:
@@ -113,21 +108,8 @@ class Corpus:
             _check_length(side, context)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of tokens; what is not UTF-8 becomes the replacement character."""
+        """Return the text of tokens; bytes that are not UTF-8 become the replacement character."""
         return self.tokenizer.decode(tokens)
-
-
-def _check_prepared(folder: Path) -> None:
-    if not folder.is_dir():
-        raise FileNotFoundError(f"data must be a folder that `symexplin prepare` made, got {str(folder)!r}")
-    if (folder / DATASET).exists():
-        return
-    if (folder / PARTS).exists():
-        raise ValueError(f"data is not finished in {str(folder)!r}: run the same `symexplin prepare` again to go on")
-    raise ValueError(
-        f"data must be a folder that `symexplin prepare` made, got {str(folder)!r} without {DATASET}: make one with "
-        "`symexplin prepare SOURCE --out FOLDER`"
-    )
 
 
 def _fingerprint(tokenizer: Tokenizer, train: str, valid: str) -> str:
@@ -151,16 +133,16 @@ def _windows(tokens: TokenArray, starts: NDArray[np.int64], context: int) -> Bat
 class BatchLoader:
     """Random windows of a token array; batch number `step` depends on the seed and on `step` alone.
 
-    So every run with one seed sees the same batches in the same order, and one that resumes misses none.
+    All runs with one seed see the same batches in the same order. A resumed run misses none.
 
     Args:
         tokens: unsigned whole numbers, in memory or mapped.
         context: length of a window.
-        batch_size: windows a batch.
+        batch_size: windows per batch.
         seed: whole number >= 0.
 
     Raises:
-        ValueError: a value out of range, tokens that do not fill one window and its next token.
+        ValueError: a value out of range, too few tokens for one window and the token after it.
 
     >>> loader = BatchLoader(np.arange(100, dtype=np.uint8), context=4, batch_size=2, seed=0)
     >>> inputs, targets = loader.batch(7)
@@ -188,11 +170,11 @@ class BatchLoader:
 
 
 class BatchesAhead:
-    """The batches of a loader; while one is used, a thread reads the next.
+    """The batches of a loader; a thread reads the next batch while one is used.
 
     Args:
         loader: gives the batches.
-        pinned: in memory that a GPU can copy by itself.
+        pinned: put batches into pinned memory, for copies to a GPU.
 
     >>> ahead = BatchesAhead(BatchLoader(np.arange(100, dtype=np.uint8), context=4, batch_size=2))
     >>> ahead.batch(7)[0].shape
@@ -205,7 +187,7 @@ class BatchesAhead:
         self._next: tuple[int, Future[Batch]] | None = None
 
     def batch(self, step: int) -> Batch:
-        """Return batch `step`; the one after it comes without waiting."""
+        """Return batch `step`, and begin to read the one after it."""
         if self._next is None or self._next[0] != step:
             self._next = step, self._thread.submit(self._read, step)
         found = self._next[1].result()
@@ -223,7 +205,7 @@ def eval_batches(tokens: TokenArray, context: int, batch_size: int, count: int) 
     """Return up to `count` fixed batches of evenly spread windows of `tokens`, fewer if they would overlap.
 
     Raises:
-        ValueError: a value out of range, tokens that do not fill one window and its next token.
+        ValueError: a value out of range, too few tokens for one window and the token after it.
 
     >>> [inputs.shape for inputs, _ in eval_batches(np.zeros(100, dtype=np.uint8), 10, 4, count=5)]
     [torch.Size([4, 10]), torch.Size([4, 10]), torch.Size([1, 10])]

@@ -1,6 +1,5 @@
-"""Text as tokens: one class around files of the `tokenizers` library, bytes among them, and BPE trained on the spot."""
+"""Text as tokens: one class for bytes and for files of the `tokenizers` library, and the training of a BPE."""
 
-import difflib
 import functools
 import hashlib
 import json
@@ -15,9 +14,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from symexplin.lab.data.sources import SEPARATOR, hub_file
 from symexplin.lab.files import replace_file
-from symexplin.lab.text.documents import SEPARATOR
-from symexplin.lab.text.hub import hub_file
 from symexplin.validation import check_whole
 
 __all__ = ["MINIMUM_VOCAB", "Tokenizer", "TokenArray", "pieces", "token_dtype", "train_bpe"]
@@ -25,15 +23,15 @@ __all__ = ["MINIMUM_VOCAB", "Tokenizer", "TokenArray", "pieces", "token_dtype", 
 TokenArray = NDArray[np.unsignedinteger[Any]]
 
 _END = "<|endoftext|>"
-_BYTE_END = chr(256 + SEPARATOR)  # what stands for the byte that ends documents in byte-level tokenizers
-# What tokenizer files call the token between documents, the usual one first.
+_BYTE_END = chr(256 + SEPARATOR)  # the character for the byte that ends documents, in byte-level tokenizers
+_GPT2 = "hf:openai-community/gpt2"
+# Names of the token between documents in tokenizer files, the usual one first.
 _END_NAMES = (_END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|end|>", "[EOS]", "[SEP]")
-MINIMUM_VOCAB = 257  # every byte, and the end of a document
+MINIMUM_VOCAB = 257  # all bytes, and the end of a document
 
 # Longer documents are encoded in pieces: an encoding takes some hundred times the memory of its text.
 _PIECE = 1 << 20
 _SAFE_CUT = re.compile(rb"(?<=[A-Za-z]) ")
-_LONG_RUN = re.compile(rb"\S{8192}|\s{8192}")
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
@@ -48,40 +46,28 @@ def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
 def pieces(document: bytes, size: int = _PIECE) -> Iterator[bytes]:
     """Yield a document in pieces of `size` bytes or little more, cut between a letter and a space.
 
-    No word of the usual pre-tokenizers spans such a place, so that the tokens of the pieces are those of the whole.
-    Runs of many kilobytes without a space, or of nothing else, are cut too: a BPE's time grows as a word's square.
+    No word of the usual pre-tokenizers spans such a place, so the pieces have the tokens of the whole document.
 
     >>> list(pieces(b"one two three", size=2))
     [b'one', b' two', b' three']
     """
     start = 0
     while found := _SAFE_CUT.search(document, start + size):
-        yield from _short_runs(document[start : found.start()])
+        yield document[start : found.start()]
         start = found.start()
-    yield from _short_runs(document[start:])
-
-
-def _short_runs(text: bytes) -> Iterator[bytes]:
-    start = 0
-    for run in _LONG_RUN.finditer(text):
-        end = run.end()
-        while end < len(text) and text[end] & 0xC0 == 0x80:  # inside a character of UTF-8
-            end -= 1
-        yield text[start:end]
-        start = end
-    yield text[start:]
+    yield document[start:]
 
 
 class Tokenizer:
-    """A tokenizer and its token between documents; text never yields that token, whatever it says.
+    """A tokenizer and its token between documents; no text has that token.
 
     Args:
-        text: what a JSON file of the `tokenizers` library holds.
-        name: what to call it.
-        end_token: the token that ends a document; None: the first of the usual names that it knows.
+        text: the content of a JSON file of the `tokenizers` library.
+        name: for messages and files.
+        end_token: the token that ends a document; None: the first of the usual names in the vocabulary.
 
     Raises:
-        ValueError: not such a file, no token of that name, none of a usual name.
+        ValueError: another kind of file, no token of that name, none of a usual name.
 
     >>> tokenizer = Tokenizer.from_name("byte")
     >>> tokenizer.encode("Hi"), tokenizer.end, tokenizer.vocab_size
@@ -116,25 +102,25 @@ class Tokenizer:
         """Return a tokenizer by its name.
 
         Args:
-            spec: "byte", "gpt2" (fetched from the Hugging Face hub once), or the path of a `tokenizers` file.
-            end_token: see the class; for a path alone.
+            spec: "byte", "gpt2", "hf:NAME" (a model of the Hugging Face hub), or the path of a `tokenizers` file.
+            end_token: see the class; for a file.
 
         Raises:
-            FileNotFoundError, ValueError: no such file; "gpt2" neither cached nor within reach.
+            FileNotFoundError: no such file.
+            ValueError: a file of the hub that is neither cached nor within reach.
 
         >>> Tokenizer.from_name("byte").decode([72, 105])
         'Hi'
         """
         if spec == "byte":
             return cls(_byte_tokenizer(), "byte")
-        if spec == "gpt2":
-            instead = "give the path of a local tokenizer.json instead, or 'bpe' to train one on the text"
-            return cls(hub_file("openai-community/gpt2", "tokenizer.json", instead).read_text(encoding="utf-8"), "gpt2")
+        if spec == "gpt2" or spec.startswith("hf:"):
+            repository = (_GPT2 if spec == "gpt2" else spec).removeprefix("hf:")
+            return cls.load(hub_file(repository, "tokenizer.json"), name=spec, end_token=end_token)
         path = Path(spec)
         if not path.is_file():
-            near = difflib.get_close_matches(spec, ["byte", "gpt2", "bpe"], n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise FileNotFoundError(f"tokenizer must be 'byte', 'gpt2', 'bpe' or an existing file, got {spec!r}{hint}")
+            right = "'byte', 'gpt2', 'bpe', 'hf:NAME' or an existing file"
+            raise FileNotFoundError(f"tokenizer must be {right}, got {spec!r}")
         return cls.load(path, end_token=end_token)
 
     @classmethod
@@ -181,42 +167,33 @@ class Tokenizer:
         """The name of the token that ends a document."""
         return str(self._backend.id_to_token(self.end))
 
-    @property
-    def end_text(self) -> str:
-        """What :meth:`decode` makes of the token that ends a document."""
-        return self.decode([self.end])
-
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, without an end.
-
-        Raises:
-            ValueError: a str that is not Unicode text, such as one with half a surrogate pair.
-        """
-        try:
-            data = text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"text must be Unicode, got {text[error.start : error.end]!r} in it") from None
-        return list(data) if self.is_bytes else self._backend.encode(text, add_special_tokens=False).ids
+        """Return the tokens of a text, without an end."""
+        if self.is_bytes:
+            return list(text.encode())
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
 
     def encode_documents(self, documents: Sequence[bytes]) -> TokenArray:
         """Return the tokens of UTF-8 documents, each followed by the end, in the smallest dtype (:func:`token_dtype`).
 
-        What is not UTF-8 becomes the replacement character, except that the byte tokenizer keeps all bytes.
+        Bytes that are not UTF-8 become the replacement character; the byte tokenizer keeps them.
         """
         if self.is_bytes:
             ended = (part for document in documents for part in (document, bytes([self.end])))
             return np.frombuffer(b"".join(ended), dtype=np.uint8)
-        ids: list[TokenArray] = []
         dtype = token_dtype(self.vocab_size)
-        for batch in _batches(documents):
-            texts = [text.decode("utf-8", errors="replace") for text, _ in batch]
-            found = self._backend.encode_batch_fast(texts, add_special_tokens=False)
-            for encoding, (_, last) in zip(found, batch, strict=True):
-                ids.append(np.array([*encoding.ids, self.end] if last else encoding.ids, dtype=dtype))
-        return np.concatenate(ids) if ids else np.empty(0, dtype=dtype)
+        end = np.array([self.end], dtype)
+        arrays = [end[:0]]
+        for document in documents:
+            for piece in pieces(document):
+                text = piece.decode("utf-8", errors="replace")
+                (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+                arrays.append(np.array(encoding.ids, dtype))
+            arrays.append(end)
+        return np.concatenate(arrays)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of tokens, ends included; what is not UTF-8 becomes the replacement character."""
+        """Return the text of tokens, with ends; bytes that are not UTF-8 become the replacement character."""
         whole = [int(i) for i in ids]
         if self.is_bytes:
             return bytes(whole).decode("utf-8", errors="replace")
@@ -224,17 +201,17 @@ class Tokenizer:
 
 
 def train_bpe(documents: Iterable[bytes], vocab_size: int, *, progress: bool = True) -> Tokenizer:
-    """Return a byte-level BPE in the manner of GPT-2, trained on `documents`; its token 0 ends documents.
+    """Return a byte-level BPE like GPT-2's, trained on `documents`; its token 0 ends documents.
 
     The same documents give the same tokenizer. Short texts give fewer tokens than `vocab_size`.
 
     Args:
         documents: UTF-8.
-        vocab_size: tokens, the bytes and the end among them.
+        vocab_size: number of tokens; 256 bytes and the end are part of it.
         progress: show bars on a terminal.
 
     Raises:
-        ValueError: `vocab_size` below 257, which every byte and the end take.
+        ValueError: `vocab_size` below 257.
 
     >>> tokenizer = train_bpe([b"low lower lowest"], 260)
     >>> tokenizer.decode(tokenizer.encode("lower")), tokenizer.end, len(tokenizer.encode("low"))
@@ -256,7 +233,7 @@ def train_bpe(documents: Iterable[bytes], vocab_size: int, *, progress: bool = T
 
 @functools.cache
 def _byte_vocab() -> dict[str, int]:
-    """Return the id of each character that stands for a byte in byte-level tokenizers: that very byte."""
+    """Return {character: byte} for the characters that stand for bytes in byte-level tokenizers."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -271,7 +248,7 @@ def _byte_tokenizer() -> str:
 
 
 def _reading(text: str) -> tuple[Any, ...]:
-    """Return the parts of a tokenizer's JSON that decide how it reads a text."""
+    """Return the parts of a tokenizer's JSON that decide the tokens of a text."""
     table = json.loads(text)
     model = table["model"]
     parts = [table.get(part) for part in ("added_tokens", "normalizer", "pre_tokenizer", "decoder")]
@@ -282,26 +259,8 @@ def _end_name(vocab: dict[str, int], name: str, end_token: str | None) -> str:
     if end_token is not None:
         if end_token in vocab:
             return end_token
-        near = difflib.get_close_matches(end_token, vocab, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"end_token must be a token of {name!r}, got {end_token!r}{hint}")
+        raise ValueError(f"end_token must be a token of {name!r}, got {end_token!r}")
     for usual in _END_NAMES:
         if usual in vocab:
             return usual
     raise ValueError(f"tokenizer {name!r} has none of {', '.join(_END_NAMES)}: name its end of a document as end_token")
-
-
-def _batches(documents: Sequence[bytes]) -> Iterator[list[tuple[bytes, bool]]]:
-    """Yield batches of about one piece's size: pieces of documents, each with whether it is its document's last."""
-    batch: list[tuple[bytes, bool]] = []
-    size = 0
-    for document in documents:
-        parts = list(pieces(document))
-        for number, part in enumerate(parts, start=1):
-            batch.append((part, number == len(parts)))
-            size += len(part)
-            if size >= _PIECE:
-                yield batch
-                batch, size = [], 0
-    if batch:
-        yield batch

@@ -1,0 +1,319 @@
+"""Where text comes from: documents as bytes, read as a stream from files, folders and datasets."""
+
+import codecs
+import contextlib
+import errno
+import gzip
+import json
+import lzma
+import os
+import stat
+import sys
+import sysconfig
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, cast
+
+__all__ = ["SEPARATOR", "SHORTHANDS", "LeftOut", "Source", "find_sources", "hub_file", "quiet_datasets"]
+
+SEPARATOR = 0  # the byte that ends each document; it does not occur in text
+SHORTHANDS = {
+    "openwebtext": "hf:Skylion007/openwebtext",  # the paper's corpus
+    "fineweb": "hf:HuggingFaceFW/fineweb:sample-10BT",
+}
+
+LeftOut = dict[str, list[str]]  # paths in folders that are not read, by the reason
+_NOT_TEXT, _UNREADABLE, _LINK = "binary, or not UTF-8", "unreadable", "link to a folder, or to nothing"
+
+_END = bytes([SEPARATOR])
+_CHUNK = 1 << 20
+# Folders of the standard library that are not its text: installed packages, tests, build leftovers.
+_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+_TRY_SECONDS = 5.0  # the hub's own clients try for 23 seconds where there is no network
+
+
+class Source(NamedTuple):
+    """A source of text that exists; the `repr` of its `stamp` changes when the content may have changed."""
+
+    name: str
+    stamp: object
+    documents: Iterable[bytes]
+
+
+class _File(NamedTuple):
+    path: Path
+    size: int
+    modified: int
+
+
+class _NotUtf8Error(ValueError):
+    pass
+
+
+def find_sources(
+    names: Iterable[str],
+    *,
+    text_key: str = "text",
+    split: str = "train",
+    left_out: LeftOut | None = None,
+    cache: Path | None = None,
+) -> list[Source]:
+    r"""Return the sources of these names; the documents of each can be read once, as a stream.
+
+    A NUL byte separates documents, inside those of datasets and JSON lines too; blank ones are left out.
+
+    Args:
+        names: each "stdlib", the Python sources of the running interpreter without its tests; a text file; a .jsonl
+            file, with one JSON object per line; a folder, for all UTF-8 files below it in the order of their paths;
+            "hf:NAME" or "hf:NAME:CONFIG" for a dataset of the Hugging Face hub or a local folder of one; or a key of
+            `SHORTHANDS`. Files may be compressed as .xz or .gz.
+        text_key: the key of JSON lines and the column of datasets that hold the text.
+        split: of the datasets.
+        left_out: gets the paths in folders that are not read. It is complete when the documents have been read.
+        cache: where `datasets` keeps its copy of a local folder.
+
+    Raises:
+        FileNotFoundError: no such file or folder.
+        ValueError: a dataset that cannot be loaded. While documents are read: a source without text, a file named as a
+            source that is not UTF-8 or damaged, a JSON line without text.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = Path(folder, "a.txt").write_bytes(b"one\0two\0")
+    ...     _ = Path(folder, "b.jsonl").write_text('{"text": "three"}\n')
+    ...     list(find_sources([folder])[0].documents)
+    [b'one', b'two', b'three']
+    """
+    left_out = {} if left_out is None else left_out
+    found = [_source(name, text_key, split, left_out, cache) for name in names]
+    return [source._replace(documents=_with_text(source)) for source in found]
+
+
+def _source(name: str, text_key: str, split: str, left_out: LeftOut, cache: Path | None) -> Source:
+    spec, path = SHORTHANDS.get(name, name), Path(name)
+    if spec.startswith("hf:"):
+        dataset = _dataset(spec.removeprefix("hf:"), text_key, split, cache)
+        return Source(name, dataset._fingerprint, _texts(dataset, text_key))
+    if spec == "stdlib":
+        library = _files(Path(sysconfig.get_path("stdlib")), left_out, _NOT_LIBRARY)
+        files = [file for file in library if file.path.suffix == ".py"]
+    elif name and path.is_dir():
+        files = _files(path, left_out)
+    elif path.is_file():
+        return Source(name, _stamped(path), _file(path, text_key))
+    else:  # a pipe gives its text once
+        right = "'stdlib', an existing file or folder, 'hf:NAME', " + " or ".join(map(repr, SHORTHANDS))
+        raise FileNotFoundError(f"sources must be {right}, got {name!r}")
+    return Source(name, files, _folder(files, text_key, left_out))
+
+
+def _with_text(source: Source) -> Iterator[bytes]:
+    empty = True
+    for part in source.documents:
+        for document in part.split(_END):
+            if document.strip():
+                empty = False
+                yield document
+    if empty:
+        raise ValueError(f"sources must each hold at least one document, got {source.name!r} without any text")
+
+
+# --- files and folders -----------------------------------------------------------------------------------------------
+
+
+def _stamped(path: Path) -> _File:
+    status = path.stat()
+    return _File(path, status.st_size, status.st_mtime_ns)
+
+
+def _files(root: Path, left_out: LeftOut, without: frozenset[str] = frozenset()) -> list[_File]:
+    """Return the files below a folder in the order of their paths; links to folders are not followed."""
+
+    def leave_out(error: OSError) -> None:
+        reason = _LINK if error.errno in (errno.ENOENT, errno.ELOOP) else _UNREADABLE
+        left_out.setdefault(reason, []).append(str(error.filename))
+
+    found = []
+    for folder, folders, names in os.walk(root, onerror=leave_out):
+        folders[:] = [name for name in folders if name not in without]
+        for path in (Path(folder, name) for name in (*folders, *names)):
+            try:
+                if stat.S_ISREG(path.stat().st_mode):
+                    found.append(_stamped(path))
+                elif path.is_symlink():
+                    left_out.setdefault(_LINK, []).append(str(path))
+            except OSError as error:
+                leave_out(error)
+    return sorted(found, key=lambda file: file.path.relative_to(root).as_posix())
+
+
+def _folder(files: Iterable[_File], text_key: str, left_out: LeftOut) -> Iterator[bytes]:
+    for file in files:
+        try:
+            for _ in _utf8(file.path):
+                pass
+        except (OSError, ValueError) as error:
+            reason = _NOT_TEXT if isinstance(error, _NotUtf8Error) else _UNREADABLE
+            left_out.setdefault(reason, []).append(str(file.path))
+        else:
+            yield from _file(file.path, text_key)
+
+
+def _file(path: Path, text_key: str) -> Iterator[bytes]:
+    if Path(path.name.removesuffix(".gz").removesuffix(".xz")).suffix == ".jsonl":
+        return _json_lines(path, text_key)
+    return _between_ends(_utf8(path))
+
+
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[BinaryIO]:
+    openers: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open}
+    try:
+        with cast(BinaryIO, openers.get(path.suffix, open)(path, "rb")) as file:
+            yield file
+    except (lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise ValueError(f"{str(path)!r} is damaged, or not {path.suffix}: {error}") from None
+
+
+def _utf8(path: Path) -> Iterator[bytes]:
+    """Yield the chunks of a file, which must be UTF-8."""
+    decoder, start = codecs.getincrementaldecoder("utf-8")(), 0
+    with _open(path) as file:
+        for chunk in chain(iter(lambda: file.read(_CHUNK), b""), [b""]):
+            held = len(decoder.getstate()[0])
+            try:
+                decoder.decode(chunk, final=not chunk)
+            except UnicodeDecodeError as error:
+                raise _NotUtf8Error(
+                    f"{str(path)!r} is not UTF-8 text at byte {start - held + error.start:,}: convert it first, for "
+                    "example with iconv -f latin1 -t utf-8"
+                ) from None
+            start += len(chunk)
+            yield chunk
+
+
+def _between_ends(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    pending: list[bytes] = []
+    for chunk in chunks:
+        *ended, rest = chunk.split(_END)
+        for part in ended:
+            yield b"".join([*pending, part])
+            pending = []
+        pending.append(rest)
+    yield b"".join(pending)
+
+
+def _json_lines(path: Path, text_key: str) -> Iterator[bytes]:
+    with _open(path) as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                text = json.loads(line)[text_key]
+                yield b"" if text is None else text.encode()
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                shown = line[:60].decode(errors="replace").strip()
+                raise ValueError(
+                    f"{path}:{number} must be a JSON object with text under text_key {text_key!r}, got {shown}"
+                ) from None
+
+
+# --- datasets and the hub --------------------------------------------------------------------------------------------
+
+
+def _dataset(spec: str, text_key: str, split: str, cache: Path | None) -> Any:
+    """Return one split of a dataset of the hub, or of a local folder of one, as a `datasets.Dataset` on the disk."""
+    import datasets
+
+    folder = Path(spec).expanduser()
+    local = bool(spec) and folder.is_dir()
+    name, _, config = (str(folder), "", "") if local else spec.partition(":")
+    offline = datasets.config.HF_HUB_OFFLINE
+    try:
+        datasets.config.HF_HUB_OFFLINE = offline or (not local and not _reachable())
+        with quiet_datasets():
+            if any((folder / file).exists() for file in ("state.json", "dataset_dict.json")):
+                found = datasets.load_from_disk(name)
+                found = found[split] if isinstance(found, dict) else found  # a lone split has no name
+            else:
+                found = datasets.load_dataset(name, config or None, split=split, cache_dir=cache if local else None)
+    except Exception as error:  # builders raise errors of every kind
+        raise ValueError(
+            f"source 'hf:{spec}' with split {split!r} cannot be loaded ({_line(error)}): check the name and the "
+            "network, or give a local file or folder instead"
+        ) from None
+    finally:
+        datasets.config.HF_HUB_OFFLINE = offline
+    texts = [name for name, kind in found.features.items() if getattr(kind, "dtype", "") in ("string", "large_string")]
+    if text_key not in texts:
+        raise ValueError(f"text_key must be a text column of 'hf:{spec}': {', '.join(texts)}; got {text_key!r}")
+    return found
+
+
+def _texts(dataset: Any, text_key: str) -> Iterator[bytes]:
+    for batch in dataset.select_columns([text_key]).iter(batch_size=256):
+        for text in batch[text_key]:
+            yield b"" if text is None else text.encode()
+
+
+@contextlib.contextmanager
+def quiet_datasets(progress: bool = True) -> Iterator[None]:
+    """Keep `datasets` from logging, and from drawing bars unless `progress` and standard error is a terminal.
+
+    >>> import datasets
+    >>> with quiet_datasets(progress=False):
+    ...     datasets.are_progress_bars_disabled()
+    True
+    """
+    import datasets
+    from huggingface_hub.utils import logging
+
+    libraries = (logging, datasets.utils.logging)
+    levels = [library.get_verbosity() for library in libraries]
+    bars = not datasets.are_progress_bars_disabled()
+    try:
+        for library in libraries:
+            library.set_verbosity_error()
+        if not (progress and sys.stderr.isatty()):
+            datasets.disable_progress_bars()
+        yield
+    finally:
+        for library, level in zip(libraries, levels, strict=True):
+            library.set_verbosity(level)
+        if bars:
+            datasets.enable_progress_bars()
+
+
+def hub_file(repository: str, name: str) -> Path:
+    """Return the path of a file of a model on the Hugging Face hub: the cached copy, or a download.
+
+    Raises:
+        ValueError: neither cached nor within reach.
+    """
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(repository, name, local_files_only=not _reachable()))
+    except Exception as error:  # the client raises errors of several libraries
+        raise ValueError(
+            f"{name} of {repository!r} cannot be fetched from the Hugging Face hub ({_line(error)}): check the name "
+            "and the network, or give the path of a local file"
+        ) from None
+
+
+def _reachable() -> bool:
+    """Tell whether the hub answers at all, through whatever proxy the environment names."""
+    from huggingface_hub import constants, get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_TRY_SECONDS)
+    except Exception:  # of the HTTP client, which differs between versions; or the user's own offline mode
+        return False
+    return True
+
+
+def _line(error: Exception) -> str:
+    """Return the first line of an error's text, with its kind."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -1,0 +1,298 @@
+import contextlib
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from symexplin.lab.data import prepare as module
+from symexplin.lab.data import tokens
+from symexplin.lab.data.batches import Corpus
+from symexplin.lab.data.prepare import PrepareConfig, prepare
+from symexplin.lab.data.sources import find_sources
+from symexplin.lab.data.tokenizer import Tokenizer
+
+FILES = ["dataset.json", "tokenizer.json", "train.npy", "valid.npy"]
+
+
+def words(seed):
+    random_ = random.Random(seed)
+    syllables = ["lo", "wer", "new", "est", "wi", "de", "ing", "un", "ä"]
+    return " ".join("".join(random_.choices(syllables, k=random_.randint(1, 4))) for _ in range(40))
+
+
+DOCUMENTS = [words(seed).encode() for seed in range(120)]
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes(b"\0".join([*DOCUMENTS, *DOCUMENTS[:7]]))
+    return str(path)
+
+
+def settings(*sources, **options):
+    return PrepareConfig(tuple(map(str, sources)), **{"vocab_size": 400, "workers": 1, **options})
+
+
+def content(folder):
+    """The files of a dataset, and nothing left over beside them."""
+    assert sorted(path.name for path in folder.iterdir() if path.name != ".lock") == FILES
+    return {name: (folder / name).read_bytes() for name in FILES}
+
+
+def test_byte_tokens_of_the_standard_library_are_those_in_memory(tmp_path):
+    dataset = prepare(settings("stdlib", tokenizer="byte"), tmp_path / "out")
+    (stdlib,) = find_sources(["stdlib"])
+    expected, found = Corpus.from_documents(stdlib.documents), Corpus.load(tmp_path / "out")
+    for side in ("train", "valid"):
+        np.testing.assert_array_equal(getattr(found, side), getattr(expected, side))
+        assert getattr(found, f"{side}_documents") == getattr(expected, f"{side}_documents")
+    assert found.fingerprint == expected.fingerprint
+    assert dataset["train"]["tokens"] == len(expected.train)
+    assert dataset["train"]["text_bytes"] == len(expected.train) - expected.train_documents
+    assert dataset["bytes_per_token"] == pytest.approx(1, abs=0.001)
+
+
+def test_bpe_tokens_are_those_of_the_split(tmp_path, text):
+    lines = []
+    dataset = prepare(settings(text), tmp_path / "out", echo=lines.append)
+    corpus, by_bytes = Corpus.load(tmp_path / "out"), Corpus.from_documents(DOCUMENTS)
+    assert corpus.decode(corpus.train).split("<|endoftext|>") == by_bytes.decode(by_bytes.train).split("\0")
+    assert corpus.decode(corpus.valid).split("<|endoftext|>") == by_bytes.decode(by_bytes.valid).split("\0")
+    assert (corpus.vocab_size, corpus.tokenizer.name, corpus.train.dtype) == (400, "bpe-400", np.uint16)
+    assert dataset == json.loads((tmp_path / "out" / "dataset.json").read_text())
+    assert dataset["repeated_documents"] == 7
+    size = sum(map(len, DOCUMENTS))
+    assert dataset["train"]["text_bytes"] + dataset["valid"]["text_bytes"] == size
+    assert dataset["bytes_per_token"] == size / (len(corpus.train) + len(corpus.valid))
+    told = f"{corpus.train_documents:,} documents to train on, {corpus.valid_documents} held out, 7 repeated"
+    assert told in lines[0]
+    assert f"{len(corpus.train):,} tokens to train on" in lines[1]
+
+
+def test_bpe_learns_from_the_training_side_alone(tmp_path):
+    (tmp_path / "train").write_bytes(b"aaaa bbbb " * 50)
+    (tmp_path / "valid").write_bytes(b"zzzz " * 500)
+    lines = []
+    config = settings(tmp_path / "train", valid=(str(tmp_path / "valid"),))
+    prepare(config, tmp_path / "out", echo=lines.append)
+    tokenizer = Corpus.load(tmp_path / "out").tokenizer
+    assert (len(tokenizer.encode(" bbbb")), len(tokenizer.encode(" zzzz"))) == (1, 5)
+    assert any("not the 400 asked for" in line for line in lines)
+
+
+def test_the_sample_of_a_bpe_is_spread_evenly():
+    documents = [bytes([65 + i % 26]) * 100 for i in range(1000)]
+    for wanted in (1, 500, 33_333, 100_000):
+        sample = list(module._spread(documents, 100_000, wanted))
+        assert abs(sum(map(len, sample)) - wanted) <= 100
+        places = [i for i, d in enumerate(documents) if any(d is s for s in sample)]
+        assert np.diff([*places, 1000]).max() <= np.ceil(100_000 / wanted) + 1
+
+
+def test_given_documents_are_held_out(tmp_path, text):
+    (tmp_path / "valid").write_bytes(DOCUMENTS[3] + b"\0another")
+    prepare(settings(text, tokenizer="byte", valid=(str(tmp_path / "valid"),)), tmp_path / "out")
+    corpus = Corpus.load(tmp_path / "out")
+    assert bytes(corpus.valid) == DOCUMENTS[3] + b"\0another\0"
+    assert bytes(corpus.train).split(b"\0")[:-1] == [*DOCUMENTS[:3], *DOCUMENTS[4:]]
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
+def test_a_lone_document_is_cut_in_two(tmp_path, tokenizer):
+    (tmp_path / "text").write_bytes(b"0123456789" * 2 + b"\0" + b"0123456789" * 2)
+    dataset = prepare(settings(tmp_path / "text", tokenizer=tokenizer), tmp_path / "out")
+    corpus = Corpus.load(tmp_path / "out")
+    end = corpus.decode([corpus.tokenizer.end])
+    assert corpus.decode(corpus.train) + corpus.decode(corpus.valid) == f"0123456789012345678{end}9{end}"
+    assert (dataset["train"]["text_bytes"], dataset["valid"]["text_bytes"]) == (19, 1)
+    assert dataset["repeated_documents"] == 1
+
+
+def test_a_tokenizer_file_with_its_end(tmp_path, text):
+    prepare(settings(text), tmp_path / "first")
+    path = str(tmp_path / "first" / "tokenizer.json")
+    prepare(settings(text, tokenizer=path, end_token="a"), tmp_path / "out")
+    corpus = Corpus.load(tmp_path / "out")
+    assert corpus.train[-1] == corpus.tokenizer.end == Tokenizer.load(path).encode("a")[0]
+    assert corpus.tokenizer.name == path
+
+
+def test_any_number_of_workers_gives_the_same_files(tmp_path, text, monkeypatch):
+    expected = prepare(settings(text), tmp_path / "one")
+    monkeypatch.setattr(tokens, "_WORKER_BYTES", 100)
+    monkeypatch.setattr(tokens, "_SHARD_BYTES", 5000)
+    assert prepare(settings(text, workers=2), tmp_path / "many") == expected
+    assert content(tmp_path / "many") == content(tmp_path / "one")
+
+
+def test_nothing_is_written_elsewhere(tmp_path, text):
+    """A folder of a dataset, too, has its copy in the output folder."""
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"text": ["one", "two"]}).to_parquet(tmp_path / "rows" / "data.parquet")
+    home = tmp_path / "home"
+    home.mkdir()
+    words = [text, f"hf:{tmp_path / 'rows'}", "--out", str(tmp_path / "out"), "--vocab-size", "300"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_"))}
+    subprocess.run(
+        [sys.executable, "-m", "symexplin", "prepare", *words],
+        env={**environment, "HOME": str(home)},
+        check=True,
+        capture_output=True,
+    )
+    assert list(home.rglob("*")) == []
+    content(tmp_path / "out")
+
+
+DRIVER = """
+import sys
+from symexplin.lab.data import tokens
+from symexplin.lab.data.prepare import PrepareConfig, prepare
+tokens._SHARD_BYTES, tokens._WORKER_BYTES = 2500, 1000
+print("begin", flush=True)
+prepare(PrepareConfig((sys.argv[1],), vocab_size=400, workers=2), sys.argv[2])
+"""
+
+
+def processes_with(word):
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if word.encode() in path.read_bytes():
+                found.add(int(path.parent.name))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="reads /proc")
+def test_killed_again_and_again_it_continues_to_the_same_files(tmp_path, text, monkeypatch):
+    prepare(settings(text), tmp_path / "whole")
+    out, random_ = tmp_path / "out", random.Random(0)
+
+    def shards():
+        return {path: path.stat().st_mtime_ns for path in out.glob(".cache/*/0*.arrow")}
+
+    finished = {}
+    for number in range(3):
+        command = [sys.executable, "-c", DRIVER, text, str(out)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as driver:
+            driver.stdout.readline()
+            while number and len(shards()) <= len(finished) and driver.poll() is None:  # the first while it reads
+                time.sleep(0.01)
+            time.sleep(random_.uniform(0, 0.3))
+            driver.kill()
+        while processes_with(str(out)):  # workers and their manager end, too; the suite's timeout ends a failure
+            time.sleep(0.05)
+        assert not (out / "dataset.json").exists()
+        assert finished.items() <= shards().items()  # no finished shard is made again
+        finished = shards()
+    assert len(finished) >= 2
+    monkeypatch.setattr(tokens, "_SHARD_BYTES", 2500)
+    prepare(settings(text), out)
+    assert content(out) == content(tmp_path / "whole")
+
+
+def interrupted(config, out, monkeypatch):
+    """A preparation that stopped after its shards."""
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "write_tokens", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            prepare(config, out)
+    return {path.name: path.stat().st_mtime_ns for path in (out / ".cache").rglob("*.arrow")}
+
+
+def test_another_configuration_is_refused(tmp_path, text, monkeypatch):
+    out = tmp_path / "out"
+    interrupted(settings(text), out, monkeypatch)
+    for _ in range(2):  # not finished, then finished
+        with pytest.raises(
+            ValueError, match=r"prepared otherwise: vocab_size was 400, now 500; seed was 0, now 1 .*delete"
+        ):
+            prepare(settings(text, vocab_size=500, seed=1), out)
+        prepare(settings(text, workers=2), out)
+
+
+def test_an_edited_file_meets_no_stale_cache(tmp_path, text, monkeypatch):
+    out = tmp_path / "out"
+    interrupted(settings(text), out, monkeypatch)
+    edited = Path(text).read_bytes().replace(b"lo", b"ol")  # of the same size
+    Path(text).write_bytes(edited)
+    prepare(settings(text), out)
+    prepare(settings(text), tmp_path / "fresh")
+    assert content(out) == content(tmp_path / "fresh")
+
+
+def test_a_finished_dataset_is_left_as_it_is(tmp_path, text):
+    first = prepare(settings(text), tmp_path / "out")
+    before = content(tmp_path / "out")
+    Path(text).unlink()
+    lines = []
+    assert prepare(settings(text), tmp_path / "out", echo=lines.append) == first
+    assert lines == [f"{tmp_path / 'out'} is finished already"]
+    assert content(tmp_path / "out") == before
+
+
+def test_a_dataset_of_an_older_version_is_to_be_prepared_again(tmp_path):
+    for name in ("dataset.json", "train.safetensors"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ValueError, match="older version: delete it, and run `symexplin prepare` again"):
+        prepare(settings("stdlib"), tmp_path)
+
+
+@pytest.mark.usefixtures("text")
+def test_a_dataset_lies_outside_its_sources_and_takes_no_folder_of_others(tmp_path):
+    for inside in (tmp_path, tmp_path / "out"):
+        with pytest.raises(ValueError, match="out must lie outside the sources"):
+            prepare(settings(tmp_path), inside)
+    with pytest.raises(ValueError, match=r"an earlier dataset, got .* with 'text'"):
+        prepare(settings("stdlib"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"sources": ("nowhere",)}, {"tokenizer": "nowhere"}, {"valid": ("nowhere",)}, {"sources": ("nowhere.jsonl",)}],
+)
+def test_a_mistake_leaves_no_folder(tmp_path, text, options, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nowhere.jsonl").write_text("{}")
+    with pytest.raises((ValueError, FileNotFoundError), match="nowhere"):
+        prepare(PrepareConfig(**{"sources": (text,), **options}), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sources": ()}, "sources must name at least one"),
+        ({"vocab_size": 256}, "vocab_size must be a whole number >= 257"),
+        ({"bpe_bytes": 0}, "bpe_bytes must be a whole number >= 1"),
+        ({"valid_fraction": 1.0}, r"valid_fraction must be a number in \[0, 1\)"),
+        ({"seed": -1}, "seed must be a whole number >= 0"),
+        ({"workers": 0}, "workers must be a whole number >= 1"),
+        ({"text_key": ""}, "text_key must not be empty"),
+        ({"end_token": "x"}, "end_token goes with a tokenizer file, got 'x' with 'bpe'"),
+    ],
+)
+def test_bad_settings_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        PrepareConfig(**{"sources": ("stdlib",), **options})
+
+
+def test_what_is_left_out_is_told_also_when_it_continues(tmp_path, monkeypatch):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(3):
+        (folder / f"{number}.txt").write_text(f"text number {number}")
+    for number in range(3):
+        (folder / f"latin{number}.txt").write_bytes("größer".encode("latin1"))
+    interrupted(settings(folder), tmp_path / "out", monkeypatch)
+    lines = []
+    prepare(settings(folder), tmp_path / "out", echo=lines.append)
+    names = ", ".join(str(folder / f"latin{number}.txt") for number in range(3))
+    assert f"left out (binary, or not UTF-8), 4 in all: {names}, ..." in lines

@@ -1,0 +1,232 @@
+import gzip
+import json
+import lzma
+import os
+from pathlib import Path
+
+import pytest
+
+from symexplin.lab.data import sources as module
+from symexplin.lab.data.sources import find_sources, hub_file
+
+datasets = pytest.importorskip("datasets")
+
+
+def load(*names, **options):
+    return [document for source in find_sources(map(str, names), **options) for document in source.documents]
+
+
+def lines(*rows):
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def test_stdlib_is_python_sources_without_tests():
+    documents = load("stdlib")
+    assert len(documents) > 100
+    text = b"\0".join(documents)
+    text.decode()
+    assert b"class OrderedDict(dict)" in text  # collections
+    assert b"def _parse_isoformat_date" in text  # datetime
+    assert not any(b"from test import support" in document[:2000] for document in documents)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 100])
+def test_a_file_is_split_at_nul_whatever_its_chunks(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(module, "_CHUNK", chunk)
+    (tmp_path / "text").write_bytes("ä\0zwei\0\0 \n\0drei 日本\0".encode())
+    expected = ["ä".encode(), b"zwei", "drei 日本".encode()]
+    assert load(tmp_path / "text") == load(tmp_path) == expected
+
+
+def test_a_long_file_is_read_as_a_stream(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_CHUNK", 100)
+    (tmp_path / "text").write_bytes(b"document\0" * 1000)
+    read = []
+    chunks = module._utf8
+    monkeypatch.setattr(module, "_utf8", lambda path: (read.append(c) or c for c in chunks(path)))
+    documents = find_sources([str(tmp_path / "text")])[0].documents
+    assert [next(documents) for _ in range(5)] == [b"document"] * 5
+    assert len(read) == 1
+
+
+def test_a_folder_is_read_in_the_order_of_paths_and_the_rest_is_told(tmp_path):
+    root = tmp_path / "root"
+    (root / "b").mkdir(parents=True)
+    (root / "b" / "0.txt").write_text("second")
+    (root / "a.txt").write_text("first")
+    (root / "c.txt").write_text("")
+    (root / "link.txt").symlink_to(root / "a.txt")  # a file like others
+    (root / "picture.png").write_bytes(b"\x89PNG\xff")
+    (root / "latin").write_bytes("größer".encode("latin1"))
+    (root / "cut").write_bytes("ends inside ä".encode()[:-1])
+    (root / "packed.gz").write_bytes(gzip.compress(b"packed " * 99)[:-9])
+    (root / "nothing").symlink_to(tmp_path / "nowhere")
+    (root / "folder").symlink_to(root / "b")
+    left_out = {}
+    assert load(root, left_out=left_out) == [b"first", b"second", b"first"]
+    found = {reason: sorted(Path(path).name for path in paths) for reason, paths in left_out.items()}
+    assert found == {
+        "binary, or not UTF-8": ["cut", "latin", "picture.png"],
+        "unreadable": ["packed.gz"],
+        "link to a folder, or to nothing": ["folder", "nothing"],
+    }
+
+
+def test_unreadable_files_and_folders_are_left_out(tmp_path, monkeypatch):
+    (tmp_path / "inner").mkdir()
+    for name in ("a", "b", "inner/c"):
+        (tmp_path / name).write_text(f"text of {name}")
+    opened, scanned = module._open, os.scandir
+
+    def refuse(path):
+        if str(path).endswith(("/a", "/inner")):
+            raise PermissionError(13, "Permission denied", str(path))
+
+    # As for a user without rights; root may read everything.
+    monkeypatch.setattr(module, "_open", lambda path: refuse(path) or opened(path))
+    monkeypatch.setattr(os, "scandir", lambda path: refuse(path) or scanned(path))
+    left_out = {}
+    assert load(tmp_path, left_out=left_out) == [b"text of b"]
+    assert left_out == {"unreadable": [str(tmp_path / "inner"), str(tmp_path / "a")]}
+    with pytest.raises(PermissionError):  # named as a source
+        load(tmp_path / "a")
+
+
+@pytest.mark.parametrize(("suffix", "opener"), [(".xz", lzma), (".gz", gzip)])
+def test_compressed_files_read_like_plain_ones(tmp_path, suffix, opener):
+    for name, content in (("a.txt", b"one\0two"), ("b.jsonl", lines({"text": "three"})), ("c.bin", b"\xff\xfe")):
+        (tmp_path / (name + suffix)).write_bytes(opener.compress(content))
+    assert load(tmp_path) == [b"one", b"two", b"three"]
+    (tmp_path / f"a.txt{suffix}").write_bytes(opener.compress(bytes(range(1, 120)) * 99)[:-9])
+    with pytest.raises(ValueError, match=f"a.txt{suffix}' is damaged, or not {suffix}"):
+        load(tmp_path / f"a.txt{suffix}")
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+def test_a_source_that_is_not_utf8_is_refused_with_its_first_bad_byte(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(module, "_CHUNK", chunk)
+    (tmp_path / "a.txt").write_bytes("größe ".encode() + b"gr\xf6\xdfer")
+    with pytest.raises(ValueError, match=r"a.txt' is not UTF-8 text at byte 10: convert it first"):
+        load(tmp_path / "a.txt")
+
+
+def test_json_lines(tmp_path):
+    path = tmp_path / "text.jsonl"
+    path.write_bytes(
+        b"\xef\xbb\xbf" + lines({"text": "naïve", "id": 1}) + b"\n" + lines({"text": "a\0b"}, {"text": " "})
+    )
+    assert load(path) == ["naïve".encode(), b"a", b"b"]
+    path.write_bytes(lines({"body": "x"}, {"body": None}))
+    assert load(path, text_key="body") == [b"x"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"{not json}",
+        b'{"text": "\xff"}',
+        b'"text"',
+        b"[" * 99_999,
+        b'{"txt": 1}',
+        b'{"text": 3}',
+        b'{"text": "\\ud800"}',
+    ],
+)
+def test_bad_json_lines_are_named(tmp_path, line):
+    (tmp_path / "text.jsonl").write_bytes(lines({"text": "fine"}) + line + b"\n")
+    with pytest.raises(
+        ValueError, match=r"text.jsonl:2 must be a JSON object with text under text_key 'text'"
+    ) as caught:
+        load(tmp_path / "text.jsonl")
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_and_empty_sources_are_named_before_anything_is_read(tmp_path):
+    (tmp_path / "blank").write_text(" \n")
+    for name in (tmp_path / "nowhere", "stdlb", ""):
+        with pytest.raises(FileNotFoundError, match=rf"sources must be 'stdlib', an existing file.*got '{name}'"):
+            find_sources([str(tmp_path / "blank"), str(name)])
+    for path in (tmp_path, tmp_path / "blank"):
+        with pytest.raises(ValueError, match=f"at least one document, got '{path}' without"):
+            load(path)
+
+
+def test_an_edited_file_has_another_stamp(tmp_path):
+    def stamps():
+        return [repr(source.stamp) for source in find_sources([str(tmp_path), str(tmp_path / "a")])]
+
+    (tmp_path / "a").write_text("first")
+    before = stamps()
+    assert stamps() == before
+    when = (tmp_path / "a").stat().st_mtime_ns + 1
+    os.utime(tmp_path / "a", ns=(when, when))
+    assert all(new != old for new, old in zip(stamps(), before, strict=True))
+
+
+# --- datasets and the hub --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def offline(monkeypatch, tmp_path):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # no server
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+
+
+@pytest.mark.usefixtures("offline")
+def test_out_of_reach_is_one_line(tmp_path, capfd):
+    before = datasets.config.HF_HUB_OFFLINE, datasets.logging.get_verbosity()
+    with pytest.raises(ValueError, match=r"'hf:some/data:small' .*cannot be loaded.*give a local file") as caught:
+        find_sources(["hf:some/data:small"])
+    assert "\n" not in str(caught.value)
+    with pytest.raises(
+        ValueError, match=r"tokenizer.json of 'some/model' cannot be fetched.* path of a local"
+    ) as caught:
+        hub_file("some/model", "tokenizer.json")
+    assert "\n" not in str(caught.value)
+    assert (datasets.config.HF_HUB_OFFLINE, datasets.logging.get_verbosity()) == before
+    assert capfd.readouterr() == ("", "")
+    snapshot = tmp_path / "cache" / "models--some--model" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "tokenizer.json").write_text("cached")
+    (snapshot.parent.parent / "refs").mkdir()
+    (snapshot.parent.parent / "refs" / "main").write_text("abc")
+    assert hub_file("some/model", "tokenizer.json").read_text() == "cached"
+
+
+def test_shorthands_and_names_of_datasets(monkeypatch):
+    asked = []
+    rows = datasets.Dataset.from_dict({"text": ["a", "b\0c", None]})
+    monkeypatch.setattr(module, "_reachable", lambda: True)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *words, split, **_: asked.append((*words, split)) or rows)
+    for name in ("openwebtext", "fineweb", "hf:some/name", "hf:some/name:config"):
+        assert load(name, split="test") == [b"a", b"b", b"c"]
+    assert asked == [
+        ("Skylion007/openwebtext", None, "test"),
+        ("HuggingFaceFW/fineweb", "sample-10BT", "test"),
+        ("some/name", None, "test"),
+        ("some/name", "config", "test"),
+    ]
+    with pytest.raises(ValueError, match=r"text_key must be a text column of 'hf:x': text; got 'body'"):
+        find_sources(["hf:x"], text_key="body")
+
+
+def test_local_folders_of_datasets(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(module, "_reachable", lambda: pytest.fail("asked the network"))
+    rows = datasets.Dataset.from_dict({"text": ["one", "two\0three", None], "id": [1, 2, 3]})
+    rows.save_to_disk(tmp_path / "lone")
+    datasets.DatasetDict(train=rows, test=rows.select([0])).save_to_disk(tmp_path / "splits")
+    rows.to_parquet(tmp_path / "files" / "data.parquet")
+    capfd.readouterr()
+    for name in ("lone", "splits", "files"):
+        assert load(f"hf:{tmp_path / name}", cache=tmp_path / "cache") == [b"one", b"two", b"three"]
+    assert load(f"hf:{tmp_path / 'splits'}", split="test") == [b"one"]
+    with pytest.raises(ValueError, match=r"text_key must be a text column of .*: text; got 'id'"):
+        find_sources([f"hf:{tmp_path / 'lone'}"], text_key="id")
+    for name in ("splits", "files"):
+        with pytest.raises(ValueError, match=r"split 'valid' cannot be loaded") as caught:
+            find_sources([f"hf:{tmp_path / name}"], split="valid", cache=tmp_path / "cache")
+        assert "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", "")
