@@ -21,7 +21,6 @@ from symexplin.lab.checkpoint import checkpoint_at, load_checkpoint, newest, sav
 from symexplin.lab.config import RunConfig, resolve
 from symexplin.lab.files import read_json_lines, write_json
 from symexplin.lab.folders import claimed
-from symexplin.lab.malloc import keep_freed_memory
 from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import Ranks, joined
 from symexplin.lab.provenance import memory
@@ -108,7 +107,6 @@ def train(
         for line in lines(to_table(config)) if tell_config else []:
             echo(line)
         torch.set_num_threads(config.compute.threads or 1)
-        keep_freed_memory()
         trainer = Trainer(config, corpus, ranks)  # what does not fit into memory leaves no folder
         ranks.tell(lambda: mark(folder, given, config, corpus, ranks))
         return _Run(folder, trainer, ranks, echo, progress, label).go()
