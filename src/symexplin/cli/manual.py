@@ -206,13 +206,13 @@ examples:
         "measure what the map costs on this machine",
         """\
 Time the map alone, the optimizer step and the whole training step with AdamW and with SEL in both homes, on random
-tokens. All variants take turns in one process, in an order that rotates; the figures are medians with their 10th and
-90th percentile, the ratios those of the same round. `adamw_master` is the stock recipe for bf16 parameters: upcast,
-clip, fused AdamW on fp32 masters, copy back. Lists of widths, depths and microbatches are swept.
+tokens. All variants take turns in one process, in an order that rotates. Figures are medians with their 10th and 90th
+percentile. Ratios are those within a round. `adamw_master` is the stock recipe for bf16 parameters: upcast, clip, fused
+AdamW on fp32 masters, copy back. All widths, depths and microbatches are measured with each other.
 """,
         """\
 files in FOLDER:
-  results.csv        a row for each variant and size, with machine, versions and commit
+  results.csv        a row per variant and size, with machine, versions and commit
   rounds.jsonl       every round          bench.svg, bench.png  the plot
 
 examples:
