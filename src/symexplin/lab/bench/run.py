@@ -129,7 +129,7 @@ def rows_of(case: Case, rounds: Sequence[Round], peaks: Mapping[str, int | None]
     for name, baseline in BASELINES[case.part, case.dtype].items():
         own, peak = [found[name] for found in rounds], peaks.get(name)
         ratios = spread("ratio", [found[name].ms / found[baseline].ms for found in rounds])
-        phases = {f"{phase}_ms": [timing.phases.get(phase, math.nan) for timing in own] for phase in PHASES}
+        phases = {p: float(np.median([timing.phases[p] for timing in own])) for p in own[0].phases}
         rows.append(
             {
                 **{"part": case.part, "variant": name, "baseline": baseline},
@@ -140,7 +140,7 @@ def rows_of(case: Case, rounds: Sequence[Round], peaks: Mapping[str, int | None]
                 **ratios,
                 "overhead_percent": None if case.part == "map" else 100.0 * (ratios["ratio"] - 1.0),
                 "peak_mib": None if peak is None else peak / 2**20,
-                **{key: float(np.median(ms)) if case.part == "step" else None for key, ms in phases.items()},
+                **{f"{phase}_ms": phases.get(phase) for phase in PHASES},
             }
         )
     return rows
@@ -158,7 +158,7 @@ def spread(name: str, values: Sequence[float]) -> dict[str, float]:
 
 def _format(rows: Sequence[Row]) -> str:
     def cell(value: object) -> str:
-        return f"{value:,.4g}" if isinstance(value, float) else str(value or "-")
+        return f"{value:,.3f}" if isinstance(value, float) else str(value or "-")
 
     return format_columns([_PRINTED, *([cell(row[name]) for name in _PRINTED] for row in rows)])
 
