@@ -2,13 +2,12 @@
 
     python benchmarks/tensors.py --out benchmarks/results/MACHINE-tensors.csv
 
-One process. In each round every optimizer has one turn, in an order that rotates. `ratio` is the median
-over the rounds of the ratio to the round's baseline, fused AdamW for large matrices and foreach AdamW for small ones,
-both after `clip_grad_norm_`. Rows named "first step" are SELAdamW's first step by its own later ones.
+In each round every optimizer has one turn, in an order that rotates. `ratio` is the median over the rounds of the ratio
+to the baseline in the same round: fused AdamW for large matrices and foreach AdamW for small ones, both after
+`clip_grad_norm_`. Rows named "first step" are SELAdamW's first step by its own later ones.
 """
 
 import argparse
-import csv
 import datetime
 import statistics
 import time
@@ -20,15 +19,15 @@ from torch import nn
 
 import symexplin as sel
 from symexplin import kernels
-from symexplin.lab.bench.measure import measure
+from symexplin.lab.bench.run import measure, spread
 from symexplin.lab.bench.work import Work
 from symexplin.lab.provenance import cores, provenance
+from symexplin.lab.tables import write_csv
 
 CLIP, STEPS = 1.0, 100_000
 # How many matrices, their side, and torch's own optimizer that they are held against.
 CASES = {"4 x 1024^2": (4, 1024, {"fused": True}), "400 x 16^2": (400, 16, {"foreach": True})}
 FIRST = (64, 512, 1024, 2048, 4096)
-FIELDS = ("case", "optimizer", "ms", "ms_p10", "ms_p90", "ratio", "ratio_p10", "ratio_p90")
 FACTS = ("kernels", "processor", "instructions", "threads", "torch", "commit", "date")
 
 
@@ -58,13 +57,7 @@ def curved(layers: nn.ModuleList, kind: type[sel.SELAdamW], preset: str) -> Call
     return kind(groups, total_steps=STEPS, max_grad_norm=CLIP).step
 
 
-def spread(values: list[float]) -> list[float]:
-    """Return the median and the 10th and 90th percentile."""
-    tenths = statistics.quantiles(values, n=10, method="inclusive")
-    return [statistics.median(values), tenths[0], tenths[-1]]
-
-
-def timed(case: str, rounds: int) -> list[list[object]]:
+def timed(case: str, rounds: int) -> list[dict[str, object]]:
     """Return a row per optimizer."""
     count, side, how = CASES[case]
     arms: dict[str, Callable[[], Callable[[], object]]] = {
@@ -77,15 +70,16 @@ def timed(case: str, rounds: int) -> list[list[object]]:
     found = list(measure(works, torch.device("cpu"), rounds))
     baseline = next(iter(arms))
     return [
-        [
-            *(case, name, *spread([one[name].ms for one in found])),
-            *spread([one[name].ms / one[baseline].ms for one in found]),
-        ]
+        {
+            **{"case": case, "optimizer": name},
+            **spread("ms", [one[name].ms for one in found]),
+            **spread("ratio", [one[name].ms / one[baseline].ms for one in found]),
+        }
         for name in arms
     ]
 
 
-def first_step(side: int) -> list[object]:
+def first_step(side: int) -> dict[str, object]:
     """Return a row: the median first step of five optimizers, as a multiple of a later one."""
     firsts, later = [], []
     for _ in range(5):
@@ -97,21 +91,22 @@ def first_step(side: int) -> list[object]:
             times.append(1e3 * (time.perf_counter() - begin))
         firsts.append(times[0])
         later.append(statistics.median(times[2:]))
-    return [
-        "first step",
-        f"SELAdamW, paper, {side}^2",
-        *spread(firsts),
-        *spread([a / b for a, b in zip(firsts, later, strict=True)]),
-    ]
+    return {
+        **{"case": "first step", "optimizer": f"SELAdamW, paper, {side}^2"},
+        **spread("ms", firsts),
+        **spread("ratio", [a / b for a, b in zip(firsts, later, strict=True)]),
+    }
 
 
 def main() -> None:
     """Run all cases, print them, and write them with where they come from."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, help="a CSV file; none: print alone")
+    parser.add_argument("--out", type=Path, help="a new CSV file; the default only prints")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=cores())
     arguments = parser.parse_args()
+    if arguments.out is not None and arguments.out.exists():
+        parser.error(f"--out must be a new file, got {str(arguments.out)!r}")
     torch.set_num_threads(arguments.threads)
     known = provenance() | {"kernels": kernels.describe("cpu")}
     known["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -120,11 +115,13 @@ def main() -> None:
         lambda side=side: [first_step(side)] for side in FIRST
     ]:
         for row in case():
-            print(f"{row[0]:12} {row[1]:28} {row[2]:9.2f} ms  {row[5]:6.2f} x ({row[6]:.2f}-{row[7]:.2f})", flush=True)
-            rows.append([*(f"{x:.4g}" if isinstance(x, float) else x for x in row), *(known[fact] for fact in FACTS)])
+            print(
+                "{case:12} {optimizer:28} {ms:9.2f} ms  {ratio:6.2f} x ({ratio_p10:.2f}-{ratio_p90:.2f})".format(**row),
+                flush=True,
+            )
+            rows.append(row | {fact: known[fact] for fact in FACTS})
     if arguments.out is not None:
-        with arguments.out.open("x", newline="") as file:
-            csv.writer(file).writerows([[*FIELDS, *FACTS], *rows])
+        write_csv(arguments.out, rows)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from symexplin.lab.data.prepare import PrepareConfig
 
 from symexplin.experiments.reproduce import ReproduceConfig
 from symexplin.lab.bench.config import BenchConfig
 from symexplin.lab.compare.grid import CompareConfig
+from symexplin.lab.data.prepare import PrepareConfig
 from symexplin.lab.demo import DemoConfig
 from symexplin.lab.settings import build, differences, dump_toml, keys, load_toml, merge, to_table
 

@@ -1,9 +1,6 @@
 """The report of a table: the paper's numbers beside the measured ones, a verdict on each claim, and the figures."""
 
 import base64
-import csv
-import dataclasses
-import io
 import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,10 +21,10 @@ from symexplin.experiments.measured import (
 )
 from symexplin.experiments.paper import Paper, load_paper
 from symexplin.experiments.tables import Outcome, PanelOutcome, read_table
-from symexplin.lab.bench.table import Row
+from symexplin.lab.bench.run import FACTS
 from symexplin.lab.bench.work import PHASES
-from symexplin.lab.files import replace_file
 from symexplin.lab.report.pages import PAGE, reading, write_page
+from symexplin.lab.tables import write_csv
 from symexplin.validation import check_choice
 
 __all__ = ["CLAIMS", "FIGURES", "RESULTS", "report_table"]
@@ -86,8 +83,8 @@ def report_table(out: str | Path) -> Path:
     out = Path(out)
     with reading(out):
         found = _look_up(read_table(out), load_paper())
-        replace_file(out / RESULTS, _csv(_result_rows(found)))
-        replace_file(out / CLAIMS, _csv(_claim_rows(found)))
+        write_csv(out / RESULTS, _result_rows(found))
+        write_csv(out / CLAIMS, _claim_rows(found))
         figures = [_draw(name, out, found.outcome) for name in found.outcome.figures]
         return write_page(out, _TEMPLATE, __package__, **_values(out, found, figures))
 
@@ -213,11 +210,10 @@ def _timings(rows: Sequence[Mapping[str, str]]) -> list[list[str]]:
 
 
 def _facts(outcome: Outcome) -> Iterator[Mapping[str, Any]]:
-    """Return where each panel ran: what its comparison says of it, or the columns that no measurement fills."""
+    """Return where each panel ran: what its comparison says of it, or the columns of its measurement as a whole."""
     for panel in outcome.panels:
         if panel.found and outcome.kind == _BENCH:
-            measured = {field.name for field in dataclasses.fields(Row)}
-            yield from ({k: v for k, v in row.items() if k not in measured} for row in panel.found["rows"])
+            yield from ({name: row[name] for name in FACTS if name in row} for row in panel.found["rows"])
         elif panel.found:
             yield panel.found["provenance"]
 
@@ -297,12 +293,3 @@ def _claim_rows(found: _Found) -> list[dict[str, Any]]:
                 }
             )
     return rows
-
-
-def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    buffer = io.StringIO()
-    if rows:
-        writer = csv.DictWriter(buffer, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({key: round(v, 6) if isinstance(v, float) else v for key, v in row.items()} for row in rows)
-    return buffer.getvalue()

@@ -12,9 +12,10 @@ from typing import Any
 import filelock
 
 from symexplin.experiments.tables import Outcome, PanelOutcome, read_table
-from symexplin.lab.files import read_json, replace_file
+from symexplin.lab.files import read_json
 from symexplin.lab.folders import CONFIG, FACTS, SUMMARY
 from symexplin.lab.settings import load_toml
+from symexplin.lab.tables import write_csv
 
 __all__ = ["COLUMNS", "append_results", "check_results", "config_hash"]
 
@@ -85,19 +86,12 @@ def append_results(out: str | Path, file: str | Path) -> int:
 
 def _append(rows: Sequence[Row], file: Path, key: Sequence[str]) -> int:
     columns = tuple(rows[0])
-    found = check_results(file, columns)
-    there = {tuple(dict(zip(columns, row, strict=True))[name] for name in key) for row in found}
-    new = [row for row in rows if tuple(row[name] for name in key) not in there]
+    there = [dict(zip(columns, row, strict=True)) for row in check_results(file, columns)[1:]]
+    known = {tuple(row[name] for name in key) for row in there}
+    new = [row for row in rows if tuple(row[name] for name in key) not in known]
     if new:
-        text = file.read_text(encoding="utf-8") if file.exists() else _csv([columns])
-        replace_file(file, text.removesuffix("\n") + "\n" + _csv([tuple(row.values()) for row in new]))
+        write_csv(file, [*there, *new])
     return len(new)
-
-
-def _csv(rows: Sequence[Sequence[str]]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue()
 
 
 def _rows(outcome: Outcome, panel: PanelOutcome) -> list[Row]:

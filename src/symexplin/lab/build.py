@@ -3,13 +3,13 @@
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 import symexplin as sel
 from symexplin.conversion import IDENTITY
 from symexplin.lab.config import RunConfig
 from symexplin.lab.maps import map_of
 from symexplin.lab.model import Transformer
-from symexplin.lab.norm import RMSNorm
 from symexplin.lab.parallel import ALONE, Ranks, shard
 from symexplin.lab.weights.plain import start_from
 
@@ -90,7 +90,7 @@ def build_model(config: RunConfig, device: str | None = None) -> Transformer:
 
 def _plain(model: Transformer) -> list[str]:
     """Return the names of the parameters outside the linears of the blocks: embedding, head and norms."""
-    layers = (layer for layer in model.blocks.modules() if not isinstance(layer, RMSNorm))
+    layers = (layer for layer in model.blocks.modules() if not isinstance(layer, nn.RMSNorm))
     inside = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
     return [name for name, parameter in model.named_parameters() if id(parameter) not in inside]
 

@@ -15,7 +15,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from symexplin.lab.loss import chunked_loss, cross_entropy
-from symexplin.lab.norm import RMSNorm
 from symexplin.validation import check_choice, check_flag, check_whole
 
 __all__ = ["INITS", "ROPE_BASE", "ModelConfig", "Transformer", "apply_rope", "attention", "rope_tables"]
@@ -136,8 +135,8 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = config.heads
         self.q, self.k, self.v, self.o = (nn.Linear(config.width, config.width, bias=config.bias) for _ in range(4))
-        self.q_norm = RMSNorm(config.head_dim, eps=_NORM_EPS)
-        self.k_norm = RMSNorm(config.head_dim, eps=_NORM_EPS)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=_NORM_EPS)
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=_NORM_EPS)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
         """Map (batch, length, width) to the same shape."""
@@ -167,9 +166,9 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.width, eps=_NORM_EPS)
+        self.attention_norm = nn.RMSNorm(config.width, eps=_NORM_EPS)
         self.attention = Attention(config)
-        self.ffn_norm = RMSNorm(config.width, eps=_NORM_EPS)
+        self.ffn_norm = nn.RMSNorm(config.width, eps=_NORM_EPS)
         self.ffn = FeedForward(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
@@ -207,7 +206,7 @@ class Transformer(nn.Module):
         self.loss_chunk = 0
         self.embedding = nn.Embedding(config.vocab_size, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
-        self.norm = RMSNorm(config.width, eps=_NORM_EPS)
+        self.norm = nn.RMSNorm(config.width, eps=_NORM_EPS)
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
         if config.tie_head:
             self.head.weight = self.embedding.weight
@@ -228,7 +227,7 @@ class Transformer(nn.Module):
                 draw(module.weight, generator=generator)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-            elif isinstance(module, RMSNorm):
+            elif isinstance(module, nn.RMSNorm):
                 module.reset_parameters()
         self.norm.reset_parameters()
         if not self.config.tie_head:

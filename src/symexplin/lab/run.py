@@ -22,7 +22,6 @@ from symexplin.lab.config import RunConfig, resolve
 from symexplin.lab.data.batches import Corpus
 from symexplin.lab.files import read_json, read_json_lines, replace_file, write_json
 from symexplin.lab.folders import CONFIG, FACTS, SUMMARY, TOKENIZER, check_resumable, claimed
-from symexplin.lab.malloc import keep_freed_memory
 from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import Ranks, joined
 from symexplin.lab.provenance import memory, provenance
@@ -113,7 +112,6 @@ def train(
         for line in lines(to_table(config)) if tell_config else []:
             echo(line)
         torch.set_num_threads(config.compute.threads or 1)
-        keep_freed_memory()
         trainer = Trainer(config, corpus, ranks)  # before the first file: too little memory leaves no folder
         ranks.tell(lambda: _write_first(folder, config, corpus, ranks))
         return _Run(folder, trainer, ranks, echo, progress, label).go()

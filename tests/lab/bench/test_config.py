@@ -1,8 +1,10 @@
 import dataclasses
 
 import pytest
+from torch import nn
 
-from symexplin.lab.bench.config import BenchConfig, Case, heads_of
+from symexplin.lab.bench.config import BenchConfig, Case, heads_of, shapes
+from symexplin.lab.model import ModelConfig, Transformer
 
 
 @pytest.mark.parametrize(("width", "heads"), [(1024, 16), (3072, 48), (512, 8), (64, 1), (32, 1), (80, 1), (320, 5)])
@@ -13,21 +15,17 @@ def test_heads_have_size_64_where_they_can(width, heads):
 def test_a_sweep_is_every_size_with_every_other_where_it_matters():
     config = BenchConfig(widths=(64, 128), depths=(1, 2), microbatches=(1, 4), dtypes=("bf16",))
     cases = list(config.cases())
-    assert [case.width for case in cases if case.part == "map"] == [64, 128]
-    assert [(case.width, case.depth) for case in cases if case.part == "optimizer"] == [
-        (64, 1),
-        (64, 2),
-        (128, 1),
-        (128, 2),
-    ]
-    steps = [case for case in cases if case.part == "step"]
-    assert len(steps) == 2 * 2 * 2
-    assert {(case.microbatches, case.tokens) for case in steps} == {(1, 8192), (4, 8192)}
+    sizes = {part: [case[2:] for case in cases if case.part == part] for part in ("map", "optimizer", "step")}
+    assert [size[-1] for size in sizes["map"]] == [*shapes(64), *shapes(128)]
+    assert [size[:2] for size in sizes["optimizer"]] == [(64, 1), (64, 2), (128, 1), (128, 2)]
+    assert sizes["step"][:3] == [(64, 1, 1, 8192, None), (64, 1, 4, 8192, None), (64, 2, 1, 8192, None)]
+    assert len(sizes["step"]) == 2 * 2 * 2
 
 
-def test_tokens_can_go_with_the_microbatches():
-    config = BenchConfig(("step",), microbatches=(1, 4), dtypes=("fp32",), tokens_per_microbatch=1024)
-    assert [case.tokens for case in config.cases()] == [1024, 4096]
+def test_shapes_are_those_of_the_models_matrices():
+    model = Transformer(ModelConfig(width=96, depth=1, heads=2))
+    found = {tuple(m.weight.shape) for m in model.blocks.modules() if isinstance(m, nn.Linear)}
+    assert set(shapes(96)) == found
 
 
 def test_a_case_has_the_labs_run():

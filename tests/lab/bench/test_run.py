@@ -1,41 +1,111 @@
 import csv
 import dataclasses
 import json
-import os
-import signal
 import statistics
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
 
 from symexplin import kernels
-from symexplin.lab.bench import floors, memory, table
 from symexplin.lab.bench import run as module
-from symexplin.lab.bench.config import BenchConfig
-from symexplin.lab.bench.memory import peak_in_child
-from symexplin.lab.bench.run import run_bench
-from symexplin.lab.bench.variants import BASELINES
+from symexplin.lab.bench.config import BenchConfig, Case
+from symexplin.lab.bench.run import FACTS, Timing, measure, rows_of, run_bench
+from symexplin.lab.bench.work import BASELINES, Work
 from symexplin.lab.settings import build, load_toml
 
 TINY = {"widths": (16,), "depths": (1,), "context": 16, "vocab_size": 32, "tokens": 64, "device": "cpu", "threads": 1}
-FACTS = {"context", "vocab_size", "preset", "seed", "device", "kernels", "machine", "cores", "threads", "torch"}
-FACTS |= {"commit", "date"}
+STEP = BenchConfig(("step",), dtypes=("fp32",), repeats=1, **TINY)
+CPU = torch.device("cpu")
+PHASES = ("forward", "backward", "optimizer")
+
+
+class Machine:
+    """A clock that only work moves on, and a record of what was built and run."""
+
+    def __init__(self, monkeypatch, seconds):
+        self.now, self.built, self.ran, self.seconds = 0.0, [], [], seconds
+        monkeypatch.setattr(module, "timer", lambda: self.now)
+
+    def arms(self):
+        return {name: lambda name=name: self._make(name) for name in self.seconds}
+
+    def _make(self, name):
+        phases = {"all": 0.0}
+
+        def run():
+            self.now += self.seconds[name]
+            phases["all"] += self.seconds[name]
+            self.ran.append(name)
+
+        def prepare():
+            self.now += 1000.0
+            self.ran.append(f"({name})")
+
+        self.built.append(name)
+        return Work(run, prepare, phases)
+
+
+def test_times_are_those_of_the_work_alone(monkeypatch):
+    machine = Machine(monkeypatch, {"a": 0.5, "b": 0.003})
+    rounds = list(measure(machine.arms(), CPU, repeats=3))
+    assert [list(found) for found in rounds] == [["a", "b"]] * 3
+    for found in rounds:
+        assert [found[name].ms for name in "ab"] == pytest.approx([500.0, 3.0])
+        assert [found[name].phases["all"] for name in "ab"] == pytest.approx([500.0, 3.0])
+    # Two calls first, then a warm-up round and three that count; 7 x 3 ms are more than 20 ms.
+    assert [machine.ran.count(name) for name in ("a", "(a)", "b", "(b)")] == [6, 6, 2 + 7 * 4, 6]
+
+
+def test_turns_rotate_and_each_is_prepared(monkeypatch):
+    machine, ticks = Machine(monkeypatch, dict.fromkeys("abc", 0.1)), []
+    list(measure(machine.arms(), CPU, repeats=3, warmup=1, tick=lambda: ticks.append(1)))
+    assert machine.built == ["a", "b", "c"]
+    assert machine.ran == [word for name in "aabbcc" + "cab" + "abc" + "bca" + "cab" for word in (f"({name})", name)]
+    assert len(ticks) == 4 * 3
+
+
+def test_fresh_ones_are_built_for_every_turn(monkeypatch):
+    machine = Machine(monkeypatch, dict.fromkeys("ab", 0.1))
+    rounds = list(measure(machine.arms(), CPU, repeats=2, warmup=0, fresh=True))
+    assert machine.built == ["a", "b", "b", "a"]
+    assert [list(found) for found in rounds] == [["a", "b"]] * 2
+
+
+def test_rows_are_medians_of_what_each_round_shows():
+    """A machine that drifts: every round is slower than the one before, all variants alike."""
+    times = ((1.0, 1.1, 2.0), (10.0, 13.0, 20.0), (100.0, 120.0, 200.0))
+    spent = [{"forward": ms, "backward": 2 * ms, "optimizer": 5.0} for ms in (1.0, 3.0, 9.0)]
+    names = ("adamw", "sel", "module")
+    rounds = [
+        {name: Timing(ms, phases) for name, ms in zip(names, row, strict=True)}
+        for row, phases in zip(times, spent, strict=True)
+    ]
+    found = rows_of(Case("step", "fp32", 4, 2, 1, 64), rounds, {"adamw": 2**30})
+    adamw, sel, own = found
+    assert [row["ms"] for row in found] == [10.0, 13.0, 20.0]
+    assert (adamw["ms_p10"], adamw["ms_p90"]) == pytest.approx((1.0 + 0.2 * 9.0, 10.0 + 0.8 * 90.0))
+    assert [sel[key] for key in ("ratio", "ratio_p10", "ratio_p90")] == pytest.approx([1.2, 1.12, 1.28])
+    assert (adamw["ratio"], own["ratio"], sel["overhead_percent"]) == pytest.approx((1.0, 2.0, 20.0))
+    assert [sel[f"{phase}_ms"] for phase in PHASES] == [3.0, 6.0, 5.0]
+    assert (adamw["peak_mib"], sel["peak_mib"], sel["rounds"]) == (1024.0, None, 3)
+
+
+def test_bf16_variants_are_held_against_their_own_baselines():
+    for baselines in BASELINES.values():
+        first = next(iter(baselines))
+        assert baselines[first] == first
+        assert set(baselines.values()) <= set(baselines)
+    times = {"adamw_master": 4.0, "sel": 5.0, "adamw_autocast": 8.0, "module": 16.0}
+    rounds = [{name: Timing(ms, dict.fromkeys(PHASES, 1.0)) for name, ms in times.items()}]
+    rows = rows_of(Case("step", "bf16", 4, 2, 1, 64), rounds, {})
+    assert [(row["variant"], row["ratio"]) for row in rows] == list(
+        zip(times, (1.0, 1.25, 2.0, 2.0), strict=True)  # the module's baseline is AdamW under autocast
+    )
 
 
 def read(folder):
     with (folder / "results.csv").open() as file:
         return list(csv.DictReader(file))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _small_product():
-    """The product of matrices that tells the FLOP/s is of small ones."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(floors._SIDES, "cpu", 256)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -55,28 +125,8 @@ def test_every_variant_of_every_case_has_a_row(done):
     for (part, dtype), variants in BASELINES.items():
         own = [key for key in keys if key[:2] == (part, dtype)]
         assert len(own) == counts[part] * len(variants)
-    assert set(table.Row.__dataclass_fields__) | FACTS <= set(rows[0])
-
-
-def test_a_row_says_how_it_was_measured(done):
-    rows = read(done[0])
+    assert {tuple(row)[-len(FACTS) :] for row in rows} == {FACTS}
     assert {(row["kernels"], row["seed"], row["preset"]) for row in rows} == {(kernels.describe("cpu"), "0", "paper")}
-    for row in rows:
-        assert row["heads"] == ("" if row["part"] == "map" else "1")
-        assert row["loss_chunk"] == ("0" if row["part"] == "step" else "")
-
-
-def test_kernels_are_those_in_force(tmp_path):
-    with kernels.using("readable"):
-        run_bench(BenchConfig(("map",), dtypes=("fp32",), repeats=1, **TINY), tmp_path / "out")
-    assert {row["kernels"] for row in read(tmp_path / "out")} == {"readable formulas"}
-
-
-def test_the_settings_are_saved(tmp_path):
-    asked = BenchConfig(("map",), repeats=1, map={"beta": 5.0}, **{**TINY, "threads": None})
-    run_bench(asked, tmp_path / "out")
-    saved = build(BenchConfig, load_toml(tmp_path / "out" / "config.toml"))
-    assert saved == dataclasses.replace(asked, threads=torch.get_num_threads())
 
 
 def test_rows_are_the_rounds(done):
@@ -86,54 +136,42 @@ def test_rows_are_the_rounds(done):
         own = [
             found["times"]
             for found in rounds
-            if all(str(found[key]) == (row[key] or "None") for key in ("part", "dtype", "shape", "microbatches"))
+            if all(str(found[key]) == (row[key] or "None") for key in ("part", "dtype", "microbatches"))
+            and (found["shape"] is None or "x".join(map(str, found["shape"])) == row["shape"])
         ]
         assert len(own) == int(row["rounds"]) == 2
         ratio = statistics.median(times[row["variant"]]["ms"] / times[row["baseline"]]["ms"] for times in own)
-        assert float(row["ratio"]) == pytest.approx(ratio, rel=1e-5)
-        assert float(row["ms"]) == pytest.approx(
-            statistics.median(times[row["variant"]]["ms"] for times in own), rel=1e-5
-        )
-
-
-def test_counts_bytes_and_mfu_by_hand(done):
-    (row,) = [
-        row
-        for row in read(done[0])
-        if (row["part"], row["dtype"], row["variant"], row["microbatches"]) == ("step", "bf16", "sel", "2")
-    ]
-    width, hidden, vocabulary = 16, 64, 32
-    matrices = 4 * width * width + 3 * width * hidden
-    curved = matrices + 5 * width + 2 * hidden
-    plain = 2 * width * vocabulary + 3 * width + 2 * width  # embedding, head, three norms, two of the head's size 16
-    assert (int(row["curved"]), int(row["parameters"])) == (curved, curved + plain)
-    assert int(row["floor_bytes"]) == (34 + 6) * curved + (30 + 6) * plain
-    flops = 6 * (curved + plain - width * vocabulary) + 12 * 1 * width * 16
-    assert float(row["mfu"]) == pytest.approx(float(row["tokens_per_s"]) * flops / float(row["peak_flops"]), rel=1e-4)
-    assert float(row["tokens_per_s"]) == pytest.approx(64e3 / float(row["ms"]), rel=1e-4)
-    assert row["peak_flops_source"] == "measured matmul"
+        assert float(row["ratio"]) == pytest.approx(ratio, rel=1e-6)
+        ms = statistics.median(times[row["variant"]]["ms"] for times in own)
+        assert float(row["ms"]) == pytest.approx(ms, rel=1e-6)
+        phases = sum(float(row[f"{phase}_ms"] or 0) for phase in PHASES)
+        assert phases == 0 if row["part"] != "step" else 0.5 * ms < phases < 1.5 * ms
 
 
 def test_the_tables_and_the_plot_are_shown(done):
     folder, lines = done
     assert sum(line.startswith("map") for line in lines) == 6
-    assert any("adamw_master" in line and "x baseline" in line for line in lines)
+    assert any("adamw_master" in line and "ratio" in line for line in lines)
     assert (folder / "bench.png").read_bytes().startswith(b"\x89PNG")
     svg = (folder / "bench.svg").read_text()
     assert "SEL in the optimizer, bf16" in svg
-    assert "microbatches a step" in svg
+    assert "microbatches per step" in svg
 
 
-def test_an_earlier_measurement_is_not_written_over(done):
-    folder, _ = done
-    before = (folder / "results.csv").read_bytes()
-    with pytest.raises(ValueError, match=r"out must be a new folder, got .* which has an earlier measurement"):
-        run_bench(BenchConfig(**TINY), folder)
-    assert (folder / "results.csv").read_bytes() == before
+def test_facts_are_those_in_force(tmp_path, monkeypatch):
+    monkeypatch.setenv("MALLOC_MMAP_MAX_", "0")
+    asked = BenchConfig(("map",), dtypes=("fp32",), repeats=1, map={"beta": 5.0}, **{**TINY, "threads": None})
+    with kernels.using("readable"):
+        run_bench(asked, tmp_path / "out")
+    for row in read(tmp_path / "out"):
+        assert (row["kernels"], row["malloc"]) == ("readable formulas", "MALLOC_MMAP_MAX_=0")
+        assert (row["map"], row["threads"]) == ("{'beta': 5.0}", str(torch.get_num_threads()))
+    saved = build(BenchConfig, load_toml(tmp_path / "out" / "config.toml"))
+    assert saved == dataclasses.replace(asked, threads=torch.get_num_threads())
 
 
-def test_what_was_measured_before_an_interruption_stays(tmp_path, monkeypatch):
-    measure, calls = module.measure, []
+def test_an_interruption_keeps_what_was_measured_before(tmp_path, monkeypatch):
+    calls = []
 
     def interrupted(*arguments):
         calls.append(1)
@@ -148,38 +186,23 @@ def test_what_was_measured_before_an_interruption_stays(tmp_path, monkeypatch):
     assert len((tmp_path / "out" / "rounds.jsonl").read_text().splitlines()) == 1
 
 
-@pytest.mark.parametrize("name", ["results.csv", "rounds.jsonl", "config.toml", "bench.svg", "results.csv.tmp"])
-def test_any_earlier_file_is_left_alone(tmp_path, name):
+@pytest.mark.parametrize("name", ["results.csv", "rounds.jsonl", "notes.txt"])
+def test_an_earlier_measurement_is_left_alone(tmp_path, name):
     (tmp_path / name).write_text("earlier")
     with pytest.raises(ValueError, match="out must be a new folder"):
         run_bench(BenchConfig(("map",), repeats=1, **TINY), tmp_path)
-    assert (tmp_path / name).read_text() == "earlier"
+    assert {path.name: path.read_text() for path in tmp_path.iterdir() if path.name != ".lock"} == {name: "earlier"}
 
 
-def test_a_mistake_found_while_building_leaves_no_folder(tmp_path, monkeypatch):
+@pytest.mark.parametrize("device", ["cpu", "cuda:77"])
+def test_a_mistake_leaves_no_folder(tmp_path, monkeypatch, device):
     def refuse(*_):
         raise ValueError("no inverse")
 
     monkeypatch.setattr(module, "make_work", refuse)
-    with pytest.raises(ValueError, match="no inverse"):
-        run_bench(BenchConfig(("step",), **TINY), tmp_path / "deep" / "out")
+    with pytest.raises(ValueError, match="no inverse" if device == "cpu" else "device must be one that torch finds"):
+        run_bench(BenchConfig(("step",), **{**TINY, "device": device}), tmp_path / "deep" / "out")
     assert not (tmp_path / "deep").exists()
-
-
-def test_a_mistake_leaves_no_folder(tmp_path):
-    with pytest.raises(ValueError, match="device must be one that torch finds"):
-        run_bench(BenchConfig(**{**TINY, "device": "cuda:77"}), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_memory_of_each_variant_is_asked_for(tmp_path, monkeypatch):
-    peaks = {"adamw": 2**30, "sel": 2**30 + 2**28, "module": 2**31}
-    monkeypatch.setattr(module, "peak_in_child", lambda name, *_: peaks[name])
-    rows = run_bench(BenchConfig(("step",), dtypes=("fp32",), repeats=1, **TINY), tmp_path / "out")
-    assert [(row.peak_mib, row.peak_ratio) for row in rows] == [(1024.0, 1.0), (1280.0, 1.25), (2048.0, 2.0)]
-
-
-STEP = BenchConfig(("step",), dtypes=("fp32",), repeats=1, **TINY)
 
 
 def test_memory_that_cannot_be_measured_is_left_out(tmp_path, monkeypatch):
@@ -191,7 +214,7 @@ def test_memory_that_cannot_be_measured_is_left_out(tmp_path, monkeypatch):
     lines = []
     monkeypatch.setattr(module, "peak_in_child", peak)
     rows = run_bench(STEP, tmp_path / "out", lines.append)
-    assert [row.peak_mib for row in rows] == [1024.0, None, 1024.0]
+    assert [row["peak_mib"] for row in rows] == [1024.0, None, 1024.0]
     assert [row["peak_mib"] for row in read(tmp_path / "out")] == ["1024", "", "1024"]
     assert lines[0].startswith("memory of sel, step fp32: width 16")
     assert lines[0].endswith("its process ended")
@@ -209,59 +232,13 @@ def test_timings_are_there_before_memory_and_survive_its_interruption(tmp_path, 
     assert {row["variant"] for row in read(tmp_path / "out")} == {"adamw", "sel", "module"}
 
 
-def test_a_child_that_fails_says_why_in_a_line(capfd):
-    with pytest.raises(ChildProcessError, match=r"^KeyError: 'fp8'$"):
-        peak_in_child("adamw", STEP, next(STEP.cases())._replace(dtype="fp8"))
-    assert "Traceback" not in capfd.readouterr().err
-
-
-ENDLESS = """if True:
-    import os, signal, sys, time
-    from symexplin.lab.bench import memory
-    from symexplin.lab.bench.config import BenchConfig
-
-    def endless(*_):
-        print(os.getpid(), flush=True)
-        time.sleep(100)
-
-    memory._peak = endless  # in the child, too, which imports this file again
-    if __name__ == "__main__":
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in a shell's background ignores it
-        config = BenchConfig(("step",), device="cpu")
-        try:
-            memory.peak_in_child("adamw", config, next(config.cases()))
-        except KeyboardInterrupt:
-            print("interrupted", flush=True)
-"""
-
-
-@pytest.mark.skipif(os.name != "posix", reason="kills")
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
-def test_a_child_ends_with_its_parent(tmp_path, end):
-    """Ctrl-C of a terminal reaches both, and the child says nothing."""
-    script = tmp_path / "script.py"
-    script.write_text(ENDLESS)
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, script], text=True, **pipes) as parent:
-        child = int(parent.stdout.readline())
-        if end == signal.SIGINT:
-            os.kill(child, end)
-            time.sleep(0.3)  # for what it might say before its parent ends it
-            os.kill(parent.pid, end)
-        else:
-            parent.kill()
-        out, err = parent.communicate(timeout=30)  # until the child, which holds the pipes, has ended
-    assert (out, err) == ("interrupted\n" if end == signal.SIGINT else "", "")
-
-
 @pytest.mark.parametrize(("fresh", "resets"), [(False, 1), (True, 1 + 3 * 3)])
 def test_no_model_is_one_too_many_for_torch_to_compile(tmp_path, monkeypatch, fresh, resets):
-    """Once a case, and with `fresh` once a turn: three variants, a warm-up round and two that count."""
+    """Once per case, and with `fresh` once per turn: three variants, a warm-up round and two that count."""
     compiled, calls = [], []
     monkeypatch.setattr(torch, "compile", lambda model: compiled.append(model) or model)
     monkeypatch.setattr(torch.compiler, "reset", lambda: calls.append(1))
-    config = BenchConfig(("step",), dtypes=("fp32",), repeats=2, memory=False, compile=True, fresh=fresh, **TINY)
-    run_bench(config, tmp_path / "out")
+    run_bench(dataclasses.replace(STEP, repeats=2, memory=False, compile=True, fresh=fresh), tmp_path / "out")
     assert len(calls) == resets
     assert len(compiled) == (9 if fresh else 3)
 
@@ -270,19 +247,8 @@ def test_no_model_is_one_too_many_for_torch_to_compile(tmp_path, monkeypatch, fr
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_tells_times_memory_and_its_name(tmp_path):
     run_bench(BenchConfig(repeats=2, **{**TINY, "device": "cuda"}), tmp_path / "out")
+    weights = 2 * 16 * 32 + 4 * 16 * 16 + 3 * 16 * 64  # embedding, head and the block's matrices
     for row in read(tmp_path / "out"):
         assert row["device"] == torch.cuda.get_device_name()
         assert float(row["ms"]) > 0.0
-        assert float(row["host_ms"]) > 0.0
-        assert row["part"] == "map" or float(row["peak_mib"]) * 2**20 > 12 * int(row["parameters"])
-
-
-def test_a_childs_memory_is_its_own_and_grows_with_the_model():
-    """What this process holds does not count, which getrusage would hand on to the child."""
-    held = torch.ones(2**26)  # 256 MiB
-    case = next(BenchConfig(("step",), dtypes=("fp32",), **TINY).cases())
-    small = peak_in_child("adamw", BenchConfig(**TINY), case)
-    assert small < memory._high_water() - 0.5 * held.nbytes
-    wide = {**TINY, "vocab_size": 2**17}  # 2 x 2^21 parameters more, with gradients and moments 16 bytes each
-    large = peak_in_child("adamw", BenchConfig(**wide), case)
-    assert large - small > 0.9 * 16 * 2**22
+        assert row["part"] == "map" or float(row["peak_mib"]) * 2**20 > 12 * weights

@@ -1,7 +1,4 @@
-"""What `symexplin bench` measures: sizes, dtypes, parts and the machine, as one checked configuration.
-
-The optimizer step alone, at one size: `symexplin bench --out FOLDER --parts optimizer --widths 512 --depths 6`.
-"""
+"""What `symexplin bench` measures: parts, sizes, dtypes and the machine, as one checked configuration."""
 
 import itertools
 from collections.abc import Iterator
@@ -16,16 +13,16 @@ from symexplin.lab.maps import LAB_PRESETS, CurveConfig, named_map
 from symexplin.lab.model import ModelConfig
 from symexplin.validation import check_choice, check_flag, check_whole
 
-__all__ = ["DTYPES", "PARTS", "BenchConfig", "Case", "heads_of"]
+__all__ = ["DTYPES", "PARTS", "BenchConfig", "Case", "heads_of", "shapes"]
 
 PARTS = ("map", "optimizer", "step")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _HEAD = 64  # the usual size of an attention head
-_DEVICES = ("auto", "cpu", "cuda")  # what there are clocks and measures of memory for
+_DEVICES = ("auto", "cpu", "cuda")  # bench can measure time and memory on these
 
 
 class Case(NamedTuple):
-    """One thing to measure: all its variants take turns. What does not matter to a part is None."""
+    """One part at one size, whose variants take turns. Sizes that the part does not have are None."""
 
     part: str
     dtype: str
@@ -33,16 +30,17 @@ class Case(NamedTuple):
     depth: int | None = None
     microbatches: int | None = None
     tokens: int | None = None
+    shape: tuple[int, int] | None = None
 
     def __str__(self) -> str:
         size = f"width {self.width}" + ("" if self.depth is None else f", depth {self.depth}")
         if self.tokens is not None:
             size += f", {self.tokens:,} tokens in {self.microbatches}"
-        return f"{self.part} {self.dtype}: {size}"
+        return f"{self.part} {self.dtype}: {size}" + (f", {self.shape[0]}x{self.shape[1]}" if self.shape else "")
 
 
 def heads_of(width: int) -> int:
-    """Return the number of heads of size 64, or of the even size nearest to it that divides `width`.
+    """Return the number of heads of size 64, or of the nearest even size that divides `width`.
 
     >>> heads_of(512), heads_of(16), heads_of(96)
     (8, 1, 2)
@@ -51,39 +49,48 @@ def heads_of(width: int) -> int:
     return width // min(sizes, key=lambda size: abs(size - _HEAD)) if sizes else 1
 
 
+def shapes(width: int) -> list[tuple[int, int]]:
+    """Return the distinct shapes (outputs, inputs) of the model's curved matrices.
+
+    >>> shapes(512)
+    [(512, 512), (1344, 512), (512, 1344)]
+    """
+    hidden = ModelConfig(width, heads=1).hidden
+    return list(dict.fromkeys([(width, width), (hidden, width), (width, hidden)]))
+
+
 @dataclass(frozen=True)
 class BenchConfig:
     """What to measure, and how often.
 
     Args:
-        parts: "map" (the map alone, one weight matrix), "optimizer" (its step alone, with clipping), "step" (the whole
+        parts: "map" (the map of one weight matrix), "optimizer" (the optimizer step with clipping), "step" (the whole
             training step).
         widths: of the model.
         depths: of the model.
-        microbatches: numbers of parts that a step's tokens are computed in.
-        dtypes: of the parameters, "fp32" or "bf16"; with "bf16" the module home and its baseline have fp32 ones under
-            autocast.
-        tokens: tokens an optimizer step.
-        tokens_per_microbatch: if given, it says the tokens a step, times the microbatches.
-        context: tokens a sequence.
+        microbatches: numbers of parts that the tokens of a step are computed in.
+        dtypes: of the parameters, "fp32" or "bf16". With "bf16" the module home and its baseline have fp32 parameters
+            under autocast.
+        tokens: per optimizer step.
+        context: tokens per sequence.
         vocab_size: tokens of the vocabulary.
-        heads: attention heads; if not given, of size 64 or as near to it as the width allows.
+        heads: attention heads. The default gives heads of size 64, or as near to it as the width allows.
         preset: the map, one of the paper's or the lab's.
         map: keys of the map to change, such as beta = 5 or e.k = [50, 8].
-        repeats: rounds that count; in each every variant has one turn.
+        repeats: rounds that count. Each variant has one turn per round.
         warmup: rounds before them that do not count.
-        fresh: build each variant anew for each of its turns: for models of which several do not fit into memory.
-        memory: measure peak memory, on a CPU in a process of its own for each variant.
+        fresh: build each variant anew for each of its turns. Models then need not fit into memory side by side.
+        memory: measure peak memory. On a CPU each variant takes a few steps in a process of its own.
         device: "auto" (CUDA if there is one), "cpu", "cuda", "cuda:1".
-        threads: threads of the CPU; as many as torch takes if not given.
+        threads: threads of the CPU. The default is torch's.
         compile: torch.compile the model.
         recompute: compute each block again in the backward pass instead of keeping its activations.
-        loss_chunk: tokens whose logits are held at once in the loss, 0 for all; if not given, all unless they take
+        loss_chunk: tokens whose logits are held at once in the loss, 0 for all. The default is all unless they take
             more than 256 MiB.
         seed: of weights, tokens and gradients.
 
     Raises:
-        ValueError: a value out of range, sizes that do not go together.
+        ValueError: A value is out of range, or sizes do not fit together.
 
     >>> BenchConfig(widths=(100,), heads=8)
     Traceback (most recent call last):
@@ -96,7 +103,6 @@ class BenchConfig:
     microbatches: tuple[int, ...] = (1,)
     dtypes: tuple[str, ...] = tuple(DTYPES)
     tokens: int = 8192
-    tokens_per_microbatch: int | None = None
     context: int = 512
     vocab_size: int = 8192
     heads: int | None = None
@@ -125,8 +131,6 @@ class BenchConfig:
             check_whole(name, getattr(self, name))
         for name in ("warmup", "seed"):
             check_whole(name, getattr(self, name), minimum=0)
-        if self.tokens_per_microbatch is not None:
-            check_whole("tokens_per_microbatch", self.tokens_per_microbatch)
         if self.heads is not None:
             check_whole("heads", self.heads)
         if self.device.partition(":")[0] not in _DEVICES:
@@ -145,25 +149,22 @@ class BenchConfig:
         return values
 
     def cases(self) -> Iterator[Case]:
-        """Yield what there is to measure, in order."""
+        """Yield the cases in the order of measurement."""
         for part, dtype, width in itertools.product(self.parts, self.dtypes, self.widths):
             if part == "map":
-                yield Case(part, dtype, width)
-                continue
-            for depth in self.depths:
-                if part == "optimizer":
-                    yield Case(part, dtype, width, depth)
-                    continue
-                for count in self.microbatches:
-                    each = self.tokens_per_microbatch
-                    yield Case(part, dtype, width, depth, count, self.tokens if each is None else each * count)
+                yield from (Case(part, dtype, width, shape=shape) for shape in shapes(width))
+            elif part == "optimizer":
+                yield from (Case(part, dtype, width, depth) for depth in self.depths)
+            else:
+                sizes = itertools.product(self.depths, self.microbatches)
+                yield from (Case(part, dtype, width, depth, count, self.tokens) for depth, count in sizes)
 
     def curve(self, width: int) -> sel.SELConfig:
         """Return the map at a width."""
         return named_map(self.preset, self.map, width)
 
     def _sized(self, case: Case) -> RunConfig:
-        """Return the run that a case is a step of; the map alone and the optimizer step have no batch."""
+        """Return the training run whose step the case is. A case without tokens gets one sequence."""
         count, tokens = case.microbatches or 1, case.tokens or self.context
         rows, rest = divmod(tokens, self.context)
         if rest or rows % count:
@@ -181,9 +182,9 @@ class BenchConfig:
         )
 
     def run(self, case: Case) -> RunConfig:
-        """Return the run that a case is a step of, with its device, threads and loss_chunk.
+        """Return the training run whose step the case is, with device, threads and loss_chunk resolved.
 
         Raises:
-            ValueError: a device that is not there.
+            ValueError: The device is not there.
         """
         return resolve(self._sized(case), self.vocab_size)

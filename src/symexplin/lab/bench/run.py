@@ -1,50 +1,174 @@
-"""Measure case after case into a folder: every round as it comes, the rows of every case, the plot at the end."""
+"""Time the variants of every case in turns, and write their rows, rounds, settings and plot into a folder."""
 
-import contextlib
 import dataclasses
 import datetime
+import functools
+import gc
+import json
+import math
+import os
+import timeit
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch.utils.benchmark import set_torch_threads, timer
 from tqdm import tqdm
 
-import symexplin as sel
 from symexplin import kernels
 from symexplin.lab.bench.config import BenchConfig, Case
-from symexplin.lab.bench.floors import peak_flops
-from symexplin.lab.bench.measure import Round, measure
-from symexplin.lab.bench.memory import peak_in_child
-from symexplin.lab.bench.table import Row, Size, format_rows, rows_of, to_csv
-from symexplin.lab.bench.variants import BASELINES
-from symexplin.lab.bench.work import Work, make_work, shapes
-from symexplin.lab.files import JsonLines, replace_file, replacing
+from symexplin.lab.bench.work import BASELINES, PHASES, Work, make_work, peak_in_child
+from symexplin.lab.files import replace_file, replacing
 from symexplin.lab.folders import LOCK, claimed
-from symexplin.lab.malloc import keep_freed_memory
-from symexplin.lab.model import Transformer
 from symexplin.lab.provenance import cores, provenance
 from symexplin.lab.settings import dump_toml, to_table
+from symexplin.lab.tables import format_columns, write_csv
 
-__all__ = ["CONFIG", "PLOT", "RESULTS", "ROUNDS", "run_bench"]
+__all__ = ["CONFIG", "FACTS", "PLOT", "RESULTS", "ROUNDS", "Row", "Timing", "measure", "rows_of", "run_bench", "spread"]
 
 Echo = Callable[[str], None]
-Shape = tuple[int, int]
+Row = dict[str, Any]
 
 CONFIG, RESULTS, ROUNDS, PLOT = "config.toml", "results.csv", "rounds.jsonl", "bench"
+# Columns of the measurement as a whole, after those of each row.
+FACTS = (
+    *("context", "vocab_size", "heads", "preset", "map", "seed", "compile", "recompute", "loss_chunk", "fresh"),
+    *("device", "kernels", "malloc", "processor", "instructions", "cores", "threads"),
+    *("system", "python", "torch", "symexplin", "commit", "date"),
+)
+_PRINTED = ("variant", "ms", "ms_p10", "ms_p90", "baseline", "ratio", "ratio_p10", "ratio_p90", "peak_mib")
+_LEAST_MS, _MOST_CALLS = 20.0, 200  # shorter work is repeated within its turn
+_MALLOC = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")  # variables that set or replace malloc
+
+
+class Timing(NamedTuple):
+    """One turn: milliseconds per call and per phase of it, and on CUDA the peak of the variant's memory in bytes."""
+
+    ms: float
+    phases: dict[str, float]
+    peak: int | None = None
+
+
+Round = dict[str, Timing]
+
+
+class _Turn:
+    """A variant ready to be timed: built, called twice, with its number of calls per turn."""
+
+    def __init__(self, make: Callable[[], Work], device: torch.device) -> None:
+        on_cuda, held = device.type == "cuda", 0
+        if on_cuda:
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+            held = torch.cuda.memory_allocated(device)
+        self._work, self._calls = make(), 1
+        self._peak: int | None = None
+        self.take()  # creates states, compiles code
+        self._calls = min(_MOST_CALLS, math.ceil(_LEAST_MS / self.take().ms))
+        if on_cuda:
+            self._peak = torch.cuda.max_memory_allocated(device) - held
+
+    def take(self) -> Timing:
+        work, phases = self._work, self._work.phases
+        phases.update(dict.fromkeys(phases, 0.0))
+        # torch's own Timer calls the work twice more per measurement. Its clock waits for the device.
+        seconds = timeit.Timer(work.run, work.prepare, timer).timeit(self._calls)
+        spent = {phase: 1e3 * part / self._calls for phase, part in phases.items()}
+        return Timing(1e3 * seconds / self._calls, spent, self._peak)
+
+
+def measure(
+    arms: Mapping[str, Callable[[], Work]],
+    device: torch.device,
+    repeats: int,
+    warmup: int = 1,
+    fresh: bool = False,
+    tick: Callable[[], object] = lambda: None,
+) -> Iterator[Round]:
+    """Yield the timings of each round by variant.
+
+    In a round each variant has one turn, in an order that rotates. A machine that slows down affects all alike.
+
+    Args:
+        arms: functions that build the work of each variant.
+        device: where the work runs.
+        repeats: rounds that count.
+        warmup: rounds before them.
+        fresh: build a variant for each of its turns. Otherwise all exist side by side.
+        tick: called after each turn.
+
+    >>> rounds = measure({"a": lambda: Work(lambda: None), "b": lambda: Work(lambda: None)}, torch.device("cpu"), 3)
+    >>> [list(found) for found in rounds]
+    [['a', 'b'], ['a', 'b'], ['a', 'b']]
+    """
+    turns = {} if fresh else {name: _Turn(make, device) for name, make in arms.items()}
+    names = list(arms)
+    for number in range(-warmup, repeats):
+        first = number % len(names)
+        found: Round = {}
+        for name in names[first:] + names[:first]:
+            found[name] = (turns[name] if turns else _Turn(arms[name], device)).take()
+            tick()
+        if number >= 0:
+            yield {name: found[name] for name in names}
+
+
+def rows_of(case: Case, rounds: Sequence[Round], peaks: Mapping[str, int | None]) -> list[Row]:
+    """Return the rows of a case, one per variant. None stands for what does not apply or was not measured.
+
+    Args:
+        case: what was measured.
+        rounds: its timings.
+        peaks: bytes of memory by variant.
+    """
+    rows: list[Row] = []
+    for name, baseline in BASELINES[case.part, case.dtype].items():
+        own, peak = [found[name] for found in rounds], peaks.get(name)
+        ratios = spread("ratio", [found[name].ms / found[baseline].ms for found in rounds])
+        phases = {p: float(np.median([timing.phases[p] for timing in own])) for p in own[0].phases}
+        rows.append(
+            {
+                **{"part": case.part, "variant": name, "baseline": baseline},
+                **case._asdict(),
+                "shape": case.shape and "x".join(map(str, case.shape)),
+                "rounds": len(rounds),
+                **spread("ms", [timing.ms for timing in own]),
+                **ratios,
+                "overhead_percent": None if case.part == "map" else 100.0 * (ratios["ratio"] - 1.0),
+                "peak_mib": None if peak is None else peak / 2**20,
+                **{f"{phase}_ms": phases.get(phase) for phase in PHASES},
+            }
+        )
+    return rows
+
+
+def spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Return the median and the 10th and 90th percentile, as columns.
+
+    >>> spread("ms", [1.0, 2.0, 3.0])
+    {'ms': 2.0, 'ms_p10': 1.2, 'ms_p90': 2.8}
+    """
+    middle, low, high = np.percentile(values, (50, 10, 90)).tolist()
+    return {name: middle, f"{name}_p10": low, f"{name}_p90": high}
+
+
+def _format(rows: Sequence[Row]) -> str:
+    def cell(value: object) -> str:
+        return f"{value:,.3f}" if isinstance(value, float) else str(value or "-")
+
+    return format_columns([_PRINTED, *([cell(row[name]) for name in _PRINTED] for row in rows)])
 
 
 def run_bench(config: BenchConfig, out: str | Path, echo: Echo = lambda _: None, progress: bool = False) -> list[Row]:
-    """Measure everything that a configuration asks for, in this process, and write what was found.
+    """Measure everything that a configuration asks for, and write it into a folder.
 
-    FOLDER/results.csv has one row a variant; rounds.jsonl the times of every round; config.toml the settings with
-    device and threads as they came to be; bench.svg and bench.png the plot. A measurement that is interrupted keeps the
-    cases it has timed, without a plot; a variant whose memory cannot be measured has none, and `echo` says why.
-
-    Memory on a CPU is measured in spawned processes, which import the main module again: a script that calls this, and
-    not with `memory=False`, needs the guard `if __name__ == "__main__":`. As in every run of the lab, memory that is
-    freed stays with this process, for good (glibc's malloc).
+    results.csv has a row per variant, rounds.jsonl the times of every round, config.toml the settings with device and
+    threads resolved, bench.svg and bench.png the plot. The rows of a case are written when it is timed, and again with
+    the memory of each variant. An interrupted measurement keeps the cases that it has timed, without a plot.
 
     Args:
         config: what to measure.
@@ -53,7 +177,7 @@ def run_bench(config: BenchConfig, out: str | Path, echo: Echo = lambda _: None,
         progress: show a bar on a terminal.
 
     Raises:
-        ValueError: a device that is not there, a folder that is not new, a map without an inverse at the weights.
+        ValueError: The device is not there, the folder is not new, or the map has no inverse at the weights.
 
     >>> import tempfile
     >>> config = BenchConfig(("map",), widths=(16,), dtypes=("fp32",), repeats=2, device="cpu")
@@ -63,67 +187,66 @@ def run_bench(config: BenchConfig, out: str | Path, echo: Echo = lambda _: None,
     ['bench.png', 'bench.svg', 'config.toml', 'results.csv', 'rounds.jsonl']
     """
     compute = config.run(next(config.cases())).compute
-    device, threads = torch.device(compute.device), torch.get_num_threads()
-    rows: list[Row] = []
-    keep_freed_memory()  # as every run of the lab does
-    with claimed(out, "benchmark", (RESULTS, ROUNDS)) as folder, warnings.catch_warnings():
+    config = dataclasses.replace(config, device=compute.device, threads=compute.threads)
+    with (
+        claimed(out, "benchmark", (RESULTS, ROUNDS)) as folder,
+        set_torch_threads(compute.threads or 1),
+        warnings.catch_warnings(),
+    ):
         if any(path.name != LOCK for path in folder.iterdir()):
             raise ValueError(f"out must be a new folder, got {str(out)!r}, which has an earlier measurement")
-        torch.set_num_threads(compute.threads or threads)
-        try:
-            facts = _facts(config, device)
-            with _Log(folder, config) as log:
-                bench = _Bench(config, device, log, echo, progress)
-                for case in config.cases():
-                    for shape in shapes(case.width) if case.part == "map" else [None]:
-                        found: list[Row] = []
-                        for found in bench.case(case, shape):
-                            replace_file(folder / RESULTS, to_csv([*rows, *found], facts))
-                        rows += found
-                        echo(f"{case}{'' if shape is None else f', {_name(shape)}'}\n{format_rows(found)}")
-            _draw(rows, folder, _caption(facts))
-        finally:
-            torch.set_num_threads(threads)
-    return rows
-
-
-class _Log(contextlib.ExitStack):
-    """The settings and the rounds, written from the first round on: a mistake before it leaves the folder empty."""
-
-    def __init__(self, folder: Path, config: BenchConfig) -> None:
-        super().__init__()
-        self._folder, self._config = folder, config
-        self._lines: JsonLines | None = None
-
-    def write(self, **record: Any) -> None:
-        if self._lines is None:
-            compute = self._config.run(next(self._config.cases())).compute
-            said = dataclasses.replace(self._config, device=compute.device, threads=compute.threads)
-            replace_file(self._folder / CONFIG, dump_toml(to_table(said)))
-            self._lines = self.enter_context(JsonLines(self._folder / ROUNDS))
-        self._lines.write(**record)
+        bench = _Bench(config, folder, echo, progress)
+        for case in config.cases():
+            bench.measure(case)
+        bench.plot()
+    return bench.rows
 
 
 class _Bench:
-    """What all cases share: the device, its FLOP/s once known, and the log of rounds."""
+    """A measurement in its folder, which stays empty until the first case is timed."""
 
-    def __init__(self, config: BenchConfig, device: torch.device, log: _Log, echo: Echo, progress: bool) -> None:
-        self._config, self._device, self._log, self._echo, self._progress = config, device, log, echo, progress
-        self._flops: dict[str, tuple[float, str]] = {}
+    def __init__(self, config: BenchConfig, folder: Path, echo: Echo, progress: bool) -> None:
+        self._config, self._folder, self._echo, self._progress = config, folder, echo, progress
+        self._device = torch.device(config.device)
+        self._facts = _facts(config, self._device)
+        self._rounds: list[str] = []
+        self.rows: list[Row] = []
 
-    def case(self, case: Case, shape: Shape | None) -> Iterator[list[Row]]:
-        """Measure one case: yield its rows when it is timed, and again with the memory of each variant."""
-        flops = self._peak_flops(case.dtype) if case.part == "step" else None
-        rounds, size = self._rounds(case, shape), self._size(case, shape)
-        names = rounds[0]
-        peaks: dict[str, int | None] = {}
-        if self._config.memory:
-            peaks = {name: max(filter(None, (found[name].peak for found in rounds)), default=None) for name in names}
-        yield rows_of(self._config, case, size, rounds, peaks, flops)
+    def measure(self, case: Case) -> None:
+        rounds = self._time(case)
+        for number, found in enumerate(rounds, start=1):
+            times = {name: timing._asdict() for name, timing in found.items()}
+            self._rounds.append(json.dumps({**case._asdict(), "round": number, "times": times}))
+        replace_file(self._folder / CONFIG, dump_toml(to_table(self._config)))
+        replace_file(self._folder / ROUNDS, "\n".join([*self._rounds, ""]))
+        peaks = {name: timing.peak for name, timing in rounds[0].items()} if self._config.memory else {}
+        rows = self._write(rows_of(case, rounds, peaks))
         if self._config.memory and case.part == "step" and self._device.type == "cpu":
-            for name in names:
+            for name in rounds[0]:
                 peaks[name] = self._peak(name, case)
-                yield rows_of(self._config, case, size, rounds, peaks, flops)
+                rows = self._write(rows_of(case, rounds, peaks))
+        self.rows += rows
+        self._echo(f"{case}\n{_format(rows)}")
+
+    def _time(self, case: Case) -> list[Round]:
+        config, names = self._config, list(BASELINES[case.part, case.dtype])
+        if config.compile:
+            torch.compiler.reset()  # torch runs one code uncompiled from the eighth model on
+
+        def make(name: str) -> Work:
+            if config.compile and config.fresh:
+                torch.compiler.reset()
+            return make_work(name, config, case, self._device)
+
+        arms = {name: functools.partial(make, name) for name in names}
+        turns = (config.warmup + config.repeats) * len(names)
+        disable = None if self._progress else True
+        with tqdm(total=turns, desc=str(case), unit="turn", leave=False, disable=disable) as bar:
+            return list(measure(arms, self._device, config.repeats, config.warmup, config.fresh, bar.update))
+
+    def _write(self, rows: list[Row]) -> list[Row]:
+        write_csv(self._folder / RESULTS, [row | self._facts for row in (*self.rows, *rows)])
+        return rows
 
     def _peak(self, name: str, case: Case) -> int | None:
         try:
@@ -132,86 +255,27 @@ class _Bench:
             self._echo(f"memory of {name}, {case}, is left out: {error}")
             return None
 
-    def _peak_flops(self, dtype: str) -> tuple[float, str]:
-        if dtype not in self._flops:
-            self._flops[dtype] = peak_flops(self._device, dtype)
-        return self._flops[dtype]
+    def plot(self) -> None:
+        from symexplin.lab.bench.plot import draw  # matplotlib takes its time
 
-    def _rounds(self, case: Case, shape: Shape | None) -> list[Round]:
-        config, names = self._config, list(BASELINES[case.part, case.dtype])
-        arms = {name: self._maker(name, case, shape) for name in names}
-        if config.compile:
-            torch.compiler.reset()  # torch runs one code uncompiled from the eighth model on
-        rounds: list[Round] = []
-        turns = (config.warmup + config.repeats) * len(names)
-        disable = None if self._progress else True
-        with tqdm(total=turns, desc=str(case), unit="turn", leave=False, disable=disable) as bar:
-            for found in measure(arms, self._device, config.repeats, config.warmup, config.fresh, bar.update):
-                rounds.append(found)
-                times = {name: timing._asdict() for name, timing in found.items()}
-                self._log.write(**case._asdict(), shape=shape and _name(shape), round=len(rounds), times=times)
-        return rounds
-
-    def _maker(self, name: str, case: Case, shape: Shape | None) -> Callable[[], Work]:
-        def make() -> Work:
-            if self._config.compile and self._config.fresh:
-                torch.compiler.reset()
-            return make_work(name, self._config, case, self._device, shape)
-
-        return make
-
-    def _size(self, case: Case, shape: Shape | None) -> Size:
-        if shape is not None:
-            count = shape[0] * shape[1]
-            return Size(count, count, count, _name(shape))
-        with torch.device("meta"):
-            model = Transformer(self._config.run(case).model)
-        table = sel.routing(model, self._config.curve(case.width))
-        whole = sum(parameter.numel() for parameter in model.parameters())
-        curved = sum(route.parameter.numel() for route in table.curved)
-        return Size(whole, curved, whole - model.embedding.weight.numel())
+        known = self._facts
+        place = known["processor"] if known["device"] == "cpu" else known["device"]
+        commit = f", commit {known['commit'][:8]}" if known["commit"] else ""
+        figure = draw(self.rows, f"{place}, threads: {known['threads']}, torch {known['torch']}{commit}")
+        for kind in ("svg", "png"):
+            with replacing(self._folder / f"{PLOT}.{kind}") as temporary:
+                figure.savefig(temporary, format=kind, dpi=150)
 
 
-def _name(shape: Shape) -> str:
-    return "x".join(map(str, shape))
-
-
-def _facts(config: BenchConfig, device: torch.device) -> dict[str, Any]:
-    """Return what every row tells of the measurement as a whole."""
-    known = provenance()
-    graphics = device.type == "cuda"
-    return {
-        "context": config.context,
-        "vocab_size": config.vocab_size,
-        "preset": config.preset,
-        "seed": config.seed,
-        "map": ";".join(f"{key}={value}" for key, value in config.map.items()),
-        "compile": config.compile,
-        "recompute": config.recompute,
-        "fresh": config.fresh,
-        "device": torch.cuda.get_device_name(device) if graphics else str(device),
+def _facts(config: BenchConfig, device: torch.device) -> Row:
+    malloc = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_MALLOC)}
+    known = {
+        **dataclasses.asdict(config),
+        **provenance(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "kernels": kernels.describe(device),
-        "machine": known["processor"],
-        "instructions": known["instructions"],
+        "malloc": " ".join(f"{name}={value}" for name, value in malloc.items()),
         "cores": cores(),
-        "threads": torch.get_num_threads(),
-        **{name: known[name] for name in ("system", "python", "torch", "symexplin", "commit")},
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
-
-
-def _caption(facts: dict[str, Any]) -> str:
-    place = facts["machine"] if facts["device"] == "cpu" else facts["device"]
-    threads = f"{facts['threads']} thread" + ("s" if facts["threads"] > 1 else "")
-    known = str(facts["commit"] or "")
-    commit = f", commit {known[:8]}{'+' if known.endswith('+') else ''}" if known else ""
-    return f"{place}, {threads}, torch {facts['torch']}{commit}"
-
-
-def _draw(rows: list[Row], folder: Path, caption: str) -> None:
-    from symexplin.lab.bench.figure import draw  # matplotlib takes its time
-
-    figure = draw(rows, caption)
-    for kind in ("svg", "png"):
-        with replacing(folder / f"{PLOT}.{kind}") as temporary:
-            figure.savefig(temporary, format=kind, dpi=150)
+    return {name: known[name] for name in FACTS}

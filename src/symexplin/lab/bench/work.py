@@ -1,60 +1,167 @@
-"""What is timed: one call of each variant of a case, with what must be put right before it, untimed."""
+"""What is timed: the variants of a case, which take the same step in the stock way and in the curved ways."""
 
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.benchmark import timer
 
+import symexplin as sel
 from symexplin.coordinates import Coordinates
 from symexplin.lab.bench.config import DTYPES, BenchConfig, Case
-from symexplin.lab.bench.variants import build_variant, fill_gradients
-from symexplin.lab.model import ModelConfig
+from symexplin.lab.model import Transformer
+from symexplin.lab.settings import build, to_table
 from symexplin.linear import SELLinear
 
-__all__ = ["PHASES", "Marks", "Work", "make_work", "shapes"]
+__all__ = [
+    "BASELINES",
+    "PHASES",
+    "MasterAdamW",
+    "Variant",
+    "Work",
+    "build_variant",
+    "fill_gradients",
+    "make_work",
+    "peak_in_child",
+]
 
+# Variant -> its baseline, by part and dtype. A step on fp32 parameters is the same in both dtypes.
+_MAP = {"adamw": "adamw", "forward": "adamw", "backward": "adamw"}
+_FP32 = {"adamw": "adamw", "sel": "adamw", "module": "adamw"}
+_BF16 = {"adamw_master": "adamw_master", "sel": "adamw_master"}
+BASELINES: dict[tuple[str, str], dict[str, str]] = {
+    ("map", "fp32"): _MAP,
+    ("map", "bf16"): _MAP,
+    ("optimizer", "fp32"): _FP32,
+    ("optimizer", "bf16"): _BF16,
+    ("step", "fp32"): _FP32,
+    ("step", "bf16"): {**_BF16, "adamw_autocast": "adamw_master", "module": "adamw_autocast"},
+}
 PHASES = ("forward", "backward", "optimizer")  # of a whole step
+_LR, _DECAY, _MAX_NORM = 3e-4, 0.01, 1.0  # section 5.1
+_STEPS = 100_000  # of the annealing: more than any measurement takes
+_MEMORY_STEPS = 3  # the first step has no optimizer states beside its activations, later ones have
+_SCRIPT = "from symexplin.lab.bench import work; work._print_peak()"
+_RETURN_FREED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "0"}
 
 
-class Marks:
-    """Where within a call its time goes: the work calls `end(phase)`, which whoever times it sets."""
+class Variant(NamedTuple):
+    """A model, its optimizer step with clipping, and whether its forward pass is under autocast."""
 
-    end: Callable[[str], object] = staticmethod(lambda _: None)
+    model: nn.Module
+    step: Callable[[], object]
+    autocast: bool
 
 
-class Work(NamedTuple):
-    """`run` is timed; `prepare` comes before it and is not; `run` says at `marks` when a phase ends, if it has any."""
+@dataclass(frozen=True)
+class Work:
+    """A timed call, an untimed one before it, and the seconds of its phases, to which `run` adds."""
 
     run: Callable[[], object]
     prepare: Callable[[], object] = lambda: None
-    marks: Marks | None = None
+    phases: dict[str, float] = field(default_factory=dict)
 
 
-def shapes(width: int) -> list[tuple[int, int]]:
-    """Return the distinct shapes (outputs, inputs) of the model's curved matrices.
+class MasterAdamW:
+    """The stock recipe for bf16 parameters: upcast the gradients, clip, fused AdamW on fp32 masters, copy back.
 
-    >>> shapes(512)
-    [(512, 512), (1344, 512), (512, 1344)]
+    The upcast gradients live only during the step, which is the least memory that the recipe can take.
+
+    >>> parameter = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    >>> parameter.grad = torch.ones_like(parameter)
+    >>> MasterAdamW([parameter], lr=0.5, weight_decay=0.0).step()
+    >>> parameter.tolist()
+    [0.5, 0.5]
     """
-    hidden = ModelConfig(width, heads=1).hidden
-    return list(dict.fromkeys([(width, width), (hidden, width), (width, hidden)]))
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float = _LR, weight_decay: float = _DECAY) -> None:
+        self.parameters = list(parameters)
+        self.masters = [parameter.detach().float() for parameter in self.parameters]
+        self.adamw = torch.optim.AdamW(self.masters, lr=lr, weight_decay=weight_decay, fused=True)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Take one step from the gradients of the parameters."""
+        pairs = zip(self.masters, self.parameters, strict=True)
+        given = [(master, parameter.grad) for master, parameter in pairs if parameter.grad is not None]
+        upcast = [torch.empty_like(master) for master, _ in given]
+        torch._foreach_copy_(upcast, [grad for _, grad in given])
+        for (master, _), grad in zip(given, upcast, strict=True):
+            master.grad = grad
+        nn.utils.clip_grad_norm_(self.masters, _MAX_NORM)
+        self.adamw.step()
+        torch._foreach_copy_(self.parameters, self.masters)  # type: ignore[arg-type]
+        self.adamw.zero_grad(set_to_none=True)
 
 
-def make_work(
-    name: str, config: BenchConfig, case: Case, device: torch.device, shape: tuple[int, int] | None = None
-) -> Work:
-    """Return the work of a variant, on a fresh model; of the map alone on a fresh matrix of `shape`."""
-    if shape is not None:
-        return _map(name, config, case, device, shape)
-    return _optimizer(name, config, case, device) if case.part == "optimizer" else _step(name, config, case, device)
+def build_variant(name: str, config: BenchConfig, case: Case, device: torch.device) -> Variant:
+    """Return a fresh variant of a case. All variants of a case start from the same plain weights.
+
+    Raises:
+        ValueError: The map has no inverse at some of the drawn weights.
+    """
+    autocast = case.dtype == "bf16" and name in ("adamw_autocast", "module")
+    run = config.run(case)
+    torch.manual_seed(config.seed)
+    with device:  # billions of weights take minutes to draw on a CPU
+        model = Transformer(run.model)
+    model.recompute, model.loss_chunk = run.compute.recompute, run.compute.loss_chunk or 0
+    model.to(torch.float32 if autocast else DTYPES[case.dtype])
+    if name == "adamw_master":
+        return Variant(model, MasterAdamW(model.parameters()).step, autocast)
+    curve = config.curve(case.width)
+    if name == "sel":
+        groups = sel.param_groups(model, lr=_LR, weight_decay=_DECAY, config=curve)
+        return Variant(model, sel.SELAdamW(groups, total_steps=_STEPS, max_grad_norm=_MAX_NORM).step, autocast)
+    if name == "module":
+        sel.convert(model, curve)
+        groups = sel.param_groups(model, lr=_LR, weight_decay=_DECAY)
+    else:
+        groups = [{"params": list(model.parameters()), "lr": _LR, "weight_decay": _DECAY}]
+    optimizer = torch.optim.AdamW(groups, fused=True)
+    if name == "module":
+        sel.anneal_scales(optimizer, total_steps=_STEPS)
+
+    def step() -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), _MAX_NORM)
+        optimizer.step()
+
+    return Variant(model, step, autocast)
+
+
+def fill_gradients(parameters: Iterable[Tensor]) -> None:
+    """Give every parameter a random gradient whose norm is far above the clipping threshold."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.empty_like(parameter)
+        parameter.grad.uniform_(-0.01, 0.01)
+
+
+def make_work(name: str, config: BenchConfig, case: Case, device: torch.device) -> Work:
+    """Return the work of a variant, on a fresh model or matrix."""
+    if case.shape is not None:
+        return _map(name, config, case, device, case.shape)
+    if case.part == "step":
+        return _step(name, config, case, device)
+    model, step, _ = build_variant(name, config, case, device)
+    parameters = list(model.parameters())
+    return Work(step, lambda: fill_gradients(parameters))
 
 
 def _map(name: str, config: BenchConfig, case: Case, device: torch.device, shape: tuple[int, int]) -> Work:
-    """Return the effective weight, its pullback, or to compare one fused AdamW step on the same matrix, all fp32.
+    """Return the effective weight, its pullback, or their baseline: one fused AdamW step on the same matrix in fp32.
 
-    Scales are packed each time, as the module does it; in bf16 the effective weight and its gradient are of that dtype.
+    Scales are packed each time, as in the module. In bf16 the effective weight and its gradient have that dtype.
     """
     torch.manual_seed(config.seed)
     rows, columns = shape
@@ -73,34 +180,80 @@ def _map(name: str, config: BenchConfig, case: Case, device: torch.device, shape
     return Work(run)
 
 
-def _optimizer(name: str, config: BenchConfig, case: Case, device: torch.device) -> Work:
-    """Return the optimizer step, clipping included, from gradients that torch's clipping has not yet scaled."""
-    model, step, _ = build_variant(name, config, case, device)
-    parameters = list(model.parameters())
-    return Work(step, lambda: fill_gradients(parameters))
-
-
 def _step(name: str, config: BenchConfig, case: Case, device: torch.device) -> Work:
-    """Return the whole training step on random tokens: forward and backward over the microbatches, the optimizer."""
+    """Return the whole training step on random tokens: forward and backward over the microbatches, the optimizer.
+
+    On CUDA the end of each phase waits for the device.
+    """
     assert case.tokens is not None
     assert case.microbatches is not None
     model, step, autocast = build_variant(name, config, case, device)
-    if autocast:  # torch tells of the norms, whose weights stay in float32
+    if autocast:  # torch warns about the norms, whose weights stay in float32
         warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
     forward: nn.Module = torch.compile(model) if config.compile else model  # type: ignore[assignment]
     size = (case.microbatches, case.tokens // case.microbatches // config.context, config.context + 1)
     tokens = torch.randint(config.vocab_size, size, device=device)
-    marks = Marks()
+    phases = dict.fromkeys(PHASES, 0.0)
 
     def run() -> None:
+        moments = [timer()]
+
+        def end(phase: str) -> None:
+            moments.append(timer())
+            phases[phase] += moments[-1] - moments[-2]
+
         model.zero_grad(set_to_none=True)
         for part in tokens:
             with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
                 loss: Tensor = forward(part[:, :-1], part[:, 1:]) / case.microbatches
-            marks.end("forward")
+            end("forward")
             loss.backward()  # type: ignore[no-untyped-call]
-            marks.end("backward")
+            end("backward")
         step()
-        marks.end("optimizer")
+        end("optimizer")
 
-    return Work(run, marks=marks)
+    return Work(run, phases=phases)
+
+
+def peak_in_child(name: str, config: BenchConfig, case: Case) -> int:
+    """Return the most bytes that a fresh process has resident while it takes a few steps of a variant.
+
+    They include Python, torch and the model's building. glibc returns every freed tensor to the system at once there,
+    so that the peak is the memory in use.
+
+    Raises:
+        ChildProcessError: The process failed, or was ended from outside.
+    """
+    given = json.dumps({"name": name, "config": to_table(config), "case": case})
+    environment = {**os.environ, **_RETURN_FREED}
+    command = [sys.executable, "-c", _SCRIPT]
+    found = subprocess.run(command, input=given, capture_output=True, text=True, check=False, env=environment)
+    if found.returncode < 0:
+        number = signal.Signals(-found.returncode).name
+        raise ChildProcessError(f"{number} ended its process, most likely as memory ran out (try --no-memory)")
+    if found.returncode:
+        raise ChildProcessError((found.stderr.strip() or f"exit code {found.returncode}").splitlines()[-1])
+    return int(found.stdout.split()[-1])
+
+
+def _print_peak() -> None:
+    """Print the peak of this process after a few steps of the variant that standard input names."""
+    given = json.load(sys.stdin)
+    config, case = build(BenchConfig, given["config"]), Case(*given["case"])
+    torch.set_num_threads(config.run(case).compute.threads or 1)
+    work = make_work(given["name"], config, case, torch.device("cpu"))
+    for _ in range(_MEMORY_STEPS):
+        work.prepare()
+        work.run()
+    sys.stdout.write(f"{_high_water()}\n")
+
+
+def _high_water() -> int:
+    """Return the peak of this process in bytes. On Linux getrusage may return the peak of the parent."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        return 1024 * int(status.read_text().partition("VmHWM:")[2].split()[0])
+    import resource  # not on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if platform.system() == "Darwin" else 1024 * peak

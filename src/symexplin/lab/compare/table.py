@@ -1,10 +1,12 @@
 """Runs beside each other: at one shared learning rate, and each arm at its own best one, over seeds."""
 
 import statistics
+import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from symexplin.lab.evaluate import speedup
+from symexplin.lab.tables import format_columns
 
 __all__ = ["Comparison", "Row", "Run", "best_lr", "chosen_lrs", "compare", "format_table", "headline"]
 
@@ -264,10 +266,7 @@ def format_table(comparison: Comparison) -> str:
         ("each at its own best learning rate", comparison.best),
     ):
         cells = [head, *(_cells(row, is_baseline=row is rows[0]) for row in rows)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines.append(title)
-        for line in cells:
-            lines.append("  " + "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+        lines += [title, textwrap.indent(format_columns(cells), "  ")]
     return "\n".join(lines)
 
 

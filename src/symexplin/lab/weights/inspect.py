@@ -19,6 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from symexplin.config import SELConfig, check_config
+from symexplin.lab.tables import format_columns
 from symexplin.lab.weights.files import FLOATING, MAP_KEY, iter_tensors, read_specs
 from symexplin.lab.weights.names import curved_names, floating_shapes, other_types
 from symexplin.lab.weights.tally import BIN_EDGES, LARGE, MULTIPLES, Tally
@@ -223,14 +224,12 @@ def format_inspection(inspection: Inspection, width: int = 120) -> str:
     head = ["layer", "shape", "max|w|", "max x", "std x", f"%>{LARGE}"]
     head += [*(f"%>{multiple}x" for multiple in MULTIPLES), "kurt", "beta", "k|raw|", "error"]
     cells = [head, *(_cells(row) for row in (*inspection.rows, inspection.total))]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    widths[0] = max(_SHORTEST, min(widths[0], width - sum(widths[1:]) - len(widths) + 1))
-    lines = []
-    for name, *values in cells:
-        rest = (value.rjust(size) for value, size in zip(values, widths[1:], strict=True))
-        lines.append(" ".join((_shortened(name, widths[0]).ljust(widths[0]), *rest)))
+    figures = len(format_columns([row[1:] for row in cells], gap=" ").partition("\n")[0])
+    longest = max(_SHORTEST, width - figures - 1)
+    cells = [[_shortened(name, longest), *values] for name, *values in cells]
+    table = format_columns(cells, gap=" ")
     total = inspection.total
-    lines += [
+    lines = [
         "",
         f"{len(inspection.rows)} matrices with {total.numbers:,} numbers; {inspection.plain} tensors are plain",
         f"largest size {total.max:.3g}, standard deviation {total.std:.3g}; Xavier's uniform bound {total.bound:.3g}, "
@@ -245,7 +244,7 @@ def format_inspection(inspection: Inspection, width: int = 120) -> str:
     lines += [f"not invertible ({reason}): {_listed(names)}" for reason, names in reasons.items()]
     if inspection.not_finite:
         lines.append(f"NaN or infinite: {_listed([f'{n} ({c:,})' for n, c in inspection.not_finite.items()])}")
-    return "\n".join(line for text in lines for line in (textwrap.wrap(text, width) if len(text) > width else [text]))
+    return "\n".join([table, *(line for text in lines for line in textwrap.wrap(text, width) or [""])])
 
 
 def _cells(row: Row) -> list[str]:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from symexplin.lab.tables import format_columns
 from symexplin.lab.weights.files import FLOATING, TensorSpec
 from symexplin.plain import GATE_NAMES, HEAD_NAMES, ROUTER_NAMES, STEP_BIASES, ends_like
 
@@ -235,6 +236,4 @@ def format_names(rows: Sequence[TensorName]) -> str:
         (row.name, "x".join(map(str, row.shape)) or "scalar", "curved" if row.curved else "plain", row.reason)
         for row in rows
     ]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells)
-    return "\n".join(lines)
+    return format_columns(cells, left=4)

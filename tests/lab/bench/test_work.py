@@ -1,13 +1,15 @@
+import dataclasses
+import os
+import sys
+
 import pytest
 import torch
 from torch import nn
 
 import symexplin as sel
-from symexplin.lab.bench import work as work_module
+from symexplin.lab.bench import work as module
 from symexplin.lab.bench.config import BenchConfig, Case
-from symexplin.lab.bench.variants import BASELINES, MasterAdamW, build_variant, fill_gradients
-from symexplin.lab.bench.work import make_work, shapes
-from symexplin.lab.model import ModelConfig, Transformer
+from symexplin.lab.bench.work import BASELINES, MasterAdamW, build_variant, fill_gradients, make_work, peak_in_child
 
 CPU = torch.device("cpu")
 CONFIG = BenchConfig(
@@ -31,7 +33,7 @@ def test_the_stock_recipe_is_adamw_on_fp32_masters():
         theirs.step()
         torch.testing.assert_close(ours.masters[0], high.detach(), rtol=1e-6, atol=1e-7)
         assert torch.equal(low.detach(), ours.masters[0].bfloat16())
-    assert ours.masters[0].grad is None  # the upcast gradients live no longer than the step
+    assert ours.masters[0].grad is None  # the upcast gradients live only during the step
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -50,26 +52,24 @@ def test_all_variants_are_the_same_model(dtype):
         torch.testing.assert_close(found, first, rtol=0, atol=1e-5 if dtype == "fp32" else 2e-2)
 
 
-def test_which_is_held_against_which():
-    for (part, _), baselines in BASELINES.items():
-        assert set(baselines.values()) <= set(baselines)
-        first = next(iter(baselines))
-        assert baselines[first] == first
-        assert part == "map" or {"sel"} < set(baselines)
+@pytest.fixture
+def built(monkeypatch):
+    """The variants that were built."""
+    found = []
+
+    def keep(*arguments):
+        found.append(build_variant(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(module, "build_variant", keep)
+    return found
 
 
 @pytest.mark.parametrize(("name", "dtype"), [(n, d) for d in ("fp32", "bf16") for n in BASELINES["step", d]])
 @pytest.mark.parametrize("part", ["optimizer", "step"])
-def test_work_moves_every_parameter(monkeypatch, name, dtype, part):
-    built = []
-
-    def keep(*arguments):
-        built.append(build_variant(*arguments))
-        return built[0]
-
-    monkeypatch.setattr(work_module, "build_variant", keep)
+def test_work_moves_every_parameter(built, name, dtype, part):
     work = make_work(name, CONFIG, case(dtype, part), CPU)
-    model = built[0].model
+    (model, *_) = built[0]
     before = {key: p.detach().clone() for key, p in model.named_parameters()}
     for _ in range(3):
         work.prepare()
@@ -80,15 +80,8 @@ def test_work_moves_every_parameter(monkeypatch, name, dtype, part):
     assert not frozen or dtype == "bf16"
 
 
-def test_microbatches_share_the_tokens(monkeypatch):
-    built = []
-
-    def keep(*arguments):
-        built.append(build_variant(*arguments))
-        return built[-1]
-
-    monkeypatch.setattr(work_module, "build_variant", keep)
-    monkeypatch.setattr("symexplin.lab.bench.variants._MAX_NORM", 1e9)
+def test_microbatches_share_the_tokens(built, monkeypatch):
+    monkeypatch.setattr(module, "_MAX_NORM", 1e9)
     for count in (1, 2):
         make_work("adamw", CONFIG, case(microbatches=count), CPU).run()
     one, two = (dict(variant.model.named_parameters()) for variant in built)
@@ -96,15 +89,15 @@ def test_microbatches_share_the_tokens(monkeypatch):
         torch.testing.assert_close(parameter.grad, two[key].grad, rtol=1e-4, atol=1e-7)
 
 
-def test_a_step_says_where_its_phases_end():
-    work = make_work("sel", CONFIG, case(microbatches=2), CPU)
-    phases = []
-    work.marks.end = phases.append
+def test_a_step_adds_up_its_phases(monkeypatch):
+    """The clock shows the square of its readings: 0, 1, 4, ..."""
+    work, readings = make_work("sel", CONFIG, case(microbatches=2), CPU), iter(range(100))
+    monkeypatch.setattr(module, "timer", lambda: next(readings) ** 2)
     work.run()
-    assert phases == ["forward", "backward", "forward", "backward", "optimizer"]
+    assert work.phases == {"forward": 1 + 5, "backward": 3 + 7, "optimizer": 9}
 
 
-def test_gradients_are_clipped_in_earnest():
+def test_gradients_are_above_the_clipping_threshold():
     model = build_variant("adamw", CONFIG, case(), CPU).model
     fill_gradients(model.parameters())
     norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
@@ -112,20 +105,55 @@ def test_gradients_are_clipped_in_earnest():
     assert float(norm) == pytest.approx(0.01 * (count / 3) ** 0.5, rel=0.05)
 
 
-def test_shapes_are_those_of_the_models_matrices():
-    model = Transformer(ModelConfig(width=96, depth=1, heads=2))
-    found = {tuple(m.weight.shape) for m in model.blocks.modules() if isinstance(m, nn.Linear)}
-    assert set(shapes(96)) == found
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_map_alone_is_that_of_a_curved_layer(dtype):
-    case = Case("map", "bf16" if dtype == torch.bfloat16 else "fp32", 16)
+    case = Case("map", "bf16" if dtype == torch.bfloat16 else "fp32", 16, shape=(64, 16))
     torch.manual_seed(CONFIG.seed)
     layer = sel.SELLinear(16, 64, bias=False, config=sel.preset("paper"))
     grad = torch.rand(64, 16, dtype=dtype)  # drawn next, as there
-    assert torch.equal(make_work("forward", CONFIG, case, CPU, (64, 16)).run(), layer.weight.to(dtype))
+    assert torch.equal(make_work("forward", CONFIG, case, CPU).run(), layer.weight.to(dtype))
     raw, *_ = torch.autograd.grad(layer.weight, list(layer.parameters()), grad.float())
-    pulled = make_work("backward", CONFIG, case, CPU, (64, 16)).run()
+    pulled = make_work("backward", CONFIG, case, CPU).run()
     torch.testing.assert_close(pulled.raw, raw, rtol=1e-5, atol=1e-7)
     assert all(vector.abs().max() > 0 for vector in (pulled.panel0, pulled.panel1))
+
+
+HOLES = """
+import torch
+from symexplin.lab.bench.work import _high_water
+kept = []
+before = _high_water()
+for _ in range(8):  # each small tensor stays in the hole of a large one, which must then go elsewhere
+    large = torch.ones(16 << 18)
+    del large
+    kept.append(torch.ones(1 << 18))
+print((_high_water() - before) >> 20)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
+def test_a_childs_peak_is_what_it_holds_at_once(monkeypatch):
+    monkeypatch.setattr(module, "_SCRIPT", HOLES)
+    assert peak_in_child("adamw", CONFIG, case()) <= 16 + 8 + 2  # MiB
+
+
+def test_a_childs_memory_is_its_own_and_grows_with_the_model():
+    held = torch.ones(2**26)  # 256 MiB, which getrusage would hand on to the child
+    small = peak_in_child("adamw", CONFIG, case())
+    assert small < module._high_water() - 0.5 * held.nbytes
+    # 2 x 2^21 parameters more, with gradients and moments 16 bytes each.
+    large = peak_in_child("adamw", dataclasses.replace(CONFIG, vocab_size=2**17), case())
+    assert large - small > 0.9 * 16 * 2**22
+
+
+def test_a_child_that_fails_says_why_in_a_line(capfd):
+    with pytest.raises(ChildProcessError, match=r"^KeyError: 'fp8'$"):
+        peak_in_child("adamw", CONFIG, case("fp8"))
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.skipif(os.name != "posix", reason="kills")
+def test_a_child_that_the_system_ends_says_so(monkeypatch):
+    monkeypatch.setattr(module, "_SCRIPT", "import os; os.kill(os.getpid(), 9)")
+    with pytest.raises(ChildProcessError, match=r"SIGKILL .*--no-memory"):
+        peak_in_child("adamw", CONFIG, case())
