@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from symexplin.cli.parser import given
 
-__all__ = ["Arguments", "Command", "configured", "log", "say"]
+__all__ = ["Arguments", "Command", "configured", "log", "say", "warn"]
 
 T = TypeVar("T")
 Arguments = argparse.Namespace
@@ -26,6 +26,11 @@ class Command(NamedTuple):
 def say(line: str) -> None:
     """Print a line at once."""
     print(line, flush=True)
+
+
+def warn(line: str) -> None:
+    """Print a warning to standard error."""
+    print(f"symexplin: {line}", file=sys.stderr, flush=True)
 
 
 def log(line: str) -> None:

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from symexplin.cli import paper, weights
-from symexplin.cli.command import Arguments, Command, configured, log, say
+from symexplin.cli.command import Arguments, Command, configured, log, say, warn
 from symexplin.cli.parser import add_keys, given
 from symexplin.lab.launch import launch
 
@@ -95,9 +95,9 @@ def _add_sample(parser: argparse.ArgumentParser) -> None:
 
 def _sample(arguments: Arguments) -> None:
     from symexplin.lab.evaluate import sample
-    from symexplin.lab.trained import load_trained
+    from symexplin.lab.load import load_trained
 
-    model, tokenizer, _ = load_trained(arguments.model)
+    model, tokenizer, _ = load_trained(arguments.model, echo=warn)
     options = {name: getattr(arguments, name) for name in ("temperature", "top_k", "seed")}
     say(sample(model, tokenizer, arguments.prompt, arguments.length, **options))
 
@@ -108,11 +108,11 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(arguments: Arguments) -> None:
-    from symexplin.lab.trained import load_trained
+    from symexplin.lab.load import load_trained
     from symexplin.lab.weights.export import export_transformers
 
-    model, tokenizer, file = load_trained(arguments.model)
-    export_transformers(model, arguments.out, file, tokenizer.end, echo=say)
+    model, tokenizer, curve = load_trained(arguments.model, echo=warn)
+    export_transformers(model, arguments.out, tokenizer, curve, echo=say)
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
@@ -125,7 +125,7 @@ def _report(arguments: Arguments) -> None:
     from symexplin.lab.report.pages import report
 
     is_table = Path(arguments.folder, TABLE).exists()
-    say(str(report_table(arguments.folder) if is_table else report(arguments.folder)))
+    say(str(report_table(arguments.folder) if is_table else report(arguments.folder, echo=warn)))
 
 
 # --- the rest --------------------------------------------------------------------------------------------------------

@@ -145,7 +145,8 @@ example:
         """\
 Show how far the weights of a safetensors model have moved beyond their initial range, matrix by matrix: growth of
 the largest weight and of the standard deviation over Xavier's uniform, shares beyond thresholds, the automatic beta,
-and how exactly the map can be inverted there.
+and how exactly the map can be inverted there. The map is the one that the model was trained with, if the file names it
+(weights of a run and of `symexplin export` do), else the default one, unless --preset or --map give another.
 """,
         """\
 examples:
@@ -168,7 +169,7 @@ example:
         "turn raw weights into plain weights",
         """\
 Write the plain weights of a safetensors file with raw weights and scales: of `symexplin invert`, or of a checkpoint of
-a run with --home module. The largest difference is reported.
+a run with --home module. The largest difference between the weights written and the effective ones is reported.
 """,
         """\
 example:

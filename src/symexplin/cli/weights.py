@@ -23,7 +23,8 @@ def _add_map(parser: argparse.ArgumentParser, start: bool) -> None:
 
     # "carried", the default of runs, goes with a model's width.
     presets = [name for name in LAB_PRESETS if name != "carried"]
-    text = "the map: one of the paper's, or beta by matrix (default: default)"
+    text = "the map: one of the paper's, or beta by matrix (default: "
+    text += "default)" if start else "the one that the model was trained with, else default)"
     parser.add_argument("--preset", choices=presets, default=argparse.SUPPRESS, metavar="PRESET", help=text)
     add_keys(parser, CurveConfig, leave_out=("home", "preset", *_OF_RUNS, *(() if start else ("start",))))
 
@@ -59,11 +60,14 @@ def _inspect(arguments: Arguments) -> None:
     from symexplin.lab.files import write_json
     from symexplin.lab.maps import CurveConfig, named_map
     from symexplin.lab.settings import build
+    from symexplin.lab.report.figures import draw_inspection
     from symexplin.lab.weights.inspect import format_inspection, inspect_file
-    from symexplin.lab.weights.inspect_figures import draw_inspection
 
-    curve = build(CurveConfig, {"preset": "default", **given(arguments, CurveConfig)})
-    found = inspect_file(arguments.source, config=named_map(curve.preset, curve.map), progress=True)
+    config, flags = None, given(arguments, CurveConfig)
+    if flags:
+        curve = build(CurveConfig, {"preset": "default", **flags})
+        config = named_map(curve.preset, curve.map)
+    found = inspect_file(arguments.source, config=config, progress=True)
     say(format_inspection(found))
     if arguments.json is not None:
         write_json(arguments.json, found.to_dict())

@@ -8,11 +8,11 @@ from typing import Any
 from symexplin.lab.config import RunConfig
 from symexplin.lab.files import read_json, replace_file, write_json
 from symexplin.lab.folders import CONFIG, FACTS, SUMMARY, TOKENIZER
+from symexplin.lab.load import digest_of
 from symexplin.lab.parallel import Ranks
 from symexplin.lab.provenance import provenance
 from symexplin.lab.settings import build, differences, dump_toml, load_toml, to_table
 from symexplin.lab.text.corpus import Corpus
-from symexplin.lab.weights.plain import digest_of
 from symexplin.validation import naming
 
 __all__ = [

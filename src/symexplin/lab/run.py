@@ -239,7 +239,7 @@ class _Run:
 
     def _finish(self, plain: Transformer) -> RunResult:
         train = self.config.train
-        save_model(plain, self.folder / MODEL)
+        save_model(plain, self.folder / MODEL, self.trainer.header(plain=True))
         evals = evaluations(self.folder)
         pace = train.steps * train.batch_size * self.config.model.context / max(self.seconds, 1e-9)
         summary = {
