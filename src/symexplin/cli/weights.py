@@ -1,7 +1,6 @@
 """The commands for files of weights: fold, invert, inspect."""
 
 import argparse
-from pathlib import Path
 
 from symexplin.cli.command import Arguments, Command, say
 from symexplin.cli.parser import add_keys, given
@@ -52,7 +51,7 @@ def _invert(arguments: Arguments) -> None:
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SOURCE", help="a safetensors file, or a folder of them")
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
-    parser.add_argument("--figures", metavar="FOLDER", help="draw histogram.png and growth.png there")
+    parser.add_argument("--figures", metavar="FOLDER", help="draw weight_distribution and heavy_tail there")
     _add_map(parser, start=False)
 
 
@@ -60,7 +59,6 @@ def _inspect(arguments: Arguments) -> None:
     from symexplin.lab.files import write_json
     from symexplin.lab.maps import CurveConfig, named_map
     from symexplin.lab.settings import build
-    from symexplin.lab.report.figures import draw_inspection
     from symexplin.lab.weights.inspect import format_inspection, inspect_file
 
     config, flags = None, given(arguments, CurveConfig)
@@ -72,10 +70,10 @@ def _inspect(arguments: Arguments) -> None:
     if arguments.json is not None:
         write_json(arguments.json, found.to_dict())
     if arguments.figures is not None:
-        folder = Path(arguments.figures)
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, figure in draw_inspection(found).items():
-            figure.savefig(folder / f"{name}.png", dpi=150)
+        from symexplin.experiments.figures import draw, save_figure
+
+        for name in ("weight_distribution", "heavy_tail"):
+            save_figure(draw(name, [arguments.source]), arguments.figures, name)
 
 
 COMMANDS = {

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import filelock
 
-__all__ = ["CONFIG", "FACTS", "LOCK", "SUMMARY", "TOKENIZER", "claimed"]
+__all__ = ["COMPARE", "COMPARISON", "CONFIG", "FACTS", "LOCK", "SUMMARY", "TOKENIZER", "claimed"]
 
 LOCK = ".lock"
 # Files of a run (symexplin.lab.run).
 CONFIG, SUMMARY, TOKENIZER, FACTS = "config.toml", "summary.json", "tokenizer.json", "run.json"
+# Files of a comparison (symexplin.lab.compare).
+COMPARE, COMPARISON = "compare.toml", "comparison.json"
 
 
 @contextlib.contextmanager

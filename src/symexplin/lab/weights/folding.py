@@ -3,6 +3,7 @@
 A file of raw weights has the map as JSON under "symexplin_map" in its header.
 """
 
+import fnmatch
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -29,11 +30,9 @@ from symexplin.lab.weights.names import (
     CurvedName,
     curved_names,
     floating_shapes,
-    format_names,
-    matches,
-    name_tensors,
     other_types,
     out_dim_of,
+    route_names,
 )
 from symexplin.layout import Layout
 from symexplin.linear import SELLinear
@@ -66,7 +65,7 @@ def invert_file(
 
     Each curved `X.weight` becomes `X.raw_weight` and its scales `X.e_row`, ..., its bias `X.raw_bias` and
     `X.bias_e_row`, ...; other tensors stay. Raw weights and scales are float32, or float64 where the weights are:
-    16 bits would round them. :func:`symexplin.lab.weights.names.name_tensors` says which tensors are curved. LoRA's A
+    16 bits would round them. :func:`symexplin.lab.weights.names.route_names` says which tensors are curved. LoRA's A
     depends on the position of a weight: in a model of the laboratory among its parameters, else in the file.
 
     Args:
@@ -103,7 +102,7 @@ def invert_file(
     names = curved_names(*rules)
     if not names:
         raise ValueError(f"source must hold 2-D weights to curve, got none in {str(source)!r}{other_types(specs)}")
-    echo(format_names(name_tensors(*rules)))
+    echo(str(route_names(*rules)))
     state, _ = read_tensors(source)
     positions = {name: index for index, name in enumerate(_order(source, state, metadata))}
     largest: Difference = (0.0, "")
@@ -248,7 +247,7 @@ def _fold(layer: str, layout: Layout, state: State) -> Iterator[tuple[str, Tenso
     if (raw_bias := state.pop(layer + _RAW[1], None)) is not None:
         side, prefix = _bias_layout(layout, curved=True), layer + "bias_"
         slots = [prefix + slot.name for slot in side.slots]
-        excluded = matches(layer + "bias", layout.config.exclude) is not None
+        excluded = any(fnmatch.fnmatchcase(layer + "bias", pattern) for pattern in layout.config.exclude)
         if excluded or (slots and not any(name in state for name in slots)):
             side = _bias_layout(layout, curved=False)
         yield layer + "bias", _effective(side, prefix, raw_bias, state), raw_bias.dtype
