@@ -78,7 +78,7 @@ def test_nothing_to_draw_is_no_section():
 def test_the_lines_are_those_of_the_records(drawn):
     run_sections(record(stats=STATS), weights())
     lines = {labels[1]: lines for lines, labels, _ in drawn}
-    faint, training, held_out = lines["loss (nats a token)"]
+    faint, training, held_out = lines["loss (nats per token)"]
     assert faint.kind == "faint"
     assert list(faint.y)[:2] == [4.99, 4.98]
     assert training.label == "training, mean of 2 updates"
@@ -146,12 +146,6 @@ def test_longer_curves_go_without_their_first_part(tmp_path, drawn):
     figures = comparison_figures(found)
     assert drawn[0][2]["limits"] == pytest.approx((1.95, 3.05))
     assert "first part" in figures[0].caption
-
-
-def test_an_arm_without_a_best_rate_has_no_curve_there(tmp_path, drawn):
-    found = loaded(tmp_path)
-    found["comparison"]["best"][1]["lr"] = None
-    assert len(comparison_figures(found)) == len(drawn) == 2
 
 
 def test_a_share_starts_at_zero(drawn):

@@ -166,10 +166,11 @@ class _Tally:
     def moments(self) -> tuple[float, float | None]:
         """Return the standard deviation and the excess kurtosis, which is None for constant numbers."""
         mean, second, third, fourth = (self.powers / max(1, self.count)).tolist()
-        variance = second - mean * mean
+        square = mean * mean  # a power would raise where a product is infinite
+        variance = second - square
         if variance <= _CONSTANT * second:
             return 0.0, None
-        central = fourth - 4.0 * mean * third + 6.0 * mean * mean * second - 3.0 * mean**4
+        central = fourth - 4.0 * mean * third + 6.0 * square * second - 3.0 * square * square
         kurtosis = central / variance / variance - 3.0
         return math.sqrt(variance), kurtosis if math.isfinite(kurtosis) else None
 

@@ -81,11 +81,12 @@ def _skeleton(shapes: Mapping[str, Shape]) -> nn.Module:
             path = ".".join(parts[: depth + 1])
             if path not in modules:
                 modules[path] = _module(f"{path}.", shapes)
-                modules[".".join(parts[:depth])].add_module(part, modules[path])
+                # Not by add_module, which refuses names such as "half".
+                modules[".".join(parts[:depth])]._modules[part] = modules[path]
     for name, shape in shapes.items():
         path, _, local = name.rpartition(".")
         if local not in modules[path]._parameters:
-            modules[path].register_parameter(local, nn.Parameter(torch.empty(shape, device="meta")))
+            modules[path]._parameters[local] = nn.Parameter(torch.empty(shape, device="meta"))
     return model
 
 
