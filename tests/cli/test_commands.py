@@ -103,7 +103,7 @@ def test_inspect_prints_writes_and_draws(place, capsys, tmp_path):
     (row,) = [row for row in rows if row["name"] == "blocks.0.ffn.up.weight"]
     assert row["max"] == pytest.approx(weight.abs().max().item())
     assert row["std"] == pytest.approx(weight.std(correction=0).item(), rel=1e-3)
-    for name in ("histogram", "growth"):
+    for name in ("weight_distribution", "heavy_tail"):
         assert (tmp_path / "tails" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 

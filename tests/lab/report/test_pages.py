@@ -109,14 +109,6 @@ def test_a_plain_run_has_fewer_sections(data, tmp_path):
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_a_run_in_the_modules(data, tmp_path):
-    folder = trained(data, tmp_path / "module", CurveConfig(home="module", preset="paper+offset"))
-    page = Page(report_run(folder))
-    assert "curved in the modules" in page.text
-    assert "offset n" in page.text
-
-
-@pytest.mark.usefixtures("undrawn")
 def test_a_run_that_goes_on_is_reported_without_touching_it(run):
     (run / "summary.json").unlink()
     (run / "model.safetensors").unlink()
@@ -252,15 +244,6 @@ def test_what_has_no_number_has_a_dash(tmp_path):
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_a_loss_that_is_reached_from_the_start_has_no_speedup(tmp_path):
-    folder = comparison(tmp_path)
-    found = json.loads((folder / "comparison.json").read_text())
-    found["comparison"]["shared"][1] |= {"speedup": None, "reached": 1}
-    edit(folder / "comparison.json", comparison=found["comparison"])
-    assert ["SEL", "0.01", "1.5000", "-0.5000", "–", "2,000", "12.0"] in Page(report_comparison(folder)).rows
-
-
-@pytest.mark.usefixtures("undrawn")
 def test_runs_with_a_page_are_linked(tmp_path):
     folder = comparison(tmp_path)
     page = folder / "runs/SEL-lr0.01-seed0/report.html"
@@ -296,12 +279,6 @@ def test_other_folders_are_refused(tmp_path, files, kind, message):
         report(tmp_path)
     assert "\n" not in str(found.value)
     assert not (tmp_path / "report.html").exists()
-
-
-def test_a_file_is_not_a_folder(tmp_path):
-    (tmp_path / "a").touch()
-    with pytest.raises(FileNotFoundError, match="which is no folder"):
-        report(tmp_path / "a")
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -1,5 +1,4 @@
 import dataclasses
-import json
 import shutil
 
 import numpy as np
@@ -70,15 +69,6 @@ def test_raw_weights_and_scales_give_the_effective_weights(folders, name):
     for weights in probe(read_run(folders[name])).roles.values():
         torch.testing.assert_close(mapped(weights, weights.raw), weights.effective.double(), rtol=2e-5, atol=1e-7)
         assert not torch.equal(weights.raw, weights.effective)
-
-
-def test_raw_weights_are_those_of_the_checkpoint(folders):
-    stored = safetensors.torch.load_file(folders["learned"] / "checkpoints/step-00000006/optimizer.safetensors")
-    wanted = torch.cat(
-        [value.flatten() for name, value in stored.items() if name.endswith(".raw") and value.dim() == 2]
-    )
-    found = torch.cat([weights.raw for weights in probe(read_run(folders["learned"])).roles.values()])
-    assert torch.equal(found.sort().values, wanted.sort().values)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "frozen", "module"])
@@ -158,14 +148,6 @@ def test_a_run_trained_elsewhere_is_read_here(folders, tmp_path):
     text = (folder / CONFIG).read_text()
     (folder / CONFIG).write_text(text.replace('device = "cpu"', 'device = "cuda:7"'))
     assert probe(read_run(folder)).step == 6
-
-
-def test_a_model_that_does_not_fit_is_named(folders, tmp_path):
-    folder = copied(folders["AdamW"], tmp_path)
-    facts = json.loads((folder / "run.json").read_text())
-    (folder / "run.json").write_text(json.dumps({**facts, "model": {**facts["model"], "vocab_size": 300}}))
-    with pytest.raises(ValueError, match=r"does not fit its model: size mismatch for \w+.weight"):
-        probe(read_run(folder))
 
 
 def test_the_records_of_a_run(folders, tmp_path):

@@ -7,7 +7,7 @@ import io
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -87,15 +87,6 @@ class Line:
     style: int = 0
     band: tuple[ArrayLike, ArrayLike] | None = field(default=None, kw_only=True)
     kind: str = field(default="line", kw_only=True)
-
-    @classmethod
-    def through(cls, label: str, points: Sequence[tuple[float, float]], style: int = 0, *, kind: str = "line") -> Self:
-        """Return the line through (x, y) pairs.
-
-        >>> Line.through("loss", [(0, 3.0), (10, 2.0)]).y
-        [3.0, 2.0]
-        """
-        return cls(label, [x for x, _ in points], [y for _, y in points], style, kind=kind)
 
 
 def chart(

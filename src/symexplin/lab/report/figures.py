@@ -94,7 +94,7 @@ def _learning(run: RunRecord) -> list[Figure]:
     window = max(1, len(step) // _SMOOTHED)
     means = f"mean of {window} updates" if window > 1 else "each update"
     losses = [Line("", step, loss, kind="faint"), Line(f"training, {means}", step, smooth(loss, window))]
-    losses += [Line.through("held out", evals, style=1)] if evals else []
+    losses += [_line("held out", evals, style=1)] if evals else []
     norms = [Line("", step, norm, kind="faint"), Line(means, step, smooth(norm, window))]
     norms.append(Line("clipped to", [step[0], step[-1]], [run.config.train.max_grad_norm] * 2, kind="guide"))
     return [
@@ -110,6 +110,11 @@ def _learning(run: RunRecord) -> list[Figure]:
     ]
 
 
+def _line(label: str, points: Sequence[tuple[float, float]], style: int = 0, kind: str = "line") -> Line:
+    """Return the line through (x, y) pairs, of which there may be none."""
+    return Line(label, [x for x, _ in points], [y for _, y in points], style, kind=kind)
+
+
 def smooth(y: ArrayLike, window: int) -> Floats:
     """Return the mean of up to `window` values around each value, fewer at the ends.
 
@@ -117,26 +122,23 @@ def smooth(y: ArrayLike, window: int) -> Floats:
     [1.5, 3.0, 3.0, 3.0]
     """
     ys = np.asarray(y, dtype=float)
-    sums = np.concatenate(([0.0], np.cumsum(ys)))
-    places = np.arange(len(ys))
-    first = np.maximum(places - (window - 1) // 2, 0)
-    last = np.minimum(places + window // 2 + 1, len(ys))
-    mean: Floats = (sums[last] - sums[first]) / (last - first)
-    return mean
+    window = min(window, len(ys))
+    total, count = (np.convolve(values, np.ones(window), "same") for values in (ys, np.ones(len(ys))))
+    return total / count
 
 
 def _pace(run: RunRecord) -> list[Figure]:
     figures = []
     timed = [(r["step"], r["tokens_per_second"]) for r in run.timing if "tokens_per_second" in r]
     if timed:
-        line = Line.through("since the previous evaluation", timed)
+        line = _line("since the previous evaluation", timed)
         top = 1.1 * max(pace for _, pace in timed)
         figures.append(Figure(chart([line], _STEPS, "tokens/s", limits=(0.0, top)), "Training tokens per second."))
     names = {"memory_bytes": "process", "device_peak_bytes": "device, peak"}
     lines = []
     for index, (key, label) in enumerate(names.items()):
         points = [(record["step"], record[key] / 2**20) for record in run.timing if key in record]
-        lines += [Line.through(label, points, style=index)] if points else []
+        lines += [_line(label, points, style=index)] if points else []
     if lines:
         top = 1.1 * max(np.max(line.y) for line in lines)
         svg = chart(lines, _STEPS, "memory (MiB)", limits=(0.0, top))
@@ -171,7 +173,7 @@ def _tails(run: RunRecord) -> list[Figure]:
     ):
         points = [(r["step"], factor * r["stats"][key]) for r in run.evaluations if key in r.get("stats", {})]
         if points:
-            line = Line.through("all curved matrices", points)
+            line = _line("all curved matrices", points)
             top = 1.1 * max(value for _, value in points)
             figures.append(Figure(chart([line], _STEPS, label, limits=(0.0, top or 1.0)), caption))
     return figures
@@ -281,6 +283,6 @@ def sweep_lines(runs: list[dict[str, Any]], sweeps: Sequence[Sweep]) -> list[Lin
         finite = {lr: losses for lr, losses in finals.items() if losses and None not in losses}
         means = [(factor * lr, float(np.mean(losses))) for lr, losses in finite.items()]
         if seeds and len(seeds) > len(means):
-            lines.append(Line.through("", seeds, style, kind="points"))
-        lines.append(Line.through(label if seeds else f"{label}: no run finite", means, style))
+            lines.append(_line("", seeds, style, kind="points"))
+        lines.append(_line(label if seeds else f"{label}: no run finite", means, style))
     return lines

@@ -172,13 +172,6 @@ def _run_facts(run: RunRecord) -> Iterator[tuple[str, str]]:
     with torch.device("meta"):  # shapes without memory
         parameters = sum(p.numel() for p in Transformer(ModelConfig(**run.facts["model"])).parameters())
     curve = map_of(config.sel, model.width)
-    yield (
-        "model",
-        (
-            f"width {model.width}, depth {model.depth}, {model.heads} heads, context {model.context}, "
-            f"{model.vocab_size:,} tokens in the vocabulary"
-        ),
-    )
     yield "parameters", f"{parameters:,}"
     yield "data", config.data
     told = None if curve is None else {"start": config.sel.start, "home": config.sel.home, **curve.to_dict()}

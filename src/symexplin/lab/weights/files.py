@@ -45,7 +45,8 @@ FLOATING = frozenset({"F16", "BF16", "F32", "F64"})
 
 MODEL, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _TIED = "head.weight"
-_PICKLE_PROTOCOLS = range(2, 6)
+# Beginnings of pickles of protocols 2 to 5, and of the archives of torch.save.
+_PICKLES = (*(bytes([0x80, protocol]) for protocol in range(2, 6)), b"PK\x03\x04")
 
 
 class TensorSpec(NamedTuple):
@@ -145,9 +146,7 @@ def _diagnosis(path: Path, error: Exception) -> str:
     """Return what a file is that safetensors cannot read."""
     with path.open("rb") as file:
         head = file.read(8)
-    # A safetensors header of 640 bytes also begins with 80 02, but 00 follows, which is no instruction of a pickle.
-    pickled = len(head) > 2 and head[0] == 0x80 and head[1] in _PICKLE_PROTOCOLS and head[2] != 0
-    if pickled or head.startswith(b"PK\x03\x04"):
+    if head.startswith(_PICKLES):
         return (
             "is a pickle, which can run code when loaded; only safetensors files are read: "
             "save it with safetensors.torch.save_file"

@@ -346,16 +346,8 @@ def _percent(share: float) -> str:
 
 
 def _shortened(name: str, width: int) -> str:
-    """Shorten the outer modules to a letter, then cut the middle: numbers and last parts tell layers apart."""
-    parts = name.split(".")
-    for i, part in enumerate(parts[:-1]):
-        if len(".".join(parts)) > width and not part.isdecimal():
-            parts[i] = part[:1]
-    name = ".".join(parts)
-    if len(name) <= width:
-        return name
-    left = (width - 2) // 2
-    return name[:left] + ".." + name[len(name) - (width - 2 - left) :]
+    """Cut the outer modules: numbers and last parts tell layers apart."""
+    return name if len(name) <= width else f"..{name[2 - width :]}"
 
 
 def _listed(names: Sequence[str]) -> str:
