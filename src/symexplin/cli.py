@@ -162,6 +162,11 @@ def _log(line: str) -> None:
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (for good)
 
 
+def _warn(line: str) -> None:
+    """Print a warning to standard error."""
+    print(f"symexplin: {line}", file=sys.stderr, flush=True)
+
+
 def _configured(schema: type[T], given: dict[str, Any], file: str | None, saved: dict[str, Any]) -> T:
     """Return the configuration of the run to resume, else the defaults, under the file and the flags given."""
     return build(schema, merge(saved if file is None else merge(saved, load_toml(file)), given))
@@ -292,9 +297,9 @@ def _sample(
       symexplin sample runs/first --prompt "Once" --length 300 --temperature 0.7
     """
     from symexplin.lab.evaluate import sample
-    from symexplin.lab.trained import load_trained
+    from symexplin.lab.load import load_trained
 
-    trained, tokenizer, _ = load_trained(model)
+    trained, tokenizer, _ = load_trained(model, echo=_warn)
     _say(sample(trained, tokenizer, prompt, length, temperature=temperature, top_k=top_k, seed=seed))
 
 
@@ -309,11 +314,11 @@ def _export(model: _Run, /, *, out: str) -> None:
     Examples:
       symexplin export runs/first --out mymodel
     """
-    from symexplin.lab.trained import load_trained
+    from symexplin.lab.load import load_trained
     from symexplin.lab.weights.export import export_transformers
 
-    trained, tokenizer, file = load_trained(model)
-    export_transformers(trained, out, file, tokenizer.end, echo=_say)
+    trained, tokenizer, curve = load_trained(model, echo=_warn)
+    export_transformers(trained, out, tokenizer, curve, echo=_say)
 
 
 def _report(folder: str, /) -> None:
@@ -329,20 +334,22 @@ def _report(folder: str, /) -> None:
     from symexplin.experiments.tables import TABLE
     from symexplin.lab.report.pages import report
 
-    _say(str(report_table(folder) if Path(folder, TABLE).exists() else report(folder)))
+    _say(str(report_table(folder) if Path(folder, TABLE).exists() else report(folder, echo=_warn)))
 
 
 def _inspect(
-    source: _Weights, /, *, preset: _Preset = "default", map: Pairs = None, json: _Path = None, figures: _Path = None
+    source: _Weights, /, *, preset: _Path = None, map: Pairs = None, json: _Path = None, figures: _Path = None
 ) -> None:
     """Show the heavy tails of any model's weights.
 
     For each matrix: how far the largest weight and the standard deviation have grown over Xavier's uniform, the shares
-    beyond thresholds, the automatic beta, and how exactly the map can be inverted there.
+    beyond thresholds, the automatic beta, and how exactly the map can be inverted there. The map is the one that the
+    model was trained with, if the file names it (runs and `symexplin export` do), else the default one.
 
     Args:
+        preset: another map: default (beta by matrix), or one of the paper's, such as paper
         json: the file to write all figures to
-        figures: the folder to draw histogram.png and growth.png in
+        figures: the folder to draw weight_distribution and heavy_tail in
 
     Examples:
       symexplin inspect model.safetensors
@@ -351,16 +358,17 @@ def _inspect(
     from symexplin.lab.files import write_json
     from symexplin.lab.maps import named_map
     from symexplin.lab.weights.inspect import format_inspection, inspect_file
-    from symexplin.lab.weights.inspect_figures import draw_inspection
 
-    found = inspect_file(source, config=named_map(preset, map or {}), progress=True)
+    config = named_map(preset or "default", map or {}) if preset or map else None
+    found = inspect_file(source, config=config, progress=True)
     _say(format_inspection(found))
     if json is not None:
         write_json(json, found.to_dict())
     if figures is not None:
-        Path(figures).mkdir(parents=True, exist_ok=True)
-        for name, figure in draw_inspection(found).items():
-            figure.savefig(Path(figures, f"{name}.png"), dpi=150)
+        from symexplin.experiments.figures import draw, save_figure
+
+        for name in ("weight_distribution", "heavy_tail"):
+            save_figure(draw(name, [source]), figures, name)
 
 
 def _invert(
@@ -384,7 +392,7 @@ def _fold(source: _Weights, target: _Target, /) -> None:
     """Turn raw weights into plain weights.
 
     SOURCE has raw weights and scales: of `symexplin invert`, or of a checkpoint of a run with --home module. The
-    largest difference is reported.
+    largest difference between the weights written and the effective ones is reported.
 
     Examples:
       symexplin fold runs/m/checkpoints/step-00000300/model.safetensors plain

@@ -11,7 +11,9 @@ from symexplin.lab.checkpoint import (
     load_checkpoint,
     load_optimizer,
     newest,
+    newest_intact,
     save_checkpoint,
+    set_aside,
     split_optimizer,
     sweep,
 )
@@ -80,8 +82,29 @@ def test_damage_is_noticed_and_the_way_on_is_told(tmp_path, name, harm):
         file.unlink()
     else:
         file.write_bytes(changed[harm])
-    with pytest.raises(ValueError, match=rf"step-00000010 is damaged: {name}.*remove that folder.*step-00000005"):
+    with pytest.raises(ValueError, match=rf"step-00000010 is damaged: {name}.*before it is step-00000005"):
         load_checkpoint(path)
+
+
+def test_the_newest_intact_one_is_found_and_written_again(tmp_path):
+    assert newest_intact(tmp_path, print) is None
+    paths = [save(tmp_path, step, keep=9) for step in (5, 10, 15, 20)]
+    for path in paths[2:]:
+        (path / "model.safetensors").write_text("harmed")
+    lines = []
+    found, state = newest_intact(tmp_path, lines.append)
+    assert (found, state["step"]) == (paths[1], 10)
+    assert ["step-00000020" in lines[0], "step-00000015" in lines[1], len(lines)] == [True, True, 2]
+    set_aside(tmp_path, found)
+    assert newest(tmp_path) == [paths[1], paths[0]]
+    assert (save(tmp_path, 15, text="again") / "model.safetensors").read_text() == "again"
+    assert {p.name for p in (tmp_path / "checkpoints").iterdir()} == {
+        "step-00000010", "step-00000015", "step-00000015.damaged", "step-00000020.damaged"
+    }  # fmt: skip
+    for path in newest(tmp_path):
+        (path / "state.json").unlink()
+    with pytest.raises(ValueError, match=r"all checkpoints in .* are damaged: remove that folder to start"):
+        newest_intact(tmp_path, lines.append)
 
 
 def test_every_flipped_bit_of_the_state_is_noticed(tmp_path):

@@ -10,12 +10,12 @@ import pytest
 from run_folders import trained
 from symexplin.lab.config import RunConfig
 from symexplin.lab.files import read_json_lines
+from symexplin.lab.load import digest_of
 from symexplin.lab.maps import CurveConfig
 from symexplin.lab.model import ModelConfig
 from symexplin.lab.run import train
 from symexplin.lab.settings import build, dump_toml, load_toml
 from symexplin.lab.train import Trainer
-from symexplin.lab.weights.plain import digest_of
 
 TINY = ModelConfig(width=16, depth=1, heads=2, context=16)
 CURVES = {

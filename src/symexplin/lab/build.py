@@ -8,10 +8,10 @@ from torch import nn
 import symexplin as sel
 from symexplin.conversion import IDENTITY
 from symexplin.lab.config import RunConfig
+from symexplin.lab.load import start_from
 from symexplin.lab.maps import map_of
 from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import ALONE, Ranks, shard
-from symexplin.lab.weights.plain import start_from
 
 __all__ = ["Built", "build", "build_model"]
 

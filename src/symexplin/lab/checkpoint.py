@@ -1,7 +1,7 @@
-"""Checkpoints of a run: folders that are whole or not there, of safetensors and JSON alone.
+"""Checkpoints of a run: folders of safetensors and JSON that are complete or do not exist.
 
-`step-00000500/` holds model.safetensors, optimizer.safetensors and state.json, which has the digests of both and its
-own. It is written under another name and renamed, so that a kill at any moment leaves the earlier ones.
+`step-00000500/` holds model.safetensors, optimizer.safetensors and state.json, which has the digests of all three. A
+checkpoint is written under another name and then renamed: a kill at any moment leaves the earlier ones.
 """
 
 import hashlib
@@ -22,33 +22,40 @@ from symexplin.lab.weights.files import iter_tensors
 __all__ = [
     "CHECKPOINTS",
     "OPTIMIZER",
+    "DamagedCheckpointError",
     "checkpoint_at",
     "is_checkpoint",
     "load_checkpoint",
     "load_optimizer",
     "newest",
+    "newest_intact",
     "save_checkpoint",
+    "set_aside",
     "split_optimizer",
     "sweep",
 ]
 
 CHECKPOINTS, OPTIMIZER = "checkpoints", "optimizer.safetensors"
 _STATE = "state.json"
-# State of SELAdamW that every process has whole where the parameters are sharded.
+# State of SELAdamW that is not sharded where the parameters are.
 _WHOLE = ("panel1", "scalar")
-_TEMPORARY = ".tmp"
+_TEMPORARY, _DAMAGED = ".tmp", ".damaged"
 _FORMAT = 1
 
 State = dict[str, Any]
 
 
+class DamagedCheckpointError(ValueError):
+    """A file of a checkpoint is missing, or does not match its digest."""
+
+
 def newest(folder: Path) -> list[Path]:
-    """Return the checkpoints of a run, the newest first."""
+    """Return the checkpoints of a run, newest first."""
     return sorted((folder / CHECKPOINTS).glob("step-*[0-9]"), key=lambda path: int(path.name[5:]), reverse=True)
 
 
 def checkpoint_at(folder: Path, step: int) -> Path:
-    """Return where a run's checkpoint of `step` lies."""
+    """Return the path of a run's checkpoint of `step`."""
     return folder / CHECKPOINTS / f"step-{step:08d}"
 
 
@@ -58,22 +65,22 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what a killed process has left half-written or half-removed."""
+    """Remove the incomplete checkpoints of a killed process."""
     for path in (folder / CHECKPOINTS).glob(f"*{_TEMPORARY}"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def save_checkpoint(folder: Path, step: int, write: Callable[[Path], State], keep: int) -> Path:
-    """Write the checkpoint of `step` and remove all but the `keep` newest ones.
+    """Write the checkpoint of `step`, and remove all but the `keep` newest ones.
 
     Args:
         folder: of the run.
         step: completed optimizer steps.
-        write: writes files into the folder that it is given and returns plain values to keep with them.
-        keep: checkpoints that stay, this one included.
+        write: writes files into the given folder, and returns plain values for the state.
+        keep: number of checkpoints that stay, this one included.
 
     Raises:
-        OSError: the disk is full, ...; what was written of it is removed.
+        OSError: a full disk, for example; the incomplete checkpoint is removed.
     """
     final = checkpoint_at(folder, step)
     if final.exists():
@@ -96,38 +103,75 @@ def save_checkpoint(folder: Path, step: int, write: Callable[[Path], State], kee
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     for old in newest(folder)[keep:]:
-        gone = old.with_name(old.name + _TEMPORARY)  # never a checkpoint with files missing
+        gone = old.with_name(old.name + _TEMPORARY)  # an incomplete checkpoint never has the name of a complete one
         old.rename(gone)
         shutil.rmtree(gone)
     return final
 
 
 def load_checkpoint(path: Path) -> State:
-    """Return the plain values of a checkpoint after checking all its files.
+    """Return the plain values of a checkpoint after a check of all its files.
 
     Raises:
-        ValueError: a file is missing, damaged or of a newer format; the message says how to go on.
+        DamagedCheckpointError: a file is missing or damaged; the message names the checkpoint before it.
+        ValueError: the format is newer than this version of symexplin.
     """
-    advice = f"remove that folder to go on from the checkpoint before it ({_before(path)})"
+    older = [other.name for other in newest(path.parent.parent) if other.name < path.name]
+    advice = f"the checkpoint before it is {older[0]}" if older else "there is no checkpoint before it"
     try:
         whole = json.loads((path / _STATE).read_text(encoding="utf-8"))
         state: State = whole["state"]
         intact = whole["sha256"] == _sha256(state)
     except (OSError, ValueError, KeyError, TypeError):
-        raise ValueError(f"checkpoint {path} is damaged: {_STATE} cannot be read; {advice}") from None
+        raise DamagedCheckpointError(f"checkpoint {path} is damaged: {_STATE} cannot be read; {advice}") from None
     if not intact:
-        raise ValueError(f"checkpoint {path} is damaged: {_STATE} does not match its digest; {advice}")
+        raise DamagedCheckpointError(f"checkpoint {path} is damaged: {_STATE} does not match its digest; {advice}")
     if state["format"] > _FORMAT:
         raise ValueError(f"checkpoint {path} has format {state['format']}, this version of symexplin reads {_FORMAT}")
     for name, digest in state["files"].items():
         if not (path / name).is_file() or _digest(path / name) != digest:
-            raise ValueError(f"checkpoint {path} is damaged: {name} does not match its digest; {advice}")
+            raise DamagedCheckpointError(f"checkpoint {path} is damaged: {name} does not match its digest; {advice}")
     return state
 
 
-def _before(path: Path) -> str:
-    older = [other.name for other in newest(path.parent.parent) if other.name < path.name]
-    return older[0] if older else "none: the run starts again"
+def newest_intact(folder: Path, echo: Callable[[str], None]) -> tuple[Path, State] | None:
+    """Return the newest undamaged checkpoint of a run and its plain values; None without checkpoints.
+
+    Args:
+        folder: of the run, which may go on meanwhile.
+        echo: receives a warning for each damaged checkpoint that is newer.
+
+    Raises:
+        DamagedCheckpointError: all checkpoints are damaged.
+        ValueError: the format is newer than this version of symexplin.
+    """
+    found = newest(folder)
+    for path in found:
+        try:
+            return path, load_checkpoint(path)
+        except DamagedCheckpointError as error:
+            if not path.exists():  # the run has replaced it meanwhile
+                return newest_intact(folder, echo)
+            echo(f"warning: {error}")
+    if found:
+        raise DamagedCheckpointError(
+            f"all checkpoints in {str(folder / CHECKPOINTS)!r} are damaged: remove that folder to start the run again"
+        )
+    return None
+
+
+def set_aside(folder: Path, last: Path) -> None:
+    """Rename the checkpoints that are newer than `last`, so that a resumed run may write them again.
+
+    Args:
+        folder: of the run.
+        last: what :func:`newest_intact` has found. The newer checkpoints are the damaged ones.
+    """
+    for path in newest(folder):
+        if path.name > last.name:
+            target = path.with_name(path.name + _DAMAGED)
+            shutil.rmtree(target, ignore_errors=True)
+            path.rename(target)
 
 
 def _digest(path: Path) -> str:
@@ -155,15 +199,15 @@ def split_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor]
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, folder: Path, saved: State) -> None:
-    """Load what :func:`split_optimizer` gave; the optimizer goes on bit for bit.
+    """Load the state of :func:`split_optimizer` from a checkpoint; the optimizer continues with the same bits.
 
-    The tensors are whole, also for an optimizer over sharded parameters, which takes this process's part of them.
+    The file has whole tensors. An optimizer of sharded parameters takes the part of this process.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[int, State] = {int(index): dict(values) for index, values in saved["plain"].items()}
     for name, tensor in iter_tensors(folder / OPTIMIZER):
         index, _, key = name.partition(".")
         own = tensor if not tensor.dim() or key.startswith(_WHOLE) else placed(tensor, parameters[int(index)])
-        # A copy of its own: mapped files align tensors less well than torch, which kernels notice.
+        # A copy: tensors of mapped files are not aligned as kernels need them.
         state.setdefault(int(index), {})[key] = own.clone()
     optimizer.load_state_dict({"state": state, "param_groups": saved["groups"]})

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -117,19 +117,26 @@ class JsonLines:
         os.fsync(self._file.fileno())
 
 
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a file of :class:`JsonLines`; a last line without its end is left out.
+def read_json_lines(path: Path, skipped: Callable[[str], None] | None = None) -> list[dict[str, Any]]:
+    """Return the records of a file of :class:`JsonLines`; an incomplete last line is left out.
+
+    Args:
+        path: of the file.
+        skipped: receives a message for each damaged line, which is then left out. None: raise ValueError.
 
     Raises:
-        FileNotFoundError, ValueError: no such file; a line that is not JSON.
+        FileNotFoundError, ValueError: no such file, or a damaged line.
     """
-    whole, _, _ = path.read_bytes().rpartition(b"\n")
+    complete, _, _ = path.read_bytes().rpartition(b"\n")
     records = []
-    for number, line in enumerate(whole.splitlines(), start=1):
+    for number, line in enumerate(complete.splitlines(), start=1):
         try:
             records.append(json.loads(line))
         except ValueError as error:
-            raise ValueError(f"{str(path)!r} is damaged: line {number} is not JSON: {error}") from None
+            message = f"{str(path)!r} is damaged: line {number} is not JSON: {error}"
+            if skipped is None:
+                raise ValueError(message) from None
+            skipped(message)
     return records
 
 

@@ -10,7 +10,7 @@ from symexplin.config import PRESETS, SCALE_ROLES
 from symexplin.starts import START_RULES
 from symexplin.validation import check_choice, check_positive, check_whole, naming
 
-__all__ = ["HOMES", "LAB_PRESETS", "CurveConfig", "map_of", "named_map"]
+__all__ = ["HOMES", "LAB_PRESETS", "CurveConfig", "describe_map", "map_of", "named_map"]
 
 HOMES = ("optimizer", "module", "none")
 LAB_PRESETS = ("carried", "default", *PRESETS)
@@ -102,3 +102,30 @@ def map_of(curve: CurveConfig, width: int) -> sel.SELConfig | None:
             rates = (scale.k[0] * curve.multiplier_lr, scale.k[1] * curve.multiplier_lr)
             own[role] = dataclasses.replace(scale, peak_lr=rates)
     return dataclasses.replace(config, **own)
+
+
+def describe_map(config: sel.SELConfig, rates: bool = True) -> str:
+    """Return a map in words: its form, and the scales that are learned or do not start at their usual value.
+
+    Args:
+        config: the map.
+        rates: add the learning rates of the scales.
+
+    >>> describe_map(sel.preset("frozen", beta=5, l=sel.Scale(start=0.5)))
+    'mode mismatch; beta 5; curvature fixed; l fixed at 0.5'
+    """
+    beta = config.beta if isinstance(config.beta, str) else f"{config.beta:g}"
+    words = [f"mode {config.mode}", f"beta {beta}", f"curvature {config.curvature}"]
+    for role in config.roles:
+        scale = getattr(config, role)
+        usual = scale.start == (0.0 if role in ("n", "delta") else 1.0)
+        if not scale.learned:
+            words += [] if usual else [f"{role} fixed at {scale.start:.4g}"]
+            continue
+        text = f"{role} {scale.pattern}{'' if usual else f' from {scale.start:.4g}'}"
+        if rates and scale.peak_lr is not None:
+            text += " with peak learning rate {:g} to {:g}".format(*scale.peak_lr)
+        elif rates:
+            text += " with k {:g} to {:g}".format(*scale.k)
+        words.append(text)
+    return "; ".join(words)

@@ -22,6 +22,7 @@ from symexplin.lab.config import RunConfig, resolve
 from symexplin.lab.data.batches import Corpus
 from symexplin.lab.files import read_json, read_json_lines, replace_file, write_json
 from symexplin.lab.folders import CONFIG, FACTS, SUMMARY, TOKENIZER, check_resumable, claimed
+from symexplin.lab.load import digest_of
 from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import Ranks, joined
 from symexplin.lab.provenance import memory, provenance
@@ -30,7 +31,6 @@ from symexplin.lab.settings import build, dump_toml, lines, load_toml, to_table
 from symexplin.lab.stop import Stopped, StopSignals
 from symexplin.lab.train import NonFiniteError, Trainer
 from symexplin.lab.weights.files import MODEL, save_model
-from symexplin.lab.weights.plain import digest_of
 from symexplin.validation import naming
 
 __all__ = ["MODEL", "RunResult", "check_weights", "evaluations", "saved_settings", "train"]
@@ -315,7 +315,7 @@ class _Run:
 
     def _finish(self, plain: Transformer) -> RunResult:
         train = self.config.train
-        save_model(plain, self.folder / MODEL)
+        save_model(plain, self.folder / MODEL, self.trainer.header(plain=True))
         evals = evaluations(self.folder)
         pace = train.steps * train.batch_size * self.config.model.context / max(self.seconds, 1e-9)
         summary = {

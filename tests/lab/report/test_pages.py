@@ -62,7 +62,7 @@ def test_the_page_of_a_run(run):
         "Where it comes from",
     ]
     assert "Finished: 6 steps." in page.text
-    assert f"Held-out loss {summary['final_loss']:.4f} nats a token after step 6." in page.text
+    assert f"Held-out loss {summary['final_loss']:.4f} nats per token after step 6." in page.text
     assert ["parameters", f"{summary['parameters']:,}"] in page.rows
     assert ["steps", "6 of 6, 4 sequences each"] in page.rows
     assert ["tokens seen", "384"] in page.rows  # 6 steps of 4 sequences of 16
@@ -71,7 +71,7 @@ def test_the_page_of_a_run(run):
     assert ["train.betas", "0.9, 0.999"] in page.rows
     (weights,) = [row[1] for row in page.rows if row[0] == "weights"]
     assert weights.startswith(
-        "curved in the optimizer; mode mismatch; beta 7.5; curvature fixed; mismatched start; e row"
+        "curved in the optimizer; mismatched start; mode mismatch; beta 7.5; curvature fixed; e row"
     )
     for role in ("q", "k", "v", "o", "gate", "up", "down"):
         assert f"in the {role} matrices" in page.text
@@ -109,14 +109,6 @@ def test_a_plain_run_has_fewer_sections(data, tmp_path):
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_a_run_in_the_modules(data, tmp_path):
-    folder = trained(data, tmp_path / "module", CurveConfig(home="module", preset="paper+offset"))
-    page = Page(report_run(folder))
-    assert "curved in the modules" in page.text
-    assert "offset n" in page.text
-
-
-@pytest.mark.usefixtures("undrawn")
 def test_a_run_that_goes_on_is_reported_without_touching_it(run):
     (run / "summary.json").unlink()
     (run / "model.safetensors").unlink()
@@ -127,7 +119,7 @@ def test_a_run_that_goes_on_is_reported_without_touching_it(run):
     page = Page(report_run(run))
     after = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "report.html"}
     assert before == after
-    assert "Unfinished: step 4 of 6. It is still running, or was stopped there." in page.text
+    assert "Unfinished: step 4 of 6. It is still running, or was stopped." in page.text
     assert "Weights at step 4" in page.titles
 
 
@@ -142,7 +134,7 @@ def test_a_run_on_given_weights_is_reported_with_them_and_without(learned, data,
     assert "Weights at step 6" in page.titles
     shutil.rmtree(base)
     page = Page(report_run(folder))
-    assert ["first weights", f"{base}, which is not there any more: no figures of weights"] in page.rows
+    assert ["first weights", f"{base}, which no longer exists: no figures of weights"] in page.rows
     assert "Weights at step 6" not in page.titles
 
 
@@ -163,12 +155,18 @@ def test_the_error_that_ended_a_run_is_told(run):
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_a_damaged_checkpoint_is_an_error_of_one_line(run):
+def test_damaged_files_become_warnings_and_the_rest_is_drawn(run):
     (run / "checkpoints/step-00000006/model.safetensors").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"damaged: model\.safetensors") as found:
-        report_run(run)
-    assert "\n" not in str(found.value)
-    assert not (run / "report.html").exists()
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_bytes(b"".join(lines[:-3]) + lines[-3][:5])
+    told = []
+    page = Page(report(run, told.append))
+    assert [line.startswith("warning: ") for line in told] == [True] * 3
+    for words in ("of 6 updates", "no evaluation after step 6", "step-00000006 is damaged"):
+        assert words in page.text
+        assert any(words in line for line in told)
+    assert "Weights at step 4" in page.titles
+    assert "Evaluations" in page.titles
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -246,15 +244,6 @@ def test_what_has_no_number_has_a_dash(tmp_path):
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_a_loss_that_is_reached_from_the_start_has_no_speedup(tmp_path):
-    folder = comparison(tmp_path)
-    found = json.loads((folder / "comparison.json").read_text())
-    found["comparison"]["shared"][1] |= {"speedup": None, "reached": 1}
-    edit(folder / "comparison.json", comparison=found["comparison"])
-    assert ["SEL", "0.01", "1.5000", "-0.5000", "–", "2,000", "12.0"] in Page(report_comparison(folder)).rows
-
-
-@pytest.mark.usefixtures("undrawn")
 def test_runs_with_a_page_are_linked(tmp_path):
     folder = comparison(tmp_path)
     page = folder / "runs/SEL-lr0.01-seed0/report.html"
@@ -292,12 +281,6 @@ def test_other_folders_are_refused(tmp_path, files, kind, message):
     assert not (tmp_path / "report.html").exists()
 
 
-def test_a_file_is_not_a_folder(tmp_path):
-    (tmp_path / "a").touch()
-    with pytest.raises(FileNotFoundError, match="which is a file"):
-        report(tmp_path / "a")
-
-
 @pytest.mark.usefixtures("undrawn")
 def test_a_missing_number_is_an_error(tmp_path, run):
     with pytest.raises(ValueError, match=r"comparison\.json' is damaged, or .*: it lacks 'corpus'"):
@@ -312,10 +295,6 @@ def test_a_map_is_told_with_its_home_its_start_and_its_scales():
     config = sel.preset("frozen", beta=2.65165, l=sel.Scale(start=0.35355), e=sel.Scale("row", peak_lr=(0.003, 0.001)))
     line = module._map({"start": "matched", "home": "module", **config.to_dict()})
     assert line == (
-        "curved in the modules; mode mismatch; beta 2.65165; curvature fixed; matched start; e row with peak learning "
+        "curved in the modules; matched start; mode mismatch; beta 2.65165; curvature fixed; e row with peak learning "
         "rate 0.003 to 0.001; l fixed at 0.3535"
     )
-
-
-def test_lists_of_names_read_well():
-    assert [module._list(names) for names in (["a"], ["a", "b"], ["a", "b", "c"])] == ["a", "a and b", "a, b and c"]

@@ -1,5 +1,4 @@
 import dataclasses
-import json
 import shutil
 
 import numpy as np
@@ -72,15 +71,6 @@ def test_raw_weights_and_scales_give_the_effective_weights(folders, name):
         assert not torch.equal(weights.raw, weights.effective)
 
 
-def test_raw_weights_are_those_of_the_checkpoint(folders):
-    stored = safetensors.torch.load_file(folders["learned"] / "checkpoints/step-00000006/optimizer.safetensors")
-    wanted = torch.cat(
-        [value.flatten() for name, value in stored.items() if name.endswith(".raw") and value.dim() == 2]
-    )
-    found = torch.cat([weights.raw for weights in probe(read_run(folders["learned"])).roles.values()])
-    assert torch.equal(found.sort().values, wanted.sort().values)
-
-
 @pytest.mark.parametrize("name", ["AdamW", "frozen", "module"])
 def test_the_start_is_the_draw_of_the_seed(folders, name):
     drawn = Transformer(MODEL, torch.Generator().manual_seed(0)).state_dict()
@@ -144,19 +134,13 @@ def test_a_run_without_checkpoints_shows_what_it_left(folders, tmp_path):
     assert probe(read_run(folder)) is None
 
 
-def test_a_damaged_checkpoint_is_named(folders, tmp_path):
+def test_a_damaged_checkpoint_is_passed_over(folders, tmp_path):
     folder = copied(folders["learned"], tmp_path)
     path = folder / "checkpoints/step-00000006/optimizer.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"?")
-    with pytest.raises(ValueError, match=r"step-00000006 is damaged: optimizer\.safetensors"):
-        probe(read_run(folder))
-
-
-def test_a_checkpoint_that_goes_while_it_is_read_is_no_error(folders, monkeypatch):
-    lists = iter([[folders["frozen"] / "checkpoints/step-00000002"]])
-    real = module.newest
-    monkeypatch.setattr(module, "newest", lambda folder: next(lists, None) or real(folder))
-    assert probe(read_run(folders["frozen"])).step == 6
+    lines = []
+    assert probe(read_run(folder), lines.append).step == 4
+    assert ["step-00000006 is damaged: optimizer.safetensors" in line for line in lines] == [True]
 
 
 def test_a_run_trained_elsewhere_is_read_here(folders, tmp_path):
@@ -166,29 +150,31 @@ def test_a_run_trained_elsewhere_is_read_here(folders, tmp_path):
     assert probe(read_run(folder)).step == 6
 
 
-def test_a_model_that_does_not_fit_is_named(folders, tmp_path):
-    folder = copied(folders["AdamW"], tmp_path)
-    facts = json.loads((folder / "run.json").read_text())
-    (folder / "run.json").write_text(json.dumps({**facts, "model": {**facts["model"], "vocab_size": 300}}))
-    with pytest.raises(ValueError, match=r"does not fit the model of config.toml: size mismatch for \w+.weight"):
-        probe(read_run(folder))
-
-
 def test_the_records_of_a_run(folders, tmp_path):
     run = read_run(folders["learned"])
     assert [record["step"] for record in run.updates] == [1, 2, 3, 4, 5, 6]
     assert [record["step"] for record in run.evaluations] == [0, 2, 4, 6]
     assert [record["step"] for record in run.timing] == [0, 2, 4, 6]
-    assert (run.step, run.error, run.summary["steps"]) == (6, None, 6)
+    assert (run.step, run.error, run.summary["steps"], run.warnings) == (6, None, 6, ())
     assert run.config.model == dataclasses.replace(MODEL, vocab_size=256)
     folder = copied(folders["learned"], tmp_path)
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(lines[:-1]))
+    assert [text.partition("damaged: ")[2] for text in read_run(folder).warnings] == [
+        "it has no evaluation after step 6"
+    ]
+    (folder / "metrics.jsonl").write_text("".join([*lines[:2], lines[2][:9] + "\n", *lines[3:6]]))
+    damaged = read_run(folder)
+    assert ["line 3" in damaged.warnings[0], "of 6 updates" in damaged.warnings[1], len(damaged.warnings)] == [
+        True,
+        True,
+        3,
+    ]
+    assert [record["step"] for record in damaged.evaluations] == [0, 2]
     (folder / "summary.json").write_text('{"error": "step 7: loss is nan", "step": 7}')
     (folder / "timing.jsonl").unlink()
     assert read_run(folder).error == "step 7: loss is nan"
     assert read_run(folder).timing == []
-    (folder / "metrics.jsonl").write_text("{step\n")
-    with pytest.raises(ValueError, match=r"metrics\.jsonl' is damaged: line 1"):
-        read_run(folder)
     (folder / "run.json").write_text("[]")
     with pytest.raises(ValueError, match=r"run.json.*JSON object"):
         read_run(folder)

@@ -1,6 +1,5 @@
 """What is exported loads as a stock model of transformers, and gives the logits of this one."""
 
-import json
 import sys
 
 import pytest
@@ -12,7 +11,7 @@ import symexplin as sel
 from symexplin.lab.data.tokenizer import Tokenizer, train_bpe
 from symexplin.lab.model import ModelConfig, Transformer
 from symexplin.lab.weights.export import export_transformers
-from symexplin.lab.weights.files import save_model
+from symexplin.lab.weights.inspect import inspect_file
 
 transformers = pytest.importorskip("transformers")
 BPE = train_bpe([b"the quick brown fox jumps over the lazy dog, don't it? " * 20], 300, progress=False)
@@ -47,9 +46,9 @@ def stock(folder, **settings):
 TOKENS = torch.randint(BPE.vocab_size, (3, 24), generator=torch.Generator().manual_seed(2))
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("tie_head", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("dtype", "tie_head", "attention"), [(torch.float32, False, "eager"), (torch.float64, True, "sdpa")]
+)
 @torch.no_grad()
 def test_logits_are_equal_but_for_rounding(tmp_path, dtype, tie_head, attention):
     model = build(dtype, tie_head=tie_head)
@@ -90,15 +89,17 @@ def test_bfloat16_stays_bfloat16(tmp_path):
 @torch.no_grad()
 def test_generation_is_greedy_decoding_by_this_model(tmp_path):
     model = build()
-    export_transformers(model, tmp_path / "out", end_token_id=7)
     tokens = TOKENS[:1, :5]
-    found = stock(tmp_path / "out").generate(tokens, max_new_tokens=12, do_sample=False, eos_token_id=None)
     for _ in range(12):
         tokens = torch.cat((tokens, model(tokens)[:, -1:].argmax(-1)), dim=1)
-    assert found.tolist() == tokens.tolist()
+    BPE.save(tmp_path / "t.json")
     ended = int(tokens[0, 9])
-    export_transformers(model, tmp_path / "ends", end_token_id=ended)
-    short = stock(tmp_path / "ends").generate(tokens[:, :5], max_new_tokens=12, do_sample=False)
+    name = tokenizers.Tokenizer.from_file(str(tmp_path / "t.json")).id_to_token(ended)
+    export_transformers(model, tmp_path / "out", Tokenizer.load(tmp_path / "t.json", end_token=name))
+    loaded = stock(tmp_path / "out")
+    options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones(1, 5)}
+    assert loaded.generate(tokens[:, :5], eos_token_id=None, **options).tolist() == tokens.tolist()
+    short = loaded.generate(tokens[:, :5], **options)
     assert short[0].tolist() == tokens[0, : tokens[0, 5:].tolist().index(ended) + 6].tolist()
 
 
@@ -108,8 +109,7 @@ TEXTS = ("the quick fox", "a <|endoftext|> b", "Wörld Ā \n\n  x\0y", "don't , 
 @pytest.mark.parametrize("name", ["bpe", "byte"])
 def test_the_tokenizer_is_this_one(tmp_path, name):
     ours = BPE if name == "bpe" else Tokenizer.from_name("byte")
-    ours.save(tmp_path / "tokenizer.json")
-    report = export_transformers(build(), tmp_path / "out", tmp_path / "tokenizer.json")
+    report = export_transformers(build(), tmp_path / "out", ours)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     for text in TEXTS:
         assert theirs(text)["input_ids"] == theirs.encode(text) == ours.encode(text)
@@ -127,10 +127,7 @@ def test_a_tokenizer_that_adds_tokens_and_an_end_of_another_name(tmp_path):
     backend.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
     backend.enable_truncation(2)
     backend.enable_padding(length=5)
-    backend.save(str(tmp_path / "t.json"))
-    with pytest.raises(ValueError, match="name its end of a document as end_token"):
-        export_transformers(build(), tmp_path / "out", tmp_path / "t.json")
-    export_transformers(build(), tmp_path / "out", tmp_path / "t.json", end_token_id=2)
+    export_transformers(build(), tmp_path / "out", Tokenizer(backend.to_str(), "mine", "stop"))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert theirs("one one one")["input_ids"] == [1, 1, 1]
     assert theirs.eos_token == "stop"
@@ -138,46 +135,32 @@ def test_a_tokenizer_that_adds_tokens_and_an_end_of_another_name(tmp_path):
     assert bare.encode("one one one").ids == [1, 1, 1]
 
 
-def test_a_file_is_exported_like_its_model(tmp_path):
-    lines, model = [], build()
-    save_model(model, tmp_path / "model.safetensors")
+def test_the_file_has_the_map_of_the_training(tmp_path):
+    config, lines = sel.preset("paper", beta=5, exclude=("blocks.0.*",)), []
     (tmp_path / "out").mkdir()
-    found = export_transformers(tmp_path / "model.safetensors", tmp_path / "out", echo=lines.append)
-    assert found == export_transformers(model, tmp_path / "other")
-    a, b = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "other"))
-    assert a == b
-    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt"}
+    export_transformers(build(), tmp_path / "out", trained_with=config, echo=lines.append)
+    found = inspect_file(tmp_path / "out")
+    assert found.config == sel.preset("paper", beta=5)  # the patterns are for other names
+    assert len(found.rows) == 14
     assert "largest difference of a logit" in lines[-1]
-    assert (tmp_path / "out").stat().st_mode == (tmp_path / "other").stat().st_mode != 0o40700
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+    export_transformers(build(), tmp_path / "plain")
+    with safe_open(tmp_path / "plain" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    assert (tmp_path / "out").stat().st_mode == (tmp_path / "plain").stat().st_mode != 0o40700
+    assert stock(tmp_path / "out").config.architectures == ["Qwen3ForCausalLM"]
 
 
 def test_models_that_have_no_stock_architecture(tmp_path):
-    with pytest.raises(ValueError, match=r"no biases.*symexplin.lab.weights.load_model.*--no-bias"):
+    with pytest.raises(ValueError, match=r"no biases.*--no-bias"):
         export_transformers(build(bias=True), tmp_path / "out")
     with pytest.raises(ValueError, match=r"raw one 'blocks.0.attention.q.raw_weight': fold it first"):
         export_transformers(sel.convert(build()), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tokenizers_that_do_not_fit(tmp_path):
-    BPE.save(tmp_path / "t.json")
-    (tmp_path / "bad.json").write_text("{}")
-    small = build(vocab_size=100)
-    for arguments, message in (
-        ((small, tmp_path / "t.json"), "ids below the model's vocab_size, 100, got 2"),
-        ((small, None, 100), "end_token_id must be a token from 0 to 99, got 100"),
-        ((build(), tmp_path / "t.json", 5000), "end_token_id must be a token of '.*t.json', got 5000"),
-        ((build(), tmp_path / "t.json", -1), "end_token_id must be a token of '.*t.json', got -1"),
-        ((build(), tmp_path / "bad.json", 0), "must be a file of the tokenizers library, got '.*bad.json'"),
-        ((build(), tmp_path / "bad.json"), "is not a file of the tokenizers library"),
-    ):
-        model, *rest = arguments
-        with pytest.raises(ValueError, match=message):
-            export_transformers(model, tmp_path / "out", *rest)
-    with pytest.raises(FileNotFoundError, match=r"none.json"):
-        export_transformers(build(), tmp_path / "out", tmp_path / "none.json", 0)
+def test_a_tokenizer_of_another_model(tmp_path):
+    with pytest.raises(ValueError, match=f"tokenizer must have at most the model's 100 tokens, got {BPE.vocab_size}"):
+        export_transformers(build(vocab_size=100), tmp_path / "out", BPE)
     assert not (tmp_path / "out").exists()
 
 
@@ -185,7 +168,7 @@ def test_folders_with_files_are_left_alone(tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ValueError, match=r"new or empty folder, got '.*' with 'file' in it"):
         export_transformers(build(), tmp_path)
-    with pytest.raises(ValueError, match=r"must name a new folder, got '.*file'"):
+    with pytest.raises(ValueError, match=r"must be a new folder, got the file '.*file'"):
         export_transformers(build(), tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"
 

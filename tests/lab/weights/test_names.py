@@ -6,7 +6,7 @@ from torch import nn
 import symexplin as sel
 from symexplin.lab.model import ModelConfig, Transformer
 from symexplin.lab.weights.files import TensorSpec
-from symexplin.lab.weights.names import curved_names, floating_shapes, format_names, name_tensors, out_dim_of
+from symexplin.lab.weights.names import curved_names, floating_shapes, out_dim_of, route_names
 
 
 def lab(**changes):
@@ -63,29 +63,15 @@ def test_names_agree_with_modules(name):
     assert found
 
 
-def test_experts_in_a_checkpoint():
-    shapes = {"mlp.experts.0.up.weight": (8, 4), "mlp.gate.weight": (2, 4), "ffn.gate.weight": (8, 4)}
-    reasons = {row.name: row.reason for row in name_tensors(shapes)}
-    assert reasons["mlp.gate.weight"] == "router of a mixture of experts"
-    assert [row.weight for row in curved_names(shapes)] == ["mlp.experts.0.up.weight", "ffn.gate.weight"]
-    mixture = nn.ModuleDict({"gate": nn.Linear(4, 2), "experts": nn.ModuleList([nn.Linear(4, 8)])})
-    model = nn.ModuleDict({"mlp": mixture, "ffn": nn.ModuleDict({"gate": nn.Linear(4, 8)})})
-    routed = {r.name for r in sel.routing(model).curved if r.parameter.dim() == 2}
-    assert routed == {"mlp.experts.0.weight", "ffn.gate.weight"}
-
-
-def test_gates_and_step_biases_in_a_file_are_those_of_the_modules():
-    narrow = nn.ModuleDict({"gate": nn.Linear(8, 4), "up": nn.Linear(8, 4)})
-    model = nn.ModuleDict(
-        {"ffn": narrow, "mixer": nn.ModuleDict({"gate": nn.Linear(8, 4), "dt_proj": nn.Linear(2, 8)})}
-    )
-    rows = name_tensors({name: tuple(p.shape) for name, p in model.named_parameters()})
-    assert {row.name for row in rows if row.curved} == {r.name for r in sel.routing(model).curved}
-    assert [row.name for row in rows if not row.curved] == [
-        "mixer.gate.weight",
-        "mixer.gate.bias",
-        "mixer.dt_proj.bias",
-    ]
+def test_routers_and_step_biases_are_those_of_the_modules():
+    experts = nn.ModuleDict({"gate": nn.Linear(4, 2), "experts": nn.ModuleList([nn.Linear(4, 8)])})
+    mixer = nn.ModuleDict({"gate": nn.Linear(8, 4), "dt_proj": nn.Linear(2, 8)})
+    ffn = nn.ModuleDict({"gate": nn.Linear(8, 4), "up": nn.Linear(8, 4)})
+    model = nn.ModuleDict({"mlp": experts, "ffn": ffn, "mixer": mixer})
+    found = route_names({name: tuple(p.shape) for name, p in model.named_parameters()})
+    plain = [route.name for route in found if not route.curved]
+    assert plain == ["mlp.gate.weight", "mlp.gate.bias", "mixer.gate.weight", "mixer.gate.bias", "mixer.dt_proj.bias"]
+    assert plain == [route.name for route in sel.routing(model) if not route.curved]
 
 
 def test_gpt2s_names_on_ordinary_layers():
@@ -99,50 +85,43 @@ def test_gpt2s_names_on_ordinary_layers():
 
 def test_patterns():
     shapes = {"a.weight": (4, 4), "a.bias": (4,), "b.weight": (4, 4), "head.weight": (9, 4)}
-    rows = {row.name: row for row in name_tensors(shapes, include=("head.*",), exclude=("b.*", "*.bias"))}
-    assert [name for name, row in rows.items() if row.curved] == ["a.weight", "head.weight"]
-    assert rows["head.weight"].reason == "included by 'head.*'"
-    assert rows["a.bias"].reason == "excluded by '*.bias'"
-    assert curved_names(shapes, exclude=("a.weight",)) == [("b.weight", None, 0)]
+    found = curved_names(shapes, include=("head.*",), exclude=("b.*", "*.bias"))
+    assert found == [("a.weight", None, 0), ("head.weight", None, 0)]
 
 
 @pytest.mark.parametrize(
     ("patterns", "message"),
     [
-        ({"include": ("nrom.*",)}, r"include pattern 'nrom.\*' matches no tensor, such as \['a.weight'"),
-        ({"exclude": ("x",)}, "exclude pattern 'x' matches no tensor"),
-        ({"include": ("norm.weight",)}, r"'norm.weight' asks for norm.weight of shape \(4,\): only 2-D weights"),
-        ({"include": ("norm.bias",)}, "asks for norm.bias, which has no curved weight beside it"),
-        ({"include": ("table",)}, r"asks for table of shape \(3, 3\): only 2-D weights"),
+        ({"include": ("nrom.*",)}, r"include pattern 'nrom.\*' matches no parameter"),
+        ({"exclude": ("x",)}, "exclude pattern 'x' matches no parameter"),
+        ({"include": ("norm.weight",)}, r"norm.weight .* has shape \(4,\): only 2-D weights"),
+        ({"include": ("table",)}, "include must match weights and biases of linear layers, got 'table'"),
     ],
 )
 def test_bad_patterns(patterns, message):
     shapes = {"a.weight": (4, 4), "norm.weight": (4,), "norm.bias": (4,), "table": (3, 3)}
     with pytest.raises(ValueError, match=message):
-        name_tensors(shapes, **patterns)
+        curved_names(shapes, **patterns)
 
 
-def test_shapes_and_types_that_are_never_curved():
+def test_shapes_and_dtypes_that_are_never_curved():
     specs = {
         "conv.weight": TensorSpec((4, 4, 3), "F32"),
         "codes.weight": TensorSpec((4, 4), "I8"),
-        "scaled.weight": TensorSpec((4, 4), "F8_E4M3"),
         "half.weight": TensorSpec((4, 4), "BF16"),
+        "half.lora.weight": TensorSpec((4, 2), "F32"),
         "empty.weight": TensorSpec((0, 4), "F32"),
         "weight": TensorSpec((2, 2), "F32"),
         "bias": TensorSpec((2,), "F32"),
         "odd.weight": TensorSpec((2, 3), "F32"),
         "odd.bias": TensorSpec((7,), "F32"),
+        "scale": TensorSpec((), "F32"),
     }
     found = curved_names(floating_shapes(specs))
-    assert found == [("half.weight", None, 0), ("weight", "bias", 0), ("odd.weight", None, 0)]
-    assert [row.layer for row in found] == ["half.", "", "odd."]
-
-
-def test_the_table_has_a_line_a_tensor():
-    table = format_names(name_tensors({"up.weight": (8, 4), "up.bias": (8,), "scale": ()})).splitlines()
-    assert [line.split() for line in table[1:]] == [
-        ["up.weight", "8x4", "curved", "2-D", "weight"],
-        ["up.bias", "8", "curved", "bias", "of", "a", "curved", "weight"],
-        ["scale", "scalar", "plain", "not", "a", "2-D", "weight"],
+    assert found == [
+        ("half.weight", None, 0),
+        ("half.lora.weight", None, 0),
+        ("weight", "bias", 0),
+        ("odd.weight", None, 0),
     ]
+    assert [row.layer for row in found] == ["half.", "half.lora.", "", "odd."]

@@ -19,9 +19,8 @@ from symexplin.experiments.figures.sources import run_of, weights_of
 from symexplin.lab.report.charts import COLOURS, GUIDE_LINE, MARKERS, Floats, Line, draw_chart, draw_histogram, outline
 from symexplin.lab.report.probe import Probe, probe, read_run
 from symexplin.lab.weights.files import iter_tensors, read_specs
-from symexplin.lab.weights.inspect import Inspection, Row, inspect_file, xavier_bound
+from symexplin.lab.weights.inspect import BIN_EDGES, Inspection, Row, inspect_file, xavier_bound
 from symexplin.lab.weights.names import curved_names, floating_shapes
-from symexplin.lab.weights.tally import BIN_EDGES
 
 __all__ = ["curved_parts", "heavy_tail", "raw_effective", "weight_distribution"]
 

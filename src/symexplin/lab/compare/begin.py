@@ -15,11 +15,11 @@ from symexplin.lab.config import ComputeConfig, absolute, resolve
 from symexplin.lab.data.batches import Corpus
 from symexplin.lab.files import read_json, replace_file
 from symexplin.lab.folders import FACTS
+from symexplin.lab.load import digest_of
 from symexplin.lab.parallel import Ranks
 from symexplin.lab.provenance import cores
 from symexplin.lab.run import check_weights
 from symexplin.lab.settings import build, differences, dump_toml, load_toml
-from symexplin.lab.weights.plain import digest_of
 from symexplin.validation import naming
 
 __all__ = ["open_comparison"]

@@ -7,14 +7,14 @@ from pathlib import Path
 from symexplin.lab.compare.grid import Cell, CompareConfig
 from symexplin.lab.compare.table import Run, chosen_lrs
 from symexplin.lab.files import read_json
-from symexplin.lab.folders import SUMMARY
+from symexplin.lab.folders import COMPARE, COMPARISON, SUMMARY
 from symexplin.lab.record import METRICS
 from symexplin.lab.run import evaluations
 from symexplin.lab.settings import build, load_toml
 
 __all__ = ["COMPARISON", "CONFIG", "RUNS", "arm_of", "asked", "how_to_finish", "of_a_run", "read_run"]
 
-CONFIG, COMPARISON, RUNS = "compare.toml", "comparison.json", "runs"
+CONFIG, RUNS = COMPARE, "runs"
 
 
 @contextlib.contextmanager

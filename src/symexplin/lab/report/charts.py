@@ -1,13 +1,13 @@
-"""Charts, drawn into any axes or as SVG for a page: colours never stand alone, and a phone can show them.
+"""Charts, drawn into given axes or as SVG for a page. Lines differ by more than their colour.
 
-The same data give the same text. Whoever draws into axes of his own does so under :data:`STYLE`.
+The same data give the same SVG. Draw into your own axes under ``mpl.rc_context(STYLE)``.
 """
 
 import io
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -23,7 +23,6 @@ __all__ = [
     "GUIDE",
     "GUIDE_LINE",
     "MARKERS",
-    "MOST_POINTS",
     "STYLE",
     "UNDATED",
     "Floats",
@@ -34,27 +33,24 @@ __all__ = [
     "histogram",
     "late_limits",
     "outline",
-    "thin",
 ]
 
-# Okabe and Ito's palette, which the colour-blind can tell apart.
+# Okabe and Ito's palette for colour-blind readers.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (5, 1.5, 1.5, 1.5)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # one more than colours: 42 pairs
-# Grey of what is no data: references, remarks.
+# Grey for references and remarks.
 GUIDE = "#777777"
 GUIDE_LINE: dict[str, Any] = {"color": GUIDE, "linestyle": (0, (3, 3)), "linewidth": 1.2}
-# More are not to be told apart at any width of a page.
-MOST_POINTS = 1000
-# A line of more points than these goes without a marker at each.
-_MARKED = 40
+_MARKED = 40  # a line of more points has no markers
 _WIDE, _SMALL = (5.4, 4.2), (4.0, 3.4)
-_TICKS = 3  # a logarithmic axis with fewer labels has evenly spaced ones instead
-_LONG_LABEL = 24  # letters of a label that has a line of the legend to itself
-# Text as text, and ids that depend on the content alone: the same data give the same page.
+_TICKS = 3  # a logarithmic axis with fewer labels gets evenly spaced ones
+_LONG_LABEL = 24  # a legend with a label of more letters has one column
+# Text stays text, and ids depend on the content alone. Long lines lose points that move them by less than half a point.
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "symexplin",
+    "path.simplify_threshold": 0.5,
     "font.family": "sans-serif",
     "font.size": 12,
     "axes.spines.top": False,
@@ -67,7 +63,7 @@ STYLE: dict[Any, Any] = {
     "legend.fontsize": 10.5,
 }
 
-# Files and pages would otherwise say when they were drawn.
+# Metadata to leave out of files, such as the date.
 UNDATED = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 
 Floats = NDArray[np.float64]
@@ -75,13 +71,13 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a chart, or its points, with a band around it.
+    """A line or points, with an optional band.
 
     Args:
         label: for the legend; "" leaves it out.
-        x, y: of its points.
-        style: number of its colour, dashes and marker.
-        band: its lower and upper edge, where there is one.
+        x, y: coordinates of the points.
+        style: number of the colour, dashes and marker.
+        band: lower and upper edge.
         kind: "line", "faint" (a thin line behind others), "points" (no line) or "guide" (dashed, grey).
     """
 
@@ -91,15 +87,6 @@ class Line:
     style: int = 0
     band: tuple[ArrayLike, ArrayLike] | None = field(default=None, kw_only=True)
     kind: str = field(default="line", kw_only=True)
-
-    @classmethod
-    def through(cls, label: str, points: Sequence[tuple[float, float]], style: int = 0, *, kind: str = "line") -> Self:
-        """Return the line through (x, y) pairs.
-
-        >>> Line.through("loss", [(0, 3.0), (10, 2.0)]).y
-        [3.0, 2.0]
-        """
-        return cls(label, [x for x, _ in points], [y for _, y in points], style, kind=kind)
 
 
 def chart(
@@ -112,12 +99,12 @@ def chart(
     ticks: Sequence[float] | None = None,
     small: bool = False,
 ) -> Markup:
-    """Return a chart of lines, see :func:`draw_chart`.
+    """Return a chart of lines.
 
     Args:
-        lines, log, limits, ticks: as there.
-        x_label, y_label: what the axes show, with the unit.
-        small: for one of many beside each other.
+        lines, log, limits, ticks: see :func:`draw_chart`.
+        x_label, y_label: labels of the axes, with units.
+        small: for a chart in a narrow column.
 
     >>> chart([Line("loss", [0, 1], [3.0, 2.0])], "steps", "loss (nats)").count("<svg")
     1
@@ -143,8 +130,8 @@ def draw_chart(
 
     Args:
         axes: to draw into.
-        lines: those of kind "faint" first, as later ones lie over earlier ones.
-        log: which axes are logarithmic: "", "x", "y" or "xy".
+        lines: later ones lie over earlier ones.
+        log: the logarithmic axes: "", "x", "y" or "xy".
         limits: of the y axis.
         ticks: of the x axis.
 
@@ -175,10 +162,9 @@ def draw_chart(
 
 def _plot(axes: Axes, line: Line) -> None:
     colour, marker = COLOURS[line.style % len(COLOURS)], MARKERS[line.style % len(MARKERS)]
-    columns = [np.asarray(column, dtype=float) for column in (line.x, line.y, *(line.band or ()))]
-    x, y, *band = columns if line.kind == "points" else thin(*columns)
-    if band:
-        axes.fill_between(x, *band, color=colour, alpha=0.18, linewidth=0)
+    x, y = np.asarray(line.x, dtype=float), np.asarray(line.y, dtype=float)
+    if line.band is not None:
+        axes.fill_between(x, *line.band, color=colour, alpha=0.18, linewidth=0)
     looks: dict[str, dict[str, Any]] = {
         "line": {"linestyle": DASHES[line.style % len(DASHES)], "linewidth": 1.8, "markersize": 5,
                  "marker": marker if len(x) <= _MARKED else None},
@@ -186,12 +172,12 @@ def _plot(axes: Axes, line: Line) -> None:
         "points": {"linestyle": "", "marker": marker, "markersize": 5, "alpha": 0.6, "markeredgewidth": 0},
         "guide": GUIDE_LINE,
     }  # fmt: skip
-    label = line.label or "_"  # matplotlib leaves out of the legend what begins so
+    label = line.label or "_"  # matplotlib leaves labels that begin with _ out of the legend
     axes.plot(x, y, label=label, **{"color": colour, **looks[line.kind]})
 
 
 def histogram(series: Mapping[str, tuple[ArrayLike, ArrayLike]], x_label: str, y_label: str, bins: int = 121) -> Markup:
-    """Return outlines of histograms, see :func:`draw_histogram`; the labels say what the axes show, with the unit.
+    """Return outlines of histograms, see :func:`draw_histogram`; the labels of the axes have units.
 
     >>> histogram({"weights": ([0.5, -1.0], [1.0, 1.0])}, "weight", "count").count("<svg")
     1
@@ -210,8 +196,8 @@ def draw_histogram(axes: Axes, series: Mapping[str, tuple[ArrayLike, ArrayLike]]
 
     Args:
         axes: to draw into.
-        series: label -> (values, how many each stands for).
-        bins: an odd number puts one around zero.
+        series: label -> (values, the count of each value).
+        bins: an odd number puts a bin around zero.
 
     >>> axes = Figure().add_subplot()
     >>> draw_histogram(axes, {"weights": ([0.5, -1.0], [1.0, 1.0])})
@@ -227,7 +213,7 @@ def draw_histogram(axes: Axes, series: Mapping[str, tuple[ArrayLike, ArrayLike]]
 
 
 def outline(axes: Axes, heights: ArrayLike, edges: ArrayLike, label: str, style: int, filled: bool = False) -> None:
-    """Draw the outline of a histogram in the colour and dashes of `style`, the inside lightly tinted if `filled`.
+    """Draw the outline of a histogram in the colour and dashes of `style`, with a light tint inside if `filled`.
 
     >>> axes = Figure().add_subplot()
     >>> outline(axes, [1.0, 2.0], [0.0, 0.5, 1.0], "weights", 0)
@@ -241,7 +227,7 @@ def outline(axes: Axes, heights: ArrayLike, edges: ArrayLike, label: str, style:
 
 
 def _legend(axes: Axes, narrow: bool = False) -> None:
-    """Put the legend above the chart, where no data can lie."""
+    """Put the legend above the chart, where it hides no data."""
     _, labels = axes.get_legend_handles_labels()
     if labels:
         columns = 1 if narrow or max(map(len, labels)) > _LONG_LABEL else 2
@@ -249,45 +235,23 @@ def _legend(axes: Axes, narrow: bool = False) -> None:
 
 
 def _page(draw: Callable[[Axes], None], size: tuple[float, float]) -> Markup:
-    """Return what `draw` draws into axes as an SVG element of a page, whose background shows through."""
+    """Return a drawing as an SVG element with a transparent background."""
     buffer = io.StringIO()
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=size, layout="constrained")
         draw(figure.add_subplot())
         figure.savefig(buffer, format="svg", transparent=True, metadata=UNDATED)
     text = buffer.getvalue()
-    # What precedes <svg> is for files; numbered ids are not referred to and would repeat between charts.
+    # Numbered ids have no references and would repeat between the charts of a page.
     text = re.sub(r' id="[\w.]+_\d+"', "", text[text.index("<svg") :])
-    # A hundredth of a point is finer than any screen.
+    # Coordinates to a hundredth of a point.
     return Markup(re.sub(r"( d=\"[^\"]*\")", lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[1]), text))
 
 
-def thin(x: ArrayLike, y: ArrayLike, *others: ArrayLike) -> list[Floats]:
-    """Return at most :data:`MOST_POINTS` points that look the same: both ends, the lowest and highest of each stretch.
-
-    Args:
-        x, y: of the points.
-        others: columns that belong to them, such as the edges of a band.
-
-    >>> x, y = thin(range(100_000), [0.0] * 99_998 + [9.0, 0.0])
-    >>> len(x) <= MOST_POINTS, float(x[-1]), float(y.max())
-    (True, 99999.0, 9.0)
-    """
-    columns = [np.asarray(column, dtype=float) for column in (x, y, *others)]
-    count = len(columns[0])
-    if count <= MOST_POINTS:
-        return columns
-    kept = {0, count - 1}
-    for stretch in np.array_split(np.arange(count), MOST_POINTS // 2 - 1):
-        part = columns[1][stretch]
-        kept |= {int(stretch[part.argmin()]), int(stretch[part.argmax()])}
-    return [column[sorted(kept)] for column in columns]
-
-
 def late_limits(lines: Iterable[Line], share: float = 0.2) -> tuple[float, float] | None:
-    """Return limits of the y axis that leave out what only happens in the first `share` of the x axis.
+    """Return limits of the y axis for the values after the first `share` of the x axis.
 
-    The first losses of a run dwarf all differences.
+    The first losses of a run would hide all differences.
 
     >>> late_limits([Line("loss", [0, 50, 100], [9.0, 3.0, 2.0])])
     (1.95, 3.05)

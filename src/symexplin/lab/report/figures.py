@@ -1,4 +1,4 @@
-"""The figures of a report, each with a caption: what a run or a comparison did, and what became of its weights."""
+"""The figures of reports, with captions: of a run and its weights, and of a comparison."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,13 +11,20 @@ from numpy.typing import ArrayLike
 from symexplin.lab.report.charts import Floats, Line, chart, histogram, late_limits
 from symexplin.lab.report.probe import LIMIT, Probe, RoleWeights, RunRecord, map_shape
 
-__all__ = ["Figure", "Section", "Sweep", "comparison_figures", "run_sections", "smooth", "sweep_lines"]
+__all__ = [
+    "Figure",
+    "Section",
+    "Sweep",
+    "comparison_figures",
+    "run_sections",
+    "smooth",
+    "sweep_lines",
+]
 
-# The first losses of a run dwarf the rest: what happens in this share of the steps may leave the chart.
-_FIRST = 0.02
-_EVALUATIONS = 4  # fewer evaluations than these make a curve that is shown whole
-_SMOOTHED = 50  # curves of updates are smoothed over this part of them
-_POSITIONS = 2000  # whose scales show the shape of a role's map
+_FIRST = 0.02  # the share of the steps that may leave a chart: the first losses would hide the rest
+_EVALUATIONS = 4  # a curve with fewer evaluations is shown whole
+_SMOOTHED = 50  # a curve of updates is smoothed over this part of them
+_POSITIONS = 2000  # positions per role whose scales show the shape of the map
 _SCALES = {
     "e": "exponential scale e",
     "l": "linear scale l",
@@ -25,9 +32,8 @@ _SCALES = {
     "n": "offset n",
     "s": "overall scale s",
 }
-# More figures than these stand in smaller columns (macros.html.jinja).
-_ABREAST = 3
-_STEPS, _NATS = "optimizer steps", "nats a token"
+_ABREAST = 3  # more figures get narrower columns (macros.html.jinja)
+_STEPS, _NATS = "optimizer steps", "nats per token"
 
 
 class Figure(NamedTuple):
@@ -38,7 +44,7 @@ class Figure(NamedTuple):
 
 
 class Section(NamedTuple):
-    """Figures under a heading, with a note that may be empty."""
+    """Figures under a heading; the note may be empty."""
 
     title: str
     note: str
@@ -46,7 +52,7 @@ class Section(NamedTuple):
 
 
 def run_sections(run: RunRecord, weights: Probe | None) -> list[Section]:
-    """Return what there is to draw of a run; without `weights`, its curves alone.
+    """Return the figures of a run; without `weights` those of its records alone.
 
     >>> from pathlib import Path
     >>> from symexplin.lab.config import RunConfig
@@ -71,7 +77,7 @@ def _weight_sections(weights: Probe) -> Iterator[Section]:
     matrices = "curved matrices" if any(role.raw is not None for role in roles) else "blocks' matrices"
     note = f"All {total:,} weights of the {matrices}."
     if seen < total:
-        note = f"{seen:,} of the {total:,} weights of the {matrices}: at most about {LIMIT:,} a role, drawn at random."
+        note = f"{seen:,} of the {total:,} weights of the {matrices}, at most about {LIMIT:,} per role."
     yield Section(f"Weights at step {weights.step:,}", note, _histograms(weights))
     yield Section(
         f"The map at step {weights.step:,}",
@@ -82,56 +88,57 @@ def _weight_sections(weights: Probe) -> Iterator[Section]:
 
 def _learning(run: RunRecord) -> list[Figure]:
     evals = [(record["step"], record["eval_loss"]) for record in run.evaluations]
-
     if not run.updates:
         return []
     step, loss, lr, norm = ([record[key] for record in run.updates] for key in ("step", "loss", "lr", "grad_norm"))
     window = max(1, len(step) // _SMOOTHED)
     means = f"mean of {window} updates" if window > 1 else "each update"
     losses = [Line("", step, loss, kind="faint"), Line(f"training, {means}", step, smooth(loss, window))]
-    losses += [Line.through("held out", evals, style=1)] if evals else []
+    losses += [_line("held out", evals, style=1)] if evals else []
     norms = [Line("", step, norm, kind="faint"), Line(means, step, smooth(norm, window))]
     norms.append(Line("clipped to", [step[0], step[-1]], [run.config.train.max_grad_norm] * 2, kind="guide"))
     return [
         Figure(
             chart(losses, _STEPS, f"loss ({_NATS})", limits=late_limits(losses[1:], _FIRST)),
-            "Loss on the training batches and on held-out text; the very first may leave the chart.",
+            "Loss on the training batches and on held-out text; the first losses may leave the chart.",
         ),
         Figure(chart([Line("weights", step, lr)], _STEPS, "learning rate"), "Learning rate of the weights."),
         Figure(
             chart(norms, _STEPS, "gradient norm (log scale)", log="y"),
-            "Norm of the whole gradient before it is clipped.",
+            "Norm of the gradient before clipping.",
         ),
     ]
 
 
+def _line(label: str, points: Sequence[tuple[float, float]], style: int = 0, kind: str = "line") -> Line:
+    """Return the line through (x, y) pairs, of which there may be none."""
+    return Line(label, [x for x, _ in points], [y for _, y in points], style, kind=kind)
+
+
 def smooth(y: ArrayLike, window: int) -> Floats:
-    """Return the mean of up to `window` values around each, fewer at the ends.
+    """Return the mean of up to `window` values around each value, fewer at the ends.
 
     >>> smooth([0.0, 3.0, 6.0, 0.0], 3).tolist()
     [1.5, 3.0, 3.0, 3.0]
     """
     ys = np.asarray(y, dtype=float)
-    sums = np.concatenate(([0.0], np.cumsum(ys)))
-    places = np.arange(len(ys))
-    first = np.maximum(places - (window - 1) // 2, 0)
-    last = np.minimum(places + window // 2 + 1, len(ys))
-    mean: Floats = (sums[last] - sums[first]) / (last - first)
-    return mean
+    window = min(window, len(ys))
+    total, count = (np.convolve(values, np.ones(window), "same") for values in (ys, np.ones(len(ys))))
+    return total / count
 
 
 def _pace(run: RunRecord) -> list[Figure]:
     figures = []
     timed = [(r["step"], r["tokens_per_second"]) for r in run.timing if "tokens_per_second" in r]
     if timed:
-        line = Line.through("since the evaluation before", timed)
+        line = _line("since the previous evaluation", timed)
         top = 1.1 * max(pace for _, pace in timed)
-        figures.append(Figure(chart([line], _STEPS, "tokens/s", limits=(0.0, top)), "Tokens trained on a second."))
+        figures.append(Figure(chart([line], _STEPS, "tokens/s", limits=(0.0, top)), "Training tokens per second."))
     names = {"memory_bytes": "process", "device_peak_bytes": "device, peak"}
     lines = []
     for index, (key, label) in enumerate(names.items()):
         points = [(record["step"], record[key] / 2**20) for record in run.timing if key in record]
-        lines += [Line.through(label, points, style=index)] if points else []
+        lines += [_line(label, points, style=index)] if points else []
     if lines:
         top = 1.1 * max(np.max(line.y) for line in lines)
         svg = chart(lines, _STEPS, "memory (MiB)", limits=(0.0, top))
@@ -161,12 +168,12 @@ def _trajectories(run: RunRecord) -> list[Figure]:
 def _tails(run: RunRecord) -> list[Figure]:
     figures = []
     for key, factor, label, caption in (
-        ("tail/fraction", 100.0, "weights with κ|w| > 1 (%)", "Weights so large that the exponential rules."),
+        ("tail/fraction", 100.0, "weights with κ|w| > 1 (%)", "Weights in the exponential part of the map."),
         ("kappa_w/max", 1.0, "largest κ|w|", "The largest raw weight in units of the curvature."),
     ):
         points = [(r["step"], factor * r["stats"][key]) for r in run.evaluations if key in r.get("stats", {})]
         if points:
-            line = Line.through("all curved matrices", points)
+            line = _line("all curved matrices", points)
             top = 1.1 * max(value for _, value in points)
             figures.append(Figure(chart([line], _STEPS, label, limits=(0.0, top or 1.0)), caption))
     return figures
@@ -179,7 +186,7 @@ def _histograms(weights: Probe) -> list[Figure]:
         return values, torch.cat([torch.full((len(part),), total / len(part)) for part, total in parts])
 
     curved = all(role.raw is not None for role in weights.roles.values())
-    now, axes = f"step {weights.step:,}", ("weight", "weights a bin (log scale)")
+    now, axes = f"step {weights.step:,}", ("weight", "weights per bin (log scale)")
     figures = [
         Figure(
             histogram({"start": pooled("initial"), now: pooled("effective")}, *axes),
@@ -188,7 +195,7 @@ def _histograms(weights: Probe) -> list[Figure]:
     ]
     if curved:
         svg = histogram({"raw": pooled("raw"), "effective": pooled("effective")}, *axes)
-        figures.append(Figure(svg, "Raw weights, in which the steps are taken, and the effective weights they give."))
+        figures.append(Figure(svg, "Raw weights, in which the optimizer takes its steps, and their effective weights."))
     return figures
 
 
@@ -205,10 +212,10 @@ def _shape(role: str, weights: RoleWeights) -> Figure:
 
 
 def comparison_figures(found: Mapping[str, Any]) -> list[Figure]:
-    """Return the curves and the sweep of a comparison, as comparison.json has it.
+    """Return the curves and the learning-rate sweep of a comparison.
 
     Args:
-        found: its "runs" and "comparison" are read.
+        found: the content of comparison.json, of which "runs" and "comparison" are read.
     """
     comparison, runs = found["comparison"], found["runs"]
     arms = [row["arm"] for row in comparison["shared"]]
@@ -222,13 +229,11 @@ def comparison_figures(found: Mapping[str, Any]) -> list[Figure]:
         Figure(_curves(runs, shared, whole), f"Held-out loss at the shared learning rate{ending} {between}"),
     ]
     if any(lr is not None and lr != shared[arm] for arm, lr in best.items()):
-        caption = f"Held-out loss with each at its own best learning rate{ending}"
+        caption = f"Held-out loss, each arm at its own best learning rate{ending}"
         figures.append(Figure(_curves(runs, best, whole), caption))
-    points = "; a point a seed, the line through their mean" if seeds else ""
-    points += ", that of the seeds which ran at all of them" if comparison.get("confirm_seeds") else ""
-    figures.append(
-        Figure(_sweep(runs, arms), f"Held-out loss after the last step, at every learning rate tried{points}.")
-    )
+    points = "; one point per seed, the line through their mean" if seeds else ""
+    points += " over the seeds that ran at all rates" if comparison.get("confirm_seeds") else ""
+    figures.append(Figure(_sweep(runs, arms), f"Held-out loss after the last step, at each learning rate{points}."))
     return figures
 
 
@@ -251,7 +256,7 @@ def _sweep(runs: list[dict[str, Any]], arms: list[str]) -> Markup:
 
 
 class Sweep(NamedTuple):
-    """An arm over the learning rates: what it is called, and what its rates are multiplied with."""
+    """An arm over the learning rates: its label, and a factor for its rates."""
 
     arm: str
     label: str
@@ -259,9 +264,9 @@ class Sweep(NamedTuple):
 
 
 def sweep_lines(runs: list[dict[str, Any]], sweeps: Sequence[Sweep]) -> list[Line]:
-    """Return the final losses of a comparison over the learning rates: a line an arm, a point a seed where more ran.
+    """Return the final losses over the learning rates: one line per arm, and points where an arm has several seeds.
 
-    An arm of which no run stayed finite has an empty line, which says so.
+    An arm without a finite run has an empty line whose label says so.
 
     Args:
         runs: of comparison.json.
@@ -271,15 +276,13 @@ def sweep_lines(runs: list[dict[str, Any]], sweeps: Sequence[Sweep]) -> list[Lin
     lines = []
     for style, (arm, label, factor) in enumerate(sweeps):
         own = [run for run in runs if run["arm"] == arm]
-        # The second stage's seeds are not at every learning rate, so that a mean over them would bend the line.
-        finals = {
-            lr: [run["final_loss"] for run in own if run["lr"] == lr and run.get("stage", 1) == 1] for lr in lrs
-        }  # fmt: skip
         seeds = [(factor * run["lr"], run["final_loss"]) for run in own if run["final_loss"] is not None]
-        means = [
-            (factor * lr, float(np.mean(losses))) for lr, losses in finals.items() if losses and None not in losses
-        ]
+        # Seeds of the second stage did not run at all learning rates: a mean over them would bend the line.
+        first = [run for run in own if run.get("stage", 1) == 1]
+        finals = {lr: [run["final_loss"] for run in first if run["lr"] == lr] for lr in lrs}
+        finite = {lr: losses for lr, losses in finals.items() if losses and None not in losses}
+        means = [(factor * lr, float(np.mean(losses))) for lr, losses in finite.items()]
         if seeds and len(seeds) > len(means):
-            lines.append(Line.through("", seeds, style, kind="points"))
-        lines.append(Line.through(label if seeds else f"{label}: no run finite", means, style))
+            lines.append(_line("", seeds, style, kind="points"))
+        lines.append(_line(label if seeds else f"{label}: no run finite", means, style))
     return lines

@@ -1,20 +1,19 @@
-"""One page that shows a run or a comparison: self-contained HTML with its charts inside."""
+"""The page of a run or of a comparison: one HTML file that contains its charts."""
 
 import contextlib
 import urllib.parse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import torch
 
-from symexplin.lab.compare.sweep import COMPARISON, how_to_finish
-from symexplin.lab.compare.sweep import CONFIG as COMPARE
+from symexplin.config import SELConfig
 from symexplin.lab.config import OPTIMIZERS
 from symexplin.lab.files import read_json, replace_file
-from symexplin.lab.folders import CONFIG
-from symexplin.lab.maps import map_of
+from symexplin.lab.folders import COMPARE, COMPARISON, CONFIG
+from symexplin.lab.maps import describe_map, map_of
 from symexplin.lab.model import ModelConfig, Transformer
 from symexplin.lab.report.figures import comparison_figures, run_sections
 from symexplin.lab.report.probe import RunRecord, probe, read_run
@@ -22,52 +21,64 @@ from symexplin.lab.settings import to_table
 
 __all__ = ["PAGE", "reading", "report", "report_comparison", "report_run", "write_page"]
 
+Echo = Callable[[str], None]
+
 PAGE, _SAMPLE = "report.html", "sample.txt"
-_ROWS = 40  # evaluations that a page lists
-_NATS = "nats a token"
+_ROWS = 40  # evaluations in the table of a page
+_NATS = "nats per token"
 _HOMES = {"optimizer": "in the optimizer", "module": "in the modules"}
 _NAMES = {"adamw": "AdamW", "muon": "Muon"}
 
 
-def report(folder: str | Path) -> Path:
+def report(folder: str | Path, echo: Echo = lambda _: None) -> Path:
     """Write `report.html` into the folder of a run or of a comparison, and return its path.
 
+    Args:
+        folder: of a run, also while it trains, or of a finished comparison.
+        echo: receives a warning for each damaged file of a run that the page does without.
+
     Raises:
-        FileNotFoundError, ValueError: no such folder, another kind of folder, a file of it that cannot be read.
+        FileNotFoundError, ValueError: no such folder, another kind of folder, a file that cannot be read.
 
     >>> report("no/such/folder")
     Traceback (most recent call last):
-    FileNotFoundError: folder must be that of a run or of a comparison, got 'no/such/folder', which does not exist
+    FileNotFoundError: folder must be that of a run or of a comparison, got 'no/such/folder', which is no folder
     """
     path = Path(folder)
     wanted = f"folder must be that of a run or of a comparison, got {str(folder)!r}"
     if not path.is_dir():
-        raise FileNotFoundError(f"{wanted}, which " + ("is a file" if path.exists() else "does not exist"))
+        raise FileNotFoundError(f"{wanted}, which is no folder")
     if (path / COMPARISON).exists() or (path / COMPARE).exists():
         return report_comparison(path)
     if (path / CONFIG).exists():
-        return report_run(path)
+        return report_run(path, echo)
     raise ValueError(f"{wanted}, which has neither {CONFIG} nor {COMPARISON}")
 
 
-def report_run(folder: str | Path) -> Path:
-    """Write `report.html` into a run's folder, also while it trains, and return its path.
+def report_run(folder: str | Path, echo: Echo = lambda _: None) -> Path:
+    """Write `report.html` into the folder of a run, also while it trains, and return its path.
 
-    Nothing else is written or locked. Weights and scales are those of the newest checkpoint.
+    Nothing else is written or locked. The weights are those of the newest intact checkpoint. What cannot be read of
+    the records becomes a warning on the page.
 
     Raises:
-        FileNotFoundError, ValueError: no run there, a damaged checkpoint or record.
+        FileNotFoundError, ValueError: no run there, a damaged configuration, no intact checkpoint.
     """
     sample = Path(folder) / _SAMPLE
     with reading(folder):
         run = read_run(folder)
+        warnings = [f"warning: {text}" for text in run.warnings]
+        weights = None if _start_is_gone(run) else probe(run, warnings.append)
+        for line in warnings:
+            echo(line)
         return write_page(
             run.folder,
             "run.html.jinja",
             title=f"Run {run.folder.resolve().name}",
             headline=_headline(run),
+            warnings=warnings,
             facts=list(_run_facts(run)),
-            sections=run_sections(run, None if _start_is_gone(run) else probe(run)),
+            sections=run_sections(run, weights),
             evaluations=_evaluation_rows(run),
             evaluations_done=len(run.evaluations),
             sample=sample.read_text(encoding="utf-8", errors="replace") if sample.exists() else None,
@@ -77,14 +88,16 @@ def report_run(folder: str | Path) -> Path:
 
 
 def report_comparison(folder: str | Path) -> Path:
-    """Write `report.html` into a finished comparison's folder and return its path.
+    """Write `report.html` into the folder of a finished comparison, and return its path.
 
     Raises:
-        FileNotFoundError, ValueError: the comparison is not finished, or a file of it cannot be read.
+        FileNotFoundError, ValueError: an unfinished comparison, or a file that cannot be read.
     """
     path = Path(folder)
     if not (path / COMPARISON).exists():
-        raise FileNotFoundError(f"{str(folder)!r} has no {COMPARISON}: {how_to_finish(path)}")
+        raise FileNotFoundError(
+            f"{str(folder)!r} has no {COMPARISON}: finish the comparison with --resume, or report one of its runs"
+        )
     found = read_json(path / COMPARISON)
     with reading(path / COMPARISON):
         facts = [(f"map of {arm}", _map(curve, _optimizer(found, arm))) for arm, curve in found["maps"].items()]
@@ -104,10 +117,10 @@ def report_comparison(folder: str | Path) -> Path:
 
 @contextlib.contextmanager
 def reading(path: str | Path) -> Iterator[None]:
-    """Turn what a record lacks into an error that names where it should be.
+    """Turn the error of a missing key into a ValueError that names the file or folder.
 
     Raises:
-        ValueError: in place of the error of a missing key.
+        ValueError: a key is missing.
 
     >>> with reading("runs/c"):
     ...     {"runs": []}["maps"]
@@ -121,12 +134,12 @@ def reading(path: str | Path) -> Iterator[None]:
 
 
 def write_page(folder: Path, template: str, package: str = __package__, **values: Any) -> Path:
-    """Render a template into a folder's report.html and return its path.
+    """Render a template into the report.html of a folder, and return its path.
 
     Args:
-        folder: where the page goes.
-        template: name of a file of `package`; it may include and extend those that lie here.
-        package: that has the template.
+        folder: of the page.
+        template: name of a file in `package`; it may include and extend the templates of this package.
+        package: of the template.
         values: of the template's variables.
     """
     loaders = [jinja2.PackageLoader(name, ".") for name in dict.fromkeys((package, __package__))]
@@ -145,7 +158,7 @@ def _headline(run: RunRecord) -> list[str]:
     elif run.summary is not None:
         sentences = [f"Finished: {steps:,} steps."]
     else:
-        sentences = [f"Unfinished: step {run.step:,} of {steps:,}. It is still running, or was stopped there."]
+        sentences = [f"Unfinished: step {run.step:,} of {steps:,}. It is still running, or was stopped."]
     if run.evaluations:
         last, best = run.evaluations[-1], min(run.evaluations, key=lambda record: record["eval_loss"])
         sentences.append(f"Held-out loss {last['eval_loss']:.4f} {_NATS} after step {last['step']:,}.")
@@ -159,19 +172,12 @@ def _run_facts(run: RunRecord) -> Iterator[tuple[str, str]]:
     with torch.device("meta"):  # shapes without memory
         parameters = sum(p.numel() for p in Transformer(ModelConfig(**run.facts["model"])).parameters())
     curve = map_of(config.sel, model.width)
-    yield (
-        "model",
-        (
-            f"width {model.width}, depth {model.depth}, {model.heads} heads, context {model.context}, "
-            f"{model.vocab_size:,} tokens in the vocabulary"
-        ),
-    )
     yield "parameters", f"{parameters:,}"
     yield "data", config.data
     told = None if curve is None else {"start": config.sel.start, "home": config.sel.home, **curve.to_dict()}
     yield "weights", _map(told, config.train.optimizer)
     if config.train.weights is not None:
-        gone = ", which is not there any more: no figures of weights" if _start_is_gone(run) else ""
+        gone = ", which no longer exists: no figures of weights" if _start_is_gone(run) else ""
         yield "first weights", f"{config.train.weights}{gone}"
     yield "steps", f"{run.step:,} of {config.train.steps:,}, {config.train.batch_size} sequences each"
     yield "tokens seen", f"{run.updates[-1]['tokens'] if run.updates else 0:,}"
@@ -181,7 +187,7 @@ def _run_facts(run: RunRecord) -> Iterator[tuple[str, str]]:
     if "tokens_per_second" in timing:
         yield "tokens/s", f"{timing['tokens_per_second']:,.0f}"
     if "seconds" in timing:
-        yield "training time", f"{timing['seconds']:,.1f} seconds, evaluations not counted"
+        yield "training time", f"{timing['seconds']:,.1f} seconds without evaluations"
 
 
 def _start_is_gone(run: RunRecord) -> bool:
@@ -190,7 +196,7 @@ def _start_is_gone(run: RunRecord) -> bool:
 
 
 def _evaluation_rows(run: RunRecord) -> list[dict[str, Any]]:
-    """Return about evenly spread evaluations, the first, the best and the last among them, with their timing."""
+    """Return evenly spread evaluations with the first, the best and the last one, and their timing."""
     found = run.evaluations
     timing = {record["step"]: record for record in run.timing}
     stride = -(-len(found) // _ROWS) or 1
@@ -200,24 +206,20 @@ def _evaluation_rows(run: RunRecord) -> list[dict[str, Any]]:
 
 
 def _settings(run: RunRecord) -> list[tuple[str, str]]:
-    """Return config.toml as (dotted key, text); the map is told in words elsewhere."""
-    rows = []
-    for key, value in to_table(run.config).items():
-        if not isinstance(value, Mapping):
-            rows.append((key, _text(value)))
-            continue
-        rows += [(f"{key}.{name}", _text(entry)) for name, entry in value.items() if (key, name) != ("sel", "map")]
-    return rows
+    """Return the configuration as (dotted key, text) without the map, which the facts describe."""
+    table = to_table(run.config)
+    curve = {name: value for name, value in table["sel"].items() if name != "map"}
+    return _facts({**table, "sel": curve}, spaces=False)
 
 
-def _facts(part: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return a table's entries, those of tables in it with dotted names."""
+def _facts(part: Mapping[str, Any], spaces: bool = True) -> list[tuple[str, str]]:
+    """Return the entries of a table as text, those of inner tables with dotted names."""
     facts = []
     for name, value in part.items():
         if isinstance(value, Mapping):
-            facts += [(f"{name}.{inner}", text) for inner, text in _facts(value)]
+            facts += [(f"{name}.{inner}", text) for inner, text in _facts(value, spaces)]
         else:
-            facts.append((name.replace("_", " "), _text(value)))
+            facts.append((name.replace("_", " ") if spaces else name, _text(value)))
     return facts
 
 
@@ -232,28 +234,19 @@ def _text(value: object) -> str:
 
 
 def _optimizer(found: Mapping[str, Any], arm: str) -> str:
-    """Return the optimizer of an arm of a comparison: its own, else that of all."""
+    """Return the optimizer of an arm of a comparison: its own, else the common one."""
     config = found["config"]
     tables = (config.get("arm", {}).get(arm, {}).get("train", {}), config.get("train", {}))
     return next((str(table["optimizer"]) for table in tables if "optimizer" in table), OPTIMIZERS[0])
 
 
 def _map(found: Mapping[str, Any] | None, optimizer: str = OPTIMIZERS[0]) -> str:
-    """Return the home and form of a map, its start, and its scales that are learned or not 1."""
+    """Return the home, the start and the map of an arm in words; `found` has the keys "home" and "start" as well."""
     if found is None:
         return f"ordinary weights under {_NAMES[optimizer]}"
-    words = [f"curved {_HOMES[found['home']]}", f"mode {found['mode']}", f"beta {_text(found['beta'])}"]
-    words += [_NAMES[optimizer]] if optimizer != OPTIMIZERS[0] else []
-    words += [f"curvature {found['curvature']}", f"{found['start']} start"]
-    for role, scale in found.items():
-        if not isinstance(scale, Mapping):
-            continue
-        if scale["pattern"] == "fixed" and scale["start"] not in (0.0, 1.0):
-            words.append(f"{role} fixed at {scale['start']:.4g}")
-        elif scale["pattern"] != "fixed":
-            first, last = scale["peak_lr"] or (None, None)
-            words.append(f"{role} {scale['pattern']} with peak learning rate {_text(first)} to {_text(last)}")
-    return "; ".join(words)
+    config = SELConfig.from_dict({key: value for key, value in found.items() if key not in ("home", "start")})
+    words = [f"curved {_HOMES[found['home']]}", f"{found['start']} start", describe_map(config)]
+    return "; ".join(words if optimizer == OPTIMIZERS[0] else [*words, _NAMES[optimizer]])
 
 
 def _list(names: Sequence[str]) -> str:
@@ -261,6 +254,6 @@ def _list(names: Sequence[str]) -> str:
 
 
 def _link(folder: Path, run: str) -> str | None:
-    """Return the address of a run's own page, if it has one."""
+    """Return the address of the page of a run, if there is one."""
     page = Path(run, PAGE)
     return urllib.parse.quote(page.as_posix()) if (folder / page).exists() else None

@@ -1,7 +1,7 @@
-"""What a run's folder says, while it trains or after: its records, and its weights in both coordinates."""
+"""The records of a run, and its weights in raw and effective coordinates, also while it trains."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from symexplin.coordinates import Coordinates
 from symexplin.lab.build import Built, build
-from symexplin.lab.checkpoint import load_checkpoint, load_optimizer, newest
+from symexplin.lab.checkpoint import load_optimizer, newest_intact
 from symexplin.lab.config import RunConfig
 from symexplin.lab.files import read_json, read_json_lines
 from symexplin.lab.folders import CONFIG, FACTS, SUMMARY
-from symexplin.lab.model import ModelConfig, Transformer
+from symexplin.lab.model import ModelConfig
 from symexplin.lab.record import METRICS, TIMING
 from symexplin.lab.settings import build as build_config
 from symexplin.lab.settings import load_toml
@@ -27,15 +27,16 @@ from symexplin.transform import Form, Scales, forward
 
 __all__ = ["LIMIT", "MapShape", "Probe", "RoleWeights", "RunRecord", "map_curves", "map_shape", "probe", "read_run"]
 
-# Positions of a role that are looked at: enough for a histogram's tails, little for a page to hold.
+# Positions per role that are looked at: enough for the tails of a histogram.
 LIMIT = 200_000
 
 Record = dict[str, Any]
+Echo = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run has written so far; `summary` is None while it is unfinished."""
+    """The files of a run so far. `summary` is None while it is unfinished; `warnings` name what cannot be read."""
 
     folder: Path
     config: RunConfig
@@ -44,50 +45,67 @@ class RunRecord:
     evaluations: list[Record]
     timing: list[Record]
     summary: Record | None
+    warnings: tuple[str, ...] = ()
 
     @property
     def step(self) -> int:
-        """Updates done."""
+        """Number of recorded updates."""
         return int(self.updates[-1]["step"]) if self.updates else 0
 
     @property
     def error(self) -> str | None:
-        """What ended the run early, if something did."""
+        """The error that ended the run early, if any."""
         return None if self.summary is None else self.summary.get("error")
 
 
 def read_run(folder: str | Path) -> RunRecord:
-    """Return the records of a run; nothing is locked, so the run may go on.
+    """Return the records of a run. Nothing is locked, so the run may go on.
+
+    Lines of metrics.jsonl and timing.jsonl that are damaged or missing become warnings.
 
     Raises:
         FileNotFoundError: no run there.
-        ValueError: a file of it that cannot be read.
+        ValueError: another file that cannot be read.
     """
     folder = Path(folder)
     config = build_config(RunConfig, load_toml(folder / CONFIG))
     facts = read_json(folder / FACTS)
-    records = _lines(folder / METRICS)
-    return RunRecord(
+    summary = read_json(folder / SUMMARY) if (folder / SUMMARY).exists() else None
+    warnings: list[str] = []
+    metrics, timing = (
+        read_json_lines(folder / name, skipped=warnings.append) if (folder / name).exists() else []
+        for name in (METRICS, TIMING)
+    )
+    found = RunRecord(
         folder,
         dataclasses.replace(config, model=ModelConfig(**facts["model"])),
         facts,
-        [record for record in records if "lr" in record],
-        [record for record in records if "eval_loss" in record],
-        _lines(folder / TIMING),
-        read_json(folder / SUMMARY) if (folder / SUMMARY).exists() else None,
+        [record for record in metrics if "lr" in record],
+        [record for record in metrics if "eval_loss" in record],
+        timing,
+        summary,
     )
+    return dataclasses.replace(found, warnings=(*warnings, *_missing(found)))
 
 
-def _lines(path: Path) -> list[Record]:
-    return read_json_lines(path) if path.exists() else []
+def _missing(run: RunRecord) -> list[str]:
+    """Return what metrics.jsonl lacks: updates, or the last evaluation of a finished run."""
+    steps = (run.summary or {}).get("steps")
+    wanted, where = steps or run.step, repr(str(run.folder / METRICS))
+    lacking = (
+        [] if len(run.updates) == wanted else [f"{where} is damaged: it has {len(run.updates)} of {wanted} updates"]
+    )
+    if steps is not None and (not run.evaluations or run.evaluations[-1]["step"] != steps):
+        lacking.append(f"{where} is damaged: it has no evaluation after step {steps}")
+    return lacking
 
 
 @dataclass(frozen=True)
 class RoleWeights:
-    """Weights of one role ("q", "down", ...), pooled over the blocks; 1-D tensors over the same positions.
+    """Weights of one role ("q", "down", ...) of all blocks; 1-D tensors over the same positions.
 
-    `total` is how many there are, of which at most about :data:`LIMIT` are here. Ordinary weights have no `form`, `raw`
-    and `scales`.
+    `total` is the number of weights, of which at most about :data:`LIMIT` are here. Ordinary weights have no `form`,
+    `raw` and `scales`.
     """
 
     total: int
@@ -106,7 +124,7 @@ class Probe(NamedTuple):
 
 
 class MapShape(NamedTuple):
-    """w_eff over w_raw for the scales at many positions: 5 %, 50 % and 95 % of them lie below `low`, ..."""
+    """w_eff over w_raw: the quantiles of 5 %, 50 % and 95 % over the scales of many positions."""
 
     raw: Tensor
     low: Tensor
@@ -114,35 +132,39 @@ class MapShape(NamedTuple):
     high: Tensor
 
 
-def probe(run: RunRecord) -> Probe | None:
-    """Return the weights at the newest checkpoint against those at the start, or None before the first checkpoint.
+def probe(run: RunRecord, echo: Echo = lambda _: None) -> Probe | None:
+    """Return the weights at the newest intact checkpoint and at the start; None before the first checkpoint.
 
-    The start is drawn again from the configuration. Of a curved model the curved matrices are taken, of another one
-    the matrices of its blocks; large ones are sampled with a fixed seed. A finished run without checkpoints has left
-    its effective weights alone.
+    The start is drawn again from the configuration. The probe has the curved matrices of a curved model, and the
+    matrices of the blocks of another one. Large matrices are sampled with a fixed seed. A finished run without
+    checkpoints has effective weights only.
+
+    Args:
+        run: of :func:`read_run`.
+        echo: receives a warning for each damaged checkpoint that is passed over.
 
     Raises:
-        ValueError: a damaged checkpoint.
+        ValueError: all checkpoints are damaged.
     """
-    # The weights are looked at here, wherever they were trained.
+    # On the CPU, wherever the run trains.
     config = dataclasses.replace(run.config, compute=dataclasses.replace(run.config.compute, device="cpu"))
     built = build(config)
     linears = {name: module for name, module in built.model.named_modules() if isinstance(module, nn.Linear)}
     places = _places({name: module.weight.shape for name, module in linears.items()})
     initial = {name: _pick(module.weight, places[name]) for name, module in linears.items()}
-    step = _load(run, built)
+    step = _load(run, built, echo)
     if step is None:
         return None
     curved = {} if config.sel.home == "none" else _coordinates(built)
     names = list(curved) or [name for name in linears if name.startswith("blocks.")]
-    pooled: dict[str, list[RoleWeights]] = {}
+    roles: dict[str, list[RoleWeights]] = {}
     for name in names:
         weight = linears[name].weight
         now = RoleWeights(weight.numel(), initial[name], _pick(weight, places[name]))
         if name in curved:
             now = _with_raw(now, curved[name], places[name])
-        pooled.setdefault(_role(name), []).append(now)
-    return Probe(step, {role: _pool(parts) for role, parts in pooled.items()})
+        roles.setdefault(_role(name), []).append(now)
+    return Probe(step, {role: _joined(parts) for role, parts in roles.items()})
 
 
 def _role(name: str) -> str:
@@ -150,7 +172,7 @@ def _role(name: str) -> str:
 
 
 def _places(shapes: Mapping[str, torch.Size]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return (rows, columns) of the positions to look at, the same share of every matrix of a role."""
+    """Return (rows, columns) of the positions, the same share of each matrix of a role."""
     random = np.random.default_rng(0)
     roles = [_role(name) for name in shapes]
     places = {}
@@ -166,35 +188,21 @@ def _pick(value: Tensor, place: tuple[Tensor, Tensor]) -> Tensor:
     return value.detach()[place].clone()
 
 
-def _load(run: RunRecord, built: Built) -> int | None:
-    """Load the newest checkpoint, else the finished weights, and return the step; None if there are neither."""
-    while checkpoints := newest(run.folder):
-        path = checkpoints[0]
-        try:
-            state = load_checkpoint(path)
-            _load_model(built.model, path / MODEL)
-            load_optimizer(built.optimizer, path, state["optimizer"])
-        except (ValueError, OSError):
-            if path.exists():
-                raise
-            continue  # the run has replaced it meanwhile
+def _load(run: RunRecord, built: Built, echo: Echo) -> int | None:
+    """Load the newest intact checkpoint, else the final weights, and return the step; None if there are neither."""
+    if (found := newest_intact(run.folder, echo)) is not None:
+        path, state = found
+        load_weights(built.model, path / MODEL)
+        load_optimizer(built.optimizer, path, state["optimizer"])
         return int(state["step"])
     if run.config.sel.home == "module" or not (run.folder / MODEL).exists():
         return None
-    _load_model(built.model, run.folder / MODEL)
+    load_weights(built.model, run.folder / MODEL)
     return run.step
 
 
-def _load_model(model: Transformer, path: Path) -> None:
-    try:
-        load_weights(model, path)
-    except RuntimeError as error:
-        first = str(error).splitlines()[-1].strip()
-        raise ValueError(f"{str(path)!r} does not fit the model of {CONFIG}: {first}") from None
-
-
 def _coordinates(built: Built) -> dict[str, Coordinates]:
-    """Return the coordinates of every curved matrix by its layer's name; none before an optimizer's first step."""
+    """Return the coordinates of the curved matrices by layer; none before the first step of an optimizer."""
     if isinstance(built.optimizer, RawSpaceOptimizer):
         found = built.optimizer.coordinates()
         return {name.removesuffix(".weight"): each for name, each in found if each.raw.dim() == 2}
@@ -214,24 +222,23 @@ def _with_raw(weights: RoleWeights, coordinates: Coordinates, place: tuple[Tenso
     )
 
 
-def _pool(parts: list[RoleWeights]) -> RoleWeights:
-    """Join the matrices of a role, which have one shape and so one form."""
+def _joined(parts: list[RoleWeights]) -> RoleWeights:
+    """Join the matrices of a role, which have one shape and one form."""
     first = parts[0]
-    joined = RoleWeights(
-        sum(part.total for part in parts),
-        torch.cat([part.initial for part in parts]),
-        torch.cat([part.effective for part in parts]),
-    )
-    if first.raw is None or first.scales is None:
-        return joined
+
+    def join(name: str) -> Tensor:
+        return torch.cat([getattr(part, name) for part in parts])
+
+    whole = RoleWeights(sum(part.total for part in parts), join("initial"), join("effective"))
+    if first.raw is None:
+        return whole
     values = zip(*(cast(Scales, part.scales) for part in parts), strict=True)
     scales = (torch.cat(value) if isinstance(value[0], Tensor) else value[0] for value in values)
-    raw = torch.cat([cast(Tensor, part.raw) for part in parts])
-    return dataclasses.replace(joined, form=first.form, raw=raw, scales=Scales(*scales))
+    return dataclasses.replace(whole, form=first.form, raw=join("raw"), scales=Scales(*scales))
 
 
 def map_curves(weights: RoleWeights, raw: Tensor, places: Tensor) -> Tensor:
-    """Return the map of a role at `raw` with the scales of each of the positions `places`, a row each.
+    """Return the map of a role at `raw`, one row for the scales of each of the positions `places`.
 
     Raises:
         ValueError: ordinary weights.
@@ -243,17 +250,17 @@ def map_curves(weights: RoleWeights, raw: Tensor, places: Tensor) -> Tensor:
     if weights.form is None or weights.scales is None:
         raise ValueError("weights must be those of a curved role, got ordinary ones")
     scales = (v[places, None].double() if isinstance(v, Tensor) else v for v in weights.scales)
-    # One number for all positions still makes a row for each.
+    # A scale may be one number for all positions.
     return forward(weights.form, raw.expand(len(places), -1), Scales(*scales))  # type: ignore[arg-type]
 
 
 def map_shape(weights: RoleWeights, points: int = 81, positions: int = 2000) -> MapShape:
-    """Return the shape of a role's map over the range of its raw weights.
+    """Return the shape of the map of a role over the range of its raw weights.
 
     Args:
         weights: of a curved role.
-        points: of the range.
-        positions: whose scales are taken, evenly spread.
+        points: number of raw weights in the range.
+        positions: number of evenly spread positions whose scales are used.
 
     Raises:
         ValueError: ordinary weights.

@@ -1,10 +1,11 @@
-"""A trained model for other people's tools: a folder that transformers loads as a stock architecture, Qwen3.
+"""A trained model as a folder that transformers loads as a stock architecture, Qwen3.
 
-Qwen3 is this model under other names: pre-norm with RMSNorm, rotary positions on halves of a head, RMSNorm on every
-head's queries and keys before them, a gated feed-forward whose activation is configurable. Only biases are not in it.
+Qwen3 is the model of the laboratory with other names: pre-norm with RMSNorm, rotary positions on the halves of a head,
+RMSNorm on the queries and keys of each head before them, a gated feed-forward layer. It has no biases.
 """
 
 import copy
+import dataclasses
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +16,10 @@ import torch
 from tokenizers import Tokenizer as Backend
 from torch import Tensor
 
+from symexplin.config import SELConfig
 from symexplin.lab.data.tokenizer import Tokenizer
 from symexplin.lab.model import ROPE_BASE, Transformer
-from symexplin.lab.weights.files import load_model, write_tensors
+from symexplin.lab.weights.files import TRAINED_KEY, write_tensors
 
 __all__ = ["export_transformers"]
 
@@ -41,37 +43,37 @@ _PARTS = {
     "ffn.up": "mlp.up_proj",
     "ffn.down": "mlp.down_proj",
 }
-_PROBE = 64  # tokens that the exported model is tried on
+_PROBE = 64  # tokens that the two models are compared on
 
 
 def export_transformers(
-    model_or_path: Transformer | str | Path,
+    model: Transformer,
     out: str | Path,
-    tokenizer_json: str | Path | None = None,
-    end_token_id: int | None = None,
+    tokenizer: Tokenizer | None = None,
+    trained_with: SELConfig | None = None,
     echo: Echo = lambda _: None,
 ) -> dict[str, Any]:
-    """Write a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads, of the model's dtype.
+    """Write a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads, in the model's dtype.
 
-    The logits are those of `model_or_path` but for rounding: transformers computes angles of positions and norms in
-    float32. The difference on a probe is measured before the folder gets its name. Nothing is fetched.
+    Logits differ by rounding: transformers computes the angles of positions, and norms, in float32. The difference is
+    measured before the folder gets its name. Nothing is downloaded.
 
     Args:
-        model_or_path: a model without biases, or the file of one (:func:`symexplin.lab.weights.load_model`).
-        out: the folder to make; it must not exist, or be empty.
-        tokenizer_json: the model's `tokenizers` file, for `AutoTokenizer.from_pretrained`; texts never yield its end.
-        end_token_id: the token that ends a document; None: the one that :class:`symexplin.lab.data.tokenizer.Tokenizer`
-            finds, if there is a tokenizer.
-        echo: takes the lines of the report.
+        model: a plain model without biases.
+        out: a folder that does not exist or is empty.
+        tokenizer: of the model, for `AutoTokenizer.from_pretrained`; its end token ends generation.
+        trained_with: the map of the training, for `symexplin inspect`. It goes into the header of model.safetensors,
+            whose additional entries other tools ignore, without its patterns of names.
+        echo: receives the lines of the report.
 
     Returns:
-        "architecture", "dtype", "files" by name, "largest_difference" of a logit, computed in float32 at least, and
-        the "largest_logit".
+        "architecture", "dtype", the names of the "files", the "largest_difference" of a logit, computed in float32 or
+        float64, and the "largest_logit".
 
     Raises:
-        ValueError: a model with biases or raw weights, a folder with files, a tokenizer that does not fit, no
-            transformers.
-        OSError: the disk is full, ...; nothing is left behind.
+        ValueError: a model with biases or raw weights, a folder with files, a tokenizer with more tokens than the
+            model, no transformers.
+        OSError: a full disk, for example; nothing is left behind.
 
     >>> from symexplin.lab.model import ModelConfig
     >>> model = Transformer(ModelConfig(width=16, depth=1, heads=2, context=8, bias=False))
@@ -80,38 +82,45 @@ def export_transformers(
     ['config.json', 'generation_config.json', 'model.safetensors']
     """
     transformers = _transformers()
-    model = model_or_path if isinstance(model_or_path, Transformer) else load_model(model_or_path)
     _check_model(model)
     target = _check_target(Path(out))
-    tokenizer = None
-    if tokenizer_json is not None:
-        tokenizer, end_token_id = _tokenizer(transformers, model, Path(tokenizer_json), end_token_id)
-    if end_token_id is not None and not 0 <= end_token_id < model.config.vocab_size:
-        raise ValueError(f"end_token_id must be a token from 0 to {model.config.vocab_size - 1}, got {end_token_id}")
-    config, weights = _config(transformers, model, end_token_id), _renamed(model)
-    gap, size = _differences(transformers, model, config, weights)
+    size = model.config.vocab_size
+    if tokenizer is not None and tokenizer.vocab_size > size:
+        raise ValueError(f"tokenizer must have at most the model's {size} tokens, got {tokenizer.vocab_size}")
+    end = None if tokenizer is None else tokenizer.end
+    config, weights = _config(transformers, model, end), _renamed(model)
+    gap, largest = _differences(transformers, model, config, weights)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary:
         folder = Path(temporary, target.name)
         folder.mkdir()
         config.save_pretrained(folder)
-        transformers.GenerationConfig(eos_token_id=end_token_id, pad_token_id=end_token_id).save_pretrained(folder)
-        write_tensors(folder / "model.safetensors", weights, {"format": "pt"})
+        transformers.GenerationConfig(eos_token_id=end, pad_token_id=end).save_pretrained(folder)
+        write_tensors(folder / "model.safetensors", weights, {"format": "pt", **_map_entry(trained_with)})
         if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
+            _save_tokenizer(transformers, tokenizer, model, folder)
         files = sorted(path.name for path in folder.iterdir())
         folder.replace(target)
-    echo(f"{target}: {', '.join(files)}")
-    echo(
-        f"{config.architectures[0]}, {config.dtype}: largest difference of a logit {gap:.3g}, largest logit {size:.3g}"
-    )
-    return {
+    report = {
         "architecture": config.architectures[0],
         "dtype": str(config.dtype).removeprefix("torch."),
         "files": files,
         "largest_difference": gap,
-        "largest_logit": size,
+        "largest_logit": largest,
     }
+    echo(f"{target}: {', '.join(files)}")
+    echo(
+        f"{report['architecture']}, {report['dtype']}: largest difference of a logit {gap:.3g}, "
+        f"largest logit {largest:.3g}"
+    )
+    return report
+
+
+def _map_entry(trained_with: SELConfig | None) -> dict[str, str]:
+    """Return the map as an entry of the header; its patterns are for the names of the laboratory."""
+    if trained_with is None:
+        return {}
+    return {TRAINED_KEY: dataclasses.replace(trained_with, include=(), exclude=()).to_json()}
 
 
 def _transformers() -> ModuleType:
@@ -123,20 +132,19 @@ def _transformers() -> ModuleType:
 
 
 def _check_model(model: Transformer) -> None:
-    names = [name for name, _ in model.named_parameters()]
-    raw = next((name for name in names if name.endswith("raw_weight")), None)
+    raw = next((name for name, _ in model.named_parameters() if name.endswith("raw_weight")), None)
     if raw is not None:
         raise ValueError(f"model must have plain weights, got the raw one {raw!r}: fold it first")
     if model.config.bias:
         raise ValueError(
-            "model must have no biases, as stock architectures have none: symexplin.lab.weights.load_model reads its "
-            "model.safetensors as it is; training with --no-bias makes a model that can be exported"
+            "model must have no biases, as stock architectures have none: train with --no-bias; "
+            "symexplin.lab.weights.load_model reads the model.safetensors of any run"
         )
 
 
 def _check_target(out: Path) -> Path:
-    if not str(out) or (out.exists() and not out.is_dir()):
-        raise ValueError(f"out must name a new folder, got {str(out)!r}")
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out must be a new folder, got the file {str(out)!r}")
     if out.is_dir() and any(out.iterdir()):
         raise ValueError(f"out must be a new or empty folder, got {str(out)!r} with {next(out.iterdir()).name!r} in it")
     return out.resolve()
@@ -166,7 +174,7 @@ def _config(transformers: ModuleType, model: Transformer, end: int | None) -> An
 
 
 def _renamed(model: Transformer) -> dict[str, Tensor]:
-    """Return the weights by their names in Qwen3; a tied head is left out."""
+    """Return the weights with their names in Qwen3, without a tied head."""
     weights = {}
     for name, value in model.state_dict().items():
         if name == "head.weight" and model.config.tie_head:
@@ -183,12 +191,12 @@ def _renamed(model: Transformer) -> dict[str, Tensor]:
 def _differences(
     transformers: ModuleType, model: Transformer, config: Any, weights: dict[str, Tensor]
 ) -> tuple[float, float]:
-    """Return the largest difference of a logit between the two models on a probe, and the largest logit.
+    """Return the largest difference of a logit between the two models on random tokens, and the largest logit.
 
-    Both compute in float32 at least: what bfloat16 rounds differs, and says nothing about the export.
+    Both models compute in float32 or float64, since they round differently in bfloat16.
     """
     dtype = torch.promote_types(config.dtype, torch.float32)
-    stock = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)  # sets its dtype
+    stock = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)  # changes its config
     missing, unexpected = stock.load_state_dict(weights, strict=False)
     if unexpected or missing != (["lm_head.weight"] if model.config.tie_head else []):
         raise ValueError(
@@ -203,35 +211,17 @@ def _differences(
     return float((logits - stock.eval()(tokens).logits.double()).abs().max()), float(logits.abs().max())
 
 
-def _tokenizer(transformers: ModuleType, model: Transformer, path: Path, end: int | None) -> tuple[Any, int]:
-    """Return transformers' tokenizer, which encodes as the project's does, and the id of its end."""
-    if end is None:
-        end = Tokenizer.load(path).end
-    try:
-        backend = Backend.from_str(path.read_text(encoding="utf-8"))
-    except OSError:
-        raise
-    except Exception as error:  # the library raises bare exceptions
-        raise ValueError(
-            f"tokenizer_json must be a file of the tokenizers library, got {str(path)!r}: {error}"
-        ) from None
-    largest = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
-    if largest >= model.config.vocab_size:
-        raise ValueError(
-            f"tokenizer_json must have ids below the model's vocab_size, {model.config.vocab_size}, got {largest} "
-            f"in {str(path)!r}"
-        )
-    name = backend.id_to_token(end) if end >= 0 else None
-    if name is None:
-        raise ValueError(f"end_token_id must be a token of {str(path)!r}, got {end}")
+def _save_tokenizer(transformers: ModuleType, tokenizer: Tokenizer, model: Transformer, folder: Path) -> None:
+    """Write the files of transformers' tokenizer, which encodes as `tokenizer` does."""
+    tokenizer.save(folder / "tokenizer.json")
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
     backend.no_truncation()
     backend.no_padding()
-    backend.post_processor = None  # which may add tokens that training did not
-    tokenizer = transformers.PreTrainedTokenizerFast(
+    backend.post_processor = None  # it may add tokens that training did not
+    transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        eos_token=name,
+        eos_token=tokenizer.end_token,
         model_max_length=model.config.context,
         clean_up_tokenization_spaces=False,
-        split_special_tokens=True,  # the end's name in a text is text
-    )
-    return tokenizer, end
+        split_special_tokens=True,  # the name of the end token in a text is text
+    ).save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Weights as files: safetensors read through one door, and the lab's models with their shape in the header."""
+"""Weights as safetensors files: the only reader, and the models of the laboratory with their shape in the header."""
 
 import contextlib
 import dataclasses
@@ -12,56 +12,60 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from symexplin.config import SELConfig
 from symexplin.lab.files import replacing
 from symexplin.lab.model import ModelConfig, Transformer
 from symexplin.lab.parallel import placed
 from symexplin.validation import check_choice, naming
 
 __all__ = [
-    "CONFIG_KEY",
     "FLOATING",
     "MAP_KEY",
     "MODEL",
+    "TRAINED_KEY",
     "TensorSpec",
     "iter_tensors",
     "load_model",
     "load_weights",
+    "map_in",
     "model_config",
+    "model_from",
     "read_specs",
     "read_tensors",
     "save_model",
+    "table_in",
     "write_tensors",
 ]
 
-# Entries of the header: the shape of a lab model, and the map of a file that holds raw weights.
-CONFIG_KEY = "config"
-MAP_KEY = "symexplin_map"
+# Entries of the header: the shape of a model, the map of raw weights, and the map that plain weights were trained with.
+_CONFIG_KEY, MAP_KEY, TRAINED_KEY = "config", "symexplin_map", "symexplin_trained_map"
 
-# The types whose numbers are the weights themselves: those of 8 bits and fewer come with scales beside them.
+# The dtypes of plain weights; narrower ones need scales.
 FLOATING = frozenset({"F16", "BF16", "F32", "F64"})
 
-_TIED = "head.weight"
 MODEL, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_PICKLE_PROTOCOLS = range(2, 6)
+_TIED = "head.weight"
+# Beginnings of pickles of protocols 2 to 5, and of the archives of torch.save.
+_PICKLES = (*(bytes([0x80, protocol]) for protocol in range(2, 6)), b"PK\x03\x04")
 
 
 class TensorSpec(NamedTuple):
-    """What a header says of a tensor; `dtype` is safetensors' name, such as "F32" or "BF16"."""
+    """Shape and dtype of a tensor in a header; `dtype` is safetensors' name, such as "F32" or "BF16"."""
 
     shape: tuple[int, ...]
     dtype: str
 
 
 def read_specs(path: str | Path) -> tuple[dict[str, TensorSpec], dict[str, str]]:
-    """Return shape and dtype of every tensor, in the order of the file, and the entries of the header.
+    """Return the specs of all tensors in the order of the file, and the entries of the header.
 
     Args:
-        path: a safetensors file, or a folder with `model.safetensors`, or with the shards that
-            `model.safetensors.index.json` lists. Header entries are then those of all shards.
+        path: a safetensors file, or a folder with `model.safetensors` or with the shards that
+            `model.safetensors.index.json` lists. The entries are those of all shards.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: another kind of file (a pickle is never opened), a damaged one, an index that does not fit.
+        FileNotFoundError: the file does not exist.
+        ValueError: another kind of file (pickles are never opened), a damaged file, an index that does not fit.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -81,10 +85,9 @@ def read_specs(path: str | Path) -> tuple[dict[str, TensorSpec], dict[str, str]]
 
 
 def iter_tensors(path: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) in the order of the file, one at a time; `path` and errors as in :func:`read_specs`.
+    """Yield (name, tensor) in the order of the file; path and errors are those of :func:`read_specs`.
 
-    The tensors are views of the file's pages, which the system may drop again: a file larger than the memory is
-    no obstacle to who keeps none of them.
+    The tensors are views of the mapped file. The file may be larger than the memory if they are not kept.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -99,53 +102,38 @@ def iter_tensors(path: str | Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return all tensors by name, on the CPU, and the entries of the header; see :func:`read_specs`.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     write_tensors(Path(folder, "a"), {"x": torch.ones(2)}, {"by": "me"})
-    ...     read_tensors(Path(folder, "a"))
-    ({'x': tensor([1., 1.])}, {'by': 'me'})
-    """
-    _, metadata = read_specs(path)
-    return dict(iter_tensors(path)), metadata
+    """Return all tensors by name, and the entries of the header; path and errors are those of :func:`read_specs`."""
+    return dict(iter_tensors(path)), read_specs(path)[1]
 
 
 def _parts(path: Path) -> list[tuple[Path, set[str] | None]]:
-    """Return the files to read, each with the tensors to take from it (None: all)."""
+    """Return the files to read, each with the names of its tensors; None means all."""
     if not path.exists():
-        raise FileNotFoundError(f"path must name a safetensors file or folder, got {str(path)!r}, which does not exist")
+        raise FileNotFoundError(f"path must be a safetensors file or folder, got {str(path)!r}, which does not exist")
     if not path.is_dir():
         return [(path, None)]
     if (path / MODEL).exists():
         return [(path / MODEL, None)]
     if not (path / _INDEX).exists():
         found = ", ".join(sorted(p.name for p in path.iterdir())[:5]) or "nothing"
-        raise ValueError(f"path must name a file, or a folder with {MODEL} or {_INDEX}; {str(path)!r} has {found}")
+        raise ValueError(f"path must be a file, or a folder with {MODEL} or {_INDEX}; {str(path)!r} has {found}")
     shards: dict[Path, set[str]] = {}
     for name, shard in _weight_map(path / _INDEX).items():
-        file = path / shard
-        if not file.is_file():
+        if not (path / shard).is_file():
             raise FileNotFoundError(f"{_INDEX} names the shard {shard!r}, which is not in {str(path)!r}")
-        shards.setdefault(file, set()).add(name)
+        shards.setdefault(path / shard, set()).add(name)
     return sorted(shards.items())
 
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        # A name with a folder in it could point anywhere.
-        if not found or not all(Path(shard).name == shard for shard in found.values()):
-            raise ValueError("weight_map must give a file of the same folder for each tensor")
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{str(index)!r} is not an index of shards: {error}") from None
-    return dict(found)
+        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{str(index)!r} is not an index of shards: {error!r}") from None
 
 
 @contextlib.contextmanager
 def _open(path: Path) -> Iterator[Any]:
-    if path.is_dir():
-        raise ValueError(f"path must name a safetensors file, got the folder {str(path)!r}")
     try:
         file = safetensors.safe_open(path, framework="pt")
     except (safetensors.SafetensorError, OSError) as error:
@@ -155,19 +143,15 @@ def _open(path: Path) -> Iterator[Any]:
 
 
 def _diagnosis(path: Path, error: Exception) -> str:
-    """Say what a file that safetensors does not read is instead."""
+    """Return what a file is that safetensors cannot read."""
     with path.open("rb") as file:
         head = file.read(8)
-    if not head:
-        return "is empty, not a safetensors file"
-    # A safetensors header of 640 bytes begins with 80 02 too, followed by 00, which is no instruction of a pickle.
-    pickled = len(head) > 2 and head[0] == 0x80 and head[1] in _PICKLE_PROTOCOLS and head[2] != 0
-    if pickled or head.startswith(b"PK\x03\x04"):
+    if head.startswith(_PICKLES):
         return (
             "is a pickle, which can run code when loaded; only safetensors files are read: "
             "save it with safetensors.torch.save_file"
         )
-    return f"is not a whole safetensors file (truncated, damaged or of another kind): {error}"
+    return f"is not a complete safetensors file (empty, truncated, damaged or of another kind): {error}"
 
 
 def _names(path: Path, file: Any, wanted: set[str] | None) -> list[str]:
@@ -181,12 +165,12 @@ def _names(path: Path, file: Any, wanted: set[str] | None) -> list[str]:
 
 
 def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write a safetensors file beside `path` and move it there in one step, so that no reader finds half a file.
+    """Write a safetensors file under a temporary name and rename it, so that `path` is never incomplete.
 
-    The same tensors and entries give the same bytes, and the file has the mode of any new file.
+    The same tensors and entries give the same bytes. The file has the mode of any new file.
 
     Raises:
-        OSError: the disk is full, ...; nothing is left behind.
+        OSError: a full disk, for example; nothing is left behind.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -203,13 +187,13 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Map
             safetensors.torch.save_file(plain, temporary, dict(metadata) if metadata else None)
         except safetensors.SafetensorError as error:  # which hides a full disk
             raise OSError(f"cannot write {str(path)!r}: {error}") from None
-        temporary.chmod(mode)  # safetensors makes files for their owner alone
+        temporary.chmod(mode)  # safetensors writes files with mode 600
         if metadata:
             _sort_entries(temporary)
 
 
 def _sort_entries(path: Path) -> None:
-    """Sort the entries of a header in place: safetensors writes them in another order each time."""
+    """Sort the entries of a header in place: safetensors writes them in random order."""
     with path.open("rb+") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
@@ -232,12 +216,11 @@ def save_model(
     Args:
         model: a tied head is left out.
         path: of the file.
-        metadata: more entries of the header.
-        state: the weights, if the model itself has parts of them alone.
+        metadata: further entries of the header.
+        state: the whole weights of a sharded model.
 
     Raises:
-        ValueError: an entry "config" among `metadata`.
-        OSError: the disk is full, ...; the file is then the old one.
+        OSError: a full disk, for example; an earlier file stays.
 
     >>> import tempfile, torch
     >>> model = Transformer(ModelConfig(width=16, depth=1, heads=2, context=8))
@@ -247,40 +230,38 @@ def save_model(
     >>> torch.equal(copy.head.weight, model.head.weight)
     True
     """
-    extra = dict(metadata or {})
-    if CONFIG_KEY in extra:
-        raise ValueError(f"metadata must leave {CONFIG_KEY!r} to the shape of the model, got {extra[CONFIG_KEY]!r}")
     weights = dict(model.state_dict() if state is None else state)
     if model.config.tie_head:
         del weights[_TIED]
-    write_tensors(path, weights, {CONFIG_KEY: json.dumps(dataclasses.asdict(model.config)), **extra})
+    write_tensors(path, weights, {**(metadata or {}), _CONFIG_KEY: json.dumps(dataclasses.asdict(model.config))})
 
 
 def load_model(path: str | Path) -> Transformer:
-    """Return a plain model with the weights that :func:`save_model` wrote, on the CPU, in the file's dtype.
+    """Return a plain model with the weights of :func:`save_model`, on the CPU, in the file's dtype.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: a file of another program, one with raw weights, or one whose tensors do not fit its shape; the
-            message names file and tensor.
+        FileNotFoundError: the file does not exist.
+        ValueError: a file without the shape of a model, with raw weights, or with tensors that do not fit its shape.
     """
-    specs, metadata = read_specs(path)
-    where = f"{str(path)!r}"
+    tensors, metadata = read_tensors(path)
     if MAP_KEY in metadata:
-        raise ValueError(f"{where} holds raw weights of a curved model: fold it first")
-    config = model_config(path, metadata)
-    _check_specs(where, specs, config)
-    state = dict(iter_tensors(path))
-    model = Transformer(config).to(state["embedding.weight"].dtype)
-    _fill(model, state)
+        raise ValueError(f"{str(path)!r} holds raw weights of a curved model: fold it first")
+    return model_from(path, tensors, metadata)
+
+
+def model_from(path: str | Path, tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> Transformer:
+    """Return the model of the plain tensors and the header of a file; `path` is for messages."""
+    model = Transformer(model_config(path, metadata))
+    dtype = next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.float32)
+    _fill(model.to(dtype), tensors, path)
     return model
 
 
 def load_weights(model: Transformer, path: str | Path) -> None:
-    """Load what :func:`save_model` wrote of a model like `model`, plain or curved, into it, sharded as it is.
+    """Load the weights of :func:`save_model` into a model of the same kind, plain or curved, whole or sharded.
 
     Raises:
-        RuntimeError: tensors of another model, as from `load_state_dict`.
+        ValueError: tensors of another model; the message names one.
 
     >>> import tempfile
     >>> first, second = (Transformer(ModelConfig(width=16, depth=1, heads=2, context=8)) for _ in range(2))
@@ -291,48 +272,56 @@ def load_weights(model: Transformer, path: str | Path) -> None:
     True
     """
     own = model.state_dict()
-    _fill(model, {name: placed(tensor, own.get(name, tensor)) for name, tensor in iter_tensors(path)})
+    _fill(model, {name: placed(tensor, own.get(name, tensor)) for name, tensor in iter_tensors(path)}, path)
 
 
-def _fill(model: Transformer, state: dict[str, Tensor]) -> None:
-    if model.config.tie_head:
-        state[_TIED] = state["embedding.weight"]
-    model.load_state_dict(state)
+def _fill(model: Transformer, tensors: dict[str, Tensor], path: str | Path) -> None:
+    if model.config.tie_head and "embedding.weight" in tensors:
+        tensors[_TIED] = tensors["embedding.weight"]
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as error:
+        first = str(error).splitlines()[1].strip()
+        raise ValueError(f"{str(path)!r} does not fit its model: {first}") from None
 
 
 def model_config(path: str | Path, metadata: Mapping[str, str]) -> ModelConfig:
-    """Return the shape that :func:`save_model` put into a header; `path` is for the message.
+    """Return the shape of a model from the header of a file of :func:`save_model`; `path` is for the message.
 
     Raises:
-        ValueError: no such entry, or one that is not a :class:`ModelConfig`.
+        ValueError: no such entry, or an invalid one.
     """
-    where = repr(str(path))
-    if CONFIG_KEY not in metadata:
-        raise ValueError(f"path must name a model of save_model, got {where}, without a config in its header")
-    with naming(f"config in the header of {where}"):
-        try:
-            found = json.loads(metadata[CONFIG_KEY])
-        except ValueError as error:
-            raise ValueError(f"not JSON: {error}") from None
-        if not isinstance(found, dict):
-            raise ValueError(f"must be a JSON object, got {found!r}")
+    if _CONFIG_KEY not in metadata:
+        raise ValueError(f"path must be a file of save_model, got {str(path)!r}, without a config in its header")
+    with naming(f"header of {str(path)!r}"):
+        found = table_in(metadata, _CONFIG_KEY)
         for key in found:
             check_choice("key", key, [field.name for field in dataclasses.fields(ModelConfig)])
         return ModelConfig(**found)
 
 
-def _check_specs(where: str, specs: Mapping[str, TensorSpec], config: ModelConfig) -> None:
-    with torch.device("meta"):  # shapes without memory
-        wanted = {name: tuple(value.shape) for name, value in Transformer(config).state_dict().items()}
-    if config.tie_head:
-        del wanted[_TIED]
-    for name, shape in wanted.items():
-        if name not in specs:
-            raise ValueError(f"{where} lacks the tensor {name!r} of shape {shape}")
-        if specs[name].shape != shape:
-            raise ValueError(f"{where}: tensor {name!r} must have shape {shape}, got {specs[name].shape}")
-        if specs[name].dtype not in FLOATING:
-            raise ValueError(f"{where}: tensor {name!r} must be of {sorted(FLOATING)}, got {specs[name].dtype}")
-    for name in specs:
-        if name not in wanted:
-            raise ValueError(f"{where} has the tensor {name!r}, which a model of its config does not have")
+def map_in(path: str | Path, metadata: Mapping[str, str], key: str) -> SELConfig | None:
+    """Return the map in a header under MAP_KEY or TRAINED_KEY, None if there is none; `path` is for the message.
+
+    Raises:
+        ValueError: an invalid map.
+    """
+    if key not in metadata:
+        return None
+    with naming(f"header of {str(path)!r}"):
+        return SELConfig.from_dict(table_in(metadata, key))
+
+
+def table_in(metadata: Mapping[str, str], key: str) -> dict[str, Any]:
+    """Return the JSON object in an entry of a header; an absent entry is an empty one.
+
+    >>> table_in({"config": '{"width": 8}'}, "config")
+    {'width': 8}
+    """
+    try:
+        found = json.loads(metadata.get(key, "{}"))
+    except ValueError as error:
+        raise ValueError(f"{key} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{key} must be a JSON object, got {found!r}")
+    return found

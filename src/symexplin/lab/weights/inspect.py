@@ -1,8 +1,8 @@
-"""How far the weights of any model have travelled from their initialisation (paper, section 3 and appendix).
+"""How far the weights of any model have moved from their initial range (paper, section 3 and appendix).
 
-A weight's growth is its size in units of Xavier's uniform bound, ``sqrt(6/(fan_in + fan_out))``, which a fresh
-matrix never exceeds; a standard deviation's is in units of that bound / sqrt(3). The paper's figures of one 4B model:
-largest growth 30, deviation 1.7, 0.05 % of the weights above 0.1.
+The growth of a weight is its size in units of the bound of Xavier's uniform distribution, ``sqrt(6/(fan_in +
+fan_out))``, which no fresh weight exceeds. The growth of a standard deviation is in units of that bound / sqrt(3). The
+paper's figures of a 4B model: largest growth 30, deviation 1.7, 0.05 % of the weights above 0.1.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import math
 import re
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,28 @@ from torch import Tensor
 from tqdm import tqdm
 
 from symexplin.config import SELConfig, check_config
-from symexplin.lab.tables import format_columns
-from symexplin.lab.weights.files import FLOATING, MAP_KEY, iter_tensors, read_specs
+from symexplin.coordinates import Coordinates
+from symexplin.lab.maps import describe_map
+from symexplin.lab.weights.files import FLOATING, MAP_KEY, TRAINED_KEY, iter_tensors, map_in, read_specs
 from symexplin.lab.weights.names import curved_names, floating_shapes, other_types
-from symexplin.lab.weights.tally import BIN_EDGES, LARGE, MULTIPLES, Tally
 from symexplin.layout import Layout
+from symexplin.transform import Scales, compute_dtype, forward, tolerance
 
-__all__ = ["Inspection", "Row", "format_inspection", "inspect_file", "xavier_bound"]
+__all__ = ["BIN_EDGES", "Inspection", "Row", "format_inspection", "inspect_file", "xavier_bound"]
 
+# The paper's threshold (section 3), and multiples of Xavier's bound.
+_LARGE, _MULTIPLES = 0.1, (1, 2, 5, 10)
+# Bins of |w| / bound: one up to 1e-4, then ten per decade up to 1e3; the last one has all beyond.
+_DECADES, _BINS_PER_DECADE = (-4, 3), 10
+_BINS = 1 + (_DECADES[1] - _DECADES[0]) * _BINS_PER_DECADE
+BIN_EDGES = (0.0, *(10.0 ** (_DECADES[0] + i / _BINS_PER_DECADE) for i in range(_BINS)))
 # Numbers looked at at once: a dozen float64 copies of them are 25 MB.
 _CHUNK = 1 << 18
+_CONSTANT = 1e-12  # a variance below this share of the mean square is rounding
 _SHORTEST, _LISTED = 16, 20  # columns of a name in the table; names in a sentence
+# Where the map of an inspection comes from.
+_GIVEN, _TRAINED = "as given", "the model was trained with it"
+_ASSUMED = "assumed, the file names none; --preset and --map give another"
 
 
 def xavier_bound(shape: Sequence[int]) -> float:
@@ -43,10 +54,10 @@ def xavier_bound(shape: Sequence[int]) -> float:
 
 @dataclass(frozen=True)
 class Row:
-    """The figures of one curved matrix, or of all together; those of its finite numbers.
+    """The figures of the finite numbers of one curved matrix, or of all matrices.
 
-    Fractions are by multiple of the bound, `raw_reach` is the largest kappa |raw|, and `inversion_error` the largest
-    |effective(inverse(w)) - w| in units of the accuracy owed, so that 1 is the most there should be.
+    The fractions `above` are by multiple of the bound. `raw_reach` is the largest kappa |raw|. `inversion_error` is the
+    largest |effective(inverse(w)) - w| in units of the accuracy owed, so that 1 is the limit.
     """
 
     name: str
@@ -68,20 +79,22 @@ class Row:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The rows of a file's curved matrices and what they sum up to.
+    """The rows of the curved matrices of a file, and their summary.
 
     Args:
         path: of the file.
-        config: the map that the inversion was tried with.
-        rows: one a curved matrix, in the order of their names, where 10 comes after 9.
-        total: over all of them; its bound is that of a fresh matrix with the rows' mean square.
+        config: the map that was inverted.
+        origin: where the map comes from, in words.
+        rows: one per curved matrix, in the order of the names, with 10 after 9.
+        total: over all matrices; its bound is that of a fresh matrix with the same mean square.
         histogram: numbers in each bin of |w| / bound between :data:`BIN_EDGES`.
-        plain: tensors that are not curved.
-        not_finite: how many NaN and infinite numbers a tensor has, where it has any, curved or not.
+        plain: number of tensors that are not curved.
+        not_finite: count of NaN and infinite numbers in the tensors that have any, curved or not.
     """
 
     path: str
     config: SELConfig
+    origin: str
     rows: tuple[Row, ...]
     total: Row
     histogram: tuple[int, ...]
@@ -89,8 +102,98 @@ class Inspection:
     not_finite: dict[str, int]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain values for JSON, None where there is no finite number."""
+        """Return everything as plain values for JSON; None stands for a figure that is not finite."""
         return {**dataclasses.asdict(self), "config": self.config.to_dict(), "bin_edges": BIN_EDGES}
+
+
+@dataclass
+class _Tally:
+    """The sums and extremes of a matrix, collected in parts, so that a model may be larger than the memory."""
+
+    count: int = 0
+    # Sums of w, w^2, w^3 and w^4: means of weights are near 0.
+    powers: Tensor = field(default_factory=lambda: torch.zeros(4, dtype=torch.float64))
+    max: float = 0.0
+    large: int = 0
+    above: Tensor = field(default_factory=lambda: torch.zeros(len(_MULTIPLES), dtype=torch.int64))
+    bins: Tensor = field(default_factory=lambda: torch.zeros(_BINS, dtype=torch.int64))
+    not_finite: int = 0
+    reach: float = 0.0
+    error: float = 0.0
+    reason: str | None = None
+
+    def add(self, w: Tensor, bound: float) -> None:
+        """Count the numbers of a part."""
+        x = w[torch.isfinite(w)].double()
+        self.not_finite += w.numel() - x.numel()
+        self.count += x.numel()
+        if not x.numel():
+            return
+        square = x * x
+        self.powers += torch.stack([x.sum(), square.sum(), square @ x, square @ square])
+        size = x.abs()
+        self.max = max(self.max, float(size.max()))
+        self.large += int((size > _LARGE).sum())
+        growth = size / bound
+        self.above += torch.stack([(growth > multiple).sum() for multiple in _MULTIPLES])
+        index = (torch.log10(growth) - _DECADES[0]).mul(_BINS_PER_DECADE).floor().add(1).clamp(0, _BINS - 1)
+        self.bins += torch.bincount(index.long(), minlength=_BINS)
+
+    def merge(self, other: "_Tally") -> None:
+        """Add the figures of another matrix, except for those of the inverse."""
+        for name in ("count", "powers", "large", "above", "bins", "not_finite"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.max = max(self.max, other.max)
+
+    def invert(self, w: Tensor, layout: Layout) -> None:
+        """Invert the map for a part, in the dtype of a layer, and measure the error."""
+        if self.reason is not None:
+            return
+        dtype = compute_dtype(w)
+        here = Coordinates(layout, w.to(dtype), **layout.start_panels(dtype, w.device, position=0))
+        try:
+            raw = here.matched(here.raw)
+        except ValueError as error:
+            self.reason = str(error).rpartition("elements: ")[2]  # without the count, which is of this part
+            return
+        scales = here.scales()
+        exact = Scales(*(v.double() if isinstance(v, Tensor) else v for v in scales))  # type: ignore[arg-type]
+        gap = (forward(layout.form, raw.double(), exact) - w.double()).abs()
+        owed = tolerance(layout.form, raw, scales).double()
+        self.error = max(self.error, float(torch.where(gap == 0, 0.0, gap / owed).max()))
+        self.reach = max(self.reach, float((scales.kappa * raw.abs()).max()))
+
+    def moments(self) -> tuple[float, float | None]:
+        """Return the standard deviation and the excess kurtosis, which is None for constant numbers."""
+        mean, second, third, fourth = (self.powers / max(1, self.count)).tolist()
+        square = mean * mean  # a power would raise where a product is infinite
+        variance = second - square
+        if variance <= _CONSTANT * second:
+            return 0.0, None
+        central = fourth - 4.0 * mean * third + 6.0 * square * second - 3.0 * square * square
+        kurtosis = central / variance / variance - 3.0
+        return math.sqrt(variance), kurtosis if math.isfinite(kurtosis) else None
+
+    def row(self, name: str, shape: tuple[int, ...], bound: float, beta: float | None, mode: str) -> Row:
+        """Return the figures."""
+        whole, (std, kurtosis), count = self.reason is None, self.moments(), max(1, self.count)
+        return Row(
+            name=name,
+            shape=shape,
+            numbers=self.count + self.not_finite,
+            bound=bound,
+            max=self.max,
+            max_growth=self.max / bound,
+            std=std,
+            std_growth=std / (bound / math.sqrt(3.0)),
+            above_large=self.large / count,
+            above={m: above / count for m, above in zip(_MULTIPLES, self.above.tolist(), strict=True)},
+            excess_kurtosis=kurtosis,
+            beta=beta,
+            raw_reach=self.reach if whole and mode != "linear" else None,  # the linear map has no curvature
+            inversion_error=self.error if whole else None,
+            not_invertible=self.reason,
+        )
 
 
 @torch.no_grad()
@@ -98,22 +201,20 @@ def inspect_file(
     path: str | Path,
     *,
     config: SELConfig | None = None,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
     progress: bool = False,
 ) -> Inspection:
-    """Return the figures of every curved matrix of a safetensors file or folder, computed in float64.
+    """Return the figures of each curved matrix of a safetensors file or folder, computed in float64.
 
-    The file is read a part at a time, so memory need not hold it. NaN and infinite numbers are counted and left out.
+    The file is read in parts and may be larger than the memory. NaN and infinite numbers are counted and left out.
 
     Args:
         path: see :func:`symexplin.lab.weights.files.read_specs`.
-        config: the map to invert; default `SELConfig()`.
-        include, exclude: patterns besides those of `config`, see :func:`symexplin.lab.weights.names.name_tensors`.
-        progress: show a bar where standard error is a terminal.
+        config: the map to invert, and the patterns of names to include or exclude; None: the map that the model was
+            trained with, if its header has it, else `SELConfig()`.
+        progress: show a bar on a terminal.
 
     Raises:
-        FileNotFoundError, ValueError: what `read_specs` and `name_tensors` refuse; nothing to inspect.
+        FileNotFoundError, ValueError: an unreadable file, patterns that match nothing, no matrix to inspect.
 
     >>> import tempfile
     >>> from symexplin.lab.weights.files import write_tensors
@@ -123,23 +224,24 @@ def inspect_file(
     >>> round(row.bound, 4), round(row.max_growth, 4), row.above[2]
     (1.2247, 2.4495, 0.25)
     """
-    config = check_config(config)
     specs, metadata = read_specs(path)
-    names = curved_names(floating_shapes(specs), (*config.include, *include), (*config.exclude, *exclude))
+    trained = map_in(path, metadata, TRAINED_KEY)
+    origin = _GIVEN if config is not None else _ASSUMED if trained is None else _TRAINED
+    config = check_config(trained if config is None else config)
+    names = curved_names(floating_shapes(specs), config.include, config.exclude)
     if not names:
         hint = ", but raw ones: fold it first" if MAP_KEY in metadata else other_types(specs)
         raise ValueError(f"path must hold 2-D weights to curve, got none in {str(path)!r}{hint}")
     out_dims = {row.weight: row.out_dim for row in names}
-    found: list[tuple[Row, Tally]] = []
+    found: list[tuple[Row, _Tally]] = []
     not_finite: dict[str, int] = {}
     total = sum(math.prod(spec.shape) for spec in specs.values())
     with tqdm(total=total, unit=" numbers", unit_scale=True, disable=None if progress else True) as bar:
         for name, tensor in iter_tensors(path):
             if name in out_dims:
                 layout = Layout(specs[name].shape, out_dims[name], config.beta_of(*specs[name].shape), config)
-                row, tally = _inspect(name, tensor, layout)
-                found.append((row, tally))
-                bad = tally.not_finite
+                found.append(_inspect(name, tensor, layout))
+                bad = found[-1][1].not_finite
             else:
                 parts = torch.split(tensor.flatten(), _CHUNK) if specs[name].dtype in FLOATING else ()
                 bad = sum(int((~torch.isfinite(part)).sum()) for part in parts)
@@ -148,6 +250,7 @@ def inspect_file(
     return Inspection(
         path=str(path),
         config=config,
+        origin=origin,
         rows=tuple(sorted((row for row, _ in found), key=_counting)),
         total=_total(found, config.mode),
         histogram=tuple(torch.stack([tally.bins for _, tally in found]).sum(0).tolist()),
@@ -160,57 +263,28 @@ def _counting(row: Row) -> list[str | int]:
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", row.name)]
 
 
-def _row(tally: Tally, name: str, shape: tuple[int, ...], bound: float, beta: float | None, mode: str) -> Row:
-    """Return the figures."""
-    count = tally.moments.number
-    whole = tally.reason is None
-    return Row(
-        name=name,
-        shape=shape,
-        numbers=count + tally.not_finite,
-        bound=bound,
-        max=tally.max,
-        max_growth=tally.max / bound,
-        std=tally.moments.std,
-        std_growth=tally.moments.std / (bound / math.sqrt(3.0)),
-        above_large=tally.large / max(1, count),
-        above={m: above / max(1, count) for m, above in zip(MULTIPLES, tally.above.tolist(), strict=True)},
-        excess_kurtosis=tally.moments.excess_kurtosis,
-        beta=beta,
-        raw_reach=tally.reach if whole and mode != "linear" else None,  # the linear map has no curvature
-        inversion_error=tally.error if whole else None,
-        not_invertible=tally.reason,
-    )
-
-
-def _inspect(name: str, w: Tensor, layout: Layout) -> tuple[Row, Tally]:
-    tally, bound = Tally(), xavier_bound(layout.shape)
+def _inspect(name: str, w: Tensor, layout: Layout) -> tuple[Row, _Tally]:
+    tally, bound = _Tally(), xavier_bound(layout.shape)
     for part in torch.split(w, max(1, _CHUNK // w.shape[1])):
         tally.add(part, bound)
         tally.invert(part, dataclasses.replace(layout, shape=tuple(part.shape)))
-    return _row(tally, name, layout.shape, bound, layout.beta, layout.config.mode), tally
+    return tally.row(name, layout.shape, bound, layout.beta, layout.config.mode), tally
 
 
-def _total(found: Sequence[tuple[Row, Tally]], mode: str) -> Row:
-    whole, squares = Tally(), 0.0
-    for row, tally in found:
-        whole.moments = whole.moments.merge(tally.moments)
-        whole.max, whole.large = max(whole.max, tally.max), whole.large + tally.large
-        whole.above, whole.not_finite = whole.above + tally.above, whole.not_finite + tally.not_finite
-        squares += row.numbers * row.bound**2
-    numbers = sum(row.numbers for row, _ in found)
-    broken = sum(row.not_invertible is not None for row, _ in found)
+def _total(found: Sequence[tuple[Row, _Tally]], mode: str) -> Row:
+    whole = _Tally()
+    for _, tally in found:
+        whole.merge(tally)
     whole.reach, whole.error = (max(getattr(tally, name) for _, tally in found) for name in ("reach", "error"))
-    row = _row(whole, "all", (), math.sqrt(squares / numbers), None, mode)
-    row = dataclasses.replace(row, max_growth=max(row.max_growth for row, _ in found))
-    if not broken:
-        return row
-    reason = f"{broken} of {len(found)} matrices"
-    return dataclasses.replace(row, raw_reach=None, inversion_error=None, not_invertible=reason)
+    broken = sum(row.not_invertible is not None for row, _ in found)
+    whole.reason = f"{broken} of {len(found)} matrices" if broken else None
+    bound = math.sqrt(sum(row.numbers * row.bound**2 for row, _ in found) / sum(row.numbers for row, _ in found))
+    row = whole.row("all", (), bound, None, mode)
+    return dataclasses.replace(row, max_growth=max(row.max_growth for row, _ in found))
 
 
 def format_inspection(inspection: Inspection, width: int = 120) -> str:
-    """Return the figures as a table in plain text, `width` columns at most, and what is odd below it.
+    """Return the figures as a table of at most `width` columns, and the map and remarks below it.
 
     >>> import tempfile
     >>> from symexplin.lab.weights.files import write_tensors
@@ -221,20 +295,29 @@ def format_inspection(inspection: Inspection, width: int = 120) -> str:
     layer            shape max|w| max x std x %>0.1 %>1x %>2x %>5x %>10x   kurt beta k|raw| error
     up                 2x2      3  2.45  2.01    75   25   25    0     0 -0.708  7.5   3.17 0...
     """
-    head = ["layer", "shape", "max|w|", "max x", "std x", f"%>{LARGE}"]
-    head += [*(f"%>{multiple}x" for multiple in MULTIPLES), "kurt", "beta", "k|raw|", "error"]
+    head = ["layer", "shape", "max|w|", "max x", "std x", f"%>{_LARGE}"]
+    head += [*(f"%>{multiple}x" for multiple in _MULTIPLES), "kurt", "beta", "k|raw|", "error"]
     cells = [head, *(_cells(row) for row in (*inspection.rows, inspection.total))]
-    figures = len(format_columns([row[1:] for row in cells], gap=" ").partition("\n")[0])
-    longest = max(_SHORTEST, width - figures - 1)
-    cells = [[_shortened(name, longest), *values] for name, *values in cells]
-    table = format_columns(cells, gap=" ")
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    widths[0] = max(_SHORTEST, min(widths[0], width - sum(widths[1:]) - len(widths) + 1))
+    lines = []
+    for name, *values in cells:
+        rest = (value.rjust(size) for value, size in zip(values, widths[1:], strict=True))
+        lines.append(" ".join((_shortened(name, widths[0]).ljust(widths[0]), *rest)))
+    texts = (part for text in _remarks(inspection) for part in (textwrap.wrap(text, width) or [""]))
+    return "\n".join((*lines, *texts))
+
+
+def _remarks(inspection: Inspection) -> list[str]:
+    """Return the sentences below the table."""
     total = inspection.total
     lines = [
         "",
         f"{len(inspection.rows)} matrices with {total.numbers:,} numbers; {inspection.plain} tensors are plain",
         f"largest size {total.max:.3g}, standard deviation {total.std:.3g}; Xavier's uniform bound {total.bound:.3g}, "
         f"deviation {total.bound / math.sqrt(3.0):.3g}",
-        "x: in units of that bound or deviation, matrix by matrix; %>: share of the numbers whose size is above; kurt: "
+        f"map: {describe_map(inspection.config, rates=False)} ({inspection.origin})",
+        "x: in units of the bound or deviation of each matrix; %>: share of the numbers whose size is above; kurt: "
         "excess kurtosis; k|raw|: largest kappa |raw| of the map; error: of its inverse, in units of the accuracy owed",
     ]
     reasons: dict[str, list[str]] = {}
@@ -244,7 +327,7 @@ def format_inspection(inspection: Inspection, width: int = 120) -> str:
     lines += [f"not invertible ({reason}): {_listed(names)}" for reason, names in reasons.items()]
     if inspection.not_finite:
         lines.append(f"NaN or infinite: {_listed([f'{n} ({c:,})' for n, c in inspection.not_finite.items()])}")
-    return "\n".join([table, *(line for text in lines for line in textwrap.wrap(text, width) or [""])])
+    return lines
 
 
 def _cells(row: Row) -> list[str]:
@@ -263,16 +346,8 @@ def _percent(share: float) -> str:
 
 
 def _shortened(name: str, width: int) -> str:
-    """Leave letters of the outer modules, then the ends: numbers and last parts tell layers apart."""
-    parts = name.split(".")
-    for i, part in enumerate(parts[:-1]):
-        if len(".".join(parts)) > width and not part.isdecimal():
-            parts[i] = part[:1]
-    name = ".".join(parts)
-    if len(name) <= width:
-        return name
-    left = (width - 2) // 2
-    return name[:left] + ".." + name[len(name) - (width - 2 - left) :]
+    """Cut the outer modules: numbers and last parts tell layers apart."""
+    return name if len(name) <= width else f"..{name[2 - width :]}"
 
 
 def _listed(names: Sequence[str]) -> str:

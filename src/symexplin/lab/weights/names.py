@@ -1,51 +1,31 @@
-"""Which tensors of a bare file are curved: by name and shape, in agreement with :func:`symexplin.routing`.
+"""Which tensors of a file are curved: :func:`symexplin.routing` of a model that has their names and shapes.
 
-A file has no modules, so the rules are those of the usual names. They are few, and the table shows what they decide:
-`include` and `exclude` correct it.
+A file has no modules. A 2-D tensor named `weight` stands for an embedding if its name says so, else for a linear layer.
 """
 
 import fnmatch
-import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from symexplin.lab.tables import format_columns
-from symexplin.lab.weights.files import FLOATING, TensorSpec
-from symexplin.plain import GATE_NAMES, HEAD_NAMES, ROUTER_NAMES, STEP_BIASES, ends_like
+import torch
+from torch import nn
 
-__all__ = [
-    "CurvedName",
-    "TensorName",
-    "curved_names",
-    "floating_shapes",
-    "format_names",
-    "matches",
-    "name_tensors",
-    "other_types",
-    "out_dim_of",
-]
+from symexplin.config import SELConfig
+from symexplin.lab.weights.files import FLOATING, TensorSpec
+from symexplin.routes import Routing, routing
+
+__all__ = ["CurvedName", "curved_names", "floating_shapes", "other_types", "out_dim_of", "route_names"]
 
 Shape = tuple[int, ...]
 
-# Last part of an embedding's name: GPT-2's, Llama's original, T5's, and whatever ends in "embedding".
+# Last part of an embedding's name: GPT-2's, Llama's original, T5's, and all that end in "embedding".
 _EMBEDDINGS = (
     *("wte", "wpe", "shared", "relative_attention_bias"),
     *("embed", "embed_*", "*_embed", "*emb", "*embd", "*embedding", "*embeddings"),
 )
-# Heads in files that `routing` finds by the model's own word or its order: Llama's original, BERT's, GPT-2's.
-_HEADS = (*HEAD_NAMES, "output", "decoder", "summary")
 # transformers' transposed layers, GPT-2's. Other models use the names for nn.Linear, so shapes decide.
 _CONV1D = frozenset({"c_attn", "q_attn", "c_proj", "c_fc"})
 _WIDENING = ("c_attn", "c_fc")  # have more outputs than inputs
-
-
-class TensorName(NamedTuple):
-    """One tensor of a file and the decision about it."""
-
-    name: str
-    shape: Shape
-    curved: bool
-    reason: str
 
 
 class CurvedName(NamedTuple):
@@ -57,128 +37,81 @@ class CurvedName(NamedTuple):
 
     @property
     def layer(self) -> str:
-        """The name that both begin with, its dot included; empty for a layer that is the whole model."""
+        """The prefix of both names with its dot; empty for a layer that is the whole model."""
         return self.weight.removesuffix("weight")
 
 
-def name_tensors(
-    shapes: Mapping[str, Shape], include: Sequence[str] = (), exclude: Sequence[str] = ()
-) -> tuple[TensorName, ...]:
-    """Decide for every tensor whether it is curved, and say why.
+class NotLinear(nn.Module):
+    """A module that has neither a linear layer's nor an embedding's weight; the table shows this name as reason."""
 
-    Curved are 2-D tensors named `weight`, with the 1-D `bias` beside them, but for embeddings, output heads and
-    routers of mixtures of experts.
+    def get_output_embeddings(self) -> None:
+        """Say that heads have the name of one, or map to the vocabulary: a tied head is not in the file."""
+
+
+def route_names(shapes: Mapping[str, Shape], include: Sequence[str] = (), exclude: Sequence[str] = ()) -> Routing:
+    """Return the decision for each tensor of a file; it prints as a table.
 
     Args:
-        shapes: of the floating tensors, in the order of the file; others are not curved.
+        shapes: of the floating tensors, in the order of the file.
         include, exclude: patterns (fnmatch) of names against the rules; exclude wins.
 
     Raises:
-        ValueError: a pattern that matches nothing, or asks to curve something else than such a weight or bias.
+        ValueError: a pattern that matches nothing, or that includes other tensors than weights and biases.
 
-    >>> for row in name_tensors({"embed.weight": (9, 4), "up.weight": (8, 4), "up.bias": (8,)}):
-    ...     print(row.name, row.curved, row.reason)
+    >>> for route in route_names({"embed.weight": (9, 4), "up.weight": (8, 4), "up.bias": (8,)}):
+    ...     print(route.name, route.curved, route.reason)
     embed.weight False embedding
-    up.weight True 2-D weight
-    up.bias True bias of a curved weight
+    up.weight True linear weight
+    up.bias True linear bias
     """
-    for argument, patterns in (("include", include), ("exclude", exclude)):
-        for pattern in patterns:
-            if not fnmatch.filter(shapes, pattern):
-                raise ValueError(f"{argument} pattern {pattern!r} matches no tensor, such as {list(shapes)[:3]}")
-    routers = {name for name in shapes if _is_router(name, shapes)}
-    weights = {name: _decide(name, shape, include, exclude, routers) for name, shape in shapes.items()}
-    return tuple(_decide_bias(row, weights, shapes, include, exclude) for row in weights.values())
+    found = routing(_skeleton(shapes), SELConfig(include=tuple(include), exclude=tuple(exclude)))
+    for route in found.curved:
+        if route.name.rpartition(".")[2] not in ("weight", "bias"):
+            raise ValueError(f"include must match weights and biases of linear layers, got {route.name!r}")
+    return found
 
 
-def _decide(name: str, shape: Shape, include: Sequence[str], exclude: Sequence[str], routers: set[str]) -> TensorName:
-    """Decide about a weight, and about everything else as if it were one."""
-    plain = _plain_reason(name, shape, routers)
-    if (pattern := matches(name, exclude)) is not None:
-        return TensorName(name, shape, False, f"excluded by {pattern!r}")
-    if plain is None:
-        return TensorName(name, shape, True, "2-D weight")
-    pattern = matches(name, include)
-    if pattern is None or _is_bias(name, shape):
-        return TensorName(name, shape, False, plain)
-    if not _is_matrix(name, shape):
-        raise ValueError(f"include pattern {pattern!r} asks for {name} of shape {shape}: only 2-D weights are curved")
-    return TensorName(name, shape, True, f"included by {pattern!r}")
+def _skeleton(shapes: Mapping[str, Shape]) -> nn.Module:
+    """Return a model on the meta device with these parameters; transposed layers are linear layers."""
+    model = _module("", shapes)
+    modules = {"": model}
+    for name in shapes:
+        parts = name.split(".")[:-1]
+        for depth, part in enumerate(parts):
+            path = ".".join(parts[: depth + 1])
+            if path not in modules:
+                modules[path] = _module(f"{path}.", shapes)
+                # Not by add_module, which refuses names such as "half".
+                modules[".".join(parts[:depth])]._modules[part] = modules[path]
+    for name, shape in shapes.items():
+        path, _, local = name.rpartition(".")
+        if local not in modules[path]._parameters:
+            modules[path]._parameters[local] = nn.Parameter(torch.empty(shape, device="meta"))
+    return model
 
 
-def _decide_bias(
-    row: TensorName,
-    weights: Mapping[str, TensorName],
-    shapes: Mapping[str, Shape],
-    include: Sequence[str],
-    exclude: Sequence[str],
-) -> TensorName:
-    if not _is_bias(row.name, row.shape) or matches(row.name, exclude) is not None:
-        return row
-    if ends_like(row.name, STEP_BIASES) and matches(row.name, include) is None:
-        return row._replace(reason="state-space step bias")
-    weight = weights.get(row.name.removesuffix("bias") + "weight")
-    if weight is not None and weight.curved and row.shape[0] in shapes[weight.name]:
-        return row._replace(curved=True, reason="bias of a curved weight")
-    if (pattern := matches(row.name, include)) is not None:
-        raise ValueError(f"include pattern {pattern!r} asks for {row.name}, which has no curved weight beside it")
-    return row
-
-
-def _plain_reason(name: str, shape: Shape, routers: set[str]) -> str | None:
-    """Return why the rules leave a tensor plain, or None."""
-    if not _is_matrix(name, shape):
-        return "1-D" if len(shape) == 1 else "empty" if 0 in shape else "not a 2-D weight"
-    layer = name.removesuffix("weight").removesuffix(".")
-    if matches(layer.rpartition(".")[2], _EMBEDDINGS) is not None:
-        return "embedding"
-    if ends_like(layer, _HEADS):
-        return "output head"
-    return "router of a mixture of experts" if name in routers else None
-
-
-def _is_router(name: str, shapes: Mapping[str, Shape]) -> bool:
-    """Whether a weight chooses among experts, by the rule of :func:`symexplin.routing`."""
-    layer = name.removesuffix(".weight")
-    if ends_like(layer, ROUTER_NAMES):
-        return True
-    if not ends_like(layer, GATE_NAMES) or not _is_matrix(name, shapes[name]):
-        return False
-    parent = layer[: layer.rfind(".") + 1]
-    if any(other.startswith(f"{parent}experts.") for other in shapes):
-        return True
-    d_out, d_in = shapes[name]
-    beside = (other for other in shapes if other != name and re.fullmatch(re.escape(parent) + r"[^.]+\.weight", other))
-    return d_out < d_in and all(shapes[other][:1] != (d_out,) for other in beside)
-
-
-def _is_matrix(name: str, shape: Shape) -> bool:
-    return name.rpartition(".")[2] == "weight" and len(shape) == 2 and 0 not in shape
-
-
-def _is_bias(name: str, shape: Shape) -> bool:
-    return name.rpartition(".")[2] == "bias" and len(shape) == 1
-
-
-def matches(name: str, patterns: Sequence[str]) -> str | None:
-    """Return the first of the patterns that matches a name.
-
-    >>> matches("blocks.0.up.bias", ("*.weight", "*.bias"))
-    '*.bias'
-    """
-    return next((pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern)), None)
+def _module(prefix: str, shapes: Mapping[str, Shape]) -> nn.Module:
+    shape = shapes.get(f"{prefix}weight", ())
+    if len(shape) != 2 or 0 in shape:
+        return NotLinear()
+    leaf = prefix.rstrip(".").rpartition(".")[2]
+    if any(fnmatch.fnmatchcase(leaf, pattern) for pattern in _EMBEDDINGS):
+        return nn.Embedding(*shape, device="meta")
+    out_dim = out_dim_of(f"{prefix}weight", shapes)
+    bias = shapes.get(f"{prefix}bias") == (shape[out_dim],)
+    return nn.Linear(shape[1 - out_dim], shape[out_dim], bias, device="meta")
 
 
 def curved_names(
     shapes: Mapping[str, Shape], include: Sequence[str] = (), exclude: Sequence[str] = ()
 ) -> list[CurvedName]:
-    """Return the curved weights of a file, with their biases and output dimensions; see :func:`name_tensors`.
+    """Return the curved weights of a file in its order, with their biases; see :func:`route_names`.
 
     >>> curved_names({"h.0.c_fc.weight": (4, 16), "h.0.c_fc.bias": (16,), "wte.weight": (9, 4)})
     [CurvedName(weight='h.0.c_fc.weight', bias='h.0.c_fc.bias', out_dim=1)]
     """
-    curved = dict.fromkeys(row.name for row in name_tensors(shapes, include, exclude) if row.curved)
-    weights = [name for name in curved if name.rpartition(".")[2] == "weight"]
+    curved = {route.name for route in route_names(shapes, include, exclude).curved}
+    weights = [name for name in shapes if name in curved and name.rpartition(".")[2] == "weight"]
     biases = [name.removesuffix("weight") + "bias" for name in weights]
     return [
         CurvedName(weight, bias if bias in curved else None, out_dim_of(weight, shapes))
@@ -187,24 +120,28 @@ def curved_names(
 
 
 def out_dim_of(weight: str, shapes: Mapping[str, Shape]) -> int:
-    """Return which dimension of a weight counts outputs: 1 for transformers' Conv1D, else 0.
+    """Return the dimension of a weight that counts outputs: 1 for transformers' Conv1D, else 0.
 
-    A Conv1D has its name, and the file has one whose outputs outnumber its inputs, stored (inputs, outputs).
+    A Conv1D has one of its names, in a file where a layer with more outputs than inputs is stored (inputs, outputs).
 
     >>> shapes = {"h.0.c_fc.weight": (4, 16), "h.0.c_proj.weight": (4, 4), "h.0.up.weight": (4, 4)}
     >>> [out_dim_of(name, shapes) for name in shapes]
     [1, 1, 0]
     """
-    wide = (shape for name, shape in shapes.items() if _leaf(name) in _WIDENING and _is_matrix(name, shape))
-    return int(_leaf(weight) in _CONV1D and any(shape[1] > shape[0] for shape in wide))
+    if _leaf(weight) not in _CONV1D:
+        return 0
+    wide = (shape for name, shape in shapes.items() if _leaf(name) in _WIDENING and len(shape) == 2)
+    return int(any(shape[1] > shape[0] for shape in wide))
 
 
 def _leaf(weight: str) -> str:
-    return weight.split(".")[-2] if "." in weight else ""
+    """Return the last module in the name of a weight."""
+    path, _, local = weight.rpartition(".")
+    return path.rpartition(".")[2] if local == "weight" else ""
 
 
 def floating_shapes(specs: Mapping[str, TensorSpec]) -> dict[str, Shape]:
-    """Return the shapes that :func:`curved_names` asks for: those of 16, 32 and 64 bits.
+    """Return the shapes for :func:`curved_names`: those of tensors of 16, 32 and 64 bits.
 
     >>> floating_shapes({"a": TensorSpec((2,), "F32"), "b": TensorSpec((2,), "I64")})
     {'a': (2,)}
@@ -213,7 +150,7 @@ def floating_shapes(specs: Mapping[str, TensorSpec]) -> dict[str, Shape]:
 
 
 def other_types(specs: Mapping[str, TensorSpec]) -> str:
-    """Return what to add to "got none" for a file whose matrices are of a type that is never curved.
+    """Return an explanation for a file whose matrices have a dtype that is never curved, else "".
 
     >>> other_types({"up.weight": TensorSpec((8, 4), "F8_E4M3")})
     ', but matrices of F8_E4M3: convert them to one of BF16, F16, F32, F64 first'
@@ -221,19 +158,3 @@ def other_types(specs: Mapping[str, TensorSpec]) -> str:
     matrices = (spec for name, spec in specs.items() if name.endswith("weight") and len(spec.shape) == 2)
     found = ", ".join(sorted({spec.dtype for spec in matrices} - FLOATING))
     return f", but matrices of {found}: convert them to one of {', '.join(sorted(FLOATING))} first" if found else ""
-
-
-def format_names(rows: Sequence[TensorName]) -> str:
-    """Return the decisions as a table in plain text.
-
-    >>> print(format_names(name_tensors({"up.weight": (8, 4), "norm.weight": (4,)})))
-    tensor       shape          reason
-    up.weight    8x4    curved  2-D weight
-    norm.weight  4      plain   1-D
-    """
-    cells = [("tensor", "shape", "", "reason")]
-    cells += [
-        (row.name, "x".join(map(str, row.shape)) or "scalar", "curved" if row.curved else "plain", row.reason)
-        for row in rows
-    ]
-    return format_columns(cells, left=4)

@@ -1,0 +1,121 @@
+"""Trained models: from the folder of a run, a checkpoint, or a safetensors file."""
+
+import dataclasses
+import hashlib
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from symexplin.config import SELConfig
+from symexplin.lab.checkpoint import is_checkpoint, load_checkpoint, newest_intact
+from symexplin.lab.data.tokenizer import Tokenizer
+from symexplin.lab.files import read_json
+from symexplin.lab.folders import CONFIG, FACTS, TOKENIZER
+from symexplin.lab.model import Transformer
+from symexplin.lab.weights.files import MAP_KEY, MODEL, TRAINED_KEY, load_model, map_in, model_from, read_specs
+from symexplin.lab.weights.folding import folded
+
+__all__ = ["Trained", "digest_of", "find_weights", "load_plain", "load_trained", "start_from"]
+
+Echo = Callable[[str], None]
+
+
+class Trained(NamedTuple):
+    """A plain model, its tokenizer, and the map that it was trained with; None for ordinary weights."""
+
+    model: Transformer
+    tokenizer: Tokenizer
+    map: SELConfig | None
+
+
+def load_trained(path: str | Path, echo: Echo = warnings.warn) -> Trained:
+    """Return the model of a run with its final weights, else with those of its newest intact checkpoint.
+
+    Args:
+        path: the folder of a run, one of its checkpoints, or a model.safetensors with tokenizer.json beside it.
+        echo: receives a warning for each damaged checkpoint that is passed over.
+
+    Raises:
+        FileNotFoundError, ValueError: no model there, no weights yet, no intact checkpoint, no tokenizer.
+    """
+    file = find_weights(path, echo=echo)
+    # A checkpoint is two folders below its run, which has the tokenizer.
+    place = next((p for p in (file.parent, file.parent.parent.parent) if (p / TOKENIZER).exists()), None)
+    if place is None:
+        raise FileNotFoundError(f"no {TOKENIZER} beside {str(file)!r}: copy that of the run or of its data there")
+    options = read_json(place / FACTS).get("tokenizer", {}) if (place / FACTS).exists() else {}
+    _, metadata = read_specs(file)
+    curve = map_in(file, metadata, MAP_KEY) or map_in(file, metadata, TRAINED_KEY)
+    return Trained(load_plain(file), Tokenizer.load(place / TOKENIZER, **options), curve)
+
+
+def find_weights(path: str | Path, name: str = "path", echo: Echo = warnings.warn) -> Path:
+    """Return the file with the final weights of a run, else with those of its newest intact checkpoint.
+
+    Args:
+        path: the folder of a run, the folder of a checkpoint, or a safetensors file.
+        name: of the argument, for messages.
+        echo: receives a warning for each damaged checkpoint that is passed over.
+
+    Raises:
+        FileNotFoundError, ValueError: no model there, no weights yet, a damaged checkpoint.
+
+    >>> find_weights("no/such/run")
+    Traceback (most recent call last):
+    FileNotFoundError: path must be the folder of a run or a model's file, got 'no/such/run', which does not exist
+    """
+    path = Path(path)
+    wanted = f"{name} must be the folder of a run or a model's file, got {str(path)!r}"
+    if not path.exists():
+        raise FileNotFoundError(f"{wanted}, which does not exist")
+    if not path.is_dir():
+        return path
+    if is_checkpoint(path):
+        load_checkpoint(path)
+    if (path / MODEL).exists():
+        return path / MODEL
+    found = newest_intact(path, echo)
+    if found is None:
+        state = "which has no weights yet" if (path / CONFIG).exists() else "which is neither"
+        raise ValueError(f"{wanted}, {state}")
+    return found[0] / MODEL
+
+
+def load_plain(file: Path) -> Transformer:
+    """Return the plain model of a safetensors file; raw weights are folded."""
+    if MAP_KEY not in read_specs(file)[1]:
+        return load_model(file)
+    tensors, metadata, _ = folded(file)
+    return model_from(file, tensors, metadata)
+
+
+def start_from(model: Transformer, path: str | Path) -> None:
+    """Load the weights at `path` into a plain model of the same shape; the context may differ.
+
+    Raises:
+        FileNotFoundError, ValueError: no weights there, or those of another shape.
+
+    >>> import tempfile
+    >>> from symexplin.lab.model import ModelConfig
+    >>> from symexplin.lab.weights.files import save_model
+    >>> first, second = (Transformer(ModelConfig(width=16, depth=1, heads=2)) for _ in range(2))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_model(first, Path(folder, MODEL))
+    ...     start_from(second, folder)
+    >>> bool((first.head.weight == second.head.weight).all())
+    True
+    """
+    source = load_plain(find_weights(path, "weights"))
+    there, here = (dataclasses.asdict(each.config) for each in (source, model))
+    odd = [key for key in here if there[key] != here[key] and key not in ("context", "init")]
+    if odd:
+        wanted, got = (", ".join(f"{key} {shape[key]}" for key in odd) for shape in (here, there))
+        raise ValueError(f"weights must be those of a model with {wanted}, got {str(path)!r} with {got}")
+    model.load_state_dict(source.state_dict())
+
+
+def digest_of(path: str | Path) -> str:
+    """Return the SHA-256 of the weights that a run starts from; `path` is that of :func:`start_from`."""
+    with find_weights(path, "weights").open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,128 @@
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import symexplin as sel
+from corpora import TEXTS
+from corpora import prepared as tokens_of
+from run_folders import prepared, trained
+from symexplin.lab.checkpoint import newest
+from symexplin.lab.load import digest_of, find_weights, load_plain, load_trained, start_from
+from symexplin.lab.maps import CurveConfig, map_of
+from symexplin.lab.model import ModelConfig, Transformer
+from symexplin.lab.weights.files import MODEL, save_model
+
+TINY = ModelConfig(width=16, depth=1, heads=2, context=16)
+CURVES = {
+    "none": CurveConfig(home="none"),
+    "optimizer": CurveConfig(preset="paper"),
+    "module": CurveConfig(home="module", preset="paper"),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Finished runs; the checkpoints of the module home hold raw weights."""
+    folder = tmp_path_factory.mktemp("runs")
+    data = prepared(folder / "data")
+    return {home: trained(data, folder / home, curve, TINY) for home, curve in CURVES.items()}
+
+
+@pytest.fixture
+def unfinished(runs, tmp_path):
+    """A run with checkpoints and without final weights."""
+    folder = shutil.copytree(runs["optimizer"], tmp_path / "run")
+    (folder / MODEL).unlink()
+    return folder
+
+
+def damage(checkpoint):
+    file = checkpoint / MODEL
+    file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
+
+
+@pytest.mark.parametrize("home", CURVES)
+def test_run_checkpoint_and_file_are_one_model(runs, home):
+    """The weights of the last checkpoint are the final ones, and those of the module home are folded."""
+    places = (runs[home], newest(runs[home])[0], runs[home] / MODEL)
+    found = [load_trained(place) if place.is_dir() else load_trained(str(place)) for place in places]
+    logits = [each.model(torch.arange(8)[None]) for each in found]
+    assert torch.equal(logits[0], logits[2])
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-6, atol=1e-6)
+    assert not any(isinstance(module, sel.SELLinear) for each in found for module in each.model.modules())
+    assert [each.tokenizer.name for each in found] == ["byte"] * 3
+    assert [each.map for each in found] == [map_of(CURVES[home], 16)] * 3
+
+
+def test_an_unfinished_run_gives_its_newest_checkpoint(unfinished):
+    assert find_weights(unfinished) == newest(unfinished)[0] / MODEL
+    shutil.rmtree(unfinished / "checkpoints")
+    with pytest.raises(ValueError, match=r"weights must be .*, got .*run', which has no weights yet"):
+        find_weights(unfinished, "weights")
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_loudly(unfinished):
+    last, before = newest(unfinished)
+    damage(last)
+    lines = []
+    found = load_trained(unfinished, echo=lines.append)
+    assert torch.equal(found.model.head.weight, load_plain(before / MODEL).head.weight)
+    (line,) = lines
+    assert line.startswith("warning: ")
+    assert str(last) in line
+    assert before.name in line
+    with pytest.warns(UserWarning, match=last.name):
+        assert find_weights(unfinished) == before / MODEL
+    with pytest.raises(ValueError, match=r"is damaged: model\.safetensors"):
+        load_trained(last)  # this very one was asked for
+    damage(before)
+    with pytest.raises(ValueError, match=r"all checkpoints in '.*checkpoints' are damaged: remove that folder"):
+        load_trained(unfinished, echo=lines.append)
+
+
+def test_what_is_no_model_is_named(tmp_path, runs):
+    with pytest.raises(ValueError, match="which is neither"):
+        load_trained(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"got .*nowhere', which does not exist"):
+        load_trained(tmp_path / "nowhere")
+    shutil.copy(runs["none"] / MODEL, tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"no tokenizer.json beside"):
+        load_trained(tmp_path / MODEL)
+    shutil.copy(runs["none"] / "tokenizer.json", tmp_path)
+    assert load_trained(tmp_path / MODEL).tokenizer.name == "byte"
+    torch.save({"w": torch.zeros(2)}, tmp_path / "model.pt")
+    with pytest.raises(ValueError, match="pickle"):
+        load_trained(tmp_path / "model.pt")
+
+
+def test_an_end_token_of_ones_own_survives(tmp_path):
+    """A tokenizers file cannot say which token ends a document: the run's facts do."""
+    file = Path(tokens_of(tmp_path / "first", tokenizer="bpe", vocab_size=300), "tokenizer.json")
+    own = next(name for name, index in json.loads(file.read_text())["model"]["vocab"].items() if index == 290)
+    data = tokens_of(tmp_path / "data", TEXTS, tokenizer=str(file), end_token=own)
+    assert load_trained(trained(data, tmp_path / "run", None, TINY, steps=2)).tokenizer.end == 290
+
+
+def test_a_model_starts_from_the_weights_of_its_shape_and_no_other(runs):
+    model = Transformer(ModelConfig(width=16, depth=1, heads=2, context=8, init="xavier_normal"))
+    start_from(model, runs["module"])
+    assert torch.equal(model.head.weight, load_plain(runs["module"] / MODEL).head.weight)
+    assert model.config.context == 8
+    for changes, here, there in (
+        ({"width": 32, "bias": False}, "width 32, bias False", "width 16, bias True"),
+        ({"vocab_size": 300}, "vocab_size 300", "vocab_size 256"),
+        ({"tie_head": True}, "tie_head True", "tie_head False"),
+    ):
+        other = Transformer(ModelConfig(**{"width": 16, "depth": 1, "heads": 2, "context": 16, **changes}))
+        with pytest.raises(ValueError, match=f"weights must be those of a model with {here}, got .* with {there}$"):
+            start_from(other, runs["module"])
+
+
+def test_the_digest_is_that_of_the_file(runs, tmp_path):
+    assert digest_of(str(runs["none"])) == hashlib.sha256((runs["none"] / MODEL).read_bytes()).hexdigest()
+    save_model(Transformer(TINY, torch.Generator().manual_seed(1)), tmp_path / MODEL)
+    assert digest_of(tmp_path) != digest_of(runs["none"])
