@@ -3,7 +3,7 @@ import math
 import pytest
 
 from symexplin.experiments.claims import DID_NOT, HELD, UNTESTED, judge, measure
-from symexplin.experiments.evidence import Evidence, shown, spread_of
+from symexplin.experiments.comparison import Evidence, sign_of, spread_of
 from symexplin.experiments.paper import Claim, Loss, Paper
 from table_folders import panel_folder
 
@@ -47,8 +47,8 @@ def verdict(found, said, **more):
     ],
 )
 def test_what_differences_show(values, sign):
-    assert shown(spread_of(values)) == sign
-    assert shown(spread_of([-value for value in values])) == -sign
+    assert sign_of(spread_of(values)) == sign
+    assert sign_of(spread_of([-value for value in values])) == -sign
 
 
 def test_the_standard_error_is_that_of_the_mean():

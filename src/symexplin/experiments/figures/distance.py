@@ -1,4 +1,4 @@
-"""How far each weight has gone from its start, and in how many steps it could: figure 15 of the paper."""
+"""Distances of weights from their start, and the steps that these take: figure 15 of the paper."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -8,16 +8,16 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from symexplin.experiments.figures.sheet import finish, sheet
-from symexplin.experiments.figures.sources import is_run, run_of, weights_of
-from symexplin.experiments.figures.weights import curved_parts, weights_at_end
+from symexplin.experiments.figures.sources import is_run, run_of, weights_at_end, weights_of
+from symexplin.experiments.figures.weights import curved_parts
 from symexplin.lab.report.charts import GUIDE_LINE, Floats, Line, draw_chart, outline
 from symexplin.lab.report.probe import read_run
 
 __all__ = ["Distances", "optimization_distance"]
 
-# Twenty bins a decade; what is nearer or farther counts in the first or the last.
+# Twenty bins per decade; smaller and larger distances count in the first and the last.
 _EDGES: Floats = np.geomspace(1e-9, 1e3, 12 * 20 + 1)
-_PAPER_LR = 3e-4  # for files, which do not say theirs
+_PAPER_LR = 3e-4  # for files without a configuration
 
 
 class Distances(NamedTuple):
@@ -29,7 +29,7 @@ class Distances(NamedTuple):
 
     @classmethod
     def of(cls, parts: Iterable[tuple[Floats, float]]) -> Self:
-        """Gather (distances, how many weights each of them stands for).
+        """Count (distances, number of weights that each of them represents).
 
         >>> found = Distances.of([(np.array([0.1, 0.3]), 2.0), (np.array([0.0]), 4.0)])
         >>> float(found.counts.sum()), found.mean, found.largest
@@ -43,20 +43,17 @@ class Distances(NamedTuple):
         return cls(counts, total / max(1.0, float(counts.sum())), largest)
 
     def ranks(self) -> tuple[Floats, Floats]:
-        """Return how many weights have gone each distance or more, and the distance, from the farthest weight on."""
+        """Return the number of weights at each distance or beyond, and the distance, the farthest weight first."""
         beyond = np.cumsum(self.counts[::-1])
         far = self.largest > _EDGES[:-1][::-1]
         return np.append(1.0, beyond[far]), np.append(self.largest, _EDGES[:-1][::-1][far])
 
 
 def optimization_distance(sources: Sequence[Path]) -> Figure:
-    """Draw the distances from the start, and the steps they take at the learning rate, by rank (figure 15).
+    """Draw distances from the start, and the steps they take.
 
-    The start of a run is drawn again from its configuration; that of other files is not known, and a draw from
-    Xavier's uniform distribution stands for it. A step of Adam's is about the learning rate long.
-
-    Raises:
-        FileNotFoundError, ValueError: neither a run nor a file of weights, or a run without weights yet.
+    The start of a run is drawn again from its configuration. That of another file is not known, so that a draw from
+    Xavier's uniform distribution replaces it. A step of Adam's is about the learning rate long.
     """
     source = sources[0]
     folder = run_of(source, curved=False) if is_run(source) else None
@@ -68,7 +65,7 @@ def optimization_distance(sources: Sequence[Path]) -> Figure:
         found = Distances.of(_of_file(weights_of(source)))
     if not found.largest:
         raise ValueError(f"sources must name weights that have moved, got {str(source)!r}")
-    figure, ((left, right),) = sheet(1, 2, panel=(5.4, 4.2))
+    figure, ((left, right),) = sheet(1, 2, size=(5.4, 4.2))
     seen = np.flatnonzero(found.counts)
     shown = slice(seen[0], seen[-1] + 1)
     outline(left, found.counts[shown], _EDGES[seen[0] : seen[-1] + 2], f"distance from {start}", 0, filled=True)
@@ -76,7 +73,7 @@ def optimization_distance(sources: Sequence[Path]) -> Figure:
     left.axvline(found.largest, **{**GUIDE_LINE, "linestyle": "-"}, label=f"largest {found.largest:.2g}")
     left.set_xscale("log")
     left.set_yscale("log")
-    finish(left, "Distances", "|w − start| (log scale)", "weights a bin (log scale)")
+    finish(left, "Distances", "|w − start| (log scale)", "weights per bin (log scale)")
     rank, distance = found.ranks()
     line, mean = Line("weights, the farthest first", rank, distance / lr), found.mean / lr
     guide = Line(f"mean: {mean:,.3g} steps", [1.0, rank[-1]], [mean, mean], kind="guide")
