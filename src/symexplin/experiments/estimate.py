@@ -71,13 +71,13 @@ class Estimate:
         if not left:
             return
         name = next(iter(left))
-        config, runs = self._panels[name], f"up to {sum(left.values())} runs"
+        config, runs = self._panels[name], f"runs to do: at most {sum(left.values())}"
         if config.compute.compile or getattr(config.compare, "cluster", "none") != "none":
-            self._echo(f"{runs}; the time is estimated when the first one has ended")
+            self._echo(f"{runs}; the time is known when the first one has ended")
             return
         seconds = _measured(config) / self._costs[name]
         total = sum(seconds * runs * self._costs[each] / self._panels[each].compare.jobs for each, runs in left.items())
-        self._echo(f"{runs}, about {duration(total)} as measured on a few steps")
+        self._echo(f"{runs}, about {duration(total)} (from {_STEPS} steps)")
         self._began = time.monotonic()
 
     def echo(self, line: str) -> None:
@@ -86,12 +86,18 @@ class Estimate:
         done = self._done()
         if done != self._seen:
             self._seen = done
-            spent = sum(self._costs[name] * (count - self._at_first[name]) for name, count in done.items())
+            ended = {name: count - self._at_first[name] for name, count in done.items()}
+            spent = sum(self._costs[name] * count for name, count in ended.items())
             left = self._left()
             rest = sum(self._costs[name] * count for name, count in left.items())
-            if rest and spent > 0:
-                seconds = (time.monotonic() - self._began) * rest / spent
-                self._echo(f"up to {sum(left.values())} runs left, about {duration(seconds)}")
+            if rest and spent:
+                seconds = (time.monotonic() - self._began) * rest / (spent * self._under_way(sum(ended.values())))
+                self._echo(f"runs left: at most {sum(left.values())}, about {duration(seconds)}")
+
+    def _under_way(self, ended: int) -> float:
+        """Return the work done over that of the runs that have ended: others run beside them, and end soon."""
+        jobs = max(config.compare.jobs for config in self._panels.values())
+        return -(-ended // jobs) * jobs / ended
 
     def _done(self) -> dict[str, int]:
         place = self._folder / PANELS

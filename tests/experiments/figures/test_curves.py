@@ -56,17 +56,6 @@ def test_the_best_arm_is_shown_and_a_loss_as_well_as_a_gain(compared):
     assert left.get_legend().get_title().get_text() == "mean of 1 to 2 seeds, band: lowest to highest"
 
 
-def test_the_first_losses_leave_the_panel(compared):
-    folder = compared()
-    path = folder / "comparison.json"
-    found = json.loads(path.read_text())
-    for run in found["runs"]:
-        run["evals"] = [[0, 9.0], [50, 3.0], [75, 2.5], [100, 2.0]]
-    path.write_text(json.dumps(found))
-    for name in ("loss_curves", "mechanism_ablations"):
-        assert draw(name, [folder]).axes[0].get_ylim() == pytest.approx((1.95, 3.05))
-
-
 def test_ablations_have_a_bar_for_each_arm_and_rate(compared):
     folder = compared(seeds=(0, 1, 2), final=2.4, arms={"worse": 0.3, "better": -0.5})
     left, right = draw("mechanism_ablations", [folder]).axes
@@ -99,14 +88,6 @@ def test_the_error_is_that_of_the_mean_of_the_seeds_differences(compared):
     assert texts(right) == ["−0.5000 ± 0.0577"]
     (points,) = [line for line in right.lines if line.get_marker() == "o"]
     assert list(points.get_xdata()) == [-0.5, -0.4, -0.6]
-
-
-def test_many_arms_show_few_curves_and_all_bars(compared):
-    folder = compared(arms={f"arm{i}": 0.1 * i for i in range(1, 9)})
-    left, right = draw("mechanism_ablations", [folder]).axes
-    assert len(lines(left)) == 6
-    assert {"SEL, lr 0.01", "arm8, lr 0.01"} <= set(lines(left))  # the best and the worst
-    assert [bar.get_width() for bar in right.patches] == pytest.approx([-0.5 + 0.1 * i for i in range(9)])
 
 
 def test_comparisons_of_one_size_share_a_panel(compared):
@@ -157,11 +138,6 @@ def test_arms_are_called_what_their_table_calls_them(compared, tmp_path):
     alone = compared("elsewhere/64x2")
     write_json(tmp_path / "elsewhere" / "table.json", {"labels": {"SEL": "Curved"}})
     assert "SEL, lr 0.01" in lines(draw("loss_curves", [alone]).axes[0])
-
-
-def test_panels_of_one_size_are_told_apart(compared):
-    folders = [compared("beta 5"), compared("beta 10"), compared("deep", depth=4)]
-    assert [title(axes) for axes in draw("loss_curves", folders).axes] == ["beta 5", "beta 10", "width 64, depth 4"]
 
 
 def test_an_arm_that_broke_down_is_named_without_a_bar(compared):

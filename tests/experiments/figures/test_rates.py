@@ -11,7 +11,6 @@ from symexplin.experiments.figures.rates import start_slope
 from symexplin.lab.build import build_model
 from symexplin.lab.config import RunConfig, TrainConfig
 from symexplin.lab.maps import CurveConfig
-from symexplin.lab.report.figures import Sweep, sweep_lines
 from symexplin.lab.weights.files import save_model
 
 EXPONENTIAL = {"preset": "exp_only", "map": {"beta": 5.0}}
@@ -60,12 +59,6 @@ def test_lines_stand_at_the_rate_and_at_the_rate_times_the_slope(compared, runs)
     assert left["AdamW (× 1.00)"].get_ydata() == pytest.approx([2.25, 2.05])
 
 
-def test_an_arm_that_broke_down_is_named():
-    runs = [{"arm": "A", "lr": lr, "seed": 0, "final_loss": None} for lr in (0.1, 0.2)]
-    (line,) = sweep_lines(runs, [Sweep("A", "an arm")])
-    assert (line.label, list(line.x)) == ("an arm: no run finite", [])
-
-
 def test_a_run_from_weights_that_are_others_now_is_refused(compared, runs):
     folder = compared()
     for arm, run in (("AdamW", "plain"), ("SEL", "curved")):
@@ -74,9 +67,3 @@ def test_a_run_from_weights_that_are_others_now_is_refused(compared, runs):
     facts.write_text(json.dumps({**json.loads(facts.read_text()), "weights": "of another file"}))
     with pytest.raises(ValueError, match=r"SEL-lr0\.001-seed0.*began with"):
         draw("learning_rates", [folder])
-
-
-def test_the_slope_draws_from_no_generator_of_the_users():
-    before = torch.random.get_rng_state()
-    start_slope(RunConfig("data", MODEL))
-    assert torch.equal(torch.random.get_rng_state(), before)
