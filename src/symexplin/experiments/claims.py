@@ -7,6 +7,7 @@ weights and the order of their data.
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import NamedTuple
 
 from symexplin.experiments.comparison import ENOUGH_SEEDS, Evidence, FinishedRun, Spread, sign_of, spread_of
@@ -19,10 +20,10 @@ RULE = (
     "Differences are taken between runs of one seed, which share their first weights and the order of their data. A "
     "claim held if at least three seeds ran, all differences have the claimed sign, and their mean exceeds twice its "
     "standard error. With three seeds and any other result it did not hold. With fewer seeds it was not tested. A "
-    "claim that two arms agree within a bound held if the mean plus twice its standard error stays within the bound. It was "
-    "not tested where twice the standard error alone exceeds the bound, unless the mean is clearly beyond it. The "
-    "verdict is that of each arm at its own best learning rate. The result at the shared rate, the baseline's best, "
-    "stands beside it. Rates are chosen on the first seeds alone. Three seeds are few: where two arms do not differ at "
+    "claim that two arms agree within a bound held if the mean plus twice its standard error stays within the bound. "
+    "It was not tested where twice the standard error alone exceeds the bound, unless the mean is clearly beyond it. "
+    "The verdict is that of each arm at its own best learning rate. Beside it stands the result at the shared rate, the "
+    "baseline's best. Rates are chosen on the first seeds alone. Three seeds are few: where two arms do not differ at "
     "all, one claim in eleven holds by chance."
 )
 
@@ -46,22 +47,8 @@ def _gaps(arm: FinishedRun, against: FinishedRun) -> list[float]:
     return [loss - other[step] for step, loss in arm.curve if step in other and step > 0]
 
 
-def _ahead(arm: FinishedRun, against: FinishedRun) -> float:
-    gaps = _gaps(arm, against)
-    return sum(gap < 0 for gap in gaps) / len(gaps)
-
-
-def _mean_gap(arm: FinishedRun, against: FinishedRun) -> float:
-    gaps = _gaps(arm, against)
-    return sum(map(abs, gaps)) / len(gaps)
-
-
-def _largest_gap(arm: FinishedRun, against: FinishedRun) -> float:
-    return max(map(abs, _gaps(arm, against)))
-
-
-def _final_gap(arm: FinishedRun, against: FinishedRun) -> float:
-    return abs(arm.final - against.final)
+def _sizes(arm: FinishedRun, against: FinishedRun) -> list[float]:
+    return [abs(gap) for gap in _gaps(arm, against)]
 
 
 def _change_of(role: str) -> Measure:
@@ -164,10 +151,12 @@ KINDS = {
     "within": Kind(_final, "within", _say_difference, bound=True),
     "no_worse": Kind(_final, "no_worse", _say_difference, bound=True),
     "unreached": Kind(_unreached, "below", _say_unreached),
-    "ahead": Kind(_ahead, "at_least", _say_share, bound=True),
-    "mean_apart": Kind(_mean_gap, "at_most", _say_gap("in the mean"), bound=True, one_rate=True),
-    "most_apart": Kind(_largest_gap, "at_most", _say_gap("at most"), bound=True, one_rate=True),
-    "final_apart": Kind(_final_gap, "at_most", _say_gap("at the end"), bound=True, one_rate=True),
+    "ahead": Kind(lambda *runs: fmean(gap < 0 for gap in _gaps(*runs)), "at_least", _say_share, bound=True),
+    "mean_apart": Kind(
+        lambda *runs: fmean(_sizes(*runs)), "at_most", _say_gap("in the mean"), bound=True, one_rate=True
+    ),
+    "most_apart": Kind(lambda *runs: max(_sizes(*runs)), "at_most", _say_gap("at most"), bound=True, one_rate=True),
+    "final_apart": Kind(lambda *runs: abs(_final(*runs)), "at_most", _say_gap("at the end"), bound=True, one_rate=True),
     "grows": Kind(_final, "below", _say_growth),
     "e_rises": Kind(_change_of("e"), "above", _say_scale("e"), alone=True),
     "l_falls": Kind(_change_of("l"), "below", _say_scale("l"), alone=True),

@@ -7,7 +7,7 @@ import torch
 
 from run_folders import MODEL
 from symexplin.experiments.figures import draw
-from symexplin.experiments.figures.rates import start_slope
+from symexplin.experiments.figures.curves import start_slope
 from symexplin.lab.build import build_model
 from symexplin.lab.config import RunConfig, TrainConfig
 from symexplin.lab.maps import CurveConfig

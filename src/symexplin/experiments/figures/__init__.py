@@ -8,7 +8,7 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from symexplin.experiments.figures import curves, distance, functions, maps, rates, weights
+from symexplin.experiments.figures import curves, functions, maps, weights
 from symexplin.experiments.figures.sheet import save_figure
 from symexplin.lab.report.charts import STYLE
 from symexplin.validation import check_choice
@@ -81,9 +81,9 @@ FIGURES: dict[str, FigureSpec] = {
         FigureSpec(functions.beta_offset, "figure 12, fig:beta_offset_grid", map=functions.MAP),
         FigureSpec(functions.symexp_sel, "figure 13, fig:symexp_vs_sel", map=functions.PATHWAY),
         FigureSpec(functions.mismatched_start, "figure 14, fig:mismatched_init_detail", map=functions.MAP),
-        FigureSpec(distance.optimization_distance, "figure 15, fig:opt_distance", _WEIGHTS, 1),
+        FigureSpec(weights.optimization_distance, "figure 15, fig:opt_distance", _WEIGHTS, 1),
         FigureSpec(weights.heavy_tail, "figure 16, fig:heavy_tail", _WEIGHTS, 1),
-        FigureSpec(rates.learning_rates, "", _COMPARISONS, None, _OF_RUNS),
+        FigureSpec(curves.learning_rates, "", _COMPARISONS, None, _OF_RUNS),
     )
 }
 
