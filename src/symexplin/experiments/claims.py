@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from symexplin.experiments.comparison import ENOUGH_SEEDS, Evidence, FinishedRun, Spread, sign_of, spread_of
 from symexplin.experiments.paper import Claim, Paper
@@ -22,9 +22,9 @@ RULE = (
     "standard error. With three seeds and any other result it did not hold. With fewer seeds it was not tested. A "
     "claim that two arms agree within a bound held if the mean plus twice its standard error stays within the bound. "
     "It was not tested where twice the standard error alone exceeds the bound, unless the mean is clearly beyond it. "
-    "The verdict is that of each arm at its own best learning rate. Beside it stands the result at the shared rate, the "
-    "baseline's best. Rates are chosen on the first seeds alone. Three seeds are few: where two arms do not differ at "
-    "all, one claim in eleven holds by chance."
+    "The verdict is that of each arm at its own best learning rate. Beside it stands the result at the shared rate, "
+    "the baseline's best. Rates are chosen on the first seeds alone. Three seeds are few: where two arms do not differ "
+    "at all, one claim in eleven holds by chance."
 )
 
 
@@ -76,57 +76,15 @@ _HOLDS: dict[str, Callable[[Spread, float], bool | None]] = {
 }
 
 
-def _and_error(spread: Spread, side: str = "") -> str:
-    """Return the standard error, and at how many seeds the sign is that of the mean."""
-    if spread.error is None:
-        return ""
-    agree = sum(value * spread.mean > 0 for value in spread.values)
-    count = f"{side} in {agree} of {len(spread.values)} seeds" if side else f"{len(spread.values)} seeds"
-    return f" (standard error {spread.error:.4f}, {count})"
-
-
-def _say_difference(claim: Claim, spread: Spread) -> str:
-    side = "below" if spread.mean < 0 else "above"
-    return f"{claim.arm} ends {abs(spread.mean):.4f} {side} {claim.against}{_and_error(spread, side)}"
-
-
-def _say_unreached(claim: Claim, spread: Spread) -> str:
-    side = "above" if spread.mean < 0 else "below"
-    gap = f"{abs(spread.mean):.4f} {side} the final one of {claim.arm}"
-    return f"the lowest loss of {claim.against} is {gap}{_and_error(spread)}"
-
-
-def _say_growth(claim: Claim, spread: Spread) -> str:
-    side = "larger" if spread.mean < 0 else "smaller"
-    return f"the gain of {claim.arm} over {claim.against} is {abs(spread.mean):.4f} {side}{_and_error(spread)}"
-
-
-def _say_share(claim: Claim, spread: Spread) -> str:
-    least = f", {100 * min(spread.values):.1f} % in the worst seed" if len(spread.values) > 1 else ""
-    return (
-        f"{claim.arm} is below {claim.against} at {100 * spread.mean:.1f} % of the evaluations after the first{least}"
-    )
-
-
-def _say_gap(which: str) -> Callable[[Claim, Spread], str]:
-    def words(claim: Claim, spread: Spread) -> str:
-        worst = f", in the worst of {len(spread.values)} seeds" if len(spread.values) > 1 else ""
-        return f"{claim.arm} and {claim.against} are {max(spread.values):.1e} apart {which}{worst}"
-
-    return words
-
-
-def _say_scale(role: str) -> Callable[[Claim, Spread], str]:
-    return lambda _, spread: f"{role} ends at {1.0 + spread.mean:.3f}{_and_error(spread)}"
-
-
 class Kind(NamedTuple):
     """How a kind of claim is tested.
 
     Args:
         value: a number for each seed, from the arm's run and the other's; None where the runs do not have it.
         test: which test of the numbers (:data:`_HOLDS`).
-        words: (claim, numbers) -> a clause.
+        what: the number in words, with {arm} and {against}.
+        form: format of the number.
+        offset: added to the number before it is printed.
         bound: the claim names a bound.
         alone: it is about one arm.
         one_rate: two runs that should be the same, which only the same learning rate can show.
@@ -134,7 +92,9 @@ class Kind(NamedTuple):
 
     value: Measure
     test: str
-    words: Callable[[Claim, Spread], str]
+    what: str
+    form: str = "+.4f"
+    offset: float = 0.0
     bound: bool = False
     alone: bool = False
     one_rate: bool = False
@@ -144,23 +104,50 @@ class Kind(NamedTuple):
         """Whether its numbers are differences of final losses."""
         return self.value in (_final, _unreached)
 
+    def words(self, claim: Claim, spread: Spread) -> str:
+        """Return what the numbers of all seeds say."""
+        what = self.what.format(arm=claim.arm, against=claim.against)
+        pick = {"at_most": max, "at_least": min}.get(self.test)
+        if pick is not None:
+            worst = f" in the worst of {len(spread.values)} seeds" if len(spread.values) > 1 else ""
+            return f"{what}: {pick(spread.values):{self.form}}{worst}"
+        text = f"{what}: {spread.mean + self.offset:{self.form}}"
+        if spread.error is None:
+            return text
+        agree = sum(value * spread.mean > 0 for value in spread.values)
+        count = f"{len(spread.values)} seeds" if self.offset else f"this sign in {agree} of {len(spread.values)} seeds"
+        return f"{text} ± {spread.error:.4f}, {count}"
 
+
+_LOSS = "final loss of {arm} minus that of {against}"
+_GAP = "between {arm} and {against}"
+_SCALE: dict[str, Any] = {"form": ".3f", "offset": 1.0, "alone": True}
 KINDS = {
-    "below": Kind(_final, "below", _say_difference),
-    "above": Kind(_final, "above", _say_difference),
-    "within": Kind(_final, "within", _say_difference, bound=True),
-    "no_worse": Kind(_final, "no_worse", _say_difference, bound=True),
-    "unreached": Kind(_unreached, "below", _say_unreached),
-    "ahead": Kind(lambda *runs: fmean(gap < 0 for gap in _gaps(*runs)), "at_least", _say_share, bound=True),
-    "mean_apart": Kind(
-        lambda *runs: fmean(_sizes(*runs)), "at_most", _say_gap("in the mean"), bound=True, one_rate=True
+    "below": Kind(_final, "below", _LOSS),
+    "above": Kind(_final, "above", _LOSS),
+    "within": Kind(_final, "within", _LOSS, bound=True),
+    "no_worse": Kind(_final, "no_worse", _LOSS, bound=True),
+    "unreached": Kind(_unreached, "below", "final loss of {arm} minus the lowest one of {against}"),
+    "grows": Kind(_final, "below", f"change of the {_LOSS}"),
+    "ahead": Kind(
+        lambda *runs: fmean(gap < 0 for gap in _gaps(*runs)),
+        "at_least",
+        "evaluations after the first at which {arm} is below {against}",
+        ".1%",
+        bound=True,
     ),
-    "most_apart": Kind(lambda *runs: max(_sizes(*runs)), "at_most", _say_gap("at most"), bound=True, one_rate=True),
-    "final_apart": Kind(lambda *runs: abs(_final(*runs)), "at_most", _say_gap("at the end"), bound=True, one_rate=True),
-    "grows": Kind(_final, "below", _say_growth),
-    "e_rises": Kind(_change_of("e"), "above", _say_scale("e"), alone=True),
-    "l_falls": Kind(_change_of("l"), "below", _say_scale("l"), alone=True),
-    "m_stays": Kind(_change_of("m"), "within", _say_scale("m"), bound=True, alone=True),
+    "mean_apart": Kind(
+        lambda *runs: fmean(_sizes(*runs)), "at_most", f"mean difference {_GAP}", ".1e", bound=True, one_rate=True
+    ),
+    "most_apart": Kind(
+        lambda *runs: max(_sizes(*runs)), "at_most", f"largest difference {_GAP}", ".1e", bound=True, one_rate=True
+    ),
+    "final_apart": Kind(
+        lambda *runs: abs(_final(*runs)), "at_most", f"last difference {_GAP}", ".1e", bound=True, one_rate=True
+    ),
+    "e_rises": Kind(_change_of("e"), "above", "mean e of {arm} at the end", **_SCALE),
+    "l_falls": Kind(_change_of("l"), "below", "mean l of {arm} at the end", **_SCALE),
+    "m_stays": Kind(_change_of("m"), "within", "mean m of {arm} at the end", bound=True, **_SCALE),
 }
 
 
@@ -362,7 +349,7 @@ def _growth_at(
         return Judgement(UNTESTED, next(judgement.text for judgement in found if judgement.spread is None))
     if first.seeds != last.seeds:
         return Judgement(UNTESTED, "the seeds differ")
-    grown = _settle(claim, list(map(operator.sub, end.values, start.values)), f" at {last.name} than at {first.name}")
+    grown = _settle(claim, list(map(operator.sub, end.values, start.values)), f", from {first.name} to {last.name}")
     if grown.verdict == HELD and end.mean >= 0.0:  # a smaller loss is no gain
         return Judgement(DID_NOT, f"there is no gain at {last.name}: {found[1].text}", grown.spread)
     return grown

@@ -90,61 +90,30 @@ def _with_spread(row: Row, is_baseline: bool) -> Row:
 
 
 def arm_sentences(panels: Mapping[str, Sequence[ArmRow]]) -> list[str]:
-    """Return a sentence per arm: whether it ends below the baseline or above, and what the learning rate explains.
+    """Return a sentence per arm and panel: below the baseline or above, at its own best and at the shared rate.
 
     Args:
         panels: the rows of each panel, the baseline's first.
     """
-    first = next(iter(panels.values()), [])
     sentences = []
-    for row in first[1:]:
-        found = [next(other for other in rows if other.arm == row.arm) for rows in panels.values()]
-        sentences.append(_of_one(row, first[0].label) if len(found) == 1 else _of_many(found, first[0].label))
+    for panel, (first, *others) in panels.items():
+        for row in others:
+            text = f"{panel}: {row.label} {_place(row.best, first.label)} at its own best learning rate"
+            if row.best["lr"] != row.shared["lr"]:
+                text += f"; it {_place(row.shared, first.label)} at the shared rate"
+            if row.shared["shown"] == "below" and row.best["shown"] in ("above", "undecided"):
+                text += ": a gain that the learning rate explains"
+            sentences.append(f"{text}.")
     return sentences
 
 
-def _of_one(row: ArmRow, baseline: str) -> str:
-    own, shared = row.best, row.shared
-    if own["delta"] is None:
-        return f"{row.label} did not stay finite at every seed."
-    words = {
-        "below": f"ends below {baseline}",
-        "above": f"ends above {baseline}",
-        "undecided": f"cannot be told from {baseline}",
-        "few seeds": f"ends {_side(own)} {baseline}, in too few seeds to tell,",
-    }
-    text = f"{row.label} {words[own['shown']]} with each at its own best learning rate ({_signed(own)})"
-    if own["lr"] == shared["lr"]:
-        return f"{text}, which is the same for both."
-    if shared["delta"] is None:
-        return f"{text}; at the shared rate it did not stay finite."
-    word = _side(shared) if shared["shown"] == "few seeds" else shared["shown"]
-    ending = ": a gain that the learning rate explains." if _is_explained(row) else "."
-    return f"{text}; at the shared rate it is {word} ({_signed(shared)}){ending}"
-
-
-def _side(row: Row) -> str:
-    return _SIGNS[-1 if row["delta"] < 0 else 1]
-
-
-def _signed(row: Row) -> str:
-    return f"{row['delta']:+.4f}" + ("" if row["error"] is None else f" ± {row['error']:.4f}")
-
-
-def _is_explained(row: ArmRow) -> bool:
-    """Whether an arm leads at the shared learning rate alone."""
-    return row.shared["shown"] == "below" and row.best["shown"] in ("above", "undecided")
-
-
-def _of_many(rows: Sequence[ArmRow], baseline: str) -> str:
-    words = [row.best["shown"] for row in rows]
-    counts = {word: words.count(word) for word in words}
-    parts = [
-        f"{word} {baseline} in {n}" if word in ("below", "above") else f"{word} in {n}" for word, n in counts.items()
-    ]
-    text = f"{rows[0].label}, of {len(rows)} panels with each at its own best learning rate: {', '.join(parts)}"
-    explained = sum(map(_is_explained, rows))
-    return f"{text}; in {explained} the learning rate explains a gain at the shared one." if explained else f"{text}."
+def _place(row: Row, baseline: str) -> str:
+    if row["delta"] is None:
+        return "did not stay finite"
+    error = "" if row["error"] is None else f" ± {row['error']:.4f}"
+    words = {"below": "ends below", "above": "ends above", "undecided": "cannot be told from"}
+    word = words.get(row["shown"], f"ends {'below' if row['delta'] < 0 else 'above'}, in too few seeds to tell,")
+    return f"{word} {baseline} ({row['delta']:+.4f}{error})"
 
 
 @dataclass(frozen=True)

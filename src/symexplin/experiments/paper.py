@@ -30,13 +30,9 @@ class Number:
 
     Args:
         table: the table that measures it, or the figure that shows it.
-        name: a short name.
-        value: the number, or the lower end of a range.
-        high: upper end of the range, if it is one.
+        value, high: the number, or the ends of a range.
         unit: "nats", "times", "share", "ms", ..., "" for none.
-        place: where the paper says it.
-        text: what it is, in words.
-        panel, arm, against: of what.
+        place, text: where the paper says it, and what it is.
     """
 
     table: str
