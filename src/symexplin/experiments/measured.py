@@ -127,15 +127,9 @@ class NumberRow:
 
     def text(self, value: float | None) -> str:
         """Return a value of this number as text, with as many digits as the paper gives."""
-        if value is None:
-            return "–"
-        if self.number.unit == "share":
-            return f"{100 * value:.1f} %"
-        if self.number.name == "delta":
-            return f"{value:+.4f}"
-        if self.number.name.endswith("_end"):
-            return f"{value:.3f}"
-        return f"{value:.1e}" if self.number.unit == "nats" else f"{value:.4g}"
+        formats = {"share": ".1%", "nats": "+.4f" if self.number.name == "delta" else ".1e"}
+        form = ".3f" if self.number.name.endswith("_end") else formats.get(self.number.unit, ".4g")
+        return "–" if value is None else format(value, form)
 
 
 def number_rows(table: str, scale: str, panels: Sequence[Evidence], paper: Paper) -> list[NumberRow]:

@@ -256,15 +256,7 @@ def _assumptions(settings: Settings, changes: Settings, *, of_data: bool) -> dic
 
 @dataclass(frozen=True)
 class _Layers:
-    """What all panels of a table have in common.
-
-    Args:
-        settings: of protocol, table and scale.
-        changes: of the command.
-        baseline: the arm that the others are compared with.
-        out: the table's folder.
-        data: the prepared folder.
-    """
+    """Settings of protocol, table and scale, changes of the command, and the places of the table."""
 
     settings: Settings
     changes: Settings
@@ -335,22 +327,18 @@ def _curved(arm: Settings, curve: Settings) -> Settings:
 
 def _panels(file: Settings, scale: str, layers: _Layers) -> list[Panel]:
     """Return the panels at a scale, each with the paper's panel that it stands for."""
-    size = BENCH if _is_bench(file) else _size(_protocol(file["protocol"])["model"])
+    size = BENCH if _is_bench(file) else "{width}x{depth}".format(**_protocol(file["protocol"])["model"])
     of_paper = [panel.get("name") for panel in file.get("panel", [])] or [size]
     found: list[Panel] = []
     for entry in (file if scale == "paper" else file.get(scale, {})).get("panel", [{}]):
         config = layers.bench(entry) if _is_bench(file) else layers.comparison(entry)
-        own = BENCH if isinstance(config, BenchConfig) else _size(dataclasses.asdict(config.model))
+        own = BENCH if isinstance(config, BenchConfig) else f"{config.model.width}x{config.model.depth}"
         name = entry.get("name", own)
         if not re.fullmatch(r"[\w+-]+", name) or name in [panel.name for panel in found]:
             raise ValueError(f"panel must have a unique name of letters, digits, '+', '-' and '_', got {name!r}")
         likely = of_paper[0] if len(of_paper) == 1 else name
         found.append(Panel(name, entry.get("stands_for", likely if likely in of_paper else None), config))
     return found
-
-
-def _size(model: Settings) -> str:
-    return f"{model['width']}x{model['depth']}"
 
 
 def read_table(out: str | Path) -> Outcome:

@@ -1,11 +1,18 @@
+import dataclasses
 import json
 
 import numpy as np
 import pytest
+import torch
 
+from run_folders import MODEL
 from symexplin.experiments.figures import draw
+from symexplin.experiments.figures.curves import start_slope
+from symexplin.lab.build import build_model
+from symexplin.lab.config import RunConfig, TrainConfig
 from symexplin.lab.files import write_json
-from symexplin.lab.report.charts import COLOURS
+from symexplin.lab.maps import CurveConfig
+from symexplin.lab.weights.files import save_model
 
 
 def lines(axes):
@@ -98,32 +105,6 @@ def test_comparisons_of_one_size_share_a_panel(compared):
     assert names == ["SEL (beta 10)", "SEL (beta 5)"]
 
 
-def look(line):
-    return line.get_color(), line.get_linestyle()
-
-
-def test_an_arm_looks_the_same_in_every_panel(compared):
-    arms = [{"second": -0.3, "third": -0.6}, {"second": -0.6, "third": -0.3}]
-    folders = [compared(f"64x{depth}", 64, depth, arms=more) for depth, more in zip((2, 4), arms, strict=True)]
-    figure = draw("mechanism_ablations", folders)
-    first, second = ({name: look(line) for name, line in lines(axes).items()} for axes in figure.axes[::2])
-    assert list(first) != list(second)  # the best first
-    assert first == second
-    assert len(set(first.values())) == 4
-    assert look(figure.axes[0].lines[-1]) == look(lines(figure.axes[0])["SEL, lr 0.01"]) == (COLOURS[1], "--")
-    bars = []
-    for axes in figure.axes[1::2]:
-        names = [label.get_text() for label in axes.get_yticklabels()]
-        bars.append({name: bar.get_facecolor() for name, bar in zip(names, axes.patches, strict=True)})
-    assert bars[0] == bars[1]
-    third, second = (lines(axes) for axes in draw("loss_curves", folders).axes)
-    assert [*third, *second] == ["AdamW, lr 0.01", "third, lr 0.01", "AdamW, lr 0.01", "second, lr 0.01"]
-    (_, dashes), (colour, solid) = look(third["AdamW, lr 0.01"]), look(third["third, lr 0.01"])
-    other = look(second["second, lr 0.01"])
-    assert (dashes, solid, other[1]) == ("--", "-", "-")
-    assert other[0] != colour
-
-
 def test_arms_are_called_what_their_table_calls_them(compared, tmp_path):
     maps = {"SEL": {"home": "optimizer", "beta": 5.0}, "AdamW": {"home": "module", "beta": 5.0}}
     folder = compared("panels/64x2", maps=maps)
@@ -198,3 +179,49 @@ def test_annealing_shows_the_late_losses_and_the_mean_scales(compared, runs):
 def test_a_comparison_without_the_arms_is_refused(compared, name, words):
     with pytest.raises(ValueError, match=words):
         draw(name, [compared()])
+
+
+EXPONENTIAL = {"preset": "exp_only", "map": {"beta": 5.0}}
+
+
+def slope_of(modules):
+    """(exp(beta |w|) - 1) / beta = |t| has the slope exp(beta |w|) = 1 + beta |t|, at the matrices of `modules`."""
+    sizes = torch.cat([w.flatten() for module in modules for w in module.parameters() if w.dim() == 2]).abs()
+    return pytest.approx(1 + 5.0 * float(sizes.detach().double().mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize("home", ["optimizer", "module"])
+def test_the_slope_of_the_exponential_map_is_known(home):
+    config = RunConfig("data", MODEL, sel=CurveConfig(home, **EXPONENTIAL))
+    plain = build_model(dataclasses.replace(config, sel=CurveConfig("none")), "cpu")
+    assert start_slope(config) == slope_of(plain.blocks[:1])  # the others are drawn like it
+    assert start_slope(dataclasses.replace(config, sel=CurveConfig("none"))) == 1.0
+
+
+def test_the_slope_at_given_weights_is_that_of_all_blocks(tmp_path):
+    model = build_model(RunConfig("data", MODEL, sel=CurveConfig("none")), "cpu")
+    with torch.no_grad():
+        for parameter in model.blocks[1].parameters():
+            parameter.mul_(3.0)
+    save_model(model, tmp_path / "given.safetensors")
+    train = TrainConfig(weights=str(tmp_path / "given.safetensors"))
+    assert start_slope(RunConfig("data", MODEL, train, sel=CurveConfig(**EXPONENTIAL))) == slope_of(model.blocks)
+
+
+def test_lines_stand_at_the_rate_and_at_the_rate_times_the_slope(compared, runs):
+    folder = compared(seeds=(0, 1))
+    (folder / "runs").mkdir()
+    for arm, run in (("AdamW", "plain"), ("SEL", "curved")):
+        (folder / "runs" / f"{arm}-lr0.001-seed0").symlink_to(runs[run])
+    figure = draw("learning_rates", [folder])
+    left, right = ({line.get_label(): line for line in axes.lines} for axes in figure.axes)
+    slope = start_slope(RunConfig("data", MODEL, sel=CurveConfig(preset="paper", start="mismatched")))
+    assert slope > 1.1
+    (curved,) = [label for label in right if label.startswith("SEL")]
+    assert curved == f"SEL (× {slope:.2f})"
+    assert list(left[curved].get_xdata()) == [0.001, 0.01]
+    assert right[curved].get_xdata() == pytest.approx([0.001 * slope, 0.01 * slope])
+    assert list(right["AdamW (× 1.00)"].get_xdata()) == [0.001, 0.01]
+    # The mean over the seeds, both of which ran at all rates.
+    assert right[curved].get_ydata() == pytest.approx([2.35, 1.55])
+    assert left["AdamW (× 1.00)"].get_ydata() == pytest.approx([2.25, 2.05])
