@@ -280,8 +280,8 @@ def _values(
     both = [(own[seed], other[seed]) for seed in panel.seeds if seed in own and seed in other]
     values = [KINDS[kind].value(*runs) for runs in both]
     lost = {name: len(panel.seeds) - len(runs) for name, runs in ((arm, own), (against or arm, other))}
-    told = [value for value in values if value is not None]
-    return told if len(told) == len(values) else None, {name: count for name, count in lost.items() if count}
+    known = [value for value in values if value is not None]
+    return known if len(known) == len(values) else None, {name: count for name, count in lost.items() if count}
 
 
 def _judge_at(claim: Claim, panel: Evidence, lr: float | None, other_lr: float | None) -> Judgement:

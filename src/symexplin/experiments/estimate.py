@@ -50,7 +50,7 @@ def warnings(panels: Sequence[Panel]) -> list[str]:
 
 
 class Estimate:
-    """The time left of the comparisons of a table, told whenever a run has ended.
+    """The time that the comparisons of a table still take, printed whenever a run has ended.
 
     Args:
         panels: the panels to run.

@@ -112,8 +112,9 @@ def _place(row: Row, baseline: str) -> str:
         return "did not stay finite"
     error = "" if row["error"] is None else f" ± {row['error']:.4f}"
     words = {"below": "ends below", "above": "ends above", "undecided": "cannot be told from"}
-    word = words.get(row["shown"], f"ends {'below' if row['delta'] < 0 else 'above'}, in too few seeds to tell,")
-    return f"{word} {baseline} ({row['delta']:+.4f}{error})"
+    word = words.get(row["shown"], "ends below" if row["delta"] < 0 else "ends above")
+    doubt = ", in too few seeds to tell," if row["shown"] == "few seeds" else ""
+    return f"{word} {baseline} ({row['delta']:+.4f}{error}){doubt}"
 
 
 @dataclass(frozen=True)
