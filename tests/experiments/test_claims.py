@@ -1,9 +1,7 @@
-import math
-
 import pytest
 
 from symexplin.experiments.claims import DID_NOT, HELD, UNTESTED, judge, measure
-from symexplin.experiments.evidence import Evidence, shown, spread_of
+from symexplin.experiments.comparison import Evidence, sign_of, spread_of
 from symexplin.experiments.paper import Claim, Loss, Paper
 from table_folders import panel_folder
 
@@ -16,7 +14,7 @@ def claim(kind="below", arm="B", against="A", **more):
 
 def panel(folder, loss, name="p", paper="1x1", arms=("A", "B"), **more):
     found = panel_folder(folder / name, list(arms), loss, **more)
-    return Evidence(name=name, folder=folder / name, found=found, paper=paper)
+    return Evidence(name, folder / name, found, paper)
 
 
 def ends(table):
@@ -47,15 +45,8 @@ def verdict(found, said, **more):
     ],
 )
 def test_what_differences_show(values, sign):
-    assert shown(spread_of(values)) == sign
-    assert shown(spread_of([-value for value in values])) == -sign
-
-
-def test_the_standard_error_is_that_of_the_mean():
-    spread = spread_of([1.0, 2.0, 4.0])
-    assert spread.mean == pytest.approx(7 / 3)
-    assert spread.error == pytest.approx(math.sqrt(((4 / 3) ** 2 + (1 / 3) ** 2 + (5 / 3) ** 2) / 2 / 3))
-    assert spread_of([1.0]).error is None
+    assert sign_of(spread_of(values)) == sign
+    assert sign_of(spread_of([-value for value in values])) == -sign
 
 
 def test_a_gain_at_own_best_rates_holds(tmp_path):
@@ -68,10 +59,8 @@ def test_a_gain_at_own_best_rates_holds(tmp_path):
     assert only.shared.spread.mean == pytest.approx(0.3)
     assert only.paper == pytest.approx(-0.1)
     assert only.note == "It did not hold at the shared rate, 0.01."
-    assert found.sentence == (
-        "Held: B ends 0.0967 below A (standard error 0.0033, below in 3 of 3 seeds), at learning rates 0.001 and 0.01. "
-        "It did not hold at the shared rate, 0.01."
-    )
+    assert found.sentence.startswith("Held: ")
+    assert "-0.0967 ± 0.0033, this sign in 3 of 3 seeds, at learning rates 0.001 and 0.01." in found.sentence
 
 
 def test_a_gain_at_the_shared_rate_alone_is_a_learning_rate_effect(tmp_path):
@@ -83,31 +72,27 @@ def test_a_gain_at_the_shared_rate_alone_is_a_learning_rate_effect(tmp_path):
     assert effect.verdict == DID_NOT
     assert effect.panels[0].shared.verdict == HELD
     assert effect.panels[0].note.startswith("A learning-rate effect: it held at the shared rate, 0.01")
-    assert "above C (standard error 0.0000, above in 3 of 3 seeds)" in effect.sentence
+    assert "+0.2000 ± 0.0000, this sign in 3 of 3 seeds" in effect.sentence
 
 
 def test_opposite_signs_and_noise_do_not_hold(tmp_path):
     table = {("A", 0.001): [2.0, 2.1, 2.2], ("A", 0.01): 3.0, ("B", 0.001): [1.9, 2.2, 2.1], ("B", 0.01): 3.0}
     found = verdict(panel(tmp_path, ends(table)), claim())
     assert found.verdict == DID_NOT
-    assert found.sentence.startswith("Did not hold: not beyond chance; B ends")
-    assert "below in 2 of 3 seeds" in found.sentence
+    assert found.sentence.startswith("Did not hold: not beyond chance; ")
+    assert "this sign in 2 of 3 seeds" in found.sentence
     assert found.panels[0].shared is None  # the same rates
 
 
-def test_too_few_seeds_are_no_test(tmp_path):
+def test_too_few_seeds_are_no_test_and_one_rate_is_named(tmp_path):
     table = {("A", 0.001): 2.0, ("A", 0.01): 3.0, ("B", 0.001): 1.5, ("B", 0.01): 3.0}
     one = verdict(panel(tmp_path, ends(table), "one", seeds=(0,)), claim())
     two = verdict(panel(tmp_path, ends(table), "two", seeds=(0, 1)), claim())
     assert one.verdict == two.verdict == UNTESTED
-    assert one.sentence.startswith("Not tested at this scale: one seed is too few; B ends 0.5000 below A, at learning")
+    alone = verdict(panel(tmp_path, ends(table), "alone", lrs=(0.001,)), claim())
+    assert alone.panels[0].note == "With one learning rate tried, this may be a learning-rate effect."
+    assert one.sentence.startswith("Not tested at this scale: one seed is too few; ")
     assert "2 seeds are too few" in two.sentence
-
-
-def test_one_rate_is_told(tmp_path):
-    table = {("A", 0.001): 2.0, ("B", 0.001): 1.5}
-    found = verdict(panel(tmp_path, ends(table), lrs=(0.001,)), claim())
-    assert found.panels[0].note == "With one learning rate tried, this may be a learning-rate effect."
 
 
 def test_an_arm_that_was_not_trained_is_no_test(tmp_path):
@@ -216,7 +201,9 @@ def test_scales_are_read_from_the_runs(tmp_path):
         return {"e/mean": 1.3 + 0.01 * seed, "l/mean": 0.6 + 0.01 * seed, "kappa/mean": 7.5 * 0.98}
 
     found = panel(tmp_path, lambda *_: 2.0, lrs=(0.001,), maps={"B": {"beta": 7.5}}, stats=stats)
-    assert verdict(found, claim("e_rises", against="")).sentence.startswith("Held: e ends at 1.310 (standard error")
+    assert verdict(found, claim("e_rises", against="")).sentence.startswith(
+        "Held: mean e of B at the end: 1.310 ± 0.0058"
+    )
     assert verdict(found, claim("l_falls", against="")).verdict == HELD
     assert verdict(found, claim("m_stays", against="", bound=0.05)).verdict == HELD
     assert verdict(found, claim("m_stays", against="", bound=0.01)).verdict == DID_NOT
@@ -225,9 +212,9 @@ def test_scales_are_read_from_the_runs(tmp_path):
 
 def test_scales_that_no_run_tells_are_no_test(tmp_path):
     found = panel(tmp_path, lambda *_: 2.0, lrs=(0.001,), maps={"B": {"beta": "auto"}})
-    assert verdict(found, claim("e_rises", against="")).sentence.endswith("the runs of B do not tell it.")
+    assert verdict(found, claim("e_rises", against="")).sentence.endswith("the runs of B do not have it.")
     silent = panel(tmp_path, lambda *_: 2.0, "silent", lrs=(0.001,), stats=lambda *_: {})
-    assert verdict(silent, claim("e_rises", against="")).sentence.endswith("the runs of B do not tell it.")
+    assert verdict(silent, claim("e_rises", against="")).sentence.endswith("the runs of B do not have it.")
 
 
 def two_sizes(tmp_path, gains, paper=("1x1", "9x9")):
@@ -240,16 +227,16 @@ def two_sizes(tmp_path, gains, paper=("1x1", "9x9")):
 def test_growth_of_a_gain_is_paired_over_panels(tmp_path):
     said = claim("grows", panels=("1x1", "9x9"))
     for name, second, expected, word in (
-        ("grown", [0.2, 0.25, 0.2], HELD, "0.1167 larger"),
-        ("mixed", [0.1, 0.0, 0.3], DID_NOT, "0.0333 larger"),
-        ("shrunk", [0.05, 0.05, 0.05], DID_NOT, "0.0500 smaller"),
+        ("grown", [0.2, 0.25, 0.2], HELD, "-0.1167"),
+        ("mixed", [0.1, 0.0, 0.3], DID_NOT, "-0.0333"),
+        ("shrunk", [0.05, 0.05, 0.05], DID_NOT, "+0.0500"),
     ):
         panels = two_sizes(tmp_path / name, ([0.1, 0.1, 0.1], second))
         found = judge(said, "t", panels, {}, PAPER)
         assert found.verdict == expected
         assert [panel.panel for panel in found.panels] == ["s to m"]
-        assert f"the gain of B over A is {word}" in found.sentence
-        assert found.sentence.endswith("3 seeds) at m than at s.")
+        assert f"{word} ± " in found.sentence
+        assert found.sentence.endswith("from s to m.")
         alone = judge(said, "t", panels[:1], {"m": "9x9"}, PAPER)
         assert alone.sentence == "Not tested at this scale: it needs finished panels for the paper's 1x1, 9x9."
 
@@ -257,7 +244,7 @@ def test_growth_of_a_gain_is_paired_over_panels(tmp_path):
 def test_a_smaller_loss_is_no_grown_gain(tmp_path):
     panels = two_sizes(tmp_path, ([-0.2, -0.2, -0.2], [-0.1, -0.1, -0.1]))
     found = judge(claim("grows", panels=("1x1", "9x9")), "t", panels, {}, PAPER)
-    assert found.sentence.startswith("Did not hold: there is no gain at m: B ends 0.1000 above A")
+    assert found.sentence.startswith("Did not hold: there is no gain at m: ")
 
 
 def test_growth_is_not_told_from_other_seeds_or_runs_that_broke_down(tmp_path):

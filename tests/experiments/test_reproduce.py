@@ -58,10 +58,19 @@ def test_leaves_a_table_its_comparisons_and_a_report(finished):
     assert len((out.parent / "results.csv").read_text().splitlines()) == 3
 
 
-def test_both_homes_give_the_same_losses(finished):
-    """The claim of the table, on four steps."""
-    (one, two) = next(iter(losses(finished[0]).values()))
-    assert [loss for _, loss in one[-1]] == pytest.approx([loss for _, loss in two[-1]], abs=1e-4)
+def test_it_warns_estimates_the_time_and_prints_the_verdicts(data, tmp_path):
+    lines = []
+    run("optimizer_equivalence", tmp_path / "out", tiny(data), echo=lambda text: lines.extend(text.splitlines()))
+    for words in ("one learning rate", "fewer than 3 seeds", "4 steps (--steps)"):
+        assert any(line.startswith("warning: ") and words in line for line in lines), words
+    first = next(i for i, line in enumerate(lines) if line.startswith("runs to do: at most 2, about"))
+    later = next(i for i, line in enumerate(lines) if line.startswith("runs left: at most 1, about"))
+    trained = [i for i, line in enumerate(lines) if "step 0/4" in line]
+    assert first < trained[0] < later < trained[1]
+    assert any("one seed is too few" in line for line in lines[trained[1] :])
+    lines.clear()
+    run("optimizer_equivalence", tmp_path / "out", tiny(data), resume=True, echo=lines.append)
+    assert not any("runs to do" in line for line in lines)
 
 
 def test_a_finished_table_is_not_trained_again_and_may_grow(finished, data):
@@ -204,11 +213,10 @@ def test_the_plan_counts_runs_and_tokens_and_says_every_assumption():
     assert "step bf16: width 3072, depth 36" in "\n".join(plan_lines(load_table("profiling", "paper")))
 
 
-def test_the_scales_jobs_are_no_more_than_the_cores(monkeypatch, tmp_path):
-    seen = []
+def test_the_scales_jobs_are_no_more_than_the_cores(monkeypatch):
     monkeypatch.setattr(module, "cores", lambda: 1)
-    monkeypatch.setattr(module, "compare_runs", lambda config, *_, **__: seen.append(config.compare.jobs))
     panel = load_table("frozen", "mini").panels[0]
-    for may_share in (True, False):
-        module._run(panel, tmp_path, may_share, echo=lambda _: None, progress=False)
-    assert seen == [1, 2]
+    assert [module._on_this_machine(panel, ReproduceConfig(jobs=jobs)).config.compare.jobs for jobs in (None, 2)] == [
+        1,
+        2,
+    ]

@@ -84,16 +84,6 @@ def test_tables_that_end_at_once_lose_no_row(out, tmp_path):
     assert {row["table"] for row in rows(file)} == {folder.name for folder in folders}
 
 
-def test_a_file_without_its_last_newline_keeps_its_last_row(out, tmp_path):
-    file = tmp_path / "results.csv"
-    count = append_results(out, file)
-    *lines, last = file.read_text().splitlines()
-    file.write_text("\n".join(lines))
-    assert append_results(out, file) == 1
-    assert file.read_text().splitlines() == [*lines, last]
-    assert len(rows(file)) == count
-
-
 def test_a_damaged_row_is_named(out, tmp_path):
     file = tmp_path / "results.csv"
     append_results(out, file)
@@ -103,41 +93,12 @@ def test_a_damaged_row_is_named(out, tmp_path):
         append_results(out, file)
 
 
-def test_another_machine_or_commit_is_another_row(out, tmp_path):
-    file, other = tmp_path / "results.csv", tmp_path / "other"
-    count = append_results(out, file)
-    shutil.copytree(out, other)
-    for path in other.glob("panels/*/runs/*/run.json"):
-        facts = json.loads(path.read_text())
-        write_json(path, {**facts, "provenance": {**facts["provenance"], "commit": "0123abc"}})
-    assert append_results(other, file) == count
-    assert {row["commit"] for row in rows(file)[count:]} == {"0123abc"}
-
-
-def test_a_run_that_broke_has_its_error_and_no_loss(out, tmp_path):
-    other = tmp_path / "other"
-    shutil.copytree(out, other)
-    (path,) = other.glob("panels/*/comparison.json")
-    content = json.loads(path.read_text())
-    content["runs"][0] |= {"final_loss": None, "error": "loss is nan, at step 2"}
-    write_json(path, content)
-    append_results(other, tmp_path / "results.csv")
-    first = rows(tmp_path / "results.csv")[0]
-    assert (first["final_loss"], first["error"]) == ("", "loss is nan, at step 2")
-
-
 def test_other_columns_are_refused_and_stay(out, tmp_path):
     file = tmp_path / "results.csv"
     file.write_text("table,loss\nfrozen,1.0\n")
     with pytest.raises(ValueError, match="must have the columns table, scale, panel"):
         append_results(out, file)
     assert file.read_text() == "table,loss\nfrozen,1.0\n"
-
-
-def test_a_table_without_results_adds_nothing(tmp_path):
-    write_json(tmp_path / "table.json", load_table("frozen", "mini").to_json())
-    assert append_results(tmp_path, tmp_path / "results.csv") == 0
-    assert not (tmp_path / "results.csv").exists()
 
 
 def test_the_hash_is_of_what_the_run_computes(out):

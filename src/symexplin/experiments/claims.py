@@ -1,37 +1,161 @@
-"""Whether what the paper claims held in our runs, by one rule that is fixed before they are looked at.
+"""Tests of the paper's claims on finished comparisons, by one rule that is fixed before the runs.
 
-A claim on a difference is tried on the differences between two arms at the same seed, which share the first weights
-and the order of the data. It held if every seed has the claimed sign, there are at least three, and the mean is beyond
-twice its standard error; with at least three seeds and otherwise it did not hold; with fewer it was not tested. Nor was
-a claim that two arms agree, where the seeds spread too widely to show agreement within its bound.
+A claim on a difference is tested on the differences between two arms at the same seed. Such runs share their first
+weights and the order of their data.
 """
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from statistics import fmean
+from typing import Any, NamedTuple
 
-from symexplin.experiments.evidence import LEAST_SEEDS, Evidence, Spread, shown, spread_of
-from symexplin.experiments.kinds import KINDS
+from symexplin.experiments.comparison import ENOUGH_SEEDS, Evidence, FinishedRun, Spread, sign_of, spread_of
 from symexplin.experiments.paper import Claim, Paper
 
-__all__ = ["DID_NOT", "HELD", "RULE", "UNTESTED", "ClaimVerdict", "Judgement", "Verdict", "judge", "measure"]
+__all__ = ["DID_NOT", "HELD", "KINDS", "RULE", "UNTESTED", "ClaimVerdict", "Judgement", "Verdict", "judge", "measure"]
 
 HELD, DID_NOT, UNTESTED = "held", "did not hold", "not tested at this scale"
 RULE = (
     "Differences are taken between runs of one seed, which share their first weights and the order of their data. A "
-    "claim held if all seeds, three at least, have the claimed sign and the mean is beyond twice its standard error; "
-    "with three seeds and otherwise it did not hold; with fewer it was not tested. A claim that two arms agree within "
-    "a bound held if the mean, twice its standard error added, stays within it; where twice the standard error alone "
-    "is more than the bound, and the mean not clearly beyond it, it was not tested. The verdict is that of each arm at "
-    "its own best learning rate; what the shared rate, the baseline's best, shows stands beside it. Rates are chosen "
-    "on the first seeds alone. Three seeds are few: where two arms do not differ at all, one claim in eleven holds by "
-    "chance."
+    "claim held if at least three seeds ran, all differences have the claimed sign, and their mean exceeds twice its "
+    "standard error. With three seeds and any other result it did not hold. With fewer seeds it was not tested. A "
+    "claim that two arms agree within a bound held if the mean plus twice its standard error stays within the bound. "
+    "It was not tested where twice the standard error alone exceeds the bound, unless the mean is clearly beyond it. "
+    "The verdict is that of each arm at its own best learning rate. Beside it stands the result at the shared rate, "
+    "the baseline's best. Rates are chosen on the first seeds alone. Three seeds are few: where two arms do not differ "
+    "at all, one claim in eleven holds by chance."
 )
 
 
+# --- kinds of claims -------------------------------------------------------------------------------------------------
+
+Measure = Callable[[FinishedRun, FinishedRun], float | None]
+
+
+def _final(arm: FinishedRun, against: FinishedRun) -> float:
+    return arm.final - against.final
+
+
+def _unreached(arm: FinishedRun, against: FinishedRun) -> float:
+    return arm.final - min(loss for _, loss in against.curve)
+
+
+def _gaps(arm: FinishedRun, against: FinishedRun) -> list[float]:
+    """Return the differences at the evaluations of both runs, without the one before the first step."""
+    other = dict(against.curve)
+    return [loss - other[step] for step, loss in arm.curve if step in other and step > 0]
+
+
+def _sizes(arm: FinishedRun, against: FinishedRun) -> list[float]:
+    return [abs(gap) for gap in _gaps(arm, against)]
+
+
+def _change_of(role: str) -> Measure:
+    def change(arm: FinishedRun, _: FinishedRun) -> float | None:
+        mean = arm.last_scale(role)
+        return None if mean is None else mean - 1.0
+
+    return change
+
+
+def _bounded(size: float, margin: float, bound: float) -> bool | None:
+    """Return whether a size is at most a bound; None if no size would be, and this one is not clearly beyond it."""
+    if size + margin <= bound:
+        return True
+    return None if size - margin <= bound < margin else False
+
+
+_HOLDS: dict[str, Callable[[Spread, float], bool | None]] = {
+    "below": lambda spread, _: sign_of(spread) < 0,
+    "above": lambda spread, _: sign_of(spread) > 0,
+    "within": lambda spread, bound: _bounded(abs(spread.mean), spread.margin, bound),
+    "no_worse": lambda spread, bound: _bounded(spread.mean, spread.margin, bound),
+    "at_most": lambda spread, bound: max(spread.values) <= bound,
+    "at_least": lambda spread, bound: min(spread.values) >= bound,
+}
+
+
+class Kind(NamedTuple):
+    """How a kind of claim is tested.
+
+    Args:
+        value: a number for each seed, from the arm's run and the other's; None where the runs do not have it.
+        test: which test of the numbers (:data:`_HOLDS`).
+        what: the number in words, with {arm} and {against}.
+        form: format of the number.
+        offset: added to the number before it is printed.
+        bound: the claim names a bound.
+        alone: it is about one arm.
+        one_rate: two runs that should be the same, which only the same learning rate can show.
+    """
+
+    value: Measure
+    test: str
+    what: str
+    form: str = "+.4f"
+    offset: float = 0.0
+    bound: bool = False
+    alone: bool = False
+    one_rate: bool = False
+
+    @property
+    def final(self) -> bool:
+        """Whether its numbers are differences of final losses."""
+        return self.value in (_final, _unreached)
+
+    def words(self, claim: Claim, spread: Spread) -> str:
+        """Return what the numbers of all seeds say."""
+        what = self.what.format(arm=claim.arm, against=claim.against)
+        pick = {"at_most": max, "at_least": min}.get(self.test)
+        if pick is not None:
+            worst = f" in the worst of {len(spread.values)} seeds" if len(spread.values) > 1 else ""
+            return f"{what}: {pick(spread.values):{self.form}}{worst}"
+        text = f"{what}: {spread.mean + self.offset:{self.form}}"
+        if spread.error is None:
+            return text
+        agree = sum(value * spread.mean > 0 for value in spread.values)
+        count = f"{len(spread.values)} seeds" if self.offset else f"this sign in {agree} of {len(spread.values)} seeds"
+        return f"{text} ± {spread.error:.4f}, {count}"
+
+
+_LOSS = "final loss of {arm} minus that of {against}"
+_GAP = "between {arm} and {against}"
+_SCALE: dict[str, Any] = {"form": ".3f", "offset": 1.0, "alone": True}
+KINDS = {
+    "below": Kind(_final, "below", _LOSS),
+    "above": Kind(_final, "above", _LOSS),
+    "within": Kind(_final, "within", _LOSS, bound=True),
+    "no_worse": Kind(_final, "no_worse", _LOSS, bound=True),
+    "unreached": Kind(_unreached, "below", "final loss of {arm} minus the lowest one of {against}"),
+    "grows": Kind(_final, "below", f"change of the {_LOSS}"),
+    "ahead": Kind(
+        lambda *runs: fmean(gap < 0 for gap in _gaps(*runs)),
+        "at_least",
+        "evaluations after the first at which {arm} is below {against}",
+        ".1%",
+        bound=True,
+    ),
+    "mean_apart": Kind(
+        lambda *runs: fmean(_sizes(*runs)), "at_most", f"mean difference {_GAP}", ".1e", bound=True, one_rate=True
+    ),
+    "most_apart": Kind(
+        lambda *runs: max(_sizes(*runs)), "at_most", f"largest difference {_GAP}", ".1e", bound=True, one_rate=True
+    ),
+    "final_apart": Kind(
+        lambda *runs: abs(_final(*runs)), "at_most", f"last difference {_GAP}", ".1e", bound=True, one_rate=True
+    ),
+    "e_rises": Kind(_change_of("e"), "above", "mean e of {arm} at the end", **_SCALE),
+    "l_falls": Kind(_change_of("l"), "below", "mean l of {arm} at the end", **_SCALE),
+    "m_stays": Kind(_change_of("m"), "within", "mean m of {arm} at the end", bound=True, **_SCALE),
+}
+
+
+# --- verdicts --------------------------------------------------------------------------------------------------------
+
+
 class Judgement(NamedTuple):
-    """What a claim came to at one choice of learning rates; `spread` is None where there is no number."""
+    """The result of a claim at one choice of learning rates; `spread` is None where there is no number."""
 
     verdict: str
     text: str
@@ -40,39 +164,39 @@ class Judgement(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a claim came to in one panel.
+    """The result of a claim in one panel.
 
     Args:
         panel: its name, or "A to B" for a claim across panels.
         best: each arm at its own best learning rate; this is the verdict.
-        shared: all at the baseline's best one; None where it is the same, or has no meaning.
+        shared: all arms at the baseline's best rate; None where it is the same, or has no meaning.
         paper: the paper's own difference, where it has the losses.
         note: a sentence on how the two compare, or "".
     """
 
     panel: str
     best: Judgement
-    shared: Judgement | None
-    paper: float | None
-    note: str
+    shared: Judgement | None = None
+    paper: float | None = None
+    note: str = ""
 
 
 @dataclass(frozen=True)
 class ClaimVerdict:
-    """What a claim came to in all panels that it is about."""
+    """The result of a claim in all panels that it is about."""
 
     claim: Claim
     panels: tuple[Verdict, ...]
 
     @property
     def verdict(self) -> str:
-        """Return that it held if it did wherever it was tested, and that it did not if it failed anywhere."""
+        """Return that it did not hold if it failed in any panel, that it held if it held wherever it was tested."""
         found = {panel.best.verdict for panel in self.panels}
         return DID_NOT if DID_NOT in found else HELD if HELD in found else UNTESTED
 
     @property
     def sentence(self) -> str:
-        """What came out, in one plain sentence."""
+        """The result in one plain sentence, with a note in a second one."""
         if len(self.panels) == 1:
             only = self.panels[0]
             return f"{self.verdict.capitalize()}: {only.best.text}." + (f" {only.note}" if only.note else "")
@@ -87,43 +211,46 @@ class ClaimVerdict:
 def judge(
     claim: Claim, table: str, panels: Sequence[Evidence], missing: Mapping[str, str], paper: Paper
 ) -> ClaimVerdict:
-    """Return what became of a claim.
+    """Return the verdict on a claim.
 
     Args:
-        claim: what the paper says.
-        table: in which it is tried.
-        panels: those that have ended.
+        claim: of the paper.
+        table: the table that tests it.
+        panels: those that have finished.
         missing: {name: the paper's panel that it stands for, or ""} of those that have not.
         paper: for its own differences.
     """
     if claim.kind == "grows":
-        ends = [next((panel for panel in panels if panel.paper == name), None) for name in claim.panels]
-        found = [panel for panel in ends if panel is not None]
-        whole = len(found) == len(ends)
-        return ClaimVerdict(claim, (_growth(claim, table, *found, paper=paper),) if whole else ())
-
-    def about(paper_panel: str) -> bool:
-        return not claim.panels or paper_panel in claim.panels
-
-    verdicts = [_verdict(claim, table, panel, paper) for panel in panels if about(panel.paper)]
+        first, last = (next((panel for panel in panels if panel.paper == name), None) for name in claim.panels)
+        return ClaimVerdict(claim, (_growth(claim, table, first, last, paper),) if first and last else ())
+    verdicts = [_verdict(claim, table, panel, paper) for panel in panels if _is_about(claim, panel.paper)]
     unfinished = Judgement(UNTESTED, "the panel has not ended")
-    verdicts += [Verdict(name, unfinished, None, None, "") for name, stands_for in missing.items() if about(stands_for)]
+    verdicts += [Verdict(name, unfinished) for name, stands_for in missing.items() if _is_about(claim, stands_for)]
     return ClaimVerdict(claim, tuple(verdicts))
 
 
+def _is_about(claim: Claim, paper_panel: str) -> bool:
+    return not claim.panels or paper_panel in claim.panels
+
+
 def _verdict(claim: Claim, table: str, panel: Evidence, paper: Paper) -> Verdict:
-    difference = _paper_difference(claim, table, panel, paper)
-    for arm in filter(None, (claim.arm, claim.against)):
-        if arm not in panel.arms:
-            return Verdict(panel.name, Judgement(UNTESTED, f"{arm} was not trained"), None, difference, "")
+    kind = KINDS[claim.kind]
+    difference = paper.difference(table, panel.paper, claim.arm, claim.against) if kind.final else None
+    if (untrained := _untrained(claim, panel)) is not None:
+        return Verdict(panel.name, untrained, paper=difference)
     shared = _judge_at(claim, panel, panel.shared_lr, panel.shared_lr)
     lrs = [panel.best_lr(arm or claim.arm) for arm in (claim.arm, claim.against)]
-    if KINDS[claim.kind].one_rate or all(lr == panel.shared_lr for lr in lrs):
-        told = len(panel.lrs) > 1 or KINDS[claim.kind].one_rate or not claim.against or shared.spread is None
-        note = "" if told else "With one learning rate tried, this may be a learning-rate effect."
+    if kind.one_rate or all(lr == panel.shared_lr for lr in lrs):
+        doubtful = len(panel.lrs) == 1 and not kind.one_rate and not kind.alone and shared.spread is not None
+        note = "With one learning rate tried, this may be a learning-rate effect." if doubtful else ""
         return Verdict(panel.name, shared, None, difference, note)
     best = _judge_at(claim, panel, *lrs)
     return Verdict(panel.name, best, shared, difference, _note(best, shared, panel.shared_lr))
+
+
+def _untrained(claim: Claim, panel: Evidence) -> Judgement | None:
+    arms = [arm for arm in (claim.arm, claim.against) if arm and arm not in panel.arms]
+    return Judgement(UNTESTED, f"{arms[0]} was not trained") if arms else None
 
 
 def _note(best: Judgement, shared: Judgement, lr: float) -> str:
@@ -135,7 +262,7 @@ def _note(best: Judgement, shared: Judgement, lr: float) -> str:
 
 
 def measure(kind: str, arm: str, against: str, panel: Evidence) -> Spread | None:
-    """Return what a kind of claim looks at, each arm at its own best learning rate; None unless every seed has it."""
+    """Return the numbers of a kind of claim, each arm at its own best learning rate; None unless every seed has one."""
     if not {arm, against or arm} <= set(panel.arms):
         return None
     own = not KINDS[kind].one_rate
@@ -147,29 +274,21 @@ def measure(kind: str, arm: str, against: str, panel: Evidence) -> Spread | None
 def _values(
     kind: str, arm: str, against: str, panel: Evidence, lr: float | None, other_lr: float | None
 ) -> tuple[list[float] | None, dict[str, int]]:
-    """Return a number for each seed, None if the runs do not tell it, and at how many seeds an arm was not finite."""
-    values: list[float] = []
-    lost: dict[str, int] = {}
-    for seed in panel.seeds:
-        cells = {arm: panel.cell(arm, lr, seed)}
-        if against:
-            cells[against] = panel.cell(against, other_lr, seed)
-        for name in (name for name, cell in cells.items() if cell is None):
-            lost[name] = lost.get(name, 0) + 1
-        own, other = cells[arm], cells[against or arm]
-        if own is None or other is None:
-            continue
-        if (value := KINDS[kind].value(own, other)) is None:
-            return None, lost
-        values.append(value)
-    return values, lost
+    """Return a number for each seed, None if the runs do not have it, and at how many seeds an arm was not finite."""
+    own = panel.runs(arm, lr)
+    other = panel.runs(against, other_lr) if against else own
+    both = [(own[seed], other[seed]) for seed in panel.seeds if seed in own and seed in other]
+    values = [KINDS[kind].value(*runs) for runs in both]
+    lost = {name: len(panel.seeds) - len(runs) for name, runs in ((arm, own), (against or arm, other))}
+    known = [value for value in values if value is not None]
+    return known if len(known) == len(values) else None, {name: count for name, count in lost.items() if count}
 
 
 def _judge_at(claim: Claim, panel: Evidence, lr: float | None, other_lr: float | None) -> Judgement:
     """Judge a claim with each of its two arms at a learning rate."""
     values, lost = _values(claim.kind, claim.arm, claim.against, panel, lr, other_lr)
     if values is None:
-        return Judgement(UNTESTED, f"the runs of {claim.arm} do not tell it")
+        return Judgement(UNTESTED, f"the runs of {claim.arm} do not have it")
     at, seeds = _at(claim, lr, other_lr), len(panel.seeds)
     if not lost:
         return _settle(claim, values, at)
@@ -178,23 +297,23 @@ def _judge_at(claim: Claim, panel: Evidence, lr: float | None, other_lr: float |
         f"{arm} did not stay finite {'at any rate tried' if rates[arm] is None else f'in {count} of {seeds} seeds'}"
         for arm, count in lost.items()
     )
-    # An arm that diverges has not kept up; one that the other diverges from proves nothing.
+    # A claim fails if its own arm diverges; it proves nothing if the other one does.
     compared = claim.kind != "above" and not KINDS[claim.kind].alone
-    failed = compared and claim.arm in lost and claim.against not in lost and seeds >= LEAST_SEEDS
+    failed = compared and claim.arm in lost and claim.against not in lost and seeds >= ENOUGH_SEEDS
     return Judgement(DID_NOT if failed else UNTESTED, " and ".join(words) + at)
 
 
 def _settle(claim: Claim, values: list[float], at: str) -> Judgement:
     """Return the judgement that the numbers of all seeds give."""
     kind, spread = KINDS[claim.kind], spread_of(values)
-    text = kind.words(claim.arm, claim.against, spread) + at
-    if len(values) < LEAST_SEEDS:
+    text = kind.words(claim, spread) + at
+    if len(values) < ENOUGH_SEEDS:
         count = "one seed is" if len(values) == 1 else f"{len(values)} seeds are"
         return Judgement(UNTESTED, f"{count} too few; {text}", spread)
-    held = kind.holds(spread, claim.bound or 0.0)
+    held = _HOLDS[kind.test](spread, claim.bound or 0.0)
     if held is None:
         return Judgement(UNTESTED, f"the seeds spread too widely for a bound of {claim.bound:g}; {text}", spread)
-    chance = not held and not kind.bound and not shown(spread)
+    chance = not held and not kind.bound and not sign_of(spread)
     return Judgement(HELD if held else DID_NOT, f"not beyond chance; {text}" if chance else text, spread)
 
 
@@ -206,39 +325,31 @@ def _at(claim: Claim, lr: float | None, other_lr: float | None) -> str:
     return f", at learning rates {lr:g} and {other_lr:g}"
 
 
-def _growth(claim: Claim, table: str, first: Evidence, last: Evidence, *, paper: Paper) -> Verdict:
+def _growth(claim: Claim, table: str, first: Evidence, last: Evidence, paper: Paper) -> Verdict:
     """Judge whether the difference between two arms is larger in one panel than in another."""
-    both = [_paper_difference(claim, table, panel, paper) for panel in (first, last)]
-    difference = None if both[0] is None or both[1] is None else both[1] - both[0]
     name = f"{first.name} to {last.name}"
-
-    def at(lrs: Callable[[Evidence, str], float | None]) -> Judgement:
-        found = []
-        for panel in (first, last):
-            for arm in (claim.arm, claim.against):
-                if arm not in panel.arms:
-                    return Judgement(UNTESTED, f"{arm} was not trained")
-            gain = replace(claim, kind="below", panels=())
-            found.append(_judge_at(gain, panel, *(lrs(panel, arm) for arm in (claim.arm, claim.against))))
-        start, end = (judgement.spread for judgement in found)
-        if start is None or end is None:
-            return Judgement(UNTESTED, next(judgement.text for judgement in found if judgement.spread is None))
-        if first.seeds != last.seeds:
-            return Judgement(UNTESTED, "the seeds differ")
-        grown = _settle(
-            claim, list(map(operator.sub, end.values, start.values)), f" at {last.name} than at {first.name}"
-        )
-        if grown.verdict == HELD and end.mean >= 0.0:  # a smaller loss is no gain
-            return Judgement(DID_NOT, f"there is no gain at {last.name}: {found[1].text}", grown.spread)
-        return grown
-
-    best, shared = at(Evidence.best_lr), at(lambda panel, _: panel.shared_lr)
+    start, end = (paper.difference(table, panel.paper, claim.arm, claim.against) for panel in (first, last))
+    difference = None if start is None or end is None else end - start
+    best = _growth_at(claim, first, last, Evidence.best_lr)
+    shared = _growth_at(claim, first, last, lambda panel, _: panel.shared_lr)
     note = _note(best, shared, first.shared_lr) if first.shared_lr == last.shared_lr else ""
     return Verdict(name, best, shared if shared != best else None, difference, note)
 
 
-def _paper_difference(claim: Claim, table: str, panel: Evidence, paper: Paper) -> float | None:
-    losses = [paper.loss(table, panel.paper, arm) for arm in (claim.arm, claim.against)]
-    if not KINDS[claim.kind].final or losses[0] is None or losses[1] is None:
-        return None
-    return losses[0].loss - losses[1].loss
+def _growth_at(
+    claim: Claim, first: Evidence, last: Evidence, rate: Callable[[Evidence, str], float | None]
+) -> Judgement:
+    gain, found = replace(claim, kind="below", panels=()), []
+    for panel in (first, last):
+        if (untrained := _untrained(claim, panel)) is not None:
+            return untrained
+        found.append(_judge_at(gain, panel, rate(panel, claim.arm), rate(panel, claim.against)))
+    start, end = (judgement.spread for judgement in found)
+    if start is None or end is None:
+        return Judgement(UNTESTED, next(judgement.text for judgement in found if judgement.spread is None))
+    if first.seeds != last.seeds:
+        return Judgement(UNTESTED, "the seeds differ")
+    grown = _settle(claim, list(map(operator.sub, end.values, start.values)), f", from {first.name} to {last.name}")
+    if grown.verdict == HELD and end.mean >= 0.0:  # a smaller loss is no gain
+        return Judgement(DID_NOT, f"there is no gain at {last.name}: {found[1].text}", grown.spread)
+    return grown

@@ -2,76 +2,88 @@
 
 import base64
 import urllib.parse
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from symexplin.experiments.claims import DID_NOT, HELD, RULE, UNTESTED, ClaimVerdict, judge
-from symexplin.experiments.evidence import Evidence
-from symexplin.experiments.kinds import KINDS
-from symexplin.experiments.measured import (
-    ArmRow,
-    NumberRow,
-    arm_rows,
-    arm_sentences,
-    edges,
-    number_rows,
-    profile_rows,
-)
-from symexplin.experiments.paper import Paper, load_paper
-from symexplin.experiments.tables import Outcome, PanelOutcome, read_table
-from symexplin.lab.bench.run import FACTS
-from symexplin.lab.bench.work import PHASES
+from symexplin.experiments.claims import DID_NOT, HELD, KINDS, RULE, UNTESTED, ClaimVerdict, judge
+from symexplin.experiments.comparison import Evidence, Row
+from symexplin.experiments.measured import ArmRow, NumberRow, arm_rows, arm_sentences, number_rows, profile_rows
+from symexplin.experiments.paper import load_paper
+from symexplin.experiments.tables import BENCH, Outcome, read_table
 from symexplin.lab.report.pages import PAGE, reading, write_page
 from symexplin.lab.tables import write_csv
 from symexplin.validation import check_choice
 
-__all__ = ["CLAIMS", "FIGURES", "RESULTS", "report_table"]
+__all__ = ["CLAIMS", "FIGURES", "RESULTS", "report_table", "verdict_lines"]
 
 RESULTS, CLAIMS, FIGURES = "table.csv", "claims.csv", "figures"
 _TEMPLATE = "table.html.jinja"
-_BENCH = "bench"
-_PROFILE = {
-    "part": "part",
-    "variant": "variant",
-    "baseline": "baseline",
-    "dtype": "dtype",
-    "tokens": "tokens",
-    "ms": "ms",
-    **{f"{phase}_ms": f"{phase} (ms)" for phase in PHASES},
-    "ratio": "× baseline",
-    "overhead_percent": "overhead (%)",
-    "peak_mib": "peak (MiB)",
+# Columns of a bench, in the page those that it has; columns that say where it ran.
+_TIMED = ("part", "variant", "baseline", "dtype", "tokens", "ms", "forward_ms", "backward_ms", "optimizer_ms", "ratio")
+_TIMINGS = (*_TIMED, "peak_mib")
+_FACTS = ("device", "processor", "instructions", "threads", "system", "python", "torch", "symexplin", "commit", "date")
+# Column of table.csv -> key of an arm's row.
+_SIDE = {
+    "learning_rate": "lr",
+    "finite": "finite",
+    "loss": "loss",
+    "loss_sd": "spread",
+    "delta": "delta",
+    "delta_se": "error",
+    "shown": "shown",
+    "speedup": "speedup",
 }
 
 
-class Drawn(NamedTuple):
-    """A figure in the page, or why there is none; `image` is the address of the picture, as data."""
+class _Drawing(NamedTuple):
+    """A figure in the page, or the reason why there is none; `image` is a data URL."""
 
-    name: str
     caption: str
-    image: str
-    files: tuple[str, ...]
+    image: str = ""
+    files: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What there is to report, looked up once."""
+class _Findings:
+    """The results of a table beside the paper's."""
 
     outcome: Outcome
-    panels: tuple[Evidence, ...]
-    rows: Mapping[str, Sequence[ArmRow]]
-    claims: tuple[ClaimVerdict, ...]
-    numbers: tuple[NumberRow, ...]
-    missing: tuple[str, ...]
+
+    @cached_property
+    def panels(self) -> tuple[Evidence, ...]:
+        return self.outcome.finished
+
+    @cached_property
+    def benches(self) -> dict[str, tuple[str, list[Row]]]:
+        """{panel: the paper's panel that it stands for, rows of its results.csv}."""
+        panels = self.outcome.panels if self.outcome.kind == BENCH else ()
+        return {panel.name: (panel.stands_for or "", panel.found["rows"]) for panel in panels if panel.found}
+
+    @cached_property
+    def rows(self) -> dict[str, list[ArmRow]]:
+        return {panel.name: arm_rows(self.outcome.name, panel, load_paper()) for panel in self.panels}
+
+    @cached_property
+    def claims(self) -> list[ClaimVerdict]:
+        paper, table = load_paper(), self.outcome.name
+        return [judge(claim, table, self.panels, self.outcome.unfinished, paper) for claim in paper.claims_of(table)]
+
+    @cached_property
+    def numbers(self) -> list[NumberRow]:
+        table, paper = self.outcome.name, load_paper()
+        if self.outcome.kind == BENCH:
+            return profile_rows(table, self.benches, paper)
+        return number_rows(table, self.outcome.scale, self.panels, paper)
 
 
 def report_table(out: str | Path) -> Path:
     """Write the report of a table's folder, finished or not, and return the page's path.
 
-    report.html opens without network; table.csv has a row for each arm of each panel at its own best and at the shared
-    learning rate, claims.csv one for each claim in each panel; figures/ has the figures as SVG and PNG.
+    report.html opens without network. table.csv has a row for each arm of each panel at its own best and at the shared
+    learning rate, claims.csv one for each claim in each panel. figures/ has the figures as SVG and PNG.
 
     Raises:
         ValueError: a folder that is not a table's, a damaged file in it.
@@ -82,36 +94,30 @@ def report_table(out: str | Path) -> Path:
     """
     out = Path(out)
     with reading(out):
-        found = _look_up(read_table(out), load_paper())
+        found = _Findings(read_table(out))
         write_csv(out / RESULTS, _result_rows(found))
         write_csv(out / CLAIMS, _claim_rows(found))
-        figures = [_draw(name, out, found.outcome) for name in found.outcome.figures]
-        return write_page(out, _TEMPLATE, __package__, **_values(out, found, figures))
+        drawings = [_draw(name, out, found.outcome) for name in found.outcome.figures]
+        return write_page(out, _TEMPLATE, __package__, **_values(out, found, drawings))
 
 
-def _look_up(outcome: Outcome, paper: Paper) -> _Found:
-    missing = {panel.name: panel.stands_for or "" for panel in outcome.panels if panel.found is None}
-    if outcome.kind == _BENCH:
-        timed = {panel.name: (panel.stands_for or "", panel.found["rows"]) for panel in outcome.panels if panel.found}
-        return _Found(outcome, (), {}, (), tuple(profile_rows(outcome.name, timed, paper)), tuple(missing))
-    panels = tuple(
-        Evidence(name=p.name, folder=p.folder, found=p.found, paper=p.stands_for or "")
-        for p in outcome.panels
-        if p.found
-    )
-    return _Found(
-        outcome,
-        panels,
-        {panel.name: arm_rows(outcome.name, panel, outcome.labels, paper) for panel in panels},
-        tuple(judge(claim, outcome.name, panels, missing, paper) for claim in paper.claims_of(outcome.name)),
-        tuple(number_rows(outcome.name, outcome.scale, panels, paper)),
-        tuple(missing),
-    )
+def verdict_lines(out: str | Path) -> list[str]:
+    """Return the verdicts of a table's folder as lines of plain text: of each arm, then of each claim.
+
+    Raises:
+        ValueError: as for :func:`report_table`.
+    """
+    with reading(out):
+        found = _Findings(read_table(out))
+        lines = [*arm_sentences(found.rows), *_headline(found)]
+        for verdict in found.claims:
+            lines.append(f"  {verdict.claim.text} {verdict.sentence}")
+        return lines + [f"{panel.name}: {text}" for panel in found.panels for text in panel.edge_warnings()]
 
 
-def _draw(name: str, out: Path, outcome: Outcome) -> Drawn:
-    """Draw a figure into the table's folder; what cannot be drawn yet says why."""
-    from symexplin.experiments.figures import FIGURES as SPECS  # matplotlib takes its time
+def _draw(name: str, out: Path, outcome: Outcome) -> _Drawing:
+    """Draw a figure into the table's folder, or say why it cannot be drawn yet."""
+    from symexplin.experiments.figures import FIGURES as SPECS  # slow: matplotlib
     from symexplin.experiments.figures import draw, save_figure
 
     folders, caption = [panel.folder for panel in outcome.panels if panel.found is not None], name
@@ -121,17 +127,18 @@ def _draw(name: str, out: Path, outcome: Outcome) -> Drawn:
         folders = folders if spec.most is None else folders[: min(spec.most, 1)]  # runs are those of one panel
         files = save_figure(draw(name, folders), out / FIGURES, name)
     except (OSError, ValueError) as error:
-        return Drawn(name, f"{caption}: not drawn, {error}.", "", ())
+        return _Drawing(f"{caption}: not drawn, {error}.")
     svg = next(file for file in files if file.suffix == ".svg")
     image = f"data:image/svg+xml;base64,{base64.b64encode(svg.read_bytes()).decode()}"
-    return Drawn(name, f"{caption}.", image, tuple(f"{FIGURES}/{file.name}" for file in files))
+    return _Drawing(f"{caption}.", image, tuple(f"{FIGURES}/{file.name}" for file in files))
 
 
-def _values(out: Path, found: _Found, figures: Sequence[Drawn]) -> dict[str, Any]:
+def _values(out: Path, found: _Findings, drawings: Sequence[_Drawing]) -> dict[str, Any]:
     """Return the values of the page's variables."""
     outcome = found.outcome
-    is_bench = outcome.kind == _BENCH
-    labels = {panel.name: panel for panel in outcome.panels}
+    benches = [(name, stands_for, *_timings(rows)) for name, (stands_for, rows) in found.benches.items()]
+    places = [panel.found["provenance"] for panel in found.panels]
+    places += [{key: row[key] for key in _FACTS if key in row} for _, rows in found.benches.values() for row in rows]
     return {
         "title": outcome.title,
         "outcome": outcome,
@@ -141,106 +148,88 @@ def _values(out: Path, found: _Found, figures: Sequence[Drawn]) -> dict[str, Any
         "kinds": KINDS,
         "rule": RULE,
         "numbers": found.numbers,
-        "panels": [(panel, found.rows[panel.name], edges(panel)) for panel in found.panels],
-        "profiles": [(p.name, p.stands_for, _timings(p.found["rows"])) for p in outcome.panels if p.found and is_bench],
-        "profile_columns": list(_PROFILE.values()),
-        "figures": figures,
-        "sizes": [_size(out, labels[panel.name], panel) for panel in found.panels],
+        "panels": [(panel, found.rows[panel.name], panel.edge_warnings()) for panel in found.panels],
+        "benches": benches,
+        "figures": drawings,
+        "sizes": [_size(out, panel) for panel in found.panels],
         "assumptions": list(outcome.assumptions.items()),
-        "provenance": _provenance(_facts(outcome)),
+        "provenance": _distinct(places),
     }
 
 
-def _headline(found: _Found) -> list[str]:
-    """Return in sentences what there is, and how many claims held."""
-    sentences = []
-    outcome, count = found.outcome, len(found.outcome.panels)
-    if found.missing:
+def _headline(found: _Findings) -> list[str]:
+    """Return in sentences what is missing, and how many claims held."""
+    outcome, sentences = found.outcome, []
+    if missing := list(outcome.unfinished):
         sentences.append(
-            f"Unfinished: {len(found.missing)} of {count} panels to go ({', '.join(found.missing)}). The command "
-            "that began this, with --resume and without --panels, goes on."
+            f"Unfinished: {len(missing)} of {len(outcome.panels)} panels to go ({', '.join(missing)}). Run the same "
+            "command with --resume and without --panels."
         )
     if found.claims:
         verdicts = [claim.verdict for claim in found.claims]
         counts = [f"{verdicts.count(verdict)} {verdict}" for verdict in (HELD, DID_NOT, UNTESTED)]
         one = "claim" if len(verdicts) == 1 else "claims"
         far = "" if outcome.scale == "paper" else ", far below the paper's"
-        where = f"at scale {outcome.scale}{far}"
-        sentences.append(f"Of {len(verdicts)} {one} of the paper tried here, {where}: {', '.join(counts)}.")
-    elif outcome.kind != _BENCH:
-        sentences.append("The paper has no claim that this table tries.")
+        sentences.append(f"Of {len(verdicts)} {one} tested at scale {outcome.scale}{far}: {', '.join(counts)}.")
+    elif outcome.kind != BENCH:
+        sentences.append("The paper has no claim that this table tests.")
     return sentences
 
 
-def _size(out: Path, outcome: PanelOutcome, panel: Evidence) -> dict[str, Any]:
+def _size(out: Path, panel: Evidence) -> dict[str, Any]:
     """Return what a panel trained, for the table of panels."""
-    config, corpus = panel.found["config"], panel.found["corpus"]
-    train, model = config["train"], config["model"]
+    found, corpus = panel.found, panel.found["corpus"]
+    train, model = found["config"]["train"], found["config"]["model"]
     tokens = train["steps"] * train["batch_size"] * model["context"]
-    page = outcome.folder / PAGE
-    link = urllib.parse.quote(page.relative_to(out).as_posix()) if page.exists() else None
+    page = panel.folder / PAGE
     return {
         "name": panel.name,
-        "link": link,
-        "stands_for": outcome.stands_for,
-        "parameters": panel.found["parameters"],
+        "link": urllib.parse.quote(page.relative_to(out).as_posix()) if page.exists() else None,
+        "stands_for": panel.paper,
+        "parameters": found["parameters"],
         "steps": train["steps"],
         "tokens": tokens,
         "seen": tokens / corpus["train_tokens"] if corpus.get("train_tokens") else None,
         "lrs": ", ".join(f"{lr:g}" for lr in panel.lrs),
         "seeds": ", ".join(map(str, panel.seeds)),
-        "runs": len(panel.found["runs"]),
-        "hours": panel.found["seconds"] / 3600,
-        "data": config["data"],
+        "runs": len(found["runs"]),
+        "hours": found["seconds"] / 3600,
         "tokenizer": corpus.get("tokenizer"),
     }
 
 
-def _timings(rows: Sequence[Mapping[str, str]]) -> list[list[str]]:
-    """Return the cells of a benchmark's rows, numbers to four digits."""
-
-    def cell(text: str) -> str:
-        try:
-            return f"{float(text):.4g}"
-        except ValueError:
-            return text or "–"
-
-    # A benchmark of an earlier version has fewer columns.
-    return [[cell(row.get(column, "")) for column in _PROFILE] for row in rows]
+def _timings(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Return the columns of a bench for the page, and their cells, numbers to four digits."""
+    columns = [name for name in _TIMINGS if any(row.get(name) for row in rows)]
+    return columns, [[_four_digits(row[name]) for name in columns] for row in rows]
 
 
-def _facts(outcome: Outcome) -> Iterator[Mapping[str, Any]]:
-    """Return where each panel ran: what its comparison says of it, or the columns of its measurement as a whole."""
-    for panel in outcome.panels:
-        if panel.found and outcome.kind == _BENCH:
-            yield from ({name: row[name] for name in FACTS if name in row} for row in panel.found["rows"])
-        elif panel.found:
-            yield panel.found["provenance"]
+def _four_digits(text: str) -> str:
+    try:
+        return f"{float(text):.4g}"
+    except ValueError:
+        return text or "–"
 
 
-def _provenance(found: Iterable[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Return the facts of where panels ran, each value once."""
+def _distinct(places: Iterable[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Return where the panels ran, each value once."""
     facts: dict[str, dict[str, None]] = {}
-    for provenance in found:
-        for name, value in provenance.items():
+    for place in places:
+        for name, value in place.items():
             facts.setdefault(name.replace("_", " "), {})["unknown" if value is None else str(value)] = None
     return [(name, "; ".join(values)) for name, values in facts.items()]
 
 
-def _result_rows(found: _Found) -> list[dict[str, Any]]:
-    outcome = found.outcome
-    common = {"table": outcome.name, "scale": outcome.scale}
-    if outcome.kind == _BENCH:
-        return [
-            {**common, "panel": panel.name, "stands_for": panel.stands_for, **row}
-            for panel in outcome.panels
-            for row in (panel.found or {"rows": ()})["rows"]
-        ]
-    rows = []
+def _result_rows(found: _Findings) -> list[Row]:
+    common = {"table": found.outcome.name, "scale": found.outcome.scale}
+    rows = [
+        {**common, "panel": panel, "stands_for": stands_for, **row}
+        for panel, (stands_for, timings) in found.benches.items()
+        for row in timings
+    ]
     for panel in found.panels:
         for arm in found.rows[panel.name]:
             for compared, side in (("own best rate", arm.best), ("shared rate", arm.shared)):
-                own = compared == "own best rate"
                 rows.append(
                     {
                         **common,
@@ -248,46 +237,36 @@ def _result_rows(found: _Found) -> list[dict[str, Any]]:
                         "stands_for": panel.paper,
                         "arm": arm.arm,
                         "compared_at": compared,
-                        "learning_rate": side.lr,
-                        "seeds": side.seeds,
-                        "finite": side.finite,
-                        "loss": side.loss,
-                        "loss_sd": side.deviation,
-                        "delta": side.delta,
-                        "delta_se": side.error,
-                        "shown": side.shown,
-                        "speedup": side.speedup,
+                        "seeds": len(side["seeds"]),
+                        **{column: side[key] for column, key in _SIDE.items()},
                         "paper_loss": arm.paper_loss,
                         "paper_delta": arm.paper_delta,
-                        "delta_minus_paper": arm.difference if own else None,
+                        "delta_minus_paper": arm.difference if side is arm.best else None,
                         "paper_speedup": arm.paper_speedup,
                     }
                 )
     return rows
 
 
-def _claim_rows(found: _Found) -> list[dict[str, Any]]:
+def _claim_rows(found: _Findings) -> list[Row]:
     rows = []
     for verdict in found.claims:
-        claim = verdict.claim
+        about = {key: getattr(verdict.claim, key) for key in ("place", "arm", "against", "kind", "bound")}
         for panel in verdict.panels:
+            shared = panel.shared or panel.best
             rows.append(
                 {
                     "table": found.outcome.name,
                     "scale": found.outcome.scale,
-                    "claim": claim.text,
-                    "place": claim.place,
-                    "arm": claim.arm,
-                    "against": claim.against,
-                    "kind": claim.kind,
-                    "bound": claim.bound,
+                    "claim": verdict.claim.text,
+                    **about,
                     "panel": panel.panel,
                     "verdict": panel.best.verdict,
                     "measured": panel.best.spread.mean if panel.best.spread else None,
                     "standard_error": panel.best.spread.error if panel.best.spread else None,
                     "text": panel.best.text,
-                    "verdict_at_shared_rate": panel.shared.verdict if panel.shared else panel.best.verdict,
-                    "text_at_shared_rate": panel.shared.text if panel.shared else panel.best.text,
+                    "verdict_at_shared_rate": shared.verdict,
+                    "text_at_shared_rate": shared.text,
                     "note": panel.note,
                     "paper_difference": panel.paper,
                 }

@@ -1,23 +1,23 @@
-"""A table in a folder, from its data to its report, one comparison after the other; a killed one goes on.
+"""A table in a folder: its data, one comparison after the other, its report. A killed one resumes.
 
-table.json   what it is               data/             the tokens, unless they were given
+table.json   what it is               data/             the tokens, unless prepared ones were given
 base/        the first stage, if any  panels/PANEL/     a comparison each (symexplin.lab.compare), or a bench
-report.html, table.csv, figures/      what came out     (symexplin.experiments.report)
+report.html, table.csv, figures/      the results       (symexplin.experiments.report)
 """
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from symexplin.experiments.panels import BASE, DATA
 from symexplin.experiments.results import append_results, check_results
-from symexplin.experiments.tables import PANELS, SCALES, TABLE, Panel, Table, load_table
+from symexplin.experiments.tables import BASE, BENCH, DATA, PANELS, SCALES, TABLE, Panel, Table, load_table
 from symexplin.lab.bench.config import BenchConfig
 from symexplin.lab.bench.run import run_bench
-from symexplin.lab.compare.sweep import CompareConfig, compare_runs
+from symexplin.lab.compare.grid import CompareConfig
+from symexplin.lab.compare.sweep import compare_runs
 from symexplin.lab.data.prepare import PrepareConfig, prepare
 from symexplin.lab.data.tokens import DATASET
 from symexplin.lab.files import read_json, replace_file, write_json
@@ -31,26 +31,27 @@ __all__ = ["ReproduceConfig", "plan_lines", "reproduce"]
 
 Echo = Callable[[str], None]
 
-_NEW = ".new"  # after the name of a panel whose measurement is under way
+_NEW = ".new"  # suffix of a panel's folder while its bench runs
 
 
 @dataclass(frozen=True)
 class ReproduceConfig:
-    """How to run a table; what is not given is the scale's, see configs/protocols.toml.
+    """How to run a table. Keys that are not given are the scale's, see configs/protocols.toml.
 
     Args:
         scale: "mini" (two CPU cores, at most an hour), "paper" (the paper's protocol) or "h200" (one large GPU).
-        data: a folder that `symexplin prepare` made, or sources of text as it takes them.
+        data: a folder that `symexplin prepare` made, or sources of text for it.
         panels: those to run now; the others stay for later.
         arms: those to run, the baseline among them.
         lrs: peak learning rates; every arm trains at each.
         seeds: of the first stage, in which every arm trains at every learning rate.
         confirm_seeds: of the second stage, at the best learning rates alone; those of the scale if not given, without
-            any that `seeds` names.
+            the ones in `seeds`.
         jobs: runs at a time.
-        steps: optimizer steps of each run; warm-up and evaluations keep their share.
-        set: any key of a scale's tables, such as model.width=64, train.batch_size=4, map.beta=5 (of every curved arm)
-            or compare.confirm_seeds=[].
+        steps: optimizer steps of each run; warm-up and evaluations keep their share, as far as evaluations take less
+            than half the time of training.
+        set: any key of a scale's tables, such as model.width=64, train.batch_size=4, map.beta=5 (of every curved arm),
+            compare.confirm_seeds=[], or for a cluster compare.cluster=slurm cluster.walltime=...
 
     Raises:
         ValueError: a value out of range.
@@ -68,7 +69,7 @@ class ReproduceConfig:
     set: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check what no other configuration does."""
+        """Check the keys that no other configuration checks."""
         check_choice("scale", self.scale, SCALES)
         for name in ("jobs", "steps"):
             if getattr(self, name) is not None:
@@ -76,14 +77,14 @@ class ReproduceConfig:
 
     @property
     def prepared(self) -> str | None:
-        """The prepared folder, if that is what `data` names."""
+        """The prepared folder, if `data` is one."""
         return self.data[0] if len(self.data) == 1 and Path(self.data[0], DATASET).exists() else None
 
     def table(self, name: str, out: str | Path) -> Table:
-        """Return the table `name` as it is to be run in `out`.
+        """Return the table `name` with these settings, to run in `out`.
 
         Raises:
-            FileNotFoundError, ValueError: what :func:`symexplin.experiments.tables.load_table` refuses.
+            FileNotFoundError, ValueError: as for :func:`symexplin.experiments.tables.load_table`.
 
         >>> table = ReproduceConfig(steps=100, lrs=(0.01,)).table("frozen", "out")
         >>> table.panels[0].config.train.warmup_steps, table.panels[0].config.compare.lrs
@@ -101,7 +102,7 @@ class ReproduceConfig:
 
 
 def plan_lines(table: Table, names: Collection[str] = ()) -> list[str]:
-    """Return what a table, or its panels of these `names`, will train, and what it assumes, as lines to read.
+    """Return the runs and assumptions of a table, or of its panels of these `names`, as lines of text.
 
     >>> plan_lines(load_table("optimizer_equivalence", "paper"))[4]
     '1024x12: parameterized, optimizer; lrs 0.0003; seeds 123; up to 2 runs of 100,000 steps, 3,276,800,000 tokens each'
@@ -142,46 +143,46 @@ def reproduce(
     """Run a table and write its report, whose path is returned.
 
     Args:
-        name: one of :func:`symexplin.experiments.tables.names`, or the path of a TOML file of that form.
-        out: a new folder, or that of the table to go on with.
+        name: one of :func:`symexplin.experiments.tables.names`, or the path of a TOML file of the same form.
+        out: a new folder, or that of the table to resume.
         config: None: in miniature.
-        resume: keep what is there, go on with the rest.
-        results: a CSV file to append a row a run to (:func:`symexplin.experiments.results.append_results`).
-        echo: takes each line that a log should have.
+        resume: keep finished runs, continue the others.
+        results: a CSV file to append a row per run to (:func:`symexplin.experiments.results.append_results`).
+        echo: takes each line of the log: warnings, estimates of the time, losses, verdicts.
         progress: show bars on a terminal.
 
     Raises:
         FileNotFoundError, ValueError, OSError, Stopped: see :func:`symexplin.lab.compare.sweep.compare_runs`.
     """
-    from symexplin.experiments.report import report_table  # matplotlib takes its time
+    from symexplin.experiments.report import report_table, verdict_lines  # slow: matplotlib
 
     config = config or ReproduceConfig()
     table = config.table(name, Path(out).resolve())
     wanted = _chosen(table, config.panels)
-    if table.kind == "compare" and not config.prepared and not table.data.get("sources"):
+    to_prepare = table.kind != BENCH and not config.prepared
+    if to_prepare and not table.data.get("sources"):
         raise ValueError(f"data must be given at scale {table.scale!r}: a prepared folder, or sources of text")
-    if table.kind == "compare" and results is not None:
+    if table.kind != BENCH and results is not None:
         check_results(results)  # before hours of training
     with claimed(out, "table", {TABLE}) as folder:
         before = _begin(folder, table, resume)
         try:
-            if table.kind == "compare" and not config.prepared:
+            if to_prepare:
                 prepare(build(PrepareConfig, table.data), folder / DATA, echo=echo, progress=progress)
             if table.base is not None:
                 train(
                     table.base, folder / BASE, resume=True, echo=echo, tell_config=False, progress=progress, label=BASE
                 )
-            for panel in wanted:
-                echo(f"{table.name} {panel.name}")
-                _run(panel, folder / PANELS / panel.name, config.jobs is None, echo, progress)
+            _run_panels([_on_this_machine(panel, config) for panel in wanted], table, folder, echo, progress)
         except ValueError:
-            if before is not None:  # refused: it is what it was
+            if before is not None:  # refused: restore the description
                 replace_file(folder / TABLE, before)
             raise
         finally:
-            if {path.name for path in folder.iterdir()} == {TABLE, LOCK}:  # a mistake in what was asked for
+            if {path.name for path in folder.iterdir()} == {TABLE, LOCK}:  # a mistake leaves no folder
                 (folder / TABLE).unlink()
         report = report_table(folder)
+        echo("\n".join(["", *verdict_lines(folder), ""]))
         echo(f"report: {report}")
         if results is not None:
             echo(f"rows added to {results}: {append_results(folder, Path(results))}")
@@ -195,35 +196,49 @@ def _chosen(table: Table, names: Collection[str]) -> list[Panel]:
 
 
 def _begin(folder: Path, table: Table, resume: bool) -> bytes | None:
-    """Write what the folder is, after a look at what it was, which is returned."""
-    before = (folder / TABLE).read_bytes() if (folder / TABLE).exists() else None
-    if before is not None:
-        if not resume:
-            raise ValueError(
-                f"out must be a new folder, got {str(folder)!r}, which has a table: add --resume to go on with it"
-            )
-        there, known = read_json(folder / TABLE), [panel.name for panel in table.panels]
-        for key in ("name", "scale"):
-            if there.get(key) != getattr(table, key):
-                raise ValueError(f"{folder} has another table: {key} is {there.get(key)!r} there")
-        for panel in there.get("panels", ()):
-            if panel["name"] not in known and (folder / PANELS / panel["name"]).exists():
-                raise ValueError(f"{folder} has another table: its panel {panel['name']} is none of {', '.join(known)}")
+    """Write table.json after a check of the one that is there, whose content is returned."""
+    if not (folder / TABLE).exists():
+        write_json(folder / TABLE, table.to_json())
+        return None
+    if not resume:
+        raise ValueError(f"out must be a new folder, got {str(folder)!r}, which has a table: add --resume to resume it")
+    there, known = read_json(folder / TABLE), [panel.name for panel in table.panels]
+    for key in ("name", "scale"):
+        if there.get(key) != getattr(table, key):
+            raise ValueError(f"{folder} has another table: {key} is {there.get(key)!r} there")
+    for panel in there.get("panels", ()):
+        if panel["name"] not in known and (folder / PANELS / panel["name"]).exists():
+            raise ValueError(f"{folder} has another table: its panel {panel['name']} is none of {', '.join(known)}")
+    before = (folder / TABLE).read_bytes()
     write_json(folder / TABLE, table.to_json())
     return before
 
 
-def _run(panel: Panel, folder: Path, may_share: bool, echo: Echo, progress: bool) -> None:
+def _on_this_machine(panel: Panel, given: ReproduceConfig) -> Panel:
+    """Return a panel with no more of the scale's jobs at a time than this machine has cores."""
     config = panel.config
-    if isinstance(config, CompareConfig):
-        if may_share:  # the scale's jobs are for a machine that has as many cores
-            grid = dataclasses.replace(config.compare, jobs=min(config.compare.jobs, cores()))
-            config = dataclasses.replace(config, compare=grid)
-        compare_runs(config, folder, resume=True, echo=echo, progress=progress)
-    elif not folder.exists():
-        new = folder.with_name(folder.name + _NEW)
-        shutil.rmtree(new, ignore_errors=True)  # a measurement that was interrupted cannot go on
-        run_bench(config, new, echo=echo, progress=progress)
-        new.rename(folder)
-    else:
-        echo(f"{folder} has been measured: remove it to measure anew")
+    if not isinstance(config, CompareConfig) or given.jobs is not None:
+        return panel
+    grid = dataclasses.replace(config.compare, jobs=min(config.compare.jobs, cores()))
+    return dataclasses.replace(panel, config=dataclasses.replace(config, compare=grid))
+
+
+def _run_panels(panels: Sequence[Panel], table: Table, folder: Path, echo: Echo, progress: bool) -> None:
+    from symexplin.experiments.estimate import Estimate, warnings  # not needed for --plan
+
+    for line in warnings(panels):
+        echo(line)
+    estimate = Estimate(panels, folder, echo)
+    estimate.tell_first()
+    for panel in panels:
+        echo(f"{table.name} {panel.name}")
+        place = folder / PANELS / panel.name
+        if isinstance(panel.config, CompareConfig):
+            compare_runs(panel.config, place, resume=True, echo=estimate.echo, progress=progress)
+        elif place.exists():
+            echo(f"{place} has been measured: remove it to measure again")
+        else:
+            new = place.with_name(place.name + _NEW)
+            shutil.rmtree(new, ignore_errors=True)  # an interrupted bench starts again
+            run_bench(panel.config, new, echo=echo, progress=progress)
+            new.rename(place)

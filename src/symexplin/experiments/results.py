@@ -1,4 +1,4 @@
-"""Results kept: one row a run in a CSV file that only grows."""
+"""Results kept: one row per run in a CSV file that only grows."""
 
 import csv
 import datetime
@@ -11,7 +11,7 @@ from typing import Any
 
 import filelock
 
-from symexplin.experiments.tables import Outcome, PanelOutcome, read_table
+from symexplin.experiments.tables import BENCH, Outcome, PanelOutcome, read_table
 from symexplin.lab.files import read_json
 from symexplin.lab.folders import CONFIG, FACTS, SUMMARY
 from symexplin.lab.settings import load_toml
@@ -25,17 +25,17 @@ COLUMNS = (
     *("table", "scale", "panel", "arm", "lr", "seed", "stage", "best_at", "steps", "tokens", "final_loss", "seconds"),
     *("tokens_per_second", "error", "config_hash", "data", "commit", "machine", "threads", "torch", "date"),
 )
-# What a run is: rows that agree in these are of one and the same.
+# Rows that agree in these columns are of the same run.
 _KEY = ("table", "scale", "panel", "arm", "lr", "seed", "config_hash", "data", "commit", "machine")
-_OF_A_TABLE = ("table", "scale", "panel")
+_OF_A_RUN = ("arm", "lr", "seed", "final_loss", "seconds", "tokens_per_second", "error")
 
 
 def config_hash(config: Mapping[str, Any], weights: str | None = None) -> str:
-    """Return 16 digits of the SHA-256 of a run's configuration as canonical JSON, without paths and what it logs.
+    """Return 16 digits of the SHA-256 of a run's configuration as canonical JSON, without paths and logging.
 
     Args:
-        config: of the run, as its config.toml has it.
-        weights: digest of the weights that it starts from, which stands for their path.
+        config: of the run, from its config.toml.
+        weights: digest of the weights that it starts from, in place of their path.
 
     >>> config_hash({"data": "here", "train": {"steps": 3}}) == config_hash({"data": "there", "train": {"steps": 3}})
     True
@@ -46,10 +46,10 @@ def config_hash(config: Mapping[str, Any], weights: str | None = None) -> str:
 
 
 def check_results(file: str | Path, columns: Sequence[str] = COLUMNS) -> list[list[str]]:
-    """Return the rows of a CSV file of results, its columns' names first, which are all that a new one has.
+    """Return the rows of a CSV file of results, the names of its columns first; a new file has these alone.
 
     Raises:
-        ValueError: other columns, a line that has not as many.
+        ValueError: other columns, a row with more or fewer cells.
     """
     file = Path(file)
     found = list(csv.reader(io.StringIO(file.read_text(encoding="utf-8")))) if file.exists() else [list(columns)]
@@ -62,11 +62,10 @@ def check_results(file: str | Path, columns: Sequence[str] = COLUMNS) -> list[li
 
 
 def append_results(out: str | Path, file: str | Path) -> int:
-    """Append a row for each run of a table's folder to a CSV file, but for those that it has, and return how many.
+    """Append a row for each run of a table's folder to a CSV file, without the rows that it has, and return how many.
 
-    The file is created if missing, and replaced in one step by itself with the new rows at its end; FILE.lock beside it
-    keeps out other processes meanwhile. A table of
-    measurements ("bench") has the columns of its own results.csv, and so a file of its own.
+    The file is created if missing and replaced in one step. FILE.lock beside it keeps out other processes meanwhile. A
+    bench has the columns of its own results.csv, and so a file of its own.
 
     Args:
         out: a folder of `symexplin reproduce`; panels without a result are left out.
@@ -79,56 +78,52 @@ def append_results(out: str | Path, file: str | Path) -> int:
     rows = [row for panel in outcome.panels if panel.found is not None for row in _rows(outcome, panel)]
     if not rows:
         return 0
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(file.with_name(file.name + ".lock")):  # another table may end at this very moment
-        return _append(rows, file, _KEY if outcome.kind == "compare" else tuple(rows[0]))
-
-
-def _append(rows: Sequence[Row], file: Path, key: Sequence[str]) -> int:
     columns = tuple(rows[0])
-    there = [dict(zip(columns, row, strict=True)) for row in check_results(file, columns)[1:]]
-    known = {tuple(row[name] for name in key) for row in there}
-    new = [row for row in rows if tuple(row[name] for name in key) not in known]
-    if new:
-        write_csv(file, [*there, *new])
+    key = columns if outcome.kind == BENCH else _KEY
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(file.with_name(file.name + ".lock")):  # another table may end at the same moment
+        old = [dict(zip(columns, row, strict=True)) for row in check_results(file, columns)[1:]]
+        known = {tuple(row[name] for name in key) for row in old}
+        new = [row for row in rows if tuple(row[name] for name in key) not in known]
+        if new:
+            write_csv(file, [*old, *new])
     return len(new)
 
 
 def _rows(outcome: Outcome, panel: PanelOutcome) -> list[Row]:
     found: dict[str, Any] = panel.found or {}
-    place = dict(zip(_OF_A_TABLE, (outcome.name, outcome.scale, panel.name), strict=True))
-    if outcome.kind == "bench":
+    place = {"table": outcome.name, "scale": outcome.scale, "panel": panel.name}
+    if outcome.kind == BENCH:
         return [{**place, **row} for row in found["rows"]]
     best = {row["arm"]: row["lr"] for row in found["comparison"]["best"]}
-    shared = found["comparison"]["shared_lr"]
-    confirm = found["comparison"].get("confirm_seeds", ())
+    shared, confirm = found["comparison"]["shared_lr"], found["comparison"].get("confirm_seeds", ())
     rows = []
     for run in found["runs"]:
-        at = [name for name, lr in (("own", best.get(run["arm"])), ("shared", shared)) if lr == run["lr"]]
-        said: dict[str, Any] = {
+        rates = (("own", best.get(run["arm"])), ("shared", shared))
+        content: dict[str, Any] = {
             **place,
-            **{key: run[key] for key in ("arm", "lr", "seed", "final_loss", "seconds", "tokens_per_second", "error")},
+            **{key: run[key] for key in _OF_A_RUN},
             "stage": "confirm" if run["seed"] in confirm else "sweep",
-            "best_at": "+".join(at),
+            "best_at": "+".join(name for name, lr in rates if lr == run["lr"]),
             **_facts(panel.folder / run["folder"]),
         }
-        rows.append({name: "" if said[name] is None else str(said[name]) for name in COLUMNS})
+        rows.append({name: "" if content[name] is None else str(content[name]) for name in COLUMNS})
     return rows
 
 
 def _facts(folder: Path) -> dict[str, Any]:
-    """Return what a run's own folder says of it."""
+    """Return the columns that come from a run's own folder."""
     config, facts = load_toml(folder / CONFIG), read_json(folder / FACTS)
-    train, known = config["train"], facts["provenance"]
+    train, place = config["train"], facts["provenance"]
     ended = datetime.datetime.fromtimestamp((folder / SUMMARY).stat().st_mtime, datetime.UTC)
     return {
         "steps": train["steps"],
         "tokens": train["steps"] * train["batch_size"] * config["model"]["context"],
         "config_hash": config_hash(config, facts.get("weights")),
         "data": facts["data"],
-        "commit": known["commit"],
-        "machine": known["processor"],
+        "commit": place["commit"],
+        "machine": place["processor"],
         "threads": config["compute"]["threads"],
-        "torch": known["torch"],
+        "torch": place["torch"],
         "date": ended.isoformat(timespec="seconds"),
     }

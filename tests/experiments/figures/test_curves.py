@@ -1,11 +1,18 @@
+import dataclasses
 import json
 
 import numpy as np
 import pytest
+import torch
 
+from run_folders import MODEL
 from symexplin.experiments.figures import draw
+from symexplin.experiments.figures.curves import start_slope
+from symexplin.lab.build import build_model
+from symexplin.lab.config import RunConfig, TrainConfig
 from symexplin.lab.files import write_json
-from symexplin.lab.report.charts import COLOURS
+from symexplin.lab.maps import CurveConfig
+from symexplin.lab.weights.files import save_model
 
 
 def lines(axes):
@@ -56,17 +63,6 @@ def test_the_best_arm_is_shown_and_a_loss_as_well_as_a_gain(compared):
     assert left.get_legend().get_title().get_text() == "mean of 1 to 2 seeds, band: lowest to highest"
 
 
-def test_the_first_losses_leave_the_panel(compared):
-    folder = compared()
-    path = folder / "comparison.json"
-    found = json.loads(path.read_text())
-    for run in found["runs"]:
-        run["evals"] = [[0, 9.0], [50, 3.0], [75, 2.5], [100, 2.0]]
-    path.write_text(json.dumps(found))
-    for name in ("loss_curves", "mechanism_ablations"):
-        assert draw(name, [folder]).axes[0].get_ylim() == pytest.approx((1.95, 3.05))
-
-
 def test_ablations_have_a_bar_for_each_arm_and_rate(compared):
     folder = compared(seeds=(0, 1, 2), final=2.4, arms={"worse": 0.3, "better": -0.5})
     left, right = draw("mechanism_ablations", [folder]).axes
@@ -101,46 +97,12 @@ def test_the_error_is_that_of_the_mean_of_the_seeds_differences(compared):
     assert list(points.get_xdata()) == [-0.5, -0.4, -0.6]
 
 
-def test_many_arms_show_few_curves_and_all_bars(compared):
-    folder = compared(arms={f"arm{i}": 0.1 * i for i in range(1, 9)})
-    left, right = draw("mechanism_ablations", [folder]).axes
-    assert len(lines(left)) == 6
-    assert {"SEL, lr 0.01", "arm8, lr 0.01"} <= set(lines(left))  # the best and the worst
-    assert [bar.get_width() for bar in right.patches] == pytest.approx([-0.5 + 0.1 * i for i in range(9)])
-
-
 def test_comparisons_of_one_size_share_a_panel(compared):
     folders = [compared("beta 5"), compared("beta 10", final=1.4), compared("deep", depth=4)]
     figure = draw("mechanism_ablations", folders)
     assert [title(axes) for axes in figure.axes[::2]] == ["width 64, depth 2", "width 64, depth 4"]
     names = [label.get_text() for label in figure.axes[1].get_yticklabels()]
     assert names == ["SEL (beta 10)", "SEL (beta 5)"]
-
-
-def look(line):
-    return line.get_color(), line.get_linestyle()
-
-
-def test_an_arm_looks_the_same_in_every_panel(compared):
-    arms = [{"second": -0.3, "third": -0.6}, {"second": -0.6, "third": -0.3}]
-    folders = [compared(f"64x{depth}", 64, depth, arms=more) for depth, more in zip((2, 4), arms, strict=True)]
-    figure = draw("mechanism_ablations", folders)
-    first, second = ({name: look(line) for name, line in lines(axes).items()} for axes in figure.axes[::2])
-    assert list(first) != list(second)  # the best first
-    assert first == second
-    assert len(set(first.values())) == 4
-    assert look(figure.axes[0].lines[-1]) == look(lines(figure.axes[0])["SEL, lr 0.01"]) == (COLOURS[1], "--")
-    bars = []
-    for axes in figure.axes[1::2]:
-        names = [label.get_text() for label in axes.get_yticklabels()]
-        bars.append({name: bar.get_facecolor() for name, bar in zip(names, axes.patches, strict=True)})
-    assert bars[0] == bars[1]
-    third, second = (lines(axes) for axes in draw("loss_curves", folders).axes)
-    assert [*third, *second] == ["AdamW, lr 0.01", "third, lr 0.01", "AdamW, lr 0.01", "second, lr 0.01"]
-    (_, dashes), (colour, solid) = look(third["AdamW, lr 0.01"]), look(third["third, lr 0.01"])
-    other = look(second["second, lr 0.01"])
-    assert (dashes, solid, other[1]) == ("--", "-", "-")
-    assert other[0] != colour
 
 
 def test_arms_are_called_what_their_table_calls_them(compared, tmp_path):
@@ -157,11 +119,6 @@ def test_arms_are_called_what_their_table_calls_them(compared, tmp_path):
     alone = compared("elsewhere/64x2")
     write_json(tmp_path / "elsewhere" / "table.json", {"labels": {"SEL": "Curved"}})
     assert "SEL, lr 0.01" in lines(draw("loss_curves", [alone]).axes[0])
-
-
-def test_panels_of_one_size_are_told_apart(compared):
-    folders = [compared("beta 5"), compared("beta 10"), compared("deep", depth=4)]
-    assert [title(axes) for axes in draw("loss_curves", folders).axes] == ["beta 5", "beta 10", "width 64, depth 4"]
 
 
 def test_an_arm_that_broke_down_is_named_without_a_bar(compared):
@@ -222,3 +179,49 @@ def test_annealing_shows_the_late_losses_and_the_mean_scales(compared, runs):
 def test_a_comparison_without_the_arms_is_refused(compared, name, words):
     with pytest.raises(ValueError, match=words):
         draw(name, [compared()])
+
+
+EXPONENTIAL = {"preset": "exp_only", "map": {"beta": 5.0}}
+
+
+def slope_of(modules):
+    """(exp(beta |w|) - 1) / beta = |t| has the slope exp(beta |w|) = 1 + beta |t|, at the matrices of `modules`."""
+    sizes = torch.cat([w.flatten() for module in modules for w in module.parameters() if w.dim() == 2]).abs()
+    return pytest.approx(1 + 5.0 * float(sizes.detach().double().mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize("home", ["optimizer", "module"])
+def test_the_slope_of_the_exponential_map_is_known(home):
+    config = RunConfig("data", MODEL, sel=CurveConfig(home, **EXPONENTIAL))
+    plain = build_model(dataclasses.replace(config, sel=CurveConfig("none")), "cpu")
+    assert start_slope(config) == slope_of(plain.blocks[:1])  # the others are drawn like it
+    assert start_slope(dataclasses.replace(config, sel=CurveConfig("none"))) == 1.0
+
+
+def test_the_slope_at_given_weights_is_that_of_all_blocks(tmp_path):
+    model = build_model(RunConfig("data", MODEL, sel=CurveConfig("none")), "cpu")
+    with torch.no_grad():
+        for parameter in model.blocks[1].parameters():
+            parameter.mul_(3.0)
+    save_model(model, tmp_path / "given.safetensors")
+    train = TrainConfig(weights=str(tmp_path / "given.safetensors"))
+    assert start_slope(RunConfig("data", MODEL, train, sel=CurveConfig(**EXPONENTIAL))) == slope_of(model.blocks)
+
+
+def test_lines_stand_at_the_rate_and_at_the_rate_times_the_slope(compared, runs):
+    folder = compared(seeds=(0, 1))
+    (folder / "runs").mkdir()
+    for arm, run in (("AdamW", "plain"), ("SEL", "curved")):
+        (folder / "runs" / f"{arm}-lr0.001-seed0").symlink_to(runs[run])
+    figure = draw("learning_rates", [folder])
+    left, right = ({line.get_label(): line for line in axes.lines} for axes in figure.axes)
+    slope = start_slope(RunConfig("data", MODEL, sel=CurveConfig(preset="paper", start="mismatched")))
+    assert slope > 1.1
+    (curved,) = [label for label in right if label.startswith("SEL")]
+    assert curved == f"SEL (× {slope:.2f})"
+    assert list(left[curved].get_xdata()) == [0.001, 0.01]
+    assert right[curved].get_xdata() == pytest.approx([0.001 * slope, 0.01 * slope])
+    assert list(right["AdamW (× 1.00)"].get_xdata()) == [0.001, 0.01]
+    # The mean over the seeds, both of which ran at all rates.
+    assert right[curved].get_ydata() == pytest.approx([2.35, 1.55])
+    assert left["AdamW (× 1.00)"].get_ydata() == pytest.approx([2.25, 2.05])

@@ -47,7 +47,7 @@ def test_congruent_and_mismatch_differ_on_the_negative_side():
 def test_curvature_and_offset_on_one_scale():
     figure = draw("beta_offset")
     for axes, (beta, n) in zip(figure.axes, ((7.5, 0), (7.5, 1), (15, 0), (15, 1)), strict=True):
-        check(lines(axes)["map, mode mismatch"], lambda w, b, n: pathway(w, b, n) + np.abs(w) / b, beta, n)
+        check(lines(axes)["map"], lambda w, b, n: pathway(w, b, n) + np.abs(w) / b, beta, n)
         assert axes.get_ylim() == figure.axes[0].get_ylim()
         assert axes.get_title(loc="left") == f"β = {beta}, n = {n}"
 

@@ -29,7 +29,7 @@ def mapped(w, e):
 @pytest.fixture
 def crafted(monkeypatch, runs):
     """A source whose weights are those above."""
-    monkeypatch.setattr(maps, "probe", lambda _: weights())
+    monkeypatch.setattr(maps, "weights_at_end", lambda _: weights())
     return runs["curved"]
 
 
@@ -58,7 +58,7 @@ def test_the_median_and_its_band(crafted):
     assert low == pytest.approx(np.quantile(family(raw), 0.05, axis=0), abs=1e-12)
     assert high == pytest.approx(np.quantile(family(raw), 0.95, axis=0), abs=1e-12)
     assert line(figure.axes[1], "median")[1] == pytest.approx(mapped(raw, 1.0), abs=1e-12)
-    assert figure.legends[0].get_title().get_text() == "curved, step 4"
+    assert figure.legends[0].get_title().get_text().startswith("curved, step 4\nmap: mismatch")
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
     assert legend == ["identity", "median", "5–95 % of the positions"]
 
@@ -101,9 +101,11 @@ def test_of_a_comparison_the_best_bent_arm_with_learned_scales_is_taken(runs, co
     path.write_text(json.dumps(found))
     (folder / "runs" / "learned-lr0.01-seed0").symlink_to(runs["curved"])
     title = draw("transform_roles", [folder]).legends[0].get_title().get_text()
-    assert title == "curved, step 6"  # SEL ends lower with fixed scales, the line without a curve
+    assert title.startswith(
+        "curved, step 6\nmap: mismatch, β = 7.5"
+    )  # SEL ends lower with fixed scales, the line without a curve
 
 
 def test_a_run_on_ordinary_weights_has_no_map(runs):
-    with pytest.raises(ValueError, match="a run of a curved model with a checkpoint"):
+    with pytest.raises(ValueError, match="a run of a curved model"):
         draw("transform_roles", [runs["plain"]])

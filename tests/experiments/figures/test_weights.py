@@ -96,14 +96,6 @@ def test_heavy_tails_in_four_panels(file):
     assert {0.1: "90", 0.01: "99", 0.001: "99.9"}.items() <= ticks.items()
 
 
-def test_a_matrix_without_a_layer_is_counted(tmp_path):
-    write_tensors(tmp_path / "a", {f"{name}.weight": torch.randn(4, 4) for name in ("up", "down", "gate")})
-    for name in ("weight_distribution", "heavy_tail"):
-        figure = draw(name, [tmp_path / "a"])
-        axes = next(axes for axes in figure.axes if "matrix" in axes.get_xlabel())
-        assert sorted(x for x, _ in points(axes)) == [0, 1, 2]
-
-
 def test_weights_that_are_all_zero_or_not_there_are_refused(tmp_path):
     write_tensors(tmp_path / "a", {"up.weight": torch.zeros(4, 4)})
     with pytest.raises(ValueError, match="not all zero"):
@@ -124,17 +116,6 @@ def test_distances_of_a_file_are_those_from_a_draw(file):
     growth = np.abs(growth_of(file)) * np.sqrt(6 / 40)
     assert growth.max() / 3e-4 * 0.8 < steps[0] < growth.max() / 3e-4 * 1.3
     assert "0.0003" in right.get_ylabel()
-
-
-def test_weights_at_zero_are_as_far_as_the_draw(tmp_path):
-    write_tensors(tmp_path / "a", {"up.weight": torch.full((100, 100), 1e-9)})
-    bound = np.sqrt(6 / 200)
-    rank, steps = lines(draw("optimization_distance", [tmp_path / "a"]).axes[1])[
-        "weights, the farthest first"
-    ].get_data()
-    assert bound * 0.99 < steps[0] * 3e-4 < bound
-    half = rank[np.abs(steps * 3e-4 - bound / 2).argmin()]
-    assert 0.4 < half / 10_000 < 0.6
 
 
 def test_distances_of_a_run_are_those_from_its_own_start(runs):

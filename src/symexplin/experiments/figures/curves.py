@@ -1,8 +1,9 @@
-"""Figures of comparisons: figures 5 to 8 of the paper.
+"""Figures of comparisons: figures 5 to 8 of the paper, and final losses by learning rate.
 
-"Best" is each arm at the learning rate where its own loss is lowest, "shared" all of them at the baseline's best.
+"Best" is each arm at the learning rate with its own lowest loss, "shared" all of them at the baseline's best.
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -10,74 +11,94 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from symexplin.experiments.evidence import spread_of
+import symexplin as sel
+from symexplin.experiments.comparison import Evidence, Row, spread_of
 from symexplin.experiments.figures.sheet import finish, sheet
-from symexplin.experiments.figures.sources import Panel, Row, comparisons
+from symexplin.experiments.figures.sources import comparisons
+from symexplin.lab.begin import check_weights
+from symexplin.lab.build import build_model
+from symexplin.lab.config import RunConfig
 from symexplin.lab.report.charts import COLOURS, DASHES, GUIDE, GUIDE_LINE, Floats, Line, draw_chart, late_limits
+from symexplin.lab.report.figures import Sweep, sweep_lines
 from symexplin.lab.report.probe import read_run
+from symexplin.validation import naming
 
-__all__ = ["loss_curves", "lr_annealing", "mechanism_ablations", "optimizer_equivalence"]
+__all__ = [
+    "learning_rates",
+    "loss_curves",
+    "lr_annealing",
+    "mechanism_ablations",
+    "optimizer_equivalence",
+    "start_slope",
+]
 
-_STEPS, _LOSS = "optimizer steps", "held-out loss (nats a token)"
-_EVALUATIONS = 4  # fewer evaluations than these make a curve that is shown whole
+_STEPS, _LOSS, _FINAL = "optimizer steps", "held-out loss (nats per token)", "final held-out loss (nats per token)"
+_EVALUATIONS = 4  # a curve of fewer evaluations is shown whole
 _ABREAST = 3
-_SHOWN = 5  # arms beside the baseline whose curves are told apart at a glance
+_SHOWN = 5  # curves of more arms beside the baseline's are hard to tell apart
 _LATE = 0.4  # the paper's cut of figure 8
-_DASHED, _SOLID = 1, 2 * len(DASHES)  # styles of charts: vermilion, and what its multiples are: blue, green, amber
+_DASHED, _SOLID = 1, 2 * len(DASHES)  # styles: vermilion, and with its multiples blue, green, amber
 _MAGNIFIED = 1e3
+_HATCHED: dict[str, Any] = {"facecolor": "white", "hatch": "///"}
 
 
-def _signed(value: float) -> str:
-    return f"{value:+.4f}".replace("-", "−")
+def _line(compared: Evidence, row: Row, style: int, name: str | None = None) -> Line:
+    """Return the held-out loss of a row: the mean over the seeds, with a band from the lowest to the highest."""
+    curves = [run.curve for run in compared.runs(row["arm"], row["lr"]).values()]
+    label = f"{name or compared.label(row['arm'])}, lr {row['lr']:g}"
+    return _mean_line(label, [step for step, _ in curves[0]], [[loss for _, loss in curve] for curve in curves], style)
+
+
+def _mean_line(label: str, steps: Sequence[float], seeds: Sequence[Sequence[float]], style: int) -> Line:
+    values: Floats = np.array(seeds)
+    band = (values.min(axis=0), values.max(axis=0)) if len(values) > 1 else None
+    return Line(label, steps, values.mean(axis=0), style, band=band)
 
 
 def _gap(row: Row) -> str:
-    """Return the final difference to the baseline with its standard error, or what there is instead."""
+    """Return the final difference to the baseline with its standard error."""
     if row["delta"] is None:
         return "not finite"
     error = spread_of(row["deltas"]).error
-    return _signed(row["delta"]) + ("" if error is None else f" ± {error:.4f}")
+    return f"{row['delta']:+.4f}".replace("-", "−") + ("" if error is None else f" ± {error:.4f}")
 
 
-def _size(panel: Panel) -> str:
-    return "width {}, depth {}".format(*panel.size)
+def _size(compared: Evidence) -> str:
+    return "width {}, depth {}".format(*compared.size)
 
 
-def _bands(*panels: Panel) -> str | None:
+def _bands(*found: Evidence) -> str | None:
     """Return what lines and bands are, where there are bands."""
-    counts = sorted({len(panel.rows("best")[0]["seeds"]) for panel in panels})
+    counts = sorted({len(compared.seeds) for compared in found})
     seeds = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
     return f"mean of {seeds} seeds, band: lowest to highest" if counts[-1] > 1 else None
 
 
-def _draw_losses(axes: Axes, lines: Sequence[Line], first: float = 0.2) -> None:
+def _draw_losses(axes: Axes, lines: Sequence[Line]) -> None:
     whole = max(len(np.asarray(line.x)) for line in lines) < _EVALUATIONS
-    draw_chart(axes, lines, limits=None if whole else late_limits(lines, first))
+    draw_chart(axes, lines, limits=None if whole else late_limits(lines))
 
 
 def loss_curves(sources: Sequence[Path]) -> Figure:
-    """Draw the baseline and the best other arm of every comparison, on a grid of width by depth (figure 5).
-
-    Raises:
-        FileNotFoundError, ValueError: sources without a finished comparison.
-    """
-    panels = comparisons(sources)
-    sizes = [panel.size for panel in panels]
+    """Draw baseline and best arm by width and depth, with the final gap."""
+    found = comparisons(sources)
+    sizes = [compared.size for compared in found]
     places, rows, columns = _grid(sizes)
-    figure, axes = sheet(rows, columns)
-    for panel, (row, column) in zip(panels, places, strict=True):
-        title = _size(panel) if sizes.count(panel.size) == 1 else panel.name
-        _draw_gap(axes[row][column], panel, title)
-    for row, column in {(r, c) for r in range(rows) for c in range(columns)} - set(places):
-        axes[row][column].set_axis_off()
+    figure, grid = sheet(rows, columns)
+    for compared, (row, column) in zip(found, places, strict=True):
+        title = _size(compared) if sizes.count(compared.size) == 1 else compared.name
+        _draw_gap(grid[row][column], compared, title)
+    for row, column in set(itertools.product(range(rows), range(columns))) - set(places):
+        grid[row][column].set_axis_off()
     return figure
 
 
 def _grid(sizes: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int]], int, int]:
-    """Return (row, column) of each panel and how many there are: widths by depths, else one after the other."""
+    """Return (row, column) of each comparison and the numbers of both: widths by depths, else one after the other."""
     widths, depths = sorted({width for width, _ in sizes}), sorted({depth for _, depth in sizes})
     if len(set(sizes)) == len(sizes) > max(len(widths), len(depths)):
         places = [(widths.index(width), depths.index(depth)) for width, depth in sizes]
@@ -86,91 +107,89 @@ def _grid(sizes: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int]], int,
     return places, places[-1][0] + 1, min(_ABREAST, len(sizes))
 
 
-def _draw_gap(axes: Axes, panel: Panel, title: str) -> None:
-    lines, best = [panel.line(panel.rows("best")[0], _DASHED)], panel.leader()
+def _draw_gap(axes: Axes, compared: Evidence, title: str) -> None:
+    lines, best = [_line(compared, compared.rows("best")[0], _DASHED)], compared.leader(compared.arms[1:])
     if best is not None:
-        lines.append(panel.line(best, _SOLID * (panel.arms.index(best["arm"]) - 1)))
+        lines.append(_line(compared, best, _SOLID * (compared.arms.index(best["arm"]) - 1)))
     _draw_losses(axes, lines)
-    text = "Δ = not finite" if best is None else f"Δ = {_gap(best)}"
-    about = _bands(panel)
-    text += "" if about else "\n1 seed"
+    about = _bands(compared)
+    text = f"Δ = {'not finite' if best is None else _gap(best)}" + ("" if about else "\n1 seed")
     axes.text(0.97, 0.95, text, transform=axes.transAxes, ha="right", va="top")
     finish(axes, title, _STEPS, _LOSS, about=about)
 
 
 class _Arm(NamedTuple):
-    """An arm of one of the comparisons, with its rows at its own best and at the shared learning rate."""
+    """An arm of a comparison, with its rows at its own best and at the shared learning rate."""
 
     name: str
-    panel: Panel
+    compared: Evidence
     best: Row
     shared: Row
 
     @property
     def rank(self) -> float:
-        """The final difference to the baseline; that of an arm which broke down is the largest."""
+        """The final difference to the baseline, the largest for an arm that did not stay finite."""
         return math.inf if self.best["delta"] is None else float(self.best["delta"])
 
 
 def mechanism_ablations(sources: Sequence[Path]) -> Figure:
-    """Draw the curves of representative arms, and every arm's final loss relative to the baseline (figure 6).
+    """Draw curves of the arms, and final differences to the baseline.
 
-    Comparisons of one size, length and baseline are drawn together, others below each other.
-
-    Raises:
-        FileNotFoundError, ValueError: sources without a finished comparison.
+    Comparisons of one size, length and baseline share a row.
     """
-    groups: dict[tuple[object, ...], list[Panel]] = {}
-    for panel in comparisons(sources):
-        groups.setdefault((*panel.size, panel.steps, panel.arms[0]), []).append(panel)
-    found = [_arms(panels) for panels in groups.values()]
-    # One style for an arm in all panels: the baseline's is 0.
-    names = dict.fromkeys(arm.name for arms in found for arm in arms)
+    groups: dict[tuple[object, ...], list[Evidence]] = {}
+    for compared in comparisons(sources):
+        groups.setdefault((*compared.size, compared.steps, compared.arms[0]), []).append(compared)
+    arms_of = [_arms(found) for found in groups.values()]
+    # An arm has the same style everywhere; the baseline's is 0.
+    names = dict.fromkeys(arm.name for arms in arms_of for arm in arms)
     styles = {name: style for style, name in enumerate(names, start=1)}
-    bars = max(sum(1 + (arm.best["lr"] != arm.shared["lr"]) for arm in arms) for arms in found)
-    figure, rows = sheet(len(groups), 2, panel=(6.0, max(5.4, 2.4 + 0.3 * bars)))
-    for (left, right), panels, arms in zip(rows, groups.values(), found, strict=True):
+    bars = max(sum(1 + (arm.best["lr"] != arm.shared["lr"]) for arm in arms) for arms in arms_of)
+    figure, rows = sheet(len(groups), 2, size=(6.0, max(5.4, 2.4 + 0.3 * bars)))
+    for (left, right), found, arms in zip(rows, groups.values(), arms_of, strict=True):
         ranked = sorted(arms, key=lambda arm: arm.rank)
-        ended = [arm for arm in ranked if arm.rank < math.inf]
-        chosen = np.linspace(0, len(ended) - 1, min(_SHOWN, len(ended))).round().astype(int)
-        lines = [panels[0].line(panels[0].rows("best")[0], 0)]
-        lines += [arm.panel.line(arm.best, styles[arm.name], arm.name) for arm in (ended[i] for i in chosen)]
+        finite = [arm for arm in ranked if arm.rank < math.inf]
+        chosen = np.linspace(0, len(finite) - 1, min(_SHOWN, len(finite))).round().astype(int)
+        lines = [_line(found[0], found[0].rows("best")[0], 0)]
+        lines += [_line(arm.compared, arm.best, styles[arm.name], arm.name) for arm in (finite[i] for i in chosen)]
         _draw_losses(left, lines)
-        finish(left, _size(panels[0]), _STEPS, _LOSS, about=_bands(*panels))
+        finish(left, _size(found[0]), _STEPS, _LOSS, about=_bands(*found))
         _draw_bars(right, ranked, styles)
-        baseline = panels[0].label(panels[0].arms[0])
-        finish(right, f"Final loss against {baseline}", "difference (nats a token), lower is better", "")
-        _grey_legend(right)
+        title = f"Final loss against {found[0].label(found[0].arms[0])}"
+        finish(right, title, "difference (nats per token), lower is better", "")
     return figure
 
 
-def _arms(panels: Sequence[Panel]) -> list[_Arm]:
-    """Return the arms but the baselines; those of one name in several comparisons are told apart."""
-    found = []
-    for panel in panels:
-        pairs = zip(panel.rows("best")[1:], panel.rows("shared")[1:], strict=True)
-        found += [_Arm(panel.label(best["arm"]), panel, best, shared) for best, shared in pairs]
-    names = [arm.name for arm in found]
-    return [a._replace(name=f"{a.name} ({a.panel.name})") if names.count(a.name) > 1 else a for a in found]
+def _arms(found: Sequence[Evidence]) -> list[_Arm]:
+    """Return the arms without the baselines; the comparison is added to names that occur twice."""
+    arms = []
+    for compared in found:
+        pairs = zip(compared.rows("best")[1:], compared.rows("shared")[1:], strict=True)
+        arms += [_Arm(compared.label(best["arm"]), compared, best, shared) for best, shared in pairs]
+    names = [arm.name for arm in arms]
+    return [a._replace(name=f"{a.name} ({a.compared.name})") if names.count(a.name) > 1 else a for a in arms]
 
 
 def _draw_bars(axes: Axes, arms: Sequence[_Arm], styles: Mapping[str, int]) -> None:
     """Draw a full bar at an arm's own best learning rate, a hatched one at the shared rate, a point for each seed."""
-    places, names, place = [], [], 0.0
-    labelled: set[str] = set()
+    ticks, place = [], 0.0
     for arm in arms:
-        kinds = {"own best learning rate": arm.best, "shared learning rate": arm.shared}
-        if arm.best["lr"] == arm.shared["lr"]:
-            del kinds["shared learning rate"]
-        places.append(place + 0.5 * (len(kinds) - 1))
-        names.append(arm.name)
+        rows = [arm.best] if arm.best["lr"] == arm.shared["lr"] else [arm.best, arm.shared]
+        ticks.append(place + 0.5 * (len(rows) - 1))
         colour = COLOURS[styles[arm.name] % len(COLOURS)]
-        for kind, row in kinds.items():
-            _draw_bar(axes, place, row, colour, kind.startswith("shared"), "_" if kind in labelled else kind)
-            labelled.add(kind)
+        for row, look in zip(rows, ({"color": colour}, {"edgecolor": colour, **_HATCHED}), strict=False):
+            if row["delta"] is not None:
+                axes.barh(place, row["delta"], 0.8, **look)
+                if len(row["deltas"]) > 1:
+                    axes.plot(row["deltas"], [place] * len(row["deltas"]), "o", color="black", markersize=3.5, zorder=3)
+            axes.annotate(_gap(row), (1.01, place), xycoords=("axes fraction", "data"), va="center", fontsize=10.5)
             place += 1.0
         place += 0.6
-    axes.set_yticks(places, names)
+    # The legend is grey, as colours are those of the arms.
+    axes.fill_between([], [], [], color=GUIDE, label="own best learning rate")
+    if any(arm.best["lr"] != arm.shared["lr"] for arm in arms):
+        axes.fill_between([], [], [], edgecolor=GUIDE, label="shared learning rate", **_HATCHED)
+    axes.set_yticks(ticks, [arm.name for arm in arms])
     axes.invert_yaxis()
     axes.ticklabel_format(axis="x", style="plain")  # a power of ten would lie over the label
     axes.locator_params(axis="x", nbins=4)
@@ -179,61 +198,39 @@ def _draw_bars(axes: Axes, arms: Sequence[_Arm], styles: Mapping[str, int]) -> N
     axes.margins(x=0.08)
 
 
-def _grey_legend(axes: Axes) -> None:
-    """Take the colour of the first arm, whose bars happen to be the labelled ones, out of the legend."""
-    legend = axes.get_legend()
-    for handle in () if legend is None else legend.get_patches():
-        handle.set_edgecolor(GUIDE)
-        if not handle.get_hatch():
-            handle.set_facecolor(GUIDE)
-
-
-def _draw_bar(axes: Axes, place: float, row: Row, colour: str, hatched: bool, label: str) -> None:
-    if row["delta"] is not None:
-        look: dict[str, Any] = (
-            {"facecolor": "white", "edgecolor": colour, "hatch": "///"} if hatched else {"color": colour}
-        )
-        axes.barh(place, row["delta"], 0.8, label=label, **look)
-        if len(row["deltas"]) > 1:
-            axes.plot(row["deltas"], [place] * len(row["deltas"]), "o", color="black", markersize=3.5, zorder=3)
-    axes.annotate(_gap(row), (1.01, place), xycoords=("axes fraction", "data"), va="center", fontsize=10.5)
-
-
 def optimizer_equivalence(sources: Sequence[Path]) -> Figure:
-    """Draw a map in the module against the same in the optimizer, and the difference magnified (figure 7).
+    """Draw map in the module against map in the optimizer, the difference magnified.
 
-    Runs are held against each other at the shared learning rate, seed by seed.
-
-    Raises:
-        FileNotFoundError, ValueError: no finished comparison, or one without two such arms.
+    Runs are compared at the shared learning rate, seed by seed.
     """
-    panel = comparisons(sources)[0]
-    module, optimizer = _homes(panel)
-    figure, ((left, right),) = sheet(1, 2, panel=(5.4, 4.4))
-    _draw_losses(left, [panel.line(row, style) for style, row in enumerate((module, optimizer))])
-    finish(left, _size(panel), _STEPS, _LOSS, about=_bands(panel))
-    others = {run["seed"]: run for run in panel.runs(module["arm"], module["lr"])}
-    gaps: dict[int, Floats] = {}
-    for run in panel.runs(optimizer["arm"], optimizer["lr"]):
-        if (other := others.get(run["seed"])) is not None:
-            gaps[run["seed"]] = np.array(run["evals"]).T[1] - np.array(other["evals"]).T[1]
+    compared = comparisons(sources)[0]
+    module, optimizer = _homes(compared)
+    figure, ((left, right),) = sheet(1, 2, size=(5.4, 4.4))
+    _draw_losses(left, [_line(compared, row, style) for style, row in enumerate((module, optimizer))])
+    finish(left, _size(compared), _STEPS, _LOSS, about=_bands(compared))
+    in_module, in_optimizer = (compared.runs(row["arm"], row["lr"]) for row in (module, optimizer))
+    gaps: dict[int, Floats] = {
+        seed: np.array(run.curve).T[1] - np.array(in_module[seed].curve).T[1]
+        for seed, run in in_optimizer.items()
+        if seed in in_module
+    }
     if not gaps:
-        raise ValueError(f"sources must name a comparison where both homes ended with one seed, got {panel.name!r}")
-    steps = [step for step, _ in next(iter(others.values()))["evals"]]
+        raise ValueError(f"sources must name a comparison with one seed finite in both homes, got {compared.name!r}")
+    steps = [step for step, _ in next(iter(in_module.values())).curve]
     lines = [Line(f"seed {seed}", steps, _MAGNIFIED * gap, style) for style, (seed, gap) in enumerate(gaps.items())]
     draw_chart(right, lines)
     right.axhline(0.0, **GUIDE_LINE)
     size = np.abs(list(gaps.values()))[:, np.array(steps) > 0]
-    told = f"mean size {size.mean():.1e},\nlargest {size.max():.1e}, last {size[:, -1].mean():.1e}"
-    finish(right, f"Optimizer − module: {told}", _STEPS, "difference (10⁻³ nats a token)", columns=3)
+    numbers = f"mean size {size.mean():.1e},\nlargest {size.max():.1e}, last {size[:, -1].mean():.1e}"
+    finish(right, f"Optimizer − module: {numbers}", _STEPS, "difference (10⁻³ nats per token)", columns=3)
     return figure
 
 
-def _homes(panel: Panel) -> tuple[Row, Row]:
+def _homes(compared: Evidence) -> tuple[Row, Row]:
     """Return the shared rows of the first two arms that differ in the home of their map alone."""
-    ended = [row for row in panel.rows("shared") if panel.runs(row["arm"], row["lr"])]
-    maps = {row["arm"]: panel.found["maps"][row["arm"]] for row in ended}
-    for module, optimizer in itertools.product(ended, ended):
+    finite = [row for row in compared.rows("shared") if compared.runs(row["arm"], row["lr"])]
+    maps = {row["arm"]: compared.found["maps"][row["arm"]] for row in finite}
+    for module, optimizer in itertools.product(finite, finite):
         first, second = maps[module["arm"]], maps[optimizer["arm"]]
         if first and second and first["home"] == "module" and {**first, "home": "optimizer"} == second:
             return module, optimizer
@@ -242,29 +239,28 @@ def _homes(panel: Panel) -> tuple[Row, Row]:
 
 
 def lr_annealing(sources: Sequence[Path]) -> Figure:
-    """Draw the late losses of the arms with learned scales, and the mean scales of the first annealed one (figure 8).
+    """Draw late losses, and the mean scales during training.
 
-    Raises:
-        FileNotFoundError, ValueError: no finished comparison, or one without an arm whose scales are annealed.
+    The losses are those of the arms with learned scales, the scales those of the first annealed arm.
     """
-    panel = comparisons(sources)[0]
-    learned = [row for row in panel.rows("best") if _learned(panel, row) and panel.runs(row["arm"], row["lr"])]
-    annealed = next((row for row in learned if any(first != last for first, last in _learned(panel, row))), None)
+    compared = comparisons(sources)[0]
+    learned = [row for row in compared.rows("best") if _rates(compared, row) and compared.runs(row["arm"], row["lr"])]
+    annealed = next((row for row in learned if any(first != last for first, last in _rates(compared, row))), None)
     if annealed is None:
-        arms = ", ".join(panel.found["maps"])
+        arms = ", ".join(compared.found["maps"])
         raise ValueError(f"sources must name a comparison with an arm whose scales are annealed, got {arms}")
-    figure, ((left, right),) = sheet(1, 2, panel=(5.4, 4.4))
-    draw_chart(left, [_later(panel.line(row, style)) for style, row in enumerate(learned)])
-    finish(left, f"Loss after {100 * _LATE:.0f} % of the steps", _STEPS, _LOSS, about=_bands(panel))
-    draw_chart(right, _trajectories(panel, annealed))
-    told = f"{panel.label(annealed['arm'])}, lr {annealed['lr']:g}"
-    finish(right, f"Mean scales: {told}", _STEPS, "scale", columns=2, about=_bands(panel))
+    figure, ((left, right),) = sheet(1, 2, size=(5.4, 4.4))
+    draw_chart(left, [_later(_line(compared, row, style)) for style, row in enumerate(learned)])
+    finish(left, f"Loss after {100 * _LATE:.0f} % of the steps", _STEPS, _LOSS, about=_bands(compared))
+    draw_chart(right, _trajectories(compared, annealed))
+    title = f"Mean scales: {compared.label(annealed['arm'])}, lr {annealed['lr']:g}"
+    finish(right, title, _STEPS, "scale", columns=2, about=_bands(compared))
     return figure
 
 
-def _learned(panel: Panel, row: Row) -> list[tuple[float, float]]:
+def _rates(compared: Evidence, row: Row) -> list[tuple[float, float]]:
     """Return first and last learning rate, or multiplier, of every scale that an arm learns."""
-    config = panel.config(row["arm"])
+    config = compared.map_of(row["arm"])
     scales = [] if config is None else [getattr(config, role) for role in config.learned_roles]
     return [scale.peak_lr or scale.k for scale in scales]
 
@@ -276,22 +272,62 @@ def _later(line: Line) -> Line:
     return Line(line.label, steps[shown], np.asarray(line.y)[shown], line.style, band=band)
 
 
-def _trajectories(panel: Panel, row: Row) -> list[Line]:
-    """Return the means of e, l and m = kappa/beta at each evaluation, over the seeds."""
-    config = panel.config(row["arm"])
+def _trajectories(compared: Evidence, row: Row) -> list[Line]:
+    """Return the means of e, l and m at each evaluation, over the seeds; a beta for each matrix leaves no mean of m."""
+    config, lines = compared.map_of(row["arm"]), []
     assert config is not None
-    records = [read_run(panel.folder / run["folder"]).evaluations for run in panel.runs(row["arm"], row["lr"])]
-    lines = []
-    for style, (role, key, unit) in enumerate((("e", "e", 1.0), ("l", "l", 1.0), ("m", "kappa", config.beta))):
-        # A beta for each matrix leaves no one number to divide by.
-        if role not in config.learned_roles or isinstance(unit, str):
-            continue
-        start = unit * getattr(config, role).start  # before the first step an optimizer has no scales to look at
-        values = [[run.get("stats", {}).get(f"{key}/mean", start) / unit for run in record] for record in records]
-        seeds: Floats = np.array(values)
-        band = (seeds.min(axis=0), seeds.max(axis=0)) if len(seeds) > 1 else None
-        steps = [record["step"] for record in records[0]]
-        lines.append(
-            Line(f"mean {role}, ends at {seeds[:, -1].mean():.3f}", steps, seeds.mean(axis=0), style, band=band)
-        )
+    for style, role in enumerate(("e", "l", "m")):
+        seeds = [run.scale_means(role) for run in compared.runs(row["arm"], row["lr"]).values()]
+        if role in config.learned_roles and all(seeds):
+            start = getattr(config, role).start  # before the first step an optimizer has no scales
+            steps = [0, *(step for step, _ in seeds[0] if step > 0)]
+            values = [[dict(means).get(step, start) for step in steps] for means in seeds]
+            label = f"mean {role}, ends at {np.mean([means[-1] for means in values]):.3f}"
+            lines.append(_mean_line(label, steps, values, style))
     return lines
+
+
+def learning_rates(sources: Sequence[Path]) -> Figure:
+    """Draw final losses by learning rate, and by the step that it makes of effective weights.
+
+    Adam's steps are about a learning rate long in raw weights, and longer by the slope in effective ones. Where a gain
+    is that of a larger step, the lines of the right axes coincide.
+    """
+    found = comparisons(sources)
+    figure, rows = sheet(len(found), 2, size=(6.8, 4.8))
+    for (left, right), compared in zip(rows, found, strict=True):
+        slopes = {arm: _slope_of(compared, arm) for arm in compared.arms}
+        scaled = [Sweep(arm, f"{compared.label(arm)} (× {slope:.2f})", slope) for arm, slope in slopes.items()]
+        for axes, sweeps in ((left, [sweep._replace(factor=1.0) for sweep in scaled]), (right, scaled)):
+            draw_chart(axes, sweep_lines(compared.found["runs"], sweeps), log="x", ticks=compared.lrs)
+        finish(left, f"{_size(compared)}: by learning rate", "peak learning rate (log)", _FINAL, columns=0)
+        label = "peak learning rate × mean slope at the start (log)"
+        finish(right, "By the step in effective weights", label, _FINAL, columns=0)
+        right.legend(loc="upper left", bbox_to_anchor=(1.02, 1.0), title="map (× slope)", alignment="left")
+    return figure
+
+
+def _slope_of(compared: Evidence, arm: str) -> float:
+    folder = compared.folder / next(run["folder"] for run in compared.found["runs"] if run["arm"] == arm)
+    run = read_run(folder)
+    with naming(str(folder)):
+        check_weights(folder, run.facts, run.config.train.weights)
+    return start_slope(run.config)
+
+
+def start_slope(config: RunConfig) -> float:
+    """Return the mean slope, d w_eff / d w, of the curved matrices at the start of a run; 1 for ordinary weights.
+
+    Drawn weights are those of one block, since all blocks are drawn alike. Given weights are those of all blocks.
+
+    >>> start_slope(RunConfig("data"))  # preset "carried" at width 128
+    1.17...
+    """
+    if config.sel.home == "none":
+        return 1.0
+    curve = dataclasses.replace(config.sel, home="module")  # layers have the map before any step
+    compute = dataclasses.replace(config.compute, device="cpu")
+    model = config.model if config.train.weights else dataclasses.replace(config.model, depth=1)
+    with torch.random.fork_rng(devices=[]):  # layers draw weights before they get theirs
+        built = build_model(dataclasses.replace(config, model=model, sel=curve, compute=compute))
+        return sel.stats(built)["slope/mean"]

@@ -1,6 +1,6 @@
-"""Figures of the map itself, which need no data: figures 3, 4, 12, 13 and 14 of the paper.
+"""Figures of the map itself: figures 3, 4, 12, 13 and 14 of the paper.
 
-Every curve is the map in float64, as :func:`symexplin.effective` computes it.
+Every curve is the map in float64 from :func:`symexplin.effective`.
 """
 
 from collections.abc import Sequence
@@ -12,18 +12,29 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from symexplin.experiments.figures.sheet import common_legend, finish, sheet
+from symexplin.experiments.figures.sheet import common_legend, finish, name_map, sheet
 from symexplin.functional import effective, inverse
 from symexplin.lab.report.charts import COLOURS, GUIDE_LINE, Floats, Line, draw_chart, outline
 from symexplin.lab.weights.inspect import xavier_bound
 
-__all__ = ["beta_offset", "congruent_mismatch", "mismatched_start", "symexp_controls", "symexp_sel"]
+__all__ = [
+    "MAP",
+    "PATHWAY",
+    "beta_offset",
+    "congruent_mismatch",
+    "mismatched_start",
+    "symexp_controls",
+    "symexp_sel",
+]
 
+# The maps that the figures show; what they vary stands in their titles.
+PATHWAY = "S(w) alone (exp_only), e = 1, d = β, n = 0 and β = 7.5 unless varied"
+MAP = "mismatch or congruent, e = l = 1, d = β, n = 0 and β = 7.5 unless varied"
 _BETA = 7.5  # the paper's at width 1024
 _WIDTH = 1024
 _POINTS = 401
 _RAW, _EFFECTIVE = "raw weight w", "effective weight"
-_DRAWN, _SHOWN = 200_000, 150  # Xavier weights that are counted; those of each sign that are shown one by one
+_DRAWN, _SHOWN = 200_000, 150  # Xavier weights in the histogram; points of each sign
 _BINS = 60
 
 
@@ -51,8 +62,9 @@ def _symexp(axes: Axes, top: float = 2.5) -> None:
 
 
 def symexp_controls(_: Sequence[Path]) -> Figure:
-    """Draw symexp, and what the offset n and the curvature beta do to the exponential pathway (figure 3)."""
+    """Draw symexp, and the effect of offset and curvature."""
     figure, ((left, middle, right),) = sheet(1, 3)
+    name_map(figure, PATHWAY)
     _symexp(left)
     w = _range(0.3)
     lines = [
@@ -71,34 +83,36 @@ def symexp_controls(_: Sequence[Path]) -> Figure:
 
 
 def congruent_mismatch(_: Sequence[Path]) -> Figure:
-    """Draw both ways to combine the pathways, and their difference (figure 4)."""
-    figure, (panels,) = sheet(1, 2)
+    """Draw both ways to combine the pathways."""
+    figure, ((left, right),) = sheet(1, 2)
+    name_map(figure, MAP)
     w = _range(0.2)
     congruent, mismatch = (_map(w, mode=mode, beta=_BETA) for mode in ("congruent", "mismatch"))
     lines = [_identity(0.2), Line("congruent", w, congruent, 0), Line("mismatch", w, mismatch, 1)]
-    draw_chart(panels[0], lines)
-    finish(panels[0], f"Both modes (β = {_BETA:g})", _RAW, _EFFECTIVE)
-    draw_chart(panels[1], [Line("mismatch − congruent", w, mismatch - congruent, 1)])
-    finish(panels[1], "Their difference", _RAW, "effective weight, difference")
+    draw_chart(left, lines)
+    finish(left, f"Both modes (β = {_BETA:g})", _RAW, _EFFECTIVE)
+    draw_chart(right, [Line("mismatch − congruent", w, mismatch - congruent, 1)])
+    finish(right, "Their difference", _RAW, "effective weight, difference")
     return figure
 
 
 def beta_offset(_: Sequence[Path]) -> Figure:
-    """Draw the map for two values of beta and of n each, on one scale (figure 12)."""
-    figure, panels = sheet(2, 2, share=True)
+    """Draw curvature and offset together."""
+    figure, grid = sheet(2, 2, share=True)
     w = _range(0.15)
-    for row, beta in zip(panels, (_BETA, 2 * _BETA), strict=True):
+    for row, beta in zip(grid, (_BETA, 2 * _BETA), strict=True):
         for axes, n in zip(row, (0.0, 1.0), strict=True):
-            draw_chart(axes, [_identity(0.15), Line("map, mode mismatch", w, _map(w, beta=beta, n=n))])
+            draw_chart(axes, [_identity(0.15), Line("map", w, _map(w, beta=beta, n=n))])
             finish(axes, f"β = {beta:g}, n = {n:g}", _RAW, _EFFECTIVE, columns=0)
             axes.label_outer()
-    common_legend(figure, panels[0][0], 2)
+    common_legend(figure, grid[0][0], 2, "mode mismatch, e = l = 1, d = β")
     return figure
 
 
 def symexp_sel(_: Sequence[Path]) -> Figure:
-    """Draw symexp beside the exponential pathway at beta 15 (figure 13)."""
+    """Draw symexp beside the exponential pathway."""
     figure, ((left, right),) = sheet(1, 2)
+    name_map(figure, "S(w) alone (exp_only), e = 1, d = β, n = 0")
     _symexp(left)
     w = _range(0.25)
     lines = [_identity(0.25), Line("exponential pathway", w, _pathway(w, 2 * _BETA))]
@@ -108,12 +122,13 @@ def symexp_sel(_: Sequence[Path]) -> Figure:
 
 
 def mismatched_start(_: Sequence[Path]) -> Figure:
-    """Draw what Xavier's weights become under the congruent inverse and then the mismatch map (figure 14)."""
+    """Draw the effect of the mismatched start on Xavier's weights."""
     bound = xavier_bound((_WIDTH, _WIDTH))
     generator = torch.Generator().manual_seed(0)
     target = torch.empty(_DRAWN, dtype=torch.float64).uniform_(-bound, bound, generator=generator)
     actual = effective(inverse(target, mode="congruent", beta=_BETA), mode="mismatch", beta=_BETA)
     figure, ((left, middle, right),) = sheet(1, 3)
+    name_map(figure, "inverse of congruent, then mismatch: e = l = 1, d = β, n = 0")
     signs = {"positive": target > 0, "negative": target < 0}
     lines = [_identity(bound)]
     for style, (name, mask) in enumerate(signs.items()):

@@ -8,26 +8,25 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from symexplin.experiments.figures.sheet import common_legend, finish, sheet
-from symexplin.experiments.figures.sources import run_of
+from symexplin.experiments.figures.sources import map_words, run_of, weights_at_end
 from symexplin.lab.report.charts import COLOURS, DASHES, MARKERS, Line, draw_chart
-from symexplin.lab.report.probe import Probe, RoleWeights, map_curves, map_shape, probe, read_run
+from symexplin.lab.report.probe import RoleWeights, map_curves, map_shape, read_run
 
 __all__ = ["transform_outliers", "transform_roles"]
 
-_ABREAST, _PANEL = 4, (3.4, 3.2)
+_ABREAST, _SIZE = 4, (3.4, 3.2)
 _MOST_ENTRIES = 5  # of the legend
 _POSITIONS, _POINTS = 20_000, 81  # 0.1 % of these positions are 20 curves
 _LARGEST = 3  # positions with the largest raw weights, and as many with the largest effective ones
-# Edges of a band (%), how dark it is, and the style of its edges, so that grey tones do not stand alone.
+# Edges of a band (%), its opacity, and the dashes of its edges.
 _BANDS = ((0.1, 99.9, 0.12, 2), (1.0, 99.0, 0.25, 1))
 _OUTLIERS = 1  # style of the single curves
 
 
 def transform_roles(sources: Sequence[Path]) -> Figure:
-    """Draw w_eff over w_raw in each role: the median over sampled positions and their 5-95 % band (figure 10).
+    """Draw the learned map by role of the matrices.
 
-    Raises:
-        FileNotFoundError, ValueError: no run with a map, or none of whose raw weights is left.
+    w_eff over w_raw: the median over sampled positions and their 5-95 % band.
     """
 
     def draw(axes: Axes, weights: RoleWeights) -> None:
@@ -41,11 +40,7 @@ def transform_roles(sources: Sequence[Path]) -> Figure:
 
 
 def transform_outliers(sources: Sequence[Path]) -> Figure:
-    """Draw the bands of rare positions, too, and the curves of the largest weights (figure 11).
-
-    Raises:
-        FileNotFoundError, ValueError: as for :func:`transform_roles`.
-    """
+    """Draw the learned map with the bands of rare positions and the curves of the largest weights."""
     return _by_role(sources, _draw_outliers)
 
 
@@ -72,31 +67,26 @@ def _draw_outliers(axes: Axes, weights: RoleWeights) -> None:
         highest = max(highest, abs(y))
     ends = [-top, top]
     lines = [Line("identity", ends, ends, kind="guide"), Line("median", raw, family.quantile(0.5, dim=0))]
-    # The curve of an outlier at raw weights that its position never had may leave the panel.
+    # The curve of an outlier may leave the axes at raw weights that its position never had.
     limits = (-1.1 * max(highest, top), 1.1 * max(highest, top))
     draw_chart(axes, lines, limits=limits)
 
 
 def _by_role(sources: Sequence[Path], draw: Callable[[Axes, RoleWeights], None]) -> Figure:
-    (source,) = sources
-    folder = run_of(source, curved=True)
-    weights = _probe(folder)
+    run = read_run(run_of(sources[0], curved=True))
+    if not (words := map_words(run)):
+        raise ValueError(f"sources must name a run of a curved model, got {str(run.folder)!r} with ordinary weights")
+    weights = weights_at_end(run.folder)
+    if any(role.raw is None for role in weights.roles.values()):
+        raise ValueError(f"sources must name a run with a checkpoint, got {str(run.folder)!r} with final weights alone")
     columns = min(_ABREAST, len(weights.roles))
-    rows = -(-len(weights.roles) // columns)
-    figure, grid = sheet(rows, columns, _PANEL)
-    panels = [axes for row in grid for axes in row]
-    for axes, (role, found) in zip(panels, weights.roles.items(), strict=False):
+    figure, grid = sheet(-(-len(weights.roles) // columns), columns, _SIZE)
+    places = [axes for row in grid for axes in row]
+    for axes, (role, found) in zip(places, weights.roles.items(), strict=False):
         draw(axes, found)
         finish(axes, role, "raw weight", "effective weight", columns=0)
-    for axes in panels[len(weights.roles) :]:
+    for axes in places[len(weights.roles) :]:
         axes.set_axis_off()
-    told = f"{folder.resolve().name}, step {weights.step:,}"
-    common_legend(figure, panels[0], _MOST_ENTRIES, told)
+    title = f"{run.folder.resolve().name}, step {weights.step:,}\n{words}"
+    common_legend(figure, places[0], _MOST_ENTRIES, title)
     return figure
-
-
-def _probe(folder: Path) -> Probe:
-    weights = probe(read_run(folder))
-    if weights is None or any(role.raw is None for role in weights.roles.values()):
-        raise ValueError(f"sources must name a run of a curved model with a checkpoint, got {str(folder)!r}")
-    return weights

@@ -1,4 +1,4 @@
-"""The sheets that figures are drawn on: panels in rows, each with its title above and its legend below; the files."""
+"""Figures as rows of axes, each with its title above and its legend below; their files."""
 
 from pathlib import Path
 from typing import Any
@@ -11,26 +11,26 @@ from matplotlib.transforms import ScaledTranslation
 from symexplin.lab.files import replacing
 from symexplin.lab.report.charts import STYLE, UNDATED
 
-__all__ = ["common_legend", "finish", "save_figure", "sheet"]
+__all__ = ["common_legend", "finish", "name_map", "save_figure", "sheet"]
 
-_PANEL = (4.4, 4.2)  # inches; three abreast on a page of 1000 pixels have letters of 13
+_SIZE = (4.4, 4.2)  # inches; three abreast on a page of 1000 pixels have letters of 13
 _BELOW = 0.62  # inches that the ticks of an axis and its label take
 _CLOSE: dict[str, Any] = {"handlelength": 2.6, "columnspacing": 1.2}
 _DPI = 150
 
 
 def sheet(
-    rows: int, columns: int, panel: tuple[float, float] = _PANEL, share: bool = False
+    rows: int, columns: int, size: tuple[float, float] = _SIZE, share: bool = False
 ) -> tuple[Figure, list[list[Axes]]]:
-    """Return a figure with its axes, row by row; `panel` is the width and height of each in inches.
+    """Return a figure with its axes, row by row; `size` is the width and height of each in inches.
 
-    With `share` all have the same limits.
+    With `share` all axes have the same limits.
 
     >>> figure, axes = sheet(1, 2)
     >>> len(axes), len(axes[0])
     (1, 2)
     """
-    figure = Figure(figsize=(panel[0] * columns, panel[1] * rows), layout="constrained")
+    figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False, sharex=share, sharey=share)
     for axes in grid.flat:
         axes.set_axisbelow(True)  # the grid
@@ -38,7 +38,7 @@ def sheet(
 
 
 def finish(axes: Axes, title: str, x_label: str, y_label: str, columns: int = 1, about: str | None = None) -> None:
-    """Write the title and the labels, and below the axes a legend with `columns` entries a line, 0 for none.
+    """Write the title and the labels, and below the axes a legend with `columns` entries per line, 0 for none.
 
     `about` stands above the legend's entries.
 
@@ -56,7 +56,7 @@ def finish(axes: Axes, title: str, x_label: str, y_label: str, columns: int = 1,
 
 
 def common_legend(figure: Figure, axes: Axes, columns: int, title: str | None = None) -> None:
-    """Put the legend of one of the axes, which holds for all, above the figure, under a title of the whole.
+    """Put the legend of one of the axes above the figure as that of all axes, under the title of the figure.
 
     >>> figure, ((axes,),) = sheet(1, 1)
     >>> _ = axes.plot([1.0, 2.0], label="weights")
@@ -69,13 +69,19 @@ def common_legend(figure: Figure, axes: Axes, columns: int, title: str | None = 
     figure.legend(handles, labels, ncols=columns, **place, **_CLOSE)
 
 
+def name_map(figure: Figure, words: str) -> None:
+    """Write above a figure which map it shows."""
+    if words:
+        figure.suptitle(words, x=0.01, ha="left", fontsize=11)
+
+
 def save_figure(figure: Figure, folder: str | Path, name: str) -> tuple[Path, Path]:
     """Write NAME.svg and NAME.png (150 dots an inch) into a folder, which is created, each in one step.
 
     The same figure gives the same bytes.
 
     Raises:
-        OSError: the disk is full, ...; a file that is there is then the old one.
+        OSError: the disk is full, ...; existing files then stay.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

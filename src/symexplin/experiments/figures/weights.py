@@ -3,8 +3,9 @@
 Sizes are in units of Xavier's uniform bound of their matrix where matrices of several shapes are pooled.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -14,35 +15,37 @@ from matplotlib.ticker import MaxNLocator, NullFormatter
 from torch import Tensor
 
 from symexplin.config import SELConfig
-from symexplin.experiments.figures.sheet import common_legend, finish, sheet
-from symexplin.experiments.figures.sources import run_of, weights_of
+from symexplin.experiments.figures.sheet import common_legend, finish, name_map, sheet
+from symexplin.experiments.figures.sources import is_run, map_words, run_of, weights_at_end, weights_of
 from symexplin.lab.report.charts import COLOURS, GUIDE_LINE, MARKERS, Floats, Line, draw_chart, draw_histogram, outline
-from symexplin.lab.report.probe import Probe, probe, read_run
+from symexplin.lab.report.probe import Probe, read_run
 from symexplin.lab.weights.files import iter_tensors, read_specs
 from symexplin.lab.weights.inspect import BIN_EDGES, Inspection, Row, inspect_file, xavier_bound
 from symexplin.lab.weights.names import curved_names, floating_shapes
 
-__all__ = ["curved_parts", "heavy_tail", "raw_effective", "weight_distribution"]
+__all__ = ["Distances", "curved_parts", "heavy_tail", "optimization_distance", "raw_effective", "weight_distribution"]
 
 _XAVIER, _TRAINED, _RAW = 0, 1, 2  # styles
 _START = "Xavier's uniform start"
 _SIZE = "|w| / Xavier's bound (log scale)"
 _BINS = 121  # an odd number puts one around zero
-_CHUNK = 1 << 20  # numbers looked at at once
-_ROLES = 12  # more kinds of matrices are not told apart
-_ABREAST = 4  # of their names in a legend
+_CHUNK = 1 << 20  # numbers per part
+_ROLES = 12  # more kinds of matrices have one colour
+_ABREAST = 4  # names per line of a legend
+# Twenty bins per decade; smaller and larger distances count in the first and the last.
+_EDGES: Floats = np.geomspace(1e-9, 1e3, 12 * 20 + 1)
+_PAPER_LR = 3e-4  # for files without a configuration
 _SMALLEST = 0.01  # sizes below this fraction of the bound are no tail
 
 
 def weight_distribution(sources: Sequence[Path]) -> Figure:
-    """Draw the histogram of all curved weights, the tail beyond each size and the growth of each matrix (figure 2).
+    """Draw trained weights against their initialisation.
 
-    Raises:
-        FileNotFoundError, ValueError: no file of weights there, see :func:`symexplin.lab.weights.files.read_specs`.
+    The histogram of all curved matrices, the share of weights beyond each size, and the growth of each matrix.
     """
     path = weights_of(sources[0])
     found = _inspect(path)
-    figure, ((left, middle, right),) = sheet(1, 3, panel=(4.4, 4.6))
+    figure, ((left, middle, right),) = sheet(1, 3, size=(4.4, 4.6))
     _draw_signed(left, path, found)
     sizes, beyond = _tail(found)
     fresh = np.linspace(float(sizes[0]), 1.0, 200)[:-1]
@@ -73,7 +76,7 @@ def _draw_signed(axes: Axes, path: Path, found: Inspection) -> None:
 
 
 def curved_parts(path: Path) -> Iterator[tuple[str, Floats, float]]:
-    """Yield the finite numbers of every curved matrix of a file, a part at a time, with its name and its bound.
+    """Yield the finite numbers of every curved matrix of a file in parts, with its name and its bound.
 
     >>> import tempfile
     >>> from symexplin.lab.weights.files import write_tensors
@@ -91,14 +94,10 @@ def curved_parts(path: Path) -> Iterator[tuple[str, Floats, float]]:
 
 
 def heavy_tail(sources: Sequence[Path]) -> Figure:
-    """Draw growth, largest weights, deviations and upper percentiles against Xavier's start (figure 16).
-
-    Raises:
-        FileNotFoundError, ValueError: as for :func:`weight_distribution`.
-    """
+    """Draw growth, largest weights, deviations and percentiles by matrix, against Xavier's start."""
     found = _inspect(weights_of(sources[0]))
     rows = found.rows
-    figure, ((growth, largest), (deviation, percentile)) = sheet(2, 2, panel=(5.4, 4.2))
+    figure, ((growth, largest), (deviation, percentile)) = sheet(2, 2, size=(5.4, 4.2))
     _draw_growth(growth, found, 0)
     common_legend(figure, growth, 2 * _ABREAST)
     bounds, tops, stds = (np.array(column) for column in zip(*((r.bound, r.max, r.std) for r in rows), strict=True))
@@ -117,7 +116,7 @@ def heavy_tail(sources: Sequence[Path]) -> Figure:
 
 
 def _inspect(path: Path) -> Inspection:
-    # The linear map has an inverse everywhere, and one that costs little.
+    # Sizes do not depend on the map; the linear one is the fastest to invert.
     found = inspect_file(path, config=SELConfig(mode="linear"))
     if not found.total.max:
         raise ValueError(f"sources must name weights that are not all zero, got {str(path)!r}")
@@ -154,7 +153,7 @@ def _draw_growth(axes: Axes, found: Inspection, columns: int) -> None:
     numbered = -1 not in layers
     _draw_points(axes, found.rows, layers if numbered else range(len(layers)), [row.max_growth for row in found.rows])
     axes.axhline(1.0, **GUIDE_LINE)
-    # Full decades alone may label nothing.
+    # labels between full decades
     draw_chart(axes, [], log="y")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     place = "layer" if numbered else "matrix, in the order of the names"
@@ -188,13 +187,13 @@ def _draw_points(axes: Axes, rows: Sequence[Row], x: Sequence[float] | Floats, y
 
 
 def _short(roles: list[str]) -> list[str]:
-    """Return the last parts of names, where they tell all apart."""
+    """Return the last parts of names, if these are distinct."""
     last = {role: role.rpartition(".")[2] for role in roles}
     return [last[role] for role in roles] if len(set(last.values())) == len(last) else roles
 
 
 def _draw_pairs(axes: Axes, rows: Sequence[Row], start: Floats, now: Floats) -> None:
-    """Draw what the matrices have now over what they had; on the dashed line nothing has changed."""
+    """Draw values now over values at the start; on the dashed line nothing has changed."""
     _draw_points(axes, rows, start, now)
     ends = [0.95 * float(start.min()), 1.05 * float(start.max())]
     draw_chart(axes, [Line("", ends, ends, kind="guide")])
@@ -207,42 +206,109 @@ def _correlation(x: Floats, y: Floats) -> str:
 
 
 def raw_effective(sources: Sequence[Path]) -> Figure:
-    """Draw the weights of a baseline run and of a curved one, at the start and at the newest checkpoint (figure 9).
-
-    Raises:
-        FileNotFoundError, ValueError: no runs there, or none with weights yet.
-    """
-    folders = [run_of(sources[0], curved=False), run_of(sources[-1], curved=True)]
-    sizes = [(model.width, model.depth) for model in (read_run(folder).config.model for folder in folders)]
+    """Draw weights of the baseline against raw and effective ones, at the start and at the newest checkpoint."""
+    runs = [read_run(run_of(sources[0], curved=False)), read_run(run_of(sources[-1], curved=True))]
+    sizes = [(run.config.model.width, run.config.model.depth) for run in runs]
     if sizes[0] != sizes[1]:
-        told = " and ".join(f"{str(folder)!r} ({w}x{d})" for folder, (w, d) in zip(folders, sizes, strict=True))
-        raise ValueError(f"sources must be runs of one width and depth, got {told}")
-    baseline, curved = (weights_at_end(folder) for folder in folders)
+        named = " and ".join(f"{str(run.folder)!r} ({w}x{d})" for run, (w, d) in zip(runs, sizes, strict=True))
+        raise ValueError(f"sources must be runs of one width and depth, got {named}")
+    baseline, curved = (weights_at_end(run.folder) for run in runs)
     if any(role.form is not None for role in baseline.roles.values()):
-        raise ValueError(f"sources must be a run on ordinary weights, then a curved one, got {str(folders[0])!r} first")
-    figure, ((left, right),) = sheet(1, 2, panel=(5.4, 4.2))
-    first = {"baseline": _pooled(baseline, "initial"), "SEL, effective": _pooled(curved, "initial")}
-    last = {"baseline": _pooled(baseline, "effective"), "SEL, effective": _pooled(curved, "effective")}
+        first = str(runs[0].folder)
+        raise ValueError(f"sources must be a run on ordinary weights, then a curved one, got {first!r} first")
+    figure, ((left, right),) = sheet(1, 2, size=(5.4, 4.2))
+    name_map(figure, map_words(runs[1]))
+    start = {"baseline": _pooled(baseline, "initial"), "SEL, effective": _pooled(curved, "initial")}
+    end = {"baseline": _pooled(baseline, "effective"), "SEL, effective": _pooled(curved, "effective")}
     if all(role.raw is not None for role in curved.roles.values()):
-        last["SEL, raw"] = _pooled(curved, "raw")
-    for axes, series in ((left, first), (right, last)):
-        draw_histogram(axes, series, _BINS)
-    finish(left, "At the start", "weight", "weights a bin (log scale)", columns=2)
+        end["SEL, raw"] = _pooled(curved, "raw")
     steps = " and ".join(f"{step:,}" for step in dict.fromkeys((baseline.step, curved.step)))
-    finish(right, f"At step {steps}", "weight", "weights a bin (log scale)", columns=2)
+    for axes, series, title in ((left, start, "At the start"), (right, end, f"At step {steps}")):
+        draw_histogram(axes, series, _BINS)
+        finish(axes, title, "weight", "weights per bin (log scale)", columns=2)
     return figure
 
 
-def weights_at_end(folder: Path) -> Probe:
-    """Return the weights of a run by role, or raise ValueError where there are none yet."""
-    found = probe(read_run(folder))
-    if found is None:
-        raise ValueError(f"sources must name a run with a checkpoint, got {str(folder)!r}, which has none")
-    return found
-
-
 def _pooled(weights: Probe, name: str) -> tuple[Tensor, Tensor]:
-    """Return the values of all roles, and how many weights each stands for."""
+    """Return the values of all roles, and the number of weights that each represents."""
     parts = [(getattr(role, name), role.total) for role in weights.roles.values()]
     shares = [torch.full((len(part),), total / len(part), dtype=torch.float64) for part, total in parts]
     return torch.cat([part for part, _ in parts]), torch.cat(shares)
+
+
+class Distances(NamedTuple):
+    """Distances in bins between :data:`_EDGES`, their mean and the largest."""
+
+    counts: Floats
+    mean: float
+    largest: float
+
+    @classmethod
+    def of(cls, parts: Iterable[tuple[Floats, float]]) -> Self:
+        """Count (distances, number of weights that each of them represents).
+
+        >>> found = Distances.of([(np.array([0.1, 0.3]), 2.0), (np.array([0.0]), 4.0)])
+        >>> float(found.counts.sum()), found.mean, found.largest
+        (8.0, 0.1, 0.3)
+        """
+        counts, total, largest = np.zeros(len(_EDGES) - 1), 0.0, 0.0
+        for values, each in parts:
+            counts += each * np.histogram(np.clip(values, _EDGES[0], _EDGES[-1]), _EDGES)[0]
+            total += each * float(values.sum())
+            largest = max(largest, float(values.max(initial=0.0)))
+        return cls(counts, total / max(1.0, float(counts.sum())), largest)
+
+    def ranks(self) -> tuple[Floats, Floats]:
+        """Return the number of weights at each distance or beyond, and the distance, the farthest weight first."""
+        beyond = np.cumsum(self.counts[::-1])
+        far = self.largest > _EDGES[:-1][::-1]
+        return np.append(1.0, beyond[far]), np.append(self.largest, _EDGES[:-1][::-1][far])
+
+
+def optimization_distance(sources: Sequence[Path]) -> Figure:
+    """Draw distances from the start, and the steps they take.
+
+    The start of a run is drawn again from its configuration. That of another file is not known, so that a draw from
+    Xavier's uniform distribution replaces it. A step of Adam's is about the learning rate long.
+    """
+    source = sources[0]
+    folder = run_of(source, curved=False) if is_run(source) else None
+    if folder is not None:
+        lr, start = read_run(folder).config.train.lr, "its start"
+        found = Distances.of(_of_run(folder))
+    else:
+        lr, start = _PAPER_LR, "a fresh Xavier start"
+        found = Distances.of(_of_file(weights_of(source)))
+    if not found.largest:
+        raise ValueError(f"sources must name weights that have moved, got {str(source)!r}")
+    figure, ((left, right),) = sheet(1, 2, size=(5.4, 4.2))
+    seen = np.flatnonzero(found.counts)
+    shown = slice(seen[0], seen[-1] + 1)
+    outline(left, found.counts[shown], _EDGES[seen[0] : seen[-1] + 2], f"distance from {start}", 0, filled=True)
+    left.axvline(found.mean, **GUIDE_LINE, label=f"mean {found.mean:.2g}")
+    left.axvline(found.largest, **{**GUIDE_LINE, "linestyle": "-"}, label=f"largest {found.largest:.2g}")
+    left.set_xscale("log")
+    left.set_yscale("log")
+    finish(left, "Distances", "|w − start| (log scale)", "weights per bin (log scale)")
+    rank, distance = found.ranks()
+    line, mean = Line("weights, the farthest first", rank, distance / lr), found.mean / lr
+    guide = Line(f"mean: {mean:,.3g} steps", [1.0, rank[-1]], [mean, mean], kind="guide")
+    draw_chart(right, [guide, line])
+    right.set_xscale("log")
+    right.set_yscale("log")
+    right.set_ylim(bottom=0.02 * mean)
+    finish(right, f"The farthest takes {found.largest / found.mean:.3g} × the mean",
+           "rank of the weight (log scale)", f"steps at lr {lr:g} (log scale)")  # fmt: skip
+    return figure
+
+
+def _of_run(folder: Path) -> Iterator[tuple[Floats, float]]:
+    for role in weights_at_end(folder).roles.values():
+        gone = (role.effective.double() - role.initial.double()).abs().numpy()
+        yield gone, role.total / len(gone)
+
+
+def _of_file(path: Path) -> Iterator[tuple[Floats, float]]:
+    random = np.random.default_rng(0)
+    for _, values, bound in curved_parts(path):
+        yield np.abs(values - random.uniform(-bound, bound, len(values))), 1.0

@@ -1,0 +1,204 @@
+"""A finished comparison, looked up by arm, learning rate and seed: for the report of a table and for figures."""
+
+import contextlib
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from symexplin.config import SELConfig
+from symexplin.lab.compare.sweep import COMPARISON
+from symexplin.lab.evaluate import Curve
+from symexplin.lab.files import read_json_lines
+from symexplin.lab.record import METRICS
+
+__all__ = [
+    "COMPARISON",
+    "ENOUGH_SEEDS",
+    "Evidence",
+    "FinishedRun",
+    "Row",
+    "Spread",
+    "sign_of",
+    "spread_of",
+]
+
+Row = dict[str, Any]
+
+ENOUGH_SEEDS = 3  # fewer seeds give no usable spread
+_ERRORS = 2.0  # a mean must differ from zero by more than this many standard errors
+_START_AND_HOME = ("start", "home")  # what comparison.json adds to the keys of a map
+
+
+class Spread(NamedTuple):
+    """Numbers of several seeds, their mean and its standard error, which is None for one seed."""
+
+    values: tuple[float, ...]
+    mean: float
+    error: float | None
+
+    @property
+    def margin(self) -> float:
+        """Twice the standard error."""
+        return math.inf if self.error is None else _ERRORS * self.error
+
+
+def spread_of(values: Sequence[float]) -> Spread:
+    """Return mean and standard error of at least one number.
+
+    >>> spread_of([1.0, 2.0, 3.0]).error
+    0.5773502691896258
+    """
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    return Spread(tuple(values), statistics.fmean(values), error)
+
+
+def sign_of(spread: Spread) -> int:
+    """Return the sign that the differences of several seeds establish: -1, 1, or 0 for none.
+
+    Every difference has that sign, there are at least three, and the mean exceeds twice its standard error.
+
+    >>> [sign_of(spread_of(values)) for values in ([-0.1, -0.2, -0.15], [-0.1, -0.2], [-1.0, -0.01, -0.01])]
+    [-1, 0, 0]
+    """
+    sign = -1 if spread.mean < 0 else 1
+    agree = all(value * sign > 0 for value in spread.values)
+    return sign if len(spread.values) >= ENOUGH_SEEDS and agree and abs(spread.mean) > spread.margin else 0
+
+
+class FinishedRun(NamedTuple):
+    """A run that stayed finite: its evaluations as (step, loss), its folder, and the beta of its map.
+
+    `beta` is None for ordinary weights and where every matrix has its own.
+    """
+
+    curve: Curve
+    folder: Path
+    beta: float | None
+
+    @property
+    def final(self) -> float:
+        """Held-out loss after the last step."""
+        return self.curve[-1][1]
+
+    def scale_means(self, role: str) -> list[tuple[int, float]]:
+        """Return (step, mean over all weights) of a scale at each evaluation that has it.
+
+        Raises:
+            OSError, ValueError: the run's metrics cannot be read.
+        """
+        key, unit = ("kappa/mean", self.beta) if role == "m" else (f"{role}/mean", 1.0)  # m = kappa / beta, Eq. 4
+        stats = [(record["step"], record.get("stats") or {}) for record in read_json_lines(self.folder / METRICS)]
+        return [(step, found[key] / unit) for step, found in stats if key in found and unit is not None]
+
+    def last_scale(self, role: str) -> float | None:
+        """Return the mean of a scale at the last evaluation, or None where the run's files do not have it."""
+        with contextlib.suppress(OSError, ValueError):
+            return next((mean for _, mean in reversed(self.scale_means(role))), None)
+        return None
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A finished comparison.
+
+    Args:
+        name: of the comparison.
+        folder: where it lies.
+        found: its comparison.json.
+        paper: the paper's panel that it stands for, "" for none.
+        labels: {arm: what to call it}.
+    """
+
+    name: str
+    folder: Path
+    found: Mapping[str, Any]
+    paper: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def shared_lr(self) -> float:
+        """The baseline's best learning rate."""
+        return float(self.found["comparison"]["shared_lr"])
+
+    @property
+    def lrs(self) -> list[float]:
+        """All learning rates tried."""
+        return list(self.found["comparison"]["lrs"])
+
+    @property
+    def seeds(self) -> list[int]:
+        """All seeds, those of the second stage last."""
+        return list(self.found["comparison"]["seeds"])
+
+    @property
+    def arms(self) -> list[str]:
+        """All arms, the baseline first."""
+        return [row["arm"] for row in self.rows("shared")]
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and depth of the model."""
+        model = self.found["config"]["model"]
+        return model["width"], model["depth"]
+
+    @property
+    def steps(self) -> int:
+        """Steps of every run."""
+        return int(self.found["config"]["train"]["steps"])
+
+    def label(self, arm: str) -> str:
+        """Return the label that the table gives an arm, else its name."""
+        return self.labels.get(arm, arm)
+
+    def rows(self, which: str) -> list[Row]:
+        """Return the rows at the "shared" learning rate, or each at its "best" one, the baseline's first."""
+        rows: list[Row] = self.found["comparison"][which]
+        return rows
+
+    def best_lr(self, arm: str) -> float | None:
+        """Return an arm's own best learning rate, or None if it stayed finite at none."""
+        return self._best_lrs[arm]
+
+    @cached_property
+    def _best_lrs(self) -> dict[str, float | None]:
+        return {row["arm"]: row["lr"] for row in self.rows("best")}
+
+    def runs(self, arm: str, lr: float | None) -> dict[int, FinishedRun]:
+        """Return {seed: run} of an arm at a learning rate, without the runs that did not stay finite."""
+        beta = self.beta(arm)
+        return {
+            run["seed"]: FinishedRun([(int(s), float(x)) for s, x in run["evals"]], self.folder / run["folder"], beta)
+            for run in self.found["runs"]
+            if (run["arm"], run["lr"]) == (arm, lr) and run["final_loss"] is not None
+        }
+
+    def leader(self, arms: Sequence[str]) -> Row | None:
+        """Return the row with the lowest loss among `arms`, each at its own best learning rate."""
+        finite = [row for row in self.rows("best") if row["arm"] in arms and row["loss"] is not None]
+        return min(finite, key=lambda row: float(row["loss"]), default=None)
+
+    def map_of(self, arm: str) -> SELConfig | None:
+        """Return the map of an arm, or None for ordinary weights."""
+        found = self.found["maps"][arm]
+        if found is None:
+            return None
+        return SELConfig.from_dict({key: value for key, value in found.items() if key not in _START_AND_HOME})
+
+    def beta(self, arm: str) -> float | None:
+        """Return the beta that all matrices of an arm have, or None."""
+        beta = (self.found["maps"].get(arm) or {}).get("beta")
+        return float(beta) if isinstance(beta, float | int) else None
+
+    def edge_warnings(self) -> list[str]:
+        """Return a sentence for each end of the learning rates tried that is the best rate of an arm."""
+        if len(self.lrs) == 1:
+            return ["One learning rate was tried: its effect cannot be told from that of the arms."]
+        found = []
+        for name, lr in (("lowest", min(self.lrs)), ("highest", max(self.lrs))):
+            if arms := [arm for arm in self.arms if self.best_lr(arm) == lr]:
+                found.append(f"Best at the {name} learning rate tried, {lr:g}: {', '.join(arms)}. Widen --lrs.")
+        return found

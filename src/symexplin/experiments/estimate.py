@@ -1,0 +1,147 @@
+"""The time that a table takes: from a few steps of its first run, then from the runs that have ended."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from symexplin.experiments.comparison import COMPARISON, ENOUGH_SEEDS
+from symexplin.experiments.tables import PANELS, PASSES, Panel
+from symexplin.lab.compare.grid import CompareConfig
+from symexplin.lab.config import RunConfig, resolve
+from symexplin.lab.data.batches import Corpus
+from symexplin.lab.folders import SUMMARY
+from symexplin.lab.model import Transformer
+from symexplin.lab.provenance import cores
+from symexplin.lab.train import Trainer
+
+__all__ = ["Estimate", "duration", "warnings"]
+
+Echo = Callable[[str], None]
+
+_STEPS = 4  # the first one is slow, the fastest one counts
+_FEW_STEPS = 400  # the shortest runs of the scales have 450
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in words.
+
+    >>> [duration(seconds) for seconds in (40, 100, 5000, 300000)]
+    ['1 min', '2 min', '1.4 h', '3.5 days']
+    """
+    for unit, size in (("days", 86400), ("h", 3600)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{max(1, round(seconds / 60))} min"
+
+
+def warnings(panels: Sequence[Panel]) -> list[str]:
+    """Return a line for each choice that makes results hard to read: one learning rate, few seeds, few steps."""
+    configs = [panel.config for panel in panels if isinstance(panel.config, CompareConfig)]
+    found = []
+    if any(len(config.compare.lrs) == 1 for config in configs):
+        found.append("one learning rate (--lrs): its effect cannot be told from that of the arms")
+    if any(len({*config.compare.seeds, *config.compare.confirm_seeds}) < ENOUGH_SEEDS for config in configs):
+        found.append(f"fewer than {ENOUGH_SEEDS} seeds (--seeds, --confirm-seeds): no claim can be tested")
+    if steps := min((config.train.steps for config in configs if config.train.steps < _FEW_STEPS), default=None):
+        found.append(f"{steps} steps (--steps): the order of the arms may change in longer runs")
+    return [f"warning: {text}" for text in found]
+
+
+class Estimate:
+    """The time that the comparisons of a table still take, printed whenever a run has ended.
+
+    Args:
+        panels: the panels to run.
+        folder: of the table.
+        echo: takes each line of the log, and those of the estimate.
+    """
+
+    def __init__(self, panels: Sequence[Panel], folder: Path, echo: Echo) -> None:
+        self._panels = {panel.name: panel.config for panel in panels if isinstance(panel.config, CompareConfig)}
+        self._folder, self._echo = folder, echo
+        self._costs = {name: _cost(_example(config)) for name, config in self._panels.items()}
+        self._began, self._at_first = time.monotonic(), self._done()
+        self._seen = self._at_first
+
+    def tell_first(self) -> None:
+        """Take some steps of the first run, and say how long all of them will take."""
+        left = {name: runs for name, runs in self._left().items() if runs}
+        if not left:
+            return
+        name = next(iter(left))
+        config, runs = self._panels[name], f"runs to do: at most {sum(left.values())}"
+        if config.compute.compile or getattr(config.compare, "cluster", "none") != "none":
+            self._echo(f"{runs}; the time is known when the first one has ended")
+            return
+        seconds = _measured(config) / self._costs[name]
+        total = sum(seconds * runs * self._costs[each] / self._panels[each].compare.jobs for each, runs in left.items())
+        self._echo(f"{runs}, about {duration(total)} (from {_STEPS} steps)")
+        self._began = time.monotonic()
+
+    def echo(self, line: str) -> None:
+        """Pass a line on, and say how long the rest will take if a run has ended since the last one."""
+        self._echo(line)
+        done = self._done()
+        if done != self._seen:
+            self._seen = done
+            ended = {name: count - self._at_first[name] for name, count in done.items()}
+            spent = sum(self._costs[name] * count for name, count in ended.items())
+            left = self._left()
+            rest = sum(self._costs[name] * count for name, count in left.items())
+            if rest and spent:
+                seconds = (time.monotonic() - self._began) * rest / (spent * self._under_way(sum(ended.values())))
+                self._echo(f"runs left: at most {sum(left.values())}, about {duration(seconds)}")
+
+    def _under_way(self, ended: int) -> float:
+        """Return the work done over that of the runs that have ended: others run beside them, and end soon."""
+        jobs = max(config.compare.jobs for config in self._panels.values())
+        return -(-ended // jobs) * jobs / ended
+
+    def _done(self) -> dict[str, int]:
+        place = self._folder / PANELS
+        return {name: sum(1 for _ in place.glob(f"{name}/runs/*/{SUMMARY}")) for name in self._panels}
+
+    def _left(self) -> dict[str, int]:
+        """Return how many runs each panel has left at most."""
+        return {
+            name: 0
+            if (self._folder / PANELS / name / COMPARISON).exists()
+            else max(0, config.compare.most_runs - self._done()[name])
+            for name, config in self._panels.items()
+        }
+
+
+def _example(config: CompareConfig) -> RunConfig:
+    return config.example(config.compare.arms[-1])  # the first arm has no map
+
+
+def _cost(run: RunConfig) -> float:
+    """Return a number proportional to the time of a run: its parameters times the tokens of all passes."""
+    with torch.device("meta"):  # shapes without memory
+        parameters = sum(parameter.numel() for parameter in Transformer(run.model).parameters())
+    return float(parameters) * _steps(run) * run.train.batch_size * run.model.context
+
+
+def _steps(run: RunConfig) -> float:
+    """Return how many training steps take the time of a run, its evaluations included."""
+    evaluations = 1 + run.train.steps // run.train.eval_every
+    return run.train.steps + evaluations * run.train.eval_batches / PASSES
+
+
+def _measured(config: CompareConfig) -> float:
+    """Return the seconds of a run, from a few of its steps."""
+    corpus = Corpus.load(config.data, verify=False)
+    run = resolve(_example(config), corpus.vocab_size)
+    before = torch.get_num_threads()
+    torch.set_num_threads(run.compute.threads or max(1, cores() // config.compare.jobs))
+    try:
+        trainer, times = Trainer(run, corpus), []
+        for _ in range(_STEPS):
+            began = time.perf_counter()
+            trainer.update()
+            times.append(time.perf_counter() - began)
+    finally:
+        torch.set_num_threads(before)
+    return min(times) * _steps(run)
