@@ -118,7 +118,9 @@ def test_a_model_starts_from_the_weights_of_its_shape_and_no_other(runs):
         ({"tie_head": True}, "tie_head True", "tie_head False"),
     ):
         other = Transformer(ModelConfig(**{"width": 16, "depth": 1, "heads": 2, "context": 16, **changes}))
-        with pytest.raises(ValueError, match=f"weights must be those of a model with {here}, got .* with {there}$"):
+        with pytest.raises(
+            ValueError, match=f"weights must be those of a model with {here}, got .* of one with {there}$"
+        ):
             start_from(other, runs["module"])
 
 

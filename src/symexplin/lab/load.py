@@ -111,7 +111,7 @@ def start_from(model: Transformer, path: str | Path) -> None:
     odd = [key for key in here if there[key] != here[key] and key not in ("context", "init")]
     if odd:
         wanted, got = (", ".join(f"{key} {shape[key]}" for key in odd) for shape in (here, there))
-        raise ValueError(f"weights must be those of a model with {wanted}, got {str(path)!r} with {got}")
+        raise ValueError(f"weights must be those of a model with {wanted}, got {str(path)!r} of one with {got}")
     model.load_state_dict(source.state_dict())
 
 
