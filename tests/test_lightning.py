@@ -225,7 +225,7 @@ def test_a_clipping_hook_of_ones_own_is_warned_of(example):
             """Clip in some other way."""
 
     with pytest.warns(
-        UserWarning, match=r"Clips\.configure_gradient_clipping is still called, .* raw gradients to 0\.5"
+        UserWarning, match=r"Clips\.configure_gradient_clipping is still called .* raw gradients to 0\.5"
     ):
         setup(trainer(lightning_module=Clips(), gradient_clip_val=0.5))
 
