@@ -77,7 +77,7 @@ def _check_countable(trainer: Any) -> None:
         if scheduled and set(callback.scheduling.values()) != {1}:
             why = f"the Trainer's estimate ignores the {_SCHEDULER}"
     if why is not None:
-        raise ValueError(f"total_steps must be the number of optimizer steps, got None: {why}")
+        raise ValueError(f"total_steps must be given as the number of optimizer steps, got None: {why}")
 
 
 def _take_clipping(trainer: Any) -> float | None:
