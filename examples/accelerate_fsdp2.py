@@ -3,9 +3,9 @@
     accelerate launch --num_processes 2 examples/accelerate_fsdp2.py --steps 40 --output runs/fsdp2
     accelerate launch --num_processes 2 examples/accelerate_fsdp2.py --steps 80 --output runs/fsdp2 --resume
 
-Parameter groups are made of the whole model, before `prepare` shards it. Clipping is the optimizer's:
-`accelerator.clip_grad_norm_` would clip gradients of effective weights. Accelerate shards on accelerators alone. On
-CPUs (`--cpu`) its launcher starts one process; torchrun starts several, which train by DDP:
+Build the parameter groups from the whole model, before `prepare` shards it. The optimizer clips, because
+`accelerator.clip_grad_norm_` would clip gradients of effective weights. Accelerate shards only on accelerators. On CPUs
+(`--cpu`) its launcher starts one process. torchrun starts several, which train by DDP:
 
     torchrun --nproc-per-node 2 examples/accelerate_fsdp2.py --steps 40 --output runs/ddp --cpu
 """
@@ -37,7 +37,7 @@ def tiny_model() -> LlamaForCausalLM:
 
 
 def batch(step: int, rank: int, device: torch.device) -> torch.Tensor:
-    """Return sequences that count upwards from random numbers, others in each process and step."""
+    """Return sequences that count upwards from random numbers, different in each process and step."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     starts = torch.randint(0, 64, (8, 1), generator=generator)
     return ((starts + torch.arange(16)) % 64).to(device)
@@ -63,7 +63,7 @@ def main() -> None:
     groups = sel.param_groups(model, lr=3e-3, weight_decay=0.01, config=sel.preset("paper"))
     optimizer = sel.SELAdamW(groups, total_steps=options.total_steps, max_grad_norm=1.0)
     model, optimizer = accelerator.prepare(model, optimizer)
-    # Not prepared: accelerate would step a schedule once a process.
+    # Not prepared: accelerate would step the schedule once per process.
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer.optimizer, options.total_steps)
     accelerator.register_for_checkpointing(schedule)
     state = Path(options.output) / "state"
@@ -88,7 +88,7 @@ def main() -> None:
         accelerator.unwrap_model(model).save_pretrained(options.output, state_dict=whole)
         LlamaForCausalLM.from_pretrained(options.output)
         print(f"{accelerator.distributed_type.value}: saved and loaded {options.output}")
-    accelerator.wait_for_everyone()  # gloo may abort a process that leaves while others work
+    accelerator.wait_for_everyone()  # gloo may abort if a process exits before the others
     accelerator.end_training()
 
 

@@ -1,10 +1,9 @@
-"""Hugging Face Trainer: train a tiny Llama in curved weight space, resume it, load it as any other checkpoint.
+"""Hugging Face Trainer: train a tiny Llama in curved weight space, resume it and load it as an ordinary checkpoint.
 
     python examples/hf_trainer.py --steps 40 --output runs/llama
     python examples/hf_trainer.py --steps 40 --output runs/llama --resume
 
-Only the line with `sel.hf.setup` differs from a script that trains with AdamW. Model and data are made here: replace
-them by your own.
+Only the line with `sel.hf.setup` differs from a script for AdamW. Replace the model and the data by your own.
 """
 
 import argparse
@@ -42,7 +41,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--output", default="runs/hf_trainer")
     parser.add_argument("--preset", default="paper")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the output folder")
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in the output folder")
     parser.add_argument("--cpu", action="store_true")
     options = parser.parse_args()
 
@@ -71,12 +70,12 @@ def main() -> None:
     if trainer.is_world_process_zero():
         report(trainer, options.output)
     if torch.distributed.is_initialized():
-        torch.distributed.barrier()  # gloo may abort a process that leaves while others work
+        torch.distributed.barrier()  # gloo may abort if a process exits before the others
         torch.distributed.destroy_process_group()
 
 
 def report(trainer: Trainer, output: str) -> None:
-    """Print the losses and load the saved model as any other."""
+    """Print the losses, and load the saved model as an ordinary one."""
     for record in trainer.state.log_history:
         if "loss" in record:
             print(f"step {record['step']} loss {record['loss']:.6f} raw gradient norm {record['grad_norm']:.4f}")

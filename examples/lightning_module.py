@@ -1,6 +1,6 @@
-"""Train with Lightning: checkpoints, resuming, precision and accumulation are the Trainer's; clipping is SEL's.
+"""Train with Lightning: the Trainer provides checkpoints, resuming, precision and accumulation; SEL clips.
 
-python examples/lightning_module.py --out runs/lightning             # and once more to go on from the last epoch
+python examples/lightning_module.py --out runs/lightning             # again: continues from the last epoch
 """
 
 import argparse
@@ -16,7 +16,7 @@ from symexplin.lightning import setup
 
 
 class Regressor(L.LightningModule):
-    """A small network that learns to imitate a fixed one."""
+    """A small network that learns a fixed function."""
 
     def __init__(self, width: int = 32, lr: float = 1e-3) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Regressor(L.LightningModule):
         self.net = nn.Sequential(nn.Linear(8, width), nn.LayerNorm(width), nn.GELU(), nn.Linear(width, 4))
 
     def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the loss of a batch and log it with the figures of the curved weights."""
+        """Return the loss of a batch, and log it with the statistics of the curved weights."""
         inputs, targets = (part.to(self.dtype) for part in batch)
         loss = nn.functional.mse_loss(self.net(inputs), targets)
         self.log("loss", loss)
@@ -32,7 +32,7 @@ class Regressor(L.LightningModule):
         return loss
 
     def configure_optimizers(self) -> dict[str, object]:
-        """Return the optimizer, which takes total steps and clipping from the Trainer, and any scheduler."""
+        """Return the optimizer, with total steps and clipping from the Trainer, and a scheduler."""
         groups = sel.param_groups(self, lr=self.lr, weight_decay=0.01, config=sel.preset("paper"))
         optimizer = sel.SELAdamW(groups, **setup(self.trainer))
         steps = int(self.trainer.estimated_stepping_batches)
@@ -49,7 +49,7 @@ def data(batch_size: int) -> torch.utils.data.DataLoader[tuple[Tensor, ...]]:
 
 
 def fit(out: Path, epochs: int, *callbacks: L.Callback, **settings: Any) -> Regressor:
-    """Train to `epochs`, from the last checkpoint in `out` where there is one; return the module."""
+    """Train up to `epochs`, from the last checkpoint in `out` if there is one; return the module."""
     torch.manual_seed(0)
     module = Regressor()
     saver = L.pytorch.callbacks.ModelCheckpoint(dirpath=out, filename="last", enable_version_counter=False)

@@ -1,6 +1,6 @@
-"""Train with a loop of one's own: accumulation, any scheduler, an average of the weights, checkpoints.
+"""Train with your own loop: accumulation, any scheduler, an average of the weights, checkpoints.
 
-Run `python examples/plain_loop.py --out runs/plain`; with more `--steps`, it goes on from its checkpoint. The schedule
+Run `python examples/plain_loop.py --out runs/plain`. With more `--steps` it continues from its checkpoint. The schedule
 and the annealing of the scales end at `--total-steps`.
 """
 
@@ -22,7 +22,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def main() -> None:
-    """Train, print the loss, save."""
+    """Train, print the loss and save."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=200)
@@ -31,7 +31,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4))
-    print(sel.routing(model))  # what is curved, and why
+    print(sel.routing(model))  # the curved parameters, with reasons
     groups = sel.param_groups(model, lr=1e-3, weight_decay=0.01, config=sel.preset("paper"))
     optimizer = sel.SELAdamW(groups, total_steps=arguments.total_steps, max_grad_norm=1.0)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=arguments.total_steps)
@@ -51,7 +51,7 @@ def main() -> None:
             loss = nn.functional.mse_loss(model(inputs), targets) / MICROBATCHES
             loss.backward()
             losses.append(loss.detach())
-        optimizer.step()  # clips the raw gradients itself
+        optimizer.step()  # clips the raw gradients
         scheduler.step()
         optimizer.zero_grad()
         average.update_parameters(model)
@@ -62,8 +62,8 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     state = {"step": arguments.steps} | {name: part.state_dict() for name, part in parts.items()}
     torch.save(state, last.with_suffix(".new"))
-    last.with_suffix(".new").replace(last)  # whole or not there
-    torch.save(model.state_dict(), arguments.out / "model.pt")  # ordinary weights: nothing of SEL is needed to use them
+    last.with_suffix(".new").replace(last)  # atomic
+    torch.save(model.state_dict(), arguments.out / "model.pt")  # ordinary weights, usable without SEL
 
 
 if __name__ == "__main__":

@@ -196,7 +196,7 @@ def test_where_the_trainer_cannot_count_steps_they_must_be_given(example):
         ({"callbacks": [scheduler({0: 4})]}, "GradientAccumulationScheduler"),
         ({"callbacks": [scheduler({2: 2})]}, "GradientAccumulationScheduler"),
     ):
-        with pytest.raises(ValueError, match=f"total_steps must be given, .* got None: .*{why}"):
+        with pytest.raises(ValueError, match=f"total_steps must be given .* got None: .*{why}"):
             setup(trainer(**changes))
         assert setup(trainer(**changes), total_steps=5)["total_steps"] == 5
     assert setup(trainer(callbacks=[scheduler({0: 1})]))["total_steps"] == 7
@@ -213,7 +213,7 @@ def test_what_cannot_be_right_is_refused(example):
     by_norm = trainer(gradient_clip_val=0.5, gradient_clip_algorithm=Enum("Algorithm", {"NORM": "norm"}).NORM)
     assert setup(by_norm)["max_grad_norm"] == 0.5
     by_value = example.L.Trainer(gradient_clip_val=1.0, gradient_clip_algorithm="value", logger=False)
-    with pytest.raises(ValueError, match=r"gradient_clip_algorithm must be 'norm': .* got 'value'"):
+    with pytest.raises(ValueError, match=r"gradient_clip_algorithm must be 'norm', got 'value'"):
         setup(trainer(gradient_clip_val=1.0, gradient_clip_algorithm=by_value.gradient_clip_algorithm))
     with pytest.raises(ValueError, match="total_steps must be a whole number >= 1, got 0"):
         setup(trainer(), total_steps=0)
@@ -225,7 +225,7 @@ def test_a_clipping_hook_of_ones_own_is_warned_of(example):
             """Clip in some other way."""
 
     with pytest.warns(
-        UserWarning, match=r"Clips\.configure_gradient_clipping is still called, .* raw gradients to 0\.5"
+        UserWarning, match=r"Clips\.configure_gradient_clipping is still called .* raw gradients to 0\.5"
     ):
         setup(trainer(lightning_module=Clips(), gradient_clip_val=0.5))
 

@@ -374,7 +374,7 @@ def test_a_part_is_routed_as_in_the_whole():
         ("embed.weight", "tied to an embedding"),
         ("out.bias", "output head"),
     ]
-    with pytest.raises(ValueError, match=r"model must be a part of whole, which has no parameter that is '0\.weight'"):
+    with pytest.raises(ValueError, match=r"model must be a part of whole, .*'0\.weight'"):
         sel.routing(nn.Sequential(nn.Linear(4, 4)), whole=model)
 
 

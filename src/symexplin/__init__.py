@@ -1,11 +1,11 @@
-"""symexplin: train any PyTorch model in curved weight space and own ordinary weights at every step.
+"""symexplin: train any PyTorch model in curved weight space, with ordinary weights at every step.
 
     import symexplin as sel
 
     groups = sel.param_groups(model, lr=3e-4, weight_decay=0.01, config=sel.preset("paper"))
     optimizer = sel.SELAdamW(groups, total_steps=steps, max_grad_norm=1.0)
 
-The model's parameters stay ordinary effective weights throughout.
+The model's parameters are ordinary effective weights at every step.
 """
 
 import importlib
@@ -60,7 +60,7 @@ __all__ = [
     "to_adamw",
 ]
 
-# Where each name lives. They are imported when first used: the command line answers --help without loading torch.
+# The module of each name. A name is imported at first use, so that `symexplin --help` does not load torch.
 _HOMES = {
     "config": ("SELConfig", "Scale", "carried", "preset"),
     "conversion": ("convert", "fold"),
@@ -80,7 +80,7 @@ _HOMES = {
     "routes": ("Route", "Routing", "routing"),
     "starts": ("init_",),
 }
-# Those of other libraries are no part of `__all__`, which must not need them.
+# `hf` and `lightning` need other libraries, so `__all__` leaves them out.
 _MODULES = ("functional", "hf", "lightning")
 
 

@@ -1,4 +1,4 @@
-"""`python -m symexplin` is `symexplin`."""
+"""Run the command line as `python -m symexplin`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What to curve and how: the validated configuration and the paper's presets."""
+"""The validated configuration of the map, and the paper's presets."""
 
 import dataclasses
 import json
@@ -24,15 +24,15 @@ __all__ = [
 
 PATTERNS = ("fixed", "global", "row", "column", "row_col_mult", "row_col_add", "lora")
 SCALE_ROLES = ("e", "l", "m", "n", "s", "delta")
-# Weight decay (paper, section 4.4): on the scales that weight a pathway, not on those that shape it. The paper
-# is silent on s, which weights, and on LoRA factors (assumption: none).
+# Weight decay applies to scales that weight a pathway, not to scales that shape it (paper, section 4.4).
+# Assumption, since the paper does not say: s decays, LoRA factors do not.
 DECAYED_ROLES = frozenset({"e", "l", "s"})
 
 Span = tuple[float, float]
 
 
 def _span(name: str, value: object) -> Span:
-    """Read a multiplier or learning rate that is one number or a (start, end) pair."""
+    """Return a multiplier or learning rate as a (start, end) pair."""
     pair = value if isinstance(value, list | tuple) else (value, value)
     if len(pair) != 2:
         raise ValueError(f"{name} must be a number or a (start, end) pair, got {value!r}")
@@ -41,15 +41,15 @@ def _span(name: str, value: object) -> Span:
 
 @dataclass(frozen=True)
 class Scale:
-    """How one scale is structured, where it starts and how fast it learns (paper, sections 4.4 and 4.5).
+    """The structure, start value and learning rate of one scale (paper, sections 4.4 and 4.5).
 
     Args:
         pattern: "fixed" (one constant), "global", "row" (d_out values), "column" (d_in), "row_col_mult" (their
             outer product), "row_col_add" (their sum), "lora" (start + A B, B = 0).
         start: the scale's first value.
-        k: multiplier of the optimizer's learning rate, a number or (k0, k1), annealed by Eq. of section 4.5.
-        peak_lr: instead of `k`, the scale's own learning rate while the optimizer's is at its peak, a number or
-            (start, end): the product k * lr carries over between learning rates, k alone does not.
+        k: multiplier of the optimizer's learning rate, a number or (k0, k1), annealed as in section 4.5.
+        peak_lr: replaces `k`: the scale's learning rate at the optimizer's peak learning rate, a number or
+            (start, end). The product k * lr carries over to other learning rates; k alone does not.
         rank: rank of "lora".
 
     >>> Scale("row_col_mult", k=(50, 8)).k
@@ -77,7 +77,7 @@ class Scale:
         return self.pattern != "fixed"
 
     def multiplier(self, lr: float | None) -> Span:
-        """Return (k0, k1), derived from `peak_lr` at the optimizer's peak learning rate `lr` where that is set."""
+        """Return (k0, k1): `k`, or `peak_lr` divided by the optimizer's peak learning rate `lr`."""
         if self.peak_lr is None:
             return self.k
         if lr is None:
@@ -86,7 +86,7 @@ class Scale:
         return self.peak_lr[0] / lr, self.peak_lr[1] / lr
 
 
-# The paper's multipliers (section 5.1); they go with its learning rate 3e-4.
+# The paper's multipliers, for its learning rate 3e-4 (section 5.1).
 _E = Scale("row_col_mult", k=(50.0, 8.0))
 _L = Scale("row_col_mult", k=(50.0, 8.0))
 _M = Scale("row_col_mult", k=(0.01, 0.5))
@@ -94,21 +94,21 @@ _M = Scale("row_col_mult", k=(0.01, 0.5))
 
 @dataclass(frozen=True)
 class SELConfig:
-    """A complete description of the map for a model: mode, curvature, scales and the parameters it takes.
+    """The map of a model: mode, curvature, scales and the choice of curved parameters.
 
     Args:
-        beta: reference curvature for every matrix, or "auto": :func:`symexplin.functional.auto_beta` of each.
+        beta: reference curvature of every matrix, or "auto" for :func:`symexplin.functional.auto_beta`.
         mode: "mismatch", "congruent", "exp_only", "oppose", "damped", "sinh" or "linear".
-        curvature: "fixed" (kappa = beta m) or "absorbed" (kappa = exp(a), a learned by the keys of `m`).
+        curvature: "fixed" (kappa = beta m) or "absorbed" (kappa = exp(a), with a configured by `m`).
         normalize: divide by kappa instead of beta.
-        e, l, m, n, s, delta: one :class:`Scale` each; a mode ignores those that it does not use. `delta` is off
-            ("fixed") or "lora", and its learning rate is further divided by beta (paper, section 4.2).
-        include, exclude: patterns (fnmatch) of fully qualified parameter names to curve or to leave plain against
-            the rules of :func:`symexplin.routing`; exclude wins.
-        seed: from 0 to 2^32 - 1; seed of the private generator that draws LoRA's A factors.
+        e, l, m, n, s, delta: one :class:`Scale` each. A mode ignores the scales that it does not use. `delta` is
+            off ("fixed") or "lora". Its learning rate is also divided by beta (paper, section 4.2).
+        include, exclude: fnmatch patterns of fully qualified parameter names to curve or to leave plain. They
+            override the rules of :func:`symexplin.routing`, and exclude overrides include.
+        seed: seed of the private generator that draws LoRA's A factors, from 0 to 2^32 - 1.
 
     Raises:
-        ValueError: a value out of range, with the argument, the value and what would be right.
+        ValueError: a value is out of range. The message names the argument, the value and the valid range.
 
     >>> config = SELConfig(beta=7.5, mode="congruent")
     >>> SELConfig.from_dict(config.to_dict()) == config
@@ -168,11 +168,11 @@ class SELConfig:
 
     @property
     def learned_roles(self) -> tuple[str, ...]:
-        """The scales that have parameters under this configuration."""
+        """The scales with parameters."""
         return tuple(role for role in self.roles if getattr(self, role).learned)
 
     def beta_of(self, d_out: int, d_in: int) -> float:
-        """Return the reference curvature of a matrix: the one given, or the automatic one of its shape."""
+        """Return the reference curvature of a matrix: the given one, or the automatic one for its shape."""
         return auto_beta(d_out, d_in) if isinstance(self.beta, str) else self.beta
 
     def multipliers(self, lr: float | None = None) -> dict[str, Span]:
@@ -185,7 +185,7 @@ class SELConfig:
         return {key: list(v) if isinstance(v, tuple) else v for key, v in plain.items()}
 
     def to_json(self) -> str:
-        """Return :meth:`to_dict` as a line of JSON, as it travels in an optimizer's groups."""
+        """Return :meth:`to_dict` as one line of JSON, the form stored in an optimizer's groups."""
         return json.dumps(self.to_dict())
 
     @classmethod
@@ -215,10 +215,10 @@ def _scale(role: str, value: object) -> Scale:
 
 _OFF = Scale()
 _PAPER: dict[str, Any] = {"beta": 7.5}
-_PAPER_WIDTH = 1024  # the paper's smallest, which its beta 7.5 goes with
+_PAPER_WIDTH = 1024  # the paper's smallest width, trained with beta 7.5
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": _PAPER,
-    # Multipliers of n and the rank of delta are not in the paper: assumptions.
+    # Assumptions, not in the paper: the multiplier of n and the rank of delta.
     "paper+offset": {
         **_PAPER,
         "n": Scale("column", start=0.0),
@@ -240,7 +240,7 @@ def preset(name: str, **overrides: Any) -> SELConfig:
     "absorbed" (normalized), "frozen" (all scales one), "congruent", "exp_only", "structured_linear".
 
     Raises:
-        ValueError: an unknown preset (with the nearest right one) or field.
+        ValueError: an unknown preset or field. The message names the nearest valid one.
 
     >>> preset("paper", beta=15).beta
     15.0
@@ -250,20 +250,20 @@ def preset(name: str, **overrides: Any) -> SELConfig:
 
 
 def carried(width: int, **overrides: Any) -> SELConfig:
-    """Return the paper's geometry at width 1024 for a model of another width, with `overrides` of its fields.
+    """Return the paper's configuration for width 1024, rescaled to another width.
 
-    Xavier's bound grows as 1/sqrt(width), so ``beta = 7.5 sqrt(width/1024)`` keeps kappa |w| at the start, and
-    ``l = beta/7.5`` keeps the linear pathway at 1/7.5 of the unit slope, which 1/beta alone would blow up. The scales
-    are fixed: at width 1024 it is ``preset("frozen")``. The laboratory's default, by what docs/log.md measured at small
-    widths.
+    Xavier's bound is proportional to 1/sqrt(width), so ``beta = 7.5 sqrt(width/1024)`` keeps kappa |w| at the start.
+    ``l = beta/7.5`` keeps the linear pathway at 1/7.5 of the unit slope; with l = 1 its share would be 1/beta. All
+    scales are fixed. Width 1024 gives ``preset("frozen")``. This is the laboratory's default, chosen by the
+    measurements at small widths in docs/log.md.
 
     Args:
-        width: of the model, the inputs of its layers.
-        overrides: fields of :class:`SELConfig`. With another `beta` (a number) l starts where that puts the linear
-            pathway; so does an l given as a mapping without "start". An l given as a :class:`Scale` is taken as it is.
+        width: inputs of the model's layers.
+        overrides: fields of :class:`SELConfig`. `beta` must be a number. l starts at beta/7.5, also if it is given as
+            a mapping without "start". An l given as a :class:`Scale` is used unchanged.
 
     Raises:
-        ValueError: a width that is no positive integer, a beta that is no positive number, an unknown field.
+        ValueError: width is not a positive integer, beta is not a positive number, or a field is unknown.
 
     >>> config = carried(256)
     >>> config.beta, config.l.start
@@ -280,7 +280,7 @@ def carried(width: int, **overrides: Any) -> SELConfig:
 
 
 def check_config(config: object) -> SELConfig:
-    """Return `config`, the default one for None, or raise ValueError: a preset's name is the likely mistake.
+    """Return `config`, or the default for None; raise ValueError for another type, such as a preset's name.
 
     >>> check_config("paper")
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""The way into curved modules and back for a whole model."""
+"""Convert a whole model to curved modules, and fold it back."""
 
 import logging
 import warnings
@@ -18,24 +18,24 @@ __all__ = ["IDENTITY", "convert", "fold"]
 
 _logger = logging.getLogger("symexplin")
 
-# A bias that stays plain beside a curved weight is carried by the identity map.
+# A plain bias beside a curved weight has the identity map.
 IDENTITY = SELConfig(mode="linear", l=Scale(), s=Scale())
 
 
 def convert(model: nn.Module, config: SELConfig | None = None, start: str = "matched") -> nn.Module:
-    """Put the linear layers of `model` in curved weight space, in place, and return it (paper, sections 4.2, 4.3).
+    """Convert the linear layers of `model` to curved ones, in place, and return it (paper, sections 4.2, 4.3).
 
     Args:
-        model: any module; a bare `nn.Linear` cannot change in place, so use what is returned.
-        config: the map and the parameters it takes (see :func:`symexplin.routing`); default `SELConfig()`.
-        start: "matched": effective weights equal the weights found, to rounding. "mismatched" (the paper's, for
-            mode "mismatch" alone): they become mismatch(congruent_inverse(weights found)).
+        model: any module. A bare `nn.Linear` cannot change in place: use the returned layer.
+        config: the map and the choice of parameters (see :func:`symexplin.routing`); default `SELConfig()`.
+        start: "matched": effective weights equal the present weights, up to rounding. "mismatched" (the paper's,
+            only for mode "mismatch"): they become mismatch(congruent_inverse(present weights)).
 
-    Tied layers stay tied; curved parameters of other modules than `nn.Linear` stay plain, with a warning. The
-    largest difference to the weights found is logged (logger "symexplin", level INFO).
+    Tied layers stay tied. Parameters that :func:`symexplin.routing` curves outside of `nn.Linear` stay plain, with a
+    warning. The largest difference to the present weights is logged (logger "symexplin", level INFO).
 
     Raises:
-        ValueError: weights that are not finite or that the map cannot reach, naming the layer; the model is then
+        ValueError: weights are not finite or out of the map's reach. The message names the layer. The model is
             unchanged.
 
     >>> model = convert(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)))
@@ -71,8 +71,8 @@ def convert(model: nn.Module, config: SELConfig | None = None, start: str = "mat
 def fold(model: nn.Module) -> nn.Module:
     """Replace every :class:`SELLinear` of `model` by a plain layer with its effective weights, in place.
 
-    Returns the model (a bare SELLinear cannot change in place, so use what is returned). Tied layers stay tied.
-    The largest difference between the effective weights in float32 or float64 and those stored is logged.
+    Returns the model. A bare SELLinear cannot change in place: use the returned layer. Tied layers stay tied.
+    The largest difference between the effective weights, in float32 or float64, and the stored ones is logged.
 
     >>> layer = SELLinear(4, 2)
     >>> torch.equal(fold(nn.Sequential(layer))[0].weight, layer.weight)
@@ -92,7 +92,7 @@ def fold(model: nn.Module) -> nn.Module:
 
 
 def _convertible(module: nn.Module) -> bool:
-    """Whether a module does just what nn.Linear does (MultiheadAttention's out_proj is such a subclass)."""
+    """Whether a module computes the same as nn.Linear; MultiheadAttention's out_proj is such a subclass."""
     return type(module) in (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
 
 
@@ -107,7 +107,7 @@ def _curve(name: str, module: nn.Linear, routes: dict[int, Route], config: SELCo
 
 
 def _share(layer: SELLinear, twin: SELLinear, bias: bool) -> None:
-    """Tie one side of two curved layers whose plain weights or biases were one parameter."""
+    """Tie the weights, or biases, of two curved layers whose plain ones were one parameter."""
     layout, prefix = (twin.bias_layout, "bias_") if bias else (twin.weight_layout, "")
     for name in ["raw_bias" if bias else "raw_weight", *(prefix + slot.name for slot in cast(Layout, layout).slots)]:
         layer.register_parameter(name, getattr(twin, name))
@@ -115,7 +115,7 @@ def _share(layer: SELLinear, twin: SELLinear, bias: bool) -> None:
 
 def _replace(model: nn.Module, built: dict[int, nn.Module]) -> nn.Module:
     for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):  # named_children leaves out repetitions
+        for name, child in list(parent._modules.items()):  # named_children leaves out shared modules
             if child is not None and id(child) in built:
                 setattr(parent, name, built[id(child)])
     return built.get(id(model), model)
@@ -123,7 +123,7 @@ def _replace(model: nn.Module, built: dict[int, nn.Module]) -> nn.Module:
 
 @torch.no_grad()
 def _report(verb: str, built: dict[int, nn.Module], model: nn.Module) -> None:
-    """Log the largest difference between effective and plain values over all replaced layers."""
+    """Log the largest difference between old and new values over all replaced layers."""
     if not built or not _logger.isEnabledFor(logging.INFO):
         return
     largest = 0.0

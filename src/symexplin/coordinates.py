@@ -1,7 +1,6 @@
-"""A curved tensor seen through its map: what its panels expand to, its effective weight, how gradients come back.
+"""The map of one curved tensor: its expanded scales, its effective weight, its inverse and its gradients.
 
-The map runs through kernels where there are any for it, else through the readable formulas, on a CPU a few rows at a
-time.
+Kernels compute the map where they cover it. Otherwise the readable formulas do, on a CPU in blocks of rows.
 """
 
 import contextlib
@@ -20,14 +19,14 @@ from symexplin.transform import Scales, Value, compute_dtype, forward, pullback
 
 __all__ = ["Coordinates"]
 
-# Entries of a weight whose temporaries (some ten of them, in float32) stay in a core's cache.
+# Entries per block: the formulas' temporaries (about ten, in float32) stay in a core's cache.
 _BLOCK = 2**15
 
 
 class Coordinates(NamedTuple):
-    """A curved tensor seen through its map: a view of the raw weight and panels, owning no storage.
+    """A curved tensor and its map: a view of the raw weight and panels that owns no storage.
 
-    All of them may have one more dimension in front, which counts equal tensors.
+    All tensors may have one leading batch dimension for several tensors of one layout.
 
     >>> from symexplin.config import SELConfig
     >>> layout = Layout((3, 2), 0, 7.5, SELConfig(beta=7.5))
@@ -45,7 +44,7 @@ class Coordinates(NamedTuple):
     scalar: Tensor
 
     def scales(self) -> Scales:
-        """Expand the panels to the scales of the map, each broadcasting against the raw weight."""
+        """Expand the panels to the scales of the map, which broadcast against the raw weight."""
         layout = self.layout
         kappa: Value = layout.beta
         if "m" in layout.config.roles:
@@ -55,7 +54,7 @@ class Coordinates(NamedTuple):
         return Scales(kappa=kappa, delta=delta if isinstance(delta, Tensor) else None, **values)
 
     def effective(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the effective weight (paper, Eq. 7), rounded to `dtype`; None: as precise as the raw weight."""
+        """Return the effective weight (paper, Eq. 7) in `dtype`, by default that of the raw weight."""
         dtype = dtype or self.raw.dtype
         if self._is_traced():
             return forward(self.layout.form, self.raw, self.scales()).to(dtype)
@@ -69,12 +68,12 @@ class Coordinates(NamedTuple):
         return value
 
     def _is_traced(self) -> bool:
-        """Whether somebody records operations: torch.compile, or autograd."""
+        """Whether torch.compile or autograd records operations."""
         recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self[1:])
         return recorded or torch.compiler.is_compiling()
 
     def _kernels(self, weight: Tensor) -> tuple[Backend, Terms, FactoredMap] | None:
-        """Return the kernels that compute this map between the raw weight and a `weight` like that, if any do."""
+        """Return the kernels for this map between the raw weight and `weight`, or None."""
         terms = terms_of(self.layout)
         backend = None if terms is None else backend_for(self.raw.device)
         if terms is None or backend is None or not backend.covers(terms, self.raw, weight) or not self._is_sound():
@@ -83,7 +82,7 @@ class Coordinates(NamedTuple):
         return backend, terms, FactoredMap(terms, panels)
 
     def _is_sound(self) -> bool:
-        """Whether dtypes and shapes are those of the layout: kernels assume it, where the formulas broadcast."""
+        """Whether dtypes and shapes are those of the layout, which kernels assume; the formulas broadcast."""
         shapes = [self.layout.shape, *(self.layout.panel_shape(panel) for panel in PANELS)]
         return all(
             (tensor.dtype, tuple(tensor.shape)) == (self.raw.dtype, shape)
@@ -91,7 +90,7 @@ class Coordinates(NamedTuple):
         )
 
     def _blocks(self) -> Iterator[tuple[slice, "Coordinates"]]:
-        """Yield the rows a few at a time: whole, the formulas' temporaries would go through memory one by one."""
+        """Yield blocks of rows whose temporaries stay in the cache."""
         one = self.raw.dim() == len(self.layout.shape) == 2
         if not one or not is_memory(self.raw) or self.raw.device.type != "cpu":
             yield slice(None), self
@@ -104,9 +103,9 @@ class Coordinates(NamedTuple):
             yield rows, Coordinates(layout, self.raw[rows], self.panel0[rows], self.panel1, self.scalar)
 
     def matched(self, w: Tensor, where: Tensor | None = None) -> Tensor:
-        """Return the raw weight at which this map, with its present scales, is `w`.
+        """Return the raw weight that this map, with its present scales, takes to `w`.
 
-        With a mask `where`, only its entries are inverted; the others keep the present raw weight.
+        With a mask `where`, only its entries are inverted. The others keep the present raw weight.
 
         Raises:
             ValueError: an entry to invert is not finite or has no inverse.
@@ -122,7 +121,7 @@ class Coordinates(NamedTuple):
             for rows, block in self._blocks():
                 raw[rows] = block._matched(w[rows])
             return raw
-        return self._matched(w)  # raises again, and counts in all rows
+        return self._matched(w)  # raises again, with the count over all rows
 
     def _matched(self, w: Tensor, where: Tensor | None = None) -> Tensor:
         scales = self.scales()
@@ -137,7 +136,7 @@ class Coordinates(NamedTuple):
         return raw
 
     def pullback(self, g: Tensor) -> "Coordinates":
-        """Return the gradients by raw weight and panels, in the same places, for a gradient `g` of the weight."""
+        """Return the gradients by raw weight and panels, as Coordinates, for a gradient `g` of the weight."""
         if self._is_traced():
             return self._pullback(g.to(self.raw.dtype))
         g = g.contiguous()
@@ -175,7 +174,7 @@ class Coordinates(NamedTuple):
         return Coordinates(layout, pulled["w"], *packed)
 
     def _factors(self, role: str) -> list[Tensor]:
-        """Return what is learned of a role, as it broadcasts against the raw weight."""
+        """Return the learned factors of a role, shaped to broadcast against the raw weight."""
         found = []
         for slot in self.layout.by_role(role):
             value = self.layout.view(slot, getattr(self, slot.panel))
@@ -193,12 +192,12 @@ class Coordinates(NamedTuple):
         if layout.config.curvature == "absorbed":
             if pattern == "lora":
                 return layout.beta * start * torch.exp(_product(*factors))
-            # exp(a) exp(b), not exp(a + b): one rounding of a sum less in an exponent of the map's exponent.
+            # exp(a) exp(b), not exp(a + b): avoids the rounding of a sum inside the map's exponent.
             return _combine("row_col_mult", layout.beta * start, [torch.exp(f) for f in factors])
         return layout.beta * _combine(pattern, start, factors)
 
     def _contract(self, slot: Slot, g: Tensor) -> Tensor:
-        """Sum a full-size cotangent of the slot's role to the slot's shape."""
+        """Reduce a full-size cotangent of the slot's role to the slot's shape."""
         dims = len(self.layout.shape)
         if slot.panel == "scalar":
             return g.flatten(-dims).sum(-1, keepdim=True)
@@ -219,7 +218,7 @@ def _rows_of(layout: Layout, height: int) -> Layout:
 
 
 def _combine(pattern: str, start: float, factors: list[Tensor]) -> Value:
-    """Return the value of a scale from its factors, that along dimension 0 first."""
+    """Return the value of a scale from its factors, the one along dimension 0 first."""
     if not factors:
         return start
     if len(factors) == 1:
@@ -230,6 +229,6 @@ def _combine(pattern: str, start: float, factors: list[Tensor]) -> Value:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Return the matrix product in the dtype of its factors, whatever autocast says outside."""
+    """Return the matrix product in the dtype of its factors, also under autocast."""
     with torch.autocast(a.device.type, enabled=False):
         return a @ b

@@ -1,4 +1,4 @@
-"""The SymExpLin map as pure functions of tensors: the map, its inverse, the annealing rule, automatic beta."""
+"""Pure functions: the SymExpLin map, its inverse, the annealing rule and the automatic beta."""
 
 import math
 from typing import Any
@@ -22,13 +22,13 @@ from symexplin.validation import check_choice, check_positive
 
 __all__ = ["anneal", "auto_beta", "effective", "inverse"]
 
-# Automatic beta (design value): the paper's 7.5 at width 1024, growing as width^0.8 to meet its 12-15 at 2048
-# and 17.5-20 at 3072; never below 7.5, because the linear pathway is 1/beta of the unit slope.
+# Automatic beta (our choice): the paper's 7.5 at width 1024, proportional to width^0.8 to meet its 12-15 at 2048
+# and 17.5-20 at 3072. Never below 7.5: the linear pathway is 1/beta of the unit slope.
 _BETA_AT_1024, _BETA_EXPONENT = 7.5, 0.8
 
 
 class _Effective(torch.autograd.Function):
-    """The map as one differentiable operation that saves its inputs alone."""
+    """The map as one differentiable operation that saves only its inputs."""
 
     @staticmethod
     def forward(ctx: Any, form: Form, w: Tensor, *values: Value | None) -> Tensor:
@@ -70,7 +70,7 @@ def _prepare(
     form = Form(mode, check_positive("beta", beta), normalize)
     if (curvature == "absorbed") != (beta_tilde is not None):
         raise ValueError(
-            f"beta_tilde is kappa itself and goes with curvature='absorbed' alone, got {curvature=} and "
+            f"beta_tilde is kappa itself, for curvature='absorbed' only, got {curvature=} and "
             f"beta_tilde={'None' if beta_tilde is None else 'a value'}"
         )
     return form, form.beta * m if beta_tilde is None else beta_tilde
@@ -93,9 +93,9 @@ def effective(
 ) -> Tensor:
     """Return the effective weight of a raw weight (paper, Eqs. 3-7; "damped": appendix B).
 
-    ``w_eff = s * (S + (l/d)|w|) + delta`` with ``S = sign(w) (e/d) exp(-n) expm1(kappa |w|)`` for the paper's
-    mode "mismatch"; kappa is ``beta * m``, or `beta_tilde` itself when ``curvature="absorbed"``; d is beta, or
-    kappa when `normalize`.
+    For the paper's mode "mismatch", ``w_eff = s * (S + (l/d)|w|) + delta`` with
+    ``S = sign(w) (e/d) exp(-n) expm1(kappa |w|)``. kappa is ``beta * m``, or `beta_tilde` with
+    ``curvature="absorbed"``. d is beta, or kappa with `normalize`.
 
     Args:
         w: raw weight, any shape. The scales are numbers or tensors that broadcast against it.
@@ -103,15 +103,14 @@ def effective(
         beta: reference curvature, in units of 1/weight; positive.
         e, l, m, n, s: exponential and linear pathway scales, inner multiplier, offset, overall scale.
         curvature: "fixed" or "absorbed".
-        beta_tilde: the effective curvature; with "absorbed" alone.
+        beta_tilde: the effective curvature; only with "absorbed".
         normalize: divide by kappa instead of beta.
         delta: additive residual.
 
     Returns:
-        A tensor of the broadcast shape; float64 if any input is, else float32 (half precision is computed and
-        returned in float32). Differentiable by every tensor; at w = 0 the derivative by w is the mean of the
-        one-sided slopes. The rounding error is within (8 + 4 kappa |w|) units of rounding of |s| times the
-        sum of the absolute terms added, plus |delta|.
+        A tensor of the broadcast shape, in float64 if any input is, else in float32. It is differentiable by every
+        tensor; at w = 0 the derivative by w is the mean of the one-sided slopes. The rounding error is at most
+        (8 + 4 kappa |w|) units of rounding of |s| times the sum of the absolute terms, plus |delta|.
 
     Raises:
         ValueError: beta is not a positive number, an unknown mode or curvature, or a misplaced beta_tilde.
@@ -147,16 +146,16 @@ def inverse(
 ) -> Tensor:
     """Return the raw weight whose effective weight is `t` (paper, appendix A), solved in float64.
 
-    Newton's method ``x <- x - (f(x) - t)/f'(x)`` from an upper bound of the root; subtract a residual delta from
-    `t` first. Arguments as in :func:`effective`; `iterations` counts Newton steps.
+    Newton's method ``x <- x - (f(x) - t)/f'(x)`` starts at an upper bound of the root. Subtract a residual delta
+    from `t` first. Arguments are as in :func:`effective`; `iterations` is the number of Newton steps.
 
     Returns:
-        A tensor of the broadcast shape, float64 if `t` is, else float32; the map evaluated there differs from
-        `t` by no more than the accuracy of :func:`effective`.
+        A tensor of the broadcast shape, in float64 if `t` is, else in float32. The map of it differs from `t` by
+        no more than the error bound of :func:`effective`.
 
     Raises:
-        ValueError: `t` is not finite, or the map has no inverse at some elements (the message says why and
-            counts them), besides the errors of :func:`effective`.
+        ValueError: `t` is not finite, or the map has no inverse at some elements. The message states the reason
+            and the number of elements. The errors of :func:`effective` apply too.
 
     >>> t = torch.tensor([-3.0, 0.0, 1e-12], dtype=torch.float64)
     >>> back = effective(inverse(t, beta=7.5), mode="congruent", beta=7.5)
@@ -172,8 +171,8 @@ def inverse(
 def anneal(step: int, total: int | None, k0: float, k1: float) -> float:
     """Return the learning-rate multiplier k(t) after `step` completed steps (paper, section 4.5).
 
-    ``ln k(t) = ln k0 + ln(k1/k0)/2 * (1 - cos(pi * min(t/T, 1)))`` with t = `step` and T = `total`: the first
-    update uses k0, updates from T on use k1.
+    ``ln k(t) = ln k0 + ln(k1/k0)/2 * (1 - cos(pi * min(t/T, 1)))`` with t = `step` and T = `total`. The first
+    update uses k0; updates from T on use k1.
 
     Raises:
         ValueError: a negative step, a multiplier that is not positive, or k0 != k1 without a positive total.
@@ -195,9 +194,9 @@ def anneal(step: int, total: int | None, k0: float, k1: float) -> float:
 
 
 def auto_beta(d_out: int, d_in: int) -> float:
-    """Return the reference curvature for a matrix: ``max(7.5, 7.5 (min(d_out, d_in)/1024)^0.8)``.
+    """Return the reference curvature of a matrix: ``max(7.5, 7.5 (min(d_out, d_in)/1024)^0.8)``.
 
-    The paper's 7.5, 12-15 and 17.5-20 at widths 1024, 2048 and 3072 (section 5.2) lie on this curve.
+    The curve meets the paper's 7.5, 12-15 and 17.5-20 at widths 1024, 2048 and 3072 (section 5.2).
 
     >>> [round(auto_beta(d, d), 1) for d in (128, 1024, 2048, 3072)]
     [7.5, 7.5, 13.1, 18.1]

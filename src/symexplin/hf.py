@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: one line hands its optimizer, its clipping and its number of steps to SELAdamW."""
+"""SEL optimizers in Hugging Face's Trainer: learning rate, clipping and number of steps come from the Trainer."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ __all__ = ["OptimizerFactory", "SELCallback", "setup"]
 
 _log = logging.getLogger(__name__)
 
-_KEPT = "_sel_max_grad_norm"  # on the arguments while training runs: no field of theirs, but pickled with them
+_KEPT = "_sel_max_grad_norm"  # attribute of the arguments during training; not a field, but pickled with them
 _DEFAULT_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 _FROM_ARGUMENTS = {
     "lr": "learning_rate",
@@ -44,26 +44,26 @@ def setup(
     callbacks: Sequence[Any] = (),
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """Return what makes a `transformers.Trainer` train in curved weight space: its last arguments.
+    """Return the keyword arguments with which a `transformers.Trainer` trains in curved weight space.
 
-    The learning rate, weight decay and clipping norm are those of `args`, at the time that training starts; so are
-    betas and eps where they are not `TrainingArguments`' defaults, and else they are the optimizer's own. The Trainer
-    would clip gradients of effective weights before the optimizer sees them, so `args.max_grad_norm` is 0 while it
-    trains, and the optimizer clips raw ones. The number of steps comes from the Trainer's state. Its logs get the norm
-    in raw space as "grad_norm" and :func:`symexplin.stats` under "sel/".
+    The learning rate, weight decay and clipping norm are those of `args` at the start of training. betas and eps of
+    `args` count only if they differ from the defaults of `TrainingArguments`; else the optimizer's defaults hold. The
+    Trainer would clip gradients of effective weights. Therefore `args.max_grad_norm` is 0 during training, and the
+    optimizer clips raw gradients. The number of steps comes from the Trainer's state. The Trainer's logs contain the
+    norm in raw space as "grad_norm" and :func:`symexplin.stats` under "sel/".
 
     Args:
-        args: the Trainer's own `TrainingArguments`.
-        config: the map; None: the default one.
+        args: the Trainer's `TrainingArguments`.
+        config: the map; default `SELConfig()`.
         optimizer: SELAdamW or another raw-space optimizer.
-        no_decay: patterns of names of parameters without weight decay; None: those the Trainer would not decay,
-            norms and biases (a Trainer with a `get_decay_parameter_names` of its own says them here).
-        callbacks: the Trainer's other callbacks, which come first in the returned list.
+        no_decay: name patterns of the parameters without weight decay. None: norms and biases, as in the Trainer. A
+            Trainer that overrides `get_decay_parameter_names` needs them here.
+        callbacks: the Trainer's other callbacks; they come first in the returned list.
         **kwargs: further arguments of the optimizer.
 
     Raises:
-        ValueError: DeepSpeed or FSDP1, which flatten parameters; an `args.optim` that asks for another optimizer;
-            an argument of the optimizer that `args` already holds. When training starts: those of
+        ValueError: DeepSpeed or FSDP1, which flatten parameters; another optimizer in `args.optim`; an argument of the
+            optimizer that `args` contains too. At the start of training: the errors of
             :func:`symexplin.param_groups`.
 
     >>> import tempfile
@@ -85,9 +85,9 @@ def setup(
 
 
 class OptimizerFactory:
-    """Builds the optimizer over the Trainer's model, once that is there: what Trainer calls a factory.
+    """The optimizer factory of the Trainer: it builds the optimizer over the Trainer's model.
 
-    Trainer makes one without arguments and calls it with its model and the keywords that :func:`setup` has left.
+    The Trainer creates it without arguments. It calls it with its model and the keywords from :func:`setup`.
     """
 
     def __call__(
@@ -100,7 +100,7 @@ class OptimizerFactory:
         no_decay: Sequence[str] | None,
         options: Mapping[str, Any],
     ) -> RawSpaceOptimizer:
-        """Return the optimizer over the groups of `model`, its number of steps still open."""
+        """Return the optimizer over the groups of `model`; its number of steps is not set yet."""
         _check_launch()
         _restore(args)
         if no_decay is None:
@@ -114,14 +114,15 @@ class OptimizerFactory:
 
 
 class SELCallback(TrainerCallback):
-    """Tells the optimizer its steps and its clipping, and adds its figures to the Trainer's logs.
+    """Set the optimizer's number of steps and clipping norm, and add its statistics to the Trainer's logs.
 
-    Callbacks run in the order of their list, and a Trainer puts its reporters (TensorBoard and others) first. They
-    see these figures if they come after: `trainer.add_callback(trainer.pop_callback(TensorBoardCallback))`.
+    Callbacks run in the order of their list. The Trainer puts its reporters (TensorBoard and others) first, so they
+    miss these statistics. Move a reporter to the end to include them:
+    `trainer.add_callback(trainer.pop_callback(TensorBoardCallback))`.
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Set the total number of steps and the clipping norm of this run, and keep the Trainer from clipping."""
+        """Set this run's number of steps and clipping norm, and switch the Trainer's clipping off."""
         _restore(args)
         optimizer = _raw_space(kwargs["optimizer"])
         optimizer.set_total_steps(state.max_steps, restart=state.global_step == 0)
@@ -131,13 +132,13 @@ class SELCallback(TrainerCallback):
         args.max_grad_norm = 0.0
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Give the arguments their clipping norm back."""
+        """Restore the clipping norm of the arguments."""
         _restore(args)
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Add the gradients' norm in raw space and the figures of the scales to the log of a training step."""
+        """Add the gradient norm in raw space and the statistics of the map to the log of a training step."""
         logs = kwargs["logs"]
-        if "loss" not in logs or kwargs["optimizer"] is None:  # an evaluation's, a summary's, or one before training
+        if "loss" not in logs or kwargs["optimizer"] is None:  # the log of an evaluation, a summary, or before training
             return
         optimizer = _raw_space(kwargs["optimizer"])
         figures = {f"sel/{name}": value for name, value in stats(kwargs["model"], optimizer).items()}
@@ -145,11 +146,11 @@ class SELCallback(TrainerCallback):
             figures["grad_norm"] = float(optimizer.grad_norm)
         logs.update(figures)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
-            state.log_history[-1].update(figures)  # Trainer has put a copy there
+            state.log_history[-1].update(figures)  # the Trainer keeps a copy here
 
 
 def _check_arguments(args: Any) -> None:
-    """Refuse arguments that the optimizer cannot follow."""
+    """Refuse arguments that the optimizer does not support."""
     if getattr(args, "deepspeed_plugin", None) is not None:
         raise ValueError(_flattens("args.deepspeed", "DeepSpeed"))
     fsdp = getattr(args, "fsdp_plugin_args", None) or {}
@@ -158,15 +159,15 @@ def _check_arguments(args: Any) -> None:
     name = str(getattr(args.optim, "value", args.optim))
     if name not in _DEFAULT_OPTIMIZERS:
         raise ValueError(
-            f"args.optim must be left at its default, got {name!r}: the optimizer is the one that setup is given"
+            f"args.optim must be left at its default, got {name!r}: pass the optimizer to setup(optimizer=...)"
         )
     for argument in ("optim_args", "optim_target_modules"):
         if getattr(args, argument, None):
-            raise ValueError(f"args.{argument} must be None, got {getattr(args, argument)!r}: nothing would read it")
+            raise ValueError(f"args.{argument} must be None, got {getattr(args, argument)!r}: it would be ignored")
 
 
 def _check_launch() -> None:
-    """Refuse what a launcher has switched on behind the arguments' back."""
+    """Refuse settings of a launcher that the arguments do not show."""
     state = AcceleratorState._shared_state
     if state.get("deepspeed_plugins"):
         raise ValueError(_flattens("the launcher's configuration", "DeepSpeed"))
@@ -180,7 +181,7 @@ def _flattens(where: str, what: str) -> str:
 
 
 def _adam(args: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return betas and eps where the arguments say something, which `options` must not say too."""
+    """Return betas and eps of the arguments where they are not the defaults; refuse them in `options` too."""
     found: dict[str, Any] = {}
     for name, fields in _ADAM.items():
         values = [getattr(args, field) for field in fields]
@@ -195,20 +196,20 @@ def _adam(args: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _norm(args: Any) -> float | None:
-    """Return the clipping norm as the optimizer takes it: None where the Trainer would not clip."""
+    """Return the optimizer's clipping norm: None where the Trainer would not clip."""
     return args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0.0 else None
 
 
 def _restore(args: Any) -> None:
-    """Give the arguments back the clipping norm that a training has kept from them, or one that broke."""
+    """Restore the clipping norm of the arguments after training, also after a training that failed."""
     kept = vars(args).pop(_KEPT, None)
     if kept is not None and not args.max_grad_norm:
         args.max_grad_norm = kept
 
 
 def _undecayed(model: nn.Module) -> list[str]:
-    """Return the names, as patterns, of the parameters that Trainer gives no weight decay."""
-    decayed = set(Trainer.get_decay_parameter_names(cast(Trainer, None), model))  # it reads nothing of itself
+    """Return name patterns of the parameters without weight decay in the Trainer."""
+    decayed = set(Trainer.get_decay_parameter_names(cast(Trainer, None), model))  # it does not use self
     return [escape(name) for name, _ in model.named_parameters() if name not in decayed]
 
 

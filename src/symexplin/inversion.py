@@ -1,9 +1,9 @@
-"""The inverse of the map: Newton's method in float64 from a start that is already an upper bound.
+"""The inverse of the map: Newton's method in float64 from an upper bound of the root.
 
-Newton from t/f'(0) gains only about 1/kappa an iteration where the exponential rules, so it does not reach a
-weight thirty Xavier bounds out in ten iterations. On x = |w| >= 0 the map is c expm1(kappa x) + lam x = tau,
-convex with positive slope, and Newton from any upper bound of the root falls to it without overshooting. Two
-bounds are at hand; the smaller is close everywhere:
+Newton from t/f'(0) gains only about 1/kappa per iteration where the exponential dominates. Ten such iterations do
+not reach a weight thirty times Xavier's bound. For x = |w| >= 0 the equation is c expm1(kappa x) + lam x = tau. The
+left side is convex with positive slope, so Newton from any upper bound of the root converges from above. The smaller
+of two bounds is close everywhere:
 
     q = 2 tau / (f'(0) + sqrt(f'(0)^2 + 2 c kappa^2 tau))      from expm1(y) >= y + y^2/2: tight near zero
     log1p((tau + max(-lam, 0) q)/c)/kappa                      the exponential alone: tight in the tails
@@ -16,14 +16,15 @@ from symexplin.transform import MODES, Form, Scales, compute_dtype, forward, nor
 
 __all__ = ["invert"]
 
-_DAMPED_DOUBLINGS = 64  # a bracket of 2^64 raw units is beyond every finite weight that can be reached
+_DAMPED_DOUBLINGS = 64  # a bracket of 2^64 raw units contains every reachable finite weight
 _DAMPED_BISECTIONS = 128  # enough to bisect any float64 bracket that doubling leaves
 
 
 def invert(form: Form, t: Tensor, scales: Scales, iterations: int = 10) -> Tensor:
-    """Return w with forward(form, w, scales without delta) = t, in float64 inside, in t's compute dtype outside.
+    """Return w with forward(form, w, scales without delta) = t, solved in float64, in the compute dtype of t.
 
-    Raises ValueError where `t` is not finite, and where the map has no inverse, with the reason and the count.
+    Raises:
+        ValueError: `t` is not finite, or the map has no inverse. The message has the reason and the count.
 
     >>> form, scales = Form("congruent", 7.5), Scales(kappa=7.5)
     >>> t = torch.tensor([-1.0, 0.0, 1e-12], dtype=torch.float64)
@@ -31,7 +32,7 @@ def invert(form: Form, t: Tensor, scales: Scales, iterations: int = 10) -> Tenso
     tensor([-1.0000e+00,  0.0000e+00,  1.0000e-12], dtype=torch.float64)
     """
     dtype, device = compute_dtype(t), t.device
-    if device.type == "mps":  # has no float64
+    if device.type == "mps":  # MPS has no float64
         t = t.cpu()
     exact = Scales(*(_exact(value, t.device) for value in scales[:5]))
     shapes = (_tensor(value).shape for value in exact[:5])
@@ -53,7 +54,7 @@ def _exact(value: Tensor | float | None, device: torch.device) -> Tensor:
 
 
 def _refuse(bad: Tensor, t: Tensor, form: Form, need: str) -> None:
-    """Raise ValueError if any element is `bad`, saying what the mode needs and how many elements lack it."""
+    """Raise ValueError if any element is `bad`, with the condition and the number of elements that violate it."""
     if bool(bad.any()):
         count = int((bad & torch.ones_like(t, dtype=torch.bool)).sum())
         raise ValueError(f"cannot invert mode={form.mode!r} for {count} of {t.numel()} elements: {need}")
@@ -113,7 +114,7 @@ def _invert_damped(form: Form, t: Tensor, scales: Scales, iterations: int) -> Te
         if not bool(short.any()):
             break
         low, high = torch.where(short, high, low), torch.where(short, 2.0 * high, high)
-    # Not `forward < tau`: far out the map is inf * 0 = NaN, which is no upper end either.
+    # Not `forward < tau`: far out the map is inf * 0 = NaN, which is not an upper end.
     reached = forward(form, high, plain) >= tau
     bounded = (n == 0.0) & (tau >= 1.0) if form.beta == 1.0 else torch.zeros_like(reached)
     _refuse(bounded | ~reached, t, form, "out of reach; beta = 1 with n = 0 is bounded by 1")
@@ -131,5 +132,5 @@ def _invert_damped(form: Form, t: Tensor, scales: Scales, iterations: int) -> Te
 
 
 def _tensor(value: Tensor | float) -> Tensor:
-    assert isinstance(value, Tensor)  # `invert` made every scale a tensor
+    assert isinstance(value, Tensor)  # `invert` converts every scale to a tensor
     return value

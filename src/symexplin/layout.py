@@ -1,11 +1,11 @@
-"""Structured scales as packed panels: where each learned vector lives.
+"""Structured scales as packed panels: the place of each learned vector.
 
-Every pattern of section 4.4 is a few vectors along the two tensor dimensions plus numbers. They are packed in
+Every pattern of section 4.4 consists of vectors along the two tensor dimensions and of numbers. They are packed in
 
     panel0 (shape[0], P0)    panel1 (P1, shape[1])    scalar (P2,)
 
-named by tensor dimension, not by "row" and "column": a transposed weight (out_dim = 1) swaps the latter. A
-bias, being 1-D, has panel0 and scalar alone.
+Panels are named by tensor dimension, because "row" and "column" swap in a transposed weight (out_dim = 1). A bias is
+1-D and has only panel0 and scalar.
 """
 
 import functools
@@ -25,26 +25,26 @@ PANELS = ("panel0", "panel1", "scalar")
 
 @dataclass(frozen=True)
 class Slot:
-    """One learned vector, number or LoRA factor: `count` columns of a panel from `index` on."""
+    """One learned vector, number or LoRA factor: `count` columns of a panel, starting at `index`."""
 
-    name: str  # as the module home names its parameter: "e_row", "m_column", "delta_A"
+    name: str  # name of the parameter in SELLinear: "e_row", "m_column", "delta_A"
     role: str  # the configuration key: e, l, m, n, s, delta
     panel: str  # "panel0", "panel1" or "scalar"
     index: int
     count: int
     start: float | None  # None: drawn at random (LoRA's A)
     decay: bool
-    lr_scale: float  # on top of k: 1/beta for delta (paper, section 4.2)
+    lr_scale: float  # factor besides k: 1/beta for delta (paper, section 4.2)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The static side of one curved tensor: its shape, its map and the place of every learned scale.
+    """The static description of one curved tensor: its shape, its map and the place of every learned scale.
 
     Args:
         shape: (d0, d1) of a weight or (d0,) of a bias.
-        out_dim: which dimension of a weight counts outputs: 0 for `nn.Linear`, 1 for transformers' `Conv1D`.
-        beta: the reference curvature (a bias takes its weight's).
+        out_dim: the output dimension of a weight: 0 for `nn.Linear`, 1 for transformers' `Conv1D`.
+        beta: the reference curvature; a bias has that of its weight.
         config: the configuration.
 
     >>> layout = Layout((3, 2), 0, 7.5, SELConfig(beta=7.5))
@@ -57,17 +57,17 @@ class Layout:
     beta: float
     config: SELConfig
     form: Form = field(init=False, repr=False, compare=False)  # the fixed part of the map
-    # Every learned vector in a fixed order: by role, then along the outputs, then along the inputs.
+    # Every learned vector in a fixed order: by role, outputs before inputs.
     slots: tuple[Slot, ...] = field(init=False, repr=False, compare=False)
     panel_shapes: dict[str, tuple[int, ...]] = field(init=False, repr=False, compare=False)
 
     @staticmethod
     def of(shape: tuple[int, ...], out_dim: int, beta: float, config: str) -> "Layout":
-        """Return the layout of a configuration given as JSON; the same one for the same arguments."""
+        """Return the layout of a configuration given as JSON; equal arguments give the same object."""
         return _layout_of(shape, out_dim, beta, config)
 
     def __post_init__(self) -> None:
-        """Work out what follows; not when first asked for, which torch.compile may be the first to do."""
+        """Compute the derived fields now: computed lazily, they could be first needed inside torch.compile."""
         object.__setattr__(self, "form", Form(self.config.mode, self.beta, self.config.normalize))
         object.__setattr__(self, "slots", self._slots())
         object.__setattr__(self, "panel_shapes", {panel: self._panel_shape(panel) for panel in PANELS})
@@ -86,10 +86,10 @@ class Layout:
         return tuple(slots)
 
     def pattern(self, role: str) -> str:
-        """Return the pattern of a role's learned numbers here.
+        """Return the pattern of a role's learned numbers in this tensor.
 
-        Every vector pattern of a bias is "row", and it has no delta. The absorbed curvature is learned as its
-        logarithm, where the product of factors is a sum.
+        Every vector pattern of a bias is "row". A bias has no delta. The absorbed curvature is learned as its
+        logarithm, so that the product of its factors becomes a sum.
         """
         pattern: str = getattr(self.config, role).pattern
         if len(self.shape) == 1 and pattern not in ("fixed", "global"):
@@ -121,7 +121,7 @@ class Layout:
         return [("row", rows, 1, math.copysign(root, start)), ("column", columns, 1, root)]
 
     def width(self, panel: str) -> int:
-        """Return how many columns (rows for panel1, numbers for scalar) a panel has."""
+        """Return the number of columns of panel0, rows of panel1 or entries of scalar."""
         return sum(slot.count for slot in self.slots if slot.panel == panel)
 
     def panel_shape(self, panel: str) -> tuple[int, ...]:
@@ -136,10 +136,10 @@ class Layout:
         return (self.width(panel), self.shape[1] if len(self.shape) == 2 else 0)
 
     def start_panels(self, dtype: torch.dtype, device: torch.device, position: int) -> dict[str, Tensor]:
-        """Return the panels at their start.
+        """Return the panels with their start values.
 
-        LoRA's A is uniform on +-1/sqrt(rank), as a linear layer's weight (assumption), drawn in float64 from a
-        generator seeded by the configuration's seed and the parameter's `position` in the model.
+        LoRA's A is uniform on +-1/sqrt(rank), as a linear layer's weight (assumption). It is drawn in float64 from a
+        generator whose seed combines the configuration's seed and the parameter's `position` in the model.
         """
         panels = {p: torch.empty(self.panel_shape(p), dtype=dtype, device=device) for p in PANELS}
         generator = torch.Generator("cpu").manual_seed(self.config.seed * 1_000_003 + position)
@@ -153,7 +153,7 @@ class Layout:
         return panels
 
     def view(self, slot: Slot, panel: Tensor) -> Tensor:
-        """Return the part of its panel that a slot takes; a dimension in front of a panel's own counts tensors."""
+        """Return the slot's part of its panel, which may have a leading batch dimension."""
         if slot.panel == "scalar":
             return panel[..., slot.index]
         if slot.panel == "panel1":
@@ -163,7 +163,7 @@ class Layout:
         return panel[..., slot.index : slot.index + slot.count]
 
     def by_role(self, role: str) -> list[Slot]:
-        """Return the slots of a role, that of panel0 first."""
+        """Return the slots of a role, the one of panel0 first."""
         return sorted((slot for slot in self.slots if slot.role == role), key=lambda slot: slot.panel)
 
 

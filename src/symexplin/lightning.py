@@ -1,6 +1,6 @@
-"""SEL optimizers in a LightningModule: total steps and clipping taken over from the Trainer.
+"""SEL optimizers in a LightningModule: total steps and clipping come from the Trainer.
 
-Nothing of Lightning is imported: trainers of `lightning.pytorch` and of `pytorch_lightning` are read by attribute.
+Lightning is not imported. Trainers of `lightning.pytorch` and `pytorch_lightning` are read by attribute.
 """
 
 import functools
@@ -15,7 +15,7 @@ from symexplin.validation import check_whole
 
 __all__ = ["setup"]
 
-# Strategies that hand the optimizer one flat vector for many parameters, which has no rows and columns to curve.
+# Strategies that flatten many parameters to one vector, without rows and columns.
 _FLAT = {
     "FSDPStrategy": "'fsdp' flattens parameters; use ModelParallelStrategy (fully_shard)",
     "DeepSpeedStrategy": "DeepSpeed flattens parameters; use 'ddp' or ModelParallelStrategy (fully_shard)",
@@ -24,23 +24,23 @@ _SCHEDULER = "GradientAccumulationScheduler"
 
 
 def setup(trainer: Any, *, total_steps: int | None = None) -> dict[str, Any]:
-    """Return `total_steps` and `max_grad_norm` for a SEL optimizer, which clips in the Trainer's place.
+    """Return `total_steps` and `max_grad_norm` for a SEL optimizer, which then clips instead of the Trainer.
 
-    Call it in `configure_optimizers`. The Trainer's own clipping would clip effective gradients before the optimizer
-    sees them. So the optimizer takes its `gradient_clip_val`, to clip raw ones, and the module's
-    `configure_gradient_clipping` leaves such an optimizer alone from now on; any other is clipped as always.
+    Call it in `configure_optimizers`. The Trainer would clip effective gradients. Therefore the optimizer gets its
+    `gradient_clip_val` and clips raw gradients. The module's `configure_gradient_clipping` then skips SEL optimizers;
+    other optimizers are clipped as before.
 
     Args:
         trainer: the module's Trainer, of `lightning.pytorch` or `pytorch_lightning`.
-        total_steps: T of the annealing; None: the Trainer's `estimated_stepping_batches`, which counts
-            `accumulate_grad_batches` and `max_steps`, or None where it sees no end.
+        total_steps: T of the annealing. None: the Trainer's `estimated_stepping_batches`, which takes account of
+            `accumulate_grad_batches` and `max_steps`. A Trainer without an end gives None.
 
     Returns:
-        Keyword arguments of :class:`symexplin.SELAdamW` and its siblings.
+        Keyword arguments of :class:`symexplin.SELAdamW` or :class:`symexplin.SELMuon`.
 
     Raises:
-        ValueError: clipping by value; a strategy that flattens parameters (FSDP 1, DeepSpeed); no `total_steps` where
-            the Trainer cannot count: manual optimization, a `GradientAccumulationScheduler`.
+        ValueError: clipping by value; a strategy that flattens parameters (FSDP 1, DeepSpeed); no `total_steps` under
+            manual optimization or a `GradientAccumulationScheduler`, where the Trainer cannot estimate it.
 
     Example::
 
@@ -61,32 +61,32 @@ def setup(trainer: Any, *, total_steps: int | None = None) -> dict[str, Any]:
     if total_steps is None:
         _check_countable(trainer)
         estimate = trainer.estimated_stepping_batches
-        total_steps = int(estimate) if 0 < estimate < math.inf else None  # -1 where the data have no length
+        total_steps = int(estimate) if 0 < estimate < math.inf else None  # -1 for data without a length
     else:
         check_whole("total_steps", total_steps)
     return {"total_steps": total_steps, "max_grad_norm": _take_clipping(trainer)}
 
 
 def _check_countable(trainer: Any) -> None:
-    """Refuse what makes the Trainer's estimate of the number of steps wrong."""
+    """Refuse settings under which the Trainer's estimate of the number of steps is wrong."""
     why = None
     if not getattr(getattr(trainer, "lightning_module", None), "automatic_optimization", True):
-        why = "under manual optimization the module itself decides when to step"
+        why = "under manual optimization the module decides when to step"
     for callback in getattr(trainer, "callbacks", ()):
         scheduled = any(kind.__name__ == _SCHEDULER for kind in type(callback).__mro__)
         if scheduled and set(callback.scheduling.values()) != {1}:
-            why = f"the Trainer's estimate leaves out the {_SCHEDULER}"
+            why = f"the Trainer's estimate ignores the {_SCHEDULER}"
     if why is not None:
-        raise ValueError(f"total_steps must be given, the number of optimizer steps, got None: {why}")
+        raise ValueError(f"total_steps must be given as the number of optimizer steps, got None: {why}")
 
 
 def _take_clipping(trainer: Any) -> float | None:
-    """Return the Trainer's clipping norm, and keep it from clipping what the optimizer clips."""
+    """Return the Trainer's clipping norm, and switch the Trainer's clipping off for SEL optimizers."""
     norm = float(trainer.gradient_clip_val) if trainer.gradient_clip_val else None
     if norm is not None:
         algorithm = getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm)
         if algorithm not in (None, "norm"):
-            raise ValueError(f"gradient_clip_algorithm must be 'norm': raw gradients have one, got {algorithm!r}")
+            raise ValueError(f"gradient_clip_algorithm must be 'norm', got {algorithm!r}")
     module = getattr(trainer, "lightning_module", None)
     if module is None:
         return norm
@@ -95,8 +95,8 @@ def _take_clipping(trainer: Any) -> float | None:
         module.configure_gradient_clipping = functools.partial(_configure_gradient_clipping, module)
     else:
         warnings.warn(
-            f"{hook.__qualname__} is still called, before the optimizer clips raw gradients to {norm}: what the hook "
-            "clips itself are effective ones",
+            f"{hook.__qualname__} is still called before the optimizer clips raw gradients to {norm}: clipping in "
+            "the hook clips effective gradients",
             stacklevel=3,
         )
     return norm
@@ -108,6 +108,6 @@ def _configure_gradient_clipping(
     gradient_clip_val: float | None = None,
     gradient_clip_algorithm: str | None = None,
 ) -> None:
-    """Clip as the module's class does, but leave an optimizer alone that clips raw gradients itself."""
+    """Clip as the module's class does, but not under an optimizer that clips raw gradients itself."""
     if not isinstance(optimizer, RawSpaceOptimizer):
         type(module).configure_gradient_clipping(module, optimizer, gradient_clip_val, gradient_clip_algorithm)

@@ -1,4 +1,4 @@
-"""The map in a module: a linear layer that stores raw weights."""
+"""A linear layer that stores raw weights."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
@@ -19,13 +19,13 @@ __all__ = ["SELLinear"]
 
 
 class _Curve(NamedTuple):
-    """A map, and what it is called in the graphs of torch.compile where kernels compute it."""
+    """A map and, where kernels compute it, its key in the graphs of torch.compile."""
 
     layout: Layout
     key: Key | None
 
     def coordinates(self, parts: Sequence[Tensor]) -> Coordinates:
-        """Return the tensor seen through the map, in the precision it is computed in."""
+        """Return the tensor with its map, in the compute dtype."""
         dtype = compute_dtype(*parts)
         return Coordinates(self.layout, *(part.to(dtype) for part in parts))
 
@@ -46,7 +46,7 @@ class _Curve(NamedTuple):
 
 
 class _EffectiveWeight(torch.autograd.Function):
-    """raw, panels -> effective weight in their precision; saves its inputs alone."""
+    """raw, panels -> effective weight in their dtype; saves only its inputs."""
 
     @staticmethod
     def forward(ctx: Any, curve: _Curve, *parts: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class _EffectiveWeight(torch.autograd.Function):
 
 
 class _CurvedLinear(torch.autograd.Function):
-    """x, bias, raw, panels -> x w_eff^T + bias; saves x, raw and panels, and computes w_eff again in backward."""
+    """x, bias, raw, panels -> x w_eff^T + bias; saves x, raw and panels, and recomputes w_eff in backward."""
 
     @staticmethod
     def forward(ctx: Any, curve: _Curve, x: Tensor, bias: Tensor | None, *parts: Tensor) -> Tensor:
@@ -84,14 +84,14 @@ class _CurvedLinear(torch.autograd.Function):
 class SELLinear(nn.Linear):
     """A linear layer in curved weight space: ``y = x w_eff(raw_weight)^T + b_eff(raw_bias)`` (paper, Eq. 7).
 
-    Its parameters are `raw_weight`, `raw_bias` and the learned scales (`e_row`, `m_column`, ..., `bias_e_row`);
-    `weight` and `bias` are read-only views of the effective values, differentiable. Backward keeps the input, the
-    raw weight and vectors, never the effective weight. Under autocast the product runs in the autocast dtype, the
-    map in float32. Hooks and attributes of a layer it replaces are not carried over.
+    Its parameters are `raw_weight`, `raw_bias` and the learned scales (`e_row`, `m_column`, ..., `bias_e_row`).
+    `weight` and `bias` are the effective values: computed on access, read-only and differentiable. The input, the raw
+    weight and vectors are saved for backward; the effective weight is recomputed. Under autocast the product runs in
+    the autocast dtype, the map in float32. Hooks and attributes of a replaced layer are lost.
 
     Args:
         in_features, out_features, bias, device, dtype: as in `nn.Linear`, whose initial weights are the targets.
-        config: the map; its include and exclude are not read here.
+        config: the map; include and exclude are ignored.
         start: "matched" or "mismatched", see :func:`convert`.
 
     >>> layer = SELLinear(8, 4)
@@ -121,7 +121,7 @@ class SELLinear(nn.Linear):
     def from_linear(
         cls, linear: nn.Linear, weight: Layout, bias: Layout | None, start: str, position: int
     ) -> "SELLinear":
-        """Return the curved layer whose effective values are those of `linear` (or their mismatched start)."""
+        """Return the curved layer with the effective values of `linear`, or with their mismatched start."""
         layer = cls.__new__(cls)
         layer._build(linear, [weight] if bias is None else [weight, bias], start, position)
         return layer
@@ -158,7 +158,7 @@ class SELLinear(nn.Linear):
         return sides if self.bias_layout is None else [*sides, ("bias_", self.bias_layout)]
 
     def reset_parameters(self) -> None:
-        """Draw new weights as `nn.Linear` does and start matched from them."""
+        """Draw new weights as `nn.Linear` does, and start matched to them."""
         raw = cast(Tensor, self.raw_weight)
         fresh = nn.Linear(self.in_features, self.out_features, self.raw_bias is not None, raw.device, raw.dtype)
         other = SELLinear.from_linear(fresh, self.weight_layout, self.bias_layout, "matched", 0)
@@ -174,7 +174,7 @@ class SELLinear(nn.Linear):
         return roles
 
     def parts(self, bias: bool = False) -> tuple[Tensor, ...]:
-        """Return (raw, panel0, panel1, scalar) of the weight or of the bias, the panels packed from parameters."""
+        """Return (raw, panel0, panel1, scalar) of the weight or the bias; panels are packed from the parameters."""
         layout, prefix = (self.bias_layout, "bias_") if bias else (self.weight_layout, "")
         assert layout is not None
         raw = cast(Tensor, self.raw_bias if bias else self.raw_weight)
@@ -191,7 +191,7 @@ class SELLinear(nn.Linear):
 
     @torch.no_grad()
     def effective(self) -> list[Tensor]:
-        """Return the effective weight and, if there is one, bias in the dtype they are computed in."""
+        """Return the effective weight and the bias, if any, in the compute dtype."""
         return [curve.coordinates(self.parts(bool(bias))).effective() for bias, curve in enumerate(self._curves)]
 
     @property
@@ -219,7 +219,7 @@ class SELLinear(nn.Linear):
         return product
 
     def extra_repr(self) -> str:
-        """Describe the layer as `nn.Linear` does, and its map."""
+        """Describe the layer as `nn.Linear` does, with its map."""
         layout = self.weight_layout
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias_layout is not None}, "
@@ -228,7 +228,7 @@ class SELLinear(nn.Linear):
 
     @torch.no_grad()
     def to_linear(self) -> nn.Linear:
-        """Return the plain layer with the effective values, of the class that was converted."""
+        """Return a plain layer with the effective values, of the class that was converted."""
         raw, bias = cast(Tensor, self.raw_weight), self.bias
         linear = self.linear_type.__new__(self.linear_type)
         nn.Linear.__init__(linear, self.in_features, self.out_features, bias is not None, "meta", raw.dtype)

@@ -1,6 +1,6 @@
-"""The map as two operators of torch, which torch.compile takes into its graphs whole: kernels are no mystery to it.
+"""The map as two torch operators, so that torch.compile can call kernels from its graphs.
 
-Tensors and plain values in, new tensors out. They do not differentiate themselves: that is :class:`SELLinear`'s.
+They have no autograd formula of their own; :class:`SELLinear` provides it.
 """
 
 import torch
@@ -16,10 +16,7 @@ Key = tuple[int, float, str]  # out_dim, beta, configuration as JSON
 
 
 def key_of(layout: Layout) -> Key | None:
-    """Return what names a map among the operators' arguments; None where kernels do not compute it.
-
-    Such a map is better traced as it is written.
-    """
+    """Return the operators' arguments that identify a map; None: no kernel covers it, so it is traced instead."""
     return None if terms_of(layout) is None else (layout.out_dim, layout.beta, layout.config.to_json())
 
 

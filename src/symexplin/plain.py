@@ -1,4 +1,4 @@
-"""Which layers stay plain: output heads, routers and step biases, by what a model says and by the field's names."""
+"""The layers that stay plain: output heads, routers and step biases, by the model's methods and by usual names."""
 
 import fnmatch
 import re
@@ -9,7 +9,7 @@ from torch import nn
 
 __all__ = ["GATE_NAMES", "HEAD_NAMES", "LAST_NAMES", "ROUTER_NAMES", "STEP_BIASES", "ends_like", "plain_modules"]
 
-# Patterns of the last parts of a module's name. Of a stack of layers, the last one is the head.
+# Patterns of the last parts of a module's name. In a stack of layers the last one is the head.
 HEAD_NAMES = (
     # over a vocabulary
     *("lm_head", "*_lm_head", "codec_head", "ctc_head", "ctc_proj", "unembed", "unembedding"),
@@ -27,14 +27,14 @@ HEAD_NAMES = (
     *("iou_prediction_head.proj_out", "pred_obj_score_head.proj_out", "video_grounding_head", "decoder_dict.*"),
     *("decoder_pred",),
 )
-# Heads only where no linear layer comes after them: XLNet's summary feeds a head, XLM's is one.
+# Heads only if no linear layer follows: XLNet's summary feeds a head, XLM's summary is one.
 LAST_NAMES = ("fc", "summary")
 ROUTER_NAMES = ("router", "*_router", "router_gate", "shared_expert_gate")
 GATE_NAMES = ("gate", "gating")  # routers, or halves of gated feed-forward layers: see `_is_router`
-# A step size is the softplus of this bias, and lies in the tail of the map, where a small step is a large one.
+# The softplus of this bias is a step size. The bias lies in the tail of the map, where a small step has a large effect.
 STEP_BIASES = ("dt_proj.bias",)
 
-# Tables of places, not of tokens. A layer as wide as one of them is no head.
+# Embeddings of positions or segments, not of tokens. A layer of their size is not a head.
 _PLACES = re.compile(
     r"(?:^|[._])(?:pos|pos(?:it|emb|enc)\w*|w?pe|rel|relative|seg|segment\w*|types?|rows?|col|columns?|levels?"
     r"|query|queries|time|timesteps?)(?:$|[._])"
@@ -42,7 +42,7 @@ _PLACES = re.compile(
 
 
 def ends_like(name: str, patterns: Iterable[str]) -> bool:
-    """Whether the last parts of a dotted name match one of the patterns (fnmatch), part by part.
+    """Whether the last parts of a dotted name match one of the fnmatch patterns, part by part.
 
     >>> ends_like("model.enc_out_bbox_embed", ("enc_*_embed",))
     True
@@ -59,7 +59,7 @@ def ends_like(name: str, patterns: Iterable[str]) -> bool:
 
 
 def plain_modules(model: nn.Module) -> dict[int, str]:
-    """Return why all parameters of a module stay plain, by the ids of such modules: heads and routers."""
+    """Return the ids of heads and routers, with the reason why their parameters stay plain."""
     reasons = dict.fromkeys(_heads(model), "output head")
     modules = dict(model.named_modules())
     for name, module in modules.items():
@@ -71,9 +71,9 @@ def plain_modules(model: nn.Module) -> dict[int, str]:
 def _is_router(name: str, module: nn.Module, parent: nn.Module) -> bool:
     """Whether a module chooses among experts.
 
-    It does by its type's name, by one of :data:`ROUTER_NAMES`, or as a "gate" beside experts. A "gate" beside none is
-    a router if it is a linear layer with fewer outputs than inputs and no layer beside it has as many outputs: a gated
-    feed-forward layer multiplies its gate with a layer of that width.
+    Its type's name, one of :data:`ROUTER_NAMES`, or the name "gate" beside experts identifies it. Without experts, a
+    "gate" is a router if it is a linear layer with fewer outputs than inputs and no sibling has as many outputs. In a
+    gated feed-forward layer, a sibling has the gate's number of outputs.
     """
     kind = type(module).__name__
     if "Router" in kind or "TopKGating" in kind or ends_like(name, ROUTER_NAMES):
@@ -89,18 +89,18 @@ def _is_router(name: str, module: nn.Module, parent: nn.Module) -> bool:
 
 
 def _heads(model: nn.Module) -> set[int]:
-    """Return the ids of output heads: those the model says, those of usual names, those as wide as a vocabulary."""
+    """Return the ids of output heads, by `get_output_embeddings`, by usual names and by the vocabulary's size."""
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name}
-    # What wraps a model, as DistributedDataParallel does, need not hand on what the model says.
+    # All modules, not the model alone: a wrapper such as DistributedDataParallel may lack the method.
     speakers: list[Any] = [m for m in model.modules() if callable(getattr(m, "get_output_embeddings", None))]
     said = [speaker.get_output_embeddings() for speaker in speakers]
     parts = [part for head in said if isinstance(head, nn.Module) for part in head.modules()]  # adapters may wrap it
     heads = {id(m) for m in (*parts, *_named_heads(model, linears))}
     vocabularies = _vocabularies(model)
     heads |= {id(m) for m in _surely_wide(linears, vocabularies)}
-    if not speakers:  # a model that says it has no head is believed
+    if not speakers:  # a model that returns no head has none
         heads |= {id(m) for m in _last_wide(linears, vocabularies, heads)}
-    # MobileBERT's head is a table in two halves: beside the layer that maps to the vocabulary, one that maps from it.
+    # MobileBERT splits its head: beside the layer that maps to the vocabulary is one that maps from it.
     halves = {
         (name.rpartition(".")[0], m.out_features)
         for name, m in linears.items()
@@ -113,7 +113,7 @@ def _heads(model: nn.Module) -> set[int]:
 
 
 def _vocabularies(model: nn.Module) -> set[int]:
-    """Return the sizes of token vocabularies: of the configurations, and of embeddings that are no table of places."""
+    """Return the sizes of token vocabularies: from configurations and from embeddings of tokens."""
     sizes = {getattr(getattr(module, "config", None), "vocab_size", None) for module in model.modules()}
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and not _PLACES.search(".".join(name.split(".")[-2:])):
@@ -122,7 +122,7 @@ def _vocabularies(model: nn.Module) -> set[int]:
 
 
 def _named_heads(model: nn.Module, linears: dict[str, nn.Linear]) -> list[nn.Module]:
-    """Return what has the name of a head."""
+    """Return the modules with the name of a head."""
     last = next(reversed(linears), "")
     found: list[nn.Module] = []
     for name, module in model.named_modules():
@@ -134,7 +134,7 @@ def _named_heads(model: nn.Module, linears: dict[str, nn.Linear]) -> list[nn.Mod
 
 
 def _surely_wide(linears: dict[str, nn.Linear], vocabularies: set[int]) -> list[nn.Linear]:
-    """Return what maps to a vocabulary: wider than its input, in no numbered block, and read by no layer."""
+    """Return layers as wide as a vocabulary, wider than their input, outside of blocks, whose output no layer reads."""
     read = {m.in_features for m in linears.values()}
     return [
         m
@@ -144,10 +144,10 @@ def _surely_wide(linears: dict[str, nn.Linear], vocabularies: set[int]) -> list[
 
 
 def _last_wide(linears: dict[str, nn.Linear], vocabularies: set[int], heads: set[int]) -> list[nn.Linear]:
-    """Return the last layer as wide as a vocabulary, where no head is that wide.
+    """Return the last layer as wide as a vocabulary, if no head is that wide.
 
-    A byte vocabulary may equal the model's width. Beside other heads, the layer must be the last one but for those,
-    and must be no block's: a classifier of texts has no head over the vocabulary.
+    A byte vocabulary may equal the model's width. Beside other heads, the layer must be the last of the remaining ones
+    and outside of blocks, because a text classifier has no head over the vocabulary.
     """
     rest = {name: m for name, m in linears.items() if id(m) not in heads}
     wide = [name for name, m in rest.items() if m.out_features in vocabularies]
@@ -164,11 +164,11 @@ def _numbered(name: str) -> bool:
 
 
 def _last(head: nn.Module) -> Sequence[nn.Module]:
-    """Return what is the head in a module of a head's name: itself, its last linear layer, all that PEFT wraps."""
+    """Return the head inside a module with a head's name: itself, its last linear layer, or all that PEFT wraps."""
     if hasattr(head, "base_layer") or hasattr(head, "modules_to_save"):
         return list(head.modules())
     if isinstance(head, nn.ModuleList):  # one head per layer of the decoder
         return [part for module in head for part in _last(module)]
     last = [module for module in head.modules() if isinstance(module, nn.Linear)][-1:]
-    # As wide as its input, the last of a stack only prepares for what comes after, as ModernBERT's "head" does.
+    # The last layer of a stack is not the head if it is as wide as its input, as in ModernBERT's "head".
     return [m for m in last if m is head or m.in_features != m.out_features]

@@ -1,4 +1,4 @@
-"""Which parameters are curved: by the type of the module that owns them, never by their number of dimensions."""
+"""The choice of curved parameters, by the type of the module that owns them."""
 
 import fnmatch
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ __all__ = ["Route", "Routing", "check_patterns", "names_within", "routing"]
 
 @dataclass(frozen=True)
 class Route:
-    """One parameter and the decision about it."""
+    """The decision for one parameter."""
 
     name: str
     parameter: nn.Parameter = field(repr=False, compare=False)
@@ -72,7 +72,7 @@ class Routing:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """What a module makes of one of its parameters, before the patterns have their say."""
+    """The decision for a parameter by its module's type, before include and exclude patterns."""
 
     reason: str
     curved: bool = False
@@ -81,27 +81,27 @@ class _Candidate:
 
 
 def routing(model: nn.Module, config: SELConfig | None = None, *, whole: nn.Module | None = None) -> Routing:
-    """Decide for every parameter of `model` whether it is curved, and say why.
+    """Decide for every parameter of `model` whether it is curved, and give the reason.
 
-    Curved are the weights and biases of `nn.Linear`, transformers' `Conv1D` and the input projections of
-    `nn.MultiheadAttention`. Plain are embeddings and what is tied to them, output heads, routers of mixtures of
-    experts, step biases of state-space models, norms, convolutions, frozen and non-floating parameters. Weights of
-    several experts in one 3-D tensor are plain; experts that are layers of their own are curved. LoRA's factors under
-    PEFT are linear layers, hence curved.
+    The weights and biases of `nn.Linear`, of transformers' `Conv1D` and of the input projections of
+    `nn.MultiheadAttention` are curved. Plain are: embeddings and parameters tied to them, output heads, routers of
+    mixtures of experts, step biases of state-space models, norms, convolutions, frozen and non-floating parameters.
+    Expert weights in one 3-D tensor are plain; experts that are linear layers are curved. LoRA's factors under PEFT
+    are linear layers and therefore curved.
 
-    A head is what `get_output_embeddings` returns, what has one of :data:`symexplin.plain.HEAD_NAMES`, or a layer as
-    wide as the token vocabulary. A router has one of :data:`symexplin.plain.ROUTER_NAMES`, a router's type, or is a
-    `gate` beside experts. A `gate` beside none is a router if it has fewer outputs than inputs, and no layer beside it
-    has as many outputs.
+    A head is the result of `get_output_embeddings`, has one of :data:`symexplin.plain.HEAD_NAMES`, or is as wide as
+    the token vocabulary. A router has one of :data:`symexplin.plain.ROUTER_NAMES`, a router's type, or is a `gate`
+    beside experts. Without experts, a `gate` is a router if it has fewer outputs than inputs and no sibling has as
+    many outputs.
 
     Args:
         model: a module, or a part of `whole`.
-        config: the map; its `include` and `exclude` are patterns of qualified names against these rules.
-        whole: the model that `model` is a part of. Its parameters are routed as in the whole, under their names there.
+        config: the map. Its `include` and `exclude` patterns of qualified names override these rules.
+        whole: the model that contains `model`. It determines the parameters' names and the decisions.
 
     Raises:
-        ValueError: a pattern that matches nothing, or asks to curve something that is neither a 2-D weight nor
-            the bias of a linear layer; a `model` that is not a part of `whole`.
+        ValueError: a pattern matches nothing, or includes a parameter that is neither a 2-D weight nor the bias of a
+            linear layer; `model` is not a part of `whole`.
 
     >>> model = nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4))
     >>> print(routing(model))
@@ -135,7 +135,7 @@ def names_within(model: nn.Module, whole: nn.Module) -> dict[int, str]:
     names = {id(parameter): name for name, parameter in whole.named_parameters()}
     for name, parameter in model.named_parameters():
         if id(parameter) not in names:
-            raise ValueError(f"model must be a part of whole, which has no parameter that is {name!r} of model")
+            raise ValueError(f"model must be a part of whole, but its parameter {name!r} is not in whole")
     return {id(parameter): names[id(parameter)] for parameter in model.parameters()}
 
 
@@ -181,7 +181,7 @@ def check_patterns(argument: str, patterns: Sequence[str], names: list[str]) -> 
 
 
 def _candidates(model: nn.Module) -> dict[int, _Candidate]:
-    """Say of every parameter what its module makes of it; what is tied to an embedding is plain."""
+    """Return the decision for every parameter by its module; parameters tied to an embedding are plain."""
     plain = plain_modules(model)
     found: dict[int, _Candidate] = {}
     embeddings: set[int] = set()

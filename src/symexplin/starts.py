@@ -1,4 +1,4 @@
-"""Where a curved model starts: from the weights it has, or from the paper's mismatched start (section 4.3)."""
+"""The start of a curved model: matched to its weights, or the paper's mismatched start (section 4.3)."""
 
 import dataclasses
 
@@ -19,10 +19,10 @@ START_RULES = ("matched", "mismatched")
 
 @torch.no_grad()
 def start_weight(target: Tensor, layout: Layout, start: str) -> Tensor:
-    """Return the effective weight that a `target` starts at, in its compute dtype.
+    """Return the effective weight at the start for a `target`, in its compute dtype.
 
-    "matched": the target itself. "mismatched": ``mismatch(congruent_inverse(target))`` with the layout's scales at
-    their start and without delta, elementwise: positive weights keep their value, negative ones lose 2 |L|.
+    "matched": the target. "mismatched": ``mismatch(congruent_inverse(target))`` elementwise, with the start values of
+    the layout's scales and without delta. Positive weights keep their value; negative ones lose 2 |L|.
 
     Raises:
         ValueError: "mismatched" for another mode than "mismatch".
@@ -48,14 +48,14 @@ def start_weight(target: Tensor, layout: Layout, start: str) -> Tensor:
 def init_(
     model: nn.Module, config: SELConfig, *, xavier: bool = True, generator: torch.Generator | None = None
 ) -> None:
-    """Give the curved parameters of a plain `model` the start of the paper, in place (section 4.3).
+    """Give the curved parameters of a plain `model` the paper's start, in place (section 4.3).
 
-    Weights are drawn anew from Xavier's uniform distribution (unless not `xavier`); then, for mode "mismatch",
-    weights and biases t become ``mismatch(congruent_inverse(t))``. Biases are not drawn: their present values
-    are the targets. Run it before the optimizer sees the model.
+    With `xavier`, weights are drawn anew from Xavier's uniform distribution; biases keep their values. Then, for mode
+    "mismatch", weights and biases t become ``mismatch(congruent_inverse(t))``. Call it before the optimizer is built.
 
     Raises:
-        ValueError: nothing to curve; weights that are not finite or out of the map's reach, naming the parameter.
+        ValueError: nothing to curve, or weights that are not finite or out of the map's reach. The message names the
+            parameter.
 
     >>> layer = nn.Linear(8, 8)
     >>> init_(layer, SELConfig(beta=7.5), generator=torch.Generator().manual_seed(0))

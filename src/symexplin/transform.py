@@ -1,6 +1,6 @@
-"""The one definition of the SymExpLin map and of its derivatives; everything else calls or is tested against it.
+"""The definition of the SymExpLin map and its derivatives. Other code calls it or is tested against it.
 
-With raw weight w, effective curvature kappa, normalizer d (beta, or kappa when normalized), scales e, l,
+With raw weight w, effective curvature kappa, normalizer d (beta, or kappa if normalized), scales e, l,
 offset n, overall scale s and residual delta (paper, Eqs. 3-7 and appendix B):
 
     E(|w|) = (e/d) exp(-n) expm1(kappa |w|)      S(w) = sign(w) E(|w|)      L(w) = (l/d) w
@@ -9,7 +9,7 @@ offset n, overall scale s and residual delta (paper, Eqs. 3-7 and appendix B):
     sinh       sinh(kappa w)/d       linear     l w
     damped     sign(w) exp(-n) expm1(beta |w|) exp(-|w|)/beta + w (1 - exp(-n exp(|w|)))
 
-and w_eff = s * mode + delta. Nothing here checks its input or owns state: tensors in, tensors out.
+and w_eff = s * mode + delta. All functions are pure and do not check their input.
 """
 
 import math
@@ -34,7 +34,7 @@ __all__ = [
 
 Value = Tensor | float
 
-# Which scales each mode reads; one that a mode does not read is never created. `s` and `delta` serve all.
+# The scales that each mode uses; others are never created. All modes use `s` and `delta`.
 MODES: dict[str, tuple[str, ...]] = {
     "mismatch": ("e", "l", "kappa", "n"),
     "congruent": ("e", "l", "kappa", "n"),
@@ -47,17 +47,17 @@ MODES: dict[str, tuple[str, ...]] = {
 CURVATURES = ("fixed", "absorbed")
 ROLES = ("e", "l", "kappa", "n", "s", "delta")
 
-# Below this |x| the differences x exp(x) - expm1(x) and x cosh(x) - sinh(x) are summed as series: above it
-# the closed forms lose at most a factor (e + (e - 1))/1 = 4.4 to cancellation, which the accuracy owed,
-# (8 + 4x) units of rounding, covers.
+# Below this |x| the differences x exp(x) - expm1(x) and x cosh(x) - sinh(x) are summed as series. Above it the
+# closed forms lose at most a factor (e + (e - 1))/1 = 4.4 to cancellation, within the error bound of (8 + 4x) units
+# of rounding.
 _SERIES_BELOW = 1.0
-# Terms that bring the remainder at x = 1 under one unit of rounding: sum over k > K of (k - 1)/k! is
-# 2.1e-9 of the whole for K = 12 (float32) and 2e-18 for K = 20 (float64).
+# Terms for a remainder below one unit of rounding at x = 1: the sum over k > K of (k - 1)/k! is 2.1e-9 of the total
+# for K = 12 (float32) and 2e-18 for K = 20 (float64).
 _SERIES_TERMS = {torch.float32: 12, torch.float64: 20}
 
 
 class Form(NamedTuple):
-    """The fixed part of the map: its mode, reference curvature beta and choice of normalizer."""
+    """The fixed part of the map: mode, reference curvature beta and choice of normalizer."""
 
     mode: str
     beta: float
@@ -65,7 +65,7 @@ class Form(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """The scales of the map; each a number or a tensor that broadcasts against the raw weight."""
+    """The scales of the map, each a number or a tensor that broadcasts against the raw weight."""
 
     e: Value = 1.0
     l: Value = 1.0
@@ -76,7 +76,7 @@ class Scales(NamedTuple):
 
 
 def compute_dtype(*values: object) -> torch.dtype:
-    """Return float64 if any tensor among `values` has it, else float32: half precision is never computed in.
+    """Return float64 if any tensor among `values` is float64, else float32, also for half precision.
 
     >>> compute_dtype(torch.zeros(2, dtype=torch.bfloat16))
     torch.float32
@@ -99,7 +99,7 @@ def normalizer(form: Form, scales: Scales) -> Value:
 
 
 def _linear_sides(mode: str, w: Tensor) -> tuple[Value, Value]:
-    """Return (u, du/dw) such that the linear pathway adds (l/d) u; du/dw at 0 is the mean of its two sides."""
+    """Return (u, du/dw) of the linear pathway (l/d) u; du/dw at 0 is the mean of the one-sided slopes."""
     if mode == "mismatch":
         return w.abs(), torch.sign(w)
     if mode == "congruent":
@@ -146,9 +146,9 @@ def forward(form: Form, w: Tensor, scales: Scales) -> Tensor:
 
 
 def tolerance(form: Form, w: Tensor, scales: Scales) -> Tensor:
-    """Return the accuracy owed by :func:`forward`: (8 + 4 kappa|w|) units of rounding of the absolute terms added.
+    """Return the error bound of :func:`forward`: (8 + 4 kappa|w|) units of rounding of the sum of absolute terms.
 
-    The terms are |s| times those of the mode, the exponential and the linear one apart, and |delta|.
+    The terms are |s| times the mode's exponential and linear terms, each for itself, and |delta|.
 
     >>> w = torch.tensor([0.0, 1.0], dtype=torch.float64)
     >>> tolerance(Form("exp_only", 1.0), w, Scales()) / 2**-53
@@ -161,7 +161,7 @@ def tolerance(form: Form, w: Tensor, scales: Scales) -> Tensor:
         kappa = form.beta if form.mode == "damped" else scales.kappa
     if form.mode == "damped":
         exponential, linear = _damped_terms(form.beta, magnitude, scales.n)
-        # Where n < 0 the rounding of n exp|w| is an exponent's.
+        # For n < 0 the rounding error of n exp|w| is in an exponent.
         terms = exponential.abs() + linear.abs() * (1.0 + (-scales.n * torch.exp(magnitude)).clamp(min=0.0))
     elif "e" in MODES[form.mode]:
         terms = _unscaled(Form("exp_only", form.beta, form.normalize), magnitude, scales).abs()
@@ -185,7 +185,7 @@ def _series(x: Tensor, coefficients: list[float]) -> Tensor:
 
 
 def _exp_difference(x: Tensor) -> Tensor:
-    """Return x exp(x) - expm1(x) = sum over k >= 2 of x^k (k - 1)/k!, without the cancellation."""
+    """Return x exp(x) - expm1(x) = sum over k >= 2 of x^k (k - 1)/k!, without cancellation."""
     terms = _SERIES_TERMS[x.dtype]
     near = x.clamp(-_SERIES_BELOW, _SERIES_BELOW)
     series = near * near * _series(near, [(k - 1) / math.factorial(k) for k in range(2, terms + 1)])
@@ -193,7 +193,7 @@ def _exp_difference(x: Tensor) -> Tensor:
 
 
 def _cosh_difference(x: Tensor) -> Tensor:
-    """Return x cosh(x) - sinh(x) = sum over k >= 1 of x^(2k+1) 2k/(2k + 1)!, without the cancellation."""
+    """Return x cosh(x) - sinh(x) = sum over k >= 1 of x^(2k+1) 2k/(2k + 1)!, without cancellation."""
     terms = _SERIES_TERMS[x.dtype] // 2
     near = x.clamp(-_SERIES_BELOW, _SERIES_BELOW)
     square = near * near
@@ -204,9 +204,9 @@ def _cosh_difference(x: Tensor) -> Tensor:
 def pullback(form: Form, w: Tensor, scales: Scales, g: Tensor, wanted: frozenset[str]) -> dict[str, Tensor]:
     """Return the cotangents of "w" and of the `wanted` roles for a cotangent `g` of w_eff.
 
-    Each has the full (broadcast) shape: whoever holds a structured scale sums it over the axes it lacks.
-    "kappa" is the total derivative, through d too when the form is normalized. At w = 0 the derivative by w
-    is the mean of the one-sided slopes, so that a coordinate that starts at zero can move.
+    Each has the full broadcast shape; the caller sums it to the shape of a structured scale. "kappa" is the total
+    derivative, with that through d if the form is normalized. At w = 0 the derivative by w is the mean of the
+    one-sided slopes, so that a weight that starts at zero can move.
 
     >>> w = torch.zeros(1, dtype=torch.float64)
     >>> pullback(Form("mismatch", 7.5), w, Scales(kappa=7.5), torch.ones_like(w), frozenset())["w"]

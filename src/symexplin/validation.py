@@ -1,4 +1,4 @@
-"""Checks that name the argument, the value found and what would be right."""
+"""Checks of arguments; their errors name the argument, its value and the valid range."""
 
 import contextlib
 import difflib
@@ -19,7 +19,7 @@ __all__ = [
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
-    """Return `value` if it is one of `choices`, else raise ValueError with the nearest right one.
+    """Return `value` if it is one of `choices`, else raise ValueError with the nearest choice.
 
     >>> check_choice("mode", "congrunt", ["mismatch", "congruent"])
     Traceback (most recent call last):
@@ -115,7 +115,7 @@ def check_fraction(name: str, value: object) -> float:
 
 @contextlib.contextmanager
 def naming(name: str) -> Iterator[None]:
-    """Put `name`, of a parameter or layer, before the message of a ValueError raised inside.
+    """Put the `name` of a parameter or layer before the message of a ValueError raised inside.
 
     >>> with naming("blocks.0.q"):
     ...     check_positive("beta", 0)

@@ -262,7 +262,7 @@ def check_first_use(device, kernels):
     for name in ("pull", "update", "write", "none"):
         broken = TritonKernels(kernels.tiles)
         matrices, *_ = make(case, device)
-        said = "RuntimeError: no compiler" if name == "none" else f"the kernel `{name}` computes wrongly"
+        said = "RuntimeError: no compiler" if name == "none" else f"the kernel `{name}` gives wrong results"
         with mock.patch.object(triton_launch, "launch", breaking(name)):
             with pytest.warns(UserWarning, match=said):
                 assert not broken.covers(terms_of(case), matrices.raw[0], matrices.weight[0])

@@ -1,7 +1,7 @@
-"""Fast paths of the map and of AdamW over it, behind one dispatch: compiled C on CPUs, Triton on CUDA.
+"""Kernels for the map and for AdamW over it: compiled C on CPUs, Triton on CUDA.
 
-The readable formulas (:mod:`symexplin.transform`) stay the definition; kernels are tested against them, and what no
-kernel covers goes through them.
+The readable formulas (:mod:`symexplin.transform`) are the definition. Kernels are tested against them; the formulas
+compute what no kernel covers.
 """
 
 import contextlib
@@ -41,9 +41,9 @@ _choice: contextvars.ContextVar[str | None] = contextvars.ContextVar("choice", d
 
 @contextlib.contextmanager
 def using(choice: str) -> Iterator[None]:
-    """Use the fastest path there is ("auto") or the readable formulas ("readable") inside a `with` block.
+    """Use the fastest path ("auto") or the readable formulas ("readable") inside a `with` block.
 
-    Outside of any, the environment variable SYMEXPLIN_KERNELS says which; unset is "auto".
+    Outside of such blocks the environment variable SYMEXPLIN_KERNELS chooses; its default is "auto".
 
     >>> with using("readable"):
     ...     describe("cpu")
@@ -57,16 +57,15 @@ def using(choice: str) -> Iterator[None]:
 
 
 def backend_for(device: torch.device | str) -> Backend | None:
-    """Return the kernels for a device; None: there are none, or they are not wanted.
+    """Return the kernels for a device, or None if there are none or they are switched off.
 
-    They work behind torch's back, so where a mode watches or replaces its operations (fake tensors, tracing, counting)
-    the readable formulas run.
+    Torch's dispatch modes (fake tensors, tracing, counting) do not see kernels, so the readable formulas run there.
     """
     return _load(torch.device(device).type) if is_wanted() else None
 
 
 def is_wanted() -> bool:
-    """Whether fast paths are wanted at all."""
+    """Whether kernels are switched on and no dispatch mode of torch is active."""
     if torch._C._len_torch_dispatch_stack():
         return False
     choice = _choice.get() or check_choice(_VARIABLE, os.environ.get(_VARIABLE) or "auto", CHOICES)
@@ -87,6 +86,6 @@ def _load(kind: str) -> Backend | None:
 
 
 def describe(device: torch.device | str) -> str:
-    """Return in words what computes the map on a device."""
+    """Return a description of what computes the map on a device."""
     backend = backend_for(device)
     return "readable formulas" if backend is None else backend.name

@@ -1,4 +1,4 @@
-"""The system's C compiler, used once per machine: a private cache of compiled libraries."""
+"""Compile a C file with the system's compiler, and cache the library privately."""
 
 import contextlib
 import ctypes
@@ -15,29 +15,29 @@ from typing import NamedTuple
 
 __all__ = ["Compiler", "cache_folder", "compile_library", "find_compiler", "load_library"]
 
-# No -ffast-math: NaN, infinities and signed zeros must come through, and every sum keeps its order. No contraction:
+# No -ffast-math: NaN, infinities and signed zeros must be exact, and every sum must keep its order. No contraction:
 # kernels that share a formula must give the same bits.
 _FLAGS = (
     *("-O3", "-std=c11", "-fPIC", "-shared", "-pthread"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
-_TARGET = "SYMEXPLIN_CPU_TARGET"  # a processor for -march, such as haswell or x86-64-v2; unset: this machine's
-_SECONDS, _PROBE_SECONDS = 120.0, 20.0  # to compile, and to answer at all
+_TARGET = "SYMEXPLIN_CPU_TARGET"  # a processor for -march, such as haswell or x86-64-v2; default: this machine's
+_SECONDS, _PROBE_SECONDS = 120.0, 20.0  # time limits to compile and to print macros
 
 
 class Compiler(NamedTuple):
-    """A C compiler that runs: how to call it, its name and version, its flags and the macros it predefines here."""
+    """A working C compiler: its command, name with version, flags and predefined macros."""
 
     command: tuple[str, ...]
     name: str
     flags: tuple[str, ...]
-    macros: str  # names its version and every feature of the processor that it will use
+    macros: str  # contain its version and every processor feature that it will use
 
 
 def find_compiler() -> Compiler | None:
     """Return the first of $CC, cc, gcc and clang that runs, or None.
 
-    It compiles for this machine, or for the processor that SYMEXPLIN_CPU_TARGET names.
+    It compiles for this machine, or for the processor in SYMEXPLIN_CPU_TARGET.
 
     >>> compiler = find_compiler()
     >>> compiler is None or compiler.name.split()[0] in ("gcc", "clang")
@@ -81,16 +81,16 @@ _VECTORS = {"__AVX512F__": "AVX-512", "__AVX2__": "AVX2", "__aarch64__": "NEON"}
 
 
 def cache_folder() -> Path:
-    """Return where compiled libraries stay: $XDG_CACHE_HOME/symexplin, else ~/.cache/symexplin."""
+    """Return the folder of compiled libraries: $XDG_CACHE_HOME/symexplin, else ~/.cache/symexplin."""
     home = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (home if home.is_absolute() else Path.home() / ".cache") / "symexplin"
 
 
 def load_library(source: Path) -> tuple[ctypes.CDLL, str] | str:
-    """Return a C file compiled and loaded, with what compiled it; or why there is none.
+    """Return a compiled and loaded C file with the compiler's name, or the reason for a failure.
 
-    The library is kept under a name that tells source (with the headers beside it), compiler, flags and processor
-    apart. One that another user could have written is not loaded. One process compiles it while others wait.
+    The library's name is a hash of source, headers, compiler, flags and processor. A library that another user can
+    write is not loaded. One process compiles while others wait.
     """
     compiler = find_compiler()
     if compiler is None:
@@ -103,7 +103,7 @@ def load_library(source: Path) -> tuple[ctypes.CDLL, str] | str:
     try:
         try:
             return _load_kept(cache_folder(), name, compiler, source), compiler.name
-        except (OSError, RuntimeError):  # RuntimeError: there is no home
+        except (OSError, RuntimeError):  # RuntimeError: no home folder
             with tempfile.TemporaryDirectory(prefix="symexplin-") as folder:
                 return _load_kept(Path(folder), name, compiler, source), compiler.name
     except subprocess.CalledProcessError as error:
@@ -113,7 +113,7 @@ def load_library(source: Path) -> tuple[ctypes.CDLL, str] | str:
 
 
 def _load_kept(folder: Path, name: str, compiler: Compiler, source: Path) -> ctypes.CDLL:
-    """Load a library from a folder, compiled before or now; OSError: the folder cannot be used."""
+    """Load a library from a folder after compiling it if necessary; OSError if the folder cannot be used."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_private(folder)
     library = folder / name
@@ -121,8 +121,8 @@ def _load_kept(folder: Path, name: str, compiler: Compiler, source: Path) -> cty
         return _load(library)
     with _alone(folder / f"{name}.lock"):
         with contextlib.suppress(OSError):
-            return _load(library)  # another process has compiled it in the meantime
-        draft = folder / f"{name}.draft"  # of this process alone; one that was killed has left a draft to write over
+            return _load(library)  # if another process has compiled it in the meantime
+        draft = folder / f"{name}.draft"  # the lock is held: an existing draft is of a killed process
         try:
             compile_library(compiler, source, draft)
             with draft.open("rb") as file:
@@ -135,13 +135,13 @@ def _load_kept(folder: Path, name: str, compiler: Compiler, source: Path) -> cty
 
 
 def _size_of(library: Path) -> Path:
-    """Return the file that has a library's size: a shorter one would end the process at first use, without a word."""
+    """Return the file with a library's size; use of a truncated library would kill the process silently."""
     return library.with_suffix(".size")
 
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Hold a lock that one process at a time can have; the system gives it back when a process ends."""
+    """Hold a lock between processes; the system releases it when a process ends."""
     import fcntl  # not on Windows, where nothing is compiled
 
     with path.open("w") as file:
@@ -157,7 +157,7 @@ def compile_library(compiler: Compiler, source: Path, library: Path) -> None:
 def _load(library: Path) -> ctypes.CDLL:
     _check_private(library)
     if _size_of(library).read_text() != str(library.stat().st_size):
-        raise OSError(f"{library} is not as long as it was when it was made")
+        raise OSError(f"{library} has another size than when it was compiled")
     return ctypes.CDLL(str(library))
 
 

@@ -1,5 +1,5 @@
-/* The map, AdamW over it and its inverse on CPUs: a list of matrices is cut into tiles, which threads take one after the
-   other. No result depends on how many threads there are: every tile writes its own sums, added afterwards in order. */
+/* The map, its inverse and AdamW on CPUs. A list of matrices is cut into tiles, which threads process in turn. Results
+   do not depend on the number of threads: every tile writes its own sums, which are added in order at the end. */
 #define _POSIX_C_SOURCE 200809L
 #include <math.h>
 #include <pthread.h>
@@ -8,23 +8,23 @@
 
 #include "element.h"
 
-/* WIDEST columns keep a tile's factors and sums in the second cache, and let processors fetch whole rows ahead. TALL rows
-   make partial sums by column 1.2 % of a weight, and leave enough tiles for several threads. Starting a thread costs
-   about as much as 2^16 entries. */
+/* With WIDEST columns a tile's factors and sums fit the second-level cache, and processors prefetch whole rows. With
+   TALL rows the partial sums by column are 1.2 % of a weight, and there are enough tiles for several threads. Starting
+   a thread costs about as much as 2^16 entries. */
 enum { WIDEST = 2048, TALL = 256, SUMS = 3, FACTORS = 4, ENTRIES_PER_THREAD = 1 << 16 };
 enum { WEIGHT, PULL, UPDATE, INVERT };
 
-/* One matrix; every field has eight bytes: symexplin.kernels.cpu packs them in this order. */
+/* One matrix. Every field has eight bytes; symexplin.kernels.cpu packs them in this order. */
 typedef struct {
-    int64_t rows, cols, row_at, column_at; /* its size, and where its factors and sums begin */
+    int64_t rows, cols, row_at, column_at; /* its size, and the offsets of its factors and sums */
     float *raw, *exp_avg, *exp_avg_sq;
     void *weight;
     const void *grad;
-    float *out; /* PULL: the raw gradient, where it is wanted */
+    float *out; /* PULL: the raw gradient, or NULL */
     int64_t half; /* weight and gradient are bfloat16, not float */
 } Part;
 
-/* Along one dimension, of all parts: four rows kappa, c, lambda and c kappa of `length` numbers. */
+/* The factors of all parts along one dimension: four rows kappa, c, lambda and c kappa of `length` numbers. */
 typedef struct {
     const float *of;
     int64_t length;
@@ -34,7 +34,7 @@ typedef struct {
     Axis rows, columns;
 } Factors;
 
-/* AdamW as symexplin.optim.adamw has it: lr, decay, beta1, beta2, eps, and 1 - beta^t of both. */
+/* AdamW's numbers as in symexplin.optim.adamw, with corrections 1 - beta^t; `factor` clips the gradient. */
 typedef struct {
     double lr, decay, beta1, beta2, eps, correction1, correction2, factor;
 } Rates;
@@ -62,7 +62,7 @@ typedef struct {
     float kappa, c, lambda, c_kappa;
 } RowFactors;
 
-/* A tile's column factors, padded to whole steps with those of the identity. */
+/* A tile's column factors, padded to whole steps with the identity's. */
 typedef struct {
     _Alignas(64) float kappa[WIDEST], c[WIDEST], lambda[WIDEST], c_kappa[WIDEST];
 } ColumnFactors;
@@ -93,8 +93,8 @@ static float flattest(Axis axis, int64_t from, int64_t end) {
     return found;
 }
 
-/* How a tile's numbers are read. What is left of a weight without its linear pathway has an error of 1 + lambda/(c kappa)
-   units of rounding. Who asks for the raw gradient need not have the weight. */
+/* The type of a tile's numbers. The weight minus its linear pathway has an error of 1 + lambda/(c kappa) units of
+   rounding, so READ needs a small ratio. A call with `out` may have no valid weight. */
 static int as_of(const Call *call, const Part *part, const Tile *tile) {
     enum { MOST = 8 };
     if (part->half) return HALF;
@@ -104,23 +104,23 @@ static int as_of(const Call *call, const Part *part, const Tile *tile) {
     return rows * columns <= MOST ? READ : FLOAT;
 }
 
-/* ---- rows of a tile: the loops below are where the time goes; all counts are whole steps ---- */
+/* ---- rows of a tile: the loops below take most of the time; all counts are whole steps ---- */
 
-/* Sums over a pair of rows: of g sign(w) F, g u, and g w E or, normalized, g sign(w) (x E - F), each times the columns'
-   factor; F and E over 2. READ: all but the second of them times twice the row's c. */
+/* Sums over a pair of rows of g sign(w) F, g u and g w E, each times the columns' factor; normalized maps have
+   g sign(w) (x E - F) as the third. F and E are halved. For READ the first and third are times twice the row's c. */
 typedef struct {
     V c[PAIR], lambda[PAIR], kappa[PAIR], squares[PAIR];
 } RowSums;
 
 typedef struct {
     const void *g[PAIR];
-    const float *w[PAIR], *weight[PAIR]; /* the weight for READ alone */
+    const float *w[PAIR], *weight[PAIR]; /* the weight only for READ */
     float *out[PAIR];
-    int64_t ahead; /* to the next pair */
+    int64_t ahead; /* distance to the next pair */
     RowFactors factors[PAIR];
 } Rows;
 
-/* Add terms to the sums of a pair of rows and to those of the columns. */
+/* Add terms to the sums of a pair of rows and of the columns. */
 INLINE void add_terms(const V *term, V by_column, const V *by_row, V *total, float *down) {
     EACH total[i] = fma_(term[i], by_column, total[i]);
     store(down, fma_(term[1], by_row[1], fma_(term[0], by_row[0], load(down))));
@@ -163,7 +163,7 @@ INLINE void pull_rows(const Rows *rows, int64_t at, int64_t count, int magnitude
     *sums = total;
 }
 
-/* With constants the compiler makes one copy of the loop for each kind of map and of numbers. */
+/* Constant arguments make the compiler specialise the loop for each kind of map and numbers. */
 NOINLINE void pull_pair(const Call *call, const Rows *rows, int64_t at, int64_t count, int as, const ColumnFactors *columns,
                         float *column_sums, RowSums *sums) {
 #define PULL_KIND(MAGNITUDE, NORMALIZE, AS) pull_rows(rows, at, count, MAGNITUDE, NORMALIZE, AS, columns, column_sums, sums)
@@ -181,7 +181,7 @@ NOINLINE void pull_pair(const Call *call, const Rows *rows, int64_t at, int64_t 
     }
 }
 
-/* The weights at a step's raw weights w. */
+/* The weights of one step's raw weights w. */
 INLINE void image_at(int magnitude, const V *w, RowFactors row, const ColumnFactors *columns, int64_t at, V *weight) {
     V y[PAIR], F[PAIR], E[PAIR];
     EACH y[i] = all((float)(LOG2E * row.kappa)) * load(columns->kappa + at + i * LANES) * abs_(w[i]);
@@ -200,7 +200,7 @@ INLINE void image_row(const float *w, int64_t at, int64_t count, int magnitude, 
     }
 }
 
-/* AdamW with its constants merged: the step is m/(root sqrt(v) + eps), both divided by the rate. */
+/* AdamW with merged constants: the step is m/(root sqrt(v) + eps), with root and eps divided by the rate. */
 typedef struct {
     float keep, keep1, gain1, keep2, gain2, root, eps, factor;
 } Rule;
@@ -213,26 +213,27 @@ static Rule rule_of(const Rates *r) {
 }
 
 INLINE void adamw(const Rule *rule, V *x, const V *g, V *m, V *v) {
-    /* As torch's lerp, from the nearer end: a small beta loses no g that is small beside m. g^2 alone overflows early. */
+    /* As in torch's lerp, from the nearer end: with a small beta a g much smaller than m still counts. g^2 without its
+       factor overflows early. */
     if (rule->gain1 < 0.5f) EACH m[i] = fma_(g[i] - m[i], all(rule->gain1), m[i]);
     else EACH m[i] = fma_(m[i] - g[i], all(rule->keep1), g[i]);
     EACH v[i] = fma_(g[i] * all(rule->gain2), g[i], v[i] * all(rule->keep2));
     EACH x[i] = x[i] * all(rule->keep) - m[i] / fma_(sqrt_(v[i]), all(rule->root), all(rule->eps));
 }
 
-/* A row's raw weight w, its weight (for READ alone), gradient g and moments m and v; `moved` and `weight` take the new
-   raw weight and weight. */
+/* A row's raw weight w, weight (only for READ), gradient g and moments m and v. `moved` and `weight` get the new raw
+   weight and weight. */
 typedef struct {
     const float *w, *known;
     const void *g;
     float *m, *v, *moved;
     void *weight;
-    int64_t ahead; /* to the next row */
+    int64_t ahead; /* distance to the next row */
     RowFactors old, new;
     Rule rule;
 } Row;
 
-/* By value: stores to a row of floats could change floats that are pointed to. */
+/* `row` is passed by value: behind a pointer, stores of floats could alias its floats. */
 INLINE void update_row(Row row, int64_t at, int64_t count, int magnitude, int as, const ColumnFactors *old,
                        const ColumnFactors *new) {
     V kappa0 = all((float)((as == READ ? row.rule.factor : LOG2E) * row.old.kappa)), c0 = all(row.old.c);
@@ -278,7 +279,7 @@ NOINLINE void update_one(const Call *call, const Row *row, int64_t at, int64_t c
     }
 }
 
-/* Raw weights of a row t of the weight; returns whether all of it has one. */
+/* Raw weights of a row t of the weight; returns whether all entries have one. */
 INLINE int invert_row(const void *t, int64_t at, int64_t count, int magnitude, int as, RowFactors row,
                       const ColumnFactors *columns, float *raw) {
     D good = all_double(1), one = all_double(1), zero = all_double(0);
@@ -319,7 +320,7 @@ NOINLINE int convert_one(const Call *call, const void *from, int64_t at, int64_t
 
 /* ---- tiles ---- */
 
-/* What is left of a row after whole steps, in a step of its own. */
+/* The rest of a row after whole steps, padded to one step. */
 typedef struct {
     _Alignas(64) char bytes[STEP * sizeof(float)];
 } Rest;
@@ -369,7 +370,7 @@ static void pull_tile(const Call *call, const Part *part, Tile *tile) {
         int count = tile->row_end - row < PAIR ? 1 : PAIR;
         Rows rows = {.ahead = PAIR * part->cols};
         RowSums sums = {0};
-        for (int i = 0; i < PAIR; i++) { /* an odd row has itself without gradient as its twin */
+        for (int i = 0; i < PAIR; i++) { /* a last odd row is paired with itself, without gradient */
             int64_t from = i < count ? row + i : row, at = from * part->cols + tile->column;
             rows.w[i] = part->raw + at, rows.g[i] = i < count ? at_as(as, part->grad, at) : no_gradient;
             if (part->out) rows.out[i] = i < count ? part->out + at : unused;
@@ -408,7 +409,7 @@ static void update_tile(const Call *call, const Part *part, const Tile *tile) {
     _Alignas(64) float unmoved[WIDEST], unwritten[WIDEST];
     Row row = {.ahead = 2 * part->cols, .rule = rule_of(&call->rates)};
     int64_t width = tile->column_end - tile->column, whole = whole_steps(width);
-    int moves = call->rates.lr != 0; /* at rate 0 moments go on, and weights keep their bits */
+    int moves = call->rates.lr != 0; /* with lr 0 only moments change */
     int as = as_of(call, part, tile);
     column_factors(call->old.columns, part->column_at + tile->column, width, &old);
     column_factors(call->new.columns, part->column_at + tile->column, width, &new);
@@ -489,14 +490,14 @@ static void cut(const Call *call, Tile *tiles, float *scratch) {
     }
 }
 
-/* Add the tiles' sums to those of their rows, (SUMS, row_length), and columns, and squares to those of their part. */
+/* Add the tiles' sums to those of rows, (SUMS, row_length), and columns, and their squares to those of the part. */
 static void add_up(const Call *call, double *row_sums, double *column_sums, double *squares) {
     for (int64_t t = 0; t < call->tile_count; t++) {
         const Tile *tile = &call->tiles[t];
         const Part *part = &call->parts[tile->part];
         int64_t width = tile->column_end - tile->column;
         for (int k = 0; k < SUMS; k++) {
-            double scale = k == 1 ? 1 : 2; /* F and E are over 2 */
+            double scale = k == 1 ? 1 : 2; /* F and E are halved */
             double *by_row = row_sums + k * call->old.rows.length + part->row_at;
             double *by_column = column_sums + k * call->old.columns.length + part->column_at + tile->column;
             for (int64_t i = tile->row; i < tile->row_end; i++)
@@ -507,8 +508,8 @@ static void add_up(const Call *call, double *row_sums, double *column_sums, doub
     }
 }
 
-/* Do a task for all parts, which have factors of one kind of map. Returns 0; -1 where there is no memory for it; or how
-   many stretches of rows an inverse has failed on. `squares` has a number per part. */
+/* Run a task for all parts, which have one kind of map. Returns 0, -1 without memory, or the number of row segments
+   without an inverse. `squares` has one number per part. */
 int64_t sel_run(int task, int magnitude, int normalize, const Part *parts, int64_t part_count, int64_t threads,
                 const Factors *old, const Factors *new, const Rates *rates, double *row_sums, double *column_sums,
                 double *squares) {
@@ -537,5 +538,5 @@ int64_t sel_run(int task, int magnitude, int normalize, const Part *parts, int64
     return failed;
 }
 
-/* The size that symexplin.kernels.cpu must agree on. */
+/* The size of Part, which symexplin.kernels.cpu checks. */
 int64_t sel_part_size(void) { return (int64_t)sizeof(Part); }

@@ -1,4 +1,4 @@
-"""The map, AdamW over it and its inverse in compiled C on CPUs (`cpu.c`), called through ctypes."""
+"""Compiled C kernels on CPUs (`cpu.c`) for the map, its inverse and AdamW, called through ctypes."""
 
 import array
 import ctypes
@@ -18,7 +18,7 @@ from symexplin.transform import Form, Scales, forward, tolerance
 
 __all__ = ["CpuKernels", "load"]
 
-_CPU = torch.device("cpu")  # named, since a user may have another default device
+_CPU = torch.device("cpu")  # explicit, since the user may have another default device
 _SOURCE = Path(__file__).with_name("cpu.c")
 _WRITE, _PULL, _UPDATE, _INVERT = range(4)
 _FIELDS, _ADDRESSES = 11, range(4, 10)  # of `Part` in cpu.c: raw, exp_avg, exp_avg_sq, weight, grad, out
@@ -26,7 +26,7 @@ _WEIGHTS = (torch.float32, torch.bfloat16)
 _NO_COMPILER = (
     "symexplin has no compiled kernels here ({reason}): the readable formulas run on the CPU instead, and an optimizer "
     "step takes about ten times as long. Install a C compiler (gcc or clang), correct SYMEXPLIN_CPU_TARGET if it is "
-    "set, or set SYMEXPLIN_KERNELS=readable to say that this is meant"
+    "set, or set SYMEXPLIN_KERNELS=readable to choose the formulas"
 )
 
 
@@ -45,7 +45,7 @@ class _Rates(ctypes.Structure):
 class CpuKernels:
     """Kernels in compiled C for contiguous float32 tensors on a CPU; weights and gradients may be bfloat16.
 
-    They take the number of threads from torch and give the same bits for any.
+    They use torch's number of threads. The results have the same bits for any number.
     """
 
     def __init__(self, library: ctypes.CDLL, name: str) -> None:
@@ -58,7 +58,7 @@ class CpuKernels:
         ]
 
     def covers(self, terms: Terms, raw: Tensor, weight: Tensor) -> bool:  # noqa: ARG002
-        """Whether tensors of these types, dtypes and memory formats can be computed."""
+        """Whether the kernels support tensors of these types, dtypes and memory formats."""
         return (
             is_memory(raw)
             and is_memory(weight)
@@ -79,7 +79,7 @@ class CpuKernels:
         grads: Sequence[Tensor],
         out: Sequence[Tensor] | None = None,
     ) -> Sums:
-        """Return the sums of the pullback of `grads`; write the raw gradients to `out`, where it is given."""
+        """Return the sums of the pullback of `grads`; write the raw gradients to `out`, if given."""
         sums = Sums(
             torch.zeros(3, factors.rows.shape[1], dtype=torch.float64, device=_CPU),
             torch.zeros(3, factors.columns.shape[1], dtype=torch.float64, device=_CPU),
@@ -104,7 +104,7 @@ class CpuKernels:
         self._run(_UPDATE, terms, matrices, old, new=new, grads=grads, rates=packed)
 
     def invert(self, terms: Terms, matrices: Matrices, factors: Factors) -> bool:
-        """Write the raw weights of the weights; return False where one has none, or is left to the formulas."""
+        """Write the raw weights of the weights; return False if one has none or needs the formulas."""
         return self._run(_INVERT, terms, matrices, factors) == 0
 
     def _run(
@@ -161,7 +161,7 @@ def _put(table: "array.array[int]", places: Sequence[int], columns: Sequence[Seq
 
 @functools.cache
 def load() -> CpuKernels | None:
-    """Return the compiled kernels; None, with one warning, where there is no compiler or what it makes is wrong.
+    """Return the compiled kernels, or None with one warning if there is no compiler or the kernels are wrong.
 
     >>> kernels = load()
     >>> kernels is None or kernels.name.startswith("compiled C")
@@ -175,13 +175,13 @@ def load() -> CpuKernels | None:
     sound = all(hasattr(library, function) for function in ("sel_run", "sel_part_size"))
     kernels = CpuKernels(library, f"compiled C ({name})") if sound else None
     if kernels is None or library.sel_part_size() != 8 * _FIELDS or not _is_right(kernels):
-        warnings.warn(_NO_COMPILER.format(reason=f"what {name} makes computes wrongly"), stacklevel=2)
+        warnings.warn(_NO_COMPILER.format(reason=f"kernels compiled by {name} give wrong results"), stacklevel=2)
         return None
     return kernels
 
 
 def _is_right(kernels: CpuKernels) -> bool:
-    """Whether a handful of values agrees with the definition."""
+    """Whether some values agree with the readable formulas."""
     raw = torch.cat([torch.logspace(-20, 0.5, 36, device=_CPU), torch.zeros(1, device=_CPU)]).float()
     raw = torch.stack([raw, -raw])
     terms = Terms(1.0, True, False, False, False, 7.5, 1.0, *map(Place, (1.25, 0.75, 7.5, 0.5)))

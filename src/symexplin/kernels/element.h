@@ -1,7 +1,7 @@
 /* The map of one vector of entries, its derivatives and its inverse (symexplin.transform is the definition).
 
-   c, lambda and kappa are products of a row's and a column's factor (symexplin.kernels.factors). `magnitude` says what
-   lambda multiplies: |w| or w. All the kinds of map that kernels compute differ in that alone.
+   c, lambda and kappa are products of a row's and a column's factor (symexplin.kernels.factors). lambda multiplies |w|
+   with `magnitude`, else w. The maps of kernels have no other difference.
 */
 #ifndef SEL_ELEMENT_H
 #define SEL_ELEMENT_H
@@ -10,12 +10,12 @@
 
 #define LOG2E 1.4426950408889634
 
-/* F = (2^y - 1)/2 and E = 2^y/2: exp(x) - 1 and exp(x) over 2, so that the parts of a sum do not overflow before it does,
-   with y = log2(e) x. For y = k + r, p = 2^r - 1 and q = 2^(k - 1), F = q p + q - 1/2. Where 2^y is below 2^-124, E is 0. */
+/* F = (2^y - 1)/2 and E = 2^y/2 with y = log2(e) x: half of expm1(x) and exp(x), so that terms do not overflow before
+   their sum. For y = k + r, p = 2^r - 1 and q = 2^(k - 1), F = q p + q - 1/2. E is 0 where 2^y is below 2^-124. */
 INLINE void grow(const V *y, V *F, V *E) {
-    const float shift = 0x1.8p23f + 126; /* leaves the exponent's bits of q at the low end */
+    const float shift = 0x1.8p23f + 126; /* moves the exponent bits of q to the low end */
     V t[PAIR], q[PAIR], r[PAIR], p[PAIR];
-    /* From k = -125 to where k = 128 and p > 0: the whole is infinite. */
+    /* From k = -125 to k = 128 with p > 0, where the result is infinite. */
     EACH r[i] = max_(all(-125), min_(all(128.25f), y[i]));
     EACH t[i] = r[i] + all(shift);
     EACH q[i] = (V)((I)t[i] << 23);
@@ -31,21 +31,21 @@ INLINE void grow(const V *y, V *F, V *E) {
     EACH E[i] = fma_(q[i], p[i], q[i]);
 }
 
-/* What lambda multiplies. */
+/* The factor of lambda. */
 INLINE V path(int magnitude, V w) { return magnitude ? abs_(w) : w; }
 
-/* F = c expm1(x) sign(w) and E = c exp(x) of a raw weight w whose weight is known, without an exponential. */
+/* F = c expm1(x) sign(w) and E = c exp(x) from a raw weight w and its weight, without an exponential. */
 INLINE void known(int magnitude, V w, V weight, V c, V lambda, V *F, V *E) {
     *F = fma_(-lambda, path(magnitude, w), weight);
     *E = c + with_sign(*F, sign_of(w));
 }
 
-/* dw_eff/dw with c_kappa E = c kappa exp(x): at w = 0 the mean of both sides. */
+/* dw_eff/dw with c_kappa E = c kappa exp(x); at w = 0 the mean of the one-sided slopes. */
 INLINE V slope(int magnitude, V w, V c_kappa, V lambda, V E) {
     return fma_(c_kappa, E, magnitude ? unless_zero(w, with_sign(lambda, sign_of(w))) : lambda);
 }
 
-/* (x exp(x) - expm1(x))/2 with x = y ln2 >= 0: below 1 the sum over k >= 2 of x^k (k - 1)/k!, since there it cancels. */
+/* (x exp(x) - expm1(x))/2 with x = y ln2 >= 0; below 1 the sum over k >= 2 of x^k (k - 1)/k!, without cancellation. */
 INLINE V difference(V y, V F, V E) {
     static const float terms[] = {1.0 / 2,    1.0 / 3,     1.0 / 8,      1.0 / 30,      1.0 / 144,     1.0 / 840,
                                   1.0 / 5760, 1.0 / 45360, 1.0 / 403200, 1.0 / 3991680, 1.0 / 43545600};
@@ -55,7 +55,7 @@ INLINE V difference(V y, V F, V E) {
     return pick_less(x, all(1), series * near * near * all(0.5f), x * E - F);
 }
 
-/* exp(x) and expm1(x) in double, for 0 <= x <= 700: relative errors under 1e-10. */
+/* exp(x) and expm1(x) in double for 0 <= x <= 700, with relative errors below 1e-10. */
 INLINE void grow_double(D x, D *F, D *E) {
     const double shift = 0x1.8p52 + 1023;
     D t = x * all_double(0x1.71547652b82fep+0) + all_double(shift), q = (D)((L)t << 52);
@@ -67,7 +67,7 @@ INLINE void grow_double(D x, D *F, D *E) {
     *F = q * s + (q - all_double(1)), *E = q * s + q;
 }
 
-/* log(x) for normal x >= 1, to 1e-4: a start. */
+/* log(x) for normal x >= 1 with an error of 1e-4, for Newton's start. */
 INLINE D log_roughly(D x) {
     D f = (D)(((L)x & 0x000fffffffffffff) | 0x3ff0000000000000), power = (D)(((L)x >> 52) | 0x4330000000000000);
     D k = power - all_double(0x1p52 + 1023), p = all_double(-0.05545931);
@@ -75,8 +75,8 @@ INLINE D log_roughly(D x) {
     return k * all_double(0x1.62e42fefa39efp-1) + (p * f + all_double(-1.73675974));
 }
 
-/* Four steps err by 1e-6 units of a float's rounding for |lambda| < c kappa, as where lambda multiplies |w|; five by 1e-2
-   units for lambda up to 1000 c kappa. */
+/* The error of four steps is 1e-6 units of a float's rounding for |lambda| < c kappa, which holds if lambda multiplies
+   |w|. The error of five steps is 1e-2 units for lambda up to 1000 c kappa. */
 enum { NEWTON = 4 };
 
 /* The x >= 0 with c expm1(kappa x) + lambda x = tau, where c > 0, c kappa > -lambda and tau >= 0: Newton's method from

@@ -1,12 +1,13 @@
-"""The maps that kernels compute: those whose scales are products of one factor along each tensor dimension.
+"""The maps that kernels compute: maps whose scales are products of one factor along each tensor dimension.
 
-With c = s e exp(-n)/d, lambda = s l/d and kappa each such a product (paper, Eqs. 3-7), the weight and all derivatives
+Let c = s e exp(-n)/d, lambda = s l/d and kappa be such products (paper, Eqs. 3-7). Then the weight and all derivatives
 need three vectors along each dimension and no temporary of the matrix's size::
 
     w_eff = c_i c_j sign(w) expm1(kappa_i kappa_j |w|) + lambda_i lambda_j u(w),    u(w) = |w| or w
 
-Kernels see these factors and the sums over rows and columns that their gradients follow from. What the factors are made
-of, panels of learned scales, stays here, in float64. Panels of many tensors are laid end to end: few operations do all.
+Kernels read these factors and return sums over rows and columns. This module computes the factors from panels of
+learned scales, and the panels' gradients from the sums, in float64. Panels of many tensors are concatenated, so that
+few operations serve all of them.
 """
 
 import functools
@@ -23,18 +24,18 @@ __all__ = ["KERNEL_MODES", "FactoredMap", "Factors", "Panels", "Place", "Sums", 
 
 Value = float | Tensor
 
-# What the linear pathway adds to S: of each mode, the sign of lambda and whether it multiplies |w|.
+# The linear pathway of each mode: the sign of lambda, and whether it multiplies |w|.
 _LINEAR = {"mismatch": (1.0, True), "congruent": (1.0, False), "oppose": (-1.0, False), "exp_only": (0.0, True)}
 KERNEL_MODES = tuple(_LINEAR)
 _PRODUCTS = frozenset({"fixed", "global", "row", "column", "row_col_mult"})
-# exp(-n) and exp(a) turn sums into products.
+# For n and a: exp(-n) and exp(a) turn sums into products.
 _SUMS = frozenset({"fixed", "global", "row", "column", "row_col_add"})
 
 
 class Place(NamedTuple):
-    """A scale: a number `value`, times (n: plus) what is learned along each dimension and as one number.
+    """A scale: the number `value` times (for n: plus) its learned vectors and number.
 
-    `columns` are the places in panel0, panel1 and scalar of what is learned; -1: nothing.
+    `columns` are their indices in panel0, panel1 and scalar; -1 stands for nothing learned.
     """
 
     value: float
@@ -42,11 +43,11 @@ class Place(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """The static side of a map for kernels.
+    """The static description of a map for kernels.
 
     lambda has the sign `linear` and multiplies |w| (`magnitude`) or w. kappa is its number times its learned factors,
-    or times their exponentials if `absorbed`. With `normalize` the normalizer d is kappa, else `beta`. A `flat` tensor
-    has one dimension, and is a matrix of one row.
+    or times their exponentials if `absorbed`. The normalizer d is kappa with `normalize`, else `beta`. A `flat` tensor
+    has one dimension and is treated as a matrix of one row.
     """
 
     linear: float
@@ -63,7 +64,7 @@ class Terms(NamedTuple):
 
 
 class Panels(NamedTuple):
-    """Panels of tensors that share a map, end to end; all of one tensor is the case of one."""
+    """The concatenated panels of tensors that share a map."""
 
     panel0: Tensor  # (sum of d0, P0)
     panel1: Tensor  # (P1, sum of d1)
@@ -79,11 +80,11 @@ class Factors(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What a pullback sums up for each row and column, times the factors along the other dimension.
+    """The sums of a pullback over rows and columns, weighted with the factors along the other dimension.
 
-    Three of them, (3, sum of rows) and (3, sum of columns): of g sign(w) expm1(x) times c; of g u(w) times lambda; and
-    of g w exp(x) times c kappa or, for a normalized map, g sign(w) (x exp(x) - expm1(x)) times c. `squares` is the sum
-    of squares of each tensor's raw gradient.
+    `rows` is (3, sum of rows) and `columns` is (3, sum of columns). The terms are g sign(w) expm1(x) times c, g u(w)
+    times lambda, and g w exp(x) times c kappa. For a normalized map the third is g sign(w) (x exp(x) - expm1(x)) times
+    c. `squares` has the sum of squares of each tensor's raw gradient.
     """
 
     rows: Tensor
@@ -93,7 +94,7 @@ class Sums(NamedTuple):
 
 @functools.cache
 def terms_of(layout: Layout) -> Terms | None:
-    """Return what kernels need to know of a layout, or None where they cannot compute its map.
+    """Return the terms of a layout for kernels, or None if they cannot compute its map.
 
     >>> from symexplin.config import preset
     >>> terms_of(Layout((4, 3), 0, 7.5, preset("paper"))).e
@@ -132,7 +133,7 @@ def _is_learned(place: Place) -> bool:
 
 
 class FactoredMap:
-    """A map seen through its factors, at the present values of its panels.
+    """The factors of a map at the present values of its panels.
 
     >>> from symexplin.config import preset
     >>> layout = Layout((2, 3), 0, 7.5, preset("paper"))
@@ -151,14 +152,14 @@ class FactoredMap:
         self._second = None if terms.flat else _Axis(terms, 1, panels.panel1, None)
 
     def factors(self) -> Factors:
-        """Return the factors that kernels take."""
+        """Return the factors for kernels."""
         first = self._first.factors()
-        if self._second is None:  # one row, all of whose factors are 1
+        if self._second is None:  # one row with factors 1
             return Factors(torch.ones(4, len(self._panels.sizes), dtype=first.dtype, device=first.device), first)
         return Factors(first, self._second.factors())
 
     def gradients(self, sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of panel0, panel1 and scalar that follow from a pullback's sums, by the chain rule."""
+        """Return the gradients of panel0, panel1 and scalar from a pullback's sums, by the chain rule."""
         panel0, panel1, scalar = (torch.empty_like(panel) for panel in self._panels[:3])
         sizes = self._panels.sizes
         self._first.gradients(sums.columns if self._second is None else sums.rows, panel0.mT, scalar, sizes)
@@ -168,16 +169,16 @@ class FactoredMap:
 
 
 class _Axis:
-    """The factors along one dimension: a role's is its number times what is learned, as vectors and as numbers.
+    """The factors along one dimension: for each role its number times its learned vector and number.
 
-    What is learned nowhere stays a number.
+    A factor without learned part is a number.
     """
 
     def __init__(self, terms: Terms, dim: int, vectors: Tensor, numbers: Sequence[Tensor] | None) -> None:
         self._terms, self._like = terms, vectors
         vectors = vectors.to(torch.float64, memory_format=torch.contiguous_format)
         self._main = numbers is not None
-        self._learned: dict[str, list[tuple[int, Tensor]]] = {}  # of each role: (panel, values)
+        self._learned: dict[str, list[tuple[int, Tensor]]] = {}  # by role: (panel, values)
         for role in ("e", "l", "kappa", "n"):
             columns = getattr(terms, role).columns
             found = [(dim, vectors[columns[dim]])] if columns[dim] >= 0 else []
@@ -201,7 +202,7 @@ class _Axis:
         return place.value if self._main else neutral
 
     def _product(self, role: str, number: float, without: int | None = None) -> Value:
-        """Return `number` times what a role has learned; `without`: the panel whose values are left out."""
+        """Return `number` times the learned values of a role, except those of the panel `without`."""
         return math.prod((values for panel, values in self._learned[role] if panel != without), start=number)
 
     def factors(self) -> Tensor:
@@ -212,7 +213,7 @@ class _Axis:
         return out
 
     def gradients(self, sums: Tensor, out: Tensor, scalar: Tensor, sizes: Sequence[int]) -> None:
-        """Write the gradients of the learned vectors to the rows of `out`, those of the learned numbers to `scalar`."""
+        """Write the gradients of the learned vectors to rows of `out`, and those of the learned numbers to `scalar`."""
         by_c, by_lam, by_kappa = sums.double()
         normalize, absorbed = self._terms.normalize, self._terms.absorbed
         for role, learned in self._learned.items():

@@ -1,8 +1,7 @@
-/* Vectors of floats, one register wide: AVX-512, AVX2 with FMA, SSE2 or NEON, whichever the build is for.
+/* Vectors of floats in one register: AVX-512, AVX2 with FMA, SSE2 or NEON, by the target of the build.
 
-   Operators (+ - * /) work on V as on numbers. What has no operator stands here once per instruction set, so that no
-   loop over the lanes of a vector is left for the compiler to vectorise, or not. D is a vector of doubles, of half as
-   many lanes.
+   Operators (+ - * /) work on V as on numbers. Other functions are defined here for each instruction set, so that no
+   loop over lanes depends on the compiler's vectoriser. D is a vector of doubles with half as many lanes.
 */
 #ifndef SEL_LANES_H
 #define SEL_LANES_H
@@ -23,7 +22,7 @@ INLINE V load(const float *p) { return _mm512_loadu_ps(p); }
 INLINE void store(float *p, V x) { _mm512_storeu_ps(p, x); }
 INLINE V fma_(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE V sqrt_(V x) { return _mm512_sqrt_ps(x); }
-/* The smaller and the larger one; of two operands, one of them NaN, the second is returned. */
+/* Minimum and maximum; if an operand is NaN, the second one is returned. */
 INLINE V min_(V bound, V x) { return _mm512_min_ps(bound, x); }
 INLINE V max_(V bound, V x) { return _mm512_max_ps(bound, x); }
 /* x where w is not 0, else 0. */
@@ -64,7 +63,7 @@ INLINE V widen_half(const uint16_t *p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
 }
 INLINE void store_half(uint16_t *p, V x) {
-    __m256i half = _mm256_srai_epi32(_mm256_castps_si256(x), 16); /* fits 16 signed bits: nothing saturates */
+    __m256i half = _mm256_srai_epi32(_mm256_castps_si256(x), 16); /* fits 16 signed bits: no saturation */
     half = _mm256_permute4x64_epi64(_mm256_packs_epi32(half, half), 0x08);
     _mm_storeu_si128((__m128i *)p, _mm256_castsi256_si128(half));
 }
@@ -84,7 +83,7 @@ typedef __m128d D;
 INLINE V all(float x) { return _mm_set1_ps(x); }
 INLINE V load(const float *p) { return _mm_loadu_ps(p); }
 INLINE void store(float *p, V x) { _mm_storeu_ps(p, x); }
-INLINE V fma_(V a, V b, V c) { return a * b + c; } /* two roundings: without the instruction it is a call per lane */
+INLINE V fma_(V a, V b, V c) { return a * b + c; } /* two roundings: without the instruction fma is a call per lane */
 INLINE V sqrt_(V x) { return _mm_sqrt_ps(x); }
 INLINE V min_(V bound, V x) { return _mm_min_ps(bound, x); }
 INLINE V max_(V bound, V x) { return _mm_max_ps(bound, x); }
@@ -139,7 +138,7 @@ INLINE D pick_less_double(D a, D b, D yes, D no) { return vbslq_f64(vcltq_f64(a,
 #error "symexplin's compiled kernels need AVX-512, AVX2 with FMA, SSE2 or NEON"
 #endif
 
-/* The map is a long chain of dependent instructions: two vectors side by side keep the processor busy. */
+/* The map is a long chain of dependent instructions. Two independent vectors hide their latency. */
 enum { LANES = BYTES / 4, PAIR = 2, STEP = PAIR * LANES };
 #define EACH _Pragma("GCC unroll 2") for (int i = 0; i < PAIR; i++)
 
@@ -153,14 +152,15 @@ INLINE V sign_of(V x) { return (V)((I)x & (int32_t)0x80000000); }
 
 INLINE V with_sign(V x, V sign) { return (V)((I)x ^ (I)sign); }
 
-/* To the nearest, ties to even; NaN as torch writes it. */
+/* Round to nearest, ties to even; NaN gets torch's bits. */
 INLINE void round_half(uint16_t *p, V x) {
     U bits = (U)x, nan = (U)(x != x);
     U rounded = bits + 0x7fff + ((bits >> 16) & 1);
     store_half(p, (V)((nan & 0x7fc00000) | (~nan & rounded)));
 }
 
-/* How weights and gradients lie in memory: as bfloat16, or as floats; READ: floats whose exponential is read from them. */
+/* The type of weights and gradients in memory: float or bfloat16. READ: float, with the exponential computed from the
+   weight. */
 enum { FLOAT, HALF, READ };
 
 INLINE V load_as(int as, const void *p, int64_t at) {
@@ -172,14 +172,14 @@ INLINE void store_as(int as, void *p, int64_t at, V x) {
     else store((float *)p + at, x);
 }
 
-/* Into the second cache: few lines may be under way to the first at once, and the loops would wait for them. */
+/* Prefetch into the second-level cache. The first level allows few outstanding lines, and the loops would wait. */
 INLINE void prefetch(const float *p) { __builtin_prefetch(p, 0, 2); }
 
 INLINE void prefetch_as(int as, const void *p, int64_t at) {
     prefetch((const float *)((const char *)p + at * (as == HALF ? 2 : 4)));
 }
 
-/* Always in the same order. */
+/* The sum of all lanes in a fixed order. */
 INLINE float sum_of(V x) {
     typedef float Four __attribute__((vector_size(16)));
     Four part[LANES / 4];

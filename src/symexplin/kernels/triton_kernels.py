@@ -1,11 +1,10 @@
-"""The map, its pullback and AdamW over it as Triton kernels (symexplin.transform is the definition).
+"""Triton kernels for the map, its pullback and AdamW (symexplin.transform is the definition).
 
-Both kernels go over all matrices of one shape. A program owns a tile of one matrix and walks down its rows, a few at a
-time. A table on the device has a line of addresses per matrix, since there are more tensors than a kernel takes
-arguments.
+Each launch covers all matrices of one shape. A program computes a tile of one matrix, a few rows at a time. There are
+more tensors than kernel arguments, so a table on the device has a line of addresses per matrix.
 
-The compiler contracts nothing (launches say `enable_fp_fusion=False`, fma is written out): what is written for a raw
-weight has the same bits, whichever launch writes it.
+The compiler must not contract operations (`enable_fp_fusion=False`, explicit fma). Therefore every launch writes the
+same bits for a raw weight.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -19,12 +18,12 @@ __all__ = ["DTYPES", "pull", "update"]
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
-# A line of the table: six addresses, where the factors of the matrix begin, and its place among all matrices.
+# A line of the table: six addresses, the offsets of the matrix's factors, and its index among all matrices.
 _RAW, _WEIGHT, _EXP_AVG, _EXP_AVG_SQ, _GRAD, _OUT, _ROW_AT, _COLUMN_AT, _INDEX = map(tl.constexpr, range(9))
 _LINE = tl.constexpr(9)
 
-# expm1(r) = r + r^2 q(r) on |r| <= ln(2)/2 with q minimax of degree 4: 0.3 units of rounding. Above x = 88.4, where 2^k
-# would need k = 128, r goes up to ln(2): 100 units there, of which x = 88 is owed 360.
+# expm1(r) = r + r^2 q(r) on |r| <= ln(2)/2 with q minimax of degree 4: error 0.3 units of rounding. Above x = 88.4,
+# where 2^k would need k = 128, r goes up to ln(2): error 100 units, within the bound of 360 at x = 88.
 _Q0 = tl.constexpr(0.4999999814406793)
 _Q1 = tl.constexpr(0.1666654317802212)
 _Q2 = tl.constexpr(0.041667201780194375)
@@ -32,9 +31,9 @@ _Q3 = tl.constexpr(0.008366580337724139)
 _Q4 = tl.constexpr(0.0013882510064773348)
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
-# 1.5 * 2^23 + 127: a float next to it is a whole number whose lowest bits are the exponent's bits of 2^k.
+# 1.5 * 2^23 + 127: floats near it are integers whose lowest bits are the exponent bits of 2^k.
 _SHIFT = tl.constexpr(12583039.0)
-_LOWEST = tl.constexpr(-86.9)  # exp of it is the least whose 2^k is a normal number
+_LOWEST = tl.constexpr(-86.9)  # the lowest x for which 2^k is a normal number
 
 
 @triton.jit
@@ -58,7 +57,7 @@ def _signed(g, w):
 
 @triton.jit
 def _path(w, MAGNITUDE: tl.constexpr):
-    """Return what lambda multiplies."""
+    """Return the factor of lambda."""
     if MAGNITUDE:
         path = tl.abs(w)
     else:
@@ -75,7 +74,7 @@ def _weight(w, kappa, c, lam, MAGNITUDE: tl.constexpr):
 
 @triton.jit
 def _raw_gradient(grown, g, w, c_kappa, lam, MAGNITUDE: tl.constexpr):
-    """Return g dw_eff/dw with `grown` = g exp(x): at w = 0 the mean of both sides."""
+    """Return g dw_eff/dw with `grown` = g exp(x); at w = 0 the mean of the one-sided slopes."""
     if MAGNITUDE:
         g = _signed(g, w)
     return tl.fma(grown, c_kappa, g * lam)
@@ -83,7 +82,7 @@ def _raw_gradient(grown, g, w, c_kappa, lam, MAGNITUDE: tl.constexpr):
 
 @triton.jit
 def _difference(x, F, E):
-    """Return x exp(x) - expm1(x). It cancels: below |x| = 1 it is the sum over k >= 2 of x^k (k - 1)/k!."""
+    """Return x exp(x) - expm1(x); below |x| = 1 the sum over k >= 2 of x^k (k - 1)/k!, without cancellation."""
     near = tl.minimum(tl.maximum(x, -1.0), 1.0)
     total = tl.full(x.shape, 11.0 / 479001600.0, tl.float32)
     total = tl.fma(total, near, 10.0 / 39916800.0)
@@ -102,7 +101,7 @@ def _difference(x, F, E):
 @triton.jit
 def _adamw(x, g, m, v, keep, step, gain1, keep1, gain2, keep2, root, eps):
     """Return x, m and v after a step: x keep - step m/(root sqrt(v) + eps)."""
-    # As torch's lerp, from the nearer end: a small beta loses no g that is small beside m.
+    # As in torch's lerp, start from the nearer end: with a small beta a g much smaller than m still counts.
     m = tl.where(gain1 < 0.5, tl.fma(g - m, gain1, m), tl.fma(m - g, keep1, g))
     v = tl.fma(g * gain2, g, v * keep2)
     return x * keep - m / tl.fma(tl.sqrt(v), root, eps) * step, m, v
@@ -124,7 +123,7 @@ def _bits_of(value, DTYPE: tl.constexpr):
 
 @triton.jit
 def _pointer(place, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Read an address from the table; ALIGNED: the host has seen that it is a multiple of 16."""
+    """Read an address from the table; with ALIGNED it is a multiple of 16."""
     found = tl.load(place).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         found = tl.multiple_of(found, 16)
@@ -133,7 +132,7 @@ def _pointer(place, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _tile(table, tiles0, tiles1):
-    """Return this program's matrix, its line in the table, and the tile's place down and across."""
+    """Return this program's matrix, its line in the table, and the tile's row and column."""
     part, tile = tl.program_id(0) // (tiles0 * tiles1), tl.program_id(0) % (tiles0 * tiles1)
     return part.to(tl.int64), table + part * _LINE, tile // tiles1, tile % tiles1
 
@@ -152,7 +151,7 @@ def _factors(axis, length, places, inside):
 
 @triton.jit
 def _row_sum(terms, k, PLACE: tl.constexpr):
-    """Return sums of rows at one of four places of a row."""
+    """Return the sums of rows at index PLACE of four, and 0 elsewhere."""
     return tl.where(k == PLACE, tl.sum(terms, axis=1, keep_dims=True), 0.0)
 
 
@@ -160,9 +159,9 @@ def _row_sum(terms, k, PLACE: tl.constexpr):
 def pull(table, rows, columns, row_sums, column_sums, d0, d1, length0, length1, tiles0, tiles1,
          DTYPE: tl.constexpr, MAGNITUDE: tl.constexpr, NORMALIZE: tl.constexpr, OUT: tl.constexpr,
          ALIGNED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """Sum up a tile (symexplin.kernels.factors.Sums); OUT: write the raw gradient, too.
+    """Compute a tile's sums (symexplin.kernels.factors.Sums); with OUT write the raw gradient too.
 
-    Per matrix sums are (tiles1, d0, 4) along the rows, squares last, and (tiles0, 3, d1) along the columns.
+    Per matrix the sums are (tiles1, d0, 4) over rows, with squares last, and (tiles0, 3, d1) over columns.
     """
     part, line, at0, at1 = _tile(table, tiles0, tiles1)
     raw, grad = _pointer(line + _RAW, tl.float32, ALIGNED), _pointer(line + _GRAD, DTYPE, ALIGNED)
@@ -204,9 +203,9 @@ def update(table, rows, columns, new_rows, new_columns, clip, keep, step, gain1,
            d0, d1, length0, length1, tiles0, tiles1, moved,
            DTYPE: tl.constexpr, MAGNITUDE: tl.constexpr, WRITE: tl.constexpr, ALIGNED: tl.constexpr,
            TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """Apply AdamW to a tile's raw weights and write the weights of the new factors; WRITE: write the weights alone.
+    """Apply AdamW to a tile's raw weights and write the weights of the new factors; with WRITE only write the weights.
 
-    Gradients go back through the old factors. Only the first `moved` rows, all or none, get raw weights and weights.
+    Gradients are pulled back through the old factors. `moved`, d0 or 0, is the number of rows to write.
     """
     _part, line, at0, at1 = _tile(table, tiles0, tiles1)
     raw, row_at = _pointer(line + _RAW, tl.float32, ALIGNED), tl.load(line + _ROW_AT)

@@ -1,4 +1,4 @@
-"""Launches the Triton kernels over lists of matrices; nothing in a step waits for the device."""
+"""Launch the Triton kernels over lists of matrices, without waiting for the device."""
 
 import functools
 import importlib.util
@@ -18,19 +18,19 @@ from symexplin.transform import Form, Scales, forward
 __all__ = ["OPTIONS", "Shape", "Tiles", "TritonKernels", "launch", "load"]
 
 _log = logging.getLogger("symexplin")
-# 16 warps fit a multiprocessor; every rounding is as written.
+# 16 warps fit a multiprocessor; no contraction of operations.
 OPTIONS = {"maxnreg": 128, "enable_fp_fusion": False}
 _SCRATCH = 2**24  # partial sums of one launch, in numbers: 64 MiB
-# The largest error that counts as agreement, by the largest entry; sums of a few hundred entries err by some 1e-6.
+# The tolerance relative to the largest entry. Sums of a few hundred entries have errors of about 1e-6.
 _AGREEMENT = 2e-5
 _WRONG = (
     "symexplin does not use its Triton kernels on {device}: {reason}. The readable formulas run there instead, and an "
-    "optimizer step moves about ten times as many bytes. Set SYMEXPLIN_KERNELS=readable to say that this is meant"
+    "optimizer step moves about ten times as many bytes. Set SYMEXPLIN_KERNELS=readable to choose the formulas"
 )
 
 
 class Shape(NamedTuple):
-    """What a program owns, a tile of `tile` rows and `columns` columns, `rows` of them at a time, and its warps."""
+    """A program's tile of `tile` rows and `columns` columns, computed `rows` at a time, and its number of warps."""
 
     tile: int
     rows: int
@@ -39,15 +39,15 @@ class Shape(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """The tiles, fixed: others would sum in another order. `flat` is for matrices of one row."""
+    """The tiles. They are fixed, because they determine the order of sums. `flat` is for matrices of one row."""
 
-    pull: Shape = Shape(128, 4, 256, warps=4)  # a row per warp: its sum stays in the warp
+    pull: Shape = Shape(128, 4, 256, warps=4)  # one row per warp keeps its sum in the warp
     update: Shape = Shape(64, 4, 256, warps=8)
     flat: Shape = Shape(1, 1, 1024, warps=8)
 
 
 class Batch(NamedTuple):
-    """Matrices of one shape for one launch; `table` has a line for each (symexplin.kernels.triton_kernels)."""
+    """Matrices of one shape for one launch; `table` has a line per matrix (symexplin.kernels.triton_kernels)."""
 
     table: Tensor
     d0: int
@@ -58,16 +58,16 @@ class Batch(NamedTuple):
 
 
 def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
-    """Start that many programs of a kernel."""
-    with torch.cuda.device(arguments[0].get_device()):  # -1 on a CPU changes nothing
+    """Launch a kernel with the given number of programs."""
+    with torch.cuda.device(arguments[0].get_device()):  # -1, for a CPU, has no effect
         kernel[(programs,)](*arguments, **OPTIONS, **constants)
 
 
 class TritonKernels:
     """Triton kernels for contiguous float32 tensors; weights and gradients may be bfloat16 or float16.
 
-    They are compared with the readable formulas when a device first meets a kind of map; where they disagree, they
-    cover nothing on it.
+    At the first use of a kind of map on a device they are compared with the readable formulas. If they disagree, they
+    are not used on that device.
     """
 
     def __init__(self, tiles: Tiles | None = None) -> None:
@@ -82,7 +82,7 @@ class TritonKernels:
         self._wrong: set[torch.device] = set()
 
     def covers(self, terms: Terms, raw: Tensor, weight: Tensor) -> bool:
-        """Whether tensors of these types, dtypes and memory formats can be computed, and are computed rightly."""
+        """Whether the kernels support tensors of these types, dtypes and memory formats and agree with the formulas."""
         return (
             (is_memory(raw) and raw.dtype == torch.float32)
             and (is_memory(weight) and weight.dtype in self._kernels.DTYPES)
@@ -91,7 +91,7 @@ class TritonKernels:
         )
 
     def _is_right(self, terms: Terms, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether the kernels compute this kind of map rightly: compared once; one warning says where they do not."""
+        """Whether the kernels agree with the formulas for this kind of map; compared once, with one warning if not."""
         kind = (device, dtype, terms.magnitude, terms.normalize, terms.flat)
         if device not in self._wrong and kind not in self._met:
             self._met.add(kind)
@@ -113,7 +113,7 @@ class TritonKernels:
         grads: Sequence[Tensor],
         out: Sequence[Tensor] | None = None,
     ) -> Sums:
-        """Return the sums of the pullback of `grads`; write the raw gradients to `out`, where it is given."""
+        """Return the sums of the pullback of `grads`; write the raw gradients to `out`, if given."""
         device, lengths = factors.rows.device, [axis.shape[1] for axis in factors]
         zeros = functools.partial(torch.zeros, dtype=torch.float64, device=device)
         sums = Sums(zeros(3, lengths[0]), zeros(3, lengths[1]), zeros(len(grads)))
@@ -194,7 +194,7 @@ class TritonKernels:
                 aligned = d1 % 16 == 0 and all(address % 16 == 0 for address in at)
                 groups.setdefault((d0, d1, aligned), []).append((*at, *offsets, k))
         lines = [line for group in groups.values() for line in group]
-        # From pageable memory the host would wait; pinned memory is not used again before the copy.
+        # A copy from pageable memory would block the host. Torch reuses pinned memory only after the copy.
         table = torch.tensor(lines, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
         begin = 0
         for (d0, d1, aligned), group in groups.items():
@@ -209,9 +209,9 @@ class TritonKernels:
 
 
 def _disagreement(kernels: TritonKernels, terms: Terms, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return which kernel disagrees with the formulas, if any: on two matrices of two tiles in each direction.
+    """Return why the kernels cannot be used, or None, by a comparison on two matrices of two tiles in each direction.
 
-    The raw weights of the second are small, where expm1 is more than exp - 1.
+    The second matrix has small raw weights, for which expm1 is more accurate than exp - 1.
     """
     pull, update, flat = kernels.tiles
     d0 = 1 if terms.flat else max(pull.tile, update.tile) + 5
@@ -243,8 +243,8 @@ def _disagreement(kernels: TritonKernels, terms: Terms, dtype: torch.dtype, devi
             for one, other in zip(tensors, wanted[name], strict=True):
                 share = max(_AGREEMENT, torch.finfo(one.dtype).eps)
                 if not bool((one - other).abs().max() <= share * other.abs().max()):
-                    return f"the kernel `{name}` computes wrongly there"
-    except Exception as error:  # whatever keeps a kernel from being compiled or started
+                    return f"the kernel `{name}` gives wrong results"
+    except Exception as error:  # any failure to compile or launch a kernel
         return f"they fail with {type(error).__name__}: {error}"
     return None
 
@@ -252,12 +252,12 @@ def _disagreement(kernels: TritonKernels, terms: Terms, dtype: torch.dtype, devi
 def _reference(
     terms: Terms, tensors: Sequence[Tensor], factors: Sequence[Factors], rates: Rates, clip: Tensor
 ) -> dict[str, list[Tensor]]:
-    """Return what each kernel must give, by torch's autograd through the readable formula in float64."""
+    """Return the exact results of each kernel, by torch's autograd through the readable formula in float64."""
     raw, exp_avg, exp_avg_sq, grad = (tensor.double() for tensor in tensors)
     d0, d1 = raw.shape[1:]
 
     def weight(w: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """kappa, c kappa or c, and lambda of rows (3, 2, d0, 1) and columns (3, 2, 1, d1), so that c follows kappa."""
+        """Map w with kappa, c (normalized: c kappa) and lambda of rows (3, 2, d0, 1) and columns (3, 2, 1, d1)."""
         kappa, c, lam = rows * columns
         scales = Scales(e=c / kappa if terms.normalize else c, l=lam, kappa=kappa)
         return forward(Form("mismatch" if terms.magnitude else "congruent", 1.0), w, scales)
@@ -275,7 +275,7 @@ def _reference(
     for axis, by, length in ((factors[0].rows, by_rows, d0), (factors[0].columns, by_columns, d1)):
         kappa, c = axis[:2].double()
         by_kappa, by_c, by_lam = by.reshape(3, 2 * length)
-        scale = kappa if terms.normalize else torch.ones_like(kappa)  # by c kappa, and by ln(kappa) where that stays
+        scale = kappa if terms.normalize else torch.ones_like(kappa)  # by c kappa, and by ln(kappa) at constant c kappa
         sums.append(torch.stack([by_c * scale, by_lam, by_kappa * scale / c]))
     g, (correction1, correction2) = by_raw * clip, rates.corrections
     m = exp_avg + (g - exp_avg) * (1.0 - rates.beta1)
@@ -290,9 +290,9 @@ def _reference(
 
 
 def load() -> TritonKernels | None:
-    """Return the kernels for CUDA; None, and why in the log, where they cannot run.
+    """Return the kernels for CUDA, or None if they cannot run; the log has the reason.
 
-    They need Triton, and an NVIDIA device of compute capability 8.0 (bfloat16 arithmetic).
+    They need Triton and an NVIDIA device of compute capability 8.0 or higher, for bfloat16 arithmetic.
     """
     reason = None
     if importlib.util.find_spec("triton") is None:

@@ -1,4 +1,4 @@
-"""The map in the optimizer: parameter groups, the raw-space optimizer and its rules, scale annealing."""
+"""Parameter groups, the raw-space optimizer with its update rules, and scale annealing."""
 
 from symexplin.optim.adamw import SELAdamW
 from symexplin.optim.batch import Target

@@ -17,27 +17,27 @@ __all__ = ["SELAdamW"]
 class SELAdamW(RawSpaceOptimizer):
     """AdamW on raw weights and scales, while the model keeps ordinary effective weights (Eq. 7 under AdamW).
 
-    For every raw weight, bias, scale and plain parameter x with gradient g, pulled back through the map and clipped
-    with all others by one global norm::
+    Gradients are pulled back through the map and clipped by one global norm. For every raw weight, raw bias, scale
+    and plain parameter x with gradient g::
 
         x <- x (1 - lr k wd);  m <- b1 m + (1 - b1) g;  v <- b2 v + (1 - b2) g^2
         x <- x - lr k (m/(1 - b1^t)) / (sqrt(v/(1 - b2^t)) + eps)
 
-    with k = 1 but for scales (:func:`symexplin.functional.anneal`). Starts matched: from the very weights it finds.
-    Memory above AdamW: nothing under bf16 parameters (the raw weight is the fp32 master copy), 4 bytes a parameter
-    under fp32 ones, and under 1 % for the vectors at width 1024.
+    k is 1 except for scales (:func:`symexplin.functional.anneal`). The raw weights start matched to the present
+    weights. Memory beyond AdamW's: none for bf16 parameters (the raw weight is the fp32 master copy), 4 bytes per
+    fp32 parameter, and less than 1 % for the vectors at width 1024.
 
     Args:
         params: :func:`symexplin.param_groups` of a plain model.
-        lr: learning rate of groups without their own; a schedule may change `group["lr"]` at will.
+        lr: learning rate of groups without their own. Schedulers may change `group["lr"]`.
         betas, eps, weight_decay: as in `torch.optim.AdamW`.
-        total_steps: T of the annealing, the run's optimizer steps; needed where a multiplier changes. "later" if it is
-            not known yet: then :meth:`set_total_steps` is due before the second step.
-        max_grad_norm: clip raw gradients to this global norm (clipping the model's `.grad` outside clips effective
-            gradients instead). None: do not clip. `grad_norm` holds the norm of the last step.
+        total_steps: T of the annealing, the number of optimizer steps of the run; needed if a multiplier changes.
+            "later": :meth:`set_total_steps` must be called before the second step.
+        max_grad_norm: clip raw gradients to this global norm; None: do not clip. Clipping the model's `.grad` would
+            clip effective gradients. `grad_norm` is the norm of the last step.
 
     Raises:
-        ValueError: a value out of range, no curved group, a multiplier that changes without `total_steps`, a weight
+        ValueError: a value out of range, no curved group, a multiplier that changes without `total_steps`, or a weight
             that is not finite (at the first step).
 
     >>> import symexplin as sel
@@ -66,18 +66,18 @@ class SELAdamW(RawSpaceOptimizer):
         super().__init__(params, defaults | {"total_steps": total_steps, "max_grad_norm": max_grad_norm})
 
     def check_(self, group: dict[str, Any]) -> None:
-        """Raise ValueError where betas or eps are out of range."""
+        """Raise ValueError if betas or eps are out of range."""
         check_not_negative("eps", group["eps"])
         betas = group["betas"]
         if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
             raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
 
     def is_adamw_(self, view: ParameterView) -> bool:  # noqa: ARG002
-        """Whether this class's rule updates all of a parameter: not where a subclass has another one."""
+        """Whether AdamW updates all tensors of a parameter: False if a subclass overrides the rule."""
         return type(self).rule_ is SELAdamW.rule_
 
     def batches_(self, active: Sequence[ParameterView]) -> Iterable[Batch]:
-        """Return batches of the parameters: fast ones of those that kernels cover, readable ones of the rest."""
+        """Return fast batches of the parameters that kernels cover, and readable ones of the others."""
         fast = list(adamw_batches(view for view in active if self.is_adamw_(view)))
         taken = {view.key for batch in fast for view in batch.views}
         return [*fast, *super().batches_([view for view in active if view.key not in taken])]

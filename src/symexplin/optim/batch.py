@@ -1,4 +1,4 @@
-"""Parameters on their way through a step: pulled back, updated by a rule, written. Here by the readable formulas."""
+"""Batches of parameters in a step: pull back, update by a rule, write. Here with the readable formulas."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from symexplin.optim.schedule import panel_masks, panel_rates
 
 __all__ = ["Batch", "ReadableBatch", "Rule", "Target", "batch_signature", "readable_batches"]
 
-# Entries of small tensors that are stacked: their temporaries stay in a core's cache, and one alone is large enough.
+# Entries per stack of small tensors: the temporaries stay in a core's cache, and larger tensors need no stacking.
 _STACK = 2**15
 
 Number = float | Tensor
@@ -27,29 +27,28 @@ Number = float | Tensor
 class Target:
     """One tensor for a rule to update in place: a raw weight, a panel of scales or a plain parameter.
 
-    Under FSDP2 `value`, `grad` and the moments are this process's shard; :meth:`gather` and :meth:`scatter` go to the
-    whole tensor and back. Where the optimizer says `stacks`, all of them may have one more dimension in front, which
-    counts equal tensors.
+    Under FSDP2 `value`, `grad` and the moments are this process's shard. :meth:`gather` returns the whole tensor,
+    :meth:`scatter` the shard. If the optimizer sets `stacks`, all of them may have one leading batch dimension.
     """
 
     kind: str  # "raw", "plain" or the panel's name
     value: Tensor
     grad: Tensor
-    lr: Number  # a number, or for a panel a tensor that broadcasts against it: one per scale
-    weight_decay: Number  # likewise
-    step: Tensor  # how often this tensor was updated, this time included
+    lr: Number  # a number; for a panel a tensor that broadcasts against it, with one rate per scale
+    weight_decay: Number  # as lr
+    step: Tensor  # number of updates of this tensor, including this one
     shape: Sequence[int]  # of the whole tensor
-    out_dim: int = 0  # of a weight: which dimension counts outputs
+    out_dim: int = 0  # the output dimension of a weight
     moments: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     placement: Placement = field(default=WHOLE, repr=False)
-    split: bool = field(default=False, repr=False)  # other processes have other parts of it
+    split: bool = field(default=False, repr=False)  # sharded over processes
 
     def moment(self, name: str) -> Tensor:
-        """Return this target's moment of that name."""
+        """Return the moment with this name."""
         return self.moments[name]
 
     def gather(self, part: Tensor) -> Tensor:
-        """Return the whole tensor of which `part`, as large as `value`, is this process's; all processes must call."""
+        """Return the whole tensor from this process's `part`, of the size of `value`; all processes must call it."""
         return self.placement.gather(part, self.shape) if self.split else part
 
     def scatter(self, whole: Tensor) -> Tensor:
@@ -61,7 +60,7 @@ Rule = Callable[[Target, Group], None]
 
 
 class Batch(Protocol):
-    """Parameters that go through a step together. All of one batch have one group and one placement."""
+    """Parameters that are stepped together. They have one group and one placement."""
 
     views: Sequence[ParameterView]
 
@@ -69,17 +68,17 @@ class Batch(Protocol):
         """Pull the gradients back to raw space."""
 
     def norms(self) -> list[Tensor]:
-        """Return tensors whose norm is that of the gradients, but for :meth:`shared` ones."""
+        """Return tensors with the norm of the gradients, without the :meth:`shared` ones."""
 
     def shared(self) -> dict[int, list[Tensor]]:
-        """Return, by parameter, gradients of which each process has a summand: of panels along an unsplit dimension."""
+        """Return gradients that must be summed over processes, by parameter: of panels along an unsplit dimension."""
 
     def update(self, rule: Rule, clip: Tensor | None) -> None:
-        """Apply the rule with gradients times `clip`, and write the values into the model; at rate 0 its bits stay."""
+        """Apply the rule to gradients times `clip`, and write the values into the model, unchanged if lr is 0."""
 
 
 class ReadableBatch:
-    """One parameter, or several small ones with one layout and as many updates, stacked."""
+    """One parameter, or a stack of small ones with equal layout and equal number of updates."""
 
     def __init__(self, views: Sequence[ParameterView], moments: Moments) -> None:
         self.views = views
@@ -122,12 +121,12 @@ class ReadableBatch:
         )
 
     def norms(self) -> list[Tensor]:
-        """Return tensors whose norm is that of the gradients, but for shared ones."""
+        """Return tensors with the norm of the gradients, without the shared ones."""
         sharded = self._first.placement.group is not None
         return [target.grad for target in self._targets if target.split or not sharded]
 
     def shared(self) -> dict[int, list[Tensor]]:
-        """Return, by parameter, gradients of which each process has a summand."""
+        """Return gradients that must be summed over processes, by parameter."""
         if self._first.placement.group is None:
             return {}
         return {self._first.key: [target.grad for target in self._targets if not target.split]}
@@ -158,7 +157,7 @@ class ReadableBatch:
 
 
 def readable_batches(views: Iterable[ParameterView], moments: Moments, stacks: bool) -> Iterator[ReadableBatch]:
-    """Yield the parameters one by one or, where the rule can take stacks, small equal ones together."""
+    """Yield batches of one parameter, or stacks of small equal ones if the rule `stacks`."""
     alike: dict[Any, list[ParameterView]] = {}
     for view in views:
         value, map_of = view.value, view.layout if view.curved else None
@@ -173,9 +172,9 @@ def readable_batches(views: Iterable[ParameterView], moments: Moments, stacks: b
 
 
 def batch_signature(views: Sequence[ParameterView]) -> list[Any]:
-    """Return what batches of the parameters depend on, besides what a view itself answers for.
+    """Return a signature of the parameters: batches made under an equal one may be used again.
 
-    A step changes all counts alike: one that somebody has edited differs from the others in its version.
+    A step changes all counts together, so an edited count differs from the others in its version.
     """
     grads = [local(view.parameter.grad) for view in views]  # type: ignore[arg-type]
     strides = [grad.layout == torch.strided and grad.stride() for grad in grads]

@@ -1,4 +1,4 @@
-"""Refuse groups, saved states and parameters that a SEL optimizer cannot step, and say when a run has diverged."""
+"""Refuse groups, saved states and parameters that a SEL optimizer does not support; warn if a run has diverged."""
 
 import math
 import warnings
@@ -21,20 +21,20 @@ __all__ = ["check_finite", "check_group", "check_overlap", "check_saved"]
 
 State = dict[str, Any]
 
-_KEYS = ("role", "max_grad_norm", "total_steps", "steps")  # that every group of a SEL optimizer has
+_KEYS = ("role", "max_grad_norm", "total_steps", "steps")  # keys of every group of a SEL optimizer
 
-# No weight that trains is as large; a model in which one is has gradients that are not finite, there or elsewhere.
+# Weights of this size occur only in a diverged run, and lead to gradients that are not finite.
 _FAR = 1e6
 
-# Switches of torch's optimizers that there are none of here.
+# Switches of torch's optimizers that SEL optimizers do not have.
 _SWITCHES = ("amsgrad", "capturable", "differentiable", "foreach", "fused", "maximize")
 
-# Parts of names that torch.compile, activation checkpointing and FSDP1 add (DDP adds a leading "module").
+# Parts of names added by torch.compile, activation checkpointing and FSDP1 (DDP adds a leading "module").
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
 def check_group(group: Group, first: Group) -> None:
-    """Refuse a group of a SEL optimizer that cannot be stepped beside the `first` one, naming what is wrong."""
+    """Refuse a group that a SEL optimizer cannot step together with its `first` one, and name the reason."""
     group.setdefault("steps", 0)
     if group["total_steps"] not in (None, LATER):
         check_whole("total_steps", group["total_steps"])
@@ -45,8 +45,8 @@ def check_group(group: Group, first: Group) -> None:
         check_positive("max_grad_norm", group["max_grad_norm"])
     if group["max_grad_norm"] != first["max_grad_norm"]:
         raise ValueError(
-            f"max_grad_norm must be that of all groups, {first['max_grad_norm']}, got {group['max_grad_norm']}: "
-            "there is one norm of all gradients"
+            f"max_grad_norm must be equal in all groups, {first['max_grad_norm']}, got {group['max_grad_norm']}: "
+            "one norm of all gradients is clipped"
         )
     check_not_negative("lr", float(group["lr"]) if isinstance(group["lr"], Tensor) else group["lr"])
     check_not_negative("weight_decay", group["weight_decay"])
@@ -63,7 +63,7 @@ def check_group(group: Group, first: Group) -> None:
             raise ValueError(
                 f"{key} must have one entry per parameter, got {len(group[key])} for {len(group['params'])}. For an "
                 "optimizer over a part of the model, build the groups with symexplin.param_groups(part, whole=model). "
-                "Wrappers that deal parameters out to processes (ZeroRedundancyOptimizer) are refused; use fully_shard"
+                "Wrappers that divide parameters among processes (ZeroRedundancyOptimizer) are refused; use fully_shard"
             )
     for i, parameter in enumerate(group["params"]):
         if parameter.dim() not in (1, 2):
@@ -78,17 +78,17 @@ def check_saved(
 ) -> None:
     """Refuse a state_dict that does not fit the optimizer's groups, before anything is loaded.
 
-    `by_position`: names of parameters, and patterns of names, may differ.
+    With `by_position`, the names of parameters and the name patterns of the configuration may differ.
     """
     missing = sorted({key for group in saved for key in _KEYS if key not in group})
     if missing and any("scale_step" in values for values in state.values()):
         raise ValueError(
-            f"state_dict is of groups made otherwise, with another no_decay for example: they lack {missing}"
+            f"state_dict is of groups built differently, for example with another no_decay: they lack {missing}"
         )
     if missing:
         raise ValueError(
             f"state_dict is not of this SEL optimizer: its groups have the keys {sorted(set().union(*saved))}. To "
-            "go on from AdamW, load it into that optimizer over the same parameters, then call symexplin.from_adamw"
+            "continue from AdamW, load it into an AdamW over the same parameters, then call symexplin.from_adamw"
         )
     if [len(group["params"]) for group in saved] != [len(group["params"]) for group in groups]:
         return  # torch refuses these
@@ -96,7 +96,7 @@ def check_saved(
         if old["role"] != new["role"]:
             raise ValueError(f"state_dict is of other groups: {old['role']!r} where the optimizer has {new['role']!r}")
         names = (map(_unwrapped, group.get("param_names") or ()) for group in (old, new))
-        for a, b in zip(*names, strict=False):  # some tools, torchtitan's among them, save no names
+        for a, b in zip(*names, strict=False):  # some tools, such as torchtitan, save no names
             if a != b and not by_position:
                 raise ValueError(
                     f"state_dict is of other parameters: it has {a} where the optimizer has {b}; if modules were "
@@ -109,7 +109,7 @@ def check_saved(
 
 
 def _check_map(old: Group, new: Group, by_position: bool) -> None:
-    """Refuse raw weights that would be read through another map."""
+    """Refuse raw weights of another map."""
     if not is_curved(new):
         return
     saved, present = (SELConfig.from_json(group["config"]) for group in (old, new))
@@ -127,7 +127,7 @@ def _check_map(old: Group, new: Group, by_position: bool) -> None:
 
 
 def _unwrapped(name: str) -> str:
-    """Return a parameter's name without what wrappers put into it."""
+    """Return a parameter's name without the parts that wrappers add."""
     return ".".join(part for part in name.removeprefix("module.").split(".") if part not in _WRAPPERS)
 
 
@@ -149,7 +149,7 @@ def _check_state(group: Group, i: int, shape: tuple[int, ...], state: State, mom
 
 
 def check_overlap(views: Sequence[ParameterView]) -> None:
-    """Refuse two parameters that share elements: each would write over the other's."""
+    """Refuse two parameters that share elements, since each would overwrite the other's."""
     sharing: dict[int, list[ParameterView]] = {}
     for view in views:
         if is_memory(view.value) and view.value.numel():
@@ -172,7 +172,7 @@ def check_overlap(views: Sequence[ParameterView]) -> None:
 
 
 def _diverged(views: Sequence[ParameterView]) -> str:
-    """Return what is not finite: a weight, a gradient, or a gradient in raw space, that of the farthest weight."""
+    """Return the name of what is not finite: a weight, a gradient, or the raw gradient of the largest weight."""
     largest = [float(view.value.abs().max()) if view.value.numel() else 0.0 for view in views]
     for view, size in zip(views, largest, strict=True):
         if not math.isfinite(size):
@@ -187,7 +187,7 @@ def _diverged(views: Sequence[ParameterView]) -> str:
 
 
 def check_finite(norm: Tensor, views: Sequence[ParameterView], step: int) -> bool:
-    """Warn where the norm of all gradients is not finite, naming a tensor that has diverged; return whether it is."""
+    """Return whether the norm of all gradients is finite; if not, warn and name a tensor that has diverged."""
     if bool(norm.isfinite()):
         return True
     warnings.warn(

@@ -1,7 +1,7 @@
 """AdamW's fast paths: kernels for curved parameters, torch's fused AdamW for plain ones.
 
-No gradient by a raw weight is ever stored: kernels compute it for its norm, and again for the update. Panels of all
-parameters of a batch lie end to end, so that a few operations on vectors serve all of them.
+Raw gradients are never stored: kernels compute them for the norm, and again for the update. The panels of all
+parameters of a batch are concatenated, so that a few vector operations update all of them.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,13 +22,13 @@ from symexplin.optim.schedule import panel_masks, panel_rates
 __all__ = ["FusedBatch", "PlainBatch", "adamw_batches"]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-# Entries of plain gradients that are multiplied at once: on a CPU what stays in a cache, without page faults.
+# Entries of plain gradients per piece to clip. On a CPU a piece stays in the cache, without page faults.
 _AT_ONCE = {"cpu": 2**17, "device": 2**26}
-_CAT = {"panel0": 0, "panel1": 1}  # the dimension along which panels are laid end to end
+_CAT = {"panel0": 0, "panel1": 1}  # the dimension along which panels are concatenated
 
 
 def adamw_batches(views: Iterable[ParameterView]) -> Iterator[Batch]:
-    """Yield batches of those of the parameters that a fast path covers."""
+    """Yield batches of the parameters that a fast path covers."""
     alike: dict[Any, list[ParameterView]] = {}
     for view in views:
         if (kind := _kind_of(view)) is not None:
@@ -40,7 +40,7 @@ def adamw_batches(views: Iterable[ParameterView]) -> Iterator[Batch]:
 
 
 def _kind_of(view: ParameterView) -> Any:
-    """Return what must be equal in a batch: the map as kernels see it, or "plain"; None: no fast path covers it."""
+    """Return the terms of the map, "plain", or None without a fast path; a batch has parameters of one kind."""
     device, grad = view.value.device, view.parameter.grad
     if grad is None or not is_wanted() or not _is_usual(view, grad):
         return None
@@ -54,7 +54,7 @@ def _kind_of(view: ParameterView) -> Any:
 
 
 def _is_usual(view: ParameterView, grad: Tensor) -> bool:
-    """Whether gradient, values and state are dense tensors in memory, laid out alike, of the usual dtypes."""
+    """Whether gradient, values and state are dense tensors in memory with equal strides and the usual dtypes."""
     if (grad.layout, grad.dtype, grad.shape) != (torch.strided, view.parameter.dtype, view.parameter.shape):
         return False
     grad, raw, value = local(grad), view.own(view.kind), view.value
@@ -69,19 +69,19 @@ def _is_usual(view: ParameterView, grad: Tensor) -> bool:
 
 
 def _gradients(views: Sequence[ParameterView]) -> list[Tensor]:
-    """Return the gradients, laid out as the parameters are."""
+    """Return the gradients with the strides of the parameters."""
     pairs = [(view.gradient(), view.value) for view in views]
     usual = [g.stride() == value.stride() and not g._is_zerotensor() for g, value in pairs]
     return [g if fine else torch.empty_like(value).copy_(g) for (g, value), fine in zip(pairs, usual, strict=True)]
 
 
 def _joined(panel: str, parts: Sequence[Tensor]) -> Tensor:
-    """Lay panels of all parameters end to end."""
+    """Concatenate the panels of all parameters."""
     return torch.stack(parts) if panel == "scalar" else torch.cat(parts, _CAT[panel])  # type: ignore[arg-type]
 
 
 class FusedBatch:
-    """Curved parameters with one map: kernels pull them back, update and write them."""
+    """Curved parameters with one map, which kernels pull back, update and write."""
 
     def __init__(self, views: Sequence[ParameterView]) -> None:
         first = views[0]
@@ -104,7 +104,7 @@ class FusedBatch:
         self._seen: list[tuple[int, int]] | None = None
 
     def pull(self) -> None:
-        """Compute the gradients of all panels and the norm of those of raw weights."""
+        """Compute the gradients of all panels and the norm of the raw gradients."""
         self._matrices.check()
         if self._seen != self._look():
             self._join()
@@ -115,7 +115,7 @@ class FusedBatch:
         self._gradients = dict(zip(PANELS, self._curve.gradients(sums), strict=True))
 
     def _join(self) -> None:
-        """Lay panels and their averages end to end; so they stay from step to step while nobody else writes them."""
+        """Concatenate panels and their moments; the result stays valid until a write from outside."""
         panel0, panel1, scalar = (_joined(panel, self._parts[panel]) for panel in PANELS)
         self._panels = Panels(panel0, panel1, scalar, self._sizes)
         self._moments = {
@@ -132,14 +132,14 @@ class FusedBatch:
         self._factors = self._curve.factors()
 
     def norms(self) -> list[Tensor]:
-        """Return tensors whose norm is that of the gradients, but for shared ones."""
+        """Return tensors with the norm of the gradients, without the shared ones."""
         first = self.views[0]
         sharded = first.placement.group is not None
         panels = [self._gradients[p] for p in first.panels if first.is_split(p) or not sharded]
         return [self._norm, *panels]
 
     def shared(self) -> dict[int, list[Tensor]]:
-        """Return, by parameter, gradients of which each process has a summand."""
+        """Return gradients that must be summed over processes, by parameter."""
         first = self.views[0]
         if first.placement.group is None:
             return {}
@@ -148,11 +148,11 @@ class FusedBatch:
         return {view.key: list(grads) for view, grads in zip(self.views, parts, strict=True)} if panels else {}
 
     def _pieces(self, panel: str, together: Tensor) -> Sequence[Tensor]:
-        """Return each parameter's part of panels that lie end to end."""
+        """Return each parameter's part of concatenated panels."""
         return together.unbind() if panel == "scalar" else torch.split(together, self._lengths[panel], _CAT[panel])
 
     def update(self, rule: Rule, clip: Tensor | None) -> None:
-        """Apply the rule to the panels, and AdamW to the raw weights and write the weights, in one pass of kernels."""
+        """Apply the rule to the panels; update the raw weights by AdamW and write the weights in one pass."""
         old = self._factors
         for panel in self._masks:
             self._update_panel(panel, rule, clip)
@@ -167,7 +167,7 @@ class FusedBatch:
         del self._grads, self._gradients
 
     def _update_panel(self, panel: str, rule: Rule, clip: Tensor | None) -> None:
-        """Update a panel of all parameters by the rule, as one target, in place."""
+        """Update one panel of all parameters in place, as one target of the rule."""
         first, value, grad = self.views[0], getattr(self._panels, panel), self._gradients[panel]
         moments = self._moments[panel]
         grad = grad if clip is None else grad * clip.to(grad.device)
@@ -180,7 +180,7 @@ class FusedBatch:
             self._spread(panel, together, self._averages[panel][name])
 
     def _spread(self, panel: str, together: Tensor, parts: list[Tensor]) -> None:
-        """Copy what lies end to end to each parameter's part."""
+        """Copy a concatenated panel to the parameters' own panels."""
         if panel == "scalar":
             torch.unbind_copy(together, out=parts)
         else:
@@ -188,7 +188,7 @@ class FusedBatch:
 
 
 class PlainBatch:
-    """Plain parameters under torch's fused AdamW; those in half precision through their float32 master copies."""
+    """Plain parameters under torch's fused AdamW, which updates the float32 master copies of half-precision ones."""
 
     def __init__(self, views: Sequence[ParameterView]) -> None:
         self.views = views
@@ -198,19 +198,19 @@ class PlainBatch:
         self._pieces = [_pieces(tensors) for tensors in (self._values, *averages)]
 
     def pull(self) -> None:
-        """Take the gradients as they are."""
+        """Keep the gradients."""
         self._grads = _gradients(self.views)
 
     def norms(self) -> list[Tensor]:
-        """Return tensors whose norm is that of the gradients."""
+        """Return tensors with the norm of the gradients."""
         return list(torch._foreach_norm(self._grads, 2, dtype=self.views[0].dtype))
 
     def shared(self) -> dict[int, list[Tensor]]:
-        """Return nothing: no process has a summand of a plain gradient."""
+        """Return an empty dict: plain gradients need no sum over processes."""
         return {}
 
     def update(self, rule: Rule, clip: Tensor | None) -> None:  # noqa: ARG002
-        """Apply AdamW, and write the values of master copies."""
+        """Apply AdamW, and write the values of the master copies."""
         dtype, device = self.views[0].dtype, self._values[0].device
         rates = adamw_rates(self._group, self.views[0].state["step"])
         step = torch.full((), float(self.views[0].state["step"]), device=device)
@@ -237,7 +237,7 @@ class PlainBatch:
 
 
 def _pieces(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Cut tensors into lists of pieces, of no more entries than are multiplied at once."""
+    """Cut tensors into lists of pieces with at most `_AT_ONCE` entries per list."""
     most = _AT_ONCE["cpu" if placement.on_host(tensors[0]) else "device"]
     found: list[list[Tensor]] = [[]]
     room = most
@@ -253,7 +253,7 @@ def _pieces(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def adamw_rates(group: Group, step: Tensor) -> Rates:
-    """Return AdamW's rates in its update number `step`."""
+    """Return AdamW's rates for update number `step`."""
     (beta1, beta2), count = group["betas"], float(step)
     corrections = (1.0 - beta1**count, 1.0 - beta2**count)
     return Rates(float(group["lr"]), group["weight_decay"], beta1, beta2, group["eps"], corrections)

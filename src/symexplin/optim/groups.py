@@ -1,4 +1,4 @@
-"""Parameter groups of both homes: for SELAdamW over a plain model, for any torch optimizer over a converted one."""
+"""Parameter groups: for SELAdamW over a plain model, or for any torch optimizer over a converted one."""
 
 import fnmatch
 import itertools
@@ -26,22 +26,22 @@ def param_groups(
     no_decay: Sequence[str] = (),
     whole: nn.Module | None = None,
 ) -> list[Group]:
-    """Return the parameter groups of `model`, named, for an optimizer.
+    """Return the named parameter groups of `model` for an optimizer.
 
-    A plain model gives the groups of :class:`symexplin.SELAdamW`: "curved" (with the map, one beta and dimension a
-    parameter, and the multipliers ``k_e``, ``k_l``, ... of the learning rate) and "plain". A converted model gives
-    groups for any torch optimizer: one a role ("raw", "plain", "e", "l", ...), each with its multiplier ``k``, which
-    :func:`symexplin.anneal_scales` applies.
+    A plain model gives the groups "curved" and "plain" of :class:`symexplin.SELAdamW`. "curved" contains the map, the
+    beta and output dimension of each parameter, and the multipliers ``k_e``, ``k_l``, ... of the learning rate. A
+    converted model gives groups for any torch optimizer: one per role ("raw", "plain", "e", "l", ...), each with its
+    multiplier ``k``, which :func:`symexplin.anneal_scales` applies.
 
     Args:
         model: the model; frozen parameters are left out.
-        lr: peak learning rate of every group (multipliers go on top); needed where a scale sets `peak_lr`.
+        lr: peak learning rate of every group, before multipliers; needed if a scale sets `peak_lr`.
         weight_decay: decay of raw weights, raw biases, plain parameters and the scales e, l, s; None: the optimizer's.
             m, n and delta have none.
-        config: the map, for a plain model; a converted one has it already.
-        no_decay: patterns of names of parameters without weight decay (nor of their scales), in groups of their own.
-        whole: the model that `model` is a part of: names, and what is curved, are as in the whole. A part may have
-            nothing to curve.
+        config: the map, only for a plain model; a converted model contains it.
+        no_decay: name patterns of parameters without weight decay, in separate groups. Their scales do not decay
+            either.
+        whole: the model that contains `model`. It determines names and routing. A part may have nothing to curve.
 
     Raises:
         ValueError: nothing to curve, `config` given for a converted model, a model under FSDP1, a pattern that
@@ -62,7 +62,7 @@ def param_groups(
     check_patterns("no_decay", no_decay, [name for name, _ in whole.named_parameters()])
     if any(isinstance(module, SELLinear) for module in whole.modules()):
         if config is not None:
-            raise ValueError("config must be None for a converted model: its layers carry their own")
+            raise ValueError("config must be None for a converted model: its layers contain it")
         groups = _module_groups(model, lr, no_decay, names_within(model, whole))
     else:
         table = routing(model, config, whole=whole)
@@ -108,7 +108,7 @@ def _named(routes: Sequence[Route]) -> list[tuple[str, nn.Parameter]]:
 
 
 def _module_groups(model: nn.Module, lr: float | None, no_decay: Sequence[str], names: dict[int, str]) -> list[Group]:
-    """One group a role; delta, whose rate is divided by beta, one a beta."""
+    """Return one group per role; delta, whose rate is divided by beta, has one group per beta."""
     roles: dict[int, tuple[str, tuple[float, float], bool]] = {}
     for module in model.modules():
         if not isinstance(module, SELLinear):
@@ -141,11 +141,11 @@ def is_curved(group: Group) -> bool:
 
 
 def layout_of(group: Group, i: int, shape: tuple[int, ...]) -> Layout:
-    """Return the layout of a tensor of that shape under the map of the curved group's entry number i."""
+    """Return the layout of a tensor of this shape under the map of entry i of a curved group."""
     return Layout.of(shape, group["out_dim"][i], group["beta"][i], group["config"])
 
 
 def name_of(group: Group, i: int) -> str:
-    """Return the name of the group's parameter number i."""
+    """Return the name of parameter i of the group."""
     names = group.get("param_names")
     return str(names[i]) if names else f"parameter {i}"

@@ -1,4 +1,4 @@
-"""From a running AdamW to SELAdamW and back: what each knows of the gradients, in the other's coordinates."""
+"""Switch a run from AdamW to SELAdamW and back, with the moments in the other's coordinates."""
 
 from typing import Any
 
@@ -12,29 +12,29 @@ from symexplin.optim.placement import local
 
 __all__ = ["from_adamw", "to_adamw"]
 
-# Each moment and the power of f' by which a change of coordinates multiplies it.
+# The power of f' that multiplies each moment in a change of coordinates.
 _POWERS = {"exp_avg": 1, "exp_avg_sq": 2}
 _SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 
 @torch.no_grad()
 def from_adamw(optimizer: SELAdamW, adamw: torch.optim.Adam) -> None:
-    """Start `optimizer` from the moments of a live `adamw` over the same parameters, with the weights they have.
+    """Start `optimizer` from the moments of `adamw` over the same parameters, at their present weights.
 
-    For a weight w_eff = f(w) the chain rule gives ``g_raw = f'(w) g``, so the moments of raw weights and biases are
-    ``m_raw = f'(w) m``, ``v_raw = f'(w)^2 v``, elementwise, at the present weights; those of plain parameters are
-    copied. All go on with AdamW's "step". The scales are new: their moments and "scale_step" start at zero, and so does
-    their annealing. No weight changes. Past gradients were clipped in effective space, if at all; that stays.
+    For a weight w_eff = f(w) the chain rule gives ``g_raw = f'(w) g``. The moments of raw weights and biases are
+    therefore ``m_raw = f'(w) m`` and ``v_raw = f'(w)^2 v``, elementwise. Those of plain parameters are copied. "step"
+    continues from AdamW's. The scales are new: their moments, "scale_step" and annealing start at zero. No weight
+    changes. Past gradients may have been clipped in effective space; the moments keep that.
 
-    To switch from a checkpoint: build the model and AdamW as before, load both, then build SELAdamW and call this.
+    To switch from a checkpoint, build the model and AdamW as before and load both. Then build SELAdamW and call this.
 
     Args:
-        optimizer: a :class:`symexplin.SELAdamW` that has not stepped and has loaded nothing.
-        adamw: `torch.optim.AdamW` or `Adam`; parameters for which it has no state yet start afresh.
+        optimizer: a :class:`symexplin.SELAdamW` that has neither stepped nor loaded a state.
+        adamw: `torch.optim.AdamW` or `Adam`. Parameters without state in it start new.
 
     Raises:
-        ValueError: an optimizer that has state, another rule than SELAdamW's, AMSGrad or maximisation, or a
-            parameter that `adamw` does not have.
+        ValueError: an optimizer with state, another rule than SELAdamW's, AMSGrad or maximisation, or a parameter that
+            `adamw` does not have.
 
     >>> import symexplin as sel
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
@@ -55,7 +55,7 @@ def from_adamw(optimizer: SELAdamW, adamw: torch.optim.Adam) -> None:
         if any(group[flag] for group in adamw.param_groups):
             raise ValueError(f"adamw must not use {flag}, which SELAdamW does not have")
     if any(group["weight_decay"] and not group["decoupled_weight_decay"] for group in adamw.param_groups):
-        raise ValueError("adamw must decay weights apart from gradients, as AdamW does: its moments contain the decay")
+        raise ValueError("adamw must have decoupled weight decay, as AdamW does: its moments contain the decay")
     known = {parameter for group in adamw.param_groups for parameter in group["params"]}
     for group in optimizer.param_groups:
         for i, parameter in enumerate(group["params"]):
@@ -72,11 +72,11 @@ def from_adamw(optimizer: SELAdamW, adamw: torch.optim.Adam) -> None:
 
 @torch.no_grad()
 def to_adamw(optimizer: SELAdamW) -> torch.optim.AdamW:
-    """Return a `torch.optim.AdamW` that goes on where `optimizer` is, over the same parameters.
+    """Return a `torch.optim.AdamW` over the same parameters that continues from the state of `optimizer`.
 
-    Each group keeps its learning rate, betas, eps and weight decay; moments of raw weights and biases are divided by
-    f' and f'^2 (:func:`from_adamw`), and are 0 where f' is. The model needs nothing: its weights are ordinary. The
-    scales are forgotten. Under half-precision parameters torch's AdamW has no master copy, and moments as coarse.
+    Each group keeps its learning rate, betas, eps and weight decay. Moments of raw weights and biases are divided by
+    f' and f'^2 (:func:`from_adamw`); they are 0 where f' is 0. The model's weights are unchanged. The scales are lost.
+    For half-precision parameters torch's AdamW has no master copy, and its moments have half precision.
 
     Raises:
         ValueError: another rule than SELAdamW's.
@@ -102,14 +102,14 @@ def to_adamw(optimizer: SELAdamW) -> torch.optim.AdamW:
 
 
 def _ordinary(view: ParameterView, name: str, power: int) -> Tensor:
-    """Return a moment of the effective weight, in the parameter's dtype and split as it is."""
+    """Return a moment of the effective weight, with the dtype and placement of the parameter."""
     slope = _slope(view)
     moment = torch.where(slope == 0.0, 0.0, local(view.state[name]) / slope**power)
     return view.placement.wrap(moment.to(view.parameter.dtype), view.shape)
 
 
 def _slope(view: ParameterView) -> Tensor:
-    """Return f' at every raw weight of this process's part; 1 for a plain parameter."""
+    """Return f' at every raw weight of this process's part, or 1 for a plain parameter."""
     return view.coordinates().slope() if view.curved else torch.ones_like(view.value, dtype=view.dtype)
 
 

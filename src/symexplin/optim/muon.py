@@ -24,18 +24,19 @@ _ADAMW_RMS = 0.2
 class SELMuon(SELAdamW):
     """Muon on raw weight matrices, AdamW on biases, scales and plain parameters.
 
-    For a raw matrix x of (out, in) = (A, B) with gradient g, pulled back through the map and clipped with all others::
+    Gradients are pulled back through the map and clipped by one global norm. For a raw matrix x with A outputs, B
+    inputs and gradient g::
 
         m <- mu m + (1 - mu) g;  u = (1 - mu) g + mu m  (nesterov)  or  m
         x <- x (1 - lr wd) - lr r NS(u)
 
-    as `torch.optim.Muon` does, with Newton-Schulz's quintic NS in bfloat16 (:func:`newton_schulz`). r is
-    0.2 sqrt(max(A, B)) for "match_rms_adamw": entries of NS(u) have root mean square 1/sqrt(max(A, B)), those of
-    AdamW's updates about 0.2, so that one learning rate and one decay, tuned for AdamW, serve both. "original" is
-    sqrt(max(1, A/B)), Keller Jordan's, whose rates are about 0.02. A and B are outputs and inputs whatever way the
-    weight is stored (transformers' `Conv1D` stores its transpose). A fused projection is orthogonalised as one matrix.
+    as in `torch.optim.Muon`. NS is Newton-Schulz's quintic in bfloat16 (:func:`newton_schulz`). For "match_rms_adamw",
+    r = 0.2 sqrt(max(A, B)): entries of NS(u) have root mean square 1/sqrt(max(A, B)), AdamW's updates about 0.2.
+    A learning rate and decay tuned for AdamW then fit both. For "original", r = sqrt(max(1, A/B)) (Keller Jordan);
+    its learning rates are about 0.02. A and B do not depend on the storage (transformers' `Conv1D` is transposed). A
+    fused projection is orthogonalised as one matrix.
 
-    State of a raw matrix: "momentum_buffer" alone, 8 bytes a parameter with the raw weight. Under FSDP2 each step
+    The state of a raw matrix is "momentum_buffer": 8 bytes per parameter with the raw weight. Under FSDP2 each step
     gathers the momentum of one matrix at a time.
 
     Args:
@@ -44,11 +45,11 @@ class SELMuon(SELAdamW):
         nesterov: look ahead by one gradient.
         ns_coefficients: a, b, c of the quintic a x + b x^3 + c x^5.
         ns_steps: iterations, from 1 to 99.
-        ns_eps: least norm to divide by.
+        ns_eps: lower bound of the norm that divides the matrix.
         adjust_lr_fn: "match_rms_adamw" or "original".
 
     Raises:
-        ValueError: a value out of range, and what :class:`symexplin.SELAdamW` refuses.
+        ValueError: a value out of range, or the errors of :class:`symexplin.SELAdamW`.
 
     >>> import symexplin as sel
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
@@ -89,15 +90,15 @@ class SELMuon(SELAdamW):
             group |= {key: group.get(key, value) for key, value in muon.items()}
 
     def moments_(self, kind: str, shape: tuple[int, ...]) -> tuple[str, ...]:
-        """Return the momentum's name for a raw matrix, AdamW's two for the rest."""
+        """Return the name of the momentum for a raw matrix, of AdamW's moments for other tensors."""
         return ("momentum_buffer",) if _is_matrix(kind, shape) else super().moments_(kind, shape)
 
     def is_adamw_(self, view: ParameterView) -> bool:
-        """Whether AdamW updates all of a parameter: not a raw matrix."""
+        """Whether AdamW updates all tensors of a parameter; Muon updates a raw matrix."""
         return type(self).rule_ is SELMuon.rule_ and not _is_matrix(view.kind, view.shape)
 
     def rule_(self, target: Target, group: dict[str, Any]) -> None:
-        """Apply Muon to a raw matrix in place, AdamW to the rest."""
+        """Apply Muon to a raw matrix in place, AdamW to other tensors."""
         if not _is_matrix(target.kind, tuple(target.shape)):
             super().rule_(target, group)
             return
@@ -113,11 +114,10 @@ class SELMuon(SELAdamW):
 def newton_schulz(
     matrix: Tensor, coefficients: tuple[float, float, float] = _COEFFICIENTS, steps: int = 5, eps: float = 1e-7
 ) -> Tensor:
-    """Return roughly U V^T of a matrix U S V^T, in bfloat16: singular values come to lie between about 0.7 and 1.2.
+    """Return approximately U V^T of a matrix U S V^T in bfloat16, with singular values from about 0.7 to 1.2.
 
-    A dimension in front counts matrices.
-
-    ``x <- a x + (b (x x^T) + c (x x^T)^2) x`` from x = matrix / max(||matrix||_F, eps), `steps` times.
+    Iterates ``x <- a x + (b (x x^T) + c (x x^T)^2) x`` from x = matrix / max(||matrix||_F, eps), `steps` times. The
+    matrix may have a leading batch dimension.
 
     >>> values = torch.linalg.svdvals(newton_schulz(torch.diag(torch.tensor([1.0, 0.3, 0.1]))).float())
     >>> bool(((values > 0.6) & (values < 1.3)).all())
@@ -139,7 +139,7 @@ def _is_matrix(kind: str, shape: tuple[int, ...]) -> bool:
 
 
 def _ratio(adjustment: str, d_out: int, d_in: int) -> float:
-    """Return the factor of the learning rate of a matrix."""
+    """Return the factor of a matrix's learning rate."""
     if adjustment == "original":
         return math.sqrt(max(1.0, d_out / d_in))
     return _ADAMW_RMS * math.sqrt(max(d_out, d_in))

@@ -1,4 +1,4 @@
-"""One parameter of a raw-space optimizer: its state, and the view of it that a step works on."""
+"""One parameter of a raw-space optimizer: its state, and the view of it in a step."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
@@ -17,23 +17,23 @@ from symexplin.validation import naming
 
 __all__ = ["COUNTS", "Moments", "ParameterView", "moment_key"]
 
-COUNTS = ("step", "scale_step")  # counters of updates in a parameter's state: of its values, of its scales
+COUNTS = ("step", "scale_step")  # numbers of updates in a parameter's state: of its values and of its scales
 _DIMS = {"panel0": 0, "panel1": 1, "scalar": None}  # the tensor dimension along which each panel lies
 
-# Which moments a tensor of that kind ("raw", "plain" or a panel's name) and whole shape has.
+# Maps a tensor's kind ("raw", "plain" or a panel's name) and whole shape to the names of its moments.
 Moments = Callable[[str, tuple[int, ...]], Iterable[str]]
 
 
 def moment_key(kind: str, moment: str) -> str:
-    """Return the name in a parameter's state of a moment: "exp_avg", "panel0_exp_avg"."""
+    """Return the key of a moment in a parameter's state, such as "exp_avg" or "panel0_exp_avg"."""
     return moment if kind in ("raw", "plain") else f"{kind}_{moment}"
 
 
 @dataclass(eq=False)
 class ParameterView:
-    """The parameter of `group` at place `index`, its optimizer state, and where both lie.
+    """The parameter at `index` of `group`, its optimizer state and their placement.
 
-    Everything here works on the part of the parameter that this process has.
+    All methods work on this process's part of the parameter.
     """
 
     group: Group
@@ -42,7 +42,7 @@ class ParameterView:
 
     def __post_init__(self) -> None:
         self.parameter: Tensor = self.group["params"][self.index]
-        self.key = id(self.parameter)  # what it is called among others
+        self.key = id(self.parameter)  # identifies the parameter
         self._address = address(self.parameter)
         self._known = self._tensors()
         shape = self.group["shape"][self.index] if self.curved else None
@@ -53,11 +53,11 @@ class ParameterView:
             )
 
     def _tensors(self) -> list[int]:
-        """Return which tensors the state holds: somebody may replace them."""
+        """Return the ids of the state's tensors, which user code may replace."""
         return list(map(id, self.state.values()))
 
     def serves(self, group: Group, index: int, state: dict[str, Any]) -> bool:
-        """Whether what is kept here still holds: the same place and state, and values where they were."""
+        """Whether this view is still valid: same group, index and state, and values at the same address."""
         if self.group is not group or self.index != index or self.state is not state:
             return False
         parameter = group["params"][index]
@@ -70,75 +70,75 @@ class ParameterView:
 
     @property
     def name(self) -> str:
-        """Its qualified name."""
+        """The qualified name."""
         return name_of(self.group, self.index)
 
     @functools.cached_property
     def curved(self) -> bool:
-        """Whether it is curved."""
+        """Whether the parameter is curved."""
         return is_curved(self.group)
 
     @property
     def kind(self) -> str:
-        """What its values are among the tensors of its state."""
+        """The kind of the tensor that the rule updates: "raw" or "plain"."""
         return "raw" if self.curved else "plain"
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its whole shape."""
+        """The whole shape."""
         return tuple(self.parameter.shape)
 
     @functools.cached_property
     def placement(self) -> Placement:
-        """Where it lies."""
+        """The placement of the parameter on its devices."""
         return placement_of(self.parameter, self.name)
 
     @functools.cached_property
     def value(self) -> Tensor:
-        """Its values here, to be read and written."""
+        """The parameter's local values, for reading and writing."""
         return local(self.parameter.detach())
 
     @functools.cached_property
     def layout(self) -> Layout:
-        """The layout of a curved parameter's part."""
+        """The layout of the local part of a curved parameter."""
         return layout_of(self.group, self.index, tuple(self.value.shape))
 
     @functools.cached_property
     def dtype(self) -> torch.dtype:
-        """The dtype of its state."""
+        """The dtype of the state."""
         return compute_dtype(self.parameter)
 
     @property
     def out_dim(self) -> int:
-        """Which dimension of a weight counts outputs."""
+        """The output dimension of a weight."""
         return int(self.group["out_dim"][self.index]) if self.curved else 0
 
     @property
     def panels(self) -> list[str]:
-        """The names of the panels that its scales need."""
+        """The names of the parameter's panels."""
         return [panel for panel in PANELS if panel in self.state]
 
     @property
     def watched(self) -> bool:
-        """Whether its raw weight could disagree with what the model holds."""
+        """Whether the state has a raw weight or master copy that could disagree with the model."""
         return "raw" in self.state
 
     def own(self, kind: str) -> Tensor:
-        """Return this process's part of what a rule updates: "raw" and "plain" are its values, or their master copy."""
+        """Return the local part of what a rule updates: a panel, the raw weight, the master copy or the values."""
         if kind in PANELS:
             return local(self.state[kind])
         return local(self.state["raw"]) if "raw" in self.state else self.value
 
     def moment(self, kind: str, name: str) -> Tensor:
-        """Return this process's part of a moment."""
+        """Return the local part of a moment."""
         return local(self.state[moment_key(kind, name)])
 
     def counts(self) -> tuple[Tensor, Tensor]:
-        """Return how often its values and its scales were updated."""
+        """Return the numbers of updates of the values and of the scales."""
         return self.state["step"], self.state.get("scale_step", self.state["step"])
 
     def gradient(self) -> Tensor:
-        """Return the gradient of this part."""
+        """Return the gradient of the local part."""
         grad = self.parameter.grad
         assert grad is not None
         if type(grad) is Tensor and grad.layout == torch.strided and self.placement.mesh is None:
@@ -150,7 +150,7 @@ class ParameterView:
         return local(grad)
 
     def coordinates(self) -> Coordinates:
-        """Return the curved parameter seen through its map."""
+        """Return the curved parameter with its map."""
         raw = self.own("raw")
         return Coordinates(
             self.layout,
@@ -159,44 +159,44 @@ class ParameterView:
         )
 
     def effective(self) -> Tensor:
-        """Return what its values are by its raw weight or master copy, in its own dtype."""
+        """Return the values that follow from the raw weight or master copy, in the parameter's dtype."""
         return self.coordinates().effective(self.value.dtype) if self.curved else self.own("plain").to(self.value.dtype)
 
     def whole_shape(self, kind: str) -> tuple[int, ...]:
-        """Return the whole shape of a tensor of its state."""
+        """Return the whole shape of a tensor of the state."""
         if kind not in PANELS:
             return self.shape
         return layout_of(self.group, self.index, self.shape).panel_shape(kind)
 
     def is_split(self, kind: str) -> bool:
-        """Whether other processes have other parts of a tensor of its state."""
+        """Whether a tensor of the state is sharded over processes."""
         dim = self.placement.dim
         return dim is not None and self._dim(kind) == dim
 
     def _dim(self, kind: str) -> int | None:
-        """Return the tensor dimension along which a tensor of the state could be split."""
+        """Return the tensor dimension along which a tensor of the state may be split."""
         return _DIMS[kind] if kind in PANELS else self.placement.dim
 
     def start_panels(self) -> dict[str, Tensor]:
-        """Return this part's panels at their start: drawn whole, so that they do not depend on the sharding."""
+        """Return the local panels with their start values, drawn whole to be independent of the sharding."""
         whole = layout_of(self.group, self.index, self.shape)
         panels = whole.start_panels(self.dtype, self.value.device, self.group["position"][self.index])
         return {name: self.placement.cut(panel, self._dim(name)) for name, panel in panels.items()}
 
     def invert(self, w: Tensor, panels: Mapping[str, Tensor]) -> Tensor:
-        """Return the raw weight of `w` under the map with these panels."""
+        """Return the raw weight for the weight `w` under the map with these panels."""
         with naming(self.name):
             return Coordinates(self.layout, w, **panels).matched(w)
 
     def create_state(self, moments: Moments) -> bool:
-        """Fill in the state that a trainable parameter lacks; return whether its raw weight was just made of it."""
+        """Create the missing state of a trainable parameter; return whether its raw weight is new."""
         state, half = self.state, self.dtype != self.parameter.dtype
         if state:
             if "raw" in state and state["raw"].dtype != self.dtype:
                 raise ValueError(
-                    f"{self.name} was {state['raw'].dtype} when its state was made, got {self.parameter.dtype}"
+                    f"{self.name} was {state['raw'].dtype} when its state was created, got {self.parameter.dtype}"
                 )
-            if half and "raw" not in state:  # loaded from, or cast after, full precision
+            if half and "raw" not in state:  # loaded in full precision, or cast since
                 state["raw"] = self._wrap("raw", self.value.to(self.dtype))
             return False
         if not self.parameter.requires_grad:
@@ -226,12 +226,12 @@ class ParameterView:
         return part if dim is None else self.placement.wrap(part, self.whole_shape(kind), dim)
 
     def adopt(self, key: str, value: Any) -> Any:
-        """Return a copy of a saved tensor of the state in its own precision, on its device and split as it must be.
+        """Return a copy of a saved tensor of the state with the dtype, device and placement of this state.
 
-        Counts may be numbers. What is neither a count nor a tensor is somebody else's, and comes back as it is.
+        Counts may be numbers. Other values that are not tensors belong to user code, and are returned unchanged.
 
         Raises:
-            ValueError: it is split, and not as the parameter is.
+            ValueError: the saved tensor is a DTensor with another placement than the parameter.
         """
         if key in COUNTS:
             return torch.as_tensor(value, dtype=torch.float32, device="cpu").detach().clone()
@@ -242,14 +242,14 @@ class ParameterView:
         if is_dtensor(value):
             if not is_dtensor(self._wrap(kind, local(value))) or tuple(value.placements) != self.placement.spec:
                 raise ValueError(
-                    f"{self.name}: {key} is saved as a DTensor, and the parameter is not split as it is: save and load "
-                    "with torch.distributed.checkpoint.state_dict"
+                    f"{self.name}: {key} is saved as a DTensor with another placement than the parameter's: save and "
+                    "load with torch.distributed.checkpoint.state_dict"
                 )
             return value
         return self._wrap(kind, self.placement.cut(value, self._dim(kind)))
 
     def restart(self, moments: Moments) -> None:
-        """Start the scales anew, matched to the weights found."""
+        """Reset the scales to their start values, and match the raw weight to the present weight."""
         found, panels = self.value.to(self.dtype), self.start_panels()
         self.own("raw").copy_(self.invert(found, panels))
         for name in self.panels:

@@ -1,4 +1,4 @@
-"""Where a parameter lies: whole on its device, or one shard of a DTensor along one tensor dimension (FSDP2)."""
+"""The placement of a parameter: whole on its device, or a shard of a DTensor along one dimension (FSDP2)."""
 
 import sys
 from collections.abc import Sequence
@@ -12,25 +12,25 @@ __all__ = ["WHOLE", "Placement", "address", "is_dtensor", "local", "on_host", "p
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor, without importing torch.distributed where nobody has."""
+    """Whether a tensor is a DTensor, without importing torch.distributed."""
     if type(tensor) in (Tensor, torch.nn.Parameter):
-        return False  # the usual case, at a tenth of the time
+        return False  # the usual case, ten times as fast
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that lies on this device, sharing its storage."""
+    """Return the local part of a tensor; it shares the storage."""
     return cast(Tensor, tensor.to_local()) if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def on_host(tensor: Tensor) -> bool:
-    """Whether reading a value waits for no device."""
+    """Whether a tensor is on the CPU, so that reading a value does not wait for a device."""
     return tensor.device.type == "cpu"
 
 
 def address(tensor: Tensor) -> tuple[int, torch.dtype, torch.Size, tuple[int, ...]]:
-    """Return where and how the part of a tensor lies that is on this device; cheaper than asking :func:`local` for it.
+    """Return the data pointer, dtype, shape and strides of the local part, faster than by :func:`local`.
 
     >>> address(torch.zeros(2, 3))[1:]
     (torch.float32, torch.Size([2, 3]), (3, 1))
@@ -40,15 +40,15 @@ def address(tensor: Tensor) -> tuple[int, torch.dtype, torch.Size, tuple[int, ..
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return all of a tensor, a collective operation where it is split."""
+    """Return the whole tensor, by a collective operation if it is split."""
     return cast(Tensor, tensor.full_tensor()) if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
 class Placement:
-    """How a parameter and what belongs to it are split: `dim` of the tensor over dimension `mesh_dim` of the mesh.
+    """The split of a parameter and its state: `dim` of the tensor over dimension `mesh_dim` of the mesh.
 
-    Without a mesh it is whole; with a mesh and `dim` None every process has all of it.
+    Without a mesh the parameter is whole. With a mesh and `dim` None it is replicated in every process.
     """
 
     mesh: Any = None  # torch.distributed.device_mesh.DeviceMesh
@@ -58,13 +58,13 @@ class Placement:
 
     @property
     def group(self) -> Any:
-        """The process group over which the parameter is split; None: it is whole here."""
+        """The process group over which the parameter is split, or None if it is whole here."""
         return None if self.dim is None else self.mesh.get_group(self.mesh_dim)
 
     def wrap(self, part: Tensor, shape: Sequence[int], dim: int | None = None) -> Tensor:
-        """Return this process's `part` as the tensor of that whole `shape`, split along `dim`; None: as the parameter.
+        """Return the local `part` as a tensor of the whole `shape`, split along `dim`, by default as the parameter.
 
-        A part that is not split comes back as it is, but for the parameter's own shape, which stays a DTensor.
+        A part along an unsplit `dim` is returned unchanged. Without `dim` the result is a DTensor if there is a mesh.
         """
         if self.mesh is None or (dim is not None and dim != self.dim):
             return part
@@ -77,17 +77,17 @@ class Placement:
         return cast(Tensor, wrapped)
 
     def cut(self, tensor: Tensor, dim: int | None) -> Tensor:
-        """Return this process's part of a whole `tensor` if the parameter is split along `dim`, else all of it."""
+        """Return the local part of a whole `tensor` if the parameter is split along `dim`, else the tensor."""
         if dim is None or dim != self.dim:
             return tensor
         size = tensor.shape[dim]
-        chunk = -(-size // self.mesh.size(self.mesh_dim))  # as DTensor and torch.chunk do: the last may be short
+        chunk = -(-size // self.mesh.size(self.mesh_dim))  # as in DTensor and torch.chunk: the last may be short
         start = min(self.mesh.get_local_rank(self.mesh_dim) * chunk, size)
-        # A copy: as a view it would keep all of the tensor in memory and in checkpoints.
+        # A copy: a view would keep the whole tensor in memory and in checkpoints.
         return tensor.narrow(dim, start, min(chunk, size - start)).clone(memory_format=torch.contiguous_format)
 
     def gather(self, part: Tensor, shape: Sequence[int]) -> Tensor:
-        """Return the whole tensor of that `shape`, a collective operation where the parameter is split."""
+        """Return the whole tensor of this `shape`, by a collective operation if the parameter is split."""
         return whole(self.wrap(part, shape))
 
 
@@ -95,10 +95,10 @@ WHOLE = Placement()
 
 
 def placement_of(parameter: Tensor, name: str) -> Placement:
-    """Return where a parameter lies.
+    """Return the placement of a parameter.
 
     Raises:
-        ValueError: it is split over more than one dimension of the mesh, or is a sum that is still pending.
+        ValueError: it is split over more than one dimension of the mesh, or is a partial sum.
     """
     if not is_dtensor(parameter):
         return WHOLE

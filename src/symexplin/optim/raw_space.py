@@ -1,8 +1,8 @@
-"""The map in the optimizer: raw weights as optimizer state, ordinary weights in the model at every moment.
+"""The map in the optimizer: raw weights are optimizer state, and the model has ordinary weights at every step.
 
-One step: notice writes from outside, pull the gradients of the effective weights back to raw space, clip by one
-global norm over raw weights, scales and plain parameters, apply a rule to every raw tensor, write the new effective
-weights. The rule (AdamW, ...) belongs to the subclass; nothing here knows one. Nothing in a step waits for the device.
+One step finds writes from outside, pulls the gradients of the effective weights back to raw space, clips them, applies
+the subclass's rule (AdamW, ...) to every raw tensor and writes the new effective weights. One global norm over raw
+weights, scales and plain parameters is clipped. A step does not wait for the device.
 """
 
 import contextlib
@@ -30,37 +30,37 @@ __all__ = ["RawSpaceOptimizer"]
 
 _NO_GRADIENT = (
     "no parameter has a gradient at the first step: if fully_shard has wrapped the model since symexplin.param_groups, "
-    "the groups hold parameters that it no longer uses"
+    "the groups contain parameters that the model no longer uses"
 )
-_OWN = ("total_steps", "max_grad_norm")  # settings that a loaded state leaves alone
-_LOOK_EVERY = 100  # steps between looks at the norm on an accelerator: each waits for the device
+_OWN = ("total_steps", "max_grad_norm")  # settings that a loaded state does not change
+_LOOK_EVERY = 100  # steps between checks of the norm on an accelerator, since each waits for the device
 
 
 class RawSpaceOptimizer(torch.optim.Optimizer):
-    """Base of the optimizers that train in curved weight space; subclasses give `moments` and :meth:`rule_`.
+    """Base of the optimizers that train in curved weight space; subclasses define `moments` and :meth:`rule_`.
 
-    State of a curved parameter: "step", "scale_step", "raw" (fp32; float64 for a float64 parameter), the panels that
-    its scales need, and one moment of each name for the raw weight ("exp_avg") and for each panel ("panel0_exp_avg").
-    A plain parameter has "step", its moments and, in half precision, "raw", its fp32 master copy.
+    State of a curved parameter: "step", "scale_step", "raw" (fp32; float64 for a float64 parameter), the panels of its
+    scales, and the moments of the raw weight ("exp_avg") and of each panel ("panel0_exp_avg"). State of a plain
+    parameter: "step", its moments and, for half precision, "raw", its fp32 master copy.
 
-    Under `fully_shard` (FSDP2) all of them are split as the parameter is, but for panels along the other dimension and
-    numbers, which every process has; their gradients and the global norm are summed in one all-reduce per step.
+    Under `fully_shard` (FSDP2) the state is split as the parameter. Panels along the other dimension and numbers are
+    replicated; one all-reduce per step sums their gradients and the global norm.
     """
 
     moments: ClassVar[tuple[str, ...]] = ()
-    stacks: ClassVar[bool] = False  # whether the rule takes several equal tensors at once, counted by a first dimension
+    stacks: ClassVar[bool] = False  # whether the rule accepts stacks of equal tensors with a leading batch dimension
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
         rates = {group["lr"] for group in self.param_groups}
-        if len(rates) == 1:  # schedulers, such as transformers' polynomial one, take it for the peak
+        if len(rates) == 1:  # the peak rate for schedulers such as transformers' polynomial one
             self.defaults["lr"] = rates.pop()
         if not any(is_curved(group) for group in self.param_groups):
             raise ValueError("params has no curved group; pass symexplin.param_groups(model, ...) of a plain model")
         self._forget()
 
     def _forget(self) -> None:
-        """Drop what is kept from step to step and follows from groups and state."""
+        """Drop all caches that follow from groups and state."""
         self.grad_norm: Tensor | None = None
         self._views: list[ParameterView] = []
         self._batches: tuple[list[Any], list[Batch]] = ([], [])
@@ -68,7 +68,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         self._diverged = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over a state that was pickled, copied or loaded."""
+        """Restore a state that was pickled, copied or loaded."""
         super().__setstate__(state)
         self._forget()
         loading = self.__dict__.pop("_loading", None)
@@ -76,7 +76,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
             self._adopt(*loading)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, checking it as the constructor does: settings, aligned lists, shapes, T of the annealing."""
+        """Add a group with the checks of the constructor: settings, aligned lists, shapes, T of the annealing."""
         super().add_param_group(param_group)
         self.param_groups[-1].setdefault("role", "plain")
         try:
@@ -87,9 +87,9 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
             raise
 
     def set_total_steps(self, total_steps: int, *, restart: bool = False) -> None:
-        """Set T of the annealing, for an optimizer made with ``total_steps="later"`` or whose run has changed.
+        """Set T of the annealing, after ``total_steps="later"`` or for a run of another length.
 
-        `restart`: begin the annealing anew, as a second run with a fresh learning-rate schedule does.
+        `restart` restarts the annealing, for a second run with a new learning-rate schedule.
         """
         check_whole("total_steps", total_steps)
         for settings in (self.defaults, *self.param_groups):
@@ -98,18 +98,18 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
             group["steps"] = 0
 
     def check_(self, group: dict[str, Any]) -> None:
-        """Raise ValueError where a setting of the rule is out of range in a group."""
+        """Raise ValueError if a group has a setting of the rule that is out of range."""
 
     def moments_(self, kind: str, shape: tuple[int, ...]) -> tuple[str, ...]:  # noqa: ARG002
-        """Return the names of the moments of a target of that kind and whole shape."""
+        """Return the names of the moments of a target of this kind and whole shape."""
         return self.moments
 
     def rule_(self, target: Target, group: dict[str, Any]) -> None:
-        """Update `target.value` in place from `target.grad`; `target.step` counts this update already."""
+        """Update `target.value` in place from `target.grad`; `target.step` includes this update."""
         raise NotImplementedError
 
     def batches_(self, active: Sequence[ParameterView]) -> Iterable[Batch]:
-        """Return the parameters that have gradients in batches: here readable ones; a fast path has its own."""
+        """Return batches of the parameters that have gradients; subclasses add fast ones."""
         return readable_batches(active, self.moments_, self.stacks)
 
     @_disable_dynamo
@@ -145,7 +145,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         self._writes.remember(views)
 
     def _full_precision(self) -> contextlib.ExitStack:
-        """Keep an autocast around the step out of it."""
+        """Disable autocast during the step."""
         stack = contextlib.ExitStack()
         for kind in {group["params"][0].device.type for group in self.param_groups}:
             if torch.is_autocast_enabled(kind):
@@ -153,9 +153,9 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         return stack
 
     def _clip(self, views: Sequence[ParameterView]) -> Tensor | None:
-        """Return what brings the gradients to max_grad_norm: as torch's, max_norm/(norm + 1e-6), at most 1.
+        """Return the clipping factor of the gradients, max_norm/(norm + 1e-6) and at most 1, as torch does.
 
-        Warns once where the norm is not finite; on an accelerator, where looking waits, every hundredth step alone.
+        Warns once if the norm is not finite. On an accelerator only every hundredth step checks it.
         """
         norm, max_norm = self.grad_norm, self.param_groups[0]["max_grad_norm"]
         assert norm is not None
@@ -165,22 +165,22 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         return None if max_norm is None else torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
     def _idle(self) -> bool:
-        """Whether this step has nothing to do: torch.distributed.checkpoint takes one to see the state.
+        """Whether all gradients and rates are 0, as in the step of torch.distributed.checkpoint to create the state.
 
-        Counting it would shift the annealing and the correction of moments that are still empty.
+        Counting such a step would shift the annealing and the bias correction of empty moments.
         """
         norm = self.grad_norm
         return norm is not None and float(norm) == 0.0 and all(float(group["lr"]) == 0.0 for group in self.param_groups)
 
     def _batched(self, active: Sequence[ParameterView]) -> list[Batch]:
-        """Return the batches of the last step if they fit this one, else new ones."""
+        """Return the batches of the last step if they are still valid, else new ones."""
         signature = batch_signature(active)
         if signature != self._batches[0]:
             self._batches = (signature, list(self.batches_(active)))
         return self._batches[1]
 
     def _ready(self) -> list[ParameterView]:
-        """Return every parameter that has state, creating what a trainable one lacks."""
+        """Return every parameter with state, after creating the missing state of trainable ones."""
         views = iter(self._views)
         found = []
         for group, i in self._indices():
@@ -196,50 +196,50 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         return found
 
     def entries(self) -> Iterator[ParameterView]:
-        """Yield every parameter that has state, with its state and place."""
+        """Yield a view of every parameter with state."""
         for group, i in self._indices():
             if state := self.state.get(group["params"][i]):
                 yield ParameterView(group, i, state)
 
     def coordinates(self) -> Iterator[tuple[str, Coordinates]]:
-        """Yield (name, coordinates) of every curved parameter that has state, of the part that lies here."""
+        """Yield (name, coordinates) of the local part of every curved parameter with state."""
         return ((view.name, view.coordinates()) for view in self.entries() if view.curved)
 
     def load_state_dict(self, state_dict: dict[str, Any], *, by_position: bool = False) -> None:
-        """Load, keeping raw weights, panels and moments in their own precision under half-precision parameters.
+        """Load a state; raw weights, panels and moments keep their precision under half-precision parameters.
 
-        As in torch, rates, betas and decay are the saved ones; `total_steps` and `max_grad_norm`, which belong to the
-        run and not to an optimizer, stay what this one was given.
+        As in torch, learning rates, betas and decay come from the saved state. `total_steps` and `max_grad_norm` belong
+        to the run and stay unchanged.
 
         Args:
-            state_dict: what `state_dict()` has returned.
-            by_position: do not compare the names of parameters: for a model whose modules were renamed. Shapes and maps
-                are compared in any case.
+            state_dict: the result of `state_dict()`.
+            by_position: ignore the names of parameters, for a model with renamed modules. Shapes and maps are still
+                compared.
 
         Raises:
-            ValueError: the state of another optimizer, of other parameters or of another map; nothing is changed.
+            ValueError: the state of another optimizer, of other parameters or of another map. Nothing is changed.
         """
 
         def check(_: Any, found: dict[str, Any]) -> None:
-            """See what the user's own hooks have made of the state."""
+            """Check the state after the user's own hooks."""
             check_saved(found["param_groups"], self.param_groups, found["state"], self.moments_, by_position)
             own = [{key: group[key] for key in _OWN if group[key] != LATER} for group in self.param_groups]
             self._loading = (found, own)
 
         hook = self.register_load_state_dict_pre_hook(check)
         try:
-            super().load_state_dict(state_dict)  # casts floating state to the parameter's dtype: __setstate__ mends it
+            super().load_state_dict(state_dict)  # casts state to the parameter's dtype, which __setstate__ undoes
         finally:
             hook.remove()
             self.__dict__.pop("_loading", None)
 
     def _adopt(self, saved: dict[str, Any], own: Sequence[Group]) -> None:
-        """Give the state just loaded its precision and placement back, and groups their `own` settings."""
+        """Restore the precision and placement of a loaded state, and the `own` settings of the groups."""
         for group, settings in zip(self.param_groups, own, strict=True):
             group.update(settings, steps=int(group["steps"]))
         keys = itertools.chain.from_iterable(group["params"] for group in saved["param_groups"])
         for (group, i), key in zip(self._indices(), keys, strict=True):
-            if values := saved["state"].get(key):  # trainers load an empty one, then replace the parameters
+            if values := saved["state"].get(key):  # may be empty: trainers load one, then replace the parameters
                 view = ParameterView(group, i, self.state[group["params"][i]])
                 view.state.update({name: view.adopt(name, value) for name, value in values.items()})
 
@@ -249,7 +249,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
                 yield group, i
 
     def create_state(self) -> None:
-        """Give every trainable parameter its state, also those without a gradient, and see all of them anew."""
+        """Create the state of every trainable parameter, with or without gradient, and renew all views."""
         errors: dict[int, ValueError] = {}
         made: list[tuple[ParameterView, int]] = []
         fresh: list[ParameterView] = []
@@ -275,10 +275,10 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def take_over_writes(self) -> None:
-        """Take over all that somebody else has written into the parameters since the last step, also through `.data`.
+        """Match the raw weights to all writes from outside since the last step, also through `.data`.
 
-        Every step does so for writes that show: see docs/training.md. This compares every entry. Of a sharded model
-        every process must call it.
+        Every step does so for the writes that it detects (docs/training.md). This method compares every entry. With a
+        sharded model every process must call it.
 
         >>> import symexplin as sel
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4))
@@ -294,19 +294,19 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         self._writes.remember(views)
 
     def _take_over(self, views: Sequence[ParameterView]) -> None:
-        """Take over the writes that show, each process those into its own part."""
+        """Take over the detected writes, in each process those into its own part."""
         for view in self._writes.noticed(views):
             exact = self._writes.knows(view)
             outcome = take_over(view, exact)
             if outcome == Outcome.OUT_OF_REACH and view.placement.group is not None:
                 raise ValueError(
                     f"{view.name}: weights written from outside are out of reach of the learned scales, which all "
-                    "processes share: call optimizer.take_over_writes() in every process after the write"
+                    "processes share. Call optimizer.take_over_writes() in every process after the write"
                 )
             self._settle(view, outcome)
 
     def _settle(self, view: ParameterView, outcome: int) -> None:
-        """Deal with a write that could not be taken over."""
+        """Handle a write that could not be taken over."""
         if outcome == Outcome.NOT_FINITE:
             count = int((~view.value.isfinite()).sum())
             raise ValueError(
@@ -316,15 +316,15 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         if outcome == Outcome.OUT_OF_REACH:
             warnings.warn(
                 f"{view.name}: weights written from outside, or loaded in another precision, are out of reach of the "
-                "learned scales, which start anew; the weights themselves are taken over",
+                "learned scales. The scales start anew; the weights keep their values",
                 stacklevel=5,
             )
             view.restart(self.moments_)
-            self._batches = ([], [])  # made of parameters with equal counts
+            self._batches = ([], [])  # batches have parameters with equal counts
 
 
 def _count(active: Sequence[ParameterView]) -> None:
-    """Count an update of the parameters' values and scales."""
+    """Add 1 to the numbers of updates of the parameters."""
     counts = [view.state[key] for view in active for key in COUNTS if key in view.state]
-    if counts:  # by a tensor: a number would be made one for each of them
+    if counts:  # add a tensor: a number would be converted once per count
         torch._foreach_add_(counts, torch.ones((), device="cpu"), alpha=1.0)

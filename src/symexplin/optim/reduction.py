@@ -1,4 +1,4 @@
-"""What the processes of a sharded model must settle together: shared gradients, the global norm, outcomes."""
+"""Communication between the processes of a sharded model: shared gradients, the global norm, outcomes."""
 
 from collections.abc import Sequence
 
@@ -13,13 +13,13 @@ __all__ = ["agree", "reduce_"]
 
 
 def reduce_(active: Sequence[ParameterView], batches: Sequence[Batch]) -> Tensor:
-    """Add up what each process has a part of, in one all-reduce per process group, and return the global norm.
+    """Sum shared gradients in place, in one all-reduce per process group, and return the global norm.
 
-    Gradients of panels along a dimension that is not split become their sums over all parts of the weight, in place.
+    Gradients of panels along an unsplit dimension become their sums over all parts of the weight.
 
     Args:
-        active: the parameters that have a gradient, in the same order in every process.
-        batches: the same parameters in batches, which may differ between processes.
+        active: the parameters with a gradient, in the same order in every process.
+        batches: the same parameters in batches. Batches may differ between processes.
     """
     norms = [norm for batch in batches if batch.views[0].placement.group is None for norm in batch.norms()]
     places = {view.placement.group: view.placement for view in active if view.placement.group is not None}
@@ -37,14 +37,14 @@ def reduce_(active: Sequence[ParameterView], batches: Sequence[Batch]) -> Tensor
 
 
 def _square(grads: Sequence[Tensor], place: Placement) -> Tensor:
-    """Return the squared norm of all `grads`; of none a zero on the right device."""
+    """Return the squared norm of all `grads`, a zero on the mesh's device if there are none."""
     if not grads:
         return torch.zeros((), device=place.mesh.device_type)
     return torch.nn.utils.get_total_norm(grads) ** 2
 
 
 def _sum_(tensors: Sequence[Tensor], place: Placement) -> None:
-    """Replace tensors by their sums over the processes that have the other parts."""
+    """Replace tensors by their sums over the process group."""
     widest = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
     flat = torch.cat([tensor.reshape(-1).to(place.mesh.device_type, widest) for tensor in tensors])
     torch.distributed.all_reduce(flat, group=place.group)
@@ -54,7 +54,7 @@ def _sum_(tensors: Sequence[Tensor], place: Placement) -> None:
 
 
 def agree(outcomes: Sequence[tuple[ParameterView, int]]) -> list[tuple[ParameterView, int]]:
-    """Return the outcomes, each the largest of all processes that have a part; all of them must ask of the same."""
+    """Return the largest outcome over processes for each parameter; all processes must pass the same parameters."""
     settled = dict(enumerate(outcome for _, outcome in outcomes))
     places = {view.placement.group: view.placement for view, _ in outcomes if view.placement.group is not None}
     for group, place in places.items():

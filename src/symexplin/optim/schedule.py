@@ -1,4 +1,4 @@
-"""Multipliers of the scales' learning rates: k(t) in a raw-space optimizer's groups, and for the module home."""
+"""Multipliers k(t) of the scales' learning rates, for raw-space optimizers and for converted models."""
 
 import functools
 from collections.abc import Mapping
@@ -12,14 +12,14 @@ from symexplin.layout import Layout, Slot
 
 __all__ = ["LATER", "ScaleAnnealing", "anneal_scales", "multiplier", "multipliers", "panel_masks", "panel_rates"]
 
-LATER = "later"  # total_steps, until set_total_steps
+LATER = "later"  # total_steps before set_total_steps
 
 _SHAPES = {"panel0": (1, -1), "panel1": (-1, 1), "scalar": (-1,)}
 _ATTRIBUTE = "_symexplin_annealing"
 
 
 def multipliers(group: Mapping[str, Any]) -> dict[str, float]:
-    """Return k(t) of every role that the group anneals, after the steps it has counted."""
+    """Return k(t) of every role with a multiplier in the group, at its number of completed steps."""
     return {key[2:]: multiplier(key, group, group["steps"]) for key in group if key.startswith("k_")}
 
 
@@ -36,21 +36,21 @@ def multiplier(key: str, group: Mapping[str, Any], step: int) -> float:
     return anneal(step, total, k0, k1)
 
 
-# For each role 1 (delta: 1/beta) where a number of a panel is its own, and 1 where a number decays.
+# For each role, a mask of its numbers in a panel (1; for delta 1/beta); and a mask of the numbers that decay.
 Masks = tuple[tuple[tuple[str, Tensor], ...], Tensor]
 
 
 def panel_rates(masks: Masks, group: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return the learning rate and the weight decay of each learned number of a panel, as they broadcast."""
+    """Return the learning rate and weight decay of each learned number, shaped to broadcast against the panel."""
     of_roles, decays = masks
     k, lr = multipliers(group), float(group["lr"])
-    # Products with numbers launch kernels; a tensor made of numbers would wait for a copy to the device.
+    # Products with numbers only launch kernels. A tensor made from numbers would wait for a copy to the device.
     rates = sum((mask * (k[role] * lr) for role, mask in of_roles), torch.zeros_like(decays))
     return rates, decays * group["weight_decay"]
 
 
 def panel_masks(layout: Layout, panel: str, like: Tensor) -> Masks:
-    """Return which numbers of a panel belong to which role, and which decay, as they broadcast."""
+    """Return the masks of a panel's roles and of its decay, shaped to broadcast against the panel."""
     return _masks(tuple(slot for slot in layout.slots if slot.panel == panel), like.dtype, like.device)
 
 
@@ -68,7 +68,7 @@ def _masks(slots: tuple[Slot, ...], dtype: torch.dtype, device: torch.device) ->
 
 
 class ScaleAnnealing:
-    """Multiplies each group's learning rate by its k(t) for the duration of a step (made by :func:`anneal_scales`)."""
+    """Multiplies each group's learning rate by its k(t) during a step; created by :func:`anneal_scales`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, total_steps: int | None) -> None:
         annealed = [group for group in optimizer.param_groups if "k" in group]
@@ -76,7 +76,7 @@ class ScaleAnnealing:
             raise ValueError("optimizer has no group with multipliers; build it over symexplin.param_groups(model)")
         self._total_steps = total_steps
         for group in annealed:
-            anneal(0, total_steps, *group["k"])  # k0 != k1 without total_steps: an error now, not at a step
+            anneal(0, total_steps, *group["k"])  # raises now, not at a step, for k0 != k1 without total_steps
             group.setdefault("steps", 0)
             group["total_steps"] = total_steps
         earlier = getattr(optimizer, _ATTRIBUTE, None)
@@ -95,14 +95,14 @@ class ScaleAnnealing:
         self._outside = []
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        self._restore()  # a step that raised has left its rates behind
+        self._restore()  # after a step that raised
         for group in optimizer.param_groups:
             if "k" in group:
-                group.setdefault("steps", 0)  # loaded groups replace those set up, and may be older
+                group.setdefault("steps", 0)  # loaded groups may lack it
                 group.setdefault("total_steps", self._total_steps)
                 self._outside.append((group, group["lr"]))
                 group["lr"] = group["lr"] * anneal(group["steps"], group["total_steps"], *group["k"])
-        # torch runs no hook after a closure that raises: restore on its way out.
+        # torch runs no post hook if the closure raises, so the guard restores the rates.
         guarded = {key: self._guard(value) if key == "closure" else value for key, value in kwargs.items()}
         return tuple(self._guard(value) for value in args), guarded
 
@@ -135,14 +135,13 @@ class ScaleAnnealing:
 def anneal_scales(optimizer: torch.optim.Optimizer, total_steps: int | None = None) -> ScaleAnnealing:
     """Apply the multipliers of a converted model's scales to `optimizer` (paper, section 4.5).
 
-    During a step each group's learning rate is ``lr * k(t)`` with :func:`symexplin.functional.anneal`; before and
-    after it is lr, so any scheduler composes. The count of completed steps and T live in the groups and go
-    through `state_dict`. Call it on every optimizer object, a copied one included: hooks are not copied. A second
-    call replaces the first.
+    During a step each group's learning rate is ``lr * k(t)`` with :func:`symexplin.functional.anneal`. Outside of
+    steps it is lr, so any scheduler works. The number of completed steps and T are keys of the groups, saved in
+    `state_dict`. Hooks are not copied: call it on a copied optimizer too. A second call replaces the first.
 
     Args:
         optimizer: any torch optimizer over :func:`symexplin.param_groups` of a converted model.
-        total_steps: T; needed where a multiplier changes.
+        total_steps: T; needed if a multiplier changes.
 
     Raises:
         ValueError: no group has multipliers, or one changes and `total_steps` is missing.

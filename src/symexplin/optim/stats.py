@@ -1,4 +1,4 @@
-"""Numbers about a model in curved weight space, for any logger."""
+"""Statistics of a model in curved weight space, for any logger."""
 
 import math
 from collections.abc import Iterator
@@ -17,12 +17,13 @@ __all__ = ["stats"]
 
 @torch.no_grad()
 def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, float]:
-    """Return figures over all curved weight matrices: of a SELAdamW-like `optimizer`, or of a converted `model`.
+    """Return statistics over all curved weight matrices of a raw-space `optimizer` or of a converted `model`.
 
-    "e/mean", "e/std" (and l, kappa, n, s): mean and standard deviation of the expanded scale over all weights,
-    "slope/mean", "slope/std": of abs(d w_eff / d w), by which a step of the raw weights is longer in effective ones,
-    "kappa_w/max": largest kappa |w|, "tail/fraction": share of weights with kappa |w| > 1, where the exponential
-    rules. Empty before the first step. Of a sharded model every process must call, and gets the same figures.
+    - "e/mean", "e/std" (also l, kappa, n, s): mean and standard deviation of the expanded scale over all weights
+    - "slope/mean", "slope/std": of abs(d w_eff / d w), the ratio of an effective step to a raw one
+    - "kappa_w/max": largest kappa |w|; "tail/fraction": share with kappa |w| > 1, where the exponential dominates
+
+    Empty before the first step. With a sharded model every process must call it and gets the same result.
 
     >>> model = nn.Sequential(SELLinear(8, 8))
     >>> sorted(stats(model))[:2]
@@ -38,7 +39,7 @@ def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> d
 
 
 class _Tally:
-    """Sums over weights that are split in one way."""
+    """Sums over weights with one placement."""
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
@@ -46,7 +47,7 @@ class _Tally:
         self.largest = 0.0
 
     def add(self, coordinates: Coordinates) -> None:
-        """Count the part of a weight that lies here."""
+        """Add the local part of a weight."""
         raw, scales = coordinates.raw, coordinates.scales()
         x = (scales.kappa * raw.abs()).double()
         if x.numel():
@@ -66,7 +67,7 @@ class _Tally:
         self.sums[role] = [a + b for a, b in zip(self.sums.get(role, [0.0] * 3), terms, strict=True)]
 
     def merge(self, other: "_Tally") -> None:
-        """Add another's sums over all its processes."""
+        """Add the sums of another tally over all its processes."""
         sums, largest = list(other.sums.values()), other.largest
         if (group := other.placement.group) is not None:
             device = other.placement.mesh.device_type
@@ -79,11 +80,11 @@ class _Tally:
         self._raise_to(largest)
 
     def _raise_to(self, x: float) -> None:
-        """Take over a larger value, or NaN: a run that has diverged is to show it."""
+        """Keep the larger value; NaN wins, so that a diverged run is visible."""
         self.largest = x if math.isnan(x) or x > self.largest else self.largest
 
     def figures(self) -> dict[str, float]:
-        """Return the figures of :func:`stats`."""
+        """Return the statistics of :func:`stats`."""
         result: dict[str, float] = {}
         sums = dict(self.sums)
         count, tail, _ = sums.pop("", [0.0] * 3)
@@ -96,7 +97,7 @@ class _Tally:
 
 
 def _weights(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[Coordinates, Placement]]:
-    inner = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper has the optimizer inside
+    inner = getattr(optimizer, "optimizer", optimizer)  # unwrap accelerate's optimizer
     if isinstance(inner, RawSpaceOptimizer):
         for view in inner.entries():
             if view.curved and len(view.shape) == 2:
@@ -104,6 +105,6 @@ def _weights(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Itera
         return
     for layer in model.modules():
         if isinstance(layer, SELLinear):
-            # Under fully_shard each parameter of the layer is split by itself; nothing fits together but the whole.
+            # fully_shard splits each parameter of the layer separately, so their local parts do not match.
             parts = [whole(part) for part in layer.parts()]
             yield Coordinates(layer.weight_layout, *parts), WHOLE

@@ -1,9 +1,8 @@
-"""Notice writes into parameters from outside the optimizer: a loaded checkpoint, an average swapped in, a manual edit.
+"""Find writes into parameters from outside the optimizer: a loaded checkpoint, swapped averages, a manual edit.
 
-Every step compares `_version` and the data pointer of each watched parameter with those after the last step; on CPUs
-also a fixed sample of 64 values, which writes through `.data` change as a rule. On an accelerator a sample would wait
-for the device. What all of these miss (`.data` edited on an accelerator, or in few entries) is for
-`take_over_writes()`.
+Every step compares `_version` and the data pointer of each watched parameter with those after the last step. On CPUs
+it also compares a fixed sample of 64 values, which finds most writes through `.data`. On an accelerator a sample would
+wait for the device. Writes through `.data` on an accelerator, or to few entries, need `take_over_writes()`.
 """
 
 import enum
@@ -20,18 +19,18 @@ from symexplin.transform import tolerance
 __all__ = ["Outcome", "Writes", "take_over"]
 
 _SAMPLE = 64
-_ULPS = 2.0  # recomputing the map elsewhere may round a half-precision weight differently without a write
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # NaN is to equal itself
+_ULPS = 2.0  # another machine may round a half-precision weight differently without a write
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # compare bits, so that NaN equals itself
 
 
 class Outcome(enum.IntEnum):
-    """What taking over a write may find; the largest of all processes' counts."""
+    """The result of taking over a write; the largest over all processes counts."""
 
     FINE, OUT_OF_REACH, NOT_FINITE = range(3)
 
 
 class Writes:
-    """What every watched parameter looked like after the last step; one that it does not know counts as written."""
+    """The watched parameters as they were after the last step; an unknown parameter counts as written."""
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[int, int]] = {}
@@ -39,11 +38,11 @@ class Writes:
         self._found = torch.empty(0, dtype=torch.int8, device="cpu")
 
     def knows(self, view: ParameterView) -> bool:
-        """Whether the parameter's values were seen in this process: then they can be compared bit by bit."""
+        """Whether this process has seen the parameter's values, so that they can be compared bit by bit."""
         return view.key in self._seen
 
     def remember(self, views: Iterable[ParameterView]) -> None:
-        """Take the present values of watched parameters for known, and forget all others."""
+        """Record the present values of the watched parameters, and forget all others."""
         seen, samples = {}, {}
         for view in views:
             if not view.watched:
@@ -57,7 +56,7 @@ class Writes:
         self._found = self._present()
 
     def know(self, views: Iterable[ParameterView]) -> None:
-        """Take the present values of further parameters for known."""
+        """Record the present values of further parameters."""
         fresh = {view.key: view for view in views}
         self._seen |= {key: _look(view) for key, view in fresh.items()}
         samples = {key: _sample(view.value) for key, view in fresh.items() if key not in self._samples}
@@ -66,7 +65,7 @@ class Writes:
         self._found = torch.cat([self._found, *new.values()])
 
     def noticed(self, views: Iterable[ParameterView]) -> list[ParameterView]:
-        """Return the watched parameters that were written since :meth:`remember`, as far as it shows."""
+        """Return the watched parameters with a detectable write since :meth:`remember`."""
         changed: set[int] = set()
         present = self._present()
         if self._samples and not torch.equal(present, self._found):
@@ -76,7 +75,7 @@ class Writes:
         return [v for v in views if v.watched and (v.key in changed or self._seen.get(v.key) != _look(v))]
 
     def _present(self) -> Tensor:
-        """Return copies of all samples, end to end."""
+        """Return the concatenated copies of all samples."""
         return torch.cat([self._found[:0], *self._samples.values()])
 
 
@@ -85,7 +84,7 @@ def _look(view: ParameterView) -> tuple[int, int]:
 
 
 def _sample(value: Tensor) -> Tensor | None:
-    """Return a view of the bits of some values, spread over all of a tensor on a CPU.
+    """Return a view of the bits of some values spread over a tensor on a CPU.
 
     >>> _sample(torch.zeros(1000, 3)).shape
     torch.Size([64])
@@ -95,15 +94,15 @@ def _sample(value: Tensor) -> Tensor | None:
     dense = value.permute(sorted(range(value.dim()), key=value.stride, reverse=True))
     flat = dense.view(-1) if dense.is_contiguous() else dense[(0,) * (value.dim() - 1)]
     every = max(1, len(flat) // _SAMPLE)
-    every -= every > 1 and every % 2 == 0  # odd: not the same few columns of each row
+    every -= every > 1 and every % 2 == 0  # an odd stride does not hit the same few columns in each row
     return flat[::every][:_SAMPLE].view(_BITS[value.element_size()])
 
 
 def take_over(view: ParameterView, exact: bool) -> Outcome:
-    """Give entries that differ from what the raw weight says the raw weight of what was found; return how it went.
+    """Update the raw weight where it disagrees with the parameter's present values, and return the outcome.
 
-    `exact`: the parameter was written in this process, so that its values are those of the map bit by bit. After a
-    load, perhaps on another machine, an entry may differ by 2 units in the last place and by the map's accuracy.
+    With `exact`, this process wrote the last values, so they must equal the map's bit by bit. After a load, perhaps
+    from another machine, an entry may differ by 2 units in the last place and by the map's error bound.
     """
     raw = view.own(view.kind)
     changed = _differing(view, exact)
@@ -123,7 +122,7 @@ def take_over(view: ParameterView, exact: bool) -> Outcome:
 
 
 def _differing(view: ParameterView, exact: bool) -> Tensor:
-    """Return a mask of the entries of a parameter that are not what its raw weight says."""
+    """Return a mask of the entries of a parameter that disagree with its raw weight."""
     if exact:
         return view.effective() != view.value
     coordinates = view.coordinates() if view.curved else None
