@@ -41,3 +41,11 @@ def test_the_scales_own_settings_need_no_warning():
     grid = dataclasses.replace(panels[0].config.compare, lrs=(1e-3,))
     one = dataclasses.replace(panels[0], config=dataclasses.replace(panels[0].config, compare=grid))
     assert len(warnings([one])) == 1
+
+
+def test_a_first_step_that_is_not_finite_leaves_the_time_open(data, tmp_path):
+    changes = {"model": {"width": 16, "depth": 1, "heads": 2, "context": 8}, "compare": {"lrs": [1e30]}}
+    changes["train"] = {"batch_size": 2, "warmup_steps": 0}
+    lines = []
+    Estimate(load_table("frozen", "mini", data=data, changes=changes).panels, tmp_path, lines.append).tell_first()
+    assert lines == ["runs to do: at most 18, the time is known when the first one has ended"]

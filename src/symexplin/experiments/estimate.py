@@ -14,7 +14,7 @@ from symexplin.lab.data.batches import Corpus
 from symexplin.lab.folders import SUMMARY
 from symexplin.lab.model import Transformer
 from symexplin.lab.provenance import cores
-from symexplin.lab.train import Trainer
+from symexplin.lab.train import NonFiniteError, Trainer
 
 __all__ = ["Estimate", "duration", "warnings"]
 
@@ -71,13 +71,12 @@ class Estimate:
         if not left:
             return
         name = next(iter(left))
-        config, runs = self._panels[name], f"runs to do: at most {sum(left.values())}"
-        if config.compute.compile or getattr(config.compare, "cluster", "none") != "none":
-            self._echo(f"{runs}; the time is known when the first one has ended")
-            return
-        seconds = _measured(config) / self._costs[name]
-        total = sum(seconds * runs * self._costs[each] / self._panels[each].compare.jobs for each, runs in left.items())
-        self._echo(f"{runs}, about {duration(total)} (from {_STEPS} steps)")
+        seconds, when = _measured(self._panels[name]), "the time is known when the first one has ended"
+        if seconds is not None:
+            rate = seconds / self._costs[name]
+            each = (rate * self._costs[name] / self._panels[name].compare.jobs * runs for name, runs in left.items())
+            when = f"about {duration(sum(each))} (from {_STEPS} steps)"
+        self._echo(f"runs to do: at most {sum(left.values())}, {when}")
         self._began = time.monotonic()
 
     def echo(self, line: str) -> None:
@@ -105,11 +104,10 @@ class Estimate:
 
     def _left(self) -> dict[str, int]:
         """Return how many runs each panel has left at most."""
+        place = self._folder / PANELS
         return {
-            name: 0
-            if (self._folder / PANELS / name / COMPARISON).exists()
-            else max(0, config.compare.most_runs - self._done()[name])
-            for name, config in self._panels.items()
+            name: 0 if (place / name / COMPARISON).exists() else max(0, self._panels[name].compare.most_runs - count)
+            for name, count in self._done().items()
         }
 
 
@@ -130,8 +128,10 @@ def _steps(run: RunConfig) -> float:
     return run.train.steps + evaluations * run.train.eval_batches / PASSES
 
 
-def _measured(config: CompareConfig) -> float:
-    """Return the seconds of a run, from a few of its steps."""
+def _measured(config: CompareConfig) -> float | None:
+    """Return the seconds of a run, from a few of its steps; None where these tell nothing."""
+    if config.compute.compile or getattr(config.compare, "cluster", "none") != "none":
+        return None
     corpus = Corpus.load(config.data, verify=False)
     run = resolve(_example(config), corpus.vocab_size)
     before = torch.get_num_threads()
@@ -142,6 +142,8 @@ def _measured(config: CompareConfig) -> float:
             began = time.perf_counter()
             trainer.update()
             times.append(time.perf_counter() - began)
+    except NonFiniteError:  # the run itself reports it
+        return None
     finally:
         torch.set_num_threads(before)
     return min(times) * _steps(run)

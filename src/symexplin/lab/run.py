@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from symexplin.lab.checkpoint import checkpoint_at, load_checkpoint, newest, save_checkpoint, sweep
+from symexplin.lab.checkpoint import checkpoint_at, newest, newest_intact, save_checkpoint, set_aside, sweep
 from symexplin.lab.config import RunConfig, resolve
 from symexplin.lab.data.batches import Corpus
 from symexplin.lab.files import read_json, read_json_lines, replace_file, write_json
@@ -239,8 +239,10 @@ class _Run:
         """Remove half-written files; return the newest checkpoint and its plain values."""
         sweep(self.folder)
         (self.folder / SUMMARY).unlink(missing_ok=True)
-        checkpoints = newest(self.folder)
-        return (checkpoints[0], load_checkpoint(checkpoints[0])) if checkpoints else None
+        found = newest_intact(self.folder, self.echo)
+        if found is not None:
+            set_aside(self.folder, found[0])
+        return found
 
     def _loop(self, bar: Any, stop: StopSignals, fresh: bool) -> None:
         train, log, trainer = self.config.train, self.config.log, self.trainer
