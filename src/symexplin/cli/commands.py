@@ -60,13 +60,14 @@ def _train(arguments: Arguments) -> None:
 
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:
-    from symexplin.lab.compare.sweep import CompareConfig
+    from symexplin.lab.compare.grid import CompareConfig
 
     _add_run(parser, CompareConfig, leave_out=("lr", "seed", "home", "preset", "start", "map"))
 
 
 def _compare(arguments: Arguments) -> None:
-    from symexplin.lab.compare.sweep import CONFIG, CompareConfig, compare_runs
+    from symexplin.lab.compare.grid import CONFIG, CompareConfig
+    from symexplin.lab.compare.sweep import compare_runs
     from symexplin.lab.settings import load_toml
 
     file = Path(arguments.out, CONFIG)

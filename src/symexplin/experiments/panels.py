@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from symexplin.lab.bench.config import BenchConfig
-from symexplin.lab.compare.sweep import CompareConfig
+from symexplin.lab.compare.grid import CompareConfig
 from symexplin.lab.config import RunConfig
 from symexplin.lab.settings import build, merge
 from symexplin.validation import check_choice

@@ -17,7 +17,8 @@ from symexplin.experiments.results import append_results, check_results
 from symexplin.experiments.tables import PANELS, SCALES, TABLE, Panel, Table, load_table
 from symexplin.lab.bench.config import BenchConfig
 from symexplin.lab.bench.run import run_bench
-from symexplin.lab.compare.sweep import CompareConfig, compare_runs
+from symexplin.lab.compare.grid import CompareConfig
+from symexplin.lab.compare.sweep import compare_runs
 from symexplin.lab.files import read_json, replace_file, write_json
 from symexplin.lab.folders import LOCK, claimed
 from symexplin.lab.provenance import cores

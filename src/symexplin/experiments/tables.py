@@ -11,7 +11,7 @@ from typing import Any
 from symexplin.experiments.panels import BASE, DATA, SETTINGS, Panels
 from symexplin.lab.bench.config import BenchConfig
 from symexplin.lab.bench.run import RESULTS
-from symexplin.lab.compare.sweep import COMPARISON, CompareConfig
+from symexplin.lab.compare.grid import COMPARISON, CompareConfig
 from symexplin.lab.config import RunConfig
 from symexplin.lab.files import read_json
 from symexplin.lab.settings import load_toml, merge

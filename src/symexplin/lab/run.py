@@ -7,6 +7,7 @@ model.safetensors, tokenizer.json, summary.json      what the finished run leave
 """
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from symexplin.lab.parallel import Ranks, joined
 from symexplin.lab.provenance import memory
 from symexplin.lab.records import METRICS, TIMING, Records
 from symexplin.lab.settings import lines, to_table
-from symexplin.lab.stop import Stopped, StopSignals
+from symexplin.lab.stop import LAUNCHER, Stopped, StopSignals, follow_launcher
 from symexplin.lab.text.corpus import Corpus
 from symexplin.lab.train import NonFiniteError, Trainer
 from symexplin.lab.weights.files import MODEL, save_model
@@ -89,6 +90,8 @@ def train(
         ElsewhereError: another process has failed, with one of these errors.
         ChildProcessError: another process has ended.
     """
+    if LAUNCHER in os.environ:
+        follow_launcher(int(os.environ.pop(LAUNCHER)))
     with joined(config.compute.device) as ranks, contextlib.ExitStack() as stack:
         echo = echo if ranks.first else lambda _: None
         with ranks.together():

@@ -12,7 +12,7 @@ from symexplin.config import SELConfig
 from symexplin.experiments.evidence import Evidence
 from symexplin.experiments.tables import PANELS, TABLE
 from symexplin.lab.checkpoint import newest
-from symexplin.lab.compare.folder import COMPARISON
+from symexplin.lab.compare.grid import COMPARISON
 from symexplin.lab.files import read_json
 from symexplin.lab.report.charts import Floats, Line
 from symexplin.lab.run import CONFIG, MODEL

@@ -9,8 +9,8 @@ from typing import Any
 import jinja2
 import torch
 
-from symexplin.lab.compare.sweep import COMPARISON, how_to_finish
-from symexplin.lab.compare.sweep import CONFIG as COMPARE
+from symexplin.lab.compare.grid import COMPARISON
+from symexplin.lab.compare.grid import CONFIG as COMPARE
 from symexplin.lab.config import OPTIMIZERS
 from symexplin.lab.files import read_json, replace_file
 from symexplin.lab.maps import map_of
@@ -84,7 +84,9 @@ def report_comparison(folder: str | Path) -> Path:
     """
     path = Path(folder)
     if not (path / COMPARISON).exists():
-        raise FileNotFoundError(f"{str(folder)!r} has no {COMPARISON}: {how_to_finish(path)}")
+        raise FileNotFoundError(
+            f"{str(folder)!r} has no {COMPARISON}: finish the comparison with --resume, or report one of its runs"
+        )
     found = read_json(path / COMPARISON)
     with reading(path / COMPARISON):
         facts = [(f"map of {arm}", _map(curve, _optimizer(found, arm))) for arm, curve in found["maps"].items()]

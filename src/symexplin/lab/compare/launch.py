@@ -1,0 +1,368 @@
+"""Where the runs of a comparison are executed: in this process, in processes beside it, or as jobs of Slurm.
+
+Processes and jobs are `symexplin train` with a configuration file of their own. Nothing that a job unpickles needs
+torch.
+"""
+
+import contextlib
+import json
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from symexplin.lab.files import read_json, replace_file, write_json
+from symexplin.lab.folders import SUMMARY
+from symexplin.lab.stop import LAUNCHER, Stopped, StopSignals
+
+if TYPE_CHECKING:
+    from symexplin.lab.compare.grid import ClusterConfig
+    from symexplin.lab.config import RunConfig
+
+__all__ = ["CLUSTER", "PROCESSES", "Task", "TrainJob", "check_slurm", "run_as_jobs", "run_here", "run_side_by_side"]
+
+Echo = Callable[[str], None]
+
+# Folders of a comparison: a configuration and a log per process; the files of submitit.
+PROCESSES, CLUSTER = "processes", "cluster"
+
+_TICK = 0.2  # seconds between looks at signals and lines
+_GLANCE = 10.0  # seconds between questions to Slurm
+_GLANCES = 3  # after which a job that has ended without its run's summary is taken for lost
+_RESTARTS = 1000  # at the end of a job's time
+_JOBS = "jobs.json"  # {name of a run's folder: number of its latest job}
+_ENDED: tuple[str, ...] = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED")
+_ENDED += ("REVOKED", "TIMEOUT")
+
+
+class Task(NamedTuple):
+    """One run to train or to resume, in its folder."""
+
+    label: str
+    config: "RunConfig"
+    folder: Path
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run has finished, or ended because a loss was not finite."""
+        return (self.folder / SUMMARY).exists()
+
+    def command(self, place: Path, processes: int = 1) -> list[str]:
+        """Return the command that trains the run, after writing its configuration into the folder `place`."""
+        from symexplin.lab.settings import dump_toml, to_table
+
+        place.mkdir(exist_ok=True)
+        file = place / f"{self.folder.name}.toml"
+        replace_file(file, dump_toml(to_table(self.config)))
+        several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        python = [sys.executable, *(several if processes > 1 else [])]
+        return [*python, "-m", "symexplin", "train", str(file), "--out", str(self.folder), "--resume"]
+
+
+def run_here(tasks: Sequence[Task], echo: Echo, progress: bool) -> Iterator[int]:
+    """Train one run after the other in this process, and yield the index of each task when it has ended.
+
+    Args:
+        tasks: runs, in the order in which they start.
+        echo: takes the lines of the runs.
+        progress: show a bar on a terminal instead of these lines.
+
+    Raises:
+        ValueError, OSError: a run cannot go on.
+        Stopped: a signal came; the run was saved.
+    """
+    from symexplin.lab.run import train
+    from symexplin.lab.train import NonFiniteError
+
+    bar = progress and sys.stderr.isatty()
+    for index, (label, config, folder) in enumerate(tasks):
+        with contextlib.suppress(NonFiniteError):  # the run's summary.json says so
+            train(
+                config, folder, resume=True, echo=(lambda _: None) if bar else echo, tell_config=False,
+                progress=progress, label=label, verify=False,
+            )  # fmt: skip
+        yield index
+
+
+def run_side_by_side(tasks: Sequence[Task], out: Path, jobs: int, echo: Echo) -> Iterator[int]:
+    """Train `jobs` runs at a time, each in a process, and yield the index of each task when it has ended.
+
+    The whole output of a process is in its log in the folder `out`; `echo` takes its lines of progress.
+
+    Raises:
+        ChildProcessError: a process failed; the message is its last line. The others were saved.
+        Stopped: a signal came; every run was saved.
+    """
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    processes = _Processes(out / PROCESSES, lines.put)
+    with StopSignals() as stop, ThreadPoolExecutor(jobs) as pool:
+        futures = {pool.submit(processes.train, task): index for index, task in enumerate(tasks)}
+        try:
+            waiting: set[Future[bool]] = set(futures)
+            failure = None
+            while waiting:
+                done, waiting = wait(waiting, _TICK, FIRST_COMPLETED)
+                while not lines.empty():
+                    echo(lines.get())
+                for future in done:
+                    failure = failure or future.exception()
+                    if future.exception() is None and future.result():
+                        yield futures[future]
+                if failure or stop.signal:
+                    processes.end(signal.SIGTERM)
+        except BaseException:  # a second Ctrl-C, for example
+            processes.end(signal.SIGKILL)
+            raise
+    if failure is not None:
+        raise failure
+    if stop.signal is not None:
+        raise stop.stopped("with all runs saved; --resume goes on from there")
+
+
+class _Processes:
+    """Processes that train a run each; threads wait for them, and :meth:`end` ends them all."""
+
+    def __init__(self, place: Path, echo: Echo) -> None:
+        self._place, self._echo = place, echo
+        self._lock = threading.Lock()
+        self._alive: set[subprocess.Popen[str]] = set()
+        self._ended_by: int | None = None
+
+    def train(self, task: Task) -> bool:
+        """Train a run, and return whether it has ended; it has not if it was stopped before.
+
+        Raises:
+            ChildProcessError: the process failed.
+        """
+        with self._lock:
+            if self._ended_by is not None:
+                return False
+            process = subprocess.Popen(
+                task.command(self._place),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                env={**os.environ, LAUNCHER: str(os.getpid())},
+                start_new_session=True,  # a Ctrl-C reaches the comparison alone, which passes it on
+            )
+            self._alive.add(process)
+        log = self._place / f"{task.folder.name}.log"
+        with process, log.open("w") as file:
+            assert process.stdout is not None
+            for line in process.stdout:
+                file.write(line)
+                if line.startswith("train: "):
+                    self._echo(f"{task.label}{line.removeprefix('train').rstrip()}")
+        with self._lock:
+            self._alive.discard(process)
+            if task.ended or self._ended_by is not None:
+                return task.ended
+        raise ChildProcessError(f"{task.label}: {_reason(log, process.returncode)}")
+
+    def end(self, number: int) -> None:
+        """Send a signal to all processes, unless they got it before, and start no other."""
+        with self._lock:
+            if self._ended_by != number:
+                self._ended_by = number
+                for process in self._alive:
+                    process.send_signal(number)
+
+
+def _reason(log: Path, status: int = 1) -> str:
+    """Return why a process ended: the last line that it wrote, or the signal that killed it."""
+    if status < 0:
+        return (
+            f"its process was ended by {signal.Signals(-status).name}, perhaps for want of memory: --resume goes on, "
+            "maybe with fewer jobs"
+        )
+    said = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    said = [line for line in said if line.startswith("symexplin: ")] or said
+    last = said[-1].removeprefix("symexplin: ").removeprefix("error: ") if said else "it ended without a word"
+    return f"{last} (see {log})"
+
+
+# --- Slurm -----------------------------------------------------------------------------------------------------------
+
+
+class TrainJob:
+    """A run as submitit executes it; before a job is preempted or out of time, `checkpoint` lets the run save itself.
+
+    Args:
+        command: trains the run.
+        summary: the file that the run leaves when it has ended.
+    """
+
+    def __init__(self, command: Sequence[str], summary: Path) -> None:
+        self._command, self._summary = list(command), summary
+
+    def __call__(self) -> None:
+        """Train the run to its end."""
+        # Slurm sends submitit's signal to every process of the job.
+        process = subprocess.Popen(self._command, preexec_fn=lambda: signal.signal(signal.SIGUSR2, signal.SIG_IGN))
+        self._number = process.pid
+        status = process.wait()
+        if status and not self._summary.exists():
+            sys.exit(status)
+
+    def checkpoint(self) -> Any:
+        """Stop the run, which saves itself, and return what the requeued job executes."""
+        from submitit.helpers import DelayedSubmission
+
+        os.kill(self._number, signal.SIGTERM)
+        # The interrupted __call__ waits for the process, too, and keeps its status.
+        os.waitid(os.P_PID, self._number, os.WEXITED | os.WNOWAIT)
+        return DelayedSubmission(TrainJob(self._command, self._summary))
+
+
+class _State(NamedTuple):
+    """What Slurm says about a job: its state, how often it was requeued, and the nodes it runs on."""
+
+    name: str
+    restarts: str
+    nodes: str
+
+
+def check_slurm() -> None:
+    """Raise ValueError unless this machine can submit jobs."""
+    try:
+        import submitit  # noqa: F401
+    except ModuleNotFoundError:
+        raise ValueError("cluster 'slurm' needs submitit: pip install 'symexplin[cluster]'") from None
+    if missing := [name for name in ("sbatch", "srun", "squeue") if shutil.which(name) is None]:
+        raise ValueError(f"cluster must be 'none' where Slurm is not installed, got 'slurm' without {missing[0]}")
+
+
+def run_as_jobs(tasks: Sequence[Task], out: Path, jobs: int, cluster: "ClusterConfig", echo: Echo) -> Iterator[int]:
+    """Train each run as a job of Slurm, `jobs` at a time, and yield the index of each task when it has ended.
+
+    Jobs of an earlier comparison in this folder that still wait or run are waited for, not submitted again.
+
+    Raises:
+        ValueError: sbatch refused the jobs.
+        ChildProcessError: a job was cancelled or failed. The others go on.
+        Stopped: a signal came. The jobs go on.
+    """
+    if not tasks:
+        return
+    place = (out / CLUSTER).resolve()
+    place.mkdir(exist_ok=True)
+    known = read_json(place / _JOBS) if (place / _JOBS).exists() else {}
+    found = _states([known[task.folder.name] for task in tasks if task.folder.name in known]) or {}
+    alive = {job for job, state in found.items() if state.name not in _ENDED}
+    new = [task for task in tasks if known.get(task.folder.name) not in alive and not task.ended]
+    if new:
+        known |= zip((task.folder.name for task in new), _submit(new, place, jobs, cluster), strict=True)
+        write_json(place / _JOBS, known)
+    waiting = {index: str(known.get(task.folder.name)) for index, task in enumerate(tasks)}
+    echo(f"{len(new)} jobs submitted, {len(tasks) - len(new)} found; at most {jobs} at a time, logs in {place}")
+    told: dict[int, _State] = {}
+    lost: Counter[int] = Counter()
+    with StopSignals() as stop:
+        while waiting:
+            states = _states(waiting.values())
+            for index, job in list(waiting.items()):
+                task, state = tasks[index], (states or {}).get(job)
+                if task.ended:  # looked at after Slurm: a job writes its last file before it ends
+                    del waiting[index]
+                    yield index
+                elif state is not None and state.name not in _ENDED:
+                    lost[index] = 0
+                    if line := _news(job, state, told.get(index)):
+                        told[index] = state
+                        echo(f"{task.label}: {line}")
+                elif states is not None and (lost := lost + Counter([index]))[index] >= _GLANCES:
+                    raise ChildProcessError(_lost(task, job, state, place, [*waiting.values()]))
+            _pause(stop, list(waiting.values()))
+
+
+def _pause(stop: StopSignals, jobs: Sequence[str]) -> None:
+    """Wait until the next question to Slurm.
+
+    Raises:
+        Stopped: a signal came.
+    """
+    deadline = time.monotonic() + _GLANCE
+    while jobs and time.monotonic() < deadline:
+        if stop.signal is not None:
+            raise stop.stopped(f"; {_others(jobs)}")
+        time.sleep(_TICK)
+
+
+def _others(jobs: Collection[str]) -> str:
+    arrays = " ".join(dict.fromkeys(job.partition("_")[0] for job in jobs))
+    return f"jobs that wait or run go on: --resume waits for them, 'scancel {arrays}' ends them"
+
+
+def _news(job: str, state: _State, before: _State | None) -> str | None:
+    """Return what is worth telling about a job: that it runs, or that it was requeued."""
+    if state.name == "RUNNING" and (before is None or before[:2] != state[:2]):
+        return f"job {job} runs on {state.nodes}"
+    if state.name == "PENDING" and state.restarts != ("0" if before is None else before.restarts):
+        return f"job {job} was requeued"
+    return None
+
+
+def _lost(task: Task, job: str, state: _State | None, place: Path, waiting: Collection[str]) -> str:
+    logs = sorted(place.glob(f"{job}_*_log.err"))
+    said = _reason(logs[0]) if logs else f"it left no log in {place}"
+    name = "has gone" if state is None else f"ended as {state.name}"
+    rest = [other for other in waiting if other != job]
+    return f"{task.label}: job {job} {name}: {said}; --resume submits it again" + (f"; {_others(rest)}" if rest else "")
+
+
+def _states(jobs: Collection[str]) -> dict[str, _State] | None:
+    """Return what Slurm's controller knows of these jobs; None if it does not answer.
+
+    The controller forgets a job some minutes after its end. Accounting (sacct) is not asked: not every cluster has it.
+    """
+    arrays = sorted({job.partition("_")[0] for job in jobs})
+    if not arrays:
+        return {}
+    fields = ("JobArrayID", "State", "RestartCnt", "NodeList")
+    command = ["squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(arrays)}"]
+    done = subprocess.run(
+        [*command, "--Format=" + ",".join(f"{name}:|" for name in fields)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        return {} if "Invalid job id" in done.stderr else None
+    rows = [line.strip().split("|") for line in done.stdout.splitlines() if line.strip()]
+    return {row[0]: _State(*row[1:4]) for row in rows}
+
+
+def _submit(tasks: Sequence[Task], place: Path, jobs: int, cluster: "ClusterConfig") -> list[str]:
+    """Submit runs as one array of jobs, and return the jobs' numbers."""
+    import submitit
+
+    executor = submitit.SlurmExecutor(place, max_num_timeout=_RESTARTS)
+    executor.update_parameters(
+        job_name="symexplin",
+        partition=cluster.partition,
+        account=cluster.account,
+        time=cluster.walltime,
+        cpus_per_task=cluster.cpus,
+        gpus_per_node=cluster.gpus or None,
+        mem=None if cluster.memory is None else f"{cluster.memory}G",
+        array_parallelism=jobs,
+        srun_args=[f"--cpus-per-task={cluster.cpus}"],  # which srun does not take over from sbatch
+        additional_parameters={"requeue": True, **cluster.sbatch},
+    )
+    try:
+        with executor.batch():
+            submitted = [
+                executor.submit(TrainJob(task.command(place, cluster.gpus), (task.folder / SUMMARY).resolve()))
+                for task in tasks
+            ]
+    except submitit.core.utils.FailedJobError as error:
+        raise ValueError(f"[cluster] must suit the cluster, but {' '.join(str(error).split())}") from None
+    return [job.job_id for job in submitted]

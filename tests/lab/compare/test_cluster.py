@@ -1,0 +1,77 @@
+"""Comparisons on a Slurm of their own (clusters.py)."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+
+from clusters import MISSING, slurm
+from sweeps import bits, numbers, tiny
+from symexplin.lab.compare import launch
+from symexplin.lab.compare.grid import ClusterConfig
+from symexplin.lab.compare.sweep import compare_runs
+from symexplin.lab.config import LogConfig
+from symexplin.lab.stop import Stopped
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(MISSING), reason=f"Slurm is not installed: {' '.join(MISSING)} not found"),
+    pytest.mark.usefixtures("undrawn", "cluster"),
+]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    with slurm(tmp_path_factory.mktemp("slurm")) as environment:
+        yield environment
+
+
+@pytest.fixture
+def cluster(environment, monkeypatch):
+    for name in ("PATH", "SLURM_CONF"):
+        monkeypatch.setenv(name, environment[name])
+    monkeypatch.setattr(launch, "_GLANCE", 0.5)
+
+
+def four_runs(data, steps):
+    config = tiny(data, steps=steps, seeds=(0,), jobs=2)
+    train = dataclasses.replace(config.train, eval_every=100)
+    log = LogConfig(checkpoint_every=200, tensorboard=False)
+    return dataclasses.replace(config, train=train, log=log, cluster=ClusterConfig(cpus=1, walltime=20))
+
+
+class Echo(list):
+    """The lines of a comparison; `act` gets the number of its second job, and the folder of that job's run, once it trains."""
+
+    def __init__(self, out, act):
+        self.run, self.act = out / "runs" / "SEL-lr0.001-seed0", act
+
+    def __call__(self, line):
+        self.append(line)
+        if self.act and line.startswith("2/4 SEL lr 0.001 seed 0: job ") and "runs on" in line:
+            act, self.act = self.act, None
+            metrics = self.run / "metrics.jsonl"
+            while not metrics.exists() or metrics.stat().st_size < 1000:
+                time.sleep(0.01)
+            act(line.split("job ")[1].split()[0])
+
+
+def preempt(job):
+    # Slurm delivers the signal at once, and yet scancel tries again after some seconds.
+    with subprocess.Popen(["scancel", "--signal=USR2", job]) as process:
+        time.sleep(1)
+        process.kill()
+
+
+def test_a_preempted_run_is_requeued_and_the_table_is_that_of_one_machine(data, tmp_path):
+    config = four_runs(data, steps=600)
+    echo = Echo(tmp_path / "there", preempt)
+    there = compare_runs(config, tmp_path / "there", cluster="slurm", echo=echo)
+    assert sum(line.startswith("2/4 ") and "was requeued" in line for line in echo) == 1
+    assert all(any(line.startswith(f"{i}/4 ") and "runs on" in line for line in echo) for i in range(1, 5))
+    here = compare_runs(dataclasses.replace(config, compare=tiny(data, seeds=(0,)).compare), tmp_path / "here")
+    assert numbers(there) == numbers(here)
+    assert bits(tmp_path / "there") == bits(tmp_path / "here")
