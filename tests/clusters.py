@@ -72,13 +72,22 @@ def slurm(folder, cpus=2):
             stack.callback(process.wait, 20)
             stack.callback(process.terminate)
             time.sleep(0.5)
+
+        def said(command):
+            return subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stdout
+
         deadline = time.monotonic() + 20
-        while "idle" not in (said := subprocess.run(["sinfo", "-h", "-o", "%T"], env=environment, capture_output=True, text=True, check=False).stdout):
+        while "idle" not in said(["sinfo", "--noheader", "--format=%T"]):
             if time.monotonic() > deadline:
                 logs = {path.name: path.read_text()[-2000:] for path in sorted(folder.glob("*.out"))}
-                raise RuntimeError(f"Slurm did not start: {said!r}, {logs}")
+                raise RuntimeError(f"Slurm did not start: {logs}")
             time.sleep(0.2)
-        yield environment
+        try:
+            yield environment
+        finally:
+            subprocess.run(["scancel", f"--user={getpass.getuser()}"], env=environment, check=False)
+            while said(["squeue", "--noheader"]) and time.monotonic() < deadline + 600:
+                time.sleep(0.2)
 
 
 def _port():

@@ -1,7 +1,6 @@
 """Comparisons on a Slurm of their own (clusters.py)."""
 
 import dataclasses
-import os
 import signal
 import subprocess
 import time
@@ -44,7 +43,7 @@ def four_runs(data, steps):
 
 
 class Echo(list):
-    """The lines of a comparison; `act` gets the number of its second job, and the folder of that job's run, once it trains."""
+    """The lines of a comparison; `act` is called with the number of its second job when that trains."""
 
     def __init__(self, out, act):
         self.run, self.act = out / "runs" / "SEL-lr0.001-seed0", act
@@ -67,7 +66,7 @@ def preempt(job):
 
 
 def test_a_preempted_run_is_requeued_and_the_table_is_that_of_one_machine(data, tmp_path):
-    config = four_runs(data, steps=600)
+    config = four_runs(data, steps=300)
     echo = Echo(tmp_path / "there", preempt)
     there = compare_runs(config, tmp_path / "there", cluster="slurm", echo=echo)
     assert sum(line.startswith("2/4 ") and "was requeued" in line for line in echo) == 1
@@ -75,3 +74,29 @@ def test_a_preempted_run_is_requeued_and_the_table_is_that_of_one_machine(data, 
     here = compare_runs(dataclasses.replace(config, compare=tiny(data, seeds=(0,)).compare), tmp_path / "here")
     assert numbers(there) == numbers(here)
     assert bits(tmp_path / "there") == bits(tmp_path / "here")
+
+
+def test_a_cancelled_job_ends_the_comparison_and_a_stopped_one_is_taken_up(data, tmp_path, monkeypatch):
+    """Jobs that a stopped comparison left are waited for; a cancelled one is named with its log, and submitted again."""
+    config = four_runs(data, steps=300)
+    stop = Echo(tmp_path, lambda _: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(Stopped, match=r"SIGTERM while jobs go on: --resume .*'scancel \d+' ends them"):
+        compare_runs(config, tmp_path, cluster="slurm", echo=stop)
+    cancel = Echo(tmp_path, lambda job: subprocess.run(["scancel", job], check=True))
+    with pytest.raises(
+        ChildProcessError, match=r"^2/4 SEL lr 0.001 seed 0: job \S+ ended as CANCELLED.*_log\.err"
+    ) as error:
+        compare_runs(config, tmp_path, cluster="slurm", resume=True, echo=cancel)
+    assert "--resume submits it again" in str(error.value)
+    assert any(line.startswith("0 jobs submitted, 4 found") for line in cancel)
+    submitted = []
+    monkeypatch.setattr(launch, "_submit", lambda tasks, *_: submitted.extend(t.folder.name for t in tasks) or ["999"])
+    with pytest.raises(ChildProcessError, match=r"job 999 has gone"):
+        compare_runs(config, tmp_path, cluster="slurm", resume=True)
+    assert submitted == ["SEL-lr0.001-seed0"]
+
+
+def test_what_slurm_refuses_is_told(data, tmp_path):
+    config = dataclasses.replace(four_runs(data, steps=2), cluster=ClusterConfig(partition="wide", cpus=1))
+    with pytest.raises(ValueError, match=r"\[cluster\] must suit the cluster, but .*[Pp]artition"):
+        compare_runs(config, tmp_path, cluster="slurm")

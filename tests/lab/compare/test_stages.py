@@ -17,7 +17,6 @@ from symexplin.lab.compare.sweep import compare_runs
 from symexplin.lab.model import ModelConfig
 from symexplin.lab.run import train
 from symexplin.lab.settings import build, dump_toml, load_toml, to_table
-from symexplin.lab.stop import Stopped
 
 pytestmark = pytest.mark.usefixtures("undrawn")  # but for what a fixture of the module draws once
 
@@ -102,19 +101,6 @@ def test_other_best_rates_ask_for_other_runs_and_leave_the_old_ones(data, tmp_pa
     assert content["comparison"]["shared_lr"] == 1e-2
     assert {name: file for name, file in bits(tmp_path).items() if name in old} == old  # on disk, and left out
     assert len(content["runs"]) == 6
-
-
-def test_a_signal_in_the_second_stage_stops_it_and_it_goes_on(confirmed, data, tmp_path):
-    def stop(line):
-        if line.startswith("6/") and "step 2/6" in line:
-            signal.raise_signal(signal.SIGTERM)
-
-    with pytest.raises(Stopped, match="SIGTERM after step 2"):
-        compare_runs(staged(data), tmp_path, echo=stop)
-    assert not (tmp_path / "comparison.json").exists()
-    content = compare_runs(staged(data), tmp_path, resume=True)
-    assert numbers(content) == numbers(confirmed[1])
-    assert bits(tmp_path) == bits(confirmed[0])
 
 
 @pytest.mark.slow

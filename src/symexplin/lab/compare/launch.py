@@ -5,7 +5,7 @@ torch.
 """
 
 import contextlib
-import json
+import importlib.util
 import os
 import queue
 import shutil
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from symexplin.lab.files import read_json, replace_file, write_json
 from symexplin.lab.folders import SUMMARY
-from symexplin.lab.stop import LAUNCHER, Stopped, StopSignals
+from symexplin.lab.stop import LAUNCHER, StopSignals
 
 if TYPE_CHECKING:
     from symexplin.lab.compare.grid import ClusterConfig
@@ -40,8 +40,18 @@ _GLANCE = 10.0  # seconds between questions to Slurm
 _GLANCES = 3  # after which a job that has ended without its run's summary is taken for lost
 _RESTARTS = 1000  # at the end of a job's time
 _JOBS = "jobs.json"  # {name of a run's folder: number of its latest job}
-_ENDED: tuple[str, ...] = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED")
-_ENDED += ("REVOKED", "TIMEOUT")
+_ENDED = [
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "REVOKED",
+    "TIMEOUT",
+]
 
 
 class Task(NamedTuple):
@@ -65,7 +75,7 @@ class Task(NamedTuple):
         replace_file(file, dump_toml(to_table(self.config)))
         several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
         python = [sys.executable, *(several if processes > 1 else [])]
-        return [*python, "-m", "symexplin", "train", str(file), "--out", str(self.folder), "--resume"]
+        return [*python, "-m", "symexplin", "train", str(file), "--out", str(self.folder.resolve()), "--resume"]
 
 
 def run_here(tasks: Sequence[Task], echo: Echo, progress: bool) -> Iterator[int]:
@@ -226,19 +236,25 @@ class TrainJob:
 
 
 class _State(NamedTuple):
-    """What Slurm says about a job: its state, how often it was requeued, and the nodes it runs on."""
+    """What Slurm says about a job: its state, how often it was requeued, the nodes that it runs on."""
 
     name: str
     restarts: str
     nodes: str
 
+    def news(self, before: "_State | None") -> str | None:
+        """Return what to tell: that the job runs or was requeued, and has not been told `before`."""
+        if self.name == "RUNNING" and (before is None or before[:2] != self[:2]):
+            return f"runs on {self.nodes}"
+        if self.name == "PENDING" and self.restarts != (before.restarts if before else "0"):
+            return "was requeued"
+        return None
+
 
 def check_slurm() -> None:
     """Raise ValueError unless this machine can submit jobs."""
-    try:
-        import submitit  # noqa: F401
-    except ModuleNotFoundError:
-        raise ValueError("cluster 'slurm' needs submitit: pip install 'symexplin[cluster]'") from None
+    if importlib.util.find_spec("submitit") is None:
+        raise ValueError("cluster 'slurm' needs submitit: pip install 'symexplin[cluster]'")
     if missing := [name for name in ("sbatch", "srun", "squeue") if shutil.which(name) is None]:
         raise ValueError(f"cluster must be 'none' where Slurm is not installed, got 'slurm' without {missing[0]}")
 
@@ -246,7 +262,7 @@ def check_slurm() -> None:
 def run_as_jobs(tasks: Sequence[Task], out: Path, jobs: int, cluster: "ClusterConfig", echo: Echo) -> Iterator[int]:
     """Train each run as a job of Slurm, `jobs` at a time, and yield the index of each task when it has ended.
 
-    Jobs of an earlier comparison in this folder that still wait or run are waited for, not submitted again.
+    A job that an earlier comparison in the folder `out` has left, and that waits or runs, is not submitted again.
 
     Raises:
         ValueError: sbatch refused the jobs.
@@ -257,15 +273,16 @@ def run_as_jobs(tasks: Sequence[Task], out: Path, jobs: int, cluster: "ClusterCo
         return
     place = (out / CLUSTER).resolve()
     place.mkdir(exist_ok=True)
-    known = read_json(place / _JOBS) if (place / _JOBS).exists() else {}
-    found = _states([known[task.folder.name] for task in tasks if task.folder.name in known]) or {}
+    known: dict[str, Any] = read_json(place / _JOBS) if (place / _JOBS).exists() else {}
+    names = [task.folder.name for task in tasks]
+    found = _states([known[name] for name in names if name in known]) or {}
     alive = {job for job, state in found.items() if state.name not in _ENDED}
-    new = [task for task in tasks if known.get(task.folder.name) not in alive and not task.ended]
+    new = [task for task in tasks if known.get(task.folder.name) not in alive]
     if new:
         known |= zip((task.folder.name for task in new), _submit(new, place, jobs, cluster), strict=True)
         write_json(place / _JOBS, known)
-    waiting = {index: str(known.get(task.folder.name)) for index, task in enumerate(tasks)}
-    echo(f"{len(new)} jobs submitted, {len(tasks) - len(new)} found; at most {jobs} at a time, logs in {place}")
+    echo(f"{len(new)} jobs submitted, {len(tasks) - len(new)} found, {jobs} at a time; logs in {place}")
+    waiting: dict[int, str] = {index: known[name] for index, name in enumerate(names)}
     told: dict[int, _State] = {}
     lost: Counter[int] = Counter()
     with StopSignals() as stop:
@@ -273,70 +290,55 @@ def run_as_jobs(tasks: Sequence[Task], out: Path, jobs: int, cluster: "ClusterCo
             states = _states(waiting.values())
             for index, job in list(waiting.items()):
                 task, state = tasks[index], (states or {}).get(job)
-                if task.ended:  # looked at after Slurm: a job writes its last file before it ends
+                if task.ended:  # looked at after Slurm: a job writes this file before it ends
                     del waiting[index]
                     yield index
                 elif state is not None and state.name not in _ENDED:
                     lost[index] = 0
-                    if line := _news(job, state, told.get(index)):
+                    if text := state.news(told.get(index)):
                         told[index] = state
-                        echo(f"{task.label}: {line}")
-                elif states is not None and (lost := lost + Counter([index]))[index] >= _GLANCES:
-                    raise ChildProcessError(_lost(task, job, state, place, [*waiting.values()]))
-            _pause(stop, list(waiting.values()))
+                        echo(f"{task.label}: job {job} {text}")
+                elif states is not None:
+                    lost[index] += 1
+                    if lost[index] == _GLANCES:
+                        raise ChildProcessError(_loss(task, job, state, place, waiting.values()))
+            deadline = time.monotonic() + _GLANCE
+            while waiting and time.monotonic() < deadline:
+                if stop.signal is not None:
+                    raise stop.stopped(f"while {_rest(waiting.values())}")
+                time.sleep(_TICK)
 
 
-def _pause(stop: StopSignals, jobs: Sequence[str]) -> None:
-    """Wait until the next question to Slurm.
-
-    Raises:
-        Stopped: a signal came.
-    """
-    deadline = time.monotonic() + _GLANCE
-    while jobs and time.monotonic() < deadline:
-        if stop.signal is not None:
-            raise stop.stopped(f"; {_others(jobs)}")
-        time.sleep(_TICK)
+def _loss(task: Task, job: str, state: _State | None, place: Path, jobs: Collection[str]) -> str:
+    """Return the message about a job that has ended without its run."""
+    logs = list(place.glob(f"{job}_*_log.err"))
+    reason = _reason(logs[0]) if logs else f"it left no log in {place}"
+    ended = f"ended as {state.name}" if state else "has gone"
+    rest = [other for other in jobs if other != job]
+    return f"{task.label}: job {job} {ended}: {reason}; --resume submits it again" + (
+        f"; {_rest(rest)}" if rest else ""
+    )
 
 
-def _others(jobs: Collection[str]) -> str:
+def _rest(jobs: Collection[str]) -> str:
     arrays = " ".join(dict.fromkeys(job.partition("_")[0] for job in jobs))
-    return f"jobs that wait or run go on: --resume waits for them, 'scancel {arrays}' ends them"
-
-
-def _news(job: str, state: _State, before: _State | None) -> str | None:
-    """Return what is worth telling about a job: that it runs, or that it was requeued."""
-    if state.name == "RUNNING" and (before is None or before[:2] != state[:2]):
-        return f"job {job} runs on {state.nodes}"
-    if state.name == "PENDING" and state.restarts != ("0" if before is None else before.restarts):
-        return f"job {job} was requeued"
-    return None
-
-
-def _lost(task: Task, job: str, state: _State | None, place: Path, waiting: Collection[str]) -> str:
-    logs = sorted(place.glob(f"{job}_*_log.err"))
-    said = _reason(logs[0]) if logs else f"it left no log in {place}"
-    name = "has gone" if state is None else f"ended as {state.name}"
-    rest = [other for other in waiting if other != job]
-    return f"{task.label}: job {job} {name}: {said}; --resume submits it again" + (f"; {_others(rest)}" if rest else "")
+    return f"jobs go on: --resume waits for them, 'scancel {arrays}' ends them"
 
 
 def _states(jobs: Collection[str]) -> dict[str, _State] | None:
-    """Return what Slurm's controller knows of these jobs; None if it does not answer.
+    """Return what Slurm's controller knows about jobs; None if it does not answer.
 
-    The controller forgets a job some minutes after its end. Accounting (sacct) is not asked: not every cluster has it.
+    It forgets a job some minutes after its end. Accounting (sacct), which not every cluster has, is not asked.
     """
     arrays = sorted({job.partition("_")[0] for job in jobs})
     if not arrays:
         return {}
-    fields = ("JobArrayID", "State", "RestartCnt", "NodeList")
-    command = ["squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(arrays)}"]
-    done = subprocess.run(
-        [*command, "--Format=" + ",".join(f"{name}:|" for name in fields)], capture_output=True, text=True, check=False
-    )
+    form = ",".join(f"{name}:|" for name in ("JobArrayID", "State", "RestartCnt", "NodeList"))
+    command = ["squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(arrays)}", f"--Format={form}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         return {} if "Invalid job id" in done.stderr else None
-    rows = [line.strip().split("|") for line in done.stdout.splitlines() if line.strip()]
+    rows = [line.strip().split("|") for line in done.stdout.splitlines()]
     return {row[0]: _State(*row[1:4]) for row in rows}
 
 
@@ -354,15 +356,11 @@ def _submit(tasks: Sequence[Task], place: Path, jobs: int, cluster: "ClusterConf
         gpus_per_node=cluster.gpus or None,
         mem=None if cluster.memory is None else f"{cluster.memory}G",
         array_parallelism=jobs,
-        srun_args=[f"--cpus-per-task={cluster.cpus}"],  # which srun does not take over from sbatch
+        srun_args=[f"--cpus-per-task={cluster.cpus}"],  # srun does not take it from sbatch
         additional_parameters={"requeue": True, **cluster.sbatch},
     )
+    work = [TrainJob(task.command(place, cluster.gpus), (task.folder / SUMMARY).resolve()) for task in tasks]
     try:
-        with executor.batch():
-            submitted = [
-                executor.submit(TrainJob(task.command(place, cluster.gpus), (task.folder / SUMMARY).resolve()))
-                for task in tasks
-            ]
+        return [job.job_id for job in executor.submit_array(work)]
     except submitit.core.utils.FailedJobError as error:
         raise ValueError(f"[cluster] must suit the cluster, but {' '.join(str(error).split())}") from None
-    return [job.job_id for job in submitted]
