@@ -77,7 +77,7 @@ def test_a_preempted_run_is_requeued_and_the_table_is_that_of_one_machine(data, 
 
 
 def test_a_cancelled_job_ends_the_comparison_and_a_stopped_one_is_taken_up(data, tmp_path, monkeypatch):
-    """Jobs that a stopped comparison left are waited for; a cancelled one is named with its log, and submitted again."""
+    """Jobs that a stopped comparison left are waited for; a cancelled one is told with its log, and submitted anew."""
     config = four_runs(data, steps=300)
     stop = Echo(tmp_path, lambda _: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(Stopped, match=r"SIGTERM while jobs go on: --resume .*'scancel \d+' ends them"):

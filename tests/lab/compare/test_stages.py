@@ -104,22 +104,24 @@ def test_other_best_rates_ask_for_other_runs_and_leave_the_old_ones(data, tmp_pa
 
 
 @pytest.mark.slow
-def test_killed_in_the_second_stage_it_goes_on_to_the_same_bits(confirmed, data, tmp_path):
+def test_killed_in_either_stage_it_goes_on_to_the_same_bits(confirmed, data, tmp_path):
+    """Killed with one job, gone on with two and killed again; each time within a run that has a checkpoint."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    (tmp_path / "config.toml").write_text(dump_toml(to_table(staged(data))))
     command = [sys.executable, "script.py", "config.toml", "out"]
-    for kills in (True, False):
+    for jobs, stage in ((1, 1), (2, 2), (2, None)):
+        (tmp_path / "config.toml").write_text(dump_toml(to_table(staged(data, jobs=jobs, confirm_seeds=(3,)))))
         with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
-            second = False
+            now = 1
             for line in process.stdout:
-                second = second or line.startswith("to confirm")
-                if kills and second and "step 4/6" in line:
+                now += line.startswith("to confirm")
+                if now == stage and "step 4/6" in line:
                     process.kill()
-        assert process.returncode == (-signal.SIGKILL if kills else 0)
-        assert (tmp_path / "out" / "comparison.json").exists() != kills
+        assert process.returncode == (-signal.SIGKILL if stage else 0)
+        assert (tmp_path / "out" / "comparison.json").exists() == (stage is None)
     content = json.loads(Path(tmp_path, "out", "comparison.json").read_text())
-    assert numbers(content) == numbers(json.loads((confirmed[0] / "comparison.json").read_text()))
-    assert bits(tmp_path / "out") == bits(confirmed[0])
+    whole = numbers(json.loads((confirmed[0] / "comparison.json").read_text()))
+    assert numbers(content) == [run for run in whole if run[2] != 4]
+    assert bits(tmp_path / "out") == {name: found for name, found in bits(confirmed[0]).items() if "seed4" not in name}
 
 
 def test_arms_may_have_weights_and_an_optimizer_of_their_own(confirmed, data, tmp_path, monkeypatch):

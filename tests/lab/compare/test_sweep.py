@@ -3,15 +3,12 @@ import json
 import shutil
 import signal
 import statistics
-import subprocess
-import sys
-from pathlib import Path
 
 import filelock
 import pytest
 import torch
 
-from sweeps import SCRIPT, bits, numbers, tiny
+from sweeps import bits, numbers, tiny
 from symexplin.lab.compare import sweep
 from symexplin.lab.compare.grid import ClusterConfig, CompareConfig, GridConfig
 from symexplin.lab.compare.launch import Task
@@ -21,7 +18,7 @@ from symexplin.lab.model import ModelConfig
 from symexplin.lab.parallel import ALONE
 from symexplin.lab.report import pages as report
 from symexplin.lab.run import train
-from symexplin.lab.settings import build, dump_toml, load_toml, to_table
+from symexplin.lab.settings import build, load_toml
 from symexplin.lab.stop import Stopped
 from symexplin.lab.text import tokens
 from symexplin.lab.text.prepare import PrepareConfig, prepare
@@ -279,26 +276,6 @@ def test_a_signal_stops_all_jobs_and_one_goes_on(finished, data, tmp_path, monke
     content = compare_runs(tiny(data), tmp_path, resume=True)
     assert numbers(content) == numbers(finished[1])
     assert bits(tmp_path) == bits(finished[0])
-
-
-@pytest.mark.slow
-def test_killed_at_any_moment_it_goes_on_to_the_same_bits(finished, data, tmp_path):
-    """Killed with one job and gone on with two, killed with two; each time within a run that has a checkpoint."""
-    (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "script.py", "config.toml", "out"]
-    for jobs, kills in ((1, True), (2, True), (2, False)):
-        (tmp_path / "config.toml").write_text(dump_toml(to_table(tiny(data, jobs=jobs))))
-        with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
-            told = 0
-            for line in process.stdout:
-                told += "step 4/6" in line
-                if kills and told == 2:
-                    process.kill()
-        assert process.returncode == (-signal.SIGKILL if kills else 0)
-        assert (tmp_path / "out" / "comparison.json").exists() != kills
-    content = json.loads(Path(tmp_path, "out", "comparison.json").read_text())
-    assert numbers(content) == numbers(json.loads((finished[0] / "comparison.json").read_text()))
-    assert bits(tmp_path / "out") == bits(finished[0])
 
 
 def test_on_a_cluster_the_machine_is_that_of_its_jobs(data, tmp_path):

@@ -40,18 +40,9 @@ _GLANCE = 10.0  # seconds between questions to Slurm
 _GLANCES = 3  # after which a job that has ended without its run's summary is taken for lost
 _RESTARTS = 1000  # at the end of a job's time
 _JOBS = "jobs.json"  # {name of a run's folder: number of its latest job}
-_ENDED = [
-    "BOOT_FAIL",
-    "CANCELLED",
-    "COMPLETED",
-    "DEADLINE",
-    "FAILED",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "PREEMPTED",
-    "REVOKED",
-    "TIMEOUT",
-]
+# States of a job that has ended; from some of them Slurm may requeue it.
+_ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"}
+_ENDED |= {"PREEMPTED", "REVOKED", "TIMEOUT"}
 
 
 class Task(NamedTuple):
