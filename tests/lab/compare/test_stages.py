@@ -109,7 +109,9 @@ def test_killed_in_either_stage_it_goes_on_to_the_same_bits(confirmed, data, tmp
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "script.py", "config.toml", "out"]
     for jobs, stage in ((1, 1), (2, 2), (2, None)):
-        (tmp_path / "config.toml").write_text(dump_toml(to_table(staged(data, jobs=jobs, confirm_seeds=(3,)))))
+        (tmp_path / "config.toml").write_text(
+            dump_toml(to_table(staged(data, lrs=(1e-2,), jobs=jobs, confirm_seeds=(3,))))
+        )
         with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
             now = 1
             for line in process.stdout:
@@ -120,8 +122,9 @@ def test_killed_in_either_stage_it_goes_on_to_the_same_bits(confirmed, data, tmp
         assert (tmp_path / "out" / "comparison.json").exists() == (stage is None)
     content = json.loads(Path(tmp_path, "out", "comparison.json").read_text())
     whole = numbers(json.loads((confirmed[0] / "comparison.json").read_text()))
-    assert numbers(content) == [run for run in whole if run[2] != 4]
-    assert bits(tmp_path / "out") == {name: found for name, found in bits(confirmed[0]).items() if "seed4" not in name}
+    assert numbers(content) == [run for run in whole if run[1] == 1e-2 and run[2] != 4]
+    there = {name: found for name, found in bits(confirmed[0]).items() if "lr0.01-" in name and "seed4" not in name}
+    assert bits(tmp_path / "out") == there
 
 
 def test_arms_may_have_weights_and_an_optimizer_of_their_own(confirmed, data, tmp_path, monkeypatch):

@@ -1,24 +1,20 @@
 """Where the runs of a comparison are executed: in this process, in processes beside it, or as jobs of Slurm.
 
-Processes and jobs are `symexplin train` with a configuration file of their own. Nothing that a job unpickles needs
-torch.
+A process or a job is `symexplin train` with its own configuration file. What a job unpickles needs no torch.
 """
 
 import contextlib
 import importlib.util
 import os
-import queue
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from symexplin.lab.files import read_json, replace_file, write_json
 from symexplin.lab.folders import SUMMARY
@@ -72,10 +68,7 @@ class Task(NamedTuple):
 def run_here(tasks: Sequence[Task], echo: Echo, progress: bool) -> Iterator[int]:
     """Train one run after the other in this process, and yield the index of each task when it has ended.
 
-    Args:
-        tasks: runs, in the order in which they start.
-        echo: takes the lines of the runs.
-        progress: show a bar on a terminal instead of these lines.
+    `echo` takes the lines of the runs; with `progress` a bar replaces them on a terminal.
 
     Raises:
         ValueError, OSError: a run cannot go on.
@@ -97,99 +90,75 @@ def run_here(tasks: Sequence[Task], echo: Echo, progress: bool) -> Iterator[int]
 def run_side_by_side(tasks: Sequence[Task], out: Path, jobs: int, echo: Echo) -> Iterator[int]:
     """Train `jobs` runs at a time, each in a process, and yield the index of each task when it has ended.
 
-    The whole output of a process is in its log in the folder `out`; `echo` takes its lines of progress.
+    `echo` takes the lines of progress; the whole output of a process is in its log below `out`.
 
     Raises:
         ChildProcessError: a process failed; the message is its last line. The others were saved.
         Stopped: a signal came; every run was saved.
     """
-    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-    processes = _Processes(out / PROCESSES, lines.put)
-    with StopSignals() as stop, ThreadPoolExecutor(jobs) as pool:
-        futures = {pool.submit(processes.train, task): index for index, task in enumerate(tasks)}
+    left = deque(enumerate(tasks))
+    running: dict[int, tuple[Task, subprocess.Popen[bytes], TextIO]] = {}
+    failure, stopping = None, False
+    with StopSignals() as stop:
         try:
-            waiting: set[Future[bool]] = set(futures)
-            failure = None
-            while waiting:
-                done, waiting = wait(waiting, _TICK, FIRST_COMPLETED)
-                while not lines.empty():
-                    echo(lines.get())
-                for future in done:
-                    failure = failure or future.exception()
-                    if future.exception() is None and future.result():
-                        yield futures[future]
-                if failure or stop.signal:
-                    processes.end(signal.SIGTERM)
-        except BaseException:  # a second Ctrl-C, for example
-            processes.end(signal.SIGKILL)
-            raise
+            while left or running:
+                while left and len(running) < jobs:
+                    index, task = left.popleft()
+                    running[index] = (task, *_start(task, out / PROCESSES))
+                time.sleep(_TICK)
+                for index, (task, process, log) in list(running.items()):
+                    status = process.poll()  # before the lines, so that none is missed
+                    for line in log:
+                        if line.startswith("train: "):
+                            echo(f"{task.label}{line.removeprefix('train').rstrip()}")
+                    if status is None:
+                        continue
+                    del running[index]
+                    log.close()
+                    if task.ended:
+                        yield index
+                    elif stop.signal is None and failure is None:
+                        failure = f"{task.label}: {_reason(Path(log.name), status)}"
+                if not stopping and (failure is not None or stop.signal is not None):
+                    stopping = True
+                    left.clear()
+                    for _, process, _ in running.values():
+                        process.terminate()
+        finally:  # nothing runs any more, unless a second Ctrl-C came
+            for _, process, log in running.values():
+                process.kill()
+                process.wait()
+                log.close()
     if failure is not None:
-        raise failure
+        raise ChildProcessError(failure)
     if stop.signal is not None:
         raise stop.stopped("with all runs saved; --resume goes on from there")
 
 
-class _Processes:
-    """Processes that train a run each; threads wait for them, and :meth:`end` ends them all."""
-
-    def __init__(self, place: Path, echo: Echo) -> None:
-        self._place, self._echo = place, echo
-        self._lock = threading.Lock()
-        self._alive: set[subprocess.Popen[str]] = set()
-        self._ended_by: int | None = None
-
-    def train(self, task: Task) -> bool:
-        """Train a run, and return whether it has ended; it has not if it was stopped before.
-
-        Raises:
-            ChildProcessError: the process failed.
-        """
-        with self._lock:
-            if self._ended_by is not None:
-                return False
-            process = subprocess.Popen(
-                task.command(self._place),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                env={**os.environ, LAUNCHER: str(os.getpid())},
-                start_new_session=True,  # a Ctrl-C reaches the comparison alone, which passes it on
-            )
-            self._alive.add(process)
-        log = self._place / f"{task.folder.name}.log"
-        with process, log.open("w") as file:
-            assert process.stdout is not None
-            for line in process.stdout:
-                file.write(line)
-                if line.startswith("train: "):
-                    self._echo(f"{task.label}{line.removeprefix('train').rstrip()}")
-        with self._lock:
-            self._alive.discard(process)
-            if task.ended or self._ended_by is not None:
-                return task.ended
-        raise ChildProcessError(f"{task.label}: {_reason(log, process.returncode)}")
-
-    def end(self, number: int) -> None:
-        """Send a signal to all processes, unless they got it before, and start no other."""
-        with self._lock:
-            if self._ended_by != number:
-                self._ended_by = number
-                for process in self._alive:
-                    process.send_signal(number)
+def _start(task: Task, place: Path) -> tuple[subprocess.Popen[bytes], TextIO]:
+    """Start the process of a run, and return it with its log."""
+    command = task.command(place)
+    log = place / f"{task.folder.name}.log"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, LAUNCHER: str(os.getpid())},
+            start_new_session=True,  # a Ctrl-C reaches the comparison alone, which passes it on
+        )
+    return process, log.open(errors="replace")
 
 
 def _reason(log: Path, status: int = 1) -> str:
     """Return why a process ended: the last line that it wrote, or the signal that killed it."""
     if status < 0:
-        return (
-            f"its process was ended by {signal.Signals(-status).name}, perhaps for want of memory: --resume goes on, "
-            "maybe with fewer jobs"
-        )
+        name = signal.Signals(-status).name
+        return f"its process was ended by {name}, perhaps for lack of memory: --resume goes on, maybe with fewer jobs"
     said = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     said = [line for line in said if line.startswith("symexplin: ")] or said
-    last = said[-1].removeprefix("symexplin: ").removeprefix("error: ") if said else "it ended without a word"
+    last = said[-1].removeprefix("symexplin: ").removeprefix("error: ") if said else "no output"
     return f"{last} (see {log})"
 
 
@@ -197,11 +166,11 @@ def _reason(log: Path, status: int = 1) -> str:
 
 
 class TrainJob:
-    """A run as submitit executes it; before a job is preempted or out of time, `checkpoint` lets the run save itself.
+    """A run as submitit executes it; `checkpoint` is called before the job is preempted or out of time.
 
     Args:
         command: trains the run.
-        summary: the file that the run leaves when it has ended.
+        summary: the file that shows that the run has ended.
     """
 
     def __init__(self, command: Sequence[str], summary: Path) -> None:
@@ -232,14 +201,6 @@ class _State(NamedTuple):
     name: str
     restarts: str
     nodes: str
-
-    def news(self, before: "_State | None") -> str | None:
-        """Return what to tell: that the job runs or was requeued, and has not been told `before`."""
-        if self.name == "RUNNING" and (before is None or before[:2] != self[:2]):
-            return f"runs on {self.nodes}"
-        if self.name == "PENDING" and self.restarts != (before.restarts if before else "0"):
-            return "was requeued"
-        return None
 
 
 def check_slurm() -> None:
@@ -274,7 +235,7 @@ def run_as_jobs(tasks: Sequence[Task], out: Path, jobs: int, cluster: "ClusterCo
         write_json(place / _JOBS, known)
     echo(f"{len(new)} jobs submitted, {len(tasks) - len(new)} found, {jobs} at a time; logs in {place}")
     waiting: dict[int, str] = {index: known[name] for index, name in enumerate(names)}
-    told: dict[int, _State] = {}
+    told: dict[int, tuple[str, str]] = {}
     lost: Counter[int] = Counter()
     with StopSignals() as stop:
         while waiting:
@@ -286,8 +247,9 @@ def run_as_jobs(tasks: Sequence[Task], out: Path, jobs: int, cluster: "ClusterCo
                     yield index
                 elif state is not None and state.name not in _ENDED:
                     lost[index] = 0
-                    if text := state.news(told.get(index)):
-                        told[index] = state
+                    text = {"RUNNING": f"runs on {state.nodes}", "PENDING": "was requeued"}.get(state.name)
+                    if text and told.get(index, ("PENDING", "0")) != state[:2]:
+                        told[index] = state[:2]
                         echo(f"{task.label}: job {job} {text}")
                 elif states is not None:
                     lost[index] += 1
@@ -317,9 +279,9 @@ def _rest(jobs: Collection[str]) -> str:
 
 
 def _states(jobs: Collection[str]) -> dict[str, _State] | None:
-    """Return what Slurm's controller knows about jobs; None if it does not answer.
+    """Return what Slurm's controller knows about jobs, or None if it does not answer.
 
-    It forgets a job some minutes after its end. Accounting (sacct), which not every cluster has, is not asked.
+    It forgets a job some minutes after its end. Accounting (sacct) is not needed.
     """
     arrays = sorted({job.partition("_")[0] for job in jobs})
     if not arrays:

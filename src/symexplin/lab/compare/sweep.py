@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from symexplin.lab.begin import check_weights
+from symexplin.lab.begin import ROUNDING, check_weights
 from symexplin.lab.build import build as build_run
 from symexplin.lab.compare.grid import COMPARISON, CONFIG, RUNS, Cell, CompareConfig
 from symexplin.lab.compare.launch import Task, check_slurm, run_as_jobs, run_here, run_side_by_side
@@ -38,8 +38,9 @@ Echo = Callable[[str], None]
 
 # The first file in a comparison's folder, or in that of a demo around it.
 MARKS = {CONFIG, ".symexplin-demo"}
-# Keys that a resumed comparison may change: paths (digests tell whether the files are the same), logging, machine.
-_FREE = ("data", "train.weights", "log.", "compute.", "cluster.", "compare.jobs", "compare.cluster")
+# Keys that a resumed comparison may change besides [compute]: paths (digests tell whether the files are the same),
+# logging, machine.
+_FREE = ("data", "train.weights", "log.", "cluster.", "compare.jobs", "compare.cluster")
 _CONFIRM = "compare.confirm_seeds"
 _GROWING = ("compare.arms", "compare.lrs", "compare.seeds", _CONFIRM)
 
@@ -64,10 +65,9 @@ def compare_runs(
     Args:
         config: may leave values to the machine; the resolved one is saved.
         out: a new folder, or that of the comparison to resume.
-        resume: keep finished runs and continue the others. Arms, learning rates and seeds may be added; data, logging
-            and machine may change. If an added rate is a best one, the second stage trains at it and leaves out earlier
-            runs at other rates. On a CPU the results have the bits of an uninterrupted comparison, unless [compute]
-            changes.
+        resume: keep finished runs and continue the others. Arms, learning rates and seeds may be added; paths, logging
+            and machine may change. If the best rates change, the second stage leaves out its runs at earlier ones. On a
+            CPU the results have the bits of an uninterrupted comparison, unless [compute] changes.
         echo: takes each line of the log, and the table at the end.
         progress: show a bar on a terminal instead of the lines of a run.
         cluster: "slurm" or "none"; None: as `config` says.
@@ -102,7 +102,7 @@ def compare_runs(
             corpus.check_context(config.model.context)
         ranks.agree({**config.table(), "resume": resume}, free=("data", "compute.threads"))
         folder = ranks.tell(lambda: stack.enter_context(claimed(out, "comparison", MARKS)))
-        config = ranks.tell(lambda: _opened(folder, config, corpus, resume, ranks))
+        config = ranks.tell(lambda: _opened(folder, config, corpus, resume, echo, ranks))
         grid = config.compare
         echo(
             f"{len(corpus.train):,} tokens to train on, {len(corpus.valid):,} held out; "
@@ -134,7 +134,9 @@ def _check_place(config: CompareConfig, ranks: Ranks) -> None:
 # --- begin -----------------------------------------------------------------------------------------------------------
 
 
-def _opened(folder: Path, config: CompareConfig, corpus: Corpus, resume: bool, ranks: Ranks) -> CompareConfig:
+def _opened(
+    folder: Path, config: CompareConfig, corpus: Corpus, resume: bool, echo: Echo, ranks: Ranks
+) -> CompareConfig:
     """Return the resolved configuration, saved, after all checks that need no training."""
     saved = None
     if (folder / CONFIG).exists():
@@ -145,7 +147,7 @@ def _opened(folder: Path, config: CompareConfig, corpus: Corpus, resume: bool, r
         saved = build(CompareConfig, load_toml(folder / CONFIG))
     config = _resolved(config, corpus.vocab_size, saved, ranks)
     if saved is not None:
-        _check_same(folder, saved, config, corpus)
+        _check_same(folder, saved, config, corpus, echo)
     for arm in config.compare.arms:
         if saved is None or arm not in saved.compare.arms:
             _check_arm(config, arm, corpus.vocab_size)
@@ -154,7 +156,7 @@ def _opened(folder: Path, config: CompareConfig, corpus: Corpus, resume: bool, r
 
 
 def _resolved(config: CompareConfig, vocab_size: int, saved: CompareConfig | None, ranks: Ranks) -> CompareConfig:
-    """Fill in what was left to the machine: as in the saved configuration, so that bits repeat, else as it is here."""
+    """Fill in what was left to the machine: as saved, so that bits repeat, else by this machine or the cluster."""
     compute, jobs, cluster = config.compute, config.compare.jobs, config.cluster
     if saved is not None:
         unsaid = [f.name for f in dataclasses.fields(ComputeConfig) if getattr(compute, f.name) in (None, "auto")]
@@ -188,14 +190,16 @@ def _with_absolute_weights(arm: dict[str, Any]) -> dict[str, Any]:
     return arm if weights is None else {**arm, "train": {**arm["train"], "weights": absolute(weights)}}
 
 
-def _check_same(folder: Path, saved: CompareConfig, config: CompareConfig, corpus: Corpus) -> None:
+def _check_same(folder: Path, saved: CompareConfig, config: CompareConfig, corpus: Corpus, echo: Echo) -> None:
     """Raise ValueError if the runs in the folder are not those of `config`."""
-    changed = []
+    changed: list[str] = []
+    rounding: list[str] = []
     for key, (old, new) in differences(saved.table(), config.table()).items():
         grown = key in _GROWING and set(old) <= {*new, *(config.compare.seeds if key == _CONFIRM else ())}
         new_arm = key.startswith("arm.") and key.split(".")[1] not in saved.compare.arms
         if not (key.startswith(_FREE) or key.endswith(".train.weights") or grown or new_arm):
-            changed.append(f"{key} is {old!r} there, {new!r} now")
+            kind = rounding if key.startswith(ROUNDING) else changed
+            kind.append(f"{key} is {old!r} there, {new!r} now")
     if changed:
         raise ValueError(f"{folder} has a comparison of another configuration: {'; '.join(changed)}")
     digest = functools.cache(digest_of)
@@ -206,6 +210,8 @@ def _check_same(folder: Path, saved: CompareConfig, config: CompareConfig, corpu
             raise ValueError(f"data must be those of the runs in {folder}, got {config.data!r} with other tokens")
         if (arm := path.parent.name.rpartition("-lr")[0]) in config.compare.arms:
             check_weights(path.parent, facts, config.example(arm).train.weights, digest)
+    if rounding:
+        echo(f"{'; '.join(rounding)}: the numbers of runs that have not ended go on with other rounding")
 
 
 def _check_arm(config: CompareConfig, arm: str, vocab_size: int) -> None:
@@ -262,16 +268,12 @@ def _left(folder: Path, config: CompareConfig, stage: int, echo: Echo) -> list[t
 
 
 def _all_cells(folder: Path, config: CompareConfig) -> list[Cell]:
-    """Return the runs of the first stage, which have ended, and those of the second.
-
-    Runs of an earlier second stage, at learning rates that are no longer the best, are not among them.
-    """
+    """Return the runs of the first stage, which have ended, and those of the second at the best learning rates."""
     cells, grid = config.compare.cells(), config.compare
     if not grid.confirm_seeds:
         return cells
-    return cells + grid.confirmations(
-        chosen_lrs([run for cell in cells if (run := _run_of(folder, cell))], grid.baseline)
-    )
+    runs = [run for cell in cells if (run := _run_of(folder, cell)) is not None]
+    return cells + grid.confirmations(chosen_lrs(runs, grid.baseline))
 
 
 def _run_of(folder: Path, cell: Cell) -> Run | None:
@@ -287,15 +289,8 @@ def _run_of(folder: Path, cell: Cell) -> Run | None:
         summary, evals = read_json(path / SUMMARY), tuple(evaluations(path))
         if not evals:
             raise ValueError(f"{str(path / METRICS)!r} is damaged: it has no evaluation")
-    return Run(
-        cell.arm,
-        cell.lr,
-        cell.seed,
-        evals=evals,
-        seconds=summary.get("seconds", 0.0),
-        tokens_per_second=summary.get("tokens_per_second", 0.0),
-        error=summary.get("error"),
-    )
+    seconds, pace = summary.get("seconds", 0.0), summary.get("tokens_per_second", 0.0)
+    return Run(*cell, evals=evals, seconds=seconds, tokens_per_second=pace, error=summary.get("error"))
 
 
 @contextlib.contextmanager
