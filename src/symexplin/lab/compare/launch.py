@@ -219,6 +219,7 @@ def run_as_jobs(tasks: Sequence[Task], out: Path, jobs: int, cluster: "ClusterCo
     Raises:
         ValueError: sbatch refused the jobs.
         ChildProcessError: a job was cancelled or failed. The others go on.
+        ConnectionError: Slurm does not answer.
         Stopped: a signal came. The jobs go on.
     """
     if not tasks:
@@ -227,7 +228,9 @@ def run_as_jobs(tasks: Sequence[Task], out: Path, jobs: int, cluster: "ClusterCo
     place.mkdir(exist_ok=True)
     known: dict[str, Any] = read_json(place / _JOBS) if (place / _JOBS).exists() else {}
     names = [task.folder.name for task in tasks]
-    found = _states([known[name] for name in names if name in known]) or {}
+    found = _states([known[name] for name in names if name in known])
+    if found is None:
+        raise ConnectionError("Slurm does not say which jobs still run (squeue fails): --resume later")
     alive = {job for job, state in found.items() if state.name not in _ENDED}
     new = [task for task in tasks if known.get(task.folder.name) not in alive]
     if new:
@@ -268,9 +271,8 @@ def _loss(task: Task, job: str, state: _State | None, place: Path, jobs: Collect
     reason = _reason(logs[0]) if logs else f"it left no log in {place}"
     ended = f"ended as {state.name}" if state else "has gone"
     rest = [other for other in jobs if other != job]
-    return f"{task.label}: job {job} {ended}: {reason}; --resume submits it again" + (
-        f"; {_rest(rest)}" if rest else ""
-    )
+    others = f"; {_rest(rest)}" if rest else ""
+    return f"{task.label}: job {job} {ended}: {reason}; --resume submits it again{others}"
 
 
 def _rest(jobs: Collection[str]) -> str:
