@@ -10,11 +10,12 @@ __all__ = ["SCRIPT", "bits", "numbers", "tiny"]
 SCRIPT = """
 import sys
 from symexplin.lab.compare import sweep
+from symexplin.lab.compare.grid import CompareConfig
 from symexplin.lab.settings import build, load_toml
 
 if __name__ == "__main__":
     sweep.cores = lambda: 2
-    config = build(sweep.CompareConfig, load_toml(sys.argv[1]))
+    config = build(CompareConfig, load_toml(sys.argv[1]))
     sweep.compare_runs(config, sys.argv[2], resume=True, echo=lambda line: print(line, flush=True))
 """
 

@@ -267,7 +267,8 @@ def _compare(config: _Config = None, *, out: _Folder, resume: _Resume = False, *
         --arm muon.home=none muon.train.optimizer=muon
       symexplin compare --data data --out runs/c --seeds 0 --confirm-seeds 1 2
     """
-    from symexplin.lab.compare.sweep import CONFIG, CompareConfig, compare_runs
+    from symexplin.lab.compare.grid import CONFIG, CompareConfig
+    from symexplin.lab.compare.sweep import compare_runs
 
     file = Path(out, CONFIG)
     saved = load_toml(file) if resume and file.exists() else {}

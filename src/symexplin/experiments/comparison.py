@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from symexplin.config import SELConfig
-from symexplin.lab.compare.sweep import COMPARISON
+from symexplin.lab.compare.grid import COMPARISON
 from symexplin.lab.evaluate import Curve
 from symexplin.lab.files import read_json_lines
 from symexplin.lab.record import METRICS

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from symexplin.lab.checkpoint import load_checkpoint, newest
-from symexplin.lab.compare.sweep import COMPARISON, CONFIG, MARKS, RUNS, CompareConfig, GridConfig, compare_runs
+from symexplin.lab.compare.grid import COMPARISON, CONFIG, RUNS, CompareConfig, GridConfig
+from symexplin.lab.compare.sweep import MARKS, compare_runs
 from symexplin.lab.config import ComputeConfig, LogConfig, RunConfig, TrainConfig, resolve
 from symexplin.lab.data.batches import Corpus, eval_batches
 from symexplin.lab.data.prepare import PrepareConfig, prepare

@@ -8,6 +8,7 @@ model.safetensors, tokenizer.json, summary.json      of the finished run
 
 import contextlib
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from symexplin.lab.parallel import Ranks, joined
 from symexplin.lab.provenance import memory, provenance
 from symexplin.lab.record import METRICS, Recorder
 from symexplin.lab.settings import build, dump_toml, lines, load_toml, to_table
-from symexplin.lab.stop import Stopped, StopSignals
+from symexplin.lab.stop import LAUNCHER, Stopped, StopSignals, follow_launcher
 from symexplin.lab.train import NonFiniteError, Trainer
 from symexplin.lab.weights.files import MODEL, save_model
 from symexplin.validation import naming
@@ -93,6 +94,8 @@ def train(
         ElsewhereError: another process failed with one of these errors.
         ChildProcessError: another process has ended.
     """
+    if LAUNCHER in os.environ:
+        follow_launcher(int(os.environ.pop(LAUNCHER)))
     with joined(config.compute.device) as ranks, contextlib.ExitStack() as stack:
         echo = echo if ranks.first else lambda _: None
         with ranks.together():

@@ -10,7 +10,10 @@ from collections.abc import Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-__all__ = ["STOPPING", "StopSignals", "Stopped", "follow_launcher", "follow_parent", "ignoring"]
+__all__ = ["LAUNCHER", "STOPPING", "StopSignals", "Stopped", "follow_launcher", "follow_parent", "ignoring"]
+
+# Environment variable with the number of the process that a run follows to its end (symexplin.lab.compare.launch).
+LAUNCHER = "SYMEXPLIN_LAUNCHER"
 
 _GLANCE = 1.0  # seconds between looks at whether the launcher is there
 # SIGHUP, which Windows has not: the terminal has gone.
@@ -95,9 +98,13 @@ def _follow() -> None:
         os._exit(1)
 
 
-def follow_launcher() -> None:
-    """Send this process SIGTERM when the one that began it has gone: a killed launcher cannot stop what it began."""
-    threading.Thread(target=_stop_without, args=(os.getppid(),), daemon=True).start()
+def follow_launcher(launcher: int | None = None) -> None:
+    """Send this process SIGTERM when its launcher has ended: a killed launcher cannot stop what it started.
+
+    Args:
+        launcher: its process number; None: the present parent process.
+    """
+    threading.Thread(target=_stop_without, args=(launcher or os.getppid(),), daemon=True).start()
 
 
 def _stop_without(launcher: int) -> None:

@@ -1,8 +1,10 @@
 import dataclasses
+import re
 
 import pytest
 
-from symexplin.lab.compare.grid import CompareConfig, GridConfig
+import symexplin as sel
+from symexplin.lab.compare.grid import ARMS, BASELINE, Cell, ClusterConfig, CompareConfig, GridConfig
 from symexplin.lab.config import TrainConfig
 from symexplin.lab.maps import CurveConfig, map_of
 from symexplin.lab.model import ModelConfig
@@ -66,18 +68,16 @@ def test_every_key_has_its_help():
     [
         ({"arms": ("AdamW", "SEL", "SEL")}, "arms must hold.*each once"),
         ({"arms": ("AdamW",)}, "arms must be the baseline 'AdamW' and at least one other"),
-        ({"arms": ("SEL", "SEL-paper")}, "arms must be the baseline 'AdamW' and at least one other"),
         ({"baseline": "SEL-paper"}, "arms must be the baseline 'SEL-paper'"),
         ({"lrs": ()}, r"lrs must hold at least one entry, and each once, got \(\)"),
         ({"lrs": (1e-3, -1.0)}, r"lrs must be a positive finite number, got -1\.0"),
         ({"lrs": (0.1, 0.1000000001)}, "lrs must hold.*each once"),  # one name of a folder
-        ({"seeds": ()}, "seeds must hold at least one"),
         ({"seeds": (1, 1)}, "seeds must hold.*each once"),
         ({"seeds": (-1,)}, "seeds must be a whole number >= 0, got -1"),
         ({"jobs": 0}, "jobs must be a whole number >= 1, got 0"),
+        ({"cluster": "slrum"}, "cluster must be one of 'none', 'slurm', got 'slrum'; did you mean 'slurm'"),
         ({"confirm_seeds": (1, 1)}, r"confirm_seeds must hold each seed once, .*got \(1, 1\)"),
         ({"seeds": (0, 1), "confirm_seeds": (2, 1)}, r"confirm_seeds must .* none of seeds = \(0, 1\), got \(2, 1\)"),
-        ({"confirm_seeds": (-1,)}, "confirm_seeds must be a whole number >= 0, got -1"),
     ],
 )
 def test_bad_grids_are_named(changes, message):
@@ -89,26 +89,21 @@ def test_bad_grids_are_named(changes, message):
     ("table", "message"),
     [
         ({"compare": {"arms": ["AdamW", "SLE"]}}, "arms must be one of .*got 'SLE'; did you mean 'SEL'"),
-        ({"compare": {"arms": ["AdamW", "strnog"]}, "arm": OWN}, "did you mean 'strong'"),
         ({"arm": {"mine": {"presett": "paper"}}}, "arm mine: unknown key 'presett'; did you mean 'preset'"),
         ({"arm": {"mine": {"preset": "papr"}}}, "arm mine: preset must be one of .*did you mean 'paper'"),
         ({"arm": {"mine": {"map": {"btea": 5.0}}}}, "arm mine: map: key must be one of .*did you mean 'beta'"),
-        ({"arm": {"mine": {"map": {"beta": -5.0}}}}, "arm mine: map: beta must be a positive finite number"),
         ({"arm": {"mine": {"preset": "congruent", "start": "mismatched"}}}, "arm mine: start 'mismatched'"),
         ({"arm": {"SEL": {"preset": "paper"}}}, "arm must have a new name.*got 'SEL'"),
         ({"arm": {"a/b": {"preset": "paper"}}}, "arm must have a new name.*got 'a/b'"),
         ({"arm": {"mine": {}}}, "arm 'mine' is defined but not among arms AdamW, SEL: add it"),
         ({"arm": {"mine": {"beta": 5.0}}}, r"arm mine: key 'beta' belongs in map: use \[arm.mine.map\]"),
         ({"arm": {"mine": {"home": "none", "preset": "paper"}}}, "arm mine: home 'none' .* no use for preset"),
-        ({"arm": {"mine": {"home": "none", "map": {"beta": 5.0}}}}, "arm mine: home 'none' .* no use for map"),
         ({"arm": {"mine": 3}}, r"\[arm.mine\] must be a table, got 3"),
         ({"arm": {"mine": {"train": {"steps": 3}}}}, r"\[arm.mine.train\] may have optimizer, .*weights, got 'steps'"),
-        ({"arm": {"mine": {"train": {"lr": 0.1}}}}, r"\[arm.mine.train\] may have optimizer, .*weights, got 'lr'"),
         ({"arm": {"mine": {"model": {"width": 64}}}}, r"\[arm.mine.model\] may have init, got 'width'"),
         ({"arm": {"mine": {"compute": {"threads": 1}}}}, r"\[arm.mine\] may have the tables map, train, model, got 'c"),
         ({"arm": {"mine": {"train": 3}}}, r"\[arm.mine.train\] must be a table, got 3"),
         ({"arm": {"mine": {"train": {"weight_decay": "no"}}}}, "arm mine: weight_decay must be a number, got 'no'"),
-        ({"arm": {"mine": {"train": {"warmup_steps": 999}}}}, "arm mine: warmup_steps must be at most steps = 300"),
         ({"arm": {"mine": {"model": {"init": "xavier"}}}}, "arm mine: init must be one of .*did you mean 'xavier_"),
         (
             {"arm": {"mine": {"home": "module", "train": {"optimizer": "muon"}}}},
@@ -116,9 +111,7 @@ def test_bad_grids_are_named(changes, message):
         ),
         ({"arm": {"mine": {"home": "none", "anneal_steps": 5}}}, "arm mine: home 'none' .* no use for anneal_steps"),
         ({"train": {"lr": 0.1}}, r"lr must be left to lrs in a comparison, got lr = 0\.1"),
-        ({"train": {"seed": 3}}, "seed must be left to seeds in a comparison, got seed = 3"),
         ({"sel": {"preset": "paper"}}, r"\[sel\] must be left to the arms"),
-        ({"train": {"steps": 0}}, "steps must be a whole number >= 1"),
     ],
 )
 def test_bad_comparisons_are_named(table, message):
@@ -180,3 +173,60 @@ def test_anneal_steps_hold_for_all_curved_arms_but_those_with_their_own():
     assert [config.example(arm).sel.anneal_steps for arm in ("SEL", "strong")] == [9, 5]
     assert build(CompareConfig, config.table()) == config
     assert config.table()["sel"] == {"multiplier_lr": 3e-4, "anneal_steps": 9}
+
+
+@pytest.mark.parametrize("changes", [{"walltime": 0}, {"cpus": 0}, {"memory": -1}, {"gpus": -1}])
+def test_bad_requests_to_a_cluster_are_named(changes):
+    with pytest.raises(ValueError, match=f"{next(iter(changes))} must be a whole number"):
+        ClusterConfig(**changes)
+
+
+WIDTH = 64
+
+
+def curve_of(arm, lr=1e-2):
+    return CompareConfig("", ModelConfig(width=WIDTH)).run(Cell(arm, lr, 0)).sel
+
+
+def test_the_baseline_is_plain():
+    assert curve_of(BASELINE).home == "none"
+    assert map_of(curve_of(BASELINE), WIDTH) is None
+
+
+@pytest.mark.parametrize(
+    ("arm", "preset", "start", "home"),
+    [
+        ("SEL-paper", "paper", "mismatched", "optimizer"),
+        ("SEL-fixed-curvature", "fixed_curvature", "mismatched", "optimizer"),
+        ("SEL-frozen", "frozen", "mismatched", "optimizer"),
+        ("SEL-congruent", "congruent", "matched", "optimizer"),
+        ("SEL-exp-only", "exp_only", "matched", "optimizer"),
+        ("SEL-module", "paper", "mismatched", "module"),
+    ],
+)
+def test_the_papers_arms_are_its_presets(arm, preset, start, home):
+    """Their scales learn at the paper's k * 3e-4 (section 5.1) whatever the learning rate of the weights."""
+    wanted, found = sel.preset(preset), map_of(curve_of(arm), WIDTH)
+    assert (curve_of(arm).start, curve_of(arm).home) == (start, home)
+    for role in wanted.learned_roles:
+        k = getattr(wanted, role).k
+        assert getattr(found, role).peak_lr == pytest.approx((k[0] * 3e-4, k[1] * 3e-4))
+    bare = {role: dataclasses.replace(getattr(found, role), peak_lr=None) for role in wanted.learned_roles}
+    assert dataclasses.replace(found, **bare) == wanted
+
+
+def test_sel_carries_the_papers_geometry_and_may_learn():
+    """At width 64 = 1024/16 beta is a quarter of 7.5, and l = beta/7.5."""
+    fixed, learned = map_of(curve_of("SEL"), WIDTH), map_of(curve_of("SEL-learned"), WIDTH)
+    assert (fixed.beta, fixed.l.start, fixed.learned_roles) == (7.5 / 4, 0.25, ())
+    assert learned.learned_roles == ("e", "l")
+    for role, start in (("e", 1.0), ("l", 0.25)):
+        scale = getattr(learned, role)
+        assert (scale.pattern, scale.start, scale.peak_lr) == ("row_col_mult", start, (0.003, 0.001))
+    assert dataclasses.replace(learned, e=fixed.e, l=fixed.l) == fixed
+    assert {curve_of(arm).start for arm in ("SEL", "SEL-learned")} == {"matched"}
+
+
+def test_the_help_names_every_arm():
+    text, _, _ = GridConfig.__doc__.partition("lrs:")
+    assert set(re.findall(r"AdamW|SEL[\w-]*", text)) == set(ARMS)

@@ -35,7 +35,7 @@ SEEDS = [
     )
     for seed, loss in enumerate(losses, start=7)
 ]
-ONE_SEED = "One seed is no evidence: the difference may be that of the draw."
+ONE_SEED = "One seed is no evidence: the difference may be due to the draw."
 
 
 def test_best_lr_is_the_lowest_that_finished():
@@ -80,12 +80,6 @@ def test_seeds_are_paired():
     assert row.deltas == pytest.approx((-0.5, 0.4, -0.2))
     assert row.delta == pytest.approx(-0.1)
     assert (row.seeds, row.finite, row.reached, row.speedup) == ((7, 8, 9), 3, 2, None)
-
-
-def test_best_rows_are_held_against_the_baselines_best():
-    row = compare(SEEDS, "AdamW").best[1]
-    assert row.lr == 0.2
-    assert row.deltas == pytest.approx((-1.0, -1.2, 1.6))  # 1, 1, 4 against 2.0, 2.2, 2.4 at lr 0.1
 
 
 def test_speedup_is_the_mean_of_the_seeds():
@@ -134,19 +128,14 @@ def test_a_baseline_that_never_stays_finite_is_an_error():
         compare([broken("AdamW", 0.1), run("SEL", 0.1, 2.0)], "AdamW")
 
 
-def test_a_missing_run_is_named():
-    with pytest.raises(ValueError, match=r"got no SEL at lr 0\.1, seed 9"):
-        compare([r for r in SEEDS if (r.arm, r.lr, r.seed) != ("SEL", 0.1, 9)], "AdamW")
-
-
 def test_headline_says_gains_and_losses_in_the_same_words():
     first, second, *edges = headline(compare(RUNS, "AdamW"))
     assert first == (
-        "At AdamW's best learning rate, 0.003, SEL ends at 2.1000 nats a token, 0.1000 above AdamW's 2.0000, "
+        "At AdamW's best learning rate, 0.003, SEL ends at 2.1000 nats per token, 0.1000 above AdamW's 2.0000, "
         "and never reaches that loss."
     )
     assert second == (
-        "At its own best learning rate, 0.01, SEL ends at 1.0000 nats a token, 1.0000 below AdamW's 2.0000, "
+        "At its own best learning rate, 0.01, SEL ends at 1.0000 nats per token, 1.0000 below AdamW's 2.0000, "
         "and reaches that loss in 75 % of the steps."
     )
     assert edges == ["The best learning rate of SEL is the highest tried: a wider sweep may find better.", ONE_SEED]
@@ -155,10 +144,10 @@ def test_headline_says_gains_and_losses_in_the_same_words():
 def test_headline_counts_the_seeds():
     first, second, *edges = headline(compare(SEEDS, "AdamW"))
     assert first == (
-        "At AdamW's best learning rate, 0.1, SEL ends at 2.1000 ± 0.5568 nats a token, 0.1000 below AdamW's "
+        "At AdamW's best learning rate, 0.1, SEL ends at 2.1000 ± 0.5568 nats per token, 0.1000 below AdamW's "
         "2.2000 ± 0.2000 (below in 2 of 3 seeds), and reaches that loss in 2 of 3 seeds."
     )
-    assert "at 2.0000 ± 1.7321 nats a token, 0.2000 below AdamW's 2.2000 ± 0.2000 (below in 2 of 3 seeds)" in second
+    assert "at 2.0000 ± 1.7321 nats per token, 0.2000 below AdamW's 2.2000 ± 0.2000 (below in 2 of 3 seeds)" in second
     assert ONE_SEED not in edges
     worse = [dataclasses.replace(r, arm={"AdamW": "SEL", "SEL": "AdamW"}[r.arm]) for r in SEEDS if r.lr == 0.1]
     sentence = headline(compare(worse, "AdamW"))[0]
@@ -174,8 +163,8 @@ def test_headline_when_both_are_best_at_one_rate():
 def test_a_gap_has_the_digits_of_the_table():
     ends = (1.99946, 2.00004)
     sentences = [headline(compare([run("AdamW", 0.1, 2.0), run("SEL", 0.1, end)], "AdamW"))[0] for end in ends]
-    assert "at 1.9995 nats a token, 0.0005 below AdamW's 2.0000" in sentences[0]
-    assert "at 2.0000 nats a token, within 0.0001 of AdamW's 2.0000, and never reaches" in sentences[1]
+    assert "at 1.9995 nats per token, 0.0005 below AdamW's 2.0000" in sentences[0]
+    assert "at 2.0000 nats per token, within 0.0001 of AdamW's 2.0000, and never reaches" in sentences[1]
 
 
 @pytest.mark.parametrize("final", [4.0, 18.5])
@@ -205,11 +194,6 @@ def test_table_has_every_number():
 def test_table_has_the_spread():
     lines = [line.split() for line in format_table(compare(SEEDS, "AdamW")).splitlines()]
     assert ["SEL", "0.1", "2.1000", "±", "0.5568", "-0.1000", "reached", "in", "2", "of", "3", "1,234", "10.0"] in lines
-
-
-def test_several_arms_keep_their_order():
-    runs = [*RUNS, *(dataclasses.replace(r, arm="other") for r in RUNS if r.arm == "SEL")]
-    assert [row.arm for row in compare(runs, "AdamW").best] == ["AdamW", "SEL", "other"]
 
 
 # By seed 7 alone AdamW is best at 0.2 and SEL at 0.1; seeds 8 and 9 would choose otherwise.
@@ -245,13 +229,6 @@ def test_seeds_that_confirm_have_no_say_in_the_learning_rates():
 def test_what_an_earlier_second_stage_left_at_other_rates_is_left_out():
     extra = [run("AdamW", 0.1, 0.1, seed=8), run("SEL", 0.4, 0.1, seed=9), run("SEL", 0.8, 0.1, seed=8)]
     assert compare([*STAGES, *extra], "AdamW", (8, 9)) == compare(STAGES, "AdamW", (8, 9))
-
-
-@pytest.mark.parametrize("missing", [("SEL", 0.1, 9), ("SEL", 0.2, 8), ("AdamW", 0.2, 9)])
-def test_a_missing_run_of_the_second_stage_is_named(missing):
-    left = [r for r in STAGES if (r.arm, r.lr, r.seed) != missing]
-    with pytest.raises(ValueError, match=r"every one of confirm_seeds, got no {} at lr {}, seed {}".format(*missing)):
-        compare(left, "AdamW", (8, 9))
 
 
 def test_a_baseline_that_breaks_down_while_confirming_leaves_pairs_without_it():

@@ -1,4 +1,4 @@
-"""What a comparison is: the grid of its runs, and what they have in common."""
+"""What a comparison is: its arms, the grid of its runs, and what all runs have in common."""
 
 import dataclasses
 import re
@@ -7,26 +7,56 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from symexplin.config import SELConfig
-from symexplin.lab.compare.arms import ARMS, BASELINE
 from symexplin.lab.config import RunConfig, TrainConfig
 from symexplin.lab.maps import CurveConfig
 from symexplin.lab.model import ModelConfig
 from symexplin.lab.settings import build, to_table
 from symexplin.validation import check_choice, check_positive, check_whole, naming
 
-__all__ = ["Cell", "CompareConfig", "GridConfig"]
+__all__ = [
+    "ARMS",
+    "BASELINE",
+    "COMPARISON",
+    "CONFIG",
+    "RUNS",
+    "Cell",
+    "ClusterConfig",
+    "CompareConfig",
+    "GridConfig",
+]
 
-# Keys of [sel] that the arms say instead, and those that all curved arms have in common.
-_UNUSED = ("home", "preset", "start", "map")
+# Files of a comparison's folder: its configuration, its result, and the folders of its runs.
+CONFIG, COMPARISON, RUNS = "compare.toml", "comparison.json", "runs"
+
+BASELINE = "AdamW"
+# Learning rates of learned scales in runs of some hundred steps: the paper's 0.015 to 0.0024 are for 100,000.
+_SHORT_RUN = {"pattern": "row_col_mult", "peak_lr": [0.003, 0.001]}
+# What each named arm changes in the table [sel]. "SEL" is the best of those tried on other seeds than the demo's
+# (docs/log.md).
+ARMS: dict[str, dict[str, Any]] = {
+    BASELINE: {"home": "none"},
+    "SEL": {"preset": "carried"},
+    "SEL-learned": {"preset": "carried", "map": {"e": _SHORT_RUN, "l": _SHORT_RUN}},
+    "SEL-paper": {"preset": "paper", "start": "mismatched"},
+    "SEL-fixed-curvature": {"preset": "fixed_curvature", "start": "mismatched"},
+    "SEL-frozen": {"preset": "frozen", "start": "mismatched"},
+    "SEL-congruent": {"preset": "congruent"},
+    "SEL-exp-only": {"preset": "exp_only"},
+    "SEL-module": {"home": "module", "preset": "paper", "start": "mismatched"},
+}
+
+_CLUSTERS = ("none", "slurm")
+# Keys of [sel] that the arms set, and keys that all curved arms share.
+_OF_AN_ARM = ("home", "preset", "start", "map")
 _SHARED = ("multiplier_lr", "anneal_steps")
-# Tables of an arm beside its map, and what each may change: what leaves the data, the pace and the cost alone.
+# Keys of the run that an arm may change: those that leave data, steps and cost the same.
 _CHANGES: dict[str, tuple[str, ...]] = {
     "train": (
         *("optimizer", "weight_decay", "decay_plain", "betas", "max_grad_norm", "warmup_steps", "floor", "weights"),
     ),
     "model": ("init",),
 }
-# Keys of a map, which no table above it has.
+# Keys of a map that no other table has.
 _OF_A_MAP = {f.name for f in dataclasses.fields(SELConfig)} - {f.name for f in dataclasses.fields(CurveConfig)}
 
 
@@ -45,7 +75,7 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class GridConfig:
-    """Which runs to hold against each other.
+    """Which runs to compare, and where they are executed.
 
     Args:
         arms: what to compare: AdamW, SEL (the paper's geometry carried to the model's width, scales fixed), SEL-learned
@@ -53,10 +83,11 @@ class GridConfig:
             paper's form), or [arm.NAME] tables of your own.
         lrs: peak learning rates; every arm trains at each.
         seeds: of the initial weights and of the order of the data; every arm trains at each learning rate with each.
-        jobs: runs at a time, each in a process with its share of the cores.
-        baseline: the arm that the others are held against.
-        confirm_seeds: seeds of a second stage, in which every arm trains at two learning rates alone: the best one that
-            the first stage found for it, and the baseline's. Tables are over the seeds of both.
+        jobs: runs at a time. On one machine each has its share of the cores.
+        cluster: "slurm" submits the runs as jobs, which [cluster] describes; "none" trains them on this machine.
+        baseline: the arm that the others are compared with.
+        confirm_seeds: seeds of a second stage. In it every arm trains at its best learning rate of the first stage and
+            at the baseline's. Tables are over the seeds of both stages.
 
     Raises:
         ValueError: a value out of range, fewer than two arms, an entry twice, a seed of both stages.
@@ -71,15 +102,17 @@ class GridConfig:
     jobs: int = 1
     baseline: str = BASELINE
     confirm_seeds: tuple[int, ...] = ()
+    cluster: str = field(default=_CLUSTERS[0], metadata={"choices": _CLUSTERS})
 
     def __post_init__(self) -> None:
-        """Check every field but the names of the arms, which may be a comparison's own."""
+        """Check every field but the names of the arms, which the comparison checks."""
         for lr in self.lrs:
             check_positive("lrs", lr)
         for name in ("seeds", "confirm_seeds"):
             for seed in getattr(self, name):
                 check_whole(name, seed, minimum=0)
         check_whole("jobs", self.jobs)
+        check_choice("cluster", self.cluster, _CLUSTERS)
         if self.baseline not in self.arms or len(self.arms) < 2:
             raise ValueError(f"arms must be the baseline {self.baseline!r} and at least one other, got {self.arms}")
         # Six digits of a learning rate name a run's folder.
@@ -105,13 +138,50 @@ class GridConfig:
 
     @property
     def most_runs(self) -> int:
-        """Number of runs in all, if no arm but the baseline is best at the baseline's best learning rate."""
+        """Number of runs if only the baseline is best at the baseline's best learning rate."""
         apart = 1 + (len(self.arms) - 1) * min(2, len(self.lrs))
         return len(self.cells()) + apart * len(self.confirm_seeds)
 
 
+@dataclass(frozen=True)
+class ClusterConfig:
+    """What each run asks of the cluster, with `--cluster slurm`.
+
+    Args:
+        partition: of the cluster; its default if not given.
+        account: to charge; the user's default if not given.
+        walltime: minutes per job; a run that needs more is requeued and resumes from its checkpoint.
+        gpus: GPUs per run; several train it together under torchrun.
+        cpus: CPU cores per run, and threads where no GPU trains.
+        memory: GiB per run; the cluster's default if not given.
+        sbatch: any other option of sbatch, such as qos=high constraint=a100.
+
+    Raises:
+        ValueError: a value out of range.
+
+    >>> ClusterConfig(walltime=0)
+    Traceback (most recent call last):
+    ValueError: walltime must be a whole number >= 1, got 0
+    """
+
+    partition: str | None = None
+    account: str | None = None
+    walltime: int = 240
+    gpus: int = 0
+    cpus: int = 4
+    memory: int | None = None
+    sbatch: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check the numbers; the cluster knows its names."""
+        for name in ("walltime", "cpus", "memory"):
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name))
+        check_whole("gpus", self.gpus, minimum=0)
+
+
 def _check_arm_table(arm: str, table: Mapping[str, Any]) -> None:
-    """Raise ValueError if [arm.NAME] has what no arm may have, or what one without a map has no use for."""
+    """Raise ValueError for keys of [arm.NAME] that no arm may have, or that an arm without a map cannot use."""
     for key in sorted(table.keys() & _OF_A_MAP):
         raise ValueError(f"key {key!r} belongs in map: use [arm.{arm}.map] or --arm {arm}.map.{key}=")
     for key, value in table.items():
@@ -123,23 +193,22 @@ def _check_arm_table(arm: str, table: Mapping[str, Any]) -> None:
         for key in table.get(name, {}):
             if key not in allowed:
                 raise ValueError(f"[arm.{arm}.{name}] may have {', '.join(allowed)}, got {key!r}")
-    ignored = [key for key in (*_UNUSED[1:], *_SHARED) if table.get("home") == "none" and key in table]
+    ignored = [key for key in (*_OF_AN_ARM[1:], *_SHARED) if table.get("home") == "none" and key in table]
     if ignored:
         raise ValueError(f"home 'none' has ordinary weights, and no use for {', '.join(ignored)}")
 
 
 @dataclass(frozen=True)
 class CompareConfig(RunConfig):
-    """A comparison: runs that differ in arm, learning rate and seed alone.
+    """A comparison: runs that differ only in arm, learning rate and seed.
 
     Args:
         data: folder that `symexplin prepare` made.
-        arm: arms of your own, an [arm.NAME] table each, with keys of [sel], and keys of the run that it alone changes:
-            [arm.NAME.train] with optimizer, weight_decay, decay_plain, betas, max_grad_norm, warmup_steps, floor,
-            weights, [arm.NAME.model] with init.
+        arm: arms of your own, an [arm.NAME] table each, with keys of [sel]. [arm.NAME.train] may change optimizer,
+            weight_decay, decay_plain, betas, max_grad_norm, warmup_steps, floor, weights; [arm.NAME.model] init.
 
     Raises:
-        ValueError: a value out of range, an unknown arm, one that is not compared, an arm's map that is not one.
+        ValueError: a value out of range, an unknown arm, an arm that is not compared, an invalid map.
 
     >>> config = CompareConfig("data", arm={"strong": {"map": {"beta": 15.0}}}, compare=GridConfig(("AdamW", "strong")))
     >>> config.run(Cell("strong", 0.003, 1)).sel.map
@@ -148,15 +217,16 @@ class CompareConfig(RunConfig):
 
     compare: GridConfig = field(default_factory=GridConfig)
     arm: dict[str, Any] = field(default_factory=dict)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     def __post_init__(self) -> None:
-        """Check what depends on several tables, every arm among it."""
+        """Check every arm, and what depends on several tables."""
         super().__post_init__()
         for key, where in (("lr", "lrs"), ("seed", "seeds")):
             if getattr(self.train, key) != getattr(TrainConfig, key):
                 found = getattr(self.train, key)
                 raise ValueError(f"{key} must be left to {where} in a comparison, got {key} = {found!r}")
-        if any(getattr(self.sel, key) != getattr(CurveConfig(), key) for key in _UNUSED):
+        if any(getattr(self.sel, key) != getattr(CurveConfig(), key) for key in _OF_AN_ARM):
             shared = " and ".join(_SHARED)
             raise ValueError(f"[sel] must be left to the arms in a comparison, but for {shared}: use [arm.NAME]")
         for name, table in self.arm.items():
@@ -187,16 +257,16 @@ class CompareConfig(RunConfig):
             return RunConfig(self.data, model, train, curve, self.compute, self.log)
 
     def example(self, arm: str) -> RunConfig:
-        """Return the configuration of one run of an arm, for what all of them have in common."""
+        """Return the configuration of one run of an arm."""
         return self.run(Cell(arm, self.compare.lrs[0], self.compare.seeds[0]))
 
     def table(self) -> dict[str, Any]:
-        """Return the configuration as a table to save, without the keys that its grid and its arms stand for.
+        """Return the configuration as a table to save, without the keys that its grid and its arms set.
 
         >>> CompareConfig("data").table()["sel"]
         {'multiplier_lr': 0.0003}
         """
         table = to_table(self)
-        for name, unused in (("train", ("lr", "seed")), ("sel", _UNUSED)):
+        for name, unused in (("train", ("lr", "seed")), ("sel", _OF_AN_ARM)):
             table[name] = {key: value for key, value in table[name].items() if key not in unused}
         return table

@@ -1,42 +1,48 @@
-"""Runs of several arms over learning rates and seeds, in a folder that a killed sweep can go on from.
+"""Runs of several arms over learning rates and seeds, in a folder that a killed comparison can resume from.
 
-compare.toml      the resolved configuration     runs/            a run's folder each (symexplin.lab.run)
-comparison.json   what came out, at the end      report.html      the same to look at
+compare.toml      the resolved configuration     runs/            a folder per run (symexplin.lab.run)
+comparison.json   the result, at the end         report.html      the same as a page
+processes/        configuration and log of each run that had a process of its own
+cluster/          the same for jobs of a cluster, and the pickles of submitit
 """
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from symexplin.lab.compare.begin import open_comparison
-from symexplin.lab.compare.folder import COMPARISON, CONFIG, RUNS, asked, how_to_finish, read_run
-from symexplin.lab.compare.grid import Cell, CompareConfig, GridConfig
-from symexplin.lab.compare.pool import Task, train_all
-from symexplin.lab.compare.table import Run, compare, format_table, headline
+import torch
+
+from symexplin.lab.build import build as build_run
+from symexplin.lab.compare.grid import COMPARISON, CONFIG, RUNS, Cell, CompareConfig
+from symexplin.lab.compare.launch import Task, check_slurm, run_as_jobs, run_here, run_side_by_side
+from symexplin.lab.compare.table import Run, chosen_lrs, compare, format_table, headline
+from symexplin.lab.config import ComputeConfig, absolute, resolve
 from symexplin.lab.data.batches import Corpus
-from symexplin.lab.files import read_json, write_json
-from symexplin.lab.folders import SUMMARY, claimed
+from symexplin.lab.files import read_json, replace_file, write_json
+from symexplin.lab.folders import FACTS, SUMMARY, claimed
+from symexplin.lab.load import digest_of
 from symexplin.lab.maps import map_of
 from symexplin.lab.parallel import Ranks, joined
-from symexplin.lab.provenance import cores, provenance
+from symexplin.lab.provenance import cores
+from symexplin.lab.record import METRICS
+from symexplin.lab.run import check_weights, evaluations
+from symexplin.lab.settings import build, differences, dump_toml, load_toml
+from symexplin.validation import naming
 
-__all__ = [
-    "COMPARISON",
-    "CONFIG",
-    "RUNS",
-    "CompareConfig",
-    "GridConfig",
-    "MARKS",
-    "compare_runs",
-    "how_to_finish",
-]
+__all__ = ["MARKS", "compare_runs"]
 
 Echo = Callable[[str], None]
 
-# What is written first into a comparison's folder, or into that of a demo around it.
+# The first file in a comparison's folder, or in that of a demo around it.
 MARKS = {CONFIG, ".symexplin-demo"}
+# Keys that a resumed comparison may change besides [compute]: paths (digests tell whether the files are the same),
+# logging, machine.
+_FREE = ("data", "train.weights", "log.", "cluster.", "compare.jobs", "compare.cluster")
+_CONFIRM = "compare.confirm_seeds"
+_GROWING = ("compare.arms", "compare.lrs", "compare.seeds", _CONFIRM)
 
 
 def compare_runs(
@@ -46,32 +52,34 @@ def compare_runs(
     resume: bool = False,
     echo: Echo = lambda _: None,
     progress: bool = True,
+    cluster: str | None = None,
 ) -> dict[str, Any]:
-    """Train every arm at every learning rate and seed, and return what comparison.json then holds.
+    """Train every arm at every learning rate and seed, and return the content of comparison.json.
 
     With `confirm_seeds` a second stage follows: each arm at its own best learning rate and at the baseline's, with each
-    of those seeds. Its runs depend on the first stage alone, so that the sweep goes on from wherever it was stopped.
+    of those seeds. It depends on the first stage alone.
 
-    With several jobs the calling script must guard its entry by ``if __name__ == "__main__"``, as for any
-    `multiprocessing`. Under torchrun all processes call this, and each run is trained by all of them.
+    With one job the runs are trained in this process; with several each has a process of its own, and on a cluster a
+    job. Under torchrun all processes call this, and together train one run after the other.
 
     Args:
         config: may leave values to the machine; the resolved one is saved.
         out: a new folder, or that of the comparison to resume.
-        resume: keep the runs that have ended, go on with the others. Arms, learning rates and seeds of either stage may
-            have been added, the number of jobs may be another. Where other learning rates are the best ones by that,
-            the second stage trains at these, and leaves out what it has at others. On a CPU the results have the bits
-            of a sweep left in peace, unless keys of [compute] are others now.
-        echo: takes each line that a log should have, and the table at the end.
-        progress: show a bar on a terminal; it stands for the lines within a run.
+        resume: keep finished runs and continue the others. Arms, learning rates and seeds may be added; paths, logging
+            and machine may change. If the best rates change, the second stage leaves out its runs at earlier ones. On a
+            CPU the results have the bits of an uninterrupted comparison, unless [compute] changes.
+        echo: takes each line of the log, and the table at the end.
+        progress: show a bar on a terminal instead of the lines of a run.
+        cluster: "slurm" or "none"; None: as `config` says.
 
     Raises:
         ValueError: a folder, data or arm that cannot be used, a comparison of another configuration, a baseline that
-            did not stay finite at any learning rate, several jobs under torchrun.
-        OSError: the disk is full, a worker process died, ...
-        Stopped: SIGTERM or SIGINT came; every run was saved.
+            did not stay finite at any learning rate, several jobs or a cluster under torchrun.
+        OSError: the disk is full, a process or a job failed, ...
+        Stopped: SIGTERM, SIGINT or SIGHUP came. Every run was saved; jobs of a cluster go on.
 
     >>> import tempfile
+    >>> from symexplin.lab.compare.grid import GridConfig
     >>> from symexplin.lab.config import TrainConfig
     >>> from symexplin.lab.model import ModelConfig
     >>> from symexplin.lab.data.prepare import PrepareConfig, prepare
@@ -84,23 +92,17 @@ def compare_runs(
     >>> [(run["arm"], run["seed"]) for run in found["runs"]]
     [('AdamW', 0), ('SEL', 0), ('AdamW', 1), ('SEL', 1)]
     """
-    if config.compare.jobs > cores():
-        raise ValueError(
-            f"jobs must be at most {cores()}, the cores that this process may use, got {config.compare.jobs}"
-        )
-    with joined(config.compute.device) as ranks, contextlib.ExitStack() as stack:
+    if cluster is not None:
+        config = dataclasses.replace(config, compare=dataclasses.replace(config.compare, cluster=cluster))
+    with joined("cpu" if _on_cluster(config) else config.compute.device) as ranks, contextlib.ExitStack() as stack:
         echo = echo if ranks.first else lambda _: None
         with ranks.together():
-            if ranks.size > 1 and config.compare.jobs > 1:
-                raise ValueError(
-                    f"jobs must be 1 under torchrun, where all processes train each run, got {config.compare.jobs}"
-                )
+            _check_place(config, ranks)
             corpus = Corpus.load(config.data, verify=ranks.first, progress=ranks.first)
             corpus.check_context(config.model.context)
         ranks.agree({**config.table(), "resume": resume}, free=("data", "compute.threads"))
         folder = ranks.tell(lambda: stack.enter_context(claimed(out, "comparison", MARKS)))
-        given = config
-        config = ranks.tell(lambda: open_comparison(folder, given, corpus, resume, echo, ranks))
+        config = ranks.tell(lambda: _opened(folder, config, corpus, resume, echo, ranks))
         grid = config.compare
         echo(
             f"{len(corpus.train):,} tokens to train on, {len(corpus.valid):,} held out; "
@@ -108,25 +110,148 @@ def compare_runs(
         )
         for stage in (1, 2) if grid.confirm_seeds else (1,):
             _train(folder, config, stage, echo, progress, ranks)
-        return ranks.tell(lambda: _conclude(folder, config, corpus, echo, ranks))
+        return ranks.tell(lambda: _conclude(folder, config, corpus, echo))
+
+
+def _on_cluster(config: CompareConfig) -> bool:
+    return config.compare.cluster != "none"
+
+
+def _check_place(config: CompareConfig, ranks: Ranks) -> None:
+    """Raise ValueError unless the runs can be executed where the configuration says."""
+    jobs = config.compare.jobs
+    if ranks.size > 1 and (jobs > 1 or _on_cluster(config)):
+        raise ValueError(
+            f"jobs must be 1 and cluster 'none' under torchrun, where all processes train each run, got jobs = {jobs}, "
+            f"cluster = {config.compare.cluster!r}"
+        )
+    if _on_cluster(config):
+        check_slurm()
+    elif jobs > cores():
+        raise ValueError(f"jobs must be at most {cores()}, the cores that this process may use, got {jobs}")
+
+
+# --- begin -----------------------------------------------------------------------------------------------------------
+
+
+def _opened(
+    folder: Path, config: CompareConfig, corpus: Corpus, resume: bool, echo: Echo, ranks: Ranks
+) -> CompareConfig:
+    """Return the resolved configuration, saved, after all checks that need no training."""
+    saved = None
+    if (folder / CONFIG).exists():
+        if not resume:
+            raise ValueError(
+                f"out must be a new folder, got {str(folder)!r}, which has a comparison: add --resume to go on with it"
+            )
+        saved = build(CompareConfig, load_toml(folder / CONFIG))
+    config = _resolved(config, corpus.vocab_size, saved, ranks)
+    if saved is not None:
+        _check_same(folder, saved, config, corpus, echo)
+    for arm in config.compare.arms:
+        if saved is None or arm not in saved.compare.arms:
+            _check_arm(config, arm, corpus.vocab_size)
+    replace_file(folder / CONFIG, dump_toml(config.table()))
+    return config
+
+
+def _resolved(config: CompareConfig, vocab_size: int, saved: CompareConfig | None, ranks: Ranks) -> CompareConfig:
+    """Fill in what was left to the machine: as saved, so that bits repeat, else by this machine or the cluster."""
+    compute, jobs, cluster = config.compute, config.compare.jobs, config.cluster
+    if saved is not None:
+        unsaid = [f.name for f in dataclasses.fields(ComputeConfig) if getattr(compute, f.name) in (None, "auto")]
+        compute = dataclasses.replace(compute, **{name: getattr(saved.compute, name) for name in unsaid})
+    processes, device = ranks.size, compute.device
+    if _on_cluster(config):
+        # This machine may lack the GPUs and the cores of the cluster's.
+        device = ("cuda" if cluster.gpus else "cpu") if device == "auto" else device
+        autocast = "on" if compute.autocast == "auto" and device != "cpu" else compute.autocast
+        threads = compute.threads or cluster.cpus
+        compute = dataclasses.replace(compute, device="cpu", autocast=autocast, threads=threads)
+        processes = max(1, cluster.gpus)
+    elif compute.threads is None and jobs > 1:
+        compute = dataclasses.replace(compute, threads=max(1, cores() // jobs))
+    config = dataclasses.replace(config, compute=compute)
+    resolved = resolve(config.run(config.compare.cells()[0]), vocab_size, processes)
+    compute = resolved.compute
+    return dataclasses.replace(
+        config,
+        data=resolved.data,
+        # The first arm's own changes stay its own.
+        model=dataclasses.replace(config.model, vocab_size=vocab_size),
+        train=dataclasses.replace(config.train, weights=absolute(config.train.weights)),
+        compute=dataclasses.replace(compute, device=device) if _on_cluster(config) else compute,
+        arm={name: _with_absolute_weights(table) for name, table in config.arm.items()},
+    )
+
+
+def _with_absolute_weights(arm: dict[str, Any]) -> dict[str, Any]:
+    weights = arm.get("train", {}).get("weights")
+    return arm if weights is None else {**arm, "train": {**arm["train"], "weights": absolute(weights)}}
+
+
+def _check_same(folder: Path, saved: CompareConfig, config: CompareConfig, corpus: Corpus, echo: Echo) -> None:
+    """Raise ValueError if the runs in the folder are not those of `config`."""
+    changed: list[str] = []
+    rounding: list[str] = []
+    for key, (old, new) in differences(saved.table(), config.table()).items():
+        grown = key in _GROWING and set(old) <= {*new, *(config.compare.seeds if key == _CONFIRM else ())}
+        new_arm = key.startswith("arm.") and key.split(".")[1] not in saved.compare.arms
+        if not (key.startswith(_FREE) or key.endswith(".train.weights") or grown or new_arm):
+            kind = rounding if key.startswith("compute.") else changed
+            kind.append(f"{key} is {old!r} there, {new!r} now")
+    if changed:
+        raise ValueError(f"{folder} has a comparison of another configuration: {'; '.join(changed)}")
+    digest = functools.cache(digest_of)
+    for path in folder.glob(f"{RUNS}/*/{FACTS}"):
+        with _of_a_run():
+            facts = read_json(path)
+        if facts.get("data") != corpus.fingerprint:
+            raise ValueError(f"data must be those of the runs in {folder}, got {config.data!r} with other tokens")
+        if (arm := path.parent.name.rpartition("-lr")[0]) in config.compare.arms:
+            check_weights(path.parent, facts, config.example(arm).train.weights, digest)
+    if rounding:
+        echo(f"{'; '.join(rounding)}: the numbers of runs that have not ended go on with other rounding")
+
+
+def _check_arm(config: CompareConfig, arm: str, vocab_size: int) -> None:
+    """Raise ValueError unless an arm can take a step: only that shows whether its map has an inverse."""
+    run = config.example(arm)
+    if _on_cluster(config):
+        run = dataclasses.replace(run, compute=dataclasses.replace(run.compute, device="cpu"))
+    with naming(f"arm {arm}"):
+        model, optimizer, _ = build_run(resolve(run, vocab_size))
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+
+
+# --- the runs --------------------------------------------------------------------------------------------------------
 
 
 def _train(folder: Path, config: CompareConfig, stage: int, echo: Echo, progress: bool, ranks: Ranks) -> None:
-    """Train what is left of a stage; the second one can begin when the first one has ended."""
+    """Train what is left of a stage; the second one begins when the first one has ended."""
     left = ranks.tell(lambda: _left(folder, config, stage, echo))
-    for index in train_all([task for _, task in left], config.compare.jobs, echo, progress):
+    tasks, jobs = [task for _, task in left], config.compare.jobs
+    if _on_cluster(config):
+        ended = run_as_jobs(tasks, folder, jobs, config.cluster, echo)
+    elif jobs > 1:
+        ended = run_side_by_side(tasks, folder, jobs, echo)
+    else:
+        ended = run_here(tasks, echo, progress)
+    for index in ended:
         cell, task = left[index]
-        if ranks.first and (ended := read_run(folder, cell)) is not None:
-            echo(f"{task.label}: {_outcome(ended)}")
+        if ranks.first and (found := _run_of(folder, cell)) is not None:
+            echo(f"{task.label}: {_outcome(found)}")
 
 
 def _left(folder: Path, config: CompareConfig, stage: int, echo: Echo) -> list[tuple[Cell, Task]]:
     """Return the runs of a stage that have not ended, telling of the others."""
-    first = config.compare.cells()
-    cells, before, total = first, 0, config.compare.most_runs
+    cells, before, total = config.compare.cells(), 0, config.compare.most_runs
     if stage == 2:
-        whole = asked(folder, config)
-        cells, before, total = whole[len(first) :], len(first), len(whole)
+        whole = _all_cells(folder, config)
+        before, total = len(cells), len(whole)
+        cells = whole[before:]
         rates: dict[str, list[str]] = {}
         for cell in cells[: len(cells) // len(config.compare.confirm_seeds)]:
             rates.setdefault(cell.arm, []).append(f"{cell.lr:g}")
@@ -135,24 +260,65 @@ def _left(folder: Path, config: CompareConfig, stage: int, echo: Echo) -> list[t
     left: list[tuple[Cell, Task]] = []
     for number, cell in enumerate(cells, start=before + 1):
         label = f"{number}/{total} {cell.arm} lr {cell.lr:g} seed {cell.seed}"
-        if (found := read_run(folder, cell)) is None:
+        if (found := _run_of(folder, cell)) is None:
             left.append((cell, Task(label, config.run(cell), folder / RUNS / cell.name)))
         else:
             echo(f"{label}: {_outcome(found)} (already there)")
     return left
 
 
+def _all_cells(folder: Path, config: CompareConfig) -> list[Cell]:
+    """Return the runs of the first stage, which have ended, and those of the second at the best learning rates."""
+    cells, grid = config.compare.cells(), config.compare
+    if not grid.confirm_seeds:
+        return cells
+    runs = [run for cell in cells if (run := _run_of(folder, cell)) is not None]
+    return cells + grid.confirmations(chosen_lrs(runs, grid.baseline))
+
+
+def _run_of(folder: Path, cell: Cell) -> Run | None:
+    """Return the result of a run, or None if it has not ended.
+
+    Raises:
+        ValueError: a file of it is damaged or missing.
+    """
+    path = folder / RUNS / cell.name
+    if not (path / SUMMARY).exists():
+        return None
+    with _of_a_run():
+        summary, evals = read_json(path / SUMMARY), tuple(evaluations(path))
+        if not evals:
+            raise ValueError(f"{str(path / METRICS)!r} is damaged: it has no evaluation")
+    seconds, pace = summary.get("seconds", 0.0), summary.get("tokens_per_second", 0.0)
+    return Run(*cell, evals=evals, seconds=seconds, tokens_per_second=pace, error=summary.get("error"))
+
+
+@contextlib.contextmanager
+def _of_a_run() -> Iterator[None]:
+    """Add the remedy to the error of a missing or damaged file."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise ValueError(f"{error.filename!r} is missing: remove that run's folder to train it again") from None
+    except ValueError as error:
+        raise ValueError(f"{error}: remove that run's folder to train it again") from None
+
+
 def _outcome(run: Run) -> str:
-    return run.error or f"{run.final_loss:.4f} nats a token, {run.seconds:.0f} s"
+    return run.error or f"{run.final_loss:.4f} nats per token, {run.seconds:.0f} s"
 
 
-def _conclude(folder: Path, config: CompareConfig, corpus: Corpus, echo: Echo, ranks: Ranks) -> dict[str, Any]:
+# --- the conclusion --------------------------------------------------------------------------------------------------
+
+
+def _conclude(folder: Path, config: CompareConfig, corpus: Corpus, echo: Echo) -> dict[str, Any]:
     """Compare the runs, all ended, and write comparison.json and the report."""
     from symexplin.lab.report.pages import report_comparison  # matplotlib takes its time
 
-    cells, confirming = asked(folder, config), config.compare.confirm_seeds
-    runs = [run for cell in cells if (run := read_run(folder, cell)) is not None]
+    cells, confirming = _all_cells(folder, config), config.compare.confirm_seeds
+    runs = [run for cell in cells if (run := _run_of(folder, cell)) is not None]
     comparison = compare(runs, config.compare.baseline, confirming)
+    summaries = [read_json(folder / RUNS / cell.name / SUMMARY) for cell in cells]
     content: dict[str, Any] = {
         "headline": headline(comparison),
         "comparison": dataclasses.asdict(comparison),
@@ -173,9 +339,10 @@ def _conclude(folder: Path, config: CompareConfig, corpus: Corpus, echo: Echo, r
             "valid_documents": corpus.valid_documents,
             "tokenizer": corpus.tokenizer.name,
         },
-        "parameters": _parameters(folder, cells),
+        "parameters": next(summary["parameters"] for summary in summaries if "parameters" in summary),
         "config": config.table(),
-        "provenance": {**provenance(), "threads": config.compute.threads, **ranks.facts()},
+        # Where the first run began: on a cluster this is another machine.
+        "provenance": read_json(folder / RUNS / cells[0].name / FACTS)["provenance"],
         "seconds": round(sum(run.seconds for run in runs), 1),
     }
     write_json(folder / COMPARISON, content)
@@ -188,9 +355,3 @@ def _map(config: CompareConfig, arm: str) -> dict[str, Any] | None:
     curve = config.example(arm).sel
     found = map_of(curve, config.model.width)
     return None if found is None else {"start": curve.start, "home": curve.home, **found.to_dict()}
-
-
-def _parameters(folder: Path, cells: Sequence[Cell]) -> int:
-    """Return the size of the model, the same in every run, from one that finished."""
-    summaries = (read_json(folder / RUNS / cell.name / SUMMARY) for cell in cells)
-    return next(int(summary["parameters"]) for summary in summaries if "parameters" in summary)

@@ -1,8 +1,8 @@
-"""Runs beside each other: at one shared learning rate, and each arm at its own best one, over seeds."""
+"""The table of a comparison: arms at one shared learning rate, and each at its own best one, over seeds."""
 
 import statistics
 import textwrap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from symexplin.lab.evaluate import speedup
@@ -13,7 +13,7 @@ __all__ = ["Comparison", "Row", "Run", "best_lr", "chosen_lrs", "compare", "form
 
 @dataclass(frozen=True)
 class Run:
-    """One training run of a sweep; `error` says why it ended early, if it did."""
+    """The result of one run; `error` says why it ended early, if it did."""
 
     arm: str
     lr: float
@@ -25,24 +25,23 @@ class Run:
 
     @property
     def final_loss(self) -> float | None:
-        """Evaluation loss at the end, nats a token; None if the run ended early."""
+        """Evaluation loss at the end, nats per token; None if the run ended early."""
         return None if self.error else self.evals[-1][1]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a comparison: an arm at a learning rate, over `seeds`, each against the baseline's run of that seed.
+    """One line of the table: an arm at a learning rate over `seeds`, each paired with the baseline's run of that seed.
 
     Args:
-        arm, lr, seeds: which runs; `lr` is None, and so is every number, for the best one of an arm that has none.
-        finite: at how many seeds they stayed finite to the end. What follows is None unless all did.
-        loss: mean final loss, nats a token.
+        arm, lr, seeds: which runs; without a best learning rate `lr` and every number are None.
+        finite: number of seeds at which the run stayed finite. `loss` and `spread` are None unless all did.
+        loss: mean final loss, nats per token.
         spread: standard deviation of the final loss over the seeds (n - 1 degrees of freedom); None for one seed.
-        delta: mean of `deltas`; None unless the baseline stayed finite at every seed, too.
-        deltas: loss minus the baseline's at each seed, in the order of `seeds`, None where either run ended early.
+        delta: mean of `deltas`; None unless both arms stayed finite at every seed.
+        deltas: loss minus the baseline's per seed; None where either run ended early.
         speedup: mean over the seeds (:func:`symexplin.lab.evaluate.speedup`); None unless every seed has one.
-        reached: at how many seeds some evaluation of the run is at or below the baseline's final loss. A run that
-            starts there has no speedup.
+        reached: number of seeds at which an evaluation is at or below the baseline's final loss.
         seconds, tokens_per_second: means over the runs that stayed finite; None if none did.
     """
 
@@ -62,9 +61,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The table: first rows are the baseline's, which ran best at `shared_lr`.
+    """The table; its first rows are the baseline's, whose best learning rate is `shared_lr`.
 
-    Rows are over all `seeds`; the learning rates were chosen without `confirm_seeds`, the last of them.
+    Rows are over all `seeds`. The last of them, `confirm_seeds`, did not choose the learning rates.
     """
 
     shared_lr: float
@@ -76,9 +75,7 @@ class Comparison:
 
 
 def best_lr(runs: Sequence[Run], arm: str) -> float | None:
-    """Return the learning rate with the lowest mean final loss of `arm` among those where every seed stayed finite.
-
-    None: there is no such learning rate.
+    """Return the learning rate of an arm's lowest mean final loss, or None if at none every seed stayed finite.
 
     >>> best_lr([Run("A", lr, 0, ((9, loss),), 1.0, 1.0) for lr, loss in ((0.1, 2.0), (0.2, 1.5))], "A")
     0.2
@@ -93,10 +90,10 @@ def best_lr(runs: Sequence[Run], arm: str) -> float | None:
 
 
 def chosen_lrs(runs: Sequence[Run], baseline: str) -> dict[str, tuple[float, ...]]:
-    """Return the learning rates that each arm is compared at: the baseline's best one, which all share, and its own.
+    """Return the learning rates at which each arm is compared: the baseline's best one, and its own.
 
     Raises:
-        ValueError: a baseline without a learning rate at which every seed stayed finite.
+        ValueError: the baseline has no learning rate at which every seed stayed finite.
 
     >>> ends = {("A", 0.1): 2.0, ("A", 0.2): 3.0, ("B", 0.1): 2.5, ("B", 0.2): 1.0}
     >>> chosen_lrs([Run(arm, lr, 0, ((9, loss),), 1.0, 1.0) for (arm, lr), loss in ends.items()], "A")
@@ -116,17 +113,14 @@ def chosen_lrs(runs: Sequence[Run], baseline: str) -> dict[str, tuple[float, ...
 def compare(runs: Sequence[Run], baseline: str, confirm_seeds: Sequence[int] = ()) -> Comparison:
     """Compare all arms with `baseline`, at the baseline's best learning rate and each at its own best.
 
-    Every arm must have run at the same learning rates and seeds. An arm without a best learning rate has a row without
-    numbers.
-
     Args:
-        runs: in any order.
-        baseline: the arm that the others are held against.
-        confirm_seeds: of runs that have no say in which learning rates are best: each arm must have run with them at
-            those two (:func:`chosen_lrs`), and others are left out.
+        runs: in any order; every arm at the same learning rates and seeds.
+        baseline: the arm that the others are compared with.
+        confirm_seeds: seeds that do not choose the learning rates. Their runs at others than the chosen ones
+            (:func:`chosen_lrs`) are left out.
 
     Raises:
-        ValueError: a missing run, a baseline without a learning rate at which every seed stayed finite.
+        ValueError: the baseline has no learning rate at which every seed stayed finite.
 
     >>> runs = [Run("A", 0.1, 0, ((0, 3.0), (10, 2.0)), 1.0, 1.0), Run("B", 0.1, 0, ((0, 3.0), (10, 1.5)), 1.0, 1.0)]
     >>> [(row.arm, row.delta, row.speedup) for row in compare(runs, "A").shared]
@@ -137,10 +131,7 @@ def compare(runs: Sequence[Run], baseline: str, confirm_seeds: Sequence[int] = (
     seeds = tuple(dict.fromkeys(run.seed for run in first))
     found = {(run.arm, run.lr, run.seed): run for run in runs}
     arms = dict.fromkeys([baseline, *(run.arm for run in runs)])
-    _check_complete(found, dict.fromkeys(arms, lrs), seeds, "every lr and seed")
-    chosen = chosen_lrs(first, baseline)
-    _check_complete(found, chosen, confirm_seeds, "the lrs chosen for it and every one of confirm_seeds")
-    shared_lr = chosen[baseline][0]
+    (shared_lr,) = chosen_lrs(first, baseline)[baseline]
     seeds = (*seeds, *confirm_seeds)
 
     def row(arm: str, lr: float | None) -> Row:
@@ -158,18 +149,8 @@ def compare(runs: Sequence[Run], baseline: str, confirm_seeds: Sequence[int] = (
     )
 
 
-def _check_complete(
-    found: Collection[tuple[str, float, int]], lrs: Mapping[str, Sequence[float]], seeds: Sequence[int], what: str
-) -> None:
-    """Raise ValueError unless every arm was found at its learning rates with every seed."""
-    for cell in ((arm, lr, seed) for arm, rates in lrs.items() for lr in rates for seed in seeds):
-        if cell not in found:
-            arm, lr, seed = cell
-            raise ValueError(f"runs must hold every arm at {what}, got no {arm} at lr {lr:g}, seed {seed}")
-
-
 def _row(runs: Sequence[Run], references: Sequence[Run]) -> Row:
-    """Return the row of the runs of one arm at one learning rate, each with the baseline's run of its seed."""
+    """Return the row of an arm's runs at one learning rate, each with the baseline's run of its seed."""
     finished = [run for run in runs if not run.error]
     losses = [run.evals[-1][1] for run in finished]
     together = list(zip(runs, references, strict=True))
@@ -196,7 +177,7 @@ def _row(runs: Sequence[Run], references: Sequence[Run]) -> Row:
 
 
 def headline(comparison: Comparison) -> list[str]:
-    """Return the result in sentences, as plain about a loss as about a gain."""
+    """Return the result in sentences, the same for a loss as for a gain."""
     baseline, *others = comparison.shared
     sentences = []
     for row, best in zip(others, comparison.best[1:], strict=True):
@@ -213,7 +194,7 @@ def headline(comparison: Comparison) -> list[str]:
             side = "lowest" if row.lr == comparison.lrs[0] else "highest"
             sentences.append(f"The best learning rate of {row.arm} is the {side} tried: a wider sweep may find better.")
     if len(comparison.seeds) == 1:
-        sentences.append("One seed is no evidence: the difference may be that of the draw.")
+        sentences.append("One seed is no evidence: the difference may be due to the draw.")
     if comparison.confirm_seeds:
         chosen = comparison.seeds[: -len(comparison.confirm_seeds)]
         rest = _numbered(comparison.confirm_seeds)
@@ -237,7 +218,7 @@ def _verdict(row: Row, baseline: Row) -> str:
     side = "below" if row.delta < 0 else "above"
     gap = f"{abs(row.delta):.4f}"
     place = "equal to" if not row.delta else f"{gap} {side}" if float(gap) else "within 0.0001 of"
-    ending = f"{row.arm} ends at {_loss(row)} nats a token, {place} {baseline.arm}'s {_loss(baseline)}"
+    ending = f"{row.arm} ends at {_loss(row)} nats per token, {place} {baseline.arm}'s {_loss(baseline)}"
     if count > 1 and row.delta:
         agreeing = sum(delta is not None and delta * row.delta > 0 for delta in row.deltas)
         ending += f" ({side} in {agreeing} of {count} seeds)"

@@ -1,0 +1,321 @@
+"""Where the runs of a comparison are executed: in this process, in processes beside it, or as jobs of Slurm.
+
+A process or a job is `symexplin train` with its own configuration file. What a job unpickles needs no torch.
+"""
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+
+from symexplin.lab.files import read_json, replace_file, write_json
+from symexplin.lab.folders import SUMMARY
+from symexplin.lab.stop import LAUNCHER, StopSignals
+
+if TYPE_CHECKING:
+    from symexplin.lab.compare.grid import ClusterConfig
+    from symexplin.lab.config import RunConfig
+
+__all__ = ["CLUSTER", "PROCESSES", "Task", "TrainJob", "check_slurm", "run_as_jobs", "run_here", "run_side_by_side"]
+
+Echo = Callable[[str], None]
+
+# Folders of a comparison: a configuration and a log per process; the files of submitit.
+PROCESSES, CLUSTER = "processes", "cluster"
+
+_TICK = 0.2  # seconds between looks at signals and lines
+_GLANCE = 10.0  # seconds between questions to Slurm
+_GLANCES = 3  # after which a job that has ended without its run's summary is taken for lost
+_RESTARTS = 1000  # at the end of a job's time
+_JOBS = "jobs.json"  # {name of a run's folder: number of its latest job}
+# States of a job that has ended; from some of them Slurm may requeue it.
+_ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"}
+_ENDED |= {"PREEMPTED", "REVOKED", "TIMEOUT"}
+
+
+class Task(NamedTuple):
+    """One run to train or to resume, in its folder."""
+
+    label: str
+    config: "RunConfig"
+    folder: Path
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run has finished, or ended because a loss was not finite."""
+        return (self.folder / SUMMARY).exists()
+
+    def command(self, place: Path, processes: int = 1) -> list[str]:
+        """Return the command that trains the run, after writing its configuration into the folder `place`."""
+        from symexplin.lab.settings import dump_toml, to_table
+
+        place.mkdir(exist_ok=True)
+        file = place / f"{self.folder.name}.toml"
+        replace_file(file, dump_toml(to_table(self.config)))
+        several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        python = [sys.executable, *(several if processes > 1 else [])]
+        return [*python, "-m", "symexplin", "train", str(file), "--out", str(self.folder.resolve()), "--resume"]
+
+
+def run_here(tasks: Sequence[Task], echo: Echo, progress: bool) -> Iterator[int]:
+    """Train one run after the other in this process, and yield the index of each task when it has ended.
+
+    `echo` takes the lines of the runs; with `progress` a bar replaces them on a terminal.
+
+    Raises:
+        ValueError, OSError: a run cannot go on.
+        Stopped: a signal came; the run was saved.
+    """
+    from symexplin.lab.run import train
+    from symexplin.lab.train import NonFiniteError
+
+    bar = progress and sys.stderr.isatty()
+    for index, (label, config, folder) in enumerate(tasks):
+        with contextlib.suppress(NonFiniteError):  # the run's summary.json says so
+            train(
+                config, folder, resume=True, echo=(lambda _: None) if bar else echo, tell_config=False,
+                progress=progress, label=label, verify=False,
+            )  # fmt: skip
+        yield index
+
+
+def run_side_by_side(tasks: Sequence[Task], out: Path, jobs: int, echo: Echo) -> Iterator[int]:
+    """Train `jobs` runs at a time, each in a process, and yield the index of each task when it has ended.
+
+    `echo` takes the lines of progress; the whole output of a process is in its log below `out`.
+
+    Raises:
+        ChildProcessError: a process failed; the message is its last line. The others were saved.
+        Stopped: a signal came; every run was saved.
+    """
+    left = deque(enumerate(tasks))
+    running: dict[int, tuple[Task, subprocess.Popen[bytes], TextIO]] = {}
+    failure, stopping = None, False
+    with StopSignals() as stop:
+        try:
+            while left or running:
+                while left and len(running) < jobs:
+                    index, task = left.popleft()
+                    running[index] = (task, *_start(task, out / PROCESSES))
+                time.sleep(_TICK)
+                for index, (task, process, log) in list(running.items()):
+                    status = process.poll()  # before the lines, so that none is missed
+                    for line in log:
+                        if line.startswith("train: "):
+                            echo(f"{task.label}{line.removeprefix('train').rstrip()}")
+                    if status is None:
+                        continue
+                    del running[index]
+                    log.close()
+                    if task.ended:
+                        yield index
+                    elif stop.signal is None and failure is None:
+                        failure = f"{task.label}: {_reason(Path(log.name), status)}"
+                if not stopping and (failure is not None or stop.signal is not None):
+                    stopping = True
+                    left.clear()
+                    for _, process, _ in running.values():
+                        process.terminate()
+        finally:  # nothing runs any more, unless a second Ctrl-C came
+            for _, process, log in running.values():
+                process.kill()
+                process.wait()
+                log.close()
+    if failure is not None:
+        raise ChildProcessError(failure)
+    if stop.signal is not None:
+        raise stop.stopped("with all runs saved; --resume goes on from there")
+
+
+def _start(task: Task, place: Path) -> tuple[subprocess.Popen[bytes], TextIO]:
+    """Start the process of a run, and return it with its log."""
+    command = task.command(place)
+    log = place / f"{task.folder.name}.log"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, LAUNCHER: str(os.getpid())},
+            start_new_session=True,  # a Ctrl-C reaches the comparison alone, which passes it on
+        )
+    return process, log.open(errors="replace")
+
+
+def _reason(log: Path, status: int = 1) -> str:
+    """Return why a process ended: the last line that it wrote, or the signal that killed it."""
+    if status < 0:
+        name = signal.Signals(-status).name
+        return f"its process was ended by {name}, perhaps for lack of memory: --resume goes on, maybe with fewer jobs"
+    said = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    said = [line for line in said if line.startswith("symexplin: ")] or said
+    last = said[-1].removeprefix("symexplin: ").removeprefix("error: ") if said else "no output"
+    return f"{last} (see {log})"
+
+
+# --- Slurm -----------------------------------------------------------------------------------------------------------
+
+
+class TrainJob:
+    """A run as submitit executes it; `checkpoint` is called before the job is preempted or out of time.
+
+    Args:
+        command: trains the run.
+        summary: the file that shows that the run has ended.
+    """
+
+    def __init__(self, command: Sequence[str], summary: Path) -> None:
+        self._command, self._summary = list(command), summary
+
+    def __call__(self) -> None:
+        """Train the run to its end."""
+        # Slurm sends submitit's signal to every process of the job.
+        process = subprocess.Popen(self._command, preexec_fn=lambda: signal.signal(signal.SIGUSR2, signal.SIG_IGN))
+        self._number = process.pid
+        status = process.wait()
+        if status and not self._summary.exists():
+            sys.exit(status)
+
+    def checkpoint(self) -> Any:
+        """Stop the run, which saves itself, and return what the requeued job executes."""
+        from submitit.helpers import DelayedSubmission
+
+        os.kill(self._number, signal.SIGTERM)
+        # The interrupted __call__ waits for the process, too, and keeps its status.
+        os.waitid(os.P_PID, self._number, os.WEXITED | os.WNOWAIT)
+        return DelayedSubmission(TrainJob(self._command, self._summary))
+
+
+class _State(NamedTuple):
+    """What Slurm says about a job: its state, how often it was requeued, the nodes that it runs on."""
+
+    name: str
+    restarts: str
+    nodes: str
+
+
+def check_slurm() -> None:
+    """Raise ValueError unless this machine can submit jobs."""
+    if importlib.util.find_spec("submitit") is None:
+        raise ValueError("cluster 'slurm' needs submitit: pip install 'symexplin[cluster]'")
+    if missing := [name for name in ("sbatch", "srun", "squeue") if shutil.which(name) is None]:
+        raise ValueError(f"cluster must be 'none' where Slurm is not installed, got 'slurm' without {missing[0]}")
+
+
+def run_as_jobs(tasks: Sequence[Task], out: Path, jobs: int, cluster: "ClusterConfig", echo: Echo) -> Iterator[int]:
+    """Train each run as a job of Slurm, `jobs` at a time, and yield the index of each task when it has ended.
+
+    A job that an earlier comparison in the folder `out` has left, and that waits or runs, is not submitted again.
+
+    Raises:
+        ValueError: sbatch refused the jobs.
+        ChildProcessError: a job was cancelled or failed. The others go on.
+        ConnectionError: Slurm does not answer.
+        Stopped: a signal came. The jobs go on.
+    """
+    if not tasks:
+        return
+    place = (out / CLUSTER).resolve()
+    place.mkdir(exist_ok=True)
+    known: dict[str, Any] = read_json(place / _JOBS) if (place / _JOBS).exists() else {}
+    names = [task.folder.name for task in tasks]
+    found = _states([known[name] for name in names if name in known])
+    if found is None:
+        raise ConnectionError("Slurm does not say which jobs still run (squeue fails): --resume later")
+    alive = {job for job, state in found.items() if state.name not in _ENDED}
+    new = [task for task in tasks if known.get(task.folder.name) not in alive]
+    if new:
+        known |= zip((task.folder.name for task in new), _submit(new, place, jobs, cluster), strict=True)
+        write_json(place / _JOBS, known)
+    echo(f"{len(new)} jobs submitted, {len(tasks) - len(new)} found, {jobs} at a time; logs in {place}")
+    waiting: dict[int, str] = {index: known[name] for index, name in enumerate(names)}
+    told: dict[int, tuple[str, str]] = {}
+    lost: Counter[int] = Counter()
+    with StopSignals() as stop:
+        while waiting:
+            states = _states(waiting.values())
+            for index, job in list(waiting.items()):
+                task, state = tasks[index], (states or {}).get(job)
+                if task.ended:  # looked at after Slurm: a job writes this file before it ends
+                    del waiting[index]
+                    yield index
+                elif state is not None and state.name not in _ENDED:
+                    lost[index] = 0
+                    text = {"RUNNING": f"runs on {state.nodes}", "PENDING": "was requeued"}.get(state.name)
+                    if text and told.get(index, ("PENDING", "0")) != state[:2]:
+                        told[index] = state[:2]
+                        echo(f"{task.label}: job {job} {text}")
+                elif states is not None:
+                    lost[index] += 1
+                    if lost[index] == _GLANCES:
+                        raise ChildProcessError(_loss(task, job, state, place, waiting.values()))
+            deadline = time.monotonic() + _GLANCE
+            while waiting and time.monotonic() < deadline:
+                if stop.signal is not None:
+                    raise stop.stopped(f"while {_rest(waiting.values())}")
+                time.sleep(_TICK)
+
+
+def _loss(task: Task, job: str, state: _State | None, place: Path, jobs: Collection[str]) -> str:
+    """Return the message about a job that has ended without its run."""
+    logs = list(place.glob(f"{job}_*_log.err"))
+    reason = _reason(logs[0]) if logs else f"it left no log in {place}"
+    ended = f"ended as {state.name}" if state else "has gone"
+    rest = [other for other in jobs if other != job]
+    others = f"; {_rest(rest)}" if rest else ""
+    return f"{task.label}: job {job} {ended}: {reason}; --resume submits it again{others}"
+
+
+def _rest(jobs: Collection[str]) -> str:
+    arrays = " ".join(dict.fromkeys(job.partition("_")[0] for job in jobs))
+    return f"jobs go on: --resume waits for them, 'scancel {arrays}' ends them"
+
+
+def _states(jobs: Collection[str]) -> dict[str, _State] | None:
+    """Return what Slurm's controller knows about jobs, or None if it does not answer.
+
+    It forgets a job some minutes after its end. Accounting (sacct) is not needed.
+    """
+    arrays = sorted({job.partition("_")[0] for job in jobs})
+    if not arrays:
+        return {}
+    form = ",".join(f"{name}:|" for name in ("JobArrayID", "State", "RestartCnt", "NodeList"))
+    command = ["squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(arrays)}", f"--Format={form}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return {} if "Invalid job id" in done.stderr else None
+    rows = [line.strip().split("|") for line in done.stdout.splitlines()]
+    return {row[0]: _State(*row[1:4]) for row in rows}
+
+
+def _submit(tasks: Sequence[Task], place: Path, jobs: int, cluster: "ClusterConfig") -> list[str]:
+    """Submit runs as one array of jobs, and return the jobs' numbers."""
+    import submitit
+
+    executor = submitit.SlurmExecutor(place, max_num_timeout=_RESTARTS)
+    executor.update_parameters(
+        job_name="symexplin",
+        partition=cluster.partition,
+        account=cluster.account,
+        time=cluster.walltime,
+        cpus_per_task=cluster.cpus,
+        gpus_per_node=cluster.gpus or None,
+        mem=None if cluster.memory is None else f"{cluster.memory}G",
+        array_parallelism=jobs,
+        srun_args=[f"--cpus-per-task={cluster.cpus}"],  # srun does not take it from sbatch
+        additional_parameters={"requeue": True, **cluster.sbatch},
+    )
+    work = [TrainJob(task.command(place, cluster.gpus), (task.folder / SUMMARY).resolve()) for task in tasks]
+    try:
+        return [job.job_id for job in executor.submit_array(work)]
+    except submitit.core.utils.FailedJobError as error:
+        raise ValueError(f"[cluster] must suit the cluster, but {' '.join(str(error).split())}") from None
