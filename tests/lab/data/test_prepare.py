@@ -218,6 +218,25 @@ def test_another_configuration_is_refused(tmp_path, text, monkeypatch):
         prepare(settings(text, workers=2), out)
 
 
+def test_one_interrupted_before_its_tokens_may_be_changed(tmp_path, text, monkeypatch):
+    """The tokenizer of the first configuration lies in the cache."""
+    out = tmp_path / "out"
+    write = module.write_json
+
+    def stop_at_the_configuration(path, content):
+        if path.name == "config.json":
+            raise KeyboardInterrupt
+        write(path, content)
+
+    monkeypatch.setattr(module, "write_json", stop_at_the_configuration)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(settings(text), out)
+    monkeypatch.setattr(module, "write_json", write)
+    prepare(settings(text, vocab_size=300, valid_fraction=0.5), out)
+    prepare(settings(text, vocab_size=300, valid_fraction=0.5), tmp_path / "fresh")
+    assert content(out) == content(tmp_path / "fresh")
+
+
 def test_an_edited_file_meets_no_stale_cache(tmp_path, text, monkeypatch):
     out = tmp_path / "out"
     interrupted(settings(text), out, monkeypatch)
@@ -289,7 +308,7 @@ def test_what_is_left_out_is_told_also_when_it_continues(tmp_path, monkeypatch):
     folder.mkdir()
     for number in range(3):
         (folder / f"{number}.txt").write_text(f"text number {number}")
-    for number in range(3):
+    for number in range(4):
         (folder / f"latin{number}.txt").write_bytes("größer".encode("latin1"))
     interrupted(settings(folder), tmp_path / "out", monkeypatch)
     lines = []

@@ -200,7 +200,8 @@ class _Preparation:
         named = None if config.tokenizer == "bpe" else Tokenizer.from_name(config.tokenizer, config.end_token)
         try:
             texts, key = self.read()
-            work = self.cache / hashlib.sha256(f"{key} {named and named.fingerprint}".encode()).hexdigest()
+            made_of = repr((key, self.table, named and named.fingerprint))
+            work = self.cache / hashlib.sha256(made_of.encode()).hexdigest()
             work.mkdir(exist_ok=True)
             tokenizer = named or self.bpe(texts, work / TOKENIZER)
         except (ValueError, FileNotFoundError):  # The user will change the configuration.
