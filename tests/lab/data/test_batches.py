@@ -36,13 +36,6 @@ def test_documents_in_memory_are_split_by_the_rule():
         Corpus.from_documents([])
 
 
-def test_decode_inverts_utf8():
-    corpus = Corpus.from_documents(["naïve ünïcode".encode(), b"b"])
-    texts = {corpus.decode(corpus.train), corpus.decode(corpus.valid)}
-    assert texts == {"naïve ünïcode\0", "b\0"}
-    assert corpus.train.dtype == np.uint8
-
-
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "text").write_bytes(b"\0".join(DOCUMENTS))
@@ -178,6 +171,10 @@ def test_batches_ignore_and_leave_the_global_generators():
 def test_every_window_can_come_up():
     loader = BatchLoader(np.arange(6, dtype=np.uint8), context=3, batch_size=200)
     assert set(loader.batch(0)[0][:, 0].tolist()) == {0, 1, 2}
+    shortest = np.arange(4, dtype=np.uint8)
+    inputs, targets = BatchLoader(shortest, 3, 1).batch(0)
+    assert inputs.tolist() == [[0, 1, 2]]
+    assert torch.equal(eval_batches(shortest, 3, 1, 5)[0][1], targets)
 
 
 def test_eval_batches_are_disjoint_windows_over_all_tokens():
@@ -203,10 +200,3 @@ def test_too_short_a_corpus_is_named(length):
     corpus = Corpus.from_documents([b"long enough " * 9, b"short"])
     with pytest.raises(ValueError, match="context must be below"):
         corpus.check_context(50)
-
-
-def test_the_shortest_corpus_serves():
-    tokens = np.arange(11, dtype=np.uint8)
-    inputs, targets = BatchLoader(tokens, 10, 1).batch(0)
-    assert torch.equal(inputs[0], torch.arange(10))
-    assert torch.equal(eval_batches(tokens, 10, 1, 5)[0][1], targets)

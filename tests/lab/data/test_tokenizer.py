@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 
 from symexplin.lab.data import tokenizer as module
-from symexplin.lab.data.tokenizer import Tokenizer, pieces, token_dtype, train_bpe
+from symexplin.lab.data.tokenizer import Tokenizer, pieces, train_bpe
 
 TEXT = "The quick brown foxes' naïve 日本 jumps;  it's 42 o'clock.\n\n\tlow lower lowest\0 <|endoftext|> é"
 DOCUMENTS = [f"{TEXT} {i * i} {'over and over ' * (i % 5)}".encode() for i in range(200)]
@@ -176,10 +176,3 @@ def test_tokenizers_of_models_come_from_the_hub(bpe, tmp_path, monkeypatch):
     assert (tokenizer.name, tokenizer.end_token) == ("gpt2", "<|endoftext|>")
     assert Tokenizer.from_name("hf:some/model").name == "hf:some/model"
     assert asked == [("openai-community/gpt2", "tokenizer.json"), ("some/model", "tokenizer.json")]
-
-
-def test_dtypes_hold_every_token():
-    for size in (1, 256, 257, 2**16, 2**16 + 1, 2**20):
-        dtype = token_dtype(size)
-        assert np.iinfo(dtype).max >= size - 1
-        assert dtype.itemsize == (1 if size <= 2**8 else 2 if size <= 2**16 else 4)
