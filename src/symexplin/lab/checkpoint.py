@@ -73,14 +73,7 @@ def sweep(folder: Path) -> None:
 def save_checkpoint(folder: Path, step: int, write: Callable[[Path], State], keep: int) -> Path:
     """Write the checkpoint of `step`, and remove all but the `keep` newest ones.
 
-    Args:
-        folder: of the run.
-        step: completed optimizer steps.
-        write: writes files into the given folder, and returns plain values for the state.
-        keep: number of checkpoints that stay, this one included.
-
-    Raises:
-        OSError: a full disk, for example; the incomplete checkpoint is removed.
+    `write` writes files into the given folder, and returns plain values for the state.
     """
     final = checkpoint_at(folder, step)
     if final.exists():
@@ -110,12 +103,7 @@ def save_checkpoint(folder: Path, step: int, write: Callable[[Path], State], kee
 
 
 def load_checkpoint(path: Path) -> State:
-    """Return the plain values of a checkpoint after a check of all its files.
-
-    Raises:
-        DamagedCheckpointError: a file is missing or damaged; the message names the checkpoint before it.
-        ValueError: the format is newer than this version of symexplin.
-    """
+    """Return the plain values of a checkpoint after a check of all its files; a damaged one is an error."""
     older = [other.name for other in newest(path.parent.parent) if other.name < path.name]
     advice = f"the checkpoint before it is {older[0]}" if older else "there is no checkpoint before it"
     try:
@@ -137,13 +125,7 @@ def load_checkpoint(path: Path) -> State:
 def newest_intact(folder: Path, echo: Callable[[str], None]) -> tuple[Path, State] | None:
     """Return the newest undamaged checkpoint of a run and its plain values; None without checkpoints.
 
-    Args:
-        folder: of the run, which may go on meanwhile.
-        echo: receives a warning for each damaged checkpoint that is newer.
-
-    Raises:
-        DamagedCheckpointError: all checkpoints are damaged.
-        ValueError: the format is newer than this version of symexplin.
+    `echo` receives a warning for each newer, damaged checkpoint. If all are damaged, that is an error.
     """
     found = newest(folder)
     for path in found:
@@ -161,12 +143,7 @@ def newest_intact(folder: Path, echo: Callable[[str], None]) -> tuple[Path, Stat
 
 
 def set_aside(folder: Path, last: Path) -> None:
-    """Rename the checkpoints that are newer than `last`, so that a resumed run may write them again.
-
-    Args:
-        folder: of the run.
-        last: what :func:`newest_intact` has found. The newer checkpoints are the damaged ones.
-    """
+    """Rename the checkpoints after `last`, which are damaged, so that a resumed run can write them again."""
     for path in newest(folder):
         if path.name > last.name:
             target = path.with_name(path.name + _DAMAGED)

@@ -1,4 +1,4 @@
-"""Files that are either the old ones or the new ones, whole."""
+"""Files that are replaced in one step, JSON, and JSON lines."""
 
 import contextlib
 import json
@@ -13,17 +13,7 @@ __all__ = ["JsonLines", "read_json", "read_json_lines", "replace_file", "replaci
 
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """Yield another name to write a file under; it then takes the place of `path` in one step.
-
-    So no reader finds half a file. If writing fails, what was written is removed and the old file stays.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     with replacing(Path(folder, "a.txt")) as temporary:
-    ...         _ = temporary.write_text("whole")
-    ...     [(p.name, p.read_text()) for p in Path(folder).iterdir()]
-    [('a.txt', 'whole')]
-    """
+    """Yield a temporary name for a file, which is renamed to `path` at the end. After an error the old file stays."""
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -38,23 +28,19 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
 
 def _name(error: BaseException, path: Path) -> None:
-    """Let an error of the system say which file it is about: that of a full disk does not."""
+    """Add the file name to an OSError without one, such as that of a full disk."""
     if isinstance(error, OSError) and error.errno is not None and error.filename is None:
         error.filename = str(path)
 
 
 def replace_file(path: str | Path, content: str | bytes) -> None:
-    """Write a whole file in one step, see :func:`replacing`.
-
-    Raises:
-        OSError: the disk is full, ...; nothing is left behind.
-    """
+    """Write a file in one step (:func:`replacing`)."""
     with replacing(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder survive a power cut, where the system can."""
+    """Flush the names in a folder to the disk, where the system can."""
     if os.name == "posix":
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -64,21 +50,7 @@ def sync_folder(path: Path) -> None:
 
 
 class JsonLines:
-    """A file with one JSON object a line, readable at any moment; `length` is its size in bytes.
-
-    Args:
-        path: of the file; created if missing.
-        length: bytes of it to keep; what follows is cut off.
-
-    Raises:
-        ValueError: a file shorter than that.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder, JsonLines(Path(folder, "a.jsonl")) as lines:
-    ...     lines.write(step=1)
-    ...     lines.length
-    12
-    """
+    """A file with one JSON object per line; `length` is its size in bytes. A resumed file keeps `length` bytes."""
 
     def __init__(self, path: Path, length: int = 0) -> None:
         self.length, self._path = length, path
@@ -99,7 +71,7 @@ class JsonLines:
         self._file.close()
 
     def write(self, **record: Any) -> None:
-        """Append a record; a full disk leaves the file as it was and raises OSError."""
+        """Append a record; on a full disk the file stays as it was."""
         line = json.dumps(record, allow_nan=False).encode() + b"\n"
         try:
             left = line
@@ -113,19 +85,14 @@ class JsonLines:
         self.length += len(line)
 
     def sync(self) -> None:
-        """Make what was written survive a power cut."""
+        """Flush the file to the disk."""
         os.fsync(self._file.fileno())
 
 
 def read_json_lines(path: Path, skipped: Callable[[str], None] | None = None) -> list[dict[str, Any]]:
-    """Return the records of a file of :class:`JsonLines`; an incomplete last line is left out.
+    """Return the records of a file of :class:`JsonLines` without an incomplete last line.
 
-    Args:
-        path: of the file.
-        skipped: receives a message for each damaged line, which is then left out. None: raise ValueError.
-
-    Raises:
-        FileNotFoundError, ValueError: no such file, or a damaged line.
+    `skipped` receives a message for each damaged line, which is left out. Without it, one raises ValueError.
     """
     complete, _, _ = path.read_bytes().rpartition(b"\n")
     records = []
@@ -152,12 +119,5 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
-    """Write an object as JSON to read, in one step; numbers must be finite.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     write_json(Path(folder, "a.json"), {"steps": 3})
-    ...     read_json(Path(folder, "a.json"))
-    {'steps': 3}
-    """
+    """Write an object as indented JSON in one step."""
     replace_file(path, json.dumps(content, indent=1, allow_nan=False) + "\n")

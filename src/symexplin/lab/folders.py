@@ -32,19 +32,8 @@ def claimed(out: str | Path, kind: str, marks: Collection[str]) -> Iterator[Path
     The system frees the lock when the process ends. A folder that is empty at the end is removed again, so that an
     error in the arguments leaves nothing.
 
-    Args:
-        out: a new or empty folder, or an earlier one of its kind.
-        kind: what such a folder is, for messages.
-        marks: the names of files of which an earlier one has at least one: those that are written first.
-
-    Raises:
-        ValueError: a file, a folder with other files in it, a folder that another process works in.
-        OSError: a folder that cannot be created or written into.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as place, claimed(Path(place, "new"), "run", {"run.json"}) as folder:
-    ...     [path.name for path in folder.iterdir()]
-    ['.lock']
+    An earlier folder of its `kind` has at least one of the files `marks`. Another folder with files is refused with a
+    ValueError, as is one that another process works in.
     """
     if not str(out).strip():
         raise ValueError(f"out must name a folder, got {str(out)!r}")

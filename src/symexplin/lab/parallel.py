@@ -1,4 +1,4 @@
-"""The processes of one job under torchrun: what they compute together, decide together and fail of together."""
+"""The processes of a job under torchrun: shared computations, decisions and errors."""
 
 import atexit
 import contextlib
@@ -26,18 +26,18 @@ PARALLEL = ("ddp", "fsdp")
 _PATIENCE = datetime.timedelta(minutes=30)
 _MOMENT = datetime.timedelta(seconds=5)
 _TOLD = "symexplin/told"
-_ENDED = "another process of the job has ended or cannot be reached; --resume goes on from the last checkpoint"
+_ENDED = "another process of the job has ended or cannot be reached; --resume continues from the last checkpoint"
 
 
 class ElsewhereError(ValueError):
-    """Another process of the job has failed, and tells of it."""
+    """Another process of the job has failed, and reports the error."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of a job, this one being number `rank` of `size`; alone, nothing is exchanged.
+    """The processes of a job: this is process `rank` of `size`.
 
-    Every method but :meth:`rows` must be called by all processes, in the same order.
+    All processes must call the methods except :meth:`rows`, in the same order.
 
     >>> ALONE.first, ALONE.rows(6), Ranks(1, 4).rows(6)
     (True, slice(0, 6, None), slice(1, 3, None))
@@ -52,7 +52,7 @@ class Ranks:
         return self.rank == 0
 
     def facts(self) -> dict[str, int | str]:
-        """Return what a reader needs to know of a job of several processes."""
+        """Return the number of processes and their backend, for the record of a run."""
         return {} if self.size == 1 else {"processes": self.size, "backend": str(distributed.get_backend())}
 
     def rows(self, count: int) -> slice:
@@ -72,7 +72,7 @@ class Ranks:
         return tuple(self.table(*numbers).sum(0).tolist())
 
     def table(self, *numbers: float) -> Tensor:
-        """Return `numbers` of every process as a row each, float64."""
+        """Return a float64 row of `numbers` per process."""
         own = torch.tensor(numbers, dtype=torch.float64)
         found = [torch.empty_like(own) for _ in range(self.size)] if self.size > 1 else [own]
         if self.size > 1:
@@ -80,7 +80,7 @@ class Ranks:
         return torch.stack(found)
 
     def agree(self, settings: Mapping[str, Any], free: Collection[str] = ()) -> None:
-        """Raise ValueError in every process unless all have the same settings, but for the dotted keys `free`."""
+        """Raise ValueError unless all processes have the same settings, except for the dotted keys `free`."""
         tables = self.gather(settings)
         found: dict[str, list[str]] = {}
         for rank, table in enumerate(tables):
@@ -93,7 +93,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Make an error within one process's block an error of all: where it arose, and ElsewhereError elsewhere."""
+        """Raise the error of one process in all: in the others as ElsewhereError."""
         if self.size == 1:
             yield
             return
@@ -111,7 +111,7 @@ class Ranks:
         raise ElsewhereError(f"process {teller}: {said[teller]}")
 
     def tell(self, make: Callable[[], T]) -> T:
-        """Return what `make` returns in the first process, which alone calls it."""
+        """Return the result of `make`, which the first process alone calls."""
         made = None
         with self.together():
             made = make() if self.first else None
@@ -122,7 +122,7 @@ class Ranks:
         return cast(T, made)
 
     def collect(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors whole in the first process, sharded ones gathered one by one; nothing in the others."""
+        """Return whole tensors in the first process, gathered one by one; nothing in the others."""
         found = {}
         for name, tensor in tensors.items():
             gathered = whole(tensor)
@@ -136,14 +136,7 @@ ALONE = Ranks()
 
 @contextlib.contextmanager
 def joined(device: str) -> Iterator[Ranks]:
-    """Join the job that torchrun has begun, if it has; a process stays in it to its end.
-
-    Args:
-        device: "cpu", "cuda" or "auto"; processes on GPUs take that of their number on their machine.
-
-    Raises:
-        ValueError: fewer GPUs than processes, an environment that torchrun would not make.
-        ChildProcessError: another process has ended in the midst of it.
+    """Join the job of torchrun, if there is one. On GPUs each process takes that of its local rank.
 
     >>> with joined("cpu") as ranks:
     ...     ranks.sums(1.5, 2.0)
@@ -151,7 +144,7 @@ def joined(device: str) -> Iterator[Ranks]:
     """
     started, gpus = launch(), device != "cpu" and torch.cuda.is_available()
     try:
-        # Joined before, by whomever: the store of a torchrun serves for one group alone.
+        # A second group cannot use the store of torchrun.
         if distributed.is_available() and distributed.is_initialized():
             yield Ranks(distributed.get_rank(), distributed.get_world_size())
             return
@@ -166,7 +159,7 @@ def joined(device: str) -> Iterator[Ranks]:
             )
         if under_torchrun():
             follow_launcher()
-        # Small things to agree on go through gloo: they need no GPU and do not wait for one.
+        # Plain values go through gloo, without waiting for a GPU.
         distributed.init_process_group("cpu:gloo,cuda:nccl" if gpus else "cpu:gloo", timeout=_PATIENCE)
         atexit.register(distributed.destroy_process_group)
         ranks = Ranks(started.rank, started.size)
@@ -178,15 +171,12 @@ def joined(device: str) -> Iterator[Ranks]:
     except Exception as error:
         if not _lost(error):
             raise
-        atexit.unregister(distributed.destroy_process_group)  # which would wait for those that are gone
+        atexit.unregister(distributed.destroy_process_group)  # it would wait for the ended processes
         raise ChildProcessError(_ENDED) from error
 
 
 def first_to_tell() -> bool:
-    """Whether no other process of the job that was joined has asked this before: one line is enough for what ended all.
-
-    It holds also where the first process was killed. Where nobody can be asked any more, all tell.
-    """
+    """Whether this is the first process of the job to call this function; if the store is gone, all are."""
     try:
         store = distributed.distributed_c10d._get_default_store()
         store.set_timeout(_MOMENT)
@@ -210,11 +200,7 @@ def _lost(error: Exception) -> bool:
 
 
 def shard(model: Transformer, ranks: Ranks, device: str) -> None:
-    """Split the parameters of `model`, which is on the CPU, over the processes and their devices, block by block.
-
-    Raises:
-        ValueError: a parameter without dimensions, which cannot be split.
-    """
+    """Shard the parameters of `model`, which is on the CPU, over the processes and their devices, per block."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -228,7 +214,7 @@ def shard(model: Transformer, ranks: Ranks, device: str) -> None:
 
 
 def placed(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return a whole `tensor`, which all processes have, split as `like` is; if that is whole, as it is."""
+    """Return `tensor`, which is whole in all processes, sharded as `like` is."""
     if not is_dtensor(like):
         return tensor
     from torch.distributed.tensor import distribute_tensor
