@@ -186,7 +186,7 @@ def test_a_loss_that_is_no_number_is_one_line(data, tmp_path, capsys):
     assert cli.main(arguments) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("symexplin: error: step 2: loss is nan")
-    assert "--resume would go on from the start" in line
+    assert "--resume would continue from the start" in line
     assert not (tmp_path / "run" / "model.safetensors").exists()
 
 
@@ -251,7 +251,7 @@ def test_flags_take_precedence_over_the_file_and_tables_are_merged(place, capsys
     assert "steps = 3," in text
     assert "beta = 5" in text
     assert "k = [10.0, 2.0]" in text
-    assert "train.lr is 0.003 there, 0.5 now" in refused(
+    assert "train.lr was 0.003, is 0.5 now" in refused(
         capsys, "train", "--out", tmp_path / "run", "--resume", "--lr", "0.5"
     )
     assert "has finished already" in run(capsys, "train", "--out", tmp_path / "run", "--resume")
@@ -312,7 +312,7 @@ def test_inspect_prints_writes_and_draws(place, capsys, tmp_path):
     rows = json.loads((tmp_path / "tails.json").read_text())["rows"]
     (row,) = [row for row in rows if row["name"] == "blocks.0.ffn.up.weight"]
     assert row["max"] == pytest.approx(weight.abs().max().item())
-    for name in ("histogram", "growth"):
+    for name in ("weight_distribution", "heavy_tail"):
         assert (tmp_path / "tails" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 

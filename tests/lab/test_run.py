@@ -232,7 +232,7 @@ def test_other_data_are_refused(whole, tmp_path):
         train(tiny(other), whole["none"], resume=True)
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_serves(data, whole, tmp_path, monkeypatch):
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning(data, whole, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     with monkeypatch.context() as patch:
         failing_at(patch, 8, RuntimeError("killed"))
@@ -242,10 +242,11 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_serves(data, whole, tm
     flipped = bytearray(file.read_bytes())
     flipped[-5] ^= 1
     file.write_bytes(flipped)
-    with pytest.raises(ValueError, match=r"step-00000006 is damaged: optimizer.safetensors.*step-00000003"):
-        train(tiny(data), folder, resume=True)
-    shutil.rmtree(newest(folder)[0])
-    train(tiny(data), folder, resume=True)
+    lines = []
+    train(tiny(data), folder, resume=True, echo=lines.append)
+    (warning,) = (line for line in lines if line.startswith("warning"))
+    assert "step-00000006 is damaged: optimizer.safetensors" in warning
+    assert any(line.startswith("resumed from") and "step-00000003" in line for line in lines)
     assert bits(folder) == bits(whole["none"])
 
 

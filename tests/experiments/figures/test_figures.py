@@ -50,7 +50,7 @@ def test_the_same_figure_is_the_same_bytes(tmp_path):
         ("loss_curves", ["."], "a folder with comparison.json"),
         ("transform_roles", ["."], "a folder of a run, a comparison or a table, got '.'"),
         ("raw_effective", ["."], "a folder of a run, a comparison or a table, got '.'"),
-        ("optimization_distance", ["."], "path must name a file, or a folder with model.safetensors"),
+        ("optimization_distance", ["."], "path must be a file, or a folder"),
     ],
 )
 def test_a_source_that_does_not_fit_is_named(tmp_path, monkeypatch, name, sources, words):

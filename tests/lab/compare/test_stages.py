@@ -66,7 +66,6 @@ def test_the_page_tells_the_stages(confirmed):
     page = (confirmed[0] / "report.html").read_text()
     assert "The learning rates were chosen by seed 0 alone; seeds 3, 4 ran at those rates only." in page
     assert "<th>stage</th>" in page
-    assert "the line through their mean, that of the seeds which ran at all of them" in " ".join(page.split())
 
 
 def test_a_finished_second_stage_is_not_trained_again_and_may_grow(confirmed, data, tmp_path):
@@ -153,7 +152,7 @@ def test_arms_may_have_weights_and_an_optimizer_of_their_own(confirmed, data, tm
     monkeypatch.chdir(confirmed[0])
     saved = build(CompareConfig, load_toml(tmp_path / "out" / "compare.toml"))
     assert compare_runs(saved, tmp_path / "out", resume=True) == content
-    with pytest.raises(ValueError, match=r"weights must be those that the run in .* began with, got .*other' with oth"):
+    with pytest.raises(ValueError, match=r"weights must be those that the run in .* started from, got .*other'"):
         compare_runs(config(str(other)), tmp_path / "out", resume=True)
     base.rename(tmp_path / "moved")
     moved = compare_runs(config(str(tmp_path / "moved")), tmp_path / "out", resume=True)

@@ -19,12 +19,12 @@ import symexplin as sel
 from symexplin.experiments.comparison import Evidence, Row, spread_of
 from symexplin.experiments.figures.sheet import finish, sheet
 from symexplin.experiments.figures.sources import comparisons
-from symexplin.lab.begin import check_weights
 from symexplin.lab.build import build_model
 from symexplin.lab.config import RunConfig
 from symexplin.lab.report.charts import COLOURS, DASHES, GUIDE, GUIDE_LINE, Floats, Line, draw_chart, late_limits
 from symexplin.lab.report.figures import Sweep, sweep_lines
 from symexplin.lab.report.probe import read_run
+from symexplin.lab.run import check_weights
 from symexplin.validation import naming
 
 __all__ = [
