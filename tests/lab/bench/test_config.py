@@ -41,21 +41,15 @@ def test_a_case_has_the_labs_run():
     ("changes", "message"),
     [
         ({"parts": ("stpe",)}, r"parts must be one of .*got 'stpe'; did you mean 'step'\?"),
-        ({"dtypes": ("fp16",)}, "dtypes must be one of 'fp32', 'bf16', got 'fp16'"),
         ({"widths": ()}, r"widths must hold at least one entry, and each once, got \(\)"),
         ({"depths": (2, 2)}, r"depths must hold at least one entry, and each once, got \(2, 2\)"),
         ({"microbatches": (0,)}, "microbatches must be a whole number >= 1, got 0"),
         ({"widths": (512, 33)}, r"width must be a multiple of 2 \* heads = 2, .*got 33"),
-        ({"widths": (512, 100), "heads": 8}, r"width must be a multiple of 2 \* heads = 16, .*got 100"),
-        ({"tokens": 1000}, "tokens must be a multiple of context x microbatches = 512 x 1, got 1000"),
         ({"microbatches": (1, 3)}, "tokens must be a multiple of context x microbatches = 512 x 3, got 8192"),
-        ({"preset": "papper"}, "preset must be one of .*did you mean 'paper'"),
         ({"map": {"bete": 3}}, "map: key must be one of .*did you mean 'beta'"),
-        ({"repeats": 0}, "repeats must be a whole number >= 1, got 0"),
         ({"warmup": -1}, "warmup must be a whole number >= 0, got -1"),
         ({"heads": 0}, "heads must be a whole number >= 1, got 0"),
         ({"device": "meta"}, "device must be one of 'auto', 'cpu', 'cuda', got 'meta'"),
-        ({"threads": 0}, "threads must be a whole number >= 1, got 0"),
     ],
 )
 def test_mistakes_are_named_before_anything_is_measured(changes, message):

@@ -9,7 +9,7 @@ from torch import nn
 import symexplin as sel
 from symexplin.lab.bench import work as module
 from symexplin.lab.bench.config import BenchConfig, Case
-from symexplin.lab.bench.work import BASELINES, MasterAdamW, build_variant, fill_gradients, make_work, peak_in_child
+from symexplin.lab.bench.work import BASELINES, MasterAdamW, _fill_gradients, build_variant, make_work, peak_in_child
 
 CPU = torch.device("cpu")
 CONFIG = BenchConfig(
@@ -99,7 +99,7 @@ def test_a_step_adds_up_its_phases(monkeypatch):
 
 def test_gradients_are_above_the_clipping_threshold():
     model = build_variant("adamw", CONFIG, case(), CPU).model
-    fill_gradients(model.parameters())
+    _fill_gradients(model.parameters())
     norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
     count = sum(p.numel() for p in model.parameters())
     assert float(norm) == pytest.approx(0.01 * (count / 3) ** 0.5, rel=0.05)

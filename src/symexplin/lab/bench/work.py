@@ -23,17 +23,7 @@ from symexplin.lab.model import Transformer
 from symexplin.lab.settings import build, to_table
 from symexplin.linear import SELLinear
 
-__all__ = [
-    "BASELINES",
-    "PHASES",
-    "MasterAdamW",
-    "Variant",
-    "Work",
-    "build_variant",
-    "fill_gradients",
-    "make_work",
-    "peak_in_child",
-]
+__all__ = ["BASELINES", "PHASES", "MasterAdamW", "Work", "build_variant", "make_work", "peak_in_child"]
 
 # Variant -> its baseline, by part and dtype. A step on fp32 parameters is the same in both dtypes.
 _MAP = {"adamw": "adamw", "forward": "adamw", "backward": "adamw"}
@@ -76,12 +66,6 @@ class MasterAdamW:
     """The stock recipe for bf16 parameters: upcast the gradients, clip, fused AdamW on fp32 masters, copy back.
 
     The upcast gradients live only during the step, which is the least memory that the recipe can take.
-
-    >>> parameter = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-    >>> parameter.grad = torch.ones_like(parameter)
-    >>> MasterAdamW([parameter], lr=0.5, weight_decay=0.0).step()
-    >>> parameter.tolist()
-    [0.5, 0.5]
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float = _LR, weight_decay: float = _DECAY) -> None:
@@ -105,11 +89,7 @@ class MasterAdamW:
 
 
 def build_variant(name: str, config: BenchConfig, case: Case, device: torch.device) -> Variant:
-    """Return a fresh variant of a case. All variants of a case start from the same plain weights.
-
-    Raises:
-        ValueError: The map has no inverse at some of the drawn weights.
-    """
+    """Return a fresh variant of a case. All variants of a case start from the same plain weights."""
     autocast = case.dtype == "bf16" and name in ("adamw_autocast", "module")
     run = config.run(case)
     torch.manual_seed(config.seed)
@@ -139,7 +119,7 @@ def build_variant(name: str, config: BenchConfig, case: Case, device: torch.devi
     return Variant(model, step, autocast)
 
 
-def fill_gradients(parameters: Iterable[Tensor]) -> None:
+def _fill_gradients(parameters: Iterable[Tensor]) -> None:
     """Give every parameter a random gradient whose norm is far above the clipping threshold."""
     for parameter in parameters:
         if parameter.grad is None:
@@ -155,7 +135,7 @@ def make_work(name: str, config: BenchConfig, case: Case, device: torch.device) 
         return _step(name, config, case, device)
     model, step, _ = build_variant(name, config, case, device)
     parameters = list(model.parameters())
-    return Work(step, lambda: fill_gradients(parameters))
+    return Work(step, lambda: _fill_gradients(parameters))
 
 
 def _map(name: str, config: BenchConfig, case: Case, device: torch.device, shape: tuple[int, int]) -> Work:
@@ -169,7 +149,7 @@ def _map(name: str, config: BenchConfig, case: Case, device: torch.device, shape
     raw, dtype = layer.get_parameter("raw_weight"), DTYPES[case.dtype]
     if name == "adamw":
         optimizer = torch.optim.AdamW([raw], fused=True)
-        return Work(optimizer.step, lambda: fill_gradients([raw]))
+        return Work(optimizer.step, lambda: _fill_gradients([raw]))
     grad = torch.rand(shape, device=device, dtype=dtype)
 
     @torch.no_grad()
@@ -220,14 +200,12 @@ def peak_in_child(name: str, config: BenchConfig, case: Case) -> int:
 
     They include Python, torch and the model's building. glibc returns every freed tensor to the system at once there,
     so that the peak is the memory in use.
-
-    Raises:
-        ChildProcessError: The process failed, or was ended from outside.
     """
     given = json.dumps({"name": name, "config": to_table(config), "case": case})
-    environment = {**os.environ, **_RETURN_FREED}
-    command = [sys.executable, "-c", _SCRIPT]
-    found = subprocess.run(command, input=given, capture_output=True, text=True, check=False, env=environment)
+    found = subprocess.run(
+        [sys.executable, "-c", _SCRIPT],
+        input=given, capture_output=True, text=True, check=False, env={**os.environ, **_RETURN_FREED},
+    )  # fmt: skip
     if found.returncode < 0:
         number = signal.Signals(-found.returncode).name
         raise ChildProcessError(f"{number} ended its process, most likely as memory ran out (try --no-memory)")

@@ -66,14 +66,7 @@ class Task(NamedTuple):
 
 
 def run_here(tasks: Sequence[Task], echo: Echo, progress: bool) -> Iterator[int]:
-    """Train one run after the other in this process, and yield the index of each task when it has ended.
-
-    `echo` takes the lines of the runs; with `progress` a bar replaces them on a terminal.
-
-    Raises:
-        ValueError, OSError: a run cannot go on.
-        Stopped: a signal came; the run was saved.
-    """
+    """Train one run after the other in this process, and yield the index of each task when it has ended."""
     from symexplin.lab.run import train
     from symexplin.lab.train import NonFiniteError
 
@@ -90,11 +83,8 @@ def run_here(tasks: Sequence[Task], echo: Echo, progress: bool) -> Iterator[int]
 def run_side_by_side(tasks: Sequence[Task], out: Path, jobs: int, echo: Echo) -> Iterator[int]:
     """Train `jobs` runs at a time, each in a process, and yield the index of each task when it has ended.
 
-    `echo` takes the lines of progress; the whole output of a process is in its log below `out`.
-
-    Raises:
-        ChildProcessError: a process failed; the message is its last line. The others were saved.
-        Stopped: a signal came; every run was saved.
+    `echo` takes the lines of progress; the whole output of a process is in its log below `out`. If a process fails, or
+    a signal comes, all runs are saved.
     """
     left = deque(enumerate(tasks))
     running: dict[int, tuple[Task, subprocess.Popen[bytes], TextIO]] = {}
@@ -166,12 +156,7 @@ def _reason(log: Path, status: int = 1) -> str:
 
 
 class TrainJob:
-    """A run as submitit executes it; `checkpoint` is called before the job is preempted or out of time.
-
-    Args:
-        command: trains the run.
-        summary: the file that shows that the run has ended.
-    """
+    """A run as submitit executes it: its command, and the file that shows that it has ended."""
 
     def __init__(self, command: Sequence[str], summary: Path) -> None:
         self._command, self._summary = list(command), summary
@@ -186,7 +171,7 @@ class TrainJob:
             sys.exit(status)
 
     def checkpoint(self) -> Any:
-        """Stop the run, which saves itself, and return what the requeued job executes."""
+        """Stop the run, which saves itself, before the job is preempted; return what the requeued job executes."""
         from submitit.helpers import DelayedSubmission
 
         os.kill(self._number, signal.SIGTERM)
@@ -214,13 +199,8 @@ def check_slurm() -> None:
 def run_as_jobs(tasks: Sequence[Task], out: Path, jobs: int, cluster: "ClusterConfig", echo: Echo) -> Iterator[int]:
     """Train each run as a job of Slurm, `jobs` at a time, and yield the index of each task when it has ended.
 
-    A job that an earlier comparison in the folder `out` has left, and that waits or runs, is not submitted again.
-
-    Raises:
-        ValueError: sbatch refused the jobs.
-        ChildProcessError: a job was cancelled or failed. The others go on.
-        ConnectionError: Slurm does not answer.
-        Stopped: a signal came. The jobs go on.
+    A job that an earlier comparison in the folder `out` has left, and that waits or runs, is not submitted again. Jobs
+    go on when another one fails, and when a signal comes.
     """
     if not tasks:
         return

@@ -41,8 +41,7 @@ MARKS = {CONFIG, ".symexplin-demo"}
 # Keys that a resumed comparison may change besides [compute]: paths (digests tell whether the files are the same),
 # logging, machine.
 _FREE = ("data", "train.weights", "log.", "cluster.", "compare.jobs", "compare.cluster")
-_CONFIRM = "compare.confirm_seeds"
-_GROWING = ("compare.arms", "compare.lrs", "compare.seeds", _CONFIRM)
+_GROWING = ("compare.arms", "compare.lrs", "compare.seeds", "compare.confirm_seeds")
 
 
 def compare_runs(
@@ -57,17 +56,15 @@ def compare_runs(
     """Train every arm at every learning rate and seed, and return the content of comparison.json.
 
     With `confirm_seeds` a second stage follows: each arm at its own best learning rate and at the baseline's, with each
-    of those seeds. It depends on the first stage alone.
-
-    With one job the runs are trained in this process; with several each has a process of its own, and on a cluster a
-    job. Under torchrun all processes call this, and together train one run after the other.
+    of those seeds. It depends on the first stage alone. Under torchrun all processes call this, and together train one
+    run after the other.
 
     Args:
         config: may leave values to the machine; the resolved one is saved.
         out: a new folder, or that of the comparison to resume.
         resume: keep finished runs and continue the others. Arms, learning rates and seeds may be added; paths, logging
-            and machine may change. If the best rates change, the second stage leaves out its runs at earlier ones. On a
-            CPU the results have the bits of an uninterrupted comparison, unless [compute] changes.
+            and machine may change. On a CPU the results have the bits of an uninterrupted comparison, unless [compute]
+            changes.
         echo: takes each line of the log, and the table at the end.
         progress: show a bar on a terminal instead of the lines of a run.
         cluster: "slurm" or "none"; None: as `config` says.
@@ -77,20 +74,6 @@ def compare_runs(
             did not stay finite at any learning rate, several jobs or a cluster under torchrun.
         OSError: the disk is full, a process or a job failed, ...
         Stopped: SIGTERM, SIGINT or SIGHUP came. Every run was saved; jobs of a cluster go on.
-
-    >>> import tempfile
-    >>> from symexplin.lab.compare.grid import GridConfig
-    >>> from symexplin.lab.config import TrainConfig
-    >>> from symexplin.lab.model import ModelConfig
-    >>> from symexplin.lab.data.prepare import PrepareConfig, prepare
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     _ = Path(folder, "text").write_bytes(b"one document" + bytes(1) + b"another document")
-    ...     _ = prepare(PrepareConfig((f"{folder}/text",), tokenizer="byte", workers=1), f"{folder}/tokens")
-    ...     model, train = ModelConfig(width=16, depth=1, heads=2, context=8), TrainConfig(steps=2, batch_size=2)
-    ...     config = CompareConfig(f"{folder}/tokens", model, train, compare=GridConfig(lrs=(0.01,), seeds=(0, 1)))
-    ...     found = compare_runs(config, f"{folder}/out")
-    >>> [(run["arm"], run["seed"]) for run in found["runs"]]
-    [('AdamW', 0), ('SEL', 0), ('AdamW', 1), ('SEL', 1)]
     """
     if cluster is not None:
         config = dataclasses.replace(config, compare=dataclasses.replace(config.compare, cluster=cluster))
@@ -138,13 +121,12 @@ def _opened(
     folder: Path, config: CompareConfig, corpus: Corpus, resume: bool, echo: Echo, ranks: Ranks
 ) -> CompareConfig:
     """Return the resolved configuration, saved, after all checks that need no training."""
-    saved = None
-    if (folder / CONFIG).exists():
-        if not resume:
-            raise ValueError(
-                f"out must be a new folder, got {str(folder)!r}, which has a comparison: add --resume to go on with it"
-            )
-        saved = build(CompareConfig, load_toml(folder / CONFIG))
+    there = (folder / CONFIG).exists()
+    if there and not resume:
+        raise ValueError(
+            f"out must be a new folder, got {str(folder)!r}, which has a comparison: add --resume to go on with it"
+        )
+    saved = build(CompareConfig, load_toml(folder / CONFIG)) if there else None
     config = _resolved(config, corpus.vocab_size, saved, ranks)
     if saved is not None:
         _check_same(folder, saved, config, corpus, echo)
@@ -195,7 +177,8 @@ def _check_same(folder: Path, saved: CompareConfig, config: CompareConfig, corpu
     changed: list[str] = []
     rounding: list[str] = []
     for key, (old, new) in differences(saved.table(), config.table()).items():
-        grown = key in _GROWING and set(old) <= {*new, *(config.compare.seeds if key == _CONFIRM else ())}
+        # A seed of the second stage may become one of the first.
+        grown = key in _GROWING and set(old) <= {*new, *(config.compare.seeds if "confirm" in key else ())}
         new_arm = key.startswith("arm.") and key.split(".")[1] not in saved.compare.arms
         if not (key.startswith(_FREE) or key.endswith(".train.weights") or grown or new_arm):
             kind = rounding if key.startswith("compute.") else changed
@@ -277,11 +260,7 @@ def _all_cells(folder: Path, config: CompareConfig) -> list[Cell]:
 
 
 def _run_of(folder: Path, cell: Cell) -> Run | None:
-    """Return the result of a run, or None if it has not ended.
-
-    Raises:
-        ValueError: a file of it is damaged or missing.
-    """
+    """Return the result of a run, or None if it has not ended."""
     path = folder / RUNS / cell.name
     if not (path / SUMMARY).exists():
         return None
@@ -298,9 +277,7 @@ def _of_a_run() -> Iterator[None]:
     """Add the remedy to the error of a missing or damaged file."""
     try:
         yield
-    except FileNotFoundError as error:
-        raise ValueError(f"{error.filename!r} is missing: remove that run's folder to train it again") from None
-    except ValueError as error:
+    except (FileNotFoundError, ValueError) as error:
         raise ValueError(f"{error}: remove that run's folder to train it again") from None
 
 

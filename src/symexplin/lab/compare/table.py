@@ -13,7 +13,7 @@ __all__ = ["Comparison", "Row", "Run", "best_lr", "chosen_lrs", "compare", "form
 
 @dataclass(frozen=True)
 class Run:
-    """The result of one run; `error` says why it ended early, if it did."""
+    """The result of one run, with (step, loss) of its evaluations; `error` says why it ended early, if it did."""
 
     arm: str
     lr: float
@@ -33,30 +33,24 @@ class Run:
 class Row:
     """One line of the table: an arm at a learning rate over `seeds`, each paired with the baseline's run of that seed.
 
-    Args:
-        arm, lr, seeds: which runs; without a best learning rate `lr` and every number are None.
-        finite: number of seeds at which the run stayed finite. `loss` and `spread` are None unless all did.
-        loss: mean final loss, nats per token.
-        spread: standard deviation of the final loss over the seeds (n - 1 degrees of freedom); None for one seed.
-        delta: mean of `deltas`; None unless both arms stayed finite at every seed.
-        deltas: loss minus the baseline's per seed; None where either run ended early.
-        speedup: mean over the seeds (:func:`symexplin.lab.evaluate.speedup`); None unless every seed has one.
-        reached: number of seeds at which an evaluation is at or below the baseline's final loss.
-        seconds, tokens_per_second: means over the runs that stayed finite; None if none did.
+    `finite` counts the seeds at which the run stayed finite. `loss` and `spread` (the standard deviation, n - 1 degrees
+    of freedom) are None unless all did, `delta` unless the baseline's did too, and `speedup` unless every seed has one.
+    `reached` counts the seeds with an evaluation at or below the baseline's final loss. `seconds` and
+    `tokens_per_second` are means over the finite runs. An arm without a best learning rate has `lr` None.
     """
 
     arm: str
     lr: float | None
     seeds: tuple[int, ...]
-    finite: int
-    loss: float | None
-    spread: float | None
-    delta: float | None
     deltas: tuple[float | None, ...]
-    speedup: float | None
-    reached: int
-    seconds: float | None
-    tokens_per_second: float | None
+    finite: int = 0
+    loss: float | None = None
+    spread: float | None = None
+    delta: float | None = None
+    speedup: float | None = None
+    reached: int = 0
+    seconds: float | None = None
+    tokens_per_second: float | None = None
 
 
 @dataclass(frozen=True)
@@ -74,31 +68,24 @@ class Comparison:
     confirm_seeds: tuple[int, ...] = ()
 
 
-def best_lr(runs: Sequence[Run], arm: str) -> float | None:
-    """Return the learning rate of an arm's lowest mean final loss, or None if at none every seed stayed finite.
+def _mean(values: Sequence[float | None]) -> float | None:
+    """Return the mean, or None if a value is missing or there is none."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known and len(known) == len(values) else None
 
-    >>> best_lr([Run("A", lr, 0, ((9, loss),), 1.0, 1.0) for lr, loss in ((0.1, 2.0), (0.2, 1.5))], "A")
-    0.2
-    """
+
+def best_lr(runs: Sequence[Run], arm: str) -> float | None:
+    """Return the learning rate of an arm's lowest mean final loss, or None if at none every seed stayed finite."""
     means = {}
     for lr in dict.fromkeys(run.lr for run in runs if run.arm == arm):
-        losses = [run.final_loss for run in runs if (run.arm, run.lr) == (arm, lr)]
-        finite = [loss for loss in losses if loss is not None]
-        if len(finite) == len(losses):
-            means[lr] = statistics.fmean(finite)
+        mean = _mean([run.final_loss for run in runs if (run.arm, run.lr) == (arm, lr)])
+        if mean is not None:
+            means[lr] = mean
     return min(means, key=means.__getitem__) if means else None
 
 
 def chosen_lrs(runs: Sequence[Run], baseline: str) -> dict[str, tuple[float, ...]]:
-    """Return the learning rates at which each arm is compared: the baseline's best one, and its own.
-
-    Raises:
-        ValueError: the baseline has no learning rate at which every seed stayed finite.
-
-    >>> ends = {("A", 0.1): 2.0, ("A", 0.2): 3.0, ("B", 0.1): 2.5, ("B", 0.2): 1.0}
-    >>> chosen_lrs([Run(arm, lr, 0, ((9, loss),), 1.0, 1.0) for (arm, lr), loss in ends.items()], "A")
-    {'A': (0.1,), 'B': (0.1, 0.2)}
-    """
+    """Return the learning rates at which each arm is compared: the baseline's best one, and its own."""
     shared = best_lr(runs, baseline)
     if shared is None:
         tried = " ".join(f"{lr:g}" for lr in sorted({run.lr for run in runs}))
@@ -113,37 +100,28 @@ def chosen_lrs(runs: Sequence[Run], baseline: str) -> dict[str, tuple[float, ...
 def compare(runs: Sequence[Run], baseline: str, confirm_seeds: Sequence[int] = ()) -> Comparison:
     """Compare all arms with `baseline`, at the baseline's best learning rate and each at its own best.
 
-    Args:
-        runs: in any order; every arm at the same learning rates and seeds.
-        baseline: the arm that the others are compared with.
-        confirm_seeds: seeds that do not choose the learning rates. Their runs at others than the chosen ones
-            (:func:`chosen_lrs`) are left out.
-
-    Raises:
-        ValueError: the baseline has no learning rate at which every seed stayed finite.
+    Runs may be in any order. Those of `confirm_seeds` at other learning rates than the chosen ones are left out.
 
     >>> runs = [Run("A", 0.1, 0, ((0, 3.0), (10, 2.0)), 1.0, 1.0), Run("B", 0.1, 0, ((0, 3.0), (10, 1.5)), 1.0, 1.0)]
     >>> [(row.arm, row.delta, row.speedup) for row in compare(runs, "A").shared]
     [('A', 0.0, 1.0), ('B', -0.5, 1.5)]
     """
     first = [run for run in runs if run.seed not in confirm_seeds]
-    lrs = tuple(sorted({run.lr for run in first}))
-    seeds = tuple(dict.fromkeys(run.seed for run in first))
     found = {(run.arm, run.lr, run.seed): run for run in runs}
     arms = dict.fromkeys([baseline, *(run.arm for run in runs)])
     (shared_lr,) = chosen_lrs(first, baseline)[baseline]
-    seeds = (*seeds, *confirm_seeds)
+    seeds = (*dict.fromkeys(run.seed for run in first), *confirm_seeds)
 
     def row(arm: str, lr: float | None) -> Row:
         if lr is None:
-            return Row(arm, None, seeds, 0, None, None, None, (None,) * len(seeds), None, 0, None, None)
+            return Row(arm, None, seeds, deltas=(None,) * len(seeds))
         return _row([found[arm, lr, seed] for seed in seeds], [found[baseline, shared_lr, seed] for seed in seeds])
 
     return Comparison(
         shared_lr=shared_lr,
         shared=tuple(row(arm, shared_lr) for arm in arms),
         best=tuple(row(arm, best_lr(first, arm)) for arm in arms),
-        lrs=lrs,
+        lrs=tuple(sorted({run.lr for run in first})),
         seeds=seeds,
         confirm_seeds=tuple(confirm_seeds),
     )
@@ -153,37 +131,38 @@ def _row(runs: Sequence[Run], references: Sequence[Run]) -> Row:
     """Return the row of an arm's runs at one learning rate, each with the baseline's run of its seed."""
     finished = [run for run in runs if not run.error]
     losses = [run.evals[-1][1] for run in finished]
-    together = list(zip(runs, references, strict=True))
-    pairs = [(run.evals, base.evals) for run, base in together if not run.error and not base.error]
-    gains = [gain for evals, base in pairs if (gain := speedup(base, evals)) is not None]
-    deltas = [
-        None if run.error or base.error else run.evals[-1][1] - base.evals[-1][1] for run, base in together
+    pairs = [
+        None if run.error or base.error else (run.evals, base.evals)
+        for run, base in zip(runs, references, strict=True)
     ]  # fmt: skip
-    whole = len(finished) == len(runs)
+    deltas = tuple(pair and pair[0][-1][1] - pair[1][-1][1] for pair in pairs)
+    loss = _mean([run.final_loss for run in runs])
     return Row(
         arm=runs[0].arm,
         lr=runs[0].lr,
         seeds=tuple(run.seed for run in runs),
+        deltas=deltas,
         finite=len(finished),
-        loss=statistics.fmean(losses) if whole else None,
-        spread=statistics.stdev(losses) if whole and len(losses) > 1 else None,
-        delta=statistics.fmean(delta for delta in deltas if delta is not None) if len(pairs) == len(runs) else None,
-        deltas=tuple(deltas),
-        speedup=statistics.fmean(gains) if len(gains) == len(runs) else None,
-        reached=sum(min(loss for _, loss in evals) <= base[-1][1] for evals, base in pairs),
-        seconds=statistics.fmean(run.seconds for run in finished) if finished else None,
-        tokens_per_second=statistics.fmean(run.tokens_per_second for run in finished) if finished else None,
+        loss=loss,
+        spread=statistics.stdev(losses) if loss is not None and len(losses) > 1 else None,
+        delta=_mean(deltas),
+        speedup=_mean([pair and speedup(pair[1], pair[0]) for pair in pairs]),
+        reached=sum(min(loss for _, loss in pair[0]) <= pair[1][-1][1] for pair in pairs if pair),
+        seconds=_mean([run.seconds for run in finished]),
+        tokens_per_second=_mean([run.tokens_per_second for run in finished]),
     )
 
 
 def headline(comparison: Comparison) -> list[str]:
     """Return the result in sentences, the same for a loss as for a gain."""
     baseline, *others = comparison.shared
+    confirming = len(comparison.confirm_seeds)
+    chosen = comparison.seeds[: len(comparison.seeds) - confirming]
     sentences = []
     for row, best in zip(others, comparison.best[1:], strict=True):
         sentences.append(f"At {baseline.arm}'s best learning rate, {baseline.lr:g}, {_verdict(row, baseline)}.")
         if best.loss is None:
-            every = " in every seed" if len(comparison.seeds) - len(comparison.confirm_seeds) > 1 else ""
+            every = " in every seed" if len(chosen) > 1 else ""
             sentences.append(f"No learning rate tried kept {row.arm} finite{every}.")
         elif best.lr == row.lr:
             sentences.append(f"That is the best learning rate of {row.arm} too.")
@@ -195,11 +174,10 @@ def headline(comparison: Comparison) -> list[str]:
             sentences.append(f"The best learning rate of {row.arm} is the {side} tried: a wider sweep may find better.")
     if len(comparison.seeds) == 1:
         sentences.append("One seed is no evidence: the difference may be due to the draw.")
-    if comparison.confirm_seeds:
-        chosen = comparison.seeds[: -len(comparison.confirm_seeds)]
-        rest = _numbered(comparison.confirm_seeds)
+    if confirming:
         sentences.append(
-            f"The learning rates were chosen by {_numbered(chosen)} alone; {rest} ran at those rates only."
+            f"The learning rates were chosen by {_numbered(chosen)} alone; "
+            f"{_numbered(comparison.confirm_seeds)} ran at those rates only."
         )
     return sentences
 

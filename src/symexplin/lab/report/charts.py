@@ -71,14 +71,9 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Line:
-    """A line or points, with an optional band.
+    """A line with an optional band (lower and upper edge); a label of "" leaves it out of the legend.
 
-    Args:
-        label: for the legend; "" leaves it out.
-        x, y: coordinates of the points.
-        style: number of the colour, dashes and marker.
-        band: lower and upper edge.
-        kind: "line", "faint" (a thin line behind others), "points" (no line) or "guide" (dashed, grey).
+    `style` numbers colour, dashes and marker; `kind` is "line", "faint" (thin), "points" or "guide" (dashed, grey).
     """
 
     label: str
@@ -99,16 +94,7 @@ def chart(
     ticks: Sequence[float] | None = None,
     small: bool = False,
 ) -> Markup:
-    """Return a chart of lines.
-
-    Args:
-        lines, log, limits, ticks: see :func:`draw_chart`.
-        x_label, y_label: labels of the axes, with units.
-        small: for a chart in a narrow column.
-
-    >>> chart([Line("loss", [0, 1], [3.0, 2.0])], "steps", "loss (nats)").count("<svg")
-    1
-    """
+    """Return a chart of lines, see :func:`draw_chart`; a small one is for a narrow column."""
 
     def draw(axes: Axes) -> None:
         draw_chart(axes, lines, log=log, limits=limits, ticks=ticks)
@@ -126,19 +112,9 @@ def draw_chart(
     limits: tuple[float, float] | None = None,
     ticks: Sequence[float] | None = None,
 ) -> None:
-    """Draw lines into axes, without labels and legend.
+    """Draw lines into axes, without labels and legend; `limits` are of the y axis, `ticks` of the x axis.
 
-    Args:
-        axes: to draw into.
-        lines: later ones lie over earlier ones.
-        log: the logarithmic axes: "", "x", "y" or "xy".
-        limits: of the y axis.
-        ticks: of the x axis.
-
-    >>> axes = Figure().add_subplot()
-    >>> draw_chart(axes, [Line("loss", [0, 1], [3.0, 2.0])], log="y")
-    >>> axes.get_yscale()
-    'log'
+    `log` names the logarithmic axes: "", "x", "y" or "xy".
     """
     for line in lines:
         _plot(axes, line)
@@ -177,11 +153,7 @@ def _plot(axes: Axes, line: Line) -> None:
 
 
 def histogram(series: Mapping[str, tuple[ArrayLike, ArrayLike]], x_label: str, y_label: str, bins: int = 121) -> Markup:
-    """Return outlines of histograms, see :func:`draw_histogram`; the labels of the axes have units.
-
-    >>> histogram({"weights": ([0.5, -1.0], [1.0, 1.0])}, "weight", "count").count("<svg")
-    1
-    """
+    """Return outlines of histograms, see :func:`draw_histogram`."""
 
     def draw(axes: Axes) -> None:
         draw_histogram(axes, series, bins)
@@ -192,17 +164,9 @@ def histogram(series: Mapping[str, tuple[ArrayLike, ArrayLike]], x_label: str, y
 
 
 def draw_histogram(axes: Axes, series: Mapping[str, tuple[ArrayLike, ArrayLike]], bins: int = 121) -> None:
-    """Draw outlines of histograms over common bins, with a logarithmic count, without labels and legend.
+    """Draw outlines of histograms over common bins, of {label: (values, the count of each value)}.
 
-    Args:
-        axes: to draw into.
-        series: label -> (values, the count of each value).
-        bins: an odd number puts a bin around zero.
-
-    >>> axes = Figure().add_subplot()
-    >>> draw_histogram(axes, {"weights": ([0.5, -1.0], [1.0, 1.0])})
-    >>> len(axes.patches)  # the outline, and the tint below it
-    2
+    The count is logarithmic. An odd number of bins puts one around zero.
     """
     top = max(float(np.abs(np.asarray(values)).max()) for values, _ in series.values()) or 1.0
     for index, (label, (values, counts)) in enumerate(series.items()):
@@ -213,13 +177,7 @@ def draw_histogram(axes: Axes, series: Mapping[str, tuple[ArrayLike, ArrayLike]]
 
 
 def outline(axes: Axes, heights: ArrayLike, edges: ArrayLike, label: str, style: int, filled: bool = False) -> None:
-    """Draw the outline of a histogram in the colour and dashes of `style`, with a light tint inside if `filled`.
-
-    >>> axes = Figure().add_subplot()
-    >>> outline(axes, [1.0, 2.0], [0.0, 0.5, 1.0], "weights", 0)
-    >>> axes.patches[0].get_data().values.tolist()
-    [1.0, 2.0]
-    """
+    """Draw the outline of a histogram in the colour and dashes of `style`, with a light tint inside if `filled`."""
     colour, dashes = COLOURS[style % len(COLOURS)], DASHES[style % len(DASHES)]
     axes.stairs(heights, edges, color=colour, linestyle=dashes, linewidth=1.6, label=label, baseline=None)
     if filled:
@@ -252,9 +210,6 @@ def late_limits(lines: Iterable[Line], share: float = 0.2) -> tuple[float, float
     """Return limits of the y axis for the values after the first `share` of the x axis.
 
     The first losses of a run would hide all differences.
-
-    >>> late_limits([Line("loss", [0, 50, 100], [9.0, 3.0, 2.0])])
-    (1.95, 3.05)
     """
     late: list[float] = []
     for line in lines:

@@ -11,15 +11,7 @@ from numpy.typing import ArrayLike
 from symexplin.lab.report.charts import Floats, Line, chart, histogram, late_limits
 from symexplin.lab.report.probe import LIMIT, Probe, RoleWeights, RunRecord, map_shape
 
-__all__ = [
-    "Figure",
-    "Section",
-    "Sweep",
-    "comparison_figures",
-    "run_sections",
-    "smooth",
-    "sweep_lines",
-]
+__all__ = ["Figure", "Section", "Sweep", "comparison_figures", "run_sections", "smooth", "sweep_lines"]
 
 _FIRST = 0.02  # the share of the steps that may leave a chart: the first losses would hide the rest
 _EVALUATIONS = 4  # a curve with fewer evaluations is shown whole
@@ -52,13 +44,7 @@ class Section(NamedTuple):
 
 
 def run_sections(run: RunRecord, weights: Probe | None) -> list[Section]:
-    """Return the figures of a run; without `weights` those of its records alone.
-
-    >>> from pathlib import Path
-    >>> from symexplin.lab.config import RunConfig
-    >>> run_sections(RunRecord(Path(), RunConfig("data"), {}, [], [], [], None), None)
-    []
-    """
+    """Return the figures of a run; without `weights` those of its records alone."""
     scales = _trajectories(run)
     band = "Mean over all curved weights, with a band of one standard deviation, at each evaluation." if scales else ""
     sections = [
@@ -103,10 +89,7 @@ def _learning(run: RunRecord) -> list[Figure]:
             "Loss on the training batches and on held-out text; the first losses may leave the chart.",
         ),
         Figure(chart([Line("weights", step, lr)], _STEPS, "learning rate"), "Learning rate of the weights."),
-        Figure(
-            chart(norms, _STEPS, "gradient norm (log scale)", log="y"),
-            "Norm of the gradient before clipping.",
-        ),
+        Figure(chart(norms, _STEPS, "gradient norm (log scale)", log="y"), "Norm of the gradient before clipping."),
     ]
 
 
@@ -116,11 +99,7 @@ def _line(label: str, points: Sequence[tuple[float, float]], style: int = 0, kin
 
 
 def smooth(y: ArrayLike, window: int) -> Floats:
-    """Return the mean of up to `window` values around each value, fewer at the ends.
-
-    >>> smooth([0.0, 3.0, 6.0, 0.0], 3).tolist()
-    [1.5, 3.0, 3.0, 3.0]
-    """
+    """Return the mean of up to `window` values around each value, fewer at the ends."""
     ys = np.asarray(y, dtype=float)
     window = min(window, len(ys))
     total, count = (np.convolve(values, np.ones(window), "same") for values in (ys, np.ones(len(ys))))
@@ -212,11 +191,7 @@ def _shape(role: str, weights: RoleWeights) -> Figure:
 
 
 def comparison_figures(found: Mapping[str, Any]) -> list[Figure]:
-    """Return the curves and the learning-rate sweep of a comparison.
-
-    Args:
-        found: the content of comparison.json, of which "runs" and "comparison" are read.
-    """
+    """Return the curves and the learning-rate sweep of the comparison in a comparison.json."""
     comparison, runs = found["comparison"], found["runs"]
     arms = [row["arm"] for row in comparison["shared"]]
     shared = dict.fromkeys(arms, comparison["shared_lr"])
@@ -267,10 +242,6 @@ def sweep_lines(runs: list[dict[str, Any]], sweeps: Sequence[Sweep]) -> list[Lin
     """Return the final losses over the learning rates: one line per arm, and points where an arm has several seeds.
 
     An arm without a finite run has an empty line whose label says so.
-
-    Args:
-        runs: of comparison.json.
-        sweeps: the arms to show.
     """
     lrs = sorted({run["lr"] for run in runs})
     lines = []

@@ -39,10 +39,6 @@ def report(folder: str | Path, echo: Echo = lambda _: None) -> Path:
 
     Raises:
         FileNotFoundError, ValueError: no such folder, another kind of folder, a file that cannot be read.
-
-    >>> report("no/such/folder")
-    Traceback (most recent call last):
-    FileNotFoundError: folder must be that of a run or of a comparison, got 'no/such/folder', which is no folder
     """
     path = Path(folder)
     wanted = f"folder must be that of a run or of a comparison, got {str(folder)!r}"
@@ -56,14 +52,7 @@ def report(folder: str | Path, echo: Echo = lambda _: None) -> Path:
 
 
 def report_run(folder: str | Path, echo: Echo = lambda _: None) -> Path:
-    """Write `report.html` into the folder of a run, also while it trains, and return its path.
-
-    Nothing else is written or locked. The weights are those of the newest intact checkpoint. What cannot be read of
-    the records becomes a warning on the page.
-
-    Raises:
-        FileNotFoundError, ValueError: no run there, a damaged configuration, no intact checkpoint.
-    """
+    """Write `report.html` into the folder of a run, also while it trains; what cannot be read becomes a warning."""
     sample = Path(folder) / _SAMPLE
     with reading(folder):
         run = read_run(folder)
@@ -88,11 +77,7 @@ def report_run(folder: str | Path, echo: Echo = lambda _: None) -> Path:
 
 
 def report_comparison(folder: str | Path) -> Path:
-    """Write `report.html` into the folder of a finished comparison, and return its path.
-
-    Raises:
-        FileNotFoundError, ValueError: an unfinished comparison, or a file that cannot be read.
-    """
+    """Write `report.html` into the folder of a finished comparison, and return its path."""
     path = Path(folder)
     if not (path / COMPARISON).exists():
         raise FileNotFoundError(
@@ -117,16 +102,7 @@ def report_comparison(folder: str | Path) -> Path:
 
 @contextlib.contextmanager
 def reading(path: str | Path) -> Iterator[None]:
-    """Turn the error of a missing key into a ValueError that names the file or folder.
-
-    Raises:
-        ValueError: a key is missing.
-
-    >>> with reading("runs/c"):
-    ...     {"runs": []}["maps"]
-    Traceback (most recent call last):
-    ValueError: 'runs/c' is damaged, or of another version of symexplin: it lacks 'maps'
-    """
+    """Turn the error of a missing key into a ValueError that names the file or folder."""
     try:
         yield
     except (KeyError, jinja2.UndefinedError) as error:
@@ -134,14 +110,7 @@ def reading(path: str | Path) -> Iterator[None]:
 
 
 def write_page(folder: Path, template: str, package: str = __package__, **values: Any) -> Path:
-    """Render a template into the report.html of a folder, and return its path.
-
-    Args:
-        folder: of the page.
-        template: name of a file in `package`; it may include and extend the templates of this package.
-        package: of the template.
-        values: of the template's variables.
-    """
+    """Render a template of `package` into the report.html of a folder; it may extend the templates of this package."""
     loaders = [jinja2.PackageLoader(name, ".") for name in dict.fromkeys((package, __package__))]
     environment = jinja2.Environment(
         loader=jinja2.ChoiceLoader(loaders), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True

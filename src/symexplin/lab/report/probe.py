@@ -59,14 +59,7 @@ class RunRecord:
 
 
 def read_run(folder: str | Path) -> RunRecord:
-    """Return the records of a run. Nothing is locked, so the run may go on.
-
-    Lines of metrics.jsonl and timing.jsonl that are damaged or missing become warnings.
-
-    Raises:
-        FileNotFoundError: no run there.
-        ValueError: another file that cannot be read.
-    """
+    """Return the records of a run, which may go on meanwhile; damaged and missing lines become warnings."""
     folder = Path(folder)
     config = build_config(RunConfig, load_toml(folder / CONFIG))
     facts = read_json(folder / FACTS)
@@ -91,13 +84,12 @@ def read_run(folder: str | Path) -> RunRecord:
 def _missing(run: RunRecord) -> list[str]:
     """Return what metrics.jsonl lacks: updates, or the last evaluation of a finished run."""
     steps = (run.summary or {}).get("steps")
-    wanted, where = steps or run.step, repr(str(run.folder / METRICS))
-    lacking = (
-        [] if len(run.updates) == wanted else [f"{where} is damaged: it has {len(run.updates)} of {wanted} updates"]
-    )
+    wanted, lacking = steps or run.step, []
+    if len(run.updates) != wanted:
+        lacking.append(f"{len(run.updates)} of {wanted} updates")
     if steps is not None and (not run.evaluations or run.evaluations[-1]["step"] != steps):
-        lacking.append(f"{where} is damaged: it has no evaluation after step {steps}")
-    return lacking
+        lacking.append(f"no evaluation after step {steps}")
+    return [f"{str(run.folder / METRICS)!r} is damaged: it has {what}" for what in lacking]
 
 
 @dataclass(frozen=True)
@@ -136,15 +128,7 @@ def probe(run: RunRecord, echo: Echo = lambda _: None) -> Probe | None:
     """Return the weights at the newest intact checkpoint and at the start; None before the first checkpoint.
 
     The start is drawn again from the configuration. The probe has the curved matrices of a curved model, and the
-    matrices of the blocks of another one. Large matrices are sampled with a fixed seed. A finished run without
-    checkpoints has effective weights only.
-
-    Args:
-        run: of :func:`read_run`.
-        echo: receives a warning for each damaged checkpoint that is passed over.
-
-    Raises:
-        ValueError: all checkpoints are damaged.
+    matrices of the blocks of another one. A finished run without checkpoints has effective weights only.
     """
     # On the CPU, wherever the run trains.
     config = dataclasses.replace(run.config, compute=dataclasses.replace(run.config.compute, device="cpu"))
@@ -238,39 +222,20 @@ def _joined(parts: list[RoleWeights]) -> RoleWeights:
 
 
 def map_curves(weights: RoleWeights, raw: Tensor, places: Tensor) -> Tensor:
-    """Return the map of a role at `raw`, one row for the scales of each of the positions `places`.
-
-    Raises:
-        ValueError: ordinary weights.
-
-    >>> curved = RoleWeights(1, *torch.zeros(2, 1), Form("exp_only", 2.0), torch.ones(1), Scales(kappa=2.0))
-    >>> map_curves(curved, torch.tensor([0.0, 1.0]), torch.tensor([0, 0])).shape
-    torch.Size([2, 2])
-    """
-    if weights.form is None or weights.scales is None:
-        raise ValueError("weights must be those of a curved role, got ordinary ones")
+    """Return the map of a role at `raw`, one row for the scales of each of the positions `places`."""
+    assert weights.form is not None
+    assert weights.scales is not None
     scales = (v[places, None].double() if isinstance(v, Tensor) else v for v in weights.scales)
     # A scale may be one number for all positions.
     return forward(weights.form, raw.expand(len(places), -1), Scales(*scales))  # type: ignore[arg-type]
 
 
 def map_shape(weights: RoleWeights, points: int = 81, positions: int = 2000) -> MapShape:
-    """Return the shape of the map of a role over the range of its raw weights.
+    """Return the shape of the map of a curved role over the range of its raw weights.
 
-    Args:
-        weights: of a curved role.
-        points: number of raw weights in the range.
-        positions: number of evenly spread positions whose scales are used.
-
-    Raises:
-        ValueError: ordinary weights.
-
-    >>> curved = RoleWeights(1, *torch.zeros(2, 1), Form("exp_only", 2.0), torch.ones(1), Scales(kappa=2.0))
-    >>> [round(float(line[-1]), 4) for line in map_shape(curved)]  # at 1: expm1(2)/2
-    [1.0, 3.1945, 3.1945, 3.1945]
+    The scales are those of evenly spread positions.
     """
-    if weights.raw is None:
-        raise ValueError("weights must be those of a curved role, got ordinary ones")
+    assert weights.raw is not None
     top = float(weights.raw.abs().max())
     raw = torch.linspace(-top, top, points, dtype=torch.float64)
     values = map_curves(weights, raw, torch.arange(0, len(weights.raw), max(1, len(weights.raw) // positions)))
