@@ -154,12 +154,12 @@ def _resolved(config: CompareConfig, vocab_size: int, saved: CompareConfig | Non
     elif compute.threads is None and jobs > 1:
         compute = dataclasses.replace(compute, threads=max(1, cores() // jobs))
     config = dataclasses.replace(config, compute=compute)
-    resolved = resolve(config.run(config.compare.cells()[0]), vocab_size, processes)
+    resolved = resolve(config.example(config.compare.baseline), vocab_size, processes)
     compute = resolved.compute
     return dataclasses.replace(
         config,
         data=resolved.data,
-        # The first arm's own changes stay its own.
+        # The baseline's own changes stay its own.
         model=dataclasses.replace(config.model, vocab_size=vocab_size),
         train=dataclasses.replace(config.train, weights=absolute(config.train.weights)),
         compute=dataclasses.replace(compute, device=device) if _on_cluster(config) else compute,
@@ -174,16 +174,14 @@ def _with_absolute_weights(arm: dict[str, Any]) -> dict[str, Any]:
 
 def _check_same(folder: Path, saved: CompareConfig, config: CompareConfig, corpus: Corpus, echo: Echo) -> None:
     """Raise ValueError if the runs in the folder are not those of `config`."""
-    changed: list[str] = []
-    rounding: list[str] = []
+    found = {}
     for key, (old, new) in differences(saved.table(), config.table()).items():
         # A seed of the second stage may become one of the first.
         grown = key in _GROWING and set(old) <= {*new, *(config.compare.seeds if "confirm" in key else ())}
         new_arm = key.startswith("arm.") and key.split(".")[1] not in saved.compare.arms
         if not (key.startswith(_FREE) or key.endswith(".train.weights") or grown or new_arm):
-            kind = rounding if key.startswith("compute.") else changed
-            kind.append(f"{key} is {old!r} there, {new!r} now")
-    if changed:
+            found[key] = f"{key} is {old!r} there, {new!r} now"
+    if changed := [text for key, text in found.items() if not key.startswith("compute.")]:
         raise ValueError(f"{folder} has a comparison of another configuration: {'; '.join(changed)}")
     digest = functools.cache(digest_of)
     for path in folder.glob(f"{RUNS}/*/{FACTS}"):
@@ -193,8 +191,8 @@ def _check_same(folder: Path, saved: CompareConfig, config: CompareConfig, corpu
             raise ValueError(f"data must be those of the runs in {folder}, got {config.data!r} with other tokens")
         if (arm := path.parent.name.rpartition("-lr")[0]) in config.compare.arms:
             check_weights(path.parent, facts, config.example(arm).train.weights, digest)
-    if rounding:
-        echo(f"{'; '.join(rounding)}: the numbers of runs that have not ended go on with other rounding")
+    if found:
+        echo(f"{'; '.join(found.values())}: the numbers of runs that have not ended go on with other rounding")
 
 
 def _check_arm(config: CompareConfig, arm: str, vocab_size: int) -> None:
@@ -230,18 +228,16 @@ def _train(folder: Path, config: CompareConfig, stage: int, echo: Echo, progress
 
 def _left(folder: Path, config: CompareConfig, stage: int, echo: Echo) -> list[tuple[Cell, Task]]:
     """Return the runs of a stage that have not ended, telling of the others."""
-    cells, before, total = config.compare.cells(), 0, config.compare.most_runs
+    grid, start = config.compare, 1
+    cells, total = grid.cells(), grid.most_runs
     if stage == 2:
-        whole = _all_cells(folder, config)
-        before, total = len(cells), len(whole)
-        cells = whole[before:]
-        rates: dict[str, list[str]] = {}
-        for cell in cells[: len(cells) // len(config.compare.confirm_seeds)]:
-            rates.setdefault(cell.arm, []).append(f"{cell.lr:g}")
-        told = "; ".join(f"{arm} at {' and '.join(lrs)}" for arm, lrs in rates.items())
+        chosen = _chosen(folder, config)
+        start, cells = len(cells) + 1, grid.confirmations(chosen)
+        total = start - 1 + len(cells)
+        told = "; ".join(f"{arm} at {' and '.join(f'{lr:g}' for lr in chosen[arm])}" for arm in grid.arms)
         echo(f"to confirm with {len(cells)} runs: {told}")
     left: list[tuple[Cell, Task]] = []
-    for number, cell in enumerate(cells, start=before + 1):
+    for number, cell in enumerate(cells, start):
         label = f"{number}/{total} {cell.arm} lr {cell.lr:g} seed {cell.seed}"
         if (found := _run_of(folder, cell)) is None:
             left.append((cell, Task(label, config.run(cell), folder / RUNS / cell.name)))
@@ -250,13 +246,10 @@ def _left(folder: Path, config: CompareConfig, stage: int, echo: Echo) -> list[t
     return left
 
 
-def _all_cells(folder: Path, config: CompareConfig) -> list[Cell]:
-    """Return the runs of the first stage, which have ended, and those of the second at the best learning rates."""
-    cells, grid = config.compare.cells(), config.compare
-    if not grid.confirm_seeds:
-        return cells
-    runs = [run for cell in cells if (run := _run_of(folder, cell)) is not None]
-    return cells + grid.confirmations(chosen_lrs(runs, grid.baseline))
+def _chosen(folder: Path, config: CompareConfig) -> dict[str, tuple[float, ...]]:
+    """Return the learning rates of each arm that the first stage, which has ended, chose."""
+    runs = [run for cell in config.compare.cells() if (run := _run_of(folder, cell)) is not None]
+    return chosen_lrs(runs, config.compare.baseline)
 
 
 def _run_of(folder: Path, cell: Cell) -> Run | None:
@@ -292,9 +285,10 @@ def _conclude(folder: Path, config: CompareConfig, corpus: Corpus, echo: Echo) -
     """Compare the runs, all ended, and write comparison.json and the report."""
     from symexplin.lab.report.pages import report_comparison  # matplotlib takes its time
 
-    cells, confirming = _all_cells(folder, config), config.compare.confirm_seeds
+    grid = config.compare
+    cells = grid.cells() + grid.confirmations(_chosen(folder, config))
     runs = [run for cell in cells if (run := _run_of(folder, cell)) is not None]
-    comparison = compare(runs, config.compare.baseline, confirming)
+    comparison = compare(runs, grid.baseline, grid.confirm_seeds)
     summaries = [read_json(folder / RUNS / cell.name / SUMMARY) for cell in cells]
     content: dict[str, Any] = {
         "headline": headline(comparison),
@@ -303,12 +297,12 @@ def _conclude(folder: Path, config: CompareConfig, corpus: Corpus, echo: Echo) -
             {
                 **dataclasses.asdict(run),
                 "final_loss": run.final_loss,
-                "stage": 2 if run.seed in confirming else 1,
+                "stage": 2 if run.seed in grid.confirm_seeds else 1,
                 "folder": f"{RUNS}/{cell.name}",
             }
             for run, cell in zip(runs, cells, strict=True)
         ],
-        "maps": {arm: _map(config, arm) for arm in config.compare.arms},
+        "maps": {arm: _map(config, arm) for arm in grid.arms},
         "corpus": {
             "train_tokens": len(corpus.train),
             "valid_tokens": len(corpus.valid),

@@ -20,7 +20,7 @@ _POSITIONS = 2000  # positions per role whose scales show the shape of the map
 _SCALES = {
     "e": "exponential scale e",
     "l": "linear scale l",
-    "kappa": "curvature κ",
+    "kappa": "curvature κ (1/weight)",
     "n": "offset n",
     "s": "overall scale s",
 }
@@ -107,54 +107,48 @@ def smooth(y: ArrayLike, window: int) -> Floats:
 
 
 def _pace(run: RunRecord) -> list[Figure]:
-    figures = []
     timed = [(r["step"], r["tokens_per_second"]) for r in run.timing if "tokens_per_second" in r]
-    if timed:
-        line = _line("since the previous evaluation", timed)
-        top = 1.1 * max(pace for _, pace in timed)
-        figures.append(Figure(chart([line], _STEPS, "tokens/s", limits=(0.0, top)), "Training tokens per second."))
-    names = {"memory_bytes": "process", "device_peak_bytes": "device, peak"}
-    lines = []
-    for index, (key, label) in enumerate(names.items()):
-        points = [(record["step"], record[key] / 2**20) for record in run.timing if key in record]
-        lines += [_line(label, points, style=index)] if points else []
-    if lines:
-        top = 1.1 * max(np.max(line.y) for line in lines)
-        svg = chart(lines, _STEPS, "memory (MiB)", limits=(0.0, top))
-        figures.append(Figure(svg, "Memory in use at each evaluation."))
-    return figures
+    memory = [
+        _line(label, [(r["step"], r[key] / 2**20) for r in run.timing if key in r], style)
+        for style, (key, label) in enumerate((("memory_bytes", "process"), ("device_peak_bytes", "device, peak")))
+    ]
+    return [
+        *_from_zero([_line("since the previous evaluation", timed)], "tokens/s", "Training tokens per second."),
+        *_from_zero(memory, "memory (MiB)", "Memory in use at each evaluation."),
+    ]
+
+
+def _from_zero(lines: Sequence[Line], y_label: str, caption: str) -> list[Figure]:
+    """Return a chart over the steps of the lines that have points; none without such a line."""
+    drawn = [line for line in lines if np.size(line.x)]
+    top = 1.1 * max((float(np.max(line.y)) for line in drawn), default=0.0)
+    return [Figure(chart(drawn, _STEPS, y_label, limits=(0.0, top or 1.0)), caption)] if drawn else []
 
 
 def _trajectories(run: RunRecord) -> list[Figure]:
-    found = {}
+    found = [(record["step"], record.get("stats", {})) for record in run.evaluations]
+    lines = {}
     for role, name in _SCALES.items():
         points = [
-            (record["step"], record["stats"][f"{role}/mean"], record["stats"][f"{role}/std"])
-            for record in run.evaluations
-            if f"{role}/mean" in record.get("stats", {})
+            (step, stats[f"{role}/mean"], stats[f"{role}/std"]) for step, stats in found if f"{role}/mean" in stats
         ]
         if points:
             step, mean, std = np.array(points).T
-            label = name + (" (1/weight)" if role == "kappa" else "")
-            found[name] = label, Line("mean ± standard deviation", step, mean, band=(mean - std, mean + std))
-    small = len(found) > _ABREAST
+            lines[name] = Line("mean ± standard deviation", step, mean, band=(mean - std, mean + std))
+    small = len(lines) > _ABREAST
     return [
-        Figure(chart([line], _STEPS, label, small=small), f"The {name} during training.")
-        for name, (label, line) in found.items()
+        Figure(chart([line], _STEPS, name, small=small), f"The {name} during training.") for name, line in lines.items()
     ]
 
 
 def _tails(run: RunRecord) -> list[Figure]:
-    figures = []
+    figures: list[Figure] = []
     for key, factor, label, caption in (
         ("tail/fraction", 100.0, "weights with κ|w| > 1 (%)", "Weights in the exponential part of the map."),
         ("kappa_w/max", 1.0, "largest κ|w|", "The largest raw weight in units of the curvature."),
     ):
         points = [(r["step"], factor * r["stats"][key]) for r in run.evaluations if key in r.get("stats", {})]
-        if points:
-            line = _line("all curved matrices", points)
-            top = 1.1 * max(value for _, value in points)
-            figures.append(Figure(chart([line], _STEPS, label, limits=(0.0, top or 1.0)), caption))
+        figures += _from_zero([_line("all curved matrices", points)], label, caption)
     return figures
 
 
@@ -166,12 +160,8 @@ def _histograms(weights: Probe) -> list[Figure]:
 
     curved = all(role.raw is not None for role in weights.roles.values())
     now, axes = f"step {weights.step:,}", ("weight", "weights per bin (log scale)")
-    figures = [
-        Figure(
-            histogram({"start": pooled("initial"), now: pooled("effective")}, *axes),
-            f"{'Effective weights' if curved else 'Weights'} at the start and now.",
-        )
-    ]
+    svg = histogram({"start": pooled("initial"), now: pooled("effective")}, *axes)
+    figures = [Figure(svg, f"{'Effective weights' if curved else 'Weights'} at the start and now.")]
     if curved:
         svg = histogram({"raw": pooled("raw"), "effective": pooled("effective")}, *axes)
         figures.append(Figure(svg, "Raw weights, in which the optimizer takes its steps, and their effective weights."))
@@ -185,9 +175,8 @@ def _shape(role: str, weights: RoleWeights) -> Figure:
     ends = [float(shape.raw[0]), float(shape.raw[-1])]
     lines = [Line("identity", ends, ends, kind="guide")]
     lines.append(Line("median, 5–95 % band" if spread else "all positions", shape.raw, shape.median, band=band))
-    return Figure(
-        chart(lines, "raw weight", "effective weight", small=True), f"Effective over raw weight in the {role} matrices."
-    )
+    svg = chart(lines, "raw weight", "effective weight", small=True)
+    return Figure(svg, f"Effective over raw weight in the {role} matrices.")
 
 
 def comparison_figures(found: Mapping[str, Any]) -> list[Figure]:

@@ -2,7 +2,7 @@
 
 import contextlib
 import urllib.parse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from symexplin.lab.config import OPTIMIZERS
 from symexplin.lab.files import read_json, replace_file
 from symexplin.lab.folders import COMPARE, COMPARISON, CONFIG
 from symexplin.lab.maps import describe_map, map_of
-from symexplin.lab.model import ModelConfig, Transformer
+from symexplin.lab.model import Transformer
 from symexplin.lab.report.figures import comparison_figures, run_sections
 from symexplin.lab.report.probe import RunRecord, probe, read_run
 from symexplin.lab.settings import to_table
@@ -71,7 +71,7 @@ def report_run(folder: str | Path, echo: Echo = lambda _: None) -> Path:
             evaluations=_evaluation_rows(run),
             evaluations_done=len(run.evaluations),
             sample=sample.read_text(encoding="utf-8", errors="replace") if sample.exists() else None,
-            settings=_settings(run),
+            settings=_facts(to_table(run.config), spaces=False),
             provenance=_facts(run.facts["provenance"]),
         )
 
@@ -92,7 +92,7 @@ def report_comparison(folder: str | Path) -> Path:
         return write_page(
             path,
             "comparison.html.jinja",
-            title=f"{_list([row['arm'] for row in found['comparison']['shared']])} on one language model",
+            title=f"Comparison of {', '.join(row['arm'] for row in found['comparison']['shared'])}",
             found={"sample": None, "export": None, **found},
             figures=comparison_figures(found),
             runs=[(run, _link(path, run["folder"])) for run in found["runs"]],
@@ -122,12 +122,9 @@ def write_page(folder: Path, template: str, package: str = __package__, **values
 
 def _headline(run: RunRecord) -> list[str]:
     steps = run.config.train.steps
-    if run.error is not None:
-        sentences = [f"Ended by an error: {run.error}."]
-    elif run.summary is not None:
-        sentences = [f"Finished: {steps:,} steps."]
-    else:
-        sentences = [f"Unfinished: step {run.step:,} of {steps:,}. It is still running, or was stopped."]
+    sentences = [f"Unfinished: step {run.step:,} of {steps:,}. It is still running, or was stopped."]
+    if run.summary is not None:
+        sentences = [f"Ended by an error: {run.error}." if run.error else f"Finished: {steps:,} steps."]
     if run.evaluations:
         last, best = run.evaluations[-1], min(run.evaluations, key=lambda record: record["eval_loss"])
         sentences.append(f"Held-out loss {last['eval_loss']:.4f} {_NATS} after step {last['step']:,}.")
@@ -137,10 +134,10 @@ def _headline(run: RunRecord) -> list[str]:
 
 
 def _run_facts(run: RunRecord) -> Iterator[tuple[str, str]]:
-    config, model = run.config, run.config.model
+    config = run.config
     with torch.device("meta"):  # shapes without memory
-        parameters = sum(p.numel() for p in Transformer(ModelConfig(**run.facts["model"])).parameters())
-    curve = map_of(config.sel, model.width)
+        parameters = sum(p.numel() for p in Transformer(config.model).parameters())
+    curve = map_of(config.sel, config.model.width)
     yield "parameters", f"{parameters:,}"
     yield "data", config.data
     told = None if curve is None else {"start": config.sel.start, "home": config.sel.home, **curve.to_dict()}
@@ -172,13 +169,6 @@ def _evaluation_rows(run: RunRecord) -> list[dict[str, Any]]:
     best = min(range(len(found)), key=lambda i: found[i]["eval_loss"], default=0)
     chosen = sorted({*range(0, len(found), stride), best, len(found) - 1}) if found else []
     return [{**timing.get(found[i]["step"], {}), **found[i], "best": i == best} for i in chosen]
-
-
-def _settings(run: RunRecord) -> list[tuple[str, str]]:
-    """Return the configuration as (dotted key, text) without the map, which the facts describe."""
-    table = to_table(run.config)
-    curve = {name: value for name, value in table["sel"].items() if name != "map"}
-    return _facts({**table, "sel": curve}, spaces=False)
 
 
 def _facts(part: Mapping[str, Any], spaces: bool = True) -> list[tuple[str, str]]:
@@ -216,10 +206,6 @@ def _map(found: Mapping[str, Any] | None, optimizer: str = OPTIMIZERS[0]) -> str
     config = SELConfig.from_dict({key: value for key, value in found.items() if key not in ("home", "start")})
     words = [f"curved {_HOMES[found['home']]}", f"{found['start']} start", describe_map(config)]
     return "; ".join(words if optimizer == OPTIMIZERS[0] else [*words, _NAMES[optimizer]])
-
-
-def _list(names: Sequence[str]) -> str:
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def _link(folder: Path, run: str) -> str | None:

@@ -96,8 +96,7 @@ def _missing(run: RunRecord) -> list[str]:
 class RoleWeights:
     """Weights of one role ("q", "down", ...) of all blocks; 1-D tensors over the same positions.
 
-    `total` is the number of weights, of which at most about :data:`LIMIT` are here. Ordinary weights have no `form`,
-    `raw` and `scales`.
+    `total` is the number of weights, of which at most about :data:`LIMIT` are here.
     """
 
     total: int
