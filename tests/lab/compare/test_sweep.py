@@ -13,7 +13,6 @@ from symexplin.lab.compare.grid import ClusterConfig, CompareConfig, GridConfig
 from symexplin.lab.compare.launch import Task
 from symexplin.lab.compare.sweep import compare_runs
 from symexplin.lab.config import ComputeConfig
-from symexplin.lab.data import tokens
 from symexplin.lab.data.prepare import PrepareConfig, prepare
 from symexplin.lab.model import ModelConfig
 from symexplin.lab.parallel import ALONE
@@ -202,14 +201,6 @@ def test_a_damaged_run_may_be_removed_and_trained_again(finished, data, tmp_path
     assert "\n" not in str(error.value)
     shutil.rmtree(run)
     assert numbers(compare_runs(tiny(data), folder, resume=True)) == numbers(finished[1])
-
-
-def test_the_data_are_verified_once(data, tmp_path, monkeypatch):
-    read = []
-    digest = tokens._digest
-    monkeypatch.setattr(tokens, "_digest", lambda array, name, *rest: read.append(name) or digest(array, name, *rest))
-    compare_runs(tiny(data, lrs=(1e-3,)), tmp_path)
-    assert sorted(read) == ["train.npy", "valid.npy"]
 
 
 def test_everything_is_checked_before_the_first_run(data, tmp_path):

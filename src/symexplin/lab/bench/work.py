@@ -2,7 +2,6 @@
 
 import json
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -76,11 +75,9 @@ class MasterAdamW:
     @torch.no_grad()
     def step(self) -> None:
         """Take one step from the gradients of the parameters."""
-        pairs = zip(self.masters, self.parameters, strict=True)
-        given = [(master, parameter.grad) for master, parameter in pairs if parameter.grad is not None]
-        upcast = [torch.empty_like(master) for master, _ in given]
-        torch._foreach_copy_(upcast, [grad for _, grad in given])
-        for (master, _), grad in zip(given, upcast, strict=True):
+        upcast = [torch.empty_like(master) for master in self.masters]
+        torch._foreach_copy_(upcast, [parameter.grad for parameter in self.parameters])  # type: ignore[misc]
+        for master, grad in zip(self.masters, upcast, strict=True):
             master.grad = grad
         nn.utils.clip_grad_norm_(self.masters, _MAX_NORM)
         self.adamw.step()
@@ -233,5 +230,4 @@ def _high_water() -> int:
         return 1024 * int(status.read_text().partition("VmHWM:")[2].split()[0])
     import resource  # not on Windows
 
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if platform.system() == "Darwin" else 1024 * peak
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS

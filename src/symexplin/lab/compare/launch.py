@@ -207,8 +207,7 @@ def run_as_jobs(tasks: Sequence[Task], out: Path, jobs: int, cluster: "ClusterCo
     place = (out / CLUSTER).resolve()
     place.mkdir(exist_ok=True)
     known: dict[str, Any] = read_json(place / _JOBS) if (place / _JOBS).exists() else {}
-    names = [task.folder.name for task in tasks]
-    found = _states([known[name] for name in names if name in known])
+    found = _states([known[task.folder.name] for task in tasks if task.folder.name in known])
     if found is None:
         raise ConnectionError("Slurm does not say which jobs still run (squeue fails): --resume later")
     alive = {job for job, state in found.items() if state.name not in _ENDED}
@@ -217,7 +216,7 @@ def run_as_jobs(tasks: Sequence[Task], out: Path, jobs: int, cluster: "ClusterCo
         known |= zip((task.folder.name for task in new), _submit(new, place, jobs, cluster), strict=True)
         write_json(place / _JOBS, known)
     echo(f"{len(new)} jobs submitted, {len(tasks) - len(new)} found, {jobs} at a time; logs in {place}")
-    waiting: dict[int, str] = {index: known[name] for index, name in enumerate(names)}
+    waiting: dict[int, str] = {index: known[task.folder.name] for index, task in enumerate(tasks)}
     told: dict[int, tuple[str, str]] = {}
     lost: Counter[int] = Counter()
     with StopSignals() as stop:
@@ -250,8 +249,7 @@ def _loss(task: Task, job: str, state: _State | None, place: Path, jobs: Collect
     logs = list(place.glob(f"{job}_*_log.err"))
     reason = _reason(logs[0]) if logs else f"it left no log in {place}"
     ended = f"ended as {state.name}" if state else "has gone"
-    rest = [other for other in jobs if other != job]
-    others = f"; {_rest(rest)}" if rest else ""
+    others = f"; {_rest(rest)}" if (rest := [other for other in jobs if other != job]) else ""
     return f"{task.label}: job {job} {ended}: {reason}; --resume submits it again{others}"
 
 
