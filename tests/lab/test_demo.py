@@ -7,6 +7,7 @@ import filelock
 import pytest
 import torch
 
+from corpora import in_memory
 from symexplin.lab import demo as module
 from symexplin.lab.compare.sweep import compare_runs
 from symexplin.lab.data.batches import Corpus, eval_batches
@@ -84,7 +85,8 @@ def test_ends_with_the_table_and_the_headline(finished):
 
 def test_it_trains_on_its_data_with_its_schedule(finished, data):
     folder, content, _ = finished
-    corpus, wanted = Corpus.load(folder / "data"), Corpus.from_documents(list(find_sources((data,))[0].documents))
+    (source,) = find_sources((data,), "text", "train", {})
+    corpus, wanted = Corpus.load(folder / "data"), in_memory(list(source.documents))
     assert (bytes(corpus.train), bytes(corpus.valid)) == (bytes(wanted.train), bytes(wanted.valid))
     for run in content["runs"]:
         assert [step for step, _ in run["evals"]] == [0, 2, 4, 6]

@@ -6,15 +6,16 @@ import pytest
 import torch
 from torch.nn import functional
 
+from corpora import in_memory
 from symexplin.lab.config import ComputeConfig, RunConfig, TrainConfig
-from symexplin.lab.data.batches import BatchLoader, Corpus, eval_batches
+from symexplin.lab.data.batches import BatchLoader, eval_batches
 from symexplin.lab.evaluate import evaluate
 from symexplin.lab.maps import CurveConfig
 from symexplin.lab.model import ModelConfig
 from symexplin.lab.train import NonFiniteError, Trainer, lr_factor
 
 TINY = ModelConfig(width=16, depth=1, heads=2, context=8)
-CORPUS = Corpus.from_documents([f"document {i} says {i * i}".encode() for i in range(60)])
+CORPUS = in_memory([f"document {i} says {i * i}".encode() for i in range(60)])
 TRAIN = TrainConfig(steps=6, batch_size=4, warmup_steps=2, lr=1e-2, eval_every=4, eval_batches=2)
 CURVES = {
     "none": CurveConfig(home="none"),
@@ -211,8 +212,3 @@ def test_an_evaluation_that_is_not_finite_stops_the_run():
     trainer.model.norm.weight.data[3] = math.inf
     with pytest.raises(NonFiniteError, match=r"step 0: loss is nan.*weight: norm.weight"):
         trainer.evaluate()
-
-
-def test_too_short_a_corpus_is_refused():
-    with pytest.raises(ValueError, match="context must be below"):
-        Trainer(RunConfig("", TINY), Corpus.from_documents([b"abc", b"defg"]))

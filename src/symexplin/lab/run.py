@@ -99,7 +99,7 @@ def train(
     with joined(config.compute.device) as ranks, contextlib.ExitStack() as stack:
         echo = echo if ranks.first else lambda _: None
         with ranks.together():
-            corpus = Corpus.load(config.data, verify=verify and ranks.first, progress=ranks.first)
+            corpus = Corpus.load(config.data, verify=verify and ranks.first)
             config = resolve(config, corpus.vocab_size, ranks.size)
             corpus.check_context(config.model.context)
         ranks.agree({**to_table(config), "resume": resume}, free=("data", "compute.threads"))

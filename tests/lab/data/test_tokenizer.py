@@ -84,7 +84,7 @@ def test_documents_are_encoded_one_by_one(bpe):
     assert bpe.encode_documents([]).dtype == np.uint16
 
 
-@pytest.mark.parametrize("size", [1, 5, 40, 10**6])
+@pytest.mark.parametrize("size", [1, 40, 10**6])
 def test_pieces_have_the_tokens_of_the_whole(bpe, monkeypatch, size):
     document = b"".join(DOCUMENTS)
     parts = list(pieces(document, size))
@@ -109,8 +109,6 @@ def test_training_is_deterministic_across_processes(bpe):
 def test_small_vocabularies():
     assert train_bpe([b"ab"], 10_000).vocab_size < 300
     assert train_bpe(DOCUMENTS, 257).encode("ab") == [train_bpe(DOCUMENTS, 257).encode(c)[0] for c in "ab"]
-    with pytest.raises(ValueError, match="vocab_size must be a whole number >= 257, got 256"):
-        train_bpe(DOCUMENTS, 256)
 
 
 def test_save_and_load(bpe, tmp_path):

@@ -6,10 +6,22 @@ import time
 import numpy as np
 import pytest
 
+from corpora import split
 from symexplin.lab.data import tokens as module
-from symexplin.lab.data.split import REPEATED, TRAIN, VALID
 from symexplin.lab.data.tokenizer import train_bpe
-from symexplin.lab.data.tokens import encode_shards, read_dataset, read_tokens, shard_tokens, write_tokens
+from symexplin.lab.data.tokens import (
+    REPEATED,
+    TRAIN,
+    VALID,
+    cut_in_two,
+    encode_shards,
+    hash_document,
+    read_dataset,
+    read_tokens,
+    shard_tokens,
+    split_documents,
+    write_tokens,
+)
 
 datasets = pytest.importorskip("datasets")
 
@@ -32,6 +44,34 @@ def small(monkeypatch):
 def encode(bpe, folder, workers=2):
     rows = datasets.Dataset.from_dict({"text": DOCUMENTS})
     return encode_shards(rows, SIDES, SIZES, bpe, folder, workers)
+
+
+def sides(documents, held_out=(), fraction=0.05, seed=0):
+    together = [*documents, *held_out]
+    found = split_documents([hash_document(document, seed) for document in together], len(documents), fraction)
+    return [[d for d, side in zip(together, found, strict=True) if side == wanted] for wanted in (TRAIN, VALID)]
+
+
+@pytest.mark.parametrize(("count", "fraction", "seed"), [(1, 0.5, 0), (2, 0.0, 7), (3, 0.999, 0), (400, 0.05, 7)])
+def test_the_rule_of_the_split(count, fraction, seed):
+    documents = [f"document {i}: {'text ' * (i % 7)}".encode() for i in range(count)]
+    expected = split(documents, fraction, seed)
+    assert sides([*documents, *documents[: count // 2]], (), fraction, seed) == expected
+    _, grown = sides([*documents, b"another"], (), fraction, seed)
+    assert count < 400 or set(expected[1]) <= set(grown)  # a new document does not move the others
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.05, 0.999])
+def test_a_lone_document_is_cut(fraction):
+    train, valid = cut_in_two(DOCUMENTS[1], fraction)
+    assert train + valid == DOCUMENTS[1]
+    assert len(train) == max(1, round(len(DOCUMENTS[1]) * (1 - fraction)))
+
+
+def test_given_documents_are_held_out():
+    assert sides([b"a", b"b", b"a", b"shared"], [b"c", b"shared", b"c"]) == [[b"a", b"b"], [b"c", b"shared"]]
+    with pytest.raises(ValueError, match="sources must hold a document that valid does not hold"):
+        sides([b"c"], [b"c"])
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -58,18 +98,6 @@ def test_finished_shards_are_kept_and_missing_ones_made_again(tmp_path, bpe):
         np.testing.assert_array_equal(np.concatenate(list(shard_tokens(shards, side))), np.concatenate(expected[side]))
 
 
-def test_the_environment_is_left_as_it_was(tmp_path, bpe, monkeypatch):
-    before = os.environ
-    for number, value in enumerate(("true", None)):
-        if value:
-            monkeypatch.setenv("TOKENIZERS_PARALLELISM", value)
-        else:
-            monkeypatch.delenv("TOKENIZERS_PARALLELISM")
-        encode(bpe, tmp_path / str(number))
-        assert os.environ is before
-        assert os.environ.get("TOKENIZERS_PARALLELISM") == value
-
-
 class Signalling:
     """A tokenizer that sends a signal instead of tokens."""
 
@@ -93,7 +121,7 @@ def test_a_killed_worker_is_an_error(tmp_path):
         encode(Signalling(signal.SIGKILL, None), tmp_path)
 
 
-@pytest.mark.parametrize(("size", "dtype"), [(256, np.uint8), (50_257, np.uint16), (100_000, np.uint32)])
+@pytest.mark.parametrize(("size", "dtype"), [(256, np.uint8), (100_000, np.uint32)])
 def test_token_files_are_arrays_of_numpy(tmp_path, size, dtype):
     path = tmp_path / "a.npy"
     expected = np.random.default_rng(0).integers(0, size, 999).astype(dtype)

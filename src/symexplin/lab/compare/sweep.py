@@ -81,7 +81,7 @@ def compare_runs(
         echo = echo if ranks.first else lambda _: None
         with ranks.together():
             _check_place(config, ranks)
-            corpus = Corpus.load(config.data, verify=ranks.first, progress=ranks.first)
+            corpus = Corpus.load(config.data, verify=ranks.first)
             corpus.check_context(config.model.context)
         ranks.agree({**config.table(), "resume": resume}, free=("data", "compute.threads"))
         folder = ranks.tell(lambda: stack.enter_context(claimed(out, "comparison", MARKS)))

@@ -5,6 +5,7 @@ import hashlib
 import importlib.metadata
 import json
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -14,23 +15,29 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from symexplin.lab.data.sources import LeftOut, Source, find_sources, quiet_datasets
-from symexplin.lab.data.split import REPEATED, SIDES, TRAIN, VALID, cut_in_two, hash_document, split_documents
+from symexplin.lab.data.sources import LeftOut, Source, find_sources
 from symexplin.lab.data.tokenizer import MINIMUM_VOCAB, TokenArray, Tokenizer, pieces, token_dtype, train_bpe
 from symexplin.lab.data.tokens import (
     CACHE,
     DATASET,
+    REPEATED,
+    SIDES,
     TOKENIZER,
+    TRAIN,
+    VALID,
+    cut_in_two,
     encode_shards,
+    hash_document,
     read_dataset,
     rows_per_batch,
     shard_tokens,
-    token_file,
+    split_documents,
     write_tokens,
 )
 from symexplin.lab.files import read_json, write_json
 from symexplin.lab.folders import claimed
 from symexplin.lab.provenance import cores
+from symexplin.lab.settings import differences
 from symexplin.validation import check_fraction, check_whole
 
 __all__ = ["PrepareConfig", "prepare"]
@@ -59,12 +66,6 @@ class PrepareConfig:
         seed: of the split.
         workers: processes; left out: one per core. The result is the same for any number.
 
-    Raises:
-        ValueError: a value out of range.
-
-    >>> PrepareConfig(("stdlib",), vocab_size=100)
-    Traceback (most recent call last):
-    ValueError: vocab_size must be a whole number >= 257, got 100
     """
 
     sources: tuple[str, ...]
@@ -102,34 +103,26 @@ def prepare(
     """Write the dataset of `config` into the folder `out`, and return the content of its dataset.json.
 
     A preparation that was interrupted at any moment continues when it is called again, with the same files in the end,
-    bit for bit. A finished one stays as it is. During the work a copy of the text lies in `out`.
-
-    Args:
-        config: what to prepare. Where Python spawns processes (macOS, Windows), a script that calls this needs the
-            guard `if __name__ == "__main__"`.
-        out: a new folder, or that of the preparation to continue.
-        echo: takes each line for a log.
-        progress: show bars on a terminal.
-
-    Raises:
-        FileNotFoundError: a source that does not exist.
-        ValueError: a folder with other files or of another configuration, a folder in which another process works,
-            text that cannot be read.
-        OSError: the disk is full, ...: finished shards stay.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     _ = Path(folder, "text").write_bytes(b"one" + bytes(1) + b"two")
-    ...     dataset = prepare(PrepareConfig((f"{folder}/text",), tokenizer="byte"), Path(folder, "tokens"))
-    >>> dataset["train"]["tokens"], dataset["valid"]["tokens"], dataset["tokenizer"]["name"]
-    (4, 4, 'byte')
+    bit for bit. A finished one stays as it is. During the work a copy of the text lies in `out`. Where Python spawns
+    processes (macOS, Windows), a script that calls this needs the guard `if __name__ == "__main__"`.
     """
     for source in (*config.sources, *config.valid):
         if source and Path(source).is_dir() and Path(out).resolve().is_relative_to(Path(source).resolve()):
             raise ValueError(f"out must lie outside the sources, got {str(out)!r} in {source!r}")
-    with claimed(out, "dataset", {CACHE, DATASET}) as folder, quiet_datasets(progress):
+    with claimed(out, "dataset", {CACHE, DATASET}) as folder:
+        _quieten(progress and sys.stderr.isatty())
         preparation = _Preparation(config, folder, echo, progress)
         return preparation.finished() if (folder / DATASET).exists() else preparation.run()
+
+
+def _quieten(bars: bool) -> None:
+    """Keep `datasets` from logging, and from drawing bars that are not wanted."""
+    import datasets
+    from huggingface_hub.utils import logging
+
+    for library in (logging, datasets.utils.logging):
+        library.set_verbosity_error()
+    (datasets.enable_progress_bars if bars else datasets.disable_progress_bars)()
 
 
 class _Texts:
@@ -181,9 +174,7 @@ class _Preparation:
         return dataset
 
     def check_same(self, old: dict[str, Any]) -> None:
-        changes = [
-            f"{key} was {old.get(key)!r}, now {value!r}" for key, value in self.table.items() if old.get(key) != value
-        ]
+        changes = [f"{key} was {was!r}, now {now!r}" for key, (was, now) in differences(old, self.table).items()]
         if changes:
             raise ValueError(
                 f"out must be a new folder, got {str(self.folder)!r}, prepared otherwise: {'; '.join(changes)} (give "
@@ -224,12 +215,10 @@ class _Preparation:
 
         config, left_out = self.config, LeftOut()
         given, held_out = (
-            find_sources(
-                names, text_key=config.text_key, split=config.split, left_out=left_out, cache=self.cache / "hub"
-            )
+            find_sources(names, config.text_key, config.split, left_out, self.cache / "hub")
             for names in (config.sources, config.valid)
         )
-        stamps = [[(source.name, source.stamp) for source in sources] for sources in (given, held_out)]
+        stamps = [[source[:2] for source in sources] for sources in (given, held_out)]
         key = hashlib.sha256(repr((stamps, config.text_key, config.seed)).encode()).hexdigest()
         told = self.cache / f"{key}.json"
 
@@ -299,7 +288,7 @@ class _Preparation:
             tokens = sum(map(len, shard_tokens(shards, side)))
             if tokenizer.is_bytes:
                 arrays, tokens = map(tokenizer.encode_documents, texts.batches(side)), sum(counts.values())
-            digest = write_tokens(token_file(self.folder, name), arrays, tokens, token_dtype(tokenizer.vocab_size))
+            digest = write_tokens(self.folder / f"{name}.npy", arrays, tokens, token_dtype(tokenizer.vocab_size))
             dataset[name] = {**counts, "tokens": tokens, "sha256": digest}
         tokenizer.save(self.folder / TOKENIZER)
         dataset |= {

@@ -2,13 +2,10 @@
 
 import codecs
 import contextlib
-import errno
 import gzip
 import json
 import lzma
 import os
-import stat
-import sys
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -16,10 +13,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
-__all__ = ["SEPARATOR", "SHORTHANDS", "LeftOut", "Source", "find_sources", "hub_file", "quiet_datasets"]
+__all__ = ["SEPARATOR", "LeftOut", "Source", "find_sources", "hub_file"]
 
 SEPARATOR = 0  # the byte that ends each document; it does not occur in text
-SHORTHANDS = {
+_SHORTHANDS = {
     "openwebtext": "hf:Skylion007/openwebtext",  # the paper's corpus
     "fineweb": "hf:HuggingFaceFW/fineweb:sample-10BT",
 }
@@ -31,7 +28,6 @@ _END = bytes([SEPARATOR])
 _CHUNK = 1 << 20
 # Folders of the standard library that are not its text: installed packages, tests, build leftovers.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
-_TRY_SECONDS = 5.0  # the hub's own clients try for 23 seconds where there is no network
 
 
 class Source(NamedTuple):
@@ -53,46 +49,20 @@ class _NotUtf8Error(ValueError):
 
 
 def find_sources(
-    names: Iterable[str],
-    *,
-    text_key: str = "text",
-    split: str = "train",
-    left_out: LeftOut | None = None,
-    cache: Path | None = None,
+    names: Iterable[str], text_key: str, split: str, left_out: LeftOut, cache: Path | None = None
 ) -> list[Source]:
-    r"""Return the sources of these names; the documents of each can be read once, as a stream.
+    """Return the sources of these names; the documents of each can be read once, as a stream.
 
-    A NUL byte separates documents, inside those of datasets and JSON lines too; blank ones are left out.
-
-    Args:
-        names: each "stdlib", the Python sources of the running interpreter without its tests; a text file; a .jsonl
-            file, with one JSON object per line; a folder, for all UTF-8 files below it in the order of their paths;
-            "hf:NAME" or "hf:NAME:CONFIG" for a dataset of the Hugging Face hub or a local folder of one; or a key of
-            `SHORTHANDS`. Files may be compressed as .xz or .gz.
-        text_key: the key of JSON lines and the column of datasets that hold the text.
-        split: of the datasets.
-        left_out: gets the paths in folders that are not read. It is complete when the documents have been read.
-        cache: where `datasets` keeps its copy of a local folder.
-
-    Raises:
-        FileNotFoundError: no such file or folder.
-        ValueError: a dataset that cannot be loaded. While documents are read: a source without text, a file named as a
-            source that is not UTF-8 or damaged, a JSON line without text.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     _ = Path(folder, "a.txt").write_bytes(b"one\0two\0")
-    ...     _ = Path(folder, "b.jsonl").write_text('{"text": "three"}\n')
-    ...     list(find_sources([folder])[0].documents)
-    [b'one', b'two', b'three']
+    A NUL byte separates documents, inside those of datasets and JSON lines too; blank ones are left out. `left_out`
+    gets the paths in folders that are not read; it is complete when the documents have been read. `cache` takes the
+    copy that `datasets` makes of a local folder.
     """
-    left_out = {} if left_out is None else left_out
     found = [_source(name, text_key, split, left_out, cache) for name in names]
-    return [source._replace(documents=_with_text(source)) for source in found]
+    return [source._replace(documents=_documents(source)) for source in found]
 
 
 def _source(name: str, text_key: str, split: str, left_out: LeftOut, cache: Path | None) -> Source:
-    spec, path = SHORTHANDS.get(name, name), Path(name)
+    spec, path = _SHORTHANDS.get(name, name), Path(name)
     if spec.startswith("hf:"):
         dataset = _dataset(spec.removeprefix("hf:"), text_key, split, cache)
         return Source(name, dataset._fingerprint, _texts(dataset, text_key))
@@ -104,12 +74,12 @@ def _source(name: str, text_key: str, split: str, left_out: LeftOut, cache: Path
     elif path.is_file():
         return Source(name, _stamped(path), _file(path, text_key))
     else:  # a pipe gives its text once
-        right = "'stdlib', an existing file or folder, 'hf:NAME', " + " or ".join(map(repr, SHORTHANDS))
+        right = "'stdlib', an existing file or folder, 'hf:NAME', " + " or ".join(map(repr, _SHORTHANDS))
         raise FileNotFoundError(f"sources must be {right}, got {name!r}")
     return Source(name, files, _folder(files, text_key, left_out))
 
 
-def _with_text(source: Source) -> Iterator[bytes]:
+def _documents(source: Source) -> Iterator[bytes]:
     empty = True
     for part in source.documents:
         for document in part.split(_END):
@@ -131,21 +101,17 @@ def _stamped(path: Path) -> _File:
 def _files(root: Path, left_out: LeftOut, without: frozenset[str] = frozenset()) -> list[_File]:
     """Return the files below a folder in the order of their paths; links to folders are not followed."""
 
-    def leave_out(error: OSError) -> None:
-        reason = _LINK if error.errno in (errno.ENOENT, errno.ELOOP) else _UNREADABLE
-        left_out.setdefault(reason, []).append(str(error.filename))
+    def unreadable(error: OSError) -> None:
+        left_out.setdefault(_UNREADABLE, []).append(str(error.filename))
 
     found = []
-    for folder, folders, names in os.walk(root, onerror=leave_out):
+    for folder, folders, names in os.walk(root, onerror=unreadable):
         folders[:] = [name for name in folders if name not in without]
         for path in (Path(folder, name) for name in (*folders, *names)):
-            try:
-                if stat.S_ISREG(path.stat().st_mode):
-                    found.append(_stamped(path))
-                elif path.is_symlink():
-                    left_out.setdefault(_LINK, []).append(str(path))
-            except OSError as error:
-                leave_out(error)
+            if path.is_file():
+                found.append(_stamped(path))
+            elif path.is_symlink():
+                left_out.setdefault(_LINK, []).append(str(path))
     return sorted(found, key=lambda file: file.path.relative_to(root).as_posix())
 
 
@@ -230,22 +196,17 @@ def _dataset(spec: str, text_key: str, split: str, cache: Path | None) -> Any:
     folder = Path(spec).expanduser()
     local = bool(spec) and folder.is_dir()
     name, _, config = (str(folder), "", "") if local else spec.partition(":")
-    offline = datasets.config.HF_HUB_OFFLINE
     try:
-        datasets.config.HF_HUB_OFFLINE = offline or (not local and not _reachable())
-        with quiet_datasets():
-            if any((folder / file).exists() for file in ("state.json", "dataset_dict.json")):
-                found = datasets.load_from_disk(name)
-                found = found[split] if isinstance(found, dict) else found  # a lone split has no name
-            else:
-                found = datasets.load_dataset(name, config or None, split=split, cache_dir=cache if local else None)
+        if any((folder / file).exists() for file in ("state.json", "dataset_dict.json")):
+            found = datasets.load_from_disk(name)
+            found = found[split] if isinstance(found, dict) else found  # a lone split has no name
+        else:
+            found = datasets.load_dataset(name, config or None, split=split, cache_dir=cache if local else None)
     except Exception as error:  # builders raise errors of every kind
         raise ValueError(
             f"source 'hf:{spec}' with split {split!r} cannot be loaded ({_line(error)}): check the name and the "
             "network, or give a local file or folder instead"
         ) from None
-    finally:
-        datasets.config.HF_HUB_OFFLINE = offline
     texts = [name for name, kind in found.features.items() if getattr(kind, "dtype", "") in ("string", "large_string")]
     if text_key not in texts:
         raise ValueError(f"text_key must be a text column of 'hf:{spec}': {', '.join(texts)}; got {text_key!r}")
@@ -258,60 +219,17 @@ def _texts(dataset: Any, text_key: str) -> Iterator[bytes]:
             yield b"" if text is None else text.encode()
 
 
-@contextlib.contextmanager
-def quiet_datasets(progress: bool = True) -> Iterator[None]:
-    """Keep `datasets` from logging, and from drawing bars unless `progress` and standard error is a terminal.
-
-    >>> import datasets
-    >>> with quiet_datasets(progress=False):
-    ...     datasets.are_progress_bars_disabled()
-    True
-    """
-    import datasets
-    from huggingface_hub.utils import logging
-
-    libraries = (logging, datasets.utils.logging)
-    levels = [library.get_verbosity() for library in libraries]
-    bars = not datasets.are_progress_bars_disabled()
-    try:
-        for library in libraries:
-            library.set_verbosity_error()
-        if not (progress and sys.stderr.isatty()):
-            datasets.disable_progress_bars()
-        yield
-    finally:
-        for library, level in zip(libraries, levels, strict=True):
-            library.set_verbosity(level)
-        if bars:
-            datasets.enable_progress_bars()
-
-
 def hub_file(repository: str, name: str) -> Path:
-    """Return the path of a file of a model on the Hugging Face hub: the cached copy, or a download.
-
-    Raises:
-        ValueError: neither cached nor within reach.
-    """
+    """Return the path of a file of a model on the Hugging Face hub: the cached copy, or a download."""
     from huggingface_hub import hf_hub_download
 
     try:
-        return Path(hf_hub_download(repository, name, local_files_only=not _reachable()))
+        return Path(hf_hub_download(repository, name))
     except Exception as error:  # the client raises errors of several libraries
         raise ValueError(
             f"{name} of {repository!r} cannot be fetched from the Hugging Face hub ({_line(error)}): check the name "
             "and the network, or give the path of a local file"
         ) from None
-
-
-def _reachable() -> bool:
-    """Tell whether the hub answers at all, through whatever proxy the environment names."""
-    from huggingface_hub import constants, get_session
-
-    try:
-        get_session().head(constants.ENDPOINT, timeout=_TRY_SECONDS)
-    except Exception:  # of the HTTP client, which differs between versions; or the user's own offline mode
-        return False
-    return True
 
 
 def _line(error: Exception) -> str:

@@ -16,7 +16,6 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from symexplin.lab.data.sources import SEPARATOR, hub_file
 from symexplin.lab.files import replace_file
-from symexplin.validation import check_whole
 
 __all__ = ["MINIMUM_VOCAB", "Tokenizer", "TokenArray", "pieces", "token_dtype", "train_bpe"]
 
@@ -35,11 +34,7 @@ _SAFE_CUT = re.compile(rb"(?<=[A-Za-z]) ")
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
-    """Return the smallest unsigned type that holds the ids 0 to vocab_size - 1.
-
-    >>> [str(token_dtype(size)) for size in (256, 257, 100_000)]
-    ['uint8', 'uint16', 'uint32']
-    """
+    """Return the smallest unsigned type that holds the ids 0 to vocab_size - 1."""
     return np.dtype(np.uint8 if vocab_size <= 2**8 else np.uint16 if vocab_size <= 2**16 else np.uint32)
 
 
@@ -47,9 +42,6 @@ def pieces(document: bytes, size: int = _PIECE) -> Iterator[bytes]:
     """Yield a document in pieces of `size` bytes or little more, cut between a letter and a space.
 
     No word of the usual pre-tokenizers spans such a place, so the pieces have the tokens of the whole document.
-
-    >>> list(pieces(b"one two three", size=2))
-    [b'one', b' two', b' three']
     """
     start = 0
     while found := _SAFE_CUT.search(document, start + size):
@@ -59,21 +51,10 @@ def pieces(document: bytes, size: int = _PIECE) -> Iterator[bytes]:
 
 
 class Tokenizer:
-    """A tokenizer and its token between documents; no text has that token.
+    """A tokenizer and its token between documents, `end_token`; no text has that token.
 
-    Args:
-        text: the content of a JSON file of the `tokenizers` library.
-        name: for messages and files.
-        end_token: the token that ends a document; None: the first of the usual names in the vocabulary.
-
-    Raises:
-        ValueError: another kind of file, no token of that name, none of a usual name.
-
-    >>> tokenizer = Tokenizer.from_name("byte")
-    >>> tokenizer.encode("Hi"), tokenizer.end, tokenizer.vocab_size
-    ([72, 105], 0, 256)
-    >>> tokenizer.encode_documents([b"one", b"two"])
-    array([111, 110, 101,   0, 116, 119, 111,   0], dtype=uint8)
+    `text` is a JSON file of the `tokenizers` library. Without `end_token` its first token of a usual name ends
+    documents.
     """
 
     def __init__(self, text: str, name: str, end_token: str | None = None) -> None:
@@ -99,55 +80,21 @@ class Tokenizer:
 
     @classmethod
     def from_name(cls, spec: str, end_token: str | None = None) -> Self:
-        """Return a tokenizer by its name.
-
-        Args:
-            spec: "byte", "gpt2", "hf:NAME" (a model of the Hugging Face hub), or the path of a `tokenizers` file.
-            end_token: see the class; for a file.
-
-        Raises:
-            FileNotFoundError: no such file.
-            ValueError: a file of the hub that is neither cached nor within reach.
-
-        >>> Tokenizer.from_name("byte").decode([72, 105])
-        'Hi'
-        """
+        """Return a tokenizer by its name: "byte", "gpt2", "hf:NAME", or the path of a `tokenizers` file."""
         if spec == "byte":
             return cls(_byte_tokenizer(), "byte")
         if spec == "gpt2" or spec.startswith("hf:"):
             repository = (_GPT2 if spec == "gpt2" else spec).removeprefix("hf:")
             return cls.load(hub_file(repository, "tokenizer.json"), name=spec, end_token=end_token)
-        path = Path(spec)
-        if not path.is_file():
-            right = "'byte', 'gpt2', 'bpe', 'hf:NAME' or an existing file"
-            raise FileNotFoundError(f"tokenizer must be {right}, got {spec!r}")
-        return cls.load(path, end_token=end_token)
+        return cls.load(spec, end_token=end_token)
 
     @classmethod
     def load(cls, path: str | Path, *, name: str | None = None, end_token: str | None = None) -> Self:
-        """Return the tokenizer of a file that :meth:`save` or the `tokenizers` library wrote.
-
-        Args:
-            path: of the file.
-            name: None: "byte" for the byte tokenizer, else the path.
-            end_token: see the class.
-
-        Raises:
-            FileNotFoundError, ValueError: no such file, or another kind of file.
-
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     Tokenizer.from_name("byte").save(Path(folder, "tokenizer.json"))
-        ...     Tokenizer.load(Path(folder, "tokenizer.json")).name
-        'byte'
-        """
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except FileNotFoundError:
-            raise FileNotFoundError(f"tokenizer must be an existing file, got {str(path)!r}") from None
-        except UnicodeDecodeError:
-            raise ValueError(f"tokenizer must be a JSON file of the tokenizers library, got {str(path)!r}") from None
-        tokenizer = cls(text, name or str(path), end_token)
+        """Return the tokenizer of a file; without `name` it is called by its path, that of bytes "byte"."""
+        if not Path(path).is_file():
+            right = "'byte', 'gpt2', 'bpe', 'hf:NAME' or an existing file"
+            raise FileNotFoundError(f"tokenizer must be {right}, got {str(path)!r}")
+        tokenizer = cls(Path(path).read_text(encoding="utf-8", errors="replace"), name or str(path), end_token)
         if name is None and tokenizer.is_bytes:
             tokenizer.name = "byte"
         return tokenizer
@@ -174,7 +121,7 @@ class Tokenizer:
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
     def encode_documents(self, documents: Sequence[bytes]) -> TokenArray:
-        """Return the tokens of UTF-8 documents, each followed by the end, in the smallest dtype (:func:`token_dtype`).
+        """Return the tokens of UTF-8 documents, each followed by the end, in the smallest dtype.
 
         Bytes that are not UTF-8 become the replacement character; the byte tokenizer keeps them.
         """
@@ -204,20 +151,7 @@ def train_bpe(documents: Iterable[bytes], vocab_size: int, *, progress: bool = T
     """Return a byte-level BPE like GPT-2's, trained on `documents`; its token 0 ends documents.
 
     The same documents give the same tokenizer. Short texts give fewer tokens than `vocab_size`.
-
-    Args:
-        documents: UTF-8.
-        vocab_size: number of tokens; 256 bytes and the end are part of it.
-        progress: show bars on a terminal.
-
-    Raises:
-        ValueError: `vocab_size` below 257.
-
-    >>> tokenizer = train_bpe([b"low lower lowest"], 260)
-    >>> tokenizer.decode(tokenizer.encode("lower")), tokenizer.end, len(tokenizer.encode("low"))
-    ('lower', 0, 1)
     """
-    check_whole("vocab_size", vocab_size, minimum=MINIMUM_VOCAB)
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -256,11 +190,9 @@ def _reading(text: str) -> tuple[Any, ...]:
 
 
 def _end_name(vocab: dict[str, int], name: str, end_token: str | None) -> str:
+    found = next((known for known in ([end_token] if end_token else _END_NAMES) if known in vocab), None)
+    if found is not None:
+        return found
     if end_token is not None:
-        if end_token in vocab:
-            return end_token
         raise ValueError(f"end_token must be a token of {name!r}, got {end_token!r}")
-    for usual in _END_NAMES:
-        if usual in vocab:
-            return usual
     raise ValueError(f"tokenizer {name!r} has none of {', '.join(_END_NAMES)}: name its end of a document as end_token")

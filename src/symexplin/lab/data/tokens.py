@@ -1,4 +1,4 @@
-"""The folder of a dataset: documents encoded into token files, and those read.
+"""The folder of a dataset: documents split into two sides and encoded into token files, and those read.
 
 dataset.json          tokenizer, counts, digests and configuration: written last
 tokenizer.json        of the `tokenizers` library
@@ -21,48 +21,29 @@ from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 
-from symexplin.lab.data.split import SIDES
 from symexplin.lab.data.tokenizer import TokenArray, Tokenizer, token_dtype
 from symexplin.lab.files import read_json, replacing
+from symexplin.validation import check_fraction
 
 __all__ = [
-    "CACHE",
-    "DATASET",
-    "TOKENIZER",
-    "encode_shards",
-    "read_dataset",
-    "read_tokens",
-    "rows_per_batch",
-    "shard_tokens",
-    "token_file",
-    "write_tokens",
+    *("CACHE", "DATASET", "REPEATED", "SIDES", "TOKENIZER", "TRAIN", "VALID"),
+    *("cut_in_two", "encode_shards", "hash_document", "read_dataset", "read_tokens"),
+    *("rows_per_batch", "shard_tokens", "split_documents", "write_tokens"),
 ]
 
 DATASET, TOKENIZER, CACHE = "dataset.json", "tokenizer.json", ".cache"
+TRAIN, VALID, REPEATED = 0, 1, 2
+SIDES = {TRAIN: "train", VALID: "valid"}
 
 _SHARD_BYTES = 1 << 26  # text that a killed preparation encodes again, at most
 _WORKER_BYTES = 1 << 22  # less text per process is not worth its start
 _BATCH_BYTES = 1 << 20
-_CHUNK = 1 << 24
-_BAR_FROM = 1 << 30
-_THREADS = "TOKENIZERS_PARALLELISM"
 _GLANCE = 0.2  # seconds between looks at whether the parent is there
 
 
-def token_file(folder: Path, side: str) -> Path:
-    """Return the path of the tokens of "train" or "valid"."""
-    return folder / f"{side}.npy"
-
-
 def read_dataset(folder: Path) -> dict[str, Any]:
-    """Return the content of a finished folder's dataset.json.
-
-    Raises:
-        FileNotFoundError: no such folder.
-        ValueError: a folder that is not prepared, not finished, or of an older version.
-    """
+    """Return the content of a finished folder's dataset.json."""
     if not folder.is_dir():
         raise FileNotFoundError(f"data must be a folder that `symexplin prepare` made, got {str(folder)!r}")
     if (folder / "train.safetensors").exists():
@@ -76,15 +57,51 @@ def read_dataset(folder: Path) -> dict[str, Any]:
     raise ValueError(f"data must be a folder that `symexplin prepare` made; {str(folder)!r} {problem}")
 
 
+# --- the split: a rule on the content of documents alone -------------------------------------------------------------
+
+
+def hash_document(document: bytes, seed: int) -> int:
+    """Return a number in [0, 2**64) that depends on the content and the seed alone."""
+    return int.from_bytes(hashlib.blake2b(document, digest_size=8, key=str(seed).encode()).digest())
+
+
+def split_documents(hashes: Sequence[int] | NDArray[np.uint64], given: int, fraction: float) -> NDArray[np.uint8]:
+    """Return the side of each document: TRAIN, VALID, or REPEATED for one that does not count.
+
+    The first `given` documents are to be split, the others are held out. Without others, those with the smallest hashes
+    are held out: all below `fraction` * 2**64, but at least one, and never all. A document that occurs twice counts
+    once, so no text is on both sides.
+    """
+    check_fraction("valid_fraction", fraction)
+    hashes = np.asarray(hashes, np.uint64)
+    if not len(hashes):
+        raise ValueError("documents must hold at least one, got none")
+    sides = np.full(len(hashes), REPEATED, np.uint8)
+    train = np.sort(np.unique(hashes[:given], return_index=True)[1])
+    if given == len(hashes):
+        rank = hashes[train].astype(np.float64) / 2**64
+        wanted = max(int((rank < fraction).sum()), 1)
+        sides[train] = TRAIN
+        sides[train[np.argsort(rank, kind="stable")[: min(wanted, len(train) - 1)]]] = VALID
+        return sides
+    sides[given + np.unique(hashes[given:], return_index=True)[1]] = VALID
+    sides[train[~np.isin(hashes[train], hashes[given:])]] = TRAIN
+    if not (sides == TRAIN).any():
+        raise ValueError("sources must hold a document that valid does not hold, got none")
+    return sides
+
+
+def cut_in_two(document: bytes, fraction: float) -> tuple[bytes, bytes]:
+    """Return both sides of a corpus of one document."""
+    place = max(1, round(len(document) * (1 - fraction)))
+    return document[:place], document[place:]
+
+
 # --- encoding --------------------------------------------------------------------------------------------------------
 
 
 def rows_per_batch(sizes: NDArray[np.int64]) -> int:
-    """Return how many documents of these sizes make a batch of about a megabyte.
-
-    >>> rows_per_batch(np.full(10, 2**18)), rows_per_batch(np.full(10, 2**30)), rows_per_batch(np.ones(10, np.int64))
-    (4, 1, 1000)
-    """
+    """Return how many documents of these sizes make a batch of about a megabyte."""
     return int(np.clip(_BATCH_BYTES * len(sizes) // max(1, sizes.sum()), 1, 1000))
 
 
@@ -93,17 +110,8 @@ def encode_shards(
 ) -> list[Any]:
     """Return the tokens of all documents as one `datasets.Dataset` per shard, in order; finished shards are kept.
 
-    Args:
-        rows: a `datasets.Dataset` of documents in the column "text".
-        sides: of the documents.
-        sizes: of the documents in bytes.
-        tokenizer: of the tokens.
-        folder: takes one file per shard and process.
-        workers: most processes to use.
-
-    Raises:
-        OSError: the disk is full, ...
-        ChildProcessError: a worker process was killed.
+    `rows` is a `datasets.Dataset` of documents in the column "text"; `sizes` are theirs in bytes. The folder takes one
+    file per shard and process.
     """
     from datasets import Features, LargeList, Value
 
@@ -165,7 +173,7 @@ def _pool_of_datasets() -> Iterator[None]:
     """
     global _starting
     _watch_forks()
-    _starting, environment, threads = os.getpid(), os.environ, os.environ.get(_THREADS)
+    _starting, environment = os.getpid(), os.environ
     try:
         yield
     except Exception as error:  # of datasets.utils.py_utils.iflatmap_unordered
@@ -178,9 +186,7 @@ def _pool_of_datasets() -> Iterator[None]:
         raise
     finally:
         _starting = None
-        os.environ = environment  # noqa: B003 (`datasets` leaves a copy, and threads off)
-        os.environ.pop(_THREADS, None)
-        os.environ.update({} if threads is None else {_THREADS: threads})
+        os.environ = environment  # noqa: B003 (`datasets` leaves a copy)
 
 
 @functools.cache
@@ -205,14 +211,7 @@ def _end_with(parent: int) -> None:
 
 
 def write_tokens(path: Path, arrays: Iterable[TokenArray], count: int, dtype: np.dtype[Any]) -> str:
-    """Write `arrays`, `count` tokens in all, as one .npy file, which appears when it is whole; return its sha256.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     digest = write_tokens(Path(folder, "a.npy"), [np.arange(3), np.arange(2)], 5, np.dtype(np.uint8))
-    ...     read_tokens(Path(folder, "a.npy"), 5, digest).tolist()
-    [0, 1, 2, 0, 1]
-    """
+    """Write `arrays`, `count` tokens in all, as one .npy file, which appears when it is whole; return its sha256."""
     digest = hashlib.sha256()
     dtype = dtype.newbyteorder("<")
     with replacing(path) as temporary, temporary.open("wb") as file:
@@ -225,23 +224,11 @@ def write_tokens(path: Path, arrays: Iterable[TokenArray], count: int, dtype: np
     return digest.hexdigest()
 
 
-def read_tokens(path: Path, count: int, sha256: str, *, verify: bool = True, progress: bool = True) -> TokenArray:
-    """Return the tokens of a file of :func:`write_tokens`, mapped into memory and read-only.
-
-    Args:
-        path: of the file.
-        count: number of tokens.
-        sha256: of the tokens.
-        verify: read the whole file and compare its sha256.
-        progress: show a bar on a terminal where that takes more than a second or two.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: another kind of file, or a damaged one.
-    """
+def read_tokens(path: Path, count: int, sha256: str, *, verify: bool = True) -> TokenArray:
+    """Return the tokens of a file of :func:`write_tokens`, mapped into memory; `verify` compares their sha256."""
     try:
         tokens = np.load(path, mmap_mode="r").view(np.ndarray)
-        whole = tokens.shape == (count,) and not (verify and _digest(tokens, path.name, progress) != sha256)
+        whole = tokens.shape == (count,) and (not verify or hashlib.sha256(tokens.data).hexdigest() == sha256)
     except FileNotFoundError:
         raise FileNotFoundError(f"no token file at {str(path)!r}: run `symexplin prepare` into a new folder") from None
     except Exception:  # of numpy, for a damaged header: of many kinds
@@ -252,14 +239,3 @@ def read_tokens(path: Path, count: int, sha256: str, *, verify: bool = True, pro
             "new folder"
         )
     return cast(TokenArray, tokens)
-
-
-def _digest(tokens: NDArray[Any], name: str, progress: bool) -> str:
-    digest = hashlib.sha256()
-    # disable=None: no bar where standard error is not a terminal.
-    disable = None if progress and tokens.nbytes >= _BAR_FROM else True
-    with tqdm(total=tokens.nbytes, desc=f"verify {name}", unit="B", unit_scale=True, disable=disable) as bar:
-        for chunk in np.array_split(tokens, math.ceil(tokens.nbytes / _CHUNK) or 1):
-            digest.update(chunk.data)
-            bar.update(chunk.nbytes)
-    return digest.hexdigest()
