@@ -30,14 +30,9 @@ class Trained(NamedTuple):
 
 
 def load_trained(path: str | Path, echo: Echo = warnings.warn) -> Trained:
-    """Return the model of a run with its final weights, else with those of its newest intact checkpoint.
+    """Return the model of a run, a checkpoint, or a model.safetensors with tokenizer.json beside it.
 
-    Args:
-        path: the folder of a run, one of its checkpoints, or a model.safetensors with tokenizer.json beside it.
-        echo: receives a warning for each damaged checkpoint that is passed over.
-
-    Raises:
-        FileNotFoundError, ValueError: no model there, no weights yet, no intact checkpoint, no tokenizer.
+    `echo` receives a warning for each damaged checkpoint that is passed over.
     """
     file = find_weights(path, echo=echo)
     # A checkpoint is two folders below its run, which has the tokenizer.
@@ -53,17 +48,7 @@ def load_trained(path: str | Path, echo: Echo = warnings.warn) -> Trained:
 def find_weights(path: str | Path, name: str = "path", echo: Echo = warnings.warn) -> Path:
     """Return the file with the final weights of a run, else with those of its newest intact checkpoint.
 
-    Args:
-        path: the folder of a run, the folder of a checkpoint, or a safetensors file.
-        name: of the argument, for messages.
-        echo: receives a warning for each damaged checkpoint that is passed over.
-
-    Raises:
-        FileNotFoundError, ValueError: no model there, no weights yet, a damaged checkpoint.
-
-    >>> find_weights("no/such/run")
-    Traceback (most recent call last):
-    FileNotFoundError: path must be the folder of a run or a model's file, got 'no/such/run', which does not exist
+    `path` may also be a checkpoint or a safetensors file. `name` is that of the argument in messages.
     """
     path = Path(path)
     wanted = f"{name} must be the folder of a run or a model's file, got {str(path)!r}"
@@ -91,21 +76,7 @@ def load_plain(file: Path) -> Transformer:
 
 
 def start_from(model: Transformer, path: str | Path) -> None:
-    """Load the weights at `path` into a plain model of the same shape; the context may differ.
-
-    Raises:
-        FileNotFoundError, ValueError: no weights there, or those of another shape.
-
-    >>> import tempfile
-    >>> from symexplin.lab.model import ModelConfig
-    >>> from symexplin.lab.weights.files import save_model
-    >>> first, second = (Transformer(ModelConfig(width=16, depth=1, heads=2)) for _ in range(2))
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save_model(first, Path(folder, MODEL))
-    ...     start_from(second, folder)
-    >>> bool((first.head.weight == second.head.weight).all())
-    True
-    """
+    """Load the weights at `path` into a plain model of the same shape; the context may differ."""
     source = load_plain(find_weights(path, "weights"))
     there, here = (dataclasses.asdict(each.config) for each in (source, model))
     odd = [key for key in here if there[key] != here[key] and key not in ("context", "init")]

@@ -279,7 +279,6 @@ def test_a_mistake_leaves_no_folder(tmp_path, text, options, monkeypatch):
         ({"vocab_size": 256}, "vocab_size must be a whole number >= 257"),
         ({"valid_fraction": 1.0}, r"valid_fraction must be a number in \[0, 1\)"),
         ({"workers": 0}, "workers must be a whole number >= 1"),
-        ({"text_key": ""}, "text_key must not be empty"),
         ({"end_token": "x"}, "end_token goes with a tokenizer file, got 'x' with 'bpe'"),
     ],
 )

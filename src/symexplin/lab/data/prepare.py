@@ -84,9 +84,6 @@ class PrepareConfig:
         """Check every field."""
         if not self.sources:
             raise ValueError("sources must name at least one source of text, got none")
-        for name in ("tokenizer", "split", "text_key"):
-            if not getattr(self, name):
-                raise ValueError(f"{name} must not be empty")
         check_whole("vocab_size", self.vocab_size, minimum=MINIMUM_VOCAB)
         check_whole("bpe_bytes", self.bpe_bytes)
         check_fraction("valid_fraction", self.valid_fraction)

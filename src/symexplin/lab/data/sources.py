@@ -38,12 +38,6 @@ class Source(NamedTuple):
     documents: Iterable[bytes]
 
 
-class _File(NamedTuple):
-    path: Path
-    size: int
-    modified: int
-
-
 class _NotUtf8Error(ValueError):
     pass
 
@@ -68,15 +62,15 @@ def _source(name: str, text_key: str, split: str, left_out: LeftOut, cache: Path
         return Source(name, dataset._fingerprint, _texts(dataset, text_key))
     if spec == "stdlib":
         library = _files(Path(sysconfig.get_path("stdlib")), left_out, _NOT_LIBRARY)
-        files = [file for file in library if file.path.suffix == ".py"]
+        files = [file for file in library if file.suffix == ".py"]
     elif name and path.is_dir():
         files = _files(path, left_out)
     elif path.is_file():
-        return Source(name, _stamped(path), _file(path, text_key))
+        return Source(name, _stamps([path]), _file(path, text_key))
     else:  # a pipe gives its text once
         right = "'stdlib', an existing file or folder, 'hf:NAME', " + " or ".join(map(repr, _SHORTHANDS))
         raise FileNotFoundError(f"sources must be {right}, got {name!r}")
-    return Source(name, files, _folder(files, text_key, left_out))
+    return Source(name, _stamps(files), _folder(files, text_key, left_out))
 
 
 def _documents(source: Source) -> Iterator[bytes]:
@@ -93,12 +87,11 @@ def _documents(source: Source) -> Iterator[bytes]:
 # --- files and folders -----------------------------------------------------------------------------------------------
 
 
-def _stamped(path: Path) -> _File:
-    status = path.stat()
-    return _File(path, status.st_size, status.st_mtime_ns)
+def _stamps(files: Iterable[Path]) -> object:
+    return [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
 
 
-def _files(root: Path, left_out: LeftOut, without: frozenset[str] = frozenset()) -> list[_File]:
+def _files(root: Path, left_out: LeftOut, without: frozenset[str] = frozenset()) -> list[Path]:
     """Return the files below a folder in the order of their paths; links to folders are not followed."""
 
     def unreadable(error: OSError) -> None:
@@ -109,22 +102,22 @@ def _files(root: Path, left_out: LeftOut, without: frozenset[str] = frozenset())
         folders[:] = [name for name in folders if name not in without]
         for path in (Path(folder, name) for name in (*folders, *names)):
             if path.is_file():
-                found.append(_stamped(path))
+                found.append(path)
             elif path.is_symlink():
                 left_out.setdefault(_LINK, []).append(str(path))
-    return sorted(found, key=lambda file: file.path.relative_to(root).as_posix())
+    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 
-def _folder(files: Iterable[_File], text_key: str, left_out: LeftOut) -> Iterator[bytes]:
-    for file in files:
+def _folder(files: Iterable[Path], text_key: str, left_out: LeftOut) -> Iterator[bytes]:
+    for path in files:
         try:
-            for _ in _utf8(file.path):
+            for _ in _utf8(path):
                 pass
         except (OSError, ValueError) as error:
             reason = _NOT_TEXT if isinstance(error, _NotUtf8Error) else _UNREADABLE
-            left_out.setdefault(reason, []).append(str(file.path))
+            left_out.setdefault(reason, []).append(str(path))
         else:
-            yield from _file(file.path, text_key)
+            yield from _file(path, text_key)
 
 
 def _file(path: Path, text_key: str) -> Iterator[bytes]:

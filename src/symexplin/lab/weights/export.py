@@ -55,48 +55,32 @@ def export_transformers(
 ) -> dict[str, Any]:
     """Write a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads, in the model's dtype.
 
-    Logits differ by rounding: transformers computes the angles of positions, and norms, in float32. The difference is
-    measured before the folder gets its name. Nothing is downloaded.
-
-    Args:
-        model: a plain model without biases.
-        out: a folder that does not exist or is empty.
-        tokenizer: of the model, for `AutoTokenizer.from_pretrained`; its end token ends generation.
-        trained_with: the map of the training, for `symexplin inspect`. It goes into the header of model.safetensors,
-            whose additional entries other tools ignore, without its patterns of names.
-        echo: receives the lines of the report.
-
-    Returns:
-        "architecture", "dtype", the names of the "files", the "largest_difference" of a logit, computed in float32 or
-        float64, and the "largest_logit".
-
-    Raises:
-        ValueError: a model with biases or raw weights, a folder with files, a tokenizer with more tokens than the
-            model, no transformers.
-        OSError: a full disk, for example; nothing is left behind.
-
-    >>> from symexplin.lab.model import ModelConfig
-    >>> model = Transformer(ModelConfig(width=16, depth=1, heads=2, context=8, bias=False))
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     export_transformers(model, Path(folder, "out"))["files"]
-    ['config.json', 'generation_config.json', 'model.safetensors']
+    Logits differ by rounding: transformers computes the angles of positions, and norms, in float32. The largest
+    difference is measured before the folder gets its name, and is part of the report. The map of the training goes into
+    the header of model.safetensors, for `symexplin inspect`.
     """
-    transformers = _transformers()
+    try:
+        import transformers
+    except ModuleNotFoundError:
+        raise ValueError("export needs transformers: pip install 'symexplin[hf]'") from None
     _check_model(model)
     target = _check_target(Path(out))
     size = model.config.vocab_size
     if tokenizer is not None and tokenizer.vocab_size > size:
         raise ValueError(f"tokenizer must have at most the model's {size} tokens, got {tokenizer.vocab_size}")
     end = None if tokenizer is None else tokenizer.end
-    config, weights = _config(transformers, model, end), _renamed(model)
+    config, weights, entries = _config(transformers, model, end), _renamed(model), {"format": "pt"}
+    if trained_with is not None:  # its patterns are for the names of the laboratory
+        entries[TRAINED_KEY] = dataclasses.replace(trained_with, include=(), exclude=()).to_json()
     gap, largest = _differences(transformers, model, config, weights)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary:
         folder = Path(temporary, target.name)
         folder.mkdir()
         config.save_pretrained(folder)
-        transformers.GenerationConfig(eos_token_id=end, pad_token_id=end).save_pretrained(folder)
-        write_tensors(folder / "model.safetensors", weights, {"format": "pt", **_map_entry(trained_with)})
+        generation = transformers.GenerationConfig(eos_token_id=end, pad_token_id=end)  # type: ignore[no-untyped-call]
+        generation.save_pretrained(folder)
+        write_tensors(folder / "model.safetensors", weights, entries)
         if tokenizer is not None:
             _save_tokenizer(transformers, tokenizer, model, folder)
         files = sorted(path.name for path in folder.iterdir())
@@ -116,21 +100,6 @@ def export_transformers(
     return report
 
 
-def _map_entry(trained_with: SELConfig | None) -> dict[str, str]:
-    """Return the map as an entry of the header; its patterns are for the names of the laboratory."""
-    if trained_with is None:
-        return {}
-    return {TRAINED_KEY: dataclasses.replace(trained_with, include=(), exclude=()).to_json()}
-
-
-def _transformers() -> ModuleType:
-    try:
-        import transformers
-    except ModuleNotFoundError:
-        raise ValueError("export needs transformers: pip install 'symexplin[hf]'") from None
-    return transformers
-
-
 def _check_model(model: Transformer) -> None:
     raw = next((name for name, _ in model.named_parameters() if name.endswith("raw_weight")), None)
     if raw is not None:
@@ -143,10 +112,8 @@ def _check_model(model: Transformer) -> None:
 
 
 def _check_target(out: Path) -> Path:
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"out must be a new folder, got the file {str(out)!r}")
-    if out.is_dir() and any(out.iterdir()):
-        raise ValueError(f"out must be a new or empty folder, got {str(out)!r} with {next(out.iterdir()).name!r} in it")
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"out must be a new or empty folder, got {str(out)!r}")
     return out.resolve()
 
 

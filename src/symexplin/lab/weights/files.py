@@ -19,22 +19,8 @@ from symexplin.lab.parallel import placed
 from symexplin.validation import check_choice, naming
 
 __all__ = [
-    "FLOATING",
-    "MAP_KEY",
-    "MODEL",
-    "TRAINED_KEY",
-    "TensorSpec",
-    "iter_tensors",
-    "load_model",
-    "load_weights",
-    "map_in",
-    "model_config",
-    "model_from",
-    "read_specs",
-    "read_tensors",
-    "save_model",
-    "table_in",
-    "write_tensors",
+    *("FLOATING", "MAP_KEY", "MODEL", "TRAINED_KEY", "TensorSpec", "iter_tensors", "load_model", "load_weights"),
+    *("map_in", "model_config", "model_from", "read_specs", "read_tensors", "save_model", "table_in", "write_tensors"),
 ]
 
 # Entries of the header: the shape of a model, the map of raw weights, and the map that plain weights were trained with.
@@ -59,19 +45,8 @@ class TensorSpec(NamedTuple):
 def read_specs(path: str | Path) -> tuple[dict[str, TensorSpec], dict[str, str]]:
     """Return the specs of all tensors in the order of the file, and the entries of the header.
 
-    Args:
-        path: a safetensors file, or a folder with `model.safetensors` or with the shards that
-            `model.safetensors.index.json` lists. The entries are those of all shards.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: another kind of file (pickles are never opened), a damaged file, an index that does not fit.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     write_tensors(Path(folder, "model.safetensors"), {"x": torch.zeros(2, 3)})
-    ...     read_specs(folder)
-    ({'x': TensorSpec(shape=(2, 3), dtype='F32')}, {})
+    `path` is a safetensors file, or a folder with `model.safetensors` or with the shards that
+    `model.safetensors.index.json` lists. Pickles are never opened.
     """
     specs: dict[str, TensorSpec] = {}
     metadata: dict[str, str] = {}
@@ -85,15 +60,9 @@ def read_specs(path: str | Path) -> tuple[dict[str, TensorSpec], dict[str, str]]
 
 
 def iter_tensors(path: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) in the order of the file; path and errors are those of :func:`read_specs`.
+    """Yield (name, tensor) in the order of the file; `path` is that of :func:`read_specs`.
 
     The tensors are views of the mapped file. The file may be larger than the memory if they are not kept.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     write_tensors(Path(folder, "a"), {"x": torch.ones(2)})
-    ...     [(name, tensor.tolist()) for name, tensor in iter_tensors(Path(folder, "a"))]
-    [('x', [1.0, 1.0])]
     """
     for part, wanted in _parts(Path(path)):
         with _open(part) as file:
@@ -102,7 +71,7 @@ def iter_tensors(path: str | Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return all tensors by name, and the entries of the header; path and errors are those of :func:`read_specs`."""
+    """Return all tensors by name, and the entries of the header; `path` is that of :func:`read_specs`."""
     return dict(iter_tensors(path)), read_specs(path)[1]
 
 
@@ -118,18 +87,15 @@ def _parts(path: Path) -> list[tuple[Path, set[str] | None]]:
         found = ", ".join(sorted(p.name for p in path.iterdir())[:5]) or "nothing"
         raise ValueError(f"path must be a file, or a folder with {MODEL} or {_INDEX}; {str(path)!r} has {found}")
     shards: dict[Path, set[str]] = {}
-    for name, shard in _weight_map(path / _INDEX).items():
+    try:
+        weight_map = dict(json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{str(path / _INDEX)!r} is not an index of shards: {error!r}") from None
+    for name, shard in weight_map.items():
         if not (path / shard).is_file():
             raise FileNotFoundError(f"{_INDEX} names the shard {shard!r}, which is not in {str(path)!r}")
         shards.setdefault(path / shard, set()).add(name)
     return sorted(shards.items())
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{str(index)!r} is not an index of shards: {error!r}") from None
 
 
 @contextlib.contextmanager
@@ -137,21 +103,17 @@ def _open(path: Path) -> Iterator[Any]:
     try:
         file = safetensors.safe_open(path, framework="pt")
     except (safetensors.SafetensorError, OSError) as error:
-        raise ValueError(f"{str(path)!r} {_diagnosis(path, error)}") from None
+        with path.open("rb") as content:
+            pickled = content.read(8).startswith(_PICKLES)
+        problem = f"is not a complete safetensors file (empty, truncated, damaged or of another kind): {error}"
+        if pickled:
+            problem = (
+                "is a pickle, which can run code when loaded; only safetensors files are read: "
+                "save it with safetensors.torch.save_file"
+            )
+        raise ValueError(f"{str(path)!r} {problem}") from None
     with file:
         yield file
-
-
-def _diagnosis(path: Path, error: Exception) -> str:
-    """Return what a file is that safetensors cannot read."""
-    with path.open("rb") as file:
-        head = file.read(8)
-    if head.startswith(_PICKLES):
-        return (
-            "is a pickle, which can run code when loaded; only safetensors files are read: "
-            "save it with safetensors.torch.save_file"
-        )
-    return f"is not a complete safetensors file (empty, truncated, damaged or of another kind): {error}"
 
 
 def _names(path: Path, file: Any, wanted: set[str] | None) -> list[str]:
@@ -168,15 +130,6 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Map
     """Write a safetensors file under a temporary name and rename it, so that `path` is never incomplete.
 
     The same tensors and entries give the same bytes. The file has the mode of any new file.
-
-    Raises:
-        OSError: a full disk, for example; nothing is left behind.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     write_tensors(Path(folder, "a.safetensors"), {"x": torch.ones(2)})
-    ...     [path.name for path in Path(folder).iterdir()]
-    ['a.safetensors']
     """
     plain = {name: value.detach().contiguous() for name, value in tensors.items()}
     with replacing(path) as temporary:
@@ -198,11 +151,8 @@ def _sort_entries(path: Path) -> None:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
         header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)
-        if len(text) > size:
-            raise OSError(f"cannot sort the header of {str(path)!r}: it would have {len(text)} bytes, not {size}")
         file.seek(8)
-        file.write(text)
+        file.write(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size))
 
 
 def save_model(
@@ -250,7 +200,7 @@ def load_model(path: str | Path) -> Transformer:
 
 
 def model_from(path: str | Path, tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> Transformer:
-    """Return the model of the plain tensors and the header of a file; `path` is for messages."""
+    """Return the model of the plain tensors and the header of the file at `path`."""
     model = Transformer(model_config(path, metadata))
     dtype = next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.float32)
     _fill(model.to(dtype), tensors, path)
@@ -258,19 +208,7 @@ def model_from(path: str | Path, tensors: dict[str, Tensor], metadata: Mapping[s
 
 
 def load_weights(model: Transformer, path: str | Path) -> None:
-    """Load the weights of :func:`save_model` into a model of the same kind, plain or curved, whole or sharded.
-
-    Raises:
-        ValueError: tensors of another model; the message names one.
-
-    >>> import tempfile
-    >>> first, second = (Transformer(ModelConfig(width=16, depth=1, heads=2, context=8)) for _ in range(2))
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save_model(first, Path(folder, MODEL))
-    ...     load_weights(second, Path(folder, MODEL))
-    >>> torch.equal(first.head.weight, second.head.weight)
-    True
-    """
+    """Load the weights of :func:`save_model` into a model of the same kind, plain or curved, whole or sharded."""
     own = model.state_dict()
     _fill(model, {name: placed(tensor, own.get(name, tensor)) for name, tensor in iter_tensors(path)}, path)
 
@@ -286,11 +224,7 @@ def _fill(model: Transformer, tensors: dict[str, Tensor], path: str | Path) -> N
 
 
 def model_config(path: str | Path, metadata: Mapping[str, str]) -> ModelConfig:
-    """Return the shape of a model from the header of a file of :func:`save_model`; `path` is for the message.
-
-    Raises:
-        ValueError: no such entry, or an invalid one.
-    """
+    """Return the shape of a model from the header of the file at `path`."""
     if _CONFIG_KEY not in metadata:
         raise ValueError(f"path must be a file of save_model, got {str(path)!r}, without a config in its header")
     with naming(f"header of {str(path)!r}"):
@@ -301,11 +235,7 @@ def model_config(path: str | Path, metadata: Mapping[str, str]) -> ModelConfig:
 
 
 def map_in(path: str | Path, metadata: Mapping[str, str], key: str) -> SELConfig | None:
-    """Return the map in a header under MAP_KEY or TRAINED_KEY, None if there is none; `path` is for the message.
-
-    Raises:
-        ValueError: an invalid map.
-    """
+    """Return the map under MAP_KEY or TRAINED_KEY in the header of the file at `path`, None if there is none."""
     if key not in metadata:
         return None
     with naming(f"header of {str(path)!r}"):
@@ -313,11 +243,7 @@ def map_in(path: str | Path, metadata: Mapping[str, str], key: str) -> SELConfig
 
 
 def table_in(metadata: Mapping[str, str], key: str) -> dict[str, Any]:
-    """Return the JSON object in an entry of a header; an absent entry is an empty one.
-
-    >>> table_in({"config": '{"width": 8}'}, "config")
-    {'width': 8}
-    """
+    """Return the JSON object in an entry of a header; an absent entry is an empty one."""
     try:
         found = json.loads(metadata.get(key, "{}"))
     except ValueError as error:

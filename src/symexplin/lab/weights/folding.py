@@ -17,23 +17,8 @@ from symexplin.config import SELConfig, check_config
 from symexplin.conversion import IDENTITY
 from symexplin.coordinates import Coordinates
 from symexplin.lab.model import Transformer
-from symexplin.lab.weights.files import (
-    MAP_KEY,
-    map_in,
-    model_config,
-    read_specs,
-    read_tensors,
-    table_in,
-    write_tensors,
-)
-from symexplin.lab.weights.names import (
-    CurvedName,
-    curved_names,
-    floating_shapes,
-    other_types,
-    out_dim_of,
-    route_names,
-)
+from symexplin.lab.weights.files import MAP_KEY, map_in, model_config, read_specs, read_tensors, table_in, write_tensors
+from symexplin.lab.weights.names import CurvedName, curved_names, floating_shapes, other_types, out_dim_of, route_names
 from symexplin.layout import Layout
 from symexplin.linear import SELLinear
 from symexplin.starts import START_RULES
@@ -65,32 +50,8 @@ def invert_file(
 
     Each curved `X.weight` becomes `X.raw_weight` and its scales `X.e_row`, ..., its bias `X.raw_bias` and
     `X.bias_e_row`, ...; other tensors stay. Raw weights and scales are float32, or float64 where the weights are:
-    16 bits would round them. :func:`symexplin.lab.weights.names.route_names` says which tensors are curved. LoRA's A
-    depends on the position of a weight: in a model of the laboratory among its parameters, else in the file.
-
-    Args:
-        source: plain weights, a safetensors file or folder (:func:`symexplin.lab.weights.files.read_specs`).
-        target: a new file in an existing folder.
-        config: the map; default `SELConfig()`.
-        start: "matched" or "mismatched", see :func:`symexplin.convert`.
-        echo: receives the table of tensors and the lines of the report.
-
-    Returns:
-        The number of "matrices" and of "biases" that are curved, and the "largest_difference" between effective and
-        plain weights.
-
-    Raises:
-        ValueError: no weights to curve, raw weights, weights that are not finite or that the map cannot reach, an
-            existing target.
-        FileNotFoundError: the source or the folder of the target does not exist.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     write_tensors(Path(folder, "plain"), {"up.weight": torch.eye(2)})
-    ...     report = invert_file(Path(folder, "plain"), Path(folder, "curved"))
-    ...     names = sorted(read_specs(Path(folder, "curved"))[0])
-    ...     print(report["matrices"], names[:2])
-    1 ['up.e_column', 'up.e_row']
+    16 bits would round them. LoRA's A depends on the position of a weight: in a model of the laboratory among its
+    parameters, else in the file.
     """
     _check_target(Path(target))
     config = check_config(config)
@@ -184,28 +145,8 @@ def fold_file(source: str | Path, target: str | Path, echo: Echo = lambda _: Non
     """Write the effective weights of `source`, a file of :func:`invert_file` or of a model with curved layers.
 
     Each `X.raw_weight` with its scales becomes `X.weight` in the dtype of the plain weight. Other tensors stay, and the
-    map leaves the header.
-
-    Args:
-        source: a file with "symexplin_map" in its header.
-        target: a new file in an existing folder.
-        echo: receives the line of the report.
-
-    Returns:
-        The number of "matrices" and of "biases" that were curved, and the "largest_difference" between the weights
-        written and the effective weights in float32 or float64.
-
-    Raises:
-        ValueError: no map, a map that does not fit the tensors, an existing target.
-        FileNotFoundError: the source or the folder of the target does not exist.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     write_tensors(Path(folder, "plain"), {"up.weight": torch.eye(2)})
-    ...     _ = invert_file(Path(folder, "plain"), Path(folder, "curved"))
-    ...     _ = fold_file(Path(folder, "curved"), Path(folder, "folded"))
-    ...     torch.allclose(read_tensors(Path(folder, "folded"))[0]["up.weight"], torch.eye(2))
-    True
+    map leaves the header. The largest difference is between the weights written and the effective ones in float32 or
+    float64.
     """
     _check_target(Path(target))
     plain, metadata, counts = folded(source)

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from symexplin.config import SELConfig, check_config
 from symexplin.coordinates import Coordinates
 from symexplin.lab.maps import describe_map
+from symexplin.lab.tables import format_columns
 from symexplin.lab.weights.files import FLOATING, MAP_KEY, TRAINED_KEY, iter_tensors, map_in, read_specs
 from symexplin.lab.weights.names import curved_names, floating_shapes, other_types
 from symexplin.layout import Layout
@@ -44,11 +45,7 @@ _ASSUMED = "assumed, the file names none; --preset and --map give another"
 
 
 def xavier_bound(shape: Sequence[int]) -> float:
-    """Return the bound of Xavier's uniform distribution for a matrix.
-
-    >>> xavier_bound((2, 4))
-    1.0
-    """
+    """Return the bound of Xavier's uniform distribution for a matrix."""
     return math.sqrt(6.0 / sum(shape))
 
 
@@ -79,17 +76,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The rows of the curved matrices of a file, and their summary.
+    """The rows of the curved matrices of a file in the order of their names, 10 after 9, and their summary.
 
-    Args:
-        path: of the file.
-        config: the map that was inverted.
-        origin: where the map comes from, in words.
-        rows: one per curved matrix, in the order of the names, with 10 after 9.
-        total: over all matrices; its bound is that of a fresh matrix with the same mean square.
-        histogram: numbers in each bin of |w| / bound between :data:`BIN_EDGES`.
-        plain: number of tensors that are not curved.
-        not_finite: count of NaN and infinite numbers in the tensors that have any, curved or not.
+    The bound of `total` is that of a fresh matrix with the same mean square. `histogram` counts numbers in each bin of
+    |w| / bound between :data:`BIN_EDGES`. `not_finite` counts NaN and infinite numbers in all tensors that have any.
     """
 
     path: str
@@ -140,10 +130,11 @@ class _Tally:
         self.bins += torch.bincount(index.long(), minlength=_BINS)
 
     def merge(self, other: "_Tally") -> None:
-        """Add the figures of another matrix, except for those of the inverse."""
+        """Add the figures of another matrix."""
         for name in ("count", "powers", "large", "above", "bins", "not_finite"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.max = max(self.max, other.max)
+        for name in ("max", "reach", "error"):
+            setattr(self, name, max(getattr(self, name), getattr(other, name)))
 
     def invert(self, w: Tensor, layout: Layout) -> None:
         """Invert the map for a part, in the dtype of a layer, and measure the error."""
@@ -197,32 +188,11 @@ class _Tally:
 
 
 @torch.no_grad()
-def inspect_file(
-    path: str | Path,
-    *,
-    config: SELConfig | None = None,
-    progress: bool = False,
-) -> Inspection:
+def inspect_file(path: str | Path, *, config: SELConfig | None = None, progress: bool = False) -> Inspection:
     """Return the figures of each curved matrix of a safetensors file or folder, computed in float64.
 
     The file is read in parts and may be larger than the memory. NaN and infinite numbers are counted and left out.
-
-    Args:
-        path: see :func:`symexplin.lab.weights.files.read_specs`.
-        config: the map to invert, and the patterns of names to include or exclude; None: the map that the model was
-            trained with, if its header has it, else `SELConfig()`.
-        progress: show a bar on a terminal.
-
-    Raises:
-        FileNotFoundError, ValueError: an unreadable file, patterns that match nothing, no matrix to inspect.
-
-    >>> import tempfile
-    >>> from symexplin.lab.weights.files import write_tensors
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     write_tensors(Path(folder, "a"), {"up.weight": torch.tensor([[0.5, -3.0], [0.0, 0.25]])})
-    ...     row = inspect_file(Path(folder, "a")).rows[0]
-    >>> round(row.bound, 4), round(row.max_growth, 4), row.above[2]
-    (1.2247, 2.4495, 0.25)
+    Without `config` the map is that of the model's training, if its header has it, else `SELConfig()`.
     """
     specs, metadata = read_specs(path)
     trained = map_in(path, metadata, TRAINED_KEY)
@@ -275,7 +245,6 @@ def _total(found: Sequence[tuple[Row, _Tally]], mode: str) -> Row:
     whole = _Tally()
     for _, tally in found:
         whole.merge(tally)
-    whole.reach, whole.error = (max(getattr(tally, name) for _, tally in found) for name in ("reach", "error"))
     broken = sum(row.not_invertible is not None for row, _ in found)
     whole.reason = f"{broken} of {len(found)} matrices" if broken else None
     bound = math.sqrt(sum(row.numbers * row.bound**2 for row, _ in found) / sum(row.numbers for row, _ in found))
@@ -284,32 +253,19 @@ def _total(found: Sequence[tuple[Row, _Tally]], mode: str) -> Row:
 
 
 def format_inspection(inspection: Inspection, width: int = 120) -> str:
-    """Return the figures as a table of at most `width` columns, and the map and remarks below it.
-
-    >>> import tempfile
-    >>> from symexplin.lab.weights.files import write_tensors
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     write_tensors(Path(folder, "a"), {"up.weight": torch.tensor([[0.5, -3.0], [0.0, 0.25]])})
-    ...     table = format_inspection(inspect_file(Path(folder, "a")))
-    >>> print(table[: table.index("all")])  # doctest: +ELLIPSIS +NORMALIZE_WHITESPACE
-    layer            shape max|w| max x std x %>0.1 %>1x %>2x %>5x %>10x   kurt beta k|raw| error
-    up                 2x2      3  2.45  2.01    75   25   25    0     0 -0.708  7.5   3.17 0...
-    """
+    """Return the figures as a table of at most `width` columns, and the map and remarks below it."""
     head = ["layer", "shape", "max|w|", "max x", "std x", f"%>{_LARGE}"]
     head += [*(f"%>{multiple}x" for multiple in _MULTIPLES), "kurt", "beta", "k|raw|", "error"]
     cells = [head, *(_cells(row) for row in (*inspection.rows, inspection.total))]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    widths[0] = max(_SHORTEST, min(widths[0], width - sum(widths[1:]) - len(widths) + 1))
-    lines = []
-    for name, *values in cells:
-        rest = (value.rjust(size) for value, size in zip(values, widths[1:], strict=True))
-        lines.append(" ".join((_shortened(name, widths[0]).ljust(widths[0]), *rest)))
+    others = sum(1 + max(map(len, column)) for column in list(zip(*cells, strict=True))[1:])
+    longest = max(_SHORTEST, width - others)
+    for row in cells:  # The last parts of a name tell layers apart.
+        row[0] = row[0] if len(row[0]) <= longest else f"..{row[0][2 - longest :]}"
     texts = (part for text in _remarks(inspection) for part in (textwrap.wrap(text, width) or [""]))
-    return "\n".join((*lines, *texts))
+    return "\n".join((format_columns(cells, gap=" "), *texts))
 
 
 def _remarks(inspection: Inspection) -> list[str]:
-    """Return the sentences below the table."""
     total = inspection.total
     lines = [
         "",
@@ -343,11 +299,6 @@ def _number(value: float | None) -> str:
 
 def _percent(share: float) -> str:
     return "<0.001" if 0.0 < share < 1e-5 else f"{100.0 * share:.3g}"
-
-
-def _shortened(name: str, width: int) -> str:
-    """Cut the outer modules: numbers and last parts tell layers apart."""
-    return name if len(name) <= width else f"..{name[2 - width :]}"
 
 
 def _listed(names: Sequence[str]) -> str:

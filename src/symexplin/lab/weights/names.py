@@ -49,21 +49,7 @@ class NotLinear(nn.Module):
 
 
 def route_names(shapes: Mapping[str, Shape], include: Sequence[str] = (), exclude: Sequence[str] = ()) -> Routing:
-    """Return the decision for each tensor of a file; it prints as a table.
-
-    Args:
-        shapes: of the floating tensors, in the order of the file.
-        include, exclude: patterns (fnmatch) of names against the rules; exclude wins.
-
-    Raises:
-        ValueError: a pattern that matches nothing, or that includes other tensors than weights and biases.
-
-    >>> for route in route_names({"embed.weight": (9, 4), "up.weight": (8, 4), "up.bias": (8,)}):
-    ...     print(route.name, route.curved, route.reason)
-    embed.weight False embedding
-    up.weight True linear weight
-    up.bias True linear bias
-    """
+    """Return the decision for each floating tensor of a file; it prints as a table."""
     found = routing(_skeleton(shapes), SELConfig(include=tuple(include), exclude=tuple(exclude)))
     for route in found.curved:
         if route.name.rpartition(".")[2] not in ("weight", "bias"):
@@ -105,11 +91,7 @@ def _module(prefix: str, shapes: Mapping[str, Shape]) -> nn.Module:
 def curved_names(
     shapes: Mapping[str, Shape], include: Sequence[str] = (), exclude: Sequence[str] = ()
 ) -> list[CurvedName]:
-    """Return the curved weights of a file in its order, with their biases; see :func:`route_names`.
-
-    >>> curved_names({"h.0.c_fc.weight": (4, 16), "h.0.c_fc.bias": (16,), "wte.weight": (9, 4)})
-    [CurvedName(weight='h.0.c_fc.weight', bias='h.0.c_fc.bias', out_dim=1)]
-    """
+    """Return the curved weights of a file in its order, with their biases."""
     curved = {route.name for route in route_names(shapes, include, exclude).curved}
     weights = [name for name in shapes if name in curved and name.rpartition(".")[2] == "weight"]
     biases = [name.removesuffix("weight") + "bias" for name in weights]
@@ -123,10 +105,6 @@ def out_dim_of(weight: str, shapes: Mapping[str, Shape]) -> int:
     """Return the dimension of a weight that counts outputs: 1 for transformers' Conv1D, else 0.
 
     A Conv1D has one of its names, in a file where a layer with more outputs than inputs is stored (inputs, outputs).
-
-    >>> shapes = {"h.0.c_fc.weight": (4, 16), "h.0.c_proj.weight": (4, 4), "h.0.up.weight": (4, 4)}
-    >>> [out_dim_of(name, shapes) for name in shapes]
-    [1, 1, 0]
     """
     if _leaf(weight) not in _CONV1D:
         return 0
@@ -141,20 +119,12 @@ def _leaf(weight: str) -> str:
 
 
 def floating_shapes(specs: Mapping[str, TensorSpec]) -> dict[str, Shape]:
-    """Return the shapes for :func:`curved_names`: those of tensors of 16, 32 and 64 bits.
-
-    >>> floating_shapes({"a": TensorSpec((2,), "F32"), "b": TensorSpec((2,), "I64")})
-    {'a': (2,)}
-    """
+    """Return the shapes for :func:`curved_names`: those of tensors of 16, 32 and 64 bits."""
     return {name: spec.shape for name, spec in specs.items() if spec.dtype in FLOATING}
 
 
 def other_types(specs: Mapping[str, TensorSpec]) -> str:
-    """Return an explanation for a file whose matrices have a dtype that is never curved, else "".
-
-    >>> other_types({"up.weight": TensorSpec((8, 4), "F8_E4M3")})
-    ', but matrices of F8_E4M3: convert them to one of BF16, F16, F32, F64 first'
-    """
+    """Return an explanation for a file whose matrices have a dtype that is never curved, else ""."""
     matrices = (spec for name, spec in specs.items() if name.endswith("weight") and len(spec.shape) == 2)
     found = ", ".join(sorted({spec.dtype for spec in matrices} - FLOATING))
     return f", but matrices of {found}: convert them to one of {', '.join(sorted(FLOATING))} first" if found else ""
