@@ -205,9 +205,7 @@ def test_another_configuration_is_refused(tmp_path, text, monkeypatch):
     out = tmp_path / "out"
     interrupted(settings(text), out, monkeypatch)
     for _ in range(2):  # not finished, then finished
-        with pytest.raises(
-            ValueError, match=r"prepared otherwise: vocab_size was 400, now 500; seed was 0, now 1 .*delete"
-        ):
+        with pytest.raises(ValueError, match=r"out must be new .*vocab_size was 400, is 500 now; seed was 0, is 1 now"):
             prepare(settings(text, vocab_size=500, seed=1), out)
         prepare(settings(text, workers=2), out)
 

@@ -35,9 +35,8 @@ from symexplin.lab.data.tokens import (
     write_tokens,
 )
 from symexplin.lab.files import read_json, write_json
-from symexplin.lab.folders import claimed
+from symexplin.lab.folders import check_resumable, claimed
 from symexplin.lab.provenance import cores
-from symexplin.lab.settings import differences
 from symexplin.validation import check_fraction, check_whole
 
 __all__ = ["PrepareConfig", "prepare"]
@@ -165,23 +164,15 @@ class _Preparation:
 
     def finished(self) -> dict[str, Any]:
         dataset = read_dataset(self.folder)
-        self.check_same(dataset.get("config", {}))
+        check_resumable(self.folder, "dataset", dataset["config"], self.table)
         shutil.rmtree(self.cache, ignore_errors=True)
         self.echo(f"{self.folder} is finished already")
         return dataset
 
-    def check_same(self, old: dict[str, Any]) -> None:
-        changes = [f"{key} was {was!r}, now {now!r}" for key, (was, now) in differences(old, self.table).items()]
-        if changes:
-            raise ValueError(
-                f"out must be a new folder, got {str(self.folder)!r}, prepared otherwise: {'; '.join(changes)} (give "
-                "another folder, or delete this one)"
-            )
-
     def run(self) -> dict[str, Any]:
         start, continuing = time.perf_counter(), (self.cache / _CONFIG).exists()
         if continuing:
-            self.check_same(read_json(self.cache / _CONFIG))
+            check_resumable(self.folder, "dataset", read_json(self.cache / _CONFIG), self.table)
             self.echo(f"{self.folder}: continuing")
         config = self.config
         # The tokenizer first: to read the text may take hours.
