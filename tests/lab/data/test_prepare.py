@@ -16,7 +16,6 @@ from symexplin.lab.data import tokens
 from symexplin.lab.data.batches import Corpus
 from symexplin.lab.data.prepare import PrepareConfig, prepare
 from symexplin.lab.data.sources import find_sources
-from symexplin.lab.data.tokenizer import Tokenizer
 
 FILES = ["dataset.json", "tokenizer.json", "train.npy", "valid.npy"]
 
@@ -107,15 +106,6 @@ def test_a_lone_document_is_cut_in_two(tmp_path, tokenizer):
     assert decode(corpus.train) + decode(corpus.valid) == f"0123456789012345678{end}9{end}"
     assert (dataset["train"]["text_bytes"], dataset["valid"]["text_bytes"]) == (19, 1)
     assert dataset["repeated_documents"] == 1
-
-
-def test_a_tokenizer_file_with_its_end(tmp_path, text):
-    prepare(settings(text), tmp_path / "first")
-    path = str(tmp_path / "first" / "tokenizer.json")
-    prepare(settings(text, tokenizer=path, end_token="a"), tmp_path / "out")
-    corpus = Corpus.load(tmp_path / "out")
-    assert corpus.train[-1] == corpus.tokenizer.end == Tokenizer.load(path).encode("a")[0]
-    assert corpus.tokenizer.name == path
 
 
 def test_any_number_of_workers_gives_the_same_files(tmp_path, text, monkeypatch):

@@ -84,15 +84,6 @@ def test_totals_and_histogram(tmp_path):
     assert found.plain == 4
 
 
-def test_a_fresh_matrix_has_grown_by_nothing(tmp_path):
-    w = torch.nn.init.xavier_uniform_(torch.empty(300, 200), generator=GENERATOR)
-    row = inspected(tmp_path, {"up.weight": w}).rows[0]
-    assert row.max_growth == pytest.approx(1, rel=1e-3)
-    assert row.std_growth == pytest.approx(1, rel=1e-2)
-    assert row.excess_kurtosis == pytest.approx(-1.2, abs=0.02)
-    assert row.above[2] == 0
-
-
 @pytest.mark.parametrize("mode", ["congruent", "exp_only", "sinh", "linear", "damped"])
 def test_other_maps(tmp_path, mode):
     n = sel.Scale(start=1.0 if mode == "damped" else 0.0)
