@@ -35,8 +35,8 @@ def cluster(environment, monkeypatch):
     monkeypatch.setattr(launch, "_GLANCE", 0.5)
 
 
-def two_runs(data, steps):
-    config = tiny(data, steps=steps, lrs=(1e-3,), seeds=(0,), jobs=2)
+def few_runs(data, steps, lrs=(1e-3,)):
+    config = tiny(data, steps=steps, lrs=lrs, seeds=(0,), jobs=2)
     train = dataclasses.replace(config.train, eval_every=100)
     log = LogConfig(checkpoint_every=200, tensorboard=False)
     return dataclasses.replace(config, train=train, log=log, cluster=ClusterConfig(cpus=1, walltime=20))
@@ -50,7 +50,11 @@ class Echo(list):
 
     def __call__(self, line):
         self.append(line)
-        if self.act and line.startswith("2/2 SEL lr 0.001 seed 0: job ") and "runs on" in line:
+        if (
+            self.act
+            and line.startswith(("2/2 SEL lr 0.001 seed 0: job ", "2/4 SEL lr 0.001 seed 0: job "))
+            and "runs on" in line
+        ):
             act, self.act = self.act, None
             metrics = self.run / "metrics.jsonl"
             while not metrics.exists() or metrics.stat().st_size < 1000:
@@ -66,11 +70,11 @@ def preempt(job):
 
 
 def test_a_preempted_run_is_requeued_and_the_table_is_that_of_one_machine(data, tmp_path):
-    config = two_runs(data, steps=300)
+    config = few_runs(data, steps=300, lrs=(1e-3, 1e-2))
     echo = Echo(tmp_path / "there", preempt)
     there = compare_runs(config, tmp_path / "there", cluster="slurm", echo=echo)
-    assert sum(line.startswith("2/2 ") and "was requeued" in line for line in echo) == 1
-    assert all(any(line.startswith(f"{i}/2 ") and "runs on" in line for line in echo) for i in (1, 2))
+    assert sum(line.startswith("2/4 ") and "was requeued" in line for line in echo) == 1
+    assert all(any(line.startswith(f"{i}/4 ") and "runs on" in line for line in echo) for i in (1, 2, 3, 4))
     grid = dataclasses.replace(config.compare, jobs=1)
     here = compare_runs(dataclasses.replace(config, compare=grid), tmp_path / "here")
     assert numbers(there) == numbers(here)
@@ -79,7 +83,7 @@ def test_a_preempted_run_is_requeued_and_the_table_is_that_of_one_machine(data, 
 
 def test_a_cancelled_job_ends_the_comparison_and_a_stopped_one_is_taken_up(data, tmp_path, monkeypatch):
     """Jobs that a stopped comparison left are waited for; a cancelled one is told with its log, and submitted anew."""
-    config = two_runs(data, steps=300)
+    config = few_runs(data, steps=300)
     stop = Echo(tmp_path, lambda _: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(Stopped, match=r"SIGTERM while jobs go on: --resume .*'scancel \d+' ends them"):
         compare_runs(config, tmp_path, cluster="slurm", echo=stop)
@@ -98,6 +102,6 @@ def test_a_cancelled_job_ends_the_comparison_and_a_stopped_one_is_taken_up(data,
 
 
 def test_what_slurm_refuses_is_told(data, tmp_path):
-    config = dataclasses.replace(two_runs(data, steps=2), cluster=ClusterConfig(partition="wide", cpus=1))
+    config = dataclasses.replace(few_runs(data, steps=2), cluster=ClusterConfig(partition="wide", cpus=1))
     with pytest.raises(ValueError, match=r"\[cluster\] must suit the cluster, but .*[Pp]artition"):
         compare_runs(config, tmp_path, cluster="slurm")
