@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from symexplin.experiments.claims import DID_NOT, HELD, KINDS, RULE, UNTESTED, ClaimVerdict, judge
 from symexplin.experiments.comparison import Evidence, Row
@@ -17,7 +17,7 @@ from symexplin.lab.report.pages import PAGE, reading, write_page
 from symexplin.lab.tables import write_csv
 from symexplin.validation import check_choice
 
-__all__ = ["CLAIMS", "FIGURES", "RESULTS", "report_table", "verdict_lines"]
+__all__ = ["report_table", "verdict_lines"]
 
 RESULTS, CLAIMS, FIGURES = "table.csv", "claims.csv", "figures"
 _TEMPLATE = "table.html.jinja"
@@ -36,14 +36,6 @@ _SIDE = {
     "shown": "shown",
     "speedup": "speedup",
 }
-
-
-class _Drawing(NamedTuple):
-    """A figure in the page, or the reason why there is none; `image` is a data URL."""
-
-    caption: str
-    image: str = ""
-    files: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,13 +76,6 @@ def report_table(out: str | Path) -> Path:
 
     report.html opens without network. table.csv has a row for each arm of each panel at its own best and at the shared
     learning rate, claims.csv one for each claim in each panel. figures/ has the figures as SVG and PNG.
-
-    Raises:
-        ValueError: a folder that is not a table's, a damaged file in it.
-
-    >>> report_table("no/such/folder")
-    Traceback (most recent call last):
-    ValueError: out must be the folder of a table, which has table.json, got 'no/such/folder'
     """
     out = Path(out)
     with reading(out):
@@ -102,11 +87,7 @@ def report_table(out: str | Path) -> Path:
 
 
 def verdict_lines(out: str | Path) -> list[str]:
-    """Return the verdicts of a table's folder as lines of plain text: of each arm, then of each claim.
-
-    Raises:
-        ValueError: as for :func:`report_table`.
-    """
+    """Return the verdicts of a table's folder as lines of plain text: of each arm, then of each claim."""
     with reading(out):
         found = _Findings(read_table(out))
         lines = [*arm_sentences(found.rows), *_headline(found)]
@@ -115,8 +96,8 @@ def verdict_lines(out: str | Path) -> list[str]:
         return lines + [f"{panel.name}: {text}" for panel in found.panels for text in panel.edge_warnings()]
 
 
-def _draw(name: str, out: Path, outcome: Outcome) -> _Drawing:
-    """Draw a figure into the table's folder, or say why it cannot be drawn yet."""
+def _draw(name: str, out: Path, outcome: Outcome) -> dict[str, Any]:
+    """Draw a figure into the table's folder for the page, or say why it cannot be drawn yet."""
     from symexplin.experiments.figures import FIGURES as SPECS  # slow: matplotlib
     from symexplin.experiments.figures import draw, save_figure
 
@@ -127,13 +108,12 @@ def _draw(name: str, out: Path, outcome: Outcome) -> _Drawing:
         folders = folders if spec.most is None else folders[: min(spec.most, 1)]  # runs are those of one panel
         files = save_figure(draw(name, folders), out / FIGURES, name)
     except (OSError, ValueError) as error:
-        return _Drawing(f"{caption}: not drawn, {error}.")
-    svg = next(file for file in files if file.suffix == ".svg")
-    image = f"data:image/svg+xml;base64,{base64.b64encode(svg.read_bytes()).decode()}"
-    return _Drawing(f"{caption}.", image, tuple(f"{FIGURES}/{file.name}" for file in files))
+        return {"caption": f"{caption}: not drawn, {error}.", "image": "", "files": []}
+    image = f"data:image/svg+xml;base64,{base64.b64encode(files[0].read_bytes()).decode()}"
+    return {"caption": f"{caption}.", "image": image, "files": [f"{FIGURES}/{file.name}" for file in files]}
 
 
-def _values(out: Path, found: _Findings, drawings: Sequence[_Drawing]) -> dict[str, Any]:
+def _values(out: Path, found: _Findings, drawings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the values of the page's variables."""
     outcome = found.outcome
     benches = [(name, stands_for, *_timings(rows)) for name, (stands_for, rows) in found.benches.items()]

@@ -22,14 +22,7 @@ _DPI = 150
 def sheet(
     rows: int, columns: int, size: tuple[float, float] = _SIZE, share: bool = False
 ) -> tuple[Figure, list[list[Axes]]]:
-    """Return a figure with its axes, row by row; `size` is the width and height of each in inches.
-
-    With `share` all axes have the same limits.
-
-    >>> figure, axes = sheet(1, 2)
-    >>> len(axes), len(axes[0])
-    (1, 2)
-    """
+    """Return a figure with its axes, row by row; `size` is that of each in inches, `share` gives all one range."""
     figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False, sharex=share, sharey=share)
     for axes in grid.flat:
@@ -38,15 +31,7 @@ def sheet(
 
 
 def finish(axes: Axes, title: str, x_label: str, y_label: str, columns: int = 1, about: str | None = None) -> None:
-    """Write the title and the labels, and below the axes a legend with `columns` entries per line, 0 for none.
-
-    `about` stands above the legend's entries.
-
-    >>> _, ((axes,),) = sheet(1, 1)
-    >>> finish(axes, "A", "steps", "loss")
-    >>> axes.get_title(loc="left"), axes.get_legend()
-    ('A', None)
-    """
+    """Write the title and the labels, and below the axes `about` and a legend of `columns` columns, 0 for none."""
     axes.set(xlabel=x_label, ylabel=y_label)
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
     if columns and axes.get_legend_handles_labels()[1]:
@@ -56,14 +41,7 @@ def finish(axes: Axes, title: str, x_label: str, y_label: str, columns: int = 1,
 
 
 def common_legend(figure: Figure, axes: Axes, columns: int, title: str | None = None) -> None:
-    """Put the legend of one of the axes above the figure as that of all axes, under the title of the figure.
-
-    >>> figure, ((axes,),) = sheet(1, 1)
-    >>> _ = axes.plot([1.0, 2.0], label="weights")
-    >>> common_legend(figure, axes, 1)
-    >>> len(figure.legends)
-    1
-    """
+    """Put the legend of one of the axes above the figure as that of all axes, under the title of the figure."""
     place: dict[str, Any] = {"loc": "outside upper left", "alignment": "left", "title": title, "title_fontsize": 12}
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, ncols=columns, **place, **_CLOSE)
@@ -76,17 +54,13 @@ def name_map(figure: Figure, words: str) -> None:
 
 
 def save_figure(figure: Figure, folder: str | Path, name: str) -> tuple[Path, Path]:
-    """Write NAME.svg and NAME.png (150 dots an inch) into a folder, which is created, each in one step.
+    """Write NAME.svg and NAME.png (150 dots per inch) into a folder, each in one step.
 
-    The same figure gives the same bytes.
+    The folder is created if missing. The same figure gives the same bytes.
 
-    Raises:
-        OSError: the disk is full, ...; existing files then stay.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     [path.name for path in save_figure(sheet(1, 1)[0], folder, "empty")]
-    ['empty.svg', 'empty.png']
+    Args:
+        figure: of :func:`symexplin.experiments.figures.draw`.
+        folder, name: of the files, whose paths are returned.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -4,9 +4,10 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from symexplin.experiments.comparison import COMPARISON, Evidence
+from symexplin.experiments.comparison import Evidence
 from symexplin.experiments.tables import PANELS, TABLE
 from symexplin.lab.checkpoint import newest
+from symexplin.lab.compare.grid import COMPARISON
 from symexplin.lab.files import read_json
 from symexplin.lab.folders import CONFIG
 from symexplin.lab.maps import map_of
@@ -17,11 +18,7 @@ __all__ = ["comparisons", "is_run", "map_words", "run_of", "weights_at_end", "we
 
 
 def comparisons(sources: Sequence[Path]) -> list[Evidence]:
-    """Return the comparisons of folders: of comparisons, or of tables with their finished panels in order.
-
-    Raises:
-        FileNotFoundError, ValueError: no such folder, one without a finished comparison.
-    """
+    """Return the comparisons of folders: of comparisons, or of tables with their finished panels in order."""
     return [found for source in sources for found in _finished(source)]
 
 
@@ -29,7 +26,11 @@ def _finished(source: Path) -> list[Evidence]:
     if (source / COMPARISON).exists():
         folder = source.resolve()
         return [Evidence(folder.name, source, read_json(source / COMPARISON), labels=_labels(folder))]
-    folders = sorted((source / PANELS).glob(f"*/{COMPARISON}"), key=lambda path: _numeric(path.parent.name))
+    # 10 comes after 9
+    folders = sorted(
+        (source / PANELS).glob(f"*/{COMPARISON}"),
+        key=lambda path: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", path.parent.name)],
+    )
     if not folders:
         raise _missing(source, f"a folder with {COMPARISON}, or with {PANELS}/*/{COMPARISON}")
     return [found for path in folders for found in _finished(path.parent)]
@@ -44,11 +45,6 @@ def _labels(folder: Path) -> Mapping[str, str]:
     return labels
 
 
-def _numeric(name: str) -> list[str | int]:
-    """Return a key by which 10 comes after 9."""
-    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
-
-
 def _missing(source: Path, wanted: str) -> Exception:
     if not source.exists():
         return FileNotFoundError(f"sources must name {wanted}, got {str(source)!r}, which does not exist")
@@ -56,15 +52,10 @@ def _missing(source: Path, wanted: str) -> Exception:
 
 
 def run_of(source: Path, curved: bool) -> Path:
-    """Return the folder of a run: `source` itself, or the first seed's run of an arm of a comparison or a table.
+    """Return the folder of a run: `source` itself, or the first seed's run of a comparison or of a table's first panel.
 
-    Args:
-        source: of a run, a comparison or a table, of which the first panel is taken.
-        curved: of a comparison, take the curved arm with the lowest loss, an arm with a curve and with learned scales
-            if there is one; otherwise the baseline. Each is taken at its own best learning rate.
-
-    Raises:
-        FileNotFoundError, ValueError: no run there, no such run in the comparison.
+    Of a comparison that is the baseline, or with `curved` the curved arm with the lowest loss, an arm with a curve and
+    with learned scales if there is one. Both are at their own best learning rate.
     """
     if (source / CONFIG).exists():
         return source
@@ -97,11 +88,7 @@ def weights_of(source: Path) -> Path:
 
 
 def weights_at_end(folder: Path) -> Probe:
-    """Return the weights of a run by role.
-
-    Raises:
-        ValueError: a run without a checkpoint.
-    """
+    """Return the weights of a run by role."""
     found = probe(read_run(folder))
     if found is None:
         raise ValueError(f"sources must name a run with a checkpoint, got {str(folder)!r}, which has none")
