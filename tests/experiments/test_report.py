@@ -7,7 +7,6 @@ import pytest
 from matplotlib.figure import Figure
 
 from pages import Page
-from symexplin import cli
 from symexplin.experiments import figures
 from symexplin.experiments.report import report_table, verdict_lines
 from symexplin.experiments.tables import load_table
@@ -91,14 +90,6 @@ def test_numbers_of_the_csv_are_the_comparisons(frozen):
     assert float(full["delta_minus_paper"]) == pytest.approx(
         float(full["delta"]) - float(full["paper_delta"]), abs=2e-6
     )
-
-
-def test_a_run_that_diverged_at_the_shared_rate_is_told(frozen):
-    page = TablePage(report_table(frozen))
-    row = row_of(page, "Fixed pathway scalesfixed_pathways")
-    assert row[1] == "0.001"
-    assert row[5:7] == ["finite in 0 of 3", "not finite"]
-    assert "it did not stay finite at the shared rate" in page.text
 
 
 def test_a_gain_at_the_shared_rate_alone_is_told_in_a_sentence(tmp_path):
@@ -228,16 +219,6 @@ def test_a_benchmark_is_reported_beside_the_papers_timings(tmp_path):
     assert rows["optimizer's part of a step, SEL"][2:4] == ["15", "10"]
     assert rows["optimizer's part of a step, AdamW"][2:4] == ["6", "6"]
     assert len(rows_of(tmp_path / "table.csv")) == 5
-
-
-def test_a_folder_of_another_kind_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"out must be the folder of a table, which has table\.json"):
-        report_table(tmp_path)
-
-
-def test_the_command_knows_the_folder_of_a_table(frozen, capsys):
-    assert cli.main(["report", str(frozen)]) == 0
-    assert capsys.readouterr().out.strip() == str(frozen / "report.html")
 
 
 def test_verdicts_and_edge_rates_are_lines_of_text(frozen):

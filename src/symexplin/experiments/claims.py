@@ -199,21 +199,13 @@ def judge(
 def _verdict(claim: Claim, table: str, panel: Evidence, paper: Paper) -> Verdict:
     kind = KINDS[claim.kind]
     difference = paper.difference(table, panel.paper, claim.arm, claim.against) if kind.final else None
-    if (untrained := _untrained(claim, panel)) is not None:
-        return Verdict(panel.name, untrained, paper=difference)
-    shared = _judge_at(claim, panel, panel.shared_lr, panel.shared_lr)
-    lrs = [panel.best_lr(arm or claim.arm) for arm in (claim.arm, claim.against)]
-    if kind.one_rate or all(lr == panel.shared_lr for lr in lrs):
-        doubtful = len(panel.lrs) == 1 and not kind.one_rate and claim.against and shared.spread is not None
-        note = "With one learning rate tried, this may be a learning-rate effect." if doubtful else ""
-        return Verdict(panel.name, shared, None, difference, note)
-    best = _judge_at(claim, panel, *lrs)
-    return Verdict(panel.name, best, shared, difference, _note(best, shared, panel.shared_lr))
-
-
-def _untrained(claim: Claim, panel: Evidence) -> Judgement | None:
-    arms = [arm for arm in (claim.arm, claim.against) if arm and arm not in panel.arms]
-    return Judgement(UNTESTED, f"{arms[0]} was not trained") if arms else None
+    shared = best = _judge_at(claim, panel, panel.shared_lr, panel.shared_lr)
+    if not kind.one_rate:
+        best = _judge_at(claim, panel, panel.best_lr(claim.arm), panel.best_lr(claim.against or claim.arm))
+    note = _note(best, shared, panel.shared_lr)
+    if len(panel.lrs) == 1 and claim.against and not kind.one_rate and best.spread is not None:
+        note = "With one learning rate tried, this may be a learning-rate effect."
+    return Verdict(panel.name, best, shared if shared != best else None, difference, note)
 
 
 def _note(best: Judgement, shared: Judgement, lr: float) -> str:
@@ -226,8 +218,6 @@ def _note(best: Judgement, shared: Judgement, lr: float) -> str:
 
 def measure(kind: str, arm: str, against: str, panel: Evidence) -> Spread | None:
     """Return the numbers of a kind of claim, each arm at its own best learning rate; None unless every seed has one."""
-    if not {arm, against or arm} <= set(panel.arms):
-        return None
     own = not KINDS[kind].one_rate
     lrs = [panel.best_lr(name or arm) if own else panel.shared_lr for name in (arm, against)]
     values, lost = _values(kind, arm, against, panel, *lrs)
@@ -249,6 +239,8 @@ def _values(
 
 def _judge_at(claim: Claim, panel: Evidence, lr: float | None, other_lr: float | None) -> Judgement:
     """Judge a claim with each of its two arms at a learning rate."""
+    if untrained := [arm for arm in (claim.arm, claim.against) if arm and arm not in panel.arms]:
+        return Judgement(UNTESTED, f"{untrained[0]} was not trained")
     values, lost = _values(claim.kind, claim.arm, claim.against, panel, lr, other_lr)
     if values is None:
         return Judgement(UNTESTED, f"the runs of {claim.arm} do not have it")
@@ -302,11 +294,8 @@ def _growth(claim: Claim, table: str, first: Evidence, last: Evidence, paper: Pa
 def _growth_at(
     claim: Claim, first: Evidence, last: Evidence, rate: Callable[[Evidence, str], float | None]
 ) -> Judgement:
-    gain, found = replace(claim, kind="below", panels=()), []
-    for panel in (first, last):
-        if (untrained := _untrained(claim, panel)) is not None:
-            return untrained
-        found.append(_judge_at(gain, panel, rate(panel, claim.arm), rate(panel, claim.against)))
+    gain, arms = replace(claim, kind="below", panels=()), (claim.arm, claim.against)
+    found = [_judge_at(gain, panel, *(rate(panel, arm) for arm in arms)) for panel in (first, last)]
     start, end = (judgement.spread for judgement in found)
     if start is None or end is None:
         return Judgement(UNTESTED, next(judgement.text for judgement in found if judgement.spread is None))

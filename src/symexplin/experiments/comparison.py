@@ -123,7 +123,7 @@ class Evidence:
 
     def best_lr(self, arm: str) -> float | None:
         """Return an arm's own best learning rate, or None if it stayed finite at none."""
-        lr: float | None = next(row["lr"] for row in self.rows("best") if row["arm"] == arm)
+        lr: float | None = next((row["lr"] for row in self.rows("best") if row["arm"] == arm), None)
         return lr
 
     def runs(self, arm: str, lr: float | None) -> dict[int, FinishedRun]:

@@ -21,7 +21,7 @@ from symexplin.lab.compare.grid import CompareConfig
 from symexplin.lab.compare.sweep import compare_runs
 from symexplin.lab.data.prepare import PrepareConfig, prepare
 from symexplin.lab.data.tokens import DATASET
-from symexplin.lab.files import read_json, replace_file, write_json
+from symexplin.lab.files import read_json, write_json
 from symexplin.lab.folders import LOCK, claimed
 from symexplin.lab.provenance import cores
 from symexplin.lab.run import train
@@ -156,7 +156,7 @@ def reproduce(
     if table.kind != BENCH and results is not None:
         check_results(Path(results))  # before hours of training
     with claimed(out, "table", {TABLE}) as folder:
-        before = _begin(folder, table, resume)
+        _begin(folder, table, resume)
         try:
             if to_prepare:
                 prepare(build(PrepareConfig, table.data), folder / DATA, echo=echo, progress=progress)
@@ -164,10 +164,7 @@ def reproduce(
                 quiet: dict[str, Any] = {"tell_config": False, "progress": progress, "label": BASE}
                 train(table.base, folder / BASE, resume=True, echo=echo, **quiet)
             _run_panels([_on_this_machine(panel, config) for panel in wanted], table, folder, echo, progress)
-        except ValueError:
-            if before is not None:  # refused: restore the description
-                replace_file(folder / TABLE, before)
-            raise
+            write_json(folder / TABLE, table.to_json())  # a resumed table may have grown
         finally:
             if {path.name for path in folder.iterdir()} == {TABLE, LOCK}:  # a mistake leaves no folder
                 (folder / TABLE).unlink()
@@ -185,11 +182,11 @@ def _chosen(table: Table, names: Collection[str]) -> list[Panel]:
     return [panel for panel in table.panels if panel.name in (names or [panel.name])]
 
 
-def _begin(folder: Path, table: Table, resume: bool) -> bytes | None:
-    """Write table.json after a check of the one that is there, whose content is returned."""
+def _begin(folder: Path, table: Table, resume: bool) -> None:
+    """Write table.json, or check that the one that is there may be resumed."""
     if not (folder / TABLE).exists():
         write_json(folder / TABLE, table.to_json())
-        return None
+        return
     if not resume:
         raise ValueError(f"out must be a new folder, got {str(folder)!r}, which has a table: add --resume to resume it")
     there, known = read_json(folder / TABLE), [panel.name for panel in table.panels]
@@ -199,9 +196,6 @@ def _begin(folder: Path, table: Table, resume: bool) -> bytes | None:
     for panel in there.get("panels", ()):
         if panel["name"] not in known and (folder / PANELS / panel["name"]).exists():
             raise ValueError(f"{folder} has another table: its panel {panel['name']} is none of {', '.join(known)}")
-    before = (folder / TABLE).read_bytes()
-    write_json(folder / TABLE, table.to_json())
-    return before
 
 
 def _on_this_machine(panel: Panel, given: ReproduceConfig) -> Panel:

@@ -1,11 +1,10 @@
 """Sources of figures: comparisons, runs and files of weights, found in the folders that hold them."""
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from symexplin.experiments.comparison import Evidence
-from symexplin.experiments.tables import PANELS, TABLE
+from symexplin.experiments.tables import PANELS, TABLE, read_table
 from symexplin.lab.checkpoint import newest
 from symexplin.lab.compare.grid import COMPARISON
 from symexplin.lab.files import read_json
@@ -22,27 +21,15 @@ def comparisons(sources: Sequence[Path]) -> list[Evidence]:
     return [found for source in sources for found in _finished(source)]
 
 
-def _finished(source: Path) -> list[Evidence]:
-    if (source / COMPARISON).exists():
-        folder = source.resolve()
-        return [Evidence(folder.name, source, read_json(source / COMPARISON), labels=_labels(folder))]
-    # 10 comes after 9
-    folders = sorted(
-        (source / PANELS).glob(f"*/{COMPARISON}"),
-        key=lambda path: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", path.parent.name)],
-    )
-    if not folders:
-        raise _missing(source, f"a folder with {COMPARISON}, or with {PANELS}/*/{COMPARISON}")
-    return [found for path in folders for found in _finished(path.parent)]
-
-
-def _labels(folder: Path) -> Mapping[str, str]:
-    """Return the labels of the arms from the table that a comparison is a panel of."""
+def _finished(source: Path) -> Sequence[Evidence]:
+    if (source / TABLE).exists() and (found := read_table(source).finished):
+        return found
+    if not (source / COMPARISON).exists():
+        raise _missing(source, f"a folder with {COMPARISON}, or a table with a finished comparison")
+    folder = source.resolve()
     table = folder.parent.parent / TABLE
-    if folder.parent.name != PANELS or not table.exists():
-        return {}
-    labels: Mapping[str, str] = read_json(table)["labels"]
-    return labels
+    labels = read_json(table)["labels"] if folder.parent.name == PANELS and table.exists() else {}
+    return [Evidence(folder.name, source, read_json(source / COMPARISON), labels=labels)]
 
 
 def _missing(source: Path, wanted: str) -> Exception:
@@ -74,7 +61,7 @@ def run_of(source: Path, curved: bool) -> Path:
 
 def is_run(source: Path) -> bool:
     """Return whether :func:`run_of` finds a run there."""
-    return (source / CONFIG).exists() or (source / COMPARISON).exists() or (source / PANELS).exists()
+    return (source / CONFIG).exists() or (source / COMPARISON).exists() or (source / TABLE).exists()
 
 
 def weights_of(source: Path) -> Path:
