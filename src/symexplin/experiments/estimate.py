@@ -50,7 +50,7 @@ class Estimate:
     def __init__(self, panels: Sequence[Panel], folder: Path, echo: Echo) -> None:
         self._panels = {panel.name: panel.config for panel in panels if isinstance(panel.config, CompareConfig)}
         self._place, self._echo = folder / PANELS, echo
-        self._costs = {name: _cost(_example(config)) for name, config in self._panels.items()}
+        self._costs = {name: _cost(config) for name, config in self._panels.items()}
         self._began, self._at_first = time.monotonic(), self._done()
         self._seen = self._at_first
 
@@ -94,12 +94,9 @@ class Estimate:
         }
 
 
-def _example(config: CompareConfig) -> RunConfig:
-    return config.example(config.compare.arms[-1])  # the first arm has no map
-
-
-def _cost(run: RunConfig) -> float:
+def _cost(config: CompareConfig) -> float:
     """Return a number proportional to the time of a run: its parameters times the tokens of all passes."""
+    run = config.example(config.compare.arms[-1])
     with torch.device("meta"):  # shapes without memory
         parameters = sum(parameter.numel() for parameter in Transformer(run.model).parameters())
     return float(parameters) * _steps(run) * run.train.batch_size * run.model.context
@@ -116,7 +113,7 @@ def _measured(config: CompareConfig) -> float | None:
     if config.compute.compile or config.compare.cluster != "none":
         return None
     corpus = Corpus.load(config.data, verify=False)
-    run = resolve(_example(config), corpus.vocab_size)
+    run = resolve(config.example(config.compare.arms[-1]), corpus.vocab_size)  # the first arm has no map
     before = torch.get_num_threads()
     torch.set_num_threads(run.compute.threads or max(1, cores() // config.compare.jobs))
     try:
