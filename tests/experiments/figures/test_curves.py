@@ -91,20 +91,6 @@ def test_ablations_have_a_bar_for_each_arm_and_rate(compared):
     assert right.get_ylim()[0] > right.get_ylim()[1]  # the best at the top
 
 
-def test_the_error_is_that_of_the_mean_of_the_seeds_differences(compared):
-    folder = compared(seeds=(0, 1, 2))
-    path = folder / "comparison.json"
-    found = json.loads(path.read_text())
-    for rows in ("best", "shared"):
-        found["comparison"][rows][1]["deltas"] = [-0.5, -0.4, -0.6]
-    path.write_text(json.dumps(found))
-    assert texts(draw("loss_curves", [folder]).axes[0]) == ["Δ = −0.5000 ± 0.0577"]
-    right = draw("mechanism_ablations", [folder]).axes[1]
-    assert texts(right) == ["−0.5000 ± 0.0577"]
-    (points,) = [line for line in right.lines if line.get_marker() == "o"]
-    assert list(points.get_xdata()) == [-0.5, -0.4, -0.6]
-
-
 def test_comparisons_of_one_size_share_a_panel(compared):
     folders = [compared("beta 5"), compared("beta 10", final=1.4), compared("deep", depth=4)]
     figure = draw("mechanism_ablations", folders)

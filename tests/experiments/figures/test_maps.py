@@ -58,12 +58,6 @@ def test_curvature_and_offset_on_one_scale():
         assert axes.get_title(loc="left") == f"β = {beta}, n = {n}"
 
 
-def test_symexp_beside_sel():
-    left, right = draw("symexp_sel").axes
-    check(lines(left)["symexp"], lambda x: np.sign(x) * np.expm1(np.abs(x)))
-    check(lines(right)["exponential pathway"], pathway, 15)
-
-
 def test_the_mismatched_start_is_that_of_the_library():
     left, middle, right = draw("mismatched_start").axes
     for label, sign in (("positive weights", 1), ("negative weights", -1)):
@@ -149,14 +143,6 @@ def test_rare_positions_have_bands_and_the_largest_ones_curves(crafted):
     curves = [np.asarray(c.get_ydata()) for c in axes.lines if c.get_color() == "#D55E00" and len(c.get_xdata()) > 1]
     wanted = [mapped(raw, E[i]) for i in sorted(set.union(*largest))]
     assert np.array(curves) == pytest.approx(np.array(wanted), abs=1e-12)
-
-
-@pytest.mark.parametrize("name", ["transform_roles", "transform_outliers"])
-def test_a_run_has_a_panel_for_each_role(runs, name):
-    figure = draw(name, [runs["curved"]])
-    shown = [axes for axes in figure.axes if axes.axison]
-    assert [axes.get_title(loc="left") for axes in shown] == ["q", "k", "v", "o", "gate", "up", "down"]
-    assert all(axes.get_xlabel() and axes.get_ylabel() for axes in shown)
 
 
 def test_of_a_comparison_the_best_bent_arm_with_learned_scales_is_taken(runs, compared):

@@ -9,7 +9,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from symexplin.experiments.figures import curves, maps, weights
-from symexplin.experiments.figures.sheet import save_figure
+from symexplin.experiments.figures.common import save_figure
 from symexplin.lab.report.charts import STYLE
 from symexplin.validation import check_choice
 

@@ -17,8 +17,7 @@ from matplotlib.figure import Figure
 
 import symexplin as sel
 from symexplin.experiments.comparison import Evidence, Row, spread_of
-from symexplin.experiments.figures.sheet import finish, sheet
-from symexplin.experiments.figures.sources import comparisons
+from symexplin.experiments.figures.common import comparisons, finish, sheet
 from symexplin.lab.build import build_model
 from symexplin.lab.config import RunConfig
 from symexplin.lab.report.charts import COLOURS, DASHES, GUIDE, GUIDE_LINE, Floats, Line, draw_chart, late_limits

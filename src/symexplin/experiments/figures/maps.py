@@ -11,8 +11,15 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from symexplin.experiments.figures.sheet import common_legend, finish, name_map, sheet
-from symexplin.experiments.figures.sources import map_words, run_of, weights_at_end
+from symexplin.experiments.figures.common import (
+    common_legend,
+    finish,
+    map_words,
+    name_map,
+    run_of,
+    sheet,
+    weights_at_end,
+)
 from symexplin.functional import effective, inverse
 from symexplin.lab.report.charts import COLOURS, DASHES, GUIDE_LINE, MARKERS, Floats, Line, draw_chart, outline
 from symexplin.lab.report.probe import RoleWeights, map_curves, map_shape, read_run

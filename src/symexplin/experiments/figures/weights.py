@@ -15,8 +15,17 @@ from matplotlib.ticker import MaxNLocator, NullFormatter
 from torch import Tensor
 
 from symexplin.config import SELConfig
-from symexplin.experiments.figures.sheet import common_legend, finish, name_map, sheet
-from symexplin.experiments.figures.sources import is_run, map_words, run_of, weights_at_end, weights_of
+from symexplin.experiments.figures.common import (
+    common_legend,
+    finish,
+    is_run,
+    map_words,
+    name_map,
+    run_of,
+    sheet,
+    weights_at_end,
+    weights_of,
+)
 from symexplin.lab.report.charts import COLOURS, GUIDE_LINE, MARKERS, Floats, Line, draw_chart, draw_histogram, outline
 from symexplin.lab.report.probe import Probe, read_run
 from symexplin.lab.weights.files import iter_tensors, read_specs
