@@ -156,7 +156,8 @@ def test_annealing_shows_the_late_losses_and_the_mean_scales(compared, runs):
     (folder / "runs" / "SEL-lr0.01-seed0").symlink_to(runs["curved"])
     left, right = draw("lr_annealing", [folder]).axes
     assert list(lines(left)) == ["SEL, lr 0.01"]  # AdamW has no scales
-    assert list(lines(left)["SEL, lr 0.01"].get_xdata()) == [50, 100]
+    assert left.get_xlim()[0] == 40
+    assert left.get_ylim()[1] < 3.0  # above the losses at 50 and 100 steps, not the first one
     records = map(json.loads, (runs["curved"] / "metrics.jsonl").read_text().splitlines())
     stats = [record["stats"] for record in records if record.get("stats")]
     for role, key, unit in (("e", "e", 1), ("l", "l", 1), ("m", "kappa", 7.5)):

@@ -89,8 +89,7 @@ def draw(name: str, sources: Sequence[str | Path] = ()) -> Figure:
     """
     spec = FIGURES[check_choice("name", name, FIGURES)]
     found = ", ".join(repr(str(source)) for source in sources) or "none"
-    least, most = min(1, 1 if spec.most is None else spec.most), len(sources) if spec.most is None else spec.most
-    if not least <= len(sources) <= most:
+    if not (sources if spec.most is None else min(1, spec.most) <= len(sources) <= spec.most):
         raise ValueError(f"sources must be {spec.sources} for {name}, got {len(sources)}: {found}")
     try:
         with mpl.rc_context(STYLE):

@@ -241,7 +241,9 @@ def lr_annealing(sources: Sequence[Path]) -> Figure:
         arms = ", ".join(compared.found["maps"])
         raise ValueError(f"sources must name a comparison with an arm whose scales are annealed, got {arms}")
     figure, ((left, right),) = sheet(1, 2, size=(5.4, 4.4))
-    draw_chart(left, [_later(_line(compared, row, style)) for style, row in enumerate(learned)])
+    lines = [_line(compared, row, style) for style, row in enumerate(learned)]
+    draw_chart(left, lines, limits=late_limits(lines, _LATE))
+    left.set_xlim(left=_LATE * compared.found["config"]["train"]["steps"])
     finish(left, f"Loss after {100 * _LATE:.0f} % of the steps", _STEPS, _LOSS, about=_bands(compared))
     draw_chart(right, _trajectories(compared, annealed))
     title = f"Mean scales: {compared.label(annealed['arm'])}, lr {annealed['lr']:g}"
@@ -254,13 +256,6 @@ def _rates(compared: Evidence, row: Row) -> list[tuple[float, float]]:
     config = compared.map_of(row["arm"])
     scales = [] if config is None else [getattr(config, role) for role in config.learned_roles]
     return [scale.peak_lr or scale.k for scale in scales]
-
-
-def _later(line: Line) -> Line:
-    steps = np.asarray(line.x, dtype=float)
-    shown = steps >= _LATE * steps[-1]
-    y, *band = (np.asarray(values)[shown] for values in (line.y, *(line.band or ())))
-    return Line(line.label, steps[shown], y, line.style, band=(band[0], band[1]) if band else None)
 
 
 def _trajectories(compared: Evidence, row: Row) -> list[Line]:
