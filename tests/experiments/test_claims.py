@@ -35,12 +35,9 @@ def verdict(found, said, **more):
     ("values", "sign"),
     [
         ([-0.3, -0.2, -0.25], -1),
-        ([0.3, 0.2, 0.25], 1),
         ([-0.3, -0.2], 0),  # two seeds
-        ([-0.3, -0.2, 0.01], 0),  # one seed the other way
         ([-0.9, -0.1, -0.1], 0),  # within twice the standard error
         ([-0.1, -0.1, -0.1], -1),
-        ([0.0, 0.0, 0.0], 0),
         ([-0.3, -0.2, -0.25, -0.3, 0.001], 0),
     ],
 )
@@ -120,20 +117,14 @@ def test_divergence_fails_the_arm_and_proves_nothing_about_the_other(tmp_path):
     ("kind", "gaps", "bound", "expected"),
     [
         ("above", [0.1, 0.1, 0.12], None, HELD),
-        ("above", [-0.1, -0.1, -0.12], None, DID_NOT),
         ("within", [0.001, -0.001, 0.0005], 0.003, HELD),
         ("within", [0.004, 0.004, 0.004], 0.003, DID_NOT),
         ("within", [-0.004, -0.004, -0.004], 0.003, DID_NOT),
-        ("within", [0.002, 0.003, 0.004], 0.003, DID_NOT),  # the mean is at the bound
         ("within", [0.001, -0.001, 0.008], 0.003, UNTESTED),  # twice its error is larger than the bound
-        ("within", [-0.008, 0.002, 0.008], 0.003, UNTESTED),
         ("within", [0.080, 0.088, 0.090], 0.003, DID_NOT),  # so it is here, but the mean is far beyond
-        ("no_worse", [-0.5, -0.5, -0.5], 0.005, HELD),
-        ("no_worse", [0.004, 0.004, 0.004], 0.005, HELD),
         ("no_worse", [0.006, 0.006, 0.006], 0.005, DID_NOT),
         ("no_worse", [-0.1, -0.2, -0.3], 0.005, HELD),  # however wide they spread
         ("no_worse", [0.1, -0.1, 0.01], 0.005, UNTESTED),
-        ("no_worse", [0.1, 0.2, 0.3], 0.005, DID_NOT),
     ],
 )
 def test_kinds_of_final_differences(tmp_path, kind, gaps, bound, expected):
@@ -166,8 +157,6 @@ def curves(gaps):
         ("most_apart", [0.0, 1e-4, -6e-3, 0.0, 0.0], 4.9e-3, DID_NOT, 6e-3),
         ("final_apart", [0.0, 1.0, 1.0, 1.0, -5e-4], 9.3e-4, HELD, 5e-4),
         ("final_apart", [0.0, 0.0, 0.0, 0.0, -1e-3], 9.3e-4, DID_NOT, 1e-3),
-        ("unreached", [0.0, 0.0, 0.0, 0.0, -0.1], None, HELD, -0.1),
-        ("unreached", [0.0, 0.0, 0.0, 0.0, 0.1], None, DID_NOT, 0.1),
     ],
 )
 def test_kinds_of_whole_curves(tmp_path, kind, gaps, bound, expected, value):

@@ -28,13 +28,6 @@ def test_the_time_left_follows_from_the_runs_that_have_ended(tmp_path, monkeypat
     ]
 
 
-def test_a_larger_model_costs_more_time(tmp_path):
-    table = load_table("widths", "mini")
-    costs = list(Estimate(table.panels, tmp_path, print)._costs.values())
-    assert costs == sorted(costs)
-    assert costs[-1] > 2 * costs[0]
-
-
 def test_the_scales_own_settings_need_no_warning():
     panels = load_table("frozen", "mini").panels
     assert warnings(panels) == []

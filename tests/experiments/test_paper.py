@@ -71,23 +71,6 @@ def test_the_main_table_has_the_better_variant_of_each_size():
     assert min(deltas.values(), key=lambda delta: delta[1]) == ("mismatch", -0.052)
 
 
-def test_losses_that_two_tables_share_agree():
-    for panel in ("1024x12", "1024x24", "1024x36"):
-        for arm in ("AdamW", "mismatch", "mismatch+offset"):
-            assert LOSSES["main_grid", panel, arm] == LOSSES["start_1024", panel, arm]
-    for table in ("frozen", "structured_linear"):
-        assert LOSSES[table, "1024x12", "AdamW"] == LOSSES["exp_only", "1024x12", "AdamW"]
-    assert LOSSES["frozen", "1024x12", "full"] == LOSSES["exp_only", "1024x12", "full"]
-    assert LOSSES["optimizer_equivalence", "1024x12", "parameterized"] == LOSSES["exp_only", "1024x12", "exp_only-ff"]
-
-
-def test_numbers_of_the_text_agree_with_the_losses():
-    for number in PAPER.numbers:
-        if number.name == "delta" and not number.panel:
-            ends = [LOSSES[number.table, "1024x12", arm] for arm in (number.arm, number.against)]
-            assert number.value == pytest.approx(ends[0] - ends[1], abs=1.1e-4), number
-
-
 @pytest.mark.parametrize("panel", ["1024x12", "3072x36"])
 def test_timings_agree_with_the_overhead_and_the_speedup(panel):
     def value(name):
@@ -100,17 +83,12 @@ def test_timings_agree_with_the_overhead_and_the_speedup(panel):
     assert steps / (1 + value("overhead") / 100) == pytest.approx(value("wall_clock_speedup"), abs=0.01)
 
 
-def test_every_entry_has_its_place():
-    for entry in (*PAPER.losses, *PAPER.numbers, *PAPER.claims):
-        assert any(word in entry.place for word in ("Table", "Figure", "section", "appendix")), entry
-
-
 def test_every_entry_is_there_once_and_every_claim_has_what_its_kind_needs():
     assert len(LOSSES) == len(PAPER.losses)
     assert len(NUMBERS) == len(PAPER.numbers)
     tried = [(t, x.arm, x.against, x.kind, x.panels) for x in PAPER.claims for t in x.tables]
     assert len(set(tried)) == len(tried)
     for claim in PAPER.claims:
-        kind = KINDS[claim.kind]
-        assert (kind.bound, kind.alone) == (claim.bound is not None, not claim.against), claim
+        needs_bound = KINDS[claim.kind].test in ("within", "no_worse", "at_most", "at_least")
+        assert needs_bound == (claim.bound is not None), claim
         assert (claim.kind == "grows") == (len(claim.panels) == 2 and claim.kind == "grows"), claim

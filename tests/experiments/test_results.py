@@ -91,10 +91,6 @@ def test_a_damaged_row_is_named(out, tmp_path):
     file.write_text(f"{text}\nfrozen,mini\n")
     with pytest.raises(ValueError, match=rf"is damaged: row {len(text.splitlines()) + 1} has 2 columns"):
         append_results(out, file)
-
-
-def test_other_columns_are_refused_and_stay(out, tmp_path):
-    file = tmp_path / "results.csv"
     file.write_text("table,loss\nfrozen,1.0\n")
     with pytest.raises(ValueError, match="must have the columns table, scale, panel"):
         append_results(out, file)

@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from symexplin.experiments.comparison import ENOUGH_SEEDS, Evidence, FinishedRun, Spread, sign_of, spread_of
 from symexplin.experiments.paper import Claim, Paper
@@ -27,9 +27,6 @@ RULE = (
     "at all, one claim in eleven holds by chance."
 )
 
-
-# --- kinds of claims -------------------------------------------------------------------------------------------------
-
 Measure = Callable[[FinishedRun, FinishedRun], float | None]
 
 
@@ -45,10 +42,6 @@ def _gaps(arm: FinishedRun, against: FinishedRun) -> list[float]:
     """Return the differences at the evaluations of both runs, without the one before the first step."""
     other = dict(against.curve)
     return [loss - other[step] for step, loss in arm.curve if step in other and step > 0]
-
-
-def _sizes(arm: FinishedRun, against: FinishedRun) -> list[float]:
-    return [abs(gap) for gap in _gaps(arm, against)]
 
 
 def _change_of(role: str) -> Measure:
@@ -77,17 +70,9 @@ _HOLDS: dict[str, Callable[[Spread, float], bool | None]] = {
 
 
 class Kind(NamedTuple):
-    """How a kind of claim is tested.
+    """How a kind of claim is tested: a number for each seed, the test of the numbers, and the number in words.
 
-    Args:
-        value: a number for each seed, from the arm's run and the other's; None where the runs do not have it.
-        test: which test of the numbers (:data:`_HOLDS`).
-        what: the number in words, with {arm} and {against}.
-        form: format of the number.
-        offset: added to the number before it is printed.
-        bound: the claim names a bound.
-        alone: it is about one arm.
-        one_rate: two runs that should be the same, which only the same learning rate can show.
+    `value` is None where the runs do not have it; `offset` is added to the number before it is printed as `form`.
     """
 
     value: Measure
@@ -95,38 +80,38 @@ class Kind(NamedTuple):
     what: str
     form: str = "+.4f"
     offset: float = 0.0
-    bound: bool = False
-    alone: bool = False
-    one_rate: bool = False
 
     @property
     def final(self) -> bool:
         """Whether its numbers are differences of final losses."""
         return self.value in (_final, _unreached)
 
+    @property
+    def one_rate(self) -> bool:
+        """Whether two runs should be the same, which only the same learning rate can show."""
+        return self.test == "at_most"
+
     def words(self, claim: Claim, spread: Spread) -> str:
         """Return what the numbers of all seeds say."""
-        what = self.what.format(arm=claim.arm, against=claim.against)
+        what, count = self.what.format(arm=claim.arm, against=claim.against), f"{len(spread.values)} seeds"
         pick = {"at_most": max, "at_least": min}.get(self.test)
         if pick is not None:
-            worst = f" in the worst of {len(spread.values)} seeds" if len(spread.values) > 1 else ""
+            worst = f" in the worst of {count}" if len(spread.values) > 1 else ""
             return f"{what}: {pick(spread.values):{self.form}}{worst}"
         text = f"{what}: {spread.mean + self.offset:{self.form}}"
         if spread.error is None:
             return text
         agree = sum(value * spread.mean > 0 for value in spread.values)
-        count = f"{len(spread.values)} seeds" if self.offset else f"this sign in {agree} of {len(spread.values)} seeds"
-        return f"{text} ± {spread.error:.4f}, {count}"
+        return f"{text} ± {spread.error:.4f}, {count if self.offset else f'this sign in {agree} of {count}'}"
 
 
 _LOSS = "final loss of {arm} minus that of {against}"
-_GAP = "between {arm} and {against}"
-_SCALE: dict[str, Any] = {"form": ".3f", "offset": 1.0, "alone": True}
+_GAP = "difference between {arm} and {against}"
 KINDS = {
     "below": Kind(_final, "below", _LOSS),
     "above": Kind(_final, "above", _LOSS),
-    "within": Kind(_final, "within", _LOSS, bound=True),
-    "no_worse": Kind(_final, "no_worse", _LOSS, bound=True),
+    "within": Kind(_final, "within", _LOSS),
+    "no_worse": Kind(_final, "no_worse", _LOSS),
     "unreached": Kind(_unreached, "below", "final loss of {arm} minus the lowest one of {against}"),
     "grows": Kind(_final, "below", f"change of the {_LOSS}"),
     "ahead": Kind(
@@ -134,24 +119,14 @@ KINDS = {
         "at_least",
         "evaluations after the first at which {arm} is below {against}",
         ".1%",
-        bound=True,
     ),
-    "mean_apart": Kind(
-        lambda *runs: fmean(_sizes(*runs)), "at_most", f"mean difference {_GAP}", ".1e", bound=True, one_rate=True
-    ),
-    "most_apart": Kind(
-        lambda *runs: max(_sizes(*runs)), "at_most", f"largest difference {_GAP}", ".1e", bound=True, one_rate=True
-    ),
-    "final_apart": Kind(
-        lambda *runs: abs(_final(*runs)), "at_most", f"last difference {_GAP}", ".1e", bound=True, one_rate=True
-    ),
-    "e_rises": Kind(_change_of("e"), "above", "mean e of {arm} at the end", **_SCALE),
-    "l_falls": Kind(_change_of("l"), "below", "mean l of {arm} at the end", **_SCALE),
-    "m_stays": Kind(_change_of("m"), "within", "mean m of {arm} at the end", bound=True, **_SCALE),
+    "mean_apart": Kind(lambda *runs: fmean(map(abs, _gaps(*runs))), "at_most", f"mean {_GAP}", ".1e"),
+    "most_apart": Kind(lambda *runs: max(map(abs, _gaps(*runs))), "at_most", f"largest {_GAP}", ".1e"),
+    "final_apart": Kind(lambda *runs: abs(_final(*runs)), "at_most", f"last {_GAP}", ".1e"),
+    "e_rises": Kind(_change_of("e"), "above", "mean e of {arm} at the end", ".3f", 1.0),
+    "l_falls": Kind(_change_of("l"), "below", "mean l of {arm} at the end", ".3f", 1.0),
+    "m_stays": Kind(_change_of("m"), "within", "mean m of {arm} at the end", ".3f", 1.0),
 }
-
-
-# --- verdicts --------------------------------------------------------------------------------------------------------
 
 
 class Judgement(NamedTuple):
@@ -164,14 +139,10 @@ class Judgement(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a claim in one panel.
+    """The result of a claim in one panel ("A to B" for a claim across panels), and the paper's own difference.
 
-    Args:
-        panel: its name, or "A to B" for a claim across panels.
-        best: each arm at its own best learning rate; this is the verdict.
-        shared: all arms at the baseline's best rate; None where it is the same, or has no meaning.
-        paper: the paper's own difference, where it has the losses.
-        note: a sentence on how the two compare, or "".
+    The verdict is `best`, each arm at its own best learning rate. `shared` is that of all arms at the baseline's best
+    rate, None where it is the same or has no meaning. `note` is a sentence on how the two compare.
     """
 
     panel: str
@@ -211,46 +182,30 @@ class ClaimVerdict:
 def judge(
     claim: Claim, table: str, panels: Sequence[Evidence], missing: Mapping[str, str], paper: Paper
 ) -> ClaimVerdict:
-    """Return the verdict on a claim.
-
-    Args:
-        claim: of the paper.
-        table: the table that tests it.
-        panels: those that have finished.
-        missing: {name: the paper's panel that it stands for, or ""} of those that have not.
-        paper: for its own differences.
-    """
+    """Return the verdict on a claim; `missing` is {name: the paper's panel, or ""} of the panels without a result."""
     if claim.kind == "grows":
         first, last = (next((panel for panel in panels if panel.paper == name), None) for name in claim.panels)
         return ClaimVerdict(claim, (_growth(claim, table, first, last, paper),) if first and last else ())
-    verdicts = [_verdict(claim, table, panel, paper) for panel in panels if _is_about(claim, panel.paper)]
+
+    def about(stands_for: str) -> bool:
+        return not claim.panels or stands_for in claim.panels
+
+    verdicts = [_verdict(claim, table, panel, paper) for panel in panels if about(panel.paper)]
     unfinished = Judgement(UNTESTED, "the panel has not ended")
-    verdicts += [Verdict(name, unfinished) for name, stands_for in missing.items() if _is_about(claim, stands_for)]
+    verdicts += [Verdict(name, unfinished) for name, stands_for in missing.items() if about(stands_for)]
     return ClaimVerdict(claim, tuple(verdicts))
-
-
-def _is_about(claim: Claim, paper_panel: str) -> bool:
-    return not claim.panels or paper_panel in claim.panels
 
 
 def _verdict(claim: Claim, table: str, panel: Evidence, paper: Paper) -> Verdict:
     kind = KINDS[claim.kind]
     difference = paper.difference(table, panel.paper, claim.arm, claim.against) if kind.final else None
-    if (untrained := _untrained(claim, panel)) is not None:
-        return Verdict(panel.name, untrained, paper=difference)
-    shared = _judge_at(claim, panel, panel.shared_lr, panel.shared_lr)
-    lrs = [panel.best_lr(arm or claim.arm) for arm in (claim.arm, claim.against)]
-    if kind.one_rate or all(lr == panel.shared_lr for lr in lrs):
-        doubtful = len(panel.lrs) == 1 and not kind.one_rate and not kind.alone and shared.spread is not None
-        note = "With one learning rate tried, this may be a learning-rate effect." if doubtful else ""
-        return Verdict(panel.name, shared, None, difference, note)
-    best = _judge_at(claim, panel, *lrs)
-    return Verdict(panel.name, best, shared, difference, _note(best, shared, panel.shared_lr))
-
-
-def _untrained(claim: Claim, panel: Evidence) -> Judgement | None:
-    arms = [arm for arm in (claim.arm, claim.against) if arm and arm not in panel.arms]
-    return Judgement(UNTESTED, f"{arms[0]} was not trained") if arms else None
+    shared = best = _judge_at(claim, panel, panel.shared_lr, panel.shared_lr)
+    if not kind.one_rate:
+        best = _judge_at(claim, panel, panel.best_lr(claim.arm), panel.best_lr(claim.against or claim.arm))
+    note = _note(best, shared, panel.shared_lr)
+    if len(panel.lrs) == 1 and claim.against and not kind.one_rate and best.spread is not None:
+        note = "With one learning rate tried, this may be a learning-rate effect."
+    return Verdict(panel.name, best, shared if shared != best else None, difference, note)
 
 
 def _note(best: Judgement, shared: Judgement, lr: float) -> str:
@@ -263,8 +218,6 @@ def _note(best: Judgement, shared: Judgement, lr: float) -> str:
 
 def measure(kind: str, arm: str, against: str, panel: Evidence) -> Spread | None:
     """Return the numbers of a kind of claim, each arm at its own best learning rate; None unless every seed has one."""
-    if not {arm, against or arm} <= set(panel.arms):
-        return None
     own = not KINDS[kind].one_rate
     lrs = [panel.best_lr(name or arm) if own else panel.shared_lr for name in (arm, against)]
     values, lost = _values(kind, arm, against, panel, *lrs)
@@ -286,6 +239,8 @@ def _values(
 
 def _judge_at(claim: Claim, panel: Evidence, lr: float | None, other_lr: float | None) -> Judgement:
     """Judge a claim with each of its two arms at a learning rate."""
+    if untrained := [arm for arm in (claim.arm, claim.against) if arm and arm not in panel.arms]:
+        return Judgement(UNTESTED, f"{untrained[0]} was not trained")
     values, lost = _values(claim.kind, claim.arm, claim.against, panel, lr, other_lr)
     if values is None:
         return Judgement(UNTESTED, f"the runs of {claim.arm} do not have it")
@@ -298,8 +253,8 @@ def _judge_at(claim: Claim, panel: Evidence, lr: float | None, other_lr: float |
         for arm, count in lost.items()
     )
     # A claim fails if its own arm diverges; it proves nothing if the other one does.
-    compared = claim.kind != "above" and not KINDS[claim.kind].alone
-    failed = compared and claim.arm in lost and claim.against not in lost and seeds >= ENOUGH_SEEDS
+    alone = claim.against and claim.arm in lost and claim.against not in lost
+    failed = alone and claim.kind != "above" and seeds >= ENOUGH_SEEDS
     return Judgement(DID_NOT if failed else UNTESTED, " and ".join(words) + at)
 
 
@@ -313,7 +268,7 @@ def _settle(claim: Claim, values: list[float], at: str) -> Judgement:
     held = _HOLDS[kind.test](spread, claim.bound or 0.0)
     if held is None:
         return Judgement(UNTESTED, f"the seeds spread too widely for a bound of {claim.bound:g}; {text}", spread)
-    chance = not held and not kind.bound and not sign_of(spread)
+    chance = not held and claim.bound is None and not sign_of(spread)
     return Judgement(HELD if held else DID_NOT, f"not beyond chance; {text}" if chance else text, spread)
 
 
@@ -339,11 +294,8 @@ def _growth(claim: Claim, table: str, first: Evidence, last: Evidence, paper: Pa
 def _growth_at(
     claim: Claim, first: Evidence, last: Evidence, rate: Callable[[Evidence, str], float | None]
 ) -> Judgement:
-    gain, found = replace(claim, kind="below", panels=()), []
-    for panel in (first, last):
-        if (untrained := _untrained(claim, panel)) is not None:
-            return untrained
-        found.append(_judge_at(gain, panel, rate(panel, claim.arm), rate(panel, claim.against)))
+    gain, arms = replace(claim, kind="below", panels=()), (claim.arm, claim.against)
+    found = [_judge_at(gain, panel, *(rate(panel, arm) for arm in arms)) for panel in (first, last)]
     start, end = (judgement.spread for judgement in found)
     if start is None or end is None:
         return Judgement(UNTESTED, next(judgement.text for judgement in found if judgement.spread is None))

@@ -5,26 +5,15 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from symexplin.config import SELConfig
-from symexplin.lab.compare.grid import COMPARISON
 from symexplin.lab.evaluate import Curve
 from symexplin.lab.files import read_json_lines
 from symexplin.lab.record import METRICS
 
-__all__ = [
-    "COMPARISON",
-    "ENOUGH_SEEDS",
-    "Evidence",
-    "FinishedRun",
-    "Row",
-    "Spread",
-    "sign_of",
-    "spread_of",
-]
+__all__ = ["ENOUGH_SEEDS", "Evidence", "FinishedRun", "Row", "Spread", "sign_of", "spread_of"]
 
 Row = dict[str, Any]
 
@@ -47,11 +36,7 @@ class Spread(NamedTuple):
 
 
 def spread_of(values: Sequence[float]) -> Spread:
-    """Return mean and standard error of at least one number.
-
-    >>> spread_of([1.0, 2.0, 3.0]).error
-    0.5773502691896258
-    """
+    """Return mean and standard error of at least one number."""
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
     return Spread(tuple(values), statistics.fmean(values), error)
 
@@ -60,9 +45,6 @@ def sign_of(spread: Spread) -> int:
     """Return the sign that the differences of several seeds establish: -1, 1, or 0 for none.
 
     Every difference has that sign, there are at least three, and the mean exceeds twice its standard error.
-
-    >>> [sign_of(spread_of(values)) for values in ([-0.1, -0.2, -0.15], [-0.1, -0.2], [-1.0, -0.01, -0.01])]
-    [-1, 0, 0]
     """
     sign = -1 if spread.mean < 0 else 1
     agree = all(value * sign > 0 for value in spread.values)
@@ -70,10 +52,7 @@ def sign_of(spread: Spread) -> int:
 
 
 class FinishedRun(NamedTuple):
-    """A run that stayed finite: its evaluations as (step, loss), its folder, and the beta of its map.
-
-    `beta` is None for ordinary weights and where every matrix has its own.
-    """
+    """A run that stayed finite; `beta` is None for ordinary weights and where every matrix has its own."""
 
     curve: Curve
     folder: Path
@@ -85,11 +64,7 @@ class FinishedRun(NamedTuple):
         return self.curve[-1][1]
 
     def scale_means(self, role: str) -> list[tuple[int, float]]:
-        """Return (step, mean over all weights) of a scale at each evaluation that has it.
-
-        Raises:
-            OSError, ValueError: the run's metrics cannot be read.
-        """
+        """Return (step, mean over all weights) of a scale at each evaluation that has it."""
         key, unit = ("kappa/mean", self.beta) if role == "m" else (f"{role}/mean", 1.0)  # m = kappa / beta, Eq. 4
         stats = [(record["step"], record.get("stats") or {}) for record in read_json_lines(self.folder / METRICS)]
         return [(step, found[key] / unit) for step, found in stats if key in found and unit is not None]
@@ -103,15 +78,7 @@ class FinishedRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Evidence:
-    """A finished comparison.
-
-    Args:
-        name: of the comparison.
-        folder: where it lies.
-        found: its comparison.json.
-        paper: the paper's panel that it stands for, "" for none.
-        labels: {arm: what to call it}.
-    """
+    """A finished comparison: its comparison.json, the paper's panel that it stands for ("" for none), arms' labels."""
 
     name: str
     folder: Path
@@ -145,11 +112,6 @@ class Evidence:
         model = self.found["config"]["model"]
         return model["width"], model["depth"]
 
-    @property
-    def steps(self) -> int:
-        """Steps of every run."""
-        return int(self.found["config"]["train"]["steps"])
-
     def label(self, arm: str) -> str:
         """Return the label that the table gives an arm, else its name."""
         return self.labels.get(arm, arm)
@@ -161,11 +123,8 @@ class Evidence:
 
     def best_lr(self, arm: str) -> float | None:
         """Return an arm's own best learning rate, or None if it stayed finite at none."""
-        return self._best_lrs[arm]
-
-    @cached_property
-    def _best_lrs(self) -> dict[str, float | None]:
-        return {row["arm"]: row["lr"] for row in self.rows("best")}
+        lr: float | None = next((row["lr"] for row in self.rows("best") if row["arm"] == arm), None)
+        return lr
 
     def runs(self, arm: str, lr: float | None) -> dict[int, FinishedRun]:
         """Return {seed: run} of an arm at a learning rate, without the runs that did not stay finite."""

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from symexplin.experiments.comparison import COMPARISON, ENOUGH_SEEDS
+from symexplin.experiments.comparison import ENOUGH_SEEDS
 from symexplin.experiments.tables import PANELS, PASSES, Panel
-from symexplin.lab.compare.grid import CompareConfig
+from symexplin.lab.compare.grid import COMPARISON, CompareConfig
 from symexplin.lab.config import RunConfig, resolve
 from symexplin.lab.data.batches import Corpus
 from symexplin.lab.folders import SUMMARY
@@ -16,7 +16,7 @@ from symexplin.lab.model import Transformer
 from symexplin.lab.provenance import cores
 from symexplin.lab.train import NonFiniteError, Trainer
 
-__all__ = ["Estimate", "duration", "warnings"]
+__all__ = ["Estimate", "warnings"]
 
 Echo = Callable[[str], None]
 
@@ -24,12 +24,7 @@ _STEPS = 4  # the first one is slow, the fastest one counts
 _FEW_STEPS = 400  # the shortest runs of the scales have 450
 
 
-def duration(seconds: float) -> str:
-    """Return a duration in words.
-
-    >>> [duration(seconds) for seconds in (40, 100, 5000, 300000)]
-    ['1 min', '2 min', '1.4 h', '3.5 days']
-    """
+def _duration(seconds: float) -> str:
     for unit, size in (("days", 86400), ("h", 3600)):
         if seconds >= size:
             return f"{seconds / size:.1f} {unit}"
@@ -50,18 +45,12 @@ def warnings(panels: Sequence[Panel]) -> list[str]:
 
 
 class Estimate:
-    """The time that the comparisons of a table still take, printed whenever a run has ended.
-
-    Args:
-        panels: the panels to run.
-        folder: of the table.
-        echo: takes each line of the log, and those of the estimate.
-    """
+    """The time that the comparisons of a table still take, printed whenever a run has ended."""
 
     def __init__(self, panels: Sequence[Panel], folder: Path, echo: Echo) -> None:
         self._panels = {panel.name: panel.config for panel in panels if isinstance(panel.config, CompareConfig)}
-        self._folder, self._echo = folder, echo
-        self._costs = {name: _cost(_example(config)) for name, config in self._panels.items()}
+        self._place, self._echo = folder / PANELS, echo
+        self._costs = {name: _cost(config) for name, config in self._panels.items()}
         self._began, self._at_first = time.monotonic(), self._done()
         self._seen = self._at_first
 
@@ -70,12 +59,11 @@ class Estimate:
         left = {name: runs for name, runs in self._left().items() if runs}
         if not left:
             return
-        name = next(iter(left))
-        seconds, when = _measured(self._panels[name]), "the time is known when the first one has ended"
+        first = next(iter(left))
+        seconds, when = _measured(self._panels[first]), "the time is known when the first one has ended"
         if seconds is not None:
-            rate = seconds / self._costs[name]
-            each = (rate * self._costs[name] / self._panels[name].compare.jobs * runs for name, runs in left.items())
-            when = f"about {duration(sum(each))} (from {_STEPS} steps)"
+            each = (self._costs[name] * runs / self._panels[name].compare.jobs for name, runs in left.items())
+            when = f"about {_duration(seconds / self._costs[first] * sum(each))} (from {_STEPS} steps)"
         self._echo(f"runs to do: at most {sum(left.values())}, {when}")
         self._began = time.monotonic()
 
@@ -83,40 +71,32 @@ class Estimate:
         """Pass a line on, and say how long the rest will take if a run has ended since the last one."""
         self._echo(line)
         done = self._done()
-        if done != self._seen:
-            self._seen = done
-            ended = {name: count - self._at_first[name] for name, count in done.items()}
-            spent = sum(self._costs[name] * count for name, count in ended.items())
-            left = self._left()
-            rest = sum(self._costs[name] * count for name, count in left.items())
-            if rest and spent:
-                seconds = (time.monotonic() - self._began) * rest / (spent * self._under_way(sum(ended.values())))
-                self._echo(f"runs left: at most {sum(left.values())}, about {duration(seconds)}")
-
-    def _under_way(self, ended: int) -> float:
-        """Return the work done over that of the runs that have ended: others run beside them, and end soon."""
-        jobs = max(config.compare.jobs for config in self._panels.values())
-        return -(-ended // jobs) * jobs / ended
+        if done == self._seen:
+            return
+        self._seen, left = done, self._left()
+        ended = {name: count - self._at_first[name] for name, count in done.items()}
+        spent, rest = (sum(self._costs[name] * count for name, count in runs.items()) for runs in (ended, left))
+        if rest and spent:
+            # Others run beside those that have ended, and end soon.
+            jobs, count = max(config.compare.jobs for config in self._panels.values()), sum(ended.values())
+            under_way = -(-count // jobs) * jobs / count
+            seconds = (time.monotonic() - self._began) * rest / (spent * under_way)
+            self._echo(f"runs left: at most {sum(left.values())}, about {_duration(seconds)}")
 
     def _done(self) -> dict[str, int]:
-        place = self._folder / PANELS
-        return {name: sum(1 for _ in place.glob(f"{name}/runs/*/{SUMMARY}")) for name in self._panels}
+        return {name: sum(1 for _ in self._place.glob(f"{name}/runs/*/{SUMMARY}")) for name in self._panels}
 
     def _left(self) -> dict[str, int]:
         """Return how many runs each panel has left at most."""
-        place = self._folder / PANELS
         return {
-            name: 0 if (place / name / COMPARISON).exists() else max(0, self._panels[name].compare.most_runs - count)
-            for name, count in self._done().items()
+            name: 0 if (self._place / name / COMPARISON).exists() else max(0, config.compare.most_runs - done)
+            for (name, config), done in zip(self._panels.items(), self._done().values(), strict=True)
         }
 
 
-def _example(config: CompareConfig) -> RunConfig:
-    return config.example(config.compare.arms[-1])  # the first arm has no map
-
-
-def _cost(run: RunConfig) -> float:
+def _cost(config: CompareConfig) -> float:
     """Return a number proportional to the time of a run: its parameters times the tokens of all passes."""
+    run = config.example(config.compare.arms[-1])
     with torch.device("meta"):  # shapes without memory
         parameters = sum(parameter.numel() for parameter in Transformer(run.model).parameters())
     return float(parameters) * _steps(run) * run.train.batch_size * run.model.context
@@ -130,10 +110,10 @@ def _steps(run: RunConfig) -> float:
 
 def _measured(config: CompareConfig) -> float | None:
     """Return the seconds of a run, from a few of its steps; None where these tell nothing."""
-    if config.compute.compile or getattr(config.compare, "cluster", "none") != "none":
+    if config.compute.compile or config.compare.cluster != "none":
         return None
     corpus = Corpus.load(config.data, verify=False)
-    run = resolve(_example(config), corpus.vocab_size)
+    run = resolve(config.example(config.compare.arms[-1]), corpus.vocab_size)  # the first arm has no map
     before = torch.get_num_threads()
     torch.set_num_threads(run.compute.threads or max(1, cores() // config.compare.jobs))
     try:

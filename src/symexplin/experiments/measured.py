@@ -1,8 +1,7 @@
 """The measured numbers beside the paper's: losses of the arms, other numbers, timings of a bench."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from symexplin.experiments.claims import measure
 from symexplin.experiments.comparison import ENOUGH_SEEDS, Evidence, Row, sign_of, spread_of
@@ -28,17 +27,12 @@ _IN_LAYERS = "module"  # the variant of a bench with the paper's form of the map
 _CASE = ("dtype", "tokens", "microbatches")  # columns that tell the cases of a bench apart
 
 
-@dataclass(frozen=True)
-class ArmRow:
-    """An arm of a panel beside the paper's numbers, None where it has none.
+class ArmRow(NamedTuple):
+    """An arm of a panel, at its own best and at the shared learning rate, beside the paper's numbers.
 
-    Args:
-        arm, label: its name, and what the table calls it.
-        best, shared: its rows of comparison.json, at its own best and at the shared learning rate. Added are "error",
-            the standard error of the difference to the baseline; "agree", the number of seeds with the sign of the
-            mean; and "shown": "below" or "above" the baseline or "undecided" by the rule of the claims, "few seeds",
-            "not finite", or "" for the baseline itself.
-        paper_loss, paper_delta, paper_speedup: of the paper.
+    `best` and `shared` are rows of comparison.json. Added are "error", the standard error of the difference to the
+    baseline; "agree", the number of seeds with the sign of the mean; and "shown": "below" or "above" the baseline or
+    "undecided" by the rule of the claims, "few seeds", "not finite", or "" for the baseline itself.
     """
 
     arm: str
@@ -67,8 +61,8 @@ def arm_rows(table: str, panel: Evidence, paper: Paper) -> list[ArmRow]:
         computed = None if arm == baseline else paper.difference(table, panel.paper, arm, baseline)
         rows.append(
             ArmRow(
-                arm=arm,
-                label=panel.label(arm),
+                arm,
+                panel.label(arm),
                 best=_with_spread(best, arm == baseline),
                 shared=_with_spread(shared, arm == baseline),
                 paper_loss=paper.loss(table, panel.paper, arm),
@@ -90,11 +84,7 @@ def _with_spread(row: Row, is_baseline: bool) -> Row:
 
 
 def arm_sentences(panels: Mapping[str, Sequence[ArmRow]]) -> list[str]:
-    """Return a sentence per arm and panel: below the baseline or above, at its own best and at the shared rate.
-
-    Args:
-        panels: the rows of each panel, the baseline's first.
-    """
+    """Return a sentence per arm and panel: below the baseline or above, at its own best and at the shared rate."""
     sentences = []
     for panel, (first, *others) in panels.items():
         for row in others:
@@ -117,8 +107,7 @@ def _place(row: Row, baseline: str) -> str:
     return f"{word} {baseline} ({row['delta']:+.4f}{error}){doubt}"
 
 
-@dataclass(frozen=True)
-class NumberRow:
+class NumberRow(NamedTuple):
     """Another number of the paper, and the measured one."""
 
     number: Number
@@ -162,18 +151,14 @@ def _steps_saved(number: Number, loss: float, panel: Evidence) -> float | None:
     for arm in (number.against, number.arm):
         run = panel.runs(arm, panel.shared_lr).get(panel.seeds[0])
         share = speedup([(1, loss)], run.curve) if run else None
-        steps.append(1.0 / share if share else None)
-    return None if steps[0] is None or steps[1] is None else steps[0] - steps[1]
+        if not share:
+            return None
+        steps.append(1.0 / share)
+    return steps[0] - steps[1]
 
 
 def profile_rows(table: str, panels: Mapping[str, tuple[str, Sequence[Row]]], paper: Paper) -> list[NumberRow]:
-    """Return the paper's timings beside those of a bench.
-
-    Args:
-        table: the table's name.
-        panels: the paper's panel that each panel stands for, and its rows of results.csv.
-        paper: for its numbers.
-    """
+    """Return the paper's timings beside those of a bench, by panel: the paper's panel, and rows of results.csv."""
     return [
         NumberRow(number, name, _timed(number.name, rows))
         for number in paper.numbers_of(table)

@@ -1,26 +1,24 @@
 """The report of a table: the paper's numbers beside the measured ones, a verdict on each claim, and the figures."""
 
 import base64
-import urllib.parse
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from symexplin.experiments.claims import DID_NOT, HELD, KINDS, RULE, UNTESTED, ClaimVerdict, judge
 from symexplin.experiments.comparison import Evidence, Row
 from symexplin.experiments.measured import ArmRow, NumberRow, arm_rows, arm_sentences, number_rows, profile_rows
 from symexplin.experiments.paper import load_paper
-from symexplin.experiments.tables import BENCH, Outcome, read_table
+from symexplin.experiments.tables import BENCH, PANELS, Outcome, read_table
 from symexplin.lab.report.pages import PAGE, reading, write_page
 from symexplin.lab.tables import write_csv
 from symexplin.validation import check_choice
 
-__all__ = ["CLAIMS", "FIGURES", "RESULTS", "report_table", "verdict_lines"]
+__all__ = ["report_table", "verdict_lines"]
 
-RESULTS, CLAIMS, FIGURES = "table.csv", "claims.csv", "figures"
-_TEMPLATE = "table.html.jinja"
+_RESULTS, _CLAIMS, _FIGURES = "table.csv", "claims.csv", "figures"
 # Columns of a bench, in the page those that it has; columns that say where it ran.
 _TIMED = ("part", "variant", "baseline", "dtype", "tokens", "ms", "forward_ms", "backward_ms", "optimizer_ms", "ratio")
 _TIMINGS = (*_TIMED, "peak_mib")
@@ -36,14 +34,6 @@ _SIDE = {
     "shown": "shown",
     "speedup": "speedup",
 }
-
-
-class _Drawing(NamedTuple):
-    """A figure in the page, or the reason why there is none; `image` is a data URL."""
-
-    caption: str
-    image: str = ""
-    files: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,39 +74,50 @@ def report_table(out: str | Path) -> Path:
 
     report.html opens without network. table.csv has a row for each arm of each panel at its own best and at the shared
     learning rate, claims.csv one for each claim in each panel. figures/ has the figures as SVG and PNG.
-
-    Raises:
-        ValueError: a folder that is not a table's, a damaged file in it.
-
-    >>> report_table("no/such/folder")
-    Traceback (most recent call last):
-    ValueError: out must be the folder of a table, which has table.json, got 'no/such/folder'
     """
     out = Path(out)
     with reading(out):
         found = _Findings(read_table(out))
-        write_csv(out / RESULTS, _result_rows(found))
-        write_csv(out / CLAIMS, _claim_rows(found))
-        drawings = [_draw(name, out, found.outcome) for name in found.outcome.figures]
-        return write_page(out, _TEMPLATE, __package__, **_values(out, found, drawings))
+        outcome = found.outcome
+        places = [panel.found["provenance"] for panel in found.panels]
+        places += [
+            {key: row[key] for key in _FACTS if key in row} for _, rows in found.benches.values() for row in rows
+        ]
+        write_csv(out / _RESULTS, _result_rows(found))
+        write_csv(out / _CLAIMS, _claim_rows(found))
+        made = [panel.name for panel in found.panels if (panel.folder / PAGE).exists()]
+        return write_page(
+            out,
+            "table.html.jinja",
+            __package__,
+            title=outcome.title,
+            outcome=outcome,
+            headline=_headline(found),
+            arms=arm_sentences(found.rows),
+            claims=found.claims,
+            kinds=KINDS,
+            rule=RULE,
+            numbers=found.numbers,
+            panels=[(panel, found.rows[panel.name], panel.edge_warnings()) for panel in found.panels],
+            links={name: f"{PANELS}/{name}/{PAGE}" for name in made},
+            benches=[(name, stands_for, *_timings(rows)) for name, (stands_for, rows) in found.benches.items()],
+            figures=[_draw(name, out, outcome) for name in outcome.figures],
+            assumptions=list(outcome.assumptions.items()),
+            provenance=_distinct(places),
+        )
 
 
 def verdict_lines(out: str | Path) -> list[str]:
-    """Return the verdicts of a table's folder as lines of plain text: of each arm, then of each claim.
-
-    Raises:
-        ValueError: as for :func:`report_table`.
-    """
+    """Return the verdicts of a table's folder as lines of plain text: of each arm, then of each claim."""
     with reading(out):
         found = _Findings(read_table(out))
-        lines = [*arm_sentences(found.rows), *_headline(found)]
-        for verdict in found.claims:
-            lines.append(f"  {verdict.claim.text} {verdict.sentence}")
-        return lines + [f"{panel.name}: {text}" for panel in found.panels for text in panel.edge_warnings()]
+        claims = [f"  {verdict.claim.text} {verdict.sentence}" for verdict in found.claims]
+        edges = [f"{panel.name}: {text}" for panel in found.panels for text in panel.edge_warnings()]
+        return [*arm_sentences(found.rows), *_headline(found), *claims, *edges]
 
 
-def _draw(name: str, out: Path, outcome: Outcome) -> _Drawing:
-    """Draw a figure into the table's folder, or say why it cannot be drawn yet."""
+def _draw(name: str, out: Path, outcome: Outcome) -> dict[str, Any]:
+    """Draw a figure into the table's folder for the page, or say why it cannot be drawn yet."""
     from symexplin.experiments.figures import FIGURES as SPECS  # slow: matplotlib
     from symexplin.experiments.figures import draw, save_figure
 
@@ -125,36 +126,11 @@ def _draw(name: str, out: Path, outcome: Outcome) -> _Drawing:
         spec = SPECS[check_choice("figures", name, SPECS)]
         caption = f"{spec.shows[0].upper()}{spec.shows[1:]} ({spec.origin})"
         folders = folders if spec.most is None else folders[: min(spec.most, 1)]  # runs are those of one panel
-        files = save_figure(draw(name, folders), out / FIGURES, name)
+        files = save_figure(draw(name, folders), out / _FIGURES, name)
     except (OSError, ValueError) as error:
-        return _Drawing(f"{caption}: not drawn, {error}.")
-    svg = next(file for file in files if file.suffix == ".svg")
-    image = f"data:image/svg+xml;base64,{base64.b64encode(svg.read_bytes()).decode()}"
-    return _Drawing(f"{caption}.", image, tuple(f"{FIGURES}/{file.name}" for file in files))
-
-
-def _values(out: Path, found: _Findings, drawings: Sequence[_Drawing]) -> dict[str, Any]:
-    """Return the values of the page's variables."""
-    outcome = found.outcome
-    benches = [(name, stands_for, *_timings(rows)) for name, (stands_for, rows) in found.benches.items()]
-    places = [panel.found["provenance"] for panel in found.panels]
-    places += [{key: row[key] for key in _FACTS if key in row} for _, rows in found.benches.values() for row in rows]
-    return {
-        "title": outcome.title,
-        "outcome": outcome,
-        "headline": _headline(found),
-        "arms": arm_sentences(found.rows),
-        "claims": found.claims,
-        "kinds": KINDS,
-        "rule": RULE,
-        "numbers": found.numbers,
-        "panels": [(panel, found.rows[panel.name], panel.edge_warnings()) for panel in found.panels],
-        "benches": benches,
-        "figures": drawings,
-        "sizes": [_size(out, panel) for panel in found.panels],
-        "assumptions": list(outcome.assumptions.items()),
-        "provenance": _distinct(places),
-    }
+        return {"caption": f"{caption}: not drawn, {error}.", "image": "", "files": []}
+    image = f"data:image/svg+xml;base64,{base64.b64encode(files[0].read_bytes()).decode()}"
+    return {"caption": f"{caption}.", "image": image, "files": [f"{_FIGURES}/{file.name}" for file in files]}
 
 
 def _headline(found: _Findings) -> list[str]:
@@ -174,28 +150,6 @@ def _headline(found: _Findings) -> list[str]:
     elif outcome.kind != BENCH:
         sentences.append("The paper has no claim that this table tests.")
     return sentences
-
-
-def _size(out: Path, panel: Evidence) -> dict[str, Any]:
-    """Return what a panel trained, for the table of panels."""
-    found, corpus = panel.found, panel.found["corpus"]
-    train, model = found["config"]["train"], found["config"]["model"]
-    tokens = train["steps"] * train["batch_size"] * model["context"]
-    page = panel.folder / PAGE
-    return {
-        "name": panel.name,
-        "link": urllib.parse.quote(page.relative_to(out).as_posix()) if page.exists() else None,
-        "stands_for": panel.paper,
-        "parameters": found["parameters"],
-        "steps": train["steps"],
-        "tokens": tokens,
-        "seen": tokens / corpus["train_tokens"] if corpus.get("train_tokens") else None,
-        "lrs": ", ".join(f"{lr:g}" for lr in panel.lrs),
-        "seeds": ", ".join(map(str, panel.seeds)),
-        "runs": len(found["runs"]),
-        "hours": found["seconds"] / 3600,
-        "tokenizer": corpus.get("tokenizer"),
-    }
 
 
 def _timings(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
@@ -227,48 +181,44 @@ def _result_rows(found: _Findings) -> list[Row]:
         for panel, (stands_for, timings) in found.benches.items()
         for row in timings
     ]
-    for panel in found.panels:
-        for arm in found.rows[panel.name]:
-            for compared, side in (("own best rate", arm.best), ("shared rate", arm.shared)):
-                rows.append(
-                    {
-                        **common,
-                        "panel": panel.name,
-                        "stands_for": panel.paper,
-                        "arm": arm.arm,
-                        "compared_at": compared,
-                        "seeds": len(side["seeds"]),
-                        **{column: side[key] for column, key in _SIDE.items()},
-                        "paper_loss": arm.paper_loss,
-                        "paper_delta": arm.paper_delta,
-                        "delta_minus_paper": arm.difference if side is arm.best else None,
-                        "paper_speedup": arm.paper_speedup,
-                    }
-                )
+    rows += [
+        {
+            **common,
+            "panel": panel.name,
+            "stands_for": panel.paper,
+            "arm": arm.arm,
+            "compared_at": compared,
+            "seeds": len(side["seeds"]),
+            **{column: side[key] for column, key in _SIDE.items()},
+            "paper_loss": arm.paper_loss,
+            "paper_delta": arm.paper_delta,
+            "delta_minus_paper": arm.difference if side is arm.best else None,
+            "paper_speedup": arm.paper_speedup,
+        }
+        for panel in found.panels
+        for arm in found.rows[panel.name]
+        for compared, side in (("own best rate", arm.best), ("shared rate", arm.shared))
+    ]
     return rows
 
 
 def _claim_rows(found: _Findings) -> list[Row]:
-    rows = []
-    for verdict in found.claims:
-        about = {key: getattr(verdict.claim, key) for key in ("place", "arm", "against", "kind", "bound")}
-        for panel in verdict.panels:
-            shared = panel.shared or panel.best
-            rows.append(
-                {
-                    "table": found.outcome.name,
-                    "scale": found.outcome.scale,
-                    "claim": verdict.claim.text,
-                    **about,
-                    "panel": panel.panel,
-                    "verdict": panel.best.verdict,
-                    "measured": panel.best.spread.mean if panel.best.spread else None,
-                    "standard_error": panel.best.spread.error if panel.best.spread else None,
-                    "text": panel.best.text,
-                    "verdict_at_shared_rate": shared.verdict,
-                    "text_at_shared_rate": shared.text,
-                    "note": panel.note,
-                    "paper_difference": panel.paper,
-                }
-            )
-    return rows
+    return [
+        {
+            "table": found.outcome.name,
+            "scale": found.outcome.scale,
+            "claim": verdict.claim.text,
+            **{key: getattr(verdict.claim, key) for key in ("place", "arm", "against", "kind", "bound")},
+            "panel": panel.panel,
+            "verdict": panel.best.verdict,
+            "measured": panel.best.spread.mean if panel.best.spread else None,
+            "standard_error": panel.best.spread.error if panel.best.spread else None,
+            "text": panel.best.text,
+            "verdict_at_shared_rate": (panel.shared or panel.best).verdict,
+            "text_at_shared_rate": (panel.shared or panel.best).text,
+            "note": panel.note,
+            "paper_difference": panel.paper,
+        }
+        for verdict in found.claims
+        for panel in verdict.panels
+    ]

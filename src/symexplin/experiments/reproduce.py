@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from symexplin.experiments.estimate import Estimate, warnings
 from symexplin.experiments.results import append_results, check_results
 from symexplin.experiments.tables import BASE, BENCH, DATA, PANELS, SCALES, TABLE, Panel, Table, load_table
 from symexplin.lab.bench.config import BenchConfig
@@ -20,7 +21,7 @@ from symexplin.lab.compare.grid import CompareConfig
 from symexplin.lab.compare.sweep import compare_runs
 from symexplin.lab.data.prepare import PrepareConfig, prepare
 from symexplin.lab.data.tokens import DATASET
-from symexplin.lab.files import read_json, replace_file, write_json
+from symexplin.lab.files import read_json, write_json
 from symexplin.lab.folders import LOCK, claimed
 from symexplin.lab.provenance import cores
 from symexplin.lab.run import train
@@ -81,32 +82,22 @@ class ReproduceConfig:
         return self.data[0] if len(self.data) == 1 and Path(self.data[0], DATASET).exists() else None
 
     def table(self, name: str, out: str | Path) -> Table:
-        """Return the table `name` with these settings, to run in `out`.
-
-        Raises:
-            FileNotFoundError, ValueError: as for :func:`symexplin.experiments.tables.load_table`.
-
-        >>> table = ReproduceConfig(steps=100, lrs=(0.01,)).table("frozen", "out")
-        >>> table.panels[0].config.train.warmup_steps, table.panels[0].config.compare.lrs
-        (10, (0.01,))
-        """
+        """Return the table `name` with these settings, to run in `out`."""
         said = {key: list(getattr(self, key)) for key in ("arms", "lrs", "seeds", "confirm_seeds")}
-        changes: dict[str, Any] = {"compare": {key: values for key, values in said.items() if values}}
-        if self.jobs is not None:
-            changes["compare"]["jobs"] = self.jobs
-        if self.steps is not None:
-            changes["train"] = {"steps": self.steps}
-        if self.data and not self.prepared:
-            changes["data"] = {"sources": list(self.data)}
+        changes: dict[str, Any] = {
+            "compare": {**{key: values for key, values in said.items() if values}, **_given("jobs", self.jobs)},
+            "train": _given("steps", self.steps),
+            "data": _given("sources", None if self.prepared else list(self.data) or None),
+        }
         return load_table(name, self.scale, out=out, data=self.prepared, changes=merge(changes, self.set))
 
 
-def plan_lines(table: Table, names: Collection[str] = ()) -> list[str]:
-    """Return the runs and assumptions of a table, or of its panels of these `names`, as lines of text.
+def _given(key: str, value: object) -> dict[str, Any]:
+    return {} if value is None else {key: value}
 
-    >>> plan_lines(load_table("optimizer_equivalence", "paper"))[4]
-    '1024x12: parameterized, optimizer; lrs 0.0003; seeds 123; up to 2 runs of 100,000 steps, 3,276,800,000 tokens each'
-    """
+
+def plan_lines(table: Table, names: Collection[str] = ()) -> list[str]:
+    """Return the runs and assumptions of a table, or of its panels of these `names`, as lines of text."""
     lines = [f"{table.name} ({table.scale}): {table.title}", table.place or "beyond the paper", table.about, ""]
     if table.base is not None:
         lines.append(f"{BASE}: AdamW, lr {table.base.train.lr:g}, {table.base.train.steps:,} steps, before all others")
@@ -163,21 +154,17 @@ def reproduce(
     if to_prepare and not table.data.get("sources"):
         raise ValueError(f"data must be given at scale {table.scale!r}: a prepared folder, or sources of text")
     if table.kind != BENCH and results is not None:
-        check_results(results)  # before hours of training
+        check_results(Path(results))  # before hours of training
     with claimed(out, "table", {TABLE}) as folder:
-        before = _begin(folder, table, resume)
+        _begin(folder, table, resume)
         try:
             if to_prepare:
                 prepare(build(PrepareConfig, table.data), folder / DATA, echo=echo, progress=progress)
             if table.base is not None:
-                train(
-                    table.base, folder / BASE, resume=True, echo=echo, tell_config=False, progress=progress, label=BASE
-                )
+                quiet: dict[str, Any] = {"tell_config": False, "progress": progress, "label": BASE}
+                train(table.base, folder / BASE, resume=True, echo=echo, **quiet)
             _run_panels([_on_this_machine(panel, config) for panel in wanted], table, folder, echo, progress)
-        except ValueError:
-            if before is not None:  # refused: restore the description
-                replace_file(folder / TABLE, before)
-            raise
+            write_json(folder / TABLE, table.to_json())  # a resumed table may have grown
         finally:
             if {path.name for path in folder.iterdir()} == {TABLE, LOCK}:  # a mistake leaves no folder
                 (folder / TABLE).unlink()
@@ -195,11 +182,11 @@ def _chosen(table: Table, names: Collection[str]) -> list[Panel]:
     return [panel for panel in table.panels if panel.name in (names or [panel.name])]
 
 
-def _begin(folder: Path, table: Table, resume: bool) -> bytes | None:
-    """Write table.json after a check of the one that is there, whose content is returned."""
+def _begin(folder: Path, table: Table, resume: bool) -> None:
+    """Write table.json, or check that the one that is there may be resumed."""
     if not (folder / TABLE).exists():
         write_json(folder / TABLE, table.to_json())
-        return None
+        return
     if not resume:
         raise ValueError(f"out must be a new folder, got {str(folder)!r}, which has a table: add --resume to resume it")
     there, known = read_json(folder / TABLE), [panel.name for panel in table.panels]
@@ -209,9 +196,6 @@ def _begin(folder: Path, table: Table, resume: bool) -> bytes | None:
     for panel in there.get("panels", ()):
         if panel["name"] not in known and (folder / PANELS / panel["name"]).exists():
             raise ValueError(f"{folder} has another table: its panel {panel['name']} is none of {', '.join(known)}")
-    before = (folder / TABLE).read_bytes()
-    write_json(folder / TABLE, table.to_json())
-    return before
 
 
 def _on_this_machine(panel: Panel, given: ReproduceConfig) -> Panel:
@@ -224,8 +208,6 @@ def _on_this_machine(panel: Panel, given: ReproduceConfig) -> Panel:
 
 
 def _run_panels(panels: Sequence[Panel], table: Table, folder: Path, echo: Echo, progress: bool) -> None:
-    from symexplin.experiments.estimate import Estimate, warnings  # not needed for --plan
-
     for line in warnings(panels):
         echo(line)
     estimate = Estimate(panels, folder, echo)

@@ -33,56 +33,41 @@ _OF_A_RUN = ("arm", "lr", "seed", "final_loss", "seconds", "tokens_per_second", 
 def config_hash(config: Mapping[str, Any], weights: str | None = None) -> str:
     """Return 16 digits of the SHA-256 of a run's configuration as canonical JSON, without paths and logging.
 
-    Args:
-        config: of the run, from its config.toml.
-        weights: digest of the weights that it starts from, in place of their path.
-
-    >>> config_hash({"data": "here", "train": {"steps": 3}}) == config_hash({"data": "there", "train": {"steps": 3}})
-    True
+    `weights` is the digest of the weights that it starts from, in place of their path.
     """
     kept = {key: value for key, value in config.items() if key not in ("data", "log")}
     kept["train"] = {**config.get("train", {}), "weights": weights}
     return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
 
 
-def check_results(file: str | Path, columns: Sequence[str] = COLUMNS) -> list[list[str]]:
-    """Return the rows of a CSV file of results, the names of its columns first; a new file has these alone.
-
-    Raises:
-        ValueError: other columns, a row with more or fewer cells.
-    """
-    file = Path(file)
-    found = list(csv.reader(io.StringIO(file.read_text(encoding="utf-8")))) if file.exists() else [list(columns)]
-    if not found or found[0] != list(columns):
+def check_results(file: Path, columns: Sequence[str] = COLUMNS) -> list[Row]:
+    """Return the rows of a CSV file of results, none of a new file; refuse other columns and damaged rows."""
+    if not file.exists():
+        return []
+    names, *rows = list(csv.reader(io.StringIO(file.read_text(encoding="utf-8")))) or [[]]
+    if names != list(columns):
         raise ValueError(f"{str(file)!r} must have the columns {', '.join(columns)}, or be a new file")
-    for number, row in enumerate(found, start=1):
+    for number, row in enumerate(rows, start=2):
         if len(row) != len(columns):
             raise ValueError(f"{str(file)!r} is damaged: row {number} has {len(row)} columns, not {len(columns)}")
-    return found
+    return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
-def append_results(out: str | Path, file: str | Path) -> int:
+def append_results(out: str | Path, file: Path) -> int:
     """Append a row for each run of a table's folder to a CSV file, without the rows that it has, and return how many.
 
-    The file is created if missing and replaced in one step. FILE.lock beside it keeps out other processes meanwhile. A
-    bench has the columns of its own results.csv, and so a file of its own.
-
-    Args:
-        out: a folder of `symexplin reproduce`; panels without a result are left out.
-        file: the CSV file.
-
-    Raises:
-        ValueError: a folder of another kind, a file with other columns or a damaged one.
+    The file is replaced in one step; FILE.lock beside it keeps out other processes meanwhile. A bench has the columns
+    of its own results.csv, and so a file of its own.
     """
-    outcome, file = read_table(out), Path(file)
-    rows = [row for panel in outcome.panels if panel.found is not None for row in _rows(outcome, panel)]
+    outcome = read_table(out)
+    rows = [row for panel in outcome.panels if panel.found is not None for row in _rows(outcome, panel, panel.found)]
     if not rows:
         return 0
     columns = tuple(rows[0])
     key = columns if outcome.kind == BENCH else _KEY
     file.parent.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(file.with_name(file.name + ".lock")):  # another table may end at the same moment
-        old = [dict(zip(columns, row, strict=True)) for row in check_results(file, columns)[1:]]
+        old = check_results(file, columns)
         known = {tuple(row[name] for name in key) for row in old}
         new = [row for row in rows if tuple(row[name] for name in key) not in known]
         if new:
@@ -90,8 +75,7 @@ def append_results(out: str | Path, file: str | Path) -> int:
     return len(new)
 
 
-def _rows(outcome: Outcome, panel: PanelOutcome) -> list[Row]:
-    found: dict[str, Any] = panel.found or {}
+def _rows(outcome: Outcome, panel: PanelOutcome, found: Mapping[str, Any]) -> list[Row]:
     place = {"table": outcome.name, "scale": outcome.scale, "panel": panel.name}
     if outcome.kind == BENCH:
         return [{**place, **row} for row in found["rows"]]

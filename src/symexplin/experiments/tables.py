@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from symexplin.experiments.comparison import COMPARISON, Evidence
+from symexplin.experiments.comparison import Evidence
 from symexplin.lab.bench.config import BenchConfig
 from symexplin.lab.bench.run import RESULTS
-from symexplin.lab.compare.grid import CompareConfig
+from symexplin.lab.compare.grid import COMPARISON, CompareConfig
 from symexplin.lab.config import RunConfig
 from symexplin.lab.files import read_json
 from symexplin.lab.settings import build, load_toml, merge
@@ -57,16 +57,10 @@ PASSES = 3
 
 @dataclass(frozen=True)
 class About:
-    """A table at a scale.
+    """A table at a scale; its data are keys of :class:`PrepareConfig`, none where they are prepared.
 
-    Args:
-        name, scale, title, place, about: texts; `place` is where in the paper, "" beyond it.
-        kind: "compare" or "bench".
-        figures: names of its figures.
-        baseline: the arm that the others are compared with, "" for a bench.
-        labels: {arm: what to call it}, the baseline first.
-        assumptions: {key: sentence} of what the paper leaves open.
-        data: keys of :class:`PrepareConfig`, none for prepared data.
+    `place` is where in the paper, "" beyond it, `kind` "compare" or "bench". A bench has no baseline and no labels.
+    `assumptions` are sentences on the keys that the paper leaves open.
     """
 
     name: str
@@ -135,11 +129,7 @@ class Outcome(About):
 
 
 def names() -> dict[str, str]:
-    """Return {name: title} of all tables of the package.
-
-    >>> names()["frozen"]
-    'Frozen and learned scales'
-    """
+    """Return {name: title} of all tables of the package."""
     return {name: load_toml(path)["title"] for name, path in _files().items()}
 
 
@@ -150,23 +140,10 @@ def _files() -> dict[str, Path]:
 def load_table(
     name: str, scale: str, *, out: str | Path = "", data: str | Path | None = None, changes: Settings | None = None
 ) -> Table:
-    """Return a table at a scale.
+    """Return a table of :func:`names`, or of a TOML file of the same form, at a scale, to run in the folder `out`.
 
-    Args:
-        name: one of :func:`names`, or the path of a TOML file of the same form.
-        scale: "mini", "paper" or "h200".
-        out: the folder that it will run in.
-        data: a prepared folder; None: `out`/data.
-        changes: settings that override all others, by the tables of configs/protocols.toml; `map` is for every curved
-            arm. Where only the steps are changed, warm-up and evaluations keep their share of them; evaluations that
-            would then take more time than half the training become fewer.
-
-    Raises:
-        FileNotFoundError, ValueError: no such table or scale, an unknown key, a value out of range.
-
-    >>> table = load_table("frozen", "paper")
-    >>> [panel.name for panel in table.panels], table.panels[0].config.train.steps
-    (['1024x12'], 100000)
+    `data` is a prepared folder, `out`/data if None. `changes` override all other settings, by the tables of
+    configs/protocols.toml; `map` is for every curved arm.
     """
     check_choice("scale", scale, SCALES)
     changes = {key: value for key, value in (changes or {}).items() if value != {}}
@@ -264,13 +241,9 @@ class _Layers:
     out: str
     data: str
 
-    def bench(self, panel: Mapping[str, Any]) -> BenchConfig:
-        """Return the bench of a panel."""
-        return build(BenchConfig, self._of(panel).get(BENCH, {}))
-
     def comparison(self, panel: Mapping[str, Any]) -> CompareConfig:
         """Return the comparison of a panel."""
-        found = self._of(panel)
+        found = self.of(panel)
         arms = found.get("arm", {})
         known = list(dict.fromkeys([self.baseline, *arms]))
         compare = {"baseline": self.baseline, "arms": known, **_confirm_each_once(found["compare"], self.changes)}
@@ -286,12 +259,13 @@ class _Layers:
         """Return the AdamW run whose weights all runs start from, if there is one."""
         if BASE not in self.settings:
             return None
-        found = self._of({})
+        found = self.of({})
         run = {key: found[key] for key in _OF_A_RUN if key in found}
         train = merge(found["train"], found[BASE])
         return build(RunConfig, {"data": self.data, **run, "train": train, "sel": {"home": "none"}})
 
-    def _of(self, panel: Mapping[str, Any]) -> Settings:
+    def of(self, panel: Mapping[str, Any]) -> Settings:
+        """Return all settings of a panel."""
         before = merge(self.settings, {key: panel[key] for key in _SETTINGS if key in panel})
         return _in_proportion(merge(before, self.changes), before, self.changes)
 
@@ -331,7 +305,7 @@ def _panels(file: Settings, scale: str, layers: _Layers) -> list[Panel]:
     of_paper = [panel.get("name") for panel in file.get("panel", [])] or [size]
     found: list[Panel] = []
     for entry in (file if scale == "paper" else file.get(scale, {})).get("panel", [{}]):
-        config = layers.bench(entry) if _is_bench(file) else layers.comparison(entry)
+        config = build(BenchConfig, layers.of(entry).get(BENCH, {})) if _is_bench(file) else layers.comparison(entry)
         own = BENCH if isinstance(config, BenchConfig) else f"{config.model.width}x{config.model.depth}"
         name = entry.get("name", own)
         if not re.fullmatch(r"[\w+-]+", name) or name in [panel.name for panel in found]:
@@ -343,6 +317,9 @@ def _panels(file: Settings, scale: str, layers: _Layers) -> list[Panel]:
 
 def read_table(out: str | Path) -> Outcome:
     """Return the results in a folder of `symexplin reproduce`, finished or not.
+
+    Args:
+        out: the folder.
 
     Raises:
         ValueError: a folder of another kind, a damaged file.

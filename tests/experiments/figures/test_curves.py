@@ -8,6 +8,7 @@ import torch
 from run_folders import MODEL
 from symexplin.experiments.figures import draw
 from symexplin.experiments.figures.curves import start_slope
+from symexplin.experiments.tables import load_table
 from symexplin.lab.build import build_model
 from symexplin.lab.config import RunConfig, TrainConfig
 from symexplin.lab.files import write_json
@@ -25,6 +26,12 @@ def title(axes):
 
 def texts(axes):
     return [text.get_text() for text in axes.texts]
+
+
+def table(folder, *panels, labels=None):
+    about = load_table("frozen", "mini").to_json()
+    panels = [{"name": name, "stands_for": None} for name in panels]
+    write_json(folder / "table.json", {**about, "labels": labels or {}, "panels": panels})
 
 
 def test_panels_stand_by_width_and_depth(compared):
@@ -48,6 +55,7 @@ def test_panels_stand_by_width_and_depth(compared):
 def test_the_panels_of_a_table_are_found_and_counted_in_order(compared, tmp_path):
     for name, depth in (("64x10", 10), ("64x2", 2)):
         compared(f"panels/{name}", 64, depth)
+    table(tmp_path, "64x2", "64x10", "64x20")  # the last one has not ended
     alone = [title(axes) for axes in draw("loss_curves", [tmp_path]).axes]
     assert alone == ["width 64, depth 2", "width 64, depth 10"]
 
@@ -83,20 +91,6 @@ def test_ablations_have_a_bar_for_each_arm_and_rate(compared):
     assert right.get_ylim()[0] > right.get_ylim()[1]  # the best at the top
 
 
-def test_the_error_is_that_of_the_mean_of_the_seeds_differences(compared):
-    folder = compared(seeds=(0, 1, 2))
-    path = folder / "comparison.json"
-    found = json.loads(path.read_text())
-    for rows in ("best", "shared"):
-        found["comparison"][rows][1]["deltas"] = [-0.5, -0.4, -0.6]
-    path.write_text(json.dumps(found))
-    assert texts(draw("loss_curves", [folder]).axes[0]) == ["Δ = −0.5000 ± 0.0577"]
-    right = draw("mechanism_ablations", [folder]).axes[1]
-    assert texts(right) == ["−0.5000 ± 0.0577"]
-    (points,) = [line for line in right.lines if line.get_marker() == "o"]
-    assert list(points.get_xdata()) == [-0.5, -0.4, -0.6]
-
-
 def test_comparisons_of_one_size_share_a_panel(compared):
     folders = [compared("beta 5"), compared("beta 10", final=1.4), compared("deep", depth=4)]
     figure = draw("mechanism_ablations", folders)
@@ -108,7 +102,7 @@ def test_comparisons_of_one_size_share_a_panel(compared):
 def test_arms_are_called_what_their_table_calls_them(compared, tmp_path):
     maps = {"SEL": {"home": "optimizer", "beta": 5.0}, "AdamW": {"home": "module", "beta": 5.0}}
     folder = compared("panels/64x2", maps=maps)
-    write_json(tmp_path / "table.json", {"labels": {"SEL": "Curved", "AdamW": "The baseline"}})
+    table(tmp_path, "64x2", labels={"SEL": "Curved", "AdamW": "The baseline"})
     for sources in ([tmp_path], [folder]):
         left, right = draw("mechanism_ablations", sources).axes
         assert set(lines(left)) == {"The baseline, lr 0.01", "Curved, lr 0.01"}
@@ -117,7 +111,7 @@ def test_arms_are_called_what_their_table_calls_them(compared, tmp_path):
         for name in ("loss_curves", "optimizer_equivalence"):
             assert set(lines(draw(name, sources).axes[0])) == {"The baseline, lr 0.01", "Curved, lr 0.01"}
     alone = compared("elsewhere/64x2")
-    write_json(tmp_path / "elsewhere" / "table.json", {"labels": {"SEL": "Curved"}})
+    table(tmp_path / "elsewhere", labels={"SEL": "Curved"})
     assert "SEL, lr 0.01" in lines(draw("loss_curves", [alone]).axes[0])
 
 
@@ -162,7 +156,8 @@ def test_annealing_shows_the_late_losses_and_the_mean_scales(compared, runs):
     (folder / "runs" / "SEL-lr0.01-seed0").symlink_to(runs["curved"])
     left, right = draw("lr_annealing", [folder]).axes
     assert list(lines(left)) == ["SEL, lr 0.01"]  # AdamW has no scales
-    assert list(lines(left)["SEL, lr 0.01"].get_xdata()) == [50, 100]
+    assert left.get_xlim()[0] == 40
+    assert left.get_ylim()[1] < 3.0  # above the losses at 50 and 100 steps, not the first one
     records = map(json.loads, (runs["curved"] / "metrics.jsonl").read_text().splitlines())
     stats = [record["stats"] for record in records if record.get("stats")]
     for role, key, unit in (("e", "e", 1), ("l", "l", 1), ("m", "kappa", 7.5)):

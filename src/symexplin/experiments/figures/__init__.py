@@ -8,8 +8,8 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from symexplin.experiments.figures import curves, functions, maps, weights
-from symexplin.experiments.figures.sheet import save_figure
+from symexplin.experiments.figures import curves, maps, weights
+from symexplin.experiments.figures.common import save_figure
 from symexplin.lab.report.charts import STYLE
 from symexplin.validation import check_choice
 
@@ -18,14 +18,9 @@ __all__ = ["FIGURES", "FigureSpec", "draw", "format_figures", "save_figure"]
 
 @dataclass(frozen=True)
 class FigureSpec:
-    """What a figure needs.
+    """What a figure needs: sources, at most how many of them (None: any number), and the map that it assumes.
 
-    Args:
-        draw: from the sources to the figure; its docstring says what it shows.
-        place: figure and label in the paper, "" for one beyond it.
-        sources: what it is drawn from.
-        most: how many sources it takes, at least one; 0: none, None: any number.
-        map: the map that it shows or assumes.
+    The docstring of `draw` says what it shows. `place` is the figure and its label in the paper, "" for one beyond it.
     """
 
     draw: Callable[[Sequence[Path]], Figure]
@@ -50,6 +45,8 @@ _COMPARISONS = "folders of comparisons, or of a table of symexplin reproduce"
 _COMPARISON = "a comparison, or a table"
 _WEIGHTS = "a safetensors file or folder, a run, a comparison or a table (the baseline's run)"
 _CURVED = "a run of a curved model, a comparison or a table (the best curved arm's run)"
+_HOMES = f"{_COMPARISON}, with an arm of each home"
+_ANNEALED = f"{_COMPARISON}, with an arm whose scales are annealed"
 _PAIR = f"a baseline's run and a curved one, or {_COMPARISON}"
 _OF_RUNS = "that of each run"
 
@@ -57,30 +54,18 @@ FIGURES: dict[str, FigureSpec] = {
     spec.draw.__name__: spec
     for spec in (
         FigureSpec(weights.weight_distribution, "figure 2, fig:weight_dist", _WEIGHTS, 1),
-        FigureSpec(functions.symexp_controls, "figure 3, fig:symexp_controls", map=functions.PATHWAY),
-        FigureSpec(functions.congruent_mismatch, "figure 4, fig:congruent_vs_mismatch", map=functions.MAP),
+        FigureSpec(maps.symexp_controls, "figure 3, fig:symexp_controls", map=maps.PATHWAY),
+        FigureSpec(maps.congruent_mismatch, "figure 4, fig:congruent_vs_mismatch", map=maps.MAP),
         FigureSpec(curves.loss_curves, "figure 5, fig:main_results", _COMPARISONS, None, _OF_RUNS),
         FigureSpec(curves.mechanism_ablations, "figure 6, fig:mechanism_ablations", _COMPARISONS, None, _OF_RUNS),
-        FigureSpec(
-            curves.optimizer_equivalence,
-            "figure 7, fig:optimizer_equivalence",
-            f"{_COMPARISON}, with an arm of each home",
-            1,
-            _OF_RUNS,
-        ),
-        FigureSpec(
-            curves.lr_annealing,
-            "figure 8, fig:lr_annealing_ablation",
-            f"{_COMPARISON}, with an arm whose scales are annealed",
-            1,
-            _OF_RUNS,
-        ),
+        FigureSpec(curves.optimizer_equivalence, "figure 7, fig:optimizer_equivalence", _HOMES, 1, _OF_RUNS),
+        FigureSpec(curves.lr_annealing, "figure 8, fig:lr_annealing_ablation", _ANNEALED, 1, _OF_RUNS),
         FigureSpec(weights.raw_effective, "figure 9, fig:raw_effective_hist", _PAIR, 2, _OF_RUNS),
         FigureSpec(maps.transform_roles, "figure 10, fig:transform_family", _CURVED, 1, _OF_RUNS),
         FigureSpec(maps.transform_outliers, "figure 11, fig:transform_outlier_bands", _CURVED, 1, _OF_RUNS),
-        FigureSpec(functions.beta_offset, "figure 12, fig:beta_offset_grid", map=functions.MAP),
-        FigureSpec(functions.symexp_sel, "figure 13, fig:symexp_vs_sel", map=functions.PATHWAY),
-        FigureSpec(functions.mismatched_start, "figure 14, fig:mismatched_init_detail", map=functions.MAP),
+        FigureSpec(maps.beta_offset, "figure 12, fig:beta_offset_grid", map=maps.MAP),
+        FigureSpec(maps.symexp_sel, "figure 13, fig:symexp_vs_sel", map=maps.PATHWAY),
+        FigureSpec(maps.mismatched_start, "figure 14, fig:mismatched_init_detail", map=maps.MAP),
         FigureSpec(weights.optimization_distance, "figure 15, fig:opt_distance", _WEIGHTS, 1),
         FigureSpec(weights.heavy_tail, "figure 16, fig:heavy_tail", _WEIGHTS, 1),
         FigureSpec(curves.learning_rates, "", _COMPARISONS, None, _OF_RUNS),
@@ -104,8 +89,7 @@ def draw(name: str, sources: Sequence[str | Path] = ()) -> Figure:
     """
     spec = FIGURES[check_choice("name", name, FIGURES)]
     found = ", ".join(repr(str(source)) for source in sources) or "none"
-    least, most = min(1, 1 if spec.most is None else spec.most), len(sources) if spec.most is None else spec.most
-    if not least <= len(sources) <= most:
+    if not (sources if spec.most is None else min(1, spec.most) <= len(sources) <= spec.most):
         raise ValueError(f"sources must be {spec.sources} for {name}, got {len(sources)}: {found}")
     try:
         with mpl.rc_context(STYLE):

@@ -17,8 +17,7 @@ from matplotlib.figure import Figure
 
 import symexplin as sel
 from symexplin.experiments.comparison import Evidence, Row, spread_of
-from symexplin.experiments.figures.sheet import finish, sheet
-from symexplin.experiments.figures.sources import comparisons
+from symexplin.experiments.figures.common import comparisons, finish, sheet
 from symexplin.lab.build import build_model
 from symexplin.lab.config import RunConfig
 from symexplin.lab.report.charts import COLOURS, DASHES, GUIDE, GUIDE_LINE, Floats, Line, draw_chart, late_limits
@@ -119,7 +118,7 @@ def _draw_gap(axes: Axes, compared: Evidence, title: str) -> None:
 
 
 class _Arm(NamedTuple):
-    """An arm of a comparison, with its rows at its own best and at the shared learning rate."""
+    """An arm of a comparison with the rows of its own best learning rate and of the shared one."""
 
     name: str
     compared: Evidence
@@ -133,13 +132,11 @@ class _Arm(NamedTuple):
 
 
 def mechanism_ablations(sources: Sequence[Path]) -> Figure:
-    """Draw curves of the arms, and final differences to the baseline.
-
-    Comparisons of one size, length and baseline share a row.
-    """
-    groups: dict[tuple[object, ...], list[Evidence]] = {}
+    """Draw curves of the arms, and final differences to the baseline."""
+    groups: dict[tuple[object, ...], list[Evidence]] = {}  # comparisons of one size, length and baseline share a row
     for compared in comparisons(sources):
-        groups.setdefault((*compared.size, compared.steps, compared.arms[0]), []).append(compared)
+        steps = compared.found["config"]["train"]["steps"]
+        groups.setdefault((*compared.size, steps, compared.arms[0]), []).append(compared)
     arms_of = [_arms(found) for found in groups.values()]
     # An arm has the same style everywhere; the baseline's is 0.
     names = dict.fromkeys(arm.name for arms in arms_of for arm in arms)
@@ -199,10 +196,7 @@ def _draw_bars(axes: Axes, arms: Sequence[_Arm], styles: Mapping[str, int]) -> N
 
 
 def optimizer_equivalence(sources: Sequence[Path]) -> Figure:
-    """Draw map in the module against map in the optimizer, the difference magnified.
-
-    Runs are compared at the shared learning rate, seed by seed.
-    """
+    """Draw map in the module against map in the optimizer, the difference magnified."""
     compared = comparisons(sources)[0]
     module, optimizer = _homes(compared)
     figure, ((left, right),) = sheet(1, 2, size=(5.4, 4.4))
@@ -239,10 +233,7 @@ def _homes(compared: Evidence) -> tuple[Row, Row]:
 
 
 def lr_annealing(sources: Sequence[Path]) -> Figure:
-    """Draw late losses, and the mean scales during training.
-
-    The losses are those of the arms with learned scales, the scales those of the first annealed arm.
-    """
+    """Draw late losses, and the mean scales during training."""
     compared = comparisons(sources)[0]
     learned = [row for row in compared.rows("best") if _rates(compared, row) and compared.runs(row["arm"], row["lr"])]
     annealed = next((row for row in learned if any(first != last for first, last in _rates(compared, row))), None)
@@ -250,7 +241,9 @@ def lr_annealing(sources: Sequence[Path]) -> Figure:
         arms = ", ".join(compared.found["maps"])
         raise ValueError(f"sources must name a comparison with an arm whose scales are annealed, got {arms}")
     figure, ((left, right),) = sheet(1, 2, size=(5.4, 4.4))
-    draw_chart(left, [_later(_line(compared, row, style)) for style, row in enumerate(learned)])
+    lines = [_line(compared, row, style) for style, row in enumerate(learned)]
+    draw_chart(left, lines, limits=late_limits(lines, _LATE))
+    left.set_xlim(left=_LATE * compared.found["config"]["train"]["steps"])
     finish(left, f"Loss after {100 * _LATE:.0f} % of the steps", _STEPS, _LOSS, about=_bands(compared))
     draw_chart(right, _trajectories(compared, annealed))
     title = f"Mean scales: {compared.label(annealed['arm'])}, lr {annealed['lr']:g}"
@@ -263,13 +256,6 @@ def _rates(compared: Evidence, row: Row) -> list[tuple[float, float]]:
     config = compared.map_of(row["arm"])
     scales = [] if config is None else [getattr(config, role) for role in config.learned_roles]
     return [scale.peak_lr or scale.k for scale in scales]
-
-
-def _later(line: Line) -> Line:
-    steps = np.asarray(line.x, dtype=float)
-    shown = steps >= _LATE * steps[-1]
-    band = None if line.band is None else (np.asarray(line.band[0])[shown], np.asarray(line.band[1])[shown])
-    return Line(line.label, steps[shown], np.asarray(line.y)[shown], line.style, band=band)
 
 
 def _trajectories(compared: Evidence, row: Row) -> list[Line]:
@@ -319,9 +305,6 @@ def start_slope(config: RunConfig) -> float:
     """Return the mean slope, d w_eff / d w, of the curved matrices at the start of a run; 1 for ordinary weights.
 
     Drawn weights are those of one block, since all blocks are drawn alike. Given weights are those of all blocks.
-
-    >>> start_slope(RunConfig("data"))  # preset "carried" at width 128
-    1.17...
     """
     if config.sel.home == "none":
         return 1.0

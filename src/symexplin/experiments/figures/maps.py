@@ -1,36 +1,181 @@
-"""Figures of the learned map by role of the matrices ("q", "down", ...): figures 10 and 11 of the paper."""
+"""Figures of the map: as a function (figures 3, 4, 12, 13 and 14 of the paper), and as it was learned (10 and 11).
+
+Curves of functions are the map in float64 from :func:`symexplin.effective`. Learned maps are by role ("q", "down").
+"""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from symexplin.experiments.figures.sheet import common_legend, finish, sheet
-from symexplin.experiments.figures.sources import map_words, run_of, weights_at_end
-from symexplin.lab.report.charts import COLOURS, DASHES, MARKERS, Line, draw_chart
+from symexplin.experiments.figures.common import (
+    common_legend,
+    finish,
+    map_words,
+    name_map,
+    run_of,
+    sheet,
+    weights_at_end,
+)
+from symexplin.functional import effective, inverse
+from symexplin.lab.report.charts import COLOURS, DASHES, GUIDE_LINE, MARKERS, Floats, Line, draw_chart, outline
 from symexplin.lab.report.probe import RoleWeights, map_curves, map_shape, read_run
+from symexplin.lab.weights.inspect import xavier_bound
 
-__all__ = ["transform_outliers", "transform_roles"]
+__all__ = [
+    "MAP",
+    "PATHWAY",
+    "beta_offset",
+    "congruent_mismatch",
+    "mismatched_start",
+    "symexp_controls",
+    "symexp_sel",
+    "transform_outliers",
+    "transform_roles",
+]
+
+# The maps that the figures show; what they vary stands in their titles.
+PATHWAY = "S(w) alone (exp_only), e = 1, d = β, n = 0 and β = 7.5 unless varied"
+MAP = "mismatch or congruent, e = l = 1, d = β, n = 0 and β = 7.5 unless varied"
+_BETA = 7.5  # the paper's at width 1024
+_WIDTH = 1024
+_POINTS = 401
+_RAW, _EFFECTIVE = "raw weight", "effective weight"
+_DRAWN, _SHOWN = 200_000, 150  # Xavier weights in the histogram; points of each sign
+_BINS = 60
 
 _ABREAST, _SIZE = 4, (3.4, 3.2)
 _MOST_ENTRIES = 5  # of the legend
-_POSITIONS, _POINTS = 20_000, 81  # 0.1 % of these positions are 20 curves
+_POSITIONS, _LEARNED_POINTS = 20_000, 81  # 0.1 % of these positions are 20 curves
 _LARGEST = 3  # positions with the largest raw weights, and as many with the largest effective ones
 # Edges of a band (%), its opacity, and the dashes of its edges.
 _BANDS = ((0.1, 99.9, 0.12, 2), (1.0, 99.0, 0.25, 1))
 _OUTLIERS = 1  # style of the single curves
 
 
-def transform_roles(sources: Sequence[Path]) -> Figure:
-    """Draw the learned map by role of the matrices.
+def _range(top: float) -> Floats:
+    return np.linspace(-top, top, _POINTS)
 
-    w_eff over w_raw: the median over sampled positions and their 5-95 % band.
-    """
+
+def _map(w: Floats, beta: float, mode: str = "mismatch", n: float = 0.0) -> Floats:
+    values: Floats = effective(torch.from_numpy(w), mode=mode, beta=beta, n=n).numpy()
+    return values
+
+
+def _pathway(w: Floats, beta: float, n: float = 0.0) -> Floats:
+    return _map(w, beta, "exp_only", n)
+
+
+def _identity(top: float) -> Line:
+    return Line("identity", [-top, top], [-top, top], kind="guide")
+
+
+def _symexp(axes: Axes, top: float = 2.5) -> None:
+    x = _range(top)
+    draw_chart(axes, [_identity(top), Line("symexp", x, _pathway(x, 1.0))])
+    finish(axes, "Standard symexp", "x", "symexp(x)")
+
+
+def symexp_controls(_: Sequence[Path]) -> Figure:
+    """Draw symexp, and the effect of offset and curvature."""
+    figure, ((left, middle, right),) = sheet(1, 3)
+    name_map(figure, PATHWAY)
+    _symexp(left)
+    w = _range(0.3)
+    lines = [
+        Line(f"n = {n:g}, slope {np.exp(-n):.2g}".replace("-", "−"), w, _pathway(w, _BETA, n), style)
+        for style, n in enumerate((-1.0, 0.0, 1.0, 2.0))
+    ]
+    draw_chart(middle, lines)
+    finish(middle, f"Offset n (β = {_BETA:g})", _RAW, "exponential pathway S(w)", columns=2)
+    w = _range(0.15)
+    draw_chart(right, [Line(f"β = {b:g}", w, _pathway(w, b), i) for i, b in enumerate((5, 7.5, 15, 30))])
+    for width, grey in ((_WIDTH, "#ececec"), (3 * _WIDTH, "#d4d4d4")):
+        bound = xavier_bound((width, width))
+        right.axvspan(-bound, bound, color=grey, zorder=0, label=f"Xavier, width {width}")
+    finish(right, "Curvature β (n = 0)", _RAW, "exponential pathway S(w)", columns=2)
+    return figure
+
+
+def congruent_mismatch(_: Sequence[Path]) -> Figure:
+    """Draw both ways to combine the pathways."""
+    figure, ((left, right),) = sheet(1, 2)
+    name_map(figure, MAP)
+    w = _range(0.2)
+    congruent, mismatch = (_map(w, _BETA, mode) for mode in ("congruent", "mismatch"))
+    lines = [_identity(0.2), Line("congruent", w, congruent, 0), Line("mismatch", w, mismatch, 1)]
+    draw_chart(left, lines)
+    finish(left, f"Both modes (β = {_BETA:g})", _RAW, _EFFECTIVE)
+    draw_chart(right, [Line("mismatch − congruent", w, mismatch - congruent, 1)])
+    finish(right, "Their difference", _RAW, "effective weight, difference")
+    return figure
+
+
+def beta_offset(_: Sequence[Path]) -> Figure:
+    """Draw curvature and offset together."""
+    figure, grid = sheet(2, 2, share=True)
+    w = _range(0.15)
+    for row, beta in zip(grid, (_BETA, 2 * _BETA), strict=True):
+        for axes, n in zip(row, (0.0, 1.0), strict=True):
+            draw_chart(axes, [_identity(0.15), Line("map", w, _map(w, beta, n=n))])
+            finish(axes, f"β = {beta:g}, n = {n:g}", _RAW, _EFFECTIVE, columns=0)
+            axes.label_outer()
+    common_legend(figure, grid[0][0], 2, "mode mismatch, e = l = 1, d = β")
+    return figure
+
+
+def symexp_sel(_: Sequence[Path]) -> Figure:
+    """Draw symexp beside the exponential pathway."""
+    figure, ((left, right),) = sheet(1, 2)
+    name_map(figure, "S(w) alone (exp_only), e = 1, d = β, n = 0")
+    _symexp(left)
+    w = _range(0.25)
+    lines = [_identity(0.25), Line("exponential pathway", w, _pathway(w, 2 * _BETA))]
+    draw_chart(right, lines)
+    finish(right, f"SEL, β = {2 * _BETA:g}", _RAW, "exponential pathway S(w)")
+    return figure
+
+
+def mismatched_start(_: Sequence[Path]) -> Figure:
+    """Draw the effect of the mismatched start on Xavier's weights."""
+    bound = xavier_bound((_WIDTH, _WIDTH))
+    generator = torch.Generator().manual_seed(0)
+    target = torch.empty(_DRAWN, dtype=torch.float64).uniform_(-bound, bound, generator=generator)
+    actual = effective(inverse(target, mode="congruent", beta=_BETA), mode="mismatch", beta=_BETA)
+    figure, ((left, middle, right),) = sheet(1, 3)
+    name_map(figure, "inverse of congruent, then mismatch: e = l = 1, d = β, n = 0")
+    signs = {"positive": target > 0, "negative": target < 0}
+    lines = [_identity(bound)]
+    for style, (name, mask) in enumerate(signs.items()):
+        lines.append(Line(f"{name} weights", target[mask][:_SHOWN], actual[mask][:_SHOWN], style, kind="points"))
+    draw_chart(left, lines)
+    finish(left, f"Xavier, width {_WIDTH}, β = {_BETA:g}", "target weight", "effective weight at the start")
+    for style, (name, values) in enumerate({"target": target, "at the start": actual}.items()):
+        heights, edges = np.histogram(values, _BINS, (-1.1 * bound, 1.1 * bound), density=True)
+        outline(middle, heights, edges, name, style, filled=style == 0)
+    finish(middle, "Distribution", "weight", "probability density")
+    for style, mask in enumerate(signs.values()):
+        ratio = 100.0 * (actual[mask] / target[mask]).numpy()
+        mean, (low, high) = float(ratio.mean()), np.quantile(ratio, (0.05, 0.95))
+        right.bar(style, mean, 0.6, color=COLOURS[style], hatch=("", "//")[style], edgecolor="white")
+        right.errorbar(style, mean, [[max(mean - low, 0.0)], [max(high - mean, 0.0)]], color="black", capsize=5)
+        right.annotate(f"{mean:.1f} %", (style, mean), (0, 8), textcoords="offset points", ha="center")
+    right.axhline(100.0, **GUIDE_LINE)
+    right.set_xticks(range(len(signs)), list(signs))
+    right.set_ylim(0.0, 120.0)
+    right.grid(visible=False, axis="x")
+    finish(right, "Size kept, mean and 5–95 %", "sign of the weight", "size at the start (% of target)")
+    return figure
+
+
+def transform_roles(sources: Sequence[Path]) -> Figure:
+    """Draw the learned map by role of the matrices."""
 
     def draw(axes: Axes, weights: RoleWeights) -> None:
-        shape = map_shape(weights, _POINTS)
+        shape = map_shape(weights, _LEARNED_POINTS)
         ends = [float(shape.raw[0]), float(shape.raw[-1])]
         median = Line("median", shape.raw, shape.median, band=(shape.low, shape.high))
         draw_chart(axes, [Line("identity", ends, ends, kind="guide"), median])
@@ -47,7 +192,7 @@ def transform_outliers(sources: Sequence[Path]) -> Figure:
 def _draw_outliers(axes: Axes, weights: RoleWeights) -> None:
     assert weights.raw is not None
     top = float(weights.raw.abs().max())
-    raw = torch.linspace(-top, top, _POINTS, dtype=torch.float64)
+    raw = torch.linspace(-top, top, _LEARNED_POINTS, dtype=torch.float64)
     spread = torch.arange(0, len(weights.raw), max(1, len(weights.raw) // _POSITIONS))
     family = map_curves(weights, raw, spread)
     highest = 0.0
@@ -84,7 +229,7 @@ def _by_role(sources: Sequence[Path], draw: Callable[[Axes, RoleWeights], None])
     places = [axes for row in grid for axes in row]
     for axes, (role, found) in zip(places, weights.roles.items(), strict=False):
         draw(axes, found)
-        finish(axes, role, "raw weight", "effective weight", columns=0)
+        finish(axes, role, _RAW, _EFFECTIVE, columns=0)
     for axes in places[len(weights.roles) :]:
         axes.set_axis_off()
     title = f"{run.folder.resolve().name}, step {weights.step:,}\n{words}"

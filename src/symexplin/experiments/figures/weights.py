@@ -3,9 +3,9 @@
 Sizes are in units of Xavier's uniform bound of their matrix where matrices of several shapes are pooled.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,17 +15,26 @@ from matplotlib.ticker import MaxNLocator, NullFormatter
 from torch import Tensor
 
 from symexplin.config import SELConfig
-from symexplin.experiments.figures.sheet import common_legend, finish, name_map, sheet
-from symexplin.experiments.figures.sources import is_run, map_words, run_of, weights_at_end, weights_of
+from symexplin.experiments.figures.common import (
+    common_legend,
+    finish,
+    is_run,
+    map_words,
+    name_map,
+    run_of,
+    sheet,
+    weights_at_end,
+    weights_of,
+)
 from symexplin.lab.report.charts import COLOURS, GUIDE_LINE, MARKERS, Floats, Line, draw_chart, draw_histogram, outline
 from symexplin.lab.report.probe import Probe, read_run
 from symexplin.lab.weights.files import iter_tensors, read_specs
 from symexplin.lab.weights.inspect import BIN_EDGES, Inspection, Row, inspect_file, xavier_bound
 from symexplin.lab.weights.names import curved_names, floating_shapes
 
-__all__ = ["Distances", "curved_parts", "heavy_tail", "optimization_distance", "raw_effective", "weight_distribution"]
+__all__ = ["heavy_tail", "optimization_distance", "raw_effective", "weight_distribution"]
 
-_XAVIER, _TRAINED, _RAW = 0, 1, 2  # styles
+_XAVIER, _TRAINED = 0, 1  # styles
 _START = "Xavier's uniform start"
 _SIZE = "|w| / Xavier's bound (log scale)"
 _BINS = 121  # an odd number puts one around zero
@@ -39,10 +48,7 @@ _SMALLEST = 0.01  # sizes below this fraction of the bound are no tail
 
 
 def weight_distribution(sources: Sequence[Path]) -> Figure:
-    """Draw trained weights against their initialisation.
-
-    The histogram of all curved matrices, the share of weights beyond each size, and the growth of each matrix.
-    """
+    """Draw trained weights against their initialisation."""
     path = weights_of(sources[0])
     found = _inspect(path)
     figure, ((left, middle, right),) = sheet(1, 3, size=(4.4, 4.6))
@@ -51,8 +57,7 @@ def weight_distribution(sources: Sequence[Path]) -> Figure:
     fresh = np.linspace(float(sizes[0]), 1.0, 200)[:-1]
     lines = [Line(_START, fresh, 1.0 - fresh, _XAVIER), Line("trained weights", sizes, beyond, _TRAINED)]
     draw_chart(middle, lines)
-    middle.set_xscale("log")
-    middle.set_yscale("log")
+    middle.set(xscale="log", yscale="log")
     middle.set_xlim(_SMALLEST, 1.5 * max(1.0, float(sizes[-1])))
     middle.set_ylim(0.5 * beyond[-1], 2.0)
     middle.axvline(1.0, **GUIDE_LINE, label="largest at Xavier's start")
@@ -65,7 +70,7 @@ def _draw_signed(axes: Axes, path: Path, found: Inspection) -> None:
     """Draw the density of w / bound against that of Xavier's uniform distribution, 1/2 from -1 to 1."""
     top = 1.02 * max(1.0, found.total.max_growth)
     edges = np.linspace(-top, top, _BINS + 1)
-    counts = sum(np.histogram(values / bound, edges)[0] for _, values, bound in curved_parts(path))
+    counts = sum(np.histogram(values / bound, edges)[0] for values, bound in _curved_parts(path))
     heights = counts / (sum(found.histogram) * np.diff(edges))
     inside = np.clip(np.minimum(edges[1:], 1.0) - np.maximum(edges[:-1], -1.0), 0.0, None)
     outline(axes, heights, edges, "trained weights", _TRAINED, filled=True)
@@ -75,22 +80,14 @@ def _draw_signed(axes: Axes, path: Path, found: Inspection) -> None:
     finish(axes, "Histogram", "w / Xavier's bound", "probability density (log)")
 
 
-def curved_parts(path: Path) -> Iterator[tuple[str, Floats, float]]:
-    """Yield the finite numbers of every curved matrix of a file in parts, with its name and its bound.
-
-    >>> import tempfile
-    >>> from symexplin.lab.weights.files import write_tensors
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     write_tensors(Path(folder, "a"), {"up.weight": torch.ones(2, 4), "norm.weight": torch.ones(4)})
-    ...     [(name, len(values), bound) for name, values, bound in curved_parts(Path(folder, "a"))]
-    [('up.weight', 8, 1.0)]
-    """
+def _curved_parts(path: Path) -> Iterator[tuple[Floats, float]]:
+    """Yield the finite numbers of every curved matrix of a file in parts, each with the bound of its matrix."""
     specs, _ = read_specs(path)
     names = {row.weight for row in curved_names(floating_shapes(specs))}
     for name, tensor in iter_tensors(path):
         if name in names:
             for part in torch.split(tensor.flatten(), _CHUNK):
-                yield name, part[torch.isfinite(part)].double().numpy(), xavier_bound(specs[name].shape)
+                yield part[torch.isfinite(part)].double().numpy(), xavier_bound(specs[name].shape)
 
 
 def heavy_tail(sources: Sequence[Path]) -> Figure:
@@ -102,13 +99,8 @@ def heavy_tail(sources: Sequence[Path]) -> Figure:
     common_legend(figure, growth, 2 * _ABREAST)
     bounds, tops, stds = (np.array(column) for column in zip(*((r.bound, r.max, r.std) for r in rows), strict=True))
     _draw_pairs(largest, rows, bounds, tops)
-    finish(
-        largest,
-        f"Largest weights{_correlation(bounds, tops)}",
-        "Xavier's bound (dashed: unchanged)",
-        "largest |w| now",
-        columns=0,
-    )
+    title = f"Largest weights{_correlation(bounds, tops)}"
+    finish(largest, title, "Xavier's bound (dashed: unchanged)", "largest |w| now", columns=0)
     _draw_pairs(deviation, rows, bounds / 3**0.5, stds)
     finish(deviation, "Standard deviations", "at Xavier's start (dashed: unchanged)", "deviation now", columns=0)
     _draw_percentiles(percentile, found)
@@ -137,8 +129,7 @@ def _draw_percentiles(axes: Axes, found: Inspection) -> None:
     shares = np.geomspace(beyond[-1], 1.0, 200)[:-1]
     lines = [Line(_START, shares, 1.0 - shares, _XAVIER), Line("trained weights", beyond, sizes, _TRAINED)]
     draw_chart(axes, lines)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
+    axes.set(xscale="log", yscale="log")
     axes.set_xlim(1.0, 0.7 * beyond[-1])
     axes.set_ylim(0.05, 2.0 * sizes[-1])
     digits = range(1, int(-np.log10(beyond[-1])) + 1)
@@ -170,26 +161,22 @@ def _place(row: Row) -> tuple[int, str]:
 
 def _draw_points(axes: Axes, rows: Sequence[Row], x: Sequence[float] | Floats, y: Sequence[float] | Floats) -> None:
     """Draw a point for each matrix, in a colour and with a marker for each kind, as long as these are few."""
-    roles = _short([_place(row)[1] for row in rows])
+    roles = [_place(row)[1] for row in rows]
+    last = {role: role.rpartition(".")[2] for role in roles}
+    if len(set(last.values())) == len(last):  # the last parts of the names are distinct
+        roles = [last[role] for role in roles]
     kinds = list(dict.fromkeys(roles))
     if len(kinds) > _ROLES:
         roles, kinds = [""] * len(rows), [""]
     for style, kind in enumerate(kinds):
-        chosen = [i for i, role in enumerate(roles) if role == kind]
-        axes.plot(
-            [x[i] for i in chosen],
-            [y[i] for i in chosen],
-            MARKERS[style % len(MARKERS)],
-            color=COLOURS[style % len(COLOURS)],
-            fillstyle="full" if style < len(MARKERS) else "none",
-            label=kind or "_",
-        )
-
-
-def _short(roles: list[str]) -> list[str]:
-    """Return the last parts of names, if these are distinct."""
-    last = {role: role.rpartition(".")[2] for role in roles}
-    return [last[role] for role in roles] if len(set(last.values())) == len(last) else roles
+        chosen = np.array([role == kind for role in roles])
+        look: dict[str, Any] = {
+            "marker": MARKERS[style % len(MARKERS)],
+            "color": COLOURS[style % len(COLOURS)],
+            "linestyle": "None",
+        }
+        filled = "full" if style < len(MARKERS) else "none"
+        axes.plot(np.asarray(x)[chosen], np.asarray(y)[chosen], **look, fillstyle=filled, label=kind or "_")
 
 
 def _draw_pairs(axes: Axes, rows: Sequence[Row], start: Floats, now: Floats) -> None:
@@ -214,8 +201,7 @@ def raw_effective(sources: Sequence[Path]) -> Figure:
         raise ValueError(f"sources must be runs of one width and depth, got {named}")
     baseline, curved = (weights_at_end(run.folder) for run in runs)
     if any(role.form is not None for role in baseline.roles.values()):
-        first = str(runs[0].folder)
-        raise ValueError(f"sources must be a run on ordinary weights, then a curved one, got {first!r} first")
+        raise ValueError(f"sources must be a run on ordinary weights, then a curved one, got {str(runs[0].folder)!r}")
     figure, ((left, right),) = sheet(1, 2, size=(5.4, 4.2))
     name_map(figure, map_words(runs[1]))
     start = {"baseline": _pooled(baseline, "initial"), "SEL, effective": _pooled(curved, "initial")}
@@ -236,35 +222,6 @@ def _pooled(weights: Probe, name: str) -> tuple[Tensor, Tensor]:
     return torch.cat([part for part, _ in parts]), torch.cat(shares)
 
 
-class Distances(NamedTuple):
-    """Distances in bins between :data:`_EDGES`, their mean and the largest."""
-
-    counts: Floats
-    mean: float
-    largest: float
-
-    @classmethod
-    def of(cls, parts: Iterable[tuple[Floats, float]]) -> Self:
-        """Count (distances, number of weights that each of them represents).
-
-        >>> found = Distances.of([(np.array([0.1, 0.3]), 2.0), (np.array([0.0]), 4.0)])
-        >>> float(found.counts.sum()), found.mean, found.largest
-        (8.0, 0.1, 0.3)
-        """
-        counts, total, largest = np.zeros(len(_EDGES) - 1), 0.0, 0.0
-        for values, each in parts:
-            counts += each * np.histogram(np.clip(values, _EDGES[0], _EDGES[-1]), _EDGES)[0]
-            total += each * float(values.sum())
-            largest = max(largest, float(values.max(initial=0.0)))
-        return cls(counts, total / max(1.0, float(counts.sum())), largest)
-
-    def ranks(self) -> tuple[Floats, Floats]:
-        """Return the number of weights at each distance or beyond, and the distance, the farthest weight first."""
-        beyond = np.cumsum(self.counts[::-1])
-        far = self.largest > _EDGES[:-1][::-1]
-        return np.append(1.0, beyond[far]), np.append(self.largest, _EDGES[:-1][::-1][far])
-
-
 def optimization_distance(sources: Sequence[Path]) -> Figure:
     """Draw distances from the start, and the steps they take.
 
@@ -272,37 +229,42 @@ def optimization_distance(sources: Sequence[Path]) -> Figure:
     Xavier's uniform distribution replaces it. A step of Adam's is about the learning rate long.
     """
     source = sources[0]
-    folder = run_of(source, curved=False) if is_run(source) else None
-    if folder is not None:
-        lr, start = read_run(folder).config.train.lr, "its start"
-        found = Distances.of(_of_run(folder))
+    if is_run(source):
+        folder = run_of(source, curved=False)
+        lr, start, parts = read_run(folder).config.train.lr, "its start", _of_run(folder)
     else:
-        lr, start = _PAPER_LR, "a fresh Xavier start"
-        found = Distances.of(_of_file(weights_of(source)))
-    if not found.largest:
+        lr, start, parts = _PAPER_LR, "a fresh Xavier start", _of_file(weights_of(source))
+    counts, total, largest = np.zeros(len(_EDGES) - 1), 0.0, 0.0
+    for values, each in parts:
+        counts += each * np.histogram(np.clip(values, _EDGES[0], _EDGES[-1]), _EDGES)[0]
+        total += each * float(values.sum())
+        largest = max(largest, float(values.max(initial=0.0)))
+    if not largest:
         raise ValueError(f"sources must name weights that have moved, got {str(source)!r}")
+    mean = total / counts.sum()
     figure, ((left, right),) = sheet(1, 2, size=(5.4, 4.2))
-    seen = np.flatnonzero(found.counts)
+    seen = np.flatnonzero(counts)
     shown = slice(seen[0], seen[-1] + 1)
-    outline(left, found.counts[shown], _EDGES[seen[0] : seen[-1] + 2], f"distance from {start}", 0, filled=True)
-    left.axvline(found.mean, **GUIDE_LINE, label=f"mean {found.mean:.2g}")
-    left.axvline(found.largest, **{**GUIDE_LINE, "linestyle": "-"}, label=f"largest {found.largest:.2g}")
-    left.set_xscale("log")
-    left.set_yscale("log")
+    outline(left, counts[shown], _EDGES[seen[0] : seen[-1] + 2], f"distance from {start}", 0, filled=True)
+    left.axvline(mean, **GUIDE_LINE, label=f"mean {mean:.2g}")
+    left.axvline(largest, **{**GUIDE_LINE, "linestyle": "-"}, label=f"largest {largest:.2g}")
+    left.set(xscale="log", yscale="log")
     finish(left, "Distances", "|w − start| (log scale)", "weights per bin (log scale)")
-    rank, distance = found.ranks()
-    line, mean = Line("weights, the farthest first", rank, distance / lr), found.mean / lr
-    guide = Line(f"mean: {mean:,.3g} steps", [1.0, rank[-1]], [mean, mean], kind="guide")
-    draw_chart(right, [guide, line])
-    right.set_xscale("log")
-    right.set_yscale("log")
-    right.set_ylim(bottom=0.02 * mean)
-    finish(right, f"The farthest takes {found.largest / found.mean:.3g} × the mean",
-           "rank of the weight (log scale)", f"steps at lr {lr:g} (log scale)")  # fmt: skip
+    # The number of weights at each distance or beyond, the farthest first.
+    far = largest > _EDGES[:-1][::-1]
+    rank, distance = np.append(1.0, np.cumsum(counts[::-1])[far]), np.append(largest, _EDGES[:-1][::-1][far])
+    needed = mean / lr
+    guide = Line(f"mean: {needed:,.3g} steps", [1.0, rank[-1]], [needed, needed], kind="guide")
+    draw_chart(right, [guide, Line("weights, the farthest first", rank, distance / lr)])
+    right.set(xscale="log", yscale="log")
+    right.set_ylim(bottom=0.02 * needed)
+    title = f"The farthest takes {largest / mean:.3g} × the mean"
+    finish(right, title, "rank of the weight (log scale)", f"steps at lr {lr:g} (log scale)")
     return figure
 
 
 def _of_run(folder: Path) -> Iterator[tuple[Floats, float]]:
+    """Yield distances by role, with the number of weights that each of them represents."""
     for role in weights_at_end(folder).roles.values():
         gone = (role.effective.double() - role.initial.double()).abs().numpy()
         yield gone, role.total / len(gone)
@@ -310,5 +272,5 @@ def _of_run(folder: Path) -> Iterator[tuple[Floats, float]]:
 
 def _of_file(path: Path) -> Iterator[tuple[Floats, float]]:
     random = np.random.default_rng(0)
-    for _, values, bound in curved_parts(path):
+    for values, bound in _curved_parts(path):
         yield np.abs(values - random.uniform(-bound, bound, len(values))), 1.0

@@ -1,0 +1,170 @@
+"""What figures share: sources found in the folders that hold them, rows of axes, their files."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.transforms import ScaledTranslation
+
+from symexplin.experiments.comparison import Evidence
+from symexplin.experiments.tables import PANELS, TABLE, read_table
+from symexplin.lab.checkpoint import newest
+from symexplin.lab.compare.grid import COMPARISON
+from symexplin.lab.files import read_json, replacing
+from symexplin.lab.folders import CONFIG
+from symexplin.lab.maps import map_of
+from symexplin.lab.report.charts import STYLE, UNDATED
+from symexplin.lab.report.probe import Probe, RunRecord, probe, read_run
+from symexplin.lab.run import MODEL
+
+__all__ = [
+    "common_legend",
+    "comparisons",
+    "finish",
+    "is_run",
+    "map_words",
+    "name_map",
+    "run_of",
+    "save_figure",
+    "sheet",
+    "weights_at_end",
+    "weights_of",
+]
+
+_SIZE = (4.4, 4.2)  # inches; three abreast on a page of 1000 pixels have letters of 13
+_BELOW = 0.62  # inches that the ticks of an axis and its label take
+_CLOSE: dict[str, Any] = {"handlelength": 2.6, "columnspacing": 1.2}
+_DPI = 150
+
+
+def comparisons(sources: Sequence[Path]) -> list[Evidence]:
+    """Return the comparisons of folders: of comparisons, or of tables with their finished panels in order."""
+    return [found for source in sources for found in _finished(source)]
+
+
+def _finished(source: Path) -> Sequence[Evidence]:
+    if (source / TABLE).exists() and (found := read_table(source).finished):
+        return found
+    if not (source / COMPARISON).exists():
+        raise _missing(source, f"a folder with {COMPARISON}, or a table with a finished comparison")
+    folder = source.resolve()
+    table = folder.parent.parent / TABLE
+    labels = read_json(table)["labels"] if folder.parent.name == PANELS and table.exists() else {}
+    return [Evidence(folder.name, source, read_json(source / COMPARISON), labels=labels)]
+
+
+def _missing(source: Path, wanted: str) -> Exception:
+    if not source.exists():
+        return FileNotFoundError(f"sources must name {wanted}, got {str(source)!r}, which does not exist")
+    return ValueError(f"sources must name {wanted}, got {str(source)!r}, which is none")
+
+
+def run_of(source: Path, curved: bool) -> Path:
+    """Return the folder of a run: `source` itself, or the first seed's run of a comparison or of a table's first panel.
+
+    Of a comparison that is the baseline, or with `curved` the curved arm with the lowest loss, an arm with a curve and
+    with learned scales if there is one. Both are at their own best learning rate.
+    """
+    if (source / CONFIG).exists():
+        return source
+    if not is_run(source):
+        raise _missing(source, "a folder of a run, a comparison or a table")
+    found = _finished(source)[0]
+    maps = {arm: config for arm in found.found["maps"] if (config := found.map_of(arm)) is not None}
+    bent = [arm for arm, config in maps.items() if config.mode != "linear"] or list(maps)
+    learned = [arm for arm in bent if maps[arm].learned_roles]
+    row = found.leader((learned or bent) if curved else found.arms[:1])
+    if row is None:
+        kind = "curved arm" if curved else "baseline"
+        raise ValueError(f"sources must name a comparison with a {kind} that stayed finite, got {str(source)!r}")
+    return next(iter(found.runs(row["arm"], row["lr"]).values())).folder
+
+
+def is_run(source: Path) -> bool:
+    """Return whether :func:`run_of` finds a run there."""
+    return (source / CONFIG).exists() or (source / COMPARISON).exists() or (source / TABLE).exists()
+
+
+def weights_of(source: Path) -> Path:
+    """Return the place of plain weights: `source`, an unfinished run's newest checkpoint, a comparison's baseline."""
+    if not source.is_dir() or (source / MODEL).exists():
+        return source
+    if is_run(source):
+        source = run_of(source, curved=False)
+    found = newest(source)
+    return found[0] if found and not (source / MODEL).exists() else source
+
+
+def weights_at_end(folder: Path) -> Probe:
+    """Return the weights of a run by role."""
+    found = probe(read_run(folder))
+    if found is None:
+        raise ValueError(f"sources must name a run with a checkpoint, got {str(folder)!r}, which has none")
+    return found
+
+
+def map_words(run: RunRecord) -> str:
+    """Return the map of a run in a line, "" for ordinary weights."""
+    found = map_of(run.config.sel, run.config.model.width)
+    if found is None:
+        return ""
+    learned = ", ".join(found.learned_roles) or "none"
+    beta = found.beta if isinstance(found.beta, str) else f"{found.beta:g}"
+    return (
+        f"map: {found.mode}, β = {beta}, curvature {found.curvature}, {run.config.sel.start} start, learned: {learned}"
+    )
+
+
+def sheet(
+    rows: int, columns: int, size: tuple[float, float] = _SIZE, share: bool = False
+) -> tuple[Figure, list[list[Axes]]]:
+    """Return a figure with its axes, row by row; `size` is that of each in inches, `share` gives all one range."""
+    figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False, sharex=share, sharey=share)
+    for axes in grid.flat:
+        axes.set_axisbelow(True)  # the grid
+    return figure, [list(row) for row in grid]
+
+
+def finish(axes: Axes, title: str, x_label: str, y_label: str, columns: int = 1, about: str | None = None) -> None:
+    """Write the title and the labels, and below the axes `about` and a legend of `columns` columns, 0 for none."""
+    axes.set(xlabel=x_label, ylabel=y_label)
+    axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
+    if columns and axes.get_legend_handles_labels()[1]:
+        below = axes.transAxes + ScaledTranslation(0.0, -_BELOW, axes.figure.dpi_scale_trans)
+        place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0.0, 0.0), "bbox_transform": below}
+        axes.legend(ncols=columns, borderaxespad=0.0, title=about, alignment="left", **_CLOSE, **place)
+
+
+def common_legend(figure: Figure, axes: Axes, columns: int, title: str | None = None) -> None:
+    """Put the legend of one of the axes above the figure as that of all axes, under the title of the figure."""
+    place: dict[str, Any] = {"loc": "outside upper left", "alignment": "left", "title": title, "title_fontsize": 12}
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, ncols=columns, **place, **_CLOSE)
+
+
+def name_map(figure: Figure, words: str) -> None:
+    """Write above a figure which map it shows."""
+    if words:
+        figure.suptitle(words, x=0.01, ha="left", fontsize=11)
+
+
+def save_figure(figure: Figure, folder: str | Path, name: str) -> tuple[Path, Path]:
+    """Write NAME.svg and NAME.png (150 dots per inch) into a folder, each in one step.
+
+    The folder is created if missing. The same figure gives the same bytes.
+
+    Args:
+        figure: of :func:`symexplin.experiments.figures.draw`.
+        folder, name: of the files, whose paths are returned.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = folder / f"{name}.svg", folder / f"{name}.png"
+    for path, metadata in zip(paths, (UNDATED, {"Software": None}), strict=True):
+        with mpl.rc_context(STYLE), replacing(path) as temporary:
+            figure.savefig(temporary, format=path.suffix[1:], dpi=_DPI, metadata=metadata)
+    return paths
