@@ -12,7 +12,12 @@ def main() -> int:
     except ModuleNotFoundError as error:
         sys.stderr.write(f"symexplin: error: {error}; install the extra 'lab': pip install 'symexplin[lab]'\n")
         return 2
-    return run()
+    status = run()
+    if "torch.distributed" in sys.modules:
+        from symexplin.lab.parallel import leave
+
+        leave(status)
+    return status
 
 
 if __name__ == "__main__":

@@ -113,6 +113,7 @@ def _measured(config: CompareConfig) -> float | None:
     if config.compute.compile or config.compare.cluster != "none":
         return None
     corpus = Corpus.load(config.data, verify=False)
+    corpus.check_context(config.model.context)
     run = resolve(config.example(config.compare.arms[-1]), corpus.vocab_size)  # the first arm has no map
     before = torch.get_num_threads()
     torch.set_num_threads(run.compute.threads or max(1, cores() // config.compare.jobs))

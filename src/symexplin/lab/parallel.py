@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import datetime
 import os
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -17,7 +18,7 @@ from symexplin.lab.settings import differences
 from symexplin.lab.stop import follow_launcher
 from symexplin.optim.placement import is_dtensor, whole
 
-__all__ = ["ALONE", "PARALLEL", "ElsewhereError", "Ranks", "first_to_tell", "joined", "placed", "shard"]
+__all__ = ["ALONE", "PARALLEL", "ElsewhereError", "Ranks", "first_to_tell", "joined", "leave", "placed", "shard"]
 
 T = TypeVar("T")
 
@@ -183,6 +184,21 @@ def first_to_tell() -> bool:
         return int(store.add(_TOLD, 1)) == 1
     except RuntimeError:
         return True
+
+
+def leave(status: int) -> None:
+    """End a process of a job with `status`; return if this process is alone.
+
+    A thread of gloo may free a tensor while the interpreter shuts down, and this aborts the process
+    (https://github.com/pytorch/pytorch/pull/179291). So there is no shutdown here.
+    """
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    if status == 0:  # after an error it could wait for the others without end
+        distributed.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _take_gpu(local_rank: int) -> None:
