@@ -21,8 +21,8 @@ import symexplin as sel
 from symexplin import kernels
 from symexplin.lab.bench.run import measure, spread
 from symexplin.lab.bench.work import Work
+from symexplin.lab.files import write_csv
 from symexplin.lab.provenance import cores, provenance
-from symexplin.lab.tables import write_csv
 
 CLIP, STEPS = 1.0, 100_000
 # How many matrices, their side, and torch's own optimizer that they are held against.

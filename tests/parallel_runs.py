@@ -12,8 +12,8 @@ from symexplin.lab import run as lab_run
 from symexplin.lab import train as lab_train
 from symexplin.lab.config import RunConfig
 from symexplin.lab.parallel import joined
+from symexplin.lab.process import Stopped
 from symexplin.lab.settings import build
-from symexplin.lab.stop import Stopped
 from symexplin.lab.train import Trainer
 
 __all__ = ["commands", "go_on", "runs"]

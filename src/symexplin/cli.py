@@ -13,7 +13,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 from symexplin import __version__
 from symexplin.lab.flags import Pairs, with_flags
-from symexplin.lab.launch import Launch, give_way, launch
+from symexplin.lab.process import Launch, give_way, launch
 from symexplin.lab.settings import build, load_toml, merge
 
 __all__ = ["COMMANDS", "main", "make_app"]

@@ -7,7 +7,7 @@ import pytest
 from symexplin.experiments import reproduce as module
 from symexplin.experiments.reproduce import ReproduceConfig, plan_lines, reproduce
 from symexplin.experiments.tables import load_table, read_table
-from symexplin.lab.stop import Stopped
+from symexplin.lab.process import Stopped
 
 SMALL = {
     "model": {"width": 16, "depth": 1, "heads": 2, "context": 8},

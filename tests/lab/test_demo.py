@@ -14,7 +14,7 @@ from symexplin.lab.data.batches import Corpus, eval_batches
 from symexplin.lab.data.sources import find_sources
 from symexplin.lab.demo import DemoConfig, run_demo
 from symexplin.lab.evaluate import evaluate
-from symexplin.lab.stop import Stopped
+from symexplin.lab.process import Stopped
 from symexplin.lab.weights.files import load_model
 
 FILES = {".symexplin-demo", ".lock", "compare.toml", "comparison.json", "report.html", "sample.txt", "data", "runs"}

@@ -21,9 +21,9 @@ from symexplin.lab.files import read_json_lines
 from symexplin.lab.maps import CurveConfig
 from symexplin.lab.model import ModelConfig
 from symexplin.lab.parallel import Ranks
+from symexplin.lab.process import Stopped
 from symexplin.lab.run import train
 from symexplin.lab.settings import build, load_toml
-from symexplin.lab.stop import Stopped
 from symexplin.lab.train import NonFiniteError, Trainer
 from symexplin.lab.weights.files import load_model
 

@@ -12,8 +12,8 @@ from symexplin.experiments.comparison import Evidence, Row
 from symexplin.experiments.measured import ArmRow, NumberRow, arm_rows, arm_sentences, number_rows, profile_rows
 from symexplin.experiments.paper import load_paper
 from symexplin.experiments.tables import BENCH, PANELS, Outcome, read_table
+from symexplin.lab.files import write_csv
 from symexplin.lab.report.pages import PAGE, reading, write_page
-from symexplin.lab.tables import write_csv
 from symexplin.validation import check_choice
 
 __all__ = ["report_table", "verdict_lines"]

@@ -12,10 +12,9 @@ from typing import Any
 import filelock
 
 from symexplin.experiments.tables import BENCH, Outcome, PanelOutcome, read_table
-from symexplin.lab.files import read_json
+from symexplin.lab.files import read_json, write_csv
 from symexplin.lab.folders import CONFIG, FACTS, SUMMARY
 from symexplin.lab.settings import load_toml
-from symexplin.lab.tables import write_csv
 
 __all__ = ["COLUMNS", "append_results", "check_results", "config_hash"]
 

@@ -1,4 +1,4 @@
-"""From a configuration to a model with its optimizer, in either home of the map or in none."""
+"""Build a model and its optimizer from a configuration, with the map in either home or without one."""
 
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ _FUSED = ("cpu", "cuda", "mps", "xpu")  # devices that torch's fused AdamW knows
 
 
 class Built(NamedTuple):
-    """What a run trains; `clip` is False where the optimizer clips by itself."""
+    """What a run trains. `clip` is False if the optimizer clips."""
 
     model: Transformer
     optimizer: torch.optim.Optimizer
@@ -27,13 +27,13 @@ class Built(NamedTuple):
 
 
 def build(config: RunConfig, ranks: Ranks = ALONE) -> Built:
-    """Return a fresh model with its optimizer, on the configuration's device.
+    """Return a new model with its optimizer, on the configuration's device.
 
-    The same seed gives the same draw of weights in every home and every process. With `parallel` "fsdp" each of the
-    `ranks` then keeps its part.
+    The same seed gives the same weights in every home and every process. With `parallel` "fsdp" each process then keeps
+    its part.
 
     Raises:
-        ValueError: a map that has no inverse at some of the first weights, or that cannot be sharded.
+        ValueError: a map that has no inverse at some of the initial weights, or that cannot be sharded.
         FileNotFoundError, ValueError: see :func:`build_model`.
 
     >>> type(build(RunConfig("data")).optimizer).__name__
@@ -42,7 +42,7 @@ def build(config: RunConfig, ranks: Ranks = ALONE) -> Built:
     train, curve = config.train, map_of(config.sel, config.model.width)
     annealing = config.sel.anneal_steps or train.steps
     if ranks.size > 1 and config.compute.parallel == "fsdp":
-        model = build_model(config, device="cpu")  # whole it need not fit on a GPU
+        model = build_model(config, device="cpu")  # the whole model may not fit on one GPU
         shard(model, ranks, config.compute.device)
     else:
         model = build_model(config)
@@ -54,8 +54,7 @@ def build(config: RunConfig, ranks: Ranks = ALONE) -> Built:
         optimizer = _adamw(model, groups, config)
         sel.anneal_scales(optimizer, total_steps=annealing)
         return Built(model, optimizer, clip=True)
-    # Muon on ordinary weights is SELMuon over the identity, mode "linear" with every scale fixed at 1: raw weights are
-    # the weights there.
+    # Muon on ordinary weights is SELMuon with the identity map: raw weights are the weights.
     groups = sel.param_groups(
         model, lr=train.lr, weight_decay=train.weight_decay, config=curve or IDENTITY, no_decay=undecayed
     )
@@ -65,10 +64,10 @@ def build(config: RunConfig, ranks: Ranks = ALONE) -> Built:
 
 
 def build_model(config: RunConfig, device: str | None = None) -> Transformer:
-    """Return the fresh model alone: whole, converted if it is the home of the map, on `device` or the configuration's.
+    """Return the new, unsharded model, converted for home "module", on `device` or the configuration's device.
 
     Raises:
-        FileNotFoundError, ValueError: no weights to start from where the configuration says, or those of another shape.
+        FileNotFoundError, ValueError: the weights to start from do not exist or have another shape.
 
     >>> build_model(RunConfig("data")).config.width
     128

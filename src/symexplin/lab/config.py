@@ -17,32 +17,32 @@ OPTIMIZERS = ("adamw", "muon")
 
 _PAPER_WARMUP = 250  # section 5.1
 _SWITCH = ("auto", "on", "off")
-# Logits of a microbatch above this many bytes are not worth having at once (float32, and as much again for gradients).
+# Above this size the logits of a microbatch are computed in chunks (float32; their gradients take as much again).
 _LOGITS_BYTES = 2**28
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How long, on what and how fast to train; the defaults of AdamW are the paper's (section 5.1).
+    """The training schedule. AdamW's defaults are the paper's (section 5.1).
 
     Args:
         steps: optimizer steps.
-        batch_size: sequences an optimizer step, in all.
-        accumulation: parts that a batch is computed in, one after the other; divides batch_size.
+        batch_size: sequences per optimizer step, over all processes.
+        accumulation: microbatches per optimizer step; must divide batch_size.
         lr: peak learning rate.
-        warmup_steps: steps of linear warm-up, at most all; the linear decay follows. If not given, the paper's 250, in
-            runs shorter than 2,500 steps a tenth of them.
-        floor: fraction of lr that the decay ends at.
-        optimizer: "adamw", or "muon": Muon for the matrices of the blocks, AdamW for the rest, at one learning rate.
+        warmup_steps: steps of linear warm-up, before the linear decay. Default: the paper's 250, or a tenth of the
+            steps in runs of fewer than 2,500.
+        floor: fraction of lr at the end of the decay.
+        optimizer: "adamw", or "muon": Muon for the matrices of the blocks and AdamW for the rest, at one learning rate.
         weight_decay: decoupled weight decay.
-        decay_plain: let it act on embedding, head and norms, too, as AdamW over all parameters does; the paper is
-            silent on it. Off: on the linears of the blocks alone, weights and biases.
+        decay_plain: decay the embedding, the head and the norms too, as AdamW over all parameters does. The paper does
+            not say. Off: decay only the linear layers of the blocks, weights and biases.
         betas: decay rates of AdamW's moments.
-        max_grad_norm: gradients are clipped to this global norm.
-        weights: plain weights of a model of this shape to start from instead of drawing them: a run's folder, one of
-            its checkpoints, or a model.safetensors. A map starts around them as it starts around drawn ones.
-        eval_every: steps between evaluations; the start and the end are always evaluated.
-        eval_batches: batches an evaluation.
+        max_grad_norm: global norm to which gradients are clipped.
+        weights: plain weights to start from, of a model of this shape: a run's folder, one of its checkpoints, or a
+            model.safetensors. Default: weights are drawn.
+        eval_every: steps between evaluations. The start and the end are always evaluated.
+        eval_batches: batches per evaluation.
         seed: of the initial weights and of the order of the data.
 
     Raises:
@@ -94,19 +94,18 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class ComputeConfig:
-    """The machine and how it computes; no key here changes what is computed, but for rounding.
+    """The machine and how it computes. These keys change only the rounding of the result.
 
     Args:
         device: "auto" (CUDA if there is one), "cpu", "cuda", "cuda:1", "mps".
-        threads: threads of the CPU; as many as torch takes if not given.
-        autocast: "on" (bfloat16), "off", or "auto": on where it pays, on GPUs that have bfloat16 and CPUs that
-            multiply it (AMX, AVX512-BF16).
-        compile: torch.compile the model; on a CPU it needs a C++ compiler.
-        recompute: compute each block again in the backward pass instead of keeping its activations.
-        loss_chunk: tokens whose logits are held at once in the loss, 0 for all; if not given, all unless they take
-            more than 256 MiB.
-        parallel: how the processes of torchrun share the work: "ddp" (each has the whole model) or "fsdp" (each has a
-            part of every parameter: FSDP2); if not given, "ddp". One process alone leaves it be.
+        threads: threads of the CPU. Default: torch's.
+        autocast: "on" (bfloat16), "off", or "auto": on where bfloat16 is faster, which is on GPUs that support it and
+            on CPUs with AMX or AVX512-BF16.
+        compile: torch.compile the model. A CPU needs a C++ compiler for it.
+        recompute: recompute each block's activations in the backward pass instead of storing them.
+        loss_chunk: tokens whose logits the loss holds at a time; 0: all. Default: all, up to 256 MiB of logits.
+        parallel: how the processes of torchrun share the work: "ddp" (each has the whole model) or "fsdp" (FSDP2: each
+            has a part of every parameter). Default: "ddp". A single process ignores it.
 
     Raises:
         ValueError: a value out of range.
@@ -135,11 +134,11 @@ class ComputeConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """What a run writes while it trains; these keys may change when it resumes.
+    """What a run writes while it trains. These keys may change when a run is resumed.
 
     Args:
-        checkpoint_every: optimizer steps between checkpoints; SIGTERM, Ctrl-C and the end write one too.
-        keep: newest checkpoints to keep.
+        checkpoint_every: optimizer steps between checkpoints. SIGTERM, Ctrl-C and the end of the run write one too.
+        keep: number of checkpoints to keep, the newest ones.
         tensorboard: write TensorBoard events beside metrics.jsonl.
         wandb: project of Weights & Biases to log to, if wandb is installed.
 
@@ -163,10 +162,10 @@ class RunConfig:
     """One training run.
 
     Args:
-        data: folder that `symexplin prepare` made.
+        data: folder written by `symexplin prepare`.
 
     Raises:
-        ValueError: a value out of range, a map that is not one.
+        ValueError: a value out of range, an invalid map.
 
     >>> RunConfig("data", ModelConfig(width=256)).model.width
     256
@@ -183,24 +182,24 @@ class RunConfig:
         """Check what depends on several tables."""
         curve = map_of(self.sel, self.model.width)
         if curve is not None and self.sel.start == "mismatched" and curve.mode != "mismatch":
-            raise ValueError(f"start 'mismatched' is for mode 'mismatch' alone, got mode {curve.mode!r}")
+            raise ValueError(f"start 'mismatched' needs mode 'mismatch', got mode {curve.mode!r}")
         if self.sel.home == "module" and self.train.optimizer != "adamw":
             raise ValueError(
-                f"optimizer must be 'adamw' for home 'module', whose layers it trains as they are, got "
+                f"optimizer must be 'adamw' for home 'module', got "
                 f"{self.train.optimizer!r}: use home 'optimizer', or 'none'"
             )
 
 
 def resolve(config: RunConfig, vocab_size: int, processes: int = 1) -> RunConfig:
-    """Return `config` with everything said: places of data and weights, map, device, threads, autocast, loss's chunk.
+    """Return `config` with every default filled in: absolute paths, map, device, threads, autocast, loss_chunk.
 
     Args:
-        config: may leave values to the machine.
+        config: the configuration; values that are not given are chosen for the machine.
         vocab_size: of the data's tokenizer.
-        processes: that the run trains in.
+        processes: number of processes that train the run.
 
     Raises:
-        ValueError: a device that is not there, a batch or a device that the processes cannot share out evenly.
+        ValueError: a device that does not exist, a batch that cannot be divided among the processes.
 
     >>> resolve(RunConfig("data"), vocab_size=300).model.vocab_size
     300
@@ -213,7 +212,7 @@ def resolve(config: RunConfig, vocab_size: int, processes: int = 1) -> RunConfig
         )
     if processes > 1 and config.compute.device not in ("auto", "cpu", "cuda"):
         raise ValueError(
-            "device must be auto, cpu or cuda for several processes, each of which takes a GPU of its own, got "
+            "device must be auto, cpu or cuda for several processes, since each takes its own GPU, got "
             f"{config.compute.device!r}"
         )
     model = dataclasses.replace(config.model, vocab_size=vocab_size)
@@ -246,7 +245,7 @@ def resolve(config: RunConfig, vocab_size: int, processes: int = 1) -> RunConfig
 
 
 def absolute(path: str | None) -> str | None:
-    """Return a path that means the same wherever the user is, who may resume from another folder."""
+    """Return an absolute path: the run may be resumed from another working directory."""
     return None if path is None else str(Path(path).resolve())
 
 
@@ -257,14 +256,12 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"device must be one that torch finds here, got {name!r}: {str(error).splitlines()[0]}"
-        ) from None
+        raise ValueError(f"device must be available to torch, got {name!r}: {str(error).splitlines()[0]}") from None
     return device
 
 
 def _bfloat16_pays(device: torch.device) -> bool:
-    """Whether bfloat16 is faster: on CPUs that cannot multiply it (AMX, AVX512-BF16) it is slower than float32."""
+    """Whether bfloat16 is faster than float32. On CPUs without AMX or AVX512-BF16 it is slower."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return device.type == "cpu" and (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())

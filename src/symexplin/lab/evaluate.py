@@ -1,4 +1,4 @@
-"""What a trained model is worth: its loss, its text, and how much sooner one run reaches another's loss."""
+"""Evaluate a trained model: its loss, samples of its text, and the speedup of one run over another."""
 
 import operator
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ from symexplin.validation import check_not_negative, check_whole
 
 __all__ = ["Curve", "evaluate", "sample", "speedup"]
 
-# Evaluations of a run as (step, loss in nats a token), in order.
+# Evaluations of a run as (step, loss in nats per token), in order.
 Curve = Sequence[tuple[int, float]]
 
 
@@ -21,7 +21,7 @@ Curve = Sequence[tuple[int, float]]
 def evaluate(
     model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], *, autocast: bool = False, ranks: Ranks = ALONE
 ) -> float:
-    """Return the mean cross entropy in nats a token over `batches` of (inputs, targets), rows shared out to `ranks`.
+    """Return the mean cross entropy in nats per token over `batches` of (inputs, targets), divided among `ranks`.
 
     Raises:
         ValueError: no batches.
@@ -39,13 +39,13 @@ def evaluate(
     for batch in batches:
         rows = ranks.rows(len(batch[0]))
         own = rows.stop - rows.start
-        # A sharded model is computed by all at once: a process without rows takes one that does not count.
+        # All processes must compute a sharded model: one without rows takes a row that does not count.
         inputs, targets = (part[rows] if own else part[:1] for part in batch)
         with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
             losses.append(model(inputs.to(device), targets.to(device)))
         counts.append(own * targets.shape[-1])
     model.train(was_training)
-    # All at once: each look at a number waits for the device.
+    # One transfer: each would wait for the device.
     values = torch.stack(losses).tolist() if losses else []
     total, count = ranks.sums(sum(map(operator.mul, values, counts)), sum(counts))
     if not count:
@@ -69,11 +69,11 @@ def sample(
     Args:
         model: a model over the tokenizer's vocabulary.
         tokenizer: of the data that the model was trained on.
-        prompt: the beginning.
-        length: tokens to draw, with a window of the model's context.
+        prompt: the beginning of the text.
+        length: tokens to draw; each sees the model's context.
         temperature: divides the logits; 0 takes the most likely token.
-        top_k: draw from the most likely tokens alone.
-        seed: of the private generator: the same arguments give the same text.
+        top_k: draw only from this many most likely tokens.
+        seed: the same arguments give the same text.
 
     Raises:
         ValueError: a number out of range, a tokenizer of another vocabulary.
@@ -111,10 +111,10 @@ def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torc
 
 
 def speedup(baseline: Curve, arm: Curve) -> float | None:
-    """Return the baseline's steps over the steps at which `arm` first reaches the baseline's final loss.
+    """Return the baseline's number of steps divided by the step at which `arm` first reaches the baseline's final loss.
 
-    The arm's loss is interpolated linearly between evaluations. None: not reached, or before the first
-    step, so that there is nothing to compare.
+    The arm's loss is interpolated linearly between evaluations. None if it is not reached, or is reached before the
+    first step.
 
     Raises:
         ValueError: a curve without evaluations.

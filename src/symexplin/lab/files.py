@@ -1,14 +1,19 @@
-"""Files that are replaced in one step, JSON, and JSON lines."""
+"""Files that are replaced in one step: JSON, JSON lines and CSV; and rows as plain text."""
 
 import contextlib
+import csv
+import io
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-__all__ = ["JsonLines", "read_json", "read_json_lines", "replace_file", "replacing", "sync_folder", "write_json"]
+__all__ = [
+    *("JsonLines", "format_columns", "read_json", "read_json_lines", "replace_file", "replacing", "sync_folder"),
+    *("write_csv", "write_json"),
+]
 
 
 @contextlib.contextmanager
@@ -121,3 +126,27 @@ def read_json(path: Path) -> dict[str, Any]:
 def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
     """Write an object as indented JSON in one step."""
     replace_file(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def write_csv(path: str | Path, rows: Sequence[Mapping[str, object]]) -> None:
+    """Write rows with the same keys as a CSV file, in one step.
+
+    Numbers have seven significant digits, as float32 has. None is an empty cell. No rows make an empty file.
+    """
+    text = io.StringIO()
+    if rows:
+        writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({key: f"{v:.7g}" if isinstance(v, float) else v for key, v in row.items()})
+    replace_file(path, text.getvalue())
+
+
+def format_columns(rows: Sequence[Sequence[str]], left: int = 1, gap: str = "  ") -> str:
+    """Return rows of cells as lines of plain text: the first `left` columns aligned left, numbers right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = [str.ljust] * left + [str.rjust] * (len(widths) - left)
+    return "\n".join(
+        gap.join(align(cell, width) for align, cell, width in zip(aligned, row, widths, strict=True)).rstrip()
+        for row in rows
+    )

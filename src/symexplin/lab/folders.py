@@ -74,7 +74,7 @@ def _remove(folders: Collection[Path]) -> None:
 def check_resumable(folder: Path, kind: str, saved: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Check that a folder was written with the same configuration; return what differs in the machine.
 
-    Paths and logging may differ. Differences of the machine (the table [compute]) change the rounding alone.
+    Paths and logging may differ. Differences of the machine (the table [compute]) change only the rounding.
 
     Raises:
         ValueError: another difference; all of them are named.

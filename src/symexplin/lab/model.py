@@ -3,7 +3,7 @@
     x <- x + o(attention(rope(norm(q(h))), rope(norm(k(h))), v(h))),    h = norm(x)
     x <- x + down(gelu(gate(h)) * up(h)),                               h = norm(x)
 
-It is an ordinary module; what trains it in curved space is the optimizer.
+It is an ordinary module. The optimizer trains it in curved space.
 """
 
 import math
@@ -41,7 +41,7 @@ class ModelConfig:
         context: longest sequence, in tokens.
         tie_head: share the output head's weight with the embedding.
         bias: biases on the linears of the blocks.
-        init: how the matrices of the blocks are drawn: "xavier_uniform" or "xavier_normal", of one deviation.
+        init: how the matrices of the blocks are drawn: "xavier_uniform" or "xavier_normal", with the same deviation.
 
     Raises:
         ValueError: a value out of range.
@@ -53,7 +53,7 @@ class ModelConfig:
     width: int = 128
     depth: int = 4
     heads: int = 4
-    vocab_size: int = field(default=256, metadata={"derived": True})  # the data say it
+    vocab_size: int = field(default=256, metadata={"derived": True})  # that of the data's tokenizer
     context: int = 128
     tie_head: bool = False
     bias: bool = True
@@ -182,8 +182,8 @@ class Transformer(nn.Module):
     """A decoder-only language model.
 
     The blocks' weights start as `config.init` says, their biases at zero, embedding and head normal (deviation 0.02).
-    To save memory in training set `recompute` (compute each block again in the backward pass) and `loss_chunk`
-    (tokens whose logits the loss holds at once; 0: all); neither changes the result but for rounding.
+    Two attributes save memory in training and change only the rounding: `recompute` (recompute each block in the
+    backward pass) and `loss_chunk` (tokens whose logits the loss holds at a time; 0: all).
 
     Args:
         config: the shape.

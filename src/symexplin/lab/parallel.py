@@ -12,10 +12,9 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, distributed
 
-from symexplin.lab.launch import launch, under_torchrun
 from symexplin.lab.model import Transformer
+from symexplin.lab.process import follow_launcher, launch, under_torchrun
 from symexplin.lab.settings import differences
-from symexplin.lab.stop import follow_launcher
 from symexplin.optim.placement import is_dtensor, whole
 
 __all__ = ["ALONE", "PARALLEL", "ElsewhereError", "Ranks", "first_to_tell", "joined", "leave", "placed", "shard"]

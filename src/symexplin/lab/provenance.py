@@ -1,4 +1,4 @@
-"""Where a result comes from: versions, commit, processor, threads; and what memory it takes."""
+"""The origin of a result: versions, commit, processor, threads. And the memory in use."""
 
 import importlib.metadata
 import os
@@ -39,7 +39,7 @@ def _commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
     try:
-        # An installed copy may lie inside somebody else's repository, whose commit says nothing about it.
+        # An installed copy may lie inside another repository, whose commit says nothing about it.
         git("ls-files", "--error-unmatch", here.name)
         return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain") else "")
     except (OSError, subprocess.SubprocessError):

@@ -26,10 +26,10 @@ from symexplin.lab.folders import CONFIG, FACTS, SUMMARY, TOKENIZER, check_resum
 from symexplin.lab.load import digest_of
 from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import Ranks, joined
+from symexplin.lab.process import LAUNCHER, Stopped, StopSignals, follow_launcher
 from symexplin.lab.provenance import memory, provenance
 from symexplin.lab.record import METRICS, Recorder
 from symexplin.lab.settings import build, dump_toml, lines, load_toml, to_table
-from symexplin.lab.stop import LAUNCHER, Stopped, StopSignals, follow_launcher
 from symexplin.lab.train import NonFiniteError, Trainer
 from symexplin.lab.weights.files import MODEL, save_model
 from symexplin.validation import naming

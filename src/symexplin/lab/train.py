@@ -27,7 +27,7 @@ __all__ = ["NonFiniteError", "Trainer", "lr_factor"]
 
 
 class NonFiniteError(ArithmeticError):
-    """A loss or a gradient that is not finite; the message names the step and the layer."""
+    """A loss or a gradient is not finite. The message names the step and the layer."""
 
 
 def lr_factor(step: int, config: TrainConfig) -> float:
@@ -47,11 +47,10 @@ def lr_factor(step: int, config: TrainConfig) -> float:
 
 
 class Trainer:
-    """A run in memory: the model, its optimizer, the data, and the number of `step`s taken.
+    """A run in memory: the model, its optimizer, the data, and `step`, the number of steps taken.
 
-    Batches, learning rates and evaluations are functions of the configuration and the step, so the state to keep is
-    that of the model and of the optimizer alone. Several processes compute each batch together, and all call every
-    method.
+    Batches, learning rates and evaluations are functions of the configuration and the step, so only the model and the
+    optimizer have a state to save. Several processes compute each batch together, and all call every method.
 
     Args:
         config: complete (:func:`symexplin.lab.config.resolve`).
@@ -62,7 +61,7 @@ class Trainer:
     def __init__(self, config: RunConfig, corpus: Corpus, ranks: Ranks = ALONE) -> None:
         context, train = config.model.context, config.train
         self.config, self._ranks = config, ranks
-        with ranks.together():  # what follows makes the processes wait for each other
+        with ranks.together():  # an error must reach all processes before the next collective operation
             loader = BatchLoader(corpus.train, context, train.batch_size, train.seed)
             self._held_out = eval_batches(
                 corpus.valid, context, train.batch_size // train.accumulation, train.eval_batches * train.accumulation
@@ -70,7 +69,7 @@ class Trainer:
             self.model, self.optimizer, self._clip = build(config, ranks)
         self._device = next(self.model.parameters()).device
         self._batches = BatchesAhead(loader, pinned=self._device.type == "cuda")
-        if self._autocast:  # torch tells of the norms, whose weights stay in float32
+        if self._autocast:  # torch warns about the norms, whose weights stay float32
             warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
         self._sharded = any(is_dtensor(parameter) for parameter in self.model.parameters())
@@ -82,7 +81,7 @@ class Trainer:
             self._forward = torch.compile(self.model)  # type: ignore[assignment]
         self._trained = self._forward
         if ranks.size > 1 and not self._sharded:
-            with warnings.catch_warnings():  # the new name of broadcast_buffers is not in every torch
+            with warnings.catch_warnings():  # broadcast_buffers has a new name, but not in every supported torch
                 warnings.simplefilter("ignore", FutureWarning)
                 self._trained = nn.parallel.DistributedDataParallel(
                     self._forward, broadcast_buffers=False, gradient_as_bucket_view=True
@@ -96,8 +95,7 @@ class Trainer:
     def update(self) -> dict[str, float]:
         """Take one optimizer step and return its loss, learning rate and norm of the unclipped gradient.
 
-        Raises:
-            NonFiniteError: the loss or a gradient is not finite; the step is not taken.
+        If the loss or a gradient is not finite, NonFiniteError is raised and the step is not taken.
         """
         train = self.config.train
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
@@ -111,7 +109,7 @@ class Trainer:
             nn.utils.clip_grads_with_norm_(parameters, train.max_grad_norm, norm)
         self.optimizer.step()
         self.step += 1
-        # An optimizer that clips itself knows the norm it clipped: that of raw weights and scales.
+        # SELAdamW clips the gradients of raw weights and scales, and knows their norm.
         norm = getattr(self.optimizer, "grad_norm", norm)
         return {"loss": loss, "lr": float(self.optimizer.param_groups[0]["lr"]), "grad_norm": float(whole(norm))}
 
@@ -127,31 +125,23 @@ class Trainer:
                     part: Tensor = self._trained(*own) / accumulation
                 part.backward()  # type: ignore[no-untyped-call]
             losses.append(part.detach())
-        loss = sum(torch.stack(losses).tolist())  # here the device is waited for, once a step
+        loss = sum(torch.stack(losses).tolist())  # the only synchronisation with the device per step
         return self._ranks.sums(loss)[0] / self._ranks.size
 
     def _exchange(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Leave the exchange of whole gradients to the last part; sharded ones never wait whole for it."""
+        """Exchange the gradients of DDP only after the last microbatch."""
         if last or not isinstance(self._trained, nn.parallel.DistributedDataParallel):
             return contextlib.nullcontext()
         return cast(contextlib.AbstractContextManager[None], self._trained.no_sync())
 
     def evaluate(self) -> float:
-        """Return the mean loss on the held-out batches, nats a token.
-
-        Raises:
-            NonFiniteError: it is not finite.
-        """
+        """Return the mean loss on the held-out batches in nats per token, or raise NonFiniteError."""
         loss = evaluate(self._forward, self._held_out, autocast=self._autocast, ranks=self._ranks)
         self._check_finite(self.step, loss=loss)
         return loss
 
     def stats(self) -> dict[str, float]:
-        """Return :func:`symexplin.stats`; empty for ordinary weights, and before the first step of SELAdamW.
-
-        Raises:
-            NonFiniteError: a number that is not finite.
-        """
+        """Return :func:`symexplin.stats`: empty for ordinary weights and before the first step of SELAdamW."""
         if self.config.sel.home == "none":
             return {}
         found = sel.stats(self.model, self.optimizer)
@@ -159,7 +149,7 @@ class Trainer:
         return found
 
     def plain_model(self) -> Transformer:
-        """Return the whole model, with curved layers folded in a copy; in processes but the first one as it is."""
+        """Return the whole model with curved layers folded, for the first process; others get the model as it is."""
         model = self.model
         if self._sharded:
             weights = self._ranks.collect(model.state_dict())
@@ -172,15 +162,14 @@ class Trainer:
         return cast(Transformer, sel.fold(copy.deepcopy(model)))
 
     def header(self, plain: bool) -> dict[str, str]:
-        """Return the map as an entry of the header of a file of plain or of raw weights; none for ordinary ones."""
+        """Return the map as an entry for the header of a file of plain or raw weights; none for ordinary weights."""
         curve = map_of(self.config.sel, self.config.model.width)
         return {} if curve is None else {TRAINED_KEY if plain else MAP_KEY: curve.to_json()}
 
     def saver(self) -> Callable[[Path], dict[str, Any]]:
-        """Gather model and optimizer whole in the first process.
+        """Gather model and optimizer in the first process.
 
-        Returns:
-            What writes them into a folder there, and returns the plain values that belong to them.
+        Return a function that writes them into a folder and returns the plain values that belong to them.
         """
         weights = self._ranks.collect(self.model.state_dict())
         state, rest = split_optimizer(self.optimizer)
@@ -195,18 +184,18 @@ class Trainer:
         return write
 
     def load(self, folder: Path, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`saver` wrote."""
+        """Load what :meth:`saver` wrote."""
         with self._ranks.together():
             load_weights(self.model, folder / MODEL)
             load_optimizer(self.optimizer, folder, state["optimizer"])
         self.step = state["step"]
         if self.step and self._trained is not self._forward:
-            # DDP sorts its buckets anew after its first backward pass, which moves the last bits of later sums.
+            # DDP reorders its buckets after the first backward pass, which changes the rounding of later sums.
             self._backward(self._batches.batch(self.step))
             self.optimizer.zero_grad(set_to_none=True)
 
     def _check_finite(self, step: int, **values: float) -> None:
-        """Raise NonFiniteError if any of `values` is not finite, naming the first layer to blame."""
+        """Raise NonFiniteError if any of `values` is not finite, with the first layer that is not."""
         bad = [f"{name.replace('_', ' ')} is {value}" for name, value in values.items() if not math.isfinite(value)]
         if bad:
             raise NonFiniteError(f"step {step}: {', '.join(bad)}; {self._culprit()}")
@@ -218,7 +207,7 @@ class Trainer:
             if tensor is not None and not local(tensor).isfinite().all()
         )
         mine = next(found, (math.inf, "all weights and gradients are finite"))
-        return min(self._ranks.gather(mine))[1]  # another process may have the part to blame
+        return min(self._ranks.gather(mine))[1]  # another process may have that part
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, str, Tensor | None]]:

@@ -13,7 +13,7 @@ from symexplin.lab.compare import launch
 from symexplin.lab.compare.grid import ClusterConfig
 from symexplin.lab.compare.sweep import compare_runs
 from symexplin.lab.config import LogConfig
-from symexplin.lab.stop import Stopped
+from symexplin.lab.process import Stopped
 
 pytestmark = [
     pytest.mark.slow,

@@ -16,10 +16,10 @@ from symexplin.lab.config import ComputeConfig
 from symexplin.lab.data.prepare import PrepareConfig, prepare
 from symexplin.lab.model import ModelConfig
 from symexplin.lab.parallel import ALONE
+from symexplin.lab.process import Stopped
 from symexplin.lab.report import pages as report
 from symexplin.lab.run import train
 from symexplin.lab.settings import build, load_toml
-from symexplin.lab.stop import Stopped
 
 NAMES = ["AdamW-lr0.001-seed0", "SEL-lr0.001-seed0", "AdamW-lr0.01-seed0", "SEL-lr0.01-seed0"]
 NAMES += [name.replace("seed0", "seed3") for name in NAMES]

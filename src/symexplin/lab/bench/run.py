@@ -21,11 +21,10 @@ from tqdm import tqdm
 from symexplin import kernels
 from symexplin.lab.bench.config import BenchConfig, Case
 from symexplin.lab.bench.work import BASELINES, PHASES, Work, make_work, peak_in_child
-from symexplin.lab.files import replace_file, replacing
+from symexplin.lab.files import format_columns, replace_file, replacing, write_csv
 from symexplin.lab.folders import LOCK, claimed
 from symexplin.lab.provenance import cores, provenance
 from symexplin.lab.settings import dump_toml, to_table
-from symexplin.lab.tables import format_columns, write_csv
 
 __all__ = ["CONFIG", "FACTS", "PLOT", "RESULTS", "ROUNDS", "Row", "Timing", "measure", "rows_of", "run_bench", "spread"]
 

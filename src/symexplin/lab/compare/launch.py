@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from symexplin.lab.files import read_json, replace_file, write_json
 from symexplin.lab.folders import SUMMARY
-from symexplin.lab.stop import LAUNCHER, StopSignals
+from symexplin.lab.process import LAUNCHER, StopSignals
 
 if TYPE_CHECKING:
     from symexplin.lab.compare.grid import ClusterConfig
@@ -122,7 +122,7 @@ def run_side_by_side(tasks: Sequence[Task], out: Path, jobs: int, echo: Echo) ->
     if failure is not None:
         raise ChildProcessError(failure)
     if stop.signal is not None:
-        raise stop.stopped("with all runs saved; --resume goes on from there")
+        raise stop.stopped("with all runs saved; --resume continues from there")
 
 
 def _start(task: Task, place: Path) -> tuple[subprocess.Popen[bytes], TextIO]:
@@ -145,7 +145,7 @@ def _reason(log: Path, status: int = 1) -> str:
     """Return why a process ended: the last line that it wrote, or the signal that killed it."""
     if status < 0:
         name = signal.Signals(-status).name
-        return f"its process was ended by {name}, perhaps for lack of memory: --resume goes on, maybe with fewer jobs"
+        return f"its process was ended by {name}, perhaps for lack of memory: --resume continues; try fewer --jobs"
     said = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     said = [line for line in said if line.startswith("symexplin: ")] or said
     last = said[-1].removeprefix("symexplin: ").removeprefix("error: ") if said else "no output"

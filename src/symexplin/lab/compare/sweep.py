@@ -124,7 +124,7 @@ def _opened(
     there = (folder / CONFIG).exists()
     if there and not resume:
         raise ValueError(
-            f"out must be a new folder, got {str(folder)!r}, which has a comparison: add --resume to go on with it"
+            f"out must be a new folder, got {str(folder)!r}, which has a comparison: add --resume to continue it"
         )
     saved = build(CompareConfig, load_toml(folder / CONFIG)) if there else None
     config = _resolved(config, corpus.vocab_size, saved, ranks)
@@ -192,7 +192,7 @@ def _check_same(folder: Path, saved: CompareConfig, config: CompareConfig, corpu
         if (arm := path.parent.name.rpartition("-lr")[0]) in config.compare.arms:
             check_weights(path.parent, facts, config.example(arm).train.weights, digest)
     if found:
-        echo(f"{'; '.join(found.values())}: the numbers of runs that have not ended go on with other rounding")
+        echo(f"{'; '.join(found.values())}: the rounding of runs that have not ended changes")
 
 
 def _check_arm(config: CompareConfig, arm: str, vocab_size: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from symexplin.lab.evaluate import speedup
-from symexplin.lab.tables import format_columns
+from symexplin.lab.files import format_columns
 
 __all__ = ["Comparison", "Row", "Run", "best_lr", "chosen_lrs", "compare", "format_table", "headline"]
 

@@ -20,8 +20,8 @@ from tqdm import tqdm
 
 from symexplin.config import SELConfig, check_config
 from symexplin.coordinates import Coordinates
+from symexplin.lab.files import format_columns
 from symexplin.lab.maps import describe_map
-from symexplin.lab.tables import format_columns
 from symexplin.lab.weights.files import FLOATING, MAP_KEY, TRAINED_KEY, iter_tensors, map_in, read_specs
 from symexplin.lab.weights.names import curved_names, floating_shapes, other_types
 from symexplin.layout import Layout

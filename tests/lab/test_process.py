@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from symexplin.lab.stop import Stopped, StopSignals
+from symexplin.lab.process import Stopped, StopSignals
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -65,7 +65,7 @@ def test_an_ignored_hang_up_stays_ignored():
 
 LAUNCHED = """if True:
     import signal, time
-    from symexplin.lab.stop import StopSignals, follow_launcher
+    from symexplin.lab.process import StopSignals, follow_launcher
     with StopSignals() as stop:
         follow_launcher()
         print("begun", flush=True)
