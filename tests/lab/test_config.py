@@ -43,14 +43,14 @@ def test_bad_values_of_training_are_named(field, value):
         (lambda: ComputeConfig(loss_chunk=-1), "loss_chunk must be a whole number >= 0"),
         (lambda: LogConfig(checkpoint_every=0), "checkpoint_every must be"),
         (lambda: LogConfig(keep=0), "keep must be"),
-        (lambda: RunConfig("d", sel=CurveConfig(preset="congruent", start="mismatched")), "start 'mismatched' is for"),
+        (lambda: RunConfig("d", sel=CurveConfig(preset="congruent", start="mismatched")), "start 'mismatched'"),
         (lambda: RunConfig("d", sel=CurveConfig(map={"betta": 1})), "did you mean 'beta'"),
         (
             lambda: RunConfig("d", train=TrainConfig(optimizer="muon"), sel=CurveConfig(home="module")),
             "optimizer must be 'adamw' for home 'module'.*got 'muon'",
         ),
         (lambda: ModelConfig(init="kaiming"), "init must be one of 'xavier_uniform', 'xavier_normal', got 'kaiming'"),
-        (lambda: resolve(RunConfig("d", compute=ComputeConfig(device="abacus")), 256), "device must be one that torch"),
+        (lambda: resolve(RunConfig("d", compute=ComputeConfig(device="abacus")), 256), "device must be"),
     ],
 )
 def test_bad_values_are_named(make, words):

@@ -112,8 +112,12 @@ class Signalling:
 
 
 def test_ctrl_c_is_an_interruption(tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        encode(Signalling(signal.SIGINT, os.getpid()), tmp_path)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            encode(Signalling(signal.SIGINT, os.getpid()), tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_killed_worker_is_an_error(tmp_path):
