@@ -113,8 +113,8 @@ def test_layers_are_freed():
     assert reference() is None
 
 
-def check_compiled(device, backend):
-    """One model of an operator and a traced map."""
+def check_compiled(device):
+    """One model of an operator and a traced map, without biases: every kernel costs the C++ compiler seconds."""
     torch.manual_seed(0)
     layers = [
         sel.convert(nn.Linear(d_in, d_out, bias=False), sel.preset(name))
@@ -126,18 +126,21 @@ def check_compiled(device, backend):
     expected = {key: p.grad.clone() for key, p in curved.named_parameters()}
     output = curved(inputs)
     curved.zero_grad()
-    compiled = torch.compile(curved, fullgraph=True, backend=backend)
+    compiled = torch.compile(curved, fullgraph=True)
     torch.testing.assert_close(compiled(inputs), output, rtol=1e-5, atol=1e-6)
     compiled(inputs).square().sum().backward()
     for key, parameter in curved.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[key], rtol=1e-4, atol=1e-5)
 
 
-def test_compiles_whole_and_agrees():
-    check_compiled("cpu", "aot_eager")  # tests/lab/test_train.py goes through the C++ compiler
+@pytest.mark.slow
+def test_compiles_whole_and_agrees(monkeypatch, tmp_path):
+    # torch finds what it has compiled again also for another ATEN_CPU_CAPABILITY, and then computes nonsense.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    check_compiled("cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_compiles_whole_and_agrees_on_a_gpu():
-    check_compiled("cuda", "inductor")
+    check_compiled("cuda")

@@ -206,7 +206,7 @@ def wait_for(folder, steps):
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="finds torchrun's processes there")  # noqa: PTH110
 def test_a_job_of_torchrun_that_is_stopped_and_killed_ends_with_the_same_bits(data, tmp_path):
-    config = table(data, "optimizer", "fsdp", steps=80, eval_every=40)
+    config = table(data, "optimizer", "fsdp", steps=45, eval_every=15)
     config["log"] |= {"checkpoint_every": 5, "keep": 100}
     (tmp_path / "run.toml").write_text(dump_toml(config))
     processes.run(2, tmp_path, parallel_runs.runs, [(config, str(tmp_path / "whole"))])
@@ -221,7 +221,7 @@ def test_a_job_of_torchrun_that_is_stopped_and_killed_ends_with_the_same_bits(da
 
     job = torchrun(*arguments, module=("--no-python", f"{sys.prefix}/bin/symexplin"))
     stopped = max(int(path.name[5:]) for path in (tmp_path / "run" / "checkpoints").iterdir())
-    wait_for(tmp_path / "run", range((stopped // 5 + 2) * 5, 80, 5))
+    wait_for(tmp_path / "run", range((stopped // 5 + 2) * 5, 45, 5))
     os.kill(workers_of(job)[0], signal.SIGKILL)
     said = job.communicate(timeout=60)[0]
     # Whichever comes first: the connection that breaks, or torchrun's SIGTERM to those that are left.
