@@ -1,11 +1,13 @@
+from pathlib import Path
+
 import pytest
 
 from symexplin.experiments.claims import DID_NOT, HELD, UNTESTED, judge, measure
 from symexplin.experiments.comparison import Evidence, sign_of, spread_of
-from symexplin.experiments.paper import Claim, Loss, Paper
+from symexplin.experiments.paper import Claim, Paper
 from table_folders import panel_folder
 
-PAPER = Paper((Loss("t", "1x1", "A", 2.0, ""), Loss("t", "1x1", "B", 1.9, "")), (), ())
+PAPER = Paper({("t", "1x1", "A"): 2.0, ("t", "1x1", "B"): 1.9}, (), ())
 
 
 def claim(kind="below", arm="B", against="A", **more):
@@ -15,6 +17,10 @@ def claim(kind="below", arm="B", against="A", **more):
 def panel(folder, loss, name="p", paper="1x1", arms=("A", "B"), **more):
     found = panel_folder(folder / name, list(arms), loss, **more)
     return Evidence(name, folder / name, found, paper)
+
+
+def unfinished(name, paper):
+    return Evidence(name, Path(name), {}, paper)
 
 
 def ends(table):
@@ -27,8 +33,8 @@ def ends(table):
     return loss
 
 
-def verdict(found, said, **more):
-    return judge(said, "t", [found], {}, more.get("paper", PAPER))
+def verdict(found, said):
+    return judge(said, "t", [found], PAPER)
 
 
 @pytest.mark.parametrize(
@@ -221,18 +227,18 @@ def test_growth_of_a_gain_is_paired_over_panels(tmp_path):
         ("shrunk", [0.05, 0.05, 0.05], DID_NOT, "+0.0500"),
     ):
         panels = two_sizes(tmp_path / name, ([0.1, 0.1, 0.1], second))
-        found = judge(said, "t", panels, {}, PAPER)
+        found = judge(said, "t", panels, PAPER)
         assert found.verdict == expected
         assert [panel.panel for panel in found.panels] == ["s to m"]
         assert f"{word} ± " in found.sentence
         assert found.sentence.endswith("from s to m.")
-        alone = judge(said, "t", panels[:1], {"m": "9x9"}, PAPER)
+        alone = judge(said, "t", [panels[0], unfinished("m", "9x9")], PAPER)
         assert alone.sentence == "Not tested at this scale: it needs finished panels for the paper's 1x1, 9x9."
 
 
 def test_a_smaller_loss_is_no_grown_gain(tmp_path):
     panels = two_sizes(tmp_path, ([-0.2, -0.2, -0.2], [-0.1, -0.1, -0.1]))
-    found = judge(claim("grows", panels=("1x1", "9x9")), "t", panels, {}, PAPER)
+    found = judge(claim("grows", panels=("1x1", "9x9")), "t", panels, PAPER)
     assert found.sentence.startswith("Did not hold: there is no gain at m: ")
 
 
@@ -241,21 +247,21 @@ def test_growth_is_not_told_from_other_seeds_or_runs_that_broke_down(tmp_path):
     first = panel(tmp_path, lambda arm, *_: 2.0 - 0.1 * (arm == "B"), "s", "1x1", lrs=(0.1,))
     other = panel(tmp_path, lambda arm, *_: 2.0 - 0.2 * (arm == "B"), "m", "9x9", lrs=(0.1,), seeds=(0, 2, 1))
     broken = panel(tmp_path, lambda arm, *_: None if arm == "B" else 2.0, "l", "9x9", lrs=(0.1,))
-    assert judge(said, "t", [first, other], {}, PAPER).sentence == "Not tested at this scale: the seeds differ."
-    assert "B did not stay finite" in judge(said, "t", [first, broken], {}, PAPER).sentence
+    assert judge(said, "t", [first, other], PAPER).sentence == "Not tested at this scale: the seeds differ."
+    assert "B did not stay finite" in judge(said, "t", [first, broken], PAPER).sentence
 
 
 def test_several_panels_are_counted(tmp_path):
     panels = two_sizes(tmp_path, ([0.1, 0.1, 0.1], [-0.1, -0.1, -0.1]))
-    found = judge(claim(), "t", panels, {"l": "7x7"}, PAPER)
+    found = judge(claim(), "t", [*panels, unfinished("l", "7x7")], PAPER)
     assert found.verdict == DID_NOT
     assert (
         found.sentence
         == "Held in 1 of 3 panels, did not hold in 1 of 3 panels, not tested at this scale in 1 of 3 panels."
     )
-    assert judge(claim(panels=("9x9",)), "t", panels, {"l": "7x7"}, PAPER).verdict == DID_NOT
-    assert judge(claim(panels=("1x1",)), "t", panels, {"l": "7x7"}, PAPER).verdict == HELD
-    waiting = judge(claim(panels=("1x1", "7x7")), "t", panels, {"l": "7x7"}, PAPER)
+    assert judge(claim(panels=("9x9",)), "t", [*panels, unfinished("l", "7x7")], PAPER).verdict == DID_NOT
+    assert judge(claim(panels=("1x1",)), "t", [*panels, unfinished("l", "7x7")], PAPER).verdict == HELD
+    waiting = judge(claim(panels=("1x1", "7x7")), "t", [*panels, unfinished("l", "7x7")], PAPER)
     assert [each.best.verdict for each in waiting.panels] == [HELD, UNTESTED]
-    none = judge(claim(panels=("7x7",)), "t", panels, {}, PAPER)
+    none = judge(claim(panels=("7x7",)), "t", panels, PAPER)
     assert none.sentence == "Not tested at this scale: it needs finished panels for the paper's 7x7."

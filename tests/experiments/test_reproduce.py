@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from symexplin.experiments import reproduce as module
-from symexplin.experiments.reproduce import ReproduceConfig, plan_lines, reproduce
+from symexplin.experiments.reproduce import ReproduceConfig, _Estimate, _warnings, plan_lines, reproduce
 from symexplin.experiments.tables import load_table, read_table
 from symexplin.lab.process import Stopped
 
@@ -77,13 +77,13 @@ def test_a_finished_table_is_not_trained_again_and_may_grow(finished, data):
 
 def test_another_table_or_other_settings_are_refused(finished, data):
     out, _ = finished
-    with pytest.raises(ValueError, match="name is 'optimizer_equivalence' there"):
+    with pytest.raises(ValueError, match="name was 'optimizer_equivalence'"):
         run("frozen", out, tiny(data), resume=True)
     before = (out / "table.json").read_bytes()
     with pytest.raises(ValueError, match=r"steps is 4 there"):
         run("optimizer_equivalence", out, tiny(data, steps=6), resume=True)
     wider = {**SMALL, "model": {**SMALL["model"], "width": 32}}
-    with pytest.raises(ValueError, match=r"its panel 16x1 is none of 32x1"):
+    with pytest.raises(ValueError, match=r"panels was \['16x1'\]"):
         run("optimizer_equivalence", out, tiny(data, set=wider), resume=True)
     assert (out / "table.json").read_bytes() == before
 
@@ -108,7 +108,7 @@ def test_a_stopped_table_goes_on_to_the_same_losses(data, tmp_path):
     run("start_1024", broken, config, resume=True)
     assert before.items() <= written(broken).items()
     assert losses(broken) == losses(whole)
-    assert [panel.name for panel in read_table(broken).panels if panel.found is None] == ["96x4"]
+    assert [panel.name for panel in read_table(broken).panels if not panel.found] == ["96x4"]
 
 
 def test_continued_training_starts_at_the_bases_weights(data, tmp_path):
@@ -144,7 +144,7 @@ def test_a_measurement_that_was_interrupted_starts_anew_and_a_finished_one_stays
     monkeypatch.setattr(module, "run_bench", dies)
     with pytest.raises(KeyboardInterrupt):
         run("profiling", out, config)
-    assert read_table(out).panels[0].found is None
+    assert read_table(out).panels[0].found == {}
     monkeypatch.setattr(module, "run_bench", real)
     run("profiling", out, config, resume=True)
     rows = read_table(out).panels[0].found["rows"]
@@ -189,10 +189,40 @@ def test_the_plan_counts_runs_and_tokens_and_says_every_assumption():
     assert "step bf16: width 3072, depth 36" in "\n".join(plan_lines(load_table("profiling", "paper")))
 
 
-def test_the_scales_jobs_are_no_more_than_the_cores(monkeypatch):
-    monkeypatch.setattr(module, "cores", lambda: 1)
-    panel = load_table("frozen", "mini").panels[0]
-    assert [module._on_this_machine(panel, ReproduceConfig(jobs=jobs)).config.compare.jobs for jobs in (None, 2)] == [
-        1,
-        2,
+def end(folder, panel, count):
+    for number in range(count):
+        path = folder / "panels" / panel / "runs" / str(number) / "summary.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+
+
+def test_the_time_left_follows_from_the_runs_that_have_ended(tmp_path, monkeypatch):
+    clock, lines = [0.0], []
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+    table = load_table("frozen", "mini", changes={"compare": {"confirm_seeds": [], "lrs": [1e-3, 2e-3], "jobs": 2}})
+    estimate = _Estimate(table.panels, tmp_path, lines.append)
+    for seconds, count in ((600.0, 1), (650.0, 2), (1300.0, 4)):  # two at a time, of twelve
+        clock[0] = seconds
+        end(tmp_path, "128x4", count)
+        estimate.echo("a line")
+    assert [line for line in lines if line != "a line"] == [
+        "runs left: at most 11, about 55 min",  # 11 / 2 times 10 min
+        "runs left: at most 10, about 54 min",  # 5 times 650 s
+        "runs left: at most 8, about 43 min",
     ]
+
+
+def test_the_scales_own_settings_need_no_warning():
+    panels = load_table("frozen", "mini").panels
+    assert _warnings(panels) == []
+    grid = dataclasses.replace(panels[0].config.compare, lrs=(1e-3,))
+    one = dataclasses.replace(panels[0], config=dataclasses.replace(panels[0].config, compare=grid))
+    assert len(_warnings([one])) == 1
+
+
+def test_a_first_step_that_is_not_finite_leaves_the_time_open(data, tmp_path):
+    changes = {"model": {"width": 16, "depth": 1, "heads": 2, "context": 8}, "compare": {"lrs": [1e30]}}
+    changes["train"] = {"batch_size": 2, "warmup_steps": 0}
+    lines = []
+    _Estimate(load_table("frozen", "mini", data=data, changes=changes).panels, tmp_path, lines.append).tell_first()
+    assert lines == ["runs to do: at most 18, the time is known when the first one has ended"]

@@ -89,7 +89,7 @@ def test_a_damaged_row_is_named(out, tmp_path):
     append_results(out, file)
     text = file.read_text()[:-9]
     file.write_text(f"{text}\nfrozen,mini\n")
-    with pytest.raises(ValueError, match=rf"is damaged: row {len(text.splitlines()) + 1} has 2 columns"):
+    with pytest.raises(ValueError, match=rf"is damaged: row {len(text.splitlines()) + 1} must have 21 columns"):
         append_results(out, file)
     file.write_text("table,loss\nfrozen,1.0\n")
     with pytest.raises(ValueError, match="must have the columns table, scale, panel"):

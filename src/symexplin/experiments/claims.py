@@ -5,29 +5,18 @@ weights and the order of their data.
 """
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
 from symexplin.experiments.comparison import ENOUGH_SEEDS, Evidence, FinishedRun, Spread, sign_of, spread_of
 from symexplin.experiments.paper import Claim, Paper
 
-__all__ = ["DID_NOT", "HELD", "KINDS", "RULE", "UNTESTED", "ClaimVerdict", "Judgement", "Verdict", "judge", "measure"]
+__all__ = ["DID_NOT", "HELD", "KINDS", "UNTESTED", "ClaimVerdict", "Judgement", "Verdict", "judge", "measure"]
 
 HELD, DID_NOT, UNTESTED = "held", "did not hold", "not tested at this scale"
-RULE = (
-    "Differences are taken between runs of one seed, which share their first weights and the order of their data. A "
-    "claim held if at least three seeds ran, all differences have the claimed sign, and their mean exceeds twice its "
-    "standard error. With three seeds and any other result it did not hold. With fewer seeds it was not tested. A "
-    "claim that two arms agree within a bound held if the mean plus twice its standard error stays within the bound. "
-    "It was not tested where twice the standard error alone exceeds the bound, unless the mean is clearly beyond it. "
-    "The verdict is that of each arm at its own best learning rate. Beside it stands the result at the shared rate, "
-    "the baseline's best. Rates are chosen on the first seeds alone. Three seeds are few: where two arms do not differ "
-    "at all, one claim in eleven holds by chance."
-)
-
 Measure = Callable[[FinishedRun, FinishedRun], float | None]
+Rate = Callable[[Evidence, str], float | None]
 
 
 def _final(arm: FinishedRun, against: FinishedRun) -> float:
@@ -82,7 +71,7 @@ class Kind(NamedTuple):
     offset: float = 0.0
 
     @property
-    def final(self) -> bool:
+    def is_final(self) -> bool:
         """Whether its numbers are differences of final losses."""
         return self.value in (_final, _unreached)
 
@@ -94,10 +83,9 @@ class Kind(NamedTuple):
     def words(self, claim: Claim, spread: Spread) -> str:
         """Return what the numbers of all seeds say."""
         what, count = self.what.format(arm=claim.arm, against=claim.against), f"{len(spread.values)} seeds"
-        pick = {"at_most": max, "at_least": min}.get(self.test)
-        if pick is not None:
-            worst = f" in the worst of {count}" if len(spread.values) > 1 else ""
-            return f"{what}: {pick(spread.values):{self.form}}{worst}"
+        if self.test in ("at_most", "at_least"):
+            worst = (max if self.one_rate else min)(spread.values)
+            return f"{what}: {worst:{self.form}}" + (f" in the worst of {count}" if spread.error is not None else "")
         text = f"{what}: {spread.mean + self.offset:{self.form}}"
         if spread.error is None:
             return text
@@ -137,8 +125,7 @@ class Judgement(NamedTuple):
     spread: Spread | None = None
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """The result of a claim in one panel ("A to B" for a claim across panels), and the paper's own difference.
 
     The verdict is `best`, each arm at its own best learning rate. `shared` is that of all arms at the baseline's best
@@ -152,12 +139,11 @@ class Verdict:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class ClaimVerdict:
+class ClaimVerdict(NamedTuple):
     """The result of a claim in all panels that it is about."""
 
     claim: Claim
-    panels: tuple[Verdict, ...]
+    panels: list[Verdict]
 
     @property
     def verdict(self) -> str:
@@ -179,33 +165,37 @@ class ClaimVerdict:
         return f"{', '.join(parts)}.".capitalize()
 
 
-def judge(
-    claim: Claim, table: str, panels: Sequence[Evidence], missing: Mapping[str, str], paper: Paper
-) -> ClaimVerdict:
-    """Return the verdict on a claim; `missing` is {name: the paper's panel, or ""} of the panels without a result."""
+def judge(claim: Claim, table: str, panels: Sequence[Evidence], paper: Paper) -> ClaimVerdict:
+    """Return the verdict on a claim in the panels of a table, finished or not."""
+    finished = [panel for panel in panels if panel.found]
     if claim.kind == "grows":
-        first, last = (next((panel for panel in panels if panel.paper == name), None) for name in claim.panels)
-        return ClaimVerdict(claim, (_growth(claim, table, first, last, paper),) if first and last else ())
-
-    def about(stands_for: str) -> bool:
-        return not claim.panels or stands_for in claim.panels
-
-    verdicts = [_verdict(claim, table, panel, paper) for panel in panels if about(panel.paper)]
-    unfinished = Judgement(UNTESTED, "the panel has not ended")
-    verdicts += [Verdict(name, unfinished) for name, stands_for in missing.items() if about(stands_for)]
-    return ClaimVerdict(claim, tuple(verdicts))
+        pair = [panel for name in claim.panels for panel in finished if panel.paper == name]
+        return ClaimVerdict(claim, [_verdict(claim, table, pair, paper)] if len(pair) == 2 else [])
+    about = [panel for panel in panels if not claim.panels or panel.paper in claim.panels]
+    verdicts = [_verdict(claim, table, [panel], paper) for panel in about if panel.found]
+    waiting = Judgement(UNTESTED, "the panel has not ended")
+    return ClaimVerdict(claim, verdicts + [Verdict(panel.name, waiting) for panel in about if not panel.found])
 
 
-def _verdict(claim: Claim, table: str, panel: Evidence, paper: Paper) -> Verdict:
-    kind = KINDS[claim.kind]
-    difference = paper.difference(table, panel.paper, claim.arm, claim.against) if kind.final else None
-    shared = best = _judge_at(claim, panel, panel.shared_lr, panel.shared_lr)
+def _shared_rate(panel: Evidence, _: str) -> float:
+    return panel.shared_lr
+
+
+def _verdict(claim: Claim, table: str, panels: Sequence[Evidence], paper: Paper) -> Verdict:
+    """Return the verdict in one panel, or on the change from the first of two panels to the last."""
+    kind, first, last = KINDS[claim.kind], panels[0], panels[-1]
+    test = _judge_growth if len(panels) == 2 else _judge_in
+    shared = best = test(claim, panels, _shared_rate)
     if not kind.one_rate:
-        best = _judge_at(claim, panel, panel.best_lr(claim.arm), panel.best_lr(claim.against or claim.arm))
-    note = _note(best, shared, panel.shared_lr)
-    if len(panel.lrs) == 1 and claim.against and not kind.one_rate and best.spread is not None:
+        best = test(claim, panels, Evidence.best_lr)
+    ends = [paper.difference(table, panel.paper, claim.arm, claim.against) for panel in panels]
+    known = [end for end in ends if end is not None and kind.is_final]
+    difference = known[-1] - sum(known[:-1]) if len(known) == len(panels) else None
+    note = _note(best, shared, first.shared_lr) if first.shared_lr == last.shared_lr else ""
+    if len(panels) == len(first.lrs) == 1 and claim.against and not kind.one_rate and best.spread is not None:
         note = "With one learning rate tried, this may be a learning-rate effect."
-    return Verdict(panel.name, best, shared if shared != best else None, difference, note)
+    name = " to ".join(panel.name for panel in panels)
+    return Verdict(name, best, shared if shared != best else None, difference, note)
 
 
 def _note(best: Judgement, shared: Judgement, lr: float) -> str:
@@ -218,42 +208,42 @@ def _note(best: Judgement, shared: Judgement, lr: float) -> str:
 
 def measure(kind: str, arm: str, against: str, panel: Evidence) -> Spread | None:
     """Return the numbers of a kind of claim, each arm at its own best learning rate; None unless every seed has one."""
-    own = not KINDS[kind].one_rate
-    lrs = [panel.best_lr(name or arm) if own else panel.shared_lr for name in (arm, against)]
-    values, lost = _values(kind, arm, against, panel, *lrs)
+    values, lost = _values(kind, arm, against, panel, _shared_rate if KINDS[kind].one_rate else Evidence.best_lr)
     return spread_of(values) if values and not lost else None
 
 
 def _values(
-    kind: str, arm: str, against: str, panel: Evidence, lr: float | None, other_lr: float | None
+    kind: str, arm: str, against: str, panel: Evidence, rate: Rate
 ) -> tuple[list[float] | None, dict[str, int]]:
     """Return a number for each seed, None if the runs do not have it, and at how many seeds an arm was not finite."""
-    own = panel.runs(arm, lr)
-    other = panel.runs(against, other_lr) if against else own
-    both = [(own[seed], other[seed]) for seed in panel.seeds if seed in own and seed in other]
-    values = [KINDS[kind].value(*runs) for runs in both]
-    lost = {name: len(panel.seeds) - len(runs) for name, runs in ((arm, own), (against or arm, other))}
+    runs = {name: panel.runs(name, rate(panel, name)) for name in (arm, against or arm)}
+    own, other = runs[arm], runs[against or arm]
+    values = [KINDS[kind].value(own[seed], other[seed]) for seed in panel.seeds if seed in own and seed in other]
+    lost = {name: len(panel.seeds) - len(finite) for name, finite in runs.items() if len(finite) < len(panel.seeds)}
     known = [value for value in values if value is not None]
-    return known if len(known) == len(values) else None, {name: count for name, count in lost.items() if count}
+    return known if len(known) == len(values) else None, lost
 
 
-def _judge_at(claim: Claim, panel: Evidence, lr: float | None, other_lr: float | None) -> Judgement:
-    """Judge a claim with each of its two arms at a learning rate."""
-    if untrained := [arm for arm in (claim.arm, claim.against) if arm and arm not in panel.arms]:
+def _judge_in(claim: Claim, panels: Sequence[Evidence], rate: Rate) -> Judgement:
+    """Judge a claim in one panel, with each of its two arms at a learning rate."""
+    (panel,), arms = panels, [arm for arm in (claim.arm, claim.against) if arm]
+    if untrained := [arm for arm in arms if arm not in panel.arms]:
         return Judgement(UNTESTED, f"{untrained[0]} was not trained")
-    values, lost = _values(claim.kind, claim.arm, claim.against, panel, lr, other_lr)
+    values, lost = _values(claim.kind, claim.arm, claim.against, panel, rate)
     if values is None:
         return Judgement(UNTESTED, f"the runs of {claim.arm} do not have it")
-    at, seeds = _at(claim, lr, other_lr), len(panel.seeds)
+    rates, seeds, at = {arm: rate(panel, arm) for arm in arms}, len(panel.seeds), ""
+    if None not in rates.values():
+        different = [f"{lr:g}" for lr in dict.fromkeys(rates.values())]
+        at = f", at learning rate{'s' if len(different) > 1 else ''} {' and '.join(different)}"
     if not lost:
         return _settle(claim, values, at)
-    rates = {claim.arm: lr, claim.against: other_lr}
     words = (
         f"{arm} did not stay finite {'at any rate tried' if rates[arm] is None else f'in {count} of {seeds} seeds'}"
         for arm, count in lost.items()
     )
     # A claim fails if its own arm diverges; it proves nothing if the other one does.
-    alone = claim.against and claim.arm in lost and claim.against not in lost
+    alone = claim.against and list(lost) == [claim.arm]
     failed = alone and claim.kind != "above" and seeds >= ENOUGH_SEEDS
     return Judgement(DID_NOT if failed else UNTESTED, " and ".join(words) + at)
 
@@ -272,36 +262,16 @@ def _settle(claim: Claim, values: list[float], at: str) -> Judgement:
     return Judgement(HELD if held else DID_NOT, f"not beyond chance; {text}" if chance else text, spread)
 
 
-def _at(claim: Claim, lr: float | None, other_lr: float | None) -> str:
-    if lr is None or other_lr is None:
-        return ""
-    if not claim.against or lr == other_lr:
-        return f", at learning rate {lr:g}"
-    return f", at learning rates {lr:g} and {other_lr:g}"
-
-
-def _growth(claim: Claim, table: str, first: Evidence, last: Evidence, paper: Paper) -> Verdict:
-    """Judge whether the difference between two arms is larger in one panel than in another."""
-    name = f"{first.name} to {last.name}"
-    start, end = (paper.difference(table, panel.paper, claim.arm, claim.against) for panel in (first, last))
-    difference = None if start is None or end is None else end - start
-    best = _growth_at(claim, first, last, Evidence.best_lr)
-    shared = _growth_at(claim, first, last, lambda panel, _: panel.shared_lr)
-    note = _note(best, shared, first.shared_lr) if first.shared_lr == last.shared_lr else ""
-    return Verdict(name, best, shared if shared != best else None, difference, note)
-
-
-def _growth_at(
-    claim: Claim, first: Evidence, last: Evidence, rate: Callable[[Evidence, str], float | None]
-) -> Judgement:
-    gain, arms = replace(claim, kind="below", panels=()), (claim.arm, claim.against)
-    found = [_judge_at(gain, panel, *(rate(panel, arm) for arm in arms)) for panel in (first, last)]
-    start, end = (judgement.spread for judgement in found)
-    if start is None or end is None:
-        return Judgement(UNTESTED, next(judgement.text for judgement in found if judgement.spread is None))
+def _judge_growth(claim: Claim, panels: Sequence[Evidence], rate: Rate) -> Judgement:
+    """Judge whether the difference between two arms is larger in the second of two panels."""
+    first, last = panels
+    start, end = (_judge_in(claim._replace(kind="below"), [panel], rate) for panel in panels)
+    if start.spread is None or end.spread is None:
+        return Judgement(UNTESTED, (start if start.spread is None else end).text)
     if first.seeds != last.seeds:
         return Judgement(UNTESTED, "the seeds differ")
-    grown = _settle(claim, list(map(operator.sub, end.values, start.values)), f", from {first.name} to {last.name}")
-    if grown.verdict == HELD and end.mean >= 0.0:  # a smaller loss is no gain
-        return Judgement(DID_NOT, f"there is no gain at {last.name}: {found[1].text}", grown.spread)
+    changes = list(map(operator.sub, end.spread.values, start.spread.values))
+    grown = _settle(claim, changes, f", from {first.name} to {last.name}")
+    if grown.verdict == HELD and end.spread.mean >= 0.0:  # a smaller loss is no gain
+        return Judgement(DID_NOT, f"there is no gain at {last.name}: {end.text}", grown.spread)
     return grown

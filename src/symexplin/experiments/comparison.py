@@ -78,7 +78,10 @@ class FinishedRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Evidence:
-    """A finished comparison: its comparison.json, the paper's panel that it stands for ("" for none), arms' labels."""
+    """A comparison, or a panel of a table.
+
+    `found` is its comparison.json, {} before it has ended, `paper` the paper's panel that it stands for, "" for none.
+    """
 
     name: str
     folder: Path

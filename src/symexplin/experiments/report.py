@@ -1,127 +1,235 @@
 """The report of a table: the paper's numbers beside the measured ones, a verdict on each claim, and the figures."""
 
 import base64
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from symexplin.experiments.claims import DID_NOT, HELD, KINDS, RULE, UNTESTED, ClaimVerdict, judge
-from symexplin.experiments.comparison import Evidence, Row
-from symexplin.experiments.measured import ArmRow, NumberRow, arm_rows, arm_sentences, number_rows, profile_rows
-from symexplin.experiments.paper import load_paper
-from symexplin.experiments.tables import BENCH, PANELS, Outcome, read_table
+from symexplin.experiments.claims import DID_NOT, HELD, KINDS, UNTESTED, ClaimVerdict, judge, measure
+from symexplin.experiments.comparison import ENOUGH_SEEDS, Evidence, Row, sign_of, spread_of
+from symexplin.experiments.paper import Number, Paper, load_paper
+from symexplin.experiments.tables import PANELS, Outcome, read_table
+from symexplin.lab.evaluate import speedup
 from symexplin.lab.files import write_csv
 from symexplin.lab.report.pages import PAGE, reading, write_page
 from symexplin.validation import check_choice
 
-__all__ = ["report_table", "verdict_lines"]
+__all__ = ["report_table"]
 
 _RESULTS, _CLAIMS, _FIGURES = "table.csv", "claims.csv", "figures"
-# Columns of a bench, in the page those that it has; columns that say where it ran.
-_TIMED = ("part", "variant", "baseline", "dtype", "tokens", "ms", "forward_ms", "backward_ms", "optimizer_ms", "ratio")
-_TIMINGS = (*_TIMED, "peak_mib")
-_FACTS = ("device", "processor", "instructions", "threads", "system", "python", "torch", "symexplin", "commit", "date")
-# Column of table.csv -> key of an arm's row.
-_SIDE = {
-    "learning_rate": "lr",
-    "finite": "finite",
-    "loss": "loss",
-    "loss_sd": "spread",
-    "delta": "delta",
-    "delta_se": "error",
-    "shown": "shown",
-    "speedup": "speedup",
-}
+_SIGNS = {-1: "below", 1: "above", 0: "undecided"}
+# Columns of a bench that say where it ran, and that tell its cases apart.
+_FACTS = (
+    *("device", "processor", "instructions", "threads", "system", "python", "torch", "numpy", "safetensors"),
+    *("symexplin", "commit", "date"),
+)
+_CASE = ("dtype", "tokens", "microbatches")
 
 
-@dataclass(frozen=True)
-class _Findings:
-    """The results of a table beside the paper's."""
+class NumberRow(NamedTuple):
+    """Another number of the paper, and the measured one."""
 
-    outcome: Outcome
+    number: Number
+    panel: str
+    measured: float | None = None
+    error: float | None = None
 
-    @cached_property
-    def panels(self) -> tuple[Evidence, ...]:
-        return self.outcome.finished
-
-    @cached_property
-    def benches(self) -> dict[str, tuple[str, list[Row]]]:
-        """{panel: the paper's panel that it stands for, rows of its results.csv}."""
-        panels = self.outcome.panels if self.outcome.kind == BENCH else ()
-        return {panel.name: (panel.stands_for or "", panel.found["rows"]) for panel in panels if panel.found}
-
-    @cached_property
-    def rows(self) -> dict[str, list[ArmRow]]:
-        return {panel.name: arm_rows(self.outcome.name, panel, load_paper()) for panel in self.panels}
-
-    @cached_property
-    def claims(self) -> list[ClaimVerdict]:
-        paper, table = load_paper(), self.outcome.name
-        return [judge(claim, table, self.panels, self.outcome.unfinished, paper) for claim in paper.claims_of(table)]
-
-    @cached_property
-    def numbers(self) -> list[NumberRow]:
-        table, paper = self.outcome.name, load_paper()
-        if self.outcome.kind == BENCH:
-            return profile_rows(table, self.benches, paper)
-        return number_rows(table, self.outcome.scale, self.panels, paper)
+    def text(self, value: float | None) -> str:
+        """Return a value of this number as text, with as many digits as the paper gives."""
+        formats = {"share": ".1%", "nats": "+.4f" if self.number.name == "delta" else ".1e"}
+        form = ".3f" if self.number.name.endswith("_end") else formats.get(self.number.unit, ".4g")
+        return "–" if value is None else format(value, form)
 
 
-def report_table(out: str | Path) -> Path:
+class _Arm(NamedTuple):
+    """The rows of an arm in table.csv: at its own best learning rate, and at the shared one."""
+
+    best: Row
+    shared: Row
+
+
+def report_table(out: str | Path, echo: Callable[[str], None] = lambda _: None) -> Path:
     """Write the report of a table's folder, finished or not, and return the page's path.
 
     report.html opens without network. table.csv has a row for each arm of each panel at its own best and at the shared
     learning rate, claims.csv one for each claim in each panel. figures/ has the figures as SVG and PNG.
+
+    Args:
+        out: the folder.
+        echo: takes the verdicts as lines of text: of each arm, then of each claim.
     """
-    out = Path(out)
+    out, paper = Path(out), load_paper()
     with reading(out):
-        found = _Findings(read_table(out))
-        outcome = found.outcome
-        places = [panel.found["provenance"] for panel in found.panels]
-        places += [
-            {key: row[key] for key in _FACTS if key in row} for _, rows in found.benches.values() for row in rows
+        outcome = read_table(out)
+        panels, is_bench = outcome.finished, outcome.is_bench
+        arms = {} if is_bench else {panel.name: _arms(outcome, panel, paper) for panel in panels}
+        claims = [
+            judge(claim, outcome.name, outcome.panels, paper) for claim in paper.claims if outcome.name in claim.tables
         ]
-        write_csv(out / _RESULTS, _result_rows(found))
-        write_csv(out / _CLAIMS, _claim_rows(found))
-        made = [panel.name for panel in found.panels if (panel.folder / PAGE).exists()]
-        return write_page(
+        sentences, headline = _arm_sentences(arms), _headline(outcome, claims)
+        edges = {panel.name: panel.edge_warnings() for panel in panels if not is_bench}
+        rows = [row for pairs in arms.values() for arm in pairs for row in arm]
+        timings = [{**_place(outcome, panel), **row} for panel in panels for row in panel.found.get("rows", ())]
+        write_csv(out / _RESULTS, rows or timings)
+        write_csv(out / _CLAIMS, [row for claim in claims for row in _claim_rows(outcome, claim)])
+        page = write_page(
             out,
             "table.html.jinja",
             __package__,
             title=outcome.title,
             outcome=outcome,
-            headline=_headline(found),
-            arms=arm_sentences(found.rows),
-            claims=found.claims,
+            headline=headline,
+            arms=sentences,
+            claims=claims,
             kinds=KINDS,
-            rule=RULE,
-            numbers=found.numbers,
-            panels=[(panel, found.rows[panel.name], panel.edge_warnings()) for panel in found.panels],
-            links={name: f"{PANELS}/{name}/{PAGE}" for name in made},
-            benches=[(name, stands_for, *_timings(rows)) for name, (stands_for, rows) in found.benches.items()],
-            figures=[_draw(name, out, outcome) for name in outcome.figures],
+            numbers=list(_number_rows(outcome, paper)),
+            panels=[(panel, arms[panel.name], edges[panel.name]) for panel in panels if not is_bench],
+            links={panel.name: f"{PANELS}/{panel.name}/{PAGE}" for panel in panels if (panel.folder / PAGE).exists()},
+            benches=[(panel, _timings(panel.found["rows"])) for panel in panels if is_bench],
+            figures=[_draw(name, out, panels) for name in outcome.figures],
             assumptions=list(outcome.assumptions.items()),
-            provenance=_distinct(places),
+            provenance=_provenance(panels),
         )
+        verdicts = [f"  {claim.claim.text} {claim.sentence}" for claim in claims]
+        warnings = [f"{panel}: {text}" for panel, texts in edges.items() for text in texts]
+        echo("\n".join(["", *sentences, *headline, *verdicts, *warnings, ""]))
+        return page
 
 
-def verdict_lines(out: str | Path) -> list[str]:
-    """Return the verdicts of a table's folder as lines of plain text: of each arm, then of each claim."""
-    with reading(out):
-        found = _Findings(read_table(out))
-        claims = [f"  {verdict.claim.text} {verdict.sentence}" for verdict in found.claims]
-        edges = [f"{panel.name}: {text}" for panel in found.panels for text in panel.edge_warnings()]
-        return [*arm_sentences(found.rows), *_headline(found), *claims, *edges]
+def _place(outcome: Outcome, panel: Evidence) -> Row:
+    return {"table": outcome.name, "scale": outcome.scale, "panel": panel.name, "stands_for": panel.paper}
 
 
-def _draw(name: str, out: Path, outcome: Outcome) -> dict[str, Any]:
+def _arms(outcome: Outcome, panel: Evidence, paper: Paper) -> list[_Arm]:
+    """Return the arms of a comparison beside the paper's numbers, the baseline first."""
+    baseline = panel.arms[0]
+    printed = {(n.name, n.panel, n.arm): n.value for n in paper.numbers_of(outcome.name)}
+    found = []
+    for arm, *rows in zip(panel.arms, panel.rows("best"), panel.rows("shared"), strict=True):
+        computed = None if arm == baseline else paper.difference(outcome.name, panel.paper, arm, baseline)
+        of_paper = {
+            "paper_loss": paper.losses.get((outcome.name, panel.paper, arm)),
+            "paper_delta": printed.get(("delta", panel.paper, arm), computed),
+            "delta_minus_paper": None,
+            "paper_speedup": printed.get(("speedup", panel.paper, arm)),
+        }
+        place = {**_place(outcome, panel), "arm": arm}
+        best, shared = (
+            {**place, "compared_at": rate, **_measured_row(row, is_baseline=arm == baseline), **of_paper}
+            for rate, row in zip(("own best rate", "shared rate"), rows, strict=True)
+        )
+        if arm != baseline and best["delta"] is not None and best["paper_delta"] is not None:
+            best["delta_minus_paper"] = best["delta"] - best["paper_delta"]
+        found.append(_Arm(*({**row, "label": panel.label(arm)} for row in (best, shared))))
+    return found
+
+
+def _measured_row(row: Row, *, is_baseline: bool) -> Row:
+    """Return the measured columns of a row of comparison.json.
+
+    "shown" is "below", "above" or "undecided" by the rule of the claims, "few seeds", "not finite", or "" for the
+    baseline itself. "agree" is the number of seeds with the sign of the mean difference.
+    """
+    deltas, error, agree, shown = [delta for delta in row["deltas"] if delta is not None], None, 0, "not finite"
+    if row["delta"] is not None and deltas:
+        spread = spread_of(deltas)
+        error, agree = spread.error, sum(delta * spread.mean > 0 for delta in deltas)
+        shown = _SIGNS[sign_of(spread)] if len(deltas) >= ENOUGH_SEEDS else "few seeds"
+    return {
+        "seeds": len(row["seeds"]),
+        "learning_rate": row["lr"],
+        "finite": row["finite"],
+        "loss": row["loss"],
+        "loss_sd": row["spread"],
+        "delta": row["delta"],
+        "delta_se": error,
+        "agree": agree,
+        "shown": "" if is_baseline else shown,
+        "speedup": row["speedup"],
+        "reached": row["reached"],
+    }
+
+
+def _arm_sentences(panels: Mapping[str, Sequence[_Arm]]) -> list[str]:
+    """Return a sentence per arm and panel: below the baseline or above, at its own best and at the shared rate."""
+    sentences = []
+    for panel, (first, *others) in panels.items():
+        baseline = first.best["label"]
+        for best, shared in others:
+            text = f"{panel}: {best['label']} {_against(best, baseline)} at its own best learning rate"
+            if best["learning_rate"] != shared["learning_rate"]:
+                text += f"; it {_against(shared, baseline)} at the shared rate"
+            if shared["shown"] == "below" and best["shown"] in ("above", "undecided"):
+                text += ": a gain that the learning rate explains"
+            sentences.append(f"{text}.")
+    return sentences
+
+
+def _against(row: Row, baseline: str) -> str:
+    if row["delta"] is None:
+        return "did not stay finite"
+    error = "" if row["delta_se"] is None else f" ± {row['delta_se']:.4f}"
+    words = {"undecided": "cannot be told from"}
+    word = words.get(row["shown"], "ends below" if row["delta"] < 0 else "ends above")
+    doubt = ", in too few seeds to tell," if row["shown"] == "few seeds" else ""
+    return f"{word} {baseline} ({row['delta']:+.4f}{error}){doubt}"
+
+
+def _number_rows(outcome: Outcome, paper: Paper) -> Iterator[NumberRow]:
+    """Yield the paper's other numbers beside those of the panels."""
+    for number in paper.numbers_of(outcome.name):
+        if number.panel and number.name in ("delta", "speedup"):
+            continue  # the rows of the arms show them
+        about = [panel for panel in outcome.finished if number.panel in ("", panel.paper)]
+        for panel in about:
+            yield NumberRow(number, panel.name, *_measured(number, outcome.scale, panel))
+        if not about:
+            yield NumberRow(number, number.panel)
+
+
+def _measured(number: Number, scale: str, panel: Evidence) -> tuple[float | None, float | None]:
+    """Return a number of the paper as a panel has it, and its standard error."""
+    if "rows" in panel.found:
+        return _timed(number.name, panel.found["rows"]), None
+    if number.name == "beta":
+        return panel.beta(number.arm), None
+    if number.name.startswith("steps_saved_to_") and scale == "paper":  # at another scale the tokens are others
+        return _steps_saved(number, panel), None
+    spread = measure(number.kind, number.arm, number.against, panel) if number.kind else None
+    return (None, None) if spread is None else (KINDS[number.kind].offset + spread.mean, spread.error)
+
+
+def _steps_saved(number: Number, panel: Evidence) -> float | None:
+    """Return by how many steps an arm reaches a loss before another, at the shared rate and the first seed."""
+    loss, steps = float(number.name.rpartition("_")[2]), []
+    for arm in (number.against, number.arm):
+        run = panel.runs(arm, panel.shared_lr).get(panel.seeds[0])
+        share = speedup([(1, loss)], run.curve) if run else None
+        if not share:
+            return None
+        steps.append(1.0 / share)
+    return steps[0] - steps[1]
+
+
+def _timed(name: str, rows: Sequence[Row]) -> float | None:
+    """Return a timing of the whole step: "overhead" in percent, or "PHASE_ms_SIDE" where the bench has the phases."""
+    steps = [row for row in rows if row["part"] == "step"]
+    row = next((row for row in steps if row["variant"] == "module"), {})  # the paper's form of the map
+    if name == "overhead":
+        return 100.0 * (float(row["ratio"]) - 1.0) if row else None
+    column, _, side = name.rpartition("_")
+    if side == "baseline":
+        wanted = {"variant": row.get("baseline"), **{key: row.get(key) for key in _CASE}}
+        row = next((other for other in steps if all(other.get(key) == wanted[key] for key in wanted)), {})
+    return float(row[column]) if row.get(column) else None
+
+
+def _draw(name: str, out: Path, panels: Sequence[Evidence]) -> dict[str, Any]:
     """Draw a figure into the table's folder for the page, or say why it cannot be drawn yet."""
     from symexplin.experiments.figures import FIGURES as SPECS  # slow: matplotlib
     from symexplin.experiments.figures import draw, save_figure
 
-    folders, caption = [panel.folder for panel in outcome.panels if panel.found is not None], name
+    folders, caption = [panel.folder for panel in panels], name
     try:
         spec = SPECS[check_choice("figures", name, SPECS)]
         caption = f"{spec.shows[0].upper()}{spec.shows[1:]} ({spec.origin})"
@@ -133,29 +241,29 @@ def _draw(name: str, out: Path, outcome: Outcome) -> dict[str, Any]:
     return {"caption": f"{caption}.", "image": image, "files": [f"{_FIGURES}/{file.name}" for file in files]}
 
 
-def _headline(found: _Findings) -> list[str]:
+def _headline(outcome: Outcome, claims: Sequence[ClaimVerdict]) -> list[str]:
     """Return in sentences what is missing, and how many claims held."""
-    outcome, sentences = found.outcome, []
-    if missing := list(outcome.unfinished):
+    sentences = []
+    if missing := [panel.name for panel in outcome.panels if not panel.found]:
         sentences.append(
             f"Unfinished: {len(missing)} of {len(outcome.panels)} panels to go ({', '.join(missing)}). Run the same "
             "command with --resume and without --panels."
         )
-    if found.claims:
-        verdicts = [claim.verdict for claim in found.claims]
+    if claims:
+        verdicts = [claim.verdict for claim in claims]
         counts = [f"{verdicts.count(verdict)} {verdict}" for verdict in (HELD, DID_NOT, UNTESTED)]
         one = "claim" if len(verdicts) == 1 else "claims"
         far = "" if outcome.scale == "paper" else ", far below the paper's"
         sentences.append(f"Of {len(verdicts)} {one} tested at scale {outcome.scale}{far}: {', '.join(counts)}.")
-    elif outcome.kind != BENCH:
+    elif not outcome.is_bench:
         sentences.append("The paper has no claim that this table tests.")
     return sentences
 
 
-def _timings(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Return the columns of a bench for the page, and their cells, numbers to four digits."""
-    columns = [name for name in _TIMINGS if any(row.get(name) for row in rows)]
-    return columns, [[_four_digits(row[name]) for name in columns] for row in rows]
+def _timings(rows: Sequence[Row]) -> list[list[str]]:
+    """Return the header and the cells of a bench for the page: columns with values, numbers to four digits."""
+    columns = [name for name in rows[0] if name not in _FACTS and any(row[name] for row in rows)]
+    return [columns, *([_four_digits(row[name]) for name in columns] for row in rows)]
 
 
 def _four_digits(text: str) -> str:
@@ -165,48 +273,23 @@ def _four_digits(text: str) -> str:
         return text or "–"
 
 
-def _distinct(places: Iterable[Mapping[str, Any]]) -> list[tuple[str, str]]:
+def _provenance(panels: Sequence[Evidence]) -> list[tuple[str, str]]:
     """Return where the panels ran, each value once."""
     facts: dict[str, dict[str, None]] = {}
-    for place in places:
-        for name, value in place.items():
-            facts.setdefault(name.replace("_", " "), {})["unknown" if value is None else str(value)] = None
+    for panel in panels:
+        for place in panel.found.get("rows") or [panel.found["provenance"]]:
+            for name in (name for name in place if name in _FACTS):
+                value = "unknown" if place[name] is None else str(place[name])
+                facts.setdefault(name.replace("_", " "), {})[value] = None
     return [(name, "; ".join(values)) for name, values in facts.items()]
 
 
-def _result_rows(found: _Findings) -> list[Row]:
-    common = {"table": found.outcome.name, "scale": found.outcome.scale}
-    rows = [
-        {**common, "panel": panel, "stands_for": stands_for, **row}
-        for panel, (stands_for, timings) in found.benches.items()
-        for row in timings
-    ]
-    rows += [
-        {
-            **common,
-            "panel": panel.name,
-            "stands_for": panel.paper,
-            "arm": arm.arm,
-            "compared_at": compared,
-            "seeds": len(side["seeds"]),
-            **{column: side[key] for column, key in _SIDE.items()},
-            "paper_loss": arm.paper_loss,
-            "paper_delta": arm.paper_delta,
-            "delta_minus_paper": arm.difference if side is arm.best else None,
-            "paper_speedup": arm.paper_speedup,
-        }
-        for panel in found.panels
-        for arm in found.rows[panel.name]
-        for compared, side in (("own best rate", arm.best), ("shared rate", arm.shared))
-    ]
-    return rows
-
-
-def _claim_rows(found: _Findings) -> list[Row]:
-    return [
-        {
-            "table": found.outcome.name,
-            "scale": found.outcome.scale,
+def _claim_rows(outcome: Outcome, verdict: ClaimVerdict) -> Iterator[Row]:
+    for panel in verdict.panels:
+        shared = panel.shared or panel.best
+        yield {
+            "table": outcome.name,
+            "scale": outcome.scale,
             "claim": verdict.claim.text,
             **{key: getattr(verdict.claim, key) for key in ("place", "arm", "against", "kind", "bound")},
             "panel": panel.panel,
@@ -214,11 +297,8 @@ def _claim_rows(found: _Findings) -> list[Row]:
             "measured": panel.best.spread.mean if panel.best.spread else None,
             "standard_error": panel.best.spread.error if panel.best.spread else None,
             "text": panel.best.text,
-            "verdict_at_shared_rate": (panel.shared or panel.best).verdict,
-            "text_at_shared_rate": (panel.shared or panel.best).text,
+            "verdict_at_shared_rate": shared.verdict,
+            "text_at_shared_rate": shared.text,
             "note": panel.note,
             "paper_difference": panel.paper,
         }
-        for verdict in found.claims
-        for panel in verdict.panels
-    ]

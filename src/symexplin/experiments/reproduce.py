@@ -5,27 +5,33 @@ base/        the first stage, if any  panels/PANEL/     a comparison each (symex
 report.html, table.csv, figures/      the results       (symexplin.experiments.report)
 """
 
-import dataclasses
 import shutil
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from symexplin.experiments.estimate import Estimate, warnings
+import torch
+
+from symexplin.experiments.comparison import ENOUGH_SEEDS
 from symexplin.experiments.results import append_results, check_results
-from symexplin.experiments.tables import BASE, BENCH, DATA, PANELS, SCALES, TABLE, Panel, Table, load_table
+from symexplin.experiments.tables import BASE, DATA, PANELS, PASSES, SCALES, TABLE, Panel, Table, load_table
 from symexplin.lab.bench.config import BenchConfig
 from symexplin.lab.bench.run import run_bench
-from symexplin.lab.compare.grid import CompareConfig
+from symexplin.lab.compare.grid import COMPARISON, CompareConfig
 from symexplin.lab.compare.sweep import compare_runs
+from symexplin.lab.config import RunConfig, resolve
+from symexplin.lab.data.batches import Corpus
 from symexplin.lab.data.prepare import PrepareConfig, prepare
 from symexplin.lab.data.tokens import DATASET
 from symexplin.lab.files import read_json, write_json
-from symexplin.lab.folders import LOCK, claimed
+from symexplin.lab.folders import LOCK, SUMMARY, check_resumable, claimed
+from symexplin.lab.model import Transformer
 from symexplin.lab.provenance import cores
 from symexplin.lab.run import train
 from symexplin.lab.settings import build, merge
+from symexplin.lab.train import NonFiniteError, Trainer
 from symexplin.validation import check_choice, check_whole
 
 __all__ = ["ReproduceConfig", "plan_lines", "reproduce"]
@@ -33,6 +39,8 @@ __all__ = ["ReproduceConfig", "plan_lines", "reproduce"]
 Echo = Callable[[str], None]
 
 _NEW = ".new"  # suffix of a panel's folder while its bench runs
+_TIMED_STEPS = 4  # the first one is slow, the fastest one counts
+_FEW_STEPS = 400  # the shortest runs of the scales have 450
 
 
 @dataclass(frozen=True)
@@ -83,17 +91,15 @@ class ReproduceConfig:
 
     def table(self, name: str, out: str | Path) -> Table:
         """Return the table `name` with these settings, to run in `out`."""
-        said = {key: list(getattr(self, key)) for key in ("arms", "lrs", "seeds", "confirm_seeds")}
-        changes: dict[str, Any] = {
-            "compare": {**{key: values for key, values in said.items() if values}, **_given("jobs", self.jobs)},
-            "train": _given("steps", self.steps),
-            "data": _given("sources", None if self.prepared else list(self.data) or None),
+        compare = {key: getattr(self, key) for key in ("arms", "lrs", "seeds", "confirm_seeds", "jobs")}
+        given = {
+            "compare": {
+                key: list(value) if isinstance(value, tuple) else value for key, value in compare.items() if value
+            },
+            "train": {"steps": self.steps} if self.steps else {},
+            "data": {"sources": list(self.data)} if self.data and not self.prepared else {},
         }
-        return load_table(name, self.scale, out=out, data=self.prepared, changes=merge(changes, self.set))
-
-
-def _given(key: str, value: object) -> dict[str, Any]:
-    return {} if value is None else {key: value}
+        return load_table(name, self.scale, out=out, data=self.prepared, changes=merge(given, self.set))
 
 
 def plan_lines(table: Table, names: Collection[str] = ()) -> list[str]:
@@ -145,15 +151,15 @@ def reproduce(
     Raises:
         FileNotFoundError, ValueError, OSError, Stopped: see :func:`symexplin.lab.compare.sweep.compare_runs`.
     """
-    from symexplin.experiments.report import report_table, verdict_lines  # slow: matplotlib
+    from symexplin.experiments.report import report_table  # slow: matplotlib
 
     config = config or ReproduceConfig()
     table = config.table(name, Path(out).resolve())
     wanted = _chosen(table, config.panels)
-    to_prepare = table.kind != BENCH and not config.prepared
+    to_prepare = not table.is_bench and not config.prepared
     if to_prepare and not table.data.get("sources"):
         raise ValueError(f"data must be given at scale {table.scale!r}: a prepared folder, or sources of text")
-    if table.kind != BENCH and results is not None:
+    if results is not None and not table.is_bench:
         check_results(Path(results))  # before hours of training
     with claimed(out, "table", {TABLE}) as folder:
         _begin(folder, table, resume)
@@ -163,13 +169,14 @@ def reproduce(
             if table.base is not None:
                 quiet: dict[str, Any] = {"tell_config": False, "progress": progress, "label": BASE}
                 train(table.base, folder / BASE, resume=True, echo=echo, **quiet)
-            _run_panels([_on_this_machine(panel, config) for panel in wanted], table, folder, echo, progress)
+            for line in _warnings(wanted):
+                echo(line)
+            _run_panels(wanted, table, folder, echo, progress)
             write_json(folder / TABLE, table.to_json())  # a resumed table may have grown
         finally:
             if {path.name for path in folder.iterdir()} == {TABLE, LOCK}:  # a mistake leaves no folder
                 (folder / TABLE).unlink()
-        report = report_table(folder)
-        echo("\n".join(["", *verdict_lines(folder), ""]))
+        report = report_table(folder, echo)
         echo(f"report: {report}")
         if results is not None:
             echo(f"rows added to {results}: {append_results(folder, Path(results))}")
@@ -189,28 +196,15 @@ def _begin(folder: Path, table: Table, resume: bool) -> None:
         return
     if not resume:
         raise ValueError(f"out must be a new folder, got {str(folder)!r}, which has a table: add --resume to resume it")
-    there, known = read_json(folder / TABLE), [panel.name for panel in table.panels]
-    for key in ("name", "scale"):
-        if there.get(key) != getattr(table, key):
-            raise ValueError(f"{folder} has another table: {key} is {there.get(key)!r} there")
-    for panel in there.get("panels", ()):
-        if panel["name"] not in known and (folder / PANELS / panel["name"]).exists():
-            raise ValueError(f"{folder} has another table: its panel {panel['name']} is none of {', '.join(known)}")
-
-
-def _on_this_machine(panel: Panel, given: ReproduceConfig) -> Panel:
-    """Return a panel with no more of the scale's jobs at a time than this machine has cores."""
-    config = panel.config
-    if not isinstance(config, CompareConfig) or given.jobs is not None:
-        return panel
-    grid = dataclasses.replace(config.compare, jobs=min(config.compare.jobs, cores()))
-    return dataclasses.replace(panel, config=dataclasses.replace(config, compare=grid))
+    there = read_json(folder / TABLE)
+    started = [panel["name"] for panel in there["panels"] if (folder / PANELS / panel["name"]).exists()]
+    saved = {"name": there["name"], "scale": there["scale"], "panels": started}
+    known = [panel.name for panel in table.panels if panel.name in started]
+    check_resumable(folder, "table", saved, {"name": table.name, "scale": table.scale, "panels": known})
 
 
 def _run_panels(panels: Sequence[Panel], table: Table, folder: Path, echo: Echo, progress: bool) -> None:
-    for line in warnings(panels):
-        echo(line)
-    estimate = Estimate(panels, folder, echo)
+    estimate = _Estimate(panels, folder, echo)
     estimate.tell_first()
     for panel in panels:
         echo(f"{table.name} {panel.name}")
@@ -224,3 +218,110 @@ def _run_panels(panels: Sequence[Panel], table: Table, folder: Path, echo: Echo,
             shutil.rmtree(new, ignore_errors=True)  # an interrupted bench starts again
             run_bench(panel.config, new, echo=echo, progress=progress)
             new.rename(place)
+
+
+def _warnings(panels: Sequence[Panel]) -> list[str]:
+    """Return a line for each choice that makes results hard to read: one learning rate, few seeds, few steps."""
+    configs = [panel.config for panel in panels if isinstance(panel.config, CompareConfig)]
+    found = []
+    if any(len(config.compare.lrs) == 1 for config in configs):
+        found.append("one learning rate (--lrs): its effect cannot be told from that of the arms")
+    if any(len(config.compare.seeds + config.compare.confirm_seeds) < ENOUGH_SEEDS for config in configs):
+        found.append(f"fewer than {ENOUGH_SEEDS} seeds (--seeds, --confirm-seeds): no claim can be tested")
+    steps = min((config.train.steps for config in configs), default=_FEW_STEPS)
+    if steps < _FEW_STEPS:
+        found.append(f"{steps} steps (--steps): the order of the arms may change in longer runs")
+    return [f"warning: {text}" for text in found]
+
+
+class _Estimate:
+    """The time that the comparisons of a table still take, from a few steps, then from the runs that have ended."""
+
+    def __init__(self, panels: Sequence[Panel], folder: Path, echo: Echo) -> None:
+        configs = [(panel.config, folder / PANELS / panel.name) for panel in panels]
+        self._panels = [(config, place) for config, place in configs if isinstance(config, CompareConfig)]
+        self._costs = [_cost(config) for config, _ in self._panels]
+        self._jobs = max((config.compare.jobs for config, _ in self._panels), default=1)
+        self._echo, self._began = echo, time.monotonic()
+        self._at_first = self._seen = self._ended()
+
+    def tell_first(self) -> None:
+        """Take some steps of the first run, and say how long all of them will take."""
+        left = self._left()
+        first = next((number for number, runs in enumerate(left) if runs), None)
+        if first is None:
+            return
+        seconds, when = _seconds(self._panels[first][0]), "the time is known when the first one has ended"
+        if seconds is not None:
+            when = f"about {_duration(seconds / self._costs[first] * self._work(left) / self._jobs)}"
+            when += f" (from {_TIMED_STEPS} steps)"
+        self._echo(f"runs to do: at most {sum(left)}, {when}")
+        self._began = time.monotonic()
+
+    def echo(self, line: str) -> None:
+        """Pass a line on, and say how long the rest will take if a run has ended since the last one."""
+        self._echo(line)
+        ended, left = self._ended(), self._left()
+        if ended != self._seen and any(left):
+            new = [now - before for now, before in zip(ended, self._at_first, strict=True)]
+            # Others run beside those that have ended, and end soon.
+            under_way = -(-sum(new) // self._jobs) * self._jobs / sum(new)
+            seconds = (time.monotonic() - self._began) * self._work(left) / (self._work(new) * under_way)
+            self._echo(f"runs left: at most {sum(left)}, about {_duration(seconds)}")
+        self._seen = ended
+
+    def _ended(self) -> list[int]:
+        return [len(list(place.glob(f"runs/*/{SUMMARY}"))) for _, place in self._panels]
+
+    def _left(self) -> list[int]:
+        """Return how many runs each panel has left at most."""
+        return [
+            0 if (place / COMPARISON).exists() else max(0, config.compare.most_runs - ended)
+            for (config, place), ended in zip(self._panels, self._ended(), strict=True)
+        ]
+
+    def _work(self, runs: Sequence[int]) -> float:
+        return sum(cost * count for cost, count in zip(self._costs, runs, strict=True))
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("days", 86400), ("h", 3600)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{max(1, round(seconds / 60))} min"
+
+
+def _cost(config: CompareConfig) -> float:
+    """Return a number proportional to the time of a run: its parameters times the tokens of all passes."""
+    run = config.example(config.compare.arms[-1])
+    with torch.device("meta"):  # shapes without memory
+        parameters = sum(parameter.numel() for parameter in Transformer(run.model).parameters())
+    return float(parameters) * _steps(run) * run.train.batch_size * run.model.context
+
+
+def _steps(run: RunConfig) -> float:
+    """Return how many training steps take the time of a run, its evaluations included."""
+    evaluations = 1 + run.train.steps // run.train.eval_every
+    return run.train.steps + evaluations * run.train.eval_batches / PASSES
+
+
+def _seconds(config: CompareConfig) -> float | None:
+    """Return the seconds of a run, from a few of its steps; None where these tell nothing."""
+    if config.compute.compile or config.compare.cluster != "none":
+        return None
+    corpus = Corpus.load(config.data, verify=False)
+    corpus.check_context(config.model.context)
+    run = resolve(config.example(config.compare.arms[-1]), corpus.vocab_size)  # the first arm has no map
+    before = torch.get_num_threads()
+    torch.set_num_threads(run.compute.threads or max(1, cores() // config.compare.jobs))
+    try:
+        trainer, times = Trainer(run, corpus), []
+        for _ in range(_TIMED_STEPS):
+            began = time.perf_counter()
+            trainer.update()
+            times.append(time.perf_counter() - began)
+    except NonFiniteError:  # the run itself reports it
+        return None
+    finally:
+        torch.set_num_threads(before)
+    return min(times) * _steps(run)

@@ -3,7 +3,6 @@
 import csv
 import datetime
 import hashlib
-import io
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import Any
 
 import filelock
 
-from symexplin.experiments.tables import BENCH, Outcome, PanelOutcome, read_table
+from symexplin.experiments.comparison import Evidence
+from symexplin.experiments.tables import read_table
 from symexplin.lab.files import read_json, write_csv
 from symexplin.lab.folders import CONFIG, FACTS, SUMMARY
 from symexplin.lab.settings import load_toml
@@ -43,13 +43,15 @@ def check_results(file: Path, columns: Sequence[str] = COLUMNS) -> list[Row]:
     """Return the rows of a CSV file of results, none of a new file; refuse other columns and damaged rows."""
     if not file.exists():
         return []
-    names, *rows = list(csv.reader(io.StringIO(file.read_text(encoding="utf-8")))) or [[]]
-    if names != list(columns):
-        raise ValueError(f"{str(file)!r} must have the columns {', '.join(columns)}, or be a new file")
+    with file.open(newline="", encoding="utf-8") as lines:
+        reader = csv.DictReader(lines)
+        if tuple(reader.fieldnames or ()) != tuple(columns):
+            raise ValueError(f"{str(file)!r} must have the columns {', '.join(columns)}, or be a new file")
+        rows = list(reader)
     for number, row in enumerate(rows, start=2):
-        if len(row) != len(columns):
-            raise ValueError(f"{str(file)!r} is damaged: row {number} has {len(row)} columns, not {len(columns)}")
-    return [dict(zip(columns, row, strict=True)) for row in rows]
+        if None in row or None in row.values():
+            raise ValueError(f"{str(file)!r} is damaged: row {number} must have {len(columns)} columns")
+    return rows
 
 
 def append_results(out: str | Path, file: Path) -> int:
@@ -59,11 +61,13 @@ def append_results(out: str | Path, file: Path) -> int:
     of its own results.csv, and so a file of its own.
     """
     outcome = read_table(out)
-    rows = [row for panel in outcome.panels if panel.found is not None for row in _rows(outcome, panel, panel.found)]
+    place = {"table": outcome.name, "scale": outcome.scale}
+    rows = [{**place, "panel": panel.name, **row} for panel in outcome.finished for row in _rows(panel)]
     if not rows:
         return 0
-    columns = tuple(rows[0])
-    key = columns if outcome.kind == BENCH else _KEY
+    columns = tuple(rows[0]) if outcome.is_bench else COLUMNS
+    rows = [{name: "" if row[name] is None else str(row[name]) for name in columns} for row in rows]
+    key = columns if outcome.is_bench else _KEY
     file.parent.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(file.with_name(file.name + ".lock")):  # another table may end at the same moment
         old = check_results(file, columns)
@@ -74,32 +78,21 @@ def append_results(out: str | Path, file: Path) -> int:
     return len(new)
 
 
-def _rows(outcome: Outcome, panel: PanelOutcome, found: Mapping[str, Any]) -> list[Row]:
-    place = {"table": outcome.name, "scale": outcome.scale, "panel": panel.name}
-    if outcome.kind == BENCH:
-        return [{**place, **row} for row in found["rows"]]
-    best = {row["arm"]: row["lr"] for row in found["comparison"]["best"]}
-    shared, confirm = found["comparison"]["shared_lr"], found["comparison"].get("confirm_seeds", ())
-    rows = []
-    for run in found["runs"]:
-        rates = (("own", best.get(run["arm"])), ("shared", shared))
-        content: dict[str, Any] = {
-            **place,
-            **{key: run[key] for key in _OF_A_RUN},
-            "stage": "confirm" if run["seed"] in confirm else "sweep",
-            "best_at": "+".join(name for name, lr in rates if lr == run["lr"]),
-            **_facts(panel.folder / run["folder"]),
-        }
-        rows.append({name: "" if content[name] is None else str(content[name]) for name in COLUMNS})
-    return rows
+def _rows(panel: Evidence) -> list[dict[str, Any]]:
+    """Return a row per run of a panel, or those of a bench."""
+    return panel.found.get("rows") or [_row(panel, run) for run in panel.found["runs"]]
 
 
-def _facts(folder: Path) -> dict[str, Any]:
-    """Return the columns that come from a run's own folder."""
+def _row(panel: Evidence, run: Mapping[str, Any]) -> dict[str, Any]:
+    folder = panel.folder / run["folder"]
     config, facts = load_toml(folder / CONFIG), read_json(folder / FACTS)
     train, place = config["train"], facts["provenance"]
+    rates = {"own": panel.best_lr(run["arm"]), "shared": panel.shared_lr}
     ended = datetime.datetime.fromtimestamp((folder / SUMMARY).stat().st_mtime, datetime.UTC)
     return {
+        **{key: run[key] for key in _OF_A_RUN},
+        "stage": "confirm" if run["seed"] in panel.found["comparison"]["confirm_seeds"] else "sweep",
+        "best_at": "+".join(name for name, lr in rates.items() if lr == run["lr"]),
         "steps": train["steps"],
         "tokens": train["steps"] * train["batch_size"] * config["model"]["context"],
         "config_hash": config_hash(config, facts.get("weights")),

@@ -6,7 +6,7 @@ The settings of a panel are layers: protocol, table, scale, panel, command. A la
 import csv
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from symexplin.lab.bench.run import RESULTS
 from symexplin.lab.compare.grid import COMPARISON, CompareConfig
 from symexplin.lab.config import RunConfig
 from symexplin.lab.files import read_json
-from symexplin.lab.settings import build, load_toml, merge
+from symexplin.lab.settings import build, differences, load_toml, merge
 from symexplin.validation import check_choice, naming
 
 __all__ = [
@@ -30,7 +30,6 @@ __all__ = [
     "TABLE",
     "Outcome",
     "Panel",
-    "PanelOutcome",
     "Table",
     "load_table",
     "names",
@@ -44,23 +43,20 @@ TABLE, PANELS = "table.json", "panels"
 BASE, DATA, BENCH = "base", "data", "bench"
 _CONFIGS = Path(__file__).parent / "configs"
 _PROTOCOLS = "protocols"
-# Tables of settings; `map` is that of every curved arm, `base` changes [train] for the run that the others start from.
-_SETTINGS = (DATA, "model", "train", "sel", "compute", "log", "compare", "cluster", "map", "arm", BASE, BENCH)
 _OF_A_RUN = ("model", "train", "compute", "log")
-_OF_A_SCALE = (*_SETTINGS, "panel", "assumptions")
-_OF_A_PANEL = (*_SETTINGS, "name", "stands_for")
-_TEXTS = ("title", "place", "about", "kind", "protocol", "figures", "baseline")
-_OF_A_TABLE = (*_TEXTS, "arm", BASE, BENCH, "panel", "assumptions", *SCALES)
+# Tables of settings; `map` is that of every curved arm, `base` changes [train] for the run that the others start from.
+_SETTINGS = (*_OF_A_RUN, "sel", "compare", "cluster", "arm", "map", DATA, BASE)
+_OF_A_PANEL = ("name", "stands_for")
 # Training a batch costs a forward and a backward pass, evaluating it the forward pass alone, about a third.
 PASSES = 3
 
 
 @dataclass(frozen=True)
 class About:
-    """A table at a scale; its data are keys of :class:`PrepareConfig`, none where they are prepared.
+    """A table at a scale, as table.json has it.
 
-    `place` is where in the paper, "" beyond it, `kind` "compare" or "bench". A bench has no baseline and no labels.
-    `assumptions` are sentences on the keys that the paper leaves open.
+    `place` is where in the paper, "" beyond it. `labels` are those of the arms. A bench has no baseline and no labels.
+    `assumptions` are sentences on the keys that the paper leaves open. `data` are keys of :class:`PrepareConfig`.
     """
 
     name: str
@@ -68,20 +64,24 @@ class About:
     title: str
     place: str
     about: str
-    kind: str
-    figures: tuple[str, ...]
+    figures: Sequence[str]
     baseline: str
     labels: dict[str, str]
     assumptions: dict[str, str]
     data: Settings
 
+    @property
+    def is_bench(self) -> bool:
+        """Whether the table has timings in place of losses."""
+        return not self.baseline
+
 
 @dataclass(frozen=True)
 class Panel:
-    """One comparison of a table, or one bench; `stands_for` is the paper's panel that it is compared with."""
+    """One comparison of a table, or one bench; `stands_for` is the paper's panel that it is compared with, or ""."""
 
     name: str
-    stands_for: str | None
+    stands_for: str
     config: CompareConfig | BenchConfig
 
 
@@ -99,33 +99,15 @@ class Table(About):
 
 
 @dataclass(frozen=True)
-class PanelOutcome:
-    """The result of a panel: `found` is its comparison.json, or {"rows": those of a bench}, or None."""
-
-    name: str
-    stands_for: str | None
-    folder: Path
-    found: Settings | None
-
-
-@dataclass(frozen=True)
 class Outcome(About):
-    """The results in a table's folder."""
+    """The results in a table's folder; those of a bench are the rows of its results.csv."""
 
-    panels: tuple[PanelOutcome, ...]
+    panels: tuple[Evidence, ...]
 
     @property
     def finished(self) -> tuple[Evidence, ...]:
-        """The finished comparisons, in the order of the panels; none of a bench."""
-        if self.kind == BENCH:
-            return ()
-        found = ((panel, panel.found) for panel in self.panels if panel.found is not None)
-        return tuple(Evidence(p.name, p.folder, content, p.stands_for or "", self.labels) for p, content in found)
-
-    @property
-    def unfinished(self) -> dict[str, str]:
-        """{name: the paper's panel that it stands for, or ""} of the panels without a result."""
-        return {panel.name: panel.stands_for or "" for panel in self.panels if panel.found is None}
+        """The panels with a result."""
+        return tuple(panel for panel in self.panels if panel.found)
 
 
 def names() -> dict[str, str]:
@@ -146,127 +128,100 @@ def load_table(
     configs/protocols.toml; `map` is for every curved arm.
     """
     check_choice("scale", scale, SCALES)
-    changes = {key: value for key, value in (changes or {}).items() if value != {}}
+    known = _files()
+    if not name.endswith(".toml"):
+        check_choice("name", name, known)
     with naming(f"table {name}"):
-        file = _read(name)
-        unused = {BENCH, *(() if BASE in file else (BASE,)), *(() if data is None else (DATA,))}
-        _check_keys(changes, (BENCH,) if _is_bench(file) else tuple(key for key in _SETTINGS if key not in unused))
-        baseline: str = file.get("baseline", "")
-        layers = _Layers(_settings(file, scale), changes, baseline, str(out), str(data or Path(out, DATA)))
-        settings = merge(layers.settings, changes)
-        labels = {arm: table.get("label", arm) for arm, table in settings.get("arm", {}).items()}
+        file = load_toml(known.get(name, name))
+        about = {key: file.pop(key, "") for key in ("title", "place", "about", "baseline")}
+        figures = file.pop("figures", ())
+        settings, of_paper = _settings(file, scale), _settings(file, "paper")
+        entries, assumptions = settings.pop("panel", [{}]), settings.pop("assumptions", {})
+        changes = {key: value for key, value in (changes or {}).items() if value != {}}
+        if data is not None:
+            settings.pop(DATA, None)
+            assumptions = {key: text for key, text in assumptions.items() if not key.startswith(f"{DATA}.")}
+        _check(settings, changes, entries, about["baseline"])
+        layers = _Layers(settings, changes, about["baseline"], str(data or Path(out, DATA)), str(Path(out, BASE)))
+        panels, changed = tuple(_panels(layers, entries, of_paper)), merge(settings, changes)
+        arms = {about["baseline"]: {}, **changed.get("arm", {})}
+        given = {key: f" (Here: {value}.)" for key, (_, value) in differences({}, changes).items()}
         return Table(
+            **about,
             name=Path(name).stem,
             scale=scale,
-            **{key: file.get(key, "") for key in ("title", "place", "about", "baseline")},
-            kind=file.get("kind", "compare"),
-            figures=tuple(file.get("figures", ())),
-            labels={baseline: labels.get(baseline, baseline), **labels} if baseline else {},
-            assumptions=_assumptions(layers.settings, changes, of_data=data is None),
-            data=settings.get(DATA, {}) if data is None else {},
+            figures=figures,
+            labels={arm: table.get("label", arm) for arm, table in arms.items() if arm},
+            assumptions={key: text + given.get(key, "") for key, text in assumptions.items()},
+            data=changed.get(DATA, {}),
             base=layers.base(),
-            panels=tuple(_panels(file, scale, layers)),
+            panels=panels,
         )
 
 
-def _is_bench(file: Settings) -> bool:
-    return file.get("kind") == BENCH
-
-
-def _read(name: str) -> Settings:
-    """Return the table in a TOML file, its keys checked."""
-    known = _files()
-    if name not in known and not name.endswith(".toml"):
-        check_choice("name", name, known)
-    file = load_toml(known.get(name, name))
-    _check_keys(file, _OF_A_TABLE)
-    scales = [file.get(scale, {}) for scale in SCALES]
-    for table in scales:
-        _check_keys(table, _OF_A_SCALE)
-    for panel in (panel for table in (file, *scales) for panel in table.get("panel", [])):
-        _check_keys(panel, _OF_A_PANEL)
-    for key in () if _is_bench(file) else ("protocol", "baseline"):
-        if key not in file:
-            raise ValueError(f"{key} must be given")
-    return file
-
-
-def _check_keys(table: Settings, known: tuple[str, ...]) -> None:
-    for key, value in table.items():
-        check_choice("key", key, known)
-        if key in (*_SETTINGS, *SCALES) and not isinstance(value, Mapping):
-            raise ValueError(f"[{key}] must be a table, got {value!r}")
-        if key == "panel" and not (isinstance(value, list) and all(isinstance(entry, Mapping) for entry in value)):
-            raise ValueError(f"panel must be tables, each under [[panel]], got {value!r}")
-    for name, arm in table.get("arm", {}).items():
-        if not isinstance(arm, Mapping):
-            raise ValueError(f"[arm.{name}] must be a table, got {arm!r}")
+def _settings(file: Settings, scale: str) -> Settings:
+    """Return the settings of protocol, table and scale; a scale's own panels replace the table's."""
+    of_table = {key: value for key, value in file.items() if key not in ("protocol", *SCALES)}
+    protocol = file.get("protocol", "") if scale == "paper" else scale
+    return merge({} if BENCH in file else _protocol(protocol), merge(of_table, file.get(scale, {})))
 
 
 def _protocol(name: str) -> Settings:
     protocols = load_toml(_CONFIGS / f"{_PROTOCOLS}.toml")
-    check_choice("protocol", name, protocols)
-    found: Settings = dict(protocols[name])
+    found: Settings = protocols[check_choice("protocol", name, protocols)]
     extended = found.pop("extends", None)
     return merge(_protocol(extended), found) if extended else found
 
 
-def _settings(file: Settings, scale: str) -> Settings:
-    """Return the settings of protocol, table and scale."""
-    protocol = {} if _is_bench(file) else _protocol(file["protocol"] if scale == "paper" else scale)
-    of_table = {key: file[key] for key in ("arm", BASE, BENCH, "assumptions") if key in file}
-    of_scale = {key: value for key, value in file.get(scale, {}).items() if key != "panel"}
-    return merge(merge(protocol, of_table), of_scale)
-
-
-def _assumptions(settings: Settings, changes: Settings, *, of_data: bool) -> dict[str, str]:
-    """Return the assumptions, each with the value that the command gives instead."""
-    found = {}
-    for key, text in settings.get("assumptions", {}).items():
-        value: Any = changes
-        for name in key.split("."):
-            value = value.get(name) if isinstance(value, Mapping) else None
-        if of_data or not key.startswith(f"{DATA}."):
-            found[key] = text if value is None else f"{text} (Here: {value}.)"
-    return found
+def _check(settings: Settings, changes: Settings, entries: object, baseline: str) -> None:
+    """Check which tables of settings there are; their keys are checked where they are built."""
+    known = [BENCH] if BENCH in settings else [key for key in _SETTINGS if key in settings or key not in (DATA, BASE)]
+    for key, value in (*settings.items(), *changes.items()):
+        check_choice("key", key, known)
+        if not isinstance(value, Mapping):
+            raise ValueError(f"[{key}] must be a table, got {value!r}")
+    if not baseline and BENCH not in settings:
+        raise ValueError("baseline must be given")
+    if not isinstance(entries, list):
+        raise ValueError(f"panel must be tables, each under [[panel]], got {entries!r}")
 
 
 @dataclass(frozen=True)
 class _Layers:
-    """Settings of protocol, table and scale, changes of the command, and the places of the table."""
+    """Settings of protocol, table and scale, changes of the command, and the folders of the data and of the base."""
 
     settings: Settings
     changes: Settings
     baseline: str
-    out: str
     data: str
+    weights: str
 
-    def comparison(self, panel: Mapping[str, Any]) -> CompareConfig:
-        """Return the comparison of a panel."""
-        found = self.of(panel)
-        arms = found.get("arm", {})
+    def config(self, panel: Settings) -> CompareConfig | BenchConfig:
+        """Return the configuration of a panel."""
+        found = self._of(panel)
+        if BENCH in found:
+            return build(BenchConfig, found[BENCH])
+        arms, curve = found.pop("arm", {}), found.pop("map", {})
+        if found.pop(BASE, None):
+            found["train"] = {**found["train"], "weights": self.weights}
         known = list(dict.fromkeys([self.baseline, *arms]))
         compare = {"baseline": self.baseline, "arms": known, **_confirm_each_once(found["compare"], self.changes)}
         for name in compare["arms"]:
             check_choice("arms", name, known)
-        chosen = {name: _curved(arm, found.get("map", {})) for name, arm in arms.items() if name in compare["arms"]}
-        run = {key: found[key] for key in (*_OF_A_RUN, "sel", "cluster") if key in found}
-        if BASE in self.settings:
-            run["train"] = {**run["train"], "weights": str(Path(self.out, BASE))}
-        return build(CompareConfig, {"data": self.data, **run, "compare": compare, "arm": chosen})
+        chosen = {name: _curved(arm, curve) for name, arm in arms.items() if name in compare["arms"]}
+        return build(CompareConfig, {**found, "data": self.data, "compare": compare, "arm": chosen})
 
     def base(self) -> RunConfig | None:
         """Return the AdamW run whose weights all runs start from, if there is one."""
         if BASE not in self.settings:
             return None
-        found = self.of({})
+        found = self._of({})
         run = {key: found[key] for key in _OF_A_RUN if key in found}
         train = merge(found["train"], found[BASE])
         return build(RunConfig, {"data": self.data, **run, "train": train, "sel": {"home": "none"}})
 
-    def of(self, panel: Mapping[str, Any]) -> Settings:
-        """Return all settings of a panel."""
-        before = merge(self.settings, {key: panel[key] for key in _SETTINGS if key in panel})
+    def _of(self, panel: Settings) -> Settings:
+        before = merge(self.settings, {key: value for key, value in panel.items() if key not in _OF_A_PANEL})
         return _in_proportion(merge(before, self.changes), before, self.changes)
 
 
@@ -287,39 +242,38 @@ def _in_proportion(settings: Settings, before: Settings, changes: Settings) -> S
 
 def _confirm_each_once(compare: Settings, changes: Settings) -> Settings:
     """Leave out of the second stage the seeds that the command gives to the first one."""
-    own, confirm = changes.get("compare", {}), compare.get("confirm_seeds")
-    if "confirm_seeds" in own or not isinstance(own.get("seeds"), list) or not confirm:
+    own, confirm = changes.get("compare", {}), compare.get("confirm_seeds", [])
+    if "seeds" not in own or "confirm_seeds" in own:
         return compare
     return {**compare, "confirm_seeds": [seed for seed in confirm if seed not in own["seeds"]]}
 
 
-def _curved(arm: Settings, curve: Settings) -> Settings:
+def _curved(arm: Any, curve: Settings) -> Any:
     """Return an arm with the panel's changes of its map."""
+    if not isinstance(arm, Mapping):
+        return arm  # the schema refuses it
     arm = {key: value for key, value in arm.items() if key != "label"}
     return arm if arm.get("home") == "none" or not curve else merge(arm, {"map": curve})
 
 
-def _panels(file: Settings, scale: str, layers: _Layers) -> list[Panel]:
-    """Return the panels at a scale, each with the paper's panel that it stands for."""
-    size = BENCH if _is_bench(file) else "{width}x{depth}".format(**_protocol(file["protocol"])["model"])
-    of_paper = [panel.get("name") for panel in file.get("panel", [])] or [size]
-    found: list[Panel] = []
-    for entry in (file if scale == "paper" else file.get(scale, {})).get("panel", [{}]):
-        config = build(BenchConfig, layers.of(entry).get(BENCH, {})) if _is_bench(file) else layers.comparison(entry)
+def _panels(layers: _Layers, entries: Sequence[Settings], of_paper: Settings) -> Iterator[Panel]:
+    """Yield the panels, each with the paper's panel that it stands for."""
+    size = BENCH if BENCH in of_paper else "{width}x{depth}".format(**of_paper["model"])
+    papers = [entry["name"] for entry in of_paper.get("panel", [{"name": size}])]
+    seen = set()
+    for entry in entries:
+        config = layers.config(entry)
         own = BENCH if isinstance(config, BenchConfig) else f"{config.model.width}x{config.model.depth}"
         name = entry.get("name", own)
-        if not re.fullmatch(r"[\w+-]+", name) or name in [panel.name for panel in found]:
+        if not re.fullmatch(r"[\w+-]+", name) or name in seen:
             raise ValueError(f"panel must have a unique name of letters, digits, '+', '-' and '_', got {name!r}")
-        likely = of_paper[0] if len(of_paper) == 1 else name
-        found.append(Panel(name, entry.get("stands_for", likely if likely in of_paper else None), config))
-    return found
+        seen.add(name)
+        likely = papers[0] if len(papers) == 1 else name
+        yield Panel(name, entry.get("stands_for", likely if likely in papers else ""), config)
 
 
 def read_table(out: str | Path) -> Outcome:
     """Return the results in a folder of `symexplin reproduce`, finished or not.
-
-    Args:
-        out: the folder.
 
     Raises:
         ValueError: a folder of another kind, a damaged file.
@@ -329,17 +283,21 @@ def read_table(out: str | Path) -> Outcome:
         raise ValueError(f"out must be the folder of a table, which has {TABLE}, got {str(out)!r}")
     about = read_json(out / TABLE)
     try:
-        folders = [(panel, out / PANELS / panel["name"]) for panel in about.pop("panels")]
-        panels = tuple(PanelOutcome(**panel, folder=folder, found=_found(folder)) for panel, folder in folders)
-        return Outcome(**{**about, "figures": tuple(about["figures"])}, panels=panels)
+        panels = [
+            Evidence(panel["name"], folder, _found(folder), panel["stands_for"] or "", about["labels"])
+            for panel in about.pop("panels")
+            for folder in [out / PANELS / panel["name"]]
+        ]
+        return Outcome(**about, panels=tuple(panels))
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{str(out / TABLE)!r} is damaged: {error}") from None
+        raise ValueError(f"{str(out / TABLE)!r} is damaged, or of another version of symexplin: {error}") from None
 
 
-def _found(folder: Path) -> Settings | None:
+def _found(folder: Path) -> Settings:
+    """Return the content of a panel's comparison.json, or the rows of its bench; {} before it has ended."""
     if (folder / COMPARISON).exists():
         return read_json(folder / COMPARISON)
     if (folder / RESULTS).exists():
         with (folder / RESULTS).open(newline="", encoding="utf-8") as file:
             return {"rows": list(csv.DictReader(file))}
-    return None
+    return {}
