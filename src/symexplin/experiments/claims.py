@@ -35,8 +35,8 @@ def _gaps(arm: FinishedRun, against: FinishedRun) -> list[float]:
 
 def _change_of(role: str) -> Measure:
     def change(arm: FinishedRun, _: FinishedRun) -> float | None:
-        mean = arm.last_scale(role)
-        return None if mean is None else mean - 1.0
+        means = arm.scale_means(role)
+        return means[-1][1] - 1.0 if means else None
 
     return change
 

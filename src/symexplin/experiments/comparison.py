@@ -1,6 +1,5 @@
 """A finished comparison, looked up by arm, learning rate and seed: for the report of a table and for figures."""
 
-import contextlib
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -23,22 +22,18 @@ _START_AND_HOME = ("start", "home")  # what comparison.json adds to the keys of 
 
 
 class Spread(NamedTuple):
-    """Numbers of several seeds, their mean and its standard error, which is None for one seed."""
+    """Numbers of several seeds; `error` is the standard error of the mean, None for one seed, `margin` twice that."""
 
     values: tuple[float, ...]
     mean: float
     error: float | None
-
-    @property
-    def margin(self) -> float:
-        """Twice the standard error."""
-        return math.inf if self.error is None else _ERRORS * self.error
+    margin: float
 
 
 def spread_of(values: Sequence[float]) -> Spread:
     """Return mean and standard error of at least one number."""
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-    return Spread(tuple(values), statistics.fmean(values), error)
+    return Spread(tuple(values), statistics.fmean(values), error, math.inf if error is None else _ERRORS * error)
 
 
 def sign_of(spread: Spread) -> int:
@@ -66,14 +61,10 @@ class FinishedRun(NamedTuple):
     def scale_means(self, role: str) -> list[tuple[int, float]]:
         """Return (step, mean over all weights) of a scale at each evaluation that has it."""
         key, unit = ("kappa/mean", self.beta) if role == "m" else (f"{role}/mean", 1.0)  # m = kappa / beta, Eq. 4
+        if not (self.folder / METRICS).exists():
+            return []
         stats = [(record["step"], record.get("stats") or {}) for record in read_json_lines(self.folder / METRICS)]
         return [(step, found[key] / unit) for step, found in stats if key in found and unit is not None]
-
-    def last_scale(self, role: str) -> float | None:
-        """Return the mean of a scale at the last evaluation, or None where the run's files do not have it."""
-        with contextlib.suppress(OSError, ValueError):
-            return next((mean for _, mean in reversed(self.scale_means(role))), None)
-        return None
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,8 @@ def report_table(out: str | Path, echo: Callable[[str], None] = lambda _: None) 
             numbers=list(_number_rows(outcome, paper)),
             panels=[(panel, arms[panel.name], edges[panel.name]) for panel in panels if not is_bench],
             links={panel.name: f"{PANELS}/{panel.name}/{PAGE}" for panel in panels if (panel.folder / PAGE).exists()},
-            benches=[(panel, _timings(panel.found["rows"])) for panel in panels if is_bench],
+            benches=[panel for panel in panels if is_bench],
+            facts=_FACTS,
             figures=[_draw(name, out, panels) for name in outcome.figures],
             assumptions=list(outcome.assumptions.items()),
             provenance=_provenance(panels),
@@ -258,19 +259,6 @@ def _headline(outcome: Outcome, claims: Sequence[ClaimVerdict]) -> list[str]:
     elif not outcome.is_bench:
         sentences.append("The paper has no claim that this table tests.")
     return sentences
-
-
-def _timings(rows: Sequence[Row]) -> list[list[str]]:
-    """Return the header and the cells of a bench for the page: columns with values, numbers to four digits."""
-    columns = [name for name in rows[0] if name not in _FACTS and any(row[name] for row in rows)]
-    return [columns, *([_four_digits(row[name]) for name in columns] for row in rows)]
-
-
-def _four_digits(text: str) -> str:
-    try:
-        return f"{float(text):.4g}"
-    except ValueError:
-        return text or "–"
 
 
 def _provenance(panels: Sequence[Evidence]) -> list[tuple[str, str]]:

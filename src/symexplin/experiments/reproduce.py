@@ -27,12 +27,11 @@ from symexplin.lab.data.prepare import PrepareConfig, prepare
 from symexplin.lab.data.tokens import DATASET
 from symexplin.lab.files import read_json, write_json
 from symexplin.lab.folders import LOCK, SUMMARY, check_resumable, claimed
-from symexplin.lab.model import Transformer
 from symexplin.lab.provenance import cores
 from symexplin.lab.run import train
 from symexplin.lab.settings import build, merge
 from symexplin.lab.train import NonFiniteError, Trainer
-from symexplin.validation import check_choice, check_whole
+from symexplin.validation import check_choice
 
 __all__ = ["ReproduceConfig", "plan_lines", "reproduce"]
 
@@ -61,9 +60,6 @@ class ReproduceConfig:
             than half the time of training.
         set: any key of a scale's tables, such as model.width=64, train.batch_size=4, map.beta=5 (of every curved arm),
             compare.confirm_seeds=[], or for a cluster compare.cluster=slurm cluster.walltime=...
-
-    Raises:
-        ValueError: a value out of range.
     """
 
     scale: str = field(default="mini", metadata={"choices": SCALES})
@@ -77,13 +73,6 @@ class ReproduceConfig:
     steps: int | None = None
     set: dict[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        """Check the keys that no other configuration checks."""
-        check_choice("scale", self.scale, SCALES)
-        for name in ("jobs", "steps"):
-            if getattr(self, name) is not None:
-                check_whole(name, getattr(self, name))
-
     @property
     def prepared(self) -> str | None:
         """The prepared folder, if `data` is one."""
@@ -91,15 +80,14 @@ class ReproduceConfig:
 
     def table(self, name: str, out: str | Path) -> Table:
         """Return the table `name` with these settings, to run in `out`."""
-        compare = {key: getattr(self, key) for key in ("arms", "lrs", "seeds", "confirm_seeds", "jobs")}
-        given = {
-            "compare": {
-                key: list(value) if isinstance(value, tuple) else value for key, value in compare.items() if value
-            },
-            "train": {"steps": self.steps} if self.steps else {},
-            "data": {"sources": list(self.data)} if self.data and not self.prepared else {},
+        lists = {key: list(getattr(self, key)) for key in ("arms", "lrs", "seeds", "confirm_seeds")}
+        jobs = {} if self.jobs is None else {"jobs": self.jobs}
+        changes = {
+            "compare": {**{key: values for key, values in lists.items() if values}, **jobs},
+            "train": {} if self.steps is None else {"steps": self.steps},
+            "data": {} if self.prepared or not self.data else {"sources": list(self.data)},
         }
-        return load_table(name, self.scale, out=out, data=self.prepared, changes=merge(given, self.set))
+        return load_table(name, self.scale, out=out, data=self.prepared, changes=merge(changes, self.set))
 
 
 def plan_lines(table: Table, names: Collection[str] = ()) -> list[str]:
@@ -240,7 +228,6 @@ class _Estimate:
     def __init__(self, panels: Sequence[Panel], folder: Path, echo: Echo) -> None:
         configs = [(panel.config, folder / PANELS / panel.name) for panel in panels]
         self._panels = [(config, place) for config, place in configs if isinstance(config, CompareConfig)]
-        self._costs = [_cost(config) for config, _ in self._panels]
         self._jobs = max((config.compare.jobs for config, _ in self._panels), default=1)
         self._echo, self._began = echo, time.monotonic()
         self._at_first = self._seen = self._ended()
@@ -248,13 +235,13 @@ class _Estimate:
     def tell_first(self) -> None:
         """Take some steps of the first run, and say how long all of them will take."""
         left = self._left()
-        first = next((number for number, runs in enumerate(left) if runs), None)
-        if first is None:
+        config = next((config for (config, _), runs in zip(self._panels, left, strict=True) if runs), None)
+        if config is None:
             return
-        seconds, when = _seconds(self._panels[first][0]), "the time is known when the first one has ended"
+        seconds, when = _seconds(config), "the time is known when the first one has ended"
         if seconds is not None:
-            when = f"about {_duration(seconds / self._costs[first] * self._work(left) / self._jobs)}"
-            when += f" (from {_TIMED_STEPS} steps)"
+            time_of_all = seconds / _cost(config) * self._cost_of(left) / self._jobs
+            when = f"about {_duration(time_of_all)} (from {_TIMED_STEPS} steps)"
         self._echo(f"runs to do: at most {sum(left)}, {when}")
         self._began = time.monotonic()
 
@@ -266,7 +253,7 @@ class _Estimate:
             new = [now - before for now, before in zip(ended, self._at_first, strict=True)]
             # Others run beside those that have ended, and end soon.
             under_way = -(-sum(new) // self._jobs) * self._jobs / sum(new)
-            seconds = (time.monotonic() - self._began) * self._work(left) / (self._work(new) * under_way)
+            seconds = (time.monotonic() - self._began) * self._cost_of(left) / (self._cost_of(new) * under_way)
             self._echo(f"runs left: at most {sum(left)}, about {_duration(seconds)}")
         self._seen = ended
 
@@ -280,8 +267,8 @@ class _Estimate:
             for (config, place), ended in zip(self._panels, self._ended(), strict=True)
         ]
 
-    def _work(self, runs: Sequence[int]) -> float:
-        return sum(cost * count for cost, count in zip(self._costs, runs, strict=True))
+    def _cost_of(self, runs: Sequence[int]) -> float:
+        return sum(_cost(config) * count for (config, _), count in zip(self._panels, runs, strict=True))
 
 
 def _duration(seconds: float) -> str:
@@ -292,11 +279,9 @@ def _duration(seconds: float) -> str:
 
 
 def _cost(config: CompareConfig) -> float:
-    """Return a number proportional to the time of a run: its parameters times the tokens of all passes."""
+    """Return a number proportional to the time of a run: weights of the blocks times the tokens of all passes."""
     run = config.example(config.compare.arms[-1])
-    with torch.device("meta"):  # shapes without memory
-        parameters = sum(parameter.numel() for parameter in Transformer(run.model).parameters())
-    return float(parameters) * _steps(run) * run.train.batch_size * run.model.context
+    return run.model.depth * run.model.width**2 * _steps(run) * run.train.batch_size * run.model.context
 
 
 def _steps(run: RunConfig) -> float:

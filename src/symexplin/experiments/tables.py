@@ -21,19 +21,8 @@ from symexplin.lab.settings import build, differences, load_toml, merge
 from symexplin.validation import check_choice, naming
 
 __all__ = [
-    "BASE",
-    "BENCH",
-    "DATA",
-    "PANELS",
-    "PASSES",
-    "SCALES",
-    "TABLE",
-    "Outcome",
-    "Panel",
-    "Table",
-    "load_table",
-    "names",
-    "read_table",
+    *("BASE", "BENCH", "DATA", "PANELS", "PASSES", "SCALES", "TABLE"),
+    *("Outcome", "Panel", "Table", "load_table", "names", "read_table"),
 ]
 
 Settings = dict[str, Any]
@@ -46,7 +35,6 @@ _PROTOCOLS = "protocols"
 _OF_A_RUN = ("model", "train", "compute", "log")
 # Tables of settings; `map` is that of every curved arm, `base` changes [train] for the run that the others start from.
 _SETTINGS = (*_OF_A_RUN, "sel", "compare", "cluster", "arm", "map", DATA, BASE)
-_OF_A_PANEL = ("name", "stands_for")
 # Training a batch costs a forward and a backward pass, evaluating it the forward pass alone, about a third.
 PASSES = 3
 
@@ -205,7 +193,9 @@ class _Layers:
         if found.pop(BASE, None):
             found["train"] = {**found["train"], "weights": self.weights}
         known = list(dict.fromkeys([self.baseline, *arms]))
-        compare = {"baseline": self.baseline, "arms": known, **_confirm_each_once(found["compare"], self.changes)}
+        compare, own = {"baseline": self.baseline, "arms": known, **found["compare"]}, self.changes.get("compare", {})
+        if isinstance(own.get("seeds"), list) and "confirm_seeds" not in own:  # a seed runs in one stage
+            compare["confirm_seeds"] = [s for s in compare.get("confirm_seeds", []) if s not in own["seeds"]]
         for name in compare["arms"]:
             check_choice("arms", name, known)
         chosen = {name: _curved(arm, curve) for name, arm in arms.items() if name in compare["arms"]}
@@ -221,13 +211,13 @@ class _Layers:
         return build(RunConfig, {"data": self.data, **run, "train": train, "sel": {"home": "none"}})
 
     def _of(self, panel: Settings) -> Settings:
-        before = merge(self.settings, {key: value for key, value in panel.items() if key not in _OF_A_PANEL})
-        return _in_proportion(merge(before, self.changes), before, self.changes)
+        of_panel = {key: value for key, value in panel.items() if key not in ("name", "stands_for")}
+        return _in_proportion(merge(self.settings, of_panel), self.changes)
 
 
-def _in_proportion(settings: Settings, before: Settings, changes: Settings) -> Settings:
-    """Adapt warm-up, evaluations and the base's steps where the command changes the steps alone."""
-    steps = changes.get("train", {}).get("steps")
+def _in_proportion(before: Settings, changes: Settings) -> Settings:
+    """Merge changes; where they change the steps alone, warm-up, evaluations and the base's steps keep their share."""
+    settings, steps = merge(before, changes), changes.get("train", {}).get("steps")
     if not isinstance(steps, int) or steps < 1:
         return settings  # the schema checks it
     share = steps / before["train"]["steps"]
@@ -238,14 +228,6 @@ def _in_proportion(settings: Settings, before: Settings, changes: Settings) -> S
                 value = max(round(before[table][key] * share), min(least.get(key, 1), before[table][key]))
                 settings = merge(settings, {table: {key: value}})
     return settings
-
-
-def _confirm_each_once(compare: Settings, changes: Settings) -> Settings:
-    """Leave out of the second stage the seeds that the command gives to the first one."""
-    own, confirm = changes.get("compare", {}), compare.get("confirm_seeds", [])
-    if "seeds" not in own or "confirm_seeds" in own:
-        return compare
-    return {**compare, "confirm_seeds": [seed for seed in confirm if seed not in own["seeds"]]}
 
 
 def _curved(arm: Any, curve: Settings) -> Any:
