@@ -24,7 +24,7 @@ def test_names_are_those_of_the_tables():
         for number in PAPER.numbers_of(name):
             assert {number.arm, number.against} <= {*table.labels, ""}, number
             assert number.panel in {*panels, ""}, number
-        for claim in (claim for claim in PAPER.claims if name in claim.tables):
+        for claim in PAPER.claims_of(name):
             assert {claim.arm, claim.against} <= {*table.labels, ""}, (name, claim)
             assert set(claim.panels) <= panels, claim
 

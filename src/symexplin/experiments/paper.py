@@ -61,6 +61,10 @@ class Paper(NamedTuple):
         """Return the other numbers of a table or figure."""
         return [number for number in self.numbers if number.table == table]
 
+    def claims_of(self, table: str) -> list[Claim]:
+        """Return the claims that a table tests."""
+        return [claim for claim in self.claims if table in claim.tables]
+
 
 @functools.cache
 def load_paper() -> Paper:

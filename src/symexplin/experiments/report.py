@@ -1,6 +1,7 @@
 """The report of a table: the paper's numbers beside the measured ones, a verdict on each claim, and the figures."""
 
 import base64
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +27,10 @@ _FACTS = (
 _CASE = ("dtype", "tokens", "microbatches")
 
 
+# The rows of an arm in table.csv: at its own best learning rate, and at the shared one.
+Arm = tuple[Row, Row]
+
+
 class NumberRow(NamedTuple):
     """Another number of the paper, and the measured one."""
 
@@ -39,13 +44,6 @@ class NumberRow(NamedTuple):
         formats = {"share": ".1%", "nats": "+.4f" if self.number.name == "delta" else ".1e"}
         form = ".3f" if self.number.name.endswith("_end") else formats.get(self.number.unit, ".4g")
         return "–" if value is None else format(value, form)
-
-
-class _Arm(NamedTuple):
-    """The rows of an arm in table.csv: at its own best learning rate, and at the shared one."""
-
-    best: Row
-    shared: Row
 
 
 def report_table(out: str | Path, echo: Callable[[str], None] = lambda _: None) -> Path:
@@ -62,15 +60,16 @@ def report_table(out: str | Path, echo: Callable[[str], None] = lambda _: None) 
     with reading(out):
         outcome = read_table(out)
         panels, is_bench = outcome.finished, outcome.is_bench
-        arms = {} if is_bench else {panel.name: _arms(outcome, panel, paper) for panel in panels}
-        claims = [
-            judge(claim, outcome.name, outcome.panels, paper) for claim in paper.claims if outcome.name in claim.tables
-        ]
+        arms: dict[str, list[Arm]] = {}
+        for panel in panels if not is_bench else ():
+            row = functools.partial(_row, outcome, panel, paper)
+            arms[panel.name] = [(row(arm, "best"), row(arm, "shared")) for arm in panel.arms]
+        claims = [judge(claim, outcome.name, outcome.panels, paper) for claim in paper.claims_of(outcome.name)]
         sentences, headline = _arm_sentences(arms), _headline(outcome, claims)
         edges = {panel.name: panel.edge_warnings() for panel in panels if not is_bench}
-        rows = [row for pairs in arms.values() for arm in pairs for row in arm]
-        timings = [{**_place(outcome, panel), **row} for panel in panels for row in panel.found.get("rows", ())]
-        write_csv(out / _RESULTS, rows or timings)
+        rows = [row for of_panel in arms.values() for pair in of_panel for row in pair]
+        rows += [{**_place(outcome, panel), **row} for panel in panels for row in panel.found.get("rows", ())]
+        write_csv(out / _RESULTS, rows)
         write_csv(out / _CLAIMS, [row for claim in claims for row in _claim_rows(outcome, claim)])
         page = write_page(
             out,
@@ -101,42 +100,26 @@ def _place(outcome: Outcome, panel: Evidence) -> Row:
     return {"table": outcome.name, "scale": outcome.scale, "panel": panel.name, "stands_for": panel.paper}
 
 
-def _arms(outcome: Outcome, panel: Evidence, paper: Paper) -> list[_Arm]:
-    """Return the arms of a comparison beside the paper's numbers, the baseline first."""
-    baseline = panel.arms[0]
-    printed = {(n.name, n.panel, n.arm): n.value for n in paper.numbers_of(outcome.name)}
-    found = []
-    for arm, *rows in zip(panel.arms, panel.rows("best"), panel.rows("shared"), strict=True):
-        computed = None if arm == baseline else paper.difference(outcome.name, panel.paper, arm, baseline)
-        of_paper = {
-            "paper_loss": paper.losses.get((outcome.name, panel.paper, arm)),
-            "paper_delta": printed.get(("delta", panel.paper, arm), computed),
-            "delta_minus_paper": None,
-            "paper_speedup": printed.get(("speedup", panel.paper, arm)),
-        }
-        place = {**_place(outcome, panel), "arm": arm}
-        best, shared = (
-            {**place, "compared_at": rate, **_measured_row(row, is_baseline=arm == baseline), **of_paper}
-            for rate, row in zip(("own best rate", "shared rate"), rows, strict=True)
-        )
-        if arm != baseline and best["delta"] is not None and best["paper_delta"] is not None:
-            best["delta_minus_paper"] = best["delta"] - best["paper_delta"]
-        found.append(_Arm(*({**row, "label": panel.label(arm)} for row in (best, shared))))
-    return found
-
-
-def _measured_row(row: Row, *, is_baseline: bool) -> Row:
-    """Return the measured columns of a row of comparison.json.
+def _row(outcome: Outcome, panel: Evidence, paper: Paper, arm: str, which: str) -> Row:
+    """Return an arm's row of table.csv, at its own "best" or at the "shared" learning rate.
 
     "shown" is "below", "above" or "undecided" by the rule of the claims, "few seeds", "not finite", or "" for the
     baseline itself. "agree" is the number of seeds with the sign of the mean difference.
     """
+    row, is_baseline = panel.rows(which)[panel.arms.index(arm)], arm == panel.arms[0]
     deltas, error, agree, shown = [delta for delta in row["deltas"] if delta is not None], None, 0, "not finite"
     if row["delta"] is not None and deltas:
         spread = spread_of(deltas)
         error, agree = spread.error, sum(delta * spread.mean > 0 for delta in deltas)
         shown = _SIGNS[sign_of(spread)] if len(deltas) >= ENOUGH_SEEDS else "few seeds"
+    numbers = {n.name: n.value for n in paper.numbers_of(outcome.name) if (n.panel, n.arm) == (panel.paper, arm)}
+    computed = None if is_baseline else paper.difference(outcome.name, panel.paper, arm, panel.arms[0])
+    paper_delta = numbers.get("delta", computed)
+    unknown = is_baseline or which == "shared" or row["delta"] is None or paper_delta is None
     return {
+        **_place(outcome, panel),
+        "arm": arm,
+        "compared_at": "own best rate" if which == "best" else "shared rate",
         "seeds": len(row["seeds"]),
         "learning_rate": row["lr"],
         "finite": row["finite"],
@@ -144,18 +127,23 @@ def _measured_row(row: Row, *, is_baseline: bool) -> Row:
         "loss_sd": row["spread"],
         "delta": row["delta"],
         "delta_se": error,
-        "agree": agree,
         "shown": "" if is_baseline else shown,
         "speedup": row["speedup"],
+        "paper_loss": paper.losses.get((outcome.name, panel.paper, arm)),
+        "paper_delta": paper_delta,
+        "delta_minus_paper": None if unknown else row["delta"] - paper_delta,
+        "paper_speedup": numbers.get("speedup"),
+        "label": panel.label(arm),
+        "agree": agree,
         "reached": row["reached"],
     }
 
 
-def _arm_sentences(panels: Mapping[str, Sequence[_Arm]]) -> list[str]:
+def _arm_sentences(panels: Mapping[str, Sequence[Arm]]) -> list[str]:
     """Return a sentence per arm and panel: below the baseline or above, at its own best and at the shared rate."""
     sentences = []
     for panel, (first, *others) in panels.items():
-        baseline = first.best["label"]
+        baseline = first[0]["label"]
         for best, shared in others:
             text = f"{panel}: {best['label']} {_against(best, baseline)} at its own best learning rate"
             if best["learning_rate"] != shared["learning_rate"]:
