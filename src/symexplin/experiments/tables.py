@@ -241,7 +241,7 @@ def _curved(arm: Any, curve: Settings) -> Any:
 def _panels(layers: _Layers, entries: Sequence[Settings], of_paper: Settings) -> Iterator[Panel]:
     """Yield the panels, each with the paper's panel that it stands for."""
     size = BENCH if BENCH in of_paper else "{width}x{depth}".format(**of_paper["model"])
-    papers = [entry["name"] for entry in of_paper.get("panel", [{"name": size}])]
+    papers = [entry.get("name", size) for entry in of_paper.get("panel", [{}])]
     seen = set()
     for entry in entries:
         config = layers.config(entry)
