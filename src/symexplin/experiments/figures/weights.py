@@ -29,8 +29,8 @@ from symexplin.experiments.figures.common import (
 from symexplin.lab.report.charts import COLOURS, GUIDE_LINE, MARKERS, Floats, Line, draw_chart, draw_histogram, outline
 from symexplin.lab.report.probe import Probe, read_run
 from symexplin.lab.weights.files import iter_tensors, read_specs
+from symexplin.lab.weights.folding import curved_in
 from symexplin.lab.weights.inspect import BIN_EDGES, Inspection, Row, inspect_file, xavier_bound
-from symexplin.lab.weights.names import curved_names, floating_shapes
 
 __all__ = ["heavy_tail", "optimization_distance", "raw_effective", "weight_distribution"]
 
@@ -82,8 +82,12 @@ def _draw_signed(axes: Axes, path: Path, found: Inspection) -> None:
 
 def _curved_parts(path: Path) -> Iterator[tuple[Floats, float]]:
     """Yield the finite numbers of every curved matrix of a file in parts, each with the bound of its matrix."""
-    specs, _ = read_specs(path)
-    names = {row.weight for row in curved_names(floating_shapes(specs))}
+    specs, metadata = read_specs(path)
+    names = {
+        route.name
+        for route in curved_in(path, specs, metadata, SELConfig()).curved
+        if len(specs[route.name].shape) == 2
+    }
     for name, tensor in iter_tensors(path):
         if name in names:
             for part in torch.split(tensor.flatten(), _CHUNK):

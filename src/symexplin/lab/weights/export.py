@@ -63,8 +63,14 @@ def export_transformers(
         import transformers
     except ModuleNotFoundError:
         raise ValueError("export needs transformers: pip install 'symexplin[hf]'") from None
-    _check_model(model)
-    target = _check_target(Path(out))
+    if model.config.bias:
+        raise ValueError(
+            "model must have no biases, as stock architectures have none: train with --no-bias; "
+            "symexplin.lab.weights.load_model reads the model.safetensors of any run"
+        )
+    target = Path(out).resolve()
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ValueError(f"out must be a new or empty folder, got {str(out)!r}")
     size = model.config.vocab_size
     if tokenizer is not None and tokenizer.vocab_size > size:
         raise ValueError(f"tokenizer must have at most the model's {size} tokens, got {tokenizer.vocab_size}")
@@ -98,23 +104,6 @@ def export_transformers(
         f"largest logit {largest:.3g}"
     )
     return report
-
-
-def _check_model(model: Transformer) -> None:
-    raw = next((name for name, _ in model.named_parameters() if name.endswith("raw_weight")), None)
-    if raw is not None:
-        raise ValueError(f"model must have plain weights, got the raw one {raw!r}: fold it first")
-    if model.config.bias:
-        raise ValueError(
-            "model must have no biases, as stock architectures have none: train with --no-bias; "
-            "symexplin.lab.weights.load_model reads the model.safetensors of any run"
-        )
-
-
-def _check_target(out: Path) -> Path:
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"out must be a new or empty folder, got {str(out)!r}")
-    return out.resolve()
 
 
 def _config(transformers: ModuleType, model: Transformer, end: int | None) -> Any:
