@@ -19,10 +19,12 @@ from symexplin.experiments.figures.common import (
     run_of,
     sheet,
     weights_at_end,
+    wrapped,
 )
 from symexplin.functional import effective, inverse
 from symexplin.lab.report.charts import COLOURS, DASHES, GUIDE_LINE, MARKERS, Floats, Line, draw_chart, outline
-from symexplin.lab.report.probe import RoleWeights, map_curves, map_shape, read_run
+from symexplin.lab.report.figures import map_lines
+from symexplin.lab.report.probe import RoleWeights, map_curves, read_run
 from symexplin.lab.weights.inspect import xavier_bound
 
 __all__ = [
@@ -173,15 +175,7 @@ def mismatched_start(_: Sequence[Path]) -> Figure:
 
 def transform_roles(sources: Sequence[Path]) -> Figure:
     """Draw the learned map by role of the matrices."""
-
-    def draw(axes: Axes, weights: RoleWeights) -> None:
-        shape = map_shape(weights, _LEARNED_POINTS)
-        ends = [float(shape.raw[0]), float(shape.raw[-1])]
-        median = Line("median", shape.raw, shape.median, band=(shape.low, shape.high))
-        draw_chart(axes, [Line("identity", ends, ends, kind="guide"), median])
-        axes.fill_between([], [], [], color=COLOURS[0], alpha=0.18, linewidth=0, label="5–95 % of the positions")
-
-    return _by_role(sources, draw)
+    return _by_role(sources, lambda axes, weights: draw_chart(axes, map_lines(weights)))
 
 
 def transform_outliers(sources: Sequence[Path]) -> Figure:
@@ -221,17 +215,11 @@ def _by_role(sources: Sequence[Path], draw: Callable[[Axes, RoleWeights], None])
     run = read_run(run_of(sources[0], curved=True))
     if not (words := map_words(run)):
         raise ValueError(f"sources must name a run of a curved model, got {str(run.folder)!r} with ordinary weights")
-    weights = weights_at_end(run.folder)
-    if any(role.raw is None for role in weights.roles.values()):
-        raise ValueError(f"sources must name a run with a checkpoint, got {str(run.folder)!r} with final weights alone")
-    columns = min(_ABREAST, len(weights.roles))
-    figure, grid = sheet(-(-len(weights.roles) // columns), columns, _SIZE)
-    places = [axes for row in grid for axes in row]
-    for axes, (role, found) in zip(places, weights.roles.items(), strict=False):
+    weights = weights_at_end(run.folder, raw=True)
+    figure, places = wrapped(len(weights.roles), min(_ABREAST, len(weights.roles)), _SIZE)
+    for axes, (role, found) in zip(places, weights.roles.items(), strict=True):
         draw(axes, found)
         finish(axes, role, _RAW, _EFFECTIVE, columns=0)
-    for axes in places[len(weights.roles) :]:
-        axes.set_axis_off()
     title = f"{run.folder.resolve().name}, step {weights.step:,}\n{words}"
     common_legend(figure, places[0], _MOST_ENTRIES, title)
     return figure

@@ -12,7 +12,6 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter
-from torch import Tensor
 
 from symexplin.config import SELConfig
 from symexplin.experiments.figures.common import (
@@ -26,8 +25,18 @@ from symexplin.experiments.figures.common import (
     weights_at_end,
     weights_of,
 )
-from symexplin.lab.report.charts import COLOURS, GUIDE_LINE, MARKERS, Floats, Line, draw_chart, draw_histogram, outline
-from symexplin.lab.report.probe import Probe, read_run
+from symexplin.lab.report.charts import (
+    BINS,
+    COLOURS,
+    GUIDE_LINE,
+    MARKERS,
+    Floats,
+    Line,
+    draw_chart,
+    draw_histogram,
+    outline,
+)
+from symexplin.lab.report.probe import read_run
 from symexplin.lab.weights.files import iter_tensors, read_specs
 from symexplin.lab.weights.folding import curved_in
 from symexplin.lab.weights.inspect import BIN_EDGES, Inspection, Row, inspect_file, xavier_bound
@@ -37,7 +46,6 @@ __all__ = ["heavy_tail", "optimization_distance", "raw_effective", "weight_distr
 _XAVIER, _TRAINED = 0, 1  # styles
 _START = "Xavier's uniform start"
 _SIZE = "|w| / Xavier's bound (log scale)"
-_BINS = 121  # an odd number puts one around zero
 _CHUNK = 1 << 20  # numbers per part
 _ROLES = 12  # more kinds of matrices have one colour
 _ABREAST = 4  # names per line of a legend
@@ -69,7 +77,7 @@ def weight_distribution(sources: Sequence[Path]) -> Figure:
 def _draw_signed(axes: Axes, path: Path, found: Inspection) -> None:
     """Draw the density of w / bound against that of Xavier's uniform distribution, 1/2 from -1 to 1."""
     top = 1.02 * max(1.0, found.total.max_growth)
-    edges = np.linspace(-top, top, _BINS + 1)
+    edges = np.linspace(-top, top, BINS + 1)
     counts = sum(np.histogram(values / bound, edges)[0] for values, bound in _curved_parts(path))
     heights = counts / (sum(found.histogram) * np.diff(edges))
     inside = np.clip(np.minimum(edges[1:], 1.0) - np.maximum(edges[:-1], -1.0), 0.0, None)
@@ -208,22 +216,15 @@ def raw_effective(sources: Sequence[Path]) -> Figure:
         raise ValueError(f"sources must be a run on ordinary weights, then a curved one, got {str(runs[0].folder)!r}")
     figure, ((left, right),) = sheet(1, 2, size=(5.4, 4.2))
     name_map(figure, map_words(runs[1]))
-    start = {"baseline": _pooled(baseline, "initial"), "SEL, effective": _pooled(curved, "initial")}
-    end = {"baseline": _pooled(baseline, "effective"), "SEL, effective": _pooled(curved, "effective")}
-    if all(role.raw is not None for role in curved.roles.values()):
-        end["SEL, raw"] = _pooled(curved, "raw")
+    start = {"baseline": baseline.pooled("initial"), "SEL, effective": curved.pooled("initial")}
+    end = {"baseline": baseline.pooled("effective"), "SEL, effective": curved.pooled("effective")}
+    if curved.has_raw:
+        end["SEL, raw"] = curved.pooled("raw")
     steps = " and ".join(f"{step:,}" for step in dict.fromkeys((baseline.step, curved.step)))
     for axes, series, title in ((left, start, "At the start"), (right, end, f"At step {steps}")):
-        draw_histogram(axes, series, _BINS)
+        draw_histogram(axes, series)
         finish(axes, title, "weight", "weights per bin (log scale)", columns=2)
     return figure
-
-
-def _pooled(weights: Probe, name: str) -> tuple[Tensor, Tensor]:
-    """Return the values of all roles, and the number of weights that each represents."""
-    parts = [(getattr(role, name), role.total) for role in weights.roles.values()]
-    shares = [torch.full((len(part),), total / len(part), dtype=torch.float64) for part, total in parts]
-    return torch.cat([part for part, _ in parts]), torch.cat(shares)
 
 
 def optimization_distance(sources: Sequence[Path]) -> Figure:

@@ -91,19 +91,10 @@ def export_transformers(
             _save_tokenizer(transformers, tokenizer, model, folder)
         files = sorted(path.name for path in folder.iterdir())
         folder.replace(target)
-    report = {
-        "architecture": config.architectures[0],
-        "dtype": str(config.dtype).removeprefix("torch."),
-        "files": files,
-        "largest_difference": gap,
-        "largest_logit": largest,
-    }
     echo(f"{target}: {', '.join(files)}")
-    echo(
-        f"{report['architecture']}, {report['dtype']}: largest difference of a logit {gap:.3g}, "
-        f"largest logit {largest:.3g}"
-    )
-    return report
+    dtype = str(config.dtype).removeprefix("torch.")
+    echo(f"Qwen3ForCausalLM, {dtype}: largest difference of a logit {gap:.3g}, largest logit {largest:.3g}")
+    return {"files": files, "dtype": dtype, "largest_difference": gap, "largest_logit": largest}
 
 
 def _config(transformers: ModuleType, model: Transformer, end: int | None) -> Any:
