@@ -21,7 +21,7 @@ from symexplin.lab.report.probe import Probe, RunRecord, probe, read_run
 from symexplin.lab.run import MODEL
 
 __all__ = [
-    *("common_legend", "comparisons", "finish", "is_run", "map_words", "name_map", "run_of", "save_figure", "sheet"),
+    *("common_legend", "comparisons", "finish", "is_run", "map_words", "run_of", "save_figure", "sheet"),
     *("weights_at_end", "weights_of", "wrapped"),
 ]
 
@@ -101,13 +101,15 @@ def map_words(run: RunRecord) -> str:
 
 
 def sheet(
-    rows: int, columns: int, size: tuple[float, float] = _SIZE, share: bool = False
+    rows: int, columns: int, size: tuple[float, float] = _SIZE, *, title: str = "", share: bool = False
 ) -> tuple[Figure, list[list[Axes]]]:
     """Return a figure with its axes, row by row; `size` is that of each in inches, `share` gives all one range."""
     figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False, sharex=share, sharey=share)
     for axes in grid.flat:
         axes.set_axisbelow(True)  # the grid
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure, [list(row) for row in grid]
 
 
@@ -135,12 +137,6 @@ def common_legend(figure: Figure, axes: Axes, columns: int, title: str | None = 
     place: dict[str, Any] = {"loc": "outside upper left", "alignment": "left", "title": title, "title_fontsize": 12}
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, ncols=columns, **place, **_CLOSE)
-
-
-def name_map(figure: Figure, words: str) -> None:
-    """Write above a figure which map it shows."""
-    if words:
-        figure.suptitle(words, x=0.01, ha="left", fontsize=11)
 
 
 def save_figure(figure: Figure, folder: str | Path, name: str) -> tuple[Path, Path]:

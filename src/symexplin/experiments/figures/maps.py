@@ -15,7 +15,6 @@ from symexplin.experiments.figures.common import (
     common_legend,
     finish,
     map_words,
-    name_map,
     run_of,
     sheet,
     weights_at_end,
@@ -83,8 +82,7 @@ def _symexp(axes: Axes, top: float = 2.5) -> None:
 
 def symexp_controls(_: Sequence[Path]) -> Figure:
     """Draw symexp, and the effect of offset and curvature."""
-    figure, ((left, middle, right),) = sheet(1, 3)
-    name_map(figure, PATHWAY)
+    figure, ((left, middle, right),) = sheet(1, 3, title=PATHWAY)
     _symexp(left)
     w = _range(0.3)
     lines = [
@@ -104,8 +102,7 @@ def symexp_controls(_: Sequence[Path]) -> Figure:
 
 def congruent_mismatch(_: Sequence[Path]) -> Figure:
     """Draw both ways to combine the pathways."""
-    figure, ((left, right),) = sheet(1, 2)
-    name_map(figure, MAP)
+    figure, ((left, right),) = sheet(1, 2, title=MAP)
     w = _range(0.2)
     congruent, mismatch = (_map(w, _BETA, mode) for mode in ("congruent", "mismatch"))
     lines = [_identity(0.2), Line("congruent", w, congruent, 0), Line("mismatch", w, mismatch, 1)]
@@ -131,8 +128,7 @@ def beta_offset(_: Sequence[Path]) -> Figure:
 
 def symexp_sel(_: Sequence[Path]) -> Figure:
     """Draw symexp beside the exponential pathway."""
-    figure, ((left, right),) = sheet(1, 2)
-    name_map(figure, "S(w) alone (exp_only), e = 1, d = β, n = 0")
+    figure, ((left, right),) = sheet(1, 2, title="S(w) alone (exp_only), e = 1, d = β, n = 0")
     _symexp(left)
     w = _range(0.25)
     lines = [_identity(0.25), Line("exponential pathway", w, _pathway(w, 2 * _BETA))]
@@ -147,8 +143,7 @@ def mismatched_start(_: Sequence[Path]) -> Figure:
     generator = torch.Generator().manual_seed(0)
     target = torch.empty(_DRAWN, dtype=torch.float64).uniform_(-bound, bound, generator=generator)
     actual = effective(inverse(target, mode="congruent", beta=_BETA), mode="mismatch", beta=_BETA)
-    figure, ((left, middle, right),) = sheet(1, 3)
-    name_map(figure, "inverse of congruent, then mismatch: e = l = 1, d = β, n = 0")
+    figure, ((left, middle, right),) = sheet(1, 3, title="inverse of congruent, then mismatch: e = l = 1, d = β, n = 0")
     signs = {"positive": target > 0, "negative": target < 0}
     lines = [_identity(bound)]
     for style, (name, mask) in enumerate(signs.items()):

@@ -57,9 +57,12 @@ def report_run(folder: str | Path, echo: Echo = lambda _: None) -> Path:
     sample = Path(folder) / _SAMPLE
     with reading(folder):
         run = read_run(folder)
-        start, warnings = run.config.train.weights, [f"warning: {text}" for text in run.warnings]
-        start_is_gone = start is not None and not Path(start).exists()
-        weights = None if start_is_gone else probe(run, warnings.append)
+        warnings = [f"warning: {text}" for text in run.warnings]
+        weights = None
+        try:
+            weights = probe(run, warnings.append)
+        except FileNotFoundError as error:  # the weights that the run started from
+            warnings.append(f"warning: no figures of weights: {error}")
         for line in warnings:
             echo(line)
         return write_page(
@@ -68,7 +71,7 @@ def report_run(folder: str | Path, echo: Echo = lambda _: None) -> Path:
             title=f"Run {run.folder.resolve().name}",
             headline=_headline(run),
             warnings=warnings,
-            facts=_run_facts(run, start_is_gone),
+            facts=_run_facts(run),
             sections=run_sections(run, weights),
             evaluations=_evaluation_rows(run),
             evaluations_done=len(run.evaluations),
@@ -136,7 +139,7 @@ def _headline(run: RunRecord) -> list[str]:
     return sentences
 
 
-def _run_facts(run: RunRecord, start_is_gone: bool) -> dict[str, str]:
+def _run_facts(run: RunRecord) -> dict[str, str]:
     config = run.config
     with torch.device("meta"):  # shapes without memory
         parameters = sum(p.numel() for p in Transformer(config.model).parameters())
@@ -149,8 +152,7 @@ def _run_facts(run: RunRecord, start_is_gone: bool) -> dict[str, str]:
         "steps": f"{run.step:,} of {config.train.steps:,}, {config.train.batch_size} sequences each",
     }
     if config.train.weights is not None:
-        gone = ", which no longer exists: no figures of weights" if start_is_gone else ""
-        facts["first weights"] = f"{config.train.weights}{gone}"
+        facts["first weights"] = config.train.weights
     if run.updates:
         last = run.updates[-1]
         facts["tokens seen"] = f"{last['tokens']:,}"
