@@ -40,7 +40,6 @@ def test_panels_stand_by_width_and_depth(compared):
     figure = draw("loss_curves", folders)
     shown = [axes for axes in figure.axes if axes.axison]
     assert [title(axes) for axes in shown] == ["width 64, depth 2", "width 64, depth 10", "width 96, depth 2"]
-    assert len(figure.axes) == 4  # the place of width 96, depth 10 is empty
     assert [texts(axes)[0] for axes in shown] == [f"Δ = −{gap} ± 0.0000" for gap in ("0.4800", "0.4000", "0.4800")]
     baseline, best = (lines(shown[0])[label] for label in ("AdamW, lr 0.01", "SEL, lr 0.01"))
     assert list(best.get_xdata()) == [0, 50, 100]
@@ -157,7 +156,6 @@ def test_annealing_shows_the_late_losses_and_the_mean_scales(compared, runs):
     left, right = draw("lr_annealing", [folder]).axes
     assert list(lines(left)) == ["SEL, lr 0.01"]  # AdamW has no scales
     assert left.get_xlim()[0] == 40
-    assert left.get_ylim()[1] < 3.0  # above the losses at 50 and 100 steps, not the first one
     records = map(json.loads, (runs["curved"] / "metrics.jsonl").read_text().splitlines())
     stats = [record["stats"] for record in records if record.get("stats")]
     for role, key, unit in (("e", "e", 1), ("l", "l", 1), ("m", "kappa", 7.5)):

@@ -47,14 +47,14 @@ def test_the_same_figure_is_the_same_bytes(tmp_path):
         ("loss_curves", [], "folders of comparisons, or of a table .* for loss_curves, got 0: none"),
         ("symexp_sel", ["x"], "sources must be nothing for symexp_sel, got 1: 'x'"),
         ("heavy_tail", ["x", "y"], "a safetensors file .* got 2: 'x', 'y'"),
-        ("loss_curves", ["."], "a folder with comparison.json"),
-        ("transform_roles", ["."], "a folder of a run, a comparison or a table, got '.'"),
-        ("optimization_distance", ["."], "path must be a file, or a folder"),
+        ("loss_curves", ["."], "a comparison or a table, got '.' without comparison.json"),
+        ("transform_roles", ["."], "a run, a comparison or a table, got '.'"),
+        ("optimization_distance", ["."], "path must be a safetensors file, or a folder"),
     ],
 )
 def test_a_source_that_does_not_fit_is_named(tmp_path, monkeypatch, name, sources, words):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((ValueError, FileNotFoundError), match=words):
         draw(name, sources)
 
 

@@ -94,7 +94,7 @@ def mapped(w, e):
 @pytest.fixture
 def crafted(monkeypatch, runs):
     """A source whose weights are those above."""
-    monkeypatch.setattr(maps, "weights_at_end", lambda _: weights())
+    monkeypatch.setattr(maps, "weights_at_end", lambda *_, **__: weights())
     return runs["curved"]
 
 
@@ -116,16 +116,16 @@ def edges_of(collection, raw):
 def test_the_median_and_its_band(crafted):
     figure = draw("transform_roles", [crafted])
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["q", "up"]
-    raw, median = line(figure.axes[0], "median")
+    raw, median = line(figure.axes[0], "median, 5–95 % band")
     assert (raw[0], raw[-1]) == (-0.3, 0.3)
     assert median == pytest.approx(np.median(family(raw), axis=0), rel=1e-9, abs=1e-12)
     low, high = edges_of(figure.axes[0].collections[0], raw)
     assert low == pytest.approx(np.quantile(family(raw), 0.05, axis=0), abs=1e-12)
     assert high == pytest.approx(np.quantile(family(raw), 0.95, axis=0), abs=1e-12)
-    assert line(figure.axes[1], "median")[1] == pytest.approx(mapped(raw, 1.0), abs=1e-12)
-    assert figure.legends[0].get_title().get_text().startswith("curved, step 4\nmap: mismatch")
+    assert line(figure.axes[1], "median, 5–95 % band")[1] == pytest.approx(mapped(raw, 1.0), abs=1e-12)
+    assert figure.legends[0].get_title().get_text().startswith("curved, step 4\nmap: mode mismatch")
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert legend == ["identity", "median", "5–95 % of the positions"]
+    assert legend == ["identity", "median, 5–95 % band"]
 
 
 def test_rare_positions_have_bands_and_the_largest_ones_curves(crafted):
@@ -159,7 +159,7 @@ def test_of_a_comparison_the_best_bent_arm_with_learned_scales_is_taken(runs, co
     (folder / "runs" / "learned-lr0.01-seed0").symlink_to(runs["curved"])
     title = draw("transform_roles", [folder]).legends[0].get_title().get_text()
     assert title.startswith(
-        "curved, step 6\nmap: mismatch, β = 7.5"
+        "curved, step 6\nmap: mode mismatch; beta 7.5"
     )  # SEL ends lower with fixed scales, the line without a curve
 
 

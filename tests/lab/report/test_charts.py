@@ -71,18 +71,21 @@ def test_a_long_line_is_drawn_with_few_points_and_keeps_its_spikes():
 
 
 def test_limits_leave_out_the_first_part():
-    lines = [Line("a", [0, 50, 100], [9.0, 3.0, 2.0], band=([8.0, 1.0, 1.5], [10.0, 4.0, 2.5])), Line("none", [], [])]
+    band = ([8.0, 1.0, 1.5, 2.0], [10.0, 4.0, 2.5, 2.0])
+    lines = [Line("a", [0, 50, 75, 100], [9.0, 3.0, 2.0, 2.0], band=band), Line("none", [], [])]
     assert late_limits(lines) == pytest.approx((1.0 - 0.15, 4.0 + 0.15))
     assert late_limits(lines, 0.0) == pytest.approx((1.0 - 0.45, 10.0 + 0.45))
     assert late_limits([Line("none", [], [])]) is None
-    assert late_limits([Line("flat", [0, 1], [2.0, 2.0])]) == (1.9, 2.1)
+    assert late_limits([Line("few", [0, 1, 2], [2.0, 1.0, 0.0])]) is None
+    assert late_limits([Line("flat", range(4), [2.0] * 4)]) == (1.9, 2.1)
 
 
 def test_a_histogram_counts_over_common_bins(monkeypatch):
     drawn = []
     stairs = charts.Axes.stairs
     monkeypatch.setattr(charts.Axes, "stairs", lambda *a, **k: (drawn.append(a[1:3]), stairs(*a, **k))[1])
-    svg = histogram({"few": ([-2.0, 0.0, 2.0], [1, 10, 1]), "narrow": ([0.5, 0.5], [1, 1])}, "weight", "count", bins=3)
+    monkeypatch.setattr(charts, "BINS", 3)
+    svg = histogram({"few": ([-2.0, 0.0, 2.0], [1, 10, 1]), "narrow": ([0.5, 0.5], [1, 1])}, "weight", "count")
     assert {"few", "narrow", "weight", "count"} <= words(svg)
     heights = [list(values) for values, _ in drawn]
     assert heights == [[1, 10, 1], [1, 10, 1], [0, 2, 0]]  # the first once more, filled

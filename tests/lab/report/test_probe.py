@@ -12,7 +12,8 @@ from symexplin.lab.folders import CONFIG
 from symexplin.lab.maps import CurveConfig
 from symexplin.lab.model import Transformer
 from symexplin.lab.report import probe as module
-from symexplin.lab.report.probe import map_shape, probe, read_run
+from symexplin.lab.report.figures import map_lines
+from symexplin.lab.report.probe import probe, read_run
 
 ROLES = ["q", "k", "v", "o", "gate", "up", "down"]
 CURVES = {
@@ -93,23 +94,22 @@ def test_a_large_role_is_sampled_at_the_same_places(folders, monkeypatch):
     found, again = probe(run), probe(run)
     for role, weights in found.roles.items():
         assert weights.total == whole.roles[role].total > 100
-        assert len(weights.raw) == len(weights.initial) == 100
+        assert 50 < len(weights.raw) == len(weights.initial) <= 100
         assert torch.isin(weights.initial, whole.roles[role].initial).all()
         torch.testing.assert_close(mapped(weights, weights.raw), weights.effective.double(), rtol=2e-5, atol=1e-7)
         assert torch.equal(weights.raw, again.roles[role].raw)
 
 
 @pytest.mark.parametrize("name", ["learned", "module"])
-def test_the_shape_of_a_map_is_that_of_its_positions(folders, name):
-    weights = probe(read_run(folders[name])).roles["up"]
-    shape = map_shape(weights, points=5, positions=10**9)
-    assert float(shape.raw[-1]) == -float(shape.raw[0]) == float(weights.raw.abs().max())
-    for i, raw in enumerate(shape.raw):
-        values = mapped(weights, raw.expand(len(weights.raw))).numpy()
+def test_the_line_of_a_map_is_that_of_its_positions(folders, name):
+    weights = probe(read_run(folders[name])).roles["q"]
+    _, line = map_lines(weights)
+    assert float(line.x[-1]) == -float(line.x[0]) == float(weights.raw.abs().max())
+    for i in (0, 30, 80):
+        values = mapped(weights, line.x[i].expand(len(weights.raw))).numpy()
         wanted = np.percentile(values, [5, 50, 95])
-        assert [float(line[i]) for line in shape[1:]] == pytest.approx(wanted, rel=1e-9, abs=1e-12)
-    few = map_shape(weights, points=5, positions=7)
-    assert float(few.high[-1]) == pytest.approx(float(shape.high[-1]), rel=0.2)
+        found = [float(edge[i]) for edge in (line.band[0], line.y, line.band[1])]
+        assert found == pytest.approx(wanted, rel=1e-9, abs=1e-12)
 
 
 def copied(folder, to):
@@ -150,25 +150,15 @@ def test_the_records_of_a_run(folders, tmp_path):
     assert [record["step"] for record in run.updates] == [1, 2, 3, 4, 5, 6]
     assert [record["step"] for record in run.evaluations] == [0, 2, 4, 6]
     assert [record["step"] for record in run.timing] == [0, 2, 4, 6]
-    assert (run.step, run.error, run.summary["steps"], run.warnings) == (6, None, 6, ())
+    assert (run.step, run.summary["steps"], run.warnings) == (6, 6, ())
     assert run.config.model == dataclasses.replace(MODEL, vocab_size=256)
     folder = copied(folders["learned"], tmp_path)
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (folder / "metrics.jsonl").write_text("".join(lines[:-1]))
-    assert [text.partition("damaged: ")[2] for text in read_run(folder).warnings] == [
-        "it has no evaluation after step 6"
-    ]
     (folder / "metrics.jsonl").write_text("".join([*lines[:2], lines[2][:9] + "\n", *lines[3:6]]))
     damaged = read_run(folder)
-    assert ["line 3" in damaged.warnings[0], "of 6 updates" in damaged.warnings[1], len(damaged.warnings)] == [
-        True,
-        True,
-        3,
-    ]
+    assert ["line 3" in text for text in damaged.warnings] == [True]
     assert [record["step"] for record in damaged.evaluations] == [0, 2]
-    (folder / "summary.json").write_text('{"error": "step 7: loss is nan", "step": 7}')
     (folder / "timing.jsonl").unlink()
-    assert read_run(folder).error == "step 7: loss is nan"
     assert read_run(folder).timing == []
     (folder / "run.json").write_text("[]")
     with pytest.raises(ValueError, match=r"run.json.*JSON object"):

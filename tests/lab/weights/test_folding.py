@@ -200,7 +200,7 @@ def test_a_folder_of_transformers_in_bfloat16_comes_back(tmp_path, size):
 def test_what_cannot_be_inverted_leaves_no_file(tmp_path):
     model = lab()
     save_model(model, tmp_path / "plain")
-    with pytest.raises(ValueError, match=r"blocks.0.attention.k: cannot invert mode='mismatch' .*> \|l\|"):
+    with pytest.raises(ValueError, match=r"blocks.0.attention.q: cannot invert mode='mismatch' .*> \|l\|"):
         invert_file(tmp_path / "plain", tmp_path / "curved", sel.preset("paper", l=sel.Scale("row", start=8.0)))
     model.blocks[1].ffn.up.weight.data[0, 0] = float("nan")
     save_model(model, tmp_path / "plain")
@@ -211,19 +211,17 @@ def test_what_cannot_be_inverted_leaves_no_file(tmp_path):
 
 def test_files_of_the_wrong_kind(tmp_path):
     save_file({"norm.weight": torch.ones(4)}, tmp_path / "norms")
-    with pytest.raises(ValueError, match=r"must hold 2-D weights to curve, got none in '.*norms'"):
+    with pytest.raises(ValueError, match="norms' must hold 2-D weights to curve, got none"):
         invert_file(tmp_path / "norms", tmp_path / "out")
     narrow = {"up.weight": torch.ones(4, 4).to(torch.float8_e4m3fn), "down.weight": torch.ones(4, 4, dtype=torch.int8)}
     save_file(narrow, tmp_path / "narrow")
-    with pytest.raises(
-        ValueError, match=r"got none in '.*narrow', but matrices of F8_E4M3, I8: convert them to one of"
-    ):
+    with pytest.raises(ValueError, match="but matrices of F8_E4M3, I8: convert them to one of"):
         invert_file(tmp_path / "narrow", tmp_path / "out")
-    with pytest.raises(ValueError, match="must hold raw weights and 'symexplin_map' in its header"):
+    with pytest.raises(ValueError, match="must hold raw weights, and their map as 'symexplin_map' in its header"):
         fold_file(tmp_path / "norms", tmp_path / "out")
     save_model(lab(), tmp_path / "plain")
     invert_file(tmp_path / "plain", tmp_path / "curved")
-    with pytest.raises(ValueError, match="with raw ones: fold it first"):
+    with pytest.raises(ValueError, match="raw weights, not plain ones: fold it first"):
         invert_file(tmp_path / "curved", tmp_path / "out")
     with pytest.raises(ValueError, match="holds raw weights of a curved model: fold it first"):
         load_model(tmp_path / "curved")
@@ -232,13 +230,10 @@ def test_files_of_the_wrong_kind(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: s.pop("0.e_row"), "needs 20 numbers in '0.e_row', got none"),
-        (lambda s: s.update({"0.e_row": torch.ones(7)}), r"needs 20 numbers in '0.e_row', got shape \(7,\)"),
-        (lambda s: s.update({"0.n_row": torch.ones(20)}), "does not explain the tensor '0.n_row'"),
-        (lambda s: s.pop("0.raw_weight"), "does not explain the tensor '0.raw_bias'"),
-        (lambda s: s.update({"2.raw_bias": torch.ones(5)}), r"of shape \(6,\), got \(5,\)"),
-        (lambda s: s.update({"2.weight": torch.ones(5)}), "does not explain the tensor '2.weight'"),
-        (lambda s: s.update({"2.raw_weight": torch.ones(5)}), "'2.weight' must have two dimensions"),
+        (lambda s: s.pop("0.e_row"), "curved': 0.raw_weight: does not fit the map .* Missing key.*e_row"),
+        (lambda s: s.update({"0.e_row": torch.ones(7)}), "0.raw_weight: .* size mismatch for e_row"),
+        (lambda s: s.update({"0.n_row": torch.ones(20)}), "0.raw_weight: .* Unexpected key.*n_row"),
+        (lambda s: s.update({"2.raw_weight": torch.ones(5)}), "2.raw_weight: must have two dimensions"),
     ],
 )
 def test_tensors_that_do_not_fit_the_map(tmp_path, change, message):
@@ -257,7 +252,7 @@ def test_tensors_that_do_not_fit_the_map(tmp_path, change, message):
         ("{", "header of '.*curved': symexplin_map is not JSON"),
         ("[1]", r"symexplin_map must be a JSON object, got \[1\]"),
         ('{"betta": 1}', "did you mean 'beta'"),
-        (sel.SELConfig().to_json(), "'.*curved': source must hold raw weights"),
+        (sel.SELConfig().to_json(), "'.*curved' must hold raw weights"),
     ],
 )
 def test_maps_that_are_none(tmp_path, text, message):

@@ -54,12 +54,7 @@ def test_figures_of_each_matrix(tmp_path, monkeypatch, chunk):
         assert row.std_growth == pytest.approx(w.std() / np.sqrt(2 / sum(w.shape)))  # Xavier's deviation
         assert row.above_large == np.mean(size > 0.1) > 0
         assert row.above == {times: np.mean(size > times * bound) for times in (1, 2, 5, 10)}
-        d = w - w.mean()
-        assert row.excess_kurtosis == pytest.approx((d**4).mean() / (d**2).mean() ** 2 - 3)
         assert row.beta == sel.functional.auto_beta(*w.shape)
-        raw = sel.functional.inverse(STATE[name].double(), mode="congruent", beta=row.beta)
-        raw = torch.where(raw < 0, sel.functional.inverse(STATE[name].double(), mode="oppose", beta=row.beta), raw)
-        assert row.raw_reach == pytest.approx(row.beta * raw.abs().max().item(), rel=1e-6)
         assert 0 < row.inversion_error <= 1
         assert row.not_invertible is None
 
@@ -77,8 +72,6 @@ def test_totals_and_histogram(tmp_path):
     assert total.std_growth == pytest.approx(w.std() / np.sqrt((bounds**2 / 3).mean()))
     assert total.above == {times: pytest.approx((growth > times).mean()) for times in (1, 2, 5, 10)}
     assert total.above[1] > total.above[2] > 0
-    d = w - w.mean()
-    assert total.excess_kurtosis == pytest.approx((d**4).mean() / (d**2).mean() ** 2 - 3)
     assert total.inversion_error == max(row.inversion_error for row in found.rows)
     assert list(found.histogram) == np.histogram(growth, BIN_EDGES)[0].tolist()
     assert found.plain == 4
@@ -90,17 +83,13 @@ def test_other_maps(tmp_path, mode):
     row = inspected(tmp_path, config=sel.SELConfig(beta=10, mode=mode, n=n)).rows[-1]
     assert row.beta == 10
     assert row.inversion_error <= 1
-    w = STATE[row.name].double().abs().max().item()
-    reach = {"exp_only": math.log1p(10 * w), "sinh": math.asinh(10 * w), "linear": None}
-    if mode in reach:
-        assert row.raw_reach == (None if mode == "linear" else pytest.approx(reach[mode], rel=1e-6))
 
 
 def test_a_map_that_does_not_reach_says_why(tmp_path):
     found = inspected(tmp_path, config=sel.SELConfig(beta=2.0, l=sel.Scale(start=3.0)))
     assert {row.not_invertible for row in found.rows} == {"needs e > 0 and e*kappa*exp(-n) > |l|"}
     assert found.total.not_invertible == "3 of 3 matrices"
-    assert found.total.inversion_error is found.rows[0].raw_reach is None
+    assert found.total.inversion_error is found.rows[0].inversion_error is None
     text = " ".join(format_inspection(found).split())
     assert "not invertible (needs e > 0 and e*kappa*exp(-n) > |l|): layers.2.up.weight, layers.9" in text
 
@@ -109,15 +98,14 @@ def test_numbers_that_are_not_finite_are_counted_and_left_out(tmp_path):
     state = {name: value.clone() for name, value in STATE.items()}
     state["layers.2.up.weight"][0, :2] = torch.tensor([math.nan, -math.inf])
     state["layers.10.up.weight"][:] = math.nan
-    state["norm.weight"][3] = math.inf
     found = inspected(tmp_path, state)
-    assert found.not_finite == {"layers.10.up.weight": 480, "layers.2.up.weight": 2, "norm.weight": 1}
+    assert [row.not_finite for row in found.rows] == [2, 0, 480]
     first, _, last = found.rows
     rest = STATE["layers.2.up.weight"].flatten()[2:].numpy()
     assert (first.numbers, first.max) == (35, np.abs(rest).max())
     assert first.std == pytest.approx(rest.std())
     assert first.not_invertible == "the weights must be finite"
-    assert (last.max, last.std, last.above[1], last.excess_kurtosis) == (0, 0, 0, None)
+    assert (last.max, last.std, last.above[1]) == (0, 0, 0)
     assert found.total.not_invertible == "2 of 3 matrices"
     assert "layers.10.up.weight (480)" in format_inspection(found)
     json.dumps(found.to_dict(), allow_nan=False)
@@ -140,37 +128,22 @@ def test_the_map_is_the_given_one_else_that_of_the_training_else_the_default(tmp
     assert origin in text
 
 
-def test_moments_far_from_zero_and_constant_numbers(tmp_path):
-    shifted = 50.0 + heavy(30, 30)
-    state = {
-        "a.weight": shifted,
-        "b.weight": torch.full((9, 9), 0.3),
-        "c.weight": torch.full((3, 3), 1e80, dtype=torch.float64),
-    }
-    far, constant, huge = inspected(tmp_path, state).rows
-    d = (shifted - shifted.mean()).numpy()
-    assert far.std == pytest.approx(d.std(), rel=1e-9)
-    assert far.excess_kurtosis == pytest.approx((d**4).mean() / (d**2).mean() ** 2 - 3, rel=1e-5)
-    assert (constant.std, constant.excess_kurtosis) == (0.0, None)
-    assert huge.excess_kurtosis is None  # out of the range of float64
-
-
 def test_a_transposed_matrix_and_zeros(tmp_path):
     state = {"h.0.c_fc.weight": heavy(8, 32), "h.0.c_fc.bias": heavy(32), "zero.weight": torch.zeros(4, 4)}
     first, zero = inspected(tmp_path, state, config=sel.preset("paper+offset")).rows
     assert (first.shape, first.inversion_error <= 1) == ((8, 32), True)
-    assert (zero.max, zero.inversion_error, zero.raw_reach, zero.excess_kurtosis) == (0, 0, 0, None)
+    assert (zero.max, zero.std, zero.inversion_error) == (0, 0, 0)
 
 
 def test_files_without_curved_weights(tmp_path):
-    with pytest.raises(ValueError, match=r"must hold 2-D weights to curve, got none in '.*model'$"):
+    with pytest.raises(ValueError, match=r"model' must hold 2-D weights to curve, got none$"):
         inspected(tmp_path, {"norm.weight": torch.ones(3)})
     for narrow, name in ((torch.float8_e5m2, "F8_E5M2"), (torch.int8, "I8")):
-        with pytest.raises(ValueError, match=f"got none in '.*model', but matrices of {name}: convert them to one of"):
+        with pytest.raises(ValueError, match=f"got none, but matrices of {name}: convert them to one of"):
             inspected(tmp_path, {"up.weight": torch.eye(4).to(narrow)})
     save_file({"up.weight": torch.eye(3)}, tmp_path / "plain")
     invert_file(tmp_path / "plain", tmp_path / "curved")
-    with pytest.raises(ValueError, match="but raw ones: fold it first"):
+    with pytest.raises(ValueError, match="holds raw weights, not plain ones: fold it first"):
         inspect_file(tmp_path / "curved")
 
 

@@ -15,23 +15,14 @@ from symexplin.lab.checkpoint import newest
 from symexplin.lab.compare.grid import COMPARISON
 from symexplin.lab.files import read_json, replacing
 from symexplin.lab.folders import CONFIG
-from symexplin.lab.maps import map_of
+from symexplin.lab.maps import describe_map, map_of
 from symexplin.lab.report.charts import STYLE, UNDATED
 from symexplin.lab.report.probe import Probe, RunRecord, probe, read_run
 from symexplin.lab.run import MODEL
 
 __all__ = [
-    "common_legend",
-    "comparisons",
-    "finish",
-    "is_run",
-    "map_words",
-    "name_map",
-    "run_of",
-    "save_figure",
-    "sheet",
-    "weights_at_end",
-    "weights_of",
+    *("common_legend", "comparisons", "finish", "is_run", "map_words", "run_of", "save_figure", "sheet"),
+    *("weights_at_end", "weights_of", "wrapped"),
 ]
 
 _SIZE = (4.4, 4.2)  # inches; three abreast on a page of 1000 pixels have letters of 13
@@ -42,24 +33,21 @@ _DPI = 150
 
 def comparisons(sources: Sequence[Path]) -> list[Evidence]:
     """Return the comparisons of folders: of comparisons, or of tables with their finished panels in order."""
-    return [found for source in sources for found in _finished(source)]
+    found = [evidence for source in sources for evidence in _finished(source)]
+    if not found:
+        raise ValueError(f"sources must name a table with a finished comparison, got {', '.join(map(str, sources))}")
+    return found
 
 
 def _finished(source: Path) -> Sequence[Evidence]:
-    if (source / TABLE).exists() and (found := read_table(source).finished):
-        return found
+    if (source / TABLE).exists():
+        return read_table(source).finished
     if not (source / COMPARISON).exists():
-        raise _missing(source, f"a folder with {COMPARISON}, or a table with a finished comparison")
+        raise FileNotFoundError(f"sources must name a comparison or a table, got {str(source)!r} without {COMPARISON}")
     folder = source.resolve()
     table = folder.parent.parent / TABLE
     labels = read_json(table)["labels"] if folder.parent.name == PANELS and table.exists() else {}
     return [Evidence(folder.name, source, read_json(source / COMPARISON), labels=labels)]
-
-
-def _missing(source: Path, wanted: str) -> Exception:
-    if not source.exists():
-        return FileNotFoundError(f"sources must name {wanted}, got {str(source)!r}, which does not exist")
-    return ValueError(f"sources must name {wanted}, got {str(source)!r}, which is none")
 
 
 def run_of(source: Path, curved: bool) -> Path:
@@ -71,12 +59,14 @@ def run_of(source: Path, curved: bool) -> Path:
     if (source / CONFIG).exists():
         return source
     if not is_run(source):
-        raise _missing(source, "a folder of a run, a comparison or a table")
-    found = _finished(source)[0]
-    maps = {arm: config for arm in found.found["maps"] if (config := found.map_of(arm)) is not None}
-    bent = [arm for arm, config in maps.items() if config.mode != "linear"] or list(maps)
-    learned = [arm for arm in bent if maps[arm].learned_roles]
-    row = found.leader((learned or bent) if curved else found.arms[:1])
+        raise FileNotFoundError(f"sources must name a run, a comparison or a table, got {str(source)!r}")
+    found = comparisons([source])[0]
+    arms = found.arms[:1]
+    if curved:
+        maps = {arm: config for arm in found.found["maps"] if (config := found.map_of(arm)) is not None}
+        bent = [arm for arm, config in maps.items() if config.mode != "linear"] or list(maps)
+        arms = [arm for arm in bent if maps[arm].learned_roles] or bent
+    row = found.leader(arms)
     if row is None:
         kind = "curved arm" if curved else "baseline"
         raise ValueError(f"sources must name a comparison with a {kind} that stayed finite, got {str(source)!r}")
@@ -85,23 +75,21 @@ def run_of(source: Path, curved: bool) -> Path:
 
 def is_run(source: Path) -> bool:
     """Return whether :func:`run_of` finds a run there."""
-    return (source / CONFIG).exists() or (source / COMPARISON).exists() or (source / TABLE).exists()
+    return any((source / name).exists() for name in (CONFIG, COMPARISON, TABLE))
 
 
 def weights_of(source: Path) -> Path:
     """Return the place of plain weights: `source`, an unfinished run's newest checkpoint, a comparison's baseline."""
-    if not source.is_dir() or (source / MODEL).exists():
-        return source
     if is_run(source):
         source = run_of(source, curved=False)
     found = newest(source)
     return found[0] if found and not (source / MODEL).exists() else source
 
 
-def weights_at_end(folder: Path) -> Probe:
-    """Return the weights of a run by role."""
+def weights_at_end(folder: Path, raw: bool = False) -> Probe:
+    """Return the weights of a run by role; `raw` ones need a checkpoint."""
     found = probe(read_run(folder))
-    if found is None:
+    if found is None or (raw and not found.has_raw):
         raise ValueError(f"sources must name a run with a checkpoint, got {str(folder)!r}, which has none")
     return found
 
@@ -109,24 +97,29 @@ def weights_at_end(folder: Path) -> Probe:
 def map_words(run: RunRecord) -> str:
     """Return the map of a run in a line, "" for ordinary weights."""
     found = map_of(run.config.sel, run.config.model.width)
-    if found is None:
-        return ""
-    learned = ", ".join(found.learned_roles) or "none"
-    beta = found.beta if isinstance(found.beta, str) else f"{found.beta:g}"
-    return (
-        f"map: {found.mode}, β = {beta}, curvature {found.curvature}, {run.config.sel.start} start, learned: {learned}"
-    )
+    return "" if found is None else f"map: {describe_map(found, rates=False)}; {run.config.sel.start} start"
 
 
 def sheet(
-    rows: int, columns: int, size: tuple[float, float] = _SIZE, share: bool = False
+    rows: int, columns: int, size: tuple[float, float] = _SIZE, *, title: str = "", share: bool = False
 ) -> tuple[Figure, list[list[Axes]]]:
     """Return a figure with its axes, row by row; `size` is that of each in inches, `share` gives all one range."""
     figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False, sharex=share, sharey=share)
     for axes in grid.flat:
         axes.set_axisbelow(True)  # the grid
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure, [list(row) for row in grid]
+
+
+def wrapped(count: int, columns: int, size: tuple[float, float] = _SIZE) -> tuple[Figure, list[Axes]]:
+    """Return a figure with `count` axes in rows of `columns`."""
+    figure, grid = sheet(-(-count // columns), columns, size)
+    places = [axes for row in grid for axes in row]
+    for axes in places[count:]:
+        axes.set_axis_off()
+    return figure, places[:count]
 
 
 def finish(axes: Axes, title: str, x_label: str, y_label: str, columns: int = 1, about: str | None = None) -> None:
@@ -144,12 +137,6 @@ def common_legend(figure: Figure, axes: Axes, columns: int, title: str | None = 
     place: dict[str, Any] = {"loc": "outside upper left", "alignment": "left", "title": title, "title_fontsize": 12}
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, ncols=columns, **place, **_CLOSE)
-
-
-def name_map(figure: Figure, words: str) -> None:
-    """Write above a figure which map it shows."""
-    if words:
-        figure.suptitle(words, x=0.01, ha="left", fontsize=11)
 
 
 def save_figure(figure: Figure, folder: str | Path, name: str) -> tuple[Path, Path]:

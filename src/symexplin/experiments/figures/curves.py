@@ -17,26 +17,30 @@ from matplotlib.figure import Figure
 
 import symexplin as sel
 from symexplin.experiments.comparison import Evidence, Row, spread_of
-from symexplin.experiments.figures.common import comparisons, finish, sheet
+from symexplin.experiments.figures.common import comparisons, finish, sheet, wrapped
 from symexplin.lab.build import build_model
 from symexplin.lab.config import RunConfig
-from symexplin.lab.report.charts import COLOURS, DASHES, GUIDE, GUIDE_LINE, Floats, Line, draw_chart, late_limits
-from symexplin.lab.report.figures import Sweep, sweep_lines
+from symexplin.lab.report.charts import (
+    COLOURS,
+    DASHES,
+    GUIDE,
+    GUIDE_LINE,
+    Floats,
+    Line,
+    draw_chart,
+    late_limits,
+    mean_line,
+)
+from symexplin.lab.report.figures import sweep_lines
 from symexplin.lab.report.probe import read_run
 from symexplin.lab.run import check_weights
 from symexplin.validation import naming
 
 __all__ = [
-    "learning_rates",
-    "loss_curves",
-    "lr_annealing",
-    "mechanism_ablations",
-    "optimizer_equivalence",
-    "start_slope",
+    *("learning_rates", "loss_curves", "lr_annealing", "mechanism_ablations", "optimizer_equivalence", "start_slope"),
 ]
 
 _STEPS, _LOSS, _FINAL = "optimizer steps", "held-out loss (nats per token)", "final held-out loss (nats per token)"
-_EVALUATIONS = 4  # a curve of fewer evaluations is shown whole
 _ABREAST = 3
 _SHOWN = 5  # curves of more arms beside the baseline's are hard to tell apart
 _LATE = 0.4  # the paper's cut of figure 8
@@ -49,13 +53,7 @@ def _line(compared: Evidence, row: Row, style: int, name: str | None = None) -> 
     """Return the held-out loss of a row: the mean over the seeds, with a band from the lowest to the highest."""
     curves = [run.curve for run in compared.runs(row["arm"], row["lr"]).values()]
     label = f"{name or compared.label(row['arm'])}, lr {row['lr']:g}"
-    return _mean_line(label, [step for step, _ in curves[0]], [[loss for _, loss in curve] for curve in curves], style)
-
-
-def _mean_line(label: str, steps: Sequence[float], seeds: Sequence[Sequence[float]], style: int) -> Line:
-    values: Floats = np.array(seeds)
-    band = (values.min(axis=0), values.max(axis=0)) if len(values) > 1 else None
-    return Line(label, steps, values.mean(axis=0), style, band=band)
+    return mean_line(label, [step for step, _ in curves[0]], [[loss for _, loss in curve] for curve in curves], style)
 
 
 def _gap(row: Row) -> str:
@@ -77,40 +75,22 @@ def _bands(*found: Evidence) -> str | None:
     return f"mean of {seeds} seeds, band: lowest to highest" if counts[-1] > 1 else None
 
 
-def _draw_losses(axes: Axes, lines: Sequence[Line]) -> None:
-    whole = max(len(np.asarray(line.x)) for line in lines) < _EVALUATIONS
-    draw_chart(axes, lines, limits=None if whole else late_limits(lines))
-
-
 def loss_curves(sources: Sequence[Path]) -> Figure:
     """Draw baseline and best arm by width and depth, with the final gap."""
-    found = comparisons(sources)
+    found = sorted(comparisons(sources), key=lambda compared: compared.size)
     sizes = [compared.size for compared in found]
-    places, rows, columns = _grid(sizes)
-    figure, grid = sheet(rows, columns)
-    for compared, (row, column) in zip(found, places, strict=True):
-        title = _size(compared) if sizes.count(compared.size) == 1 else compared.name
-        _draw_gap(grid[row][column], compared, title)
-    for row, column in set(itertools.product(range(rows), range(columns))) - set(places):
-        grid[row][column].set_axis_off()
+    depths = len({depth for _, depth in sizes})
+    figure, places = wrapped(len(found), depths if depths > 1 else min(_ABREAST, len(found)))
+    for axes, compared in zip(places, found, strict=True):
+        _draw_gap(axes, compared, _size(compared) if sizes.count(compared.size) == 1 else compared.name)
     return figure
-
-
-def _grid(sizes: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int]], int, int]:
-    """Return (row, column) of each comparison and the numbers of both: widths by depths, else one after the other."""
-    widths, depths = sorted({width for width, _ in sizes}), sorted({depth for _, depth in sizes})
-    if len(set(sizes)) == len(sizes) > max(len(widths), len(depths)):
-        places = [(widths.index(width), depths.index(depth)) for width, depth in sizes]
-        return places, len(widths), len(depths)
-    places = [divmod(number, _ABREAST) for number in range(len(sizes))]
-    return places, places[-1][0] + 1, min(_ABREAST, len(sizes))
 
 
 def _draw_gap(axes: Axes, compared: Evidence, title: str) -> None:
     lines, best = [_line(compared, compared.rows("best")[0], _DASHED)], compared.leader(compared.arms[1:])
     if best is not None:
         lines.append(_line(compared, best, _SOLID * (compared.arms.index(best["arm"]) - 1)))
-    _draw_losses(axes, lines)
+    draw_chart(axes, lines, limits=late_limits(lines))
     about = _bands(compared)
     text = f"Δ = {'not finite' if best is None else _gap(best)}" + ("" if about else "\n1 seed")
     axes.text(0.97, 0.95, text, transform=axes.transAxes, ha="right", va="top")
@@ -149,7 +129,7 @@ def mechanism_ablations(sources: Sequence[Path]) -> Figure:
         chosen = np.linspace(0, len(finite) - 1, min(_SHOWN, len(finite))).round().astype(int)
         lines = [_line(found[0], found[0].rows("best")[0], 0)]
         lines += [_line(arm.compared, arm.best, styles[arm.name], arm.name) for arm in (finite[i] for i in chosen)]
-        _draw_losses(left, lines)
+        draw_chart(left, lines, limits=late_limits(lines))
         finish(left, _size(found[0]), _STEPS, _LOSS, about=_bands(*found))
         _draw_bars(right, ranked, styles)
         title = f"Final loss against {found[0].label(found[0].arms[0])}"
@@ -200,7 +180,8 @@ def optimizer_equivalence(sources: Sequence[Path]) -> Figure:
     compared = comparisons(sources)[0]
     module, optimizer = _homes(compared)
     figure, ((left, right),) = sheet(1, 2, size=(5.4, 4.4))
-    _draw_losses(left, [_line(compared, row, style) for style, row in enumerate((module, optimizer))])
+    lines = [_line(compared, row, style) for style, row in enumerate((module, optimizer))]
+    draw_chart(left, lines, limits=late_limits(lines))
     finish(left, _size(compared), _STEPS, _LOSS, about=_bands(compared))
     in_module, in_optimizer = (compared.runs(row["arm"], row["lr"]) for row in (module, optimizer))
     gaps: dict[int, Floats] = {
@@ -269,7 +250,7 @@ def _trajectories(compared: Evidence, row: Row) -> list[Line]:
             steps = [0, *(step for step, _ in seeds[0] if step > 0)]
             values = [[dict(means).get(step, start) for step in steps] for means in seeds]
             label = f"mean {role}, ends at {np.mean([means[-1] for means in values]):.3f}"
-            lines.append(_mean_line(label, steps, values, style))
+            lines.append(mean_line(label, steps, values, style))
     return lines
 
 
@@ -283,9 +264,9 @@ def learning_rates(sources: Sequence[Path]) -> Figure:
     figure, rows = sheet(len(found), 2, size=(6.8, 4.8))
     for (left, right), compared in zip(rows, found, strict=True):
         slopes = {arm: _slope_of(compared, arm) for arm in compared.arms}
-        scaled = [Sweep(arm, f"{compared.label(arm)} (× {slope:.2f})", slope) for arm, slope in slopes.items()]
-        for axes, sweeps in ((left, [sweep._replace(factor=1.0) for sweep in scaled]), (right, scaled)):
-            draw_chart(axes, sweep_lines(compared.found["runs"], sweeps), log="x", ticks=compared.lrs)
+        labels = {arm: f"{compared.label(arm)} (× {slope:.2f})" for arm, slope in slopes.items()}
+        for axes, factors in ((left, None), (right, slopes)):
+            draw_chart(axes, sweep_lines(compared.found["runs"], labels, factors), log="x", ticks=compared.lrs)
         finish(left, f"{_size(compared)}: by learning rate", "peak learning rate (log)", _FINAL, columns=0)
         label = "peak learning rate × mean slope at the start (log)"
         finish(right, "By the step in effective weights", label, _FINAL, columns=0)

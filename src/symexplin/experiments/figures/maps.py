@@ -15,14 +15,15 @@ from symexplin.experiments.figures.common import (
     common_legend,
     finish,
     map_words,
-    name_map,
     run_of,
     sheet,
     weights_at_end,
+    wrapped,
 )
 from symexplin.functional import effective, inverse
 from symexplin.lab.report.charts import COLOURS, DASHES, GUIDE_LINE, MARKERS, Floats, Line, draw_chart, outline
-from symexplin.lab.report.probe import RoleWeights, map_curves, map_shape, read_run
+from symexplin.lab.report.figures import map_lines
+from symexplin.lab.report.probe import RoleWeights, map_curves, read_run
 from symexplin.lab.weights.inspect import xavier_bound
 
 __all__ = [
@@ -81,8 +82,7 @@ def _symexp(axes: Axes, top: float = 2.5) -> None:
 
 def symexp_controls(_: Sequence[Path]) -> Figure:
     """Draw symexp, and the effect of offset and curvature."""
-    figure, ((left, middle, right),) = sheet(1, 3)
-    name_map(figure, PATHWAY)
+    figure, ((left, middle, right),) = sheet(1, 3, title=PATHWAY)
     _symexp(left)
     w = _range(0.3)
     lines = [
@@ -102,8 +102,7 @@ def symexp_controls(_: Sequence[Path]) -> Figure:
 
 def congruent_mismatch(_: Sequence[Path]) -> Figure:
     """Draw both ways to combine the pathways."""
-    figure, ((left, right),) = sheet(1, 2)
-    name_map(figure, MAP)
+    figure, ((left, right),) = sheet(1, 2, title=MAP)
     w = _range(0.2)
     congruent, mismatch = (_map(w, _BETA, mode) for mode in ("congruent", "mismatch"))
     lines = [_identity(0.2), Line("congruent", w, congruent, 0), Line("mismatch", w, mismatch, 1)]
@@ -129,8 +128,7 @@ def beta_offset(_: Sequence[Path]) -> Figure:
 
 def symexp_sel(_: Sequence[Path]) -> Figure:
     """Draw symexp beside the exponential pathway."""
-    figure, ((left, right),) = sheet(1, 2)
-    name_map(figure, "S(w) alone (exp_only), e = 1, d = β, n = 0")
+    figure, ((left, right),) = sheet(1, 2, title="S(w) alone (exp_only), e = 1, d = β, n = 0")
     _symexp(left)
     w = _range(0.25)
     lines = [_identity(0.25), Line("exponential pathway", w, _pathway(w, 2 * _BETA))]
@@ -145,8 +143,7 @@ def mismatched_start(_: Sequence[Path]) -> Figure:
     generator = torch.Generator().manual_seed(0)
     target = torch.empty(_DRAWN, dtype=torch.float64).uniform_(-bound, bound, generator=generator)
     actual = effective(inverse(target, mode="congruent", beta=_BETA), mode="mismatch", beta=_BETA)
-    figure, ((left, middle, right),) = sheet(1, 3)
-    name_map(figure, "inverse of congruent, then mismatch: e = l = 1, d = β, n = 0")
+    figure, ((left, middle, right),) = sheet(1, 3, title="inverse of congruent, then mismatch: e = l = 1, d = β, n = 0")
     signs = {"positive": target > 0, "negative": target < 0}
     lines = [_identity(bound)]
     for style, (name, mask) in enumerate(signs.items()):
@@ -173,15 +170,7 @@ def mismatched_start(_: Sequence[Path]) -> Figure:
 
 def transform_roles(sources: Sequence[Path]) -> Figure:
     """Draw the learned map by role of the matrices."""
-
-    def draw(axes: Axes, weights: RoleWeights) -> None:
-        shape = map_shape(weights, _LEARNED_POINTS)
-        ends = [float(shape.raw[0]), float(shape.raw[-1])]
-        median = Line("median", shape.raw, shape.median, band=(shape.low, shape.high))
-        draw_chart(axes, [Line("identity", ends, ends, kind="guide"), median])
-        axes.fill_between([], [], [], color=COLOURS[0], alpha=0.18, linewidth=0, label="5–95 % of the positions")
-
-    return _by_role(sources, draw)
+    return _by_role(sources, lambda axes, weights: draw_chart(axes, map_lines(weights)))
 
 
 def transform_outliers(sources: Sequence[Path]) -> Figure:
@@ -221,17 +210,11 @@ def _by_role(sources: Sequence[Path], draw: Callable[[Axes, RoleWeights], None])
     run = read_run(run_of(sources[0], curved=True))
     if not (words := map_words(run)):
         raise ValueError(f"sources must name a run of a curved model, got {str(run.folder)!r} with ordinary weights")
-    weights = weights_at_end(run.folder)
-    if any(role.raw is None for role in weights.roles.values()):
-        raise ValueError(f"sources must name a run with a checkpoint, got {str(run.folder)!r} with final weights alone")
-    columns = min(_ABREAST, len(weights.roles))
-    figure, grid = sheet(-(-len(weights.roles) // columns), columns, _SIZE)
-    places = [axes for row in grid for axes in row]
-    for axes, (role, found) in zip(places, weights.roles.items(), strict=False):
+    weights = weights_at_end(run.folder, raw=True)
+    figure, places = wrapped(len(weights.roles), min(_ABREAST, len(weights.roles)), _SIZE)
+    for axes, (role, found) in zip(places, weights.roles.items(), strict=True):
         draw(axes, found)
         finish(axes, role, _RAW, _EFFECTIVE, columns=0)
-    for axes in places[len(weights.roles) :]:
-        axes.set_axis_off()
     title = f"{run.folder.resolve().name}, step {weights.step:,}\n{words}"
     common_legend(figure, places[0], _MOST_ENTRIES, title)
     return figure

@@ -3,6 +3,7 @@
 Sizes are in units of Xavier's uniform bound of their matrix where matrices of several shapes are pooled.
 """
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter
-from torch import Tensor
 
 from symexplin.config import SELConfig
 from symexplin.experiments.figures.common import (
@@ -20,24 +20,32 @@ from symexplin.experiments.figures.common import (
     finish,
     is_run,
     map_words,
-    name_map,
     run_of,
     sheet,
     weights_at_end,
     weights_of,
 )
-from symexplin.lab.report.charts import COLOURS, GUIDE_LINE, MARKERS, Floats, Line, draw_chart, draw_histogram, outline
-from symexplin.lab.report.probe import Probe, read_run
+from symexplin.lab.report.charts import (
+    BINS,
+    COLOURS,
+    GUIDE_LINE,
+    MARKERS,
+    Floats,
+    Line,
+    draw_chart,
+    draw_histogram,
+    outline,
+)
+from symexplin.lab.report.probe import read_run
 from symexplin.lab.weights.files import iter_tensors, read_specs
+from symexplin.lab.weights.folding import curved_in
 from symexplin.lab.weights.inspect import BIN_EDGES, Inspection, Row, inspect_file, xavier_bound
-from symexplin.lab.weights.names import curved_names, floating_shapes
 
 __all__ = ["heavy_tail", "optimization_distance", "raw_effective", "weight_distribution"]
 
 _XAVIER, _TRAINED = 0, 1  # styles
 _START = "Xavier's uniform start"
 _SIZE = "|w| / Xavier's bound (log scale)"
-_BINS = 121  # an odd number puts one around zero
 _CHUNK = 1 << 20  # numbers per part
 _ROLES = 12  # more kinds of matrices have one colour
 _ABREAST = 4  # names per line of a legend
@@ -53,13 +61,10 @@ def weight_distribution(sources: Sequence[Path]) -> Figure:
     found = _inspect(path)
     figure, ((left, middle, right),) = sheet(1, 3, size=(4.4, 4.6))
     _draw_signed(left, path, found)
-    sizes, beyond = _tail(found)
-    fresh = np.linspace(float(sizes[0]), 1.0, 200)[:-1]
-    lines = [Line(_START, fresh, 1.0 - fresh, _XAVIER), Line("trained weights", sizes, beyond, _TRAINED)]
-    draw_chart(middle, lines)
+    draw_chart(middle, _tail(found))
     middle.set(xscale="log", yscale="log")
-    middle.set_xlim(_SMALLEST, 1.5 * max(1.0, float(sizes[-1])))
-    middle.set_ylim(0.5 * beyond[-1], 2.0)
+    middle.set_xlim(_SMALLEST, 1.5 * max(1.0, found.total.max_growth))
+    middle.set_ylim(0.5 / sum(found.histogram), 2.0)
     middle.axvline(1.0, **GUIDE_LINE, label="largest at Xavier's start")
     finish(middle, "Tail", _SIZE, "share of weights beyond (log)")
     _draw_growth(right, found, _ABREAST)
@@ -69,7 +74,7 @@ def weight_distribution(sources: Sequence[Path]) -> Figure:
 def _draw_signed(axes: Axes, path: Path, found: Inspection) -> None:
     """Draw the density of w / bound against that of Xavier's uniform distribution, 1/2 from -1 to 1."""
     top = 1.02 * max(1.0, found.total.max_growth)
-    edges = np.linspace(-top, top, _BINS + 1)
+    edges = np.linspace(-top, top, BINS + 1)
     counts = sum(np.histogram(values / bound, edges)[0] for values, bound in _curved_parts(path))
     heights = counts / (sum(found.histogram) * np.diff(edges))
     inside = np.clip(np.minimum(edges[1:], 1.0) - np.maximum(edges[:-1], -1.0), 0.0, None)
@@ -82,10 +87,10 @@ def _draw_signed(axes: Axes, path: Path, found: Inspection) -> None:
 
 def _curved_parts(path: Path) -> Iterator[tuple[Floats, float]]:
     """Yield the finite numbers of every curved matrix of a file in parts, each with the bound of its matrix."""
-    specs, _ = read_specs(path)
-    names = {row.weight for row in curved_names(floating_shapes(specs))}
+    specs, metadata = read_specs(path)
+    curved = {route.name for route in curved_in(path, specs, metadata, SELConfig()).curved}
     for name, tensor in iter_tensors(path):
-        if name in names:
+        if name in curved and name.endswith("weight"):
             for part in torch.split(tensor.flatten(), _CHUNK):
                 yield part[torch.isfinite(part)].double().numpy(), xavier_bound(specs[name].shape)
 
@@ -115,24 +120,24 @@ def _inspect(path: Path) -> Inspection:
     return found
 
 
-def _tail(found: Inspection) -> tuple[Floats, Floats]:
-    """Return sizes in units of the bound and the share of the weights of each size or more, down to one weight."""
+def _tail(found: Inspection) -> list[Line]:
+    """Return the share of the weights of each size or more, in units of the bound: at Xavier's start, and now."""
     count: Floats = np.array(found.histogram, dtype=float)
     beyond = np.cumsum(count[::-1])[::-1] / count.sum()
     # The first bin begins at 0, which no logarithmic axis has; the last point is the largest weight.
     sizes, kept = np.array(BIN_EDGES[1:-1]), beyond[1:] > 0
-    return np.append(sizes[kept], found.total.max_growth), np.append(beyond[1:][kept], 1.0 / count.sum())
+    sizes, beyond = np.append(sizes[kept], found.total.max_growth), np.append(beyond[1:][kept], 1.0 / count.sum())
+    fresh = np.geomspace(beyond[-1], 1.0, 200)[:-1]
+    return [Line(_START, 1.0 - fresh, fresh, _XAVIER), Line("trained weights", sizes, beyond, _TRAINED)]
 
 
 def _draw_percentiles(axes: Axes, found: Inspection) -> None:
-    sizes, beyond = _tail(found)
-    shares = np.geomspace(beyond[-1], 1.0, 200)[:-1]
-    lines = [Line(_START, shares, 1.0 - shares, _XAVIER), Line("trained weights", beyond, sizes, _TRAINED)]
-    draw_chart(axes, lines)
+    draw_chart(axes, [dataclasses.replace(line, x=line.y, y=line.x) for line in _tail(found)])
+    smallest = 1.0 / sum(found.histogram)
     axes.set(xscale="log", yscale="log")
-    axes.set_xlim(1.0, 0.7 * beyond[-1])
-    axes.set_ylim(0.05, 2.0 * sizes[-1])
-    digits = range(1, int(-np.log10(beyond[-1])) + 1)
+    axes.set_xlim(1.0, 0.7 * smallest)
+    axes.set_ylim(0.05, 2.0 * found.total.max_growth)
+    digits = range(1, int(-np.log10(smallest)) + 1)
     axes.set_xticks([10.0**-d for d in digits], [f"{100.0 - 100.0 * 10.0**-d:.{max(0, d - 2)}f}" for d in digits])
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
@@ -202,24 +207,16 @@ def raw_effective(sources: Sequence[Path]) -> Figure:
     baseline, curved = (weights_at_end(run.folder) for run in runs)
     if any(role.form is not None for role in baseline.roles.values()):
         raise ValueError(f"sources must be a run on ordinary weights, then a curved one, got {str(runs[0].folder)!r}")
-    figure, ((left, right),) = sheet(1, 2, size=(5.4, 4.2))
-    name_map(figure, map_words(runs[1]))
-    start = {"baseline": _pooled(baseline, "initial"), "SEL, effective": _pooled(curved, "initial")}
-    end = {"baseline": _pooled(baseline, "effective"), "SEL, effective": _pooled(curved, "effective")}
-    if all(role.raw is not None for role in curved.roles.values()):
-        end["SEL, raw"] = _pooled(curved, "raw")
+    figure, ((left, right),) = sheet(1, 2, (5.4, 4.2), title=map_words(runs[1]))
+    start = {"baseline": baseline.pooled("initial"), "SEL, effective": curved.pooled("initial")}
+    end = {"baseline": baseline.pooled("effective"), "SEL, effective": curved.pooled("effective")}
+    if curved.has_raw:
+        end["SEL, raw"] = curved.pooled("raw")
     steps = " and ".join(f"{step:,}" for step in dict.fromkeys((baseline.step, curved.step)))
     for axes, series, title in ((left, start, "At the start"), (right, end, f"At step {steps}")):
-        draw_histogram(axes, series, _BINS)
+        draw_histogram(axes, series)
         finish(axes, title, "weight", "weights per bin (log scale)", columns=2)
     return figure
-
-
-def _pooled(weights: Probe, name: str) -> tuple[Tensor, Tensor]:
-    """Return the values of all roles, and the number of weights that each represents."""
-    parts = [(getattr(role, name), role.total) for role in weights.roles.values()]
-    shares = [torch.full((len(part),), total / len(part), dtype=torch.float64) for part, total in parts]
-    return torch.cat([part for part, _ in parts]), torch.cat(shares)
 
 
 def optimization_distance(sources: Sequence[Path]) -> Figure:

@@ -1,6 +1,6 @@
-"""Charts, drawn into given axes or as SVG for a page. Lines differ by more than their colour.
+"""Charts, drawn into given axes under ``mpl.rc_context(STYLE)``, or as SVG for a page; the same data give the same SVG.
 
-The same data give the same SVG. Draw into your own axes under ``mpl.rc_context(STYLE)``.
+Lines differ by more than their colour.
 """
 
 import io
@@ -18,21 +18,8 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from numpy.typing import ArrayLike, NDArray
 
 __all__ = [
-    "COLOURS",
-    "DASHES",
-    "GUIDE",
-    "GUIDE_LINE",
-    "MARKERS",
-    "STYLE",
-    "UNDATED",
-    "Floats",
-    "Line",
-    "chart",
-    "draw_chart",
-    "draw_histogram",
-    "histogram",
-    "late_limits",
-    "outline",
+    *("BINS", "COLOURS", "DASHES", "GUIDE", "GUIDE_LINE", "MARKERS", "STYLE", "UNDATED", "Floats", "Line", "chart"),
+    *("draw_chart", "draw_histogram", "histogram", "late_limits", "mean_line", "outline"),
 ]
 
 # Okabe and Ito's palette for colour-blind readers.
@@ -43,8 +30,10 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # one more than colours: 42 pairs
 GUIDE = "#777777"
 GUIDE_LINE: dict[str, Any] = {"color": GUIDE, "linestyle": (0, (3, 3)), "linewidth": 1.2}
 _MARKED = 40  # a line of more points has no markers
+_FEW = 4  # a curve of fewer points is shown whole
 _WIDE, _SMALL = (5.4, 4.2), (4.0, 3.4)
 _TICKS = 3  # a logarithmic axis with fewer labels gets evenly spaced ones
+BINS = 121  # an odd number puts one around zero
 _LONG_LABEL = 24  # a legend with a label of more letters has one column
 # Text stays text, and ids depend on the content alone. Long lines lose points that move them by less than half a point.
 STYLE: dict[Any, Any] = {
@@ -84,24 +73,33 @@ class Line:
     kind: str = field(default="line", kw_only=True)
 
 
-def chart(
-    lines: Iterable[Line],
-    x_label: str,
-    y_label: str,
-    *,
-    log: str = "",
-    limits: tuple[float, float] | None = None,
-    ticks: Sequence[float] | None = None,
-    small: bool = False,
-) -> Markup:
-    """Return a chart of lines, see :func:`draw_chart`; a small one is for a narrow column."""
+def chart(lines: Iterable[Line], x_label: str, y_label: str, *, small: bool = False, **options: Any) -> Markup:
+    """Return a chart of lines for a page or for a narrow column; `options` are those of :func:`draw_chart`."""
+    return _page(lambda axes: draw_chart(axes, lines, **options), x_label, y_label, small)
 
-    def draw(axes: Axes) -> None:
-        draw_chart(axes, lines, log=log, limits=limits, ticks=ticks)
+
+def histogram(series: Mapping[str, tuple[ArrayLike, ArrayLike]], x_label: str, y_label: str) -> Markup:
+    """Return outlines of histograms for a page, see :func:`draw_histogram`."""
+    return _page(lambda axes: draw_histogram(axes, series), x_label, y_label)
+
+
+def _page(draw: Callable[[Axes], None], x_label: str, y_label: str, small: bool = False) -> Markup:
+    """Return a drawing as an SVG element, with its legend above the axes, where it hides no data."""
+    buffer = io.StringIO()
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=_SMALL if small else _WIDE, layout="constrained")
+        axes = figure.add_subplot()
+        draw(axes)
         axes.set(xlabel=x_label, ylabel=y_label)
-        _legend(axes, narrow=small)
-
-    return _page(draw, _SMALL if small else _WIDE)
+        if labels := axes.get_legend_handles_labels()[1]:
+            columns = 1 if small or max(map(len, labels)) > _LONG_LABEL else 2
+            axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=columns, borderaxespad=0.2, handlelength=3.2)
+        figure.savefig(buffer, format="svg", transparent=True, metadata=UNDATED)
+    text = buffer.getvalue()
+    # Numbered ids have no references and would repeat between the charts of a page.
+    text = re.sub(r' id="[\w.]+_\d+"', "", text[text.index("<svg") :])
+    # Coordinates to a hundredth of a point.
+    return Markup(re.sub(r"( d=\"[^\"]*\")", lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[1]), text))
 
 
 def draw_chart(
@@ -152,25 +150,11 @@ def _plot(axes: Axes, line: Line) -> None:
     axes.plot(x, y, label=label, **{"color": colour, **looks[line.kind]})
 
 
-def histogram(series: Mapping[str, tuple[ArrayLike, ArrayLike]], x_label: str, y_label: str, bins: int = 121) -> Markup:
-    """Return outlines of histograms, see :func:`draw_histogram`."""
-
-    def draw(axes: Axes) -> None:
-        draw_histogram(axes, series, bins)
-        axes.set(xlabel=x_label, ylabel=y_label)
-        _legend(axes)
-
-    return _page(draw, _WIDE)
-
-
-def draw_histogram(axes: Axes, series: Mapping[str, tuple[ArrayLike, ArrayLike]], bins: int = 121) -> None:
-    """Draw outlines of histograms over common bins, of {label: (values, the count of each value)}.
-
-    The count is logarithmic. An odd number of bins puts one around zero.
-    """
+def draw_histogram(axes: Axes, series: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> None:
+    """Draw outlines of histograms over common bins, of {label: (values, the count of each value)}."""
     top = max(float(np.abs(np.asarray(values)).max()) for values, _ in series.values()) or 1.0
     for index, (label, (values, counts)) in enumerate(series.items()):
-        heights, edges = np.histogram(np.asarray(values), bins, (-top, top), weights=np.asarray(counts, dtype=float))
+        heights, edges = np.histogram(np.asarray(values), BINS, (-top, top), weights=np.asarray(counts, dtype=float))
         outline(axes, heights, edges, label, index, filled=index == 0)
     axes.set_yscale("log")
     axes.set_ylim(bottom=0.5)
@@ -184,40 +168,25 @@ def outline(axes: Axes, heights: ArrayLike, edges: ArrayLike, label: str, style:
         axes.stairs(heights, edges, color=colour, alpha=0.15, fill=True)
 
 
-def _legend(axes: Axes, narrow: bool = False) -> None:
-    """Put the legend above the chart, where it hides no data."""
-    _, labels = axes.get_legend_handles_labels()
-    if labels:
-        columns = 1 if narrow or max(map(len, labels)) > _LONG_LABEL else 2
-        axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=columns, borderaxespad=0.2, handlelength=3.2)
-
-
-def _page(draw: Callable[[Axes], None], size: tuple[float, float]) -> Markup:
-    """Return a drawing as an SVG element with a transparent background."""
-    buffer = io.StringIO()
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=size, layout="constrained")
-        draw(figure.add_subplot())
-        figure.savefig(buffer, format="svg", transparent=True, metadata=UNDATED)
-    text = buffer.getvalue()
-    # Numbered ids have no references and would repeat between the charts of a page.
-    text = re.sub(r' id="[\w.]+_\d+"', "", text[text.index("<svg") :])
-    # Coordinates to a hundredth of a point.
-    return Markup(re.sub(r"( d=\"[^\"]*\")", lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[1]), text))
+def mean_line(label: str, x: ArrayLike, seeds: Sequence[Sequence[float]], style: int) -> Line:
+    """Return the mean of the curves of several seeds, with a band from the lowest to the highest."""
+    values: Floats = np.array(seeds)
+    band = (values.min(axis=0), values.max(axis=0)) if len(values) > 1 else None
+    return Line(label, x, values.mean(axis=0), style, band=band)
 
 
 def late_limits(lines: Iterable[Line], share: float = 0.2) -> tuple[float, float] | None:
     """Return limits of the y axis for the values after the first `share` of the x axis.
 
-    The first losses of a run would hide all differences.
+    The first losses of a run would hide all differences. Curves of few points have no limits.
     """
+    drawn = [line for line in lines if np.size(line.x)]
+    if max((np.size(line.x) for line in drawn), default=0) < _FEW:
+        return None
     late: list[float] = []
-    for line in lines:
+    for line in drawn:
         x = np.asarray(line.x, dtype=float)
         for y in (line.y, *(line.band or ())):
-            if len(x):
-                late += np.asarray(y, dtype=float)[x >= share * x[-1]].tolist()
-    if not late:
-        return None
+            late += np.asarray(y, dtype=float)[x >= share * x[-1]].tolist()
     margin = 0.05 * (max(late) - min(late)) or 0.1
     return min(late) - margin, max(late) + margin

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
 import torch
 
 from symexplin.config import SELConfig
@@ -57,7 +58,11 @@ def report_run(folder: str | Path, echo: Echo = lambda _: None) -> Path:
     with reading(folder):
         run = read_run(folder)
         warnings = [f"warning: {text}" for text in run.warnings]
-        weights = None if _start_is_gone(run) else probe(run, warnings.append)
+        weights = None
+        try:
+            weights = probe(run, warnings.append)
+        except FileNotFoundError as error:  # the weights that the run started from
+            warnings.append(f"warning: no figures of weights: {error}")
         for line in warnings:
             echo(line)
         return write_page(
@@ -66,12 +71,12 @@ def report_run(folder: str | Path, echo: Echo = lambda _: None) -> Path:
             title=f"Run {run.folder.resolve().name}",
             headline=_headline(run),
             warnings=warnings,
-            facts=list(_run_facts(run)),
+            facts=_run_facts(run),
             sections=run_sections(run, weights),
             evaluations=_evaluation_rows(run),
             evaluations_done=len(run.evaluations),
             sample=sample.read_text(encoding="utf-8", errors="replace") if sample.exists() else None,
-            settings=_facts(to_table(run.config), spaces=False),
+            settings=_facts(to_table(run.config)),
             provenance=_facts(run.facts["provenance"]),
         )
 
@@ -85,10 +90,10 @@ def report_comparison(folder: str | Path) -> Path:
         )
     found = read_json(path / COMPARISON)
     with reading(path / COMPARISON):
-        facts = [(f"map of {arm}", _map(curve, _optimizer(found, arm))) for arm, curve in found["maps"].items()]
+        facts = {f"map of {arm}": _map(curve, _optimizer(found, arm)) for arm, curve in found["maps"].items()}
         extra = {"parameters": found["parameters"], "seconds in all": found["seconds"]}
         for part in (found["corpus"], found["config"], found["provenance"], extra):
-            facts += _facts(part)
+            facts |= _facts(part)
         return write_page(
             path,
             "comparison.html.jinja",
@@ -124,7 +129,8 @@ def _headline(run: RunRecord) -> list[str]:
     steps = run.config.train.steps
     sentences = [f"Unfinished: step {run.step:,} of {steps:,}. It is still running, or was stopped."]
     if run.summary is not None:
-        sentences = [f"Ended by an error: {run.error}." if run.error else f"Finished: {steps:,} steps."]
+        error = run.summary.get("error")
+        sentences = [f"Ended by an error: {error}." if error else f"Finished: {steps:,} steps."]
     if run.evaluations:
         last, best = run.evaluations[-1], min(run.evaluations, key=lambda record: record["eval_loss"])
         sentences.append(f"Held-out loss {last['eval_loss']:.4f} {_NATS} after step {last['step']:,}.")
@@ -133,52 +139,50 @@ def _headline(run: RunRecord) -> list[str]:
     return sentences
 
 
-def _run_facts(run: RunRecord) -> Iterator[tuple[str, str]]:
+def _run_facts(run: RunRecord) -> dict[str, str]:
     config = run.config
     with torch.device("meta"):  # shapes without memory
         parameters = sum(p.numel() for p in Transformer(config.model).parameters())
     curve = map_of(config.sel, config.model.width)
-    yield "parameters", f"{parameters:,}"
-    yield "data", config.data
     told = None if curve is None else {"start": config.sel.start, "home": config.sel.home, **curve.to_dict()}
-    yield "weights", _map(told, config.train.optimizer)
+    facts = {
+        "parameters": f"{parameters:,}",
+        "data": config.data,
+        "weights": _map(told, config.train.optimizer),
+        "steps": f"{run.step:,} of {config.train.steps:,}, {config.train.batch_size} sequences each",
+    }
     if config.train.weights is not None:
-        gone = ", which no longer exists: no figures of weights" if _start_is_gone(run) else ""
-        yield "first weights", f"{config.train.weights}{gone}"
-    yield "steps", f"{run.step:,} of {config.train.steps:,}, {config.train.batch_size} sequences each"
-    yield "tokens seen", f"{run.updates[-1]['tokens'] if run.updates else 0:,}"
+        facts["first weights"] = config.train.weights
     if run.updates:
-        yield "training loss", f"{run.updates[-1]['loss']:.4f} {_NATS} at the last step"
+        last = run.updates[-1]
+        facts["tokens seen"] = f"{last['tokens']:,}"
+        facts["training loss"] = f"{last['loss']:.4f} {_NATS} at the last step"
     timing = {**(run.timing[-1] if run.timing else {}), **(run.summary or {})}
     if "tokens_per_second" in timing:
-        yield "tokens/s", f"{timing['tokens_per_second']:,.0f}"
+        facts["tokens/s"] = f"{timing['tokens_per_second']:,.0f}"
     if "seconds" in timing:
-        yield "training time", f"{timing['seconds']:,.1f} seconds without evaluations"
-
-
-def _start_is_gone(run: RunRecord) -> bool:
-    weights = run.config.train.weights
-    return weights is not None and not Path(weights).exists()
+        facts["training time"] = f"{timing['seconds']:,.1f} seconds without evaluations"
+    return facts
 
 
 def _evaluation_rows(run: RunRecord) -> list[dict[str, Any]]:
     """Return evenly spread evaluations with the first, the best and the last one, and their timing."""
     found = run.evaluations
     timing = {record["step"]: record for record in run.timing}
-    stride = -(-len(found) // _ROWS) or 1
     best = min(range(len(found)), key=lambda i: found[i]["eval_loss"], default=0)
-    chosen = sorted({*range(0, len(found), stride), best, len(found) - 1}) if found else []
+    spread = np.linspace(0, len(found) - 1, min(_ROWS, len(found))).astype(int).tolist()
+    chosen = sorted({*spread, best}) if found else []
     return [{**timing.get(found[i]["step"], {}), **found[i], "best": i == best} for i in chosen]
 
 
-def _facts(part: Mapping[str, Any], spaces: bool = True) -> list[tuple[str, str]]:
+def _facts(part: Mapping[str, Any]) -> dict[str, str]:
     """Return the entries of a table as text, those of inner tables with dotted names."""
-    facts = []
+    facts: dict[str, str] = {}
     for name, value in part.items():
         if isinstance(value, Mapping):
-            facts += [(f"{name}.{inner}", text) for inner, text in _facts(value, spaces)]
+            facts |= {f"{name}.{inner}": text for inner, text in _facts(value).items()}
         else:
-            facts.append((name.replace("_", " ") if spaces else name, _text(value)))
+            facts[name] = _text(value)
     return facts
 
 

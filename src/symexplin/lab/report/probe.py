@@ -1,12 +1,11 @@
 """The records of a run, and its weights in raw and effective coordinates, also while it trains."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,7 +24,7 @@ from symexplin.linear import SELLinear
 from symexplin.optim import RawSpaceOptimizer
 from symexplin.transform import Form, Scales, forward
 
-__all__ = ["LIMIT", "MapShape", "Probe", "RoleWeights", "RunRecord", "map_curves", "map_shape", "probe", "read_run"]
+__all__ = ["LIMIT", "Probe", "RoleWeights", "RunRecord", "map_curves", "probe", "read_run"]
 
 # Positions per role that are looked at: enough for the tails of a histogram.
 LIMIT = 200_000
@@ -52,44 +51,27 @@ class RunRecord:
         """Number of recorded updates."""
         return int(self.updates[-1]["step"]) if self.updates else 0
 
-    @property
-    def error(self) -> str | None:
-        """The error that ended the run early, if any."""
-        return None if self.summary is None else self.summary.get("error")
-
 
 def read_run(folder: str | Path) -> RunRecord:
-    """Return the records of a run, which may go on meanwhile; damaged and missing lines become warnings."""
+    """Return the records of a run, which may go on meanwhile; damaged lines become warnings."""
     folder = Path(folder)
     config = build_config(RunConfig, load_toml(folder / CONFIG))
     facts = read_json(folder / FACTS)
-    summary = read_json(folder / SUMMARY) if (folder / SUMMARY).exists() else None
     warnings: list[str] = []
     metrics, timing = (
         read_json_lines(folder / name, skipped=warnings.append) if (folder / name).exists() else []
         for name in (METRICS, TIMING)
     )
-    found = RunRecord(
-        folder,
-        dataclasses.replace(config, model=ModelConfig(**facts["model"])),
-        facts,
-        [record for record in metrics if "lr" in record],
-        [record for record in metrics if "eval_loss" in record],
-        timing,
-        summary,
+    return RunRecord(
+        folder=folder,
+        config=dataclasses.replace(config, model=ModelConfig(**facts["model"])),
+        facts=facts,
+        updates=[record for record in metrics if "lr" in record],
+        evaluations=[record for record in metrics if "eval_loss" in record],
+        timing=timing,
+        summary=read_json(folder / SUMMARY) if (folder / SUMMARY).exists() else None,
+        warnings=tuple(warnings),
     )
-    return dataclasses.replace(found, warnings=(*warnings, *_missing(found)))
-
-
-def _missing(run: RunRecord) -> list[str]:
-    """Return what metrics.jsonl lacks: updates, or the last evaluation of a finished run."""
-    steps = (run.summary or {}).get("steps")
-    wanted, lacking = steps or run.step, []
-    if len(run.updates) != wanted:
-        lacking.append(f"{len(run.updates)} of {wanted} updates")
-    if steps is not None and (not run.evaluations or run.evaluations[-1]["step"] != steps):
-        lacking.append(f"no evaluation after step {steps}")
-    return [f"{str(run.folder / METRICS)!r} is damaged: it has {what}" for what in lacking]
 
 
 @dataclass(frozen=True)
@@ -113,16 +95,19 @@ class Probe(NamedTuple):
     step: int
     roles: dict[str, RoleWeights]
 
+    @property
+    def has_raw(self) -> bool:
+        """Whether all roles have raw weights."""
+        return all(role.raw is not None for role in self.roles.values())
 
-class MapShape(NamedTuple):
-    """w_eff over w_raw: the quantiles of 5 %, 50 % and 95 % over the scales of many positions."""
-
-    raw: Tensor
-    low: Tensor
-    median: Tensor
-    high: Tensor
+    def pooled(self, name: str) -> tuple[Tensor, Tensor]:
+        """Return the "initial", "effective" or "raw" values of all roles, and the number of weights of each value."""
+        parts = [(getattr(role, name), role.total) for role in self.roles.values()]
+        counts = [torch.full((len(part),), total / len(part), dtype=torch.float64) for part, total in parts]
+        return torch.cat([part for part, _ in parts]), torch.cat(counts)
 
 
+@torch.no_grad()
 def probe(run: RunRecord, echo: Echo = lambda _: None) -> Probe | None:
     """Return the weights at the newest intact checkpoint and at the start; None before the first checkpoint.
 
@@ -133,42 +118,42 @@ def probe(run: RunRecord, echo: Echo = lambda _: None) -> Probe | None:
     config = dataclasses.replace(run.config, compute=dataclasses.replace(run.config.compute, device="cpu"))
     built = build(config)
     linears = {name: module for name, module in built.model.named_modules() if isinstance(module, nn.Linear)}
-    places = _places({name: module.weight.shape for name, module in linears.items()})
-    initial = {name: _pick(module.weight, places[name]) for name, module in linears.items()}
+    initial = {name: module.weight.clone() for name, module in linears.items()}
     step = _load(run, built, echo)
     if step is None:
         return None
     curved = {} if config.sel.home == "none" else _coordinates(built)
-    names = list(curved) or [name for name in linears if name.startswith("blocks.")]
-    roles: dict[str, list[RoleWeights]] = {}
-    for name in names:
-        weight = linears[name].weight
-        now = RoleWeights(weight.numel(), initial[name], _pick(weight, places[name]))
-        if name in curved:
-            now = _with_raw(now, curved[name], places[name])
-        roles.setdefault(_role(name), []).append(now)
-    return Probe(step, {role: _joined(parts) for role, parts in roles.items()})
+    roles: dict[str, list[str]] = {}
+    for name in list(curved) or [name for name in linears if name.startswith("blocks.")]:
+        roles.setdefault(name.rpartition(".")[2], []).append(name)
+    found = {}
+    for role, names in roles.items():
+        effective = [linears[name].weight for name in names]
+        coordinates = [curved[name] for name in names if name in curved]
+        found[role] = _role([initial[name] for name in names], effective, coordinates)
+    return Probe(step, found)
 
 
-def _role(name: str) -> str:
-    return name.rpartition(".")[2]
+def _role(initial: list[Tensor], effective: list[Tensor], coordinates: list[Coordinates]) -> RoleWeights:
+    """Return the weights of matrices of one shape and one form, at the same positions of each."""
+    shape = effective[0].shape
+    total = len(effective) * shape.numel()
+    stride = -(-total // LIMIT) | 1  # odd, so that no power of two leaves out columns
 
+    def pick(values: Iterable[Tensor | float]) -> Tensor:
+        return torch.cat([torch.as_tensor(value).expand(shape).reshape(-1)[::stride] for value in values])
 
-def _places(shapes: Mapping[str, torch.Size]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return (rows, columns) of the positions, the same share of each matrix of a role."""
-    random = np.random.default_rng(0)
-    roles = [_role(name) for name in shapes]
-    places = {}
-    for name, shape in shapes.items():
-        count, share = shape.numel(), -(-LIMIT // roles.count(_role(name)))
-        flat = np.arange(count) if count <= share else random.choice(count, share, replace=False, shuffle=False)
-        rows, columns = np.divmod(flat, shape[1])
-        places[name] = torch.from_numpy(rows), torch.from_numpy(columns)
-    return places
-
-
-def _pick(value: Tensor, place: tuple[Tensor, Tensor]) -> Tensor:
-    return value.detach()[place].clone()
+    weights = RoleWeights(total, pick(initial), pick(effective))
+    if not coordinates:
+        return weights
+    values = zip(*(each.scales() for each in coordinates), strict=True)
+    scales = (None if value[0] is None else pick(value) for value in values)
+    return dataclasses.replace(
+        weights,
+        form=coordinates[0].layout.form,
+        raw=pick(each.raw for each in coordinates),
+        scales=Scales(*scales),  # type: ignore[arg-type]
+    )
 
 
 def _load(run: RunRecord, built: Built, echo: Echo) -> int | None:
@@ -193,49 +178,9 @@ def _coordinates(built: Built) -> dict[str, Coordinates]:
     return {name: Coordinates(layer.weight_layout, *layer.parts()) for name, layer in layers}
 
 
-@torch.no_grad()
-def _with_raw(weights: RoleWeights, coordinates: Coordinates, place: tuple[Tensor, Tensor]) -> RoleWeights:
-    shape = coordinates.raw.shape
-    scales = (_pick(v.expand(shape), place) if isinstance(v, Tensor) else v for v in coordinates.scales())
-    return dataclasses.replace(
-        weights,
-        form=coordinates.layout.form,
-        raw=_pick(coordinates.raw, place),
-        scales=Scales(*scales),  # type: ignore[arg-type]
-    )
-
-
-def _joined(parts: list[RoleWeights]) -> RoleWeights:
-    """Join the matrices of a role, which have one shape and one form."""
-    first = parts[0]
-
-    def join(name: str) -> Tensor:
-        return torch.cat([getattr(part, name) for part in parts])
-
-    whole = RoleWeights(sum(part.total for part in parts), join("initial"), join("effective"))
-    if first.raw is None:
-        return whole
-    values = zip(*(cast(Scales, part.scales) for part in parts), strict=True)
-    scales = (torch.cat(value) if isinstance(value[0], Tensor) else value[0] for value in values)
-    return dataclasses.replace(whole, form=first.form, raw=join("raw"), scales=Scales(*scales))
-
-
 def map_curves(weights: RoleWeights, raw: Tensor, places: Tensor) -> Tensor:
     """Return the map of a role at `raw`, one row for the scales of each of the positions `places`."""
     assert weights.form is not None
     assert weights.scales is not None
     scales = (v[places, None].double() if isinstance(v, Tensor) else v for v in weights.scales)
-    # A scale may be one number for all positions.
     return forward(weights.form, raw.expand(len(places), -1), Scales(*scales))  # type: ignore[arg-type]
-
-
-def map_shape(weights: RoleWeights, points: int = 81, positions: int = 2000) -> MapShape:
-    """Return the shape of the map of a curved role over the range of its raw weights.
-
-    The scales are those of evenly spread positions.
-    """
-    assert weights.raw is not None
-    top = float(weights.raw.abs().max())
-    raw = torch.linspace(-top, top, points, dtype=torch.float64)
-    values = map_curves(weights, raw, torch.arange(0, len(weights.raw), max(1, len(weights.raw) // positions)))
-    return MapShape(raw, *values.quantile(torch.tensor([0.05, 0.5, 0.95], dtype=torch.float64), dim=0))

@@ -63,8 +63,14 @@ def export_transformers(
         import transformers
     except ModuleNotFoundError:
         raise ValueError("export needs transformers: pip install 'symexplin[hf]'") from None
-    _check_model(model)
-    target = _check_target(Path(out))
+    if model.config.bias:
+        raise ValueError(
+            "model must have no biases, as stock architectures have none: train with --no-bias; "
+            "symexplin.lab.weights.load_model reads the model.safetensors of any run"
+        )
+    target = Path(out).resolve()
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ValueError(f"out must be a new or empty folder, got {str(out)!r}")
     size = model.config.vocab_size
     if tokenizer is not None and tokenizer.vocab_size > size:
         raise ValueError(f"tokenizer must have at most the model's {size} tokens, got {tokenizer.vocab_size}")
@@ -85,36 +91,10 @@ def export_transformers(
             _save_tokenizer(transformers, tokenizer, model, folder)
         files = sorted(path.name for path in folder.iterdir())
         folder.replace(target)
-    report = {
-        "architecture": config.architectures[0],
-        "dtype": str(config.dtype).removeprefix("torch."),
-        "files": files,
-        "largest_difference": gap,
-        "largest_logit": largest,
-    }
     echo(f"{target}: {', '.join(files)}")
-    echo(
-        f"{report['architecture']}, {report['dtype']}: largest difference of a logit {gap:.3g}, "
-        f"largest logit {largest:.3g}"
-    )
-    return report
-
-
-def _check_model(model: Transformer) -> None:
-    raw = next((name for name, _ in model.named_parameters() if name.endswith("raw_weight")), None)
-    if raw is not None:
-        raise ValueError(f"model must have plain weights, got the raw one {raw!r}: fold it first")
-    if model.config.bias:
-        raise ValueError(
-            "model must have no biases, as stock architectures have none: train with --no-bias; "
-            "symexplin.lab.weights.load_model reads the model.safetensors of any run"
-        )
-
-
-def _check_target(out: Path) -> Path:
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"out must be a new or empty folder, got {str(out)!r}")
-    return out.resolve()
+    dtype = str(config.dtype).removeprefix("torch.")
+    echo(f"Qwen3ForCausalLM, {dtype}: largest difference of a logit {gap:.3g}, largest logit {largest:.3g}")
+    return {"files": files, "dtype": dtype, "largest_difference": gap, "largest_logit": largest}
 
 
 def _config(transformers: ModuleType, model: Transformer, end: int | None) -> Any:
@@ -164,12 +144,8 @@ def _differences(
     """
     dtype = torch.promote_types(config.dtype, torch.float32)
     stock = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)  # changes its config
-    missing, unexpected = stock.load_state_dict(weights, strict=False)
-    if unexpected or missing != (["lm_head.weight"] if model.config.tie_head else []):
-        raise ValueError(
-            f"export does not know the Qwen3 of transformers {transformers.__version__}: it lacks the weights "
-            f"{unexpected} and wants {missing}"
-        )
+    head = {"lm_head.weight": weights["model.embed_tokens.weight"]} if model.config.tie_head else {}
+    stock.load_state_dict({**weights, **head})
     ours = Transformer(model.config).to(dtype)
     ours.load_state_dict(model.state_dict())
     shape = (2, min(_PROBE, model.config.context))

@@ -1,6 +1,5 @@
 """Weights as safetensors files: the only reader, and the models of the laboratory with their shape in the header."""
 
-import contextlib
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
@@ -13,10 +12,10 @@ import torch
 from torch import Tensor
 
 from symexplin.config import SELConfig
-from symexplin.lab.files import replacing
+from symexplin.lab.files import read_json, replacing
 from symexplin.lab.model import ModelConfig, Transformer
 from symexplin.lab.parallel import placed
-from symexplin.validation import check_choice, naming
+from symexplin.validation import naming
 
 __all__ = [
     *("FLOATING", "MAP_KEY", "MODEL", "TRAINED_KEY", "TensorSpec", "iter_tensors", "load_model", "load_weights"),
@@ -31,8 +30,6 @@ FLOATING = frozenset({"F16", "BF16", "F32", "F64"})
 
 MODEL, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _TIED = "head.weight"
-# Beginnings of pickles of protocols 2 to 5, and of the archives of torch.save.
-_PICKLES = (*(bytes([0x80, protocol]) for protocol in range(2, 6)), b"PK\x03\x04")
 
 
 class TensorSpec(NamedTuple):
@@ -50,10 +47,10 @@ def read_specs(path: str | Path) -> tuple[dict[str, TensorSpec], dict[str, str]]
     """
     specs: dict[str, TensorSpec] = {}
     metadata: dict[str, str] = {}
-    for part, wanted in _parts(Path(path)):
+    for part in _parts(Path(path)):
         with _open(part) as file:
             metadata |= file.metadata() or {}
-            for name in _names(part, file, wanted):
+            for name in file.offset_keys():
                 view = file.get_slice(name)
                 specs[name] = TensorSpec(tuple(view.get_shape()), view.get_dtype())
     return specs, metadata
@@ -64,9 +61,9 @@ def iter_tensors(path: str | Path) -> Iterator[tuple[str, Tensor]]:
 
     The tensors are views of the mapped file. The file may be larger than the memory if they are not kept.
     """
-    for part, wanted in _parts(Path(path)):
+    for part in _parts(Path(path)):
         with _open(part) as file:
-            for name in _names(part, file, wanted):
+            for name in file.offset_keys():
                 yield name, file.get_tensor(name)
 
 
@@ -75,55 +72,26 @@ def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     return dict(iter_tensors(path)), read_specs(path)[1]
 
 
-def _parts(path: Path) -> list[tuple[Path, set[str] | None]]:
-    """Return the files to read, each with the names of its tensors; None means all."""
-    if not path.exists():
-        raise FileNotFoundError(f"path must be a safetensors file or folder, got {str(path)!r}, which does not exist")
+def _parts(path: Path) -> list[Path]:
+    """Return the files to read."""
     if not path.is_dir():
-        return [(path, None)]
+        return [path]
     if (path / MODEL).exists():
-        return [(path / MODEL, None)]
+        return [path / MODEL]
     if not (path / _INDEX).exists():
-        found = ", ".join(sorted(p.name for p in path.iterdir())[:5]) or "nothing"
-        raise ValueError(f"path must be a file, or a folder with {MODEL} or {_INDEX}; {str(path)!r} has {found}")
-    shards: dict[Path, set[str]] = {}
+        raise ValueError(f"path must be a safetensors file, or a folder with {MODEL} or {_INDEX}, got {str(path)!r}")
+    return [path / shard for shard in sorted(set(read_json(path / _INDEX)["weight_map"].values()))]
+
+
+def _open(path: Path) -> Any:
+    """Return the open file, which is a context manager."""
     try:
-        weight_map = dict(json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{str(path / _INDEX)!r} is not an index of shards: {error!r}") from None
-    for name, shard in weight_map.items():
-        if not (path / shard).is_file():
-            raise FileNotFoundError(f"{_INDEX} names the shard {shard!r}, which is not in {str(path)!r}")
-        shards.setdefault(path / shard, set()).add(name)
-    return sorted(shards.items())
-
-
-@contextlib.contextmanager
-def _open(path: Path) -> Iterator[Any]:
-    try:
-        file = safetensors.safe_open(path, framework="pt")
-    except (safetensors.SafetensorError, OSError) as error:
-        with path.open("rb") as content:
-            pickled = content.read(8).startswith(_PICKLES)
-        problem = f"is not a complete safetensors file (empty, truncated, damaged or of another kind): {error}"
-        if pickled:
-            problem = (
-                "is a pickle, which can run code when loaded; only safetensors files are read: "
-                "save it with safetensors.torch.save_file"
-            )
-        raise ValueError(f"{str(path)!r} {problem}") from None
-    with file:
-        yield file
-
-
-def _names(path: Path, file: Any, wanted: set[str] | None) -> list[str]:
-    names: list[str] = file.offset_keys()
-    if wanted is None:
-        return names
-    missing = sorted(wanted - set(names))
-    if missing:
-        raise ValueError(f"the index gives {missing[0]!r} to {str(path)!r}, which does not have it")
-    return [name for name in names if name in wanted]
+        return safetensors.safe_open(path, framework="pt")
+    except safetensors.SafetensorError as error:
+        raise ValueError(
+            f"{str(path)!r} is not a complete safetensors file: {error}; pickles (.bin, .pt) may run code and are not "
+            "read: save their tensors with safetensors.torch.save_file"
+        ) from None
 
 
 def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
@@ -228,10 +196,10 @@ def model_config(path: str | Path, metadata: Mapping[str, str]) -> ModelConfig:
     if _CONFIG_KEY not in metadata:
         raise ValueError(f"path must be a file of save_model, got {str(path)!r}, without a config in its header")
     with naming(f"header of {str(path)!r}"):
-        found = table_in(metadata, _CONFIG_KEY)
-        for key in found:
-            check_choice("key", key, [field.name for field in dataclasses.fields(ModelConfig)])
-        return ModelConfig(**found)
+        try:
+            return ModelConfig(**table_in(metadata, _CONFIG_KEY))
+        except TypeError as error:
+            raise ValueError(f"{_CONFIG_KEY} is of another version of symexplin: {error}") from None
 
 
 def map_in(path: str | Path, metadata: Mapping[str, str], key: str) -> SELConfig | None:
