@@ -22,9 +22,8 @@ from symexplin.lab.bench.run import run_bench
 from symexplin.lab.compare.grid import COMPARISON, CompareConfig
 from symexplin.lab.compare.sweep import compare_runs
 from symexplin.lab.config import RunConfig, resolve
-from symexplin.lab.data.batches import Corpus
+from symexplin.lab.data.batches import DATASET, Corpus
 from symexplin.lab.data.prepare import PrepareConfig, prepare
-from symexplin.lab.data.tokens import DATASET
 from symexplin.lab.files import read_json, write_json
 from symexplin.lab.folders import LOCK, SUMMARY, check_resumable, claimed
 from symexplin.lab.provenance import cores

@@ -1,3 +1,4 @@
+import hashlib
 import subprocess
 import sys
 import threading
@@ -7,8 +8,8 @@ import pytest
 import torch
 
 from corpora import in_memory
-from symexplin.lab.data.batches import BatchesAhead, BatchLoader, Corpus, eval_batches
-from symexplin.lab.data.prepare import PrepareConfig, prepare
+from symexplin.lab.data.batches import BatchesAhead, BatchLoader, Corpus, eval_batches, read_dataset, read_tokens
+from symexplin.lab.data.prepare import PrepareConfig, prepare, write_tokens
 from symexplin.lab.data.tokenizer import train_bpe
 
 DOCUMENTS = [f"document {i}: {'text ' * (i % 7)}".encode() for i in range(400)]
@@ -67,6 +68,57 @@ def test_damaged_tokens_and_those_of_another_tokenizer_are_named(folder):
     train_bpe(DOCUMENTS, 299).save(folder / "tokenizer.json")
     with pytest.raises(ValueError, match=r"tokenizer.json' is not the tokenizer of the tokens, 'bpe-300'"):
         Corpus.load(folder)
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(256, np.uint8), (100_000, np.uint32)])
+def test_token_files_are_arrays_of_numpy(tmp_path, size, dtype):
+    path = tmp_path / "a.npy"
+    expected = np.random.default_rng(0).integers(0, size, 999).astype(dtype)
+    digest = write_tokens(path, np.array_split(expected, 7), 999, np.dtype(dtype))
+    assert digest == hashlib.sha256(expected.tobytes()).hexdigest()
+    found = read_tokens(path, 999, digest)
+    for tokens in (np.load(path), found):
+        np.testing.assert_array_equal(tokens, expected, strict=True)
+    assert type(found) is np.ndarray
+    assert isinstance(found.base, np.memmap)  # the tokens stay on the disk
+    assert not found.flags.writeable
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_damaged_token_files_are_named(tmp_path):
+    path = tmp_path / "a.npy"
+    digest = write_tokens(path, [np.arange(20, dtype=np.uint8)], 20, np.dtype(np.uint8))
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 3):  # in the header a flipped bit may be harmless
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        try:
+            assert read_tokens(path, 20, digest).tolist() == list(range(20))
+        except ValueError as error:
+            assert "a.npy' is damaged" in str(error)  # noqa: PT017
+    for content in (b"", b"text " * 99, whole[:50], whole[:-1]):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"a.npy' is damaged"):
+            read_tokens(path, 20, digest, verify=False)
+    path.write_bytes(whole)
+    with pytest.raises(ValueError, match=r"a.npy' is damaged"):
+        read_tokens(path, 20, "0" * 64)
+    with pytest.raises(FileNotFoundError, match=r"no token file at .*nowhere"):
+        read_tokens(tmp_path / "nowhere", 20, digest)
+
+
+def test_folders_that_are_no_finished_dataset_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"data must be a folder that `symexplin prepare` made, got .*nowhere"):
+        read_dataset(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"has no dataset.json: make one with `symexplin prepare SOURCE"):
+        read_dataset(tmp_path)
+    (tmp_path / ".cache").mkdir()
+    with pytest.raises(ValueError, match="is not finished: run the same `symexplin prepare` again"):
+        read_dataset(tmp_path)
+    (tmp_path / "dataset.json").write_text("{}")
+    assert read_dataset(tmp_path) == {}
+    (tmp_path / "train.safetensors").write_text("")
+    with pytest.raises(ValueError, match="older version: delete it, and run `symexplin prepare` again"):
+        read_dataset(tmp_path)
 
 
 TRAIN_WITHOUT = """

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from corpora import split
 from symexplin.lab.data import sources as module
-from symexplin.lab.data.sources import find_sources, hub_file
+from symexplin.lab.data.sources import cut_in_two, find_sources, hash_document, hub_file, split_documents
 
 datasets = pytest.importorskip("datasets")
+
+DOCUMENTS = [f"document {i}: {'text ' * (i % 7)}".encode() for i in range(400)]
 
 
 def find(*names, text_key="text", split="train", left_out=None, cache=None):
@@ -46,8 +49,8 @@ def test_a_long_file_is_read_as_a_stream(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_CHUNK", 100)
     (tmp_path / "text").write_bytes(b"document\0" * 1000)
     read = []
-    chunks = module._utf8
-    monkeypatch.setattr(module, "_utf8", lambda path: (read.append(c) or c for c in chunks(path)))
+    chunks = module._chunks
+    monkeypatch.setattr(module, "_chunks", lambda path: (read.append(c) or c for c in chunks(path)))
     documents = find(tmp_path / "text")[0].documents
     assert [next(documents) for _ in range(5)] == [b"document"] * 5
     assert len(read) == 1
@@ -106,12 +109,11 @@ def test_compressed_files_read_like_plain_ones(tmp_path, suffix, opener):
         load(tmp_path / f"a.txt{suffix}")
 
 
-@pytest.mark.parametrize("chunk", [1, 100])
-def test_a_source_that_is_not_utf8_is_refused_with_its_first_bad_byte(tmp_path, monkeypatch, chunk):
-    monkeypatch.setattr(module, "_CHUNK", chunk)
-    (tmp_path / "a.txt").write_bytes("größe ".encode() + b"gr\xf6\xdfer")
-    with pytest.raises(ValueError, match=r"a.txt' is not UTF-8 text at byte 10: convert it first"):
-        load(tmp_path / "a.txt")
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_a_source_that_is_not_utf8_is_refused(tmp_path, name):
+    (tmp_path / name).write_bytes("größe ".encode() + b"gr\xf6\xdfer")
+    with pytest.raises(ValueError, match=rf"{name}' is not UTF-8 text: convert it first"):
+        load(tmp_path / name)
 
 
 def test_json_lines(tmp_path):
@@ -227,3 +229,34 @@ def test_local_folders_of_datasets(tmp_path):
         with pytest.raises(ValueError, match=r"split 'valid' cannot be loaded") as caught:
             find(f"hf:{tmp_path / name}", split="valid", cache=tmp_path / "cache")
         assert "\n" not in str(caught.value)
+
+
+# --- the split -------------------------------------------------------------------------------------------------------
+
+
+def sides(documents, held_out=(), fraction=0.05, seed=0):
+    together = [*documents, *held_out]
+    hashes = [hash_document(document, seed) for document in together]
+    return [[together[number] for number in side] for side in split_documents(hashes, len(documents), fraction)]
+
+
+@pytest.mark.parametrize(("count", "fraction", "seed"), [(1, 0.5, 0), (2, 0.0, 7), (3, 0.999, 0), (400, 0.05, 7)])
+def test_the_rule_of_the_split(count, fraction, seed):
+    documents = DOCUMENTS[:count]
+    expected = split(documents, fraction, seed)
+    assert sides([*documents, *documents[: count // 2]], (), fraction, seed) == expected
+    _, grown = sides([*documents, b"another"], (), fraction, seed)
+    assert count < 400 or set(expected[1]) <= set(grown)  # a new document does not move the others
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.05, 0.999])
+def test_a_lone_document_is_cut(fraction):
+    train, valid = cut_in_two(DOCUMENTS[1], fraction)
+    assert train + valid == DOCUMENTS[1]
+    assert len(train) == max(1, round(len(DOCUMENTS[1]) * (1 - fraction)))
+
+
+def test_given_documents_are_held_out():
+    assert sides([b"a", b"b", b"a", b"shared"], [b"c", b"shared", b"c"]) == [[b"a", b"b"], [b"c", b"shared"]]
+    with pytest.raises(ValueError, match="sources must hold a document that valid does not hold"):
+        sides([b"c"], [b"c"])

@@ -1,10 +1,15 @@
-"""The tokens of a prepared folder, and batches of them for training."""
+"""The tokens of a prepared folder, and batches of them for training.
+
+dataset.json          tokenizer, counts, digests and configuration: written last
+tokenizer.json        of the `tokenizers` library
+train.npy, valid.npy  the tokens, one `numpy` array per side
+"""
 
 import hashlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
@@ -12,11 +17,49 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from symexplin.lab.data.tokenizer import TokenArray, Tokenizer
-from symexplin.lab.data.tokens import DATASET, SIDES, TOKENIZER, read_dataset, read_tokens
+from symexplin.lab.files import read_json
 
-__all__ = ["BatchLoader", "BatchesAhead", "Corpus", "eval_batches"]
+__all__ = [
+    *("CACHE", "DATASET", "SIDES", "TOKENIZER"),
+    *("BatchLoader", "BatchesAhead", "Corpus", "eval_batches", "read_dataset", "read_tokens"),
+]
+
+DATASET, TOKENIZER, CACHE = "dataset.json", "tokenizer.json", ".cache"
+SIDES = ("train", "valid")
 
 Batch = tuple[Tensor, Tensor]
+
+
+def read_dataset(folder: Path) -> dict[str, Any]:
+    """Return the content of a finished folder's dataset.json."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"data must be a folder that `symexplin prepare` made, got {str(folder)!r}")
+    if (folder / "train.safetensors").exists():
+        problem = "is of an older version: delete it, and run `symexplin prepare` again"
+    elif (folder / DATASET).exists():
+        return read_json(folder / DATASET)
+    elif (folder / CACHE).exists():
+        problem = "is not finished: run the same `symexplin prepare` again to continue"
+    else:
+        problem = f"has no {DATASET}: make one with `symexplin prepare SOURCE --out FOLDER`"
+    raise ValueError(f"data must be a folder that `symexplin prepare` made; {str(folder)!r} {problem}")
+
+
+def read_tokens(path: Path, count: int, sha256: str, *, verify: bool = True) -> TokenArray:
+    """Return the tokens of a file of :func:`write_tokens`, mapped into memory; `verify` compares their sha256."""
+    try:
+        tokens = np.load(path, mmap_mode="r").view(np.ndarray)
+        whole = tokens.shape == (count,) and (not verify or hashlib.sha256(tokens.data).hexdigest() == sha256)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"no token file at {str(path)!r}: run `symexplin prepare` into a new folder") from None
+    except Exception:  # of numpy, for a damaged header: of many kinds
+        whole = False
+    if not whole:
+        raise ValueError(
+            f"{str(path)!r} is damaged: its tokens are not those of {DATASET} (sha256); run `symexplin prepare` into a "
+            "new folder"
+        )
+    return cast(TokenArray, tokens)
 
 
 @dataclass(frozen=True)
@@ -40,7 +83,7 @@ class Corpus:
             tokenizer = Tokenizer.load(folder / TOKENIZER, name=facts["name"], end_token=facts["end_token"])
             same = tokenizer.fingerprint == facts["fingerprint"]
             counts, digests, documents = (
-                [dataset[side][key] for side in SIDES.values()] for key in ("tokens", "sha256", "documents")
+                [dataset[side][key] for side in SIDES] for key in ("tokens", "sha256", "documents")
             )
         except (KeyError, TypeError):
             raise ValueError(f"{str(folder / DATASET)!r} is damaged: it does not describe a dataset") from None
@@ -48,7 +91,7 @@ class Corpus:
             raise ValueError(f"{str(folder / TOKENIZER)!r} is not the tokenizer of the tokens, {tokenizer.name!r}")
         train, valid = (
             read_tokens(folder / f"{side}.npy", count, digest, verify=verify)
-            for side, count, digest in zip(SIDES.values(), counts, digests, strict=True)
+            for side, count, digest in zip(SIDES, counts, digests, strict=True)
         )
         whole = hashlib.sha256(" ".join((tokenizer.fingerprint, *digests)).encode()).hexdigest()
         return cls(train, valid, tokenizer, documents[0], documents[1], whole)

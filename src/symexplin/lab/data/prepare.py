@@ -1,4 +1,8 @@
-"""From sources of text to a folder of tokens; a preparation that was killed continues where it was."""
+"""From sources of text to a folder of tokens; a preparation that was killed continues where it was.
+
+The folder has the files that `symexplin.lab.data.batches` reads. While it is prepared, .cache/ holds all documents and
+the tokens of finished shards.
+"""
 
 import dataclasses
 import hashlib
@@ -8,43 +12,33 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tqdm import tqdm
 
-from symexplin.lab.data.sources import LeftOut, Source, find_sources
+from symexplin.lab.data.batches import CACHE, DATASET, SIDES, TOKENIZER, read_dataset
+from symexplin.lab.data.sources import LeftOut, cut_in_two, find_sources, hash_document, split_documents
 from symexplin.lab.data.tokenizer import MINIMUM_VOCAB, TokenArray, Tokenizer, pieces, token_dtype, train_bpe
-from symexplin.lab.data.tokens import (
-    CACHE,
-    DATASET,
-    REPEATED,
-    SIDES,
-    TOKENIZER,
-    TRAIN,
-    VALID,
-    cut_in_two,
-    encode_shards,
-    hash_document,
-    read_dataset,
-    rows_per_batch,
-    shard_tokens,
-    split_documents,
-    write_tokens,
-)
-from symexplin.lab.files import read_json, write_json
+from symexplin.lab.files import read_json, replacing, write_json
 from symexplin.lab.folders import check_resumable, claimed
 from symexplin.lab.provenance import cores
 from symexplin.validation import check_fraction, check_whole
 
-__all__ = ["PrepareConfig", "prepare"]
+__all__ = ["PrepareConfig", "prepare", "write_tokens"]
 
 Echo = Callable[[str], None]
+Table = dict[str, Any]
 
 _CONFIG = "config.json"
 _ROWS_IN_MEMORY = 100  # documents that are held before they are written
+_BATCH_BYTES = 1 << 20  # text that a thread encodes at a time
+_SHARD_BYTES = 1 << 25  # text that a killed preparation encodes again, at most
 
 
 @dataclass(frozen=True)
@@ -63,7 +57,7 @@ class PrepareConfig:
         split: of Hugging Face datasets.
         text_key: key of JSON lines and column of datasets that holds the text.
         seed: of the split.
-        workers: processes; left out: one per core. The result is the same for any number.
+        workers: threads that encode text; left out: one per core. The result is the same for any number.
 
     """
 
@@ -93,22 +87,73 @@ class PrepareConfig:
             raise ValueError(f"end_token goes with a tokenizer file, got {self.end_token!r} with {self.tokenizer!r}")
 
 
-def prepare(
-    config: PrepareConfig, out: str | Path, *, echo: Echo = lambda _: None, progress: bool = True
-) -> dict[str, Any]:
+def prepare(config: PrepareConfig, out: str | Path, *, echo: Echo = lambda _: None, progress: bool = True) -> Table:
     """Write the dataset of `config` into the folder `out`, and return the content of its dataset.json.
 
     A preparation that was interrupted at any moment continues when it is called again, with the same files in the end,
-    bit for bit. A finished one stays as it is. During the work a copy of the text lies in `out`. Where Python spawns
-    processes (macOS, Windows), a script that calls this needs the guard `if __name__ == "__main__"`.
+    bit for bit. A finished one stays as it is. During the work a copy of the text lies in `out`.
     """
     for source in (*config.sources, *config.valid):
         if source and Path(source).is_dir() and Path(out).resolve().is_relative_to(Path(source).resolve()):
             raise ValueError(f"out must lie outside the sources, got {str(out)!r} in {source!r}")
+    # As JSON gives it back; the number of workers changes nothing.
+    table = json.loads(json.dumps(dataclasses.asdict(dataclasses.replace(config, workers=None))))
     with claimed(out, "dataset", {CACHE, DATASET}) as folder:
-        _quieten(progress and sys.stderr.isatty())
-        preparation = _Preparation(config, folder, echo, progress)
-        return preparation.finished() if (folder / DATASET).exists() else preparation.run()
+        if (folder / DATASET).exists():
+            dataset = read_dataset(folder)
+            check_resumable(folder, "dataset", dataset["config"], table)
+            echo(f"{folder} is finished already")
+        else:
+            dataset = _make(config, table, folder, echo, progress and sys.stderr.isatty())
+        shutil.rmtree(folder / CACHE, ignore_errors=True)
+        return dataset
+
+
+def _make(config: PrepareConfig, table: Table, folder: Path, echo: Echo, bars: bool) -> Table:
+    """Begin or continue a preparation, and finish it."""
+    start, cache = time.perf_counter(), folder / CACHE
+    continuing = (cache / _CONFIG).exists()
+    if continuing:
+        check_resumable(folder, "dataset", read_json(cache / _CONFIG), table)
+        echo(f"{folder}: continuing")
+    # The tokenizer first: to read the text may take hours.
+    named = None if config.tokenizer == "bpe" else Tokenizer.from_name(config.tokenizer, config.end_token)
+    _quieten(bars)
+    try:
+        sides, repeated, key = _read(config, cache, echo)
+        made_of = repr((key, table, named and named.fingerprint))
+        work = cache / hashlib.sha256(made_of.encode()).hexdigest()
+        work.mkdir(exist_ok=True)
+        tokenizer = named or _bpe(config, sides[0], work / TOKENIZER, echo, bars)
+    except (ValueError, FileNotFoundError):  # The user will change the configuration.
+        if not continuing:
+            shutil.rmtree(cache, ignore_errors=True)
+        raise
+    write_json(cache / _CONFIG, table)
+    dataset: Table = {}
+    for name, side in zip(SIDES, sides, strict=True):
+        dataset[name] = {"documents": len(side.sizes), "text_bytes": side.size}
+        dataset[name] |= _encode(side, tokenizer, work / name, config.workers or cores(), bars, folder / f"{name}.npy")
+    tokenizer.save(folder / TOKENIZER)
+    tokens = [dataset[name]["tokens"] for name in SIDES]
+    dataset |= {
+        "repeated_documents": repeated,
+        "bytes_per_token": sum(side.size for side in sides) / sum(tokens),
+        "tokenizer": {
+            "name": tokenizer.name,
+            "end_token": tokenizer.end_token,
+            "vocab_size": tokenizer.vocab_size,
+            "fingerprint": tokenizer.fingerprint,
+        },
+        "config": table,
+        "symexplin": importlib.metadata.version("symexplin"),
+    }
+    write_json(folder / DATASET, dataset)
+    echo(
+        f"{tokenizer.name}: {tokens[0]:,} tokens to train on, {tokens[1]:,} held out, "
+        f"{dataset['bytes_per_token']:.3f} bytes per token; {time.perf_counter() - start:.0f} s"
+    )
+    return dataset
 
 
 def _quieten(bars: bool) -> None:
@@ -121,178 +166,97 @@ def _quieten(bars: bool) -> None:
     (datasets.enable_progress_bars if bars else datasets.disable_progress_bars)()
 
 
-class _Texts:
-    """The documents of a corpus, on the disk, and the side of each."""
-
-    def __init__(self, rows: Any, given: int, valid_fraction: float) -> None:
-        from datasets import Dataset
-        from pyarrow.compute import binary_length
-
-        self.rows = rows.select_columns("text")
-        self.sides = split_documents(rows.data.column("hash").to_numpy(), given, valid_fraction)
-        self.repeated = self.documents(REPEATED)
-        counted = np.flatnonzero(self.sides != REPEATED)
-        if len(counted) == 1:
-            parts = cut_in_two(rows[int(counted[0])]["text"], valid_fraction)
-            self.rows = Dataset.from_dict({"text": parts}, features=self.rows.features)
-            self.sides = np.array([TRAIN, VALID], np.uint8)
-        self.sizes: NDArray[np.int64] = binary_length(self.rows.data.column("text")).to_numpy()
-
-    def documents(self, side: int) -> int:
-        return int((self.sides == side).sum())
-
-    def size(self, side: int) -> int:
-        return int(self.sizes[self.sides == side].sum())
-
-    def batches(self, side: int) -> Iterator[list[bytes]]:
-        """Yield the documents of a side, some at a time."""
-        start, count = 0, rows_per_batch(self.sizes)
-        for batch in self.rows.iter(count):
-            pairs = zip(self.sides[start : start + count], batch["text"], strict=True)
-            yield [document for found, document in pairs if found == side]
-            start += count
+# --- documents -------------------------------------------------------------------------------------------------------
 
 
-class _Preparation:
-    """The preparation of one folder."""
+@dataclass(frozen=True)
+class _Side:
+    """The documents of one side, a `datasets.Dataset` with the column "text", and the bytes of each."""
 
-    def __init__(self, config: PrepareConfig, folder: Path, echo: Echo, progress: bool) -> None:
-        self.config, self.folder, self.echo, self.progress = config, folder, echo, progress
-        self.cache = folder / CACHE
-        # As JSON gives it back; the number of workers changes nothing.
-        self.table = json.loads(json.dumps(dataclasses.asdict(dataclasses.replace(config, workers=None))))
+    rows: Any
+    sizes: NDArray[np.int64]
 
-    def finished(self) -> dict[str, Any]:
-        dataset = read_dataset(self.folder)
-        check_resumable(self.folder, "dataset", dataset["config"], self.table)
-        shutil.rmtree(self.cache, ignore_errors=True)
-        self.echo(f"{self.folder} is finished already")
-        return dataset
+    @property
+    def size(self) -> int:
+        """Bytes of text."""
+        return int(self.sizes.sum())
 
-    def run(self) -> dict[str, Any]:
-        start, continuing = time.perf_counter(), (self.cache / _CONFIG).exists()
-        if continuing:
-            check_resumable(self.folder, "dataset", read_json(self.cache / _CONFIG), self.table)
-            self.echo(f"{self.folder}: continuing")
-        config = self.config
-        # The tokenizer first: to read the text may take hours.
-        named = None if config.tokenizer == "bpe" else Tokenizer.from_name(config.tokenizer, config.end_token)
-        try:
-            texts, key = self.read()
-            made_of = repr((key, self.table, named and named.fingerprint))
-            work = self.cache / hashlib.sha256(made_of.encode()).hexdigest()
-            work.mkdir(exist_ok=True)
-            tokenizer = named or self.bpe(texts, work / TOKENIZER)
-        except (ValueError, FileNotFoundError):  # The user will change the configuration.
-            if not continuing:
-                shutil.rmtree(self.cache, ignore_errors=True)
-            raise
-        write_json(self.cache / _CONFIG, self.table)
-        dataset = self.write(texts, tokenizer, work)
-        shutil.rmtree(self.cache, ignore_errors=True)
-        self.echo(
-            f"{tokenizer.name}: {dataset['train']['tokens']:,} tokens to train on, {dataset['valid']['tokens']:,} held "
-            f"out, {dataset['bytes_per_token']:.3f} bytes per token; {time.perf_counter() - start:.0f} s"
-        )
-        return dataset
+    def batches(self, start: int = 0, stop: int | None = None) -> Iterator[list[bytes]]:
+        """Yield the documents of a range, about a megabyte at a time."""
+        sizes = self.sizes[start:stop]
+        count = np.clip(_BATCH_BYTES * len(sizes) // max(1, sizes.sum()), 1, 1000)
+        for batch in self.rows.select(range(start, start + len(sizes))).iter(int(count)):
+            yield batch["text"]
 
-    def read(self) -> tuple[_Texts, str]:
-        """Return all documents, written once, and a key that changes with the text."""
-        from datasets import Dataset
-        from datasets.exceptions import DatasetGenerationError
 
-        config, left_out = self.config, LeftOut()
-        given, held_out = (
-            find_sources(names, config.text_key, config.split, left_out, self.cache / "hub")
-            for names in (config.sources, config.valid)
-        )
-        stamps = [[source[:2] for source in sources] for sources in (given, held_out)]
-        key = hashlib.sha256(repr((stamps, config.text_key, config.seed)).encode()).hexdigest()
-        told = self.cache / f"{key}.json"
+def _read(config: PrepareConfig, cache: Path, echo: Echo) -> tuple[tuple[_Side, _Side], int, str]:
+    """Write all documents once; return both sides, the number of repeated documents, and a key of the text."""
+    import pyarrow
+    from datasets import Dataset
+    from datasets.exceptions import DatasetGenerationError
+    from pyarrow.compute import binary_length
 
-        def rows() -> Iterator[dict[str, Any]]:
-            counts = []
-            for sources in (given, held_out):
-                counts.append(0)
-                for row in self.rows(sources):
-                    counts[-1] += 1
-                    yield row
-            write_json(told, {"given": counts[0], "left_out": left_out})
+    left_out: LeftOut = {}
+    found = [
+        find_sources(names, config.text_key, config.split, left_out, cache / "hub")
+        for names in (config.sources, config.valid)
+    ]
+    stamps = [[source[:2] for source in sources] for sources in found]
+    key = hashlib.sha256(repr((stamps, config.text_key, config.seed)).encode()).hexdigest()
+    told = cache / f"{key}.json"
 
-        try:
-            documents = Dataset.from_generator(
-                rows, cache_dir=str(self.cache), fingerprint=key, writer_batch_size=_ROWS_IN_MEMORY
-            )
-        except DatasetGenerationError as error:
-            raise (error.__cause__ or error) from None
-        facts = read_json(told)
-        texts = _Texts(documents, facts["given"], config.valid_fraction)
-        self.tell(texts, facts["left_out"])
-        return texts, key
-
-    def rows(self, sources: Iterable[Source]) -> Iterator[dict[str, Any]]:
-        # Arrays of their own types: the types that `datasets` infers hold no document of 2 GiB and no 64-bit number.
-        import pyarrow
-
-        for source in sources:
-            for document in source.documents:
-                number = hash_document(document, self.config.seed)
+    def rows() -> Iterator[Table]:
+        for side, sources in enumerate(found):
+            for document in chain.from_iterable(source.documents for source in sources):
+                number = hash_document(document, config.seed)
+                # The types that `datasets` infers hold no document of 2 GiB and no 64-bit number.
                 yield {
                     "text": pyarrow.array([document], pyarrow.large_binary()),
                     "hash": pyarrow.array([number], pyarrow.uint64()),
+                    "side": side,
                 }
+        write_json(told, left_out)
 
-    def tell(self, texts: _Texts, left_out: LeftOut) -> None:
-        self.echo(
-            f"{', '.join(self.config.sources)}: {texts.documents(TRAIN):,} documents to train on, "
-            f"{texts.documents(VALID):,} held out, {texts.repeated:,} repeated; "
-            f"{texts.size(TRAIN) + texts.size(VALID):,} bytes"
+    try:
+        documents = Dataset.from_generator(
+            rows, cache_dir=str(cache), fingerprint=key, writer_batch_size=_ROWS_IN_MEMORY
         )
-        for reason, paths in left_out.items():
-            names = ", ".join(paths[:3]) + (", ..." if len(paths) > 3 else "")
-            self.echo(f"left out ({reason}), {len(paths):,} in all: {names}")
+    except DatasetGenerationError as error:
+        raise (error.__cause__ or error) from None
+    texts = documents.select_columns("text")
+    hashes, sides = (documents.data.column(name).to_numpy() for name in ("hash", "side"))
+    numbers = split_documents(hashes, int((sides == 0).sum()), config.valid_fraction)
+    repeated = len(hashes) - sum(map(len, numbers))
+    if not len(numbers[1]):
+        parts = cut_in_two(texts[int(numbers[0][0])]["text"], config.valid_fraction)
+        texts = Dataset.from_dict({"text": parts}, features=texts.features)
+        numbers = (np.array([0]), np.array([1]))
+    sizes = binary_length(texts.data.column("text")).to_numpy()
+    train, valid = (_Side(texts.select(own), sizes[own]) for own in numbers)
+    echo(
+        f"{', '.join(config.sources)}: {len(train.sizes):,} documents to train on, {len(valid.sizes):,} held out, "
+        f"{repeated:,} repeated; {train.size + valid.size:,} bytes"
+    )
+    for reason, paths in read_json(told).items():
+        names = ", ".join(paths[:3]) + (", ..." if len(paths) > 3 else "")
+        echo(f"left out ({reason}), {len(paths):,} in all: {names}")
+    return (train, valid), repeated, key
 
-    def bpe(self, texts: _Texts, path: Path) -> Tokenizer:
-        wanted, total = self.config.vocab_size, texts.size(TRAIN)
-        if not path.exists():
-            documents = (document for batch in texts.batches(TRAIN) for document in batch)
-            sample = _spread(documents, total, min(self.config.bpe_bytes, total))
-            train_bpe(sample, wanted, progress=self.progress).save(path)
-        tokenizer = Tokenizer.load(path, name="bpe")
-        tokenizer.name = f"bpe-{tokenizer.vocab_size}"
-        if tokenizer.vocab_size < wanted:
-            self.echo(f"the text gives {tokenizer.vocab_size:,} tokens, not the {wanted:,} asked for")
-        return tokenizer
 
-    def write(self, texts: _Texts, tokenizer: Tokenizer, work: Path) -> dict[str, Any]:
-        shards: list[Any] = []
-        if not tokenizer.is_bytes:
-            workers = self.config.workers or cores()
-            shards = encode_shards(texts.rows, texts.sides, texts.sizes, tokenizer, work, workers)
-        dataset: dict[str, Any] = {}
-        for side, name in SIDES.items():
-            counts = {"documents": texts.documents(side), "text_bytes": texts.size(side)}
-            arrays: Iterable[TokenArray] = shard_tokens(shards, side)
-            tokens = sum(map(len, shard_tokens(shards, side)))
-            if tokenizer.is_bytes:
-                arrays, tokens = map(tokenizer.encode_documents, texts.batches(side)), sum(counts.values())
-            digest = write_tokens(self.folder / f"{name}.npy", arrays, tokens, token_dtype(tokenizer.vocab_size))
-            dataset[name] = {**counts, "tokens": tokens, "sha256": digest}
-        tokenizer.save(self.folder / TOKENIZER)
-        dataset |= {
-            "repeated_documents": texts.repeated,
-            "bytes_per_token": sum(map(texts.size, SIDES)) / sum(dataset[name]["tokens"] for name in SIDES.values()),
-            "tokenizer": {
-                "name": tokenizer.name,
-                "end_token": tokenizer.end_token,
-                "vocab_size": tokenizer.vocab_size,
-                "fingerprint": tokenizer.fingerprint,
-            },
-            "config": self.table,
-            "symexplin": importlib.metadata.version("symexplin"),
-        }
-        write_json(self.folder / DATASET, dataset)
-        return dataset
+# --- tokens ----------------------------------------------------------------------------------------------------------
+
+
+def _bpe(config: PrepareConfig, side: _Side, path: Path, echo: Echo, bars: bool) -> Tokenizer:
+    """Return a BPE trained on one side, or the one that an interrupted preparation has trained."""
+    if not path.exists():
+        documents = (document for batch in side.batches() for document in batch)
+        sample = _spread(documents, side.size, min(config.bpe_bytes, side.size))
+        train_bpe(sample, config.vocab_size, progress=bars).save(path)
+    tokenizer = Tokenizer.load(path, name="bpe")
+    tokenizer.name = f"bpe-{tokenizer.vocab_size}"
+    if tokenizer.vocab_size < config.vocab_size:
+        echo(f"the text gives {tokenizer.vocab_size:,} tokens, not the {config.vocab_size:,} asked for")
+    return tokenizer
 
 
 def _spread(documents: Iterable[bytes], total: int, wanted: int) -> Iterator[bytes]:
@@ -304,3 +268,39 @@ def _spread(documents: Iterable[bytes], total: int, wanted: int) -> Iterator[byt
                 taken += len(piece)
                 yield piece
             seen += len(piece)
+
+
+def _encode(side: _Side, tokenizer: Tokenizer, work: Path, workers: int, bars: bool, out: Path) -> Table:
+    """Write the tokens of one side into the file `out`, by way of a file per shard; finished shards are kept."""
+    work.mkdir(exist_ok=True)
+    ends = np.cumsum(side.sizes)
+    cuts = np.searchsorted(ends, np.arange(_SHARD_BYTES, ends[-1], _SHARD_BYTES)) + 1
+    bounds = np.unique([0, *cuts, len(ends)]).tolist()
+    shards, count = [], 0
+    with (
+        ThreadPoolExecutor(workers) as pool,
+        tqdm(total=side.size, desc=work.name, unit="B", unit_scale=True, disable=not bars) as bar,
+    ):
+        for start, stop in pairwise(bounds):
+            shard = work / f"{start:012}.npy"
+            if not shard.exists():
+                tokens = np.concatenate(list(pool.map(tokenizer.encode_documents, side.batches(start, stop))))
+                write_tokens(shard, [tokens], len(tokens), tokens.dtype)
+            shards.append(shard)
+            count += len(np.load(shard, mmap_mode="r"))
+            bar.update(int(side.sizes[start:stop].sum()))
+    digest = write_tokens(out, map(np.load, shards), count, token_dtype(tokenizer.vocab_size))
+    return {"tokens": count, "sha256": digest}
+
+
+def write_tokens(path: Path, arrays: Iterable[TokenArray], count: int, dtype: np.dtype[Any]) -> str:
+    """Write `arrays`, `count` tokens in all, as one .npy file, which appears when it is whole; return its sha256."""
+    digest = hashlib.sha256()
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        header = {"descr": dtype.newbyteorder("<").str, "fortran_order": False, "shape": (count,)}
+        np.lib.format.write_array_header_1_0(file, header)
+        for array in arrays:
+            data = np.ascontiguousarray(array, dtype=dtype).data
+            file.write(data)
+            digest.update(data)
+    return digest.hexdigest()

@@ -1,21 +1,32 @@
-"""Where text comes from: documents as bytes, read as a stream from files, folders and datasets."""
+"""Documents: read as a stream from files, folders and datasets, and split into two sides."""
 
-import codecs
 import contextlib
 import gzip
+import hashlib
 import json
 import lzma
 import os
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, NamedTuple, TextIO
 
-__all__ = ["SEPARATOR", "LeftOut", "Source", "find_sources", "hub_file"]
+import numpy as np
+from numpy.typing import NDArray
 
-SEPARATOR = 0  # the byte that ends each document; it does not occur in text
+__all__ = [
+    "SEPARATOR",
+    "LeftOut",
+    "Source",
+    "cut_in_two",
+    "find_sources",
+    "hash_document",
+    "hub_file",
+    "split_documents",
+]
+
+SEPARATOR = "\0"  # ends each document; it does not occur in text
 _SHORTHANDS = {
     "openwebtext": "hf:Skylion007/openwebtext",  # the paper's corpus
     "fineweb": "hf:HuggingFaceFW/fineweb:sample-10BT",
@@ -24,8 +35,7 @@ _SHORTHANDS = {
 LeftOut = dict[str, list[str]]  # paths in folders that are not read, by the reason
 _NOT_TEXT, _UNREADABLE, _LINK = "binary, or not UTF-8", "unreadable", "link to a folder, or to nothing"
 
-_END = bytes([SEPARATOR])
-_CHUNK = 1 << 20
+_CHUNK = 1 << 20  # characters
 # Folders of the standard library that are not its text: installed packages, tests, build leftovers.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
@@ -35,7 +45,7 @@ class Source(NamedTuple):
 
     name: str
     stamp: object
-    documents: Iterable[bytes]
+    documents: Iterator[bytes]
 
 
 class _NotUtf8Error(ValueError):
@@ -47,41 +57,46 @@ def find_sources(
 ) -> list[Source]:
     """Return the sources of these names; the documents of each can be read once, as a stream.
 
-    A NUL byte separates documents, inside those of datasets and JSON lines too; blank ones are left out. `left_out`
-    gets the paths in folders that are not read; it is complete when the documents have been read. `cache` takes the
-    copy that `datasets` makes of a local folder.
+    A NUL character separates documents, inside those of datasets and JSON lines too; blank ones are left out.
+    `left_out` gets the paths in folders that are not read; it is complete when the documents have been read. `cache`
+    takes the copy that `datasets` makes of a local folder.
     """
-    found = [_source(name, text_key, split, left_out, cache) for name in names]
-    return [source._replace(documents=_documents(source)) for source in found]
+    found = []
+    for name in names:
+        stamp, texts = _source(name, text_key, split, left_out, cache)
+        found.append(Source(name, stamp, _documents(name, texts)))
+    return found
 
 
-def _source(name: str, text_key: str, split: str, left_out: LeftOut, cache: Path | None) -> Source:
+def _source(
+    name: str, text_key: str, split: str, left_out: LeftOut, cache: Path | None
+) -> tuple[object, Iterator[str]]:
     spec, path = _SHORTHANDS.get(name, name), Path(name)
     if spec.startswith("hf:"):
         dataset = _dataset(spec.removeprefix("hf:"), text_key, split, cache)
-        return Source(name, dataset._fingerprint, _texts(dataset, text_key))
+        return dataset._fingerprint, _column(dataset, text_key)
     if spec == "stdlib":
         library = _files(Path(sysconfig.get_path("stdlib")), left_out, _NOT_LIBRARY)
         files = [file for file in library if file.suffix == ".py"]
     elif name and path.is_dir():
         files = _files(path, left_out)
     elif path.is_file():
-        return Source(name, _stamps([path]), _file(path, text_key))
+        return _stamps([path]), _file(path, text_key)
     else:  # a pipe gives its text once
         right = "'stdlib', an existing file or folder, 'hf:NAME', " + " or ".join(map(repr, _SHORTHANDS))
         raise FileNotFoundError(f"sources must be {right}, got {name!r}")
-    return Source(name, _stamps(files), _folder(files, text_key, left_out))
+    return _stamps(files), _folder(files, text_key, left_out)
 
 
-def _documents(source: Source) -> Iterator[bytes]:
+def _documents(name: str, texts: Iterable[str]) -> Iterator[bytes]:
     empty = True
-    for part in source.documents:
-        for document in part.split(_END):
+    for text in texts:
+        for document in text.split(SEPARATOR):
             if document.strip():
                 empty = False
-                yield document
+                yield document.encode()
     if empty:
-        raise ValueError(f"sources must each hold at least one document, got {source.name!r} without any text")
+        raise ValueError(f"sources must each hold at least one document, got {name!r} without any text")
 
 
 # --- files and folders -----------------------------------------------------------------------------------------------
@@ -108,10 +123,10 @@ def _files(root: Path, left_out: LeftOut, without: frozenset[str] = frozenset())
     return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 
-def _folder(files: Iterable[Path], text_key: str, left_out: LeftOut) -> Iterator[bytes]:
+def _folder(files: Iterable[Path], text_key: str, left_out: LeftOut) -> Iterator[str]:
     for path in files:
         try:
-            for _ in _utf8(path):
+            for _ in _chunks(path):
                 pass
         except (OSError, ValueError) as error:
             reason = _NOT_TEXT if isinstance(error, _NotUtf8Error) else _UNREADABLE
@@ -120,62 +135,57 @@ def _folder(files: Iterable[Path], text_key: str, left_out: LeftOut) -> Iterator
             yield from _file(path, text_key)
 
 
-def _file(path: Path, text_key: str) -> Iterator[bytes]:
+def _file(path: Path, text_key: str) -> Iterator[str]:
     if Path(path.name.removesuffix(".gz").removesuffix(".xz")).suffix == ".jsonl":
         return _json_lines(path, text_key)
-    return _between_ends(_utf8(path))
+    return _between_separators(_chunks(path))
 
 
 @contextlib.contextmanager
-def _open(path: Path) -> Iterator[BinaryIO]:
+def _open(path: Path) -> Iterator[TextIO]:
     openers: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open}
     try:
-        with cast(BinaryIO, openers.get(path.suffix, open)(path, "rb")) as file:
+        with openers.get(path.suffix, open)(path, "rt", encoding="utf-8-sig", newline="\n") as file:
             yield file
+    except UnicodeDecodeError:
+        raise _NotUtf8Error(
+            f"{str(path)!r} is not UTF-8 text: convert it first, for example with iconv -f latin1 -t utf-8"
+        ) from None
     except (lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise ValueError(f"{str(path)!r} is damaged, or not {path.suffix}: {error}") from None
 
 
-def _utf8(path: Path) -> Iterator[bytes]:
-    """Yield the chunks of a file, which must be UTF-8."""
-    decoder, start = codecs.getincrementaldecoder("utf-8")(), 0
+def _chunks(path: Path) -> Iterator[str]:
     with _open(path) as file:
-        for chunk in chain(iter(lambda: file.read(_CHUNK), b""), [b""]):
-            held = len(decoder.getstate()[0])
-            try:
-                decoder.decode(chunk, final=not chunk)
-            except UnicodeDecodeError as error:
-                raise _NotUtf8Error(
-                    f"{str(path)!r} is not UTF-8 text at byte {start - held + error.start:,}: convert it first, for "
-                    "example with iconv -f latin1 -t utf-8"
-                ) from None
-            start += len(chunk)
+        while chunk := file.read(_CHUNK):
             yield chunk
 
 
-def _between_ends(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    pending: list[bytes] = []
+def _between_separators(chunks: Iterable[str]) -> Iterator[str]:
+    pending: list[str] = []
     for chunk in chunks:
-        *ended, rest = chunk.split(_END)
+        *ended, rest = chunk.split(SEPARATOR)
         for part in ended:
-            yield b"".join([*pending, part])
+            yield "".join([*pending, part])
             pending = []
         pending.append(rest)
-    yield b"".join(pending)
+    yield "".join(pending)
 
 
-def _json_lines(path: Path, text_key: str) -> Iterator[bytes]:
+def _json_lines(path: Path, text_key: str) -> Iterator[str]:
     with _open(path) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
                 text = json.loads(line)[text_key]
-                yield b"" if text is None else text.encode()
+                if text is not None:
+                    text.encode()  # a lone surrogate is no text
+                    yield text
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-                shown = line[:60].decode(errors="replace").strip()
                 raise ValueError(
-                    f"{path}:{number} must be a JSON object with text under text_key {text_key!r}, got {shown}"
+                    f"{path}:{number} must be a JSON object with text under text_key {text_key!r}, got "
+                    f"{line[:60].strip()}"
                 ) from None
 
 
@@ -206,10 +216,10 @@ def _dataset(spec: str, text_key: str, split: str, cache: Path | None) -> Any:
     return found
 
 
-def _texts(dataset: Any, text_key: str) -> Iterator[bytes]:
+def _column(dataset: Any, text_key: str) -> Iterator[str]:
     for batch in dataset.select_columns([text_key]).iter(batch_size=256):
         for text in batch[text_key]:
-            yield b"" if text is None else text.encode()
+            yield text or ""
 
 
 def hub_file(repository: str, name: str) -> Path:
@@ -228,3 +238,40 @@ def hub_file(repository: str, name: str) -> Path:
 def _line(error: Exception) -> str:
     """Return the first line of an error's text, with its kind."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+# --- the split: a rule on the content of documents alone -------------------------------------------------------------
+
+
+def hash_document(document: bytes, seed: int) -> int:
+    """Return a number in [0, 2**64) that depends on the content and the seed alone."""
+    return int.from_bytes(hashlib.blake2b(document, digest_size=8, key=str(seed).encode()).digest())
+
+
+def split_documents(
+    hashes: Sequence[int] | NDArray[np.uint64], given: int, fraction: float
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the numbers of the documents to train on, and of those held out.
+
+    The first `given` documents are to be split, the others are held out. Without others, those with the smallest hashes
+    are held out: all below `fraction` * 2**64, but at least one, and never all. A document that occurs twice counts
+    once, so no text is on both sides.
+    """
+    hashes = np.asarray(hashes, np.uint64)
+    train = np.sort(np.unique(hashes[:given], return_index=True)[1])
+    if given < len(hashes):
+        valid = given + np.sort(np.unique(hashes[given:], return_index=True)[1])
+        train = train[~np.isin(hashes[train], hashes[given:])]
+        if not len(train):
+            raise ValueError("sources must hold a document that valid does not hold, got none")
+        return train, valid
+    rank = hashes[train].astype(np.float64) / 2**64
+    wanted = max(int((rank < fraction).sum()), 1)
+    held_out = np.argsort(rank, kind="stable")[: min(wanted, len(train) - 1)]
+    return np.delete(train, held_out), np.sort(train[held_out])
+
+
+def cut_in_two(document: bytes, fraction: float) -> tuple[bytes, bytes]:
+    """Return both sides of a corpus of one document."""
+    place = max(1, round(len(document) * (1 - fraction)))
+    return document[:place], document[place:]

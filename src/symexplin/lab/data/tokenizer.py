@@ -22,11 +22,12 @@ __all__ = ["MINIMUM_VOCAB", "Tokenizer", "TokenArray", "pieces", "token_dtype", 
 TokenArray = NDArray[np.unsignedinteger[Any]]
 
 _END = "<|endoftext|>"
-_BYTE_END = chr(256 + SEPARATOR)  # the character for the byte that ends documents, in byte-level tokenizers
+_BYTE_END = chr(256 + ord(SEPARATOR))  # the character for the byte that ends documents, in byte-level tokenizers
 _GPT2 = "hf:openai-community/gpt2"
 # Names of the token between documents in tokenizer files, the usual one first.
 _END_NAMES = (_END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|end|>", "[EOS]", "[SEP]")
 MINIMUM_VOCAB = 257  # all bytes, and the end of a document
+_PROBE = "".join(map(chr, range(0x250)))  # letters, accents and control characters, as a test of the bytes
 
 # Longer documents are encoded in pieces: an encoding takes some hundred times the memory of its text.
 _PIECE = 1 << 20
@@ -71,9 +72,13 @@ class Tokenizer:
         if not vocab:
             raise ValueError(f"tokenizer {name!r} has no tokens")
         self.vocab_size = max(vocab.values()) + 1
-        # Bytes need no backend; a file that says something else of them does.
-        self.is_bytes = end_token in (None, _BYTE_END) and _reading(text) == _reading(_byte_tokenizer())
-        self.end = SEPARATOR if self.is_bytes else vocab[_end_name(vocab, name, end_token)]
+        # Bytes need no backend, unless the file reads them in another way.
+        self.is_bytes = (
+            end_token in (None, _BYTE_END)
+            and vocab == _byte_vocab()
+            and list(self._backend.encode(_PROBE).ids) == list(_PROBE.encode())
+        )
+        self.end = ord(SEPARATOR) if self.is_bytes else vocab[_end_name(vocab, name, end_token)]
 
     def __reduce__(self) -> tuple[type[Self], tuple[str, str, str]]:
         return type(self), (self._text, self.name, self.end_token)  # the backend's own pickle drops its settings
@@ -179,14 +184,6 @@ def _byte_tokenizer() -> str:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     return backend.to_str()
-
-
-def _reading(text: str) -> tuple[Any, ...]:
-    """Return the parts of a tokenizer's JSON that decide the tokens of a text."""
-    table = json.loads(text)
-    model = table["model"]
-    parts = [table.get(part) for part in ("added_tokens", "normalizer", "pre_tokenizer", "decoder")]
-    return (*parts, model.get("type"), model.get("vocab"), model.get("merges"))
 
 
 def _end_name(vocab: dict[str, int], name: str, end_token: str | None) -> str:
