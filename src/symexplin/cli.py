@@ -515,7 +515,7 @@ def _bench(config: _Config = None, *, out: str, **given: Any) -> None:
       symexplin bench --out big --widths 3072 --depths 36 --dtypes bf16 \
         --compile --recompute --fresh
     """
-    from symexplin.lab.bench.config import BenchConfig
+    from symexplin.lab.bench import BenchConfig
     from symexplin.lab.bench.run import run_bench
 
     run_bench(_configured(BenchConfig, given, config, {}), out, echo=_log, progress=True)
@@ -545,7 +545,7 @@ _SCHEMAS = {
     "compare": "symexplin.lab.compare.grid:CompareConfig",
     "reproduce": "symexplin.experiments.reproduce:ReproduceConfig",
     "demo": "symexplin.lab.demo:DemoConfig",
-    "bench": "symexplin.lab.bench.config:BenchConfig",
+    "bench": "symexplin.lab.bench:BenchConfig",
 }
 # Keys that the command says otherwise.
 _NO_FLAGS = {"prepare": ("sources",), "compare": ("lr", "seed", "home", "preset", "start", "map")}

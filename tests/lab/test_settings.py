@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from symexplin.experiments.reproduce import ReproduceConfig
-from symexplin.lab.bench.config import BenchConfig
+from symexplin.lab.bench import BenchConfig
 from symexplin.lab.compare.grid import CompareConfig
 from symexplin.lab.data.prepare import PrepareConfig
 from symexplin.lab.demo import DemoConfig

@@ -17,7 +17,7 @@ import torch
 from symexplin.experiments.comparison import ENOUGH_SEEDS
 from symexplin.experiments.results import append_results, check_results
 from symexplin.experiments.tables import BASE, DATA, PANELS, PASSES, SCALES, TABLE, Panel, Table, load_table
-from symexplin.lab.bench.config import BenchConfig
+from symexplin.lab.bench import BenchConfig
 from symexplin.lab.bench.run import run_bench
 from symexplin.lab.compare.grid import COMPARISON, CompareConfig
 from symexplin.lab.compare.sweep import compare_runs

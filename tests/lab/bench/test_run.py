@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from symexplin import kernels
+from symexplin.lab.bench import BenchConfig, Case
 from symexplin.lab.bench import run as module
-from symexplin.lab.bench.config import BenchConfig, Case
-from symexplin.lab.bench.run import FACTS, Timing, measure, rows_of, run_bench
+from symexplin.lab.bench.run import FACTS, Timing, draw, measure, rows_of, run_bench
 from symexplin.lab.bench.work import BASELINES, Work
 from symexplin.lab.settings import build, load_toml
 
@@ -199,7 +199,7 @@ def test_a_mistake_leaves_no_folder(tmp_path, monkeypatch, device):
         raise ValueError("no inverse")
 
     monkeypatch.setattr(module, "make_work", refuse)
-    with pytest.raises(ValueError, match="no inverse" if device == "cpu" else "device must be"):
+    with pytest.raises(ValueError, match="no inverse" if device == "cpu" else "device must be available to torch"):
         run_bench(BenchConfig(("step",), **{**TINY, "device": device}), tmp_path / "deep" / "out")
     assert not (tmp_path / "deep").exists()
 
@@ -217,18 +217,6 @@ def test_memory_that_cannot_be_measured_is_left_out(tmp_path, monkeypatch):
     assert [row["peak_mib"] for row in read(tmp_path / "out")] == ["1024", "", "1024"]
     assert lines[0].startswith("memory of sel, step fp32: width 16")
     assert lines[0].endswith("its process ended")
-
-
-def test_timings_are_there_before_memory_and_survive_its_interruption(tmp_path, monkeypatch):
-    def interrupted(*_):
-        rows = read(tmp_path / "out")
-        assert [(row["peak_mib"], float(row["ms"]) > 0) for row in rows] == 3 * [("", True)]
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(module, "peak_in_child", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run_bench(STEP, tmp_path / "out")
-    assert {row["variant"] for row in read(tmp_path / "out")} == {"adamw", "sel", "module"}
 
 
 @pytest.mark.parametrize(("fresh", "resets"), [(False, 1), (True, 1 + 3 * 3)])
@@ -251,3 +239,40 @@ def test_a_gpu_tells_times_memory_and_its_name(tmp_path):
         assert row["device"] == torch.cuda.get_device_name()
         assert float(row["ms"]) > 0.0
         assert row["part"] == "map" or float(row["peak_mib"]) * 2**20 > 12 * weights
+
+
+# --- the plot --------------------------------------------------------------------------------------------------------
+
+
+def step(width=64, depth=2, slower=(1.2,)):
+    phases = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+    rounds = [{"adamw": Timing(1.0, phases), "sel": Timing(s, phases), "module": Timing(2.0, phases)} for s in slower]
+    return rows_of(Case("step", "fp32", width, depth, 1, 8192), rounds, {})
+
+
+def drawn(axes):
+    return {label: handle.lines[0] for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+
+
+def test_each_swept_size_has_a_panel_with_the_other_at_its_least():
+    sizes = ((64, 1, 1.1), (128, 1, 1.2), (64, 8, 1.4), (128, 8, 1.8))
+    rows = [row for width, depth, slower in sizes for row in step(width, depth, (slower,))]
+    by_width, by_depth = draw(rows, "a machine").axes
+    assert (by_width.get_xlabel(), by_depth.get_xlabel()) == ("width", "depth")
+    assert [text.get_text() for text in by_width.get_xticklabels()] == ["64", "128"]
+    assert by_width.get_title("left") == "depth 1, tokens 8,192, microbatches 1"
+    found = drawn(by_width)["SEL in the optimizer, fp32"]
+    assert found.get_xdata().tolist() == [0, 1]
+    assert found.get_ydata() == pytest.approx([1.1, 1.2])
+    assert drawn(by_depth)["SEL in the optimizer, fp32"].get_ydata() == pytest.approx([1.1, 1.4])
+    assert drawn(by_depth)["SEL in the module, fp32"].get_ydata() == pytest.approx([2.0, 2.0])
+
+
+def test_without_a_sweep_variants_stand_side_by_side_with_their_spread():
+    figure = draw(step(slower=(1.0, 1.2, 1.6)), "a machine")
+    (axes,) = figure.axes
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["fp32"]
+    assert len({place for line in drawn(axes).values() for place in line.get_xdata()}) == 2
+    ((_, low), (_, high)) = axes.collections[0].get_segments()[0]
+    assert (low, high) == pytest.approx((1.04, 1.52))  # the percentiles lie between the rounds
+    assert figure.get_supxlabel() == "a machine"

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import symexplin as sel
+from symexplin.lab.bench import BenchConfig, Case
 from symexplin.lab.bench import work as module
-from symexplin.lab.bench.config import BenchConfig, Case
 from symexplin.lab.bench.work import BASELINES, MasterAdamW, _fill_gradients, build_variant, make_work, peak_in_child
 
 CPU = torch.device("cpu")

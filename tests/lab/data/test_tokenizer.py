@@ -1,7 +1,5 @@
 import hashlib
-import itertools
 import json
-import pickle
 import subprocess
 import sys
 
@@ -28,33 +26,19 @@ def word_level(*words, special=()):
     return backend
 
 
-def test_byte_tokens_are_the_bytes():
+def test_byte_tokens_are_the_bytes(tmp_path):
     byte = Tokenizer.from_name("byte")
-    data = bytes(range(256))
-    assert byte.encode_documents([data, b""]).tolist() == [*range(256), 0, 0]
-    assert byte.encode_documents([data]).dtype == np.uint8
-    assert byte.encode(TEXT) == list(TEXT.encode())
-    assert byte.decode(TEXT.encode()) == TEXT
+    every = "".join(map(chr, [*range(0x3000), *range(0x1F600, 0x1F650)]))
+    for text in (TEXT, every, ""):
+        assert byte.encode(text) == list(text.encode())
+        assert byte.decode(list(text.encode())) == text
+        assert byte.encode_documents([text.encode(), b"a"]).tolist() == [*text.encode(), 0, 97, 0]
+    assert byte.encode_documents([b"a"]).dtype == np.uint8
     assert byte.decode([0xFF, 65]) == "\ufffdA"
     assert (byte.vocab_size, byte.end, byte.name, byte.decode([0])) == (256, 0, "byte", "\0")
-
-
-def test_the_file_of_the_byte_tokenizer_says_the_same(tmp_path):
-    """The library, given the file, finds the bytes that numpy finds."""
-    Tokenizer.from_name("byte").save(tmp_path / "t.json")
-    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "t.json"))
-    every = "".join(map(chr, itertools.chain(range(0x3000), range(0x1F600, 0x1F650))))
-    for text in (TEXT, every):
-        assert backend.encode(text).ids == list(text.encode())
-        assert backend.decode(list(text.encode())) == text
-    loaded = Tokenizer.load(tmp_path / "t.json", end_token=Tokenizer.from_name("byte").end_token)
-    assert loaded.is_bytes
-    assert loaded.end == 0
-    # The same tokens read in another way are not the bytes.
-    backend.normalizer = tokenizers.normalizers.Lowercase()
-    backend.save(str(tmp_path / "lower.json"))
-    with pytest.raises(ValueError, match="name its end"):
-        Tokenizer.load(tmp_path / "lower.json")
+    byte.save(tmp_path / "t.json")
+    for end_token in (None, byte.end_token):
+        assert Tokenizer.load(tmp_path / "t.json", end_token=end_token).end == 0
 
 
 def test_bpe_is_lossless_and_shorter(bpe):
@@ -71,9 +55,6 @@ def test_text_never_gives_the_end(bpe):
     assert bpe.decode(bpe.encode("a<|endoftext|>b")) == "a<|endoftext|>b"
     tokens = bpe.encode_documents(DOCUMENTS)
     assert (tokens == bpe.end).sum() == len(DOCUMENTS)
-    copy = pickle.loads(pickle.dumps(bpe))
-    assert (copy.encode_documents(DOCUMENTS) == tokens).all()
-    assert copy.fingerprint == bpe.fingerprint
 
 
 def test_documents_are_encoded_one_by_one(bpe):
@@ -136,7 +117,7 @@ def test_the_end_of_tokenizer_files(tmp_path):
     with pytest.raises(ValueError, match=r"end_token must be a token of .*, got '\[CSL\]'"):
         Tokenizer.from_name(str(path), end_token="[CSL]")
     word_level("?", "a").save(str(path))
-    with pytest.raises(ValueError, match=r"has none of <|endoftext|>.*name its end of a document as end_token"):
+    with pytest.raises(ValueError, match=r"has none of <.endoftext.>.*name its end of a document as end_token"):
         Tokenizer.from_name(str(path))
 
 

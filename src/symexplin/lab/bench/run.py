@@ -11,7 +11,7 @@ import timeit
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,19 +19,24 @@ from torch.utils.benchmark import set_torch_threads, timer
 from tqdm import tqdm
 
 from symexplin import kernels
-from symexplin.lab.bench.config import BenchConfig, Case
+from symexplin.lab.bench import BenchConfig, Case
 from symexplin.lab.bench.work import BASELINES, PHASES, Work, make_work, peak_in_child
 from symexplin.lab.files import format_columns, replace_file, replacing, write_csv
 from symexplin.lab.folders import LOCK, claimed
 from symexplin.lab.provenance import cores, provenance
 from symexplin.lab.settings import dump_toml, to_table
 
-__all__ = ["CONFIG", "FACTS", "PLOT", "RESULTS", "ROUNDS", "Row", "Timing", "measure", "rows_of", "run_bench", "spread"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["FACTS", "RESULTS", "Timing", "draw", "measure", "rows_of", "run_bench", "spread"]
 
 Echo = Callable[[str], None]
 Row = dict[str, Any]
 
-CONFIG, RESULTS, ROUNDS, PLOT = "config.toml", "results.csv", "rounds.jsonl", "bench"
+RESULTS = "results.csv"
+_CONFIG, _ROUNDS = "config.toml", "rounds.jsonl"
 # Columns of the measurement as a whole, after those of each row.
 FACTS = (
     *("context", "vocab_size", "heads", "preset", "map", "seed", "compile", "recompute", "loss_chunk", "fresh"),
@@ -41,6 +46,17 @@ FACTS = (
 _PRINTED = ("variant", "ms", "ms_p10", "ms_p90", "baseline", "ratio", "ratio_p10", "ratio_p90", "peak_mib")
 _LEAST_MS, _MOST_CALLS = 20.0, 200  # shorter work is repeated within its turn
 _MALLOC = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")  # variables that set or replace malloc
+
+_SIZE, _MOST_COLUMNS = (5.4, 4.4), 3
+_LABELS = {"sel": "SEL in the optimizer", "module": "SEL in the module", "adamw_autocast": "AdamW under autocast"}
+_SWEPT = {"width": "width", "depth": "depth", "microbatches": "microbatches per step"}
+_X_LABELS = {**_SWEPT, "shape": "weight matrix (outputs x inputs)", "dtype": "parameters"}
+_Y_LABELS = {
+    "map": "time (fused AdamW steps on the matrix)",
+    "optimizer": "optimizer step (steps of its baseline)",
+    "step": "whole step (steps of its baseline)",
+}
+_SIDESTEP = 0.12  # between the points of one tick
 
 
 class Timing(NamedTuple):
@@ -145,8 +161,8 @@ def run_bench(config: BenchConfig, out: str | Path, echo: Echo = lambda _: None,
     """Measure everything that a configuration asks for, and write it into a folder.
 
     results.csv has a row per variant, rounds.jsonl the times of every round, config.toml the settings with device and
-    threads resolved, bench.svg and bench.png the plot. The rows of a case are written when it is timed, and again with
-    the memory of each variant. An interrupted measurement keeps the cases that it has timed, without a plot.
+    threads resolved, bench.svg and bench.png the plot. An interrupted measurement keeps the cases that it has measured,
+    without a plot.
 
     Args:
         config: what to measure.
@@ -160,7 +176,7 @@ def run_bench(config: BenchConfig, out: str | Path, echo: Echo = lambda _: None,
     compute = config.run(next(config.cases())).compute
     config = dataclasses.replace(config, device=compute.device, threads=compute.threads)
     with (
-        claimed(out, "benchmark", (RESULTS, ROUNDS)) as folder,
+        claimed(out, "benchmark", (RESULTS, _ROUNDS)) as folder,
         set_torch_threads(compute.threads or 1),
         warnings.catch_warnings(),
     ):
@@ -174,13 +190,18 @@ def run_bench(config: BenchConfig, out: str | Path, echo: Echo = lambda _: None,
             for number, found in enumerate(rounds, start=1):
                 times = {name: timing._asdict() for name, timing in found.items()}
                 lines.append(json.dumps({**case._asdict(), "round": number, "times": times}))
-            replace_file(folder / CONFIG, dump_toml(to_table(config)))
-            replace_file(folder / ROUNDS, "\n".join([*lines, ""]))
-            for own in _with_memory(config, case, rounds, echo):
-                write_csv(folder / RESULTS, [row | facts for row in (*rows, *own)])
+            replace_file(folder / _CONFIG, dump_toml(to_table(config)))
+            replace_file(folder / _ROUNDS, "\n".join([*lines, ""]))
+            own = rows_of(case, rounds, _peaks(config, case, rounds[0], echo) if config.memory else {})
             rows += own
+            write_csv(folder / RESULTS, [row | facts for row in rows])
             echo(f"{case}\n{_format(own)}")
-        _plot(folder, rows, facts)
+        place = facts["processor"] if facts["device"] == "cpu" else facts["device"]
+        commit = f", commit {facts['commit'][:8]}" if facts["commit"] else ""
+        figure = draw(rows, f"{place}, threads: {facts['threads']}, torch {facts['torch']}{commit}")
+        for kind in ("svg", "png"):
+            with replacing(folder / f"bench.{kind}") as temporary:
+                figure.savefig(temporary, format=kind, dpi=150)
     return rows
 
 
@@ -200,28 +221,17 @@ def _timed(config: BenchConfig, case: Case, progress: bool) -> list[Round]:
         return list(measure(arms, device, config.repeats, config.warmup, config.fresh, bar.update))
 
 
-def _with_memory(config: BenchConfig, case: Case, rounds: list[Round], echo: Echo) -> Iterator[list[Row]]:
-    """Yield the rows of a case as soon as they are known: without memory first where that takes other processes."""
-    peaks = {name: timing.peak for name, timing in rounds[0].items()} if config.memory else {}
-    yield rows_of(case, rounds, peaks)
-    if config.memory and case.part == "step" and config.device == "cpu":
-        for name in rounds[0]:
-            try:
-                peaks[name] = peak_in_child(name, config, case)
-            except OSError as error:  # the process failed, or there was no memory to start it
-                echo(f"memory of {name}, {case}, is left out: {error}")
-        yield rows_of(case, rounds, peaks)
-
-
-def _plot(folder: Path, rows: list[Row], facts: Row) -> None:
-    from symexplin.lab.bench.plot import draw  # matplotlib takes its time
-
-    place = facts["processor"] if facts["device"] == "cpu" else facts["device"]
-    commit = f", commit {facts['commit'][:8]}" if facts["commit"] else ""
-    figure = draw(rows, f"{place}, threads: {facts['threads']}, torch {facts['torch']}{commit}")
-    for kind in ("svg", "png"):
-        with replacing(folder / f"{PLOT}.{kind}") as temporary:
-            figure.savefig(temporary, format=kind, dpi=150)
+def _peaks(config: BenchConfig, case: Case, first: Round, echo: Echo) -> dict[str, int | None]:
+    """Return the peak memory of each variant; on a CPU each takes a few steps in a process of its own."""
+    if case.part != "step" or config.device != "cpu":
+        return {name: timing.peak for name, timing in first.items()}
+    peaks: dict[str, int | None] = {}
+    for name in first:
+        try:
+            peaks[name] = peak_in_child(name, config, case)
+        except OSError as error:  # the process failed, or there was no memory to start it
+            echo(f"memory of {name}, {case}, is left out: {error}")
+    return peaks
 
 
 def _facts(config: BenchConfig, device: torch.device) -> Row:
@@ -236,3 +246,71 @@ def _facts(config: BenchConfig, device: torch.device) -> Row:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
     return {name: known[name] for name in FACTS}
+
+
+# --- the plot: what SEL costs over its baseline, along every size that was swept -------------------------------------
+
+
+def draw(rows: Sequence[Row], caption: str) -> "Figure":
+    """Return the figure: for each part a plot over each size that was swept, or one over matrices or dtypes.
+
+    Points are medians of the ratios to the baseline, bars their 10th to 90th percentile. In a plot over one size the
+    other swept sizes have their lowest values.
+    """
+    import matplotlib as mpl  # takes its time
+    from matplotlib.figure import Figure
+
+    from symexplin.lab.report.charts import GUIDE, STYLE
+
+    plots = _plots([row for row in rows if row["variant"] != row["baseline"]])
+    columns = min(_MOST_COLUMNS, len(plots))
+    lines = math.ceil(len(plots) / columns)
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(_SIZE[0] * columns, _SIZE[1] * lines), layout="constrained")
+        for place, (column, own) in enumerate(plots, start=1):
+            _draw_plot(figure.add_subplot(lines, columns, place), column, own)
+        figure.supxlabel(caption, fontsize=9, color=GUIDE)
+    return figure
+
+
+def _plots(rows: list[Row]) -> list[tuple[str, list[Row]]]:
+    """Return the column along which each plot goes, and its rows."""
+    plots = []
+    for part in dict.fromkeys(row["part"] for row in rows):
+        own = [row for row in rows if row["part"] == part]
+        swept = [size for size in _SWEPT if part != "map" and len({row[size] for row in own}) > 1]
+        for size in swept:
+            least = {other: min(row[other] for row in own) for other in swept if other != size}
+            plots.append((size, [row for row in own if all(row[other] == value for other, value in least.items())]))
+        if not swept:
+            plots.append(("shape" if part == "map" else "dtype", own))
+    return plots
+
+
+def _draw_plot(axes: "Axes", column: str, rows: list[Row]) -> None:
+    from symexplin.lab.report.charts import COLOURS, DASHES, GUIDE, GUIDE_LINE, MARKERS
+
+    ticks = list(dict.fromkeys(row[column] for row in rows))
+    lines = list(dict.fromkeys((row["variant"], row["dtype"]) for row in rows))
+    variants, dtypes = (list(dict.fromkeys(names)) for names in zip(*lines, strict=True))
+    for number, (variant, dtype) in enumerate(lines):
+        own = [row for row in rows if (row["variant"], row["dtype"]) == (variant, dtype)]
+        aside = 0.0 if column in _SWEPT else _SIDESTEP * (number - (len(lines) - 1) / 2)
+        axes.errorbar(
+            [ticks.index(row[column]) + aside for row in own],
+            [row["ratio"] for row in own],
+            yerr=[[row["ratio"] - row["ratio_p10"] for row in own], [row["ratio_p90"] - row["ratio"] for row in own]],
+            label=f"{_LABELS.get(variant, variant)}, {dtype}",
+            color=COLOURS[variants.index(variant)],
+            marker=MARKERS[number],
+            linestyle=DASHES[dtypes.index(dtype)] if column in _SWEPT else "none",
+            linewidth=1.8,
+            capsize=3,
+        )
+    axes.axhline(1.0, **GUIDE_LINE)
+    axes.set_xticks(range(len(ticks)), [str(tick) for tick in ticks])
+    axes.set(xlim=(-0.5, len(ticks) - 0.5), xlabel=_X_LABELS[column], ylabel=_Y_LABELS[rows[0]["part"]])
+    held = {name: {row[name] for row in rows} - {None} for name in ("width", "depth", "tokens", "microbatches")}
+    title = ", ".join(f"{name} {values.pop():,}" for name, values in held.items() if len(values) == 1)
+    axes.set_title(title, fontsize=10.5, loc="left", color=GUIDE)
+    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.07), borderaxespad=0.2, handlelength=3.2)

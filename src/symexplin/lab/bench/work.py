@@ -17,7 +17,7 @@ from torch.utils.benchmark import timer
 
 import symexplin as sel
 from symexplin.coordinates import Coordinates
-from symexplin.lab.bench.config import DTYPES, BenchConfig, Case
+from symexplin.lab.bench import DTYPES, BenchConfig, Case
 from symexplin.lab.model import Transformer
 from symexplin.lab.settings import build, to_table
 from symexplin.linear import SELLinear

@@ -50,14 +50,12 @@ def read_tokens(path: Path, count: int, sha256: str, *, verify: bool = True) -> 
     try:
         tokens = np.load(path, mmap_mode="r").view(np.ndarray)
         whole = tokens.shape == (count,) and (not verify or hashlib.sha256(tokens.data).hexdigest() == sha256)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"no token file at {str(path)!r}: run `symexplin prepare` into a new folder") from None
-    except Exception:  # of numpy, for a damaged header: of many kinds
+    except Exception:  # numpy raises errors of many kinds for a damaged header
         whole = False
     if not whole:
         raise ValueError(
-            f"{str(path)!r} is damaged: its tokens are not those of {DATASET} (sha256); run `symexplin prepare` into a "
-            "new folder"
+            f"{str(path)!r} is damaged or missing: its tokens are not those of {DATASET} (sha256); run `symexplin "
+            "prepare` into a new folder"
         )
     return cast(TokenArray, tokens)
 
@@ -79,22 +77,20 @@ class Corpus:
         folder = Path(folder)
         dataset = read_dataset(folder)
         try:
-            facts = dataset["tokenizer"]
+            facts, sides = dataset["tokenizer"], [dataset[name] for name in SIDES]
             tokenizer = Tokenizer.load(folder / TOKENIZER, name=facts["name"], end_token=facts["end_token"])
-            same = tokenizer.fingerprint == facts["fingerprint"]
-            counts, digests, documents = (
-                [dataset[side][key] for side in SIDES] for key in ("tokens", "sha256", "documents")
+            if tokenizer.fingerprint != facts["fingerprint"]:
+                raise ValueError(f"{str(folder / TOKENIZER)!r} is not the tokenizer of the tokens, {tokenizer.name!r}")
+            train, valid = (
+                read_tokens(folder / f"{name}.npy", side["tokens"], side["sha256"], verify=verify)
+                for name, side in zip(SIDES, sides, strict=True)
             )
+            train_documents, valid_documents = (side["documents"] for side in sides)
         except (KeyError, TypeError):
             raise ValueError(f"{str(folder / DATASET)!r} is damaged: it does not describe a dataset") from None
-        if not same:
-            raise ValueError(f"{str(folder / TOKENIZER)!r} is not the tokenizer of the tokens, {tokenizer.name!r}")
-        train, valid = (
-            read_tokens(folder / f"{side}.npy", count, digest, verify=verify)
-            for side, count, digest in zip(SIDES, counts, digests, strict=True)
-        )
-        whole = hashlib.sha256(" ".join((tokenizer.fingerprint, *digests)).encode()).hexdigest()
-        return cls(train, valid, tokenizer, documents[0], documents[1], whole)
+        whole = " ".join((tokenizer.fingerprint, *(side["sha256"] for side in sides)))
+        fingerprint = hashlib.sha256(whole.encode()).hexdigest()
+        return cls(train, valid, tokenizer, train_documents, valid_documents, fingerprint)
 
     @property
     def vocab_size(self) -> int:

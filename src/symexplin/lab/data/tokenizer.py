@@ -1,4 +1,4 @@
-"""Text as tokens: one class for bytes and for files of the `tokenizers` library, and the training of a BPE."""
+"""Text as tokens: tokenizers of the `tokenizers` library, and the training of a BPE."""
 
 import functools
 import hashlib
@@ -22,12 +22,11 @@ __all__ = ["MINIMUM_VOCAB", "Tokenizer", "TokenArray", "pieces", "token_dtype", 
 TokenArray = NDArray[np.unsignedinteger[Any]]
 
 _END = "<|endoftext|>"
-_BYTE_END = chr(256 + ord(SEPARATOR))  # the character for the byte that ends documents, in byte-level tokenizers
+_BYTE_END = chr(256 + ord(SEPARATOR))  # the character for NUL in byte-level tokenizers
 _GPT2 = "hf:openai-community/gpt2"
 # Names of the token between documents in tokenizer files, the usual one first.
-_END_NAMES = (_END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|end|>", "[EOS]", "[SEP]")
+_END_NAMES = (_END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|end|>", "[EOS]", "[SEP]", _BYTE_END)
 MINIMUM_VOCAB = 257  # all bytes, and the end of a document
-_PROBE = "".join(map(chr, range(0x250)))  # letters, accents and control characters, as a test of the bytes
 
 # Longer documents are encoded in pieces: an encoding takes some hundred times the memory of its text.
 _PIECE = 1 << 20
@@ -69,19 +68,8 @@ class Tokenizer:
         self._text = text
         self.name = name
         vocab = self._backend.get_vocab(with_added_tokens=True)
-        if not vocab:
-            raise ValueError(f"tokenizer {name!r} has no tokens")
+        self.end = vocab[_end_name(vocab, name, end_token)]
         self.vocab_size = max(vocab.values()) + 1
-        # Bytes need no backend, unless the file reads them in another way.
-        self.is_bytes = (
-            end_token in (None, _BYTE_END)
-            and vocab == _byte_vocab()
-            and list(self._backend.encode(_PROBE).ids) == list(_PROBE.encode())
-        )
-        self.end = ord(SEPARATOR) if self.is_bytes else vocab[_end_name(vocab, name, end_token)]
-
-    def __reduce__(self) -> tuple[type[Self], tuple[str, str, str]]:
-        return type(self), (self._text, self.name, self.end_token)  # the backend's own pickle drops its settings
 
     @classmethod
     def from_name(cls, spec: str, end_token: str | None = None) -> Self:
@@ -95,14 +83,11 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path, *, name: str | None = None, end_token: str | None = None) -> Self:
-        """Return the tokenizer of a file; without `name` it is called by its path, that of bytes "byte"."""
+        """Return the tokenizer of a file; without `name` it is called by its path."""
         if not Path(path).is_file():
             right = "'byte', 'gpt2', 'bpe', 'hf:NAME' or an existing file"
             raise FileNotFoundError(f"tokenizer must be {right}, got {str(path)!r}")
-        tokenizer = cls(Path(path).read_text(encoding="utf-8", errors="replace"), name or str(path), end_token)
-        if name is None and tokenizer.is_bytes:
-            tokenizer.name = "byte"
-        return tokenizer
+        return cls(Path(path).read_text(encoding="utf-8", errors="replace"), name or str(path), end_token)
 
     def save(self, path: str | Path) -> None:
         """Write the tokenizer as a JSON file of the `tokenizers` library."""
@@ -121,18 +106,13 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, without an end."""
-        if self.is_bytes:
-            return list(text.encode())
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
     def encode_documents(self, documents: Sequence[bytes]) -> TokenArray:
         """Return the tokens of UTF-8 documents, each followed by the end, in the smallest dtype.
 
-        Bytes that are not UTF-8 become the replacement character; the byte tokenizer keeps them.
+        Bytes that are not UTF-8 become the replacement character.
         """
-        if self.is_bytes:
-            ended = (part for document in documents for part in (document, bytes([self.end])))
-            return np.frombuffer(b"".join(ended), dtype=np.uint8)
         dtype = token_dtype(self.vocab_size)
         end = np.array([self.end], dtype)
         arrays = [end[:0]]
@@ -146,10 +126,7 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of tokens, with ends; bytes that are not UTF-8 become the replacement character."""
-        whole = [int(i) for i in ids]
-        if self.is_bytes:
-            return bytes(whole).decode("utf-8", errors="replace")
-        return str(self._backend.decode(whole, skip_special_tokens=False))
+        return str(self._backend.decode([int(i) for i in ids], skip_special_tokens=False))
 
 
 def train_bpe(documents: Iterable[bytes], vocab_size: int, *, progress: bool = True) -> Tokenizer:
@@ -170,7 +147,6 @@ def train_bpe(documents: Iterable[bytes], vocab_size: int, *, progress: bool = T
     return Tokenizer(backend.to_str(), f"bpe-{backend.get_vocab_size()}")
 
 
-@functools.cache
 def _byte_vocab() -> dict[str, int]:
     """Return {character: byte} for the characters that stand for bytes in byte-level tokenizers."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -178,7 +154,6 @@ def _byte_vocab() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-@functools.cache
 def _byte_tokenizer() -> str:
     backend = Backend(models.BPE(vocab=_byte_vocab(), merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 from torch import nn
 
-from symexplin.lab.bench.config import BenchConfig, Case, heads_of, shapes
+from symexplin.lab.bench import BenchConfig, Case, heads_of, shapes
 from symexplin.lab.model import ModelConfig, Transformer
 
 
