@@ -36,9 +36,6 @@ _GLANCE = 10.0  # seconds between questions to Slurm
 _GLANCES = 3  # after which a job that has ended without its run's summary is taken for lost
 _RESTARTS = 1000  # at the end of a job's time
 _JOBS = "jobs.json"  # {name of a run's folder: number of its latest job}
-# States of a job that has ended; from some of them Slurm may requeue it.
-_ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"}
-_ENDED |= {"PREEMPTED", "REVOKED", "TIMEOUT"}
 
 
 class Task(NamedTuple):
@@ -86,18 +83,18 @@ def run_side_by_side(tasks: Sequence[Task], out: Path, jobs: int, echo: Echo) ->
     `echo` takes the lines of progress; the whole output of a process is in its log below `out`. If a process fails, or
     a signal comes, all runs are saved.
     """
-    left = deque(enumerate(tasks))
-    running: dict[int, tuple[Task, subprocess.Popen[bytes], TextIO]] = {}
+    left = deque(range(len(tasks)))
+    running: dict[int, tuple[subprocess.Popen[bytes], TextIO]] = {}
     failure, stopping = None, False
     with StopSignals() as stop:
         try:
             while left or running:
                 while left and len(running) < jobs:
-                    index, task = left.popleft()
-                    running[index] = (task, *_start(task, out / PROCESSES))
+                    index = left.popleft()
+                    running[index] = _start(tasks[index], out / PROCESSES)
                 time.sleep(_TICK)
-                for index, (task, process, log) in list(running.items()):
-                    status = process.poll()  # before the lines, so that none is missed
+                for index, (process, log) in list(running.items()):
+                    task, status = tasks[index], process.poll()  # before the lines, so that none is missed
                     for line in log:
                         if line.startswith("train: "):
                             echo(f"{task.label}{line.removeprefix('train').rstrip()}")
@@ -107,15 +104,15 @@ def run_side_by_side(tasks: Sequence[Task], out: Path, jobs: int, echo: Echo) ->
                     log.close()
                     if task.ended:
                         yield index
-                    elif stop.signal is None and failure is None:
+                    elif not stopping and stop.signal is None:
                         failure = f"{task.label}: {_reason(Path(log.name), status)}"
                 if not stopping and (failure is not None or stop.signal is not None):
                     stopping = True
                     left.clear()
-                    for _, process, _ in running.values():
+                    for process, _ in running.values():
                         process.terminate()
         finally:  # nothing runs any more, unless a second Ctrl-C came
-            for _, process, log in running.values():
+            for process, log in running.values():
                 process.kill()
                 process.wait()
                 log.close()
@@ -180,63 +177,51 @@ class TrainJob:
         return DelayedSubmission(TrainJob(self._command, self._summary))
 
 
-class _State(NamedTuple):
-    """What Slurm says about a job: its state, how often it was requeued, the nodes that it runs on."""
-
-    name: str
-    restarts: str
-    nodes: str
-
-
 def check_slurm() -> None:
     """Raise ValueError unless this machine can submit jobs."""
     if importlib.util.find_spec("submitit") is None:
         raise ValueError("cluster 'slurm' needs submitit: pip install 'symexplin[cluster]'")
-    if missing := [name for name in ("sbatch", "srun", "squeue") if shutil.which(name) is None]:
-        raise ValueError(f"cluster must be 'none' where Slurm is not installed, got 'slurm' without {missing[0]}")
+    if shutil.which("sbatch") is None:
+        raise ValueError("cluster must be 'none' where Slurm is not installed, got 'slurm' without sbatch")
 
 
 def run_as_jobs(tasks: Sequence[Task], out: Path, jobs: int, cluster: "ClusterConfig", echo: Echo) -> Iterator[int]:
     """Train each run as a job of Slurm, `jobs` at a time, and yield the index of each task when it has ended.
 
     A job that an earlier comparison in the folder `out` has left, and that waits or runs, is not submitted again. Jobs
-    go on when another one fails, and when a signal comes.
+    continue when another one fails, and when a signal comes.
     """
     if not tasks:
         return
     place = (out / CLUSTER).resolve()
     place.mkdir(exist_ok=True)
-    known: dict[str, Any] = read_json(place / _JOBS) if (place / _JOBS).exists() else {}
-    found = _states([known[task.folder.name] for task in tasks if task.folder.name in known])
-    if found is None:
+    known: dict[str, str] = read_json(place / _JOBS) if (place / _JOBS).exists() else {}
+    states = _states(known.values())
+    if states is None:
         raise ConnectionError("Slurm does not say which jobs still run (squeue fails): --resume later")
-    alive = {job for job, state in found.items() if state.name not in _ENDED}
-    new = [task for task in tasks if known.get(task.folder.name) not in alive]
+    new = [task for task in tasks if known.get(task.folder.name) not in states]
     if new:
         known |= zip((task.folder.name for task in new), _submit(new, place, jobs, cluster), strict=True)
         write_json(place / _JOBS, known)
     echo(f"{len(new)} jobs submitted, {len(tasks) - len(new)} found, {jobs} at a time; logs in {place}")
-    waiting: dict[int, str] = {index: known[task.folder.name] for index, task in enumerate(tasks)}
-    told: dict[int, tuple[str, str]] = {}
+    waiting = {index: known[task.folder.name] for index, task in enumerate(tasks)}
+    told: dict[int, str] = {}
     lost: Counter[int] = Counter()
     with StopSignals() as stop:
         while waiting:
             states = _states(waiting.values())
             for index, job in list(waiting.items()):
-                task, state = tasks[index], (states or {}).get(job)
+                task = tasks[index]
                 if task.ended:  # looked at after Slurm: a job writes this file before it ends
                     del waiting[index]
                     yield index
-                elif state is not None and state.name not in _ENDED:
-                    lost[index] = 0
-                    text = {"RUNNING": f"runs on {state.nodes}", "PENDING": "was requeued"}.get(state.name)
-                    if text and told.get(index, ("PENDING", "0")) != state[:2]:
-                        told[index] = state[:2]
-                        echo(f"{task.label}: job {job} {text}")
                 elif states is not None:
-                    lost[index] += 1
+                    lost[index] = 0 if job in states else lost[index] + 1
                     if lost[index] == _GLANCES:
-                        raise ChildProcessError(_loss(task, job, state, place, waiting.values()))
+                        raise ChildProcessError(f"{task.label}: {_loss(job, place)}; {_rest(waiting.values())}")
+                    if (text := states.get(job)) and text != told.get(index):
+                        told[index] = text
+                        echo(f"{task.label}: job {job} {text}")
             deadline = time.monotonic() + _GLANCE
             while waiting and time.monotonic() < deadline:
                 if stop.signal is not None:
@@ -244,35 +229,39 @@ def run_as_jobs(tasks: Sequence[Task], out: Path, jobs: int, cluster: "ClusterCo
                 time.sleep(_TICK)
 
 
-def _loss(task: Task, job: str, state: _State | None, place: Path, jobs: Collection[str]) -> str:
+def _loss(job: str, place: Path) -> str:
     """Return the message about a job that has ended without its run."""
     logs = list(place.glob(f"{job}_*_log.err"))
     reason = _reason(logs[0]) if logs else f"it left no log in {place}"
-    ended = f"ended as {state.name}" if state else "has gone"
-    others = f"; {_rest(rest)}" if (rest := [other for other in jobs if other != job]) else ""
-    return f"{task.label}: job {job} {ended}: {reason}; --resume submits it again{others}"
+    command = ["squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T"]
+    state = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return f"job {job} {f'ended as {state}' if state else 'has gone'}: {reason}; --resume submits it again"
 
 
 def _rest(jobs: Collection[str]) -> str:
     arrays = " ".join(dict.fromkeys(job.partition("_")[0] for job in jobs))
-    return f"jobs go on: --resume waits for them, 'scancel {arrays}' ends them"
+    return f"jobs continue: --resume waits for them, 'scancel {arrays}' ends them"
 
 
-def _states(jobs: Collection[str]) -> dict[str, _State] | None:
-    """Return what Slurm's controller knows about jobs, or None if it does not answer.
+def _states(jobs: Collection[str]) -> dict[str, str] | None:
+    """Return {job: what to tell of it} for jobs that have not ended, or None if Slurm's controller does not answer.
 
-    It forgets a job some minutes after its end. Accounting (sacct) is not needed.
+    Accounting (sacct) is not needed.
     """
     arrays = sorted({job.partition("_")[0] for job in jobs})
     if not arrays:
         return {}
     form = ",".join(f"{name}:|" for name in ("JobArrayID", "State", "RestartCnt", "NodeList"))
-    command = ["squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(arrays)}", f"--Format={form}"]
+    command = ["squeue", "--noheader", "--array", f"--jobs={','.join(arrays)}", f"--Format={form}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         return {} if "Invalid job id" in done.stderr else None
-    rows = [line.strip().split("|") for line in done.stdout.splitlines()]
-    return {row[0]: _State(*row[1:4]) for row in rows}
+    found = {}
+    for line in done.stdout.splitlines():
+        job, state, restarts, nodes, *_ = line.strip().split("|")
+        texts = {"RUNNING": f"runs on {nodes}", "PENDING": "was requeued" if restarts != "0" else ""}
+        found[job] = texts.get(state, "")
+    return found
 
 
 def _submit(tasks: Sequence[Task], place: Path, jobs: int, cluster: "ClusterConfig") -> list[str]:

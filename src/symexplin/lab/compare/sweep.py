@@ -9,6 +9,7 @@ cluster/          the same for jobs of a cluster, and the pickles of submitit
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,17 +20,17 @@ from symexplin.lab.build import build as build_run
 from symexplin.lab.compare.grid import COMPARISON, CONFIG, RUNS, Cell, CompareConfig
 from symexplin.lab.compare.launch import Task, check_slurm, run_as_jobs, run_here, run_side_by_side
 from symexplin.lab.compare.table import Run, chosen_lrs, compare, format_table, headline
-from symexplin.lab.config import ComputeConfig, absolute, resolve
+from symexplin.lab.config import ComputeConfig, RunConfig, absolute, resolve
 from symexplin.lab.data.batches import Corpus
 from symexplin.lab.files import read_json, replace_file, write_json
-from symexplin.lab.folders import FACTS, SUMMARY, claimed
+from symexplin.lab.folders import FACTS, SUMMARY, check_resumable, claimed
 from symexplin.lab.load import digest_of
 from symexplin.lab.maps import map_of
 from symexplin.lab.parallel import Ranks, joined
 from symexplin.lab.provenance import cores
 from symexplin.lab.record import METRICS
 from symexplin.lab.run import check_weights, evaluations
-from symexplin.lab.settings import build, differences, dump_toml, load_toml
+from symexplin.lab.settings import build, dump_toml, load_toml, to_table
 from symexplin.validation import naming
 
 __all__ = ["MARKS", "compare_runs"]
@@ -38,10 +39,6 @@ Echo = Callable[[str], None]
 
 # The first file in a comparison's folder, or in that of a demo around it.
 MARKS = {CONFIG, ".symexplin-demo"}
-# Keys that a resumed comparison may change besides [compute]: paths (digests tell whether the files are the same),
-# logging, machine.
-_FREE = ("data", "train.weights", "log.", "cluster.", "compare.jobs", "compare.cluster")
-_GROWING = ("compare.arms", "compare.lrs", "compare.seeds", "compare.confirm_seeds")
 
 
 def compare_runs(
@@ -56,15 +53,14 @@ def compare_runs(
     """Train every arm at every learning rate and seed, and return the content of comparison.json.
 
     With `confirm_seeds` a second stage follows: each arm at its own best learning rate and at the baseline's, with each
-    of those seeds. It depends on the first stage alone. Under torchrun all processes call this, and together train one
-    run after the other.
+    of those seeds. Under torchrun all processes call this, and together train one run after the other.
 
     Args:
         config: may leave values to the machine; the resolved one is saved.
         out: a new folder, or that of the comparison to resume.
-        resume: keep finished runs and continue the others. Arms, learning rates and seeds may be added; paths, logging
-            and machine may change. On a CPU the results have the bits of an uninterrupted comparison, unless [compute]
-            changes.
+        resume: keep finished runs and continue the others. The grid may change, and what a run may change, but not what
+            the runs in the folder trained. On a CPU the results have the bits of an uninterrupted comparison, unless
+            [compute] changes.
         echo: takes each line of the log, and the table at the end.
         progress: show a bar on a terminal instead of the lines of a run.
         cluster: "slurm" or "none"; None: as `config` says.
@@ -85,7 +81,7 @@ def compare_runs(
             corpus.check_context(config.model.context)
         ranks.agree({**config.table(), "resume": resume}, free=("data", "compute.threads"))
         folder = ranks.tell(lambda: stack.enter_context(claimed(out, "comparison", MARKS)))
-        config = ranks.tell(lambda: _opened(folder, config, corpus, resume, echo, ranks))
+        config = ranks.tell(lambda: _opened(folder, config, corpus, resume, ranks))
         grid = config.compare
         echo(
             f"{len(corpus.train):,} tokens to train on, {len(corpus.valid):,} held out; "
@@ -117,29 +113,27 @@ def _check_place(config: CompareConfig, ranks: Ranks) -> None:
 # --- begin -----------------------------------------------------------------------------------------------------------
 
 
-def _opened(
-    folder: Path, config: CompareConfig, corpus: Corpus, resume: bool, echo: Echo, ranks: Ranks
-) -> CompareConfig:
+def _opened(folder: Path, config: CompareConfig, corpus: Corpus, resume: bool, ranks: Ranks) -> CompareConfig:
     """Return the resolved configuration, saved, after all checks that need no training."""
-    there = (folder / CONFIG).exists()
-    if there and not resume:
+    saved = build(CompareConfig, load_toml(folder / CONFIG)) if (folder / CONFIG).exists() else None
+    if saved is not None and not resume:
         raise ValueError(
             f"out must be a new folder, got {str(folder)!r}, which has a comparison: add --resume to continue it"
         )
-    saved = build(CompareConfig, load_toml(folder / CONFIG)) if there else None
     config = _resolved(config, corpus.vocab_size, saved, ranks)
-    if saved is not None:
-        _check_same(folder, saved, config, corpus, echo)
-    for arm in config.compare.arms:
-        if saved is None or arm not in saved.compare.arms:
-            _check_arm(config, arm, corpus.vocab_size)
+    grid, digest = config.compare, functools.cache(digest_of)
+    for cell in itertools.starmap(Cell, itertools.product(grid.arms, grid.lrs, (*grid.seeds, *grid.confirm_seeds))):
+        if (folder / RUNS / cell.name / FACTS).exists():
+            _check_run(folder / RUNS / cell.name, config.run(cell), corpus, digest)
+    for arm in grid.arms:
+        _check_arm(config, arm, corpus.vocab_size)
     replace_file(folder / CONFIG, dump_toml(config.table()))
     return config
 
 
 def _resolved(config: CompareConfig, vocab_size: int, saved: CompareConfig | None, ranks: Ranks) -> CompareConfig:
     """Fill in what was left to the machine: as saved, so that bits repeat, else by this machine or the cluster."""
-    compute, jobs, cluster = config.compute, config.compare.jobs, config.cluster
+    compute, cluster = config.compute, config.cluster
     if saved is not None:
         unsaid = [f.name for f in dataclasses.fields(ComputeConfig) if getattr(compute, f.name) in (None, "auto")]
         compute = dataclasses.replace(compute, **{name: getattr(saved.compute, name) for name in unsaid})
@@ -151,8 +145,8 @@ def _resolved(config: CompareConfig, vocab_size: int, saved: CompareConfig | Non
         threads = compute.threads or cluster.cpus
         compute = dataclasses.replace(compute, device="cpu", autocast=autocast, threads=threads)
         processes = max(1, cluster.gpus)
-    elif compute.threads is None and jobs > 1:
-        compute = dataclasses.replace(compute, threads=max(1, cores() // jobs))
+    elif compute.threads is None and config.compare.jobs > 1:
+        compute = dataclasses.replace(compute, threads=max(1, cores() // config.compare.jobs))
     config = dataclasses.replace(config, compute=compute)
     resolved = resolve(config.example(config.compare.baseline), vocab_size, processes)
     compute = resolved.compute
@@ -172,36 +166,27 @@ def _with_absolute_weights(arm: dict[str, Any]) -> dict[str, Any]:
     return arm if weights is None else {**arm, "train": {**arm["train"], "weights": absolute(weights)}}
 
 
-def _check_same(folder: Path, saved: CompareConfig, config: CompareConfig, corpus: Corpus, echo: Echo) -> None:
-    """Raise ValueError if the runs in the folder are not those of `config`."""
-    found = {}
-    for key, (old, new) in differences(saved.table(), config.table()).items():
-        # A seed of the second stage may become one of the first.
-        grown = key in _GROWING and set(old) <= {*new, *(config.compare.seeds if "confirm" in key else ())}
-        new_arm = key.startswith("arm.") and key.split(".")[1] not in saved.compare.arms
-        if not (key.startswith(_FREE) or key.endswith(".train.weights") or grown or new_arm):
-            found[key] = f"{key} is {old!r} there, {new!r} now"
-    if changed := [text for key, text in found.items() if not key.startswith("compute.")]:
-        raise ValueError(f"{folder} has a comparison of another configuration: {'; '.join(changed)}")
-    digest = functools.cache(digest_of)
-    for path in folder.glob(f"{RUNS}/*/{FACTS}"):
-        with _of_a_run():
-            facts = read_json(path)
-        if facts.get("data") != corpus.fingerprint:
-            raise ValueError(f"data must be those of the runs in {folder}, got {config.data!r} with other tokens")
-        if (arm := path.parent.name.rpartition("-lr")[0]) in config.compare.arms:
-            check_weights(path.parent, facts, config.example(arm).train.weights, digest)
-    if found:
-        echo(f"{'; '.join(found.values())}: the rounding of runs that have not ended changes")
+def _check_run(folder: Path, config: RunConfig, corpus: Corpus, digest: Callable[[str], str]) -> None:
+    """Raise ValueError unless the run in a folder is the one that `config` would train, on whatever machine."""
+    with _of_a_run():
+        facts = read_json(folder / FACTS)
+    new = to_table(resolve(_on_cpu(config), corpus.vocab_size))
+    check_resumable(folder, "run", {**facts["config"], "compute": new["compute"]}, new)
+    if facts["data"] != corpus.fingerprint:
+        raise ValueError(f"data must be those of the run in {str(folder)!r}, got {config.data!r} with other tokens")
+    check_weights(folder, facts, config.train.weights, digest)
+
+
+def _on_cpu(config: RunConfig) -> RunConfig:
+    """Return the run on a device that every machine has."""
+    return dataclasses.replace(config, compute=dataclasses.replace(config.compute, device="cpu"))
 
 
 def _check_arm(config: CompareConfig, arm: str, vocab_size: int) -> None:
     """Raise ValueError unless an arm can take a step: only that shows whether its map has an inverse."""
     run = config.example(arm)
-    if _on_cluster(config):
-        run = dataclasses.replace(run, compute=dataclasses.replace(run.compute, device="cpu"))
     with naming(f"arm {arm}"):
-        model, optimizer, _ = build_run(resolve(run, vocab_size))
+        model, optimizer, _ = build_run(resolve(_on_cpu(run) if _on_cluster(config) else run, vocab_size))
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
