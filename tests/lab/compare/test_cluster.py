@@ -36,7 +36,7 @@ def cluster(environment, monkeypatch):
 
 
 def few_runs(data, steps, lrs=(1e-3,)):
-    config = tiny(data, steps=steps, lrs=lrs, seeds=(0,), jobs=2)
+    config = tiny(data, steps=steps, lrs=lrs, seeds=(0,), jobs=2, cluster="slurm")
     train = dataclasses.replace(config.train, eval_every=100)
     log = LogConfig(checkpoint_every=200, tensorboard=False)
     return dataclasses.replace(config, train=train, log=log, cluster=ClusterConfig(cpus=1, walltime=20))
@@ -72,10 +72,10 @@ def preempt(job):
 def test_a_preempted_run_is_requeued_and_the_table_is_that_of_one_machine(data, tmp_path):
     config = few_runs(data, steps=300, lrs=(1e-3, 1e-2))
     echo = Echo(tmp_path / "there", preempt)
-    there = compare_runs(config, tmp_path / "there", cluster="slurm", echo=echo)
+    there = compare_runs(config, tmp_path / "there", echo=echo)
     assert sum(line.startswith("2/4 ") and "was requeued" in line for line in echo) == 1
     assert all(any(line.startswith(f"{i}/4 ") and "runs on" in line for line in echo) for i in (1, 2, 3, 4))
-    grid = dataclasses.replace(config.compare, jobs=1)
+    grid = dataclasses.replace(config.compare, jobs=1, cluster="none")
     here = compare_runs(dataclasses.replace(config, compare=grid), tmp_path / "here")
     assert numbers(there) == numbers(here)
     assert bits(tmp_path / "there") == bits(tmp_path / "here")
@@ -86,22 +86,22 @@ def test_a_cancelled_job_ends_the_comparison_and_a_stopped_one_is_taken_up(data,
     config = few_runs(data, steps=300)
     stop = Echo(tmp_path, lambda _: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(Stopped, match=r"SIGTERM while jobs .*: --resume .*'scancel \d+' ends them"):
-        compare_runs(config, tmp_path, cluster="slurm", echo=stop)
+        compare_runs(config, tmp_path, echo=stop)
     cancel = Echo(tmp_path, lambda job: subprocess.run(["scancel", job], check=True))
     with pytest.raises(
         ChildProcessError, match=r"^2/2 SEL lr 0.001 seed 0: job \S+ ended as CANCELLED.*_log\.err"
     ) as error:
-        compare_runs(config, tmp_path, cluster="slurm", resume=True, echo=cancel)
+        compare_runs(config, tmp_path, resume=True, echo=cancel)
     assert "--resume submits it again" in str(error.value)
     assert any(line.startswith("0 jobs submitted, 2 found") for line in cancel)
     submitted = []
     monkeypatch.setattr(launch, "_submit", lambda tasks, *_: submitted.extend(t.folder.name for t in tasks) or ["999"])
     with pytest.raises(ChildProcessError, match=r"job 999 has gone: it left no log"):
-        compare_runs(config, tmp_path, cluster="slurm", resume=True)
+        compare_runs(config, tmp_path, resume=True)
     assert submitted == ["SEL-lr0.001-seed0"]
 
 
 def test_what_slurm_refuses_is_told(data, tmp_path):
     config = dataclasses.replace(few_runs(data, steps=2), cluster=ClusterConfig(partition="wide", cpus=1))
     with pytest.raises(ValueError, match=r"\[cluster\] must suit the cluster, but .*[Pp]artition"):
-        compare_runs(config, tmp_path, cluster="slurm")
+        compare_runs(config, tmp_path)

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from symexplin.config import SELConfig
 from symexplin.lab.config import RunConfig, TrainConfig
 from symexplin.lab.maps import CurveConfig
 from symexplin.lab.model import ModelConfig
@@ -14,15 +13,8 @@ from symexplin.lab.settings import build, to_table
 from symexplin.validation import check_choice, check_positive, check_whole, naming
 
 __all__ = [
-    "ARMS",
-    "BASELINE",
-    "COMPARISON",
-    "CONFIG",
-    "RUNS",
-    "Cell",
-    "ClusterConfig",
-    "CompareConfig",
-    "GridConfig",
+    *("ARMS", "BASELINE", "COMPARISON", "CONFIG", "RUNS"),
+    *("Cell", "ClusterConfig", "CompareConfig", "GridConfig"),
 ]
 
 # Files of a comparison's folder: its configuration, its result, and the folders of its runs.
@@ -51,13 +43,9 @@ _OF_AN_ARM = ("home", "preset", "start", "map")
 _SHARED = ("multiplier_lr", "anneal_steps")
 # Keys of the run that an arm may change: those that leave data, steps and cost the same.
 _CHANGES: dict[str, tuple[str, ...]] = {
-    "train": (
-        *("optimizer", "weight_decay", "decay_plain", "betas", "max_grad_norm", "warmup_steps", "floor", "weights"),
-    ),
+    "train": ("optimizer", "weight_decay", "decay_plain", "betas", "max_grad_norm", "warmup_steps", "floor", "weights"),
     "model": ("init",),
 }
-# Keys of a map that no other table has.
-_OF_A_MAP = {f.name for f in dataclasses.fields(SELConfig)} - {f.name for f in dataclasses.fields(CurveConfig)}
 
 
 class Cell(NamedTuple):
@@ -157,23 +145,9 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         """Check the numbers; the cluster knows its names."""
-        for name in ("walltime", "cpus", "memory"):
+        for name, least in (("walltime", 1), ("gpus", 0), ("cpus", 1), ("memory", 1)):
             if getattr(self, name) is not None:
-                check_whole(name, getattr(self, name))
-        check_whole("gpus", self.gpus, minimum=0)
-
-
-def _check_arm_table(arm: str, table: Mapping[str, Any]) -> None:
-    """Raise ValueError for keys of [arm.NAME] that no arm may have, or that an arm without a map cannot use."""
-    for key in sorted(table.keys() & _OF_A_MAP):
-        raise ValueError(f"key {key!r} belongs in map: use [arm.{arm}.map] or --arm {arm}.map.{key}=")
-    for name, allowed in _CHANGES.items():
-        changes = table.get(name, {})
-        if not isinstance(changes, Mapping) or changes.keys() - set(allowed):
-            raise ValueError(f"[arm.{arm}.{name}] must be a table that may have {', '.join(allowed)}, got {changes!r}")
-    ignored = [key for key in (*_OF_AN_ARM[1:], *_SHARED) if table.get("home") == "none" and key in table]
-    if ignored:
-        raise ValueError(f"home 'none' has ordinary weights, and no use for {', '.join(ignored)}")
+                check_whole(name, getattr(self, name), minimum=least)
 
 
 @dataclass(frozen=True)
@@ -216,8 +190,13 @@ class CompareConfig(RunConfig):
         """Return the configuration of one run."""
         with naming(f"arm {cell.arm}"):
             table = self.arm[cell.arm] if cell.arm in self.arm else ARMS[cell.arm]
-            _check_arm_table(cell.arm, table)
+            for name, allowed in _CHANGES.items():
+                changes = table.get(name, {})
+                if not isinstance(changes, Mapping) or changes.keys() - set(allowed):
+                    raise ValueError(f"{name} must be a table that may have {', '.join(allowed)}, got {changes!r}")
             own = {key: value for key, value in table.items() if key not in _CHANGES}
+            if own.get("home") == "none" and len(own) > 1:
+                raise ValueError(f"home 'none' has ordinary weights, and no use for {', '.join(own.keys() - {'home'})}")
             shared = {key: value for key, value in to_table(self.sel).items() if key in _SHARED}
             curve = build(CurveConfig, {**shared, **own})
             train = build(TrainConfig, {**to_table(self.train), **table.get("train", {})})

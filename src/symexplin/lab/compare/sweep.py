@@ -48,7 +48,6 @@ def compare_runs(
     resume: bool = False,
     echo: Echo = lambda _: None,
     progress: bool = True,
-    cluster: str | None = None,
 ) -> dict[str, Any]:
     """Train every arm at every learning rate and seed, and return the content of comparison.json.
 
@@ -63,7 +62,6 @@ def compare_runs(
             [compute] changes.
         echo: takes each line of the log, and the table at the end.
         progress: show a bar on a terminal instead of the lines of a run.
-        cluster: "slurm" or "none"; None: as `config` says.
 
     Raises:
         ValueError: a folder, data or arm that cannot be used, a comparison of another configuration, a baseline that
@@ -71,8 +69,6 @@ def compare_runs(
         OSError: the disk is full, a process or a job failed, ...
         Stopped: SIGTERM, SIGINT or SIGHUP came. Every run was saved; jobs of a cluster go on.
     """
-    if cluster is not None:
-        config = dataclasses.replace(config, compare=dataclasses.replace(config.compare, cluster=cluster))
     with joined("cpu" if _on_cluster(config) else config.compute.device) as ranks, contextlib.ExitStack() as stack:
         echo = echo if ranks.first else lambda _: None
         with ranks.together():
