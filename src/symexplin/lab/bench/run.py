@@ -48,14 +48,7 @@ _LEAST_MS, _MOST_CALLS = 20.0, 200  # shorter work is repeated within its turn
 _MALLOC = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")  # variables that set or replace malloc
 
 _SIZE, _MOST_COLUMNS = (5.4, 4.4), 3
-_LABELS = {"sel": "SEL in the optimizer", "module": "SEL in the module", "adamw_autocast": "AdamW under autocast"}
-_SWEPT = {"width": "width", "depth": "depth", "microbatches": "microbatches per step"}
-_X_LABELS = {**_SWEPT, "shape": "weight matrix (outputs x inputs)", "dtype": "parameters"}
-_Y_LABELS = {
-    "map": "time (fused AdamW steps on the matrix)",
-    "optimizer": "optimizer step (steps of its baseline)",
-    "step": "whole step (steps of its baseline)",
-}
+_SWEPT = ("width", "depth", "microbatches")
 _SIDESTEP = 0.12  # between the points of one tick
 
 
@@ -292,24 +285,23 @@ def _draw_plot(axes: "Axes", column: str, rows: list[Row]) -> None:
 
     ticks = list(dict.fromkeys(row[column] for row in rows))
     lines = list(dict.fromkeys((row["variant"], row["dtype"]) for row in rows))
-    variants, dtypes = (list(dict.fromkeys(names)) for names in zip(*lines, strict=True))
     for number, (variant, dtype) in enumerate(lines):
         own = [row for row in rows if (row["variant"], row["dtype"]) == (variant, dtype)]
-        aside = 0.0 if column in _SWEPT else _SIDESTEP * (number - (len(lines) - 1) / 2)
+        aside = _SIDESTEP * (number - (len(lines) - 1) / 2)
         axes.errorbar(
             [ticks.index(row[column]) + aside for row in own],
             [row["ratio"] for row in own],
             yerr=[[row["ratio"] - row["ratio_p10"] for row in own], [row["ratio_p90"] - row["ratio"] for row in own]],
-            label=f"{_LABELS.get(variant, variant)}, {dtype}",
-            color=COLOURS[variants.index(variant)],
-            marker=MARKERS[number],
-            linestyle=DASHES[dtypes.index(dtype)] if column in _SWEPT else "none",
+            label=f"{variant}, {dtype}",
+            color=COLOURS[number % len(COLOURS)],
+            marker=MARKERS[number % len(MARKERS)],
+            linestyle=DASHES[number % len(DASHES)] if column in _SWEPT else "none",
             linewidth=1.8,
             capsize=3,
         )
     axes.axhline(1.0, **GUIDE_LINE)
     axes.set_xticks(range(len(ticks)), [str(tick) for tick in ticks])
-    axes.set(xlim=(-0.5, len(ticks) - 0.5), xlabel=_X_LABELS[column], ylabel=_Y_LABELS[rows[0]["part"]])
+    axes.set(xlim=(-0.5, len(ticks) - 0.5), xlabel=column, ylabel=f"{rows[0]['part']} (times of its baseline)")
     held = {name: {row[name] for row in rows} - {None} for name in ("width", "depth", "tokens", "microbatches")}
     title = ", ".join(f"{name} {values.pop():,}" for name, values in held.items() if len(values) == 1)
     axes.set_title(title, fontsize=10.5, loc="left", color=GUIDE)

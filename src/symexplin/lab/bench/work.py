@@ -207,7 +207,7 @@ def peak_in_child(name: str, config: BenchConfig, case: Case) -> int:
         number = signal.Signals(-found.returncode).name
         raise ChildProcessError(f"{number} ended its process, most likely as memory ran out (try --no-memory)")
     if found.returncode:
-        raise ChildProcessError((found.stderr.strip() or f"exit code {found.returncode}").splitlines()[-1])
+        raise ChildProcessError(found.stderr.strip().splitlines()[-1])
     return int(found.stdout.split()[-1])
 
 

@@ -19,17 +19,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 from symexplin.lab.files import read_json, replace_file, write_json
 from symexplin.lab.folders import SUMMARY
 from symexplin.lab.process import LAUNCHER, StopSignals
+from symexplin.lab.settings import dump_toml, to_table
 
 if TYPE_CHECKING:
     from symexplin.lab.compare.grid import ClusterConfig
     from symexplin.lab.config import RunConfig
 
-__all__ = ["CLUSTER", "PROCESSES", "Task", "TrainJob", "check_slurm", "run_as_jobs", "run_here", "run_side_by_side"]
+__all__ = ["Task", "TrainJob", "check_slurm", "run_as_jobs", "run_here", "run_side_by_side"]
 
 Echo = Callable[[str], None]
 
 # Folders of a comparison: a configuration and a log per process; the files of submitit.
-PROCESSES, CLUSTER = "processes", "cluster"
+_PROCESSES, _CLUSTER = "processes", "cluster"
 
 _TICK = 0.2  # seconds between looks at signals and lines
 _GLANCE = 10.0  # seconds between questions to Slurm
@@ -52,8 +53,6 @@ class Task(NamedTuple):
 
     def command(self, place: Path, processes: int = 1) -> list[str]:
         """Return the command that trains the run, after writing its configuration into the folder `place`."""
-        from symexplin.lab.settings import dump_toml, to_table
-
         place.mkdir(exist_ok=True)
         file = place / f"{self.folder.name}.toml"
         replace_file(file, dump_toml(to_table(self.config)))
@@ -91,7 +90,7 @@ def run_side_by_side(tasks: Sequence[Task], out: Path, jobs: int, echo: Echo) ->
             while left or running:
                 while left and len(running) < jobs:
                     index = left.popleft()
-                    running[index] = _start(tasks[index], out / PROCESSES)
+                    running[index] = _start(tasks[index], out / _PROCESSES)
                 time.sleep(_TICK)
                 for index, (process, log) in list(running.items()):
                     task, status = tasks[index], process.poll()  # before the lines, so that none is missed
@@ -193,7 +192,7 @@ def run_as_jobs(tasks: Sequence[Task], out: Path, jobs: int, cluster: "ClusterCo
     """
     if not tasks:
         return
-    place = (out / CLUSTER).resolve()
+    place = (out / _CLUSTER).resolve()
     place.mkdir(exist_ok=True)
     known: dict[str, str] = read_json(place / _JOBS) if (place / _JOBS).exists() else {}
     states = _states(known.values())

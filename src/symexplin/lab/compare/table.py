@@ -1,5 +1,6 @@
 """The table of a comparison: arms at one shared learning rate, and each at its own best one, over seeds."""
 
+import dataclasses
 import statistics
 import textwrap
 from collections.abc import Sequence
@@ -131,10 +132,8 @@ def _row(runs: Sequence[Run], references: Sequence[Run]) -> Row:
     """Return the row of an arm's runs at one learning rate, each with the baseline's run of its seed."""
     finished = [run for run in runs if not run.error]
     losses = [run.evals[-1][1] for run in finished]
-    pairs = [
-        None if run.error or base.error else (run.evals, base.evals)
-        for run, base in zip(runs, references, strict=True)
-    ]  # fmt: skip
+    both = zip(runs, references, strict=True)
+    pairs = [None if run.error or base.error else (run.evals, base.evals) for run, base in both]
     deltas = tuple(pair and pair[0][-1][1] - pair[1][-1][1] for pair in pairs)
     loss = _mean([run.final_loss for run in runs])
     return Row(
@@ -175,15 +174,11 @@ def headline(comparison: Comparison) -> list[str]:
     if len(comparison.seeds) == 1:
         sentences.append("One seed is no evidence: the difference may be due to the draw.")
     if confirming:
-        sentences.append(
-            f"The learning rates were chosen by {_numbered(chosen)} alone; "
-            f"{_numbered(comparison.confirm_seeds)} ran at those rates only."
+        first, then = (
+            f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}" for seeds in (chosen, comparison.confirm_seeds)
         )
+        sentences.append(f"The learning rates were chosen by {first} alone; {then} ran at those rates only.")
     return sentences
-
-
-def _numbered(seeds: Sequence[int]) -> str:
-    return f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
 
 
 def _verdict(row: Row, baseline: Row) -> str:
@@ -224,21 +219,20 @@ def format_table(comparison: Comparison) -> str:
         (f"at the shared learning rate, {comparison.shared_lr:g}", comparison.shared),
         ("each at its own best learning rate", comparison.best),
     ):
-        cells = [head, *(_cells(row, is_baseline=row is rows[0]) for row in rows)]
+        baseline, *others = rows
+        # The baseline has no difference to itself.
+        cells = [head, _cells(dataclasses.replace(baseline, delta=None), "-")]
+        cells += [_cells(row, _speedup(row)) for row in others]
         lines += [title, textwrap.indent(format_columns(cells), "  ")]
     return "\n".join(lines)
 
 
-def _cells(row: Row, is_baseline: bool) -> tuple[str, ...]:
-    return (
-        row.arm,
-        "-" if row.lr is None else f"{row.lr:g}",
-        _loss(row),
-        "-" if is_baseline or row.delta is None else f"{row.delta:+.4f}",
-        "-" if is_baseline else _speedup(row),
-        "-" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
-        "-" if row.seconds is None else f"{row.seconds:.1f}",
-    )
+def _cells(row: Row, speedup: str) -> tuple[str, ...]:
+    def cell(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    pace, seconds = cell(row.tokens_per_second, ",.0f"), cell(row.seconds, ".1f")
+    return row.arm, cell(row.lr, "g"), _loss(row), cell(row.delta, "+.4f"), speedup, pace, seconds
 
 
 def _speedup(row: Row) -> str:
