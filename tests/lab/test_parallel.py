@@ -172,6 +172,7 @@ def test_all_processes_train_each_run_of_a_comparison(data, tmp_path):
     assert found["provenance"]["processes"] == 2
     assert found["headline"][0] in first[1]
     assert moved[0] == 0, moved
+    assert "compute.parallel was None, is 'ddp' now" in moved[1]
     assert moved[1].count("(already there)") == 1
     for run, expected in zip(found["runs"], read_json(tmp_path / "one" / "comparison.json")["runs"], strict=True):
         assert run["evals"] == [pytest.approx(pair, abs=2e-5) for pair in expected["evals"]]

@@ -10,7 +10,7 @@ import torch
 
 from symexplin.lab.checkpoint import load_checkpoint, newest
 from symexplin.lab.compare.grid import COMPARISON, CONFIG, RUNS, CompareConfig, GridConfig
-from symexplin.lab.compare.sweep import MARKS, compare_runs
+from symexplin.lab.compare.sweep import FIRST_FILES, compare_runs
 from symexplin.lab.config import ComputeConfig, LogConfig, RunConfig, TrainConfig, resolve
 from symexplin.lab.data.batches import Corpus, eval_batches
 from symexplin.lab.data.prepare import PrepareConfig, prepare
@@ -123,7 +123,7 @@ def run_demo(out: str | Path, config: DemoConfig | None = None, echo: Echo = lam
     from symexplin.lab.report.pages import report_comparison  # matplotlib takes its time
 
     config = config or DemoConfig()
-    with claimed(out, "demo", MARKS) as folder:
+    with claimed(out, "demo", FIRST_FILES) as folder:
         _check_own(folder)
         if not _interrupted(folder, config):
             _begin(folder, config, echo)

@@ -33,12 +33,12 @@ from symexplin.lab.run import check_weights, evaluations
 from symexplin.lab.settings import build, dump_toml, load_toml, to_table
 from symexplin.validation import naming
 
-__all__ = ["MARKS", "compare_runs"]
+__all__ = ["FIRST_FILES", "compare_runs"]
 
 Echo = Callable[[str], None]
 
 # The first file in a comparison's folder, or in that of a demo around it.
-MARKS = {CONFIG, ".symexplin-demo"}
+FIRST_FILES = {CONFIG, ".symexplin-demo"}
 
 
 def compare_runs(
@@ -76,8 +76,8 @@ def compare_runs(
             corpus = Corpus.load(config.data, verify=ranks.first)
             corpus.check_context(config.model.context)
         ranks.agree({**config.table(), "resume": resume}, free=("data", "compute.threads"))
-        folder = ranks.tell(lambda: stack.enter_context(claimed(out, "comparison", MARKS)))
-        config = ranks.tell(lambda: _opened(folder, config, corpus, resume, ranks))
+        folder = ranks.tell(lambda: stack.enter_context(claimed(out, "comparison", FIRST_FILES)))
+        config = ranks.tell(lambda: _opened(folder, config, corpus, resume, echo, ranks))
         grid = config.compare
         echo(
             f"{len(corpus.train):,} tokens to train on, {len(corpus.valid):,} held out; "
@@ -109,7 +109,9 @@ def _check_place(config: CompareConfig, ranks: Ranks) -> None:
 # --- begin -----------------------------------------------------------------------------------------------------------
 
 
-def _opened(folder: Path, config: CompareConfig, corpus: Corpus, resume: bool, ranks: Ranks) -> CompareConfig:
+def _opened(
+    folder: Path, config: CompareConfig, corpus: Corpus, resume: bool, echo: Echo, ranks: Ranks
+) -> CompareConfig:
     """Return the resolved configuration, saved, after all checks that need no training."""
     saved = build(CompareConfig, load_toml(folder / CONFIG)) if (folder / CONFIG).exists() else None
     if saved is not None and not resume:
@@ -117,6 +119,10 @@ def _opened(folder: Path, config: CompareConfig, corpus: Corpus, resume: bool, r
             f"out must be a new folder, got {str(folder)!r}, which has a comparison: add --resume to continue it"
         )
     config = _resolved(config, corpus.vocab_size, saved, ranks)
+    if saved is not None:
+        before, now = ({"compute": found.table()["compute"]} for found in (saved, config))
+        if changed := check_resumable(folder, "comparison", before, now):
+            echo(f"{'; '.join(changed)}: the rounding of runs that have not ended changes")
     grid, digest = config.compare, functools.cache(digest_of)
     for cell in itertools.starmap(Cell, itertools.product(grid.arms, grid.lrs, (*grid.seeds, *grid.confirm_seeds))):
         if (folder / RUNS / cell.name / FACTS).exists():
