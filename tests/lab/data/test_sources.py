@@ -198,6 +198,7 @@ def test_out_of_reach_is_one_line(tmp_path):
     assert hub_file("some/model", "tokenizer.json").read_text() == "cached"
 
 
+@pytest.mark.usefixtures("offline")
 def test_shorthands_and_names_of_datasets(monkeypatch):
     asked = []
     rows = datasets.Dataset.from_dict({"text": ["a", "b\0c", None]})

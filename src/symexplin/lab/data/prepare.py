@@ -116,9 +116,9 @@ def _make(config: PrepareConfig, table: Table, folder: Path, echo: Echo, bars: b
     if continuing:
         check_resumable(folder, "dataset", read_json(cache / _CONFIG), table)
         echo(f"{folder}: continuing")
+    _quieten(bars)
     # The tokenizer first: to read the text may take hours.
     named = None if config.tokenizer == "bpe" else Tokenizer.from_name(config.tokenizer, config.end_token)
-    _quieten(bars)
     try:
         sides, repeated, key = _read(config, cache, echo)
         made_of = repr((key, table, named and named.fingerprint))

@@ -204,6 +204,8 @@ def _dataset(spec: str, text_key: str, split: str, cache: Path | None) -> Any:
             found = datasets.load_from_disk(name)
             found = found[split] if isinstance(found, dict) else found  # a lone split has no name
         else:
+            if not local:
+                _spare_retries()
             found = datasets.load_dataset(name, config or None, split=split, cache_dir=cache if local else None)
     except Exception as error:  # builders raise errors of every kind
         raise ValueError(
@@ -227,12 +229,24 @@ def hub_file(repository: str, name: str) -> Path:
     from huggingface_hub import hf_hub_download
 
     try:
+        _spare_retries()
         return Path(hf_hub_download(repository, name))
     except Exception as error:  # the client raises errors of several libraries
         raise ValueError(
             f"{name} of {repository!r} cannot be fetched from the Hugging Face hub ({_line(error)}): check the name "
             "and the network, or give the path of a local file"
         ) from None
+
+
+def _spare_retries() -> None:
+    """Tell the hub's client to use its cache alone if the hub is out of reach: it would retry for 23 seconds."""
+    import datasets
+    from huggingface_hub import constants, get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=5)
+    except Exception:  # the client raises errors of several libraries
+        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
 
 
 def _line(error: Exception) -> str:
