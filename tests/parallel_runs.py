@@ -40,7 +40,7 @@ def go_on(table, out, stop=None):
     """Train in `out`, or go on there, until the update `stop`, in which a signal comes to the last process."""
     with joined("cpu") as ranks, _stopping(stop, ranks.rank == ranks.size - 1):
         try:
-            return lab_run.train(build(RunConfig, table), out, resume=True, progress=False).final_loss
+            return lab_run.train(build(RunConfig, table), out, resume=True, progress=False)["final_loss"]
         except Stopped as stopped:
             return str(stopped)
 
@@ -80,14 +80,6 @@ _PLANTED = {
 }
 
 
-def _forget_told(rank):
-    """Let the next command be that of a job of its own."""
-    torch.distributed.barrier()
-    if rank == 0:
-        torch.distributed.distributed_c10d._get_default_store().delete_key("symexplin/told")
-    torch.distributed.barrier()
-
-
 def commands(lines):
     """Run command lines as torchrun's processes would: return the (status, stdout, stderr) of each.
 
@@ -104,6 +96,5 @@ def commands(lines):
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
             status = cli.main(line.replace("RANK", str(rank)).split())
         setattr(place, name, before)
-        _forget_told(rank)
         found.append((status, output.getvalue(), errors.getvalue()))
     return found

@@ -5,6 +5,7 @@ import os
 import pkgutil
 import re
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -12,9 +13,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from cyclopts import App, CycloptsError, Parameter
 
 from symexplin import __version__
-from symexplin.lab.flags import Pairs, with_flags
-from symexplin.lab.process import Launch, give_way, launch
-from symexplin.lab.settings import build, load_toml, merge
+from symexplin.lab.process import launch, under_torchrun
+from symexplin.lab.settings import Pairs, build, load_toml, merge, with_flags
 
 __all__ = ["COMMANDS", "main", "make_app"]
 
@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 # Errors that all processes of a job share. One line is enough for them.
 _OF_ALL = {"NonFiniteError", "Stopped", "ChildProcessError"}
+_HEAD_START = 2.0  # seconds in which that line is printed before torchrun ends the job
 # The words of torch's RuntimeErrors where the memory of a CPU ends.
 _NO_MEMORY = ("DefaultCPUAllocator", "can't allocate memory", "Storage size calculation overflowed")
 
@@ -44,8 +45,7 @@ terminated. A run that is interrupted or terminated writes a checkpoint.
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status: 0, 2 for a user's error, 128 + its number for a signal.
 
-    Args:
-        argv: the arguments without the program's name; None: those of the process.
+    The arguments `argv` come without the program's name. None: those of the process.
 
     >>> main(["demo", "--steps", "0"])
     2
@@ -53,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     try:
         _recorded(_run)([word for word in given if word != "--traceback"])
+        print(end="", flush=True)
     except KeyboardInterrupt:
         print("symexplin: interrupted", file=sys.stderr)
         return 130
@@ -67,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         if teller is not None:
             print(f"symexplin: {teller}{message}", file=sys.stderr)
+        elif under_torchrun():
+            time.sleep(_HEAD_START)
         return status
     return 0
 
@@ -94,7 +97,7 @@ def make_app(given: Sequence[str] | None = None) -> App:
 
 def _run(given: list[str]) -> None:
     name = next((word for word in given if word in COMMANDS), None)
-    if launch().size > 1 and name is not None and name not in _PARALLEL:
+    if launch()[1] > 1 and name is not None and name not in _PARALLEL:
         raise ValueError(f"torchrun is for {' and '.join(_PARALLEL)}, got {name!r}: run it without")
     make_app(given)(given, exit_on_error=False, print_error=False)
 
@@ -110,22 +113,13 @@ def _recorded(function: Callable[[list[str]], None]) -> Callable[[list[str]], No
 
 def _teller(kinds: set[str]) -> str | None:
     """Return what names this process of its job before an error; None: another process prints it."""
-    try:
-        started = launch()
-    except ValueError:
-        started = Launch()
-    tells, own, distributed = started.rank == 0, False, sys.modules.get("torch.distributed")
-    if "ElsewhereError" in kinds:
-        tells = False
-    elif started.size > 1 and distributed is not None and distributed.is_initialized():
-        from symexplin.lab.parallel import first_to_tell
-
-        own = not _OF_ALL & kinds
-        tells = first_to_tell() or own
-    if not tells:
-        give_way()
-        return None
-    return f"process {started.rank}: " if own and started.rank else ""
+    rank = os.environ.get("RANK", "0") if "WORLD_SIZE" in os.environ else "0"
+    if rank == "0":
+        return None if "ElsewhereError" in kinds else ""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized() and not kinds & {*_OF_ALL, "ElsewhereError"}:
+        return f"process {rank}: "
+    return None
 
 
 def _explain(error: Exception, kinds: set[str]) -> tuple[str | None, int]:
@@ -139,7 +133,7 @@ def _explain(error: Exception, kinds: set[str]) -> tuple[str | None, int]:
         text += "; install the extra 'lab': pip install 'symexplin[lab]'"
     elif "OutOfMemoryError" in kinds or any(words in text for words in _NO_MEMORY):
         less = "raise --accumulation (bench: --microbatches), or try --recompute"
-        text = f"out of memory: a smaller model, or {less} ({text[:200]})"
+        text = f"out of memory: {less} ({text[:200]})"
     elif any(kind.__module__.startswith(("torch._dynamo", "torch._inductor")) for kind in type(error).__mro__):
         text = f"torch.compile failed: leave out --compile, or remove its cache ({text[:200]})"
     elif isinstance(error, OSError) and error.strerror:
@@ -149,15 +143,10 @@ def _explain(error: Exception, kinds: set[str]) -> tuple[str | None, int]:
     return f"error: {text}", 2
 
 
-def _say(line: str) -> None:
-    """Print a line at once."""
-    print(line, flush=True)
-
-
 def _log(line: str) -> None:
     """Print a line of a long job, which continues after its reader has left."""
     try:
-        _say(line)
+        print(line, flush=True)
     except OSError:
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (for good)
 
@@ -167,22 +156,32 @@ def _warn(line: str) -> None:
     print(f"symexplin: {line}", file=sys.stderr, flush=True)
 
 
-def _configured(schema: type[T], given: dict[str, Any], file: str | None, saved: dict[str, Any]) -> T:
-    """Return the configuration of the run to resume, else the defaults, under the file and the flags given."""
-    return build(schema, merge(saved if file is None else merge(saved, load_toml(file)), given))
+def _configured(schema: type[T], given: dict[str, Any], *files: str | Path | None) -> T:
+    """Return the configuration in the files that are given, each under the next one and all under the flags."""
+    table: dict[str, Any] = {}
+    for file in files:
+        if file is not None:
+            table = merge(table, load_toml(file))
+    return build(schema, merge(table, given))
+
+
+def _saved(file: Path, resume: bool) -> Path | None:
+    """Return the configuration of the run to resume, if there is one."""
+    return file if resume and file.exists() else None
 
 
 # --- The commands: the docstring of each is its help ------------------------------------------------------------------
 
+_Switch = Parameter(negative=(), show_default=False)
 _Config = Annotated[str | None, Parameter(help="settings in TOML; flags take precedence")]
 _Folder = Annotated[str, Parameter(help="the folder of the run, new or to resume")]
-_Resume = Annotated[bool, Parameter(help="continue in the folder, or start there", negative=(), show_default=False)]
+_Resume = Annotated[bool, _Switch, Parameter(help="continue in the folder, or start there")]
 _Run = Annotated[str, Parameter(help="the folder of a run, one of its checkpoints, or a model.safetensors")]
 _Weights = Annotated[str, Parameter(help="a safetensors file, or a folder of them")]
 _Target = Annotated[str, Parameter(help="the safetensors file to write, a new one")]
 _Preset = Annotated[str, Parameter(help="the map: default (beta by matrix), or one of the paper's, such as paper")]
 _Start = Annotated[Literal["matched", "mismatched"], Parameter(help="mismatched: the paper's, for mode mismatch")]
-_Plan = Annotated[bool, Parameter(help="print the runs and the assumptions, and stop", negative=(), show_default=False)]
+_Plan = Annotated[bool, _Switch, Parameter(help="print the runs and the assumptions, and stop")]
 _Path = str | None
 
 
@@ -192,8 +191,7 @@ def _prepare(*sources: str, out: str, **given: Any) -> None:
     Text comes from `stdlib` (the sources of the running Python), files with documents separated by NUL bytes, .jsonl
     files, either compressed (.xz, .gz), folders of such files and of plain text, or Hugging Face data sets:
     hf:NAME[:CONFIG], `openwebtext`, `fineweb`. It must be UTF-8: other files in a folder are left out and named.
-    Repeated documents count once. The hash of a document decides whether it is for training or for validation. The same
-    command continues a preparation that was killed.
+    Repeated documents count once. The same command continues a preparation that was killed.
 
     Args:
         sources: stdlib, files, folders, or hf:NAME[:CONFIG]; several are joined
@@ -213,7 +211,7 @@ def _train(config: _Config = None, *, out: _Folder, resume: _Resume = False, **g
     r"""Train a language model on prepared text.
 
     The model is a transformer, trained with SEL in either home or with AdamW. A flag --some-key is the key some_key of
-    the TOML file, in the table named below. The resolved settings are printed and saved.
+    the TOML file, in the table named below.
 
     Files in the folder:
       config.toml        the resolved settings, with which --resume continues
@@ -225,25 +223,23 @@ def _train(config: _Config = None, *, out: _Folder, resume: _Resume = False, **g
 
     SIGTERM, Ctrl-C and a lost terminal finish the step, write a checkpoint and stop. A run killed at any moment
     continues with --resume and ends with the same bits (on a CPU, with the same number of threads). Under torchrun,
-    with --parallel ddp or fsdp, batch_size stays that of all processes together, and all must see the folder. A run may
-    be resumed with another number of processes.
+    batch_size is that of all processes together, and all must see the folder. Another number may resume a run.
 
     Examples:
       symexplin train --data data --out runs/first
       symexplin train big.toml --out runs/big --resume
       symexplin train --data data --out runs/paper --preset paper --map beta=5
-      symexplin train --data data --out runs/adamw --home none
-      symexplin train --data data --out runs/on --weights runs/adamw
       torchrun --standalone --nproc-per-node 8 -m symexplin train big.toml \
         --out runs/wide --parallel fsdp
     """
     from symexplin.lab.config import RunConfig
-    from symexplin.lab.run import MODEL, saved_settings, train
+    from symexplin.lab.folders import CONFIG
+    from symexplin.lab.run import MODEL, train
 
-    saved = saved_settings(Path(out), launch().size) if resume else {}
-    result = train(_configured(RunConfig, given, config, saved), out, resume=resume, echo=_log)
-    if launch().rank == 0:
-        _log(f"{result.final_loss:.4f} nats per token; plain weights: {Path(out, MODEL)}")
+    settings = _configured(RunConfig, given, _saved(Path(out, CONFIG), resume), config)
+    result = train(settings, out, resume=resume, echo=_log)
+    if launch()[0] == 0:
+        _log(f"{result['final_loss']:.4f} nats per token; plain weights: {Path(out, MODEL)}")
 
 
 def _compare(config: _Config = None, *, out: _Folder, resume: _Resume = False, **given: Any) -> None:
@@ -256,23 +252,19 @@ def _compare(config: _Config = None, *, out: _Folder, resume: _Resume = False, *
     a table has the keys of [sel]. It may also change keys of training and of the model, in [arm.NAME.train] and
     [arm.NAME.model].
 
-    With --resume the same command continues a comparison that was stopped, or adds arms, learning rates and seeds. Keys
-    of [compute] may then differ: runs that have not ended continue with other rounding.
+    With --resume the same command continues a comparison that was stopped, or adds arms, learning rates and seeds.
 
     Examples:
       symexplin compare --data data --out runs/c --lrs 1e-3 2e-3 4e-3 --seeds 0 1 2
-      symexplin compare --data data --out runs/c --lrs 1e-3 --arms AdamW mine \
-        --arm mine.preset=paper mine.map.beta=5
-      symexplin compare --data data --out runs/c --arms AdamW muon \
+      symexplin compare --data data --out runs/c --lrs 1e-3 --arms AdamW mine muon \
+        --arm mine.preset=paper mine.map.beta=5 \
         --arm muon.home=none muon.train.optimizer=muon
-      symexplin compare --data data --out runs/c --seeds 0 --confirm-seeds 1 2
     """
     from symexplin.lab.compare.grid import CONFIG, CompareConfig
     from symexplin.lab.compare.sweep import compare_runs
 
-    file = Path(out, CONFIG)
-    saved = load_toml(file) if resume and file.exists() else {}
-    compare_runs(_configured(CompareConfig, given, config, saved), out, resume=resume, echo=_log)
+    settings = _configured(CompareConfig, given, _saved(Path(out, CONFIG), resume), config)
+    compare_runs(settings, out, resume=resume, echo=_log)
 
 
 def _sample(
@@ -301,7 +293,7 @@ def _sample(
     from symexplin.lab.load import load_trained
 
     trained, tokenizer, _ = load_trained(model, echo=_warn)
-    _say(sample(trained, tokenizer, prompt, length, temperature=temperature, top_k=top_k, seed=seed))
+    print(sample(trained, tokenizer, prompt, length, temperature=temperature, top_k=top_k, seed=seed))
 
 
 def _export(model: _Run, /, *, out: str) -> None:
@@ -319,7 +311,7 @@ def _export(model: _Run, /, *, out: str) -> None:
     from symexplin.lab.weights.export import export_transformers
 
     trained, tokenizer, curve = load_trained(model, echo=_warn)
-    export_transformers(trained, out, tokenizer, curve, echo=_say)
+    export_transformers(trained, out, tokenizer, curve, echo=print)
 
 
 def _report(folder: str, /) -> None:
@@ -335,7 +327,7 @@ def _report(folder: str, /) -> None:
     from symexplin.experiments.tables import TABLE
     from symexplin.lab.report.pages import report
 
-    _say(str(report_table(folder) if Path(folder, TABLE).exists() else report(folder, echo=_warn)))
+    print(str(report_table(folder) if Path(folder, TABLE).exists() else report(folder, echo=_warn)))
 
 
 def _inspect(
@@ -344,8 +336,8 @@ def _inspect(
     """Show the heavy tails of any model's weights.
 
     For each matrix: how far the largest weight and the standard deviation have grown over Xavier's uniform, the shares
-    beyond thresholds, the automatic beta, and how exactly the map can be inverted there. The map is the one that the
-    model was trained with, if the file names it (runs and `symexplin export` do), else the default one.
+    beyond thresholds, the automatic beta, and how exactly the map can be inverted there. The map is that in the file,
+    if the model was trained with one, else the default one.
 
     Args:
         preset: another map: default (beta by matrix), or one of the paper's, such as paper
@@ -362,7 +354,7 @@ def _inspect(
 
     config = named_map(preset or "default", map or {}) if preset or map else None
     found = inspect_file(source, config=config, progress=True)
-    _say(format_inspection(found))
+    print(format_inspection(found))
     if json is not None:
         write_json(json, found.to_dict())
     if figures is not None:
@@ -377,8 +369,8 @@ def _invert(
 ) -> None:
     """Turn plain weights into raw weights.
 
-    TARGET gets the raw weights and scales whose effective weights are those of SOURCE, as the state_dict of the model
-    that symexplin.convert makes. The largest difference is reported.
+    TARGET gets the raw weights and scales whose effective weights are those of SOURCE, under the names of
+    symexplin.convert. The largest difference is reported.
 
     Examples:
       symexplin invert model.safetensors raw.safetensors --preset paper
@@ -386,7 +378,7 @@ def _invert(
     from symexplin.lab.maps import named_map
     from symexplin.lab.weights.folding import invert_file
 
-    invert_file(source, target, named_map(preset, map or {}), start, echo=_say)
+    invert_file(source, target, named_map(preset, map or {}), start, echo=print)
 
 
 def _fold(source: _Weights, target: _Target, /) -> None:
@@ -400,7 +392,7 @@ def _fold(source: _Weights, target: _Target, /) -> None:
     """
     from symexplin.lab.weights.folding import fold_file
 
-    fold_file(source, target, echo=_say)
+    fold_file(source, target, echo=print)
 
 
 def _reproduce(
@@ -415,16 +407,10 @@ def _reproduce(
 ) -> None:
     r"""Run a table of the paper, or one beyond it, and compare the results with the paper's figures.
 
-    Every arm is trained at every learning rate, and the best are confirmed with more seeds. The report has the paper's
-    figure, the measured one, the difference, and for each claim whether it held. Without NAME the tables are listed.
-    The text is the standard library's at the scale mini, OpenWebText at the scale paper, else what --data names. With
-    --resume the same command continues after a kill, or adds arms, learning rates and seeds.
-
-    Files in the folder:
-      table.json, data/         what the table is; the tokens, unless --data has them
-      base/, panels/PANEL/      the run that others start from; a comparison each
-      report.html               the results
-      table.csv, figures/       the same as data and drawings
+    Every arm is trained at every learning rate, and the best are confirmed with more seeds. report.html and table.csv
+    in the folder have the paper's figure, the measured one, the difference, and for each claim whether it held. Without
+    NAME the tables are listed. The text is the standard library's at the scale mini, OpenWebText at the scale paper,
+    else what --data names. With --resume the same command continues, or adds arms, learning rates and seeds.
 
     Args:
         name: of a table, or a TOML file of one
@@ -433,7 +419,6 @@ def _reproduce(
 
     Examples:
       symexplin reproduce frozen --plan --scale paper
-      symexplin reproduce frozen
       symexplin reproduce suite --data docs --out runs/suite --results mini.csv
       symexplin reproduce main_grid --panels 64x2 --lrs 2e-3 --steps 100 \
         --set compare.confirm_seeds=[]
@@ -442,12 +427,12 @@ def _reproduce(
     from symexplin.experiments.tables import names
 
     if name is None:
-        _say("\n".join(f"{table:22} {title}" for table, title in names().items()))
+        print("\n".join(f"{table:22} {title}" for table, title in names().items()))
         return
     config = build(ReproduceConfig, given)
     folder = Path("runs", "reproduce", f"{Path(name).stem}-{config.scale}") if out is None else out
     if plan:
-        _say("\n".join(plan_lines(config.table(name, folder), config.panels)))
+        print("\n".join(plan_lines(config.table(name, folder), config.panels)))
     else:
         reproduce(name, folder, config, resume=resume, results=results, echo=_log)
 
@@ -461,31 +446,27 @@ def _figure(name: _Path = None, /, *sources: str, out: str = "figures") -> None:
         out: the folder for both files
 
     Examples:
-      symexplin figure
       symexplin figure symexp_controls --out figures
-      symexplin figure transform_roles runs/first
       symexplin figure loss_curves runs/reproduce/main_grid-mini
     """
     from symexplin.experiments.figures import draw, format_figures, save_figure
 
     if name is None:
-        _say(format_figures())
+        print(format_figures())
     else:
-        _say("\n".join(map(str, save_figure(draw(name, sources), out, name))))
+        print("\n".join(map(str, save_figure(draw(name, sources), out, name))))
 
 
 def _demo(*, out: str = "runs/demo", **given: Any) -> None:
     """Compare AdamW and SEL on a small model, in minutes, without a download.
 
     The data are the sources of the running Python's standard library. AdamW and SEL are trained on them at three
-    learning rates each, in about four minutes on two cores. An earlier demo in the folder is replaced. One that was
-    interrupted and had the same settings is continued.
+    learning rates each, in about four minutes on two cores. An interrupted demo is continued.
 
     Args:
         out: the folder for the results
 
     Examples:
-      symexplin demo
       symexplin demo --seed 10 --arms AdamW SEL SEL-paper --out runs/other
     """
     from symexplin.lab.demo import DemoConfig, run_demo
@@ -501,16 +482,10 @@ def _bench(config: _Config = None, *, out: str, **given: Any) -> None:
     10th and 90th percentile, the ratios those of the same round. `adamw_master` is the stock recipe for bf16
     parameters: upcast, clip, fused AdamW on fp32 masters, copy back.
 
-    Files in the folder:
-      results.csv            a row per variant and size, with the machine
-      rounds.jsonl           every round
-      bench.svg, bench.png   the plot
-
     Args:
         out: a new folder for the results
 
     Examples:
-      symexplin bench --out bench --parts optimizer step --widths 512 --depths 6
       symexplin bench --out sweep --parts step --depths 2 6 12 --microbatches 1 4 16
       symexplin bench --out big --widths 3072 --depths 36 --dtypes bf16 \
         --compile --recompute --fresh
@@ -518,17 +493,16 @@ def _bench(config: _Config = None, *, out: str, **given: Any) -> None:
     from symexplin.lab.bench import BenchConfig
     from symexplin.lab.bench.run import run_bench
 
-    run_bench(_configured(BenchConfig, given, config, {}), out, echo=_log, progress=True)
+    run_bench(_configured(BenchConfig, given, config), out, echo=_log, progress=True)
 
 
 def _completion(shell: Literal["bash", "zsh", "fish", "powershell"], /) -> None:
     """Print a script that completes commands and flags in a shell.
 
     Examples:
-      symexplin completion bash >> ~/.bashrc
       symexplin completion zsh > "${fpath[1]}/_symexplin"
     """
-    _say(make_app().generate_completion(shell=shell))
+    print(make_app().generate_completion(shell=shell))
 
 
 COMMANDS: dict[str, Callable[..., None]] = {

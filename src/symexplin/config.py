@@ -6,15 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from symexplin.functional import auto_beta
-from symexplin.transform import CURVATURES, MODES
 from symexplin.validation import check_choice, check_finite, check_flag, check_positive, check_whole
 
 __all__ = [
+    "CURVATURES",
     "DECAYED_ROLES",
+    "MODES",
     "PATTERNS",
     "PRESETS",
     "SCALE_ROLES",
+    "START_RULES",
     "SELConfig",
     "Scale",
     "carried",
@@ -22,6 +23,18 @@ __all__ = [
     "preset",
 ]
 
+# The scales that each mode uses; others are never created. All modes use `s` and `delta`.
+MODES: dict[str, tuple[str, ...]] = {
+    "mismatch": ("e", "l", "kappa", "n"),
+    "congruent": ("e", "l", "kappa", "n"),
+    "exp_only": ("e", "kappa", "n"),
+    "oppose": ("e", "l", "kappa", "n"),
+    "damped": ("n",),
+    "sinh": ("kappa",),
+    "linear": ("l",),
+}
+CURVATURES = ("fixed", "absorbed")
+START_RULES = ("matched", "mismatched")
 PATTERNS = ("fixed", "global", "row", "column", "row_col_mult", "row_col_add", "lora")
 SCALE_ROLES = ("e", "l", "m", "n", "s", "delta")
 # Weight decay applies to scales that weight a pathway, not to scales that shape it (paper, section 4.4).
@@ -173,6 +186,8 @@ class SELConfig:
 
     def beta_of(self, d_out: int, d_in: int) -> float:
         """Return the reference curvature of a matrix: the given one, or the automatic one for its shape."""
+        from symexplin.functional import auto_beta  # this module needs no torch
+
         return auto_beta(d_out, d_in) if isinstance(self.beta, str) else self.beta
 
     def multipliers(self, lr: float | None = None) -> dict[str, Span]:

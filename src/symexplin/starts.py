@@ -5,7 +5,7 @@ import dataclasses
 import torch
 from torch import Tensor, nn
 
-from symexplin.config import SELConfig, check_config
+from symexplin.config import START_RULES, SELConfig, check_config
 from symexplin.coordinates import Coordinates
 from symexplin.layout import Layout
 from symexplin.routes import routing
@@ -13,8 +13,6 @@ from symexplin.transform import compute_dtype
 from symexplin.validation import check_choice, naming
 
 __all__ = ["START_RULES", "init_", "start_weight"]
-
-START_RULES = ("matched", "mismatched")
 
 
 @torch.no_grad()

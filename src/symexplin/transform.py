@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from symexplin.config import CURVATURES, MODES
+
 __all__ = [
     "CURVATURES",
     "MODES",
@@ -34,17 +36,6 @@ __all__ = [
 
 Value = Tensor | float
 
-# The scales that each mode uses; others are never created. All modes use `s` and `delta`.
-MODES: dict[str, tuple[str, ...]] = {
-    "mismatch": ("e", "l", "kappa", "n"),
-    "congruent": ("e", "l", "kappa", "n"),
-    "exp_only": ("e", "kappa", "n"),
-    "oppose": ("e", "l", "kappa", "n"),
-    "damped": ("n",),
-    "sinh": ("kappa",),
-    "linear": ("l",),
-}
-CURVATURES = ("fixed", "absorbed")
 ROLES = ("e", "l", "kappa", "n", "s", "delta")
 
 # Below this |x| the differences x exp(x) - expm1(x) and x cosh(x) - sinh(x) are summed as series. Above it the

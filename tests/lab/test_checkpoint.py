@@ -13,9 +13,8 @@ from symexplin.lab.checkpoint import (
     newest,
     newest_intact,
     save_checkpoint,
-    set_aside,
     split_optimizer,
-    sweep,
+    tidy,
 )
 from symexplin.lab.weights.files import write_tensors
 
@@ -64,14 +63,13 @@ def test_leftovers_of_a_kill_are_no_checkpoints_and_are_swept(tmp_path):
     path = save(tmp_path, 5)
     shutil.copytree(path, path.with_name("step-00000006.tmp"))
     assert newest(tmp_path) == [path]
-    sweep(tmp_path)
+    assert tidy(tmp_path, print)[0] == path
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000005"]
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.json"])
 @pytest.mark.parametrize("harm", ["flip", "truncate", "remove", "extend"])
-def test_damage_is_noticed_and_the_way_on_is_told(tmp_path, name, harm):
-    save(tmp_path, 5)
+def test_damage_is_noticed(tmp_path, name, harm):
     path = save(tmp_path, 10)
     file = path / name
     data = bytearray(file.read_bytes())
@@ -82,7 +80,7 @@ def test_damage_is_noticed_and_the_way_on_is_told(tmp_path, name, harm):
         file.unlink()
     else:
         file.write_bytes(changed[harm])
-    with pytest.raises(ValueError, match=rf"step-00000010 is damaged: {name}.*before it is step-00000005"):
+    with pytest.raises(ValueError, match=rf"step-00000010 is damaged: .*{name}"):
         load_checkpoint(path)
 
 
@@ -95,12 +93,9 @@ def test_the_newest_intact_one_is_found_and_written_again(tmp_path):
     found, state = newest_intact(tmp_path, lines.append)
     assert (found, state["step"]) == (paths[1], 10)
     assert ["step-00000020" in lines[0], "step-00000015" in lines[1], len(lines)] == [True, True, 2]
-    set_aside(tmp_path, found)
+    assert tidy(tmp_path, lines.append)[0] == found
     assert newest(tmp_path) == [paths[1], paths[0]]
     assert (save(tmp_path, 15, text="again") / "model.safetensors").read_text() == "again"
-    assert {p.name for p in (tmp_path / "checkpoints").iterdir()} == {
-        "step-00000010", "step-00000015", "step-00000015.damaged", "step-00000020.damaged"
-    }  # fmt: skip
     for path in newest(tmp_path):
         (path / "state.json").unlink()
     with pytest.raises(ValueError, match=r"all checkpoints in .* are damaged: remove that folder to start"):
@@ -119,14 +114,6 @@ def test_every_flipped_bit_of_the_state_is_noticed(tmp_path):
             assert load_checkpoint(path) == state  # blank for another blank changes nothing
         except ValueError:
             continue
-
-
-def test_a_newer_format_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr("symexplin.lab.checkpoint._FORMAT", 9)
-    path = save(tmp_path, 5)
-    monkeypatch.undo()
-    with pytest.raises(ValueError, match="has format 9, this version of symexplin reads 1"):
-        load_checkpoint(path)
 
 
 def network():

@@ -27,7 +27,6 @@ from symexplin.lab.settings import build, to_table
         ("seed", 0.5),
         ("optimizer", "sgd"),
         ("decay_plain", 1),
-        ("weights", " "),
     ],
 )
 def test_bad_values_of_training_are_named(field, value):

@@ -3,13 +3,10 @@ import html
 import json
 import signal
 
-import filelock
 import pytest
 import torch
 
 from corpora import in_memory
-from symexplin.lab import demo as module
-from symexplin.lab.compare.sweep import compare_runs
 from symexplin.lab.data.batches import Corpus, eval_batches
 from symexplin.lab.data.sources import find_sources
 from symexplin.lab.demo import DemoConfig, run_demo
@@ -36,7 +33,7 @@ def data(tmp_path_factory):
 
 def tiny(data, **changes):
     shape = {"width": 16, "depth": 1, "heads": 2, "context": 16}
-    rest = {"steps": 6, "batch_size": 4, "evaluations": 3, "eval_batches": 2, "sample_length": 20}
+    rest = {"steps": 6, "batch_size": 4}
     return DemoConfig(**{"data": data, "lrs": (1e-3, 1e-2), **shape, **rest, **changes})
 
 
@@ -45,14 +42,6 @@ def finished(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo") / "out"
     lines = []
     return folder, run_demo(folder, tiny(data), echo=lines.append), lines
-
-
-def stop_at(beginning):
-    def echo(line):
-        if line.startswith(beginning):
-            signal.raise_signal(signal.SIGTERM)
-
-    return echo
 
 
 def losses(content):
@@ -65,22 +54,15 @@ def everything(folder):
 
 
 def test_writes_what_it_promises(finished):
-    folder, content, _ = finished
+    folder, content, lines = finished
     assert {path.name for path in folder.iterdir()} == FILES
     assert json.loads((folder / "comparison.json").read_text()) == json.loads(json.dumps(content))
     assert (folder / "sample.txt").read_bytes().decode() == content["sample"]["text"] + "\n"
     assert content["sample"]["text"] in html.unescape((folder / "report.html").read_bytes().decode())
     assert {path.name for path in (folder / "runs").iterdir()} == RUNS
     assert not list(folder.glob("runs/*/tensorboard"))
-
-
-def test_ends_with_the_table_and_the_headline(finished):
-    _, content, lines = finished
-    everything = "\n".join(lines)
-    assert "at the shared learning rate" in everything
-    assert "each at its own best learning rate" in everything
-    assert all(sentence in everything for sentence in content["headline"])
-    assert content["export"]["file"] in lines[-1]
+    text = "\n".join(lines)
+    assert all(words in text for words in ("at the shared learning rate", "each at its own best", *content["headline"]))
 
 
 def test_it_trains_on_its_data_with_its_schedule(finished, data):
@@ -89,61 +71,26 @@ def test_it_trains_on_its_data_with_its_schedule(finished, data):
     corpus, wanted = Corpus.load(folder / "data"), in_memory(list(source.documents))
     assert (bytes(corpus.train), bytes(corpus.valid)) == (bytes(wanted.train), bytes(wanted.valid))
     for run in content["runs"]:
-        assert [step for step, _ in run["evals"]] == [0, 2, 4, 6]
+        assert [step for step, _ in run["evals"]] == [0, 1, 2, 3, 4, 5, 6]
     assert content["config"]["train"]["warmup_steps"] == round(0.1 * 6)
 
 
-def test_the_export_is_the_best_curved_model(finished):
-    folder, content, _ = finished
-    model = load_model(folder / content["export"]["file"])
+def test_the_sample_is_of_the_best_curved_model_whose_weights_are_plain(finished):
+    folder, content, lines = finished
+    model = load_model(lines[-1].removeprefix("plain weights: "))
     assert all(type(m) is torch.nn.Linear for m in model.modules() if isinstance(m, torch.nn.Linear))
     best = min(run["final_loss"] for run in content["runs"] if run["arm"] == "SEL")
-    assert evaluate(model, eval_batches(Corpus.load(folder / "data").valid, 16, 4, 2)) == best
-    assert content["export"]["bit_equal"] is True
+    assert evaluate(model, eval_batches(Corpus.load(folder / "data").valid, 16, 4, 8)) == best
     assert content["sample"]["arm"] == "SEL"
 
 
-def test_the_export_of_curved_layers_is_plain(data, tmp_path):
-    content = run_demo(tmp_path, tiny(data, arms=("AdamW", "SEL-module"), lrs=(1e-3,)))
-    assert content["export"] == {"file": "runs/SEL-module-lr0.001-seed0/model.safetensors", "bit_equal": True}
+def test_a_demo_that_was_interrupted_repeats_exactly(finished, data, tmp_path):
+    def stop(line):
+        if line.startswith("3/4 AdamW lr 0.01 seed 0: step 2"):
+            signal.raise_signal(signal.SIGTERM)
 
-
-def test_an_export_that_differs_is_an_error(data, tmp_path, monkeypatch):
-    def load_another(path):
-        model = load_model(path)
-        model.head.weight.data[0, 0] += 1e-6
-        return model
-
-    monkeypatch.setattr(module, "load_model", load_another)
-    with pytest.raises(RuntimeError, match="other logits"):
-        run_demo(tmp_path / "out", tiny(data, lrs=(1e-3,)))
-
-
-def test_a_demo_repeats_exactly_and_replaces_an_earlier_one(finished, data, tmp_path):
-    folder, first, _ = finished
-    run_demo(tmp_path, tiny(data, lrs=(5e-3,)))
-    second = run_demo(tmp_path, tiny(data))
-    assert {path.name for path in tmp_path.iterdir()} == FILES
-    assert {path.name for path in (tmp_path / "runs").iterdir()} == RUNS
-    assert losses(second) == losses(first)
-    assert second["sample"] == first["sample"]
-    name = second["export"]["file"]
-    assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
-
-
-def test_a_finished_one_starts_anew_with_the_text_of_now(tmp_path):
-    source, config = tmp_path / "text", tiny(str(tmp_path / "text"), lrs=(1e-3,))
-    source.write_bytes(text("before"))
-    first = run_demo(tmp_path / "out", config)
-    source.write_bytes(text("after"))
-    second = run_demo(tmp_path / "out", config)
-    assert first["corpus"]["train_tokens"] != second["corpus"]["train_tokens"]
-    assert losses(second) == losses(run_demo(tmp_path / "fresh", config))
-
-
-def test_an_interrupted_one_goes_on(finished, data, tmp_path):
     with pytest.raises(Stopped):
-        run_demo(tmp_path, tiny(data), echo=stop_at("3/4 AdamW lr 0.01 seed 0: step 2"))
+        run_demo(tmp_path, tiny(data), echo=stop)
     kept = {
         path: when for path, when in everything(tmp_path).items() if "-lr0.001-" in str(path) or "data" in path.parts
     }
@@ -154,45 +101,27 @@ def test_an_interrupted_one_goes_on(finished, data, tmp_path):
     assert content["sample"] == finished[1]["sample"]
 
 
-def test_one_interrupted_before_its_sample_trains_no_more(data, tmp_path, monkeypatch):
-    def interrupt(*_, **__):
+def test_a_finished_one_is_told_again_and_other_settings_are_refused(finished, data):
+    folder, content, _ = finished
+    before = {path: when for path, when in everything(folder).items() if path.parent.parent.name == "runs"}
+    assert run_demo(folder, tiny(data)) == content
+    with pytest.raises(ValueError, match=r"another configuration.*train\.steps is 6 there, 7 now"):
+        run_demo(folder, tiny(data, steps=7))
+    with pytest.raises(ValueError, match=r"out must be new for another configuration.*sources"):
+        run_demo(folder, tiny("stdlib"))
+    assert before.items() <= everything(folder).items()
+
+
+def test_one_interrupted_in_its_preparation_begins_again(data, tmp_path, monkeypatch):
+    def interrupt(_, out, **__):
+        (out / ".cache").mkdir(parents=True)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "sample", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        run_demo(tmp_path, tiny(data, lrs=(1e-3,)))
-    monkeypatch.undo()
-    before = {path: when for path, when in everything(tmp_path / "runs").items() if path.name != "config.toml"}
+    with monkeypatch.context() as patch:
+        patch.setattr("symexplin.lab.data.prepare.prepare", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run_demo(tmp_path, tiny(data, lrs=(1e-3,)))
     assert "sample" in run_demo(tmp_path, tiny(data, lrs=(1e-3,)))
-    assert before.items() <= everything(tmp_path / "runs").items()
-
-
-def test_an_interrupted_one_of_another_kind_is_replaced(data, tmp_path):
-    with pytest.raises(Stopped):
-        run_demo(tmp_path, tiny(data, lrs=(5e-3,)), echo=stop_at("1/2 AdamW lr 0.005 seed 0: step 2"))
-    content = run_demo(tmp_path, tiny(data, lrs=(1e-3,)))
-    assert {path.name for path in (tmp_path / "runs").iterdir()} == {run["folder"][5:] for run in content["runs"]}
-
-
-@pytest.mark.parametrize("moment", ["prepare", "compare_runs"])
-def test_one_interrupted_at_its_beginning_begins_again(data, tmp_path, monkeypatch, moment):
-    def interrupt(*arguments, **_):
-        if moment == "prepare":
-            (arguments[1] / ".cache" / "generator").mkdir(parents=True)
-            (arguments[1] / ".cache" / "config.json").write_text("{}")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(module, moment, interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        run_demo(tmp_path, tiny(data, lrs=(1e-3,)))
-    monkeypatch.undo()
-    run_demo(tmp_path, tiny(data, lrs=(1e-3,)))
-    assert {path.name for path in tmp_path.iterdir()} == FILES
-
-
-def test_another_seed_gives_another_run(finished, data, tmp_path):
-    other = run_demo(tmp_path, tiny(data, seed=1, lrs=(1e-3,)))
-    assert other["runs"][0]["evals"] != finished[1]["runs"][0]["evals"]
 
 
 def test_a_run_that_breaks_down_is_reported(data, tmp_path):
@@ -201,86 +130,21 @@ def test_a_run_that_breaks_down_is_reported(data, tmp_path):
     assert content["sample"]["lr"] == 1e-3
 
 
-def test_a_folder_with_foreign_files_is_left_alone(finished, data):
-    folder, *_ = finished
-    path = folder / "notes.txt"
-    path.write_text("mine")
-    before = everything(folder)
-    try:
-        with pytest.raises(ValueError, match=r"out must be a new folder or one of an earlier demo.*notes\.txt"):
-            run_demo(folder, tiny(data))
-        assert everything(folder) == before
-    finally:
-        path.unlink()
-
-
-def test_a_linked_folder_is_foreign(data, tmp_path):
-    mine, out = tmp_path / "mine", tmp_path / "out"
-    mine.mkdir()
-    (mine / "metrics.jsonl").write_text("mine")
-    out.mkdir()
-    (out / "runs").symlink_to(mine)
-    (out / ".symexplin-demo").write_text("")
-    with pytest.raises(ValueError, match="earlier demo"):
-        run_demo(out, tiny(data))
-    assert (mine / "metrics.jsonl").read_text() == "mine"
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "report.html", "data/train.npy"])
-def test_somebodys_own_files_are_no_earlier_demo(data, tmp_path, name):
+@pytest.mark.parametrize("name", ["compare.toml", "report.html", "data/train.npy"])
+def test_files_of_others_are_left_alone(data, tmp_path, name):
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.write_text("mine")
     with pytest.raises(ValueError, match="out must be a new folder or that of"):
         run_demo(tmp_path, tiny(data))
     assert path.read_text() == "mine"
-    assert not (tmp_path / ".symexplin-demo").exists()
-
-
-def test_a_comparison_is_no_earlier_demo(finished, data, tmp_path):
-    compare_runs(tiny(data, lrs=(1e-3,)).comparison(str(finished[0] / "data")), tmp_path)
-    before = everything(tmp_path)
-    with pytest.raises(ValueError, match="earlier demo"):
-        run_demo(tmp_path, tiny(data))
-    assert everything(tmp_path) == before
-
-
-def test_a_file_is_no_folder(data, tmp_path):
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(ValueError, match="out must be a folder, got the file"):
-        run_demo(tmp_path / "file", tiny(data))
-
-
-def test_two_at_once_are_refused(finished, data):
-    before = everything(finished[0])
-    with filelock.FileLock(finished[0] / ".lock"), pytest.raises(ValueError, match="out must be free"):
-        run_demo(finished[0], tiny(data))
-    assert everything(finished[0]) == before
-
-
-def test_nothing_is_removed_before_the_data_are_read(finished, data, tmp_path):
-    folder, *_ = finished
-    before = everything(folder)
-    with pytest.raises(FileNotFoundError):
-        run_demo(folder, tiny(str(tmp_path / "nowhere")))
-    with pytest.raises(ValueError, match="context must be below"):
-        run_demo(folder, tiny(data, context=5000))
-    assert before.items() <= everything(folder).items()
-    run_demo(tmp_path / "other", tiny(data, lrs=(1e-3,)))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"arms": ("AdamW", "SLE")}, r"arms must be one of .*did you mean 'SEL'"),
-        ({"arms": ("SEL",)}, "arms must be the baseline 'AdamW' and at least one other"),
-        ({"arms": ("AdamW",)}, "at least one other"),
-        ({"arms": ("AdamW", "SEL", "SEL")}, "each once"),
-        ({"lrs": ()}, "lrs must hold at least one"),
-        ({"lrs": (1e-3, -1.0)}, r"lrs must be a positive finite number, got -1\.0"),
-        ({"lrs": (1e-3, 1e-3)}, r"lrs must hold.*each once"),
         ({"steps": 0}, "steps must be a whole number >= 1, got 0"),
-        ({"evaluations": 0}, "evaluations must be a whole number >= 1, got 0"),
         ({"seed": -1}, "seed must be a whole number >= 0, got -1"),
         ({"width": 100, "heads": 3}, "width must be a multiple of"),
     ],

@@ -36,11 +36,6 @@ def test_evaluate_leaves_no_trace():
     assert not model.training
 
 
-def test_evaluate_needs_batches():
-    with pytest.raises(ValueError, match="batches must hold at least one"):
-        evaluate(build(), [])
-
-
 def text(prompt, length, **options):
     return sample(build(), BYTES, prompt, length, **options)
 
@@ -102,7 +97,7 @@ def test_sample_refuses_values_out_of_range(options, words):
 
 def test_sample_refuses_another_vocabulary():
     model = Transformer(ModelConfig(width=16, depth=1, heads=2, context=8, vocab_size=300))
-    with pytest.raises(ValueError, match="tokenizer must be the model's, of 300 tokens, got 'byte' of 256"):
+    with pytest.raises(ValueError, match="tokenizer must be the model's, of 300 tokens, got one of 256"):
         sample(model, BYTES, "a", 1)
 
 
@@ -132,9 +127,3 @@ def test_speedup_of_exponential_decays_is_the_ratio_of_rates():
     fast = [(s, torch.tensor(-1.5 * s / 500).exp().item()) for s in steps]
     assert speedup(slow, fast) == pytest.approx(1.5, rel=1e-4)
     assert speedup(fast, slow) is None
-
-
-@pytest.mark.parametrize("curves", [([], BASELINE), (BASELINE, [])])
-def test_speedup_needs_evaluations(curves):
-    with pytest.raises(ValueError, match="at least one evaluation"):
-        speedup(*curves)

@@ -61,7 +61,7 @@ def test_run_checkpoint_and_file_are_one_model(runs, home):
 def test_an_unfinished_run_gives_its_newest_checkpoint(unfinished):
     assert find_weights(unfinished) == newest(unfinished)[0] / MODEL
     shutil.rmtree(unfinished / "checkpoints")
-    with pytest.raises(ValueError, match=r"weights must be .*, got .*run', which has no weights yet"):
+    with pytest.raises(ValueError, match=r"weights must be .*, got .*run' without weights"):
         find_weights(unfinished, "weights")
 
 
@@ -74,7 +74,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_loudly(unfinished):
     (line,) = lines
     assert line.startswith("warning: ")
     assert str(last) in line
-    assert before.name in line
+    assert "trying the one before it" in line
     with pytest.warns(UserWarning, match=last.name):
         assert find_weights(unfinished) == before / MODEL
     with pytest.raises(ValueError, match=r"is damaged: model\.safetensors"):
@@ -85,7 +85,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_loudly(unfinished):
 
 
 def test_what_is_no_model_is_named(tmp_path, runs):
-    with pytest.raises(ValueError, match="which is neither"):
+    with pytest.raises(ValueError, match="without weights"):
         load_trained(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"got .*nowhere', which does not exist"):
         load_trained(tmp_path / "nowhere")
@@ -113,14 +113,12 @@ def test_a_model_starts_from_the_weights_of_its_shape_and_no_other(runs):
     assert torch.equal(model.head.weight, load_plain(runs["module"] / MODEL).head.weight)
     assert model.config.context == 8
     for changes, here, there in (
-        ({"width": 32, "bias": False}, "width 32, bias False", "width 16, bias True"),
-        ({"vocab_size": 300}, "vocab_size 300", "vocab_size 256"),
-        ({"tie_head": True}, "tie_head True", "tie_head False"),
+        ({"width": 32, "bias": False}, "width 32", "16"),
+        ({"vocab_size": 300}, "vocab_size 300", "256"),
+        ({"tie_head": True}, "tie_head True", "False"),
     ):
         other = Transformer(ModelConfig(**{"width": 16, "depth": 1, "heads": 2, "context": 16, **changes}))
-        with pytest.raises(
-            ValueError, match=f"weights must be those of a model with {here}, got .* of one with {there}$"
-        ):
+        with pytest.raises(ValueError, match=f"weights must be of a model with {here}, got .* with {there}$"):
             start_from(other, runs["module"])
 
 

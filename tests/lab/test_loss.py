@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from symexplin.lab.loss import chunked_loss, cross_entropy
+from symexplin.lab.model import chunked_loss, cross_entropy
 
 
 def drawn(dtype=torch.float64, ignored=(3, 9)):

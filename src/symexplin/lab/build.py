@@ -11,7 +11,7 @@ from symexplin.lab.config import RunConfig
 from symexplin.lab.load import start_from
 from symexplin.lab.maps import map_of
 from symexplin.lab.model import Transformer
-from symexplin.lab.parallel import ALONE, Ranks, shard
+from symexplin.lab.parallel import ALONE, Ranks
 
 __all__ = ["Built", "build", "build_model"]
 
@@ -32,23 +32,22 @@ def build(config: RunConfig, ranks: Ranks = ALONE) -> Built:
     The same seed gives the same weights in every home and every process. With `parallel` "fsdp" each process then keeps
     its part.
 
-    Raises:
-        ValueError: a map that has no inverse at some of the initial weights, or that cannot be sharded.
-        FileNotFoundError, ValueError: see :func:`build_model`.
-
     >>> type(build(RunConfig("data")).optimizer).__name__
     'SELAdamW'
     """
     train, curve = config.train, map_of(config.sel, config.model.width)
     annealing = config.sel.anneal_steps or train.steps
     if ranks.size > 1 and config.compute.parallel == "fsdp":
-        model = build_model(config, device="cpu")  # the whole model may not fit on one GPU
-        shard(model, ranks, config.compute.device)
+        model = build_model(config, device="cpu")  # whole it need not fit on a GPU
+        _shard(model, ranks, config.compute.device)
     else:
         model = build_model(config)
     undecayed = [] if train.decay_plain else _plain(model)
     if curve is None and train.optimizer == "adamw":
-        return Built(model, _adamw(model, _groups(model, undecayed), config), clip=True)
+        decayed = [parameter for name, parameter in model.named_parameters() if name not in undecayed]
+        plain = {"params": [model.get_parameter(name) for name in undecayed], "weight_decay": 0.0}
+        groups: list[dict[str, Any]] = [{"params": decayed}, *([plain] if undecayed else [])]
+        return Built(model, _adamw(model, groups, config), clip=True)
     if config.sel.home == "module":
         groups = sel.param_groups(model, lr=train.lr, weight_decay=train.weight_decay, no_decay=undecayed)
         optimizer = _adamw(model, groups, config)
@@ -64,14 +63,7 @@ def build(config: RunConfig, ranks: Ranks = ALONE) -> Built:
 
 
 def build_model(config: RunConfig, device: str | None = None) -> Transformer:
-    """Return the new, unsharded model, converted for home "module", on `device` or the configuration's device.
-
-    Raises:
-        FileNotFoundError, ValueError: the weights to start from do not exist or have another shape.
-
-    >>> build_model(RunConfig("data")).config.width
-    128
-    """
+    """Return the fresh model alone: whole, converted if it is the home of the map, on `device` or the config's."""
     train, curve = config.train, map_of(config.sel, config.model.width)
     model = Transformer(config.model, torch.Generator().manual_seed(train.seed))
     if train.weights is not None:
@@ -87,19 +79,25 @@ def build_model(config: RunConfig, device: str | None = None) -> Transformer:
     return model
 
 
+def _shard(model: Transformer, ranks: Ranks, device: str) -> None:
+    """Shard the parameters of `model`, which is on the CPU, over the processes and their devices, per block."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    for name, parameter in model.named_parameters():
+        if not parameter.dim():
+            raise ValueError(f"parallel must be 'ddp' for a map that learns single numbers, such as {name}, got 'fsdp'")
+    mesh = init_device_mesh(torch.device(device).type, (ranks.size,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
 def _plain(model: Transformer) -> list[str]:
     """Return the names of the parameters outside the linears of the blocks: embedding, head and norms."""
     layers = (layer for layer in model.blocks.modules() if not isinstance(layer, nn.RMSNorm))
     inside = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
     return [name for name, parameter in model.named_parameters() if id(parameter) not in inside]
-
-
-def _groups(model: Transformer, undecayed: list[str]) -> Any:
-    if not undecayed:
-        return model.parameters()
-    named = dict(model.named_parameters())
-    rest = [named.pop(name) for name in undecayed]
-    return [{"params": list(named.values())}, {"params": rest, "weight_decay": 0.0}]
 
 
 def _adamw(model: Transformer, params: Any, config: RunConfig) -> torch.optim.AdamW:

@@ -6,47 +6,30 @@ checkpoint is written under another name and then renamed: a kill at any moment 
 
 import hashlib
 import json
-import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from symexplin.lab.files import sync_folder
+from symexplin.lab.files import read_json, write_json
 from symexplin.lab.parallel import placed
 from symexplin.lab.weights.files import iter_tensors
 
 __all__ = [
-    "CHECKPOINTS",
-    "OPTIMIZER",
-    "DamagedCheckpointError",
-    "checkpoint_at",
-    "is_checkpoint",
-    "load_checkpoint",
-    "load_optimizer",
-    "newest",
-    "newest_intact",
-    "save_checkpoint",
-    "set_aside",
-    "split_optimizer",
-    "sweep",
+    *("CHECKPOINTS", "OPTIMIZER", "is_checkpoint", "load_checkpoint", "load_optimizer"),
+    *("newest", "newest_intact", "save_checkpoint", "split_optimizer", "tidy"),
 ]
 
 CHECKPOINTS, OPTIMIZER = "checkpoints", "optimizer.safetensors"
 _STATE = "state.json"
 # State of SELAdamW that is not sharded where the parameters are.
 _WHOLE = ("panel1", "scalar")
-_TEMPORARY, _DAMAGED = ".tmp", ".damaged"
-_FORMAT = 1
+_TEMPORARY = ".tmp"
 
 State = dict[str, Any]
-
-
-class DamagedCheckpointError(ValueError):
-    """A file of a checkpoint is missing, or does not match its digest."""
 
 
 def newest(folder: Path) -> list[Path]:
@@ -54,20 +37,9 @@ def newest(folder: Path) -> list[Path]:
     return sorted((folder / CHECKPOINTS).glob("step-*[0-9]"), key=lambda path: int(path.name[5:]), reverse=True)
 
 
-def checkpoint_at(folder: Path, step: int) -> Path:
-    """Return the path of a run's checkpoint of `step`."""
-    return folder / CHECKPOINTS / f"step-{step:08d}"
-
-
 def is_checkpoint(folder: Path) -> bool:
     """Return whether a folder is a checkpoint."""
     return (folder / _STATE).exists()
-
-
-def sweep(folder: Path) -> None:
-    """Remove the incomplete checkpoints of a killed process."""
-    for path in (folder / CHECKPOINTS).glob(f"*{_TEMPORARY}"):
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def save_checkpoint(folder: Path, step: int, write: Callable[[Path], State], keep: int) -> Path:
@@ -75,23 +47,16 @@ def save_checkpoint(folder: Path, step: int, write: Callable[[Path], State], kee
 
     `write` writes files into the given folder, and returns plain values for the state.
     """
-    final = checkpoint_at(folder, step)
+    final = folder / CHECKPOINTS / f"step-{step:08d}"
     if final.exists():
         return final
     temporary = final.with_name(final.name + _TEMPORARY)
     temporary.mkdir(parents=True)
     try:
-        state = write(temporary)
-        files = {path.name: _digest(path) for path in sorted(temporary.iterdir())}
-        body: State = {"format": _FORMAT, "step": step, "files": files, **state}
-        text = json.dumps({"sha256": _sha256(body), "state": body}, allow_nan=False)
-        with (temporary / _STATE).open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        sync_folder(temporary)
+        state = {"step": step, **write(temporary)}
+        state["files"] = {path.name: _digest(path) for path in sorted(temporary.iterdir())}
+        write_json(temporary / _STATE, {"sha256": _sha256(state), "state": state})
         temporary.rename(final)
-        sync_folder(final.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -103,62 +68,53 @@ def save_checkpoint(folder: Path, step: int, write: Callable[[Path], State], kee
 
 
 def load_checkpoint(path: Path) -> State:
-    """Return the plain values of a checkpoint after a check of all its files; a damaged one is an error."""
-    older = [other.name for other in newest(path.parent.parent) if other.name < path.name]
-    advice = f"the checkpoint before it is {older[0]}" if older else "there is no checkpoint before it"
+    """Return the plain values of a checkpoint after a check of all its files."""
     try:
-        whole = json.loads((path / _STATE).read_text(encoding="utf-8"))
+        whole = read_json(path / _STATE)
         state: State = whole["state"]
-        intact = whole["sha256"] == _sha256(state)
-    except (OSError, ValueError, KeyError, TypeError):
-        raise DamagedCheckpointError(f"checkpoint {path} is damaged: {_STATE} cannot be read; {advice}") from None
-    if not intact:
-        raise DamagedCheckpointError(f"checkpoint {path} is damaged: {_STATE} does not match its digest; {advice}")
-    if state["format"] > _FORMAT:
-        raise ValueError(f"checkpoint {path} has format {state['format']}, this version of symexplin reads {_FORMAT}")
-    for name, digest in state["files"].items():
-        if not (path / name).is_file() or _digest(path / name) != digest:
-            raise DamagedCheckpointError(f"checkpoint {path} is damaged: {name} does not match its digest; {advice}")
+        bad = [_STATE] if whole["sha256"] != _sha256(state) else []
+        bad += [name for name, digest in state["files"].items() if _digest(path / name) != digest]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"checkpoint {path} is damaged: {error}") from None
+    if bad:
+        raise ValueError(f"checkpoint {path} is damaged: {bad[0]} does not match its digest")
     return state
 
 
 def newest_intact(folder: Path, echo: Callable[[str], None]) -> tuple[Path, State] | None:
-    """Return the newest undamaged checkpoint of a run and its plain values; None without checkpoints.
-
-    `echo` receives a warning for each newer, damaged checkpoint. If all are damaged, that is an error.
-    """
+    """Return the newest undamaged checkpoint and its plain values; None without any. `echo` receives warnings."""
     found = newest(folder)
     for path in found:
         try:
             return path, load_checkpoint(path)
-        except DamagedCheckpointError as error:
+        except ValueError as error:
             if not path.exists():  # the run has replaced it meanwhile
                 return newest_intact(folder, echo)
-            echo(f"warning: {error}")
+            echo(f"warning: {error}; trying the one before it")
     if found:
-        raise DamagedCheckpointError(
-            f"all checkpoints in {str(folder / CHECKPOINTS)!r} are damaged: remove that folder to start the run again"
-        )
+        place = str(folder / CHECKPOINTS)
+        raise ValueError(f"all checkpoints in {place!r} are damaged: remove that folder to start the run again")
     return None
 
 
-def set_aside(folder: Path, last: Path) -> None:
-    """Rename the checkpoints after `last`, which are damaged, so that a resumed run can write them again."""
+def tidy(folder: Path, echo: Callable[[str], None]) -> tuple[Path, State] | None:
+    """Return :func:`newest_intact`, after removing what is damaged or incomplete."""
+    for path in (folder / CHECKPOINTS).glob(f"*{_TEMPORARY}"):
+        shutil.rmtree(path)
+    found = newest_intact(folder, echo)
     for path in newest(folder):
-        if path.name > last.name:
-            target = path.with_name(path.name + _DAMAGED)
-            shutil.rmtree(target, ignore_errors=True)
-            path.rename(target)
+        if found is not None and path.name > found[0].name:
+            shutil.rmtree(path)
+    return found
 
 
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
-        os.fsync(file.fileno())
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sha256(body: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+def _sha256(state: State) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
 def split_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], State]:
@@ -176,10 +132,7 @@ def split_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor]
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, folder: Path, saved: State) -> None:
-    """Load the state of :func:`split_optimizer` from a checkpoint; the optimizer continues with the same bits.
-
-    The file has whole tensors. An optimizer of sharded parameters takes the part of this process.
-    """
+    """Load the state of :func:`split_optimizer` from a checkpoint; sharded parameters take their part of it."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[int, State] = {int(index): dict(values) for index, values in saved["plain"].items()}
     for name, tensor in iter_tensors(folder / OPTIMIZER):

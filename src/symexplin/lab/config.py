@@ -1,24 +1,81 @@
-"""What a run is: its data, model, schedule, map and machine, as one checked configuration."""
+"""What a run is: its data, model, schedule, map and machine, as one checked configuration.
+
+The classes need no torch, so that the help of a command comes at once.
+"""
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from symexplin.lab.maps import CurveConfig, map_of
-from symexplin.lab.model import ModelConfig
-from symexplin.lab.parallel import PARALLEL
 from symexplin.validation import check_choice, check_flag, check_fraction, check_positive, check_whole
 
-__all__ = ["OPTIMIZERS", "ComputeConfig", "LogConfig", "RunConfig", "TrainConfig", "absolute", "resolve"]
+if TYPE_CHECKING:
+    import torch
 
-OPTIMIZERS = ("adamw", "muon")
+__all__ = [
+    *("OPTIMIZERS", "ComputeConfig", "LogConfig", "ModelConfig", "RunConfig", "TrainConfig"),
+    *("absolute", "resolve"),
+]
+
+OPTIMIZERS, PARALLEL = ("adamw", "muon"), ("ddp", "fsdp")
+# How the matrices of the blocks may be drawn (section 4.3, "Xavier uniform over normal").
+INITS = ("xavier_uniform", "xavier_normal")
 
 _PAPER_WARMUP = 250  # section 5.1
 _SWITCH = ("auto", "on", "off")
 # Above this size the logits of a microbatch are computed in chunks (float32; their gradients take as much again).
 _LOGITS_BYTES = 2**28
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a :class:`symexplin.lab.model.Transformer`.
+
+    Args:
+        width: size of the residual stream.
+        depth: number of blocks.
+        heads: attention heads; width / heads must be even, since RoPE turns pairs.
+        vocab_size: number of tokens.
+        context: longest sequence, in tokens.
+        tie_head: share the output head's weight with the embedding.
+        bias: biases on the linears of the blocks.
+        init: how the matrices of the blocks are drawn: "xavier_uniform" or "xavier_normal", of one deviation.
+
+    >>> ModelConfig(width=128).hidden
+    320
+    """
+
+    width: int = 128
+    depth: int = 4
+    heads: int = 4
+    vocab_size: int = field(default=256, metadata={"derived": True})  # the data say it
+    context: int = 128
+    tie_head: bool = False
+    bias: bool = True
+    init: str = field(default="xavier_uniform", metadata={"choices": INITS})
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        for name in ("width", "depth", "heads", "vocab_size", "context"):
+            check_whole(name, getattr(self, name))
+        for name in ("tie_head", "bias"):
+            check_flag(name, getattr(self, name))
+        check_choice("init", self.init, INITS)
+        if self.width % (2 * self.heads):
+            raise ValueError(f"width must be a multiple of 2 * heads = {2 * self.heads}, got {self.width}")
+
+    @property
+    def head_dim(self) -> int:
+        """Size of one head."""
+        return self.width // self.heads
+
+    @property
+    def hidden(self) -> int:
+        """Inner size of GeGLU: 8/3 of the width, to the nearest multiple of 64 (section 5.1)."""
+        return 64 * max(1, math.floor(self.width * 8 / 3 / 64 + 0.5))
 
 
 @dataclass(frozen=True)
@@ -45,12 +102,6 @@ class TrainConfig:
         eval_batches: batches per evaluation.
         seed: of the initial weights and of the order of the data.
 
-    Raises:
-        ValueError: a value out of range.
-
-    >>> TrainConfig(batch_size=16, accumulation=3)
-    Traceback (most recent call last):
-    ValueError: accumulation must divide batch_size = 16, got 3
     """
 
     steps: int = 300
@@ -86,8 +137,6 @@ class TrainConfig:
             check_fraction("betas", beta)
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
         check_flag("decay_plain", self.decay_plain)
-        if self.weights is not None and not self.weights.strip():
-            raise ValueError(f"weights must name a run's folder or a model.safetensors, got {self.weights!r}")
         if self.batch_size % self.accumulation:
             raise ValueError(f"accumulation must divide batch_size = {self.batch_size}, got {self.accumulation}")
 
@@ -106,9 +155,6 @@ class ComputeConfig:
         loss_chunk: tokens whose logits the loss holds at a time; 0: all. Default: all, up to 256 MiB of logits.
         parallel: how the processes of torchrun share the work: "ddp" (each has the whole model) or "fsdp" (FSDP2: each
             has a part of every parameter). Default: "ddp". A single process ignores it.
-
-    Raises:
-        ValueError: a value out of range.
     """
 
     device: str = "auto"
@@ -140,16 +186,11 @@ class LogConfig:
         checkpoint_every: optimizer steps between checkpoints. SIGTERM, Ctrl-C and the end of the run write one too.
         keep: number of checkpoints to keep, the newest ones.
         tensorboard: write TensorBoard events beside metrics.jsonl.
-        wandb: project of Weights & Biases to log to, if wandb is installed.
-
-    Raises:
-        ValueError: a value out of range.
     """
 
     checkpoint_every: int = 500
     keep: int = 2
     tensorboard: bool = True
-    wandb: str | None = None
 
     def __post_init__(self) -> None:
         """Check every field."""
@@ -162,13 +203,7 @@ class RunConfig:
     """One training run.
 
     Args:
-        data: folder written by `symexplin prepare`.
-
-    Raises:
-        ValueError: a value out of range, an invalid map.
-
-    >>> RunConfig("data", ModelConfig(width=256)).model.width
-    256
+        data: folder that `symexplin prepare` made.
     """
 
     data: str
@@ -184,55 +219,32 @@ class RunConfig:
         if curve is not None and self.sel.start == "mismatched" and curve.mode != "mismatch":
             raise ValueError(f"start 'mismatched' needs mode 'mismatch', got mode {curve.mode!r}")
         if self.sel.home == "module" and self.train.optimizer != "adamw":
-            raise ValueError(
-                f"optimizer must be 'adamw' for home 'module', got "
-                f"{self.train.optimizer!r}: use home 'optimizer', or 'none'"
-            )
+            raise ValueError(f"optimizer must be 'adamw' for home 'module', got {self.train.optimizer!r}")
 
 
 def resolve(config: RunConfig, vocab_size: int, processes: int = 1) -> RunConfig:
-    """Return `config` with every default filled in: absolute paths, map, device, threads, autocast, loss_chunk.
+    """Return `config` with all that was left to the machine, to the data's `vocab_size` and to the map's preset."""
+    import torch
 
-    Args:
-        config: the configuration; values that are not given are chosen for the machine.
-        vocab_size: of the data's tokenizer.
-        processes: number of processes that train the run.
-
-    Raises:
-        ValueError: a device that does not exist, a batch that cannot be divided among the processes.
-
-    >>> resolve(RunConfig("data"), vocab_size=300).model.vocab_size
-    300
-    """
-    rows, rest = divmod(config.train.batch_size // config.train.accumulation, processes)
+    train, compute, curve = config.train, config.compute, map_of(config.sel, config.model.width)
+    rows, rest = divmod(train.batch_size // train.accumulation, processes)
     if rest:
-        raise ValueError(
-            f"batch_size / accumulation must be a multiple of the {processes} processes, got "
-            f"{config.train.batch_size} / {config.train.accumulation}"
-        )
-    if processes > 1 and config.compute.device not in ("auto", "cpu", "cuda"):
-        raise ValueError(
-            "device must be auto, cpu or cuda for several processes, since each takes its own GPU, got "
-            f"{config.compute.device!r}"
-        )
-    model = dataclasses.replace(config.model, vocab_size=vocab_size)
-    curve = map_of(config.sel, model.width)
-    table = {} if curve is None else curve.to_dict()
-    compute = config.compute
-    device = _device(compute.device)
-    autocast = compute.autocast
+        got = f"{train.batch_size} / {train.accumulation}"
+        raise ValueError(f"batch_size / accumulation must be a multiple of the {processes} processes, got {got}")
+    if processes > 1 and compute.device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device must be auto, cpu or cuda for several processes, got {compute.device!r}")
+    device, autocast, chunk = _device(compute.device), compute.autocast, compute.loss_chunk
     if autocast == "auto":
         autocast = "on" if _bfloat16_pays(device) else "off"
-    chunk = compute.loss_chunk
     if chunk is None:
-        tokens = rows * model.context
-        chunk = 0 if 4 * tokens * vocab_size <= _LOGITS_BYTES else max(1, _LOGITS_BYTES // (4 * vocab_size))
+        most = max(1, _LOGITS_BYTES // (4 * vocab_size))
+        chunk = 0 if rows * config.model.context <= most else most
     return dataclasses.replace(
         config,
         data=str(absolute(config.data)),
-        model=model,
-        train=dataclasses.replace(config.train, weights=absolute(config.train.weights)),
-        sel=dataclasses.replace(config.sel, map=table),
+        model=dataclasses.replace(config.model, vocab_size=vocab_size),
+        train=dataclasses.replace(train, weights=absolute(train.weights)),
+        sel=dataclasses.replace(config.sel, map={} if curve is None else curve.to_dict()),
         compute=dataclasses.replace(
             compute,
             device=str(device),
@@ -249,19 +261,23 @@ def absolute(path: str | None) -> str | None:
     return None if path is None else str(Path(path).resolve())
 
 
-def _device(name: str) -> torch.device:
+def _device(name: str) -> "torch.device":
+    import torch
+
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
+        torch.empty(1, device=name)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device must be available to torch, got {name!r}: {str(error).splitlines()[0]}") from None
-    return device
+        first = str(error).splitlines()[0]
+        raise ValueError(f"device must be one that torch finds here, got {name!r}: {first}") from None
+    return torch.device(name)
 
 
-def _bfloat16_pays(device: torch.device) -> bool:
-    """Whether bfloat16 is faster than float32. On CPUs without AMX or AVX512-BF16 it is slower."""
+def _bfloat16_pays(device: "torch.device") -> bool:
+    """Whether bfloat16 is faster: on CPUs that cannot multiply it (AMX, AVX512-BF16) it is slower than float32."""
+    import torch
+
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return device.type == "cpu" and (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())

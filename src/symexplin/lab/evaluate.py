@@ -21,17 +21,7 @@ Curve = Sequence[tuple[int, float]]
 def evaluate(
     model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], *, autocast: bool = False, ranks: Ranks = ALONE
 ) -> float:
-    """Return the mean cross entropy in nats per token over `batches` of (inputs, targets), divided among `ranks`.
-
-    Raises:
-        ValueError: no batches.
-
-    >>> from symexplin.lab.model import ModelConfig
-    >>> model = Transformer(ModelConfig(width=16, depth=1, heads=2, context=8))
-    >>> tokens = torch.zeros(2, 8, dtype=torch.long)
-    >>> 4.5 < evaluate(model, [(tokens, tokens)]) < 6.5
-    True
-    """
+    """Return the mean cross entropy in nats per token over `batches` of (inputs, targets), shared by `ranks`."""
     device = next(model.parameters()).device
     was_training = model.training
     model.eval()
@@ -45,11 +35,9 @@ def evaluate(
             losses.append(model(inputs.to(device), targets.to(device)))
         counts.append(own * targets.shape[-1])
     model.train(was_training)
-    # One transfer: each would wait for the device.
-    values = torch.stack(losses).tolist() if losses else []
+    # All at once: each look at a number waits for the device.
+    values = torch.stack(losses).tolist()
     total, count = ranks.sums(sum(map(operator.mul, values, counts)), sum(counts))
-    if not count:
-        raise ValueError("batches must hold at least one batch, got none")
     return total / count
 
 
@@ -66,17 +54,8 @@ def sample(
 ) -> str:
     """Return `prompt` and the text of `length` more tokens; an empty prompt begins a new document.
 
-    Args:
-        model: a model over the tokenizer's vocabulary.
-        tokenizer: of the data that the model was trained on.
-        prompt: the beginning of the text.
-        length: tokens to draw; each sees the model's context.
-        temperature: divides the logits; 0 takes the most likely token.
-        top_k: draw only from this many most likely tokens.
-        seed: the same arguments give the same text.
-
-    Raises:
-        ValueError: a number out of range, a tokenizer of another vocabulary.
+    The `temperature` divides the logits; 0 takes the most likely token. With `top_k` only as many of the most likely
+    tokens are drawn. The same arguments give the same text.
 
     >>> from symexplin.lab.model import ModelConfig
     >>> model, tokenizer = Transformer(ModelConfig(width=16, depth=1, heads=2, context=8)), Tokenizer.from_name("byte")
@@ -88,11 +67,9 @@ def sample(
     check_not_negative("temperature", temperature)
     if top_k is not None:
         check_whole("top_k", top_k)
-    if tokenizer.vocab_size != model.config.vocab_size:
-        raise ValueError(
-            f"tokenizer must be the model's, of {model.config.vocab_size} tokens, got {tokenizer.name!r} of "
-            f"{tokenizer.vocab_size}"
-        )
+    size = model.config.vocab_size
+    if tokenizer.vocab_size != size:
+        raise ValueError(f"tokenizer must be the model's, of {size} tokens, got one of {tokenizer.vocab_size}")
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     tokens = tokenizer.encode(prompt) or [tokenizer.end]
@@ -113,17 +90,11 @@ def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torc
 def speedup(baseline: Curve, arm: Curve) -> float | None:
     """Return the baseline's number of steps divided by the step at which `arm` first reaches the baseline's final loss.
 
-    The arm's loss is interpolated linearly between evaluations. None if it is not reached, or is reached before the
-    first step.
-
-    Raises:
-        ValueError: a curve without evaluations.
+    The arm's loss is interpolated linearly between evaluations. None: not reached, or before the first step.
 
     >>> speedup([(0, 5.0), (100, 2.0)], [(0, 5.0), (50, 3.0), (100, 1.0)])
     1.3333333333333333
     """
-    if not baseline or not arm:
-        raise ValueError("baseline and arm must have at least one evaluation each")
     steps, target = baseline[-1]
     before_step, before = arm[0]
     if before <= target:

@@ -7,13 +7,9 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
-__all__ = [
-    *("JsonLines", "format_columns", "read_json", "read_json_lines", "replace_file", "replacing", "sync_folder"),
-    *("write_csv", "write_json"),
-]
+__all__ = ["JsonLines", "read_json", "read_json_lines", "replace_file", "replacing", "write_json"]
 
 
 @contextlib.contextmanager
@@ -28,30 +24,15 @@ def replacing(path: str | Path) -> Iterator[Path]:
         temporary.replace(path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        _name(error, path)
+        if isinstance(error, OSError) and error.errno is not None:
+            error.filename = error.filename or str(path)  # a full disk names no file
         raise
-
-
-def _name(error: BaseException, path: Path) -> None:
-    """Add the file name to an OSError without one, such as that of a full disk."""
-    if isinstance(error, OSError) and error.errno is not None and error.filename is None:
-        error.filename = str(path)
 
 
 def replace_file(path: str | Path, content: str | bytes) -> None:
     """Write a file in one step (:func:`replacing`)."""
     with replacing(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-
-
-def sync_folder(path: Path) -> None:
-    """Flush the names in a folder to the disk, where the system can."""
-    if os.name == "posix":
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 class JsonLines:
@@ -70,28 +51,24 @@ class JsonLines:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
     def write(self, **record: Any) -> None:
-        """Append a record; on a full disk the file stays as it was."""
-        line = json.dumps(record, allow_nan=False).encode() + b"\n"
+        """Append a record."""
+        left = json.dumps(record, allow_nan=False).encode() + b"\n"
+        self.length += len(left)
         try:
-            left = line
             while left:
                 left = left[self._file.write(left) :]
-        except BaseException as error:
-            self._file.truncate(self.length)
-            self._file.seek(self.length)
-            _name(error, self._path)
+        except OSError as error:
+            error.filename = str(self._path)
             raise
-        self.length += len(line)
 
-    def sync(self) -> None:
-        """Flush the file to the disk."""
+    def sync(self) -> int:
+        """Flush the file to the disk; return its length in bytes."""
         os.fsync(self._file.fileno())
+        return self.length
 
 
 def read_json_lines(path: Path, skipped: Callable[[str], None] | None = None) -> list[dict[str, Any]]:

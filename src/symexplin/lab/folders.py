@@ -29,11 +29,8 @@ _MACHINE = "compute."
 def claimed(out: str | Path, kind: str, marks: Collection[str]) -> Iterator[Path]:
     """Hold the lock of a folder, which is created if it is missing. The same process may claim it again.
 
-    The system frees the lock when the process ends. A folder that is empty at the end is removed again, so that an
-    error in the arguments leaves nothing.
-
-    An earlier folder of its `kind` has at least one of the files `marks`. Another folder with files is refused with a
-    ValueError, as is one that another process works in.
+    A folder that is empty at the end is removed again. An earlier folder of its `kind` has at least one of the files
+    `marks`. Another folder with files is refused with a ValueError, as is one that another process works in.
     """
     if not str(out).strip():
         raise ValueError(f"out must name a folder, got {str(out)!r}")
@@ -49,9 +46,7 @@ def claimed(out: str | Path, kind: str, marks: Collection[str]) -> Iterator[Path
     try:
         lock.acquire()
     except filelock.Timeout:
-        raise ValueError(
-            f"out must be free, got {str(out)!r}, in which another process works: wait for it, or give another folder"
-        ) from None
+        raise ValueError(f"out must be free, got {str(out)!r}, in which another process works: wait for it") from None
     except BaseException:
         _remove(missing)
         raise
@@ -72,18 +67,9 @@ def _remove(folders: Collection[Path]) -> None:
 
 
 def check_resumable(folder: Path, kind: str, saved: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Check that a folder was written with the same configuration; return what differs in the machine.
+    """Raise ValueError unless a folder was written with the same configuration; return what differs in the machine.
 
-    Paths and logging may differ. Differences of the machine (the table [compute]) change only the rounding.
-
-    Raises:
-        ValueError: another difference; all of them are named.
-
-    >>> check_resumable(Path("out"), "run", {"compute": {"threads": 1}}, {"compute": {"threads": 2}})
-    ['compute.threads was 1, is 2 now']
-    >>> check_resumable(Path("out"), "run", {"train": {"lr": 0.1}}, {"train": {"lr": 0.2}})
-    Traceback (most recent call last):
-    ValueError: out must be new for another configuration, got 'out' with a run whose train.lr was 0.1, is 0.2 now
+    Paths and logging may differ. Differences of the machine (the table [compute]) change the rounding alone.
     """
     changed = {
         key: f"{key} was {old!r}, is {now!r} now"
@@ -92,7 +78,6 @@ def check_resumable(folder: Path, kind: str, saved: Mapping[str, Any], new: Mapp
     }
     refused = [text for key, text in changed.items() if not key.startswith(_MACHINE)]
     if refused:
-        raise ValueError(
-            f"out must be new for another configuration, got {str(folder)!r} with a {kind} whose {'; '.join(refused)}"
-        )
+        found = f"{str(folder)!r} with a {kind} whose {'; '.join(refused)}"
+        raise ValueError(f"out must be new for another configuration, got {found}")
     return list(changed.values())

@@ -11,7 +11,7 @@ from symexplin.config import SELConfig
 from symexplin.lab.checkpoint import is_checkpoint, load_checkpoint, newest_intact
 from symexplin.lab.data.tokenizer import Tokenizer
 from symexplin.lab.files import read_json
-from symexplin.lab.folders import CONFIG, FACTS, TOKENIZER
+from symexplin.lab.folders import FACTS, TOKENIZER
 from symexplin.lab.model import Transformer
 from symexplin.lab.weights.files import MAP_KEY, MODEL, TRAINED_KEY, load_model, map_in, model_from, read_specs
 from symexplin.lab.weights.folding import folded
@@ -48,12 +48,11 @@ def load_trained(path: str | Path, echo: Echo = warnings.warn) -> Trained:
 def find_weights(path: str | Path, name: str = "path", echo: Echo = warnings.warn) -> Path:
     """Return the file with the final weights of a run, else with those of its newest intact checkpoint.
 
-    `path` may also be a checkpoint or a safetensors file. `name` is that of the argument in messages.
+    `path` may also be a checkpoint or a safetensors file. Messages call it `name`.
     """
     path = Path(path)
-    wanted = f"{name} must be the folder of a run or a model's file, got {str(path)!r}"
     if not path.exists():
-        raise FileNotFoundError(f"{wanted}, which does not exist")
+        raise FileNotFoundError(f"{name} must be the folder of a run or a model's file, got {str(path)!r}: not there")
     if not path.is_dir():
         return path
     if is_checkpoint(path):
@@ -62,8 +61,7 @@ def find_weights(path: str | Path, name: str = "path", echo: Echo = warnings.war
         return path / MODEL
     found = newest_intact(path, echo)
     if found is None:
-        state = "which has no weights yet" if (path / CONFIG).exists() else "which is neither"
-        raise ValueError(f"{wanted}, {state}")
+        raise ValueError(f"{name} must be a run with weights or a model's file, got {str(path)!r} without weights")
     return found[0] / MODEL
 
 
@@ -79,10 +77,9 @@ def start_from(model: Transformer, path: str | Path) -> None:
     """Load the weights at `path` into a plain model of the same shape; the context may differ."""
     source = load_plain(find_weights(path, "weights"))
     there, here = (dataclasses.asdict(each.config) for each in (source, model))
-    odd = [key for key in here if there[key] != here[key] and key not in ("context", "init")]
-    if odd:
-        wanted, got = (", ".join(f"{key} {shape[key]}" for key in odd) for shape in (here, there))
-        raise ValueError(f"weights must be those of a model with {wanted}, got {str(path)!r} of one with {got}")
+    for key in here:
+        if there[key] != here[key] and key not in ("context", "init"):
+            raise ValueError(f"weights must be of a model with {key} {here[key]}, got {str(path)!r} with {there[key]}")
     model.load_state_dict(source.state_dict())
 
 

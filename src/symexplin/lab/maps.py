@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import symexplin as sel
-from symexplin.config import PRESETS, SCALE_ROLES
-from symexplin.starts import START_RULES
+from symexplin.config import PRESETS, SCALE_ROLES, START_RULES
 from symexplin.validation import check_choice, check_positive, check_whole, naming
 
 __all__ = ["HOMES", "LAB_PRESETS", "CurveConfig", "describe_map", "map_of", "named_map"]
@@ -23,18 +22,14 @@ class CurveConfig:
     Args:
         home: "optimizer" (SELAdamW over a plain model), "module" (curved layers under AdamW, the paper's form) or
             "none" (AdamW on ordinary weights).
-        preset: the map: one of the paper's ("paper", "paper+offset", "fixed_curvature", "absorbed", "frozen",
-            "congruent", "exp_only", "structured_linear"), "default" (beta by matrix) or "carried" (the paper's geometry
-            at width 1024 carried to this width, scales fixed).
+        preset: the map: one of the paper's, "default" (beta by matrix) or "carried" (the paper's geometry at width 1024
+            carried to this width, scales fixed).
         start: "matched" (effective weights start as drawn) or "mismatched" (the paper's, for mode "mismatch").
-        multiplier_lr: the learning rate that the multipliers k go with, 3e-4 in the paper: a scale learns at
-            k * multiplier_lr whatever lr is.
-        anneal_steps: optimizer steps that the multipliers take from k0 to k1, T of the paper's section 4.5, which does
-            not say it; if not given, an assumption: all steps of the run.
+        multiplier_lr: the learning rate of the multipliers k, 3e-4 in the paper: a scale learns at k * multiplier_lr
+            whatever lr is.
+        anneal_steps: optimizer steps that the multipliers take from k0 to k1 (T, section 4.5); if not given, an
+            assumption: all steps of the run.
         map: keys of the map to change, such as beta = 5 or e.k = [50, 8].
-
-    Raises:
-        ValueError: an unknown home, preset or start, a number out of range.
     """
 
     home: str = field(default="optimizer", metadata={"choices": HOMES})
@@ -45,7 +40,7 @@ class CurveConfig:
     map: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check every field but the map, which needs the model's width: :func:`map_of`."""
+        """Check every field but the map, which needs the model's width."""
         check_choice("home", self.home, HOMES)
         check_choice("preset", self.preset, LAB_PRESETS)
         check_choice("start", self.start, START_RULES)
@@ -56,9 +51,6 @@ class CurveConfig:
 
 def named_map(preset: str, changes: Mapping[str, Any], width: int | None = None) -> sel.SELConfig:
     """Return a preset of the paper's or the lab's, with `changes`: keys of the map, tables of scales merged.
-
-    Raises:
-        ValueError: a key that does not exist or is out of range, or "carried" without a width.
 
     >>> config = named_map("paper", {"beta": 5.0, "e": {"k": [10, 2]}})
     >>> config.beta, config.e.pattern, config.e.k
@@ -83,14 +75,8 @@ def named_map(preset: str, changes: Mapping[str, Any], width: int | None = None)
 def map_of(curve: CurveConfig, width: int) -> sel.SELConfig | None:
     """Return the map of a run on a model of `width`, or None for ordinary weights.
 
-    Every learned scale gets its own learning rate, ``k * multiplier_lr``: that product is what carries over between
-    learning rates of the weights.
-
-    Raises:
-        ValueError: a key of `map` that does not exist or is out of range.
-
-    >>> map_of(CurveConfig(preset="paper"), width=128).e.peak_lr
-    (0.015, 0.0024)
+    Every learned scale gets its own learning rate ``k * multiplier_lr``: this product carries over between learning
+    rates of the weights.
     """
     if curve.home == "none":
         return None
@@ -107,12 +93,7 @@ def map_of(curve: CurveConfig, width: int) -> sel.SELConfig | None:
 def describe_map(config: sel.SELConfig, rates: bool = True) -> str:
     """Return a map in words: its form, and the scales that are learned or do not start at their usual value.
 
-    Args:
-        config: the map.
-        rates: add the learning rates of the scales.
-
-    >>> describe_map(sel.preset("frozen", beta=5, l=sel.Scale(start=0.5)))
-    'mode mismatch; beta 5; curvature fixed; l fixed at 0.5'
+    `rates` adds the learning rates of the scales.
     """
     beta = config.beta if isinstance(config.beta, str) else f"{config.beta:g}"
     words = [f"mode {config.mode}", f"beta {beta}", f"curvature {config.curvature}"]

@@ -7,100 +7,45 @@ It is an ordinary module. The optimizer trains it in curved space.
 """
 
 import math
-from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from symexplin.lab.loss import chunked_loss, cross_entropy
-from symexplin.validation import check_choice, check_flag, check_whole
+from symexplin.lab.config import ModelConfig
 
-__all__ = ["INITS", "ROPE_BASE", "ModelConfig", "Transformer", "apply_rope", "attention", "rope_tables"]
+__all__ = [
+    "ROPE_BASE",
+    "ModelConfig",
+    "Transformer",
+    "apply_rope",
+    "attention",
+    "chunked_loss",
+    "cross_entropy",
+    "rope_tables",
+]
 
-# How the blocks' matrices may be drawn (section 4.3, "Xavier uniform over normal").
-INITS = {"xavier_uniform": nn.init.xavier_uniform_, "xavier_normal": nn.init.xavier_normal_}
 # Base of the rotary frequencies (Su et al. 2024) and the usual spread of embeddings and head (GPT-2).
 ROPE_BASE = 10_000.0
 _EMBEDDING_STD = 0.02
 # Explicit: nn.RMSNorm's default depends on the dtype and is 2^-7 in bfloat16.
 _NORM_EPS = 1e-6
+_IGNORED = -100  # target that the loss leaves out, as in torch
 _FEWEST_QUERIES = 64  # smaller matrix products do not reach the CPU's pace
 
 
-@dataclass(frozen=True)
-class ModelConfig:
-    """The shape of a :class:`Transformer`.
-
-    Args:
-        width: size of the residual stream.
-        depth: number of blocks.
-        heads: attention heads; width / heads must be whole and even, as RoPE turns pairs.
-        vocab_size: number of tokens.
-        context: longest sequence, in tokens.
-        tie_head: share the output head's weight with the embedding.
-        bias: biases on the linears of the blocks.
-        init: how the matrices of the blocks are drawn: "xavier_uniform" or "xavier_normal", with the same deviation.
-
-    Raises:
-        ValueError: a value out of range.
-
-    >>> ModelConfig(width=128).hidden
-    320
-    """
-
-    width: int = 128
-    depth: int = 4
-    heads: int = 4
-    vocab_size: int = field(default=256, metadata={"derived": True})  # that of the data's tokenizer
-    context: int = 128
-    tie_head: bool = False
-    bias: bool = True
-    init: str = field(default="xavier_uniform", metadata={"choices": tuple(INITS)})
-
-    def __post_init__(self) -> None:
-        """Check every field."""
-        for name in ("width", "depth", "heads", "vocab_size", "context"):
-            check_whole(name, getattr(self, name))
-        for name in ("tie_head", "bias"):
-            check_flag(name, getattr(self, name))
-        check_choice("init", self.init, INITS)
-        if self.width % (2 * self.heads):
-            raise ValueError(
-                f"width must be a multiple of 2 * heads = {2 * self.heads}, so that a head's size is even, "
-                f"got {self.width}"
-            )
-
-    @property
-    def head_dim(self) -> int:
-        """Size of one head."""
-        return self.width // self.heads
-
-    @property
-    def hidden(self) -> int:
-        """Inner size of GeGLU: 8/3 of the width, to the nearest multiple of 64 (section 5.1)."""
-        return 64 * max(1, math.floor(self.width * 8 / 3 / 64 + 0.5))
-
-
 def rope_tables(length: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine of position * base^(-2i/head_dim), each float64 of shape (length, head_dim/2).
-
-    >>> cos, sin = rope_tables(4, 2)
-    >>> [round(x, 4) for x in sin[:, 0].tolist()]
-    [0.0, 0.8415, 0.9093, 0.1411]
-    """
+    """Return cosine and sine of position * base^(-2i/head_dim), each float64 of shape (length, head_dim/2)."""
     frequency = ROPE_BASE ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angle = torch.outer(torch.arange(length, dtype=torch.float64), frequency)
     return angle.cos(), angle.sin()
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (x_i, x_{i + head_dim/2}) of `x` (..., length, head_dim) by the angles of the tables.
-
-    >>> apply_rope(torch.tensor([[3.0, 4.0]]), torch.tensor([[0.0]]), torch.tensor([[1.0]]))
-    tensor([[-4.,  3.]])
-    """
+    """Rotate the pairs (x_i, x_{i + head_dim/2}) of `x` (..., length, head_dim) by the angles of the tables."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
@@ -111,10 +56,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     `mask` (length, length) holds 0 up to the diagonal and -inf above. On CUDA the fused causal kernel ignores it. On
     the CPU a quarter of the queries at a time sees the keys up to its end, so that most of what the mask would hide is
     never computed; torch's fused kernel is slower there, several times so in bfloat16.
-
-    >>> x = torch.ones(1, 1, 2, 4)
-    >>> attention(x, x, x, torch.tensor([[0.0, -math.inf], [0.0, 0.0]])).shape
-    torch.Size([1, 1, 2, 4])
     """
     if q.is_cuda:
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -135,8 +76,7 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = config.heads
         self.q, self.k, self.v, self.o = (nn.Linear(config.width, config.width, bias=config.bias) for _ in range(4))
-        self.q_norm = nn.RMSNorm(config.head_dim, eps=_NORM_EPS)
-        self.k_norm = nn.RMSNorm(config.head_dim, eps=_NORM_EPS)
+        self.q_norm, self.k_norm = (nn.RMSNorm(config.head_dim, eps=_NORM_EPS) for _ in range(2))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
         """Map (batch, length, width) to the same shape."""
@@ -151,8 +91,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate = nn.Linear(config.width, config.hidden, bias=config.bias)
-        self.up = nn.Linear(config.width, config.hidden, bias=config.bias)
+        self.gate, self.up = (nn.Linear(config.width, config.hidden, bias=config.bias) for _ in range(2))
         self.down = nn.Linear(config.hidden, config.width, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -181,13 +120,9 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A decoder-only language model.
 
-    The blocks' weights start as `config.init` says, their biases at zero, embedding and head normal (deviation 0.02).
-    Two attributes save memory in training and change only the rounding: `recompute` (recompute each block in the
-    backward pass) and `loss_chunk` (tokens whose logits the loss holds at a time; 0: all).
-
-    Args:
-        config: the shape.
-        generator: source of the initial weights; None: torch's global one.
+    To save memory in training set `recompute` (compute each block again in the backward pass) and `loss_chunk`
+    (tokens whose logits the loss holds at once; 0: all). Both change the rounding alone. The initial weights come from
+    `generator`, or from torch's global one.
 
     >>> config = ModelConfig(width=16, depth=1, heads=2, context=8)
     >>> model = Transformer(config, torch.Generator().manual_seed(0))
@@ -220,16 +155,15 @@ class Transformer(nn.Module):
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw all weights anew."""
-        draw = INITS[self.config.init]
+        draw = getattr(nn.init, f"{self.config.init}_")
         nn.init.normal_(self.embedding.weight, std=_EMBEDDING_STD, generator=generator)
-        for module in self.blocks.modules():
-            if isinstance(module, nn.Linear):
+        for module in self.modules():
+            if isinstance(module, nn.RMSNorm):
+                module.reset_parameters()
+            elif isinstance(module, nn.Linear) and module is not self.head:
                 draw(module.weight, generator=generator)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.RMSNorm):
-                module.reset_parameters()
-        self.norm.reset_parameters()
         if not self.config.tie_head:
             nn.init.normal_(self.head.weight, std=_EMBEDDING_STD, generator=generator)
 
@@ -240,12 +174,7 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return logits (batch, length, vocab_size), or given `targets` their mean cross entropy in nats.
 
-        Args:
-            tokens: int64 (batch, length).
-            targets: int64 (batch, length), the token after each; -100 is left out.
-
-        Raises:
-            ValueError: a sequence longer than the context.
+        `tokens` and `targets`, the token after each, are int64 (batch, length). A target of -100 is left out.
         """
         length = tokens.shape[-1]
         if length > self.config.context:
@@ -262,3 +191,66 @@ class Transformer(nn.Module):
             return chunked_loss(x.flatten(0, -2), self.head.weight, targets.flatten(), self.loss_chunk)
         logits: Tensor = self.head(x)
         return logits if targets is None else cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def chunked_loss(x: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    """Return the mean over targets of -log softmax(x weight^T)[target], in nats and at least float32.
+
+    Each chunk's gradient is computed with its loss, so that no logits are kept and none are computed twice.
+
+    Args:
+        x: (tokens, width).
+        weight: of the head, (vocabulary, width).
+        targets: int64 (tokens,); -100 is left out.
+        chunk: tokens whose logits exist at once.
+
+    >>> chunked_loss(torch.ones(6, 2), torch.ones(4, 2), torch.tensor([0, 1, 2, 3, 3, -100]), chunk=4)
+    tensor(1.3863)
+    """
+    if torch.is_grad_enabled():
+        total: Tensor = _ChunkedLoss.apply(x, weight, targets, chunk)  # type: ignore[no-untyped-call]
+    else:
+        pieces = zip(torch.split(x, chunk), torch.split(targets, chunk), strict=True)
+        total = torch.stack([cross_entropy(functional.linear(a, weight), b, "sum") for a, b in pieces]).sum()
+    count = (targets != _IGNORED).sum()
+    # Without a target the mean is NaN, as torch's, and the gradients are 0, not 0 times an infinite one.
+    return torch.where(count > 0, total / count.clamp(min=1), math.nan)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    """Return torch's cross entropy of `logits` (tokens, vocabulary), computed in at least float32."""
+    return functional.cross_entropy(_wide(logits), targets, ignore_index=_IGNORED, reduction=reduction)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+        """Sum the losses of all chunks and keep the gradients of that sum: softmax(logits) less one at each target."""
+        ctx.dtypes = x.dtype, weight.dtype
+        if torch.is_autocast_enabled(x.device.type):
+            low = torch.get_autocast_dtype(x.device.type)
+            x, weight = x.to(low), weight.to(low)
+        losses, grads = [], []
+        total = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+        for piece, target in zip(torch.split(x, chunk), torch.split(targets, chunk), strict=True):
+            chances = _wide(functional.linear(piece, weight)).log_softmax(-1)
+            losses.append(functional.nll_loss(chances, target, ignore_index=_IGNORED, reduction="sum"))
+            chances = chances.exp_()
+            kept = (target != _IGNORED).unsqueeze(-1)
+            chances.scatter_add_(-1, target.clamp(min=0).unsqueeze(-1), torch.full_like(chances[:, :1], -1.0))
+            error = chances.mul_(kept).to(weight.dtype)
+            grads.append(error @ weight)
+            total += error.T @ piece
+        ctx.save_for_backward(torch.cat(grads), total)
+        return torch.stack(losses).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        """Scale what was kept."""
+        x, weight = (kept * grad for kept in ctx.saved_tensors)
+        return x.to(ctx.dtypes[0]), weight.to(ctx.dtypes[1]), None, None

@@ -12,20 +12,16 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, distributed
 
-from symexplin.lab.model import Transformer
 from symexplin.lab.process import follow_launcher, launch, under_torchrun
 from symexplin.lab.settings import differences
 from symexplin.optim.placement import is_dtensor, whole
 
-__all__ = ["ALONE", "PARALLEL", "ElsewhereError", "Ranks", "first_to_tell", "joined", "leave", "placed", "shard"]
+__all__ = ["ALONE", "ElsewhereError", "Ranks", "joined", "leave", "placed"]
 
 T = TypeVar("T")
 
-PARALLEL = ("ddp", "fsdp")
 # The first process may write a checkpoint or a report meanwhile.
 _PATIENCE = datetime.timedelta(minutes=30)
-_MOMENT = datetime.timedelta(seconds=5)
-_TOLD = "symexplin/told"
 _ENDED = "another process of the job has ended or cannot be reached; --resume continues from the last checkpoint"
 
 
@@ -35,13 +31,7 @@ class ElsewhereError(ValueError):
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of a job: this is process `rank` of `size`.
-
-    All processes must call the methods except :meth:`rows`, in the same order.
-
-    >>> ALONE.first, ALONE.rows(6), Ranks(1, 4).rows(6)
-    (True, slice(0, 6, None), slice(1, 3, None))
-    """
+    """The processes of a job, all of which call the methods in the same order: this is process `rank` of `size`."""
 
     rank: int = 0
     size: int = 1
@@ -50,10 +40,6 @@ class Ranks:
     def first(self) -> bool:
         """Whether this is the process that reads and writes for all."""
         return self.rank == 0
-
-    def facts(self) -> dict[str, int | str]:
-        """Return the number of processes and their backend, for the record of a run."""
-        return {} if self.size == 1 else {"processes": self.size, "backend": str(distributed.get_backend())}
 
     def rows(self, count: int) -> slice:
         """Return this process's share of `count` rows."""
@@ -81,15 +67,11 @@ class Ranks:
 
     def agree(self, settings: Mapping[str, Any], free: Collection[str] = ()) -> None:
         """Raise ValueError unless all processes have the same settings, except for the dotted keys `free`."""
-        tables = self.gather(settings)
-        found: dict[str, list[str]] = {}
-        for rank, table in enumerate(tables):
-            for key, (first, other) in differences(tables[0], table).items():
-                found.setdefault(key, []).append(f"{key} is {first!r} in process 0, {other!r} in process {rank}")
-        odd = [texts[0] + " and others" * (len(texts) > 1) for key, texts in found.items() if key not in free]
+        found = differences(self.gather(settings)[0], settings)
+        odd = [f"{key} is {there!r} there, {here!r} here" for key, (there, here) in found.items() if key not in free]
         with self.together():
             if odd:
-                raise ValueError(f"all processes must have the same settings: {'; '.join(odd)}")
+                raise ValueError(f"all settings must be those of process 0: {'; '.join(odd)}")
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -103,12 +85,11 @@ class Ranks:
         except Exception as raised:
             error = raised
         said = self.gather(None if error is None else str(error) or type(error).__name__)
-        teller = next((rank for rank, text in enumerate(said) if text is not None), None)
-        if teller is None:
-            return
-        if error is not None and teller == self.rank:
-            raise error
-        raise ElsewhereError(f"process {teller}: {said[teller]}")
+        for rank, text in enumerate(said):
+            if error is not None and rank == self.rank:
+                raise error
+            if text is not None:
+                raise ElsewhereError(f"process {rank}: {text}")
 
     def tell(self, make: Callable[[], T]) -> T:
         """Return the result of `make`, which the first process alone calls."""
@@ -136,53 +117,35 @@ ALONE = Ranks()
 
 @contextlib.contextmanager
 def joined(device: str) -> Iterator[Ranks]:
-    """Join the job of torchrun, if there is one. On GPUs each process takes that of its local rank.
-
-    >>> with joined("cpu") as ranks:
-    ...     ranks.sums(1.5, 2.0)
-    (1.5, 2.0)
-    """
-    started, gpus = launch(), device != "cpu" and torch.cuda.is_available()
+    """Join the job of torchrun, if there is one. On GPUs each process takes that of its local rank."""
+    (rank, size), gpus = launch(), device != "cpu" and torch.cuda.is_available()
+    if size == 1 and not _initialized():
+        yield ALONE
+        return
     try:
-        # A second group cannot use the store of torchrun.
-        if distributed.is_available() and distributed.is_initialized():
+        if _initialized():  # a second group cannot use the store of torchrun
             yield Ranks(distributed.get_rank(), distributed.get_world_size())
             return
-        if started.size == 1:
-            yield ALONE
-            return
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-        if missing:
-            raise ValueError(
-                f"{' and '.join(missing)} must be in the environment beside WORLD_SIZE = {started.size}, as torchrun "
-                "puts them there: start with torchrun, or unset WORLD_SIZE"
-            )
         if under_torchrun():
             follow_launcher()
         # Plain values go through gloo, without waiting for a GPU.
         distributed.init_process_group("cpu:gloo,cuda:nccl" if gpus else "cpu:gloo", timeout=_PATIENCE)
         atexit.register(distributed.destroy_process_group)
-        ranks = Ranks(started.rank, started.size)
+        ranks = Ranks(rank, size)
         if gpus:
+            local, found = int(os.environ.get("LOCAL_RANK", rank)), torch.cuda.device_count()
             with ranks.together():
-                _take_gpu(started.local_rank)
+                if local >= found:
+                    raise ValueError(f"device cuda needs a GPU per process, got {found}: or add --device cpu")
+            torch.cuda.set_device(local)
         yield ranks
         distributed.barrier()  # gloo may abort a process that ends while others still work
     except Exception as error:
-        if not _lost(error):
+        lost = isinstance(error, RuntimeError) and "gloo" in str(error)
+        if not lost and not isinstance(error, distributed.DistError):
             raise
         atexit.unregister(distributed.destroy_process_group)  # it would wait for the ended processes
         raise ChildProcessError(_ENDED) from error
-
-
-def first_to_tell() -> bool:
-    """Whether this is the first process of the job to call this function; if the store is gone, all are."""
-    try:
-        store = distributed.distributed_c10d._get_default_store()
-        store.set_timeout(_MOMENT)
-        return int(store.add(_TOLD, 1)) == 1
-    except RuntimeError:
-        return True
 
 
 def leave(status: int) -> None:
@@ -191,7 +154,7 @@ def leave(status: int) -> None:
     A thread of gloo may free a tensor while the interpreter shuts down, and this aborts the process
     (https://github.com/pytorch/pytorch/pull/179291). So there is no shutdown here.
     """
-    if not (distributed.is_available() and distributed.is_initialized()):
+    if not _initialized():
         return
     if status == 0:  # after an error it could wait for the others without end
         distributed.destroy_process_group()
@@ -200,32 +163,8 @@ def leave(status: int) -> None:
     os._exit(status)
 
 
-def _take_gpu(local_rank: int) -> None:
-    if local_rank >= torch.cuda.device_count():
-        raise ValueError(
-            f"device cuda needs a GPU for each process of a machine, got {torch.cuda.device_count()}: give torchrun "
-            "--nproc-per-node as many, or add --device cpu"
-        )
-    torch.cuda.set_device(local_rank)
-
-
-def _lost(error: Exception) -> bool:
-    """Whether an error says that another process is gone."""
-    return isinstance(error, distributed.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
-
-
-def shard(model: Transformer, ranks: Ranks, device: str) -> None:
-    """Shard the parameters of `model`, which is on the CPU, over the processes and their devices, per block."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    scalar = next((name for name, parameter in model.named_parameters() if not parameter.dim()), None)
-    if scalar is not None:
-        raise ValueError(f"parallel must be 'ddp' for a map that learns single numbers, such as {scalar}, got 'fsdp'")
-    mesh = init_device_mesh(torch.device(device).type, (ranks.size,))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+def _initialized() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
 
 
 def placed(tensor: Tensor, like: Tensor) -> Tensor:

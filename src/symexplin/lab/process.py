@@ -1,14 +1,13 @@
-"""A process and what started it: its place in a job of torchrun, signals that stop it. Nothing here needs torch."""
+"""How this process was started, and what stops it. Nothing here needs torch."""
 
 import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
-from types import FrameType, TracebackType
-from typing import Any, NamedTuple, Self
+from types import FrameType
+from typing import Any, Self
 
-__all__ = ["LAUNCHER", "Launch", "StopSignals", "Stopped", "follow_launcher", "give_way", "launch", "under_torchrun"]
+__all__ = ["LAUNCHER", "StopSignals", "Stopped", "follow_launcher", "launch", "under_torchrun"]
 
 # Environment variable with the number of the process that a run follows to its end (symexplin.lab.compare.launch).
 LAUNCHER = "SYMEXPLIN_LAUNCHER"
@@ -16,53 +15,19 @@ LAUNCHER = "SYMEXPLIN_LAUNCHER"
 _GLANCE = 1.0  # seconds between looks at whether the launcher is there
 # Windows has no SIGHUP, the signal of a closed terminal.
 _STOPPING = [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
-_HEAD_START = 2.0  # seconds
 
 
-class Launch(NamedTuple):
-    """Which of how many processes this one is, in the job and on its machine."""
-
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-
-
-def launch(environment: Mapping[str, str] = os.environ) -> Launch:
-    """Return the place of this process in the job of torchrun; without torchrun it is alone.
-
-    Raises:
-        ValueError: a value that torchrun would not set.
-
-    >>> launch({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"})
-    Launch(rank=3, size=4, local_rank=1)
-    >>> launch({})
-    Launch(rank=0, size=1, local_rank=0)
-    """
-    size = _whole(environment, "WORLD_SIZE", "1")
-    if size < 2 or "RANK" not in environment:
-        return Launch()
-    rank = _whole(environment, "RANK")
-    if rank >= size:
-        raise ValueError(f"RANK, which torchrun sets, must be less than WORLD_SIZE = {size}, got {rank}")
-    return Launch(rank, size, _whole(environment, "LOCAL_RANK", str(rank)))
-
-
-def _whole(environment: Mapping[str, str], name: str, default: str = "") -> int:
-    text = environment.get(name, default)
-    if not text.isdecimal():
-        raise ValueError(f"{name}, which torchrun sets, must be a whole number >= 0, got {text!r}: unset it without")
-    return int(text)
+def launch() -> tuple[int, int]:
+    """Return the rank of this process, and the number of processes, in the job of torchrun; (0, 1) without."""
+    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    if not (rank.isdecimal() and size.isdecimal()):
+        raise ValueError(f"RANK and WORLD_SIZE must be torchrun's, got {rank!r} and {size!r}: unset them")
+    return (int(rank), int(size)) if int(size) > 1 else (0, 1)
 
 
 def under_torchrun() -> bool:
-    """Whether torchrun has begun this process."""
+    """Whether torchrun has started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def give_way() -> None:
-    """Let the process that tells of an error print it before torchrun ends the job, as it does after the first exit."""
-    if under_torchrun():
-        time.sleep(_HEAD_START)
 
 
 class Stopped(Exception):  # noqa: N818 (it is no error)
@@ -77,11 +42,6 @@ class StopSignals:
     """Stores SIGTERM, SIGINT and SIGHUP in `signal`. A second SIGINT interrupts at once.
 
     A SIGHUP that is ignored, as under nohup, stays ignored. Outside the main thread Python allows no handlers.
-
-    >>> with StopSignals() as stop:
-    ...     signal.raise_signal(signal.SIGTERM)
-    ...     print(stop.signal == signal.SIGTERM)
-    True
     """
 
     def __init__(self) -> None:
@@ -95,13 +55,11 @@ class StopSignals:
                     self._before[number] = signal.signal(number, self._remember)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _remember(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+    def _remember(self, number: int, _: FrameType | None) -> None:
         if self.signal == signal.SIGINT == number:
             raise KeyboardInterrupt
         self.signal = number

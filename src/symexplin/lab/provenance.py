@@ -1,12 +1,11 @@
 """The origin of a result: versions, commit, processor, threads. And the memory in use."""
 
+import contextlib
 import importlib.metadata
 import os
 import platform
 import subprocess
 from pathlib import Path
-
-import torch
 
 __all__ = ["cores", "memory", "provenance"]
 
@@ -15,10 +14,9 @@ def provenance() -> dict[str, str | int | None]:
     """Return what a reader needs to know of the machine and the software, as plain values.
 
     "commit" is None unless this very file is tracked by git; a "+" marks uncommitted changes.
-
-    >>> provenance()["torch"] == torch.__version__
-    True
     """
+    import torch
+
     return {
         **{name: importlib.metadata.version(name) for name in ("symexplin", "numpy", "safetensors")},
         "torch": str(torch.__version__),
@@ -47,42 +45,33 @@ def _commit() -> str | None:
 
 
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def cores() -> int:
-    """Return the number of cores that this process may use.
-
-    >>> cores() >= 1
-    True
-    """
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def memory(device: str = "cpu") -> dict[str, int]:
     """Return the bytes in use now, "memory_bytes": of the process, or on a CUDA device also "device_peak_bytes".
 
-    >>> memory()["memory_bytes"] > 2**20
-    True
+    Where the system does not say what the process has now, it is the most that it had.
     """
-    used = {"memory_bytes": _resident()}
-    if device.startswith("cuda"):
-        used["device_peak_bytes"] = torch.cuda.max_memory_allocated(device)
-    return used
-
-
-def _resident() -> int:
-    """Return the resident memory of this process; where the system does not say the present one, its peak."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE")
+        used = {"memory_bytes": pages * os.sysconf("SC_PAGE_SIZE")}
     except OSError:
         import resource  # not on Windows
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if platform.system() == "Darwin" else 1024 * peak
+        used = {"memory_bytes": peak if platform.system() == "Darwin" else 1024 * peak}
+    if device.startswith("cuda"):
+        import torch
+
+        used["device_peak_bytes"] = torch.cuda.max_memory_allocated(device)
+    return used

@@ -11,14 +11,13 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from symexplin.lab.checkpoint import checkpoint_at, newest, newest_intact, save_checkpoint, set_aside, sweep
+from symexplin.lab.checkpoint import newest, save_checkpoint, tidy
 from symexplin.lab.config import RunConfig, resolve
 from symexplin.lab.data.batches import Corpus
 from symexplin.lab.files import read_json, read_json_lines, replace_file, write_json
@@ -29,31 +28,13 @@ from symexplin.lab.parallel import Ranks, joined
 from symexplin.lab.process import LAUNCHER, Stopped, StopSignals, follow_launcher
 from symexplin.lab.provenance import memory, provenance
 from symexplin.lab.record import METRICS, Recorder
-from symexplin.lab.settings import build, dump_toml, lines, load_toml, to_table
+from symexplin.lab.settings import dump_toml, lines, to_table
 from symexplin.lab.train import NonFiniteError, Trainer
 from symexplin.lab.weights.files import MODEL, save_model
-from symexplin.validation import naming
 
-__all__ = ["MODEL", "RunResult", "check_weights", "evaluations", "saved_settings", "train"]
+__all__ = ["MODEL", "check_weights", "evaluations", "train"]
 
 Echo = Callable[[str], None]
-
-# Settings that depend on how processes share a machine.
-_OF_PROCESSES = ("threads", "loss_chunk")
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """The evaluations of a finished run (step, nats per token), and its speed without evaluations."""
-
-    evals: list[tuple[int, float]]
-    seconds: float
-    tokens_per_second: float
-
-    @property
-    def final_loss(self) -> float:
-        """Evaluation loss after the last step, in nats per token."""
-        return self.evals[-1][1]
 
 
 def train(
@@ -66,33 +47,34 @@ def train(
     progress: bool = True,
     label: str = "train",
     verify: bool = True,
-) -> RunResult:
-    """Train as `config` says in the folder `out`, and return the result.
+) -> dict[str, Any]:
+    """Train as `config` says in the folder `out`, and return the content of summary.json.
+
+    It has "steps", "final_loss" (nats per token), "seconds" and "tokens_per_second" (both without evaluations), and
+    "parameters".
 
     Each line of metrics.jsonl is an update {"step", "loss", "lr", "grad_norm", "tokens"} (from 1 on), an evaluation
     after it {"step", "eval_loss", "stats"}, or the error that ended the run {"step", "error"}. On a CPU, a run that was
     killed at any moment and resumed has the same bits in metrics.jsonl and in the weights as an uninterrupted one.
 
     Under torchrun all processes call this function and train one run. Each computes its rows of the same batches, and
-    the first one writes; all must see `out`. Settings must be equal, except for paths and threads. Another number of
-    processes may resume the run, which changes the rounding.
+    the first one writes.
 
     Args:
-        config: the resolved configuration is saved; settings that are not given are chosen for the machine.
+        config: settings that are not given are chosen for the machine; all are saved.
         out: a new folder, or that of the run to resume.
         resume: continue from the newest checkpoint, or start if there is none.
         echo: receives each line of the log.
         tell_config: log the resolved configuration.
-        progress: show a bar on a terminal.
-        label: name of the run on the bar.
-        verify: read all tokens and compare their digests; False if that was just done.
+        progress: show a bar with the `label` on a terminal.
+        label: name of the run.
+        verify: read all tokens and compare their digests.
 
     Raises:
-        ValueError: an unusable folder or data, a run with another configuration, a damaged checkpoint.
+        ValueError: an unusable folder or data, a run with another configuration, only damaged checkpoints.
         NonFiniteError: the loss or a gradient is not finite; the message names the last checkpoint.
         Stopped: SIGTERM or SIGINT arrived; a checkpoint was written.
-        ElsewhereError: another process failed with one of these errors.
-        ChildProcessError: another process has ended.
+        ElsewhereError, ChildProcessError: another process has failed, or has ended.
     """
     if LAUNCHER in os.environ:
         follow_launcher(int(os.environ.pop(LAUNCHER)))
@@ -102,46 +84,25 @@ def train(
             corpus = Corpus.load(config.data, verify=verify and ranks.first)
             config = resolve(config, corpus.vocab_size, ranks.size)
             corpus.check_context(config.model.context)
-        ranks.agree({**to_table(config), "resume": resume}, free=("data", "compute.threads"))
-        fingerprints = ranks.gather(corpus.fingerprint)
-        with ranks.together():
-            if corpus.fingerprint != fingerprints[0]:
-                raise ValueError(f"data must be those of the first process, got {config.data!r} with other tokens")
+        settings = {**to_table(config), "resume": resume, "tokens": corpus.fingerprint}
+        ranks.agree(settings, free=("data", "compute.threads"))
         folder = ranks.tell(lambda: stack.enter_context(claimed(out, "run", {FACTS, CONFIG})))
         finished = ranks.tell(lambda: _check_folder(folder, config, corpus, resume, echo, ranks))
         if finished is not None:
             echo(f"{folder} has finished already: {finished['steps']} steps, loss {finished['final_loss']:.4f}")
-            return ranks.tell(lambda: _result(folder, finished))
+            return finished
         for line in lines(to_table(config)) if tell_config else []:
             echo(line)
         torch.set_num_threads(config.compute.threads or 1)
         trainer = Trainer(config, corpus, ranks)  # before the first file: too little memory leaves no folder
         ranks.tell(lambda: _write_first(folder, config, corpus, ranks))
-        return _Run(folder, trainer, ranks, echo, progress, label).go()
-
-
-def _result(folder: Path, summary: Mapping[str, Any]) -> RunResult:
-    return RunResult(evaluations(folder), summary["seconds"], summary["tokens_per_second"])
+        return _Run(folder, trainer, ranks, echo, label).go(progress)
 
 
 def evaluations(folder: Path) -> list[tuple[int, float]]:
     """Return the evaluations of a run as (step, nats per token), from its metrics.jsonl."""
     records = read_json_lines(folder / METRICS)
     return [(record["step"], record["eval_loss"]) for record in records if "eval_loss" in record]
-
-
-def saved_settings(folder: Path, processes: int) -> dict[str, Any]:
-    """Return the configuration of the run in a folder as a table; an empty one without a run.
-
-    What depends on the number of processes is left out if the run began with another number.
-    """
-    if not (folder / CONFIG).exists():
-        return {}
-    table = load_toml(folder / CONFIG)
-    began = read_json(folder / FACTS)["provenance"].get("processes", 1) if (folder / FACTS).exists() else processes
-    if began != processes:
-        table["compute"] = {k: v for k, v in table.get("compute", {}).items() if k not in _OF_PROCESSES}
-    return table
 
 
 def _check_folder(
@@ -153,15 +114,9 @@ def _check_folder(
     summary = read_json(folder / SUMMARY) if (folder / SUMMARY).exists() else {}
     if not resume:
         state = f"a run that failed at step {summary['step']}" if "error" in summary else "a run"
-        raise ValueError(
-            f"out must be a new folder, got {str(folder)!r} with {state}: add --resume to continue it, or give another"
-        )
+        raise ValueError(f"out must be a new folder, got {str(folder)!r} with {state}: add --resume to continue it")
     facts = read_json(folder / FACTS)
-    with naming(str(folder / FACTS)):
-        saved = to_table(build(RunConfig, facts["config"]))  # keys of a newer version get their defaults
-    if (folder / CONFIG).exists():  # for readers; it says on which machine the run was last
-        saved["compute"] = load_toml(folder / CONFIG).get("compute", saved["compute"])
-    changed = check_resumable(folder, "run", saved, to_table(config))
+    changed = check_resumable(folder, "run", facts["config"], to_table(config))
     if facts["data"] != corpus.fingerprint:
         raise ValueError(f"data must be those of the run in {str(folder)!r}, got {config.data!r} with other tokens")
     check_weights(folder, facts, config.train.weights)
@@ -175,11 +130,7 @@ def _check_folder(
 def check_weights(
     folder: Path, facts: Mapping[str, Any], weights: str | None, digest: Callable[[str], str] = digest_of
 ) -> None:
-    """Raise ValueError unless the run with these facts started from the same weights, wherever they were.
-
-    Raises:
-        FileNotFoundError: the weights do not exist any more.
-    """
+    """Raise ValueError unless the run with these facts started from the same weights, wherever they were."""
     if facts.get("weights") != (None if weights is None else digest(weights)):
         raise ValueError(f"weights must be those that the run in {str(folder)!r} started from, got {weights!r}")
 
@@ -194,9 +145,10 @@ def _write_first(folder: Path, config: RunConfig, corpus: Corpus, ranks: Ranks) 
             "model": dataclasses.asdict(config.model),
             "tokenizer": {"name": corpus.tokenizer.name, "end_token": corpus.tokenizer.end_token},
             "config": to_table(config),
-            "provenance": {**provenance(), **ranks.facts()},
+            "provenance": provenance() if ranks.size == 1 else {**provenance(), "processes": ranks.size},
         }
         write_json(folder / FACTS, facts)
+    (folder / SUMMARY).unlink(missing_ok=True)
     corpus.tokenizer.save(folder / TOKENIZER)
     replace_file(folder / CONFIG, dump_toml(to_table(config)))
 
@@ -204,33 +156,40 @@ def _write_first(folder: Path, config: RunConfig, corpus: Corpus, ranks: Ranks) 
 class _Run:
     """The loop around a :class:`Trainer`: records, checkpoints, signals, the end."""
 
-    def __init__(self, folder: Path, trainer: Trainer, ranks: Ranks, echo: Echo, progress: bool, label: str) -> None:
+    def __init__(self, folder: Path, trainer: Trainer, ranks: Ranks, echo: Echo, label: str) -> None:
         self.folder, self.trainer, self.config, self.ranks, self.echo = folder, trainer, trainer.config, ranks, echo
-        self.progress, self.label = progress and ranks.first, label
-        self.seconds = 0.0
+        self.label, self.seconds = label, 0.0
+        self._tokens_per_step = self.config.train.batch_size * self.config.model.context
         self._since = (0, 0.0)  # step and seconds at the last line of timing.jsonl
 
-    def go(self) -> RunResult:
+    def go(self, progress: bool) -> dict[str, Any]:
         """Train to the end, from the newest checkpoint if there is one."""
-        found = self.ranks.tell(self._tidy)
-        lengths: dict[str, int] = {}
+        found, lengths = self.ranks.tell(lambda: tidy(self.folder, self.echo)), {}
+        steps = self.config.train.steps
         if found is not None:
             checkpoint, state = found
             self.trainer.load(checkpoint, state)
             lengths, self.seconds = state["lengths"], state["seconds"]
             self._since = (self.trainer.step, self.seconds)
             self.echo(f"resumed from {checkpoint}")
-        steps = self.config.train.steps
-        # disable=None: no bar where standard error is not a terminal.
         bar = tqdm(
-            total=steps, initial=self.trainer.step, desc=self.label, unit="step", leave=False,
-            disable=None if self.progress else True,
-        )  # fmt: skip
+            desc=self.label,
+            total=steps,
+            initial=self.trainer.step,
+            unit="step",
+            leave=False,
+            disable=None if progress and self.ranks.first else True,  # None: where standard error is no terminal
+        )
         with self.ranks.together():
-            recorder = Recorder(self.folder, self.config, self.trainer.step, lengths, silent=not self.ranks.first)
+            place = self.folder if self.ranks.first else None
+            recorder = Recorder(place, self.config.log.tensorboard, self.trainer.step, lengths)
         with recorder as self.recorder, StopSignals() as stop, bar:
             try:
-                self._loop(bar, stop, fresh=found is None)
+                if found is None:
+                    self._evaluate()
+                while self.trainer.step < steps:
+                    self._check_signal(stop)
+                    self._update(bar, stop)
             except NonFiniteError as error:
                 text = str(error)
                 before = self.ranks.tell(lambda: self._broke(text))
@@ -238,72 +197,54 @@ class _Run:
         plain = self.trainer.plain_model()
         return self.ranks.tell(lambda: self._finish(plain))
 
-    def _tidy(self) -> tuple[Path, dict[str, Any]] | None:
-        """Remove half-written files; return the newest checkpoint and its plain values."""
-        sweep(self.folder)
-        (self.folder / SUMMARY).unlink(missing_ok=True)
-        found = newest_intact(self.folder, self.echo)
-        if found is not None:
-            set_aside(self.folder, found[0])
-        return found
+    def _check_signal(self, stop: StopSignals) -> None:
+        """Save and raise Stopped if a signal has reached any process: it may reach them at different times."""
+        if agreed := int(self.ranks.table(stop.signal or 0).max()):
+            path = self._checkpoint()
+            raise Stopped(agreed, f"after step {self.trainer.step}, saved in {path}; --resume continues from there")
 
-    def _loop(self, bar: Any, stop: StopSignals, fresh: bool) -> None:
+    def _update(self, bar: Any, stop: StopSignals) -> None:
+        """Take a step, record it, and evaluate and save if it is time to."""
         train, log, trainer = self.config.train, self.config.log, self.trainer
-        if fresh:
+        start = time.perf_counter()
+        try:
+            record = trainer.update()
+        except Exception:
+            if stop.signal is None:
+                raise
+            # Ctrl-C may have killed a compiler, too.
+            raise stop.stopped(f"within step {trainer.step + 1}; --resume continues from {self._newest()}") from None
+        self.seconds += time.perf_counter() - start
+        self.recorder.update(trainer.step, record, trainer.step * self._tokens_per_step)
+        bar.set_postfix({"loss": f"{record['loss']:.3f}"}, refresh=False)
+        bar.update()
+        if trainer.step % train.eval_every == 0 or trainer.step == train.steps:
             self._evaluate()
-        while trainer.step < train.steps:
-            # A signal may reach the processes at different times: they agree here.
-            agreed = int(self.ranks.table(stop.signal or 0).max())
-            if agreed:
-                path = self._checkpoint()
-                raise Stopped(agreed, f"after step {trainer.step}, saved in {path}; --resume continues from there")
-            start = time.perf_counter()
-            try:
-                record = trainer.update()
-            except Exception:
-                if stop.signal is None:
-                    raise
-                # Ctrl-C may have killed a compiler, too.
-                raise stop.stopped(
-                    f"within step {trainer.step + 1}; --resume continues from {self._newest()}"
-                ) from None
-            self.seconds += time.perf_counter() - start
-            tokens = trainer.step * train.batch_size * self.config.model.context
-            self.recorder.update(trainer.step, record, tokens)
-            bar.set_postfix({"loss": f"{record['loss']:.3f}"}, refresh=False)
-            bar.update()
-            if trainer.step % train.eval_every == 0 or trainer.step == train.steps:
-                self._evaluate()
-            if trainer.step % log.checkpoint_every == 0 or trainer.step == train.steps:
-                self._checkpoint()
+        if trainer.step % log.checkpoint_every == 0 or trainer.step == train.steps:
+            self._checkpoint()
 
     def _evaluate(self) -> None:
-        trainer = self.trainer
-        loss, stats = trainer.evaluate(), trainer.stats()
-        step, seconds = self._since
+        step = self.trainer.step
+        loss, stats = self.trainer.evaluate(), self.trainer.stats()
         timing = {"seconds": round(self.seconds, 3), **memory(self.config.compute.device)}
-        if trainer.step > step:
-            tokens = (trainer.step - step) * self.config.train.batch_size * self.config.model.context
-            timing["tokens_per_second"] = round(tokens / (self.seconds - seconds), 1)
-        self.recorder.evaluation(trainer.step, loss, stats, timing)
-        self._since = (trainer.step, self.seconds)
-        pace = f", {timing['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in timing else ""
-        self.echo(
-            f"{self.label}: step {trainer.step}/{self.config.train.steps}, loss {loss:.4f}{pace}, "
-            f"{timing['memory_bytes'] / 2**20:,.0f} MiB"
-        )
+        pace = ""
+        if step > self._since[0]:
+            tokens = (step - self._since[0]) * self._tokens_per_step
+            timing["tokens_per_second"] = round(tokens / (self.seconds - self._since[1]), 1)
+            pace = f", {timing['tokens_per_second']:,.0f} tokens/s"
+        self.recorder.evaluation(step, loss, stats, timing)
+        self._since = (step, self.seconds)
+        used = f"{timing['memory_bytes'] / 2**20:,.0f} MiB"
+        self.echo(f"{self.label}: step {step}/{self.config.train.steps}, loss {loss:.4f}{pace}, {used}")
 
     def _checkpoint(self) -> Path:
-        path = checkpoint_at(self.folder, self.trainer.step)
-        if self.ranks.tell(path.exists):  # before the processes gather it for nothing
-            return path
+        step = self.trainer.step
         write = self.trainer.saver()
 
         def save() -> Path:
             extra = {"lengths": self.recorder.sync(), "seconds": self.seconds}
-            return save_checkpoint(
-                self.folder, self.trainer.step, lambda to: {**write(to), **extra}, self.config.log.keep
-            )
+            keep = self.config.log.keep
+            return save_checkpoint(self.folder, step, lambda to: {**write(to), **extra}, keep)
 
         return self.ranks.tell(save)
 
@@ -318,17 +259,15 @@ class _Run:
         found = newest(self.folder)
         return str(found[0]) if found else "the start"
 
-    def _finish(self, plain: Transformer) -> RunResult:
-        train = self.config.train
+    def _finish(self, plain: Transformer) -> dict[str, Any]:
         save_model(plain, self.folder / MODEL, self.trainer.header(plain=True))
-        evals = evaluations(self.folder)
-        pace = train.steps * train.batch_size * self.config.model.context / max(self.seconds, 1e-9)
+        steps = self.config.train.steps
         summary = {
-            "steps": train.steps,
-            "final_loss": evals[-1][1],
+            "steps": steps,
+            "final_loss": evaluations(self.folder)[-1][1],
             "seconds": round(self.seconds, 3),
-            "tokens_per_second": round(pace, 1),
+            "tokens_per_second": round(steps * self._tokens_per_step / max(self.seconds, 1e-9), 1),
             "parameters": sum(p.numel() for p in plain.parameters()),
         }
         write_json(self.folder / SUMMARY, summary)
-        return RunResult(evals, self.seconds, pace)
+        return summary

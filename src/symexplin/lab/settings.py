@@ -4,19 +4,25 @@ A configuration is a dataclass. Fields that are dataclasses are its tables, the 
 over all tables, so that a flag needs no table's name: `[model] width = 128` is `--width 128`.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import functools
+import inspect
 import tomllib
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import tomli_w
+from cyclopts import CoercionError, Group, Parameter, Token
 
-__all__ = ["Key", "build", "differences", "dump_toml", "keys", "lines", "load_toml", "merge", "to_table"]
+__all__ = [
+    *("Key", "Pairs", "build", "differences", "dump_toml", "keys", "lines"),
+    *("load_toml", "merge", "to_table", "with_flags"),
+]
 
 T = TypeVar("T")
 Table = dict[str, Any]
@@ -40,12 +46,7 @@ class Key(NamedTuple):
 
 @functools.cache
 def keys(schema: type, table: str = "") -> tuple[Key, ...]:
-    """Return all keys of a schema and of its tables.
-
-    >>> from symexplin.lab.model import ModelConfig
-    >>> keys(ModelConfig)[0]
-    Key(table='', name='width', kind=<class 'int'>, default=128, help='size of the residual stream', choices=None)
-    """
+    """Return all keys of a schema and of its tables."""
     kinds, texts, found = typing.get_type_hints(schema), _help(schema), list[Key]()
     for field in dataclasses.fields(schema):
         kind = kinds[field.name]
@@ -54,11 +55,9 @@ def keys(schema: type, table: str = "") -> tuple[Key, ...]:
         elif not field.metadata.get("derived"):
             if isinstance(kind, types.UnionType):  # X | None: None is the default, which TOML cannot say
                 kind = next(k for k in typing.get_args(kind) if k is not types.NoneType)
-            made = field.default_factory
+            made, choices = field.default_factory, field.metadata.get("choices")
             default = field.default if made is dataclasses.MISSING else made()
-            found.append(
-                Key(table, field.name, kind, default, texts.get(field.name, ""), field.metadata.get("choices"))
-            )
+            found.append(Key(table, field.name, kind, default, texts.get(field.name, ""), choices))
     return tuple(found)
 
 
@@ -77,7 +76,7 @@ def build(schema: type[T], table: Mapping[str, Any]) -> T:
     Raises:
         ValueError: an unknown key (with the nearest right one, or its table), a value of a wrong type, a missing key.
 
-    >>> from symexplin.lab.model import ModelConfig
+    >>> from symexplin.lab.config import ModelConfig
     >>> build(ModelConfig, {"widht": 64})
     Traceback (most recent call last):
     ValueError: unknown key 'widht'; did you mean 'width'?
@@ -126,40 +125,40 @@ def _convert(key: Key, value: Any) -> Any:
 
 
 def _scalar(name: str, kind: type, value: Any) -> Any:
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    if kind is float and type(value) is int:
         return float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise ValueError(f"{name} must be {_WORDS[kind]}, got {value!r}")
-    return dict(value) if isinstance(value, dict) else value
+    return value
 
 
 def to_table(config: Any) -> Table:
-    """Return a configuration as the table that :func:`build` reads, without keys that are None.
-
-    >>> from symexplin.lab.model import ModelConfig
-    >>> build(ModelConfig, to_table(ModelConfig(width=64))) == ModelConfig(width=64)
-    True
-    """
-    table: Table = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if value is not None and not field.metadata.get("derived"):
-            table[field.name] = to_table(value) if dataclasses.is_dataclass(value) else _plain(value)
+    """Return a configuration as the table that :func:`build` reads, without keys that are None."""
+    fields = (field for field in dataclasses.fields(config) if not field.metadata.get("derived"))
+    table: Table = _plain({field.name: getattr(config, field.name) for field in fields})
     return table
 
 
 def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return to_table(value)
     if isinstance(value, Mapping):
         return {key: _plain(v) for key, v in value.items() if v is not None}
     return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
-def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
-    """Return `base` with the entries of `over`, tables merged key by key.
+def load_toml(path: str | Path) -> Table:
+    """Return the table in a TOML file."""
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (FileNotFoundError, IsADirectoryError):
+        raise FileNotFoundError(f"config must be an existing TOML file, got {str(path)!r}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not TOML: {error}") from None
 
-    >>> merge({"a": 1, "t": {"x": 1, "y": 1}}, {"t": {"y": 2}})
-    {'a': 1, 't': {'x': 1, 'y': 2}}
-    """
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
+    """Return `base` with the entries of `over`, tables merged key by key."""
     merged = dict(base)
     for key, value in over.items():
         found = merged.get(key)
@@ -169,22 +168,14 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return {dotted key: (old, new)} where two tables differ; a missing key counts as None.
-
-    >>> differences({"a": 1, "t": {"x": 1}}, {"t": {"x": 2}})
-    {'a': (1, None), 't.x': (1, 2)}
-    """
+    """Return {dotted key: (old, new)} where two tables differ; a missing key counts as None."""
     before, after = dict(_dotted(old)), dict(_dotted(new))
     pairs = {key: (before.get(key), after.get(key)) for key in before | after}
     return {key: (a, b) for key, (a, b) in pairs.items() if a != b}
 
 
 def lines(table: Mapping[str, Any]) -> list[str]:
-    """Return the lines that show a table to a reader, one per table.
-
-    >>> lines({"data": "x", "model": {"width": 64, "depth": 2}})
-    ["data = 'x'", '[model] width = 64, depth = 2']
-    """
+    """Return the lines that show a table to a reader, one per table."""
     found: dict[str, list[str]] = {}
     for key, value in _dotted(table):
         place, _, name = key.rpartition(".")
@@ -200,16 +191,74 @@ def _dotted(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield prefix + key, value
 
 
-def load_toml(path: str | Path) -> Table:
-    """Return the table in a TOML file.
+def _whole(kind: Any, tokens: Sequence[Token]) -> Any:
+    """Read whole numbers; cyclopts itself would round 1.5."""
+    found = []
+    for token in tokens:
+        try:
+            found.append(int(token.value))
+        except ValueError:
+            raise CoercionError(f"must be a whole number, got {token.value!r}", token=token) from None
+    return found[0] if kind is int else tuple(found)
 
-    Raises:
-        FileNotFoundError, ValueError: no such file; not TOML, with the place.
+
+def _assignments(_: Any, tokens: Sequence[Token]) -> dict[str, Any]:
+    return functools.reduce(merge, map(_assignment, tokens), {})
+
+
+def _assignment(token: Token) -> dict[str, Any]:
+    """Read KEY=VALUE as TOML does; a value that is not TOML is text."""
+    name, equals, value = token.value.partition("=")
+    for line in (token.value, f"{name}='{value}'") if equals else ():
+        with contextlib.suppress(tomllib.TOMLDecodeError):
+            return tomllib.loads(line)
+    raise CoercionError(f"must be KEY=VALUE, such as e.k=[50,8], got {token.value!r}", token=token)
+
+
+_SEVERAL = Parameter(consume_multiple=(1, None))
+_PAIRS = Parameter(accepts_keys=False, n_tokens=-1, converter=_assignments, metavar="KEY=VALUE")
+_OF_THE_MAP = Parameter(help="keys of the map to change, such as beta=5 or e.k=[50,8]")
+# The values KEY=VALUE of a flag, as a table.
+Pairs = Annotated[dict[str, Any] | None, _SEVERAL, _PAIRS, _OF_THE_MAP]
+
+
+def with_flags(command: Callable[..., Any], schema: type, leave_out: Collection[str] = ()) -> Callable[..., Any]:
+    """Return `command` with a flag for each key of a schema, but for those to `leave_out`.
+
+    The command takes the flags that a user sets as keywords: keys, and tables of keys.
+
+    >>> from cyclopts import App
+    >>> from symexplin.lab.config import RunConfig
+    >>> app = App(default_command=with_flags(lambda **given: given, RunConfig), result_action="return_value")
+    >>> app("--data text --width 64 --no-bias")
+    {'data': 'text', 'model': {'width': 64, 'bias': False}}
     """
-    path = Path(path)
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, IsADirectoryError):
-        raise FileNotFoundError(f"config must be an existing TOML file, got {str(path)!r}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not TOML: {error}") from None
+    tables = dict.fromkeys(key.table for key in keys(schema))
+    groups = {table: Group.create_ordered(f"Table {table}" if table else "Settings") for table in tables}
+    flags = [_flag(key, groups[key.table]) for key in keys(schema) if key.name not in leave_out]
+    own = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given: dict[str, Any] = {}
+        for key in keys(schema):
+            if key.name in kwargs:
+                place = given.setdefault(key.table, {}) if key.table else given
+                place[key.name] = kwargs.pop(key.name)
+        return command(*args, **kwargs, **given)
+
+    run.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]
+    return run
+
+
+def _flag(key: Key, group: Group) -> inspect.Parameter:
+    hint, inner = Literal[key.choices] if key.choices else key.kind, typing.get_args(key.kind)
+    more = [Parameter(help=key.help, group=group)]
+    if typing.get_origin(hint) is dict:
+        hint = Pairs
+    elif Ellipsis in inner:
+        more.append(_SEVERAL)
+    if int in (hint, *inner):
+        more.append(Parameter(converter=_whole))
+    shown = None if key.default in (dataclasses.MISSING, (), {}, "") else key.default
+    return inspect.Parameter(key.name, inspect.Parameter.KEYWORD_ONLY, default=shown, annotation=Annotated[hint, *more])

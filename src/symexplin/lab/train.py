@@ -4,7 +4,7 @@ import contextlib
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,10 +34,6 @@ def lr_factor(step: int, config: TrainConfig) -> float:
     """Return the fraction of the peak learning rate for the update after `step` others (section 5.1).
 
     (step + 1)/warmup while warming up, 1 right after it, then linear towards `floor` at `steps`.
-
-    >>> config = TrainConfig(steps=12, warmup_steps=2)
-    >>> [lr_factor(step, config) for step in (0, 1, 2, 7)]
-    [0.5, 1.0, 1.0, 0.5]
     """
     warmup = config.warmup_steps or 0
     if step < warmup:
@@ -49,13 +45,9 @@ def lr_factor(step: int, config: TrainConfig) -> float:
 class Trainer:
     """A run in memory: the model, its optimizer, the data, and `step`, the number of steps taken.
 
-    Batches, learning rates and evaluations are functions of the configuration and the step, so only the model and the
-    optimizer have a state to save. Several processes compute each batch together, and all call every method.
-
-    Args:
-        config: complete (:func:`symexplin.lab.config.resolve`).
-        corpus: its training side gives the batches, its validation side the evaluations.
-        ranks: the processes (:func:`symexplin.lab.parallel.joined`).
+    Batches, learning rates and evaluations are functions of the configuration and the step, so the state to keep is
+    that of the model and of the optimizer alone. The configuration is complete (:func:`symexplin.lab.config.resolve`).
+    Several processes compute each batch together, and all call every method.
     """
 
     def __init__(self, config: RunConfig, corpus: Corpus, ranks: Ranks = ALONE) -> None:
@@ -69,7 +61,8 @@ class Trainer:
             self.model, self.optimizer, self._clip = build(config, ranks)
         self._device = next(self.model.parameters()).device
         self._batches = BatchesAhead(loader, pinned=self._device.type == "cuda")
-        if self._autocast:  # torch warns about the norms, whose weights stay float32
+        self._autocast = config.compute.autocast == "on"
+        if self._autocast:  # torch tells of the norms, whose weights stay in float32
             warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
         self._sharded = any(is_dtensor(parameter) for parameter in self.model.parameters())
@@ -88,15 +81,8 @@ class Trainer:
                 )
         self.step = 0
 
-    @property
-    def _autocast(self) -> bool:
-        return self.config.compute.autocast == "on"
-
     def update(self) -> dict[str, float]:
-        """Take one optimizer step and return its loss, learning rate and norm of the unclipped gradient.
-
-        If the loss or a gradient is not finite, NonFiniteError is raised and the step is not taken.
-        """
+        """Take one optimizer step and return its loss, learning rate and norm of the unclipped gradient."""
         train = self.config.train
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * lr_factor(self.step, train)
@@ -119,7 +105,9 @@ class Trainer:
         parts = list(zip(*(part.chunk(accumulation) for part in batch), strict=True))
         for number, (inputs, targets) in enumerate(parts, start=1):
             rows = self._ranks.rows(len(inputs))
-            with self._exchange(number == len(parts)):
+            # The last part exchanges whole gradients; sharded ones never wait whole for it.
+            waits = number < len(parts) and isinstance(self._trained, nn.parallel.DistributedDataParallel)
+            with self._trained.no_sync() if waits else contextlib.nullcontext():  # type: ignore[operator]
                 with torch.autocast(device.type, torch.bfloat16, enabled=self._autocast):
                     own = (tokens[rows].to(device, non_blocking=True) for tokens in (inputs, targets))
                     part: Tensor = self._trained(*own) / accumulation
@@ -128,20 +116,14 @@ class Trainer:
         loss = sum(torch.stack(losses).tolist())  # the only synchronisation with the device per step
         return self._ranks.sums(loss)[0] / self._ranks.size
 
-    def _exchange(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Exchange the gradients of DDP only after the last microbatch."""
-        if last or not isinstance(self._trained, nn.parallel.DistributedDataParallel):
-            return contextlib.nullcontext()
-        return cast(contextlib.AbstractContextManager[None], self._trained.no_sync())
-
     def evaluate(self) -> float:
-        """Return the mean loss on the held-out batches in nats per token, or raise NonFiniteError."""
+        """Return the mean loss on the held-out batches, in nats per token."""
         loss = evaluate(self._forward, self._held_out, autocast=self._autocast, ranks=self._ranks)
         self._check_finite(self.step, loss=loss)
         return loss
 
     def stats(self) -> dict[str, float]:
-        """Return :func:`symexplin.stats`: empty for ordinary weights and before the first step of SELAdamW."""
+        """Return :func:`symexplin.stats`; empty for ordinary weights, and before the first step of SELAdamW."""
         if self.config.sel.home == "none":
             return {}
         found = sel.stats(self.model, self.optimizer)
@@ -167,10 +149,7 @@ class Trainer:
         return {} if curve is None else {TRAINED_KEY if plain else MAP_KEY: curve.to_json()}
 
     def saver(self) -> Callable[[Path], dict[str, Any]]:
-        """Gather model and optimizer in the first process.
-
-        Return a function that writes them into a folder and returns the plain values that belong to them.
-        """
+        """Gather model and optimizer whole in the first process; return what writes them into a folder there."""
         weights = self._ranks.collect(self.model.state_dict())
         state, rest = split_optimizer(self.optimizer)
         gathered = self._ranks.collect(state)
@@ -184,7 +163,7 @@ class Trainer:
         return write
 
     def load(self, folder: Path, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`saver` wrote."""
+        """Continue from what :meth:`saver` wrote."""
         with self._ranks.together():
             load_weights(self.model, folder / MODEL)
             load_optimizer(self.optimizer, folder, state["optimizer"])
@@ -201,17 +180,13 @@ class Trainer:
             raise NonFiniteError(f"step {step}: {', '.join(bad)}; {self._culprit()}")
 
     def _culprit(self) -> str:
+        named = list(self.model.named_parameters())
+        tensors = [("weight", name, parameter.detach()) for name, parameter in named]
+        tensors += [("gradient", name, p.grad) for name, p in named if p.grad is not None]
         found = (
             (order, f"first layer with a non-finite {what}: {name}")
-            for order, (what, name, tensor) in enumerate(_tensors(self.model))
-            if tensor is not None and not local(tensor).isfinite().all()
+            for order, (what, name, tensor) in enumerate(tensors)
+            if not local(tensor).isfinite().all()
         )
         mine = next(found, (math.inf, "all weights and gradients are finite"))
-        return min(self._ranks.gather(mine))[1]  # another process may have that part
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, str, Tensor | None]]:
-    for name, parameter in model.named_parameters():
-        yield "weight", name, parameter.detach()
-    for name, parameter in model.named_parameters():
-        yield "gradient", name, parameter.grad
+        return min(self._ranks.gather(mine))[1]  # another process may have the part to blame

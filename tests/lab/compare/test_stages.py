@@ -15,7 +15,7 @@ from sweeps import SCRIPT, bits, numbers, tiny
 from symexplin.lab.compare.grid import Cell, CompareConfig, GridConfig
 from symexplin.lab.compare.sweep import compare_runs
 from symexplin.lab.model import ModelConfig
-from symexplin.lab.run import train
+from symexplin.lab.run import evaluations, train
 from symexplin.lab.settings import build, dump_toml, load_toml, to_table
 
 pytestmark = pytest.mark.usefixtures("undrawn")  # but for what a fixture of the module draws once
@@ -58,8 +58,8 @@ def test_the_second_stage_trains_what_the_first_has_chosen(confirmed, data, tmp_
     assert any(line.startswith(f"{total}/{total} SEL ") for line in lines)
     assert any(line.startswith("to confirm with") and f"AdamW at {best['AdamW']:g}" in line for line in lines)
     last = content["runs"][-1]
-    result = train(staged(data).run(Cell(last["arm"], last["lr"], last["seed"])), tmp_path / "alone")
-    assert last["evals"] == tuple(result.evals)
+    train(staged(data).run(Cell(last["arm"], last["lr"], last["seed"])), tmp_path / "alone")
+    assert last["evals"] == tuple(evaluations(tmp_path / "alone"))
 
 
 def test_the_page_tells_the_stages(confirmed):

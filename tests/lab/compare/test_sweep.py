@@ -19,7 +19,7 @@ from symexplin.lab.model import ModelConfig
 from symexplin.lab.parallel import ALONE
 from symexplin.lab.process import Stopped
 from symexplin.lab.report import pages as report
-from symexplin.lab.run import train
+from symexplin.lab.run import evaluations, train
 from symexplin.lab.settings import build, load_toml
 
 NAMES = ["AdamW-lr0.001-seed0", "SEL-lr0.001-seed0", "AdamW-lr0.01-seed0", "SEL-lr0.01-seed0"]
@@ -43,8 +43,8 @@ def test_its_runs_are_ordinary_runs(finished, data, tmp_path):
     for cell in config.compare.cells()[-2:]:
         result = train(config.run(cell), tmp_path / cell.name)
         (run,) = [run for run in content["runs"] if (run["arm"], run["lr"], run["seed"]) == cell]
-        assert run["evals"] == tuple(result.evals)
-        assert run["final_loss"] == result.final_loss
+        assert run["evals"] == tuple(evaluations(tmp_path / cell.name))
+        assert run["final_loss"] == result["final_loss"]
         assert (tmp_path / cell.name / "metrics.jsonl").read_bytes() == bits(folder)[f"runs/{cell.name}/metrics.jsonl"]
 
 

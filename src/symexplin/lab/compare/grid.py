@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from symexplin.lab.config import RunConfig, TrainConfig
+from symexplin.lab.config import ModelConfig, RunConfig, TrainConfig
 from symexplin.lab.maps import CurveConfig
-from symexplin.lab.model import ModelConfig
 from symexplin.lab.settings import build, to_table
 from symexplin.validation import check_choice, check_positive, check_whole, naming
 
