@@ -65,6 +65,11 @@ def test_a_table_is_whole_at_every_scale(name, scale):
         assert panel.name == f"{model.width}x{model.depth}"
 
 
+def test_a_scales_own_panels_replace_the_tables():
+    assert [panel.name for panel in load_table("widths", "paper").panels] == ["1024x12", "2048x12"]
+    assert [panel.name for panel in load_table("combined", "h200").panels] == ["1024x12"]
+
+
 def test_the_grid_is_the_papers():
     table = load_table("main_grid", "paper")
     assert {

@@ -183,7 +183,8 @@ def _shared_rate(panel: Evidence, _: str) -> float:
 
 def _verdict(claim: Claim, table: str, panels: Sequence[Evidence], paper: Paper) -> Verdict:
     """Return the verdict in one panel, or on the change from the first of two panels to the last."""
-    kind, first, last = KINDS[claim.kind], panels[0], panels[-1]
+    kind = KINDS[claim.kind]
+    first, last = panels[0], panels[-1]
     test = _judge_growth if len(panels) == 2 else _judge_in
     shared = best = test(claim, panels, _shared_rate)
     if not kind.one_rate:
@@ -218,7 +219,8 @@ def _values(
     """Return a number for each seed, None if the runs do not have it, and at how many seeds an arm was not finite."""
     runs = {name: panel.runs(name, rate(panel, name)) for name in (arm, against or arm)}
     own, other = runs[arm], runs[against or arm]
-    values = [KINDS[kind].value(own[seed], other[seed]) for seed in panel.seeds if seed in own and seed in other]
+    both = [seed for seed in panel.seeds if seed in own and seed in other]
+    values = [KINDS[kind].value(own[seed], other[seed]) for seed in both]
     lost = {name: len(panel.seeds) - len(finite) for name, finite in runs.items() if len(finite) < len(panel.seeds)}
     known = [value for value in values if value is not None]
     return known if len(known) == len(values) else None, lost
@@ -226,13 +228,16 @@ def _values(
 
 def _judge_in(claim: Claim, panels: Sequence[Evidence], rate: Rate) -> Judgement:
     """Judge a claim in one panel, with each of its two arms at a learning rate."""
-    (panel,), arms = panels, [arm for arm in (claim.arm, claim.against) if arm]
+    (panel,) = panels
+    arms = [arm for arm in (claim.arm, claim.against) if arm]
     if untrained := [arm for arm in arms if arm not in panel.arms]:
         return Judgement(UNTESTED, f"{untrained[0]} was not trained")
     values, lost = _values(claim.kind, claim.arm, claim.against, panel, rate)
     if values is None:
         return Judgement(UNTESTED, f"the runs of {claim.arm} do not have it")
-    rates, seeds, at = {arm: rate(panel, arm) for arm in arms}, len(panel.seeds), ""
+    rates = {arm: rate(panel, arm) for arm in arms}
+    seeds = len(panel.seeds)
+    at = ""
     if None not in rates.values():
         different = [f"{lr:g}" for lr in dict.fromkeys(rates.values())]
         at = f", at learning rate{'s' if len(different) > 1 else ''} {' and '.join(different)}"
@@ -250,7 +255,8 @@ def _judge_in(claim: Claim, panels: Sequence[Evidence], rate: Rate) -> Judgement
 
 def _settle(claim: Claim, values: list[float], at: str) -> Judgement:
     """Return the judgement that the numbers of all seeds give."""
-    kind, spread = KINDS[claim.kind], spread_of(values)
+    kind = KINDS[claim.kind]
+    spread = spread_of(values)
     text = kind.words(claim, spread) + at
     if len(values) < ENOUGH_SEEDS:
         count = "one seed is" if len(values) == 1 else f"{len(values)} seeds are"

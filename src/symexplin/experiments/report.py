@@ -56,16 +56,19 @@ def report_table(out: str | Path, echo: Callable[[str], None] = lambda _: None) 
         out: the folder.
         echo: takes the verdicts as lines of text: of each arm, then of each claim.
     """
-    out, paper = Path(out), load_paper()
+    out = Path(out)
+    paper = load_paper()
     with reading(out):
         outcome = read_table(out)
-        panels, is_bench = outcome.finished, outcome.is_bench
+        panels = outcome.finished
+        is_bench = outcome.is_bench
         arms: dict[str, list[Arm]] = {}
         for panel in panels if not is_bench else ():
             row = functools.partial(_row, outcome, panel, paper)
             arms[panel.name] = [(row(arm, "best"), row(arm, "shared")) for arm in panel.arms]
         claims = [judge(claim, outcome.name, outcome.panels, paper) for claim in paper.claims_of(outcome.name)]
-        sentences, headline = _arm_sentences(arms), _headline(outcome, claims)
+        sentences = _arm_sentences(arms)
+        headline = _headline(outcome, claims)
         edges = {panel.name: panel.edge_warnings() for panel in panels if not is_bench}
         rows = [row for of_panel in arms.values() for pair in of_panel for row in pair]
         rows += [{**_place(outcome, panel), **row} for panel in panels for row in panel.found.get("rows", ())]
@@ -106,14 +109,18 @@ def _row(outcome: Outcome, panel: Evidence, paper: Paper, arm: str, which: str) 
     "shown" is "below", "above" or "undecided" by the rule of the claims, "few seeds", "not finite", or "" for the
     baseline itself. "agree" is the number of seeds with the sign of the mean difference.
     """
-    row, is_baseline = panel.rows(which)[panel.arms.index(arm)], arm == panel.arms[0]
-    deltas, error, agree, shown = [delta for delta in row["deltas"] if delta is not None], None, 0, "not finite"
+    baseline = panel.arms[0]
+    is_baseline = arm == baseline
+    row = panel.rows(which)[panel.arms.index(arm)]
+    deltas = [delta for delta in row["deltas"] if delta is not None]
+    error, agree, shown = None, 0, "not finite"
     if row["delta"] is not None and deltas:
         spread = spread_of(deltas)
-        error, agree = spread.error, sum(delta * spread.mean > 0 for delta in deltas)
+        error = spread.error
+        agree = sum(delta * spread.mean > 0 for delta in deltas)
         shown = _SIGNS[sign_of(spread)] if len(deltas) >= ENOUGH_SEEDS else "few seeds"
     numbers = {n.name: n.value for n in paper.numbers_of(outcome.name) if (n.panel, n.arm) == (panel.paper, arm)}
-    computed = None if is_baseline else paper.difference(outcome.name, panel.paper, arm, panel.arms[0])
+    computed = None if is_baseline else paper.difference(outcome.name, panel.paper, arm, baseline)
     paper_delta = numbers.get("delta", computed)
     unknown = is_baseline or which == "shared" or row["delta"] is None or paper_delta is None
     return {

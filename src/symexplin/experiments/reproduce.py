@@ -237,7 +237,8 @@ class _Estimate:
         config = next((config for (config, _), runs in zip(self._panels, left, strict=True) if runs), None)
         if config is None:
             return
-        seconds, when = _seconds(config), "the time is known when the first one has ended"
+        seconds = _seconds(config)
+        when = "the time is known when the first one has ended"
         if seconds is not None:
             time_of_all = seconds / _cost(config) * self._cost_of(left) / self._jobs
             when = f"about {_duration(time_of_all)} (from {_TIMED_STEPS} steps)"

@@ -14,15 +14,26 @@ from typing import Any
 from symexplin.experiments.comparison import Evidence
 from symexplin.lab.bench import BenchConfig
 from symexplin.lab.bench.run import RESULTS
-from symexplin.lab.compare.grid import COMPARISON, CompareConfig
+from symexplin.lab.compare.grid import COMPARISON, CompareConfig, GridConfig
 from symexplin.lab.config import RunConfig
 from symexplin.lab.files import read_json
 from symexplin.lab.settings import build, differences, load_toml, merge
 from symexplin.validation import check_choice, naming
 
 __all__ = [
-    *("BASE", "BENCH", "DATA", "PANELS", "PASSES", "SCALES", "TABLE"),
-    *("Outcome", "Panel", "Table", "load_table", "names", "read_table"),
+    "BASE",
+    "BENCH",
+    "DATA",
+    "PANELS",
+    "PASSES",
+    "SCALES",
+    "TABLE",
+    "Outcome",
+    "Panel",
+    "Table",
+    "load_table",
+    "names",
+    "read_table",
 ]
 
 Settings = dict[str, Any]
@@ -123,15 +134,17 @@ def load_table(
         file = load_toml(known.get(name, name))
         about = {key: file.pop(key, "") for key in ("title", "place", "about", "baseline")}
         figures = file.pop("figures", ())
-        settings, of_paper = _settings(file, scale), _settings(file, "paper")
-        entries, assumptions = settings.pop("panel", [{}]), settings.pop("assumptions", {})
+        settings = _settings(file, scale)
+        entries = settings.pop("panel", [{}])
+        assumptions = settings.pop("assumptions", {})
         changes = {key: value for key, value in (changes or {}).items() if value != {}}
         if data is not None:
             settings.pop(DATA, None)
             assumptions = {key: text for key, text in assumptions.items() if not key.startswith(f"{DATA}.")}
         _check(settings, changes, entries, about["baseline"])
         layers = _Layers(settings, changes, about["baseline"], str(data or Path(out, DATA)), str(Path(out, BASE)))
-        panels, changed = tuple(_panels(layers, entries, of_paper)), merge(settings, changes)
+        panels = tuple(_panels(layers, entries, of_paper=_settings(file, "paper")))
+        changed = merge(settings, changes)
         arms = {about["baseline"]: {}, **changed.get("arm", {})}
         given = {key: f" (Here: {value}.)" for key, (_, value) in differences({}, changes).items()}
         return Table(
@@ -193,12 +206,15 @@ class _Layers:
         if found.pop(BASE, None):
             found["train"] = {**found["train"], "weights": self.weights}
         known = list(dict.fromkeys([self.baseline, *arms]))
-        compare, own = {"baseline": self.baseline, "arms": known, **found["compare"]}, self.changes.get("compare", {})
+        compare = {"baseline": self.baseline, "arms": known, **found["compare"]}
+        own = self.changes.get("compare", {})
         if isinstance(own.get("seeds"), list) and "confirm_seeds" not in own:  # a seed runs in one stage
-            compare["confirm_seeds"] = [s for s in compare.get("confirm_seeds", []) if s not in own["seeds"]]
-        for name in compare["arms"]:
+            confirm = compare.get("confirm_seeds", [])
+            compare["confirm_seeds"] = [seed for seed in confirm if seed not in own["seeds"]]
+        wanted = build(GridConfig, compare).arms
+        for name in wanted:
             check_choice("arms", name, known)
-        chosen = {name: _curved(arm, curve) for name, arm in arms.items() if name in compare["arms"]}
+        chosen = {name: _curved(arm, curve) for name, arm in arms.items() if name in wanted}
         return build(CompareConfig, {**found, "data": self.data, "compare": compare, "arm": chosen})
 
     def base(self) -> RunConfig | None:
@@ -217,7 +233,8 @@ class _Layers:
 
 def _in_proportion(before: Settings, changes: Settings) -> Settings:
     """Merge changes; where they change the steps alone, warm-up, evaluations and the base's steps keep their share."""
-    settings, steps = merge(before, changes), changes.get("train", {}).get("steps")
+    settings = merge(before, changes)
+    steps = changes.get("train", {}).get("steps")
     if not isinstance(steps, int) or steps < 1:
         return settings  # the schema checks it
     share = steps / before["train"]["steps"]
