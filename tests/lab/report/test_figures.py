@@ -111,9 +111,7 @@ def test_histograms_count_every_weight_though_some_are_drawn(monkeypatch):
 
 
 def test_the_updates_of_a_long_run_stay_small():
-    total = sum(
-        len(figure.svg) for section in run_sections(record(100_000, STATS), None) for figure in section.figures
-    )
+    total = sum(len(figure.svg) for section in run_sections(record(100_000, STATS), None) for figure in section.figures)
     assert total < 600_000
 
 
