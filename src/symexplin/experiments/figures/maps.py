@@ -27,15 +27,8 @@ from symexplin.lab.report.probe import RoleWeights, map_curves, read_run
 from symexplin.lab.weights.inspect import xavier_bound
 
 __all__ = [
-    "MAP",
-    "PATHWAY",
-    "beta_offset",
-    "congruent_mismatch",
-    "mismatched_start",
-    "symexp_controls",
-    "symexp_sel",
-    "transform_outliers",
-    "transform_roles",
+    *("MAP", "PATHWAY", "beta_offset", "congruent_mismatch", "mismatched_start", "symexp_controls", "symexp_sel"),
+    *("transform_outliers", "transform_roles"),
 ]
 
 # The maps that the figures show; what they vary stands in their titles.

@@ -6,7 +6,6 @@ Sizes are in units of Xavier's uniform bound of their matrix where matrices of s
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,9 +26,7 @@ from symexplin.experiments.figures.common import (
 )
 from symexplin.lab.report.charts import (
     BINS,
-    COLOURS,
     GUIDE_LINE,
-    MARKERS,
     Floats,
     Line,
     draw_chart,
@@ -47,7 +44,6 @@ _XAVIER, _TRAINED = 0, 1  # styles
 _START = "Xavier's uniform start"
 _SIZE = "|w| / Xavier's bound (log scale)"
 _CHUNK = 1 << 20  # numbers per part
-_ROLES = 12  # more kinds of matrices have one colour
 _ABREAST = 4  # names per line of a legend
 # Twenty bins per decade; smaller and larger distances count in the first and the last.
 _EDGES: Floats = np.geomspace(1e-9, 1e3, 12 * 20 + 1)
@@ -64,7 +60,7 @@ def weight_distribution(sources: Sequence[Path]) -> Figure:
     draw_chart(middle, _tail(found))
     middle.set(xscale="log", yscale="log")
     middle.set_xlim(_SMALLEST, 1.5 * max(1.0, found.total.max_growth))
-    middle.set_ylim(0.5 / sum(found.histogram), 2.0)
+    middle.set_ylim(0.5 / sum(found.total.histogram), 2.0)
     middle.axvline(1.0, **GUIDE_LINE, label="largest at Xavier's start")
     finish(middle, "Tail", _SIZE, "share of weights beyond (log)")
     _draw_growth(right, found, _ABREAST)
@@ -76,7 +72,7 @@ def _draw_signed(axes: Axes, path: Path, found: Inspection) -> None:
     top = 1.02 * max(1.0, found.total.max_growth)
     edges = np.linspace(-top, top, BINS + 1)
     counts = sum(np.histogram(values / bound, edges)[0] for values, bound in _curved_parts(path))
-    heights = counts / (sum(found.histogram) * np.diff(edges))
+    heights = counts / (sum(found.total.histogram) * np.diff(edges))
     inside = np.clip(np.minimum(edges[1:], 1.0) - np.maximum(edges[:-1], -1.0), 0.0, None)
     outline(axes, heights, edges, "trained weights", _TRAINED, filled=True)
     outline(axes, 0.5 * inside / np.diff(edges), edges, _START, _XAVIER)
@@ -122,7 +118,7 @@ def _inspect(path: Path) -> Inspection:
 
 def _tail(found: Inspection) -> list[Line]:
     """Return the share of the weights of each size or more, in units of the bound: at Xavier's start, and now."""
-    count: Floats = np.array(found.histogram, dtype=float)
+    count: Floats = np.array(found.total.histogram, dtype=float)
     beyond = np.cumsum(count[::-1])[::-1] / count.sum()
     # The first bin begins at 0, which no logarithmic axis has; the last point is the largest weight.
     sizes, kept = np.array(BIN_EDGES[1:-1]), beyond[1:] > 0
@@ -133,7 +129,7 @@ def _tail(found: Inspection) -> list[Line]:
 
 def _draw_percentiles(axes: Axes, found: Inspection) -> None:
     draw_chart(axes, [dataclasses.replace(line, x=line.y, y=line.x) for line in _tail(found)])
-    smallest = 1.0 / sum(found.histogram)
+    smallest = 1.0 / sum(found.total.histogram)
     axes.set(xscale="log", yscale="log")
     axes.set_xlim(1.0, 0.7 * smallest)
     axes.set_ylim(0.05, 2.0 * found.total.max_growth)
@@ -165,23 +161,14 @@ def _place(row: Row) -> tuple[int, str]:
 
 
 def _draw_points(axes: Axes, rows: Sequence[Row], x: Sequence[float] | Floats, y: Sequence[float] | Floats) -> None:
-    """Draw a point for each matrix, in a colour and with a marker for each kind, as long as these are few."""
+    """Draw a point for each matrix, in a colour and with a marker for each kind."""
     roles = [_place(row)[1] for row in rows]
     last = {role: role.rpartition(".")[2] for role in roles}
     if len(set(last.values())) == len(last):  # the last parts of the names are distinct
         roles = [last[role] for role in roles]
-    kinds = list(dict.fromkeys(roles))
-    if len(kinds) > _ROLES:
-        roles, kinds = [""] * len(rows), [""]
-    for style, kind in enumerate(kinds):
+    for style, kind in enumerate(dict.fromkeys(roles)):
         chosen = np.array([role == kind for role in roles])
-        look: dict[str, Any] = {
-            "marker": MARKERS[style % len(MARKERS)],
-            "color": COLOURS[style % len(COLOURS)],
-            "linestyle": "None",
-        }
-        filled = "full" if style < len(MARKERS) else "none"
-        axes.plot(np.asarray(x)[chosen], np.asarray(y)[chosen], **look, fillstyle=filled, label=kind or "_")
+        draw_chart(axes, [Line(kind, np.asarray(x)[chosen], np.asarray(y)[chosen], style, kind="points")])
 
 
 def _draw_pairs(axes: Axes, rows: Sequence[Row], start: Floats, now: Floats) -> None:

@@ -136,9 +136,7 @@ def _weight_sections(weights: Probe) -> Iterator[Section]:
     roles = weights.roles.values()
     total, seen = sum(role.total for role in roles), sum(len(role.effective) for role in roles)
     matrices = "curved matrices" if weights.has_raw else "blocks' matrices"
-    note = f"All {total:,} weights of the {matrices}."
-    if seen < total:
-        note = f"{seen:,} of the {total:,} weights of the {matrices}, at most {LIMIT:,} per role."
+    note = f"{seen:,} of the {total:,} weights of the {matrices}, at most {LIMIT:,} per role."
     start, now = weights.pooled("initial"), weights.pooled("effective")
     axes = "weight", "weights per bin (log scale)"
     svg = histogram({"start": start, f"step {weights.step:,}": now}, *axes)

@@ -10,10 +10,11 @@ import math
 import re
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -50,10 +51,11 @@ def xavier_bound(shape: Sequence[int]) -> float:
 
 @dataclass(frozen=True)
 class Row:
-    """The figures of the finite numbers of one curved matrix, or of all matrices.
+    """The figures of the finite numbers of one curved matrix, of a part of it, or of all matrices.
 
     The fractions `above` are by multiple of the bound. `inversion_error` is the largest |effective(inverse(w)) - w| in
-    units of the accuracy owed, so that 1 is the limit.
+    units of the accuracy owed, so that 1 is the limit. `histogram` counts numbers in each bin of |w| / bound between
+    :data:`BIN_EDGES`.
     """
 
     name: str
@@ -63,11 +65,13 @@ class Row:
     bound: float
     max: float
     max_growth: float
+    mean: float
     std: float
     std_growth: float
     above_large: float
     above: dict[int, float]
-    beta: float | None
+    histogram: tuple[int, ...]
+    beta: float
     inversion_error: float | None
     not_invertible: str | None
 
@@ -76,8 +80,7 @@ class Row:
 class Inspection:
     """The rows of the curved matrices of a file in the order of their names, 10 after 9, and their summary.
 
-    The bound of `total` is that of a fresh matrix with the same mean square. `histogram` counts numbers in each bin of
-    |w| / bound between :data:`BIN_EDGES`.
+    The bound of `total` is that of a fresh matrix with the same mean square.
     """
 
     path: str
@@ -85,7 +88,6 @@ class Inspection:
     origin: str
     rows: tuple[Row, ...]
     total: Row
-    histogram: tuple[int, ...]
     plain: int
 
     def to_dict(self) -> dict[str, Any]:
@@ -107,121 +109,100 @@ def inspect_file(path: str | Path, *, config: SELConfig | None = None, progress:
     routes = curved_in(path, specs, metadata, config).curved
     layouts = {route.name: route.layout(config) for route in routes if route.name.endswith("weight")}
     rows: list[Row] = []
-    whole = _Tally()
     total = sum(math.prod(spec.shape) for spec in specs.values())
     with tqdm(total=total, unit=" numbers", unit_scale=True, disable=None if progress else True) as bar:
         for name, tensor in iter_tensors(path):
             if name in layouts:
-                tally = _tally(tensor, layouts[name])
-                rows.append(_row(name, tally, xavier_bound(specs[name].shape), layouts[name]))
-                whole.merge(tally)
+                height = max(1, _CHUNK // tensor.shape[1])
+                parts = [_measured(name, part, layouts[name]) for part in torch.split(tensor, height)]
+                rows.append(_merged(name, layouts[name].shape, parts))
             bar.update(tensor.numel())
-    return Inspection(
-        path=str(path),
-        config=config,
-        origin=origin,
-        rows=tuple(sorted(rows, key=_counting)),
-        total=_total(rows, whole),
-        histogram=tuple(whole.bins.tolist()),
-        plain=len(specs) - len(rows),
-    )
+    rows.sort(key=_counting)
+    broken = sum(row.not_invertible is not None for row in rows)
+    reason = f"{broken} of {len(rows)} matrices" if broken else None
+    whole = dataclasses.replace(_merged("all", (), rows), not_invertible=reason)
+    return Inspection(str(path), config, origin, tuple(rows), whole, plain=len(specs) - len(rows))
 
 
 def _counting(row: Row) -> list[str | int]:
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", row.name)]
 
 
-@dataclass
-class _Tally:
-    """Sums and largest values over the numbers of a matrix, or of a part of it."""
-
-    count: int = 0
-    not_finite: int = 0
-    total: float = 0.0
-    squares: float = 0.0
-    large: int = 0
-    above: Tensor = field(default_factory=lambda: torch.zeros(len(_MULTIPLES), dtype=torch.int64))
-    bins: Tensor = field(default_factory=lambda: torch.zeros(_BINS, dtype=torch.int64))
-    max: float = 0.0
-    error: float = 0.0  # of the inverse
-    reason: str | None = None  # why the map cannot be inverted
-
-    def merge(self, other: "_Tally") -> None:
-        """Add the numbers of another part."""
-        for name in ("count", "not_finite", "total", "squares", "large", "above", "bins"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.max, self.error = max(self.max, other.max), max(self.error, other.error)
-        self.reason = self.reason or other.reason
-
-
-def _tally(w: Tensor, layout: Layout) -> _Tally:
-    """Return the figures of a matrix, collected in parts."""
-    whole, bound = _Tally(), xavier_bound(layout.shape)
-    for part in torch.split(w, max(1, _CHUNK // w.shape[1])):
-        x = part[torch.isfinite(part)].double()
-        size = x.abs()
-        growth = size / bound
-        index = (torch.log10(growth) - _DECADES[0]).mul(_BINS_PER_DECADE).floor().add(1).clamp(0, _BINS - 1)
-        error, reason = _inverted(part, dataclasses.replace(layout, shape=tuple(part.shape)))
-        here = _Tally(
-            count=x.numel(),
-            not_finite=part.numel() - x.numel(),
-            total=float(x.sum()),
-            squares=float(x @ x),
-            large=int((size > _LARGE).sum()),
-            above=torch.stack([(growth > multiple).sum() for multiple in _MULTIPLES]),
-            bins=torch.bincount(index.long(), minlength=_BINS),
-            max=float(size.max()) if len(size) else 0.0,
-            error=error,
-            reason=reason,
-        )
-        whole.merge(here)
-    return whole
+def _measured(name: str, w: Tensor, layout: Layout) -> Row:
+    """Return the figures of some rows of a matrix."""
+    bound = xavier_bound(layout.shape)
+    x = w[torch.isfinite(w)].double()
+    size = x.abs()
+    growth = size / bound
+    bins = (torch.log10(growth) - _DECADES[0]).mul(_BINS_PER_DECADE).floor().add(1).clamp(0, _BINS - 1)
+    std, mean = torch.std_mean(x, correction=0) if len(x) else (0.0, 0.0)
+    error, reason = _inverted(w, dataclasses.replace(layout, shape=tuple(w.shape)))
+    return Row(
+        name=name,
+        shape=layout.shape,
+        numbers=w.numel(),
+        not_finite=w.numel() - len(x),
+        bound=bound,
+        max=float(size.max()) if len(x) else 0.0,
+        max_growth=float(growth.max()) if len(x) else 0.0,
+        mean=float(mean),
+        std=float(std),
+        std_growth=float(std) * math.sqrt(3.0) / bound,
+        above_large=_share(size > _LARGE),
+        above={multiple: _share(growth > multiple) for multiple in _MULTIPLES},
+        histogram=tuple(torch.bincount(bins.long(), minlength=_BINS).tolist()),
+        beta=layout.beta,
+        inversion_error=error,
+        not_invertible=reason,
+    )
 
 
-def _inverted(w: Tensor, layout: Layout) -> tuple[float, str | None]:
-    """Invert the map in the dtype of a layer; return the largest error, or 0 and the reason why it fails."""
+def _share(mask: Tensor) -> float:
+    return int(mask.sum()) / max(1, len(mask))
+
+
+def _merged(name: str, shape: tuple[int, ...], parts: Sequence[Row]) -> Row:
+    """Return the figures of the numbers of all parts together."""
+    counts = np.array([part.numbers - part.not_finite for part in parts])
+    weights = counts / max(1, counts.sum())
+    means, stds, bounds = (np.array([getattr(part, key) for part in parts]) for key in ("mean", "std", "bound"))
+    mean = float(weights @ means)
+    std = math.sqrt(weights @ (stds**2 + (means - mean) ** 2))
+    bound = math.sqrt(np.average(bounds**2, weights=[part.numbers for part in parts]))
+    reason = next((part.not_invertible for part in parts if part.not_invertible), None)
+    return Row(
+        name=name,
+        shape=shape,
+        numbers=sum(part.numbers for part in parts),
+        not_finite=sum(part.not_finite for part in parts),
+        bound=bound,
+        max=max(part.max for part in parts),
+        max_growth=max(part.max_growth for part in parts),
+        mean=mean,
+        std=std,
+        std_growth=std * math.sqrt(3.0) / bound,
+        above_large=float(weights @ [part.above_large for part in parts]),
+        above={m: float(weights @ [part.above[m] for part in parts]) for m in _MULTIPLES},
+        histogram=tuple(np.sum([part.histogram for part in parts], axis=0).tolist()),
+        beta=parts[0].beta,
+        inversion_error=None if reason else max(part.inversion_error or 0.0 for part in parts),
+        not_invertible=reason,
+    )
+
+
+def _inverted(w: Tensor, layout: Layout) -> tuple[float | None, str | None]:
+    """Invert the map in the dtype of a layer; return the largest error, or the reason why it fails."""
     dtype = compute_dtype(w)
     here = Coordinates(layout, w.to(dtype), **layout.start_panels(dtype, w.device, position=0))
     try:
         raw = here.matched(here.raw)
     except ValueError as error:
-        return 0.0, str(error).rpartition("elements: ")[2]  # without the count, which is of this part
+        return None, str(error).rpartition("elements: ")[2]  # without the count, which is of this part
     scales = here.scales()
     exact = Scales(*(v.double() if isinstance(v, Tensor) else v for v in scales))  # type: ignore[arg-type]
     gap = (forward(layout.form, raw.double(), exact) - w.double()).abs()
     owed = tolerance(layout.form, raw, scales).double()
     return float(torch.where(gap == 0, 0.0, gap / owed).max()), None
-
-
-def _row(name: str, tally: _Tally, bound: float, layout: Layout | None = None) -> Row:
-    """Return the figures of a matrix, or those of all of them without a layout."""
-    count = max(1, tally.count)
-    variance = tally.squares / count - (tally.total / count) ** 2
-    std = math.sqrt(max(variance, 0.0))
-    return Row(
-        name=name,
-        shape=() if layout is None else layout.shape,
-        numbers=tally.count + tally.not_finite,
-        not_finite=tally.not_finite,
-        bound=bound,
-        max=tally.max,
-        max_growth=tally.max / bound,
-        std=std,
-        std_growth=std / (bound / math.sqrt(3.0)),
-        above_large=tally.large / count,
-        above={m: above / count for m, above in zip(_MULTIPLES, tally.above.tolist(), strict=True)},
-        beta=None if layout is None else layout.beta,
-        inversion_error=None if tally.reason else tally.error,
-        not_invertible=tally.reason,
-    )
-
-
-def _total(rows: Sequence[Row], whole: _Tally) -> Row:
-    broken = sum(row.not_invertible is not None for row in rows)
-    whole.reason = f"{broken} of {len(rows)} matrices" if broken else None
-    bound = math.sqrt(sum(row.numbers * row.bound**2 for row in rows) / sum(row.numbers for row in rows))
-    return dataclasses.replace(_row("all", whole, bound), max_growth=max(row.max_growth for row in rows))
 
 
 def format_inspection(inspection: Inspection, width: int = 120) -> str:
@@ -261,8 +242,8 @@ def _remarks(inspection: Inspection) -> list[str]:
 def _cells(row: Row) -> list[str]:
     shares = (_percent(share) for share in (row.above_large, *row.above.values()))
     name, shape = row.name.removesuffix(".weight"), "x".join(map(str, row.shape)) or "-"
-    sizes, rest = (row.max, row.max_growth, row.std_growth), (row.beta, row.inversion_error)
-    return [name, shape, *map(_number, sizes), *shares, *map(_number, rest)]
+    sizes, beta = (row.max, row.max_growth, row.std_growth), _number(row.beta) if row.shape else "-"
+    return [name, shape, *map(_number, sizes), *shares, beta, _number(row.inversion_error)]
 
 
 def _number(value: float | None) -> str:
