@@ -80,7 +80,7 @@ def test_another_table_or_other_settings_are_refused(finished, data):
     with pytest.raises(ValueError, match="name was 'optimizer_equivalence'"):
         run("frozen", out, tiny(data), resume=True)
     before = (out / "table.json").read_bytes()
-    with pytest.raises(ValueError, match=r"steps is 4 there"):
+    with pytest.raises(ValueError, match=r"train.steps was 4, is 6 now"):
         run("optimizer_equivalence", out, tiny(data, steps=6), resume=True)
     wider = {**SMALL, "model": {**SMALL["model"], "width": 32}}
     with pytest.raises(ValueError, match=r"panels was \['16x1'\]"):
