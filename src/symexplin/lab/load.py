@@ -52,7 +52,8 @@ def find_weights(path: str | Path, name: str = "path", echo: Echo = warnings.war
     """
     path = Path(path)
     if not path.exists():
-        raise FileNotFoundError(f"{name} must be the folder of a run or a model's file, got {str(path)!r}: not there")
+        wanted = f"{name} must be the folder of a run or a model's file"
+        raise FileNotFoundError(f"{wanted}, got {str(path)!r}, which does not exist")
     if not path.is_dir():
         return path
     if is_checkpoint(path):
