@@ -105,7 +105,7 @@ def test_a_finished_one_is_told_again_and_other_settings_are_refused(finished, d
     folder, content, _ = finished
     before = {path: when for path, when in everything(folder).items() if path.parent.parent.name == "runs"}
     assert run_demo(folder, tiny(data)) == content
-    with pytest.raises(ValueError, match=r"another configuration.*train\.steps is 6 there, 7 now"):
+    with pytest.raises(ValueError, match=r"another configuration.*train\.steps was 6, is 7 now"):
         run_demo(folder, tiny(data, steps=7))
     with pytest.raises(ValueError, match=r"out must be new for another configuration.*sources"):
         run_demo(folder, tiny("stdlib"))

@@ -199,7 +199,7 @@ def test_a_mistake_leaves_no_folder(tmp_path, monkeypatch, device):
         raise ValueError("no inverse")
 
     monkeypatch.setattr(module, "make_work", refuse)
-    with pytest.raises(ValueError, match="no inverse" if device == "cpu" else "device must be available to torch"):
+    with pytest.raises(ValueError, match="no inverse" if device == "cpu" else "device must be"):
         run_bench(BenchConfig(("step",), **{**TINY, "device": device}), tmp_path / "deep" / "out")
     assert not (tmp_path / "deep").exists()
 

@@ -160,6 +160,6 @@ def test_weights_of_another_shape_are_refused_before_the_first_run(confirmed, da
     config = dataclasses.replace(
         tiny(data), model=ModelConfig(32, 1, 2, context=16), arm=own, compare=GridConfig(("AdamW", "on"))
     )
-    with pytest.raises(ValueError, match=r"arm on: weights must be those of a model with width 32, got .* width 16"):
+    with pytest.raises(ValueError, match="arm on: weights must be of a model with width 32"):
         compare_runs(config, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} <= {".lock"}
