@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 PAPER, OFFSET = sel.preset("paper"), sel.preset("paper+offset")
 # The run is hot enough to be clipped at first, cool enough not to amplify a rounding error.
 SETTINGS = {"lr": 3e-3}
+_ROUNDING = 2.0**-24  # of float32
 TRAJECTORIES = {
     2: [("ddp", PAPER, torch.float64), ("fsdp", OFFSET, torch.float64), ("fsdp", PAPER, torch.float32)],
     3: [("fsdp", OFFSET, torch.float64), ("ddp", PAPER, torch.float64)],
@@ -87,7 +88,8 @@ def test_processes_follow_the_trajectory_of_one(found, whole, case):
     twin = sharded.trajectory("whole", *case[2:], one_ulp=True, **SETTINGS)
     noise = distances(twin[0], expected)
     for key, far in distances(weights, expected).items():
-        assert far <= 10 * noise[key], (key, far, noise[key])
+        # An ulp may be rounded away again, and its twin end with the same bits: it counts for one rounding at least.
+        assert far <= 10 * max(noise[key], _ROUNDING), (key, far, noise[key])
     assert losses == pytest.approx(expected_losses, abs=1e-4)
     assert figures == pytest.approx(expected_figures, rel=1e-4)
 
