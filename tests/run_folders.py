@@ -69,7 +69,6 @@ def comparison(folder, seeds=(0,), final=1.5, broken=None, **changes):
         "provenance": {"commit": None, "processor": "A <fast> one"},
         "seconds": 99.5,
         "sample": {"arm": "SEL", "lr": 0.01, "seed": 0, "text": EVIL},
-        "export": {"file": "model.safetensors", "bit_equal": True},
         **changes,
     }
     Path(folder, "comparison.json").write_text(json.dumps({k: v for k, v in content.items() if v is not ...}))

@@ -13,10 +13,8 @@ def main() -> int:
         sys.stderr.write(f"symexplin: error: {error}; install the extra 'lab': pip install 'symexplin[lab]'\n")
         return 2
     status = run()
-    if "torch.distributed" in sys.modules:
-        from symexplin.lab.parallel import leave
-
-        leave(status)
+    if parallel := sys.modules.get("symexplin.lab.parallel"):  # without it no job was joined
+        parallel.leave(status)
     return status
 
 

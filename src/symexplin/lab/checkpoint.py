@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from symexplin.lab.files import read_json, write_json
+from symexplin.lab.files import file_digest, read_json, write_json
 from symexplin.lab.parallel import placed
 from symexplin.lab.weights.files import iter_tensors
 
@@ -54,7 +54,7 @@ def save_checkpoint(folder: Path, step: int, write: Callable[[Path], State], kee
     temporary.mkdir(parents=True)
     try:
         state = {"step": step, **write(temporary)}
-        state["files"] = {path.name: _digest(path) for path in sorted(temporary.iterdir())}
+        state["files"] = {path.name: file_digest(path) for path in sorted(temporary.iterdir())}
         write_json(temporary / _STATE, {"sha256": _sha256(state), "state": state})
         temporary.rename(final)
     except BaseException:
@@ -73,7 +73,7 @@ def load_checkpoint(path: Path) -> State:
         whole = read_json(path / _STATE)
         state: State = whole["state"]
         bad = [_STATE] if whole["sha256"] != _sha256(state) else []
-        bad += [name for name, digest in state["files"].items() if _digest(path / name) != digest]
+        bad += [name for name, digest in state["files"].items() if file_digest(path / name) != digest]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"checkpoint {path} is damaged: {error}") from None
     if bad:
@@ -106,11 +106,6 @@ def tidy(folder: Path, echo: Callable[[str], None]) -> tuple[Path, State] | None
         if found is not None and path.name > found[0].name:
             shutil.rmtree(path)
     return found
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sha256(state: State) -> str:

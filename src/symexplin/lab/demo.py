@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from symexplin.lab.compare.grid import COMPARISON, CompareConfig, GridConfig
+from symexplin.lab.compare.grid import COMPARISON, DEMO, CompareConfig, GridConfig
 from symexplin.lab.config import ComputeConfig, LogConfig, ModelConfig, TrainConfig
 from symexplin.lab.files import replace_file, write_json
 from symexplin.lab.folders import claimed
@@ -14,7 +14,7 @@ from symexplin.validation import check_whole
 __all__ = ["DemoConfig", "run_demo"]
 
 _EVALUATIONS, _SAMPLE_LENGTH = 12, 400
-_MARKER, _DATA, _SAMPLE = ".symexplin-demo", "data", "sample.txt"
+_DATA, _SAMPLE = "data", "sample.txt"
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,11 @@ def run_demo(out: str | Path, config: DemoConfig, echo: Callable[[str], None] = 
     from symexplin.lab.report.pages import report_comparison
     from symexplin.lab.weights.files import MODEL
 
-    with claimed(out, "demo", {_MARKER, _DATA}) as folder:
+    with claimed(out, "demo", {DEMO, _DATA}) as folder:
         # One split for all seeds.
         text = PrepareConfig((config.data,), tokenizer="byte", valid_fraction=0.05, seed=0)
         prepare(text, folder / _DATA, echo=echo)
-        replace_file(folder / _MARKER, "")
+        replace_file(folder / DEMO, "")
         content = compare_runs(config.comparison(str(folder / _DATA)), folder, resume=True, echo=echo)
         curved = [row for row in content["comparison"]["best"][1:] if row["loss"] is not None]
         if not curved:

@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import hashlib
 import io
 import json
 import os
@@ -9,7 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-__all__ = ["JsonLines", "read_json", "read_json_lines", "replace_file", "replacing", "write_json"]
+__all__ = [
+    *("JsonLines", "file_digest", "format_columns", "read_json", "read_json_lines"),
+    *("replace_file", "replacing", "write_csv", "write_json"),
+]
 
 
 @contextlib.contextmanager
@@ -33,6 +37,12 @@ def replace_file(path: str | Path, content: str | bytes) -> None:
     """Write a file in one step (:func:`replacing`)."""
     with replacing(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class JsonLines:

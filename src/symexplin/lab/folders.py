@@ -10,15 +10,13 @@ import filelock
 from symexplin.lab.settings import differences
 
 __all__ = [
-    *("COMPARE", "COMPARISON", "CONFIG", "FACTS", "LOCK", "SUMMARY", "TOKENIZER"),
+    *("CONFIG", "FACTS", "LOCK", "SUMMARY", "TOKENIZER"),
     *("check_resumable", "claimed"),
 ]
 
 LOCK = ".lock"
 # Files of a run (symexplin.lab.run).
 CONFIG, SUMMARY, TOKENIZER, FACTS = "config.toml", "summary.json", "tokenizer.json", "run.json"
-# Files of a comparison (symexplin.lab.compare).
-COMPARE, COMPARISON = "compare.toml", "comparison.json"
 
 # A resumed folder may have other values of these keys: paths (digests guard what lies there), logging, the machine.
 _FREE = ("data", "train.weights", "log.")

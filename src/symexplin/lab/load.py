@@ -1,7 +1,6 @@
 """Trained models: from the folder of a run, a checkpoint, or a safetensors file."""
 
 import dataclasses
-import hashlib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import NamedTuple
 from symexplin.config import SELConfig
 from symexplin.lab.checkpoint import is_checkpoint, load_checkpoint, newest_intact
 from symexplin.lab.data.tokenizer import Tokenizer
-from symexplin.lab.files import read_json
+from symexplin.lab.files import file_digest, read_json
 from symexplin.lab.folders import FACTS, TOKENIZER
 from symexplin.lab.model import Transformer
 from symexplin.lab.weights.files import MAP_KEY, MODEL, TRAINED_KEY, load_model, map_in, model_from, read_specs
@@ -86,5 +85,4 @@ def start_from(model: Transformer, path: str | Path) -> None:
 
 def digest_of(path: str | Path) -> str:
     """Return the SHA-256 of the weights that a run starts from; `path` is that of :func:`start_from`."""
-    with find_weights(path, "weights").open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return file_digest(find_weights(path, "weights"))

@@ -32,7 +32,7 @@ from symexplin.lab.settings import dump_toml, lines, to_table
 from symexplin.lab.train import NonFiniteError, Trainer
 from symexplin.lab.weights.files import MODEL, save_model
 
-__all__ = ["MODEL", "check_weights", "evaluations", "train"]
+__all__ = ["MODEL", "check_inputs", "check_weights", "evaluations", "train"]
 
 Echo = Callable[[str], None]
 
@@ -117,14 +117,25 @@ def _check_folder(
         raise ValueError(f"out must be a new folder, got {str(folder)!r} with {state}: add --resume to continue it")
     facts = read_json(folder / FACTS)
     changed = check_resumable(folder, "run", facts["config"], to_table(config))
-    if facts["data"] != corpus.fingerprint:
-        raise ValueError(f"data must be those of the run in {str(folder)!r}, got {config.data!r} with other tokens")
-    check_weights(folder, facts, config.train.weights)
+    check_inputs(folder, facts, config, corpus)
     if (began := facts["provenance"].get("processes", 1)) != ranks.size:
         changed.append(f"processes were {began}, are {ranks.size} now")
     if changed:
         echo(f"{'; '.join(changed)}: the rounding changes")
     return summary if "final_loss" in summary else None
+
+
+def check_inputs(
+    folder: Path,
+    facts: Mapping[str, Any],
+    config: RunConfig,
+    corpus: Corpus,
+    digest: Callable[[str], str] = digest_of,
+) -> None:
+    """Raise ValueError unless the run with these facts has the same tokens and started from the same weights."""
+    if facts["data"] != corpus.fingerprint:
+        raise ValueError(f"data must be those of the run in {str(folder)!r}, got {config.data!r} with other tokens")
+    check_weights(folder, facts, config.train.weights, digest)
 
 
 def check_weights(

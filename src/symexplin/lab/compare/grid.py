@@ -12,12 +12,14 @@ from symexplin.lab.settings import build, to_table
 from symexplin.validation import check_choice, check_positive, check_whole, naming
 
 __all__ = [
-    *("ARMS", "BASELINE", "COMPARISON", "CONFIG", "RUNS"),
+    *("ARMS", "BASELINE", "COMPARISON", "CONFIG", "DEMO", "RUNS"),
     *("Cell", "ClusterConfig", "CompareConfig", "GridConfig"),
 ]
 
 # Files of a comparison's folder: its configuration, its result, and the folders of its runs.
 CONFIG, COMPARISON, RUNS = "compare.toml", "comparison.json", "runs"
+# The first file in the folder of a demo, which becomes that of its comparison.
+DEMO = ".symexplin-demo"
 
 BASELINE = "AdamW"
 # Learning rates of learned scales in runs of some hundred steps: the paper's 0.015 to 0.0024 are for 100,000.

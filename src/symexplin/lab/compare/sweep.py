@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from symexplin.lab.build import build as build_run
-from symexplin.lab.compare.grid import COMPARISON, CONFIG, RUNS, Cell, CompareConfig
+from symexplin.lab.compare.grid import COMPARISON, CONFIG, DEMO, RUNS, Cell, CompareConfig
 from symexplin.lab.compare.launch import Task, check_slurm, run_as_jobs, run_here, run_side_by_side
 from symexplin.lab.compare.table import Run, chosen_lrs, compare, format_table, headline
 from symexplin.lab.config import ComputeConfig, RunConfig, absolute, resolve
@@ -29,16 +29,13 @@ from symexplin.lab.maps import map_of
 from symexplin.lab.parallel import Ranks, joined
 from symexplin.lab.provenance import cores
 from symexplin.lab.record import METRICS
-from symexplin.lab.run import check_weights, evaluations
+from symexplin.lab.run import check_inputs, evaluations
 from symexplin.lab.settings import build, dump_toml, load_toml, to_table
 from symexplin.validation import naming
 
-__all__ = ["FIRST_FILES", "compare_runs"]
+__all__ = ["compare_runs"]
 
 Echo = Callable[[str], None]
-
-# The first file in a comparison's folder, or in that of a demo around it.
-FIRST_FILES = {CONFIG, ".symexplin-demo"}
 
 
 def compare_runs(
@@ -76,7 +73,7 @@ def compare_runs(
             corpus = Corpus.load(config.data, verify=ranks.first)
             corpus.check_context(config.model.context)
         ranks.agree({**config.table(), "resume": resume}, free=("data", "compute.threads"))
-        folder = ranks.tell(lambda: stack.enter_context(claimed(out, "comparison", FIRST_FILES)))
+        folder = ranks.tell(lambda: stack.enter_context(claimed(out, "comparison", {CONFIG, DEMO})))
         config = ranks.tell(lambda: _opened(folder, config, corpus, resume, echo, ranks))
         grid = config.compare
         echo(
@@ -124,11 +121,14 @@ def _opened(
         if changed := check_resumable(folder, "comparison", before, now):
             echo(f"{'; '.join(changed)}: the rounding of runs that have not ended changes")
     grid, digest = config.compare, functools.cache(digest_of)
+    started = set()
     for cell in itertools.starmap(Cell, itertools.product(grid.arms, grid.lrs, (*grid.seeds, *grid.confirm_seeds))):
         if (folder / RUNS / cell.name / FACTS).exists():
             _check_run(folder / RUNS / cell.name, config.run(cell), corpus, digest)
+            started.add(cell.arm)
     for arm in grid.arms:
-        _check_arm(config, arm, corpus.vocab_size)
+        if arm not in started:  # a started run has the same configuration, which was checked before it
+            _check_arm(config, arm, corpus.vocab_size)
     replace_file(folder / CONFIG, dump_toml(config.table()))
     return config
 
@@ -174,9 +174,7 @@ def _check_run(folder: Path, config: RunConfig, corpus: Corpus, digest: Callable
         facts = read_json(folder / FACTS)
     new = to_table(resolve(_on_cpu(config), corpus.vocab_size))
     check_resumable(folder, "run", {**facts["config"], "compute": new["compute"]}, new)
-    if facts["data"] != corpus.fingerprint:
-        raise ValueError(f"data must be those of the run in {str(folder)!r}, got {config.data!r} with other tokens")
-    check_weights(folder, facts, config.train.weights, digest)
+    check_inputs(folder, facts, config, corpus, digest)
 
 
 def _on_cpu(config: RunConfig) -> RunConfig:

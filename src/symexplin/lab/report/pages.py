@@ -11,9 +11,11 @@ import numpy as np
 import torch
 
 from symexplin.config import SELConfig
+from symexplin.lab.compare.grid import COMPARISON
+from symexplin.lab.compare.grid import CONFIG as COMPARE
 from symexplin.lab.config import OPTIMIZERS
 from symexplin.lab.files import read_json, replace_file
-from symexplin.lab.folders import COMPARE, COMPARISON, CONFIG
+from symexplin.lab.folders import CONFIG
 from symexplin.lab.maps import describe_map, map_of
 from symexplin.lab.model import Transformer
 from symexplin.lab.report.figures import comparison_figures, run_sections
@@ -98,7 +100,7 @@ def report_comparison(folder: str | Path) -> Path:
             path,
             "comparison.html.jinja",
             title=f"Comparison of {', '.join(row['arm'] for row in found['comparison']['shared'])}",
-            found={"sample": None, "export": None, **found},
+            found={"sample": None, **found},
             figures=comparison_figures(found),
             runs=[(run, _link(path, run["folder"])) for run in found["runs"]],
             facts=facts,
