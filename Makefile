@@ -9,10 +9,11 @@ STAMP  := $(VENV)/.installed
 demo: $(STAMP)
 	$(BIN)/symexplin demo
 
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(STAMP)
 	# One thread a worker: two workers with two threads each fight over two cores. A file stays with one worker, so that
 	# what its tests share is made once (loadgroup groups nothing under pytest 9.2: pytest-xdist issue 1386). Files come
-	# in the order of tests/conftest.py, the slow ones first.
+	# in the order of tests/conftest.py, the slow ones first. Many tests start processes, so bytecode is kept.
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 check: $(STAMP)

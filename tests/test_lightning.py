@@ -4,7 +4,6 @@ import copy
 import importlib.util
 import pickle
 import re
-import signal
 import subprocess
 import sys
 from enum import Enum
@@ -19,10 +18,12 @@ from symexplin.lightning import setup
 from training import assert_same_bits
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "lightning_module.py"
+# One process imports Lightning and forks one process per precision.
+PRECISIONS = ["32-true", "bf16-true"]
 KILLED = """
-import importlib.util, os, signal, sys
+import os, signal, sys
 from pathlib import Path
-sys.path.insert(0, {tests!r})
+sys.path.insert(0, sys.argv[1])
 import test_lightning
 example = test_lightning.load_example()
 
@@ -31,7 +32,12 @@ class Kill(example.L.Callback):
         if trainer.global_step == 15:
             os.kill(os.getpid(), signal.SIGKILL)
 
-test_lightning.record(example, Path({out!r}), 4, Kill(), precision={precision!r})
+for precision in sys.argv[3:]:
+    pid = os.fork()
+    if not pid:
+        test_lightning.record(example, Path(sys.argv[2], precision), 4, Kill(), precision=precision)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
 """
 
 
@@ -59,15 +65,21 @@ def example():
     return load_example()
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_a_killed_run_goes_on_to_the_same_bits(example, tmp_path, precision):
-    """Killed in the third epoch of six steps: resumed in another process, from the second's checkpoint."""
-    whole, expected = record(example, tmp_path / "whole", 4, precision=precision)
-    out = tmp_path / "killed"
-    code = KILLED.format(tests=str(Path(__file__).parent), out=str(out), precision=precision)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, timeout=120)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    module, losses = record(example, out, 4, precision=precision)
+@pytest.fixture(scope="module")
+def killed(example, tmp_path_factory):  # noqa: ARG001 (skips without Lightning)
+    """Runs of each precision, killed in the third epoch of six steps."""
+    folder = tmp_path_factory.mktemp("killed")
+    command = [sys.executable, "-c", KILLED, str(Path(__file__).parent), str(folder), *PRECISIONS]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_killed_run_goes_on_to_the_same_bits(example, killed, tmp_path, precision):
+    """Resumed in another process, from the checkpoint of the second epoch."""
+    whole, expected = record(example, tmp_path, 4, precision=precision)
+    module, losses = record(example, killed / precision, 4, precision=precision)
     assert list(losses) == list(range(13, 25))
     assert losses == {step: expected[step] for step in losses}
     assert_same_bits(module, whole)

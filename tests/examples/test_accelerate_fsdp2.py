@@ -23,9 +23,7 @@ def command(folder, *options, steps, sharded=True):
 
 def run(*commands):
     """Return the (loss, norm) of each step of each run of two processes."""
-    said = forked.outputs(
-        ["torch._dynamo", "torch.distributed.fsdp", "transformers", "accelerate"], [(2, line) for line in commands]
-    )
+    said = forked.outputs(forked.TRAINER, [(2, line) for line in commands])
     for line, text in zip(commands, said, strict=True):
         assert f"{'FSDP' if str(EXAMPLE) == line[1] else 'MULTI_CPU'}: saved and loaded" in text
     found = (re.findall(r"loss (\S+) raw gradient norm (\S+)", text) for text in said)
