@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from symexplin.experiments import reproduce as module
-from symexplin.experiments.reproduce import ReproduceConfig, _Estimate, _warnings, plan_lines, reproduce
+from symexplin.experiments.reproduce import ReproduceConfig, _Estimate, plan_lines, reproduce
 from symexplin.experiments.tables import load_table, read_table
 from symexplin.lab.process import Stopped
 
@@ -42,27 +42,21 @@ def written(out):
 @pytest.fixture(scope="module")
 def finished(data, tmp_path_factory):
     out = tmp_path_factory.mktemp("tables") / "equivalence"
-    report = run("optimizer_equivalence", out, tiny(data), results=out.parent / "results.csv")
-    return out, report
-
-
-def test_it_warns_estimates_the_time_and_prints_the_verdicts(data, tmp_path):
     lines = []
-    run("optimizer_equivalence", tmp_path / "out", tiny(data), echo=lambda text: lines.extend(text.splitlines()))
-    for words in ("one learning rate", "fewer than 3 seeds", "4 steps (--steps)"):
-        assert any(line.startswith("warning: ") and words in line for line in lines), words
-    first = next(i for i, line in enumerate(lines) if line.startswith("runs to do: at most 2, about"))
+    options = {"results": out.parent / "results.csv", "echo": lambda text: lines.extend(text.splitlines())}
+    return out, run("optimizer_equivalence", out, tiny(data), **options), lines
+
+
+def test_it_estimates_the_time_and_prints_the_verdicts(finished):
+    _, _, lines = finished
     later = next(i for i, line in enumerate(lines) if line.startswith("runs left: at most 1, about"))
     trained = [i for i, line in enumerate(lines) if "step 0/4" in line]
-    assert first < trained[0] < later < trained[1]
-    assert any("one seed is too few" in line for line in lines[trained[1] :])
-    lines.clear()
-    run("optimizer_equivalence", tmp_path / "out", tiny(data), resume=True, echo=lines.append)
-    assert not any("runs to do" in line for line in lines)
+    assert trained[0] < later < trained[1]
+    assert any("fewer than 3 seeds" in line for line in lines[trained[1] :])
 
 
 def test_a_finished_table_is_not_trained_again_and_may_grow(finished, data):
-    out, report = finished
+    out, report, _ = finished
     assert report == out / "report.html"
     assert len((out.parent / "results.csv").read_text().splitlines()) == 3
     with pytest.raises(ValueError, match="add --resume"):
@@ -76,7 +70,7 @@ def test_a_finished_table_is_not_trained_again_and_may_grow(finished, data):
 
 
 def test_another_table_or_other_settings_are_refused(finished, data):
-    out, _ = finished
+    out, *_ = finished
     with pytest.raises(ValueError, match="name was 'optimizer_equivalence'"):
         run("frozen", out, tiny(data), resume=True)
     before = (out / "table.json").read_bytes()
@@ -171,6 +165,8 @@ def test_a_mistake_in_data_or_results_leaves_no_folder(data, tmp_path):
     (tmp_path / "results.csv").write_text("table,loss\n")
     with pytest.raises(ValueError, match="must have the columns"):
         run("frozen", out, tiny(data), results=tmp_path / "results.csv")
+    with pytest.raises(ValueError, match="results must not be given for profiling"):
+        reproduce("profiling", out, results=tmp_path / "new.csv")
     assert not out.parent.exists()
 
 
@@ -210,17 +206,3 @@ def test_the_time_left_follows_from_the_runs_that_have_ended(tmp_path, monkeypat
         "runs left: at most 10, about 54 min",  # 5 times 650 s
         "runs left: at most 8, about 43 min",
     ]
-
-
-def test_the_scales_own_settings_need_no_warning():
-    assert _warnings(load_table("frozen", "mini").panels) == []
-    changes = {"compare": {"lrs": [1e-3]}}
-    assert len(_warnings(load_table("frozen", "mini", changes=changes).panels)) == 1
-
-
-def test_a_first_step_that_is_not_finite_leaves_the_time_open(data, tmp_path):
-    changes = {"model": {"width": 16, "depth": 1, "heads": 2, "context": 8}, "compare": {"lrs": [1e30]}}
-    changes["train"] = {"batch_size": 2, "warmup_steps": 0}
-    lines = []
-    _Estimate(load_table("frozen", "mini", data=data, changes=changes).panels, tmp_path, lines.append).tell_first()
-    assert lines == ["runs to do: at most 18, the time is known when the first one has ended"]

@@ -145,13 +145,3 @@ class Evidence:
         """Return the beta that all matrices of an arm have, or None."""
         beta = (self.found["maps"].get(arm) or {}).get("beta")
         return float(beta) if isinstance(beta, float | int) else None
-
-    def edge_warnings(self) -> list[str]:
-        """Return a sentence for each end of the learning rates tried that is the best rate of an arm."""
-        if len(self.lrs) == 1:
-            return ["One learning rate was tried: its effect cannot be told from that of the arms."]
-        found = []
-        for name, lr in (("lowest", min(self.lrs)), ("highest", max(self.lrs))):
-            if arms := [arm for arm in self.arms if self.best_lr(arm) == lr]:
-                found.append(f"Best at the {name} learning rate tried, {lr:g}: {', '.join(arms)}. Widen --lrs.")
-        return found

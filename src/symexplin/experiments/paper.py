@@ -11,10 +11,7 @@ __all__ = ["Claim", "Number", "Paper", "load_paper"]
 
 
 class Number(NamedTuple):
-    """A number of the paper that is no loss, or the ends `value` and `high` of a range.
-
-    `kind` is that of the claims whose measure it is. Texts that do not apply are "".
-    """
+    """A number of the paper that is no loss, or the ends `value` and `high` of a range; texts may be ""."""
 
     table: str
     name: str
@@ -24,8 +21,6 @@ class Number(NamedTuple):
     text: str
     panel: str = ""
     arm: str = ""
-    against: str = ""
-    kind: str = ""
     high: float | None = None
 
 
@@ -33,6 +28,7 @@ class Claim(NamedTuple):
     """A statement of the paper in our words, tested by `tables` in the way of `kind` (a key of claims.KINDS).
 
     `panels` are the paper's, all if none are named. A claim that a gain grows is from the first to the last of them.
+    `paper` is the paper's own number where its losses do not give it.
     """
 
     tables: Sequence[str]
@@ -42,6 +38,7 @@ class Claim(NamedTuple):
     place: str
     against: str = ""
     bound: float | None = None
+    paper: float | None = None
     panels: Sequence[str] = ()
 
 

@@ -12,24 +12,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from symexplin.experiments.comparison import ENOUGH_SEEDS
 from symexplin.experiments.results import append_results, check_results
-from symexplin.experiments.tables import BASE, DATA, PANELS, PASSES, SCALES, TABLE, Panel, Table, load_table
+from symexplin.experiments.tables import BASE, DATA, PANELS, SCALES, TABLE, Panel, Table, load_table
 from symexplin.lab.bench import BenchConfig
 from symexplin.lab.bench.run import run_bench
 from symexplin.lab.compare.grid import COMPARISON, CompareConfig
 from symexplin.lab.compare.sweep import compare_runs
-from symexplin.lab.config import RunConfig, resolve
-from symexplin.lab.data.batches import DATASET, Corpus
+from symexplin.lab.data.batches import DATASET
 from symexplin.lab.data.prepare import PrepareConfig, prepare
 from symexplin.lab.files import read_json, write_json
 from symexplin.lab.folders import LOCK, SUMMARY, check_resumable, claimed
-from symexplin.lab.provenance import cores
 from symexplin.lab.run import train
 from symexplin.lab.settings import build, merge
-from symexplin.lab.train import NonFiniteError, Trainer
 from symexplin.validation import check_choice
 
 __all__ = ["ReproduceConfig", "plan_lines", "reproduce"]
@@ -37,8 +31,6 @@ __all__ = ["ReproduceConfig", "plan_lines", "reproduce"]
 Echo = Callable[[str], None]
 
 _NEW = ".new"  # suffix of a panel's folder while its bench runs
-_TIMED_STEPS = 4  # the first one is slow, the fastest one counts
-_FEW_STEPS = 400  # the shortest runs of the scales have 450
 
 
 @dataclass(frozen=True)
@@ -100,7 +92,7 @@ def plan_lines(table: Table, names: Collection[str] = ()) -> list[str]:
             lines.append(f"{panel.name}: " + "; ".join(map(str, panel.config.cases())))
             continue
         grid, steps = panel.config.compare, panel.config.train.steps
-        each = steps * panel.config.train.batch_size * panel.config.model.context
+        each = steps * _tokens_per_step(panel.config)
         runs, tokens = runs + grid.most_runs, tokens + grid.most_runs * each
         confirm = f" then {' '.join(map(str, grid.confirm_seeds))} at the best" if grid.confirm_seeds else ""
         lines.append(
@@ -112,6 +104,10 @@ def plan_lines(table: Table, names: Collection[str] = ()) -> list[str]:
         lines += [f"in all: up to {runs:,} runs, {tokens:,} tokens"]
     lines += ["", "assumptions:", *(f"  {key}: {text}" for key, text in table.assumptions.items())]
     return lines
+
+
+def _tokens_per_step(config: CompareConfig) -> int:
+    return config.train.batch_size * config.model.context
 
 
 def reproduce(
@@ -132,7 +128,7 @@ def reproduce(
         config: None: in miniature.
         resume: keep finished runs, continue the others.
         results: a CSV file to append a row per run to (:func:`symexplin.experiments.results.append_results`).
-        echo: takes each line of the log: warnings, estimates of the time, losses, verdicts.
+        echo: takes each line of the log: losses, estimates of the time, verdicts.
         progress: show bars on a terminal.
 
     Raises:
@@ -146,8 +142,12 @@ def reproduce(
     to_prepare = not table.is_bench and not config.prepared
     if to_prepare and not table.data.get("sources"):
         raise ValueError(f"data must be given at scale {table.scale!r}: a prepared folder, or sources of text")
-    if results is not None and not table.is_bench:
-        check_results(Path(results))  # before hours of training
+    if results is not None:  # before hours of training
+        if table.is_bench:
+            raise ValueError(
+                f"results must not be given for {table.name}, whose timings are in each panel's results.csv"
+            )
+        check_results(Path(results))
     with claimed(out, "table", {TABLE}) as folder:
         _begin(folder, table, resume)
         try:
@@ -156,8 +156,6 @@ def reproduce(
             if table.base is not None:
                 quiet: dict[str, Any] = {"tell_config": False, "progress": progress, "label": BASE}
                 train(table.base, folder / BASE, resume=True, echo=echo, **quiet)
-            for line in _warnings(wanted):
-                echo(line)
             _run_panels(wanted, table, folder, echo, progress)
             write_json(folder / TABLE, table.to_json())  # a resumed table may have grown
         finally:
@@ -192,7 +190,6 @@ def _begin(folder: Path, table: Table, resume: bool) -> None:
 
 def _run_panels(panels: Sequence[Panel], table: Table, folder: Path, echo: Echo, progress: bool) -> None:
     estimate = _Estimate(panels, folder, echo)
-    estimate.tell_first()
     for panel in panels:
         echo(f"{table.name} {panel.name}")
         place = folder / PANELS / panel.name
@@ -207,22 +204,8 @@ def _run_panels(panels: Sequence[Panel], table: Table, folder: Path, echo: Echo,
             new.rename(place)
 
 
-def _warnings(panels: Sequence[Panel]) -> list[str]:
-    """Return a line for each choice that makes results hard to read: one learning rate, few seeds, few steps."""
-    configs = [panel.config for panel in panels if isinstance(panel.config, CompareConfig)]
-    found = []
-    if any(len(config.compare.lrs) == 1 for config in configs):
-        found.append("one learning rate (--lrs): its effect cannot be told from that of the arms")
-    if any(len(config.compare.seeds + config.compare.confirm_seeds) < ENOUGH_SEEDS for config in configs):
-        found.append(f"fewer than {ENOUGH_SEEDS} seeds (--seeds, --confirm-seeds): no claim can be tested")
-    steps = min((config.train.steps for config in configs), default=_FEW_STEPS)
-    if steps < _FEW_STEPS:
-        found.append(f"{steps} steps (--steps): the order of the arms may change in longer runs")
-    return [f"warning: {text}" for text in found]
-
-
 class _Estimate:
-    """The time that the comparisons of a table still take, from a few steps, then from the runs that have ended."""
+    """The time that the comparisons of a table still take, from the runs that have ended since it began."""
 
     def __init__(self, panels: Sequence[Panel], folder: Path, echo: Echo) -> None:
         configs = [(panel.config, folder / PANELS / panel.name) for panel in panels]
@@ -231,82 +214,28 @@ class _Estimate:
         self._echo, self._began = echo, time.monotonic()
         self._at_first = self._seen = self._ended()
 
-    def tell_first(self) -> None:
-        """Take some steps of the first run, and say how long all of them will take."""
-        left = self._left()
-        config = next((config for (config, _), runs in zip(self._panels, left, strict=True) if runs), None)
-        if config is None:
-            return
-        seconds = _seconds(config)
-        when = "the time is known when the first one has ended"
-        if seconds is not None:
-            time_of_all = seconds / _cost(config) * self._cost_of(left) / self._jobs
-            when = f"about {_duration(time_of_all)} (from {_TIMED_STEPS} steps)"
-        self._echo(f"runs to do: at most {sum(left)}, {when}")
-        self._began = time.monotonic()
-
     def echo(self, line: str) -> None:
         """Pass a line on, and say how long the rest will take if a run has ended since the last one."""
         self._echo(line)
-        ended, left = self._ended(), self._left()
+        ended = self._ended()
+        left = [
+            0 if (place / COMPARISON).exists() else max(0, config.compare.most_runs - count)
+            for (config, place), count in zip(self._panels, ended, strict=True)
+        ]
         if ended != self._seen and any(left):
             new = [now - before for now, before in zip(ended, self._at_first, strict=True)]
             # Others run beside those that have ended, and end soon.
             under_way = -(-sum(new) // self._jobs) * self._jobs / sum(new)
-            seconds = (time.monotonic() - self._began) * self._cost_of(left) / (self._cost_of(new) * under_way)
-            self._echo(f"runs left: at most {sum(left)}, about {_duration(seconds)}")
+            seconds = (time.monotonic() - self._began) * self._cost(left) / (self._cost(new) * under_way)
+            time_left = f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
+            self._echo(f"runs left: at most {sum(left)}, about {time_left}")
         self._seen = ended
 
     def _ended(self) -> list[int]:
         return [len(list(place.glob(f"runs/*/{SUMMARY}"))) for _, place in self._panels]
 
-    def _left(self) -> list[int]:
-        """Return how many runs each panel has left at most."""
-        return [
-            0 if (place / COMPARISON).exists() else max(0, config.compare.most_runs - ended)
-            for (config, place), ended in zip(self._panels, self._ended(), strict=True)
-        ]
-
-    def _cost_of(self, runs: Sequence[int]) -> float:
-        return sum(_cost(config) * count for (config, _), count in zip(self._panels, runs, strict=True))
-
-
-def _duration(seconds: float) -> str:
-    for unit, size in (("days", 86400), ("h", 3600)):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{max(1, round(seconds / 60))} min"
-
-
-def _cost(config: CompareConfig) -> float:
-    """Return a number proportional to the time of a run: weights of the blocks times the tokens of all passes."""
-    run = config.example(config.compare.arms[-1])
-    return run.model.depth * run.model.width**2 * _steps(run) * run.train.batch_size * run.model.context
-
-
-def _steps(run: RunConfig) -> float:
-    """Return how many training steps take the time of a run, its evaluations included."""
-    evaluations = 1 + run.train.steps // run.train.eval_every
-    return run.train.steps + evaluations * run.train.eval_batches / PASSES
-
-
-def _seconds(config: CompareConfig) -> float | None:
-    """Return the seconds of a run, from a few of its steps; None where these tell nothing."""
-    if config.compute.compile or config.compare.cluster != "none":
-        return None
-    corpus = Corpus.load(config.data, verify=False)
-    corpus.check_context(config.model.context)
-    run = resolve(config.example(config.compare.arms[-1]), corpus.vocab_size)  # the first arm has no map
-    before = torch.get_num_threads()
-    torch.set_num_threads(run.compute.threads or max(1, cores() // config.compare.jobs))
-    try:
-        trainer, times = Trainer(run, corpus), []
-        for _ in range(_TIMED_STEPS):
-            began = time.perf_counter()
-            trainer.update()
-            times.append(time.perf_counter() - began)
-    except NonFiniteError:  # the run itself reports it
-        return None
-    finally:
-        torch.set_num_threads(before)
-    return min(times) * _steps(run)
+    def _cost(self, runs: Sequence[int]) -> float:
+        """Return a number proportional to the time of runs: weights of the blocks times tokens."""
+        configs = [config for config, _ in self._panels]
+        each = [c.model.depth * c.model.width**2 * c.train.steps * _tokens_per_step(c) for c in configs]
+        return sum(cost * count for cost, count in zip(each, runs, strict=True))

@@ -4,7 +4,7 @@ import csv
 import datetime
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,6 @@ from symexplin.lab.folders import CONFIG, FACTS, SUMMARY
 from symexplin.lab.settings import load_toml
 
 __all__ = ["COLUMNS", "append_results", "check_results", "config_hash"]
-
-Row = dict[str, str]
 
 COLUMNS = (
     *("table", "scale", "panel", "arm", "lr", "seed", "stage", "best_at", "steps", "tokens", "final_loss", "seconds"),
@@ -39,48 +37,34 @@ def config_hash(config: Mapping[str, Any], weights: str | None = None) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
 
 
-def check_results(file: Path, columns: Sequence[str] = COLUMNS) -> list[Row]:
-    """Return the rows of a CSV file of results, none of a new file; refuse other columns and damaged rows."""
+def check_results(file: Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file of results, none of a new file; refuse other columns."""
     if not file.exists():
         return []
     with file.open(newline="", encoding="utf-8") as lines:
         reader = csv.DictReader(lines)
-        if tuple(reader.fieldnames or ()) != tuple(columns):
-            raise ValueError(f"{str(file)!r} must have the columns {', '.join(columns)}, or be a new file")
-        rows = list(reader)
-    for number, row in enumerate(rows, start=2):
-        if None in row or None in row.values():
-            raise ValueError(f"{str(file)!r} is damaged: row {number} must have {len(columns)} columns")
-    return rows
+        if tuple(reader.fieldnames or ()) != COLUMNS:
+            raise ValueError(f"{str(file)!r} must have the columns {', '.join(COLUMNS)}, or be a new file")
+        return list(reader)
 
 
 def append_results(out: str | Path, file: Path) -> int:
     """Append a row for each run of a table's folder to a CSV file, without the rows that it has, and return how many.
 
-    The file is replaced in one step; FILE.lock beside it keeps out other processes meanwhile. A bench has the columns
-    of its own results.csv, and so a file of its own.
+    The file is replaced in one step; FILE.lock beside it keeps out other processes meanwhile.
     """
     outcome = read_table(out)
     place = {"table": outcome.name, "scale": outcome.scale}
-    rows = [{**place, "panel": panel.name, **row} for panel in outcome.finished for row in _rows(panel)]
-    if not rows:
-        return 0
-    columns = tuple(rows[0]) if outcome.is_bench else COLUMNS
-    rows = [{name: "" if row[name] is None else str(row[name]) for name in columns} for row in rows]
-    key = columns if outcome.is_bench else _KEY
+    found = [{**place, **_row(panel, run)} for panel in outcome.finished for run in panel.found["runs"]]
+    rows = [{name: "" if row[name] is None else str(row[name]) for name in COLUMNS} for row in found]
     file.parent.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(file.with_name(file.name + ".lock")):  # another table may end at the same moment
-        old = check_results(file, columns)
-        known = {tuple(row[name] for name in key) for row in old}
-        new = [row for row in rows if tuple(row[name] for name in key) not in known]
+        old = check_results(file)
+        known = {tuple(row[name] for name in _KEY) for row in old}
+        new = [row for row in rows if tuple(row[name] for name in _KEY) not in known]
         if new:
             write_csv(file, [*old, *new])
     return len(new)
-
-
-def _rows(panel: Evidence) -> list[dict[str, Any]]:
-    """Return a row per run of a panel, or those of a bench."""
-    return panel.found.get("rows") or [_row(panel, run) for run in panel.found["runs"]]
 
 
 def _row(panel: Evidence, run: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,6 +75,7 @@ def _row(panel: Evidence, run: Mapping[str, Any]) -> dict[str, Any]:
     ended = datetime.datetime.fromtimestamp((folder / SUMMARY).stat().st_mtime, datetime.UTC)
     return {
         **{key: run[key] for key in _OF_A_RUN},
+        "panel": panel.name,
         "stage": "confirm" if run["seed"] in panel.found["comparison"]["confirm_seeds"] else "sweep",
         "best_at": "+".join(name for name, lr in rates.items() if lr == run["lr"]),
         "steps": train["steps"],

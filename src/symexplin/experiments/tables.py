@@ -22,10 +22,8 @@ from symexplin.validation import check_choice, naming
 
 __all__ = [
     "BASE",
-    "BENCH",
     "DATA",
     "PANELS",
-    "PASSES",
     "SCALES",
     "TABLE",
     "Outcome",
@@ -40,14 +38,14 @@ Settings = dict[str, Any]
 
 SCALES = ("mini", "paper", "h200")
 TABLE, PANELS = "table.json", "panels"
-BASE, DATA, BENCH = "base", "data", "bench"
+BASE, DATA, _BENCH = "base", "data", "bench"
 _CONFIGS = Path(__file__).parent / "configs"
 _PROTOCOLS = "protocols"
 _OF_A_RUN = ("model", "train", "compute", "log")
 # Tables of settings; `map` is that of every curved arm, `base` changes [train] for the run that the others start from.
 _SETTINGS = (*_OF_A_RUN, "sel", "compare", "cluster", "arm", "map", DATA, BASE)
 # Training a batch costs a forward and a backward pass, evaluating it the forward pass alone, about a third.
-PASSES = 3
+_PASSES = 3
 
 
 @dataclass(frozen=True)
@@ -164,7 +162,7 @@ def _settings(file: Settings, scale: str) -> Settings:
     """Return the settings of protocol, table and scale; a scale's own panels replace the table's."""
     of_table = {key: value for key, value in file.items() if key not in ("protocol", *SCALES)}
     protocol = file.get("protocol", "") if scale == "paper" else scale
-    return merge({} if BENCH in file else _protocol(protocol), merge(of_table, file.get(scale, {})))
+    return merge({} if _BENCH in file else _protocol(protocol), merge(of_table, file.get(scale, {})))
 
 
 def _protocol(name: str) -> Settings:
@@ -176,12 +174,12 @@ def _protocol(name: str) -> Settings:
 
 def _check(settings: Settings, changes: Settings, entries: object, baseline: str) -> None:
     """Check which tables of settings there are; their keys are checked where they are built."""
-    known = [BENCH] if BENCH in settings else [key for key in _SETTINGS if key in settings or key not in (DATA, BASE)]
+    known = [_BENCH] if _BENCH in settings else [key for key in _SETTINGS if key in settings or key not in (DATA, BASE)]
     for key, value in (*settings.items(), *changes.items()):
         check_choice("key", key, known)
         if not isinstance(value, Mapping):
             raise ValueError(f"[{key}] must be a table, got {value!r}")
-    if not baseline and BENCH not in settings:
+    if not baseline and _BENCH not in settings:
         raise ValueError("baseline must be given")
     if not isinstance(entries, list):
         raise ValueError(f"panel must be tables, each under [[panel]], got {entries!r}")
@@ -200,8 +198,8 @@ class _Layers:
     def config(self, panel: Settings) -> CompareConfig | BenchConfig:
         """Return the configuration of a panel."""
         found = self._of(panel)
-        if BENCH in found:
-            return build(BenchConfig, found[BENCH])
+        if _BENCH in found:
+            return build(BenchConfig, found[_BENCH])
         arms, curve = found.pop("arm", {}), found.pop("map", {})
         if found.pop(BASE, None):
             found["train"] = {**found["train"], "weights": self.weights}
@@ -238,7 +236,7 @@ def _in_proportion(before: Settings, changes: Settings) -> Settings:
     if not isinstance(steps, int) or steps < 1:
         return settings  # the schema checks it
     share = steps / before["train"]["steps"]
-    least = {"warmup_steps": 0, "eval_every": -(-2 * settings["train"].get("eval_batches", 0) // PASSES)}
+    least = {"warmup_steps": 0, "eval_every": -(-2 * settings["train"].get("eval_batches", 0) // _PASSES)}
     for table, keys in (("train", ("warmup_steps", "eval_every")), (BASE, ("steps", "warmup_steps"))):
         for key in keys:
             if key in before.get(table, {}) and key not in changes.get(table, {}):
@@ -257,12 +255,12 @@ def _curved(arm: Any, curve: Settings) -> Any:
 
 def _panels(layers: _Layers, entries: Sequence[Settings], of_paper: Settings) -> Iterator[Panel]:
     """Yield the panels, each with the paper's panel that it stands for."""
-    size = BENCH if BENCH in of_paper else "{width}x{depth}".format(**of_paper["model"])
+    size = _BENCH if _BENCH in of_paper else "{width}x{depth}".format(**of_paper["model"])
     papers = [entry.get("name", size) for entry in of_paper.get("panel", [{}])]
     seen = set()
     for entry in entries:
         config = layers.config(entry)
-        own = BENCH if isinstance(config, BenchConfig) else f"{config.model.width}x{config.model.depth}"
+        own = _BENCH if isinstance(config, BenchConfig) else f"{config.model.width}x{config.model.depth}"
         name = entry.get("name", own)
         if not re.fullmatch(r"[\w+-]+", name) or name in seen:
             raise ValueError(f"panel must have a unique name of letters, digits, '+', '-' and '_', got {name!r}")
