@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from symexplin.experiments import reproduce as module
-from symexplin.experiments.reproduce import ReproduceConfig, _Estimate, plan_lines, reproduce
+from symexplin.experiments.reproduce import ReproduceConfig, _with_time_left, plan_lines, reproduce
 from symexplin.experiments.tables import load_table, read_table
 from symexplin.lab.process import Stopped
 
@@ -49,7 +49,7 @@ def finished(data, tmp_path_factory):
 
 def test_it_estimates_the_time_and_prints_the_verdicts(finished):
     _, _, lines = finished
-    later = next(i for i, line in enumerate(lines) if line.startswith("runs left: at most 1, about"))
+    later = next(i for i, line in enumerate(lines) if line.startswith("runs of 16x1 left: at most 1, about"))
     trained = [i for i, line in enumerate(lines) if "step 0/4" in line]
     assert trained[0] < later < trained[1]
     assert any("fewer than 3 seeds" in line for line in lines[trained[1] :])
@@ -185,24 +185,19 @@ def test_the_plan_counts_runs_and_tokens_and_says_every_assumption():
     assert "step bf16: width 3072, depth 36" in "\n".join(plan_lines(load_table("profiling", "paper")))
 
 
-def end(folder, panel, count):
-    for number in range(count):
-        path = folder / "panels" / panel / "runs" / str(number) / "summary.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("{}")
-
-
 def test_the_time_left_follows_from_the_runs_that_have_ended(tmp_path, monkeypatch):
     clock, lines = [0.0], []
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
     table = load_table("frozen", "mini", changes={"compare": {"confirm_seeds": [], "lrs": [1e-3, 2e-3], "jobs": 2}})
-    estimate = _Estimate(table.panels, tmp_path, lines.append)
+    echo = _with_time_left(table.panels[0].config, tmp_path / "128x4", lines.append)
     for seconds, count in ((600.0, 1), (650.0, 2), (1300.0, 4)):  # two at a time, of twelve
         clock[0] = seconds
-        end(tmp_path, "128x4", count)
-        estimate.echo("a line")
+        for number in range(count):
+            (tmp_path / f"128x4/runs/{number}").mkdir(parents=True, exist_ok=True)
+            (tmp_path / f"128x4/runs/{number}/summary.json").touch()
+        echo("a line")
     assert [line for line in lines if line != "a line"] == [
-        "runs left: at most 11, about 55 min",  # 11 / 2 times 10 min
-        "runs left: at most 10, about 54 min",  # 5 times 650 s
-        "runs left: at most 8, about 43 min",
+        "runs of 128x4 left: at most 11, about 55 min",  # 11 / 2 times 10 min
+        "runs of 128x4 left: at most 10, about 54 min",  # 5 times 650 s
+        "runs of 128x4 left: at most 8, about 43 min",
     ]

@@ -16,7 +16,7 @@ from symexplin.experiments.results import append_results, check_results
 from symexplin.experiments.tables import BASE, DATA, PANELS, SCALES, TABLE, Panel, Table, load_table
 from symexplin.lab.bench import BenchConfig
 from symexplin.lab.bench.run import run_bench
-from symexplin.lab.compare.grid import COMPARISON, CompareConfig
+from symexplin.lab.compare.grid import CompareConfig
 from symexplin.lab.compare.sweep import compare_runs
 from symexplin.lab.data.batches import DATASET
 from symexplin.lab.data.prepare import PrepareConfig, prepare
@@ -29,8 +29,6 @@ from symexplin.validation import check_choice
 __all__ = ["ReproduceConfig", "plan_lines", "reproduce"]
 
 Echo = Callable[[str], None]
-
-_NEW = ".new"  # suffix of a panel's folder while its bench runs
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ def plan_lines(table: Table, names: Collection[str] = ()) -> list[str]:
             lines.append(f"{panel.name}: " + "; ".join(map(str, panel.config.cases())))
             continue
         grid, steps = panel.config.compare, panel.config.train.steps
-        each = steps * _tokens_per_step(panel.config)
+        each = steps * panel.config.train.batch_size * panel.config.model.context
         runs, tokens = runs + grid.most_runs, tokens + grid.most_runs * each
         confirm = f" then {' '.join(map(str, grid.confirm_seeds))} at the best" if grid.confirm_seeds else ""
         lines.append(
@@ -104,10 +102,6 @@ def plan_lines(table: Table, names: Collection[str] = ()) -> list[str]:
         lines += [f"in all: up to {runs:,} runs, {tokens:,} tokens"]
     lines += ["", "assumptions:", *(f"  {key}: {text}" for key, text in table.assumptions.items())]
     return lines
-
-
-def _tokens_per_step(config: CompareConfig) -> int:
-    return config.train.batch_size * config.model.context
 
 
 def reproduce(
@@ -189,53 +183,39 @@ def _begin(folder: Path, table: Table, resume: bool) -> None:
 
 
 def _run_panels(panels: Sequence[Panel], table: Table, folder: Path, echo: Echo, progress: bool) -> None:
-    estimate = _Estimate(panels, folder, echo)
-    for panel in panels:
-        echo(f"{table.name} {panel.name}")
+    for number, panel in enumerate(panels, start=1):
+        echo(f"{table.name} {panel.name} (panel {number} of {len(panels)})")
         place = folder / PANELS / panel.name
         if isinstance(panel.config, CompareConfig):
-            compare_runs(panel.config, place, resume=True, echo=estimate.echo, progress=progress)
+            told = _with_time_left(panel.config, place, echo)
+            compare_runs(panel.config, place, resume=True, echo=told, progress=progress)
         elif place.exists():
             echo(f"{place} has been measured: remove it to measure again")
         else:
-            new = place.with_name(place.name + _NEW)
+            new = place.with_name(f"{place.name}.new")
             shutil.rmtree(new, ignore_errors=True)  # an interrupted bench starts again
             run_bench(panel.config, new, echo=echo, progress=progress)
             new.rename(place)
 
 
-class _Estimate:
-    """The time that the comparisons of a table still take, from the runs that have ended since it began."""
+def _with_time_left(config: CompareConfig, place: Path, echo: Echo) -> Echo:
+    """Return `echo` that after each run also says how long the other runs of the panel will take."""
 
-    def __init__(self, panels: Sequence[Panel], folder: Path, echo: Echo) -> None:
-        configs = [(panel.config, folder / PANELS / panel.name) for panel in panels]
-        self._panels = [(config, place) for config, place in configs if isinstance(config, CompareConfig)]
-        self._jobs = max((config.compare.jobs for config, _ in self._panels), default=1)
-        self._echo, self._began = echo, time.monotonic()
-        self._at_first = self._seen = self._ended()
+    def ended() -> int:
+        return len(list(place.glob(f"runs/*/{SUMMARY}")))
 
-    def echo(self, line: str) -> None:
-        """Pass a line on, and say how long the rest will take if a run has ended since the last one."""
-        self._echo(line)
-        ended = self._ended()
-        left = [
-            0 if (place / COMPARISON).exists() else max(0, config.compare.most_runs - count)
-            for (config, place), count in zip(self._panels, ended, strict=True)
-        ]
-        if ended != self._seen and any(left):
-            new = [now - before for now, before in zip(ended, self._at_first, strict=True)]
+    began, jobs = time.monotonic(), config.compare.jobs
+    before = seen = ended()
+
+    def tell(line: str) -> None:
+        nonlocal seen
+        echo(line)
+        old, seen = seen, ended()
+        left = config.compare.most_runs - seen
+        if seen > old and left > 0:
             # Others run beside those that have ended, and end soon.
-            under_way = -(-sum(new) // self._jobs) * self._jobs / sum(new)
-            seconds = (time.monotonic() - self._began) * self._cost(left) / (self._cost(new) * under_way)
-            time_left = f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
-            self._echo(f"runs left: at most {sum(left)}, about {time_left}")
-        self._seen = ended
+            new = -(-(seen - before) // jobs) * jobs
+            minutes = (time.monotonic() - began) / 60 * left / new
+            echo(f"runs of {place.name} left: at most {left}, about {minutes:,.0f} min")
 
-    def _ended(self) -> list[int]:
-        return [len(list(place.glob(f"runs/*/{SUMMARY}"))) for _, place in self._panels]
-
-    def _cost(self, runs: Sequence[int]) -> float:
-        """Return a number proportional to the time of runs: weights of the blocks times tokens."""
-        configs = [config for config, _ in self._panels]
-        each = [c.model.depth * c.model.width**2 * c.train.steps * _tokens_per_step(c) for c in configs]
-        return sum(cost * count for cost, count in zip(each, runs, strict=True))
+    return tell

@@ -21,17 +21,8 @@ from symexplin.lab.settings import build, differences, load_toml, merge
 from symexplin.validation import check_choice, naming
 
 __all__ = [
-    "BASE",
-    "DATA",
-    "PANELS",
-    "SCALES",
-    "TABLE",
-    "Outcome",
-    "Panel",
-    "Table",
-    "load_table",
-    "names",
-    "read_table",
+    *("BASE", "DATA", "PANELS", "SCALES", "TABLE"),
+    *("Outcome", "Panel", "Table", "load_table", "names", "read_table"),
 ]
 
 Settings = dict[str, Any]

@@ -9,11 +9,11 @@ import torch
 from run_folders import comparison
 from symexplin.lab.config import RunConfig, TrainConfig
 from symexplin.lab.report import figures as module
-from symexplin.lab.report.figures import comparison_figures, run_sections, smooth
+from symexplin.lab.report.figures import comparison_figures, run_figures, smooth
 from symexplin.lab.report.probe import Probe, RoleWeights, RunRecord
 from symexplin.transform import Form, Scales
 
-STATS = {"e/mean": 1.5, "e/std": 0.25, "kappa/mean": 7.0, "kappa/std": 0.5, "tail/fraction": 0.02, "kappa_w/max": 3.0}
+STATS = {"e/mean": 1.5, "e/std": 0.25, "kappa/mean": 7.0, "kappa/std": 0.7}
 
 
 def record(steps=100, stats=None):
@@ -45,38 +45,18 @@ def drawn(monkeypatch):
     return calls
 
 
-def captions(sections):
-    return {section.title: len(section.figures) for section in sections}
-
-
 @pytest.mark.usefixtures("undrawn")
-def test_a_plain_run_has_fewer_sections():
-    assert captions(run_sections(record(), weights(curved=False))) == {"Loss": 3, "Pace": 2, "Weights at step 4": 1}
-    assert captions(run_sections(record(), None)) == {"Loss": 3, "Pace": 2}
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_a_curved_run_has_scales_tails_and_its_map():
-    sections = run_sections(record(stats=STATS), weights())
-    assert captions(sections) == {
-        "Loss": 3,
-        "Pace": 2,
-        "Scales and tails": 4,
-        "Weights at step 4": 2,
-        "The map at step 4": 2,
-    }
-    assert "200 of the 2,000 weights" in sections[3].note
-    fixed = {"tail/fraction": 0.02, "kappa_w/max": 3.0}
-    assert captions(run_sections(record(stats=fixed), None)) == {"Loss": 3, "Pace": 2, "Tails": 2}
-
-
-def test_nothing_to_draw_is_no_section():
-    empty = dataclasses.replace(record(), updates=[], evaluations=[], timing=[])
-    assert run_sections(empty, None) == []
+def test_a_curved_run_has_scales_and_its_map():
+    assert len(run_figures(record(), weights(curved=False))) == len(run_figures(record(), None)) == 2
+    assert len(run_figures(record(stats=STATS), None)) == 3
+    figures = run_figures(record(stats=STATS), weights())
+    assert len(figures) == 4
+    assert "step 4" in figures[-1].caption
+    assert run_figures(dataclasses.replace(record(), updates=[], evaluations=[]), None) == []
 
 
 def test_the_lines_are_those_of_the_records(drawn):
-    run_sections(record(stats=STATS), weights())
+    run_figures(record(stats=STATS), weights())
     lines = {labels[1]: lines for lines, labels, _ in drawn}
     faint, training, held_out = lines["loss (nats per token)"]
     assert faint.kind == "faint"
@@ -85,34 +65,17 @@ def test_the_lines_are_those_of_the_records(drawn):
     assert training.y[1] == pytest.approx(4.985)
     assert (held_out.x, held_out.y) == ([0, 100], [5.0, 4.0])
     assert lines["gradient norm (log scale)"][-1].y == [0.7, 0.7]
-    assert (lines["tokens/s"][0].x, lines["tokens/s"][0].y) == ([100], [700.0])
-    assert lines["memory (MiB)"][0].y == [1.0, 2.0]
-    (scale,) = lines["exponential scale e"]
-    assert [list(scale.y), *map(list, scale.band)] == [[1.5, 1.5], [1.25, 1.25], [1.75, 1.75]]
-    assert lines["weights with κ|w| > 1 (%)"][0].y == [2.0, 2.0]
-
-
-def test_a_map_is_drawn_beside_the_identity(drawn):
-    run_sections(record(), weights())
-    maps = [lines for lines, labels, _ in drawn if labels[1] == "effective weight"]
-    assert [lines[0].label for lines in maps] == ["identity", "identity"]
-    assert list(maps[0][0].x) == list(maps[0][0].y) == [-0.5, 0.5]
-    assert "median" in maps[0][1].label
-
-
-def test_histograms_count_every_weight_though_some_are_drawn(monkeypatch):
-    found = []
-    monkeypatch.setattr(module, "histogram", lambda series, *_: found.append(series) or "")
-    run_sections(record(), weights())
-    assert [list(series) for series in found] == [["start", "step 4"], ["raw", "effective"]]
-    for values, counts in (pair for series in found for pair in series.values()):
-        assert len(values) == len(counts) == 200
-        assert float(counts.sum()) == 2000
+    e, kappa = lines["scale"]
+    assert [list(e.y), *map(list, e.band)] == [[1.5, 1.5], [1.25, 1.25], [1.75, 1.75]]
+    assert kappa.label == "curvature κ over its first mean"
+    assert [kappa.y[-1], kappa.band[0][-1], kappa.band[1][-1]] == pytest.approx([1.0, 0.9, 1.1])
+    identity, q, up = lines["effective weight"]
+    assert list(identity.x) == list(identity.y) == [-0.5, 0.5]
+    assert (q.label, up.label) == ("q", "up")
 
 
 def test_the_updates_of_a_long_run_stay_small():
-    total = sum(len(figure.svg) for section in run_sections(record(100_000, STATS), None) for figure in section.figures)
-    assert total < 600_000
+    assert sum(len(figure.svg) for figure in run_figures(record(100_000, STATS), None)) < 300_000
 
 
 def loaded(folder, **options):
@@ -120,8 +83,8 @@ def loaded(folder, **options):
 
 
 def test_the_curves_of_one_seed(tmp_path, drawn):
-    figures = comparison_figures(loaded(tmp_path))
-    assert len(figures) == len(drawn) == 2  # the shared learning rate is the best one of each
+    comparison_figures(loaded(tmp_path))
+    assert len(drawn) == 2  # the shared learning rate is the best one of each
     curves, sweep = (lines for lines, _, _ in drawn)
     assert [(line.label, line.band) for line in curves] == [("AdamW, lr 0.01", None), ("SEL, lr 0.01", None)]
     assert list(curves[1].y) == [4.5, 2.5, 1.5]
@@ -131,8 +94,6 @@ def test_the_curves_of_one_seed(tmp_path, drawn):
     ]
     assert drawn[1][2]["ticks"] == [0.001, 0.01]
     assert drawn[0][2]["limits"] is None  # three evaluations are shown whole
-    assert "interpolated linearly between evaluations" in figures[0].caption
-    assert "seed" not in "".join(figure.caption for figure in figures)
 
 
 def test_longer_curves_go_without_their_first_part(tmp_path, drawn):
@@ -143,24 +104,14 @@ def test_longer_curves_go_without_their_first_part(tmp_path, drawn):
     assert drawn[0][2]["limits"] == pytest.approx((1.95, 3.05))
 
 
-def test_a_share_starts_at_zero(drawn):
-    for share, top in ((0.0, 1.0), (0.02, 2.2)):
-        run_sections(record(stats={**STATS, "tail/fraction": share}), None)
-        ((_, _, options),) = [call for call in drawn if call[1][1] == "weights with κ|w| > 1 (%)"]
-        assert options["limits"] == pytest.approx((0.0, top))
-        drawn.clear()
-
-
 def test_the_curves_of_several_seeds_have_bands_and_points(tmp_path, drawn):
-    figures = comparison_figures(loaded(tmp_path, seeds=(3, 4, 5), final=2.4))
-    assert len(figures) == 3  # SEL's best learning rate is another one
-    shared, best, sweep = (lines for lines, _, _ in drawn)
+    comparison_figures(loaded(tmp_path, seeds=(3, 4, 5), final=2.4))
+    shared, best, sweep = (lines for lines, _, _ in drawn)  # SEL's best learning rate is another one
     assert [line.label for line in best] == ["AdamW, lr 0.01", "SEL, lr 0.001"]
     assert shared[1].y == pytest.approx(np.array([5.4, 3.4, 2.4]) + 0.4)
     assert shared[1].band[0] == pytest.approx(np.array([5.4, 3.4, 2.4]) + 0.3)
     assert shared[1].band[1] == pytest.approx(np.array([5.4, 3.4, 2.4]) + 0.5)
     assert [(line.kind, len(line.y)) for line in sweep] == [("points", 6), ("line", 2)] * 2
-    assert all("seed" in figure.caption for figure in figures)
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 10])

@@ -46,40 +46,28 @@ def test_pages_are_self_contained_and_fit_phones_and_repeat(run, tmp_path):
 def test_the_page_of_a_run(run):
     summary = json.loads((run / "summary.json").read_text())
     page = Page(report_run(run))
-    assert page.titles == [
-        "Loss",
-        "Pace",
-        "Scales and tails",
-        "Weights at step 6",
-        "The map at step 6",
-        "Evaluations",
-        "Settings",
-        "Where it comes from",
-    ]
+    assert page.titles == ["Curves", "Evaluations", "Settings", "Where it comes from"]
     assert "Finished: 6 steps." in page.text
     assert f"Held-out loss {summary['final_loss']:.4f} nats per token after step 6." in page.text
     assert ["parameters", f"{summary['parameters']:,}"] in page.rows
-    assert ["steps", "6 of 6, 4 sequences each"] in page.rows
     assert ["tokens seen", "384"] in page.rows  # 6 steps of 4 sequences of 16
     assert ["train.lr", "0.01"] in page.rows
-    assert ["log.tensorboard", "no"] in page.rows
+    assert ["log.tensorboard", "False"] in page.rows
     assert ["train.betas", "0.9, 0.999"] in page.rows
-    (weights,) = [row[1] for row in page.rows if row[0] == "weights"]
-    assert weights.startswith(
+    (words,) = [row[1] for row in page.rows if row[0] == "map"]
+    assert words.startswith(
         "curved in the optimizer; mismatched start; mode mismatch; beta 7.5; curvature fixed; e row"
     )
-    for role in ("q", "k", "v", "o", "gate", "up", "down"):
-        assert f"in the {role} matrices" in page.text
+    assert "The map at step 6" in page.text
+    assert {"q", "k", "v", "o", "gate", "up", "down"} <= {word.strip() for word in page.text.splitlines()}
 
 
 @pytest.mark.usefixtures("undrawn")
 def test_the_table_of_evaluations_holds_the_numbers(run):
     page = Page(report_run(run))
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    losses = {record["step"]: record["eval_loss"] for record in records if "eval_loss" in record}
-    best = min(losses, key=losses.get)
-    found = {row[0]: row[1] for row in page.rows if len(row) == 5 and row[0] != "step"}
-    assert found == {str(step): f"{loss:.4f}" + " (best)" * (step == best) for step, loss in losses.items()}
+    losses = {str(record["step"]): f"{record['eval_loss']:.4f}" for record in records if "eval_loss" in record}
+    assert {row[0]: row[1] for row in page.rows if len(row) == 5 and row[0] != "step"} == losses
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -89,9 +77,8 @@ def test_many_evaluations_are_thinned(run):
             file.write(json.dumps({"step": step, "eval_loss": 1.0 + (step != 333)}) + "\n")
     page = Page(report_run(run))
     steps = [row[0] for row in page.rows if len(row) == 5 and row[0] != "step"]
-    assert len(steps) <= 43
-    assert (steps[0], steps[-1]) == ("0", "499")
-    assert "333" in steps
+    assert 30 < len(steps) <= 41
+    assert steps[-1] == "499"
     assert f"{len(steps)} of 497" in " ".join(page.text.split())
     assert "lowest after step 333: 1.0000" in page.text
 
@@ -108,25 +95,22 @@ def test_a_run_that_goes_on_is_reported_without_touching_it(run):
     after = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "report.html"}
     assert before == after
     assert "Unfinished: step 4 of 6. It is still running, or was stopped." in page.text
-    assert "Weights at step 4" in page.titles
+    assert "The map at step 4" in page.text
 
 
 @pytest.mark.usefixtures("undrawn")
 def test_a_run_on_given_weights_is_reported_with_them_and_without(learned, data, tmp_path):
-    """Without them its start is not known, nor what has become of it."""
+    """Without them its start is not known, nor its map now."""
     base = shutil.copytree(learned, tmp_path / "base")
-    folder = trained(data, tmp_path / "on", CurveConfig(home="none"), weights=str(base), optimizer="muon")
+    folder = trained(data, tmp_path / "on", CurveConfig(), weights=str(base))
     page = Page(report_run(folder))
-    assert ["first weights", str(base)] in page.rows
-    assert ["weights", "ordinary weights under Muon"] in page.rows
-    assert "Weights at step 6" in page.titles
+    assert ["train.weights", str(base)] in page.rows
+    assert "The map at step 6" in page.text
     shutil.rmtree(base)
     page = Page(report_run(folder))
-    assert (
-        f"warning: no figures of weights: weights must be the folder of a run or a model's file, got '{base}'"
-        in page.text
-    )
-    assert "Weights at step 6" not in page.titles
+    words = f"warning: no figure of the map: weights must be the folder of a run or a model's file, got '{base}'"
+    assert words in page.text
+    assert "The map at step 6" not in page.text
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -156,8 +140,7 @@ def test_damaged_files_become_warnings_and_the_rest_is_drawn(run):
     for words in ("line 5", "step-00000006 is damaged"):
         assert words in page.text
         assert any(words in line for line in told)
-    assert "Weights at step 4" in page.titles
-    assert "Evaluations" in page.titles
+    assert "The map at step 4" in page.text
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -184,7 +167,7 @@ def test_the_tables_of_a_comparison_hold_the_numbers(tmp_path):
     assert ["train_tokens", "1,234,567"] in page.rows
     assert ["compare.lrs", "0.001, 0.01"] in page.rows
     assert ["commit", "unknown"] in page.rows
-    assert ["map of AdamW", "ordinary weights under AdamW"] in page.rows
+    assert ["map of AdamW", "ordinary weights"] in page.rows
     for sentence in json.loads((tmp_path / "comparison.json").read_text())["headline"]:
         assert sentence in page.text
     assert "One seed: a demonstration, not evidence." in page.text

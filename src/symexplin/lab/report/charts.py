@@ -5,7 +5,7 @@ Lines differ by more than their colour.
 
 import io
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 __all__ = [
     *("BINS", "COLOURS", "DASHES", "GUIDE", "GUIDE_LINE", "MARKERS", "STYLE", "UNDATED", "Floats", "Line", "chart"),
-    *("draw_chart", "draw_histogram", "histogram", "late_limits", "mean_line", "outline"),
+    *("draw_chart", "draw_histogram", "late_limits", "mean_line", "outline"),
 ]
 
 # Okabe and Ito's palette for colour-blind readers.
@@ -31,7 +31,7 @@ GUIDE = "#777777"
 GUIDE_LINE: dict[str, Any] = {"color": GUIDE, "linestyle": (0, (3, 3)), "linewidth": 1.2}
 _MARKED = 40  # a line of more points has no markers
 _FEW = 4  # a curve of fewer points is shown whole
-_WIDE, _SMALL = (5.4, 4.2), (4.0, 3.4)
+_SIZE = (5.4, 4.2)  # inches
 _TICKS = 3  # a logarithmic axis with fewer labels gets evenly spaced ones
 BINS = 121  # an odd number puts one around zero
 _LONG_LABEL = 24  # a legend with a label of more letters has one column
@@ -73,26 +73,19 @@ class Line:
     kind: str = field(default="line", kw_only=True)
 
 
-def chart(lines: Iterable[Line], x_label: str, y_label: str, *, small: bool = False, **options: Any) -> Markup:
-    """Return a chart of lines for a page or for a narrow column; `options` are those of :func:`draw_chart`."""
-    return _page(lambda axes: draw_chart(axes, lines, **options), x_label, y_label, small)
+def chart(lines: Iterable[Line], x_label: str, y_label: str, **options: Any) -> Markup:
+    """Return a chart of lines as an SVG element, with its legend above the axes, where it hides no data.
 
-
-def histogram(series: Mapping[str, tuple[ArrayLike, ArrayLike]], x_label: str, y_label: str) -> Markup:
-    """Return outlines of histograms for a page, see :func:`draw_histogram`."""
-    return _page(lambda axes: draw_histogram(axes, series), x_label, y_label)
-
-
-def _page(draw: Callable[[Axes], None], x_label: str, y_label: str, small: bool = False) -> Markup:
-    """Return a drawing as an SVG element, with its legend above the axes, where it hides no data."""
+    `options` are those of :func:`draw_chart`.
+    """
     buffer = io.StringIO()
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=_SMALL if small else _WIDE, layout="constrained")
+        figure = Figure(figsize=_SIZE, layout="constrained")
         axes = figure.add_subplot()
-        draw(axes)
+        draw_chart(axes, lines, **options)
         axes.set(xlabel=x_label, ylabel=y_label)
         if labels := axes.get_legend_handles_labels()[1]:
-            columns = 1 if small or max(map(len, labels)) > _LONG_LABEL else 2
+            columns = 1 if max(map(len, labels)) > _LONG_LABEL else 2
             axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=columns, borderaxespad=0.2, handlelength=3.2)
         figure.savefig(buffer, format="svg", transparent=True, metadata=UNDATED)
     text = buffer.getvalue()

@@ -1,7 +1,7 @@
-"""The figures of reports, with captions: of a run and its weights, and of a comparison."""
+"""The figures of reports, with captions: of a run and its learned map, and of a comparison."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,10 +9,10 @@ import torch
 from markupsafe import Markup
 from numpy.typing import ArrayLike
 
-from symexplin.lab.report.charts import Floats, Line, chart, histogram, late_limits, mean_line
-from symexplin.lab.report.probe import LIMIT, Probe, RoleWeights, RunRecord, map_curves
+from symexplin.lab.report.charts import Floats, Line, chart, late_limits, mean_line
+from symexplin.lab.report.probe import Probe, RoleWeights, RunRecord, map_curves
 
-__all__ = ["Figure", "Section", "comparison_figures", "map_lines", "run_sections", "smooth", "sweep_lines"]
+__all__ = ["Figure", "comparison_figures", "map_lines", "run_figures", "smooth", "sweep_lines"]
 
 _FIRST = 0.02  # the share of the steps that may leave a chart: the first losses would hide the rest
 _SMOOTHED = 50  # a curve of updates is smoothed over this part of them
@@ -20,11 +20,10 @@ _POSITIONS, _POINTS = 2000, 81  # positions per role whose scales show the map, 
 _SCALES = {
     "e": "exponential scale e",
     "l": "linear scale l",
-    "kappa": "curvature κ (1/weight)",
+    "kappa": "curvature κ over its first mean",
     "n": "offset n",
     "s": "overall scale s",
 }
-_ABREAST = 3  # more figures get narrower columns (macros.html.jinja)
 _STEPS, _NATS = "optimizer steps", "nats per token"
 
 
@@ -35,43 +34,25 @@ class Figure(NamedTuple):
     caption: str
 
 
-class Section(NamedTuple):
-    """Figures under a heading; the note may be empty."""
-
-    title: str
-    note: str
-    figures: list[Figure]
-
-
-def run_sections(run: RunRecord, weights: Probe | None) -> list[Section]:
-    """Return the figures of a run; without `weights` those of its records alone."""
-    stats = [{"step": record["step"], **record.get("stats", {})} for record in run.evaluations]
-    scales = _scales(stats)
-    band = "Mean over all curved weights, with a band of one standard deviation, at each evaluation." if scales else ""
-    sections = [
-        Section("Loss", "", _learning(run)),
-        Section("Pace", "", _pace(run)),
-        Section("Scales and tails" if scales else "Tails", band, [*scales, *_tails(stats)]),
-    ]
-    if weights is not None:
-        sections += _weight_sections(weights)
-    return [section for section in sections if section.figures]
-
-
-def _line(label: str, records: Sequence[Mapping[str, Any]], key: str, factor: float = 1.0, style: int = 0) -> Line:
-    """Return the line of a value over the steps of the records that have it."""
-    found = [record for record in records if key in record]
-    return Line(label, [record["step"] for record in found], [factor * record[key] for record in found], style)
+def run_figures(run: RunRecord, weights: Probe | None) -> list[Figure]:
+    """Return the curves of a run, its scales, and the map at the step of `weights` if there are raw ones."""
+    figures = _learning(run) if run.updates else []
+    if scales := _scales(run):
+        caption = "Scales of all curved weights at each evaluation: the mean, with a band of one standard deviation."
+        figures.append(Figure(chart(scales, _STEPS, "scale"), caption))
+    if weights is not None and weights.has_raw:
+        caption = f"The map at step {weights.step:,} by role of the matrices, the median over their scales."
+        figures.append(Figure(chart(_maps(weights), "raw weight", "effective weight"), caption))
+    return figures
 
 
 def _learning(run: RunRecord) -> list[Figure]:
-    if not run.updates:
-        return []
-    step, loss, lr, norm = ([record[key] for record in run.updates] for key in ("step", "loss", "lr", "grad_norm"))
+    step, loss, norm = ([record[key] for record in run.updates] for key in ("step", "loss", "grad_norm"))
     window = max(1, len(step) // _SMOOTHED)
     means = f"mean of {window} updates" if window > 1 else "each update"
     losses = [Line("", step, loss, kind="faint"), Line(f"training, {means}", step, smooth(loss, window))]
-    losses.append(_line("held out", run.evaluations, "eval_loss", style=1))
+    held_out = [(record["step"], record["eval_loss"]) for record in run.evaluations]
+    losses.append(Line("held out", [step for step, _ in held_out], [loss for _, loss in held_out], style=1))
     norms = [Line("", step, norm, kind="faint"), Line(means, step, smooth(norm, window))]
     norms.append(Line("clipped to", [step[0], step[-1]], [run.config.train.max_grad_norm] * 2, kind="guide"))
     return [
@@ -79,7 +60,6 @@ def _learning(run: RunRecord) -> list[Figure]:
             chart(losses, _STEPS, f"loss ({_NATS})", limits=late_limits(losses[1:], _FIRST)),
             "Loss on the training batches and on held-out text; the first losses may leave the chart.",
         ),
-        Figure(chart([Line("weights", step, lr)], _STEPS, "learning rate"), "Learning rate of the weights."),
         Figure(chart(norms, _STEPS, "gradient norm (log scale)", log="y"), "Norm of the gradient before clipping."),
     ]
 
@@ -92,65 +72,27 @@ def smooth(y: ArrayLike, window: int) -> Floats:
     return total / count
 
 
-def _pace(run: RunRecord) -> list[Figure]:
-    speed = [_line("since the previous evaluation", run.timing, "tokens_per_second")]
-    memory = [
-        _line("process", run.timing, "memory_bytes", 2.0**-20),
-        _line("device, peak", run.timing, "device_peak_bytes", 2.0**-20, style=1),
-    ]
-    return [
-        *_from_zero(speed, "tokens/s", "Training tokens per second."),
-        *_from_zero(memory, "memory (MiB)", "Memory in use at each evaluation."),
-    ]
+def _scales(run: RunRecord) -> list[Line]:
+    stats = [{"step": record["step"], **record.get("stats", {})} for record in run.evaluations]
+    lines = []
+    for style, (role, label) in enumerate(_SCALES.items()):
+        keys = "step", f"{role}/mean", f"{role}/std"
+        if found := [[record[key] for key in keys] for record in stats if keys[1] in record]:
+            step, mean, deviation = np.array(found, dtype=float).T
+            unit = mean[0] if role == "kappa" else 1.0
+            lines.append(
+                Line(label, step, mean / unit, style, band=((mean - deviation) / unit, (mean + deviation) / unit))
+            )
+    return lines
 
 
-def _from_zero(lines: Sequence[Line], y_label: str, caption: str) -> list[Figure]:
-    """Return a chart over the steps of the lines that have points; none without such a line."""
-    drawn = [line for line in lines if np.size(line.x)]
-    top = 1.1 * max((float(np.max(line.y)) for line in drawn), default=0.0)
-    return [Figure(chart(drawn, _STEPS, y_label, limits=(0.0, top or 1.0)), caption)] if drawn else []
-
-
-def _scales(stats: Sequence[Mapping[str, Any]]) -> list[Figure]:
-    figures = []
-    names = {role: name for role, name in _SCALES.items() if any(f"{role}/mean" in record for record in stats)}
-    for role, name in names.items():
-        middle, spread = _line("mean ± standard deviation", stats, f"{role}/mean"), _line("", stats, f"{role}/std")
-        mean, std = np.asarray(middle.y), np.asarray(spread.y)
-        line = dataclasses.replace(middle, band=(mean - std, mean + std))
-        svg = chart([line], _STEPS, name, small=len(names) > _ABREAST)
-        figures.append(Figure(svg, f"The {name} during training."))
-    return figures
-
-
-def _tails(stats: Sequence[Mapping[str, Any]]) -> list[Figure]:
-    share = _line("all curved matrices", stats, "tail/fraction", 100.0)
-    largest = _line("all curved matrices", stats, "kappa_w/max")
-    return [
-        *_from_zero([share], "weights with κ|w| > 1 (%)", "Weights in the exponential part of the map."),
-        *_from_zero([largest], "largest κ|w|", "The largest raw weight in units of the curvature."),
-    ]
-
-
-def _weight_sections(weights: Probe) -> Iterator[Section]:
-    roles = weights.roles.values()
-    total, seen = sum(role.total for role in roles), sum(len(role.effective) for role in roles)
-    matrices = "curved matrices" if weights.has_raw else "blocks' matrices"
-    note = f"{seen:,} of the {total:,} weights of the {matrices}, at most {LIMIT:,} per role."
-    start, now = weights.pooled("initial"), weights.pooled("effective")
-    axes = "weight", "weights per bin (log scale)"
-    svg = histogram({"start": start, f"step {weights.step:,}": now}, *axes)
-    figures = [Figure(svg, f"{'Effective weights' if weights.has_raw else 'Weights'} at the start and now.")]
-    if weights.has_raw:
-        svg = histogram({"raw": weights.pooled("raw"), "effective": now}, *axes)
-        figures.append(Figure(svg, "Raw weights, in which the optimizer takes its steps, and their effective weights."))
-    yield Section(f"Weights at step {weights.step:,}", note, figures)
-    note = f"Over the range of the raw weights, with the scales at up to {_POSITIONS:,} positions of a role."
-    maps = []
-    for role, found in weights.roles.items() if weights.has_raw else ():
-        svg = chart(map_lines(found), "raw weight", "effective weight", small=True)
-        maps.append(Figure(svg, f"Effective over raw weight in the {role} matrices."))
-    yield Section(f"The map at step {weights.step:,}", note, maps)
+def _maps(weights: Probe) -> list[Line]:
+    lines = []
+    for style, (role, found) in enumerate(weights.roles.items()):
+        _, median = map_lines(found)
+        lines.append(dataclasses.replace(median, label=role, style=style, band=None))
+    top = max(float(np.asarray(line.x).max()) for line in lines)
+    return [Line("identity", [-top, top], [-top, top], kind="guide"), *lines]
 
 
 def map_lines(weights: RoleWeights) -> list[Line]:
@@ -171,22 +113,16 @@ def map_lines(weights: RoleWeights) -> list[Line]:
 def comparison_figures(found: Mapping[str, Any]) -> list[Figure]:
     """Return the curves and the learning-rate sweep of the comparison in a comparison.json."""
     comparison, runs = found["comparison"], found["runs"]
-    arms = [row["arm"] for row in comparison["shared"]]
-    shared = dict.fromkeys(arms, comparison["shared_lr"])
-    best = {row["arm"]: row["lr"] for row in comparison["best"]}
-    seeds = len(comparison["seeds"]) > 1
-    ending = f"the first losses may leave the chart{'; the band spans the seeds' if seeds else ''}."
-    between = "Speedups are interpolated linearly between evaluations."
-    figures = [Figure(_curves(runs, shared), f"Held-out loss at the shared learning rate; {ending} {between}")]
-    if any(lr is not None and lr != shared[arm] for arm, lr in best.items()):
-        caption = f"Held-out loss, each arm at its own best learning rate; {ending}"
-        figures.append(Figure(_curves(runs, best), caption))
-    lrs = sorted({run["lr"] for run in runs})
+    shared, best = ({row["arm"]: row["lr"] for row in comparison[which]} for which in ("shared", "best"))
+    ending = "The first losses may leave the chart; a band spans the seeds."
+    figures = [Figure(_curves(runs, shared), f"Held-out loss at the shared learning rate. {ending}")]
+    if best != shared:
+        figures.append(Figure(_curves(runs, best), f"Held-out loss, each arm at its own best learning rate. {ending}"))
     axes = "peak learning rate (log scale)", f"final held-out loss ({_NATS})"
-    svg = chart(sweep_lines(runs, {arm: arm for arm in arms}), *axes, log="x", ticks=lrs)
-    points = "; one point per seed, the line through their mean" if seeds else ""
-    points += " over the seeds that ran at all rates" if comparison.get("confirm_seeds") else ""
-    return [*figures, Figure(svg, f"Held-out loss after the last step, at each learning rate{points}.")]
+    lines = sweep_lines(runs, {arm: arm for arm in shared})
+    svg = chart(lines, *axes, log="x", ticks=sorted({run["lr"] for run in runs}))
+    caption = "Held-out loss after the last step: points are seeds, the line is their mean where all ran at that rate."
+    return [*figures, Figure(svg, caption)]
 
 
 def _curves(runs: list[dict[str, Any]], lrs: Mapping[str, float | None]) -> Markup:

@@ -7,18 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import numpy as np
 import torch
 
 from symexplin.config import SELConfig
 from symexplin.lab.compare.grid import COMPARISON
 from symexplin.lab.compare.grid import CONFIG as COMPARE
-from symexplin.lab.config import OPTIMIZERS
 from symexplin.lab.files import read_json, replace_file
 from symexplin.lab.folders import CONFIG
 from symexplin.lab.maps import describe_map, map_of
 from symexplin.lab.model import Transformer
-from symexplin.lab.report.figures import comparison_figures, run_sections
+from symexplin.lab.report.figures import comparison_figures, run_figures
 from symexplin.lab.report.probe import RunRecord, probe, read_run
 from symexplin.lab.settings import to_table
 
@@ -30,7 +28,6 @@ PAGE, _SAMPLE = "report.html", "sample.txt"
 _ROWS = 40  # evaluations in the table of a page
 _NATS = "nats per token"
 _HOMES = {"optimizer": "in the optimizer", "module": "in the modules"}
-_NAMES = {"adamw": "AdamW", "muon": "Muon"}
 
 
 def report(folder: str | Path, echo: Echo = lambda _: None) -> Path:
@@ -62,9 +59,9 @@ def report_run(folder: str | Path, echo: Echo = lambda _: None) -> Path:
         warnings = [f"warning: {text}" for text in run.warnings]
         weights = None
         try:
-            weights = probe(run, warnings.append)
+            weights = probe(run, warnings.append) if run.config.sel.home != "none" else None
         except FileNotFoundError as error:  # the weights that the run started from
-            warnings.append(f"warning: no figures of weights: {error}")
+            warnings.append(f"warning: no figure of the map: {error}")
         for line in warnings:
             echo(line)
         return write_page(
@@ -74,7 +71,7 @@ def report_run(folder: str | Path, echo: Echo = lambda _: None) -> Path:
             headline=_headline(run),
             warnings=warnings,
             facts=_run_facts(run),
-            sections=run_sections(run, weights),
+            figures=run_figures(run, weights),
             evaluations=_evaluation_rows(run),
             evaluations_done=len(run.evaluations),
             sample=sample.read_text(encoding="utf-8", errors="replace") if sample.exists() else None,
@@ -92,7 +89,7 @@ def report_comparison(folder: str | Path) -> Path:
         )
     found = read_json(path / COMPARISON)
     with reading(path / COMPARISON):
-        facts = {f"map of {arm}": _map(curve, _optimizer(found, arm)) for arm, curve in found["maps"].items()}
+        facts = {f"map of {arm}": _map(curve) for arm, curve in found["maps"].items()}
         extra = {"parameters": found["parameters"], "seconds in all": found["seconds"]}
         for part in (found["corpus"], found["config"], found["provenance"], extra):
             facts |= _facts(part)
@@ -147,18 +144,9 @@ def _run_facts(run: RunRecord) -> dict[str, str]:
         parameters = sum(p.numel() for p in Transformer(config.model).parameters())
     curve = map_of(config.sel, config.model.width)
     told = None if curve is None else {"start": config.sel.start, "home": config.sel.home, **curve.to_dict()}
-    facts = {
-        "parameters": f"{parameters:,}",
-        "data": config.data,
-        "weights": _map(told, config.train.optimizer),
-        "steps": f"{run.step:,} of {config.train.steps:,}, {config.train.batch_size} sequences each",
-    }
-    if config.train.weights is not None:
-        facts["first weights"] = config.train.weights
+    facts = {"parameters": f"{parameters:,}", "map": _map(told)}
     if run.updates:
-        last = run.updates[-1]
-        facts["tokens seen"] = f"{last['tokens']:,}"
-        facts["training loss"] = f"{last['loss']:.4f} {_NATS} at the last step"
+        facts["tokens seen"] = f"{run.updates[-1]['tokens']:,}"
     timing = {**(run.timing[-1] if run.timing else {}), **(run.summary or {})}
     if "tokens_per_second" in timing:
         facts["tokens/s"] = f"{timing['tokens_per_second']:,.0f}"
@@ -168,13 +156,10 @@ def _run_facts(run: RunRecord) -> dict[str, str]:
 
 
 def _evaluation_rows(run: RunRecord) -> list[dict[str, Any]]:
-    """Return evenly spread evaluations with the first, the best and the last one, and their timing."""
-    found = run.evaluations
+    """Return the last evaluation and evenly spread ones before it, with their timing."""
     timing = {record["step"]: record for record in run.timing}
-    best = min(range(len(found)), key=lambda i: found[i]["eval_loss"], default=0)
-    spread = np.linspace(0, len(found) - 1, min(_ROWS, len(found))).astype(int).tolist()
-    chosen = sorted({*spread, best}) if found else []
-    return [{**timing.get(found[i]["step"], {}), **found[i], "best": i == best} for i in chosen]
+    newest_first = run.evaluations[::-1][:: 1 + len(run.evaluations) // _ROWS]
+    return [{**timing.get(record["step"], {}), **record} for record in newest_first[::-1]]
 
 
 def _facts(part: Mapping[str, Any]) -> dict[str, str]:
@@ -191,27 +176,19 @@ def _facts(part: Mapping[str, Any]) -> dict[str, str]:
 def _text(value: object) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(_text, value)) or "none"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:g}"
-    return "unknown" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return "unknown" if value is None else str(value)
 
 
-def _optimizer(found: Mapping[str, Any], arm: str) -> str:
-    """Return the optimizer of an arm of a comparison: its own, else the common one."""
-    config = found["config"]
-    tables = (config.get("arm", {}).get(arm, {}).get("train", {}), config.get("train", {}))
-    return next((str(table["optimizer"]) for table in tables if "optimizer" in table), OPTIMIZERS[0])
-
-
-def _map(found: Mapping[str, Any] | None, optimizer: str = OPTIMIZERS[0]) -> str:
+def _map(found: Mapping[str, Any] | None) -> str:
     """Return the home, the start and the map of an arm in words; `found` has the keys "home" and "start" as well."""
     if found is None:
-        return f"ordinary weights under {_NAMES[optimizer]}"
+        return "ordinary weights"
     config = SELConfig.from_dict({key: value for key, value in found.items() if key not in ("home", "start")})
-    words = [f"curved {_HOMES[found['home']]}", f"{found['start']} start", describe_map(config)]
-    return "; ".join(words if optimizer == OPTIMIZERS[0] else [*words, _NAMES[optimizer]])
+    return f"curved {_HOMES[found['home']]}; {found['start']} start; {describe_map(config)}"
 
 
 def _link(folder: Path, run: str) -> str | None:
