@@ -122,9 +122,10 @@ class Evidence:
 
     def runs(self, arm: str, lr: float | None) -> dict[int, FinishedRun]:
         """Return {seed: run} of an arm at a learning rate, without the runs that did not stay finite."""
-        beta = self.beta(arm)
+        beta = (self.found["maps"].get(arm) or {}).get("beta")
+        known = float(beta) if isinstance(beta, float | int) else None
         return {
-            run["seed"]: FinishedRun([(int(s), float(x)) for s, x in run["evals"]], self.folder / run["folder"], beta)
+            run["seed"]: FinishedRun([(int(s), float(x)) for s, x in run["evals"]], self.folder / run["folder"], known)
             for run in self.found["runs"]
             if (run["arm"], run["lr"]) == (arm, lr) and run["final_loss"] is not None
         }
@@ -140,8 +141,3 @@ class Evidence:
         if found is None:
             return None
         return SELConfig.from_dict({key: value for key, value in found.items() if key not in _START_AND_HOME})
-
-    def beta(self, arm: str) -> float | None:
-        """Return the beta that all matrices of an arm have, or None."""
-        beta = (self.found["maps"].get(arm) or {}).get("beta")
-        return float(beta) if isinstance(beta, float | int) else None

@@ -67,7 +67,7 @@ def test_the_lines_are_those_of_the_records(drawn):
     assert lines["gradient norm (log scale)"][-1].y == [0.7, 0.7]
     e, kappa = lines["scale"]
     assert [list(e.y), *map(list, e.band)] == [[1.5, 1.5], [1.25, 1.25], [1.75, 1.75]]
-    assert kappa.label == "curvature κ over its first mean"
+    assert kappa.label == "curvature κ over its first"
     assert [kappa.y[-1], kappa.band[0][-1], kappa.band[1][-1]] == pytest.approx([1.0, 0.9, 1.1])
     identity, q, up = lines["effective weight"]
     assert list(identity.x) == list(identity.y) == [-0.5, 0.5]

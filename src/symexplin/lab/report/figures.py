@@ -20,9 +20,8 @@ _POSITIONS, _POINTS = 2000, 81  # positions per role whose scales show the map, 
 _SCALES = {
     "e": "exponential scale e",
     "l": "linear scale l",
-    "kappa": "curvature κ over its first mean",
-    "n": "offset n",
     "s": "overall scale s",
+    "kappa": "curvature κ over its first",
 }
 _STEPS, _NATS = "optimizer steps", "nats per token"
 

@@ -55,9 +55,8 @@ def report_run(folder: str | Path, echo: Echo = lambda _: None) -> Path:
     """Write `report.html` into the folder of a run, also while it trains; what cannot be read becomes a warning."""
     sample = Path(folder) / _SAMPLE
     with reading(folder):
-        run = read_run(folder)
-        warnings = [f"warning: {text}" for text in run.warnings]
-        weights = None
+        warnings: list[str] = []
+        run, weights = read_run(folder, lambda text: warnings.append(f"warning: {text}")), None
         try:
             weights = probe(run, warnings.append) if run.config.sel.home != "none" else None
         except FileNotFoundError as error:  # the weights that the run started from

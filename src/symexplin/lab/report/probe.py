@@ -35,7 +35,7 @@ Echo = Callable[[str], None]
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The files of a run so far. `summary` is None while it is unfinished; `warnings` name what cannot be read."""
+    """The files of a run so far; `summary` is None while it is unfinished."""
 
     folder: Path
     config: RunConfig
@@ -44,7 +44,6 @@ class RunRecord:
     evaluations: list[Record]
     timing: list[Record]
     summary: Record | None
-    warnings: tuple[str, ...] = ()
 
     @property
     def step(self) -> int:
@@ -52,15 +51,13 @@ class RunRecord:
         return int(self.updates[-1]["step"]) if self.updates else 0
 
 
-def read_run(folder: str | Path) -> RunRecord:
-    """Return the records of a run, which may go on meanwhile; damaged lines become warnings."""
+def read_run(folder: str | Path, echo: Echo = lambda _: None) -> RunRecord:
+    """Return the records of a run, which may go on meanwhile; `echo` takes a line about each damaged one."""
     folder = Path(folder)
     config = build_config(RunConfig, load_toml(folder / CONFIG))
     facts = read_json(folder / FACTS)
-    warnings: list[str] = []
     metrics, timing = (
-        read_json_lines(folder / name, skipped=warnings.append) if (folder / name).exists() else []
-        for name in (METRICS, TIMING)
+        read_json_lines(folder / name, skipped=echo) if (folder / name).exists() else [] for name in (METRICS, TIMING)
     )
     return RunRecord(
         folder=folder,
@@ -70,7 +67,6 @@ def read_run(folder: str | Path) -> RunRecord:
         evaluations=[record for record in metrics if "eval_loss" in record],
         timing=timing,
         summary=read_json(folder / SUMMARY) if (folder / SUMMARY).exists() else None,
-        warnings=tuple(warnings),
     )
 
 
