@@ -187,12 +187,8 @@ def test_a_benchmark_is_reported_beside_the_papers_timings(tmp_path):
     page = TablePage(report_table(tmp_path))
     assert ["step", "module", "adamw", "fp32", "1024", "70.12", "22", "38", "10", "1.1", "10", "99"] in page.rows
     assert ["device", "a CPU"] in page.rows
-    rows = {row[0].split(" Table")[0]: row for row in page.rows if table.panels[0].name in row}
-    assert rows["what a whole step takes longer"][1:4] == [table.panels[0].name, "1.7", "10"]
-    assert rows["forward pass of a step, AdamW"][2:4] == ["67", "20"]
-    assert rows["backward pass of a step, SEL"][2:4] == ["209", "38"]
-    assert rows["optimizer's part of a step, SEL"][2:4] == ["15", "10"]
-    assert rows["optimizer's part of a step, AdamW"][2:4] == ["6", "6"]
+    (row,) = (row for row in page.rows if row[0].startswith("what a whole step takes longer") and "1024x12" in row)
+    assert row[1:] == ["1024x12", "1.7", "%"]
     assert len(rows_of(tmp_path / "table.csv")) == 5
 
 

@@ -17,12 +17,12 @@ __all__ = ["report_table"]
 
 _RESULTS, _CLAIMS, _FIGURES = "table.csv", "claims.csv", "figures"
 _SIGNS = {-1: "below", 1: "above", 0: "undecided"}
-# Columns of a bench that say where it ran, and that tell its cases apart.
+_OF_ARMS = ("delta", "speedup")  # numbers of the paper that the rows of the arms show
+# Columns of a bench that say where it ran.
 _FACTS = (
     *("device", "processor", "instructions", "threads", "system", "python", "torch", "numpy", "safetensors"),
     *("symexplin", "commit", "date"),
 )
-_CASE = ("dtype", "tokens", "microbatches")
 
 
 def report_table(out: str | Path, echo: Callable[[str], None] = lambda _: None) -> Path:
@@ -56,7 +56,7 @@ def report_table(out: str | Path, echo: Callable[[str], None] = lambda _: None) 
             outcome=outcome,
             headline=headline,
             claims=claims,
-            numbers=list(_numbers(outcome, paper)),
+            numbers=[n for n in paper.numbers_of(outcome.name) if n.name not in _OF_ARMS],
             panels=[(panel, arms[panel.name]) for panel in compared],
             links={panel.name: f"{PANELS}/{panel.name}/{PAGE}" for panel in compared if (panel.folder / PAGE).exists()},
             benches=benches,
@@ -78,13 +78,13 @@ def _arms(outcome: Outcome, panel: Evidence, paper: Paper) -> Iterator[tuple[Row
     for best, shared in zip(panel.rows("best"), panel.rows("shared"), strict=True):
         key = outcome.name, panel.paper, best["arm"]
         numbers = {n.name: n.value for n in paper.numbers_of(outcome.name) if (n.panel, n.arm) == key[1:]}
-        losses_give = paper.difference(*key, panel.arms[0]) if best["arm"] != panel.arms[0] else None
+        computed = paper.difference(*key, panel.arms[0]) if best["arm"] != panel.arms[0] else None
         known = {
             **_place(outcome, panel),
             "arm": best["arm"],
             "label": panel.label(best["arm"]),
             "paper_loss": paper.losses.get(key),
-            "paper_delta": numbers.get("delta", losses_give),
+            "paper_delta": numbers.get("delta", computed),
             "paper_speedup": numbers.get("speedup"),
         }
         yield {**known, **_measured(best, "own best rate")}, {**known, **_measured(shared, "shared rate")}
@@ -101,39 +101,10 @@ def _measured(row: Row, compared_at: str) -> Row:
         shown = _SIGNS[sign_of(spread)] if len(spread.values) >= ENOUGH_SEEDS else "few seeds"
     return {
         "compared_at": compared_at,
-        "seeds": len(row["seeds"]),
-        "learning_rate": row["lr"],
-        "loss_sd": row["spread"],
-        "delta_se": spread.error if spread is not None else None,
+        **{key: row[key] for key in ("lr", "seeds", "finite", "loss", "spread", "delta", "speedup", "reached")},
+        "delta_se": None if spread is None else spread.error,
         "shown": shown,
-        **{key: row[key] for key in ("finite", "loss", "delta", "speedup", "reached")},
     }
-
-
-def _numbers(outcome: Outcome, paper: Paper) -> Iterator[Row]:
-    """Yield the paper's other numbers, those of a bench beside the measured ones."""
-    for number in paper.numbers_of(outcome.name):
-        if number.name in ("delta", "speedup"):
-            continue  # the rows of the arms show them
-        panels = [panel for panel in outcome.finished if outcome.is_bench and panel.paper == number.panel]
-        for panel in panels:
-            yield {**number._asdict(), "panel": panel.name, "measured": _timed(number.name, panel.found["rows"])}
-        if not panels:
-            yield {**number._asdict(), "measured": None}
-
-
-def _timed(name: str, rows: Sequence[Row]) -> float | None:
-    """Return a timing of the whole step: "overhead" in percent, or "PHASE_ms_SIDE" where the bench has the phases."""
-    steps = [row for row in rows if row["part"] == "step"]
-    curved = next((row for row in steps if row["variant"] == "module"), None)  # the paper's form of the map
-    if curved is None:
-        return None
-    if name == "overhead":
-        return 100.0 * (float(curved["ratio"]) - 1.0)
-    column, _, side = name.rpartition("_")
-    wanted = {**curved, "variant": curved["baseline"]} if side == "baseline" else curved
-    row = next((row for row in steps if all(row.get(key) == wanted.get(key) for key in ("variant", *_CASE))), {})
-    return float(row[column]) if row.get(column) else None
 
 
 def _draw(name: str, out: Path, panels: Sequence[Evidence]) -> dict[str, Any]:
