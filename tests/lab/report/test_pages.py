@@ -50,7 +50,7 @@ def test_the_page_of_a_run(run):
     assert "Finished: 6 steps." in page.text
     assert f"Held-out loss {summary['final_loss']:.4f} nats per token after step 6." in page.text
     assert ["parameters", f"{summary['parameters']:,}"] in page.rows
-    assert ["tokens seen", "384"] in page.rows  # 6 steps of 4 sequences of 16
+    assert ["tokens", "384"] in page.rows  # 6 steps of 4 sequences of 16
     assert ["train.lr", "0.01"] in page.rows
     assert ["log.tensorboard", "False"] in page.rows
     assert ["train.betas", "0.9, 0.999"] in page.rows

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import torch
 
 from symexplin.config import SELConfig
 from symexplin.lab.compare.grid import COMPARISON
@@ -15,7 +14,6 @@ from symexplin.lab.compare.grid import CONFIG as COMPARE
 from symexplin.lab.files import read_json, replace_file
 from symexplin.lab.folders import CONFIG
 from symexplin.lab.maps import describe_map, map_of
-from symexplin.lab.model import Transformer
 from symexplin.lab.report.figures import comparison_figures, run_figures
 from symexplin.lab.report.probe import RunRecord, probe, read_run
 from symexplin.lab.settings import to_table
@@ -38,17 +36,17 @@ def report(folder: str | Path, echo: Echo = lambda _: None) -> Path:
         echo: receives a warning for each damaged file of a run that the page does without.
 
     Raises:
-        FileNotFoundError, ValueError: no such folder, another kind of folder, a file that cannot be read.
+        FileNotFoundError, ValueError: another kind of folder, a comparison without result, a file that cannot be read.
     """
     path = Path(folder)
-    wanted = f"folder must be that of a run or of a comparison, got {str(folder)!r}"
-    if not path.is_dir():
-        raise FileNotFoundError(f"{wanted}, which is no folder")
     if (path / COMPARISON).exists() or (path / COMPARE).exists():
         return report_comparison(path)
     if (path / CONFIG).exists():
         return report_run(path, echo)
-    raise ValueError(f"{wanted}, which has neither {CONFIG} nor {COMPARISON}")
+    raise ValueError(
+        f"folder must be that of a run or of a comparison, got {str(folder)!r}, "
+        f"which has neither {CONFIG} nor {COMPARISON}"
+    )
 
 
 def report_run(folder: str | Path, echo: Echo = lambda _: None) -> Path:
@@ -138,20 +136,13 @@ def _headline(run: RunRecord) -> list[str]:
 
 
 def _run_facts(run: RunRecord) -> dict[str, str]:
-    config = run.config
-    with torch.device("meta"):  # shapes without memory
-        parameters = sum(p.numel() for p in Transformer(config.model).parameters())
-    curve = map_of(config.sel, config.model.width)
-    told = None if curve is None else {"start": config.sel.start, "home": config.sel.home, **curve.to_dict()}
-    facts = {"parameters": f"{parameters:,}", "map": _map(told)}
-    if run.updates:
-        facts["tokens seen"] = f"{run.updates[-1]['tokens']:,}"
-    timing = {**(run.timing[-1] if run.timing else {}), **(run.summary or {})}
-    if "tokens_per_second" in timing:
-        facts["tokens/s"] = f"{timing['tokens_per_second']:,.0f}"
-    if "seconds" in timing:
-        facts["training time"] = f"{timing['seconds']:,.1f} seconds without evaluations"
-    return facts
+    curve = map_of(run.config.sel, run.config.model.width)
+    told = None if curve is None else {"start": run.config.sel.start, "home": run.config.sel.home, **curve.to_dict()}
+    known: dict[str, float] = {}
+    for records in (run.updates, run.timing, [run.summary or {}]):
+        known |= records[-1] if records else {}
+    forms = {"parameters": ",", "tokens": ",", "tokens_per_second": ",.0f", "seconds": ",.1f"}
+    return {"map": _map(told)} | {name: format(known[name], form) for name, form in forms.items() if name in known}
 
 
 def _evaluation_rows(run: RunRecord) -> list[dict[str, Any]]:
