@@ -116,6 +116,7 @@ def test_an_unfinished_table_says_what_is_missing(tmp_path):
     # What the rows of the arms show is not said again among the other numbers.
     assert "beta of the better variant" in page.text
     assert "as printed" not in page.text
+    assert "In each panel: final loss of mismatch minus that of AdamW." in page.text
     claims = rows_of(out / "claims.csv")
     waiting = [row for row in claims if row["panel"] == "64x3"]
     assert {row["verdict"] for row in waiting} == {"not tested at this scale"}

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from symexplin.experiments.claims import DID_NOT, HELD, UNTESTED, ClaimVerdict, judge
+from symexplin.experiments.claims import DID_NOT, HELD, KINDS, UNTESTED, ClaimVerdict, judge
 from symexplin.experiments.comparison import ENOUGH_SEEDS, Evidence, Row, sign_of, spread_of
 from symexplin.experiments.paper import Paper, load_paper
 from symexplin.experiments.tables import PANELS, Outcome, read_table
@@ -56,6 +56,7 @@ def report_table(out: str | Path, echo: Callable[[str], None] = lambda _: None) 
             outcome=outcome,
             headline=headline,
             claims=claims,
+            kinds=KINDS,
             numbers=[n for n in paper.numbers_of(outcome.name) if n.name not in _OF_ARMS],
             panels=[(panel, arms[panel.name]) for panel in compared],
             links={panel.name: f"{PANELS}/{panel.name}/{PAGE}" for panel in compared if (panel.folder / PAGE).exists()},
