@@ -143,7 +143,7 @@ def test_arms_may_have_weights_and_an_optimizer_of_their_own(confirmed, data, tm
     assert evals["on", 3][0][1] == evals["on", 4][0][1] == pytest.approx(first["final_loss"], rel=1e-6)
     assert evals["muon", 3][0] == evals["AdamW", 3][0]
     assert evals["muon", 3][-1] != evals["AdamW", 3][-1]
-    assert "ordinary weights under Muon" in (tmp_path / "out" / "report.html").read_text()
+    assert "<th>arm.muon.train.optimizer</th><td>muon</td>" in (tmp_path / "out" / "report.html").read_text()
     assert load_toml("out/compare.toml")["arm"]["on"]["train"]["weights"] == str(base)
     monkeypatch.chdir(confirmed[0])
     saved = build(CompareConfig, load_toml(tmp_path / "out" / "compare.toml"))

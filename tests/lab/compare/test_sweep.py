@@ -15,7 +15,7 @@ from symexplin.lab.compare.sweep import compare_runs
 from symexplin.lab.config import ComputeConfig
 from symexplin.lab.data.prepare import PrepareConfig, prepare
 from symexplin.lab.maps import CurveConfig
-from symexplin.lab.model import ModelConfig
+from symexplin.lab.model import ModelConfig, Transformer
 from symexplin.lab.parallel import ALONE
 from symexplin.lab.process import Stopped
 from symexplin.lab.report import pages as report
@@ -72,7 +72,7 @@ def test_it_writes_and_says_what_it_found(finished, data):
     assert content["maps"]["AdamW"] is None
     assert (content["maps"]["SEL"]["home"], content["maps"]["SEL"]["l"]["start"]) == ("optimizer", 0.125)
     assert content["corpus"]["tokenizer"] == "byte"
-    assert content["parameters"] == sum(p.numel() for p in report.Transformer(tiny(data).model).parameters())
+    assert content["parameters"] == sum(p.numel() for p in Transformer(tiny(data).model).parameters())
     assert build(CompareConfig, load_toml(folder / "compare.toml")).compare == tiny(data).compare
     assert content["provenance"]["threads"] == 1
     for table in (content["config"], load_toml(folder / "compare.toml")):  # no key that no run has used
