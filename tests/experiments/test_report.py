@@ -57,15 +57,16 @@ def test_the_page_and_the_files_of_a_finished_table(frozen):
     row = row_of(page, "Fixed curvaturefixed_curvature")
     assert row[1:4] == ["0.001*", "1.9503 ± 0.0995", "-0.1497 ± 0.0009below"]
     assert row[5:7] == ["2.2503 ± 0.0995", "+0.1503 ± 0.0009above"]
-    assert row[7:] == ["2.9177", "-0.0345", "–"]
+    assert row[7:] == ["2.9177", "-0.0345", "–", "-0.1152"]
     baseline = row_of(page, "AdamW")
-    assert baseline[1:] == ["0.01*", "2.1000 ± 0.1000", "–", "–", "2.1000 ± 0.1000", "–", "2.9522", "–", "–"]
+    assert baseline[1:] == ["0.01*", "2.1000 ± 0.1000", "–", "–", "2.1000 ± 0.1000", "–", "2.9522", "–", "–", "–"]
 
 
 def test_verdicts_stand_on_the_page_gains_and_losses_alike(frozen):
     lines = []
     page = TablePage(report_table(frozen, lines.append))
     (text,) = lines
+    assert "128x4: Fixed curvature ends below AdamW (-0.1497" in text
     assert "Did not hold: final loss of frozen minus that of AdamW: +0.0503" in text
     found = {row["claim"]: row for row in rows_of(frozen / "claims.csv")}
     assert {row["verdict"] for row in found.values()} == {"held", "did not hold"}
@@ -103,6 +104,8 @@ def test_a_gain_at_the_shared_rate_alone_is_told(tmp_path):
     row = row_of(page, "Full SELfull")
     assert (row[3].endswith("undecided"), row[6]) == (True, "-0.1000 ± 0.0000below")
     assert "A learning-rate effect: it held at the shared rate" in page.text
+    assert "Full SEL cannot be told from AdamW" in page.text
+    assert "AdamW (-0.1000 ± 0.0000) at the shared rate: a gain that the learning rate explains." in page.text
 
 
 def test_an_unfinished_table_says_what_is_missing(tmp_path):

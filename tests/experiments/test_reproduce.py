@@ -47,12 +47,15 @@ def finished(data, tmp_path_factory):
     return out, run("optimizer_equivalence", out, tiny(data), **options), lines
 
 
-def test_it_estimates_the_time_and_prints_the_verdicts(finished):
+def test_it_warns_estimates_the_time_and_prints_the_verdicts(finished):
     _, _, lines = finished
+    for words in ("one learning rate", "fewer than 3 seeds", "4 steps (--steps)"):
+        assert any(line.startswith("warning: ") and words in line for line in lines), words
+    first = next(i for i, line in enumerate(lines) if line.startswith("at most 2 runs, in all about"))
     later = next(i for i, line in enumerate(lines) if line.startswith("runs of 16x1 left: at most 1, about"))
     trained = [i for i, line in enumerate(lines) if "step 0/4" in line]
-    assert trained[0] < later < trained[1]
-    assert any("fewer than 3 seeds" in line for line in lines[trained[1] :])
+    assert first < trained[0] < later < trained[1]
+    assert any("in too few seeds to tell" in line for line in lines[trained[1] :])
 
 
 def test_a_finished_table_is_not_trained_again_and_may_grow(finished, data):

@@ -33,7 +33,7 @@ def report_table(out: str | Path, echo: Callable[[str], None] = lambda _: None) 
 
     Args:
         out: the folder.
-        echo: takes what is missing and the verdict on each claim as lines of text.
+        echo: takes the result of each arm, what is missing and the verdict on each claim as lines of text.
     """
     out = Path(out)
     paper = load_paper()
@@ -44,6 +44,7 @@ def report_table(out: str | Path, echo: Callable[[str], None] = lambda _: None) 
         claims = [judge(claim, outcome.name, outcome.panels, paper) for claim in paper.claims_of(outcome.name)]
         headline = _headline(outcome, claims)
         arms = {panel.name: list(_arms(outcome, panel, paper)) for panel in compared}
+        results = [text for panel in compared for text in _results(panel.name, arms[panel.name])]
         rows = [row for pairs in arms.values() for pair in pairs for row in pair]
         rows += [{**_place(outcome, panel), **row} for panel in benches for row in panel.found["rows"]]
         write_csv(out / _RESULTS, rows)
@@ -55,6 +56,7 @@ def report_table(out: str | Path, echo: Callable[[str], None] = lambda _: None) 
             title=outcome.title,
             outcome=outcome,
             headline=headline,
+            results=results,
             claims=claims,
             kinds=KINDS,
             numbers=[n for n in paper.numbers_of(outcome.name) if n.name not in _OF_ARMS],
@@ -66,7 +68,7 @@ def report_table(out: str | Path, echo: Callable[[str], None] = lambda _: None) 
             assumptions=list(outcome.assumptions.items()),
             provenance=_provenance(outcome.finished),
         )
-    echo("\n".join(["", *headline, *(f"  {claim.claim.text} {claim.sentence}" for claim in claims), ""]))
+    echo("\n".join(["", *results, *headline, *(f"  {claim.claim.text} {claim.sentence}" for claim in claims), ""]))
     return page
 
 
@@ -106,6 +108,28 @@ def _measured(row: Row, compared_at: str) -> Row:
         "delta_se": None if spread is None else spread.error,
         "shown": shown,
     }
+
+
+def _results(panel: str, arms: Sequence[tuple[Row, Row]]) -> Iterator[str]:
+    """Yield a sentence per arm: below the baseline or above, at its own best and at the shared learning rate."""
+    baseline = arms[0][0]["label"]
+    for best, shared in arms[1:]:
+        text = f"{panel}: {best['label']} {_against(best, baseline)} at its own best learning rate"
+        if best["lr"] != shared["lr"]:
+            text += f"; it {_against(shared, baseline)} at the shared rate"
+        if shared["shown"] == "below" and best["shown"] in ("above", "undecided"):
+            text += ": a gain that the learning rate explains"
+        yield f"{text}."
+
+
+def _against(row: Row, baseline: str) -> str:
+    if row["delta"] is None:
+        return "did not stay finite"
+    error = "" if row["delta_se"] is None else f" ± {row['delta_se']:.4f}"
+    ends = "ends below" if row["delta"] < 0 else "ends above"
+    word = "cannot be told from" if row["shown"] == "undecided" else ends
+    doubt = ", in too few seeds to tell," if row["shown"] == "few seeds" else ""
+    return f"{word} {baseline} ({row['delta']:+.4f}{error}){doubt}"
 
 
 def _draw(name: str, out: Path, panels: Sequence[Evidence]) -> dict[str, Any]:

@@ -12,23 +12,32 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from symexplin.experiments.comparison import ENOUGH_SEEDS
 from symexplin.experiments.results import append_results, check_results
-from symexplin.experiments.tables import BASE, DATA, PANELS, SCALES, TABLE, Panel, Table, load_table
+from symexplin.experiments.tables import BASE, DATA, PANELS, PASSES, SCALES, TABLE, Panel, Table, load_table
 from symexplin.lab.bench import BenchConfig
 from symexplin.lab.bench.run import run_bench
-from symexplin.lab.compare.grid import CompareConfig
+from symexplin.lab.compare.grid import COMPARISON, CompareConfig
 from symexplin.lab.compare.sweep import compare_runs
-from symexplin.lab.data.batches import DATASET
+from symexplin.lab.config import RunConfig, resolve
+from symexplin.lab.data.batches import DATASET, Corpus
 from symexplin.lab.data.prepare import PrepareConfig, prepare
 from symexplin.lab.files import read_json, write_json
 from symexplin.lab.folders import LOCK, SUMMARY, check_resumable, claimed
+from symexplin.lab.provenance import cores
 from symexplin.lab.run import train
 from symexplin.lab.settings import build, merge
+from symexplin.lab.train import NonFiniteError, Trainer
 from symexplin.validation import check_choice
 
 __all__ = ["ReproduceConfig", "plan_lines", "reproduce"]
 
 Echo = Callable[[str], None]
+
+_TIMED_STEPS = 4  # the first one is slow, the fastest one counts
+_FEW_STEPS = 400  # the shortest runs of the scales have 450
 
 
 @dataclass(frozen=True)
@@ -122,7 +131,7 @@ def reproduce(
         config: None: in miniature.
         resume: keep finished runs, continue the others.
         results: a CSV file to append a row per run to (:func:`symexplin.experiments.results.append_results`).
-        echo: takes each line of the log: losses, estimates of the time, verdicts.
+        echo: takes each line of the log: warnings, estimates of the time, losses, verdicts.
         progress: show bars on a terminal.
 
     Raises:
@@ -150,6 +159,10 @@ def reproduce(
             if table.base is not None:
                 quiet: dict[str, Any] = {"tell_config": False, "progress": progress, "label": BASE}
                 train(table.base, folder / BASE, resume=True, echo=echo, **quiet)
+            places = [(panel.config, folder / PANELS / panel.name / COMPARISON) for panel in wanted]
+            new = [it for it, done in places if isinstance(it, CompareConfig) and not done.exists()]
+            for line in [*_warnings(new), *_estimate(new)] if new else ():
+                echo(line)
             _run_panels(wanted, table, folder, echo, progress)
             write_json(folder / TABLE, table.to_json())  # a resumed table may have grown
         finally:
@@ -196,6 +209,56 @@ def _run_panels(panels: Sequence[Panel], table: Table, folder: Path, echo: Echo,
             shutil.rmtree(new, ignore_errors=True)  # an interrupted bench starts again
             run_bench(panel.config, new, echo=echo, progress=progress)
             new.rename(place)
+
+
+def _warnings(configs: Sequence[CompareConfig]) -> list[str]:
+    """Return a line for each choice that makes results hard to read: one learning rate, few seeds, few steps."""
+    found = []
+    if any(len(config.compare.lrs) == 1 for config in configs):
+        found.append("one learning rate (--lrs): its effect cannot be told from that of the arms")
+    if any(len(config.compare.seeds + config.compare.confirm_seeds) < ENOUGH_SEEDS for config in configs):
+        found.append(f"fewer than {ENOUGH_SEEDS} seeds (--seeds, --confirm-seeds): no claim can be tested")
+    steps = min(config.train.steps for config in configs)
+    if steps < _FEW_STEPS:
+        found.append(f"{steps} steps (--steps): the order of the arms may change in longer runs")
+    return [f"warning: {text}" for text in found]
+
+
+def _estimate(configs: Sequence[CompareConfig]) -> list[str]:
+    """Return how long all runs would take, from a few steps of one; nothing where these steps tell nothing."""
+    first = configs[0]
+    if first.compute.compile or first.compare.cluster != "none":
+        return []
+    corpus = Corpus.load(first.data, verify=False)
+    corpus.check_context(first.model.context)
+    run = resolve(first.example(first.compare.arms[-1]), corpus.vocab_size)  # the first arm has no map
+    before, times = torch.get_num_threads(), []
+    torch.set_num_threads(run.compute.threads or max(1, cores() // first.compare.jobs))
+    try:
+        trainer = Trainer(run, corpus)
+        for _ in range(_TIMED_STEPS):
+            began = time.perf_counter()
+            trainer.update()
+            times.append(time.perf_counter() - began)
+    except NonFiniteError:  # the run itself reports it
+        return []
+    finally:
+        torch.set_num_threads(before)
+    runs = sum(config.compare.most_runs for config in configs)
+    cost = sum(_cost(config.example(config.compare.arms[-1])) * config.compare.most_runs for config in configs)
+    minutes = min(times) * _passes(run) / _cost(run) * cost / first.compare.jobs / 60
+    return [f"at most {runs} runs, in all about {max(1, round(minutes)):,} min (from {_TIMED_STEPS} steps)"]
+
+
+def _passes(run: RunConfig) -> float:
+    """Return how many training steps take the time of a run, its evaluations included."""
+    evaluations = 1 + run.train.steps // run.train.eval_every
+    return run.train.steps + evaluations * run.train.eval_batches / PASSES
+
+
+def _cost(run: RunConfig) -> float:
+    """Return a number proportional to the time of a run: weights of the blocks times the tokens of all passes."""
+    return float(run.model.depth * run.model.width**2 * _passes(run) * run.train.batch_size * run.model.context)
 
 
 def _with_time_left(config: CompareConfig, place: Path, echo: Echo) -> Echo:

@@ -21,7 +21,7 @@ from symexplin.lab.settings import build, differences, load_toml, merge
 from symexplin.validation import check_choice, naming
 
 __all__ = [
-    *("BASE", "DATA", "PANELS", "SCALES", "TABLE"),
+    *("BASE", "DATA", "PANELS", "PASSES", "SCALES", "TABLE"),
     *("Outcome", "Panel", "Table", "load_table", "names", "read_table"),
 ]
 
@@ -36,7 +36,7 @@ _OF_A_RUN = ("model", "train", "compute", "log")
 # Tables of settings; `map` is that of every curved arm, `base` changes [train] for the run that the others start from.
 _SETTINGS = (*_OF_A_RUN, "sel", "compare", "cluster", "arm", "map", DATA, BASE)
 # Training a batch costs a forward and a backward pass, evaluating it the forward pass alone, about a third.
-_PASSES = 3
+PASSES = 3
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ def _in_proportion(before: Settings, changes: Settings) -> Settings:
     if not isinstance(steps, int) or steps < 1:
         return settings  # the schema checks it
     share = steps / before["train"]["steps"]
-    least = {"warmup_steps": 0, "eval_every": -(-2 * settings["train"].get("eval_batches", 0) // _PASSES)}
+    least = {"warmup_steps": 0, "eval_every": -(-2 * settings["train"].get("eval_batches", 0) // PASSES)}
     for table, keys in (("train", ("warmup_steps", "eval_every")), (BASE, ("steps", "warmup_steps"))):
         for key in keys:
             if key in before.get(table, {}) and key not in changes.get(table, {}):
