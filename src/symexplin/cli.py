@@ -477,10 +477,10 @@ def _demo(*, out: str = "runs/demo", **given: Any) -> None:
 def _bench(config: _Config = None, *, out: str, **given: Any) -> None:
     r"""Measure what the map costs on this machine.
 
-    The map alone, the optimizer step and the whole training step are timed with AdamW and with SEL in both homes, on
-    random tokens. All variants take turns in one process, in an order that rotates. The figures are medians with their
-    10th and 90th percentile, the ratios those of the same round. `adamw_master` is the stock recipe for bf16
-    parameters: upcast, clip, fused AdamW on fp32 masters, copy back.
+    The optimizer step and the whole training step are timed with AdamW and with SEL in both homes, on random tokens.
+    All variants take turns in one process, in an order that rotates. The figures are medians with their 10th and 90th
+    percentile, the ratios those of the same round. `adamw_master` is the stock recipe for bf16 parameters: upcast,
+    clip, fused AdamW on fp32 masters, copy back.
 
     Args:
         out: a new folder for the results

@@ -105,19 +105,6 @@ def test_gradients_are_above_the_clipping_threshold():
     assert float(norm) == pytest.approx(0.01 * (count / 3) ** 0.5, rel=0.05)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_map_alone_is_that_of_a_curved_layer(dtype):
-    case = Case("map", "bf16" if dtype == torch.bfloat16 else "fp32", 16, shape=(64, 16))
-    torch.manual_seed(CONFIG.seed)
-    layer = sel.SELLinear(16, 64, bias=False, config=sel.preset("paper"))
-    grad = torch.rand(64, 16, dtype=dtype)  # drawn next, as there
-    assert torch.equal(make_work("forward", CONFIG, case, CPU).run(), layer.weight.to(dtype))
-    raw, *_ = torch.autograd.grad(layer.weight, list(layer.parameters()), grad.float())
-    pulled = make_work("backward", CONFIG, case, CPU).run()
-    torch.testing.assert_close(pulled.raw, raw, rtol=1e-5, atol=1e-7)
-    assert all(vector.abs().max() > 0 for vector in (pulled.panel0, pulled.panel1))
-
-
 HOLES = """
 import torch
 from symexplin.lab.bench.work import _high_water

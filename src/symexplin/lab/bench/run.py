@@ -19,7 +19,7 @@ from torch.utils.benchmark import set_torch_threads, timer
 from tqdm import tqdm
 
 from symexplin import kernels
-from symexplin.lab.bench import BenchConfig, Case
+from symexplin.lab.bench import RESULTS, BenchConfig, Case
 from symexplin.lab.bench.work import BASELINES, PHASES, Work, make_work, peak_in_child
 from symexplin.lab.files import format_columns, replace_file, replacing, write_csv
 from symexplin.lab.folders import LOCK, claimed
@@ -27,29 +27,19 @@ from symexplin.lab.provenance import cores, provenance
 from symexplin.lab.settings import dump_toml, to_table
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["FACTS", "RESULTS", "Timing", "draw", "measure", "rows_of", "run_bench", "spread"]
+__all__ = ["Timing", "draw", "measure", "rows_of", "run_bench", "spread"]
 
 Echo = Callable[[str], None]
 Row = dict[str, Any]
 
-RESULTS = "results.csv"
-_CONFIG, _ROUNDS = "config.toml", "rounds.jsonl"
-# Columns of the measurement as a whole, after those of each row.
-FACTS = (
-    *("context", "vocab_size", "heads", "preset", "map", "seed", "compile", "recompute", "loss_chunk", "fresh"),
-    *("device", "kernels", "malloc", "processor", "instructions", "cores", "threads"),
-    *("system", "python", "torch", "symexplin", "commit", "date"),
-)
+_CONFIG, _ROUNDS, _PLOT = "config.toml", "rounds.jsonl", "bench.svg"
+_SWEPT = ("parts", "dtypes", "widths", "depths", "microbatches", "tokens")  # settings that rows have
 _PRINTED = ("variant", "ms", "ms_p10", "ms_p90", "baseline", "ratio", "ratio_p10", "ratio_p90", "peak_mib")
 _LEAST_MS, _MOST_CALLS = 20.0, 200  # shorter work is repeated within its turn
+_SIDESTEP = 0.15  # between the variants of a case
 _MALLOC = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")  # variables that set or replace malloc
-
-_SIZE, _MOST_COLUMNS = (5.4, 4.4), 3
-_SWEPT = ("width", "depth", "microbatches")
-_SIDESTEP = 0.12  # between the points of one tick
 
 
 class Timing(NamedTuple):
@@ -119,17 +109,14 @@ def rows_of(case: Case, rounds: Sequence[Round], peaks: Mapping[str, int | None]
     rows: list[Row] = []
     for name, baseline in BASELINES[case.part, case.dtype].items():
         own, peak = [found[name] for found in rounds], peaks.get(name)
-        ratios = spread("ratio", [found[name].ms / found[baseline].ms for found in rounds])
         phases = {p: float(np.median([timing.phases[p] for timing in own])) for p in own[0].phases}
         rows.append(
             {
                 **{"part": case.part, "variant": name, "baseline": baseline},
                 **case._asdict(),
-                "shape": case.shape and "x".join(map(str, case.shape)),
                 "rounds": len(rounds),
                 **spread("ms", [timing.ms for timing in own]),
-                **ratios,
-                "overhead_percent": None if case.part == "map" else 100.0 * (ratios["ratio"] - 1.0),
+                **spread("ratio", [found[name].ms / found[baseline].ms for found in rounds]),
                 "peak_mib": None if peak is None else peak / 2**20,
                 **{f"{phase}_ms": phases.get(phase) for phase in PHASES},
             }
@@ -154,7 +141,7 @@ def run_bench(config: BenchConfig, out: str | Path, echo: Echo = lambda _: None,
     """Measure everything that a configuration asks for, and write it into a folder.
 
     results.csv has a row per variant, rounds.jsonl the times of every round, config.toml the settings with device and
-    threads resolved, bench.svg and bench.png the plot. An interrupted measurement keeps the cases that it has measured,
+    threads resolved, bench.svg the plot. An interrupted measurement keeps the cases that it has measured,
     without a plot.
 
     Args:
@@ -189,12 +176,9 @@ def run_bench(config: BenchConfig, out: str | Path, echo: Echo = lambda _: None,
             rows += own
             write_csv(folder / RESULTS, [row | facts for row in rows])
             echo(f"{case}\n{_format(own)}")
-        place = facts["processor"] if facts["device"] == "cpu" else facts["device"]
-        commit = f", commit {facts['commit'][:8]}" if facts["commit"] else ""
-        figure = draw(rows, f"{place}, threads: {facts['threads']}, torch {facts['torch']}{commit}")
-        for kind in ("svg", "png"):
-            with replacing(folder / f"bench.{kind}") as temporary:
-                figure.savefig(temporary, format=kind, dpi=150)
+        caption = f"{facts['device']}, {facts['processor']}, threads: {facts['threads']}, torch {facts['torch']}"
+        with replacing(folder / _PLOT) as temporary:
+            draw(rows, caption).savefig(temporary, format="svg")
     return rows
 
 
@@ -228,9 +212,10 @@ def _peaks(config: BenchConfig, case: Case, first: Round, echo: Echo) -> dict[st
 
 
 def _facts(config: BenchConfig, device: torch.device) -> Row:
+    """Return the columns of the measurement as a whole: settings, machine and versions."""
     malloc = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_MALLOC)}
-    known = {
-        **dataclasses.asdict(config),
+    return {
+        **{name: value for name, value in dataclasses.asdict(config).items() if name not in _SWEPT},
         **provenance(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "kernels": kernels.describe(device),
@@ -238,71 +223,45 @@ def _facts(config: BenchConfig, device: torch.device) -> Row:
         "cores": cores(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
-    return {name: known[name] for name in FACTS}
-
-
-# --- the plot: what SEL costs over its baseline, along every size that was swept -------------------------------------
 
 
 def draw(rows: Sequence[Row], caption: str) -> "Figure":
-    """Return the figure: for each part a plot over each size that was swept, or one over matrices or dtypes.
-
-    Points are medians of the ratios to the baseline, bars their 10th to 90th percentile. In a plot over one size the
-    other swept sizes have their lowest values.
-    """
+    """Return the figure: for each part the median ratios to the baseline, with their 10th and 90th percentile."""
     import matplotlib as mpl  # takes its time
     from matplotlib.figure import Figure
 
-    from symexplin.lab.report.charts import GUIDE, STYLE
+    from symexplin.lab.report.charts import COLOURS, GUIDE_LINE, MARKERS, STYLE
 
-    plots = _plots([row for row in rows if row["variant"] != row["baseline"]])
-    columns = min(_MOST_COLUMNS, len(plots))
-    lines = math.ceil(len(plots) / columns)
+    curved = [row for row in rows if row["variant"] != row["baseline"]]
+    parts = list(dict.fromkeys(row["part"] for row in curved))
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(_SIZE[0] * columns, _SIZE[1] * lines), layout="constrained")
-        for place, (column, own) in enumerate(plots, start=1):
-            _draw_plot(figure.add_subplot(lines, columns, place), column, own)
-        figure.supxlabel(caption, fontsize=9, color=GUIDE)
+        figure = Figure(figsize=(10.0, 1.5 * len(parts) + 0.3 * len(curved)), layout="constrained")
+        for axes, part in zip(figure.subplots(len(parts), squeeze=False).flat, parts, strict=True):
+            own = [row for row in curved if row["part"] == part]
+            cases = list(dict.fromkeys(map(_case, own)))
+            pairs = dict.fromkeys((row["variant"], row["baseline"]) for row in own)
+            for style, (variant, baseline) in enumerate(pairs):
+                found = [row for row in own if (row["variant"], row["baseline"]) == (variant, baseline)]
+                ratio, low, high = (
+                    np.array([row[key] for row in found]) for key in ("ratio", "ratio_p10", "ratio_p90")
+                )
+                axes.errorbar(
+                    ratio,
+                    [cases.index(_case(row)) + _SIDESTEP * style for row in found],
+                    xerr=(ratio - low, high - ratio),
+                    fmt=MARKERS[style],
+                    color=COLOURS[style],
+                    capsize=3,
+                    label=f"{variant} / {baseline}",
+                )
+            axes.axvline(1.0, **GUIDE_LINE)
+            axes.set_yticks(range(len(cases)), cases)
+            axes.invert_yaxis()
+            axes.set_xlabel(f"time of the {part}, in units of its baseline's")
+            axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+        figure.suptitle(caption, fontsize=9)
     return figure
 
 
-def _plots(rows: list[Row]) -> list[tuple[str, list[Row]]]:
-    """Return the column along which each plot goes, and its rows."""
-    plots = []
-    for part in dict.fromkeys(row["part"] for row in rows):
-        own = [row for row in rows if row["part"] == part]
-        swept = [size for size in _SWEPT if part != "map" and len({row[size] for row in own}) > 1]
-        for size in swept:
-            least = {other: min(row[other] for row in own) for other in swept if other != size}
-            plots.append((size, [row for row in own if all(row[other] == value for other, value in least.items())]))
-        if not swept:
-            plots.append(("shape" if part == "map" else "dtype", own))
-    return plots
-
-
-def _draw_plot(axes: "Axes", column: str, rows: list[Row]) -> None:
-    from symexplin.lab.report.charts import COLOURS, DASHES, GUIDE, GUIDE_LINE, MARKERS
-
-    ticks = list(dict.fromkeys(row[column] for row in rows))
-    lines = list(dict.fromkeys((row["variant"], row["dtype"]) for row in rows))
-    for number, (variant, dtype) in enumerate(lines):
-        own = [row for row in rows if (row["variant"], row["dtype"]) == (variant, dtype)]
-        aside = _SIDESTEP * (number - (len(lines) - 1) / 2)
-        axes.errorbar(
-            [ticks.index(row[column]) + aside for row in own],
-            [row["ratio"] for row in own],
-            yerr=[[row["ratio"] - row["ratio_p10"] for row in own], [row["ratio_p90"] - row["ratio"] for row in own]],
-            label=f"{variant}, {dtype}",
-            color=COLOURS[number % len(COLOURS)],
-            marker=MARKERS[number % len(MARKERS)],
-            linestyle=DASHES[number % len(DASHES)] if column in _SWEPT else "none",
-            linewidth=1.8,
-            capsize=3,
-        )
-    axes.axhline(1.0, **GUIDE_LINE)
-    axes.set_xticks(range(len(ticks)), [str(tick) for tick in ticks])
-    axes.set(xlim=(-0.5, len(ticks) - 0.5), xlabel=column, ylabel=f"{rows[0]['part']} (times of its baseline)")
-    held = {name: {row[name] for row in rows} - {None} for name in ("width", "depth", "tokens", "microbatches")}
-    title = ", ".join(f"{name} {values.pop():,}" for name, values in held.items() if len(values) == 1)
-    axes.set_title(title, fontsize=10.5, loc="left", color=GUIDE)
-    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.07), borderaxespad=0.2, handlelength=3.2)
+def _case(row: Row) -> str:
+    return str(Case(*(row[key] for key in Case._fields)))
