@@ -330,9 +330,7 @@ def _report(folder: str, /) -> None:
     print(str(report_table(folder) if Path(folder, TABLE).exists() else report(folder, echo=_warn)))
 
 
-def _inspect(
-    source: _Weights, /, *, preset: _Path = None, map: Pairs = None, json: _Path = None, figures: _Path = None
-) -> None:
+def _inspect(source: _Weights, /, *, preset: _Path = None, map: Pairs = None, json: _Path = None) -> None:
     """Show the heavy tails of any model's weights.
 
     For each matrix: how far the largest weight and the standard deviation have grown over Xavier's uniform, the shares
@@ -342,7 +340,6 @@ def _inspect(
     Args:
         preset: another map: default (beta by matrix), or one of the paper's, such as paper
         json: the file to write all figures to
-        figures: the folder to draw weight_distribution and heavy_tail in
 
     Examples:
       symexplin inspect model.safetensors
@@ -357,11 +354,6 @@ def _inspect(
     print(format_inspection(found))
     if json is not None:
         write_json(json, found.to_dict())
-    if figures is not None:
-        from symexplin.experiments.figures import draw, save_figure
-
-        for name in ("weight_distribution", "heavy_tail"):
-            save_figure(draw(name, [source]), figures, name)
 
 
 def _invert(

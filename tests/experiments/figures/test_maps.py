@@ -138,9 +138,9 @@ def test_rare_positions_have_bands_and_the_largest_ones_curves(crafted):
         assert found[1] == pytest.approx(np.quantile(family(raw), high, axis=0), abs=1e-12)
     found = weights().roles["q"]
     largest = [set(np.argsort(-np.abs(v.numpy()))[:3].tolist()) for v in (found.raw, found.effective)]
-    markers = {(float(m.get_xdata()[0]), float(m.get_ydata()[0])) for m in axes.lines if m.get_marker() == "s"}
+    markers = set(zip(*line(axes, "positions of the largest weights"), strict=True))
     assert markers == {(float(found.raw[i]), float(found.effective[i])) for i in set.union(*largest)}
-    curves = [np.asarray(c.get_ydata()) for c in axes.lines if c.get_color() == "#D55E00" and len(c.get_xdata()) > 1]
+    curves = [c.get_ydata() for c in axes.lines if c.get_color() == "#D55E00" and c.get_linestyle() == "-"]
     wanted = [mapped(raw, E[i]) for i in sorted(set.union(*largest))]
     assert np.array(curves) == pytest.approx(np.array(wanted), abs=1e-12)
 

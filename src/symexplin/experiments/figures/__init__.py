@@ -9,8 +9,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from symexplin.experiments.figures import curves, maps, weights
-from symexplin.experiments.figures.common import save_figure
-from symexplin.lab.report.charts import STYLE
+from symexplin.experiments.figures.common import LOOK, save_figure
 from symexplin.validation import check_choice
 
 __all__ = ["FIGURES", "FigureSpec", "draw", "format_figures", "save_figure"]
@@ -92,7 +91,7 @@ def draw(name: str, sources: Sequence[str | Path] = ()) -> Figure:
     if not (sources if spec.most is None else min(1, spec.most) <= len(sources) <= spec.most):
         raise ValueError(f"sources must be {spec.sources} for {name}, got {len(sources)}: {found}")
     try:
-        with mpl.rc_context(STYLE):
+        with mpl.rc_context(LOOK):
             return spec.draw([Path(source) for source in sources])
     except KeyError as error:
         raise ValueError(f"{found}: damaged, or of another version of symexplin: it lacks {error}") from None
