@@ -123,8 +123,8 @@ def test_the_median_and_its_band(crafted):
     assert low == pytest.approx(np.quantile(family(raw), 0.05, axis=0), abs=1e-12)
     assert high == pytest.approx(np.quantile(family(raw), 0.95, axis=0), abs=1e-12)
     assert line(figure.axes[1], "median, 5–95 % band")[1] == pytest.approx(mapped(raw, 1.0), abs=1e-12)
-    assert figure.legends[0].get_title().get_text().startswith("curved, step 4\nmap: mode mismatch")
-    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert figure.get_suptitle().startswith("curved, step 4\nmap: mode mismatch")
+    legend = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
     assert legend == ["identity", "median, 5–95 % band"]
 
 
@@ -157,7 +157,7 @@ def test_of_a_comparison_the_best_bent_arm_with_learned_scales_is_taken(runs, co
         run["folder"] = run["folder"].replace("SEL", run["arm"])
     path.write_text(json.dumps(found))
     (folder / "runs" / "learned-lr0.01-seed0").symlink_to(runs["curved"])
-    title = draw("transform_roles", [folder]).legends[0].get_title().get_text()
+    title = draw("transform_roles", [folder]).get_suptitle()
     assert title.startswith(
         "curved, step 6\nmap: mode mismatch; beta 7.5"
     )  # SEL ends lower with fixed scales, the line without a curve

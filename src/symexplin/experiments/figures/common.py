@@ -21,7 +21,7 @@ from symexplin.lab.report.probe import Probe, RunRecord, probe, read_run
 from symexplin.lab.run import MODEL
 
 __all__ = [
-    *("LOOK", "common_legend", "comparisons", "is_run", "map_words", "panel", "run_of", "save_figure", "sheet"),
+    *("LOOK", "comparisons", "is_run", "map_words", "panel", "run_of", "save_figure", "sheet"),
     *("weights_at_end", "weights_of"),
 ]
 
@@ -141,12 +141,6 @@ def panel(
         below = axes.transAxes + ScaledTranslation(0.0, -_BELOW, axes.figure.dpi_scale_trans)
         place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0.0, 0.0), "bbox_transform": below}
         axes.legend(ncols=columns, title=about, alignment="left", **place)
-
-
-def common_legend(figure: Figure, axes: Axes, columns: int, title: str | None = None) -> None:
-    """Put the legend of one of the axes above the figure as that of all axes, under the title of the figure."""
-    place: dict[str, Any] = {"loc": "outside upper left", "alignment": "left"}
-    figure.legend(*axes.get_legend_handles_labels(), ncols=columns, title=title, **place)
 
 
 def save_figure(figure: Figure, folder: str | Path, name: str) -> tuple[Path, Path]:

@@ -117,7 +117,7 @@ def _draw_bars(axes: Axes, compared: Evidence, arms: Sequence[tuple[Row, Row]]) 
     axes.fill_between([], [], [], color=GUIDE, label="own best learning rate")
     axes.fill_between([], [], [], edgecolor=GUIDE, label="shared learning rate, if another", **_HATCHED)
     axes.set_yticks(range(len(arms)), [compared.label(best["arm"]) for best, _ in arms])
-    axes.invert_yaxis()
+    axes.set_ylim(len(arms) - 0.3, -0.7)  # the best at the top
     axes.ticklabel_format(axis="x", style="plain")  # a power of ten would lie over the label
     axes.locator_params(axis="x", nbins=4)
     axes.axvline(0.0, color="black", linewidth=1.0)

@@ -13,7 +13,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from symexplin.experiments.figures.common import common_legend, map_words, panel, run_of, sheet, weights_at_end
+from symexplin.experiments.figures.common import map_words, panel, run_of, sheet, weights_at_end
 from symexplin.functional import effective, inverse
 from symexplin.lab.report.charts import COLOURS, GUIDE_LINE, Floats, Line, draw_chart, outline
 from symexplin.lab.report.figures import map_lines
@@ -36,7 +36,6 @@ _DRAWN, _SHOWN = 200_000, 150  # Xavier weights in the histogram; points of each
 _BINS = 60
 
 _ABREAST, _SIZE = 4, (3.4, 3.2)
-_MOST_ENTRIES = 5  # of the legend
 _POSITIONS, _LEARNED_POINTS = 20_000, 81  # 0.1 % of these positions are 20 curves
 _LARGEST = 3  # positions with the largest raw weights, and as many with the largest effective ones
 _BANDS = ((0.1, 99.9, 0.12), (1.0, 99.0, 0.25))  # edges in % of the positions, opacity
@@ -102,7 +101,7 @@ def beta_offset(_: Sequence[Path]) -> Figure:
     w = _range(0.15)
     for axes, (beta, n) in zip(places, itertools.product((_BETA, 2 * _BETA), (0.0, 1.0)), strict=True):
         lines = [_identity(0.15), Line("map", w, _map(w, beta, n=n))]
-        panel(axes, f"β = {beta:g}, n = {n:g}", _RAW, _EFFECTIVE, lines, limits=(-0.65, 0.65))
+        panel(axes, f"β = {beta:g}, n = {n:g}", _RAW, _EFFECTIVE, lines, columns=2, limits=(-0.65, 0.65))
     return figure
 
 
@@ -181,10 +180,9 @@ def _by_role(sources: Sequence[Path], draw: Callable[[Axes, RoleWeights], None])
     if not (words := map_words(run)):
         raise ValueError(f"sources must name a run of a curved model, got {str(run.folder)!r} with ordinary weights")
     weights = weights_at_end(run.folder, raw=True)
-    figure, places = sheet(len(weights.roles), min(_ABREAST, len(weights.roles)), _SIZE)
+    title = f"{run.folder.resolve().name}, step {weights.step:,}\n{words}"
+    figure, places = sheet(len(weights.roles), min(_ABREAST, len(weights.roles)), _SIZE, title=title)
     for axes, (role, found) in zip(places, weights.roles.items(), strict=True):
         draw(axes, found)
-        panel(axes, role, _RAW, _EFFECTIVE, columns=0)
-    title = f"{run.folder.resolve().name}, step {weights.step:,}\n{words}"
-    common_legend(figure, places[0], _MOST_ENTRIES, title)
+        panel(axes, role, _RAW, _EFFECTIVE, columns=int(axes is places[0]))
     return figure

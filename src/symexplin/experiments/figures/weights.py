@@ -9,47 +9,38 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from symexplin.config import SELConfig
-from symexplin.experiments.figures.common import (
-    common_legend,
-    is_run,
-    map_words,
-    panel,
-    run_of,
-    sheet,
-    weights_at_end,
-    weights_of,
-)
-from symexplin.lab.report.charts import BINS, GUIDE, GUIDE_LINE, Floats, Line, draw_histogram, outline
+from symexplin.experiments.figures.common import is_run, map_words, panel, run_of, sheet, weights_at_end, weights_of
+from symexplin.lab.report.charts import BINS, GUIDE_LINE, Floats, Line, draw_histogram, outline
 from symexplin.lab.report.probe import read_run
 from symexplin.lab.weights.files import iter_tensors, read_specs
 from symexplin.lab.weights.folding import curved_in
-from symexplin.lab.weights.inspect import Inspection, inspect_file, xavier_bound
+from symexplin.lab.weights.inspect import inspect_file, xavier_bound
 
 __all__ = ["heavy_tail", "optimization_distance", "raw_effective", "weight_distribution"]
 
 _XAVIER, _TRAINED = 0, 1  # styles
 _START, _NOW = "Xavier's uniform start", "trained weights"
-_ABREAST = 4  # names per line of a legend
-# Twenty bins per decade for sizes and distances; smaller and larger ones count in the first and the last.
-_EDGES: Floats = np.geomspace(1e-9, 1e3, 12 * 20 + 1)
+# Twenty bins per decade for sizes and distances; larger ones count in the last.
+_EDGES: Floats = np.append(0.0, np.geomspace(1e-9, 1e3, 12 * 20 + 1))
 _PAPER_LR = 3e-4  # for files without a configuration
 _SMALLEST = 0.01  # sizes below this fraction of the bound are no tail
 
+Parts = Iterable[tuple[Floats, float]]  # values, and a number for all of them
+
 
 def weight_distribution(sources: Sequence[Path]) -> Figure:
-    """Draw trained weights against their initialisation."""
+    """Draw the histogram of all trained weights and its tail against their initialisation."""
     path = weights_of(sources[0])
-    found = _inspect(path)
-    figure, (left, middle, right) = sheet(3, 3, (4.4, 4.6))
-    top = 1.02 * max(1.0, found.total.max_growth)
+    sizes, beyond, _ = _tail((np.abs(values) / bound, 1.0) for values, bound in _curved(path))
+    figure, (left, right) = sheet(2, 2)
+    top = 1.02 * max(1.0, sizes[0])
     edges = np.linspace(-top, top, BINS + 1)
     counts = sum(np.histogram(values / bound, edges)[0] for values, bound in _curved(path))
-    heights = counts / (np.sum(counts) * np.diff(edges))
+    heights = counts / (beyond[-1] * np.diff(edges))
     # The density of Xavier's distribution is 1/2 from -1 to 1.
     fresh = 0.5 * np.diff(np.clip(edges, -1.0, 1.0)) / np.diff(edges)
     outline(left, heights, edges, _NOW, _TRAINED, filled=True)
@@ -57,38 +48,12 @@ def weight_distribution(sources: Sequence[Path]) -> Figure:
     left.set_yscale("log")
     left.set_ylim(bottom=0.5 * heights[heights > 0].min())
     panel(left, "Histogram", "w / Xavier's bound", "probability density (log)")
-    _draw_tail(middle, path)
-    _draw_growth(right, found, _ABREAST)
+    share = np.geomspace(1.0 / beyond[-1], 1.0, 200)[:-1]
+    lines = [Line(_START, 1.0 - share, share, _XAVIER), Line(_NOW, sizes, beyond / beyond[-1], _TRAINED)]
+    right.axvline(1.0, **GUIDE_LINE, label="largest at Xavier's start")
+    panel(right, "Tail", "|w| / Xavier's bound (log scale)", "share of weights beyond (log)", lines)
+    right.set(xscale="log", yscale="log", xlim=(_SMALLEST, 1.5 * top), ylim=(0.5 / beyond[-1], 2.0))
     return figure
-
-
-def heavy_tail(sources: Sequence[Path]) -> Figure:
-    """Draw growth, largest weights and deviations by matrix, and the tail of all, against Xavier's start."""
-    path = weights_of(sources[0])
-    found = _inspect(path)
-    figure, (growth, largest, deviation, tail) = sheet(4, 2, (5.4, 4.2))
-    _draw_growth(growth, found, 0)
-    common_legend(figure, growth, 2 * _ABREAST)
-    bounds, tops, stds = np.array([(row.bound, row.max, row.std) for row in found.rows]).T
-    correlation = ""
-    if np.ptp(bounds) > 0 and np.ptp(tops) > 0:  # matrices of one shape have one bound
-        correlation = f", correlation {np.corrcoef(bounds, tops)[0, 1]:.2f}".replace("-", "−")
-    title, start = f"Largest weights{correlation}", "Xavier's bound (dashed: unchanged)"
-    panel(largest, title, start, "largest |w| now", _points(found, bounds, tops), columns=0)
-    start, lines = "at Xavier's start (dashed: unchanged)", _points(found, bounds / 3**0.5, stds)
-    panel(deviation, "Standard deviations", start, "deviation now", lines, columns=0)
-    for axes in (largest, deviation):
-        axes.axline((0.0, 0.0), slope=1.0, **GUIDE_LINE)
-    _draw_tail(tail, path)
-    return figure
-
-
-def _inspect(path: Path) -> Inspection:
-    # Sizes do not depend on the map; the linear one is the fastest to invert.
-    found = inspect_file(path, config=SELConfig(mode="linear"))
-    if not found.total.max:
-        raise ValueError(f"sources must name weights that are not all zero, got {str(path)!r}")
-    return found
 
 
 def _curved(path: Path) -> Iterator[tuple[Floats, float]]:
@@ -100,41 +65,47 @@ def _curved(path: Path) -> Iterator[tuple[Floats, float]]:
             yield tensor[torch.isfinite(tensor)].double().numpy(), xavier_bound(tensor.shape)
 
 
-def _draw_tail(axes: Axes, path: Path) -> None:
-    """Draw the share of the weights of each size or more, in units of the bound: at Xavier's start, and now."""
-    counts, _, largest = _counts((np.abs(values) / bound, 1.0) for values, bound in _curved(path))
-    share = np.cumsum(counts[::-1])[::-1] / counts.sum()
-    shown = (share > 0) & (_EDGES[:-1] >= _SMALLEST)
-    sizes, share = np.append(_EDGES[:-1][shown], largest), np.append(share[shown], 1.0 / counts.sum())
-    fresh = np.geomspace(share[-1], 1.0, 200)[:-1]
-    lines = [Line(_START, 1.0 - fresh, fresh, _XAVIER), Line(_NOW, sizes, share, _TRAINED)]
-    axes.axvline(1.0, **GUIDE_LINE, label="largest at Xavier's start")
-    panel(axes, "Tail", "|w| / Xavier's bound (log scale)", "share of weights beyond (log)", lines)
-    axes.set(xscale="log", yscale="log", xlim=(_SMALLEST, 1.5 * max(1.0, largest)), ylim=(0.5 * share[-1], 2.0))
+def _tail(parts: Parts) -> tuple[Floats, Floats, float]:
+    """Return sizes, the largest first, how many values are as large or larger, and the mean of the values.
 
-
-def _counts(parts: Iterable[tuple[Floats, float]]) -> tuple[Floats, float, float]:
-    """Return the counts between :data:`_EDGES`, mean and largest of values, each of which stands for so many."""
+    The sizes are the largest value and the edges below it. Every value of a part stands for as many as its number says.
+    """
     counts, total, largest = np.zeros(len(_EDGES) - 1), 0.0, 0.0
     for values, each in parts:
-        counts += each * np.histogram(np.clip(values, _EDGES[0], _EDGES[-1]), _EDGES)[0]
+        counts += each * np.histogram(np.minimum(values, _EDGES[-1]), _EDGES)[0]
         total += each * float(values.sum())
         largest = max(largest, float(values.max(initial=0.0)))
-    return counts, total / counts.sum(), largest
+    if not largest:
+        raise ValueError("sources must name weights that are not all zero, or that have moved from their start")
+    beyond, edges = np.cumsum(counts[::-1]), _EDGES[-2::-1]
+    below = edges < largest
+    return np.append(largest, edges[below]), np.append(1.0, beyond[below]), total / beyond[-1]
 
 
-def _draw_growth(axes: Axes, found: Inspection, columns: int) -> None:
-    layers: Floats = np.array([_place(row.name)[0] for row in found.rows], dtype=float)
-    numbered = layers.min() >= 0
-    lines = _points(
-        found,
-        layers if numbered else np.arange(len(layers), dtype=float),
-        np.array([row.max_growth for row in found.rows]),
-    )
-    axes.axhline(1.0, **GUIDE_LINE)
-    place, title = "layer" if numbered else "matrix", "Growth: largest |w| / Xavier's bound"
-    panel(axes, title, place, "growth (log scale)", lines, columns=columns, log="y")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+def heavy_tail(sources: Sequence[Path]) -> Figure:
+    """Draw growth, largest weights and deviations of each matrix against Xavier's start."""
+    # Sizes do not depend on the map; the linear one is the fastest to invert.
+    rows = inspect_file(weights_of(sources[0]), config=SELConfig(mode="linear")).rows
+    bounds, tops, stds, growths = np.array([(row.bound, row.max, row.std, row.max_growth) for row in rows]).T
+    layers, kinds = (np.array(column) for column in zip(*(_place(row.name) for row in rows), strict=True))
+
+    def points(x: Floats, y: Floats) -> list[Line]:
+        """Return a point for each matrix, in a colour and with a marker for each kind of matrix."""
+        chosen = [(kind, kinds == kind) for kind in dict.fromkeys(kinds.tolist())]
+        return [Line(kind, x[own], y[own], style, kind="points") for style, (kind, own) in enumerate(chosen)]
+
+    figure, (growth, largest, deviation) = sheet(3, 3, (5.4, 4.6))
+    growth.axhline(1.0, **GUIDE_LINE)
+    title = "Growth: largest |w| / Xavier's bound"
+    panel(growth, title, "layer (-1: not numbered)", "growth (log scale)", points(layers, growths), columns=3, log="y")
+    growth.xaxis.set_major_locator(MaxNLocator(integer=True))
+    start = "Xavier's bound (dashed: unchanged)"
+    panel(largest, "Largest weights", start, "largest |w| now", points(bounds, tops), columns=0)
+    start = "at Xavier's start (dashed: unchanged)"
+    panel(deviation, "Standard deviations", start, "deviation now", points(bounds / 3**0.5, stds), columns=0)
+    for axes in (largest, deviation):
+        axes.axline((0.0, 0.0), slope=1.0, **GUIDE_LINE)
+    return figure
 
 
 def _place(name: str) -> tuple[int, str]:
@@ -142,15 +113,6 @@ def _place(name: str) -> tuple[int, str]:
     name = name.removesuffix(".weight")
     found = re.search(r"(?:^|\.)(\d+)\.(.+)", name)
     return (int(found[1]), re.sub(r"\d+\.", "", found[2])) if found else (-1, name)
-
-
-def _points(found: Inspection, x: Floats, y: Floats) -> list[Line]:
-    """Return a point for each matrix, in a colour and with a marker for each kind of matrix."""
-    kinds = np.array([_place(row.name)[1] for row in found.rows])
-    return [
-        Line(kind, x[kinds == kind], y[kinds == kind], style, kind="points")
-        for style, kind in enumerate(dict.fromkeys(kinds.tolist()))
-    ]
 
 
 def raw_effective(sources: Sequence[Path]) -> Figure:
@@ -175,7 +137,7 @@ def raw_effective(sources: Sequence[Path]) -> Figure:
 
 
 def optimization_distance(sources: Sequence[Path]) -> Figure:
-    """Draw distances from the start, and the steps they take.
+    """Draw how far each weight is from its start, in steps.
 
     The start of a run is drawn again from its configuration. That of another file is not known, so that a draw from
     Xavier's uniform distribution replaces it. A step of Adam's is about the learning rate long.
@@ -186,26 +148,14 @@ def optimization_distance(sources: Sequence[Path]) -> Figure:
         lr, start, parts = read_run(folder).config.train.lr, "its start", _of_run(folder)
     else:
         lr, start, parts = _PAPER_LR, "a fresh Xavier start", _of_file(weights_of(source))
-    counts, mean, largest = _counts(parts)
-    if not largest:
-        raise ValueError(f"sources must name weights that have moved, got {str(source)!r}")
-    figure, (left, right) = sheet(2, 2, (5.4, 4.2))
-    seen = np.flatnonzero(counts)
-    outline(left, counts, _EDGES, f"distance from {start}", 0, filled=True)
-    left.axvline(mean, **GUIDE_LINE, label=f"mean {mean:.2g}")
-    left.axvline(largest, color=GUIDE, label=f"largest {largest:.2g}")
-    left.set(xscale="log", yscale="log", xlim=(_EDGES[seen[0]], _EDGES[seen[-1] + 1]))
-    panel(left, "Distances", "|w − start| (log scale)", "weights per bin (log scale)")
-    # The number of weights at each distance or beyond, the farthest first.
-    far = largest > _EDGES[:-1][::-1]
-    rank, distance = np.append(1.0, np.cumsum(counts[::-1])[far]), np.append(largest, _EDGES[:-1][::-1][far])
-    needed = mean / lr
-    guide = Line(f"mean: {needed:,.3g} steps", [1.0, rank[-1]], [needed, needed], kind="guide")
+    distance, rank, mean = _tail(parts)
+    figure, (axes,) = sheet(1, 1, (6.4, 4.6))
+    guide = Line(f"mean: {mean / lr:,.3g} steps", [1.0, rank[-1]], [mean / lr] * 2, kind="guide")
     lines = [guide, Line("weights, the farthest first", rank, distance / lr)]
-    title = f"The farthest takes {largest / mean:.3g} × the mean"
-    panel(right, title, "rank of the weight (log scale)", f"steps at lr {lr:g} (log scale)", lines)
-    right.set(xscale="log", yscale="log")
-    right.set_ylim(bottom=0.02 * needed)
+    title = f"Distance from {start}: at most {distance[0] / mean:.3g} × the mean"
+    panel(axes, title, "rank of the weight (log scale)", f"steps at lr {lr:g} (log scale)", lines)
+    axes.set(xscale="log", yscale="log")
+    axes.set_ylim(bottom=0.02 * mean / lr)
     return figure
 
 
