@@ -2,12 +2,13 @@ import dataclasses
 
 import pytest
 
-from symexplin.lab.bench import BenchConfig, Case, heads_of
+from symexplin.lab.bench import BenchConfig, Case
 
 
 @pytest.mark.parametrize(("width", "heads"), [(1024, 16), (3072, 48), (512, 8), (64, 1), (32, 1), (80, 1), (320, 5)])
 def test_heads_have_size_64_where_they_can(width, heads):
-    assert heads_of(width) == heads
+    config = BenchConfig(widths=(width,), device="cpu")
+    assert config.run(next(config.cases())).model.heads == heads
 
 
 def test_a_sweep_is_every_size_with_every_other_where_it_matters():

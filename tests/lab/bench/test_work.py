@@ -84,7 +84,7 @@ def test_microbatches_share_the_tokens(built, monkeypatch):
     monkeypatch.setattr(module, "_MAX_NORM", 1e9)
     for count in (1, 2):
         make_work("adamw", CONFIG, case(microbatches=count), CPU).run()
-    one, two = (dict(variant.model.named_parameters()) for variant in built)
+    one, two = (dict(model.named_parameters()) for model, *_ in built)
     for key, parameter in one.items():
         torch.testing.assert_close(parameter.grad, two[key].grad, rtol=1e-4, atol=1e-7)
 
@@ -98,7 +98,7 @@ def test_a_step_adds_up_its_phases(monkeypatch):
 
 
 def test_gradients_are_above_the_clipping_threshold():
-    model = build_variant("adamw", CONFIG, case(), CPU).model
+    model = build_variant("adamw", CONFIG, case(), CPU)[0]
     _fill_gradients(model.parameters())
     norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
     count = sum(p.numel() for p in model.parameters())

@@ -52,8 +52,8 @@ def test_figures_of_each_matrix(tmp_path, monkeypatch, chunk):
         assert row.max_growth == pytest.approx(size.max() / bound)
         assert row.std == pytest.approx(w.std())
         assert row.std_growth == pytest.approx(w.std() / np.sqrt(2 / sum(w.shape)))  # Xavier's deviation
-        assert row.above_large == pytest.approx(np.mean(size > 0.1))
-        assert row.above == {times: pytest.approx(np.mean(size > times * bound)) for times in (1, 2, 5, 10)}
+        above = {f"{times}x": pytest.approx(np.mean(size > times * bound)) for times in (1, 2, 5, 10)}
+        assert row.above == {"0.1": pytest.approx(np.mean(size > 0.1)), **above}
         assert row.beta == sel.functional.auto_beta(*w.shape)
         assert 0 < row.inversion_error <= 1
         assert row.not_invertible is None
@@ -70,8 +70,9 @@ def test_totals(tmp_path):
     assert total.max_growth == pytest.approx(growth.max())
     assert total.std == pytest.approx(w.std())
     assert total.std_growth == pytest.approx(w.std() / np.sqrt((bounds**2 / 3).mean()))
-    assert total.above == {times: pytest.approx((growth > times).mean()) for times in (1, 2, 5, 10)}
-    assert total.above[1] > total.above[2] > 0
+    above = {f"{times}x": pytest.approx((growth > times).mean()) for times in (1, 2, 5, 10)}
+    assert total.above == {"0.1": pytest.approx((np.abs(w) > 0.1).mean()), **above}
+    assert total.above["1x"] > total.above["2x"] > 0
     assert total.inversion_error == max(row.inversion_error for row in found.rows)
     assert found.plain == 4
 
@@ -104,7 +105,7 @@ def test_numbers_that_are_not_finite_are_counted_and_left_out(tmp_path):
     assert (first.numbers, first.max) == (35, np.abs(rest).max())
     assert first.std == pytest.approx(rest.std())
     assert first.not_invertible == "the weights must be finite"
-    assert (last.max, last.std, last.above[1]) == (0, 0, 0)
+    assert (last.max, last.std, last.above["1x"]) == (0, 0, 0)
     assert found.total.not_invertible == "2 of 3 matrices"
     assert "layers.10.up.weight (480)" in format_inspection(found)
     json.dumps(found.to_dict(), allow_nan=False)
@@ -157,7 +158,7 @@ def test_the_table_fits_and_the_dict_is_json(tmp_path):
     row = next(row for row in found.rows if row.name == "layers.10.up.weight")
     cells = next(line.split() for line in lines if line.startswith("layers.10.up "))
     assert cells[1:5] == ["40x12", f"{row.max:.3g}", f"{row.max_growth:.3g}", f"{row.std_growth:.3g}"]
-    assert cells[5] == f"{100 * row.above_large:.3g}"
+    assert cells[5] == f"{100 * row.above['0.1']:.3g}"
     again = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert again["rows"][0]["max_growth"] == found.rows[0].max_growth
     assert sel.SELConfig.from_dict(again["config"]) == sel.SELConfig()

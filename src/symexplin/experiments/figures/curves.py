@@ -183,16 +183,13 @@ def _rates(compared: Evidence, row: Row) -> list[tuple[float, float]]:
 
 def _trajectories(compared: Evidence, row: Row) -> list[Line]:
     """Return the means of e, l and m at each evaluation, over the seeds; a beta for each matrix leaves no mean of m."""
-    config, lines = compared.map_of(row["arm"]), []
-    assert config is not None
+    lines = []
     for style, role in enumerate(("e", "l", "m")):
         seeds = [run.scale_means(role) for run in compared.runs(row["arm"], row["lr"]).values()]
-        if role in config.learned_roles and all(seeds):
-            start = getattr(config, role).start  # before the first step an optimizer has no scales
-            steps = [0, *(step for step, _ in seeds[0] if step > 0)]
-            values = [[dict(means).get(step, start) for step in steps] for means in seeds]
-            label = f"mean {role}, ends at {np.mean([means[-1] for means in values]):.3f}"
-            lines.append(mean_line(label, steps, values, style))
+        if all(seeds):
+            means = [[mean for _, mean in seed] for seed in seeds]
+            label = f"mean {role}, ends at {np.mean([mean[-1] for mean in means]):.3f}"
+            lines.append(mean_line(label, [step for step, _ in seeds[0]], means, style))
     return lines
 
 

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from symexplin.experiments.figures.common import map_words, panel, run_of, sheet, weights_at_end
 from symexplin.functional import effective, inverse
-from symexplin.lab.report.charts import COLOURS, GUIDE_LINE, Floats, Line, draw_chart, outline
+from symexplin.lab.report.charts import COLOURS, GUIDE_LINE, Floats, Line, draw_chart
 from symexplin.lab.report.figures import map_lines
 from symexplin.lab.report.probe import RoleWeights, map_curves, read_run
 from symexplin.lab.weights.inspect import xavier_bound
@@ -32,8 +32,7 @@ _BETA = 7.5  # the paper's at width 1024
 _WIDTH = 1024
 _POINTS = 401
 _RAW, _EFFECTIVE, _PATHWAY = "raw weight", "effective weight", "exponential pathway S(w)"
-_DRAWN, _SHOWN = 200_000, 150  # Xavier weights in the histogram; points of each sign
-_BINS = 60
+_DRAWN, _SHOWN = 200_000, 150  # Xavier weights whose sizes are compared; points of each sign
 
 _ABREAST, _SIZE = 4, (3.4, 3.2)
 _POSITIONS, _LEARNED_POINTS = 20_000, 81  # 0.1 % of these positions are 20 curves
@@ -51,17 +50,13 @@ def _map(w: Floats, beta: float, mode: str = "mismatch", n: float = 0.0) -> Floa
     return values
 
 
-def _pathway(w: Floats, beta: float, n: float = 0.0) -> Floats:
-    return _map(w, beta, "exp_only", n)
-
-
 def _identity(top: float) -> Line:
     return Line("identity", [-top, top], [-top, top], kind="guide")
 
 
 def _symexp(axes: Axes, top: float = 2.5) -> None:
     x = _range(top)
-    panel(axes, "Standard symexp", "x", "symexp(x)", [_identity(top), Line("symexp", x, _pathway(x, 1.0))])
+    panel(axes, "Standard symexp", "x", "symexp(x)", [_identity(top), Line("symexp", x, _map(x, 1.0, "exp_only"))])
 
 
 def symexp_controls(_: Sequence[Path]) -> Figure:
@@ -70,12 +65,12 @@ def symexp_controls(_: Sequence[Path]) -> Figure:
     _symexp(left)
     w = _range(0.3)
     lines = [
-        Line(f"n = {n:g}, slope {np.exp(-n):.2g}".replace("-", "−"), w, _pathway(w, _BETA, n), style)
+        Line(f"n = {n:g}, slope {np.exp(-n):.2g}".replace("-", "−"), w, _map(w, _BETA, "exp_only", n), style)
         for style, n in enumerate((-1.0, 0.0, 1.0, 2.0))
     ]
     panel(middle, f"Offset n (β = {_BETA:g})", _RAW, _PATHWAY, lines, columns=2)
     w = _range(0.15)
-    lines = [Line(f"β = {b:g}", w, _pathway(w, b), style) for style, b in enumerate((5, 7.5, 15, 30))]
+    lines = [Line(f"β = {b:g}", w, _map(w, b, "exp_only"), style) for style, b in enumerate((5, 7.5, 15, 30))]
     for width, grey in ((_WIDTH, "#ececec"), (3 * _WIDTH, "#d4d4d4")):
         bound = xavier_bound((width, width))
         right.axvspan(-bound, bound, color=grey, zorder=0, label=f"Xavier, width {width}")
@@ -110,7 +105,7 @@ def symexp_sel(_: Sequence[Path]) -> Figure:
     figure, (left, right) = sheet(2, 2, title="S(w) alone (exp_only), e = 1, d = β, n = 0")
     _symexp(left)
     w = _range(0.25)
-    lines = [_identity(0.25), Line("exponential pathway", w, _pathway(w, 2 * _BETA))]
+    lines = [_identity(0.25), Line("exponential pathway", w, _map(w, 2 * _BETA, "exp_only"))]
     panel(right, f"SEL, β = {2 * _BETA:g}", _RAW, _PATHWAY, lines)
     return figure
 
@@ -122,16 +117,12 @@ def mismatched_start(_: Sequence[Path]) -> Figure:
     target = torch.empty(_DRAWN, dtype=torch.float64).uniform_(-bound, bound, generator=generator)
     actual = effective(inverse(target, mode="congruent", beta=_BETA), mode="mismatch", beta=_BETA)
     title = "inverse of congruent, then mismatch: e = l = 1, d = β, n = 0"
-    figure, (left, middle, right) = sheet(3, 3, title=title)
+    figure, (left, right) = sheet(2, 2, title=title)
     signs = {"positive": target > 0, "negative": target < 0}
     lines = [_identity(bound)]
     for style, (name, mask) in enumerate(signs.items()):
         lines.append(Line(f"{name} weights", target[mask][:_SHOWN], actual[mask][:_SHOWN], style, kind="points"))
     panel(left, f"Xavier, width {_WIDTH}, β = {_BETA:g}", "target weight", "effective weight at the start", lines)
-    for style, (name, values) in enumerate({"target": target, "at the start": actual}.items()):
-        heights, edges = np.histogram(values, _BINS, (-1.1 * bound, 1.1 * bound), density=True)
-        outline(middle, heights, edges, name, style, filled=style == 0)
-    panel(middle, "Distribution", "weight", "probability density")
     ratios = [100.0 * (actual[mask] / target[mask]).numpy() for mask in signs.values()]
     means = [float(ratio.mean()) for ratio in ratios]
     spread = [np.abs(np.quantile(ratio, (0.05, 0.95)) - ratio.mean()) for ratio in ratios]

@@ -13,11 +13,11 @@ from symexplin.lab.config import ComputeConfig, ModelConfig, RunConfig, TrainCon
 from symexplin.lab.maps import LAB_PRESETS, named_map
 from symexplin.validation import check_choice, check_whole
 
-__all__ = ["DTYPES", "PARTS", "RESULTS", "BenchConfig", "Case", "heads_of"]
+__all__ = ["DTYPES", "PARTS", "RESULTS", "BenchConfig", "Case"]
 
 PARTS, DTYPES = ("optimizer", "step"), ("fp32", "bf16")
 RESULTS = "results.csv"
-_HEAD = 64  # the usual size of an attention head
+_HEAD = 64  # the usual size of an attention head, here the least
 _DEVICES = ("auto", "cpu", "cuda")  # bench can measure time and memory on these
 
 
@@ -34,12 +34,6 @@ class Case(NamedTuple):
     def __str__(self) -> str:
         size = f"{self.part} {self.dtype}: width {self.width}, depth {self.depth}"
         return size if self.tokens is None else f"{size}, {self.tokens:,} tokens in {self.microbatches}"
-
-
-def heads_of(width: int) -> int:
-    """Return the number of heads of size 64, or of the nearest even size that divides `width`."""
-    sizes = [size for size in range(2, width + 1, 2) if width % size == 0]
-    return width // min(sizes, key=lambda size: abs(size - _HEAD)) if sizes else 1
 
 
 @dataclass(frozen=True)
@@ -127,12 +121,11 @@ class BenchConfig:
         if rest or rows % count:
             wanted = f"a multiple of context x microbatches = {self.context} x {count}"
             raise ValueError(f"tokens must be {wanted}, got {case.tokens}")
-        return RunConfig(
-            "",
-            ModelConfig(case.width, case.depth, heads_of(case.width), self.vocab_size, self.context),
-            TrainConfig(batch_size=rows, accumulation=count),
-            compute=ComputeConfig(self.device, self.threads, "off", self.compile, self.recompute),
-        )
+        most = max(1, case.width // _HEAD)
+        heads = next((heads for heads in range(most, 1, -1) if case.width % (2 * heads) == 0), 1)
+        model = ModelConfig(case.width, case.depth, heads, self.vocab_size, self.context)
+        compute = ComputeConfig(self.device, self.threads, "off", self.compile, self.recompute)
+        return RunConfig("", model, TrainConfig(batch_size=rows, accumulation=count), compute=compute)
 
     def run(self, case: Case) -> RunConfig:
         """Return the training run whose step the case is, with device and threads resolved."""

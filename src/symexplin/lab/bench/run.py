@@ -38,7 +38,6 @@ _CONFIG, _ROUNDS, _PLOT = "config.toml", "rounds.jsonl", "bench.svg"
 _SWEPT = ("parts", "dtypes", "widths", "depths", "microbatches", "tokens")  # settings that rows have
 _PRINTED = ("variant", "ms", "ms_p10", "ms_p90", "baseline", "ratio", "ratio_p10", "ratio_p90", "peak_mib")
 _LEAST_MS, _MOST_CALLS = 20.0, 200  # shorter work is repeated within its turn
-_SIDESTEP = 0.15  # between the variants of a case
 _MALLOC = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")  # variables that set or replace malloc
 
 
@@ -85,7 +84,6 @@ def measure(
     repeats: int,
     warmup: int = 1,
     fresh: bool = False,
-    tick: Callable[[], object] = lambda: None,
 ) -> Iterator[Round]:
     """Yield the timings of each round that counts, by variant.
 
@@ -99,7 +97,6 @@ def measure(
         found: Round = {}
         for name in names[first:] + names[:first]:
             found[name] = (turns[name] if turns else _Turn(arms[name], device)).take()
-            tick()
         if number >= 0:
             yield {name: found[name] for name in names}
 
@@ -141,8 +138,7 @@ def run_bench(config: BenchConfig, out: str | Path, echo: Echo = lambda _: None,
     """Measure everything that a configuration asks for, and write it into a folder.
 
     results.csv has a row per variant, rounds.jsonl the times of every round, config.toml the settings with device and
-    threads resolved, bench.svg the plot. An interrupted measurement keeps the cases that it has measured,
-    without a plot.
+    threads resolved, bench.svg the plot. An interrupted measurement keeps the cases that it has measured.
 
     Args:
         config: what to measure.
@@ -183,7 +179,7 @@ def run_bench(config: BenchConfig, out: str | Path, echo: Echo = lambda _: None,
 
 
 def _timed(config: BenchConfig, case: Case, progress: bool) -> list[Round]:
-    device, names = torch.device(config.device), list(BASELINES[case.part, case.dtype])
+    device = torch.device(config.device)
     if config.compile:
         torch.compiler.reset()  # torch runs one code uncompiled from the eighth model on
 
@@ -192,10 +188,10 @@ def _timed(config: BenchConfig, case: Case, progress: bool) -> list[Round]:
             torch.compiler.reset()
         return make_work(name, config, case, device)
 
-    arms = {name: functools.partial(make, name) for name in names}
-    turns = (config.warmup + config.repeats) * len(names)
-    with tqdm(total=turns, desc=str(case), unit="turn", leave=False, disable=None if progress else True) as bar:
-        return list(measure(arms, device, config.repeats, config.warmup, config.fresh, bar.update))
+    arms = {name: functools.partial(make, name) for name in BASELINES[case.part, case.dtype]}
+    rounds = measure(arms, device, config.repeats, config.warmup, config.fresh)
+    shown = None if progress else True
+    return list(tqdm(rounds, str(case), config.repeats, unit="round", leave=False, disable=shown))
 
 
 def _peaks(config: BenchConfig, case: Case, first: Round, echo: Echo) -> dict[str, int | None]:
@@ -230,35 +226,21 @@ def draw(rows: Sequence[Row], caption: str) -> "Figure":
     import matplotlib as mpl  # takes its time
     from matplotlib.figure import Figure
 
-    from symexplin.lab.report.charts import COLOURS, GUIDE_LINE, MARKERS, STYLE
+    from symexplin.lab.report.charts import GUIDE_LINE, STYLE
 
     curved = [row for row in rows if row["variant"] != row["baseline"]]
     parts = list(dict.fromkeys(row["part"] for row in curved))
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(10.0, 1.5 * len(parts) + 0.3 * len(curved)), layout="constrained")
+        figure = Figure(figsize=(10.0, 1.0 + len(parts) + 0.25 * len(curved)), layout="constrained")
         for axes, part in zip(figure.subplots(len(parts), squeeze=False).flat, parts, strict=True):
             own = [row for row in curved if row["part"] == part]
-            cases = list(dict.fromkeys(map(_case, own)))
-            pairs = dict.fromkeys((row["variant"], row["baseline"]) for row in own)
-            for style, (variant, baseline) in enumerate(pairs):
-                found = [row for row in own if (row["variant"], row["baseline"]) == (variant, baseline)]
-                ratio, low, high = (
-                    np.array([row[key] for row in found]) for key in ("ratio", "ratio_p10", "ratio_p90")
-                )
-                axes.errorbar(
-                    ratio,
-                    [cases.index(_case(row)) + _SIDESTEP * style for row in found],
-                    xerr=(ratio - low, high - ratio),
-                    fmt=MARKERS[style],
-                    color=COLOURS[style],
-                    capsize=3,
-                    label=f"{variant} / {baseline}",
-                )
+            names = [f"{_case(row)}, {row['variant']} / {row['baseline']}" for row in own]
+            ratio, low, high = np.array([[row[key] for key in ("ratio", "ratio_p10", "ratio_p90")] for row in own]).T
+            axes.errorbar(ratio, range(len(own)), xerr=(ratio - low, high - ratio), fmt="o", capsize=3)
             axes.axvline(1.0, **GUIDE_LINE)
-            axes.set_yticks(range(len(cases)), cases)
+            axes.set_yticks(range(len(own)), names)
             axes.invert_yaxis()
             axes.set_xlabel(f"time of the {part}, in units of its baseline's")
-            axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
         figure.suptitle(caption, fontsize=9)
     return figure
 

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,12 +40,8 @@ _SCRIPT = "from symexplin.lab.bench import work; work._print_peak()"
 _RETURN_FREED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "0"}
 
 
-class Variant(NamedTuple):
-    """A model, its optimizer step with clipping, and whether its forward pass is under autocast."""
-
-    model: nn.Module
-    step: Callable[[], object]
-    autocast: bool
+# A model, its optimizer step with clipping, and whether its forward pass is under autocast.
+Variant = tuple[nn.Module, Callable[[], object], bool]
 
 
 @dataclass(frozen=True)
@@ -92,11 +87,11 @@ def build_variant(name: str, config: BenchConfig, case: Case, device: torch.devi
     model.recompute, model.loss_chunk = run.compute.recompute, run.compute.loss_chunk or 0
     model.to(torch.float32 if autocast else _DTYPES[case.dtype])
     if name == "adamw_master":
-        return Variant(model, MasterAdamW(model.parameters()).step, autocast)
+        return model, MasterAdamW(model.parameters()).step, autocast
     curve = config.curve(case.width)
     if name == "sel":
         groups = sel.param_groups(model, lr=_LR, weight_decay=_DECAY, config=curve)
-        return Variant(model, sel.SELAdamW(groups, total_steps=_STEPS, max_grad_norm=_MAX_NORM).step, autocast)
+        return model, sel.SELAdamW(groups, total_steps=_STEPS, max_grad_norm=_MAX_NORM).step, autocast
     if name == "module":
         sel.convert(model, curve)
         optimizer = torch.optim.AdamW(sel.param_groups(model, lr=_LR, weight_decay=_DECAY), fused=True)
@@ -108,7 +103,7 @@ def build_variant(name: str, config: BenchConfig, case: Case, device: torch.devi
         nn.utils.clip_grad_norm_(model.parameters(), _MAX_NORM)
         optimizer.step()
 
-    return Variant(model, step, autocast)
+    return model, step, autocast
 
 
 def _fill_gradients(parameters: Iterable[Tensor]) -> None:
@@ -192,10 +187,5 @@ def _print_peak() -> None:
 
 
 def _high_water() -> int:
-    """Return the peak of this process in bytes. On Linux getrusage may return the peak of the parent."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        return 1024 * int(status.read_text().partition("VmHWM:")[2].split()[0])
-    import resource  # not on Windows
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+    """Return the peak of this process in bytes, on Linux alone. There getrusage may return that of the parent."""
+    return 1024 * int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])

@@ -31,11 +31,11 @@ from symexplin.transform import Scales, compute_dtype, forward, tolerance
 
 __all__ = ["Inspection", "Row", "format_inspection", "inspect_file", "xavier_bound"]
 
-# The paper's threshold (section 3), and multiples of Xavier's bound.
+# Thresholds of a size: the paper's (section 3), and multiples of Xavier's bound.
 _LARGE, _MULTIPLES = 0.1, (1, 2, 5, 10)
 # Numbers looked at at once: a dozen float64 copies of them are 25 MB.
 _CHUNK = 1 << 18
-_LONGEST, _LISTED, _WIDTH = 44, 20, 120  # letters of a name in the table, names in a sentence, columns of a sentence
+_LONGEST, _WIDTH = 44, 120  # letters of a name in the table, columns of a sentence
 # Where the map of an inspection comes from.
 _GIVEN, _TRAINED = "as given", "the model was trained with it"
 _ASSUMED = "assumed, the file names none; --preset and --map give another"
@@ -50,8 +50,8 @@ def xavier_bound(shape: Sequence[int]) -> float:
 class Row:
     """The figures of the finite numbers of one curved matrix, or of all matrices.
 
-    The fractions `above` are by multiple of the bound. `inversion_error` is the largest |effective(inverse(w)) - w| in
-    units of the accuracy owed, so that 1 is the limit.
+    The fractions `above` are by threshold: "0.1", "2x" for twice the bound. `inversion_error` is the largest
+    |effective(inverse(w)) - w| in units of the accuracy owed, so that 1 is the limit.
     """
 
     name: str
@@ -63,8 +63,7 @@ class Row:
     max_growth: float
     std: float
     std_growth: float
-    above_large: float
-    above: dict[int, float]
+    above: dict[str, float]
     beta: float | None
     inversion_error: float | None
     not_invertible: str | None
@@ -77,7 +76,6 @@ class Inspection:
     The bound of `total` is that of a fresh matrix with the same mean square.
     """
 
-    path: str
     config: SELConfig
     origin: str
     rows: tuple[Row, ...]
@@ -125,7 +123,7 @@ def inspect_file(path: str | Path, *, config: SELConfig | None = None, progress:
     broken = sum(row.not_invertible is not None for row in rows)
     reason = f"{broken} of {len(rows)} matrices" if broken else None
     whole = dataclasses.replace(_row("all", (), every), not_invertible=reason)
-    return Inspection(str(path), config, origin, tuple(rows), whole, plain=len(specs) - len(rows))
+    return Inspection(config, origin, tuple(rows), whole, plain=len(specs) - len(rows))
 
 
 def _counting(row: Row) -> list[str | int]:
@@ -149,8 +147,8 @@ def _row(name: str, shape: tuple[int, ...], parts: Sequence[_Part], beta: float 
     largest, growth, error = (max(column) for column in zip(*(part.largest for part in parts), strict=True))
     reason = next((part.reason for part in parts if part.reason), None)
     finite, bound = max(1, numbers - not_finite), math.sqrt(bounds / numbers)
+    names = (f"{_LARGE}", *(f"{multiple}x" for multiple in _MULTIPLES))
     std = math.sqrt(max(0.0, squares / finite - (total / finite) ** 2))
-    above_large, *multiples = (count / finite for count in above)
     return Row(
         name=name,
         shape=shape,
@@ -161,8 +159,7 @@ def _row(name: str, shape: tuple[int, ...], parts: Sequence[_Part], beta: float 
         max_growth=growth,
         std=std,
         std_growth=std * math.sqrt(3.0) / bound,
-        above_large=above_large,
-        above=dict(zip(_MULTIPLES, multiples, strict=True)),
+        above={name: count / finite for name, count in zip(names, above, strict=True)},
         beta=beta,
         inversion_error=None if reason else error,
         not_invertible=reason,
@@ -186,9 +183,9 @@ def _inverted(w: Tensor, layout: Layout) -> tuple[float | None, str | None]:
 
 def format_inspection(inspection: Inspection) -> str:
     """Return the figures as a table, and the map and remarks below it."""
-    head = ["layer", "shape", "max|w|", "max x", "std x", f"%>{_LARGE}"]
-    head += [*(f"%>{multiple}x" for multiple in _MULTIPLES), "beta", "error"]
-    table = format_columns([head, *(_cells(row) for row in (*inspection.rows, inspection.total))], gap=" ")
+    rows = [*inspection.rows, inspection.total]
+    head = ["layer", "shape", "max|w|", "max x", "std x", *(f"%>{name}" for name in rows[0].above), "beta", "error"]
+    table = format_columns([head, *map(_cells, rows)], gap=" ")
     return "\n".join([table, "", *(textwrap.fill(text, _WIDTH) for text in _remarks(inspection))])
 
 
@@ -202,31 +199,17 @@ def _remarks(inspection: Inspection) -> list[str]:
         "x: in units of the bound or deviation of each matrix; %>: share of the numbers whose size is above; error: of "
         "the inverse of the map, in units of the accuracy owed",
     ]
-    reasons: dict[str, list[str]] = {}
-    for row in inspection.rows:
-        if row.not_invertible is not None:
-            reasons.setdefault(row.not_invertible, []).append(row.name)
-    lines += [f"not invertible ({reason}): {_listed(names)}" for reason, names in reasons.items()]
+    for reason in dict.fromkeys(row.not_invertible for row in inspection.rows if row.not_invertible):
+        names = [row.name for row in inspection.rows if row.not_invertible == reason]
+        lines.append(f"not invertible ({reason}): {', '.join(names)}")
     if bad := [f"{row.name} ({row.not_finite:,})" for row in inspection.rows if row.not_finite]:
-        lines.append(f"NaN or infinite: {_listed(bad)}")
+        lines.append(f"NaN or infinite: {', '.join(bad)}")
     return lines
 
 
 def _cells(row: Row) -> list[str]:
     name, shape = row.name.removesuffix(".weight"), "x".join(map(str, row.shape))
     name = name if len(name) <= _LONGEST else f"..{name[2 - _LONGEST :]}"  # the last parts tell layers apart
-    shares = (_percent(share) for share in (row.above_large, *row.above.values()))
-    sizes = (_number(value) for value in (row.max, row.max_growth, row.std_growth))
-    return [name, shape or "-", *sizes, *shares, _number(row.beta), _number(row.inversion_error)]
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
-
-
-def _percent(share: float) -> str:
-    return "<0.001" if 0.0 < share < 1e-5 else f"{100.0 * share:.3g}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
+    sizes = (row.max, row.max_growth, row.std_growth)
+    numbers = (*sizes, *(100.0 * share for share in row.above.values()), row.beta, row.inversion_error)
+    return [name, shape or "-", *("-" if number is None else f"{number:.3g}" for number in numbers)]
