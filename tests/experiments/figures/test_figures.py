@@ -46,7 +46,7 @@ def test_the_same_figure_is_the_same_bytes(tmp_path):
         ("heavy_tail", ["x", "y"], "a safetensors file .* got 2: 'x', 'y'"),
         ("loss_curves", ["."], "a comparison or a table, or a run .*, got '.'"),
         ("transform_roles", ["."], "a comparison or a table, or a run .*, got '.'"),
-        ("optimization_distance", ["."], "path must be a safetensors file, or a folder"),
+        ("heavy_tail", ["."], "path must be a safetensors file, or a folder"),
     ],
 )
 def test_a_source_that_does_not_fit_is_named(tmp_path, monkeypatch, name, sources, words):

@@ -93,18 +93,6 @@ def test_weights_that_are_all_zero_or_not_there_are_refused(tmp_path):
         draw("heavy_tail", [tmp_path / "nowhere"])
 
 
-def test_distances_of_a_file_are_those_from_a_draw(file):
-    (axes,) = labelled(draw("optimization_distance", [file])).axes
-    assert "fresh Xavier" in axes.get_title(loc="left")
-    rank, steps = lines(axes)["weights, the farthest first"].get_data()
-    assert (rank[0], rank[-1]) == (1, 3 * (40 * 20 + 20 * 20))
-    assert (np.diff(rank) >= 0).all()
-    assert (np.diff(steps) < 0).all()
-    growth = np.abs(growth_of(file)) * np.sqrt(6 / 40)
-    assert growth.max() / 3e-4 * 0.8 < steps[0] < growth.max() / 3e-4 * 1.3
-    assert "0.0003" in axes.get_ylabel()
-
-
 def test_distances_of_a_run_are_those_from_its_own_start(runs):
     (axes,) = labelled(draw("optimization_distance", [runs["plain"]])).axes
     config = json.loads((runs["plain"] / "run.json").read_text())["model"]

@@ -21,7 +21,7 @@ from symexplin.lab.report.probe import Probe, RunRecord, probe, read_run
 from symexplin.lab.run import MODEL
 
 __all__ = [
-    *("LOOK", "comparisons", "is_run", "map_words", "panel", "run_of", "save_figure", "sheet"),
+    *("LOOK", "comparisons", "map_words", "panel", "run_of", "save_figure", "sheet"),
     *("weights_at_end", "weights_of"),
 ]
 
@@ -43,22 +43,21 @@ _BELOW = 0.62  # inches that the ticks of an axis and its label take
 
 def comparisons(sources: Sequence[Path]) -> list[Evidence]:
     """Return the comparisons of folders: of comparisons, or of tables with their finished panels in order."""
-    found = [evidence for source in sources for evidence in _finished(source)]
+    found: list[Evidence] = []
+    for source in sources:
+        if (source / TABLE).exists():
+            found += read_table(source).finished
+        elif (source / COMPARISON).exists():
+            folder = source.resolve()
+            table = folder.parent.parent / TABLE
+            labels = read_json(table)["labels"] if folder.parent.name == PANELS and table.exists() else {}
+            found.append(Evidence(folder.name, source, read_json(source / COMPARISON), labels=labels))
+        else:
+            wanted = "a comparison or a table, or a run where the figure is of one"
+            raise FileNotFoundError(f"sources must name {wanted}, got {str(source)!r}")
     if not found:
         raise ValueError(f"sources must name a table with a finished comparison, got {', '.join(map(str, sources))}")
     return found
-
-
-def _finished(source: Path) -> Sequence[Evidence]:
-    if (source / TABLE).exists():
-        return read_table(source).finished
-    if not (source / COMPARISON).exists():
-        wanted = "a comparison or a table, or a run where the figure is of one"
-        raise FileNotFoundError(f"sources must name {wanted}, got {str(source)!r}")
-    folder = source.resolve()
-    table = folder.parent.parent / TABLE
-    labels = read_json(table)["labels"] if folder.parent.name == PANELS and table.exists() else {}
-    return [Evidence(folder.name, source, read_json(source / COMPARISON), labels=labels)]
 
 
 def run_of(source: Path, curved: bool) -> Path:
@@ -82,14 +81,9 @@ def run_of(source: Path, curved: bool) -> Path:
     return next(iter(found.runs(row["arm"], row["lr"]).values())).folder
 
 
-def is_run(source: Path) -> bool:
-    """Return whether :func:`run_of` finds a run there."""
-    return any((source / name).exists() for name in (CONFIG, COMPARISON, TABLE))
-
-
 def weights_of(source: Path) -> Path:
     """Return the place of plain weights: `source`, an unfinished run's newest checkpoint, a comparison's baseline."""
-    if is_run(source):
+    if any((source / name).exists() for name in (CONFIG, COMPARISON, TABLE)):
         source = run_of(source, curved=False)
     found = newest(source)
     return found[0] if found and not (source / MODEL).exists() else source

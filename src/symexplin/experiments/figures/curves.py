@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import symexplin as sel
+from symexplin.config import Scale
 from symexplin.experiments.comparison import Evidence, Row, spread_of
 from symexplin.experiments.figures.common import comparisons, panel, sheet
 from symexplin.lab.build import build_model
@@ -29,7 +30,7 @@ __all__ = [
 ]
 
 _STEPS, _LOSS, _FINAL = "optimizer steps", "held-out loss (nats per token)", "final held-out loss (nats per token)"
-_RATE = "peak learning rate (log)"
+_RATE, _BY_STEP = "peak learning rate (log)", "peak learning rate × mean slope at the start (log)"
 _ABREAST = 3
 _SHOWN = 5  # curves of more arms beside the baseline's are hard to tell apart
 _LATE = 0.4  # the paper's cut of figure 8
@@ -160,32 +161,32 @@ def _homes(compared: Evidence) -> tuple[Row, Row]:
 def lr_annealing(sources: Sequence[Path]) -> Figure:
     """Draw late losses, and the mean scales during training."""
     compared = comparisons(sources)[0]
-    learned = [row for row in compared.rows("best") if _rates(compared, row) and compared.runs(row["arm"], row["lr"])]
-    annealed = next((row for row in learned if any(first != last for first, last in _rates(compared, row))), None)
-    if annealed is None:
+    rows = [row for row in compared.rows("best") if compared.runs(row["arm"], row["lr"])]
+    learned = [(row, scales) for row in rows if (scales := _learned(compared, row))]
+    annealed = [row for row, scales in learned if any(len(set(scale.peak_lr or scale.k)) > 1 for scale in scales)]
+    if not annealed:
         arms = ", ".join(compared.found["maps"])
         raise ValueError(f"sources must name a comparison with an arm whose scales are annealed, got {arms}")
     figure, (left, right) = sheet(2, 2, (5.4, 4.4))
-    lines = [_line(compared, row, style) for style, row in enumerate(learned)]
+    lines = [_line(compared, row, style) for style, (row, _) in enumerate(learned)]
     _draw_losses(left, compared, f"Loss after {100 * _LATE:.0f} % of the steps", lines, _LATE)
     left.set_xlim(left=_LATE * compared.found["config"]["train"]["steps"])
-    title = f"Mean scales: {compared.label(annealed['arm'])}, lr {annealed['lr']:g}"
-    panel(right, title, _STEPS, "scale", _trajectories(compared, annealed), columns=2)
+    arm, lr = annealed[0]["arm"], annealed[0]["lr"]
+    title = f"Mean scales: {compared.label(arm)}, lr {lr:g}"
+    panel(right, title, _STEPS, "scale", _trajectories(compared, arm, lr), columns=2)
     return figure
 
 
-def _rates(compared: Evidence, row: Row) -> list[tuple[float, float]]:
-    """Return first and last learning rate, or multiplier, of every scale that an arm learns."""
+def _learned(compared: Evidence, row: Row) -> list[Scale]:
     config = compared.map_of(row["arm"])
-    scales = [] if config is None else [getattr(config, role) for role in config.learned_roles]
-    return [scale.peak_lr or scale.k for scale in scales]
+    return [] if config is None else [getattr(config, role) for role in config.learned_roles]
 
 
-def _trajectories(compared: Evidence, row: Row) -> list[Line]:
+def _trajectories(compared: Evidence, arm: str, lr: float) -> list[Line]:
     """Return the means of e, l and m at each evaluation, over the seeds; a beta for each matrix leaves no mean of m."""
     lines = []
     for style, role in enumerate(("e", "l", "m")):
-        seeds = [run.scale_means(role) for run in compared.runs(row["arm"], row["lr"]).values()]
+        seeds = [run.scale_means(role) for run in compared.runs(arm, lr).values()]
         if all(seeds):
             means = [[mean for _, mean in seed] for seed in seeds]
             label = f"mean {role}, ends at {np.mean([mean[-1] for mean in means]):.3f}"
@@ -204,20 +205,10 @@ def learning_rates(sources: Sequence[Path]) -> Figure:
     for left, right, compared in zip(places[::2], places[1::2], found, strict=True):
         slopes = {arm: _slope_of(compared, arm) for arm in compared.arms}
         labels = {arm: f"{compared.label(arm)} (× {slope:.2f})" for arm, slope in slopes.items()}
-        lines, by_step = (sweep_lines(compared.found["runs"], labels, factors) for factors in (None, slopes))
-        ticked: dict[str, Any] = {"log": "x", "ticks": compared.lrs}
-        panel(left, f"{_size(compared)}: by learning rate", _RATE, _FINAL, lines, columns=0, **ticked)
-        label = "peak learning rate × mean slope at the start (log)"
-        panel(
-            right,
-            "By the step in effective weights",
-            label,
-            _FINAL,
-            by_step,
-            columns=2,
-            about="map (× slope)",
-            **ticked,
-        )
+        for axes, factors, label in ((left, None, _RATE), (right, slopes, _BY_STEP)):
+            lines = sweep_lines(compared.found["runs"], labels, factors)
+            options: dict[str, Any] = {"columns": 2, "about": "map (× slope)", "log": "x", "ticks": compared.lrs}
+            panel(axes, _size(compared), label, _FINAL, lines, **options)
     return figure
 
 

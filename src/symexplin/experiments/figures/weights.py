@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from symexplin.config import SELConfig
-from symexplin.experiments.figures.common import is_run, map_words, panel, run_of, sheet, weights_at_end, weights_of
+from symexplin.experiments.figures.common import map_words, panel, run_of, sheet, weights_at_end, weights_of
 from symexplin.lab.report.charts import BINS, GUIDE_LINE, Floats, Line, draw_histogram, outline
 from symexplin.lab.report.probe import read_run
 from symexplin.lab.weights.files import iter_tensors, read_specs
@@ -26,7 +26,6 @@ _XAVIER, _TRAINED = 0, 1  # styles
 _START, _NOW = "Xavier's uniform start", "trained weights"
 # Twenty bins per decade for sizes and distances; larger ones count in the last.
 _EDGES: Floats = np.append(0.0, np.geomspace(1e-9, 1e3, 12 * 20 + 1))
-_PAPER_LR = 3e-4  # for files without a configuration
 _SMALLEST = 0.01  # sizes below this fraction of the bound are no tail
 
 Parts = Iterable[tuple[Floats, float]]  # values, and a number for all of them
@@ -137,36 +136,19 @@ def raw_effective(sources: Sequence[Path]) -> Figure:
 
 
 def optimization_distance(sources: Sequence[Path]) -> Figure:
-    """Draw how far each weight is from its start, in steps.
+    """Draw how far each weight of a run is from its start, in steps.
 
-    The start of a run is drawn again from its configuration. That of another file is not known, so that a draw from
-    Xavier's uniform distribution replaces it. A step of Adam's is about the learning rate long.
+    The start is drawn again from the configuration. A step of Adam's is about the learning rate long.
     """
-    source = sources[0]
-    if is_run(source):
-        folder = run_of(source, curved=False)
-        lr, start, parts = read_run(folder).config.train.lr, "its start", _of_run(folder)
-    else:
-        lr, start, parts = _PAPER_LR, "a fresh Xavier start", _of_file(weights_of(source))
-    distance, rank, mean = _tail(parts)
+    folder = run_of(sources[0], curved=False)
+    lr, roles = read_run(folder).config.train.lr, weights_at_end(folder).roles.values()
+    gone = ((role, (role.effective.double() - role.initial.double()).abs().numpy()) for role in roles)
+    distance, rank, mean = _tail((values, role.total / len(values)) for role, values in gone)
     figure, (axes,) = sheet(1, 1, (6.4, 4.6))
     guide = Line(f"mean: {mean / lr:,.3g} steps", [1.0, rank[-1]], [mean / lr] * 2, kind="guide")
     lines = [guide, Line("weights, the farthest first", rank, distance / lr)]
-    title = f"Distance from {start}: at most {distance[0] / mean:.3g} × the mean"
+    title = f"The farthest takes {distance[0] / mean:.3g} × the mean"
     panel(axes, title, "rank of the weight (log scale)", f"steps at lr {lr:g} (log scale)", lines)
     axes.set(xscale="log", yscale="log")
     axes.set_ylim(bottom=0.02 * mean / lr)
     return figure
-
-
-def _of_run(folder: Path) -> Iterator[tuple[Floats, float]]:
-    """Yield distances by role, with the number of weights that each of them represents."""
-    for role in weights_at_end(folder).roles.values():
-        gone = (role.effective.double() - role.initial.double()).abs().numpy()
-        yield gone, role.total / len(gone)
-
-
-def _of_file(path: Path) -> Iterator[tuple[Floats, float]]:
-    random = np.random.default_rng(0)
-    for values, bound in _curved(path):
-        yield np.abs(values - random.uniform(-bound, bound, len(values))), 1.0

@@ -17,6 +17,7 @@ __all__ = ["DTYPES", "PARTS", "RESULTS", "BenchConfig", "Case"]
 
 PARTS, DTYPES = ("optimizer", "step"), ("fp32", "bf16")
 RESULTS = "results.csv"
+_CHOICES = {"parts": PARTS, "dtypes": DTYPES}
 _HEAD = 64  # the usual size of an attention head, here the least
 _DEVICES = ("auto", "cpu", "cuda")  # bench can measure time and memory on these
 
@@ -87,15 +88,13 @@ class BenchConfig:
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
                 raise ValueError(f"{name} must hold at least one entry, and each once, got {values!r}")
-        for name, known in (("parts", PARTS), ("dtypes", DTYPES)):
-            for value in getattr(self, name):
-                check_choice(name, value, known)
-        for name in ("widths", "depths", "microbatches"):
-            for value in getattr(self, name):
-                check_whole(name, value)
-        for name in ("tokens", "context", "repeats"):
-            check_whole(name, getattr(self, name))
-        check_whole("warmup", self.warmup, minimum=0)
+            for value in values:
+                if name in _CHOICES:
+                    check_choice(name, value, _CHOICES[name])
+                else:
+                    check_whole(name, value)
+        for name, least in (("tokens", 1), ("context", 1), ("repeats", 1), ("warmup", 0)):
+            check_whole(name, getattr(self, name), minimum=least)
         if self.device.partition(":")[0] not in _DEVICES:
             check_choice("device", self.device, _DEVICES)
         for case in self.cases():

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import warnings
@@ -167,11 +166,9 @@ def peak_in_child(name: str, config: BenchConfig, case: Case) -> int:
     given = json.dumps({"name": name, "config": to_table(config), "case": case})
     command, environment = [sys.executable, "-c", _SCRIPT], {**os.environ, **_RETURN_FREED}
     found = subprocess.run(command, input=given, capture_output=True, text=True, check=False, env=environment)
-    if found.returncode < 0:
-        number = signal.Signals(-found.returncode).name
-        raise ChildProcessError(f"{number} ended its process, most likely as memory ran out (try --no-memory)")
     if found.returncode:
-        raise ChildProcessError(found.stderr.strip().splitlines()[-1])
+        ended = f"its process ended with {found.returncode}, most likely as memory ran out (try --no-memory)"
+        raise ChildProcessError((found.stderr.strip().splitlines() or [ended])[-1])
     return int(found.stdout.split()[-1])
 
 
