@@ -220,7 +220,7 @@ def test_version_and_help_need_neither_torch_nor_the_laboratory(capsys):
     assert run(capsys, "--version") == f"symexplin {__version__}\n"
     assert "Exit status" in run(capsys, "--help")
     code = "import sys; from symexplin.cli import main\n"
-    code += "for name in ('sample', 'train', 'compare', 'demo', 'bench'): main([name, '--help'])\n"
+    code += "for name in ('sample', 'train', 'compare', 'reproduce', 'demo', 'bench'): main([name, '--help'])\n"
     code += "assert not {'torch', 'numpy', 'matplotlib', 'safetensors', 'tokenizers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120, check=True)
 

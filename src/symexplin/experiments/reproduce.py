@@ -3,6 +3,8 @@
 table.json   what it is               data/             the tokens, unless prepared ones were given
 base/        the first stage, if any  panels/PANEL/     a comparison each (symexplin.lab.compare), or a bench
 report.html, table.csv, figures/      the results       (symexplin.experiments.report)
+
+What needs torch is imported where it is used, so that the help of the command comes at once.
 """
 
 import shutil
@@ -15,14 +17,9 @@ from typing import Any
 from symexplin.experiments.results import append_results, check_results
 from symexplin.experiments.tables import BASE, DATA, PANELS, SCALES, TABLE, Panel, Table, load_table
 from symexplin.lab.bench import BenchConfig
-from symexplin.lab.bench.run import run_bench
 from symexplin.lab.compare.grid import CompareConfig
-from symexplin.lab.compare.sweep import compare_runs
-from symexplin.lab.data.batches import DATASET
-from symexplin.lab.data.prepare import PrepareConfig, prepare
 from symexplin.lab.files import read_json, write_json
 from symexplin.lab.folders import LOCK, SUMMARY, check_resumable, claimed
-from symexplin.lab.run import train
 from symexplin.lab.settings import build, merge
 from symexplin.validation import check_choice
 
@@ -65,6 +62,8 @@ class ReproduceConfig:
     @property
     def prepared(self) -> str | None:
         """The prepared folder, if `data` is one."""
+        from symexplin.lab.data.batches import DATASET
+
         return self.data[0] if len(self.data) == 1 and Path(self.data[0], DATASET).exists() else None
 
     def table(self, name: str, out: str | Path) -> Table:
@@ -128,7 +127,9 @@ def reproduce(
     Raises:
         FileNotFoundError, ValueError, OSError, Stopped: see :func:`symexplin.lab.compare.sweep.compare_runs`.
     """
-    from symexplin.experiments.report import report_table  # slow: matplotlib
+    from symexplin.experiments.report import report_table
+    from symexplin.lab.data.prepare import PrepareConfig, prepare
+    from symexplin.lab.run import train
 
     config = config or ReproduceConfig()
     table = config.table(name, Path(out).resolve())
@@ -183,6 +184,9 @@ def _begin(folder: Path, table: Table, resume: bool) -> None:
 
 
 def _run_panels(panels: Sequence[Panel], table: Table, folder: Path, echo: Echo, progress: bool) -> None:
+    from symexplin.lab.bench.run import run_bench
+    from symexplin.lab.compare.sweep import compare_runs
+
     for number, panel in enumerate(panels, start=1):
         echo(f"{table.name} {panel.name} (panel {number} of {len(panels)})")
         place = folder / PANELS / panel.name
