@@ -74,11 +74,7 @@ FIGURES: dict[str, FigureSpec] = {
 
 
 def draw(name: str, sources: Sequence[str | Path] = ()) -> Figure:
-    """Return a figure, to be written by :func:`save_figure`.
-
-    Args:
-        name: of :data:`FIGURES`.
-        sources: files and folders, as many as the figure takes.
+    """Return a figure of :data:`FIGURES`, to be written by :func:`save_figure`, from as many files and folders as it takes.
 
     Raises:
         ValueError: an unknown name, too many or too few sources, one of another kind or damaged.

@@ -131,29 +131,27 @@ def optimizer_equivalence(sources: Sequence[Path]) -> Figure:
     figure, (left, right) = sheet(2, 2, (5.4, 4.4))
     _draw_losses(left, compared, _size(compared), [_line(compared, row, style) for style, row in enumerate(homes)])
     module, optimizer = (compared.runs(row["arm"], row["lr"]) for row in homes)
-    seeds = [seed for seed in module if seed in optimizer]
-    if not seeds:
-        raise ValueError(f"sources must name a comparison with one seed finite in both homes, got {compared.name!r}")
-    steps = np.array([step for step, _ in module[seeds[0]].curve])
-    gaps = np.array([[run[seed].curve for seed in seeds] for run in (optimizer, module)])[..., 1]
-    gap = gaps[0] - gaps[1]
-    pairs = zip(seeds, gap, strict=True)
-    lines = [Line(f"seed {seed}", steps, _MAGNIFIED * y, style) for style, (seed, y) in enumerate(pairs)]
-    right.axhline(0.0, **GUIDE_LINE)
-    size = np.abs(gap[:, steps > 0])
+    gaps = {
+        seed: np.array(run.curve) - np.array(module[seed].curve) for seed, run in optimizer.items() if seed in module
+    }
+    steps = np.array([step for step, _ in next(iter(module.values())).curve])
+    size = np.abs([gap[steps > 0, 1] for gap in gaps.values()])
     numbers = f"mean size {size.mean():.1e},\nlargest {size.max():.1e}, last {size[:, -1].mean():.1e}"
+    lines = [Line(f"seed {seed}", steps, _MAGNIFIED * gap[:, 1], i) for i, (seed, gap) in enumerate(gaps.items())]
+    right.axhline(0.0, **GUIDE_LINE)
     panel(right, f"Optimizer − module: {numbers}", _STEPS, "difference (10⁻³ nats per token)", lines, columns=3)
     return figure
 
 
 def _homes(compared: Evidence) -> tuple[Row, Row]:
-    """Return the shared rows of the first two arms that differ in the home of their map alone."""
-    finite = [row for row in compared.rows("shared") if compared.runs(row["arm"], row["lr"])]
-    maps = {row["arm"]: compared.found["maps"][row["arm"]] for row in finite}
-    for module, optimizer in itertools.product(finite, finite):
-        first, second = maps[module["arm"]], maps[optimizer["arm"]]
-        if first and second and first["home"] == "module" and {**first, "home": "optimizer"} == second:
-            return module, optimizer
+    """Return the shared rows of the first two arms that differ in the home of their map alone, with a common seed."""
+    maps = compared.found["maps"]
+    for rows in itertools.permutations(compared.rows("shared"), 2):
+        first, second = (maps[row["arm"]] for row in rows)
+        seeds, others = (compared.runs(row["arm"], row["lr"]).keys() for row in rows)
+        same = first and second and first["home"] == "module" and {**first, "home": "optimizer"} == second
+        if same and seeds & others:
+            return rows
     homes = ", ".join(f"{arm}: {found and found['home']}" for arm, found in maps.items())
     raise ValueError(f"sources must name a comparison with one map in both homes, module and optimizer, got {homes}")
 

@@ -17,7 +17,6 @@ __all__ = ["DTYPES", "PARTS", "RESULTS", "BenchConfig", "Case"]
 
 PARTS, DTYPES = ("optimizer", "step"), ("fp32", "bf16")
 RESULTS = "results.csv"
-_CHOICES = {"parts": PARTS, "dtypes": DTYPES}
 _HEAD = 64  # the usual size of an attention head, here the least
 _DEVICES = ("auto", "cpu", "cuda")  # bench can measure time and memory on these
 
@@ -84,15 +83,19 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         """Check every case before the first is measured."""
-        for name in ("parts", "dtypes", "widths", "depths", "microbatches"):
+        lists: dict[str, tuple[str, ...]] = {
+            "parts": PARTS,
+            "dtypes": DTYPES,
+            "widths": (),
+            "depths": (),
+            "microbatches": (),
+        }
+        for name, known in lists.items():
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
                 raise ValueError(f"{name} must hold at least one entry, and each once, got {values!r}")
             for value in values:
-                if name in _CHOICES:
-                    check_choice(name, value, _CHOICES[name])
-                else:
-                    check_whole(name, value)
+                check_choice(name, value, known) if known else check_whole(name, value)
         for name, least in (("tokens", 1), ("context", 1), ("repeats", 1), ("warmup", 0)):
             check_whole(name, getattr(self, name), minimum=least)
         if self.device.partition(":")[0] not in _DEVICES:

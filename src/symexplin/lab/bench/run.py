@@ -11,10 +11,12 @@ import timeit
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import matplotlib as mpl
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from torch.utils.benchmark import set_torch_threads, timer
 from tqdm import tqdm
 
@@ -24,10 +26,8 @@ from symexplin.lab.bench.work import BASELINES, PHASES, Work, make_work, peak_in
 from symexplin.lab.files import format_columns, replace_file, replacing, write_csv
 from symexplin.lab.folders import LOCK, claimed
 from symexplin.lab.provenance import cores, provenance
+from symexplin.lab.report.charts import GUIDE_LINE, STYLE
 from symexplin.lab.settings import dump_toml, to_table
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["Timing", "draw", "measure", "rows_of", "run_bench", "spread"]
 
@@ -140,11 +140,7 @@ def run_bench(config: BenchConfig, out: str | Path, echo: Echo = lambda _: None,
     results.csv has a row per variant, rounds.jsonl the times of every round, config.toml the settings with device and
     threads resolved, bench.svg the plot. An interrupted measurement keeps the cases that it has measured.
 
-    Args:
-        config: what to measure.
-        out: a new folder.
-        echo: takes the table of each case, and a line for each memory that could not be measured.
-        progress: show a bar on a terminal.
+    `echo` takes the table of each case, and a line for each memory that could not be measured. `out` is a new folder.
 
     Raises:
         ValueError: The device is not there, the folder is not new, or the map has no inverse at the weights.
@@ -221,13 +217,8 @@ def _facts(config: BenchConfig, device: torch.device) -> Row:
     }
 
 
-def draw(rows: Sequence[Row], caption: str) -> "Figure":
+def draw(rows: Sequence[Row], caption: str) -> Figure:
     """Return the figure: for each part the median ratios to the baseline, with their 10th and 90th percentile."""
-    import matplotlib as mpl  # takes its time
-    from matplotlib.figure import Figure
-
-    from symexplin.lab.report.charts import GUIDE_LINE, STYLE
-
     curved = [row for row in rows if row["variant"] != row["baseline"]]
     parts = list(dict.fromkeys(row["part"] for row in curved))
     with mpl.rc_context(STYLE):

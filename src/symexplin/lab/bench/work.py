@@ -108,9 +108,7 @@ def build_variant(name: str, config: BenchConfig, case: Case, device: torch.devi
 def _fill_gradients(parameters: Iterable[Tensor]) -> None:
     """Give every parameter a random gradient whose norm is far above the clipping threshold."""
     for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.empty_like(parameter)
-        parameter.grad.uniform_(-0.01, 0.01)
+        parameter.grad = torch.empty_like(parameter).uniform_(-0.01, 0.01)
 
 
 def make_work(name: str, config: BenchConfig, case: Case, device: torch.device) -> Work:
@@ -127,13 +125,12 @@ def _step(name: str, config: BenchConfig, case: Case, device: torch.device) -> W
 
     On CUDA the end of each phase waits for the device.
     """
-    assert case.tokens is not None
-    assert case.microbatches is not None
+    count = case.microbatches or 1
     model, step, autocast = build_variant(name, config, case, device)
     if autocast:  # torch warns about the norms, whose weights stay in float32
         warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
     forward: nn.Module = torch.compile(model) if config.compile else model  # type: ignore[assignment]
-    size = (case.microbatches, case.tokens // case.microbatches // config.context, config.context + 1)
+    size = (count, config.tokens // count // config.context, config.context + 1)
     tokens = torch.randint(config.vocab_size, size, device=device)
     phases = dict.fromkeys(PHASES, 0.0)
 
@@ -147,7 +144,7 @@ def _step(name: str, config: BenchConfig, case: Case, device: torch.device) -> W
         model.zero_grad(set_to_none=True)
         for part in tokens:
             with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-                loss: Tensor = forward(part[:, :-1], part[:, 1:]) / case.microbatches
+                loss: Tensor = forward(part[:, :-1], part[:, 1:]) / count
             end("forward")
             loss.backward()  # type: ignore[no-untyped-call]
             end("backward")

@@ -36,9 +36,6 @@ _LARGE, _MULTIPLES = 0.1, (1, 2, 5, 10)
 # Numbers looked at at once: a dozen float64 copies of them are 25 MB.
 _CHUNK = 1 << 18
 _LONGEST, _WIDTH = 44, 120  # letters of a name in the table, columns of a sentence
-# Where the map of an inspection comes from.
-_GIVEN, _TRAINED = "as given", "the model was trained with it"
-_ASSUMED = "assumed, the file names none; --preset and --map give another"
 
 
 def xavier_bound(shape: Sequence[int]) -> float:
@@ -104,7 +101,9 @@ def inspect_file(path: str | Path, *, config: SELConfig | None = None, progress:
     """
     specs, metadata = read_specs(path)
     trained = map_in(path, metadata, TRAINED_KEY)
-    origin = _GIVEN if config is not None else _ASSUMED if trained is None else _TRAINED
+    origin = "as given" if config is not None else "the model was trained with it"
+    if config is None and trained is None:
+        origin = "assumed, the file names none; --preset and --map give another"
     config = check_config(trained if config is None else config)
     routes = curved_in(path, specs, metadata, config).curved
     layouts = {route.name: route.layout(config) for route in routes if route.name.endswith("weight")}
@@ -119,15 +118,11 @@ def inspect_file(path: str | Path, *, config: SELConfig | None = None, progress:
                 rows.append(_row(name, layout.shape, parts, layout.beta))
                 every += parts
             bar.update(tensor.numel())
-    rows.sort(key=_counting)
+    rows.sort(key=lambda row: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", row.name)])
     broken = sum(row.not_invertible is not None for row in rows)
     reason = f"{broken} of {len(rows)} matrices" if broken else None
     whole = dataclasses.replace(_row("all", (), every), not_invertible=reason)
     return Inspection(config, origin, tuple(rows), whole, plain=len(specs) - len(rows))
-
-
-def _counting(row: Row) -> list[str | int]:
-    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", row.name)]
 
 
 def _part(w: Tensor, layout: Layout) -> _Part:
