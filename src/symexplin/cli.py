@@ -1,5 +1,6 @@
 """The command line, `symexplin COMMAND`: what each command takes. The laboratory does the work."""
 
+import dataclasses
 import inspect
 import os
 import pkgutil
@@ -353,7 +354,7 @@ def _inspect(source: _Weights, /, *, preset: _Path = None, map: Pairs = None, js
     found = inspect_file(source, config=config, progress=True)
     print(format_inspection(found))
     if json is not None:
-        write_json(json, found.to_dict())
+        write_json(json, dataclasses.asdict(found))
 
 
 def _invert(

@@ -1,5 +1,6 @@
 """The figures of an inspection against numpy over the whole matrix."""
 
+import dataclasses
 import json
 import math
 
@@ -108,7 +109,7 @@ def test_numbers_that_are_not_finite_are_counted_and_left_out(tmp_path):
     assert (last.max, last.std, last.above["1x"]) == (0, 0, 0)
     assert found.total.not_invertible == "2 of 3 matrices"
     assert "layers.10.up.weight (480)" in format_inspection(found)
-    json.dumps(found.to_dict(), allow_nan=False)
+    json.dumps(dataclasses.asdict(found), allow_nan=False)
 
 
 def test_patterns_choose(tmp_path):
@@ -159,6 +160,6 @@ def test_the_table_fits_and_the_dict_is_json(tmp_path):
     cells = next(line.split() for line in lines if line.startswith("layers.10.up "))
     assert cells[1:5] == ["40x12", f"{row.max:.3g}", f"{row.max_growth:.3g}", f"{row.std_growth:.3g}"]
     assert cells[5] == f"{100 * row.above['0.1']:.3g}"
-    again = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    again = json.loads(json.dumps(dataclasses.asdict(found), allow_nan=False))
     assert again["rows"][0]["max_growth"] == found.rows[0].max_growth
     assert sel.SELConfig.from_dict(again["config"]) == sel.SELConfig()

@@ -74,7 +74,7 @@ FIGURES: dict[str, FigureSpec] = {
 
 
 def draw(name: str, sources: Sequence[str | Path] = ()) -> Figure:
-    """Return a figure of :data:`FIGURES`, to be written by :func:`save_figure`, from as many files and folders as it takes.
+    """Return a figure of :data:`FIGURES` from as many files and folders as it takes, to give to :func:`save_figure`.
 
     Raises:
         ValueError: an unknown name, too many or too few sources, one of another kind or damaged.

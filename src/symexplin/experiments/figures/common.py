@@ -33,7 +33,6 @@ LOOK: dict[Any, Any] = {
     "axes.titleweight": "bold",
     "figure.titlesize": 11,
     "legend.borderaxespad": 0.0,
-    "legend.columnspacing": 1.2,
     "legend.handlelength": 2.6,
     "savefig.dpi": 150,
 }

@@ -201,18 +201,14 @@ def learning_rates(sources: Sequence[Path]) -> Figure:
     found = comparisons(sources)
     figure, places = sheet(2 * len(found), 2, (6.8, 4.8))
     for left, right, compared in zip(places[::2], places[1::2], found, strict=True):
-        slopes = {arm: _slope_of(compared, arm) for arm in compared.arms}
+        folders = {run["arm"]: compared.folder / run["folder"] for run in reversed(compared.found["runs"])}
+        slopes = {arm: start_slope(read_run(folders[arm]).config) for arm in compared.arms}
         labels = {arm: f"{compared.label(arm)} (× {slope:.2f})" for arm, slope in slopes.items()}
         for axes, factors, label in ((left, None, _RATE), (right, slopes, _BY_STEP)):
             lines = sweep_lines(compared.found["runs"], labels, factors)
             options: dict[str, Any] = {"columns": 2, "about": "map (× slope)", "log": "x", "ticks": compared.lrs}
             panel(axes, _size(compared), label, _FINAL, lines, **options)
     return figure
-
-
-def _slope_of(compared: Evidence, arm: str) -> float:
-    run = next(run for run in compared.found["runs"] if run["arm"] == arm)
-    return start_slope(read_run(compared.folder / run["folder"]).config)
 
 
 def start_slope(config: RunConfig) -> float:

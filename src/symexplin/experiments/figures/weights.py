@@ -28,8 +28,6 @@ _START, _NOW = "Xavier's uniform start", "trained weights"
 _EDGES: Floats = np.append(0.0, np.geomspace(1e-9, 1e3, 12 * 20 + 1))
 _SMALLEST = 0.01  # sizes below this fraction of the bound are no tail
 
-Parts = Iterable[tuple[Floats, float]]  # values, and a number for all of them
-
 
 def weight_distribution(sources: Sequence[Path]) -> Figure:
     """Draw the histogram of all trained weights and its tail against their initialisation."""
@@ -64,7 +62,7 @@ def _curved(path: Path) -> Iterator[tuple[Floats, float]]:
             yield tensor[torch.isfinite(tensor)].double().numpy(), xavier_bound(tensor.shape)
 
 
-def _tail(parts: Parts) -> tuple[Floats, Floats, float]:
+def _tail(parts: Iterable[tuple[Floats, float]]) -> tuple[Floats, Floats, float]:
     """Return sizes, the largest first, how many values are as large or larger, and the mean of the values.
 
     The sizes are the largest value and the edges below it. Every value of a part stands for as many as its number says.
@@ -117,11 +115,9 @@ def _place(name: str) -> tuple[int, str]:
 def raw_effective(sources: Sequence[Path]) -> Figure:
     """Draw weights of the baseline against raw and effective ones, at the start and at the newest checkpoint."""
     runs = [read_run(run_of(sources[0], curved=False)), read_run(run_of(sources[-1], curved=True))]
-    sizes = [(run.config.model.width, run.config.model.depth) for run in runs]
-    if sizes[0] != sizes[1] or map_words(runs[0]):
-        named = " and ".join(f"{str(run.folder)!r} ({w}x{d})" for run, (w, d) in zip(runs, sizes, strict=True))
+    if len({(run.config.model.width, run.config.model.depth) for run in runs}) > 1 or map_words(runs[0]):
         wanted = "a run on ordinary weights, then a curved one of the same width and depth"
-        raise ValueError(f"sources must be {wanted}, got {named}")
+        raise ValueError(f"sources must be {wanted}, got {' and '.join(repr(str(run.folder)) for run in runs)}")
     baseline, curved = (weights_at_end(run.folder) for run in runs)
     figure, (left, right) = sheet(2, 2, (5.4, 4.2), title=map_words(runs[1]))
     start = {"baseline": baseline.pooled("initial"), "SEL, effective": curved.pooled("initial")}

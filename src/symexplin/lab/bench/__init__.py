@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import symexplin as sel
 from symexplin.lab.config import ComputeConfig, ModelConfig, RunConfig, TrainConfig, resolve
 from symexplin.lab.maps import LAB_PRESETS, named_map
 from symexplin.validation import check_choice, check_whole
@@ -17,6 +16,7 @@ __all__ = ["DTYPES", "PARTS", "RESULTS", "BenchConfig", "Case"]
 
 PARTS, DTYPES = ("optimizer", "step"), ("fp32", "bf16")
 RESULTS = "results.csv"
+_CHOICES = {"parts": PARTS, "dtypes": DTYPES}
 _HEAD = 64  # the usual size of an attention head, here the least
 _DEVICES = ("auto", "cpu", "cuda")  # bench can measure time and memory on these
 
@@ -83,15 +83,8 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         """Check every case before the first is measured."""
-        lists: dict[str, tuple[str, ...]] = {
-            "parts": PARTS,
-            "dtypes": DTYPES,
-            "widths": (),
-            "depths": (),
-            "microbatches": (),
-        }
-        for name, known in lists.items():
-            values = getattr(self, name)
+        for name in ("parts", "dtypes", "widths", "depths", "microbatches"):
+            values, known = getattr(self, name), _CHOICES.get(name)
             if not values or len(set(values)) < len(values):
                 raise ValueError(f"{name} must hold at least one entry, and each once, got {values!r}")
             for value in values:
@@ -101,7 +94,7 @@ class BenchConfig:
         if self.device.partition(":")[0] not in _DEVICES:
             check_choice("device", self.device, _DEVICES)
         for case in self.cases():
-            self.curve(case.width)
+            named_map(self.preset, self.map, case.width)
             self._sized(case)
 
     def cases(self) -> Iterator[Case]:
@@ -111,10 +104,6 @@ class BenchConfig:
                 yield Case(part, dtype, width, depth)
             else:
                 yield from (Case(part, dtype, width, depth, count, self.tokens) for count in self.microbatches)
-
-    def curve(self, width: int) -> sel.SELConfig:
-        """Return the map at a width."""
-        return named_map(self.preset, self.map, width)
 
     def _sized(self, case: Case) -> RunConfig:
         """Return the training run whose step the case is. A case without tokens gets one sequence."""

@@ -128,10 +128,9 @@ def spread(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def _format(rows: Sequence[Row]) -> str:
-    def cell(value: object) -> str:
-        return f"{value:,.3f}" if isinstance(value, float) else str(value or "-")
-
-    return format_columns([_PRINTED, *([cell(row[name]) for name in _PRINTED] for row in rows)])
+    cells = [[row[name] for name in _PRINTED] for row in rows]
+    texts = [[f"{cell:,.3f}" if isinstance(cell, float) else str(cell or "-") for cell in row] for row in cells]
+    return format_columns([_PRINTED, *texts])
 
 
 def run_bench(config: BenchConfig, out: str | Path, echo: Echo = lambda _: None, progress: bool = False) -> list[Row]:
@@ -225,7 +224,9 @@ def draw(rows: Sequence[Row], caption: str) -> Figure:
         figure = Figure(figsize=(10.0, 1.0 + len(parts) + 0.25 * len(curved)), layout="constrained")
         for axes, part in zip(figure.subplots(len(parts), squeeze=False).flat, parts, strict=True):
             own = [row for row in curved if row["part"] == part]
-            names = [f"{_case(row)}, {row['variant']} / {row['baseline']}" for row in own]
+            names = [
+                f"{Case(*(row[key] for key in Case._fields))}, {row['variant']} / {row['baseline']}" for row in own
+            ]
             ratio, low, high = np.array([[row[key] for key in ("ratio", "ratio_p10", "ratio_p90")] for row in own]).T
             axes.errorbar(ratio, range(len(own)), xerr=(ratio - low, high - ratio), fmt="o", capsize=3)
             axes.axvline(1.0, **GUIDE_LINE)
@@ -234,7 +235,3 @@ def draw(rows: Sequence[Row], caption: str) -> Figure:
             axes.set_xlabel(f"time of the {part}, in units of its baseline's")
         figure.suptitle(caption, fontsize=9)
     return figure
-
-
-def _case(row: Row) -> str:
-    return str(Case(*(row[key] for key in Case._fields)))

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -78,10 +78,6 @@ class Inspection:
     rows: tuple[Row, ...]
     total: Row
     plain: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain values for JSON; None stands for a figure that is not finite."""
-        return {**dataclasses.asdict(self), "config": self.config.to_dict()}
 
 
 class _Part(NamedTuple):
@@ -178,28 +174,23 @@ def _inverted(w: Tensor, layout: Layout) -> tuple[float | None, str | None]:
 
 def format_inspection(inspection: Inspection) -> str:
     """Return the figures as a table, and the map and remarks below it."""
-    rows = [*inspection.rows, inspection.total]
-    head = ["layer", "shape", "max|w|", "max x", "std x", *(f"%>{name}" for name in rows[0].above), "beta", "error"]
-    table = format_columns([head, *map(_cells, rows)], gap=" ")
-    return "\n".join([table, "", *(textwrap.fill(text, _WIDTH) for text in _remarks(inspection))])
-
-
-def _remarks(inspection: Inspection) -> list[str]:
-    total = inspection.total
-    lines = [
-        f"{len(inspection.rows)} matrices with {total.numbers:,} numbers; {inspection.plain} tensors are plain",
+    rows, total = inspection.rows, inspection.total
+    head = ["layer", "shape", "max|w|", "max x", "std x", *(f"%>{name}" for name in total.above), "beta", "error"]
+    remarks = [
+        f"{len(rows)} matrices with {total.numbers:,} numbers; {inspection.plain} tensors are plain",
         f"largest size {total.max:.3g}, standard deviation {total.std:.3g}; Xavier's uniform bound {total.bound:.3g}, "
         f"deviation {total.bound / math.sqrt(3.0):.3g}",
         f"map: {describe_map(inspection.config, rates=False)} ({inspection.origin})",
         "x: in units of the bound or deviation of each matrix; %>: share of the numbers whose size is above; error: of "
         "the inverse of the map, in units of the accuracy owed",
     ]
-    for reason in dict.fromkeys(row.not_invertible for row in inspection.rows if row.not_invertible):
-        names = [row.name for row in inspection.rows if row.not_invertible == reason]
-        lines.append(f"not invertible ({reason}): {', '.join(names)}")
-    if bad := [f"{row.name} ({row.not_finite:,})" for row in inspection.rows if row.not_finite]:
-        lines.append(f"NaN or infinite: {', '.join(bad)}")
-    return lines
+    for reason in dict.fromkeys(row.not_invertible for row in rows if row.not_invertible):
+        names = [row.name for row in rows if row.not_invertible == reason]
+        remarks.append(f"not invertible ({reason}): {', '.join(names)}")
+    if bad := [f"{row.name} ({row.not_finite:,})" for row in rows if row.not_finite]:
+        remarks.append(f"NaN or infinite: {', '.join(bad)}")
+    table = format_columns([head, *map(_cells, (*rows, total))], gap=" ")
+    return "\n".join([table, "", *(textwrap.fill(text, _WIDTH) for text in remarks)])
 
 
 def _cells(row: Row) -> list[str]:
