@@ -1,5 +1,6 @@
 """The command line, `symexplin COMMAND`: what each command takes. The laboratory does the work."""
 
+import dataclasses
 import inspect
 import os
 import pkgutil
@@ -330,9 +331,7 @@ def _report(folder: str, /) -> None:
     print(str(report_table(folder) if Path(folder, TABLE).exists() else report(folder, echo=_warn)))
 
 
-def _inspect(
-    source: _Weights, /, *, preset: _Path = None, map: Pairs = None, json: _Path = None, figures: _Path = None
-) -> None:
+def _inspect(source: _Weights, /, *, preset: _Path = None, map: Pairs = None, json: _Path = None) -> None:
     """Show the heavy tails of any model's weights.
 
     For each matrix: how far the largest weight and the standard deviation have grown over Xavier's uniform, the shares
@@ -342,7 +341,6 @@ def _inspect(
     Args:
         preset: another map: default (beta by matrix), or one of the paper's, such as paper
         json: the file to write all figures to
-        figures: the folder to draw weight_distribution and heavy_tail in
 
     Examples:
       symexplin inspect model.safetensors
@@ -356,12 +354,7 @@ def _inspect(
     found = inspect_file(source, config=config, progress=True)
     print(format_inspection(found))
     if json is not None:
-        write_json(json, found.to_dict())
-    if figures is not None:
-        from symexplin.experiments.figures import draw, save_figure
-
-        for name in ("weight_distribution", "heavy_tail"):
-            save_figure(draw(name, [source]), figures, name)
+        write_json(json, dataclasses.asdict(found))
 
 
 def _invert(
@@ -477,10 +470,10 @@ def _demo(*, out: str = "runs/demo", **given: Any) -> None:
 def _bench(config: _Config = None, *, out: str, **given: Any) -> None:
     r"""Measure what the map costs on this machine.
 
-    The map alone, the optimizer step and the whole training step are timed with AdamW and with SEL in both homes, on
-    random tokens. All variants take turns in one process, in an order that rotates. The figures are medians with their
-    10th and 90th percentile, the ratios those of the same round. `adamw_master` is the stock recipe for bf16
-    parameters: upcast, clip, fused AdamW on fp32 masters, copy back.
+    The optimizer step and the whole training step are timed with AdamW and with SEL in both homes, on random tokens.
+    All variants take turns in one process, in an order that rotates. The figures are medians with their 10th and 90th
+    percentile, the ratios those of the same round. `adamw_master` is the stock recipe for bf16 parameters: upcast,
+    clip, fused AdamW on fp32 masters, copy back.
 
     Args:
         out: a new folder for the results

@@ -7,6 +7,8 @@ import pytest
 from symexplin.experiments import reproduce as module
 from symexplin.experiments.reproduce import ReproduceConfig, _with_time_left, plan_lines, reproduce
 from symexplin.experiments.tables import load_table, read_table
+from symexplin.lab.bench import run as bench
+from symexplin.lab.bench.run import run_bench
 from symexplin.lab.process import Stopped
 
 SMALL = {
@@ -128,25 +130,24 @@ def test_text_that_is_not_prepared_is(tmp_path):
 
 
 def test_a_measurement_that_was_interrupted_starts_anew_and_a_finished_one_stays(tmp_path, monkeypatch):
-    bench = {"parts": ["optimizer"], "widths": [16], "depths": [1], "repeats": 1, "memory": False}
-    config = ReproduceConfig(panels=("128x4",), set={"bench": bench})
+    settings = {"parts": ["optimizer"], "widths": [16], "depths": [1], "repeats": 1, "memory": False}
+    config = ReproduceConfig(panels=("128x4",), set={"bench": settings})
     out = tmp_path / "out"
-    real = module.run_bench
 
     def dies(_, folder, **__):
         folder.mkdir(parents=True)
         (folder / "rounds.jsonl").write_text("half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "run_bench", dies)
+    monkeypatch.setattr(bench, "run_bench", dies)
     with pytest.raises(KeyboardInterrupt):
         run("profiling", out, config)
     assert read_table(out).panels[0].found == {}
-    monkeypatch.setattr(module, "run_bench", real)
+    monkeypatch.setattr(bench, "run_bench", run_bench)
     run("profiling", out, config, resume=True)
     rows = read_table(out).panels[0].found["rows"]
     assert {row["width"] for row in rows} == {"16"}
-    monkeypatch.setattr(module, "run_bench", dies)
+    monkeypatch.setattr(bench, "run_bench", dies)
     run("profiling", out, config, resume=True)
     assert read_table(out).panels[0].found["rows"] == rows
 

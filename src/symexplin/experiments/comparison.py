@@ -5,12 +5,14 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from symexplin.config import SELConfig
-from symexplin.lab.evaluate import Curve
 from symexplin.lab.files import read_json_lines
 from symexplin.lab.record import METRICS
+
+if TYPE_CHECKING:
+    from symexplin.lab.evaluate import Curve
 
 __all__ = ["ENOUGH_SEEDS", "Evidence", "FinishedRun", "Row", "Spread", "sign_of", "spread_of"]
 
@@ -49,7 +51,7 @@ def sign_of(spread: Spread) -> int:
 class FinishedRun(NamedTuple):
     """A run that stayed finite; `beta` is None for ordinary weights and where every matrix has its own."""
 
-    curve: Curve
+    curve: "Curve"
     folder: Path
     beta: float | None
 

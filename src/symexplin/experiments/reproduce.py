@@ -3,6 +3,8 @@
 table.json   what it is               data/             the tokens, unless prepared ones were given
 base/        the first stage, if any  panels/PANEL/     a comparison each (symexplin.lab.compare), or a bench
 report.html, table.csv, figures/      the results       (symexplin.experiments.report)
+
+What needs torch is imported where it is used, so that the help of the command comes at once.
 """
 
 import shutil
@@ -12,31 +14,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from symexplin.experiments.comparison import ENOUGH_SEEDS
 from symexplin.experiments.results import append_results, check_results
-from symexplin.experiments.tables import BASE, DATA, PANELS, PASSES, SCALES, TABLE, Panel, Table, load_table
+from symexplin.experiments.tables import BASE, DATA, PANELS, SCALES, TABLE, Panel, Table, load_table
 from symexplin.lab.bench import BenchConfig
-from symexplin.lab.bench.run import run_bench
 from symexplin.lab.compare.grid import COMPARISON, CompareConfig
-from symexplin.lab.compare.sweep import compare_runs
-from symexplin.lab.config import RunConfig, resolve
-from symexplin.lab.data.batches import DATASET, Corpus
-from symexplin.lab.data.prepare import PrepareConfig, prepare
 from symexplin.lab.files import read_json, write_json
 from symexplin.lab.folders import LOCK, SUMMARY, check_resumable, claimed
-from symexplin.lab.provenance import cores
-from symexplin.lab.run import train
 from symexplin.lab.settings import build, merge
-from symexplin.lab.train import NonFiniteError, Trainer
 from symexplin.validation import check_choice
 
 __all__ = ["ReproduceConfig", "plan_lines", "reproduce"]
 
 Echo = Callable[[str], None]
 
-_TIMED_STEPS = 4  # the first one is slow, the fastest one counts
 _FEW_STEPS = 400  # the shortest runs of the scales have 450
 
 
@@ -74,6 +65,8 @@ class ReproduceConfig:
     @property
     def prepared(self) -> str | None:
         """The prepared folder, if `data` is one."""
+        from symexplin.lab.data.batches import DATASET
+
         return self.data[0] if len(self.data) == 1 and Path(self.data[0], DATASET).exists() else None
 
     def table(self, name: str, out: str | Path) -> Table:
@@ -137,7 +130,10 @@ def reproduce(
     Raises:
         FileNotFoundError, ValueError, OSError, Stopped: see :func:`symexplin.lab.compare.sweep.compare_runs`.
     """
-    from symexplin.experiments.report import report_table  # slow: matplotlib
+    from symexplin.experiments.estimate import estimate
+    from symexplin.experiments.report import report_table
+    from symexplin.lab.data.prepare import PrepareConfig, prepare
+    from symexplin.lab.run import train
 
     config = config or ReproduceConfig()
     table = config.table(name, Path(out).resolve())
@@ -161,7 +157,7 @@ def reproduce(
                 train(table.base, folder / BASE, resume=True, echo=echo, **quiet)
             places = [(panel.config, folder / PANELS / panel.name / COMPARISON) for panel in wanted]
             new = [it for it, done in places if isinstance(it, CompareConfig) and not done.exists()]
-            for line in [*_warnings(new), *_estimate(new)] if new else ():
+            for line in [*_warnings(new), *estimate(new)] if new else ():
                 echo(line)
             _run_panels(wanted, table, folder, echo, progress)
             write_json(folder / TABLE, table.to_json())  # a resumed table may have grown
@@ -196,6 +192,9 @@ def _begin(folder: Path, table: Table, resume: bool) -> None:
 
 
 def _run_panels(panels: Sequence[Panel], table: Table, folder: Path, echo: Echo, progress: bool) -> None:
+    from symexplin.lab.bench.run import run_bench
+    from symexplin.lab.compare.sweep import compare_runs
+
     for number, panel in enumerate(panels, start=1):
         echo(f"{table.name} {panel.name} (panel {number} of {len(panels)})")
         place = folder / PANELS / panel.name
@@ -222,43 +221,6 @@ def _warnings(configs: Sequence[CompareConfig]) -> list[str]:
     if steps < _FEW_STEPS:
         found.append(f"{steps} steps (--steps): the order of the arms may change in longer runs")
     return [f"warning: {text}" for text in found]
-
-
-def _estimate(configs: Sequence[CompareConfig]) -> list[str]:
-    """Return how long all runs would take, from a few steps of one; nothing where these steps tell nothing."""
-    first = configs[0]
-    if first.compute.compile or first.compare.cluster != "none":
-        return []
-    corpus = Corpus.load(first.data, verify=False)
-    corpus.check_context(first.model.context)
-    run = resolve(first.example(first.compare.arms[-1]), corpus.vocab_size)  # the first arm has no map
-    before, times = torch.get_num_threads(), []
-    torch.set_num_threads(run.compute.threads or max(1, cores() // first.compare.jobs))
-    try:
-        trainer = Trainer(run, corpus)
-        for _ in range(_TIMED_STEPS):
-            began = time.perf_counter()
-            trainer.update()
-            times.append(time.perf_counter() - began)
-    except NonFiniteError:  # the run itself reports it
-        return []
-    finally:
-        torch.set_num_threads(before)
-    runs = sum(config.compare.most_runs for config in configs)
-    cost = sum(_cost(config.example(config.compare.arms[-1])) * config.compare.most_runs for config in configs)
-    minutes = min(times) * _passes(run) / _cost(run) * cost / first.compare.jobs / 60
-    return [f"at most {runs} runs, in all about {max(1, round(minutes)):,} min (from {_TIMED_STEPS} steps)"]
-
-
-def _passes(run: RunConfig) -> float:
-    """Return how many training steps take the time of a run, its evaluations included."""
-    evaluations = 1 + run.train.steps // run.train.eval_every
-    return run.train.steps + evaluations * run.train.eval_batches / PASSES
-
-
-def _cost(run: RunConfig) -> float:
-    """Return a number proportional to the time of a run: weights of the blocks times the tokens of all passes."""
-    return float(run.model.depth * run.model.width**2 * _passes(run) * run.train.batch_size * run.model.context)
 
 
 def _with_time_left(config: CompareConfig, place: Path, echo: Echo) -> Echo:

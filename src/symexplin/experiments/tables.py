@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from symexplin.experiments.comparison import Evidence
-from symexplin.lab.bench import BenchConfig
-from symexplin.lab.bench.run import RESULTS
+from symexplin.lab.bench import RESULTS, BenchConfig
 from symexplin.lab.compare.grid import COMPARISON, CompareConfig, GridConfig
 from symexplin.lab.config import RunConfig
 from symexplin.lab.files import read_json

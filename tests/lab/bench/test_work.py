@@ -84,7 +84,7 @@ def test_microbatches_share_the_tokens(built, monkeypatch):
     monkeypatch.setattr(module, "_MAX_NORM", 1e9)
     for count in (1, 2):
         make_work("adamw", CONFIG, case(microbatches=count), CPU).run()
-    one, two = (dict(variant.model.named_parameters()) for variant in built)
+    one, two = (dict(model.named_parameters()) for model, *_ in built)
     for key, parameter in one.items():
         torch.testing.assert_close(parameter.grad, two[key].grad, rtol=1e-4, atol=1e-7)
 
@@ -98,24 +98,11 @@ def test_a_step_adds_up_its_phases(monkeypatch):
 
 
 def test_gradients_are_above_the_clipping_threshold():
-    model = build_variant("adamw", CONFIG, case(), CPU).model
+    model = build_variant("adamw", CONFIG, case(), CPU)[0]
     _fill_gradients(model.parameters())
     norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
     count = sum(p.numel() for p in model.parameters())
     assert float(norm) == pytest.approx(0.01 * (count / 3) ** 0.5, rel=0.05)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_map_alone_is_that_of_a_curved_layer(dtype):
-    case = Case("map", "bf16" if dtype == torch.bfloat16 else "fp32", 16, shape=(64, 16))
-    torch.manual_seed(CONFIG.seed)
-    layer = sel.SELLinear(16, 64, bias=False, config=sel.preset("paper"))
-    grad = torch.rand(64, 16, dtype=dtype)  # drawn next, as there
-    assert torch.equal(make_work("forward", CONFIG, case, CPU).run(), layer.weight.to(dtype))
-    raw, *_ = torch.autograd.grad(layer.weight, list(layer.parameters()), grad.float())
-    pulled = make_work("backward", CONFIG, case, CPU).run()
-    torch.testing.assert_close(pulled.raw, raw, rtol=1e-5, atol=1e-7)
-    assert all(vector.abs().max() > 0 for vector in (pulled.panel0, pulled.panel1))
 
 
 HOLES = """
@@ -155,5 +142,5 @@ def test_a_child_that_fails_says_why_in_a_line(capfd):
 @pytest.mark.skipif(os.name != "posix", reason="kills")
 def test_a_child_that_the_system_ends_says_so(monkeypatch):
     monkeypatch.setattr(module, "_SCRIPT", "import os; os.kill(os.getpid(), 9)")
-    with pytest.raises(ChildProcessError, match=r"SIGKILL .*--no-memory"):
+    with pytest.raises(ChildProcessError, match=r"ended with -9.*--no-memory"):
         peak_in_child("adamw", CONFIG, case())

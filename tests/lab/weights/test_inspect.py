@@ -1,5 +1,6 @@
 """The figures of an inspection against numpy over the whole matrix."""
 
+import dataclasses
 import json
 import math
 
@@ -11,7 +12,7 @@ from safetensors.torch import save_file
 import symexplin as sel
 from symexplin.lab.weights import inspect as module
 from symexplin.lab.weights.folding import invert_file
-from symexplin.lab.weights.inspect import BIN_EDGES, format_inspection, inspect_file
+from symexplin.lab.weights.inspect import format_inspection, inspect_file
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -52,14 +53,14 @@ def test_figures_of_each_matrix(tmp_path, monkeypatch, chunk):
         assert row.max_growth == pytest.approx(size.max() / bound)
         assert row.std == pytest.approx(w.std())
         assert row.std_growth == pytest.approx(w.std() / np.sqrt(2 / sum(w.shape)))  # Xavier's deviation
-        assert row.above_large == pytest.approx(np.mean(size > 0.1))
-        assert row.above == {times: pytest.approx(np.mean(size > times * bound)) for times in (1, 2, 5, 10)}
+        above = {f"{times}x": pytest.approx(np.mean(size > times * bound)) for times in (1, 2, 5, 10)}
+        assert row.above == {"0.1": pytest.approx(np.mean(size > 0.1)), **above}
         assert row.beta == sel.functional.auto_beta(*w.shape)
         assert 0 < row.inversion_error <= 1
         assert row.not_invertible is None
 
 
-def test_totals_and_histogram(tmp_path):
+def test_totals(tmp_path):
     found = inspected(tmp_path)
     every = [STATE[name].double().numpy().ravel() for name in CURVED]
     bounds = np.concatenate([np.full(STATE[n].numel(), math.sqrt(6 / sum(STATE[n].shape))) for n in CURVED])
@@ -70,10 +71,10 @@ def test_totals_and_histogram(tmp_path):
     assert total.max_growth == pytest.approx(growth.max())
     assert total.std == pytest.approx(w.std())
     assert total.std_growth == pytest.approx(w.std() / np.sqrt((bounds**2 / 3).mean()))
-    assert total.above == {times: pytest.approx((growth > times).mean()) for times in (1, 2, 5, 10)}
-    assert total.above[1] > total.above[2] > 0
+    above = {f"{times}x": pytest.approx((growth > times).mean()) for times in (1, 2, 5, 10)}
+    assert total.above == {"0.1": pytest.approx((np.abs(w) > 0.1).mean()), **above}
+    assert total.above["1x"] > total.above["2x"] > 0
     assert total.inversion_error == max(row.inversion_error for row in found.rows)
-    assert list(found.total.histogram) == np.histogram(growth, BIN_EDGES)[0].tolist()
     assert found.plain == 4
 
 
@@ -105,10 +106,10 @@ def test_numbers_that_are_not_finite_are_counted_and_left_out(tmp_path):
     assert (first.numbers, first.max) == (35, np.abs(rest).max())
     assert first.std == pytest.approx(rest.std())
     assert first.not_invertible == "the weights must be finite"
-    assert (last.max, last.std, last.above[1]) == (0, 0, 0)
+    assert (last.max, last.std, last.above["1x"]) == (0, 0, 0)
     assert found.total.not_invertible == "2 of 3 matrices"
     assert "layers.10.up.weight (480)" in format_inspection(found)
-    json.dumps(found.to_dict(), allow_nan=False)
+    json.dumps(dataclasses.asdict(found), allow_nan=False)
 
 
 def test_patterns_choose(tmp_path):
@@ -158,8 +159,7 @@ def test_the_table_fits_and_the_dict_is_json(tmp_path):
     row = next(row for row in found.rows if row.name == "layers.10.up.weight")
     cells = next(line.split() for line in lines if line.startswith("layers.10.up "))
     assert cells[1:5] == ["40x12", f"{row.max:.3g}", f"{row.max_growth:.3g}", f"{row.std_growth:.3g}"]
-    assert cells[5] == f"{100 * row.above_large:.3g}"
-    again = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert cells[5] == f"{100 * row.above['0.1']:.3g}"
+    again = json.loads(json.dumps(dataclasses.asdict(found), allow_nan=False))
     assert again["rows"][0]["max_growth"] == found.rows[0].max_growth
     assert sel.SELConfig.from_dict(again["config"]) == sel.SELConfig()
-    assert len(again["bin_edges"]) == len(again["total"]["histogram"]) + 1

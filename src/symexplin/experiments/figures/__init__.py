@@ -9,8 +9,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from symexplin.experiments.figures import curves, maps, weights
-from symexplin.experiments.figures.common import save_figure
-from symexplin.lab.report.charts import STYLE
+from symexplin.experiments.figures.common import LOOK, save_figure
 from symexplin.validation import check_choice
 
 __all__ = ["FIGURES", "FigureSpec", "draw", "format_figures", "save_figure"]
@@ -43,7 +42,8 @@ class FigureSpec:
 
 _COMPARISONS = "folders of comparisons, or of a table of symexplin reproduce"
 _COMPARISON = "a comparison, or a table"
-_WEIGHTS = "a safetensors file or folder, a run, a comparison or a table (the baseline's run)"
+_RUN = "a run, a comparison or a table (the baseline's run)"
+_WEIGHTS = f"a safetensors file or folder, or {_RUN}"
 _CURVED = "a run of a curved model, a comparison or a table (the best curved arm's run)"
 _HOMES = f"{_COMPARISON}, with an arm of each home"
 _ANNEALED = f"{_COMPARISON}, with an arm whose scales are annealed"
@@ -66,7 +66,7 @@ FIGURES: dict[str, FigureSpec] = {
         FigureSpec(maps.beta_offset, "figure 12, fig:beta_offset_grid", map=maps.MAP),
         FigureSpec(maps.symexp_sel, "figure 13, fig:symexp_vs_sel", map=maps.PATHWAY),
         FigureSpec(maps.mismatched_start, "figure 14, fig:mismatched_init_detail", map=maps.MAP),
-        FigureSpec(weights.optimization_distance, "figure 15, fig:opt_distance", _WEIGHTS, 1),
+        FigureSpec(weights.optimization_distance, "figure 15, fig:opt_distance", _RUN, 1),
         FigureSpec(weights.heavy_tail, "figure 16, fig:heavy_tail", _WEIGHTS, 1),
         FigureSpec(curves.learning_rates, "", _COMPARISONS, None, _OF_RUNS),
     )
@@ -74,11 +74,7 @@ FIGURES: dict[str, FigureSpec] = {
 
 
 def draw(name: str, sources: Sequence[str | Path] = ()) -> Figure:
-    """Return a figure, to be written by :func:`save_figure`.
-
-    Args:
-        name: of :data:`FIGURES`.
-        sources: files and folders, as many as the figure takes.
+    """Return a figure of :data:`FIGURES` from as many files and folders as it takes, to give to :func:`save_figure`.
 
     Raises:
         ValueError: an unknown name, too many or too few sources, one of another kind or damaged.
@@ -92,7 +88,7 @@ def draw(name: str, sources: Sequence[str | Path] = ()) -> Figure:
     if not (sources if spec.most is None else min(1, spec.most) <= len(sources) <= spec.most):
         raise ValueError(f"sources must be {spec.sources} for {name}, got {len(sources)}: {found}")
     try:
-        with mpl.rc_context(STYLE):
+        with mpl.rc_context(LOOK):
             return spec.draw([Path(source) for source in sources])
     except KeyError as error:
         raise ValueError(f"{found}: damaged, or of another version of symexplin: it lacks {error}") from None

@@ -1,6 +1,6 @@
-"""What figures share: sources found in the folders that hold them, rows of axes, their files."""
+"""What figures share: sources found in the folders that hold them, axes with titles and legends, files."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,38 +16,47 @@ from symexplin.lab.compare.grid import COMPARISON
 from symexplin.lab.files import read_json, replacing
 from symexplin.lab.folders import CONFIG
 from symexplin.lab.maps import describe_map, map_of
-from symexplin.lab.report.charts import STYLE, UNDATED
+from symexplin.lab.report.charts import STYLE, UNDATED, Line, draw_chart
 from symexplin.lab.report.probe import Probe, RunRecord, probe, read_run
 from symexplin.lab.run import MODEL
 
 __all__ = [
-    *("common_legend", "comparisons", "finish", "is_run", "map_words", "run_of", "save_figure", "sheet"),
-    *("weights_at_end", "weights_of", "wrapped"),
+    *("LOOK", "comparisons", "map_words", "panel", "run_of", "save_figure", "sheet"),
+    *("weights_at_end", "weights_of"),
 ]
 
+LOOK: dict[Any, Any] = {
+    **STYLE,
+    "axes.axisbelow": True,  # the grid
+    "axes.titlelocation": "left",
+    "axes.titlesize": 12,
+    "axes.titleweight": "bold",
+    "figure.titlesize": 11,
+    "legend.borderaxespad": 0.0,
+    "legend.handlelength": 2.6,
+    "savefig.dpi": 150,
+}
 _SIZE = (4.4, 4.2)  # inches; three abreast on a page of 1000 pixels have letters of 13
 _BELOW = 0.62  # inches that the ticks of an axis and its label take
-_CLOSE: dict[str, Any] = {"handlelength": 2.6, "columnspacing": 1.2}
-_DPI = 150
 
 
 def comparisons(sources: Sequence[Path]) -> list[Evidence]:
     """Return the comparisons of folders: of comparisons, or of tables with their finished panels in order."""
-    found = [evidence for source in sources for evidence in _finished(source)]
+    found: list[Evidence] = []
+    for source in sources:
+        if (source / TABLE).exists():
+            found += read_table(source).finished
+        elif (source / COMPARISON).exists():
+            folder = source.resolve()
+            table = folder.parent.parent / TABLE
+            labels = read_json(table)["labels"] if folder.parent.name == PANELS and table.exists() else {}
+            found.append(Evidence(folder.name, source, read_json(source / COMPARISON), labels=labels))
+        else:
+            wanted = "a comparison or a table, or a run where the figure is of one"
+            raise FileNotFoundError(f"sources must name {wanted}, got {str(source)!r}")
     if not found:
         raise ValueError(f"sources must name a table with a finished comparison, got {', '.join(map(str, sources))}")
     return found
-
-
-def _finished(source: Path) -> Sequence[Evidence]:
-    if (source / TABLE).exists():
-        return read_table(source).finished
-    if not (source / COMPARISON).exists():
-        raise FileNotFoundError(f"sources must name a comparison or a table, got {str(source)!r} without {COMPARISON}")
-    folder = source.resolve()
-    table = folder.parent.parent / TABLE
-    labels = read_json(table)["labels"] if folder.parent.name == PANELS and table.exists() else {}
-    return [Evidence(folder.name, source, read_json(source / COMPARISON), labels=labels)]
 
 
 def run_of(source: Path, curved: bool) -> Path:
@@ -58,8 +67,6 @@ def run_of(source: Path, curved: bool) -> Path:
     """
     if (source / CONFIG).exists():
         return source
-    if not is_run(source):
-        raise FileNotFoundError(f"sources must name a run, a comparison or a table, got {str(source)!r}")
     found = comparisons([source])[0]
     arms = found.arms[:1]
     if curved:
@@ -73,14 +80,9 @@ def run_of(source: Path, curved: bool) -> Path:
     return next(iter(found.runs(row["arm"], row["lr"]).values())).folder
 
 
-def is_run(source: Path) -> bool:
-    """Return whether :func:`run_of` finds a run there."""
-    return any((source / name).exists() for name in (CONFIG, COMPARISON, TABLE))
-
-
 def weights_of(source: Path) -> Path:
     """Return the place of plain weights: `source`, an unfinished run's newest checkpoint, a comparison's baseline."""
-    if is_run(source):
+    if any((source / name).exists() for name in (CONFIG, COMPARISON, TABLE)):
         source = run_of(source, curved=False)
     found = newest(source)
     return found[0] if found and not (source / MODEL).exists() else source
@@ -101,57 +103,48 @@ def map_words(run: RunRecord) -> str:
 
 
 def sheet(
-    rows: int, columns: int, size: tuple[float, float] = _SIZE, *, title: str = "", share: bool = False
-) -> tuple[Figure, list[list[Axes]]]:
-    """Return a figure with its axes, row by row; `size` is that of each in inches, `share` gives all one range."""
+    count: int, columns: int, size: tuple[float, float] = _SIZE, *, title: str | None = None
+) -> tuple[Figure, list[Axes]]:
+    """Return a figure with `count` axes, each of a `size` in inches, in rows of `columns`."""
+    rows = -(-count // columns)
     figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
-    grid = figure.subplots(rows, columns, squeeze=False, sharex=share, sharey=share)
-    for axes in grid.flat:
-        axes.set_axisbelow(True)  # the grid
     if title:
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-    return figure, [list(row) for row in grid]
+        figure.suptitle(title, x=0.01, ha="left")
+    return figure, [figure.add_subplot(rows, columns, place) for place in range(1, count + 1)]
 
 
-def wrapped(count: int, columns: int, size: tuple[float, float] = _SIZE) -> tuple[Figure, list[Axes]]:
-    """Return a figure with `count` axes in rows of `columns`."""
-    figure, grid = sheet(-(-count // columns), columns, size)
-    places = [axes for row in grid for axes in row]
-    for axes in places[count:]:
-        axes.set_axis_off()
-    return figure, places[:count]
+def panel(
+    axes: Axes,
+    title: str,
+    x_label: str,
+    y_label: str,
+    lines: Iterable[Line] = (),
+    *,
+    columns: int = 1,
+    about: str | None = None,
+    **options: Any,
+) -> None:
+    """Draw lines; write a title and labels, and below the axes `about` and a legend of `columns` columns, 0 for none.
 
-
-def finish(axes: Axes, title: str, x_label: str, y_label: str, columns: int = 1, about: str | None = None) -> None:
-    """Write the title and the labels, and below the axes `about` and a legend of `columns` columns, 0 for none."""
-    axes.set(xlabel=x_label, ylabel=y_label)
-    axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
+    `options` are those of :func:`symexplin.lab.report.charts.draw_chart`.
+    """
+    draw_chart(axes, lines, **options)
+    axes.set(title=title, xlabel=x_label, ylabel=y_label)
     if columns and axes.get_legend_handles_labels()[1]:
         below = axes.transAxes + ScaledTranslation(0.0, -_BELOW, axes.figure.dpi_scale_trans)
         place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0.0, 0.0), "bbox_transform": below}
-        axes.legend(ncols=columns, borderaxespad=0.0, title=about, alignment="left", **_CLOSE, **place)
-
-
-def common_legend(figure: Figure, axes: Axes, columns: int, title: str | None = None) -> None:
-    """Put the legend of one of the axes above the figure as that of all axes, under the title of the figure."""
-    place: dict[str, Any] = {"loc": "outside upper left", "alignment": "left", "title": title, "title_fontsize": 12}
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, ncols=columns, **place, **_CLOSE)
+        axes.legend(ncols=columns, title=about, alignment="left", **place)
 
 
 def save_figure(figure: Figure, folder: str | Path, name: str) -> tuple[Path, Path]:
-    """Write NAME.svg and NAME.png (150 dots per inch) into a folder, each in one step.
+    """Write NAME.svg and NAME.png into a folder, which is created if missing, and return both paths.
 
-    The folder is created if missing. The same figure gives the same bytes.
-
-    Args:
-        figure: of :func:`symexplin.experiments.figures.draw`.
-        folder, name: of the files, whose paths are returned.
+    The same figure gives the same bytes.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     paths = folder / f"{name}.svg", folder / f"{name}.png"
     for path, metadata in zip(paths, (UNDATED, {"Software": None}), strict=True):
-        with mpl.rc_context(STYLE), replacing(path) as temporary:
-            figure.savefig(temporary, format=path.suffix[1:], dpi=_DPI, metadata=metadata)
+        with mpl.rc_context(LOOK), replacing(path) as temporary:
+            figure.savefig(temporary, format=path.suffix[1:], metadata=metadata)
     return paths

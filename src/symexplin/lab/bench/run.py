@@ -11,45 +11,34 @@ import timeit
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import matplotlib as mpl
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from torch.utils.benchmark import set_torch_threads, timer
 from tqdm import tqdm
 
 from symexplin import kernels
-from symexplin.lab.bench import BenchConfig, Case
+from symexplin.lab.bench import RESULTS, BenchConfig, Case
 from symexplin.lab.bench.work import BASELINES, PHASES, Work, make_work, peak_in_child
 from symexplin.lab.files import format_columns, replace_file, replacing, write_csv
 from symexplin.lab.folders import LOCK, claimed
 from symexplin.lab.provenance import cores, provenance
+from symexplin.lab.report.charts import GUIDE_LINE, STYLE
 from symexplin.lab.settings import dump_toml, to_table
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-__all__ = ["FACTS", "RESULTS", "Timing", "draw", "measure", "rows_of", "run_bench", "spread"]
+__all__ = ["Timing", "draw", "measure", "rows_of", "run_bench", "spread"]
 
 Echo = Callable[[str], None]
 Row = dict[str, Any]
 
-RESULTS = "results.csv"
-_CONFIG, _ROUNDS = "config.toml", "rounds.jsonl"
-# Columns of the measurement as a whole, after those of each row.
-FACTS = (
-    *("context", "vocab_size", "heads", "preset", "map", "seed", "compile", "recompute", "loss_chunk", "fresh"),
-    *("device", "kernels", "malloc", "processor", "instructions", "cores", "threads"),
-    *("system", "python", "torch", "symexplin", "commit", "date"),
-)
+_CONFIG, _ROUNDS, _PLOT = "config.toml", "rounds.jsonl", "bench.svg"
+_SWEPT = ("parts", "dtypes", "widths", "depths", "microbatches", "tokens")  # settings that rows have
 _PRINTED = ("variant", "ms", "ms_p10", "ms_p90", "baseline", "ratio", "ratio_p10", "ratio_p90", "peak_mib")
 _LEAST_MS, _MOST_CALLS = 20.0, 200  # shorter work is repeated within its turn
 _MALLOC = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")  # variables that set or replace malloc
-
-_SIZE, _MOST_COLUMNS = (5.4, 4.4), 3
-_SWEPT = ("width", "depth", "microbatches")
-_SIDESTEP = 0.12  # between the points of one tick
 
 
 class Timing(NamedTuple):
@@ -95,7 +84,6 @@ def measure(
     repeats: int,
     warmup: int = 1,
     fresh: bool = False,
-    tick: Callable[[], object] = lambda: None,
 ) -> Iterator[Round]:
     """Yield the timings of each round that counts, by variant.
 
@@ -109,7 +97,6 @@ def measure(
         found: Round = {}
         for name in names[first:] + names[:first]:
             found[name] = (turns[name] if turns else _Turn(arms[name], device)).take()
-            tick()
         if number >= 0:
             yield {name: found[name] for name in names}
 
@@ -119,17 +106,14 @@ def rows_of(case: Case, rounds: Sequence[Round], peaks: Mapping[str, int | None]
     rows: list[Row] = []
     for name, baseline in BASELINES[case.part, case.dtype].items():
         own, peak = [found[name] for found in rounds], peaks.get(name)
-        ratios = spread("ratio", [found[name].ms / found[baseline].ms for found in rounds])
         phases = {p: float(np.median([timing.phases[p] for timing in own])) for p in own[0].phases}
         rows.append(
             {
                 **{"part": case.part, "variant": name, "baseline": baseline},
                 **case._asdict(),
-                "shape": case.shape and "x".join(map(str, case.shape)),
                 "rounds": len(rounds),
                 **spread("ms", [timing.ms for timing in own]),
-                **ratios,
-                "overhead_percent": None if case.part == "map" else 100.0 * (ratios["ratio"] - 1.0),
+                **spread("ratio", [found[name].ms / found[baseline].ms for found in rounds]),
                 "peak_mib": None if peak is None else peak / 2**20,
                 **{f"{phase}_ms": phases.get(phase) for phase in PHASES},
             }
@@ -144,24 +128,18 @@ def spread(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def _format(rows: Sequence[Row]) -> str:
-    def cell(value: object) -> str:
-        return f"{value:,.3f}" if isinstance(value, float) else str(value or "-")
-
-    return format_columns([_PRINTED, *([cell(row[name]) for name in _PRINTED] for row in rows)])
+    cells = [[row[name] for name in _PRINTED] for row in rows]
+    texts = [[f"{cell:,.3f}" if isinstance(cell, float) else str(cell or "-") for cell in row] for row in cells]
+    return format_columns([_PRINTED, *texts])
 
 
 def run_bench(config: BenchConfig, out: str | Path, echo: Echo = lambda _: None, progress: bool = False) -> list[Row]:
     """Measure everything that a configuration asks for, and write it into a folder.
 
     results.csv has a row per variant, rounds.jsonl the times of every round, config.toml the settings with device and
-    threads resolved, bench.svg and bench.png the plot. An interrupted measurement keeps the cases that it has measured,
-    without a plot.
+    threads resolved, bench.svg the plot. An interrupted measurement keeps the cases that it has measured.
 
-    Args:
-        config: what to measure.
-        out: a new folder.
-        echo: takes the table of each case, and a line for each memory that could not be measured.
-        progress: show a bar on a terminal.
+    `echo` takes the table of each case, and a line for each memory that could not be measured. `out` is a new folder.
 
     Raises:
         ValueError: The device is not there, the folder is not new, or the map has no inverse at the weights.
@@ -189,17 +167,14 @@ def run_bench(config: BenchConfig, out: str | Path, echo: Echo = lambda _: None,
             rows += own
             write_csv(folder / RESULTS, [row | facts for row in rows])
             echo(f"{case}\n{_format(own)}")
-        place = facts["processor"] if facts["device"] == "cpu" else facts["device"]
-        commit = f", commit {facts['commit'][:8]}" if facts["commit"] else ""
-        figure = draw(rows, f"{place}, threads: {facts['threads']}, torch {facts['torch']}{commit}")
-        for kind in ("svg", "png"):
-            with replacing(folder / f"bench.{kind}") as temporary:
-                figure.savefig(temporary, format=kind, dpi=150)
+        caption = f"{facts['device']}, {facts['processor']}, threads: {facts['threads']}, torch {facts['torch']}"
+        with replacing(folder / _PLOT) as temporary:
+            draw(rows, caption).savefig(temporary, format="svg")
     return rows
 
 
 def _timed(config: BenchConfig, case: Case, progress: bool) -> list[Round]:
-    device, names = torch.device(config.device), list(BASELINES[case.part, case.dtype])
+    device = torch.device(config.device)
     if config.compile:
         torch.compiler.reset()  # torch runs one code uncompiled from the eighth model on
 
@@ -208,10 +183,10 @@ def _timed(config: BenchConfig, case: Case, progress: bool) -> list[Round]:
             torch.compiler.reset()
         return make_work(name, config, case, device)
 
-    arms = {name: functools.partial(make, name) for name in names}
-    turns = (config.warmup + config.repeats) * len(names)
-    with tqdm(total=turns, desc=str(case), unit="turn", leave=False, disable=None if progress else True) as bar:
-        return list(measure(arms, device, config.repeats, config.warmup, config.fresh, bar.update))
+    arms = {name: functools.partial(make, name) for name in BASELINES[case.part, case.dtype]}
+    rounds = measure(arms, device, config.repeats, config.warmup, config.fresh)
+    shown = None if progress else True
+    return list(tqdm(rounds, str(case), config.repeats, unit="round", leave=False, disable=shown))
 
 
 def _peaks(config: BenchConfig, case: Case, first: Round, echo: Echo) -> dict[str, int | None]:
@@ -228,9 +203,10 @@ def _peaks(config: BenchConfig, case: Case, first: Round, echo: Echo) -> dict[st
 
 
 def _facts(config: BenchConfig, device: torch.device) -> Row:
+    """Return the columns of the measurement as a whole: settings, machine and versions."""
     malloc = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_MALLOC)}
-    known = {
-        **dataclasses.asdict(config),
+    return {
+        **{name: value for name, value in dataclasses.asdict(config).items() if name not in _SWEPT},
         **provenance(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "kernels": kernels.describe(device),
@@ -238,71 +214,24 @@ def _facts(config: BenchConfig, device: torch.device) -> Row:
         "cores": cores(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
-    return {name: known[name] for name in FACTS}
 
 
-# --- the plot: what SEL costs over its baseline, along every size that was swept -------------------------------------
-
-
-def draw(rows: Sequence[Row], caption: str) -> "Figure":
-    """Return the figure: for each part a plot over each size that was swept, or one over matrices or dtypes.
-
-    Points are medians of the ratios to the baseline, bars their 10th to 90th percentile. In a plot over one size the
-    other swept sizes have their lowest values.
-    """
-    import matplotlib as mpl  # takes its time
-    from matplotlib.figure import Figure
-
-    from symexplin.lab.report.charts import GUIDE, STYLE
-
-    plots = _plots([row for row in rows if row["variant"] != row["baseline"]])
-    columns = min(_MOST_COLUMNS, len(plots))
-    lines = math.ceil(len(plots) / columns)
+def draw(rows: Sequence[Row], caption: str) -> Figure:
+    """Return the figure: for each part the median ratios to the baseline, with their 10th and 90th percentile."""
+    curved = [row for row in rows if row["variant"] != row["baseline"]]
+    parts = list(dict.fromkeys(row["part"] for row in curved))
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(_SIZE[0] * columns, _SIZE[1] * lines), layout="constrained")
-        for place, (column, own) in enumerate(plots, start=1):
-            _draw_plot(figure.add_subplot(lines, columns, place), column, own)
-        figure.supxlabel(caption, fontsize=9, color=GUIDE)
+        figure = Figure(figsize=(10.0, 1.0 + len(parts) + 0.25 * len(curved)), layout="constrained")
+        for axes, part in zip(figure.subplots(len(parts), squeeze=False).flat, parts, strict=True):
+            own = [row for row in curved if row["part"] == part]
+            names = [
+                f"{Case(*(row[key] for key in Case._fields))}, {row['variant']} / {row['baseline']}" for row in own
+            ]
+            ratio, low, high = np.array([[row[key] for key in ("ratio", "ratio_p10", "ratio_p90")] for row in own]).T
+            axes.errorbar(ratio, range(len(own)), xerr=(ratio - low, high - ratio), fmt="o", capsize=3)
+            axes.axvline(1.0, **GUIDE_LINE)
+            axes.set_yticks(range(len(own)), names)
+            axes.invert_yaxis()
+            axes.set_xlabel(f"time of the {part}, in units of its baseline's")
+        figure.suptitle(caption, fontsize=9)
     return figure
-
-
-def _plots(rows: list[Row]) -> list[tuple[str, list[Row]]]:
-    """Return the column along which each plot goes, and its rows."""
-    plots = []
-    for part in dict.fromkeys(row["part"] for row in rows):
-        own = [row for row in rows if row["part"] == part]
-        swept = [size for size in _SWEPT if part != "map" and len({row[size] for row in own}) > 1]
-        for size in swept:
-            least = {other: min(row[other] for row in own) for other in swept if other != size}
-            plots.append((size, [row for row in own if all(row[other] == value for other, value in least.items())]))
-        if not swept:
-            plots.append(("shape" if part == "map" else "dtype", own))
-    return plots
-
-
-def _draw_plot(axes: "Axes", column: str, rows: list[Row]) -> None:
-    from symexplin.lab.report.charts import COLOURS, DASHES, GUIDE, GUIDE_LINE, MARKERS
-
-    ticks = list(dict.fromkeys(row[column] for row in rows))
-    lines = list(dict.fromkeys((row["variant"], row["dtype"]) for row in rows))
-    for number, (variant, dtype) in enumerate(lines):
-        own = [row for row in rows if (row["variant"], row["dtype"]) == (variant, dtype)]
-        aside = _SIDESTEP * (number - (len(lines) - 1) / 2)
-        axes.errorbar(
-            [ticks.index(row[column]) + aside for row in own],
-            [row["ratio"] for row in own],
-            yerr=[[row["ratio"] - row["ratio_p10"] for row in own], [row["ratio_p90"] - row["ratio"] for row in own]],
-            label=f"{variant}, {dtype}",
-            color=COLOURS[number % len(COLOURS)],
-            marker=MARKERS[number % len(MARKERS)],
-            linestyle=DASHES[number % len(DASHES)] if column in _SWEPT else "none",
-            linewidth=1.8,
-            capsize=3,
-        )
-    axes.axhline(1.0, **GUIDE_LINE)
-    axes.set_xticks(range(len(ticks)), [str(tick) for tick in ticks])
-    axes.set(xlim=(-0.5, len(ticks) - 0.5), xlabel=column, ylabel=f"{rows[0]['part']} (times of its baseline)")
-    held = {name: {row[name] for row in rows} - {None} for name in ("width", "depth", "tokens", "microbatches")}
-    title = ", ".join(f"{name} {values.pop():,}" for name, values in held.items() if len(values) == 1)
-    axes.set_title(title, fontsize=10.5, loc="left", color=GUIDE)
-    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.07), borderaxespad=0.2, handlelength=3.2)

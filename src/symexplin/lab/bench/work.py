@@ -2,41 +2,37 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.benchmark import timer
 
 import symexplin as sel
-from symexplin.coordinates import Coordinates
-from symexplin.lab.bench import DTYPES, BenchConfig, Case
+from symexplin.lab.bench import BenchConfig, Case
+from symexplin.lab.maps import named_map
 from symexplin.lab.model import Transformer
 from symexplin.lab.settings import build, to_table
-from symexplin.linear import SELLinear
 
 __all__ = ["BASELINES", "PHASES", "MasterAdamW", "Work", "build_variant", "make_work", "peak_in_child"]
 
 # Variant -> its baseline, by part and dtype. A step on fp32 parameters is the same in both dtypes.
-_MAP = {"adamw": "adamw", "forward": "adamw", "backward": "adamw"}
 _FP32 = {"adamw": "adamw", "sel": "adamw", "module": "adamw"}
 _BF16 = {"adamw_master": "adamw_master", "sel": "adamw_master"}
 BASELINES: dict[tuple[str, str], dict[str, str]] = {
-    ("map", "fp32"): _MAP,
-    ("map", "bf16"): _MAP,
     ("optimizer", "fp32"): _FP32,
     ("optimizer", "bf16"): _BF16,
     ("step", "fp32"): _FP32,
     ("step", "bf16"): {**_BF16, "adamw_autocast": "adamw_master", "module": "adamw_autocast"},
 }
 PHASES = ("forward", "backward", "optimizer")  # of a whole step
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_SEED = 0  # of the weights
 _LR, _DECAY, _MAX_NORM = 3e-4, 0.01, 1.0  # section 5.1
 _STEPS = 100_000  # of the annealing: more than any measurement takes
 _MEMORY_STEPS = 3  # the first step has no optimizer states beside its activations, later ones have
@@ -44,12 +40,8 @@ _SCRIPT = "from symexplin.lab.bench import work; work._print_peak()"
 _RETURN_FREED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "0"}
 
 
-class Variant(NamedTuple):
-    """A model, its optimizer step with clipping, and whether its forward pass is under autocast."""
-
-    model: nn.Module
-    step: Callable[[], object]
-    autocast: bool
+# A model, its optimizer step with clipping, and whether its forward pass is under autocast.
+Variant = tuple[nn.Module, Callable[[], object], bool]
 
 
 @dataclass(frozen=True)
@@ -89,45 +81,39 @@ def build_variant(name: str, config: BenchConfig, case: Case, device: torch.devi
     """Return a fresh variant of a case. All variants of a case start from the same plain weights."""
     autocast = case.dtype == "bf16" and name in ("adamw_autocast", "module")
     run = config.run(case)
-    torch.manual_seed(config.seed)
+    torch.manual_seed(_SEED)
     with device:  # billions of weights take minutes to draw on a CPU
         model = Transformer(run.model)
     model.recompute, model.loss_chunk = run.compute.recompute, run.compute.loss_chunk or 0
-    model.to(torch.float32 if autocast else DTYPES[case.dtype])
+    model.to(torch.float32 if autocast else _DTYPES[case.dtype])
     if name == "adamw_master":
-        return Variant(model, MasterAdamW(model.parameters()).step, autocast)
-    curve = config.curve(case.width)
+        return model, MasterAdamW(model.parameters()).step, autocast
+    curve = named_map(config.preset, config.map, case.width)
     if name == "sel":
         groups = sel.param_groups(model, lr=_LR, weight_decay=_DECAY, config=curve)
-        return Variant(model, sel.SELAdamW(groups, total_steps=_STEPS, max_grad_norm=_MAX_NORM).step, autocast)
+        return model, sel.SELAdamW(groups, total_steps=_STEPS, max_grad_norm=_MAX_NORM).step, autocast
     if name == "module":
         sel.convert(model, curve)
-        groups = sel.param_groups(model, lr=_LR, weight_decay=_DECAY)
-    else:
-        groups = [{"params": list(model.parameters()), "lr": _LR, "weight_decay": _DECAY}]
-    optimizer = torch.optim.AdamW(groups, fused=True)
-    if name == "module":
+        optimizer = torch.optim.AdamW(sel.param_groups(model, lr=_LR, weight_decay=_DECAY), fused=True)
         sel.anneal_scales(optimizer, total_steps=_STEPS)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, weight_decay=_DECAY, fused=True)
 
     def step() -> None:
         nn.utils.clip_grad_norm_(model.parameters(), _MAX_NORM)
         optimizer.step()
 
-    return Variant(model, step, autocast)
+    return model, step, autocast
 
 
 def _fill_gradients(parameters: Iterable[Tensor]) -> None:
     """Give every parameter a random gradient whose norm is far above the clipping threshold."""
     for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.empty_like(parameter)
-        parameter.grad.uniform_(-0.01, 0.01)
+        parameter.grad = torch.empty_like(parameter).uniform_(-0.01, 0.01)
 
 
 def make_work(name: str, config: BenchConfig, case: Case, device: torch.device) -> Work:
-    """Return the work of a variant, on a fresh model or matrix."""
-    if case.shape is not None:
-        return _map(name, config, case, device, case.shape)
+    """Return the work of a variant, on a fresh model."""
     if case.part == "step":
         return _step(name, config, case, device)
     model, step, _ = build_variant(name, config, case, device)
@@ -135,40 +121,17 @@ def make_work(name: str, config: BenchConfig, case: Case, device: torch.device) 
     return Work(step, lambda: _fill_gradients(parameters))
 
 
-def _map(name: str, config: BenchConfig, case: Case, device: torch.device, shape: tuple[int, int]) -> Work:
-    """Return the effective weight, its pullback, or their baseline: one fused AdamW step on the same matrix in fp32.
-
-    Scales are packed each time, as in the module. In bf16 the effective weight and its gradient have that dtype.
-    """
-    torch.manual_seed(config.seed)
-    rows, columns = shape
-    layer = SELLinear(columns, rows, bias=False, device=device, config=config.curve(case.width))
-    raw, dtype = layer.get_parameter("raw_weight"), DTYPES[case.dtype]
-    if name == "adamw":
-        optimizer = torch.optim.AdamW([raw], fused=True)
-        return Work(optimizer.step, lambda: _fill_gradients([raw]))
-    grad = torch.rand(shape, device=device, dtype=dtype)
-
-    @torch.no_grad()
-    def run() -> object:
-        coordinates = Coordinates(layer.weight_layout, *layer.parts())
-        return coordinates.effective(dtype) if name == "forward" else coordinates.pullback(grad)
-
-    return Work(run)
-
-
 def _step(name: str, config: BenchConfig, case: Case, device: torch.device) -> Work:
     """Return the whole training step on random tokens: forward and backward over the microbatches, the optimizer.
 
     On CUDA the end of each phase waits for the device.
     """
-    assert case.tokens is not None
-    assert case.microbatches is not None
+    count = case.microbatches or 1
     model, step, autocast = build_variant(name, config, case, device)
     if autocast:  # torch warns about the norms, whose weights stay in float32
         warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
     forward: nn.Module = torch.compile(model) if config.compile else model  # type: ignore[assignment]
-    size = (case.microbatches, case.tokens // case.microbatches // config.context, config.context + 1)
+    size = (count, config.tokens // count // config.context, config.context + 1)
     tokens = torch.randint(config.vocab_size, size, device=device)
     phases = dict.fromkeys(PHASES, 0.0)
 
@@ -182,7 +145,7 @@ def _step(name: str, config: BenchConfig, case: Case, device: torch.device) -> W
         model.zero_grad(set_to_none=True)
         for part in tokens:
             with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-                loss: Tensor = forward(part[:, :-1], part[:, 1:]) / case.microbatches
+                loss: Tensor = forward(part[:, :-1], part[:, 1:]) / count
             end("forward")
             loss.backward()  # type: ignore[no-untyped-call]
             end("backward")
@@ -199,15 +162,11 @@ def peak_in_child(name: str, config: BenchConfig, case: Case) -> int:
     so that the peak is the memory in use.
     """
     given = json.dumps({"name": name, "config": to_table(config), "case": case})
-    found = subprocess.run(
-        [sys.executable, "-c", _SCRIPT],
-        input=given, capture_output=True, text=True, check=False, env={**os.environ, **_RETURN_FREED},
-    )  # fmt: skip
-    if found.returncode < 0:
-        number = signal.Signals(-found.returncode).name
-        raise ChildProcessError(f"{number} ended its process, most likely as memory ran out (try --no-memory)")
+    command, environment = [sys.executable, "-c", _SCRIPT], {**os.environ, **_RETURN_FREED}
+    found = subprocess.run(command, input=given, capture_output=True, text=True, check=False, env=environment)
     if found.returncode:
-        raise ChildProcessError(found.stderr.strip().splitlines()[-1])
+        ended = f"its process ended with {found.returncode}, most likely as memory ran out (try --no-memory)"
+        raise ChildProcessError((found.stderr.strip().splitlines() or [ended])[-1])
     return int(found.stdout.split()[-1])
 
 
@@ -218,16 +177,10 @@ def _print_peak() -> None:
     torch.set_num_threads(config.run(case).compute.threads or 1)
     work = make_work(given["name"], config, case, torch.device("cpu"))
     for _ in range(_MEMORY_STEPS):
-        work.prepare()
         work.run()
     sys.stdout.write(f"{_high_water()}\n")
 
 
 def _high_water() -> int:
-    """Return the peak of this process in bytes. On Linux getrusage may return the peak of the parent."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        return 1024 * int(status.read_text().partition("VmHWM:")[2].split()[0])
-    import resource  # not on Windows
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+    """Return the peak of this process in bytes, on Linux alone. There getrusage may return that of the parent."""
+    return 1024 * int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
