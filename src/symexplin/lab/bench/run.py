@@ -232,6 +232,6 @@ def draw(rows: Sequence[Row], caption: str) -> Figure:
             axes.axvline(1.0, **GUIDE_LINE)
             axes.set_yticks(range(len(own)), names)
             axes.invert_yaxis()
-            axes.set_xlabel(f"time of the {part}, in units of its baseline's")
+            axes.set_xlabel(f"{part}: time / time of the baseline")
         figure.suptitle(caption, fontsize=9)
     return figure
