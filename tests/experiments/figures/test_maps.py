@@ -59,7 +59,7 @@ def test_curvature_and_offset_on_one_scale():
 
 
 def test_the_mismatched_start_is_that_of_the_library():
-    left, right = draw("mismatched_start").axes
+    left, middle, right = draw("mismatched_start").axes
     for label, sign in (("positive weights", 1), ("negative weights", -1)):
         line = lines(left)[label]
         target = torch.tensor(np.asarray(line.get_xdata()))[None]
@@ -70,6 +70,9 @@ def test_the_mismatched_start_is_that_of_the_library():
     full, kept = (bar.get_height() for bar in right.patches)
     assert full == pytest.approx(100, abs=1e-6)
     assert 75 < kept < 80  # the paper's
+    for patch in middle.patches:
+        heights, edges, _ = patch.get_data()
+        assert float((np.asarray(heights) * np.diff(edges)).sum()) == pytest.approx(1)
 
 
 COUNT = 1000

@@ -51,7 +51,7 @@ def labelled(figure):
 
 
 def test_the_distribution_is_that_of_all_weights(file):
-    left, right = labelled(draw("weight_distribution", [file])).axes
+    left, right, growths = labelled(draw("weight_distribution", [file])).axes
     growth = growth_of(file)
     trained, _, start = (patch.get_data() for patch in left.patches)
     heights, _ = np.histogram(growth, trained.edges, density=True)
@@ -66,10 +66,11 @@ def test_the_distribution_is_that_of_all_weights(file):
     assert tail.get_xdata()[0] == pytest.approx(np.abs(growth).max())
     fresh = lines(right)["Xavier's uniform start"]
     assert fresh.get_ydata() == pytest.approx(1 - fresh.get_xdata())
+    assert points(growths) == points(draw("heavy_tail", [file]).axes[0])
 
 
 def test_heavy_tails_of_each_matrix(file):
-    growth, largest, deviation = labelled(draw("heavy_tail", [file])).axes
+    growth, largest, deviation, percentile = labelled(draw("heavy_tail", [file])).axes
     assert {text.get_text() for text in growth.get_legend().get_texts()} == {"up", "q"}
     matrices = {n: t.double().numpy() for n, t in iter_tensors(file) if not n.startswith("embed")}
     bounds = {name: np.sqrt(6 / sum(w.shape)) for name, w in matrices.items()}
@@ -83,6 +84,11 @@ def test_heavy_tails_of_each_matrix(file):
     assert close(growth, lambda n, _: int(n.split(".")[1]), lambda n, w: np.abs(w).max() / bounds[n])
     assert close(largest, lambda n, _: bounds[n], lambda _, w: np.abs(w).max())
     assert close(deviation, lambda n, _: bounds[n] / np.sqrt(3), lambda _, w: w.std())
+    tops = [np.abs(w).max() for w in matrices.values()]
+    assert f"{np.corrcoef(list(bounds.values()), tops)[0, 1]:.2f}" in largest.get_title(loc="left")
+    share, size = lines(percentile)["trained weights"].get_data()
+    sizes = np.abs(growth_of(file))
+    assert [(sizes >= x * (1 - 1e-12)).mean() for x in size] == pytest.approx(share)
 
 
 def test_weights_that_are_all_zero_or_not_there_are_refused(tmp_path):
@@ -94,7 +100,7 @@ def test_weights_that_are_all_zero_or_not_there_are_refused(tmp_path):
 
 
 def test_distances_of_a_run_are_those_from_its_own_start(runs):
-    (axes,) = labelled(draw("optimization_distance", [runs["plain"]])).axes
+    histogram, axes = labelled(draw("optimization_distance", [runs["plain"]])).axes
     config = json.loads((runs["plain"] / "run.json").read_text())["model"]
     start = Transformer(ModelConfig(**config), torch.Generator().manual_seed(0)).state_dict()
     gone = np.concatenate(
@@ -104,6 +110,9 @@ def test_distances_of_a_run_are_those_from_its_own_start(runs):
             if name.split(".")[-2] in ROLES and name.endswith("weight")
         ]
     )
+    counts, edges = histogram.patches[0].get_data()[:2]
+    assert counts == pytest.approx(np.histogram(gone, edges)[0])
+    assert counts.sum() > 0.98 * len(gone)
     rank, steps = lines(axes)["weights, the farthest first"].get_data()
     assert steps[0] == pytest.approx(gone.max() / 1e-2)
     for place, needed in list(zip(rank, steps, strict=True))[1:]:
@@ -112,6 +121,16 @@ def test_distances_of_a_run_are_those_from_its_own_start(runs):
     assert mean == f"mean: {gone.mean() / 1e-2:,.3g} steps"
     assert rank[-1] == len(gone)
     assert f"{gone.max() / gone.mean():.3g} ×" in axes.get_title(loc="left")
+
+
+def test_distances_of_a_file_are_those_from_a_fresh_start(file):
+    histogram, axes = labelled(draw("optimization_distance", [file])).axes
+    assert any("Xavier" in text.get_text() for text in histogram.get_legend().get_texts())
+    rank, steps = lines(axes)["weights, the farthest first"].get_data()
+    assert rank[-1] == len(growth_of(file))
+    matrices = {n: t.double().numpy() for n, t in iter_tensors(file) if not n.startswith("embed")}
+    far = max(np.abs(w).max() + np.sqrt(6 / sum(w.shape)) for w in matrices.values())
+    assert 0.5 * far < steps[0] * 3e-4 <= far
 
 
 def test_a_comparison_stands_for_its_baselines_run(runs, compared):

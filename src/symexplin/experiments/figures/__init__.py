@@ -42,8 +42,7 @@ class FigureSpec:
 
 _COMPARISONS = "folders of comparisons, or of a table of symexplin reproduce"
 _COMPARISON = "a comparison, or a table"
-_RUN = "a run, a comparison or a table (the baseline's run)"
-_WEIGHTS = f"a safetensors file or folder, or {_RUN}"
+_WEIGHTS = "a safetensors file or folder, a run, a comparison or a table (the baseline's run)"
 _CURVED = "a run of a curved model, a comparison or a table (the best curved arm's run)"
 _HOMES = f"{_COMPARISON}, with an arm of each home"
 _ANNEALED = f"{_COMPARISON}, with an arm whose scales are annealed"
@@ -66,7 +65,7 @@ FIGURES: dict[str, FigureSpec] = {
         FigureSpec(maps.beta_offset, "figure 12, fig:beta_offset_grid", map=maps.MAP),
         FigureSpec(maps.symexp_sel, "figure 13, fig:symexp_vs_sel", map=maps.PATHWAY),
         FigureSpec(maps.mismatched_start, "figure 14, fig:mismatched_init_detail", map=maps.MAP),
-        FigureSpec(weights.optimization_distance, "figure 15, fig:opt_distance", _RUN, 1),
+        FigureSpec(weights.optimization_distance, "figure 15, fig:opt_distance", _WEIGHTS, 1),
         FigureSpec(weights.heavy_tail, "figure 16, fig:heavy_tail", _WEIGHTS, 1),
         FigureSpec(curves.learning_rates, "", _COMPARISONS, None, _OF_RUNS),
     )

@@ -21,7 +21,7 @@ from symexplin.lab.report.probe import Probe, RunRecord, probe, read_run
 from symexplin.lab.run import MODEL
 
 __all__ = [
-    *("LOOK", "comparisons", "map_words", "panel", "run_of", "save_figure", "sheet"),
+    *("LOOK", "comparisons", "is_run", "map_words", "panel", "run_of", "save_figure", "sheet"),
     *("weights_at_end", "weights_of"),
 ]
 
@@ -59,6 +59,11 @@ def comparisons(sources: Sequence[Path]) -> list[Evidence]:
     return found
 
 
+def is_run(source: Path) -> bool:
+    """Whether a folder has a run: is one, or a comparison or table."""
+    return any((source / name).exists() for name in (CONFIG, COMPARISON, TABLE))
+
+
 def run_of(source: Path, curved: bool) -> Path:
     """Return the folder of a run: `source` itself, or the first seed's run of a comparison or of a table's first panel.
 
@@ -82,7 +87,7 @@ def run_of(source: Path, curved: bool) -> Path:
 
 def weights_of(source: Path) -> Path:
     """Return the place of plain weights: `source`, an unfinished run's newest checkpoint, a comparison's baseline."""
-    if any((source / name).exists() for name in (CONFIG, COMPARISON, TABLE)):
+    if is_run(source):
         source = run_of(source, curved=False)
     found = newest(source)
     return found[0] if found and not (source / MODEL).exists() else source

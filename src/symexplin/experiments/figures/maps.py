@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from symexplin.experiments.figures.common import map_words, panel, run_of, sheet, weights_at_end
 from symexplin.functional import effective, inverse
-from symexplin.lab.report.charts import COLOURS, GUIDE_LINE, Floats, Line, draw_chart
+from symexplin.lab.report.charts import COLOURS, GUIDE_LINE, Floats, Line, draw_chart, outline
 from symexplin.lab.report.figures import map_lines
 from symexplin.lab.report.probe import RoleWeights, map_curves, read_run
 from symexplin.lab.weights.inspect import xavier_bound
@@ -31,7 +31,7 @@ _BETA = 7.5  # the paper's at width 1024
 _WIDTH = 1024
 _POINTS = 401
 _RAW, _EFFECTIVE, _PATHWAY = "raw weight", "effective weight", "exponential pathway S(w)"
-_DRAWN, _SHOWN = 200_000, 150  # Xavier weights whose sizes are compared; points of each sign
+_DRAWN, _SHOWN, _BINS = 200_000, 150, 60  # Xavier weights whose sizes are compared; points of each sign; bins
 
 _ABREAST, _SIZE = 4, (3.4, 3.2)
 _POSITIONS, _LEARNED_POINTS = 20_000, 81  # 0.1 % of these positions are 20 curves
@@ -116,12 +116,16 @@ def mismatched_start(_: Sequence[Path]) -> Figure:
     target = torch.empty(_DRAWN, dtype=torch.float64).uniform_(-bound, bound, generator=generator)
     actual = effective(inverse(target, mode="congruent", beta=_BETA), mode="mismatch", beta=_BETA)
     title = "inverse of congruent, then mismatch: e = l = 1, d = β, n = 0"
-    figure, (left, right) = sheet(2, 2, title=title)
+    figure, (left, middle, right) = sheet(3, 3, title=title)
     signs = {"positive": target > 0, "negative": target < 0}
     lines = [_identity(bound)]
     for style, (name, mask) in enumerate(signs.items()):
         lines.append(Line(f"{name} weights", target[mask][:_SHOWN], actual[mask][:_SHOWN], style, kind="points"))
     panel(left, f"Xavier, width {_WIDTH}, β = {_BETA:g}", "target weight", "effective weight at the start", lines)
+    for style, (name, values) in enumerate({"target": target, "at the start": actual}.items()):
+        heights, edges = np.histogram(values, _BINS, (-1.1 * bound, 1.1 * bound), density=True)
+        outline(middle, heights, edges, name, style, filled=style == 0)
+    panel(middle, "Distribution", "weight", "probability density")
     kept = [100.0 * float((actual[mask] / target[mask]).mean()) for mask in signs.values()]
     bars = right.bar(list(signs), kept, 0.6, color=COLOURS[:2], hatch=["", "//"], edgecolor="white")
     right.bar_label(bars, fmt="%.1f %%")

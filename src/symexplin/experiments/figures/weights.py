@@ -9,20 +9,22 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from symexplin.config import SELConfig
-from symexplin.experiments.figures.common import map_words, panel, run_of, sheet, weights_at_end, weights_of
+from symexplin.experiments.figures.common import is_run, map_words, panel, run_of, sheet, weights_at_end, weights_of
 from symexplin.lab.report.charts import BINS, GUIDE_LINE, Floats, Line, draw_histogram, outline
 from symexplin.lab.report.probe import read_run
 from symexplin.lab.weights.files import iter_tensors, read_specs
 from symexplin.lab.weights.folding import curved_in
-from symexplin.lab.weights.inspect import inspect_file, xavier_bound
+from symexplin.lab.weights.inspect import Row, inspect_file, xavier_bound
 
 __all__ = ["heavy_tail", "optimization_distance", "raw_effective", "weight_distribution"]
 
 _XAVIER, _TRAINED = 0, 1  # styles
+_PAPER_LR = 3e-4  # section 5.1
 _START, _NOW = "Xavier's uniform start", "trained weights"
 # Twenty bins per decade for sizes and distances; larger ones count in the last.
 _EDGES: Floats = np.append(0.0, np.geomspace(1e-9, 1e3, 12 * 20 + 1))
@@ -30,10 +32,10 @@ _SMALLEST = 0.01  # sizes below this fraction of the bound are no tail
 
 
 def weight_distribution(sources: Sequence[Path]) -> Figure:
-    """Draw the histogram of all trained weights and its tail against their initialisation."""
+    """Draw the histogram of all trained weights, its tail and the growth of each matrix, against Xavier's start."""
     path = weights_of(sources[0])
     sizes, beyond, _ = _tail((np.abs(values) / bound, 1.0) for values, bound in _curved(path))
-    figure, (left, right) = sheet(2, 2)
+    figure, (left, right, growth) = sheet(3, 3)
     top = 1.02 * max(1.0, sizes[0])
     edges = np.linspace(-top, top, BINS + 1)
     counts = sum(np.histogram(values / bound, edges)[0] for values, bound in _curved(path))
@@ -45,12 +47,18 @@ def weight_distribution(sources: Sequence[Path]) -> Figure:
     left.set_yscale("log")
     left.set_ylim(bottom=0.5 * heights[heights > 0].min())
     panel(left, "Histogram", "w / Xavier's bound", "probability density (log)")
-    share = np.geomspace(1.0 / beyond[-1], 1.0, 200)[:-1]
-    lines = [Line(_START, 1.0 - share, share, _XAVIER), Line(_NOW, sizes, beyond / beyond[-1], _TRAINED)]
     right.axvline(1.0, **GUIDE_LINE, label="largest at Xavier's start")
+    lines = [Line(name, x, y, style) for name, x, y, style in _shares(sizes, beyond)]
     panel(right, "Tail", "|w| / Xavier's bound (log scale)", "share of weights beyond (log)", lines)
     right.set(xscale="log", yscale="log", xlim=(_SMALLEST, 1.5 * top), ylim=(0.5 / beyond[-1], 2.0))
+    _draw_growth(growth, _rows(path))
     return figure
+
+
+def _shares(sizes: Floats, beyond: Floats) -> list[tuple[str, Floats, Floats, int]]:
+    """Return sizes and the share of the weights that are as large or larger: at Xavier's start, and now."""
+    share = np.geomspace(1.0 / beyond[-1], 1.0, 200)[:-1]
+    return [(_START, 1.0 - share, share, _XAVIER), (_NOW, sizes, beyond / beyond[-1], _TRAINED)]
 
 
 def _curved(path: Path) -> Iterator[tuple[Floats, float]]:
@@ -80,29 +88,47 @@ def _tail(parts: Iterable[tuple[Floats, float]]) -> tuple[Floats, Floats, float]
 
 
 def heavy_tail(sources: Sequence[Path]) -> Figure:
-    """Draw growth, largest weights and deviations of each matrix against Xavier's start."""
-    # Sizes do not depend on the map; the linear one is the fastest to invert.
-    rows = inspect_file(weights_of(sources[0]), config=SELConfig(mode="linear")).rows
-    bounds, tops, stds, growths = np.array([(row.bound, row.max, row.std, row.max_growth) for row in rows]).T
-    layers, kinds = (np.array(column) for column in zip(*(_place(row.name) for row in rows), strict=True))
-
-    def points(x: Floats, y: Floats) -> list[Line]:
-        """Return a point for each matrix, in a colour and with a marker for each kind of matrix."""
-        chosen = [(kind, kinds == kind) for kind in dict.fromkeys(kinds.tolist())]
-        return [Line(kind, x[own], y[own], style, kind="points") for style, (kind, own) in enumerate(chosen)]
-
-    figure, (growth, largest, deviation) = sheet(3, 3, (5.4, 4.6))
-    growth.axhline(1.0, **GUIDE_LINE)
-    title = "Growth: largest |w| / Xavier's bound"
-    panel(growth, title, "layer (-1: not numbered)", "growth (log scale)", points(layers, growths), columns=3, log="y")
-    growth.xaxis.set_major_locator(MaxNLocator(integer=True))
+    """Draw growth, largest weights, deviations of each matrix and the percentiles of all, against Xavier's start."""
+    path = weights_of(sources[0])
+    rows = _rows(path)
+    bounds, tops, stds = np.array([(row.bound, row.max, row.std) for row in rows]).T
+    figure, (growth, largest, deviation, percentile) = sheet(4, 2, (5.4, 4.6))
+    _draw_growth(growth, rows)
     start = "Xavier's bound (dashed: unchanged)"
-    panel(largest, "Largest weights", start, "largest |w| now", points(bounds, tops), columns=0)
+    varied = np.ptp(bounds) > 0 and np.ptp(tops) > 0  # matrices of one shape have one bound
+    title = f"Largest weights, correlation {np.corrcoef(bounds, tops)[0, 1]:.2f}" if varied else "Largest weights"
+    panel(largest, title, start, "largest |w| now", _points(rows, bounds, tops), columns=0)
     start = "at Xavier's start (dashed: unchanged)"
-    panel(deviation, "Standard deviations", start, "deviation now", points(bounds / 3**0.5, stds), columns=0)
+    panel(deviation, "Standard deviations", start, "deviation now", _points(rows, bounds / 3**0.5, stds), columns=0)
     for axes in (largest, deviation):
         axes.axline((0.0, 0.0), slope=1.0, **GUIDE_LINE)
+    sizes, beyond, _ = _tail((np.abs(values) / bound, 1.0) for values, bound in _curved(path))
+    lines = [Line(name, share, size, style) for name, size, share, style in _shares(sizes, beyond)]
+    panel(percentile, "Upper percentiles", "percentile of |w|", "|w| / Xavier's bound (log scale)", lines)
+    percentile.set(xscale="log", yscale="log", xlim=(1.0, 0.7 / beyond[-1]), ylim=(0.05, 2.0 * max(1.0, sizes[0])))
+    ticks = [10.0**-digits for digits in range(1, 1 + int(np.log10(beyond[-1])))]
+    percentile.set_xticks(ticks, [f"{100.0 * (1.0 - tick):.12g}" for tick in ticks])
     return figure
+
+
+def _rows(path: Path) -> tuple[Row, ...]:
+    # Sizes do not depend on the map; the linear one is the fastest to invert.
+    return inspect_file(path, config=SELConfig(mode="linear")).rows
+
+
+def _points(rows: Sequence[Row], x: Floats, y: Floats) -> list[Line]:
+    """Return a point for each matrix, in a colour and with a marker for each kind of matrix."""
+    kinds = np.array([_place(row.name)[1] for row in rows])
+    chosen = [(kind, kinds == kind) for kind in dict.fromkeys(kinds.tolist())]
+    return [Line(kind, x[own], y[own], style, kind="points") for style, (kind, own) in enumerate(chosen)]
+
+
+def _draw_growth(axes: Axes, rows: Sequence[Row]) -> None:
+    layers, growths = np.array([(_place(row.name)[0], row.max_growth) for row in rows]).T
+    axes.axhline(1.0, **GUIDE_LINE)
+    title, lines = "Growth: largest |w| / Xavier's bound", _points(rows, layers, growths)
+    panel(axes, title, "layer (-1: not numbered)", "growth (log scale)", lines, columns=3, log="y")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _place(name: str) -> tuple[int, str]:
@@ -132,19 +158,31 @@ def raw_effective(sources: Sequence[Path]) -> Figure:
 
 
 def optimization_distance(sources: Sequence[Path]) -> Figure:
-    """Draw how far each weight of a run is from its start, in steps.
+    """Draw how far each weight is from its start: the distances, and by rank the steps that they take.
 
-    The start is drawn again from the configuration. A step of Adam's is about the learning rate long.
+    The start of a run is drawn again from its configuration. That of a file is not known: a draw from Xavier's
+    distribution stands for it. A step of Adam's is about the learning rate long.
     """
-    folder = run_of(sources[0], curved=False)
-    lr, roles = read_run(folder).config.train.lr, weights_at_end(folder).roles.values()
-    gone = ((role, (role.effective.double() - role.initial.double()).abs().numpy()) for role in roles)
-    distance, rank, mean = _tail((values, role.total / len(values)) for role, values in gone)
-    figure, (axes,) = sheet(1, 1, (6.4, 4.6))
+    if is_run(sources[0]):
+        folder = run_of(sources[0], curved=False)
+        lr, start = read_run(folder).config.train.lr, "its start"
+        roles = weights_at_end(folder).roles.values()
+        gone = [((r.effective.double() - r.initial.double()).abs().numpy(), r.total / len(r.initial)) for r in roles]
+    else:
+        lr, start, draw = _PAPER_LR, "a fresh Xavier start", np.random.default_rng(0).uniform
+        gone = [(np.abs(w - draw(-bound, bound, len(w))), 1.0) for w, bound in _curved(sources[0])]
+    distance, rank, mean = _tail(gone)
+    figure, (left, right) = sheet(2, 2, (5.4, 4.6))
+    edges = _EDGES[(1e-3 * mean <= _EDGES) & (1.5 * distance[0] >= _EDGES)]
+    heights = sum(each * np.histogram(values, edges)[0] for values, each in gone)
+    outline(left, heights, edges, f"distance from {start}", 0, filled=True)
+    left.axvline(mean, **GUIDE_LINE, label=f"mean {mean:.2g}")
+    left.set(xscale="log", yscale="log")
+    panel(left, f"Distances, the largest {distance[0]:.2g}", "|w - start| (log scale)", "weights per bin (log scale)")
     guide = Line(f"mean: {mean / lr:,.3g} steps", [1.0, rank[-1]], [mean / lr] * 2, kind="guide")
     lines = [guide, Line("weights, the farthest first", rank, distance / lr)]
     title = f"The farthest takes {distance[0] / mean:.3g} × the mean"
-    panel(axes, title, "rank of the weight (log scale)", f"steps at lr {lr:g} (log scale)", lines)
-    axes.set(xscale="log", yscale="log")
-    axes.set_ylim(bottom=0.02 * mean / lr)
+    panel(right, title, "rank of the weight (log scale)", f"steps at lr {lr:g} (log scale)", lines)
+    right.set(xscale="log", yscale="log")
+    right.set_ylim(bottom=0.02 * mean / lr)
     return figure
