@@ -147,7 +147,17 @@ def _json_lines(path: Path, text_key: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _loading(what: str) -> Iterator[None]:
-    """Turn the errors of the hub's libraries, which are of many kinds, into one line."""
+    """Turn the errors of the hub's libraries, which are of many kinds, into one line.
+
+    If the hub is out of reach its client uses the cache alone: it would retry for 23 seconds, with warnings.
+    """
+    import datasets
+    from huggingface_hub import constants, get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=5)
+    except Exception:
+        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     try:
         yield
     except Exception as error:
