@@ -37,7 +37,7 @@ def same(found, wanted):
 
 @pytest.mark.parametrize(
     ("name", "start"),
-    [("paper", "matched"), ("paper", "mismatched"), ("paper+offset", "matched"), ("absorbed", "matched")],
+    [("paper", "matched"), ("paper", "mismatched"), ("frozen", "matched"), ("absorbed", "matched")],
 )
 def test_invert_is_convert_bit_for_bit(tmp_path, name, start):
     model, config = lab(torch.float64 if name == "paper" else torch.float32), sel.preset(name, seed=3)
@@ -52,7 +52,7 @@ def test_invert_is_convert_bit_for_bit(tmp_path, name, start):
         sel.SELConfig(),
         sel.SELConfig(exclude=("*.bias",)),
         sel.preset("frozen", exclude=("blocks.0.*.bias", "*.q.*")),
-        sel.preset("paper+offset", include=("head.*",), exclude=("*.down.*",), e=sel.Scale("lora"), l=sel.Scale("row")),
+        sel.preset("paper", include=("head.*",), exclude=("*.down.*",), e=sel.Scale("column"), l=sel.Scale("row")),
         sel.SELConfig(mode="sinh", m=sel.Scale("global"), s=sel.Scale("row_col_add")),
     ],
 )
@@ -67,12 +67,12 @@ def test_other_maps_and_patterns(tmp_path, config):
 
 
 def test_a_tied_head_and_a_model_without_biases(tmp_path):
-    model, config = lab(tie_head=True, bias=False), sel.preset("paper+offset")
+    model, config = lab(tie_head=True, bias=False), sel.preset("paper")
     save_model(model, tmp_path / "plain")
     report = invert_file(tmp_path / "plain", tmp_path / "curved", config)
     state = sel.convert(copy.deepcopy(model), config).state_dict()
     same(load_file(tmp_path / "curved"), {name: v for name, v in state.items() if name != "head.weight"})
-    assert (report["matrices"], report["biases"]) == (14, 0)
+    assert report["layers"] == 14
     fold_file(tmp_path / "curved", tmp_path / "folded")
     folded = load_model(tmp_path / "folded")
     assert folded.head.weight is folded.embedding.weight
@@ -120,9 +120,9 @@ def test_the_reports(tmp_path):
     layers = {name: layer for name, layer in curved.named_modules() if isinstance(layer, sel.SELLinear)}
     gaps = [(layer.weight - model.get_submodule(name).weight).abs().max() for name, layer in layers.items()]
     gaps += [(layer.bias - model.get_submodule(name).bias).abs().max() for name, layer in layers.items()]
-    assert report == {"matrices": 14, "biases": 14, "largest_difference": float(max(gaps))}
+    assert report == {"layers": 14, "largest_difference": float(max(gaps))}
     assert ["blocks.0.ffn.up.weight", "64x16", "curved"] in [line.split()[:3] for line in lines[0].splitlines()]
-    assert "14 matrices and 14 biases curved" in lines[-1]
+    assert "14 layers curved" in lines[-1]
     metadata = read_specs(tmp_path / "curved")[1]
     assert sel.SELConfig.from_dict(json.loads(metadata["symexplin_map"])) == sel.preset("paper")
     assert metadata["by"] == "me"
@@ -130,7 +130,7 @@ def test_the_reports(tmp_path):
     gaps = [(layer.weight - layer.weight.bfloat16()).abs().max() for layer in layers.values()]
     gaps += [(layer.bias - layer.bias.bfloat16()).abs().max() for layer in layers.values()]
     assert report["largest_difference"] == float(max(gaps)) > 0
-    assert f"14 matrices and 14 biases folded; largest difference {float(max(gaps)):.3g}" in lines[-1]
+    assert f"14 layers folded; largest difference {float(max(gaps)):.3g}" in lines[-1]
 
 
 def test_a_bare_layer_and_any_network(tmp_path):
@@ -140,25 +140,20 @@ def test_a_bare_layer_and_any_network(tmp_path):
         same(load_file(tmp_path / name), sel.convert(model, sel.preset("paper")).state_dict())
 
 
-def test_transposed_layers_come_back(tmp_path):
-    """GPT-2's weights are stored (inputs, outputs): rows, the outputs, are the second dimension."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = {"h.0.attn.c_attn.weight": (8, 24), "h.0.attn.c_attn.bias": (24,), "h.0.attn.c_proj.weight": (8, 8)}
-    plain = {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in shapes.items()}
+def test_transposed_layers_stay_plain_as_in_convert(tmp_path):
+    """GPT-2's weights are stored (inputs, outputs): no curved module computes with them."""
+    plain = {"h.0.attn.c_attn.weight": torch.ones(8, 24), "h.0.up.weight": torch.ones(8, 4)}
     save_file(plain, tmp_path / "plain")
-    config = sel.SELConfig(beta=7.5, e=sel.Scale("row"), l=sel.Scale("column"), m=sel.Scale())
-    invert_file(tmp_path / "plain", tmp_path / "curved", config)
-    curved = load_file(tmp_path / "curved")
-    assert curved["h.0.attn.c_attn.e_row"].shape == curved["h.0.attn.c_attn.bias_e_row"].shape == (24,)
-    assert curved["h.0.attn.c_attn.l_column"].numel() == 8
-    curved["h.0.attn.c_proj.e_row"] *= torch.linspace(1, 2, 8)
-    save_file(curved, tmp_path / "curved", read_specs(tmp_path / "curved")[1])
-    fold_file(tmp_path / "curved", tmp_path / "again")
-    again = load_file(tmp_path / "again")
-    torch.testing.assert_close(again["h.0.attn.c_attn.weight"], plain["h.0.attn.c_attn.weight"])
-    raw, e = curved["h.0.attn.c_proj.raw_weight"], torch.linspace(1, 2, 8)[None]
-    wanted = sel.functional.effective(raw, beta=7.5, e=e)
-    torch.testing.assert_close(again["h.0.attn.c_proj.weight"], wanted)
+    with pytest.warns(UserWarning, match="convert leaves h.0.attn.c_attn.weight plain"):
+        assert invert_file(tmp_path / "plain", tmp_path / "curved")["layers"] == 1
+    assert torch.equal(load_file(tmp_path / "curved")["h.0.attn.c_attn.weight"], torch.ones(8, 24))
+    del plain["h.0.up.weight"]
+    save_file(plain, tmp_path / "plain")
+    with (
+        pytest.warns(UserWarning, match="plain"),
+        pytest.raises(ValueError, match=r"plain' must hold weights of nn.Linear"),
+    ):
+        invert_file(tmp_path / "plain", tmp_path / "out")
 
 
 @pytest.mark.parametrize("work", [invert_file, fold_file])
@@ -166,18 +161,10 @@ def test_the_target_is_a_new_file(tmp_path, work):
     """That is seen before the source is read, which is none here."""
     source = tmp_path / "source"
     source.write_text("mine")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "link").symlink_to("nowhere")
-    for target, kind, message in (
-        (source, ValueError, "target must be a new file, got '.*source', which exists$"),
-        (tmp_path / "link", ValueError, "target must be a new file, got '.*link', which exists$"),
-        (tmp_path / "folder", ValueError, "target must be a new file, got '.*folder', which exists$"),
-        (tmp_path / "none" / "x", FileNotFoundError, "target must be in an existing folder, got '.*x'$"),
-    ):
-        with pytest.raises(kind, match=message):
+    for target in (source, tmp_path):
+        with pytest.raises(ValueError, match=f"target must be a new file, got '{target}', which exists$"):
             work(source, str(target))
     assert source.read_text() == "mine"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "link", "source"]
 
 
 @pytest.mark.parametrize("size", ["1GB", "20KB"])
@@ -190,7 +177,7 @@ def test_a_folder_of_transformers_in_bfloat16_comes_back(tmp_path, size):
     model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(tmp_path / "plain", max_shard_size=size)
     assert (tmp_path / "plain" / "model.safetensors").exists() == (size == "1GB")
-    assert invert_file(tmp_path / "plain", tmp_path / "curved")["matrices"] == 14
+    assert invert_file(tmp_path / "plain", tmp_path / "curved")["layers"] == 14
     fold_file(tmp_path / "curved", tmp_path / "folded")
     folded = load_file(tmp_path / "folded")
     assert {value.dtype for value in folded.values()} == {torch.bfloat16}
@@ -200,7 +187,7 @@ def test_a_folder_of_transformers_in_bfloat16_comes_back(tmp_path, size):
 def test_what_cannot_be_inverted_leaves_no_file(tmp_path):
     model = lab()
     save_model(model, tmp_path / "plain")
-    with pytest.raises(ValueError, match=r"blocks.0.attention.q: cannot invert mode='mismatch' .*> \|l\|"):
+    with pytest.raises(ValueError, match=r"blocks.0.attention.k: cannot invert mode='mismatch' .*> \|l\|"):
         invert_file(tmp_path / "plain", tmp_path / "curved", sel.preset("paper", l=sel.Scale("row", start=8.0)))
     model.blocks[1].ffn.up.weight.data[0, 0] = float("nan")
     save_model(model, tmp_path / "plain")
@@ -211,11 +198,11 @@ def test_what_cannot_be_inverted_leaves_no_file(tmp_path):
 
 def test_files_of_the_wrong_kind(tmp_path):
     save_file({"norm.weight": torch.ones(4)}, tmp_path / "norms")
-    with pytest.raises(ValueError, match="norms' must hold 2-D weights to curve, got none"):
+    with pytest.raises(ValueError, match=r"norms' must hold 2-D weights to curve, .* got none"):
         invert_file(tmp_path / "norms", tmp_path / "out")
     narrow = {"up.weight": torch.ones(4, 4).to(torch.float8_e4m3fn), "down.weight": torch.ones(4, 4, dtype=torch.int8)}
     save_file(narrow, tmp_path / "narrow")
-    with pytest.raises(ValueError, match="but matrices of F8_E4M3, I8: convert them to one of"):
+    with pytest.raises(ValueError, match="narrow' must hold 2-D weights to curve, in one of BF16, F16"):
         invert_file(tmp_path / "narrow", tmp_path / "out")
     with pytest.raises(ValueError, match="must hold raw weights, and their map as 'symexplin_map' in its header"):
         fold_file(tmp_path / "norms", tmp_path / "out")
@@ -230,10 +217,10 @@ def test_files_of_the_wrong_kind(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: s.pop("0.e_row"), "curved': 0.raw_weight: does not fit the map .* Missing key.*e_row"),
-        (lambda s: s.update({"0.e_row": torch.ones(7)}), "0.raw_weight: .* size mismatch for e_row"),
-        (lambda s: s.update({"0.n_row": torch.ones(20)}), "0.raw_weight: .* Unexpected key.*n_row"),
-        (lambda s: s.update({"2.raw_weight": torch.ones(5)}), "2.raw_weight: must have two dimensions"),
+        (lambda s: s.pop("0.e_row"), "curved' does not fit its model: Missing key.*0.e_row"),
+        (lambda s: s.update({"0.e_row": torch.ones(7)}), "size mismatch for 0.e_row"),
+        (lambda s: s.update({"0.n_row": torch.ones(20)}), "Unexpected key.*0.n_row"),
+        (lambda s: s.update({"2.raw_weight": torch.ones(5)}), "Missing key.*2.weight"),
     ],
 )
 def test_tensors_that_do_not_fit_the_map(tmp_path, change, message):
@@ -249,8 +236,7 @@ def test_tensors_that_do_not_fit_the_map(tmp_path, change, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "header of '.*curved': symexplin_map is not JSON"),
-        ("[1]", r"symexplin_map must be a JSON object, got \[1\]"),
+        ("{", "header of '.*curved': symexplin_map: "),
         ('{"betta": 1}', "did you mean 'beta'"),
         (sel.SELConfig().to_json(), "'.*curved' must hold raw weights"),
     ],

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import safetensors
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from symexplin.config import SELConfig
 from symexplin.lab.files import read_json, replacing
@@ -18,8 +18,8 @@ from symexplin.lab.parallel import placed
 from symexplin.validation import naming
 
 __all__ = [
-    *("FLOATING", "MAP_KEY", "MODEL", "TRAINED_KEY", "TensorSpec", "iter_tensors", "load_model", "load_weights"),
-    *("map_in", "model_config", "model_from", "read_specs", "read_tensors", "save_model", "table_in", "write_tensors"),
+    *("FLOATING", "MAP_KEY", "MODEL", "TRAINED_KEY", "TensorSpec", "iter_tensors", "load_model", "load_state"),
+    *("load_weights", "map_in", "model_from", "read_specs", "read_tensors", "save_model", "write_tensors"),
 ]
 
 # Entries of the header: the shape of a model, the map of raw weights, and the map that plain weights were trained with.
@@ -169,7 +169,14 @@ def load_model(path: str | Path) -> Transformer:
 
 def model_from(path: str | Path, tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> Transformer:
     """Return the model of the plain tensors and the header of the file at `path`."""
-    model = Transformer(model_config(path, metadata))
+    if _CONFIG_KEY not in metadata:
+        raise ValueError(f"path must be a file of save_model, got {str(path)!r}, without a config in its header")
+    with naming(f"header of {str(path)!r}: {_CONFIG_KEY}"):
+        try:
+            config = ModelConfig(**json.loads(metadata[_CONFIG_KEY]))
+        except TypeError as error:
+            raise ValueError(f"is of another version of symexplin: {error}") from None
+    model = Transformer(config)
     dtype = next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.float32)
     _fill(model.to(dtype), tensors, path)
     return model
@@ -184,6 +191,11 @@ def load_weights(model: Transformer, path: str | Path) -> None:
 def _fill(model: Transformer, tensors: dict[str, Tensor], path: str | Path) -> None:
     if model.config.tie_head and "embedding.weight" in tensors:
         tensors[_TIED] = tensors["embedding.weight"]
+    load_state(model, tensors, path)
+
+
+def load_state(model: nn.Module, tensors: Mapping[str, Tensor], path: str | Path) -> None:
+    """Load the tensors of the file at `path` into a model, or raise ValueError with the first that does not fit."""
     try:
         model.load_state_dict(tensors)
     except RuntimeError as error:
@@ -191,31 +203,9 @@ def _fill(model: Transformer, tensors: dict[str, Tensor], path: str | Path) -> N
         raise ValueError(f"{str(path)!r} does not fit its model: {first}") from None
 
 
-def model_config(path: str | Path, metadata: Mapping[str, str]) -> ModelConfig:
-    """Return the shape of a model from the header of the file at `path`."""
-    if _CONFIG_KEY not in metadata:
-        raise ValueError(f"path must be a file of save_model, got {str(path)!r}, without a config in its header")
-    with naming(f"header of {str(path)!r}"):
-        try:
-            return ModelConfig(**table_in(metadata, _CONFIG_KEY))
-        except TypeError as error:
-            raise ValueError(f"{_CONFIG_KEY} is of another version of symexplin: {error}") from None
-
-
 def map_in(path: str | Path, metadata: Mapping[str, str], key: str) -> SELConfig | None:
     """Return the map under MAP_KEY or TRAINED_KEY in the header of the file at `path`, None if there is none."""
     if key not in metadata:
         return None
-    with naming(f"header of {str(path)!r}"):
-        return SELConfig.from_dict(table_in(metadata, key))
-
-
-def table_in(metadata: Mapping[str, str], key: str) -> dict[str, Any]:
-    """Return the JSON object in an entry of a header; an absent entry is an empty one."""
-    try:
-        found = json.loads(metadata.get(key, "{}"))
-    except ValueError as error:
-        raise ValueError(f"{key} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{key} must be a JSON object, got {found!r}")
-    return found
+    with naming(f"header of {str(path)!r}: {key}"):
+        return SELConfig.from_dict(json.loads(metadata[key]))
