@@ -8,7 +8,7 @@ import torch
 
 from corpora import in_memory
 from symexplin.lab.data.batches import Corpus, eval_batches
-from symexplin.lab.data.sources import find_source
+from symexplin.lab.data.sources import find_sources
 from symexplin.lab.demo import DemoConfig, run_demo
 from symexplin.lab.evaluate import evaluate
 from symexplin.lab.process import Stopped
@@ -67,7 +67,7 @@ def test_writes_what_it_promises(finished):
 
 def test_it_trains_on_its_data_with_its_schedule(finished, data):
     folder, content, _ = finished
-    source = find_source(data, "text", "train", [])
+    (source,) = find_sources((data,), "text", "train", {})
     corpus, wanted = Corpus.load(folder / "data"), in_memory(list(source.documents))
     assert (bytes(corpus.train), bytes(corpus.valid)) == (bytes(wanted.train), bytes(wanted.valid))
     for run in content["runs"]:

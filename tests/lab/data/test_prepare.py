@@ -114,9 +114,12 @@ def test_any_number_of_workers_gives_the_same_files(tmp_path, text, monkeypatch)
 
 
 def test_nothing_is_written_elsewhere(tmp_path, text):
+    """A folder of a dataset, too, has its copy in the output folder."""
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"text": ["one", "two"]}).to_parquet(tmp_path / "rows" / "data.parquet")
     home = tmp_path / "home"
     home.mkdir()
-    words = [text, "--out", str(tmp_path / "out"), "--vocab-size", "300"]
+    words = [text, f"hf:{tmp_path / 'rows'}", "--out", str(tmp_path / "out"), "--vocab-size", "300"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_"))}
     subprocess.run(
         [sys.executable, "-m", "symexplin", "prepare", *words],
@@ -240,11 +243,12 @@ def test_a_dataset_lies_outside_its_sources_and_takes_no_folder_of_others(tmp_pa
 
 @pytest.mark.parametrize(
     "options",
-    [{"tokenizer": "nowhere"}, {"valid": ("nowhere",)}, {"sources": ("nowhere",)}],
+    [{"tokenizer": "nowhere"}, {"valid": ("nowhere",)}, {"sources": ("nowhere.jsonl",)}],
 )
 def test_a_mistake_leaves_no_folder(tmp_path, text, options, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileNotFoundError, match="nowhere"):
+    (tmp_path / "nowhere.jsonl").write_text("{}")
+    with pytest.raises((ValueError, FileNotFoundError), match="nowhere"):
         prepare(PrepareConfig(**{"sources": (text,), **options}), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -264,14 +268,15 @@ def test_bad_settings_are_named(options, message):
         PrepareConfig(**{"sources": ("stdlib",), **options})
 
 
-def test_what_is_left_out_is_told(tmp_path):
+def test_what_is_left_out_is_told_also_when_it_continues(tmp_path, monkeypatch):
     folder = tmp_path / "texts"
     folder.mkdir()
     for number in range(3):
         (folder / f"{number}.txt").write_text(f"text number {number}")
     for number in range(4):
         (folder / f"latin{number}.txt").write_bytes("größer".encode("latin1"))
+    interrupted(settings(folder), tmp_path / "out", monkeypatch)
     lines = []
     prepare(settings(folder), tmp_path / "out", echo=lines.append)
     names = ", ".join(str(folder / f"latin{number}.txt") for number in range(3))
-    assert f"left out (not UTF-8 text, or damaged), 4 in all: {names}, ..." in lines
+    assert f"left out (binary, or not UTF-8), 4 in all: {names}, ..." in lines

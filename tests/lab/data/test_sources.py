@@ -2,22 +2,25 @@ import gzip
 import json
 import lzma
 import os
+from pathlib import Path
 
 import pytest
 
 from corpora import split
 from symexplin.lab.data import sources as module
-from symexplin.lab.data.sources import cut_in_two, find_source, hash_document, hub_file, split_documents
+from symexplin.lab.data.sources import cut_in_two, find_sources, hash_document, hub_file, split_documents
 
 datasets = pytest.importorskip("datasets")
 
 DOCUMENTS = [f"document {i}: {'text ' * (i % 7)}".encode() for i in range(400)]
 
 
-def load(*names, text_key="text", split="train", left_out=None):
-    left_out = [] if left_out is None else left_out
-    found = [find_source(str(name), text_key, split, left_out) for name in names]
-    return [document for source in found for document in source.documents]
+def find(*names, text_key="text", split="train", left_out=None, cache=None):
+    return find_sources(map(str, names), text_key, split, {} if left_out is None else left_out, cache)
+
+
+def load(*names, **options):
+    return [document for source in find(*names, **options) for document in source.documents]
 
 
 def lines(*rows):
@@ -48,7 +51,7 @@ def test_a_long_file_is_read_as_a_stream(tmp_path, monkeypatch):
     read = []
     chunks = module._chunks
     monkeypatch.setattr(module, "_chunks", lambda path: (read.append(c) or c for c in chunks(path)))
-    documents = find_source(str(tmp_path / "text"), "text", "train", []).documents
+    documents = find(tmp_path / "text")[0].documents
     assert [next(documents) for _ in range(5)] == [b"document"] * 5
     assert len(read) == 1
 
@@ -66,9 +69,34 @@ def test_a_folder_is_read_in_the_order_of_paths_and_the_rest_is_told(tmp_path):
     (root / "packed.gz").write_bytes(gzip.compress(b"packed " * 99)[:-9])
     (root / "nothing").symlink_to(tmp_path / "nowhere")
     (root / "folder").symlink_to(root / "b")
-    left_out = []
+    left_out = {}
     assert load(root, left_out=left_out) == [b"first", b"second", b"first"]
-    assert left_out == [str(root / name) for name in ("cut", "latin", "packed.gz", "picture.png")]
+    found = {reason: sorted(Path(path).name for path in paths) for reason, paths in left_out.items()}
+    assert found == {
+        "binary, or not UTF-8": ["cut", "latin", "picture.png"],
+        "unreadable": ["packed.gz"],
+        "link to a folder, or to nothing": ["folder", "nothing"],
+    }
+
+
+def test_unreadable_files_and_folders_are_left_out(tmp_path, monkeypatch):
+    (tmp_path / "inner").mkdir()
+    for name in ("a", "b", "inner/c"):
+        (tmp_path / name).write_text(f"text of {name}")
+    opened, scanned = module._open, os.scandir
+
+    def refuse(path):
+        if str(path).endswith(("/a", "/inner")):
+            raise PermissionError(13, "Permission denied", str(path))
+
+    # As for a user without rights; root may read everything.
+    monkeypatch.setattr(module, "_open", lambda path: refuse(path) or opened(path))
+    monkeypatch.setattr(os, "scandir", lambda path: refuse(path) or scanned(path))
+    left_out = {}
+    assert load(tmp_path, left_out=left_out) == [b"text of b"]
+    assert left_out == {"unreadable": [str(tmp_path / "inner"), str(tmp_path / "a")]}
+    with pytest.raises(PermissionError):  # named as a source
+        load(tmp_path / "a")
 
 
 @pytest.mark.parametrize(("suffix", "opener"), [(".xz", lzma), (".gz", gzip)])
@@ -77,14 +105,14 @@ def test_compressed_files_read_like_plain_ones(tmp_path, suffix, opener):
         (tmp_path / (name + suffix)).write_bytes(opener.compress(content))
     assert load(tmp_path) == [b"one", b"two", b"three"]
     (tmp_path / f"a.txt{suffix}").write_bytes(opener.compress(bytes(range(1, 120)) * 99)[:-9])
-    with pytest.raises(ValueError, match=f"a.txt{suffix}' is not UTF-8 text, or damaged"):
+    with pytest.raises(ValueError, match=f"a.txt{suffix}' is damaged, or not {suffix}"):
         load(tmp_path / f"a.txt{suffix}")
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
 def test_a_source_that_is_not_utf8_is_refused(tmp_path, name):
     (tmp_path / name).write_bytes("größe ".encode() + b"gr\xf6\xdfer")
-    with pytest.raises(ValueError, match=rf"{name}' is not UTF-8 text, or damaged .*: convert it"):
+    with pytest.raises(ValueError, match=rf"{name}' is not UTF-8 text: convert it first"):
         load(tmp_path / name)
 
 
@@ -118,11 +146,11 @@ def test_bad_json_lines_are_named(tmp_path, line):
     assert "\n" not in str(caught.value)
 
 
-def test_missing_and_empty_sources_are_named(tmp_path):
+def test_missing_and_empty_sources_are_named_before_anything_is_read(tmp_path):
     (tmp_path / "blank").write_text(" \n")
     for name in (tmp_path / "nowhere", "stdlb", ""):
         with pytest.raises(FileNotFoundError, match=rf"sources must be 'stdlib', an existing file.*got '{name}'"):
-            load(name)
+            find(tmp_path / "blank", name)
     for path in (tmp_path, tmp_path / "blank"):
         with pytest.raises(ValueError, match=f"at least one document, got '{path}' without"):
             load(path)
@@ -130,7 +158,7 @@ def test_missing_and_empty_sources_are_named(tmp_path):
 
 def test_an_edited_file_has_another_stamp(tmp_path):
     def stamps():
-        return [repr(find_source(str(path), "text", "train", []).stamp) for path in (tmp_path, tmp_path / "a")]
+        return [repr(source.stamp) for source in find(tmp_path, tmp_path / "a")]
 
     (tmp_path / "a").write_text("first")
     before = stamps()
@@ -155,9 +183,11 @@ def offline(monkeypatch, tmp_path):
 @pytest.mark.usefixtures("offline")
 def test_out_of_reach_is_one_line(tmp_path):
     with pytest.raises(ValueError, match=r"'hf:some/data:small' .*cannot be loaded.*give a local file") as caught:
-        load("hf:some/data:small")
+        find("hf:some/data:small")
     assert "\n" not in str(caught.value)
-    with pytest.raises(ValueError, match=r"tokenizer.json of 'some/model' cannot be loaded.* a local file") as caught:
+    with pytest.raises(
+        ValueError, match=r"tokenizer.json of 'some/model' cannot be fetched.* path of a local"
+    ) as caught:
         hub_file("some/model", "tokenizer.json")
     assert "\n" not in str(caught.value)
     snapshot = tmp_path / "cache" / "models--some--model" / "snapshots" / "abc"
@@ -182,7 +212,24 @@ def test_shorthands_and_names_of_datasets(monkeypatch):
         ("some/name", "config", "test"),
     ]
     with pytest.raises(ValueError, match=r"text_key must be a text column of 'hf:x': text; got 'body'"):
-        load("hf:x", text_key="body")
+        find("hf:x", text_key="body")
+
+
+@pytest.mark.usefixtures("offline")
+def test_local_folders_of_datasets(tmp_path):
+    rows = datasets.Dataset.from_dict({"text": ["one", "two\0three", None], "id": [1, 2, 3]})
+    rows.save_to_disk(tmp_path / "lone")
+    datasets.DatasetDict(train=rows, test=rows.select([0])).save_to_disk(tmp_path / "splits")
+    rows.to_parquet(tmp_path / "files" / "data.parquet")
+    for name in ("lone", "splits", "files"):
+        assert load(f"hf:{tmp_path / name}", cache=tmp_path / "cache") == [b"one", b"two", b"three"]
+    assert load(f"hf:{tmp_path / 'splits'}", split="test") == [b"one"]
+    with pytest.raises(ValueError, match=r"text_key must be a text column of .*: text; got 'id'"):
+        find(f"hf:{tmp_path / 'lone'}", text_key="id")
+    for name in ("splits", "files"):
+        with pytest.raises(ValueError, match=r"split 'valid' cannot be loaded") as caught:
+            find(f"hf:{tmp_path / name}", split="valid", cache=tmp_path / "cache")
+        assert "\n" not in str(caught.value)
 
 
 # --- the split -------------------------------------------------------------------------------------------------------

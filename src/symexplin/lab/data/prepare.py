@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from symexplin.lab.data.batches import CACHE, DATASET, SIDES, TOKENIZER, read_dataset
-from symexplin.lab.data.sources import cut_in_two, find_source, hash_document, split_documents
+from symexplin.lab.data.sources import LeftOut, cut_in_two, find_sources, hash_document, split_documents
 from symexplin.lab.data.tokenizer import MINIMUM_VOCAB, TokenArray, Tokenizer, pieces, token_dtype, train_bpe
 from symexplin.lab.files import read_json, replacing, write_json
 from symexplin.lab.folders import check_resumable, claimed
@@ -111,21 +111,24 @@ def prepare(config: PrepareConfig, out: str | Path, *, echo: Echo = lambda _: No
 
 def _make(config: PrepareConfig, table: Table, folder: Path, echo: Echo, bars: bool) -> Table:
     """Begin or continue a preparation, and finish it."""
-    import datasets
-
     start, cache = time.perf_counter(), folder / CACHE
-    if (cache / _CONFIG).exists():
+    continuing = (cache / _CONFIG).exists()
+    if continuing:
         check_resumable(folder, "dataset", read_json(cache / _CONFIG), table)
         echo(f"{folder}: continuing")
-    if not bars:
-        datasets.disable_progress_bars()
+    _quieten(bars)
     # The tokenizer first: to read the text may take hours.
     named = None if config.tokenizer == "bpe" else Tokenizer.from_name(config.tokenizer, config.end_token)
-    sides, repeated, key = _read(config, cache, echo)
-    made_of = repr((key, table, named and named.fingerprint))
-    work = cache / hashlib.sha256(made_of.encode()).hexdigest()
-    work.mkdir(exist_ok=True)
-    tokenizer = named or _bpe(config, sides[0], work / TOKENIZER, echo, bars)
+    try:
+        sides, repeated, key = _read(config, cache, echo)
+        made_of = repr((key, table, named and named.fingerprint))
+        work = cache / hashlib.sha256(made_of.encode()).hexdigest()
+        work.mkdir(exist_ok=True)
+        tokenizer = named or _bpe(config, sides[0], work / TOKENIZER, echo, bars)
+    except (ValueError, FileNotFoundError):  # The user will change the configuration.
+        if not continuing:
+            shutil.rmtree(cache, ignore_errors=True)
+        raise
     write_json(cache / _CONFIG, table)
     dataset: Table = {}
     for name, side in zip(SIDES, sides, strict=True):
@@ -151,6 +154,16 @@ def _make(config: PrepareConfig, table: Table, folder: Path, echo: Echo, bars: b
         f"{dataset['bytes_per_token']:.3f} bytes per token; {time.perf_counter() - start:.0f} s"
     )
     return dataset
+
+
+def _quieten(bars: bool) -> None:
+    """Keep `datasets` from logging, and from drawing bars that are not wanted."""
+    import datasets
+    from huggingface_hub.utils import logging
+
+    for library in (logging, datasets.utils.logging):
+        library.set_verbosity_error()
+    (datasets.enable_progress_bars if bars else datasets.disable_progress_bars)()
 
 
 # --- documents -------------------------------------------------------------------------------------------------------
@@ -183,13 +196,14 @@ def _read(config: PrepareConfig, cache: Path, echo: Echo) -> tuple[tuple[_Side, 
     from datasets.exceptions import DatasetGenerationError
     from pyarrow.compute import binary_length
 
-    left_out: list[str] = []
+    left_out: LeftOut = {}
     found = [
-        [find_source(name, config.text_key, config.split, left_out) for name in names]
+        find_sources(names, config.text_key, config.split, left_out, cache / "hub")
         for names in (config.sources, config.valid)
     ]
-    stamps = [[source.stamp for source in sources] for sources in found]
+    stamps = [[source[:2] for source in sources] for sources in found]
     key = hashlib.sha256(repr((stamps, config.text_key, config.seed)).encode()).hexdigest()
+    told = cache / f"{key}.json"
 
     def rows() -> Iterator[Table]:
         for side, sources in enumerate(found):
@@ -201,6 +215,7 @@ def _read(config: PrepareConfig, cache: Path, echo: Echo) -> tuple[tuple[_Side, 
                     "hash": pyarrow.array([number], pyarrow.uint64()),
                     "side": side,
                 }
+        write_json(told, left_out)
 
     try:
         documents = Dataset.from_generator(
@@ -222,9 +237,9 @@ def _read(config: PrepareConfig, cache: Path, echo: Echo) -> tuple[tuple[_Side, 
         f"{', '.join(config.sources)}: {len(train.sizes):,} documents to train on, {len(valid.sizes):,} held out, "
         f"{repeated:,} repeated; {train.size + valid.size:,} bytes"
     )
-    if left_out:
-        names = ", ".join(left_out[:3]) + (", ..." if len(left_out) > 3 else "")
-        echo(f"left out (not UTF-8 text, or damaged), {len(left_out):,} in all: {names}")
+    for reason, paths in read_json(told).items():
+        names = ", ".join(paths[:3]) + (", ..." if len(paths) > 3 else "")
+        echo(f"left out ({reason}), {len(paths):,} in all: {names}")
     return (train, valid), repeated, key
 
 

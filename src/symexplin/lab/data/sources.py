@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import json
 import lzma
+import os
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,13 +15,25 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["SEPARATOR", "Source", "cut_in_two", "find_source", "hash_document", "hub_file", "split_documents"]
+__all__ = [
+    "SEPARATOR",
+    "LeftOut",
+    "Source",
+    "cut_in_two",
+    "find_sources",
+    "hash_document",
+    "hub_file",
+    "split_documents",
+]
 
 SEPARATOR = "\0"  # ends each document; it does not occur in text
 _SHORTHANDS = {
     "openwebtext": "hf:Skylion007/openwebtext",  # the paper's corpus
     "fineweb": "hf:HuggingFaceFW/fineweb:sample-10BT",
 }
+
+LeftOut = dict[str, list[str]]  # paths in folders that are not read, by the reason
+_NOT_TEXT, _UNREADABLE, _LINK = "binary, or not UTF-8", "unreadable", "link to a folder, or to nothing"
 
 _CHUNK = 1 << 20  # characters
 # Folders of the standard library that are not its text: installed packages, tests, build leftovers.
@@ -30,31 +43,49 @@ _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "id
 class Source(NamedTuple):
     """A source of text that exists; the `repr` of its `stamp` changes when the content may have changed."""
 
+    name: str
     stamp: object
     documents: Iterator[bytes]
 
 
-def find_source(name: str, text_key: str, split: str, left_out: list[str]) -> Source:
-    """Return the source of this name; its documents can be read once, as a stream.
+class _NotUtf8Error(ValueError):
+    pass
+
+
+def find_sources(
+    names: Iterable[str], text_key: str, split: str, left_out: LeftOut, cache: Path | None = None
+) -> list[Source]:
+    """Return the sources of these names; the documents of each can be read once, as a stream.
 
     A NUL character separates documents, inside those of datasets and JSON lines too; blank ones are left out.
-    `left_out` gets the files of folders that are not text; it is complete when the documents have been read.
+    `left_out` gets the paths in folders that are not read; it is complete when the documents have been read. `cache`
+    takes the copy that `datasets` makes of a local folder.
     """
+    found = []
+    for name in names:
+        stamp, texts = _source(name, text_key, split, left_out, cache)
+        found.append(Source(name, stamp, _documents(name, texts)))
+    return found
+
+
+def _source(
+    name: str, text_key: str, split: str, left_out: LeftOut, cache: Path | None
+) -> tuple[object, Iterator[str]]:
     spec, path = _SHORTHANDS.get(name, name), Path(name)
     if spec.startswith("hf:"):
-        dataset = _dataset(spec.removeprefix("hf:"), text_key, split)
-        return Source([name, dataset._fingerprint], _documents(name, _column(dataset, text_key)))
+        dataset = _dataset(spec.removeprefix("hf:"), text_key, split, cache)
+        return dataset._fingerprint, _column(dataset, text_key)
     if spec == "stdlib":
-        library = Path(sysconfig.get_path("stdlib"))
-        files = [file for file in _files(library, "*.py") if not _NOT_LIBRARY & {*file.relative_to(library).parts}]
+        library = _files(Path(sysconfig.get_path("stdlib")), left_out, _NOT_LIBRARY)
+        files = [file for file in library if file.suffix == ".py"]
     elif name and path.is_dir():
-        files = _files(path, "*")
+        files = _files(path, left_out)
     elif path.is_file():
-        return Source(_stamps([path]), _documents(name, _file(path, text_key)))
+        return _stamps([path]), _file(path, text_key)
     else:  # a pipe gives its text once
         right = "'stdlib', an existing file or folder, 'hf:NAME', " + " or ".join(map(repr, _SHORTHANDS))
         raise FileNotFoundError(f"sources must be {right}, got {name!r}")
-    return Source(_stamps(files), _documents(name, _folder(files, text_key, left_out)))
+    return _stamps(files), _folder(files, text_key, left_out)
 
 
 def _documents(name: str, texts: Iterable[str]) -> Iterator[bytes]:
@@ -75,18 +106,31 @@ def _stamps(files: Iterable[Path]) -> object:
     return [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
 
 
-def _files(root: Path, pattern: str) -> list[Path]:
+def _files(root: Path, left_out: LeftOut, without: frozenset[str] = frozenset()) -> list[Path]:
     """Return the files below a folder in the order of their paths; links to folders are not followed."""
-    return sorted((path for path in root.rglob(pattern) if path.is_file()), key=Path.as_posix)
+
+    def unreadable(error: OSError) -> None:
+        left_out.setdefault(_UNREADABLE, []).append(str(error.filename))
+
+    found = []
+    for folder, folders, names in os.walk(root, onerror=unreadable):
+        folders[:] = [name for name in folders if name not in without]
+        for path in (Path(folder, name) for name in (*folders, *names)):
+            if path.is_file():
+                found.append(path)
+            elif path.is_symlink():
+                left_out.setdefault(_LINK, []).append(str(path))
+    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 
-def _folder(files: Iterable[Path], text_key: str, left_out: list[str]) -> Iterator[str]:
+def _folder(files: Iterable[Path], text_key: str, left_out: LeftOut) -> Iterator[str]:
     for path in files:
         try:
             for _ in _chunks(path):
                 pass
-        except ValueError:
-            left_out.append(str(path))
+        except (OSError, ValueError) as error:
+            reason = _NOT_TEXT if isinstance(error, _NotUtf8Error) else _UNREADABLE
+            left_out.setdefault(reason, []).append(str(path))
         else:
             yield from _file(path, text_key)
 
@@ -103,11 +147,12 @@ def _open(path: Path) -> Iterator[TextIO]:
     try:
         with openers.get(path.suffix, open)(path, "rt", encoding="utf-8-sig", newline="\n") as file:
             yield file
-    except (UnicodeDecodeError, lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise ValueError(
-            f"{str(path)!r} is not UTF-8 text, or damaged ({error}): convert it, for example with iconv -f latin1 -t "
-            "utf-8"
+    except UnicodeDecodeError:
+        raise _NotUtf8Error(
+            f"{str(path)!r} is not UTF-8 text: convert it first, for example with iconv -f latin1 -t utf-8"
         ) from None
+    except (lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise ValueError(f"{str(path)!r} is damaged, or not {path.suffix}: {error}") from None
 
 
 def _chunks(path: Path) -> Iterator[str]:
@@ -130,51 +175,43 @@ def _between_separators(chunks: Iterable[str]) -> Iterator[str]:
 def _json_lines(path: Path, text_key: str) -> Iterator[str]:
     with _open(path) as file:
         for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
             try:
-                text = json.loads(line)[text_key] if line.strip() else ""
-                text = "" if text is None else text
-                text.encode()  # a lone surrogate is no text
+                text = json.loads(line)[text_key]
+                if text is not None:
+                    text.encode()  # a lone surrogate is no text
+                    yield text
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 raise ValueError(
                     f"{path}:{number} must be a JSON object with text under text_key {text_key!r}, got "
                     f"{line[:60].strip()}"
                 ) from None
-            yield text
 
 
 # --- datasets and the hub --------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _loading(what: str) -> Iterator[None]:
-    """Turn the errors of the hub's libraries, which are of many kinds, into one line.
-
-    If the hub is out of reach its client uses the cache alone: it would retry for 23 seconds, with warnings.
-    """
+def _dataset(spec: str, text_key: str, split: str, cache: Path | None) -> Any:
+    """Return one split of a dataset of the hub, or of a local folder of one, as a `datasets.Dataset` on the disk."""
     import datasets
-    from huggingface_hub import constants, get_session
 
+    folder = Path(spec).expanduser()
+    local = bool(spec) and folder.is_dir()
+    name, _, config = (str(folder), "", "") if local else spec.partition(":")
     try:
-        get_session().head(constants.ENDPOINT, timeout=5)
-    except Exception:
-        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
-    try:
-        yield
-    except Exception as error:
-        line = str(error).strip().partition("\n")[0]
+        if any((folder / file).exists() for file in ("state.json", "dataset_dict.json")):
+            found = datasets.load_from_disk(name)
+            found = found[split] if isinstance(found, dict) else found  # a lone split has no name
+        else:
+            if not local:
+                _spare_retries()
+            found = datasets.load_dataset(name, config or None, split=split, cache_dir=cache if local else None)
+    except Exception as error:  # builders raise errors of every kind
         raise ValueError(
-            f"{what} cannot be loaded ({type(error).__name__}: {line}): check the name and the network, or give a "
-            "local file or folder instead"
+            f"source 'hf:{spec}' with split {split!r} cannot be loaded ({_line(error)}): check the name and the "
+            "network, or give a local file or folder instead"
         ) from None
-
-
-def _dataset(spec: str, text_key: str, split: str) -> Any:
-    """Return one split of a dataset of the hub, as a `datasets.Dataset` on the disk."""
-    import datasets
-
-    name, _, config = spec.partition(":")
-    with _loading(f"source 'hf:{spec}' with split {split!r}"):
-        found = datasets.load_dataset(name, config or None, split=split)
     texts = [name for name, kind in found.features.items() if getattr(kind, "dtype", "") in ("string", "large_string")]
     if text_key not in texts:
         raise ValueError(f"text_key must be a text column of 'hf:{spec}': {', '.join(texts)}; got {text_key!r}")
@@ -191,8 +228,30 @@ def hub_file(repository: str, name: str) -> Path:
     """Return the path of a file of a model on the Hugging Face hub: the cached copy, or a download."""
     from huggingface_hub import hf_hub_download
 
-    with _loading(f"{name} of {repository!r}"):
+    try:
+        _spare_retries()
         return Path(hf_hub_download(repository, name))
+    except Exception as error:  # the client raises errors of several libraries
+        raise ValueError(
+            f"{name} of {repository!r} cannot be fetched from the Hugging Face hub ({_line(error)}): check the name "
+            "and the network, or give the path of a local file"
+        ) from None
+
+
+def _spare_retries() -> None:
+    """Tell the hub's client to use its cache alone if the hub is out of reach: it would retry for 23 seconds."""
+    import datasets
+    from huggingface_hub import constants, get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=5)
+    except Exception:  # the client raises errors of several libraries
+        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+
+
+def _line(error: Exception) -> str:
+    """Return the first line of an error's text, with its kind."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 # --- the split: a rule on the content of documents alone -------------------------------------------------------------
