@@ -291,7 +291,7 @@ def test_files_go_into_curved_space_and_back(place, capsys, tmp_path):
     with safe_open(raw, "pt") as file:
         assert "blocks.0.ffn.up.raw_weight" in file.keys()  # noqa: SIM118
         assert json.loads(file.metadata()["symexplin_map"])["beta"] == 5.0
-    assert "7 matrices and 0 biases folded" in run(capsys, "fold", raw, back)
+    assert "7 layers folded" in run(capsys, "fold", raw, back)
     first, second = load_model(plain), load_model(back)
     for a, b in zip(first.parameters(), second.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
