@@ -13,7 +13,7 @@ from symexplin.lab import train as lab_train
 from symexplin.lab.config import RunConfig
 from symexplin.lab.parallel import joined
 from symexplin.lab.process import Stopped
-from symexplin.lab.settings import build
+from symexplin.lab.settings import from_table
 from symexplin.lab.train import Trainer
 
 __all__ = ["commands", "go_on", "runs"]
@@ -40,7 +40,7 @@ def go_on(table, out, stop=None):
     """Train in `out`, or go on there, until the update `stop`, in which a signal comes to the last process."""
     with joined("cpu") as ranks, _stopping(stop, ranks.rank == ranks.size - 1):
         try:
-            return lab_run.train(build(RunConfig, table), out, resume=True, progress=False)["final_loss"]
+            return lab_run.train(from_table(RunConfig, table), out, resume=True, progress=False)["final_loss"]
         except Stopped as stopped:
             return str(stopped)
 

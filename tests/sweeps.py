@@ -11,11 +11,11 @@ SCRIPT = """
 import sys
 from symexplin.lab.compare import sweep
 from symexplin.lab.compare.grid import CompareConfig
-from symexplin.lab.settings import build, load_toml
+from symexplin.lab.settings import from_table, load_toml
 
 if __name__ == "__main__":
     sweep.cores = lambda: 2
-    config = build(CompareConfig, load_toml(sys.argv[1]))
+    config = from_table(CompareConfig, load_toml(sys.argv[1]))
     sweep.compare_runs(config, sys.argv[2], resume=True, echo=lambda line: print(line, flush=True))
 """
 

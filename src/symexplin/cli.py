@@ -15,7 +15,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 from symexplin import __version__
 from symexplin.lab.process import launch, under_torchrun
-from symexplin.lab.settings import Pairs, build, load_toml, merge, with_flags
+from symexplin.lab.settings import Pairs, from_table, load_toml, merge, with_flags
 
 __all__ = ["COMMANDS", "main", "make_app"]
 
@@ -163,7 +163,7 @@ def _configured(schema: type[T], given: dict[str, Any], *files: str | Path | Non
     for file in files:
         if file is not None:
             table = merge(table, load_toml(file))
-    return build(schema, merge(table, given))
+    return from_table(schema, merge(table, given))
 
 
 def _saved(file: Path, resume: bool) -> Path | None:
@@ -205,7 +205,7 @@ def _prepare(*sources: str, out: str, **given: Any) -> None:
     """
     from symexplin.lab.data.prepare import PrepareConfig, prepare
 
-    prepare(build(PrepareConfig, {"sources": sources, **given}), out, echo=_log)
+    prepare(from_table(PrepareConfig, {"sources": sources, **given}), out, echo=_log)
 
 
 def _train(config: _Config = None, *, out: _Folder, resume: _Resume = False, **given: Any) -> None:
@@ -422,7 +422,7 @@ def _reproduce(
     if name is None:
         print("\n".join(f"{table:22} {title}" for table, title in names().items()))
         return
-    config = build(ReproduceConfig, given)
+    config = from_table(ReproduceConfig, given)
     folder = Path("runs", "reproduce", f"{Path(name).stem}-{config.scale}") if out is None else out
     if plan:
         print("\n".join(plan_lines(config.table(name, folder), config.panels)))
@@ -464,7 +464,7 @@ def _demo(*, out: str = "runs/demo", **given: Any) -> None:
     """
     from symexplin.lab.demo import DemoConfig, run_demo
 
-    run_demo(out, build(DemoConfig, given), echo=_log)
+    run_demo(out, from_table(DemoConfig, given), echo=_log)
 
 
 def _bench(config: _Config = None, *, out: str, **given: Any) -> None:

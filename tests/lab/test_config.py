@@ -6,7 +6,7 @@ import torch
 from symexplin.lab.config import ComputeConfig, LogConfig, RunConfig, TrainConfig, resolve
 from symexplin.lab.maps import CurveConfig
 from symexplin.lab.model import ModelConfig
-from symexplin.lab.settings import build, to_table
+from symexplin.lab.settings import from_table, to_table
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_resolving_says_everything_and_twice_the_same():
     assert resolved.sel.map["e"]["peak_lr"] == pytest.approx((0.015, 0.0024))
     assert resolve(resolved, 300) == resolved
     # As a file, and what a newer version's preset might say is overruled by the map in it.
-    assert resolve(build(RunConfig, to_table(resolved)), 300) == resolve(resolved, 300)
+    assert resolve(from_table(RunConfig, to_table(resolved)), 300) == resolve(resolved, 300)
 
 
 def test_the_loss_is_cut_where_its_logits_would_be_large():

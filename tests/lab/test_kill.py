@@ -20,7 +20,7 @@ _CODE = """if True:
     import torch.utils.tensorboard
     from symexplin.lab.run import train
     from symexplin.lab.config import RunConfig
-    from symexplin.lab.settings import build
+    from symexplin.lab.settings import from_table
 
     def start(config, out):
         pid = os.fork()
@@ -62,7 +62,7 @@ _CODE = """if True:
         return {"killed": killed, "within": within}
 
     print(json.dumps({
-        home: kill_often(Path(sys.argv[1], home), int(sys.argv[2]), build(RunConfig, table))
+        home: kill_often(Path(sys.argv[1], home), int(sys.argv[2]), from_table(RunConfig, table))
         for home, table in json.loads(sys.argv[3]).items()
     }))
 """

@@ -15,7 +15,7 @@ from symexplin.lab.config import RunConfig, resolve
 from symexplin.lab.data.batches import Corpus
 from symexplin.lab.files import read_json, read_json_lines
 from symexplin.lab.parallel import ALONE, Ranks
-from symexplin.lab.settings import build, dump_toml, load_toml
+from symexplin.lab.settings import dump_toml, from_table, load_toml
 
 HOMES = ["none", "optimizer", "module"]
 KINDS = [(home, kind) for home in HOMES for kind in ("ddp", "fsdp")]
@@ -253,7 +253,7 @@ def test_what_all_processes_refuse_the_first_one_tells(monkeypatch, capsys, tmp_
 
 
 def test_a_batch_that_cannot_be_shared_out_is_refused(data):
-    config = build(RunConfig, table(data))
+    config = from_table(RunConfig, table(data))
     assert resolve(config, 256, processes=4).compute.parallel == "ddp"
     assert resolve(config, 256).compute.parallel is None
     with pytest.raises(ValueError, match=r"batch_size / accumulation must be a multiple of the 3 processes, got 8 / 2"):

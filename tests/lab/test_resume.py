@@ -13,7 +13,7 @@ from symexplin.lab.load import digest_of
 from symexplin.lab.maps import CurveConfig
 from symexplin.lab.model import ModelConfig
 from symexplin.lab.run import train
-from symexplin.lab.settings import build, load_toml
+from symexplin.lab.settings import from_table, load_toml
 from symexplin.lab.train import Trainer
 
 TINY = ModelConfig(width=16, depth=1, heads=2, context=16)
@@ -43,7 +43,7 @@ def bits(folder):
 
 def config_of(folder, **changes):
     """Return the configuration of a run, with changes of its training."""
-    config = build(RunConfig, load_toml(folder / "config.toml"))
+    config = from_table(RunConfig, load_toml(folder / "config.toml"))
     return dataclasses.replace(config, train=dataclasses.replace(config.train, **changes))
 
 

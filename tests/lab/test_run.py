@@ -22,7 +22,7 @@ from symexplin.lab.model import ModelConfig
 from symexplin.lab.parallel import Ranks
 from symexplin.lab.process import Stopped
 from symexplin.lab.run import train
-from symexplin.lab.settings import build, load_toml
+from symexplin.lab.settings import from_table, load_toml
 from symexplin.lab.train import NonFiniteError, Trainer
 from symexplin.lab.weights.files import load_model
 
@@ -98,7 +98,7 @@ def test_a_run_leaves_what_it_promises(whole, data, curve):
 
 
 def test_the_saved_configuration_says_everything_and_runs_the_same(whole, tmp_path):
-    config = build(RunConfig, load_toml(whole["optimizer"] / "config.toml"))
+    config = from_table(RunConfig, load_toml(whole["optimizer"] / "config.toml"))
     assert config.compute.device == "cpu"
     assert config.sel.map["mode"] == "mismatch"
     train(config, tmp_path / "again")

@@ -14,7 +14,7 @@ from symexplin.lab.compare.grid import CompareConfig
 from symexplin.lab.config import RunConfig
 from symexplin.lab.data.prepare import PrepareConfig
 from symexplin.lab.demo import DemoConfig
-from symexplin.lab.settings import build, differences, dump_toml, keys, load_toml, merge, to_table, with_flags
+from symexplin.lab.settings import differences, dump_toml, from_table, keys, load_toml, merge, to_table, with_flags
 
 SCHEMAS = (CompareConfig, PrepareConfig, DemoConfig, BenchConfig, ReproduceConfig)
 
@@ -75,14 +75,14 @@ def test_a_file_becomes_the_configuration_and_back(tmp_path):
     config = Outer("x", Inner(5, pair=(3.0, 4.0), names=("a", "b")), switch=True, limit=2, extra={"e": {"k": [1, 2]}})
     path = tmp_path / "c.toml"
     path.write_text(dump_toml(to_table(config)))
-    assert build(Outer, load_toml(path)) == config
-    assert build(Outer, to_table(Outer("x"))) == Outer("x")
+    assert from_table(Outer, load_toml(path)) == config
+    assert from_table(Outer, to_table(Outer("x"))) == Outer("x")
     assert "limit" not in to_table(Outer("x"))
     assert "hidden" not in to_table(Outer("x"))["inner"]
 
 
 def test_whole_numbers_serve_as_numbers_and_lists_as_tuples():
-    config = build(Outer, {"path": "x", "inner": {"low": 2, "pair": [1, 2], "names": ["a"]}})
+    config = from_table(Outer, {"path": "x", "inner": {"low": 2, "pair": [1, 2], "names": ["a"]}})
     assert type(config.inner.low) is float
     assert config.inner.pair == (1.0, 2.0)
     assert config.inner.names == ("a",)
@@ -113,7 +113,7 @@ def test_whole_numbers_serve_as_numbers_and_lists_as_tuples():
 )
 def test_mistakes_are_named(table, words):
     with pytest.raises(ValueError, match=words):
-        build(Outer, table)
+        from_table(Outer, table)
 
 
 @pytest.mark.parametrize("content", [b"a = = 1", b"\xff"])
@@ -182,7 +182,7 @@ def test_flags_mean_what_the_file_means():
         "compute": {"threads": 1},
         "log": {"keep": 3},
     }
-    assert build(RunConfig, parse(words)) == build(RunConfig, table)
+    assert from_table(RunConfig, parse(words)) == from_table(RunConfig, table)
 
 
 def test_values_of_a_table_are_those_of_toml_or_text_and_flags_are_merged():

@@ -21,7 +21,7 @@ from symexplin.lab.bench import BenchConfig
 from symexplin.lab.compare.grid import COMPARISON, CompareConfig
 from symexplin.lab.files import read_json, write_json
 from symexplin.lab.folders import LOCK, SUMMARY, check_resumable, claimed
-from symexplin.lab.settings import build, merge
+from symexplin.lab.settings import from_table, merge
 from symexplin.validation import check_choice
 
 __all__ = ["ReproduceConfig", "plan_lines", "reproduce"]
@@ -151,7 +151,7 @@ def reproduce(
         _begin(folder, table, resume)
         try:
             if to_prepare:
-                prepare(build(PrepareConfig, table.data), folder / DATA, echo=echo, progress=progress)
+                prepare(from_table(PrepareConfig, table.data), folder / DATA, echo=echo, progress=progress)
             if table.base is not None:
                 quiet: dict[str, Any] = {"tell_config": False, "progress": progress, "label": BASE}
                 train(table.base, folder / BASE, resume=True, echo=echo, **quiet)

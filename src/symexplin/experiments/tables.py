@@ -16,7 +16,7 @@ from symexplin.lab.bench import RESULTS, BenchConfig
 from symexplin.lab.compare.grid import COMPARISON, CompareConfig, GridConfig
 from symexplin.lab.config import RunConfig
 from symexplin.lab.files import read_json
-from symexplin.lab.settings import build, differences, load_toml, merge
+from symexplin.lab.settings import differences, from_table, load_toml, merge
 from symexplin.validation import check_choice, naming
 
 __all__ = [
@@ -189,7 +189,7 @@ class _Layers:
         """Return the configuration of a panel."""
         found = self._of(panel)
         if _BENCH in found:
-            return build(BenchConfig, found[_BENCH])
+            return from_table(BenchConfig, found[_BENCH])
         arms, curve = found.pop("arm", {}), found.pop("map", {})
         if found.pop(BASE, None):
             found["train"] = {**found["train"], "weights": self.weights}
@@ -199,11 +199,11 @@ class _Layers:
         if isinstance(own.get("seeds"), list) and "confirm_seeds" not in own:  # a seed runs in one stage
             confirm = compare.get("confirm_seeds", [])
             compare["confirm_seeds"] = [seed for seed in confirm if seed not in own["seeds"]]
-        wanted = build(GridConfig, compare).arms
+        wanted = from_table(GridConfig, compare).arms
         for name in wanted:
             check_choice("arms", name, known)
         chosen = {name: _curved(arm, curve) for name, arm in arms.items() if name in wanted}
-        return build(CompareConfig, {**found, "data": self.data, "compare": compare, "arm": chosen})
+        return from_table(CompareConfig, {**found, "data": self.data, "compare": compare, "arm": chosen})
 
     def base(self) -> RunConfig | None:
         """Return the AdamW run whose weights all runs start from, if there is one."""
@@ -212,7 +212,7 @@ class _Layers:
         found = self._of({})
         run = {key: found[key] for key in _OF_A_RUN if key in found}
         train = merge(found["train"], found[BASE])
-        return build(RunConfig, {"data": self.data, **run, "train": train, "sel": {"home": "none"}})
+        return from_table(RunConfig, {"data": self.data, **run, "train": train, "sel": {"home": "none"}})
 
     def _of(self, panel: Settings) -> Settings:
         of_panel = {key: value for key, value in panel.items() if key not in ("name", "stands_for")}

@@ -20,7 +20,7 @@ import tomli_w
 from cyclopts import CoercionError, Group, Parameter, Token
 
 __all__ = [
-    *("Key", "Pairs", "build", "differences", "dump_toml", "keys", "lines"),
+    *("Key", "Pairs", "from_table", "differences", "dump_toml", "keys", "lines"),
     *("load_toml", "merge", "to_table", "with_flags"),
 ]
 
@@ -70,14 +70,14 @@ def _help(schema: type) -> dict[str, str]:
     return {name: text.rstrip(".").replace("`", "") for shared, text in texts.items() for name in shared.split(", ")}
 
 
-def build(schema: type[T], table: Mapping[str, Any]) -> T:
+def from_table(schema: type[T], table: Mapping[str, Any]) -> T:
     """Return the configuration that a table describes. The schema itself checks values.
 
     Raises:
         ValueError: an unknown key (with the nearest right one, or its table), a value of a wrong type, a missing key.
 
     >>> from symexplin.lab.config import ModelConfig
-    >>> build(ModelConfig, {"widht": 64})
+    >>> from_table(ModelConfig, {"widht": 64})
     Traceback (most recent call last):
     ValueError: unknown key 'widht'; did you mean 'width'?
     """
@@ -133,7 +133,7 @@ def _scalar(name: str, kind: type, value: Any) -> Any:
 
 
 def to_table(config: Any) -> Table:
-    """Return a configuration as the table that :func:`build` reads, without keys that are None."""
+    """Return a configuration as the table that :func:`from_table` reads, without keys that are None."""
     fields = (field for field in dataclasses.fields(config) if not field.metadata.get("derived"))
     table: Table = _plain({field.name: getattr(config, field.name) for field in fields})
     return table

@@ -11,7 +11,7 @@ from symexplin.lab.bench import BenchConfig, Case
 from symexplin.lab.bench import run as module
 from symexplin.lab.bench.run import Timing, draw, measure, rows_of, run_bench
 from symexplin.lab.bench.work import BASELINES, Work
-from symexplin.lab.settings import build, load_toml
+from symexplin.lab.settings import from_table, load_toml
 
 TINY = {"widths": (16,), "depths": (1,), "context": 16, "vocab_size": 32, "tokens": 64, "device": "cpu", "threads": 1}
 STEP = BenchConfig(("step",), dtypes=("fp32",), repeats=1, **TINY)
@@ -164,7 +164,7 @@ def test_facts_are_those_in_force(tmp_path, monkeypatch):
         assert row["torch"] == torch.__version__
         assert row["processor"]
         assert row["date"]
-    saved = build(BenchConfig, load_toml(tmp_path / "out" / "config.toml"))
+    saved = from_table(BenchConfig, load_toml(tmp_path / "out" / "config.toml"))
     assert saved == dataclasses.replace(asked, threads=torch.get_num_threads())
 
 

@@ -8,7 +8,7 @@ from symexplin.lab.compare.grid import ARMS, BASELINE, Cell, ClusterConfig, Comp
 from symexplin.lab.config import TrainConfig
 from symexplin.lab.maps import CurveConfig, map_of
 from symexplin.lab.model import ModelConfig
-from symexplin.lab.settings import build, dump_toml, to_table
+from symexplin.lab.settings import dump_toml, from_table, to_table
 
 OWN = {"strong": {"preset": "paper", "start": "mismatched", "map": {"beta": 15.0, "e": {"k": [10, 2]}}}}
 GRID = GridConfig(("AdamW", "strong"), (1e-3, 3e-3), (0, 4))
@@ -44,7 +44,7 @@ def test_multiplier_lr_holds_for_all_arms():
 
 def test_a_file_says_it_all():
     config = CompareConfig("data", compare=GRID, arm=OWN)
-    assert build(CompareConfig, config.table()) == config
+    assert from_table(CompareConfig, config.table()) == config
     assert "[arm.strong.map]" in dump_toml(config.table())
     whole, saved = to_table(config), config.table()
     assert {(name, key) for name in ("train", "sel") for key in whole[name].keys() - saved[name].keys()} == {
@@ -97,7 +97,7 @@ def test_bad_grids_are_named(changes, message):
 )
 def test_bad_comparisons_are_named(table, message):
     with pytest.raises(ValueError, match=message):
-        build(CompareConfig, {"data": "data", **table})
+        from_table(CompareConfig, {"data": "data", **table})
 
 
 def test_a_second_stage_has_each_arm_at_its_own_rates():
@@ -144,7 +144,7 @@ def test_an_arm_may_change_keys_of_training_and_of_the_model():
     assert normal.train == dataclasses.replace(shared, decay_plain=False)
     assert normal.model == ModelConfig(width=64, vocab_size=300, init="xavier_normal")
     assert normal.sel == CurveConfig(preset="paper", map={"beta": 5.0})
-    assert build(CompareConfig, config.table()).arm == config.arm
+    assert from_table(CompareConfig, config.table()).arm == config.arm
 
 
 def test_anneal_steps_hold_for_all_curved_arms_but_those_with_their_own():
@@ -152,7 +152,7 @@ def test_anneal_steps_hold_for_all_curved_arms_but_those_with_their_own():
     grid = GridConfig(("AdamW", "SEL", "strong"))
     config = CompareConfig("data", sel=CurveConfig(anneal_steps=9), compare=grid, arm=own)
     assert [config.example(arm).sel.anneal_steps for arm in ("SEL", "strong")] == [9, 5]
-    assert build(CompareConfig, config.table()) == config
+    assert from_table(CompareConfig, config.table()) == config
     assert config.table()["sel"] == {"multiplier_lr": 3e-4, "anneal_steps": 9}
 
 

@@ -16,7 +16,7 @@ from symexplin.lab.compare.grid import Cell, CompareConfig, GridConfig
 from symexplin.lab.compare.sweep import compare_runs
 from symexplin.lab.model import ModelConfig
 from symexplin.lab.run import evaluations, train
-from symexplin.lab.settings import build, dump_toml, load_toml, to_table
+from symexplin.lab.settings import dump_toml, from_table, load_toml, to_table
 
 pytestmark = pytest.mark.usefixtures("undrawn")  # but for what a fixture of the module draws once
 
@@ -146,7 +146,7 @@ def test_arms_may_have_weights_and_an_optimizer_of_their_own(confirmed, data, tm
     assert "<th>arm.muon.train.optimizer</th><td>muon</td>" in (tmp_path / "out" / "report.html").read_text()
     assert load_toml("out/compare.toml")["arm"]["on"]["train"]["weights"] == str(base)
     monkeypatch.chdir(confirmed[0])
-    saved = build(CompareConfig, load_toml(tmp_path / "out" / "compare.toml"))
+    saved = from_table(CompareConfig, load_toml(tmp_path / "out" / "compare.toml"))
     assert compare_runs(saved, tmp_path / "out", resume=True) == content
     with pytest.raises(ValueError, match=r"weights must be those that the run in .* started from, got .*other'"):
         compare_runs(config(str(other)), tmp_path / "out", resume=True)

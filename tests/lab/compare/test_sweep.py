@@ -20,7 +20,7 @@ from symexplin.lab.parallel import ALONE
 from symexplin.lab.process import Stopped
 from symexplin.lab.report import pages as report
 from symexplin.lab.run import evaluations, train
-from symexplin.lab.settings import build, load_toml
+from symexplin.lab.settings import from_table, load_toml
 
 NAMES = ["AdamW-lr0.001-seed0", "SEL-lr0.001-seed0", "AdamW-lr0.01-seed0", "SEL-lr0.01-seed0"]
 NAMES += [name.replace("seed0", "seed3") for name in NAMES]
@@ -73,7 +73,7 @@ def test_it_writes_and_says_what_it_found(finished, data):
     assert (content["maps"]["SEL"]["home"], content["maps"]["SEL"]["l"]["start"]) == ("optimizer", 0.125)
     assert content["corpus"]["tokenizer"] == "byte"
     assert content["parameters"] == sum(p.numel() for p in Transformer(tiny(data).model).parameters())
-    assert build(CompareConfig, load_toml(folder / "compare.toml")).compare == tiny(data).compare
+    assert from_table(CompareConfig, load_toml(folder / "compare.toml")).compare == tiny(data).compare
     assert content["provenance"]["threads"] == 1
     for table in (content["config"], load_toml(folder / "compare.toml")):  # no key that no run has used
         assert not {"lr", "seed"} & table["train"].keys()

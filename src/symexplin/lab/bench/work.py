@@ -17,7 +17,7 @@ import symexplin as sel
 from symexplin.lab.bench import BenchConfig, Case
 from symexplin.lab.maps import named_map
 from symexplin.lab.model import Transformer
-from symexplin.lab.settings import build, to_table
+from symexplin.lab.settings import from_table, to_table
 
 __all__ = ["BASELINES", "PHASES", "MasterAdamW", "Work", "build_variant", "make_work", "peak_in_child"]
 
@@ -173,7 +173,7 @@ def peak_in_child(name: str, config: BenchConfig, case: Case) -> int:
 def _print_peak() -> None:
     """Print the peak of this process after a few steps of the variant that standard input names."""
     given = json.load(sys.stdin)
-    config, case = build(BenchConfig, given["config"]), Case(*given["case"])
+    config, case = from_table(BenchConfig, given["config"]), Case(*given["case"])
     torch.set_num_threads(config.run(case).compute.threads or 1)
     work = make_work(given["name"], config, case, torch.device("cpu"))
     for _ in range(_MEMORY_STEPS):

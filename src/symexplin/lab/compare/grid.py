@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from symexplin.lab.config import ModelConfig, RunConfig, TrainConfig
 from symexplin.lab.maps import CurveConfig
-from symexplin.lab.settings import build, to_table
+from symexplin.lab.settings import from_table, to_table
 from symexplin.validation import check_choice, check_positive, check_whole, naming
 
 __all__ = [
@@ -199,10 +199,10 @@ class CompareConfig(RunConfig):
             if own.get("home") == "none" and len(own) > 1:
                 raise ValueError(f"home 'none' has ordinary weights, and no use for {', '.join(own.keys() - {'home'})}")
             shared = {key: value for key, value in to_table(self.sel).items() if key in _SHARED}
-            curve = build(CurveConfig, {**shared, **own})
-            train = build(TrainConfig, {**to_table(self.train), **table.get("train", {})})
+            curve = from_table(CurveConfig, {**shared, **own})
+            train = from_table(TrainConfig, {**to_table(self.train), **table.get("train", {})})
             train = dataclasses.replace(train, lr=cell.lr, seed=cell.seed)
-            model = build(ModelConfig, {**to_table(self.model), **table.get("model", {})})
+            model = from_table(ModelConfig, {**to_table(self.model), **table.get("model", {})})
             model = dataclasses.replace(model, vocab_size=self.model.vocab_size)
             return RunConfig(self.data, model, train, curve, self.compute, self.log)
 

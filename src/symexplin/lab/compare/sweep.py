@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from symexplin.lab.build import build as build_run
+from symexplin.lab.build import build
 from symexplin.lab.compare.grid import COMPARISON, CONFIG, DEMO, RUNS, Cell, CompareConfig
 from symexplin.lab.compare.launch import Task, check_slurm, run_as_jobs, run_here, run_side_by_side
 from symexplin.lab.compare.table import Run, chosen_lrs, compare, format_table, headline
@@ -30,7 +30,7 @@ from symexplin.lab.parallel import Ranks, joined
 from symexplin.lab.provenance import cores
 from symexplin.lab.record import METRICS
 from symexplin.lab.run import check_inputs, evaluations
-from symexplin.lab.settings import build, dump_toml, load_toml, to_table
+from symexplin.lab.settings import dump_toml, from_table, load_toml, to_table
 from symexplin.validation import naming
 
 __all__ = ["compare_runs"]
@@ -110,7 +110,7 @@ def _opened(
     folder: Path, config: CompareConfig, corpus: Corpus, resume: bool, echo: Echo, ranks: Ranks
 ) -> CompareConfig:
     """Return the resolved configuration, saved, after all checks that need no training."""
-    saved = build(CompareConfig, load_toml(folder / CONFIG)) if (folder / CONFIG).exists() else None
+    saved = from_table(CompareConfig, load_toml(folder / CONFIG)) if (folder / CONFIG).exists() else None
     if saved is not None and not resume:
         raise ValueError(
             f"out must be a new folder, got {str(folder)!r}, which has a comparison: add --resume to continue it"
@@ -186,7 +186,7 @@ def _check_arm(config: CompareConfig, arm: str, vocab_size: int) -> None:
     """Raise ValueError unless an arm can take a step: only that shows whether its map has an inverse."""
     run = config.example(arm)
     with naming(f"arm {arm}"):
-        model, optimizer, _ = build_run(resolve(_on_cpu(run) if _on_cluster(config) else run, vocab_size))
+        model, optimizer, _ = build(resolve(_on_cpu(run) if _on_cluster(config) else run, vocab_size))
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()

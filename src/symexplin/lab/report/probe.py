@@ -17,8 +17,7 @@ from symexplin.lab.files import read_json, read_json_lines
 from symexplin.lab.folders import CONFIG, FACTS, SUMMARY
 from symexplin.lab.model import ModelConfig
 from symexplin.lab.record import METRICS, TIMING
-from symexplin.lab.settings import build as build_config
-from symexplin.lab.settings import load_toml
+from symexplin.lab.settings import from_table, load_toml
 from symexplin.lab.weights.files import MODEL, load_weights
 from symexplin.linear import SELLinear
 from symexplin.optim import RawSpaceOptimizer
@@ -54,7 +53,7 @@ class RunRecord:
 def read_run(folder: str | Path, echo: Echo = lambda _: None) -> RunRecord:
     """Return the records of a run, which may go on meanwhile; `echo` takes a line about each damaged one."""
     folder = Path(folder)
-    config = build_config(RunConfig, load_toml(folder / CONFIG))
+    config = from_table(RunConfig, load_toml(folder / CONFIG))
     facts = read_json(folder / FACTS)
     metrics, timing = (
         read_json_lines(folder / name, skipped=echo) if (folder / name).exists() else [] for name in (METRICS, TIMING)
