@@ -84,6 +84,22 @@ def test_a_damaged_newest_checkpoint_is_passed_over_loudly(unfinished):
         load_trained(unfinished, echo=lines.append)
 
 
+def test_damaged_final_weights_are_passed_over_loudly(tmp_path, runs):
+    run = shutil.copytree(runs["none"], tmp_path / "run")
+    expected = load_plain(newest(run)[0] / MODEL).head.weight
+    content = bytearray((run / MODEL).read_bytes())
+    content[-100] ^= 1
+    (run / MODEL).write_bytes(content)
+    lines = []
+    assert torch.equal(load_trained(run, echo=lines.append).model.head.weight, expected)
+    (line,) = lines
+    assert line.startswith("warning: ")
+    assert str(run / MODEL) in line
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(ValueError, match="without weights"):
+        find_weights(run, echo=lines.append)
+
+
 def test_what_is_no_model_is_named(tmp_path, runs):
     with pytest.raises(ValueError, match="without weights"):
         load_trained(tmp_path)

@@ -144,6 +144,16 @@ def test_a_finished_run_is_not_trained_again(data, whole, monkeypatch):
     assert "has finished already" in lines[-1]
 
 
+def test_a_finished_run_with_a_damaged_summary_is_finished_again(data, whole, tmp_path):
+    folder = shutil.copytree(whole["none"], tmp_path / "run")
+    (folder / "summary.json").write_text("{")
+    lines = []
+    result = train(tiny(data, "none"), folder, resume=True, echo=lines.append)
+    assert any(line.startswith("warning: ") and "summary.json" in line for line in lines)
+    assert result["final_loss"] == json.loads((whole["none"] / "summary.json").read_text())["final_loss"]
+    assert (folder / "model.safetensors").read_bytes() == (whole["none"] / "model.safetensors").read_bytes()
+
+
 def test_a_run_is_not_overwritten(data, whole):
     before = bits(whole["none"])
     with pytest.raises(ValueError, match="add --resume"):

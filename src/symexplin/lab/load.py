@@ -10,10 +10,11 @@ from symexplin.config import SELConfig
 from symexplin.lab.checkpoint import is_checkpoint, load_checkpoint, newest_intact
 from symexplin.lab.data.tokenizer import Tokenizer
 from symexplin.lab.files import file_digest, read_json
-from symexplin.lab.folders import FACTS, TOKENIZER
+from symexplin.lab.folders import FACTS, SUMMARY, TOKENIZER
 from symexplin.lab.model import Transformer
 from symexplin.lab.weights.files import MAP_KEY, MODEL, TRAINED_KEY, load_model, map_in, model_from, read_specs
 from symexplin.lab.weights.folding import folded
+from symexplin.validation import naming
 
 __all__ = ["Trained", "digest_of", "find_weights", "load_plain", "load_trained", "start_from"]
 
@@ -57,12 +58,21 @@ def find_weights(path: str | Path, name: str = "path", echo: Echo = warnings.war
         return path
     if is_checkpoint(path):
         load_checkpoint(path)
-    if (path / MODEL).exists():
+    if (path / MODEL).exists() and not _is_damaged(path, echo):
         return path / MODEL
     found = newest_intact(path, echo)
     if found is None:
         raise ValueError(f"{name} must be a run with weights or a model's file, got {str(path)!r} without weights")
     return found[0] / MODEL
+
+
+def _is_damaged(run: Path, echo: Echo) -> bool:
+    """Whether the final weights of a run are not those that it has written."""
+    digest = read_json(run / SUMMARY).get("sha256") if (run / SUMMARY).exists() else None
+    damaged = digest is not None and digest != file_digest(run / MODEL)
+    if damaged:
+        echo(f"warning: {run / MODEL} is damaged, it does not match its digest: taking the newest checkpoint instead")
+    return damaged
 
 
 def load_plain(file: Path) -> Transformer:
@@ -75,7 +85,8 @@ def load_plain(file: Path) -> Transformer:
 
 def start_from(model: Transformer, path: str | Path) -> None:
     """Load the weights at `path` into a plain model of the same shape; the context may differ."""
-    source = load_plain(find_weights(path, "weights"))
+    with naming("weights"):
+        source = load_plain(find_weights(path, "weights"))
     there, here = (dataclasses.asdict(each.config) for each in (source, model))
     for key in here:
         if there[key] != here[key] and key not in ("context", "init"):

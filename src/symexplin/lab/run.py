@@ -20,7 +20,7 @@ from tqdm import tqdm
 from symexplin.lab.checkpoint import newest, save_checkpoint, tidy
 from symexplin.lab.config import RunConfig, resolve
 from symexplin.lab.data.batches import Corpus
-from symexplin.lab.files import read_json, read_json_lines, replace_file, write_json
+from symexplin.lab.files import file_digest, read_json, read_json_lines, replace_file, write_json
 from symexplin.lab.folders import CONFIG, FACTS, SUMMARY, TOKENIZER, check_resumable, claimed
 from symexplin.lab.load import digest_of
 from symexplin.lab.model import Transformer
@@ -111,7 +111,11 @@ def _check_folder(
     """Check that a run in the folder may be resumed; return its summary if it has finished."""
     if not (folder / FACTS).exists():
         return None
-    summary = read_json(folder / SUMMARY) if (folder / SUMMARY).exists() else {}
+    try:
+        summary = read_json(folder / SUMMARY) if (folder / SUMMARY).exists() else {}
+    except ValueError as error:
+        echo(f"warning: {error}; the run goes on from its newest checkpoint")
+        summary = {}
     if not resume:
         state = f"a run that failed at step {summary['step']}" if "error" in summary else "a run"
         raise ValueError(f"out must be a new folder, got {str(folder)!r} with {state}: add --resume to continue it")
@@ -279,6 +283,7 @@ class _Run:
             "seconds": round(self.seconds, 3),
             "tokens_per_second": round(steps * self._tokens_per_step / max(self.seconds, 1e-9), 1),
             "parameters": sum(p.numel() for p in plain.parameters()),
+            "sha256": file_digest(self.folder / MODEL),
         }
         write_json(self.folder / SUMMARY, summary)
         return summary

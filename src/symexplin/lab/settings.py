@@ -154,7 +154,7 @@ def load_toml(path: str | Path) -> Table:
     except (FileNotFoundError, IsADirectoryError):
         raise FileNotFoundError(f"config must be an existing TOML file, got {str(path)!r}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not TOML: {error}") from None
+        raise ValueError(f"config {path} is not TOML: {error}") from None
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:

@@ -77,6 +77,8 @@ class PrepareConfig:
         """Check every field."""
         if not self.sources:
             raise ValueError("sources must name at least one source of text, got none")
+        for name in ("sources", "valid"):  # "text/" and "text" are one folder
+            object.__setattr__(self, name, tuple(source.rstrip("/") or source for source in getattr(self, name)))
         check_whole("vocab_size", self.vocab_size, minimum=MINIMUM_VOCAB)
         check_whole("bpe_bytes", self.bpe_bytes)
         check_fraction("valid_fraction", self.valid_fraction)

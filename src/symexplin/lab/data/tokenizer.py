@@ -16,6 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from symexplin.lab.data.sources import SEPARATOR, hub_file
 from symexplin.lab.files import replace_file
+from symexplin.validation import naming
 
 __all__ = ["MINIMUM_VOCAB", "Tokenizer", "TokenArray", "pieces", "token_dtype", "train_bpe"]
 
@@ -87,7 +88,8 @@ class Tokenizer:
         if not Path(path).is_file():
             right = "'byte', 'gpt2', 'bpe', 'hf:NAME' or an existing file"
             raise FileNotFoundError(f"tokenizer must be {right}, got {str(path)!r}")
-        return cls(Path(path).read_text(encoding="utf-8", errors="replace"), name or str(path), end_token)
+        with naming(str(path)):
+            return cls(Path(path).read_text(encoding="utf-8", errors="replace"), name or str(path), end_token)
 
     def save(self, path: str | Path) -> None:
         """Write the tokenizer as a JSON file of the `tokenizers` library."""
