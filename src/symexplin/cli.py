@@ -350,6 +350,8 @@ def _inspect(source: _Weights, /, *, preset: _Path = None, map: Pairs = None, js
     from symexplin.lab.maps import named_map
     from symexplin.lab.weights.inspect import format_inspection, inspect_file
 
+    if json is not None and Path(json).exists():
+        raise ValueError(f"json must be a new file, got {json!r}, which exists")
     config = named_map(preset or "default", map or {}) if preset or map else None
     found = inspect_file(source, config=config, progress=True)
     print(format_inspection(found))

@@ -144,12 +144,16 @@ def test_a_finished_run_is_not_trained_again(data, whole, monkeypatch):
     assert "has finished already" in lines[-1]
 
 
-def test_a_finished_run_with_a_damaged_summary_is_finished_again(data, whole, tmp_path):
+@pytest.mark.parametrize("lost", ["summary.json", "model.safetensors"])
+def test_a_finished_run_without_its_end_is_finished_again(data, whole, tmp_path, lost):
     folder = shutil.copytree(whole["none"], tmp_path / "run")
-    (folder / "summary.json").write_text("{")
     lines = []
+    if lost == "summary.json":
+        (folder / lost).write_text("{")
+    else:
+        (folder / lost).unlink()
     result = train(tiny(data, "none"), folder, resume=True, echo=lines.append)
-    assert any(line.startswith("warning: ") and "summary.json" in line for line in lines)
+    assert any(line.startswith("warning: ") and lost in line for line in lines) == (lost == "summary.json")
     assert result["final_loss"] == json.loads((whole["none"] / "summary.json").read_text())["final_loss"]
     assert (folder / "model.safetensors").read_bytes() == (whole["none"] / "model.safetensors").read_bytes()
 

@@ -211,3 +211,17 @@ def test_an_evaluation_that_is_not_finite_stops_the_run():
     trainer.model.norm.weight.data[3] = math.inf
     with pytest.raises(NonFiniteError, match=r"step 0: loss is nan.*weight: norm.weight"):
         trainer.evaluate()
+
+
+def test_a_norm_that_is_infinite_in_raw_space_alone_ends_the_run(monkeypatch):
+    """Finite gradients of the effective weights may be infinite after the pullback."""
+    trainer = make("optimizer")
+    step = trainer.optimizer.step
+
+    def stepped():
+        step()
+        trainer.optimizer.grad_norm = torch.tensor(torch.inf)
+
+    monkeypatch.setattr(trainer.optimizer, "step", stepped)
+    with pytest.raises(NonFiniteError, match="step 1: raw gradient norm is inf"):
+        trainer.update()

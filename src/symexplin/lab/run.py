@@ -126,7 +126,7 @@ def _check_folder(
         changed.append(f"processes were {began}, are {ranks.size} now")
     if changed:
         echo(f"{'; '.join(changed)}: the rounding changes")
-    return summary if "final_loss" in summary else None
+    return summary if "final_loss" in summary and (folder / MODEL).exists() else None
 
 
 def check_inputs(

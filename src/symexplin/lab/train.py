@@ -94,10 +94,11 @@ class Trainer:
         if self._clip:
             nn.utils.clip_grads_with_norm_(parameters, train.max_grad_norm, norm)
         self.optimizer.step()
-        self.step += 1
         # SELAdamW clips the gradients of raw weights and scales, and knows their norm.
-        norm = getattr(self.optimizer, "grad_norm", norm)
-        return {"loss": loss, "lr": float(self.optimizer.param_groups[0]["lr"]), "grad_norm": float(whole(norm))}
+        raw_norm = float(whole(getattr(self.optimizer, "grad_norm", norm)))
+        self._check_finite(self.step + 1, raw_gradient_norm=raw_norm)
+        self.step += 1
+        return {"loss": loss, "lr": float(self.optimizer.param_groups[0]["lr"]), "grad_norm": raw_norm}
 
     def _backward(self, batch: tuple[Tensor, Tensor]) -> float:
         device, accumulation = self._device, self.config.train.accumulation
