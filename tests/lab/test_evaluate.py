@@ -62,6 +62,9 @@ def test_greedy_sample_takes_the_largest_logit_of_the_last_window():
 def test_the_likeliest_of_one_and_a_low_temperature_are_greedy():
     greedy = text("x", 20, temperature=0)
     assert text("x", 20, temperature=1e-5, seed=7) == greedy
+    assert text("x", 20, temperature=1e-300, seed=7) == greedy
+    with pytest.raises(ValueError, match="prompt must be UTF-8"):
+        text("\udcff", 1)
     assert text("x", 20, temperature=3.0, top_k=1, seed=7) == greedy
 
 

@@ -16,6 +16,9 @@ __all__ = ["Curve", "evaluate", "sample", "speedup"]
 # Evaluations of a run as (step, loss in nats per token), in order.
 Curve = Sequence[tuple[int, float]]
 
+# Below this temperature quotients overflow, and the draw is that of 0.
+_GREEDY = 1e-6
+
 
 @torch.no_grad()
 def evaluate(
@@ -65,6 +68,10 @@ def sample(
     check_whole("length", length, minimum=0)
     check_whole("seed", seed, minimum=0)
     check_not_negative("temperature", temperature)
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"prompt must be UTF-8 text, got {prompt!r}") from None
     if top_k is not None:
         check_whole("top_k", top_k)
     size = model.config.vocab_size
@@ -80,7 +87,7 @@ def sample(
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
-    if temperature == 0:
+    if temperature < _GREEDY:
         return int(logits.argmax())
     if top_k is not None and top_k < len(logits):
         logits = logits.where(logits >= logits.topk(top_k).values[-1], -torch.inf)
