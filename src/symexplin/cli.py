@@ -346,12 +346,12 @@ def _inspect(source: _Weights, /, *, preset: _Path = None, map: Pairs = None, js
       symexplin inspect model.safetensors
       symexplin inspect llama/ --preset paper --map beta=15 --json tails.json
     """
-    from symexplin.lab.files import write_json
+    from symexplin.lab.files import check_new, write_json
     from symexplin.lab.maps import named_map
     from symexplin.lab.weights.inspect import format_inspection, inspect_file
 
-    if json is not None and Path(json).exists():
-        raise ValueError(f"json must be a new file, got {json!r}, which exists")
+    if json is not None:
+        check_new("json", json)
     config = named_map(preset or "default", map or {}) if preset or map else None
     found = inspect_file(source, config=config, progress=True)
     print(format_inspection(found))

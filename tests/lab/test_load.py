@@ -143,3 +143,9 @@ def test_the_digest_is_that_of_the_file(runs, tmp_path):
     assert digest_of(str(runs["none"])) == hashlib.sha256((runs["none"] / MODEL).read_bytes()).hexdigest()
     save_model(Transformer(TINY, torch.Generator().manual_seed(1)), tmp_path / MODEL)
     assert digest_of(tmp_path) != digest_of(runs["none"])
+
+
+def test_a_damaged_summary_stops_nobody_from_reading_the_weights(tmp_path, runs):
+    run = shutil.copytree(runs["none"], tmp_path / "run")
+    (run / "summary.json").write_text("{")
+    assert find_weights(run) == run / MODEL

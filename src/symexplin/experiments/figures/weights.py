@@ -167,14 +167,16 @@ def optimization_distance(sources: Sequence[Path]) -> Figure:
         folder = run_of(sources[0], curved=False)
         lr, start = read_run(folder).config.train.lr, "its start"
         roles = weights_at_end(folder).roles.values()
-        gone = [((r.effective.double() - r.initial.double()).abs().numpy(), r.total / len(r.initial)) for r in roles]
+        gone = (((r.effective.double() - r.initial.double()).abs().numpy(), r.total / len(r.initial)) for r in roles)
     else:
         lr, start, draw = _PAPER_LR, "a fresh Xavier start", np.random.default_rng(0).uniform
-        gone = [(np.abs(w - draw(-bound, bound, len(w))), 1.0) for w, bound in _curved(sources[0])]
+        gone = ((np.abs(w - draw(-bound, bound, len(w))), 1.0) for w, bound in _curved(sources[0]))
     distance, rank, mean = _tail(gone)
     figure, (left, right) = sheet(2, 2, (5.4, 4.6))
-    edges = _EDGES[(1e-3 * mean <= _EDGES) & (1.5 * distance[0] >= _EDGES)]
-    heights = sum(each * np.histogram(values, edges)[0] for values, each in gone)
+    # The weights of a bin are those beyond its lower edge and not beyond its upper one, from the smallest bin shown.
+    low, high = np.searchsorted(_EDGES, [1e-3 * mean, distance[0]])
+    edges = _EDGES[low : high + 1]
+    heights = -np.diff(np.append(rank[:0:-1][low:], 0.0))
     outline(left, heights, edges, f"distance from {start}", 0, filled=True)
     left.axvline(mean, **GUIDE_LINE, label=f"mean {mean:.2g}")
     left.set(xscale="log", yscale="log")

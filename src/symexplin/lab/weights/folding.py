@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from symexplin.config import SELConfig, check_config
 from symexplin.conversion import convert, fold
+from symexplin.lab.files import check_new
 from symexplin.lab.weights.files import (
     FLOATING,
     MAP_KEY,
@@ -139,7 +140,7 @@ def invert_file(
     `X.bias_e_row`, ...; other tensors stay. Raw weights and scales are float32, or float64 where the weights are:
     16 bits would round them. LoRA's A depends on the position of a weight in the file.
     """
-    _check_target(Path(target))
+    check_new("target", target)
     config = check_config(config)
     specs, metadata = read_specs(source)
     routes = curved_in(source, specs, metadata, config)
@@ -153,11 +154,6 @@ def invert_file(
     types = {name: specs[name].dtype for name in wide if specs[name].dtype in _NARROW}
     write_tensors(target, model.state_dict(), metadata | {MAP_KEY: config.to_json(), _TYPES_KEY: json.dumps(types)})
     return _report("curved", layers, plain, echo)
-
-
-def _check_target(target: Path) -> None:
-    if target.exists():
-        raise ValueError(f"target must be a new file, got {str(target)!r}, which exists")
 
 
 def _layers(model: nn.Module) -> Layers:
@@ -182,7 +178,7 @@ def fold_file(source: str | Path, target: str | Path, echo: Echo = lambda _: Non
     map leaves the header. The largest difference is between the weights written and the effective ones in float32 or
     float64.
     """
-    _check_target(Path(target))
+    check_new("target", target)
     plain, metadata, layers = folded(source)
     write_tensors(target, plain, metadata)
     return _report("folded", layers, plain, echo)
