@@ -17,30 +17,32 @@ def test_presets_survive_json():
 def test_paper_preset_states_the_papers_numbers():
     config = sel.preset("paper")
     assert (config.beta, config.mode, config.curvature, config.normalize) == (7.5, "mismatch", "fixed", False)
-    assert config.multipliers() == {"e": (50.0, 8.0), "l": (50.0, 8.0), "m": (0.01, 0.5)}
+    assert config.start == "mismatched"
+    assert config.multipliers(3e-4) == {"e": (50.0, 8.0), "l": (50.0, 8.0), "m": (0.01, 0.5)}
     assert sel.preset("frozen").learned_roles == ()
     assert sel.preset("exp_only").learned_roles == ("e", "m")
     assert sel.preset("structured_linear").learned_roles == ("l",)
     assert sel.preset("paper+offset").learned_roles == ("e", "l", "m", "n", "delta")
 
 
-def test_carried_geometry_is_the_papers_over_xaviers_range():
+def test_below_width_1024_the_papers_geometry_is_rescaled():
     """kappa times Xavier's bound, and the linear pathway's share of the slope at 0, as at width 1024 and beta 7.5."""
     for width in (64, 128, 1024):
-        config = sel.carried(width)
+        config = sel.SELConfig().resolve(width)
         assert config.beta * math.sqrt(6 / (2 * width)) == pytest.approx(7.5 * math.sqrt(6 / 2048))
         assert config.l.start / config.beta == pytest.approx(1 / 7.5)
-        assert config.learned_roles == ()
-    assert sel.carried(1024) == sel.preset("frozen")
-    own = sel.carried(256, beta=5.0, e=sel.Scale("row"))
-    assert (own.beta, own.l.start, own.learned_roles) == (5.0, 5.0 / 7.5, ("e",))
-    assert sel.carried(256, l={"pattern": "row"}).l == sel.Scale("row", start=0.5)
-    assert sel.carried(256, l=sel.Scale("row")).l.start == 1.0
-    for wrong in ({"beta": "auto"}, {"name": "paper"}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            sel.carried(256, **wrong)
-    with pytest.raises(ValueError, match="width must be"):
-        sel.carried(0)
+    wide = sel.SELConfig().resolve(2048)
+    assert wide.beta == pytest.approx(13.06, abs=0.005)
+    assert wide.l.start == 1.0
+    assert sel.SELConfig().resolve(1024) == sel.preset("frozen", start="matched").resolve(1024)
+
+
+def test_given_numbers_stay():
+    config = sel.preset("paper", l={"pattern": "row", "start": 2})
+    assert config.resolve(128).resolve(4096) == config.resolve(128)
+    assert (config.resolve(128).beta, config.resolve(128).l.start, config.resolve(128).n.start) == (7.5, 2.0, 0.0)
+    assert sel.SELConfig(beta=5).resolve(256).l.start == 1.0
+    assert sel.SELConfig(mode="linear").resolve(256).l.start == 1.0
 
 
 def test_overrides_and_mappings():
@@ -49,12 +51,13 @@ def test_overrides_and_mappings():
     assert config.e == sel.Scale("row", k=(2.0, 2.0))
 
 
-def test_peak_lr_holds_the_product_with_lr():
-    config = sel.SELConfig(e=sel.Scale("row", peak_lr=(0.015, 0.0024)))
+def test_a_scale_learns_at_its_own_rate_unless_told_otherwise():
+    config = sel.preset("frozen", e=sel.Scale("row", k=(50, 8)), l=sel.Scale("row", k=3, base_lr=None))
     for lr in (1e-4, 3e-4, 1e-2):
         k0, k1 = config.multipliers(lr)["e"]
         assert k0 * lr == pytest.approx(0.015)
         assert k1 * lr == pytest.approx(0.0024)
+        assert config.multipliers(lr)["l"] == (3.0, 3.0)
     with pytest.raises(ValueError, match="lr must be given"):
         config.multipliers()
 
@@ -76,6 +79,9 @@ def test_bad_values_name_argument_value_and_remedy():
         (lambda: sel.SELConfig(delta=sel.Scale("lora", start=0.5)), "delta .*starting at 0, got .*0.5"),
         (lambda: sel.SELConfig(m=sel.Scale(start=-1)), "m.start .* got -1"),
         (lambda: sel.SELConfig(m=sel.Scale(start=0)), "m.start .* got 0"),
+        (lambda: sel.SELConfig(start="mached"), "start .* got 'mached'.*'matched'"),
+        (lambda: sel.preset("paper", mode="congruent"), "start 'mismatched' is for mode 'mismatch', got .*'congruent'"),
+        (lambda: sel.Scale(base_lr=0), "base_lr .* got 0"),
         (lambda: sel.SELConfig(e=1.0), "e .*Scale, got 1.0"),
         (lambda: sel.SELConfig(include="weight"), "include .* got 'weight'"),
         (lambda: sel.SELConfig(include=None), "include .* got None"),

@@ -18,7 +18,7 @@ from symexplin.config import PRESETS
 @pytest.mark.parametrize("name", PRESETS)
 def test_convert_keeps_the_function_and_fold_gives_it_back(name):
     plain = network()
-    curved = sel.convert(copy.deepcopy(plain), sel.preset(name))
+    curved = sel.convert(copy.deepcopy(plain), sel.preset(name, start="matched"))
     torch.testing.assert_close(curved(x), plain(x), rtol=1e-5, atol=1e-6)
     moved(curved)
     output = curved(x)
@@ -126,7 +126,7 @@ def test_other_modules_stay_plain_with_a_warning():
 
 def test_differences_are_reported(caplog):
     with caplog.at_level(logging.INFO, logger="symexplin"):
-        model = sel.convert(network(torch.bfloat16), sel.preset("paper"))
+        model = sel.convert(network(torch.bfloat16), sel.preset("congruent"))
         sel.fold(model)
     converted, folded = (record.getMessage() for record in caplog.records)
     assert converted.startswith("converted 2 layers; largest difference of a weight ")

@@ -18,7 +18,7 @@ MODES = tuple(transform.MODES)
 def make(config, shape=(5, 3), out_dim=0, seed=0):
     """Coordinates in float64 with every panel moved away from its start."""
     generator = torch.Generator().manual_seed(seed)
-    layout = Layout(shape, out_dim, 7.5, config)
+    layout = Layout(shape, out_dim, config)
     panels = layout.start_panels(torch.float64, torch.device("cpu"), position=3)
     for panel in panels.values():
         panel += 0.1 * torch.randn(panel.shape, generator=generator, dtype=torch.float64)
@@ -103,7 +103,7 @@ def test_pullback_is_the_gradient_of_effective(mode, pattern, curvature, normali
     scale = sel.Scale(pattern, rank=2)
     n = sel.Scale(pattern if pattern != "row_col_mult" else "row_col_add", start=0.0, rank=2)
     config = sel.SELConfig(
-        7.5, mode, curvature, normalize, scale, scale, scale, n, scale, sel.Scale("lora", start=0.0, rank=2)
+        7.5, mode, curvature, normalize, "matched", scale, scale, scale, n, scale, sel.Scale("lora", rank=2)
     )
     for shape, out_dim in (((5, 3), 0), ((5, 3), 1), ((5,), 0)):
         coordinates = make(config, shape, out_dim)
@@ -148,7 +148,7 @@ def test_panels_start_at_the_scales_values():
         n=sel.Scale("global", start=0.25),
         delta=sel.Scale("lora", start=0.0, rank=3),
     )
-    layout = Layout((5, 3), 0, 9.0, config)
+    layout = Layout((5, 3), 0, config)
     panels = layout.start_panels(torch.float64, torch.device("cpu"), 0)
     scales = Coordinates(layout, torch.zeros(5, 3, dtype=torch.float64), **panels).scales()
     for role, value in (("e", 4.0), ("l", -4.0), ("kappa", 27.0), ("n", 0.25), ("delta", 0.0)):
@@ -160,7 +160,7 @@ def test_panels_start_at_the_scales_values():
 def test_lora_factors_depend_on_seed_and_position_and_leave_the_global_generator_alone():
     def factor(seed, position):
         config = sel.SELConfig(seed=seed, delta=sel.Scale("lora", start=0.0, rank=4))
-        layout = Layout((50, 30), 0, 7.5, config)
+        layout = Layout((50, 30), 0, config)
         slot = next(s for s in layout.slots if s.name == "delta_A")
         return layout.view(slot, layout.start_panels(torch.float32, torch.device("cpu"), position)[slot.panel])
 
@@ -174,7 +174,7 @@ def test_lora_factors_depend_on_seed_and_position_and_leave_the_global_generator
 
 
 def test_a_bias_keeps_the_pattern_row_and_no_residual():
-    layout = Layout((4,), 0, 7.5, sel.preset("paper+offset"))
+    layout = Layout((4,), 0, sel.preset("paper+offset"))
     assert [(s.name, s.panel) for s in layout.slots] == [
         ("e_row", "panel0"),
         ("l_row", "panel0"),
@@ -186,7 +186,7 @@ def test_a_bias_keeps_the_pattern_row_and_no_residual():
 
 
 def test_decay_and_rates_follow_the_paper():
-    layout = Layout((4, 4), 0, 10.0, sel.preset("paper+offset", s=sel.Scale("global")))
+    layout = Layout((4, 4), 0, sel.preset("paper+offset", beta=10.0, s=sel.Scale("global")))
     decays = {slot.name: slot.decay for slot in layout.slots}
     assert {name for name, decay in decays.items() if decay} == {
         "e_row",
@@ -203,7 +203,7 @@ def test_decay_and_rates_follow_the_paper():
 
 def test_a_mode_creates_only_the_scales_it_uses():
     def names(mode):
-        return {slot.role for slot in Layout((4, 4), 0, 7.5, sel.SELConfig(mode=mode)).slots}
+        return {slot.role for slot in Layout((4, 4), 0, sel.preset("paper", start="matched", mode=mode)).slots}
 
     assert names("mismatch") == names("congruent") == names("oppose") == {"e", "l", "m"}
     assert names("exp_only") == {"e", "m"}

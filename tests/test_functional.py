@@ -8,7 +8,7 @@ import torch
 
 from pairwise import every_pair
 from reference import EXPONENTIAL, MODES, READS, evaluate, mp, worst
-from symexplin.functional import anneal, auto_beta, effective, inverse
+from symexplin.functional import anneal, auto_beta, beta_for, effective, inverse
 
 VARIANTS = (("fixed", False), ("fixed", True), ("absorbed", False), ("absorbed", True))
 SINGLE_ROLES = ("e", "l", "m", "n", "s")
@@ -198,11 +198,11 @@ def test_inverse_records_no_graph_and_inputs_are_left_alone():
 
 
 def test_defaults_are_the_papers():
-    """Mismatch forward, congruent inverse, unit scales, fixed curvature, d = beta."""
+    """Mismatch both ways, unit scales, fixed curvature, d = beta."""
     w = torch.linspace(-1, 1, 21, dtype=torch.float64)
     paper = torch.sign(w) * ((torch.exp(7.5 * w.abs()) - 1) / 7.5 + w / 7.5)
     torch.testing.assert_close(effective(w, beta=7.5), paper, rtol=1e-13, atol=1e-15)
-    back = effective(inverse(w, beta=7.5), mode="congruent", beta=7.5)
+    back = effective(inverse(w, beta=7.5), beta=7.5)
     torch.testing.assert_close(back, w, rtol=1e-14, atol=0)
 
 
@@ -300,22 +300,24 @@ def test_anneal_refuses_and_names_what():
 
 
 def test_auto_beta_meets_the_papers_numbers():
-    widths = {1: 7.5, 128: 7.5, 1023: 7.5, 1024: 7.5, 2048: 13.06, 3072: 18.06, 8192: 39.59}
-    assert {w: auto_beta(w, w) for w in widths} == pytest.approx(widths, abs=0.005)
-    for w in widths:
-        assert auto_beta(w, 4 * w) == auto_beta(4 * w, w) == auto_beta(w, w)
-
-
-def test_auto_beta_is_in_the_papers_ranges():
-    assert 12 <= auto_beta(2048, 2048) <= 15
-    assert 17.5 <= auto_beta(3072, 3072) <= 20
-    widths = range(1, 5000, 37)
-    assert [auto_beta(w, w) for w in widths] == sorted(max(7.5, 7.5 * (w / 1024) ** 0.8) for w in widths)
-
-
-def test_auto_beta_refuses():
+    widths = {64: 1.875, 256: 3.75, 1024: 7.5, 2048: 13.06, 3072: 18.06, 8192: 39.59}
+    assert {w: auto_beta(w) for w in widths} == pytest.approx(widths, abs=0.005)
+    assert 12 <= auto_beta(2048) <= 15
+    assert 17.5 <= auto_beta(3072) <= 20
+    betas = [auto_beta(w) for w in range(1, 5000, 37)]
+    assert betas == sorted(betas)
     for bad in (0, -4, True, math.inf, None):
-        with pytest.raises(ValueError, match=f"d_out .* got {bad}"):
-            auto_beta(bad, 4)
-        with pytest.raises(ValueError, match=f"d_in .* got {bad}"):
-            auto_beta(4, bad)
+        with pytest.raises(ValueError, match=f"width .* got {bad}"):
+            auto_beta(bad)
+
+
+def test_beta_for_departs_at_the_deviations_asked_for():
+    """The curve is 23 % above its tangent there: the paper's 7.5 at 1.75 deviations of width 1024."""
+    excess = [beta_for(std, z) * std * z for std, z in ((1 / 32, 1.75), (0.5, 1.5), (2.0, 2.0))]
+    assert excess == pytest.approx([7.5 * 1.75 / 32] * 3)
+    assert math.expm1(excess[0]) / excess[0] == pytest.approx(1.236, abs=1e-3)
+    assert beta_for(1 / 32) == 7.5
+    with pytest.raises(ValueError, match="std must be"):
+        beta_for(0.0)
+    with pytest.raises(ValueError, match="deviations must be"):
+        beta_for(0.02, -1)

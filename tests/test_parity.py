@@ -30,7 +30,7 @@ CONFIGS = {name: sel.preset(name) for name in PRESETS} | {
         "paper",
         **{
             role: sel.Scale(pattern, k=k, rank=2)
-            for pattern, (role, k) in zip(patterns, sel.preset("paper").multipliers().items(), strict=True)
+            for pattern, (role, k) in zip(patterns, sel.preset("paper").multipliers(LR).items(), strict=True)
         },
     )
     for patterns in PATTERNED

@@ -262,7 +262,7 @@ def test_conv1d_of_transformers_is_transposed():
     (weight, bias) = sel.routing(nn.Sequential(conv1d(12, 2048)))
     assert (weight.curved, weight.out_dim, weight.reason) == (True, 1, "Conv1D weight")
     assert tuple(weight.parameter.shape) == (2048, 12)
-    assert (bias.curved, bias.out_dim, bias.beta) == (True, 0, weight.beta)
+    assert (bias.curved, bias.out_dim) == (True, 0)
 
 
 def test_head_named_by_the_model_wins():
@@ -317,12 +317,16 @@ def test_frozen_parameters_are_plain():
     assert reasons(layer)["weight"] == (False, "frozen")
 
 
-def test_beta_is_the_weights_own_and_its_bias_shares_it():
-    model = nn.Sequential(nn.Linear(2048, 4096), nn.Linear(16, 16))
-    beta = {r.name: r.beta for r in sel.routing(model)}
-    assert beta["0.weight"] == beta["0.bias"] == pytest.approx(7.5 * 2**0.8)
-    assert beta["1.weight"] == 7.5
-    assert {r.beta for r in sel.routing(model, sel.preset("paper", beta=9))} == {9.0}
+def test_the_width_is_the_side_that_occurs_most_often_the_larger_on_a_tie():
+    table = sel.routing(nn.Sequential(nn.Linear(256, 64), nn.Linear(256, 64), nn.Linear(256, 256)))
+    assert (table.width, table.config.beta, table.config.l.start) == (256, 3.75, 0.5)
+    assert str(table).endswith("map: mismatch, beta 3.75, l 0.5, matched start; width 256")
+    factors = nn.Sequential(nn.Linear(2048, 4), nn.Linear(4, 2048), nn.Linear(8, 2048))
+    assert sel.routing(factors).width == 2048
+    assert sel.routing(factors[0], whole=factors).config == sel.routing(factors).config
+    assert sel.routing(factors, sel.preset("paper")).config.beta == 7.5
+    nothing = sel.routing(nn.LayerNorm(4))
+    assert (nothing.width, nothing.config) == (None, sel.SELConfig())
 
 
 def test_empty_layers_are_plain_and_a_presets_name_is_no_config():

@@ -8,7 +8,7 @@ from torch import nn
 
 import symexplin as sel
 from symexplin.layout import Layout
-from symexplin.starts import start_weight
+from symexplin.starts import is_fresh, start_weight
 
 
 @pytest.fixture
@@ -21,8 +21,8 @@ def xavier():
 
 def test_mismatched_start_at_width_1024(xavier):
     """Section 4.3: positive weights exact, negative ones 20-25 % weaker; and 2|L| is what they lose."""
-    layout = Layout((64, 1024), 0, 7.5, sel.preset("paper"))
-    start = start_weight(xavier, layout, "mismatched")
+    layout = Layout((64, 1024), 0, sel.preset("paper"))
+    start = start_weight(xavier, layout)
     positive = xavier > 0
     torch.testing.assert_close(start[positive], xavier[positive], rtol=1e-12, atol=0)
     ratio = (start / xavier)[~positive]
@@ -63,18 +63,36 @@ def test_matched_and_converted_mismatched_start_agree(xavier):
     plain = nn.Linear(64, 64, bias=False, dtype=torch.float64)
     plain.weight.data.copy_(xavier[:64, :64])
     config = sel.preset("paper")
-    inside = sel.convert(nn.Sequential(plain), config, start="mismatched")
+    inside = sel.convert(nn.Sequential(plain), config)
     other = nn.Linear(64, 64, bias=False, dtype=torch.float64)
     other.weight.data.copy_(xavier[:64, :64])
     sel.init_(other, config, xavier=False)
     torch.testing.assert_close(inside[0].weight, other.weight, rtol=1e-13, atol=0)
 
 
-def test_mismatched_start_is_for_the_mismatch_mode_alone():
-    with pytest.raises(ValueError, match=r"start 'mismatched' is for mode='mismatch' alone, got mode='congruent'$"):
-        sel.convert(nn.Sequential(nn.Linear(2, 2)), sel.preset("congruent"), start="mismatched")
-    with pytest.raises(ValueError, match=r"start must be one of .* did you mean 'matched'"):
-        sel.convert(nn.Sequential(nn.Linear(2, 2)), start="mached")
+def test_only_fresh_draws_start_mismatched():
+    fresh = {"Xavier's": nn.init.xavier_uniform_, "torch's": lambda w: nn.init.uniform_(w, -1 / 16, 1 / 16)}
+    fresh |= {"zero": nn.init.zeros_, "a narrow normal": lambda w: nn.init.normal_(w, std=0.02)}
+    torch.manual_seed(0)
+    for name, draw in fresh.items():
+        assert is_fresh(draw(torch.empty(128, 256))), name
+    weight = nn.init.xavier_uniform_(torch.empty(128, 256))
+    assert is_fresh(weight.bfloat16())
+    stale = {
+        "larger": 1.1 * weight,
+        "shifted": weight.clamp(max=0.05),
+        "started": torch.where(weight > 0, 1, 0.78) * weight,
+    }
+    for name, values in stale.items():
+        assert not is_fresh(values), name
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight.data.mul_(3)
+    before = model[0].weight.detach().clone()
+    with pytest.raises(
+        ValueError, match=r"start 'mismatched' is for weights that were just drawn: 1\.weight .*'matched'"
+    ):
+        sel.convert(model, sel.preset("paper"))
+    assert torch.equal(model[0].weight, before)
 
 
 def test_weights_that_are_not_finite_are_refused_by_name():

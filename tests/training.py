@@ -5,7 +5,10 @@ from torch import nn
 
 import symexplin as sel
 
-__all__ = ["assert_same_bits", "backward", "batch", "build", "network", "train"]
+__all__ = ["MATCHED", "assert_same_bits", "backward", "batch", "build", "network", "train"]
+
+# The paper's map with all of its scales, whatever the weights are.
+MATCHED = sel.preset("paper", start="matched")
 
 
 def network(dtype=torch.float32, seed=0):
@@ -25,7 +28,7 @@ def backward(model, step):
 
 def build(model, config=None, lr=1e-2, **kwargs):
     kwargs = {"total_steps": 100, "max_grad_norm": 1.0} | kwargs
-    return sel.SELAdamW(sel.param_groups(model, lr=lr, config=config or sel.preset("paper")), **kwargs)
+    return sel.SELAdamW(sel.param_groups(model, lr=lr, config=config or MATCHED), **kwargs)
 
 
 def train(model, optimizer, steps, start=0):

@@ -2,8 +2,7 @@
 
     import symexplin as sel
 
-    groups = sel.param_groups(model, lr=3e-4, weight_decay=0.01, config=sel.preset("paper"))
-    optimizer = sel.SELAdamW(groups, total_steps=steps, max_grad_norm=1.0)
+    optimizer = sel.SELAdamW(model, lr=3e-4, weight_decay=0.01, max_grad_norm=1.0)
 
 The model's parameters are ordinary effective weights at every step.
 """
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from symexplin import functional
     from symexplin import hf as hf
     from symexplin import lightning as lightning
-    from symexplin.config import Scale, SELConfig, carried, preset
+    from symexplin.config import Scale, SELConfig, preset
     from symexplin.conversion import convert, fold
     from symexplin.linear import SELLinear
     from symexplin.optim import (
@@ -47,7 +46,6 @@ __all__ = [
     "ScaleAnnealing",
     "Target",
     "anneal_scales",
-    "carried",
     "convert",
     "fold",
     "from_adamw",
@@ -62,7 +60,7 @@ __all__ = [
 
 # The module of each name. A name is imported at first use, so that `symexplin --help` does not load torch.
 _HOMES = {
-    "config": ("SELConfig", "Scale", "carried", "preset"),
+    "config": ("SELConfig", "Scale", "preset"),
     "conversion": ("convert", "fold"),
     "linear": ("SELLinear",),
     "optim": (

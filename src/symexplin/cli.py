@@ -180,7 +180,7 @@ _Resume = Annotated[bool, _Switch, Parameter(help="continue in the folder, or st
 _Run = Annotated[str, Parameter(help="the folder of a run, one of its checkpoints, or a model.safetensors")]
 _Weights = Annotated[str, Parameter(help="a safetensors file, or a folder of them")]
 _Target = Annotated[str, Parameter(help="the safetensors file to write, a new one")]
-_Preset = Annotated[str, Parameter(help="the map: default (beta by matrix), or one of the paper's, such as paper")]
+_Preset = Annotated[str, Parameter(help="the map: default (beta by the width), or one of the paper's, such as paper")]
 _Start = Annotated[Literal["matched", "mismatched"], Parameter(help="mismatched: the paper's, for mode mismatch")]
 _Plan = Annotated[bool, _Switch, Parameter(help="print the runs and the assumptions, and stop")]
 _Path = str | None
@@ -339,7 +339,7 @@ def _inspect(source: _Weights, /, *, preset: _Path = None, map: Pairs = None, js
     if the model was trained with one, else the default one.
 
     Args:
-        preset: another map: default (beta by matrix), or one of the paper's, such as paper
+        preset: another map: default (beta by the width), or one of the paper's, such as paper
         json: the file to write all figures to
 
     Examples:
@@ -373,7 +373,7 @@ def _invert(
     from symexplin.lab.maps import named_map
     from symexplin.lab.weights.folding import invert_file
 
-    invert_file(source, target, named_map(preset, map or {}), start, echo=print)
+    invert_file(source, target, named_map(preset, {"start": start, **(map or {})}), echo=print)
 
 
 def _fold(source: _Weights, target: _Target, /) -> None:

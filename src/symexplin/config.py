@@ -18,7 +18,6 @@ __all__ = [
     "START_RULES",
     "SELConfig",
     "Scale",
-    "carried",
     "check_config",
     "preset",
 ]
@@ -41,11 +40,14 @@ SCALE_ROLES = ("e", "l", "m", "n", "s", "delta")
 # Assumption, since the paper does not say: s decays, LoRA factors do not.
 DECAYED_ROLES = frozenset({"e", "l", "s"})
 
+PAPER_LR = 3e-4  # the learning rate that the paper's multipliers k go with (section 5.1)
+_USUAL_START = {"n": 0.0, "delta": 0.0}  # the first value of the other scales is 1
+
 Span = tuple[float, float]
 
 
 def _span(name: str, value: object) -> Span:
-    """Return a multiplier or learning rate as a (start, end) pair."""
+    """Return a multiplier as a (start, end) pair."""
     pair = value if isinstance(value, list | tuple) else (value, value)
     if len(pair) != 2:
         raise ValueError(f"{name} must be a number or a (start, end) pair, got {value!r}")
@@ -59,61 +61,68 @@ class Scale:
     Args:
         pattern: "fixed" (one constant), "global", "row" (d_out values), "column" (d_in), "row_col_mult" (their
             outer product), "row_col_add" (their sum), "lora" (start + A B, B = 0).
-        start: the scale's first value.
-        k: multiplier of the optimizer's learning rate, a number or (k0, k1), annealed as in section 4.5.
-        peak_lr: replaces `k`: the scale's learning rate at the optimizer's peak learning rate, a number or
-            (start, end). The product k * lr carries over to other learning rates; k alone does not.
+        start: the scale's first value. None: the usual one, 0 for n and delta, 1 for the others; l follows beta="auto"
+            below width 1024 (:class:`SELConfig`).
+        k: the scale's learning rate in units of `base_lr`: a number or (k0, k1), annealed as in section 4.5.
+        base_lr: the learning rate that `k` multiplies. The default is the paper's 3e-4: a scale then learns at
+            k * 3e-4 at any learning rate of the weights, because this product carries over to other learning rates.
+            1 makes `k` the learning rate itself. None: `k` multiplies the learning rate of the weights.
         rank: rank of "lora".
 
-    >>> Scale("row_col_mult", k=(50, 8)).k
-    (50.0, 8.0)
+    >>> Scale("row_col_mult", k=(50, 8)).multiplier(lr=1e-4)
+    (150.0, 24.0)
     """
 
     pattern: str = "fixed"
-    start: float = 1.0
+    start: float | None = None
     k: Span = (1.0, 1.0)
-    peak_lr: Span | None = None
+    base_lr: float | None = PAPER_LR
     rank: int = 8
 
     def __post_init__(self) -> None:
         """Check every field and turn single multipliers into pairs."""
         check_choice("pattern", self.pattern, PATTERNS)
-        object.__setattr__(self, "start", check_finite("start", self.start))
+        if self.start is not None:
+            object.__setattr__(self, "start", check_finite("start", self.start))
         object.__setattr__(self, "rank", check_whole("rank", self.rank))
         object.__setattr__(self, "k", _span("k", self.k))
-        if self.peak_lr is not None:
-            object.__setattr__(self, "peak_lr", _span("peak_lr", self.peak_lr))
+        if self.base_lr is not None:
+            object.__setattr__(self, "base_lr", check_positive("base_lr", self.base_lr))
 
     @property
     def learned(self) -> bool:
         """Whether the scale has parameters."""
         return self.pattern != "fixed"
 
+    @property
+    def first(self) -> float:
+        """The first value, which :meth:`SELConfig.resolve` has filled in."""
+        assert self.start is not None, "the configuration is not resolved"
+        return self.start
+
     def multiplier(self, lr: float | None) -> Span:
-        """Return (k0, k1): `k`, or `peak_lr` divided by the optimizer's peak learning rate `lr`."""
-        if self.peak_lr is None:
+        """Return (k0, k1) in units of the optimizer's peak learning rate `lr`."""
+        if self.base_lr is None:
             return self.k
         if lr is None:
-            raise ValueError("lr must be given when a scale sets peak_lr: k = peak_lr / lr")
+            raise ValueError("lr must be given when scales are learned at a rate of their own: k * base_lr / lr")
         check_positive("lr", lr)
-        return self.peak_lr[0] / lr, self.peak_lr[1] / lr
-
-
-# The paper's multipliers, for its learning rate 3e-4 (section 5.1).
-_E = Scale("row_col_mult", k=(50.0, 8.0))
-_L = Scale("row_col_mult", k=(50.0, 8.0))
-_M = Scale("row_col_mult", k=(0.01, 0.5))
+        return self.k[0] * (self.base_lr / lr), self.k[1] * (self.base_lr / lr)
 
 
 @dataclass(frozen=True)
 class SELConfig:
-    """The map of a model: mode, curvature, scales and the choice of curved parameters.
+    """The map of a model: mode, curvature, scales, the start and the choice of curved parameters.
+
+    The default map has fixed scales and starts matched; its beta follows from the model's width.
 
     Args:
-        beta: reference curvature of every matrix, or "auto" for :func:`symexplin.functional.auto_beta`.
+        beta: reference curvature of all matrices. "auto": by the model's width (:meth:`resolve`).
         mode: "mismatch", "congruent", "exp_only", "oppose", "damped", "sinh" or "linear".
         curvature: "fixed" (kappa = beta m) or "absorbed" (kappa = exp(a), with a configured by `m`).
         normalize: divide by kappa instead of beta.
+        start: "matched" (the effective weights are those found) or "mismatched" (the paper's, section 4.3: for mode
+            "mismatch" and weights that were just drawn).
         e, l, m, n, s, delta: one :class:`Scale` each. A mode ignores the scales that it does not use. `delta` is
             off ("fixed") or "lora". Its learning rate is also divided by beta (paper, section 4.2).
         include, exclude: fnmatch patterns of fully qualified parameter names to curve or to leave plain. They
@@ -132,12 +141,13 @@ class SELConfig:
     mode: str = "mismatch"
     curvature: str = "fixed"
     normalize: bool = False
-    e: Scale = _E
-    l: Scale = _L
-    m: Scale = _M
-    n: Scale = field(default=Scale(start=0.0))
+    start: str = "matched"
+    e: Scale = field(default=Scale())
+    l: Scale = field(default=Scale())
+    m: Scale = field(default=Scale())
+    n: Scale = field(default=Scale())
     s: Scale = field(default=Scale())
-    delta: Scale = field(default=Scale(start=0.0))
+    delta: Scale = field(default=Scale())
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     seed: int = 0
@@ -151,6 +161,9 @@ class SELConfig:
         check_choice("mode", self.mode, MODES)
         check_choice("curvature", self.curvature, CURVATURES)
         check_flag("normalize", self.normalize)
+        check_choice("start", self.start, START_RULES)
+        if self.start == "mismatched" and self.mode != "mismatch":
+            raise ValueError(f"start 'mismatched' is for mode 'mismatch', got mode {self.mode!r}: use 'matched'")
         object.__setattr__(self, "seed", check_whole("seed", self.seed, minimum=0, maximum=2**32 - 1))
         for name in ("include", "exclude"):
             patterns = getattr(self, name)
@@ -163,15 +176,16 @@ class SELConfig:
     def _check_scale(self, role: str, scale: object) -> None:
         if not isinstance(scale, Scale):
             raise ValueError(f"{role} must be a Scale, got {scale!r}")
-        if scale.pattern == "row_col_mult" and scale.start == 0.0:
+        start = _USUAL_START.get(role, 1.0) if scale.start is None else scale.start
+        if scale.pattern == "row_col_mult" and start == 0.0:
             raise ValueError(
                 f"{role}.pattern 'row_col_mult' cannot start at 0: both factors would have gradient 0 for ever; "
                 "use 'column' or 'row_col_add'"
             )
-        if role == "delta" and (scale.pattern not in ("fixed", "lora") or scale.start != 0.0):
+        if role == "delta" and (scale.pattern not in ("fixed", "lora") or start != 0.0):
             raise ValueError(f"delta must be off ('fixed') or 'lora', starting at 0, got {scale}")
-        if role == "m" and scale.start <= 0.0:
-            raise ValueError(f"m.start must be positive, got {scale.start}")
+        if role == "m" and start <= 0.0:
+            raise ValueError(f"m.start must be positive, got {start}")
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -184,15 +198,61 @@ class SELConfig:
         """The scales with parameters."""
         return tuple(role for role in self.roles if getattr(self, role).learned)
 
-    def beta_of(self, d_out: int, d_in: int) -> float:
-        """Return the reference curvature of a matrix: the given one, or the automatic one for its shape."""
+    def resolve(self, width: int) -> Self:
+        """Return the configuration with the numbers that a model of this `width` gives it.
+
+        beta="auto" becomes the paper's curve from width 1024 up, ``7.5 (width/1024)^0.8``, with l = 1. Below it is the
+        geometry of width 1024, rescaled: Xavier's bound is proportional to 1/sqrt(width), so
+        ``beta = 7.5 sqrt(width/1024)`` keeps kappa |w| at the start, and ``l = beta/7.5`` keeps the linear pathway at
+        1/7.5 of the unit slope. With l = 1 its share would be 1/beta.
+
+        >>> config = SELConfig().resolve(256)
+        >>> config.beta, config.l.start
+        (3.75, 0.5)
+        >>> SELConfig(l=Scale(start=1)).resolve(256).l.start
+        1.0
+        """
         from symexplin.functional import auto_beta  # this module needs no torch
 
-        return auto_beta(d_out, d_in) if isinstance(self.beta, str) else self.beta
+        starts = {role: _USUAL_START.get(role, 1.0) for role in SCALE_ROLES}
+        beta = self.beta
+        if isinstance(beta, str):
+            beta = auto_beta(width)
+            if self.mode != "linear":  # there l is the map itself
+                starts["l"] = min(1.0, beta / _BETA_AT_1024)
+        missing = [role for role in SCALE_ROLES if getattr(self, role).start is None]
+        filled = {role: dataclasses.replace(getattr(self, role), start=starts[role]) for role in missing}
+        return dataclasses.replace(self, beta=beta, **filled)
 
     def multipliers(self, lr: float | None = None) -> dict[str, Span]:
         """Return (k0, k1) of every learned scale at the optimizer's peak learning rate `lr`."""
         return {role: getattr(self, role).multiplier(lr) for role in self.learned_roles}
+
+    def describe(self, rates: bool = False) -> str:
+        """Return the map in words: its form, the scales that are learned or not one (n, delta: zero), and its start.
+
+        `rates` adds the learning rates of the scales.
+
+        >>> preset("fixed_curvature").describe()
+        'mismatch, beta 7.5, e and l learned (row_col_mult), mismatched start'
+        >>> SELConfig().resolve(256).describe()
+        'mismatch, beta 3.75, l 0.5, matched start'
+        """
+        words = [self.mode, f"beta {self.beta if isinstance(self.beta, str) else format(self.beta, '.4g')}"]
+        words += ["absorbed curvature"] if self.curvature == "absorbed" else []
+        words += ["normalized"] if self.normalize else []
+        learned: dict[str, list[str]] = {}
+        for role in self.roles:
+            scale = getattr(self, role)
+            start = "" if scale.start in (None, _USUAL_START.get(role, 1.0)) else f"{scale.start:.4g}"
+            if scale.learned:
+                how = ", ".join([scale.pattern, *([f"from {start}"] if start else [])])
+                how += f", k {scale.k[0]:g} to {scale.k[1]:g}" if rates else ""
+                learned.setdefault(how, []).append(role)
+            elif start:
+                words.append(f"{role} {start}")
+        words += [f"{' and '.join(roles)} learned ({how})" for how, roles in learned.items()]
+        return ", ".join([*words, f"{self.start} start"])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration as nested plain dicts, lists, strings and numbers."""
@@ -228,31 +288,34 @@ def _scale(role: str, value: object) -> Scale:
     return Scale(**value)
 
 
-_OFF = Scale()
-_PAPER: dict[str, Any] = {"beta": 7.5}
-_PAPER_WIDTH = 1024  # the paper's smallest width, trained with beta 7.5
+# The paper's learned scales, with its multipliers for the learning rate 3e-4 (section 5.1).
+_LEARNED = {
+    "e": Scale("row_col_mult", k=(50.0, 8.0)),
+    "l": Scale("row_col_mult", k=(50.0, 8.0)),
+    "m": Scale("row_col_mult", k=(0.01, 0.5)),
+}
+_BETA_AT_1024 = 7.5  # the paper's, at its smallest width (section 5.2)
+_FROZEN: dict[str, Any] = {"beta": _BETA_AT_1024, "start": "mismatched"}
+_PAPER: dict[str, Any] = {**_FROZEN, **_LEARNED}
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": _PAPER,
     # Assumptions, not in the paper: the multiplier of n and the rank of delta.
-    "paper+offset": {
-        **_PAPER,
-        "n": Scale("column", start=0.0),
-        "delta": Scale("lora", start=0.0, k=(0.5, 0.5)),
-    },
-    "fixed_curvature": {**_PAPER, "m": _OFF},
+    "paper+offset": {**_PAPER, "n": Scale("column"), "delta": Scale("lora", k=(0.5, 0.5))},
+    "fixed_curvature": {**_PAPER, "m": Scale()},
     "absorbed": {**_PAPER, "curvature": "absorbed", "normalize": True},
-    "frozen": {**_PAPER, "e": _OFF, "l": _OFF, "m": _OFF},
-    "congruent": {**_PAPER, "mode": "congruent"},
-    "exp_only": {**_PAPER, "mode": "exp_only"},
-    "structured_linear": {**_PAPER, "mode": "linear"},
+    "frozen": _FROZEN,
+    "congruent": {**_PAPER, "mode": "congruent", "start": "matched"},
+    "exp_only": {**_PAPER, "mode": "exp_only", "start": "matched"},
+    "structured_linear": {**_PAPER, "mode": "linear", "start": "matched"},
 }
 
 
 def preset(name: str, **overrides: Any) -> SELConfig:
     """Return one of the paper's configurations, with `overrides` of :class:`SELConfig` fields.
 
-    "paper" (width 1024: beta 7.5, mismatch, learned row x column e, l, m), "paper+offset", "fixed_curvature",
-    "absorbed" (normalized), "frozen" (all scales one), "congruent", "exp_only", "structured_linear".
+    "paper" (width 1024: beta 7.5, mismatch, the mismatched start, learned row x column e, l, m), "paper+offset",
+    "fixed_curvature", "absorbed" (normalized), "frozen" (all scales one), "congruent", "exp_only" and
+    "structured_linear" (these three start matched). They have beta 7.5 at any width; beta="auto" follows the width.
 
     Raises:
         ValueError: an unknown preset or field. The message names the nearest valid one.
@@ -262,36 +325,6 @@ def preset(name: str, **overrides: Any) -> SELConfig:
     """
     check_choice("preset", name, PRESETS)
     return SELConfig.from_dict({**PRESETS[name], **overrides})
-
-
-def carried(width: int, **overrides: Any) -> SELConfig:
-    """Return the paper's configuration for width 1024, rescaled to another width.
-
-    Xavier's bound is proportional to 1/sqrt(width), so ``beta = 7.5 sqrt(width/1024)`` keeps kappa |w| at the start.
-    ``l = beta/7.5`` keeps the linear pathway at 1/7.5 of the unit slope; with l = 1 its share would be 1/beta. All
-    scales are fixed. Width 1024 gives ``preset("frozen")``. This is the laboratory's default, chosen by the
-    measurements at small widths in docs/log.md.
-
-    Args:
-        width: inputs of the model's layers.
-        overrides: fields of :class:`SELConfig`. `beta` must be a number. l starts at beta/7.5, also if it is given as
-            a mapping without "start". An l given as a :class:`Scale` is used unchanged.
-
-    Raises:
-        ValueError: width is not a positive integer, beta is not a positive number, or a field is unknown.
-
-    >>> config = carried(256)
-    >>> config.beta, config.l.start
-    (3.75, 0.5)
-    >>> carried(256, l={"pattern": "row"}).l.start
-    0.5
-    """
-    beta = _PAPER["beta"] * (check_whole("width", width) / _PAPER_WIDTH) ** 0.5
-    beta = check_positive("beta", overrides.pop("beta", beta))
-    linear = overrides.pop("l", {})
-    if isinstance(linear, Mapping):
-        linear = {"start": beta / _PAPER["beta"], **linear}
-    return SELConfig.from_dict({**PRESETS["frozen"], "beta": beta, "l": linear, **overrides})
 
 
 def check_config(config: object) -> SELConfig:

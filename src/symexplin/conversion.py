@@ -7,51 +7,51 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from symexplin.config import Scale, SELConfig, check_config
+from symexplin.config import SELConfig
 from symexplin.layout import Layout
 from symexplin.linear import SELLinear
 from symexplin.routes import Route, routing
-from symexplin.starts import START_RULES
-from symexplin.validation import check_choice, naming
+from symexplin.starts import check_fresh
+from symexplin.validation import naming
 
 __all__ = ["IDENTITY", "convert", "fold"]
 
 _logger = logging.getLogger("symexplin")
 
 # A plain bias beside a curved weight has the identity map.
-IDENTITY = SELConfig(mode="linear", l=Scale(), s=Scale())
+IDENTITY = SELConfig(mode="linear", beta=1.0)
 
 
-def convert(model: nn.Module, config: SELConfig | None = None, start: str = "matched") -> nn.Module:
+def convert(model: nn.Module, config: SELConfig | None = None) -> nn.Module:
     """Convert the linear layers of `model` to curved ones, in place, and return it (paper, sections 4.2, 4.3).
 
     Args:
         model: any module. A bare `nn.Linear` cannot change in place: use the returned layer.
-        config: the map and the choice of parameters (see :func:`symexplin.routing`); default `SELConfig()`.
-        start: "matched": effective weights equal the present weights, up to rounding. "mismatched" (the paper's,
-            only for mode "mismatch"): they become mismatch(congruent_inverse(present weights)).
+        config: the map and the choice of parameters (see :func:`symexplin.routing`); default `SELConfig()`. Its start
+            "matched" keeps the present weights as effective weights, up to rounding. "mismatched" (the paper's) makes
+            them mismatch(congruent_inverse(present weights)), if these were just drawn.
 
     Tied layers stay tied. Parameters that :func:`symexplin.routing` curves outside of `nn.Linear` stay plain, with a
     warning. The largest difference to the present weights is logged (logger "symexplin", level INFO).
 
     Raises:
-        ValueError: weights are not finite or out of the map's reach. The message names the layer. The model is
-            unchanged.
+        ValueError: weights are not finite or out of the map's reach, or a mismatched start for weights that were not
+            just drawn. The message names the layer. The model is unchanged.
 
     >>> model = convert(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)))
     >>> type(model[0]).__name__, type(fold(model)[0]).__name__
     ('SELLinear', 'Linear')
     """
-    config = check_config(config)
-    check_choice("start", start, START_RULES)
-    routes = {id(route.parameter): route for route in routing(model, config).curved}
+    table = routing(model, config)
+    check_fresh(table)
+    routes = {id(route.parameter): route for route in table.curved}
     fresh: dict[int, SELLinear] = {}
     built: dict[int, nn.Module] = {}
     taken: set[int] = set()
     for name, module in model.named_modules():
         if not _convertible(module) or id(module.weight) not in routes:
             continue
-        layer = _curve(name or "model", cast(nn.Linear, module), routes, config, start)
+        layer = _curve(name or "model", cast(nn.Linear, module), routes, table.config)
         taken |= {id(p) for p in module.parameters(recurse=False)}
         for plain, bias in ((module.weight, False), (module.bias, True)):
             if isinstance(plain, Tensor) and (twin := fresh.setdefault(id(plain), layer)) is not layer:
@@ -96,14 +96,14 @@ def _convertible(module: nn.Module) -> bool:
     return type(module) in (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
 
 
-def _curve(name: str, module: nn.Linear, routes: dict[int, Route], config: SELConfig, start: str) -> SELLinear:
+def _curve(name: str, module: nn.Linear, routes: dict[int, Route], config: SELConfig) -> SELLinear:
     weight = routes[id(module.weight)]
     bias = None
     if module.bias is not None:
         route = routes.get(id(module.bias))
-        bias = route.layout(config) if route else Layout(tuple(module.bias.shape), 0, 1.0, IDENTITY)
+        bias = route.layout(config) if route else Layout(tuple(module.bias.shape), 0, IDENTITY)
     with naming(name):
-        return SELLinear.from_linear(module, weight.layout(config), bias, start, weight.position)
+        return SELLinear.from_linear(module, weight.layout(config), bias, weight.position)
 
 
 def _share(layer: SELLinear, twin: SELLinear, bias: bool) -> None:

@@ -29,7 +29,7 @@ class Coordinates(NamedTuple):
     All tensors may have one leading batch dimension for several tensors of one layout.
 
     >>> from symexplin.config import SELConfig
-    >>> layout = Layout((3, 2), 0, 7.5, SELConfig(beta=7.5))
+    >>> layout = Layout((3, 2), 0, SELConfig(beta=7.5))
     >>> panels = layout.start_panels(torch.float64, torch.device("cpu"), position=0)
     >>> coordinates = Coordinates(layout, torch.zeros(3, 2, dtype=torch.float64), **panels)
     >>> w = torch.tensor([[0.1, -0.2], [0.0, 1e-9], [2.0, -3.0]], dtype=torch.float64)
@@ -182,13 +182,13 @@ class Coordinates(NamedTuple):
         return found
 
     def _value(self, role: str) -> Value:
-        start: float = getattr(self.layout.config, role).start
+        start: float = getattr(self.layout.config, role).first
         return _combine(self.layout.pattern(role), start, self._factors(role))
 
     def _curvature(self) -> Value:
         """Return kappa: beta m, or exp(a) (paper, Eq. 3)."""
         layout = self.layout
-        pattern, start, factors = layout.pattern("m"), layout.config.m.start, self._factors("m")
+        pattern, start, factors = layout.pattern("m"), layout.config.m.first, self._factors("m")
         if layout.config.curvature == "absorbed":
             if pattern == "lora":
                 return layout.beta * start * torch.exp(_product(*factors))

@@ -1,4 +1,4 @@
-"""Pure functions: the SymExpLin map, its inverse, the annealing rule and the automatic beta."""
+"""Pure functions: the SymExpLin map, its inverse, the annealing rule and rules for beta."""
 
 import math
 from typing import Any
@@ -20,11 +20,14 @@ from symexplin.transform import (
 )
 from symexplin.validation import check_choice, check_positive
 
-__all__ = ["anneal", "auto_beta", "effective", "inverse"]
+__all__ = ["anneal", "auto_beta", "beta_for", "effective", "inverse"]
 
-# Automatic beta (our choice): the paper's 7.5 at width 1024, proportional to width^0.8 to meet its 12-15 at 2048
-# and 17.5-20 at 3072. Never below 7.5: the linear pathway is 1/beta of the unit slope.
-_BETA_AT_1024, _BETA_EXPONENT = 7.5, 0.8
+# The paper's beta at width 1024 (section 5.2). From there up, width^0.8 meets its 12-15 at 2048 and 17.5-20 at 3072;
+# below, the square root keeps kappa times Xavier's bound. Both powers are our choice.
+_WIDTH, _BETA, _ABOVE, _BELOW = 1024, 7.5, 0.8, 0.5
+# At width 1024 beta 7.5 gives this kappa |w| at 1.75 deviations of Xavier's draw, sqrt(2/(1024 + 1024)): the middle of
+# the paper's 1.5 to 2 (section 5.2). There the exponential is 23 % above its tangent.
+_KNEE = 7.5 * 1.75 / 32.0
 
 
 class _Effective(torch.autograd.Function):
@@ -132,7 +135,7 @@ def effective(
 def inverse(
     t: Tensor,
     *,
-    mode: str = "congruent",
+    mode: str = "mismatch",
     beta: float,
     e: Value = 1.0,
     l: Value = 1.0,
@@ -158,7 +161,7 @@ def inverse(
             and the number of elements. The errors of :func:`effective` apply too.
 
     >>> t = torch.tensor([-3.0, 0.0, 1e-12], dtype=torch.float64)
-    >>> back = effective(inverse(t, beta=7.5), mode="congruent", beta=7.5)
+    >>> back = effective(inverse(t, beta=7.5), beta=7.5)
     >>> bool((back - t).abs().max() < 1e-14)
     True
     """
@@ -193,15 +196,32 @@ def anneal(step: int, total: int | None, k0: float, k1: float) -> float:
     return k0 * math.exp(0.5 * math.log(k1 / k0) * (1.0 - math.cos(math.pi * step / total)))
 
 
-def auto_beta(d_out: int, d_in: int) -> float:
-    """Return the reference curvature of a matrix: ``max(7.5, 7.5 (min(d_out, d_in)/1024)^0.8)``.
+def auto_beta(width: int) -> float:
+    """Return the reference curvature of a model: ``7.5 (width/1024)^p``, p = 0.8 from 1024 up and 0.5 below.
 
-    The curve meets the paper's 7.5, 12-15 and 17.5-20 at widths 1024, 2048 and 3072 (section 5.2).
+    The curve meets the paper's 7.5, 12-15 and 17.5-20 at widths 1024, 2048 and 3072 (section 5.2). Below 1024 it keeps
+    kappa times Xavier's bound, 0.41 for a square matrix.
 
-    >>> [round(auto_beta(d, d), 1) for d in (128, 1024, 2048, 3072)]
-    [7.5, 7.5, 13.1, 18.1]
+    >>> [round(auto_beta(width), 2) for width in (64, 256, 1024, 2048, 3072)]
+    [1.88, 3.75, 7.5, 13.06, 18.06]
     """
-    check_positive("d_out", d_out)
-    check_positive("d_in", d_in)
-    growth: float = (min(d_out, d_in) / 1024.0) ** _BETA_EXPONENT
-    return max(_BETA_AT_1024, _BETA_AT_1024 * growth)
+    check_positive("width", width)
+    growth: float = (width / _WIDTH) ** (_ABOVE if width >= _WIDTH else _BELOW)
+    return _BETA * growth
+
+
+def beta_for(std: float, deviations: float = 1.75) -> float:
+    """Return the curvature with which the exponential departs from linear at a number of deviations of the weights.
+
+    It "departs" where it is 23 % above its tangent, at kappa |w| = 0.41. This is where beta 7.5 puts 1.75 deviations of
+    Xavier's draw at width 1024, the middle of the paper's 1.5 to 2 (section 5.2, which has no number for "departs").
+    The paper's own values at larger widths depart earlier: 12 to 15 at width 2048 at 1.5 to 1.2 deviations.
+
+    Args:
+        std: standard deviation of the weights: drawn (Xavier's ``sqrt(2/(d_in + d_out))``) or trained.
+        deviations: where the curve departs.
+
+    >>> round(beta_for(1 / 32), 2), round(beta_for(1 / 32, deviations=1.5), 2)
+    (7.5, 8.75)
+    """
+    return _KNEE / (check_positive("deviations", deviations) * check_positive("std", std))

@@ -44,17 +44,17 @@ class Layout:
     Args:
         shape: (d0, d1) of a weight or (d0,) of a bias.
         out_dim: the output dimension of a weight: 0 for `nn.Linear`, 1 for transformers' `Conv1D`.
-        beta: the reference curvature; a bias has that of its weight.
-        config: the configuration.
+        config: the configuration of the model. One that is not resolved gets the numbers of a model that has this
+            tensor alone.
 
-    >>> layout = Layout((3, 2), 0, 7.5, SELConfig(beta=7.5))
+    >>> from symexplin.config import preset
+    >>> layout = Layout((3, 2), 0, preset("paper"))
     >>> [(slot.name, slot.panel, slot.index) for slot in layout.slots][:2]
     [('e_row', 'panel0', 0), ('e_column', 'panel1', 0)]
     """
 
     shape: tuple[int, ...]
     out_dim: int
-    beta: float
     config: SELConfig
     form: Form = field(init=False, repr=False, compare=False)  # the fixed part of the map
     # Every learned vector in a fixed order: by role, outputs before inputs.
@@ -62,15 +62,21 @@ class Layout:
     panel_shapes: dict[str, tuple[int, ...]] = field(init=False, repr=False, compare=False)
 
     @staticmethod
-    def of(shape: tuple[int, ...], out_dim: int, beta: float, config: str) -> "Layout":
+    def of(shape: tuple[int, ...], out_dim: int, config: str) -> "Layout":
         """Return the layout of a configuration given as JSON; equal arguments give the same object."""
-        return _layout_of(shape, out_dim, beta, config)
+        return _layout_of(shape, out_dim, config)
 
     def __post_init__(self) -> None:
         """Compute the derived fields now: computed lazily, they could be first needed inside torch.compile."""
+        object.__setattr__(self, "config", self.config.resolve(max(self.shape)))
         object.__setattr__(self, "form", Form(self.config.mode, self.beta, self.config.normalize))
         object.__setattr__(self, "slots", self._slots())
         object.__setattr__(self, "panel_shapes", {panel: self._panel_shape(panel) for panel in PANELS})
+
+    @property
+    def beta(self) -> float:
+        """The reference curvature."""
+        return float(self.config.beta)
 
     def _slots(self) -> tuple[Slot, ...]:
         slots: list[Slot] = []
@@ -102,7 +108,7 @@ class Layout:
     def _drafts(self, role: str) -> list[tuple[str, str, int, float | None]]:
         """Return (name suffix, panel, count, start) of a role's slots."""
         scale = getattr(self.config, role)
-        start = math.log(self.beta * scale.start) if self._is_log(role) else scale.start
+        start = math.log(self.beta * scale.first) if self._is_log(role) else scale.first
         rows, columns = ("panel0", "panel1") if self.out_dim == 0 else ("panel1", "panel0")
         pattern = self.pattern(role)
         if pattern == "fixed":  # the delta of a bias
@@ -168,5 +174,5 @@ class Layout:
 
 
 @functools.cache
-def _layout_of(shape: tuple[int, ...], out_dim: int, beta: float, config: str) -> Layout:
-    return Layout(shape, out_dim, beta, SELConfig.from_json(config))
+def _layout_of(shape: tuple[int, ...], out_dim: int, config: str) -> Layout:
+    return Layout(shape, out_dim, SELConfig.from_json(config))

@@ -11,9 +11,8 @@ from symexplin.config import SELConfig, check_config
 from symexplin.coordinates import Coordinates
 from symexplin.layout import PANELS, Layout, Slot
 from symexplin.ops import Key, effective_op, key_of, pullback_op
-from symexplin.starts import START_RULES, start_weight
+from symexplin.starts import start_weight
 from symexplin.transform import compute_dtype
-from symexplin.validation import check_choice
 
 __all__ = ["SELLinear"]
 
@@ -91,8 +90,7 @@ class SELLinear(nn.Linear):
 
     Args:
         in_features, out_features, bias, device, dtype: as in `nn.Linear`, whose initial weights are the targets.
-        config: the map; include and exclude are ignored.
-        start: "matched" or "mismatched", see :func:`convert`.
+        config: the map and its start; include and exclude are ignored. The width is the larger of both sizes.
 
     >>> layer = SELLinear(8, 4)
     >>> layer(torch.zeros(2, 8)).shape, layer.raw_weight.shape
@@ -108,28 +106,23 @@ class SELLinear(nn.Linear):
         dtype: torch.dtype | None = None,
         *,
         config: SELConfig | None = None,
-        start: str = "matched",
     ) -> None:
-        config = check_config(config)
-        beta = config.beta_of(out_features, in_features)
-        layouts = [Layout((out_features, in_features), 0, beta, config)]
+        config = check_config(config).resolve(max(in_features, out_features))
+        layouts = [Layout((out_features, in_features), 0, config)]
         if bias:
-            layouts.append(Layout((out_features,), 0, beta, config))
-        self._build(nn.Linear(in_features, out_features, bias, device, dtype), layouts, start, 0)
+            layouts.append(Layout((out_features,), 0, config))
+        self._build(nn.Linear(in_features, out_features, bias, device, dtype), layouts, 0)
 
     @classmethod
-    def from_linear(
-        cls, linear: nn.Linear, weight: Layout, bias: Layout | None, start: str, position: int
-    ) -> "SELLinear":
+    def from_linear(cls, linear: nn.Linear, weight: Layout, bias: Layout | None, position: int) -> "SELLinear":
         """Return the curved layer with the effective values of `linear`, or with their mismatched start."""
         layer = cls.__new__(cls)
-        layer._build(linear, [weight] if bias is None else [weight, bias], start, position)
+        layer._build(linear, [weight] if bias is None else [weight, bias], position)
         return layer
 
     @torch.no_grad()
-    def _build(self, linear: nn.Linear, layouts: list[Layout], start: str, position: int) -> None:
+    def _build(self, linear: nn.Linear, layouts: list[Layout], position: int) -> None:
         nn.Module.__init__(self)
-        check_choice("start", start, START_RULES)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.linear_type = type(linear)
         self.weight_layout = layouts[0]
@@ -137,7 +130,7 @@ class SELLinear(nn.Linear):
         self._curves = [_Curve(layout, key_of(layout)) for layout in layouts]
         for offset, (prefix, layout) in enumerate(self._sides()):
             plain = getattr(linear, "bias" if prefix else "weight")
-            target = start_weight(plain, layout, start)
+            target = start_weight(plain, layout)
             dtype = compute_dtype(target)
             panels = layout.start_panels(dtype, plain.device, position + offset)
             raw = Coordinates(layout, target, **panels).matched(target)
@@ -158,10 +151,10 @@ class SELLinear(nn.Linear):
         return sides if self.bias_layout is None else [*sides, ("bias_", self.bias_layout)]
 
     def reset_parameters(self) -> None:
-        """Draw new weights as `nn.Linear` does, and start matched to them."""
+        """Draw new weights as `nn.Linear` does, and start from them."""
         raw = cast(Tensor, self.raw_weight)
         fresh = nn.Linear(self.in_features, self.out_features, self.raw_bias is not None, raw.device, raw.dtype)
-        other = SELLinear.from_linear(fresh, self.weight_layout, self.bias_layout, "matched", 0)
+        other = SELLinear.from_linear(fresh, self.weight_layout, self.bias_layout, 0)
         self.load_state_dict(other.state_dict())
 
     def sel_roles(self) -> dict[str, Slot | None]:

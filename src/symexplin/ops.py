@@ -12,12 +12,12 @@ from symexplin.layout import Layout
 
 __all__ = ["Key", "effective_op", "key_of", "pullback_op"]
 
-Key = tuple[int, float, str]  # out_dim, beta, configuration as JSON
+Key = tuple[int, str]  # out_dim, configuration as JSON
 
 
 def key_of(layout: Layout) -> Key | None:
     """Return the operators' arguments that identify a map; None: no kernel covers it, so it is traced instead."""
-    return None if terms_of(layout) is None else (layout.out_dim, layout.beta, layout.config.to_json())
+    return None if terms_of(layout) is None else (layout.out_dim, layout.config.to_json())
 
 
 @torch.library.custom_op("symexplin::effective", mutates_args=())
@@ -27,12 +27,11 @@ def effective_op(
     panel1: Tensor,
     scalar: Tensor,
     out_dim: int,
-    beta: float,
     config: str,
     dtype: torch.dtype,
 ) -> Tensor:
     """Return the effective weight of :class:`symexplin.coordinates.Coordinates` in `dtype`."""
-    layout = Layout.of(tuple(raw.shape), out_dim, beta, config)
+    layout = Layout.of(tuple(raw.shape), out_dim, config)
     return Coordinates(layout, raw, panel0, panel1, scalar).effective(dtype)
 
 
@@ -43,7 +42,6 @@ def _(
     panel1: Tensor,  # noqa: ARG001
     scalar: Tensor,  # noqa: ARG001
     out_dim: int,  # noqa: ARG001
-    beta: float,  # noqa: ARG001
     config: str,  # noqa: ARG001
     dtype: torch.dtype,
 ) -> Tensor:
@@ -58,11 +56,10 @@ def pullback_op(
     scalar: Tensor,
     g: Tensor,
     out_dim: int,
-    beta: float,
     config: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients by raw weight and panels for a gradient `g` of the effective weight."""
-    layout = Layout.of(tuple(raw.shape), out_dim, beta, config)
+    layout = Layout.of(tuple(raw.shape), out_dim, config)
     _, by_raw, by_panel0, by_panel1, by_scalar = Coordinates(layout, raw, panel0, panel1, scalar).pullback(g)
     return by_raw, by_panel0, by_panel1, by_scalar
 
@@ -75,7 +72,6 @@ def _(
     scalar: Tensor,
     g: Tensor,  # noqa: ARG001
     out_dim: int,  # noqa: ARG001
-    beta: float,  # noqa: ARG001
     config: str,  # noqa: ARG001
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return torch.empty_like(raw), torch.empty_like(panel0), torch.empty_like(panel1), torch.empty_like(scalar)

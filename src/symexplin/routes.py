@@ -1,6 +1,7 @@
 """The choice of curved parameters, by the type of the module that owns them."""
 
 import fnmatch
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -23,19 +24,23 @@ class Route:
     curved: bool
     reason: str
     out_dim: int = 0
-    beta: float | None = None
 
     def layout(self, config: SELConfig) -> Layout:
         """Return the layout of a curved parameter."""
-        assert self.beta is not None
-        return Layout(tuple(self.parameter.shape), self.out_dim, self.beta, config)
+        return Layout(tuple(self.parameter.shape), self.out_dim, config)
 
 
 @dataclass(frozen=True)
 class Routing:
-    """The decision for every parameter of a model; prints as a table."""
+    """The decision for every parameter of a model; prints as a table.
+
+    `config` is the map with the numbers that the model's `width` gives it. The width is the side that occurs most often
+    among the curved matrices, the larger one on a tie; None: nothing is curved.
+    """
 
     routes: tuple[Route, ...]
+    config: SELConfig
+    width: int | None
 
     def __iter__(self) -> Iterator[Route]:
         return iter(self.routes)
@@ -49,24 +54,25 @@ class Routing:
         return tuple(route for route in self.routes if route.curved)
 
     def __str__(self) -> str:
-        head = ("parameter", "shape", "", "beta", "reason")
+        head = ("parameter", "shape", "", "reason")
         rows = [head] + [
             (
                 r.name,
                 "x".join(map(str, r.parameter.shape)) or "scalar",
                 "curved" if r.curved else "plain",
-                f"{r.beta:.4g}" if r.beta is not None and r.curved else "-",
                 r.reason,
             )
             for r in self.routes
         ]
-        widths = [max(len(row[i]) for row in rows) for i in range(5)]
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         total = sum(r.parameter.numel() for r in self.routes)
         inside = sum(r.parameter.numel() for r in self.curved)
         share = 100.0 * inside / total if total else 0.0
         lines.append(f"curved: {len(self.curved)} of {len(self.routes)} tensors, {inside:,} of {total:,} numbers")
         lines[-1] += f" ({share:.1f} %)"
+        if self.width is not None:
+            lines.append(f"map: {self.config.describe()}; width {self.width}")
         return "\n".join(lines)
 
 
@@ -77,7 +83,7 @@ class _Candidate:
     reason: str
     curved: bool = False
     out_dim: int = 0
-    matrix: nn.Parameter | None = None  # the weight that gives a bias its beta
+    matrix: nn.Parameter | None = None  # the weight beside a bias
 
 
 def routing(model: nn.Module, config: SELConfig | None = None, *, whole: nn.Module | None = None) -> Routing:
@@ -97,7 +103,7 @@ def routing(model: nn.Module, config: SELConfig | None = None, *, whole: nn.Modu
     Args:
         model: a module, or a part of `whole`.
         config: the map. Its `include` and `exclude` patterns of qualified names override these rules.
-        whole: the model that contains `model`. It determines the parameters' names and the decisions.
+        whole: the model that contains `model`. It determines the parameters' names, the width and the decisions.
 
     Raises:
         ValueError: a pattern matches nothing, or includes a parameter that is neither a 2-D weight nor the bias of a
@@ -105,12 +111,13 @@ def routing(model: nn.Module, config: SELConfig | None = None, *, whole: nn.Modu
 
     >>> model = nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4))
     >>> print(routing(model))
-    parameter  shape          beta  reason
-    0.weight   4x8    curved  7.5   linear weight
-    0.bias     4      curved  7.5   linear bias
-    1.weight   4      plain   -     LayerNorm
-    1.bias     4      plain   -     LayerNorm
+    parameter  shape          reason
+    0.weight   4x8    curved  linear weight
+    0.bias     4      curved  linear bias
+    1.weight   4      plain   LayerNorm
+    1.bias     4      plain   LayerNorm
     curved: 2 of 4 tensors, 36 of 44 numbers (81.8 %)
+    map: mismatch, beta 0.6629, l 0.08839, matched start; width 8
     """
     config = check_config(config)
     whole = model if whole is None else whole
@@ -124,10 +131,18 @@ def routing(model: nn.Module, config: SELConfig | None = None, *, whole: nn.Modu
     check_patterns("exclude", config.exclude, known)
     routes = []
     for position, (name, parameter) in enumerate(whole.named_parameters()):
-        if id(parameter) in inside:
-            candidate = candidates.get(id(parameter), _Candidate("not in a linear layer"))
-            routes.append(_decide(name, names[id(parameter)], parameter, position, candidate, config))
-    return Routing(tuple(routes))
+        candidate = candidates.get(id(parameter), _Candidate("not in a linear layer"))
+        routes.append(_decide(name, names[id(parameter)], parameter, position, candidate, config))
+    width = _width(routes)
+    found = tuple(route for route in routes if id(route.parameter) in inside)
+    return Routing(found, config if width is None else config.resolve(width), width)
+
+
+def _width(routes: Sequence[Route]) -> int | None:
+    """Return the side that occurs most often among the curved matrices, the larger one on a tie."""
+    matrices = [route.parameter.shape for route in routes if route.curved and route.parameter.dim() == 2]
+    sides = Counter(side for shape in matrices for side in shape)
+    return max(sides, key=lambda side: (sides[side], side)) if sides else None
 
 
 def names_within(model: nn.Module, whole: nn.Module) -> dict[int, str]:
@@ -164,8 +179,7 @@ def _decide(
         )
     if parameter.numel() == 0 or matrix.numel() == 0:
         return Route(name, parameter, position, False, "empty")
-    beta = config.beta_of(matrix.shape[out_dim], matrix.shape[1 - out_dim])
-    return Route(name, parameter, position, True, reason, out_dim if parameter.dim() == 2 else 0, beta)
+    return Route(name, parameter, position, True, reason, out_dim if parameter.dim() == 2 else 0)
 
 
 def _matches(names: list[str], patterns: tuple[str, ...]) -> str | None:

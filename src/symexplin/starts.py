@@ -1,45 +1,74 @@
 """The start of a curved model: matched to its weights, or the paper's mismatched start (section 4.3)."""
 
 import dataclasses
+import math
 
 import torch
 from torch import Tensor, nn
 
-from symexplin.config import START_RULES, SELConfig, check_config
+from symexplin.config import SELConfig
 from symexplin.coordinates import Coordinates
 from symexplin.layout import Layout
-from symexplin.routes import routing
+from symexplin.routes import Routing, routing
 from symexplin.transform import compute_dtype
-from symexplin.validation import check_choice, naming
+from symexplin.validation import naming
 
-__all__ = ["START_RULES", "init_", "start_weight"]
+__all__ = ["check_fresh", "init_", "is_fresh", "start_weight", "stale"]
+
+# A draw rounded to bfloat16 may exceed the bound of the draw by 2^-8 of it.
+_ROUNDING = 1.0 + 2.0**-8
+# The mean of a symmetric draw is this many standard errors from 0 in one matrix of a hundred million.
+_ERRORS = 5.7
 
 
 @torch.no_grad()
-def start_weight(target: Tensor, layout: Layout, start: str) -> Tensor:
+def start_weight(target: Tensor, layout: Layout) -> Tensor:
     """Return the effective weight at the start for a `target`, in its compute dtype.
 
     "matched": the target. "mismatched": ``mismatch(congruent_inverse(target))`` elementwise, with the start values of
     the layout's scales and without delta. Positive weights keep their value; negative ones lose 2 |L|.
 
-    Raises:
-        ValueError: "mismatched" for another mode than "mismatch".
-
-    >>> layout = Layout((1, 2), 0, 7.5, SELConfig(beta=7.5))
-    >>> start_weight(torch.tensor([[0.05, -0.05]]), layout, "mismatched")
+    >>> layout = Layout((1, 2), 0, SELConfig(beta=7.5, start="mismatched"))
+    >>> start_weight(torch.tensor([[0.05, -0.05]]), layout)
     tensor([[ 0.0500, -0.0397]])
     """
-    check_choice("start", start, START_RULES)
     target = target.detach().to(compute_dtype(target))
-    if start == "matched":
+    if layout.config.start == "matched":
         return target
-    if layout.config.mode != "mismatch":
-        raise ValueError(f"start 'mismatched' is for mode='mismatch' alone, got mode={layout.config.mode!r}")
     panels = layout.start_panels(target.dtype, target.device, position=0)
     forward = Coordinates(layout, target, **panels)
-    config = dataclasses.replace(layout.config, mode="congruent")
-    congruent = Coordinates(Layout(layout.shape, layout.out_dim, layout.beta, config), target, **panels)
+    config = dataclasses.replace(layout.config, mode="congruent", start="matched")
+    congruent = Coordinates(Layout(layout.shape, layout.out_dim, config), target, **panels)
     return forward._replace(raw=congruent.matched(target)).effective()
+
+
+@torch.no_grad()
+def is_fresh(weight: Tensor) -> bool:
+    """Whether a matrix may be a fresh draw: within Xavier's bound sqrt(6/(d_in + d_out)), its mean within noise of 0.
+
+    >>> is_fresh(nn.Linear(64, 64).weight), is_fresh(torch.eye(64))
+    (True, False)
+    """
+    if weight.is_meta:
+        return False
+    bound = math.sqrt(6.0 / sum(weight.shape)) * _ROUNDING
+    std, mean = torch.std_mean(weight.detach().double(), correction=0)
+    return bool(weight.abs().max() <= bound) and bool(mean.abs() <= _ERRORS * std / math.sqrt(weight.numel()))
+
+
+def stale(name: str) -> str:
+    """Return the message that refuses the mismatched start for a weight that was not just drawn."""
+    return (
+        f"start 'mismatched' is for weights that were just drawn: {name} is not symmetric within Xavier's bound. Use "
+        "start='matched' for weights that were trained, or that symexplin.init_ has drawn and started"
+    )
+
+
+def check_fresh(table: Routing) -> None:
+    """Raise ValueError for a mismatched start of matrices that were not just drawn."""
+    for route in table.curved if table.config.start == "mismatched" else ():
+        if route.parameter.dim() == 2 and not is_fresh(route.parameter):
+            raise ValueError(stale(route.name))
 
 
 @torch.no_grad()
@@ -49,7 +78,8 @@ def init_(
     """Give the curved parameters of a plain `model` the paper's start, in place (section 4.3).
 
     With `xavier`, weights are drawn anew from Xavier's uniform distribution; biases keep their values. Then, for mode
-    "mismatch", weights and biases t become ``mismatch(congruent_inverse(t))``. Call it before the optimizer is built.
+    "mismatch", weights and biases t become ``mismatch(congruent_inverse(t))``, whatever the configuration's start is.
+    The optimizer is then built with start="matched".
 
     Raises:
         ValueError: nothing to curve, or weights that are not finite or out of the map's reach. The message names the
@@ -60,13 +90,13 @@ def init_(
     >>> bool(layer.weight.max() > -layer.weight.min())
     True
     """
-    config = check_config(config)
     table = routing(model, config)
     if not table.curved:
         raise ValueError(f"model has nothing to curve (a converted one starts by `convert`):\n{table}")
     for route in table.curved:
         if xavier and route.parameter.dim() == 2:
             nn.init.xavier_uniform_(route.parameter, generator=generator)
-        if config.mode == "mismatch":
+        if table.config.mode == "mismatch":
             with naming(route.name):
-                route.parameter.copy_(start_weight(route.parameter, route.layout(config), "mismatched"))
+                layout = route.layout(dataclasses.replace(table.config, start="mismatched"))
+                route.parameter.copy_(start_weight(route.parameter, layout))

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import symexplin as sel
-from training import assert_same_bits, backward, batch, build, network, train
+from training import MATCHED, assert_same_bits, backward, batch, build, network, train
 
-IDENTITY = sel.SELConfig(mode="linear", l=sel.Scale())
+IDENTITY = sel.SELConfig(mode="linear")
 
 
 def test_the_identity_map_is_torchs_adamw_with_clipping():
@@ -39,8 +39,8 @@ def test_first_step_by_hand():
     lr, wd, beta = 0.01, 0.1, 7.5
     layer = nn.Linear(1, 1, bias=False, dtype=torch.float64)
     layer.weight.data.fill_(0.3)
-    scale = sel.Scale("global", k=(2.0, 2.0))
-    config = sel.SELConfig(beta=beta, e=scale, l=scale, m=sel.Scale("global", k=(0.5, 0.5)))
+    scale = sel.Scale("global", k=2.0, base_lr=None)
+    config = sel.SELConfig(beta=beta, e=scale, l=scale, m=sel.Scale("global", k=0.5, base_lr=None))
     groups = sel.param_groups(layer, lr=lr, weight_decay=wd, config=config)
     optimizer = sel.SELAdamW(groups, eps=0.0)
     raw = float(sel.functional.inverse(torch.tensor(0.3, dtype=torch.float64), mode="mismatch", beta=beta))
@@ -58,7 +58,7 @@ def test_first_step_by_hand():
 def test_bf16_parameters_are_the_rounded_effective_weights_of_an_fp32_run():
     """The raw weight is the master copy: small steps are not lost to bf16."""
     model = nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)
-    optimizer = build(nn.ModuleList([model]), lr=1e-5)
+    optimizer = build(nn.ModuleList([model]), sel.preset("frozen", start="matched"), lr=1e-5)
     start = sel.functional.inverse(model.weight.detach(), mode="mismatch", beta=7.5)
     for _ in range(200):
         optimizer.zero_grad()
@@ -146,7 +146,7 @@ def test_closure_and_any_scheduler():
 def test_annealing_multiplies_the_groups_rate():
     """The first update uses k0, the update after T uses k1: seen in the size of AdamW's own first steps."""
     layer = nn.Linear(2, 2, bias=False, dtype=torch.float64)
-    config = sel.preset("frozen", e=sel.Scale("global", k=(8.0, 2.0)))
+    config = sel.preset("frozen", start="matched", e=sel.Scale("global", k=(8.0, 2.0), base_lr=None))
     groups = sel.param_groups(layer, lr=1e-3, weight_decay=0.0, config=config)
     optimizer = sel.SELAdamW(groups, total_steps=4, betas=(0.0, 0.0), eps=0.0, weight_decay=0.0)
     values = [1.0]
@@ -177,14 +177,14 @@ def test_annealing_multiplies_the_groups_rate():
     ],
 )
 def test_bad_arguments(kwargs, message):
-    groups = sel.param_groups(network(), config=sel.preset("paper"))
+    config = sel.preset("paper", e=sel.Scale("row", k=(50, 8), base_lr=None), l=sel.Scale(), m=sel.Scale())
     with pytest.raises(ValueError, match=message):
-        sel.SELAdamW(groups, **({"total_steps": 10} | kwargs))
+        sel.SELAdamW(sel.param_groups(network(), config=config), **({"total_steps": 10} | kwargs))
 
 
 def test_total_steps_may_come_later():
     model = network()
-    groups = sel.param_groups(model, lr=1e-2, config=sel.preset("paper"))
+    groups = sel.param_groups(model, lr=1e-2, config=MATCHED)
     optimizer = sel.SELAdamW(groups, total_steps="later")
     twin = network()
     expected = build(twin, max_grad_norm=None)

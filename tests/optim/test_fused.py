@@ -71,7 +71,7 @@ def test_without_clipping_and_with_a_rate_of_zero():
     """A warm-up from 0 moves no bit of the weights and counts the step; the moments are the readable path's."""
     for kernels in ("auto", "readable"):
         model, before = network(), network()
-        optimizer = build(model, max_grad_norm=None)
+        optimizer = build(model, sel.preset("paper", start="matched"), max_grad_norm=None)
         for group in optimizer.param_groups:
             group["lr"] = 0.0
         with using(kernels):
@@ -289,7 +289,7 @@ def test_a_rule_of_ones_own_is_not_replaced():
             pass
 
     model, before = network(), network()
-    optimizer = Still(sel.param_groups(model, config=sel.preset("paper")), lr=0.1, total_steps=10)
+    optimizer = Still(sel.param_groups(model, lr=0.1, config=sel.preset("paper", start="matched")), total_steps=10)
     train(model, optimizer, 2)
     for p, q in zip(model.parameters(), before.parameters(), strict=True):
         assert torch.allclose(p, q, rtol=1e-5, atol=1e-7)

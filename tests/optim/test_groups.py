@@ -22,16 +22,16 @@ def test_groups_of_the_optimizer_home():
     curved, plain = sel.param_groups(network(), lr=3e-4, weight_decay=0.1, config=sel.preset("paper"))
     assert names(curved) == ["1.weight", "1.bias"]
     assert names(plain) == ["0.weight", "2.weight", "2.bias", "3.weight", "3.bias"]
-    assert (curved["beta"], curved["out_dim"], curved["position"]) == ([7.5, 7.5], [0, 0], [1, 2])
+    assert (curved["out_dim"], curved["position"]) == ([0, 0], [1, 2])
     assert (curved["k_e"], curved["k_l"], curved["k_m"]) == ([50.0, 8.0], [50.0, 8.0], [0.01, 0.5])
     assert (curved["lr"], curved["weight_decay"], plain["weight_decay"]) == (3e-4, 0.1, 0.1)
     json.dumps({key: value for key, value in curved.items() if key != "params"})  # plain values only
 
 
 def test_weight_decay_defaults_to_the_optimizers():
-    optimizer = sel.SELAdamW(sel.param_groups(network(), lr=1e-3), weight_decay=0.3, total_steps=9)
+    optimizer = sel.SELAdamW(sel.param_groups(network()), weight_decay=0.3)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.3]
-    converted = sel.convert(network())
+    converted = sel.convert(network(), sel.preset("paper"))
     reference = torch.optim.AdamW(sel.param_groups(converted, lr=1e-3), weight_decay=0.3)
     decay = {group["role"]: group["weight_decay"] for group in reference.param_groups}
     assert decay == {"plain": 0.3, "raw": 0.3, "e": 0.3, "l": 0.3, "m": 0.0}
@@ -43,7 +43,7 @@ def test_no_empty_group():
 
 def test_groups_of_the_module_home():
     model = sel.convert(network(), sel.preset("paper+offset", beta=10))
-    groups = {group["role"]: group for group in sel.param_groups(model, lr=1e-3, weight_decay=0.1)}
+    groups = {group["role"]: group for group in sel.param_groups(model, lr=3e-4, weight_decay=0.1)}
     assert set(groups) == {"plain", "raw", "e", "l", "m", "n", "delta"}
     assert names(groups["raw"]) == ["1.raw_weight", "1.raw_bias"]
     assert names(groups["m"]) == ["1.m_row", "1.m_column", "1.bias_m_row"]
@@ -55,8 +55,8 @@ def test_groups_of_the_module_home():
     assert len(everything) == len(list(model.parameters()))
 
 
-def test_peak_lr_becomes_a_multiplier():
-    config = sel.preset("frozen", e=sel.Scale("row", peak_lr=(0.015, 0.0024)))
+def test_a_scales_own_rate_becomes_a_multiplier():
+    config = sel.preset("frozen", e=sel.Scale("row", k=(50, 8)))
     curved = sel.param_groups(network(), lr=3e-3, config=config)[0]
     assert curved["k_e"] == pytest.approx([5.0, 0.8])
     with pytest.raises(ValueError, match="lr must be given"):
@@ -97,14 +97,45 @@ def test_patterns_without_decay_are_checked():
     model = nn.Linear(4, 4)
     with pytest.raises(ValueError, match=r"no_decay pattern 'norm\.\*' matches no parameter, such as"):
         sel.param_groups(model, no_decay=["norm.*"])
-    with pytest.raises(ValueError, match="no_decay must be a sequence of patterns, got the string 'bias'"):
+    with pytest.raises(ValueError, match="no_decay must be a sequence of patterns, or 'usual', got the string 'bias'"):
         sel.param_groups(model, no_decay="bias")
+
+
+@pytest.mark.parametrize("home", ["optimizer", "module"])
+def test_rates_and_decays_by_pattern(home):
+    model = network()
+    config = sel.preset("paper", start="matched")
+    if home == "module":
+        config = sel.convert(model, config) and None
+    settings = {"lr": {"1.*": 1e-3, "*.weight": 2e-3, "*": 3e-3}, "weight_decay": {"3.*": 0.1, "*": 0.2}}
+    groups = sel.param_groups(model, config=config, **settings, no_decay="usual")
+    found = {name: (group["lr"], group["weight_decay"]) for group in groups for name in names(group)}
+    raw = "1.raw_" if home == "module" else "1."
+    wanted = {raw + "weight": (1e-3, 0.2), raw + "bias": (1e-3, 0.0), "0.weight": (2e-3, 0.0), "2.weight": (2e-3, 0.0)}
+    wanted |= {"2.bias": (3e-3, 0.0), "3.weight": (2e-3, 0.1), "3.bias": (3e-3, 0.0)}
+    assert {name: found[name] for name in wanted} == wanted
+    rates = [group["lr"] * (group["k"][0] if home == "module" else group["k_e"][0]) for group in groups
+             if group["role"] in ("curved", "e")]  # fmt: skip
+    assert rates == pytest.approx([50 * 3e-4] * len(rates))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": {"4.*": 1e-3, "*": 1e-3}}, r"lr pattern '4\.\*' matches no parameter"),
+        ({"lr": {"1.*": 1e-3}}, r"lr must have a pattern for every name, got none for '0\.weight': end with '\*'"),
+        ({"weight_decay": {"nothing": 0.1}}, "weight_decay pattern 'nothing' matches no parameter"),
+    ],
+)
+def test_patterns_that_do_not_fit_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        sel.param_groups(network(), **settings)
 
 
 def test_groups_of_a_part_are_those_of_the_whole():
     """As for a learning rate per part: names, positions, betas and roles as the whole model has them."""
     model = nn.ModuleDict({"body": network(), "classifier": nn.Linear(7, 3)})
-    settings = {"config": sel.preset("paper"), "no_decay": ["*.bias"], "whole": model}
+    settings = {"config": sel.preset("paper"), "lr": 3e-4, "no_decay": ["*.bias"], "whole": model}
     parts = [*sel.param_groups(model["body"][1], **settings), *sel.param_groups(model["classifier"], **settings)]
     assert [(group["role"], names(group)) for group in parts] == [
         ("curved", ["body.1.weight"]),

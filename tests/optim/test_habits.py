@@ -116,7 +116,7 @@ def test_a_parameter_frozen_when_groups_were_built_joins_later():
     train(model, optimizer, 3)
     assert_same_bits(model[0], network()[0])
     model.requires_grad_(True)
-    for group in sel.param_groups(model[:2], lr=1e-2, config=sel.preset("paper")):
+    for group in sel.param_groups(model[:2], lr=1e-2, config=sel.preset("paper", start="matched")):
         optimizer.add_param_group(group)
     expected = sel.functional.inverse(model[0].weight.detach(), mode="mismatch", beta=7.5)
     rates = [group["lr"] for group in optimizer.param_groups]

@@ -19,7 +19,7 @@ def test_the_paper_preset_needs_at_most_12_bytes_and_a_tenth_a_parameter_at_widt
     """
     torch.manual_seed(0)
     model = Transformer(ModelConfig(width=1024, depth=1, heads=8, vocab_size=512, context=16)).to(dtype)
-    groups = sel.param_groups(model, config=sel.preset("paper"))
+    groups = sel.param_groups(model, lr=3e-4, config=sel.preset("paper"))
     optimizer = sel.SELAdamW(groups, total_steps=100, max_grad_norm=1.0)
     optimizer.create_state()
     parameters = sum(p.numel() for p in model.parameters())

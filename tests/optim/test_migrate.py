@@ -156,7 +156,7 @@ def test_what_cannot_be_switched_is_refused():
         from_adamw(fresh(model), torch.optim.SGD(model.parameters()))
     with pytest.raises(ValueError, match=r"adamw must be over the same parameters: it does not have 1\.weight"):
         from_adamw(fresh(model), torch.optim.AdamW([*model[0].parameters(), *model[3].parameters()]))
-    muon = SELMuon(sel.param_groups(model, config=sel.preset("paper")), total_steps=10)
+    muon = SELMuon(sel.param_groups(model, lr=3e-4, config=sel.preset("paper")), total_steps=10)
     for call in (lambda: from_adamw(muon, adamw), lambda: to_adamw(muon), lambda: to_adamw(adamw)):
         with pytest.raises(ValueError, match=r"optimizer must be a symexplin\.SELAdamW, got (SELMuon|AdamW)"):
             call()

@@ -14,7 +14,7 @@ T = 20
 def build(optimizer=torch.optim.SGD):
     torch.manual_seed(0)
     model = sel.convert(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), sel.preset("paper"))
-    made = optimizer(sel.param_groups(model, lr=0.1, weight_decay=0.0))
+    made = optimizer(sel.param_groups(model, lr=3e-4, weight_decay=0.0))
     sel.anneal_scales(made, T)
     return model, made
 
@@ -47,7 +47,7 @@ SCHEDULERS = {
 def test_rates_are_the_schedulers_times_k(kind):
     _, optimizer = build()
     scheduler = SCHEDULERS[kind](optimizer)
-    plain = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    plain = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=3e-4)
     plain_scheduler = SCHEDULERS[kind](plain)
     seen = rates_used(optimizer, T + 5, scheduler)
     for t, rates in enumerate(seen):
@@ -85,37 +85,37 @@ def test_a_step_that_raises_leaves_no_trace():
 
     with pytest.raises(RuntimeError, match="stopped"):
         optimizer.step(closure)
-    assert {group["lr"] for group in optimizer.param_groups} == {0.1}
-    assert rates_used(optimizer, 1)[0]["e"] == pytest.approx(0.1 * 50)
-    assert {group["lr"] for group in optimizer.param_groups} == {0.1}
+    assert {group["lr"] for group in optimizer.param_groups} == {3e-4}
+    assert rates_used(optimizer, 1)[0]["e"] == pytest.approx(3e-4 * 50)
+    assert {group["lr"] for group in optimizer.param_groups} == {3e-4}
 
 
 def test_a_second_call_replaces_the_first():
     _, optimizer = build()
     sel.anneal_scales(optimizer, T)
-    assert rates_used(optimizer, 2)[1]["e"] == pytest.approx(0.1 * sel.functional.anneal(1, T, 50, 8))
+    assert rates_used(optimizer, 2)[1]["e"] == pytest.approx(3e-4 * sel.functional.anneal(1, T, 50, 8))
 
 
 def test_a_state_saved_without_annealing_may_be_loaded():
     model = sel.convert(nn.Linear(2, 2), sel.preset("paper"))
-    optimizer = torch.optim.SGD(sel.param_groups(model, lr=0.1))
+    optimizer = torch.optim.SGD(sel.param_groups(model, lr=3e-4))
     saved = optimizer.state_dict()
     sel.anneal_scales(optimizer, T)
     optimizer.load_state_dict(saved)
-    assert rates_used(optimizer, 2)[1]["e"] == pytest.approx(0.1 * sel.functional.anneal(1, T, 50, 8))
+    assert rates_used(optimizer, 2)[1]["e"] == pytest.approx(3e-4 * sel.functional.anneal(1, T, 50, 8))
 
 
 def test_removal():
     model = sel.convert(nn.Linear(2, 2), sel.preset("paper"))
-    optimizer = torch.optim.SGD(sel.param_groups(model, lr=0.1))
+    optimizer = torch.optim.SGD(sel.param_groups(model, lr=3e-4))
     sel.anneal_scales(optimizer, T).remove()
-    assert rates_used(optimizer, 1)[0]["e"] == 0.1
+    assert rates_used(optimizer, 1)[0]["e"] == 3e-4
 
 
 def test_errors():
     model = sel.convert(nn.Linear(2, 2), sel.preset("paper"))
-    optimizer = torch.optim.SGD(sel.param_groups(model, lr=0.1))
+    optimizer = torch.optim.SGD(sel.param_groups(model, lr=3e-4))
     with pytest.raises(ValueError, match="total must be the number of annealing steps"):
         sel.anneal_scales(optimizer)
     with pytest.raises(ValueError, match="optimizer has no group with multipliers"):
-        sel.anneal_scales(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1), T)
+        sel.anneal_scales(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=3e-4), T)

@@ -133,7 +133,7 @@ def test_a_scheduler_drives_it_as_it_drives_adamw(name):
 def test_scales_follow_the_scheduler_times_their_multipliers():
     """The rate of a scale is lr(t) k(t), whatever sets lr(t): read from the size of its own first AdamW steps."""
     layer = torch.nn.Linear(2, 2, bias=False, dtype=torch.float64)
-    config = sel.preset("frozen", e=sel.Scale("global", k=(8.0, 2.0)))
+    config = sel.preset("frozen", start="matched", e=sel.Scale("global", k=(8.0, 2.0), base_lr=None))
     optimizer = sel.SELAdamW(
         sel.param_groups(layer, config=config), weight_decay=0.0, betas=(0.0, 0.0), eps=0.0, total_steps=STEPS
     )

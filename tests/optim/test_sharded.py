@@ -78,12 +78,12 @@ def test_processes_follow_the_trajectory_of_one(found, whole, case):
         max(distances(weights, whole[case[2:]][0]).values()), max(distances(state, whole[case[2:]][1]).values()),
     )  # fmt: skip
     expected, expected_state, expected_losses, expected_figures = whole[case[2:]]
-    assert losses[-1] < 0.5 * losses[0]
+    assert losses[-1] < 0.7 * losses[0]
     if case[3] == torch.float64:
         assert max(distances(weights, expected).values()) < 1e-9
         assert max(distances(state, expected_state).values()) < 1e-9
         assert losses == pytest.approx(expected_losses, abs=1e-9)
-        assert figures == pytest.approx(expected_figures, rel=1e-9)
+        assert figures == pytest.approx(expected_figures, rel=1e-9, abs=1e-10)  # a spread near 0 cancels
         return
     twin = sharded.trajectory("whole", *case[2:], one_ulp=True, **SETTINGS)
     noise = distances(twin[0], expected)

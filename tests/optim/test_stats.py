@@ -12,14 +12,15 @@ def test_stats_against_direct_computation(home):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 3))
     nn.init.uniform_(model[0].weight, -2, 2)
-    config = sel.preset("paper", e=sel.Scale("row_col_mult", start=1.5, k=(1, 1)), beta=2.0)
+    config = sel.preset("paper", e=sel.Scale("row_col_mult", start=1.5, k=(1, 1)), beta=2.0, start="matched")
     optimizer = None
     if home == "module":
         sel.convert(model, config)
         layers = [(layer.raw_weight, 1.5, 2.0) for layer in model]
     else:
-        groups = sel.param_groups(model, lr=0.0, config=config)
-        optimizer = sel.SELAdamW(groups, total_steps=3)
+        optimizer = sel.SELAdamW(model, config=config, total_steps=3)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
         assert sel.stats(model, optimizer) == {}
         model(torch.ones(1, 8)).sum().backward()
         optimizer.step()

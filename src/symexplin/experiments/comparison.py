@@ -20,7 +20,6 @@ Row = dict[str, Any]
 
 ENOUGH_SEEDS = 3  # fewer seeds give no usable spread
 _ERRORS = 2.0  # a mean must differ from zero by more than this many standard errors
-_START_AND_HOME = ("start", "home")  # what comparison.json adds to the keys of a map
 
 
 class Spread(NamedTuple):
@@ -142,4 +141,4 @@ class Evidence:
         found = self.found["maps"][arm]
         if found is None:
             return None
-        return SELConfig.from_dict({key: value for key, value in found.items() if key not in _START_AND_HOME})
+        return SELConfig.from_dict({key: value for key, value in found.items() if key != "home"})

@@ -97,9 +97,9 @@ def terms_of(layout: Layout) -> Terms | None:
     """Return the terms of a layout for kernels, or None if they cannot compute its map.
 
     >>> from symexplin.config import preset
-    >>> terms_of(Layout((4, 3), 0, 7.5, preset("paper"))).e
+    >>> terms_of(Layout((4, 3), 0, preset("paper"))).e
     Place(value=1.0, columns=(0, 0, -1))
-    >>> terms_of(Layout((4, 3), 0, 7.5, preset("paper+offset"))) is None  # its residual is a full matrix
+    >>> terms_of(Layout((4, 3), 0, preset("paper+offset"))) is None  # its residual is a full matrix
     True
     """
     config = layout.config
@@ -116,7 +116,7 @@ def terms_of(layout: Layout) -> Terms | None:
     linear, magnitude = _LINEAR[config.mode]
     e, l, m, n = (_place(layout, role, neutral) for role, neutral in zip("elmn", (1.0, 1.0, 1.0, 0.0), strict=True))
     kappa = m if absorbed and _is_learned(m) else m._replace(value=layout.beta * m.value)
-    flat, s = len(layout.shape) == 1, config.s.start
+    flat, s = len(layout.shape) == 1, config.s.first
     return Terms(linear, magnitude, config.normalize, absorbed, flat, layout.beta, s, e, l, kappa, n)
 
 
@@ -125,7 +125,7 @@ def _place(layout: Layout, role: str, neutral: float) -> Place:
         return Place(neutral)
     columns = dict.fromkeys(PANELS, -1) | {slot.panel: slot.index for slot in layout.by_role(role)}
     place = Place(neutral, tuple(columns.values()))  # type: ignore[arg-type]
-    return place if _is_learned(place) else Place(getattr(layout.config, role).start)
+    return place if _is_learned(place) else Place(getattr(layout.config, role).first)
 
 
 def _is_learned(place: Place) -> bool:
@@ -136,7 +136,7 @@ class FactoredMap:
     """The factors of a map at the present values of its panels.
 
     >>> from symexplin.config import preset
-    >>> layout = Layout((2, 3), 0, 7.5, preset("paper"))
+    >>> layout = Layout((2, 3), 0, preset("paper"))
     >>> panel0, panel1, scalar = layout.start_panels(torch.float32, torch.device("cpu"), position=0).values()
     >>> FactoredMap(terms_of(layout), Panels(panel0, panel1, scalar[None], sizes=[2])).factors().rows[0]  # kappa
     tensor([7.5000, 7.5000])

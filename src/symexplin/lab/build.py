@@ -1,5 +1,6 @@
 """Build a model and its optimizer from a configuration, with the map in either home or without one."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from symexplin.lab.load import start_from
 from symexplin.lab.maps import map_of
 from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import ALONE, Ranks
+from symexplin.starts import check_fresh
 
 __all__ = ["Built", "build", "build_model"]
 
@@ -55,7 +57,7 @@ def build(config: RunConfig, ranks: Ranks = ALONE) -> Built:
         return Built(model, optimizer, clip=True)
     # Muon on ordinary weights is SELMuon with the identity map: raw weights are the weights.
     groups = sel.param_groups(
-        model, lr=train.lr, weight_decay=train.weight_decay, config=curve or IDENTITY, no_decay=undecayed
+        model, lr=train.lr, weight_decay=train.weight_decay, config=_matched(curve or IDENTITY), no_decay=undecayed
     )
     kind = sel.SELMuon if train.optimizer == "muon" else sel.SELAdamW
     raw_space = kind(groups, lr=train.lr, betas=train.betas, total_steps=annealing, max_grad_norm=train.max_grad_norm)
@@ -73,10 +75,16 @@ def build_model(config: RunConfig, device: str | None = None) -> Transformer:
     if place != "auto":
         model.to(place)
     if curve is not None and config.sel.home == "module":
-        sel.convert(model, curve, start=config.sel.start)
-    elif curve is not None and config.sel.start == "mismatched":
+        sel.convert(model, curve)
+    elif curve is not None and curve.start == "mismatched":
+        check_fresh(sel.routing(model, curve))
         sel.init_(model, curve, xavier=False)
     return model
+
+
+def _matched(curve: sel.SELConfig) -> sel.SELConfig:
+    """Return the map for an optimizer over weights that have had their start."""
+    return dataclasses.replace(curve, start="matched")
 
 
 def _shard(model: Transformer, ranks: Ranks, device: str) -> None:

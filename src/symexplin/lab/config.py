@@ -215,9 +215,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         """Check what depends on several tables."""
-        curve = map_of(self.sel, self.model.width)
-        if curve is not None and self.sel.start == "mismatched" and curve.mode != "mismatch":
-            raise ValueError(f"start 'mismatched' needs mode 'mismatch', got mode {curve.mode!r}")
+        map_of(self.sel, self.model.width)
         if self.sel.home == "module" and self.train.optimizer != "adamw":
             raise ValueError(f"optimizer must be 'adamw' for home 'module', got {self.train.optimizer!r}")
 

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from symexplin.config import SELConfig
 from symexplin.optim.batch import Batch, Target
 from symexplin.optim.fused import adamw_batches
 from symexplin.optim.parameter import ParameterView
@@ -24,13 +25,17 @@ class SELAdamW(RawSpaceOptimizer):
         x <- x - lr k (m/(1 - b1^t)) / (sqrt(v/(1 - b2^t)) + eps)
 
     k is 1 except for scales (:func:`symexplin.functional.anneal`). The raw weights start matched to the present
-    weights. Memory beyond AdamW's: none for bf16 parameters (the raw weight is the fp32 master copy), 4 bytes per
-    fp32 parameter, and less than 1 % for the vectors at width 1024.
+    weights, unless the map says start="mismatched": it changes weights that were just drawn when the optimizer is
+    built, and refuses others at the first step. A loaded state replaces the start. Memory beyond AdamW's: none for bf16
+    parameters (the raw weight is the fp32 master copy), 4 bytes per fp32 parameter, and less than 1 % for the vectors
+    at width 1024.
 
     Args:
-        params: :func:`symexplin.param_groups` of a plain model.
+        params: a plain model, or its :func:`symexplin.param_groups`.
         lr: learning rate of groups without their own. Schedulers may change `group["lr"]`.
         betas, eps, weight_decay: as in `torch.optim.AdamW`.
+        config: the map of a model, by default `SELConfig()`.
+        no_decay: name patterns of a model's parameters without weight decay.
         total_steps: T of the annealing, the number of optimizer steps of the run; needed if a multiplier changes.
             "later": :meth:`set_total_steps` must be called before the second step.
         max_grad_norm: clip raw gradients to this global norm; None: do not clip. Clipping the model's `.grad` would
@@ -42,8 +47,7 @@ class SELAdamW(RawSpaceOptimizer):
 
     >>> import symexplin as sel
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
-    >>> groups = sel.param_groups(model, lr=1e-3, config=sel.preset("paper"))
-    >>> optimizer = sel.SELAdamW(groups, total_steps=100, max_grad_norm=1.0)
+    >>> optimizer = sel.SELAdamW(model, lr=1e-3, max_grad_norm=1.0)
     >>> model(torch.ones(2, 4)).sum().backward()
     >>> optimizer.step()
     """
@@ -59,11 +63,14 @@ class SELAdamW(RawSpaceOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.01,
         *,
+        config: SELConfig | None = None,
+        no_decay: Sequence[str] = (),
         total_steps: int | str | None = None,
         max_grad_norm: float | None = None,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults | {"total_steps": total_steps, "max_grad_norm": max_grad_norm})
+        rule = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        run = {"total_steps": total_steps, "max_grad_norm": max_grad_norm}
+        super().__init__(params, rule | run, config, no_decay)
 
     def check_(self, group: dict[str, Any]) -> None:
         """Raise ValueError if betas or eps are out of range."""

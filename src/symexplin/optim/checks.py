@@ -55,10 +55,10 @@ def check_group(group: Group, first: Group) -> None:
             raise ValueError(f"{name_of(group, i)} must be real and floating point, got {parameter.dtype}")
     if not is_curved(group):
         return
-    for key in ("config", "beta", "out_dim", "position", "shape"):
+    for key in ("config", "out_dim", "position", "shape"):
         if key not in group:
             raise ValueError(f"a curved group needs {key!r}; build it with symexplin.param_groups")
-    for key in ("beta", "out_dim", "position", "shape"):
+    for key in ("out_dim", "position", "shape"):
         if len(group[key]) != len(group["params"]):
             raise ValueError(
                 f"{key} must have one entry per parameter, got {len(group[key])} for {len(group['params'])}. For an "
@@ -114,16 +114,13 @@ def _check_map(old: Group, new: Group, by_position: bool) -> None:
         return
     saved, present = (SELConfig.from_json(group["config"]) for group in (old, new))
     for name, value in present.to_dict().items():
-        if by_position and name in ("include", "exclude"):
+        if name == "start" or (by_position and name in ("include", "exclude")):
             continue
         if (was := saved.to_dict()[name]) != value:
             raise ValueError(f"state_dict is of another map: {name} is {was!r} there, {value!r} in the optimizer")
-    for name in ("beta", "out_dim"):
-        for i, (was, value) in enumerate(zip(old[name], new[name], strict=True)):
-            if was != value:
-                raise ValueError(
-                    f"state_dict is of another map: {name} of {name_of(new, i)} is {was} there, {value} here"
-                )
+    for i, (was, value) in enumerate(zip(old["out_dim"], new["out_dim"], strict=True)):
+        if was != value:
+            raise ValueError(f"state_dict is of another map: out_dim of {name_of(new, i)} is {was} there, {value} here")
 
 
 def _unwrapped(name: str) -> str:

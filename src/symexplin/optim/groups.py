@@ -1,138 +1,167 @@
 """Parameter groups: for SELAdamW over a plain model, or for any torch optimizer over a converted one."""
 
 import fnmatch
-import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
-from symexplin.config import SELConfig, check_config
+from symexplin.config import SELConfig
 from symexplin.layout import Layout
 from symexplin.linear import SELLinear
-from symexplin.routes import Route, Routing, check_patterns, names_within, routing
+from symexplin.routes import Route, Routing, check_patterns, routing
 
-__all__ = ["Group", "is_curved", "layout_of", "name_of", "param_groups"]
+__all__ = ["Group", "Rate", "by_name", "is_curved", "layout_of", "name_of", "param_groups"]
 
 Group = dict[str, Any]
+Rate = float | Tensor | Mapping[str, float]
 
 
 def param_groups(
     model: nn.Module,
     *,
-    lr: float | None = None,
-    weight_decay: float | None = None,
+    lr: Rate | None = None,
+    weight_decay: Rate | None = None,
     config: SELConfig | None = None,
-    no_decay: Sequence[str] = (),
+    no_decay: Sequence[str] | str = (),
     whole: nn.Module | None = None,
 ) -> list[Group]:
     """Return the named parameter groups of `model` for an optimizer.
 
     A plain model gives the groups "curved" and "plain" of :class:`symexplin.SELAdamW`. "curved" contains the map, the
-    beta and output dimension of each parameter, and the multipliers ``k_e``, ``k_l``, ... of the learning rate. A
-    converted model gives groups for any torch optimizer: one per role ("raw", "plain", "e", "l", ...), each with its
-    multiplier ``k``, which :func:`symexplin.anneal_scales` applies.
+    output dimension of each parameter, and the multipliers ``k_e``, ``k_l``, ... of the learning rate. A converted
+    model gives groups for any torch optimizer: one per role ("raw", "plain", "e", "l", ...), each with its multiplier
+    ``k``, which :func:`symexplin.anneal_scales` applies. Parameters with another learning rate or decay are in groups
+    of their own.
 
     Args:
         model: the model; frozen parameters are left out.
-        lr: peak learning rate of every group, before multipliers; needed if a scale sets `peak_lr`.
+        lr: peak learning rate, before multipliers; needed if scales are learned. A number, or {name pattern: number}:
+            the first pattern that matches a name counts, and every name needs one ("*": all others).
         weight_decay: decay of raw weights, raw biases, plain parameters and the scales e, l, s; None: the optimizer's.
-            m, n and delta have none.
+            m, n and delta have none. A number, or {name pattern: number} as for `lr`.
         config: the map, only for a plain model; a converted model contains it.
-        no_decay: name patterns of parameters without weight decay, in separate groups. Their scales do not decay
-            either.
+        no_decay: name patterns of parameters without weight decay, or "usual" for those that most recipes leave out:
+            biases, norms and embeddings. Their scales do not decay either.
         whole: the model that contains `model`. It determines names and routing. A part may have nothing to curve.
 
     Raises:
         ValueError: nothing to curve, `config` given for a converted model, a model under FSDP1, a pattern that
-            matches nothing, or the errors of :func:`symexplin.routing`.
+            matches nothing, a name that no pattern matches, or the errors of :func:`symexplin.routing`.
 
-    >>> groups = param_groups(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), lr=1e-3)
-    >>> [(group["role"], len(group["params"])) for group in groups]
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    >>> [(group["role"], len(group["params"])) for group in param_groups(model, lr=1e-3)]
     [('curved', 2), ('plain', 2)]
+    >>> [group["lr"] for group in param_groups(model, lr={"1.*": 3e-3, "*": 1e-3})]
+    [0.001, 0.003]
     """
-    if isinstance(no_decay, str):
-        raise ValueError(f"no_decay must be a sequence of patterns, got the string {no_decay!r}")
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise ValueError(
             "model must not be wrapped by FullyShardedDataParallel (FSDP1), which flattens parameters: use "
             "torch.distributed.fsdp.fully_shard (FSDP2)"
         )
     whole = model if whole is None else whole
-    check_patterns("no_decay", no_decay, [name for name, _ in whole.named_parameters()])
-    if any(isinstance(module, SELLinear) for module in whole.modules()):
-        if config is not None:
-            raise ValueError("config must be None for a converted model: its layers contain it")
-        groups = _module_groups(model, lr, no_decay, names_within(model, whole))
-    else:
-        table = routing(model, config, whole=whole)
-        if whole is model and not table.curved:
-            raise ValueError(f"model has nothing to curve; see print(symexplin.routing(model)):\n{table}")
-        groups = _optimizer_groups(table, lr, check_config(config), no_decay)
-    shared = {"lr": lr, "weight_decay": weight_decay}
-    given = {key: value for key, value in shared.items() if value is not None}
-    return [{**given, **group} for group in groups]
+    converted = any(isinstance(module, SELLinear) for module in whole.modules())
+    if converted and config is not None:
+        raise ValueError("config must be None for a converted model: its layers contain it")
+    table = routing(model, config, whole=whole)
+    if not converted and whole is model and not table.curved:
+        raise ValueError(f"model has nothing to curve; see print(symexplin.routing(model)):\n{table}")
+    names = [name for name, _ in whole.named_parameters()]
+    rates, decays = by_name("lr", lr, names), by_name("weight_decay", weight_decay, names)
+    undecayed = _undecayed(no_decay, table, names)
+    roles = _module_roles(model) if converted else {}
+    groups: dict[tuple[_Role, Any, Any], Group] = {}
+    for route in table:
+        if not route.parameter.requires_grad:
+            continue
+        role = roles.get(id(route.parameter), _Role("curved" if route.curved else "plain"))
+        decay = 0.0 if route.name in undecayed or not role.decay else decays[route.name]
+        group = groups.setdefault((role, rates[route.name], decay), {"role": role.name, "params": []})
+        _add(group, route)
+    found = [_finish(group, role, lr, decay, table.config, converted) for (role, lr, decay), group in groups.items()]
+    return (
+        found
+        if converted
+        else sorted(found, key=lambda group: (not is_curved(group), group.get("weight_decay") == 0.0))
+    )
 
 
-def _optimizer_groups(table: Routing, lr: float | None, config: SELConfig, no_decay: Sequence[str]) -> list[Group]:
-    multipliers = {f"k_{role}": list(k) for role, k in config.multipliers(lr).items()}
-    groups: list[Group] = []
-    for curved, decayed in itertools.product((True, False), (True, False)):
-        routes = [
-            r
-            for r in table
-            if r.curved == curved and r.parameter.requires_grad and _matches(r.name, no_decay) != decayed
-        ]
-        if not routes:
-            continue  # torch's distributed checkpoints cannot hold an empty group
-        group: Group = {"role": "curved" if curved else "plain", "params": _named(routes)}
-        if curved:
-            group |= {
-                "config": config.to_json(),
-                "beta": [route.beta for route in routes],
-                "out_dim": [route.out_dim for route in routes],
-                "position": [route.position for route in routes],
-                "shape": [tuple(route.parameter.shape) for route in routes],
-                **multipliers,
-            }
-        groups.append(group if decayed else {**group, "weight_decay": 0.0})
-    return groups
+class _Role(NamedTuple):
+    """What a parameter of a model is, and of a scale in a converted one its configuration and factor besides k."""
+
+    name: str
+    decay: bool = True
+    config: SELConfig | None = None
+    lr_scale: float = 1.0
 
 
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _named(routes: Sequence[Route]) -> list[tuple[str, nn.Parameter]]:
-    return [(route.name, route.parameter) for route in routes]
-
-
-def _module_groups(model: nn.Module, lr: float | None, no_decay: Sequence[str], names: dict[int, str]) -> list[Group]:
-    """Return one group per role; delta, whose rate is divided by beta, has one group per beta."""
-    roles: dict[int, tuple[str, tuple[float, float], bool]] = {}
+def _module_roles(model: nn.Module) -> dict[int, _Role]:
+    """Return the roles of the parameters of curved layers by their ids."""
+    roles: dict[int, _Role] = {}
     for module in model.modules():
-        if not isinstance(module, SELLinear):
-            continue
-        multipliers = module.weight_layout.config.multipliers(lr)
-        for local, slot in module.sel_roles().items():
-            parameter = getattr(module, local)
-            if slot is None:
-                roles[id(parameter)] = ("raw", (1.0, 1.0), True)
-            else:
-                k0, k1 = multipliers[slot.role]
-                roles[id(parameter)] = (slot.role, (k0 * slot.lr_scale, k1 * slot.lr_scale), slot.decay)
-    groups: dict[object, Group] = {}
-    for parameter in model.parameters():
-        if not parameter.requires_grad:
-            continue
-        name = names[id(parameter)]
-        role, k, decay = roles.get(id(parameter), ("plain", (1.0, 1.0), True))
-        decay = decay and not _matches(name, no_decay)
-        key = (role, k, decay)
-        fresh: Group = {"role": role, "params": [], "k": list(k)}
-        group = groups.setdefault(key, fresh if decay else {**fresh, "weight_decay": 0.0})
-        group["params"].append((name, parameter))
-    return list(groups.values())
+        if isinstance(module, SELLinear):
+            for local, slot in module.sel_roles().items():
+                role = _Role("raw")
+                if slot is not None:
+                    role = _Role(slot.role, slot.decay, module.weight_layout.config, slot.lr_scale)
+                roles[id(getattr(module, local))] = role
+    return roles
+
+
+def _add(group: Group, route: Route) -> None:
+    """Add a parameter to a group, and to the lists of a curved group beside its parameters."""
+    group["params"].append((route.name, route.parameter))
+    if is_curved(group):
+        shape = tuple(route.parameter.shape)
+        for key, value in (("out_dim", route.out_dim), ("position", route.position), ("shape", shape)):
+            group.setdefault(key, []).append(value)
+
+
+def _finish(
+    group: Group, role: _Role, lr: float | None, decay: float | None, config: SELConfig, converted: bool
+) -> Group:
+    """Return the group with its map, multipliers, learning rate and decay."""
+    if converted:
+        k = (1.0, 1.0) if role.config is None else getattr(role.config, role.name).multiplier(lr)
+        group["k"] = [role.lr_scale * end for end in k]
+    elif is_curved(group):
+        group["config"] = config.to_json()
+        group |= {f"k_{scale}": list(k) for scale, k in config.multipliers(lr).items()}
+    given = {"lr": lr, "weight_decay": decay}
+    return group | {key: value for key, value in given.items() if value is not None}
+
+
+def by_name(argument: str, value: Rate | None, names: Sequence[str]) -> dict[str, Any]:
+    """Return the number of every name: `value`, or that of the first pattern in it which matches the name.
+
+    Raises:
+        ValueError: a pattern that matches no name, or a name that no pattern matches.
+
+    >>> by_name("lr", {"*.mlp.*": 1e-3, "*": 3e-4}, ["0.mlp.up", "head"])
+    {'0.mlp.up': 0.001, 'head': 0.0003}
+    """
+    if not isinstance(value, Mapping):
+        return dict.fromkeys(names, value)
+    check_patterns(argument, tuple(value), list(names))
+    found: dict[str, float] = {}
+    for name in names:
+        pattern = next((pattern for pattern in value if fnmatch.fnmatchcase(name, pattern)), None)
+        if pattern is None:
+            raise ValueError(f"{argument} must have a pattern for every name, got none for {name!r}: end with '*'")
+        found[name] = value[pattern]
+    return found
+
+
+def _undecayed(no_decay: Sequence[str] | str, table: Routing, names: list[str]) -> set[str]:
+    """Return the names of the parameters without weight decay."""
+    if isinstance(no_decay, str):
+        if no_decay != "usual":
+            raise ValueError(f"no_decay must be a sequence of patterns, or 'usual', got the string {no_decay!r}")
+        # The scales of a converted layer have roles of their own.
+        return {r.name for r in table if r.parameter.dim() < 2 or "embedding" in r.reason}
+    check_patterns("no_decay", no_decay, names)
+    return {name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in no_decay)}
 
 
 def is_curved(group: Group) -> bool:
@@ -142,7 +171,7 @@ def is_curved(group: Group) -> bool:
 
 def layout_of(group: Group, i: int, shape: tuple[int, ...]) -> Layout:
     """Return the layout of a tensor of this shape under the map of entry i of a curved group."""
-    return Layout.of(shape, group["out_dim"][i], group["beta"][i], group["config"])
+    return Layout.of(shape, group["out_dim"][i], group["config"])
 
 
 def name_of(group: Group, i: int) -> str:

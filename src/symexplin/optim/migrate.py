@@ -61,6 +61,7 @@ def from_adamw(optimizer: SELAdamW, adamw: torch.optim.Adam) -> None:
         for i, parameter in enumerate(group["params"]):
             if parameter not in known:
                 raise ValueError(f"adamw must be over the same parameters: it does not have {name_of(group, i)}")
+    optimizer._start.undo()  # weights that AdamW has trained were not just drawn
     optimizer.create_state()
     for view in optimizer.entries():
         if saved := adamw.state.get(view.parameter):

@@ -12,17 +12,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
+from symexplin.config import SELConfig
 from symexplin.coordinates import Coordinates
 from symexplin.optim import placement
 from symexplin.optim.batch import Batch, Target, batch_signature, readable_batches
 from symexplin.optim.checks import check_finite, check_group, check_overlap, check_saved
-from symexplin.optim.groups import Group, is_curved
+from symexplin.optim.groups import Group, is_curved, param_groups
 from symexplin.optim.parameter import COUNTS, ParameterView
 from symexplin.optim.reduction import agree, reduce_
 from symexplin.optim.schedule import LATER
+from symexplin.optim.start import MismatchedStart
 from symexplin.optim.writes import Outcome, Writes, take_over
 from symexplin.validation import check_whole
 
@@ -50,13 +52,26 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
     moments: ClassVar[tuple[str, ...]] = ()
     stacks: ClassVar[bool] = False  # whether the rule accepts stacks of equal tensors with a leading batch dimension
 
-    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        config: SELConfig | None = None,
+        no_decay: Sequence[str] = (),
+    ) -> None:
+        if isinstance(params, nn.Module):
+            given = {key: defaults[key] for key in ("lr", "weight_decay")}
+            params = param_groups(params, **given, config=config, no_decay=no_decay)
+        elif config is not None or no_decay:
+            raise ValueError("config and no_decay go with a model; symexplin.param_groups takes them for groups")
         super().__init__(params, defaults)
         rates = {group["lr"] for group in self.param_groups}
         if len(rates) == 1:  # the peak rate for schedulers such as transformers' polynomial one
             self.defaults["lr"] = rates.pop()
         if not any(is_curved(group) for group in self.param_groups):
-            raise ValueError("params has no curved group; pass symexplin.param_groups(model, ...) of a plain model")
+            raise ValueError("params has no curved group: pass a plain model, or its symexplin.param_groups")
+        self._start = MismatchedStart()
+        self._start.begin(self.param_groups)
         self._forget()
 
     def _forget(self) -> None:
@@ -70,6 +85,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a state that was pickled, copied or loaded."""
         super().__setstate__(state)
+        self._start = self.__dict__.get("_start", MismatchedStart())
         self._forget()
         loading = self.__dict__.pop("_loading", None)
         if loading is not None:
@@ -85,6 +101,8 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         except ValueError:
             self.param_groups.pop()
             raise
+        if "_start" in self.__dict__:
+            self._start.begin(self.param_groups[-1:])
 
     def set_total_steps(self, total_steps: int, *, restart: bool = False) -> None:
         """Set T of the annealing, after ``total_steps="later"`` or for a run of another length.
@@ -137,6 +155,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         if fresh and not active:
             warnings.warn(_NO_GRADIENT, stacklevel=5)
         if not (fresh and self._idle()):
+            self._start.finish()
             _count(active)
             for batch in batches:
                 batch.update(self.rule_, clip)
@@ -242,6 +261,8 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
             if values := saved["state"].get(key):  # may be empty: trainers load one, then replace the parameters
                 view = ParameterView(group, i, self.state[group["params"][i]])
                 view.state.update({name: view.adopt(name, value) for name, value in values.items()})
+        if saved["state"]:
+            self._start.cancel(self.entries())
 
     def _indices(self) -> Iterator[tuple[Group, int]]:
         for group in self.param_groups:

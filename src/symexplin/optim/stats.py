@@ -25,8 +25,8 @@ def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> d
 
     Empty before the first step. With a sharded model every process must call it and gets the same result.
 
-    >>> model = nn.Sequential(SELLinear(8, 8))
-    >>> sorted(stats(model))[:2]
+    >>> from symexplin.config import preset
+    >>> sorted(stats(nn.Sequential(SELLinear(8, 8, config=preset("paper")))))[:2]
     ['e/mean', 'e/std']
     """
     tallies: dict[Any, _Tally] = {}

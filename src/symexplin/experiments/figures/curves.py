@@ -161,7 +161,7 @@ def lr_annealing(sources: Sequence[Path]) -> Figure:
     compared = comparisons(sources)[0]
     rows = [row for row in compared.rows("best") if compared.runs(row["arm"], row["lr"])]
     learned = [(row, scales) for row in rows if (scales := _learned(compared, row))]
-    annealed = [row for row, scales in learned if any(len(set(scale.peak_lr or scale.k)) > 1 for scale in scales)]
+    annealed = [row for row, scales in learned if any(len(set(scale.k)) > 1 for scale in scales)]
     if not annealed:
         arms = ", ".join(compared.found["maps"])
         raise ValueError(f"sources must name a comparison with an arm whose scales are annealed, got {arms}")

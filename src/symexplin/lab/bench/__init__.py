@@ -94,7 +94,7 @@ class BenchConfig:
         if self.device.partition(":")[0] not in _DEVICES:
             check_choice("device", self.device, _DEVICES)
         for case in self.cases():
-            named_map(self.preset, self.map, case.width)
+            named_map(self.preset, self.map)
             self._sized(case)
 
     def cases(self) -> Iterator[Case]:

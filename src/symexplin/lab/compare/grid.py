@@ -23,25 +23,25 @@ DEMO = ".symexplin-demo"
 
 BASELINE = "AdamW"
 # Learning rates of learned scales in runs of some hundred steps: the paper's 0.015 to 0.0024 are for 100,000.
-_SHORT_RUN = {"pattern": "row_col_mult", "peak_lr": [0.003, 0.001]}
+_SHORT_RUN = {"pattern": "row_col_mult", "k": [0.003, 0.001], "base_lr": 1.0}
 # What each named arm changes in the table [sel]. "SEL" is the best of those tried on other seeds than the demo's
 # (docs/log.md).
 ARMS: dict[str, dict[str, Any]] = {
     BASELINE: {"home": "none"},
-    "SEL": {"preset": "carried"},
-    "SEL-learned": {"preset": "carried", "map": {"e": _SHORT_RUN, "l": _SHORT_RUN}},
-    "SEL-paper": {"preset": "paper", "start": "mismatched"},
-    "SEL-fixed-curvature": {"preset": "fixed_curvature", "start": "mismatched"},
-    "SEL-frozen": {"preset": "frozen", "start": "mismatched"},
+    "SEL": {"preset": "default"},
+    "SEL-learned": {"preset": "default", "map": {"e": _SHORT_RUN, "l": _SHORT_RUN}},
+    "SEL-paper": {"preset": "paper"},
+    "SEL-fixed-curvature": {"preset": "fixed_curvature"},
+    "SEL-frozen": {"preset": "frozen"},
     "SEL-congruent": {"preset": "congruent"},
     "SEL-exp-only": {"preset": "exp_only"},
-    "SEL-module": {"home": "module", "preset": "paper", "start": "mismatched"},
+    "SEL-module": {"home": "module", "preset": "paper"},
 }
 
 _CLUSTERS = ("none", "slurm")
 # Keys of [sel] that the arms set, and keys that all curved arms share.
 _OF_AN_ARM = ("home", "preset", "start", "map")
-_SHARED = ("multiplier_lr", "anneal_steps")
+_SHARED = ("anneal_steps",)
 # Keys of the run that an arm may change: those that leave data, steps and cost the same.
 _CHANGES: dict[str, tuple[str, ...]] = {
     "train": ("optimizer", "weight_decay", "decay_plain", "betas", "max_grad_norm", "warmup_steps", "floor", "weights"),
@@ -67,7 +67,7 @@ class GridConfig:
     """Which runs to compare, and where they are executed.
 
     Args:
-        arms: what to compare: AdamW, SEL (the paper's geometry carried to the model's width, scales fixed), SEL-learned
+        arms: what to compare: AdamW, SEL (the default map), SEL-learned
             (e and l learned), SEL-paper, SEL-fixed-curvature, SEL-frozen, SEL-congruent, SEL-exp-only, SEL-module (the
             paper's form), or [arm.NAME] tables of your own.
         lrs: peak learning rates; every arm trains at each.

@@ -131,7 +131,6 @@ def invert_file(
     source: str | Path,
     target: str | Path,
     config: SELConfig | None = None,
-    start: str = "matched",
     echo: Echo = lambda _: None,
 ) -> dict[str, Any]:
     """Write the raw weights and scales of `source`: the `state_dict` that :func:`symexplin.convert` would give.
@@ -147,12 +146,14 @@ def invert_file(
     echo(str(routes))
     plain, _ = read_tensors(source)
     wide = {route.name: plain[route.name].to(compute_dtype(plain[route.name])) for route in routes.curved}
-    model = convert(_skeleton(plain | wide), config, start)
+    model = convert(_skeleton(plain | wide), config)
     layers = _layers(model)
     if not layers:
         raise ValueError(f"{str(source)!r} must hold weights of nn.Linear, got transposed ones alone")
     types = {name: specs[name].dtype for name in wide if specs[name].dtype in _NARROW}
-    write_tensors(target, model.state_dict(), metadata | {MAP_KEY: config.to_json(), _TYPES_KEY: json.dumps(types)})
+    write_tensors(
+        target, model.state_dict(), metadata | {MAP_KEY: routes.config.to_json(), _TYPES_KEY: json.dumps(types)}
+    )
     return _report("curved", layers, plain, echo)
 
 
@@ -204,7 +205,7 @@ def folded(source: str | Path) -> tuple[State, dict[str, str], Layers]:
         tuple(pattern for pattern in patterns if fnmatch.filter(outline, pattern))
         for patterns in (config.include, config.exclude)
     )
-    model = convert(_skeleton(outline), dataclasses.replace(config, include=include, exclude=exclude))
+    model = convert(_skeleton(outline), dataclasses.replace(config, include=include, exclude=exclude, start="matched"))
     load_state(model, state, source)
     layers, plain = _layers(model), fold(model).state_dict()
     for name, kind in json.loads(metadata.pop(_TYPES_KEY, "{}")).items():
