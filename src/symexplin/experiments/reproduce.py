@@ -45,6 +45,8 @@ class ReproduceConfig:
         confirm_seeds: of the second stage, at the best learning rates alone; those of the scale if not given, without
             the ones in `seeds`.
         jobs: runs at a time.
+        reuse: folders of other tables. Their finished runs of the same configuration, data, seed, commit and machine
+            are copied instead of being trained again.
         steps: optimizer steps of each run; warm-up and evaluations keep their share, as far as evaluations take less
             than half the time of training.
         set: any key of a scale's tables, such as model.width=64, train.batch_size=4, map.beta=5 (of every curved arm),
@@ -59,6 +61,7 @@ class ReproduceConfig:
     seeds: tuple[int, ...] = ()
     confirm_seeds: tuple[int, ...] = ()
     jobs: int | None = None
+    reuse: tuple[str, ...] = ()
     steps: int | None = None
     set: dict[str, Any] = field(default_factory=dict)
 
@@ -123,7 +126,8 @@ def reproduce(
         out: a new folder, or that of the table to resume.
         config: None: in miniature.
         resume: keep finished runs, continue the others.
-        results: a CSV file to append a row per run to (:func:`symexplin.experiments.results.append_results`).
+        results: a CSV file to which each run appends a row as it ends
+            (:func:`symexplin.experiments.results.append_results`).
         echo: takes each line of the log: warnings, estimates of the time, losses, verdicts.
         progress: show bars on a terminal.
 
@@ -147,6 +151,11 @@ def reproduce(
                 f"results must not be given for {table.name}, whose timings are in each panel's results.csv"
             )
         check_results(Path(results))
+
+    def record() -> None:
+        if results is not None:
+            append_results(out, Path(results))
+
     with claimed(out, "table", {TABLE}) as folder:
         _begin(folder, table, resume)
         try:
@@ -159,15 +168,13 @@ def reproduce(
             new = [it for it, done in places if isinstance(it, CompareConfig) and not done.exists()]
             for line in [*_warnings(new), *estimate(new)] if new else ():
                 echo(line)
-            _run_panels(wanted, table, folder, echo, progress)
+            _run_panels(wanted, table, folder, config.reuse, record, echo, progress)
             write_json(folder / TABLE, table.to_json())  # a resumed table may have grown
         finally:
             if {path.name for path in folder.iterdir()} == {TABLE, LOCK}:  # a mistake leaves no folder
                 (folder / TABLE).unlink()
         report = report_table(folder, echo)
         echo(f"report: {report}")
-        if results is not None:
-            echo(f"rows added to {results}: {append_results(folder, Path(results))}")
     return report
 
 
@@ -191,7 +198,15 @@ def _begin(folder: Path, table: Table, resume: bool) -> None:
     check_resumable(folder, "table", saved, {"name": table.name, "scale": table.scale, "panels": known})
 
 
-def _run_panels(panels: Sequence[Panel], table: Table, folder: Path, echo: Echo, progress: bool) -> None:
+def _run_panels(
+    panels: Sequence[Panel],
+    table: Table,
+    folder: Path,
+    reuse: Sequence[str],
+    record: Callable[[], None],
+    echo: Echo,
+    progress: bool,
+) -> None:
     from symexplin.lab.bench.run import run_bench
     from symexplin.lab.compare.sweep import compare_runs
 
@@ -199,8 +214,9 @@ def _run_panels(panels: Sequence[Panel], table: Table, folder: Path, echo: Echo,
         echo(f"{table.name} {panel.name} (panel {number} of {len(panels)})")
         place = folder / PANELS / panel.name
         if isinstance(panel.config, CompareConfig):
-            told = _with_time_left(panel.config, place, echo)
-            compare_runs(panel.config, place, resume=True, echo=told, progress=progress)
+            told = _after_each_run(panel.config, place, record, echo)
+            compare_runs(panel.config, place, resume=True, reuse=reuse, echo=told, progress=progress)
+            record()
         elif place.exists():
             echo(f"{place} has been measured: remove it to measure again")
         else:
@@ -223,8 +239,8 @@ def _warnings(configs: Sequence[CompareConfig]) -> list[str]:
     return [f"warning: {text}" for text in found]
 
 
-def _with_time_left(config: CompareConfig, place: Path, echo: Echo) -> Echo:
-    """Return `echo` that after each run also says how long the other runs of the panel will take."""
+def _after_each_run(config: CompareConfig, place: Path, record: Callable[[], None], echo: Echo) -> Echo:
+    """Return `echo` that after each run also calls `record`, and says how long the other runs of the panel take."""
 
     def ended() -> int:
         return len(list(place.glob(f"runs/*/{SUMMARY}")))
@@ -237,6 +253,8 @@ def _with_time_left(config: CompareConfig, place: Path, echo: Echo) -> Echo:
         echo(line)
         old, seen = seen, ended()
         left = config.compare.most_runs - seen
+        if seen > old:
+            record()
         if seen > old and left > 0:
             # Others run beside those that have ended, and end soon.
             new = -(-(seen - before) // jobs) * jobs

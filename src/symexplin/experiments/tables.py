@@ -202,7 +202,8 @@ class _Layers:
         wanted = from_table(GridConfig, compare).arms
         for name in wanted:
             check_choice("arms", name, known)
-        chosen = {name: _curved(arm, curve) for name, arm in arms.items() if name in wanted}
+        forced = self.changes.get("map", {})
+        chosen = {name: _curved(arm, curve, forced) for name, arm in arms.items() if name in wanted}
         return from_table(CompareConfig, {**found, "data": self.data, "compare": compare, "arm": chosen})
 
     def base(self) -> RunConfig | None:
@@ -235,12 +236,14 @@ def _in_proportion(before: Settings, changes: Settings) -> Settings:
     return settings
 
 
-def _curved(arm: Any, curve: Settings) -> Any:
-    """Return an arm with the panel's changes of its map."""
+def _curved(arm: Any, curve: Settings, forced: Settings) -> Any:
+    """Return an arm whose map has the keys of the panel that it leaves open, and those that the command forces."""
     if not isinstance(arm, Mapping):
         return arm  # the schema refuses it
     arm = {key: value for key, value in arm.items() if key != "label"}
-    return arm if arm.get("home") == "none" or not curve else merge(arm, {"map": curve})
+    if arm.get("home") == "none" or not (curve or forced):
+        return arm
+    return {**arm, "map": merge(curve, merge(arm.get("map", {}), forced))}
 
 
 def _panels(layers: _Layers, entries: Sequence[Settings], of_paper: Settings) -> Iterator[Panel]:

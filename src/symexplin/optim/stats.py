@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -14,14 +15,18 @@ from symexplin.optim.raw_space import RawSpaceOptimizer
 
 __all__ = ["stats"]
 
+_ALL = -1  # all tensors together
+
 
 @torch.no_grad()
 def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, float]:
-    """Return statistics over all curved weight matrices of a raw-space `optimizer` or of a converted `model`.
+    """Return statistics of the map over a raw-space `optimizer` or a converted `model`.
 
-    - "e/mean", "e/std" (also l, kappa, n, s): mean and standard deviation of the expanded scale over all weights
-    - "slope/mean", "slope/std": of abs(d w_eff / d w), the ratio of an effective step to a raw one
-    - "kappa_w/max": largest kappa |w|; "tail/fraction": share with kappa |w| > 1, where the exponential dominates
+    - "e/mean", "e/std" (also l, kappa, n, s): mean and standard deviation of the expanded scale in each tensor,
+      averaged over the curved tensors, biases included (paper, section 5.4.2)
+    - "slope/mean", "slope/std": of abs(d w_eff / d w) over all weights, the ratio of an effective step to a raw one
+    - "kappa_w/max": largest kappa |w| of a weight; "tail/fraction": share of weights with kappa |w| > 1, where the
+      exponential dominates
 
     Empty before the first step. With a sharded model every process must call it and gets the same result.
 
@@ -30,8 +35,8 @@ def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> d
     ['e/mean', 'e/std']
     """
     tallies: dict[Any, _Tally] = {}
-    for coordinates, placement in _weights(model, optimizer):
-        tallies.setdefault(placement.group, _Tally(placement)).add(coordinates)
+    for tensor, (coordinates, placement) in enumerate(_tensors(model, optimizer)):
+        tallies.setdefault(placement.group, _Tally(placement)).add(tensor, coordinates)
     total = _Tally(WHOLE)
     for tally in tallies.values():
         total.merge(tally)
@@ -39,32 +44,33 @@ def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> d
 
 
 class _Tally:
-    """Sums over weights with one placement."""
+    """Sums over tensors with one placement: count, sum and sum of squares, of each tensor or of all (-1)."""
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
-        self.sums: dict[str, list[float]] = {}
+        self.sums: dict[tuple[str, int], list[float]] = {}
         self.largest = 0.0
 
-    def add(self, coordinates: Coordinates) -> None:
-        """Add the local part of a weight."""
+    def add(self, tensor: int, coordinates: Coordinates) -> None:
+        """Add the local part of a weight or a bias."""
         raw, scales = coordinates.raw, coordinates.scales()
-        x = (scales.kappa * raw.abs()).double()
-        if x.numel():
-            self._raise_to(float(x.max()))
-        self._add("", [x.numel(), int((x > 1.0).sum()), 0.0])
         for role in ("e", "l", "kappa", "n", "s"):
             value = getattr(scales, role)
             if isinstance(value, Tensor):
-                full = value.double().expand(raw.shape)
-                self._sum(role, full)
-        self._sum("slope", coordinates.slope().abs().double())
+                self._sum((role, tensor), value.double().expand(raw.shape))
+        if raw.dim() < 2:
+            return
+        x = (scales.kappa * raw.abs()).double()
+        if x.numel():
+            self._raise_to(float(x.max()))
+        self._add(("", _ALL), [x.numel(), int((x > 1.0).sum()), 0.0])
+        self._sum(("slope", _ALL), coordinates.slope().abs().double())
 
-    def _sum(self, role: str, values: Tensor) -> None:
-        self._add(role, [values.numel(), float(values.sum()), float((values * values).sum())])
+    def _sum(self, key: tuple[str, int], values: Tensor) -> None:
+        self._add(key, [values.numel(), float(values.sum()), float((values * values).sum())])
 
-    def _add(self, role: str, terms: list[float]) -> None:
-        self.sums[role] = [a + b for a, b in zip(self.sums.get(role, [0.0] * 3), terms, strict=True)]
+    def _add(self, key: tuple[str, int], terms: list[float]) -> None:
+        self.sums[key] = [a + b for a, b in zip(self.sums.get(key, [0.0] * 3), terms, strict=True)]
 
     def merge(self, other: "_Tally") -> None:
         """Add the sums of another tally over all its processes."""
@@ -75,8 +81,8 @@ class _Tally:
             torch.distributed.all_reduce(added, group=group)
             torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=group)
             sums, largest = added.tolist(), float(most)
-        for role, terms in zip(other.sums, sums, strict=True):
-            self._add(role, terms)
+        for key, terms in zip(other.sums, sums, strict=True):
+            self._add(key, terms)
         self._raise_to(largest)
 
     def _raise_to(self, x: float) -> None:
@@ -85,26 +91,32 @@ class _Tally:
 
     def figures(self) -> dict[str, float]:
         """Return the statistics of :func:`stats`."""
-        result: dict[str, float] = {}
+        found: dict[str, list[tuple[float, float]]] = {}
         sums = dict(self.sums)
-        count, tail, _ = sums.pop("", [0.0] * 3)
-        for role, (n, first, second) in sums.items():
+        count, tail, _ = sums.pop(("", _ALL), [0.0] * 3)
+        for (role, _tensor), (n, first, second) in sums.items():
             mean = first / n
-            result[f"{role}/mean"] = mean
             variance = second / n - mean * mean
-            result[f"{role}/std"] = math.nan if math.isnan(variance) else math.sqrt(max(variance, 0.0))
+            found.setdefault(role, []).append(
+                (mean, math.nan if math.isnan(variance) else math.sqrt(max(variance, 0.0)))
+            )
+        result = {}
+        for role, figures in found.items():
+            means, deviations = zip(*figures, strict=True)
+            result[f"{role}/mean"], result[f"{role}/std"] = fmean(means), fmean(deviations)
         return result | ({"kappa_w/max": self.largest, "tail/fraction": tail / count} if count else {})
 
 
-def _weights(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[Coordinates, Placement]]:
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[Coordinates, Placement]]:
     inner = getattr(optimizer, "optimizer", optimizer)  # unwrap accelerate's optimizer
     if isinstance(inner, RawSpaceOptimizer):
         for view in inner.entries():
-            if view.curved and len(view.shape) == 2:
+            if view.curved:
                 yield view.coordinates(), view.placement
         return
     for layer in model.modules():
         if isinstance(layer, SELLinear):
-            # fully_shard splits each parameter of the layer separately, so their local parts do not match.
-            parts = [whole(part) for part in layer.parts()]
-            yield Coordinates(layer.weight_layout, *parts), WHOLE
+            for bias, layout in enumerate((layer.weight_layout, layer.bias_layout)):
+                if layout is not None:
+                    # fully_shard splits each parameter of the layer separately, so their local parts do not match.
+                    yield Coordinates(layout, *(whole(part) for part in layer.parts(bool(bias)))), WHOLE

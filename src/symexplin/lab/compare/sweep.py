@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from symexplin.lab.build import build
 from symexplin.lab.compare.grid import COMPARISON, CONFIG, DEMO, RUNS, Cell, CompareConfig
 from symexplin.lab.compare.launch import Task, check_slurm, run_as_jobs, run_here, run_side_by_side
+from symexplin.lab.compare.reuse import finished_runs, take_over
 from symexplin.lab.compare.table import Run, chosen_lrs, compare, format_table, headline
 from symexplin.lab.config import ComputeConfig, RunConfig, absolute, resolve
 from symexplin.lab.data.batches import Corpus
@@ -36,6 +37,7 @@ from symexplin.validation import naming
 __all__ = ["compare_runs"]
 
 Echo = Callable[[str], None]
+Known = Mapping[tuple[str, ...], Path]
 
 
 def compare_runs(
@@ -43,6 +45,7 @@ def compare_runs(
     out: str | Path,
     *,
     resume: bool = False,
+    reuse: Sequence[str | Path] = (),
     echo: Echo = lambda _: None,
     progress: bool = True,
 ) -> dict[str, Any]:
@@ -57,6 +60,8 @@ def compare_runs(
         resume: keep finished runs and continue the others. The grid may change, and what a run may change, but not what
             the runs in the folder trained. On a CPU the results have the bits of an uninterrupted comparison, unless
             [compute] changes.
+        reuse: folders below which runs have finished. Those of the same configuration, data, seed, commit and machine
+            are copied instead of being trained again.
         echo: takes each line of the log, and the table at the end.
         progress: show a bar on a terminal instead of the lines of a run.
 
@@ -75,12 +80,13 @@ def compare_runs(
         ranks.agree({**config.table(), "resume": resume}, free=("data", "compute.threads"))
         folder = ranks.tell(lambda: stack.enter_context(claimed(out, "comparison", {CONFIG, DEMO})))
         config = ranks.tell(lambda: _opened(folder, config, corpus, resume, echo, ranks))
-        grid = config.compare
+        grid, known = config.compare, ranks.tell(lambda: finished_runs(reuse))
         echo(
             f"{len(corpus.train):,} tokens to train on, {len(corpus.valid):,} held out; "
             f"{'up to ' if grid.confirm_seeds else ''}{grid.most_runs} runs of {config.train.steps} steps"
         )
         for stage in (1, 2) if grid.confirm_seeds else (1,):
+            ranks.tell(lambda stage=stage: _take_over(folder, config, stage, known, corpus, echo))  # type: ignore[misc]
             _train(folder, config, stage, echo, progress, ranks)
         return ranks.tell(lambda: _conclude(folder, config, corpus, echo))
 
@@ -209,6 +215,14 @@ def _train(folder: Path, config: CompareConfig, stage: int, echo: Echo, progress
         cell, task = left[index]
         if ranks.first and (found := _run_of(folder, cell)) is not None:
             echo(f"{task.label}: {_outcome(found)}")
+
+
+def _take_over(folder: Path, config: CompareConfig, stage: int, known: Known, corpus: Corpus, echo: Echo) -> None:
+    """Copy the known runs of a stage."""
+    grid = config.compare
+    for cell in (grid.cells() if stage == 1 else grid.confirmations(_chosen(folder, config))) if known else ():
+        if (source := take_over(known, config.run(cell), corpus, folder / RUNS / cell.name)) is not None:
+            echo(f"{cell.name}: taken over from {source}")
 
 
 def _left(folder: Path, config: CompareConfig, stage: int, echo: Echo) -> list[tuple[Cell, Task]]:
