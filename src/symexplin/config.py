@@ -69,8 +69,8 @@ class Scale:
             1 makes `k` the learning rate itself. None: `k` multiplies the learning rate of the weights.
         rank: rank of "lora".
 
-    >>> Scale("row_col_mult", k=(50, 8)).multiplier(lr=1e-4)
-    (150.0, 24.0)
+    >>> Scale("row_col_mult", k=(50, 8)).multiplier(lr=6e-4)
+    (25.0, 4.0)
     """
 
     pattern: str = "fixed"

@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from corpora import prepared
-from symexplin.experiments.results import COLUMNS, append_results, config_hash
+from symexplin.experiments.results import COLUMNS, append_results
 from symexplin.experiments.tables import load_table
 from symexplin.lab.compare.sweep import compare_runs
 from symexplin.lab.files import write_json
-from symexplin.lab.settings import load_toml
+from symexplin.lab.settings import config_hash, load_toml
 
 SMALL = {
     "model": {"width": 16, "depth": 1, "heads": 2, "context": 8},
@@ -44,13 +44,12 @@ def test_a_row_has_what_the_run_has(out, tmp_path):
     found = rows(file)
     assert count == len(found) == len(comparison["runs"])
     assert tuple(found[0]) == COLUMNS
-    best = {row["arm"]: row["lr"] for row in comparison["comparison"]["best"]}
-    for row, run in zip(found, comparison["runs"], strict=True):
+    runs = {(run["arm"], run["lr"], run["seed"]): run for run in comparison["runs"]}
+    for row in found:
+        run = runs[row["arm"], float(row["lr"]), int(row["seed"])]
         assert (row["table"], row["scale"], row["panel"], row["arm"]) == ("frozen", "mini", "16x1", run["arm"])
         assert [float(row[key]) for key in ("lr", "seed", "final_loss")] == [run["lr"], run["seed"], run["final_loss"]]
         assert row["stage"] == ("sweep" if run["seed"] == 0 else "confirm")
-        assert ("own" in row["best_at"]) == (run["lr"] == best[run["arm"]])
-        assert ("shared" in row["best_at"]) == (run["lr"] == best["AdamW"])
         facts = json.loads((panel / run["folder"] / "run.json").read_text())
         assert (row["data"], row["machine"]) == (facts["data"], facts["provenance"]["processor"])
         assert (row["steps"], row["tokens"]) == ("2", str(2 * 2 * 8))
@@ -101,3 +100,18 @@ def test_the_hash_is_of_what_the_run_computes(out):
     assert config_hash({**config, "train": train}) == config_hash(config)
     assert config_hash(config, weights="digest") != config_hash(config)
     assert config_hash({**config, "train": {**config["train"], "lr": 0.5}}) != config_hash(config)
+
+
+def test_a_run_has_its_row_when_it_ends(out, tmp_path):
+    """A table that stops keeps the rows of the runs that have ended; resumed, it adds those of the others."""
+    file, cut = tmp_path / "results.csv", tmp_path / "cut"
+    shutil.copytree(out, cut)
+    (panel,) = (cut / "panels").iterdir()
+    (panel / "comparison.json").unlink()
+    unfinished = next(panel.glob("runs/*-seed1/summary.json"))
+    summary = unfinished.read_bytes()
+    unfinished.unlink()
+    count = append_results(cut, file)
+    assert count == len(list(panel.glob("runs/*"))) - 1
+    unfinished.write_bytes(summary)
+    assert append_results(cut, file) == 1

@@ -178,7 +178,7 @@ def weights(tmp_path_factory):
 @pytest.mark.parametrize("home", ["none", "optimizer", "module"])
 def test_weights_given_take_the_place_of_the_drawn_ones(weights, home):
     train = dataclasses.replace(TRAIN, weights=str(weights))
-    built = build(config(train, home=home, **({} if home == "none" else {"preset": "paper"}))).model
+    built = build(config(train, home=home, **({} if home == "none" else {"preset": "paper", "start": "matched"}))).model
     found = sel.fold(built).state_dict()
     exact = home != "module"  # whose raw weights are inverted, hence rounded
     for name, wanted in load_model(weights).state_dict().items():

@@ -64,7 +64,7 @@ def test_resolving_says_everything_and_twice_the_same():
     assert resolved.compute.threads == torch.get_num_threads()
     assert resolved.compute.device in ("cpu", "cuda")
     assert resolved.compute.autocast in ("on", "off")
-    assert resolved.sel.map["e"]["peak_lr"] == pytest.approx((0.015, 0.0024))
+    assert resolved.sel.map["e"]["k"] == (50.0, 8.0)
     assert resolve(resolved, 300) == resolved
     # As a file, and what a newer version's preset might say is overruled by the map in it.
     assert resolve(from_table(RunConfig, to_table(resolved)), 300) == resolve(resolved, 300)

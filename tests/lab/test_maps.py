@@ -6,11 +6,7 @@ from symexplin.lab.maps import LAB_PRESETS, CurveConfig, map_of, named_map
 
 def test_presets_are_the_packages():
     for name in LAB_PRESETS:
-        if name not in ("carried", "default"):
-            assert named_map(name, {}) == sel.preset(name)
-    assert named_map("default", {}) == sel.SELConfig()
-    assert named_map("carried", {}, width=64) == sel.carried(64)
-    assert named_map("carried", {"beta": 3.0, "l": {"pattern": "row"}}, 64).l == sel.Scale("row", start=3.0 / 7.5)
+        assert named_map(name, {}) == (sel.SELConfig() if name == "default" else sel.preset(name))
 
 
 def test_changes_merge_into_scales():
@@ -20,12 +16,11 @@ def test_changes_merge_into_scales():
 
 def test_learned_scales_keep_k_times_the_papers_learning_rate():
     config = map_of(CurveConfig(preset="paper"), 128)
-    assert config.e.peak_lr == pytest.approx((0.015, 0.0024))
-    assert config.m.peak_lr == pytest.approx((3e-6, 1.5e-4))
-    assert map_of(CurveConfig(preset="paper", multiplier_lr=1e-3), 128).e.peak_lr == pytest.approx((0.05, 0.008))
-    own = map_of(CurveConfig(preset="paper", map={"e": {"peak_lr": 0.001}}), 128)
-    assert own.e.peak_lr == (0.001, 0.001)
-    assert own.l.peak_lr == pytest.approx((0.015, 0.0024))
+    rates = {lr: {role: k[0] * lr for role, k in config.multipliers(lr).items()} for lr in (3e-4, 2e-3)}
+    assert rates[3e-4] == pytest.approx({"e": 0.015, "l": 0.015, "m": 3e-6})
+    assert rates[2e-3] == pytest.approx(rates[3e-4])
+    plain = map_of(CurveConfig(preset="paper", map={"e": {"base_lr": None}}), 128)
+    assert plain.multipliers(2e-3)["e"] == (50.0, 8.0)
 
 
 def test_a_whole_map_given_back_is_the_same():
@@ -45,7 +40,6 @@ def test_no_home_no_map():
         ({"home": "modul"}, "home must be one of.*did you mean 'module'"),
         ({"preset": "papper"}, "preset must be one of.*did you mean 'paper'"),
         ({"start": "match"}, "start must be one of.*did you mean 'matched'"),
-        ({"multiplier_lr": 0.0}, "multiplier_lr must be a positive"),
         ({"anneal_steps": 0}, "anneal_steps must be a whole number >= 1, got 0"),
         ({"map": {"betta": 3}}, "key must be one of.*did you mean 'beta'"),
         ({"map": {"beta": -3.0}}, "beta must be a positive"),
@@ -55,8 +49,3 @@ def test_no_home_no_map():
 def test_mistakes_are_named(changes, words):
     with pytest.raises(ValueError, match=words):
         map_of(CurveConfig(**changes), 64)
-
-
-def test_carried_needs_a_width():
-    with pytest.raises(ValueError, match="'carried' goes with a model's width"):
-        named_map("carried", {})

@@ -19,8 +19,8 @@ from symexplin.lab.train import Trainer
 TINY = ModelConfig(width=16, depth=1, heads=2, context=16)
 CURVES = {
     "none": CurveConfig(home="none"),
-    "optimizer": CurveConfig(preset="paper"),
-    "module": CurveConfig(home="module", preset="paper"),
+    "optimizer": CurveConfig(preset="paper", start="matched"),
+    "module": CurveConfig(home="module", preset="paper", start="matched"),
 }
 
 

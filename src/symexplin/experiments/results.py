@@ -10,10 +10,9 @@ import filelock
 from symexplin.experiments.tables import PANELS, TABLE
 from symexplin.lab.compare.grid import CONFIG as GRID
 from symexplin.lab.compare.grid import RUNS
-from symexplin.lab.compare.reuse import config_hash
 from symexplin.lab.files import read_json, write_csv
 from symexplin.lab.folders import CONFIG, FACTS, SUMMARY
-from symexplin.lab.settings import load_toml
+from symexplin.lab.settings import config_hash, load_toml
 
 __all__ = ["COLUMNS", "append_results", "check_results"]
 

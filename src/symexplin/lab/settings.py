@@ -8,7 +8,9 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import hashlib
 import inspect
+import json
 import tomllib
 import types
 import typing
@@ -20,7 +22,7 @@ import tomli_w
 from cyclopts import CoercionError, Group, Parameter, Token
 
 __all__ = [
-    *("Key", "Pairs", "from_table", "differences", "dump_toml", "keys", "lines"),
+    *("Key", "Pairs", "config_hash", "from_table", "differences", "dump_toml", "keys", "lines"),
     *("load_toml", "merge", "to_table", "with_flags"),
 ]
 
@@ -165,6 +167,16 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
         both = isinstance(value, Mapping) and isinstance(found, Mapping)
         merged[key] = merge(typing.cast(Table, found), value) if both else value
     return merged
+
+
+def config_hash(config: Mapping[str, Any], weights: str | None = None) -> str:
+    """Return 16 digits of the SHA-256 of a run's configuration as canonical JSON, without paths and logging.
+
+    `weights` is the digest of the weights that it starts from, in place of their path.
+    """
+    kept = {key: value for key, value in config.items() if key not in ("data", "log")}
+    kept["train"] = {**config.get("train", {}), "weights": weights}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -37,11 +37,6 @@ def test_runs_differ_in_their_cell_alone():
     assert config.run(GRID.cells()[0]).sel == CurveConfig(home="none")
 
 
-def test_multiplier_lr_holds_for_all_arms():
-    config = CompareConfig("data", sel=CurveConfig(multiplier_lr=1e-4), compare=GRID, arm=OWN)
-    assert map_of(config.run(GRID.cells()[1]).sel, 128).l.peak_lr == pytest.approx((5e-3, 8e-4))
-
-
 def test_a_file_says_it_all():
     config = CompareConfig("data", compare=GRID, arm=OWN)
     assert from_table(CompareConfig, config.table()) == config
@@ -52,7 +47,6 @@ def test_a_file_says_it_all():
         ("train", "seed"),
         ("sel", "home"),
         ("sel", "preset"),
-        ("sel", "start"),
         ("sel", "map"),
     }
 
@@ -153,7 +147,7 @@ def test_anneal_steps_hold_for_all_curved_arms_but_those_with_their_own():
     config = CompareConfig("data", sel=CurveConfig(anneal_steps=9), compare=grid, arm=own)
     assert [config.example(arm).sel.anneal_steps for arm in ("SEL", "strong")] == [9, 5]
     assert from_table(CompareConfig, config.table()) == config
-    assert config.table()["sel"] == {"multiplier_lr": 3e-4, "anneal_steps": 9}
+    assert config.table()["sel"] == {"anneal_steps": 9}
 
 
 @pytest.mark.parametrize("changes", [{"memory": 0}, {"gpus": -1}])
@@ -186,26 +180,22 @@ def test_the_baseline_is_plain():
     ],
 )
 def test_the_papers_arms_are_its_presets(arm, preset, start, home):
-    """Their scales learn at the paper's k * 3e-4 (section 5.1) whatever the learning rate of the weights."""
-    wanted, found = sel.preset(preset), map_of(curve_of(arm), WIDTH)
-    assert (curve_of(arm).start, curve_of(arm).home) == (start, home)
-    for role in wanted.learned_roles:
-        k = getattr(wanted, role).k
-        assert getattr(found, role).peak_lr == pytest.approx((k[0] * 3e-4, k[1] * 3e-4))
-    bare = {role: dataclasses.replace(getattr(found, role), peak_lr=None) for role in wanted.learned_roles}
-    assert dataclasses.replace(found, **bare) == wanted
+    found = map_of(curve_of(arm), WIDTH)
+    assert found == sel.preset(preset).resolve(WIDTH)
+    assert (found.start, curve_of(arm).home) == (start, home)
 
 
-def test_sel_carries_the_papers_geometry_and_may_learn():
+def test_sel_is_the_default_map_and_may_learn():
     """At width 64 = 1024/16 beta is a quarter of 7.5, and l = beta/7.5."""
     fixed, learned = map_of(curve_of("SEL"), WIDTH), map_of(curve_of("SEL-learned"), WIDTH)
     assert (fixed.beta, fixed.l.start, fixed.learned_roles) == (7.5 / 4, 0.25, ())
     assert learned.learned_roles == ("e", "l")
     for role, start in (("e", 1.0), ("l", 0.25)):
         scale = getattr(learned, role)
-        assert (scale.pattern, scale.start, scale.peak_lr) == ("row_col_mult", start, (0.003, 0.001))
+        assert (scale.pattern, scale.start) == ("row_col_mult", start)
+        assert scale.multiplier(lr=1.0) == (0.003, 0.001)
     assert dataclasses.replace(learned, e=fixed.e, l=fixed.l) == fixed
-    assert {curve_of(arm).start for arm in ("SEL", "SEL-learned")} == {"matched"}
+    assert fixed.start == "matched"
 
 
 def test_the_help_names_every_arm():

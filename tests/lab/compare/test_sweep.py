@@ -77,7 +77,7 @@ def test_it_writes_and_says_what_it_found(finished, data):
     assert content["provenance"]["threads"] == 1
     for table in (content["config"], load_toml(folder / "compare.toml")):  # no key that no run has used
         assert not {"lr", "seed"} & table["train"].keys()
-        assert table["sel"].keys() == {"multiplier_lr"}
+        assert not table["sel"]
 
 
 def test_an_existing_comparison_is_resumed_only_if_asked(finished, data):
@@ -108,7 +108,7 @@ def test_a_grid_may_grow_and_shrink(finished, data, tmp_path):
     ("changes", "message"),
     [
         ({"model": ModelConfig(width=32, depth=1, heads=2, context=16)}, "model.width was 16, is 32 now"),
-        ({"sel": CurveConfig(multiplier_lr=1e-3)}, r"sel.multiplier_lr was 0.0003, is 0.001 now"),
+        ({"sel": CurveConfig(anneal_steps=3)}, r"sel.anneal_steps was None, is 3 now"),
     ],
 )
 def test_another_configuration_is_no_resumption(finished, data, changes, message):

@@ -55,9 +55,7 @@ def test_the_page_of_a_run(run):
     assert ["log.tensorboard", "False"] in page.rows
     assert ["train.betas", "0.9, 0.999"] in page.rows
     (words,) = [row[1] for row in page.rows if row[0] == "map"]
-    assert words.startswith(
-        "curved in the optimizer; mismatched start; mode mismatch; beta 7.5; curvature fixed; e row"
-    )
+    assert words.startswith("curved in the optimizer; mismatch, beta 7.5, e and l learned (row_col_mult, k 50 to 8)")
     assert "The map at step 6" in page.text
     assert {"q", "k", "v", "o", "gate", "up", "down"} <= {word.strip() for word in page.text.splitlines()}
 
@@ -252,9 +250,8 @@ def test_a_missing_number_is_an_error(tmp_path, run):
 
 
 def test_a_map_is_told_with_its_home_its_start_and_its_scales():
-    config = sel.preset("frozen", beta=2.65165, l=sel.Scale(start=0.35355), e=sel.Scale("row", peak_lr=(0.003, 0.001)))
-    line = module._map({"start": "matched", "home": "module", **config.to_dict()})
+    config = sel.preset("frozen", beta=2.65165, l=sel.Scale(start=0.35355), e=sel.Scale("row", k=(30, 10)))
+    line = module._map({"home": "module", **config.to_dict()})
     assert line == (
-        "curved in the modules; matched start; mode mismatch; beta 2.65165; curvature fixed; e row with peak learning "
-        "rate 0.003 to 0.001; l fixed at 0.3535"
+        "curved in the modules; mismatch, beta 2.652, l 0.3535, e learned (row, k 30 to 10), mismatched start"
     )

@@ -19,9 +19,9 @@ ROLES = ["q", "k", "v", "o", "gate", "up", "down"]
 CURVES = {
     "AdamW": CurveConfig(home="none"),
     "frozen": CurveConfig(),
-    "learned": CurveConfig(preset="paper", start="mismatched"),
+    "learned": CurveConfig(preset="paper"),
     "absorbed": CurveConfig(preset="absorbed"),
-    "module": CurveConfig(home="module", preset="paper+offset"),
+    "module": CurveConfig(home="module", preset="paper+offset", start="matched"),
 }
 
 

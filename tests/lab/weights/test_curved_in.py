@@ -60,7 +60,7 @@ def test_names_agree_with_modules(name):
     model = MODELS[name]()
     found = routed({name: p.shape for name, p in model.named_parameters()})
     assert [(r.name, r.curved, r.out_dim) for r in found] == [(r.name, r.curved, r.out_dim) for r in sel.routing(model)]
-    assert [r.beta for r in found.curved] == [r.beta for r in sel.routing(model).curved]
+    assert (found.config, found.width) == (sel.routing(model).config, sel.routing(model).width)
 
 
 def test_routers_and_step_biases_are_those_of_the_modules():

@@ -4,8 +4,6 @@ On one machine, with one version of the software, equal configurations and data 
 """
 
 import functools
-import hashlib
-import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,21 +15,11 @@ from symexplin.lab.files import read_json
 from symexplin.lab.folders import FACTS, SUMMARY
 from symexplin.lab.load import digest_of
 from symexplin.lab.provenance import provenance
-from symexplin.lab.settings import to_table
+from symexplin.lab.settings import config_hash, to_table
 
-__all__ = ["config_hash", "finished_runs", "take_over"]
+__all__ = ["finished_runs", "take_over"]
 
 _ORIGIN = ("commit", "processor", "instructions", "torch")
-
-
-def config_hash(config: Mapping[str, Any], weights: str | None = None) -> str:
-    """Return 16 digits of the SHA-256 of a run's configuration as canonical JSON, without paths and logging.
-
-    `weights` is the digest of the weights that it starts from, in place of their path.
-    """
-    kept = {key: value for key, value in config.items() if key not in ("data", "log")}
-    kept["train"] = {**config.get("train", {}), "weights": weights}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
 
 
 def _identity(config: Mapping[str, Any], weights: str | None, data: str, origin: Mapping[str, Any]) -> tuple[str, ...]:

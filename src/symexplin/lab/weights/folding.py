@@ -135,12 +135,12 @@ def invert_file(
 ) -> dict[str, Any]:
     """Write the raw weights and scales of `source`: the `state_dict` that :func:`symexplin.convert` would give.
 
-    Each curved `X.weight` becomes `X.raw_weight` and its scales `X.e_row`, ..., its bias `X.raw_bias` and
-    `X.bias_e_row`, ...; other tensors stay. Raw weights and scales are float32, or float64 where the weights are:
-    16 bits would round them. LoRA's A depends on the position of a weight in the file.
+    The start is matched. Each curved `X.weight` becomes `X.raw_weight` and its scales `X.e_row`, ..., its bias
+    `X.raw_bias` and `X.bias_e_row`, ...; other tensors stay. Raw weights and scales are float32, or float64 where the
+    weights are: 16 bits would round them. LoRA's A depends on the position of a weight in the file.
     """
     check_new("target", target)
-    config = check_config(config)
+    config = dataclasses.replace(check_config(config), start="matched")
     specs, metadata = read_specs(source)
     routes = curved_in(source, specs, metadata, config)
     echo(str(routes))

@@ -99,9 +99,8 @@ def inspect_file(path: str | Path, *, config: SELConfig | None = None, progress:
     origin = "as given" if config is not None else "the model was trained with it"
     if config is None and trained is None:
         origin = "assumed, the file names none; --preset and --map give another"
-    config = check_config(trained if config is None else config)
-    routes = curved_in(path, specs, metadata, config).curved
-    layouts = {route.name: route.layout(config) for route in routes if route.name.endswith("weight")}
+    routes = curved_in(path, specs, metadata, check_config(trained if config is None else config))
+    layouts = {route.name: route.layout(routes.config) for route in routes.curved if route.name.endswith("weight")}
     rows: list[Row] = []
     every: list[_Part] = []
     total = sum(math.prod(spec.shape) for spec in specs.values())
@@ -117,7 +116,7 @@ def inspect_file(path: str | Path, *, config: SELConfig | None = None, progress:
     broken = sum(row.not_invertible is not None for row in rows)
     reason = f"{broken} of {len(rows)} matrices" if broken else None
     whole = dataclasses.replace(_row("all", (), every), not_invertible=reason)
-    return Inspection(config, origin, tuple(rows), whole, plain=len(specs) - len(rows))
+    return Inspection(routes.config, origin, tuple(rows), whole, plain=len(specs) - len(rows))
 
 
 def _part(w: Tensor, layout: Layout) -> _Part:
