@@ -86,8 +86,7 @@ def test_the_grid_is_the_papers():
         assert run.compute.compile
     for arm, learned in (("mismatch", {"e", "l", "m"}), ("mismatch+offset", {"e", "l", "m", "n", "delta"})):
         config = map_in(table, arm)
-        assert config.mode == "mismatch"
-        assert runs(table.panels[0])[arm].sel.start == "mismatched"
+        assert (config.mode, config.start) == ("mismatch", "mismatched")
         assert set(config.learned_roles) == learned
         assert {role: getattr(config, role).k for role in PAPER_K} == PAPER_K
         assert (config.curvature, config.normalize) == ("fixed", False)
@@ -122,7 +121,7 @@ def test_the_controls_fix_what_the_paper_fixes():
         "frozen": set(),
         "frozen-congruent": set(),
     }
-    starts = {arm: run.sel.start for arm, run in runs(table.panels[0]).items() if arm != "AdamW"}
+    starts = {arm: map_in(table, arm).start for arm in learned}
     assert {arm for arm, start in starts.items() if start == "matched"} == {"frozen-congruent"}
     table = load_table("structured_linear", "paper")
     found = [patterns(map_in(table, arm)) for arm in table.labels if arm != "AdamW"]
@@ -145,7 +144,7 @@ def test_the_other_tables_vary_what_they_say():
     inits = {arm: run.model.init for arm, run in runs(load_table("xavier", "mini").panels[0]).items()}
     assert [arm for arm, init in inits.items() if init == "xavier_normal"] == ["AdamW-normal", "mismatch-normal"]
     optimizers = {arm: run.train.optimizer for arm, run in runs(load_table("muon", "mini").panels[0]).items()}
-    assert {arm for arm, name in optimizers.items() if name == "muon"} == {"Muon", "mismatch-Muon", "carried-Muon"}
+    assert {arm for arm, name in optimizers.items() if name == "muon"} == {"Muon", "mismatch-Muon", "default-Muon"}
 
 
 def test_what_the_paper_leaves_open_is_said():
@@ -228,7 +227,7 @@ def test_the_runs_of_a_continued_table_start_from_its_base(tmp_path):
     table = load_table("continued", "mini", out=tmp_path)
     assert {run.train.weights for run in runs(table.panels[0]).values()} == {str(tmp_path / "base")}
     assert table.base.train.weights is None
-    assert {run.sel.start for run in runs(table.panels[0]).values()} == {"matched"}
+    assert {map_in(table, arm).start for arm in table.labels if arm != table.baseline} == {"matched"}
 
 
 @pytest.mark.parametrize(
