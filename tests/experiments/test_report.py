@@ -51,9 +51,7 @@ def test_the_page_and_the_files_of_a_finished_table(frozen):
     assert any(row[0] == "map.beta" for row in page.rows)
     assert "<fast>" not in page.html
     assert page.titles[:2] == ["The paper's claims", "128x4, for the paper's 1024x12"]
-    assert (
-        "Claims tested at scale mini, far below the paper's: 6; 3 held, 3 did not hold, 0 not tested at this scale."
-    ) in page.text
+    assert ("Claims tried at scale mini, far below the paper's: 6; 3 held; 3 did not hold.") in page.text
     row = row_of(page, "Fixed curvaturefixed_curvature")
     assert row[1:4] == ["0.001*", "1.9503 ± 0.0995", "-0.1497 ± 0.0009below"]
     assert row[5:7] == ["2.2503 ± 0.0995", "+0.1503 ± 0.0009above"]
@@ -115,7 +113,7 @@ def test_an_unfinished_table_says_what_is_missing(tmp_path):
     page = TablePage(report_table(out))
     assert "Unfinished: 2 of 9 panels to go (64x3, 128x4)." in page.text
     assert "Did not hold" not in page.text.partition("Mismatch without offset ends below AdamW.")[2][:400]
-    assert "Held in 7 of 9 panels, not tested at this scale in 2 of 9 panels." in page.text
+    assert "Held: 7 of 9 panels; not tested at this scale: 2 of 9 panels." in page.text
     # What the rows of the arms show is not said again among the other numbers.
     assert "beta of the better variant" in page.text
     assert "as printed" not in page.text
@@ -196,16 +194,20 @@ def test_a_benchmark_is_reported_beside_the_papers_timings(tmp_path):
     assert len(rows_of(tmp_path / "table.csv")) == 5
 
 
-def test_an_empty_table_and_one_seed_test_nothing(tmp_path):
+def test_an_empty_table_tests_nothing_and_one_seed_shows_signs(tmp_path):
     missing = [panel.name for panel in load_table("frozen", "mini").panels]
     empty = table_folder(tmp_path / "empty", "frozen", loss, missing=missing)
     assert "Unfinished: 1 of 1 panels to go" in TablePage(report_table(empty)).text
     assert (empty / "table.csv").read_text() == ""
     page = TablePage(report_table(table_folder(tmp_path / "one", "frozen", loss, seeds=(0,), lrs=(0.01,))))
-    assert "0 held, 0 did not hold, 6 not tested at this scale" in page.text
-    assert row_of(page, "Full SELfull")[3].endswith("few seeds")
-    assert "fewer than 3 seeds" in page.text
+    assert "1 same sign as the paper, one seed; 4 other sign than the paper, one seed; 1 not tested" in page.text
+    assert row_of(page, "Full SELfull")[3].endswith("+0.2000other sign than the paper, one seed")
+    assert "Full SEL ends above AdamW (+0.2000; other sign than the paper, one seed) at its own best" in page.text
     assert "With one learning rate tried" in page.text
+    page = TablePage(report_table(table_folder(tmp_path / "two", "frozen", loss, seeds=(0, 1))))
+    assert row_of(page, "Full SELfull")[3].endswith("too few seeds")
+    muon = table_folder(tmp_path / "muon", "muon", lambda arm, *_: 2.0 + 0.1 * (arm == "Muon"), seeds=(0,))
+    assert row_of(TablePage(report_table(muon)), "Muon")[3] == "+0.1000too few seeds"  # no sign of the paper's
 
 
 def test_beyond_the_paper_there_are_no_claims(tmp_path):

@@ -14,11 +14,17 @@ from symexplin.lab.record import METRICS
 if TYPE_CHECKING:
     from symexplin.lab.evaluate import Curve
 
-__all__ = ["ENOUGH_SEEDS", "Evidence", "FinishedRun", "Row", "Spread", "sign_of", "spread_of"]
+__all__ = [
+    *("ENOUGH_SEEDS", "OTHER_SIGN", "SAME_SIGN", "TOO_FEW"),
+    *("Evidence", "FinishedRun", "Row", "Spread", "sign_of", "spread_of"),
+]
 
 Row = dict[str, Any]
 
 ENOUGH_SEEDS = 3  # fewer seeds give no usable spread
+# What fewer seeds show. The paper's own results are of one seed.
+SAME_SIGN, OTHER_SIGN = "same sign as the paper, one seed", "other sign than the paper, one seed"
+TOO_FEW = "too few seeds"
 _ERRORS = 2.0  # a mean must differ from zero by more than this many standard errors
 
 
