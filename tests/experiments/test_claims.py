@@ -1,10 +1,13 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from symexplin.experiments.claims import VERDICTS, judge
 from symexplin.experiments.comparison import Evidence, sign_of, spread_of
 from symexplin.experiments.paper import Claim, Paper
+from symexplin.lab.model import ModelConfig, Transformer
+from symexplin.lab.weights.files import save_model
 from table_folders import panel_folder
 
 HELD, DID_NOT, SAME_SIGN, OTHER_SIGN, UNTESTED = VERDICTS
@@ -210,6 +213,50 @@ def test_scales_are_read_from_the_runs(tmp_path):
     assert verdict(found, claim("l_falls", against="")).verdict == HELD
     assert verdict(found, claim("m_stays", against="", bound=0.05)).verdict == HELD
     assert verdict(found, claim("m_stays", against="", bound=0.01)).verdict == DID_NOT
+
+
+def test_an_early_change_is_most_of_it(tmp_path):
+    def stats(*_):
+        return {step: {"e/mean": e, "l/mean": l} for step, e, l in ((20, 1.2, 0.9), (40, 1.3, 0.7), (100, 1.4, 0.6))}
+
+    found = panel(tmp_path, lambda *_: 2.0, lrs=(0.001,), stats=stats)
+    # After a quarter of 100 steps e is at 1.225 of 1.4, l at 0.85 of 0.6.
+    early, late = (verdict(found, claim(f"{role}_early", against="")) for role in "el")
+    assert (early.verdict, late.verdict) == (HELD, DID_NOT)
+    assert early.panels[0].best.spread.mean == pytest.approx((0.225 - 0.175) / 0.4)
+    assert late.panels[0].best.spread.mean == pytest.approx((0.15 - 0.25) / 0.4)
+
+
+def test_tails_are_those_of_the_curved_matrices(tmp_path):
+    found = panel(tmp_path, lambda *_: 2.0, lrs=(0.001,), seeds=(0,))
+    assert verdict(found, claim("tails")).sentence.endswith("the runs of B do not have it.")
+    for arm, share in (("A", 1.0), ("B", 0.25)):
+        # Of plus and minus one with a share p, the others zero, the excess kurtosis is 1/p - 3, whatever the unit.
+        model = Transformer(ModelConfig(width=16, depth=2, heads=2, context=8))
+        for number, parameter in enumerate(model.parameters()):
+            with torch.no_grad():
+                values = torch.arange(parameter.numel()) % round(2 / share)
+                values = torch.where(values < 2, 2.0 * values - 1.0, 0.0).reshape(parameter.shape)
+                parameter.copy_((number + 1) * values if parameter.dim() == 2 else torch.rand(parameter.shape))
+        model.embedding.weight.data[0] = 1e6  # no curved matrix
+        folder = found.folder / "runs" / f"{arm}-lr0.001-seed0"
+        folder.mkdir(parents=True)
+        save_model(model, folder / "model.safetensors")
+    judged = verdict(found, claim("tails"))
+    assert judged.verdict == SAME_SIGN
+    assert judged.panels[0].best.spread.mean == pytest.approx(3.0)
+
+
+def test_the_better_variant_of_each_panel_counts(tmp_path):
+    table = {("A", 0.1): 2.0, ("B", 0.1): 1.9, ("C", 0.1): 2.1}
+    said = claim("below", arm="C", variant="B")
+    found = verdict(panel(tmp_path, ends(table), lrs=(0.1,), arms=("A", "B", "C")), said)
+    assert (found.verdict, found.what) == (HELD, "final loss of the better of C and B minus that of A")
+    assert found.panels[0].note.startswith("The better variant is B. ")
+    assert found.panels[0].paper == pytest.approx(-0.1)
+    alone = panel(tmp_path, ends(table), "alone", lrs=(0.1,))
+    assert verdict(alone, said).sentence == "Not tested at this scale: C was not trained."
+    assert judge(said, "t", [unfinished("l", "1x1")], PAPER).verdict == UNTESTED
 
 
 def test_scales_that_no_run_tells_are_no_test(tmp_path):

@@ -51,7 +51,9 @@ def test_the_page_and_the_files_of_a_finished_table(frozen):
     assert any(row[0] == "map.beta" for row in page.rows)
     assert "<fast>" not in page.html
     assert page.titles[:2] == ["The paper's claims", "128x4, for the paper's 1024x12"]
-    assert ("Claims tried at scale mini, far below the paper's: 6; 3 held; 3 did not hold.") in page.text
+    assert (
+        "Claims tried at scale mini, far below the paper's: 8; 3 held; 4 did not hold; 1 not tested at this scale."
+    ) in page.text
     row = row_of(page, "Fixed curvaturefixed_curvature")
     assert row[1:4] == ["0.001*", "1.9503 ± 0.0995", "-0.1497 ± 0.0009below"]
     assert row[5:7] == ["2.2503 ± 0.0995", "+0.1503 ± 0.0009above"]
@@ -67,7 +69,7 @@ def test_verdicts_stand_on_the_page_gains_and_losses_alike(frozen):
     assert "128x4: Fixed curvature ends below AdamW (-0.1497" in text
     assert "Did not hold: final loss of frozen minus that of AdamW: +0.0503" in text
     found = {row["claim"]: row for row in rows_of(frozen / "claims.csv")}
-    assert {row["verdict"] for row in found.values()} == {"held", "did not hold"}
+    assert {row["verdict"] for row in found.values()} == {"held", "did not hold", "not tested at this scale"}
     for text, row in found.items():
         told = page.text.partition(text)[2]
         assert told.split(".\n")[1].startswith(f"{row['verdict'].capitalize()}: {row['text']}")
@@ -139,13 +141,17 @@ def test_the_page_opens_without_network_and_shows_figures(tmp_path, monkeypatch)
         return figure
 
     monkeypatch.setattr(figures, "draw", draw)
-    out = table_folder(tmp_path / "f", "frozen", loss, figures=("mechanism_ablations", "loss_curves", "no_such"))
+    out = table_folder(
+        tmp_path / "f", "frozen", loss, figures=("mechanism_ablations", "loss_curves", "no_such", "mismatched_start")
+    )
     page = TablePage(report_table(out))
-    assert drawn == [("mechanism_ablations", ["128x4"]), ("loss_curves", ["128x4"])]
+    assert drawn == [("mechanism_ablations", ["128x4"]), ("loss_curves", ["128x4"]), ("mismatched_start", [])]
+    (weaker,) = (row for row in page.rows if row[0].startswith("by how much negative weights start weaker"))
+    assert weaker[1:] == ["–", "20 to 25", "%"]
     assert "no_such: not drawn, figures must be one of" in page.text
     images = [value for tag, name, value in page.attributes if (tag, name) == ("img", "src")]
     kind, _, data = images[0].partition(",")
-    assert (len(images), kind) == (1, "data:image/svg+xml;base64")
+    assert (len(images), kind) == (2, "data:image/svg+xml;base64")
     assert base64.b64decode(data) == (out / "figures/mechanism_ablations.svg").read_bytes()
     assert (out / "figures/mechanism_ablations.png").stat().st_size > 0
     assert "not drawn, sources must be others." in page.text
@@ -169,7 +175,11 @@ def test_the_papers_number_of_a_claim_stands_beside_the_measured_one(tmp_path):
     told = text.partition("The exponential scale e rises above 1.")[2]
     assert "change of the mean e of annealed: +0.2 ± 0," in told
     assert "The paper's number: +0.38." in told.partition("The linear scale")[0]
-    numbers = {row["kind"]: (float(row["measured"]), float(row["paper"])) for row in rows_of(out / "claims.csv")}
+    numbers = {
+        row["kind"]: (float(row["measured"]), float(row["paper"]))
+        for row in rows_of(out / "claims.csv")
+        if row["paper"]
+    }
     assert numbers["l_falls"] == pytest.approx((-0.3, -0.46))
     assert numbers["m_stays"] == pytest.approx((-0.01, -0.02))
 
@@ -200,7 +210,7 @@ def test_an_empty_table_tests_nothing_and_one_seed_shows_signs(tmp_path):
     assert "Unfinished: 1 of 1 panels to go" in TablePage(report_table(empty)).text
     assert (empty / "table.csv").read_text() == ""
     page = TablePage(report_table(table_folder(tmp_path / "one", "frozen", loss, seeds=(0,), lrs=(0.01,))))
-    assert "1 same sign as the paper, one seed; 4 other sign than the paper, one seed; 1 not tested" in page.text
+    assert "1 same sign as the paper, one seed; 5 other sign than the paper, one seed; 2 not tested" in page.text
     assert row_of(page, "Full SELfull")[3].endswith("+0.2000other sign than the paper, one seed")
     assert "Full SEL ends above AdamW (+0.2000; other sign than the paper, one seed) at its own best" in page.text
     assert "With one learning rate tried" in page.text

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
+import numpy as np
+
 from symexplin.experiments.comparison import (
     ENOUGH_SEEDS,
     OTHER_SIGN,
@@ -53,6 +55,20 @@ def _change_of(role: str) -> Measure:
     return change
 
 
+def _early_change_of(role: str) -> Measure:
+    def share(arm: FinishedRun, _: FinishedRun) -> float | None:
+        steps, means = zip((0, 1.0), *arm.scale_means(role), strict=True)
+        whole, early = means[-1] - 1.0, float(np.interp(_EARLY * steps[-1], steps, means)) - 1.0
+        return 2.0 * early / whole - 1.0 if whole else None
+
+    return share
+
+
+def _heavier_tail(arm: FinishedRun, against: FinishedRun) -> float | None:
+    own, other = arm.kurtosis, against.kurtosis
+    return None if own is None or other is None else own - other
+
+
 class Kind(NamedTuple):
     """A kind of claim: the number of a seed, its description, and the test of the numbers of all seeds.
 
@@ -67,7 +83,9 @@ class Kind(NamedTuple):
 
 
 _SIGNS = {"below": -1, "above": 1}
+_EARLY = 0.25  # our reading of the paper's "early in training": this share of the steps
 _LOSS = "final loss of {arm} minus that of {against}"
+_SHARE = "share of the change of the mean {} of {{arm}} in the first quarter of the steps, minus the share after it"
 _APART = "difference between {arm} and {against}"
 KINDS = {
     "below": Kind(_final, _LOSS, "below"),
@@ -86,6 +104,9 @@ KINDS = {
     "final_apart": Kind(lambda *runs: abs(_final(*runs)), f"last {_APART}", "same"),
     "e_rises": Kind(_change_of("e"), "change of the mean e of {arm}", "above"),
     "l_falls": Kind(_change_of("l"), "change of the mean l of {arm}", "below"),
+    "e_early": Kind(_early_change_of("e"), _SHARE.format("e"), "above"),
+    "l_early": Kind(_early_change_of("l"), _SHARE.format("l"), "above"),
+    "tails": Kind(_heavier_tail, "excess kurtosis of the final weights of {arm} minus that of {against}", "above"),
     "m_stays": Kind(_change_of("m"), "change of the mean m of {arm}", "within"),
 }
 
@@ -125,6 +146,11 @@ class ClaimVerdict(NamedTuple):
         return next((verdict for verdict in _FIRST if verdict in found), UNTESTED)
 
     @property
+    def what(self) -> str:
+        """What the number of a seed is."""
+        return KINDS[self.claim.kind].what.format(arm=self.claim.subject, against=self.claim.against)
+
+    @property
     def sentence(self) -> str:
         """The result in one plain sentence, with a note in a second one."""
         if len(self.panels) == 1:
@@ -141,7 +167,14 @@ def judge(claim: Claim, table: str, panels: Sequence[Evidence], paper: Paper) ->
     groups = [[panel] for panel in about]
     if claim.kind == "grows":
         groups = [about] if len(about) == 2 else []
-    return ClaimVerdict(claim, [_verdict(claim, table, group, paper) for group in groups])
+    return ClaimVerdict(claim, [_verdict(_better(claim, group[0]), table, group, paper) for group in groups])
+
+
+def _better(claim: Claim, panel: Evidence) -> Claim:
+    """Return a claim with two variants as one on the variant that ends lower."""
+    variants = {claim.arm, claim.variant}
+    leader = panel.leader(variants) if panel.found and variants <= set(panel.arms) else None
+    return claim if leader is None else claim._replace(arm=leader["arm"])
 
 
 def _shared_rate(panel: Evidence, _: str) -> float:
@@ -159,6 +192,8 @@ def _verdict(claim: Claim, table: str, panels: Sequence[Evidence], paper: Paper)
         note = f"A learning-rate effect: {found} at the shared rate, and not with each arm at its own best."
     elif best.spread is not None and claim.against and not same and len(panels[0].lrs) == 1:
         note = "With one learning rate tried, this may be a learning-rate effect."
+    if claim.variant and best.spread is not None:
+        note = f"The better variant is {claim.arm}. {note}".strip()
     number, ends = claim.paper, [paper.difference(table, panel.paper, claim.arm, claim.against) for panel in panels]
     known = [end for end in ends if end is not None]
     if number is None and kind.value is _final and len(known) == len(panels):
@@ -199,7 +234,7 @@ def _numbers(claim: Claim, panel: Evidence, rate: Rate) -> dict[int, float] | Ju
     if not panel.found:
         return Judgement(UNTESTED, "the panel has not ended")
     arms = [arm for arm in (claim.arm, claim.against) if arm]
-    if untrained := [arm for arm in arms if arm not in panel.arms]:
+    if untrained := [arm for arm in (*arms, claim.variant) if arm and arm not in panel.arms]:
         return Judgement(UNTESTED, f"{untrained[0]} was not trained")
     runs = {arm: panel.runs(arm, rate(panel, arm)) for arm in arms}
     if lost := [arm for arm in arms if len(runs[arm]) < len(panel.seeds)]:

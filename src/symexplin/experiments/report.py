@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from symexplin.experiments.claims import KINDS, VERDICTS, ClaimVerdict, judge
+from symexplin.experiments.claims import VERDICTS, ClaimVerdict, judge
 from symexplin.experiments.comparison import (
     ENOUGH_SEEDS,
     OTHER_SIGN,
@@ -68,13 +68,14 @@ def report_table(out: str | Path, echo: Callable[[str], None] = lambda _: None) 
             headline=headline,
             results=results,
             claims=claims,
-            kinds=KINDS,
             numbers=[n for n in paper.numbers_of(outcome.name) if n.name not in _OF_ARMS],
             panels=[(panel, arms[panel.name]) for panel in compared],
             links={panel.name: f"{PANELS}/{panel.name}/{PAGE}" for panel in compared if (panel.folder / PAGE).exists()},
             benches=benches,
             facts=_FACTS,
-            figures=[_draw(name, out, outcome.finished) for name in outcome.figures],
+            figures=[
+                {**_draw(name, out, outcome.finished), "numbers": paper.numbers_of(name)} for name in outcome.figures
+            ],
             assumptions=list(outcome.assumptions.items()),
             provenance=_provenance(outcome.finished),
         )
@@ -196,7 +197,7 @@ def _claim_rows(outcome: Outcome, verdict: ClaimVerdict) -> Iterator[Row]:
             "table": outcome.name,
             "scale": outcome.scale,
             "claim": verdict.claim.text,
-            **{key: getattr(verdict.claim, key) for key in ("place", "arm", "against", "kind", "bound")},
+            **{key: getattr(verdict.claim, key) for key in ("place", "arm", "variant", "against", "kind", "bound")},
             "panel": panel.panel,
             "verdict": panel.best.verdict,
             "text": panel.best.text,
