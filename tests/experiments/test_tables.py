@@ -9,6 +9,7 @@ from symexplin.experiments.tables import SCALES, load_table, names, read_table
 from symexplin.lab.build import build
 from symexplin.lab.files import write_json
 from symexplin.lab.maps import map_of
+from symexplin.lab.model import ROPE_BASE
 
 # Tables 1 and 2 and section 5.1: (width, depth) -> steps, beta.
 GRID = {
@@ -151,8 +152,23 @@ def test_what_the_paper_leaves_open_is_said():
     keys = set(load_table("main_grid", "paper").assumptions)
     open_keys = {"train.batch_size", "compare.lrs", "sel.anneal_steps", "model.tie_head", "train.decay_plain"}
     assert open_keys | {"model.heads", "data.tokenizer", "map.delta.rank"} <= keys
+    assert {"data.seed", "model.gelu", "model.bias", "map.slope"} <= keys
     assert "arm.fixed.map.e.k" in load_table("lr_annealing", "mini").assumptions
     assert all(text.endswith((".", ")")) for name in names() for text in load_table(name, "mini").assumptions.values())
+
+
+def test_what_the_code_fixes_is_what_the_assumptions_say():
+    said = load_table("frozen", "mini").assumptions
+    run = runs(load_table("frozen", "mini").panels[0])["frozen"]
+    model, optimizer, _ = build(run)
+    attention = model.blocks[0].attention
+    assert attention.q_norm.weight.shape == (run.model.head_dim,)  # of each head
+    (eps,) = {module.eps for module in model.modules() if isinstance(module, torch.nn.RMSNorm)}
+    assert f"{eps:.0e}".replace("e-0", "e-") in said["model.norm_eps"]
+    assert f"{optimizer.defaults['eps']:.0e}".replace("e-0", "e-") in said["train.eps"]
+    assert f"{ROPE_BASE:,.0f}" in said["model.rope_base"]
+    for weight in (model.embedding.weight, model.head.weight):
+        assert f"{weight.std():.2f}" in said["model.embedding_std"]
 
 
 @pytest.mark.parametrize("name", sorted((OF_THE_PAPER | BEYOND) - {"profiling"}))
