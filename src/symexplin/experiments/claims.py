@@ -123,7 +123,7 @@ class Verdict(NamedTuple):
     """The result of a claim in one panel ("A to B" for a claim across panels), and the paper's own number.
 
     The verdict is `best`, each arm at its own best learning rate; `shared` is that of all arms at the baseline's best.
-    `note` is a sentence on what the learning rates may explain.
+    `note` names the better variant of a claim with two, and what the learning rates may explain.
     """
 
     panel: str
