@@ -21,7 +21,7 @@ def panel_folder(
         loss: (arm, lr, seed) -> final loss, None for a run that did not stay finite.
         curve: (arm, lr, seed) -> [(step, loss)], instead of one that falls to the final loss.
         maps: arm -> its map, as far as a test needs it.
-        stats: (arm, lr, seed) -> figures of the last evaluation, written where a run has them.
+        stats: (arm, lr, seed) -> figures of the last evaluation, or {step: figures}, written where a run has them.
     """
     runs = []
     for cell in ((arm, lr, seed) for arm in arms for lr in lrs for seed in seeds):
@@ -54,7 +54,9 @@ def panel_folder(
         if stats:
             (folder / name).mkdir(parents=True)
             with JsonLines(folder / name / "metrics.jsonl") as lines:
-                lines.write(step=100, eval_loss=2.0, stats=stats(run.arm, run.lr, run.seed))
+                found = stats(run.arm, run.lr, run.seed)
+                for step, figures in (found if 100 in found else {100: found}).items():
+                    lines.write(step=step, eval_loss=2.0, stats=figures)
     return content
 
 

@@ -186,7 +186,7 @@ class Coordinates(NamedTuple):
         return _combine(self.layout.pattern(role), start, self._factors(role))
 
     def _curvature(self) -> Value:
-        """Return kappa: beta m, or exp(a) (paper, Eq. 3)."""
+        """Return kappa: beta m, or exp(a) (paper, Eq. 4)."""
         layout = self.layout
         pattern, start, factors = layout.pattern("m"), layout.config.m.first, self._factors("m")
         if layout.config.curvature == "absorbed":

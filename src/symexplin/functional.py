@@ -67,7 +67,7 @@ def _prepare(
     beta_tilde: Value | None,
     normalize: bool,
 ) -> tuple[Form, Value]:
-    """Check the choices and return the form and kappa (paper, Eq. 3)."""
+    """Check the choices and return the form and kappa (paper, Eq. 4)."""
     check_choice("mode", mode, MODES)
     check_choice("curvature", curvature, CURVATURES)
     form = Form(mode, check_positive("beta", beta), normalize)

@@ -85,7 +85,7 @@ def _is_one(x: Value) -> bool:
 
 
 def normalizer(form: Form, scales: Scales) -> Value:
-    """Return d of Eq. 3."""
+    """Return d of Eq. 4."""
     return scales.kappa if form.normalize else form.beta
 
 

@@ -1,12 +1,16 @@
 from pathlib import Path
 
 import pytest
+import torch
 
-from symexplin.experiments.claims import DID_NOT, HELD, UNTESTED, judge
+from symexplin.experiments.claims import VERDICTS, judge
 from symexplin.experiments.comparison import Evidence, sign_of, spread_of
 from symexplin.experiments.paper import Claim, Paper
+from symexplin.lab.model import ModelConfig, Transformer
+from symexplin.lab.weights.files import save_model
 from table_folders import panel_folder
 
+HELD, DID_NOT, SAME_SIGN, OTHER_SIGN, UNTESTED = VERDICTS
 PAPER = Paper({("t", "1x1", "A"): 2.0, ("t", "1x1", "B"): 1.9}, (), ())
 
 
@@ -77,6 +81,8 @@ def test_a_gain_at_the_shared_rate_alone_is_a_learning_rate_effect(tmp_path):
     assert effect.panels[0].note.startswith("A learning-rate effect: it held at the shared rate")
     assert "this sign in 3 of 3 seeds" in effect.sentence
     assert effect.panels[0].best.spread.mean == pytest.approx(0.2)
+    one = panel(tmp_path, ends(table), "one", lrs=(0.01, 0.1), arms=("A", "B", "C"), seeds=(0,))
+    assert "the sign is the paper's at the shared rate" in verdict(one, claim(against="C")).sentence
 
 
 def test_opposite_signs_and_noise_do_not_hold(tmp_path):
@@ -88,14 +94,17 @@ def test_opposite_signs_and_noise_do_not_hold(tmp_path):
     assert found.panels[0].shared == found.panels[0].best  # the same rates
 
 
-def test_too_few_seeds_are_no_test_and_one_rate_is_named(tmp_path):
+def test_one_seed_shows_a_sign_and_two_are_no_test_and_one_rate_is_named(tmp_path):
     table = {("A", 0.001): 2.0, ("A", 0.01): 3.0, ("B", 0.001): 1.5, ("B", 0.01): 3.0}
-    one = verdict(panel(tmp_path, ends(table), "one", seeds=(0,)), claim())
+    found = panel(tmp_path, ends(table), "one", seeds=(0,))
+    one, other = verdict(found, claim()), verdict(found, claim("above"))
+    assert (one.verdict, other.verdict) == (SAME_SIGN, OTHER_SIGN)
+    assert one.sentence == "Same sign as the paper, one seed: final loss of B minus that of A: -0.5."
+    assert verdict(found, claim("no_worse", bound=0.1)).sentence.startswith("Not tested at this scale: too few seeds; ")
     two = verdict(panel(tmp_path, ends(table), "two", seeds=(0, 1)), claim())
-    assert one.verdict == two.verdict == UNTESTED
+    assert two.sentence.startswith("Not tested at this scale: too few seeds; ")
     alone = verdict(panel(tmp_path, ends(table), "alone", lrs=(0.001,)), claim())
     assert alone.panels[0].note == "With one learning rate tried, this may be a learning-rate effect."
-    assert one.sentence.startswith("Not tested at this scale: fewer than 3 seeds; ")
     assert "this sign in 2 of 2 seeds" in two.sentence
 
 
@@ -184,6 +193,11 @@ def test_overlap_is_tried_at_one_rate(tmp_path):
     assert judged.verdict == HELD
     assert judged.panels[0].shared == judged.panels[0].best
     assert judged.panels[0].best.spread.mean == pytest.approx(1e-5)
+    # The same runs have no spread: one seed is a test, and each of several.
+    one = panel(tmp_path, ends(table), "one", seeds=(0,))
+    assert [verdict(one, claim("most_apart", bound=b)).verdict for b in (1e-3, 1e-6)] == [HELD, DID_NOT]
+    apart = panel(tmp_path, ends(table | {("B", 0.001): [2.0, 2.0, 2.002]}), "apart")
+    assert verdict(apart, claim("most_apart", bound=1e-3)).verdict == DID_NOT
     assert judged.panels[0].paper is None  # its losses say nothing about whole curves
     assert verdict(found, claim("most_apart", bound=1e-3, paper=4e-3)).panels[0].paper == 4e-3
 
@@ -199,6 +213,50 @@ def test_scales_are_read_from_the_runs(tmp_path):
     assert verdict(found, claim("l_falls", against="")).verdict == HELD
     assert verdict(found, claim("m_stays", against="", bound=0.05)).verdict == HELD
     assert verdict(found, claim("m_stays", against="", bound=0.01)).verdict == DID_NOT
+
+
+def test_an_early_change_is_most_of_it(tmp_path):
+    def stats(*_):
+        return {step: {"e/mean": e, "l/mean": l} for step, e, l in ((20, 1.2, 0.9), (40, 1.3, 0.7), (100, 1.4, 0.6))}
+
+    found = panel(tmp_path, lambda *_: 2.0, lrs=(0.001,), stats=stats)
+    # After a quarter of 100 steps e is at 1.225 of 1.4, l at 0.85 of 0.6.
+    early, late = (verdict(found, claim(f"{role}_early", against="")) for role in "el")
+    assert (early.verdict, late.verdict) == (HELD, DID_NOT)
+    assert early.panels[0].best.spread.mean == pytest.approx((0.225 - 0.175) / 0.4)
+    assert late.panels[0].best.spread.mean == pytest.approx((0.15 - 0.25) / 0.4)
+
+
+def test_tails_are_those_of_the_curved_matrices(tmp_path):
+    found = panel(tmp_path, lambda *_: 2.0, lrs=(0.001,), seeds=(0,))
+    assert verdict(found, claim("tails")).sentence.endswith("the runs of B do not have it.")
+    for arm, share in (("A", 1.0), ("B", 0.25)):
+        # Of plus and minus one with a share p, the others zero, the excess kurtosis is 1/p - 3, whatever the unit.
+        model = Transformer(ModelConfig(width=16, depth=2, heads=2, context=8))
+        for number, parameter in enumerate(model.parameters()):
+            with torch.no_grad():
+                values = torch.arange(parameter.numel()) % round(2 / share)
+                values = torch.where(values < 2, 2.0 * values - 1.0, 0.0).reshape(parameter.shape)
+                parameter.copy_((number + 1) * values if parameter.dim() == 2 else torch.rand(parameter.shape))
+        model.embedding.weight.data[0] = 1e6  # no curved matrix
+        folder = found.folder / "runs" / f"{arm}-lr0.001-seed0"
+        folder.mkdir(parents=True)
+        save_model(model, folder / "model.safetensors")
+    judged = verdict(found, claim("tails"))
+    assert judged.verdict == SAME_SIGN
+    assert judged.panels[0].best.spread.mean == pytest.approx(3.0)
+
+
+def test_the_better_variant_of_each_panel_counts(tmp_path):
+    table = {("A", 0.1): 2.0, ("B", 0.1): 1.9, ("C", 0.1): 2.1}
+    said = claim("below", arm="C", variant="B")
+    found = verdict(panel(tmp_path, ends(table), lrs=(0.1,), arms=("A", "B", "C")), said)
+    assert (found.verdict, found.what) == (HELD, "final loss of the better of C and B minus that of A")
+    assert found.panels[0].note.startswith("The better variant is B. ")
+    assert found.panels[0].paper == pytest.approx(-0.1)
+    alone = panel(tmp_path, ends(table), "alone", lrs=(0.1,))
+    assert verdict(alone, said).sentence == "Not tested at this scale: C was not trained."
+    assert judge(said, "t", [unfinished("l", "1x1")], PAPER).verdict == UNTESTED
 
 
 def test_scales_that_no_run_tells_are_no_test(tmp_path):
@@ -237,6 +295,24 @@ def test_a_smaller_loss_is_no_grown_gain(tmp_path):
     assert found.sentence.startswith("Did not hold: there is no gain at m; ")
 
 
+def test_growth_at_one_seed_is_a_sign(tmp_path):
+    said, words = claim("grows", panels=("1x1", "9x9")), {(0.1, 0.2): SAME_SIGN, (0.2, 0.1): OTHER_SIGN}
+    words[-0.2, -0.1] = OTHER_SIGN  # a smaller loss is no gain
+    for (first, last), word in words.items():
+        panels = [
+            panel(
+                tmp_path / f"{first}",
+                ends({("A", 0.1): 2.0, ("B", 0.1): 2.0 - gain}),
+                size,
+                size,
+                lrs=(0.1,),
+                seeds=(3,),
+            )
+            for size, gain in (("1x1", first), ("9x9", last))
+        ]
+        assert judge(said, "t", panels, PAPER).verdict == word
+
+
 def test_growth_is_not_told_from_other_seeds_or_runs_that_broke_down(tmp_path):
     said = claim("grows", panels=("1x1", "9x9"))
     first = panel(tmp_path, lambda arm, *_: 2.0 - 0.1 * (arm == "B"), "s", "1x1", lrs=(0.1,))
@@ -250,10 +326,8 @@ def test_several_panels_are_counted(tmp_path):
     panels = two_sizes(tmp_path, ([0.1, 0.1, 0.1], [-0.1, -0.1, -0.1]))
     found = judge(claim(), "t", [*panels, unfinished("l", "7x7")], PAPER)
     assert found.verdict == DID_NOT
-    assert (
-        found.sentence
-        == "Held in 1 of 3 panels, did not hold in 1 of 3 panels, not tested at this scale in 1 of 3 panels."
-    )
+    counts = "Held: 1 of 3 panels; did not hold: 1 of 3 panels; not tested at this scale: 1 of 3 panels."
+    assert found.sentence == counts
     assert judge(claim(panels=("9x9",)), "t", [*panels, unfinished("l", "7x7")], PAPER).verdict == DID_NOT
     assert judge(claim(panels=("1x1",)), "t", [*panels, unfinished("l", "7x7")], PAPER).verdict == HELD
     waiting = judge(claim(panels=("1x1", "7x7")), "t", [*panels, unfinished("l", "7x7")], PAPER)

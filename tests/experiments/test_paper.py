@@ -89,6 +89,6 @@ def test_every_entry_is_there_once_and_every_claim_has_what_its_kind_needs():
     tried = [(t, x.arm, x.against, x.kind, *x.panels) for x in PAPER.claims for t in x.tables]
     assert len(set(tried)) == len(tried)
     for claim in PAPER.claims:
-        needs_bound = KINDS[claim.kind].test in ("within", "no_worse")
+        needs_bound = KINDS[claim.kind].test in ("within", "no_worse", "same")
         assert needs_bound == (claim.bound is not None), claim
         assert claim.kind != "grows" or len(claim.panels) == 2, claim

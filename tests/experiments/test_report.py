@@ -52,7 +52,7 @@ def test_the_page_and_the_files_of_a_finished_table(frozen):
     assert "<fast>" not in page.html
     assert page.titles[:2] == ["The paper's claims", "128x4, for the paper's 1024x12"]
     assert (
-        "Claims tested at scale mini, far below the paper's: 6; 3 held, 3 did not hold, 0 not tested at this scale."
+        "Claims tried at scale mini, far below the paper's: 8; 3 held; 4 did not hold; 1 not tested at this scale."
     ) in page.text
     row = row_of(page, "Fixed curvaturefixed_curvature")
     assert row[1:4] == ["0.001*", "1.9503 ± 0.0995", "-0.1497 ± 0.0009below"]
@@ -69,7 +69,7 @@ def test_verdicts_stand_on_the_page_gains_and_losses_alike(frozen):
     assert "128x4: Fixed curvature ends below AdamW (-0.1497" in text
     assert "Did not hold: final loss of frozen minus that of AdamW: +0.0503" in text
     found = {row["claim"]: row for row in rows_of(frozen / "claims.csv")}
-    assert {row["verdict"] for row in found.values()} == {"held", "did not hold"}
+    assert {row["verdict"] for row in found.values()} == {"held", "did not hold", "not tested at this scale"}
     for text, row in found.items():
         told = page.text.partition(text)[2]
         assert told.split(".\n")[1].startswith(f"{row['verdict'].capitalize()}: {row['text']}")
@@ -115,7 +115,7 @@ def test_an_unfinished_table_says_what_is_missing(tmp_path):
     page = TablePage(report_table(out))
     assert "Unfinished: 2 of 9 panels to go (64x3, 128x4)." in page.text
     assert "Did not hold" not in page.text.partition("Mismatch without offset ends below AdamW.")[2][:400]
-    assert "Held in 7 of 9 panels, not tested at this scale in 2 of 9 panels." in page.text
+    assert "Held: 7 of 9 panels; not tested at this scale: 2 of 9 panels." in page.text
     # What the rows of the arms show is not said again among the other numbers.
     assert "beta of the better variant" in page.text
     assert "as printed" not in page.text
@@ -141,13 +141,17 @@ def test_the_page_opens_without_network_and_shows_figures(tmp_path, monkeypatch)
         return figure
 
     monkeypatch.setattr(figures, "draw", draw)
-    out = table_folder(tmp_path / "f", "frozen", loss, figures=("mechanism_ablations", "loss_curves", "no_such"))
+    out = table_folder(
+        tmp_path / "f", "frozen", loss, figures=("mechanism_ablations", "loss_curves", "no_such", "mismatched_start")
+    )
     page = TablePage(report_table(out))
-    assert drawn == [("mechanism_ablations", ["128x4"]), ("loss_curves", ["128x4"])]
+    assert drawn == [("mechanism_ablations", ["128x4"]), ("loss_curves", ["128x4"]), ("mismatched_start", [])]
+    (weaker,) = (row for row in page.rows if row[0].startswith("by how much negative weights start weaker"))
+    assert weaker[1:] == ["–", "20 to 25", "%"]
     assert "no_such: not drawn, figures must be one of" in page.text
     images = [value for tag, name, value in page.attributes if (tag, name) == ("img", "src")]
     kind, _, data = images[0].partition(",")
-    assert (len(images), kind) == (1, "data:image/svg+xml;base64")
+    assert (len(images), kind) == (2, "data:image/svg+xml;base64")
     assert base64.b64decode(data) == (out / "figures/mechanism_ablations.svg").read_bytes()
     assert (out / "figures/mechanism_ablations.png").stat().st_size > 0
     assert "not drawn, sources must be others." in page.text
@@ -171,7 +175,11 @@ def test_the_papers_number_of_a_claim_stands_beside_the_measured_one(tmp_path):
     told = text.partition("The exponential scale e rises above 1.")[2]
     assert "change of the mean e of annealed: +0.2 ± 0," in told
     assert "The paper's number: +0.38." in told.partition("The linear scale")[0]
-    numbers = {row["kind"]: (float(row["measured"]), float(row["paper"])) for row in rows_of(out / "claims.csv")}
+    numbers = {
+        row["kind"]: (float(row["measured"]), float(row["paper"]))
+        for row in rows_of(out / "claims.csv")
+        if row["paper"]
+    }
     assert numbers["l_falls"] == pytest.approx((-0.3, -0.46))
     assert numbers["m_stays"] == pytest.approx((-0.01, -0.02))
 
@@ -196,16 +204,20 @@ def test_a_benchmark_is_reported_beside_the_papers_timings(tmp_path):
     assert len(rows_of(tmp_path / "table.csv")) == 5
 
 
-def test_an_empty_table_and_one_seed_test_nothing(tmp_path):
+def test_an_empty_table_tests_nothing_and_one_seed_shows_signs(tmp_path):
     missing = [panel.name for panel in load_table("frozen", "mini").panels]
     empty = table_folder(tmp_path / "empty", "frozen", loss, missing=missing)
     assert "Unfinished: 1 of 1 panels to go" in TablePage(report_table(empty)).text
     assert (empty / "table.csv").read_text() == ""
     page = TablePage(report_table(table_folder(tmp_path / "one", "frozen", loss, seeds=(0,), lrs=(0.01,))))
-    assert "0 held, 0 did not hold, 6 not tested at this scale" in page.text
-    assert row_of(page, "Full SELfull")[3].endswith("few seeds")
-    assert "fewer than 3 seeds" in page.text
+    assert "1 same sign as the paper, one seed; 5 other sign than the paper, one seed; 2 not tested" in page.text
+    assert row_of(page, "Full SELfull")[3].endswith("+0.2000other sign than the paper, one seed")
+    assert "Full SEL ends above AdamW (+0.2000; other sign than the paper, one seed) at its own best" in page.text
     assert "With one learning rate tried" in page.text
+    page = TablePage(report_table(table_folder(tmp_path / "two", "frozen", loss, seeds=(0, 1))))
+    assert row_of(page, "Full SELfull")[3].endswith("too few seeds")
+    muon = table_folder(tmp_path / "muon", "muon", lambda arm, *_: 2.0 + 0.1 * (arm == "Muon"), seeds=(0,))
+    assert row_of(TablePage(report_table(muon)), "Muon")[3] == "+0.1000too few seeds"  # no sign of the paper's
 
 
 def test_beyond_the_paper_there_are_no_claims(tmp_path):

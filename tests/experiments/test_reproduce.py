@@ -57,7 +57,8 @@ def test_it_warns_estimates_the_time_and_prints_the_verdicts(finished):
     later = next(i for i, line in enumerate(lines) if line.startswith("runs of 16x1 left: at most 1, about"))
     trained = [i for i, line in enumerate(lines) if "step 0/4" in line]
     assert first < trained[0] < later < trained[1]
-    assert any("in too few seeds to tell" in line for line in lines[trained[1] :])
+    assert any("the paper, one seed) at its own best learning rate" in line for line in lines[trained[1] :])
+    assert any("Held: mean difference between optimizer and parameterized: " in line for line in lines[trained[1] :])
 
 
 def test_a_finished_table_is_not_trained_again_and_may_grow(finished, data):

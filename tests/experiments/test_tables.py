@@ -9,6 +9,7 @@ from symexplin.experiments.tables import SCALES, load_table, names, read_table
 from symexplin.lab.build import build
 from symexplin.lab.files import write_json
 from symexplin.lab.maps import map_of
+from symexplin.lab.model import ROPE_BASE
 
 # Tables 1 and 2 and section 5.1: (width, depth) -> steps, beta.
 GRID = {
@@ -86,8 +87,7 @@ def test_the_grid_is_the_papers():
         assert run.compute.compile
     for arm, learned in (("mismatch", {"e", "l", "m"}), ("mismatch+offset", {"e", "l", "m", "n", "delta"})):
         config = map_in(table, arm)
-        assert config.mode == "mismatch"
-        assert runs(table.panels[0])[arm].sel.start == "mismatched"
+        assert (config.mode, config.start) == ("mismatch", "mismatched")
         assert set(config.learned_roles) == learned
         assert {role: getattr(config, role).k for role in PAPER_K} == PAPER_K
         assert (config.curvature, config.normalize) == ("fixed", False)
@@ -122,7 +122,7 @@ def test_the_controls_fix_what_the_paper_fixes():
         "frozen": set(),
         "frozen-congruent": set(),
     }
-    starts = {arm: run.sel.start for arm, run in runs(table.panels[0]).items() if arm != "AdamW"}
+    starts = {arm: map_in(table, arm).start for arm in learned}
     assert {arm for arm, start in starts.items() if start == "matched"} == {"frozen-congruent"}
     table = load_table("structured_linear", "paper")
     found = [patterns(map_in(table, arm)) for arm in table.labels if arm != "AdamW"]
@@ -145,15 +145,30 @@ def test_the_other_tables_vary_what_they_say():
     inits = {arm: run.model.init for arm, run in runs(load_table("xavier", "mini").panels[0]).items()}
     assert [arm for arm, init in inits.items() if init == "xavier_normal"] == ["AdamW-normal", "mismatch-normal"]
     optimizers = {arm: run.train.optimizer for arm, run in runs(load_table("muon", "mini").panels[0]).items()}
-    assert {arm for arm, name in optimizers.items() if name == "muon"} == {"Muon", "mismatch-Muon", "carried-Muon"}
+    assert {arm for arm, name in optimizers.items() if name == "muon"} == {"Muon", "mismatch-Muon", "default-Muon"}
 
 
 def test_what_the_paper_leaves_open_is_said():
     keys = set(load_table("main_grid", "paper").assumptions)
     open_keys = {"train.batch_size", "compare.lrs", "sel.anneal_steps", "model.tie_head", "train.decay_plain"}
     assert open_keys | {"model.heads", "data.tokenizer", "map.delta.rank"} <= keys
+    assert {"data.seed", "model.gelu", "model.bias", "map.slope"} <= keys
     assert "arm.fixed.map.e.k" in load_table("lr_annealing", "mini").assumptions
     assert all(text.endswith((".", ")")) for name in names() for text in load_table(name, "mini").assumptions.values())
+
+
+def test_what_the_code_fixes_is_what_the_assumptions_say():
+    said = load_table("frozen", "mini").assumptions
+    run = runs(load_table("frozen", "mini").panels[0])["frozen"]
+    model, optimizer, _ = build(run)
+    attention = model.blocks[0].attention
+    assert attention.q_norm.weight.shape == (run.model.head_dim,)  # of each head
+    (eps,) = {module.eps for module in model.modules() if isinstance(module, torch.nn.RMSNorm)}
+    assert f"{eps:.0e}".replace("e-0", "e-") in said["model.norm_eps"]
+    assert f"{optimizer.defaults['eps']:.0e}".replace("e-0", "e-") in said["train.eps"]
+    assert f"{ROPE_BASE:,.0f}" in said["model.rope_base"]
+    for weight in (model.embedding.weight, model.head.weight):
+        assert f"{weight.std():.2f}" in said["model.embedding_std"]
 
 
 @pytest.mark.parametrize("name", sorted((OF_THE_PAPER | BEYOND) - {"profiling"}))
@@ -228,7 +243,7 @@ def test_the_runs_of_a_continued_table_start_from_its_base(tmp_path):
     table = load_table("continued", "mini", out=tmp_path)
     assert {run.train.weights for run in runs(table.panels[0]).values()} == {str(tmp_path / "base")}
     assert table.base.train.weights is None
-    assert {run.sel.start for run in runs(table.panels[0]).values()} == {"matched"}
+    assert {map_in(table, arm).start for arm in table.labels if arm != table.baseline} == {"matched"}
 
 
 @pytest.mark.parametrize(

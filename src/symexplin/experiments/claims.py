@@ -2,18 +2,33 @@
 
 A claim is about one number for each seed, such as the difference between the final losses of two arms. At one seed the
 arms share their first weights and the order of their data. The test is the sign of the mean, or a bound on it.
+One seed shows a sign without its spread, and whether runs are the same that should be.
 """
 
 from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-from symexplin.experiments.comparison import ENOUGH_SEEDS, Evidence, FinishedRun, Spread, sign_of, spread_of
+import numpy as np
+
+from symexplin.experiments.comparison import (
+    ENOUGH_SEEDS,
+    OTHER_SIGN,
+    SAME_SIGN,
+    TOO_FEW,
+    Evidence,
+    FinishedRun,
+    Spread,
+    sign_of,
+    spread_of,
+)
 from symexplin.experiments.paper import Claim, Paper
 
-__all__ = ["DID_NOT", "HELD", "KINDS", "UNTESTED", "ClaimVerdict", "Judgement", "Kind", "Verdict", "judge"]
+__all__ = ["KINDS", "VERDICTS", "ClaimVerdict", "Judgement", "Kind", "Verdict", "judge"]
 
 HELD, DID_NOT, UNTESTED = "held", "did not hold", "not tested at this scale"
+VERDICTS = (HELD, DID_NOT, SAME_SIGN, OTHER_SIGN, UNTESTED)
+_FIRST = (DID_NOT, OTHER_SIGN, HELD, SAME_SIGN)  # of several panels the first of these counts
 Measure = Callable[[FinishedRun, FinishedRun], float | None]
 Rate = Callable[[Evidence, str], float | None]
 
@@ -40,21 +55,37 @@ def _change_of(role: str) -> Measure:
     return change
 
 
+def _early_change_of(role: str) -> Measure:
+    def share(arm: FinishedRun, _: FinishedRun) -> float | None:
+        steps, means = zip((0, 1.0), *arm.scale_means(role), strict=True)
+        whole, early = means[-1] - 1.0, float(np.interp(_EARLY * steps[-1], steps, means)) - 1.0
+        return 2.0 * early / whole - 1.0 if whole else None
+
+    return share
+
+
+def _heavier_tail(arm: FinishedRun, against: FinishedRun) -> float | None:
+    own, other = arm.kurtosis, against.kurtosis
+    return None if own is None or other is None else own - other
+
+
 class Kind(NamedTuple):
     """A kind of claim: the number of a seed, its description, and the test of the numbers of all seeds.
 
     `value` is None where the runs do not have it. `test` is "below" or "above" for the sign, "within" for a bound on
-    the absolute mean, and "no_worse" for a bound on the mean. `one_rate` is for runs that should be the same, which
-    only the same learning rate can show.
+    the absolute mean, and "no_worse" for a bound on the mean. "same" is for runs that should be the same, which only
+    the same learning rate can show: a bound on the number of every seed, however few.
     """
 
     value: Measure
     what: str
     test: str
-    one_rate: bool = False
 
 
+_SIGNS = {"below": -1, "above": 1}
+_EARLY = 0.25  # our reading of the paper's "early in training": this share of the steps
 _LOSS = "final loss of {arm} minus that of {against}"
+_SHARE = "share of the change of the mean {} of {{arm}} in the first quarter of the steps, minus the share after it"
 _APART = "difference between {arm} and {against}"
 KINDS = {
     "below": Kind(_final, _LOSS, "below"),
@@ -68,11 +99,14 @@ KINDS = {
         "share of the evaluations after the first at which {arm} is not below {against}",
         "within",
     ),
-    "mean_apart": Kind(lambda *runs: fmean(map(abs, _gaps(*runs))), f"mean {_APART}", "within", True),
-    "most_apart": Kind(lambda *runs: max(map(abs, _gaps(*runs))), f"largest {_APART}", "within", True),
-    "final_apart": Kind(lambda *runs: abs(_final(*runs)), f"last {_APART}", "within", True),
+    "mean_apart": Kind(lambda *runs: fmean(map(abs, _gaps(*runs))), f"mean {_APART}", "same"),
+    "most_apart": Kind(lambda *runs: max(map(abs, _gaps(*runs))), f"largest {_APART}", "same"),
+    "final_apart": Kind(lambda *runs: abs(_final(*runs)), f"last {_APART}", "same"),
     "e_rises": Kind(_change_of("e"), "change of the mean e of {arm}", "above"),
     "l_falls": Kind(_change_of("l"), "change of the mean l of {arm}", "below"),
+    "e_early": Kind(_early_change_of("e"), _SHARE.format("e"), "above"),
+    "l_early": Kind(_early_change_of("l"), _SHARE.format("l"), "above"),
+    "tails": Kind(_heavier_tail, "excess kurtosis of the final weights of {arm} minus that of {against}", "above"),
     "m_stays": Kind(_change_of("m"), "change of the mean m of {arm}", "within"),
 }
 
@@ -89,7 +123,7 @@ class Verdict(NamedTuple):
     """The result of a claim in one panel ("A to B" for a claim across panels), and the paper's own number.
 
     The verdict is `best`, each arm at its own best learning rate; `shared` is that of all arms at the baseline's best.
-    `note` is a sentence on what the learning rates may explain.
+    `note` names the better variant of a claim with two, and what the learning rates may explain.
     """
 
     panel: str
@@ -109,7 +143,12 @@ class ClaimVerdict(NamedTuple):
     def verdict(self) -> str:
         """Return that it did not hold if it failed in any panel, that it held if it held wherever it was tested."""
         found = {panel.best.verdict for panel in self.panels}
-        return DID_NOT if DID_NOT in found else HELD if HELD in found else UNTESTED
+        return next((verdict for verdict in _FIRST if verdict in found), UNTESTED)
+
+    @property
+    def what(self) -> str:
+        """What the number of a seed is."""
+        return KINDS[self.claim.kind].what.format(arm=self.claim.subject, against=self.claim.against)
 
     @property
     def sentence(self) -> str:
@@ -117,9 +156,9 @@ class ClaimVerdict(NamedTuple):
         if len(self.panels) == 1:
             only = self.panels[0]
             return f"{self.verdict.capitalize()}: {only.best.text}. {only.note}".strip()
-        counts = [(sum(p.best.verdict == v for p in self.panels), v) for v in (HELD, DID_NOT, UNTESTED)]
-        parts = [f"{v} in {n} of {len(self.panels)} panels" for n, v in counts if n]
-        return f"{', '.join(parts) or f'{UNTESTED}: the table has no such panels'}.".capitalize()
+        counts = [(sum(panel.best.verdict == verdict for panel in self.panels), verdict) for verdict in VERDICTS]
+        parts = [f"{verdict}: {count} of {len(self.panels)} panels" for count, verdict in counts if count]
+        return f"{'; '.join(parts) or f'{UNTESTED}: the table has no such panels'}.".capitalize()
 
 
 def judge(claim: Claim, table: str, panels: Sequence[Evidence], paper: Paper) -> ClaimVerdict:
@@ -128,7 +167,14 @@ def judge(claim: Claim, table: str, panels: Sequence[Evidence], paper: Paper) ->
     groups = [[panel] for panel in about]
     if claim.kind == "grows":
         groups = [about] if len(about) == 2 else []
-    return ClaimVerdict(claim, [_verdict(claim, table, group, paper) for group in groups])
+    return ClaimVerdict(claim, [_verdict(_better(claim, group[0]), table, group, paper) for group in groups])
+
+
+def _better(claim: Claim, panel: Evidence) -> Claim:
+    """Return a claim with two variants as one on the variant that ends lower."""
+    variants = {claim.arm, claim.variant}
+    leader = panel.leader(variants) if panel.found and variants <= set(panel.arms) else None
+    return claim if leader is None else claim._replace(arm=leader["arm"])
 
 
 def _shared_rate(panel: Evidence, _: str) -> float:
@@ -139,11 +185,15 @@ def _verdict(claim: Claim, table: str, panels: Sequence[Evidence], paper: Paper)
     """Return the verdict in one panel, or on the change from the first of two panels to the last."""
     kind, note = KINDS[claim.kind], ""
     shared = _judge(claim, panels, _shared_rate)
-    best = shared if kind.one_rate else _judge(claim, panels, Evidence.best_lr)
-    if (best.verdict, shared.verdict) == (DID_NOT, HELD):
-        note = "A learning-rate effect: it held at the shared rate, and not with each arm at its own best."
-    elif best.spread is not None and claim.against and not kind.one_rate and len(panels[0].lrs) == 1:
+    same = kind.test == "same"
+    best = shared if same else _judge(claim, panels, Evidence.best_lr)
+    if (best.verdict, shared.verdict) in ((DID_NOT, HELD), (OTHER_SIGN, SAME_SIGN)):
+        found = "it held" if shared.verdict == HELD else "the sign is the paper's"
+        note = f"A learning-rate effect: {found} at the shared rate, and not with each arm at its own best."
+    elif best.spread is not None and claim.against and not same and len(panels[0].lrs) == 1:
         note = "With one learning rate tried, this may be a learning-rate effect."
+    if claim.variant and best.spread is not None:
+        note = f"The better variant is {claim.arm}. {note}".strip()
     number, ends = claim.paper, [paper.difference(table, panel.paper, claim.arm, claim.against) for panel in panels]
     known = [end for end in ends if end is not None]
     if number is None and kind.value is _final and len(known) == len(panels):
@@ -167,14 +217,16 @@ def _judge(claim: Claim, panels: Sequence[Evidence], rate: Rate) -> Judgement:
     if spread.error is not None:
         agree = sum(value * spread.mean > 0 for value in spread.values)
         text += f" ± {spread.error:.2g}, this sign in {agree} of {len(last)} seeds"
-    if len(last) < ENOUGH_SEEDS:
-        return Judgement(UNTESTED, f"fewer than {ENOUGH_SEEDS} seeds; {text}", spread)
-    held = _holds(kind.test, spread, claim.bound or 0.0)
+    one = len(last) == 1 and kind.test in _SIGNS
+    if len(last) < ENOUGH_SEEDS and kind.test != "same" and not one:
+        return Judgement(UNTESTED, f"{TOO_FEW}; {text}", spread)
+    held = spread.mean * _SIGNS[kind.test] > 0 if one else _holds(kind.test, spread, claim.bound or 0.0)
     if held is None:
         return Judgement(UNTESTED, f"the seeds spread too widely for a bound of {claim.bound:g}; {text}", spread)
     if held and len(found) == 2 and fmean(last.values()) >= 0.0:  # a smaller loss is no gain
-        return Judgement(DID_NOT, f"there is no gain at {panels[-1].name}; {text}", spread)
-    return Judgement(HELD if held else DID_NOT, text, spread)
+        held, text = False, f"there is no gain at {panels[-1].name}; {text}"
+    verdicts = (OTHER_SIGN, SAME_SIGN) if one else (DID_NOT, HELD)
+    return Judgement(verdicts[held], text, spread)
 
 
 def _numbers(claim: Claim, panel: Evidence, rate: Rate) -> dict[int, float] | Judgement:
@@ -182,13 +234,13 @@ def _numbers(claim: Claim, panel: Evidence, rate: Rate) -> dict[int, float] | Ju
     if not panel.found:
         return Judgement(UNTESTED, "the panel has not ended")
     arms = [arm for arm in (claim.arm, claim.against) if arm]
-    if untrained := [arm for arm in arms if arm not in panel.arms]:
+    if untrained := [arm for arm in (*arms, claim.variant) if arm and arm not in panel.arms]:
         return Judgement(UNTESTED, f"{untrained[0]} was not trained")
     runs = {arm: panel.runs(arm, rate(panel, arm)) for arm in arms}
     if lost := [arm for arm in arms if len(runs[arm]) < len(panel.seeds)]:
         # A claim fails if its own arm alone diverges; it proves nothing if the other one does.
         alone = claim.against and lost == [claim.arm] and claim.kind != "above"
-        failed = alone and len(panel.seeds) >= ENOUGH_SEEDS
+        failed = alone and (len(panel.seeds) >= ENOUGH_SEEDS or KINDS[claim.kind].test == "same")
         return Judgement(DID_NOT if failed else UNTESTED, f"{' and '.join(lost)} did not stay finite in every seed")
     value, own, other = KINDS[claim.kind].value, runs[arms[0]], runs[arms[-1]]
     values = {seed: value(own[seed], other[seed]) for seed in panel.seeds}
@@ -198,8 +250,10 @@ def _numbers(claim: Claim, panel: Evidence, rate: Rate) -> dict[int, float] | Ju
 
 def _holds(test: str, spread: Spread, bound: float) -> bool | None:
     """Return whether numbers pass a test; None where they spread too widely for the bound, unless clearly beyond it."""
-    if test in ("below", "above"):
-        return sign_of(spread) == (-1 if test == "below" else 1)
+    if test in _SIGNS:
+        return sign_of(spread) == _SIGNS[test]
+    if test == "same":
+        return max(spread.values) <= bound
     size = abs(spread.mean) if test == "within" else spread.mean
     if size + spread.margin <= bound:
         return True

@@ -1,8 +1,9 @@
 """A finished comparison, looked up by arm, learning rate and seed: for the report of a table and for figures."""
 
+import functools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,11 +15,17 @@ from symexplin.lab.record import METRICS
 if TYPE_CHECKING:
     from symexplin.lab.evaluate import Curve
 
-__all__ = ["ENOUGH_SEEDS", "Evidence", "FinishedRun", "Row", "Spread", "sign_of", "spread_of"]
+__all__ = [
+    *("ENOUGH_SEEDS", "OTHER_SIGN", "SAME_SIGN", "TOO_FEW"),
+    *("Evidence", "FinishedRun", "Row", "Spread", "sign_of", "spread_of"),
+]
 
 Row = dict[str, Any]
 
 ENOUGH_SEEDS = 3  # fewer seeds give no usable spread
+# What fewer seeds show. The paper's own results are of one seed.
+SAME_SIGN, OTHER_SIGN = "same sign as the paper, one seed", "other sign than the paper, one seed"
+TOO_FEW = "too few seeds"
 _ERRORS = 2.0  # a mean must differ from zero by more than this many standard errors
 
 
@@ -66,6 +73,25 @@ class FinishedRun(NamedTuple):
             return []
         stats = [(record["step"], record.get("stats") or {}) for record in read_json_lines(self.folder / METRICS)]
         return [(step, found[key] / unit) for step, found in stats if key in found and unit is not None]
+
+    @property
+    def kurtosis(self) -> float | None:
+        """Excess kurtosis of the final weights, -1.2 at Xavier's start; None where they were not kept."""
+        from symexplin.lab.run import MODEL  # slow: torch
+
+        return _kurtosis(self.folder / MODEL) if (self.folder / MODEL).exists() else None
+
+
+@functools.cache
+def _kurtosis(path: Path) -> float:
+    """Return the excess kurtosis of all curved matrices of a file, each in units of its own standard deviation."""
+    from symexplin.lab.weights.folding import curved_matrices  # slow: torch
+
+    count, total = 0, 0.0
+    for matrix in curved_matrices(path):
+        squares = (matrix.double() - matrix.double().mean()).square()
+        count, total = count + matrix.numel(), total + float((squares / squares.mean()).square().sum())
+    return total / count - 3.0
 
 
 @dataclass(frozen=True)
@@ -131,7 +157,7 @@ class Evidence:
             if (run["arm"], run["lr"]) == (arm, lr) and run["final_loss"] is not None
         }
 
-    def leader(self, arms: Sequence[str]) -> Row | None:
+    def leader(self, arms: Collection[str]) -> Row | None:
         """Return the row with the lowest loss among `arms`, each at its own best learning rate."""
         finite = [row for row in self.rows("best") if row["arm"] in arms and row["loss"] is not None]
         return min(finite, key=lambda row: float(row["loss"]), default=None)

@@ -28,7 +28,8 @@ class Claim(NamedTuple):
     """A statement of the paper in our words, tested by `tables` in the way of `kind` (a key of claims.KINDS).
 
     `panels` are the paper's, all if none are named. A claim that a gain grows is from the first to the last of them.
-    `paper` is the paper's own number where its losses do not give it.
+    `paper` is the paper's own number where its losses do not give it. With a `variant` the claim is about the better of
+    `arm` and `variant` in each panel.
     """
 
     tables: Sequence[str]
@@ -40,6 +41,12 @@ class Claim(NamedTuple):
     bound: float | None = None
     paper: float | None = None
     panels: Sequence[str] = ()
+    variant: str = ""
+
+    @property
+    def subject(self) -> str:
+        """The arm, or both variants, in words."""
+        return f"the better of {self.arm} and {self.variant}" if self.variant else self.arm
 
 
 class Paper(NamedTuple):

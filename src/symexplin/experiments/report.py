@@ -5,8 +5,18 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from symexplin.experiments.claims import DID_NOT, HELD, KINDS, UNTESTED, ClaimVerdict, judge
-from symexplin.experiments.comparison import ENOUGH_SEEDS, Evidence, Row, sign_of, spread_of
+from symexplin.experiments.claims import VERDICTS, ClaimVerdict, judge
+from symexplin.experiments.comparison import (
+    ENOUGH_SEEDS,
+    OTHER_SIGN,
+    SAME_SIGN,
+    TOO_FEW,
+    Evidence,
+    Row,
+    Spread,
+    sign_of,
+    spread_of,
+)
 from symexplin.experiments.paper import Paper, load_paper
 from symexplin.experiments.tables import PANELS, Outcome, read_table
 from symexplin.lab.files import write_csv
@@ -58,13 +68,14 @@ def report_table(out: str | Path, echo: Callable[[str], None] = lambda _: None) 
             headline=headline,
             results=results,
             claims=claims,
-            kinds=KINDS,
             numbers=[n for n in paper.numbers_of(outcome.name) if n.name not in _OF_ARMS],
             panels=[(panel, arms[panel.name]) for panel in compared],
             links={panel.name: f"{PANELS}/{panel.name}/{PAGE}" for panel in compared if (panel.folder / PAGE).exists()},
             benches=benches,
             facts=_FACTS,
-            figures=[_draw(name, out, outcome.finished) for name in outcome.figures],
+            figures=[
+                {**_draw(name, out, outcome.finished), "numbers": paper.numbers_of(name)} for name in outcome.figures
+            ],
             assumptions=list(outcome.assumptions.items()),
             provenance=_provenance(outcome.finished),
         )
@@ -90,24 +101,30 @@ def _arms(outcome: Outcome, panel: Evidence, paper: Paper) -> Iterator[tuple[Row
             "paper_delta": numbers.get("delta", computed),
             "paper_speedup": numbers.get("speedup"),
         }
-        yield {**known, **_measured(best, "own best rate")}, {**known, **_measured(shared, "shared rate")}
+        delta = known["paper_delta"]
+        yield {**known, **_measured(best, "own best rate", delta)}, {**known, **_measured(shared, "shared rate", delta)}
 
 
-def _measured(row: Row, compared_at: str) -> Row:
-    """Return the columns of table.csv that a row of a comparison gives.
-
-    "shown" is "below", "above" or "undecided" by the rule of the claims, "few seeds", or "not finite".
-    """
+def _measured(row: Row, compared_at: str, paper: float | None) -> Row:
+    """Return the columns of table.csv that a row of a comparison gives, beside the difference of the `paper`."""
     spread = spread_of(row["deltas"]) if row["delta"] is not None else None
-    shown = "not finite"
-    if spread is not None:
-        shown = _SIGNS[sign_of(spread)] if len(spread.values) >= ENOUGH_SEEDS else "few seeds"
     return {
         "compared_at": compared_at,
         **{key: row[key] for key in ("lr", "seeds", "finite", "loss", "spread", "delta", "speedup", "reached")},
         "delta_se": None if spread is None else spread.error,
-        "shown": shown,
+        "shown": _shown(spread, paper),
     }
+
+
+def _shown(spread: Spread | None, paper: float | None) -> str:
+    """Return what differences from the baseline show by the rule of the claims, in a word or as their verdicts say."""
+    if spread is None:
+        return "not finite"
+    if len(spread.values) >= ENOUGH_SEEDS:
+        return _SIGNS[sign_of(spread)]
+    if len(spread.values) == 1 and paper:
+        return SAME_SIGN if spread.mean * paper > 0 else OTHER_SIGN
+    return TOO_FEW
 
 
 def _results(panel: str, arms: Sequence[tuple[Row, Row]]) -> Iterator[str]:
@@ -127,9 +144,9 @@ def _against(row: Row, baseline: str) -> str:
         return "did not stay finite"
     error = "" if row["delta_se"] is None else f" ± {row['delta_se']:.4f}"
     ends = "ends below" if row["delta"] < 0 else "ends above"
-    word = "cannot be told from" if row["shown"] == "undecided" else ends
-    doubt = ", in too few seeds to tell," if row["shown"] == "few seeds" else ""
-    return f"{word} {baseline} ({row['delta']:+.4f}{error}){doubt}"
+    word = "cannot be told from" if row["shown"] == _SIGNS[0] else ends
+    doubt = "" if row["shown"] in _SIGNS.values() else f"; {row['shown']}"
+    return f"{word} {baseline} ({row['delta']:+.4f}{error}{doubt})"
 
 
 def _draw(name: str, out: Path, panels: Sequence[Evidence]) -> dict[str, Any]:
@@ -159,9 +176,9 @@ def _headline(outcome: Outcome, claims: Sequence[ClaimVerdict]) -> list[str]:
         )
     if claims:
         verdicts = [claim.verdict for claim in claims]
-        counts = [f"{verdicts.count(verdict)} {verdict}" for verdict in (HELD, DID_NOT, UNTESTED)]
+        counts = [f"{verdicts.count(verdict)} {verdict}" for verdict in VERDICTS if verdict in verdicts]
         far = "" if outcome.scale == "paper" else ", far below the paper's"
-        sentences.append(f"Claims tested at scale {outcome.scale}{far}: {len(claims)}; {', '.join(counts)}.")
+        sentences.append(f"Claims tried at scale {outcome.scale}{far}: {len(claims)}; {'; '.join(counts)}.")
     elif not outcome.is_bench:
         sentences.append("The paper has no claim that this table tests.")
     return sentences
@@ -180,7 +197,7 @@ def _claim_rows(outcome: Outcome, verdict: ClaimVerdict) -> Iterator[Row]:
             "table": outcome.name,
             "scale": outcome.scale,
             "claim": verdict.claim.text,
-            **{key: getattr(verdict.claim, key) for key in ("place", "arm", "against", "kind", "bound")},
+            **{key: getattr(verdict.claim, key) for key in ("place", "arm", "variant", "against", "kind", "bound")},
             "panel": panel.panel,
             "verdict": panel.best.verdict,
             "text": panel.best.text,

@@ -77,7 +77,8 @@ def build_model(config: RunConfig, device: str | None = None) -> Transformer:
     if curve is not None and config.sel.home == "module":
         sel.convert(model, curve)
     elif curve is not None and curve.start == "mismatched":
-        check_fresh(sel.routing(model, curve))
+        if train.weights is not None:  # this model's own draw, even a normal one, is fresh
+            check_fresh(sel.routing(model, curve))
         sel.init_(model, curve, xavier=False)
     return model
 

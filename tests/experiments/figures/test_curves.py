@@ -144,8 +144,7 @@ def test_annealing_shows_the_late_losses_and_the_mean_scales(compared, runs):
     learned = {"home": "optimizer", "beta": 7.5}
     roles = {role: {"pattern": "row_col_mult", "start": 1.0, "k": k} for role, k in (("e", [50, 8]), ("l", [50, 8]))}
     roles["m"] = {"pattern": "row_col_mult", "start": 1.0, "k": [0.01, 0.5]}
-    learned |= {role: {**scale, "peak_lr": None} for role, scale in roles.items()}
-    folder = compared(maps={"SEL": learned})
+    folder = compared(maps={"SEL": learned | roles})
     (folder / "runs").mkdir()
     (folder / "runs" / "SEL-lr0.01-seed0").symlink_to(runs["curved"])
     left, right = draw("lr_annealing", [folder]).axes
@@ -203,7 +202,7 @@ def test_lines_stand_at_the_rate_and_at_the_rate_times_the_slope(compared, runs)
         (folder / "runs" / f"{arm}-lr0.001-seed0").symlink_to(runs[run])
     figure = draw("learning_rates", [folder])
     left, right = ({line.get_label(): line for line in axes.lines} for axes in figure.axes)
-    slope = start_slope(RunConfig("data", MODEL, sel=CurveConfig(preset="paper", start="mismatched")))
+    slope = start_slope(RunConfig("data", MODEL, sel=CurveConfig(preset="paper")))
     assert slope > 1.1
     (curved,) = [label for label in right if label.startswith("SEL")]
     assert curved == f"SEL (× {slope:.2f})"

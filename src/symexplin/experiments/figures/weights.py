@@ -17,8 +17,7 @@ from symexplin.config import SELConfig
 from symexplin.experiments.figures.common import is_run, map_words, panel, run_of, sheet, weights_at_end, weights_of
 from symexplin.lab.report.charts import BINS, GUIDE_LINE, Floats, Line, draw_histogram, outline
 from symexplin.lab.report.probe import read_run
-from symexplin.lab.weights.files import iter_tensors, read_specs
-from symexplin.lab.weights.folding import curved_in
+from symexplin.lab.weights.folding import curved_matrices
 from symexplin.lab.weights.inspect import Row, inspect_file, xavier_bound
 
 __all__ = ["heavy_tail", "optimization_distance", "raw_effective", "weight_distribution"]
@@ -63,11 +62,8 @@ def _shares(sizes: Floats, beyond: Floats) -> list[tuple[str, Floats, Floats, in
 
 def _curved(path: Path) -> Iterator[tuple[Floats, float]]:
     """Yield the finite numbers of every curved matrix of a file, and its bound."""
-    specs, metadata = read_specs(path)
-    curved = {route.name for route in curved_in(path, specs, metadata, SELConfig()).curved}
-    for name, tensor in iter_tensors(path):
-        if name in curved and name.endswith("weight"):
-            yield tensor[torch.isfinite(tensor)].double().numpy(), xavier_bound(tensor.shape)
+    for matrix in curved_matrices(path):
+        yield matrix[torch.isfinite(matrix)].double().numpy(), xavier_bound(matrix.shape)
 
 
 def _tail(parts: Iterable[tuple[Floats, float]]) -> tuple[Floats, Floats, float]:

@@ -9,7 +9,7 @@ tensor named `weight` stands for an embedding if its name says so, else for a li
 import dataclasses
 import fnmatch
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from symexplin.lab.weights.files import (
     FLOATING,
     MAP_KEY,
     TensorSpec,
+    iter_tensors,
     load_state,
     map_in,
     read_specs,
@@ -33,7 +34,7 @@ from symexplin.linear import SELLinear
 from symexplin.routes import Routing, routing
 from symexplin.transform import compute_dtype
 
-__all__ = ["curved_in", "fold_file", "folded", "invert_file"]
+__all__ = ["curved_in", "curved_matrices", "fold_file", "folded", "invert_file"]
 
 Echo = Callable[[str], None]
 State = dict[str, Tensor]
@@ -69,6 +70,15 @@ def curved_in(
         kinds = ", ".join(sorted(FLOATING))
         raise ValueError(f"{str(path)!r} must hold 2-D weights to curve, in one of {kinds}, got none")
     return found
+
+
+def curved_matrices(path: Path) -> Iterator[Tensor]:
+    """Yield every curved matrix of a file of plain weights, one at a time."""
+    specs, metadata = read_specs(path)
+    curved = {route.name for route in curved_in(path, specs, metadata, SELConfig()).curved}
+    for name, tensor in iter_tensors(path):
+        if name in curved and name.endswith("weight"):
+            yield tensor
 
 
 class NotLinear(nn.Module):
