@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import symexplin as sel
 from symexplin.experiments.claims import VERDICTS, judge
 from symexplin.experiments.comparison import Evidence, sign_of, spread_of
 from symexplin.experiments.paper import Claim, Paper
@@ -204,9 +205,10 @@ def test_overlap_is_tried_at_one_rate(tmp_path):
 
 def test_scales_are_read_from_the_runs(tmp_path):
     def stats(_, __, seed):
-        return {"e/mean": 1.3 + 0.01 * seed, "l/mean": 0.6 + 0.01 * seed, "kappa/mean": 7.5 * 0.98}
+        return {"e/mean": 1.3 + 0.01 * seed, "l/mean": 0.25 * (0.6 + 0.01 * seed), "kappa/mean": 0.25 * 7.5 * 0.98}
 
-    found = panel(tmp_path, lambda *_: 2.0, lrs=(0.001,), maps={"B": {"beta": 7.5}}, stats=stats)
+    maps = {"B": sel.preset("paper", beta="auto").resolve(64).to_dict()}  # beta and l are a quarter of those at 1024
+    found = panel(tmp_path, lambda *_: 2.0, lrs=(0.001,), maps=maps, stats=stats)
     assert verdict(found, claim("e_rises", against="")).sentence.startswith(
         "Held: change of the mean e of B: +0.31 ± 0.0058"
     )
@@ -219,7 +221,8 @@ def test_an_early_change_is_most_of_it(tmp_path):
     def stats(*_):
         return {step: {"e/mean": e, "l/mean": l} for step, e, l in ((20, 1.2, 0.9), (40, 1.3, 0.7), (100, 1.4, 0.6))}
 
-    found = panel(tmp_path, lambda *_: 2.0, lrs=(0.001,), stats=stats)
+    maps = {"B": sel.preset("paper").resolve(1024).to_dict()}
+    found = panel(tmp_path, lambda *_: 2.0, lrs=(0.001,), maps=maps, stats=stats)
     # After a quarter of 100 steps e is at 1.225 of 1.4, l at 0.85 of 0.6.
     early, late = (verdict(found, claim(f"{role}_early", against="")) for role in "el")
     assert (early.verdict, late.verdict) == (HELD, DID_NOT)

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from symexplin.experiments import reproduce as module
-from symexplin.experiments.reproduce import ReproduceConfig, _with_time_left, plan_lines, reproduce
+from symexplin.experiments.reproduce import ReproduceConfig, _after_each_run, plan_lines, reproduce
 from symexplin.experiments.tables import load_table, read_table
 from symexplin.lab.bench import run as bench
 from symexplin.lab.bench.run import run_bench
@@ -179,11 +179,11 @@ def test_the_plan_counts_runs_and_tokens_and_says_every_assumption():
     table = load_table("frozen", "mini")
     with pytest.raises(ValueError, match="panels must be one of '128x4'"):
         plan_lines(table, ["4x128"])
-    assert "64x2: AdamW" not in "\n".join(plan_lines(load_table("main_grid", "mini"), ["64x3"]))
+    assert "64x2: AdamW" not in "\n".join(plan_lines(load_table("main_grid", "mini"), ["64x4"]))
     text = "\n".join(plan_lines(table))
-    # Six arms at four rates; then AdamW at one and the others at two at most, with two seeds: 24 + 2 (1 + 5 2).
-    assert "up to 46 runs of 1,000 steps, 1,024,000 tokens each" in text
-    assert "in all: up to 46 runs, 47,104,000 tokens" in text
+    # Eight arms at four rates; then AdamW at one and the others at two at most, with two seeds: 32 + 2 (1 + 7 2).
+    assert "up to 62 runs of 600 steps, 614,400 tokens each" in text
+    assert "in all: up to 62 runs, 38,092,800 tokens" in text
     assert all(sentence in text for sentence in table.assumptions.values())
     text = "\n".join(plan_lines(load_table("continued", "paper")))
     assert "base: AdamW, lr 0.0003, 100,000 steps" in text
@@ -194,7 +194,7 @@ def test_the_time_left_follows_from_the_runs_that_have_ended(tmp_path, monkeypat
     clock, lines = [0.0], []
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
     table = load_table("frozen", "mini", changes={"compare": {"confirm_seeds": [], "lrs": [1e-3, 2e-3], "jobs": 2}})
-    echo = _with_time_left(table.panels[0].config, tmp_path / "128x4", lines.append)
+    echo = _after_each_run(table.panels[0].config, tmp_path / "128x4", lambda: None, lines.append)
     for seconds, count in ((600.0, 1), (650.0, 2), (1300.0, 4)):  # two at a time, of twelve
         clock[0] = seconds
         for number in range(count):

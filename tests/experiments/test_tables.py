@@ -173,7 +173,7 @@ def test_what_the_code_fixes_is_what_the_assumptions_say():
 
 @pytest.mark.parametrize("name", sorted((OF_THE_PAPER | BEYOND) - {"profiling"}))
 def test_every_arm_takes_a_step_in_miniature(name):
-    small = {"model": {"width": 16, "depth": 1, "heads": 2, "context": 8}}
+    small = {"model": {"width": 32, "depth": 1, "heads": 2, "context": 8}}  # at 16 the rule's beta is below 1
     (panel, *_) = load_table(name, "mini", changes=small).panels
     for run in runs(panel).values():
         run = dataclasses.replace(run, train=dataclasses.replace(run.train, weights=None))
@@ -199,7 +199,7 @@ def test_a_table_in_miniature_fits_into_an_hour(name):
         cost += panel.config.compare.most_runs * steps / 1000 * (1 / 3 + 2 / 3 * blocks)
     assert cost * 85 / 2 <= 3600
     assert panel.config.compare.seeds == (0,)
-    assert len(panel.config.compare.lrs) == 4
+    assert len(panel.config.compare.lrs) >= 4
     assert len(panel.config.compare.confirm_seeds) == 2
 
 
@@ -224,7 +224,14 @@ def test_a_panel_goes_before_its_scale_and_the_command_before_both():
     assert map_in(table, "mismatch").beta == 9.0
     assert runs(table.panels[0])["AdamW"].sel.home == "none"
     arm = load_table("frozen", "mini", changes={"arm": {"full": {"map": {"beta": 3.0}}}})
-    assert (map_in(arm, "full").beta, map_in(arm, "frozen").beta) == (3.0, 7.5)
+    assert (map_in(arm, "full").beta, map_in(arm, "frozen").beta) == (3.0, pytest.approx(7.5 / 8**0.5))
+    # An arm's own keys stand, but for those of the command.
+    assert [
+        map_in(load_table("frozen", "mini", changes={"map": m}), "frozen-beta7_5").beta for m in ({}, {"beta": 9.0})
+    ] == [
+        7.5,
+        9.0,
+    ]
 
 
 def test_fewer_steps_take_warm_up_and_evaluations_with_them():

@@ -55,11 +55,11 @@ def sign_of(spread: Spread) -> int:
 
 
 class FinishedRun(NamedTuple):
-    """A run that stayed finite; `beta` is None for ordinary weights and where every matrix has its own."""
+    """A run that stayed finite; `config` is None for ordinary weights."""
 
     curve: "Curve"
     folder: Path
-    beta: float | None
+    config: SELConfig | None
 
     @property
     def final(self) -> float:
@@ -67,12 +67,13 @@ class FinishedRun(NamedTuple):
         return self.curve[-1][1]
 
     def scale_means(self, role: str) -> list[tuple[int, float]]:
-        """Return (step, mean over all weights) of a scale at each evaluation that has it."""
-        key, unit = ("kappa/mean", self.beta) if role == "m" else (f"{role}/mean", 1.0)  # m = kappa / beta, Eq. 4
-        if not (self.folder / METRICS).exists():
+        """Return (step, mean scale in units of its first value) at each evaluation that has it, over all tensors."""
+        if self.config is None or not (self.folder / METRICS).exists():
             return []
+        first: float = getattr(self.config, role).first
+        key, unit = (f"{role}/mean", first) if role != "m" else ("kappa/mean", float(self.config.beta) * first)  # Eq. 4
         stats = [(record["step"], record.get("stats") or {}) for record in read_json_lines(self.folder / METRICS)]
-        return [(step, found[key] / unit) for step, found in stats if key in found and unit is not None]
+        return [(step, found[key] / unit) for step, found in stats if key in found]
 
     @property
     def kurtosis(self) -> float | None:
@@ -149,10 +150,9 @@ class Evidence:
 
     def runs(self, arm: str, lr: float | None) -> dict[int, FinishedRun]:
         """Return {seed: run} of an arm at a learning rate, without the runs that did not stay finite."""
-        beta = (self.found["maps"].get(arm) or {}).get("beta")
-        known = float(beta) if isinstance(beta, float | int) else None
+        config = self.map_of(arm)
         return {
-            run["seed"]: FinishedRun([(int(s), float(x)) for s, x in run["evals"]], self.folder / run["folder"], known)
+            run["seed"]: FinishedRun([(int(s), float(x)) for s, x in run["evals"]], self.folder / run["folder"], config)
             for run in self.found["runs"]
             if (run["arm"], run["lr"]) == (arm, lr) and run["final_loss"] is not None
         }
@@ -164,7 +164,7 @@ class Evidence:
 
     def map_of(self, arm: str) -> SELConfig | None:
         """Return the map of an arm, or None for ordinary weights."""
-        found = self.found["maps"][arm]
+        found = self.found["maps"].get(arm)
         if found is None:
             return None
         return SELConfig.from_dict({key: value for key, value in found.items() if key != "home"})

@@ -181,7 +181,7 @@ def _learned(compared: Evidence, row: Row) -> list[Scale]:
 
 
 def _trajectories(compared: Evidence, arm: str, lr: float) -> list[Line]:
-    """Return the means of e, l and m at each evaluation, over the seeds; a beta for each matrix leaves no mean of m."""
+    """Return the means of e, l and m at each evaluation, in units of their start and over the seeds."""
     lines = []
     for style, role in enumerate(("e", "l", "m")):
         seeds = [run.scale_means(role) for run in compared.runs(arm, lr).values()]
