@@ -7,6 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from pages import Page
+from symexplin.config import SELConfig
 from symexplin.experiments import figures
 from symexplin.experiments.report import report_table
 from symexplin.experiments.tables import load_table

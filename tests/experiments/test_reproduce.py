@@ -90,7 +90,7 @@ def test_another_table_or_other_settings_are_refused(finished, data):
 
 def test_a_stopped_table_goes_on_to_the_same_losses(data, tmp_path):
     config = tiny(data, set={**SMALL, "log": {"checkpoint_every": 1}})
-    names = ("96x2", "96x3")  # of three panels
+    names = ("64x2", "64x4")  # of three panels
     config = dataclasses.replace(config, arms=("AdamW", "mismatch"), panels=names)
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     run("start_1024", whole, config)
@@ -103,7 +103,7 @@ def test_a_stopped_table_goes_on_to_the_same_losses(data, tmp_path):
 
     with pytest.raises(Stopped):
         run("start_1024", broken, config, echo=echo)
-    assert list(losses(broken)) == ["96x2"]
+    assert list(losses(broken)) == ["64x2"]
     before = written(broken)
     run("start_1024", broken, config, resume=True)
     assert before.items() <= written(broken).items()
@@ -195,14 +195,14 @@ def test_the_time_left_follows_from_the_runs_that_have_ended(tmp_path, monkeypat
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
     table = load_table("frozen", "mini", changes={"compare": {"confirm_seeds": [], "lrs": [1e-3, 2e-3], "jobs": 2}})
     echo = _after_each_run(table.panels[0].config, tmp_path / "128x4", lambda: None, lines.append)
-    for seconds, count in ((600.0, 1), (650.0, 2), (1300.0, 4)):  # two at a time, of twelve
+    for seconds, count in ((600.0, 1), (650.0, 2), (1300.0, 4)):  # two at a time, of sixteen
         clock[0] = seconds
         for number in range(count):
             (tmp_path / f"128x4/runs/{number}").mkdir(parents=True, exist_ok=True)
             (tmp_path / f"128x4/runs/{number}/summary.json").touch()
         echo("a line")
     assert [line for line in lines if line != "a line"] == [
-        "runs of 128x4 left: at most 11, about 55 min",  # 11 / 2 times 10 min
-        "runs of 128x4 left: at most 10, about 54 min",  # 5 times 650 s
-        "runs of 128x4 left: at most 8, about 43 min",
+        "runs of 128x4 left: at most 15, about 75 min",  # 15 / 2 times 10 min
+        "runs of 128x4 left: at most 14, about 76 min",  # 7 times 650 s
+        "runs of 128x4 left: at most 12, about 65 min",
     ]
