@@ -90,10 +90,10 @@ def test_another_table_or_other_settings_are_refused(finished, data):
 
 def test_a_stopped_table_goes_on_to_the_same_losses(data, tmp_path):
     config = tiny(data, set={**SMALL, "log": {"checkpoint_every": 1}})
-    names = ("64x2", "64x4")  # of three panels
+    names = ("64x2", "64x4")  # of four panels
     config = dataclasses.replace(config, arms=("AdamW", "mismatch"), panels=names)
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    run("start_1024", whole, config)
+    run("main_grid", whole, config)
     lines = []
 
     def echo(line):
@@ -102,13 +102,13 @@ def test_a_stopped_table_goes_on_to_the_same_losses(data, tmp_path):
             signal.raise_signal(signal.SIGTERM)  # within the first run of the second panel
 
     with pytest.raises(Stopped):
-        run("start_1024", broken, config, echo=echo)
+        run("main_grid", broken, config, echo=echo)
     assert list(losses(broken)) == ["64x2"]
     before = written(broken)
-    run("start_1024", broken, config, resume=True)
+    run("main_grid", broken, config, resume=True)
     assert before.items() <= written(broken).items()
     assert losses(broken) == losses(whole)
-    assert [panel.name for panel in read_table(broken).panels if not panel.found] == ["96x4"]
+    assert [panel.name for panel in read_table(broken).panels if not panel.found] == ["128x2", "128x4"]
 
 
 def test_continued_training_starts_at_the_bases_weights(data, tmp_path):
