@@ -384,3 +384,17 @@ def test_a_part_is_routed_as_in_the_whole():
 
 def in_order(routes):
     return lambda parameter: routes[id(parameter)].position
+
+
+def test_the_table_shows_the_rates_that_the_optimizer_has():
+    """The first pattern that matches counts; "-" is the optimizer's own."""
+    model = nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4))
+    settings = {"lr": {"0.*": 1e-3, "*": 3e-4}, "no_decay": "usual"}
+    table = sel.routing(model, **settings)
+    optimizer = sel.SELAdamW(sel.param_groups(model, **settings), weight_decay=0.1)
+    used = {name: (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for name in g["param_names"]}
+    assert {route.name: (route.lr, 0.1 if route.weight_decay is None else 0.0) for route in table} == used
+    lines = str(table).splitlines()
+    assert lines[0].split() == ["parameter", "shape", "lr", "decay", "reason"]
+    assert lines[1].split() == ["0.weight", "4x8", "curved", "0.001", "-", "linear", "weight"]
+    assert lines[2].split()[:5] == ["0.bias", "4", "curved", "0.001", "0"]

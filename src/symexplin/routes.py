@@ -1,17 +1,21 @@
 """The choice of curved parameters, by the type of the module that owns them."""
 
-import fnmatch
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from symexplin.config import SELConfig, check_config
 from symexplin.layout import Layout
+from symexplin.patterns import by_name, check_patterns, first_match
 from symexplin.plain import STEP_BIASES, ends_like, plain_modules
 
-__all__ = ["Route", "Routing", "check_patterns", "names_within", "routing"]
+__all__ = ["Rate", "Route", "Routing", "names_within", "routing"]
+
+Rate = float | Tensor | Mapping[str, float]  # a number, or numbers by name pattern
+_INSIDE = "curved in its module"
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,8 @@ class Route:
     curved: bool
     reason: str
     out_dim: int = 0
+    lr: Any = None  # None: the optimizer's
+    weight_decay: Any = None
 
     def layout(self, config: SELConfig) -> Layout:
         """Return the layout of a curved parameter."""
@@ -54,17 +60,18 @@ class Routing:
         return tuple(route for route in self.routes if route.curved)
 
     def __str__(self) -> str:
-        head = ("parameter", "shape", "", "reason")
-        rows = [head] + [
-            (
-                r.name,
-                "x".join(map(str, r.parameter.shape)) or "scalar",
-                "curved" if r.curved else "plain",
-                r.reason,
-            )
-            for r in self.routes
-        ]
-        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        columns = {
+            "parameter": [r.name for r in self.routes],
+            "shape": ["x".join(map(str, r.parameter.shape)) or "scalar" for r in self.routes],
+            "": ["curved" if r.curved else "plain" for r in self.routes],
+            "lr": [r.lr for r in self.routes],
+            "decay": [r.weight_decay for r in self.routes],
+            "reason": [r.reason for r in self.routes],
+        }
+        # Rates are shown if some are known.
+        shown = {name: values for name, values in columns.items() if any(v is not None for v in values) or not values}
+        rows = [tuple(shown), *(tuple(map(_cell, row)) for row in zip(*shown.values(), strict=True))]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         total = sum(r.parameter.numel() for r in self.routes)
         inside = sum(r.parameter.numel() for r in self.curved)
@@ -76,6 +83,11 @@ class Routing:
         return "\n".join(lines)
 
 
+def _cell(value: object) -> str:
+    """Return a cell of the table; "-" stands for the optimizer's rate."""
+    return "-" if value is None else f"{float(value):g}" if isinstance(value, float | Tensor) else str(value)
+
+
 @dataclass(frozen=True)
 class _Candidate:
     """The decision for a parameter by its module's type, before include and exclude patterns."""
@@ -84,9 +96,18 @@ class _Candidate:
     curved: bool = False
     out_dim: int = 0
     matrix: nn.Parameter | None = None  # the weight beside a bias
+    decays: bool = True  # False for scales of a converted layer that shape the map
 
 
-def routing(model: nn.Module, config: SELConfig | None = None, *, whole: nn.Module | None = None) -> Routing:
+def routing(
+    model: nn.Module,
+    config: SELConfig | None = None,
+    *,
+    lr: Rate | None = None,
+    weight_decay: Rate | None = None,
+    no_decay: Sequence[str] | str = (),
+    whole: nn.Module | None = None,
+) -> Routing:
     """Decide for every parameter of `model` whether it is curved, and give the reason.
 
     The weights and biases of `nn.Linear`, of transformers' `Conv1D` and of the input projections of
@@ -103,11 +124,15 @@ def routing(model: nn.Module, config: SELConfig | None = None, *, whole: nn.Modu
     Args:
         model: a module, or a part of `whole`.
         config: the map. Its `include` and `exclude` patterns of qualified names override these rules.
+        lr, weight_decay: a number, or {name pattern: number}: the first pattern that matches a name counts, and every
+            name needs one ("*": all others). None: the optimizer's.
+        no_decay: name patterns of parameters without weight decay, or "usual" for those that most recipes leave out:
+            biases, norms and embeddings.
         whole: the model that contains `model`. It determines the parameters' names, the width and the decisions.
 
     Raises:
-        ValueError: a pattern matches nothing, or includes a parameter that is neither a 2-D weight nor the bias of a
-            linear layer; `model` is not a part of `whole`.
+        ValueError: a pattern matches nothing or never counts, or includes a parameter that is neither a 2-D weight nor
+            the bias of a linear layer; `model` is not a part of `whole`.
 
     >>> model = nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4))
     >>> print(routing(model))
@@ -129,10 +154,16 @@ def routing(model: nn.Module, config: SELConfig | None = None, *, whole: nn.Modu
     known = [name for aliases in names.values() for name in aliases]
     check_patterns("include", config.include, known)
     check_patterns("exclude", config.exclude, known)
+    own = [name for name, _ in whole.named_parameters()]
+    rates, decays = by_name("lr", lr, own), by_name("weight_decay", weight_decay, own)
     routes = []
     for position, (name, parameter) in enumerate(whole.named_parameters()):
         candidate = candidates.get(id(parameter), _Candidate("not in a linear layer"))
-        routes.append(_decide(name, names[id(parameter)], parameter, position, candidate, config))
+        route = _decide(name, names[id(parameter)], parameter, position, candidate, config)
+        decay = decays[name] if candidate.decays and not _undecayed(route, no_decay) else 0.0
+        routes.append(replace(route, lr=rates[name], weight_decay=decay))
+    if not isinstance(no_decay, str):
+        check_patterns("no_decay", no_decay, own)
     width = _width(routes)
     found = tuple(route for route in routes if id(route.parameter) in inside)
     return Routing(found, config if width is None else config.resolve(width), width)
@@ -143,6 +174,16 @@ def _width(routes: Sequence[Route]) -> int | None:
     matrices = [route.parameter.shape for route in routes if route.curved and route.parameter.dim() == 2]
     sides = Counter(side for shape in matrices for side in shape)
     return max(sides, key=lambda side: (sides[side], side)) if sides else None
+
+
+def _undecayed(route: Route, no_decay: Sequence[str] | str) -> bool:
+    if not isinstance(no_decay, str):
+        return first_match([route.name], no_decay) is not None
+    if no_decay != "usual":
+        raise ValueError(f"no_decay must be a sequence of patterns, or 'usual', got the string {no_decay!r}")
+    if route.reason == _INSIDE:
+        return route.name.rpartition(".")[2].startswith(("raw_bias", "bias_"))
+    return route.parameter.dim() < 2 or "embedding" in route.reason
 
 
 def names_within(model: nn.Module, whole: nn.Module) -> dict[int, str]:
@@ -162,7 +203,7 @@ def _decide(
     candidate: _Candidate,
     config: SELConfig,
 ) -> Route:
-    included, excluded = (_matches(aliases, patterns) for patterns in (config.include, config.exclude))
+    included, excluded = (first_match(aliases, patterns) for patterns in (config.include, config.exclude))
     if not parameter.requires_grad or not parameter.is_floating_point():
         reason = "frozen" if parameter.is_floating_point() else "not floating point"
         return Route(name, parameter, position, False, reason)
@@ -180,18 +221,6 @@ def _decide(
     if parameter.numel() == 0 or matrix.numel() == 0:
         return Route(name, parameter, position, False, "empty")
     return Route(name, parameter, position, True, reason, out_dim if parameter.dim() == 2 else 0)
-
-
-def _matches(names: list[str], patterns: tuple[str, ...]) -> str | None:
-    """Return the first pattern that matches any of the names."""
-    return next((p for p in patterns for name in names if fnmatch.fnmatchcase(name, p)), None)
-
-
-def check_patterns(argument: str, patterns: Sequence[str], names: list[str]) -> None:
-    """Refuse a pattern of `argument` that matches none of the parameters' `names`."""
-    for pattern in patterns:
-        if not fnmatch.filter(names, pattern):
-            raise ValueError(f"{argument} pattern {pattern!r} matches no parameter, such as {names[:3]}")
 
 
 def _candidates(model: nn.Module) -> dict[int, _Candidate]:
@@ -226,7 +255,8 @@ def _candidate(module: nn.Module, local: str, parameter: nn.Parameter) -> _Candi
         weight = module.in_proj_weight if module.in_proj_weight is not None else module.q_proj_weight
         return _Candidate("attention input projection", True, 0, parameter if parameter.dim() == 2 else weight)
     if hasattr(module, "sel_roles"):
-        return _Candidate("curved in its module")
+        slot = module.sel_roles()[local]  # type: ignore[operator]
+        return _Candidate(_INSIDE, decays=slot is None or slot.decay)
     if parameter.dim() == 3 and "Experts" in type(module).__name__:
         return _Candidate("3-D expert weights")
     return _Candidate(type(module).__name__)

@@ -117,6 +117,8 @@ def test_rates_and_decays_by_pattern(home):
     rates = [group["lr"] * (group["k"][0] if home == "module" else group["k_e"][0]) for group in groups
              if group["role"] in ("curved", "e")]  # fmt: skip
     assert rates == pytest.approx([50 * 3e-4] * len(rates))
+    if home == "module":
+        assert (found["1.e_row"][1], found["1.m_row"][1], found["1.bias_e_row"][1]) == (0.2, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -124,6 +126,7 @@ def test_rates_and_decays_by_pattern(home):
     [
         ({"lr": {"4.*": 1e-3, "*": 1e-3}}, r"lr pattern '4\.\*' matches no parameter"),
         ({"lr": {"1.*": 1e-3}}, r"lr must have a pattern for every name, got none for '0\.weight': end with '\*'"),
+        ({"lr": {"*": 1e-3, "1.*": 2e-3}}, r"lr pattern '1\.\*' never counts, .* put it first"),
         ({"weight_decay": {"nothing": 0.1}}, "weight_decay pattern 'nothing' matches no parameter"),
     ],
 )

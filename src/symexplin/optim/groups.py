@@ -1,20 +1,18 @@
 """Parameter groups: for SELAdamW over a plain model, or for any torch optimizer over a converted one."""
 
-import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from symexplin.config import SELConfig
 from symexplin.layout import Layout
 from symexplin.linear import SELLinear
-from symexplin.routes import Route, Routing, check_patterns, routing
+from symexplin.routes import Rate, Route, routing
 
-__all__ = ["Group", "Rate", "by_name", "is_curved", "layout_of", "name_of", "param_groups"]
+__all__ = ["Group", "is_curved", "layout_of", "name_of", "param_groups"]
 
 Group = dict[str, Any]
-Rate = float | Tensor | Mapping[str, float]
 
 
 def param_groups(
@@ -36,10 +34,10 @@ def param_groups(
 
     Args:
         model: the model; frozen parameters are left out.
-        lr: peak learning rate, before multipliers; needed if scales are learned. A number, or {name pattern: number}:
-            the first pattern that matches a name counts, and every name needs one ("*": all others).
+        lr: peak learning rate, before multipliers; needed if scales are learned. A number, or {name pattern: number}
+            as in :func:`symexplin.routing`.
         weight_decay: decay of raw weights, raw biases, plain parameters and the scales e, l, s; None: the optimizer's.
-            m, n and delta have none. A number, or {name pattern: number} as for `lr`.
+            m, n and delta have none. A number, or {name pattern: number}.
         config: the map, only for a plain model; a converted model contains it.
         no_decay: name patterns of parameters without weight decay, or "usual" for those that most recipes leave out:
             biases, norms and embeddings. Their scales do not decay either.
@@ -47,7 +45,7 @@ def param_groups(
 
     Raises:
         ValueError: nothing to curve, `config` given for a converted model, a model under FSDP1, a pattern that
-            matches nothing, a name that no pattern matches, or the errors of :func:`symexplin.routing`.
+            matches nothing, or the errors of :func:`symexplin.routing`.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     >>> [(group["role"], len(group["params"])) for group in param_groups(model, lr=1e-3)]
@@ -64,34 +62,26 @@ def param_groups(
     converted = any(isinstance(module, SELLinear) for module in whole.modules())
     if converted and config is not None:
         raise ValueError("config must be None for a converted model: its layers contain it")
-    table = routing(model, config, whole=whole)
+    table = routing(model, config, lr=lr, weight_decay=weight_decay, no_decay=no_decay, whole=whole)
     if not converted and whole is model and not table.curved:
         raise ValueError(f"model has nothing to curve; see print(symexplin.routing(model)):\n{table}")
-    names = [name for name, _ in whole.named_parameters()]
-    rates, decays = by_name("lr", lr, names), by_name("weight_decay", weight_decay, names)
-    undecayed = _undecayed(no_decay, table, names)
     roles = _module_roles(model) if converted else {}
     groups: dict[tuple[_Role, Any, Any], Group] = {}
     for route in table:
-        if not route.parameter.requires_grad:
-            continue
-        role = roles.get(id(route.parameter), _Role("curved" if route.curved else "plain"))
-        decay = 0.0 if route.name in undecayed or not role.decay else decays[route.name]
-        group = groups.setdefault((role, rates[route.name], decay), {"role": role.name, "params": []})
-        _add(group, route)
+        if route.parameter.requires_grad:
+            role = roles.get(id(route.parameter), _Role("curved" if route.curved else "plain"))
+            group = groups.setdefault((role, route.lr, route.weight_decay), {"role": role.name, "params": []})
+            _add(group, route)
     found = [_finish(group, role, lr, decay, table.config, converted) for (role, lr, decay), group in groups.items()]
-    return (
-        found
-        if converted
-        else sorted(found, key=lambda group: (not is_curved(group), group.get("weight_decay") == 0.0))
-    )
+    if converted:
+        return found
+    return sorted(found, key=lambda group: (not is_curved(group), group.get("weight_decay") == 0.0))
 
 
 class _Role(NamedTuple):
     """What a parameter of a model is, and of a scale in a converted one its configuration and factor besides k."""
 
     name: str
-    decay: bool = True
     config: SELConfig | None = None
     lr_scale: float = 1.0
 
@@ -104,7 +94,7 @@ def _module_roles(model: nn.Module) -> dict[int, _Role]:
             for local, slot in module.sel_roles().items():
                 role = _Role("raw")
                 if slot is not None:
-                    role = _Role(slot.role, slot.decay, module.weight_layout.config, slot.lr_scale)
+                    role = _Role(slot.role, module.weight_layout.config, slot.lr_scale)
                 roles[id(getattr(module, local))] = role
     return roles
 
@@ -130,38 +120,6 @@ def _finish(
         group |= {f"k_{scale}": list(k) for scale, k in config.multipliers(lr).items()}
     given = {"lr": lr, "weight_decay": decay}
     return group | {key: value for key, value in given.items() if value is not None}
-
-
-def by_name(argument: str, value: Rate | None, names: Sequence[str]) -> dict[str, Any]:
-    """Return the number of every name: `value`, or that of the first pattern in it which matches the name.
-
-    Raises:
-        ValueError: a pattern that matches no name, or a name that no pattern matches.
-
-    >>> by_name("lr", {"*.mlp.*": 1e-3, "*": 3e-4}, ["0.mlp.up", "head"])
-    {'0.mlp.up': 0.001, 'head': 0.0003}
-    """
-    if not isinstance(value, Mapping):
-        return dict.fromkeys(names, value)
-    check_patterns(argument, tuple(value), list(names))
-    found: dict[str, float] = {}
-    for name in names:
-        pattern = next((pattern for pattern in value if fnmatch.fnmatchcase(name, pattern)), None)
-        if pattern is None:
-            raise ValueError(f"{argument} must have a pattern for every name, got none for {name!r}: end with '*'")
-        found[name] = value[pattern]
-    return found
-
-
-def _undecayed(no_decay: Sequence[str] | str, table: Routing, names: list[str]) -> set[str]:
-    """Return the names of the parameters without weight decay."""
-    if isinstance(no_decay, str):
-        if no_decay != "usual":
-            raise ValueError(f"no_decay must be a sequence of patterns, or 'usual', got the string {no_decay!r}")
-        # The scales of a converted layer have roles of their own.
-        return {r.name for r in table if r.parameter.dim() < 2 or "embedding" in r.reason}
-    check_patterns("no_decay", no_decay, names)
-    return {name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in no_decay)}
 
 
 def is_curved(group: Group) -> bool:

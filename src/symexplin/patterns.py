@@ -1,0 +1,48 @@
+"""Name patterns (fnmatch) of parameters: which names match, and settings by pattern."""
+
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
+
+__all__ = ["by_name", "check_patterns", "first_match"]
+
+T = TypeVar("T")
+
+
+def first_match(names: Iterable[str], patterns: Iterable[str]) -> str | None:
+    """Return the first pattern that matches any of the names.
+
+    >>> first_match(["0.mlp.up"], ["head", "*.mlp.*", "*"])
+    '*.mlp.*'
+    """
+    return next((p for p in patterns for name in names if fnmatch.fnmatchcase(name, p)), None)
+
+
+def check_patterns(argument: str, patterns: Iterable[str], names: Sequence[str]) -> None:
+    """Refuse a pattern of `argument` that matches none of the `names`."""
+    for pattern in patterns:
+        if first_match(names, [pattern]) is None:
+            raise ValueError(f"{argument} pattern {pattern!r} matches no parameter, such as {list(names[:3])}")
+
+
+def by_name(argument: str, value: T | Mapping[str, T], names: Sequence[str]) -> dict[str, T]:
+    """Return the setting of every name: `value`, or that of the first pattern in it which matches the name.
+
+    Raises:
+        ValueError: a pattern that matches no name or only names of earlier patterns, or a name without a pattern.
+
+    >>> by_name("lr", {"*.mlp.*": 1e-3, "*": 3e-4}, ["0.mlp.up", "head"])
+    {'0.mlp.up': 0.001, 'head': 0.0003}
+    """
+    if not isinstance(value, Mapping):
+        return dict.fromkeys(names, value)
+    check_patterns(argument, value, names)
+    found = {name: first_match([name], value) for name in names}
+    for name, pattern in found.items():
+        if pattern is None:
+            raise ValueError(f"{argument} must have a pattern for every name, got none for {name!r}: end with '*'")
+    for pattern in value.keys() - set(found.values()):
+        raise ValueError(
+            f"{argument} pattern {pattern!r} never counts, as the first pattern that matches a name does: put it first"
+        )
+    return {name: value[pattern] for name, pattern in found.items() if pattern is not None}
