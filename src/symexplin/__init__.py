@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         from_adamw,
         param_groups,
         stats,
+        suggest_lr,
         to_adamw,
     )
     from symexplin.routes import Route, Routing, routing
@@ -55,6 +56,7 @@ __all__ = [
     "preset",
     "routing",
     "stats",
+    "suggest_lr",
     "to_adamw",
 ]
 
@@ -73,6 +75,7 @@ _HOMES = {
         "from_adamw",
         "param_groups",
         "stats",
+        "suggest_lr",
         "to_adamw",
     ),
     "routes": ("Route", "Routing", "routing"),

@@ -1,7 +1,7 @@
 """The choice of curved parameters, by the type of the module that owns them."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from symexplin.layout import Layout
 from symexplin.patterns import by_name, check_patterns, first_match
 from symexplin.plain import STEP_BIASES, ends_like, plain_modules
 
-__all__ = ["Rate", "Route", "Routing", "names_within", "routing"]
+__all__ = ["Rate", "Route", "Routing", "common_width", "names_within", "routing"]
 
 Rate = float | Tensor | Mapping[str, float]  # a number, or numbers by name pattern
 _INSIDE = "curved in its module"
@@ -164,14 +164,17 @@ def routing(
         routes.append(replace(route, lr=rates[name], weight_decay=decay))
     if not isinstance(no_decay, str):
         check_patterns("no_decay", no_decay, own)
-    width = _width(routes)
+    width = common_width(route.parameter.shape for route in routes if route.curved and route.parameter.dim() == 2)
     found = tuple(route for route in routes if id(route.parameter) in inside)
     return Routing(found, config if width is None else config.resolve(width), width)
 
 
-def _width(routes: Sequence[Route]) -> int | None:
-    """Return the side that occurs most often among the curved matrices, the larger one on a tie."""
-    matrices = [route.parameter.shape for route in routes if route.curved and route.parameter.dim() == 2]
+def common_width(matrices: Iterable[Sequence[int]]) -> int | None:
+    """Return the side that occurs most often among the shapes of matrices, the larger one on a tie.
+
+    >>> common_width([(64, 64), (64, 256), (256, 64)])
+    64
+    """
     sides = Counter(side for shape in matrices for side in shape)
     return max(sides, key=lambda side: (sides[side], side)) if sides else None
 

@@ -14,6 +14,7 @@ from symexplin.layout import PANELS
 from symexplin.optim.groups import Group, is_curved, layout_of, name_of
 from symexplin.optim.parameter import COUNTS, Moments, ParameterView, moment_key
 from symexplin.optim.placement import local
+from symexplin.optim.rates import warn_of_scales
 from symexplin.optim.schedule import LATER, multiplier
 from symexplin.validation import check_not_negative, check_positive, check_whole
 
@@ -71,6 +72,7 @@ def check_group(group: Group, first: Group) -> None:
     for key in group:
         if key.startswith("k_"):
             multiplier(key, group, 0)
+            warn_of_scales(key[2:], max(group[key]) * float(group["lr"]))
 
 
 def check_saved(

@@ -8,6 +8,7 @@ from torch import nn
 from symexplin.config import SELConfig
 from symexplin.layout import Layout
 from symexplin.linear import SELLinear
+from symexplin.optim.rates import warn_of_scales
 from symexplin.routes import Rate, Route, routing
 
 __all__ = ["Group", "is_curved", "layout_of", "name_of", "param_groups"]
@@ -114,6 +115,8 @@ def _finish(
     """Return the group with its map, multipliers, learning rate and decay."""
     if converted:
         k = (1.0, 1.0) if role.config is None else getattr(role.config, role.name).multiplier(lr)
+        if lr is not None and role.config is not None:
+            warn_of_scales(role.name, max(k) * role.lr_scale * float(lr))
         group["k"] = [role.lr_scale * end for end in k]
     elif is_curved(group):
         group["config"] = config.to_json()

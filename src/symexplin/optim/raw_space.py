@@ -25,6 +25,7 @@ from symexplin.optim.parameter import COUNTS, ParameterView
 from symexplin.optim.reduction import agree, reduce_
 from symexplin.optim.schedule import LATER
 from symexplin.optim.start import MismatchedStart
+from symexplin.optim.summary import summary
 from symexplin.optim.writes import Outcome, Writes, take_over
 from symexplin.validation import check_whole
 
@@ -73,6 +74,10 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         self._start = MismatchedStart()
         self._start.begin(self.param_groups)
         self._forget()
+
+    def __repr__(self) -> str:
+        """Return the map, the groups with their rates and the settings in a few lines."""
+        return summary(type(self).__name__, self.param_groups)
 
     def _forget(self) -> None:
         """Drop all caches that follow from groups and state."""

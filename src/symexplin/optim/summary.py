@@ -1,0 +1,52 @@
+"""What `print(optimizer)` shows: the map, the groups with their rates, the settings of the run."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from symexplin.config import SELConfig
+from symexplin.optim.groups import Group, is_curved
+from symexplin.routes import common_width
+
+__all__ = ["summary"]
+
+# Keys of groups that lines of their own show, or that repeat what the map says.
+_SHOWN = ("config", "lr", "out_dim", "param_names", "params", "position", "role", "shape", "steps", "weight_decay")
+
+
+def summary(name: str, groups: Sequence[Group]) -> str:
+    """Return the lines for an optimizer of this class `name`.
+
+    >>> import torch, symexplin as sel
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))
+    >>> print(sel.SELAdamW(model, lr=1e-3, config=sel.preset("fixed_curvature"), total_steps=100))
+    SELAdamW(
+      map: mismatch, beta 7.5, e and l learned (row_col_mult), mismatched start; width 64
+      curved: 2 tensors, 4,160 numbers, lr 0.001, weight_decay 0.01, e 0.015 to 0.0024, l 0.015 to 0.0024
+      plain: 2 tensors, 128 numbers, lr 0.001, weight_decay 0.01
+      betas (0.9, 0.999), eps 1e-08, total_steps 100, max_grad_norm None; 0 steps taken
+    )
+    """
+    maps = dict.fromkeys(_map(group, groups) for group in groups if is_curved(group))
+    settings = {key: groups[0][key] for key in groups[0] if key not in _SHOWN and not key.startswith("k_")}
+    steps = max(group["steps"] for group in groups)
+    last = ", ".join(f"{key} {value}" for key, value in settings.items())
+    lines = [*maps, *map(_line, groups), f"{last}; {steps} steps taken"]
+    return "\n".join([f"{name}(", *(f"  {line}" for line in lines), ")"])
+
+
+def _map(group: Group, groups: Sequence[Group]) -> str:
+    shapes = [shape for other in groups if other.get("config") == group["config"] for shape in other["shape"]]
+    width = common_width([shape for shape in shapes if len(shape) == 2])
+    return f"map: {SELConfig.from_json(group['config']).describe()}" + (f"; width {width}" if width else "")
+
+
+def _line(group: Mapping[str, Any]) -> str:
+    """Return the line of a group: its size, its rates, and the learning rates of its scales."""
+    numbers, rate = sum(parameter.numel() for parameter in group["params"]), float(group["lr"])
+    words = [f"{len(group['params'])} tensors", f"{numbers:,} numbers", f"lr {rate:g}"]
+    words.append(f"weight_decay {float(group['weight_decay']):g}")
+    for key, k in group.items():
+        if key.startswith("k_"):
+            first, last = (f"{rate * end:g}" for end in k)
+            words.append(f"{key[2:]} {first}" + (f" to {last}" if last != first else ""))
+    return f"{group['role']}: {', '.join(words)}"
