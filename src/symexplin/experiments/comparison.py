@@ -60,7 +60,7 @@ class FinishedRun(NamedTuple):
         return self.curve[-1][1]
 
     def scale_means(self, role: str) -> list[tuple[int, float]]:
-        """Return (step, mean over all weights) of a scale at each evaluation that has it."""
+        """Return (step, mean over the curved tensors) of a scale at each evaluation that has it."""
         key, unit = ("kappa/mean", self.beta) if role == "m" else (f"{role}/mean", 1.0)  # m = kappa / beta, Eq. 4
         if not (self.folder / METRICS).exists():
             return []

@@ -17,11 +17,15 @@ __all__ = ["stats"]
 
 @torch.no_grad()
 def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, float]:
-    """Return statistics over all curved weight matrices of a raw-space `optimizer` or of a converted `model`.
+    """Return statistics over all curved tensors of a raw-space `optimizer` or of a converted `model`.
 
-    - "e/mean", "e/std" (also l, kappa, n, s): mean and standard deviation of the expanded scale over all weights
-    - "slope/mean", "slope/std": of abs(d w_eff / d w), the ratio of an effective step to a raw one
-    - "kappa_w/max": largest kappa |w|; "tail/fraction": share with kappa |w| > 1, where the exponential dominates
+    - "e/mean", "e/std" (also l, kappa, n, s): mean and standard deviation of the expanded scale over all curved weights
+      and biases. Each tensor counts once, whatever its size: the mean is that of the tensors' means (paper, section
+      5.4.2)
+    - "slope/mean", "slope/std": of abs(d w_eff / d w), the ratio of an effective step to a raw one, over all entries
+      of the weight matrices
+    - "kappa_w/max": largest kappa |w| of the matrices; "tail/fraction": share of their entries with kappa |w| > 1,
+      where the exponential dominates
 
     Empty before the first step. With a sharded model every process must call it and gets the same result.
 
@@ -30,8 +34,8 @@ def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> d
     ['e/mean', 'e/std']
     """
     tallies: dict[Any, _Tally] = {}
-    for coordinates, placement in _weights(model, optimizer):
-        tallies.setdefault(placement.group, _Tally(placement)).add(coordinates)
+    for coordinates, size, placement in _tensors(model, optimizer):
+        tallies.setdefault(placement.group, _Tally(placement)).add(coordinates, size)
     total = _Tally(WHOLE)
     for tally in tallies.values():
         total.merge(tally)
@@ -39,32 +43,33 @@ def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> d
 
 
 class _Tally:
-    """Sums over weights with one placement."""
+    """Sums over tensors with one placement: for each key those of 1, x and x^2."""
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
         self.sums: dict[str, list[float]] = {}
         self.largest = 0.0
 
-    def add(self, coordinates: Coordinates) -> None:
-        """Add the local part of a weight."""
+    def add(self, coordinates: Coordinates, size: int) -> None:
+        """Add the local part of a tensor that has `size` entries over all processes."""
         raw, scales = coordinates.raw, coordinates.scales()
-        x = (scales.kappa * raw.abs()).double()
-        if x.numel():
-            self._raise_to(float(x.max()))
-        self._add("", [x.numel(), int((x > 1.0).sum()), 0.0])
         for role in ("e", "l", "kappa", "n", "s"):
             value = getattr(scales, role)
             if isinstance(value, Tensor):
-                full = value.double().expand(raw.shape)
-                self._sum(role, full)
-        self._sum("slope", coordinates.slope().abs().double())
+                # Entries count 1 / size, so that the parts of a sharded tensor add up to its mean.
+                self._sum(role, value.double().expand(raw.shape), 1.0 / size)
+        if raw.dim() == 2:
+            x = (scales.kappa * raw.abs()).double()
+            if x.numel():
+                self._raise_to(float(x.max()))
+            self._add("", [x.numel(), int((x > 1.0).sum()), 0.0])
+            self._sum("slope", coordinates.slope().abs().double())
 
-    def _sum(self, role: str, values: Tensor) -> None:
-        self._add(role, [values.numel(), float(values.sum()), float((values * values).sum())])
+    def _sum(self, key: str, values: Tensor, each: float = 1.0) -> None:
+        self._add(key, [each * float(s) for s in (values.numel(), values.sum(), (values * values).sum())])
 
-    def _add(self, role: str, terms: list[float]) -> None:
-        self.sums[role] = [a + b for a, b in zip(self.sums.get(role, [0.0] * 3), terms, strict=True)]
+    def _add(self, key: str, terms: list[float]) -> None:
+        self.sums[key] = [a + b for a, b in zip(self.sums.get(key, [0.0] * 3), terms, strict=True)]
 
     def merge(self, other: "_Tally") -> None:
         """Add the sums of another tally over all its processes."""
@@ -75,8 +80,8 @@ class _Tally:
             torch.distributed.all_reduce(added, group=group)
             torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=group)
             sums, largest = added.tolist(), float(most)
-        for role, terms in zip(other.sums, sums, strict=True):
-            self._add(role, terms)
+        for key, terms in zip(other.sums, sums, strict=True):
+            self._add(key, terms)
         self._raise_to(largest)
 
     def _raise_to(self, x: float) -> None:
@@ -96,15 +101,18 @@ class _Tally:
         return result | ({"kappa_w/max": self.largest, "tail/fraction": tail / count} if count else {})
 
 
-def _weights(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[Coordinates, Placement]]:
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[Coordinates, int, Placement]]:
+    """Yield the local part of each curved tensor, its number of entries over all processes, and its placement."""
     inner = getattr(optimizer, "optimizer", optimizer)  # unwrap accelerate's optimizer
     if isinstance(inner, RawSpaceOptimizer):
         for view in inner.entries():
-            if view.curved and len(view.shape) == 2:
-                yield view.coordinates(), view.placement
+            if view.curved:
+                yield view.coordinates(), math.prod(view.shape), view.placement
         return
     for layer in model.modules():
         if isinstance(layer, SELLinear):
-            # fully_shard splits each parameter of the layer separately, so their local parts do not match.
-            parts = [whole(part) for part in layer.parts()]
-            yield Coordinates(layer.weight_layout, *parts), WHOLE
+            for bias, layout in enumerate((layer.weight_layout, layer.bias_layout)):
+                if layout is not None:
+                    # fully_shard splits each parameter of the layer separately, so their local parts do not match.
+                    parts = [whole(part) for part in layer.parts(bool(bias))]
+                    yield Coordinates(layout, *parts), math.prod(layout.shape), WHOLE

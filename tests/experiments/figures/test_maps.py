@@ -64,8 +64,8 @@ def test_the_mismatched_start_is_that_of_the_library():
         line = lines(left)[label]
         target = torch.tensor(np.asarray(line.get_xdata()))[None]
         assert bool((sign * target > 0).all())
-        layout = Layout(tuple(target.shape), 0, SELConfig(beta=7.5))
-        wanted = start_weight(target, layout, "mismatched")[0].numpy()
+        layout = Layout(tuple(target.shape), 0, SELConfig(beta=7.5, start="mismatched"))
+        wanted = start_weight(target, layout)[0].numpy()
         assert np.asarray(line.get_ydata()) == pytest.approx(wanted, rel=1e-10)
     full, kept = (bar.get_height() for bar in right.patches)
     assert full == pytest.approx(100, abs=1e-6)
@@ -123,7 +123,7 @@ def test_the_median_and_its_band(crafted):
     assert low == pytest.approx(np.quantile(family(raw), 0.05, axis=0), abs=1e-12)
     assert high == pytest.approx(np.quantile(family(raw), 0.95, axis=0), abs=1e-12)
     assert line(figure.axes[1], "median, 5–95 % band")[1] == pytest.approx(mapped(raw, 1.0), abs=1e-12)
-    assert figure.get_suptitle().startswith("curved, step 4\nmap: mode mismatch")
+    assert figure.get_suptitle().startswith("curved, step 4\nmap: mismatch")
     legend = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
     assert legend == ["identity", "median, 5–95 % band"]
 
@@ -146,7 +146,7 @@ def test_rare_positions_have_bands_and_the_largest_ones_curves(crafted):
 
 
 def test_of_a_comparison_the_best_bent_arm_with_learned_scales_is_taken(runs, compared):
-    learned = {"start": "mismatched", "home": "optimizer", **sel.preset("paper").to_dict()}
+    learned = {"home": "optimizer", **sel.preset("paper").to_dict()}
     line = {**learned, **sel.preset("structured_linear").to_dict()}
     arms = {"line": 0.2, "learned": 0.3, "worse": 0.4}
     folder = compared(arms=arms, maps={"line": line, "learned": learned, "worse": learned})
@@ -158,9 +158,8 @@ def test_of_a_comparison_the_best_bent_arm_with_learned_scales_is_taken(runs, co
     path.write_text(json.dumps(found))
     (folder / "runs" / "learned-lr0.01-seed0").symlink_to(runs["curved"])
     title = draw("transform_roles", [folder]).get_suptitle()
-    assert title.startswith(
-        "curved, step 6\nmap: mode mismatch; beta 7.5"
-    )  # SEL ends lower with fixed scales, the line without a curve
+    # SEL ends lower with fixed scales, the line without a curve.
+    assert title.startswith("curved, step 6\nmap: mismatch, beta 7.5")
 
 
 def test_a_run_on_ordinary_weights_has_no_map(runs):
