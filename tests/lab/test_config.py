@@ -38,6 +38,7 @@ def test_bad_values_of_training_are_named(field, value):
     ("make", "words"),
     [
         (lambda: ComputeConfig(autocast="yes"), "autocast must be one of"),
+        (lambda: ComputeConfig(compile_mode="fast"), "compile_mode must be one of 'default', 'reduce-overhead'"),
         (lambda: ComputeConfig(threads=0), "threads must be a whole number >= 1"),
         (lambda: ComputeConfig(loss_chunk=-1), "loss_chunk must be a whole number >= 0"),
         (lambda: LogConfig(checkpoint_every=0), "checkpoint_every must be"),
@@ -48,6 +49,7 @@ def test_bad_values_of_training_are_named(field, value):
             lambda: RunConfig("d", train=TrainConfig(optimizer="muon"), sel=CurveConfig(home="module")),
             "optimizer must be 'adamw' for home 'module'.*got 'muon'",
         ),
+        (lambda: ModelConfig(fused_gate=1), "fused_gate must be True or False, got 1"),
         (lambda: ModelConfig(init="kaiming"), "init must be one of 'xavier_uniform', 'xavier_normal', got 'kaiming'"),
         (lambda: resolve(RunConfig("d", compute=ComputeConfig(device="abacus")), 256), "device must be"),
     ],
@@ -64,7 +66,7 @@ def test_resolving_says_everything_and_twice_the_same():
     assert resolved.compute.threads == torch.get_num_threads()
     assert resolved.compute.device in ("cpu", "cuda")
     assert resolved.compute.autocast in ("on", "off")
-    assert resolved.sel.map["e"]["peak_lr"] == pytest.approx((0.015, 0.0024))
+    assert resolved.sel.map["e"]["k"] == (50.0, 8.0)
     assert resolve(resolved, 300) == resolved
     # As a file, and what a newer version's preset might say is overruled by the map in it.
     assert resolve(from_table(RunConfig, to_table(resolved)), 300) == resolve(resolved, 300)
