@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from symexplin.experiments.figures import FIGURES
+from symexplin.experiments.paper import load_paper
 from symexplin.experiments.tables import SCALES, load_table, names, read_table
 from symexplin.lab.build import build
 from symexplin.lab.files import write_json
@@ -84,7 +85,7 @@ def test_the_grid_is_the_papers():
         train = run.train
         assert (train.betas, train.weight_decay, train.max_grad_norm) == ((0.9, 0.999), 0.01, 1.0)
         assert (train.warmup_steps, run.compute.autocast, run.compute.recompute) == (250, "on", True)
-        assert run.compute.compile
+        assert (run.compute.compile, run.compute.compile_mode) == (True, "reduce-overhead")
     for arm, learned in (("mismatch", {"e", "l", "m"}), ("mismatch+offset", {"e", "l", "m", "n", "delta"})):
         config = map_in(table, arm)
         assert (config.mode, config.start) == ("mismatch", "mismatched")
@@ -93,6 +94,15 @@ def test_the_grid_is_the_papers():
         assert (config.curvature, config.normalize) == ("fixed", False)
     assert (config.n.pattern, config.delta.pattern, config.delta.k) == ("column", "lora", (0.5, 0.5))
     assert table.data["sources"] == ["openwebtext"]
+
+
+@pytest.mark.parametrize("scale", ["paper", "h200"])
+def test_the_cost_of_a_step_is_set_against_the_papers_speedups(scale):
+    found = {number.panel: number.value for number in load_paper().numbers_of("main_grid") if number.name == "speedup"}
+    panels = load_table("profiling", scale).panels
+    assert {panel.name: panel.config.step_speedup for panel in panels} == {p: found[p] for p in ("1024x12", "3072x36")}
+    assert {panel.config.compile_mode for panel in panels} == {"reduce-overhead"}
+    assert {panel.config.step_speedup for panel in load_table("profiling", "mini").panels} == {None}
 
 
 @pytest.mark.parametrize("name", ["exp_only", "frozen", "structured_linear", "optimizer_equivalence"])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import symexplin as sel
-from symexplin.lab.build import build, build_model
+from symexplin.lab.build import build, build_model, clear_gradients
 from symexplin.lab.config import ComputeConfig, RunConfig, TrainConfig
 from symexplin.lab.maps import LAB_PRESETS, CurveConfig
 from symexplin.lab.model import ModelConfig, Transformer
@@ -78,6 +78,26 @@ def test_all_homes_start_from_one_draw(home, start):
 def test_memory_keys_reach_the_model():
     model = build(config(compute=ComputeConfig(recompute=True, loss_chunk=5))).model
     assert (model.recompute, model.loss_chunk) == (True, 5)
+
+
+@pytest.mark.parametrize(
+    ("compute", "accumulation", "kept"),
+    [
+        ({"compile": True, "compile_mode": "reduce-overhead"}, 2, True),
+        ({"compile": True, "compile_mode": "reduce-overhead"}, 1, False),
+        ({"compile": True, "compile_mode": "max-autotune-no-cudagraphs"}, 2, False),
+        ({"compile_mode": "reduce-overhead"}, 2, False),
+    ],
+)
+def test_gradients_have_memory_of_their_own_where_graphs_reuse_theirs(compute, accumulation, kept):
+    train = TrainConfig(batch_size=4, accumulation=accumulation)
+    settings = dataclasses.replace(config(compute=ComputeConfig(**compute)), train=train)
+    model = build(settings).model
+    model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
+    clear_gradients(model, settings)
+    for parameter in model.parameters():
+        assert (parameter.grad is not None) == kept
+        assert not kept or not parameter.grad.any()
 
 
 def steps(model, count=5):

@@ -38,6 +38,7 @@ def test_bad_values_of_training_are_named(field, value):
     ("make", "words"),
     [
         (lambda: ComputeConfig(autocast="yes"), "autocast must be one of"),
+        (lambda: ComputeConfig(compile_mode="fast"), "compile_mode must be one of 'default', 'reduce-overhead'"),
         (lambda: ComputeConfig(threads=0), "threads must be a whole number >= 1"),
         (lambda: ComputeConfig(loss_chunk=-1), "loss_chunk must be a whole number >= 0"),
         (lambda: LogConfig(checkpoint_every=0), "checkpoint_every must be"),
@@ -48,6 +49,7 @@ def test_bad_values_of_training_are_named(field, value):
             lambda: RunConfig("d", train=TrainConfig(optimizer="muon"), sel=CurveConfig(home="module")),
             "optimizer must be 'adamw' for home 'module'.*got 'muon'",
         ),
+        (lambda: ModelConfig(fused_gate=1), "fused_gate must be True or False, got 1"),
         (lambda: ModelConfig(init="kaiming"), "init must be one of 'xavier_uniform', 'xavier_normal', got 'kaiming'"),
         (lambda: resolve(RunConfig("d", compute=ComputeConfig(device="abacus")), 256), "device must be"),
     ],

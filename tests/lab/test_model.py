@@ -150,8 +150,9 @@ def test_hidden_is_the_nearest_multiple_of_64(width, hidden):
     assert hidden == 64 or abs(hidden - 8 * width / 3) <= 32
 
 
-def test_start():
-    model = build(ModelConfig(width=64, depth=2, heads=2), dtype=torch.float32)
+@pytest.mark.parametrize("fused", [False, True])
+def test_start(fused):
+    model = build(ModelConfig(width=64, depth=2, heads=2, fused_gate=fused), dtype=torch.float32)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             assert not parameter.any(), name
@@ -178,6 +179,18 @@ def test_options():
     assert tied.head.weight is tied.embedding.weight
     assert not [name for name, _ in tied.named_parameters() if name.endswith("bias")]
     assert tied(tokens_of(TINY)).shape == (3, 12, 11)
+
+
+def test_gate_and_up_in_one_layer_are_both_beside_each_other():
+    apart, fused = (jolt(build(dataclasses.replace(TINY, fused_gate=on))) for on in (False, True))
+    state = apart.state_dict()
+    for block in range(TINY.depth):
+        for kind in ("weight", "bias"):
+            halves = [state.pop(f"blocks.{block}.ffn.{name}.{kind}") for name in ("gate", "up")]
+            state[f"blocks.{block}.ffn.gate_up.{kind}"] = torch.cat(halves)
+    fused.load_state_dict(state)
+    torch.testing.assert_close(fused(tokens_of(TINY)), apart(tokens_of(TINY)))
+    assert "blocks.1.ffn.gate_up.weight" in [route.name for route in sel.routing(fused, sel.SELConfig()).curved]
 
 
 def test_tables_are_not_saved():

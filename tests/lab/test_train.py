@@ -107,6 +107,14 @@ def test_a_compiled_model_trains_the_same(monkeypatch):
     assert compiled.evaluate() == pytest.approx(plain.evaluate(), rel=1e-4)
 
 
+def test_the_mode_of_compilation_reaches_torch(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "compile", lambda model, **options: asked.append(options) or model)
+    for compiled in (False, True):
+        make(compute=ComputeConfig(compile=compiled, compile_mode="reduce-overhead"))
+    assert asked == [{"mode": "reduce-overhead"}]
+
+
 def test_bfloat16_computes_in_bfloat16_and_trains():
     trainer = make("optimizer", compute=ComputeConfig(autocast="on"))
     seen = []

@@ -15,7 +15,7 @@ from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import ALONE, Ranks
 from symexplin.starts import check_fresh
 
-__all__ = ["Built", "build", "build_model"]
+__all__ = ["Built", "build", "build_model", "clear_gradients"]
 
 _FUSED = ("cpu", "cuda", "mps", "xpu")  # devices that torch's fused AdamW knows
 
@@ -81,6 +81,17 @@ def build_model(config: RunConfig, device: str | None = None) -> Transformer:
             check_fresh(sel.routing(model, curve))
         sel.init_(model, curve, xavier=False)
     return model
+
+
+def clear_gradients(model: nn.Module, config: RunConfig) -> None:
+    """Clear the gradients before a step.
+
+    CUDA graphs reuse the memory of the gradients that they return. The sum over microbatches has memory of its own.
+    """
+    model.zero_grad(set_to_none=True)
+    if config.compute.cuda_graphs and config.train.accumulation > 1:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def _matched(curve: sel.SELConfig) -> sel.SELConfig:

@@ -16,11 +16,12 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    *("OPTIMIZERS", "ComputeConfig", "LogConfig", "ModelConfig", "RunConfig", "TrainConfig"),
+    *("COMPILE_MODES", "OPTIMIZERS", "ComputeConfig", "LogConfig", "ModelConfig", "RunConfig", "TrainConfig"),
     *("absolute", "resolve"),
 ]
 
 OPTIMIZERS, PARALLEL = ("adamw", "muon"), ("ddp", "fsdp")
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # torch's
 # How the matrices of the blocks may be drawn (section 4.3, "Xavier uniform over normal").
 INITS = ("xavier_uniform", "xavier_normal")
 
@@ -42,6 +43,8 @@ class ModelConfig:
         context: longest sequence, in tokens.
         tie_head: share the output head's weight with the embedding.
         bias: biases on the linears of the blocks.
+        fused_gate: one linear layer for the two input projections of GeGLU, gate and up, instead of two. Its matrix is
+            drawn as one, and has learned scales as one.
         init: how the matrices of the blocks are drawn: "xavier_uniform" or "xavier_normal", of one deviation.
 
     >>> ModelConfig(width=128).hidden
@@ -55,13 +58,14 @@ class ModelConfig:
     context: int = 128
     tie_head: bool = False
     bias: bool = True
+    fused_gate: bool = False
     init: str = field(default="xavier_uniform", metadata={"choices": INITS})
 
     def __post_init__(self) -> None:
         """Check every field."""
         for name in ("width", "depth", "heads", "vocab_size", "context"):
             check_whole(name, getattr(self, name))
-        for name in ("tie_head", "bias"):
+        for name in ("tie_head", "bias", "fused_gate"):
             check_flag(name, getattr(self, name))
         check_choice("init", self.init, INITS)
         if self.width % (2 * self.heads):
@@ -151,6 +155,8 @@ class ComputeConfig:
         autocast: "on" (bfloat16), "off", or "auto": on where bfloat16 is faster, which is on GPUs that support it and
             on CPUs with AMX or AVX512-BF16.
         compile: torch.compile the model. A CPU needs a C++ compiler for it.
+        compile_mode: mode of torch.compile: "default", "reduce-overhead" (the paper's: CUDA graphs), "max-autotune" or
+            "max-autotune-no-cudagraphs".
         recompute: recompute each block's activations in the backward pass instead of storing them.
         loss_chunk: tokens whose logits the loss holds at a time; 0: all. Default: all, up to 256 MiB of logits.
         parallel: how the processes of torchrun share the work: "ddp" (each has the whole model) or "fsdp" (FSDP2: each
@@ -161,6 +167,7 @@ class ComputeConfig:
     threads: int | None = None
     autocast: str = field(default="auto", metadata={"choices": _SWITCH})
     compile: bool = False
+    compile_mode: str = field(default="default", metadata={"choices": COMPILE_MODES})
     recompute: bool = False
     loss_chunk: int | None = None
     parallel: str | None = field(default=None, metadata={"choices": PARALLEL})
@@ -168,6 +175,7 @@ class ComputeConfig:
     def __post_init__(self) -> None:
         """Check every field."""
         check_choice("autocast", self.autocast, _SWITCH)
+        check_choice("compile_mode", self.compile_mode, COMPILE_MODES)
         if self.parallel is not None:
             check_choice("parallel", self.parallel, PARALLEL)
         for name in ("compile", "recompute"):
@@ -176,6 +184,11 @@ class ComputeConfig:
             check_whole("threads", self.threads, maximum=1024)
         if self.loss_chunk is not None:
             check_whole("loss_chunk", self.loss_chunk, minimum=0)
+
+    @property
+    def cuda_graphs(self) -> bool:
+        """Whether the compiled model replays CUDA graphs, which reuse the memory of their results."""
+        return self.compile and self.compile_mode in ("reduce-overhead", "max-autotune")
 
 
 @dataclass(frozen=True)

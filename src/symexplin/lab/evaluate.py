@@ -35,7 +35,8 @@ def evaluate(
         # All processes must compute a sharded model: one without rows takes a row that does not count.
         inputs, targets = (part[rows] if own else part[:1] for part in batch)
         with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-            losses.append(model(inputs.to(device), targets.to(device)))
+            # A compiled model may overwrite its last result (CUDA graphs).
+            losses.append(model(inputs.to(device), targets.to(device)).clone())
         counts.append(own * targets.shape[-1])
     model.train(was_training)
     # All at once: each look at a number waits for the device.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import symexplin as sel
-from symexplin.lab.build import build, build_model
+from symexplin.lab.build import build, build_model, clear_gradients
 from symexplin.lab.checkpoint import OPTIMIZER, load_optimizer, split_optimizer
 from symexplin.lab.config import RunConfig, TrainConfig
 from symexplin.lab.data.batches import BatchesAhead, BatchLoader, Corpus, eval_batches
@@ -69,9 +69,9 @@ class Trainer:
         self._forward: nn.Module = self.model
         if config.compute.compile and self._sharded:
             for block in self.model.blocks:
-                block.compile()
+                block.compile(mode=config.compute.compile_mode)
         elif config.compute.compile:
-            self._forward = torch.compile(self.model)  # type: ignore[assignment]
+            self._forward = torch.compile(self.model, mode=config.compute.compile_mode)  # type: ignore[assignment]
         self._trained = self._forward
         if ranks.size > 1 and not self._sharded:
             with warnings.catch_warnings():  # broadcast_buffers has a new name, but not in every supported torch
@@ -86,7 +86,7 @@ class Trainer:
         train = self.config.train
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * lr_factor(self.step, train)
-        self.optimizer.zero_grad(set_to_none=True)
+        clear_gradients(self.model, self.config)
         loss = self._backward(self._batches.batch(self.step))
         parameters = list(self.model.parameters())
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])

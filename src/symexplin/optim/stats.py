@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -15,18 +14,18 @@ from symexplin.optim.raw_space import RawSpaceOptimizer
 
 __all__ = ["stats"]
 
-_ALL = -1  # all tensors together
-
 
 @torch.no_grad()
 def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, float]:
-    """Return statistics of the map over a raw-space `optimizer` or a converted `model`.
+    """Return statistics over all curved tensors of a raw-space `optimizer` or of a converted `model`.
 
-    - "e/mean", "e/std" (also l, kappa, n, s): mean and standard deviation of the expanded scale in each tensor,
-      averaged over the curved tensors, biases included (paper, section 5.4.2)
-    - "slope/mean", "slope/std": of abs(d w_eff / d w) over all weights, the ratio of an effective step to a raw one
-    - "kappa_w/max": largest kappa |w| of a weight; "tail/fraction": share of weights with kappa |w| > 1, where the
-      exponential dominates
+    - "e/mean", "e/std" (also l, kappa, n, s): mean and standard deviation of the expanded scale over all curved weights
+      and biases. Each tensor counts once, whatever its size: the mean is that of the tensors' means (paper, section
+      5.4.2)
+    - "slope/mean", "slope/std": of abs(d w_eff / d w), the ratio of an effective step to a raw one, over all entries
+      of the weight matrices
+    - "kappa_w/max": largest kappa |w| of the matrices; "tail/fraction": share of their entries with kappa |w| > 1,
+      where the exponential dominates
 
     Empty before the first step. With a sharded model every process must call it and gets the same result.
 
@@ -35,8 +34,8 @@ def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> d
     ['e/mean', 'e/std']
     """
     tallies: dict[Any, _Tally] = {}
-    for tensor, (coordinates, placement) in enumerate(_tensors(model, optimizer)):
-        tallies.setdefault(placement.group, _Tally(placement)).add(tensor, coordinates)
+    for coordinates, size, placement in _tensors(model, optimizer):
+        tallies.setdefault(placement.group, _Tally(placement)).add(coordinates, size)
     total = _Tally(WHOLE)
     for tally in tallies.values():
         total.merge(tally)
@@ -44,32 +43,32 @@ def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> d
 
 
 class _Tally:
-    """Sums over tensors with one placement: count, sum and sum of squares, of each tensor or of all (-1)."""
+    """Sums over tensors with one placement: for each key those of 1, x and x^2."""
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
-        self.sums: dict[tuple[str, int], list[float]] = {}
+        self.sums: dict[str, list[float]] = {}
         self.largest = 0.0
 
-    def add(self, tensor: int, coordinates: Coordinates) -> None:
-        """Add the local part of a weight or a bias."""
+    def add(self, coordinates: Coordinates, size: int) -> None:
+        """Add the local part of a tensor that has `size` entries over all processes."""
         raw, scales = coordinates.raw, coordinates.scales()
         for role in ("e", "l", "kappa", "n", "s"):
             value = getattr(scales, role)
             if isinstance(value, Tensor):
-                self._sum((role, tensor), value.double().expand(raw.shape))
-        if raw.dim() < 2:
-            return
-        x = (scales.kappa * raw.abs()).double()
-        if x.numel():
-            self._raise_to(float(x.max()))
-        self._add(("", _ALL), [x.numel(), int((x > 1.0).sum()), 0.0])
-        self._sum(("slope", _ALL), coordinates.slope().abs().double())
+                # Entries count 1 / size, so that the parts of a sharded tensor add up to its mean.
+                self._sum(role, value.double().expand(raw.shape), 1.0 / size)
+        if raw.dim() == 2:
+            x = (scales.kappa * raw.abs()).double()
+            if x.numel():
+                self._raise_to(float(x.max()))
+            self._add("", [x.numel(), int((x > 1.0).sum()), 0.0])
+            self._sum("slope", coordinates.slope().abs().double())
 
-    def _sum(self, key: tuple[str, int], values: Tensor) -> None:
-        self._add(key, [values.numel(), float(values.sum()), float((values * values).sum())])
+    def _sum(self, key: str, values: Tensor, each: float = 1.0) -> None:
+        self._add(key, [each * float(s) for s in (values.numel(), values.sum(), (values * values).sum())])
 
-    def _add(self, key: tuple[str, int], terms: list[float]) -> None:
+    def _add(self, key: str, terms: list[float]) -> None:
         self.sums[key] = [a + b for a, b in zip(self.sums.get(key, [0.0] * 3), terms, strict=True)]
 
     def merge(self, other: "_Tally") -> None:
@@ -91,32 +90,29 @@ class _Tally:
 
     def figures(self) -> dict[str, float]:
         """Return the statistics of :func:`stats`."""
-        found: dict[str, list[tuple[float, float]]] = {}
+        result: dict[str, float] = {}
         sums = dict(self.sums)
-        count, tail, _ = sums.pop(("", _ALL), [0.0] * 3)
-        for (role, _tensor), (n, first, second) in sums.items():
+        count, tail, _ = sums.pop("", [0.0] * 3)
+        for role, (n, first, second) in sums.items():
             mean = first / n
+            result[f"{role}/mean"] = mean
             variance = second / n - mean * mean
-            found.setdefault(role, []).append(
-                (mean, math.nan if math.isnan(variance) else math.sqrt(max(variance, 0.0)))
-            )
-        result = {}
-        for role, figures in found.items():
-            means, deviations = zip(*figures, strict=True)
-            result[f"{role}/mean"], result[f"{role}/std"] = fmean(means), fmean(deviations)
+            result[f"{role}/std"] = math.nan if math.isnan(variance) else math.sqrt(max(variance, 0.0))
         return result | ({"kappa_w/max": self.largest, "tail/fraction": tail / count} if count else {})
 
 
-def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[Coordinates, Placement]]:
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[Coordinates, int, Placement]]:
+    """Yield the local part of each curved tensor, its number of entries over all processes, and its placement."""
     inner = getattr(optimizer, "optimizer", optimizer)  # unwrap accelerate's optimizer
     if isinstance(inner, RawSpaceOptimizer):
         for view in inner.entries():
             if view.curved:
-                yield view.coordinates(), view.placement
+                yield view.coordinates(), math.prod(view.shape), view.placement
         return
     for layer in model.modules():
         if isinstance(layer, SELLinear):
             for bias, layout in enumerate((layer.weight_layout, layer.bias_layout)):
                 if layout is not None:
                     # fully_shard splits each parameter of the layer separately, so their local parts do not match.
-                    yield Coordinates(layout, *(whole(part) for part in layer.parts(bool(bias)))), WHOLE
+                    parts = [whole(part) for part in layer.parts(bool(bias))]
+                    yield Coordinates(layout, *parts), math.prod(layout.shape), WHOLE

@@ -93,6 +93,32 @@ def test_each_comparison_has_a_row(compared):
     assert [title(axes) for axes in figure.axes[::2]] == ["beta 5: width 64, depth 2", "deep: width 64, depth 4"]
 
 
+def test_comparisons_of_one_protocol_share_their_axes_without_twins(compared):
+    """The paper's figure 6 is of three tables with one AdamW, and one full SEL in two of them."""
+    full, frozen = ({"home": "optimizer", "beta": 5.0, "e": {"pattern": e}} for e in ("row", "fixed"))
+    folders = [
+        compared("a/64x2", seeds=(0, 1), arms={"frozen": 0.3}, maps={"SEL": full, "frozen": frozen}),
+        compared("b/64x2", seeds=(0, 1), arms={"linear": 0.4}, maps={"SEL": full, "linear": {"home": "module"}}),
+        compared("c/64x2", seeds=(0, 1), arms={"normal": 0.6}, maps={"SEL": full, "normal": full}),
+    ]
+    path = folders[2] / "comparison.json"
+    found = json.loads(path.read_text())
+    found["config"]["arm"] = {"normal": {"model": {"init": "xavier_normal"}}}  # apart from SEL by its start alone
+    path.write_text(json.dumps(found))
+    left, right = draw("mechanism_ablations", folders).axes
+    assert [label.get_text() for label in right.get_yticklabels()] == ["SEL", "frozen", "linear", "normal"]
+    widths = [bar.get_width() for bar in right.patches]
+    assert widths == pytest.approx([-0.5, -0.2, -0.1, 0.1])
+    assert len(lines(left)) == 5
+    assert title(left) == "width 64, depth 2"
+    # Other steps, or another arm of the same name: axes of their own.
+    found["config"]["train"]["steps"] = 200
+    path.write_text(json.dumps(found))
+    assert len(draw("mechanism_ablations", folders).axes) == 4
+    other = compared("d/64x2", seeds=(0, 1), maps={"SEL": {**full, "beta": 7.5}})
+    assert len(draw("mechanism_ablations", [folders[0], other]).axes) == 4
+
+
 def test_arms_are_called_what_their_table_calls_them(compared, tmp_path):
     maps = {"SEL": {"home": "optimizer", "beta": 5.0}, "AdamW": {"home": "module", "beta": 5.0}}
     folder = compared("panels/64x2", maps=maps)

@@ -89,6 +89,9 @@ def test_heavy_tails_of_each_matrix(file):
     share, size = lines(percentile)["trained weights"].get_data()
     sizes = np.abs(growth_of(file))
     assert [(sizes >= x * (1 - 1e-12)).mean() for x in size] == pytest.approx(share)
+    near = size[(size > 0.2) & (size < 5)]
+    assert near[0] / near[-1] > 20
+    assert (near[:-1] / near[1:]).max() < 1.02  # next to the bound a percentile is known to 2 %
 
 
 def test_weights_that_are_all_zero_or_not_there_are_refused(tmp_path):

@@ -40,6 +40,8 @@ def test_a_case_has_the_labs_run():
         ({"microbatches": (1, 3)}, "tokens must be a multiple of context x microbatches = 512 x 3, got 8192"),
         ({"map": {"bete": 3}}, "map: key must be one of .*did you mean 'beta'"),
         ({"warmup": -1}, "warmup must be a whole number >= 0, got -1"),
+        ({"compile_mode": "fast"}, "compile_mode must be one of 'default', 'reduce-overhead'"),
+        ({"step_speedup": 0.0}, "step_speedup must be"),
         ({"device": "meta"}, "device must be one of 'auto', 'cpu', 'cuda', got 'meta'"),
     ],
 )

@@ -87,6 +87,7 @@ def test_rows_are_medians_of_what_each_round_shows():
     assert (adamw["ratio"], own["ratio"]) == (1.0, 2.0)
     assert [sel[f"{phase}_ms"] for phase in PHASES] == [3.0, 6.0, 5.0]
     assert (adamw["peak_mib"], sel["peak_mib"], sel["rounds"]) == (1024.0, None, 3)
+    assert {row["wall_clock_speedup"] for row in found} == {None}
 
 
 def test_bf16_variants_are_held_against_their_own_baselines():
@@ -100,6 +101,22 @@ def test_bf16_variants_are_held_against_their_own_baselines():
     assert [(row["variant"], row["ratio"]) for row in rows] == list(
         zip(times, (1.0, 1.25, 2.0, 2.0), strict=True)  # the module's baseline is AdamW under autocast
     )
+
+
+@pytest.mark.parametrize(
+    ("baseline", "curved", "steps", "wall_clock"),
+    [((67, 214, 6), (68, 209, 15), 1.32, 1.29), ((265, 895, 46), (271, 940, 62), 1.44, 1.37)],
+)
+def test_the_speedup_in_time_is_the_papers(baseline, curved, steps, wall_clock):
+    """Table 11: forward, backward and optimizer in milliseconds, and a speedup in steps."""
+    spent = {"adamw_autocast": baseline, "module": curved, "adamw_master": baseline, "sel": curved}
+    found = {name: Timing(sum(ms), dict(zip(PHASES, ms, strict=True))) for name, ms in spent.items()}
+    rows = {row["variant"]: row for row in rows_of(Case("step", "bf16", 4, 2, 1, 64), [found], {}, steps)}
+    assert {name for name, row in rows.items() if row["wall_clock_speedup"]} == {"sel", "module"}
+    for name in ("sel", "module"):
+        assert rows[name]["wall_clock_speedup"] == pytest.approx(wall_clock, abs=0.0101)
+    alone = {name: Timing(1.0, {}) for name in BASELINES["optimizer", "bf16"]}
+    assert not any(row["wall_clock_speedup"] for row in rows_of(Case("optimizer", "bf16", 4, 2), [alone], {}, steps))
 
 
 def read(folder):
@@ -221,10 +238,12 @@ def test_memory_that_cannot_be_measured_is_left_out(tmp_path, monkeypatch):
 def test_no_model_is_one_too_many_for_torch_to_compile(tmp_path, monkeypatch, fresh, resets):
     """Once per case, and with `fresh` once per turn: three variants, a warm-up round and two that count."""
     compiled, calls = [], []
-    monkeypatch.setattr(torch, "compile", lambda model: compiled.append(model) or model)
+    monkeypatch.setattr(torch, "compile", lambda model, mode: compiled.append((model, mode)) or model)
     monkeypatch.setattr(torch.compiler, "reset", lambda: calls.append(1))
-    run_bench(dataclasses.replace(STEP, repeats=2, memory=False, compile=True, fresh=fresh), tmp_path / "out")
+    config = dataclasses.replace(STEP, repeats=2, memory=False, compile=True, compile_mode="max-autotune", fresh=fresh)
+    run_bench(config, tmp_path / "out")
     assert len(calls) == resets
+    assert {mode for _, mode in compiled} == {"max-autotune"}
     assert len(compiled) == (9 if fresh else 3)
 
 

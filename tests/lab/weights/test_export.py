@@ -47,11 +47,16 @@ TOKENS = torch.randint(BPE.vocab_size, (3, 24), generator=torch.Generator().manu
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tie_head", "attention"), [(torch.float32, False, "eager"), (torch.float64, True, "sdpa")]
+    ("dtype", "shape", "attention"),
+    [
+        (torch.float32, {}, "eager"),
+        (torch.float64, {"tie_head": True}, "sdpa"),
+        (torch.float32, {"fused_gate": True}, "sdpa"),
+    ],
 )
 @torch.no_grad()
-def test_logits_are_equal_but_for_rounding(tmp_path, dtype, tie_head, attention):
-    model = build(dtype, tie_head=tie_head)
+def test_logits_are_equal_but_for_rounding(tmp_path, dtype, shape, attention):
+    model = build(dtype, **shape)
     report = export_transformers(model, tmp_path / "out")
     loaded = stock(tmp_path / "out", attn_implementation=attention)
     assert loaded.dtype == dtype

@@ -36,6 +36,7 @@ _SHOWN = 5  # curves of more arms beside the baseline's are hard to tell apart
 _LATE = 0.4  # the paper's cut of figure 8
 _DASHED, _SOLID = 1, 2 * len(DASHES)  # styles: vermilion, and with its multiples blue, green, amber
 _MAGNIFIED = 1e3
+_CHOICES = ("best", "shared")  # of the learning rates
 _BAR = 0.4  # thickness; arms are 1 apart
 _HATCHED: dict[str, Any] = {"facecolor": "white", "hatch": "///"}
 
@@ -84,8 +85,12 @@ def loss_curves(sources: Sequence[Path]) -> Figure:
 
 
 def mechanism_ablations(sources: Sequence[Path]) -> Figure:
-    """Draw curves of the arms, and final differences to the baseline."""
-    found = comparisons(sources)
+    """Draw curves of the arms, and final differences to the baseline.
+
+    Comparisons of one protocol share their axes, as tables 5 to 7 do in the paper. Arms that all have, such as the
+    baseline, are drawn once.
+    """
+    found = _joined(comparisons(sources))
     most = max(len(compared.arms) for compared in found)
     figure, places = sheet(2 * len(found), 2, (6.0, max(5.4, 2.4 + 0.7 * most)))
     for compared, left, right in zip(found, places[::2], places[1::2], strict=True):
@@ -101,6 +106,49 @@ def mechanism_ablations(sources: Sequence[Path]) -> Figure:
         title = f"Final loss against {compared.label(compared.arms[0])}"
         panel(right, title, "difference (nats per token), lower is better", "")
     return figure
+
+
+def _joined(found: Sequence[Evidence]) -> list[Evidence]:
+    """Join comparisons of one protocol, unless they use one name for two arms."""
+    joined: list[Evidence] = []
+    for compared in found:
+        for place, other in enumerate(joined):
+            known = [_trained(other, arm) for arm in other.arms]
+            new = [arm for arm in compared.arms if _trained(compared, arm) not in known]
+            if _protocol(other) == _protocol(compared) and not set(new) & set(other.arms):
+                joined[place] = _with_arms(other, compared, new)
+                break
+        else:
+            joined.append(compared)
+    return joined
+
+
+def _trained(compared: Evidence, arm: str) -> tuple[Any, ...]:
+    """Return what sets an arm apart: its map, and its own settings of schedule, model and training."""
+    table = compared.found["config"].get("arm", {}).get(arm, {})
+    return compared.found["maps"][arm], *(table.get(key) for key in ("anneal_steps", "model", "train"))
+
+
+def _protocol(compared: Evidence) -> tuple[Any, ...]:
+    """Return what comparisons share whose differences to the baseline stand side by side."""
+    settings = [compared.found["config"].get(key) for key in ("model", "train", "sel")]
+    rates = compared.lrs, compared.shared_lr
+    return *settings, compared.found["corpus"], *rates, compared.seeds, _trained(compared, compared.arms[0])
+
+
+def _with_arms(compared: Evidence, other: Evidence, arms: Sequence[str]) -> Evidence:
+    """Return a comparison that has `arms` of another one too."""
+    found = dict(compared.found)
+    rows = {key: compared.rows(key) + [row for row in other.rows(key) if row["arm"] in arms] for key in _CHOICES}
+    found["comparison"] = {**found["comparison"], **rows}
+    runs = [{**run, "folder": str((other.folder / run["folder"]).resolve())} for run in other.found["runs"]]
+    found["runs"] = found["runs"] + [run for run in runs if run["arm"] in arms]
+    found["maps"] = {**other.found["maps"], **found["maps"]}
+    tables = (side["config"].get("arm", {}) for side in (other.found, found))
+    found["config"] = {**found["config"], "arm": {name: arm for table in tables for name, arm in table.items()}}
+    labels = {**compared.labels, **{arm: other.label(arm) for arm in arms}}
+    name = " + ".join(dict.fromkeys([compared.name, other.name]))
+    return dataclasses.replace(compared, name=name, found=found, labels=labels)
 
 
 def _draw_bars(axes: Axes, compared: Evidence, arms: Sequence[tuple[Row, Row]]) -> None:

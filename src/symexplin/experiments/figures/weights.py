@@ -25,15 +25,19 @@ __all__ = ["heavy_tail", "optimization_distance", "raw_effective", "weight_distr
 _XAVIER, _TRAINED = 0, 1  # styles
 _PAPER_LR = 3e-4  # section 5.1
 _START, _NOW = "Xavier's uniform start", "trained weights"
-# Twenty bins per decade for sizes and distances; larger ones count in the last.
-_EDGES: Floats = np.append(0.0, np.geomspace(1e-9, 1e3, 12 * 20 + 1))
+# Bins of distances, twenty per decade; larger ones count in the last.
+_DISTANCES: Floats = np.append(0.0, np.geomspace(1e-9, 1e3, 12 * 20 + 1))
+# Bins of sizes in units of Xavier's bound, ten times as fine next to the bound, where most percentiles are.
+_SIZES: Floats = np.concatenate(
+    [[0.0], np.geomspace(1e-9, 0.1, 160, False), np.geomspace(0.1, 10.0, 400, False), np.geomspace(10.0, 1e3, 41)]
+)
 _SMALLEST = 0.01  # sizes below this fraction of the bound are no tail
 
 
 def weight_distribution(sources: Sequence[Path]) -> Figure:
     """Draw the histogram of all trained weights, its tail and the growth of each matrix, against Xavier's start."""
     path = weights_of(sources[0])
-    sizes, beyond, _ = _tail((np.abs(values) / bound, 1.0) for values, bound in _curved(path))
+    sizes, beyond, _ = _tail(((np.abs(values) / bound, 1.0) for values, bound in _curved(path)), _SIZES)
     figure, (left, right, growth) = sheet(3, 3)
     top = 1.02 * max(1.0, sizes[0])
     edges = np.linspace(-top, top, BINS + 1)
@@ -66,21 +70,22 @@ def _curved(path: Path) -> Iterator[tuple[Floats, float]]:
         yield matrix[torch.isfinite(matrix)].double().numpy(), xavier_bound(matrix.shape)
 
 
-def _tail(parts: Iterable[tuple[Floats, float]]) -> tuple[Floats, Floats, float]:
+def _tail(parts: Iterable[tuple[Floats, float]], edges: Floats) -> tuple[Floats, Floats, float]:
     """Return sizes, the largest first, how many values are as large or larger, and the mean of the values.
 
-    The sizes are the largest value and the edges below it. Every value of a part stands for as many as its number says.
+    The sizes are the largest value and the `edges` below it. Every value of a part stands for as many as its number
+    says.
     """
-    counts, total, largest = np.zeros(len(_EDGES) - 1), 0.0, 0.0
+    counts, total, largest = np.zeros(len(edges) - 1), 0.0, 0.0
     for values, each in parts:
-        counts += each * np.histogram(np.minimum(values, _EDGES[-1]), _EDGES)[0]
+        counts += each * np.histogram(np.minimum(values, edges[-1]), edges)[0]
         total += each * float(values.sum())
         largest = max(largest, float(values.max(initial=0.0)))
     if not largest:
         raise ValueError("sources must name weights that are not all zero, or that have moved from their start")
-    beyond, edges = np.cumsum(counts[::-1]), _EDGES[-2::-1]
-    below = edges < largest
-    return np.append(largest, edges[below]), np.append(1.0, beyond[below]), total / beyond[-1]
+    beyond, falling = np.cumsum(counts[::-1]), edges[-2::-1]
+    below = falling < largest
+    return np.append(largest, falling[below]), np.append(1.0, beyond[below]), total / beyond[-1]
 
 
 def heavy_tail(sources: Sequence[Path]) -> Figure:
@@ -98,7 +103,7 @@ def heavy_tail(sources: Sequence[Path]) -> Figure:
     panel(deviation, "Standard deviations", start, "deviation now", _points(rows, bounds / 3**0.5, stds), columns=0)
     for axes in (largest, deviation):
         axes.axline((0.0, 0.0), slope=1.0, **GUIDE_LINE)
-    sizes, beyond, _ = _tail((np.abs(values) / bound, 1.0) for values, bound in _curved(path))
+    sizes, beyond, _ = _tail(((np.abs(values) / bound, 1.0) for values, bound in _curved(path)), _SIZES)
     lines = [Line(name, share, size, style) for name, size, share, style in _shares(sizes, beyond)]
     panel(percentile, "Upper percentiles", "percentile of |w|", "|w| / Xavier's bound (log scale)", lines)
     percentile.set(xscale="log", yscale="log", xlim=(1.0, 0.7 / beyond[-1]), ylim=(0.05, 2.0 * max(1.0, sizes[0])))
@@ -167,11 +172,11 @@ def optimization_distance(sources: Sequence[Path]) -> Figure:
     else:
         lr, start, draw = _PAPER_LR, "a fresh Xavier start", np.random.default_rng(0).uniform
         gone = ((np.abs(w - draw(-bound, bound, len(w))), 1.0) for w, bound in _curved(sources[0]))
-    distance, rank, mean = _tail(gone)
+    distance, rank, mean = _tail(gone, _DISTANCES)
     figure, (left, right) = sheet(2, 2, (5.4, 4.6))
     # The weights of a bin are those beyond its lower edge and not beyond its upper one, from the smallest bin shown.
-    low, high = np.searchsorted(_EDGES, [1e-3 * mean, distance[0]])
-    edges = _EDGES[low : high + 1]
+    low, high = np.searchsorted(_DISTANCES, [1e-3 * mean, distance[0]])
+    edges = _DISTANCES[low : high + 1]
     heights = -np.diff(np.append(rank[:0:-1][low:], 0.0))
     outline(left, heights, edges, f"distance from {start}", 0, filled=True)
     left.axvline(mean, **GUIDE_LINE, label=f"mean {mean:.2g}")

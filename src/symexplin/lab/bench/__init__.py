@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from symexplin.lab.config import ComputeConfig, ModelConfig, RunConfig, TrainConfig, resolve
+from symexplin.lab.config import COMPILE_MODES, ComputeConfig, ModelConfig, RunConfig, TrainConfig, resolve
 from symexplin.lab.maps import LAB_PRESETS, named_map
-from symexplin.validation import check_choice, check_whole
+from symexplin.validation import check_choice, check_positive, check_whole
 
 __all__ = ["DTYPES", "PARTS", "RESULTS", "BenchConfig", "Case"]
 
@@ -59,7 +59,11 @@ class BenchConfig:
         device: "auto" (CUDA if there is one), "cpu", "cuda", "cuda:1".
         threads: threads of the CPU. The default is torch's.
         compile: torch.compile the model.
+        compile_mode: mode of torch.compile: "default", "reduce-overhead" (CUDA graphs), "max-autotune" or
+            "max-autotune-no-cudagraphs".
         recompute: compute each block again in the backward pass instead of keeping its activations.
+        step_speedup: the baseline's steps over those of a curved model to the same loss, as comparisons report it.
+            Given, rows of curved variants have the speedup in time: step_speedup over the ratio of a step.
     """
 
     parts: tuple[str, ...] = PARTS
@@ -79,7 +83,9 @@ class BenchConfig:
     device: str = "auto"
     threads: int | None = None
     compile: bool = False
+    compile_mode: str = field(default="default", metadata={"choices": COMPILE_MODES})
     recompute: bool = False
+    step_speedup: float | None = None
 
     def __post_init__(self) -> None:
         """Check every case before the first is measured."""
@@ -91,6 +97,8 @@ class BenchConfig:
                 check_choice(name, value, known) if known else check_whole(name, value)
         for name, least in (("tokens", 1), ("context", 1), ("repeats", 1), ("warmup", 0)):
             check_whole(name, getattr(self, name), minimum=least)
+        if self.step_speedup is not None:
+            check_positive("step_speedup", self.step_speedup)
         if self.device.partition(":")[0] not in _DEVICES:
             check_choice("device", self.device, _DEVICES)
         for case in self.cases():
@@ -115,7 +123,7 @@ class BenchConfig:
         most = max(1, case.width // _HEAD)
         heads = next((heads for heads in range(most, 1, -1) if case.width % (2 * heads) == 0), 1)
         model = ModelConfig(case.width, case.depth, heads, self.vocab_size, self.context)
-        compute = ComputeConfig(self.device, self.threads, "off", self.compile, self.recompute)
+        compute = ComputeConfig(self.device, self.threads, "off", self.compile, self.compile_mode, self.recompute)
         return RunConfig("", model, TrainConfig(batch_size=rows, accumulation=count), compute=compute)
 
     def run(self, case: Case) -> RunConfig:

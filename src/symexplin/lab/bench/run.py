@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from symexplin import kernels
 from symexplin.lab.bench import RESULTS, BenchConfig, Case
-from symexplin.lab.bench.work import BASELINES, PHASES, Work, make_work, peak_in_child
+from symexplin.lab.bench.work import BASELINES, CURVED, PHASES, Work, make_work, peak_in_child
 from symexplin.lab.files import format_columns, replace_file, replacing, write_csv
 from symexplin.lab.folders import LOCK, claimed
 from symexplin.lab.provenance import cores, provenance
@@ -36,7 +36,10 @@ Row = dict[str, Any]
 
 _CONFIG, _ROUNDS, _PLOT = "config.toml", "rounds.jsonl", "bench.svg"
 _SWEPT = ("parts", "dtypes", "widths", "depths", "microbatches", "tokens")  # settings that rows have
-_PRINTED = ("variant", "ms", "ms_p10", "ms_p90", "baseline", "ratio", "ratio_p10", "ratio_p90", "peak_mib")
+_PRINTED = (
+    *("variant", "ms", "ms_p10", "ms_p90", "baseline", "ratio", "ratio_p10", "ratio_p90", "peak_mib"),
+    "wall_clock_speedup",
+)
 _LEAST_MS, _MOST_CALLS = 20.0, 200  # shorter work is repeated within its turn
 _MALLOC = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")  # variables that set or replace malloc
 
@@ -101,11 +104,19 @@ def measure(
             yield {name: found[name] for name in names}
 
 
-def rows_of(case: Case, rounds: Sequence[Round], peaks: Mapping[str, int | None]) -> list[Row]:
-    """Return the rows of a case, one per variant, with `peaks` in bytes; None: does not apply, or was not measured."""
+def rows_of(
+    case: Case, rounds: Sequence[Round], peaks: Mapping[str, int | None], step_speedup: float | None = None
+) -> list[Row]:
+    """Return the rows of a case, one per variant; None: does not apply, or was not measured.
+
+    `peaks` are in bytes. `step_speedup` is that of the curved variants in steps. Over the ratio of a step it is their
+    speedup in time (table 11).
+    """
     rows: list[Row] = []
     for name, baseline in BASELINES[case.part, case.dtype].items():
         own, peak = [found[name] for found in rounds], peaks.get(name)
+        ratio = spread("ratio", [found[name].ms / found[baseline].ms for found in rounds])
+        fewer = step_speedup if case.part == "step" and name in CURVED else None
         phases = {p: float(np.median([timing.phases[p] for timing in own])) for p in own[0].phases}
         rows.append(
             {
@@ -113,9 +124,10 @@ def rows_of(case: Case, rounds: Sequence[Round], peaks: Mapping[str, int | None]
                 **case._asdict(),
                 "rounds": len(rounds),
                 **spread("ms", [timing.ms for timing in own]),
-                **spread("ratio", [found[name].ms / found[baseline].ms for found in rounds]),
+                **ratio,
                 "peak_mib": None if peak is None else peak / 2**20,
                 **{f"{phase}_ms": phases.get(phase) for phase in PHASES},
+                "wall_clock_speedup": None if fewer is None else fewer / ratio["ratio"],
             }
         )
     return rows
@@ -128,9 +140,10 @@ def spread(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def _format(rows: Sequence[Row]) -> str:
-    cells = [[row[name] for name in _PRINTED] for row in rows]
+    shown = [name for name in _PRINTED if any(row[name] is not None for row in rows)]
+    cells = [[row[name] for name in shown] for row in rows]
     texts = [[f"{cell:,.3f}" if isinstance(cell, float) else str(cell or "-") for cell in row] for row in cells]
-    return format_columns([_PRINTED, *texts])
+    return format_columns([shown, *texts])
 
 
 def run_bench(config: BenchConfig, out: str | Path, echo: Echo = lambda _: None, progress: bool = False) -> list[Row]:
@@ -163,7 +176,8 @@ def run_bench(config: BenchConfig, out: str | Path, echo: Echo = lambda _: None,
                 lines.append(json.dumps({**case._asdict(), "round": number, "times": times}))
             replace_file(folder / _CONFIG, dump_toml(to_table(config)))
             replace_file(folder / _ROUNDS, "\n".join([*lines, ""]))
-            own = rows_of(case, rounds, _peaks(config, case, rounds[0], echo) if config.memory else {})
+            peaks = _peaks(config, case, rounds[0], echo) if config.memory else {}
+            own = rows_of(case, rounds, peaks, config.step_speedup)
             rows += own
             write_csv(folder / RESULTS, [row | facts for row in rows])
             echo(f"{case}\n{_format(own)}")

@@ -15,11 +15,12 @@ from torch.utils.benchmark import timer
 
 import symexplin as sel
 from symexplin.lab.bench import BenchConfig, Case
+from symexplin.lab.build import clear_gradients
 from symexplin.lab.maps import named_map
 from symexplin.lab.model import Transformer
 from symexplin.lab.settings import from_table, to_table
 
-__all__ = ["BASELINES", "PHASES", "MasterAdamW", "Work", "build_variant", "make_work", "peak_in_child"]
+__all__ = ["BASELINES", "CURVED", "PHASES", "MasterAdamW", "Work", "build_variant", "make_work", "peak_in_child"]
 
 # Variant -> its baseline, by part and dtype. A step on fp32 parameters is the same in both dtypes.
 _FP32 = {"adamw": "adamw", "sel": "adamw", "module": "adamw"}
@@ -30,6 +31,7 @@ BASELINES: dict[tuple[str, str], dict[str, str]] = {
     ("step", "fp32"): _FP32,
     ("step", "bf16"): {**_BF16, "adamw_autocast": "adamw_master", "module": "adamw_autocast"},
 }
+CURVED = ("sel", "module")  # variants with the map
 PHASES = ("forward", "backward", "optimizer")  # of a whole step
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _SEED = 0  # of the weights
@@ -126,11 +128,13 @@ def _step(name: str, config: BenchConfig, case: Case, device: torch.device) -> W
 
     On CUDA the end of each phase waits for the device.
     """
-    count = case.microbatches or 1
+    count, settings = case.microbatches or 1, config.run(case)
     model, step, autocast = build_variant(name, config, case, device)
     if autocast:  # torch warns about the norms, whose weights stay in float32
         warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
-    forward: nn.Module = torch.compile(model) if config.compile else model  # type: ignore[assignment]
+    forward: nn.Module = model
+    if config.compile:
+        forward = torch.compile(model, mode=config.compile_mode)  # type: ignore[assignment]
     size = (count, config.tokens // count // config.context, config.context + 1)
     tokens = torch.randint(config.vocab_size, size, device=device)
     phases = dict.fromkeys(PHASES, 0.0)
@@ -142,7 +146,7 @@ def _step(name: str, config: BenchConfig, case: Case, device: torch.device) -> W
             moments.append(timer())
             phases[phase] += moments[-1] - moments[-2]
 
-        model.zero_grad(set_to_none=True)
+        clear_gradients(model, settings)
         for part in tokens:
             with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
                 loss: Tensor = forward(part[:, :-1], part[:, 1:]) / count

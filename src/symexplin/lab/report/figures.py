@@ -37,7 +37,7 @@ def run_figures(run: RunRecord, weights: Probe | None) -> list[Figure]:
     """Return the curves of a run, its scales, and the map at the step of `weights` if there are raw ones."""
     figures = _learning(run) if run.updates else []
     if scales := _scales(run):
-        caption = "Scales of all curved weights at each evaluation: the mean, with a band of one standard deviation."
+        caption = "Scales at each evaluation: the mean over the curved tensors, with a band of one standard deviation."
         figures.append(Figure(chart(scales, _STEPS, "scale"), caption))
     if weights is not None and weights.has_raw:
         caption = f"The map at step {weights.step:,} by role of the matrices, the median over their scales."

@@ -41,6 +41,7 @@ _PARTS = {
     "ffn_norm": "post_attention_layernorm",
     "ffn.gate": "mlp.gate_proj",
     "ffn.up": "mlp.up_proj",
+    "ffn.gate_up": "mlp.gate_proj mlp.up_proj",
     "ffn.down": "mlp.down_proj",
 }
 _PROBE = 64  # tokens that the two models are compared on
@@ -128,7 +129,9 @@ def _renamed(model: Transformer) -> dict[str, Tensor]:
             continue
         if name not in _NAMES:
             _, number, part = name.removesuffix(".weight").split(".", 2)
-            weights[f"model.layers.{number}.{_PARTS[part]}.weight"] = value
+            places = _PARTS[part].split()
+            for place, piece in zip(places, value.chunk(len(places)), strict=True):
+                weights[f"model.layers.{number}.{place}.weight"] = piece
         else:
             weights[_NAMES[name]] = value
     return weights
