@@ -1,5 +1,6 @@
 """Structured scales: what each pattern expands to, its gradients against autograd, where things are packed."""
 
+import dataclasses
 import math
 
 import pytest
@@ -13,6 +14,8 @@ from symexplin.coordinates import Coordinates
 from symexplin.layout import PANELS, Layout
 
 MODES = tuple(transform.MODES)
+# Curvature, and transform of e, l and m.
+WAYS = [("fixed", "none"), ("absorbed", "none"), ("fixed", "exp")]
 
 
 def make(config, shape=(5, 3), out_dim=0, seed=0):
@@ -53,31 +56,39 @@ def reference_scale(pattern, vectors, base, out_dim, log):
 
 
 @pytest.mark.parametrize("out_dim", [0, 1])
-@pytest.mark.parametrize("curvature", ["fixed", "absorbed"])
+@pytest.mark.parametrize(("curvature", "transform"), WAYS)
 @pytest.mark.parametrize("pattern", [p for p in PATTERNS if p not in ("fixed", "global")])
-def test_patterns_expand_as_the_paper_writes_them(pattern, curvature, out_dim):
+def test_patterns_expand_as_the_paper_writes_them(pattern, curvature, transform, out_dim):
     scale = sel.Scale(pattern, rank=2)
+    learned = dataclasses.replace(scale, transform=transform)
+    log, log_kappa = transform == "exp", transform == "exp" or curvature == "absorbed"
     n_pattern = "row_col_add" if pattern == "row_col_mult" else pattern
     config = sel.SELConfig(
         beta=7.5,
         curvature=curvature,
-        e=scale,
-        l=scale,
-        m=scale,
+        e=learned,
+        l=learned,
+        m=learned,
         n=sel.Scale(n_pattern, start=0.0, rank=2),
         s=scale,
     )
     coordinates = make(config, out_dim=out_dim)
     scales = coordinates.scales()
-    stem = "a" if curvature == "absorbed" else "m"
+    stem = "log_" if log else ""
     expected = {
         role: reference_scale(p, rows_and_columns(coordinates, name), base, out_dim, log)
         for role, name, p, base, log in (
-            ("e", "e", pattern, 1.0, False),
-            ("l", "l", pattern, 1.0, False),
+            ("e", f"{stem}e", pattern, 1.0, log),
+            ("l", f"{stem}l", pattern, 1.0, log),
             ("s", "s", pattern, 1.0, False),
             ("n", "n", n_pattern, 0.0, False),
-            ("kappa", stem, pattern, 7.5 if curvature == "absorbed" else 1.0, curvature == "absorbed"),
+            (
+                "kappa",
+                "a" if curvature == "absorbed" else f"{stem}m",
+                pattern,
+                7.5 if curvature == "absorbed" else 1.0,
+                log_kappa,
+            ),
         )
     }
     if curvature == "fixed":
@@ -92,18 +103,20 @@ def test_patterns_expand_as_the_paper_writes_them(pattern, curvature, out_dim):
     torch.testing.assert_close(found, direct, rtol=1e-12, atol=1e-14)
 
 
-def read(mode, curvature, normalize, **_):
+def read(mode, way, normalize, **_):
     """Whether a mode reads how its curvature is given and normalized, or these are the first ways."""
-    return "kappa" in transform.MODES[mode] or (curvature, normalize) == ("fixed", False)
+    return "kappa" in transform.MODES[mode] or (way[0], normalize) == ("fixed", False)
 
 
-@every_pair(read, mode=MODES, pattern=PATTERNS, curvature=["fixed", "absorbed"], normalize=[False, True])
-def test_pullback_is_the_gradient_of_effective(mode, pattern, curvature, normalize):
+@every_pair(read, mode=MODES, pattern=PATTERNS, way=WAYS, normalize=[False, True])
+def test_pullback_is_the_gradient_of_effective(mode, pattern, way, normalize):
     """Central differences in float64 of <g, effective> along a random direction of every part."""
-    scale = sel.Scale(pattern, rank=2)
+    curvature, learned_as = way
+    scale = sel.Scale(pattern, rank=2, transform=learned_as)
     n = sel.Scale(pattern if pattern != "row_col_mult" else "row_col_add", start=0.0, rank=2)
     config = sel.SELConfig(
-        7.5, mode, curvature, normalize, "matched", scale, scale, scale, n, scale, sel.Scale("lora", rank=2)
+        *(7.5, mode, curvature, normalize, "matched", scale, scale, scale, n),
+        *(dataclasses.replace(scale, transform="none"), sel.Scale("lora", rank=2)),
     )
     for shape, out_dim in (((5, 3), 0), ((5, 3), 1), ((5,), 0)):
         coordinates = make(config, shape, out_dim)
@@ -199,6 +212,13 @@ def test_decay_and_rates_follow_the_paper():
         "delta_A": 0.1,
         "delta_B": 0.1,
     }
+
+
+def test_a_logarithm_does_not_decay():
+    config = sel.preset("paper", **{role: sel.Scale("row_col_mult", transform="exp") for role in "elm"})
+    slots = Layout((4, 3), 0, config).slots
+    assert [slot.name for slot in slots[:2]] == ["log_e_row", "log_e_column"]
+    assert not any(slot.decay for slot in slots)
 
 
 def test_a_mode_creates_only_the_scales_it_uses():

@@ -48,7 +48,7 @@ class Coordinates(NamedTuple):
         layout = self.layout
         kappa: Value = layout.beta
         if "m" in layout.config.roles:
-            kappa = self._curvature()
+            kappa = self._value("m") if layout.is_absorbed("m") else layout.beta * self._value("m")  # paper, Eq. 3
         values = {role: self._value(role) for role in ("e", "l", "n", "s") if role in layout.config.roles}
         delta = self._value("delta") if layout.by_role("delta") else None
         return Scales(kappa=kappa, delta=delta if isinstance(delta, Tensor) else None, **values)
@@ -164,8 +164,10 @@ class Coordinates(NamedTuple):
         wanted = frozenset("kappa" if slot.role == "m" else slot.role for slot in layout.slots)
         pulled = pullback(layout.form, self.raw, scales, g, wanted)
         if "kappa" in pulled:
-            absorbed = layout.config.curvature == "absorbed"
-            pulled["m"] = pulled.pop("kappa") * (scales.kappa if absorbed else layout.beta)
+            pulled["m"] = pulled.pop("kappa") * (scales.kappa if layout.is_log("m") else layout.beta)
+        for role in ("e", "l"):
+            if role in pulled and layout.is_log(role):
+                pulled[role] = pulled[role] * getattr(scales, role)
         parts: dict[str, list[Tensor]] = {panel: [] for panel in PANELS}
         for slot in layout.slots:
             parts[slot.panel].append(self._contract(slot, pulled[slot.role]))
@@ -182,19 +184,14 @@ class Coordinates(NamedTuple):
         return found
 
     def _value(self, role: str) -> Value:
-        start: float = getattr(self.layout.config, role).first
-        return _combine(self.layout.pattern(role), start, self._factors(role))
-
-    def _curvature(self) -> Value:
-        """Return kappa: beta m, or exp(a) (paper, Eq. 3)."""
-        layout = self.layout
-        pattern, start, factors = layout.pattern("m"), layout.config.m.first, self._factors("m")
-        if layout.config.curvature == "absorbed":
-            if pattern == "lora":
-                return layout.beta * start * torch.exp(_product(*factors))
-            # exp(a) exp(b), not exp(a + b): avoids the rounding of a sum inside the map's exponent.
-            return _combine("row_col_mult", layout.beta * start, [torch.exp(f) for f in factors])
-        return layout.beta * _combine(pattern, start, factors)
+        """Return a scale, or kappa for the absorbed curvature."""
+        pattern, start, factors = self.layout.pattern(role), self.layout.first(role), self._factors(role)
+        if not self.layout.is_log(role):
+            return _combine(pattern, start, factors)
+        if pattern == "lora":
+            return start * torch.exp(_product(*factors))
+        # exp(a) exp(b), not exp(a + b): avoids the rounding of a sum inside an exponent.
+        return _combine("row_col_mult", start, [torch.exp(f) for f in factors])
 
     def _contract(self, slot: Slot, g: Tensor) -> Tensor:
         """Reduce a full-size cotangent of the slot's role to the slot's shape."""

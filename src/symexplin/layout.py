@@ -27,7 +27,7 @@ PANELS = ("panel0", "panel1", "scalar")
 class Slot:
     """One learned vector, number or LoRA factor: `count` columns of a panel, starting at `index`."""
 
-    name: str  # name of the parameter in SELLinear: "e_row", "m_column", "delta_A"
+    name: str  # name of the parameter in SELLinear: "e_row", "log_m_column", "a_row" (absorbed), "delta_A"
     role: str  # the configuration key: e, l, m, n, s, delta
     panel: str  # "panel0", "panel1" or "scalar"
     index: int
@@ -82,11 +82,11 @@ class Layout:
         slots: list[Slot] = []
         used = dict.fromkeys(PANELS, 0)
         for role in self.config.learned_roles:
-            stem = "a" if self._is_log(role) else role
+            stem = "a" if self.is_absorbed(role) else f"log_{role}" if self.is_log(role) else role
             scale = 1.0 / self.beta if role == "delta" else 1.0
             for suffix, panel, count, start in self._drafts(role):
                 name = f"{stem}_{suffix}" if suffix else stem
-                decay = role in DECAYED_ROLES
+                decay = role in DECAYED_ROLES and not self.is_log(role)
                 slots.append(Slot(name, role, panel, used[panel], count, start, decay, scale))
                 used[panel] += count
         return tuple(slots)
@@ -94,21 +94,31 @@ class Layout:
     def pattern(self, role: str) -> str:
         """Return the pattern of a role's learned numbers in this tensor.
 
-        Every vector pattern of a bias is "row". A bias has no delta. The absorbed curvature is learned as its
-        logarithm, so that the product of its factors becomes a sum.
+        Every vector pattern of a bias is "row". A bias has no delta. What is learned as its logarithm has the sum of
+        its factors' logarithms for their product.
         """
         pattern: str = getattr(self.config, role).pattern
         if len(self.shape) == 1 and pattern not in ("fixed", "global"):
             return "fixed" if role == "delta" else "row"
-        return "row_col_add" if pattern == "row_col_mult" and self._is_log(role) else pattern
+        return "row_col_add" if pattern == "row_col_mult" and self.is_log(role) else pattern
 
-    def _is_log(self, role: str) -> bool:
+    def is_absorbed(self, role: str) -> bool:
+        """Whether a role's numbers are those of the absorbed curvature, a = ln(kappa)."""
         return role == "m" and self.config.curvature == "absorbed"
+
+    def is_log(self, role: str) -> bool:
+        """Whether a role is learned as its logarithm: the absorbed curvature, and scales under transform "exp"."""
+        return self.is_absorbed(role) or getattr(self.config, role).transform == "exp"
+
+    def first(self, role: str) -> float:
+        """Return the first value of a role; for the absorbed curvature that of kappa."""
+        first: float = getattr(self.config, role).first
+        return self.beta * first if self.is_absorbed(role) else first
 
     def _drafts(self, role: str) -> list[tuple[str, str, int, float | None]]:
         """Return (name suffix, panel, count, start) of a role's slots."""
         scale = getattr(self.config, role)
-        start = math.log(self.beta * scale.first) if self._is_log(role) else scale.first
+        start = math.log(self.first(role)) if self.is_log(role) else self.first(role)
         rows, columns = ("panel0", "panel1") if self.out_dim == 0 else ("panel1", "panel0")
         pattern = self.pattern(role)
         if pattern == "fixed":  # the delta of a bias
