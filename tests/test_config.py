@@ -75,6 +75,7 @@ def test_bad_values_name_argument_value_and_remedy():
         (lambda: sel.Scale("lora", rank=0), "rank .*>= 1, got 0"),
         (lambda: sel.Scale(start=float("inf")), "start .* got inf"),
         (lambda: sel.SELConfig(n=sel.Scale("row_col_mult", start=0)), "n.pattern .*'row_col_mult'.*'row_col_add'"),
+        (lambda: sel.SELConfig(delta=sel.Scale("elementwise")), "delta .*'lora'.* got .*'elementwise'"),
         (lambda: sel.SELConfig(delta=sel.Scale("row", start=0)), "delta .*'lora'.* got .*'row'"),
         (lambda: sel.SELConfig(delta=sel.Scale("lora", start=0.5)), "delta .*starting at 0, got .*0.5"),
         (lambda: sel.SELConfig(m=sel.Scale(start=-1)), "m.start .* got -1"),

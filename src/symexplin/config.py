@@ -35,7 +35,7 @@ MODES: dict[str, tuple[str, ...]] = {
 }
 CURVATURES = ("fixed", "absorbed")
 START_RULES = ("matched", "mismatched")
-PATTERNS = ("fixed", "global", "row", "column", "row_col_mult", "row_col_add", "lora")
+PATTERNS = ("fixed", "global", "row", "column", "row_col_mult", "row_col_add", "lora", "elementwise")
 TRANSFORMS = ("none", "exp")
 SCALE_ROLES = ("e", "l", "m", "n", "s", "delta")
 # Weight decay applies to scales that weight a pathway, not to scales that shape it (paper, section 4.4).
@@ -69,7 +69,8 @@ class Scale:
 
     Args:
         pattern: "fixed" (one constant), "global", "row" (d_out values), "column" (d_in), "row_col_mult" (their
-            outer product), "row_col_add" (their sum), "lora" (start + A B, B = 0).
+            outer product), "row_col_add" (their sum), "lora" (start + A B, B = 0) or "elementwise" (one per weight,
+            which costs 12 bytes of optimizer state each, and no kernel covers it).
         start: the scale's first value. None: the usual one, 0 for n and delta, 1 for the others; l follows beta="auto"
             below width 1024 (:class:`SELConfig`).
         k: the scale's learning rate in units of `base_lr`: a number or (k0, k1), annealed as in section 4.5.

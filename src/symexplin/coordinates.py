@@ -42,6 +42,7 @@ class Coordinates(NamedTuple):
     panel0: Tensor
     panel1: Tensor
     scalar: Tensor
+    full: Tensor
 
     def scales(self) -> Scales:
         """Expand the panels to the scales of the map, which broadcast against the raw weight."""
@@ -100,7 +101,8 @@ class Coordinates(NamedTuple):
         for start in range(0, height, step):
             rows = slice(start, min(start + step, height))
             layout = _rows_of(self.layout, rows.stop - start)
-            yield rows, Coordinates(layout, self.raw[rows], self.panel0[rows], self.panel1, self.scalar)
+            parts = (self.raw[rows], self.panel0[rows], self.panel1, self.scalar, self.full[rows])
+            yield rows, Coordinates(layout, *parts)
 
     def matched(self, w: Tensor, where: Tensor | None = None) -> Tensor:
         """Return the raw weight that this map, with its present scales, takes to `w`.
@@ -145,11 +147,11 @@ class Coordinates(NamedTuple):
             raw = torch.empty_like(self.raw)
             sums = backend.pull(terms, Matrices([self.raw], [g]), curve.factors(), [g], out=[raw])
             panel0, panel1, scalar = curve.gradients(sums)
-            return Coordinates(self.layout, raw, panel0, panel1, scalar[0])
+            return Coordinates(self.layout, raw, panel0, panel1, scalar[0], torch.empty_like(self.full))
         total = Coordinates(self.layout, *(torch.zeros_like(part) for part in self[1:]))
         for rows, block in self._blocks():
             pulled = block._pullback(g[rows].to(self.raw.dtype))
-            total.raw[rows], total.panel0[rows] = pulled.raw, pulled.panel0
+            total.raw[rows], total.panel0[rows], total.full[rows] = pulled.raw, pulled.panel0, pulled.full
             total.panel1.add_(pulled.panel1)
             total.scalar.add_(pulled.scalar)
         return total
@@ -171,8 +173,10 @@ class Coordinates(NamedTuple):
         parts: dict[str, list[Tensor]] = {panel: [] for panel in PANELS}
         for slot in layout.slots:
             parts[slot.panel].append(self._contract(slot, pulled[slot.role]))
-        dims = {"panel0": -1, "panel1": -2, "scalar": -1}
-        packed = (torch.cat(parts[p], dims[p]) if parts[p] else torch.zeros_like(getattr(self, p)) for p in PANELS)
+        packed = (
+            torch.cat(parts[p], -2 if p == "panel1" else -1) if parts[p] else torch.zeros_like(getattr(self, p))
+            for p in PANELS
+        )
         return Coordinates(layout, pulled["w"], *packed)
 
     def _factors(self, role: str) -> list[Tensor]:
@@ -196,6 +200,8 @@ class Coordinates(NamedTuple):
     def _contract(self, slot: Slot, g: Tensor) -> Tensor:
         """Reduce a full-size cotangent of the slot's role to the slot's shape."""
         dims = len(self.layout.shape)
+        if slot.panel == "full":
+            return g[..., None]
         if slot.panel == "scalar":
             return g.flatten(-dims).sum(-1, keepdim=True)
         if dims == 1:

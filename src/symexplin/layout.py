@@ -1,11 +1,12 @@
 """Structured scales as packed panels: the place of each learned vector.
 
-Every pattern of section 4.4 consists of vectors along the two tensor dimensions and of numbers. They are packed in
+Every pattern of section 4.4 but "elementwise" consists of vectors along the two tensor dimensions and of numbers. They
+are packed in
 
-    panel0 (shape[0], P0)    panel1 (P1, shape[1])    scalar (P2,)
+    panel0 (shape[0], P0)    panel1 (P1, shape[1])    scalar (P2,)    full (shape[0], shape[1], P3)
 
 Panels are named by tensor dimension, because "row" and "column" swap in a transposed weight (out_dim = 1). A bias is
-1-D and has only panel0 and scalar.
+1-D and has only panel0 and scalar. The elementwise numbers in `full` are sharded as the weight is.
 """
 
 import functools
@@ -18,18 +19,19 @@ from torch import Tensor
 from symexplin.config import DECAYED_ROLES, SELConfig
 from symexplin.transform import Form
 
-__all__ = ["PANELS", "Layout", "Slot"]
+__all__ = ["PANELS", "VECTORS", "Layout", "Slot"]
 
-PANELS = ("panel0", "panel1", "scalar")
+VECTORS = ("panel0", "panel1", "scalar")
+PANELS = (*VECTORS, "full")
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One learned vector, number or LoRA factor: `count` columns of a panel, starting at `index`."""
+    """One learned vector, number, matrix or LoRA factor: `count` columns of a panel, starting at `index`."""
 
     name: str  # name of the parameter in SELLinear: "e_row", "log_m_column", "a_row" (absorbed), "delta_A"
     role: str  # the configuration key: e, l, m, n, s, delta
-    panel: str  # "panel0", "panel1" or "scalar"
+    panel: str  # one of PANELS
     index: int
     count: int
     start: float | None  # None: drawn at random (LoRA's A)
@@ -125,6 +127,8 @@ class Layout:
             return []
         if pattern == "global":
             return [("", "scalar", 1, start)]
+        if pattern == "elementwise":
+            return [("full", "full", 1, start)]
         if pattern == "row":
             return [("row", rows, 1, start)]
         if pattern == "column":
@@ -137,7 +141,7 @@ class Layout:
         return [("row", rows, 1, math.copysign(root, start)), ("column", columns, 1, root)]
 
     def width(self, panel: str) -> int:
-        """Return the number of columns of panel0, rows of panel1 or entries of scalar."""
+        """Return the number of columns of panel0, rows of panel1, entries of scalar or matrices of full."""
         return sum(slot.count for slot in self.slots if slot.panel == panel)
 
     def panel_shape(self, panel: str) -> tuple[int, ...]:
@@ -147,6 +151,8 @@ class Layout:
     def _panel_shape(self, panel: str) -> tuple[int, ...]:
         if panel == "scalar":
             return (self.width(panel),)
+        if panel == "full":
+            return (*self.shape, self.width(panel))
         if panel == "panel0":
             return (self.shape[0], self.width(panel))
         return (self.width(panel), self.shape[1] if len(self.shape) == 2 else 0)
@@ -170,7 +176,7 @@ class Layout:
 
     def view(self, slot: Slot, panel: Tensor) -> Tensor:
         """Return the slot's part of its panel, which may have a leading batch dimension."""
-        if slot.panel == "scalar":
+        if slot.panel in ("scalar", "full"):
             return panel[..., slot.index]
         if slot.panel == "panel1":
             return panel[..., slot.index : slot.index + slot.count, :]

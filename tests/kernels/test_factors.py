@@ -7,7 +7,7 @@ import symexplin as sel
 from symexplin.coordinates import Coordinates
 from symexplin.kernels import FactoredMap, Panels, terms_of
 from symexplin.kernels.factors import Sums
-from symexplin.layout import PANELS, Layout
+from symexplin.layout import VECTORS, Layout
 
 PRODUCTS = ("fixed", "global", "row", "column", "row_col_mult")
 SUMS = ("fixed", "global", "row", "column", "row_col_add")
@@ -16,7 +16,7 @@ SUMS = ("fixed", "global", "row", "column", "row_col_add")
 def expand(place, panels, summed=False):
     """Return `place.value` times (plus) its learned parts, whatever they are."""
     parts = []
-    for panel, column in zip(PANELS, place.columns, strict=True):
+    for panel, column in zip(VECTORS, place.columns, strict=True):
         if column >= 0:
             values = {"panel0": lambda p, c: p[:, c], "panel1": lambda p, c: p[c], "scalar": lambda p, c: p[c]}
             part = values[panel](panels[panel], column)
@@ -58,6 +58,9 @@ def test_places_expand_to_the_scales(curvature, transform, mode, out_dim, shape)
         {"mode": "sinh"},
         {"mode": "damped"},
         {"e": sel.Scale("lora")},
+        {"e": sel.Scale("lora", transform="exp")},
+        {"l": sel.Scale("elementwise")},
+        {"m": sel.Scale("elementwise", transform="exp")},
         {"l": sel.Scale("row_col_add")},
         {"m": sel.Scale("row_col_add")},
         {"n": sel.Scale("row_col_mult", start=1.0)},

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from symexplin.layout import PANELS, Layout
+from symexplin.layout import VECTORS, Layout
 
 __all__ = ["KERNEL_MODES", "FactoredMap", "Factors", "Panels", "Place", "Sums", "Terms", "terms_of"]
 
@@ -121,7 +121,7 @@ def terms_of(layout: Layout) -> Terms | None:
 def _place(layout: Layout, role: str, neutral: float) -> Place:
     if role not in layout.config.roles:
         return Place(neutral)
-    columns = dict.fromkeys(PANELS, -1) | {slot.panel: slot.index for slot in layout.by_role(role)}
+    columns = dict.fromkeys(VECTORS, -1) | {slot.panel: slot.index for slot in layout.by_role(role)}
     if max(columns.values()) < 0:
         return Place(layout.first(role))
     return Place(neutral, tuple(columns.values()), layout.is_log(role))  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """Files in and out of curved space hold what convert and fold make of the model itself."""
 
 import copy
+import dataclasses
 import json
 
 import pytest
@@ -9,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import symexplin as sel
-from networks import moved, network
+from networks import ELEMENTWISE, moved, network
 from symexplin.config import PRESETS
 from symexplin.lab.model import ModelConfig, Transformer
 from symexplin.lab.weights.files import load_model, read_specs, read_tensors, save_model
@@ -54,6 +55,7 @@ def test_invert_is_convert_bit_for_bit(tmp_path, name, start):
         sel.preset("frozen", exclude=("blocks.0.*.bias", "*.q.*")),
         sel.preset("paper", include=("head.*",), exclude=("*.down.*",), e=sel.Scale("column"), l=sel.Scale("row")),
         sel.SELConfig(mode="sinh", m=sel.Scale("global"), s=sel.Scale("row_col_add")),
+        dataclasses.replace(ELEMENTWISE, start="matched"),
     ],
 )
 def test_other_maps_and_patterns(tmp_path, config):
