@@ -51,6 +51,11 @@ def test_overrides_and_mappings():
     assert config.e == sel.Scale("row", k=(2.0, 2.0))
 
 
+def test_the_description_names_logarithms():
+    config = sel.preset("paper", e=sel.Scale("elementwise", transform="exp"), l=sel.Scale(), m=sel.Scale())
+    assert config.describe() == "mismatch, beta 7.5, e learned (elementwise, exp), mismatched start"
+
+
 def test_a_scale_learns_at_its_own_rate_unless_told_otherwise():
     config = sel.preset("frozen", e=sel.Scale("row", k=(50, 8)), l=sel.Scale("row", k=3, base_lr=None))
     for lr in (1e-4, 3e-4, 1e-2):

@@ -55,7 +55,7 @@ def test_invert_is_convert_bit_for_bit(tmp_path, name, start):
         sel.preset("frozen", exclude=("blocks.0.*.bias", "*.q.*")),
         sel.preset("paper", include=("head.*",), exclude=("*.down.*",), e=sel.Scale("column"), l=sel.Scale("row")),
         sel.SELConfig(mode="sinh", m=sel.Scale("global"), s=sel.Scale("row_col_add")),
-        dataclasses.replace(ELEMENTWISE, start="matched"),
+        dataclasses.replace(ELEMENTWISE, start="matched", delta=sel.Scale()),
     ],
 )
 def test_other_maps_and_patterns(tmp_path, config):
