@@ -11,8 +11,10 @@ from networks import ELEMENTWISE
 from symexplin import transform
 from symexplin.optim import writes
 
+PRESET = sel.preset("fixed_curvature")
 
-def setup(dtype=torch.float32, width=64, config=sel.preset("fixed_curvature")):
+
+def setup(dtype=torch.float32, width=64, config=PRESET):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, 4)).to(dtype)
     groups = sel.param_groups(model, lr=1e-3, config=config)
@@ -60,7 +62,7 @@ def test_a_whole_write_is_taken_over(how, dtype):
     torch.testing.assert_close(coordinates.effective(), new.float(), rtol=rtol, atol=1e-12)
 
 
-@pytest.mark.parametrize("config", [sel.preset("fixed_curvature"), ELEMENTWISE], ids=["vectors", "elementwise"])
+@pytest.mark.parametrize("config", [PRESET, ELEMENTWISE], ids=["vectors", "elementwise"])
 def test_only_the_written_entries_are_inverted_anew(config):
     model, optimizer = setup(config=config)
     raw = optimizer.state[model[0].weight]["raw"].clone()
