@@ -132,7 +132,7 @@ class FactoredMap:
 
     >>> from symexplin.config import preset
     >>> layout = Layout((2, 3), 0, preset("paper"))
-    >>> panel0, panel1, scalar = layout.start_panels(torch.float32, torch.device("cpu"), position=0).values()
+    >>> panel0, panel1, scalar, _ = layout.start_panels(torch.float32, torch.device("cpu"), position=0).values()
     >>> FactoredMap(terms_of(layout), Panels(panel0, panel1, scalar[None], sizes=[2])).factors().rows[0]  # kappa
     tensor([7.5000, 7.5000])
     """
