@@ -3,7 +3,19 @@
 import torch
 from torch import nn
 
-__all__ = ["inputs", "moved", "network"]
+import symexplin as sel
+
+__all__ = ["ELEMENTWISE", "EXP", "inputs", "moved", "network"]
+
+# The paper's scales as logarithms, which kernels cover.
+EXP = sel.preset("paper", **{role: {**sel.preset("paper").to_dict()[role], "transform": "exp"} for role in "elm"})
+# All panels: one number per weight, as it is and as a logarithm, besides vectors and LoRA factors.
+ELEMENTWISE = sel.preset(
+    "paper+offset",
+    e=sel.Scale("elementwise", k=(50.0, 8.0), transform="exp"),
+    l=sel.Scale("elementwise", k=(50.0, 8.0)),
+    n=sel.Scale("elementwise"),
+)
 
 inputs = torch.linspace(-1, 1, 60).reshape(5, 12)
 

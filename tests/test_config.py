@@ -51,6 +51,11 @@ def test_overrides_and_mappings():
     assert config.e == sel.Scale("row", k=(2.0, 2.0))
 
 
+def test_the_description_names_logarithms():
+    config = sel.preset("paper", e=sel.Scale("elementwise", transform="exp"), l=sel.Scale(), m=sel.Scale())
+    assert config.describe() == "mismatch, beta 7.5, e learned (elementwise, exp), mismatched start"
+
+
 def test_a_scale_learns_at_its_own_rate_unless_told_otherwise():
     config = sel.preset("frozen", e=sel.Scale("row", k=(50, 8)), l=sel.Scale("row", k=3, base_lr=None))
     for lr in (1e-4, 3e-4, 1e-2):
@@ -75,9 +80,16 @@ def test_bad_values_name_argument_value_and_remedy():
         (lambda: sel.Scale("lora", rank=0), "rank .*>= 1, got 0"),
         (lambda: sel.Scale(start=float("inf")), "start .* got inf"),
         (lambda: sel.SELConfig(n=sel.Scale("row_col_mult", start=0)), "n.pattern .*'row_col_mult'.*'row_col_add'"),
+        (lambda: sel.SELConfig(delta=sel.Scale("elementwise")), "delta .*'lora'.* got .*'elementwise'"),
         (lambda: sel.SELConfig(delta=sel.Scale("row", start=0)), "delta .*'lora'.* got .*'row'"),
         (lambda: sel.SELConfig(delta=sel.Scale("lora", start=0.5)), "delta .*starting at 0, got .*0.5"),
         (lambda: sel.SELConfig(m=sel.Scale(start=-1)), "m.start .* got -1"),
+        (lambda: sel.Scale("row", transform="log"), "transform .*'exp', got 'log'"),
+        (lambda: sel.SELConfig(l=sel.Scale(start=0, transform="exp")), "l.start .*'exp', got 0.*transform 'none'"),
+        (lambda: sel.SELConfig(e=sel.Scale("row", start=-1, transform="exp")), "e.start .*'exp', got -1"),
+        (lambda: sel.SELConfig(n=sel.Scale("row", transform="exp")), "n.transform .*got 'exp'.*logarithm already"),
+        (lambda: sel.SELConfig(s=sel.Scale("row", transform="exp")), "s.transform .*got 'exp'.*sign"),
+        (lambda: sel.SELConfig(delta=sel.Scale("lora", transform="exp")), "delta.transform .*got 'exp'.*sign"),
         (lambda: sel.SELConfig(m=sel.Scale(start=0)), "m.start .* got 0"),
         (lambda: sel.SELConfig(start="mached"), "start .* got 'mached'.*'matched'"),
         (lambda: sel.preset("paper", mode="congruent"), "start 'mismatched' is for mode 'mismatch', got .*'congruent'"),

@@ -1,5 +1,6 @@
 """Structured scales: what each pattern expands to, its gradients against autograd, where things are packed."""
 
+import dataclasses
 import math
 
 import pytest
@@ -13,6 +14,8 @@ from symexplin.coordinates import Coordinates
 from symexplin.layout import PANELS, Layout
 
 MODES = tuple(transform.MODES)
+# Curvature, and transform of e, l and m.
+WAYS = [("fixed", "none"), ("absorbed", "none"), ("fixed", "exp")]
 
 
 def make(config, shape=(5, 3), out_dim=0, seed=0):
@@ -43,6 +46,8 @@ def reference_scale(pattern, vectors, base, out_dim, log):
         value = c[None, :]
     elif pattern == "row_col_mult":
         value = (torch.add if log else torch.mul)(r[:, None], c[None, :])
+    elif pattern == "elementwise":
+        value = vectors["full"] if out_dim == 0 else vectors["full"].mT
     elif pattern == "row_col_add":
         value = r[:, None] + c[None, :]
     else:
@@ -53,31 +58,39 @@ def reference_scale(pattern, vectors, base, out_dim, log):
 
 
 @pytest.mark.parametrize("out_dim", [0, 1])
-@pytest.mark.parametrize("curvature", ["fixed", "absorbed"])
+@pytest.mark.parametrize(("curvature", "transform"), WAYS)
 @pytest.mark.parametrize("pattern", [p for p in PATTERNS if p not in ("fixed", "global")])
-def test_patterns_expand_as_the_paper_writes_them(pattern, curvature, out_dim):
+def test_patterns_expand_as_the_paper_writes_them(pattern, curvature, transform, out_dim):
     scale = sel.Scale(pattern, rank=2)
+    learned = dataclasses.replace(scale, transform=transform)
+    log, log_kappa = transform == "exp", transform == "exp" or curvature == "absorbed"
     n_pattern = "row_col_add" if pattern == "row_col_mult" else pattern
     config = sel.SELConfig(
         beta=7.5,
         curvature=curvature,
-        e=scale,
-        l=scale,
-        m=scale,
+        e=learned,
+        l=learned,
+        m=learned,
         n=sel.Scale(n_pattern, start=0.0, rank=2),
         s=scale,
     )
     coordinates = make(config, out_dim=out_dim)
     scales = coordinates.scales()
-    stem = "a" if curvature == "absorbed" else "m"
+    stem = "log_" if log else ""
     expected = {
         role: reference_scale(p, rows_and_columns(coordinates, name), base, out_dim, log)
         for role, name, p, base, log in (
-            ("e", "e", pattern, 1.0, False),
-            ("l", "l", pattern, 1.0, False),
+            ("e", f"{stem}e", pattern, 1.0, log),
+            ("l", f"{stem}l", pattern, 1.0, log),
             ("s", "s", pattern, 1.0, False),
             ("n", "n", n_pattern, 0.0, False),
-            ("kappa", stem, pattern, 7.5 if curvature == "absorbed" else 1.0, curvature == "absorbed"),
+            (
+                "kappa",
+                "a" if curvature == "absorbed" else f"{stem}m",
+                pattern,
+                7.5 if curvature == "absorbed" else 1.0,
+                log_kappa,
+            ),
         )
     }
     if curvature == "fixed":
@@ -92,18 +105,20 @@ def test_patterns_expand_as_the_paper_writes_them(pattern, curvature, out_dim):
     torch.testing.assert_close(found, direct, rtol=1e-12, atol=1e-14)
 
 
-def read(mode, curvature, normalize, **_):
+def read(mode, way, normalize, **_):
     """Whether a mode reads how its curvature is given and normalized, or these are the first ways."""
-    return "kappa" in transform.MODES[mode] or (curvature, normalize) == ("fixed", False)
+    return "kappa" in transform.MODES[mode] or (way[0], normalize) == ("fixed", False)
 
 
-@every_pair(read, mode=MODES, pattern=PATTERNS, curvature=["fixed", "absorbed"], normalize=[False, True])
-def test_pullback_is_the_gradient_of_effective(mode, pattern, curvature, normalize):
+@every_pair(read, mode=MODES, pattern=PATTERNS, way=WAYS, normalize=[False, True])
+def test_pullback_is_the_gradient_of_effective(mode, pattern, way, normalize):
     """Central differences in float64 of <g, effective> along a random direction of every part."""
-    scale = sel.Scale(pattern, rank=2)
+    curvature, learned_as = way
+    scale = sel.Scale(pattern, rank=2, transform=learned_as)
     n = sel.Scale(pattern if pattern != "row_col_mult" else "row_col_add", start=0.0, rank=2)
     config = sel.SELConfig(
-        7.5, mode, curvature, normalize, "matched", scale, scale, scale, n, scale, sel.Scale("lora", rank=2)
+        *(7.5, mode, curvature, normalize, "matched", scale, scale, scale, n),
+        *(dataclasses.replace(scale, transform="none"), sel.Scale("lora", rank=2)),
     )
     for shape, out_dim in (((5, 3), 0), ((5, 3), 1), ((5,), 0)):
         coordinates = make(config, shape, out_dim)
@@ -121,6 +136,72 @@ def test_pullback_is_the_gradient_of_effective(mode, pattern, curvature, normali
             numeric = float((g * (moved[0].effective() - moved[1].effective())).sum()) / (2 * h)
             found = float((gradient * direction).sum())
             assert found == pytest.approx(numeric, rel=1e-6, abs=1e-8), (shape, out_dim, name)
+
+
+def plain_map(mode, w, beta, normalize, e, l, m, n):
+    """The paper's formulas, with exp(x - n) - exp(-n) for the exponential pathway."""
+    kappa = beta * m
+    d = kappa if normalize else beta
+    if mode == "linear":
+        return l * w
+    if mode == "sinh":
+        return torch.sinh(kappa * w) / d
+    linear = l / d * (w.abs() if mode == "mismatch" else w)
+    return torch.sign(w) * (e / d) * (torch.exp(kappa * w.abs() - n) - torch.exp(-n)) + linear
+
+
+@every_pair(
+    lambda mode, role, transform, **_: (
+        role in {"linear": "l", "sinh": "m"}.get(mode, "elmn") and (role != "n" or transform == "none")
+    ),
+    mode=["mismatch", "congruent", "sinh", "linear"],
+    role=["e", "l", "m", "n"],
+    pattern=["elementwise", "row_col_mult", "global"],
+    transform=["none", "exp"],
+    normalize=[False, True],
+)
+def test_pullback_equals_autograd_of_the_papers_formula(mode, role, pattern, transform, normalize):
+    scale = sel.Scale(pattern, start=0.9, transform=transform)
+    coordinates = make(sel.SELConfig(beta=7.5, mode=mode, normalize=normalize, **{role: scale}))
+    layout = coordinates.layout
+    leaves = {
+        slot: layout.view(slot, getattr(coordinates, slot.panel)).clone().requires_grad_() for slot in layout.slots
+    }
+    w = coordinates.raw.clone().requires_grad_()
+    parts = [leaf.exp() if transform == "exp" else leaf for leaf in leaves.values()]
+    scales = {"e": 1.0, "l": 1.0, "m": 1.0, "n": 0.0, role: math.prod(parts)}
+    value = plain_map(mode, w, 7.5, normalize, **{key: torch.as_tensor(v).double() for key, v in scales.items()})
+    torch.testing.assert_close(coordinates.effective(), value.detach(), rtol=1e-12, atol=1e-14)
+    g = torch.randn(value.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    value.backward(g)
+    pulled = coordinates.pullback(g)
+    torch.testing.assert_close(pulled.raw, w.grad, rtol=1e-11, atol=1e-14)
+    for slot, leaf in leaves.items():
+        found = layout.view(slot, getattr(pulled, slot.panel))
+        torch.testing.assert_close(found, leaf.grad, rtol=1e-11, atol=1e-14)
+
+
+def test_the_start_of_logarithms_and_elementwise_scales_is_exact():
+    """The inverse is that of the scales as rounded, and elementwise scales may start at 0 where the map has one."""
+    w = 0.1 * torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    config = sel.SELConfig(
+        beta=7.5,
+        e=sel.Scale("row_col_mult", start=1.3, transform="exp"),
+        l=sel.Scale("elementwise", start=0.0),
+        m=sel.Scale("elementwise", start=0.7, transform="exp"),
+    )
+    layout = Layout((6, 4), 0, config)
+    panels = layout.start_panels(torch.float64, w.device, 0)
+    coordinates = Coordinates(layout, w, **panels)
+    scales = coordinates.scales()
+    torch.testing.assert_close(scales.e, torch.full_like(w, 1.3), rtol=1e-15, atol=0.0)
+    torch.testing.assert_close(scales.kappa, torch.full_like(w, 7.5 * 0.7), rtol=1e-15, atol=0.0)
+    coordinates = coordinates._replace(raw=coordinates.matched(w))
+    torch.testing.assert_close(coordinates.effective(), w, rtol=1e-14, atol=1e-16)
+    assert bool((coordinates.pullback(torch.ones_like(w)).full[..., 0] != 0).all())  # l at 0 can move
+    none = dataclasses.replace(config, mode="exp_only", e=sel.Scale("elementwise", start=0.0))
+    with pytest.raises(ValueError, match="e > 0"):
+        Coordinates(Layout((6, 4), 0, none), w, **Layout((6, 4), 0, none).start_panels(w.dtype, w.device, 0)).matched(w)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -199,6 +280,13 @@ def test_decay_and_rates_follow_the_paper():
         "delta_A": 0.1,
         "delta_B": 0.1,
     }
+
+
+def test_a_logarithm_does_not_decay():
+    config = sel.preset("paper", **{role: sel.Scale("row_col_mult", transform="exp") for role in "elm"})
+    slots = Layout((4, 3), 0, config).slots
+    assert [slot.name for slot in slots[:2]] == ["log_e_row", "log_e_column"]
+    assert not any(slot.decay for slot in slots)
 
 
 def test_a_mode_creates_only_the_scales_it_uses():

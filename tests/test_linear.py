@@ -9,16 +9,16 @@ from torch import nn
 from torch.nn import functional as F
 
 import symexplin as sel
+from networks import ELEMENTWISE, EXP, moved, network
 from networks import inputs as x
-from networks import moved, network
 from symexplin.config import PRESETS
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_gradients_equal_autograd_through_the_public_map(name):
+@pytest.mark.parametrize("config", [*map(sel.preset, PRESETS), EXP, ELEMENTWISE], ids=[*PRESETS, "exp", "elementwise"])
+def test_gradients_equal_autograd_through_the_public_map(config):
     """Backward against torch's own differentiation of the map written with the functional interface's pieces."""
     torch.manual_seed(0)
-    layer = moved(sel.convert(nn.Linear(4, 3, dtype=torch.float64), sel.preset(name)))
+    layer = moved(sel.convert(nn.Linear(4, 3, dtype=torch.float64), config))
     inputs = x.double().reshape(15, 4).requires_grad_()
     layer(inputs).square().sum().backward()
     found = {key: p.grad.clone() for key, p in layer.named_parameters()} | {"x": inputs.grad.clone()}

@@ -7,6 +7,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import symexplin as sel
+from networks import ELEMENTWISE, EXP
 from symexplin.kernels import using
 from symexplin.layout import Layout
 from symexplin.ops import effective_op, key_of, pullback_op
@@ -35,8 +36,8 @@ def test_a_map_that_no_kernel_computes_is_traced():
 def test_a_model_fresh_from_conversion_compiles_whole():
     """Nothing is left to be worked out while torch.compile traces: two layers of operators, two traced ones."""
     torch.manual_seed(0)
-    names = ("paper", "absorbed", "paper+offset", "structured_linear")
-    model = nn.Sequential(*(sel.convert(nn.Linear(9, 9), sel.preset(name)) for name in names))
+    configs = (EXP, sel.preset("absorbed"), ELEMENTWISE, sel.preset("structured_linear"))
+    model = nn.Sequential(*(sel.convert(nn.Linear(9, 9), config) for config in configs))
     inputs, ends = torch.randn(3, 9), []
     for run in (torch.compile(model, fullgraph=True, backend="aot_eager"), model):
         model.zero_grad()

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import symexplin as sel
+from networks import ELEMENTWISE, EXP
 from symexplin.config import PATTERNS, PRESETS
 from symexplin.kernels import using
 from symexplin.lab.model import ModelConfig, Transformer
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)  # figures: pytest -o log_cli=true -o log_c
 STEPS, SHORT, BATCH, CONTEXT, LR, CLIP = 200, 40, 4, 32, 3e-4, 0.25
 # Every pattern in some role; "row_col_mult" is the presets' own.
 PATTERNED = [("global", "row", "column"), ("lora", "row_col_add", "global"), ("column", "fixed", "row_col_add")]
+PATTERNED += [("elementwise", "elementwise", "elementwise")]
 CONFIGS = {name: sel.preset(name) for name in PRESETS} | {
     f"paper, {patterns}": sel.preset(
         "paper",
@@ -35,6 +37,7 @@ CONFIGS = {name: sel.preset(name) for name in PRESETS} | {
     )
     for patterns in PATTERNED
 }
+CONFIGS |= {"paper, exp": EXP, "paper+offset, elementwise": ELEMENTWISE}
 assert {pattern for patterns in PATTERNED for pattern in patterns} | {"row_col_mult"} == set(PATTERNS)
 MOST_CROSSINGS = 3  # of 26,000 entries
 

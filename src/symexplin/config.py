@@ -16,6 +16,7 @@ __all__ = [
     "PRESETS",
     "SCALE_ROLES",
     "START_RULES",
+    "TRANSFORMS",
     "SELConfig",
     "Scale",
     "check_config",
@@ -34,11 +35,19 @@ MODES: dict[str, tuple[str, ...]] = {
 }
 CURVATURES = ("fixed", "absorbed")
 START_RULES = ("matched", "mismatched")
-PATTERNS = ("fixed", "global", "row", "column", "row_col_mult", "row_col_add", "lora")
+PATTERNS = ("fixed", "global", "row", "column", "row_col_mult", "row_col_add", "lora", "elementwise")
+TRANSFORMS = ("none", "exp")
 SCALE_ROLES = ("e", "l", "m", "n", "s", "delta")
 # Weight decay applies to scales that weight a pathway, not to scales that shape it (paper, section 4.4).
 # Assumption, since the paper does not say: s decays, LoRA factors do not.
 DECAYED_ROLES = frozenset({"e", "l", "s"})
+
+# Why the other scales refuse transform "exp", which keeps a scale positive.
+_NO_LOGARITHM = {
+    "n": "n is a logarithm already, the map has exp(-n)",
+    "s": "s may have either sign",
+    "delta": "delta is added to the weight and may have either sign",
+}
 
 PAPER_LR = 3e-4  # the learning rate that the paper's multipliers k go with (section 5.1)
 _USUAL_START = {"n": 0.0, "delta": 0.0}  # the first value of the other scales is 1
@@ -60,7 +69,8 @@ class Scale:
 
     Args:
         pattern: "fixed" (one constant), "global", "row" (d_out values), "column" (d_in), "row_col_mult" (their
-            outer product), "row_col_add" (their sum), "lora" (start + A B, B = 0).
+            outer product), "row_col_add" (their sum), "lora" (start + A B, B = 0) or "elementwise" (one per weight,
+            which costs 12 bytes of optimizer state each, and no kernel covers it).
         start: the scale's first value. None: the usual one, 0 for n and delta, 1 for the others; l follows beta="auto"
             below width 1024 (:class:`SELConfig`).
         k: the scale's learning rate in units of `base_lr`: a number or (k0, k1), annealed as in section 4.5.
@@ -68,6 +78,10 @@ class Scale:
             k * 3e-4 at any learning rate of the weights, because this product carries over to other learning rates.
             1 makes `k` the learning rate itself. None: `k` multiplies the learning rate of the weights.
         rank: rank of "lora".
+        transform: "none", or "exp" for e, l and m: the scale is exp(p), p is learned and has the pattern, and the start
+            must be positive (paper, appendix A). The factors of "row_col_mult" are then exp(a_i) exp(b_j) with
+            a = b = ln(start)/2; "lora" is start * exp(A B). Weight decay leaves p alone (assumption): it would pull the
+            scale to 1, and decay is there to keep a scale from growing.
 
     >>> Scale("row_col_mult", k=(50, 8)).multiplier(lr=6e-4)
     (25.0, 4.0)
@@ -78,10 +92,12 @@ class Scale:
     k: Span = (1.0, 1.0)
     base_lr: float | None = PAPER_LR
     rank: int = 8
+    transform: str = "none"
 
     def __post_init__(self) -> None:
         """Check every field and turn single multipliers into pairs."""
         check_choice("pattern", self.pattern, PATTERNS)
+        check_choice("transform", self.transform, TRANSFORMS)
         if self.start is not None:
             object.__setattr__(self, "start", check_finite("start", self.start))
         object.__setattr__(self, "rank", check_whole("rank", self.rank))
@@ -119,7 +135,8 @@ class SELConfig:
     Args:
         beta: reference curvature of all matrices. "auto": by the model's width (:meth:`resolve`).
         mode: "mismatch", "congruent", "exp_only", "oppose", "damped", "sinh" or "linear".
-        curvature: "fixed" (kappa = beta m) or "absorbed" (kappa = exp(a), with a configured by `m`).
+        curvature: "fixed" (kappa = beta m) or "absorbed" (kappa = exp(a), with a configured by `m`, whose
+            transform changes nothing then: a is a logarithm already).
         normalize: divide by kappa instead of beta.
         start: "matched" (the effective weights are those found) or "mismatched" (the paper's, section 4.3: for mode
             "mismatch" and weights that were just drawn).
@@ -184,6 +201,13 @@ class SELConfig:
             )
         if role == "delta" and (scale.pattern not in ("fixed", "lora") or start != 0.0):
             raise ValueError(f"delta must be off ('fixed') or 'lora', starting at 0, got {scale}")
+        if scale.transform == "exp":
+            if reason := _NO_LOGARITHM.get(role):
+                raise ValueError(f"{role}.transform must be 'none', got 'exp': {reason}")
+            if start <= 0.0:
+                raise ValueError(
+                    f"{role}.start must be positive with transform 'exp', got {start}: use transform 'none'"
+                )
         if role == "m" and start <= 0.0:
             raise ValueError(f"m.start must be positive, got {start}")
 
@@ -246,7 +270,8 @@ class SELConfig:
             scale = getattr(self, role)
             start = "" if scale.start in (None, _USUAL_START.get(role, 1.0)) else f"{scale.start:.4g}"
             if scale.learned:
-                how = ", ".join([scale.pattern, *([f"from {start}"] if start else [])])
+                exp = ["exp"] if scale.transform == "exp" else []
+                how = ", ".join([scale.pattern, *exp, *([f"from {start}"] if start else [])])
                 how += f", k {scale.k[0]:g} to {scale.k[1]:g}" if rates else ""
                 learned.setdefault(how, []).append(role)
             elif start:

@@ -42,13 +42,14 @@ class Coordinates(NamedTuple):
     panel0: Tensor
     panel1: Tensor
     scalar: Tensor
+    full: Tensor
 
     def scales(self) -> Scales:
         """Expand the panels to the scales of the map, which broadcast against the raw weight."""
         layout = self.layout
         kappa: Value = layout.beta
         if "m" in layout.config.roles:
-            kappa = self._curvature()
+            kappa = self._value("m") if layout.is_absorbed("m") else layout.beta * self._value("m")  # paper, Eq. 4
         values = {role: self._value(role) for role in ("e", "l", "n", "s") if role in layout.config.roles}
         delta = self._value("delta") if layout.by_role("delta") else None
         return Scales(kappa=kappa, delta=delta if isinstance(delta, Tensor) else None, **values)
@@ -100,7 +101,8 @@ class Coordinates(NamedTuple):
         for start in range(0, height, step):
             rows = slice(start, min(start + step, height))
             layout = _rows_of(self.layout, rows.stop - start)
-            yield rows, Coordinates(layout, self.raw[rows], self.panel0[rows], self.panel1, self.scalar)
+            parts = (self.raw[rows], self.panel0[rows], self.panel1, self.scalar, self.full[rows])
+            yield rows, Coordinates(layout, *parts)
 
     def matched(self, w: Tensor, where: Tensor | None = None) -> Tensor:
         """Return the raw weight that this map, with its present scales, takes to `w`.
@@ -145,11 +147,11 @@ class Coordinates(NamedTuple):
             raw = torch.empty_like(self.raw)
             sums = backend.pull(terms, Matrices([self.raw], [g]), curve.factors(), [g], out=[raw])
             panel0, panel1, scalar = curve.gradients(sums)
-            return Coordinates(self.layout, raw, panel0, panel1, scalar[0])
+            return Coordinates(self.layout, raw, panel0, panel1, scalar[0], torch.empty_like(self.full))
         total = Coordinates(self.layout, *(torch.zeros_like(part) for part in self[1:]))
         for rows, block in self._blocks():
             pulled = block._pullback(g[rows].to(self.raw.dtype))
-            total.raw[rows], total.panel0[rows] = pulled.raw, pulled.panel0
+            total.raw[rows], total.panel0[rows], total.full[rows] = pulled.raw, pulled.panel0, pulled.full
             total.panel1.add_(pulled.panel1)
             total.scalar.add_(pulled.scalar)
         return total
@@ -164,13 +166,17 @@ class Coordinates(NamedTuple):
         wanted = frozenset("kappa" if slot.role == "m" else slot.role for slot in layout.slots)
         pulled = pullback(layout.form, self.raw, scales, g, wanted)
         if "kappa" in pulled:
-            absorbed = layout.config.curvature == "absorbed"
-            pulled["m"] = pulled.pop("kappa") * (scales.kappa if absorbed else layout.beta)
+            pulled["m"] = pulled.pop("kappa") * (scales.kappa if layout.is_log("m") else layout.beta)
+        for role in ("e", "l"):
+            if role in pulled and layout.is_log(role):
+                pulled[role] = pulled[role] * getattr(scales, role)
         parts: dict[str, list[Tensor]] = {panel: [] for panel in PANELS}
         for slot in layout.slots:
             parts[slot.panel].append(self._contract(slot, pulled[slot.role]))
-        dims = {"panel0": -1, "panel1": -2, "scalar": -1}
-        packed = (torch.cat(parts[p], dims[p]) if parts[p] else torch.zeros_like(getattr(self, p)) for p in PANELS)
+        packed = (
+            torch.cat(parts[p], -2 if p == "panel1" else -1) if parts[p] else torch.zeros_like(getattr(self, p))
+            for p in PANELS
+        )
         return Coordinates(layout, pulled["w"], *packed)
 
     def _factors(self, role: str) -> list[Tensor]:
@@ -182,23 +188,20 @@ class Coordinates(NamedTuple):
         return found
 
     def _value(self, role: str) -> Value:
-        start: float = getattr(self.layout.config, role).first
-        return _combine(self.layout.pattern(role), start, self._factors(role))
-
-    def _curvature(self) -> Value:
-        """Return kappa: beta m, or exp(a) (paper, Eq. 4)."""
-        layout = self.layout
-        pattern, start, factors = layout.pattern("m"), layout.config.m.first, self._factors("m")
-        if layout.config.curvature == "absorbed":
-            if pattern == "lora":
-                return layout.beta * start * torch.exp(_product(*factors))
-            # exp(a) exp(b), not exp(a + b): avoids the rounding of a sum inside the map's exponent.
-            return _combine("row_col_mult", layout.beta * start, [torch.exp(f) for f in factors])
-        return layout.beta * _combine(pattern, start, factors)
+        """Return a scale, or kappa for the absorbed curvature."""
+        pattern, start, factors = self.layout.pattern(role), self.layout.first(role), self._factors(role)
+        if not self.layout.is_log(role):
+            return _combine(pattern, start, factors)
+        if pattern == "lora":
+            return start * torch.exp(_product(*factors))
+        # exp(a) exp(b), not exp(a + b): avoids the rounding of a sum inside an exponent.
+        return _combine("row_col_mult", start, [torch.exp(f) for f in factors])
 
     def _contract(self, slot: Slot, g: Tensor) -> Tensor:
         """Reduce a full-size cotangent of the slot's role to the slot's shape."""
         dims = len(self.layout.shape)
+        if slot.panel == "full":
+            return g[..., None]
         if slot.panel == "scalar":
             return g.flatten(-dims).sum(-1, keepdim=True)
         if dims == 1:

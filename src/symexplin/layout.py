@@ -1,11 +1,12 @@
 """Structured scales as packed panels: the place of each learned vector.
 
-Every pattern of section 4.4 consists of vectors along the two tensor dimensions and of numbers. They are packed in
+Every pattern of section 4.4 but "elementwise" consists of vectors along the two tensor dimensions and of numbers. They
+are packed in
 
-    panel0 (shape[0], P0)    panel1 (P1, shape[1])    scalar (P2,)
+    panel0 (shape[0], P0)    panel1 (P1, shape[1])    scalar (P2,)    full (shape[0], shape[1], P3)
 
 Panels are named by tensor dimension, because "row" and "column" swap in a transposed weight (out_dim = 1). A bias is
-1-D and has only panel0 and scalar.
+1-D and has only panel0 and scalar. The elementwise numbers in `full` are sharded as the weight is.
 """
 
 import functools
@@ -18,18 +19,19 @@ from torch import Tensor
 from symexplin.config import DECAYED_ROLES, SELConfig
 from symexplin.transform import Form
 
-__all__ = ["PANELS", "Layout", "Slot"]
+__all__ = ["PANELS", "VECTORS", "Layout", "Slot"]
 
-PANELS = ("panel0", "panel1", "scalar")
+VECTORS = ("panel0", "panel1", "scalar")
+PANELS = (*VECTORS, "full")
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One learned vector, number or LoRA factor: `count` columns of a panel, starting at `index`."""
+    """One learned vector, number, matrix or LoRA factor: `count` columns of a panel, starting at `index`."""
 
-    name: str  # name of the parameter in SELLinear: "e_row", "m_column", "delta_A"
+    name: str  # name of the parameter in SELLinear: "e_row", "log_m_column", "a_row" (absorbed), "delta_A"
     role: str  # the configuration key: e, l, m, n, s, delta
-    panel: str  # "panel0", "panel1" or "scalar"
+    panel: str  # one of PANELS
     index: int
     count: int
     start: float | None  # None: drawn at random (LoRA's A)
@@ -82,11 +84,11 @@ class Layout:
         slots: list[Slot] = []
         used = dict.fromkeys(PANELS, 0)
         for role in self.config.learned_roles:
-            stem = "a" if self._is_log(role) else role
+            stem = "a" if self.is_absorbed(role) else f"log_{role}" if self.is_log(role) else role
             scale = 1.0 / self.beta if role == "delta" else 1.0
             for suffix, panel, count, start in self._drafts(role):
                 name = f"{stem}_{suffix}" if suffix else stem
-                decay = role in DECAYED_ROLES
+                decay = role in DECAYED_ROLES and not self.is_log(role)
                 slots.append(Slot(name, role, panel, used[panel], count, start, decay, scale))
                 used[panel] += count
         return tuple(slots)
@@ -94,27 +96,39 @@ class Layout:
     def pattern(self, role: str) -> str:
         """Return the pattern of a role's learned numbers in this tensor.
 
-        Every vector pattern of a bias is "row". A bias has no delta. The absorbed curvature is learned as its
-        logarithm, so that the product of its factors becomes a sum.
+        Every vector pattern of a bias is "row". A bias has no delta. What is learned as its logarithm has the sum of
+        its factors' logarithms for their product.
         """
         pattern: str = getattr(self.config, role).pattern
         if len(self.shape) == 1 and pattern not in ("fixed", "global"):
             return "fixed" if role == "delta" else "row"
-        return "row_col_add" if pattern == "row_col_mult" and self._is_log(role) else pattern
+        return "row_col_add" if pattern == "row_col_mult" and self.is_log(role) else pattern
 
-    def _is_log(self, role: str) -> bool:
+    def is_absorbed(self, role: str) -> bool:
+        """Whether a role's numbers are those of the absorbed curvature, a = ln(kappa)."""
         return role == "m" and self.config.curvature == "absorbed"
+
+    def is_log(self, role: str) -> bool:
+        """Whether a role is learned as its logarithm: the absorbed curvature, and scales under transform "exp"."""
+        return self.is_absorbed(role) or getattr(self.config, role).transform == "exp"
+
+    def first(self, role: str) -> float:
+        """Return the first value of a role; for the absorbed curvature that of kappa."""
+        first: float = getattr(self.config, role).first
+        return self.beta * first if self.is_absorbed(role) else first
 
     def _drafts(self, role: str) -> list[tuple[str, str, int, float | None]]:
         """Return (name suffix, panel, count, start) of a role's slots."""
         scale = getattr(self.config, role)
-        start = math.log(self.beta * scale.first) if self._is_log(role) else scale.first
+        start = math.log(self.first(role)) if self.is_log(role) else self.first(role)
         rows, columns = ("panel0", "panel1") if self.out_dim == 0 else ("panel1", "panel0")
         pattern = self.pattern(role)
         if pattern == "fixed":  # the delta of a bias
             return []
         if pattern == "global":
             return [("", "scalar", 1, start)]
+        if pattern == "elementwise":
+            return [("full", "full", 1, start)]
         if pattern == "row":
             return [("row", rows, 1, start)]
         if pattern == "column":
@@ -127,7 +141,7 @@ class Layout:
         return [("row", rows, 1, math.copysign(root, start)), ("column", columns, 1, root)]
 
     def width(self, panel: str) -> int:
-        """Return the number of columns of panel0, rows of panel1 or entries of scalar."""
+        """Return the number of columns of panel0, rows of panel1, entries of scalar or matrices of full."""
         return sum(slot.count for slot in self.slots if slot.panel == panel)
 
     def panel_shape(self, panel: str) -> tuple[int, ...]:
@@ -137,6 +151,8 @@ class Layout:
     def _panel_shape(self, panel: str) -> tuple[int, ...]:
         if panel == "scalar":
             return (self.width(panel),)
+        if panel == "full":
+            return (*self.shape, self.width(panel))
         if panel == "panel0":
             return (self.shape[0], self.width(panel))
         return (self.width(panel), self.shape[1] if len(self.shape) == 2 else 0)
@@ -160,7 +176,7 @@ class Layout:
 
     def view(self, slot: Slot, panel: Tensor) -> Tensor:
         """Return the slot's part of its panel, which may have a leading batch dimension."""
-        if slot.panel == "scalar":
+        if slot.panel in ("scalar", "full"):
             return panel[..., slot.index]
         if slot.panel == "panel1":
             return panel[..., slot.index : slot.index + slot.count, :]

@@ -76,7 +76,7 @@ class _CurvedLinear(torch.autograd.Function):
         g_x = g @ curve.effective(coordinates, g.dtype) if ctx.needs_input_grad[1] else None
         g_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
         if not any(ctx.needs_input_grad[3:]):
-            return None, g_x, g_bias, None, None, None, None
+            return None, g_x, g_bias, *(None for _ in parts)
         return None, g_x, g_bias, *curve.gradients(coordinates, rows.mT @ x.reshape(-1, x.shape[-1]), parts)
 
 
@@ -137,7 +137,7 @@ class SELLinear(nn.Linear):
             self._own("raw_bias" if prefix else "raw_weight", raw.to(plain.dtype), plain.requires_grad)
             for slot in layout.slots:
                 value = layout.view(slot, panels[slot.panel]).to(plain.dtype)
-                single = slot.count == 1 and slot.panel != "scalar"
+                single = slot.count == 1 and slot.panel in ("panel0", "panel1")
                 self._own(prefix + slot.name, value.reshape(-1) if single else value)
         if self.bias_layout is None:
             self.register_parameter("raw_bias", None)
@@ -167,18 +167,18 @@ class SELLinear(nn.Linear):
         return roles
 
     def parts(self, bias: bool = False) -> tuple[Tensor, ...]:
-        """Return (raw, panel0, panel1, scalar) of the weight or the bias; panels are packed from the parameters."""
+        """Return (raw, *panels) of the weight or the bias; panels are packed from the parameters."""
         layout, prefix = (self.bias_layout, "bias_") if bias else (self.weight_layout, "")
         assert layout is not None
         raw = cast(Tensor, self.raw_bias if bias else self.raw_weight)
         panels: dict[str, list[Tensor]] = {panel: [] for panel in PANELS}
         for slot in layout.slots:
             value = getattr(self, prefix + slot.name)
-            shape = {"panel0": (-1, slot.count), "panel1": (slot.count, -1), "scalar": (1,)}[slot.panel]
-            panels[slot.panel].append(value.reshape(shape))
-        dims = {"panel0": 1, "panel1": 0, "scalar": 0}
+            shapes = {"panel0": (-1, slot.count), "panel1": (slot.count, -1), "scalar": (1,), "full": (*value.shape, 1)}
+            panels[slot.panel].append(value.reshape(shapes[slot.panel]))
         packed = (
-            torch.cat(panels[p], dim=dims[p]) if panels[p] else raw.new_empty(layout.panel_shape(p)) for p in PANELS
+            torch.cat(panels[p], dim=0 if p == "panel1" else -1) if panels[p] else raw.new_empty(layout.panel_shape(p))
+            for p in PANELS
         )
         return (raw, *packed)
 

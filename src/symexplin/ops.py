@@ -26,13 +26,14 @@ def effective_op(
     panel0: Tensor,
     panel1: Tensor,
     scalar: Tensor,
+    full: Tensor,
     out_dim: int,
     config: str,
     dtype: torch.dtype,
 ) -> Tensor:
     """Return the effective weight of :class:`symexplin.coordinates.Coordinates` in `dtype`."""
     layout = Layout.of(tuple(raw.shape), out_dim, config)
-    return Coordinates(layout, raw, panel0, panel1, scalar).effective(dtype)
+    return Coordinates(layout, raw, panel0, panel1, scalar, full).effective(dtype)
 
 
 @effective_op.register_fake
@@ -41,6 +42,7 @@ def _(
     panel0: Tensor,  # noqa: ARG001
     panel1: Tensor,  # noqa: ARG001
     scalar: Tensor,  # noqa: ARG001
+    full: Tensor,  # noqa: ARG001
     out_dim: int,  # noqa: ARG001
     config: str,  # noqa: ARG001
     dtype: torch.dtype,
@@ -54,14 +56,15 @@ def pullback_op(
     panel0: Tensor,
     panel1: Tensor,
     scalar: Tensor,
+    full: Tensor,
     g: Tensor,
     out_dim: int,
     config: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients by raw weight and panels for a gradient `g` of the effective weight."""
     layout = Layout.of(tuple(raw.shape), out_dim, config)
-    _, by_raw, by_panel0, by_panel1, by_scalar = Coordinates(layout, raw, panel0, panel1, scalar).pullback(g)
-    return by_raw, by_panel0, by_panel1, by_scalar
+    pulled = Coordinates(layout, raw, panel0, panel1, scalar, full).pullback(g)
+    return pulled.raw, pulled.panel0, pulled.panel1, pulled.scalar, pulled.full
 
 
 @pullback_op.register_fake
@@ -70,8 +73,10 @@ def _(
     panel0: Tensor,
     panel1: Tensor,
     scalar: Tensor,
+    full: Tensor,
     g: Tensor,  # noqa: ARG001
     out_dim: int,  # noqa: ARG001
     config: str,  # noqa: ARG001
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return torch.empty_like(raw), torch.empty_like(panel0), torch.empty_like(panel1), torch.empty_like(scalar)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    empty = torch.empty_like
+    return empty(raw), empty(panel0), empty(panel1), empty(scalar), empty(full)

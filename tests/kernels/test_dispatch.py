@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import symexplin as sel
+from networks import ELEMENTWISE
 from symexplin.coordinates import Coordinates
 from symexplin.kernels import backend_for, describe, using
 from symexplin.layout import Layout
@@ -34,10 +35,10 @@ def test_a_device_without_kernels_has_the_readable_formulas():
     assert backend_for("meta") is None
 
 
-@pytest.mark.parametrize("name", ["paper", "paper+offset", "structured_linear"])
-def test_rows_at_a_time_is_the_whole(name):
+@pytest.mark.parametrize("config", [sel.preset("paper"), ELEMENTWISE, sel.preset("structured_linear")])
+def test_rows_at_a_time_is_the_whole(config):
     """The readable formulas go through a CPU's cache a few rows at a time: each entry as if computed at once."""
-    layout = Layout((333, 257), 0, sel.preset(name))
+    layout = Layout((333, 257), 0, config)
     generator = torch.Generator().manual_seed(0)
     raw = torch.randn(layout.shape, generator=generator, dtype=torch.float64) / 10
     g = torch.randn(layout.shape, generator=generator, dtype=torch.float64)

@@ -7,32 +7,32 @@ import symexplin as sel
 from symexplin.coordinates import Coordinates
 from symexplin.kernels import FactoredMap, Panels, terms_of
 from symexplin.kernels.factors import Sums
-from symexplin.layout import PANELS, Layout
+from symexplin.layout import VECTORS, Layout
 
 PRODUCTS = ("fixed", "global", "row", "column", "row_col_mult")
 SUMS = ("fixed", "global", "row", "column", "row_col_add")
 
 
-def expand(place, panels, absorbed=False, summed=False):
+def expand(place, panels, summed=False):
     """Return `place.value` times (plus) its learned parts, whatever they are."""
     parts = []
-    for panel, column in zip(PANELS, place.columns, strict=True):
+    for panel, column in zip(VECTORS, place.columns, strict=True):
         if column >= 0:
             values = {"panel0": lambda p, c: p[:, c], "panel1": lambda p, c: p[c], "scalar": lambda p, c: p[c]}
             part = values[panel](panels[panel], column)
             parts.append(part[:, None] if panel == "panel0" and panels["raw"].dim() == 2 else part)
     total = torch.tensor(place.value, dtype=torch.float64)
     for part in parts:
-        total = total + part if summed else total * (part.exp() if absorbed else part)
+        total = total + part if summed else total * (part.exp() if place.log else part)
     return total
 
 
-@pytest.mark.parametrize("curvature", ["fixed", "absorbed"])
+@pytest.mark.parametrize(("curvature", "transform"), [("fixed", "none"), ("fixed", "exp"), ("absorbed", "none")])
 @pytest.mark.parametrize("mode", ["mismatch", "exp_only"])
 @pytest.mark.parametrize(("out_dim", "shape"), [(0, (3, 5)), (1, (3, 5)), (0, (4,))])
-def test_places_expand_to_the_scales(curvature, mode, out_dim, shape):
+def test_places_expand_to_the_scales(curvature, transform, mode, out_dim, shape):
     for pattern, offset in zip(PRODUCTS, SUMS, strict=True):
-        scale, n = sel.Scale(pattern, start=1.3), sel.Scale(offset, start=0.2)
+        scale, n = sel.Scale(pattern, start=1.3, transform=transform), sel.Scale(offset, start=0.2)
         config = sel.SELConfig(beta=7.5, mode=mode, curvature=curvature, e=scale, l=scale, m=scale, n=n)
         layout = Layout(shape, out_dim, config)
         generator = torch.Generator().manual_seed(0)
@@ -44,7 +44,7 @@ def test_places_expand_to_the_scales(curvature, mode, out_dim, shape):
         scales, terms = Coordinates(layout, raw, **panels).scales(), terms_of(layout)
         panels["raw"] = raw
         found = {role: expand(getattr(terms, role), panels) for role in ("e", "l")}
-        found["kappa"] = expand(terms.kappa, panels, absorbed=terms.absorbed)
+        found["kappa"] = expand(terms.kappa, panels)
         found["n"] = expand(terms.n, panels, summed=True)
         for role in (role for role in found if {"kappa": "m"}.get(role, role) in config.roles):
             theirs = torch.as_tensor(getattr(scales, role), dtype=torch.float64)
@@ -58,6 +58,9 @@ def test_places_expand_to_the_scales(curvature, mode, out_dim, shape):
         {"mode": "sinh"},
         {"mode": "damped"},
         {"e": sel.Scale("lora")},
+        {"e": sel.Scale("lora", transform="exp")},
+        {"l": sel.Scale("elementwise")},
+        {"m": sel.Scale("elementwise", transform="exp")},
         {"l": sel.Scale("row_col_add")},
         {"m": sel.Scale("row_col_add")},
         {"n": sel.Scale("row_col_mult", start=1.0)},
@@ -70,9 +73,16 @@ def test_what_is_no_product_is_left_to_the_readable_formulas(changes):
     assert terms_of(Layout((3, 5), 0, sel.SELConfig(beta=7.5, **changes))) is None
 
 
-def test_a_sum_of_logarithms_is_a_product():
-    config = sel.SELConfig(beta=7.5, curvature="absorbed", m=sel.Scale("row_col_add"))
-    assert terms_of(Layout((3, 5), 0, config)) is not None
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"curvature": "absorbed", "m": sel.Scale("row_col_add")},
+        {"e": sel.Scale("row_col_add", transform="exp")},
+    ],
+    ids=str,
+)
+def test_a_sum_of_logarithms_is_a_product(changes):
+    assert terms_of(Layout((3, 5), 0, sel.SELConfig(beta=7.5, **changes))) is not None
 
 
 def test_the_factors_of_several_tensors_are_those_of_each():

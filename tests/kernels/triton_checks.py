@@ -50,7 +50,7 @@ CASES = (
 
 
 def terms_of(case):
-    return Terms(case.linear, case.magnitude, case.normalize, False, False, 7.5, 1.0, *[Place(1.0)] * 4)
+    return Terms(case.linear, case.magnitude, case.normalize, False, 7.5, 1.0, *[Place(1.0)] * 4)
 
 
 def factors_of(matrices, linear, draw, device):

@@ -1,12 +1,14 @@
 """Switching a run between torch's AdamW and SELAdamW."""
 
 import copy
+import dataclasses
 import functools
 
 import pytest
 import torch
 
 import symexplin as sel
+from networks import ELEMENTWISE
 from symexplin.conversion import IDENTITY
 from symexplin.optim.migrate import from_adamw, to_adamw
 from symexplin.optim.muon import SELMuon
@@ -50,12 +52,13 @@ def test_under_the_identity_map_a_switch_there_and_back_is_no_switch():
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, functools.partial(torch.optim.Adam, decoupled_weight_decay=True)])
-def test_moments_follow_the_chain_rule_and_come_back(kind):
+@pytest.mark.parametrize("config", [sel.preset("paper"), dataclasses.replace(ELEMENTWISE, delta=sel.Scale())])
+def test_moments_follow_the_chain_rule_and_come_back(kind, config):
     model = network(torch.float64)
     adamw = adamw_of(model, kind)
     train(model, adamw, 5)
     weights = copy.deepcopy(model)
-    optimizer = fresh(model, sel.preset("paper"))
+    optimizer = fresh(model, config)
     from_adamw(optimizer, adamw)
     slope = slopes(optimizer)
     assert set(slope) == {"0.weight", "0.bias", "3.weight", "3.bias"}

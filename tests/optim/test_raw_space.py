@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import symexplin as sel
+from networks import ELEMENTWISE, EXP
 from symexplin.config import PRESETS
 from training import MATCHED, assert_same_bits, backward, batch, build, network, train
 
@@ -27,18 +28,18 @@ def test_clipping_acts_on_the_norm_of_raw_gradients():
         assert torch.equal(p.grad, grad)
 
 
-def check_round_trip(name, dtype, device):
+def check_round_trip(config, dtype, device):
     straight = network(dtype).to(device)
-    train(straight, build(straight, sel.preset(name)), 12)
+    train(straight, build(straight, config), 12)
     first = network(dtype).to(device)
-    optimizer = build(first, sel.preset(name))
+    optimizer = build(first, config)
     train(first, optimizer, 5)
     file = io.BytesIO()
     torch.save({"model": first.state_dict(), "optimizer": optimizer.state_dict()}, file)
     file.seek(0)
     saved = torch.load(file, weights_only=True)
     second = network(dtype, seed=9).to(device)
-    resumed = build(second, sel.preset(name))
+    resumed = build(second, config)
     second.load_state_dict(saved["model"])
     resumed.load_state_dict(saved["optimizer"])
     train(second, resumed, 7, start=5)
@@ -47,10 +48,10 @@ def check_round_trip(name, dtype, device):
     assert_same_bits(first, straight)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("config", [*map(sel.preset, PRESETS), EXP, ELEMENTWISE], ids=[*PRESETS, "exp", "elementwise"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_state_dict_round_trip_continues_bit_identically(name, dtype):
-    check_round_trip(name, dtype, "cpu")
+def test_state_dict_round_trip_continues_bit_identically(config, dtype):
+    check_round_trip(config, dtype, "cpu")
 
 
 @pytest.mark.gpu
@@ -58,7 +59,7 @@ def test_state_dict_round_trip_continues_bit_identically(name, dtype):
 @pytest.mark.parametrize("name", ["paper+offset", "absorbed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_state_dict_round_trip_continues_bit_identically_on_a_gpu(name, dtype):
-    check_round_trip(name, dtype, "cuda")
+    check_round_trip(sel.preset(name), dtype, "cuda")
 
 
 def test_state_stays_fp32_under_bf16_parameters_and_after_loading():

@@ -8,6 +8,7 @@ import torch
 
 import sharded
 import symexplin as sel
+from networks import ELEMENTWISE
 from processes import run
 
 logger = logging.getLogger(__name__)  # figures: pytest -o log_cli=true -o log_cli_level=INFO
@@ -19,7 +20,13 @@ PAPER, OFFSET = sel.preset("paper"), sel.preset("paper+offset")
 SETTINGS = {"lr": 3e-3}
 _ROUNDING = 2.0**-24  # of float32
 TRAJECTORIES = {
-    2: [("ddp", PAPER, torch.float64), ("fsdp", OFFSET, torch.float64), ("fsdp", PAPER, torch.float32)],
+    2: [
+        ("ddp", PAPER, torch.float64),
+        ("fsdp", OFFSET, torch.float64),
+        ("fsdp", ELEMENTWISE, torch.float64),
+        ("columns", ELEMENTWISE, torch.float64),
+        ("fsdp", PAPER, torch.float32),
+    ],
     3: [("fsdp", OFFSET, torch.float64), ("ddp", PAPER, torch.float64)],
     4: [
         ("ddp", OFFSET, torch.float64),
@@ -129,7 +136,7 @@ def moved(tmp_path_factory):
         calls = [
             (
                 ("saved", "resumed")[side],
-                (MOVES[name][side][0], OFFSET, folder / f"{name}-{dtype}", dtype),
+                (MOVES[name][side][0], ELEMENTWISE, folder / f"{name}-{dtype}", dtype),
                 {**MOVES[name][2], **SETTINGS},
             )
             for (name, dtype), side in cases

@@ -14,7 +14,8 @@ def test_stats_against_direct_computation(home):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 3))
     nn.init.uniform_(model[0].weight, -2, 2)
-    config = sel.preset("paper", e=sel.Scale("row_col_mult", start=1.5, k=(1, 1)), beta=2.0, start="matched")
+    scale = sel.Scale("elementwise", start=1.5, k=(1, 1), transform="exp")
+    config = sel.preset("paper", e=scale, beta=2.0, start="matched")
     optimizer = None
     if home == "module":
         sel.convert(model, config)

@@ -7,14 +7,17 @@ import torch
 from torch import nn
 
 import symexplin as sel
+from networks import ELEMENTWISE
 from symexplin import transform
 from symexplin.optim import writes
 
+PRESET = sel.preset("fixed_curvature")
 
-def setup(dtype=torch.float32, width=64):
+
+def setup(dtype=torch.float32, width=64, config=PRESET):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, 4)).to(dtype)
-    groups = sel.param_groups(model, lr=1e-3, config=sel.preset("fixed_curvature"))
+    groups = sel.param_groups(model, lr=1e-3, config=config)
     optimizer = sel.SELAdamW(groups, total_steps=50)
     for _ in range(3):
         step(model, optimizer)
@@ -59,8 +62,9 @@ def test_a_whole_write_is_taken_over(how, dtype):
     torch.testing.assert_close(coordinates.effective(), new.float(), rtol=rtol, atol=1e-12)
 
 
-def test_only_the_written_entries_are_inverted_anew():
-    model, optimizer = setup()
+@pytest.mark.parametrize("config", [PRESET, ELEMENTWISE], ids=["vectors", "elementwise"])
+def test_only_the_written_entries_are_inverted_anew(config):
+    model, optimizer = setup(config=config)
     raw = optimizer.state[model[0].weight]["raw"].clone()
     with torch.no_grad():
         model[0].weight[3, 5] = 0.25

@@ -184,7 +184,7 @@ def _is_right(kernels: CpuKernels) -> bool:
     """Whether some values agree with the readable formulas."""
     raw = torch.cat([torch.logspace(-20, 0.5, 36, device=_CPU), torch.zeros(1, device=_CPU)]).float()
     raw = torch.stack([raw, -raw])
-    terms = Terms(1.0, True, False, False, False, 7.5, 1.0, *map(Place, (1.25, 0.75, 7.5, 0.5)))
+    terms = Terms(1.0, True, False, False, 7.5, 1.0, *map(Place, (1.25, 0.75, 7.5, 0.5)))
     empty = torch.empty(2, 0, device=_CPU)
     panels = Panels(empty, torch.empty(0, raw.shape[1], device=_CPU), torch.empty(1, 0, device=_CPU), [2])
     weight, factors = torch.empty_like(raw), FactoredMap(terms, panels).factors()

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from symexplin.layout import PANELS, Layout
+from symexplin.layout import VECTORS, Layout
 
 __all__ = ["KERNEL_MODES", "FactoredMap", "Factors", "Panels", "Place", "Sums", "Terms", "terms_of"]
 
@@ -28,32 +28,31 @@ Value = float | Tensor
 _LINEAR = {"mismatch": (1.0, True), "congruent": (1.0, False), "oppose": (-1.0, False), "exp_only": (0.0, True)}
 KERNEL_MODES = tuple(_LINEAR)
 _PRODUCTS = frozenset({"fixed", "global", "row", "column", "row_col_mult"})
-# For n and a: exp(-n) and exp(a) turn sums into products.
+# For n and logarithms p: exp(-n) and exp(p) turn sums into products.
 _SUMS = frozenset({"fixed", "global", "row", "column", "row_col_add"})
 
 
 class Place(NamedTuple):
-    """A scale: the number `value` times (for n: plus) its learned vectors and number.
+    """A scale: the number `value` times (for n: plus) its learned vectors and number, or if `log` their exponentials.
 
     `columns` are their indices in panel0, panel1 and scalar; -1 stands for nothing learned.
     """
 
     value: float
     columns: tuple[int, int, int] = (-1, -1, -1)
+    log: bool = False
 
 
 class Terms(NamedTuple):
     """The static description of a map for kernels.
 
-    lambda has the sign `linear` and multiplies |w| (`magnitude`) or w. kappa is its number times its learned factors,
-    or times their exponentials if `absorbed`. The normalizer d is kappa with `normalize`, else `beta`. A `flat` tensor
-    has one dimension and is treated as a matrix of one row.
+    lambda has the sign `linear` and multiplies |w| (`magnitude`) or w. The normalizer d is kappa with `normalize`, else
+    `beta`. A `flat` tensor has one dimension and is treated as a matrix of one row.
     """
 
     linear: float
     magnitude: bool
     normalize: bool
-    absorbed: bool
     flat: bool
     beta: float
     s: float
@@ -98,13 +97,12 @@ def terms_of(layout: Layout) -> Terms | None:
 
     >>> from symexplin.config import preset
     >>> terms_of(Layout((4, 3), 0, preset("paper"))).e
-    Place(value=1.0, columns=(0, 0, -1))
+    Place(value=1.0, columns=(0, 0, -1), log=False)
     >>> terms_of(Layout((4, 3), 0, preset("paper+offset"))) is None  # its residual is a full matrix
     True
     """
     config = layout.config
-    absorbed = config.curvature == "absorbed"
-    summed = {"n"} | ({"m"} if absorbed else set())
+    summed = {"n"} | {role for role in "elm" if layout.is_log(role)}
     fits = (
         config.mode in KERNEL_MODES
         and not layout.by_role("s")
@@ -115,21 +113,18 @@ def terms_of(layout: Layout) -> Terms | None:
         return None
     linear, magnitude = _LINEAR[config.mode]
     e, l, m, n = (_place(layout, role, neutral) for role, neutral in zip("elmn", (1.0, 1.0, 1.0, 0.0), strict=True))
-    kappa = m if absorbed and _is_learned(m) else m._replace(value=layout.beta * m.value)
+    kappa = m if layout.is_absorbed("m") else m._replace(value=layout.beta * m.value)
     flat, s = len(layout.shape) == 1, config.s.first
-    return Terms(linear, magnitude, config.normalize, absorbed, flat, layout.beta, s, e, l, kappa, n)
+    return Terms(linear, magnitude, config.normalize, flat, layout.beta, s, e, l, kappa, n)
 
 
 def _place(layout: Layout, role: str, neutral: float) -> Place:
     if role not in layout.config.roles:
         return Place(neutral)
-    columns = dict.fromkeys(PANELS, -1) | {slot.panel: slot.index for slot in layout.by_role(role)}
-    place = Place(neutral, tuple(columns.values()))  # type: ignore[arg-type]
-    return place if _is_learned(place) else Place(getattr(layout.config, role).first)
-
-
-def _is_learned(place: Place) -> bool:
-    return any(column >= 0 for column in place.columns)
+    columns = dict.fromkeys(VECTORS, -1) | {slot.panel: slot.index for slot in layout.by_role(role)}
+    if max(columns.values()) < 0:
+        return Place(layout.first(role))
+    return Place(neutral, tuple(columns.values()), layout.is_log(role))  # type: ignore[arg-type]
 
 
 class FactoredMap:
@@ -137,7 +132,7 @@ class FactoredMap:
 
     >>> from symexplin.config import preset
     >>> layout = Layout((2, 3), 0, preset("paper"))
-    >>> panel0, panel1, scalar = layout.start_panels(torch.float32, torch.device("cpu"), position=0).values()
+    >>> panel0, panel1, scalar, _ = layout.start_panels(torch.float32, torch.device("cpu"), position=0).values()
     >>> FactoredMap(terms_of(layout), Panels(panel0, panel1, scalar[None], sizes=[2])).factors().rows[0]  # kappa
     tensor([7.5000, 7.5000])
     """
@@ -178,17 +173,14 @@ class _Axis:
         self._terms, self._like = terms, vectors
         vectors = vectors.to(torch.float64, memory_format=torch.contiguous_format)
         self._main = numbers is not None
-        self._learned: dict[str, list[tuple[int, Tensor]]] = {}  # by role: (panel, values)
+        self._learned: dict[str, list[tuple[int, Tensor]]] = {}  # by role: (panel, values or their exponentials)
         for role in ("e", "l", "kappa", "n"):
-            columns = getattr(terms, role).columns
-            found = [(dim, vectors[columns[dim]])] if columns[dim] >= 0 else []
-            if numbers is not None and columns[2] >= 0:
-                found.append((2, numbers[columns[2]]))
-            self._learned[role] = found
-        exponents = [values for _, values in self._learned["kappa"]] if terms.absorbed else []
-        self.kappa = self._number("kappa", 1.0) * (
-            _exp(sum(exponents)) if terms.absorbed else self._product("kappa", 1.0)
-        )
+            place: Place = getattr(terms, role)
+            found = [(dim, vectors[place.columns[dim]])] if place.columns[dim] >= 0 else []
+            if numbers is not None and place.columns[2] >= 0:
+                found.append((2, numbers[place.columns[2]]))
+            self._learned[role] = [(panel, torch.exp(values)) for panel, values in found] if place.log else found
+        self.kappa = self._product("kappa", self._number("kappa", 1.0))
         share = (terms.s if self._main else 1.0) / (
             self.kappa if terms.normalize else terms.beta if self._main else 1.0
         )
@@ -215,8 +207,8 @@ class _Axis:
     def gradients(self, sums: Tensor, out: Tensor, scalar: Tensor, sizes: Sequence[int]) -> None:
         """Write the gradients of the learned vectors to rows of `out`, and those of the learned numbers to `scalar`."""
         by_c, by_lam, by_kappa = sums.double()
-        normalize, absorbed = self._terms.normalize, self._terms.absorbed
         for role, learned in self._learned.items():
+            place: Place = getattr(self._terms, role)
             for panel, values in learned:
                 number = self._number(role, 1.0)
                 if role == "e":
@@ -225,13 +217,13 @@ class _Axis:
                     by_value = by_lam * (self._l_share * self._product("l", number, without=panel))
                 elif role == "n":
                     by_value = -by_c * self.c
-                elif normalize:  # by ln(kappa), since d is kappa
-                    by_value = (self.c * by_kappa - self.lam * by_lam) / (1.0 if absorbed else values)
+                elif self._terms.normalize:  # by ln(kappa), since d is kappa
+                    by_value = (self.c * by_kappa - self.lam * by_lam) / values
                 else:
-                    by_value = by_kappa * (
-                        self.c * (self.kappa if absorbed else self._product("kappa", number, without=panel))
-                    )
-                column = getattr(self._terms, role).columns[panel]
+                    by_value = by_kappa * (self.c * self._product("kappa", number, without=panel))
+                if place.log:  # `values` are the exponentials
+                    by_value = by_value * values
+                column = place.columns[panel]
                 if panel == 2:
                     scalar[:, column] = torch.stack([part.sum() for part in by_value.split(list(sizes))])
                 else:

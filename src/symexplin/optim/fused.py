@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from symexplin.kernels import Backend, FactoredMap, Matrices, Panels, Rates, backend_for, is_memory, is_wanted, terms_of
-from symexplin.layout import PANELS
+from symexplin.layout import VECTORS
 from symexplin.optim import placement
 from symexplin.optim.batch import Batch, Rule, Target
 from symexplin.optim.groups import Group
@@ -92,8 +92,8 @@ class FusedBatch:
         moments = ([view.moment("raw", name) for view in views] for name in _MOMENTS)
         self._matrices = Matrices([view.own("raw") for view in views], [view.value for view in views], *moments)
         self._sizes = [view.value.shape[0] for view in views]
-        parts = [view.coordinates()[2:] for view in views]
-        self._parts: dict[str, list[Tensor]] = dict(zip(PANELS, map(list, zip(*parts, strict=True)), strict=True))
+        parts = [view.coordinates()[2:5] for view in views]
+        self._parts: dict[str, list[Tensor]] = dict(zip(VECTORS, map(list, zip(*parts, strict=True)), strict=True))
         self._averages = {
             panel: {name: [view.moment(panel, name) for view in views] for name in _MOMENTS} for panel in first.panels
         }
@@ -112,11 +112,11 @@ class FusedBatch:
         self._grads = _gradients(self.views)
         sums = self._backend.pull(self._terms, self._matrices, self._factors, self._grads)
         self._norm = sums.squares.sum().sqrt()
-        self._gradients = dict(zip(PANELS, self._curve.gradients(sums), strict=True))
+        self._gradients = dict(zip(VECTORS, self._curve.gradients(sums), strict=True))
 
     def _join(self) -> None:
         """Concatenate panels and their moments; the result stays valid until a write from outside."""
-        panel0, panel1, scalar = (_joined(panel, self._parts[panel]) for panel in PANELS)
+        panel0, panel1, scalar = (_joined(panel, self._parts[panel]) for panel in VECTORS)
         self._panels = Panels(panel0, panel1, scalar, self._sizes)
         self._moments = {
             panel: {name: _joined(panel, parts) for name, parts in of_panel.items()}

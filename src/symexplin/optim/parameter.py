@@ -18,7 +18,8 @@ from symexplin.validation import naming
 __all__ = ["COUNTS", "Moments", "ParameterView", "moment_key"]
 
 COUNTS = ("step", "scale_step")  # numbers of updates in a parameter's state: of its values and of its scales
-_DIMS = {"panel0": 0, "panel1": 1, "scalar": None}  # the tensor dimension along which each panel lies
+# The tensor dimension along which each panel of vectors lies; `full` lies as the parameter.
+_DIMS = {"panel0": 0, "panel1": 1, "scalar": None}
 
 # Maps a tensor's kind ("raw", "plain" or a panel's name) and whole shape to the names of its moments.
 Moments = Callable[[str, tuple[int, ...]], Iterable[str]]
@@ -175,7 +176,7 @@ class ParameterView:
 
     def _dim(self, kind: str) -> int | None:
         """Return the tensor dimension along which a tensor of the state may be split."""
-        return _DIMS[kind] if kind in PANELS else self.placement.dim
+        return _DIMS.get(kind, self.placement.dim)
 
     def start_panels(self) -> dict[str, Tensor]:
         """Return the local panels with their start values, drawn whole to be independent of the sharding."""
@@ -220,8 +221,8 @@ class ParameterView:
         return "raw" in parts
 
     def _wrap(self, kind: str, part: Tensor) -> Tensor:
-        if kind not in PANELS:
-            return self.placement.wrap(part, self.shape)
+        if kind not in _DIMS:
+            return self.placement.wrap(part, self.whole_shape(kind))
         dim = _DIMS[kind]
         return part if dim is None else self.placement.wrap(part, self.whole_shape(kind), dim)
 

@@ -14,7 +14,7 @@ __all__ = ["LATER", "ScaleAnnealing", "anneal_scales", "multiplier", "multiplier
 
 LATER = "later"  # total_steps before set_total_steps
 
-_SHAPES = {"panel0": (1, -1), "panel1": (-1, 1), "scalar": (-1,)}
+_SHAPES = {"panel0": (1, -1), "panel1": (-1, 1), "scalar": (-1,), "full": (-1,)}
 _ATTRIBUTE = "_symexplin_annealing"
 
 

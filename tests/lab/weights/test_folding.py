@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import symexplin as sel
-from networks import moved, network
+from networks import ELEMENTWISE, moved, network
 from symexplin.config import PRESETS
 from symexplin.lab.model import ModelConfig, Transformer
 from symexplin.lab.weights.files import load_model, read_specs, read_tensors, save_model
@@ -60,6 +60,7 @@ def test_invert_is_convert_bit_for_bit(tmp_path, name):
             l=sel.Scale("row"),
         ),
         sel.SELConfig(mode="sinh", m=sel.Scale("global"), s=sel.Scale("row_col_add")),
+        dataclasses.replace(ELEMENTWISE, start="matched", delta=sel.Scale()),
     ],
 )
 def test_other_maps_and_patterns(tmp_path, config):
