@@ -8,7 +8,7 @@ weights, scales and plain parameters is clipped. A step does not wait for the de
 import contextlib
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -69,8 +69,14 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         rates = {group["lr"] for group in self.param_groups}
         if len(rates) == 1:  # the peak rate for schedulers such as transformers' polynomial one
             self.defaults["lr"] = rates.pop()
+        for key, value in self.defaults.items():
+            if isinstance(value, Mapping):  # by name pattern; a group that is added later takes the largest
+                self.defaults[key] = max(group[key] for group in self.param_groups)
         if not any(is_curved(group) for group in self.param_groups):
-            raise ValueError("params has no curved group: pass a plain model, or its symexplin.param_groups")
+            raise ValueError(
+                "params has no curved group: pass a plain model, or its symexplin.param_groups (for a converted model "
+                "torch.optim.AdamW over them)"
+            )
         self._start = MismatchedStart()
         self._start.begin(self.param_groups)
         self._forget()
