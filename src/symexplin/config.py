@@ -276,7 +276,9 @@ class SELConfig:
                 learned.setdefault(how, []).append(role)
             elif start:
                 words.append(f"{role} {start}")
-        words += [f"{' and '.join(roles)} learned ({how})" for how, roles in learned.items()]
+        for how, roles in learned.items():
+            names = " and ".join(filter(None, [", ".join(roles[:-1]), roles[-1]]))
+            words.append(f"{names} learned ({how})")
         return ", ".join([*words, f"{self.start} start"])
 
     def to_dict(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ except ModuleNotFoundError as error:
 
 from symexplin.config import SELConfig, check_config
 from symexplin.optim import RawSpaceOptimizer, SELAdamW, param_groups, stats
+from symexplin.optim.summary import map_lines
 from symexplin.routes import routing
 
 __all__ = ["OptimizerFactory", "SELCallback", "setup"]
@@ -122,7 +123,7 @@ class SELCallback(TrainerCallback):
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Set this run's number of steps and clipping norm, and switch the Trainer's clipping off."""
+        """Set this run's number of steps and clipping norm, switch the Trainer's clipping off, and print the map."""
         _restore(args)
         optimizer = _raw_space(kwargs["optimizer"])
         optimizer.set_total_steps(state.max_steps, restart=state.global_step == 0)
@@ -130,6 +131,8 @@ class SELCallback(TrainerCallback):
             settings["max_grad_norm"] = _norm(args)
         setattr(args, _KEPT, args.max_grad_norm)
         args.max_grad_norm = 0.0
+        if state.is_world_process_zero:
+            print("\n".join(map_lines(optimizer.param_groups)))  # noqa: T201, as the Trainer prints its logs
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Restore the clipping norm of the arguments."""

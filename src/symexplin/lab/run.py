@@ -23,6 +23,7 @@ from symexplin.lab.data.batches import Corpus
 from symexplin.lab.files import file_digest, read_json, read_json_lines, replace_file, write_json
 from symexplin.lab.folders import CONFIG, FACTS, SUMMARY, TOKENIZER, check_resumable, claimed
 from symexplin.lab.load import digest_of
+from symexplin.lab.maps import map_of
 from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import Ranks, joined
 from symexplin.lab.process import LAUNCHER, Stopped, StopSignals, follow_launcher
@@ -91,12 +92,20 @@ def train(
         if finished is not None:
             echo(f"{folder} has finished already: {finished['steps']} steps, loss {finished['final_loss']:.4f}")
             return finished
-        for line in lines(to_table(config)) if tell_config else []:
-            echo(line)
+        if tell_config:
+            _tell(config, echo)
         torch.set_num_threads(config.compute.threads or 1)
         trainer = Trainer(config, corpus, ranks)  # before the first file: too little memory leaves no folder
         ranks.tell(lambda: _write_first(folder, config, corpus, ranks))
         return _Run(folder, trainer, ranks, echo, label).go(progress)
+
+
+def _tell(config: RunConfig, echo: Echo) -> None:
+    """Tell the configuration; the map in words, whose keys are in config.toml."""
+    for line in lines({**to_table(config), "sel": {**to_table(config.sel), "map": {}}}):
+        echo(line)
+    if (curve := map_of(config.sel, config.model.width)) is not None:
+        echo(f"map: {curve.describe(rates=True)}; width {config.model.width}")
 
 
 def evaluations(folder: Path) -> list[tuple[int, float]]:

@@ -7,7 +7,7 @@ from symexplin.config import SELConfig
 from symexplin.optim.groups import Group, is_curved
 from symexplin.routes import common_width
 
-__all__ = ["summary"]
+__all__ = ["map_lines", "summary"]
 
 # Keys of groups that lines of their own show, or that repeat what the map says.
 _SHOWN = ("config", "lr", "out_dim", "param_names", "params", "position", "role", "shape", "steps", "weight_decay")
@@ -26,12 +26,16 @@ def summary(name: str, groups: Sequence[Group]) -> str:
       betas (0.9, 0.999), eps 1e-08, total_steps 100, max_grad_norm None; 0 steps taken
     )
     """
-    maps = dict.fromkeys(_map(group, groups) for group in groups if is_curved(group))
     settings = {key: groups[0][key] for key in groups[0] if key not in _SHOWN and not key.startswith("k_")}
     steps = max(group["steps"] for group in groups)
     last = ", ".join(f"{key} {value}" for key, value in settings.items())
-    lines = [*maps, *map(_line, groups), f"{last}; {steps} steps taken"]
+    lines = [*map_lines(groups), *map(_line, groups), f"{last}; {steps} steps taken"]
     return "\n".join([f"{name}(", *(f"  {line}" for line in lines), ")"])
+
+
+def map_lines(groups: Sequence[Group]) -> list[str]:
+    """Return a line for each map of the groups: its form, its scales, its start and the model's width."""
+    return list(dict.fromkeys(_map(group, groups) for group in groups if is_curved(group)))
 
 
 def _map(group: Group, groups: Sequence[Group]) -> str:
