@@ -181,9 +181,9 @@ def test_the_plan_counts_runs_and_tokens_and_says_every_assumption():
         plan_lines(table, ["4x128"])
     assert "64x2: AdamW" not in "\n".join(plan_lines(load_table("main_grid", "mini"), ["64x4"]))
     text = "\n".join(plan_lines(table))
-    # Eight arms at four rates; then AdamW at one and the others at two at most, with two seeds: 32 + 2 (1 + 7 2).
-    assert "up to 62 runs of 600 steps, 614,400 tokens each" in text
-    assert "in all: up to 62 runs, 38,092,800 tokens" in text
+    # Eight arms at five rates; then AdamW at one and the others at two at most, with two seeds: 40 + 2 (1 + 7 2).
+    assert "up to 70 runs of 600 steps, 614,400 tokens each" in text
+    assert "in all: up to 70 runs, 43,008,000 tokens" in text
     assert all(sentence in text for sentence in table.assumptions.values())
     text = "\n".join(plan_lines(load_table("continued", "paper")))
     assert "base: AdamW, lr 0.0003, 100,000 steps" in text
