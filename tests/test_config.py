@@ -5,7 +5,7 @@ import math
 import pytest
 
 import symexplin as sel
-from symexplin.config import PRESETS
+from symexplin.presets import PRESETS
 
 
 def test_presets_survive_json():

@@ -12,7 +12,7 @@ from torch import nn
 import symexplin as sel
 from networks import inputs as x
 from networks import moved, network
-from symexplin.config import PRESETS
+from symexplin.presets import PRESETS
 
 
 @pytest.mark.parametrize("name", PRESETS)

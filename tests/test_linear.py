@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import symexplin as sel
 from networks import ELEMENTWISE, EXP, moved, network
 from networks import inputs as x
-from symexplin.config import PRESETS
+from symexplin.presets import PRESETS
 
 
 @pytest.mark.parametrize("config", [*map(sel.preset, PRESETS), EXP, ELEMENTWISE], ids=[*PRESETS, "exp", "elementwise"])

@@ -17,9 +17,10 @@ import torch
 
 import symexplin as sel
 from networks import ELEMENTWISE, EXP
-from symexplin.config import PATTERNS, PRESETS
+from symexplin.config import PATTERNS
 from symexplin.kernels import using
 from symexplin.lab.model import ModelConfig, Transformer
+from symexplin.presets import PRESETS
 
 logger = logging.getLogger(__name__)  # figures: pytest -o log_cli=true -o log_cli_level=INFO
 

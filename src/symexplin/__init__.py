@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from symexplin import functional
     from symexplin import hf as hf
     from symexplin import lightning as lightning
-    from symexplin.config import Scale, SELConfig, preset
+    from symexplin.config import Scale, SELConfig
     from symexplin.conversion import convert, fold
     from symexplin.linear import SELLinear
     from symexplin.optim import (
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         suggest_lr,
         to_adamw,
     )
+    from symexplin.presets import preset
     from symexplin.routes import Route, Routing, routing
     from symexplin.starts import init_
 
@@ -62,7 +63,7 @@ __all__ = [
 
 # The module of each name. A name is imported at first use, so that `symexplin --help` does not load torch.
 _HOMES = {
-    "config": ("SELConfig", "Scale", "preset"),
+    "config": ("SELConfig", "Scale"),
     "conversion": ("convert", "fold"),
     "linear": ("SELLinear",),
     "optim": (
@@ -78,6 +79,7 @@ _HOMES = {
         "suggest_lr",
         "to_adamw",
     ),
+    "presets": ("preset",),
     "routes": ("Route", "Routing", "routing"),
     "starts": ("init_",),
 }

@@ -1,4 +1,4 @@
-"""The validated configuration of the map, and the paper's presets."""
+"""The validated configuration of the map."""
 
 import dataclasses
 import json
@@ -9,18 +9,17 @@ from typing import Any, Self
 from symexplin.validation import check_choice, check_finite, check_flag, check_positive, check_whole
 
 __all__ = [
+    "BETA_AT_1024",
     "CURVATURES",
     "DECAYED_ROLES",
     "MODES",
     "PATTERNS",
-    "PRESETS",
     "SCALE_ROLES",
     "START_RULES",
     "TRANSFORMS",
     "SELConfig",
     "Scale",
     "check_config",
-    "preset",
 ]
 
 # The scales that each mode uses; others are never created. All modes use `s` and `delta`.
@@ -49,6 +48,7 @@ _NO_LOGARITHM = {
     "delta": "delta is added to the weight and may have either sign",
 }
 
+BETA_AT_1024 = 7.5  # the paper's reference curvature at its smallest width (section 5.2)
 PAPER_LR = 3e-4  # the learning rate that the paper's multipliers k go with (section 5.1)
 _USUAL_START = {"n": 0.0, "delta": 0.0}  # the first value of the other scales is 1
 
@@ -243,7 +243,7 @@ class SELConfig:
         if isinstance(beta, str):
             beta = auto_beta(width)
             if self.mode != "linear":  # there l is the map itself
-                starts["l"] = min(1.0, beta / _BETA_AT_1024)
+                starts["l"] = min(1.0, beta / BETA_AT_1024)
         missing = [role for role in SCALE_ROLES if getattr(self, role).start is None]
         filled = {role: dataclasses.replace(getattr(self, role), start=starts[role]) for role in missing}
         return dataclasses.replace(self, beta=beta, **filled)
@@ -257,8 +257,8 @@ class SELConfig:
 
         `rates` adds the learning rates of the scales.
 
-        >>> preset("fixed_curvature").describe()
-        'mismatch, beta 7.5, e and l learned (row_col_mult), mismatched start'
+        >>> SELConfig(beta=7.5, e=Scale("row_col_mult")).describe()
+        'mismatch, beta 7.5, e learned (row_col_mult), matched start'
         >>> SELConfig().resolve(256).describe()
         'mismatch, beta 3.75, l 0.5, matched start'
         """
@@ -313,45 +313,6 @@ def _scale(role: str, value: object) -> Scale:
     for key in value:
         check_choice(f"{role} key", key, [f.name for f in dataclasses.fields(Scale)])
     return Scale(**value)
-
-
-# The paper's learned scales, with its multipliers for the learning rate 3e-4 (section 5.1).
-_LEARNED = {
-    "e": Scale("row_col_mult", k=(50.0, 8.0)),
-    "l": Scale("row_col_mult", k=(50.0, 8.0)),
-    "m": Scale("row_col_mult", k=(0.01, 0.5)),
-}
-_BETA_AT_1024 = 7.5  # the paper's, at its smallest width (section 5.2)
-_FROZEN: dict[str, Any] = {"beta": _BETA_AT_1024, "start": "mismatched"}
-_PAPER: dict[str, Any] = {**_FROZEN, **_LEARNED}
-PRESETS: dict[str, dict[str, Any]] = {
-    "paper": _PAPER,
-    # Assumptions, not in the paper: the multiplier of n and the rank of delta.
-    "paper+offset": {**_PAPER, "n": Scale("column"), "delta": Scale("lora", k=(0.5, 0.5))},
-    "fixed_curvature": {**_PAPER, "m": Scale()},
-    "absorbed": {**_PAPER, "curvature": "absorbed", "normalize": True},
-    "frozen": _FROZEN,
-    "congruent": {**_PAPER, "mode": "congruent", "start": "matched"},
-    "exp_only": {**_PAPER, "mode": "exp_only", "start": "matched"},
-    "structured_linear": {**_PAPER, "mode": "linear", "start": "matched"},
-}
-
-
-def preset(name: str, **overrides: Any) -> SELConfig:
-    """Return one of the paper's configurations, with `overrides` of :class:`SELConfig` fields.
-
-    "paper" (width 1024: beta 7.5, mismatch, the mismatched start, learned row x column e, l, m), "paper+offset",
-    "fixed_curvature", "absorbed" (normalized), "frozen" (all scales one), "congruent", "exp_only" and
-    "structured_linear" (these three start matched). They have beta 7.5 at any width; beta="auto" follows the width.
-
-    Raises:
-        ValueError: an unknown preset or field. The message names the nearest valid one.
-
-    >>> preset("paper", beta=15).beta
-    15.0
-    """
-    check_choice("preset", name, PRESETS)
-    return SELConfig.from_dict({**PRESETS[name], **overrides})
 
 
 def check_config(config: object) -> SELConfig:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from symexplin.config import BETA_AT_1024
 from symexplin.inversion import invert
 from symexplin.transform import (
     CURVATURES,
@@ -24,10 +25,10 @@ __all__ = ["anneal", "auto_beta", "beta_for", "effective", "inverse"]
 
 # The paper's beta at width 1024 (section 5.2). From there up, width^0.8 meets its 12-15 at 2048 and 17.5-20 at 3072;
 # below, the square root keeps kappa times Xavier's bound. Both powers are our choice.
-_WIDTH, _BETA, _ABOVE, _BELOW = 1024, 7.5, 0.8, 0.5
+_WIDTH, _ABOVE, _BELOW = 1024, 0.8, 0.5
 # At width 1024 beta 7.5 gives this kappa |w| at 1.75 deviations of Xavier's draw, sqrt(2/(1024 + 1024)): the middle of
 # the paper's 1.5 to 2 (section 5.2). There the exponential is 23 % above its tangent.
-_KNEE = 7.5 * 1.75 / 32.0
+_KNEE = BETA_AT_1024 * 1.75 / 32.0
 
 
 class _Effective(torch.autograd.Function):
@@ -207,7 +208,7 @@ def auto_beta(width: int) -> float:
     """
     check_positive("width", width)
     growth: float = (width / _WIDTH) ** (_ABOVE if width >= _WIDTH else _BELOW)
-    return _BETA * growth
+    return BETA_AT_1024 * growth
 
 
 def beta_for(std: float, deviations: float = 1.75) -> float:

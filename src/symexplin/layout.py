@@ -49,7 +49,7 @@ class Layout:
         config: the configuration of the model. One that is not resolved gets the numbers of a model that has this
             tensor alone.
 
-    >>> from symexplin.config import preset
+    >>> from symexplin.presets import preset
     >>> layout = Layout((3, 2), 0, preset("paper"))
     >>> [(slot.name, slot.panel, slot.index) for slot in layout.slots][:2]
     [('e_row', 'panel0', 0), ('e_column', 'panel1', 0)]

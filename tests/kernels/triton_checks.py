@@ -11,12 +11,13 @@ import torch
 
 from formulas import Formulas
 from symexplin import kernels as dispatch
-from symexplin.config import Scale, SELConfig, preset
+from symexplin.config import Scale, SELConfig
 from symexplin.coordinates import Coordinates
 from symexplin.kernels import Factors, Matrices, Rates, Terms, triton_launch, using
 from symexplin.kernels.factors import Place
 from symexplin.kernels.triton_launch import Shape, Tiles, TritonKernels
 from symexplin.layout import Layout
+from symexplin.presets import preset
 from symexplin.transform import Form, Scales, forward, tolerance
 
 UNIT = 2.0**-24

@@ -7,9 +7,9 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import symexplin as sel
-from symexplin.config import PRESETS
 from symexplin.kernels import backend_for, using
 from symexplin.optim.batch import ReadableBatch
+from symexplin.presets import PRESETS
 from training import assert_same_bits, backward, build, network, train
 
 pytestmark = pytest.mark.skipif(backend_for("cpu") is None, reason="needs a C compiler")

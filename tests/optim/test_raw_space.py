@@ -9,7 +9,7 @@ from torch import nn
 
 import symexplin as sel
 from networks import ELEMENTWISE, EXP
-from symexplin.config import PRESETS
+from symexplin.presets import PRESETS
 from training import MATCHED, assert_same_bits, backward, batch, build, network, train
 
 

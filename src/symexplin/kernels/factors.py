@@ -95,7 +95,7 @@ class Sums(NamedTuple):
 def terms_of(layout: Layout) -> Terms | None:
     """Return the terms of a layout for kernels, or None if they cannot compute its map.
 
-    >>> from symexplin.config import preset
+    >>> from symexplin.presets import preset
     >>> terms_of(Layout((4, 3), 0, preset("paper"))).e
     Place(value=1.0, columns=(0, 0, -1), log=False)
     >>> terms_of(Layout((4, 3), 0, preset("paper+offset"))) is None  # its residual is a full matrix
@@ -130,7 +130,7 @@ def _place(layout: Layout, role: str, neutral: float) -> Place:
 class FactoredMap:
     """The factors of a map at the present values of its panels.
 
-    >>> from symexplin.config import preset
+    >>> from symexplin.presets import preset
     >>> layout = Layout((2, 3), 0, preset("paper"))
     >>> panel0, panel1, scalar, _ = layout.start_panels(torch.float32, torch.device("cpu"), position=0).values()
     >>> FactoredMap(terms_of(layout), Panels(panel0, panel1, scalar[None], sizes=[2])).factors().rows[0]  # kappa

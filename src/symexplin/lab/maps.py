@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import symexplin as sel
-from symexplin.config import PRESETS, SCALE_ROLES, START_RULES
+from symexplin.config import SCALE_ROLES, START_RULES
+from symexplin.presets import PRESETS
 from symexplin.validation import check_choice, check_whole, naming
 
 __all__ = ["HOMES", "LAB_PRESETS", "CurveConfig", "map_of", "named_map"]

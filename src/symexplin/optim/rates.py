@@ -34,7 +34,7 @@ def suggest_lr(model: nn.Module, config: SELConfig | None, adamw_lr: float) -> f
     Raises:
         ValueError: nothing to curve, a weight without an inverse, or the errors of :func:`symexplin.routing`.
 
-    >>> from symexplin.config import preset
+    >>> from symexplin.presets import preset
     >>> model = nn.Sequential(nn.Linear(1024, 1024))
     >>> round(suggest_lr(model, preset("exp_only"), adamw_lr=3e-4) / 3e-4, 1)
     0.9

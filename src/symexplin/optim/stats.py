@@ -29,7 +29,7 @@ def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> d
 
     Empty before the first step. With a sharded model every process must call it and gets the same result.
 
-    >>> from symexplin.config import preset
+    >>> from symexplin.presets import preset
     >>> sorted(stats(nn.Sequential(SELLinear(8, 8, config=preset("paper")))))[:2]
     ['e/mean', 'e/std']
     """

@@ -11,10 +11,10 @@ from torch import nn
 
 import symexplin as sel
 from networks import ELEMENTWISE, moved, network
-from symexplin.config import PRESETS
 from symexplin.lab.model import ModelConfig, Transformer
 from symexplin.lab.weights.files import load_model, read_specs, read_tensors, save_model
 from symexplin.lab.weights.folding import fold_file, invert_file
+from symexplin.presets import PRESETS
 
 PAPER = sel.preset("paper", start="matched")
 TINY = ModelConfig(width=16, depth=2, heads=2, vocab_size=40, context=8)

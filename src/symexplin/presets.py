@@ -1,0 +1,45 @@
+"""The configurations of the paper's experiments."""
+
+from typing import Any
+
+from symexplin.config import BETA_AT_1024, Scale, SELConfig
+from symexplin.validation import check_choice
+
+__all__ = ["PRESETS", "preset"]
+
+# The paper's learned scales, with its multipliers for the learning rate 3e-4 (section 5.1).
+_LEARNED = {
+    "e": Scale("row_col_mult", k=(50.0, 8.0)),
+    "l": Scale("row_col_mult", k=(50.0, 8.0)),
+    "m": Scale("row_col_mult", k=(0.01, 0.5)),
+}
+_FROZEN: dict[str, Any] = {"beta": BETA_AT_1024, "start": "mismatched"}
+_PAPER: dict[str, Any] = {**_FROZEN, **_LEARNED}
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": _PAPER,
+    # Assumptions, not in the paper: the multiplier of n and the rank of delta.
+    "paper+offset": {**_PAPER, "n": Scale("column"), "delta": Scale("lora", k=(0.5, 0.5))},
+    "fixed_curvature": {**_PAPER, "m": Scale()},
+    "absorbed": {**_PAPER, "curvature": "absorbed", "normalize": True},
+    "frozen": _FROZEN,
+    "congruent": {**_PAPER, "mode": "congruent", "start": "matched"},
+    "exp_only": {**_PAPER, "mode": "exp_only", "start": "matched"},
+    "structured_linear": {**_PAPER, "mode": "linear", "start": "matched"},
+}
+
+
+def preset(name: str, **overrides: Any) -> SELConfig:
+    """Return one of the paper's configurations, with `overrides` of :class:`SELConfig` fields.
+
+    "paper" (width 1024: beta 7.5, mismatch, the mismatched start, learned row x column e, l, m), "paper+offset",
+    "fixed_curvature", "absorbed" (normalized), "frozen" (all scales one), "congruent", "exp_only" and
+    "structured_linear" (these three start matched). They have beta 7.5 at any width; beta="auto" follows the width.
+
+    Raises:
+        ValueError: an unknown preset or field. The message names the nearest valid one.
+
+    >>> preset("paper", beta=15).beta
+    15.0
+    """
+    check_choice("preset", name, PRESETS)
+    return SELConfig.from_dict({**PRESETS[name], **overrides})
