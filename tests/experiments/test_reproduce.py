@@ -14,7 +14,7 @@ from symexplin.lab.process import Stopped
 SMALL = {
     "model": {"width": 16, "depth": 1, "heads": 2, "context": 8},
     "train": {"batch_size": 2, "eval_every": 2, "eval_batches": 2},
-    "compare": {"confirm_seeds": []},
+    "compare": {"seeds": [0]},
 }
 
 pytestmark = pytest.mark.usefixtures("undrawn")  # but for what a fixture of the module draws once
@@ -181,9 +181,9 @@ def test_the_plan_counts_runs_and_tokens_and_says_every_assumption():
         plan_lines(table, ["4x128"])
     assert "64x2: AdamW" not in "\n".join(plan_lines(load_table("main_grid", "mini"), ["64x4"]))
     text = "\n".join(plan_lines(table))
-    # Eight arms at five rates; then AdamW at one and the others at two at most, with two seeds: 40 + 2 (1 + 7 2).
-    assert "up to 70 runs of 600 steps, 614,400 tokens each" in text
-    assert "in all: up to 70 runs, 43,008,000 tokens" in text
+    # Eight arms at four rates with three seeds.
+    assert "up to 96 runs of 600 steps, 614,400 tokens each" in text
+    assert "in all: up to 96 runs, 58,982,400 tokens" in text
     assert all(sentence in text for sentence in table.assumptions.values())
     text = "\n".join(plan_lines(load_table("continued", "paper")))
     assert "base: AdamW, lr 0.0003, 100,000 steps" in text
@@ -193,7 +193,7 @@ def test_the_plan_counts_runs_and_tokens_and_says_every_assumption():
 def test_the_time_left_follows_from_the_runs_that_have_ended(tmp_path, monkeypatch):
     clock, lines = [0.0], []
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
-    table = load_table("frozen", "mini", changes={"compare": {"confirm_seeds": [], "lrs": [1e-3, 2e-3], "jobs": 2}})
+    table = load_table("frozen", "mini", changes={"compare": {"seeds": [0], "lrs": [1e-3, 2e-3], "jobs": 2}})
     echo = _after_each_run(table.panels[0].config, tmp_path / "128x4", lambda: None, lines.append)
     for seconds, count in ((600.0, 1), (650.0, 2), (1300.0, 4)):  # two at a time, of sixteen
         clock[0] = seconds

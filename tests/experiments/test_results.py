@@ -16,7 +16,7 @@ from symexplin.lab.settings import config_hash, load_toml
 SMALL = {
     "model": {"width": 16, "depth": 1, "heads": 2, "context": 8},
     "train": {"steps": 2, "batch_size": 2, "eval_batches": 1},
-    "compare": {"arms": ["AdamW", "frozen"], "lrs": [1e-3, 1e-2], "confirm_seeds": [1], "jobs": 1},
+    "compare": {"arms": ["AdamW", "frozen"], "lrs": [1e-3, 1e-2], "seeds": [0], "confirm_seeds": [1], "jobs": 1},
 }
 
 

@@ -198,7 +198,7 @@ def test_every_arm_takes_a_step_in_miniature(name):
 
 
 @pytest.mark.parametrize("name", sorted((OF_THE_PAPER | BEYOND) - {"profiling"}))
-def test_a_table_in_miniature_fits_into_an_hour(name):
+def test_a_table_in_miniature_takes_about_an_hour(name):
     """A run of 1,000 steps at 128x4 takes about 85 s on one of two busy cores."""
     table = load_table(name, "mini")
     cost = 0.0
@@ -207,24 +207,9 @@ def test_a_table_in_miniature_fits_into_an_hour(name):
         blocks = (model.width / 128) ** 2 * model.depth / 4
         # A third of a step at 128x4 is the same at any size: kernels to start, the head, the optimizer's loops.
         cost += panel.config.compare.most_runs * steps / 1000 * (1 / 3 + 2 / 3 * blocks)
-    assert cost * 85 / 2 <= 3600
-    assert panel.config.compare.seeds == (0,)
+    assert cost * 85 / 2 <= 4500
+    assert panel.config.compare.seeds == (0, 1, 2)
     assert len(panel.config.compare.lrs) >= 4
-    assert len(panel.config.compare.confirm_seeds) == 2
-
-
-@pytest.mark.parametrize(
-    ("said", "seeds", "confirm"),
-    [
-        ({"seeds": [0, 1, 2, 3]}, (0, 1, 2, 3), ()),
-        ({"seeds": [2]}, (2,), (1,)),
-        ({"seeds": [7]}, (7,), (1, 2)),
-        ({"seeds": [0, 1], "confirm_seeds": [2, 3, 4]}, (0, 1), (2, 3, 4)),
-    ],
-)
-def test_a_seed_that_the_command_has_at_every_rate_is_not_confirmed_again(said, seeds, confirm):
-    grid = load_table("frozen", "mini", changes={"compare": said}).panels[0].config.compare
-    assert (grid.seeds, grid.confirm_seeds) == (seeds, confirm)
 
 
 def test_a_panel_goes_before_its_scale_and_the_command_before_both():

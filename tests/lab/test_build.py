@@ -94,7 +94,7 @@ def test_gradients_have_memory_of_their_own_where_graphs_reuse_theirs(compute, a
     settings = dataclasses.replace(config(compute=ComputeConfig(**compute)), train=train)
     model = build(settings).model
     model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
-    clear_gradients(model, settings)
+    clear_gradients(model.parameters(), settings)
     for parameter in model.parameters():
         assert (parameter.grad is not None) == kept
         assert not kept or not parameter.grad.any()

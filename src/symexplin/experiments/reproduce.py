@@ -36,21 +36,20 @@ class ReproduceConfig:
     """How to run a table. Keys that are not given are the scale's, see configs/protocols.toml.
 
     Args:
-        scale: "mini" (two CPU cores, at most an hour), "paper" (the paper's protocol) or "h200" (one large GPU).
+        scale: "mini" (two CPU cores, about an hour at most), "paper" (the paper's protocol) or "h200" (one large GPU).
         data: a folder that `symexplin prepare` made, or sources of text for it.
         panels: those to run now; the others stay for later.
         arms: those to run, the baseline among them.
         lrs: peak learning rates; every arm trains at each.
-        seeds: of the first stage, in which every arm trains at every learning rate.
-        confirm_seeds: of the second stage, at the best learning rates alone; those of the scale if not given, without
-            the ones in `seeds`.
+        seeds: every arm trains at each learning rate with each.
+        confirm_seeds: of a second stage, at the best learning rates alone.
         jobs: runs at a time.
         reuse: folders of other tables. Their finished runs of the same configuration, data, seed, commit and machine
             are copied instead of being trained again.
         steps: optimizer steps of each run; warm-up and evaluations keep their share, as far as evaluations take less
             than half the time of training.
         set: any key of a scale's tables, such as model.width=64, train.batch_size=4, map.beta=5 (of every curved arm),
-            compare.confirm_seeds=[], or for a cluster compare.cluster=slurm cluster.walltime=...
+            or for a cluster compare.cluster=slurm cluster.walltime=...
     """
 
     scale: str = field(default="mini", metadata={"choices": SCALES})
@@ -232,7 +231,7 @@ def _warnings(configs: Sequence[CompareConfig]) -> list[str]:
     if any(len(config.compare.lrs) == 1 for config in configs):
         found.append("one learning rate (--lrs): its effect cannot be told from that of the arms")
     if any(len(config.compare.seeds + config.compare.confirm_seeds) < ENOUGH_SEEDS for config in configs):
-        found.append(f"fewer than {ENOUGH_SEEDS} seeds (--seeds, --confirm-seeds): no claim can be tested")
+        found.append(f"fewer than {ENOUGH_SEEDS} seeds (--seeds): the sign of a difference shows no spread")
     steps = min(config.train.steps for config in configs)
     if steps < _FEW_STEPS:
         found.append(f"{steps} steps (--steps): the order of the arms may change in longer runs")

@@ -195,10 +195,6 @@ class _Layers:
             found["train"] = {**found["train"], "weights": self.weights}
         known = list(dict.fromkeys([self.baseline, *arms]))
         compare = {"baseline": self.baseline, "arms": known, **found["compare"]}
-        own = self.changes.get("compare", {})
-        if isinstance(own.get("seeds"), list) and "confirm_seeds" not in own:  # a seed runs in one stage
-            confirm = compare.get("confirm_seeds", [])
-            compare["confirm_seeds"] = [seed for seed in confirm if seed not in own["seeds"]]
         wanted = from_table(GridConfig, compare).arms
         for name in wanted:
             check_choice("arms", name, known)

@@ -1,10 +1,11 @@
 """Build a model and its optimizer from a configuration, with the map in either home or without one."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import symexplin as sel
 from symexplin.conversion import IDENTITY
@@ -83,15 +84,14 @@ def build_model(config: RunConfig, device: str | None = None) -> Transformer:
     return model
 
 
-def clear_gradients(model: nn.Module, config: RunConfig) -> None:
-    """Clear the gradients before a step.
+def clear_gradients(parameters: Iterable[Tensor], config: RunConfig) -> None:
+    """Clear the gradients of an optimizer's parameters before a step; those of a sharded model may be other tensors.
 
     CUDA graphs reuse the memory of the gradients that they return. The sum over microbatches has memory of its own.
     """
-    model.zero_grad(set_to_none=True)
-    if config.compute.cuda_graphs and config.train.accumulation > 1:
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
+    summed = config.compute.cuda_graphs and config.train.accumulation > 1
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter) if summed else None
 
 
 def _matched(curve: sel.SELConfig) -> sel.SELConfig:

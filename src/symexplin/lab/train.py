@@ -86,7 +86,7 @@ class Trainer:
         train = self.config.train
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * lr_factor(self.step, train)
-        clear_gradients(self.model, self.config)
+        clear_gradients((p for group in self.optimizer.param_groups for p in group["params"]), self.config)
         loss = self._backward(self._batches.batch(self.step))
         parameters = list(self.model.parameters())
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])

@@ -146,7 +146,7 @@ def _step(name: str, config: BenchConfig, case: Case, device: torch.device) -> W
             moments.append(timer())
             phases[phase] += moments[-1] - moments[-2]
 
-        clear_gradients(model, settings)
+        clear_gradients(model.parameters(), settings)
         for part in tokens:
             with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
                 loss: Tensor = forward(part[:, :-1], part[:, 1:]) / count
