@@ -3,7 +3,7 @@
     accelerate launch --num_processes 2 examples/accelerate_fsdp2.py --steps 40 --output runs/fsdp2
     accelerate launch --num_processes 2 examples/accelerate_fsdp2.py --steps 80 --output runs/fsdp2 --resume
 
-Build the parameter groups from the whole model, before `prepare` shards it. The optimizer clips, because
+Build the optimizer from the whole model, before `prepare` shards it. The optimizer clips, because
 `accelerator.clip_grad_norm_` would clip gradients of effective weights. Accelerate shards only on accelerators. On CPUs
 (`--cpu`) its launcher starts one process. torchrun starts several, which train by DDP:
 
@@ -60,8 +60,7 @@ def main() -> None:
     accelerator = Accelerator(fsdp_plugin=plugin, cpu=options.cpu)
     set_seed(0)
     model = tiny_model()
-    groups = sel.param_groups(model, lr=3e-3, weight_decay=0.01, config=sel.preset("paper"))
-    optimizer = sel.SELAdamW(groups, total_steps=options.total_steps, max_grad_norm=1.0)
+    optimizer = sel.SELAdamW(model, lr=3e-3, weight_decay=0.01, max_grad_norm=1.0)
     model, optimizer = accelerator.prepare(model, optimizer)
     # Not prepared: accelerate would step the schedule once per process.
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer.optimizer, options.total_steps)

@@ -40,7 +40,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--output", default="runs/hf_trainer")
-    parser.add_argument("--preset", default="paper")
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in the output folder")
     parser.add_argument("--cpu", action="store_true")
     options = parser.parse_args()
@@ -62,7 +61,7 @@ def main() -> None:
         disable_tqdm=True,
         use_cpu=options.cpu,
     )
-    setup = sel.hf.setup(args, config=sel.preset(options.preset))  # the one line
+    setup = sel.hf.setup(args)  # the one line
     trainer = Trainer(model=model, args=args, train_dataset=counting(), **setup)
     trainer.train(resume_from_checkpoint=options.resume)
     trainer.save_model()

@@ -1,7 +1,7 @@
 """Train with your own loop: accumulation, any scheduler, an average of the weights, checkpoints.
 
 Run `python examples/plain_loop.py --out runs/plain`. With more `--steps` it continues from its checkpoint. The schedule
-and the annealing of the scales end at `--total-steps`.
+ends at `--total-steps`.
 """
 
 import argparse
@@ -32,8 +32,8 @@ def main() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4))
     print(sel.routing(model))  # the curved parameters, with reasons
-    groups = sel.param_groups(model, lr=1e-3, weight_decay=0.01, config=sel.preset("paper"))
-    optimizer = sel.SELAdamW(groups, total_steps=arguments.total_steps, max_grad_norm=1.0)
+    optimizer = sel.SELAdamW(model, lr=1e-3, weight_decay=0.01, max_grad_norm=1.0)
+    print(optimizer)  # the map and the rates
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=arguments.total_steps)
     average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.99))
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "average": average}

@@ -31,7 +31,7 @@ class SELOptimizersContainer(OptimizersContainer):
         eps: float = 1e-8
         weight_decay: float = 0.1
         max_grad_norm: float | None = 1.0
-        preset: str = "paper"
+        preset: str | None = None  # None: the default map
         no_decay: tuple[str, ...] = ()
 
     def __init__(self, config: Config, *, model_parts: Sequence[nn.Module]) -> None:
@@ -45,7 +45,7 @@ class SELOptimizersContainer(OptimizersContainer):
             model_parts[0],
             lr=config.lr,
             weight_decay=config.weight_decay,
-            config=sel.preset(config.preset),
+            config=None if config.preset is None else sel.preset(config.preset),
             no_decay=config.no_decay,
         )
         for group in groups:  # checkpoints know the model without its wrappers
