@@ -93,6 +93,10 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         self._writes = Writes()
         self._diverged = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled and copied: torch's parts, and a start that is not finished."""
+        return super().__getstate__() | {"_start": self._start}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a state that was pickled, copied or loaded."""
         super().__setstate__(state)
