@@ -187,6 +187,14 @@ def test_frozen_and_plain_parameters_neither_start_nor_refuse():
     assert torch.equal(model[0].weight, before[0].weight)
 
 
+def test_parameters_without_values_are_refused_at_the_first_step():
+    with torch.device("meta"):
+        model = network()
+    optimizer = build(model)
+    with pytest.raises(ValueError, match=r"on the device 'meta': build the optimizer after to_empty"):
+        optimizer.step()
+
+
 class Shared(nn.Module):
     """One linear layer that is called twice, and one that has its weight."""
 
