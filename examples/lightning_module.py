@@ -48,10 +48,10 @@ def data(batch_size: int) -> torch.utils.data.DataLoader[tuple[Tensor, ...]]:
     return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, targets), batch_size)
 
 
-def fit(out: Path, epochs: int, *callbacks: L.Callback, **settings: Any) -> Regressor:
+def fit(out: Path, epochs: int, *callbacks: L.Callback, width: int = 32, **settings: Any) -> Regressor:
     """Train up to `epochs`, from the last checkpoint in `out` if there is one; return the module."""
     torch.manual_seed(0)
-    module = Regressor()
+    module = Regressor(width)
     saver = L.pytorch.callbacks.ModelCheckpoint(dirpath=out, filename="last", enable_version_counter=False)
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     defaults = {"accelerator": "cpu", "gradient_clip_val": 1.0, **quiet}

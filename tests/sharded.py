@@ -1,12 +1,18 @@
 """A small network trained by SELAdamW whole, under DDP and under FSDP2, to be run by `processes.run`."""
 
+import copy
 import io
 import warnings
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -158,6 +164,44 @@ def resumed(how, config, folder, dtype=torch.float32, full_state=False, flat=Fal
     at = weights(model), states(model, optimizer)
     losses = steps(model, optimizer, how, dtype, 4, 8)
     return at, (weights(model), states(model, optimizer), losses)
+
+
+def started(how, config):
+    """Return the weights that an optimizer has started."""
+    return weights(make(how, config)[0])
+
+
+def restarted(how, config):
+    """Resume weights that look fresh, and such that do not; whether the run ends in the same bits."""
+    same = []
+    for scale in (1.0, 3.0):
+        model, optimizer = make(how, config)
+        steps(model, optimizer, how, torch.float32, 0, 4)
+        values, state = copy.deepcopy(get_state_dict(model, optimizer))
+        steps(model, optimizer, how, torch.float32, 4, 8)
+        again = shard(model_of(), how)
+        set_model_state_dict(again, values)
+        with torch.no_grad():
+            again[3].weight.mul_(scale)
+        other = optimizer_of(again, config)
+        set_state_dict(again, other, model_state_dict=values, optim_state_dict=state)
+        steps(again, other, how, torch.float32, 4, 8)
+        ends = weights(model), weights(again)
+        same.append(all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0]))
+    return same
+
+
+def refusal(how, config):
+    """Return the message that refuses to start weights that were not just drawn, in one process's part."""
+    model = shard(model_of(), how)
+    if torch.distributed.get_rank() == 1:
+        model[3].weight.to_local().data.mul_(9)
+    optimizer = optimizer_of(model, config)
+    try:
+        steps(model, optimizer, how, torch.float32, 0, 1)
+    except ValueError as error:
+        return str(error)
+    return "not refused"
 
 
 def collectives(how, config):

@@ -17,15 +17,16 @@ pytest.importorskip("accelerate")
 
 import forked  # noqa: E402
 import symexplin as sel  # noqa: E402
+from symexplin.starts import is_fresh  # noqa: E402
 
 CONFIG = sel.preset("paper")
 
 
-def tiny(dtype=torch.float32):
+def tiny(dtype=torch.float32, width=16):
     torch.manual_seed(0)
     config = transformers.Qwen3Config(
         vocab_size=32,
-        hidden_size=16,
+        hidden_size=width,
         intermediate_size=24,
         num_hidden_layers=1,
         num_attention_heads=2,
@@ -317,7 +318,8 @@ _RUNS = """if True:
             out = os.path.join(folder, name)
             args = arguments(out, max_steps=20, save_strategy="steps", save_steps=5, dataloader_drop_last=True,
                              train_sampling_strategy="random", max_grad_norm=1.0)
-            run = trainer(args, tiny(dtype), callbacks=callbacks)
+            # Once trained, weights of this size are no longer taken for a draw.
+            run = trainer(args, tiny(dtype, 256), callbacks=callbacks)
             run.train(resume_from_checkpoint=resume)
             run.save_model()
             logits = run.model(torch.arange(10)[None]).logits
@@ -377,6 +379,8 @@ def test_killed_and_resumed_it_is_the_uninterrupted_run(killed_runs, dtype):
     assert not info["unexpected_keys"]
     assert not info["mismatched_keys"]
     assert model(torch.arange(10)[None]).logits.tolist() == whole["logits"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "whole" / "checkpoint-10", dtype=torch.float32)
+    assert not is_fresh(model.model.layers[0].mlp.down_proj.weight)
 
 
 _SHARDED = """if True:

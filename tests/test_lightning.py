@@ -15,11 +15,13 @@ import torch
 
 import symexplin as sel
 from symexplin.lightning import setup
+from symexplin.starts import is_fresh
 from training import assert_same_bits
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "lightning_module.py"
 # One process imports Lightning and forks one process per precision.
 PRECISIONS = ["32-true", "bf16-true"]
+WIDTH = 64  # once trained, the first layer is no longer within the bound of a draw, so that a start would be refused
 KILLED = """
 import os, signal, sys
 from pathlib import Path
@@ -35,7 +37,8 @@ class Kill(example.L.Callback):
 for precision in sys.argv[3:]:
     pid = os.fork()
     if not pid:
-        test_lightning.record(example, Path(sys.argv[2], precision), 4, Kill(), precision=precision)
+        test_lightning.record(example, Path(sys.argv[2], precision), 4, Kill(), width=test_lightning.WIDTH,
+                              precision=precision)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
 """
@@ -78,8 +81,10 @@ def killed(example, tmp_path_factory):  # noqa: ARG001 (skips without Lightning)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_killed_run_goes_on_to_the_same_bits(example, killed, tmp_path, precision):
     """Resumed in another process, from the checkpoint of the second epoch."""
-    whole, expected = record(example, tmp_path, 4, precision=precision)
-    module, losses = record(example, killed / precision, 4, precision=precision)
+    whole, expected = record(example, tmp_path, 4, width=WIDTH, precision=precision)
+    module, losses = record(example, killed / precision, 4, width=WIDTH, precision=precision)
+    saved = torch.load(killed / precision / "last.ckpt", weights_only=True)["state_dict"]
+    assert not is_fresh(saved["net.0.weight"])
     assert list(losses) == list(range(13, 25))
     assert losses == {step: expected[step] for step in losses}
     assert_same_bits(module, whole)

@@ -76,6 +76,7 @@ def test_only_fresh_draws_start_mismatched():
     torch.manual_seed(0)
     for name, draw in fresh.items():
         assert is_fresh(draw(torch.empty(128, 256))), name
+    assert is_fresh(nn.Linear(16, 256).weight)  # torch's bound is above Xavier's
     weight = nn.init.xavier_uniform_(torch.empty(128, 256))
     assert is_fresh(weight.bfloat16())
     stale = {

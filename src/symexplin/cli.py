@@ -166,9 +166,14 @@ def _configured(schema: type[T], given: dict[str, Any], *files: str | Path | Non
     return from_table(schema, merge(table, given))
 
 
-def _saved(file: Path, resume: bool) -> Path | None:
-    """Return the configuration of the run to resume, if there is one."""
-    return file if resume and file.exists() else None
+def _saved(schema: type[Any], file: Path, resume: bool) -> Path | None:
+    """Return the file with the configuration of the run to resume, if there is one, after a check."""
+    from symexplin.lab.folders import saved_config
+
+    if not (resume and file.exists()):
+        return None
+    saved_config(schema, file)
+    return file
 
 
 # --- The commands: the docstring of each is its help ------------------------------------------------------------------
@@ -237,7 +242,7 @@ def _train(config: _Config = None, *, out: _Folder, resume: _Resume = False, **g
     from symexplin.lab.folders import CONFIG
     from symexplin.lab.run import MODEL, train
 
-    settings = _configured(RunConfig, given, _saved(Path(out, CONFIG), resume), config)
+    settings = _configured(RunConfig, given, _saved(RunConfig, Path(out, CONFIG), resume), config)
     result = train(settings, out, resume=resume, echo=_log)
     if launch()[0] == 0:
         _log(f"{result['final_loss']:.4f} nats per token; plain weights: {Path(out, MODEL)}")
@@ -264,7 +269,7 @@ def _compare(config: _Config = None, *, out: _Folder, resume: _Resume = False, *
     from symexplin.lab.compare.grid import CONFIG, CompareConfig
     from symexplin.lab.compare.sweep import compare_runs
 
-    settings = _configured(CompareConfig, given, _saved(Path(out, CONFIG), resume), config)
+    settings = _configured(CompareConfig, given, _saved(CompareConfig, Path(out, CONFIG), resume), config)
     compare_runs(settings, out, resume=resume, echo=_log)
 
 

@@ -19,7 +19,9 @@ def first_match(names: Iterable[str], patterns: Iterable[str]) -> str | None:
 
 
 def check_patterns(argument: str, patterns: Iterable[str], names: Sequence[str]) -> None:
-    """Refuse a pattern of `argument` that matches none of the `names`."""
+    """Refuse what is no sequence of patterns, and a pattern of `argument` that matches none of the `names`."""
+    if not isinstance(patterns, Iterable) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ValueError(f"{argument} must have names or patterns of parameters, got {patterns!r}")
     for pattern in patterns:
         if first_match(names, [pattern]) is None:
             raise ValueError(f"{argument} pattern {pattern!r} matches no parameter, such as {list(names[:3])}")
@@ -29,11 +31,13 @@ def by_name(argument: str, value: T | Mapping[str, T], names: Sequence[str]) -> 
     """Return the setting of every name: `value`, or that of the first pattern in it which matches the name.
 
     Raises:
-        ValueError: a pattern that matches no name or only names of earlier patterns, or a name without a pattern.
+        ValueError: a list, a pattern that matches no name or only those of earlier ones, or a name without a pattern.
 
     >>> by_name("lr", {"*.mlp.*": 1e-3, "*": 3e-4}, ["0.mlp.up", "head"])
     {'0.mlp.up': 0.001, 'head': 0.0003}
     """
+    if isinstance(value, list | tuple):
+        raise ValueError(f"{argument} must be a number, or {{name pattern: number}}, got {value!r}")
     if not isinstance(value, Mapping):
         return dict.fromkeys(names, value)
     check_patterns(argument, value, names)

@@ -41,7 +41,8 @@ class Routing:
     """The decision for every parameter of a model; prints as a table.
 
     `config` is the map with the numbers that the model's `width` gives it. The width is the side that occurs most often
-    among the curved matrices, the larger one on a tie; None: nothing is curved.
+    among the curved matrices, the larger one on a tie. Where only biases are curved, their weights count. None: nothing
+    is curved.
     """
 
     routes: tuple[Route, ...]
@@ -155,6 +156,9 @@ def routing(
     check_patterns("include", config.include, known)
     check_patterns("exclude", config.exclude, known)
     own = [name for name, _ in whole.named_parameters()]
+    if not isinstance(no_decay, str):
+        no_decay = tuple(no_decay or ())  # a generator would be spent after the first parameter
+        check_patterns("no_decay", no_decay, own)
     rates, decays = by_name("lr", lr, own), by_name("weight_decay", weight_decay, own)
     routes = []
     for position, (name, parameter) in enumerate(whole.named_parameters()):
@@ -162,9 +166,10 @@ def routing(
         route = _decide(name, names[id(parameter)], parameter, position, candidate, config)
         decay = decays[name] if candidate.decays and not _undecayed(route, no_decay) else 0.0
         routes.append(replace(route, lr=rates[name], weight_decay=decay))
-    if not isinstance(no_decay, str):
-        check_patterns("no_decay", no_decay, own)
-    width = common_width(route.parameter.shape for route in routes if route.curved and route.parameter.dim() == 2)
+    curved = [route.parameter for route in routes if route.curved]
+    # Where biases alone are curved, their weights count.
+    matrices = [p for p in curved if p.dim() == 2] or [m for p in curved if (m := candidates[id(p)].matrix) is not None]
+    width = common_width(matrix.shape for matrix in matrices)
     found = tuple(route for route in routes if id(route.parameter) in inside)
     return Routing(found, config if width is None else config.resolve(width), width)
 

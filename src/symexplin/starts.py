@@ -17,7 +17,8 @@ __all__ = ["check_fresh", "init_", "is_fresh", "start_weight", "stale"]
 
 # A draw rounded to bfloat16 may exceed the bound of the draw by 2^-8 of it.
 _ROUNDING = 1.0 + 2.0**-8
-# The mean of a symmetric draw is this many standard errors from 0 in one matrix of a hundred million.
+# The sum of n symmetric draws exceeds 5.7 times their norm with probability 2 exp(-5.7^2/2) = 2e-7 at most (Hoeffding),
+# for any n. In units of the deviation around the mean, a few draws of one sign would exceed it often.
 _ERRORS = 5.7
 
 
@@ -44,23 +45,28 @@ def start_weight(target: Tensor, layout: Layout) -> Tensor:
 
 @torch.no_grad()
 def is_fresh(weight: Tensor) -> bool:
-    """Whether a matrix may be a fresh draw: within Xavier's bound sqrt(6/(d_in + d_out)), its mean within noise of 0.
+    """Whether a matrix may be a fresh draw: within the bound of one, and its mean within noise of 0.
+
+    The bound is Xavier's, sqrt(6/(d_in + d_out)), or that of `nn.Linear`, 1/sqrt(d_in), which is larger for
+    d_out > 5 d_in.
 
     >>> is_fresh(nn.Linear(64, 64).weight), is_fresh(torch.eye(64))
     (True, False)
     """
     if weight.is_meta:
         return False
-    bound = math.sqrt(6.0 / sum(weight.shape)) * _ROUNDING
-    std, mean = torch.std_mean(weight.detach().double(), correction=0)
-    return bool(weight.abs().max() <= bound) and bool(mean.abs() <= _ERRORS * std / math.sqrt(weight.numel()))
+    bound = math.sqrt(max(6.0 / sum(weight.shape), 1.0 / weight.shape[1])) * _ROUNDING
+    std, mean = torch.std_mean(weight.detach().to(compute_dtype(weight)), correction=0)
+    noise = torch.hypot(std, mean) / math.sqrt(weight.numel())
+    return bool(weight.abs().max() <= bound) and bool(mean.abs() <= _ERRORS * noise)
 
 
 def stale(name: str) -> str:
     """Return the message that refuses the mismatched start for a weight that was not just drawn."""
     return (
-        f"start 'mismatched' is for weights that were just drawn: {name} is not symmetric within Xavier's bound. Use "
-        "start='matched' for weights that were trained, or that symexplin.init_ has drawn and started"
+        f"start 'mismatched' is for weights that were just drawn: {name} is not symmetric within the bound of "
+        "Xavier's draw or torch's. Use start='matched' for weights that were trained, or that symexplin.init_ has "
+        "drawn and started"
     )
 
 

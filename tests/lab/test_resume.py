@@ -12,6 +12,7 @@ from symexplin.lab.files import read_json_lines
 from symexplin.lab.load import digest_of
 from symexplin.lab.maps import CurveConfig
 from symexplin.lab.model import ModelConfig
+from symexplin.lab.report.probe import read_run
 from symexplin.lab.run import train
 from symexplin.lab.settings import from_table, load_toml
 from symexplin.lab.train import Trainer
@@ -93,6 +94,14 @@ def test_a_run_that_drew_its_weights_goes_on_with_no_others(base, data, tmp_path
     folder = trained(data, tmp_path / "run", CURVES["none"], TINY)
     with pytest.raises(ValueError, match=r"weights must be those"):
         train(config_of(folder, weights=str(base / "1")), folder, resume=True)
+
+
+def test_a_folder_of_another_version_is_named_with_its_key(base, tmp_path):
+    folder = shutil.copytree(base / "1", tmp_path / "run")
+    text = (folder / "config.toml").read_text()
+    (folder / "config.toml").write_text(text.replace("[sel]\n", "[sel]\nmultiplier_lr = 1\n"))
+    with pytest.raises(ValueError, match=r"config\.toml' was edited, or is of another version .*'multiplier_lr'"):
+        read_run(folder)
 
 
 def test_weights_of_another_shape_leave_no_folder(base, data, tmp_path):

@@ -23,6 +23,17 @@ def resumed(optimizer, model, **kwargs):
     return other
 
 
+def test_a_state_of_an_earlier_version_is_refused_with_what_to_do():
+    """It had one beta per parameter, and another form of the scales."""
+    model = network()
+    optimizer = build(model)
+    train(model, optimizer, 1)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0] |= {"beta": [7.5] * 4, "config": '{"beta": 7.5, "e": {"peak_lr": null}}'}
+    with pytest.raises(ValueError, match=r"state_dict is of an earlier version.*the model's weights alone.*'matched'"):
+        build(model).load_state_dict(state)
+
+
 def test_a_group_added_by_hand_is_saved_and_loaded():
     """As README shows it: parameters with names and nothing else."""
     models, optimizers = [], []

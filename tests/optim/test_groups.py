@@ -59,6 +59,11 @@ def test_a_scales_own_rate_becomes_a_multiplier():
     config = sel.preset("frozen", e=sel.Scale("row", k=(50, 8)))
     curved = sel.param_groups(network(), lr=3e-3, config=config)[0]
     assert curved["k_e"] == pytest.approx([5.0, 0.8])
+    # A tensor is a learning rate, too.
+    curved = sel.param_groups(network(), lr={"*": torch.tensor(3e-3)}, config=config)[0]
+    assert curved["k_e"] == pytest.approx([5.0, 0.8])
+    groups = sel.param_groups(sel.convert(network(), sel.SELConfig(e=config.e)), lr=torch.tensor(3e-3))
+    assert [group["k"] for group in groups if group["role"] == "e"] == [pytest.approx([5.0, 0.8])]
     with pytest.raises(ValueError, match="lr must be given"):
         sel.param_groups(network(), config=config)
 
@@ -99,6 +104,18 @@ def test_patterns_without_decay_are_checked():
         sel.param_groups(model, no_decay=["norm.*"])
     with pytest.raises(ValueError, match="no_decay must be a sequence of patterns, or 'usual', got the string 'bias'"):
         sel.param_groups(model, no_decay="bias")
+    with pytest.raises(ValueError, match=r"no_decay must have names or patterns of parameters, got \(0,\)"):
+        sel.param_groups(model, no_decay=[0])
+
+
+def test_parameters_without_decay_may_come_from_a_generator():
+    model = network()
+    given, listed = (
+        sel.param_groups(model, no_decay=kind(name for name, p in model.named_parameters() if p.dim() == 1))
+        for kind in (iter, list)
+    )
+    assert [names(group) for group in given] == [names(group) for group in listed]
+    assert len(given) == 4
 
 
 @pytest.mark.parametrize("home", ["optimizer", "module"])
@@ -127,6 +144,7 @@ def test_rates_and_decays_by_pattern(home):
         ({"lr": {"4.*": 1e-3, "*": 1e-3}}, r"lr pattern '4\.\*' matches no parameter"),
         ({"lr": {"1.*": 1e-3}}, r"lr must have a pattern for every name, got none for '0\.weight': end with '\*'"),
         ({"lr": {"*": 1e-3, "1.*": 2e-3}}, r"lr pattern '1\.\*' never counts, .* put it first"),
+        ({"lr": [1e-3, 2e-3]}, r"lr must be a number, or {name pattern: number}, got \[0\.001, 0\.002\]"),
         ({"weight_decay": {"nothing": 0.1}}, "weight_decay pattern 'nothing' matches no parameter"),
     ],
 )

@@ -31,6 +31,16 @@ def test_the_slope_is_that_of_the_start():
     assert found == pytest.approx(1 / float(raw.grad.abs().double().mean()), rel=1e-6)
 
 
+def test_the_rate_of_biases_alone_is_theirs():
+    """exp_only has the slope 1 + beta |w_eff|, and beta is that of the frozen weights' width."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64))
+    model[0].weight.requires_grad_(False)
+    found = sel.suggest_lr(model, sel.SELConfig(mode="exp_only"), adamw_lr=1.0)
+    beta = sel.functional.auto_beta(64)
+    assert found == pytest.approx(1 / float((1 + beta * model[0].bias.detach().double().abs()).mean()), rel=1e-6)
+
+
 def test_rates_without_a_model_to_curve_are_refused():
     with pytest.raises(ValueError, match="adamw_lr must be a positive finite number, got 0"):
         sel.suggest_lr(nn.Linear(4, 4), None, adamw_lr=0)

@@ -3,16 +3,19 @@
 import contextlib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import filelock
 
-from symexplin.lab.settings import differences
+from symexplin.lab.settings import differences, from_table, load_toml
+from symexplin.validation import naming
 
 __all__ = [
     *("CONFIG", "FACTS", "LOCK", "SUMMARY", "TOKENIZER"),
-    *("check_resumable", "claimed"),
+    *("check_resumable", "claimed", "saved_config"),
 ]
+
+T = TypeVar("T")
 
 LOCK = ".lock"
 # Files of a run (symexplin.lab.run).
@@ -62,6 +65,12 @@ def _remove(folders: Collection[Path]) -> None:
     with contextlib.suppress(OSError):
         for folder in folders:
             folder.rmdir()
+
+
+def saved_config(schema: type[T], file: Path) -> T:
+    """Return the configuration that a command has written to a file in its folder."""
+    with naming(f"{str(file)!r} was edited, or is of another version of symexplin, which can read and resume it"):
+        return from_table(schema, load_toml(file))
 
 
 def check_resumable(folder: Path, kind: str, saved: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

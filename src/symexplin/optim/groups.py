@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from symexplin.config import SELConfig
 from symexplin.layout import Layout
@@ -110,17 +110,18 @@ def _add(group: Group, route: Route) -> None:
 
 
 def _finish(
-    group: Group, role: _Role, lr: float | None, decay: float | None, config: SELConfig, converted: bool
+    group: Group, role: _Role, lr: float | Tensor | None, decay: float | None, config: SELConfig, converted: bool
 ) -> Group:
     """Return the group with its map, multipliers, learning rate and decay."""
+    peak = float(lr) if isinstance(lr, Tensor) else lr
     if converted:
-        k = (1.0, 1.0) if role.config is None else getattr(role.config, role.name).multiplier(lr)
-        if lr is not None and role.config is not None:
-            warn_of_scales(role.name, max(k) * role.lr_scale * float(lr))
+        k = (1.0, 1.0) if role.config is None else getattr(role.config, role.name).multiplier(peak)
+        if peak is not None and role.config is not None:
+            warn_of_scales(role.name, max(k) * role.lr_scale * peak)
         group["k"] = [role.lr_scale * end for end in k]
     elif is_curved(group):
         group["config"] = config.to_json()
-        group |= {f"k_{scale}": list(k) for scale, k in config.multipliers(lr).items()}
+        group |= {f"k_{scale}": list(k) for scale, k in config.multipliers(peak).items()}
     given = {"lr": lr, "weight_decay": decay}
     return group | {key: value for key, value in given.items() if value is not None}
 

@@ -24,7 +24,8 @@ def suggest_lr(model: nn.Module, config: SELConfig | None, adamw_lr: float) -> f
     """Return a learning rate to begin with: AdamW's best one, divided by the map's mean slope over the weights.
 
     A step of Adam moves a raw weight by about lr, hence the effective one by ``lr |d w_eff / d w|``. The rate
-    makes this AdamW's step on average over all curved matrices. It is where a sweep begins, and no substitute for one.
+    makes this AdamW's step on average over all curved matrices, or over the biases if only they are curved. It is
+    where a sweep begins, and no substitute for one.
 
     Args:
         model: a plain model, with the weights that training starts from.
@@ -45,15 +46,14 @@ def suggest_lr(model: nn.Module, config: SELConfig | None, adamw_lr: float) -> f
         raise ValueError(f"model has nothing to curve; see print(symexplin.routing(model)):\n{table}")
     check_fresh(table)
     total, count = 0.0, 0
-    for route in table.curved:
-        if route.parameter.dim() == 2:
-            layout = route.layout(table.config)
-            with naming(route.name):
-                target = start_weight(whole(route.parameter), layout)
-                panels = layout.start_panels(target.dtype, target.device, route.position)
-                start = Coordinates(layout, target, **panels)
-                slope = start._replace(raw=start.matched(target)).slope()
-            total, count = total + float(slope.abs().sum(dtype=torch.float64)), count + slope.numel()
+    for route in [route for route in table.curved if route.parameter.dim() == 2] or table.curved:
+        layout = route.layout(table.config)
+        with naming(route.name):
+            target = start_weight(whole(route.parameter), layout)
+            panels = layout.start_panels(target.dtype, target.device, route.position)
+            start = Coordinates(layout, target, **panels)
+            slope = start._replace(raw=start.matched(target)).slope()
+        total, count = total + float(slope.abs().sum(dtype=torch.float64)), count + slope.numel()
     return adamw_lr * count / total
 
 

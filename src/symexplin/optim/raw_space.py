@@ -93,6 +93,10 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         self._writes = Writes()
         self._diverged = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled and copied: torch's parts, and a start that is not finished."""
+        return super().__getstate__() | {"_start": self._start}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a state that was pickled, copied or loaded."""
         super().__setstate__(state)
@@ -177,7 +181,13 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
     def _full_precision(self) -> contextlib.ExitStack:
         """Disable autocast during the step."""
         stack = contextlib.ExitStack()
-        for kind in {group["params"][0].device.type for group in self.param_groups}:
+        kinds = {group["params"][0].device.type for group in self.param_groups}
+        if "meta" in kinds:
+            raise ValueError(
+                "params must be the parameters that are trained, got parameters on the device 'meta': build the "
+                "optimizer after to_empty has replaced them and they have their values"
+            )
+        for kind in kinds:
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         return stack

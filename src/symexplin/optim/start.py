@@ -8,7 +8,7 @@ from torch import Tensor
 from symexplin.config import SELConfig
 from symexplin.optim.groups import Group, is_curved
 from symexplin.optim.parameter import ParameterView
-from symexplin.optim.placement import whole
+from symexplin.optim.placement import local, whole
 from symexplin.starts import is_fresh, stale, start_weight
 
 __all__ = ["MismatchedStart"]
@@ -23,7 +23,7 @@ class MismatchedStart:
     """
 
     def __init__(self) -> None:
-        self._changed: dict[int, tuple[Tensor, Tensor]] = {}  # values and old values, by the key of a view
+        self._changed: dict[Tensor, Tensor] = {}  # old values of this process's part, by parameter
         self._refusal: str | None = None
 
     @torch.no_grad()
@@ -40,7 +40,7 @@ class MismatchedStart:
                 self._refusal = stale(view.name)
                 return
         for view in views:
-            self._changed[view.key] = view.value, view.value.clone()
+            self._changed[view.parameter] = view.value.clone()
             view.value.copy_(start_weight(view.value, view.layout))
 
     def finish(self) -> None:
@@ -56,8 +56,8 @@ class MismatchedStart:
     @torch.no_grad()
     def undo(self) -> None:
         """Give the weights their old values back, and drop the refusal."""
-        for value, before in self._changed.values():
-            value.copy_(before)
+        for parameter, before in self._changed.items():
+            local(parameter).copy_(before)
         self._changed.clear()
         self._refusal = None
 
@@ -68,8 +68,8 @@ class MismatchedStart:
         The weights may have been loaded before the optimizer was built, or after it.
         """
         for view in views:
-            if view.key in self._changed and "raw" in view.state:
-                before, right = self._changed[view.key][1], view.effective()
+            if view.parameter in self._changed and "raw" in view.state:
+                before, right = self._changed[view.parameter], view.effective()
                 if float((right - before).abs().sum()) < float((right - view.value).abs().sum()):
                     view.value.copy_(before)
         self._changed.clear()

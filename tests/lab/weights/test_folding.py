@@ -12,7 +12,7 @@ from torch import nn
 import symexplin as sel
 from networks import ELEMENTWISE, moved, network
 from symexplin.lab.model import ModelConfig, Transformer
-from symexplin.lab.weights.files import load_model, read_specs, read_tensors, save_model
+from symexplin.lab.weights.files import load_model, map_in, read_specs, read_tensors, save_model
 from symexplin.lab.weights.folding import fold_file, invert_file
 from symexplin.presets import PRESETS
 
@@ -238,6 +238,31 @@ def test_tensors_that_do_not_fit_the_map(tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
         fold_file(tmp_path / "curved", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def earlier(config, peak_lr, **changes):
+    """The JSON of a map as it was before scales had a base_lr and a transform, and a map its start."""
+    table = {key: value for key, value in config.to_dict().items() if key != "start"} | changes
+    for role in "elmns":
+        table[role] = {k: v for k, v in table[role].items() if k not in ("base_lr", "transform")} | {"peak_lr": peak_lr}
+    return json.dumps(table)
+
+
+@pytest.mark.parametrize("peak_lr", [None, [0.015, 0.0024]])
+def test_a_map_of_an_earlier_version_is_read_but_not_one_beta_per_matrix(tmp_path, peak_lr):
+    model = lab()
+    save_model(model, tmp_path / "plain")
+    invert_file(tmp_path / "plain", tmp_path / "curved", PAPER)
+    metadata = read_specs(tmp_path / "curved")[1]
+    for beta in (7.5, "auto"):
+        metadata["symexplin_map"] = earlier(PAPER, peak_lr, beta=beta)
+        save_file(load_file(tmp_path / "curved"), tmp_path / f"{beta}", metadata)
+    fold_file(tmp_path / "7.5", tmp_path / "folded")
+    same(load_file(tmp_path / "folded"), sel.fold(sel.convert(model, PAPER)).state_dict())
+    e = map_in(tmp_path, metadata, "symexplin_map").e
+    assert (e.k, e.base_lr) == (((50.0, 8.0), None) if peak_lr is None else ((0.015, 0.0024), 1.0))
+    with pytest.raises(ValueError, match=r"'.*auto' is of an earlier version, with a beta per matrix: fold it with"):
+        fold_file(tmp_path / "auto", tmp_path / "out")
 
 
 @pytest.mark.parametrize(

@@ -24,14 +24,14 @@ from symexplin.lab.compare.table import Run, chosen_lrs, compare, format_table, 
 from symexplin.lab.config import ComputeConfig, RunConfig, absolute, resolve
 from symexplin.lab.data.batches import Corpus
 from symexplin.lab.files import read_json, replace_file, write_json
-from symexplin.lab.folders import FACTS, SUMMARY, check_resumable, claimed
+from symexplin.lab.folders import FACTS, SUMMARY, check_resumable, claimed, saved_config
 from symexplin.lab.load import digest_of
 from symexplin.lab.maps import map_of
 from symexplin.lab.parallel import Ranks, joined
 from symexplin.lab.provenance import cores
 from symexplin.lab.record import METRICS
 from symexplin.lab.run import check_inputs, evaluations
-from symexplin.lab.settings import dump_toml, from_table, load_toml, to_table
+from symexplin.lab.settings import dump_toml, to_table
 from symexplin.validation import naming
 
 __all__ = ["compare_runs"]
@@ -116,7 +116,7 @@ def _opened(
     folder: Path, config: CompareConfig, corpus: Corpus, resume: bool, echo: Echo, ranks: Ranks
 ) -> CompareConfig:
     """Return the resolved configuration, saved, after all checks that need no training."""
-    saved = from_table(CompareConfig, load_toml(folder / CONFIG)) if (folder / CONFIG).exists() else None
+    saved = saved_config(CompareConfig, folder / CONFIG) if (folder / CONFIG).exists() else None
     if saved is not None and not resume:
         raise ValueError(
             f"out must be a new folder, got {str(folder)!r}, which has a comparison: add --resume to continue it"

@@ -14,10 +14,9 @@ from symexplin.lab.build import Built, build
 from symexplin.lab.checkpoint import load_optimizer, newest_intact
 from symexplin.lab.config import RunConfig
 from symexplin.lab.files import read_json, read_json_lines
-from symexplin.lab.folders import CONFIG, FACTS, SUMMARY
+from symexplin.lab.folders import CONFIG, FACTS, SUMMARY, saved_config
 from symexplin.lab.model import ModelConfig
 from symexplin.lab.record import METRICS, TIMING
-from symexplin.lab.settings import from_table, load_toml
 from symexplin.lab.weights.files import MODEL, load_weights
 from symexplin.linear import SELLinear
 from symexplin.optim import RawSpaceOptimizer
@@ -53,7 +52,7 @@ class RunRecord:
 def read_run(folder: str | Path, echo: Echo = lambda _: None) -> RunRecord:
     """Return the records of a run, which may go on meanwhile; `echo` takes a line about each damaged one."""
     folder = Path(folder)
-    config = from_table(RunConfig, load_toml(folder / CONFIG))
+    config = saved_config(RunConfig, folder / CONFIG)
     facts = read_json(folder / FACTS)
     metrics, timing = (
         read_json_lines(folder / name, skipped=echo) if (folder / name).exists() else [] for name in (METRICS, TIMING)

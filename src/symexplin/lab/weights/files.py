@@ -208,4 +208,12 @@ def map_in(path: str | Path, metadata: Mapping[str, str], key: str) -> SELConfig
     if key not in metadata:
         return None
     with naming(f"header of {str(path)!r}: {key}"):
-        return SELConfig.from_dict(json.loads(metadata[key]))
+        return SELConfig.from_dict(json.loads(metadata[key], object_hook=_scale))
+
+
+def _scale(table: dict[str, Any]) -> dict[str, Any]:
+    """Return a table; of a scale of an earlier version, k multiplied the optimizer's rate or peak_lr was the rate."""
+    if "peak_lr" not in table:
+        return table
+    peak = table.pop("peak_lr")
+    return table | ({"base_lr": None} if peak is None else {"base_lr": 1.0, "k": peak})

@@ -203,6 +203,8 @@ def folded(source: str | Path) -> tuple[State, dict[str, str], Layers]:
     prefixes = {name.removesuffix(_RAW) for name in state if name.rpartition(".")[2] == _RAW}
     if config is None or not prefixes:
         raise ValueError(f"{str(source)!r} must hold raw weights, and their map as {MAP_KEY!r} in its header")
+    if config.beta == "auto":
+        raise ValueError(f"{str(source)!r} is of an earlier version, with a beta per matrix: fold it with that version")
     outline: State = {}
     for name, value in state.items():
         path, dot, local = name.rpartition(".")
