@@ -18,6 +18,8 @@ from symexplin.lightning import setup
 class Regressor(L.LightningModule):
     """A small network that learns a fixed function."""
 
+    config: sel.SELConfig | None = None  # the default map
+
     def __init__(self, width: int = 32, lr: float = 1e-3) -> None:
         super().__init__()
         self.lr = lr
@@ -33,8 +35,7 @@ class Regressor(L.LightningModule):
 
     def configure_optimizers(self) -> dict[str, object]:
         """Return the optimizer, with total steps and clipping from the Trainer, and a scheduler."""
-        groups = sel.param_groups(self, lr=self.lr, weight_decay=0.01, config=sel.preset("paper"))
-        optimizer = sel.SELAdamW(groups, **setup(self.trainer))
+        optimizer = sel.SELAdamW(self, lr=self.lr, weight_decay=0.01, config=self.config, **setup(self.trainer))
         steps = int(self.trainer.estimated_stepping_batches)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
