@@ -13,5 +13,5 @@ def test_it_trains(tmp_path):
     pytest.importorskip("lightning")
     command = [sys.executable, str(EXAMPLE), "--out", str(tmp_path), "--epochs", "12"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert float(done.stdout.split()[-1]) < 0.3  # 0.53 after the first epoch
+    assert float(done.stdout.split()[-1]) < 0.5  # 0.81 after the first epoch
     assert (tmp_path / "last.ckpt").exists()
