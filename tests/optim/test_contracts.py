@@ -148,6 +148,28 @@ def test_a_renamed_module_is_loaded_by_position():
         other.load_state_dict(optimizer.state_dict(), by_position=True)
 
 
+class Wrapper(nn.Module):
+    """A model under `module`, as in DistributedDataParallel."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+@pytest.mark.parametrize(
+    "wrap", [Wrapper, torch.compile, lambda m: torch.compile(Wrapper(m)), lambda m: Wrapper(torch.compile(m))]
+)
+def test_the_state_of_a_wrapped_model_goes_to_the_plain_one_and_back(wrap):
+    """Compiled after being wrapped, or before."""
+    model = network()
+    optimizer = build(wrap(model))
+    train(model, optimizer, 2)
+    twin = copy.deepcopy(model)
+    other = resumed(optimizer, twin)
+    assert_same_bits(train(twin, other, 1, start=2), train(model, optimizer, 1, start=2))
+    optimizer.load_state_dict(other.state_dict())
+
+
 def test_a_wrapper_subclass_takes_the_readable_path():
     """Its data pointer is 0. Both tensors follow the steps of a plain one (scales and a norm would be of both)."""
     model, twin = network(), network()

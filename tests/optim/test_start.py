@@ -147,6 +147,21 @@ def test_distributed_checkpoints_create_the_state_by_a_step_that_refuses_nothing
         train(weary, other, 1)
 
 
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_a_switch_from_adamw_finds_the_weights_of_adamw(size):
+    model = network(size)
+    adamw = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    train(model, adamw, 4)
+    if size != 8:
+        model[2].weight.data.mul_(3)
+    before = copy.deepcopy(model)
+    optimizer = build(model)
+    assert torch.equal(model[2].weight, before[2].weight) == (size != 8)
+    sel.from_adamw(optimizer, adamw)
+    assert_same_bits(model, before)
+    train(model, optimizer, 1, start=4)
+
+
 def test_a_group_that_is_added_later_starts_or_is_refused_by_itself():
     def added(extra):
         model = network()

@@ -133,7 +133,7 @@ def _check_map(old: Group, new: Group, by_position: bool) -> None:
 
 def _unwrapped(name: str) -> str:
     """Return a parameter's name without the parts that wrappers add."""
-    return ".".join(part for part in name.removeprefix("module.").split(".") if part not in _WRAPPERS)
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS).removeprefix("module.")
 
 
 def _check_state(group: Group, i: int, shape: tuple[int, ...], state: State, moments: Moments) -> None:
