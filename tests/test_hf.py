@@ -157,7 +157,7 @@ def test_a_second_run_anneals_from_the_beginning(tmp_path):
 
 def test_a_model_made_by_the_trainer_and_arguments_changed_until_training_starts(tmp_path):
     args = arguments(tmp_path, max_steps=1)
-    run = trainer(args, model_init=tiny)
+    run = trainer(args, model_init=lambda: tiny())
     args.learning_rate = 1e-3  # as a search over hyperparameters does
     run.train()
     assert {group["initial_lr"] for group in run.optimizer.param_groups} == {1e-3}

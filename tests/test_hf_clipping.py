@@ -56,7 +56,8 @@ def test_a_training_that_broke_gives_the_clipping_norm_back(tmp_path):
 
 def test_clipping_can_be_changed_and_switched_off_between_runs(tmp_path):
     args = arguments(tmp_path, max_steps=1)
-    for more in ({}, {"model_init": tiny}):  # the optimizer is kept; made anew, as a search over hyperparameters does
+    # The optimizer is kept; made anew, as a search over hyperparameters does.
+    for more in ({}, {"model_init": lambda: tiny()}):
         run = trainer(args, **more)
         for norm, expected in ((2.0, 2.0), (0.0, None), (0.25, 0.25)):
             args.max_grad_norm = norm
