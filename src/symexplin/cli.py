@@ -186,7 +186,6 @@ _Run = Annotated[str, Parameter(help="the folder of a run, one of its checkpoint
 _Weights = Annotated[str, Parameter(help="a safetensors file, or a folder of them")]
 _Target = Annotated[str, Parameter(help="the safetensors file to write, a new one")]
 _Preset = Annotated[str, Parameter(help="the map: default (beta by the width), or one of the paper's, such as paper")]
-_Start = Annotated[Literal["matched", "mismatched"], Parameter(help="mismatched: the paper's, for mode mismatch")]
 _Plan = Annotated[bool, _Switch, Parameter(help="print the runs and the assumptions, and stop")]
 _Path = str | None
 
@@ -364,9 +363,7 @@ def _inspect(source: _Weights, /, *, preset: _Path = None, map: Pairs = None, js
         write_json(json, dataclasses.asdict(found))
 
 
-def _invert(
-    source: _Weights, target: _Target, /, *, preset: _Preset = "default", map: Pairs = None, start: _Start = "matched"
-) -> None:
+def _invert(source: _Weights, target: _Target, /, *, preset: _Preset = "default", map: Pairs = None) -> None:
     """Turn plain weights into raw weights.
 
     TARGET gets the raw weights and scales whose effective weights are those of SOURCE, under the names of
@@ -378,7 +375,7 @@ def _invert(
     from symexplin.lab.maps import named_map
     from symexplin.lab.weights.folding import invert_file
 
-    invert_file(source, target, named_map(preset, {"start": start, **(map or {})}), echo=print)
+    invert_file(source, target, named_map(preset, map or {}), echo=print)
 
 
 def _fold(source: _Weights, target: _Target, /) -> None:

@@ -12,7 +12,7 @@ from symexplin.layout import Layout
 from symexplin.patterns import by_name, check_patterns, first_match
 from symexplin.plain import STEP_BIASES, ends_like, plain_modules
 
-__all__ = ["Rate", "Route", "Routing", "common_width", "names_within", "routing"]
+__all__ = ["Rate", "Route", "Routing", "common_width", "routing"]
 
 Rate = float | Tensor | Mapping[str, float]  # a number, or numbers by name pattern
 _INSIDE = "curved in its module"
@@ -147,7 +147,7 @@ def routing(
     """
     config = check_config(config)
     whole = model if whole is None else whole
-    inside = names_within(model, whole)
+    inside = _inside(model, whole)
     candidates = _candidates(whole)
     names: dict[int, list[str]] = {}
     for name, parameter in whole.named_parameters(remove_duplicate=False):
@@ -194,13 +194,13 @@ def _undecayed(route: Route, no_decay: Sequence[str] | str) -> bool:
     return route.parameter.dim() < 2 or "embedding" in route.reason
 
 
-def names_within(model: nn.Module, whole: nn.Module) -> dict[int, str]:
-    """Return the names in `whole` of the parameters of its part `model`, by their ids."""
-    names = {id(parameter): name for name, parameter in whole.named_parameters()}
+def _inside(model: nn.Module, whole: nn.Module) -> set[int]:
+    """Return the ids of the parameters of `model`, which must be a part of `whole`."""
+    known = {id(parameter) for parameter in whole.parameters()}
     for name, parameter in model.named_parameters():
-        if id(parameter) not in names:
+        if id(parameter) not in known:
             raise ValueError(f"model must be a part of whole, but its parameter {name!r} is not in whole")
-    return {id(parameter): names[id(parameter)] for parameter in model.parameters()}
+    return {id(parameter) for parameter in model.parameters()}
 
 
 def _decide(

@@ -47,16 +47,17 @@ def finished_runs(folders: Sequence[str | Path]) -> dict[tuple[str, ...], Path]:
 
 def take_over(known: Mapping[tuple[str, ...], Path], config: RunConfig, corpus: Corpus, target: Path) -> Path | None:
     """Copy the known run of this configuration and data to the new folder `target`; return its folder, or None."""
+    if target.exists():
+        return None
     weights = None if config.train.weights is None else digest_of(config.train.weights)
     key = _identity(to_table(resolve(config, corpus.vocab_size)), weights, corpus.fingerprint, _here())
     run = known.get(key)
-    if run is not None and not target.exists():
+    if run is not None:
         copy = target.with_name(f"{target.name}.new")
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(run, copy)
         copy.rename(target)
-        return run
-    return None
+    return run
 
 
 @functools.cache
