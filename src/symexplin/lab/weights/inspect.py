@@ -60,7 +60,6 @@ class Row:
     std: float
     std_growth: float
     above: dict[str, float]
-    beta: float | None
     inversion_error: float | None
     not_invertible: str | None
 
@@ -109,7 +108,7 @@ def inspect_file(path: str | Path, *, config: SELConfig | None = None, progress:
             if (layout := layouts.get(name)) is not None:
                 height = max(1, _CHUNK // tensor.shape[1])
                 parts = [_part(part, layout) for part in torch.split(tensor, height)]
-                rows.append(_row(name, layout.shape, parts, layout.beta))
+                rows.append(_row(name, layout.shape, parts))
                 every += parts
             bar.update(tensor.numel())
     rows.sort(key=lambda row: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", row.name)])
@@ -130,7 +129,7 @@ def _part(w: Tensor, layout: Layout) -> _Part:
     return _Part(np.array(sums), (top, top / bound, error or 0.0), reason)
 
 
-def _row(name: str, shape: tuple[int, ...], parts: Sequence[_Part], beta: float | None = None) -> Row:
+def _row(name: str, shape: tuple[int, ...], parts: Sequence[_Part]) -> Row:
     """Return the figures of the numbers of all parts together."""
     numbers, not_finite, bounds, total, squares, *above = np.sum([part.sums for part in parts], axis=0).tolist()
     largest, growth, error = (max(column) for column in zip(*(part.largest for part in parts), strict=True))
@@ -149,7 +148,6 @@ def _row(name: str, shape: tuple[int, ...], parts: Sequence[_Part], beta: float 
         std=std,
         std_growth=std * math.sqrt(3.0) / bound,
         above={name: count / finite for name, count in zip(names, above, strict=True)},
-        beta=beta,
         inversion_error=None if reason else error,
         not_invertible=reason,
     )
@@ -173,7 +171,7 @@ def _inverted(w: Tensor, layout: Layout) -> tuple[float | None, str | None]:
 def format_inspection(inspection: Inspection) -> str:
     """Return the figures as a table, and the map and remarks below it."""
     rows, total = inspection.rows, inspection.total
-    head = ["layer", "shape", "max|w|", "max x", "std x", *(f"%>{name}" for name in total.above), "beta", "error"]
+    head = ["layer", "shape", "max|w|", "max x", "std x", *(f"%>{name}" for name in total.above), "error"]
     remarks = [
         f"{len(rows)} matrices with {total.numbers:,} numbers; {inspection.plain} tensors are plain",
         f"largest size {total.max:.3g}, standard deviation {total.std:.3g}; Xavier's uniform bound {total.bound:.3g}, "
@@ -195,5 +193,5 @@ def _cells(row: Row) -> list[str]:
     name, shape = row.name.removesuffix(".weight"), "x".join(map(str, row.shape))
     name = name if len(name) <= _LONGEST else f"..{name[2 - _LONGEST :]}"  # the last parts tell layers apart
     sizes = (row.max, row.max_growth, row.std_growth)
-    numbers = (*sizes, *(100.0 * share for share in row.above.values()), row.beta, row.inversion_error)
+    numbers = (*sizes, *(100.0 * share for share in row.above.values()), row.inversion_error)
     return [name, shape or "-", *("-" if number is None else f"{number:.3g}" for number in numbers)]
