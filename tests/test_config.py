@@ -41,8 +41,24 @@ def test_given_numbers_stay():
     config = sel.preset("paper", l={"pattern": "row", "start": 2})
     assert config.resolve(128).resolve(4096) == config.resolve(128)
     assert (config.resolve(128).beta, config.resolve(128).l.start, config.resolve(128).n.start) == (7.5, 2.0, 0.0)
-    assert sel.SELConfig(beta=5).resolve(256).l.start == 1.0
+    assert sel.SELConfig(beta=5).resolve(256).l.start == 5 / 7.5
+    assert sel.SELConfig(beta=1.875).resolve(64) == sel.SELConfig().resolve(64)  # as the rule has it
+    assert sel.SELConfig(beta=9).resolve(256).l.start == 1.0
     assert sel.SELConfig(mode="linear").resolve(256).l.start == 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"e": sel.Scale(start=0.0)}, r"'mismatch' needs e > 0 .*; it has beta 7\.5, e\.start 0, l\.start 1, m"),
+        ({"l": sel.Scale(start=8.0)}, r"needs .*> \|l\|; it has beta 7\.5, .*l\.start 8"),
+        ({"beta": 0.5, "mode": "damped"}, r"'damped' needs beta >= 1, got 0\.5; it has beta 0\.5, n\.start 0"),
+        ({"s": sel.Scale(start=0.0)}, "needs s != 0"),
+    ],
+)
+def test_first_values_without_an_inverse_are_refused_before_training(changes, message):
+    with pytest.raises(ValueError, match=message):
+        sel.SELConfig(**{"beta": 7.5} | changes).resolve(64)
 
 
 def test_overrides_and_mappings():

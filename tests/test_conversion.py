@@ -109,7 +109,7 @@ def test_a_failed_convert_leaves_the_model_unchanged():
 
 
 def test_a_start_that_is_not_invertible_says_why():
-    with pytest.raises(ValueError, match=r"0: cannot invert mode='mismatch' .* e\*kappa\*exp\(-n\) > \|l\|"):
+    with pytest.raises(ValueError, match=r"mode 'mismatch' needs .* e\*kappa\*exp\(-n\) > \|l\|"):
         sel.convert(network(), sel.preset("paper", l=sel.Scale("row", start=8.0)))
 
 

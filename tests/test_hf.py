@@ -35,7 +35,11 @@ def tiny(dtype=torch.float32, width=16):
         attention_bias=True,
         tie_word_embeddings=False,
     )
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    for module in model.modules():  # the mismatched start is not for transformers' own draw, a normal one
+        if isinstance(module, torch.nn.Linear):
+            torch.nn.init.xavier_uniform_(module.weight)
+    return model
 
 
 def rows(count=64):
@@ -182,7 +186,8 @@ def test_the_routing_is_logged_once(tmp_path, caplog):
         trainer(arguments(tmp_path, max_steps=2)).train()
     tables = [record.getMessage() for record in caplog.records if record.name == "symexplin.hf"]
     assert len(tables) == 1
-    assert str(sel.routing(tiny(), CONFIG)) in tables[0]
+    rates = {"lr": 3e-3, "weight_decay": 0.1, "no_decay": ["*bias", "*norm*"]}
+    assert str(sel.routing(tiny(), CONFIG, **rates)) in tables[0]
 
 
 def test_reporters_see_the_figures_once_they_come_after(tmp_path):
@@ -286,8 +291,25 @@ def test_deepspeed_is_refused_however_it_is_asked_for(tmp_path, monkeypatch):
         run.create_optimizer()
 
 
+def test_rates_by_name_pattern_follow_the_trainers_schedule(tmp_path):
+    args = arguments(tmp_path, warmup_steps=0, lr_scheduler_type="constant")
+    setup = sel.hf.setup(args, CONFIG, lr={"*.mlp.*": 1e-3, "*": 2e-3}, weight_decay={"*.mlp.*": 0.2, "*": 0.1})
+    run = trainer(args, setup=setup)
+    run.train()
+    found = {
+        ("mlp" in name, group["lr"], group["weight_decay"])
+        for group in run.optimizer.optimizer.param_groups
+        for name in group["param_names"]
+    }
+    assert found == {(True, 1e-3, 0.2), (False, 2e-3, 0.1), (False, 2e-3, 0.0)}  # biases and norms do not decay
+
+
 def test_misuse_is_named(tmp_path):
     args = arguments(tmp_path)
+    with pytest.raises(ValueError, match="args must be the Trainer's TrainingArguments, got Linear"):
+        sel.hf.setup(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"optimizer must be a raw-space optimizer, .* got AdamW"):
+        sel.hf.setup(args, optimizer=torch.optim.AdamW)
     with pytest.raises(ValueError, match=r"lr must be given as args.learning_rate, got lr=0.1 here"):
         sel.hf.setup(args, lr=0.1)
     frozen = tiny().requires_grad_(False)

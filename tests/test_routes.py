@@ -328,7 +328,23 @@ def test_the_width_is_the_side_that_occurs_most_often_the_larger_on_a_tie():
     biases = sel.routing(factors, sel.SELConfig(exclude=("*.weight",)))  # their weights count
     assert (biases.width, biases.config.beta) == (2048, sel.routing(factors).config.beta)
     nothing = sel.routing(nn.LayerNorm(4))
+    with pytest.raises(ValueError, match=r"model must be a torch\.nn\.Module, got None"):
+        sel.routing(None)
     assert (nothing.width, nothing.config) == (None, sel.SELConfig())
+
+
+def test_frozen_matrices_count_for_the_width():
+    """Else small adapters on a large frozen model would have the beta of their rank."""
+    base = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 2048), nn.Linear(2048, 512)).requires_grad_(False)
+    adapters = nn.Sequential(nn.Linear(512, 8), nn.Linear(8, 512), nn.Linear(512, 8), nn.Linear(8, 2048))
+    assert sel.routing(adapters).width == 8
+    model = nn.Sequential(base, adapters)
+    assert sel.routing(model).width == 512
+    group = sel.param_groups(model, lr=1e-3)[0]
+    assert (group["width"], len(group["params"])) == (512, 8)
+    assert "width 512" in str(sel.SELAdamW(model))
+    adapters.requires_grad_(False)
+    assert sel.routing(model).width is None
 
 
 def test_empty_layers_are_plain_and_a_presets_name_is_no_config():

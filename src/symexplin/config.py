@@ -71,8 +71,8 @@ class Scale:
         pattern: "fixed" (one constant), "global", "row" (d_out values), "column" (d_in), "row_col_mult" (their
             outer product), "row_col_add" (their sum), "lora" (start + A B, B = 0) or "elementwise" (one per weight,
             which costs 12 bytes of optimizer state each, and no kernel covers it).
-        start: the scale's first value. None: the usual one, 0 for n and delta, 1 for the others; l follows beta="auto"
-            below width 1024 (:class:`SELConfig`).
+        start: the scale's first value. None: the usual one, 0 for n and delta, 1 for the others, and beta/7.5 for l
+            where beta is below 7.5 (:meth:`SELConfig.resolve`).
         k: the scale's learning rate in units of `base_lr`: a number or (k0, k1), annealed as in section 4.5.
         base_lr: the learning rate that `k` multiplies. The default is the paper's 3e-4: a scale then learns at
             k * 3e-4 at any learning rate of the weights, because this product carries over to other learning rates.
@@ -122,6 +122,11 @@ class Scale:
             return self.k
         if lr is None:
             raise ValueError("lr must be given when scales are learned at a rate of their own: k * base_lr / lr")
+        if lr == 0.0:
+            raise ValueError(
+                "lr must be positive where scales are learned at a rate of their own, k * base_lr / lr, got 0: freeze "
+                "the parameters (requires_grad_(False)), or give the scales base_lr=None"
+            )
         check_positive("lr", lr)
         return self.k[0] * (self.base_lr / lr), self.k[1] * (self.base_lr / lr)
 
@@ -225,10 +230,14 @@ class SELConfig:
     def resolve(self, width: int) -> Self:
         """Return the configuration with the numbers that a model of this `width` gives it.
 
-        beta="auto" becomes the paper's curve from width 1024 up, ``7.5 (width/1024)^0.8``, with l = 1. Below it is the
-        geometry of width 1024, rescaled: Xavier's bound is proportional to 1/sqrt(width), so
-        ``beta = 7.5 sqrt(width/1024)`` keeps kappa |w| at the start, and ``l = beta/7.5`` keeps the linear pathway at
-        1/7.5 of the unit slope. With l = 1 its share would be 1/beta.
+        beta="auto" becomes the paper's curve from width 1024 up, ``7.5 (width/1024)^0.8``. Below it is the geometry of
+        width 1024, rescaled: Xavier's bound is proportional to 1/sqrt(width), so ``beta = 7.5 sqrt(width/1024)`` keeps
+        kappa |w| at the start. Below beta 7.5, given or not, ``l = beta/7.5`` keeps the linear pathway at 1/7.5 of
+        the unit slope, unless l has a start. With l = 1 its share would be 1/beta, and for beta <= 1 the mismatch map
+        would have no inverse.
+
+        Raises:
+            ValueError: the first values of the scales give a map without an inverse.
 
         >>> config = SELConfig().resolve(256)
         >>> config.beta, config.l.start
@@ -238,15 +247,32 @@ class SELConfig:
         """
         from symexplin.functional import auto_beta  # this module needs no torch
 
+        beta = auto_beta(width) if isinstance(self.beta, str) else self.beta
         starts = {role: _USUAL_START.get(role, 1.0) for role in SCALE_ROLES}
-        beta = self.beta
-        if isinstance(beta, str):
-            beta = auto_beta(width)
-            if self.mode != "linear":  # there l is the map itself
-                starts["l"] = min(1.0, beta / BETA_AT_1024)
+        if self.mode != "linear":  # there l is the map itself
+            starts["l"] = min(1.0, beta / BETA_AT_1024)
         missing = [role for role in SCALE_ROLES if getattr(self, role).start is None]
         filled = {role: dataclasses.replace(getattr(self, role), start=starts[role]) for role in missing}
-        return dataclasses.replace(self, beta=beta, **filled)
+        resolved = dataclasses.replace(self, beta=beta, **filled)
+        resolved._check_inverse()
+        return resolved
+
+    def _check_inverse(self) -> None:
+        """Refuse first values of the scales with which no weight has a raw weight."""
+        import torch
+
+        from symexplin.inversion import invert
+        from symexplin.transform import Form, Scales
+
+        assert isinstance(self.beta, float)
+        first = {role: getattr(self, role).first for role in ("e", "l", "n", "s")}
+        scales = Scales(**first, kappa=self.beta * self.m.first)
+        try:
+            invert(Form(self.mode, self.beta, self.normalize), torch.zeros(1), scales)
+        except ValueError as error:
+            need, used = str(error).rpartition("elements: ")[2], [role for role in self.roles if role != "delta"]
+            given = ", ".join(f"{role}.start {getattr(self, role).first:g}" for role in used)
+            raise ValueError(f"the map of mode {self.mode!r} {need}; it has beta {self.beta:g}, {given}") from None
 
     def multipliers(self, lr: float | None = None) -> dict[str, Span]:
         """Return (k0, k1) of every learned scale at the optimizer's peak learning rate `lr`."""

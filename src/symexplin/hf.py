@@ -33,6 +33,7 @@ _FROM_ARGUMENTS = {
     "max_grad_norm": "max_grad_norm",
     "total_steps": "max_steps or num_train_epochs",
 }
+_BY_PATTERN = ("lr", "weight_decay")
 _ADAM = {"betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_epsilon",)}
 
 
@@ -60,7 +61,8 @@ def setup(
         no_decay: name patterns of the parameters without weight decay. None: norms and biases, as in the Trainer. A
             Trainer that overrides `get_decay_parameter_names` needs them here.
         callbacks: the Trainer's other callbacks; they come first in the returned list.
-        **kwargs: further arguments of the optimizer.
+        **kwargs: further arguments of the optimizer. `lr` and `weight_decay` may be given here by name pattern, in place
+            of the numbers of `args`.
 
     Raises:
         ValueError: DeepSpeed or FSDP1, which flatten parameters; another optimizer in `args.optim`; an argument of the
@@ -74,7 +76,13 @@ def setup(
     (['callbacks', 'optimizer_cls_and_kwargs'], 1.0)
     """
     _check_arguments(args)
+    if isinstance(optimizer, type) and not issubclass(optimizer, RawSpaceOptimizer):
+        raise ValueError(
+            f"optimizer must be a raw-space optimizer, such as SELMuon, got {optimizer.__name__}"
+        )
     for name in kwargs.keys() & _FROM_ARGUMENTS.keys():
+        if name in _BY_PATTERN and isinstance(kwargs[name], Mapping):
+            continue
         raise ValueError(f"{name} must be given as args.{_FROM_ARGUMENTS[name]}, got {name}={kwargs[name]!r} here")
     _adam(args, kwargs)
     _restore(args)
@@ -106,12 +114,12 @@ class OptimizerFactory:
         _restore(args)
         if no_decay is None:
             no_decay = _undecayed(model)
-        groups = param_groups(
-            model, lr=args.learning_rate, weight_decay=args.weight_decay, config=config, no_decay=no_decay
-        )
-        _log.info("routing of the parameters:\n%s", routing(model, config))
-        adam = _adam(args, options)
-        return optimizer(groups, total_steps="later", max_grad_norm=_norm(args), **adam, **options)
+        rates = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
+        rates |= {name: options[name] for name in _BY_PATTERN if name in options}
+        groups = param_groups(model, config=config, no_decay=no_decay, **rates)
+        _log.info("routing of the parameters:\n%s", routing(model, config, no_decay=no_decay, **rates))
+        rest = {name: value for name, value in options.items() if name not in _BY_PATTERN} | _adam(args, options)
+        return optimizer(groups, total_steps="later", max_grad_norm=_norm(args), **rest)
 
 
 class SELCallback(TrainerCallback):
@@ -154,6 +162,8 @@ class SELCallback(TrainerCallback):
 
 def _check_arguments(args: Any) -> None:
     """Refuse arguments that the optimizer does not support."""
+    if not isinstance(args, TrainingArguments):
+        raise ValueError(f"args must be the Trainer's TrainingArguments, got {type(args).__name__}")
     if getattr(args, "deepspeed_plugin", None) is not None:
         raise ValueError(_flattens("args.deepspeed", "DeepSpeed"))
     fsdp = getattr(args, "fsdp_plugin_args", None) or {}

@@ -18,13 +18,15 @@ def first_match(names: Iterable[str], patterns: Iterable[str]) -> str | None:
     return next((p for p in patterns for name in names if fnmatch.fnmatchcase(name, p)), None)
 
 
-def check_patterns(argument: str, patterns: Iterable[str], names: Sequence[str]) -> None:
-    """Refuse what is no sequence of patterns, and a pattern of `argument` that matches none of the `names`."""
-    if not isinstance(patterns, Iterable) or not all(isinstance(pattern, str) for pattern in patterns):
+def check_patterns(argument: str, patterns: Iterable[str], names: Sequence[str]) -> tuple[str, ...]:
+    """Return the patterns; refuse what is no sequence of patterns, and one that matches none of the `names`."""
+    found = tuple(patterns) if isinstance(patterns, Iterable) else (patterns,)
+    if not all(isinstance(pattern, str) for pattern in found):
         raise ValueError(f"{argument} must have names or patterns of parameters, got {patterns!r}")
-    for pattern in patterns:
+    for pattern in found:
         if first_match(names, [pattern]) is None:
             raise ValueError(f"{argument} pattern {pattern!r} matches no parameter, such as {list(names[:3])}")
+    return found
 
 
 def by_name(argument: str, value: T | Mapping[str, T], names: Sequence[str]) -> dict[str, T]:
@@ -36,7 +38,7 @@ def by_name(argument: str, value: T | Mapping[str, T], names: Sequence[str]) -> 
     >>> by_name("lr", {"*.mlp.*": 1e-3, "*": 3e-4}, ["0.mlp.up", "head"])
     {'0.mlp.up': 0.001, 'head': 0.0003}
     """
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | set | str):
         raise ValueError(f"{argument} must be a number, or {{name pattern: number}}, got {value!r}")
     if not isinstance(value, Mapping):
         return dict.fromkeys(names, value)

@@ -1,4 +1,4 @@
-"""The configurations of the paper's experiments."""
+"""Maps by name: the default, and those of the paper's experiments."""
 
 from typing import Any
 
@@ -16,6 +16,7 @@ _LEARNED = {
 _FROZEN: dict[str, Any] = {"beta": BETA_AT_1024, "start": "mismatched"}
 _PAPER: dict[str, Any] = {**_FROZEN, **_LEARNED}
 PRESETS: dict[str, dict[str, Any]] = {
+    "default": {},
     "paper": _PAPER,
     # Assumptions, not in the paper: the multiplier of n and the rank of delta.
     "paper+offset": {**_PAPER, "n": Scale("column"), "delta": Scale("lora", k=(0.5, 0.5))},
@@ -29,10 +30,11 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def preset(name: str, **overrides: Any) -> SELConfig:
-    """Return one of the paper's configurations, with `overrides` of :class:`SELConfig` fields.
+    """Return the default map or one of the paper's, with `overrides` of :class:`SELConfig` fields.
 
-    "paper" (width 1024: beta 7.5, mismatch, the mismatched start, learned row x column e, l, m), "paper+offset",
-    "fixed_curvature", "absorbed" (normalized), "frozen" (all scales one), "congruent", "exp_only" and
+    "default" is `SELConfig()`. The others are "paper" (width 1024: beta 7.5, mismatch, the mismatched start, learned
+    row x column e, l, m), "paper+offset", "fixed_curvature", "absorbed" (normalized), "frozen" (all scales one),
+    "congruent", "exp_only" and
     "structured_linear" (these three start matched). They have beta 7.5 at any width; beta="auto" follows the width.
 
     Raises:

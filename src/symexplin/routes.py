@@ -1,7 +1,7 @@
 """The choice of curved parameters, by the type of the module that owns them."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,10 +12,11 @@ from symexplin.layout import Layout
 from symexplin.patterns import by_name, check_patterns, first_match
 from symexplin.plain import STEP_BIASES, ends_like, plain_modules
 
-__all__ = ["Rate", "Route", "Routing", "common_width", "routing"]
+__all__ = ["Rate", "Route", "Routing", "routing"]
 
 Rate = float | Tensor | Mapping[str, float]  # a number, or numbers by name pattern
 _INSIDE = "curved in its module"
+_FROZEN = "frozen"
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ class Routing:
     """The decision for every parameter of a model; prints as a table.
 
     `config` is the map with the numbers that the model's `width` gives it. The width is the side that occurs most often
-    among the curved matrices, the larger one on a tie. Where only biases are curved, their weights count. None: nothing
-    is curved.
+    among the matrices that are curved, or would be if they were not frozen; the larger one on a tie. Where only biases
+    are curved, their weights count. None: nothing is curved.
     """
 
     routes: tuple[Route, ...]
@@ -147,6 +148,9 @@ def routing(
     """
     config = check_config(config)
     whole = model if whole is None else whole
+    for argument, module in (("model", model), ("whole", whole)):
+        if not isinstance(module, nn.Module):
+            raise ValueError(f"{argument} must be a torch.nn.Module, got {module!r}")
     inside = _inside(model, whole)
     candidates = _candidates(whole)
     names: dict[int, list[str]] = {}
@@ -157,8 +161,7 @@ def routing(
     check_patterns("exclude", config.exclude, known)
     own = [name for name, _ in whole.named_parameters()]
     if not isinstance(no_decay, str):
-        no_decay = tuple(no_decay or ())  # a generator would be spent after the first parameter
-        check_patterns("no_decay", no_decay, own)
+        no_decay = check_patterns("no_decay", no_decay or (), own)
     rates, decays = by_name("lr", lr, own), by_name("weight_decay", weight_decay, own)
     routes = []
     for position, (name, parameter) in enumerate(whole.named_parameters()):
@@ -166,21 +169,21 @@ def routing(
         route = _decide(name, names[id(parameter)], parameter, position, candidate, config)
         decay = decays[name] if candidate.decays and not _undecayed(route, no_decay) else 0.0
         routes.append(replace(route, lr=rates[name], weight_decay=decay))
-    curved = [route.parameter for route in routes if route.curved]
-    # Where biases alone are curved, their weights count.
-    matrices = [p for p in curved if p.dim() == 2] or [m for p in curved if (m := candidates[id(p)].matrix) is not None]
-    width = common_width(matrix.shape for matrix in matrices)
+    width = _width(routes, candidates)
     found = tuple(route for route in routes if id(route.parameter) in inside)
     return Routing(found, config if width is None else config.resolve(width), width)
 
 
-def common_width(matrices: Iterable[Sequence[int]]) -> int | None:
-    """Return the side that occurs most often among the shapes of matrices, the larger one on a tie.
-
-    >>> common_width([(64, 64), (64, 256), (256, 64)])
-    64
-    """
-    sides = Counter(side for shape in matrices for side in shape)
+def _width(routes: Sequence[Route], candidates: Mapping[int, _Candidate]) -> int | None:
+    """Return the width of :class:`Routing`."""
+    curved = [route.parameter for route in routes if route.curved]
+    if not curved:
+        return None
+    frozen = [r.parameter for r in routes if r.reason == _FROZEN and id(r.parameter) in candidates]
+    matrices = [p for p in (*curved, *(p for p in frozen if candidates[id(p)].curved)) if p.dim() == 2]
+    if not matrices:
+        matrices = [matrix for p in curved if (matrix := candidates[id(p)].matrix) is not None]
+    sides = Counter(side for matrix in matrices for side in matrix.shape)
     return max(sides, key=lambda side: (sides[side], side)) if sides else None
 
 
@@ -213,7 +216,7 @@ def _decide(
 ) -> Route:
     included, excluded = (first_match(aliases, patterns) for patterns in (config.include, config.exclude))
     if not parameter.requires_grad or not parameter.is_floating_point():
-        reason = "frozen" if parameter.is_floating_point() else "not floating point"
+        reason = _FROZEN if parameter.is_floating_point() else "not floating point"
         return Route(name, parameter, position, False, reason)
     if excluded is not None:
         return Route(name, parameter, position, False, f"excluded by {excluded!r}")

@@ -18,7 +18,8 @@ __all__ = ["check_fresh", "init_", "is_fresh", "start_weight", "stale"]
 # A draw rounded to bfloat16 may exceed the bound of the draw by 2^-8 of it.
 _ROUNDING = 1.0 + 2.0**-8
 # The sum of n symmetric draws exceeds 5.7 times their norm with probability 2 exp(-5.7^2/2) = 2e-7 at most (Hoeffding),
-# for any n. In units of the deviation around the mean, a few draws of one sign would exceed it often.
+# for any n. In units of the deviation around the mean, a few draws of one sign would exceed it often. The mean of n
+# draws from [0, 1] is as seldom more than 5.7/(2 sqrt(n)) from its expectation.
 _ERRORS = 5.7
 
 
@@ -45,27 +46,30 @@ def start_weight(target: Tensor, layout: Layout) -> Tensor:
 
 @torch.no_grad()
 def is_fresh(weight: Tensor) -> bool:
-    """Whether a matrix may be a fresh draw: within the bound of one, and its mean within noise of 0.
+    """Whether a matrix may be a fresh uniform draw: within its bound, and mean and mean square within noise of its own.
 
-    The bound is Xavier's, sqrt(6/(d_in + d_out)), or that of `nn.Linear`, 1/sqrt(d_in), which is larger for
-    d_out > 5 d_in.
+    The bound is Xavier's, sqrt(6/(d_in + d_out)), or that of `nn.Linear`, 1/sqrt(d_in). Zeros count as fresh: no start
+    changes them. A few weights show little, so a trained matrix of 100 numbers may pass.
 
-    >>> is_fresh(nn.Linear(64, 64).weight), is_fresh(torch.eye(64))
-    (True, False)
+    >>> is_fresh(nn.Linear(64, 64).weight), is_fresh(torch.eye(64)), is_fresh(0.02 * torch.randn(64, 64))
+    (True, False, False)
     """
     if weight.is_meta:
         return False
-    bound = math.sqrt(max(6.0 / sum(weight.shape), 1.0 / weight.shape[1])) * _ROUNDING
-    std, mean = torch.std_mean(weight.detach().to(compute_dtype(weight)), correction=0)
-    noise = torch.hypot(std, mean) / math.sqrt(weight.numel())
-    return bool(weight.abs().max() <= bound) and bool(mean.abs() <= _ERRORS * noise)
+    w = weight.detach().to(compute_dtype(weight))
+    largest, size, square = float(w.abs().max()), math.sqrt(w.numel()), float(w.square().mean(dtype=torch.float64))
+    if abs(float(w.mean(dtype=torch.float64))) > _ERRORS * math.sqrt(square) / size:
+        return False
+    bounds = (math.sqrt(6.0 / sum(w.shape)), 1.0 / math.sqrt(w.shape[1]))
+    uniform = (largest <= b * _ROUNDING and abs(square / b**2 - 1.0 / 3.0) <= _ERRORS / (2.0 * size) for b in bounds)
+    return largest == 0.0 or any(uniform)
 
 
 def stale(name: str) -> str:
     """Return the message that refuses the mismatched start for a weight that was not just drawn."""
     return (
-        f"start 'mismatched' is for weights that were just drawn: {name} is not symmetric within the bound of "
-        "Xavier's draw or torch's. Use start='matched' for weights that were trained, or that symexplin.init_ has "
+        f"start 'mismatched' is for weights that were just drawn: {name} is neither from Xavier's uniform draw nor "
+        "from torch's. Use start='matched' for weights that were trained, or that symexplin.init_(model, config) has "
         "drawn and started"
     )
 

@@ -6,9 +6,10 @@ import torch
 import symexplin as sel
 from symexplin.lab.build import build, build_model, clear_gradients
 from symexplin.lab.config import ComputeConfig, RunConfig, TrainConfig
-from symexplin.lab.maps import LAB_PRESETS, CurveConfig
+from symexplin.lab.maps import CurveConfig
 from symexplin.lab.model import ModelConfig, Transformer
 from symexplin.lab.weights.files import MODEL, load_model, save_model
+from symexplin.presets import PRESETS
 
 TINY = ModelConfig(width=16, depth=1, heads=2, context=8)
 TRAIN = TrainConfig(steps=10, warmup_steps=1, lr=4e-3, betas=(0.8, 0.99), weight_decay=0.02, max_grad_norm=0.7)
@@ -28,7 +29,7 @@ def test_no_home_is_torchs_adamw():
     assert group["fused"]
 
 
-@pytest.mark.parametrize("preset", LAB_PRESETS)
+@pytest.mark.parametrize("preset", PRESETS)
 def test_the_optimizer_home_clips_and_anneals_by_itself(preset):
     model, optimizer, clip = build(config(preset=preset))
     assert isinstance(optimizer, sel.SELAdamW)

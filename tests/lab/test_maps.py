@@ -1,11 +1,12 @@
 import pytest
 
 import symexplin as sel
-from symexplin.lab.maps import LAB_PRESETS, CurveConfig, map_of, named_map
+from symexplin.lab.maps import CurveConfig, map_of, named_map
+from symexplin.presets import PRESETS
 
 
 def test_presets_are_the_packages():
-    for name in LAB_PRESETS:
+    for name in PRESETS:
         assert named_map(name, {}) == (sel.SELConfig() if name == "default" else sel.preset(name))
 
 
@@ -24,7 +25,7 @@ def test_learned_scales_keep_k_times_the_papers_learning_rate():
 
 
 def test_a_whole_map_given_back_is_the_same():
-    for name in LAB_PRESETS:
+    for name in PRESETS:
         curve = CurveConfig(preset=name)
         config = map_of(curve, 96)
         assert map_of(CurveConfig(preset=name, map=config.to_dict()), 96) == config

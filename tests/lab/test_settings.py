@@ -194,6 +194,11 @@ def test_values_of_a_table_are_those_of_toml_or_text_and_flags_are_merged():
         "exclude": ["a*"],
         "e": {"pattern": "row", "k": [5, 1]},
     }
+    assert parse("--map.beta=2.5 --map.mode congruent --map.e.k=[5,1]")["sel"]["map"] == {
+        "beta": 2.5,
+        "mode": "congruent",
+        "e": {"k": [5, 1]},
+    }
 
 
 def test_lists_take_several_values():

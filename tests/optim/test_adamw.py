@@ -168,6 +168,8 @@ def test_annealing_multiplies_the_groups_rate():
         ({"eps": float("nan")}, "eps must be a finite number >= 0, got nan"),
         ({"betas": None}, r"betas must be two numbers in \[0, 1\), got None"),
         ({"lr": None}, "lr must be a finite number >= 0, got None"),
+        ({"betas": ("a", "b")}, r"betas must be two numbers in \[0, 1\), got"),
+        ({"lr": torch.ones(2)}, r"lr must be a finite number >= 0, got tensor"),
         ({"betas": (0.9, 1.0)}, r"betas must be two numbers in \[0, 1\), got"),
         ({"weight_decay": -0.1}, "weight_decay must be a finite number >= 0"),
         ({"total_steps": 0}, "total_steps must be a whole number >= 1, got 0"),

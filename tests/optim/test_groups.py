@@ -104,8 +104,10 @@ def test_patterns_without_decay_are_checked():
         sel.param_groups(model, no_decay=["norm.*"])
     with pytest.raises(ValueError, match="no_decay must be a sequence of patterns, or 'usual', got the string 'bias'"):
         sel.param_groups(model, no_decay="bias")
-    with pytest.raises(ValueError, match=r"no_decay must have names or patterns of parameters, got \(0,\)"):
+    with pytest.raises(ValueError, match=r"no_decay must have names or patterns of parameters, got \[0\]"):
         sel.param_groups(model, no_decay=[0])
+    with pytest.raises(ValueError, match="no_decay must have names or patterns of parameters, got True"):
+        sel.param_groups(model, no_decay=True)
 
 
 def test_parameters_without_decay_may_come_from_a_generator():

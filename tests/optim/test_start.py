@@ -78,7 +78,7 @@ def test_a_weight_that_was_not_just_drawn_is_refused_at_the_first_step_and_no_we
     assert_same_bits(model, before)
     train(model, build(model, sel.preset("paper", beta="auto", start="matched")), 1)  # what the message says
     sel.init_(model, AUTO)
-    with pytest.raises(ValueError, match=r"that symexplin\.init_ has drawn and started"):
+    with pytest.raises(ValueError, match=r"that symexplin\.init_\(model, config\) has drawn and started"):
         train(model, build(model), 1)
 
 

@@ -9,10 +9,9 @@ from symexplin.config import SCALE_ROLES, START_RULES
 from symexplin.presets import PRESETS
 from symexplin.validation import check_choice, check_whole, naming
 
-__all__ = ["HOMES", "LAB_PRESETS", "CurveConfig", "map_of", "named_map"]
+__all__ = ["HOMES", "CurveConfig", "map_of", "named_map"]
 
 HOMES = ("optimizer", "module", "none")
-LAB_PRESETS = ("default", *PRESETS)
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class CurveConfig:
     """
 
     home: str = field(default="optimizer", metadata={"choices": HOMES})
-    preset: str = field(default="default", metadata={"choices": LAB_PRESETS})
+    preset: str = field(default="default", metadata={"choices": tuple(PRESETS)})
     start: str | None = field(default=None, metadata={"choices": START_RULES})
     anneal_steps: int | None = None
     map: dict[str, Any] = field(default_factory=dict)
@@ -39,7 +38,7 @@ class CurveConfig:
     def __post_init__(self) -> None:
         """Check every field but the map, which needs the model's width."""
         check_choice("home", self.home, HOMES)
-        check_choice("preset", self.preset, LAB_PRESETS)
+        check_choice("preset", self.preset, PRESETS)
         if self.start is not None:
             check_choice("start", self.start, START_RULES)
         if self.anneal_steps is not None:
@@ -53,8 +52,7 @@ def named_map(preset: str, changes: Mapping[str, Any]) -> sel.SELConfig:
     >>> config.beta, config.e.pattern, config.e.k
     (5.0, 'row_col_mult', (10.0, 2.0))
     """
-    check_choice("preset", preset, LAB_PRESETS)
-    table = (sel.SELConfig() if preset == "default" else sel.preset(preset)).to_dict()
+    table = sel.preset(preset).to_dict()
     for key, value in changes.items():
         scale = key in SCALE_ROLES and isinstance(value, Mapping)
         table[key] = {**table[key], **value} if scale else value

@@ -76,7 +76,8 @@ class SELAdamW(RawSpaceOptimizer):
         """Raise ValueError if betas or eps are out of range."""
         check_not_negative("eps", group["eps"])
         betas = group["betas"]
-        if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+        pair = isinstance(betas, tuple | list) and len(betas) == 2 and not any(isinstance(beta, str) for beta in betas)
+        if not pair or not all(0.0 <= beta < 1.0 for beta in betas):
             raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
 
     def is_adamw_(self, view: ParameterView) -> bool:  # noqa: ARG002

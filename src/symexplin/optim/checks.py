@@ -49,7 +49,8 @@ def check_group(group: Group, first: Group) -> None:
             f"max_grad_norm must be equal in all groups, {first['max_grad_norm']}, got {group['max_grad_norm']}: "
             "one norm of all gradients is clipped"
         )
-    check_not_negative("lr", float(group["lr"]) if isinstance(group["lr"], Tensor) else group["lr"])
+    lr = group["lr"]
+    check_not_negative("lr", lr.item() if isinstance(lr, Tensor) and lr.numel() == 1 else lr)
     check_not_negative("weight_decay", group["weight_decay"])
     for i, parameter in enumerate(group["params"]):
         if not parameter.is_floating_point():

@@ -9,7 +9,7 @@ from symexplin.config import SELConfig
 from symexplin.layout import Layout
 from symexplin.linear import SELLinear
 from symexplin.optim.rates import warn_of_scales
-from symexplin.routes import Rate, Route, routing
+from symexplin.routes import Rate, Route, Routing, routing
 
 __all__ = ["Group", "is_curved", "layout_of", "name_of", "param_groups"]
 
@@ -73,7 +73,7 @@ def param_groups(
             role = roles.get(id(route.parameter), _Role("curved" if route.curved else "plain"))
             group = groups.setdefault((role, route.lr, route.weight_decay), {"role": role.name, "params": []})
             _add(group, route)
-    found = [_finish(group, role, lr, decay, table.config, converted) for (role, lr, decay), group in groups.items()]
+    found = [_finish(group, role, lr, decay, table, converted) for (role, lr, decay), group in groups.items()]
     if converted:
         return found
     return sorted(found, key=lambda group: (not is_curved(group), group.get("weight_decay") == 0.0))
@@ -110,7 +110,7 @@ def _add(group: Group, route: Route) -> None:
 
 
 def _finish(
-    group: Group, role: _Role, lr: float | Tensor | None, decay: float | None, config: SELConfig, converted: bool
+    group: Group, role: _Role, lr: float | Tensor | None, decay: float | None, table: Routing, converted: bool
 ) -> Group:
     """Return the group with its map, multipliers, learning rate and decay."""
     peak = float(lr) if isinstance(lr, Tensor) else lr
@@ -120,8 +120,8 @@ def _finish(
             warn_of_scales(role.name, max(k) * role.lr_scale * peak)
         group["k"] = [role.lr_scale * end for end in k]
     elif is_curved(group):
-        group["config"] = config.to_json()
-        group |= {f"k_{scale}": list(k) for scale, k in config.multipliers(peak).items()}
+        group |= {"config": table.config.to_json(), "width": table.width}
+        group |= {f"k_{scale}": list(k) for scale, k in table.config.multipliers(peak).items()}
     given = {"lr": lr, "weight_decay": decay}
     return group | {key: value for key, value in given.items() if value is not None}
 

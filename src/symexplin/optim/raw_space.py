@@ -32,8 +32,8 @@ from symexplin.validation import check_whole
 __all__ = ["RawSpaceOptimizer"]
 
 _NO_GRADIENT = (
-    "no parameter has a gradient at the first step: if fully_shard has wrapped the model since symexplin.param_groups, "
-    "the groups contain parameters that the model no longer uses"
+    "no parameter has a gradient at the first step: call backward() before step(). If fully_shard has wrapped the "
+    "model since the optimizer was built, it has parameters that the model no longer uses"
 )
 _OWN = ("total_steps", "max_grad_norm")  # settings that a loaded state does not change
 _LOOK_EVERY = 100  # steps between checks of the norm on an accelerator, since each waits for the device

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from symexplin.functional import anneal
 from symexplin.layout import Layout, Slot
+from symexplin.validation import check_whole
 
 __all__ = ["LATER", "ScaleAnnealing", "anneal_scales", "multiplier", "multipliers", "panel_masks", "panel_rates"]
 
@@ -74,7 +75,7 @@ class ScaleAnnealing:
         annealed = [group for group in optimizer.param_groups if "k" in group]
         if not annealed:
             raise ValueError("optimizer has no group with multipliers; build it over symexplin.param_groups(model)")
-        self._total_steps = total_steps
+        self._total_steps = None if total_steps is None else check_whole("total_steps", total_steps)
         for group in annealed:
             anneal(0, total_steps, *group["k"])  # raises now, not at a step, for k0 != k1 without total_steps
             group.setdefault("steps", 0)

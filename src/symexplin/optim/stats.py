@@ -27,7 +27,8 @@ def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> d
     - "kappa_w/max": largest kappa |w| of the matrices; "tail/fraction": share of their entries with kappa |w| > 1,
       where the exponential dominates
 
-    Empty before the first step. With a sharded model every process must call it and gets the same result.
+    Empty for ordinary weights, and before the first step of a raw-space optimizer. With a sharded model every process
+    must call it and gets the same result.
 
     >>> from symexplin.presets import preset
     >>> sorted(stats(nn.Sequential(SELLinear(8, 8, config=preset("paper")))))[:2]

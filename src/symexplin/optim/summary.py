@@ -5,12 +5,23 @@ from typing import Any
 
 from symexplin.config import SELConfig
 from symexplin.optim.groups import Group, is_curved
-from symexplin.routes import common_width
 
 __all__ = ["map_lines", "summary"]
 
 # Keys of groups that lines of their own show, or that repeat what the map says.
-_SHOWN = ("config", "lr", "out_dim", "param_names", "params", "position", "role", "shape", "steps", "weight_decay")
+_SHOWN = {
+    "config",
+    "lr",
+    "out_dim",
+    "param_names",
+    "params",
+    "position",
+    "role",
+    "shape",
+    "steps",
+    "weight_decay",
+    "width",
+}
 
 
 def summary(name: str, groups: Sequence[Group]) -> str:
@@ -35,13 +46,12 @@ def summary(name: str, groups: Sequence[Group]) -> str:
 
 def map_lines(groups: Sequence[Group]) -> list[str]:
     """Return a line for each map of the groups: its form, its scales, its start and the model's width."""
-    return list(dict.fromkeys(_map(group, groups) for group in groups if is_curved(group)))
+    return list(dict.fromkeys(_map(group) for group in groups if is_curved(group)))
 
 
-def _map(group: Group, groups: Sequence[Group]) -> str:
-    shapes = [shape for other in groups if other.get("config") == group["config"] for shape in other["shape"]]
-    width = common_width([shape for shape in shapes if len(shape) == 2])
-    return f"map: {SELConfig.from_json(group['config']).describe()}" + (f"; width {width}" if width else "")
+def _map(group: Group) -> str:
+    words = f"map: {SELConfig.from_json(group['config']).describe()}"
+    return f"{words}; width {group['width']}" if "width" in group else words  # older states lack it
 
 
 def _line(group: Mapping[str, Any]) -> str:

@@ -87,12 +87,13 @@ def test_other_maps(tmp_path, mode):
 
 
 def test_a_map_that_does_not_reach_says_why(tmp_path):
-    found = inspected(tmp_path, config=sel.SELConfig(beta=2.0, l=sel.Scale(start=3.0)))
-    assert {row.not_invertible for row in found.rows} == {"needs e > 0 and e*kappa*exp(-n) > |l|"}
+    state = {name: 8 * value for name, value in STATE.items()}
+    found = inspected(tmp_path, state, config=sel.SELConfig(beta=1.0, mode="damped"))
+    assert {row.not_invertible for row in found.rows} == {"out of reach; beta = 1 with n = 0 is bounded by 1"}
     assert found.total.not_invertible == "3 of 3 matrices"
     assert found.total.inversion_error is found.rows[0].inversion_error is None
     text = " ".join(format_inspection(found).split())
-    assert "not invertible (needs e > 0 and e*kappa*exp(-n) > |l|): layers.2.up.weight, layers.9" in text
+    assert "not invertible (out of reach; beta = 1 with n = 0 is bounded by 1): layers.2.up.weight, layers.9" in text
 
 
 def test_numbers_that_are_not_finite_are_counted_and_left_out(tmp_path):

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from symexplin.lab.config import COMPILE_MODES, ComputeConfig, ModelConfig, RunConfig, TrainConfig, resolve
-from symexplin.lab.maps import LAB_PRESETS, named_map
+from symexplin.lab.maps import named_map
+from symexplin.presets import PRESETS
 from symexplin.validation import check_choice, check_positive, check_whole
 
 __all__ = ["DTYPES", "PARTS", "RESULTS", "BenchConfig", "Case"]
@@ -74,7 +75,7 @@ class BenchConfig:
     tokens: int = 8192
     context: int = 512
     vocab_size: int = 8192
-    preset: str = field(default="paper", metadata={"choices": LAB_PRESETS})
+    preset: str = field(default="paper", metadata={"choices": tuple(PRESETS)})
     map: dict[str, Any] = field(default_factory=dict)
     repeats: int = 10
     warmup: int = 1
