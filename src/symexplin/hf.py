@@ -61,8 +61,8 @@ def setup(
         no_decay: name patterns of the parameters without weight decay. None: norms and biases, as in the Trainer. A
             Trainer that overrides `get_decay_parameter_names` needs them here.
         callbacks: the Trainer's other callbacks; they come first in the returned list.
-        **kwargs: further arguments of the optimizer. `lr` and `weight_decay` may be given here by name pattern, in place
-            of the numbers of `args`.
+        **kwargs: further arguments of the optimizer. `lr` and `weight_decay` by name pattern replace the numbers of
+            `args`.
 
     Raises:
         ValueError: DeepSpeed or FSDP1, which flatten parameters; another optimizer in `args.optim`; an argument of the
@@ -77,9 +77,7 @@ def setup(
     """
     _check_arguments(args)
     if isinstance(optimizer, type) and not issubclass(optimizer, RawSpaceOptimizer):
-        raise ValueError(
-            f"optimizer must be a raw-space optimizer, such as SELMuon, got {optimizer.__name__}"
-        )
+        raise ValueError(f"optimizer must be a raw-space optimizer, such as SELMuon, got {optimizer.__name__}")
     for name in kwargs.keys() & _FROM_ARGUMENTS.keys():
         if name in _BY_PATTERN and isinstance(kwargs[name], Mapping):
             continue

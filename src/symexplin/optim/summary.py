@@ -9,19 +9,8 @@ from symexplin.optim.groups import Group, is_curved
 __all__ = ["map_lines", "summary"]
 
 # Keys of groups that lines of their own show, or that repeat what the map says.
-_SHOWN = {
-    "config",
-    "lr",
-    "out_dim",
-    "param_names",
-    "params",
-    "position",
-    "role",
-    "shape",
-    "steps",
-    "weight_decay",
-    "width",
-}
+_SHOWN = {"config", "lr", "out_dim", "param_names", "params", "position", "role", "shape", "steps", "weight_decay"}
+_SHOWN |= {"width"}
 
 
 def summary(name: str, groups: Sequence[Group]) -> str:
@@ -32,7 +21,7 @@ def summary(name: str, groups: Sequence[Group]) -> str:
     >>> print(sel.SELAdamW(model, lr=1e-3, config=sel.preset("fixed_curvature"), total_steps=100))
     SELAdamW(
       map: mismatch, beta 7.5, e and l learned (row_col_mult), mismatched start; width 64
-      curved: 2 tensors, 4,160 numbers, lr 0.001, weight_decay 0.01, e 0.015 to 0.0024, l 0.015 to 0.0024
+      curved: 2 tensors, 4,160 numbers, lr 0.001 (e 0.015 to 0.0024, l 0.015 to 0.0024), weight_decay 0.01
       plain: 2 tensors, 128 numbers, lr 0.001, weight_decay 0.01
       betas (0.9, 0.999), eps 1e-08, total_steps 100, max_grad_norm None; 0 steps taken
     )
@@ -57,10 +46,11 @@ def _map(group: Group) -> str:
 def _line(group: Mapping[str, Any]) -> str:
     """Return the line of a group: its size, its rates, and the learning rates of its scales."""
     numbers, rate = sum(parameter.numel() for parameter in group["params"]), float(group["lr"])
-    words = [f"{len(group['params'])} tensors", f"{numbers:,} numbers", f"lr {rate:g}"]
-    words.append(f"weight_decay {float(group['weight_decay']):g}")
+    scales = []
     for key, k in group.items():
         if key.startswith("k_"):
             first, last = (f"{rate * end:g}" for end in k)
-            words.append(f"{key[2:]} {first}" + (f" to {last}" if last != first else ""))
-    return f"{group['role']}: {', '.join(words)}"
+            scales.append(f"{key[2:]} {first}" + (f" to {last}" if last != first else ""))
+    lr = f"lr {rate:g}" + (f" ({', '.join(scales)})" if scales else "")
+    words = f"{len(group['params'])} tensors, {numbers:,} numbers, {lr}, weight_decay {float(group['weight_decay']):g}"
+    return f"{group['role']}: {words}"
