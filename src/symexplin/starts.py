@@ -57,8 +57,8 @@ def is_fresh(weight: Tensor) -> bool:
     if weight.is_meta:
         return False
     w = weight.detach().to(compute_dtype(weight))
-    largest, size, square = float(w.abs().max()), math.sqrt(w.numel()), float(w.square().mean(dtype=torch.float64))
-    if abs(float(w.mean(dtype=torch.float64))) > _ERRORS * math.sqrt(square) / size:
+    largest, size, square = float(w.abs().max()), math.sqrt(w.numel()), float(w.square().mean())
+    if abs(float(w.mean())) > _ERRORS * math.sqrt(square) / size:
         return False
     bounds = (math.sqrt(6.0 / sum(w.shape)), 1.0 / math.sqrt(w.shape[1]))
     uniform = (largest <= b * _ROUNDING and abs(square / b**2 - 1.0 / 3.0) <= _ERRORS / (2.0 * size) for b in bounds)
