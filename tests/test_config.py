@@ -58,7 +58,7 @@ def test_given_numbers_stay():
 )
 def test_first_values_without_an_inverse_are_refused_before_training(changes, message):
     with pytest.raises(ValueError, match=message):
-        sel.SELConfig(**{"beta": 7.5} | changes).resolve(64)
+        sel.SELConfig(**{"beta": 7.5} | changes).resolve(64).check_inverse()
 
 
 def test_overrides_and_mappings():

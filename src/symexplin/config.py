@@ -236,9 +236,6 @@ class SELConfig:
         the unit slope, unless l has a start. With l = 1 its share would be 1/beta, and for beta <= 1 the mismatch map
         would have no inverse.
 
-        Raises:
-            ValueError: the first values of the scales give a map without an inverse.
-
         >>> config = SELConfig().resolve(256)
         >>> config.beta, config.l.start
         (3.75, 0.5)
@@ -253,12 +250,14 @@ class SELConfig:
             starts["l"] = min(1.0, beta / BETA_AT_1024)
         missing = [role for role in SCALE_ROLES if getattr(self, role).start is None]
         filled = {role: dataclasses.replace(getattr(self, role), start=starts[role]) for role in missing}
-        resolved = dataclasses.replace(self, beta=beta, **filled)
-        resolved._check_inverse()
-        return resolved
+        return dataclasses.replace(self, beta=beta, **filled)
 
-    def _check_inverse(self) -> None:
-        """Refuse first values of the scales with which no weight has a raw weight."""
+    def check_inverse(self) -> Self:
+        """Return this resolved configuration, to train with.
+
+        Raises:
+            ValueError: with the first values of the scales no weight has a raw weight.
+        """
         import torch
 
         from symexplin.inversion import invert
@@ -273,6 +272,7 @@ class SELConfig:
             need, used = str(error).rpartition("elements: ")[2], [role for role in self.roles if role != "delta"]
             given = ", ".join(f"{role}.start {getattr(self, role).first:g}" for role in used)
             raise ValueError(f"the map of mode {self.mode!r} {need}; it has beta {self.beta:g}, {given}") from None
+        return self
 
     def multipliers(self, lr: float | None = None) -> dict[str, Span]:
         """Return (k0, k1) of every learned scale at the optimizer's peak learning rate `lr`."""

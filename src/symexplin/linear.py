@@ -107,7 +107,7 @@ class SELLinear(nn.Linear):
         *,
         config: SELConfig | None = None,
     ) -> None:
-        config = check_config(config).resolve(max(in_features, out_features))
+        config = check_config(config).resolve(max(in_features, out_features)).check_inverse()
         layouts = [Layout((out_features, in_features), 0, config)]
         if bias:
             layouts.append(Layout((out_features,), 0, config))

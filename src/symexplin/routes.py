@@ -171,7 +171,7 @@ def routing(
         routes.append(replace(route, lr=rates[name], weight_decay=decay))
     width = _width(routes, candidates)
     found = tuple(route for route in routes if id(route.parameter) in inside)
-    return Routing(found, config if width is None else config.resolve(width), width)
+    return Routing(found, config if width is None else config.resolve(width).check_inverse(), width)
 
 
 def _width(routes: Sequence[Route], candidates: Mapping[int, _Candidate]) -> int | None:

@@ -7,7 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from pages import Page
-from symexplin.config import SELConfig
+from symexplin.config import Scale, SELConfig
 from symexplin.experiments import figures
 from symexplin.experiments.report import report_table
 from symexplin.experiments.tables import load_table
@@ -167,7 +167,7 @@ def test_the_papers_number_of_a_claim_stands_beside_the_measured_one(tmp_path):
     def stats(*_):
         return {"e/mean": 1.2, "l/mean": 0.7, "kappa/mean": 7.0 * 0.99}
 
-    maps = {"annealed": SELConfig(beta=7.0).resolve(1024).to_dict()}
+    maps = {"annealed": SELConfig(beta=7.0, l=Scale(start=1)).resolve(1024).to_dict()}
     out = table_folder(
         tmp_path / "a", "lr_annealing", lambda arm, *_: 2.0 - 0.01 * (arm == "annealed"), stats=stats, maps=maps
     )

@@ -78,7 +78,7 @@ def test_a_finished_table_is_not_trained_again_and_may_grow(finished, data):
 def test_another_table_or_other_settings_are_refused(finished, data):
     out, *_ = finished
     with pytest.raises(ValueError, match="name was 'optimizer_equivalence'"):
-        run("frozen", out, tiny(data), resume=True)
+        run("exp_only", out, tiny(data), resume=True)
     before = (out / "table.json").read_bytes()
     with pytest.raises(ValueError, match=r"train.steps was 4, is 6 now"):
         run("optimizer_equivalence", out, tiny(data, steps=6), resume=True)
@@ -164,12 +164,12 @@ def test_a_large_scale_wants_data_and_leaves_no_folder_without(tmp_path):
 def test_a_mistake_in_data_or_results_leaves_no_folder(data, tmp_path):
     out = tmp_path / "new" / "out"
     with pytest.raises(FileNotFoundError, match="no/such"):
-        run("frozen", out, tiny("no/such"))
+        run("exp_only", out, tiny("no/such"))
     with pytest.raises(ValueError, match="context"):
-        run("frozen", out, tiny(data, set={**SMALL, "model": {**SMALL["model"], "context": 10**6}}))
+        run("exp_only", out, tiny(data, set={**SMALL, "model": {**SMALL["model"], "context": 10**6}}))
     (tmp_path / "results.csv").write_text("table,loss\n")
     with pytest.raises(ValueError, match="must have the columns"):
-        run("frozen", out, tiny(data), results=tmp_path / "results.csv")
+        run("exp_only", out, tiny(data), results=tmp_path / "results.csv")
     with pytest.raises(ValueError, match="results must not be given for profiling"):
         reproduce("profiling", out, results=tmp_path / "new.csv")
     assert not out.parent.exists()

@@ -65,4 +65,4 @@ def map_of(curve: CurveConfig, width: int) -> sel.SELConfig | None:
     if curve.home == "none":
         return None
     start = {} if curve.start is None else {"start": curve.start}
-    return named_map(curve.preset, {**start, **curve.map}).resolve(width)
+    return named_map(curve.preset, {**start, **curve.map}).resolve(width).check_inverse()
