@@ -229,7 +229,7 @@ def test_conv1d_counts_its_outputs_along_the_second_dimension():
 @pytest.mark.parametrize("name", CASES)
 def test_twenty_steps_train_and_the_saved_model_is_stock(name, tmp_path):
     model, data = build(name), batch(name)
-    groups = sel.param_groups(model, lr=3e-3, config=sel.preset("paper"))
+    groups = sel.param_groups(model, lr=3e-3, config=sel.preset("paper", start="matched"))
     optimizer = sel.SELAdamW(groups, total_steps=20, max_grad_norm=1.0)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     losses = []

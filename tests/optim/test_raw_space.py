@@ -137,7 +137,7 @@ def test_copies_and_pickles_of_an_optimizer_go_on_alike():
     ("group", "message"),
     [
         ({"lr": -1.0}, "lr must be a finite number >= 0, got -1.0"),
-        ({"lr": "fast"}, "lr must be a finite number >= 0, got 'fast'"),
+        ({"lr": "fast"}, "lr must be a number, or {name pattern: number}, got 'fast'"),
         ({"weight_decay": float("nan")}, "weight_decay must be a finite number >= 0, got nan"),
     ],
 )
