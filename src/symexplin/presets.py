@@ -34,8 +34,8 @@ def preset(name: str, **overrides: Any) -> SELConfig:
 
     "default" is `SELConfig()`. The others are "paper" (width 1024: beta 7.5, mismatch, the mismatched start, learned
     row x column e, l, m), "paper+offset", "fixed_curvature", "absorbed" (normalized), "frozen" (all scales one),
-    "congruent", "exp_only" and
-    "structured_linear" (these three start matched). They have beta 7.5 at any width; beta="auto" follows the width.
+    "congruent", "exp_only" and "structured_linear" (these three start matched). They have beta 7.5 at any width;
+    beta="auto" follows the width.
 
     Raises:
         ValueError: an unknown preset or field. The message names the nearest valid one.
