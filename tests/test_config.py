@@ -65,6 +65,9 @@ def test_overrides_and_mappings():
     config = sel.preset("paper", beta=15, e={"pattern": "row", "k": 2})
     assert config.beta == 15.0
     assert config.e == sel.Scale("row", k=(2.0, 2.0))
+    assert sel.preset("paper", e={"pattern": "row"}).e == sel.Scale("row", k=(50.0, 8.0))
+    assert sel.preset("paper", e=sel.Scale("row")).e.k == (1.0, 1.0)
+    assert sel.preset("default") == sel.SELConfig()
 
 
 def test_the_description_names_logarithms():
@@ -119,6 +122,7 @@ def test_bad_values_name_argument_value_and_remedy():
         (lambda: sel.preset("papr"), "preset .*'papr'.*'paper'"),
         (lambda: sel.preset("paper", bta=3), "key .*'bta'.*'beta'"),
         (lambda: sel.preset("paper", e={"patern": "row"}), "e key .*'patern'.*'pattern'"),
+        (lambda: sel.preset("paper", **{"name": 3}), "key must be one of .*'name'"),
     ):
         with pytest.raises(ValueError, match="^" + message):
             build()

@@ -1,8 +1,9 @@
 """Maps by name: the default, and those of the paper's experiments."""
 
+from collections.abc import Mapping
 from typing import Any
 
-from symexplin.config import BETA_AT_1024, Scale, SELConfig
+from symexplin.config import BETA_AT_1024, SCALE_ROLES, Scale, SELConfig
 from symexplin.validation import check_choice
 
 __all__ = ["PRESETS", "preset"]
@@ -29,19 +30,24 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def preset(name: str, **overrides: Any) -> SELConfig:
+def preset(name: str, /, **overrides: Any) -> SELConfig:
     """Return the default map or one of the paper's, with `overrides` of :class:`SELConfig` fields.
 
     "default" is `SELConfig()`. The others are "paper" (width 1024: beta 7.5, mismatch, the mismatched start, learned
     row x column e, l, m), "paper+offset", "fixed_curvature", "absorbed" (normalized), "frozen" (all scales one),
     "congruent", "exp_only" and "structured_linear" (these three start matched). They have beta 7.5 at any width;
-    beta="auto" follows the width.
+    beta="auto" follows the width. A scale given as a table changes the keys it names; a :class:`Scale` replaces it.
 
     Raises:
         ValueError: an unknown preset or field. The message names the nearest valid one.
 
-    >>> preset("paper", beta=15).beta
-    15.0
+    >>> config = preset("paper", beta=15, e={"k": (10, 2)})
+    >>> config.beta, config.e.pattern, config.e.k
+    (15.0, 'row_col_mult', (10.0, 2.0))
     """
     check_choice("preset", name, PRESETS)
-    return SELConfig.from_dict({**PRESETS[name], **overrides})
+    fields = SELConfig.from_dict(PRESETS[name]).to_dict()
+    for key, value in overrides.items():
+        merged = key in SCALE_ROLES and isinstance(value, Mapping)
+        fields[key] = {**fields[key], **value} if merged else value
+    return SELConfig.from_dict(fields)

@@ -1,18 +1,7 @@
 import pytest
 
-import symexplin as sel
-from symexplin.lab.maps import CurveConfig, map_of, named_map
+from symexplin.lab.maps import CurveConfig, map_of
 from symexplin.presets import PRESETS
-
-
-def test_presets_are_the_packages():
-    for name in PRESETS:
-        assert named_map(name, {}) == (sel.SELConfig() if name == "default" else sel.preset(name))
-
-
-def test_changes_merge_into_scales():
-    config = named_map("paper", {"beta": 5.0, "e": {"k": [10, 2]}, "exclude": ["blocks.0.*"]})
-    assert config == sel.preset("paper", beta=5.0, e=sel.Scale("row_col_mult", k=(10.0, 2.0)), exclude=("blocks.0.*",))
 
 
 def test_learned_scales_keep_k_times_the_papers_learning_rate():

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import symexplin as sel
-from symexplin.config import SCALE_ROLES, START_RULES
+from symexplin.config import START_RULES
 from symexplin.presets import PRESETS
 from symexplin.validation import check_choice, check_whole, naming
 
@@ -46,18 +46,13 @@ class CurveConfig:
 
 
 def named_map(preset: str, changes: Mapping[str, Any]) -> sel.SELConfig:
-    """Return the default map or a preset, with `changes`: keys of the map, tables of scales merged.
+    """Return a preset with `changes`; a mistake in them is told as one of the table `map`.
 
-    >>> config = named_map("paper", {"beta": 5.0, "e": {"k": [10, 2]}})
-    >>> config.beta, config.e.pattern, config.e.k
-    (5.0, 'row_col_mult', (10.0, 2.0))
+    >>> named_map("paper", {"beta": 5.0, "e": {"k": [10, 2]}}).e.k
+    (10.0, 2.0)
     """
-    table = sel.preset(preset).to_dict()
-    for key, value in changes.items():
-        scale = key in SCALE_ROLES and isinstance(value, Mapping)
-        table[key] = {**table[key], **value} if scale else value
     with naming("map"):
-        return sel.SELConfig.from_dict(table)
+        return sel.preset(preset, **changes)
 
 
 def map_of(curve: CurveConfig, width: int) -> sel.SELConfig | None:
