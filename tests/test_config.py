@@ -61,6 +61,12 @@ def test_first_values_without_an_inverse_are_refused_before_training(changes, me
         sel.SELConfig(**{"beta": 7.5} | changes).resolve(64).check_inverse()
 
 
+def test_beta_of_a_power_is_its_exponent():
+    assert sel.SELConfig(mode="power").resolve(64).beta == 2.0
+    with pytest.raises(ValueError, match=r"beta must be at least 1 in mode 'power', .* got 0\.5"):
+        sel.SELConfig(mode="power", beta=0.5)
+
+
 def test_overrides_and_mappings():
     config = sel.preset("paper", beta=15, e={"pattern": "row", "k": 2})
     assert config.beta == 15.0

@@ -52,6 +52,7 @@ def invertible(mode, kappa, n, e=1.0, l=1.0, beta=7.5):
         "damped": n >= 0 and beta >= 1,
         "sinh": True,
         "linear": l != 0,
+        "power": True,
     }[mode]
 
 

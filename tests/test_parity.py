@@ -38,7 +38,7 @@ CONFIGS = {name: sel.preset(name) for name in PRESETS} | {
     )
     for patterns in PATTERNED
 }
-CONFIGS |= {"paper, exp": EXP, "paper+offset, elementwise": ELEMENTWISE}
+CONFIGS |= {"paper, exp": EXP, "paper+offset, elementwise": ELEMENTWISE, "power": sel.SELConfig(mode="power", beta=3)}
 assert {pattern for patterns in PATTERNED for pattern in patterns} | {"row_col_mult"} == set(PATTERNS)
 MOST_CROSSINGS = 3  # of 26,000 entries
 

@@ -317,6 +317,16 @@ def test_frozen_parameters_are_plain():
     assert reasons(layer)["weight"] == (False, "frozen")
 
 
+def test_a_power_leaves_plain_what_would_never_move():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    nn.init.zeros_(model[1].weight)
+    found = reasons(model, sel.SELConfig(mode="power"))
+    assert found["0.weight"] == (True, "linear weight")
+    assert found["1.weight"] == (False, "starts at 0, where the slope is 0")
+    assert found["0.bias"] == found["1.bias"] == (False, "bias, and the slope at 0 is 0")
+    assert reasons(model.to("meta"), sel.SELConfig(mode="power"))["1.weight"][0]
+
+
 def test_the_width_is_the_side_that_occurs_most_often_the_larger_on_a_tie():
     table = sel.routing(nn.Sequential(nn.Linear(256, 64), nn.Linear(256, 64), nn.Linear(256, 256)))
     assert (table.width, table.config.beta, table.config.l.start) == (256, 3.75, 0.5)

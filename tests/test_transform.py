@@ -87,6 +87,8 @@ def grid(mode, variant, offset, pattern, dtype):
     """Return a case's raw weights and arguments."""
     curvature, normalize = variant
     arguments = scales(pattern, offset, curvature, dtype) | {"mode": mode, "normalize": normalize}
+    if mode == "power":  # of 1e-12 a float32
+        arguments["beta"] = 3.0
     return raw_weights(arguments["beta"] if mode == "damped" else kappa_of(arguments), dtype), arguments
 
 
@@ -210,7 +212,7 @@ def test_reference_derivatives_are_those_of_its_value(mode):
             )
             slope, want = mp.diff(value, getattr(p, role)), mp.fsum(here.get(role, [0]))
             size = mp.fsum(here.get(role, [0]), absolute=True)
-            assert abs(slope - want) <= mp.mpf(10) ** -20 * size
+            assert abs(slope - want) <= mp.mpf(10) ** -20 * size + mp.mpf(10) ** -28  # delta hides (1e-12)^6.5
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -31,6 +31,7 @@ MODES: dict[str, tuple[str, ...]] = {
     "damped": ("n",),
     "sinh": ("kappa",),
     "linear": ("l",),
+    "power": (),
 }
 CURVATURES = ("fixed", "absorbed")
 START_RULES = ("matched", "mismatched")
@@ -49,6 +50,7 @@ _NO_LOGARITHM = {
 }
 
 BETA_AT_1024 = 7.5  # the paper's reference curvature at its smallest width (section 5.2)
+_EXPONENT = 2.0  # of mode "power" (Powerpropagation, arXiv 2110.00296): w |w|
 PAPER_LR = 3e-4  # the learning rate that the paper's multipliers k go with (section 5.1)
 _USUAL_START = {"n": 0.0, "delta": 0.0}  # the first value of the other scales is 1
 
@@ -139,7 +141,8 @@ class SELConfig:
 
     Args:
         beta: reference curvature of all matrices. "auto": by the model's width (:meth:`resolve`).
-        mode: "mismatch", "congruent", "exp_only", "oppose", "damped", "sinh" or "linear".
+        mode: "mismatch", "congruent", "exp_only", "oppose", "damped", "sinh", "linear" or "power" (beta is
+            the exponent; biases, and matrices that start at zero, stay plain).
         curvature: "fixed" (kappa = beta m) or "absorbed" (kappa = exp(a), with a configured by `m`, whose
             transform changes nothing then: a is a logarithm already).
         normalize: divide by kappa instead of beta.
@@ -181,6 +184,8 @@ class SELConfig:
                 raise ValueError(f"beta must be a positive number or 'auto', got {self.beta!r}")
             object.__setattr__(self, "beta", check_positive("beta", self.beta))
         check_choice("mode", self.mode, MODES)
+        if self.mode == "power" and isinstance(self.beta, float) and self.beta < 1.0:
+            raise ValueError(f"beta must be at least 1 in mode 'power', where it is the exponent, got {self.beta:g}")
         check_choice("curvature", self.curvature, CURVATURES)
         check_flag("normalize", self.normalize)
         check_choice("start", self.start, START_RULES)
@@ -234,7 +239,7 @@ class SELConfig:
         width 1024, rescaled: Xavier's bound is proportional to 1/sqrt(width), so ``beta = 7.5 sqrt(width/1024)`` keeps
         kappa |w| at the start. Below beta 7.5, given or not, ``l = beta/7.5`` keeps the linear pathway at 1/7.5 of
         the unit slope, unless l has a start. With l = 1 its share would be 1/beta, and for beta <= 1 the mismatch map
-        would have no inverse.
+        would have no inverse. In mode "power" beta is the exponent, 2 for "auto".
 
         >>> config = SELConfig().resolve(256)
         >>> config.beta, config.l.start
@@ -244,7 +249,9 @@ class SELConfig:
         """
         from symexplin.functional import auto_beta  # this module needs no torch
 
-        beta = auto_beta(width) if isinstance(self.beta, str) else self.beta
+        beta = self.beta
+        if isinstance(beta, str):
+            beta = _EXPONENT if self.mode == "power" else auto_beta(width)
         starts = {role: _USUAL_START.get(role, 1.0) for role in SCALE_ROLES}
         if self.mode != "linear":  # there l is the map itself
             starts["l"] = min(1.0, beta / BETA_AT_1024)

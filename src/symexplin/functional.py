@@ -103,7 +103,7 @@ def effective(
 
     Args:
         w: raw weight, any shape. The scales are numbers or tensors that broadcast against it.
-        mode: "mismatch", "congruent", "exp_only", "oppose", "damped", "sinh" or "linear".
+        mode: "mismatch", "congruent", "exp_only", "oppose", "damped", "sinh", "linear" or "power".
         beta: reference curvature, in units of 1/weight; positive.
         e, l, m, n, s: exponential and linear pathway scales, inner multiplier, offset, overall scale.
         curvature: "fixed" or "absorbed".

@@ -43,9 +43,8 @@ def invert(form: Form, t: Tensor, scales: Scales, iterations: int = 10) -> Tenso
     s = _tensor(exact.s)
     _refuse(s == 0.0, t, form, "needs s != 0")
     target = t.double() / s
-    solve = {"linear": _invert_linear, "sinh": _invert_sinh, "damped": _invert_damped}.get(
-        form.mode, _invert_exponential
-    )
+    solvers = {"linear": _invert_linear, "sinh": _invert_sinh, "damped": _invert_damped, "power": _invert_power}
+    solve = solvers.get(form.mode, _invert_exponential)
     return solve(form, target, exact, iterations).to(device=device, dtype=dtype)
 
 
@@ -68,6 +67,10 @@ def _invert_linear(form: Form, t: Tensor, scales: Scales, iterations: int) -> Te
 def _invert_sinh(form: Form, t: Tensor, scales: Scales, iterations: int) -> Tensor:  # noqa: ARG001
     _refuse(_tensor(scales.kappa) <= 0.0, t, form, "needs kappa > 0")
     return torch.asinh(t * normalizer(form, scales)) / scales.kappa
+
+
+def _invert_power(form: Form, t: Tensor, scales: Scales, iterations: int) -> Tensor:  # noqa: ARG001
+    return torch.sign(t) * t.abs().pow(1.0 / form.beta)
 
 
 def _invert_exponential(form: Form, t: Tensor, scales: Scales, iterations: int) -> Tensor:

@@ -231,7 +231,16 @@ def _decide(
         )
     if parameter.numel() == 0 or matrix.numel() == 0:
         return Route(name, parameter, position, False, "empty")
+    if config.mode == "power" and (flat := _never_moves(parameter)):
+        return Route(name, parameter, position, False, flat)
     return Route(name, parameter, position, True, reason, out_dim if parameter.dim() == 2 else 0)
+
+
+def _never_moves(parameter: nn.Parameter) -> str:
+    """Return why a parameter stays plain where the slope of the map at zero is zero, or ""."""
+    if parameter.dim() == 1:  # by type: most are drawn as zeros, and a resumed run must find the same routing
+        return "bias, and the slope at 0 is 0"
+    return "" if parameter.is_meta or parameter.detach().any() else "starts at 0, where the slope is 0"
 
 
 def _candidates(model: nn.Module) -> dict[int, _Candidate]:

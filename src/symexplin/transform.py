@@ -8,6 +8,7 @@ offset n, overall scale s and residual delta (paper, Eqs. 3-7 and appendix B):
     mismatch   sign(w) (E + L)       congruent  S + L        oppose  S - L        exp_only  S
     sinh       sinh(kappa w)/d       linear     l w
     damped     sign(w) exp(-n) expm1(beta |w|) exp(-|w|)/beta + w (1 - exp(-n exp(|w|)))
+    power      sign(w) |w|^beta (Powerpropagation, arXiv 2110.00296: phi |phi|^(alpha-1))
 
 and w_eff = s * mode + delta. All functions are pure and do not check their input.
 """
@@ -107,6 +108,8 @@ def _unscaled(form: Form, w: Tensor, scales: Scales) -> Tensor:
     if form.mode == "sinh":
         return torch.sinh(scales.kappa * w) / normalizer(form, scales)
     magnitude = w.abs()
+    if form.mode == "power":
+        return torch.sign(w) * magnitude.pow(form.beta)
     if form.mode == "damped":
         exponential, linear = _damped_terms(form.beta, magnitude, scales.n)
         return torch.sign(w) * (exponential + linear)
@@ -148,7 +151,7 @@ def tolerance(form: Form, w: Tensor, scales: Scales) -> Tensor:
     unit = torch.finfo(w.dtype).eps / 2.0
     magnitude = w.abs()
     kappa: Value = 0.0
-    if form.mode != "linear":
+    if form.mode not in ("linear", "power"):
         kappa = form.beta if form.mode == "damped" else scales.kappa
     if form.mode == "damped":
         exponential, linear = _damped_terms(form.beta, magnitude, scales.n)
@@ -164,7 +167,9 @@ def tolerance(form: Form, w: Tensor, scales: Scales) -> Tensor:
         terms = (scales.s * terms).abs()
     if scales.delta is not None:
         terms = terms + scales.delta.abs()
-    return (8.0 + 4.0 * (kappa * magnitude).abs()) * unit * terms
+    # An error of w grows by |w f'/f|: at most 1 + kappa |w|, and beta for a power.
+    growth = (kappa * magnitude).abs() if form.mode != "power" else form.beta
+    return (8.0 + 4.0 * growth) * unit * terms
 
 
 def _series(x: Tensor, coefficients: list[float]) -> Tensor:
@@ -206,6 +211,8 @@ def pullback(form: Form, w: Tensor, scales: Scales, g: Tensor, wanted: frozenset
     scaled = g if _is_one(scales.s) else scales.s * g
     if form.mode == "linear":
         out = {"w": scaled * scales.l, "l": scaled * w}
+    elif form.mode == "power":
+        out = {"w": scaled * form.beta * w.abs().pow(form.beta - 1.0)}
     elif form.mode == "sinh":
         out = _pull_sinh(form, w, scales, scaled, wanted)
     elif form.mode == "damped":
