@@ -199,7 +199,7 @@ def _prepare(*sources: str, out: str, **given: Any) -> None:
     Repeated documents count once. The same command continues a preparation that was killed.
 
     Args:
-        sources: stdlib, files, folders, or hf:NAME[:CONFIG]; several are joined
+        sources: stdlib, stdlib-code, stdlib-docs, files, folders, or hf:NAME[:CONFIG]; several are joined
         out: the folder for the tokens
 
     Examples:

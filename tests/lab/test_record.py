@@ -26,7 +26,7 @@ def test_tensorboard_reads_the_numbers_but_those_after_the_step_resumed_from(tmp
 def test_without_a_folder_nothing_is_written():
     with Recorder(None, tensorboard=True) as recorder:
         recorder.update(1, {"loss": 1.0}, tokens=0)
-        recorder.evaluation(1, 1.0, {}, {})
+        recorder.evaluation(1, {"eval_loss": 1.0}, {}, {})
         assert recorder.sync() == {}
 
 

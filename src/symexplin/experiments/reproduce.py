@@ -1,6 +1,6 @@
 """A table in a folder: its data, one comparison after the other, its report. A killed one resumes.
 
-table.json   what it is               data/             the tokens, unless prepared ones were given
+table.json   what it is               data/, old/       the tokens, unless prepared ones were given
 base/        the first stage, if any  panels/PANEL/     a comparison each (symexplin.lab.compare), or a bench
 report.html, table.csv, figures/      the results       (symexplin.experiments.report)
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from symexplin.experiments.comparison import ENOUGH_SEEDS
 from symexplin.experiments.results import append_results, check_results
-from symexplin.experiments.tables import BASE, DATA, PANELS, SCALES, TABLE, Panel, Table, load_table
+from symexplin.experiments.tables import BASE, DATA, OLD, PANELS, SCALES, TABLE, Panel, Table, load_table
 from symexplin.lab.bench import BenchConfig
 from symexplin.lab.compare.grid import COMPARISON, CompareConfig
 from symexplin.lab.files import read_json, write_json
@@ -38,6 +38,7 @@ class ReproduceConfig:
     Args:
         scale: "mini" (two CPU cores, about an hour at most), "paper" (the paper's protocol) or "h200" (one large GPU).
         data: a folder that `symexplin prepare` made, or sources of text for it.
+        old: the same for the text that the first model of a table is trained on, in tables that go on with another.
         panels: those to run now; the others stay for later.
         arms: those to run, the baseline among them.
         lrs: peak learning rates; every arm trains at each.
@@ -54,6 +55,7 @@ class ReproduceConfig:
 
     scale: str = field(default="mini", metadata={"choices": SCALES})
     data: tuple[str, ...] = ()
+    old: tuple[str, ...] = ()
     panels: tuple[str, ...] = ()
     arms: tuple[str, ...] = ()
     lrs: tuple[float, ...] = ()
@@ -67,9 +69,12 @@ class ReproduceConfig:
     @property
     def prepared(self) -> str | None:
         """The prepared folder, if `data` is one."""
-        from symexplin.lab.data.batches import DATASET
+        return _prepared(self.data)
 
-        return self.data[0] if len(self.data) == 1 and Path(self.data[0], DATASET).exists() else None
+    @property
+    def prepared_old(self) -> str | None:
+        """The prepared folder, if `old` is one."""
+        return _prepared(self.old)
 
     def table(self, name: str, out: str | Path) -> Table:
         """Return the table `name` with these settings, to run in `out`."""
@@ -79,8 +84,16 @@ class ReproduceConfig:
             "compare": {**{key: values for key, values in lists.items() if values}, **jobs},
             "train": {} if self.steps is None else {"steps": self.steps},
             "data": {} if self.prepared or not self.data else {"sources": list(self.data)},
+            "old": {} if self.prepared_old or not self.old else {"sources": list(self.old)},
         }
-        return load_table(name, self.scale, out=out, data=self.prepared, changes=merge(changes, self.set))
+        prepared = {"data": self.prepared, "old": self.prepared_old}
+        return load_table(name, self.scale, out=out, **prepared, changes=merge(changes, self.set))
+
+
+def _prepared(sources: Sequence[str]) -> str | None:
+    from symexplin.lab.data.batches import DATASET
+
+    return sources[0] if len(sources) == 1 and Path(sources[0], DATASET).exists() else None
 
 
 def plan_lines(table: Table, names: Collection[str] = ()) -> list[str]:
@@ -160,6 +173,8 @@ def reproduce(
         try:
             if to_prepare:
                 prepare(from_table(PrepareConfig, table.data), folder / DATA, echo=echo, progress=progress)
+            if table.old and not config.prepared_old:
+                prepare(from_table(PrepareConfig, table.old), folder / OLD, echo=echo, progress=progress)
             if table.base is not None:
                 quiet: dict[str, Any] = {"tell_config": False, "progress": progress, "label": BASE}
                 train(table.base, folder / BASE, resume=True, echo=echo, **quiet)

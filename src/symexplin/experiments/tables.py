@@ -20,7 +20,7 @@ from symexplin.lab.settings import differences, from_table, load_toml, merge
 from symexplin.validation import check_choice, naming
 
 __all__ = [
-    *("BASE", "DATA", "PANELS", "PASSES", "SCALES", "TABLE"),
+    *("BASE", "DATA", "OLD", "PANELS", "PASSES", "SCALES", "TABLE"),
     *("Outcome", "Panel", "Table", "load_table", "names", "read_table"),
 ]
 
@@ -28,12 +28,13 @@ Settings = dict[str, Any]
 
 SCALES = ("mini", "paper", "h200")
 TABLE, PANELS = "table.json", "panels"
-BASE, DATA, _BENCH = "base", "data", "bench"
+BASE, DATA, OLD, _BENCH = "base", "data", "old", "bench"
 _CONFIGS = Path(__file__).parent / "configs"
 _PROTOCOLS = "protocols"
 _OF_A_RUN = ("model", "train", "compute", "log")
 # Tables of settings; `map` is that of every curved arm, `base` changes [train] for the run that the others start from.
-_SETTINGS = (*_OF_A_RUN, "sel", "compare", "cluster", "arm", "map", DATA, BASE)
+# `old` is the text of the base where it is another than `data`; what the others forget of it is measured.
+_SETTINGS = (*_OF_A_RUN, "sel", "compare", "cluster", "arm", "map", DATA, BASE, OLD)
 # Training a batch costs a forward and a backward pass, evaluating it the forward pass alone, about a third.
 PASSES = 3
 
@@ -43,7 +44,8 @@ class About:
     """A table at a scale, as table.json has it.
 
     `place` is where in the paper, "" beyond it. `labels` are those of the arms. A bench has no baseline and no labels.
-    `assumptions` are sentences on the keys that the paper leaves open. `data` are keys of :class:`PrepareConfig`.
+    `assumptions` are sentences on the keys that the paper leaves open. `data` and `old` are keys of
+    :class:`PrepareConfig`; `old` is {} without an old text.
     """
 
     name: str
@@ -56,6 +58,7 @@ class About:
     labels: dict[str, str]
     assumptions: dict[str, str]
     data: Settings
+    old: Settings
 
     @property
     def is_bench(self) -> bool:
@@ -107,12 +110,18 @@ def _files() -> dict[str, Path]:
 
 
 def load_table(
-    name: str, scale: str, *, out: str | Path = "", data: str | Path | None = None, changes: Settings | None = None
+    name: str,
+    scale: str,
+    *,
+    out: str | Path = "",
+    data: str | Path | None = None,
+    old: str | Path | None = None,
+    changes: Settings | None = None,
 ) -> Table:
     """Return a table of :func:`names`, or of a TOML file of the same form, at a scale, to run in the folder `out`.
 
-    `data` is a prepared folder, `out`/data if None. `changes` override all other settings, by the tables of
-    configs/protocols.toml; `map` is for every curved arm.
+    `data` and `old` are prepared folders, `out`/data and `out`/old if None. `changes` override all other settings, by
+    the tables of configs/protocols.toml; `map` is for every curved arm.
     """
     check_choice("scale", scale, SCALES)
     known = _files()
@@ -130,7 +139,8 @@ def load_table(
             settings.pop(DATA, None)
             assumptions = {key: text for key, text in assumptions.items() if not key.startswith(f"{DATA}.")}
         _check(settings, changes, entries, about["baseline"])
-        layers = _Layers(settings, changes, about["baseline"], str(data or Path(out, DATA)), str(Path(out, BASE)))
+        places = [str(given or Path(out, name)) for given, name in ((data, DATA), (old, OLD), (None, BASE))]
+        layers = _Layers(settings, changes, about["baseline"], *places)
         panels = tuple(_panels(layers, entries, of_paper=_settings(file, "paper")))
         changed = merge(settings, changes)
         arms = {about["baseline"]: {}, **changed.get("arm", {})}
@@ -143,6 +153,7 @@ def load_table(
             labels={arm: table.get("label", arm) for arm, table in arms.items() if arm},
             assumptions={key: text + given.get(key, "") for key, text in assumptions.items()},
             data=changed.get(DATA, {}),
+            old=merge(changed.get(DATA, {}), changed[OLD]) if OLD in changed else {},
             base=layers.base(),
             panels=panels,
         )
@@ -164,7 +175,11 @@ def _protocol(name: str) -> Settings:
 
 def _check(settings: Settings, changes: Settings, entries: object, baseline: str) -> None:
     """Check which tables of settings there are; their keys are checked where they are built."""
-    known = [_BENCH] if _BENCH in settings else [key for key in _SETTINGS if key in settings or key not in (DATA, BASE)]
+    known = (
+        [_BENCH]
+        if _BENCH in settings
+        else [key for key in _SETTINGS if key in settings or key not in (DATA, BASE, OLD)]
+    )
     for key, value in (*settings.items(), *changes.items()):
         check_choice("key", key, known)
         if not isinstance(value, Mapping):
@@ -177,12 +192,13 @@ def _check(settings: Settings, changes: Settings, entries: object, baseline: str
 
 @dataclass(frozen=True)
 class _Layers:
-    """Settings of protocol, table and scale, changes of the command, and the folders of the data and of the base."""
+    """Settings of protocol, table and scale, changes of the command, and the folders of both texts and of the base."""
 
     settings: Settings
     changes: Settings
     baseline: str
     data: str
+    old: str
     weights: str
 
     def config(self, panel: Settings) -> CompareConfig | BenchConfig:
@@ -193,6 +209,8 @@ class _Layers:
         arms, curve = found.pop("arm", {}), found.pop("map", {})
         if found.pop(BASE, None):
             found["train"] = {**found["train"], "weights": self.weights}
+        if found.pop(OLD, None):
+            found["log"] = {**found.get("log", {}), "old": self.old}
         known = list(dict.fromkeys([self.baseline, *arms]))
         compare = {"baseline": self.baseline, "arms": known, **found["compare"]}
         wanted = from_table(GridConfig, compare).arms
@@ -209,7 +227,8 @@ class _Layers:
         found = self._of({})
         run = {key: found[key] for key in _OF_A_RUN if key in found}
         train = merge(found["train"], found[BASE])
-        return from_table(RunConfig, {"data": self.data, **run, "train": train, "sel": {"home": "none"}})
+        data = self.old if OLD in self.settings else self.data
+        return from_table(RunConfig, {"data": data, **run, "train": train, "sel": {"home": "none"}})
 
     def _of(self, panel: Settings) -> Settings:
         of_panel = {key: value for key, value in panel.items() if key not in ("name", "stands_for")}
@@ -274,7 +293,7 @@ def read_table(out: str | Path) -> Outcome:
             for panel in about.pop("panels")
             for folder in [out / PANELS / panel["name"]]
         ]
-        return Outcome(**about, panels=tuple(panels))
+        return Outcome(**{"old": {}, **about}, panels=tuple(panels))  # earlier versions have no old text
     except (KeyError, TypeError) as error:
         raise ValueError(f"{str(out / TABLE)!r} is damaged, or of another version of symexplin: {error}") from None
 

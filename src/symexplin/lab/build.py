@@ -11,6 +11,7 @@ import symexplin as sel
 from symexplin.conversion import IDENTITY
 from symexplin.lab.config import RunConfig
 from symexplin.lab.load import start_from
+from symexplin.lab.lora import add_lora
 from symexplin.lab.maps import map_of
 from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import ALONE, Ranks
@@ -45,10 +46,12 @@ def build(config: RunConfig, ranks: Ranks = ALONE) -> Built:
         _shard(model, ranks, config.compute.device)
     else:
         model = build_model(config)
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     undecayed = [] if train.decay_plain else _plain(model)
-    if curve is None and train.optimizer == "adamw":
-        decayed = [parameter for name, parameter in model.named_parameters() if name not in undecayed]
-        plain = {"params": [model.get_parameter(name) for name in undecayed], "weight_decay": 0.0}
+    if curve is None and train.optimizer == "adamw" and train.decay_towards == "zero":
+        decayed = [parameter for name, parameter in trained if name not in undecayed]
+        kept = [parameter for name, parameter in trained if name in undecayed]
+        plain = {"params": kept, "weight_decay": 0.0}
         groups: list[dict[str, Any]] = [{"params": decayed}, *([plain] if undecayed else [])]
         return Built(model, _adamw(model, groups, config), clip=True)
     if config.sel.home == "module":
@@ -56,12 +59,19 @@ def build(config: RunConfig, ranks: Ranks = ALONE) -> Built:
         optimizer = _adamw(model, groups, config)
         sel.anneal_scales(optimizer, total_steps=annealing)
         return Built(model, optimizer, clip=True)
-    # Muon on ordinary weights is SELMuon with the identity map: raw weights are the weights.
+    # Ordinary weights under Muon, or with decay towards the first ones: the identity map, whose raw weights they are.
     groups = sel.param_groups(
         model, lr=train.lr, weight_decay=train.weight_decay, config=_matched(curve or IDENTITY), no_decay=undecayed
     )
     kind = sel.SELMuon if train.optimizer == "muon" else sel.SELAdamW
-    raw_space = kind(groups, lr=train.lr, betas=train.betas, total_steps=annealing, max_grad_norm=train.max_grad_norm)
+    raw_space = kind(
+        groups,
+        lr=train.lr,
+        betas=train.betas,
+        total_steps=annealing,
+        max_grad_norm=train.max_grad_norm,
+        decay_towards=train.decay_towards,
+    )
     return Built(model, raw_space, clip=False)
 
 
@@ -71,6 +81,8 @@ def build_model(config: RunConfig, device: str | None = None) -> Transformer:
     model = Transformer(config.model, torch.Generator().manual_seed(train.seed))
     if train.weights is not None:
         start_from(model, train.weights)
+    if train.lora_rank:
+        add_lora(model, train.lora_rank)
     model.recompute, model.loss_chunk = config.compute.recompute, config.compute.loss_chunk or 0
     place = device or config.compute.device
     if place != "auto":
@@ -117,7 +129,8 @@ def _plain(model: Transformer) -> list[str]:
     """Return the names of the parameters outside the linears of the blocks: embedding, head and norms."""
     layers = (layer for layer in model.blocks.modules() if not isinstance(layer, nn.RMSNorm))
     inside = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
-    return [name for name, parameter in model.named_parameters() if id(parameter) not in inside]
+    named = model.named_parameters()
+    return [name for name, parameter in named if parameter.requires_grad and id(parameter) not in inside]
 
 
 def _adamw(model: Transformer, params: Any, config: RunConfig) -> torch.optim.AdamW:

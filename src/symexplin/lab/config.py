@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from symexplin.lab.maps import CurveConfig, map_of
-from symexplin.validation import check_choice, check_flag, check_fraction, check_positive, check_whole
+from symexplin.validation import (
+    check_choice,
+    check_flag,
+    check_fraction,
+    check_not_negative,
+    check_positive,
+    check_whole,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +27,7 @@ __all__ = [
     *("absolute", "resolve"),
 ]
 
+DECAY_TOWARDS = ("zero", "initial")
 OPTIMIZERS, PARALLEL = ("adamw", "muon"), ("ddp", "fsdp")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # torch's
 # How the matrices of the blocks may be drawn (section 4.3, "Xavier uniform over normal").
@@ -100,6 +108,12 @@ class TrainConfig:
             not say. Off: decay only the linear layers of the blocks, weights and biases.
         betas: decay rates of AdamW's moments.
         max_grad_norm: global norm to which gradients are clipped.
+        l1: decoupled L1 on the matrices of the blocks: each step moves their entries by lr times l1 towards zero.
+        sparsity: share of these entries that gradual pruning by magnitude sets to zero, from a tenth to three quarters
+            of the steps.
+        decay_towards: what weight decay pulls to: "zero", or "initial", the weights that the run starts from (raw ones
+            under a map; without one this is L2-SP). Scales do not decay then.
+        lora_rank: train low-rank updates of the matrices of the blocks, and nothing else; 0: train everything.
         weights: plain weights to start from, of a model of this shape: a run's folder, one of its checkpoints, or a
             model.safetensors. Default: weights are drawn.
         eval_every: steps between evaluations. The start and the end are always evaluated.
@@ -119,6 +133,10 @@ class TrainConfig:
     decay_plain: bool = True
     betas: tuple[float, float] = (0.9, 0.999)
     max_grad_norm: float = 1.0
+    l1: float = 0.0
+    sparsity: float = 0.0
+    decay_towards: str = field(default="zero", metadata={"choices": DECAY_TOWARDS})
+    lora_rank: int = 0
     weights: str | None = None
     eval_every: int = 25
     eval_batches: int = 8
@@ -135,8 +153,12 @@ class TrainConfig:
             raise ValueError(f"warmup_steps must be at most steps = {self.steps}, got {self.warmup_steps}")
         check_positive("lr", self.lr)
         check_positive("max_grad_norm", self.max_grad_norm)
+        check_not_negative("l1", self.l1)
+        check_fraction("sparsity", self.sparsity)
+        check_choice("decay_towards", self.decay_towards, DECAY_TOWARDS)
+        check_whole("lora_rank", self.lora_rank, minimum=0)
         check_fraction("floor", self.floor)
-        check_fraction("weight_decay", self.weight_decay)
+        check_not_negative("weight_decay", self.weight_decay)
         for beta in self.betas:
             check_fraction("betas", beta)
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
@@ -199,11 +221,17 @@ class LogConfig:
         checkpoint_every: optimizer steps between checkpoints. SIGTERM, Ctrl-C and the end of the run write one too.
         keep: number of checkpoints to keep, the newest ones.
         tensorboard: write TensorBoard events beside metrics.jsonl.
+        old: another prepared folder, of the same tokens, whose held-out loss each evaluation also measures: what a run
+            that starts from weights forgets.
+        compress: at the end also measure the loss of pruned and of quantized copies of the weights, into
+            compressed.json.
     """
 
     checkpoint_every: int = 500
     keep: int = 2
     tensorboard: bool = True
+    old: str | None = None
+    compress: bool = False
 
     def __post_init__(self) -> None:
         """Check every field."""
@@ -231,6 +259,13 @@ class RunConfig:
         map_of(self.sel, self.model.width)
         if self.sel.home == "module" and self.train.optimizer != "adamw":
             raise ValueError(f"optimizer must be 'adamw' for home 'module', got {self.train.optimizer!r}")
+        train = self.train
+        if self.sel.home == "module" and (train.decay_towards != DECAY_TOWARDS[0] or train.lora_rank):
+            raise ValueError("home must be 'optimizer' or 'none' for decay_towards and lora_rank, got 'module'")
+        if train.lora_rank and (train.weights is None or train.l1 or train.sparsity or self.log.compress):
+            raise ValueError("lora_rank goes with weights to start from, and without l1, sparsity and compress")
+        if self.sel.home == "module" and (self.train.l1 or self.train.sparsity or self.log.compress):
+            raise ValueError("home must be 'optimizer' or 'none' for l1, sparsity and compress, got 'module'")
 
 
 def resolve(config: RunConfig, vocab_size: int, processes: int = 1) -> RunConfig:
@@ -255,6 +290,7 @@ def resolve(config: RunConfig, vocab_size: int, processes: int = 1) -> RunConfig
         data=str(absolute(config.data)),
         model=dataclasses.replace(config.model, vocab_size=vocab_size),
         train=dataclasses.replace(train, weights=absolute(train.weights)),
+        log=dataclasses.replace(config.log, old=absolute(config.log.old)),
         sel=dataclasses.replace(config.sel, map={} if curve is None else curve.to_dict()),
         compute=dataclasses.replace(
             compute,

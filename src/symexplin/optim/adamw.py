@@ -7,10 +7,11 @@ import torch
 
 from symexplin.config import SELConfig
 from symexplin.optim.batch import Batch, Target
+from symexplin.optim.checks import DECAY_TOWARDS
 from symexplin.optim.fused import adamw_batches
 from symexplin.optim.parameter import ParameterView
 from symexplin.optim.raw_space import RawSpaceOptimizer
-from symexplin.validation import check_not_negative
+from symexplin.validation import check_choice, check_not_negative
 
 __all__ = ["SELAdamW"]
 
@@ -38,6 +39,9 @@ class SELAdamW(RawSpaceOptimizer):
         no_decay: name patterns of a model's parameters without weight decay.
         total_steps: T of the annealing, the number of optimizer steps of the run; needed if a multiplier changes.
             "later": :meth:`set_total_steps` must be called before the second step.
+        decay_towards: "zero", or "initial": weight decay pulls raw weights and plain parameters towards their values
+            at the first step, for fine-tuning (with the identity map this is L2-SP, arXiv 1802.01483). Takes 4 bytes
+            more per parameter. Scales do not decay then.
         max_grad_norm: clip raw gradients to this global norm; None: do not clip. Clipping the model's `.grad` would
             clip effective gradients. `grad_norm` is the norm of the last step.
 
@@ -67,8 +71,10 @@ class SELAdamW(RawSpaceOptimizer):
         no_decay: Sequence[str] = (),
         total_steps: int | str | None = None,
         max_grad_norm: float | None = None,
+        decay_towards: str = DECAY_TOWARDS[0],
     ) -> None:
-        rule = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        rule: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        rule["decay_towards"] = check_choice("decay_towards", decay_towards, DECAY_TOWARDS)
         run = {"total_steps": total_steps, "max_grad_norm": max_grad_norm}
         super().__init__(params, rule | run, config, no_decay)
 
@@ -94,7 +100,7 @@ class SELAdamW(RawSpaceOptimizer):
         """Apply AdamW in place."""
         (beta1, beta2), step = group["betas"], float(target.step)
         exp_avg, exp_avg_sq = target.moment("exp_avg"), target.moment("exp_avg_sq")
-        target.value.mul_(1.0 - target.lr * target.weight_decay)
+        target.decay_()
         exp_avg.lerp_(target.grad, 1.0 - beta1)
         exp_avg_sq.mul_(beta2).addcmul_(target.grad, target.grad, value=1.0 - beta2)
         denominator = (exp_avg_sq.sqrt() / (1.0 - beta2**step) ** 0.5).add_(group["eps"])

@@ -40,12 +40,20 @@ class Target:
     shape: Sequence[int]  # of the whole tensor
     out_dim: int = 0  # the output dimension of a weight
     moments: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    anchor: Tensor | None = field(default=None, repr=False)  # what decay pulls towards; None: zero
     placement: Placement = field(default=WHOLE, repr=False)
     split: bool = field(default=False, repr=False)  # sharded over processes
 
     def moment(self, name: str) -> Tensor:
         """Return the moment with this name."""
         return self.moments[name]
+
+    def decay_(self) -> None:
+        """Apply decoupled weight decay: x <- x (1 - lr wd), or x <- x + lr wd (anchor - x)."""
+        amount = self.lr * self.weight_decay
+        self.value.mul_(1.0 - amount)
+        if self.anchor is not None:
+            self.value.add_(self.anchor * amount)
 
     def gather(self, part: Tensor) -> Tensor:
         """Return the whole tensor from this process's `part`, of the size of `value`; all processes must call it."""
@@ -117,8 +125,12 @@ class ReadableBatch:
         step, split = first.counts()[kind in PANELS], first.is_split(kind)
         return Target(
             *(kind, value, grad, lr, decay, step, first.whole_shape(kind), first.out_dim),
-            *(moments, first.placement, split),
+            *(moments, self._anchor(kind), first.placement, split),
         )
+
+    def _anchor(self, kind: str) -> Tensor | None:
+        anchors = [] if kind in PANELS else [view.anchor for view in self.views if view.anchor is not None]
+        return self._stack(anchors) if anchors else None
 
     def norms(self) -> list[Tensor]:
         """Return tensors with the norm of the gradients, without the shared ones."""

@@ -12,16 +12,17 @@ from symexplin.config import SELConfig
 from symexplin.kernels import is_memory
 from symexplin.layout import PANELS
 from symexplin.optim.groups import Group, is_curved, layout_of, name_of
-from symexplin.optim.parameter import COUNTS, Moments, ParameterView, moment_key
+from symexplin.optim.parameter import ANCHOR, COUNTS, Moments, ParameterView, moment_key
 from symexplin.optim.placement import local
 from symexplin.optim.rates import warn_of_scales
 from symexplin.optim.schedule import LATER, multiplier
-from symexplin.validation import check_not_negative, check_positive, check_whole
+from symexplin.validation import check_choice, check_not_negative, check_positive, check_whole
 
-__all__ = ["check_finite", "check_group", "check_overlap", "check_saved"]
+__all__ = ["DECAY_TOWARDS", "check_finite", "check_group", "check_overlap", "check_saved"]
 
 State = dict[str, Any]
 
+DECAY_TOWARDS = ("zero", "initial")
 _KEYS = ("role", "max_grad_norm", "total_steps", "steps")  # keys of every group of a SEL optimizer
 
 # Weights of this size occur only in a diverged run, and lead to gradients that are not finite.
@@ -52,6 +53,7 @@ def check_group(group: Group, first: Group) -> None:
     lr = group["lr"]
     check_not_negative("lr", lr.item() if isinstance(lr, Tensor) and lr.numel() == 1 else lr)
     check_not_negative("weight_decay", group["weight_decay"])
+    check_choice("decay_towards", group.setdefault("decay_towards", DECAY_TOWARDS[0]), DECAY_TOWARDS)
     for i, parameter in enumerate(group["params"]):
         if not parameter.is_floating_point():
             raise ValueError(f"{name_of(group, i)} must be real and floating point, got {parameter.dtype}")
@@ -144,6 +146,8 @@ def _check_state(group: Group, i: int, shape: tuple[int, ...], state: State, mom
         layout = layout_of(group, i, shape)
         tensors |= {panel: layout.panel_shape(panel) for panel in PANELS if layout.width(panel)}
         shapes |= tensors | ({"scale_step": ()} if len(tensors) > 1 else {})
+    if group.get("decay_towards") == "initial":
+        shapes[ANCHOR] = shape
     for kind, size in tensors.items():
         shapes |= {moment_key(kind, moment): size for moment in moments(kind, size)}
     for name, size in shapes.items():

@@ -162,9 +162,18 @@ class FusedBatch:
             *(self._terms, self._matrices, old, self._factors, self._grads),
             *(adamw_rates(self._group, self.views[0].state["step"]), clip),
         )
+        self._pull_to_anchors()
         torch.autograd.graph.increment_version(self._matrices.weight)
         self._seen = self._look()
         del self._grads, self._gradients
+
+    def _pull_to_anchors(self) -> None:
+        """Finish a decay towards anchors: the kernels decay towards zero."""
+        amount = float(self._group["lr"]) * self._group["weight_decay"]
+        anchors = [view.anchor for view in self.views if view.anchor is not None]
+        if anchors and amount:
+            torch._foreach_add_(list(self._matrices.raw), anchors, alpha=amount)
+            self._backend.write(self._terms, self._matrices, self._factors)
 
     def _update_panel(self, panel: str, rule: Rule, clip: Tensor | None) -> None:
         """Update one panel of all parameters in place, as one target of the rule."""
@@ -231,6 +240,9 @@ class PlainBatch:
                 amsgrad=False,
                 maximize=False,
             )
+        anchors = [view.anchor for view in self.views if view.anchor is not None]
+        if anchors:
+            torch._foreach_add_(self._values, anchors, alpha=rates.lr * rates.decay)
         if self.views[0].watched and rates.lr != 0.0:
             torch._foreach_copy_([view.value for view in self.views], self._values)
         del self._grads

@@ -40,7 +40,8 @@ class SELMuon(SELAdamW):
     gathers the momentum of one matrix at a time.
 
     Args:
-        params, lr, betas, eps, weight_decay, total_steps, max_grad_norm: see :class:`symexplin.SELAdamW`.
+        params, lr, betas, eps, weight_decay, total_steps, max_grad_norm, decay_towards: see
+            :class:`symexplin.SELAdamW`.
         momentum: mu, in [0, 1).
         nesterov: look ahead by one gradient.
         ns_coefficients: a, b, c of the quintic a x + b x^3 + c x^5.
@@ -107,7 +108,7 @@ class SELMuon(SELAdamW):
         update = target.gather(target.grad.lerp(buffer, momentum) if group["nesterov"] else buffer)
         update = newton_schulz(update, group["ns_coefficients"], group["ns_steps"], group["ns_eps"])
         ratio = _ratio(group["adjust_lr_fn"], target.shape[target.out_dim], target.shape[1 - target.out_dim])
-        target.value.mul_(1.0 - target.lr * target.weight_decay)
+        target.decay_()
         target.value.sub_(target.scatter(update).to(target.value.dtype) * (target.lr * ratio))
 
 

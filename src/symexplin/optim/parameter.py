@@ -15,8 +15,9 @@ from symexplin.optim.placement import Placement, address, is_dtensor, local, pla
 from symexplin.transform import compute_dtype
 from symexplin.validation import naming
 
-__all__ = ["COUNTS", "Moments", "ParameterView", "moment_key"]
+__all__ = ["ANCHOR", "COUNTS", "Moments", "ParameterView", "moment_key"]
 
+ANCHOR = "anchor"  # the first value of a parameter, in its state if weight decay pulls towards it
 COUNTS = ("step", "scale_step")  # numbers of updates in a parameter's state: of its values and of its scales
 # The tensor dimension along which each panel of vectors lies; `full` lies as the parameter.
 _DIMS = {"panel0": 0, "panel1": 1, "scalar": None}
@@ -134,6 +135,11 @@ class ParameterView:
         """Return the local part of a moment."""
         return local(self.state[moment_key(kind, name)])
 
+    @property
+    def anchor(self) -> Tensor | None:
+        """The local part of the value that weight decay pulls towards; None for zero."""
+        return local(self.state[ANCHOR]) if ANCHOR in self.state else None
+
     def counts(self) -> tuple[Tensor, Tensor]:
         """Return the numbers of updates of the values and of the scales."""
         return self.state["step"], self.state.get("scale_step", self.state["step"])
@@ -213,6 +219,8 @@ class ParameterView:
         if any(name in parts for name in PANELS):
             state["scale_step"] = state["step"].clone()
         state.update({kind: self._wrap(kind, part) for kind, part in parts.items()})
+        if self.group.get("decay_towards") == "initial":
+            state[ANCHOR] = self._wrap(self.kind, self.own(self.kind).clone())
         for kind, part in {"raw": self.value, **parts}.items():
             kind = self.kind if kind == "raw" else kind
             for moment in moments(kind, self.whole_shape(kind)):

@@ -47,7 +47,8 @@ def panel_rates(masks: Masks, group: Mapping[str, Any]) -> tuple[Tensor, Tensor]
     k, lr = multipliers(group), float(group["lr"])
     # Products with numbers only launch kernels. A tensor made from numbers would wait for a copy to the device.
     rates = sum((mask * (k[role] * lr) for role, mask in of_roles), torch.zeros_like(decays))
-    return rates, decays * group["weight_decay"]
+    anchored = group.get("decay_towards") == "initial"  # the scales have no anchor
+    return rates, decays * (0.0 if anchored else group["weight_decay"])
 
 
 def panel_masks(layout: Layout, panel: str, like: Tensor) -> Masks:

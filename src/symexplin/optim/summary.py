@@ -27,6 +27,8 @@ def summary(name: str, groups: Sequence[Group]) -> str:
     )
     """
     settings = {key: groups[0][key] for key in groups[0] if key not in _SHOWN and not key.startswith("k_")}
+    if settings.get("decay_towards") == "zero":
+        del settings["decay_towards"]
     steps = max(group["steps"] for group in groups)
     last = ", ".join(f"{key} {value}" for key, value in settings.items())
     lines = [*map_lines(groups), *map(_line, groups), f"{last}; {steps} steps taken"]

@@ -44,7 +44,20 @@ _OF_AN_ARM = ("home", "preset", "start", "map")
 _SHARED = ("anneal_steps",)
 # Keys of the run that an arm may change: those that leave data, steps and cost the same.
 _CHANGES: dict[str, tuple[str, ...]] = {
-    "train": ("optimizer", "weight_decay", "decay_plain", "betas", "max_grad_norm", "warmup_steps", "floor", "weights"),
+    "train": (
+        "optimizer",
+        "weight_decay",
+        "decay_plain",
+        "betas",
+        "max_grad_norm",
+        "warmup_steps",
+        "floor",
+        "weights",
+        "l1",
+        "sparsity",
+        "decay_towards",
+        "lora_rank",
+    ),
     "model": ("init",),
 }
 
@@ -158,7 +171,8 @@ class CompareConfig(RunConfig):
     Args:
         data: folder that `symexplin prepare` made.
         arm: arms of your own, an [arm.NAME] table each, with keys of [sel]. [arm.NAME.train] may change optimizer,
-            weight_decay, decay_plain, betas, max_grad_norm, warmup_steps, floor, weights; [arm.NAME.model] init.
+            weight_decay, decay_plain, betas, max_grad_norm, l1, sparsity, decay_towards, lora_rank, warmup_steps,
+            floor, weights; [arm.NAME.model] init.
     """
 
     compare: GridConfig = field(default_factory=GridConfig)

@@ -164,6 +164,7 @@ def _resolved(config: CompareConfig, vocab_size: int, saved: CompareConfig | Non
         # The baseline's own changes stay its own.
         model=dataclasses.replace(config.model, vocab_size=vocab_size),
         train=dataclasses.replace(config.train, weights=absolute(config.train.weights)),
+        log=resolved.log,
         compute=dataclasses.replace(compute, device=device) if _on_cluster(config) else compute,
         arm={name: _with_absolute_weights(table) for name, table in config.arm.items()},
     )

@@ -46,7 +46,8 @@ class PrepareConfig:
     """What to prepare, and how.
 
     Args:
-        sources: where the text comes from: "stdlib", files, folders, "hf:NAME[:CONFIG]", "openwebtext", "fineweb".
+        sources: where the text comes from: "stdlib" (or its "stdlib-code" or "stdlib-docs" alone), files, folders,
+            "hf:NAME[:CONFIG]", "openwebtext", "fineweb".
         tokenizer: "bpe" to train one on the text, "byte", "gpt2", "hf:NAME" (of a model on the hub), or the path of a
             `tokenizers` JSON file.
         vocab_size: tokens of a BPE trained here.

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 from numpy.typing import NDArray
 
+from symexplin.lab.data.stdlib import STDLIB, parts_of
+
 __all__ = [
     "SEPARATOR",
     "LeftOut",
@@ -75,17 +77,19 @@ def _source(
     if spec.startswith("hf:"):
         dataset = _dataset(spec.removeprefix("hf:"), text_key, split, cache)
         return dataset._fingerprint, _column(dataset, text_key)
-    if spec == "stdlib":
+    if spec in STDLIB:
         library = _files(Path(sysconfig.get_path("stdlib")), left_out, _NOT_LIBRARY)
         files = [file for file in library if file.suffix == ".py"]
-    elif name and path.is_dir():
+        return _stamps(files), parts_of(_folder(files, text_key, left_out), spec)
+    if name and path.is_dir():
         files = _files(path, left_out)
-    elif path.is_file():
+        return _stamps(files), _folder(files, text_key, left_out)
+    if path.is_file():
         return _stamps([path]), _file(path, text_key)
-    else:  # a pipe gives its text once
-        right = "'stdlib', an existing file or folder, 'hf:NAME', " + " or ".join(map(repr, _SHORTHANDS))
-        raise FileNotFoundError(f"sources must be {right}, got {name!r}")
-    return _stamps(files), _folder(files, text_key, left_out)
+    # A pipe gives its text once.
+    known = ", ".join(map(repr, STDLIB))
+    right = f"{known}, an existing file or folder, 'hf:NAME', " + " or ".join(map(repr, _SHORTHANDS))
+    raise FileNotFoundError(f"sources must be {right}, got {name!r}")
 
 
 def _documents(name: str, texts: Iterable[str]) -> Iterator[bytes]:
