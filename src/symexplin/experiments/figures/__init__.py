@@ -1,4 +1,4 @@
-"""The figures of the paper that show data or functions, and one beyond it, from runs, comparisons and weights."""
+"""The figures of the paper that show data or functions, and others beyond it, from runs, comparisons and weights."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from symexplin.experiments.figures import curves, maps, weights
+from symexplin.experiments.figures import curves, maps, tradeoffs, weights
 from symexplin.experiments.figures.common import LOOK, save_figure
 from symexplin.validation import check_choice
 
@@ -68,6 +68,9 @@ FIGURES: dict[str, FigureSpec] = {
         FigureSpec(weights.optimization_distance, "figure 15, fig:opt_distance", _WEIGHTS, 1),
         FigureSpec(weights.heavy_tail, "figure 16, fig:heavy_tail", _WEIGHTS, 1),
         FigureSpec(curves.learning_rates, "", _COMPARISONS, None, _OF_RUNS),
+        FigureSpec(tradeoffs.compression, "", f"{_COMPARISON} with [log] compress", 1, _OF_RUNS),
+        FigureSpec(tradeoffs.forgetting, "", f"{_COMPARISON} with [log] old", 1, _OF_RUNS),
+        FigureSpec(tradeoffs.trend, "", f"{_COMPARISONS} that differ in width or steps", None, _OF_RUNS),
     )
 }
 

@@ -20,7 +20,7 @@ from symexplin.config import Scale
 from symexplin.experiments.comparison import Evidence, Row, spread_of
 from symexplin.experiments.figures.common import comparisons, panel, sheet
 from symexplin.lab.build import build_model
-from symexplin.lab.config import RunConfig
+from symexplin.lab.config import LogConfig, RunConfig
 from symexplin.lab.report.charts import COLOURS, DASHES, GUIDE, GUIDE_LINE, Line, late_limits, mean_line
 from symexplin.lab.report.figures import sweep_lines
 from symexplin.lab.report.probe import read_run
@@ -268,7 +268,9 @@ def start_slope(config: RunConfig) -> float:
         return 1.0
     curve = dataclasses.replace(config.sel, home="module")  # layers have the map before any step
     compute = dataclasses.replace(config.compute, device="cpu")
+    train = dataclasses.replace(config.train, l1=0.0, sparsity=0.0, decay_towards="zero", lora_rank=0)
     model = config.model if config.train.weights else dataclasses.replace(config.model, depth=1)
     with torch.random.fork_rng(devices=[]):  # layers draw weights before they get theirs
-        built = build_model(dataclasses.replace(config, model=model, sel=curve, compute=compute))
+        config = dataclasses.replace(config, model=model, train=train, sel=curve, compute=compute, log=LogConfig())
+        built = build_model(config)
         return sel.stats(built)["slope/mean"]
