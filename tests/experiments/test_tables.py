@@ -10,7 +10,8 @@ from symexplin.experiments.tables import SCALES, load_table, names, read_table
 from symexplin.lab.build import build
 from symexplin.lab.files import write_json
 from symexplin.lab.maps import map_of
-from symexplin.lab.model import ROPE_BASE
+from symexplin.lab.model import ROPE_BASE, Transformer
+from symexplin.lab.weights.files import save_model
 
 # Tables 1 and 2 and section 5.1: (width, depth) -> steps, beta.
 GRID = {
@@ -29,6 +30,8 @@ OF_THE_PAPER = {
     *("lr_annealing", "curvature", "xavier", "profiling"),
 }
 BEYOND = {"modes", "starts", "patterns", "combined", "beta", "muon", "continued", "suite", "default", "widths"}
+BEYOND |= {"attempts", "finetune", "lengths", "rates", "sparsity"}
+LONG = {"attempts", "finetune", "lengths", "rates", "sparsity"}  # three hours
 PAPER_K = {"e": (50.0, 8.0), "l": (50.0, 8.0), "m": (0.01, 0.5)}
 
 
@@ -64,7 +67,7 @@ def test_a_table_is_whole_at_every_scale(name, scale):
         assert list(table.labels) == list(panel.config.compare.arms)
         assert panel.config.compare.baseline == table.baseline == next(iter(table.labels))
         model = panel.config.model
-        assert panel.name == f"{model.width}x{model.depth}"
+        assert panel.name.startswith(f"{model.width}x{model.depth}")
 
 
 def test_a_scales_own_panels_replace_the_tables():
@@ -182,19 +185,19 @@ def test_what_the_code_fixes_is_what_the_assumptions_say():
 
 
 @pytest.mark.parametrize("name", sorted((OF_THE_PAPER | BEYOND) - {"profiling"}))
-def test_every_arm_takes_a_step_in_miniature(name):
+def test_every_arm_takes_a_step_in_miniature(name, tmp_path):
     small = {"model": {"width": 32, "depth": 1, "heads": 2, "context": 8}}  # at 16 the rule's beta is below 1
     (panel, *_) = load_table(name, "mini", changes=small).panels
     for run in runs(panel).values():
-        run = dataclasses.replace(run, train=dataclasses.replace(run.train, weights=None))
+        if run.train.weights is not None:
+            weights = str(tmp_path / "model.safetensors")
+            save_model(Transformer(run.model), weights)
+            run = dataclasses.replace(run, train=dataclasses.replace(run.train, weights=weights))
         model, optimizer, _ = build(run)
         model(torch.zeros(1, 8, dtype=torch.long), torch.ones(1, 8, dtype=torch.long)).backward()
-        before = (
-            model.blocks[0].attention.q.weight if run.sel.home != "module" else model.blocks[0].attention.q.raw_weight
-        )
-        old = before.detach().clone()
+        old = [p.detach().clone() for p in model.blocks.parameters()]
         optimizer.step()
-        assert not torch.equal(old, before)
+        assert any(not torch.equal(a, b) for a, b in zip(old, model.blocks.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("name", sorted((OF_THE_PAPER | BEYOND) - {"profiling"}))
@@ -207,8 +210,8 @@ def test_a_table_in_miniature_takes_about_an_hour(name):
         blocks = (model.width / 128) ** 2 * model.depth / 4
         # A third of a step at 128x4 is the same at any size: kernels to start, the head, the optimizer's loops.
         cost += panel.config.compare.most_runs * steps / 1000 * (1 / 3 + 2 / 3 * blocks)
-    assert cost * 85 / 2 <= 4500
-    assert panel.config.compare.seeds == (0, 1, 2)
+    assert cost * 85 / 2 <= (11_000 if name in LONG else 4500)
+    assert panel.config.compare.seeds + panel.config.compare.confirm_seeds == (0, 1, 2)
     assert len(panel.config.compare.lrs) >= 4
 
 

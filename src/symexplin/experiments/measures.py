@@ -218,7 +218,7 @@ def _forgettings(panel: Evidence) -> list[Row]:
         there.sort(key=lambda pair: statistics.fmean(pair[1].values()))
         for front, losses in there:
             rival, others = next(((f.family, x) for f, x in there if f.rival and f is not front), ("", {}))
-            place = {"panel": panel.name, "new_loss": round(new, 4), "family": front.family}
+            place = {"panel": panel.name, "new_loss": new, "family": front.family}
             rows.append({**place, **_summary(losses, rival, others)})
     return rows
 

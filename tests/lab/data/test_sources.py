@@ -149,7 +149,7 @@ def test_bad_json_lines_are_named(tmp_path, line):
 def test_missing_and_empty_sources_are_named_before_anything_is_read(tmp_path):
     (tmp_path / "blank").write_text(" \n")
     for name in (tmp_path / "nowhere", "stdlb", ""):
-        with pytest.raises(FileNotFoundError, match=rf"sources must be 'stdlib', an existing file.*got '{name}'"):
+        with pytest.raises(FileNotFoundError, match=rf"sources must be 'stdlib', .*got '{name}'"):
             find(tmp_path / "blank", name)
     for path in (tmp_path, tmp_path / "blank"):
         with pytest.raises(ValueError, match=f"at least one document, got '{path}' without"):
