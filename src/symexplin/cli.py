@@ -130,7 +130,7 @@ def _explain(error: Exception, kinds: set[str]) -> tuple[str | None, int]:
         return text, 128 + int(error.signal)  # type: ignore[attr-defined]
     if isinstance(error, CycloptsError):
         text += f" (see {' '.join(['symexplin', *(error.command_chain or ())])} --help)"
-    elif isinstance(error, ModuleNotFoundError):
+    elif isinstance(error, ModuleNotFoundError) and "pip install" not in text:
         text += "; install the extra 'lab': pip install 'symexplin[lab]'"
     elif "OutOfMemoryError" in kinds or any(words in text for words in _NO_MEMORY):
         less = "raise --accumulation (bench: --microbatches), or try --recompute"
@@ -139,7 +139,7 @@ def _explain(error: Exception, kinds: set[str]) -> tuple[str | None, int]:
         text = f"torch.compile failed: leave out --compile, or remove its cache ({text[:200]})"
     elif isinstance(error, OSError) and error.strerror:
         text = f"{error.filename!r}: {error.strerror}" if error.filename else error.strerror
-    elif not isinstance(error, ValueError | OSError) and "NonFiniteError" not in kinds:
+    elif not isinstance(error, ValueError | OSError | ModuleNotFoundError) and "NonFiniteError" not in kinds:
         return None, 1
     return f"error: {text}", 2
 

@@ -135,6 +135,7 @@ def load_table(
         entries = settings.pop("panel", [{}])
         assumptions = settings.pop("assumptions", {})
         changes = {key: value for key, value in (changes or {}).items() if value != {}}
+        text = settings.get(DATA, {})  # tokenizer and split, for an old text too
         if data is not None:
             settings.pop(DATA, None)
             assumptions = {key: text for key, text in assumptions.items() if not key.startswith(f"{DATA}.")}
@@ -153,7 +154,7 @@ def load_table(
             labels={arm: table.get("label", arm) for arm, table in arms.items() if arm},
             assumptions={key: text + given.get(key, "") for key, text in assumptions.items()},
             data=changed.get(DATA, {}),
-            old=merge(changed.get(DATA, {}), changed[OLD]) if OLD in changed else {},
+            old=merge(text, changed[OLD]) if OLD in changed else {},
             base=layers.base(),
             panels=panels,
         )

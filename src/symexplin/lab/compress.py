@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import importlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from symexplin.lab.data.batches import Corpus
+from symexplin.lab.extras import extra
 from symexplin.lab.model import Transformer
 from symexplin.lab.sparse import Sparsifier, matrices, prune_
 from symexplin.lab.train import NonFiniteError, Trainer
@@ -29,6 +29,7 @@ _SHARE = 10  # retraining takes a tenth of the steps
 # Renda et al., arXiv 2003.02389), or whole. The better one counts.
 _RATES = (0.1, 1.0)
 _OTHER_BATCHES = 1_000_000  # added to the seed: retraining must not begin with the batches that the run began with
+_SPARSIFIER = "torchao.prototype.sparsity.sparsifier.weight_norm_sparsifier"
 _BLOCK = 64  # entries per scale of NF4 (arXiv 2305.14314)
 
 
@@ -99,7 +100,7 @@ def _retrained(pruned: Trainer, corpus: Corpus, rate: float) -> float:
 def prune_2_of_4(model: Transformer) -> None:
     """Set the two smallest of each four entries of a row to zero, in all matrices of the blocks."""
     names = [f"blocks.{name}" for name, parameter in model.blocks.named_parameters() if parameter.dim() == 2]
-    sparsifier = _torchao("prototype.sparsity.sparsifier.weight_norm_sparsifier").WeightNormSparsifier(
+    sparsifier = extra(_SPARSIFIER, "compress").WeightNormSparsifier(
         sparsity_level=1.0, sparse_block_shape=(1, 4), zeros_per_block=2
     )
     sparsifier.prepare(model, [{"tensor_fqn": name} for name in names])
@@ -132,7 +133,7 @@ def quantize_(weights: Sequence[Tensor], kind: str) -> None:
 
 
 def _whole_numbers(weight: Tensor, most: int) -> Tensor:
-    primitives = _torchao("quantization.quant_primitives")
+    primitives = extra("torchao.quantization.quant_primitives", "compress")
     block, bounds = (1, weight.shape[1]), (-most, most)
     kind = primitives.MappingType.SYMMETRIC_NO_CLIPPING_ERR
     scale, zero = primitives.choose_qparams_affine(weight, kind, block, torch.int8, *bounds)
@@ -142,7 +143,7 @@ def _whole_numbers(weight: Tensor, most: int) -> Tensor:
 
 
 def _nf4(weight: Tensor) -> Tensor:
-    module = _torchao("quantization.quantize_.workflows.nf4.nf4_tensor")
+    module = extra("torchao.quantization.quantize_.workflows.nf4.nf4_tensor", "compress")
     scales = math.gcd(256, weight.numel() // _BLOCK)
     found: Tensor = module.to_nf4(weight, _BLOCK, scales).get_original_weight()
     return found
@@ -152,10 +153,3 @@ def _powers_of_two(weight: Tensor) -> Tensor:
     largest = weight.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(weight.dtype).tiny)
     exponent = (weight.abs() / largest).clamp(min=2.0**-7).log2().round()
     return torch.sign(weight) * largest * exponent.exp2()
-
-
-def _torchao(name: str) -> Any:
-    try:
-        return importlib.import_module(f"torchao.{name}")
-    except ImportError:
-        raise ModuleNotFoundError("compress needs torchao: pip install 'symexplin[evidence]'", name="torchao") from None

@@ -4,6 +4,7 @@ import copy
 
 from torch import nn
 
+from symexplin.lab.extras import extra
 from symexplin.lab.model import Transformer
 
 __all__ = ["add_lora", "merged"]
@@ -14,21 +15,17 @@ def add_lora(model: Transformer, rank: int) -> None:
 
     B starts at 0. The factor alpha/rank is 1: the learning rate is tuned instead.
     """
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError("lora_rank needs PEFT: pip install 'symexplin[evidence]'", name="peft") from None
+    peft = extra("peft", "lora_rank")
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and "blocks." in name]
-    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, target_modules=names), model)
+    peft.inject_adapter_in_model(peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=names), model)
 
 
 def merged(model: Transformer) -> Transformer:
     """Return a copy of a model in which its low-rank updates are part of the ordinary weights."""
-    from peft.tuners.lora import LoraLayer
-
+    layer_kind = extra("peft.tuners.lora", "lora_rank").LoraLayer
     model = copy.deepcopy(model)
     for name, module in list(model.named_modules()):
-        if isinstance(module, LoraLayer):
+        if isinstance(module, layer_kind):
             module.merge()
             parent, _, last = name.rpartition(".")
             setattr(model.get_submodule(parent), last, module.base_layer)

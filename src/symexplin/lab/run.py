@@ -21,6 +21,7 @@ from symexplin.lab.checkpoint import newest, save_checkpoint, tidy
 from symexplin.lab.compress import COMPRESSED, compressed_losses
 from symexplin.lab.config import RunConfig, resolve
 from symexplin.lab.data.batches import Corpus
+from symexplin.lab.extras import extra
 from symexplin.lab.files import file_digest, read_json, read_json_lines, replace_file, write_json
 from symexplin.lab.folders import CONFIG, FACTS, SUMMARY, TOKENIZER, check_resumable, claimed
 from symexplin.lab.interpolate import INTERPOLATED, interpolated_losses
@@ -101,6 +102,8 @@ def train(
         for name, value in {**alone, "compress": config.log.compress}.items():
             if value and ranks.size > 1:
                 raise ValueError(f"{name} needs a single process, got {value!r} with {ranks.size}")
+        if config.log.compress:  # before hours of training
+            extra("torchao", "compress")
         trainer = Trainer(config, corpus, ranks)  # before the first file: too little memory leaves no folder
         ranks.tell(lambda: _write_first(folder, config, corpus, ranks))
         return _Run(folder, trainer, corpus, ranks, echo, label).go(progress)
