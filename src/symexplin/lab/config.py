@@ -54,6 +54,8 @@ class ModelConfig:
         fused_gate: one linear layer for the two input projections of GeGLU, gate and up, instead of two. Its matrix is
             drawn as one, and has learned scales as one.
         init: how the matrices of the blocks are drawn: "xavier_uniform" or "xavier_normal", of one deviation.
+        qk_gain: factor on the drawn matrices of queries and keys. QK-norm makes their size count only beside that of
+            their biases.
 
     >>> ModelConfig(width=128).hidden
     320
@@ -68,6 +70,7 @@ class ModelConfig:
     bias: bool = True
     fused_gate: bool = False
     init: str = field(default="xavier_uniform", metadata={"choices": INITS})
+    qk_gain: float = 1.0
 
     def __post_init__(self) -> None:
         """Check every field."""
@@ -76,6 +79,7 @@ class ModelConfig:
         for name in ("tie_head", "bias", "fused_gate"):
             check_flag(name, getattr(self, name))
         check_choice("init", self.init, INITS)
+        check_positive("qk_gain", self.qk_gain)
         if self.width % (2 * self.heads):
             raise ValueError(f"width must be a multiple of 2 * heads = {2 * self.heads}, got {self.width}")
 
