@@ -9,5 +9,5 @@ def test_a_missing_library_is_named_with_the_key_and_the_remedy():
 
 
 def test_a_module_missing_inside_a_library_is_its_own_error():
-    with pytest.raises(ModuleNotFoundError, match="No module named 'json.nowhere'"):
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'json\.nowhere'"):
         extra("json.nowhere", "compress")
