@@ -221,6 +221,8 @@ def test_an_empty_table_tests_nothing_and_one_seed_shows_signs(tmp_path):
 
 
 def test_beyond_the_paper_there_are_no_claims(tmp_path):
-    page = TablePage(report_table(table_folder(tmp_path / "muon", "muon", lambda arm, *_: 2.0 + 0.1 * (arm == "adamw"))))
+    page = TablePage(
+        report_table(table_folder(tmp_path / "muon", "muon", lambda arm, *_: 2.0 + 0.1 * (arm == "adamw")))
+    )
     assert "The paper has no claim that this table tests." in page.text
     assert row_of(page, "AdamWadamw")[3] == "+0.1000 ± 0.0000above"

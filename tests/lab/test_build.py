@@ -29,6 +29,16 @@ def test_no_home_is_torchs_adamw():
     assert group["fused"]
 
 
+@pytest.mark.parametrize("curve", [{"home": "none"}, {}, {"home": "module"}])
+def test_biases_may_have_a_rate_of_their_own(curve):
+    model, optimizer, _ = build(config(dataclasses.replace(TRAIN, bias_lr=5.0), **curve))
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        assert rates[id(parameter)] == (0.02 if name.endswith("bias") else 4e-3), name
+    with pytest.raises(ValueError, match="bias_lr must be 1 where no biases train, got 5"):
+        RunConfig("data", dataclasses.replace(TINY, bias=False), dataclasses.replace(TRAIN, bias_lr=5.0))
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_optimizer_home_clips_and_anneals_by_itself(preset):
     model, optimizer, clip = build(config(preset=preset))

@@ -49,23 +49,25 @@ def build(config: RunConfig, ranks: Ranks = ALONE) -> Built:
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     undecayed = [] if train.decay_plain else _plain(model)
     if curve is None and train.optimizer == "adamw" and train.decay_towards == "zero":
-        decayed = [parameter for name, parameter in trained if name not in undecayed]
-        kept = [parameter for name, parameter in trained if name in undecayed]
-        plain = {"params": kept, "weight_decay": 0.0}
-        groups: list[dict[str, Any]] = [{"params": decayed}, *([plain] if undecayed else [])]
-        return Built(model, _adamw(model, groups, config), clip=True)
+        groups: dict[tuple[float, float], list[Tensor]] = {}
+        for name, parameter in trained:
+            lr = train.lr * (train.bias_lr if name.endswith(".bias") else 1.0)
+            groups.setdefault((lr, 0.0 if name in undecayed else train.weight_decay), []).append(parameter)
+        found = [{"params": params, "lr": lr, "weight_decay": decay} for (lr, decay), params in groups.items()]
+        return Built(model, _adamw(model, found, config), clip=True)
+    lrs: Any = train.lr if train.bias_lr == 1.0 else {"*.bias": train.lr * train.bias_lr, "*": train.lr}
     if config.sel.home == "module":
-        groups = sel.param_groups(model, lr=train.lr, weight_decay=train.weight_decay, no_decay=undecayed)
-        optimizer = _adamw(model, groups, config)
+        of_roles = sel.param_groups(model, lr=lrs, weight_decay=train.weight_decay, no_decay=undecayed)
+        optimizer = _adamw(model, of_roles, config)
         sel.anneal_scales(optimizer, total_steps=annealing)
         return Built(model, optimizer, clip=True)
     # Ordinary weights under Muon, or with decay towards the first ones: the identity map, whose raw weights they are.
-    groups = sel.param_groups(
-        model, lr=train.lr, weight_decay=train.weight_decay, config=_matched(curve or IDENTITY), no_decay=undecayed
+    by_name = sel.param_groups(
+        model, lr=lrs, weight_decay=train.weight_decay, config=_matched(curve or IDENTITY), no_decay=undecayed
     )
     kind = sel.SELMuon if train.optimizer == "muon" else sel.SELAdamW
     raw_space = kind(
-        groups,
+        by_name,
         lr=train.lr,
         betas=train.betas,
         total_steps=annealing,

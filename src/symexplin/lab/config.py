@@ -103,6 +103,7 @@ class TrainConfig:
         batch_size: sequences per optimizer step, over all processes.
         accumulation: microbatches per optimizer step; must divide batch_size.
         lr: peak learning rate.
+        bias_lr: factor on the learning rate of biases.
         warmup_steps: steps of linear warm-up, before the linear decay. Default: the paper's 250, or a tenth of the
             steps in runs of fewer than 2,500.
         floor: fraction of lr at the end of the decay.
@@ -130,6 +131,7 @@ class TrainConfig:
     batch_size: int = 16
     accumulation: int = 1
     lr: float = 3e-3
+    bias_lr: float = 1.0
     warmup_steps: int | None = None
     floor: float = 0.0
     optimizer: str = field(default="adamw", metadata={"choices": OPTIMIZERS})
@@ -156,6 +158,7 @@ class TrainConfig:
         if check_whole("warmup_steps", self.warmup_steps, minimum=0) > self.steps:
             raise ValueError(f"warmup_steps must be at most steps = {self.steps}, got {self.warmup_steps}")
         check_positive("lr", self.lr)
+        check_positive("bias_lr", self.bias_lr)
         check_positive("max_grad_norm", self.max_grad_norm)
         check_not_negative("l1", self.l1)
         check_fraction("sparsity", self.sparsity)
@@ -264,6 +267,8 @@ class RunConfig:
         if self.sel.home == "module" and self.train.optimizer != "adamw":
             raise ValueError(f"optimizer must be 'adamw' for home 'module', got {self.train.optimizer!r}")
         train = self.train
+        if train.bias_lr != 1.0 and not (self.model.bias and not train.lora_rank):
+            raise ValueError(f"bias_lr must be 1 where no biases train, got {train.bias_lr:g}")
         if self.sel.home == "module" and (train.decay_towards != DECAY_TOWARDS[0] or train.lora_rank):
             raise ValueError("home must be 'optimizer' or 'none' for decay_towards and lora_rank, got 'module'")
         if train.lora_rank and (train.weights is None or train.l1 or train.sparsity or self.log.compress):

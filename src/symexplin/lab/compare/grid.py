@@ -46,6 +46,7 @@ _SHARED = ("anneal_steps",)
 _CHANGES: dict[str, tuple[str, ...]] = {
     "train": (
         "optimizer",
+        "bias_lr",
         "weight_decay",
         "decay_plain",
         "betas",
