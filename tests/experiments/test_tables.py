@@ -31,7 +31,7 @@ OF_THE_PAPER = {
 }
 BEYOND = {"modes", "starts", "patterns", "combined", "beta", "muon", "continued", "suite", "default", "widths"}
 BEYOND |= {"attempts", "finetune", "lengths", "rates", "sparsity"}
-LONG = {"attempts", "finetune", "lengths", "rates", "sparsity"}  # three hours
+LONG = {"attempts", "finetune", "lengths", "rates", "sparsity", "widths"}  # three hours
 PAPER_K = {"e": (50.0, 8.0), "l": (50.0, 8.0), "m": (0.01, 0.5)}
 
 

@@ -24,6 +24,7 @@ from symexplin.lab.parallel import ALONE, Ranks
 from symexplin.lab.sparse import Sparsifier, matrices
 from symexplin.lab.weights.files import MAP_KEY, MODEL, TRAINED_KEY, load_weights, save_model, write_tensors
 from symexplin.optim.placement import is_dtensor, local, whole
+from symexplin.validation import naming
 
 __all__ = ["NonFiniteError", "Trainer", "lr_factor"]
 
@@ -115,7 +116,8 @@ class Trainer:
         """Return the held-out batches of another folder of the same tokens; none of None."""
         if old is None:
             return []
-        other = Corpus.load(old, verify=False)
+        with naming("old"):
+            other = Corpus.load(old, verify=False)
         if other.tokenizer.fingerprint != corpus.tokenizer.fingerprint:
             raise ValueError(f"old must have the tokens of data, {corpus.tokenizer.name}, got {other.tokenizer.name}")
         other.check_context(self.config.model.context)
