@@ -256,8 +256,8 @@ def _width(curve: Mapping[float, float], within: float) -> tuple[float, bool]:
 
     Between two rates the loss is linear in their logarithm.
 
-    >>> _width({1.0: 3.0, 2.0: 1.0, 4.0: 2.0}, 1.0)
-    (1.5, False)
+    >>> _width({1.0: 3.0, 2.0: 1.0, 4.0: 2.0}, 0.5)
+    (0.75, False)
     """
     lrs = sorted(curve)
     best = min(lrs, key=curve.__getitem__)
