@@ -55,7 +55,9 @@ def build(config: RunConfig, ranks: Ranks = ALONE) -> Built:
             groups.setdefault((lr, 0.0 if name in undecayed else train.weight_decay), []).append(parameter)
         found = [{"params": params, "lr": lr, "weight_decay": decay} for (lr, decay), params in groups.items()]
         return Built(model, _adamw(model, found, config), clip=True)
-    lrs: Any = train.lr if train.bias_lr == 1.0 else {"*bias": train.lr * train.bias_lr, "*": train.lr}
+    lrs: Any = train.lr
+    if train.bias_lr != 1.0 and any(name.endswith("bias") for name, _ in trained):
+        lrs = {"*bias": train.lr * train.bias_lr, "*": train.lr}
     if config.sel.home == "module":
         of_roles = sel.param_groups(model, lr=lrs, weight_decay=train.weight_decay, no_decay=undecayed)
         optimizer = _adamw(model, of_roles, config)

@@ -103,7 +103,7 @@ class TrainConfig:
         batch_size: sequences per optimizer step, over all processes.
         accumulation: microbatches per optimizer step; must divide batch_size.
         lr: peak learning rate.
-        bias_lr: factor on the learning rate of biases.
+        bias_lr: factor on the learning rate of biases, if there are any.
         warmup_steps: steps of linear warm-up, before the linear decay. Default: the paper's 250, or a tenth of the
             steps in runs of fewer than 2,500.
         floor: fraction of lr at the end of the decay.
@@ -267,8 +267,6 @@ class RunConfig:
         if self.sel.home == "module" and self.train.optimizer != "adamw":
             raise ValueError(f"optimizer must be 'adamw' for home 'module', got {self.train.optimizer!r}")
         train = self.train
-        if train.bias_lr != 1.0 and not (self.model.bias and not train.lora_rank):
-            raise ValueError(f"bias_lr must be 1 where no biases train, got {train.bias_lr:g}")
         if self.sel.home == "module" and (train.decay_towards != DECAY_TOWARDS[0] or train.lora_rank):
             raise ValueError("home must be 'optimizer' or 'none' for decay_towards and lora_rank, got 'module'")
         if train.lora_rank and (train.weights is None or train.l1 or train.sparsity or self.log.compress):
