@@ -15,6 +15,7 @@ __all__ = [
     "MODES",
     "PATTERNS",
     "SCALE_ROLES",
+    "DECAY_TOWARDS",
     "START_RULES",
     "TRANSFORMS",
     "SELConfig",
@@ -35,6 +36,7 @@ MODES: dict[str, tuple[str, ...]] = {
 }
 CURVATURES = ("fixed", "absorbed")
 START_RULES = ("matched", "mismatched")
+DECAY_TOWARDS = ("zero", "initial")
 PATTERNS = ("fixed", "global", "row", "column", "row_col_mult", "row_col_add", "lora", "elementwise")
 TRANSFORMS = ("none", "exp")
 SCALE_ROLES = ("e", "l", "m", "n", "s", "delta")

@@ -8,7 +8,7 @@ import pytest
 from symexplin.experiments.comparison import interval_of
 from symexplin.experiments.measures import measures
 from symexplin.experiments.tables import read_table
-from symexplin.lab.files import JsonLines, write_json
+from symexplin.lab.files import JsonLines, read_json, write_json
 from table_folders import table_folder
 
 CURVED = {"mode": "exp_only", "beta": 8.0}
@@ -37,8 +37,6 @@ def test_the_interval_is_students(count, confidence):
 def test_each_family_is_at_its_best_per_level_and_its_rival_has_no_curve(tmp_path):
     maps = dict.fromkeys(("exp-16", "exp-32", "exp-100"), CURVED)
     folder = table_folder(tmp_path / "t", "sparsity", lambda *_: 1.0, maps=maps)
-    for run in (folder / "panels/64x3/comparison.json",):
-        assert run.exists()
     losses = {("AdamW", 0.01): 2.0, ("l1-0_03", 0.001): 1.5, ("exp-16", 0.01): 1.4, ("exp-32", 0.001): 1.3}
     for (arm, lr), loss in losses.items():
         for seed in (0, 1, 2):
@@ -112,8 +110,6 @@ def test_the_trend_is_the_slope_per_doubling(tmp_path):
     steps = {"128x2-300": 300, "128x2-1000": 1000, "128x2-3000": 3000, "128x2-10000": 10_000}
     folder = table_folder(tmp_path / "t", "lengths", lambda *_: 2.0)
     for name, count in steps.items():
-        from symexplin.lab.files import read_json
-
         path = folder / f"panels/{name}/comparison.json"
         content = read_json(path)
         for row in content["comparison"]["best"]:

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from corpora import TEXTS, prepared
-from symexplin.lab.compress import COMPRESSED, LEVELS, prune_2_of_4, quantize_
+from symexplin.lab.compress import LEVELS, prune_2_of_4, quantize_
 from symexplin.lab.config import ComputeConfig, LogConfig, RunConfig, TrainConfig
 from symexplin.lab.data.batches import Corpus, eval_batches
 from symexplin.lab.evaluate import evaluate
+from symexplin.lab.folders import COMPRESSED
 from symexplin.lab.maps import CurveConfig
 from symexplin.lab.model import ModelConfig, Transformer
 from symexplin.lab.run import train

@@ -1,5 +1,6 @@
 """An old text beside the new one, and weights between the first and the last."""
 
+import dataclasses
 import json
 
 import pytest
@@ -11,9 +12,11 @@ from symexplin.lab.config import ComputeConfig, LogConfig, RunConfig, TrainConfi
 from symexplin.lab.data.batches import Corpus, eval_batches
 from symexplin.lab.evaluate import evaluate
 from symexplin.lab.files import read_json_lines
-from symexplin.lab.interpolate import INTERPOLATED, SHARES
+from symexplin.lab.folders import INTERPOLATED
+from symexplin.lab.interpolate import SHARES
 from symexplin.lab.maps import CurveConfig
 from symexplin.lab.run import train
+from symexplin.lab.train import Trainer
 from symexplin.lab.weights.files import load_model
 
 NEW = [text.upper() for text in TEXTS]
@@ -72,8 +75,6 @@ def test_a_killed_run_with_an_anchor_has_the_same_bits(places, tmp_path):
     """Resumed in the middle: the anchor is the first weight, not the one that it resumes from."""
     config = config_of(places, CASES["optimizer"][0], decay_towards="initial", weight_decay=5.0)
     train(config, tmp_path / "whole", progress=False)
-    from symexplin.lab.run import Trainer
-
     original, calls = Trainer.update, []
 
     def interrupted(self):
@@ -92,8 +93,6 @@ def test_a_killed_run_with_an_anchor_has_the_same_bits(places, tmp_path):
 
 
 def config_with(config, **changes):
-    import dataclasses
-
     return dataclasses.replace(config, log=dataclasses.replace(config.log, **changes))
 
 

@@ -11,16 +11,15 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from symexplin.experiments.comparison import Evidence, Row, interval_of
+from symexplin.experiments.comparison import Evidence, Row, interval_of, spread_of
 from symexplin.lab.files import read_json, read_json_lines
+from symexplin.lab.folders import COMPRESSED, INTERPOLATED
 from symexplin.lab.record import METRICS
 
 __all__ = ["CONFIDENCE", "Front", "Measure", "compressions", "family_of", "fronts", "measures", "size_of"]
 
 
 CONFIDENCE = 0.99
-# The files of symexplin.lab.compress and symexplin.lab.interpolate, which import torch.
-_COMPRESSED, _INTERPOLATED = "compressed.json", "interpolated.json"
 _BOUNDED = f"Its rival is the best family without a curve; low and high: Student's t at {CONFIDENCE:.0%}."
 _TARGETS = 6  # losses on the new text at which forgetting is compared
 _WITHIN = (0.01, 0.03)  # nats from the best loss
@@ -101,7 +100,7 @@ def _files(panel: Evidence, name: str) -> Iterator[tuple[Row, Mapping[str, Any]]
 def compressions(panel: Evidence) -> list[Row]:
     """Return a row per family, level of compression and whether it was retrained."""
     losses: dict[tuple[str, str], dict[tuple[str, float], Losses]] = {}
-    for run, found in _files(panel, _COMPRESSED):
+    for run, found in _files(panel, COMPRESSED):
         levels = {("once", "dense"): found["dense"]}
         levels |= {(when, level): loss for when in ("once", "retrained") for level, loss in found[when].items()}
         for place, loss in levels.items():
@@ -175,7 +174,7 @@ def fronts(panel: Evidence) -> list[Front]:
         family = family_of(panel.label(run["arm"]))
         add(family, run, last)
         add(f"{family}, interpolated", run, last)
-    for run, found in _files(panel, _INTERPOLATED):
+    for run, found in _files(panel, INTERPOLATED):
         for losses in found.values():
             add(f"{family_of(panel.label(run['arm']))}, interpolated", run, losses)
     return [
@@ -236,8 +235,8 @@ def _tolerances(panel: Evidence) -> Iterator[Row]:
         row["loss"] = statistics.fmean(min(curve.values()) for curve in curves)
         for within in _WITHIN:
             widths, open_ = zip(*(_width(curve, within) for curve in curves), strict=True)
-            error = statistics.stdev(widths) / math.sqrt(len(widths)) if len(widths) > 1 else None
-            row |= {f"doublings_within_{within:g}": statistics.fmean(widths), f"error_{within:g}": error}
+            spread = spread_of(widths)
+            row |= {f"doublings_within_{within:g}": spread.mean, f"error_{within:g}": spread.error}
             row[f"note_{within:g}"] = "at least" if any(open_) else ""
         yield row
 

@@ -34,7 +34,8 @@ _PROTOCOLS = "protocols"
 _OF_A_RUN = ("model", "train", "compute", "log")
 # Tables of settings; `map` is that of every curved arm, `base` changes [train] for the run that the others start from.
 # `old` is the text of the base where it is another than `data`; what the others forget of it is measured.
-_SETTINGS = (*_OF_A_RUN, "sel", "compare", "cluster", "arm", "map", DATA, BASE, OLD)
+_OF_SOME = (DATA, BASE, OLD)  # some tables lack them
+_SETTINGS = (*_OF_A_RUN, "sel", "compare", "cluster", "arm", "map", *_OF_SOME)
 # Training a batch costs a forward and a backward pass, evaluating it the forward pass alone, about a third.
 PASSES = 3
 
@@ -176,11 +177,7 @@ def _protocol(name: str) -> Settings:
 
 def _check(settings: Settings, changes: Settings, entries: object, baseline: str) -> None:
     """Check which tables of settings there are; their keys are checked where they are built."""
-    known = (
-        [_BENCH]
-        if _BENCH in settings
-        else [key for key in _SETTINGS if key in settings or key not in (DATA, BASE, OLD)]
-    )
+    known = [_BENCH] if _BENCH in settings else [key for key in _SETTINGS if key in settings or key not in _OF_SOME]
     for key, value in (*settings.items(), *changes.items()):
         check_choice("key", key, known)
         if not isinstance(value, Mapping):

@@ -15,9 +15,7 @@ from symexplin.lab.model import Transformer
 from symexplin.lab.sparse import Sparsifier, matrices, prune_
 from symexplin.lab.train import NonFiniteError, Trainer
 
-__all__ = ["COMPRESSED", "LEVELS", "compressed_losses", "prune_2_of_4", "quantize_"]
-
-COMPRESSED = "compressed.json"  # in the folder of a run
+__all__ = ["LEVELS", "compressed_losses", "prune_2_of_4", "quantize_"]
 
 _SPARSITIES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 _RETRAINED = (0.7, 0.9)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from symexplin.config import DECAY_TOWARDS
 from symexplin.lab.maps import CurveConfig, map_of
 from symexplin.validation import (
     check_choice,
@@ -27,7 +28,6 @@ __all__ = [
     *("absolute", "resolve"),
 ]
 
-DECAY_TOWARDS = ("zero", "initial")
 OPTIMIZERS, PARALLEL = ("adamw", "muon"), ("ddp", "fsdp")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # torch's
 # How the matrices of the blocks may be drawn (section 4.3, "Xavier uniform over normal").

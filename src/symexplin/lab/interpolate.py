@@ -11,9 +11,8 @@ from torch import Tensor
 
 from symexplin.lab.train import Trainer
 
-__all__ = ["INTERPOLATED", "SHARES", "interpolated_losses"]
+__all__ = ["SHARES", "interpolated_losses"]
 
-INTERPOLATED = "interpolated.json"  # in the folder of a run
 SHARES = (0.25, 0.5, 0.75)  # of the way from the first weights to the last
 
 

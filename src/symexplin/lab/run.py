@@ -18,13 +18,13 @@ import torch
 from tqdm import tqdm
 
 from symexplin.lab.checkpoint import newest, save_checkpoint, tidy
-from symexplin.lab.compress import COMPRESSED, compressed_losses
+from symexplin.lab.compress import compressed_losses
 from symexplin.lab.config import RunConfig, resolve
 from symexplin.lab.data.batches import Corpus
 from symexplin.lab.extras import extra
 from symexplin.lab.files import file_digest, read_json, read_json_lines, replace_file, write_json
-from symexplin.lab.folders import CONFIG, FACTS, SUMMARY, TOKENIZER, check_resumable, claimed
-from symexplin.lab.interpolate import INTERPOLATED, interpolated_losses
+from symexplin.lab.folders import COMPRESSED, CONFIG, FACTS, INTERPOLATED, SUMMARY, TOKENIZER, check_resumable, claimed
+from symexplin.lab.interpolate import interpolated_losses
 from symexplin.lab.load import digest_of, find_weights, load_plain
 from symexplin.lab.maps import map_of
 from symexplin.lab.model import Transformer

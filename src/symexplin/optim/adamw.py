@@ -5,13 +5,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from symexplin.config import SELConfig
+from symexplin.config import DECAY_TOWARDS, SELConfig
 from symexplin.optim.batch import Batch, Target
-from symexplin.optim.checks import DECAY_TOWARDS
 from symexplin.optim.fused import adamw_batches
 from symexplin.optim.parameter import ParameterView
 from symexplin.optim.raw_space import RawSpaceOptimizer
-from symexplin.validation import check_choice, check_not_negative
+from symexplin.validation import check_not_negative
 
 __all__ = ["SELAdamW"]
 
@@ -73,8 +72,8 @@ class SELAdamW(RawSpaceOptimizer):
         max_grad_norm: float | None = None,
         decay_towards: str = DECAY_TOWARDS[0],
     ) -> None:
-        rule: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        rule["decay_towards"] = check_choice("decay_towards", decay_towards, DECAY_TOWARDS)
+        decay = {"weight_decay": weight_decay, "decay_towards": decay_towards}
+        rule: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, **decay}
         run = {"total_steps": total_steps, "max_grad_norm": max_grad_norm}
         super().__init__(params, rule | run, config, no_decay)
 

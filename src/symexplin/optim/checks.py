@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from symexplin.config import SELConfig
+from symexplin.config import DECAY_TOWARDS, SELConfig
 from symexplin.kernels import is_memory
 from symexplin.layout import PANELS
 from symexplin.optim.groups import Group, is_curved, layout_of, name_of
@@ -18,11 +18,10 @@ from symexplin.optim.rates import warn_of_scales
 from symexplin.optim.schedule import LATER, multiplier
 from symexplin.validation import check_choice, check_not_negative, check_positive, check_whole
 
-__all__ = ["DECAY_TOWARDS", "check_finite", "check_group", "check_overlap", "check_saved"]
+__all__ = ["check_finite", "check_group", "check_overlap", "check_saved"]
 
 State = dict[str, Any]
 
-DECAY_TOWARDS = ("zero", "initial")
 _KEYS = ("role", "max_grad_norm", "total_steps", "steps")  # keys of every group of a SEL optimizer
 
 # Weights of this size occur only in a diverged run, and lead to gradients that are not finite.

@@ -101,6 +101,7 @@ class FusedBatch:
         self._masks = {panel: panel_masks(first.layout, panel, first.own(panel)) for panel in first.panels}
         averages = (parts for of_panel in self._averages.values() for parts in of_panel.values())
         self._written = [part for parts in (*self._parts.values(), *averages) for part in parts]
+        self._anchors = _anchors(views)
         self._seen: list[tuple[int, int]] | None = None
 
     def pull(self) -> None:
@@ -162,18 +163,11 @@ class FusedBatch:
             *(self._terms, self._matrices, old, self._factors, self._grads),
             *(adamw_rates(self._group, self.views[0].state["step"]), clip),
         )
-        self._pull_to_anchors()
+        if _pull_to_anchors(list(self._matrices.raw), self._anchors, self._group):
+            self._backend.write(self._terms, self._matrices, self._factors)
         torch.autograd.graph.increment_version(self._matrices.weight)
         self._seen = self._look()
         del self._grads, self._gradients
-
-    def _pull_to_anchors(self) -> None:
-        """Finish a decay towards anchors: the kernels decay towards zero."""
-        amount = float(self._group["lr"]) * self._group["weight_decay"]
-        anchors = [view.anchor for view in self.views if view.anchor is not None]
-        if anchors and amount:
-            torch._foreach_add_(list(self._matrices.raw), anchors, alpha=amount)
-            self._backend.write(self._terms, self._matrices, self._factors)
 
     def _update_panel(self, panel: str, rule: Rule, clip: Tensor | None) -> None:
         """Update one panel of all parameters in place, as one target of the rule."""
@@ -203,6 +197,7 @@ class PlainBatch:
         self.views = views
         self._group: Group = views[0].group
         self._values = [view.own("plain") for view in views]
+        self._anchors = _anchors(views)
         averages = ([view.moment("plain", name) for view in views] for name in _MOMENTS)
         self._pieces = [_pieces(tensors) for tensors in (self._values, *averages)]
 
@@ -240,12 +235,24 @@ class PlainBatch:
                 amsgrad=False,
                 maximize=False,
             )
-        anchors = [view.anchor for view in self.views if view.anchor is not None]
-        if anchors:
-            torch._foreach_add_(self._values, anchors, alpha=rates.lr * rates.decay)
+        _pull_to_anchors(self._values, self._anchors, self._group)
         if self.views[0].watched and rates.lr != 0.0:
             torch._foreach_copy_([view.value for view in self.views], self._values)
         del self._grads
+
+
+def _anchors(views: Sequence[ParameterView]) -> list[Tensor]:
+    """Return what the decay of all parameters of a batch pulls towards; none for zero."""
+    return [view.anchor for view in views if view.anchor is not None]
+
+
+def _pull_to_anchors(values: list[Tensor], anchors: list[Tensor], group: Group) -> bool:
+    """Finish a decay towards anchors, after kernels have decayed towards zero; return whether values changed."""
+    amount = float(group["lr"]) * group["weight_decay"]
+    if not (anchors and amount):
+        return False
+    torch._foreach_add_(values, anchors, alpha=amount)
+    return True
 
 
 def _pieces(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
