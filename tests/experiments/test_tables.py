@@ -186,7 +186,7 @@ def test_what_the_code_fixes_is_what_the_assumptions_say():
 
 @pytest.mark.parametrize("name", sorted((OF_THE_PAPER | BEYOND) - {"profiling"}))
 def test_every_arm_takes_a_step_in_miniature(name, tmp_path):
-    small = {"model": {"width": 32, "depth": 1, "heads": 2, "context": 8}}  # at 16 the rule's beta is below 1
+    small = {"model": {"width": 32, "depth": 3, "heads": 2, "context": 8}}  # at 16 the rule's beta is below 1
     (panel, *_) = load_table(name, "mini", changes=small).panels
     for run in runs(panel).values():
         if run.train.weights is not None:
