@@ -172,10 +172,13 @@ class Evidence:
         rows: list[Row] = self.found["comparison"][which]
         return rows
 
+    def best(self, arm: str) -> Row:
+        """Return an arm's row at its own best learning rate; {} of an arm that is not there."""
+        return next((row for row in self.rows("best") if row["arm"] == arm), {})
+
     def best_lr(self, arm: str) -> float | None:
         """Return an arm's own best learning rate, or None if it stayed finite at none."""
-        lr: float | None = next((row["lr"] for row in self.rows("best") if row["arm"] == arm), None)
-        return lr
+        return self.best(arm).get("lr")
 
     def runs(self, arm: str, lr: float | None) -> dict[int, FinishedRun]:
         """Return {seed: run} of an arm at a learning rate, without the runs that did not stay finite."""

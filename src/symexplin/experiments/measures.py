@@ -305,7 +305,7 @@ def _trends(panels: Sequence[Evidence]) -> Iterator[Row]:
 
 def _trend(panels: Sequence[Evidence], sizes: Sequence[int], arm: str, scale: str) -> Row:
     """Return the slope of an arm's differences over the logarithm of the size; {} where a run was not finite."""
-    rows = [next(row for row in panel.rows("best") if row["arm"] == arm) for panel in panels]
+    rows = [panel.best(arm) for panel in panels]
     seeds = sorted(set.intersection(*(set(row["seeds"]) for row in rows)))
     deltas = [dict(zip(row["seeds"], row["deltas"], strict=True)) for row in rows]
     if any(delta[seed] is None for delta in deltas for seed in seeds):

@@ -83,7 +83,7 @@ def trend(sources: Sequence[Path]) -> Figure:
 
 def _spread(compared: Evidence, arm: str) -> tuple[float, float]:
     """Return mean and standard error of an arm's differences at its own best learning rate; NaN if not finite."""
-    deltas = next(row["deltas"] for row in compared.rows("best") if row["arm"] == arm)
+    deltas = compared.best(arm)["deltas"]
     if any(delta is None for delta in deltas):
         return math.nan, math.nan
     spread = spread_of(deltas)
