@@ -48,13 +48,20 @@ def trained(weights, grads, train, **options):
     return [w.detach() for w in weights]
 
 
-def test_l1_moves_by_the_rate_towards_zero_and_no_further():
+@pytest.mark.parametrize("falloff", [0.0, 20.0])
+def test_l1_moves_by_the_rate_towards_zero_and_no_further(falloff):
+    """With a falloff it is the gradient of the log-sum penalty, l1/falloff log(1 + falloff |w|)."""
     weights, grads = weights_of(), gradients(weights_of())
 
     def after(_, __, found):
-        return [w.sign() * (w.abs() - LR * L1).clamp(min=0) for w in found]
+        pulls = []
+        for w in found:
+            size = w.abs().requires_grad_()
+            penalty = L1 * size if falloff == 0.0 else L1 / falloff * torch.log1p(falloff * size)
+            pulls += torch.autograd.grad(penalty.sum(), size)
+        return [w.sign() * (w.abs() - LR * pull).clamp(min=0) for w, pull in zip(found, pulls, strict=True)]
 
-    got = trained(weights, grads, TrainConfig(steps=STEPS, l1=L1))
+    got = trained(weights, grads, TrainConfig(steps=STEPS, l1=L1, l1_falloff=falloff))
     for a, b in zip(got, adamw(weights, grads, after), strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-6)
         assert bool((a == 0).any())

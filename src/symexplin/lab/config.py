@@ -115,6 +115,8 @@ class TrainConfig:
         betas: decay rates of AdamW's moments.
         max_grad_norm: global norm to which gradients are clipped.
         l1: decoupled L1 on the matrices of the blocks: each step moves their entries by lr times l1 towards zero.
+        l1_falloff: let L1 pull less at large entries, by l1/(1 + l1_falloff |w|): the log-sum penalty, which is what L1
+            under an exponential map with this beta comes to.
         sparsity: share of these entries that gradual pruning by magnitude sets to zero, from a tenth to three quarters
             of the steps.
         decay_towards: what weight decay pulls to: "zero", or "initial", the weights that the run starts from (raw ones
@@ -145,6 +147,7 @@ class TrainConfig:
     betas: tuple[float, float] = (0.9, 0.999)
     max_grad_norm: float = 1.0
     l1: float = 0.0
+    l1_falloff: float = 0.0
     sparsity: float = 0.0
     decay_towards: str = field(default="zero", metadata={"choices": DECAY_TOWARDS})
     lora_rank: int = 0
@@ -169,6 +172,7 @@ class TrainConfig:
         check_positive("bias_lr", self.bias_lr)
         check_positive("max_grad_norm", self.max_grad_norm)
         check_not_negative("l1", self.l1)
+        check_not_negative("l1_falloff", self.l1_falloff)
         check_fraction("sparsity", self.sparsity)
         check_choice("decay_towards", self.decay_towards, DECAY_TOWARDS)
         check_whole("lora_rank", self.lora_rank, minimum=0)

@@ -13,8 +13,8 @@ from symexplin.lab.train import Trainer
 
 __all__ = ["SHARES", "interpolated_losses"]
 
-# Of the way from the first weights to the last. Between few points the lines lie above the curve, which would favour methods
-# that were run with more settings.
+# Of the way from the first weights to the last. Between few points the lines lie above the curve, which would favour
+# methods that were run with more settings.
 SHARES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 

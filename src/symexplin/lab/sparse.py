@@ -22,8 +22,11 @@ def matrices(model: Transformer) -> list[Tensor]:
 
 
 @torch.no_grad()
-def soft_threshold_(weights: Sequence[Tensor], amount: float) -> None:
-    """Move all entries towards zero by `amount`, and no further: sign(w) max(|w| - amount, 0), the step of an L1 norm.
+def soft_threshold_(weights: Sequence[Tensor], amount: float, falloff: float = 0.0) -> None:
+    """Move all entries towards zero by amount/(1 + falloff |w|), and no further.
+
+    Without falloff the step of an L1 norm, sign(w) max(|w| - amount, 0). With it that of the log-sum penalty, L1 with
+    weights renewed at each step (Candes, Wakin and Boyd, arXiv 0711.1612), which pulls less at large entries.
 
     >>> w = torch.tensor([0.5, -0.75, 0.1])
     >>> soft_threshold_([w], 0.25)
@@ -31,7 +34,8 @@ def soft_threshold_(weights: Sequence[Tensor], amount: float) -> None:
     [0.25, -0.5, 0.0]
     """
     for weight in weights:
-        weight.copy_(torch.nn.functional.softshrink(weight, amount))
+        size = weight.abs()
+        weight.copy_(weight.sign() * (size - amount / (1.0 + falloff * size)).clamp_(min=0.0))
 
 
 @torch.no_grad()
@@ -81,7 +85,7 @@ class Sparsifier:
         """Apply L1 at the rate `lr`, and the masks, after step number `step`, from 1 on."""
         train = self._train
         if train.l1:
-            soft_threshold_(self._weights, lr * train.l1)
+            soft_threshold_(self._weights, lr * train.l1, train.l1_falloff)
         for weight, mask in zip(self._weights, self._masks, strict=False):
             weight.mul_(mask)
         if train.sparsity and step % max(1, train.steps // _MASKS) == 0:

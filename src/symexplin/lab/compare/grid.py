@@ -55,6 +55,7 @@ _CHANGES: dict[str, tuple[str, ...]] = {
         "floor",
         "weights",
         "l1",
+        "l1_falloff",
         "sparsity",
         "decay_towards",
         "lora_rank",
