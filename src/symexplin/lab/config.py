@@ -108,6 +108,8 @@ class TrainConfig:
         warmup_steps: steps of linear warm-up, before the linear decay. Default: the paper's 250, or a tenth of the
             steps in runs of fewer than 2,500.
         floor: fraction of lr at the end of the decay.
+        decay_power: shape of the decay, 1 - (1 - floor) x^decay_power, x from 0 to 1: 1 is linear, a larger one stays
+            high for longer.
         optimizer: "adamw", or "muon": Muon for the matrices of the blocks and AdamW for the rest, at one learning rate.
         weight_decay: decoupled weight decay.
         decay_plain: decay the embedding, the head and the norms too, as AdamW over all parameters does. The paper does
@@ -141,6 +143,7 @@ class TrainConfig:
     bias_lr: float = 1.0
     warmup_steps: int | None = None
     floor: float = 0.0
+    decay_power: float = 1.0
     optimizer: str = field(default="adamw", metadata={"choices": OPTIMIZERS})
     weight_decay: float = 0.01
     decay_plain: bool = True
@@ -170,6 +173,7 @@ class TrainConfig:
             raise ValueError(f"warmup_steps must be at most steps = {self.steps}, got {self.warmup_steps}")
         check_positive("lr", self.lr)
         check_positive("bias_lr", self.bias_lr)
+        check_positive("decay_power", self.decay_power)
         check_positive("max_grad_norm", self.max_grad_norm)
         check_not_negative("l1", self.l1)
         check_not_negative("l1_falloff", self.l1_falloff)

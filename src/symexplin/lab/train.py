@@ -37,13 +37,13 @@ class NonFiniteError(ArithmeticError):
 def lr_factor(step: int, config: TrainConfig) -> float:
     """Return the fraction of the peak learning rate for the update after `step` others (section 5.1).
 
-    (step + 1)/warmup while warming up, 1 right after it, then linear towards `floor` at `steps`.
+    (step + 1)/warmup while warming up, 1 right after it, then towards `floor` at `steps`, linearly if decay_power is 1.
     """
     warmup = config.warmup_steps or 0
     if step < warmup:
         return (step + 1) / warmup
     progress = (step - warmup) / max(config.steps - warmup, 1)
-    return 1.0 - (1.0 - config.floor) * min(progress, 1.0)
+    return 1.0 - (1.0 - config.floor) * math.pow(min(progress, 1.0), config.decay_power)
 
 
 class Trainer:

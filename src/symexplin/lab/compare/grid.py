@@ -53,6 +53,7 @@ _CHANGES: dict[str, tuple[str, ...]] = {
         "max_grad_norm",
         "warmup_steps",
         "floor",
+        "decay_power",
         "weights",
         "l1",
         "l1_falloff",
