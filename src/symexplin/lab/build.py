@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 import symexplin as sel
 from symexplin.conversion import IDENTITY
-from symexplin.lab.attempts import EffectiveMoments, per_matrix
 from symexplin.lab.config import RunConfig
 from symexplin.lab.load import start_from
 from symexplin.lab.lora import add_lora
@@ -69,10 +68,6 @@ def build(config: RunConfig, ranks: Ranks = ALONE) -> Built:
         model, lr=lrs, weight_decay=train.weight_decay, config=_matched(curve or IDENTITY), no_decay=undecayed
     )
     kind = sel.SELMuon if train.optimizer == "muon" else sel.SELAdamW
-    if train.moments != "raw":
-        kind = EffectiveMoments
-    if train.beta_deviations is not None:
-        by_name = per_matrix(by_name)
     raw_space = kind(
         by_name,
         lr=train.lr,
@@ -81,8 +76,6 @@ def build(config: RunConfig, ranks: Ranks = ALONE) -> Built:
         max_grad_norm=train.max_grad_norm,
         decay_towards=train.decay_towards,
     )
-    if isinstance(raw_space, EffectiveMoments):
-        raw_space.mirror = train.moments == "mirror"
     return Built(model, raw_space, clip=False)
 
 

@@ -29,7 +29,6 @@ __all__ = [
 ]
 
 OPTIMIZERS, PARALLEL = ("adamw", "muon"), ("ddp", "fsdp")
-MOMENTS = ("raw", "first", "mirror")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # torch's
 # How the matrices of the blocks may be drawn (section 4.3, "Xavier uniform over normal").
 INITS = ("xavier_uniform", "xavier_normal")
@@ -124,10 +123,6 @@ class TrainConfig:
         decay_towards: what weight decay pulls to: "zero", or "initial", the weights that the run starts from (raw ones
             under a map; without one this is L2-SP). Scales do not decay then.
         lora_rank: train low-rank updates of the matrices of the blocks, and nothing else; 0: train everything.
-        beta_end: beta at the end of the run; it changes geometrically, in twenty steps (an attempt, docs/log.md).
-        beta_deviations: beta of each matrix in deviations of its weights, renewed twenty times (an attempt).
-        moments: of the gradients of raw weights ("raw"), or the first or both of effective ones ("first", "mirror";
-            attempts).
         weights: plain weights to start from, of a model of this shape: a run's folder, one of its checkpoints, or a
             model.safetensors. Default: weights are drawn.
         eval_every: steps between evaluations. The start and the end are always evaluated.
@@ -154,9 +149,6 @@ class TrainConfig:
     sparsity: float = 0.0
     decay_towards: str = field(default="zero", metadata={"choices": DECAY_TOWARDS})
     lora_rank: int = 0
-    beta_end: float | None = None
-    beta_deviations: float | None = None
-    moments: str = field(default="raw", metadata={"choices": MOMENTS})
     weights: str | None = None
     eval_every: int = 25
     eval_batches: int = 8
@@ -180,10 +172,6 @@ class TrainConfig:
         check_fraction("sparsity", self.sparsity)
         check_choice("decay_towards", self.decay_towards, DECAY_TOWARDS)
         check_whole("lora_rank", self.lora_rank, minimum=0)
-        check_choice("moments", self.moments, MOMENTS)
-        for name in ("beta_end", "beta_deviations"):
-            if getattr(self, name) is not None:
-                check_positive(name, getattr(self, name))
         check_fraction("floor", self.floor)
         check_not_negative("weight_decay", self.weight_decay)
         for beta in self.betas:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import symexplin as sel
-from symexplin.lab.attempts import ChangingCurvature
 from symexplin.lab.build import build, build_model, clear_gradients
 from symexplin.lab.checkpoint import OPTIMIZER, load_optimizer, split_optimizer
 from symexplin.lab.config import RunConfig, TrainConfig
@@ -83,8 +82,6 @@ class Trainer:
                     self._forward, broadcast_buffers=False, gradient_as_bucket_view=True
                 )
         self.sparsifier = Sparsifier(matrices(self.model), train) if train.l1 or train.sparsity else None
-        changes = train.beta_end is not None or train.beta_deviations is not None
-        self._curvature = ChangingCurvature(cast(sel.SELAdamW, self.optimizer), train) if changes else None
         self.step = 0
 
     def update(self) -> dict[str, float]:
@@ -101,8 +98,6 @@ class Trainer:
             nn.utils.clip_grads_with_norm_(parameters, train.max_grad_norm, norm)
         if self.sparsifier:
             self.sparsifier.before_step()
-        if self._curvature:
-            self._curvature.before_step(self.step)
         self.optimizer.step()
         if self.sparsifier:
             self.sparsifier.after_step(self.step + 1, float(self.optimizer.param_groups[0]["lr"]))

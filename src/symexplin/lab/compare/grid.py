@@ -60,9 +60,6 @@ _CHANGES: dict[str, tuple[str, ...]] = {
         "sparsity",
         "decay_towards",
         "lora_rank",
-        "beta_end",
-        "beta_deviations",
-        "moments",
     ),
     "model": ("init", "qk_gain"),
 }
