@@ -76,10 +76,12 @@ def error_of(setting: Setting, lr: float, seed: int) -> float:
     generator = torch.Generator().manual_seed(1000 + seed)
     layer = nn.Linear(INPUTS, 1, bias=False)
     nn.init.uniform_(layer.weight, -START, START, generator=generator)
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(layer.parameters(), lr=lr, weight_decay=setting.decay)
+    optimizer: torch.optim.Optimizer
     if setting.mode:
         config = sel.SELConfig(mode=setting.mode, beta=setting.beta, include=("weight",))
         optimizer = sel.SELAdamW(layer, lr=lr, weight_decay=setting.decay, config=config)
+    else:
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=lr, weight_decay=setting.decay)
     train = TrainConfig(steps=STEPS, l1=setting.l1, l1_falloff=setting.l1_falloff, sparsity=setting.sparsity)
     sparsifier = Sparsifier([layer.weight.detach()], train)
     for step in range(STEPS):

@@ -104,7 +104,7 @@ class TrainConfig:
         accumulation: microbatches per optimizer step; must divide batch_size.
         lr: peak learning rate.
         bias_lr: factor on the learning rate of biases, if there are any.
-        warmup_steps: steps of linear warm-up, before the linear decay. Default: the paper's 250, or a tenth of the
+        warmup_steps: steps of linear warm-up, before the decay. Default: the paper's 250, or a tenth of the
             steps in runs of fewer than 2,500.
         floor: fraction of lr at the end of the decay.
         decay_power: shape of the decay, 1 - (1 - floor) x^decay_power, x from 0 to 1: 1 is linear, a larger one stays

@@ -174,8 +174,8 @@ class CompareConfig(RunConfig):
     Args:
         data: folder that `symexplin prepare` made.
         arm: arms of your own, an [arm.NAME] table each, with keys of [sel]. [arm.NAME.train] may change optimizer,
-            bias_lr, weight_decay, decay_plain, betas, max_grad_norm, l1, sparsity, decay_towards, lora_rank,
-            warmup_steps, floor, weights; [arm.NAME.model] init, qk_gain.
+            bias_lr, weight_decay, decay_plain, betas, max_grad_norm, l1, l1_falloff, sparsity, decay_towards,
+            lora_rank, warmup_steps, floor, decay_power, weights; [arm.NAME.model] init, qk_gain.
     """
 
     compare: GridConfig = field(default_factory=GridConfig)
