@@ -71,6 +71,18 @@ def test_step_sizes_of_an_exponential_map_grow_as_its_slope(runs, tmp_path):
         draw("step_sizes", [runs["plain"], _without_checkpoint(runs["curved"], tmp_path / "bare")])
 
 
+def test_the_idea_is_the_map_of_the_run_and_its_last_weights(runs, tmp_path):
+    run = trained(prepared(tmp_path / "data"), tmp_path / "run", CurveConfig(map={"mode": "exp_only", "beta": 8.0}))
+    curve, end = labelled(draw("idea", [runs["plain"], run])).axes
+    of = lines(curve)["SEL"]
+    x = np.asarray(of.get_xdata())
+    assert of.get_ydata() == pytest.approx(np.sign(x) * np.expm1(8 * np.abs(x)) / 8, rel=1e-5)
+    assert (np.diff(x) >= 0).all()
+    assert {"baseline", "SEL, effective", "SEL, raw"} <= {patch.get_label() for patch in end.patches}
+    with pytest.raises(ValueError, match="sources must name a run with a checkpoint"):
+        draw("idea", [runs["plain"], _without_checkpoint(run, tmp_path / "bare")])
+
+
 def _without_checkpoint(run, folder):
     shutil.copytree(run, folder, ignore=shutil.ignore_patterns("checkpoints", "model.safetensors"))
     return folder

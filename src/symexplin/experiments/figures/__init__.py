@@ -68,6 +68,7 @@ FIGURES: dict[str, FigureSpec] = {
         FigureSpec(weights.optimization_distance, "figure 15, fig:opt_distance", _WEIGHTS, 1),
         FigureSpec(weights.heavy_tail, "figure 16, fig:heavy_tail", _WEIGHTS, 1),
         FigureSpec(curves.learning_rates, "", _COMPARISONS, None, _OF_RUNS),
+        FigureSpec(weights.idea, "", _PAIR, 2, _OF_RUNS),
         FigureSpec(weights.step_sizes, "", _PAIR, 2, _OF_RUNS),
         FigureSpec(tradeoffs.compression, "", f"{_COMPARISON} with [log] compress", 1, _OF_RUNS),
         FigureSpec(tradeoffs.forgetting, "", f"{_COMPARISON} with [log] old", 1, _OF_RUNS),

@@ -17,13 +17,15 @@ from symexplin.config import SELConfig
 from symexplin.experiments.figures.common import is_run, map_words, panel, run_of, sheet, weights_at_end, weights_of
 from symexplin.lab.maps import map_of
 from symexplin.lab.report.charts import BINS, GUIDE_LINE, Floats, Line, draw_histogram, outline
-from symexplin.lab.report.probe import read_run
+from symexplin.lab.report.probe import Probe, read_run
 from symexplin.lab.weights.folding import curved_matrices
 from symexplin.lab.weights.inspect import Row, inspect_file, xavier_bound
 
-__all__ = ["heavy_tail", "optimization_distance", "raw_effective", "step_sizes", "weight_distribution"]
+__all__ = ["heavy_tail", "idea", "optimization_distance", "raw_effective", "step_sizes", "weight_distribution"]
 
 _XAVIER, _TRAINED = 0, 1  # styles
+_CURVED_RUN = 1  # its style beside the baseline
+_COUNTED = ("weight", "weights per bin (log scale)")
 _PAPER_LR = 3e-4  # section 5.1
 _START, _NOW = "Xavier's uniform start", "trained weights"
 # Bins of distances, twenty per decade; larger ones count in the last.
@@ -142,21 +144,43 @@ def _place(name: str) -> tuple[int, str]:
 
 def raw_effective(sources: Sequence[Path]) -> Figure:
     """Draw weights of the baseline against raw and effective ones, at the start and at the newest checkpoint."""
+    baseline, curved, words = _pair(sources)
+    figure, (left, right) = sheet(2, 2, (5.4, 4.2), title=words)
+    draw_histogram(left, {"baseline": baseline.pooled("initial"), "SEL, effective": curved.pooled("initial")})
+    panel(left, "At the start", *_COUNTED, columns=2)
+    _draw_end(right, baseline, curved)
+    return figure
+
+
+def idea(sources: Sequence[Path]) -> Figure:
+    """Draw the map of a run from its raw to its effective weights, and what it makes of their distribution."""
+    baseline, curved, words = _pair(sources, raw=True)
+    raw, effective = (curved.pooled(name)[0].double().numpy() for name in ("raw", "effective"))
+    order = np.argsort(raw)
+    ends = [float(raw.min()), float(raw.max())]
+    figure, (left, right) = sheet(2, 2, (5.4, 4.2), title=words)
+    lines = [Line("without a map", ends, ends, kind="guide"), Line("SEL", raw[order], effective[order], _CURVED_RUN)]
+    panel(left, "The map", "raw weight, which is trained", "effective weight, in the model", lines, columns=2)
+    _draw_end(right, baseline, curved)
+    return figure
+
+
+def _pair(sources: Sequence[Path], raw: bool = False) -> tuple[Probe, Probe, str]:
+    """Return the weights of a run on ordinary weights and of a curved one of the same size, and its map in words."""
     runs = [read_run(run_of(sources[0], curved=False)), read_run(run_of(sources[-1], curved=True))]
     if len({(run.config.model.width, run.config.model.depth) for run in runs}) > 1 or map_words(runs[0]):
         wanted = "a run on ordinary weights, then a curved one of the same width and depth"
         raise ValueError(f"sources must be {wanted}, got {' and '.join(repr(str(run.folder)) for run in runs)}")
-    baseline, curved = (weights_at_end(run.folder) for run in runs)
-    figure, (left, right) = sheet(2, 2, (5.4, 4.2), title=map_words(runs[1]))
-    start = {"baseline": baseline.pooled("initial"), "SEL, effective": curved.pooled("initial")}
+    return weights_at_end(runs[0].folder), weights_at_end(runs[1].folder, raw), map_words(runs[1])
+
+
+def _draw_end(axes: Axes, baseline: Probe, curved: Probe) -> None:
     end = {"baseline": baseline.pooled("effective"), "SEL, effective": curved.pooled("effective")}
     if curved.has_raw:
         end["SEL, raw"] = curved.pooled("raw")
     steps = " and ".join(f"{step:,}" for step in dict.fromkeys((baseline.step, curved.step)))
-    for axes, series, title in ((left, start, "At the start"), (right, end, f"At step {steps}")):
-        draw_histogram(axes, series)
-        panel(axes, title, "weight", "weights per bin (log scale)", columns=2)
-    return figure
+    draw_histogram(axes, end)
+    panel(axes, f"At step {steps}", *_COUNTED, columns=2)
 
 
 def step_sizes(sources: Sequence[Path]) -> Figure:
