@@ -121,11 +121,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     out = parser.parse_args().out
+    out.mkdir(parents=True, exist_ok=True)  # before ten minutes of training
     torch.set_num_threads(1)
     place = provenance()
     facts = {key: place[key] for key in ("commit", "processor", "torch")}
     found = [row | facts for row in rows()]
-    out.mkdir(parents=True, exist_ok=True)
     write_csv(out / "table.csv", found)
     for row in found:
         print(f"{row['family']:18} {row['error']:8.4f} ({row['lowest']:.4f} to {row['highest']:.4f})  {row['best']}")

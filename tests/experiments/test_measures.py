@@ -54,6 +54,9 @@ def test_each_family_is_at_its_best_per_level_and_its_rival_has_no_curve(tmp_pat
     assert (row["low"], row["high"]) == pytest.approx(interval_of([-0.2, -0.19, -0.18], 0.99))
     assert found["retrained", "0.5", "Exponential"]["arm"] == "exp-16"
     assert found["once", "0.5", "AdamW + L1"]["rival"] == "AdamW"
+    (place / "compressed.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"exp-32-lr0.001-seed2/compressed.json' is missing: remove its folder"):
+        rows_of(folder, "compression")
 
 
 def test_forgetting_is_compared_at_equal_loss_on_the_new_text(tmp_path):

@@ -256,11 +256,17 @@ def test_the_runs_of_a_continued_table_start_from_its_base(tmp_path):
         ({"model": 3}, r"\[model\] must be a table, got 3"),
         ({"arm": {"full": 3}}, r"\[arm.full\] must be a table, got 3"),
         ({"base": {"steps": 3}}, "got 'base'"),  # a table without a first stage
+        ({"arm": {"fall": {"map": {"beta": 3}}}}, "arm must be one of .*did you mean 'full'"),
     ],
 )
 def test_a_wrong_change_is_named(changes, words):
     with pytest.raises(ValueError, match=words):
         load_table("frozen", "mini", changes=changes)
+
+
+def test_an_old_text_is_for_tables_with_a_first_model(tmp_path):
+    with pytest.raises(ValueError, match="old must be left out: the table has no first model"):
+        load_table("frozen", "mini", old=tmp_path)
 
 
 def test_what_the_command_changes_is_no_longer_assumed():

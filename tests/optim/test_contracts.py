@@ -148,6 +148,18 @@ def test_a_renamed_module_is_loaded_by_position():
         other.load_state_dict(optimizer.state_dict(), by_position=True)
 
 
+def test_a_matrix_that_was_plain_as_it_started_at_zero_is_named():
+    config = sel.SELConfig(mode="power")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    nn.init.zeros_(model[1].weight)
+    early = sel.SELAdamW(copy.deepcopy(model), config=config)
+    state = early.state_dict()
+    nn.init.ones_(model[1].weight)  # as training would
+    with pytest.raises(ValueError, match=r"has 1\.weight plain, and here it is not.*before the model's weights are"):
+        sel.SELAdamW(model, config=config).load_state_dict(state)
+    early.load_state_dict(state)
+
+
 class Wrapper(nn.Module):
     """A model under `module`, as in DistributedDataParallel."""
 

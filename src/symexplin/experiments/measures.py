@@ -87,11 +87,15 @@ def _is_rival(panel: Evidence, arm: str) -> bool:
 
 
 def _files(panel: Evidence, name: str) -> Iterator[tuple[Row, Mapping[str, Any]]]:
-    """Yield (run, content) of a JSON file that the runs of a panel may have."""
-    for run in panel.found["runs"]:
-        path = panel.folder / run["folder"] / name
+    """Yield (run, content) of a JSON file that all finite runs of a panel have, or none."""
+    paths = {panel.folder / run["folder"] / name: run for run in panel.found["runs"]}
+    if not any(path.exists() for path in paths):
+        return
+    for path, run in paths.items():
         if path.exists():
             yield run, read_json(path)
+        elif path.parent.exists() and run["final_loss"] is not None:
+            raise FileNotFoundError(f"{str(path)!r} is missing: remove its folder, and --resume trains that run again")
 
 
 # --- compression -----------------------------------------------------------------------------------------------------

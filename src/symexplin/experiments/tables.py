@@ -136,6 +136,10 @@ def load_table(
         entries = settings.pop("panel", [{}])
         assumptions = settings.pop("assumptions", {})
         changes = {key: value for key, value in (changes or {}).items() if value != {}}
+        for arm in changes.get("arm", ()):
+            check_choice("arm", arm, [about["baseline"], *settings.get("arm", ())])
+        if old is not None and OLD not in settings:
+            raise ValueError(f"old must be left out: the table has no first model, got {str(old)!r}")
         text = settings.get(DATA, {})  # tokenizer and split, for an old text too
         if data is not None:
             settings.pop(DATA, None)

@@ -169,6 +169,8 @@ class TrainConfig:
         check_positive("max_grad_norm", self.max_grad_norm)
         check_not_negative("l1", self.l1)
         check_not_negative("l1_falloff", self.l1_falloff)
+        if self.l1_falloff and not self.l1:
+            raise ValueError(f"l1_falloff must be 0 without l1, which it shapes, got {self.l1_falloff!r}")
         check_fraction("sparsity", self.sparsity)
         check_choice("decay_towards", self.decay_towards, DECAY_TOWARDS)
         check_whole("lora_rank", self.lora_rank, minimum=0)
@@ -277,8 +279,10 @@ class RunConfig:
         train = self.train
         if self.sel.home == "module" and (train.decay_towards != DECAY_TOWARDS[0] or train.lora_rank):
             raise ValueError("home must be 'optimizer' or 'none' for decay_towards and lora_rank, got 'module'")
-        if train.lora_rank and (train.weights is None or train.l1 or train.sparsity or self.log.compress):
-            raise ValueError("lora_rank goes with weights to start from, and without l1, sparsity and compress")
+        if train.lora_rank and train.weights is None:
+            raise ValueError(f"lora_rank must be 0 without weights to start from, got {train.lora_rank}")
+        if train.lora_rank and (train.l1 or train.sparsity or self.log.compress):
+            raise ValueError(f"lora_rank must be 0 with l1, sparsity or compress, got {train.lora_rank}")
         if self.sel.home == "module" and (self.train.l1 or self.train.sparsity or self.log.compress):
             raise ValueError("home must be 'optimizer' or 'none' for l1, sparsity and compress, got 'module'")
 

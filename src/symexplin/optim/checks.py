@@ -101,6 +101,7 @@ def check_saved(
             "continue from AdamW, load it into an AdamW over the same parameters, then call symexplin.from_adamw"
         )
     if [len(group["params"]) for group in saved] != [len(group["params"]) for group in groups]:
+        _check_curved(saved, groups)
         return  # torch refuses these
     for old, new in zip(saved, groups, strict=True):
         if old["role"] != new["role"]:
@@ -116,6 +117,21 @@ def check_saved(
         for i, key in enumerate(old["params"]):
             if state.get(key):
                 _check_state(old, i, tuple(new["params"][i].shape), state[key], moments)
+
+
+def _check_curved(saved: list[Group], groups: list[Group]) -> None:
+    """Refuse the state of an optimizer that curved another choice of the same parameters, naming one."""
+    there, here = (
+        {_unwrapped(name): is_curved(group) for group in side for name in group.get("param_names") or ()}
+        for side in (saved, groups)
+    )
+    for name, curved in there.items():
+        if here.get(name, curved) != curved:
+            raise ValueError(
+                f"state_dict has {name} {'curved' if curved else 'plain'}, and here it is not. Give both optimizers "
+                "the same include and exclude; in mode 'power', where matrices that start at 0 stay plain, build the "
+                "optimizer before the model's weights are loaded"
+            )
 
 
 def _check_map(old: Group, new: Group, by_position: bool) -> None:

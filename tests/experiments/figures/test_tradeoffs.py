@@ -25,8 +25,11 @@ def test_compression_has_a_line_per_family_over_the_share_of_zeros(tmp_path):
         once = {"0.9": loss + 1, "0.5": loss, "int8": 9.0, "2:4": 9.0}
         write_json(place / "compressed.json", {"dense": 1.0, "once": once, "retrained": {"0.9": loss, "2:4": 9.0}})
     once, retrained = draw("compression", [folder]).axes
-    assert lines(once) == {"AdamW": [[0.5, 2.0], [0.9, 3.0]], "AdamW + L1": [[0.5, 1.5], [0.9, 2.5]]}
-    assert lines(retrained) == {"AdamW": [[0.9, 2.0]], "AdamW + L1": [[0.9, 1.5]]}
+    assert lines(once) == {
+        "AdamW": [[0.0, 1.0], [0.5, 2.0], [0.9, 3.0]],
+        "AdamW + L1": [[0.0, 1.0], [0.5, 1.5], [0.9, 2.5]],
+    }
+    assert lines(retrained) == {"AdamW": [[0.0, 1.0], [0.9, 2.0]], "AdamW + L1": [[0.0, 1.0], [0.9, 1.5]]}
 
 
 def test_forgetting_has_a_line_per_family_from_front_to_front(tmp_path):

@@ -249,7 +249,7 @@ def learning_rates(sources: Sequence[Path]) -> Figure:
     is that of a larger step, the lines of the right axes coincide.
     """
     found = comparisons(sources)
-    columns = 1 if max(len(one.label(arm)) for one in found for arm in one.arms) > _LONG_LABEL else 2
+    columns = 1 if max(len(one.label(arm)) for one in found for arm in one.arms) > _LONG_LABEL - len(" (× 1.00)") else 2
     rows = -(-max(len(compared.arms) for compared in found) // columns)
     figure, places = sheet(2 * len(found), 2, (6.8, 3.8 + _ENTRY * rows))
     for left, right, compared in zip(places[::2], places[1::2], found, strict=True):

@@ -23,7 +23,7 @@ _BETWEEN = 40  # points of a line between two ends
 def compression(sources: Sequence[Path]) -> Figure:
     """Draw the loss by the share of weights set to zero, at once and after retraining."""
     compared = comparisons(sources)[0]
-    rows = [row for row in compressions(compared) if row["level"][0].isdigit() and ":" not in row["level"]]
+    rows = [row for row in compressions(compared) if row["level"] == "dense" or row["level"].replace(".", "").isdigit()]
     if not rows:
         raise ValueError("sources must name a comparison whose runs have compressed.json ([log] compress = true)")
     figure, places = sheet(2, 2, (6.8, 6.4))
@@ -31,9 +31,12 @@ def compression(sources: Sequence[Path]) -> Figure:
     for axes, (when, words) in zip(places, _WHEN.items(), strict=True):
         lines = []
         for style, family in enumerate(families):
-            mine = [row for row in rows if (row["family"], row["when"]) == (family, when)]
-            mine.sort(key=lambda row: float(row["level"]))
-            lines.append(Line(family, [float(row["level"]) for row in mine], [row["loss"] for row in mine], style))
+            points = sorted(
+                (0.0 if row["level"] == "dense" else float(row["level"]), row["loss"])
+                for row in rows
+                if row["family"] == family and (row["when"] == when or row["level"] == "dense")
+            )
+            lines.append(Line(family, [share for share, _ in points], [loss for _, loss in points], style))
         panel(axes, f"Pruned by magnitude, {words}", "share of zeros", _LOSS, lines, columns=2)
     return figure
 

@@ -168,7 +168,8 @@ def idea(sources: Sequence[Path]) -> Figure:
 def _pair(sources: Sequence[Path], raw: bool = False) -> tuple[Probe, Probe, str]:
     """Return the weights of a run on ordinary weights and of a curved one of the same size, and its map in words."""
     runs = [read_run(run_of(sources[0], curved=False)), read_run(run_of(sources[-1], curved=True))]
-    if len({(run.config.model.width, run.config.model.depth) for run in runs}) > 1 or map_words(runs[0]):
+    sizes = {(run.config.model.width, run.config.model.depth) for run in runs}
+    if len(sizes) > 1 or map_words(runs[0]) or not map_words(runs[1]):
         wanted = "a run on ordinary weights, then a curved one of the same width and depth"
         raise ValueError(f"sources must be {wanted}, got {' and '.join(repr(str(run.folder)) for run in runs)}")
     return weights_at_end(runs[0].folder), weights_at_end(runs[1].folder, raw), map_words(runs[1])
@@ -189,22 +190,23 @@ def step_sizes(sources: Sequence[Path]) -> Figure:
     A step of the raw weight is about a learning rate long whatever its weight, so the effective one is longer by the
     slope f'(w): for exponential-only maps with scales one exactly 1 + beta |w_eff|.
     """
-    runs = {"baseline": run_of(sources[0], curved=False), "SEL": run_of(sources[-1], curved=True)}
+    baseline, curved, words = _pair(sources, raw=True)
     lines = []
-    for style, (name, folder) in enumerate(runs.items()):
-        found = weights_at_end(folder)
+    for style, (name, found) in enumerate({"baseline": baseline, "SEL": curved}.items()):
         if any(role.steps is None for role in found.roles.values()):
-            raise ValueError(f"sources must name runs of AdamW or SELAdamW with a checkpoint, got {str(folder)!r}")
+            given = " and ".join(repr(str(source)) for source in sources)
+            raise ValueError(f"sources must name runs of AdamW or SELAdamW with a checkpoint, got {given}")
         (sizes, each), (steps, _) = found.pooled("effective"), found.pooled("steps")
         middles, means = _means(sizes.double().abs().numpy(), steps.double().numpy(), each.numpy())
         lines.append(Line(f"{name}, step {found.step:,}", middles, means, style))
-    config = map_of((run := read_run(runs["SEL"]).config).sel, run.model.width)
+    run = read_run(run_of(sources[-1], curved=True)).config
+    config = map_of(run.sel, run.model.width)
     if config is not None and config.mode == "exp_only" and not config.learned_roles:
         at = np.asarray(lines[1].x)
         slope = 1.0 + float(config.beta) * at
         start = float(np.asarray(lines[1].y)[0] / slope[0])
         lines.append(Line("1 + beta |w|, from the first point", at, start * slope, kind="guide"))
-    figure, (axes,) = sheet(1, 1, (6.4, 4.8), title=map_words(read_run(runs["SEL"])))
+    figure, (axes,) = sheet(1, 1, (6.4, 4.8), title=words)
     panel(axes, "Next step of the effective weight", "|w| effective", "mean step / learning rate", lines)
     return figure
 

@@ -126,6 +126,8 @@ def _opened(
         before, now = ({"compute": found.table()["compute"]} for found in (saved, config))
         if changed := check_resumable(folder, "comparison", before, now):
             echo(f"{'; '.join(changed)}: the rounding of runs that have not ended changes")
+        for key, gone in _left_out(saved, config):
+            echo(f"left out of the results: {key} {gone}, which the folder has; name them again to keep them")
     grid, digest = config.compare, functools.cache(digest_of)
     started = set()
     for cell in itertools.starmap(Cell, itertools.product(grid.arms, grid.lrs, (*grid.seeds, *grid.confirm_seeds))):
@@ -137,6 +139,17 @@ def _opened(
             _check_arm(config, arm, corpus.vocab_size)
     replace_file(folder / CONFIG, dump_toml(config.table()))
     return config
+
+
+def _left_out(saved: CompareConfig, config: CompareConfig) -> Iterator[tuple[str, str]]:
+    """Yield what the grid of a folder had and that of a command lacks."""
+    lists = [
+        {"arms": grid.arms, "lrs": grid.lrs, "seeds": (*grid.seeds, *grid.confirm_seeds)}
+        for grid in (saved.compare, config.compare)
+    ]
+    for key, had in lists[0].items():
+        if gone := [str(value) for value in had if value not in lists[1][key]]:
+            yield key, ", ".join(gone)
 
 
 def _resolved(config: CompareConfig, vocab_size: int, saved: CompareConfig | None, ranks: Ranks) -> CompareConfig:
