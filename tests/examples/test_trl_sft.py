@@ -14,6 +14,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "trl_sft.py"
 
 
 def test_it_trains_clips_once_and_loads(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)
     clip, limits = accelerate.Accelerator.clip_grad_norm_, set()
     monkeypatch.setattr(
         accelerate.Accelerator,
