@@ -31,6 +31,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "symexplin needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[lab,hf,dev]'
+	# timm asks for torchvision, which must be of the same build as torch: one for CUDA beside a torch for CPUs breaks
+	# Lightning and transformers. The tests need neither its images nor its operators (tests/vision.py).
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps timm
 	touch $@
 
 clean:

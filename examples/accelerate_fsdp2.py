@@ -11,7 +11,6 @@ Build the optimizer from the whole model, before `prepare` shards it. The optimi
 """
 
 import argparse
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
@@ -23,23 +22,13 @@ import symexplin as sel
 
 def tiny_model() -> LlamaForCausalLM:
     """Return a Llama of two layers."""
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            max_position_embeddings=32,
-        )
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
 
 
 def batch(step: int, rank: int, device: torch.device) -> torch.Tensor:
     """Return sequences that count upwards from random numbers, different in each process and step."""
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    starts = torch.randint(0, 64, (8, 1), generator=generator)
+    starts = torch.randint(0, 64, (8, 1), generator=torch.Generator().manual_seed(1000 * step + rank))
     return ((starts + torch.arange(16)) % 64).to(device)
 
 
@@ -49,14 +38,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40, help="stop after this step")
     parser.add_argument("--total-steps", type=int, default=80, help="length of the schedules")
     parser.add_argument("--output", default="runs/accelerate_fsdp2")
-    parser.add_argument("--state-dict", default="SHARDED_STATE_DICT", choices=["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--cpu", action="store_true")
     options = parser.parse_args()
 
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", state_dict_type=options.state_dict
-    )
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
     accelerator = Accelerator(fsdp_plugin=plugin, cpu=options.cpu)
     set_seed(0)
     model = tiny_model()
@@ -65,9 +51,9 @@ def main() -> None:
     # Not prepared: accelerate would step the schedule once per process.
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer.optimizer, options.total_steps)
     accelerator.register_for_checkpointing(schedule)
-    state = Path(options.output) / "state"
+    state = f"{options.output}/state"
     if options.resume:
-        accelerator.load_state(str(state))
+        accelerator.load_state(state)
 
     for step in range(optimizer.param_groups[0]["steps"], options.steps):
         ids = batch(step, accelerator.process_index, accelerator.device)
@@ -77,11 +63,10 @@ def main() -> None:
         schedule.step()
         optimizer.zero_grad()
         mean = float(accelerator.reduce(loss.detach(), "mean"))
-        accelerator.print(
-            f"step {step + 1} loss {mean:.6f} raw gradient norm {float(optimizer.optimizer.grad_norm):.4f}"
-        )
+        norm = float(optimizer.optimizer.grad_norm)
+        accelerator.print(f"step {step + 1} loss {mean:.6f} raw gradient norm {norm:.4f}")
 
-    accelerator.save_state(str(state))
+    accelerator.save_state(state)
     whole = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
         accelerator.unwrap_model(model).save_pretrained(options.output, state_dict=whole)

@@ -16,17 +16,8 @@ import symexplin as sel
 
 def tiny_model() -> LlamaForCausalLM:
     """Return a Llama of two layers."""
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            max_position_embeddings=32,
-        )
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
 
 
 def counting(samples: int = 256, length: int = 16) -> list[dict[str, torch.Tensor]]:

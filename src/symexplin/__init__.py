@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from symexplin import functional
     from symexplin import hf as hf
     from symexplin import lightning as lightning
+    from symexplin import timm as timm
     from symexplin.config import Scale, SELConfig
     from symexplin.conversion import convert, fold
     from symexplin.linear import SELLinear
@@ -83,8 +84,8 @@ _HOMES = {
     "routes": ("Route", "Routing", "routing"),
     "starts": ("init_",),
 }
-# `hf` and `lightning` need other libraries, so `__all__` leaves them out.
-_MODULES = ("functional", "hf", "lightning")
+# `hf`, `lightning` and `timm` need other libraries, so `__all__` leaves them out.
+_MODULES = ("functional", "hf", "lightning", "timm")
 
 
 def __getattr__(name: str) -> Any:

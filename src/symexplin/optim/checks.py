@@ -11,7 +11,7 @@ from torch import Tensor
 from symexplin.config import DECAY_TOWARDS, SELConfig
 from symexplin.kernels import is_memory
 from symexplin.layout import PANELS
-from symexplin.optim.groups import Group, is_curved, layout_of, name_of
+from symexplin.optim.groups import ALIGNED, Group, is_curved, layout_of, name_of
 from symexplin.optim.parameter import ANCHOR, COUNTS, Moments, ParameterView, moment_key
 from symexplin.optim.placement import local
 from symexplin.optim.rates import warn_of_scales
@@ -58,10 +58,10 @@ def check_group(group: Group, first: Group) -> None:
             raise ValueError(f"{name_of(group, i)} must be real and floating point, got {parameter.dtype}")
     if not is_curved(group):
         return
-    for key in ("config", "out_dim", "position", "shape"):
+    for key in ("config", *ALIGNED):
         if key not in group:
             raise ValueError(f"a curved group needs {key!r}; build it with symexplin.param_groups")
-    for key in ("out_dim", "position", "shape"):
+    for key in ALIGNED:
         if len(group[key]) != len(group["params"]):
             raise ValueError(
                 f"{key} must have one entry per parameter, got {len(group[key])} for {len(group['params'])}. For an "

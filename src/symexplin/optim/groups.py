@@ -11,9 +11,10 @@ from symexplin.linear import SELLinear
 from symexplin.optim.rates import warn_of_scales
 from symexplin.routes import Rate, Route, Routing, routing
 
-__all__ = ["Group", "is_curved", "layout_of", "name_of", "param_groups"]
+__all__ = ["ALIGNED", "Group", "is_curved", "layout_of", "name_of", "param_groups"]
 
 Group = dict[str, Any]
+ALIGNED = ("out_dim", "position", "shape")  # lists of a curved group with one entry per parameter
 
 
 def param_groups(
