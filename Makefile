@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test check format setup clean
+.PHONY: demo test check docs format setup clean
 
 demo: $(STAMP)
 	$(BIN)/symexplin demo
@@ -21,6 +21,10 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo build/docs/index.html
+
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -30,7 +34,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "symexplin needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[lab,hf,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[lab,hf,dev,docs]'
 	# timm asks for torchvision, which must be of the same build as torch: one for CUDA beside a torch for CPUs breaks
 	# Lightning and transformers. The tests need neither its images nor its operators (tests/vision.py).
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps timm

@@ -319,8 +319,8 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
     def take_over_writes(self) -> None:
         """Match the raw weights to all writes from outside since the last step, also through `.data`.
 
-        Every step does so for the writes that it detects (docs/training.md). This method compares every entry. With a
-        sharded model every process must call it.
+        Every step does so for the writes that it detects (docs/how-to/weights.md). This method compares every entry.
+        With a sharded model every process must call it.
 
         >>> import symexplin as sel
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4))
