@@ -10,7 +10,7 @@ import symexplin as sel
 from symexplin.conversion import IDENTITY
 from training import backward, batch, network, train
 
-PAGE = Path(__file__).parents[2] / "docs" / "rules.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "own-rule.md"
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,120 @@
+"""README and the documentation: their Python runs, their commands exist, and README's quickstart trains."""
+
+import os
+import re
+import shlex
+from collections import OrderedDict
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import symexplin as sel
+from symexplin.cli import COMMANDS, make_app
+from vision import import_timm
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
+FENCED = re.compile(r"^( *)```(\w+)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
+
+
+def blocks(page, kind):
+    """Return the fenced blocks of a kind, without their indentation."""
+    found = FENCED.findall(page.read_text(encoding="utf-8"))
+    return [re.sub(f"(?m)^{indent}", "", text) for indent, language, text in found if language == kind]
+
+
+def names_of(pages):
+    return [str(page.relative_to(ROOT)) for page in pages]
+
+
+PYTHON = [page for page in PAGES if blocks(page, "python")]
+
+
+def prelude():
+    """What a reader of a fragment has: a model, its inputs, a loop's names."""
+    model = nn.Sequential(OrderedDict(encoder=nn.Linear(8, 16), act=nn.GELU(), decoder=nn.Linear(16, 4)))
+    adamw = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 8)).sum().backward()
+    adamw.step()
+    saved = {"model": model.state_dict(), "optimizer": adamw.state_dict()}
+    model.encoder.requires_grad_(False)
+    names = {"optimizer": sel.SELAdamW(model, lr=1e-3)}  # of a model with a frozen part
+    model.encoder.requires_grad_(True)
+    return names | {"torch": torch, "os": os, "sel": sel, "model": model, "inputs": torch.randn(2, 8), "saved": saved}
+
+
+def trainers(folder):
+    """What the fragments of trainers have besides."""
+    import accelerate
+    import transformers
+
+    timm = import_timm()
+    network = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+        )
+    )
+    args = transformers.Seq2SeqTrainingArguments(output_dir=folder, use_cpu=True, report_to="none")
+    return {
+        "model": network,
+        "args": args,
+        "data": [{"input_ids": torch.zeros(4, dtype=torch.long)}],
+        "config": sel.SELConfig(),
+        "accelerator": accelerate.Accelerator(cpu=True),
+        "create_optimizer_v2": timm.optim.create_optimizer_v2,
+        "tokenizer": None,
+        "Trainer": transformers.Trainer,
+        "Seq2SeqTrainer": transformers.Seq2SeqTrainer,
+        "SFTTrainer": lambda processing_class, **rest: transformers.Trainer(**rest),
+    }
+
+
+@pytest.mark.parametrize("page", PYTHON, ids=names_of(PYTHON))
+def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    names = prelude()
+    if "Trainer(" in page.read_text(encoding="utf-8"):
+        names |= trainers(tmp_path)
+    for text in blocks(page, "python"):
+        if re.search(r"from_pretrained|runs/", text):  # of folders that the commands of the page make, in an hour
+            compile(text, str(page), "exec")
+            continue
+        exec(compile(text, str(page), "exec"), names)
+    capsys.readouterr()
+
+
+def commands(page):
+    """Return the words of each line that calls the command line."""
+    lines = re.findall(r"^(?:    |)(symexplin \w.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return [shlex.split(line, comments=True)[1:] for line in lines]
+
+
+def test_every_command_in_the_documents_parses():
+    """Their flags and types; what they do is tested with the laboratory."""
+    app, seen = make_app(), []
+    for page in PAGES:
+        for words in commands(page):
+            if words[0] in COMMANDS and not {"...", "NAME", "TEXT", "FOLDER"} & set(words):
+                app.parse_args(words, exit_on_error=False, print_error=False)
+                seen.append(words[0])
+    assert {"prepare", "train", "compare", "reproduce", "figure", "export", "report"} <= set(seen)
+
+
+def test_the_quickstart_of_readme_trains():
+    """The diff, applied to a loop with AdamW, is the whole change."""
+    (diff,) = blocks(ROOT / "README.md", "diff")
+    added = "\n".join(line[2:] for line in diff.splitlines() if line.startswith("+ "))
+    space = SimpleNamespace(model=nn.Linear(4, 1))
+    names = {"torch": torch, "model": space.model}
+    exec(added, names)
+    losses = []
+    for _ in range(50):
+        names["optimizer"].zero_grad()
+        loss = (space.model(torch.eye(4)) - 0.1).square().mean()
+        loss.backward()
+        names["optimizer"].step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
