@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test check docs format setup clean
+.PHONY: demo test check docs dist format setup clean
 
 demo: $(STAMP)
 	$(BIN)/symexplin demo
@@ -25,6 +25,14 @@ docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo build/docs/index.html
 
+# Wheel and sdist, checked, and the wheel tried in an empty environment.
+dist: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[release]'
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/twine check --strict dist/*
+	bash .ci/wheel dist/*.whl
+
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -41,4 +49,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) runs build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-versions runs build dist .mypy_cache .ruff_cache .pytest_cache
