@@ -48,7 +48,7 @@ def test_only_the_updates_train(tmp_path, home):
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match="lora_rank goes with weights to start from"):
+    with pytest.raises(ValueError, match="lora_rank must be 0 without weights to start from, got 2"):
         RunConfig("data", train=TrainConfig(lora_rank=2))
     with pytest.raises(ValueError, match="home must be 'optimizer' or 'none' for decay_towards and lora_rank"):
         RunConfig("data", train=TrainConfig(lora_rank=2, weights="x"), sel=CurveConfig(home="module"))
