@@ -5,31 +5,18 @@ import re
 import shlex
 from collections import OrderedDict
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import symexplin as sel
+from fenced import blocks
 from symexplin.cli import COMMANDS, make_app
 from vision import import_timm
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
-FENCED = re.compile(r"^( *)```(\w+)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
-
-
-def blocks(page, kind):
-    """Return the fenced blocks of a kind, without their indentation."""
-    found = FENCED.findall(page.read_text(encoding="utf-8"))
-    return [re.sub(f"(?m)^{indent}", "", text) for indent, language, text in found if language == kind]
-
-
-def names_of(pages):
-    return [str(page.relative_to(ROOT)) for page in pages]
-
-
 PYTHON = [page for page in PAGES if blocks(page, "python")]
 
 
@@ -72,7 +59,7 @@ def trainers(folder):
     }
 
 
-@pytest.mark.parametrize("page", PYTHON, ids=names_of(PYTHON))
+@pytest.mark.parametrize("page", PYTHON, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names = prelude()
@@ -107,13 +94,13 @@ def test_the_quickstart_of_readme_trains():
     """The diff, applied to a loop with AdamW, is the whole change."""
     (diff,) = blocks(ROOT / "README.md", "diff")
     added = "\n".join(line[2:] for line in diff.splitlines() if line.startswith("+ "))
-    space = SimpleNamespace(model=nn.Linear(4, 1))
-    names = {"torch": torch, "model": space.model}
+    model = nn.Linear(4, 1)
+    names = {"torch": torch, "model": model}
     exec(added, names)
     losses = []
     for _ in range(50):
         names["optimizer"].zero_grad()
-        loss = (space.model(torch.eye(4)) - 0.1).square().mean()
+        loss = (model(torch.eye(4)) - 0.1).square().mean()
         loss.backward()
         names["optimizer"].step()
         losses.append(float(loss.detach()))

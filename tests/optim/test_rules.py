@@ -1,12 +1,12 @@
 """The page on rules of one's own: its code runs, and its rule is what it says."""
 
-import re
 from pathlib import Path
 
 import pytest
 import torch
 
 import symexplin as sel
+from fenced import blocks
 from symexplin.conversion import IDENTITY
 from training import backward, batch, network, train
 
@@ -16,7 +16,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "own-rule.md"
 @pytest.fixture(scope="module")
 def page():
     names = {}
-    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL):
+    for block in blocks(PAGE, "python"):
         exec(block, names)
     return names
 

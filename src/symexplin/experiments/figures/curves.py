@@ -33,7 +33,7 @@ _STEPS, _LOSS, _FINAL = "optimizer steps", "held-out loss (nats per token)", "fi
 _RATE, _BY_STEP = "peak learning rate (log)", "peak learning rate × mean slope at the start (log)"
 _ABREAST = 3
 _SHOWN = 5  # curves of more arms beside the baseline's are hard to tell apart
-_LONG_LABEL = 30  # letters; two columns of longer ones are wider than the axes
+_LONG_LABEL = 21  # letters before the slope; two columns of longer ones are wider than the axes
 _ENTRY = 0.25  # inches of a row of a legend
 _LATE = 0.4  # the paper's cut of figure 8
 _DASHED, _SOLID = 1, 2 * len(DASHES)  # styles: vermilion, and with its multiples blue, green, amber
@@ -249,7 +249,7 @@ def learning_rates(sources: Sequence[Path]) -> Figure:
     is that of a larger step, the lines of the right axes coincide.
     """
     found = comparisons(sources)
-    columns = 1 if max(len(one.label(arm)) for one in found for arm in one.arms) > _LONG_LABEL - len(" (× 1.00)") else 2
+    columns = 1 if max(len(one.label(arm)) for one in found for arm in one.arms) > _LONG_LABEL else 2
     rows = -(-max(len(compared.arms) for compared in found) // columns)
     figure, places = sheet(2 * len(found), 2, (6.8, 3.8 + _ENTRY * rows))
     for left, right, compared in zip(places[::2], places[1::2], found, strict=True):

@@ -23,22 +23,29 @@ _BETWEEN = 40  # points of a line between two ends
 def compression(sources: Sequence[Path]) -> Figure:
     """Draw the loss by the share of weights set to zero, at once and after retraining."""
     compared = comparisons(sources)[0]
-    rows = [row for row in compressions(compared) if row["level"] == "dense" or row["level"].replace(".", "").isdigit()]
+    rows = [(share, row) for row in compressions(compared) if (share := _share_of(row["level"])) is not None]
     if not rows:
         raise ValueError("sources must name a comparison whose runs have compressed.json ([log] compress = true)")
     figure, places = sheet(2, 2, (6.8, 6.4))
-    families = list(dict.fromkeys(row["family"] for row in rows))
+    families = list(dict.fromkeys(row["family"] for _, row in rows))
     for axes, (when, words) in zip(places, _WHEN.items(), strict=True):
         lines = []
         for style, family in enumerate(families):
             points = sorted(
-                (0.0 if row["level"] == "dense" else float(row["level"]), row["loss"])
-                for row in rows
-                if row["family"] == family and (row["when"] == when or row["level"] == "dense")
+                (share, row["loss"])
+                for share, row in rows
+                if row["family"] == family and (row["when"] == when or share == 0.0)
             )
             lines.append(Line(family, [share for share, _ in points], [loss for _, loss in points], style))
         panel(axes, f"Pruned by magnitude, {words}", "share of zeros", _LOSS, lines, columns=2)
     return figure
+
+
+def _share_of(level: str) -> float | None:
+    """Return the share of zeros of a level of compression; None where it is another kind."""
+    if level == "dense":
+        return 0.0
+    return float(level) if level.replace(".", "").isdigit() else None
 
 
 def forgetting(sources: Sequence[Path]) -> Figure:

@@ -17,7 +17,7 @@ from symexplin.config import SELConfig
 from symexplin.experiments.figures.common import is_run, map_words, panel, run_of, sheet, weights_at_end, weights_of
 from symexplin.lab.maps import map_of
 from symexplin.lab.report.charts import BINS, GUIDE_LINE, Floats, Line, draw_histogram, outline
-from symexplin.lab.report.probe import Probe, read_run
+from symexplin.lab.report.probe import Probe, RunRecord, read_run
 from symexplin.lab.weights.folding import curved_matrices
 from symexplin.lab.weights.inspect import Row, inspect_file, xavier_bound
 
@@ -144,8 +144,8 @@ def _place(name: str) -> tuple[int, str]:
 
 def raw_effective(sources: Sequence[Path]) -> Figure:
     """Draw weights of the baseline against raw and effective ones, at the start and at the newest checkpoint."""
-    baseline, curved, words = _pair(sources)
-    figure, (left, right) = sheet(2, 2, (5.4, 4.2), title=words)
+    baseline, curved, run = _pair(sources)
+    figure, (left, right) = sheet(2, 2, (5.4, 4.2), title=map_words(run))
     draw_histogram(left, {"baseline": baseline.pooled("initial"), "SEL, effective": curved.pooled("initial")})
     panel(left, "At the start", *_COUNTED, columns=2)
     _draw_end(right, baseline, curved)
@@ -154,25 +154,25 @@ def raw_effective(sources: Sequence[Path]) -> Figure:
 
 def idea(sources: Sequence[Path]) -> Figure:
     """Draw the map of a run from its raw to its effective weights, and what it makes of their distribution."""
-    baseline, curved, words = _pair(sources, raw=True)
+    baseline, curved, run = _pair(sources, raw=True)
     raw, effective = (curved.pooled(name)[0].double().numpy() for name in ("raw", "effective"))
     order = np.argsort(raw)
     ends = [float(raw.min()), float(raw.max())]
-    figure, (left, right) = sheet(2, 2, (5.4, 4.2), title=words)
+    figure, (left, right) = sheet(2, 2, (5.4, 4.2), title=map_words(run))
     lines = [Line("without a map", ends, ends, kind="guide"), Line("SEL", raw[order], effective[order], _CURVED_RUN)]
     panel(left, "The map", "raw weight, which is trained", "effective weight, in the model", lines, columns=2)
     _draw_end(right, baseline, curved)
     return figure
 
 
-def _pair(sources: Sequence[Path], raw: bool = False) -> tuple[Probe, Probe, str]:
-    """Return the weights of a run on ordinary weights and of a curved one of the same size, and its map in words."""
+def _pair(sources: Sequence[Path], raw: bool = False) -> tuple[Probe, Probe, RunRecord]:
+    """Return the weights of a run on ordinary weights and of a curved one of the same size, and the curved run."""
     runs = [read_run(run_of(sources[0], curved=False)), read_run(run_of(sources[-1], curved=True))]
     sizes = {(run.config.model.width, run.config.model.depth) for run in runs}
     if len(sizes) > 1 or map_words(runs[0]) or not map_words(runs[1]):
         wanted = "a run on ordinary weights, then a curved one of the same width and depth"
         raise ValueError(f"sources must be {wanted}, got {' and '.join(repr(str(run.folder)) for run in runs)}")
-    return weights_at_end(runs[0].folder), weights_at_end(runs[1].folder, raw), map_words(runs[1])
+    return weights_at_end(runs[0].folder), weights_at_end(runs[1].folder, raw), runs[1]
 
 
 def _draw_end(axes: Axes, baseline: Probe, curved: Probe) -> None:
@@ -190,7 +190,7 @@ def step_sizes(sources: Sequence[Path]) -> Figure:
     A step of the raw weight is about a learning rate long whatever its weight, so the effective one is longer by the
     slope f'(w): for exponential-only maps with scales one exactly 1 + beta |w_eff|.
     """
-    baseline, curved, words = _pair(sources, raw=True)
+    baseline, curved, run = _pair(sources, raw=True)
     lines = []
     for style, (name, found) in enumerate({"baseline": baseline, "SEL": curved}.items()):
         if any(role.steps is None for role in found.roles.values()):
@@ -199,14 +199,13 @@ def step_sizes(sources: Sequence[Path]) -> Figure:
         (sizes, each), (steps, _) = found.pooled("effective"), found.pooled("steps")
         middles, means = _means(sizes.double().abs().numpy(), steps.double().numpy(), each.numpy())
         lines.append(Line(f"{name}, step {found.step:,}", middles, means, style))
-    run = read_run(run_of(sources[-1], curved=True)).config
-    config = map_of(run.sel, run.model.width)
+    config = map_of(run.config.sel, run.config.model.width)
     if config is not None and config.mode == "exp_only" and not config.learned_roles:
         at = np.asarray(lines[1].x)
         slope = 1.0 + float(config.beta) * at
         start = float(np.asarray(lines[1].y)[0] / slope[0])
         lines.append(Line("1 + beta |w|, from the first point", at, start * slope, kind="guide"))
-    figure, (axes,) = sheet(1, 1, (6.4, 4.8), title=words)
+    figure, (axes,) = sheet(1, 1, (6.4, 4.8), title=map_words(run))
     panel(axes, "Next step of the effective weight", "|w| effective", "mean step / learning rate", lines)
     return figure
 
