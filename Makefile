@@ -22,7 +22,7 @@ check: $(STAMP)
 	$(BIN)/mypy
 
 docs: $(STAMP)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	OMP_NUM_THREADS=1 NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo build/docs/index.html
 
 # Wheel and sdist, checked, and the wheel tried in an empty environment.

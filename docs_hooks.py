@@ -1,4 +1,6 @@
-"""How the documentation is built: README is its home page, the command line's help a page; links may leave docs/.
+"""How the documentation is built: README is its home page; the command line's help and the notebooks, run, are pages.
+
+Links may leave docs/, to files of the repository.
 
 mkdocs calls the functions `on_...`; mkdocstrings loads the class for the docstrings of the API.
 """
@@ -10,9 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import griffe
+import jupytext
+import nbclient
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from nbconvert import MarkdownExporter
+from traitlets.config import Config
 
 from symexplin.cli import make_app
 
@@ -39,6 +45,19 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
     readme = (_ROOT / "README.md").read_text(encoding="utf-8")
     for name, text in {"index.md": readme, "reference/command-line.md": help_text}.items():
         files.append(File.generated(config, name, content=text))
+    for source in sorted((_ROOT / "docs" / "notebooks").glob("*.py")):
+        for name, content in _notebook(source).items():
+            files.append(File.generated(config, f"notebooks/{name}", content=content))
+
+
+def _notebook(source: Path) -> dict[str, str | bytes]:
+    """Run a notebook; return its page and its pictures by name."""
+    notebook = jupytext.read(source)
+    quiet = Config(ConnectionFileMixin={"transport": "ipc"})  # over TCP the kernel warns that nothing is encrypted
+    nbclient.NotebookClient(notebook, timeout=600, config=quiet).execute()
+    names = {"output_files_dir": ".", "unique_key": source.stem}
+    text, resources = MarkdownExporter().from_notebook_node(notebook, resources=names)
+    return {f"{source.stem}.md": text} | resources["outputs"]
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

@@ -72,6 +72,14 @@ def test_names_come_before_width():
     assert heads_of(Classifier("position", tokens=32)) == {"classifier"}  # the layer called up is read by another
 
 
+def test_a_chain_that_begins_as_wide_as_the_vocabulary_has_one_head():
+    """A table of 4 entries of width 2 is read as 8 numbers, by a vocabulary of 8."""
+    table = sel.routing(
+        nn.Sequential(nn.Embedding(8, 2), nn.Flatten(), nn.Linear(8, 6), nn.Linear(6, 6), nn.Linear(6, 8))
+    )
+    assert [r.name for r in table if r.curved and r.parameter.ndim == 2] == ["2.weight", "3.weight"]
+
+
 @pytest.mark.parametrize("vocabulary", [16, 32, 9])
 def test_another_head_after_that_over_the_vocabulary(vocabulary):
     model = Language(vocabulary, width=16)

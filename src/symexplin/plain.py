@@ -100,11 +100,13 @@ def _heads(model: nn.Module) -> set[int]:
     heads |= {id(m) for m in _surely_wide(linears, vocabularies)}
     if not speakers:  # a model that returns no head has none
         heads |= {id(m) for m in _last_wide(linears, vocabularies, heads)}
-    # MobileBERT splits its head: beside the layer that maps to the vocabulary is one that maps from it.
+    # MobileBERT splits its head: beside the layer that maps to the vocabulary, and not before it in a chain, is one
+    # that maps from it.
+    chains = {name for name, m in model.named_modules() if isinstance(m, nn.Sequential)}
     halves = {
         (name.rpartition(".")[0], m.out_features)
         for name, m in linears.items()
-        if id(m) in heads and m.out_features in vocabularies
+        if id(m) in heads and m.out_features in vocabularies and name.rpartition(".")[0] not in chains
     }
     for name, m in linears.items():
         if (name.rpartition(".")[0], m.in_features) in halves and m.in_features > m.out_features:
