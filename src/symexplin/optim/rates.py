@@ -20,7 +20,7 @@ _CHAOTIC = 0.1
 
 
 @torch.no_grad()
-def suggest_lr(model: nn.Module, config: SELConfig | None, adamw_lr: float) -> float:
+def suggest_lr(model: nn.Module, config: SELConfig | None = None, *, adamw_lr: float) -> float:
     """Return a learning rate to begin with: AdamW's best one, divided by the map's mean slope over the weights.
 
     A step of Adam moves a raw weight by about lr, hence the effective one by ``lr |d w_eff / d w|``. The rate
