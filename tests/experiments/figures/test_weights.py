@@ -67,6 +67,9 @@ def test_step_sizes_of_an_exponential_map_grow_as_its_slope(runs, tmp_path):
     assert len(plain.get_xdata()) == len(curved.get_xdata()) == 20
     x, y = guide.get_xdata(), guide.get_ydata()
     assert y / y[0] == pytest.approx((1 + 8 * x) / (1 + 8 * x[0]))
+    half = CurveConfig(map={"mode": "exp_only", "beta": 8.0, "s": {"start": 0.5}})  # whose slope is s + beta |w|
+    scaled = trained(prepared(tmp_path / "data"), tmp_path / "half", half)
+    assert len(labelled(draw("step_sizes", [runs["plain"], scaled])).axes[0].lines) == len(axes.lines) - 1
     with pytest.raises(ValueError, match="sources must be a run on ordinary weights, then a curved one"):
         draw("step_sizes", [runs["plain"]])
     with pytest.raises(ValueError, match="sources must name a run with a checkpoint"):

@@ -200,7 +200,7 @@ def step_sizes(sources: Sequence[Path]) -> Figure:
         middles, means = _means(sizes.double().abs().numpy(), steps.double().numpy(), each.numpy())
         lines.append(Line(f"{name}, step {found.step:,}", middles, means, style))
     config = map_of(run.config.sel, run.config.model.width)
-    if config is not None and config.mode == "exp_only" and not config.learned_roles:
+    if config is not None and config.mode == "exp_only" and _bare(config):
         at = np.asarray(lines[1].x)
         slope = 1.0 + float(config.beta) * at
         start = float(np.asarray(lines[1].y)[0] / slope[0])
@@ -208,6 +208,12 @@ def step_sizes(sources: Sequence[Path]) -> Figure:
     figure, (axes,) = sheet(1, 1, (6.4, 4.8), title=map_words(run))
     panel(axes, "Next step of the effective weight", "|w| effective", "mean step / learning rate", lines)
     return figure
+
+
+def _bare(config: SELConfig) -> bool:
+    """Return whether the scales of the exponential are fixed where they do nothing."""
+    starts = [scale.start for scale in (config.e, config.m, config.n, config.s)]
+    return not config.learned_roles and starts == [1.0, 1.0, 0.0, 1.0]
 
 
 def _means(sizes: Floats, values: Floats, each: Floats) -> tuple[Floats, Floats]:
