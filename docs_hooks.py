@@ -58,7 +58,7 @@ def _notebook(source: Path, url: str) -> dict[str, str | bytes]:
     names = {"output_files_dir": ".", "unique_key": source.stem}
     text, resources = MarkdownExporter().from_notebook_node(notebook, resources=names)
     inside = source.relative_to(_ROOT).as_posix()
-    note = f"*The source is [{inside}]({url}/blob/main/{inside}); `jupytext --to ipynb {source.name}` makes a notebook of it.*"
+    note = f"The source is [{inside}]({url}/blob/main/{inside}). `jupytext --to ipynb {source.name}` makes a notebook."
     return {f"{source.stem}.md": f"{text}\n\n{note}\n"} | resources["outputs"]
 
 
