@@ -3,17 +3,18 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# Many tests start processes, so bytecode is kept.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: demo test check docs dist format setup clean
 
 demo: $(STAMP)
 	$(BIN)/symexplin demo
 
-test: export PYTHONDONTWRITEBYTECODE =
 test: $(STAMP)
 	# One thread a worker: two workers with two threads each fight over two cores. A file stays with one worker, so that
 	# what its tests share is made once (loadgroup groups nothing under pytest 9.2: pytest-xdist issue 1386). Files come
-	# in the order of tests/conftest.py, the slow ones first. Many tests start processes, so bytecode is kept.
+	# in the order of tests/conftest.py, the slow ones first.
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 check: $(STAMP)
@@ -42,10 +43,11 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "symexplin needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[lab,hf,dev,docs]'
+	# Python compiles what is imported, once; pip would compile all of torch and transformers, for most of a minute.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[lab,hf,dev,docs]'
 	# timm asks for torchvision, which must be of the same build as torch: one for CUDA beside a torch for CPUs breaks
 	# Lightning and transformers. The tests need neither its images nor its operators (tests/vision.py).
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps timm
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt --no-deps timm
 	touch $@
 
 clean:

@@ -10,7 +10,7 @@ import pytest
 from corpora import prepared
 
 HOMES = ["none", "optimizer", "module"]
-KILLS = 6
+KILLS = 4
 
 # One process imports torch, and forks a run for every kill: starting Python for each would take minutes.
 _CODE = """if True:
