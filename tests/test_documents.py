@@ -35,9 +35,7 @@ def prelude():
 
 def trainers(folder):
     """What the fragments of trainers have besides."""
-    import accelerate
-    import transformers
-
+    accelerate, transformers = (pytest.importorskip(name) for name in ("accelerate", "transformers"))
     timm = import_timm()
     network = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(

@@ -3,10 +3,10 @@
 import runpy
 from pathlib import Path
 
-import jupytext
 import matplotlib.pyplot as plt
 import pytest
 
+jupytext = pytest.importorskip("jupytext")
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "docs" / "notebooks").glob("*.py"))
 
 
