@@ -30,6 +30,7 @@ def test_compression_has_a_line_per_family_over_the_share_of_zeros(tmp_path):
         "AdamW + L1": [[0.0, 1.0], [0.5, 1.5], [0.9, 2.5]],
     }
     assert lines(retrained) == {"AdamW": [[0.0, 1.0], [0.9, 2.0]], "AdamW + L1": [[0.0, 1.0], [0.9, 1.5]]}
+    assert once.get_ylim()[1] == pytest.approx(1.4)  # times the lowest
 
 
 def test_forgetting_has_a_line_per_family_from_front_to_front(tmp_path):

@@ -17,6 +17,7 @@ __all__ = ["compression", "forgetting", "trend"]
 
 _LOSS = "held-out loss (nats per token)"
 _WHEN = {"once": "at once", "retrained": "after a tenth of the steps"}
+_TALLEST = 1.4  # times the lowest loss: plain weights that lose most of the model leave the panel
 _BETWEEN = 40  # points of a line between two ends
 
 
@@ -38,6 +39,8 @@ def compression(sources: Sequence[Path]) -> Figure:
             )
             lines.append(Line(family, [share for share, _ in points], [loss for _, loss in points], style))
         panel(axes, f"Pruned by magnitude, {words}", "share of zeros", _LOSS, lines, columns=2)
+        lowest = min(row["loss"] for _, row in rows)
+        axes.set_ylim(top=min(axes.get_ylim()[1], _TALLEST * lowest))
     return figure
 
 
