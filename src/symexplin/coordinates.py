@@ -58,7 +58,9 @@ class Coordinates(NamedTuple):
         """Return the effective weight (paper, Eq. 7) in `dtype`, by default that of the raw weight."""
         dtype = dtype or self.raw.dtype
         if self._is_traced():
-            return forward(self.layout.form, self.raw, self.scales()).to(dtype)
+            value = forward(self.layout.form, self.raw, self.scales())
+            # torch 2.11 compiles a Function whose forward ends with a `to` that changes nothing to gradients of zero.
+            return value if value.dtype == dtype else value.to(dtype)
         value = torch.empty_like(self.raw, dtype=dtype)
         if found := self._kernels(value):
             backend, terms, curve = found
