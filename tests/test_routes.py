@@ -80,6 +80,13 @@ def test_a_chain_that_begins_as_wide_as_the_vocabulary_has_one_head():
     assert [r.name for r in table if r.curved and r.parameter.ndim == 2] == ["2.weight", "3.weight"]
 
 
+def test_a_layer_as_wide_as_the_vocabulary_that_another_reads_is_no_head():
+    classifier = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    assert not heads_of(classifier)
+    del classifier[3]
+    assert heads_of(classifier) == {"1"}
+
+
 @pytest.mark.parametrize("vocabulary", [16, 32, 9])
 def test_another_head_after_that_over_the_vocabulary(vocabulary):
     model = Language(vocabulary, width=16)

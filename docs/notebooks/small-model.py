@@ -95,8 +95,9 @@ plt.legend()
 plt.show()
 
 # %% [markdown]
-# One seed of so small a model cannot tell whether a map helps. `symexplin compare` does it properly, and [where it
-# helps](../explanation/where-it-helps.md) says what came of it.
+# At its best rate one may end a little lower than the other. One seed of so small a model cannot tell whether a map
+# helps. `symexplin compare` does it properly, and [where it helps](../explanation/where-it-helps.md) says what came of
+# it.
 #
 # ## The weights
 #

@@ -25,7 +25,9 @@ def check_patterns(argument: str, patterns: Iterable[str], names: Sequence[str])
         raise ValueError(f"{argument} must have names or patterns of parameters, got {patterns!r}")
     for pattern in found:
         if first_match(names, [pattern]) is None:
-            raise ValueError(f"{argument} pattern {pattern!r} matches no parameter, such as {list(names[:3])}")
+            raise ValueError(
+                f"{argument} pattern {pattern!r} matches no parameter; names are, for example, {list(names[:3])}"
+            )
     return found
 
 

@@ -148,8 +148,9 @@ def _surely_wide(linears: dict[str, nn.Linear], vocabularies: set[int]) -> list[
 def _last_wide(linears: dict[str, nn.Linear], vocabularies: set[int], heads: set[int]) -> list[nn.Linear]:
     """Return the last layer as wide as a vocabulary, if no head is that wide.
 
-    A byte vocabulary may equal the model's width. Beside other heads, the layer must be the last of the remaining ones
-    and outside of blocks, because a text classifier has no head over the vocabulary.
+    A byte vocabulary may equal the model's width. So no later layer may read as many numbers. Beside other heads, the
+    layer must be the last of the remaining ones and outside of blocks, because a text classifier has no head over the
+    vocabulary.
     """
     rest = {name: m for name, m in linears.items() if id(m) not in heads}
     wide = [name for name, m in rest.items() if m.out_features in vocabularies]
@@ -158,7 +159,9 @@ def _last_wide(linears: dict[str, nn.Linear], vocabularies: set[int], heads: set
     name = wide[-1]
     read = {m.in_features for m in linears.values()}
     final = name == next(reversed(rest)) and not (_numbered(name) and rest[name].out_features in read)
-    return [rest[name]] if final or len(rest) == len(linears) else []
+    later = list(rest.values())[list(rest).index(name) + 1 :]
+    inside = any(m.in_features == rest[name].out_features for m in later)
+    return [rest[name]] if final or (len(rest) == len(linears) and not inside) else []
 
 
 def _numbered(name: str) -> bool:

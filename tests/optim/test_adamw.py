@@ -175,7 +175,7 @@ def test_annealing_multiplies_the_groups_rate():
         ({"total_steps": 0}, "total_steps must be a whole number >= 1, got 0"),
         ({"total_steps": 2.5}, "total_steps must be a whole number >= 1, got 2.5"),
         ({"max_grad_norm": 0.0}, "max_grad_norm must be a positive finite number, got 0.0"),
-        ({"total_steps": None}, "total_steps must be given: e is annealed from k = 50 to 8"),
+        ({"total_steps": None}, 'total_steps must be given, a number or "later": e is annealed from k = 50 to 8'),
     ],
 )
 def test_bad_arguments(kwargs, message):

@@ -100,7 +100,7 @@ def test_parameters_without_decay_have_groups_of_their_own(home):
 
 def test_patterns_without_decay_are_checked():
     model = nn.Linear(4, 4)
-    with pytest.raises(ValueError, match=r"no_decay pattern 'norm\.\*' matches no parameter, such as"):
+    with pytest.raises(ValueError, match=r"no_decay pattern 'norm\.\*' matches no parameter; names are, for example"):
         sel.param_groups(model, no_decay=["norm.*"])
     with pytest.raises(ValueError, match="no_decay must be a sequence of patterns, or 'usual', got the string 'bias'"):
         sel.param_groups(model, no_decay="bias")

@@ -29,7 +29,9 @@ def multiplier(key: str, group: Mapping[str, Any], step: int) -> float:
     k0, k1 = group[key]
     total = group["total_steps"]
     if k0 != k1 and total is None:
-        raise ValueError(f"total_steps must be given: {key[2:]} is annealed from k = {k0:g} to {k1:g}")
+        raise ValueError(
+            f'total_steps must be given, a number or "later": {key[2:]} is annealed from k = {k0:g} to {k1:g}'
+        )
     if total == LATER:
         if k0 != k1 and step > 0:
             raise ValueError(f"total_steps is still {LATER!r}: call set_total_steps(T) before the second step")

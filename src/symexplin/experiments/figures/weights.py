@@ -171,7 +171,9 @@ def _pair(sources: Sequence[Path], raw: bool = False) -> tuple[Probe, Probe, Run
     sizes = {(run.config.model.width, run.config.model.depth) for run in runs}
     if len(sizes) > 1 or map_words(runs[0]) or not map_words(runs[1]):
         wanted = "a run on ordinary weights, then a curved one of the same width and depth"
-        raise ValueError(f"sources must be {wanted}, got {' and '.join(repr(str(run.folder)) for run in runs)}")
+        raise ValueError(
+            f"sources must be {wanted}, got {' and '.join(dict.fromkeys(repr(str(run.folder)) for run in runs))}"
+        )
     return weights_at_end(runs[0].folder), weights_at_end(runs[1].folder, raw), runs[1]
 
 
@@ -194,7 +196,7 @@ def step_sizes(sources: Sequence[Path]) -> Figure:
     lines = []
     for style, (name, found) in enumerate({"baseline": baseline, "SEL": curved}.items()):
         if any(role.steps is None for role in found.roles.values()):
-            given = " and ".join(repr(str(source)) for source in sources)
+            given = " and ".join(dict.fromkeys(repr(str(source)) for source in sources))
             raise ValueError(f"sources must name runs of AdamW or SELAdamW with a checkpoint, got {given}")
         (sizes, each), (steps, _) = found.pooled("effective"), found.pooled("steps")
         middles, means = _means(sizes.double().abs().numpy(), steps.double().numpy(), each.numpy())
