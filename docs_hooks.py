@@ -46,19 +46,18 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
     for name, text in {"index.md": readme, "reference/command-line.md": help_text}.items():
         files.append(File.generated(config, name, content=text))
     for source in sorted((_ROOT / "docs" / "notebooks").glob("*.py")):
-        for name, content in _notebook(source, config["repo_url"]).items():
+        for name, content in _notebook(source).items():
             files.append(File.generated(config, f"notebooks/{name}", content=content))
 
 
-def _notebook(source: Path, url: str) -> dict[str, str | bytes]:
+def _notebook(source: Path) -> dict[str, str | bytes]:
     """Run a notebook; return its page and its pictures by name."""
     notebook = jupytext.read(source)
     quiet = Config(ConnectionFileMixin={"transport": "ipc"})  # over TCP the kernel warns that nothing is encrypted
     nbclient.NotebookClient(notebook, timeout=600, config=quiet).execute()
     names = {"output_files_dir": ".", "unique_key": source.stem}
     text, resources = MarkdownExporter().from_notebook_node(notebook, resources=names)
-    inside = source.relative_to(_ROOT).as_posix()
-    note = f"The source is [{inside}]({url}/blob/main/{inside}). `jupytext --to ipynb {source.name}` makes a notebook."
+    note = f"The source is [{source.name}]({source.name}). `jupytext --to ipynb {source.name}` makes a notebook of it."
     return {f"{source.stem}.md": f"{text}\n\n{note}\n"} | resources["outputs"]
 
 
@@ -72,8 +71,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if not target.exists():
             return link[0]  # mkdocs warns
         inside = target.relative_to(_ROOT)
-        if inside.parts[0] == "docs":
-            return link[1] + _relative("/".join(inside.parts[1:]), page)
+        uri = inside.as_posix().removeprefix("docs/")
+        if inside.parts[0] == "docs" and (found := files.get_file_from_path(uri)) and found.inclusion.is_included():
+            return link[1] + _relative(uri, page)
         if target.suffix in (".svg", ".png"):
             copy = f"{_COPIED}/{inside.as_posix()}"
             if copy not in files.src_uris:
