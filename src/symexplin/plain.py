@@ -157,11 +157,13 @@ def _last_wide(linears: dict[str, nn.Linear], vocabularies: set[int], heads: set
     if not wide or any(id(m) in heads and m.out_features in vocabularies for m in linears.values()):
         return []
     name = wide[-1]
+    width = rest[name].out_features
+    if len(rest) == len(linears):  # no other head
+        later = list(rest.values())[list(rest).index(name) + 1 :]
+        return [] if any(m.in_features == width for m in later) else [rest[name]]
     read = {m.in_features for m in linears.values()}
-    final = name == next(reversed(rest)) and not (_numbered(name) and rest[name].out_features in read)
-    later = list(rest.values())[list(rest).index(name) + 1 :]
-    inside = any(m.in_features == rest[name].out_features for m in later)
-    return [rest[name]] if final or (len(rest) == len(linears) and not inside) else []
+    final = name == next(reversed(rest)) and not (_numbered(name) and width in read)
+    return [rest[name]] if final else []
 
 
 def _numbered(name: str) -> bool:

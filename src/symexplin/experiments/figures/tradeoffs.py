@@ -29,6 +29,7 @@ def compression(sources: Sequence[Path]) -> Figure:
         raise ValueError("sources must name a comparison whose runs have compressed.json ([log] compress = true)")
     figure, places = sheet(2, 2, (6.8, 6.4))
     families = list(dict.fromkeys(row["family"] for _, row in rows))
+    ceiling = _TALLEST * min(row["loss"] for _, row in rows)
     for axes, (when, words) in zip(places, _WHEN.items(), strict=True):
         lines = []
         for style, family in enumerate(families):
@@ -39,8 +40,7 @@ def compression(sources: Sequence[Path]) -> Figure:
             )
             lines.append(Line(family, [share for share, _ in points], [loss for _, loss in points], style))
         panel(axes, f"Pruned by magnitude, {words}", "share of zeros", _LOSS, lines, columns=2)
-        lowest = min(row["loss"] for _, row in rows)
-        axes.set_ylim(top=min(axes.get_ylim()[1], _TALLEST * lowest))
+        axes.set_ylim(top=min(axes.get_ylim()[1], ceiling))
     return figure
 
 
