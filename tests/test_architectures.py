@@ -223,7 +223,7 @@ def test_the_step_biases_of_state_space_models_are_plain(kind, mixer):
 
 def test_conv1d_counts_its_outputs_along_the_second_dimension():
     routes = {route.name: route for route in sel.routing(build("gpt2"))}
-    assert routes["transformer.h.0.attn.c_attn.weight"].out_dim == 1
+    assert routes["transformer.h.0.attn.c_attn.weight"].axes == "io"
 
 
 @pytest.mark.parametrize("name", CASES)

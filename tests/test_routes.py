@@ -275,9 +275,9 @@ def test_attention_projections_and_other_types():
 def test_conv1d_of_transformers_is_transposed():
     conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
     (weight, bias) = sel.routing(nn.Sequential(conv1d(12, 2048)))
-    assert (weight.curved, weight.out_dim, weight.reason) == (True, 1, "Conv1D weight")
+    assert (weight.curved, weight.axes, weight.reason) == (True, "io", "Conv1D weight")
     assert tuple(weight.parameter.shape) == (2048, 12)
-    assert (bias.curved, bias.out_dim) == (True, 0)
+    assert (bias.curved, bias.axes) == (True, "o")
 
 
 def test_head_named_by_the_model_wins():

@@ -101,7 +101,7 @@ def test_learned_scales_keep_their_multipliers_in_every_layer():
     whole = sel.param_groups(vit(), config=config, lr=1e-3)
     assert {tuple(group["k_e"]) for group in groups if group["role"] == "curved"} == {tuple(whole[0]["k_e"])}
     for group in groups:
-        assert group["role"] == "plain" or len(group["params"]) == len(group["out_dim"]) == len(group["shape"])
+        assert group["role"] == "plain" or len(group["params"]) == len(group["axes"]) == len(group["shape"])
 
 
 @pytest.mark.parametrize("options", [{}, {"weight_decay": 0.05}, {"layer_decay": 0.75}])

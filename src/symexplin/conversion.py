@@ -101,7 +101,7 @@ def _curve(name: str, module: nn.Linear, routes: dict[int, Route], config: SELCo
     bias = None
     if module.bias is not None:
         route = routes.get(id(module.bias))
-        bias = route.layout(config) if route else Layout(tuple(module.bias.shape), 0, IDENTITY)
+        bias = route.layout(config) if route else Layout(tuple(module.bias.shape), "o", IDENTITY)
     with naming(name):
         return SELLinear.from_linear(module, weight.layout(config), bias, weight.position)
 

@@ -108,9 +108,9 @@ class SELLinear(nn.Linear):
         config: SELConfig | None = None,
     ) -> None:
         config = check_config(config).resolve(max(in_features, out_features)).check_inverse()
-        layouts = [Layout((out_features, in_features), 0, config)]
+        layouts = [Layout((out_features, in_features), "oi", config)]
         if bias:
-            layouts.append(Layout((out_features,), 0, config))
+            layouts.append(Layout((out_features,), "o", config))
         self._build(nn.Linear(in_features, out_features, bias, device, dtype), layouts, 0)
 
     @classmethod

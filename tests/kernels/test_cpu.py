@@ -108,7 +108,7 @@ def absolute_terms(truth, g):
     mode = truth.layout.config.mode
     for positive in ("exp_only",) if mode == "exp_only" else ("congruent", "oppose"):
         config = SELConfig.from_dict(truth.layout.config.to_dict() | {"mode": positive})
-        layout = Layout(truth.layout.shape, truth.layout.out_dim, config)
+        layout = Layout(truth.layout.shape, truth.layout.letters, config)
         pulled = truth._replace(layout=layout, raw=truth.raw.abs()).pullback(g.double().abs())
         found.append([part.abs() for part in pulled[1:]])
     return [torch.stack(parts).amax(0) for parts in zip(*found, strict=True)]
@@ -142,7 +142,7 @@ def test_derivatives_where_weights_do_not_tell_the_exponential(kernels, scales):
     config = SELConfig(
         beta=7.5, mode="congruent", **{role: Scale("column", start=value) for role, value in scales.items()}
     )
-    check_derivatives(kernels, drawn(Layout((33, 65), 0, config)), scales)
+    check_derivatives(kernels, drawn(Layout((33, 65), "oi", config)), scales)
 
 
 def test_inverses_are_as_accurate_as_owed(kernels):
@@ -167,7 +167,7 @@ def test_inverses_are_as_accurate_as_owed(kernels):
 )
 def test_what_has_no_inverse_is_left_to_the_formulas_which_say_so(kernels, mode, scales):
     config = SELConfig(beta=7.5, mode=mode, **{role: Scale(start=value) for role, value in scales.items()})
-    layout = Layout((20, 40), 0, config)
+    layout = Layout((20, 40), "oi", config)
     coordinates = Coordinates(layout, torch.zeros(20, 40), **layout.start_panels(torch.float32, torch.device("cpu"), 0))
     terms, curve = seen(coordinates._replace(raw=torch.zeros(20, 40)))
     assert not kernels.invert(terms, Matrices([torch.empty(20, 40)], [torch.ones(20, 40)]), curve.factors())
@@ -191,7 +191,7 @@ def test_extremes(kernels, mode, kappa):
     layout = layout_of(mode, pattern="global", place=((1, 64), 0))
     raw = torch.tensor([0.0, 1e-45, 1e-30, 0.1, 2.0, 9.0, 11.0, 11.7, 11.8, 11.88, 11.9, 12.1, 40.0, 1e30])
     raw = torch.cat([raw, -raw, torch.tensor([math.nan])])[None]
-    layout = Layout(tuple(raw.shape), 0, layout.config)
+    layout = Layout(tuple(raw.shape), "oi", layout.config)
     coordinates = drawn(layout)._replace(raw=raw)
     coordinates.scalar[layout.by_role("m")[0].index] = kappa / layout.beta
     truth = doubled(coordinates)
@@ -254,7 +254,7 @@ def test_rounding_to_bfloat16_is_torchs(kernels):
     ties = torch.cat([patterns, patterns + 1, patterns - 1]).view(torch.float32)
     ties = ties[~ties.isinf()]  # of which the map is none
     config = SELConfig(beta=1e-30, mode="congruent", e=Scale(start=0.0), l=Scale(start=1e-30), m=Scale(start=1e-8))
-    layout = Layout(tuple(ties.shape), 0, config)
+    layout = Layout(tuple(ties.shape), "oi", config)
     coordinates = Coordinates(layout, ties, **layout.start_panels(torch.float32, torch.device("cpu"), 0))
     found, expected, nan = weight_of(kernels, coordinates, torch.bfloat16), ties.bfloat16(), ties.isnan()
     assert torch.equal(found[~nan], expected[~nan])

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from symexplin.axes import axes_of
 from symexplin.config import DECAY_TOWARDS, SELConfig
 from symexplin.kernels import is_memory
 from symexplin.layout import PANELS
@@ -144,9 +145,9 @@ def _check_map(old: Group, new: Group, by_position: bool) -> None:
             continue
         if (was := saved.to_dict()[name]) != value:
             raise ValueError(f"state_dict is of another map: {name} is {was!r} there, {value!r} in the optimizer")
-    for i, (was, value) in enumerate(zip(old["out_dim"], new["out_dim"], strict=True)):
+    for i, (was, value) in enumerate(zip(old["axes"], new["axes"], strict=True)):
         if was != value:
-            raise ValueError(f"state_dict is of another map: out_dim of {name_of(new, i)} is {was} there, {value} here")
+            raise ValueError(f"state_dict is of another map: the axes of {name_of(new, i)} are {was!r} there, {value!r} here")
 
 
 def _unwrapped(name: str) -> str:
@@ -157,6 +158,7 @@ def _unwrapped(name: str) -> str:
 def _check_state(group: Group, i: int, shape: tuple[int, ...], state: State, moments: Moments) -> None:
     tensors = {"raw" if is_curved(group) else "plain": shape}
     shapes: dict[str, tuple[int, ...]] = {"step": ()}
+    axes = axes_of(group["axes"][i]) if is_curved(group) else None
     if is_curved(group):
         layout = layout_of(group, i, shape)
         tensors |= {panel: layout.panel_shape(panel) for panel in PANELS if layout.width(panel)}
@@ -164,7 +166,7 @@ def _check_state(group: Group, i: int, shape: tuple[int, ...], state: State, mom
     if group.get("decay_towards") == "initial":
         shapes[ANCHOR] = shape
     for kind, size in tensors.items():
-        shapes |= {moment_key(kind, moment): size for moment in moments(kind, size)}
+        shapes |= {moment_key(kind, moment): size for moment in moments(kind, axes if kind == "raw" else None)}
     for name, size in shapes.items():
         if name not in state:
             raise ValueError(f"state_dict does not fit {name_of(group, i)}: it has no {name!r}")

@@ -14,7 +14,7 @@ from symexplin.routes import Rate, Route, Routing, routing
 __all__ = ["ALIGNED", "Group", "is_curved", "layout_of", "name_of", "param_groups"]
 
 Group = dict[str, Any]
-ALIGNED = ("out_dim", "position", "shape")  # lists of a curved group with one entry per parameter
+ALIGNED = ("axes", "position", "shape")  # lists of a curved group with one entry per parameter
 
 
 def param_groups(
@@ -106,7 +106,7 @@ def _add(group: Group, route: Route) -> None:
     group["params"].append((route.name, route.parameter))
     if is_curved(group):
         shape = tuple(route.parameter.shape)
-        for key, value in (("out_dim", route.out_dim), ("position", route.position), ("shape", shape)):
+        for key, value in (("axes", route.axes), ("position", route.position), ("shape", shape)):
             group.setdefault(key, []).append(value)
 
 
@@ -134,7 +134,7 @@ def is_curved(group: Group) -> bool:
 
 def layout_of(group: Group, i: int, shape: tuple[int, ...]) -> Layout:
     """Return the layout of a tensor of this shape under the map of entry i of a curved group."""
-    return Layout.of(shape, group["out_dim"][i], group["config"])
+    return Layout.of(shape, group["axes"][i], group["config"])
 
 
 def name_of(group: Group, i: int) -> str:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from symexplin.axes import axes_of
 from symexplin.optim.adamw import SELAdamW
 from symexplin.optim.groups import name_of
 from symexplin.optim.parameter import ParameterView
@@ -115,5 +116,5 @@ def _slope(view: ParameterView) -> Tensor:
 
 
 def _check_rule(optimizer: object) -> None:
-    if not isinstance(optimizer, SELAdamW) or set(optimizer.moments_("raw", (1, 1))) != set(_POWERS):
+    if not isinstance(optimizer, SELAdamW) or set(optimizer.moments_("raw", axes_of("oi"))) != set(_POWERS):
         raise ValueError(f"optimizer must be a symexplin.SELAdamW, got {type(optimizer).__name__}")

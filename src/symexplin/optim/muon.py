@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from symexplin.axes import Axes
 from symexplin.optim.adamw import SELAdamW
 from symexplin.optim.batch import Target
 from symexplin.optim.parameter import ParameterView
@@ -90,24 +91,27 @@ class SELMuon(SELAdamW):
         for group in self.param_groups:
             group |= {key: group.get(key, value) for key, value in muon.items()}
 
-    def moments_(self, kind: str, shape: tuple[int, ...]) -> tuple[str, ...]:
-        """Return the name of the momentum for a raw matrix, of AdamW's moments for other tensors."""
-        return ("momentum_buffer",) if _is_matrix(kind, shape) else super().moments_(kind, shape)
+    def moments_(self, kind: str, axes: Axes | None) -> tuple[str, ...]:
+        """Return the name of the momentum for raw matrices, of AdamW's moments for other tensors."""
+        return ("momentum_buffer",) if _is_matrix(axes) else super().moments_(kind, axes)
 
     def is_adamw_(self, view: ParameterView) -> bool:
         """Whether AdamW updates all tensors of a parameter; Muon updates a raw matrix."""
-        return type(self).rule_ is SELMuon.rule_ and not _is_matrix(view.kind, view.shape)
+        return type(self).rule_ is SELMuon.rule_ and not _is_matrix(view.axes)
 
     def rule_(self, target: Target, group: dict[str, Any]) -> None:
         """Apply Muon to a raw matrix in place, AdamW to other tensors."""
-        if not _is_matrix(target.kind, tuple(target.shape)):
+        axes = target.axes
+        if axes is None or not _is_matrix(axes):
             super().rule_(target, group)
             return
         momentum, buffer = group["momentum"], target.moment("momentum_buffer")
         buffer.lerp_(target.grad, 1.0 - momentum)
         update = target.gather(target.grad.lerp(buffer, momentum) if group["nesterov"] else buffer)
-        update = newton_schulz(update, group["ns_coefficients"], group["ns_steps"], group["ns_eps"])
-        ratio = _ratio(group["adjust_lr_fn"], target.shape[target.out_dim], target.shape[1 - target.out_dim])
+        matrices = axes.matrices(update)
+        matrices = newton_schulz(matrices, group["ns_coefficients"], group["ns_steps"], group["ns_eps"])
+        update = axes.tensor(matrices, update.shape)
+        ratio = _ratio(group["adjust_lr_fn"], axes.out_dim, axes.matrix_shape(target.shape))
         target.decay_()
         target.value.sub_(target.scatter(update).to(target.value.dtype) * (target.lr * ratio))
 
@@ -135,12 +139,14 @@ def newton_schulz(
     return x.mT if tall else x
 
 
-def _is_matrix(kind: str, shape: tuple[int, ...]) -> bool:
-    return kind == "raw" and len(shape) == 2
+def _is_matrix(axes: Axes | None) -> bool:
+    """Whether a tensor with these axes consists of matrices; biases, scales and plain parameters do not."""
+    return axes is not None and bool(axes.columns)
 
 
-def _ratio(adjustment: str, d_out: int, d_in: int) -> float:
+def _ratio(adjustment: str, out_dim: int, shape: tuple[int, ...]) -> float:
     """Return the factor of a matrix's learning rate."""
+    d_out, d_in = shape[out_dim], shape[1 - out_dim]
     if adjustment == "original":
         return math.sqrt(max(1.0, d_out / d_in))
     return _ADAMW_RMS * math.sqrt(max(d_out, d_in))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from symexplin.axes import Axes, axes_of
 from symexplin.coordinates import Coordinates
 from symexplin.layout import PANELS, Layout
 from symexplin.optim.groups import Group, is_curved, layout_of, name_of
@@ -19,11 +20,9 @@ __all__ = ["ANCHOR", "COUNTS", "Moments", "ParameterView", "moment_key"]
 
 ANCHOR = "anchor"  # the first value of a parameter, in its state if weight decay pulls towards it
 COUNTS = ("step", "scale_step")  # numbers of updates in a parameter's state: of its values and of its scales
-# The tensor dimension along which each panel of vectors lies; `full` lies as the parameter.
-_DIMS = {"panel0": 0, "panel1": 1, "scalar": None}
 
-# Maps a tensor's kind ("raw", "plain" or a panel's name) and whole shape to the names of its moments.
-Moments = Callable[[str, tuple[int, ...]], Iterable[str]]
+# Maps a tensor's kind ("raw", "plain" or a panel's name) and a raw weight's axes to the names of its moments.
+Moments = Callable[[str, Axes | None], Iterable[str]]
 
 
 def moment_key(kind: str, moment: str) -> str:
@@ -47,6 +46,7 @@ class ParameterView:
         self.key = id(self.parameter)  # identifies the parameter
         self._address = address(self.parameter)
         self._known = self._tensors()
+        self._places: dict[str, Placement] = {}
         shape = self.group["shape"][self.index] if self.curved else None
         if shape is not None and tuple(shape) != self.shape:
             raise ValueError(
@@ -111,9 +111,13 @@ class ParameterView:
         return compute_dtype(self.parameter)
 
     @property
-    def out_dim(self) -> int:
-        """The output dimension of a weight."""
-        return int(self.group["out_dim"][self.index]) if self.curved else 0
+    def axes(self) -> Axes | None:
+        """The axes of a curved parameter."""
+        return axes_of(self.group["axes"][self.index]) if self.curved else None
+
+    def axes_of(self, kind: str) -> Axes | None:
+        """Return the axes of a raw weight, None for panels and plain values."""
+        return self.axes if kind == "raw" else None
 
     @property
     def panels(self) -> list[str]:
@@ -175,20 +179,23 @@ class ParameterView:
             return self.shape
         return layout_of(self.group, self.index, self.shape).panel_shape(kind)
 
-    def is_split(self, kind: str) -> bool:
-        """Whether a tensor of the state is sharded over processes."""
-        dim = self.placement.dim
-        return dim is not None and self._dim(kind) == dim
+    def place(self, kind: str) -> Placement:
+        """Return the placement of a tensor of the state."""
+        if self.axes is None or kind not in PANELS or self.placement.mesh is None:
+            return self.placement
+        if kind not in self._places:
+            self._places[kind] = self.placement.along(functools.partial(self.axes.panel_dim, kind))
+        return self._places[kind]
 
-    def _dim(self, kind: str) -> int | None:
-        """Return the tensor dimension along which a tensor of the state may be split."""
-        return _DIMS.get(kind, self.placement.dim)
+    def is_shared(self, kind: str) -> bool:
+        """Whether several processes have the same part of a panel, for different parts of the parameter."""
+        return self.place(kind).groups != self.placement.groups
 
     def start_panels(self) -> dict[str, Tensor]:
         """Return the local panels with their start values, drawn whole to be independent of the sharding."""
         whole = layout_of(self.group, self.index, self.shape)
         panels = whole.start_panels(self.dtype, self.value.device, self.group["position"][self.index])
-        return {name: self.placement.cut(panel, self._dim(name)) for name, panel in panels.items()}
+        return {name: self.place(name).cut(panel) for name, panel in panels.items()}
 
     def invert(self, w: Tensor, panels: Mapping[str, Tensor]) -> Tensor:
         """Return the raw weight for the weight `w` under the map with these panels."""
@@ -223,16 +230,13 @@ class ParameterView:
             state[ANCHOR] = self._wrap(self.kind, self.own(self.kind).clone())
         for kind, part in {"raw": self.value, **parts}.items():
             kind = self.kind if kind == "raw" else kind
-            for moment in moments(kind, self.whole_shape(kind)):
+            for moment in moments(kind, self.axes_of(kind)):
                 zeros = torch.zeros_like(part, dtype=self.dtype, memory_format=torch.preserve_format)
                 state[moment_key(kind, moment)] = self._wrap(kind, zeros)
         return "raw" in parts
 
     def _wrap(self, kind: str, part: Tensor) -> Tensor:
-        if kind not in _DIMS:
-            return self.placement.wrap(part, self.whole_shape(kind))
-        dim = _DIMS[kind]
-        return part if dim is None else self.placement.wrap(part, self.whole_shape(kind), dim)
+        return self.place(kind).wrap(part, self.whole_shape(kind))
 
     def adopt(self, key: str, value: Any) -> Any:
         """Return a copy of a saved tensor of the state with the dtype, device and placement of this state.
@@ -249,13 +253,13 @@ class ParameterView:
         kind = next((panel for panel in PANELS if key.startswith(panel)), self.kind)
         value = value.detach().to(device=self.value.device, dtype=self.dtype, copy=True)
         if is_dtensor(value):
-            if not is_dtensor(self._wrap(kind, local(value))) or tuple(value.placements) != self.placement.spec:
+            if not is_dtensor(self._wrap(kind, local(value))) or tuple(value.placements) != self.place(kind).spec:
                 raise ValueError(
                     f"{self.name}: {key} is saved as a DTensor with another placement than the parameter's: save and "
                     "load with torch.distributed.checkpoint.state_dict"
                 )
             return value
-        return self._wrap(kind, self.placement.cut(value, self._dim(kind)))
+        return self._wrap(kind, self.place(kind).cut(value))
 
     def restart(self, moments: Moments) -> None:
         """Reset the scales to their start values, and match the raw weight to the present weight."""
@@ -263,7 +267,7 @@ class ParameterView:
         self.own("raw").copy_(self.invert(found, panels))
         for name in self.panels:
             self.own(name).copy_(panels[name])
-            for moment in moments(name, self.whole_shape(name)):
+            for moment in moments(name, self.axes_of(name)):
                 self.moment(name, moment).zero_()
         if "scale_step" in self.state:
             self.state["scale_step"].zero_()

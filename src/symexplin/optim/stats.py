@@ -36,7 +36,7 @@ def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> d
     """
     tallies: dict[Any, _Tally] = {}
     for coordinates, size, placement in _tensors(model, optimizer):
-        tallies.setdefault(placement.group, _Tally(placement)).add(coordinates, size)
+        tallies.setdefault(placement.groups, _Tally(placement)).add(coordinates, size)
     total = _Tally(WHOLE)
     for tally in tallies.values():
         total.merge(tally)
@@ -75,8 +75,8 @@ class _Tally:
     def merge(self, other: "_Tally") -> None:
         """Add the sums of another tally over all its processes."""
         sums, largest = list(other.sums.values()), other.largest
-        if (group := other.placement.group) is not None:
-            device = other.placement.mesh.device_type
+        for group in other.placement.groups:
+            device = other.placement.device_type
             added, most = (torch.tensor(v, dtype=torch.float64, device=device) for v in (sums, largest))
             torch.distributed.all_reduce(added, group=group)
             torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=group)

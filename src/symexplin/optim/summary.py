@@ -9,7 +9,7 @@ from symexplin.optim.groups import Group, is_curved
 __all__ = ["map_lines", "summary"]
 
 # Keys of groups that lines of their own show, or that repeat what the map says.
-_SHOWN = {"config", "lr", "out_dim", "param_names", "params", "position", "role", "shape", "steps", "weight_decay"}
+_SHOWN = {"config", "lr", "axes", "param_names", "params", "position", "role", "shape", "steps", "weight_decay"}
 _SHOWN |= {"width"}
 
 
