@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import symexplin as sel
 from symexplin.conversion import IDENTITY
-from symexplin.lab.config import RunConfig
+from symexplin.lab.config import RunConfig, TrainConfig
 from symexplin.lab.load import start_from
 from symexplin.lab.lora import add_lora
 from symexplin.lab.maps import map_of
@@ -51,13 +51,12 @@ def build(config: RunConfig, ranks: Ranks = ALONE) -> Built:
     if curve is None and train.optimizer == "adamw" and train.decay_towards == "zero":
         groups: dict[tuple[float, float], list[Tensor]] = {}
         for name, parameter in trained:
-            lr = train.lr * (train.bias_lr if name.endswith(".bias") else 1.0)
-            groups.setdefault((lr, 0.0 if name in undecayed else train.weight_decay), []).append(parameter)
+            groups.setdefault((_rate(name, train), 0.0 if name in undecayed else train.weight_decay), []).append(
+                parameter
+            )
         found = [{"params": params, "lr": lr, "weight_decay": decay} for (lr, decay), params in groups.items()]
         return Built(model, _adamw(model, found, config), clip=True)
-    lrs: Any = train.lr
-    if train.bias_lr != 1.0 and any(name.endswith("bias") for name, _ in trained):
-        lrs = {"*bias": train.lr * train.bias_lr, "*": train.lr}
+    lrs = {name: rate for name, _ in trained if (rate := _rate(name, train)) != train.lr} | {"*": train.lr}
     if config.sel.home == "module":
         of_roles = sel.param_groups(model, lr=lrs, weight_decay=train.weight_decay, no_decay=undecayed)
         optimizer = _adamw(model, of_roles, config)
@@ -108,6 +107,14 @@ def clear_gradients(parameters: Iterable[Tensor], config: RunConfig) -> None:
     summed = config.compute.cuda_graphs and config.train.accumulation > 1
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter) if summed else None
+
+
+def _rate(name: str, train: TrainConfig) -> float:
+    """Return the learning rate of a parameter; a curved layer has its biases as raw_bias, bias_e_row and so on."""
+    module, _, local = name.rpartition(".")
+    if module.endswith("norm"):
+        return train.lr * train.norm_lr
+    return train.lr * (train.bias_lr if local.endswith("bias") else 1.0)
 
 
 def _matched(curve: sel.SELConfig) -> sel.SELConfig:

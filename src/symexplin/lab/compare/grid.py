@@ -47,6 +47,7 @@ _CHANGES: dict[str, tuple[str, ...]] = {
     "train": (
         "optimizer",
         "bias_lr",
+        "norm_lr",
         "weight_decay",
         "decay_plain",
         "betas",
@@ -174,7 +175,7 @@ class CompareConfig(RunConfig):
     Args:
         data: folder that `symexplin prepare` made.
         arm: arms of your own, an [arm.NAME] table each, with keys of [sel]. [arm.NAME.train] may change optimizer,
-            bias_lr, weight_decay, decay_plain, betas, max_grad_norm, l1, l1_falloff, sparsity, decay_towards,
+            bias_lr, norm_lr, weight_decay, decay_plain, betas, max_grad_norm, l1, l1_falloff, sparsity, decay_towards,
             lora_rank, warmup_steps, floor, decay_power, weights; [arm.NAME.model] init, qk_gain.
     """
 
