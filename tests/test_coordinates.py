@@ -120,7 +120,7 @@ def test_pullback_is_the_gradient_of_effective(mode, pattern, way, normalize):
         *(7.5, mode, curvature, normalize, "matched", scale, scale, scale, n),
         *(dataclasses.replace(scale, transform="none"), sel.Scale("lora", rank=2)),
     )
-    for shape, axes in (((5, 3), "oi"), ((5, 3), "io"), ((5,), "o")):
+    for shape, axes in (((5, 3), "oi"), ((5, 3), "io"), ((5,), "o"), ((2, 3, 2), "ioi"), ((2, 3, 2), "eoi")):
         coordinates = make(config, shape, axes)
         generator = torch.Generator().manual_seed(7)
         g = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -201,7 +201,8 @@ def test_the_start_of_logarithms_and_elementwise_scales_is_exact():
     assert bool((coordinates.pullback(torch.ones_like(w)).full[..., 0] != 0).all())  # l at 0 can move
     none = dataclasses.replace(config, mode="exp_only", e=sel.Scale("elementwise", start=0.0))
     with pytest.raises(ValueError, match="e > 0"):
-        Coordinates(Layout((6, 4), "oi", none), w, **Layout((6, 4), "oi", none).start_panels(w.dtype, w.device, 0)).matched(w)
+        layout = Layout((6, 4), "oi", none)
+        Coordinates(layout, w, **layout.start_panels(w.dtype, w.device, 0)).matched(w)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -70,8 +70,12 @@ def check_group(group: Group, first: Group) -> None:
                 "Wrappers that divide parameters among processes (ZeroRedundancyOptimizer) are refused; use fully_shard"
             )
     for i, parameter in enumerate(group["params"]):
-        if parameter.dim() not in (1, 2):
-            raise ValueError(f"{name_of(group, i)} must be 1-D or 2-D in a curved group, got {tuple(parameter.shape)}")
+        letters = axes_of(group["axes"][i]).letters
+        if parameter.dim() != len(letters):
+            raise ValueError(
+                f"{name_of(group, i)} must have one dimension per letter of its axes {letters!r}, got the shape "
+                f"{tuple(parameter.shape)}"
+            )
     for key in group:
         if key.startswith("k_"):
             multiplier(key, group, 0)
