@@ -18,7 +18,7 @@ SHAPES = {
 
 
 def places(letters, shape):
-    """Every index of a tensor, with those of its matrix, its output and its input: all "i" together, the last fastest."""
+    """Every index of a tensor, with those of its matrix, output and input: all "i" together, the last fastest."""
     inputs = [dim for dim, letter in enumerate(letters) if letter == "i"]
     for index in itertools.product(*map(range, shape)):
         i = 0

@@ -200,8 +200,8 @@ def test_the_start_of_logarithms_and_elementwise_scales_is_exact():
     torch.testing.assert_close(coordinates.effective(), w, rtol=1e-14, atol=1e-16)
     assert bool((coordinates.pullback(torch.ones_like(w)).full[..., 0] != 0).all())  # l at 0 can move
     none = dataclasses.replace(config, mode="exp_only", e=sel.Scale("elementwise", start=0.0))
+    layout = Layout((6, 4), "oi", none)
     with pytest.raises(ValueError, match="e > 0"):
-        layout = Layout((6, 4), "oi", none)
         Coordinates(layout, w, **layout.start_panels(w.dtype, w.device, 0)).matched(w)
 
 

@@ -1,6 +1,6 @@
 """The matrix form of a weight: which of its dimensions are outputs, inputs, or a stack of matrices.
 
-One letter per dimension says so: "o" an output, "i" an input, "e" a stack of matrices with scales of their own (experts).
+One letter per dimension says so: "o" an output, "i" an input, "e" a stack of matrices (experts).
 
     nn.Linear "oi"    transformers' Conv1D "io"    bias "o"    nn.Conv2d "oiii"    nn.ConvTranspose2d "ioii"
     experts "eoi" or "eio"    their biases "eo"
@@ -118,8 +118,8 @@ class Axes:
         return None
 
     def vectors_dim(self, panel: str) -> int:
-        """Return the dimension of panel0 or panel1, from the end, that counts its vectors."""
-        return -1 if panel == "panel0" else -1 - max(1, len(self.columns))
+        """Return the dimension of a panel, from the end, that counts its vectors, numbers or matrices."""
+        return -1 - max(1, len(self.columns)) if panel == "panel1" else -1
 
     def separate(self, tensor: Tensor, panel: str | None = None) -> list[Tensor]:
         """Return the matrices of a contiguous tensor, or of its `panel`, one by one, as views of its memory."""

@@ -174,7 +174,7 @@ def routing(
     for position, (name, parameter) in enumerate(whole.named_parameters()):
         candidate = candidates.get(id(parameter), _Candidate("not in a linear layer"))
         route = _decide(name, names[id(parameter)], parameter, position, candidate, config)
-        decay = decays[name] if candidate.decays and not _undecayed(route, no_decay) else 0.0
+        decay = decays[name] if candidate.decays and not _undecayed(route, candidate, no_decay) else 0.0
         routes.append(replace(route, lr=rates[name], weight_decay=decay))
     width = _width(routes, candidates)
     found = tuple(route for route in routes if id(route.parameter) in inside)
@@ -195,14 +195,14 @@ def _width(routes: Sequence[Route], candidates: Mapping[int, _Candidate]) -> int
     return max(sides, key=lambda side: (sides[side], side)) if sides else None
 
 
-def _undecayed(route: Route, no_decay: Sequence[str] | str) -> bool:
+def _undecayed(route: Route, candidate: _Candidate, no_decay: Sequence[str] | str) -> bool:
     if not isinstance(no_decay, str):
         return first_match([route.name], no_decay) is not None
     if no_decay != "usual":
         raise ValueError(f"no_decay must be a sequence of patterns, or 'usual', got the string {no_decay!r}")
     if route.reason == _INSIDE:
-        return route.name.rpartition(".")[2].startswith(("raw_bias", "bias_"))
-    return route.parameter.dim() < 2 or "embedding" in route.reason
+        return bool(candidate.axes)  # a bias or one of its scales
+    return route.parameter.dim() < 2 or candidate.axes == "eo" or "embedding" in route.reason
 
 
 def _inside(model: nn.Module, whole: nn.Module) -> set[int]:
@@ -234,9 +234,8 @@ def _decide(
     axes = candidate.axes or _AXES.get(parameter.dim(), "")
     if len(axes) != parameter.dim():
         raise ValueError(
-            f"{name} ({reason}) has shape {tuple(parameter.shape)}: weights and biases of linear layers and "
-            "convolutions, other matrices and stacks of matrices can be curved; exclude it, or unflatten the parameters "
-            "of the model"
+            f"{name} ({reason}) has shape {tuple(parameter.shape)}: weights and biases of linear layers and of "
+            "convolutions, matrices and stacks of them can be curved; exclude it, or unflatten the model's parameters"
         )
     if parameter.numel() == 0 or (candidate.weight is not None and candidate.weight[0].numel() == 0):
         return Route(name, parameter, position, False, "empty")
@@ -275,6 +274,9 @@ def _candidates(model: nn.Module) -> dict[int, _Candidate]:
 
 
 def _candidate(module: nn.Module, local: str, parameter: nn.Parameter) -> _Candidate:
+    if hasattr(module, "sel_roles") and local in module.sel_roles():  # type: ignore[operator]
+        layout, slot = module.sel_roles()[local]  # type: ignore[operator]
+        return _Candidate(_INSIDE, axes="" if layout.axes.columns else "o", decays=slot is None or slot.decay)
     kind, axes = _layer(module)
     weight = module._parameters.get("weight")
     if kind and local in ("weight", "bias") and weight is not None:
@@ -284,9 +286,6 @@ def _candidate(module: nn.Module, local: str, parameter: nn.Parameter) -> _Candi
         weight = module.in_proj_weight if module.in_proj_weight is not None else module.q_proj_weight
         axes, beside = ("oi", None) if parameter.dim() == 2 else ("o", (weight, "oi"))
         return _Candidate("attention input projection", True, axes, beside)
-    if hasattr(module, "sel_roles"):
-        slot = module.sel_roles()[local]  # type: ignore[operator]
-        return _Candidate(_INSIDE, decays=slot is None or slot.decay)
     if "Experts" in type(module).__name__ and (axes := _expert_axes(module, local, parameter)):
         return _Candidate("expert bias" if axes == "eo" else "expert weights", True, axes)
     return _Candidate(type(module).__name__)

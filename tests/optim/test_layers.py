@@ -21,7 +21,9 @@ class StackedExperts(nn.Module):
         self.up_proj_bias = nn.Parameter(torch.stack([layer.bias.detach() for layer in layers]))
 
     def forward(self, x):
-        return torch.einsum("nei,eio->neo" if self.is_transposed else "nei,eoi->neo", x, self.up_proj) + self.up_proj_bias
+        return (
+            torch.einsum("nei,eio->neo" if self.is_transposed else "nei,eoi->neo", x, self.up_proj) + self.up_proj_bias
+        )
 
 
 class Layers(nn.ModuleList):

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import symexplin as sel
-from symexplin.conversion import IDENTITY
 from symexplin.optim.batch import ReadableBatch
 from symexplin.optim.muon import SELMuon, newton_schulz
+from symexplin.presets import IDENTITY
 from training import MATCHED, assert_same_bits, backward, batch, network, train
 
 SHAPES = [(24, 8), (8, 24), (16, 16)]

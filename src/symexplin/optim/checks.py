@@ -151,7 +151,7 @@ def _check_map(old: Group, new: Group, by_position: bool) -> None:
             raise ValueError(f"state_dict is of another map: {name} is {was!r} there, {value!r} in the optimizer")
     for i, (was, value) in enumerate(zip(old["axes"], new["axes"], strict=True)):
         if was != value:
-            raise ValueError(f"state_dict is of another map: the axes of {name_of(new, i)} are {was!r} there, {value!r} here")
+            raise ValueError(f"state_dict is of another map: {name_of(new, i)} has axes {was!r} there, {value!r} here")
 
 
 def _unwrapped(name: str) -> str:

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from symexplin.config import SELConfig
+from symexplin.curved import CurvedModule
 from symexplin.layout import Layout
-from symexplin.linear import SELLinear
 from symexplin.optim.rates import warn_of_scales
 from symexplin.routes import Rate, Route, Routing, routing
 
@@ -61,7 +61,7 @@ def param_groups(
             "torch.distributed.fsdp.fully_shard (FSDP2)"
         )
     whole = model if whole is None else whole
-    converted = any(isinstance(module, SELLinear) for module in whole.modules())
+    converted = any(isinstance(module, CurvedModule) for module in whole.modules())
     if converted and config is not None:
         raise ValueError("config must be None for a converted model: its layers contain it")
     table = routing(model, config, lr=lr, weight_decay=weight_decay, no_decay=no_decay, whole=whole)
@@ -92,11 +92,9 @@ def _module_roles(model: nn.Module) -> dict[int, _Role]:
     """Return the roles of the parameters of curved layers by their ids."""
     roles: dict[int, _Role] = {}
     for module in model.modules():
-        if isinstance(module, SELLinear):
-            for local, slot in module.sel_roles().items():
-                role = _Role("raw")
-                if slot is not None:
-                    role = _Role(slot.role, module.weight_layout.config, slot.lr_scale)
+        if isinstance(module, CurvedModule):
+            for local, (layout, slot) in module.sel_roles().items():
+                role = _Role("raw") if slot is None else _Role(slot.role, layout.config, slot.lr_scale)
                 roles[id(getattr(module, local))] = role
     return roles
 

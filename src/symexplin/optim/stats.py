@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from symexplin.coordinates import Coordinates
-from symexplin.linear import SELLinear
+from symexplin.curved import CurvedModule
 from symexplin.optim.placement import WHOLE, Placement, whole
 from symexplin.optim.raw_space import RawSpaceOptimizer
 
@@ -59,7 +59,7 @@ class _Tally:
             if isinstance(value, Tensor):
                 # Entries count 1 / size, so that the parts of a sharded tensor add up to its mean.
                 self._sum(role, value.double().expand(raw.shape), 1.0 / size)
-        if raw.dim() == 2:
+        if coordinates.layout.axes.columns:
             x = (scales.kappa * raw.abs()).double()
             if x.numel():
                 self._raise_to(float(x.max()))
@@ -111,9 +111,8 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Itera
                 yield view.coordinates(), math.prod(view.shape), view.placement
         return
     for layer in model.modules():
-        if isinstance(layer, SELLinear):
-            for bias, layout in enumerate((layer.weight_layout, layer.bias_layout)):
-                if layout is not None:
-                    # fully_shard splits each parameter of the layer separately, so their local parts do not match.
-                    parts = [whole(part) for part in layer.parts(bool(bias))]
-                    yield Coordinates(layout, *parts), math.prod(layout.shape), WHOLE
+        if isinstance(layer, CurvedModule):
+            for name, curve in layer.sel_curves.items():
+                # fully_shard splits each parameter of the layer separately, so their local parts do not match.
+                parts = [whole(part) for part in layer.sel_parts(name)]
+                yield Coordinates(curve.layout, *parts), math.prod(curve.layout.shape), WHOLE
