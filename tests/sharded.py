@@ -16,7 +16,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import symexplin as sel
 from symexplin.optim.placement import local
@@ -39,6 +41,12 @@ def shard(model, how):
     if how == "ddp":
         return nn.parallel.DistributedDataParallel(model)
     options = {"mesh": init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))}
+    if how == "tensor":
+        both = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("data", "tensor"))
+        options["mesh"] = both["data"]
+        # 17 rows over two processes are 9, 8, and then 5, 4 and 4, 4; 3 rows are 2, 1, and then 1, 1 and 1, 0.
+        rows, columns = ColwiseParallel(output_layouts=Replicate()), RowwiseParallel(input_layouts=Replicate())
+        parallelize_module(model, both["tensor"], {"0": rows, "3": columns, "5": rows})
     if how == "hsdp":
         options["mesh"] = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
     if how == "columns":
@@ -70,6 +78,8 @@ def loss_of(model, step, how, dtype=torch.float32):
     targets = torch.stack([rows.sum(1), rows[:, 0] * rows[:, 1], rows.abs().amax(1)], dim=1)
     if how != "whole":
         world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+        if how == "tensor":  # the processes that share the rows of a weight see the same data
+            world, rank = 2, rank // (world // 2)
         rows, targets = rows.chunk(world)[rank], targets.chunk(world)[rank]
     return (model(rows.to(dtype)).to(targets.dtype) - targets).square().mean()
 
@@ -336,9 +346,10 @@ def refused(case):
                 group["params"] = [parameter for _, parameter in group["params"]]
             ZeroRedundancyOptimizer(groups, sel.SELAdamW, total_steps=10)
             return "not refused"
-        if case == "two shards":
-            mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("a", "b"))
-            weight = distribute_tensor(model[3].weight.detach(), mesh, [Shard(0), Shard(1)])
+        if case == "strides":
+            mesh = init_device_mesh("cpu", (world,))
+            part = distribute_tensor(model[3].weight.detach(), mesh, [Shard(0)]).to_local()
+            weight = DTensor.from_local(part, mesh, [_StridedShard(0, split_factor=2)], run_check=False)
             model[3].weight = nn.Parameter(weight)
             optimizer = optimizer_of(model, config)
             weight = model[3].weight
