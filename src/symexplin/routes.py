@@ -12,6 +12,7 @@ from symexplin.config import SELConfig, check_config
 from symexplin.layout import Layout
 from symexplin.patterns import by_name, check_patterns, first_match
 from symexplin.plain import STEP_BIASES, ends_like, plain_modules
+from symexplin.projections import Parts, fused_parts
 
 __all__ = ["Rate", "Route", "Routing", "routing"]
 
@@ -31,6 +32,7 @@ class Route:
     curved: bool
     reason: str
     axes: str = ""  # of a curved parameter, see symexplin.axes
+    parts: Parts = ()  # the outputs of each matrix of a fused projection, see symexplin.projections
     lr: Any = None  # None: the optimizer's
     weight_decay: Any = None
 
@@ -174,6 +176,8 @@ def routing(
     for position, (name, parameter) in enumerate(whole.named_parameters()):
         candidate = candidates.get(id(parameter), _Candidate("not in a linear layer"))
         route = _decide(name, names[id(parameter)], parameter, position, candidate, config)
+        if route.is_weight:
+            route = replace(route, parts=fused_parts(whole, name, *_sides(route)))
         decay = decays[name] if candidate.decays and not _undecayed(route, candidate, no_decay) else 0.0
         routes.append(replace(route, lr=rates[name], weight_decay=decay))
     width = _width(routes, candidates)
@@ -193,6 +197,13 @@ def _width(routes: Sequence[Route], candidates: Mapping[int, _Candidate]) -> int
     weights = weights or [c.weight for route, c in known if route.curved and c.weight is not None]
     sides = Counter(side for weight, axes in weights for side in axes_of(axes).fans(weight.shape))
     return max(sides, key=lambda side: (sides[side], side)) if sides else None
+
+
+def _sides(route: Route) -> tuple[int, int]:
+    """Return the numbers of outputs and inputs of a weight."""
+    axes = axes_of(route.axes)
+    sides = axes.matrix_shape(route.parameter.shape)
+    return sides[axes.out_dim], sides[1 - axes.out_dim]
 
 
 def _undecayed(route: Route, candidate: _Candidate, no_decay: Sequence[str] | str) -> bool:

@@ -15,6 +15,7 @@ from symexplin.optim.groups import Group
 from symexplin.optim.parameter import Moments, ParameterView
 from symexplin.optim.placement import WHOLE, Placement, local
 from symexplin.optim.schedule import panel_masks, panel_rates
+from symexplin.projections import Parts
 
 __all__ = ["Batch", "ReadableBatch", "Rule", "Target", "batch_signature", "readable_batches"]
 
@@ -40,6 +41,7 @@ class Target:
     step: Tensor  # number of updates of this tensor, including this one
     shape: Sequence[int]  # of the whole tensor
     axes: Axes | None = None  # of a curved parameter: which dimensions are outputs, inputs or a stack
+    parts: Parts = ()  # the outputs of each matrix of a fused projection
     moments: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     anchor: Tensor | None = field(default=None, repr=False)  # what decay pulls towards; None: zero
     placement: Placement = field(default=WHOLE, repr=False)
@@ -124,7 +126,7 @@ class ReadableBatch:
         }
         return Target(
             *(kind, value, grad, lr, decay, first.counts()[kind in PANELS], first.whole_shape(kind)),
-            *(first.axes_of(kind), moments, self._anchor(kind), first.place(kind)),
+            *(first.axes_of(kind), first.parts, moments, self._anchor(kind), first.place(kind)),
         )
 
     def _anchor(self, kind: str) -> Tensor | None:
@@ -172,7 +174,11 @@ def readable_batches(views: Iterable[ParameterView], moments: Moments, stacks: b
         value, map_of = view.value, view.layout if view.curved else None
         small = stacks and is_memory(value) and not view.placement.groups and value.numel() <= _STACK // 2
         counts = tuple(map(float, view.counts())) if small else ()
-        key = (id(view.group), id(map_of), view.shape, value.dtype, value.device, counts) if small else view.key
+        key = (
+            (id(view.group), id(map_of), view.parts, view.shape, value.dtype, value.device, counts)
+            if small
+            else view.key
+        )
         alike.setdefault(key, []).append(view)
     for chosen in alike.values():
         most = max(1, _STACK // max(1, chosen[0].value.numel()))

@@ -14,7 +14,7 @@ from symexplin.routes import Rate, Route, Routing, routing
 __all__ = ["ALIGNED", "Group", "is_curved", "layout_of", "name_of", "param_groups"]
 
 Group = dict[str, Any]
-ALIGNED = ("axes", "position", "shape")  # lists of a curved group with one entry per parameter
+ALIGNED = ("axes", "parts", "position", "shape")  # lists of a curved group with one entry per parameter
 
 
 def param_groups(
@@ -104,7 +104,8 @@ def _add(group: Group, route: Route) -> None:
     group["params"].append((route.name, route.parameter))
     if is_curved(group):
         shape = tuple(route.parameter.shape)
-        for key, value in (("axes", route.axes), ("position", route.position), ("shape", shape)):
+        values = (route.axes, route.parts, route.position, shape)
+        for key, value in zip(ALIGNED, values, strict=True):
             group.setdefault(key, []).append(value)
 
 

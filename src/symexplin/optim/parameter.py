@@ -13,6 +13,7 @@ from symexplin.coordinates import Coordinates
 from symexplin.layout import PANELS, Layout
 from symexplin.optim.groups import Group, is_curved, layout_of, name_of
 from symexplin.optim.placement import Placement, address, is_dtensor, local, placement_of
+from symexplin.projections import Parts
 from symexplin.transform import compute_dtype
 from symexplin.validation import naming
 
@@ -114,6 +115,11 @@ class ParameterView:
     def axes(self) -> Axes | None:
         """The axes of a curved parameter."""
         return axes_of(self.group["axes"][self.index]) if self.curved else None
+
+    @property
+    def parts(self) -> Parts:
+        """The outputs of each matrix of a fused projection; empty for one matrix."""
+        return tuple(self.group["parts"][self.index]) if self.curved else ()
 
     def axes_of(self, kind: str) -> Axes | None:
         """Return the axes of a raw weight, None for panels and plain values."""

@@ -4,13 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from symexplin.config import SELConfig
-from symexplin.optim.groups import Group, is_curved
+from symexplin.optim.groups import ALIGNED, Group, is_curved
 
 __all__ = ["map_lines", "summary"]
 
 # Keys of groups that lines of their own show, or that repeat what the map says.
-_SHOWN = {"config", "lr", "axes", "param_names", "params", "position", "role", "shape", "steps", "weight_decay"}
-_SHOWN |= {"width"}
+_SHOWN = {*ALIGNED, "config", "lr", "param_names", "params", "role", "steps", "weight_decay", "width"}
 
 
 def summary(name: str, groups: Sequence[Group]) -> str:
