@@ -14,6 +14,7 @@ from symexplin.lab.lora import add_lora
 from symexplin.lab.maps import map_of
 from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import ALONE, Ranks
+from symexplin.patterns import first_match
 from symexplin.presets import IDENTITY
 from symexplin.starts import check_fresh
 
@@ -110,11 +111,9 @@ def clear_gradients(parameters: Iterable[Tensor], config: RunConfig) -> None:
 
 
 def _rate(name: str, train: TrainConfig) -> float:
-    """Return the learning rate of a parameter; a curved layer has its biases as raw_bias, bias_e_row and so on."""
-    module, _, local = name.rpartition(".")
-    if module.endswith("norm"):
-        return train.lr * train.norm_lr
-    return train.lr * (train.bias_lr if local.endswith("bias") else 1.0)
+    """Return the learning rate of a parameter; a raw one has that of its plain name."""
+    pattern = first_match([name.replace(".raw_", ".")], train.lr_factors)
+    return train.lr * (1.0 if pattern is None else train.lr_factors[pattern])
 
 
 def _matched(curve: sel.SELConfig) -> sel.SELConfig:

@@ -103,7 +103,8 @@ class TrainConfig:
         batch_size: sequences per optimizer step, over all processes.
         accumulation: microbatches per optimizer step; must divide batch_size.
         lr: peak learning rate.
-        bias_lr, norm_lr: factors on the learning rates of biases and of the norms' gains, if there are any.
+        lr_factors: {name pattern: factor on the learning rate}, such as {"*bias" = 5.0}; the first that matches counts.
+            Names are those of the plain model.
         warmup_steps: steps of linear warm-up, before the decay. Default: the paper's 250, or a tenth of the
             steps in runs of fewer than 2,500.
         floor: fraction of lr at the end of the decay.
@@ -135,8 +136,7 @@ class TrainConfig:
     batch_size: int = 16
     accumulation: int = 1
     lr: float = 3e-3
-    bias_lr: float = 1.0
-    norm_lr: float = 1.0
+    lr_factors: dict[str, float] = field(default_factory=dict)
     warmup_steps: int | None = None
     floor: float = 0.0
     decay_power: float = 1.0
@@ -165,8 +165,8 @@ class TrainConfig:
         if check_whole("warmup_steps", self.warmup_steps, minimum=0) > self.steps:
             raise ValueError(f"warmup_steps must be at most steps = {self.steps}, got {self.warmup_steps}")
         check_positive("lr", self.lr)
-        check_positive("bias_lr", self.bias_lr)
-        check_positive("norm_lr", self.norm_lr)
+        for pattern, factor in self.lr_factors.items():
+            check_not_negative(f"lr_factors {pattern!r}", factor)
         check_positive("decay_power", self.decay_power)
         check_positive("max_grad_norm", self.max_grad_norm)
         check_not_negative("l1", self.l1)

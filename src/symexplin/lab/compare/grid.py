@@ -46,8 +46,7 @@ _SHARED = ("anneal_steps",)
 _CHANGES: dict[str, tuple[str, ...]] = {
     "train": (
         "optimizer",
-        "bias_lr",
-        "norm_lr",
+        "lr_factors",
         "weight_decay",
         "decay_plain",
         "betas",
@@ -175,7 +174,7 @@ class CompareConfig(RunConfig):
     Args:
         data: folder that `symexplin prepare` made.
         arm: arms of your own, an [arm.NAME] table each, with keys of [sel]. [arm.NAME.train] may change optimizer,
-            bias_lr, norm_lr, weight_decay, decay_plain, betas, max_grad_norm, l1, l1_falloff, sparsity, decay_towards,
+            lr_factors, weight_decay, decay_plain, betas, max_grad_norm, l1, l1_falloff, sparsity, decay_towards,
             lora_rank, warmup_steps, floor, decay_power, weights; [arm.NAME.model] init, qk_gain.
     """
 
