@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import symexplin as sel
+from symexplin.optim import small
 from symexplin.optim.placement import local
 
 __all__ = ["resumed", "saved", "several", "trajectory"]
@@ -104,6 +105,7 @@ def optimizer_of(model, config, lr=1e-2, kind=sel.SELAdamW, **kwargs):
 def make(how, config, dtype=torch.float32, model_of=model_of, **kwargs):
     """Return model and optimizer, split over the processes as `how` says."""
     model = model_of(dtype)
+    small._LEAST = 64  # of the matrices here three are larger
     if how != "whole":
         model = shard(model, how)
     return model, optimizer_of(model, config, **kwargs)

@@ -125,6 +125,9 @@ MOVES = {
     "2 x 2 to 2": (("tensor", 4), ("fsdp", 2), {}),
     "2 x 2 to 1": (("tensor", 4), ("whole", 1), {}),
     "1 to 2 x 2": (("whole", 1), ("tensor", 4), {}),
+    "1 to 4, 8 bits": (("whole", 1), ("fsdp", 4), {"moment_bits": 8}),
+    "4 to 2, 8 bits": (("fsdp", 4), ("fsdp", 2), {"moment_bits": 8}),
+    "4 to 4, 8 bits": (("fsdp", 4), ("fsdp", 4), {"moment_bits": 8}),
 }
 # Both dtypes from each number of processes, and to each.
 HALF = {"2 x 2 to 2 x 2", "4 to 2", "4 to 1", "4 to 4", "1 to 4, gathered", "wrapped to split"}
@@ -160,7 +163,8 @@ def test_a_run_moves_to_another_number_of_processes(moved, case):
     ((weights, state), end), ((loaded_weights, loaded_state), resumed_end) = moved[case]
     assert not differing(loaded_weights, weights)
     assert not differing(loaded_state, state)  # raw weights among them
-    assert {value.dtype for value in loaded_state.values()} == {torch.float32}
+    codes = {torch.uint8} if "moment_bits" in MOVES[case[0]][2] else set()
+    assert {value.dtype for value in loaded_state.values()} == {torch.float32} | codes
     if MOVES[case[0]][0] == MOVES[case[0]][1]:
         assert not differing(resumed_end[1], end[1])
         assert resumed_end[2] == end[2]

@@ -144,14 +144,17 @@ class ReadableBatch:
 
     def update(self, rule: Rule, clip: Tensor | None) -> None:
         """Apply the rule and write the values into the model."""
-        group = self._first.group
+        first, group = self._first, self._first.group
         for target in self._targets:
             if clip is not None:  # never in place: it may be p.grad
                 target.grad = target.grad * clip.to(target.grad.device)
             rule(target, group)
             self._unstack([view.own(target.kind) for view in self.views], target.value)
             for name, moment in target.moments.items():
-                self._unstack([view.moment(target.kind, name) for view in self.views], moment)
+                if first.is_small and target.kind not in PANELS:
+                    first.keep(target.kind, name, moment)
+                else:
+                    self._unstack([view.moment(target.kind, name) for view in self.views], moment)
         if float(group["lr"]) != 0.0 and self._first.watched:
             values = [view.value for view in self.views]
             if self._coordinates is None:
@@ -172,13 +175,12 @@ def readable_batches(views: Iterable[ParameterView], moments: Moments, stacks: b
     alike: dict[Any, list[ParameterView]] = {}
     for view in views:
         value, map_of = view.value, view.layout if view.curved else None
-        small = stacks and is_memory(value) and not view.placement.groups and value.numel() <= _STACK // 2
-        counts = tuple(map(float, view.counts())) if small else ()
-        key = (
-            (id(view.group), id(map_of), view.parts, view.shape, value.dtype, value.device, counts)
-            if small
-            else view.key
-        )
+        alone = view.placement.groups or view.is_small or not is_memory(value) or value.numel() > _STACK // 2
+        if stacks and not alone:
+            counts = tuple(map(float, view.counts()))
+            key: Any = (id(view.group), id(map_of), view.parts, view.shape, value.dtype, value.device, counts)
+        else:
+            key = view.key
         alike.setdefault(key, []).append(view)
     for chosen in alike.values():
         most = max(1, _STACK // max(1, chosen[0].value.numel()))

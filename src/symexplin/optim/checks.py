@@ -17,6 +17,7 @@ from symexplin.optim.parameter import ANCHOR, COUNTS, Moments, ParameterView, mo
 from symexplin.optim.placement import local
 from symexplin.optim.rates import warn_of_scales
 from symexplin.optim.schedule import LATER, multiplier
+from symexplin.optim.small import BITS, is_small, scale_key, scale_shape
 from symexplin.validation import check_choice, check_not_negative, check_positive, check_whole
 
 __all__ = ["check_finite", "check_group", "check_overlap", "check_saved"]
@@ -53,6 +54,8 @@ def check_group(group: Group, first: Group) -> None:
     lr = group["lr"]
     check_not_negative("lr", lr.item() if isinstance(lr, Tensor) and lr.numel() == 1 else lr)
     check_not_negative("weight_decay", group["weight_decay"])
+    if group.setdefault("moment_bits", BITS[0]) not in BITS:
+        raise ValueError(f"moment_bits must be 32 or 8, got {group['moment_bits']!r}")
     check_choice("decay_towards", group.setdefault("decay_towards", DECAY_TOWARDS[0]), DECAY_TOWARDS)
     for i, parameter in enumerate(group["params"]):
         if not parameter.is_floating_point():
@@ -111,6 +114,8 @@ def check_saved(
     for old, new in zip(saved, groups, strict=True):
         if old["role"] != new["role"]:
             raise ValueError(f"state_dict is of other groups: {old['role']!r} where the optimizer has {new['role']!r}")
+        if (was := old.get("moment_bits", BITS[0])) != new["moment_bits"]:
+            raise ValueError(f"state_dict has moments of {was} bits: build the optimizer with moment_bits={was}")
         names = (map(_unwrapped, group.get("param_names") or ()) for group in (old, new))
         for a, b in zip(*names, strict=False):  # some tools, such as torchtitan, save no names
             if a != b and not by_position:
@@ -169,7 +174,11 @@ def _check_state(group: Group, i: int, shape: tuple[int, ...], state: State, mom
         shapes |= tensors | ({"scale_step": ()} if len(tensors) > 1 else {})
     if group.get("decay_towards") == "initial":
         shapes[ANCHOR] = shape
+    small = is_small(group.get("moment_bits", 32), shape)
     for kind, size in tensors.items():
+        if small and kind not in PANELS:
+            names = moments(kind, axes if kind == "raw" else None)
+            shapes |= {scale_key(moment_key(kind, moment)): scale_shape(shape) for moment in names}
         shapes |= {moment_key(kind, moment): size for moment in moments(kind, axes if kind == "raw" else None)}
     for name, size in shapes.items():
         if name not in state:

@@ -62,7 +62,8 @@ def _is_usual(view: ParameterView, grad: Tensor) -> bool:
     if (grad.layout, grad.dtype, grad.shape) != (torch.strided, view.parameter.dtype, view.parameter.shape):
         return False
     grad, raw, value = local(grad), view.own(view.kind), view.value
-    tensors = [view.moment(view.kind, name) for name in _MOMENTS if moment_key(view.kind, name) in view.state]
+    keys = [moment_key(view.kind, name) for name in _MOMENTS]
+    tensors = [local(view.state[key]) for key in keys if key in view.state]
     return (
         all(map(is_memory, (grad, value, raw, *tensors)))
         and len(tensors) == len(_MOMENTS)

@@ -68,7 +68,9 @@ def from_adamw(optimizer: SELAdamW, adamw: torch.optim.Adam) -> None:
         if saved := adamw.state.get(view.parameter):
             slope = _slope(view)
             for name, power in _POWERS.items():
-                local(view.state[name]).copy_(local(saved[name]).to(view.dtype) * slope**power)
+                moment = view.moment(view.kind, name)
+                moment.copy_(local(saved[name]).to(view.dtype) * slope**power)
+                view.keep(view.kind, name, moment)
             view.state["step"].fill_(float(saved["step"]))
 
 
@@ -106,7 +108,7 @@ def to_adamw(optimizer: SELAdamW) -> torch.optim.AdamW:
 def _ordinary(view: ParameterView, name: str, power: int) -> Tensor:
     """Return a moment of the effective weight, with the dtype and placement of the parameter."""
     slope = _slope(view)
-    moment = torch.where(slope == 0.0, 0.0, local(view.state[name]) / slope**power)
+    moment = torch.where(slope == 0.0, 0.0, view.moment(view.kind, name) / slope**power)
     return view.placement.wrap(moment.to(view.parameter.dtype), view.shape)
 
 

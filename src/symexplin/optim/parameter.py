@@ -13,6 +13,7 @@ from symexplin.coordinates import Coordinates
 from symexplin.layout import PANELS, Layout
 from symexplin.optim.groups import Group, is_curved, layout_of, name_of
 from symexplin.optim.placement import Placement, address, is_dtensor, local, placement_of
+from symexplin.optim.small import decode, encode, is_signed, is_small, scale_key, scale_shape
 from symexplin.projections import Parts
 from symexplin.transform import compute_dtype
 from symexplin.validation import naming
@@ -142,8 +143,19 @@ class ParameterView:
         return local(self.state["raw"]) if "raw" in self.state else self.value
 
     def moment(self, kind: str, name: str) -> Tensor:
-        """Return the local part of a moment."""
-        return local(self.state[moment_key(kind, name)])
+        """Return the local part of a moment: the tensor of the state, or the values of its codes."""
+        key = moment_key(kind, name)
+        if scale_key(key) not in self.state:
+            return local(self.state[key])
+        return decode(local(self.state[key]), local(self.state[scale_key(key)]), is_signed(name)).to(self.dtype)
+
+    def keep(self, kind: str, name: str, moment: Tensor) -> None:
+        """Put the new values of a moment into the state, if :meth:`moment` returned others than its tensor."""
+        key = moment_key(kind, name)
+        if scale_key(key) in self.state:
+            codes, scale = encode(moment, is_signed(name))
+            local(self.state[key]).copy_(codes)
+            local(self.state[scale_key(key)]).copy_(scale)
 
     @property
     def anchor(self) -> Tensor | None:
@@ -193,6 +205,21 @@ class ParameterView:
             self._places[kind] = self.placement.along(functools.partial(self.axes.panel_dim, kind))
         return self._places[kind]
 
+    @functools.cached_property
+    def is_small(self) -> bool:
+        """Whether the moments of the raw weight or plain values have 8 bits."""
+        return is_small(self.group.get("moment_bits", 32), self.shape)
+
+    @functools.cached_property
+    def rows(self) -> Placement:
+        """The placement of the scales of 8-bit moments."""
+        if any(dim != 0 for dim, _ in self.placement.splits):
+            raise ValueError(
+                f"{self.name} is placed as {self.placement.spec}: moment_bits=8 needs parameters that are split along "
+                "their first dimension alone, as fully_shard splits them"
+            )
+        return self.placement.along(lambda dim: dim)
+
     def is_shared(self, kind: str) -> bool:
         """Whether several processes have the same part of a panel, for different parts of the parameter."""
         return self.place(kind).groups != self.placement.groups
@@ -236,9 +263,13 @@ class ParameterView:
             state[ANCHOR] = self._wrap(self.kind, self.own(self.kind).clone())
         for kind, part in {"raw": self.value, **parts}.items():
             kind = self.kind if kind == "raw" else kind
+            small = kind not in PANELS and self.is_small
             for moment in moments(kind, self.axes_of(kind)):
-                zeros = torch.zeros_like(part, dtype=self.dtype, memory_format=torch.preserve_format)
-                state[moment_key(kind, moment)] = self._wrap(kind, zeros)
+                key, dtype = moment_key(kind, moment), torch.uint8 if small else self.dtype
+                state[key] = self._wrap(kind, torch.zeros_like(part, dtype=dtype, memory_format=torch.preserve_format))
+                if small:
+                    zeros = torch.zeros(scale_shape(part.shape), dtype=torch.float32, device=part.device)
+                    state[scale_key(key)] = self.rows.wrap(zeros, scale_shape(self.shape))
         return "raw" in parts
 
     def _wrap(self, kind: str, part: Tensor) -> Tensor:
@@ -257,15 +288,20 @@ class ParameterView:
         if not isinstance(value, Tensor):
             return value
         kind = next((panel for panel in PANELS if key.startswith(panel)), self.kind)
-        value = value.detach().to(device=self.value.device, dtype=self.dtype, copy=True)
+        codes, scales = value.dtype == torch.uint8, self.is_small and key.endswith("_scale")
+        dtype = torch.uint8 if codes else torch.float32 if scales else self.dtype
+        place, shape = self.place(kind), self.whole_shape(kind)
+        if scales:
+            place, shape = self.rows, scale_shape(self.shape)
+        value = value.detach().to(device=self.value.device, dtype=dtype, copy=True)
         if is_dtensor(value):
-            if not is_dtensor(self._wrap(kind, local(value))) or tuple(value.placements) != self.place(kind).spec:
+            if place.mesh is None or tuple(value.placements) != place.spec:
                 raise ValueError(
                     f"{self.name}: {key} is saved as a DTensor with another placement than the parameter's: save and "
                     "load with torch.distributed.checkpoint.state_dict"
                 )
             return value
-        return self._wrap(kind, self.place(kind).cut(value))
+        return place.wrap(place.cut(value), shape)
 
     def restart(self, moments: Moments) -> None:
         """Reset the scales to their start values, and match the raw weight to the present weight."""
