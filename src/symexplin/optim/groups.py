@@ -9,9 +9,10 @@ from symexplin.config import SELConfig
 from symexplin.curved import CurvedModule
 from symexplin.layout import Layout
 from symexplin.optim.rates import warn_of_scales
+from symexplin.projections import Parts
 from symexplin.routes import Rate, Route, Routing, routing
 
-__all__ = ["ALIGNED", "Group", "is_curved", "layout_of", "name_of", "param_groups"]
+__all__ = ["ALIGNED", "Group", "is_curved", "layout_of", "name_of", "param_groups", "parts_of", "text_of"]
 
 Group = dict[str, Any]
 ALIGNED = ("axes", "parts", "position", "shape")  # lists of a curved group with one entry per parameter
@@ -104,7 +105,7 @@ def _add(group: Group, route: Route) -> None:
     group["params"].append((route.name, route.parameter))
     if is_curved(group):
         shape = tuple(route.parameter.shape)
-        values = (route.axes, route.parts, route.position, shape)
+        values = (route.axes, text_of(route.parts), route.position, shape)
         for key, value in zip(ALIGNED, values, strict=True):
             group.setdefault(key, []).append(value)
 
@@ -134,6 +135,16 @@ def is_curved(group: Group) -> bool:
 def layout_of(group: Group, i: int, shape: tuple[int, ...]) -> Layout:
     """Return the layout of a tensor of this shape under the map of entry i of a curved group."""
     return Layout.of(shape, group["axes"][i], group["config"])
+
+
+def text_of(parts: Parts) -> str:
+    """Return the parts of a fused projection as a text: checkpoints drop empty tuples."""
+    return " ".join(map(str, parts))
+
+
+def parts_of(group: Group, i: int) -> Parts:
+    """Return the parts of entry i of a curved group; empty for one matrix."""
+    return tuple(map(int, group["parts"][i].split()))
 
 
 def name_of(group: Group, i: int) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 from symexplin.axes import Axes, axes_of
 from symexplin.optim.adamw import SELAdamW
 from symexplin.optim.batch import Target
-from symexplin.optim.groups import is_curved, name_of
+from symexplin.optim.groups import is_curved, name_of, text_of
 from symexplin.optim.parameter import ParameterView
 from symexplin.patterns import check_patterns, first_match
 from symexplin.projections import check_parts, map_parts
@@ -113,7 +113,7 @@ class SELMuon(SELAdamW):
                 if pattern is not None:
                     axes, parts = axes_of(letters), tuple(split[pattern])
                     outputs = axes.matrix_shape(shape)[axes.out_dim]
-                    group["parts"][i] = check_parts(name_of(group, i), parts, outputs) if parts else ()
+                    group["parts"][i] = text_of(check_parts(name_of(group, i), parts, outputs) if parts else ())
 
     def moments_(self, kind: str, axes: Axes | None) -> tuple[str, ...]:
         """Return the name of the momentum for raw matrices, of AdamW's moments for other tensors."""

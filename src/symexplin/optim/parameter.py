@@ -11,7 +11,7 @@ from torch import Tensor
 from symexplin.axes import Axes, axes_of
 from symexplin.coordinates import Coordinates
 from symexplin.layout import PANELS, Layout
-from symexplin.optim.groups import Group, is_curved, layout_of, name_of
+from symexplin.optim.groups import Group, is_curved, layout_of, name_of, parts_of
 from symexplin.optim.placement import Placement, address, is_dtensor, local, placement_of
 from symexplin.optim.small import decode, encode, is_signed, is_small, scale_key, scale_shape
 from symexplin.projections import Parts
@@ -117,10 +117,10 @@ class ParameterView:
         """The axes of a curved parameter."""
         return axes_of(self.group["axes"][self.index]) if self.curved else None
 
-    @property
+    @functools.cached_property
     def parts(self) -> Parts:
         """The outputs of each matrix of a fused projection; empty for one matrix."""
-        return tuple(self.group["parts"][self.index]) if self.curved else ()
+        return parts_of(self.group, self.index) if self.curved else ()
 
     def axes_of(self, kind: str) -> Axes | None:
         """Return the axes of a raw weight, None for panels and plain values."""
