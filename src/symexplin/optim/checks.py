@@ -12,7 +12,7 @@ from symexplin.axes import axes_of
 from symexplin.config import DECAY_TOWARDS, SELConfig
 from symexplin.kernels import is_memory
 from symexplin.layout import PANELS
-from symexplin.optim.groups import ALIGNED, Group, is_curved, layout_of, name_of
+from symexplin.optim.groups import ALIGNED, Group, check_rate, is_curved, layout_of, name_of
 from symexplin.optim.parameter import ANCHOR, COUNTS, Moments, ParameterView, moment_key
 from symexplin.optim.placement import local
 from symexplin.optim.rates import warn_of_scales
@@ -51,8 +51,7 @@ def check_group(group: Group, first: Group) -> None:
             f"max_grad_norm must be equal in all groups, {first['max_grad_norm']}, got {group['max_grad_norm']}: "
             "one norm of all gradients is clipped"
         )
-    lr = group["lr"]
-    check_not_negative("lr", lr.item() if isinstance(lr, Tensor) and lr.numel() == 1 else lr)
+    check_rate(group["lr"])
     check_not_negative("weight_decay", group["weight_decay"])
     if group.setdefault("moment_bits", BITS[0]) not in BITS:
         raise ValueError(f"moment_bits must be 32 or 8, got {group['moment_bits']!r}")

@@ -11,8 +11,9 @@ from symexplin.layout import Layout
 from symexplin.optim.rates import warn_of_scales
 from symexplin.projections import Parts
 from symexplin.routes import Rate, Route, Routing, routing
+from symexplin.validation import check_not_negative
 
-__all__ = ["ALIGNED", "Group", "is_curved", "layout_of", "name_of", "param_groups", "parts_of", "text_of"]
+__all__ = ["ALIGNED", "Group", "check_rate", "is_curved", "layout_of", "name_of", "param_groups", "parts_of", "text_of"]
 
 Group = dict[str, Any]
 ALIGNED = ("axes", "parts", "position", "shape")  # lists of a curved group with one entry per parameter
@@ -114,7 +115,7 @@ def _finish(
     group: Group, role: _Role, lr: float | Tensor | None, decay: float | None, table: Routing, converted: bool
 ) -> Group:
     """Return the group with its map, multipliers, learning rate and decay."""
-    peak = float(lr) if isinstance(lr, Tensor) else lr
+    peak = None if lr is None else check_rate(lr)
     if converted:
         k = (1.0, 1.0) if role.config is None else getattr(role.config, role.name).multiplier(peak)
         if peak is not None and role.config is not None:
@@ -125,6 +126,11 @@ def _finish(
         group |= {f"k_{scale}": list(k) for scale, k in table.config.multipliers(peak).items()}
     given = {"lr": lr, "weight_decay": decay}
     return group | {key: value for key, value in given.items() if value is not None}
+
+
+def check_rate(lr: Any) -> float:
+    """Return a learning rate, which may be a tensor of one element, as a number; refuse what is none."""
+    return check_not_negative("lr", lr.item() if isinstance(lr, Tensor) and lr.numel() == 1 else lr)
 
 
 def is_curved(group: Group) -> bool:
