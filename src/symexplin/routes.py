@@ -121,11 +121,10 @@ def routing(
 ) -> Routing:
     """Decide for every parameter of `model` whether it is curved, and give the reason.
 
-    The weights and biases of `nn.Linear`, of transformers' `Conv1D` and of the input projections of
-    `nn.MultiheadAttention` are curved. Plain are: embeddings and parameters tied to them, output heads, routers of
-    mixtures of experts, step biases of state-space models, norms, convolutions, frozen and non-floating parameters.
-    Expert weights in one 3-D tensor are plain; experts that are linear layers are curved. LoRA's factors under PEFT
-    are linear layers and therefore curved.
+    The weights and biases of `nn.Linear`, of transformers' `Conv1D`, of convolutions, of experts in one tensor and of
+    the input projections of `nn.MultiheadAttention` are curved. Plain are: embeddings and parameters tied to them,
+    output heads, routers of mixtures of experts, step biases of state-space models, norms, frozen and non-floating parameters.
+    LoRA's factors under PEFT are linear layers and therefore curved.
 
     A head is the result of `get_output_embeddings`, has one of :data:`symexplin.plain.HEAD_NAMES`, or is as wide as
     the token vocabulary. A router has one of :data:`symexplin.plain.ROUTER_NAMES`, a router's type, or is a `gate`
@@ -142,8 +141,8 @@ def routing(
         whole: the model that contains `model`. It determines the parameters' names, the width and the decisions.
 
     Raises:
-        ValueError: a pattern matches nothing or never counts, or includes a parameter that is neither a 2-D weight nor
-            the bias of a linear layer; `model` is not a part of `whole`.
+        ValueError: a pattern matches nothing or never counts, or includes a parameter that is no bias of a layer, no
+            matrix and no stack of matrices; `model` is not a part of `whole`.
 
     >>> model = nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4))
     >>> print(routing(model))
