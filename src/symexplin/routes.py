@@ -123,8 +123,8 @@ def routing(
 
     The weights and biases of `nn.Linear`, of transformers' `Conv1D`, of convolutions, of experts in one tensor and of
     the input projections of `nn.MultiheadAttention` are curved. Plain are: embeddings and parameters tied to them,
-    output heads, routers of mixtures of experts, step biases of state-space models, norms, frozen and non-floating parameters.
-    LoRA's factors under PEFT are linear layers and therefore curved.
+    output heads, routers of mixtures of experts, step biases of state-space models, norms, frozen and non-floating
+    parameters. LoRA's factors under PEFT are linear layers and therefore curved.
 
     A head is the result of `get_output_embeddings`, has one of :data:`symexplin.plain.HEAD_NAMES`, or is as wide as
     the token vocabulary. A router has one of :data:`symexplin.plain.ROUTER_NAMES`, a router's type, or is a `gate`
