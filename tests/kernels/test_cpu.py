@@ -18,8 +18,16 @@ from symexplin.layout import PANELS, Layout
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C compiler")
 
 UNIT, DENORMAL = 2.0**-24, 2.0**-149
-PLACES = [((1, 1), 0), ((1, 7), 1), ((33, 65), 0), ((33, 65), 1), ((130, 257), 0), ((0, 5), 0), ((5, 0), 1)]
-PLACES += [((3, 2500), 0), ((600, 16), 1), ((70,), 0), ((0,), 0)]
+PLACES = [((1, 1), "oi"), ((1, 7), "io"), ((33, 65), "oi"), ((33, 65), "io"), ((130, 257), "oi"), ((0, 5), "oi")]
+PLACES += [((5, 0), "io"), ((3, 2500), "oi"), ((600, 16), "io"), ((70,), "o"), ((0,), "o")]
+    ((1, 7), "io"),
+    ((33, 65), "oi"),
+    ((33, 65), "io"),
+    ((130, 257), "oi"),
+    ((0, 5), "oi"),
+    ((5, 0), "io"),
+]
+PLACES += [((3, 2500), "oi"), ((600, 16), "io"), ((70,), "o"), ((0,), "o")]
 CHOICES = {
     "mode": KERNEL_MODES,
     "normalize": (False, True),
@@ -35,7 +43,7 @@ def kernels(request):
     return kernels_for(request.param)
 
 
-def layout_of(mode="mismatch", normalize=False, curvature="fixed", pattern="row_col_mult", place=((33, 65), 0)):
+def layout_of(mode="mismatch", normalize=False, curvature="fixed", pattern="row_col_mult", place=((33, 65), "oi")):
     curvature, transform = {"fixed, exp": ("fixed", "exp")}.get(curvature, (curvature, "none"))
     offset = {"row_col_mult": "row_col_add"}.get(pattern, pattern)
     scales = {
@@ -188,10 +196,10 @@ def test_one_weight_that_is_no_number_has_no_inverse(kernels):
 @pytest.mark.parametrize("kappa", [7.5, -7.5, 0.0])
 def test_extremes(kernels, mode, kappa):
     """Curvature of either sign up to overflow, NaN and zeros of either sign: as the readable formulas."""
-    layout = layout_of(mode, pattern="global", place=((1, 64), 0))
+    layout = layout_of(mode, pattern="global", place=((1, 64), "oi"))
     raw = torch.tensor([0.0, 1e-45, 1e-30, 0.1, 2.0, 9.0, 11.0, 11.7, 11.8, 11.88, 11.9, 12.1, 40.0, 1e30])
     raw = torch.cat([raw, -raw, torch.tensor([math.nan])])[None]
-    layout = Layout(tuple(raw.shape), "oi", layout.config)
+    layout = Layout(tuple(raw.shape), "oi"[: raw.dim()], layout.config)
     coordinates = drawn(layout)._replace(raw=raw)
     coordinates.scalar[layout.by_role("m")[0].index] = kappa / layout.beta
     truth = doubled(coordinates)
@@ -241,7 +249,7 @@ def test_an_update_is_adamw_on_the_pulled_gradient(kernels, case):
 
 @pytest.mark.parametrize("shape", [(33, 65), (16, 64), (70,), (3, 2500)])
 def test_bfloat16_weights_and_gradients_are_float32_ones_rounded(kernels, shape):
-    coordinates = drawn(layout_of("mismatch", place=(shape, 0)))
+    coordinates = drawn(layout_of("mismatch", place=(shape, "oi"[: len(shape)])))
     (grad, raw, weight, *_), _ = updated(kernels, coordinates, coordinates, torch.bfloat16)
     wide, narrow = (pullback_of(kernels, coordinates, g) for g in (grad.float(), grad))
     assert all(torch.equal(a, b) for a, b in zip((*wide[0], wide[1]), (*narrow[0], narrow[1]), strict=True))
@@ -263,7 +271,7 @@ def test_rounding_to_bfloat16_is_torchs(kernels):
 
 def stack(kernels):
     """Matrices large enough for several tiles and threads, with one map, and what belongs to them."""
-    layouts = [layout_of(place=(shape, 0)) for shape in ((600, 300), (40, 5000), (33, 65))]
+    layouts = [layout_of(place=(shape, "oi"[: len(shape)])) for shape in ((600, 300), (40, 5000), (33, 65))]
     found = [drawn(layout, largest=4.0) for layout in layouts]
     panels = Panels(
         *(torch.cat([c.panel0 for c in found]), torch.cat([c.panel1 for c in found], 1)),
