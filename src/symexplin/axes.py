@@ -131,6 +131,8 @@ class Axes:
 
         It shares the memory where the strides allow it. The last `tail` dimensions stay.
         """
+        if self.is_matrix:
+            return tensor
         own = tensor.shape[: tensor.dim() - tail]
         order, leading = self._order(len(own), tail)
         shape = self.matrix_shape(own[len(own) - len(self.letters) :])
@@ -138,6 +140,8 @@ class Axes:
 
     def tensor(self, matrices: Tensor, shape: Sequence[int], tail: int = 0) -> Tensor:
         """Return matrices as the tensor of this shape, the inverse of :meth:`matrices`."""
+        if self.is_matrix:
+            return matrices
         order, _ = self._order(len(shape) - tail, tail)
         back = sorted(range(len(order)), key=order.__getitem__)
         return matrices.reshape([shape[dim] for dim in order]).permute(back)
@@ -151,6 +155,8 @@ class Axes:
 
     def matrix_panel(self, panel: str, tensor: Tensor) -> Tensor:
         """Return a panel of the tensor as that of its matrices, which shares its memory if it is contiguous."""
+        if self.is_matrix:
+            return tensor
         if panel == "full":
             return self.matrices(tensor, tail=1)
         own = {"panel0": len(self.rows) + 1, "panel1": max(1, len(self.columns)) + 1, "scalar": 1}[panel]

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import symexplin as sel
+from pairwise import every_pair
 from symexplin import kernels
 
 COUNT, OUT, IN = 3, 6, 4
@@ -78,10 +79,12 @@ def train(model, kind, config, dtype, steps=20):
     return [tensor.detach().double() for tensor in by_layer(model)]
 
 
-@pytest.mark.parametrize("preset", ["paper", "fixed_curvature", "absorbed"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("kind", [sel.SELAdamW, sel.SELMuon])
-@pytest.mark.parametrize("form", FORMS)
+@every_pair(
+    form=FORMS,
+    kind=[sel.SELAdamW, sel.SELMuon],
+    dtype=[torch.float64, torch.float32],
+    preset=["paper", "fixed_curvature", "absorbed"],
+)
 def test_they_train_as_the_linear_layers_that_they_contain(form, kind, dtype, preset):
     """In float64 by the formulas, in float32 by kernels where there are some."""
     torch.manual_seed(0)
@@ -147,3 +150,22 @@ def test_a_saved_run_goes_on(form):
         step(0)
         step(1)
     assert all(torch.equal(a, b) for a, b in zip(runs[0].parameters(), runs[1].parameters(), strict=True))
+
+
+@pytest.mark.parametrize("form", ["experts", "convolutions"])
+def test_state_that_moves_between_steps_is_found_again(form):
+    """As offloading does it: the same tensors get other memory."""
+    ends = []
+    for moves in (False, True):
+        torch.manual_seed(0)
+        model = FORMS[form](Layers(nn.Linear(IN, OUT) for _ in range(COUNT)))
+        optimizer = sel.SELAdamW(model, lr=1e-2, config=sel.SELConfig(beta=7.5, e=sel.Scale("row_col_mult")))
+        for step in range(4):
+            optimizer.zero_grad()
+            x = torch.randn(8, COUNT, IN, generator=torch.Generator().manual_seed(step))
+            (model(x) - x.sum(-1, keepdim=True)).square().mean().backward()
+            optimizer.step()
+            for value in (v for state in optimizer.state.values() for v in state.values() if moves and v.dim()):
+                value.data = value.data.clone()
+        ends.append(by_layer(model))
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))

@@ -57,8 +57,11 @@ class ParameterView:
             )
 
     def _tensors(self) -> list[int]:
-        """Return the ids of the state's tensors, which user code may replace."""
-        return list(map(id, self.state.values()))
+        """Return the ids of the state's tensors, which user code may replace; with addresses if kernels have views."""
+        found = list(map(id, self.state.values()))
+        if self.axes is None or self.axes.is_matrix:
+            return found
+        return [*found, *(local(v).data_ptr() for v in self.state.values() if isinstance(v, Tensor))]
 
     def serves(self, group: Group, index: int, state: dict[str, Any]) -> bool:
         """Whether this view is still valid: same group, index and state, and values at the same address."""
