@@ -30,6 +30,7 @@ def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> d
     Empty for ordinary weights, and before the first step of a raw-space optimizer. With a sharded model every process
     must call it and gets the same result.
 
+    >>> from symexplin.linear import SELLinear
     >>> from symexplin.presets import preset
     >>> sorted(stats(nn.Sequential(SELLinear(8, 8, config=preset("paper")))))[:2]
     ['e/mean', 'e/std']
