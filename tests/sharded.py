@@ -16,9 +16,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import symexplin as sel
+from symexplin.optim import small
 from symexplin.optim.placement import local
 
 __all__ = ["resumed", "saved", "several", "trajectory"]
@@ -33,12 +36,55 @@ def model_of(dtype=torch.float32, seed=0):
     return nn.Sequential(*layers).to(dtype)
 
 
+class Pixels(nn.Sequential):
+    """A convolution over 12 inputs, and one transposed."""
+
+    def __init__(self):
+        super().__init__(nn.Conv1d(3, 5, 3), nn.GELU(), nn.ConvTranspose1d(5, 2, 2), nn.Flatten())
+
+    def forward(self, x):
+        return super().forward(x.unflatten(1, (3, 4)))
+
+
+class StackedExperts(nn.Module):
+    """Three layers in one tensor, whose outputs are added; each process may have some of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(0.3 * torch.randn(3, 8, 6))
+        self.bias = nn.Parameter(torch.zeros(3, 8))
+
+    def forward(self, x):
+        split = isinstance(self.weight, DTensor)
+        x = DTensor.from_local(x, self.weight.device_mesh, [Replicate()]) if split else x
+        outputs = torch.nn.functional.gelu(torch.bmm(self.weight, x.mT.expand(3, -1, -1)) + self.bias[:, :, None])
+        total = outputs.sum(0).mT
+        return total.redistribute(placements=[Replicate()]).to_local() if split else total
+
+
+def layers_of(dtype=torch.float32):
+    """A model with a convolution and a stack of matrices: 3 of them over 2 x 2 processes are 1, 1 and 1, 0."""
+    torch.manual_seed(0)
+    return nn.Sequential(Pixels(), StackedExperts(), nn.Linear(8, 3)).to(dtype)
+
+
 def shard(model, how):
     """Split a model in place, or wrap it."""
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     if how == "ddp":
         return nn.parallel.DistributedDataParallel(model)
     options = {"mesh": init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))}
+    if how == "tensor":
+        both = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("data", "tensor"))
+        options["mesh"] = both["data"]
+        # 17 rows over two processes are 9, 8, and then 5, 4 and 4, 4; 3 rows are 2, 1, and then 1, 1 and 1, 0.
+        rows, columns = ColwiseParallel(output_layouts=Replicate()), RowwiseParallel(input_layouts=Replicate())
+        parallelize_module(
+            model, both["tensor"], {"0": rows, "3": columns, "5": rows} if len(model) > 3 else {"2": rows}
+        )
+        for name, parameter in list(model[1].named_parameters()) if len(model) == 3 else ():
+            split = distribute_tensor(parameter.detach(), both["tensor"], [Shard(0)])
+            model[1].register_parameter(name, nn.Parameter(split))
     if how == "hsdp":
         options["mesh"] = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
     if how == "columns":
@@ -56,9 +102,10 @@ def optimizer_of(model, config, lr=1e-2, kind=sel.SELAdamW, **kwargs):
     return kind(sel.param_groups(model, lr=lr, weight_decay=0.1, config=config), **kwargs)
 
 
-def make(how, config, dtype=torch.float32, **kwargs):
+def make(how, config, dtype=torch.float32, model_of=model_of, **kwargs):
     """Return model and optimizer, split over the processes as `how` says."""
     model = model_of(dtype)
+    small._LEAST = 64  # of the matrices here three are larger
     if how != "whole":
         model = shard(model, how)
     return model, optimizer_of(model, config, **kwargs)
@@ -70,6 +117,8 @@ def loss_of(model, step, how, dtype=torch.float32):
     targets = torch.stack([rows.sum(1), rows[:, 0] * rows[:, 1], rows.abs().amax(1)], dim=1)
     if how != "whole":
         world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+        if how == "tensor":  # the processes that share the rows of a weight see the same data
+            world, rank = 2, rank // (world // 2)
         rows, targets = rows.chunk(world)[rank], targets.chunk(world)[rank]
     return (model(rows.to(dtype)).to(targets.dtype) - targets).square().mean()
 
@@ -336,9 +385,10 @@ def refused(case):
                 group["params"] = [parameter for _, parameter in group["params"]]
             ZeroRedundancyOptimizer(groups, sel.SELAdamW, total_steps=10)
             return "not refused"
-        if case == "two shards":
-            mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("a", "b"))
-            weight = distribute_tensor(model[3].weight.detach(), mesh, [Shard(0), Shard(1)])
+        if case == "strides":
+            mesh = init_device_mesh("cpu", (world,))
+            part = distribute_tensor(model[3].weight.detach(), mesh, [Shard(0)]).to_local()
+            weight = DTensor.from_local(part, mesh, [_StridedShard(0, split_factor=2)], run_check=False)
             model[3].weight = nn.Parameter(weight)
             optimizer = optimizer_of(model, config)
             weight = model[3].weight

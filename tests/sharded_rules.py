@@ -7,7 +7,7 @@ from sharded import full, make, model_of, optimizer_of, shard, states, steps, we
 from symexplin.optim.migrate import from_adamw, to_adamw
 from symexplin.optim.muon import SELMuon
 
-__all__ = ["muon", "switched"]
+__all__ = ["rule", "switched"]
 
 
 def switched(how):
@@ -33,8 +33,9 @@ def switched(how):
     return moments, [*after, weights(model)]
 
 
-def muon(how, count):
-    """Train with SELMuon in float64; return weights, state, losses and the last norm of the gradient."""
-    model, optimizer = make(how, sel.preset("paper"), torch.float64, kind=SELMuon, lr=1e-3)
+def rule(how, count, kind=SELMuon, model_of=model_of):
+    """Train in float64; return weights, state, losses and the last norm of the gradient."""
+    config = sel.preset("paper+offset", start="matched")
+    model, optimizer = make(how, config, torch.float64, model_of=model_of, kind=kind, lr=1e-3)
     losses = steps(model, optimizer, how, torch.float64, 0, count)
     return weights(model), states(model, optimizer), losses, float(optimizer.grad_norm)

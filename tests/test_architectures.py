@@ -1,4 +1,4 @@
-"""Six architectures of transformers: routed by a rule, trained for twenty steps, saved and loaded as any other."""
+"""Architectures of transformers: routed by a rule, trained for twenty steps, saved and loaded as any other."""
 
 import fnmatch
 import re
@@ -57,23 +57,38 @@ CASES = {
         "ViTForImageClassification",
         "ViTConfig",
         VIT,
-        r"vit\.layers\.\d\.(attention\.[qkvo]_proj|mlp\.fc[12])\.(weight|bias)",
-        24,
+        r"vit\.(embeddings\.patch_embeddings\.projection|layers\.\d\.(attention\.[qkvo]_proj|mlp\.fc[12]))\.(weight|bias)",
+        26,
+    ),
+    "resnet": (
+        "ResNetForImageClassification",
+        "ResNetConfig",
+        {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic", "num_labels": 3},
+        r"resnet\..*convolution\.weight",
+        6,
+    ),
+    "convnext": (
+        "ConvNextForImageClassification",
+        "ConvNextConfig",
+        {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "patch_size": 2, "num_labels": 3},
+        r"convnext\..*(patch_embeddings|downsampling_layer\.1|dwconv|pwconv[12])\.(weight|bias)",
+        16,
     ),
     "mixtral": (
         "MixtralForCausalLM",
         "MixtralConfig",
         {**GROUPED, "num_local_experts": 4},
-        rf"model\.layers\.\d\.{ATTENTION}\.weight",
-        8,
+        rf"model\.layers\.\d\.({ATTENTION}\.weight|mlp\.experts\.(gate_up|down)_proj)",
+        12,
     ),
 }
 PLAIN = {
     r"(embed_tokens|wte|wpe|embeddings)\.weight$": "embedding",
     "lm_head|classifier|cls.predictions.bias": "output head",
     r"mlp\.gate\.weight": "router of a mixture of experts",
-    r"mlp\.experts": "3-D expert weights",
-    "patch_embeddings": "Conv2d",
+    "normalization": "BatchNorm2d",
+    "downsampling_layer.0": "Norm",
+    "layer_scale": "ConvNextLayer",
     "_token$|position_embeddings$": "ViTEmbeddings",
     "[nN]orm|ln_": "Norm",
 }
@@ -87,8 +102,9 @@ def build(name):
 
 def batch(name):
     generator = torch.Generator().manual_seed(1)
-    if name == "vit":
-        return {"pixel_values": torch.randn(6, 3, 8, 8, generator=generator), "labels": torch.arange(6) % 3}
+    if name in ("vit", "resnet", "convnext"):
+        side = 8 if name == "vit" else 16
+        return {"pixel_values": torch.randn(6, 3, side, side, generator=generator), "labels": torch.arange(6) % 3}
     ids = (torch.randint(0, 32, (6, 1), generator=generator) + torch.arange(12)) % 32
     return {"input_ids": ids, "labels": torch.arange(6) % 3 if name == "bert-classes" else ids}
 
@@ -173,7 +189,9 @@ def test_every_head_and_router_is_found_and_nothing_else(architecture):
     with torch.device("meta"):
         model = kind(kind.config_class(**settings))
     reasons = {"output head": set(), "router of a mixture of experts": set()}
-    linears = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    kinds = (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d)
+    linears = {name for name, module in model.named_modules() if isinstance(module, kinds)}
+    linears |= {name for name, module in model.named_modules() if type(module).__name__.endswith("ParallelExperts")}
     curved = set()
     for route in sel.routing(model):
         layer = route.name.rpartition(".")[0]
@@ -223,7 +241,7 @@ def test_the_step_biases_of_state_space_models_are_plain(kind, mixer):
 
 def test_conv1d_counts_its_outputs_along_the_second_dimension():
     routes = {route.name: route for route in sel.routing(build("gpt2"))}
-    assert routes["transformer.h.0.attn.c_attn.weight"].out_dim == 1
+    assert routes["transformer.h.0.attn.c_attn.weight"].axes == "io"
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -95,15 +95,17 @@ def test_a_layer_used_twice_stays_one_layer():
 
 
 def test_a_plain_bias_beside_a_curved_weight():
-    model = sel.convert(network(), sel.SELConfig(exclude=("0.bias",)))
-    assert torch.equal(model[0].bias, model[0].raw_bias)
-    assert not any(name.startswith("bias_") for name, _ in model[0].named_parameters())
+    model = sel.convert(network(), sel.SELConfig(exclude=("0.bias", "2.weight")))
+    assert [name for name, _ in model.named_parameters()] == ["0.raw_weight", "0.bias", "2.weight", "2.raw_bias"]
+    torch.testing.assert_close(model(x), network()(x), rtol=1e-5, atol=1e-6)
+    model(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_a_failed_convert_leaves_the_model_unchanged():
     model = network()
     model[2].weight.data[0, 0] = float("nan")
-    with pytest.raises(ValueError, match=r"2: cannot invert .* 1 of 120 elements: the weights must be finite"):
+    with pytest.raises(ValueError, match=r"2\.weight: cannot invert .* 1 of 120 elements: the weights must be finite"):
         sel.convert(model)
     assert [type(m) for m in model] == [nn.Linear, nn.GELU, nn.Linear]
 
@@ -113,12 +115,12 @@ def test_a_start_that_is_not_invertible_says_why():
         sel.convert(network(), sel.preset("paper", l=sel.Scale("row", start=8.0)))
 
 
-def test_other_modules_stay_plain_with_a_warning():
+def test_attention_keeps_its_own_linear_type():
     model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
     inputs = torch.randn(2, 3, 8)
     output = model(inputs)
-    with pytest.warns(UserWarning, match="leaves self_attn.in_proj_weight, self_attn.in_proj_bias plain"):
-        sel.convert(model)
+    sel.convert(model, sel.preset("paper", start="matched"))
+    assert model.self_attn.raw_in_proj_weight.shape == (24, 8)
     torch.testing.assert_close(model(inputs), output, rtol=1e-4, atol=1e-5)
     kind = type(sel.fold(model).self_attn.out_proj)
     assert kind is nn.modules.linear.NonDynamicallyQuantizableLinear

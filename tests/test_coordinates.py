@@ -18,10 +18,10 @@ MODES = tuple(transform.MODES)
 WAYS = [("fixed", "none"), ("absorbed", "none"), ("fixed", "exp")]
 
 
-def make(config, shape=(5, 3), out_dim=0, seed=0):
+def make(config, shape=(5, 3), axes="oi", seed=0):
     """Coordinates in float64 with every panel moved away from its start."""
     generator = torch.Generator().manual_seed(seed)
-    layout = Layout(shape, out_dim, config)
+    layout = Layout(shape, axes, config)
     panels = layout.start_panels(torch.float64, torch.device("cpu"), position=3)
     for panel in panels.values():
         panel += 0.1 * torch.randn(panel.shape, generator=generator, dtype=torch.float64)
@@ -36,7 +36,7 @@ def rows_and_columns(coordinates, stem):
     return {name.removeprefix(stem + "_"): v for name, v in slots.items() if name.startswith(stem + "_")}
 
 
-def reference_scale(pattern, vectors, base, out_dim, log):
+def reference_scale(pattern, vectors, base, axes, log):
     """The scale matrix (outputs x inputs) as section 4.4 writes it."""
     r = vectors["row"].reshape(-1) if "row" in vectors else None
     c = vectors["column"].reshape(-1) if "column" in vectors else None
@@ -47,20 +47,20 @@ def reference_scale(pattern, vectors, base, out_dim, log):
     elif pattern == "row_col_mult":
         value = (torch.add if log else torch.mul)(r[:, None], c[None, :])
     elif pattern == "elementwise":
-        value = vectors["full"] if out_dim == 0 else vectors["full"].mT
+        value = vectors["full"] if axes == "oi" else vectors["full"].mT
     elif pattern == "row_col_add":
         value = r[:, None] + c[None, :]
     else:
-        a = vectors["A"] if out_dim == 0 else vectors["A"].mT
-        b = vectors["B"] if out_dim == 0 else vectors["B"].mT
+        a = vectors["A"] if axes == "oi" else vectors["A"].mT
+        b = vectors["B"] if axes == "oi" else vectors["B"].mT
         value = (math.log(base) if log else base) + a @ b
     return value.exp() if log else value
 
 
-@pytest.mark.parametrize("out_dim", [0, 1])
+@pytest.mark.parametrize("axes", ["oi", "io"])
 @pytest.mark.parametrize(("curvature", "transform"), WAYS)
 @pytest.mark.parametrize("pattern", [p for p in PATTERNS if p not in ("fixed", "global")])
-def test_patterns_expand_as_the_paper_writes_them(pattern, curvature, transform, out_dim):
+def test_patterns_expand_as_the_paper_writes_them(pattern, curvature, transform, axes):
     scale = sel.Scale(pattern, rank=2)
     learned = dataclasses.replace(scale, transform=transform)
     log, log_kappa = transform == "exp", transform == "exp" or curvature == "absorbed"
@@ -74,11 +74,11 @@ def test_patterns_expand_as_the_paper_writes_them(pattern, curvature, transform,
         n=sel.Scale(n_pattern, start=0.0, rank=2),
         s=scale,
     )
-    coordinates = make(config, out_dim=out_dim)
+    coordinates = make(config, axes=axes)
     scales = coordinates.scales()
     stem = "log_" if log else ""
     expected = {
-        role: reference_scale(p, rows_and_columns(coordinates, name), base, out_dim, log)
+        role: reference_scale(p, rows_and_columns(coordinates, name), base, axes, log)
         for role, name, p, base, log in (
             ("e", f"{stem}e", pattern, 1.0, log),
             ("l", f"{stem}l", pattern, 1.0, log),
@@ -95,13 +95,13 @@ def test_patterns_expand_as_the_paper_writes_them(pattern, curvature, transform,
     }
     if curvature == "fixed":
         expected["kappa"] = 7.5 * expected["kappa"]
-    raw = coordinates.raw if out_dim == 0 else coordinates.raw.mT
+    raw = coordinates.raw if axes == "oi" else coordinates.raw.mT
     for role, value in expected.items():
         found = getattr(scales, role).broadcast_to(coordinates.raw.shape)
-        found = found if out_dim == 0 else found.mT
+        found = found if axes == "oi" else found.mT
         torch.testing.assert_close(found, value.broadcast_to(raw.shape), rtol=1e-13, atol=1e-13)
     direct = sel.functional.effective(raw, beta=7.5, curvature="absorbed", beta_tilde=expected.pop("kappa"), **expected)
-    found = coordinates.effective() if out_dim == 0 else coordinates.effective().mT
+    found = coordinates.effective() if axes == "oi" else coordinates.effective().mT
     torch.testing.assert_close(found, direct, rtol=1e-12, atol=1e-14)
 
 
@@ -120,8 +120,8 @@ def test_pullback_is_the_gradient_of_effective(mode, pattern, way, normalize):
         *(7.5, mode, curvature, normalize, "matched", scale, scale, scale, n),
         *(dataclasses.replace(scale, transform="none"), sel.Scale("lora", rank=2)),
     )
-    for shape, out_dim in (((5, 3), 0), ((5, 3), 1), ((5,), 0)):
-        coordinates = make(config, shape, out_dim)
+    for shape, axes in (((5, 3), "oi"), ((5, 3), "io"), ((5,), "o"), ((2, 3, 2), "ioi"), ((2, 3, 2), "eoi")):
+        coordinates = make(config, shape, axes)
         generator = torch.Generator().manual_seed(7)
         g = torch.randn(shape, generator=generator, dtype=torch.float64)
         pulled = coordinates.pullback(g)
@@ -135,7 +135,7 @@ def test_pullback_is_the_gradient_of_effective(mode, pattern, way, normalize):
             moved = [coordinates._replace(**{name: part + step * direction}) for step in (h, -h)]
             numeric = float((g * (moved[0].effective() - moved[1].effective())).sum()) / (2 * h)
             found = float((gradient * direction).sum())
-            assert found == pytest.approx(numeric, rel=1e-6, abs=1e-8), (shape, out_dim, name)
+            assert found == pytest.approx(numeric, rel=1e-6, abs=1e-8), (shape, axes, name)
 
 
 def plain_map(mode, w, beta, normalize, e, l, m, n):
@@ -190,7 +190,7 @@ def test_the_start_of_logarithms_and_elementwise_scales_is_exact():
         l=sel.Scale("elementwise", start=0.0),
         m=sel.Scale("elementwise", start=0.7, transform="exp"),
     )
-    layout = Layout((6, 4), 0, config)
+    layout = Layout((6, 4), "oi", config)
     panels = layout.start_panels(torch.float64, w.device, 0)
     coordinates = Coordinates(layout, w, **panels)
     scales = coordinates.scales()
@@ -200,8 +200,9 @@ def test_the_start_of_logarithms_and_elementwise_scales_is_exact():
     torch.testing.assert_close(coordinates.effective(), w, rtol=1e-14, atol=1e-16)
     assert bool((coordinates.pullback(torch.ones_like(w)).full[..., 0] != 0).all())  # l at 0 can move
     none = dataclasses.replace(config, mode="exp_only", e=sel.Scale("elementwise", start=0.0))
+    layout = Layout((6, 4), "oi", none)
     with pytest.raises(ValueError, match="e > 0"):
-        Coordinates(Layout((6, 4), 0, none), w, **Layout((6, 4), 0, none).start_panels(w.dtype, w.device, 0)).matched(w)
+        Coordinates(layout, w, **layout.start_panels(w.dtype, w.device, 0)).matched(w)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -229,7 +230,7 @@ def test_panels_start_at_the_scales_values():
         n=sel.Scale("global", start=0.25),
         delta=sel.Scale("lora", start=0.0, rank=3),
     )
-    layout = Layout((5, 3), 0, config)
+    layout = Layout((5, 3), "oi", config)
     panels = layout.start_panels(torch.float64, torch.device("cpu"), 0)
     scales = Coordinates(layout, torch.zeros(5, 3, dtype=torch.float64), **panels).scales()
     for role, value in (("e", 4.0), ("l", -4.0), ("kappa", 27.0), ("n", 0.25), ("delta", 0.0)):
@@ -241,7 +242,7 @@ def test_panels_start_at_the_scales_values():
 def test_lora_factors_depend_on_seed_and_position_and_leave_the_global_generator_alone():
     def factor(seed, position):
         config = sel.SELConfig(seed=seed, delta=sel.Scale("lora", start=0.0, rank=4))
-        layout = Layout((50, 30), 0, config)
+        layout = Layout((50, 30), "oi", config)
         slot = next(s for s in layout.slots if s.name == "delta_A")
         return layout.view(slot, layout.start_panels(torch.float32, torch.device("cpu"), position)[slot.panel])
 
@@ -255,7 +256,7 @@ def test_lora_factors_depend_on_seed_and_position_and_leave_the_global_generator
 
 
 def test_a_bias_keeps_the_pattern_row_and_no_residual():
-    layout = Layout((4,), 0, sel.preset("paper+offset"))
+    layout = Layout((4,), "o", sel.preset("paper+offset"))
     assert [(s.name, s.panel) for s in layout.slots] == [
         ("e_row", "panel0"),
         ("l_row", "panel0"),
@@ -267,7 +268,7 @@ def test_a_bias_keeps_the_pattern_row_and_no_residual():
 
 
 def test_decay_and_rates_follow_the_paper():
-    layout = Layout((4, 4), 0, sel.preset("paper+offset", beta=10.0, s=sel.Scale("global")))
+    layout = Layout((4, 4), "oi", sel.preset("paper+offset", beta=10.0, s=sel.Scale("global")))
     decays = {slot.name: slot.decay for slot in layout.slots}
     assert {name for name, decay in decays.items() if decay} == {
         "e_row",
@@ -284,14 +285,14 @@ def test_decay_and_rates_follow_the_paper():
 
 def test_a_logarithm_does_not_decay():
     config = sel.preset("paper", **{role: sel.Scale("row_col_mult", transform="exp") for role in "elm"})
-    slots = Layout((4, 3), 0, config).slots
+    slots = Layout((4, 3), "oi", config).slots
     assert [slot.name for slot in slots[:2]] == ["log_e_row", "log_e_column"]
     assert not any(slot.decay for slot in slots)
 
 
 def test_a_mode_creates_only_the_scales_it_uses():
     def names(mode):
-        return {slot.role for slot in Layout((4, 4), 0, sel.preset("paper", start="matched", mode=mode)).slots}
+        return {slot.role for slot in Layout((4, 4), "oi", sel.preset("paper", start="matched", mode=mode)).slots}
 
     assert names("mismatch") == names("congruent") == names("oppose") == {"e", "l", "m"}
     assert names("exp_only") == {"e", "m"}

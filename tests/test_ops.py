@@ -14,7 +14,7 @@ from symexplin.ops import effective_op, key_of, pullback_op
 
 
 def operands(dtype=torch.float32):
-    layout = Layout((6, 5), 0, sel.preset("paper"))
+    layout = Layout((6, 5), "oi", sel.preset("paper"))
     panels = layout.start_panels(dtype, torch.device("cpu"), 0)
     raw = torch.linspace(-0.4, 0.4, 30, dtype=dtype).reshape(6, 5)
     return (raw, *panels.values()), key_of(layout)
@@ -30,7 +30,7 @@ def test_the_operators_keep_torchs_rules(dtype):
 
 
 def test_a_map_that_no_kernel_computes_is_traced():
-    assert key_of(Layout((6, 5), 0, sel.preset("paper+offset"))) is None
+    assert key_of(Layout((6, 5), "oi", sel.preset("paper+offset"))) is None
 
 
 def test_a_model_fresh_from_conversion_compiles_whole():

@@ -162,7 +162,7 @@ def test_routers_and_experts_that_are_types_of_their_own():
         "mixture.choose.layer.bias": router,
         "mixture.shared_expert_gate.weight": router,
         "mixture.shared_expert_gate.bias": router,
-        "mixture.experts.up": (False, "3-D expert weights"),
+        "mixture.experts.up": (True, "expert weights"),
     }
     assert found["body.weight"][0]
     assert found["gate.weight"][0]  # beside no experts
@@ -268,16 +268,16 @@ def test_attention_projections_and_other_types():
     assert found["self_attn.out_proj.weight"][0]
     apart = reasons(nn.MultiheadAttention(8, 2, kdim=4, vdim=6))
     assert apart["k_proj_weight"][0]
-    assert reasons(nn.Conv2d(3, 3, 3))["weight"] == (False, "Conv2d")
+    assert reasons(nn.Conv2d(3, 3, 3))["bias"] == (True, "convolution bias")
     assert reasons(nn.LSTM(4, 4))["weight_ih_l0"] == (False, "LSTM")
 
 
 def test_conv1d_of_transformers_is_transposed():
     conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
     (weight, bias) = sel.routing(nn.Sequential(conv1d(12, 2048)))
-    assert (weight.curved, weight.out_dim, weight.reason) == (True, 1, "Conv1D weight")
+    assert (weight.curved, weight.axes, weight.reason) == (True, "io", "Conv1D weight")
     assert tuple(weight.parameter.shape) == (2048, 12)
-    assert (bias.curved, bias.out_dim) == (True, 0)
+    assert (bias.curved, bias.axes) == (True, "o")
 
 
 def test_head_named_by_the_model_wins():
@@ -308,9 +308,8 @@ def test_patterns_override_the_rules_and_exclude_wins():
         (
             nn.LayerNorm(4),
             {"include": ("weight",)},
-            r"weight \(included by 'weight'\) has shape \(4,\): only 2-D",
+            r"weight \(included by 'weight'\) has shape \(4,\): weights and biases",
         ),
-        (nn.Conv1d(2, 2, 3), {"include": ("weight",)}, r"shape \(2, 2, 3\): only 2-D"),
         (nn.Linear(2, 2), {"include": ("wieght",)}, "include pattern 'wieght' matches no parameter"),
         (nn.Linear(2, 2), {"exclude": ("x.*",)}, "exclude pattern 'x.*' matches no parameter"),
     ],
@@ -323,7 +322,7 @@ def test_bad_patterns(model, config, message):
 def test_a_flattened_linear_weight_is_refused():
     layer = nn.Linear(4, 4)
     layer.weight = nn.Parameter(layer.weight.detach().flatten())
-    with pytest.raises(ValueError, match=r"weight \(linear weight\) has shape \(16,\): only 2-D .* unflatten"):
+    with pytest.raises(ValueError, match=r"weight \(linear weight\) has shape \(16,\): .* unflatten"):
         sel.routing(layer)
 
 

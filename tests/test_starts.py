@@ -21,7 +21,7 @@ def xavier():
 
 def test_mismatched_start_at_width_1024(xavier):
     """Section 4.3: positive weights exact, negative ones 20-25 % weaker; and 2|L| is what they lose."""
-    layout = Layout((64, 1024), 0, sel.preset("paper"))
+    layout = Layout((64, 1024), "oi", sel.preset("paper"))
     start = start_weight(xavier, layout)
     positive = xavier > 0
     torch.testing.assert_close(start[positive], xavier[positive], rtol=1e-12, atol=0)

@@ -6,8 +6,9 @@ Kernels compute the map where they cover it. Otherwise the readable formulas do,
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
-from typing import NamedTuple
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,10 +27,11 @@ _BLOCK = 2**15
 class Coordinates(NamedTuple):
     """A curved tensor and its map: a view of the raw weight and panels that owns no storage.
 
-    All tensors may have one leading batch dimension for several tensors of one layout.
+    All tensors may have one leading batch dimension for several tensors of one layout. A tensor that is not a matrix or
+    vector, such as a convolution's weight, is computed in the form of its matrices (:mod:`symexplin.axes`).
 
     >>> from symexplin.config import SELConfig
-    >>> layout = Layout((3, 2), 0, SELConfig(beta=7.5))
+    >>> layout = Layout((3, 2), "oi", SELConfig(beta=7.5))
     >>> panels = layout.start_panels(torch.float64, torch.device("cpu"), position=0)
     >>> coordinates = Coordinates(layout, torch.zeros(3, 2, dtype=torch.float64), **panels)
     >>> w = torch.tensor([[0.1, -0.2], [0.0, 1e-9], [2.0, -3.0]], dtype=torch.float64)
@@ -47,6 +49,8 @@ class Coordinates(NamedTuple):
     def scales(self) -> Scales:
         """Expand the panels to the scales of the map, which broadcast against the raw weight."""
         layout = self.layout
+        if layout.matrix is not layout:
+            return Scales(*(self._spread(value) for value in self.matrices().scales()))
         kappa: Value = layout.beta
         if "m" in layout.config.roles:
             kappa = self._value("m") if layout.is_absorbed("m") else layout.beta * self._value("m")  # paper, Eq. 4
@@ -54,14 +58,35 @@ class Coordinates(NamedTuple):
         delta = self._value("delta") if layout.by_role("delta") else None
         return Scales(kappa=kappa, delta=delta if isinstance(delta, Tensor) else None, **values)
 
+    def matrices(self) -> "Coordinates":
+        """Return the tensor's matrices with their map; a stack's have a leading dimension."""
+        layout, axes = self.layout, self.layout.axes
+        if layout.matrix is layout:
+            return self
+        panels = (axes.matrix_panel(panel, getattr(self, panel)) for panel in PANELS)
+        return Coordinates(layout.matrix, axes.matrices(self.raw), *panels)
+
+    def _spread(self, value: Any) -> Any:
+        """Return a scale of the matrices with the shape of the tensor."""
+        if not isinstance(value, Tensor):
+            return value
+        shape = (*self.matrices().raw.shape[: -len(self.layout.matrix.shape)], *self.layout.matrix.shape)
+        return self.layout.axes.tensor(value.expand(shape), self.raw.shape)
+
     def effective(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the effective weight (paper, Eq. 7) in `dtype`, by default that of the raw weight."""
         dtype = dtype or self.raw.dtype
+        if self.layout.matrix is not self.layout:
+            return self.layout.axes.tensor(self.matrices().effective(dtype), self.raw.shape)
         if self._is_traced():
             value = forward(self.layout.form, self.raw, self.scales())
             # torch 2.11 compiles a Function whose forward ends with a `to` that changes nothing to gradients of zero.
             return value if value.dtype == dtype else value.to(dtype)
         value = torch.empty_like(self.raw, dtype=dtype)
+        if self._is_large_stack():
+            for one, of_one in zip(self._unbound(), value.unbind(), strict=True):
+                of_one.copy_(one.effective(dtype))
+            return value
         if found := self._kernels(value):
             backend, terms, curve = found
             backend.write(terms, Matrices([self.raw], [value]), curve.factors())
@@ -74,6 +99,14 @@ class Coordinates(NamedTuple):
         """Whether torch.compile or autograd records operations."""
         recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self[1:])
         return recorded or torch.compiler.is_compiling()
+
+    def _is_large_stack(self) -> bool:
+        """Whether the matrices have a leading dimension and are too large for a common computation."""
+        return self.raw.dim() > len(self.layout.shape) and self.raw[:1].numel() > _BLOCK // 2
+
+    def _unbound(self) -> list["Coordinates"]:
+        """Return the matrices of a stack."""
+        return [Coordinates(self.layout, *p) for p in zip(*(t.unbind() for t in self[1:]), strict=True)]
 
     def _kernels(self, weight: Tensor) -> tuple[Backend, Terms, FactoredMap] | None:
         """Return the kernels for this map between the raw weight and `weight`, or None."""
@@ -114,6 +147,14 @@ class Coordinates(NamedTuple):
         Raises:
             ValueError: an entry to invert is not finite or has no inverse.
         """
+        if self.layout.matrix is not self.layout:
+            axes = self.layout.axes
+            masked = None if where is None else axes.matrices(where)
+            return axes.tensor(self.matrices().matched(axes.matrices(w), masked), w.shape)
+        if self._is_large_stack() and w.shape == self.raw.shape:
+            masks: Iterable[Any] = itertools.repeat(None, len(w)) if where is None else where.unbind()
+            parts = zip(self._unbound(), w.unbind(), masks, strict=True)
+            return torch.stack([one.matched(of_one, mask) for one, of_one, mask in parts])
         if where is not None:
             return self._matched(w, where)
         raw = torch.empty_like(self.raw, dtype=compute_dtype(w))
@@ -141,8 +182,16 @@ class Coordinates(NamedTuple):
 
     def pullback(self, g: Tensor) -> "Coordinates":
         """Return the gradients by raw weight and panels, as Coordinates, for a gradient `g` of the weight."""
+        if self.layout.matrix is not self.layout:
+            axes = self.layout.axes
+            pulled = self.matrices().pullback(axes.matrices(g))
+            panels = (axes.panel(p, getattr(pulled, p), getattr(self, p).shape) for p in PANELS)
+            return Coordinates(self.layout, axes.tensor(pulled.raw, self.raw.shape), *panels)
         if self._is_traced():
             return self._pullback(g.to(self.raw.dtype))
+        if self._is_large_stack():
+            each = [one.pullback(of_one)[1:] for one, of_one in zip(self._unbound(), g.unbind(), strict=True)]
+            return Coordinates(self.layout, *map(torch.stack, zip(*each, strict=True)))
         g = g.contiguous()
         if g.shape == self.raw.shape and not g._is_zerotensor() and (found := self._kernels(g)):
             backend, terms, curve = found

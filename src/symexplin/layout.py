@@ -5,8 +5,9 @@ are packed in
 
     panel0 (shape[0], P0)    panel1 (P1, shape[1])    scalar (P2,)    full (shape[0], shape[1], P3)
 
-Panels are named by tensor dimension, because "row" and "column" swap in a transposed weight (out_dim = 1). A bias is
-1-D and has only panel0 and scalar. The elementwise numbers in `full` are sharded as the weight is.
+Panels are named by tensor dimension, because "row" and "column" swap in a transposed weight. A bias is 1-D and has only
+panel0 and scalar. The elementwise numbers in `full` are sharded as the weight is. The panels of a tensor that is not a
+matrix have the dimensions of its rows and columns (:mod:`symexplin.axes`), behind that of the stack if it is one.
 """
 
 import functools
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from symexplin.axes import Axes, axes_of
 from symexplin.config import DECAYED_ROLES, SELConfig
 from symexplin.transform import Form
 
@@ -44,36 +46,44 @@ class Layout:
     """The static description of one curved tensor: its shape, its map and the place of every learned scale.
 
     Args:
-        shape: (d0, d1) of a weight or (d0,) of a bias.
-        out_dim: the output dimension of a weight: 0 for `nn.Linear`, 1 for transformers' `Conv1D`.
+        shape: that of the weight or bias.
+        letters: its axes (:mod:`symexplin.axes`): "oi" for the weight of `nn.Linear`, "o" for a bias.
         config: the configuration of the model. One that is not resolved gets the numbers of a model that has this
             tensor alone.
 
     >>> from symexplin.presets import preset
-    >>> layout = Layout((3, 2), 0, preset("paper"))
+    >>> layout = Layout((3, 2), "oi", preset("paper"))
     >>> [(slot.name, slot.panel, slot.index) for slot in layout.slots][:2]
     [('e_row', 'panel0', 0), ('e_column', 'panel1', 0)]
     """
 
     shape: tuple[int, ...]
-    out_dim: int
+    letters: str
     config: SELConfig
+    axes: Axes = field(init=False, repr=False, compare=False)
     form: Form = field(init=False, repr=False, compare=False)  # the fixed part of the map
+    matrix: "Layout" = field(init=False, repr=False, compare=False)  # that of one matrix; itself for a matrix or vector
     # Every learned vector in a fixed order: by role, outputs before inputs.
     slots: tuple[Slot, ...] = field(init=False, repr=False, compare=False)
     panel_shapes: dict[str, tuple[int, ...]] = field(init=False, repr=False, compare=False)
 
     @staticmethod
-    def of(shape: tuple[int, ...], out_dim: int, config: str) -> "Layout":
+    def of(shape: tuple[int, ...], letters: str, config: str) -> "Layout":
         """Return the layout of a configuration given as JSON; equal arguments give the same object."""
-        return _layout_of(shape, out_dim, config)
+        return _layout_of(shape, letters, config)
 
     def __post_init__(self) -> None:
         """Compute the derived fields now: computed lazily, they could be first needed inside torch.compile."""
-        object.__setattr__(self, "config", self.config.resolve(max(self.shape)))
+        axes = axes_of(self.letters)
+        sides = axes.matrix_shape(self.shape)
+        object.__setattr__(self, "axes", axes)
+        object.__setattr__(self, "config", self.config.resolve(max(sides)))
         object.__setattr__(self, "form", Form(self.config.mode, self.beta, self.config.normalize))
         object.__setattr__(self, "slots", self._slots())
-        object.__setattr__(self, "panel_shapes", {panel: self._panel_shape(panel) for panel in PANELS})
+        widths = {panel: self.width(panel) for panel in PANELS}
+        object.__setattr__(self, "panel_shapes", axes.panel_shapes(self.shape, widths))
+        matrix = self if axes.is_matrix else Layout(sides, axes.matrix_letters, self.config)
+        object.__setattr__(self, "matrix", matrix)
 
     @property
     def beta(self) -> float:
@@ -100,7 +110,7 @@ class Layout:
         its factors' logarithms for their product.
         """
         pattern: str = getattr(self.config, role).pattern
-        if len(self.shape) == 1 and pattern not in ("fixed", "global"):
+        if not self.axes.columns and pattern not in ("fixed", "global"):
             return "fixed" if role == "delta" else "row"
         return "row_col_add" if pattern == "row_col_mult" and self.is_log(role) else pattern
 
@@ -121,7 +131,7 @@ class Layout:
         """Return (name suffix, panel, count, start) of a role's slots."""
         scale = getattr(self.config, role)
         start = math.log(self.first(role)) if self.is_log(role) else self.first(role)
-        rows, columns = ("panel0", "panel1") if self.out_dim == 0 else ("panel1", "panel0")
+        rows, columns = ("panel0", "panel1") if self.axes.out_dim == 0 else ("panel1", "panel0")
         pattern = self.pattern(role)
         if pattern == "fixed":  # the delta of a bias
             return []
@@ -141,21 +151,12 @@ class Layout:
         return [("row", rows, 1, math.copysign(root, start)), ("column", columns, 1, root)]
 
     def width(self, panel: str) -> int:
-        """Return the number of columns of panel0, rows of panel1, entries of scalar or matrices of full."""
+        """Return the number of vectors in panel0 or panel1, of entries in scalar or of matrices in full."""
         return sum(slot.count for slot in self.slots if slot.panel == panel)
 
     def panel_shape(self, panel: str) -> tuple[int, ...]:
         """Return the shape of a panel."""
         return self.panel_shapes[panel]
-
-    def _panel_shape(self, panel: str) -> tuple[int, ...]:
-        if panel == "scalar":
-            return (self.width(panel),)
-        if panel == "full":
-            return (*self.shape, self.width(panel))
-        if panel == "panel0":
-            return (self.shape[0], self.width(panel))
-        return (self.width(panel), self.shape[1] if len(self.shape) == 2 else 0)
 
     def start_panels(self, dtype: torch.dtype, device: torch.device, position: int) -> dict[str, Tensor]:
         """Return the panels with their start values.
@@ -175,14 +176,10 @@ class Layout:
         return panels
 
     def view(self, slot: Slot, panel: Tensor) -> Tensor:
-        """Return the slot's part of its panel, which may have a leading batch dimension."""
-        if slot.panel in ("scalar", "full"):
+        """Return the slot's part of its panel, which may have leading dimensions."""
+        if slot.panel in ("scalar", "full") or not self.axes.columns:
             return panel[..., slot.index]
-        if slot.panel == "panel1":
-            return panel[..., slot.index : slot.index + slot.count, :]
-        if len(self.shape) == 1:
-            return panel[..., slot.index]
-        return panel[..., slot.index : slot.index + slot.count]
+        return panel.narrow(self.axes.vectors_dim(slot.panel), slot.index, slot.count)
 
     def by_role(self, role: str) -> list[Slot]:
         """Return the slots of a role, the one of panel0 first."""
@@ -190,5 +187,5 @@ class Layout:
 
 
 @functools.cache
-def _layout_of(shape: tuple[int, ...], out_dim: int, config: str) -> Layout:
-    return Layout(shape, out_dim, SELConfig.from_json(config))
+def _layout_of(shape: tuple[int, ...], letters: str, config: str) -> Layout:
+    return Layout(shape, letters, SELConfig.from_json(config))

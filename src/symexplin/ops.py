@@ -12,12 +12,12 @@ from symexplin.layout import Layout
 
 __all__ = ["Key", "effective_op", "key_of", "pullback_op"]
 
-Key = tuple[int, str]  # out_dim, configuration as JSON
+Key = tuple[str, str]  # axes, configuration as JSON
 
 
 def key_of(layout: Layout) -> Key | None:
     """Return the operators' arguments that identify a map; None: no kernel covers it, so it is traced instead."""
-    return None if terms_of(layout) is None else (layout.out_dim, layout.config.to_json())
+    return None if terms_of(layout) is None else (layout.letters, layout.config.to_json())
 
 
 @torch.library.custom_op("symexplin::effective", mutates_args=())
@@ -27,12 +27,12 @@ def effective_op(
     panel1: Tensor,
     scalar: Tensor,
     full: Tensor,
-    out_dim: int,
+    letters: str,
     config: str,
     dtype: torch.dtype,
 ) -> Tensor:
     """Return the effective weight of :class:`symexplin.coordinates.Coordinates` in `dtype`."""
-    layout = Layout.of(tuple(raw.shape), out_dim, config)
+    layout = Layout.of(tuple(raw.shape), letters, config)
     return Coordinates(layout, raw, panel0, panel1, scalar, full).effective(dtype)
 
 
@@ -43,7 +43,7 @@ def _(
     panel1: Tensor,  # noqa: ARG001
     scalar: Tensor,  # noqa: ARG001
     full: Tensor,  # noqa: ARG001
-    out_dim: int,  # noqa: ARG001
+    letters: str,  # noqa: ARG001
     config: str,  # noqa: ARG001
     dtype: torch.dtype,
 ) -> Tensor:
@@ -58,11 +58,11 @@ def pullback_op(
     scalar: Tensor,
     full: Tensor,
     g: Tensor,
-    out_dim: int,
+    letters: str,
     config: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients by raw weight and panels for a gradient `g` of the effective weight."""
-    layout = Layout.of(tuple(raw.shape), out_dim, config)
+    layout = Layout.of(tuple(raw.shape), letters, config)
     pulled = Coordinates(layout, raw, panel0, panel1, scalar, full).pullback(g)
     return pulled.raw, pulled.panel0, pulled.panel1, pulled.scalar, pulled.full
 
@@ -75,7 +75,7 @@ def _(
     scalar: Tensor,
     full: Tensor,
     g: Tensor,  # noqa: ARG001
-    out_dim: int,  # noqa: ARG001
+    letters: str,  # noqa: ARG001
     config: str,  # noqa: ARG001
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     empty = torch.empty_like

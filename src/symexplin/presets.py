@@ -6,7 +6,9 @@ from typing import Any
 from symexplin.config import BETA_AT_1024, SCALE_ROLES, Scale, SELConfig
 from symexplin.validation import check_choice
 
-__all__ = ["PRESETS", "preset"]
+__all__ = ["IDENTITY", "PRESETS", "preset"]
+
+IDENTITY = SELConfig(mode="linear", beta=1.0)  # the map whose raw weights are the weights
 
 # The paper's learned scales, with its multipliers for the learning rate 3e-4 (section 5.1).
 _LEARNED = {

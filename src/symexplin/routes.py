@@ -7,16 +7,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from symexplin.axes import axes_of
 from symexplin.config import SELConfig, check_config
 from symexplin.layout import Layout
 from symexplin.patterns import by_name, check_patterns, first_match
 from symexplin.plain import STEP_BIASES, ends_like, plain_modules
+from symexplin.projections import Parts, fused_parts
 
 __all__ = ["Rate", "Route", "Routing", "routing"]
 
 Rate = float | Tensor | Mapping[str, float]  # a number, or numbers by name pattern
 _INSIDE = "curved in its module"
 _FROZEN = "frozen"
+_AXES = {2: "oi", 3: "eoi"}  # of included parameters of other modules
 
 
 @dataclass(frozen=True)
@@ -28,13 +31,19 @@ class Route:
     position: int  # in named_parameters order: seeds LoRA's A
     curved: bool
     reason: str
-    out_dim: int = 0
+    axes: str = ""  # of a curved parameter, see symexplin.axes
+    parts: Parts = ()  # the outputs of each matrix of a fused projection, see symexplin.projections
     lr: Any = None  # None: the optimizer's
     weight_decay: Any = None
 
+    @property
+    def is_weight(self) -> bool:
+        """Whether a curved parameter has rows and columns; biases have not."""
+        return bool(self.axes) and bool(axes_of(self.axes).columns)
+
     def layout(self, config: SELConfig) -> Layout:
         """Return the layout of a curved parameter."""
-        return Layout(tuple(self.parameter.shape), self.out_dim, config)
+        return Layout(tuple(self.parameter.shape), self.axes, config)
 
 
 @dataclass(frozen=True)
@@ -96,8 +105,8 @@ class _Candidate:
 
     reason: str
     curved: bool = False
-    out_dim: int = 0
-    matrix: nn.Parameter | None = None  # the weight beside a bias
+    axes: str = ""
+    weight: tuple[Tensor, str] | None = None  # a bias's: the weight beside it and its axes
     decays: bool = True  # False for scales of a converted layer that shape the map
 
 
@@ -112,11 +121,10 @@ def routing(
 ) -> Routing:
     """Decide for every parameter of `model` whether it is curved, and give the reason.
 
-    The weights and biases of `nn.Linear`, of transformers' `Conv1D` and of the input projections of
-    `nn.MultiheadAttention` are curved. Plain are: embeddings and parameters tied to them, output heads, routers of
-    mixtures of experts, step biases of state-space models, norms, convolutions, frozen and non-floating parameters.
-    Expert weights in one 3-D tensor are plain; experts that are linear layers are curved. LoRA's factors under PEFT
-    are linear layers and therefore curved.
+    The weights and biases of `nn.Linear`, of transformers' `Conv1D`, of convolutions, of experts in one tensor and of
+    the input projections of `nn.MultiheadAttention` are curved. Plain are: embeddings and parameters tied to them,
+    output heads, routers of mixtures of experts, step biases of state-space models, norms, frozen and non-floating
+    parameters. LoRA's factors under PEFT are linear layers and therefore curved.
 
     A head is the result of `get_output_embeddings`, has one of :data:`symexplin.plain.HEAD_NAMES`, or is as wide as
     the token vocabulary. A router has one of :data:`symexplin.plain.ROUTER_NAMES`, a router's type, or is a `gate`
@@ -133,8 +141,8 @@ def routing(
         whole: the model that contains `model`. It determines the parameters' names, the width and the decisions.
 
     Raises:
-        ValueError: a pattern matches nothing or never counts, or includes a parameter that is neither a 2-D weight nor
-            the bias of a linear layer; `model` is not a part of `whole`.
+        ValueError: a pattern matches nothing or never counts, or includes a parameter that is no bias of a layer, no
+            matrix and no stack of matrices; `model` is not a part of `whole`.
 
     >>> model = nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4))
     >>> print(routing(model))
@@ -167,7 +175,9 @@ def routing(
     for position, (name, parameter) in enumerate(whole.named_parameters()):
         candidate = candidates.get(id(parameter), _Candidate("not in a linear layer"))
         route = _decide(name, names[id(parameter)], parameter, position, candidate, config)
-        decay = decays[name] if candidate.decays and not _undecayed(route, no_decay) else 0.0
+        if route.is_weight:
+            route = replace(route, parts=fused_parts(whole, name, *_sides(route)))
+        decay = decays[name] if candidate.decays and not _undecayed(route, candidate, no_decay) else 0.0
         routes.append(replace(route, lr=rates[name], weight_decay=decay))
     width = _width(routes, candidates)
     found = tuple(route for route in routes if id(route.parameter) in inside)
@@ -176,25 +186,33 @@ def routing(
 
 def _width(routes: Sequence[Route], candidates: Mapping[int, _Candidate]) -> int | None:
     """Return the width of :class:`Routing`."""
-    curved = [route.parameter for route in routes if route.curved]
+    curved = [route for route in routes if route.curved]
     if not curved:
         return None
-    frozen = [r.parameter for r in routes if r.reason == _FROZEN and id(r.parameter) in candidates]
-    matrices = [p for p in (*curved, *(p for p in frozen if candidates[id(p)].curved)) if p.dim() == 2]
-    if not matrices:
-        matrices = [matrix for p in curved if (matrix := candidates[id(p)].matrix) is not None]
-    sides = Counter(side for matrix in matrices for side in matrix.shape)
+    known = [(route, candidates.get(id(route.parameter), _Candidate(""))) for route in routes]
+    frozen = [(route.parameter, c.axes) for route, c in known if route.reason == _FROZEN and c.curved]
+    found: list[tuple[Tensor, str]] = [*((route.parameter, route.axes) for route in curved), *frozen]
+    weights = [(weight, axes) for weight, axes in found if axes_of(axes).columns]
+    weights = weights or [c.weight for route, c in known if route.curved and c.weight is not None]
+    sides = Counter(side for weight, axes in weights for side in axes_of(axes).fans(weight.shape))
     return max(sides, key=lambda side: (sides[side], side)) if sides else None
 
 
-def _undecayed(route: Route, no_decay: Sequence[str] | str) -> bool:
+def _sides(route: Route) -> tuple[int, int]:
+    """Return the numbers of outputs and inputs of a weight."""
+    axes = axes_of(route.axes)
+    sides = axes.matrix_shape(route.parameter.shape)
+    return sides[axes.out_dim], sides[1 - axes.out_dim]
+
+
+def _undecayed(route: Route, candidate: _Candidate, no_decay: Sequence[str] | str) -> bool:
     if not isinstance(no_decay, str):
         return first_match([route.name], no_decay) is not None
     if no_decay != "usual":
         raise ValueError(f"no_decay must be a sequence of patterns, or 'usual', got the string {no_decay!r}")
     if route.reason == _INSIDE:
-        return route.name.rpartition(".")[2].startswith(("raw_bias", "bias_"))
-    return route.parameter.dim() < 2 or "embedding" in route.reason
+        return bool(candidate.axes)  # a bias or one of its scales
+    return route.parameter.dim() < 2 or candidate.axes == "eo" or "embedding" in route.reason
 
 
 def _inside(model: nn.Module, whole: nn.Module) -> set[int]:
@@ -223,22 +241,22 @@ def _decide(
     if included is None and not candidate.curved:
         return Route(name, parameter, position, False, candidate.reason)
     reason = candidate.reason if included is None else f"included by {included!r}"
-    out_dim, matrix = candidate.out_dim, parameter if candidate.matrix is None else candidate.matrix
-    if matrix.dim() != 2 or parameter.dim() not in (1, 2):
+    axes = candidate.axes or _AXES.get(parameter.dim(), "")
+    if len(axes) != parameter.dim():
         raise ValueError(
-            f"{name} ({reason}) has shape {tuple(parameter.shape)}: only 2-D weights and biases of linear layers "
-            "can be curved; exclude it, or unflatten the parameters of the model"
+            f"{name} ({reason}) has shape {tuple(parameter.shape)}: weights and biases of linear layers and of "
+            "convolutions, matrices and stacks of them can be curved; exclude it, or unflatten the model's parameters"
         )
-    if parameter.numel() == 0 or matrix.numel() == 0:
+    if parameter.numel() == 0 or (candidate.weight is not None and candidate.weight[0].numel() == 0):
         return Route(name, parameter, position, False, "empty")
-    if config.mode == "power" and (flat := _never_moves(parameter)):
+    if config.mode == "power" and (flat := _never_moves(parameter, axes)):
         return Route(name, parameter, position, False, flat)
-    return Route(name, parameter, position, True, reason, out_dim if parameter.dim() == 2 else 0)
+    return Route(name, parameter, position, True, reason, axes)
 
 
-def _never_moves(parameter: nn.Parameter) -> str:
+def _never_moves(parameter: nn.Parameter, axes: str) -> str:
     """Return why a parameter stays plain where the slope of the map at zero is zero, or ""."""
-    if parameter.dim() == 1:  # by type: most are drawn as zeros, and a resumed run must find the same routing
+    if not axes_of(axes).columns:  # by type: most are drawn as zeros, and a resumed run must find the same routing
         return "bias, and the slope at 0 is 0"
     return "" if parameter.is_meta or parameter.detach().any() else "starts at 0, where the slope is 0"
 
@@ -266,20 +284,51 @@ def _candidates(model: nn.Module) -> dict[int, _Candidate]:
 
 
 def _candidate(module: nn.Module, local: str, parameter: nn.Parameter) -> _Candidate:
-    if isinstance(module, nn.Linear) or _is_conv1d(module):
-        label, out_dim = ("Conv1D", 1) if _is_conv1d(module) else ("linear", 0)
-        weight = module._parameters.get("weight")
-        if local in ("weight", "bias") and weight is not None:
-            return _Candidate(f"{label} {local}", True, out_dim, weight)
+    if hasattr(module, "sel_roles") and local in module.sel_roles():  # type: ignore[operator]
+        layout, slot = module.sel_roles()[local]  # type: ignore[operator]
+        return _Candidate(_INSIDE, axes="" if layout.axes.columns else "o", decays=slot is None or slot.decay)
+    kind, axes = _layer(module)
+    weight = module._parameters.get("weight")
+    if kind and local in ("weight", "bias") and weight is not None:
+        beside = None if local == "weight" else (weight, axes)
+        return _Candidate(f"{kind} {local}", True, axes if local == "weight" else "o", beside)
     if isinstance(module, nn.MultiheadAttention) and local.endswith(("proj_weight", "proj_bias")):
         weight = module.in_proj_weight if module.in_proj_weight is not None else module.q_proj_weight
-        return _Candidate("attention input projection", True, 0, parameter if parameter.dim() == 2 else weight)
-    if hasattr(module, "sel_roles"):
-        slot = module.sel_roles()[local]  # type: ignore[operator]
-        return _Candidate(_INSIDE, decays=slot is None or slot.decay)
-    if parameter.dim() == 3 and "Experts" in type(module).__name__:
-        return _Candidate("3-D expert weights")
+        axes, beside = ("oi", None) if parameter.dim() == 2 else ("o", (weight, "oi"))
+        return _Candidate("attention input projection", True, axes, beside)
+    if "Experts" in type(module).__name__ and (axes := _expert_axes(module, local, parameter)):
+        return _Candidate("expert bias" if axes == "eo" else "expert weights", True, axes)
     return _Candidate(type(module).__name__)
+
+
+def _layer(module: nn.Module) -> tuple[str, str]:
+    """Return the name of a linear layer or convolution for the reason, and its weight's axes; empty for others."""
+    if isinstance(module, nn.Linear):
+        return "linear", "oi"
+    if _is_conv1d(module):
+        return "Conv1D", "io"
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return "convolution", "oi" + "i" * len(module.kernel_size)
+    if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
+        return "transposed convolution", "io" + "i" * len(module.kernel_size)
+    return "", ""
+
+
+def _expert_axes(module: nn.Module, local: str, parameter: nn.Parameter) -> str:
+    """Return the axes of the weights or biases of all experts in one tensor, or ""; only a dimension can tell.
+
+    transformers says whether inputs come first (`is_transposed`). Elsewhere the model's width does: it is the number of
+    inputs, or in a `down` projection of outputs.
+    """
+    if parameter.dim() == 2 and local.endswith("bias"):
+        return "eo"
+    if parameter.dim() != 3:
+        return ""
+    width = getattr(module, "hidden_size", getattr(module, "hidden_dim", None))
+    inputs_first = getattr(module, "is_transposed", None)
+    if inputs_first is None and width in parameter.shape[1:] and parameter.shape[1] != parameter.shape[2]:
+        inputs_first = (parameter.shape[1] == width) != ("down" in local)
+    return "eio" if inputs_first else "eoi"
 
 
 def _is_conv1d(module: nn.Module) -> bool:

@@ -6,6 +6,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from symexplin.axes import axes_of
 from symexplin.config import SELConfig
 from symexplin.coordinates import Coordinates
 from symexplin.layout import Layout
@@ -30,7 +31,7 @@ def start_weight(target: Tensor, layout: Layout) -> Tensor:
     "matched": the target. "mismatched": ``mismatch(congruent_inverse(target))`` elementwise, with the start values of
     the layout's scales and without delta. Positive weights keep their value; negative ones lose 2 |L|.
 
-    >>> layout = Layout((1, 2), 0, SELConfig(beta=7.5, start="mismatched"))
+    >>> layout = Layout((1, 2), "oi", SELConfig(beta=7.5, start="mismatched"))
     >>> start_weight(torch.tensor([[0.05, -0.05]]), layout)
     tensor([[ 0.0500, -0.0397]])
     """
@@ -40,16 +41,17 @@ def start_weight(target: Tensor, layout: Layout) -> Tensor:
     panels = layout.start_panels(target.dtype, target.device, position=0)
     forward = Coordinates(layout, target, **panels)
     config = dataclasses.replace(layout.config, mode="congruent", start="matched")
-    congruent = Coordinates(Layout(layout.shape, layout.out_dim, config), target, **panels)
+    congruent = Coordinates(Layout(layout.shape, layout.letters, config), target, **panels)
     return forward._replace(raw=congruent.matched(target)).effective()
 
 
 @torch.no_grad()
-def is_fresh(weight: Tensor) -> bool:
-    """Whether a matrix may be a fresh uniform draw: within its bound, and mean and mean square within noise of its own.
+def is_fresh(weight: Tensor, letters: str = "oi") -> bool:
+    """Whether a weight may be a fresh uniform draw: within its bound, and mean and mean square within noise of its own.
 
-    The bound is Xavier's, sqrt(6/(d_in + d_out)), or that of `nn.Linear`, 1/sqrt(d_in). Zeros count as fresh: no start
-    changes them. A few weights show little, so a trained matrix of 100 numbers may pass.
+    The bound is Xavier's, sqrt(6/(d_in + d_out)), or that of `nn.Linear` and convolutions, 1/sqrt(d_in), with the fans
+    of the weight's axes (:mod:`symexplin.axes`). Zeros count as fresh: no start changes them. A few weights show
+    little, so a trained matrix of 100 numbers may pass.
 
     >>> is_fresh(nn.Linear(64, 64).weight), is_fresh(torch.eye(64)), is_fresh(0.02 * torch.randn(64, 64))
     (True, False, False)
@@ -60,7 +62,8 @@ def is_fresh(weight: Tensor) -> bool:
     largest, size, square = float(w.abs().max()), math.sqrt(w.numel()), float(w.square().mean())
     if abs(float(w.mean())) > _ERRORS * math.sqrt(square) / size:
         return False
-    bounds = (math.sqrt(6.0 / sum(w.shape)), 1.0 / math.sqrt(w.shape[1]))
+    fans = axes_of(letters).fans(w.shape)
+    bounds = (math.sqrt(6.0 / sum(fans)), 1.0 / math.sqrt(fans[1]))
     uniform = (largest <= b * _ROUNDING and abs(square / b**2 - 1.0 / 3.0) <= _ERRORS / (2.0 * size) for b in bounds)
     return largest == 0.0 or any(uniform)
 
@@ -77,7 +80,7 @@ def stale(name: str) -> str:
 def check_fresh(table: Routing) -> None:
     """Raise ValueError for a mismatched start of matrices that were not just drawn."""
     for route in table.curved if table.config.start == "mismatched" else ():
-        if route.parameter.dim() == 2 and not is_fresh(route.parameter):
+        if route.is_weight and not is_fresh(route.parameter, route.axes):
             raise ValueError(stale(route.name))
 
 
@@ -104,8 +107,9 @@ def init_(
     if not table.curved:
         raise ValueError(f"model has nothing to curve (a converted one starts by `convert`):\n{table}")
     for route in table.curved:
-        if xavier and route.parameter.dim() == 2:
-            nn.init.xavier_uniform_(route.parameter, generator=generator)
+        for weight in route.parameter if route.axes.startswith("e") else [route.parameter]:
+            if xavier and route.is_weight:
+                nn.init.xavier_uniform_(weight, generator=generator)
         if table.config.mode == "mismatch":
             with naming(route.name):
                 layout = route.layout(dataclasses.replace(table.config, start="mismatched"))

@@ -18,8 +18,8 @@ from symexplin.layout import PANELS, Layout
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C compiler")
 
 UNIT, DENORMAL = 2.0**-24, 2.0**-149
-PLACES = [((1, 1), 0), ((1, 7), 1), ((33, 65), 0), ((33, 65), 1), ((130, 257), 0), ((0, 5), 0), ((5, 0), 1)]
-PLACES += [((3, 2500), 0), ((600, 16), 1), ((70,), 0), ((0,), 0)]
+PLACES = [((1, 1), "oi"), ((1, 7), "io"), ((33, 65), "oi"), ((33, 65), "io"), ((130, 257), "oi"), ((0, 5), "oi")]
+PLACES += [((5, 0), "io"), ((3, 2500), "oi"), ((600, 16), "io"), ((70,), "o"), ((0,), "o")]
 CHOICES = {
     "mode": KERNEL_MODES,
     "normalize": (False, True),
@@ -35,7 +35,7 @@ def kernels(request):
     return kernels_for(request.param)
 
 
-def layout_of(mode="mismatch", normalize=False, curvature="fixed", pattern="row_col_mult", place=((33, 65), 0)):
+def layout_of(mode="mismatch", normalize=False, curvature="fixed", pattern="row_col_mult", place=((33, 65), "oi")):
     curvature, transform = {"fixed, exp": ("fixed", "exp")}.get(curvature, (curvature, "none"))
     offset = {"row_col_mult": "row_col_add"}.get(pattern, pattern)
     scales = {
@@ -108,7 +108,7 @@ def absolute_terms(truth, g):
     mode = truth.layout.config.mode
     for positive in ("exp_only",) if mode == "exp_only" else ("congruent", "oppose"):
         config = SELConfig.from_dict(truth.layout.config.to_dict() | {"mode": positive})
-        layout = Layout(truth.layout.shape, truth.layout.out_dim, config)
+        layout = Layout(truth.layout.shape, truth.layout.letters, config)
         pulled = truth._replace(layout=layout, raw=truth.raw.abs()).pullback(g.double().abs())
         found.append([part.abs() for part in pulled[1:]])
     return [torch.stack(parts).amax(0) for parts in zip(*found, strict=True)]
@@ -142,7 +142,7 @@ def test_derivatives_where_weights_do_not_tell_the_exponential(kernels, scales):
     config = SELConfig(
         beta=7.5, mode="congruent", **{role: Scale("column", start=value) for role, value in scales.items()}
     )
-    check_derivatives(kernels, drawn(Layout((33, 65), 0, config)), scales)
+    check_derivatives(kernels, drawn(Layout((33, 65), "oi", config)), scales)
 
 
 def test_inverses_are_as_accurate_as_owed(kernels):
@@ -167,7 +167,7 @@ def test_inverses_are_as_accurate_as_owed(kernels):
 )
 def test_what_has_no_inverse_is_left_to_the_formulas_which_say_so(kernels, mode, scales):
     config = SELConfig(beta=7.5, mode=mode, **{role: Scale(start=value) for role, value in scales.items()})
-    layout = Layout((20, 40), 0, config)
+    layout = Layout((20, 40), "oi", config)
     coordinates = Coordinates(layout, torch.zeros(20, 40), **layout.start_panels(torch.float32, torch.device("cpu"), 0))
     terms, curve = seen(coordinates._replace(raw=torch.zeros(20, 40)))
     assert not kernels.invert(terms, Matrices([torch.empty(20, 40)], [torch.ones(20, 40)]), curve.factors())
@@ -188,10 +188,10 @@ def test_one_weight_that_is_no_number_has_no_inverse(kernels):
 @pytest.mark.parametrize("kappa", [7.5, -7.5, 0.0])
 def test_extremes(kernels, mode, kappa):
     """Curvature of either sign up to overflow, NaN and zeros of either sign: as the readable formulas."""
-    layout = layout_of(mode, pattern="global", place=((1, 64), 0))
+    layout = layout_of(mode, pattern="global", place=((1, 64), "oi"))
     raw = torch.tensor([0.0, 1e-45, 1e-30, 0.1, 2.0, 9.0, 11.0, 11.7, 11.8, 11.88, 11.9, 12.1, 40.0, 1e30])
     raw = torch.cat([raw, -raw, torch.tensor([math.nan])])[None]
-    layout = Layout(tuple(raw.shape), 0, layout.config)
+    layout = Layout(tuple(raw.shape), "oi"[: raw.dim()], layout.config)
     coordinates = drawn(layout)._replace(raw=raw)
     coordinates.scalar[layout.by_role("m")[0].index] = kappa / layout.beta
     truth = doubled(coordinates)
@@ -241,7 +241,7 @@ def test_an_update_is_adamw_on_the_pulled_gradient(kernels, case):
 
 @pytest.mark.parametrize("shape", [(33, 65), (16, 64), (70,), (3, 2500)])
 def test_bfloat16_weights_and_gradients_are_float32_ones_rounded(kernels, shape):
-    coordinates = drawn(layout_of("mismatch", place=(shape, 0)))
+    coordinates = drawn(layout_of("mismatch", place=(shape, "oi"[: len(shape)])))
     (grad, raw, weight, *_), _ = updated(kernels, coordinates, coordinates, torch.bfloat16)
     wide, narrow = (pullback_of(kernels, coordinates, g) for g in (grad.float(), grad))
     assert all(torch.equal(a, b) for a, b in zip((*wide[0], wide[1]), (*narrow[0], narrow[1]), strict=True))
@@ -254,7 +254,7 @@ def test_rounding_to_bfloat16_is_torchs(kernels):
     ties = torch.cat([patterns, patterns + 1, patterns - 1]).view(torch.float32)
     ties = ties[~ties.isinf()]  # of which the map is none
     config = SELConfig(beta=1e-30, mode="congruent", e=Scale(start=0.0), l=Scale(start=1e-30), m=Scale(start=1e-8))
-    layout = Layout(tuple(ties.shape), 0, config)
+    layout = Layout(tuple(ties.shape), "o", config)
     coordinates = Coordinates(layout, ties, **layout.start_panels(torch.float32, torch.device("cpu"), 0))
     found, expected, nan = weight_of(kernels, coordinates, torch.bfloat16), ties.bfloat16(), ties.isnan()
     assert torch.equal(found[~nan], expected[~nan])
@@ -263,7 +263,7 @@ def test_rounding_to_bfloat16_is_torchs(kernels):
 
 def stack(kernels):
     """Matrices large enough for several tiles and threads, with one map, and what belongs to them."""
-    layouts = [layout_of(place=(shape, 0)) for shape in ((600, 300), (40, 5000), (33, 65))]
+    layouts = [layout_of(place=(shape, "oi"[: len(shape)])) for shape in ((600, 300), (40, 5000), (33, 65))]
     found = [drawn(layout, largest=4.0) for layout in layouts]
     panels = Panels(
         *(torch.cat([c.panel0 for c in found]), torch.cat([c.panel1 for c in found], 1)),

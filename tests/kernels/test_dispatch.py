@@ -38,7 +38,7 @@ def test_a_device_without_kernels_has_the_readable_formulas():
 @pytest.mark.parametrize("config", [sel.preset("paper"), ELEMENTWISE, sel.preset("structured_linear")])
 def test_rows_at_a_time_is_the_whole(config):
     """The readable formulas go through a CPU's cache a few rows at a time: each entry as if computed at once."""
-    layout = Layout((333, 257), 0, config)
+    layout = Layout((333, 257), "oi", config)
     generator = torch.Generator().manual_seed(0)
     raw = torch.randn(layout.shape, generator=generator, dtype=torch.float64) / 10
     g = torch.randn(layout.shape, generator=generator, dtype=torch.float64)
@@ -57,7 +57,7 @@ def test_rows_at_a_time_is_the_whole(config):
 
 
 def test_tensors_that_autograd_watches_are_recorded():
-    layout = Layout((3, 5), 0, sel.preset("paper"))
+    layout = Layout((3, 5), "oi", sel.preset("paper"))
     panels = layout.start_panels(torch.float32, torch.device("cpu"), 0)
     raw = torch.full((3, 5), 0.1, requires_grad=True)
     assert Coordinates(layout, raw, **panels).effective().requires_grad

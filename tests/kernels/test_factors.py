@@ -29,12 +29,12 @@ def expand(place, panels, summed=False):
 
 @pytest.mark.parametrize(("curvature", "transform"), [("fixed", "none"), ("fixed", "exp"), ("absorbed", "none")])
 @pytest.mark.parametrize("mode", ["mismatch", "exp_only"])
-@pytest.mark.parametrize(("out_dim", "shape"), [(0, (3, 5)), (1, (3, 5)), (0, (4,))])
-def test_places_expand_to_the_scales(curvature, transform, mode, out_dim, shape):
+@pytest.mark.parametrize(("axes", "shape"), [("oi", (3, 5)), ("io", (3, 5)), ("o", (4,))])
+def test_places_expand_to_the_scales(curvature, transform, mode, axes, shape):
     for pattern, offset in zip(PRODUCTS, SUMS, strict=True):
         scale, n = sel.Scale(pattern, start=1.3, transform=transform), sel.Scale(offset, start=0.2)
         config = sel.SELConfig(beta=7.5, mode=mode, curvature=curvature, e=scale, l=scale, m=scale, n=n)
-        layout = Layout(shape, out_dim, config)
+        layout = Layout(shape, axes, config)
         generator = torch.Generator().manual_seed(0)
         panels = {
             name: torch.rand(panel.shape, generator=generator, dtype=torch.float64) + 0.5
@@ -70,7 +70,7 @@ def test_places_expand_to_the_scales(curvature, transform, mode, out_dim, shape)
     ids=str,
 )
 def test_what_is_no_product_is_left_to_the_readable_formulas(changes):
-    assert terms_of(Layout((3, 5), 0, sel.SELConfig(beta=7.5, **changes))) is None
+    assert terms_of(Layout((3, 5), "oi", sel.SELConfig(beta=7.5, **changes))) is None
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_what_is_no_product_is_left_to_the_readable_formulas(changes):
     ids=str,
 )
 def test_a_sum_of_logarithms_is_a_product(changes):
-    assert terms_of(Layout((3, 5), 0, sel.SELConfig(beta=7.5, **changes))) is not None
+    assert terms_of(Layout((3, 5), "oi", sel.SELConfig(beta=7.5, **changes))) is not None
 
 
 def test_the_factors_of_several_tensors_are_those_of_each():
@@ -91,7 +91,7 @@ def test_the_factors_of_several_tensors_are_those_of_each():
     generator = torch.Generator().manual_seed(0)
     found = []
     for shape in ((3, 5), (4, 2), (1, 7)):
-        layout = Layout(shape, 0, config)
+        layout = Layout(shape, "oi"[: len(shape)], config)
         start = layout.start_panels(torch.float64, torch.device("cpu"), 0).values()
         panels = [panel + torch.rand(panel.shape, generator=generator, dtype=torch.float64) for panel in start]
         found.append((terms_of(layout), Panels(panels[0], panels[1], panels[2][None], [shape[0]])))

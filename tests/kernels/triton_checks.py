@@ -230,7 +230,7 @@ def check_coordinates(device, kernels):
     patterns = {"e": Scale("row", 1.25), "l": Scale("column"), "m": Scale("global"), "n": Scale("row_col_add", 0.1)}
     configs = (preset("paper"), preset("absorbed"), SELConfig(beta=7.5, mode="oppose", normalize=True, **patterns))
     for config, shape in itertools.product(configs, ((21, 37), (40,))):
-        layout = Layout(shape, 0, config)
+        layout = Layout(shape, "oi"[: len(shape)], config)
         generator = torch.Generator().manual_seed(0)
         raw, g = (0.1 * torch.randn(shape, generator=generator) for _ in range(2))
         panels = layout.start_panels(torch.float32, torch.device("cpu"), 0).values()

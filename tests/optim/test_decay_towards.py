@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import symexplin as sel
-from symexplin.conversion import IDENTITY
 from symexplin.kernels import backend_for
 from symexplin.optim.parameter import ANCHOR
+from symexplin.presets import IDENTITY
 
 LR, DECAY, BETAS, EPS = 0.01, 0.5, (0.9, 0.999), 1e-8
 EXPONENTIAL = sel.SELConfig(mode="exp_only", beta=8.0)

@@ -22,7 +22,7 @@ def test_groups_of_the_optimizer_home():
     curved, plain = sel.param_groups(network(), lr=3e-4, weight_decay=0.1, config=sel.preset("paper"))
     assert names(curved) == ["1.weight", "1.bias"]
     assert names(plain) == ["0.weight", "2.weight", "2.bias", "3.weight", "3.bias"]
-    assert (curved["out_dim"], curved["position"]) == ([0, 0], [1, 2])
+    assert (curved["axes"], curved["position"]) == (["oi", "o"], [1, 2])
     assert (curved["k_e"], curved["k_l"], curved["k_m"]) == ([50.0, 8.0], [50.0, 8.0], [0.01, 0.5])
     assert (curved["lr"], curved["weight_decay"], plain["weight_decay"]) == (3e-4, 0.1, 0.1)
     json.dumps({key: value for key, value in curved.items() if key != "params"})  # plain values only

@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import symexplin as sel
-from symexplin.conversion import IDENTITY
+from symexplin.presets import IDENTITY
 from training import assert_same_bits, backward, batch, build, network, train
 
 

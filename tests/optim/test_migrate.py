@@ -9,9 +9,9 @@ import torch
 
 import symexplin as sel
 from networks import ELEMENTWISE
-from symexplin.conversion import IDENTITY
 from symexplin.optim.migrate import from_adamw, to_adamw
 from symexplin.optim.muon import SELMuon
+from symexplin.presets import IDENTITY
 from training import assert_same_bits, backward, build, network, train
 
 DECAY = {"weight_decay": 0.1}

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import symexplin as sel
-from symexplin.conversion import IDENTITY
 from symexplin.optim.batch import ReadableBatch
 from symexplin.optim.muon import SELMuon, newton_schulz
+from symexplin.presets import IDENTITY
 from training import MATCHED, assert_same_bits, backward, batch, network, train
 
 SHAPES = [(24, 8), (8, 24), (16, 16)]
@@ -103,7 +103,7 @@ def test_a_transposed_weight_is_trained_as_the_weight(adjust):
     plain = nn.Linear(6, 18, bias=False)
     turned = Conv1D(plain.weight.detach().T.contiguous())
     groups = sel.param_groups(nn.Sequential(copy.deepcopy(plain)), lr=1e-2, config=sel.preset("paper"))
-    groups[0] |= {"params": [("0.weight", turned.weight)], "out_dim": [1], "shape": [(6, 18)]}
+    groups[0] |= {"params": [("0.weight", turned.weight)], "axes": ["io"], "shape": [(6, 18)]}
     optimizer = SELMuon(groups, total_steps=50, adjust_lr_fn=adjust)
     reference = SELMuon(
         sel.param_groups(nn.Sequential(plain), lr=1e-2, config=sel.preset("paper")), total_steps=50, adjust_lr_fn=adjust

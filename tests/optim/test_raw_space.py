@@ -199,7 +199,7 @@ def test_parameters_that_are_not_matrices_are_refused():
     model = network()
     groups = sel.param_groups(model, config=sel.preset("frozen"))
     groups[0]["params"][0] = ("cube", nn.Parameter(torch.zeros(2, 2, 2)))
-    with pytest.raises(ValueError, match=r"cube must be 1-D or 2-D in a curved group, got \(2, 2, 2\)"):
+    with pytest.raises(ValueError, match=r"cube must have one dimension per letter .* got the shape \(2, 2, 2\)"):
         sel.SELAdamW(groups)
 
 

@@ -7,7 +7,7 @@ import torch
 
 import symexplin as sel
 from fenced import blocks
-from symexplin.conversion import IDENTITY
+from symexplin.presets import IDENTITY
 from training import backward, batch, network, train
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "own-rule.md"

@@ -7,7 +7,7 @@ import torch
 from torch.optim import lr_scheduler
 
 import symexplin as sel
-from symexplin.conversion import IDENTITY
+from symexplin.presets import IDENTITY
 from training import backward, network
 
 STEPS = 12

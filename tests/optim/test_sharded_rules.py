@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+import symexplin as sel
 from processes import run
-from sharded_rules import muon, switched
+from sharded import layers_of, model_of
+from sharded_rules import rule, switched
 
 pytestmark = pytest.mark.distributed
 
@@ -15,11 +17,18 @@ def assert_close(found, expected):
         torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-11, msg=lambda text, n=name: f"{n}: {text}")
 
 
-@pytest.mark.parametrize(("world", "how"), [(2, "columns"), (4, "fsdp")])
-def test_muon_orthogonalises_whole_matrices(tmp_path, world, how):
-    """In float64: summing in another order does not reach the bfloat16 of the iteration. Shards uneven and empty."""
-    values, state, losses, norm = muon("whole", 20)
-    for found in run(world, tmp_path, muon, how, 20):
+CASES = [
+    *((2, "columns", sel.SELMuon, model_of), (4, "fsdp", sel.SELMuon, model_of), (4, "tensor", sel.SELMuon, model_of)),
+    *((2, "fsdp", sel.SELMuon, layers_of), (4, "fsdp", sel.SELAdamW, layers_of)),
+    *((4, "tensor", sel.SELMuon, layers_of), (4, "tensor", sel.SELAdamW, layers_of)),
+]
+
+
+@pytest.mark.parametrize(("world", "how", "kind", "model"), CASES)
+def test_a_rule_works_on_whole_matrices_of_every_layer(tmp_path, world, how, kind, model):
+    """In float64: summing in another order does not reach the bfloat16 of Muon's iteration. Shards uneven and empty."""
+    values, state, losses, norm = rule("whole", 20, kind, model)
+    for found in run(world, tmp_path, rule, how, 20, kind, model):
         assert_close(found[0], values)
         assert_close(found[1], state)
         assert found[2] == pytest.approx(losses, rel=1e-9)

@@ -57,7 +57,7 @@ def test_raw_weights_of_width_1024_are_the_papers(home):
     targets = [p.detach().clone() for p in model.parameters()]
     if home == "module":
         layer = sel.convert(model, PAPER)[0]
-        raws, effective = (layer.raw_weight.detach(), layer.raw_bias.detach()), [v.detach() for v in layer.effective()]
+        raws, effective = (layer.raw_weight.detach(), layer.raw_bias.detach()), list(layer.sel_effective().values())
     else:
         optimizer = sel.SELAdamW(model, config=PAPER, total_steps=1)
         optimizer.create_state()

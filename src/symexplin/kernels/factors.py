@@ -96,11 +96,12 @@ def terms_of(layout: Layout) -> Terms | None:
     """Return the terms of a layout for kernels, or None if they cannot compute its map.
 
     >>> from symexplin.presets import preset
-    >>> terms_of(Layout((4, 3), 0, preset("paper"))).e
+    >>> terms_of(Layout((4, 3), "oi", preset("paper"))).e
     Place(value=1.0, columns=(0, 0, -1), log=False)
-    >>> terms_of(Layout((4, 3), 0, preset("paper+offset"))) is None  # its residual is a full matrix
+    >>> terms_of(Layout((4, 3), "oi", preset("paper+offset"))) is None  # its residual is a full matrix
     True
     """
+    layout = layout.matrix
     config = layout.config
     summed = {"n"} | {role for role in "elm" if layout.is_log(role)}
     fits = (
@@ -131,7 +132,7 @@ class FactoredMap:
     """The factors of a map at the present values of its panels.
 
     >>> from symexplin.presets import preset
-    >>> layout = Layout((2, 3), 0, preset("paper"))
+    >>> layout = Layout((2, 3), "oi", preset("paper"))
     >>> panel0, panel1, scalar, _ = layout.start_panels(torch.float32, torch.device("cpu"), position=0).values()
     >>> FactoredMap(terms_of(layout), Panels(panel0, panel1, scalar[None], sizes=[2])).factors().rows[0]  # kappa
     tensor([7.5000, 7.5000])

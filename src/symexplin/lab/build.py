@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 import symexplin as sel
-from symexplin.conversion import IDENTITY
 from symexplin.lab.config import RunConfig, TrainConfig
 from symexplin.lab.load import start_from
 from symexplin.lab.lora import add_lora
@@ -16,6 +15,7 @@ from symexplin.lab.maps import map_of
 from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import ALONE, Ranks
 from symexplin.patterns import first_match
+from symexplin.presets import IDENTITY
 from symexplin.starts import check_fresh
 
 __all__ = ["Built", "build", "build_model", "clear_gradients"]

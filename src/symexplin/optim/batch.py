@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from symexplin.axes import Axes
 from symexplin.coordinates import Coordinates
 from symexplin.kernels import is_memory, is_wanted
 from symexplin.layout import PANELS
@@ -14,6 +15,7 @@ from symexplin.optim.groups import Group
 from symexplin.optim.parameter import Moments, ParameterView
 from symexplin.optim.placement import WHOLE, Placement, local
 from symexplin.optim.schedule import panel_masks, panel_rates
+from symexplin.projections import Parts
 
 __all__ = ["Batch", "ReadableBatch", "Rule", "Target", "batch_signature", "readable_batches"]
 
@@ -38,11 +40,11 @@ class Target:
     weight_decay: Number  # as lr
     step: Tensor  # number of updates of this tensor, including this one
     shape: Sequence[int]  # of the whole tensor
-    out_dim: int = 0  # the output dimension of a weight
+    axes: Axes | None = None  # of a curved parameter: which dimensions are outputs, inputs or a stack
+    parts: Parts = ()  # the outputs of each matrix of a fused projection
     moments: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     anchor: Tensor | None = field(default=None, repr=False)  # what decay pulls towards; None: zero
     placement: Placement = field(default=WHOLE, repr=False)
-    split: bool = field(default=False, repr=False)  # sharded over processes
 
     def moment(self, name: str) -> Tensor:
         """Return the moment with this name."""
@@ -57,11 +59,11 @@ class Target:
 
     def gather(self, part: Tensor) -> Tensor:
         """Return the whole tensor from this process's `part`, of the size of `value`; all processes must call it."""
-        return self.placement.gather(part, self.shape) if self.split else part
+        return self.placement.gather(part, self.shape)
 
     def scatter(self, whole: Tensor) -> Tensor:
         """Return this process's part of a `whole` tensor of the parameter's shape."""
-        return self.placement.cut(whole, self.placement.dim) if self.split else whole
+        return self.placement.cut(whole)
 
 
 Rule = Callable[[Target, Group], None]
@@ -78,8 +80,8 @@ class Batch(Protocol):
     def norms(self) -> list[Tensor]:
         """Return tensors with the norm of the gradients, without the :meth:`shared` ones."""
 
-    def shared(self) -> dict[int, list[Tensor]]:
-        """Return gradients that must be summed over processes, by parameter: of panels along an unsplit dimension."""
+    def shared(self) -> dict[int, dict[str, Tensor]]:
+        """Return the gradients of shared panels, which must be summed over processes, by parameter and panel."""
 
     def update(self, rule: Rule, clip: Tensor | None) -> None:
         """Apply the rule to gradients times `clip`, and write the values into the model, unchanged if lr is 0."""
@@ -120,12 +122,11 @@ class ReadableBatch:
         first = self._first
         moments = {
             name: self._stack(view.moment(kind, name) for view in self.views)
-            for name in self._moments(kind, first.whole_shape(kind))
+            for name in self._moments(kind, first.axes_of(kind))
         }
-        step, split = first.counts()[kind in PANELS], first.is_split(kind)
         return Target(
-            *(kind, value, grad, lr, decay, step, first.whole_shape(kind), first.out_dim),
-            *(moments, self._anchor(kind), first.placement, split),
+            *(kind, value, grad, lr, decay, first.counts()[kind in PANELS], first.whole_shape(kind)),
+            *(first.axes_of(kind), first.parts, moments, self._anchor(kind), first.place(kind)),
         )
 
     def _anchor(self, kind: str) -> Tensor | None:
@@ -134,25 +135,26 @@ class ReadableBatch:
 
     def norms(self) -> list[Tensor]:
         """Return tensors with the norm of the gradients, without the shared ones."""
-        sharded = self._first.placement.group is not None
-        return [target.grad for target in self._targets if target.split or not sharded]
+        return [target.grad for target in self._targets if not self._first.is_shared(target.kind)]
 
-    def shared(self) -> dict[int, list[Tensor]]:
-        """Return gradients that must be summed over processes, by parameter."""
-        if self._first.placement.group is None:
-            return {}
-        return {self._first.key: [target.grad for target in self._targets if not target.split]}
+    def shared(self) -> dict[int, dict[str, Tensor]]:
+        """Return the gradients of shared panels, by parameter and panel."""
+        grads = {target.kind: target.grad for target in self._targets if self._first.is_shared(target.kind)}
+        return {self._first.key: grads}
 
     def update(self, rule: Rule, clip: Tensor | None) -> None:
         """Apply the rule and write the values into the model."""
-        group = self._first.group
+        first, group = self._first, self._first.group
         for target in self._targets:
             if clip is not None:  # never in place: it may be p.grad
                 target.grad = target.grad * clip.to(target.grad.device)
             rule(target, group)
             self._unstack([view.own(target.kind) for view in self.views], target.value)
             for name, moment in target.moments.items():
-                self._unstack([view.moment(target.kind, name) for view in self.views], moment)
+                if first.is_small and target.kind not in PANELS:
+                    first.keep(target.kind, name, moment)
+                else:
+                    self._unstack([view.moment(target.kind, name) for view in self.views], moment)
         if float(group["lr"]) != 0.0 and self._first.watched:
             values = [view.value for view in self.views]
             if self._coordinates is None:
@@ -173,9 +175,12 @@ def readable_batches(views: Iterable[ParameterView], moments: Moments, stacks: b
     alike: dict[Any, list[ParameterView]] = {}
     for view in views:
         value, map_of = view.value, view.layout if view.curved else None
-        small = stacks and is_memory(value) and view.placement.group is None and value.numel() <= _STACK // 2
-        counts = tuple(map(float, view.counts())) if small else ()
-        key = (id(view.group), id(map_of), view.shape, value.dtype, value.device, counts) if small else view.key
+        alone = view.placement.groups or view.is_small or not is_memory(value) or value.numel() > _STACK // 2
+        if stacks and not alone:
+            counts = tuple(map(float, view.counts()))
+            key: Any = (id(view.group), id(map_of), view.parts, view.shape, value.dtype, value.device, counts)
+        else:
+            key = view.key
         alike.setdefault(key, []).append(view)
     for chosen in alike.values():
         most = max(1, _STACK // max(1, chosen[0].value.numel()))

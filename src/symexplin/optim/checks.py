@@ -8,14 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from symexplin.axes import axes_of
 from symexplin.config import DECAY_TOWARDS, SELConfig
 from symexplin.kernels import is_memory
 from symexplin.layout import PANELS
-from symexplin.optim.groups import ALIGNED, Group, is_curved, layout_of, name_of
+from symexplin.optim.groups import ALIGNED, Group, check_rate, is_curved, layout_of, name_of
 from symexplin.optim.parameter import ANCHOR, COUNTS, Moments, ParameterView, moment_key
 from symexplin.optim.placement import local
 from symexplin.optim.rates import warn_of_scales
 from symexplin.optim.schedule import LATER, multiplier
+from symexplin.optim.small import BITS, is_small, scale_key, scale_shape
 from symexplin.validation import check_choice, check_not_negative, check_positive, check_whole
 
 __all__ = ["check_finite", "check_group", "check_overlap", "check_saved"]
@@ -49,9 +51,10 @@ def check_group(group: Group, first: Group) -> None:
             f"max_grad_norm must be equal in all groups, {first['max_grad_norm']}, got {group['max_grad_norm']}: "
             "one norm of all gradients is clipped"
         )
-    lr = group["lr"]
-    check_not_negative("lr", lr.item() if isinstance(lr, Tensor) and lr.numel() == 1 else lr)
+    check_rate(group["lr"])
     check_not_negative("weight_decay", group["weight_decay"])
+    if group.setdefault("moment_bits", BITS[0]) not in BITS:
+        raise ValueError(f"moment_bits must be 32 or 8, got {group['moment_bits']!r}")
     check_choice("decay_towards", group.setdefault("decay_towards", DECAY_TOWARDS[0]), DECAY_TOWARDS)
     for i, parameter in enumerate(group["params"]):
         if not parameter.is_floating_point():
@@ -69,8 +72,12 @@ def check_group(group: Group, first: Group) -> None:
                 "Wrappers that divide parameters among processes (ZeroRedundancyOptimizer) are refused; use fully_shard"
             )
     for i, parameter in enumerate(group["params"]):
-        if parameter.dim() not in (1, 2):
-            raise ValueError(f"{name_of(group, i)} must be 1-D or 2-D in a curved group, got {tuple(parameter.shape)}")
+        letters = axes_of(group["axes"][i]).letters
+        if parameter.dim() != len(letters):
+            raise ValueError(
+                f"{name_of(group, i)} must have one dimension per letter of its axes {letters!r}, got the shape "
+                f"{tuple(parameter.shape)}"
+            )
     for key in group:
         if key.startswith("k_"):
             multiplier(key, group, 0)
@@ -106,6 +113,8 @@ def check_saved(
     for old, new in zip(saved, groups, strict=True):
         if old["role"] != new["role"]:
             raise ValueError(f"state_dict is of other groups: {old['role']!r} where the optimizer has {new['role']!r}")
+        if (was := old.get("moment_bits", BITS[0])) != new["moment_bits"]:
+            raise ValueError(f"state_dict has moments of {was} bits: build the optimizer with moment_bits={was}")
         names = (map(_unwrapped, group.get("param_names") or ()) for group in (old, new))
         for a, b in zip(*names, strict=False):  # some tools, such as torchtitan, save no names
             if a != b and not by_position:
@@ -144,9 +153,9 @@ def _check_map(old: Group, new: Group, by_position: bool) -> None:
             continue
         if (was := saved.to_dict()[name]) != value:
             raise ValueError(f"state_dict is of another map: {name} is {was!r} there, {value!r} in the optimizer")
-    for i, (was, value) in enumerate(zip(old["out_dim"], new["out_dim"], strict=True)):
+    for i, (was, value) in enumerate(zip(old["axes"], new["axes"], strict=True)):
         if was != value:
-            raise ValueError(f"state_dict is of another map: out_dim of {name_of(new, i)} is {was} there, {value} here")
+            raise ValueError(f"state_dict is of another map: {name_of(new, i)} has axes {was!r} there, {value!r} here")
 
 
 def _unwrapped(name: str) -> str:
@@ -157,14 +166,19 @@ def _unwrapped(name: str) -> str:
 def _check_state(group: Group, i: int, shape: tuple[int, ...], state: State, moments: Moments) -> None:
     tensors = {"raw" if is_curved(group) else "plain": shape}
     shapes: dict[str, tuple[int, ...]] = {"step": ()}
+    axes = axes_of(group["axes"][i]) if is_curved(group) else None
     if is_curved(group):
         layout = layout_of(group, i, shape)
         tensors |= {panel: layout.panel_shape(panel) for panel in PANELS if layout.width(panel)}
         shapes |= tensors | ({"scale_step": ()} if len(tensors) > 1 else {})
     if group.get("decay_towards") == "initial":
         shapes[ANCHOR] = shape
+    small = is_small(group.get("moment_bits", 32), shape)
     for kind, size in tensors.items():
-        shapes |= {moment_key(kind, moment): size for moment in moments(kind, size)}
+        if small and kind not in PANELS:
+            names = moments(kind, axes if kind == "raw" else None)
+            shapes |= {scale_key(moment_key(kind, moment)): scale_shape(shape) for moment in names}
+        shapes |= {moment_key(kind, moment): size for moment in moments(kind, axes if kind == "raw" else None)}
     for name, size in shapes.items():
         if name not in state:
             raise ValueError(f"state_dict does not fit {name_of(group, i)}: it has no {name!r}")

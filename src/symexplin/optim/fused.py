@@ -4,12 +4,14 @@ Raw gradients are never stored: kernels compute them for the norm, and again for
 parameters of a batch are concatenated, so that a few vector operations update all of them.
 """
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from symexplin.axes import Axes
 from symexplin.kernels import Backend, FactoredMap, Matrices, Panels, Rates, backend_for, is_memory, is_wanted, terms_of
 from symexplin.layout import VECTORS
 from symexplin.optim import placement
@@ -33,7 +35,7 @@ def adamw_batches(views: Iterable[ParameterView]) -> Iterator[Batch]:
     for view in views:
         if (kind := _kind_of(view)) is not None:
             counts = tuple(map(float, view.counts()))
-            key = (kind, id(view.group), view.value.dtype, view.value.device, view.placement.group, counts)
+            key = (kind, id(view.group), view.value.dtype, view.value.device, view.placement.groups, view.axes, counts)
             alike.setdefault(key, []).append(view)
     for (kind, *_), chosen in alike.items():
         yield PlainBatch(chosen) if kind == "plain" else FusedBatch(chosen)
@@ -49,6 +51,8 @@ def _kind_of(view: ParameterView) -> Any:
     terms, backend = terms_of(view.layout), backend_for(device)
     if terms is None or backend is None or not backend.covers(terms, view.own("raw"), view.value):
         return None
+    if not cast(Axes, view.axes).in_order:  # a transposed convolution
+        return None
     panels = [(view.own(panel), view.layout.panel_shape(panel)) for panel in view.panels]
     return terms if all(tuple(panel.shape) == shape for panel, shape in panels) else None
 
@@ -58,7 +62,8 @@ def _is_usual(view: ParameterView, grad: Tensor) -> bool:
     if (grad.layout, grad.dtype, grad.shape) != (torch.strided, view.parameter.dtype, view.parameter.shape):
         return False
     grad, raw, value = local(grad), view.own(view.kind), view.value
-    tensors = [view.moment(view.kind, name) for name in _MOMENTS if moment_key(view.kind, name) in view.state]
+    keys = [moment_key(view.kind, name) for name in _MOMENTS]
+    tensors = [local(view.state[key]) for key in keys if key in view.state]
     return (
         all(map(is_memory, (grad, value, raw, *tensors)))
         and len(tensors) == len(_MOMENTS)
@@ -80,6 +85,12 @@ def _joined(panel: str, parts: Sequence[Tensor]) -> Tensor:
     return torch.stack(parts) if panel == "scalar" else torch.cat(parts, _CAT[panel])  # type: ignore[arg-type]
 
 
+def _split(items: list[int], lengths: Iterable[int]) -> list[list[int]]:
+    """Return consecutive parts of a list."""
+    rest = iter(items)
+    return [list(itertools.islice(rest, length)) for length in lengths]
+
+
 class FusedBatch:
     """Curved parameters with one map, which kernels pull back, update and write."""
 
@@ -90,19 +101,27 @@ class FusedBatch:
         self._terms = cast(Any, terms_of(first.layout))
         self._backend = cast(Backend, backend_for(first.value.device))
         moments = ([view.moment("raw", name) for view in views] for name in _MOMENTS)
-        self._matrices = Matrices([view.own("raw") for view in views], [view.value for view in views], *moments)
-        self._sizes = [view.value.shape[0] for view in views]
-        parts = [view.coordinates()[2:5] for view in views]
-        self._parts: dict[str, list[Tensor]] = dict(zip(VECTORS, map(list, zip(*parts, strict=True)), strict=True))
+        columns = ([view.own("raw") for view in views], [view.value for view in views], *moments)
+        self._matrices = Matrices(*map(self._separate, columns))
+        self._sizes = [raw.shape[0] for raw in self._matrices.raw]
+        panels = zip(*(view.coordinates()[2:5] for view in views), strict=True)
+        self._parts = {name: self._separate(parts, name) for name, parts in zip(VECTORS, panels, strict=True)}
         self._averages = {
-            panel: {name: [view.moment(panel, name) for view in views] for name in _MOMENTS} for panel in first.panels
+            panel: {name: self._separate([view.moment(panel, name) for view in views], panel) for name in _MOMENTS}
+            for panel in first.panels
         }
-        self._lengths = {panel: [view.layout.panel_shape(panel)[dim] for view in views] for panel, dim in _CAT.items()}
-        self._masks = {panel: panel_masks(first.layout, panel, first.own(panel)) for panel in first.panels}
+        self._lengths = {panel: [part.shape[dim] for part in self._parts[panel]] for panel, dim in _CAT.items()}
+        self._masks = {panel: panel_masks(first.layout.matrix, panel, first.own(panel)) for panel in first.panels}
         averages = (parts for of_panel in self._averages.values() for parts in of_panel.values())
         self._written = [part for parts in (*self._parts.values(), *averages) for part in parts]
         self._anchors = _anchors(views)
         self._seen: list[tuple[int, int]] | None = None
+
+    def _separate(self, tensors: Sequence[Tensor], panel: str | None = None) -> list[Tensor]:
+        """Return the matrices of one tensor, or panel, per parameter."""
+        axes = self.views[0].axes
+        assert axes is not None
+        return [matrix for tensor in tensors for matrix in axes.separate(tensor, panel)]
 
     def pull(self) -> None:
         """Compute the gradients of all panels and the norm of the raw gradients."""
@@ -110,7 +129,7 @@ class FusedBatch:
         if self._seen != self._look():
             self._join()
         self._rates = {panel: panel_rates(masks, self._group) for panel, masks in self._masks.items()}
-        self._grads = _gradients(self.views)
+        self._grads = self._separate(_gradients(self.views))
         sums = self._backend.pull(self._terms, self._matrices, self._factors, self._grads)
         self._norm = sums.squares.sum().sqrt()
         self._gradients = dict(zip(VECTORS, self._curve.gradients(sums), strict=True))
@@ -135,22 +154,20 @@ class FusedBatch:
     def norms(self) -> list[Tensor]:
         """Return tensors with the norm of the gradients, without the shared ones."""
         first = self.views[0]
-        sharded = first.placement.group is not None
-        panels = [self._gradients[p] for p in first.panels if first.is_split(p) or not sharded]
-        return [self._norm, *panels]
+        return [self._norm, *(self._gradients[panel] for panel in first.panels if not first.is_shared(panel))]
 
-    def shared(self) -> dict[int, list[Tensor]]:
-        """Return gradients that must be summed over processes, by parameter."""
-        first = self.views[0]
-        if first.placement.group is None:
-            return {}
-        panels = [panel for panel in first.panels if not first.is_split(panel)]
-        parts = zip(*(self._pieces(panel, self._gradients[panel]) for panel in panels), strict=True)
-        return {view.key: list(grads) for view, grads in zip(self.views, parts, strict=True)} if panels else {}
+    def shared(self) -> dict[int, dict[str, Tensor]]:
+        """Return the gradients of shared panels, by parameter and panel."""
+        panels = [panel for panel in self.views[0].panels if self.views[0].is_shared(panel)]
+        pieces = {panel: self._pieces(panel) for panel in panels}
+        return {view.key: {panel: pieces[panel][i] for panel in panels} for i, view in enumerate(self.views)}
 
-    def _pieces(self, panel: str, together: Tensor) -> Sequence[Tensor]:
-        """Return each parameter's part of concatenated panels."""
-        return together.unbind() if panel == "scalar" else torch.split(together, self._lengths[panel], _CAT[panel])
+    def _pieces(self, panel: str) -> Sequence[Tensor]:
+        """Return each parameter's part of the gradients of all panels, of all its matrices."""
+        lengths = self._lengths.get(panel, [1] * len(self._sizes))
+        each = [len(view.value) if cast(Axes, view.axes).stacked else 1 for view in self.views]
+        counts = [sum(part) for part in _split(lengths, each)]
+        return torch.split(self._gradients[panel], counts, _CAT.get(panel, 0))
 
     def update(self, rule: Rule, clip: Tensor | None) -> None:
         """Apply the rule to the panels; update the raw weights by AdamW and write the weights in one pass."""
@@ -209,7 +226,7 @@ class PlainBatch:
         """Return tensors with the norm of the gradients."""
         return list(torch._foreach_norm(self._grads, 2, dtype=self.views[0].dtype))
 
-    def shared(self) -> dict[int, list[Tensor]]:
+    def shared(self) -> dict[int, dict[str, Tensor]]:
         """Return an empty dict: plain gradients need no sum over processes."""
         return {}
 

@@ -6,15 +6,17 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from symexplin.config import SELConfig
+from symexplin.curved import CurvedModule
 from symexplin.layout import Layout
-from symexplin.linear import SELLinear
 from symexplin.optim.rates import warn_of_scales
+from symexplin.projections import Parts
 from symexplin.routes import Rate, Route, Routing, routing
+from symexplin.validation import check_not_negative
 
-__all__ = ["ALIGNED", "Group", "is_curved", "layout_of", "name_of", "param_groups"]
+__all__ = ["ALIGNED", "Group", "check_rate", "is_curved", "layout_of", "name_of", "param_groups", "parts_of", "text_of"]
 
 Group = dict[str, Any]
-ALIGNED = ("out_dim", "position", "shape")  # lists of a curved group with one entry per parameter
+ALIGNED = ("axes", "parts", "position", "shape")  # lists of a curved group with one entry per parameter
 
 
 def param_groups(
@@ -61,7 +63,7 @@ def param_groups(
             "torch.distributed.fsdp.fully_shard (FSDP2)"
         )
     whole = model if whole is None else whole
-    converted = any(isinstance(module, SELLinear) for module in whole.modules())
+    converted = any(isinstance(module, CurvedModule) for module in whole.modules())
     if converted and config is not None:
         raise ValueError("config must be None for a converted model: its layers contain it")
     table = routing(model, config, lr=lr, weight_decay=weight_decay, no_decay=no_decay, whole=whole)
@@ -92,11 +94,9 @@ def _module_roles(model: nn.Module) -> dict[int, _Role]:
     """Return the roles of the parameters of curved layers by their ids."""
     roles: dict[int, _Role] = {}
     for module in model.modules():
-        if isinstance(module, SELLinear):
-            for local, slot in module.sel_roles().items():
-                role = _Role("raw")
-                if slot is not None:
-                    role = _Role(slot.role, module.weight_layout.config, slot.lr_scale)
+        if isinstance(module, CurvedModule):
+            for local, (layout, slot) in module.sel_roles().items():
+                role = _Role("raw") if slot is None else _Role(slot.role, layout.config, slot.lr_scale)
                 roles[id(getattr(module, local))] = role
     return roles
 
@@ -106,7 +106,8 @@ def _add(group: Group, route: Route) -> None:
     group["params"].append((route.name, route.parameter))
     if is_curved(group):
         shape = tuple(route.parameter.shape)
-        for key, value in (("out_dim", route.out_dim), ("position", route.position), ("shape", shape)):
+        values = (route.axes, text_of(route.parts), route.position, shape)
+        for key, value in zip(ALIGNED, values, strict=True):
             group.setdefault(key, []).append(value)
 
 
@@ -114,7 +115,7 @@ def _finish(
     group: Group, role: _Role, lr: float | Tensor | None, decay: float | None, table: Routing, converted: bool
 ) -> Group:
     """Return the group with its map, multipliers, learning rate and decay."""
-    peak = float(lr) if isinstance(lr, Tensor) else lr
+    peak = None if lr is None else check_rate(lr)
     if converted:
         k = (1.0, 1.0) if role.config is None else getattr(role.config, role.name).multiplier(peak)
         if peak is not None and role.config is not None:
@@ -127,6 +128,11 @@ def _finish(
     return group | {key: value for key, value in given.items() if value is not None}
 
 
+def check_rate(lr: Any) -> float:
+    """Return a learning rate, which may be a tensor of one element, as a number; refuse what is none."""
+    return check_not_negative("lr", lr.item() if isinstance(lr, Tensor) and lr.numel() == 1 else lr)
+
+
 def is_curved(group: Group) -> bool:
     """Whether the group's parameters are curved."""
     return group.get("role") == "curved"
@@ -134,7 +140,17 @@ def is_curved(group: Group) -> bool:
 
 def layout_of(group: Group, i: int, shape: tuple[int, ...]) -> Layout:
     """Return the layout of a tensor of this shape under the map of entry i of a curved group."""
-    return Layout.of(shape, group["out_dim"][i], group["config"])
+    return Layout.of(shape, group["axes"][i], group["config"])
+
+
+def text_of(parts: Parts) -> str:
+    """Return the parts of a fused projection as a text: checkpoints drop empty tuples."""
+    return " ".join(map(str, parts))
+
+
+def parts_of(group: Group, i: int) -> Parts:
+    """Return the parts of entry i of a curved group; empty for one matrix."""
+    return tuple(map(int, group["parts"][i].split()))
 
 
 def name_of(group: Group, i: int) -> str:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from symexplin.axes import axes_of
 from symexplin.optim.adamw import SELAdamW
 from symexplin.optim.groups import name_of
 from symexplin.optim.parameter import ParameterView
@@ -67,7 +68,9 @@ def from_adamw(optimizer: SELAdamW, adamw: torch.optim.Adam) -> None:
         if saved := adamw.state.get(view.parameter):
             slope = _slope(view)
             for name, power in _POWERS.items():
-                local(view.state[name]).copy_(local(saved[name]).to(view.dtype) * slope**power)
+                moment = view.moment(view.kind, name)
+                moment.copy_(local(saved[name]).to(view.dtype) * slope**power)
+                view.keep(view.kind, name, moment)
             view.state["step"].fill_(float(saved["step"]))
 
 
@@ -105,7 +108,7 @@ def to_adamw(optimizer: SELAdamW) -> torch.optim.AdamW:
 def _ordinary(view: ParameterView, name: str, power: int) -> Tensor:
     """Return a moment of the effective weight, with the dtype and placement of the parameter."""
     slope = _slope(view)
-    moment = torch.where(slope == 0.0, 0.0, local(view.state[name]) / slope**power)
+    moment = torch.where(slope == 0.0, 0.0, view.moment(view.kind, name) / slope**power)
     return view.placement.wrap(moment.to(view.parameter.dtype), view.shape)
 
 
@@ -115,5 +118,5 @@ def _slope(view: ParameterView) -> Tensor:
 
 
 def _check_rule(optimizer: object) -> None:
-    if not isinstance(optimizer, SELAdamW) or set(optimizer.moments_("raw", (1, 1))) != set(_POWERS):
+    if not isinstance(optimizer, SELAdamW) or set(optimizer.moments_("raw", axes_of("oi"))) != set(_POWERS):
         raise ValueError(f"optimizer must be a symexplin.SELAdamW, got {type(optimizer).__name__}")

@@ -1,14 +1,20 @@
 """Muon in curved weight space: orthogonalised momentum for raw matrices, AdamW for everything else."""
 
+import functools
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from symexplin.axes import Axes, axes_of
 from symexplin.optim.adamw import SELAdamW
 from symexplin.optim.batch import Target
+from symexplin.optim.groups import is_curved, name_of, text_of
 from symexplin.optim.parameter import ParameterView
+from symexplin.patterns import check_patterns, first_match
+from symexplin.projections import check_parts, map_parts
 from symexplin.validation import check_choice, check_flag, check_fraction, check_not_negative, check_whole
 
 __all__ = ["ADJUSTMENTS", "SELMuon", "newton_schulz"]
@@ -33,8 +39,9 @@ class SELMuon(SELAdamW):
     as in `torch.optim.Muon`. NS is Newton-Schulz's quintic in bfloat16 (:func:`newton_schulz`). For "match_rms_adamw",
     r = 0.2 sqrt(max(A, B)): entries of NS(u) have root mean square 1/sqrt(max(A, B)), AdamW's updates about 0.2.
     A learning rate and decay tuned for AdamW then fit both. For "original", r = sqrt(max(1, A/B)) (Keller Jordan);
-    its learning rates are about 0.02. A and B do not depend on the storage (transformers' `Conv1D` is transposed). A
-    fused projection is orthogonalised as one matrix.
+    its learning rates are about 0.02. A and B do not depend on the storage (transformers' `Conv1D` is transposed). Each
+    expert of a stack is a matrix; a convolution's rows are its output channels. Queries, keys and values in one weight,
+    or gate and input, are orthogonalised apart where their usual names identify them (:mod:`symexplin.projections`).
 
     The state of a raw matrix is "momentum_buffer": 8 bytes per parameter with the raw weight. Under FSDP2 each step
     gathers the momentum of one matrix at a time.
@@ -48,6 +55,9 @@ class SELMuon(SELAdamW):
         ns_steps: iterations, from 1 to 99.
         ns_eps: lower bound of the norm that divides the matrix.
         adjust_lr_fn: "match_rms_adamw" or "original".
+        split: {name pattern: sizes} of further weights whose outputs are those of several matrices, one behind the
+            other, such as {"*.wqkv.weight": (64, 16, 16)}. Sizes that add up to a divisor of the outputs repeat. An
+            empty sequence: one matrix.
 
     Raises:
         ValueError: a value out of range, or the errors of :class:`symexplin.SELAdamW`.
@@ -73,6 +83,7 @@ class SELMuon(SELAdamW):
         ns_steps: int = 5,
         ns_eps: float = 1e-7,
         adjust_lr_fn: str = "match_rms_adamw",
+        split: Mapping[str, Sequence[int]] | None = None,
         **settings: Any,
     ) -> None:
         if not isinstance(ns_coefficients, tuple | list) or len(ns_coefficients) != 3:
@@ -89,27 +100,42 @@ class SELMuon(SELAdamW):
         self.defaults |= muon
         for group in self.param_groups:
             group |= {key: group.get(key, value) for key, value in muon.items()}
+        self._divide(split or {})
 
-    def moments_(self, kind: str, shape: tuple[int, ...]) -> tuple[str, ...]:
-        """Return the name of the momentum for a raw matrix, of AdamW's moments for other tensors."""
-        return ("momentum_buffer",) if _is_matrix(kind, shape) else super().moments_(kind, shape)
+    def _divide(self, split: Mapping[str, Sequence[int]]) -> None:
+        """Set the parts of the weights whose names match the patterns."""
+        curved = [group for group in self.param_groups if is_curved(group)]
+        names = [name_of(group, i) for group in curved for i in range(len(group["params"]))]
+        check_patterns("split", tuple(split), names)
+        for group in curved:
+            for i, (letters, shape) in enumerate(zip(group["axes"], group["shape"], strict=True)):
+                pattern = first_match([name_of(group, i)], tuple(split))
+                if pattern is not None:
+                    axes, parts = axes_of(letters), tuple(split[pattern])
+                    outputs = axes.matrix_shape(shape)[axes.out_dim]
+                    group["parts"][i] = text_of(check_parts(name_of(group, i), parts, outputs) if parts else ())
+
+    def moments_(self, kind: str, axes: Axes | None) -> tuple[str, ...]:
+        """Return the name of the momentum for raw matrices, of AdamW's moments for other tensors."""
+        return ("momentum_buffer",) if _is_matrix(axes) else super().moments_(kind, axes)
 
     def is_adamw_(self, view: ParameterView) -> bool:
         """Whether AdamW updates all tensors of a parameter; Muon updates a raw matrix."""
-        return type(self).rule_ is SELMuon.rule_ and not _is_matrix(view.kind, view.shape)
+        return type(self).rule_ is SELMuon.rule_ and not _is_matrix(view.axes)
 
     def rule_(self, target: Target, group: dict[str, Any]) -> None:
         """Apply Muon to a raw matrix in place, AdamW to other tensors."""
-        if not _is_matrix(target.kind, tuple(target.shape)):
+        axes = target.axes
+        if axes is None or not _is_matrix(axes):
             super().rule_(target, group)
             return
         momentum, buffer = group["momentum"], target.moment("momentum_buffer")
         buffer.lerp_(target.grad, 1.0 - momentum)
         update = target.gather(target.grad.lerp(buffer, momentum) if group["nesterov"] else buffer)
-        update = newton_schulz(update, group["ns_coefficients"], group["ns_steps"], group["ns_eps"])
-        ratio = _ratio(group["adjust_lr_fn"], target.shape[target.out_dim], target.shape[1 - target.out_dim])
+        rule = functools.partial(_orthogonal, out_dim=axes.out_dim, group=group)
+        update = axes.tensor(map_parts(rule, axes.matrices(update), axes.out_dim, target.parts), update.shape)
         target.decay_()
-        target.value.sub_(target.scatter(update).to(target.value.dtype) * (target.lr * ratio))
+        target.value.sub_(target.scatter(update) * target.lr)
 
 
 def newton_schulz(
@@ -135,12 +161,19 @@ def newton_schulz(
     return x.mT if tall else x
 
 
-def _is_matrix(kind: str, shape: tuple[int, ...]) -> bool:
-    return kind == "raw" and len(shape) == 2
+def _is_matrix(axes: Axes | None) -> bool:
+    """Whether a tensor with these axes consists of matrices; biases, scales and plain parameters do not."""
+    return axes is not None and bool(axes.columns)
 
 
-def _ratio(adjustment: str, d_out: int, d_in: int) -> float:
-    """Return the factor of a matrix's learning rate."""
-    if adjustment == "original":
-        return math.sqrt(max(1.0, d_out / d_in))
-    return _ADAMW_RMS * math.sqrt(max(d_out, d_in))
+def _orthogonal(matrices: Tensor, out_dim: int, group: dict[str, Any]) -> Tensor:
+    """Return r NS(matrices) in their dtype; they may have a leading dimension."""
+    shape = matrices.shape[-2:]
+    d_out, d_in = shape[out_dim], shape[1 - out_dim]
+    if group["adjust_lr_fn"] == "original":
+        ratio = math.sqrt(max(1.0, d_out / d_in))
+    else:
+        ratio = _ADAMW_RMS * math.sqrt(max(d_out, d_in))
+    return (
+        newton_schulz(matrices, group["ns_coefficients"], group["ns_steps"], group["ns_eps"]).to(matrices.dtype) * ratio
+    )

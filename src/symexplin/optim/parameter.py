@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from symexplin.axes import Axes, axes_of
 from symexplin.coordinates import Coordinates
 from symexplin.layout import PANELS, Layout
-from symexplin.optim.groups import Group, is_curved, layout_of, name_of
+from symexplin.optim.groups import Group, is_curved, layout_of, name_of, parts_of
 from symexplin.optim.placement import Placement, address, is_dtensor, local, placement_of
+from symexplin.optim.small import decode, encode, is_signed, is_small, scale_key, scale_shape
+from symexplin.projections import Parts
 from symexplin.transform import compute_dtype
 from symexplin.validation import naming
 
@@ -19,11 +22,9 @@ __all__ = ["ANCHOR", "COUNTS", "Moments", "ParameterView", "moment_key"]
 
 ANCHOR = "anchor"  # the first value of a parameter, in its state if weight decay pulls towards it
 COUNTS = ("step", "scale_step")  # numbers of updates in a parameter's state: of its values and of its scales
-# The tensor dimension along which each panel of vectors lies; `full` lies as the parameter.
-_DIMS = {"panel0": 0, "panel1": 1, "scalar": None}
 
-# Maps a tensor's kind ("raw", "plain" or a panel's name) and whole shape to the names of its moments.
-Moments = Callable[[str, tuple[int, ...]], Iterable[str]]
+# Maps a tensor's kind ("raw", "plain" or a panel's name) and a raw weight's axes to the names of its moments.
+Moments = Callable[[str, Axes | None], Iterable[str]]
 
 
 def moment_key(kind: str, moment: str) -> str:
@@ -47,6 +48,7 @@ class ParameterView:
         self.key = id(self.parameter)  # identifies the parameter
         self._address = address(self.parameter)
         self._known = self._tensors()
+        self._places: dict[str, Placement] = {}
         shape = self.group["shape"][self.index] if self.curved else None
         if shape is not None and tuple(shape) != self.shape:
             raise ValueError(
@@ -55,8 +57,11 @@ class ParameterView:
             )
 
     def _tensors(self) -> list[int]:
-        """Return the ids of the state's tensors, which user code may replace."""
-        return list(map(id, self.state.values()))
+        """Return the ids of the state's tensors, which user code may replace; with addresses if kernels have views."""
+        found = list(map(id, self.state.values()))
+        if self.axes is None or self.axes.is_matrix:
+            return found
+        return [*found, *(local(v).data_ptr() for v in self.state.values() if isinstance(v, Tensor))]
 
     def serves(self, group: Group, index: int, state: dict[str, Any]) -> bool:
         """Whether this view is still valid: same group, index and state, and values at the same address."""
@@ -111,9 +116,18 @@ class ParameterView:
         return compute_dtype(self.parameter)
 
     @property
-    def out_dim(self) -> int:
-        """The output dimension of a weight."""
-        return int(self.group["out_dim"][self.index]) if self.curved else 0
+    def axes(self) -> Axes | None:
+        """The axes of a curved parameter."""
+        return axes_of(self.group["axes"][self.index]) if self.curved else None
+
+    @functools.cached_property
+    def parts(self) -> Parts:
+        """The outputs of each matrix of a fused projection; empty for one matrix."""
+        return parts_of(self.group, self.index) if self.curved else ()
+
+    def axes_of(self, kind: str) -> Axes | None:
+        """Return the axes of a raw weight, None for panels and plain values."""
+        return self.axes if kind == "raw" else None
 
     @property
     def panels(self) -> list[str]:
@@ -132,8 +146,19 @@ class ParameterView:
         return local(self.state["raw"]) if "raw" in self.state else self.value
 
     def moment(self, kind: str, name: str) -> Tensor:
-        """Return the local part of a moment."""
-        return local(self.state[moment_key(kind, name)])
+        """Return the local part of a moment: the tensor of the state, or the values of its codes."""
+        key = moment_key(kind, name)
+        if scale_key(key) not in self.state:
+            return local(self.state[key])
+        return decode(local(self.state[key]), local(self.state[scale_key(key)]), is_signed(name)).to(self.dtype)
+
+    def keep(self, kind: str, name: str, moment: Tensor) -> None:
+        """Put the new values of a moment into the state, if :meth:`moment` returned others than its tensor."""
+        key = moment_key(kind, name)
+        if scale_key(key) in self.state:
+            codes, scale = encode(moment, is_signed(name))
+            local(self.state[key]).copy_(codes)
+            local(self.state[scale_key(key)]).copy_(scale)
 
     @property
     def anchor(self) -> Tensor | None:
@@ -175,20 +200,38 @@ class ParameterView:
             return self.shape
         return layout_of(self.group, self.index, self.shape).panel_shape(kind)
 
-    def is_split(self, kind: str) -> bool:
-        """Whether a tensor of the state is sharded over processes."""
-        dim = self.placement.dim
-        return dim is not None and self._dim(kind) == dim
+    def place(self, kind: str) -> Placement:
+        """Return the placement of a tensor of the state."""
+        if self.axes is None or kind not in PANELS or self.placement.mesh is None:
+            return self.placement
+        if kind not in self._places:
+            self._places[kind] = self.placement.along(functools.partial(self.axes.panel_dim, kind))
+        return self._places[kind]
 
-    def _dim(self, kind: str) -> int | None:
-        """Return the tensor dimension along which a tensor of the state may be split."""
-        return _DIMS.get(kind, self.placement.dim)
+    @functools.cached_property
+    def is_small(self) -> bool:
+        """Whether the moments of the raw weight or plain values have 8 bits."""
+        return is_small(self.group.get("moment_bits", 32), self.shape)
+
+    @functools.cached_property
+    def rows(self) -> Placement:
+        """The placement of the scales of 8-bit moments."""
+        if any(dim != 0 for dim, _ in self.placement.splits):
+            raise ValueError(
+                f"{self.name} is placed as {self.placement.spec}: moment_bits=8 needs parameters that are split along "
+                "their first dimension alone, as fully_shard splits them"
+            )
+        return self.placement.along(lambda dim: dim)
+
+    def is_shared(self, kind: str) -> bool:
+        """Whether several processes have the same part of a panel, for different parts of the parameter."""
+        return self.place(kind).groups != self.placement.groups
 
     def start_panels(self) -> dict[str, Tensor]:
         """Return the local panels with their start values, drawn whole to be independent of the sharding."""
         whole = layout_of(self.group, self.index, self.shape)
         panels = whole.start_panels(self.dtype, self.value.device, self.group["position"][self.index])
-        return {name: self.placement.cut(panel, self._dim(name)) for name, panel in panels.items()}
+        return {name: self.place(name).cut(panel) for name, panel in panels.items()}
 
     def invert(self, w: Tensor, panels: Mapping[str, Tensor]) -> Tensor:
         """Return the raw weight for the weight `w` under the map with these panels."""
@@ -223,16 +266,17 @@ class ParameterView:
             state[ANCHOR] = self._wrap(self.kind, self.own(self.kind).clone())
         for kind, part in {"raw": self.value, **parts}.items():
             kind = self.kind if kind == "raw" else kind
-            for moment in moments(kind, self.whole_shape(kind)):
-                zeros = torch.zeros_like(part, dtype=self.dtype, memory_format=torch.preserve_format)
-                state[moment_key(kind, moment)] = self._wrap(kind, zeros)
+            small = kind not in PANELS and self.is_small
+            for moment in moments(kind, self.axes_of(kind)):
+                key, dtype = moment_key(kind, moment), torch.uint8 if small else self.dtype
+                state[key] = self._wrap(kind, torch.zeros_like(part, dtype=dtype, memory_format=torch.preserve_format))
+                if small:
+                    zeros = torch.zeros(scale_shape(part.shape), dtype=torch.float32, device=part.device)
+                    state[scale_key(key)] = self.rows.wrap(zeros, scale_shape(self.shape))
         return "raw" in parts
 
     def _wrap(self, kind: str, part: Tensor) -> Tensor:
-        if kind not in _DIMS:
-            return self.placement.wrap(part, self.whole_shape(kind))
-        dim = _DIMS[kind]
-        return part if dim is None else self.placement.wrap(part, self.whole_shape(kind), dim)
+        return self.place(kind).wrap(part, self.whole_shape(kind))
 
     def adopt(self, key: str, value: Any) -> Any:
         """Return a copy of a saved tensor of the state with the dtype, device and placement of this state.
@@ -247,15 +291,20 @@ class ParameterView:
         if not isinstance(value, Tensor):
             return value
         kind = next((panel for panel in PANELS if key.startswith(panel)), self.kind)
-        value = value.detach().to(device=self.value.device, dtype=self.dtype, copy=True)
+        codes, scales = value.dtype == torch.uint8, self.is_small and key.endswith("_scale")
+        dtype = torch.uint8 if codes else torch.float32 if scales else self.dtype
+        place, shape = self.place(kind), self.whole_shape(kind)
+        if scales:
+            place, shape = self.rows, scale_shape(self.shape)
+        value = value.detach().to(device=self.value.device, dtype=dtype, copy=True)
         if is_dtensor(value):
-            if not is_dtensor(self._wrap(kind, local(value))) or tuple(value.placements) != self.placement.spec:
+            if place.mesh is None or tuple(value.placements) != place.spec:
                 raise ValueError(
                     f"{self.name}: {key} is saved as a DTensor with another placement than the parameter's: save and "
                     "load with torch.distributed.checkpoint.state_dict"
                 )
             return value
-        return self._wrap(kind, self.placement.cut(value, self._dim(kind)))
+        return place.wrap(place.cut(value), shape)
 
     def restart(self, moments: Moments) -> None:
         """Reset the scales to their start values, and match the raw weight to the present weight."""
@@ -263,7 +312,7 @@ class ParameterView:
         self.own("raw").copy_(self.invert(found, panels))
         for name in self.panels:
             self.own(name).copy_(panels[name])
-            for moment in moments(name, self.whole_shape(name)):
+            for moment in moments(name, self.axes_of(name)):
                 self.moment(name, moment).zero_()
         if "scale_step" in self.state:
             self.state["scale_step"].zero_()

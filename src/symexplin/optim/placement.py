@@ -1,7 +1,9 @@
-"""The placement of a parameter: whole on its device, or a shard of a DTensor along one dimension (FSDP2)."""
+"""The placement of a parameter: whole on its device, or a DTensor split over a mesh (FSDP2, tensor parallel)."""
 
+import functools
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -46,27 +48,40 @@ def whole(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Placement:
-    """The split of a parameter and its state: `dim` of the tensor over dimension `mesh_dim` of the mesh.
+    """The split of a tensor over a mesh: by `splits`, pairs of a tensor's and a mesh's dimension, in this order.
 
-    Without a mesh the parameter is whole. With a mesh and `dim` None it is replicated in every process.
+    Without a mesh the tensor is whole. It is replicated along all other dimensions of the mesh.
     """
 
     mesh: Any = None  # torch.distributed.device_mesh.DeviceMesh
     spec: tuple[Any, ...] = ()  # the DTensor's placements
-    dim: int | None = None
-    mesh_dim: int | None = None
+    splits: tuple[tuple[int, int], ...] = ()
+
+    @functools.cached_property
+    def groups(self) -> tuple[Any, ...]:
+        """The process groups over which the tensor is split; empty if it is whole here."""
+        return tuple(self.mesh.get_group(mesh_dim) for _, mesh_dim in self.splits)
 
     @property
-    def group(self) -> Any:
-        """The process group over which the parameter is split, or None if it is whole here."""
-        return None if self.dim is None else self.mesh.get_group(self.mesh_dim)
+    def device_type(self) -> str:
+        """The type of the mesh's devices."""
+        return str(self.mesh.device_type)
 
-    def wrap(self, part: Tensor, shape: Sequence[int], dim: int | None = None) -> Tensor:
-        """Return the local `part` as a tensor of the whole `shape`, split along `dim`, by default as the parameter.
+    def along(self, dim_of: Callable[[int], int | None]) -> "Placement":
+        """Return the placement of a tensor that has dimension `dim_of(d)` of its own along dimension d, or None."""
+        if self.mesh is None:
+            return self
+        from torch.distributed.tensor import Replicate
 
-        A part along an unsplit `dim` is returned unchanged. Without `dim` the result is a DTensor if there is a mesh.
-        """
-        if self.mesh is None or (dim is not None and dim != self.dim):
+        splits = {mesh_dim: dim for d, mesh_dim in self.splits if (dim := dim_of(d)) is not None}
+        if not splits:
+            return WHOLE  # replicas are ordinary tensors
+        spec = tuple(_moved(p, splits[i]) if i in splits else Replicate() for i, p in enumerate(self.spec))
+        return Placement(self.mesh, spec, tuple((splits[i], i) for _, i in self.splits if i in splits))
+
+    def wrap(self, part: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return the local `part` as a tensor of the whole `shape`: a DTensor if there is a mesh."""
+        if self.mesh is None:
             return part
         from torch.distributed.tensor import DTensor
 
@@ -76,19 +91,19 @@ class Placement:
         )
         return cast(Tensor, wrapped)
 
-    def cut(self, tensor: Tensor, dim: int | None) -> Tensor:
-        """Return the local part of a whole `tensor` if the parameter is split along `dim`, else the tensor."""
-        if dim is None or dim != self.dim:
-            return tensor
-        size = tensor.shape[dim]
-        chunk = -(-size // self.mesh.size(self.mesh_dim))  # as in DTensor and torch.chunk: the last may be short
-        start = min(self.mesh.get_local_rank(self.mesh_dim) * chunk, size)
+    def cut(self, tensor: Tensor) -> Tensor:
+        """Return the local part of a whole `tensor`."""
+        for dim, mesh_dim in self.splits:
+            size = tensor.shape[dim]
+            chunk = -(-size // self.mesh.size(mesh_dim))  # as in DTensor and torch.chunk: the last may be short
+            start = min(self.mesh.get_local_rank(mesh_dim) * chunk, size)
+            tensor = tensor.narrow(dim, start, min(chunk, size - start))
         # A copy: a view would keep the whole tensor in memory and in checkpoints.
-        return tensor.narrow(dim, start, min(chunk, size - start)).clone(memory_format=torch.contiguous_format)
+        return tensor.clone(memory_format=torch.contiguous_format) if self.splits else tensor
 
     def gather(self, part: Tensor, shape: Sequence[int]) -> Tensor:
-        """Return the whole tensor of this `shape`, by a collective operation if the parameter is split."""
-        return whole(self.wrap(part, shape))
+        """Return the whole tensor of this `shape`, by a collective operation if it is split."""
+        return whole(self.wrap(part, shape)) if self.splits else part
 
 
 WHOLE = Placement()
@@ -98,19 +113,34 @@ def placement_of(parameter: Tensor, name: str) -> Placement:
     """Return the placement of a parameter.
 
     Raises:
-        ValueError: it is split over more than one dimension of the mesh, or is a partial sum.
+        ValueError: it is a partial sum, or split in another way than by whole chunks.
     """
     if not is_dtensor(parameter):
         return WHOLE
     spec: tuple[Any, ...] = tuple(parameter.placements)  # type: ignore[attr-defined]
-    split = [(i, placement) for i, placement in enumerate(spec) if not placement.is_replicate()]
-    if len(split) > 1 or any(not placement.is_shard() for _, placement in split):
-        raise ValueError(
-            f"{name} is placed as {spec} on its mesh: one sharded dimension and replication are supported "
-            "(fully_shard on a mesh of shards or of replicas x shards)"
-        )
     mesh = parameter.device_mesh  # type: ignore[attr-defined]
-    if not split:
-        return Placement(mesh, spec)
-    ((mesh_dim, placement),) = split
-    return Placement(mesh, spec, placement.dim % max(parameter.dim(), 1), mesh_dim)
+    # FSDP2 splits what tensor parallelism has split before, although its dimension of the mesh is the first.
+    plain = [(p.dim % max(parameter.dim(), 1), i) for i, p in enumerate(spec) if p.is_shard()]
+    later = [(p.dim % max(parameter.dim(), 1), i) for i, p in enumerate(spec) if _is_strided(p)]
+    for dim, i in later:
+        before = math.prod(mesh.size(j) for d, j in plain if d == dim and j > i)
+        if spec[i].split_factor != before:
+            raise ValueError(
+                f"{name} is placed as {spec} on its mesh, with a dimension split in strides of {spec[i].split_factor}: "
+                "shards of whole rows or columns are supported (parallelize_module, then fully_shard)"
+            )
+    if any(not (p.is_replicate() or p.is_shard() or _is_strided(p)) for p in spec):
+        raise ValueError(f"{name} is placed as {spec} on its mesh: a parameter must be sharded or replicated")
+    return Placement(mesh, spec, (*plain, *later))
+
+
+def _is_strided(placement: Any) -> bool:
+    """Whether a placement is that of FSDP2 for a dimension that another one has split before."""
+    return type(placement).__name__ == "_StridedShard"
+
+
+def _moved(placement: Any, dim: int) -> Any:
+    """Return a shard along another dimension of its tensor."""
+    if _is_strided(placement):
+        return type(placement)(dim, split_factor=placement.split_factor)
+    return type(placement)(dim)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
+from symexplin.axes import Axes
 from symexplin.config import SELConfig
 from symexplin.coordinates import Coordinates
 from symexplin.optim import placement
@@ -133,8 +134,8 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
     def check_(self, group: dict[str, Any]) -> None:
         """Raise ValueError if a group has a setting of the rule that is out of range."""
 
-    def moments_(self, kind: str, shape: tuple[int, ...]) -> tuple[str, ...]:  # noqa: ARG002
-        """Return the names of the moments of a target of this kind and whole shape."""
+    def moments_(self, kind: str, axes: Axes | None) -> tuple[str, ...]:  # noqa: ARG002
+        """Return the names of the moments of a target of this kind; `axes` are those of a raw weight, else None."""
         return self.moments
 
     def rule_(self, target: Target, group: dict[str, Any]) -> None:
@@ -340,7 +341,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         for view in self._writes.noticed(views):
             exact = self._writes.knows(view)
             outcome = take_over(view, exact)
-            if outcome == Outcome.OUT_OF_REACH and view.placement.group is not None:
+            if outcome == Outcome.OUT_OF_REACH and view.placement.groups:
                 raise ValueError(
                     f"{view.name}: weights written from outside are out of reach of the learned scales, which all "
                     "processes share. Call optimizer.take_over_writes() in every process after the write"

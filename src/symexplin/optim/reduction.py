@@ -1,53 +1,74 @@
 """Communication between the processes of a sharded model: shared gradients, the global norm, outcomes."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from symexplin.optim.batch import Batch
 from symexplin.optim.parameter import ParameterView
-from symexplin.optim.placement import Placement
 
 __all__ = ["agree", "reduce_"]
 
+_Groups = tuple[Any, ...]  # the process groups over which a tensor is split
+
 
 def reduce_(active: Sequence[ParameterView], batches: Sequence[Batch]) -> Tensor:
-    """Sum shared gradients in place, in one all-reduce per process group, and return the global norm.
+    """Sum shared gradients in place, in one all-reduce per dimension of the mesh, and return the global norm.
 
-    Gradients of panels along an unsplit dimension become their sums over all parts of the weight.
+    The gradient of a panel becomes its sum over all parts of the weight that share the panel. A panel that is shared
+    along one dimension of the mesh and split along another needs a further all-reduce, of the norm.
 
     Args:
         active: the parameters with a gradient, in the same order in every process.
         batches: the same parameters in batches. Batches may differ between processes.
     """
-    norms = [norm for batch in batches if batch.views[0].placement.group is None for norm in batch.norms()]
-    places = {view.placement.group: view.placement for view in active if view.placement.group is not None}
-    if not places:
-        return torch.nn.utils.get_total_norm(norms)
-    total = _square(norms, next(iter(places.values())))
-    for group, place in places.items():  # in the order of the parameters, the same in every process
-        own = [batch for batch in batches if batch.views[0].placement.group == group]
-        summands = {key: grads for batch in own for key, grads in batch.shared().items()}
-        shared = [grad for view in active for grad in summands.get(view.key, ())]
-        split = _square([norm for batch in own for norm in batch.norms()], place)
-        _sum_([split, *shared], place)
-        total = total + split.to(total.device) + _square(shared, place).to(total.device)
-    return total.sqrt()
+    norms: dict[_Groups, list[Tensor]] = {}
+    for batch in batches:
+        norms.setdefault(batch.views[0].placement.groups, []).extend(batch.norms())
+    devices = _devices(active)
+    if not devices:
+        return torch.nn.utils.get_total_norm(norms.get((), []))
+    shared: list[tuple[_Groups, _Groups, Tensor]] = []  # over which groups the parameter and the panel are split
+    found = {key: grads for batch in batches for key, grads in batch.shared().items()}
+    for view in active:  # in the order of the parameters, the same in every process
+        places = ((view.place(panel).groups, grad) for panel, grad in found.get(view.key, {}).items())
+        shared += [(view.placement.groups, split, grad) for split, grad in places]
+    device = next(iter(devices.values()))
+    squares = {split: _square(norms.get(split, []), device) for split in _splits(active)}
+    for group, kind in devices.items():
+        grads = [grad for whole, split, grad in shared if group in whole and group not in split]
+        _sum_([*(square for split, square in squares.items() if group in split), *grads], group, kind)
+    late = {split: _square([g for _, s, g in shared if s == split], device) for _, split, _ in shared}
+    for group, kind in devices.items():
+        _sum_([square for split, square in late.items() if group in split], group, kind)
+    return sum((*squares.values(), *late.values()), torch.zeros((), device=device)).sqrt()
 
 
-def _square(grads: Sequence[Tensor], place: Placement) -> Tensor:
+def _splits(views: Sequence[ParameterView]) -> list[_Groups]:
+    return list(dict.fromkeys(view.placement.groups for view in views))
+
+
+def _devices(views: Sequence[ParameterView]) -> dict[Any, str]:
+    """Return the process groups of split parameters, in the same order in every process, with their device types."""
+    return {group: view.placement.device_type for view in views for group in view.placement.groups}
+
+
+def _square(grads: Sequence[Tensor], device: str) -> Tensor:
     """Return the squared norm of all `grads`, a zero on the mesh's device if there are none."""
     if not grads:
-        return torch.zeros((), device=place.mesh.device_type)
-    return torch.nn.utils.get_total_norm(grads) ** 2
+        return torch.zeros((), device=device)
+    return torch.nn.utils.get_total_norm(grads).to(device) ** 2
 
 
-def _sum_(tensors: Sequence[Tensor], place: Placement) -> None:
+def _sum_(tensors: Sequence[Tensor], group: Any, device: str) -> None:
     """Replace tensors by their sums over the process group."""
+    if not tensors:
+        return
     widest = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
-    flat = torch.cat([tensor.reshape(-1).to(place.mesh.device_type, widest) for tensor in tensors])
-    torch.distributed.all_reduce(flat, group=place.group)
+    flat = torch.cat([tensor.reshape(-1).to(device, widest) for tensor in tensors])
+    torch.distributed.all_reduce(flat, group=group)
     pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
     for tensor, piece in zip(tensors, pieces, strict=True):
         tensor.copy_(piece.view(tensor.shape))
@@ -56,10 +77,9 @@ def _sum_(tensors: Sequence[Tensor], place: Placement) -> None:
 def agree(outcomes: Sequence[tuple[ParameterView, int]]) -> list[tuple[ParameterView, int]]:
     """Return the largest outcome over processes for each parameter; all processes must pass the same parameters."""
     settled = dict(enumerate(outcome for _, outcome in outcomes))
-    places = {view.placement.group: view.placement for view, _ in outcomes if view.placement.group is not None}
-    for group, place in places.items():
-        mine = [i for i, (view, _) in enumerate(outcomes) if view.placement.group == group]
-        largest = torch.tensor([int(settled[i]) for i in mine], device=place.mesh.device_type)
+    for group, device in _devices([view for view, _ in outcomes]).items():
+        mine = [i for i, (view, _) in enumerate(outcomes) if group in view.placement.groups]
+        largest = torch.tensor([int(settled[i]) for i in mine], device=device)
         torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=group)
         settled |= dict(zip(mine, largest.tolist(), strict=True))
     return [(view, settled[i]) for i, (view, _) in enumerate(outcomes)]

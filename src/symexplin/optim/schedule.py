@@ -15,7 +15,6 @@ __all__ = ["LATER", "ScaleAnnealing", "anneal_scales", "multiplier", "multiplier
 
 LATER = "later"  # total_steps before set_total_steps
 
-_SHAPES = {"panel0": (1, -1), "panel1": (-1, 1), "scalar": (-1,), "full": (-1,)}
 _ATTRIBUTE = "_symexplin_annealing"
 
 
@@ -55,13 +54,13 @@ def panel_rates(masks: Masks, group: Mapping[str, Any]) -> tuple[Tensor, Tensor]
 
 def panel_masks(layout: Layout, panel: str, like: Tensor) -> Masks:
     """Return the masks of a panel's roles and of its decay, shaped to broadcast against the panel."""
-    return _masks(tuple(slot for slot in layout.slots if slot.panel == panel), like.dtype, like.device)
+    columns = (1,) * max(1, len(layout.axes.columns))
+    shape = {"panel0": (1, -1), "panel1": (-1, *columns), "scalar": (-1,), "full": (-1,)}[panel]
+    return _masks(tuple(slot for slot in layout.slots if slot.panel == panel), shape, like.dtype, like.device)
 
 
 @functools.cache
-def _masks(slots: tuple[Slot, ...], dtype: torch.dtype, device: torch.device) -> Masks:
-    shape = _SHAPES[slots[0].panel]
-
+def _masks(slots: tuple[Slot, ...], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Masks:
     def spread(values: list[float]) -> Tensor:
         numbers = [value for value, slot in zip(values, slots, strict=True) for _ in range(slot.count)]
         return torch.tensor(numbers, dtype=dtype, device=device).reshape(shape)

@@ -36,7 +36,7 @@ class MismatchedStart:
             for i in range(len(group["params"]))
         ]
         for view in views:
-            if len(view.shape) == 2 and not is_fresh(whole(view.parameter)):
+            if view.axes and view.axes.columns and not is_fresh(whole(view.parameter), view.axes.letters):
                 self._refusal = stale(view.name)
                 return
         for view in views:

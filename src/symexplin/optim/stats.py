@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from symexplin.coordinates import Coordinates
-from symexplin.linear import SELLinear
+from symexplin.curved import CurvedModule
 from symexplin.optim.placement import WHOLE, Placement, whole
 from symexplin.optim.raw_space import RawSpaceOptimizer
 
@@ -30,13 +30,14 @@ def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> d
     Empty for ordinary weights, and before the first step of a raw-space optimizer. With a sharded model every process
     must call it and gets the same result.
 
+    >>> from symexplin.linear import SELLinear
     >>> from symexplin.presets import preset
     >>> sorted(stats(nn.Sequential(SELLinear(8, 8, config=preset("paper")))))[:2]
     ['e/mean', 'e/std']
     """
     tallies: dict[Any, _Tally] = {}
     for coordinates, size, placement in _tensors(model, optimizer):
-        tallies.setdefault(placement.group, _Tally(placement)).add(coordinates, size)
+        tallies.setdefault(placement.groups, _Tally(placement)).add(coordinates, size)
     total = _Tally(WHOLE)
     for tally in tallies.values():
         total.merge(tally)
@@ -59,7 +60,7 @@ class _Tally:
             if isinstance(value, Tensor):
                 # Entries count 1 / size, so that the parts of a sharded tensor add up to its mean.
                 self._sum(role, value.double().expand(raw.shape), 1.0 / size)
-        if raw.dim() == 2:
+        if coordinates.layout.axes.columns:
             x = (scales.kappa * raw.abs()).double()
             if x.numel():
                 self._raise_to(float(x.max()))
@@ -75,8 +76,8 @@ class _Tally:
     def merge(self, other: "_Tally") -> None:
         """Add the sums of another tally over all its processes."""
         sums, largest = list(other.sums.values()), other.largest
-        if (group := other.placement.group) is not None:
-            device = other.placement.mesh.device_type
+        for group in other.placement.groups:
+            device = other.placement.device_type
             added, most = (torch.tensor(v, dtype=torch.float64, device=device) for v in (sums, largest))
             torch.distributed.all_reduce(added, group=group)
             torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=group)
@@ -111,9 +112,8 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Itera
                 yield view.coordinates(), math.prod(view.shape), view.placement
         return
     for layer in model.modules():
-        if isinstance(layer, SELLinear):
-            for bias, layout in enumerate((layer.weight_layout, layer.bias_layout)):
-                if layout is not None:
-                    # fully_shard splits each parameter of the layer separately, so their local parts do not match.
-                    parts = [whole(part) for part in layer.parts(bool(bias))]
-                    yield Coordinates(layout, *parts), math.prod(layout.shape), WHOLE
+        if isinstance(layer, CurvedModule):
+            for name, curve in layer.sel_curves.items():
+                # fully_shard splits each parameter of the layer separately, so their local parts do not match.
+                parts = [whole(part) for part in layer.sel_parts(name)]
+                yield Coordinates(curve.layout, *parts), math.prod(curve.layout.shape), WHOLE

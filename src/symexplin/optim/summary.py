@@ -4,13 +4,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from symexplin.config import SELConfig
-from symexplin.optim.groups import Group, is_curved
+from symexplin.optim.groups import ALIGNED, Group, is_curved
 
 __all__ = ["map_lines", "summary"]
 
 # Keys of groups that lines of their own show, or that repeat what the map says.
-_SHOWN = {"config", "lr", "out_dim", "param_names", "params", "position", "role", "shape", "steps", "weight_decay"}
-_SHOWN |= {"width"}
+_SHOWN = {*ALIGNED, "config", "lr", "param_names", "params", "role", "steps", "weight_decay", "width"}
+
+_USUAL = {"decay_towards": "zero", "moment_bits": 32}  # not shown
 
 
 def summary(name: str, groups: Sequence[Group]) -> str:
@@ -27,8 +28,7 @@ def summary(name: str, groups: Sequence[Group]) -> str:
     )
     """
     settings = {key: groups[0][key] for key in groups[0] if key not in _SHOWN and not key.startswith("k_")}
-    if settings.get("decay_towards") == "zero":
-        del settings["decay_towards"]
+    settings = {key: value for key, value in settings.items() if _USUAL.get(key) != value}
     steps = max(group["steps"] for group in groups)
     last = ", ".join(f"{key} {value}" for key, value in settings.items())
     lines = [*map_lines(groups), *map(_line, groups), f"{last}; {steps} steps taken"]

@@ -64,7 +64,7 @@ def test_the_mismatched_start_is_that_of_the_library():
         line = lines(left)[label]
         target = torch.tensor(np.asarray(line.get_xdata()))[None]
         assert bool((sign * target > 0).all())
-        layout = Layout(tuple(target.shape), 0, SELConfig(beta=7.5, start="mismatched"))
+        layout = Layout(tuple(target.shape), "oi", SELConfig(beta=7.5, start="mismatched"))
         wanted = start_weight(target, layout)[0].numpy()
         assert np.asarray(line.get_ydata()) == pytest.approx(wanted, rel=1e-10)
     full, kept = (bar.get_height() for bar in right.patches)

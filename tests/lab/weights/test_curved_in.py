@@ -59,7 +59,7 @@ MODELS = {
 def test_names_agree_with_modules(name):
     model = MODELS[name]()
     found = routed({name: p.shape for name, p in model.named_parameters()})
-    assert [(r.name, r.curved, r.out_dim) for r in found] == [(r.name, r.curved, r.out_dim) for r in sel.routing(model)]
+    assert [(r.name, r.curved, r.axes) for r in found] == [(r.name, r.curved, r.axes) for r in sel.routing(model)]
     assert (found.config, found.width) == (sel.routing(model).config, sel.routing(model).width)
 
 
@@ -78,8 +78,8 @@ def test_routers_and_step_biases_are_those_of_the_modules():
 def test_gpt2s_names_on_ordinary_layers():
     """nanoGPT and others have c_attn as nn.Linear: stored (outputs, inputs)."""
     ordinary = {"h.0.c_attn.weight": (12, 4), "h.0.c_proj.weight": (4, 4), "h.0.c_fc.weight": (16, 4)}
-    assert [route.out_dim for route in routed(ordinary)] == [0, 0, 0]
-    assert [route.out_dim for route in routed({name: shape[::-1] for name, shape in ordinary.items()})] == [1, 1, 1]
+    assert [route.axes for route in routed(ordinary)] == ["oi"] * 3
+    assert [route.axes for route in routed({name: shape[::-1] for name, shape in ordinary.items()})] == ["io"] * 3
 
 
 def test_patterns():

@@ -147,20 +147,16 @@ def test_a_bare_layer_and_any_network(tmp_path):
         same(load_file(tmp_path / name), sel.convert(model, PAPER).state_dict())
 
 
-def test_transposed_layers_stay_plain_as_in_convert(tmp_path):
-    """GPT-2's weights are stored (inputs, outputs): no curved module computes with them."""
+def test_transposed_layers_have_their_outputs_along_the_columns(tmp_path):
+    """GPT-2's weights are stored (inputs, outputs)."""
     plain = {"h.0.attn.c_attn.weight": torch.ones(8, 24), "h.0.up.weight": torch.ones(8, 4)}
     save_file(plain, tmp_path / "plain")
-    with pytest.warns(UserWarning, match="convert leaves h.0.attn.c_attn.weight plain"):
-        assert invert_file(tmp_path / "plain", tmp_path / "curved")["layers"] == 1
-    assert torch.equal(load_file(tmp_path / "curved")["h.0.attn.c_attn.weight"], torch.ones(8, 24))
-    del plain["h.0.up.weight"]
-    save_file(plain, tmp_path / "plain")
-    with (
-        pytest.warns(UserWarning, match="plain"),
-        pytest.raises(ValueError, match=r"plain' must hold weights of nn.Linear"),
-    ):
-        invert_file(tmp_path / "plain", tmp_path / "out")
+    config = sel.SELConfig(e=sel.Scale("row"))
+    assert invert_file(tmp_path / "plain", tmp_path / "curved", config)["layers"] == 2
+    assert load_file(tmp_path / "curved")["h.0.attn.c_attn.e_row"].shape == (24,)
+    assert load_file(tmp_path / "curved")["h.0.up.e_row"].shape == (8,)
+    fold_file(tmp_path / "curved", tmp_path / "folded")
+    torch.testing.assert_close(load_file(tmp_path / "folded"), plain)
 
 
 @pytest.mark.parametrize("work", [invert_file, fold_file])
@@ -198,7 +194,7 @@ def test_what_cannot_be_inverted_leaves_no_file(tmp_path):
         invert_file(tmp_path / "plain", tmp_path / "curved", dataclasses.replace(PAPER, l=sel.Scale("row", start=8.0)))
     model.blocks[1].ffn.up.weight.data[0, 0] = float("nan")
     save_model(model, tmp_path / "plain")
-    with pytest.raises(ValueError, match=r"blocks.1.ffn.up: cannot invert .* 1 of 1024 elements: .* finite"):
+    with pytest.raises(ValueError, match=r"blocks.1.ffn.up.weight: cannot invert .* 1 of 1024 elements: .* finite"):
         invert_file(tmp_path / "plain", tmp_path / "curved", PAPER)
     assert [path.name for path in tmp_path.iterdir()] == ["plain"]
 

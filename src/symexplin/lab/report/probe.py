@@ -193,7 +193,7 @@ def _coordinates(built: Built) -> dict[str, Coordinates]:
         found = built.optimizer.coordinates()
         return {name.removesuffix(".weight"): each for name, each in found if each.raw.dim() == 2}
     layers = ((name, module) for name, module in built.model.named_modules() if isinstance(module, SELLinear))
-    return {name: Coordinates(layer.weight_layout, *layer.parts()) for name, layer in layers}
+    return {name: Coordinates(layer.sel_curves["weight"].layout, *layer.sel_parts()) for name, layer in layers}
 
 
 def map_curves(weights: RoleWeights, raw: Tensor, places: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from symexplin.config import SELConfig, check_config
 from symexplin.conversion import convert, fold
+from symexplin.curved import CurvedModule
 from symexplin.lab.files import check_new
 from symexplin.lab.weights.files import (
     FLOATING,
@@ -30,7 +31,6 @@ from symexplin.lab.weights.files import (
     read_tensors,
     write_tensors,
 )
-from symexplin.linear import SELLinear
 from symexplin.routes import Routing, routing
 from symexplin.transform import compute_dtype
 
@@ -38,12 +38,12 @@ __all__ = ["curved_in", "curved_matrices", "fold_file", "folded", "invert_file"]
 
 Echo = Callable[[str], None]
 State = dict[str, Tensor]
-Layers = dict[str, SELLinear]
+Layers = dict[str, dict[str, Tensor]]  # the effective values of each layer, in the compute dtype
 
 # Entry of the header: the dtypes of plain weights that are narrower than their raw weights, by name.
 _TYPES_KEY = "symexplin_types"
 _NARROW = {"BF16": torch.bfloat16, "F16": torch.float16}
-_RAW = "raw_weight"
+_RAW = "raw_"
 # Last part of an embedding's name: GPT-2's, Llama's original, T5's, and all that end in "embedding".
 _EMBEDDINGS = (
     *("wte", "wpe", "shared", "relative_attention_bias"),
@@ -157,25 +157,23 @@ def invert_file(
     plain, _ = read_tensors(source)
     wide = {route.name: plain[route.name].to(compute_dtype(plain[route.name])) for route in routes.curved}
     model = convert(_skeleton(plain | wide), config)
-    layers = _layers(model)
-    if not layers:
-        raise ValueError(f"{str(source)!r} must hold weights of nn.Linear, got transposed ones alone")
     types = {name: specs[name].dtype for name in wide if specs[name].dtype in _NARROW}
     write_tensors(
         target, model.state_dict(), metadata | {MAP_KEY: routes.config.to_json(), _TYPES_KEY: json.dumps(types)}
     )
-    return _report("curved", layers, plain, echo)
+    return _report("curved", _layers(model), plain, echo)
 
 
 def _layers(model: nn.Module) -> Layers:
-    return {name: module for name, module in model.named_modules() if isinstance(module, SELLinear)}
+    named = model.named_modules()
+    return {name: module.sel_effective() for name, module in named if isinstance(module, CurvedModule)}
 
 
 def _report(verb: str, layers: Layers, plain: State, echo: Echo) -> dict[str, Any]:
     """Tell the largest difference between the effective weights of layers and plain ones."""
     gaps = []
-    for path, layer in layers.items():
-        for local, value in zip(("weight", "bias"), layer.effective(), strict=False):
+    for path, values in layers.items():
+        for local, value in values.items():
             gaps.append(float((value.double() - plain[f"{path}.{local}".lstrip(".")].double()).abs().max()))
     echo(f"{len(layers)} layers {verb}; largest difference {max(gaps):.3g}")
     return {"layers": len(layers), "largest_difference": max(gaps)}
@@ -200,18 +198,19 @@ def folded(source: str | Path) -> tuple[State, dict[str, str], Layers]:
     """Return the tensors and the header that :func:`fold_file` writes, and the curved layers by name."""
     state, metadata = read_tensors(source)
     config = map_in(source, metadata, MAP_KEY)
-    prefixes = {name.removesuffix(_RAW) for name in state if name.rpartition(".")[2] == _RAW}
+    split = {name: (name[: -len(local)], local) for name in state for local in [name.rpartition(".")[2]]}
+    prefixes = {prefix for prefix, local in split.values() if local.startswith(_RAW)}
     if config is None or not prefixes:
         raise ValueError(f"{str(source)!r} must hold raw weights, and their map as {MAP_KEY!r} in its header")
     if config.beta == "auto":
         raise ValueError(f"{str(source)!r} is of an earlier version, with a beta per matrix: fold it with that version")
     outline: State = {}
     for name, value in state.items():
-        path, dot, local = name.rpartition(".")
-        if path + dot not in prefixes:
+        prefix, local = split[name]
+        if local.startswith(_RAW):
+            outline[prefix + local.removeprefix(_RAW)] = torch.zeros_like(value)
+        elif prefix not in prefixes or local in ("weight", "bias"):  # no scale
             outline[name] = value
-        elif local in (_RAW, "raw_bias"):
-            outline[path + dot + local.removeprefix("raw_")] = torch.zeros_like(value)
     # A pattern may match a tied head alone, which is not in the file.
     include, exclude = (
         tuple(pattern for pattern in patterns if fnmatch.filter(outline, pattern))
