@@ -10,7 +10,6 @@ __all__ = ["map_lines", "summary"]
 
 # Keys of groups that lines of their own show, or that repeat what the map says.
 _SHOWN = {*ALIGNED, "config", "lr", "param_names", "params", "role", "steps", "weight_decay", "width"}
-
 _USUAL = {"decay_towards": "zero", "moment_bits": 32}  # not shown
 
 
@@ -28,7 +27,7 @@ def summary(name: str, groups: Sequence[Group]) -> str:
     )
     """
     settings = {key: groups[0][key] for key in groups[0] if key not in _SHOWN and not key.startswith("k_")}
-    settings = {key: value for key, value in settings.items() if _USUAL.get(key) != value}
+    settings = {key: value for key, value in settings.items() if _USUAL.get(key, ()) != value}
     steps = max(group["steps"] for group in groups)
     last = ", ".join(f"{key} {value}" for key, value in settings.items())
     lines = [*map_lines(groups), *map(_line, groups), f"{last}; {steps} steps taken"]
