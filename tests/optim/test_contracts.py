@@ -23,13 +23,16 @@ def resumed(optimizer, model, **kwargs):
     return other
 
 
-def test_a_state_of_an_earlier_version_is_refused_with_what_to_do():
-    """It had one beta per parameter, and another form of the scales."""
+@pytest.mark.parametrize("added", [{"beta": [7.5] * 4, "config": '{"e": {"peak_lr": null}}'}, {"out_dim": [0] * 4}])
+def test_a_state_of_an_earlier_version_is_refused_with_what_to_do(added):
+    """The first had one beta per parameter, and another form of the scales; the second knew no axes."""
     model = network()
     optimizer = build(model)
     train(model, optimizer, 1)
     state = copy.deepcopy(optimizer.state_dict())
-    state["param_groups"][0] |= {"beta": [7.5] * 4, "config": '{"beta": 7.5, "e": {"peak_lr": null}}'}
+    state["param_groups"][0] |= added
+    if "out_dim" in added:
+        del state["param_groups"][0]["axes"], state["param_groups"][0]["parts"]
     with pytest.raises(ValueError, match=r"state_dict is of an earlier version.*the model's weights alone.*'matched'"):
         build(model).load_state_dict(state)
 

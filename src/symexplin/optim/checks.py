@@ -91,12 +91,12 @@ def check_saved(
 
     With `by_position`, the names of parameters and the name patterns of the configuration may differ.
     """
-    if any(is_curved(group) and "beta" in group for group in saved):
-        raise ValueError(
-            "state_dict is of an earlier version, which gave every matrix a beta of its own. Continue with that "
-            "version, or load the model's weights alone, which are ordinary, and start a new optimizer with "
-            "start='matched'"
-        )
+    for group in filter(is_curved, saved):
+        if "beta" in group or not {"config", *ALIGNED} <= group.keys():
+            raise ValueError(
+                "state_dict is of an earlier version, whose curved groups have other keys. Continue with that version, "
+                "or load the model's weights alone, which are ordinary, and start a new optimizer with start='matched'"
+            )
     missing = sorted({key for group in saved for key in _KEYS if key not in group})
     if missing and any("scale_step" in values for values in state.values()):
         raise ValueError(
