@@ -3,13 +3,12 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
-import torch
-
 from symexplin.config import DECAY_TOWARDS, SELConfig
 from symexplin.optim.batch import Batch, Target
 from symexplin.optim.fused import adamw_batches
 from symexplin.optim.parameter import ParameterView
 from symexplin.optim.raw_space import RawSpaceOptimizer
+from symexplin.routes import Rate
 from symexplin.validation import check_not_negative
 
 __all__ = ["SELAdamW"]
@@ -32,8 +31,10 @@ class SELAdamW(RawSpaceOptimizer):
 
     Args:
         params: a plain model, or its :func:`symexplin.param_groups`.
-        lr: learning rate of groups without their own. Schedulers may change `group["lr"]`.
-        betas, eps, weight_decay: as in `torch.optim.AdamW`.
+        lr: learning rate of groups without their own; of a model also {name pattern: rate}, as in
+            :func:`symexplin.routing`. Schedulers may change `group["lr"]`.
+        weight_decay: as lr.
+        betas, eps: as in `torch.optim.AdamW`.
         config: the map of a model, by default `SELConfig()`.
         no_decay: name patterns of a model's parameters without weight decay.
         total_steps: T of the annealing, the number of optimizer steps of the run; needed if a multiplier changes.
@@ -51,6 +52,7 @@ class SELAdamW(RawSpaceOptimizer):
         ValueError: a value out of range, no curved group, a multiplier that changes without `total_steps`, or a weight
             that is not finite (at the first step).
 
+    >>> import torch
     >>> import symexplin as sel
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
     >>> optimizer = sel.SELAdamW(model, lr=1e-3, max_grad_norm=1.0)
@@ -64,10 +66,10 @@ class SELAdamW(RawSpaceOptimizer):
     def __init__(
         self,
         params: Any,
-        lr: float | torch.Tensor = 1e-3,
+        lr: Rate = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        weight_decay: float = 0.01,
+        weight_decay: Rate = 0.01,
         *,
         config: SELConfig | None = None,
         no_decay: Sequence[str] = (),

@@ -15,6 +15,7 @@ from symexplin.optim.groups import is_curved, name_of, text_of
 from symexplin.optim.parameter import ParameterView
 from symexplin.patterns import check_patterns, first_match
 from symexplin.projections import check_parts, map_parts
+from symexplin.routes import Rate
 from symexplin.validation import check_choice, check_flag, check_fraction, check_not_negative, check_whole
 
 __all__ = ["ADJUSTMENTS", "SELMuon", "newton_schulz"]
@@ -72,10 +73,10 @@ class SELMuon(SELAdamW):
     def __init__(
         self,
         params: Any,
-        lr: float | Tensor = 1e-3,
+        lr: Rate = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        weight_decay: float = 0.01,
+        weight_decay: Rate = 0.01,
         *,
         momentum: float = 0.95,
         nesterov: bool = True,
