@@ -85,7 +85,7 @@ def network(kind: str, seed: int) -> nn.Module:
 
 def optimizer_of(model: nn.Module, arm: Arm, lr: float) -> torch.optim.Optimizer:
     """Return the optimizer of an arm."""
-    rates = {_LINEAR: arm.factor * lr, "*": lr}
+    rates = {"*": lr} if arm.factor == 1 else {_LINEAR: arm.factor * lr, "*": lr}
     if arm.excluded is not None:
         return sel.SELAdamW(model, lr=rates, weight_decay=0.01, config=sel.SELConfig(exclude=arm.excluded))
     groups = [
