@@ -1,13 +1,15 @@
 """SELMuon, and a switch from AdamW to SELAdamW and back, whole and under FSDP2, to be run by `processes.run`."""
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import symexplin as sel
 from sharded import full, make, model_of, optimizer_of, shard, states, steps, weights
 from symexplin.optim.migrate import from_adamw, to_adamw
 from symexplin.optim.muon import SELMuon
 
-__all__ = ["rule", "switched"]
+__all__ = ["columns", "rule", "switched"]
 
 
 def switched(how):
@@ -33,9 +35,24 @@ def switched(how):
     return moments, [*after, weights(model)]
 
 
-def rule(how, count, kind=SELMuon, model_of=model_of):
-    """Train in float64; return weights, state, losses and the last norm of the gradient."""
-    config = sel.preset("paper+offset", start="matched")
-    model, optimizer = make(how, config, torch.float64, model_of=model_of, kind=kind, lr=1e-3)
-    losses = steps(model, optimizer, how, torch.float64, 0, count)
+def columns(shards):
+    """Take two steps with a weight of three columns, in four processes at most one each; return it and the norm."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(3, 8, bias=False)
+    if shards:
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        layer.weight = torch.nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(1)]))
+    optimizer = sel.SELAdamW(layer, lr=1e-2, max_grad_norm=0.5)
+    for step in range(2):
+        grad = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
+        layer.weight.grad = distribute_tensor(grad, mesh, [Shard(1)]) if shards else grad
+        optimizer.step()
+    return full(layer.weight), float(optimizer.grad_norm)
+
+
+def rule(how, count, kind=SELMuon, model_of=model_of, dtype=torch.float64):
+    """Train; return weights, state, losses and the last norm of the gradient."""
+    config = sel.preset("paper+offset" if dtype == torch.float64 else "paper", start="matched")
+    model, optimizer = make(how, config, dtype, model_of=model_of, kind=kind, lr=1e-3)
+    losses = steps(model, optimizer, how, dtype, 0, count)
     return weights(model), states(model, optimizer), losses, float(optimizer.grad_norm)

@@ -15,9 +15,18 @@ LR, DECAY, BETAS, EPS = 0.01, 0.5, (0.9, 0.999), 1e-8
 EXPONENTIAL = sel.SELConfig(mode="exp_only", beta=8.0)
 
 
+class StackedExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.3 * torch.randn(3, 6, 4))
+        self.bias = nn.Parameter(torch.zeros(3, 6))
+
+
 def model_of(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """Layers that no test passes anything through."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(12, 12), nn.LayerNorm(12), nn.Linear(12, 5)).to(dtype)
+    layers = [nn.Linear(12, 12), nn.LayerNorm(12), nn.Linear(12, 5), nn.Conv2d(4, 6, 3), nn.Conv2d(4, 6, 1)]
+    return nn.Sequential(*layers, nn.ConvTranspose1d(3, 2, 2), StackedExperts()).to(dtype)
 
 
 def grads_of(model: nn.Module, steps: int) -> list[list[torch.Tensor]]:

@@ -51,7 +51,8 @@ def _kind_of(view: ParameterView) -> Any:
     terms, backend = terms_of(view.layout), backend_for(device)
     if terms is None or backend is None or not backend.covers(terms, view.own("raw"), view.value):
         return None
-    if not cast(Axes, view.axes).in_order:  # a transposed convolution
+    axes = cast(Axes, view.axes)
+    if not axes.in_order or (axes.stacked and not len(view.value)):  # a transposed convolution; no expert here
         return None
     panels = [(view.own(panel), view.layout.panel_shape(panel)) for panel in view.panels]
     return terms if all(tuple(panel.shape) == shape for panel, shape in panels) else None
@@ -114,7 +115,7 @@ class FusedBatch:
         self._masks = {panel: panel_masks(first.layout.matrix, panel, first.own(panel)) for panel in first.panels}
         averages = (parts for of_panel in self._averages.values() for parts in of_panel.values())
         self._written = [part for parts in (*self._parts.values(), *averages) for part in parts]
-        self._anchors = _anchors(views)
+        self._anchors = self._separate(_anchors(views))
         self._seen: list[tuple[int, int]] | None = None
 
     def _separate(self, tensors: Sequence[Tensor], panel: str | None = None) -> list[Tensor]:

@@ -12,6 +12,7 @@ from symexplin.optim.parameter import ParameterView
 __all__ = ["agree", "reduce_"]
 
 _Groups = tuple[Any, ...]  # the process groups over which a tensor is split
+_SUM = torch.float64  # in every process, whatever computes its part
 
 
 def reduce_(active: Sequence[ParameterView], batches: Sequence[Batch]) -> Tensor:
@@ -43,7 +44,7 @@ def reduce_(active: Sequence[ParameterView], batches: Sequence[Batch]) -> Tensor
     late = {split: _square([g for _, s, g in shared if s == split], device) for _, split, _ in shared}
     for group, kind in devices.items():
         _sum_([square for split, square in late.items() if group in split], group, kind)
-    return sum((*squares.values(), *late.values()), torch.zeros((), device=device)).sqrt()
+    return sum((*squares.values(), *late.values()), torch.zeros((), dtype=_SUM, device=device)).sqrt()
 
 
 def _splits(views: Sequence[ParameterView]) -> list[_Groups]:
@@ -58,16 +59,15 @@ def _devices(views: Sequence[ParameterView]) -> dict[Any, str]:
 def _square(grads: Sequence[Tensor], device: str) -> Tensor:
     """Return the squared norm of all `grads`, a zero on the mesh's device if there are none."""
     if not grads:
-        return torch.zeros((), device=device)
-    return torch.nn.utils.get_total_norm(grads).to(device) ** 2
+        return torch.zeros((), dtype=_SUM, device=device)
+    return torch.nn.utils.get_total_norm(grads).to(device, _SUM) ** 2
 
 
 def _sum_(tensors: Sequence[Tensor], group: Any, device: str) -> None:
     """Replace tensors by their sums over the process group."""
     if not tensors:
         return
-    widest = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
-    flat = torch.cat([tensor.reshape(-1).to(device, widest) for tensor in tensors])
+    flat = torch.cat([tensor.reshape(-1).to(device, _SUM) for tensor in tensors])
     torch.distributed.all_reduce(flat, group=group)
     pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
     for tensor, piece in zip(tensors, pieces, strict=True):
