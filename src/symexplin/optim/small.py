@@ -46,6 +46,9 @@ def scale_shape(shape: Sequence[int]) -> tuple[int, int]:
 def encode(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     """Return the codes of `values`, uint8 of their shape, and the scales of their blocks, float32.
 
+    The code is that of the nearest value. A positive average of squares never becomes 0: the next update would be its
+    first moment divided by eps.
+
     >>> codes, scale = encode(torch.linspace(-1.0, 1.0, 300).reshape(1, 300), signed=True)
     >>> bool((decode(codes, scale, signed=True) - torch.linspace(-1.0, 1.0, 300)).abs().max() < 0.02)
     True
@@ -55,6 +58,8 @@ def encode(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     padded = torch.nn.functional.pad(values.reshape(rows, width).float(), (0, blocks * size - width))
     scaled, scale = quantisation.scale_tensor(padded, size)
     codes: Tensor = quantisation.quantize_8bit_with_qmap(scaled, _map(signed, values.device))
+    if not signed:
+        codes = codes.maximum((scaled.view_as(codes) > 0).to(codes.dtype))  # code 1 is the least above 0
     return codes[:, :width].reshape(values.shape), scale.view(rows, blocks)
 
 
