@@ -59,7 +59,7 @@ def encode(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     scaled, scale = quantisation.scale_tensor(padded, size)
     codes: Tensor = quantisation.quantize_8bit_with_qmap(scaled, _map(signed, values.device))
     if not signed:
-        codes = codes.maximum((scaled.view_as(codes) > 0).to(codes.dtype))  # code 1 is the least above 0
+        codes = codes.maximum((padded > 0).to(codes.dtype))  # code 1 is the least above 0
     return codes[:, :width].reshape(values.shape), scale.view(rows, blocks)
 
 
