@@ -28,6 +28,22 @@ def test_convert_keeps_the_function_and_fold_gives_it_back(name):
     assert torch.equal(folded(x), output)
 
 
+@pytest.mark.parametrize("usual", [True, False])
+def test_the_memory_format_stays(usual):
+    """safetensors stores contiguous tensors alone; a channels_last network is faster as such."""
+    model = nn.Sequential(nn.Conv2d(4, 6, 3), nn.ConvTranspose2d(6, 4, 3))
+    model.to(memory_format=torch.contiguous_format if usual else torch.channels_last)
+    strides = [p.stride() for p in model.parameters()]
+    sel.convert(model)
+    assert [model[0].raw_weight.stride(), model[1].raw_weight.stride()] == [strides[0], strides[2]]
+    assert [p.stride() for p in sel.fold(model).parameters()] == strides
+    optimizer = sel.SELAdamW(model)
+    optimizer.create_state()
+    for parameter in model.parameters():
+        kinds = ("raw", "exp_avg", "exp_avg_sq")
+        assert {optimizer.state[parameter][kind].stride() for kind in kinds} == {parameter.stride()}
+
+
 def test_round_trips(tmp_path):
     curved = moved(sel.convert(network(), sel.preset("paper+offset")))
     output = curved(x)

@@ -163,7 +163,7 @@ def curved_parts(plain: nn.Parameter, layout: Layout, position: int) -> Parts:
     target = start_weight(plain, layout)
     panels = layout.start_panels(compute_dtype(target), plain.device, position)
     raw = Coordinates(layout, target, **panels).matched(target)
-    parts = {"raw": nn.Parameter(raw.to(plain.dtype, copy=True), requires_grad=plain.requires_grad)}
+    parts = {"raw": nn.Parameter(torch.empty_like(plain).copy_(raw), requires_grad=plain.requires_grad)}
     for slot in layout.slots:
         value = layout.view(slot, panels[slot.panel]).to(plain.dtype)
         if slot.count == 1 and slot.panel in ("panel0", "panel1") and layout.axes.columns:
@@ -241,7 +241,8 @@ def plain_(module: CurvedModule, known: dict[int, nn.Parameter] | None = None) -
         if name := raw_of.get(local):
             raw = cast(nn.Parameter, parameter)
             if id(raw) not in known:
-                known[id(raw)] = nn.Parameter(getattr(module, name), requires_grad=raw.requires_grad)
+                value = torch.empty_like(raw).copy_(getattr(module, name))  # in the same memory format
+                known[id(raw)] = nn.Parameter(value, requires_grad=raw.requires_grad)
             own[name] = known[id(raw)]
         elif local not in roles:
             own[local] = parameter

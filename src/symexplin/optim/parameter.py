@@ -254,7 +254,7 @@ class ParameterView:
         parts: dict[str, Tensor] = {}
         if self.curved:
             panels = self.start_panels()
-            parts["raw"] = self.invert(self.value, panels)
+            parts["raw"] = _in_strides_of(self.value, self.invert(self.value, panels))
             parts |= {name: panel for name, panel in panels.items() if self.layout.width(name)}
         elif half:
             parts["raw"] = self.value.to(self.dtype)
@@ -316,3 +316,9 @@ class ParameterView:
                 self.moment(name, moment).zero_()
         if "scale_step" in self.state:
             self.state["scale_step"].zero_()
+
+
+def _in_strides_of(value: Tensor, tensor: Tensor) -> Tensor:
+    """Return the tensor in the memory format of `value`."""
+    like = torch.empty_like(value, dtype=tensor.dtype)
+    return tensor if tensor.stride() == like.stride() else like.copy_(tensor)
