@@ -4,7 +4,7 @@
     python tests/routing_sweep.py --against old.json
 
 Every class is built from its default configuration, or from the first one below that it accepts. Recorded are the
-parameters of linear layers, with "#" for numbers of blocks. A sweep takes several minutes.
+parameters of linear layers, convolutions and experts, with "#" for numbers of blocks. A sweep takes several minutes.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 import symexplin as sel
 
@@ -79,16 +80,17 @@ def build(kind):
 
 
 def decisions(model):
-    """Return what is decided about the parameters of linear layers, by name."""
-    linear = set()
+    """Return what is decided about the parameters of linear layers, convolutions and experts, by name."""
+    layers = set()
     for module in model.modules():
-        if isinstance(module, nn.Linear | nn.MultiheadAttention) or type(module).__name__ == "Conv1D":
-            linear |= {id(parameter) for parameter in module.parameters(recurse=False)}
+        kind = type(module).__name__
+        if isinstance(module, nn.Linear | nn.MultiheadAttention | _ConvNd) or kind == "Conv1D" or "Experts" in kind:
+            layers |= {id(parameter) for parameter in module.parameters(recurse=False)}
     found = collections.defaultdict(set)
     for route in sel.routing(model):
-        if id(route.parameter) in linear:
+        if id(route.parameter) in layers:
             name = re.sub(r"(?<![^.])\d+(?![^.])", "#", route.name)
-            found[name].add(f"{'curved' if route.curved else 'plain'} ({route.reason})")
+            found[name].add(f"{'curved' if route.curved else 'plain'} ({route.reason}) {route.axes}".strip())
     return {name: " and ".join(sorted(kinds)) for name, kinds in found.items()}
 
 

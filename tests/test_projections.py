@@ -7,6 +7,7 @@ from torch import nn
 import symexplin as sel
 from symexplin.optim.muon import SELMuon
 from symexplin.presets import IDENTITY
+from vision import import_timm
 
 HEADS, GROUPS, SIZE, WIDTH = 4, 2, 4, 16
 
@@ -42,6 +43,33 @@ def test_the_parts_are_those_of_the_models_own_forward(kind, ending, expected):
         sizes = {key: value for key, value in sizes.items() if key not in ("head_dim", "num_key_value_heads")}
     model = getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(**sizes))
     assert parts(model, ending) == expected
+
+
+# By head, unless it says otherwise. What the forward of each model does, timm 1.0.
+OF_TIMM = {
+    "maxvit_rmlp_pico_rw_256": (32, 32, 32),
+    "tiny_vit_5m_224": (32, 32, 32),
+    "efficientformer_l1": (32, 32, 128),
+    "mobilevitv2_050": (1, 64, 64),  # one query
+    "lambda_resnet26t": (64, 16, 64),  # all queries, one key, one value
+    "vit_tiny_patch16_224": (192, 192, 192),  # all queries, all keys, all values
+}
+
+
+@pytest.mark.parametrize("name", OF_TIMM)
+def test_the_parts_of_timms_models(name):
+    timm = import_timm()
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    first = next(route for route in sel.routing(model) if ".qkv" in route.name and route.is_weight)
+    assert first.parts == OF_TIMM[name]
+    assert "+".join(map(str, first.parts)) in str(sel.routing(model))
+
+
+def test_keys_and_values_alone():
+    """GCViT's blocks with global queries."""
+    block = nn.ModuleDict({"qkv": nn.Linear(8, 16)})
+    assert parts(block, "qkv.weight") == (8, 8)
 
 
 def test_attention_of_torch():

@@ -162,10 +162,64 @@ def test_routers_and_experts_that_are_types_of_their_own():
         "mixture.choose.layer.bias": router,
         "mixture.shared_expert_gate.weight": router,
         "mixture.shared_expert_gate.bias": router,
-        "mixture.experts.up": (True, "expert weights"),
+        "mixture.experts.up": (True, "experts, outputs by inputs"),
     }
     assert found["body.weight"][0]
     assert found["gate.weight"][0]  # beside no experts
+
+
+class OwnExperts(nn.Module):
+    """Inputs of 8, feed-forward width of 6."""
+
+    def __init__(self, **attributes):
+        super().__init__()
+        self.__dict__.update(attributes)
+        self.w1, self.w2 = nn.Parameter(torch.zeros(4, 6, 8)), nn.Parameter(torch.zeros(4, 8, 6))
+
+
+@pytest.mark.parametrize(
+    ("attributes", "axes"),
+    [({}, "eoi"), ({"hidden_dim": 6}, "eoi"), ({"hidden_size": 8}, "eoi"), ({"is_transposed": True}, "eio")],
+)
+def test_experts_of_ones_own_have_outputs_first_unless_they_say_otherwise(attributes, axes):
+    model = nn.ModuleDict({"experts": OwnExperts(**attributes)})
+    assert [route.axes for route in sel.routing(model)] == [axes, axes]
+    assert ("outputs by inputs" if axes == "eoi" else "inputs by outputs") in str(sel.routing(model))
+
+
+def test_one_weight_that_is_not_square_tells_of_all_experts_of_transformers():
+    """Llama 4's gate_up_proj is square if the experts' width is half of the model's."""
+    experts = pytest.importorskip("transformers.models.llama4.modeling_llama4").Llama4TextExperts
+    config = transformers_config("Llama4Text", hidden_size=16, intermediate_size=8, num_local_experts=2)
+    assert {route.axes for route in sel.routing(experts(config))} == {"eio"}
+
+
+def transformers_config(kind, **settings):
+    return getattr(pytest.importorskip("transformers"), f"{kind}Config")(**settings)
+
+
+def test_a_layer_decides_about_its_weight_wherever_else_it_is_named():
+    model = nn.Module()
+    layer = nn.Linear(8, 8)
+    model.alias, model.layer = layer.weight, layer
+    assert reasons(model)["alias"] == (True, "linear weight")
+
+
+def test_heads_may_be_convolutions():
+    head = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Conv2d(8, 3, 1))
+    found = reasons(nn.ModuleDict({"body": nn.Conv2d(3, 8, 3), "decode_head": nn.ModuleDict({"classifier": head})}))
+    plain = {name for name, (curved, _) in found.items() if not curved}
+    assert plain == {"decode_head.classifier.1.weight", "decode_head.classifier.1.bias"}
+    found = reasons(nn.ModuleDict({"body": nn.Conv2d(3, 8, 3), "fc": nn.Conv2d(8, 3, 1)}))
+    assert found["fc.weight"] == (False, "output head")
+
+
+def test_depthwise_convolutions_do_not_count_for_the_width():
+    def block():
+        return nn.Sequential(nn.Conv2d(32, 32, 3, groups=32), nn.Conv2d(32, 32, 3, groups=32), nn.Conv2d(32, 64, 1))
+
+    assert sel.routing(nn.Sequential(block(), block())).width in (32, 64)
+    assert sel.routing(nn.Sequential(nn.Conv2d(32, 32, 3, groups=32))).width == 32 * 9
 
 
 def test_the_head_of_a_head_is_its_last_layer():

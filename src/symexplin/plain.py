@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 __all__ = ["GATE_NAMES", "HEAD_NAMES", "LAST_NAMES", "ROUTER_NAMES", "STEP_BIASES", "ends_like", "plain_modules"]
 
@@ -27,7 +28,7 @@ HEAD_NAMES = (
     *("iou_prediction_head.proj_out", "pred_obj_score_head.proj_out", "video_grounding_head", "decoder_dict.*"),
     *("decoder_pred",),
 )
-# Heads only if no linear layer follows: XLNet's summary feeds a head, XLM's summary is one.
+# Heads only if no linear layer or convolution follows: XLNet's summary feeds a head, XLM's summary is one.
 LAST_NAMES = ("fc", "summary")
 ROUTER_NAMES = ("router", "*_router", "router_gate", "shared_expert_gate")
 GATE_NAMES = ("gate", "gating")  # routers, or halves of gated feed-forward layers: see `_is_router`
@@ -39,6 +40,8 @@ _PLACES = re.compile(
     r"(?:^|[._])(?:pos|pos(?:it|emb|enc)\w*|w?pe|rel|relative|seg|segment\w*|types?|rows?|col|columns?|levels?"
     r"|query|queries|time|timesteps?)(?:$|[._])"
 )
+
+_LAYERS = (nn.Linear, _ConvNd)  # what may be a head
 
 
 def ends_like(name: str, patterns: Iterable[str]) -> bool:
@@ -95,7 +98,7 @@ def _heads(model: nn.Module) -> set[int]:
     speakers: list[Any] = [m for m in model.modules() if callable(getattr(m, "get_output_embeddings", None))]
     said = [speaker.get_output_embeddings() for speaker in speakers]
     parts = [part for head in said if isinstance(head, nn.Module) for part in head.modules()]  # adapters may wrap it
-    heads = {id(m) for m in (*parts, *_named_heads(model, linears))}
+    heads = {id(m) for m in (*parts, *_named_heads(model))}
     vocabularies = _vocabularies(model)
     heads |= {id(m) for m in _surely_wide(linears, vocabularies)}
     if not speakers:  # a model that returns no head has none
@@ -123,9 +126,9 @@ def _vocabularies(model: nn.Module) -> set[int]:
     return {size for size in sizes if isinstance(size, int)}
 
 
-def _named_heads(model: nn.Module, linears: dict[str, nn.Linear]) -> list[nn.Module]:
+def _named_heads(model: nn.Module) -> list[nn.Module]:
     """Return the modules with the name of a head."""
-    last = next(reversed(linears), "")
+    last = next((name for name, m in reversed([*model.named_modules()]) if isinstance(m, _LAYERS)), "")
     found: list[nn.Module] = []
     for name, module in model.named_modules():
         pooling = "Pooling" in type(module).__name__  # SigLIP's is called "head"
@@ -171,11 +174,17 @@ def _numbered(name: str) -> bool:
 
 
 def _last(head: nn.Module) -> Sequence[nn.Module]:
-    """Return the head inside a module with a head's name: itself, its last linear layer, or all that PEFT wraps."""
+    """Return the head inside a module with a head's name: itself, its last layer, or all that PEFT wraps."""
     if hasattr(head, "base_layer") or hasattr(head, "modules_to_save"):
         return list(head.modules())
     if isinstance(head, nn.ModuleList):  # one head per layer of the decoder
         return [part for module in head for part in _last(module)]
-    last = [module for module in head.modules() if isinstance(module, nn.Linear)][-1:]
+    last = [module for module in head.modules() if isinstance(module, _LAYERS)][-1:]
     # The last layer of a stack is not the head if it is as wide as its input, as in ModernBERT's "head".
-    return [m for m in last if m is head or m.in_features != m.out_features]
+    return [m for m in last if m is head or not _is_square(m)]
+
+
+def _is_square(layer: nn.Module) -> bool:
+    if isinstance(layer, nn.Linear):
+        return layer.in_features == layer.out_features
+    return isinstance(layer, _ConvNd) and layer.in_channels == layer.out_channels

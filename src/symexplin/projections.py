@@ -38,6 +38,9 @@ def fused_parts(model: nn.Module, name: str, outputs: int, inputs: int) -> Parts
         return (outputs // 2,) * 2 if getattr(experts, "is_concatenated", True) else (1, 1)
     if leaf not in _QKV or (leaf == "in_proj" and local == "weight"):  # a state-space layer's
         return ()
+    attention = model.get_submodule(path.rpartition(".")[0])
+    if (said := _parts_said(attention, outputs)) is not None:
+        return said
     for config in _configs(model, path):
         kind = getattr(config, "model_type", "")
         heads, groups = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
@@ -49,9 +52,31 @@ def fused_parts(model: nn.Module, name: str, outputs: int, inputs: int) -> Parts
             size = outputs // (heads + 2 * groups)
             if size == (getattr(config, "head_dim", None) or config.hidden_size // heads):
                 return heads * size, groups * size, groups * size
-    if leaf == "c_attn" and outputs == 2 * inputs:  # GPT-2's attention to an encoder
+    if outputs == 2 * inputs:  # keys and values: GPT-2's attention to an encoder, GCViT's to global queries
         return (inputs,) * 2
     return (outputs // 3,) * 3 if outputs % 3 == 0 else ()
+
+
+def _parts_said(attention: nn.Module, outputs: int) -> Parts | None:
+    """Return the parts that the attributes of an attention module of timm say, or None if they say nothing.
+
+    >>> attention = nn.Module()
+    >>> attention.num_heads, attention.key_dim, attention.val_dim = 4, 16, 32
+    >>> _parts_said(attention, 256)
+    (16, 16, 32)
+    """
+    heads, size = getattr(attention, "num_heads", 0), getattr(attention, "embed_dim", 0)
+    key, value = getattr(attention, "key_dim", 0), getattr(attention, "val_dim", 0)
+    if key and value and outputs == heads * (2 * key + value):  # TinyViT, EfficientFormer: by head
+        return key, key, value
+    key, value = getattr(attention, "dim_qk", 0), getattr(attention, "dim_v", 0)
+    if key and value and outputs == (heads + 1) * key + value:  # LambdaNetworks
+        return heads * key, key, value
+    if size and outputs == 1 + 2 * size:  # MobileViT v2: one query
+        return 1, size, size
+    if getattr(attention, "head_first", False) and heads and outputs % (3 * heads) == 0:  # MaxViT, CoAtNet
+        return (outputs // (3 * heads),) * 3
+    return None
 
 
 def _configs(model: nn.Module, path: str) -> Iterator[Any]:

@@ -19,6 +19,7 @@ __all__ = ["Rate", "Route", "Routing", "routing"]
 Rate = float | Tensor | Mapping[str, float]  # a number, or numbers by name pattern
 _INSIDE = "curved in its module"
 _FROZEN = "frozen"
+_EXPERTS = {"eo": "expert bias", "eoi": "experts, outputs by inputs", "eio": "experts, inputs by outputs"}
 _AXES = {2: "oi", 3: "eoi"}  # of included parameters of other modules
 
 
@@ -51,8 +52,9 @@ class Routing:
     """The decision for every parameter of a model; prints as a table.
 
     `config` is the map with the numbers that the model's `width` gives it. The width is the side that occurs most often
-    among the matrices that are curved, or would be if they were not frozen; the larger one on a tie. Where only biases
-    are curved, their weights count. None: nothing is curved.
+    among the matrices that are curved, or would be if they were not frozen; the larger one on a tie. A convolution
+    counts by its fans, a depthwise one only if there is nothing else. Where only biases are curved, their weights
+    count. None: nothing is curved.
     """
 
     routes: tuple[Route, ...]
@@ -77,9 +79,10 @@ class Routing:
             "": ["curved" if r.curved else "plain" for r in self.routes],
             "lr": [r.lr for r in self.routes],
             "decay": [r.weight_decay for r in self.routes],
+            "parts": ["+".join(map(str, r.parts)) or None for r in self.routes],  # what Muon takes apart
             "reason": [r.reason for r in self.routes],
         }
-        # Rates are shown if some are known.
+        # Rates and parts are shown if there are some.
         shown = {name: values for name, values in columns.items() if any(v is not None for v in values) or not values}
         rows = [tuple(shown), *(tuple(map(_cell, row)) for row in zip(*shown.values(), strict=True))]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -194,8 +197,14 @@ def _width(routes: Sequence[Route], candidates: Mapping[int, _Candidate]) -> int
     found: list[tuple[Tensor, str]] = [*((route.parameter, route.axes) for route in curved), *frozen]
     weights = [(weight, axes) for weight, axes in found if axes_of(axes).columns]
     weights = weights or [c.weight for route, c in known if route.curved and c.weight is not None]
+    weights = [one for one in weights if not _is_depthwise(*one)] or weights
     sides = Counter(side for weight, axes in weights for side in axes_of(axes).fans(weight.shape))
     return max(sides, key=lambda side: (sides[side], side)) if sides else None
+
+
+def _is_depthwise(weight: Tensor, axes: str) -> bool:
+    """Whether each filter of a convolution reads one channel, so that its fans say nothing of the model's width."""
+    return "e" not in axes and len(axes) > 2 and weight.shape[1] == 1
 
 
 def _sides(route: Route) -> tuple[int, int]:
@@ -265,6 +274,7 @@ def _candidates(model: nn.Module) -> dict[int, _Candidate]:
     """Return the decision for every parameter by its module; parameters tied to an embedding are plain."""
     plain = plain_modules(model)
     found: dict[int, _Candidate] = {}
+    layers: set[int] = set()  # parameters that a layer or a decision has named
     embeddings: set[int] = set()
     for name, module in model.named_modules():
         for local, parameter in module.named_parameters(recurse=False):
@@ -276,8 +286,10 @@ def _candidates(model: nn.Module) -> dict[int, _Candidate]:
             candidate = _candidate(module, local, parameter)
             if reason is not None:
                 candidate = replace(candidate, reason=reason, curved=False)
-            if reason is not None or id(parameter) not in found:
+            if reason is not None or id(parameter) not in layers:  # one that merely refers to a layer's weight is none
                 found[id(parameter)] = candidate
+            if reason is not None or candidate.axes:
+                layers.add(id(parameter))
     for key in embeddings:
         found[key] = _Candidate("tied to an embedding" if key in found else "embedding")
     return found
@@ -297,7 +309,7 @@ def _candidate(module: nn.Module, local: str, parameter: nn.Parameter) -> _Candi
         axes, beside = ("oi", None) if parameter.dim() == 2 else ("o", (weight, "oi"))
         return _Candidate("attention input projection", True, axes, beside)
     if "Experts" in type(module).__name__ and (axes := _expert_axes(module, local, parameter)):
-        return _Candidate("expert bias" if axes == "eo" else "expert weights", True, axes)
+        return _Candidate(_EXPERTS[axes], True, axes)
     return _Candidate(type(module).__name__)
 
 
@@ -317,17 +329,22 @@ def _layer(module: nn.Module) -> tuple[str, str]:
 def _expert_axes(module: nn.Module, local: str, parameter: nn.Parameter) -> str:
     """Return the axes of the weights or biases of all experts in one tensor, or ""; only a dimension can tell.
 
-    transformers says whether inputs come first (`is_transposed`). Elsewhere the model's width does: it is the number of
-    inputs, or in a `down` projection of outputs.
+    The attribute `is_transposed` says whether inputs come first. Modules of transformers may lack it: there the model's
+    width is the number of inputs, or in a `down` projection of outputs, and one weight that is not square tells of all.
     """
     if parameter.dim() == 2 and local.endswith("bias"):
         return "eo"
     if parameter.dim() != 3:
         return ""
-    width = getattr(module, "hidden_size", getattr(module, "hidden_dim", None))
     inputs_first = getattr(module, "is_transposed", None)
-    if inputs_first is None and width in parameter.shape[1:] and parameter.shape[1] != parameter.shape[2]:
-        inputs_first = (parameter.shape[1] == width) != ("down" in local)
+    if inputs_first is None and type(module).__module__.startswith("transformers."):
+        width = getattr(module, "hidden_size", getattr(module, "hidden_dim", None))
+        said = (
+            (weight.shape[1] == width) != ("down" in name)
+            for name, weight in module.named_parameters(recurse=False)
+            if weight.dim() == 3 and width in weight.shape[1:] and weight.shape[1] != weight.shape[2]
+        )
+        inputs_first = next(said, None)
     return "eio" if inputs_first else "eoi"
 
 
