@@ -44,6 +44,13 @@ def test_the_memory_format_stays(usual):
         assert {optimizer.state[parameter][kind].stride() for kind in kinds} == {parameter.stride()}
 
 
+@pytest.mark.parametrize("layer", [nn.Linear(4, 4), nn.Conv1d(4, 4, 1)])
+def test_an_effective_weight_cannot_be_set(layer):
+    curved = sel.convert(nn.Sequential(layer))[0]
+    with pytest.raises(AttributeError, match="weight follows from raw_weight and cannot be set"):
+        curved.weight = nn.Parameter(torch.zeros_like(curved.raw_weight))
+
+
 def test_round_trips(tmp_path):
     curved = moved(sel.convert(network(), sel.preset("paper+offset")))
     output = curved(x)

@@ -117,7 +117,7 @@ def test_muon_takes_the_parts_as_matrices_of_their_own(alternate):
     assert float((whole.both.weight.detach() - expected).abs().max()) > 1e-3
 
 
-@pytest.mark.parametrize("sizes", [(5,), (8, -8, 12), (8, 9), "ab"])
+@pytest.mark.parametrize("sizes", [(5,), (8, -8, 12), (8, 9), "ab", 2])
 def test_parts_that_do_not_fit_are_refused(sizes):
     with pytest.raises(ValueError, match=r"split of both.weight must be sizes that add up to its 12 outputs"):
         SELMuon(Fused(two_layers(), False), split={"both.weight": sizes})

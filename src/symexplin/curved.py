@@ -83,6 +83,12 @@ class CurvedModule(nn.Module):
         finally:
             del self.__dict__["_effective"]
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter; one that would replace an effective value is refused."""
+        if name in self.__dict__.get("sel_curves", ()):
+            raise AttributeError(f"{name} follows from raw_{name} and cannot be set: symexplin.fold the model first")
+        super().register_parameter(name, param)
+
     def sel_roles(self) -> dict[str, tuple[Layout, Slot | None]]:
         """Return the layout of every raw weight and scale by its local name, with the slot of a scale."""
         roles: dict[str, tuple[Layout, Slot | None]] = {}

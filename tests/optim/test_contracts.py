@@ -72,6 +72,25 @@ def test_switches_that_are_none_here_are_refused_by_name(switch):
     sel.SELAdamW([{**group, switch: False} for group in groups])
     with pytest.raises(ValueError, match=f"{switch} must be left out, got True: SEL optimizers have no such switch"):
         sel.SELAdamW([{**group, switch: True} for group in groups])
+    for kind in (sel.SELAdamW, sel.SELMuon):
+        kind(network(), **{switch: None})
+        with pytest.raises(ValueError, match=f"{switch} must be left out, got True"):
+            kind(network(), **{switch: True})
+
+
+def test_an_unknown_argument_is_refused_with_the_nearest():
+    with pytest.raises(TypeError, match="SELAdamW has no argument 'betta'; did you mean 'betas'"):
+        sel.SELAdamW(network(), betta=(0.9, 0.95))
+    with pytest.raises(TypeError, match="SELMuon has no argument 'momentun'; did you mean 'momentum'"):
+        sel.SELMuon(network(), momentun=0.9)
+    with pytest.raises(TypeError, match="SELMuon has no argument 'moment_bit'; did you mean 'moment_bits'"):
+        sel.SELMuon(network(), moment_bit=8)
+
+
+@pytest.mark.parametrize("betas", [(None, 0.9), ("a", 0.9), 0.9, (0.9, 1.0), (0.9,)])
+def test_betas_that_are_none_are_named(betas):
+    with pytest.raises(ValueError, match="betas must be two numbers in"):
+        sel.SELAdamW(network(), betas=betas)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -3,8 +3,11 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from symexplin.config import DECAY_TOWARDS, SELConfig
 from symexplin.optim.batch import Batch, Target
+from symexplin.optim.checks import check_arguments
 from symexplin.optim.fused import adamw_batches
 from symexplin.optim.parameter import ParameterView
 from symexplin.optim.raw_space import RawSpaceOptimizer
@@ -47,10 +50,12 @@ class SELAdamW(RawSpaceOptimizer):
             the extra "small".
         max_grad_norm: clip raw gradients to this global norm; None: do not clip. Clipping the model's `.grad` would
             clip effective gradients. `grad_norm` is the norm of the last step.
+        others: torch's switches (`foreach`, `fused`, `maximize`, ...), which may be off.
 
     Raises:
-        ValueError: a value out of range, no curved group, a multiplier that changes without `total_steps`, or a weight
-            that is not finite (at the first step).
+        TypeError: an unknown argument.
+        ValueError: a switch that is on, a value out of range, no curved group, a multiplier that changes without
+            `total_steps`, or a weight that is not finite (at the first step).
 
     >>> import torch
     >>> import symexplin as sel
@@ -77,7 +82,9 @@ class SELAdamW(RawSpaceOptimizer):
         max_grad_norm: float | None = None,
         decay_towards: str = DECAY_TOWARDS[0],
         moment_bits: int = 32,
+        **others: Any,
     ) -> None:
+        check_arguments(type(self), others)
         decay = {"weight_decay": weight_decay, "decay_towards": decay_towards}
         rule: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, **decay, "moment_bits": moment_bits}
         run = {"total_steps": total_steps, "max_grad_norm": max_grad_norm}
@@ -87,7 +94,11 @@ class SELAdamW(RawSpaceOptimizer):
         """Raise ValueError if betas or eps are out of range."""
         check_not_negative("eps", group["eps"])
         betas = group["betas"]
-        pair = isinstance(betas, tuple | list) and len(betas) == 2 and not any(isinstance(beta, str) for beta in betas)
+        pair = (
+            isinstance(betas, tuple | list)
+            and len(betas) == 2
+            and all(isinstance(beta, float | int | Tensor) for beta in betas)
+        )
         if not pair or not all(0.0 <= beta < 1.0 for beta in betas):
             raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
 

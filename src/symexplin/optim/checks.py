@@ -1,8 +1,10 @@
 """Refuse groups, saved states and parameters that a SEL optimizer does not support; warn if a run has diverged."""
 
+import difflib
+import inspect
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from symexplin.optim.schedule import LATER, multiplier
 from symexplin.optim.small import BITS, is_small, scale_key, scale_shape
 from symexplin.validation import check_choice, check_not_negative, check_positive, check_whole
 
-__all__ = ["check_finite", "check_group", "check_overlap", "check_saved"]
+__all__ = ["check_arguments", "check_finite", "check_group", "check_overlap", "check_saved"]
 
 State = dict[str, Any]
 
@@ -41,9 +43,7 @@ def check_group(group: Group, first: Group) -> None:
     group.setdefault("steps", 0)
     if group["total_steps"] not in (None, LATER):
         check_whole("total_steps", group["total_steps"])
-    for switch in _SWITCHES:
-        if group.get(switch):
-            raise ValueError(f"{switch} must be left out, got {group[switch]!r}: SEL optimizers have no such switch")
+    check_switches(group)
     if group["max_grad_norm"] is not None:
         check_positive("max_grad_norm", group["max_grad_norm"])
     if group["max_grad_norm"] != first["max_grad_norm"]:
@@ -82,6 +82,23 @@ def check_group(group: Group, first: Group) -> None:
         if key.startswith("k_"):
             multiplier(key, group, 0)
             warn_of_scales(key[2:], max(group[key]) * float(group["lr"]))
+
+
+def check_switches(settings: Mapping[str, Any]) -> None:
+    """Refuse a switch of torch's optimizers that is on."""
+    for switch in _SWITCHES:
+        if settings.get(switch):
+            raise ValueError(f"{switch} must be left out, got {settings[switch]!r}: SEL optimizers have no such switch")
+
+
+def check_arguments(kind: type, others: Mapping[str, Any]) -> None:
+    """Refuse keyword arguments that the constructor of an optimizer does not have; torch's switches may be off."""
+    check_switches(others)
+    for name in others.keys() - set(_SWITCHES):
+        has = {name for base in kind.__mro__ for name in inspect.signature(base.__init__).parameters}  # type: ignore[misc]
+        near = difflib.get_close_matches(name, has, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise TypeError(f"{kind.__name__} has no argument {name!r}{hint}")
 
 
 def check_saved(

@@ -58,7 +58,7 @@ class SELMuon(SELAdamW):
         adjust_lr_fn: "match_rms_adamw" or "original".
         split: {name pattern: sizes} of further weights whose outputs are those of several matrices, one behind the
             other, such as {"*.wqkv.weight": (64, 16, 16)}. Sizes that add up to a divisor of the outputs repeat. An
-            empty sequence: one matrix.
+            empty sequence: one matrix. A loaded state brings its own, as it does all settings of the rule.
 
     Raises:
         ValueError: a value out of range, or the errors of :class:`symexplin.SELAdamW`.
@@ -87,7 +87,8 @@ class SELMuon(SELAdamW):
         split: Mapping[str, Sequence[int]] | None = None,
         **settings: Any,
     ) -> None:
-        if not isinstance(ns_coefficients, tuple | list) or len(ns_coefficients) != 3:
+        three = isinstance(ns_coefficients, tuple | list) and len(ns_coefficients) == 3
+        if not three or any(not isinstance(number, float | int) for number in ns_coefficients):
             raise ValueError(f"ns_coefficients must be three numbers, got {ns_coefficients!r}")
         muon = {
             "momentum": check_fraction("momentum", momentum),
@@ -112,9 +113,10 @@ class SELMuon(SELAdamW):
             for i, (letters, shape) in enumerate(zip(group["axes"], group["shape"], strict=True)):
                 pattern = first_match([name_of(group, i)], tuple(split))
                 if pattern is not None:
-                    axes, parts = axes_of(letters), tuple(split[pattern])
+                    axes, parts = axes_of(letters), split[pattern]
                     outputs = axes.matrix_shape(shape)[axes.out_dim]
-                    group["parts"][i] = text_of(check_parts(name_of(group, i), parts, outputs) if parts else ())
+                    one = isinstance(parts, Sequence) and not parts
+                    group["parts"][i] = text_of(() if one else check_parts(name_of(group, i), parts, outputs))
 
     def moments_(self, kind: str, axes: Axes | None) -> tuple[str, ...]:
         """Return the name of the momentum for raw matrices, of AdamW's moments for other tensors."""

@@ -249,8 +249,8 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any], *, by_position: bool = False) -> None:
         """Load a state; raw weights, panels and moments keep their precision under half-precision parameters.
 
-        As in torch, learning rates, betas and decay come from the saved state. `total_steps` and `max_grad_norm` belong
-        to the run and stay unchanged.
+        As in torch, learning rates and all settings of the rule come from the saved state. `total_steps` and
+        `max_grad_norm` belong to the run and stay unchanged.
 
         Args:
             state_dict: the result of `state_dict()`.
