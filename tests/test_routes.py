@@ -189,13 +189,9 @@ def test_experts_of_ones_own_have_outputs_first_unless_they_say_otherwise(attrib
 
 def test_one_weight_that_is_not_square_tells_of_all_experts_of_transformers():
     """Llama 4's gate_up_proj is square if the experts' width is half of the model's."""
-    experts = pytest.importorskip("transformers.models.llama4.modeling_llama4").Llama4TextExperts
-    config = transformers_config("Llama4Text", hidden_size=16, intermediate_size=8, num_local_experts=2)
-    assert {route.axes for route in sel.routing(experts(config))} == {"eio"}
-
-
-def transformers_config(kind, **settings):
-    return getattr(pytest.importorskip("transformers"), f"{kind}Config")(**settings)
+    llama4 = pytest.importorskip("transformers.models.llama4.modeling_llama4")
+    config = llama4.Llama4TextConfig(hidden_size=16, intermediate_size=8, num_local_experts=2)
+    assert {route.axes for route in sel.routing(llama4.Llama4TextExperts(config))} == {"eio"}
 
 
 def test_a_layer_decides_about_its_weight_wherever_else_it_is_named():

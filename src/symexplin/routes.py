@@ -204,7 +204,8 @@ def _width(routes: Sequence[Route], candidates: Mapping[int, _Candidate]) -> int
 
 def _is_depthwise(weight: Tensor, axes: str) -> bool:
     """Whether each filter of a convolution reads one channel, so that its fans say nothing of the model's width."""
-    return "e" not in axes and len(axes) > 2 and weight.shape[1] == 1
+    found = axes_of(axes)
+    return not (found.stacked or found.is_matrix) and weight.shape[1] == 1
 
 
 def _sides(route: Route) -> tuple[int, int]:

@@ -36,7 +36,7 @@ def test_a_rule_works_on_whole_matrices_of_every_layer(tmp_path, world, how, kin
 
 
 def test_a_process_without_an_expert_follows(tmp_path):
-    """In float32, which kernels compute: three experts and three columns over four processes."""
+    """In float32, which kernels compute: three experts over four processes."""
     values, _, losses, norm = rule("whole", 20, sel.SELAdamW, layers_of, torch.float32)
     for found in run(4, tmp_path, rule, "fsdp", 20, sel.SELAdamW, layers_of, torch.float32):
         assert_close(found[0], values, atol=1e-4)  # a step is 1e-3: rounding may turn the sign of a gradient near 0

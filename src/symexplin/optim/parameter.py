@@ -320,5 +320,5 @@ class ParameterView:
 
 def _in_strides_of(value: Tensor, tensor: Tensor) -> Tensor:
     """Return the tensor in the memory format of `value`."""
-    like = torch.empty_like(value, dtype=tensor.dtype)
-    return tensor if tensor.stride() == like.stride() else like.copy_(tensor)
+    same = tensor.stride() == value.stride()
+    return tensor if same else torch.empty_like(value, dtype=tensor.dtype).copy_(tensor)
