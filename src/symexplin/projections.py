@@ -92,9 +92,9 @@ def _configs(model: nn.Module, path: str) -> Iterator[Any]:
 
 
 def check_parts(name: str, parts: Sequence[int], outputs: int) -> Parts:
-    """Return the parts of a weight with this number of outputs, or raise ValueError."""
-    sizes = tuple(parts) if isinstance(parts, Sequence) else ()
-    if not sizes or any(not isinstance(size, int) or size < 1 for size in sizes) or outputs % sum(sizes):
+    """Return the parts of a weight with this number of outputs, none for one matrix, or raise ValueError."""
+    sizes = tuple(parts) if isinstance(parts, Sequence) else (0,)
+    if any(not isinstance(size, int) or size < 1 for size in sizes) or (sizes and outputs % sum(sizes)):
         raise ValueError(
             f"split of {name} must be sizes that add up to its {outputs} outputs, or to a divisor, got {parts!r}"
         )

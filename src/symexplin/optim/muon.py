@@ -113,10 +113,9 @@ class SELMuon(SELAdamW):
             for i, (letters, shape) in enumerate(zip(group["axes"], group["shape"], strict=True)):
                 pattern = first_match([name_of(group, i)], tuple(split))
                 if pattern is not None:
-                    axes, parts = axes_of(letters), split[pattern]
+                    axes = axes_of(letters)
                     outputs = axes.matrix_shape(shape)[axes.out_dim]
-                    one = isinstance(parts, Sequence) and not parts
-                    group["parts"][i] = text_of(() if one else check_parts(name_of(group, i), parts, outputs))
+                    group["parts"][i] = text_of(check_parts(name_of(group, i), split[pattern], outputs))
 
     def moments_(self, kind: str, axes: Axes | None) -> tuple[str, ...]:
         """Return the name of the momentum for raw matrices, of AdamW's moments for other tensors."""
