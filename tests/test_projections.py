@@ -123,6 +123,22 @@ def test_parts_that_do_not_fit_are_refused(sizes):
         SELMuon(Fused(two_layers(), False), split={"both.weight": sizes})
 
 
+def test_an_empty_split_makes_one_matrix():
+    """Two steps of a weight whose name says three matrices equal those of a weight whose name says nothing."""
+    weights = []
+    for name, split in (("qkv", {"qkv.weight": ()}), ("qkv", None), ("up", None)):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({name: nn.Linear(8, 24, bias=False)})
+        optimizer = SELMuon(model, lr=1e-2, config=IDENTITY, split=split)
+        for step in range(2):
+            model[name].weight.grad = torch.randn(24, 8, generator=torch.Generator().manual_seed(step))
+            optimizer.step()
+        weights.append(model[name].weight.detach())
+    empty, inferred, one = weights
+    torch.testing.assert_close(empty, one, rtol=0, atol=0)
+    assert not torch.equal(inferred, one)
+
+
 def test_a_pattern_that_matches_nothing_is_refused():
     with pytest.raises(ValueError, match="split pattern 'x' matches no parameter"):
         SELMuon(nn.Linear(4, 4), split={"x": (2, 2)})
