@@ -14,6 +14,7 @@ __all__ = [
     "check_not_negative",
     "check_positive",
     "check_whole",
+    "did_you_mean",
     "naming",
 ]
 
@@ -28,9 +29,18 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
     known = list(choices)
     if isinstance(value, str) and value in known:
         return value
-    near = difflib.get_close_matches(str(value), known, n=1, cutoff=0.6)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = did_you_mean(str(value), known)
     raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}{hint}")
+
+
+def did_you_mean(value: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return the end of an error that names the nearest of the `known` words, or "" if none is near.
+
+    >>> did_you_mean("widht", ["width", "depth"]), did_you_mean("x", ["width", "depth"])
+    ("; did you mean 'width'?", '')
+    """
+    near = difflib.get_close_matches(value, list(known), n=1, cutoff=cutoff)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def check_flag(name: str, value: object) -> bool:

@@ -6,7 +6,6 @@ over all tables, so that a flag needs no table's name: `[model] width = 128` is 
 
 import contextlib
 import dataclasses
-import difflib
 import functools
 import hashlib
 import inspect
@@ -20,6 +19,8 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import tomli_w
 from cyclopts import CoercionError, Group, Parameter, Token
+
+from symexplin.validation import did_you_mean
 
 __all__ = [
     *("Key", "Pairs", "config_hash", "from_table", "differences", "dump_toml", "keys", "lines"),
@@ -109,9 +110,8 @@ def _unknown(name: str, where: str, known: tuple[Key, ...], here: list[str]) -> 
     for key in known:
         if key.name == name:
             return f"key {name!r} belongs " + (f"in [{key.table}]" if key.table else "at the top, before all tables")
-    near = difflib.get_close_matches(name, here, n=1, cutoff=0.4)
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(here)}"
-    return f"unknown key {name!r}{f' in [{where}]' if where else ''}; {hint}"
+    hint = did_you_mean(name, here, cutoff=0.4) or f"; known: {', '.join(here)}"
+    return f"unknown key {name!r}{f' in [{where}]' if where else ''}{hint}"
 
 
 def _convert(key: Key, value: Any) -> Any:

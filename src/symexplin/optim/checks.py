@@ -1,6 +1,5 @@
 """Refuse groups, saved states and parameters that a SEL optimizer does not support; warn if a run has diverged."""
 
-import difflib
 import inspect
 import math
 import warnings
@@ -20,7 +19,7 @@ from symexplin.optim.placement import local
 from symexplin.optim.rates import warn_of_scales
 from symexplin.optim.schedule import LATER, multiplier
 from symexplin.optim.small import BITS, is_small, scale_key, scale_shape
-from symexplin.validation import check_choice, check_not_negative, check_positive, check_whole
+from symexplin.validation import check_choice, check_not_negative, check_positive, check_whole, did_you_mean
 
 __all__ = ["check_arguments", "check_finite", "check_group", "check_overlap", "check_saved"]
 
@@ -43,7 +42,7 @@ def check_group(group: Group, first: Group) -> None:
     group.setdefault("steps", 0)
     if group["total_steps"] not in (None, LATER):
         check_whole("total_steps", group["total_steps"])
-    check_switches(group)
+    _check_switches(group)
     if group["max_grad_norm"] is not None:
         check_positive("max_grad_norm", group["max_grad_norm"])
     if group["max_grad_norm"] != first["max_grad_norm"]:
@@ -84,7 +83,7 @@ def check_group(group: Group, first: Group) -> None:
             warn_of_scales(key[2:], max(group[key]) * float(group["lr"]))
 
 
-def check_switches(settings: Mapping[str, Any]) -> None:
+def _check_switches(settings: Mapping[str, Any]) -> None:
     """Refuse a switch of torch's optimizers that is on."""
     for switch in _SWITCHES:
         if settings.get(switch):
@@ -93,12 +92,10 @@ def check_switches(settings: Mapping[str, Any]) -> None:
 
 def check_arguments(kind: type, others: Mapping[str, Any]) -> None:
     """Refuse keyword arguments that the constructor of an optimizer does not have; torch's switches may be off."""
-    check_switches(others)
+    _check_switches(others)
     for name in others.keys() - set(_SWITCHES):
         has = {name for base in kind.__mro__ for name in inspect.signature(base.__init__).parameters}  # type: ignore[misc]
-        near = difflib.get_close_matches(name, has, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise TypeError(f"{kind.__name__} has no argument {name!r}{hint}")
+        raise TypeError(f"{kind.__name__} has no argument {name!r}{did_you_mean(name, has)}")
 
 
 def check_saved(
