@@ -17,7 +17,7 @@ from symexplin.layout import VECTORS
 from symexplin.optim import placement
 from symexplin.optim.batch import Batch, Rule, Target
 from symexplin.optim.groups import Group
-from symexplin.optim.parameter import ParameterView, moment_key
+from symexplin.optim.parameter import ParameterView, in_strides_of, moment_key
 from symexplin.optim.placement import local
 from symexplin.optim.schedule import panel_masks, panel_rates
 
@@ -76,9 +76,7 @@ def _is_usual(view: ParameterView, grad: Tensor) -> bool:
 
 def _gradients(views: Sequence[ParameterView]) -> list[Tensor]:
     """Return the gradients with the strides of the parameters."""
-    pairs = [(view.gradient(), view.value) for view in views]
-    usual = [g.stride() == value.stride() and not g._is_zerotensor() for g, value in pairs]
-    return [g if fine else torch.empty_like(value).copy_(g) for (g, value), fine in zip(pairs, usual, strict=True)]
+    return [in_strides_of(view.value, view.gradient()) for view in views]
 
 
 def _joined(panel: str, parts: Sequence[Tensor]) -> Tensor:

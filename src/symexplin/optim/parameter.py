@@ -18,7 +18,7 @@ from symexplin.projections import Parts
 from symexplin.transform import compute_dtype
 from symexplin.validation import naming
 
-__all__ = ["ANCHOR", "COUNTS", "Moments", "ParameterView", "moment_key"]
+__all__ = ["ANCHOR", "COUNTS", "Moments", "ParameterView", "in_strides_of", "moment_key"]
 
 ANCHOR = "anchor"  # the first value of a parameter, in its state if weight decay pulls towards it
 COUNTS = ("step", "scale_step")  # numbers of updates in a parameter's state: of its values and of its scales
@@ -254,7 +254,7 @@ class ParameterView:
         parts: dict[str, Tensor] = {}
         if self.curved:
             panels = self.start_panels()
-            parts["raw"] = _in_strides_of(self.value, self.invert(self.value, panels))
+            parts["raw"] = in_strides_of(self.value, self.invert(self.value, panels))
             parts |= {name: panel for name, panel in panels.items() if self.layout.width(name)}
         elif half:
             parts["raw"] = self.value.to(self.dtype)
@@ -318,7 +318,7 @@ class ParameterView:
             self.state["scale_step"].zero_()
 
 
-def _in_strides_of(value: Tensor, tensor: Tensor) -> Tensor:
-    """Return the tensor in the memory format of `value`."""
-    same = tensor.stride() == value.stride()
+def in_strides_of(value: Tensor, tensor: Tensor) -> Tensor:
+    """Return the tensor in memory of the format of `value`; autograd's zero tensors have none."""
+    same = tensor.stride() == value.stride() and not tensor._is_zerotensor()
     return tensor if same else torch.empty_like(value, dtype=tensor.dtype).copy_(tensor)
