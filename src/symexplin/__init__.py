@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from symexplin import lightning as lightning
     from symexplin import timm as timm
     from symexplin.config import Scale, SELConfig
-    from symexplin.conversion import convert, fold
-    from symexplin.linear import SELLinear
+    
+    from symexplin.modules import SELLinear, convert, fold
     from symexplin.optim import (
+        Leaf,
         RawSpaceOptimizer,
         ScaleAnnealing,
         SELAdamW,
         SELMuon,
-        Target,
         anneal_scales,
         from_adamw,
         param_groups,
@@ -33,11 +33,12 @@ if TYPE_CHECKING:
     )
     from symexplin.presets import preset
     from symexplin.routes import Route, Routing, routing
-    from symexplin.starts import init_
+    from symexplin.init import init_
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Leaf",
     "RawSpaceOptimizer",
     "Route",
     "Routing",
@@ -47,7 +48,6 @@ __all__ = [
     "SELMuon",
     "Scale",
     "ScaleAnnealing",
-    "Target",
     "anneal_scales",
     "convert",
     "fold",
@@ -65,15 +65,15 @@ __all__ = [
 # The module of each name. A name is imported at first use, so that `symexplin --help` does not load torch.
 _HOMES = {
     "config": ("SELConfig", "Scale"),
-    "conversion": ("convert", "fold"),
-    "linear": ("SELLinear",),
+    "init": ("init_",),
+    "modules": ("SELLinear", "convert", "fold"),
     "optim": (
+        "Leaf",
         "RawSpaceOptimizer",
         "SELAdamW",
         "SELMuon",
         "ScaleAnnealing",
-        "Target",
-        "anneal_scales",
+            "anneal_scales",
         "from_adamw",
         "param_groups",
         "stats",
@@ -82,7 +82,6 @@ _HOMES = {
     ),
     "presets": ("preset",),
     "routes": ("Route", "Routing", "routing"),
-    "starts": ("init_",),
 }
 # `hf`, `lightning` and `timm` need other libraries, so `__all__` leaves them out.
 _MODULES = ("functional", "hf", "lightning", "timm")

@@ -1,16 +1,15 @@
 """AdamW in curved weight space."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from symexplin.config import DECAY_TOWARDS, SELConfig
-from symexplin.optim.batch import Batch, Target
+from symexplin.config import SELConfig
 from symexplin.optim.checks import check_arguments
-from symexplin.optim.fused import adamw_batches
-from symexplin.optim.parameter import ParameterView
-from symexplin.optim.raw_space import RawSpaceOptimizer
+from symexplin.optim.entry import Entry, Leaf
+from symexplin.optim.fused import adamw_
+from symexplin.optim.optimizer import RawSpaceOptimizer
 from symexplin.routes import Rate
 from symexplin.validation import check_not_negative
 
@@ -26,11 +25,10 @@ class SELAdamW(RawSpaceOptimizer):
         x <- x (1 - lr k wd);  m <- b1 m + (1 - b1) g;  v <- b2 v + (1 - b2) g^2
         x <- x - lr k (m/(1 - b1^t)) / (sqrt(v/(1 - b2^t)) + eps)
 
-    k is 1 except for scales (:func:`symexplin.functional.anneal`). The raw weights start matched to the present
-    weights, unless the map says start="mismatched": it changes weights that were just drawn when the optimizer is
-    built, and refuses others at the first step. A loaded state replaces the start. Memory beyond AdamW's: none for bf16
-    parameters (the raw weight is the fp32 master copy), 4 bytes per fp32 parameter, and less than 1 % for the vectors
-    at width 1024.
+    k is 1 except for scales (:func:`symexplin.functional.anneal`). The default map stores no raw weight: its state is
+    AdamW's, and a step takes the weight from one value to the next in closed form (:mod:`symexplin.closed`). Maps with
+    learned scales or a linear pathway store a float32 raw weight, which starts as the inverse of the present weight.
+    For half-precision parameters it takes the place of the float32 master copy that the other maps have.
 
     Args:
         params: a plain model, or its :func:`symexplin.param_groups`.
@@ -42,12 +40,12 @@ class SELAdamW(RawSpaceOptimizer):
         no_decay: name patterns of a model's parameters without weight decay.
         total_steps: T of the annealing, the number of optimizer steps of the run; needed if a multiplier changes.
             "later": :meth:`set_total_steps` must be called before the second step.
-        decay_towards: "zero", or "initial": weight decay pulls raw weights and plain parameters towards their values
-            at the first step, for fine-tuning (with the identity map this is L2-SP, arXiv 1802.01483). Takes 4 bytes
-            more per parameter. Scales do not decay then.
         moment_bits: 32, or 8: the moments of weights with more than 16,384 entries as codes of 8 bits with a scale per
             block (arXiv 2110.02861), 2 bytes per parameter instead of 8. Slower, since kernels do not cover it; needs
             the extra "small".
+        stochastic_rounding: round bfloat16 parameters stochastically instead of keeping a float32 master copy, which
+            saves 4 bytes per parameter. The noise is a hash of the seed, the parameter, the step and the entry. For
+            maps in closed form (mode "exp_only", "sinh" or "linear" with fixed scales) and plain parameters.
         max_grad_norm: clip raw gradients to this global norm; None: do not clip. Clipping the model's `.grad` would
             clip effective gradients. `grad_norm` is the norm of the last step.
         others: torch's switches (`foreach`, `fused`, `maximize`, ...), which may be off.
@@ -63,10 +61,11 @@ class SELAdamW(RawSpaceOptimizer):
     >>> optimizer = sel.SELAdamW(model, lr=1e-3, max_grad_norm=1.0)
     >>> model(torch.ones(2, 4)).sum().backward()
     >>> optimizer.step()
+    >>> sorted(optimizer.state[model[0].weight])
+    ['exp_avg', 'exp_avg_sq', 'step']
     """
 
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
-    stacks: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -80,15 +79,15 @@ class SELAdamW(RawSpaceOptimizer):
         no_decay: Sequence[str] = (),
         total_steps: int | str | None = None,
         max_grad_norm: float | None = None,
-        decay_towards: str = DECAY_TOWARDS[0],
         moment_bits: int = 32,
+        stochastic_rounding: bool = False,
         **others: Any,
     ) -> None:
         check_arguments(type(self), others)
-        decay = {"weight_decay": weight_decay, "decay_towards": decay_towards}
-        rule: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, **decay, "moment_bits": moment_bits}
+        rule: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        state = {"moment_bits": moment_bits, "stochastic_rounding": stochastic_rounding}
         run = {"total_steps": total_steps, "max_grad_norm": max_grad_norm}
-        super().__init__(params, rule | run, config, no_decay)
+        super().__init__(params, rule | state | run, config, no_decay)
 
     def check_(self, group: dict[str, Any]) -> None:
         """Raise ValueError if betas or eps are out of range."""
@@ -102,22 +101,10 @@ class SELAdamW(RawSpaceOptimizer):
         if not pair or not all(0.0 <= beta < 1.0 for beta in betas):
             raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
 
-    def is_adamw_(self, view: ParameterView) -> bool:  # noqa: ARG002
-        """Whether AdamW updates all tensors of a parameter: False if a subclass overrides the rule."""
+    def is_adamw_(self, entry: Entry) -> bool:  # noqa: ARG002
+        """Whether AdamW updates all leaves of a parameter, so that kernels may: False if a subclass has its own rule."""
         return type(self).rule_ is SELAdamW.rule_
 
-    def batches_(self, active: Sequence[ParameterView]) -> Iterable[Batch]:
-        """Return fast batches of the parameters that kernels cover, and readable ones of the others."""
-        fast = list(adamw_batches(view for view in active if self.is_adamw_(view)))
-        taken = {view.key for batch in fast for view in batch.views}
-        return [*fast, *super().batches_([view for view in active if view.key not in taken])]
-
-    def rule_(self, target: Target, group: dict[str, Any]) -> None:
-        """Apply AdamW in place."""
-        (beta1, beta2), step = group["betas"], float(target.step)
-        exp_avg, exp_avg_sq = target.moment("exp_avg"), target.moment("exp_avg_sq")
-        target.decay_()
-        exp_avg.lerp_(target.grad, 1.0 - beta1)
-        exp_avg_sq.mul_(beta2).addcmul_(target.grad, target.grad, value=1.0 - beta2)
-        denominator = (exp_avg_sq.sqrt() / (1.0 - beta2**step) ** 0.5).add_(group["eps"])
-        target.value.sub_(exp_avg / denominator * (target.lr / (1.0 - beta1**step)))
+    def rule_(self, leaves: Sequence[Leaf], group: dict[str, Any]) -> None:
+        """Apply torch's functional AdamW to all leaves with equal rates together."""
+        adamw_(leaves, group)

@@ -9,19 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from symexplin.axes import axes_of
-from symexplin.config import DECAY_TOWARDS, SELConfig
-from symexplin.kernels import is_memory
-from symexplin.layout import PANELS
-from symexplin.optim.groups import ALIGNED, Group, check_rate, is_curved, layout_of, name_of
-from symexplin.optim.parameter import ANCHOR, COUNTS, Moments, ParameterView, moment_key
-from symexplin.optim.placement import local
-from symexplin.optim.rates import warn_of_scales
-from symexplin.optim.schedule import LATER, multiplier
-from symexplin.optim.small import BITS, is_small, scale_key, scale_shape
-from symexplin.validation import check_choice, check_not_negative, check_positive, check_whole, did_you_mean
+from symexplin.optim import moments8
+from symexplin.optim.annealing import LATER, multiplier
+from symexplin.optim.entry import COUNTS, Entry, Moments, moment_key
+from symexplin.optim.groups import ALIGNED, Group, check_rate, config_of, is_curved, map_of, name_of
+from symexplin.optim.shard import local
+from symexplin.optim.suggest import warn_of_scales
+from symexplin.validation import check_flag, check_not_negative, check_positive, check_whole, did_you_mean
 
-__all__ = ["check_arguments", "check_finite", "check_group", "check_overlap", "check_saved"]
+__all__ = ["check_arguments", "check_finite", "check_group", "check_saved"]
 
 State = dict[str, Any]
 
@@ -52,9 +48,9 @@ def check_group(group: Group, first: Group) -> None:
         )
     check_rate(group["lr"])
     check_not_negative("weight_decay", group["weight_decay"])
-    if group.setdefault("moment_bits", BITS[0]) not in BITS:
+    if group.setdefault("moment_bits", 32) not in moments8.BITS:
         raise ValueError(f"moment_bits must be 32 or 8, got {group['moment_bits']!r}")
-    check_choice("decay_towards", group.setdefault("decay_towards", DECAY_TOWARDS[0]), DECAY_TOWARDS)
+    check_flag("stochastic_rounding", group.setdefault("stochastic_rounding", False))
     for i, parameter in enumerate(group["params"]):
         if not parameter.is_floating_point():
             raise ValueError(f"{name_of(group, i)} must be real and floating point, got {parameter.dtype}")
@@ -71,15 +67,19 @@ def check_group(group: Group, first: Group) -> None:
                 "Wrappers that divide parameters among processes (ZeroRedundancyOptimizer) are refused; use fully_shard"
             )
     for i, parameter in enumerate(group["params"]):
-        letters = axes_of(group["axes"][i]).letters
-        if parameter.dim() != len(letters):
+        if parameter.dim() != len(group["axes"][i]):
             raise ValueError(
-                f"{name_of(group, i)} must have one dimension per letter of its axes {letters!r}, got the shape "
-                f"{tuple(parameter.shape)}"
+                f"{name_of(group, i)} must have one dimension per letter of its axes {group['axes'][i]!r}, got the "
+                f"shape {tuple(parameter.shape)}"
             )
+    if group["stochastic_rounding"] and not config_of(group).closed:
+        raise ValueError(
+            "stochastic_rounding must be False for a map that stores raw weights, which keep full precision, got True "
+            f"with {config_of(group).describe()}"
+        )
     for key in group:
         if key.startswith("k_"):
-            multiplier(key, group, 0)
+            multiplier(key, group)
             warn_of_scales(key[2:], max(group[key]) * float(group["lr"]))
 
 
@@ -105,30 +105,20 @@ def check_saved(
 
     With `by_position`, the names of parameters and the name patterns of the configuration may differ.
     """
-    for group in filter(is_curved, saved):
-        if "beta" in group or not {"config", *ALIGNED} <= group.keys():
-            raise ValueError(
-                "state_dict is of an earlier version, whose curved groups have other keys. Continue with that version, "
-                "or load the model's weights alone, which are ordinary, and start a new optimizer with start='matched'"
-            )
     missing = sorted({key for group in saved for key in _KEYS if key not in group})
-    if missing and any("scale_step" in values for values in state.values()):
-        raise ValueError(
-            f"state_dict is of groups built differently, for example with another no_decay: they lack {missing}"
-        )
     if missing:
         raise ValueError(
             f"state_dict is not of this SEL optimizer: its groups have the keys {sorted(set().union(*saved))}. To "
             "continue from AdamW, load it into an AdamW over the same parameters, then call symexplin.from_adamw"
         )
     if [len(group["params"]) for group in saved] != [len(group["params"]) for group in groups]:
-        _check_curved(saved, groups)
         return  # torch refuses these
     for old, new in zip(saved, groups, strict=True):
         if old["role"] != new["role"]:
             raise ValueError(f"state_dict is of other groups: {old['role']!r} where the optimizer has {new['role']!r}")
-        if (was := old.get("moment_bits", BITS[0])) != new["moment_bits"]:
-            raise ValueError(f"state_dict has moments of {was} bits: build the optimizer with moment_bits={was}")
+        for key in ("moment_bits", "stochastic_rounding"):
+            if (was := old.get(key, new[key])) != new[key]:
+                raise ValueError(f"state_dict is of another {key}: build the optimizer with {key}={was}")
         names = (map(_unwrapped, group.get("param_names") or ()) for group in (old, new))
         for a, b in zip(*names, strict=False):  # some tools, such as torchtitan, save no names
             if a != b and not by_position:
@@ -142,28 +132,13 @@ def check_saved(
                 _check_state(old, i, tuple(new["params"][i].shape), state[key], moments)
 
 
-def _check_curved(saved: list[Group], groups: list[Group]) -> None:
-    """Refuse the state of an optimizer that curved another choice of the same parameters, naming one."""
-    there, here = (
-        {_unwrapped(name): is_curved(group) for group in side for name in group.get("param_names") or ()}
-        for side in (saved, groups)
-    )
-    for name, curved in there.items():
-        if here.get(name, curved) != curved:
-            raise ValueError(
-                f"state_dict has {name} {'curved' if curved else 'plain'}, and here it is not. Give both optimizers "
-                "the same include and exclude; in mode 'power', where matrices that start at 0 stay plain, build the "
-                "optimizer before the model's weights are loaded"
-            )
-
-
 def _check_map(old: Group, new: Group, by_position: bool) -> None:
     """Refuse raw weights of another map."""
     if not is_curved(new):
         return
-    saved, present = (SELConfig.from_json(group["config"]) for group in (old, new))
+    saved, present = config_of(old), config_of(new)
     for name, value in present.to_dict().items():
-        if name == "start" or (by_position and name in ("include", "exclude")):
+        if by_position and name in ("include", "exclude"):
             continue
         if (was := saved.to_dict()[name]) != value:
             raise ValueError(f"state_dict is of another map: {name} is {was!r} there, {value!r} in the optimizer")
@@ -178,73 +153,48 @@ def _unwrapped(name: str) -> str:
 
 
 def _check_state(group: Group, i: int, shape: tuple[int, ...], state: State, moments: Moments) -> None:
-    tensors = {"raw" if is_curved(group) else "plain": shape}
-    shapes: dict[str, tuple[int, ...]] = {"step": ()}
-    axes = axes_of(group["axes"][i]) if is_curved(group) else None
-    if is_curved(group):
-        layout = layout_of(group, i, shape)
-        tensors |= {panel: layout.panel_shape(panel) for panel in PANELS if layout.width(panel)}
-        shapes |= tensors | ({"scale_step": ()} if len(tensors) > 1 else {})
-    if group.get("decay_towards") == "initial":
-        shapes[ANCHOR] = shape
-    small = is_small(group.get("moment_bits", 32), shape)
-    for kind, size in tensors.items():
-        if small and kind not in PANELS:
-            names = moments(kind, axes if kind == "raw" else None)
-            shapes |= {scale_key(moment_key(kind, moment)): scale_shape(shape) for moment in names}
-        shapes |= {moment_key(kind, moment): size for moment in moments(kind, axes if kind == "raw" else None)}
+    """Refuse the state of a parameter that lacks a tensor, or has one of another shape."""
+    curved = is_curved(group)
+    axes = group["axes"][i] if curved else ""
+    factors = {f.name: f.shape for f in map_of(group, i, shape).factors} if curved else {}
+    shapes = {"step": (), **factors, **({"scale_step": ()} if factors else {})}
+    if curved and not config_of(group).closed:
+        shapes["raw"] = shape
+    for name in moments("raw" if curved else "plain", axes):
+        shapes[name] = shape
+        if moments8.is_small(group.get("moment_bits", 32), shape):
+            shapes[moments8.scale_key(name)] = moments8.scale_shape(shape)
+    for factor, size in factors.items():
+        shapes |= {moment_key(factor, name): size for name in moments("scale", "")}
     for name, size in shapes.items():
         if name not in state:
             raise ValueError(f"state_dict does not fit {name_of(group, i)}: it has no {name!r}")
         found = () if name in COUNTS else tuple(state[name].shape)  # a count may be a number
-        if found != size:
-            raise ValueError(f"state_dict does not fit {name_of(group, i)}: {name} must be {size}, got {found}")
+        if found != tuple(size):
+            raise ValueError(f"state_dict does not fit {name_of(group, i)}: {name} must be {tuple(size)}, got {found}")
 
 
-def check_overlap(views: Sequence[ParameterView]) -> None:
-    """Refuse two parameters that share elements, since each would overwrite the other's."""
-    sharing: dict[int, list[ParameterView]] = {}
-    for view in views:
-        if is_memory(view.value) and view.value.numel():
-            sharing.setdefault(view.value.untyped_storage().data_ptr(), []).append(view)
-    for storage, chosen in sharing.items():
-        if storage == 0 or len(chosen) < 2:
-            continue
-        size = chosen[0].value.untyped_storage().nbytes()
-        owner = torch.full((size,), -1, dtype=torch.int32, device="cpu")
-        for i, view in enumerate(chosen):
-            value, width = view.value, view.value.element_size()
-            strides = [step * width for step in value.stride()]
-            bytes_ = owner.as_strided(value.shape, strides, value.storage_offset() * width)
-            if (other := int(bytes_.max())) >= 0:
-                raise ValueError(
-                    f"{view.name} shares elements with {chosen[other].name}: leave one of them out, or tie them by "
-                    "making them one parameter"
-                )
-            bytes_.fill_(i)
-
-
-def _diverged(views: Sequence[ParameterView]) -> str:
+def _diverged(entries: Sequence[Entry]) -> str:
     """Return the name of what is not finite: a weight, a gradient, or the raw gradient of the largest weight."""
-    largest = [float(view.value.abs().max()) if view.value.numel() else 0.0 for view in views]
-    for view, size in zip(views, largest, strict=True):
+    largest = [float(entry.value.abs().max()) if entry.value.numel() else 0.0 for entry in entries]
+    for entry, size in zip(entries, largest, strict=True):
         if not math.isfinite(size):
-            return view.name
-    view = views[largest.index(max(largest))]
+            return entry.name
+    entry = entries[largest.index(max(largest))]
     if max(largest) > _FAR:
-        return f"the gradient of {view.name}, which has reached {max(largest):.1e},"
-    for view in views:
-        if view.parameter.grad is not None and not bool(local(view.parameter.grad).isfinite().all()):
-            return f"the gradient of {view.name}"
+        return f"the gradient of {entry.name}, which has reached {max(largest):.1e},"
+    for entry in entries:
+        if entry.parameter.grad is not None and not bool(local(entry.parameter.grad).isfinite().all()):
+            return f"the gradient of {entry.name}"
     return "the norm of all gradients"
 
 
-def check_finite(norm: Tensor, views: Sequence[ParameterView], step: int) -> bool:
+def check_finite(norm: Tensor, entries: Sequence[Entry], step: int) -> bool:
     """Return whether the norm of all gradients is finite; if not, warn and name a tensor that has diverged."""
     if bool(norm.isfinite()):
         return True
     warnings.warn(
-        f"step {step}: {_diverged(views)} is not finite: the run diverges. Go back to a checkpoint before this step, "
+        f"step {step}: {_diverged(entries)} is not finite: the run diverges. Go back to a checkpoint before this step, "
         "and lower the learning rate, lengthen its warm-up or set max_grad_norm",
         stacklevel=6,
     )

@@ -1,294 +1,237 @@
-"""AdamW's fast paths: kernels for curved parameters, torch's fused AdamW for plain ones.
+"""AdamW in two passes over many parameters: by kernels where they cover the map, else by torch's functional AdamW.
 
-Raw gradients are never stored: kernels compute them for the norm, and again for the update. The panels of all
-parameters of a batch are concatenated, so that a few vector operations update all of them.
+:class:`Fused` takes the place of "pull, rule, write" (:mod:`symexplin.optim.optimizer`) for the parameters that kernels
+cover. It changes speed and nothing else. Raw gradients are never stored: kernels compute them for the norm, and again
+for the update.
 """
 
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, cast
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
-from symexplin.axes import Axes
-from symexplin.kernels import Backend, FactoredMap, Matrices, Panels, Rates, backend_for, is_memory, is_wanted, terms_of
-from symexplin.layout import VECTORS
-from symexplin.optim import placement
-from symexplin.optim.batch import Batch, Rule, Target
+from symexplin.curve import Map, in_dims, is_weight, out_dims, stack_dims
+from symexplin.kernels import Kernels, is_memory, kernels_for
+from symexplin.kernels.interface import FactoredMap, Rates
+from symexplin.optim.entry import Entry, Leaf
 from symexplin.optim.groups import Group
-from symexplin.optim.parameter import ParameterView, in_strides_of, moment_key
-from symexplin.optim.placement import local
-from symexplin.optim.schedule import panel_masks, panel_rates
+from symexplin.optim.shard import Groups, local
 
-__all__ = ["FusedBatch", "PlainBatch", "adamw_batches"]
+__all__ = ["Fused", "adamw_"]
 
+_FUSED = ("cpu", "cuda", "mps", "xpu")  # devices that torch's fused AdamW knows
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-# Entries of plain gradients per piece to clip. On a CPU a piece stays in the cache, without page faults.
-_AT_ONCE = {"cpu": 2**17, "device": 2**26}
-_CAT = {"panel0": 0, "panel1": 1}  # the dimension along which panels are concatenated
+_MODES = ("mismatch", "congruent", "oppose", "exp_only")  # of factored maps
+_PRODUCTS = ("fixed", "row", "column", "row_col_mult")
+_SUMS = ("fixed", "row", "column", "row_col_add")  # for logarithms
 
 
-def adamw_batches(views: Iterable[ParameterView]) -> Iterator[Batch]:
-    """Yield batches of the parameters that a fast path covers."""
-    alike: dict[Any, list[ParameterView]] = {}
-    for view in views:
-        if (kind := _kind_of(view)) is not None:
-            counts = tuple(map(float, view.counts()))
-            key = (kind, id(view.group), view.value.dtype, view.value.device, view.placement.groups, view.axes, counts)
-            alike.setdefault(key, []).append(view)
-    for (kind, *_), chosen in alike.items():
-        yield PlainBatch(chosen) if kind == "plain" else FusedBatch(chosen)
+def adamw_(leaves: Sequence[Leaf], group: Group) -> None:
+    """Apply AdamW to leaves of one group in place, to all with equal rates together."""
+    alike: dict[Any, list[Leaf]] = {}
+    for leaf in leaves:
+        key = (leaf.lr, leaf.weight_decay, leaf.step, leaf.value.device, leaf.value.dtype)
+        alike.setdefault(key, []).append(leaf)
+    beta1, beta2 = map(float, group["betas"])
+    for (lr, decay, step, device, _), chosen in alike.items():
+        adamw(
+            [leaf.value for leaf in chosen],
+            [leaf.grad for leaf in chosen],
+            [leaf.moments["exp_avg"] for leaf in chosen],
+            [leaf.moments["exp_avg_sq"] for leaf in chosen],
+            [],
+            list(torch.full((len(chosen),), step - 1.0, device=device).unbind()),  # torch adds 1
+            fused=device.type in _FUSED,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=lr,
+            weight_decay=decay,
+            eps=float(group["eps"]),
+            maximize=False,
+        )
 
 
-def _kind_of(view: ParameterView) -> Any:
-    """Return the terms of the map, "plain", or None without a fast path; a batch has parameters of one kind."""
-    device, grad = view.value.device, view.parameter.grad
-    if grad is None or not is_wanted() or not _is_usual(view, grad):
+class Fused:
+    """The parameters under AdamW that kernels cover, in batches of one kind."""
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        alike: dict[Any, list[Entry]] = {}
+        for entry in entries:
+            if (kernels := kernels_for(entry.value.device)) is not None and (kind := _kind_of(entry)) is not None:
+                step = float(entry.state["step"])
+                key = (kind, id(entry.group), entry.value.dtype, entry.value.device, entry.rounds, entry.shard.groups, step)
+                alike.setdefault(key, []).append(entry)
+        self._batches: list[_Elementwise | _Factored] = []
+        for (kind, *_), chosen in alike.items():
+            kernels = kernels_for(chosen[0].value.device)
+            assert kernels is not None
+            batch = _Factored(kernels, kind, chosen) if isinstance(kind, FactoredMap) else _Elementwise(kernels, chosen)
+            self._batches.append(batch)
+        self._ids = {id(entry) for batch in self._batches for entry in batch.entries}
+
+    def __contains__(self, entry: Entry) -> bool:
+        return id(entry) in self._ids
+
+    def pull(self) -> Iterator[tuple[Groups, Tensor]]:
+        """Yield the norm of the raw gradients of each batch; entries get the gradients of their scales."""
+        return ((batch.entries[0].shard.groups, batch.pull()) for batch in self._batches)
+
+    def update(self, clip: Tensor | None) -> None:
+        """Update scales, raw weights and the model's weights."""
+        for batch in self._batches:
+            batch.update(clip)
+            torch.autograd.graph.increment_version([entry.value for entry in batch.entries])
+
+
+class _Elementwise:
+    """Plain parameters, or curved ones under a fixed exponential map, which need no raw weight."""
+
+    def __init__(self, kernels: Kernels, entries: Sequence[Entry]) -> None:
+        self._kernels, self.entries = kernels, entries
+        closed = entries[0].closed
+        self._curve = None if closed is None else (closed.kappa, closed.c)
+        self._weights = [entry.value for entry in entries]
+        self._grads = [entry.gradient() for entry in entries]
+        self._masters = [entry.own("master") for entry in entries] if "master" in entries[0].state else None
+
+    def pull(self) -> Tensor:
+        """Return the norm of the raw gradients."""
+        return self._kernels.norm(self._weights, self._grads, self._masters, self._curve)
+
+    def update(self, clip: Tensor | None) -> None:
+        """Update the weights and moments in place."""
+        first = self.entries[0]
+        moments = ([entry.own(name) for entry in self.entries] for name in _MOMENTS)
+        noise = [entry.noise() for entry in self.entries] if first.rounds else None
+        rates = _rates(first.group, float(first.state["step"]))
+        self._kernels.update(self._weights, self._grads, *moments, self._masters, self._curve, rates, clip, noise)
+
+
+class _Factored:
+    """Curved parameters with raw weights whose scales are products of row and column factors."""
+
+    def __init__(self, kernels: Kernels, map: FactoredMap, entries: Sequence[Entry]) -> None:
+        self.entries = entries
+        raws, exp_avgs, exp_avg_sqs = (
+            [part for entry in entries for part in _split(entry, entry.own(key))] for key in ("raw", *_MOMENTS)
+        )
+        weights = [part for entry in entries for part in _split(entry, entry.value)]
+        vectors = [vectors for entry in entries for vectors in _vectors(entry)]
+        self._plan = kernels.plan(map, raws, weights, exp_avgs, exp_avg_sqs, vectors)
+
+    def pull(self) -> Tensor:
+        """Return the norm of the raw gradients; entries get the gradients of their scales."""
+        grads = [part for entry in self.entries for part in _split(entry, entry.gradient())]
+        norm, found = self._plan.pull(grads)
+        each = iter(found)
+        for entry in self.entries:
+            of_entry = [next(each) for _ in _split(entry, entry.value)]
+            for i, name in enumerate(_names(entry.map)):
+                if name is not None:
+                    parts = [vectors[i] for vectors in of_entry]
+                    grad = torch.stack(parts) if stack_dims(entry.axes) else parts[0]
+                    entry.grads[name] = grad.view(entry.own(name).shape)
+        return norm
+
+    def update(self, clip: Tensor | None) -> None:
+        """Update scales, raw weights and the model's weights."""
+        first = self.entries[0]
+        leaves = [leaf for entry in self.entries for leaf in entry.scale_leaves(lambda *_: _MOMENTS, clip)]
+        if leaves:
+            adamw_(leaves, first.group)
+        self._plan.update(_rates(first.group, float(first.state["step"])), clip)
+
+
+def _rates(group: Group, step: float) -> Rates:
+    """Return AdamW's numbers for update number `step`."""
+    beta1, beta2 = map(float, group["betas"])
+    corrections = 1.0 - beta1**step, 1.0 - beta2**step
+    return Rates(float(group["lr"]), float(group["weight_decay"]), beta1, beta2, float(group["eps"]), *corrections)
+
+
+def _kind_of(entry: Entry) -> Any:
+    """Return what a batch has in common, or None for a parameter that kernels do not cover."""
+    if entry.dtype != torch.float32 or entry.value.dtype not in (torch.float32, torch.bfloat16) or entry.is_small:
         return None
-    if not view.curved:
-        return "plain" if device.type in ("cpu", "cuda") else None
-    terms, backend = terms_of(view.layout), backend_for(device)
-    if terms is None or backend is None or not backend.covers(terms, view.own("raw"), view.value):
+    if not _is_usual(entry):
         return None
-    axes = cast(Axes, view.axes)
-    if not axes.in_order or (axes.stacked and not len(view.value)):  # a transposed convolution; no expert here
-        return None
-    panels = [(view.own(panel), view.layout.panel_shape(panel)) for panel in view.panels]
-    return terms if all(tuple(panel.shape) == shape for panel, shape in panels) else None
+    if not entry.is_stored:
+        return (entry.closed, "master" in entry.state) if entry.closed is None or entry.closed.mode == "exp_only" else None
+    return _factored(entry.map) if all(entry.own(f.name).is_contiguous() for f in entry.factors) else None
 
 
-def _is_usual(view: ParameterView, grad: Tensor) -> bool:
-    """Whether gradient, values and state are dense tensors in memory with equal strides and the usual dtypes."""
-    if (grad.layout, grad.dtype, grad.shape) != (torch.strided, view.parameter.dtype, view.parameter.shape):
+def _is_usual(entry: Entry) -> bool:
+    """Whether gradient, values and state are dense tensors in memory with equal strides."""
+    grad, value = entry.parameter.grad, entry.value
+    assert grad is not None
+    if grad.layout != torch.strided or grad.dtype != value.dtype or not is_memory(local(grad)) or not is_memory(value):
         return False
-    grad, raw, value = local(grad), view.own(view.kind), view.value
-    keys = [moment_key(view.kind, name) for name in _MOMENTS]
-    tensors = [local(view.state[key]) for key in keys if key in view.state]
-    return (
-        all(map(is_memory, (grad, value, raw, *tensors)))
-        and len(tensors) == len(_MOMENTS)
-        and all((t.shape, t.dtype, t.device) == (value.shape, view.dtype, value.device) for t in (raw, *tensors))
-        and all(t.stride() == value.stride() for t in (raw, *tensors))
-        and 1 + sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True)) == value.numel()
+    keys = [*_MOMENTS, *(key for key in ("raw", "master") if key in entry.state)]
+    if entry.is_stored and not value.is_contiguous():
+        return False
+    dense = 1 + sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True)) == value.numel()
+    return dense and all(
+        key in entry.state
+        and (t := entry.own(key)).dtype == torch.float32
+        and t.device == value.device
+        and t.shape == value.shape
+        and t.stride() == value.stride()
+        for key in keys
     )
 
 
-def _gradients(views: Sequence[ParameterView]) -> list[Tensor]:
-    """Return the gradients with the strides of the parameters."""
-    return [in_strides_of(view.value, view.gradient()) for view in views]
+@functools.cache
+def _factored(map: Map) -> FactoredMap | None:
+    """Return the map for kernels, or None if its scales are no products of vectors in the order of the memory."""
+    config, axes = map.config, map.axes
+    order = (*stack_dims(axes), *out_dims(axes), *in_dims(axes)), (*stack_dims(axes), *in_dims(axes), *out_dims(axes))
+    covered = (
+        config.mode in _MODES
+        and tuple(range(len(axes))) in order
+        and not map.by_role("s")
+        and not map.by_role("delta")
+        and all(map.pattern(role) in (_SUMS if role == "n" or map.is_log(role) else _PRODUCTS) for role in "elmn")
+        and not any(map.is_log(role) and not map._is_absorbed(role) for role in "elm")
+    )
+    if not covered:
+        return None
+    fixed = {"s": config.s.first}
+    for role, neutral in (("e", 1.0), ("l", 1.0), ("m", 1.0), ("n", 0.0)):
+        learned = bool(map.by_role(role)) or role not in config.roles
+        fixed[role] = neutral if learned else getattr(config, role).first
+    absorbed = bool(map.by_role("m")) and config.curvature == "absorbed"
+    return FactoredMap(config.mode, config.normalize, absorbed, map.beta, **fixed)
 
 
-def _joined(panel: str, parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate the panels of all parameters."""
-    return torch.stack(parts) if panel == "scalar" else torch.cat(parts, _CAT[panel])  # type: ignore[arg-type]
+@functools.cache
+def _names(map: Map) -> tuple[str | None, ...]:
+    """Return the learned vectors e, l, m, n, of each that along the rows in memory and that along the columns."""
+    found: list[str | None] = []
+    suffixes = ("row", "column") if map.axes.removeprefix("e").startswith("o") else ("column", "row")
+    for role in "elmn":
+        names = {factor.name.rpartition("_")[2]: factor.name for factor in map.by_role(role)}
+        found += [names.get(suffix) for suffix in suffixes] if is_weight(map.axes) else [None, names.get("row")]
+    return tuple(found)
 
 
-def _split(items: list[int], lengths: Iterable[int]) -> list[list[int]]:
-    """Return consecutive parts of a list."""
-    rest = iter(items)
-    return [list(itertools.islice(rest, length)) for length in lengths]
+def _split(entry: Entry, tensor: Tensor) -> Sequence[Tensor]:
+    """Return the matrices of a tensor, as views of its memory with two dimensions, or the vector of a bias."""
+    axes = entry.axes
+    parts = tensor.unbind() if stack_dims(axes) else (tensor,)
+    if not is_weight(axes):
+        return parts
+    first = len(out_dims(axes)) if axes.removeprefix("e").startswith("o") else len(in_dims(axes))
+    return [part.flatten(first).flatten(0, first - 1) if part.dim() > 2 else part for part in parts]
 
 
-class FusedBatch:
-    """Curved parameters with one map, which kernels pull back, update and write."""
-
-    def __init__(self, views: Sequence[ParameterView]) -> None:
-        first = views[0]
-        self.views = views
-        self._group: Group = first.group
-        self._terms = cast(Any, terms_of(first.layout))
-        self._backend = cast(Backend, backend_for(first.value.device))
-        moments = ([view.moment("raw", name) for view in views] for name in _MOMENTS)
-        columns = ([view.own("raw") for view in views], [view.value for view in views], *moments)
-        self._matrices = Matrices(*map(self._separate, columns))
-        self._sizes = [raw.shape[0] for raw in self._matrices.raw]
-        panels = zip(*(view.coordinates()[2:5] for view in views), strict=True)
-        self._parts = {name: self._separate(parts, name) for name, parts in zip(VECTORS, panels, strict=True)}
-        self._averages = {
-            panel: {name: self._separate([view.moment(panel, name) for view in views], panel) for name in _MOMENTS}
-            for panel in first.panels
-        }
-        self._lengths = {panel: [part.shape[dim] for part in self._parts[panel]] for panel, dim in _CAT.items()}
-        self._masks = {panel: panel_masks(first.layout.matrix, panel, first.own(panel)) for panel in first.panels}
-        averages = (parts for of_panel in self._averages.values() for parts in of_panel.values())
-        self._written = [part for parts in (*self._parts.values(), *averages) for part in parts]
-        self._anchors = self._separate(_anchors(views))
-        self._seen: list[tuple[int, int]] | None = None
-
-    def _separate(self, tensors: Sequence[Tensor], panel: str | None = None) -> list[Tensor]:
-        """Return the matrices of one tensor, or panel, per parameter."""
-        axes = self.views[0].axes
-        assert axes is not None
-        return [matrix for tensor in tensors for matrix in axes.separate(tensor, panel)]
-
-    def pull(self) -> None:
-        """Compute the gradients of all panels and the norm of the raw gradients."""
-        self._matrices.check()
-        if self._seen != self._look():
-            self._join()
-        self._rates = {panel: panel_rates(masks, self._group) for panel, masks in self._masks.items()}
-        self._grads = self._separate(_gradients(self.views))
-        sums = self._backend.pull(self._terms, self._matrices, self._factors, self._grads)
-        self._norm = sums.squares.sum().sqrt()
-        self._gradients = dict(zip(VECTORS, self._curve.gradients(sums), strict=True))
-
-    def _join(self) -> None:
-        """Concatenate panels and their moments; the result stays valid until a write from outside."""
-        panel0, panel1, scalar = (_joined(panel, self._parts[panel]) for panel in VECTORS)
-        self._panels = Panels(panel0, panel1, scalar, self._sizes)
-        self._moments = {
-            panel: {name: _joined(panel, parts) for name, parts in of_panel.items()}
-            for panel, of_panel in self._averages.items()
-        }
-        self._see_map()
-
-    def _look(self) -> list[tuple[int, int]]:
-        return [(part.data_ptr(), part._version) for part in self._written]
-
-    def _see_map(self) -> None:
-        self._curve = FactoredMap(self._terms, self._panels)
-        self._factors = self._curve.factors()
-
-    def norms(self) -> list[Tensor]:
-        """Return tensors with the norm of the gradients, without the shared ones."""
-        first = self.views[0]
-        return [self._norm, *(self._gradients[panel] for panel in first.panels if not first.is_shared(panel))]
-
-    def shared(self) -> dict[int, dict[str, Tensor]]:
-        """Return the gradients of shared panels, by parameter and panel."""
-        panels = [panel for panel in self.views[0].panels if self.views[0].is_shared(panel)]
-        pieces = {panel: self._pieces(panel) for panel in panels}
-        return {view.key: {panel: pieces[panel][i] for panel in panels} for i, view in enumerate(self.views)}
-
-    def _pieces(self, panel: str) -> Sequence[Tensor]:
-        """Return each parameter's part of the gradients of all panels, of all its matrices."""
-        lengths = self._lengths.get(panel, [1] * len(self._sizes))
-        each = [len(view.value) if cast(Axes, view.axes).stacked else 1 for view in self.views]
-        counts = [sum(part) for part in _split(lengths, each)]
-        return torch.split(self._gradients[panel], counts, _CAT.get(panel, 0))
-
-    def update(self, rule: Rule, clip: Tensor | None) -> None:
-        """Apply the rule to the panels; update the raw weights by AdamW and write the weights in one pass."""
-        old = self._factors
-        for panel in self._masks:
-            self._update_panel(panel, rule, clip)
-        if self._masks:
-            self._see_map()
-        self._backend.update(
-            *(self._terms, self._matrices, old, self._factors, self._grads),
-            *(adamw_rates(self._group, self.views[0].state["step"]), clip),
+def _vectors(entry: Entry) -> Iterator[tuple[Tensor | None, ...]]:
+    """Yield the learned vectors of each matrix of a parameter."""
+    tensors = [None if name is None else entry.own(name) for name in _names(entry.map)]
+    for i in range(len(entry.value) if stack_dims(entry.axes) else 1):
+        yield tuple(
+            None if t is None else (t[i] if stack_dims(entry.axes) else t).reshape(-1) for t in tensors
         )
-        if _pull_to_anchors(list(self._matrices.raw), self._anchors, self._group):
-            self._backend.write(self._terms, self._matrices, self._factors)
-        torch.autograd.graph.increment_version(self._matrices.weight)
-        self._seen = self._look()
-        del self._grads, self._gradients
-
-    def _update_panel(self, panel: str, rule: Rule, clip: Tensor | None) -> None:
-        """Update one panel of all parameters in place, as one target of the rule."""
-        first, value, grad = self.views[0], getattr(self._panels, panel), self._gradients[panel]
-        moments = self._moments[panel]
-        grad = grad if clip is None else grad * clip.to(grad.device)
-        target = Target(
-            panel, value, grad, *self._rates[panel], first.state["scale_step"], value.shape, moments=moments
-        )
-        rule(target, self._group)
-        self._spread(panel, value, self._parts[panel])
-        for name, together in moments.items():
-            self._spread(panel, together, self._averages[panel][name])
-
-    def _spread(self, panel: str, together: Tensor, parts: list[Tensor]) -> None:
-        """Copy a concatenated panel to the parameters' own panels."""
-        if panel == "scalar":
-            torch.unbind_copy(together, out=parts)
-        else:
-            torch.split_with_sizes_copy(together, self._lengths[panel], _CAT[panel], out=parts)
-
-
-class PlainBatch:
-    """Plain parameters under torch's fused AdamW, which updates the float32 master copies of half-precision ones."""
-
-    def __init__(self, views: Sequence[ParameterView]) -> None:
-        self.views = views
-        self._group: Group = views[0].group
-        self._values = [view.own("plain") for view in views]
-        self._anchors = _anchors(views)
-        averages = ([view.moment("plain", name) for view in views] for name in _MOMENTS)
-        self._pieces = [_pieces(tensors) for tensors in (self._values, *averages)]
-
-    def pull(self) -> None:
-        """Keep the gradients."""
-        self._grads = _gradients(self.views)
-
-    def norms(self) -> list[Tensor]:
-        """Return tensors with the norm of the gradients."""
-        return list(torch._foreach_norm(self._grads, 2, dtype=self.views[0].dtype))
-
-    def shared(self) -> dict[int, dict[str, Tensor]]:
-        """Return an empty dict: plain gradients need no sum over processes."""
-        return {}
-
-    def update(self, rule: Rule, clip: Tensor | None) -> None:  # noqa: ARG002
-        """Apply AdamW, and write the values of the master copies."""
-        dtype, device = self.views[0].dtype, self._values[0].device
-        rates = adamw_rates(self._group, self.views[0].state["step"])
-        step = torch.full((), float(self.views[0].state["step"]), device=device)
-        if clip is not None:
-            clip = None if placement.on_host(clip) and float(clip) == 1.0 else clip.to(device, dtype)
-        for *tensors, grads in zip(*self._pieces, _pieces(self._grads), strict=True):
-            grads = [grad.to(dtype) for grad in grads]
-            if clip is not None:  # never in place: they may be p.grad
-                grads = list(torch._foreach_mul(grads, clip))
-            values, exp_avgs, exp_avg_sqs = tensors
-            torch._fused_adamw_(
-                *(values, grads, exp_avgs, exp_avg_sqs, [], [step] * len(grads)),
-                lr=rates.lr,
-                beta1=rates.beta1,
-                beta2=rates.beta2,
-                weight_decay=rates.decay,
-                eps=rates.eps,
-                amsgrad=False,
-                maximize=False,
-            )
-        _pull_to_anchors(self._values, self._anchors, self._group)
-        if self.views[0].watched and rates.lr != 0.0:
-            torch._foreach_copy_([view.value for view in self.views], self._values)
-        del self._grads
-
-
-def _anchors(views: Sequence[ParameterView]) -> list[Tensor]:
-    """Return what the decay of all parameters of a batch pulls towards; none for zero."""
-    return [view.anchor for view in views if view.anchor is not None]
-
-
-def _pull_to_anchors(values: list[Tensor], anchors: list[Tensor], group: Group) -> bool:
-    """Finish a decay towards anchors, after kernels have decayed towards zero; return whether values changed."""
-    amount = float(group["lr"]) * group["weight_decay"]
-    if not (anchors and amount):
-        return False
-    torch._foreach_add_(values, anchors, alpha=amount)
-    return True
-
-
-def _pieces(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Cut tensors into lists of pieces with at most `_AT_ONCE` entries per list."""
-    most = _AT_ONCE["cpu" if placement.on_host(tensors[0]) else "device"]
-    found: list[list[Tensor]] = [[]]
-    room = most
-    for tensor in tensors:
-        flat = tensor.view(-1) if tensor.is_contiguous() else tensor
-        for piece in torch.split(flat, most) if flat.numel() > most and flat.dim() == 1 else (tensor,):
-            if piece.numel() > room and found[-1]:
-                found.append([])
-                room = most
-            found[-1].append(piece)
-            room -= piece.numel()
-    return found
-
-
-def adamw_rates(group: Group, step: Tensor) -> Rates:
-    """Return AdamW's rates for update number `step`."""
-    (beta1, beta2), count = group["betas"], float(step)
-    corrections = (1.0 - beta1**count, 1.0 - beta2**count)
-    return Rates(float(group["lr"]), group["weight_decay"], beta1, beta2, group["eps"], corrections)

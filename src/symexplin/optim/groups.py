@@ -1,19 +1,18 @@
 """Parameter groups: for SELAdamW over a plain model, or for any torch optimizer over a converted one."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from symexplin.config import SELConfig
-from symexplin.curved import CurvedModule
-from symexplin.layout import Layout
-from symexplin.optim.rates import warn_of_scales
-from symexplin.projections import Parts
-from symexplin.routes import Rate, Route, Routing, routing
+from symexplin.curve import CurvedBase, Map
+from symexplin.optim.suggest import warn_of_scales
+from symexplin.routes import Parts, Rate, Route, Routing, routing
 from symexplin.validation import check_not_negative
 
-__all__ = ["ALIGNED", "Group", "check_rate", "is_curved", "layout_of", "name_of", "param_groups", "parts_of", "text_of"]
+__all__ = ["ALIGNED", "Group", "check_rate", "config_of", "is_curved", "map_of", "name_of", "param_groups", "parts_of"]
 
 Group = dict[str, Any]
 ALIGNED = ("axes", "parts", "position", "shape")  # lists of a curved group with one entry per parameter
@@ -63,7 +62,7 @@ def param_groups(
             "torch.distributed.fsdp.fully_shard (FSDP2)"
         )
     whole = model if whole is None else whole
-    converted = any(isinstance(module, CurvedModule) for module in whole.modules())
+    converted = any(isinstance(module, CurvedBase) for module in whole.modules())
     if converted and config is not None:
         raise ValueError("config must be None for a converted model: its layers contain it")
     table = routing(model, config, lr=lr, weight_decay=weight_decay, no_decay=no_decay, whole=whole)
@@ -83,7 +82,7 @@ def param_groups(
 
 
 class _Role(NamedTuple):
-    """What a parameter of a model is, and of a scale in a converted one its configuration and factor besides k."""
+    """What a parameter of a model is, and of a factor in a converted one its configuration and what multiplies k."""
 
     name: str
     config: SELConfig | None = None
@@ -94,21 +93,22 @@ def _module_roles(model: nn.Module) -> dict[int, _Role]:
     """Return the roles of the parameters of curved layers by their ids."""
     roles: dict[int, _Role] = {}
     for module in model.modules():
-        if isinstance(module, CurvedModule):
-            for local, (layout, slot) in module.sel_roles().items():
-                role = _Role("raw") if slot is None else _Role(slot.role, layout.config, slot.lr_scale)
+        if isinstance(module, CurvedBase):
+            for local, (map, factor) in module.sel_roles().items():
+                role = _Role("raw") if factor is None else _Role(factor.role, map.config, factor.lr_scale)
                 roles[id(getattr(module, local))] = role
     return roles
 
 
 def _add(group: Group, route: Route) -> None:
-    """Add a parameter to a group, and to the lists of a curved group beside its parameters."""
+    """Add a parameter to a group, and to the group's lists beside its parameters."""
     group["params"].append((route.name, route.parameter))
+    found: dict[str, Any] = {"position": route.position}
     if is_curved(group):
-        shape = tuple(route.parameter.shape)
-        values = (route.axes, text_of(route.parts), route.position, shape)
-        for key, value in zip(ALIGNED, values, strict=True):
-            group.setdefault(key, []).append(value)
+        # Parts are a text, since checkpoints drop empty tuples.
+        found |= {"axes": route.axes, "parts": " ".join(map(str, route.parts)), "shape": tuple(route.parameter.shape)}
+    for key, value in found.items():
+        group.setdefault(key, []).append(value)
 
 
 def _finish(
@@ -117,13 +117,16 @@ def _finish(
     """Return the group with its map, multipliers, learning rate and decay."""
     peak = None if lr is None else check_rate(lr)
     if converted:
+        del group["position"]
         k = (1.0, 1.0) if role.config is None else getattr(role.config, role.name).multiplier(peak)
         if peak is not None and role.config is not None:
             warn_of_scales(role.name, max(k) * role.lr_scale * peak)
         group["k"] = [role.lr_scale * end for end in k]
-    elif is_curved(group):
-        group |= {"config": table.config.to_json(), "width": table.width}
-        group |= {f"k_{scale}": list(k) for scale, k in table.config.multipliers(peak).items()}
+    else:
+        group["seed"] = table.config.seed
+        if is_curved(group):
+            group |= {"config": table.config.to_json(), "width": table.width}
+            group |= {f"k_{scale}": list(k) for scale, k in table.config.multipliers(peak).items()}
     given = {"lr": lr, "weight_decay": decay}
     return group | {key: value for key, value in given.items() if value is not None}
 
@@ -138,19 +141,24 @@ def is_curved(group: Group) -> bool:
     return group.get("role") == "curved"
 
 
-def layout_of(group: Group, i: int, shape: tuple[int, ...]) -> Layout:
-    """Return the layout of a tensor of this shape under the map of entry i of a curved group."""
-    return Layout.of(shape, group["axes"][i], group["config"])
+def config_of(group: Group) -> SELConfig:
+    """Return the map of a curved group."""
+    return _config_of(group["config"])
 
 
-def text_of(parts: Parts) -> str:
-    """Return the parts of a fused projection as a text: checkpoints drop empty tuples."""
-    return " ".join(map(str, parts))
+@functools.cache
+def _config_of(text: str) -> SELConfig:
+    return SELConfig.from_json(text)
+
+
+def map_of(group: Group, i: int, shape: Sequence[int]) -> Map:
+    """Return the map of a tensor of this shape that is, or is a part of, parameter i of a curved group."""
+    return Map.of(shape, group["axes"][i], config_of(group))
 
 
 def parts_of(group: Group, i: int) -> Parts:
-    """Return the parts of entry i of a curved group; empty for one matrix."""
-    return tuple(map(int, group["parts"][i].split()))
+    """Return the parts of parameter i of a curved group; empty for one matrix."""
+    return tuple(int(part) for part in group["parts"][i].split())
 
 
 def name_of(group: Group, i: int) -> str:

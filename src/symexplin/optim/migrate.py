@@ -5,11 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from symexplin.axes import axes_of
 from symexplin.optim.adamw import SELAdamW
+from symexplin.optim.entry import Entry
 from symexplin.optim.groups import name_of
-from symexplin.optim.parameter import ParameterView
-from symexplin.optim.placement import local
+from symexplin.optim.shard import local
 
 __all__ = ["from_adamw", "to_adamw"]
 
@@ -62,16 +61,15 @@ def from_adamw(optimizer: SELAdamW, adamw: torch.optim.Adam) -> None:
         for i, parameter in enumerate(group["params"]):
             if parameter not in known:
                 raise ValueError(f"adamw must be over the same parameters: it does not have {name_of(group, i)}")
-    optimizer._start.undo()  # weights that AdamW has trained were not just drawn
     optimizer.create_state()
-    for view in optimizer.entries():
-        if saved := adamw.state.get(view.parameter):
-            slope = _slope(view)
+    for entry in optimizer.entries():
+        if saved := adamw.state.get(entry.parameter):
+            slope = entry.slope()
             for name, power in _POWERS.items():
-                moment = view.moment(view.kind, name)
-                moment.copy_(local(saved[name]).to(view.dtype) * slope**power)
-                view.keep(view.kind, name, moment)
-            view.state["step"].fill_(float(saved["step"]))
+                moment = entry.moment("weight", name)
+                moment.copy_(local(saved[name]).to(entry.dtype) * slope**power)
+                entry.keep("weight", name, moment)
+            entry.state["step"].fill_(float(saved["step"]))
 
 
 @torch.no_grad()
@@ -92,31 +90,26 @@ def to_adamw(optimizer: SELAdamW) -> torch.optim.AdamW:
     [0.001]
     """
     _check_rule(optimizer)
-    optimizer._take_over(list(optimizer.entries()))
+    optimizer.take_over_writes()
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         named = zip(group["param_names"], group["params"], strict=True) if "param_names" in group else group["params"]
         groups.append({"params": list(named), **{key: group[key] for key in _SETTINGS}})
     adamw = torch.optim.AdamW(groups)
-    for view in optimizer.entries():
-        adamw.state[view.parameter] = {"step": torch.tensor(float(view.state["step"]))} | {
-            name: _ordinary(view, name, power) for name, power in _POWERS.items()
+    for entry in optimizer.entries():
+        adamw.state[entry.parameter] = {"step": torch.tensor(float(entry.state["step"]))} | {
+            name: _ordinary(entry, name, power) for name, power in _POWERS.items()
         }
     return adamw
 
 
-def _ordinary(view: ParameterView, name: str, power: int) -> Tensor:
+def _ordinary(entry: Entry, name: str, power: int) -> Tensor:
     """Return a moment of the effective weight, with the dtype and placement of the parameter."""
-    slope = _slope(view)
-    moment = torch.where(slope == 0.0, 0.0, view.moment(view.kind, name) / slope**power)
-    return view.placement.wrap(moment.to(view.parameter.dtype), view.shape)
-
-
-def _slope(view: ParameterView) -> Tensor:
-    """Return f' at every raw weight of this process's part, or 1 for a plain parameter."""
-    return view.coordinates().slope() if view.curved else torch.ones_like(view.value, dtype=view.dtype)
+    slope = entry.slope()
+    moment = torch.where(slope == 0.0, 0.0, entry.moment("weight", name) / slope**power)
+    return entry.shard.wrap(moment.to(entry.parameter.dtype), entry.shape)
 
 
 def _check_rule(optimizer: object) -> None:
-    if not isinstance(optimizer, SELAdamW) or set(optimizer.moments_("raw", axes_of("oi"))) != set(_POWERS):
+    if not isinstance(optimizer, SELAdamW) or set(optimizer.moments_("raw", "oi")) != set(_POWERS):
         raise ValueError(f"optimizer must be a symexplin.SELAdamW, got {type(optimizer).__name__}")

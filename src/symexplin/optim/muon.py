@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from symexplin.axes import Axes, axes_of
+from symexplin.curve import from_matrices, is_weight, matrices, sides
+from symexplin.heads import check_parts, map_parts
 from symexplin.optim.adamw import SELAdamW
-from symexplin.optim.batch import Target
-from symexplin.optim.groups import is_curved, name_of, text_of
-from symexplin.optim.parameter import ParameterView
+from symexplin.optim.entry import Entry, Leaf
+from symexplin.optim.groups import is_curved, name_of
 from symexplin.patterns import check_patterns, first_match
-from symexplin.projections import check_parts, map_parts
 from symexplin.routes import Rate
 from symexplin.validation import check_choice, check_flag, check_fraction, check_not_negative, check_whole
 
@@ -42,13 +41,13 @@ class SELMuon(SELAdamW):
     A learning rate and decay tuned for AdamW then fit both. For "original", r = sqrt(max(1, A/B)) (Keller Jordan);
     its learning rates are about 0.02. A and B do not depend on the storage (transformers' `Conv1D` is transposed). Each
     expert of a stack is a matrix; a convolution's rows are its output channels. Queries, keys and values in one weight,
-    or gate and input, are orthogonalised apart where their usual names identify them (:mod:`symexplin.projections`).
+    or gate and input, are orthogonalised apart where their usual names identify them (:mod:`symexplin.heads`).
 
-    The state of a raw matrix is "momentum_buffer": 8 bytes per parameter with the raw weight. Under FSDP2 each step
+    The state of a raw matrix is "momentum_buffer", 4 bytes per parameter, besides a raw weight if the map stores one. Under FSDP2 each step
     gathers the momentum of one matrix at a time.
 
     Args:
-        params, lr, betas, eps, weight_decay, total_steps, max_grad_norm, decay_towards: see
+        params, lr, betas, eps, weight_decay, total_steps, max_grad_norm: see
             :class:`symexplin.SELAdamW`.
         momentum: mu, in [0, 1).
         nesterov: look ahead by one gradient.
@@ -110,34 +109,36 @@ class SELMuon(SELAdamW):
         names = [name_of(group, i) for group in curved for i in range(len(group["params"]))]
         check_patterns("split", tuple(split), names)
         for group in curved:
-            for i, (letters, shape) in enumerate(zip(group["axes"], group["shape"], strict=True)):
+            for i, (axes, shape) in enumerate(zip(group["axes"], group["shape"], strict=True)):
                 pattern = first_match([name_of(group, i)], tuple(split))
                 if pattern is not None:
-                    axes = axes_of(letters)
-                    outputs = axes.matrix_shape(shape)[axes.out_dim]
-                    group["parts"][i] = text_of(check_parts(name_of(group, i), split[pattern], outputs))
+                    parts = check_parts(name_of(group, i), split[pattern], sides(axes, shape)[0])
+                    group["parts"][i] = " ".join(map(str, parts))
 
-    def moments_(self, kind: str, axes: Axes | None) -> tuple[str, ...]:
-        """Return the name of the momentum for raw matrices, of AdamW's moments for other tensors."""
-        return ("momentum_buffer",) if _is_matrix(axes) else super().moments_(kind, axes)
+    def moments_(self, kind: str, axes: str) -> tuple[str, ...]:
+        """Return the name of the momentum for raw matrices, of AdamW's moments for other leaves."""
+        return ("momentum_buffer",) if is_weight(axes) else super().moments_(kind, axes)
 
-    def is_adamw_(self, view: ParameterView) -> bool:
-        """Whether AdamW updates all tensors of a parameter; Muon updates a raw matrix."""
-        return type(self).rule_ is SELMuon.rule_ and not _is_matrix(view.axes)
+    def is_adamw_(self, entry: Entry) -> bool:
+        """Whether AdamW updates all leaves of a parameter; Muon updates a raw matrix."""
+        return type(self).rule_ is SELMuon.rule_ and not is_weight(entry.axes)
 
-    def rule_(self, target: Target, group: dict[str, Any]) -> None:
-        """Apply Muon to a raw matrix in place, AdamW to other tensors."""
-        axes = target.axes
-        if axes is None or not _is_matrix(axes):
-            super().rule_(target, group)
-            return
-        momentum, buffer = group["momentum"], target.moment("momentum_buffer")
-        buffer.lerp_(target.grad, 1.0 - momentum)
-        update = target.gather(target.grad.lerp(buffer, momentum) if group["nesterov"] else buffer)
-        rule = functools.partial(_orthogonal, out_dim=axes.out_dim, group=group)
-        update = axes.tensor(map_parts(rule, axes.matrices(update), axes.out_dim, target.parts), update.shape)
-        target.decay_()
-        target.value.sub_(target.scatter(update) * target.lr)
+    def rule_(self, leaves: Sequence[Leaf], group: dict[str, Any]) -> None:
+        """Apply Muon to raw matrices in place, AdamW to other leaves."""
+        super().rule_([leaf for leaf in leaves if not is_weight(leaf.axes)], group)
+        for leaf in leaves:
+            if is_weight(leaf.axes):
+                _muon_(leaf, group)
+
+
+def _muon_(leaf: Leaf, group: dict[str, Any]) -> None:
+    momentum, buffer = group["momentum"], leaf.moments["momentum_buffer"]
+    buffer.lerp_(leaf.grad, 1.0 - momentum)
+    update = leaf.gather(leaf.grad.lerp(buffer, momentum) if group["nesterov"] else buffer)
+    rule = functools.partial(_orthogonal, group=group)
+    update = from_matrices(map_parts(rule, matrices(update, leaf.axes), leaf.parts), leaf.axes, update.shape)
+    leaf.decay_()
+    leaf.value.sub_(leaf.scatter(update) * leaf.lr)
 
 
 def newton_schulz(
@@ -163,19 +164,12 @@ def newton_schulz(
     return x.mT if tall else x
 
 
-def _is_matrix(axes: Axes | None) -> bool:
-    """Whether a tensor with these axes consists of matrices; biases, scales and plain parameters do not."""
-    return axes is not None and bool(axes.columns)
-
-
-def _orthogonal(matrices: Tensor, out_dim: int, group: dict[str, Any]) -> Tensor:
-    """Return r NS(matrices) in their dtype; they may have a leading dimension."""
-    shape = matrices.shape[-2:]
-    d_out, d_in = shape[out_dim], shape[1 - out_dim]
+def _orthogonal(matrix: Tensor, group: dict[str, Any]) -> Tensor:
+    """Return r NS(matrix) in its dtype; rows are outputs. There may be a leading dimension."""
+    d_out, d_in = matrix.shape[-2:]
     if group["adjust_lr_fn"] == "original":
         ratio = math.sqrt(max(1.0, d_out / d_in))
     else:
         ratio = _ADAMW_RMS * math.sqrt(max(d_out, d_in))
-    return (
-        newton_schulz(matrices, group["ns_coefficients"], group["ns_steps"], group["ns_eps"]).to(matrices.dtype) * ratio
-    )
+    coefficients, steps, eps = group["ns_coefficients"], group["ns_steps"], group["ns_eps"]
+    return newton_schulz(matrix, coefficients, steps, eps).to(matrix.dtype) * ratio

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from symexplin.coordinates import Coordinates
-from symexplin.curved import CurvedModule
-from symexplin.optim.placement import WHOLE, Placement, whole
-from symexplin.optim.raw_space import RawSpaceOptimizer
+from symexplin.curve import Curved, is_weight
+from symexplin.modules import CurvedModule
+from symexplin.optim.optimizer import RawSpaceOptimizer
+from symexplin.optim.shard import WHOLE, Shard, whole
 
 __all__ = ["stats"]
 
@@ -30,14 +30,14 @@ def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> d
     Empty for ordinary weights, and before the first step of a raw-space optimizer. With a sharded model every process
     must call it and gets the same result.
 
-    >>> from symexplin.linear import SELLinear
+    >>> from symexplin.modules import SELLinear
     >>> from symexplin.presets import preset
     >>> sorted(stats(nn.Sequential(SELLinear(8, 8, config=preset("paper")))))[:2]
     ['e/mean', 'e/std']
     """
     tallies: dict[Any, _Tally] = {}
-    for coordinates, size, placement in _tensors(model, optimizer):
-        tallies.setdefault(placement.groups, _Tally(placement)).add(coordinates, size)
+    for curved, size, shard in _tensors(model, optimizer):
+        tallies.setdefault(shard.groups, _Tally(shard)).add(curved, size)
     total = _Tally(WHOLE)
     for tally in tallies.values():
         total.merge(tally)
@@ -47,25 +47,25 @@ def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> d
 class _Tally:
     """Sums over tensors with one placement: for each key those of 1, x and x^2."""
 
-    def __init__(self, placement: Placement) -> None:
-        self.placement = placement
+    def __init__(self, shard: Shard) -> None:
+        self.shard = shard
         self.sums: dict[str, list[float]] = {}
         self.largest = 0.0
 
-    def add(self, coordinates: Coordinates, size: int) -> None:
+    def add(self, curved: Curved, size: int) -> None:
         """Add the local part of a tensor that has `size` entries over all processes."""
-        raw, scales = coordinates.raw, coordinates.scales()
+        raw, scales = curved.raw, curved.scales()
         for role in ("e", "l", "kappa", "n", "s"):
             value = getattr(scales, role)
             if isinstance(value, Tensor):
                 # Entries count 1 / size, so that the parts of a sharded tensor add up to its mean.
                 self._sum(role, value.double().expand(raw.shape), 1.0 / size)
-        if coordinates.layout.axes.columns:
+        if is_weight(curved.map.axes):
             x = (scales.kappa * raw.abs()).double()
             if x.numel():
                 self._raise_to(float(x.max()))
             self._add("", [x.numel(), int((x > 1.0).sum()), 0.0])
-            self._sum("slope", coordinates.slope().abs().double())
+            self._sum("slope", curved.slope().abs().double())
 
     def _sum(self, key: str, values: Tensor, each: float = 1.0) -> None:
         self._add(key, [each * float(s) for s in (values.numel(), values.sum(), (values * values).sum())])
@@ -76,8 +76,8 @@ class _Tally:
     def merge(self, other: "_Tally") -> None:
         """Add the sums of another tally over all its processes."""
         sums, largest = list(other.sums.values()), other.largest
-        for group in other.placement.groups:
-            device = other.placement.device_type
+        for group in other.shard.groups:
+            device = other.shard.device_type
             added, most = (torch.tensor(v, dtype=torch.float64, device=device) for v in (sums, largest))
             torch.distributed.all_reduce(added, group=group)
             torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=group)
@@ -103,17 +103,18 @@ class _Tally:
         return result | ({"kappa_w/max": self.largest, "tail/fraction": tail / count} if count else {})
 
 
-def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[Coordinates, int, Placement]]:
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[Curved, int, Shard]]:
     """Yield the local part of each curved tensor, its number of entries over all processes, and its placement."""
     inner = getattr(optimizer, "optimizer", optimizer)  # unwrap accelerate's optimizer
     if isinstance(inner, RawSpaceOptimizer):
-        for view in inner.entries():
-            if view.curved:
-                yield view.coordinates(), math.prod(view.shape), view.placement
+        for entry in inner.entries():
+            if entry.curved:
+                yield entry.curved_map(), math.prod(entry.shape), entry.shard
         return
     for layer in model.modules():
         if isinstance(layer, CurvedModule):
-            for name, curve in layer.sel_curves.items():
+            for name in layer.sel_maps:
+                curved = layer.sel_curved(name)
                 # fully_shard splits each parameter of the layer separately, so their local parts do not match.
-                parts = [whole(part) for part in layer.sel_parts(name)]
-                yield Coordinates(curve.layout, *parts), math.prod(curve.layout.shape), WHOLE
+                factors = {key: whole(value) for key, value in curved.factors.items()}
+                yield curved._replace(raw=whole(curved.raw), factors=factors), math.prod(curved.map.shape), WHOLE

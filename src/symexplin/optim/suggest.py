@@ -1,4 +1,4 @@
-"""Learning rates: the one to begin with, and a warning of scales that learn too fast."""
+"""The learning rate to begin with, and a warning about scales that learn too fast."""
 
 import warnings
 
@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from symexplin.config import SELConfig
-from symexplin.coordinates import Coordinates
-from symexplin.optim.placement import whole
+from symexplin.curve import Curved
+from symexplin.optim.shard import whole
 from symexplin.routes import routing
-from symexplin.starts import check_fresh, start_weight
+from symexplin.transform import compute_dtype
 from symexplin.validation import check_positive, naming
 
 __all__ = ["suggest_lr", "warn_of_scales"]
@@ -44,15 +44,13 @@ def suggest_lr(model: nn.Module, config: SELConfig | None = None, *, adamw_lr: f
     table = routing(model, config)
     if not table.curved:
         raise ValueError(f"model has nothing to curve; see print(symexplin.routing(model)):\n{table}")
-    check_fresh(table)
     total, count = 0.0, 0
     for route in [route for route in table.curved if route.parameter.dim() == 2] or table.curved:
-        layout = route.layout(table.config)
+        weight, map = whole(route.parameter), route.map(table.config)
         with naming(route.name):
-            target = start_weight(whole(route.parameter), layout)
-            panels = layout.start_panels(target.dtype, target.device, route.position)
-            start = Coordinates(layout, target, **panels)
-            slope = start._replace(raw=start.matched(target)).slope()
+            weight = weight.to(compute_dtype(weight))
+            start = Curved(map, weight, map.start(weight.dtype, weight.device, route.position))
+            slope = start._replace(raw=start.inverse(weight)).slope()
         total, count = total + float(slope.abs().sum(dtype=torch.float64)), count + slope.numel()
     return adamw_lr * count / total
 

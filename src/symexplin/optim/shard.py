@@ -3,14 +3,16 @@
 import functools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-__all__ = ["WHOLE", "Placement", "address", "is_dtensor", "local", "on_host", "placement_of", "whole"]
+__all__ = ["WHOLE", "Groups", "Shard", "address", "global_norm", "is_dtensor", "local", "shard_of", "sum_over", "whole"]
+
+Groups = tuple[Any, ...]  # the process groups over which a tensor is split
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -24,11 +26,6 @@ def is_dtensor(tensor: Tensor) -> bool:
 def local(tensor: Tensor) -> Tensor:
     """Return the local part of a tensor; it shares the storage."""
     return cast(Tensor, tensor.to_local()) if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
-
-
-def on_host(tensor: Tensor) -> bool:
-    """Whether a tensor is on the CPU, so that reading a value does not wait for a device."""
-    return tensor.device.type == "cpu"
 
 
 def address(tensor: Tensor) -> tuple[int, torch.dtype, torch.Size, tuple[int, ...]]:
@@ -47,8 +44,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Placement:
-    """The split of a tensor over a mesh: by `splits`, pairs of a tensor's and a mesh's dimension, in this order.
+class Shard:
+    """The split of a tensor over a mesh: `splits` are pairs of a tensor's and a mesh's dimension, in this order.
 
     Without a mesh the tensor is whole. It is replicated along all other dimensions of the mesh.
     """
@@ -58,7 +55,7 @@ class Placement:
     splits: tuple[tuple[int, int], ...] = ()
 
     @functools.cached_property
-    def groups(self) -> tuple[Any, ...]:
+    def groups(self) -> Groups:
         """The process groups over which the tensor is split; empty if it is whole here."""
         return tuple(self.mesh.get_group(mesh_dim) for _, mesh_dim in self.splits)
 
@@ -67,17 +64,17 @@ class Placement:
         """The type of the mesh's devices."""
         return str(self.mesh.device_type)
 
-    def along(self, dim_of: Callable[[int], int | None]) -> "Placement":
-        """Return the placement of a tensor that has dimension `dim_of(d)` of its own along dimension d, or None."""
+    def along(self, dims: Sequence[int | None]) -> "Shard":
+        """Return the split of a tensor whose dimensions are those in `dims` of the tensor that is split here."""
         if self.mesh is None:
             return self
         from torch.distributed.tensor import Replicate
 
-        splits = {mesh_dim: dim for d, mesh_dim in self.splits if (dim := dim_of(d)) is not None}
+        splits = {mesh_dim: dims.index(d) for d, mesh_dim in self.splits if d in dims}
         if not splits:
             return WHOLE  # replicas are ordinary tensors
         spec = tuple(_moved(p, splits[i]) if i in splits else Replicate() for i, p in enumerate(self.spec))
-        return Placement(self.mesh, spec, tuple((splits[i], i) for _, i in self.splits if i in splits))
+        return Shard(self.mesh, spec, tuple((splits[i], i) for _, i in self.splits if i in splits))
 
     def wrap(self, part: Tensor, shape: Sequence[int]) -> Tensor:
         """Return the local `part` as a tensor of the whole `shape`: a DTensor if there is a mesh."""
@@ -91,25 +88,36 @@ class Placement:
         )
         return cast(Tensor, wrapped)
 
+    def starts(self, shape: Sequence[int]) -> list[int]:
+        """Return where the local part of a tensor of the whole `shape` starts along each dimension."""
+        return [start for start, _ in self._ranges(shape)]
+
     def cut(self, tensor: Tensor) -> Tensor:
         """Return the local part of a whole `tensor`."""
-        for dim, mesh_dim in self.splits:
-            size = tensor.shape[dim]
-            chunk = -(-size // self.mesh.size(mesh_dim))  # as in DTensor and torch.chunk: the last may be short
-            start = min(self.mesh.get_local_rank(mesh_dim) * chunk, size)
-            tensor = tensor.narrow(dim, start, min(chunk, size - start))
+        for dim, (start, size) in enumerate(self._ranges(tensor.shape)):
+            tensor = tensor.narrow(dim, start, size)
         # A copy: a view would keep the whole tensor in memory and in checkpoints.
         return tensor.clone(memory_format=torch.contiguous_format) if self.splits else tensor
+
+    def _ranges(self, shape: Sequence[int]) -> list[tuple[int, int]]:
+        """Return (start, size) of the local part along each dimension."""
+        found = [(0, size) for size in shape]
+        for dim, mesh_dim in self.splits:
+            first, size = found[dim]
+            chunk = -(-size // self.mesh.size(mesh_dim))  # as in DTensor and torch.chunk: the last may be short
+            start = min(self.mesh.get_local_rank(mesh_dim) * chunk, size)
+            found[dim] = first + start, min(chunk, size - start)
+        return found
 
     def gather(self, part: Tensor, shape: Sequence[int]) -> Tensor:
         """Return the whole tensor of this `shape`, by a collective operation if it is split."""
         return whole(self.wrap(part, shape)) if self.splits else part
 
 
-WHOLE = Placement()
+WHOLE = Shard()
 
 
-def placement_of(parameter: Tensor, name: str) -> Placement:
+def shard_of(parameter: Tensor, name: str) -> Shard:
     """Return the placement of a parameter.
 
     Raises:
@@ -131,7 +139,7 @@ def placement_of(parameter: Tensor, name: str) -> Placement:
             )
     if any(not (p.is_replicate() or p.is_shard() or _is_strided(p)) for p in spec):
         raise ValueError(f"{name} is placed as {spec} on its mesh: a parameter must be sharded or replicated")
-    return Placement(mesh, spec, (*plain, *later))
+    return Shard(mesh, spec, (*plain, *later))
 
 
 def _is_strided(placement: Any) -> bool:
@@ -140,7 +148,53 @@ def _is_strided(placement: Any) -> bool:
 
 
 def _moved(placement: Any, dim: int) -> Any:
-    """Return a shard along another dimension of its tensor."""
+    """Return a split along another dimension of its tensor."""
     if _is_strided(placement):
         return type(placement)(dim, split_factor=placement.split_factor)
     return type(placement)(dim)
+
+
+def sum_over(group: Any, tensors: Sequence[Tensor], device: str) -> None:
+    """Replace tensors by their sums over a process group, in float64 and one all-reduce."""
+    if not tensors:
+        return
+    flat = torch.cat([tensor.reshape(-1).to(device, torch.float64) for tensor in tensors])
+    torch.distributed.all_reduce(flat, group=group)
+    for tensor, piece in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(piece.view(tensor.shape))
+
+
+def global_norm(
+    norms: Mapping[Groups, Sequence[Tensor]],
+    shared: Sequence[tuple[Groups, Groups, Tensor]],
+    devices: Mapping[Any, str],
+) -> Tensor:
+    """Sum shared gradients over processes in place, and return the norm of all gradients.
+
+    The gradient of a scale is its sum over all parts of the weight that share the scale. The usual case takes one
+    all-reduce per dimension of the mesh; a scale that is shared along one dimension and split along another takes a
+    further one, of the norm.
+
+    Args:
+        norms: norms of gradients that no other process has, by the groups over which their parameters are split.
+        shared: gradients of scales, each after the groups of its parameter and its own.
+        devices: all process groups with their types of devices, in the same order in every process.
+    """
+    if not devices:
+        return torch.nn.utils.get_total_norm([*norms.get((), ()), *(grad for _, _, grad in shared)])
+    device = next(iter(devices.values()))
+    squares = {split: _square(found, device) for split, found in norms.items()}
+    for group, kind in devices.items():
+        grads = [grad for whole, own, grad in shared if group in whole and group not in own]
+        sum_over(group, [*(square for split, square in squares.items() if group in split), *grads], kind)
+    late = {own: _square([grad for _, o, grad in shared if o == own], device) for _, own, _ in shared}
+    for group, kind in devices.items():
+        sum_over(group, [square for own, square in late.items() if group in own], kind)
+    return sum((*squares.values(), *late.values()), torch.zeros((), dtype=torch.float64, device=device)).sqrt()
+
+
+def _square(grads: Sequence[Tensor], device: str) -> Tensor:
+    """Return the squared norm of all `grads`, a zero on the mesh's device if there are none."""
+    if not grads:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.nn.utils.get_total_norm(grads).to(device, torch.float64) ** 2

@@ -1,73 +1,32 @@
 """Multipliers k(t) of the scales' learning rates, for raw-space optimizers and for converted models."""
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from symexplin.functional import anneal
-from symexplin.layout import Layout, Slot
 from symexplin.validation import check_whole
 
-__all__ = ["LATER", "ScaleAnnealing", "anneal_scales", "multiplier", "multipliers", "panel_masks", "panel_rates"]
+__all__ = ["LATER", "ScaleAnnealing", "anneal_scales", "multiplier"]
 
 LATER = "later"  # total_steps before set_total_steps
 
 _ATTRIBUTE = "_symexplin_annealing"
 
 
-def multipliers(group: Mapping[str, Any]) -> dict[str, float]:
-    """Return k(t) of every role with a multiplier in the group, at its number of completed steps."""
-    return {key[2:]: multiplier(key, group, group["steps"]) for key in group if key.startswith("k_")}
-
-
-def multiplier(key: str, group: Mapping[str, Any], step: int) -> float:
-    """Return k(t) of the group's key "k_e", "k_l", ... after `step` completed steps."""
-    k0, k1 = group[key]
-    total = group["total_steps"]
+def multiplier(key: str, group: Mapping[str, Any]) -> float:
+    """Return k(t) of the group's key "k_e", "k_l", ... at its number of completed steps."""
+    (k0, k1), total = group[key], group["total_steps"]
     if k0 != k1 and total is None:
         raise ValueError(
             f'total_steps must be given, a number or "later": {key[2:]} is annealed from k = {k0:g} to {k1:g}'
         )
     if total == LATER:
-        if k0 != k1 and step > 0:
+        if k0 != k1 and group["steps"] > 0:
             raise ValueError(f"total_steps is still {LATER!r}: call set_total_steps(T) before the second step")
         return float(k0)
-    return anneal(step, total, k0, k1)
-
-
-# For each role, a mask of its numbers in a panel (1; for delta 1/beta); and a mask of the numbers that decay.
-Masks = tuple[tuple[tuple[str, Tensor], ...], Tensor]
-
-
-def panel_rates(masks: Masks, group: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return the learning rate and weight decay of each learned number, shaped to broadcast against the panel."""
-    of_roles, decays = masks
-    k, lr = multipliers(group), float(group["lr"])
-    # Products with numbers only launch kernels. A tensor made from numbers would wait for a copy to the device.
-    rates = sum((mask * (k[role] * lr) for role, mask in of_roles), torch.zeros_like(decays))
-    anchored = group.get("decay_towards") == "initial"  # the scales have no anchor
-    return rates, decays * (0.0 if anchored else group["weight_decay"])
-
-
-def panel_masks(layout: Layout, panel: str, like: Tensor) -> Masks:
-    """Return the masks of a panel's roles and of its decay, shaped to broadcast against the panel."""
-    columns = (1,) * max(1, len(layout.axes.columns))
-    shape = {"panel0": (1, -1), "panel1": (-1, *columns), "scalar": (-1,), "full": (-1,)}[panel]
-    return _masks(tuple(slot for slot in layout.slots if slot.panel == panel), shape, like.dtype, like.device)
-
-
-@functools.cache
-def _masks(slots: tuple[Slot, ...], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Masks:
-    def spread(values: list[float]) -> Tensor:
-        numbers = [value for value, slot in zip(values, slots, strict=True) for _ in range(slot.count)]
-        return torch.tensor(numbers, dtype=dtype, device=device).reshape(shape)
-
-    roles = tuple(dict.fromkeys(slot.role for slot in slots))
-    masks = tuple((role, spread([slot.lr_scale * (slot.role == role) for slot in slots])) for role in roles)
-    return masks, spread([float(slot.decay) for slot in slots])
+    return anneal(group["steps"], total, k0, k1)
 
 
 class ScaleAnnealing:

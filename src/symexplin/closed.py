@@ -1,0 +1,105 @@
+"""The closed form of a step: from one effective weight to the next, without a stored raw weight.
+
+A map with a closed inverse and fixed scales (paper, Eqs. 3-7) is one number c and the curvature kappa:
+
+    exp_only   f(w) = sign(w) c expm1(kappa |w|)     c = s e exp(-n)/d > 0     f' = kappa (c + |v|)
+    sinh       f(w) = c sinh(kappa w)                c = s/d                   f' = kappa sign(c) sqrt(v^2 + c^2)
+    linear     f(w) = c w                            c = s l                   f' = c
+
+so the weight v = f(w) determines both w and f'(w). For exp_only, exp(kappa |w|) = 1 + |v|/c: a raw step multiplies
+c + |v| by exp(x), x = kappa step sign(v), for as long as the weight keeps its sign,
+
+    |v'| = |v| + (c + |v|) expm1(x) = (c + |v|) exp(x) - c,
+
+and beyond zero, where exp(kappa |w'|) = exp(-x)/(1 + |v|/c), the magnitude is (c expm1(-x) - |v|) c/(c + |v|).
+For sinh, v' - v = 2c cosh(kappa (w + step/2)) sinh(kappa step/2). A form that is exact for small steps loses |v|'s
+digits when a large step shrinks the weight by orders of magnitude; hence two forms, which change at |x| = 1.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from symexplin.config import SELConfig
+
+__all__ = ["CLOSED_MODES", "Closed"]
+
+# The scales in c of each mode; n and d come on top for exp_only, d for sinh.
+_FACTORS = {"exp_only": ("s", "e"), "sinh": ("s",), "linear": ("s", "l")}
+CLOSED_MODES = tuple(_FACTORS)
+
+
+class Closed(NamedTuple):
+    """A map with a closed inverse and fixed scales; all methods are elementwise and out of place.
+
+    >>> closed = Closed.of(SELConfig(beta=7.5, mode="exp_only").resolve(1024))
+    >>> v = torch.tensor([0.2, -0.1, 0.0], dtype=torch.float64)
+    >>> closed.move(v, torch.tensor([0.01, 0.01, 0.0]))
+    tensor([ 0.2260, -0.0831,  0.0000], dtype=torch.float64)
+    """
+
+    mode: str
+    kappa: float
+    c: float
+
+    @staticmethod
+    def of(config: SELConfig) -> "Closed":
+        """Return the closed form of a resolved configuration.
+
+        Raises:
+            ValueError: the mode or a learned scale rules it out, or no weight has a raw weight with these scales.
+        """
+        if config.mode not in CLOSED_MODES or config.learned_roles:
+            raise ValueError(f"the closed form needs mode {CLOSED_MODES} with fixed scales, got {config.describe()}")
+        assert isinstance(config.beta, float), "the configuration is not resolved"
+        kappa = config.beta * config.m.first
+        c = math.prod(getattr(config, role).first for role in _FACTORS[config.mode])
+        if config.mode != "linear":
+            c /= kappa if config.normalize else config.beta
+        if config.mode == "exp_only":
+            c *= math.exp(-config.n.first)
+        if c <= 0.0 if config.mode == "exp_only" else c == 0.0:
+            given = ", ".join(f"{role}.start {getattr(config, role).first:g}" for role in _FACTORS[config.mode])
+            need = "have a positive product" if config.mode == "exp_only" else "not be 0"
+            raise ValueError(f"the scales of mode {config.mode!r} must {need}, got {given}")
+        return Closed(config.mode, kappa, c)
+
+    def raw(self, v: Tensor) -> Tensor:
+        """Return the raw weight w, f(w) = v."""
+        if self.mode == "linear":
+            return v / self.c
+        if self.mode == "sinh":
+            return torch.asinh(v / self.c) / self.kappa
+        return torch.copysign(torch.log1p(v.abs() / self.c) / self.kappa, v)
+
+    def slope(self, v: Tensor) -> Tensor:
+        """Return f'(w) at the raw weight w of v."""
+        if self.mode == "linear":
+            return torch.full_like(v, self.c)
+        if self.mode == "sinh":
+            return math.copysign(self.kappa, self.c) * torch.hypot(v, v.new_full((), self.c))
+        return self.kappa * (self.c + v.abs())
+
+    def move(self, v: Tensor, step: Tensor) -> Tensor:
+        """Return f(w + step) for v = f(w): v itself, to the bit, where the raw step is zero."""
+        if self.mode == "linear":
+            moved = v + self.c * step
+        else:
+            moved = self._move_sinh(v, step) if self.mode == "sinh" else self._move_exponential(v, step)
+        return torch.where(step == 0.0, v, moved)
+
+    def _move_exponential(self, v: Tensor, step: Tensor) -> Tensor:
+        size, x = v.abs(), self.kappa * torch.where(v < 0.0, -step, step)
+        whole = self.c + size
+        same = torch.where(x > -1.0, size + whole * torch.expm1(x), whole * torch.exp(x) - self.c)
+        across = (size - self.c * torch.expm1(-x)) * (self.c / whole)
+        moved = torch.where(same >= 0.0, same, across)
+        return torch.where(v < 0.0, -moved, moved)
+
+    def _move_sinh(self, v: Tensor, step: Tensor) -> Tensor:
+        a, y = torch.asinh(v / self.c), self.kappa * step
+        near = v + 2.0 * self.c * torch.cosh(a + 0.5 * y) * torch.sinh(0.5 * y)
+        half = 0.5 * (a + y)  # sinh(a + y) itself overflows where c times it does not
+        return torch.where(y.abs() < 1.0, near, 2.0 * self.c * torch.sinh(half) * torch.cosh(half))

@@ -1,0 +1,370 @@
+"""The map of one curved tensor: its static description (:class:`Map`), and the map at given scales (:class:`Curved`).
+
+A string has one letter for each dimension of the tensor: "o" counts outputs, "i" inputs, "e" a stack of matrices
+(experts).
+
+    nn.Linear "oi"    transformers' Conv1D "io"    bias "o"    nn.Conv2d "oiii"    nn.ConvTranspose2d "ioii"
+    experts "eoi" or "eio"    their biases "eo"
+
+Each learned scale is one tensor (:class:`Factor`) that has some of these dimensions. Row scales have the dimensions of
+outputs, column scales those of inputs, and both have that of the stack.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from symexplin.config import DECAYED_ROLES, SELConfig
+from symexplin.inverse import invert
+from symexplin.transform import Form, Scales, Value, compute_dtype, forward, pullback
+
+__all__ = [
+    *("Curved", "CurvedBase", "Factor", "Map"),
+    *("fans", "from_matrices", "in_dims", "is_weight", "matrices", "out_dims", "sides", "stack_dims"),
+]
+
+Shape = tuple[int, ...]
+
+
+def _dims(axes: str, letter: str) -> Shape:
+    return tuple(dim for dim, found in enumerate(axes) if found == letter)
+
+
+def stack_dims(axes: str) -> Shape:
+    """Return the dimension that counts matrices, if there is one."""
+    return _dims(axes, "e")
+
+
+def out_dims(axes: str) -> Shape:
+    """Return the dimensions of outputs.
+
+    >>> out_dims("ioii"), in_dims("ioii")
+    ((1,), (0, 2, 3))
+    """
+    return _dims(axes, "o")
+
+
+def in_dims(axes: str) -> Shape:
+    """Return the dimensions of inputs; a bias has none."""
+    return _dims(axes, "i")
+
+
+def is_weight(axes: str) -> bool:
+    """Whether a tensor has outputs and inputs; a bias has no inputs."""
+    return "i" in axes
+
+
+def sides(axes: str, shape: Sequence[int]) -> tuple[int, int]:
+    """Return the numbers of outputs and inputs of one matrix of a tensor with this shape.
+
+    >>> sides("eoi", (4, 3, 2)), sides("oiii", (8, 3, 5, 5))
+    ((3, 2), (8, 75))
+    """
+    return math.prod(shape[d] for d in out_dims(axes)), math.prod(shape[d] for d in in_dims(axes))
+
+
+def fans(axes: str, shape: Sequence[int]) -> tuple[int, int]:
+    """Return (fan_in, fan_out) of a weight, as torch's initializers compute them.
+
+    >>> fans("oi", (3, 2)), fans("oiii", (64, 16, 3, 3))
+    ((2, 3), (144, 576))
+    """
+    if "e" in axes or len(axes) <= 2:
+        outputs, inputs = sides(axes, shape)
+        return inputs, outputs
+    kernel = math.prod(shape[2:])
+    return shape[1] * kernel, shape[0] * kernel
+
+
+def matrices(tensor: Tensor, axes: str) -> Tensor:
+    """Return a weight as its (outputs, inputs) matrix, or as a stack of such matrices."""
+    stack, out, inner = stack_dims(axes), out_dims(axes), in_dims(axes)
+    shape = [tensor.shape[d] for d in stack]
+    return tensor.permute(*stack, *out, *inner).reshape(*shape, *sides(axes, tensor.shape))
+
+
+def from_matrices(matrix: Tensor, axes: str, shape: Sequence[int]) -> Tensor:
+    """Return the tensor of this shape with these matrices, the inverse of :func:`matrices`.
+
+    >>> weight = torch.randn(4, 8, 3)
+    >>> torch.equal(from_matrices(matrices(weight, "ioi"), "ioi", weight.shape), weight)
+    True
+    """
+    order = (*stack_dims(axes), *out_dims(axes), *in_dims(axes))
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return matrix.reshape([shape[d] for d in order]).permute(back)
+
+
+class Factor(NamedTuple):
+    """One learned tensor of a scale: a vector, a number, a LoRA factor, or one number per entry."""
+
+    name: str  # its parameter in SELLinear and its key in the optimizer's state: "e_row", "log_m_column", "a_row"
+    role: str  # e, l, m, n, s or delta
+    dims: tuple[int | None, ...]  # the tensor's dimension along each of its own; None: the rank of LoRA
+    shape: Shape
+    first: float | None  # the first value; None: drawn at random (LoRA's A)
+    decays: bool
+    lr_scale: float  # multiplies k: 1/beta for delta (paper, section 4.2)
+
+
+@dataclass(frozen=True)
+class Map:
+    """The static description of the map of one tensor.
+
+    Args:
+        shape: that of the weight or bias.
+        axes: one letter per dimension, see the module.
+        config: the configuration of the model. One that is not resolved gets the numbers of a model that has this
+            tensor alone.
+
+    >>> from symexplin.presets import preset
+    >>> [(f.name, f.shape) for f in Map((3, 2), "oi", preset("paper")).factors][:2]
+    [('e_row', (3,)), ('e_column', (2,))]
+    """
+
+    shape: Shape
+    axes: str
+    config: SELConfig
+    form: Form = field(init=False, repr=False, compare=False)
+    factors: tuple[Factor, ...] = field(init=False, repr=False, compare=False)  # by role, outputs before inputs
+
+    @staticmethod
+    def of(shape: Sequence[int], axes: str, config: SELConfig) -> "Map":
+        """Return the map with these arguments; equal arguments give the same object."""
+        return _map_of(tuple(shape), axes, config)
+
+    def __post_init__(self) -> None:
+        """Compute the derived fields now: computed lazily, they could be first needed inside torch.compile."""
+        if not re.fullmatch("e?(o|oi+|i+oi*)", self.axes) or len(self.axes) != len(self.shape):
+            raise ValueError(
+                "axes must be one letter per dimension, as 'oi', 'io', 'o', 'oii', 'eoi' or 'eo', got "
+                f"{self.axes!r} for the shape {self.shape}"
+            )
+        object.__setattr__(self, "config", self.config.resolve(max(sides(self.axes, self.shape))))
+        object.__setattr__(self, "form", Form(self.config.mode, self.beta, self.config.normalize))
+        found = (factor for role in self.config.learned_roles for factor in self._factors(role))
+        object.__setattr__(self, "factors", tuple(found))
+
+    @property
+    def beta(self) -> float:
+        """The reference curvature."""
+        return float(self.config.beta)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the raw weight follows from the weight in closed form (:mod:`symexplin.closed`)."""
+        return self.config.closed
+
+    def pattern(self, role: str) -> str:
+        """Return the pattern of what a role learns in this tensor.
+
+        Every vector pattern of a bias is "row". A bias has no delta. The logarithm of a product of factors is the sum
+        of their logarithms.
+        """
+        pattern: str = getattr(self.config, role).pattern
+        if not is_weight(self.axes) and pattern not in ("fixed", "global"):
+            return "fixed" if role == "delta" else "row"
+        return "row_col_add" if pattern == "row_col_mult" and self.is_log(role) else pattern
+
+    def is_log(self, role: str) -> bool:
+        """Whether a role learns a logarithm: of the absorbed curvature, or of a scale with transform "exp"."""
+        return self._is_absorbed(role) or getattr(self.config, role).transform == "exp"
+
+    def first(self, role: str) -> float:
+        """Return the first value of a role; for the absorbed curvature that of kappa."""
+        first: float = getattr(self.config, role).first
+        return self.beta * first if self._is_absorbed(role) else first
+
+    def by_role(self, role: str) -> list[Factor]:
+        """Return the factors of a role, outputs before inputs."""
+        return [factor for factor in self.factors if factor.role == role]
+
+    def _is_absorbed(self, role: str) -> bool:
+        return role == "m" and self.config.curvature == "absorbed"
+
+    def _factors(self, role: str) -> list[Factor]:
+        pattern, rank = self.pattern(role), getattr(self.config, role).rank
+        stack, rows, columns = stack_dims(self.axes), out_dims(self.axes), in_dims(self.axes)
+        first = math.log(self.first(role)) if self.is_log(role) else self.first(role)
+        root = math.sqrt(abs(first))
+        drafts: list[tuple[str, tuple[int | None, ...], float | None]] = {
+            "fixed": [],  # the delta of a bias
+            "global": [("", stack, first)],
+            "elementwise": [("full", tuple(range(len(self.shape))), first)],
+            "row": [("row", (*stack, *rows), first)],
+            "column": [("column", (*stack, *columns), first)],
+            "lora": [("A", (*stack, *rows, None), None), ("B", (*stack, None, *columns), 0.0)],
+            "row_col_add": [("row", (*stack, *rows), first / 2), ("column", (*stack, *columns), first / 2)],
+            "row_col_mult": [
+                ("row", (*stack, *rows), math.copysign(root, first)),
+                ("column", (*stack, *columns), root),
+            ],
+        }[pattern]
+        stem = "a" if self._is_absorbed(role) else f"log_{role}" if self.is_log(role) else role
+        decays, lr_scale = role in DECAYED_ROLES and not self.is_log(role), 1.0 / self.beta if role == "delta" else 1.0
+        return [
+            Factor(
+                f"{stem}_{suffix}" if suffix else stem,
+                *(role, dims, tuple(rank if d is None else self.shape[d] for d in dims)),
+                *(value, decays, lr_scale),
+            )
+            for suffix, dims, value in drafts
+        ]
+
+    def start(self, dtype: torch.dtype, device: torch.device, position: int) -> dict[str, Tensor]:
+        """Return the first values of all factors by name.
+
+        LoRA's A is uniform on +-1/sqrt(rank), as the weight of a linear layer (assumption). It is drawn in float64 from
+        a generator whose seed combines the configuration's seed and the parameter's `position` in the model.
+        """
+        generator = torch.Generator("cpu").manual_seed(self.config.seed * 1_000_003 + position)
+        found: dict[str, Tensor] = {}
+        for factor in self.factors:
+            if factor.first is None:
+                draw = torch.rand(factor.shape, generator=generator, dtype=torch.float64, device="cpu")
+                found[factor.name] = ((2.0 * draw - 1.0) / math.sqrt(factor.shape[-1])).to(device, dtype)
+            else:
+                found[factor.name] = torch.full(factor.shape, factor.first, dtype=dtype, device=device)
+        return found
+
+
+@functools.cache
+def _map_of(shape: Shape, axes: str, config: SELConfig) -> Map:
+    return Map(shape, axes, config)
+
+
+class Curved(NamedTuple):
+    """A raw weight under its map: the effective weight, its inverse and its gradients, in the dtype of the raw weight.
+
+    >>> map = Map((3, 2), "oi", SELConfig(beta=7.5, mode="mismatch"))
+    >>> curved = Curved(map, torch.zeros(3, 2, dtype=torch.float64), {})
+    >>> w = torch.tensor([[0.1, -0.2], [0.0, 1e-9], [2.0, -3.0]], dtype=torch.float64)
+    >>> torch.allclose(curved._replace(raw=curved.inverse(w)).effective(), w, rtol=1e-14, atol=0)
+    True
+    """
+
+    map: Map
+    raw: Tensor
+    factors: Mapping[str, Tensor]
+
+    def scales(self) -> Scales:
+        """Return the scales of the map, numbers or tensors that broadcast against the raw weight."""
+        map, roles = self.map, self.map.config.roles
+        kappa: Value = map.beta
+        if "m" in roles:
+            kappa = self._value("m") if map._is_absorbed("m") else map.beta * self._value("m")  # paper, Eq. 4
+        values = {role: self._value(role) for role in ("e", "l", "n", "s") if role in roles}
+        delta = self._value("delta") if map.by_role("delta") else None
+        return Scales(kappa=kappa, delta=delta if isinstance(delta, Tensor) else None, **values)
+
+    def effective(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the effective weight (paper, Eq. 7) in `dtype`, by default that of the raw weight."""
+        value = forward(self.map.form, self.raw, self.scales())
+        # torch 2.11 compiles a Function whose forward ends with a `to` that changes nothing to gradients of zero.
+        return value if dtype is None or value.dtype == dtype else value.to(dtype)
+
+    def inverse(self, w: Tensor, where: Tensor | None = None) -> Tensor:
+        """Return the raw weight that this map takes to `w`.
+
+        With a mask `where` only its entries are inverted; the others keep the present raw weight.
+
+        Raises:
+            ValueError: an entry to invert is not finite or has no inverse.
+        """
+        scales = self.scales()
+        if scales.delta is not None:
+            w = w.to(compute_dtype(w)) - scales.delta
+        scales = scales._replace(delta=None)
+        if where is None:
+            return invert(self.map.form, w, scales)
+        chosen = (v.expand(w.shape)[where] if isinstance(v, Tensor) else v for v in scales)
+        raw = self.raw.clone()
+        raw[where] = invert(self.map.form, w[where], Scales(*chosen)).to(raw.dtype)  # type: ignore[arg-type]
+        return raw
+
+    def slope(self) -> Tensor:
+        """Return d w_eff / d w at every raw weight."""
+        return pullback(self.map.form, self.raw, self.scales(), torch.ones_like(self.raw), frozenset())["w"]
+
+    def pullback(self, g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the gradients by the raw weight and by each factor for a gradient `g` of the effective weight."""
+        map, scales = self.map, self.scales()
+        wanted = frozenset("kappa" if factor.role == "m" else factor.role for factor in map.factors)
+        pulled = pullback(map.form, self.raw, scales, g.to(self.raw.dtype), wanted)
+        if "kappa" in pulled:
+            pulled["m"] = pulled.pop("kappa") * (scales.kappa if map.is_log("m") else map.beta)
+        for role in ("e", "l"):
+            if role in pulled and map.is_log(role):
+                pulled[role] = pulled[role] * getattr(scales, role)
+        return pulled["w"], {factor.name: self._contract(factor, pulled[factor.role]) for factor in map.factors}
+
+    def _value(self, role: str) -> Value:
+        """Return a scale, or kappa for the absorbed curvature."""
+        map, first = self.map, self.map.first(role)
+        pattern, found = map.pattern(role), map.by_role(role)
+        if pattern == "lora":
+            product = self._product(*(self.factors[factor.name] for factor in found))
+            return first * torch.exp(product) if map.is_log(role) else first + product
+        values = [self._spread(factor) for factor in found]
+        if map.is_log(role):
+            # exp(a) exp(b), not exp(a + b): avoids the rounding of a sum inside an exponent.
+            return math.prod((torch.exp(value) for value in values), start=1.0) if values else first
+        if not values:
+            return first
+        return values[0] if len(values) == 1 else _SUM_OR_PRODUCT[pattern](*values)
+
+    def _spread(self, factor: Factor) -> Tensor:
+        """Return a factor with all dimensions of the raw weight, those that it lacks of size 1."""
+        own = iter(self.factors[factor.name].shape)
+        shape = [next(own) if dim in factor.dims else 1 for dim in range(self.raw.dim())]
+        return self.factors[factor.name].reshape(shape)
+
+    def _contract(self, factor: Factor, g: Tensor) -> Tensor:
+        """Reduce a full-size cotangent of the factor's role to the factor's shape."""
+        pattern = self.map.pattern(factor.role)
+        if pattern in ("row_col_mult", "lora"):
+            a, b = self.map.by_role(factor.role)
+            other = b if factor.name == a.name else a
+            if pattern == "lora":
+                return self._contract_lora(factor, self.factors[other.name], g)
+            g = g * self._spread(other)
+        summed = [dim for dim in range(g.dim()) if dim not in factor.dims]
+        return g.sum(summed) if summed else g
+
+    def _contract_lora(self, factor: Factor, other: Tensor, g: Tensor) -> Tensor:
+        axes = self.map.axes
+        g, stack = matrices(g, axes), [self.raw.shape[d] for d in stack_dims(axes)]
+        if factor.dims[-1] is None:  # A
+            found = _matmul(g, other.reshape(*stack, other.shape[len(stack)], -1).mT)
+        else:
+            found = _matmul(other.reshape(*stack, -1, other.shape[-1]).mT, g)
+        return found.reshape(self.factors[factor.name].shape)
+
+    def _product(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return the product of LoRA's factors with the shape of the raw weight."""
+        stack = [self.raw.shape[d] for d in stack_dims(self.map.axes)]
+        product = _matmul(a.reshape(*stack, -1, a.shape[-1]), b.reshape(*stack, b.shape[len(stack)], -1))
+        return from_matrices(product, self.map.axes, self.raw.shape)
+
+
+_SUM_OR_PRODUCT = {"row_col_add": torch.add, "row_col_mult": torch.mul}
+
+
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Return the matrix product in the dtype of its factors, also under autocast."""
+    with torch.autocast(a.device.type, enabled=False):
+        return a @ b
+
+
+class CurvedBase(nn.Module):
+    """What routing knows of a module with raw weights; :class:`symexplin.modules.CurvedModule` implements it."""
+
+    def sel_roles(self) -> dict[str, tuple[Map, Factor | None]]:
+        """Return the map of every raw weight and factor by its local name, with a factor itself."""
+        raise NotImplementedError

@@ -1,0 +1,64 @@
+"""The paper's initialization of a plain model, before training (section 4.3)."""
+
+import dataclasses
+
+import torch
+from torch import Tensor, nn
+
+from symexplin.config import SELConfig
+from symexplin.curve import Curved, Map
+from symexplin.routes import routing
+from symexplin.transform import compute_dtype
+from symexplin.validation import naming
+
+__all__ = ["init_"]
+
+
+@torch.no_grad()
+def init_(
+    model: nn.Module, config: SELConfig, *, xavier: bool = True, generator: torch.Generator | None = None
+) -> None:
+    """Initialize the curved parameters of a plain `model` as the paper does, in place (section 4.3).
+
+    Weights are drawn from Xavier's uniform distribution; biases keep their values. For mode "mismatch" every weight and
+    bias t then becomes ``mismatch(congruent_inverse(t))``: positive ones keep their value, negative ones lose 2 |L|.
+    Call it once, before training, and build the optimizer afterwards::
+
+        config = sel.preset("paper")
+        sel.init_(model, config)
+        optimizer = sel.SELAdamW(model, lr=3e-4, config=config, total_steps=10_000)
+
+    Args:
+        model: a plain model; what :func:`symexplin.routing` leaves plain does not change.
+        config: the map.
+        xavier: draw the weights. False: start from the present ones.
+        generator: of the draw; None: torch's global one.
+
+    Raises:
+        ValueError: nothing to curve, or weights that are not finite or out of the map's reach. The message names the
+            parameter.
+
+    >>> layer = nn.Linear(8, 8)
+    >>> init_(layer, SELConfig(beta=7.5, mode="mismatch"), generator=torch.Generator().manual_seed(0))
+    >>> bool(layer.weight.max() > -layer.weight.min())
+    True
+    """
+    table = routing(model, config)
+    if not table.curved:
+        raise ValueError(f"model has nothing to curve (initialize a model before `convert`):\n{table}")
+    for route in table.curved:
+        for weight in route.parameter if route.axes.startswith("e") else [route.parameter]:
+            if xavier and route.is_weight:
+                nn.init.xavier_uniform_(weight, generator=generator)
+        if table.config.mode == "mismatch":
+            with naming(route.name):
+                route.parameter.copy_(_mismatched(route.parameter, route.map(table.config)))
+
+
+def _mismatched(target: Tensor, map: Map) -> Tensor:
+    """Return ``mismatch(congruent_inverse(target))``, with the first values of the scales and without delta."""
+    target = target.detach().to(compute_dtype(target))
+    factors = map.start(target.dtype, target.device, position=0)
+    congruent = Map.of(map.shape, map.axes, dataclasses.replace(map.config, mode="congruent"))
+    raw = Curved(congruent, target, factors).inverse(target)
+    return Curved(map, raw, factors).effective()

@@ -1,0 +1,372 @@
+"""Modules that store raw weights (the paper's form): :class:`SELLinear`, and :func:`convert` for whole models.
+
+A converted module has a class with its curved parameters as read-only properties. It keeps its identity, its hooks and
+its attributes, and :func:`fold` gives it its plain class back.
+"""
+
+import copy
+import functools
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from symexplin.config import SELConfig, check_config
+from symexplin.curve import Curved, CurvedBase, Factor, Map
+from symexplin.inverse import check_invertible
+from symexplin.routes import routing
+from symexplin.transform import compute_dtype
+from symexplin.validation import naming
+
+__all__ = ["CurvedModule", "SELLinear", "convert", "fold"]
+
+_logger = logging.getLogger("symexplin")
+
+# Classes that compute the same as nn.Linear; the second is MultiheadAttention's out_proj.
+_LINEAR_TYPES = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
+
+Parts = dict[str, nn.Parameter]  # "raw" and the factors of one curved parameter
+Values = Sequence[tuple[nn.Module, dict[str, Tensor]]]  # modules with values of their curved parameters
+
+
+def _curved(map: Map, parts: Sequence[Tensor]) -> Curved:
+    """Return the map at (raw, *factors), in the compute dtype."""
+    dtype = compute_dtype(*parts)
+    raw, *factors = (part.to(dtype) for part in parts)
+    return Curved(map, raw, dict(zip((factor.name for factor in map.factors), factors, strict=True)))
+
+
+def _gradients(curved: Curved, g: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients by `parts` for a gradient `g` of the effective weight."""
+    raw, factors = curved.pullback(g)
+    return [grad.to(part.dtype) for grad, part in zip((raw, *factors.values()), parts, strict=True)]
+
+
+class _EffectiveWeight(torch.autograd.Function):
+    """raw, factors -> effective weight in the dtype of raw; saves only its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, map: Map, *parts: Tensor) -> Tensor:
+        ctx.map = map
+        ctx.save_for_backward(*parts)
+        return _curved(map, parts).effective(parts[0].dtype)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        parts = ctx.saved_tensors
+        return None, *_gradients(_curved(ctx.map, parts), g, parts)
+
+
+class _CurvedLinear(torch.autograd.Function):
+    """x, bias, raw, factors -> x w_eff^T + bias; recomputes w_eff in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, map: Map, x: Tensor, bias: Tensor | None, *parts: Tensor) -> Tensor:
+        ctx.map = map
+        ctx.save_for_backward(x, *parts)
+        return F.linear(x, _curved(map, parts).effective(x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, *parts = ctx.saved_tensors
+        curved = _curved(ctx.map, parts)
+        rows = g.reshape(-1, g.shape[-1])
+        g_x = g @ curved.effective(g.dtype) if ctx.needs_input_grad[1] else None
+        g_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
+        if not any(ctx.needs_input_grad[3:]):
+            return None, g_x, g_bias, *(None for _ in parts)
+        return None, g_x, g_bias, *_gradients(curved, rows.mT @ x.reshape(-1, x.shape[-1]), parts)
+
+
+class CurvedModule(CurvedBase):
+    """Mixin of modules with curved parameters.
+
+    A curved parameter X is a read-only property, computed on access and once per forward. The module's own parameters
+    are `raw_X` and the factors `X_e_row`, `X_m_column`, ...; those of `weight` have no prefix.
+    """
+
+    sel_plain_type: type[nn.Module]
+    sel_maps: dict[str, Map]  # by the name of the plain parameter
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the plain module returns with the effective weights, each computed once."""
+        self.__dict__["_effective"] = {name: getattr(self, name) for name in self.sel_maps}
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            del self.__dict__["_effective"]
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter; one that would replace an effective value is refused."""
+        if name in self.__dict__.get("sel_maps", ()):
+            raise AttributeError(f"{name} follows from raw_{name} and cannot be set: symexplin.fold the model first")
+        super().register_parameter(name, param)
+
+    def sel_roles(self) -> dict[str, tuple[Map, Factor | None]]:
+        """Return the map of every raw weight and factor by its local name, with a factor itself."""
+        roles: dict[str, tuple[Map, Factor | None]] = {}
+        for name, map in self.sel_maps.items():
+            roles[_local(name, "raw")] = map, None
+            roles |= {_local(name, factor.name): (map, factor) for factor in map.factors}
+        return roles
+
+    def sel_curved(self, name: str = "weight") -> Curved:
+        """Return the map of a curved parameter at the present raw weight and factors."""
+        return _curved(self.sel_maps[name], self._parts(name))
+
+    def _parts(self, name: str) -> tuple[Tensor, ...]:
+        names = ("raw", *(factor.name for factor in self.sel_maps[name].factors))
+        return tuple(cast(Tensor, getattr(self, _local(name, part))) for part in names)
+
+    @torch.no_grad()
+    def sel_effective(self) -> dict[str, Tensor]:
+        """Return the effective values of the curved parameters by name, in the compute dtype."""
+        return {name: self.sel_curved(name).effective() for name in self.sel_maps}
+
+    def reset_parameters(self) -> None:
+        """Draw new weights as the plain module does, and start from them."""
+        twin = copy.deepcopy(self)
+        maps, plain = dict(self.sel_maps), _plain_(twin)
+        plain.reset_parameters()  # type: ignore[operator]
+        parts = {name: _parts_of(cast(nn.Parameter, plain._parameters[name]), map, 0) for name, map in maps.items()}
+        self.load_state_dict(_curve_(plain, type(self), maps, parts).state_dict())
+
+    def extra_repr(self) -> str:
+        """Describe the module as the plain one does, with its map."""
+        map = next(iter(self.sel_maps.values()))
+        return ", ".join(filter(None, (super().extra_repr(), f"mode={map.config.mode!r}, beta={map.beta:.4g}")))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Make a pickle that has the plain class, since the curved one has no place in a module."""
+        names = tuple(self.sel_maps)
+        if type(self) is _curved_type(self.sel_plain_type, names):
+            return _empty, (self.sel_plain_type, names), dict(self.__dict__)
+        return super().__reduce_ex__(protocol)
+
+
+def _local(name: str, part: str) -> str:
+    """Return the local name of a part of a curved parameter.
+
+    >>> _local("weight", "raw"), _local("weight", "e_row"), _local("bias", "raw"), _local("bias", "e_row")
+    ('raw_weight', 'e_row', 'raw_bias', 'bias_e_row')
+    """
+    if part == "raw":
+        return f"raw_{name}"
+    return part if name == "weight" else f"{name}_{part}"
+
+
+def _effective_property(name: str) -> property:
+    """Return the read-only property of a curved parameter; it returns the parameter of a module that has it plain."""
+
+    def get(self: CurvedModule) -> Tensor | None:
+        if name in self._parameters:
+            return self._parameters[name]
+        if "_effective" in self.__dict__:
+            return cast(Tensor, self.__dict__["_effective"][name])
+        value: Tensor = _EffectiveWeight.apply(  # type: ignore[no-untyped-call]
+            self.sel_maps[name], *self._parts(name)
+        )
+        return value
+
+    return property(get, doc=f"The effective {name}, in the dtype of the raw one; read-only.")
+
+
+class SELLinear(CurvedModule, nn.Linear):
+    """A linear layer in curved weight space: ``y = x w_eff(raw_weight)^T + b_eff(raw_bias)`` (paper, Eq. 7).
+
+    Its parameters are `raw_weight`, `raw_bias` and the learned scales (`e_row`, `m_column`, ..., `bias_e_row`).
+    `weight` and `bias` are the effective values: computed on access, read-only and differentiable. Backward recomputes
+    the effective weight instead of saving it. Under autocast the product runs in the autocast dtype, the map in
+    float32.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as in `nn.Linear`, whose initial weights it keeps.
+        config: the map; include and exclude are ignored. The width is the larger of both sizes.
+
+    >>> layer = SELLinear(8, 4)
+    >>> layer(torch.zeros(2, 8)).shape, layer.raw_weight.shape
+    (torch.Size([2, 4]), torch.Size([4, 8]))
+    """
+
+    weight = _effective_property("weight")
+    bias = _effective_property("bias")
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        config: SELConfig | None = None,
+    ) -> None:
+        config = check_invertible(check_config(config).resolve(max(in_features, out_features)))
+        plain = nn.Linear(in_features, out_features, bias, device, dtype)
+        maps = {"weight": Map((out_features, in_features), "oi", config)}
+        if bias:
+            maps["bias"] = Map((out_features,), "o", config)
+        parameters = zip(maps.items(), plain.parameters(), strict=True)
+        parts = {name: _parts_of(p, map, i) for i, ((name, map), p) in enumerate(parameters)}
+        self.__dict__ = _curve_(plain, SELLinear, maps, parts).__dict__
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return ``input w_eff^T + b_eff``."""
+        if "weight" not in self.sel_maps:
+            return F.linear(input, self.weight, self.bias)
+        kind = input.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+        bias = self.bias
+        product: Tensor = _CurvedLinear.apply(  # type: ignore[no-untyped-call]
+            *(self.sel_maps["weight"], input.to(dtype), None if bias is None else bias.to(dtype)),
+            *self._parts("weight"),
+        )
+        return product
+
+
+@functools.cache
+def _curved_type(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """Return the class of modules of a `kind` with these curved parameters; equal arguments give the same class."""
+    members: dict[str, Any] = {name: _effective_property(name) for name in names}
+    members |= {"__module__": __name__, "__doc__": f"{kind.__name__} with raw weights, see :class:`CurvedModule`."}
+    if not hasattr(kind, "reset_parameters"):
+        members["reset_parameters"] = property()  # absent, as in the plain class
+    return type(f"SEL{kind.__name__}", (CurvedModule, kind), members)
+
+
+def _empty(kind: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
+    made = _curved_type(kind, names)
+    return made.__new__(made)
+
+
+@torch.no_grad()
+def _parts_of(plain: nn.Parameter, map: Map, position: int) -> Parts:
+    """Return the raw weight of a parameter and its factors at their first values.
+
+    Raises:
+        ValueError: a weight is not finite or out of the map's reach.
+    """
+    target = plain.detach().to(compute_dtype(plain))
+    factors = map.start(target.dtype, plain.device, position)
+    raw = Curved(map, target, factors).inverse(target)
+    parts = {"raw": nn.Parameter(torch.empty_like(plain).copy_(raw), requires_grad=plain.requires_grad)}
+    return parts | {name: nn.Parameter(value.to(plain.dtype)) for name, value in factors.items()}
+
+
+def _curve_(
+    module: nn.Module, kind: type[nn.Module], maps: Mapping[str, Map], parts: Mapping[str, Parts]
+) -> nn.Module:
+    """Make `module` one of the curved class `kind`, with raw weights and factors, in place, and return it."""
+    own: dict[str, nn.Parameter | None] = {}
+    for name, parameter in module._parameters.items():
+        if name in maps:
+            own |= {_local(name, part): value for part, value in parts[name].items()}
+        else:
+            own[name] = parameter
+    module.__dict__["sel_plain_type"] = type(module)
+    module.__dict__["sel_maps"] = dict(maps)
+    module.__class__ = kind
+    module.__dict__["_parameters"] = own
+    return module
+
+
+@torch.no_grad()
+def _plain_(module: CurvedModule, known: dict[int, nn.Parameter] | None = None) -> nn.Module:
+    """Replace the raw weights and factors of `module` by its effective weights, in place, and return it.
+
+    `known` has the plain parameters of raw ones that were folded before, by their ids: tied ones stay tied.
+    """
+    known = {} if known is None else known
+    roles = module.sel_roles()
+    raw_of = {_local(name, "raw"): name for name in module.sel_maps}
+    own: dict[str, nn.Parameter | None] = {}
+    for local, parameter in module._parameters.items():
+        if name := raw_of.get(local):
+            raw = cast(nn.Parameter, parameter)
+            if id(raw) not in known:
+                value = torch.empty_like(raw).copy_(getattr(module, name))  # in the same memory format
+                known[id(raw)] = nn.Parameter(value, requires_grad=raw.requires_grad)
+            own[name] = known[id(raw)]
+        elif local not in roles:
+            own[local] = parameter
+    plain = cast(nn.Module, module)
+    plain.__class__ = module.sel_plain_type
+    plain.__dict__["_parameters"] = own
+    del plain.__dict__["sel_plain_type"], plain.__dict__["sel_maps"]
+    return plain
+
+
+def convert(model: nn.Module, config: SELConfig | None = None) -> nn.Module:
+    """Convert the curved layers of `model` to modules with raw weights, in place, and return it (paper, section 4.2).
+
+    The present weights stay the effective weights, up to rounding. Layers keep their identity, hooks and attributes;
+    tied ones stay tied. :class:`symexplin.SELLinear` recomputes its effective weight for backward; other modules keep
+    it between forward and backward. The largest change of a weight is logged (logger "symexplin", level INFO).
+
+    Args:
+        model: any module.
+        config: the map and the choice of parameters (see :func:`symexplin.routing`); default `SELConfig()`.
+
+    Raises:
+        ValueError: weights are not finite or out of the map's reach. The message names the layer. The model is
+            unchanged.
+
+    >>> model = convert(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)))
+    >>> type(model[0]).__name__, type(fold(model)[0]).__name__
+    ('SELLinear', 'Linear')
+    """
+    table = routing(model, config)
+    routes = {id(route.parameter): route for route in table.curved}
+    made: dict[int, Parts] = {}  # by the id of the plain parameter, so that tied ones stay tied
+    built: list[tuple[nn.Module, dict[str, Map], dict[str, Parts]]] = []
+    plain: list[tuple[nn.Module, dict[str, Tensor]]] = []
+    for module in model.modules():
+        found = {name: routes[id(p)] for name, p in module._parameters.items() if id(p) in routes}
+        maps = {name: route.map(table.config) for name, route in found.items()}
+        for name, route in found.items():
+            if id(route.parameter) not in made:
+                with naming(route.name):
+                    made[id(route.parameter)] = _parts_of(route.parameter, maps[name], route.position)
+        if found:
+            built.append((module, maps, {name: made[id(route.parameter)] for name, route in found.items()}))
+            plain.append((module, {name: route.parameter for name, route in found.items()}))
+    for module, maps, of_names in built:
+        kind = SELLinear if type(module) in _LINEAR_TYPES else _curved_type(type(module), tuple(maps))
+        _curve_(module, kind, maps, of_names)
+    _report("converted", plain)
+    return model
+
+
+def fold(model: nn.Module) -> nn.Module:
+    """Make every curved module of `model` a plain one with its effective weights, in place, and return the model.
+
+    Tied layers stay tied. The largest difference between the effective weights, in float32 or float64, and the stored
+    ones is logged.
+
+    >>> layer = SELLinear(4, 2)
+    >>> torch.equal(fold(nn.Sequential(layer))[0].weight, layer.weight)
+    True
+    """
+    known: dict[int, nn.Parameter] = {}
+    curved = [module for module in model.modules() if isinstance(module, CurvedModule)]
+    exact = [(module, module.sel_effective()) for module in curved if _logger.isEnabledFor(logging.INFO)]
+    for module in curved:
+        _plain_(module, known)
+    _report("folded", exact)
+    return model
+
+
+@torch.no_grad()
+def _report(verb: str, before: Values) -> None:
+    """Log the largest difference between the values `before` and the present ones, over all modules."""
+    if not before or not _logger.isEnabledFor(logging.INFO):
+        return
+    largest = 0.0
+    for module, values in before:
+        now = module.sel_effective() if isinstance(module, CurvedModule) else dict(module.named_parameters())
+        for name, value in values.items():
+            largest = max(largest, float((value.double() - now[name].double()).abs().max()))
+    _logger.info("%s %d layers; largest difference of a weight %.3g", verb, len(before), largest)

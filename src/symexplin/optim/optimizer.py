@@ -1,0 +1,378 @@
+"""The map in the optimizer: the model has ordinary weights at every step, and rules update raw weights."""
+
+import contextlib
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+
+from symexplin.config import SELConfig
+from symexplin.curve import Curved
+from symexplin.optim.annealing import LATER
+from symexplin.optim.checks import check_finite, check_group, check_saved
+from symexplin.optim.entry import COUNTS, Entry, Leaf
+from symexplin.optim.fused import Fused
+from symexplin.optim.groups import Group, config_of, is_curved, param_groups
+from symexplin.optim.shard import Groups, global_norm
+from symexplin.optim.writes import Writes
+from symexplin.validation import check_whole
+
+__all__ = ["RawSpaceOptimizer", "map_lines"]
+
+_NO_GRADIENT = (
+    "no parameter has a gradient at the first step: call backward() before step(). If fully_shard has wrapped the "
+    "model since the optimizer was built, it has parameters that the model no longer uses"
+)
+_OWN = ("total_steps", "max_grad_norm")  # settings that a loaded state does not change
+_LOOK_EVERY = 100  # steps between checks of the norm on an accelerator, since each waits for the device
+_CHUNK = {"cpu": 2**18}  # numbers whose raw gradients exist at a time, at least one parameter's: a core's cache
+_CHUNK_OF_DEVICE = 2**26
+
+
+class RawSpaceOptimizer(torch.optim.Optimizer):
+    """Base of the optimizers that train in curved weight space; subclasses define `moments` and :meth:`rule_`.
+
+    A step pulls the gradients of the weights back to raw space, clips them by one global norm over raw weights, scales
+    and plain parameters, lets the rule update raw values, and writes the new weights into the model. It does not wait
+    for the device. :mod:`symexplin.optim.entry` lists the state. Under `fully_shard` (FSDP2) the state is split as the
+    parameter is; scales that lack the split dimension are replicated.
+    """
+
+    moments: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        config: SELConfig | None = None,
+        no_decay: Sequence[str] = (),
+    ) -> None:
+        if isinstance(params, nn.Module):
+            given = {key: defaults[key] for key in ("lr", "weight_decay")}
+            params = param_groups(params, **given, config=config, no_decay=no_decay)
+        elif config is not None or no_decay:
+            raise ValueError("config and no_decay go with a model; symexplin.param_groups takes them for groups")
+        super().__init__(params, defaults)
+        rates = {group["lr"] for group in self.param_groups}
+        if len(rates) == 1:  # the peak rate for schedulers such as transformers' polynomial one
+            self.defaults["lr"] = rates.pop()
+        for key, value in self.defaults.items():
+            if isinstance(value, Mapping):  # by name pattern; a group that is added later takes the largest
+                self.defaults[key] = max(group[key] for group in self.param_groups)
+        if not any(is_curved(group) for group in self.param_groups):
+            raise ValueError(
+                "params has no curved group: pass a plain model itself (not its parameters(), which have no names), or "
+                "its symexplin.param_groups; for a converted model torch.optim.AdamW over them"
+            )
+        self._forget()
+
+    # ---- what a subclass defines ----
+
+    def check_(self, group: dict[str, Any]) -> None:
+        """Raise ValueError if a group has a setting of the rule that is out of range."""
+
+    def moments_(self, kind: str, axes: str) -> tuple[str, ...]:  # noqa: ARG002
+        """Return the names of the moments of a leaf of this kind; `axes` are those of a raw weight, else empty."""
+        return self.moments
+
+    def rule_(self, leaves: Sequence[Leaf], group: dict[str, Any]) -> None:
+        """Update `leaf.value` in place from `leaf.grad` for leaves of one group."""
+        raise NotImplementedError
+
+    def is_adamw_(self, entry: Entry) -> bool:  # noqa: ARG002
+        """Whether the rule for all leaves of a parameter is AdamW's, so that kernels may take its place."""
+        return False
+
+    # ---- a step ----
+
+    @_disable_dynamo
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one optimizer step; return what `closure` returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with self._full_precision():
+            self._step()
+        return loss
+
+    def _step(self) -> None:
+        fresh = not any(self.state.values())
+        entries = self._current_entries()
+        self._writes.adopt(entries)
+        active = [entry for entry in entries if entry.parameter.grad is not None]
+        fused = Fused([entry for entry in active if self.is_adamw_(entry)])
+        others = [entry for entry in active if entry not in fused]
+        self.grad_norm = norm = _pull(active, others, fused)
+        clip = self._clip(entries, norm)
+        if fresh and not active:
+            warnings.warn(_NO_GRADIENT, stacklevel=4)
+        if not (fresh and self._is_idle(norm)):
+            _count(active)
+            for chunk in _chunks(others):
+                leaves = [entry.leaves(self.moments_, clip) for entry in chunk]
+                self.rule_(list(itertools.chain.from_iterable(leaves)), chunk[0].group)
+                for entry, own in zip(chunk, leaves, strict=True):
+                    entry.write(own)
+            fused.update(clip)
+            for group in self.param_groups:
+                group["steps"] += 1
+        self._writes.remember(entries)
+
+    def _full_precision(self) -> contextlib.ExitStack:
+        """Disable autocast during the step."""
+        stack = contextlib.ExitStack()
+        kinds = {group["params"][0].device.type for group in self.param_groups if group["params"]}
+        if "meta" in kinds:
+            raise ValueError(
+                "params must be the parameters that are trained, got parameters on the device 'meta': build the "
+                "optimizer after to_empty has replaced them and they have their values"
+            )
+        for kind in kinds:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        return stack
+
+    def _clip(self, entries: Sequence[Entry], norm: Tensor) -> Tensor | None:
+        """Return the clipping factor of the gradients, max_norm/(norm + 1e-6) and at most 1, as torch does.
+
+        Warns once if the norm is not finite. On an accelerator only every hundredth step checks it.
+        """
+        max_norm, step = self.param_groups[0]["max_grad_norm"], self._steps() + 1
+        if not self._diverged and (norm.device.type == "cpu" or step % _LOOK_EVERY == 0):
+            self._diverged = not check_finite(norm, entries, step)
+        return None if max_norm is None else torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+    def _is_idle(self, norm: Tensor) -> bool:
+        """Whether all gradients and rates are 0, as in the step of torch.distributed.checkpoint to create the state.
+
+        Counting such a step would shift the annealing and the bias correction of empty moments.
+        """
+        return float(norm) == 0.0 and all(float(group["lr"]) == 0.0 for group in self.param_groups)
+
+    def _steps(self) -> int:
+        return max(int(group["steps"]) for group in self.param_groups)
+
+    # ---- entries and their state ----
+
+    def _current_entries(self) -> list[Entry]:
+        """Return every parameter with state, after creating the missing state of trainable ones."""
+        parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad or self.state.get(p)]
+        known = len(parameters) == len(self._entries) and all(
+            entry.parameter is parameter and entry.is_current(self.state.get(parameter))
+            for entry, parameter in zip(self._entries, parameters, strict=True)
+        )
+        if not known:
+            self.create_state()
+        return self._entries
+
+    def create_state(self) -> None:
+        """Create the state of every trainable parameter, with or without gradient."""
+        for group, i in self._indices():
+            parameter = group["params"][i]
+            if parameter.requires_grad or self.state.get(parameter):
+                entry = Entry(group, i, self.state.get(parameter) or {})
+                entry.create_state(self.moments_)
+                self.state[parameter] = entry.state
+        self._entries = list(self.entries())
+
+    def entries(self) -> Iterator[Entry]:
+        """Yield every parameter with state."""
+        for group, i in self._indices():
+            if state := self.state.get(group["params"][i]):
+                yield Entry(group, i, state)
+
+    def curved(self) -> Iterator[tuple[str, Curved]]:
+        """Yield (name, map) of the local part of every curved parameter with state."""
+        return ((entry.name, entry.curved_map()) for entry in self.entries() if entry.curved)
+
+    def _indices(self) -> Iterator[tuple[Group, int]]:
+        for group in self.param_groups:
+            for i in range(len(group["params"])):
+                yield group, i
+
+    @torch.no_grad()
+    def take_over_writes(self) -> None:
+        """Adopt all writes from outside since the last step into stored raw weights, also those through `.data`.
+
+        Every step adopts the writes that change a parameter's `_version` or address. This method compares every entry.
+        Maps without a stored raw weight, such as the default, never need it.
+
+        >>> import symexplin as sel
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+        >>> optimizer = sel.SELAdamW(sel.param_groups(model, lr=1e-3, config=sel.preset("frozen")))
+        >>> optimizer.create_state()
+        >>> model[0].weight.data[0, 0] = 0.5
+        >>> optimizer.take_over_writes()
+        """
+        entries = list(self.entries())
+        self._writes.adopt(entries, compare_all=True)
+        self._writes.remember(entries)
+
+    # ---- groups, copies and saved states ----
+
+    def __repr__(self) -> str:
+        """Return the map, the groups with their rates and the settings in a few lines.
+
+        >>> import symexplin as sel
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
+        >>> sel.SELAdamW(model, lr=1e-3, config=sel.preset("fixed_curvature"), total_steps=100)
+        SELAdamW(
+          map: mismatch, beta 7.5, e and l learned (row_col_mult), matched start (the paper's: symexplin.init_ before); width 64
+          curved: 2 tensors, 4,160 numbers, lr 0.001 (e 0.015 to 0.0024, l 0.015 to 0.0024), weight_decay 0.01
+          plain: 2 tensors, 128 numbers, lr 0.001, weight_decay 0.01
+          betas (0.9, 0.999), eps 1e-08, total_steps 100, max_grad_norm None; 0 steps taken
+        )
+        """
+        first = self.param_groups[0]
+        settings = {key: first[key] for key in self.defaults if key in first and key not in _SHOWN}
+        last = ", ".join(f"{key} {value}" for key, value in settings.items() if _USUAL.get(key, ()) != value)
+        lines = [*map_lines(self.param_groups), *map(_line, self.param_groups), f"{last}; {self._steps()} steps taken"]
+        return "\n".join([f"{type(self).__name__}(", *(f"  {line}" for line in lines), ")"])
+
+    def _forget(self) -> None:
+        """Drop what follows from groups and state."""
+        self.grad_norm: Tensor | None = None
+        self._entries: list[Entry] = []
+        self._writes = Writes()
+        self._diverged = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled and copied: torch's parts."""
+        return super().__getstate__()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a state that was pickled, copied or loaded."""
+        super().__setstate__(state)
+        self._forget()
+        loading = self.__dict__.pop("_loading", None)
+        if loading is not None:
+            self._restore(*loading)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group with the checks of the constructor: settings, aligned lists, shapes, T of the annealing."""
+        super().add_param_group(param_group)
+        self.param_groups[-1].setdefault("role", "plain")
+        try:
+            check_group(self.param_groups[-1], self.param_groups[0])
+            self.check_(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def set_total_steps(self, total_steps: int, *, restart: bool = False) -> None:
+        """Set T of the annealing, after ``total_steps="later"`` or for a run of another length.
+
+        `restart` restarts the annealing, for a second run with a new learning-rate schedule.
+        """
+        check_whole("total_steps", total_steps)
+        for settings in (self.defaults, *self.param_groups):
+            settings["total_steps"] = total_steps
+        for group in self.param_groups if restart else ():
+            group["steps"] = 0
+
+    def load_state_dict(self, state_dict: dict[str, Any], *, by_position: bool = False) -> None:
+        """Load a state; it keeps its precision under half-precision parameters.
+
+        As in torch, learning rates and all settings of the rule come from the saved state. `total_steps` and
+        `max_grad_norm` belong to the run and stay unchanged.
+
+        Args:
+            state_dict: the result of `state_dict()`.
+            by_position: ignore the names of parameters, for a model with renamed modules. Shapes and maps are still
+                compared.
+
+        Raises:
+            ValueError: the state of another optimizer, of other parameters or of another map. Nothing is changed.
+        """
+
+        def check(_: Any, found: dict[str, Any]) -> None:
+            """Check the state after the user's own hooks."""
+            check_saved(found["param_groups"], self.param_groups, found["state"], self.moments_, by_position)
+            own = [{key: group[key] for key in _OWN if group[key] != LATER} for group in self.param_groups]
+            self._loading = (found, own)
+
+        hook = self.register_load_state_dict_pre_hook(check)
+        try:
+            super().load_state_dict(state_dict)  # casts state to the parameter's dtype, which __setstate__ undoes
+        finally:
+            hook.remove()
+            self.__dict__.pop("_loading", None)
+
+    def _restore(self, saved: dict[str, Any], own: Sequence[Group]) -> None:
+        """Restore the precision and placement of a loaded state, and the `own` settings of the groups."""
+        for group, settings in zip(self.param_groups, own, strict=True):
+            group.update(settings, steps=int(group["steps"]))
+        keys = itertools.chain.from_iterable(group["params"] for group in saved["param_groups"])
+        for (group, i), key in zip(self._indices(), keys, strict=True):
+            if values := saved["state"].get(key):  # may be empty: trainers load one, then replace the parameters
+                entry = Entry(group, i, self.state[group["params"][i]])
+                entry.state.update({name: entry.adopt(name, value) for name, value in values.items()})
+
+
+def _pull(active: Sequence[Entry], others: Sequence[Entry], fused: Fused) -> Tensor:
+    """Pull the gradients back; return the global norm. The gradients of scales are summed over processes."""
+    norms: dict[Groups, list[Tensor]] = {entry.shard.groups: [] for entry in active}  # alike in every process
+    for split, norm in fused.pull():
+        norms[split].append(norm)
+    for entry in others:
+        norms[entry.shard.groups].append(entry.pull())
+    # In the order of the parameters, which is the same in every process.
+    shared = [
+        (entry.shard.groups, entry.shard_of(factor).groups, entry.grads[factor.name])
+        for entry in active
+        for factor in entry.factors
+    ]
+    devices = {group: entry.shard.device_type for entry in active for group in entry.shard.groups}
+    return global_norm(norms, shared, devices)
+
+
+def _chunks(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
+    """Yield the entries of one group at a time, few enough for their raw gradients to be small."""
+    for _, of_group in itertools.groupby(entries, key=lambda entry: id(entry.group)):
+        chunk: list[Entry] = []
+        room = 0
+        for entry in of_group:
+            room -= entry.value.numel()
+            if chunk and room < 0:
+                yield chunk
+                chunk = []
+            if not chunk:
+                room = _CHUNK.get(entry.value.device.type, _CHUNK_OF_DEVICE) - entry.value.numel()
+            chunk.append(entry)
+        yield chunk
+
+
+def _count(active: Sequence[Entry]) -> None:
+    """Add 1 to the numbers of updates of the parameters."""
+    counts = [entry.state[key] for entry in active for key in COUNTS if key in entry.state]
+    if counts:  # add a tensor: a number would be converted once per count
+        torch._foreach_add_(counts, torch.ones((), device="cpu"), alpha=1.0)
+
+
+_SHOWN = ("lr", "weight_decay")  # settings that lines of their own show
+_USUAL = {"moment_bits": 32, "stochastic_rounding": False}  # not shown
+
+
+def map_lines(groups: Sequence[Group]) -> list[str]:
+    """Return a line for each map of the groups: its form, its scales and the model's width."""
+    curved = filter(is_curved, groups)
+    return list(dict.fromkeys(f"map: {config_of(g).describe()}; width {g['width']}" for g in curved))
+
+
+def _line(group: Mapping[str, Any]) -> str:
+    """Return the line of a group: its size, its rates, and the learning rates of its scales."""
+    numbers, rate = sum(parameter.numel() for parameter in group["params"]), float(group["lr"])
+    scales = []
+    for key, k in group.items():
+        if key.startswith("k_"):
+            first, last = (f"{rate * end:g}" for end in k)
+            scales.append(f"{key[2:]} {first}" + (f" to {last}" if last != first else ""))
+    lr = f"lr {rate:g}" + (f" ({', '.join(scales)})" if scales else "")
+    words = f"{len(group['params'])} tensors, {numbers:,} numbers, {lr}, weight_decay {float(group['weight_decay']):g}"
+    return f"{group['role']}: {words}"

@@ -1,0 +1,88 @@
+"""Stochastic rounding of float32 to bfloat16 with noise from a counter hash.
+
+Adding uniform noise in [0, 2^16) to the bits of a float32 and cutting the low 16 rounds away from zero with the
+probability of the part cut off, so the expected bfloat16 is the value. The noise of a weight is a hash of (seed,
+parameter, step) and its place in the whole parameter: no generator and no state, and the same bits on one process, on
+replicas and on any shards.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["key_of", "noise", "round_", "span"]
+
+_MASK = 0xFFFFFFFF
+_GOLDEN = 0x9E3779B9  # 2^32 over the golden ratio
+_BLOCK = 2**20  # elements at a time, so that the 64-bit temporaries stay small
+
+
+def _mix(x: int) -> int:
+    """Return a bijective mix of 32 bits (from hash-prospector's list of two-multiplication mixes of low bias)."""
+    x ^= x >> 16
+    x = x * 0x21F0AAAD & _MASK
+    x ^= x >> 15
+    x = x * 0x735A2D97 & _MASK
+    return x ^ x >> 15
+
+
+def key_of(seed: int, position: int, step: int) -> int:
+    """Return the 32-bit key of one parameter's step."""
+    key = _GOLDEN
+    for part in (seed, position, step):
+        key = _mix((key + _GOLDEN & _MASK) ^ _mix(part & _MASK) ^ part >> 32)
+    return key
+
+
+def noise(key: int, index: Tensor) -> Tensor:
+    """Return int32 noise in [0, 65536) for int64 places; the C kernel computes the same.
+
+    >>> noise(key_of(0, 0, 1), torch.arange(3))
+    tensor([40419,  5019, 17577], dtype=torch.int32)
+    """
+    x = (index & _MASK) ^ key ^ ((index >> 32) * _GOLDEN & _MASK)
+    x = x ^ x >> 16
+    x = x * 0x21F0AAAD & _MASK
+    x = x ^ x >> 15
+    x = x * 0x735A2D97 & _MASK
+    x = x ^ x >> 15
+    return (x & 0xFFFF).to(torch.int32)
+
+
+def round_(out: Tensor, values: Tensor, key: int, offset: int, cols: int, stride: int) -> None:
+    """Round float32 `values` into bfloat16 `out`; element k has the place that :func:`span` describes.
+
+    NaN and infinities stay, and values that bfloat16 represents do not change.
+    """
+    flat, target = values.reshape(-1), out.reshape(-1)
+    for first in range(0, flat.numel(), _BLOCK):
+        part = flat[first : first + _BLOCK]
+        k = torch.arange(first, first + part.numel(), device=part.device)
+        place = offset + k // cols * stride + k % cols
+        rounded = (part.view(torch.int32) + noise(key, place) >> 16).to(torch.int16).view(torch.bfloat16)
+        target[first : first + _BLOCK] = torch.where(part.isfinite(), rounded, part.to(torch.bfloat16))
+    if not out.is_contiguous():
+        out.copy_(target.view(out.shape))
+
+
+def span(local: Sequence[int], whole: Sequence[int], starts: Sequence[int]) -> tuple[int, int, int]:
+    """Return (offset, cols, stride) of a shard that begins at `starts` in the whole tensor.
+
+    Element k of the flat shard is element ``offset + k // cols * stride + k % cols`` of the flat whole.
+
+    Raises:
+        ValueError: the shard is no series of equal runs at one stride, as when three dimensions are split.
+
+    >>> span((4, 2), (4, 6), (0, 2))
+    (2, 2, 6)
+    """
+    split = [d for d, (part, size) in enumerate(zip(local, whole, strict=True)) if part != size]
+    last, outer = split[-1] if split else 0, split[-2] if len(split) > 1 else 0
+    if any(size != 1 for size in local[:outer]):
+        raise ValueError(
+            f"a shard must be equal runs at one stride, as when one dimension is split, got {local} of {whole}"
+        )
+    offset = sum(start * math.prod(whole[d + 1 :]) for d, start in enumerate(starts))
+    return offset, max(1, math.prod(local[last:])), math.prod(whole[last:])
