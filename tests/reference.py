@@ -16,7 +16,7 @@ mp = mpmath.MPContext()  # private: leaves the global precision alone
 mp.dps = 50
 
 UNIT = {torch.float32: 2.0**-24, torch.float64: 2.0**-53}  # half the distance from 1 to the next number
-MODES = ("mismatch", "congruent", "exp_only", "oppose", "damped", "sinh", "linear", "power")
+MODES = ("mismatch", "congruent", "exp_only", "oppose", "damped", "sinh", "linear")
 EXPONENTIAL = MODES[:4]  # the modes made of S and L
 # Scales that each mode reads besides s and delta; "m" stands for whatever gives kappa.
 READS = {
@@ -25,7 +25,6 @@ READS = {
     "damped": ("n",),
     "sinh": ("m",),
     "linear": ("l",),
-    "power": (),
 }
 
 Terms = dict[str, list[Any]]
@@ -91,9 +90,6 @@ def terms(mode: str, normalize: bool, p: Point) -> Terms:
     d = p.kappa if normalize else p.beta
     if mode == "linear":
         inner: Terms = {"value": [p.l * p.w], "w": [p.l], "l": [p.w]}
-    elif mode == "power":
-        size = abs(p.w)
-        inner = {"value": [mp.sign(p.w) * size**p.beta], "w": [p.beta * size ** (p.beta - 1)]}
     elif mode == "sinh":
         inner = _sinh_terms(d, p, normalize)
     elif mode == "damped":
@@ -106,7 +102,7 @@ def terms(mode: str, normalize: bool, p: Point) -> Terms:
     if "kappa" in out:
         out |= {"beta_tilde": out["kappa"], "m": [p.beta * term for term in out["kappa"]]}
     curvature = {"linear": mp.zero, "damped": p.beta}.get(mode, p.kappa)
-    out["x"] = [p.beta if mode == "power" else curvature * abs(p.w)]
+    out["x"] = [curvature * abs(p.w)]
     return out
 
 

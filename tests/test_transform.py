@@ -9,7 +9,7 @@ import torch
 from pairwise import every_pair
 from reference import EXPONENTIAL, MODES, READS, Point, evaluate, mp, terms, total, worst
 from symexplin.functional import effective
-from symexplin.transform import MODES as PACKAGE_MODES
+from symexplin.config import MODES as PACKAGE_MODES
 from symexplin.transform import Form, Scales, compute_dtype, forward, pullback, tolerance
 
 SHAPE = (12, 14)
@@ -87,8 +87,6 @@ def grid(mode, variant, offset, pattern, dtype):
     """Return a case's raw weights and arguments."""
     curvature, normalize = variant
     arguments = scales(pattern, offset, curvature, dtype) | {"mode": mode, "normalize": normalize}
-    if mode == "power":  # of 1e-12 a float32
-        arguments["beta"] = 3.0
     return raw_weights(arguments["beta"] if mode == "damped" else kappa_of(arguments), dtype), arguments
 
 

@@ -1,4 +1,4 @@
-"""The validated configuration of the map."""
+"""The configuration of the map, validated and serializable."""
 
 import dataclasses
 import json
@@ -15,11 +15,11 @@ __all__ = [
     "MODES",
     "PATTERNS",
     "SCALE_ROLES",
-    "DECAY_TOWARDS",
-    "START_RULES",
     "TRANSFORMS",
     "SELConfig",
     "Scale",
+    "Span",
+    "auto_beta",
     "check_config",
 ]
 
@@ -32,11 +32,8 @@ MODES: dict[str, tuple[str, ...]] = {
     "damped": ("n",),
     "sinh": ("kappa",),
     "linear": ("l",),
-    "power": (),
 }
 CURVATURES = ("fixed", "absorbed")
-START_RULES = ("matched", "mismatched")
-DECAY_TOWARDS = ("zero", "initial")
 PATTERNS = ("fixed", "global", "row", "column", "row_col_mult", "row_col_add", "lora", "elementwise")
 TRANSFORMS = ("none", "exp")
 SCALE_ROLES = ("e", "l", "m", "n", "s", "delta")
@@ -44,19 +41,37 @@ SCALE_ROLES = ("e", "l", "m", "n", "s", "delta")
 # Assumption, since the paper does not say: s decays, LoRA factors do not.
 DECAYED_ROLES = frozenset({"e", "l", "s"})
 
+# The modes whose inverse has a closed form.
+_CLOSED_FORM = ("exp_only", "sinh", "linear")
 # Why the other scales refuse transform "exp", which keeps a scale positive.
 _NO_LOGARITHM = {
     "n": "n is a logarithm already, the map has exp(-n)",
     "s": "s may have either sign",
     "delta": "delta is added to the weight and may have either sign",
 }
+_USUAL_START = {"n": 0.0, "delta": 0.0}  # the other scales start at 1
 
-BETA_AT_1024 = 7.5  # the paper's reference curvature at its smallest width (section 5.2)
-_EXPONENT = 2.0  # of mode "power" (Powerpropagation, arXiv 2110.00296): w |w|
-PAPER_LR = 3e-4  # the learning rate that the paper's multipliers k go with (section 5.1)
-_USUAL_START = {"n": 0.0, "delta": 0.0}  # the first value of the other scales is 1
+# The paper's beta at its smallest width (section 5.2). From there up, width^0.8 matches its 12-15 at 2048 and 17.5-20
+# at 3072; below, the square root keeps kappa times Xavier's bound constant. Both exponents are our choice.
+BETA_AT_1024 = 7.5
+_WIDTH, _ABOVE, _BELOW = 1024, 0.8, 0.5
+_PAPER_LR = 3e-4  # the learning rate that the paper's multipliers k go with (section 5.1)
 
 Span = tuple[float, float]
+
+
+def auto_beta(width: int) -> float:
+    """Return the reference curvature of a model: ``7.5 (width/1024)^p``, p = 0.8 from 1024 up and 0.5 below.
+
+    The curve matches the paper's 7.5, 12-15 and 17.5-20 at widths 1024, 2048 and 3072 (section 5.2). Below 1024 it
+    keeps kappa times Xavier's bound at 0.41 for a square matrix.
+
+    >>> [round(auto_beta(width), 2) for width in (64, 256, 1024, 2048, 3072)]
+    [1.88, 3.75, 7.5, 13.06, 18.06]
+    """
+    check_positive("width", width)
+    growth: float = (width / _WIDTH) ** (_ABOVE if width >= _WIDTH else _BELOW)
+    return BETA_AT_1024 * growth
 
 
 def _span(name: str, value: object) -> Span:
@@ -69,23 +84,26 @@ def _span(name: str, value: object) -> Span:
 
 @dataclass(frozen=True)
 class Scale:
-    """The structure, start value and learning rate of one scale (paper, sections 4.4 and 4.5).
+    """The structure, initial value and learning rate of one scale (paper, sections 4.4 and 4.5).
 
     Args:
-        pattern: "fixed" (one constant), "global", "row" (d_out values), "column" (d_in), "row_col_mult" (their
-            outer product), "row_col_add" (their sum), "lora" (start + A B, B = 0) or "elementwise" (one per weight,
-            which costs 12 bytes of optimizer state each, and no kernel covers it).
-        start: the scale's first value. None: the usual one, 0 for n and delta, 1 for the others, and beta/7.5 for l
-            where beta is below 7.5 (:meth:`SELConfig.resolve`).
-        k: the scale's learning rate in units of `base_lr`: a number or (k0, k1), annealed as in section 4.5.
-        base_lr: the learning rate that `k` multiplies. The default is the paper's 3e-4: a scale then learns at
-            k * 3e-4 at any learning rate of the weights, because this product carries over to other learning rates.
-            1 makes `k` the learning rate itself. None: `k` multiplies the learning rate of the weights.
+        pattern: "fixed" (a constant), "global" (one number), "row" (d_out values), "column" (d_in values),
+            "row_col_mult" (their outer product), "row_col_add" (their sum), "lora" (start + A B, B = 0) or
+            "elementwise" (one value per weight, each with 12 bytes of optimizer state and without a fast kernel).
+        start: the initial value. Default (None): 0 for n and delta, 1 for the others, and beta/7.5 for l if beta is
+            below 7.5 (:meth:`SELConfig.resolve`).
+        k: the scale's learning rate in units of `base_lr`: a number, or (k0, k1) to anneal it as in section 4.5.
+        base_lr: the learning rate that `k` multiplies. The paper uses k with 3e-4, and the product k * 3e-4 carries
+            over to other learning rates of the weights, so this is the default. 1 makes `k` the learning rate itself.
+            None multiplies the learning rate of the weights.
         rank: rank of "lora".
-        transform: "none", or "exp" for e, l and m: the scale is exp(p), p is learned and has the pattern, and the start
-            must be positive (paper, appendix A). The factors of "row_col_mult" are then exp(a_i) exp(b_j) with
-            a = b = ln(start)/2; "lora" is start * exp(A B). Weight decay leaves p alone (assumption): it would pull the
-            scale to 1, and decay is there to keep a scale from growing.
+        transform: "none", or "exp" to learn the logarithm p of e, l or m: the scale is exp(p), p has the pattern, and
+            `start` must be positive (paper, appendix A). "row_col_mult" learns exp(a_i) exp(b_j) from
+            a = b = ln(start)/2, and "lora" learns start * exp(A B). Weight decay skips p (assumption): it would
+            pull the scale to 1, while its purpose is to keep the scale from growing.
+
+    Raises:
+        ValueError: a value is out of range.
 
     >>> Scale("row_col_mult", k=(50, 8)).multiplier(lr=6e-4)
     (25.0, 4.0)
@@ -94,7 +112,7 @@ class Scale:
     pattern: str = "fixed"
     start: float | None = None
     k: Span = (1.0, 1.0)
-    base_lr: float | None = PAPER_LR
+    base_lr: float | None = _PAPER_LR
     rank: int = 8
     transform: str = "none"
 
@@ -116,7 +134,7 @@ class Scale:
 
     @property
     def first(self) -> float:
-        """The first value, which :meth:`SELConfig.resolve` has filled in."""
+        """The initial value, which :meth:`SELConfig.resolve` has filled in."""
         assert self.start is not None, "the configuration is not resolved"
         return self.start
 
@@ -137,24 +155,24 @@ class Scale:
 
 @dataclass(frozen=True)
 class SELConfig:
-    """The map of a model: mode, curvature, scales, the start and the choice of curved parameters.
+    """The map of a model: mode, curvature, scales, and which parameters to curve.
 
-    The default map has fixed scales and starts matched; its beta follows from the model's width.
+    The default map is the paper's optimizer-side form (section 5.3): ``w_eff = sign(w) expm1(beta |w|)/beta`` with a
+    beta chosen by the model's width. It is odd, has AdamW's slope of 1 at zero and needs no state of its own. It is
+    also the mildest of the paper's curves: the paper's largest gains are those of learned mismatch maps, which
+    :func:`symexplin.preset` provides.
 
     Args:
-        beta: reference curvature of all matrices. "auto": by the model's width (:meth:`resolve`).
-        mode: "mismatch", "congruent", "exp_only", "oppose", "damped", "sinh", "linear" or "power" (beta is
-            the exponent; biases, and matrices that start at zero, stay plain).
+        beta: reference curvature of all matrices, or "auto" to choose it by the model's width (:meth:`resolve`).
+        mode: "exp_only", "mismatch" (the paper's main form), "congruent", "oppose", "damped", "sinh" or "linear".
         curvature: "fixed" (kappa = beta m) or "absorbed" (kappa = exp(a), with a configured by `m`, whose
-            transform changes nothing then: a is a logarithm already).
+            transform then has no effect because a is a logarithm already).
         normalize: divide by kappa instead of beta.
-        start: "matched" (the effective weights are those found) or "mismatched" (the paper's, section 4.3: for mode
-            "mismatch" and weights that were just drawn).
         e, l, m, n, s, delta: one :class:`Scale` each. A mode ignores the scales that it does not use. `delta` is
-            off ("fixed") or "lora". Its learning rate is also divided by beta (paper, section 4.2).
+            off ("fixed") or "lora", and its learning rate is also divided by beta (paper, section 4.2).
         include, exclude: fnmatch patterns of fully qualified parameter names to curve or to leave plain. They
             override the rules of :func:`symexplin.routing`, and exclude overrides include.
-        seed: seed of the private generator that draws LoRA's A factors, from 0 to 2^32 - 1.
+        seed: seed of the private generator that initializes LoRA's A factors, from 0 to 2^32 - 1.
 
     Raises:
         ValueError: a value is out of range. The message names the argument, the value and the valid range.
@@ -165,10 +183,9 @@ class SELConfig:
     """
 
     beta: float | str = "auto"
-    mode: str = "mismatch"
+    mode: str = "exp_only"
     curvature: str = "fixed"
     normalize: bool = False
-    start: str = "matched"
     e: Scale = field(default=Scale())
     l: Scale = field(default=Scale())
     m: Scale = field(default=Scale())
@@ -186,13 +203,8 @@ class SELConfig:
                 raise ValueError(f"beta must be a positive number or 'auto', got {self.beta!r}")
             object.__setattr__(self, "beta", check_positive("beta", self.beta))
         check_choice("mode", self.mode, MODES)
-        if self.mode == "power" and isinstance(self.beta, float) and self.beta < 1.0:
-            raise ValueError(f"beta must be at least 1 in mode 'power', where it is the exponent, got {self.beta:g}")
         check_choice("curvature", self.curvature, CURVATURES)
         check_flag("normalize", self.normalize)
-        check_choice("start", self.start, START_RULES)
-        if self.start == "mismatched" and self.mode != "mismatch":
-            raise ValueError(f"start 'mismatched' is for mode 'mismatch', got mode {self.mode!r}: use 'matched'")
         object.__setattr__(self, "seed", check_whole("seed", self.seed, minimum=0, maximum=2**32 - 1))
         for name in ("include", "exclude"):
             patterns = getattr(self, name)
@@ -200,28 +212,7 @@ class SELConfig:
                 raise ValueError(f"{name} must be a sequence of name patterns, got {patterns!r}")
             object.__setattr__(self, name, tuple(patterns))
         for role in SCALE_ROLES:
-            self._check_scale(role, getattr(self, role))
-
-    def _check_scale(self, role: str, scale: object) -> None:
-        if not isinstance(scale, Scale):
-            raise ValueError(f"{role} must be a Scale, got {scale!r}")
-        start = _USUAL_START.get(role, 1.0) if scale.start is None else scale.start
-        if scale.pattern == "row_col_mult" and start == 0.0:
-            raise ValueError(
-                f"{role}.pattern 'row_col_mult' cannot start at 0: both factors would have gradient 0 for ever; "
-                "use 'column' or 'row_col_add'"
-            )
-        if role == "delta" and (scale.pattern not in ("fixed", "lora") or start != 0.0):
-            raise ValueError(f"delta must be off ('fixed') or 'lora', starting at 0, got {scale}")
-        if scale.transform == "exp":
-            if reason := _NO_LOGARITHM.get(role):
-                raise ValueError(f"{role}.transform must be 'none', got 'exp': {reason}")
-            if start <= 0.0:
-                raise ValueError(
-                    f"{role}.start must be positive with transform 'exp', got {start}: use transform 'none'"
-                )
-        if role == "m" and start <= 0.0:
-            raise ValueError(f"m.start must be positive, got {start}")
+            _check_scale(role, getattr(self, role))
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -234,14 +225,21 @@ class SELConfig:
         """The scales with parameters."""
         return tuple(role for role in self.roles if getattr(self, role).learned)
 
-    def resolve(self, width: int) -> Self:
-        """Return the configuration with the numbers that a model of this `width` gives it.
+    @property
+    def closed(self) -> bool:
+        """Whether the raw weight is a fixed, closed-form function of the weight, so that it is never stored.
 
-        beta="auto" becomes the paper's curve from width 1024 up, ``7.5 (width/1024)^0.8``. Below it is the geometry of
-        width 1024, rescaled: Xavier's bound is proportional to 1/sqrt(width), so ``beta = 7.5 sqrt(width/1024)`` keeps
-        kappa |w| at the start. Below beta 7.5, given or not, ``l = beta/7.5`` keeps the linear pathway at 1/7.5 of
-        the unit slope, unless l has a start. With l = 1 its share would be 1/beta, and for beta <= 1 the mismatch map
-        would have no inverse. In mode "power" beta is the exponent, 2 for "auto".
+        >>> SELConfig().closed, SELConfig(e=Scale("row")).closed, SELConfig(mode="mismatch").closed
+        (True, False, False)
+        """
+        return self.mode in _CLOSED_FORM and not self.learned_roles
+
+    def resolve(self, width: int) -> Self:
+        """Return the configuration with the missing numbers filled in for a model of this `width`.
+
+        beta="auto" becomes :func:`auto_beta`. Below beta 7.5, given or automatic, l starts at ``beta/7.5``, so that
+        the linear pathway keeps 1/7.5 of the unit slope as at width 1024. With l = 1 its share would be 1/beta, and
+        the mismatch map would have no inverse for beta <= 1.
 
         >>> config = SELConfig().resolve(256)
         >>> config.beta, config.l.start
@@ -249,11 +247,7 @@ class SELConfig:
         >>> SELConfig(l=Scale(start=1)).resolve(256).l.start
         1.0
         """
-        from symexplin.functional import auto_beta  # this module needs no torch
-
-        beta = self.beta
-        if isinstance(beta, str):
-            beta = _EXPONENT if self.mode == "power" else auto_beta(width)
+        beta = auto_beta(width) if isinstance(self.beta, str) else self.beta
         starts = {role: _USUAL_START.get(role, 1.0) for role in SCALE_ROLES}
         if self.mode != "linear":  # there l is the map itself
             starts["l"] = min(1.0, beta / BETA_AT_1024)
@@ -261,41 +255,22 @@ class SELConfig:
         filled = {role: dataclasses.replace(getattr(self, role), start=starts[role]) for role in missing}
         return dataclasses.replace(self, beta=beta, **filled)
 
-    def check_inverse(self) -> Self:
-        """Return this resolved configuration, to train with.
-
-        Raises:
-            ValueError: with the first values of the scales no weight has a raw weight.
-        """
-        import torch
-
-        from symexplin.inversion import invert
-        from symexplin.transform import Form, Scales
-
-        assert isinstance(self.beta, float)
-        first = {role: getattr(self, role).first for role in ("e", "l", "n", "s")}
-        scales = Scales(**first, kappa=self.beta * self.m.first)
-        try:
-            invert(Form(self.mode, self.beta, self.normalize), torch.zeros(1), scales)
-        except ValueError as error:
-            need, used = str(error).rpartition("elements: ")[2], [role for role in self.roles if role != "delta"]
-            given = ", ".join(f"{role}.start {getattr(self, role).first:g}" for role in used)
-            raise ValueError(f"the map of mode {self.mode!r} {need}; it has beta {self.beta:g}, {given}") from None
-        return self
-
     def multipliers(self, lr: float | None = None) -> dict[str, Span]:
         """Return (k0, k1) of every learned scale at the optimizer's peak learning rate `lr`."""
         return {role: getattr(self, role).multiplier(lr) for role in self.learned_roles}
 
     def describe(self, rates: bool = False) -> str:
-        """Return the map in words: its form, the scales that are learned or not one (n, delta: zero), and its start.
+        """Return the map in words: its form, and the scales that are learned or have an unusual initial value.
 
-        `rates` adds the learning rates of the scales.
+        `rates` adds the learning rates of the scales. For mode "mismatch" the text ends with a reminder that an
+        optimizer starts matched, and that the paper's start is a separate step.
 
-        >>> SELConfig(beta=7.5, e=Scale("row_col_mult")).describe()
-        'mismatch, beta 7.5, e learned (row_col_mult), matched start'
         >>> SELConfig().resolve(256).describe()
-        'mismatch, beta 3.75, l 0.5, matched start'
+        'exp_only, beta 3.75'
+        >>> SELConfig(beta=7.5, mode="congruent", e=Scale("row_col_mult"), l=Scale(start=2)).describe()
+        'congruent, beta 7.5, l 2, e learned (row_col_mult)'
+        >>> SELConfig(mode="mismatch").describe()
+        "mismatch, beta auto, matched start (the paper's: symexplin.init_ before)"
         """
         words = [self.mode, f"beta {self.beta if isinstance(self.beta, str) else format(self.beta, '.4g')}"]
         words += ["absorbed curvature"] if self.curvature == "absorbed" else []
@@ -314,7 +289,8 @@ class SELConfig:
         for how, roles in learned.items():
             names = " and ".join(filter(None, [", ".join(roles[:-1]), roles[-1]]))
             words.append(f"{names} learned ({how})")
-        return ", ".join([*words, f"{self.start} start"])
+        words += ["matched start (the paper's: symexplin.init_ before)"] if self.mode == "mismatch" else []
+        return ", ".join(words)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration as nested plain dicts, lists, strings and numbers."""
@@ -338,6 +314,26 @@ class SELConfig:
             check_choice("key", key, names)
         fields: dict[str, Any] = {key: _scale(key, v) if key in SCALE_ROLES else v for key, v in values.items()}
         return cls(**fields)
+
+
+def _check_scale(role: str, scale: object) -> None:
+    if not isinstance(scale, Scale):
+        raise ValueError(f"{role} must be a Scale, got {scale!r}")
+    start = _USUAL_START.get(role, 1.0) if scale.start is None else scale.start
+    if scale.pattern == "row_col_mult" and start == 0.0:
+        raise ValueError(
+            f"{role}.pattern 'row_col_mult' cannot start at 0: both factors would have gradient 0 forever; "
+            "use 'column' or 'row_col_add'"
+        )
+    if role == "delta" and (scale.pattern not in ("fixed", "lora") or start != 0.0):
+        raise ValueError(f"delta must be off ('fixed') or 'lora', starting at 0, got {scale}")
+    if scale.transform == "exp":
+        if reason := _NO_LOGARITHM.get(role):
+            raise ValueError(f"{role}.transform must be 'none', got 'exp': {reason}")
+        if start <= 0.0:
+            raise ValueError(f"{role}.start must be positive with transform 'exp', got {start}: use transform 'none'")
+    if role == "m" and start <= 0.0:
+        raise ValueError(f"m.start must be positive, got {start}")
 
 
 def _scale(role: str, value: object) -> Scale:

@@ -6,28 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from symexplin.config import BETA_AT_1024
-from symexplin.inversion import invert
-from symexplin.transform import (
-    CURVATURES,
-    MODES,
-    ROLES,
-    Form,
-    Scales,
-    Value,
-    compute_dtype,
-    forward,
-    pullback,
-)
+from symexplin.config import BETA_AT_1024, CURVATURES, MODES, auto_beta
+from symexplin.inverse import invert
+from symexplin.transform import ROLES, Form, Scales, Value, compute_dtype, forward, pullback
 from symexplin.validation import check_choice, check_positive
 
 __all__ = ["anneal", "auto_beta", "beta_for", "effective", "inverse"]
 
-# The paper's beta at width 1024 (section 5.2). From there up, width^0.8 meets its 12-15 at 2048 and 17.5-20 at 3072;
-# below, the square root keeps kappa times Xavier's bound. Both powers are our choice.
-_WIDTH, _ABOVE, _BELOW = 1024, 0.8, 0.5
-# At width 1024 beta 7.5 gives this kappa |w| at 1.75 deviations of Xavier's draw, sqrt(2/(1024 + 1024)): the middle of
-# the paper's 1.5 to 2 (section 5.2). There the exponential is 23 % above its tangent.
+# At width 1024 beta 7.5 gives this kappa |w| at 1.75 standard deviations of Xavier's distribution, sqrt(2/(1024 + 1024)): the
+# middle of the paper's 1.5 to 2 (section 5.2). There the exponential is 23 % above its tangent.
 _KNEE = BETA_AT_1024 * 1.75 / 32.0
 
 
@@ -83,7 +70,7 @@ def _prepare(
 def effective(
     w: Tensor,
     *,
-    mode: str = "mismatch",
+    mode: str = "exp_only",
     beta: float,
     e: Value = 1.0,
     l: Value = 1.0,
@@ -97,13 +84,13 @@ def effective(
 ) -> Tensor:
     """Return the effective weight of a raw weight (paper, Eqs. 3-7; "damped": appendix B).
 
-    For the paper's mode "mismatch", ``w_eff = s * (S + (l/d)|w|) + delta`` with
-    ``S = sign(w) (e/d) exp(-n) expm1(kappa |w|)``. kappa is ``beta * m``, or `beta_tilde` with
-    ``curvature="absorbed"``. d is beta, or kappa with `normalize`.
+    The default mode is ``w_eff = s * S + delta`` with ``S = sign(w) (e/d) exp(-n) expm1(kappa |w|)``. The paper's main
+    mode, "mismatch", adds a linear pathway: ``w_eff = s * (S + (l/d)|w|) + delta``. kappa is ``beta * m``, or
+    `beta_tilde` with ``curvature="absorbed"``. d is beta, or kappa with `normalize`.
 
     Args:
         w: raw weight, any shape. The scales are numbers or tensors that broadcast against it.
-        mode: "mismatch", "congruent", "exp_only", "oppose", "damped", "sinh", "linear" or "power".
+        mode: "exp_only", "mismatch", "congruent", "oppose", "damped", "sinh" or "linear".
         beta: reference curvature, in units of 1/weight; positive.
         e, l, m, n, s: exponential and linear pathway scales, inner multiplier, offset, overall scale.
         curvature: "fixed" or "absorbed".
@@ -121,6 +108,8 @@ def effective(
 
     >>> w = torch.tensor([-0.1, 0.0, 0.1], requires_grad=True)
     >>> effective(w, beta=7.5)
+    tensor([-0.1489,  0.0000,  0.1489], grad_fn=<_EffectiveBackward>)
+    >>> effective(w, beta=7.5, mode="mismatch")
     tensor([-0.1356,  0.0000,  0.1623], grad_fn=<_EffectiveBackward>)
     """
     dtype = compute_dtype(w, e, l, m, beta_tilde, n, s, delta)
@@ -136,7 +125,7 @@ def effective(
 def inverse(
     t: Tensor,
     *,
-    mode: str = "mismatch",
+    mode: str = "exp_only",
     beta: float,
     e: Value = 1.0,
     l: Value = 1.0,
@@ -150,8 +139,9 @@ def inverse(
 ) -> Tensor:
     """Return the raw weight whose effective weight is `t` (paper, appendix A), solved in float64.
 
-    Newton's method ``x <- x - (f(x) - t)/f'(x)`` starts at an upper bound of the root. Subtract a residual delta
-    from `t` first. Arguments are as in :func:`effective`; `iterations` is the number of Newton steps.
+    Modes without a linear pathway have a closed form: ``w = sign(t) log1p(|t| d exp(n)/e)/kappa`` for "exp_only" and
+    s = 1. For the others, Newton's method starts at an upper bound of the root. Subtract a residual delta from `t`
+    first. The arguments are those of :func:`effective`; `iterations` is the maximum number of Newton steps.
 
     Returns:
         A tensor of the broadcast shape, in float64 if `t` is, else in float32. The map of it differs from `t` by
@@ -162,7 +152,7 @@ def inverse(
             and the number of elements. The errors of :func:`effective` apply too.
 
     >>> t = torch.tensor([-3.0, 0.0, 1e-12], dtype=torch.float64)
-    >>> back = effective(inverse(t, beta=7.5), beta=7.5)
+    >>> back = effective(inverse(t, beta=7.5, mode="mismatch"), beta=7.5, mode="mismatch")
     >>> bool((back - t).abs().max() < 1e-14)
     True
     """
@@ -197,30 +187,17 @@ def anneal(step: int, total: int | None, k0: float, k1: float) -> float:
     return k0 * math.exp(0.5 * math.log(k1 / k0) * (1.0 - math.cos(math.pi * step / total)))
 
 
-def auto_beta(width: int) -> float:
-    """Return the reference curvature of a model: ``7.5 (width/1024)^p``, p = 0.8 from 1024 up and 0.5 below.
-
-    The curve meets the paper's 7.5, 12-15 and 17.5-20 at widths 1024, 2048 and 3072 (section 5.2). Below 1024 it keeps
-    kappa times Xavier's bound, 0.41 for a square matrix.
-
-    >>> [round(auto_beta(width), 2) for width in (64, 256, 1024, 2048, 3072)]
-    [1.88, 3.75, 7.5, 13.06, 18.06]
-    """
-    check_positive("width", width)
-    growth: float = (width / _WIDTH) ** (_ABOVE if width >= _WIDTH else _BELOW)
-    return BETA_AT_1024 * growth
-
-
 def beta_for(std: float, deviations: float = 1.75) -> float:
-    """Return the curvature with which the exponential departs from linear at a number of deviations of the weights.
+    """Return the curvature at which the exponential departs from linear at this many standard deviations.
 
-    It "departs" where it is 23 % above its tangent, at kappa |w| = 0.41. This is where beta 7.5 puts 1.75 deviations of
-    Xavier's draw at width 1024, the middle of the paper's 1.5 to 2 (section 5.2, which has no number for "departs").
-    The paper's own values at larger widths depart earlier: 12 to 15 at width 2048 at 1.5 to 1.2 deviations.
+    It "departs" where it is 23 % above its tangent, at kappa |w| = 0.41. There beta 7.5 puts 1.75 standard deviations
+    of Xavier's distribution at width 1024, the middle of the paper's 1.5 to 2 (section 5.2, which does not quantify
+    "departs"). The paper's own values at larger widths depart earlier: 12 to 15 at width 2048 at 1.5 to 1.2 standard
+    deviations.
 
     Args:
-        std: standard deviation of the weights: drawn (Xavier's ``sqrt(2/(d_in + d_out))``) or trained.
-        deviations: where the curve departs.
+        std: standard deviation of the weights, at initialization (Xavier's is ``sqrt(2/(d_in + d_out))``) or trained.
+        deviations: number of standard deviations at which the curve departs.
 
     >>> round(beta_for(1 / 32), 2), round(beta_for(1 / 32, deviations=1.5), 2)
     (7.5, 8.75)

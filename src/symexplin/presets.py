@@ -6,7 +6,7 @@ from typing import Any
 from symexplin.config import BETA_AT_1024, SCALE_ROLES, Scale, SELConfig
 from symexplin.validation import check_choice
 
-__all__ = ["IDENTITY", "PRESETS", "preset"]
+__all__ = ["IDENTITY", "MISMATCHED", "PRESETS", "preset"]
 
 IDENTITY = SELConfig(mode="linear", beta=1.0)  # the map whose raw weights are the weights
 
@@ -16,7 +16,7 @@ _LEARNED = {
     "l": Scale("row_col_mult", k=(50.0, 8.0)),
     "m": Scale("row_col_mult", k=(0.01, 0.5)),
 }
-_FROZEN: dict[str, Any] = {"beta": BETA_AT_1024, "start": "mismatched"}
+_FROZEN: dict[str, Any] = {"beta": BETA_AT_1024, "mode": "mismatch"}
 _PAPER: dict[str, Any] = {**_FROZEN, **_LEARNED}
 PRESETS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -26,19 +26,31 @@ PRESETS: dict[str, dict[str, Any]] = {
     "fixed_curvature": {**_PAPER, "m": Scale()},
     "absorbed": {**_PAPER, "curvature": "absorbed", "normalize": True},
     "frozen": _FROZEN,
-    "congruent": {**_PAPER, "mode": "congruent", "start": "matched"},
-    "exp_only": {**_PAPER, "mode": "exp_only", "start": "matched"},
-    "structured_linear": {**_PAPER, "mode": "linear", "start": "matched"},
+    "congruent": {**_PAPER, "mode": "congruent"},
+    "exp_only": {**_PAPER, "mode": "exp_only"},
+    "structured_linear": {**_PAPER, "mode": "linear"},
 }
+# The presets that the paper trains from a mismatched start (section 4.3).
+MISMATCHED = ("paper", "paper+offset", "fixed_curvature", "absorbed", "frozen")
 
 
 def preset(name: str, /, **overrides: Any) -> SELConfig:
     """Return the default map or one of the paper's, with `overrides` of :class:`SELConfig` fields.
 
-    "default" is `SELConfig()`. The others are "paper" (width 1024: beta 7.5, mismatch, the mismatched start, learned
-    row x column e, l, m), "paper+offset", "fixed_curvature", "absorbed" (normalized), "frozen" (all scales one),
-    "congruent", "exp_only" and "structured_linear" (these three start matched). They have beta 7.5 at any width;
-    beta="auto" follows the width. A scale given as a table changes the keys it names; a :class:`Scale` replaces it.
+    "default" is `SELConfig()`. The others are the paper's at width 1024, with beta 7.5 at any width unless overridden;
+    beta="auto" follows the model's width:
+
+    - "paper": mismatch with learned row x column scales e, l and m
+    - "paper+offset": the same with a learned offset n and a LoRA residual delta
+    - "fixed_curvature": without a learned m
+    - "absorbed": with an absorbed curvature, normalized
+    - "frozen": mismatch with all scales fixed at one
+    - "congruent", "exp_only", "structured_linear": learned scales in another mode
+
+    The paper starts the first five of them mismatched. An optimizer always keeps the weights that it finds, so call
+    ``sel.init_(model, config)`` before training to reproduce that start.
+
+    A scale given as a table changes only the keys that it names; a :class:`Scale` replaces the preset's.
 
     Raises:
         ValueError: an unknown preset or field. The message names the nearest valid one.

@@ -8,7 +8,6 @@ offset n, overall scale s and residual delta (paper, Eqs. 3-7 and appendix B):
     mismatch   sign(w) (E + L)       congruent  S + L        oppose  S - L        exp_only  S
     sinh       sinh(kappa w)/d       linear     l w
     damped     sign(w) exp(-n) expm1(beta |w|) exp(-|w|)/beta + w (1 - exp(-n exp(|w|)))
-    power      sign(w) |w|^beta (Powerpropagation, arXiv 2110.00296: phi |phi|^(alpha-1))
 
 and w_eff = s * mode + delta. All functions are pure and do not check their input.
 """
@@ -19,11 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from symexplin.config import CURVATURES, MODES
+from symexplin.config import MODES
 
 __all__ = [
-    "CURVATURES",
-    "MODES",
     "ROLES",
     "Form",
     "Scales",
@@ -108,8 +105,6 @@ def _unscaled(form: Form, w: Tensor, scales: Scales) -> Tensor:
     if form.mode == "sinh":
         return torch.sinh(scales.kappa * w) / normalizer(form, scales)
     magnitude = w.abs()
-    if form.mode == "power":
-        return torch.sign(w) * magnitude.pow(form.beta)
     if form.mode == "damped":
         exponential, linear = _damped_terms(form.beta, magnitude, scales.n)
         return torch.sign(w) * (exponential + linear)
@@ -151,7 +146,7 @@ def tolerance(form: Form, w: Tensor, scales: Scales) -> Tensor:
     unit = torch.finfo(w.dtype).eps / 2.0
     magnitude = w.abs()
     kappa: Value = 0.0
-    if form.mode not in ("linear", "power"):
+    if form.mode != "linear":
         kappa = form.beta if form.mode == "damped" else scales.kappa
     if form.mode == "damped":
         exponential, linear = _damped_terms(form.beta, magnitude, scales.n)
@@ -167,9 +162,8 @@ def tolerance(form: Form, w: Tensor, scales: Scales) -> Tensor:
         terms = (scales.s * terms).abs()
     if scales.delta is not None:
         terms = terms + scales.delta.abs()
-    # An error of w grows by |w f'/f|: at most 1 + kappa |w|, and beta for a power.
-    growth = (kappa * magnitude).abs() if form.mode != "power" else form.beta
-    return (8.0 + 4.0 * growth) * unit * terms
+    # A relative error of w grows by |w f'/f|, at most 1 + kappa |w|.
+    return (8.0 + 4.0 * (kappa * magnitude).abs()) * unit * terms
 
 
 def _series(x: Tensor, coefficients: list[float]) -> Tensor:
@@ -211,8 +205,6 @@ def pullback(form: Form, w: Tensor, scales: Scales, g: Tensor, wanted: frozenset
     scaled = g if _is_one(scales.s) else scales.s * g
     if form.mode == "linear":
         out = {"w": scaled * scales.l, "l": scaled * w}
-    elif form.mode == "power":
-        out = {"w": scaled * form.beta * w.abs().pow(form.beta - 1.0)}
     elif form.mode == "sinh":
         out = _pull_sinh(form, w, scales, scaled, wanted)
     elif form.mode == "damped":

@@ -9,7 +9,7 @@ import torch
 from pairwise import every_pair
 from reference import EXPONENTIAL, MODES, READS, evaluate, worst
 from symexplin.functional import effective, inverse
-from symexplin.inversion import invert
+from symexplin.inverse import invert
 from symexplin.transform import Form, Scales
 
 XAVIER_BOUND = math.sqrt(6.0 / 2048.0)  # width 1024
@@ -52,7 +52,6 @@ def invertible(mode, kappa, n, e=1.0, l=1.0, beta=7.5):
         "damped": n >= 0 and beta >= 1,
         "sinh": True,
         "linear": l != 0,
-        "power": True,
     }[mode]
 
 
