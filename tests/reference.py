@@ -18,6 +18,8 @@ mp.dps = 50
 UNIT = {torch.float32: 2.0**-24, torch.float64: 2.0**-53}  # half the distance from 1 to the next number
 MODES = ("mismatch", "congruent", "exp_only", "oppose", "damped", "sinh", "linear")
 EXPONENTIAL = MODES[:4]  # the modes made of S and L
+DTYPES = (torch.float32, torch.float64)
+VARIANTS = (("fixed", False), ("fixed", True), ("absorbed", False), ("absorbed", True))  # curvature, normalize
 # Scales that each mode reads besides s and delta; "m" stands for whatever gives kappa.
 READS = {
     **dict.fromkeys(EXPONENTIAL, ("e", "l", "m", "n")),
@@ -28,6 +30,11 @@ READS = {
 }
 
 Terms = dict[str, list[Any]]
+
+
+def reads(mode: str, variant: tuple[str, bool] = VARIANTS[0], **_: object) -> bool:
+    """Whether a mode reads how its curvature is given and normalized, or `variant` is the first way: for pairs."""
+    return variant == VARIANTS[0] or "m" in READS[mode]
 
 
 class Point(NamedTuple):

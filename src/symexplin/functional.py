@@ -13,8 +13,9 @@ from symexplin.validation import check_choice, check_positive
 
 __all__ = ["anneal", "auto_beta", "beta_for", "effective", "inverse"]
 
-# At width 1024 beta 7.5 gives this kappa |w| at 1.75 standard deviations of Xavier's distribution, sqrt(2/(1024 + 1024)): the
-# middle of the paper's 1.5 to 2 (section 5.2). There the exponential is 23 % above its tangent.
+# At width 1024 beta 7.5 gives this kappa |w| at 1.75 standard deviations of Xavier's distribution,
+# sqrt(2/(1024 + 1024)): the middle of the paper's 1.5 to 2 (section 5.2). There the exponential is 23 % above its
+# tangent.
 _KNEE = BETA_AT_1024 * 1.75 / 32.0
 
 
