@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from symexplin.optim import rounding
+from symexplin import rounding
 from symexplin.rounding import key_of, noise, round_, span
 
 
