@@ -7,12 +7,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from symexplin.axes import axes_of
 from symexplin.config import SELConfig, check_config
-from symexplin.layout import Layout
+from symexplin.curve import CurvedBase, Map, fans, is_weight, sides
+from symexplin.heads import STEP_BIASES, Parts, fused_parts, plain_modules
+from symexplin.inverse import check_invertible
 from symexplin.patterns import by_name, check_patterns, first_match
-from symexplin.plain import STEP_BIASES, ends_like, plain_modules
-from symexplin.projections import Parts, fused_parts
 
 __all__ = ["Rate", "Route", "Routing", "routing"]
 
@@ -32,19 +31,19 @@ class Route:
     position: int  # in named_parameters order: seeds LoRA's A
     curved: bool
     reason: str
-    axes: str = ""  # of a curved parameter, see symexplin.axes
-    parts: Parts = ()  # the outputs of each matrix of a fused projection, see symexplin.projections
+    axes: str = ""  # of a curved parameter, see symexplin.curve
+    parts: Parts = ()  # the outputs of each matrix of a fused projection, see symexplin.heads
     lr: Any = None  # None: the optimizer's
     weight_decay: Any = None
 
     @property
     def is_weight(self) -> bool:
         """Whether a curved parameter has rows and columns; biases have not."""
-        return bool(self.axes) and bool(axes_of(self.axes).columns)
+        return is_weight(self.axes)
 
-    def layout(self, config: SELConfig) -> Layout:
-        """Return the layout of a curved parameter."""
-        return Layout(tuple(self.parameter.shape), self.axes, config)
+    def map(self, config: SELConfig) -> Map:
+        """Return the map of a curved parameter."""
+        return Map.of(tuple(self.parameter.shape), self.axes, config)
 
 
 @dataclass(frozen=True)
@@ -129,8 +128,8 @@ def routing(
     output heads, routers of mixtures of experts, step biases of state-space models, norms, frozen and non-floating
     parameters. LoRA's factors under PEFT are linear layers and therefore curved.
 
-    A head is the result of `get_output_embeddings`, has one of :data:`symexplin.plain.HEAD_NAMES`, or is as wide as
-    the token vocabulary. A router has one of :data:`symexplin.plain.ROUTER_NAMES`, a router's type, or is a `gate`
+    A head is the result of `get_output_embeddings`, has one of :data:`symexplin.heads.HEAD_NAMES`, or is as wide as
+    the token vocabulary. A router has one of :data:`symexplin.heads.ROUTER_NAMES`, a router's type, or is a `gate`
     beside experts. Without experts, a `gate` is a router if it has fewer outputs than inputs and no sibling has as
     many outputs.
 
@@ -155,7 +154,7 @@ def routing(
     1.weight   4      plain   LayerNorm
     1.bias     4      plain   LayerNorm
     curved: 2 of 4 tensors, 36 of 44 numbers (81.8 %)
-    map: mismatch, beta 0.6629, l 0.08839, matched start; width 8
+    map: exp_only, beta 0.6629; width 8
     """
     config = check_config(config)
     whole = model if whole is None else whole
@@ -179,40 +178,31 @@ def routing(
         candidate = candidates.get(id(parameter), _Candidate("not in a linear layer"))
         route = _decide(name, names[id(parameter)], parameter, position, candidate, config)
         if route.is_weight:
-            route = replace(route, parts=fused_parts(whole, name, *_sides(route)))
+            route = replace(route, parts=fused_parts(whole, name, *sides(route.axes, parameter.shape)))
         decay = decays[name] if candidate.decays and not _undecayed(route, candidate, no_decay) else 0.0
         routes.append(replace(route, lr=rates[name], weight_decay=decay))
     width = _width(routes, candidates)
     found = tuple(route for route in routes if id(route.parameter) in inside)
-    return Routing(found, config if width is None else config.resolve(width).check_inverse(), width)
+    return Routing(found, config if width is None else check_invertible(config.resolve(width)), width)
 
 
 def _width(routes: Sequence[Route], candidates: Mapping[int, _Candidate]) -> int | None:
     """Return the width of :class:`Routing`."""
-    curved = [route for route in routes if route.curved]
-    if not curved:
+    if not any(route.curved for route in routes):
         return None
     known = [(route, candidates.get(id(route.parameter), _Candidate(""))) for route in routes]
-    frozen = [(route.parameter, c.axes) for route, c in known if route.reason == _FROZEN and c.curved]
-    found: list[tuple[Tensor, str]] = [*((route.parameter, route.axes) for route in curved), *frozen]
-    weights = [(weight, axes) for weight, axes in found if axes_of(axes).columns]
+    found = [(route.parameter, route.axes) for route in routes if route.curved]
+    found += [(route.parameter, c.axes) for route, c in known if route.reason == _FROZEN and c.curved]
+    weights: list[tuple[Tensor, str]] = [(weight, axes) for weight, axes in found if is_weight(axes)]
     weights = weights or [c.weight for route, c in known if route.curved and c.weight is not None]
     weights = [one for one in weights if not _is_depthwise(*one)] or weights
-    sides = Counter(side for weight, axes in weights for side in axes_of(axes).fans(weight.shape))
-    return max(sides, key=lambda side: (sides[side], side)) if sides else None
+    counts = Counter(side for weight, axes in weights for side in fans(axes, weight.shape))
+    return max(counts, key=lambda side: (counts[side], side)) if counts else None
 
 
 def _is_depthwise(weight: Tensor, axes: str) -> bool:
     """Whether each filter of a convolution reads one channel, so that its fans say nothing of the model's width."""
-    found = axes_of(axes)
-    return not (found.stacked or found.is_matrix) and weight.shape[1] == 1
-
-
-def _sides(route: Route) -> tuple[int, int]:
-    """Return the numbers of outputs and inputs of a weight."""
-    axes = axes_of(route.axes)
-    sides = axes.matrix_shape(route.parameter.shape)
-    return sides[axes.out_dim], sides[1 - axes.out_dim]
+    return "e" not in axes and weight.dim() > 2 and weight.shape[1] == 1
 
 
 def _undecayed(route: Route, candidate: _Candidate, no_decay: Sequence[str] | str) -> bool:
@@ -259,47 +249,42 @@ def _decide(
         )
     if parameter.numel() == 0 or (candidate.weight is not None and candidate.weight[0].numel() == 0):
         return Route(name, parameter, position, False, "empty")
-    if config.mode == "power" and (flat := _never_moves(parameter, axes)):
-        return Route(name, parameter, position, False, flat)
     return Route(name, parameter, position, True, reason, axes)
 
 
-def _never_moves(parameter: nn.Parameter, axes: str) -> str:
-    """Return why a parameter stays plain where the slope of the map at zero is zero, or ""."""
-    if not axes_of(axes).columns:  # by type: most are drawn as zeros, and a resumed run must find the same routing
-        return "bias, and the slope at 0 is 0"
-    return "" if parameter.is_meta or parameter.detach().any() else "starts at 0, where the slope is 0"
-
-
 def _candidates(model: nn.Module) -> dict[int, _Candidate]:
-    """Return the decision for every parameter by its module; parameters tied to an embedding are plain."""
+    """Return the decision for every parameter by its module; parameters tied to an embedding are plain.
+
+    A parameter may have several owners: heads and routers decide before layers, and layers before modules that merely
+    refer to a layer's weight.
+    """
     plain = plain_modules(model)
     found: dict[int, _Candidate] = {}
-    layers: set[int] = set()  # parameters that a layer or a decision has named
+    ranks: dict[int, int] = {}
     embeddings: set[int] = set()
     for name, module in model.named_modules():
         for local, parameter in module.named_parameters(recurse=False):
+            key = id(parameter)
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-                embeddings.add(id(parameter))
+                embeddings.add(key)
                 continue
-            step = "state-space step bias" if ends_like(f"{name}.{local}", STEP_BIASES) else None
-            reason = plain.get(id(module), step)
-            candidate = _candidate(module, local, parameter)
-            if reason is not None:
+            candidate, reason = _candidate(module, local, parameter), plain.get(id(module))
+            if f"{name.rpartition('.')[2]}.{local}" in STEP_BIASES:
+                reason = "state-space step bias"
+            if reason is not None and candidate.reason != _INSIDE:
                 candidate = replace(candidate, reason=reason, curved=False)
-            if reason is not None or id(parameter) not in layers:  # one that merely refers to a layer's weight is none
-                found[id(parameter)] = candidate
-            if reason is not None or candidate.axes:
-                layers.add(id(parameter))
+            rank = 2 if reason is not None else int(candidate.curved)
+            if rank > ranks.get(key, -1):
+                found[key], ranks[key] = candidate, rank
     for key in embeddings:
         found[key] = _Candidate("tied to an embedding" if key in found else "embedding")
     return found
 
 
 def _candidate(module: nn.Module, local: str, parameter: nn.Parameter) -> _Candidate:
-    if hasattr(module, "sel_roles") and local in module.sel_roles():  # type: ignore[operator]
-        layout, slot = module.sel_roles()[local]  # type: ignore[operator]
-        return _Candidate(_INSIDE, axes="" if layout.axes.columns else "o", decays=slot is None or slot.decay)
+    if isinstance(module, CurvedBase) and local in (roles := module.sel_roles()):
+        found, factor = roles[local]
+        return _Candidate(_INSIDE, axes="" if is_weight(found.axes) else "o", decays=factor is None or factor.decays)
     kind, axes = _layer(module)
     weight = module._parameters.get("weight")
     if kind and local in ("weight", "bias") and weight is not None:
