@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from symexplin import lightning as lightning
     from symexplin import timm as timm
     from symexplin.config import Scale, SELConfig
-    
+
     from symexplin.modules import SELLinear, convert, fold
     from symexplin.optim import (
         Leaf,
@@ -73,7 +73,7 @@ _HOMES = {
         "SELAdamW",
         "SELMuon",
         "ScaleAnnealing",
-            "anneal_scales",
+        "anneal_scales",
         "from_adamw",
         "param_groups",
         "stats",

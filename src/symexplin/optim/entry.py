@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from symexplin import rounding
 from symexplin.closed import Closed
 from symexplin.curve import Curved, Factor, Map
-from symexplin import rounding
+from symexplin.heads import Parts
 from symexplin.optim import moments8
 from symexplin.optim.annealing import multiplier
 from symexplin.optim.groups import Group, config_of, is_curved, map_of, name_of, parts_of

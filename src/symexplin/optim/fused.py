@@ -63,7 +63,15 @@ class Fused:
         for entry in entries:
             if (kernels := kernels_for(entry.value.device)) is not None and (kind := _kind_of(entry)) is not None:
                 step = float(entry.state["step"])
-                key = (kind, id(entry.group), entry.value.dtype, entry.value.device, entry.rounds, entry.shard.groups, step)
+                key = (
+                    kind,
+                    id(entry.group),
+                    entry.value.dtype,
+                    entry.value.device,
+                    entry.rounds,
+                    entry.shard.groups,
+                    step,
+                )
                 alike.setdefault(key, []).append(entry)
         self._batches: list[_Elementwise | _Factored] = []
         for (kind, *_), chosen in alike.items():
@@ -160,7 +168,9 @@ def _kind_of(entry: Entry) -> Any:
     if not _is_usual(entry):
         return None
     if not entry.is_stored:
-        return (entry.closed, "master" in entry.state) if entry.closed is None or entry.closed.mode == "exp_only" else None
+        return (
+            (entry.closed, "master" in entry.state) if entry.closed is None or entry.closed.mode == "exp_only" else None
+        )
     return _factored(entry.map) if all(entry.own(f.name).is_contiguous() for f in entry.factors) else None
 
 
@@ -232,6 +242,4 @@ def _vectors(entry: Entry) -> Iterator[tuple[Tensor | None, ...]]:
     """Yield the learned vectors of each matrix of a parameter."""
     tensors = [None if name is None else entry.own(name) for name in _names(entry.map)]
     for i in range(len(entry.value) if stack_dims(entry.axes) else 1):
-        yield tuple(
-            None if t is None else (t[i] if stack_dims(entry.axes) else t).reshape(-1) for t in tensors
-        )
+        yield tuple(None if t is None else (t[i] if stack_dims(entry.axes) else t).reshape(-1) for t in tensors)
