@@ -7,7 +7,7 @@ for the update.
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -113,10 +113,11 @@ class _Elementwise:
     def update(self, clip: Tensor | None) -> None:
         """Update the weights and moments in place."""
         first = self.entries[0]
-        moments = ([entry.own(name) for entry in self.entries] for name in _MOMENTS)
+        exp_avgs, exp_avg_sqs = ([entry.own(name) for entry in self.entries] for name in _MOMENTS)
         noise = [entry.noise() for entry in self.entries] if first.rounds else None
         rates = _rates(first.group, float(first.state["step"]))
-        self._kernels.update(self._weights, self._grads, *moments, self._masters, self._curve, rates, clip, noise)
+        state = exp_avgs, exp_avg_sqs, self._masters
+        self._kernels.update(self._weights, self._grads, *state, self._curve, rates, clip, noise)
 
 
 class _Factored:
@@ -140,7 +141,7 @@ class _Factored:
             of_entry = [next(each) for _ in _split(entry, entry.value)]
             for i, name in enumerate(_names(entry.map)):
                 if name is not None:
-                    parts = [vectors[i] for vectors in of_entry]
+                    parts = [cast(Tensor, vectors[i]) for vectors in of_entry]
                     grad = torch.stack(parts) if stack_dims(entry.axes) else parts[0]
                     entry.grads[name] = grad.view(entry.own(name).shape)
         return norm
