@@ -222,7 +222,7 @@ def test_targets_that_are_not_finite_are_refused_and_counted(mode, dtype):
 def test_first_values_without_an_inverse_are_refused_before_training(changes, message):
     with pytest.raises(ValueError, match=message):
         check_invertible(SELConfig(**{"beta": 7.5, "mode": "mismatch"} | changes).resolve(64))
-    config = SELConfig(mode="mismatch").resolve(64)
+    config = SELConfig(beta=7.5, mode="mismatch", l=Scale(start=7.0)).resolve(64)
     assert check_invertible(config) is config
 
 
