@@ -1,53 +1,53 @@
-"""Kernels for the map and for AdamW over it: compiled C on CPUs, Triton on CUDA.
+"""What computes the map and AdamW: compiled C on CPUs, `torch.compile` on accelerators, or PyTorch's operations.
 
-The readable formulas (:mod:`symexplin.transform`) are the definition. Kernels are tested against them; the formulas
-compute what no kernel covers.
+PyTorch's operations are the definition: everything else is tested against them and only changes the speed.
 """
 
 import contextlib
 import contextvars
-import functools
 import os
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor, nn
 
-from symexplin.kernels.factors import KERNEL_MODES, FactoredMap, Factors, Panels, Terms, terms_of
-from symexplin.kernels.interface import Backend, Matrices, Rates, is_memory
+from symexplin.kernels.cpu import CpuKernels, FactoredMap, Plan, Rates, Vectors, load
 from symexplin.validation import check_choice
 
 __all__ = [
     "CHOICES",
-    "KERNEL_MODES",
-    "Backend",
+    "CpuKernels",
     "FactoredMap",
-    "Factors",
-    "Matrices",
-    "Panels",
+    "Plan",
     "Rates",
-    "Terms",
-    "backend_for",
+    "Vectors",
+    "choice",
+    "cpu_kernels",
     "describe",
     "is_memory",
     "is_wanted",
-    "terms_of",
     "using",
 ]
 
-CHOICES = ("auto", "readable")
+CHOICES = ("auto", "compiled", "readable")
 _VARIABLE = "SYMEXPLIN_KERNELS"
 _choice: contextvars.ContextVar[str | None] = contextvars.ContextVar("choice", default=None)
 
 
 @contextlib.contextmanager
 def using(choice: str) -> Iterator[None]:
-    """Use the fastest path ("auto") or the readable formulas ("readable") inside a `with` block.
+    """Choose inside a `with` block what computes the map and AdamW.
 
-    Outside of such blocks the environment variable SYMEXPLIN_KERNELS chooses; its default is "auto".
+    "auto" is C on CPUs and `torch.compile` on accelerators, "compiled" is `torch.compile` everywhere, "readable" is
+    PyTorch's operations. Outside of such blocks the environment variable SYMEXPLIN_KERNELS chooses; its default is
+    "auto".
+
+    Raises:
+        ValueError: an unknown choice.
 
     >>> with using("readable"):
     ...     describe("cpu")
-    'readable formulas'
+    "PyTorch's operations"
     """
     token = _choice.set(check_choice("choice", choice, CHOICES))
     try:
@@ -56,36 +56,54 @@ def using(choice: str) -> Iterator[None]:
         _choice.reset(token)
 
 
-def backend_for(device: torch.device | str) -> Backend | None:
-    """Return the kernels for a device, or None if there are none or they are switched off.
+def choice() -> str:
+    """Return the present choice, one of :data:`CHOICES`.
 
-    Torch's dispatch modes (fake tensors, tracing, counting) do not see kernels, so the readable formulas run there.
+    >>> with using("compiled"):
+    ...     choice()
+    'compiled'
     """
-    return _load(torch.device(device).type) if is_wanted() else None
+    return _choice.get() or check_choice(_VARIABLE, os.environ.get(_VARIABLE) or "auto", CHOICES)
 
 
 def is_wanted() -> bool:
-    """Whether kernels are switched on and no dispatch mode of torch is active."""
-    if torch._C._len_torch_dispatch_stack():
-        return False
-    choice = _choice.get() or check_choice(_VARIABLE, os.environ.get(_VARIABLE) or "auto", CHOICES)
-    return choice != "readable"
+    """Whether a fast path is chosen and may run: torch's dispatch modes (fake tensors, tracing) do not see kernels.
+
+    >>> with using("readable"):
+    ...     is_wanted()
+    False
+    """
+    return not torch._C._len_torch_dispatch_stack() and choice() != "readable"
 
 
-@functools.cache
-def _load(kind: str) -> Backend | None:
-    if kind == "cpu":
-        from symexplin.kernels import cpu
+def is_memory(tensor: Tensor) -> bool:
+    """Whether kernels may read a tensor's memory; subclasses may have no address or other semantics.
 
-        return cpu.load()
-    if kind == "cuda":
-        from symexplin.kernels import triton_launch
+    >>> is_memory(torch.ones(2))
+    True
+    """
+    return type(tensor) in (Tensor, nn.Parameter)
 
-        return triton_launch.load()
-    return None
+
+def cpu_kernels() -> CpuKernels | None:
+    """Return the compiled C kernels, or None if they are not chosen, must not run or cannot be had.
+
+    >>> with using("readable"):
+    ...     cpu_kernels() is None
+    True
+    """
+    return load() if is_wanted() and choice() == "auto" else None
 
 
 def describe(device: torch.device | str) -> str:
-    """Return a description of what computes the map on a device."""
-    backend = backend_for(device)
-    return "readable formulas" if backend is None else backend.name
+    """Return a description of what computes the map and AdamW on a device.
+
+    >>> with using("compiled"):
+    ...     describe("cpu")
+    'torch.compile'
+    """
+    kernels = cpu_kernels() if torch.device(device).type == "cpu" else None
+    if kernels is not None:
+        return kernels.name
+    compiled = choice() == "compiled" or (choice() == "auto" and torch.device(device).type != "cpu")
+    return "torch.compile" if compiled and is_wanted() else "PyTorch's operations"
