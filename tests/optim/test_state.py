@@ -286,7 +286,7 @@ SPOILED = [
     (lambda s: s["param_groups"][0]["param_names"].reverse(), r"it has 3\.bias where the optimizer has 0\.weight"),
     (lambda s: s["param_groups"][0].pop("role"), r"not of this SEL optimizer.* call symexplin\.from_adamw"),
     (lambda s: s["param_groups"][0].update(role="plain"), "of other groups: 'plain' where the optimizer has 'curved'"),
-    (lambda s: s["param_groups"][0].update(config=sel.preset("frozen").to_json()), "another map: beta is .* there"),
+    (lambda s: s["param_groups"][0].update(config=sel.preset("frozen").to_json()), "another map: e is .* there"),
     (lambda s: s["param_groups"][0].update(config=OTHER), r"another map: beta is 3\.0 there, 7\.5 in"),
     (lambda s: s["param_groups"][0]["axes"].__setitem__(0, "io"), r"0\.weight has axes 'io' there, 'oi' here"),
     (lambda s: s["param_groups"][0].update(moment_bits=8), "build the optimizer with moment_bits=8"),
