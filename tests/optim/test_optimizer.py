@@ -495,7 +495,7 @@ def test_the_peak_memory_of_a_training_step_is_adamws(path):
 def test_a_step_holds_little_besides_the_state(config, choice):
     """A few times a chunk in pure PyTorch, nothing as large as a weight in kernels."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(40)))
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(10)))
     optimizer = build(model, config)
     with kernels.using(choice):
         for _ in range(2):
