@@ -1,0 +1,156 @@
+"""Switching a run between torch's AdamW and SELAdamW."""
+
+import copy
+import functools
+
+import pytest
+import torch
+
+import symexplin as sel
+from symexplin.presets import IDENTITY
+from training import PAPER, assert_same_bits, build, network, train
+
+DECAY = {"weight_decay": 0.1}
+ELEMENTWISE = sel.preset("paper", e=sel.Scale("elementwise", k=(50.0, 8.0), transform="exp"), n=sel.Scale("column"))
+MAPS = {"default": sel.SELConfig(), "paper": PAPER, "elementwise": ELEMENTWISE, "sinh": sel.SELConfig(mode="sinh")}
+Adam = functools.partial(torch.optim.Adam, decoupled_weight_decay=True)
+
+
+def adamw_of(model, kind=torch.optim.AdamW, **kwargs):
+    return kind(model.parameters(), lr=1e-2, **DECAY, **kwargs)
+
+
+def fresh(model, config=PAPER, **kwargs):
+    return build(model, config, max_grad_norm=None, **DECAY, **kwargs)
+
+
+def slopes(optimizer):
+    """Return f' of every curved parameter by autograd through the public map, at the raw weights of the optimizer."""
+    result = {}
+    for name, c in optimizer.curved():
+        raw, scales = c.raw.clone().requires_grad_(), c.scales()
+        keys = {"mode": c.map.config.mode, "beta": c.map.beta, "e": scales.e, "l": scales.l, "n": scales.n}
+        sel.functional.effective(raw, m=scales.kappa / c.map.beta, **keys).sum().backward()
+        result[name] = raw.grad
+    return result
+
+
+def test_under_the_identity_map_a_switch_there_and_back_is_no_switch():
+    """Ten steps of AdamW, ten of SELAdamW, ten of AdamW again: thirty of AdamW."""
+    model, reference = network(torch.float64), network(torch.float64)
+    optimizer = adamw_of(model)
+    train(model, optimizer, 10)
+    switched = fresh(model, IDENTITY)
+    sel.from_adamw(switched, optimizer)
+    train(model, switched, 10, start=10)
+    train(model, sel.to_adamw(switched), 10, start=20)
+    train(reference, adamw_of(reference), 30)
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("config", MAPS.values(), ids=MAPS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, Adam])
+def test_moments_follow_the_chain_rule_and_come_back(kind, dtype, config):
+    model = network(dtype)
+    adamw = adamw_of(model, kind)
+    train(model, adamw, 5)
+    weights, optimizer = copy.deepcopy(model), fresh(model, config)
+    sel.from_adamw(optimizer, adamw)
+    slope, tight = slopes(optimizer), {"rtol": 1e-12 if dtype == torch.float64 else 5e-6, "atol": 0}
+    assert set(slope) == {"0.weight", "0.bias", "3.weight", "3.bias"}
+    for name, parameter in model.named_parameters():
+        mine, theirs = optimizer.state[parameter], adamw.state[parameter]
+        factor = slope.get(name, torch.ones_like(parameter))
+        torch.testing.assert_close(mine["exp_avg"], theirs["exp_avg"] * factor, **tight)
+        torch.testing.assert_close(mine["exp_avg_sq"], theirs["exp_avg_sq"] * factor**2, **tight)
+        assert float(mine["step"]) == 5
+        assert name not in slope or bool(((factor - 1.0).abs() > 0.01).any())  # the map does bend
+        assert float(mine.get("scale_step", 0.0)) == 0
+        assert not any(bool(v.any()) for key, v in mine.items() if "_exp_avg" in key)
+    returned = sel.to_adamw(optimizer)
+    for parameter in model.parameters():
+        for key, value in adamw.state[parameter].items():
+            torch.testing.assert_close(returned.state[parameter][key], value, **tight)
+    assert_same_bits(model, weights)
+
+
+@pytest.mark.parametrize("config", [MAPS["default"], PAPER])
+def test_moments_go_back_through_the_weights_and_scales_of_now(config):
+    """Also after a write since the last step, in place or through `.data`."""
+    model = network(torch.float64)
+    optimizer = build(model, config, lr=1e-3)
+    train(model, optimizer, 20)
+    model[0].weight.data.mul_(0.5)
+    optimizer.param_groups[1]["lr"] = 5e-4
+    weights, adamw = copy.deepcopy(model), sel.to_adamw(optimizer)
+    slope = slopes(optimizer)
+    for name, parameter in model.named_parameters():
+        mine, theirs = optimizer.state[parameter], adamw.state[parameter]
+        factor = slope.get(name, torch.ones_like(parameter))
+        torch.testing.assert_close(theirs["exp_avg"], mine["exp_avg"] / factor, rtol=1e-11, atol=0)
+        torch.testing.assert_close(theirs["exp_avg_sq"], mine["exp_avg_sq"] / factor**2, rtol=1e-11, atol=0)
+    for name, curved in optimizer.curved():
+        torch.testing.assert_close(curved.effective(), model.get_parameter(name).detach(), rtol=1e-12, atol=1e-14)
+    assert_same_bits(model, weights)
+    assert [group["lr"] for group in adamw.param_groups] == [1e-3, 5e-4]
+    assert [group["param_names"] for group in adamw.param_groups] == [g["param_names"] for g in optimizer.param_groups]
+    train(model, adamw, 1)
+    assert all(float(state["step"]) == 21 for state in adamw.state.values())
+
+
+@pytest.mark.parametrize("config", [MAPS["default"], PAPER])
+def test_a_half_precision_run_switches_from_a_loaded_checkpoint(config):
+    """As a user does: model and AdamW rebuilt in another process, both loaded, then the switch."""
+    old = network(torch.bfloat16)
+    adamw = adamw_of(old)
+    train(old, adamw, 5)
+    model = network(torch.bfloat16, seed=1)
+    loaded = adamw_of(model)
+    model.load_state_dict(old.state_dict())
+    loaded.load_state_dict(adamw.state_dict())
+    optimizer = build(model, config, lr=1e-3)
+    sel.from_adamw(optimizer, loaded)
+    assert_same_bits(model, old)
+    assert {value.dtype for value in optimizer.state[model[0].weight].values()} == {torch.float32}
+    train(model, optimizer, 3, start=5)
+    assert not torch.equal(model[0].weight, old[0].weight)
+    returned = sel.to_adamw(optimizer)
+    assert returned.state[model[0].weight]["exp_avg"].dtype == torch.bfloat16
+    train(model, returned, 1, start=8)
+
+
+def test_parameters_that_adamw_never_moved_start_afresh():
+    model = network()
+    adamw = adamw_of(model)
+    model[0](torch.ones(2, 12)).sum().backward()
+    adamw.step()
+    optimizer = fresh(model)
+    sel.from_adamw(optimizer, adamw)
+    assert [float(optimizer.state[layer.weight]["step"]) for layer in (model[0], model[3])] == [1, 0]
+    assert not bool(optimizer.state[model[3].weight]["exp_avg"].any())
+    assert model[3].weight in sel.to_adamw(optimizer).state
+
+
+def test_a_slope_of_zero_leaves_no_infinite_moment():
+    layer = torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)
+    optimizer = sel.SELAdamW(layer, config=sel.SELConfig(mode="linear", l=sel.Scale("column")))
+    layer(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    optimizer.state[layer.weight]["l_column"][0] = 0.0
+    state = sel.to_adamw(optimizer).state[layer.weight]
+    assert float(state["exp_avg"][0, 0]) == float(state["exp_avg_sq"][0, 0]) == 0.0
+    assert float(state["exp_avg"][0, 1]) > 0
+
+
+def test_moments_of_8_bits_are_those_of_adamw_within_their_codes(monkeypatch):
+    monkeypatch.setattr("symexplin.optim.moments8._LEAST", 100)
+    model = network()
+    adamw = adamw_of(model)
+    train(model, adamw, 5)
+    optimizer = fresh(model, MAPS["default"], moment_bits=8)
+    sel.from_adamw(optimizer, adamw)
+    found, wanted = (o.state[model[0].weight]["exp_avg"] for o in (sel.to_adamw(optimizer), adamw))
+    assert optimizer.state[model[0].weight]["exp_avg"].dtype == torch.uint8
+    assert float((found - wanted).abs().max()) < 0.02 * float(wanted.abs().max())
