@@ -17,6 +17,7 @@ _context.set_forkserver_preload(
         "torch.distributed.fsdp",
         "torch.distributed.checkpoint.state_dict",
         "torch._dynamo",
+        "torchao.optim.quant_utils",
         "symexplin.optim",
         "symexplin.lab.run",
         "symexplin.lab.report.figures",
