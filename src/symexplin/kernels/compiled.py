@@ -36,7 +36,9 @@ class CompiledKernels:
         """Return the norm of the raw gradients."""
         closed = None if curve is None else Closed("exp_only", *curve)
         run = _compiled(_norm)
-        norms = [run(closed, **tensors) for tensors, _ in _pieces({"weight": weights, "grad": grads, "master": masters})]
+        norms = [
+            run(closed, **tensors) for tensors, _ in _pieces({"weight": weights, "grad": grads, "master": masters})
+        ]
         return torch.linalg.vector_norm(torch.stack(norms))
 
     def update(
