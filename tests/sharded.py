@@ -168,12 +168,12 @@ def states(model, optimizer):
 
 
 def trajectory(how, run, dtype=torch.float32, one_ulp=False):
-    """Train 20 steps; return weights, states, losses, and the last norm with the figures of `stats`."""
+    """Train 15 steps; return weights, states, losses, and the last norm with the figures of `stats`."""
     model, optimizer = make(how, run, dtype)
     with torch.no_grad():
         for p in model.parameters() if one_ulp else ():
             p.copy_(torch.where(p == 0, p, torch.nextafter(p, p + 1)))
-    losses = steps(model, optimizer, how, dtype, 0, 20)
+    losses = steps(model, optimizer, how, dtype, 0, 15)
     figures = {"norm": float(optimizer.grad_norm), **sel.stats(model, optimizer)}
     return weights(model), states(model, optimizer), losses, figures
 
@@ -184,12 +184,12 @@ def several(calls):
 
 
 def saved(how, run, folder, dtype, full_state=False, flat=False):
-    """Train 4 steps, save with torch.distributed.checkpoint, train 4 more; return what was saved and the end.
+    """Train 3 steps, save with torch.distributed.checkpoint, train 3 more; return what was saved and the end.
 
     `full_state`: gather it all in the first process and save it with torch.save.
     """
     model, optimizer = make(how, run, dtype)
-    steps(model, optimizer, how, dtype, 0, 4)
+    steps(model, optimizer, how, dtype, 0, 3)
     at = weights(model), states(model, optimizer)
     options = StateDictOptions(full_state_dict=full_state, flatten_optimizer_state_dict=flat)
     values, state = get_state_dict(model, optimizer, options=options)
@@ -197,7 +197,7 @@ def saved(how, run, folder, dtype, full_state=False, flat=False):
         dcp.save({"model": values, "optimizer": state}, checkpoint_id=folder)
     elif how == "whole" or torch.distributed.get_rank() == 0:
         torch.save({"model": values, "optimizer": state}, folder)
-    losses = steps(model, optimizer, how, dtype, 4, 8)
+    losses = steps(model, optimizer, how, dtype, 3, 6)
     return at, (weights(model), states(model, optimizer), losses)
 
 
@@ -218,7 +218,7 @@ def resumed(how, run, folder, dtype, full_state=False, flat=False):
         model, optimizer, model_state_dict=content["model"], optim_state_dict=content["optimizer"], options=options
     )
     at = weights(model), states(model, optimizer)
-    losses = steps(model, optimizer, how, dtype, 4, 8)
+    losses = steps(model, optimizer, how, dtype, 3, 6)
     return at, (weights(model), states(model, optimizer), losses)
 
 

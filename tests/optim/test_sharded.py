@@ -108,12 +108,11 @@ MOVES = {
     "2 x 2 to 1": (("tensor", 4), ("whole", 1), {}),
     "1 to 2 x 2": (("whole", 1), ("tensor", 4), {}),
 }
-# The master copies of bfloat16, 8-bit moments and Muon's state move where shards change, and stay to the bit elsewhere.
+# Raw weights and scales of every shape, master copies, 8-bit moments, Muon's momentum and stacks of matrices.
 MOVED = [(name, "elementwise", F32) for name in MOVES]
-MOVED += [(name, "elementwise", BF16) for name in ("2 x 2 to 2 x 2", "4 to 2", "4 to 1", "1 to 4, gathered")]
-MOVED += [(name, "default", BF16) for name in ("4 to 2", "4 to 1", "1 to 4", "4 to 4", "wrapped to split", "2 x 2 to 2")]
-MOVED += [(name, "8 bits", F32) for name in ("1 to 4", "4 to 2", "4 to 4")]
-MOVED += [(name, "stochastic", BF16) for name in ("4 to 2", "4 to 4")]
+MOVED += [(name, "elementwise", BF16) for name in ("2 x 2 to 2 x 2", "4 to 1")]
+MOVED += [(name, "default", BF16) for name in ("4 to 2", "1 to 4", "4 to 4", "2 x 2 to 2")]
+MOVED += [("4 to 2", "8 bits", F32), ("4 to 4", "8 bits", F32), ("4 to 2", "stochastic", BF16)]
 MOVED += [("4 to 2", "muon", F32), ("1 to 4", "absorbed", F32), ("2 x 2 to 4", "layers", F32)]
 
 
