@@ -178,7 +178,7 @@ def test_the_trainer_clips_another_optimizer_afterwards_and_never_this_one(examp
 
 def test_a_module_trained_again_has_no_memory_of_the_first_clipping(example, monkeypatch):
     monkeypatch.setattr(
-        example.Regressor, "config", sel.preset("paper", start="matched")
+        example.Regressor, "config", sel.preset("paper")
     )  # its weights will be trained
     module = example.Regressor()
     train(example, module)

@@ -8,7 +8,7 @@ transformers = pytest.importorskip("transformers")
 
 import symexplin as sel  # noqa: E402
 
-CONFIG = sel.preset("paper", start="matched")
+CONFIG = sel.preset("paper")
 IDS = (torch.arange(4)[:, None] * 7 + torch.arange(12)) % 32
 LORA = {"task_type": "CAUSAL_LM", "r": 4, "target_modules": ["q_proj", "v_proj"]}
 

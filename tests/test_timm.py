@@ -96,7 +96,7 @@ def test_layers_have_the_rates_of_timms_adamw_under_timms_schedulers():
 
 
 def test_learned_scales_keep_their_multipliers_in_every_layer():
-    config = sel.preset("paper", start="matched")
+    config = sel.preset("paper")
     groups = sel.timm.param_groups(vit(), config=config, lr=1e-3, layer_decay=0.5)
     whole = sel.param_groups(vit(), config=config, lr=1e-3)
     assert {tuple(group["k_e"]) for group in groups if group["role"] == "curved"} == {tuple(whole[0]["k_e"])}

@@ -256,9 +256,7 @@ def _parts_of(plain: nn.Parameter, map: Map, position: int) -> Parts:
     return parts | {name: nn.Parameter(value.to(plain.dtype)) for name, value in factors.items()}
 
 
-def _curve_(
-    module: nn.Module, kind: type[nn.Module], maps: Mapping[str, Map], parts: Mapping[str, Parts]
-) -> nn.Module:
+def _curve_(module: nn.Module, kind: type[nn.Module], maps: Mapping[str, Map], parts: Mapping[str, Parts]) -> nn.Module:
     """Make `module` one of the curved class `kind`, with raw weights and factors, in place, and return it."""
     own: dict[str, nn.Parameter | None] = {}
     for name, parameter in module._parameters.items():

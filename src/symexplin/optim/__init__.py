@@ -1,18 +1,16 @@
 """Parameter groups, the raw-space optimizer with its update rules, and scale annealing."""
 
 from symexplin.optim.adamw import SELAdamW
-from symexplin.optim.entry import Leaf
+from symexplin.optim.annealing import ScaleAnnealing, anneal_scales
 from symexplin.optim.entry import Leaf
 from symexplin.optim.groups import param_groups
 from symexplin.optim.migrate import from_adamw, to_adamw
 from symexplin.optim.muon import SELMuon
-from symexplin.optim.suggest import suggest_lr
 from symexplin.optim.optimizer import RawSpaceOptimizer
-from symexplin.optim.annealing import ScaleAnnealing, anneal_scales
 from symexplin.optim.stats import stats
+from symexplin.optim.suggest import suggest_lr
 
 __all__ = [
-    "Leaf",
     "RawSpaceOptimizer",
     "SELAdamW",
     "SELMuon",

@@ -53,7 +53,7 @@ class SELAdamW(RawSpaceOptimizer):
     Raises:
         TypeError: an unknown argument.
         ValueError: a switch that is on, a value out of range, no curved group, a multiplier that changes without
-            `total_steps`, or a weight that is not finite (at the first step).
+            `total_steps`, or at the first step a weight that has no raw weight to be stored.
 
     >>> import torch
     >>> import symexplin as sel
@@ -102,7 +102,7 @@ class SELAdamW(RawSpaceOptimizer):
             raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
 
     def is_adamw_(self, entry: Entry) -> bool:  # noqa: ARG002
-        """Whether AdamW updates all leaves of a parameter, so that kernels may: False if a subclass has its own rule."""
+        """Whether AdamW updates all leaves of a parameter, so that kernels may; a subclass may have its own rule."""
         return type(self).rule_ is SELAdamW.rule_
 
     def rule_(self, leaves: Sequence[Leaf], group: dict[str, Any]) -> None:

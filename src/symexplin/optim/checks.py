@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from symexplin.optim import moments8
@@ -48,9 +47,9 @@ def check_group(group: Group, first: Group) -> None:
         )
     check_rate(group["lr"])
     check_not_negative("weight_decay", group["weight_decay"])
-    if group.setdefault("moment_bits", 32) not in moments8.BITS:
+    if group["moment_bits"] not in moments8.BITS:
         raise ValueError(f"moment_bits must be 32 or 8, got {group['moment_bits']!r}")
-    check_flag("stochastic_rounding", group.setdefault("stochastic_rounding", False))
+    check_flag("stochastic_rounding", group["stochastic_rounding"])
     for i, parameter in enumerate(group["params"]):
         if not parameter.is_floating_point():
             raise ValueError(f"{name_of(group, i)} must be real and floating point, got {parameter.dtype}")
@@ -196,6 +195,6 @@ def check_finite(norm: Tensor, entries: Sequence[Entry], step: int) -> bool:
     warnings.warn(
         f"step {step}: {_diverged(entries)} is not finite: the run diverges. Go back to a checkpoint before this step, "
         "and lower the learning rate, lengthen its warm-up or set max_grad_norm",
-        stacklevel=6,
+        stacklevel=8,  # behind _clip, _step, step and three wrappers of torch
     )
     return False

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from symexplin import rounding
 from symexplin.closed import Closed
 from symexplin.curve import Curved, Factor, Map
-from symexplin.optim import moments8, rounding
+from symexplin.heads import Parts
+from symexplin.optim import moments8
 from symexplin.optim.annealing import multiplier
 from symexplin.optim.groups import Group, config_of, is_curved, map_of, name_of, parts_of
 from symexplin.optim.shard import WHOLE, Shard, address, is_dtensor, local, shard_of
-from symexplin.routes import Parts
 from symexplin.transform import compute_dtype
 from symexplin.validation import naming
 
@@ -96,7 +97,8 @@ class Entry:
     def is_current(self, state: dict[str, Any] | None) -> bool:
         """Whether this entry is still valid: the same parameter at the same address, with the same state."""
         parameter = self.group["params"][self.index]
-        return bool(state) and state is self.state and parameter is self.parameter and address(parameter) == self._address
+        same = bool(state) and state is self.state and parameter is self.parameter
+        return same and address(parameter) == self._address
 
     @property
     def name(self) -> str:
@@ -237,10 +239,12 @@ class Entry:
 
     def pull(self) -> Tensor:
         """Return the norm of the raw gradient, and keep the gradients of the learned scales."""
-        if not self.is_stored:
-            return torch.linalg.vector_norm(self.raw_gradient())
-        raw, self.grads = self.curved_map().pullback(self.gradient())
-        return torch.linalg.vector_norm(raw)
+        if self.is_stored:
+            raw, self.grads = self.curved_map().pullback(self.gradient())
+        else:
+            raw = self.raw_gradient()
+        norm: Tensor = torch.linalg.vector_norm(raw)
+        return norm
 
     def raw_gradient(self) -> Tensor:
         """Return the gradient by what a rule updates: the raw weight, or a plain parameter."""
@@ -266,9 +270,18 @@ class Entry:
             value = self.own("raw") if self.is_stored else self.weight()
             value = value.clone() if lr == 0.0 else value  # a rate of 0 changes moments alone
         return Leaf(
-            *(self.kind, self.name, value, _clipped(self.raw_gradient(), clip), lr, float(self.group["weight_decay"])),
-            *(float(self.state["step"]), self.shape, self.axes, parts_of(self.group, self.index) if self.curved else ()),
-            *({name: self.moment("weight", name) for name in names}, self.shard),
+            kind=self.kind,
+            name=self.name,
+            value=value,
+            grad=_clipped(self.raw_gradient(), clip),
+            lr=lr,
+            weight_decay=float(self.group["weight_decay"]),
+            step=float(self.state["step"]),
+            shape=self.shape,
+            axes=self.axes,
+            parts=parts_of(self.group, self.index) if self.curved else (),
+            moments={name: self.moment("weight", name) for name in names},
+            shard=self.shard,
         )
 
     def scale_leaves(self, moments: Moments, clip: Tensor | None) -> list[Leaf]:
@@ -280,9 +293,14 @@ class Entry:
         for factor in self.factors:
             value, rate = self.own(factor.name), lr * factor.lr_scale * multiplier(f"k_{factor.role}", self.group)
             leaf = Leaf(
-                *("scale", f"{self.name} {factor.name}", value.clone() if rate == 0.0 else value),
-                *(_clipped(self.grads.pop(factor.name), clip), rate, decay if factor.decays else 0.0, step),
-                self.whole_factors[factor.name].shape,
+                kind="scale",
+                name=f"{self.name} {factor.name}",
+                value=value.clone() if rate == 0.0 else value,
+                grad=_clipped(self.grads.pop(factor.name), clip),
+                lr=rate,
+                weight_decay=decay if factor.decays else 0.0,
+                step=step,
+                shape=self.whole_factors[factor.name].shape,
                 moments={name: self.own(moment_key(factor.name, name)) for name in names},
                 shard=self.shard_of(factor),
             )
@@ -312,7 +330,7 @@ class Entry:
             self.value.copy_(new)
 
     def noise(self) -> tuple[int, int, int, int]:
-        """Return the key and the span of the noise of stochastic rounding, see :mod:`symexplin.optim.rounding`."""
+        """Return the key and the span of the noise of stochastic rounding, see :mod:`symexplin.rounding`."""
         position = self.group["position"][self.index] if "position" in self.group else self.index
         key = rounding.key_of(self.group.get("seed", 0), position, int(self.state["step"]))
         return key, *rounding.span(tuple(self.value.shape), self.shape, self.shard.starts(self.shape))

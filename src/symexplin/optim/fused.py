@@ -7,7 +7,7 @@ for the update.
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -63,7 +63,15 @@ class Fused:
         for entry in entries:
             if (kernels := kernels_for(entry.value.device)) is not None and (kind := _kind_of(entry)) is not None:
                 step = float(entry.state["step"])
-                key = (kind, id(entry.group), entry.value.dtype, entry.value.device, entry.rounds, entry.shard.groups, step)
+                key = (
+                    kind,
+                    id(entry.group),
+                    entry.value.dtype,
+                    entry.value.device,
+                    entry.rounds,
+                    entry.shard.groups,
+                    step,
+                )
                 alike.setdefault(key, []).append(entry)
         self._batches: list[_Elementwise | _Factored] = []
         for (kind, *_), chosen in alike.items():
@@ -105,10 +113,11 @@ class _Elementwise:
     def update(self, clip: Tensor | None) -> None:
         """Update the weights and moments in place."""
         first = self.entries[0]
-        moments = ([entry.own(name) for entry in self.entries] for name in _MOMENTS)
+        exp_avgs, exp_avg_sqs = ([entry.own(name) for entry in self.entries] for name in _MOMENTS)
         noise = [entry.noise() for entry in self.entries] if first.rounds else None
         rates = _rates(first.group, float(first.state["step"]))
-        self._kernels.update(self._weights, self._grads, *moments, self._masters, self._curve, rates, clip, noise)
+        state = exp_avgs, exp_avg_sqs, self._masters
+        self._kernels.update(self._weights, self._grads, *state, self._curve, rates, clip, noise)
 
 
 class _Factored:
@@ -132,7 +141,7 @@ class _Factored:
             of_entry = [next(each) for _ in _split(entry, entry.value)]
             for i, name in enumerate(_names(entry.map)):
                 if name is not None:
-                    parts = [vectors[i] for vectors in of_entry]
+                    parts = [cast(Tensor, vectors[i]) for vectors in of_entry]
                     grad = torch.stack(parts) if stack_dims(entry.axes) else parts[0]
                     entry.grads[name] = grad.view(entry.own(name).shape)
         return norm
@@ -160,7 +169,9 @@ def _kind_of(entry: Entry) -> Any:
     if not _is_usual(entry):
         return None
     if not entry.is_stored:
-        return (entry.closed, "master" in entry.state) if entry.closed is None or entry.closed.mode == "exp_only" else None
+        return (
+            (entry.closed, "master" in entry.state) if entry.closed is None or entry.closed.mode == "exp_only" else None
+        )
     return _factored(entry.map) if all(entry.own(f.name).is_contiguous() for f in entry.factors) else None
 
 
@@ -232,6 +243,4 @@ def _vectors(entry: Entry) -> Iterator[tuple[Tensor | None, ...]]:
     """Yield the learned vectors of each matrix of a parameter."""
     tensors = [None if name is None else entry.own(name) for name in _names(entry.map)]
     for i in range(len(entry.value) if stack_dims(entry.axes) else 1):
-        yield tuple(
-            None if t is None else (t[i] if stack_dims(entry.axes) else t).reshape(-1) for t in tensors
-        )
+        yield tuple(None if t is None else (t[i] if stack_dims(entry.axes) else t).reshape(-1) for t in tensors)

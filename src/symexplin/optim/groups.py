@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from symexplin.config import SELConfig
 from symexplin.curve import CurvedBase, Map
+from symexplin.heads import Parts
 from symexplin.optim.suggest import warn_of_scales
-from symexplin.routes import Parts, Rate, Route, Routing, routing
+from symexplin.routes import Rate, Route, Routing, routing
 from symexplin.validation import check_not_negative
 
 __all__ = ["ALIGNED", "Group", "check_rate", "config_of", "is_curved", "map_of", "name_of", "param_groups", "parts_of"]

@@ -43,8 +43,8 @@ class SELMuon(SELAdamW):
     expert of a stack is a matrix; a convolution's rows are its output channels. Queries, keys and values in one weight,
     or gate and input, are orthogonalised apart where their usual names identify them (:mod:`symexplin.heads`).
 
-    The state of a raw matrix is "momentum_buffer", 4 bytes per parameter, besides a raw weight if the map stores one. Under FSDP2 each step
-    gathers the momentum of one matrix at a time.
+    The state of a raw matrix is "momentum_buffer", 4 bytes per parameter, besides a raw weight if the map stores one.
+    Under FSDP2 each step gathers the momentum of one matrix at a time.
 
     Args:
         params, lr, betas, eps, weight_decay, total_steps, max_grad_norm: see

@@ -28,6 +28,8 @@ _NO_GRADIENT = (
     "model since the optimizer was built, it has parameters that the model no longer uses"
 )
 _OWN = ("total_steps", "max_grad_norm")  # settings that a loaded state does not change
+# Settings of every optimizer, which a subclass may leave out of its defaults.
+_SETTINGS = {"total_steps": None, "max_grad_norm": None, "moment_bits": 32, "stochastic_rounding": False}
 _LOOK_EVERY = 100  # steps between checks of the norm on an accelerator, since each waits for the device
 _CHUNK = {"cpu": 2**18}  # numbers whose raw gradients exist at a time, at least one parameter's: a core's cache
 _CHUNK_OF_DEVICE = 2**26
@@ -43,6 +45,10 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
     """
 
     moments: ClassVar[tuple[str, ...]] = ()
+    grad_norm: Tensor | None  # of the last step
+    _entries: list[Entry]
+    _writes: Writes
+    _diverged: bool  # and the user has been warned
 
     def __init__(
         self,
@@ -56,7 +62,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
             params = param_groups(params, **given, config=config, no_decay=no_decay)
         elif config is not None or no_decay:
             raise ValueError("config and no_decay go with a model; symexplin.param_groups takes them for groups")
-        super().__init__(params, defaults)
+        super().__init__(params, defaults | {k: v for k, v in _SETTINGS.items() if k not in defaults})
         rates = {group["lr"] for group in self.param_groups}
         if len(rates) == 1:  # the peak rate for schedulers such as transformers' polynomial one
             self.defaults["lr"] = rates.pop()
@@ -111,7 +117,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         self.grad_norm = norm = _pull(active, others, fused)
         clip = self._clip(entries, norm)
         if fresh and not active:
-            warnings.warn(_NO_GRADIENT, stacklevel=4)
+            warnings.warn(_NO_GRADIENT, stacklevel=6)  # behind step() and three wrappers of torch
         if not (fresh and self._is_idle(norm)):
             _count(active)
             for chunk in _chunks(others):
@@ -153,7 +159,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
 
         Counting such a step would shift the annealing and the bias correction of empty moments.
         """
-        return float(norm) == 0.0 and all(float(group["lr"]) == 0.0 for group in self.param_groups)
+        return all(float(group["lr"]) == 0.0 for group in self.param_groups) and float(norm) == 0.0
 
     def _steps(self) -> int:
         return max(int(group["steps"]) for group in self.param_groups)
@@ -221,10 +227,10 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
 
         >>> import symexplin as sel
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
-        >>> sel.SELAdamW(model, lr=1e-3, config=sel.preset("fixed_curvature"), total_steps=100)
+        >>> sel.SELAdamW(model, lr=1e-3, config=sel.preset("exp_only", m=sel.Scale()), total_steps=100)
         SELAdamW(
-          map: mismatch, beta 7.5, e and l learned (row_col_mult), matched start (the paper's: symexplin.init_ before); width 64
-          curved: 2 tensors, 4,160 numbers, lr 0.001 (e 0.015 to 0.0024, l 0.015 to 0.0024), weight_decay 0.01
+          map: exp_only, beta 7.5, e learned (row_col_mult); width 64
+          curved: 2 tensors, 4,160 numbers, lr 0.001 (e 0.015 to 0.0024), weight_decay 0.01
           plain: 2 tensors, 128 numbers, lr 0.001, weight_decay 0.01
           betas (0.9, 0.999), eps 1e-08, total_steps 100, max_grad_norm None; 0 steps taken
         )
@@ -237,14 +243,10 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
 
     def _forget(self) -> None:
         """Drop what follows from groups and state."""
-        self.grad_norm: Tensor | None = None
-        self._entries: list[Entry] = []
+        self.grad_norm = None
+        self._entries = []
         self._writes = Writes()
         self._diverged = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled and copied: torch's parts."""
-        return super().__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a state that was pickled, copied or loaded."""
@@ -313,6 +315,8 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
             if values := saved["state"].get(key):  # may be empty: trainers load one, then replace the parameters
                 entry = Entry(group, i, self.state[group["params"][i]])
                 entry.state.update({name: entry.adopt(name, value) for name, value in values.items()})
+                if not entry.is_half:  # the state of a model that had half precision
+                    entry.state.pop("master", None)
 
 
 def _pull(active: Sequence[Entry], others: Sequence[Entry], fused: Fused) -> Tensor:

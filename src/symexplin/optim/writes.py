@@ -1,7 +1,7 @@
 """Adopt writes into parameters whose raw weight is stored: loaded checkpoints, swapped averages, manual edits.
 
 Every step compares `_version` and the data pointer of these parameters with those after the last step. Edits through
-`.data` change neither: `take_over_writes()` compares every entry. Parameters without a stored raw weight need nothing of
+`.data` change neither: `take_over_writes()` compares every entry. Parameters without a stored raw weight need none of
 this.
 """
 
@@ -52,8 +52,8 @@ def _adopt(entry: Entry, exact: bool) -> None:
         entry.own("raw").copy_(entry.curved_map().inverse(entry.value, where=changed))
     except ValueError as error:
         raise ValueError(
-            f"{entry.name}: weights written from outside cannot be adopted: {error}. Write other weights, or delete the "
-            "parameter's state (del optimizer.state[parameter]) so that its scales start anew"
+            f"{entry.name}: weights written from outside cannot be adopted: {error}. Write other weights, or delete "
+            "the parameter's state (del optimizer.state[parameter]) so that its scales start anew"
         ) from None
 
 
