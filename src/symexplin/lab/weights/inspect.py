@@ -23,6 +23,7 @@ from tqdm import tqdm
 from symexplin.config import SELConfig, check_config
 from symexplin.curve import Curved, Map
 from symexplin.lab.files import format_columns
+from symexplin.lab.maps import in_words
 from symexplin.lab.weights.files import TRAINED_KEY, iter_tensors, map_in, read_specs
 from symexplin.lab.weights.folding import curved_in
 from symexplin.transform import Scales, compute_dtype, forward, tolerance
@@ -175,7 +176,7 @@ def format_inspection(inspection: Inspection) -> str:
         f"{len(rows)} matrices with {total.numbers:,} numbers; {inspection.plain} tensors are plain",
         f"largest size {total.max:.3g}, standard deviation {total.std:.3g}; Xavier's uniform bound {total.bound:.3g}, "
         f"deviation {total.bound / math.sqrt(3.0):.3g}",
-        f"map: {inspection.config.describe()} ({inspection.origin})",
+        f"map: {in_words(inspection.config)} ({inspection.origin})",
         "x: in units of the bound or deviation of each matrix; %>: share of the numbers whose size is above; error: of "
         "the inverse of the map, in units of the accuracy owed",
     ]
