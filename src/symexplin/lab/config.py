@@ -276,9 +276,11 @@ class RunConfig:
         train = self.train
         if self.sel.home == "module" and train.lora_rank:
             raise ValueError("home must be 'optimizer' or 'none' for lora_rank, got 'module'")
-        mismatched = self.sel.home != "none" and self.sel.starts_as == "mismatched"
-        if mismatched and train.weights is not None and not train.lora_rank:
-            raise ValueError("start must be 'matched' with weights to start from, got 'mismatched'")
+        untold = self.sel.home != "none" and self.sel.start is None and self.sel.starts_as == "mismatched"
+        if untold and train.weights is not None and not train.lora_rank:
+            raise ValueError(
+                f"start must be given with weights and preset {self.sel.preset!r}: 'matched' keeps them as they are"
+            )
         if train.lora_rank and train.weights is None:
             raise ValueError(f"lora_rank must be 0 without weights to start from, got {train.lora_rank}")
         if train.lora_rank and (train.l1 or train.sparsity or self.log.compress):
