@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from symexplin.curve import Map, in_dims, is_weight, out_dims, stack_dims
-from symexplin.kernels import Kernels, is_memory, kernels_for
-from symexplin.kernels.interface import FactoredMap, Rates
+from symexplin.kernels import kernels_for
+from symexplin.kernels.interface import FactoredMap, Kernels, Rates, is_memory
 from symexplin.optim.entry import Entry, Leaf
 from symexplin.optim.groups import Group
 from symexplin.optim.shard import Groups, local
