@@ -32,6 +32,7 @@ __all__ = [
 Shape = tuple[int, ...]
 
 
+@functools.cache
 def _dims(axes: str, letter: str) -> Shape:
     return tuple(dim for dim, found in enumerate(axes) if found == letter)
 
@@ -113,7 +114,7 @@ class Factor(NamedTuple):
     lr_scale: float  # multiplies k: 1/beta for delta (paper, section 4.2)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Map:
     """The static description of the map of one tensor.
 
