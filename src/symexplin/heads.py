@@ -81,15 +81,16 @@ def _heads(model: nn.Module) -> list[nn.Module]:
     speakers: list[Any] = [m for m in model.modules() if callable(getattr(m, "get_output_embeddings", None))]
     said = [speaker.get_output_embeddings() for speaker in speakers]
     heads = [part for head in said if isinstance(head, nn.Module) for part in head.modules()]  # adapters may wrap it
-    last = next((name for name, m in reversed([*model.named_modules()]) if isinstance(m, _LAYERS)), "")
-    for name, module in model.named_modules():
+    found = dict(model.named_modules())  # not get_submodule, which a module called "half" would defeat
+    last = next((name for name, module in reversed(found.items()) if isinstance(module, _LAYERS)), "")
+    for name, module in found.items():
         final = f"{last}.".startswith(f"{name}.") and not _is_numbered(name)
         usual = _ends_like(name, HEAD_NAMES) and not _ends_like(name, INNER_NAMES)
         if (final and _ends_like(name, LAST_NAMES)) or (usual and "Pooling" not in type(module).__name__):
             heads.extend(_last_layers(module))
-    chain = model.get_submodule(last.rpartition(".")[0])
+    chain = found[last.rpartition(".")[0]]
     if isinstance(chain, nn.Sequential) and isinstance(next(chain.children(), None), _EMBEDDINGS):
-        heads.append(model.get_submodule(last))
+        heads.append(found[last])
     return [*heads, *_vocabulary_heads(model, {id(head) for head in heads}, bool(speakers))]
 
 
