@@ -339,18 +339,21 @@ class Curved(NamedTuple):
 
     def _contract_lora(self, factor: Factor, other: Tensor, g: Tensor) -> Tensor:
         axes = self.map.axes
-        g, stack = matrices(g, axes), [self.raw.shape[d] for d in stack_dims(axes)]
-        if factor.dims[-1] is None:  # A
-            found = _matmul(g, other.reshape(*stack, other.shape[len(stack)], -1).mT)
-        else:
-            found = _matmul(other.reshape(*stack, -1, other.shape[-1]).mT, g)
+        g, other = matrices(g, axes), self._lora_matrix(factor.dims[-1] is not None, other)
+        found = _matmul(g, other.mT) if factor.dims[-1] is None else _matmul(other.mT, g)
         return found.reshape(self.factors[factor.name].shape)
 
     def _product(self, a: Tensor, b: Tensor) -> Tensor:
         """Return the product of LoRA's factors with the shape of the raw weight."""
-        stack = [self.raw.shape[d] for d in stack_dims(self.map.axes)]
-        product = _matmul(a.reshape(*stack, -1, a.shape[-1]), b.reshape(*stack, b.shape[len(stack)], -1))
+        product = _matmul(self._lora_matrix(True, a), self._lora_matrix(False, b))
         return from_matrices(product, self.map.axes, self.raw.shape)
+
+    def _lora_matrix(self, is_a: bool, factor: Tensor) -> Tensor:
+        """Return a factor of LoRA as its (outputs, rank) or (rank, inputs) matrix, or as a stack; it may be empty."""
+        stack = len(stack_dims(self.map.axes))
+        sizes = factor.shape[stack:]
+        matrix = (math.prod(sizes[:-1]), sizes[-1]) if is_a else (sizes[0], math.prod(sizes[1:]))
+        return factor.reshape(*factor.shape[:stack], *matrix)
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from symexplin.functional import anneal
 from symexplin.validation import check_whole
 
-__all__ = ["LATER", "ScaleAnnealing", "anneal_scales", "multiplier"]
+__all__ = ["LATER", "ScaleAnnealing", "anneal_scales", "multiplier", "multipliers"]
 
 LATER = "later"  # total_steps before set_total_steps
 
@@ -27,6 +27,11 @@ def multiplier(key: str, group: Mapping[str, Any]) -> float:
             raise ValueError(f"total_steps is still {LATER!r}: call set_total_steps(T) before the second step")
         return float(k0)
     return anneal(group["steps"], total, k0, k1)
+
+
+def multipliers(group: Mapping[str, Any]) -> dict[str, float]:
+    """Return k(t) of every role with a multiplier in the group."""
+    return {key[2:]: multiplier(key, group) for key in group if key.startswith("k_")}
 
 
 class ScaleAnnealing:

@@ -421,7 +421,7 @@ class Entry:
 
 def in_format_of(value: Tensor, tensor: Tensor) -> Tensor:
     """Return the tensor in memory of the format of `value`; autograd's zero tensors have none."""
-    same = tensor.stride() == value.stride() and not tensor._is_zerotensor()
+    same = (tensor.shape, tensor.stride()) == (value.shape, value.stride()) and not tensor._is_zerotensor()
     return tensor if same else torch.empty_like(value, dtype=tensor.dtype).copy_(tensor)
 
 
