@@ -67,7 +67,8 @@ def sides(axes: str, shape: Sequence[int]) -> tuple[int, int]:
     >>> sides("eoi", (4, 3, 2)), sides("oiii", (8, 3, 5, 5))
     ((3, 2), (8, 75))
     """
-    return math.prod(shape[d] for d in out_dims(axes)), math.prod(shape[d] for d in in_dims(axes))
+    # Lists: torch.compile cannot trace math.prod of a generator.
+    return math.prod([shape[d] for d in out_dims(axes)]), math.prod([shape[d] for d in in_dims(axes)])
 
 
 def fans(axes: str, shape: Sequence[int]) -> tuple[int, int]:
