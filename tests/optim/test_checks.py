@@ -100,10 +100,18 @@ def switched(kind=torch.optim.AdamW, stepped=False, ours=ADAMW, over=None, **set
 
 def annealed(config=PAPER, total_steps=None, lr=3e-4):
     model = network() if config is None else sel.convert(network(), config)
-    sel.anneal_scales(torch.optim.SGD(model.parameters() if config is None else sel.param_groups(model, lr=lr)), total_steps)
+    sel.anneal_scales(
+        torch.optim.SGD(model.parameters() if config is None else sel.param_groups(model, lr=lr)), total_steps
+    )
 
 
-LIST = {"axes": ["oi"], "parts": [""], "position": [0], "shape": [(2, 2)], "config": sel.SELConfig().resolve(2).to_json()}
+LIST = {
+    "axes": ["oi"],
+    "parts": [""],
+    "position": [0],
+    "shape": [(2, 2)],
+    "config": sel.SELConfig().resolve(2).to_json(),
+}
 TABLE = [
     # settings of the rule
     (made(lr=-1.0), "lr must be a finite number >= 0, got -1.0"),
@@ -112,7 +120,10 @@ TABLE = [
     (made(lr="fast"), "lr must be a number, or {name pattern: number}, got 'fast'"),
     (made(eps=NAN), "eps must be a finite number >= 0, got nan"),
     (made(weight_decay=-0.1), "weight_decay must be a finite number >= 0, got -0.1"),
-    *((made(betas=b), "betas must be two numbers in [0, 1), got") for b in (None, (None, 0.9), ("a", 0.9), 0.9, (0.9, 1.0), (0.9,))),
+    *(
+        (made(betas=b), "betas must be two numbers in [0, 1), got")
+        for b in (None, (None, 0.9), ("a", 0.9), 0.9, (0.9, 1.0), (0.9,))
+    ),
     (made(total_steps=0), "total_steps must be a whole number >= 1, got 0"),
     (made(total_steps=2.5), "total_steps must be a whole number >= 1, got 2.5"),
     (made(config=ANNEALED), 'total_steps must be given, a number or "later": e is annealed from k = 50 to 8'),
@@ -120,7 +131,10 @@ TABLE = [
     (made(max_grad_norm=0.0), "max_grad_norm must be a positive finite number, got 0.0"),
     (made(moment_bits=4), "moment_bits must be 32 or 8, got 4"),
     (made(stochastic_rounding=1), "stochastic_rounding must be True or False, got 1"),
-    (made(stochastic_rounding=True, config=sel.preset("frozen")), "stochastic_rounding must be False for a map that stores raw"),
+    (
+        made(stochastic_rounding=True, config=sel.preset("frozen")),
+        "stochastic_rounding must be False for a map that stores raw",
+    ),
     (made(MUON, lr=-1.0), "lr must be a finite number >= 0, got -1.0"),
     (made(MUON, momentum=1.0), "momentum must be a number in [0, 1), got 1.0"),
     (made(MUON, nesterov=1), "nesterov must be True or False, got 1"),
@@ -149,15 +163,24 @@ TABLE = [
     (complex_model, "phase must be real and floating point, got torch.complex64"),
     (added(params=[("phase", nn.Parameter(torch.zeros(2, dtype=torch.complex64)))]), "phase must be real and floating"),
     (added(params=[("q", nn.Parameter(torch.zeros(2, 2)))], role="curved"), "a curved group needs 'config'"),
-    (added(params=[("q", nn.Parameter(torch.zeros(2, 2)))], max_grad_norm=0.1), "max_grad_norm must be equal in all groups, 1.0"),
-    (added(params=[(n, nn.Parameter(torch.zeros(2, 2))) for n in "ab"], role="curved", **LIST), "axes must have one entry per parameter, got 1 for 2"),
+    (
+        added(params=[("q", nn.Parameter(torch.zeros(2, 2)))], max_grad_norm=0.1),
+        "max_grad_norm must be equal in all groups, 1.0",
+    ),
+    (
+        added(params=[(n, nn.Parameter(torch.zeros(2, 2))) for n in "ab"], role="curved", **LIST),
+        "axes must have one entry per parameter, got 1 for 2",
+    ),
     (added(params=[("q", nn.Parameter(torch.zeros(2)))], lr=-1.0), "lr must be a finite number >= 0, got -1.0"),
     (cube, "cube must have one dimension per letter of its axes 'oi', got the shape (2, 2, 2)"),
     (flattened, "0.weight must have its shape (20, 12), got (6, 20): parameters flattened after the groups were built"),
     (infinite, "3.weight: cannot invert mode='mismatch' for 1 of 120 elements: the weights must be finite"),
     (sparse, "words.weight: sparse gradients are not supported: set sparse=False"),
     # param_groups
-    (grouped(weight_decay=NAN), "weight_decay must be a finite number >= 0, got nan"),
+    (
+        lambda: ADAMW(sel.param_groups(network(), weight_decay=NAN)),
+        "weight_decay must be a finite number >= 0, got nan",
+    ),
     (grouped(config=ANNEALED.from_dict({"e": {"pattern": "row"}})), "lr must be given"),
     (grouped(lr={"4.*": 1e-3, "*": 1e-3}), "lr pattern '4.*' matches no parameter"),
     (grouped(lr={"1.*": 1e-3}), "lr must have a pattern for every name, got none for '0.weight': end with '*'"),
@@ -181,7 +204,10 @@ TABLE = [
     (switched(over=(0, 3)), "adamw must be over the same parameters: it does not have 1.weight"),
     (switched(ours=MUON), "optimizer must be a symexplin.SELAdamW, got SELMuon"),
     (lambda: sel.to_adamw(MUON(network())), "optimizer must be a symexplin.SELAdamW, got SELMuon"),
-    (lambda: sel.to_adamw(torch.optim.AdamW(network().parameters())), "optimizer must be a symexplin.SELAdamW, got AdamW"),
+    (
+        lambda: sel.to_adamw(torch.optim.AdamW(network().parameters())),
+        "optimizer must be a symexplin.SELAdamW, got AdamW",
+    ),
     (annealed, "total must be the number of annealing steps"),
     (functools.partial(annealed, None, 20), "optimizer has no group with multipliers"),
     (lambda: sel.suggest_lr(network(), adamw_lr=0), "adamw_lr must be a positive finite number, got 0"),
@@ -189,7 +215,9 @@ TABLE = [
 ]
 
 
-@pytest.mark.parametrize(("call", "message"), TABLE, ids=[f"{i}: {message[:40]}" for i, (_, message) in enumerate(TABLE)])
+@pytest.mark.parametrize(
+    ("call", "message"), TABLE, ids=[f"{i}: {message[:40]}" for i, (_, message) in enumerate(TABLE)]
+)
 def test_refused(call, message):
     with pytest.raises((ValueError, TypeError), match=re.escape(message)):
         call()

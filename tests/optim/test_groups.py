@@ -55,7 +55,9 @@ def test_weight_decay_defaults_to_the_optimizers():
     assert decay == {"plain": 0.3, "raw": 0.3, "e": 0.3, "l": 0.3, "m": 0.0}
 
 
-@pytest.mark.parametrize("lr", [3e-3, torch.tensor(3e-3), {"*": torch.tensor(3e-3)}], ids=["number", "tensor", "mapping"])
+@pytest.mark.parametrize(
+    "lr", [3e-3, torch.tensor(3e-3), {"*": torch.tensor(3e-3)}], ids=["number", "tensor", "mapping"]
+)
 def test_a_scales_own_rate_becomes_a_multiplier(lr):
     config = sel.preset("frozen", e=sel.Scale("row", k=(50, 8)))
     assert sel.param_groups(network(), lr=lr, config=config)[0]["k_e"] == pytest.approx([5.0, 0.8])

@@ -64,7 +64,9 @@ def test_the_scale_of_the_loss_does_not_matter(scale, kind):
 @pytest.mark.slow
 def test_the_loss_falls_as_with_32_bits():
     """Over 300 steps: the means of fifty steps differ by less than those of another order of the data."""
-    full, other, small = (train(bits, 300, seed)[1].unflatten(0, (6, 50)).mean(1) for bits, seed in ((32, 0), (32, 1), (8, 0)))
+    full, other, small = (
+        train(bits, 300, seed)[1].unflatten(0, (6, 50)).mean(1) for bits, seed in ((32, 0), (32, 1), (8, 0))
+    )
     assert float((small - full).abs().max()) < float((other - full).abs().max())
     assert float(small[-1]) < 0.5 * float(small[0])
 

@@ -75,7 +75,12 @@ def test_a_rule_gets_every_leaf_with_its_own_rate_decay_and_count():
     expected |= {"0.weight n_column": 3e-4, "0.weight delta_A": 3e-4 * 0.5 / 7.5, "1.weight": 3e-4}
     assert {name: rates[name] for name in expected} == pytest.approx(expected)
     kinds = {name: kind for name, (kind, *_) in found.items()}
-    assert [kinds[name] for name in ("0.weight", "0.bias", "0.bias e_row", "1.bias")] == ["raw", "raw", "scale", "plain"]
+    assert [kinds[name] for name in ("0.weight", "0.bias", "0.bias e_row", "1.bias")] == [
+        "raw",
+        "raw",
+        "scale",
+        "plain",
+    ]
     decays = {name for name, (_, _, _, decay, _) in found.items() if decay == 0.1}
     assert decays == {name for name in found if name.partition(" ")[2][:2] in ("", "e_", "l_")}
     assert {step for _, step, *_ in found.values()} == {2.0}

@@ -43,7 +43,9 @@ def test_stats_against_direct_computation(home, mode):
     assert found["e/std"] == pytest.approx(statistics.fmean(float(((v - mean) ** 2).mean()) for v in e) ** 0.5)
     assert found["kappa/mean"] == pytest.approx(2.0 * 2.0)
     assert "l/mean" not in found
-    matrices = [(p["raw"], values, 2.0 * float(p["m"])) for p, values in zip(parts, e, strict=True) if p["raw"].dim() == 2]
+    matrices = [
+        (p["raw"], values, 2.0 * float(p["m"])) for p, values in zip(parts, e, strict=True) if p["raw"].dim() == 2
+    ]
     x = torch.cat([(kappa * raw.abs()).flatten() for raw, _, kappa in matrices])
     assert found["kappa_w/max"] == pytest.approx(float(x.max()), rel=1e-6)
     assert found["tail/fraction"] == pytest.approx(float((x > 1).double().mean()))

@@ -7,11 +7,10 @@ import copy
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, ReduceLROnPlateau, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import symexplin as sel
-from training import PAPER, assert_same_bits, build, network, same, train
+from training import PAPER, assert_same_bits, build, network, train
 
 both = pytest.mark.parametrize("kind", [sel.SELAdamW, sel.SELMuon])
 
@@ -19,32 +18,6 @@ both = pytest.mark.parametrize("kind", [sel.SELAdamW, sel.SELMuon])
 def make(kind=sel.SELAdamW, model=None, **settings):
     model = network() if model is None else model
     return model, kind(model, **({"lr": 1e-3} | settings))
-
-
-def loss(model):
-    return float(model(torch.ones(4, 12)).square().mean().detach())
-
-
-SCHEDULES = {
-    "none": lambda optimizer: [],
-    "step": lambda optimizer: [StepLR(optimizer, gamma=0.9, step_size=10)],
-    "plateau": lambda optimizer: [ReduceLROnPlateau(optimizer, threshold=0.1)],
-    "two": lambda optimizer: [LinearLR(optimizer, 0.4, total_iters=4), CosineAnnealingLR(optimizer, 30)],
-}
-
-
-@both
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_param_group_with_lrscheduler_goes_right_direction(kind, schedule):
-    model, optimizer = make(kind)
-    schedulers, before = SCHEDULES[schedule](optimizer), loss(model)
-    for _ in range(20):
-        optimizer.zero_grad()
-        model(torch.ones(4, 12)).square().mean().backward()
-        optimizer.step()
-        for scheduler in schedulers:
-            scheduler.step(*([loss(model)] if isinstance(scheduler, ReduceLROnPlateau) else []))
-    assert loss(model) < before
 
 
 @both
@@ -62,15 +35,6 @@ def test_tensor_lr(kind, config):
 
 
 @both
-def test_step_is_noop_when_params_have_no_grad(kind):
-    model, optimizer = make(kind)
-    before = copy.deepcopy(model)
-    with pytest.warns(UserWarning, match="no parameter has a gradient at the first step"):
-        optimizer.step()
-    assert_same_bits(model, before)
-
-
-@both
 def test_step_is_noop_for_zero_grads(kind):
     model, optimizer = make(kind, weight_decay=0.0)
     before = copy.deepcopy(model)
@@ -79,19 +43,6 @@ def test_step_is_noop_for_zero_grads(kind):
     for _ in range(3):
         optimizer.step()
     assert_same_bits(model, before)
-
-
-@both
-def test_state_dict_deterministic(kind):
-    """Two runs give equal states; a load changes neither the state given nor what comes out again."""
-    runs = [make(kind) for _ in range(2)]
-    first, second = (copy.deepcopy((train(*run, 3), run[1].state_dict())[1]) for run in runs)
-    assert same(first, second)
-    given = copy.deepcopy(first)
-    _, optimizer = make(kind, copy.deepcopy(runs[0][0]))
-    optimizer.load_state_dict(given)
-    assert same(given, first)
-    assert same(copy.deepcopy(optimizer.state_dict()), first)
 
 
 @both
@@ -134,8 +85,11 @@ def test_load_state_dict_hooks(dtype, config):
         found["state"][0]["exp_avg"].fill_(0.123456789)
         return found
 
+    def after(loaded):
+        loaded.state[model[0].bias]["exp_avg"].fill_(0.987654321)
+
     other.register_load_state_dict_pre_hook(before)
-    other.register_load_state_dict_post_hook(lambda o: o.state[model[0].bias]["exp_avg"].fill_(0.987654321) and None)
+    other.register_load_state_dict_post_hook(after)
     other.load_state_dict(optimizer.state_dict())
     for parameter, value in ((model[0].weight, 0.123456789), (model[0].bias, 0.987654321)):
         found = other.state[parameter]["exp_avg"]
@@ -152,22 +106,6 @@ def test_state_dict_pre_and_post_hooks():
     optimizer.register_state_dict_post_hook(lambda _, found: {"packed": list(found.items())})
     assert [name for name, _ in optimizer.state_dict()["packed"]] == ["state", "param_groups"]
     assert seen == [6]
-
-
-def test_set_default_dtype_changes_nothing():
-    ends = []
-    for dtype in (torch.float32, torch.float64):
-        model, optimizer = make(config=PAPER, total_steps=9)
-        torch.set_default_dtype(dtype)
-        try:
-            for i in range(3):
-                for p in model.parameters():
-                    p.grad = torch.ones_like(p) * (i + 1)
-                optimizer.step()
-        finally:
-            torch.set_default_dtype(torch.float32)
-        ends.append(model)
-    assert_same_bits(*ends)
 
 
 @pytest.mark.gpu
