@@ -1,7 +1,7 @@
 """Run scripts in turn, as torchrun would start them, forked from one process that has imported what is slow.
 
-As a script: the arguments are a JSON list of modules to import and one of jobs, each a number of processes and a
-command line. A job of several processes has the environment that torchrun gives.
+As a script: the arguments are a JSON list of modules to import and one of jobs, each a number of processes, a command
+line and the exit code to expect. A job of several processes has the environment that torchrun gives.
 """
 
 import importlib
@@ -23,8 +23,9 @@ TRAINER = [
 _END = "the end of a job"
 
 
-def outputs(modules, jobs, timeout=240):
+def outputs(modules, jobs, timeout=240, ends=None):
     """Return what each job printed; `jobs` has a (number of processes, command line) for each."""
+    jobs = [(*job, end) for job, end in zip(jobs, ends or [0] * len(jobs), strict=True)]
     command = [sys.executable, __file__, json.dumps(modules), json.dumps(jobs)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, check=False)
@@ -32,30 +33,26 @@ def outputs(modules, jobs, timeout=240):
     return done.stdout.split(_END)[:-1]
 
 
-def _work(arguments, variables):
-    os.environ |= variables
-    sys.argv[:] = arguments
-    runpy.run_path(arguments[0], run_name="__main__")
-    sys.exit()
-
-
-def _run(processes, arguments):
+def _run(processes, arguments, expected):
     variables = {}
     if processes > 1:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
-        variables |= {"LOCAL_WORLD_SIZE": str(processes)}
+            port = str(free.getsockname()[1])
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(processes)}
     pids = []
     for rank in range(processes):
         pids.append(os.fork())
         if not pids[-1]:
-            return _work(arguments, variables | {name: str(rank) for name in ("RANK", "LOCAL_RANK") if variables})
+            ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(processes)}
+            os.environ |= variables | (ranks if variables else {})
+            sys.argv[:] = arguments
+            runpy.run_path(arguments[0], run_name="__main__")
+            sys.exit()
     ends = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    if any(ends):
-        sys.exit(f"failed: {arguments}")
-    return print(_END, flush=True)  # noqa: T201
+    if ends != [expected] * processes:
+        sys.exit(f"ended with {ends}: {arguments}")
+    print(_END, flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

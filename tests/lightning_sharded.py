@@ -47,7 +47,7 @@ def compare(folder, name):
     for p, q in zip(resumed.parameters(), whole.parameters(), strict=True):
         mine, theirs = ({"weight": p.detach(), **optimizer.state[p]}, {"weight": q.detach(), **other.state[q]})
         for key, value in mine.items():
-            if name != "ddp" and key in ("weight", "raw", "panel0", "exp_avg"):
+            if name != "ddp" and key in ("weight", "raw", "e_row", "exp_avg"):
                 assert isinstance(value, torch.distributed.tensor.DTensor)
             parts = (getattr(v, "to_local", v.clone)() for v in (value, theirs[key]))
             assert torch.equal(*parts), key

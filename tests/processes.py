@@ -17,6 +17,7 @@ _context.set_forkserver_preload(
         "torch.distributed.fsdp",
         "torch.distributed.checkpoint.state_dict",
         "torch._dynamo",
+        "torchao.optim.quant_utils",
         "symexplin.optim",
         "symexplin.lab.run",
         "symexplin.lab.report.figures",
@@ -38,7 +39,7 @@ def _work(rank, world, store, results, function, args):
         results.put((rank, False, traceback.format_exc()))
 
 
-def run(world, folder, function, *args, timeout=150):
+def run(world, folder, function, *args, timeout=240):
     """Return what `function(*args)` returned in each of `world` processes; `folder` is for their rendezvous.
 
     The function must live in a module that another process can import: one of the helpers beside this file.

@@ -16,8 +16,10 @@ mp = mpmath.MPContext()  # private: leaves the global precision alone
 mp.dps = 50
 
 UNIT = {torch.float32: 2.0**-24, torch.float64: 2.0**-53}  # half the distance from 1 to the next number
-MODES = ("mismatch", "congruent", "exp_only", "oppose", "damped", "sinh", "linear", "power")
+MODES = ("mismatch", "congruent", "exp_only", "oppose", "damped", "sinh", "linear")
 EXPONENTIAL = MODES[:4]  # the modes made of S and L
+DTYPES = (torch.float32, torch.float64)
+VARIANTS = (("fixed", False), ("fixed", True), ("absorbed", False), ("absorbed", True))  # curvature, normalize
 # Scales that each mode reads besides s and delta; "m" stands for whatever gives kappa.
 READS = {
     **dict.fromkeys(EXPONENTIAL, ("e", "l", "m", "n")),
@@ -25,10 +27,14 @@ READS = {
     "damped": ("n",),
     "sinh": ("m",),
     "linear": ("l",),
-    "power": (),
 }
 
 Terms = dict[str, list[Any]]
+
+
+def reads(mode: str, variant: tuple[str, bool] = VARIANTS[0], **_: object) -> bool:
+    """Whether a mode reads how its curvature is given and normalized, or `variant` is the first way: for pairs."""
+    return variant == VARIANTS[0] or "m" in READS[mode]
 
 
 class Point(NamedTuple):
@@ -91,9 +97,6 @@ def terms(mode: str, normalize: bool, p: Point) -> Terms:
     d = p.kappa if normalize else p.beta
     if mode == "linear":
         inner: Terms = {"value": [p.l * p.w], "w": [p.l], "l": [p.w]}
-    elif mode == "power":
-        size = abs(p.w)
-        inner = {"value": [mp.sign(p.w) * size**p.beta], "w": [p.beta * size ** (p.beta - 1)]}
     elif mode == "sinh":
         inner = _sinh_terms(d, p, normalize)
     elif mode == "damped":
@@ -106,7 +109,7 @@ def terms(mode: str, normalize: bool, p: Point) -> Terms:
     if "kappa" in out:
         out |= {"beta_tilde": out["kappa"], "m": [p.beta * term for term in out["kappa"]]}
     curvature = {"linear": mp.zero, "damped": p.beta}.get(mode, p.kappa)
-    out["x"] = [p.beta if mode == "power" else curvature * abs(p.w)]
+    out["x"] = [curvature * abs(p.w)]
     return out
 
 
@@ -156,10 +159,10 @@ def worst(
     factors = exact(1.0 if g is None else g, got.shape)
     largest = 0.0
     for result, element, factor in zip(got.flatten().tolist(), want, factors, strict=True):
-        if not math.isfinite(result):
-            return math.inf
         parts = element[role]
         error = abs(result - factor * mp.fsum(parts))
+        if not mp.isfinite(error):  # of either side
+            return math.inf
         owed = (8 + 4 * element["x"][0]) * unit * abs(factor) * mp.fsum(parts, absolute=True)
         largest = max(largest, float(error / owed) if owed else (math.inf if error else 0.0))
     return largest

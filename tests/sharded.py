@@ -1,18 +1,11 @@
-"""A small network trained by SELAdamW whole, under DDP and under FSDP2, to be run by `processes.run`."""
+"""A small network trained whole, under DDP, FSDP2 and tensor parallelism, to be run by `processes.run`."""
 
-import copy
 import io
-import warnings
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -21,17 +14,23 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import symexplin as sel
-from symexplin.optim import small
-from symexplin.optim.placement import local
+from symexplin.kernels import kernels_for
+from symexplin.optim import moments8
+from symexplin.optim.shard import local
 
-__all__ = ["resumed", "saved", "several", "trajectory"]
+__all__ = ["RUNS", "resumed", "saved", "several", "trajectory"]
 
 ROWS = 24  # as many for each of 2, 3 or 4 processes
+PAPER, OFFSET = sel.preset("paper"), sel.preset("paper+offset")
+# All shapes of scales: one number per weight, as it is and as a logarithm, besides vectors and LoRA factors.
+_EACH = sel.Scale("elementwise", k=(50.0, 8.0))
+_LOG = sel.Scale("elementwise", k=(50.0, 8.0), transform="exp")
+ELEMENTWISE = sel.preset("paper+offset", e=_LOG, l=_EACH, n=sel.Scale("elementwise"))
 
 
-def model_of(dtype=torch.float32, seed=0):
+def model_of(dtype=torch.float32):
     """17 rows over 4 processes are 5, 5, 5, 2; 3 rows are 1, 1, 1, 0."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     layers = [nn.Linear(12, 17), nn.LayerNorm(17), nn.GELU(), nn.Linear(17, 16), nn.GELU(), nn.Linear(16, 3)]
     return nn.Sequential(*layers).to(dtype)
 
@@ -68,9 +67,26 @@ def layers_of(dtype=torch.float32):
     return nn.Sequential(Pixels(), StackedExperts(), nn.Linear(8, 3)).to(dtype)
 
 
+# Each run's arguments of `make`. The rate is hot enough to be clipped at first, cool enough not to amplify roundings.
+RUNS = {
+    "default": {"config": None, "lr": 1e-2},
+    "paper": {"config": PAPER},
+    "offset": {"config": OFFSET},
+    "absorbed": {"config": sel.preset("absorbed")},
+    "elementwise": {"config": ELEMENTWISE},
+    "8 bits": {"config": None, "lr": 1e-2, "moment_bits": 8},
+    "muon": {"config": OFFSET, "kind": sel.SELMuon, "lr": 1e-3},
+    "layers": {"config": OFFSET, "model_of": layers_of, "lr": 1e-3},
+    "default layers": {"config": None, "model_of": layers_of, "lr": 1e-3},
+    "muon layers": {"config": OFFSET, "kind": sel.SELMuon, "model_of": layers_of, "lr": 1e-3},
+    "stochastic": {"config": None, "lr": 1e-2, "stochastic_rounding": True},
+    "free": {"config": PAPER, "max_grad_norm": None},
+}
+
+
 def shard(model, how):
     """Split a model in place, or wrap it."""
-    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    world = torch.distributed.get_world_size()
     if how == "ddp":
         return nn.parallel.DistributedDataParallel(model)
     options = {"mesh": init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))}
@@ -83,7 +99,7 @@ def shard(model, how):
             model, both["tensor"], {"0": rows, "3": columns, "5": rows} if len(model) > 3 else {"2": rows}
         )
         for name, parameter in list(model[1].named_parameters()) if len(model) == 3 else ():
-            split = distribute_tensor(parameter.detach(), both["tensor"], [Shard(0)])
+            split = distribute_tensor(parameter.detach(), both["tensor"], [Shard(0)])  # expert parallelism
             model[1].register_parameter(name, nn.Parameter(split))
     if how == "hsdp":
         options["mesh"] = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
@@ -97,18 +113,15 @@ def shard(model, how):
     return fully_shard(model, **options)
 
 
-def optimizer_of(model, config, lr=1e-2, kind=sel.SELAdamW, **kwargs):
-    kwargs = {"total_steps": 50, "max_grad_norm": 0.5} | kwargs
-    return kind(sel.param_groups(model, lr=lr, weight_decay=0.1, config=config), **kwargs)
-
-
-def make(how, config, dtype=torch.float32, model_of=model_of, **kwargs):
+def make(how, run, dtype=torch.float32):
     """Return model and optimizer, split over the processes as `how` says."""
-    model = model_of(dtype)
-    small._LEAST = 64  # of the matrices here three are larger
-    if how != "whole":
-        model = shard(model, how)
-    return model, optimizer_of(model, config, **kwargs)
+    settings = {"kind": sel.SELAdamW, "model_of": model_of, "lr": 3e-3} | RUNS[run]
+    kind, model, lr, config = (settings.pop(key) for key in ("kind", "model_of", "lr", "config"))
+    model = model(dtype)
+    moments8._LEAST = 64  # of the matrices here three are larger
+    model = model if how == "whole" else shard(model, how)
+    groups = sel.param_groups(model, lr=lr, weight_decay=0.1, config=config)
+    return model, kind(groups, **{"total_steps": 50, "max_grad_norm": 0.5} | settings)
 
 
 def loss_of(model, step, how, dtype=torch.float32):
@@ -151,22 +164,16 @@ def weights(model):
 def states(model, optimizer):
     """Return every tensor of the optimizer's state, whole, by parameter and name."""
     names = {p: name.removeprefix("module.") for name, p in model.named_parameters()}
-    return {
-        f"{names[p]} {key}": full(value)
-        for p, state in optimizer.state.items()
-        for key, value in state.items()
-        if isinstance(value, torch.Tensor)
-    }
+    return {f"{names[p]} {key}": full(value) for p, state in optimizer.state.items() for key, value in state.items()}
 
 
-def trajectory(how, config, dtype=torch.float32, one_ulp=False, **kwargs):
-    """Train 20 steps; return weights, state, losses, the last norm of the gradient and the figures of `stats`."""
-    model, optimizer = make(how, config, dtype, **kwargs)
-    if one_ulp:
-        with torch.no_grad():
-            for p in model.parameters():
-                p.copy_(torch.where(p == 0, p, torch.nextafter(p, p + 1)))
-    losses = steps(model, optimizer, how, dtype, 0, 20)
+def trajectory(how, run, dtype=torch.float32, one_ulp=False):
+    """Train 15 steps; return weights, states, losses, and the last norm with the figures of `stats`."""
+    model, optimizer = make(how, run, dtype)
+    with torch.no_grad():
+        for p in model.parameters() if one_ulp else ():
+            p.copy_(torch.where(p == 0, p, torch.nextafter(p, p + 1)))
+    losses = steps(model, optimizer, how, dtype, 0, 15)
     figures = {"norm": float(optimizer.grad_norm), **sel.stats(model, optimizer)}
     return weights(model), states(model, optimizer), losses, figures
 
@@ -176,13 +183,13 @@ def several(calls):
     return [globals()[name](*args, **kwargs) for name, args, kwargs in calls]
 
 
-def saved(how, config, folder, dtype=torch.float32, full_state=False, flat=False, **kwargs):
-    """Train 4 steps, save with torch.distributed.checkpoint, train 4 more; return what was saved and the end.
+def saved(how, run, folder, dtype, full_state=False, flat=False):
+    """Train 3 steps, save with torch.distributed.checkpoint, train 3 more; return what was saved and the end.
 
     `full_state`: gather it all in the first process and save it with torch.save.
     """
-    model, optimizer = make(how, config, dtype, **kwargs)
-    steps(model, optimizer, how, dtype, 0, 4)
+    model, optimizer = make(how, run, dtype)
+    steps(model, optimizer, how, dtype, 0, 3)
     at = weights(model), states(model, optimizer)
     options = StateDictOptions(full_state_dict=full_state, flatten_optimizer_state_dict=flat)
     values, state = get_state_dict(model, optimizer, options=options)
@@ -190,13 +197,13 @@ def saved(how, config, folder, dtype=torch.float32, full_state=False, flat=False
         dcp.save({"model": values, "optimizer": state}, checkpoint_id=folder)
     elif how == "whole" or torch.distributed.get_rank() == 0:
         torch.save({"model": values, "optimizer": state}, folder)
-    losses = steps(model, optimizer, how, dtype, 4, 8)
+    losses = steps(model, optimizer, how, dtype, 3, 6)
     return at, (weights(model), states(model, optimizer), losses)
 
 
-def resumed(how, config, folder, dtype=torch.float32, full_state=False, flat=False, **kwargs):
+def resumed(how, run, folder, dtype, full_state=False, flat=False):
     """Load what :func:`saved` wrote, into other weights; return it as loaded and the end."""
-    model, optimizer = make(how, config, dtype, **kwargs)
+    model, optimizer = make(how, run, dtype)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.01)
@@ -211,51 +218,39 @@ def resumed(how, config, folder, dtype=torch.float32, full_state=False, flat=Fal
         model, optimizer, model_state_dict=content["model"], optim_state_dict=content["optimizer"], options=options
     )
     at = weights(model), states(model, optimizer)
-    losses = steps(model, optimizer, how, dtype, 4, 8)
+    losses = steps(model, optimizer, how, dtype, 3, 6)
     return at, (weights(model), states(model, optimizer), losses)
 
 
-def started(how, config):
-    """Return the weights that an optimizer has started."""
-    return weights(make(how, config)[0])
+def given(run, dtype, blocks=False):
+    """Take 6 steps with given gradients, the same on any number of processes; return weights and states."""
+    # What is left of a row behind whole vectors is rounded otherwise by torch's fused AdamW, not by kernels.
+    width = 13 if kernels_for(torch.device("cpu")) else 16
+    torch.manual_seed(0)
+    layers = [nn.Embedding(5, 2 * width), nn.Linear(2 * width, 17, bias=False), nn.Linear(4 * width, 7, bias=False)]
+    model = nn.Sequential(*layers).to(dtype)
+    if torch.distributed.is_initialized():
+        world = torch.distributed.get_world_size()
+        mesh = init_device_mesh("cpu", (2, world // 2) if blocks else (world,))
+        for module in model:
+            for name, p in list(module.named_parameters()):
+                split = distribute_tensor(p.detach(), mesh, [Shard(0), Shard(1)][: mesh.ndim])
+                module.register_parameter(name, nn.Parameter(split))
+    settings = {"lr": 3e-3, "total_steps": 50, "max_grad_norm": None} | RUNS[run]
+    moments8._LEAST = 64
+    optimizer = sel.SELAdamW(model, weight_decay=0.1, **settings)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(6):
+        for p in model.parameters():
+            grad = torch.randn(p.shape, generator=generator).to(dtype)
+            p.grad = distribute_tensor(grad, p.device_mesh, p.placements) if isinstance(p, DTensor) else grad
+        optimizer.step()
+    return weights(model), states(model, optimizer)
 
 
-def restarted(how, config):
-    """Resume weights that look fresh, and such that do not; whether the run ends in the same bits."""
-    same = []
-    for scale in (1.0, 3.0):
-        model, optimizer = make(how, config)
-        steps(model, optimizer, how, torch.float32, 0, 4)
-        values, state = copy.deepcopy(get_state_dict(model, optimizer))
-        steps(model, optimizer, how, torch.float32, 4, 8)
-        again = shard(model_of(), how)
-        set_model_state_dict(again, values)
-        with torch.no_grad():
-            again[3].weight.mul_(scale)
-        other = optimizer_of(again, config)
-        set_state_dict(again, other, model_state_dict=values, optim_state_dict=state)
-        steps(again, other, how, torch.float32, 4, 8)
-        ends = weights(model), weights(again)
-        same.append(all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0]))
-    return same
-
-
-def refusal(how, config):
-    """Return the message that refuses to start weights that were not just drawn, in one process's part."""
-    model = shard(model_of(), how)
-    if torch.distributed.get_rank() == 1:
-        model[3].weight.to_local().data.mul_(9)
-    optimizer = optimizer_of(model, config)
-    try:
-        steps(model, optimizer, how, torch.float32, 0, 1)
-    except ValueError as error:
-        return str(error)
-    return "not refused"
-
-
-def collectives(how, config):
-    """Return how often a step calls all_reduce, and what the state of the second matrix is made of."""
-    model, optimizer = make(how, config)
+def collectives(how):
+    """Return how often a step calls all_reduce, and what the state of the last matrix is made of."""
+    model, optimizer = make(how, "offset")
     steps(model, optimizer, how, torch.float32, 0, 1)
     count = 0
 
@@ -270,50 +265,32 @@ def collectives(how, config):
     optimizer.step()
     torch.distributed.all_reduce = all_reduce
     state = optimizer.state[model[5].weight]
-    kinds = {
+    return count, {
         key: (tuple(value.shape), tuple(value.to_local().shape) if isinstance(value, DTensor) else None)
         for key, value in state.items()
     }
-    return count, kinds
 
 
-def written(how, config, far=False, value=None):
-    """Write into one process's part of a weight through `.data`; return it as found and after two steps more.
-
-    What all processes must settle together is taken over by all of them, before the next step.
-    """
-    model, optimizer = make(how, config, lr=1e-3)
+def written(how, run):
+    """Write into one process's part of a weight through `.data`; return it as found and after two more steps."""
+    model, optimizer = make(how, run)
     steps(model, optimizer, how, torch.float32, 0, 2)
     weight = model[3].weight
-    if far:  # as training can: the exponential pathway weaker than the linear one, so that nothing has an inverse
-        state = {panel: optimizer.state[weight][panel] for panel in ("panel0", "panel1")}
-        for panel, start in (("panel0", torch.tensor([0.05, 1.0, 1.0])[None, :]), ("panel1", torch.ones(3, 1))):
-            (state[panel].to_local() if isinstance(state[panel], DTensor) else state[panel]).copy_(start)
     if torch.distributed.get_rank() == 1:
-        weight.to_local().data[0, :2] = torch.tensor([0.25, -0.125]) if value is None else value
+        weight.to_local().data[0, :2] = torch.tensor([0.25, -0.125])
     found = full(weight.detach())
+    optimizer.take_over_writes()
     trail = []
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        for step in (2, 3):
-            for group in optimizer.param_groups:
-                group["lr"] = 0.0 if far else 1e-3
-            try:
-                if step == 2 and (far or value is not None):
-                    optimizer.take_over_writes()
-                steps(model, optimizer, how, torch.float32, step, step + 1)
-            except ValueError as error:
-                return str(error)
-            trail.append(full(weight.detach()))
-    (coordinates,) = (e.coordinates() for e in optimizer.entries() if e.parameter is weight)
-    agrees = bool(torch.allclose(coordinates.effective(), weight.to_local(), rtol=1e-5, atol=1e-7))
-    panels = {key: full(optimizer.state[weight][key]) for key in ("panel0", "panel1")}
-    return found, trail, agrees, panels, [str(w.message) for w in told if "anew" in str(w.message)]
+    for step in (2, 3):
+        steps(model, optimizer, how, torch.float32, step, step + 1)
+        trail.append(full(weight.detach()))
+    effective = dict(optimizer.curved())["3.weight"].effective()
+    return found, trail, bool(torch.allclose(effective, weight.to_local(), rtol=1e-5, atol=1e-7))
 
 
-def clamped(how, config, dtype=torch.float64):
+def clamped(how, run, dtype=torch.float64):
     """Train 8 steps with weights that are clamped after each: writes from outside, everywhere; return weights."""
-    model, optimizer = make(how, config, dtype, lr=1e-3)
+    model, optimizer = make(how, run, dtype)
     for step in range(8):
         steps(model, optimizer, how, dtype, step, step + 1)
         with torch.no_grad():
@@ -322,86 +299,97 @@ def clamped(how, config, dtype=torch.float64):
     return weights(model)
 
 
-def spoilt(how, config):
-    """Train from a weight that is no number in one process's part; return the error."""
-    model, optimizer = make(how, config)
-    if torch.distributed.get_rank() == 1:
-        model[3].weight.to_local().data[0, 0] = torch.nan
-    try:
-        steps(model, optimizer, how, torch.float32, 0, 1)
-    except ValueError as error:
-        return str(error)
-    return "not refused"
-
-
-def snapshots(how, config):
+def snapshots(how, run):
     """Save the state with torch.save and load it in the same processes; whether bits and storage are the parts'."""
-    model, optimizer = make(how, config)
+    model, optimizer = make(how, run)
     steps(model, optimizer, how, torch.float32, 0, 2)
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
-    _, other = make(how, config)
-    other.load_state_dict(torch.load(file, weights_only=True))
-    whole = {  # gathered by hand, as a checkpoint of one process has it
-        "state": {
-            i: {key: full(value) for key, value in values.items()}
-            for i, values in optimizer.state_dict()["state"].items()
-        },
-        "param_groups": optimizer.state_dict()["param_groups"],
-    }
-    _, third = make(how, config)
-    third.load_state_dict(whole)
-    parts = [
-        (local(a[key]), local(b[key]))
-        for again in (other, third)
-        for a, b in zip(optimizer.state.values(), again.state.values(), strict=True)
-        for key in a
-    ]
-    same = all(torch.equal(a, b) for a, b in parts)
-    small = all(b.untyped_storage().nbytes() == b.numel() * b.element_size() for _, b in parts)
+    saved = optimizer.state_dict()
+    gathered = {i: {key: full(value) for key, value in values.items()} for i, values in saved["state"].items()}
+    same, small = True, True
+    # The last one as a checkpoint of one process has it.
+    for state in (torch.load(file, weights_only=True), {**saved, "state": gathered}):
+        _, again = make(how, run)
+        again.load_state_dict(state)
+        for a, b in zip(optimizer.state.values(), again.state.values(), strict=True):
+            assert a.keys() == b.keys()
+            for one, other in ((local(a[key]), local(b[key])) for key in a):
+                same &= torch.equal(one, other)
+                small &= other.untyped_storage().nbytes() == other.numel() * other.element_size()
     return same, small
 
 
-def peeked(how, config):
+def peeked(how, run):
     """Train from the start, and so after a look at the state through torch.distributed.checkpoint; return losses."""
     losses = []
     for look in (False, True):
-        model, optimizer = make(how, config)
+        model, optimizer = make(how, run)
         if look:
             get_state_dict(model, optimizer)
         losses.append(steps(model, optimizer, how, torch.float32, 0, 5))
     return losses
 
 
+def columns(shards):
+    """Take two steps with a weight of three columns, in four processes at most one each; return it and the norm."""
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 8, bias=False)
+    if shards:
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(1)]))
+    optimizer = sel.SELAdamW(layer, lr=1e-2, max_grad_norm=0.5)
+    for step in range(2):
+        grad = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
+        layer.weight.grad = distribute_tensor(grad, mesh, [Shard(1)]) if shards else grad
+        optimizer.step()
+    return full(layer.weight), float(optimizer.grad_norm)
+
+
+def switched(how):
+    """Train with AdamW, SELAdamW and AdamW again; return moments there and back, and what each had in the end."""
+    model, optimizer = make(how, "paper", torch.float64)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    steps(model, adamw, how, torch.float64, 0, 5)
+    sel.from_adamw(optimizer, adamw)
+    returned = sel.to_adamw(optimizer)
+    moments = [
+        (full(adamw.state[p][key]), full(returned.state[p][key]))
+        for p in model.parameters()
+        for key in ("step", "exp_avg", "exp_avg_sq")
+    ]
+    after = [states(model, optimizer)]
+    steps(model, optimizer, how, torch.float64, 5, 10)
+    last = sel.to_adamw(optimizer)
+    after += [states(model, last)]
+    steps(model, last, how, torch.float64, 10, 15)
+    return moments, [*after, weights(model)]
+
+
 def refused(case):
     """Return the message with which a placement is refused."""
-    world = torch.distributed.get_world_size()
-    model, config = model_of(), sel.preset("paper")
+    model = model_of()
     try:
         if case == "zero":
-            groups = sel.param_groups(model, lr=1e-3, config=config)
+            groups = sel.param_groups(model, lr=1e-3, config=PAPER)
             for group in groups:  # it knows no named parameters
                 group["params"] = [parameter for _, parameter in group["params"]]
             ZeroRedundancyOptimizer(groups, sel.SELAdamW, total_steps=10)
-            return "not refused"
-        if case == "strides":
-            mesh = init_device_mesh("cpu", (world,))
+        elif case == "strides":
+            mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
             part = distribute_tensor(model[3].weight.detach(), mesh, [Shard(0)]).to_local()
             weight = DTensor.from_local(part, mesh, [_StridedShard(0, split_factor=2)], run_check=False)
             model[3].weight = nn.Parameter(weight)
-            optimizer = optimizer_of(model, config)
-            weight = model[3].weight
-            weight.grad = torch.zeros_like(weight)
+            optimizer = sel.SELAdamW(model)
+            model[3].weight.grad = torch.zeros_like(weight)
             optimizer.step()
         elif case == "flattened later":
-            optimizer = optimizer_of(model, config)
-            weight = model[3].weight
-            weight.data = weight.data.reshape(-1)
+            optimizer = sel.SELAdamW(model)
+            model[3].weight.data = model[3].weight.data.reshape(-1)
             optimizer.step()
         elif case == "fsdp1":
-            whole = FullyShardedDataParallel(model, use_orig_params=False, device_id=torch.device("cpu"))
-            optimizer_of(whole, config)
+            sel.SELAdamW(FullyShardedDataParallel(model, use_orig_params=False, device_id=torch.device("cpu")))
     except ValueError as error:
         return str(error)
     return "not refused"

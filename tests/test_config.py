@@ -1,147 +1,154 @@
-"""The configuration: validation, round trips, presets."""
+"""The configuration: validation, round trips, presets, numbers that follow the model's width."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 
-import symexplin as sel
-from symexplin.presets import PRESETS
+from symexplin.config import Scale, SELConfig, auto_beta
+from symexplin.presets import IDENTITY, MISMATCHED, PRESETS, preset
 
 
-def test_presets_survive_json():
+def test_every_preset_survives_json_and_is_hashable():
     for name in PRESETS:
-        config = sel.preset(name)
-        assert sel.SELConfig.from_json(config.to_json()) == config
+        config = preset(name)
+        assert SELConfig.from_json(config.to_json()) == config
+        assert hash(config) == hash(preset(name))
+    with pytest.raises(AttributeError):
+        config.beta = 3.0
 
 
-def test_paper_preset_states_the_papers_numbers():
-    config = sel.preset("paper")
+def test_the_default_is_the_exponential_alone_with_fixed_scales():
+    config = SELConfig()
+    assert preset("default") == config
+    assert (config.beta, config.mode, config.curvature, config.normalize) == ("auto", "exp_only", "fixed", False)
+    assert config.closed
+    assert config.learned_roles == ()
+
+
+def test_presets_state_the_papers_numbers():
+    config = preset("paper")
     assert (config.beta, config.mode, config.curvature, config.normalize) == (7.5, "mismatch", "fixed", False)
-    assert config.start == "mismatched"
     assert config.multipliers(3e-4) == {"e": (50.0, 8.0), "l": (50.0, 8.0), "m": (0.01, 0.5)}
-    assert sel.preset("frozen").learned_roles == ()
-    assert sel.preset("exp_only").learned_roles == ("e", "m")
-    assert sel.preset("structured_linear").learned_roles == ("l",)
-    assert sel.preset("paper+offset").learned_roles == ("e", "l", "m", "n", "delta")
+    learned = {"frozen": "", "exp_only": "e m", "structured_linear": "l", "paper+offset": "e l m n delta"}
+    assert {name: " ".join(preset(name).learned_roles) for name in learned} == learned
+    absorbed = preset("absorbed")
+    assert (absorbed.curvature, absorbed.normalize) == ("absorbed", True)
+    assert set(MISMATCHED) == {name for name in PRESETS if preset(name).mode == "mismatch"}
+
+
+def test_a_closed_form_needs_an_invertible_mode_and_no_learned_scale():
+    modes = ("exp_only", "sinh", "linear", "mismatch", "congruent", "oppose", "damped")
+    assert [SELConfig(mode=mode).closed for mode in modes] == [True] * 3 + [False] * 4
+    for role, scale in (("e", Scale("row")), ("m", Scale("global")), ("s", Scale("row")), ("delta", Scale("lora"))):
+        assert not SELConfig(**{role: scale}).closed
+    assert SELConfig(l=Scale("row")).closed  # out of use
+    assert IDENTITY.closed
+
+
+def test_automatic_beta_meets_the_papers_numbers():
+    widths = {64: 1.875, 256: 3.75, 1024: 7.5, 2048: 13.06, 3072: 18.06, 8192: 39.59}
+    assert {w: auto_beta(w) for w in widths} == pytest.approx(widths, abs=0.005)
+    for bad in (0, -4, True, math.inf, None):
+        with pytest.raises(ValueError, match=f"width .* got {bad}"):
+            auto_beta(bad)
 
 
 def test_below_width_1024_the_papers_geometry_is_rescaled():
-    """kappa times Xavier's bound, and the linear pathway's share of the slope at 0, as at width 1024 and beta 7.5."""
+    """Kappa times Xavier's bound, and the linear pathway's share of the slope at 0, as at width 1024 and beta 7.5."""
     for width in (64, 128, 1024):
-        config = sel.SELConfig().resolve(width)
+        config = SELConfig(mode="mismatch").resolve(width)
         assert config.beta * math.sqrt(6 / (2 * width)) == pytest.approx(7.5 * math.sqrt(6 / 2048))
         assert config.l.start / config.beta == pytest.approx(1 / 7.5)
-    wide = sel.SELConfig().resolve(2048)
-    assert wide.beta == pytest.approx(13.06, abs=0.005)
-    assert wide.l.start == 1.0
-    assert sel.SELConfig().resolve(1024) == sel.preset("frozen", start="matched").resolve(1024)
+    assert SELConfig().resolve(2048).l.start == 1.0
+    assert SELConfig(mode="mismatch").resolve(1024) == preset("frozen").resolve(1024)
 
 
 def test_given_numbers_stay():
-    config = sel.preset("paper", l={"pattern": "row", "start": 2})
+    config = preset("paper", l={"pattern": "row", "start": 2})
     assert config.resolve(128).resolve(4096) == config.resolve(128)
-    assert (config.resolve(128).beta, config.resolve(128).l.start, config.resolve(128).n.start) == (7.5, 2.0, 0.0)
-    assert sel.SELConfig(beta=5).resolve(256).l.start == 5 / 7.5
-    assert sel.SELConfig(beta=1.875).resolve(64) == sel.SELConfig().resolve(64)  # as the rule has it
-    assert sel.SELConfig(beta=9).resolve(256).l.start == 1.0
-    assert sel.SELConfig(mode="linear").resolve(256).l.start == 1.0
+    assert (config.resolve(128).beta, config.resolve(128).l.first, config.resolve(128).n.first) == (7.5, 2.0, 0.0)
+    assert [SELConfig(beta=beta).resolve(256).l.start for beta in (5, 1.875, 9)] == [5 / 7.5, 0.25, 1.0]
+    assert SELConfig(mode="linear").resolve(256).l.start == 1.0
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"e": sel.Scale(start=0.0)}, r"'mismatch' needs e > 0 .*; it has beta 7\.5, e\.start 0, l\.start 1, m"),
-        ({"l": sel.Scale(start=8.0)}, r"needs .*> \|l\|; it has beta 7\.5, .*l\.start 8"),
-        ({"beta": 0.5, "mode": "damped"}, r"'damped' needs beta >= 1, got 0\.5; it has beta 0\.5, n\.start 0"),
-        ({"s": sel.Scale(start=0.0)}, "needs s != 0"),
-    ],
-)
-def test_first_values_without_an_inverse_are_refused_before_training(changes, message):
-    with pytest.raises(ValueError, match=message):
-        sel.SELConfig(**{"beta": 7.5} | changes).resolve(64).check_inverse()
-
-
-def test_beta_of_a_power_is_its_exponent():
-    assert sel.SELConfig(mode="power").resolve(64).beta == 2.0
-    with pytest.raises(ValueError, match=r"beta must be at least 1 in mode 'power', .* got 0\.5"):
-        sel.SELConfig(mode="power", beta=0.5)
-
-
-def test_overrides_and_mappings():
-    config = sel.preset("paper", beta=15, e={"pattern": "row", "k": 2})
+def test_overrides_merge_tables_and_replace_scales():
+    config = preset("paper", beta=15, e={"pattern": "row", "k": 2})
     assert config.beta == 15.0
-    assert config.e == sel.Scale("row", k=(2.0, 2.0))
-    assert sel.preset("paper", e={"pattern": "row"}).e == sel.Scale("row", k=(50.0, 8.0))
-    assert sel.preset("paper", e=sel.Scale("row")).e.k == (1.0, 1.0)
-    assert sel.preset("default") == sel.SELConfig()
+    assert config.e == Scale("row", k=(2.0, 2.0))
+    assert preset("paper", e={"pattern": "row"}).e == Scale("row", k=(50.0, 8.0))
+    assert preset("paper", e=Scale("row")).e.k == (1.0, 1.0)
 
 
-def test_the_description_names_logarithms():
-    config = sel.preset("paper", e=sel.Scale("elementwise", transform="exp"), l=sel.Scale(), m=sel.Scale())
-    assert config.describe() == "mismatch, beta 7.5, e learned (elementwise, exp), mismatched start"
+def test_the_description_has_all_that_is_unusual():
+    config = preset("paper", e=Scale("elementwise", transform="exp"), l=Scale(), m=Scale(start=2), normalize=True)
+    end = "matched start (the paper's: symexplin.init_ before)"
+    assert config.describe() == f"mismatch, beta 7.5, normalized, m 2, e learned (elementwise, exp), {end}"
+    config = preset("absorbed", mode="congruent", n=Scale("row", start=0.5), e=Scale())
+    assert config.describe(rates=True) == (
+        "congruent, beta 7.5, absorbed curvature, normalized, l learned (row_col_mult, k 50 to 8), "
+        "m learned (row_col_mult, k 0.01 to 0.5), n learned (row, from 0.5, k 1 to 1)"
+    )
 
 
 def test_a_scale_learns_at_its_own_rate_unless_told_otherwise():
-    config = sel.preset("frozen", e=sel.Scale("row", k=(50, 8)), l=sel.Scale("row", k=3, base_lr=None))
+    config = preset("frozen", e=Scale("row", k=(50, 8)), l=Scale("row", k=3, base_lr=None))
     for lr in (1e-4, 3e-4, 1e-2):
-        k0, k1 = config.multipliers(lr)["e"]
-        assert k0 * lr == pytest.approx(0.015)
-        assert k1 * lr == pytest.approx(0.0024)
+        assert [k * lr for k in config.multipliers(lr)["e"]] == pytest.approx([0.015, 0.0024])
         assert config.multipliers(lr)["l"] == (3.0, 3.0)
-    with pytest.raises(ValueError, match="lr must be given"):
-        config.multipliers()
+    for lr, message in ((None, "lr must be given"), (0.0, "lr must be positive .* got 0"), (-1.0, "lr .* got -1.0")):
+        with pytest.raises(ValueError, match=message):
+            config.multipliers(lr)
 
 
-def test_bad_values_name_argument_value_and_remedy():
-    for build, message in (
-        (lambda: sel.SELConfig(beta=0), "beta .* got 0"),
-        (lambda: sel.SELConfig(beta=float("nan")), "beta .* got nan"),
-        (lambda: sel.SELConfig(beta="wide"), "beta .*'auto', got 'wide'"),
-        (lambda: sel.SELConfig(mode="mismatched"), "mode .* got 'mismatched'.*'mismatch'"),
-        (lambda: sel.SELConfig(curvature="absorb"), "curvature .* got 'absorb'.*'absorbed'"),
-        (lambda: sel.Scale("row_col"), "pattern .* got 'row_col'.*'row_col_"),
-        (lambda: sel.Scale("row", k=(1, 2, 3)), r"k .* got \(1, 2, 3\)"),
-        (lambda: sel.Scale("row", k=-1), "k .* got -1"),
-        (lambda: sel.Scale("lora", rank=0), "rank .*>= 1, got 0"),
-        (lambda: sel.Scale(start=float("inf")), "start .* got inf"),
-        (lambda: sel.SELConfig(n=sel.Scale("row_col_mult", start=0)), "n.pattern .*'row_col_mult'.*'row_col_add'"),
-        (lambda: sel.SELConfig(delta=sel.Scale("elementwise")), "delta .*'lora'.* got .*'elementwise'"),
-        (lambda: sel.SELConfig(delta=sel.Scale("row", start=0)), "delta .*'lora'.* got .*'row'"),
-        (lambda: sel.SELConfig(delta=sel.Scale("lora", start=0.5)), "delta .*starting at 0, got .*0.5"),
-        (lambda: sel.SELConfig(m=sel.Scale(start=-1)), "m.start .* got -1"),
-        (lambda: sel.Scale("row", transform="log"), "transform .*'exp', got 'log'"),
-        (lambda: sel.SELConfig(l=sel.Scale(start=0, transform="exp")), "l.start .*'exp', got 0.*transform 'none'"),
-        (lambda: sel.SELConfig(e=sel.Scale("row", start=-1, transform="exp")), "e.start .*'exp', got -1"),
-        (lambda: sel.SELConfig(n=sel.Scale("row", transform="exp")), "n.transform .*got 'exp'.*logarithm already"),
-        (lambda: sel.SELConfig(s=sel.Scale("row", transform="exp")), "s.transform .*got 'exp'.*sign"),
-        (lambda: sel.SELConfig(delta=sel.Scale("lora", transform="exp")), "delta.transform .*got 'exp'.*sign"),
-        (lambda: sel.SELConfig(m=sel.Scale(start=0)), "m.start .* got 0"),
-        (lambda: sel.SELConfig(start="mached"), "start .* got 'mached'.*'matched'"),
-        (lambda: sel.preset("paper", mode="congruent"), "start 'mismatched' is for mode 'mismatch', got .*'congruent'"),
-        (lambda: sel.Scale(base_lr=0), "base_lr .* got 0"),
-        (lambda: sel.SELConfig(e=1.0), "e .*Scale, got 1.0"),
-        (lambda: sel.SELConfig(include="weight"), "include .* got 'weight'"),
-        (lambda: sel.SELConfig(include=None), "include .* got None"),
-        (lambda: sel.SELConfig(normalize="no"), "normalize .*True or False, got 'no'"),
-        (lambda: sel.SELConfig(seed=-1), "seed .*>= 0, got -1"),
-        (lambda: sel.SELConfig(seed=2**80), "seed .*<= 4294967295"),
-        (lambda: sel.preset("papr"), "preset .*'papr'.*'paper'"),
-        (lambda: sel.preset("paper", bta=3), "key .*'bta'.*'beta'"),
-        (lambda: sel.preset("paper", e={"patern": "row"}), "e key .*'patern'.*'pattern'"),
-        (lambda: sel.preset("paper", **{"name": 3}), "key must be one of .*'name'"),
-    ):
-        with pytest.raises(ValueError, match="^" + message):
-            build()
-
-
-def test_config_is_frozen_and_hashable():
-    config = sel.preset("paper")
-    with pytest.raises(AttributeError):
-        config.beta = 3.0
-    assert hash(config) == hash(sel.preset("paper"))
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: SELConfig(beta=0), "beta .* got 0"),
+        (lambda: SELConfig(beta="wide"), "beta .*'auto', got 'wide'"),
+        (lambda: SELConfig(mode="mismatched"), "mode .* got 'mismatched'.*'mismatch'"),
+        (lambda: SELConfig(mode="power"), "mode .* got 'power'"),
+        (lambda: SELConfig(curvature="absorb"), "curvature .* got 'absorb'.*'absorbed'"),
+        (lambda: SELConfig(normalize="no"), "normalize .*True or False, got 'no'"),
+        (lambda: SELConfig(e=1.0), "e .*Scale, got 1.0"),
+        (lambda: SELConfig(include="weight"), "include .* got 'weight'"),
+        (lambda: SELConfig(exclude=None), "exclude .* got None"),
+        (lambda: SELConfig(seed=-1), "seed .*>= 0, got -1"),
+        (lambda: SELConfig(seed=2**80), "seed .*<= 4294967295"),
+        (lambda: Scale("row_col"), "pattern .* got 'row_col'.*'row_col_"),
+        (lambda: Scale("row", k=(1, 2, 3)), r"k .* got \(1, 2, 3\)"),
+        (lambda: Scale("row", k=-1), "k .* got -1"),
+        (lambda: Scale("lora", rank=0), "rank .*>= 1, got 0"),
+        (lambda: Scale(start=math.inf), "start .* got inf"),
+        (lambda: Scale(base_lr=0), "base_lr .* got 0"),
+        (lambda: Scale("row", transform="log"), "transform .*'exp', got 'log'"),
+        (lambda: SELConfig(n=Scale("row_col_mult")), "n.pattern .*'row_col_mult'.*'row_col_add'"),
+        (lambda: SELConfig(m=Scale(start=0)), "m.start .* got 0"),
+        (lambda: SELConfig(delta=Scale("row")), "delta .*'lora'.* got .*'row'"),
+        (lambda: SELConfig(delta=Scale("lora", start=0.5)), "delta .*starting at 0, got .*0.5"),
+        (lambda: SELConfig(l=Scale(start=0, transform="exp")), "l.start .*'exp', got 0.*transform 'none'"),
+        (lambda: SELConfig(n=Scale("row", transform="exp")), "n.transform .*got 'exp'.*logarithm already"),
+        (lambda: SELConfig(s=Scale("row", transform="exp")), "s.transform .*got 'exp'.*sign"),
+        (lambda: SELConfig(delta=Scale("lora", transform="exp")), "delta.transform .*got 'exp'.*sign"),
+        (lambda: preset("papr"), "preset .*'papr'.*'paper'"),
+        (lambda: preset("paper", bta=3), "key .*'bta'.*'beta'"),
+        (lambda: preset("paper", start="mismatched"), "key must be one of .*'start'"),
+        (lambda: preset("paper", e={"patern": "row"}), "e key .*'patern'.*'pattern'"),
+        (lambda: preset("paper", e=3), "e must be a table of Scale keys, got 3"),
+    ],
+)
+def test_bad_values_name_argument_value_and_remedy(build, message):
+    with pytest.raises(ValueError, match="^" + message):
+        build()
 
 
 def test_numpy_numbers_are_numbers():
     numpy = pytest.importorskip("numpy")
-    config = sel.SELConfig(beta=numpy.float32(7.5), e=sel.Scale("row", start=numpy.float64(2), k=numpy.int64(3)))
-    assert sel.SELConfig.from_json(config.to_json()) == config
+    config = SELConfig(beta=numpy.float32(7.5), e=Scale("row", start=numpy.float64(2), k=numpy.int64(3)))
+    assert SELConfig.from_json(config.to_json()) == config
+
+
+def test_a_configuration_needs_no_torch():
+    script = "import sys, symexplin; symexplin.preset('paper').resolve(64); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -8,22 +8,15 @@ transformers = pytest.importorskip("transformers")
 
 import symexplin as sel  # noqa: E402
 
-CONFIG = sel.preset("paper", start="matched")
+CONFIG = sel.preset("paper")
 IDS = (torch.arange(4)[:, None] * 7 + torch.arange(12)) % 32
 LORA = {"task_type": "CAUSAL_LM", "r": 4, "target_modules": ["q_proj", "v_proj"]}
+SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 def base():
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=16,
-    )
+    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=1, max_position_embeddings=16)
     return transformers.LlamaForCausalLM(config).eval()
 
 
@@ -32,9 +25,8 @@ def adapted(model=None, **changes):
     return peft.get_peft_model(model or base(), peft.LoraConfig(**{**LORA, **changes})).eval()
 
 
-def curved(model, steps=10, weight_decay=0.01):
-    groups = sel.param_groups(model, lr=1e-2, weight_decay=weight_decay, config=CONFIG)
-    return sel.SELAdamW(groups, total_steps=steps, max_grad_norm=1.0)
+def curved(model, weight_decay=0.01):
+    return sel.SELAdamW(model, lr=1e-2, weight_decay=weight_decay, config=CONFIG, total_steps=10, max_grad_norm=1.0)
 
 
 def train(model, optimizer, steps=10):
@@ -53,10 +45,6 @@ def logits(model):
     return model(input_ids=IDS).logits
 
 
-def snapshot(model):
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
 def table(model):
     return {r.name.removeprefix("base_model.model."): r for r in sel.routing(model, CONFIG) if r.reason != "frozen"}
 
@@ -66,7 +54,7 @@ def test_adapters_on_a_model_trained_in_curved_space_leave_it_alone(own, tmp_pat
     model = base()
     optimizer = curved(model)
     train(model, optimizer)
-    before, start = snapshot(model), logits(model)
+    before, start = {name: value.clone() for name, value in model.state_dict().items()}, logits(model)
     adapters = adapted(model)
     assert torch.equal(logits(adapters), start)
     trainable = [p for p in adapters.parameters() if p.requires_grad]
@@ -101,7 +89,7 @@ def test_factors_are_curved_and_the_zero_factor_moves():
     train(model, optimizer, steps=1)
     assert bool((zero != 0).any())
     torch.testing.assert_close(first, found, rtol=1e-6, atol=0)  # its gradient is a product with the zero factor
-    form = dict(optimizer.coordinates())
+    form = dict(optimizer.curved())
     for name, route in routes.items():
         effective = form[f"base_model.model.{name}"].effective()
         torch.testing.assert_close(effective, route.parameter.detach(), rtol=1e-6, atol=1e-9)
@@ -131,9 +119,7 @@ def test_what_else_peft_adds_is_plain_and_trains(changes, plain, tmp_path):
 
 
 def classifier(**changes):
-    config = transformers.BertConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, num_labels=3
-    )
+    config = transformers.BertConfig(**SIZES, num_labels=3)
     settings = peft.LoraConfig(**{"task_type": "SEQ_CLS", "r": 2, **changes})
     model = peft.get_peft_model(transformers.BertForSequenceClassification(config), settings)
     model.add_adapter("second", settings)

@@ -33,7 +33,7 @@ def of_each(model, optimizer, key):
     return {names[id(p)]: group.get(key) for group in optimizer.param_groups for p in group["params"]}
 
 
-def train(model, optimizer, steps=1):
+def train(model, optimizer, steps):
     images = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     losses = []
     for _ in range(steps):
@@ -55,17 +55,16 @@ def test_the_registry_builds_it_over_named_groups(name, kind, caplog):
     assert type(optimizer) is kind
     for group in optimizer.param_groups:
         assert (group["lr"], group["betas"], group["eps"], group["max_grad_norm"]) == (1e-3, [0.9, 0.95], 1e-6, 1.0)
+        assert group.get("momentum") == (0.9 if name == "selmuon" else None)  # timm's default
     assert of_each(model, optimizer, "role") == {
         name: "curved" if name.startswith(("blocks", "patch_embed")) and "norm" not in name else "plain"
         for name, _ in model.named_parameters()
     }
     losses = train(model, optimizer, 30)
     assert losses[-1] < 0.8 * losses[0]
-
-
-def test_the_momentum_of_muon_is_the_one_timm_passes():
-    assert build(vit(), "selmuon").param_groups[0]["momentum"] == 0.9  # timm's default
-    assert build(vit(), "selmuon", settings={"momentum": 0.97}).param_groups[0]["momentum"] == 0.97
+    if name == "selmuon":
+        assert build(model, name, settings={"momentum": 0.97}).param_groups[0]["momentum"] == 0.97
+    assert type(create(sel.param_groups(model), name, lr=1e-3)) is kind  # groups instead of the model
 
 
 @pytest.mark.parametrize("options", [{}, {"filter_bias_and_bn": False}])
@@ -76,45 +75,42 @@ def test_the_same_parameters_decay_as_under_timms_adamw(options, decay):
     expected = of_each(model, create(model, "adamw", weight_decay=decay, **options), "weight_decay")
     assert of_each(model, build(model, weight_decay=decay, **options), "weight_decay") == expected
     if decay and not options:
-        assert {name for name, value in expected.items() if value} == {
-            *(name for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name)
-        }
+        matrices = {name for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name}
+        assert {name for name, value in expected.items() if value} == matrices
 
 
 def test_layers_have_the_rates_of_timms_adamw_under_timms_schedulers():
-    model = vit()
-    found = []
-    for optimizer in (create(model, "adamw", lr=1e-3, layer_decay=0.5), build(model, layer_decay=0.5)):
+    model, found = vit(), []
+    config = sel.preset("paper")
+    groups = {"layer_decay": 0.5, "config": config, "lr": 1e-3}
+    for optimizer in (
+        create(model, "adamw", lr=1e-3, layer_decay=0.5),
+        build(model, layer_decay=0.5),
+        curved := build(model, settings={"total_steps": 10}, **groups),
+    ):
         scheduler, _ = timm.scheduler.create_scheduler_v2(optimizer, num_epochs=10, warmup_epochs=0)
         scheduler.step(3)
         found.append(of_each(model, optimizer, "lr"))
-    assert found[1] == found[0]
+    assert found[0] == found[1] == found[2]
     assert len(set(found[0].values())) == 4  # embedding, two blocks, head
-    before = model.blocks[0].mlp.fc1.weight.clone()
-    train(model, optimizer)
-    assert not torch.equal(model.blocks[0].mlp.fc1.weight, before)
-
-
-def test_learned_scales_keep_their_multipliers_in_every_layer():
-    config = sel.preset("paper", start="matched")
-    groups = sel.timm.param_groups(vit(), config=config, lr=1e-3, layer_decay=0.5)
-    whole = sel.param_groups(vit(), config=config, lr=1e-3)
-    assert {tuple(group["k_e"]) for group in groups if group["role"] == "curved"} == {tuple(whole[0]["k_e"])}
-    for group in groups:
-        assert group["role"] == "plain" or len(group["params"]) == len(group["axes"]) == len(group["shape"])
+    whole = sel.param_groups(model, config=config, lr=1e-3)
+    position = {name: place for group in whole for (name, _), place in zip(group["params"], group["position"], strict=True)}
+    for group in curved.param_groups:
+        assert group["position"] == [position[name] for name in group["param_names"]]
+        if group["role"] == "curved":
+            assert group["k_e"] == whole[0]["k_e"]
+            assert [len(axes) for axes in group["axes"]] == [p.dim() for p in group["params"]]
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    train(model, curved, 1)
+    assert not any(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
 @pytest.mark.parametrize("options", [{}, {"weight_decay": 0.05}, {"layer_decay": 0.75}])
 def test_a_call_without_param_group_fn_says_what_is_missing(options):
     line = r"create_optimizer_v2\(model, 'seladamw', \.\.\., param_group_fn=symexplin\.timm\.param_groups\)"
-    with pytest.raises(ValueError, match=f"param_group_fn must be given, got parameters without names.*{line}"):
-        create(vit(), "seladamw", lr=1e-3, **options)
-    with pytest.raises(ValueError, match="param_group_fn must be given"):
-        create(vit().parameters(), "seladamw", lr=1e-3)
-
-
-def test_groups_may_be_passed_instead_of_the_model():
-    assert type(create(sel.param_groups(vit()), "seladamw", lr=1e-3)) is sel.SELAdamW
+    for model in (vit(), vit().parameters()):
+        with pytest.raises(ValueError, match=f"param_group_fn must be given, got parameters without names.*{line}"):
+            create(model, "seladamw", lr=1e-3, **(options if isinstance(model, torch.nn.Module) else {}))
 
 
 def test_without_timm_the_error_says_what_to_install(monkeypatch):

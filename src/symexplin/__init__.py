@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from symexplin import lightning as lightning
     from symexplin import timm as timm
     from symexplin.config import Scale, SELConfig
-    
+    from symexplin.init import init_
     from symexplin.modules import SELLinear, convert, fold
     from symexplin.optim import (
         Leaf,
@@ -27,13 +27,12 @@ if TYPE_CHECKING:
         anneal_scales,
         from_adamw,
         param_groups,
-        stats,
         suggest_lr,
         to_adamw,
     )
+    from symexplin.optim.stats import stats
     from symexplin.presets import preset
     from symexplin.routes import Route, Routing, routing
-    from symexplin.init import init_
 
 __version__ = "0.1.0"
 
@@ -73,7 +72,7 @@ _HOMES = {
         "SELAdamW",
         "SELMuon",
         "ScaleAnnealing",
-            "anneal_scales",
+        "anneal_scales",
         "from_adamw",
         "param_groups",
         "stats",

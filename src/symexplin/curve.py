@@ -193,7 +193,7 @@ class Map:
         stack, rows, columns = stack_dims(self.axes), out_dims(self.axes), in_dims(self.axes)
         first = math.log(self.first(role)) if self.is_log(role) else self.first(role)
         root = math.sqrt(abs(first))
-        drafts: list[tuple[str, tuple[int | None, ...], float | None]] = {
+        drafts: dict[str, list[tuple[str, tuple[int | None, ...], float | None]]] = {
             "fixed": [],  # the delta of a bias
             "global": [("", stack, first)],
             "elementwise": [("full", tuple(range(len(self.shape))), first)],
@@ -205,7 +205,7 @@ class Map:
                 ("row", (*stack, *rows), math.copysign(root, first)),
                 ("column", (*stack, *columns), root),
             ],
-        }[pattern]
+        }
         stem = "a" if self._is_absorbed(role) else f"log_{role}" if self.is_log(role) else role
         decays, lr_scale = role in DECAYED_ROLES and not self.is_log(role), 1.0 / self.beta if role == "delta" else 1.0
         return [
@@ -214,7 +214,7 @@ class Map:
                 *(role, dims, tuple(rank if d is None else self.shape[d] for d in dims)),
                 *(value, decays, lr_scale),
             )
-            for suffix, dims, value in drafts
+            for suffix, dims, value in drafts[pattern]
         ]
 
     def start(self, dtype: torch.dtype, device: torch.device, position: int) -> dict[str, Tensor]:
@@ -311,13 +311,12 @@ class Curved(NamedTuple):
         if pattern == "lora":
             product = self._product(*(self.factors[factor.name] for factor in found))
             return first * torch.exp(product) if map.is_log(role) else first + product
-        values = [self._spread(factor) for factor in found]
-        if map.is_log(role):
-            # exp(a) exp(b), not exp(a + b): avoids the rounding of a sum inside an exponent.
-            return math.prod((torch.exp(value) for value in values), start=1.0) if values else first
-        if not values:
+        if not found:
             return first
-        return values[0] if len(values) == 1 else _SUM_OR_PRODUCT[pattern](*values)
+        values = [self._spread(factor) for factor in found]
+        if map.is_log(role):  # exp(a) exp(b), not exp(a + b): avoids the rounding of a sum inside an exponent
+            return functools.reduce(torch.mul, (torch.exp(value) for value in values))
+        return functools.reduce(torch.add if pattern == "row_col_add" else torch.mul, values)
 
     def _spread(self, factor: Factor) -> Tensor:
         """Return a factor with all dimensions of the raw weight, those that it lacks of size 1."""
@@ -339,21 +338,21 @@ class Curved(NamedTuple):
 
     def _contract_lora(self, factor: Factor, other: Tensor, g: Tensor) -> Tensor:
         axes = self.map.axes
-        g, stack = matrices(g, axes), [self.raw.shape[d] for d in stack_dims(axes)]
-        if factor.dims[-1] is None:  # A
-            found = _matmul(g, other.reshape(*stack, other.shape[len(stack)], -1).mT)
-        else:
-            found = _matmul(other.reshape(*stack, -1, other.shape[-1]).mT, g)
+        g, other = matrices(g, axes), self._lora_matrix(factor.dims[-1] is not None, other)
+        found = _matmul(g, other.mT) if factor.dims[-1] is None else _matmul(other.mT, g)
         return found.reshape(self.factors[factor.name].shape)
 
     def _product(self, a: Tensor, b: Tensor) -> Tensor:
         """Return the product of LoRA's factors with the shape of the raw weight."""
-        stack = [self.raw.shape[d] for d in stack_dims(self.map.axes)]
-        product = _matmul(a.reshape(*stack, -1, a.shape[-1]), b.reshape(*stack, b.shape[len(stack)], -1))
+        product = _matmul(self._lora_matrix(True, a), self._lora_matrix(False, b))
         return from_matrices(product, self.map.axes, self.raw.shape)
 
-
-_SUM_OR_PRODUCT = {"row_col_add": torch.add, "row_col_mult": torch.mul}
+    def _lora_matrix(self, is_a: bool, factor: Tensor) -> Tensor:
+        """Return a factor of LoRA as its (outputs, rank) or (rank, inputs) matrix, or as a stack; it may be empty."""
+        stack = len(stack_dims(self.map.axes))
+        sizes = factor.shape[stack:]
+        matrix = (math.prod(sizes[:-1]), sizes[-1]) if is_a else (sizes[0], math.prod(sizes[1:]))
+        return factor.reshape(*factor.shape[:stack], *matrix)
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ except ModuleNotFoundError as error:
 
 from symexplin.config import SELConfig, check_config
 from symexplin.optim import RawSpaceOptimizer, SELAdamW, param_groups, stats
-from symexplin.optim.summary import map_lines
+from symexplin.optim.optimizer import map_lines
 from symexplin.routes import routing
 
 __all__ = ["OptimizerFactory", "SELCallback", "setup"]
@@ -56,7 +56,7 @@ def setup(
 
     Args:
         args: the Trainer's `TrainingArguments`.
-        config: the map; default `SELConfig()`.
+        config: the map; None: the default map, `SELConfig()`.
         optimizer: SELAdamW or another raw-space optimizer.
         no_decay: name patterns of the parameters without weight decay. None: norms and biases, as in the Trainer. A
             Trainer that overrides `get_decay_parameter_names` needs them here.

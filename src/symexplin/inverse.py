@@ -62,12 +62,14 @@ def invert(form: Form, t: Tensor, scales: Scales, iterations: int = 10) -> Tenso
     values = [v[(None,) * (t.dim() - v.dim())] for v in values]
     out = torch.empty_like(t, dtype=dtype)
     size = _BLOCK * torch.get_num_threads() if t.device.type == "cpu" else _BLOCK_OF_ACCELERATORS
+    refused = False
     try:
         for index in _blocks(t.shape, size):
             out[index] = _solve(form, t[index], [_part(v, index) for v in values], iterations)
     except ValueError:
-        _solve(form, t, values, iterations)  # raises with the count of the whole tensor
-        raise
+        refused = True
+    if refused:  # raises again, with the count of the whole tensor
+        out = _solve(form, t, values, iterations).to(dtype)
     return out.to(device)
 
 
@@ -114,13 +116,14 @@ def _part(value: Tensor, index: Index) -> Tensor:
 
 def _solve(form: Form, t: Tensor, values: Sequence[Tensor], iterations: int) -> Tensor:
     """Return the raw weight of one block in float64."""
-    exact = Scales(*(value.double() for value in values))
-    _refuse(~torch.isfinite(t), t, form, "the weights must be finite")
-    for role in (*MODES[form.mode], "s"):
-        _refuse(~torch.isfinite(_tensor(getattr(exact, role))), t, form, f"{role} must be finite")
-    s = _tensor(exact.s)
-    _refuse(s == 0.0, t, form, "needs s != 0")
-    target = t.double() / s
+    exact, t = Scales(*(value.double() for value in values)), t.double()
+    used = {role: _tensor(getattr(exact, role)) for role in (*MODES[form.mode], "s")}
+    if not bool(torch.isfinite(sum(used.values(), start=t)).all()):  # one look at all of them is quicker
+        _refuse(~torch.isfinite(t), t, form, "the weights must be finite")
+        for role, value in used.items():
+            _refuse(~torch.isfinite(value), t, form, f"{role} must be finite")
+    _refuse(used["s"] == 0.0, t, form, "needs s != 0")
+    target = t / used["s"]
     if form.mode == "linear":
         return _invert_linear(form, target, exact)
     if form.mode == "sinh":
@@ -200,16 +203,16 @@ def _invert_damped(form: Form, t: Tensor, scales: Scales, iterations: int) -> Te
     bounded = (n == 0.0) & (tau >= 1.0) if form.beta == 1.0 else torch.zeros_like(reached)
     _refuse(bounded | ~reached, t, form, "out of reach; beta = 1 with n = 0 is bounded by 1")
     x = high
-    for step in range(iterations + _DAMPED_BISECTIONS):
+    for _ in range(iterations + _DAMPED_BISECTIONS):
         excess = forward(form, x, plain) - tau
         low, high = torch.where(excess <= 0.0, x, low), torch.where(excess >= 0.0, x, high)
         guess = x - excess / pullback(form, x, plain, torch.ones_like(x), frozenset())["w"]
         inside = (guess >= low) & (guess <= high)
-        x_next = torch.where(inside, guess, 0.5 * (low + high))
-        if step >= iterations and bool((x_next == x).all()):
+        step = torch.where(inside, guess, 0.5 * (low + high)) - x
+        x = x + step
+        if not bool((step.abs() > _CONVERGED * x).any()):
             break
-        x = x_next
-    return torch.sign(t) * x
+    return torch.copysign(x, t)
 
 
 def _tensor(value: Tensor | float) -> Tensor:

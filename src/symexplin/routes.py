@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from symexplin.config import SELConfig, check_config
 from symexplin.curve import CurvedBase, Map, fans, is_weight, sides
-from symexplin.heads import STEP_BIASES, Parts, fused_parts, plain_modules
+from symexplin.heads import Parts, fused_parts, plain_parameters
 from symexplin.inverse import check_invertible
 from symexplin.patterns import by_name, check_patterns, first_match
 
@@ -86,11 +86,9 @@ class Routing:
         rows = [tuple(shown), *(tuple(map(_cell, row)) for row in zip(*shown.values(), strict=True))]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-        total = sum(r.parameter.numel() for r in self.routes)
-        inside = sum(r.parameter.numel() for r in self.curved)
-        share = 100.0 * inside / total if total else 0.0
+        inside, total = (sum(r.parameter.numel() for r in routes) for routes in (self.curved, self.routes))
         lines.append(f"curved: {len(self.curved)} of {len(self.routes)} tensors, {inside:,} of {total:,} numbers")
-        lines[-1] += f" ({share:.1f} %)"
+        lines[-1] += f" ({100.0 * inside / max(total, 1):.1f} %)"
         if self.width is not None:
             lines.append(f"map: {self.config.describe()}; width {self.width}")
         return "\n".join(lines)
@@ -129,9 +127,7 @@ def routing(
     parameters. LoRA's factors under PEFT are linear layers and therefore curved.
 
     A head is the result of `get_output_embeddings`, has one of :data:`symexplin.heads.HEAD_NAMES`, or is as wide as
-    the token vocabulary. A router has one of :data:`symexplin.heads.ROUTER_NAMES`, a router's type, or is a `gate`
-    beside experts. Without experts, a `gate` is a router if it has fewer outputs than inputs and no sibling has as
-    many outputs.
+    the token vocabulary. A router has one of :data:`symexplin.heads.ROUTER_NAMES`, or is a `gate` beside experts.
 
     Args:
         model: a module, or a part of `whole`.
@@ -161,123 +157,93 @@ def routing(
     for argument, module in (("model", model), ("whole", whole)):
         if not isinstance(module, nn.Module):
             raise ValueError(f"{argument} must be a torch.nn.Module, got {module!r}")
-    inside = _inside(model, whole)
-    candidates = _candidates(whole)
     names: dict[int, list[str]] = {}
     for name, parameter in whole.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in names:
+            raise ValueError(f"model must be a part of whole, but its parameter {name!r} is not in whole")
+    own = [aliases[0] for aliases in names.values()]
     known = [name for aliases in names.values() for name in aliases]
     check_patterns("include", config.include, known)
     check_patterns("exclude", config.exclude, known)
-    own = [name for name, _ in whole.named_parameters()]
     if not isinstance(no_decay, str):
         no_decay = check_patterns("no_decay", no_decay or (), own)
+    elif no_decay != "usual":
+        raise ValueError(f"no_decay must be a sequence of patterns, or 'usual', got the string {no_decay!r}")
     rates, decays = by_name("lr", lr, own), by_name("weight_decay", weight_decay, own)
+    candidates = _candidates(whole)
     routes = []
     for position, (name, parameter) in enumerate(whole.named_parameters()):
-        candidate = candidates.get(id(parameter), _Candidate("not in a linear layer"))
-        route = _decide(name, names[id(parameter)], parameter, position, candidate, config)
-        if route.is_weight:
-            route = replace(route, parts=fused_parts(whole, name, *sides(route.axes, parameter.shape)))
-        decay = decays[name] if candidate.decays and not _undecayed(route, candidate, no_decay) else 0.0
-        routes.append(replace(route, lr=rates[name], weight_decay=decay))
+        candidate = candidates[id(parameter)]
+        reason, axes = _decide(names[id(parameter)], parameter, candidate, config)
+        parts = fused_parts(whole, name, *sides(axes, parameter.shape)) if is_weight(axes) else ()
+        decay = decays[name] if candidate.decays and not _undecayed(name, parameter, candidate, no_decay) else 0.0
+        routes.append(Route(name, parameter, position, bool(axes), reason, axes, parts, rates[name], decay))
     width = _width(routes, candidates)
+    inside = {id(parameter) for parameter in model.parameters()}
     found = tuple(route for route in routes if id(route.parameter) in inside)
     return Routing(found, config if width is None else check_invertible(config.resolve(width)), width)
 
 
 def _width(routes: Sequence[Route], candidates: Mapping[int, _Candidate]) -> int | None:
     """Return the width of :class:`Routing`."""
-    if not any(route.curved for route in routes):
+    known = [(route, candidates[id(route.parameter)]) for route in routes]
+    found: list[tuple[Tensor, str]] = [(route.parameter, route.axes) for route in routes if route.curved]
+    if not found:
         return None
-    known = [(route, candidates.get(id(route.parameter), _Candidate(""))) for route in routes]
-    found = [(route.parameter, route.axes) for route in routes if route.curved]
     found += [(route.parameter, c.axes) for route, c in known if route.reason == _FROZEN and c.curved]
-    weights: list[tuple[Tensor, str]] = [(weight, axes) for weight, axes in found if is_weight(axes)]
+    weights = [(weight, axes) for weight, axes in found if is_weight(axes)]
     weights = weights or [c.weight for route, c in known if route.curved and c.weight is not None]
-    weights = [one for one in weights if not _is_depthwise(*one)] or weights
+    # Each filter of a depthwise convolution reads one channel, so that its fans say nothing of the model's width.
+    weights = [(w, axes) for w, axes in weights if "e" in axes or w.dim() == 2 or w.shape[1] > 1] or weights
     counts = Counter(side for weight, axes in weights for side in fans(axes, weight.shape))
     return max(counts, key=lambda side: (counts[side], side)) if counts else None
 
 
-def _is_depthwise(weight: Tensor, axes: str) -> bool:
-    """Whether each filter of a convolution reads one channel, so that its fans say nothing of the model's width."""
-    return "e" not in axes and weight.dim() > 2 and weight.shape[1] == 1
-
-
-def _undecayed(route: Route, candidate: _Candidate, no_decay: Sequence[str] | str) -> bool:
+def _undecayed(name: str, parameter: Tensor, candidate: _Candidate, no_decay: Sequence[str] | str) -> bool:
     if not isinstance(no_decay, str):
-        return first_match([route.name], no_decay) is not None
-    if no_decay != "usual":
-        raise ValueError(f"no_decay must be a sequence of patterns, or 'usual', got the string {no_decay!r}")
-    if route.reason == _INSIDE:
+        return first_match([name], no_decay) is not None
+    if candidate.reason == _INSIDE:
         return bool(candidate.axes)  # a bias or one of its scales
-    return route.parameter.dim() < 2 or candidate.axes == "eo" or "embedding" in route.reason
+    return parameter.dim() < 2 or candidate.axes == "eo" or "embedding" in candidate.reason
 
 
-def _inside(model: nn.Module, whole: nn.Module) -> set[int]:
-    """Return the ids of the parameters of `model`, which must be a part of `whole`."""
-    known = {id(parameter) for parameter in whole.parameters()}
-    for name, parameter in model.named_parameters():
-        if id(parameter) not in known:
-            raise ValueError(f"model must be a part of whole, but its parameter {name!r} is not in whole")
-    return {id(parameter) for parameter in model.parameters()}
-
-
-def _decide(
-    name: str,
-    aliases: list[str],
-    parameter: nn.Parameter,
-    position: int,
-    candidate: _Candidate,
-    config: SELConfig,
-) -> Route:
+def _decide(aliases: list[str], parameter: Tensor, candidate: _Candidate, config: SELConfig) -> tuple[str, str]:
+    """Return the reason for the decision about a parameter, and its axes if it is curved, else ""."""
     included, excluded = (first_match(aliases, patterns) for patterns in (config.include, config.exclude))
-    if not parameter.requires_grad or not parameter.is_floating_point():
-        reason = _FROZEN if parameter.is_floating_point() else "not floating point"
-        return Route(name, parameter, position, False, reason)
+    if not parameter.is_floating_point():
+        return "not floating point", ""
+    if not parameter.requires_grad:
+        return _FROZEN, ""
     if excluded is not None:
-        return Route(name, parameter, position, False, f"excluded by {excluded!r}")
+        return f"excluded by {excluded!r}", ""
     if included is None and not candidate.curved:
-        return Route(name, parameter, position, False, candidate.reason)
+        return candidate.reason, ""
     reason = candidate.reason if included is None else f"included by {included!r}"
     axes = candidate.axes or _AXES.get(parameter.dim(), "")
-    if len(axes) != parameter.dim():
+    if len(axes) != max(parameter.dim(), 1):
         raise ValueError(
-            f"{name} ({reason}) has shape {tuple(parameter.shape)}: weights and biases of linear layers and of "
+            f"{aliases[0]} ({reason}) has shape {tuple(parameter.shape)}: weights and biases of linear layers and of "
             "convolutions, matrices and stacks of them can be curved; exclude it, or unflatten the model's parameters"
         )
     if parameter.numel() == 0 or (candidate.weight is not None and candidate.weight[0].numel() == 0):
-        return Route(name, parameter, position, False, "empty")
-    return Route(name, parameter, position, True, reason, axes)
+        return "empty", ""
+    return reason, axes
 
 
 def _candidates(model: nn.Module) -> dict[int, _Candidate]:
-    """Return the decision for every parameter by its module; parameters tied to an embedding are plain.
-
-    A parameter may have several owners: heads and routers decide before layers, and layers before modules that merely
-    refer to a layer's weight.
-    """
-    plain = plain_modules(model)
+    """Return the decision for every parameter by the module that owns it."""
+    plain = plain_parameters(model)
     found: dict[int, _Candidate] = {}
-    ranks: dict[int, int] = {}
-    embeddings: set[int] = set()
-    for name, module in model.named_modules():
+    for module in model.modules():
         for local, parameter in module.named_parameters(recurse=False):
-            key = id(parameter)
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-                embeddings.add(key)
-                continue
-            candidate, reason = _candidate(module, local, parameter), plain.get(id(module))
-            if f"{name.rpartition('.')[2]}.{local}" in STEP_BIASES:
-                reason = "state-space step bias"
-            if reason is not None and candidate.reason != _INSIDE:
-                candidate = replace(candidate, reason=reason, curved=False)
-            rank = 2 if reason is not None else int(candidate.curved)
-            if rank > ranks.get(key, -1):
-                found[key], ranks[key] = candidate, rank
-    for key in embeddings:
-        found[key] = _Candidate("tied to an embedding" if key in found else "embedding")
+            key, candidate = id(parameter), _candidate(module, local, parameter)
+            if key in plain and candidate.reason != _INSIDE:
+                candidate = replace(candidate, reason=plain[key], curved=False)
+            # Skip aliases of a layer's weight in other modules.
+            if key not in found or (candidate.axes and not found[key].axes):
+                found[key] = candidate
     return found
 
 
@@ -303,7 +269,8 @@ def _layer(module: nn.Module) -> tuple[str, str]:
     """Return the name of a linear layer or convolution for the reason, and its weight's axes; empty for others."""
     if isinstance(module, nn.Linear):
         return "linear", "oi"
-    if _is_conv1d(module):
+    # transformers' transposed linear layer, without importing transformers
+    if any(c.__name__ == "Conv1D" and c.__module__.startswith("transformers.") for c in type(module).__mro__):
         return "Conv1D", "io"
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         return "convolution", "oi" + "i" * len(module.kernel_size)
@@ -325,15 +292,7 @@ def _expert_axes(module: nn.Module, local: str, parameter: nn.Parameter) -> str:
     inputs_first = getattr(module, "is_transposed", None)
     if inputs_first is None and type(module).__module__.startswith("transformers."):
         width = getattr(module, "hidden_size", getattr(module, "hidden_dim", None))
-        said = (
-            (weight.shape[1] == width) != ("down" in name)
-            for name, weight in module.named_parameters(recurse=False)
-            if weight.dim() == 3 and width in weight.shape[1:] and weight.shape[1] != weight.shape[2]
-        )
-        inputs_first = next(said, None)
+        for name, weight in module.named_parameters(recurse=False):
+            if weight.dim() == 3 and width in weight.shape[1:] and weight.shape[1] != weight.shape[2]:
+                inputs_first = (weight.shape[1] == width) != ("down" in name)
     return "eio" if inputs_first else "eoi"
-
-
-def _is_conv1d(module: nn.Module) -> bool:
-    """Whether a module is transformers' transposed linear layer, without importing transformers."""
-    return any(c.__name__ == "Conv1D" and c.__module__.startswith("transformers.") for c in type(module).__mro__)

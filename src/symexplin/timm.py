@@ -73,7 +73,7 @@ def param_groups(
 
     Args:
         model: the model; frozen parameters are left out.
-        config: the map; default `SELConfig()`.
+        config: the map; None: the default map, `SELConfig()`.
         lr: the learning rate, if not that of `create_optimizer_v2`: a number, or {name pattern: number} as in
             :func:`symexplin.routing`. Needed if scales are learned at a rate of their own.
         filter_bias_and_bn: leave biases and other vectors without weight decay. Parameters in the model's

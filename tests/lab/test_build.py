@@ -159,10 +159,10 @@ def test_muon_with_a_map_is_selmuon_over_it():
     assert not clip
     for _ in steps(model, 1):
         optimizer.step()
-    coordinates = {name for name, _ in optimizer.coordinates()}
-    assert coordinates == {name for name, _ in model.named_parameters() if inside(name)}
+    curved = {name for name, _ in optimizer.curved()}
+    assert curved == {name for name, _ in model.named_parameters() if inside(name)}
     assert "momentum_buffer" in optimizer.state[model.blocks[0].ffn.up.weight]
-    assert next(c for _, c in optimizer.coordinates()).layout.config.mode == "mismatch"
+    assert next(c for _, c in optimizer.curved()).map.config.mode == "mismatch"
 
 
 @pytest.mark.parametrize(

@@ -1,68 +1,54 @@
-"""SELAdamW over several processes, whole, sharded and saved, against one process."""
+"""SEL optimizers over several processes, whole, sharded and saved, against one process."""
 
-import logging
 import re
 
 import pytest
 import torch
 
 import sharded
-import symexplin as sel
-from networks import ELEMENTWISE
 from processes import run
-
-logger = logging.getLogger(__name__)  # figures: pytest -o log_cli=true -o log_cli_level=INFO
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-PAPER, OFFSET = sel.preset("paper"), sel.preset("paper+offset")
-# The run is hot enough to be clipped at first, cool enough not to amplify a rounding error.
-SETTINGS = {"lr": 3e-3}
 _ROUNDING = 2.0**-24  # of float32
+F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
+# By the number of processes: how they share the model, and the run. Shards are uneven, and some are empty.
 TRAJECTORIES = {
     2: [
-        ("ddp", PAPER, torch.float64),
-        ("fsdp", OFFSET, torch.float64),
-        ("fsdp", ELEMENTWISE, torch.float64),
-        ("columns", ELEMENTWISE, torch.float64),
-        ("fsdp", PAPER, torch.float32),
+        *(("ddp", "paper", F64), ("fsdp", "offset", F64), ("columns", "elementwise", F64), ("columns", "muon", F64)),
+        *(("fsdp", "default", F64), ("fsdp", "muon layers", F64), ("fsdp", "paper", F32)),
     ],
-    3: [("fsdp", OFFSET, torch.float64), ("ddp", PAPER, torch.float64)],
+    3: [("fsdp", "absorbed", F64), ("ddp", "default", F64), ("fsdp", "8 bits", F64)],
     4: [
-        ("ddp", OFFSET, torch.float64),
-        ("fsdp", PAPER, torch.float64),
-        ("columns", OFFSET, torch.float64),
-        ("hsdp", PAPER, torch.float64),
-        ("tensor", OFFSET, torch.float64),
-        ("tensor", ELEMENTWISE, torch.float64),
-        ("tensor", PAPER, torch.float32),
-        ("ddp", PAPER, torch.float32),
-        ("fsdp", PAPER, torch.float32),
+        *(("fsdp", name, F64) for name in ("default", "paper", "elementwise", "muon", "layers", "default layers")),
+        *(("tensor", name, F64) for name in ("default", "offset", "absorbed", "elementwise", "muon")),
+        *(("tensor", name, F64) for name in ("layers", "default layers", "muon layers")),
+        *(("columns", "offset", F64), ("hsdp", "paper", F64), ("hsdp", "default", F64), ("ddp", "offset", F64)),
+        *(("fsdp", "paper", F32), ("fsdp", "default", F32), ("tensor", "paper", F32), ("fsdp", "layers", F32)),
     ],
 }
 CASES = [(world, *case) for world, cases in TRAJECTORIES.items() for case in cases]
 
 
 def name_of(case):
-    return "-".join(str(part).replace("torch.", "") for part in case if not isinstance(part, sel.SELConfig))
+    return "-".join(str(part).replace("torch.", "") for part in case)
 
 
 @pytest.fixture(scope="module")
 def whole():
     """The same trajectories in one process."""
-    cases = {case[2:] for case in CASES}
-    return {case: sharded.trajectory("whole", *case, **SETTINGS) for case in cases}
+    return {case: sharded.trajectory("whole", *case) for case in {case[2:] for case in CASES}}
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What came of each trajectory in the first process; the others must have the same."""
+    """The result of each trajectory in the first process; the others must have the same."""
     folder = tmp_path_factory.mktemp("trajectories")
     results = {}
     for world, cases in TRAJECTORIES.items():
-        calls = [("trajectory", case, SETTINGS) for case in cases]
+        calls = [("trajectory", case, {}) for case in cases]
         for case, first, *others in zip(cases, *run(world, folder, sharded.several, calls), strict=True):
-            assert not any(differing(other[1], first[1]) for other in others)
+            assert not any(differing(other[i], first[i]) for other in others for i in (0, 1))
             results[world, *case] = first
     return results
 
@@ -76,26 +62,22 @@ def differing(a, b):
 def distances(a, b):
     """Per tensor ||a - b|| / ||b||."""
     assert a.keys() == b.keys()
-    return {key: float((a[key] - b[key]).norm() / b[key].norm().clamp(min=1e-30)) for key in b}
+    return {key: float((a[key].double() - b[key]).norm() / b[key].double().norm().clamp(min=1e-30)) for key in b}
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_processes_follow_the_trajectory_of_one(found, whole, case):
-    """DESIGN's bounds: float64 1e-9; float32 ten times what an ulp at the start becomes, losses within 1e-4."""
+    """Float64 to 1e-9; float32 to ten times what one ulp at the start becomes, losses to 1e-4."""
     weights, state, losses, figures = found[case]
-    logger.info(
-        "%s: weights %.1e, state %.1e", name_of(case),
-        max(distances(weights, whole[case[2:]][0]).values()), max(distances(state, whole[case[2:]][1]).values()),
-    )  # fmt: skip
     expected, expected_state, expected_losses, expected_figures = whole[case[2:]]
-    assert losses[-1] < 0.7 * losses[0]
-    if case[3] == torch.float64:
+    assert losses[-1] < 0.9 * losses[0]
+    if case[3] == F64:
         assert max(distances(weights, expected).values()) < 1e-9
         assert max(distances(state, expected_state).values()) < 1e-9
         assert losses == pytest.approx(expected_losses, abs=1e-9)
         assert figures == pytest.approx(expected_figures, rel=1e-9, abs=1e-10)  # a spread near 0 cancels
         return
-    twin = sharded.trajectory("whole", *case[2:], one_ulp=True, **SETTINGS)
+    twin = sharded.trajectory("whole", *case[2:], one_ulp=True)
     noise = distances(twin[0], expected)
     for key, far in distances(weights, expected).items():
         # An ulp may be rounded away again, and its twin end with the same bits: it counts for one rounding at least.
@@ -105,8 +87,8 @@ def test_processes_follow_the_trajectory_of_one(found, whole, case):
 
 
 def test_the_gradients_are_clipped(whole):
-    free = sharded.trajectory("whole", PAPER, torch.float64, **SETTINGS, max_grad_norm=None)
-    assert max(distances(free[0], whole[PAPER, torch.float64][0]).values()) > 1e-3
+    free = sharded.trajectory("whole", "free", F64)
+    assert max(distances(free[0], whole["paper", F64][0]).values()) > 1e-3
 
 
 # From how many processes to how many, how they are split, and how the state is saved.
@@ -125,15 +107,13 @@ MOVES = {
     "2 x 2 to 2": (("tensor", 4), ("fsdp", 2), {}),
     "2 x 2 to 1": (("tensor", 4), ("whole", 1), {}),
     "1 to 2 x 2": (("whole", 1), ("tensor", 4), {}),
-    "1 to 4, 8 bits": (("whole", 1), ("fsdp", 4), {"moment_bits": 8}),
-    "4 to 2, 8 bits": (("fsdp", 4), ("fsdp", 2), {"moment_bits": 8}),
-    "4 to 4, 8 bits": (("fsdp", 4), ("fsdp", 4), {"moment_bits": 8}),
 }
-# Both dtypes from each number of processes, and to each.
-HALF = {"2 x 2 to 2 x 2", "4 to 2", "4 to 1", "4 to 4", "1 to 4, gathered", "wrapped to split"}
-BOTH = {"4 to 4", "wrapped to split"}
-MOVED = [(name, torch.bfloat16) for name in MOVES if name in HALF]
-MOVED += [(name, torch.float32) for name in MOVES if name not in HALF - BOTH]
+# Raw weights and scales of every shape, master copies, 8-bit moments, Muon's momentum and stacks of matrices.
+MOVED = [(name, "elementwise", F32) for name in MOVES]
+MOVED += [(name, "elementwise", BF16) for name in ("2 x 2 to 2 x 2", "4 to 1")]
+MOVED += [(name, "default", BF16) for name in ("4 to 2", "1 to 4", "4 to 4", "2 x 2 to 2")]
+MOVED += [("4 to 2", "8 bits", F32), ("4 to 4", "8 bits", F32), ("4 to 2", "stochastic", BF16)]
+MOVED += [("4 to 2", "muon", F32), ("1 to 4", "absorbed", F32), ("2 x 2 to 4", "layers", F32)]
 
 
 @pytest.fixture(scope="module")
@@ -147,10 +127,10 @@ def moved(tmp_path_factory):
         calls = [
             (
                 ("saved", "resumed")[side],
-                (MOVES[name][side][0], ELEMENTWISE, folder / f"{name}-{dtype}", dtype),
-                {**MOVES[name][2], **SETTINGS, "decay_towards": "initial"},  # one more tensor to move: the anchor
+                (MOVES[move][side][0], name, folder / f"{move}-{name}-{dtype}", dtype),
+                MOVES[move][2],
             )
-            for (name, dtype), side in cases
+            for (move, name, dtype), side in cases
         ]
         first = sharded.several(calls) if world == 1 else run(world, folder, sharded.several, calls)[0]
         for (case, side), result in zip(cases, first, strict=True):
@@ -158,31 +138,56 @@ def moved(tmp_path_factory):
     return results
 
 
-@pytest.mark.parametrize("case", MOVED, ids=lambda case: f"{case[0]}, {case[1]}")
+@pytest.mark.parametrize("case", MOVED, ids=name_of)
 def test_a_run_moves_to_another_number_of_processes(moved, case):
     ((weights, state), end), ((loaded_weights, loaded_state), resumed_end) = moved[case]
     assert not differing(loaded_weights, weights)
-    assert not differing(loaded_state, state)  # raw weights among them
-    codes = {torch.uint8} if "moment_bits" in MOVES[case[0]][2] else set()
-    assert {value.dtype for value in loaded_state.values()} == {torch.float32} | codes
+    assert not differing(loaded_state, state)
+    codes = {torch.uint8} if case[1] == "8 bits" else set()
+    assert {value.dtype for value in loaded_state.values()} == {F32} | codes
+    assert any(key.endswith(" master") for key in state) == (case[2] == BF16 and case[1] != "stochastic")
     if MOVES[case[0]][0] == MOVES[case[0]][1]:
         assert not differing(resumed_end[1], end[1])
         assert resumed_end[2] == end[2]
-    elif case[1] == torch.float32:
+    elif case[2] == F32:
         assert resumed_end[2] == pytest.approx(end[2], abs=1e-4)
         assert max(distances(resumed_end[0], end[0]).values()) < 1e-3
 
 
+GIVEN = [("default", BF16), ("stochastic", BF16), ("8 bits", BF16), ("default", F32)]
+
+
+@pytest.fixture(scope="module")
+def on_shards(tmp_path_factory):
+    """Weights and states after steps with the same gradients, on 2 and 3 shards by rows and on 2 x 2 blocks."""
+    folder = tmp_path_factory.mktemp("given")
+    results = {}
+    for shards, world, cases in (("2", 2, GIVEN), ("3", 3, GIVEN), ("2 x 2", 4, GIVEN[:2])):
+        calls = [("given", case, {"blocks": shards == "2 x 2"}) for case in cases]
+        results |= zip([(shards, *case) for case in cases], run(world, folder, sharded.several, calls)[0], strict=True)
+    return results
+
+
+@pytest.mark.parametrize(("name", "dtype"), GIVEN)
+def test_shards_have_the_bits_of_the_whole(on_shards, name, dtype):
+    expected = sharded.given(name, dtype)
+    for shards in ("2", "3", "2 x 2"):
+        if (shards, name, dtype) in on_shards:
+            for found, right in zip(on_shards[shards, name, dtype], expected, strict=True):
+                assert not differing(found, right), shards
+
+
 DETAILS = {
-    "collectives": ("collectives", ("fsdp", OFFSET), {}),
-    "written": ("written", ("fsdp", PAPER), {}),
-    "out of reach": ("written", ("fsdp", PAPER), {"far": True}),
-    "not finite": ("written", ("fsdp", PAPER), {"value": float("nan")}),
-    "clamped": ("clamped", ("fsdp", PAPER), {}),
-    "spoilt": ("spoilt", ("fsdp", PAPER), {}),
-    "snapshots": ("snapshots", ("fsdp", OFFSET), {}),
-    "peeked": ("peeked", ("fsdp", PAPER), {}),
-    "mixed": ("trajectory", ("mixed", PAPER), SETTINGS),
+    "collectives": ("collectives", ("fsdp",), {}),
+    "written": ("written", ("fsdp", "paper"), {}),
+    "clamped": ("clamped", ("fsdp", "paper"), {}),
+    "snapshots": ("snapshots", ("fsdp", "offset"), {}),
+    "snapshots of 8 bits": ("snapshots", ("fsdp", "8 bits"), {}),
+    "peeked": ("peeked", ("fsdp", "paper"), {}),
+    "mixed": ("trajectory", ("mixed", "paper"), {}),
+    "stochastic": ("trajectory", ("ddp", "stochastic", BF16), {}),
+    "columns": ("columns", (True,), {}),
+    "switched": ("switched", ("fsdp",), {}),
     **{case: ("refused", (case,), {}) for case in ("zero", "strides", "flattened later", "fsdp1")},
 }
 
@@ -199,63 +204,70 @@ def test_a_step_takes_one_all_reduce_and_state_is_split_as_the_parameter(details
         assert count == 1
         rows = (1, 1, 1, 0)[rank]  # three rows in four processes
         assert kinds["raw"] == kinds["exp_avg"] == ((3, 16), (rows, 16))
-        assert kinds["panel0"] == kinds["panel0_exp_avg_sq"] == ((3, 11), (rows, 11))
-        assert kinds["panel1"] == kinds["panel1_exp_avg"] == ((12, 16), None)
+        assert kinds["e_row"] == kinds["e_row_exp_avg_sq"] == ((3,), (rows,))
+        assert kinds["e_column"] == kinds["n_column_exp_avg"] == ((16,), None)
+        assert [shape[0] for shape in kinds["delta_A"]] == [3, rows]
+        assert kinds["delta_B"][1] is None
         assert kinds["step"] == kinds["scale_step"] == ((), None)
 
 
 def test_mixed_precision_keeps_everything_of_the_optimizer_in_fp32(details, whole):
     """Weights are cast to bfloat16 for the forward and backward passes alone."""
     weights, state, losses, _ = details["mixed"][0]
-    assert {value.dtype for value in (*weights.values(), *state.values())} == {torch.float32}
-    expected = whole[PAPER, torch.float32][2]
+    assert {value.dtype for value in (*weights.values(), *state.values())} == {F32}
+    expected = whole["paper", F32][2]
     assert losses[:5] == pytest.approx(expected[:5], rel=0.02)  # then the roundings of bfloat16 go their own way
     assert losses[:5] != pytest.approx(expected[:5], rel=1e-5)
     assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
 
 
-def test_a_write_into_one_process_is_taken_over_at_the_next_step(details):
-    found, trail, *_ = details["written"][0]
-    for _, other, agrees, _, told in details["written"]:
-        assert agrees
-        assert not told
-        assert torch.equal(other[1], trail[1])
+def test_replicas_round_stochastically_to_the_same_bits(details):
+    first, *others = details["stochastic"]
+    assert not any(differing(other[i], first[i]) for other in others for i in (0, 1))
+    assert first[2][-1] < 0.7 * first[2][0]
+
+
+def test_a_write_into_one_process_is_adopted(details):
+    found, trail, _ = details["written"][0]
     assert found[4, :2].tolist() == [0.25, -0.125]  # the first row of the second process
-    torch.testing.assert_close(
-        trail[0][4, :2], found[4, :2], rtol=0, atol=0.05
-    )  # a step from there, of lr 1e-3 and k 50
+    torch.testing.assert_close(trail[0][4, :2], found[4, :2], rtol=0, atol=0.2)  # a step from there: lr 3e-3, k 50
     assert not torch.equal(trail[0][4, :2], found[4, :2])
+    for _, other, agrees in details["written"]:
+        assert agrees
+        assert torch.equal(other[1], trail[1])
 
 
 def test_writes_after_every_step_leave_every_step_in_force(details):
+    expected = sharded.clamped("whole", "paper")
     for weights in details["clamped"]:
-        assert max(distances(weights, sharded.clamped("whole", PAPER)).values()) < 1e-9
+        assert max(distances(weights, expected).values()) < 1e-9
 
 
-def test_scales_out_of_reach_start_anew_in_every_process(details):
-    found, trail, _, panels, _ = details["out of reach"][0]
-    for _, other, agrees, others, told in details["out of reach"]:
-        assert agrees
-        assert len(told) == 1
-        assert torch.equal(others["panel1"], panels["panel1"])
-        assert torch.equal(other[1], trail[1])
-    assert torch.equal(trail[1][4:8], found[4:8])
-
-
-def test_a_nan_in_one_process_is_an_error_in_all(details):
-    assert all("3.weight: " in said and "are not finite" in said for said in details["not finite"])
-    refusals = details["spoilt"]
-    assert "the weights must be finite" in refusals[1]
-    assert all(said == "3.weight: another process refuses its part" for said in refusals[:1] + refusals[2:])
-
-
-def test_the_state_of_a_process_can_be_saved_and_loaded_and_is_no_larger_than_its_part(details):
-    assert details["snapshots"] == [(True, True)] * 4
+@pytest.mark.parametrize("case", ["snapshots", "snapshots of 8 bits"])
+def test_the_state_of_a_process_can_be_saved_and_loaded_and_is_no_larger_than_its_part(details, case):
+    assert details[case] == [(True, True)] * 4
 
 
 def test_a_look_at_the_state_before_the_first_step_changes_nothing(details):
     for undisturbed, looked in details["peeked"]:
         assert looked == undisturbed
+
+
+def test_a_process_without_a_column_follows(details):
+    """Kernels do not cover its empty part."""
+    value, norm = sharded.columns(shards=False)
+    for found in details["columns"]:
+        torch.testing.assert_close(found[0], value, rtol=1e-5, atol=1e-6)
+        assert found[1] == pytest.approx(norm, rel=1e-6)
+
+
+def test_a_switch_maps_each_process_its_part(details):
+    moments, after = sharded.switched("whole")
+    for found in details["switched"]:
+        for pair in (*moments, *found[0]):
+            torch.testing.assert_close(*pair, rtol=1e-12, atol=0)
+        for mine, theirs in zip(found[1], after, strict=True):
+            assert max(distances(mine, theirs).values()) < 1e-9
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 __all__ = ["Curve", "FactoredMap", "Kernels", "Noise", "Plan", "Rates", "Vectors", "is_memory"]
 
 Curve = tuple[float, float]  # kappa and c of a map in closed form
-Noise = tuple[int, int, int, int]  # key, offset, columns and stride, see symexplin.optim.rounding
+Noise = tuple[int, int, int, int]  # key, offset, columns and stride, see symexplin.rounding
 # Learned vectors of e, l, m (or a) and n: of each that along the rows in memory and that along the columns.
 Vectors = tuple[Tensor | None, ...]
 

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from symexplin import rounding
 from symexplin.closed import Closed
 from symexplin.curve import Curved, Factor, Map
 from symexplin.heads import Parts
-from symexplin.optim import moments8, rounding
+from symexplin.optim import moments8
 from symexplin.optim.annealing import multiplier
 from symexplin.optim.groups import Group, config_of, is_curved, map_of, name_of, parts_of
 from symexplin.optim.shard import WHOLE, Shard, address, is_dtensor, local, shard_of
@@ -329,7 +330,7 @@ class Entry:
             self.value.copy_(new)
 
     def noise(self) -> tuple[int, int, int, int]:
-        """Return the key and the span of the noise of stochastic rounding, see :mod:`symexplin.optim.rounding`."""
+        """Return the key and the span of the noise of stochastic rounding, see :mod:`symexplin.rounding`."""
         position = self.group["position"][self.index] if "position" in self.group else self.index
         key = rounding.key_of(self.group.get("seed", 0), position, int(self.state["step"]))
         return key, *rounding.span(tuple(self.value.shape), self.shape, self.shard.starts(self.shape))

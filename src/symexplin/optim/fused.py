@@ -7,15 +7,15 @@ for the update.
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
 from symexplin.curve import Map, in_dims, is_weight, out_dims, stack_dims
-from symexplin.kernels import Kernels, is_memory, kernels_for
-from symexplin.kernels.interface import FactoredMap, Rates
+from symexplin.kernels import kernels_for
+from symexplin.kernels.interface import FactoredMap, Kernels, Rates, is_memory
 from symexplin.optim.entry import Entry, Leaf
 from symexplin.optim.groups import Group
 from symexplin.optim.shard import Groups, local
@@ -82,7 +82,15 @@ class Fused:
         for entry in entries:
             if (kernels := kernels_for(entry.value.device)) is not None and (kind := _kind_of(entry)) is not None:
                 step = float(entry.state["step"])
-                key = (kind, id(entry.group), entry.value.dtype, entry.value.device, entry.rounds, entry.shard.groups, step)
+                key = (
+                    kind,
+                    id(entry.group),
+                    entry.value.dtype,
+                    entry.value.device,
+                    entry.rounds,
+                    entry.shard.groups,
+                    step,
+                )
                 alike.setdefault(key, []).append(entry)
         self._batches: list[_Elementwise | _Factored] = []
         for (kind, *_), chosen in alike.items():
@@ -124,10 +132,11 @@ class _Elementwise:
     def update(self, clip: Tensor | None) -> None:
         """Update the weights and moments in place."""
         first = self.entries[0]
-        moments = ([entry.own(name) for entry in self.entries] for name in _MOMENTS)
+        exp_avgs, exp_avg_sqs = ([entry.own(name) for entry in self.entries] for name in _MOMENTS)
         noise = [entry.noise() for entry in self.entries] if first.rounds else None
         rates = _rates(first.group, float(first.state["step"]))
-        self._kernels.update(self._weights, self._grads, *moments, self._masters, self._curve, rates, clip, noise)
+        state = exp_avgs, exp_avg_sqs, self._masters
+        self._kernels.update(self._weights, self._grads, *state, self._curve, rates, clip, noise)
 
 
 class _Factored:
@@ -151,7 +160,7 @@ class _Factored:
             of_entry = [next(each) for _ in _split(entry, entry.value)]
             for i, name in enumerate(_names(entry.map)):
                 if name is not None:
-                    parts = [vectors[i] for vectors in of_entry]
+                    parts = [cast(Tensor, vectors[i]) for vectors in of_entry]
                     grad = torch.stack(parts) if stack_dims(entry.axes) else parts[0]
                     entry.grads[name] = grad.view(entry.own(name).shape)
         return norm
@@ -179,7 +188,8 @@ def _kind_of(entry: Entry) -> Any:
     if not _is_usual(entry):
         return None
     if not entry.is_stored:
-        return (entry.closed, "master" in entry.state) if entry.closed is None or entry.closed.mode == "exp_only" else None
+        covered = entry.closed is None or entry.closed.mode == "exp_only"
+        return (entry.closed, "master" in entry.state) if covered else None
     factors = [(entry.own(factor.name), factor.shape) for factor in entry.factors]
     usual = all(tensor.is_contiguous() and tensor.shape == shape for tensor, shape in factors)
     return _factored(entry.map) if usual else None
@@ -252,6 +262,4 @@ def _vectors(entry: Entry) -> Iterator[tuple[Tensor | None, ...]]:
     """Yield the learned vectors of each matrix of a parameter."""
     tensors = [None if name is None else entry.own(name) for name in _names(entry.map)]
     for i in range(len(entry.value) if stack_dims(entry.axes) else 1):
-        yield tuple(
-            None if t is None else (t[i] if stack_dims(entry.axes) else t).reshape(-1) for t in tensors
-        )
+        yield tuple(None if t is None else (t[i] if stack_dims(entry.axes) else t).reshape(-1) for t in tensors)

@@ -3,7 +3,7 @@
 import functools
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -183,14 +183,21 @@ def global_norm(
     if not devices:
         return torch.nn.utils.get_total_norm([*norms.get((), ()), *(grad for _, _, grad in shared)])
     device = next(iter(devices.values()))
-    squares = {split: _square(found, device) for split, found in norms.items()}
+    ready = [(own, grad) for whole, own, grad in shared if own == whole]  # nothing to sum
+    late = [(own, grad) for whole, own, grad in shared if own != whole]
+    squares = {split: _square([*found, *_of(split, ready)], device) for split, found in norms.items()}
     for group, kind in devices.items():
         grads = [grad for whole, own, grad in shared if group in whole and group not in own]
         sum_over(group, [*(square for split, square in squares.items() if group in split), *grads], kind)
-    late = {own: _square([grad for _, o, grad in shared if o == own], device) for _, own, _ in shared}
+    summed = {own: _square(_of(own, late), device) for own, _ in late}
     for group, kind in devices.items():
-        sum_over(group, [square for own, square in late.items() if group in own], kind)
-    return sum((*squares.values(), *late.values()), torch.zeros((), dtype=torch.float64, device=device)).sqrt()
+        sum_over(group, [square for own, square in summed.items() if group in own], kind)
+    return torch.stack([*squares.values(), *summed.values()]).sum().sqrt()
+
+
+def _of(split: Groups, grads: Iterable[tuple[Groups, Tensor]]) -> list[Tensor]:
+    """Return the gradients that are split over these groups."""
+    return [grad for own, grad in grads if own == split]
 
 
 def _square(grads: Sequence[Tensor], device: str) -> Tensor:

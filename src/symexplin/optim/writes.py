@@ -21,7 +21,7 @@ class Writes:
     """The parameters with stored raw weights as they were after the last step."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[int, int]] = {}
+        self._seen: dict[int, tuple[int, ...]] = {}
 
     def remember(self, entries: Iterable[Entry]) -> None:
         """Record the present versions and addresses."""
@@ -40,8 +40,9 @@ class Writes:
                     _adopt(entry, exact=seen is not None)
 
 
-def _look(entry: Entry) -> tuple[int, int]:
-    return entry.value._version, entry.value.data_ptr()
+def _look(entry: Entry) -> tuple[int, ...]:
+    # Of a DTensor, a write into the whole changes its own version, one into the local part that of the part.
+    return entry.parameter._version, entry.value._version, entry.value.data_ptr()
 
 
 def _adopt(entry: Entry, exact: bool) -> None:

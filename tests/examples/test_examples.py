@@ -1,0 +1,158 @@
+"""The examples, run as a user runs them: losses fall, runs go on where they stopped, stock code loads what they save."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import forked
+from scripts import run
+from vision import import_timm
+
+TESTS = Path(__file__).parents[1]
+EXAMPLES = TESTS.parent / "examples"
+
+
+@pytest.fixture
+def example(capsys, monkeypatch):
+    """Run an example in this process; return what it printed."""
+    return lambda name, *options: run(EXAMPLES / name, *options, capsys=capsys, monkeypatch=monkeypatch)
+
+
+def numbers(pattern, text):
+    return [float(number) for number in re.findall(pattern, text, re.MULTILINE)]
+
+
+def assert_same_bits(a, b):
+    assert a.keys() == b.keys()
+    assert all(torch.equal(value, b[name]) for name, value in a.items())
+
+
+def test_plain_loop(tmp_path):
+    lines = [
+        (str(EXAMPLES / "plain_loop.py"), "--out", str(tmp_path / name), "--steps", steps, "--total-steps", "60")
+        for name, steps in (("whole", "60"), ("parts", "30"), ("parts", "60"))
+    ]
+    printed, first, second = forked.outputs(["torch._dynamo", "symexplin.optim"], [(1, line) for line in lines])
+    losses = numbers(r"'loss': ([\d.]+)", printed)
+    assert len(losses) == 3
+    assert losses[-1] < 0.7 * losses[0]
+    assert "20 {" in first
+    assert printed.splitlines()[-2:] == second.splitlines()[-2:]  # the figures after 40 and 60 steps
+    whole, parts = (torch.load(tmp_path / name / "model.pt", weights_only=True) for name in ("whole", "parts"))
+    assert_same_bits(whole, parts)
+    plain = nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4))
+    plain.load_state_dict(whole)
+
+
+def test_nanogpt_style_continues_after_a_stop_in_the_midst_of_a_save(example, tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    whole = example("nanogpt_style.py", "--out", tmp_path / "whole", "--steps", 45)
+    losses = numbers(r"val loss (\S+)", whole)
+    assert len(losses) == 3  # after 20, 40 and 45 steps
+    assert losses[-1] < 0.95 * losses[0] < 4.2  # log(vocabulary) is 4.3
+    save, calls = torch.save, []
+
+    def broken(state, path):
+        calls.append(path)
+        if len(calls) == 2:
+            path.write_bytes(b"half")
+            raise KeyboardInterrupt
+        save(state, path)
+
+    parts = ("nanogpt_style.py", "--out", tmp_path / "parts", "--steps", 45)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", broken)
+        with pytest.raises(KeyboardInterrupt):
+            example(*parts)
+    assert example(*parts).splitlines() == whole.splitlines()[1:]  # from step 20, the last whole checkpoint
+    assert_same_bits(*(load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts")))
+    loaded, report = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "whole", output_loading_info=True)
+    assert not any(report.values())
+    assert loaded.config.n_embd == 64
+
+
+def test_lightning_module(example, tmp_path):
+    pytest.importorskip("lightning")
+    printed = example("lightning_module.py", "--out", tmp_path, "--epochs", 12)
+    assert float(printed.split()[-1]) < 0.5  # 0.81 after the first epoch
+    assert (tmp_path / "last.ckpt").exists()
+
+
+def test_peft_lora(example, tmp_path):
+    pytest.importorskip("peft")
+    printed = example("peft_lora.py", "--out", tmp_path, "--steps", 41)
+    losses = numbers(r"step \d+ loss (\S+)", printed)
+    assert losses[-1] < 0.5 * losses[0]
+    assert "curved: 28 tensors" in printed  # two factors of seven projections in two blocks
+    differences = numbers(r"logits differ by (\S+)", printed)
+    assert len(differences) == 2
+    assert max(differences) < 1e-4
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+    assert (tmp_path / "merged" / "model.safetensors").exists()
+
+
+def test_timm_vit(example, tmp_path):
+    import_timm()
+    printed = example("timm_vit.py", "--out", tmp_path, "--steps", 81, "--layer-decay", 0.9)
+    losses = numbers(r"loss (\S+)", printed)
+    assert losses[-1] < 0.5 * losses[0]
+    assert numbers(r"accuracy (\S+)", printed)[0] > 0.7  # one of four classes
+
+
+def test_trl_sft_clips_once(example, tmp_path, monkeypatch):
+    pytest.importorskip("trl")
+    accelerator = pytest.importorskip("accelerate").Accelerator
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)
+    clip, limits = accelerator.clip_grad_norm_, set()
+
+    def seen(self, parameters, limit, *rest):
+        limits.add(limit)
+        return clip(self, parameters, limit, *rest)
+
+    monkeypatch.setattr(accelerator, "clip_grad_norm_", seen)
+    printed = example("trl_sft.py", "--out", tmp_path, "--steps", 50, "--cpu")
+    assert limits == {float("inf")}  # the trainer measures the norm
+    losses = numbers(r"'loss': '([\d.]+)'", printed)
+    assert len(losses) == 5
+    assert losses[-1] < 0.7 * losses[0]
+    assert re.search(r"answer: 3 \+ 4 =", printed)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_hf_trainer_and_accelerate_fsdp2(tmp_path):
+    """Resumed, and on two processes; Accelerate's sharded and whole runs are one trajectory, also when resumed."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+
+    def trainer(name, steps, *more):
+        return (str(EXAMPLES / "hf_trainer.py"), "--output", str(tmp_path / name), "--cpu", "--steps", steps, *more)
+
+    def fsdp2(name, steps, *more):
+        script = [str(TESTS / "accelerate_cpu.py")] if name == "sharded" else []
+        options = ("--steps", steps, "--total-steps", "12", "--output", str(tmp_path / name), "--cpu", *more)
+        return [*script, str(EXAMPLES / "accelerate_fsdp2.py"), *options]
+
+    jobs = [(1, trainer("one", "16")), (1, trainer("one", "20", "--resume")), (2, trainer("two", "8"))]
+    jobs += [(2, fsdp2("whole", "12")), (2, fsdp2("sharded", "5")), (2, fsdp2("sharded", "12", "--resume"))]
+    said = forked.outputs(forked.TRAINER, jobs)
+    losses, resumed, together = (numbers(r"^step \d+ loss (\S+)", text) for text in said[:3])
+    assert len(losses) == 16
+    assert losses[-1] < 0.9 * losses[0]
+    assert (tmp_path / "one" / "model.safetensors").exists()
+    assert (len(resumed), resumed[:16]) == (20, losses)
+    assert len(together) == 8
+    assert together[-1] < together[0]
+    assert ["FSDP: saved and loaded" in text for text in said[3:]] == [False, True, True]
+    whole, first, rest = (numbers(r"(?:loss|norm) (\S+)", text) for text in said[3:])
+    assert (len(whole), len(first)) == (24, 10)
+    assert whole[-2] < 0.95 * whole[0]
+    assert first + rest == pytest.approx(whole, rel=1e-4)
+    load = transformers.LlamaForCausalLM.from_pretrained
+    weights = load(tmp_path / "sharded").state_dict()
+    for name, value in load(tmp_path / "whole").state_dict().items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=1e-5, msg=name)

@@ -1,0 +1,191 @@
+"""The closed form of a step against 50 digits, and against the definition of the map."""
+
+import math
+import random
+
+import mpmath
+import pytest
+import torch
+
+from symexplin.closed import CLOSED_MODES, Closed
+from symexplin.config import Scale, SELConfig
+from symexplin.transform import Form, Scales, forward, pullback
+
+DTYPES = [torch.float32, torch.float64]
+WORK = mpmath.mp.clone()
+WORK.dps = 50
+
+
+def random_config(draw: random.Random, mode: str) -> SELConfig:
+    """Return fixed scales within and beyond what anybody uses; s and e, which may be negative, share a sign."""
+    sign = draw.choice((1.0, -1.0))
+    scales = {role: Scale(start=sign * math.exp(draw.uniform(-2, 2))) for role in ("s", "e")}
+    return SELConfig(
+        mode=mode,
+        beta=draw.uniform(1.5, 30.0),
+        normalize=draw.random() < 0.5,
+        m=Scale(start=draw.uniform(0.5, 2.0)),
+        n=Scale(start=draw.uniform(-2.0, 6.0)),
+        l=Scale(start=draw.uniform(0.1, 2.0)),
+        **scales,
+    ).resolve(1024)
+
+
+def constants(config: SELConfig) -> tuple[float, float]:
+    """Return (kappa, c) as the table of the design has them."""
+    kappa = config.beta * config.m.start
+    d = kappa if config.normalize else config.beta
+    s, e, l, n = (getattr(config, role).start for role in "seln")
+    return kappa, {"exp_only": s * e * math.exp(-n) / d, "sinh": s / d, "linear": s * l}[config.mode]
+
+
+def random_points(mode: str, config: SELConfig, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weights from 1e-30 to 1e20 and zeros, with raw steps of |kappa step| <= 80.
+
+    A third of the steps is uniform, a third goes down to 1e-12, a third ends near zero, on either side of it.
+    """
+    kappa, c = constants(config)
+    sign = torch.randn(2, count, dtype=torch.float64).sign()
+    v = (sign[0] * 10 ** torch.empty(count, dtype=torch.float64).uniform_(-30, 20)).to(dtype)
+    v[:3] = 0.0
+    x = torch.empty(3, count // 3, dtype=torch.float64).uniform_(-1, 1)
+    x = torch.cat([80 * x[0], sign[1][: count // 3] * 10 ** (7 * x[1] - 5.1), 10 ** (4 * x[2] - 4)])
+    x[2 * count // 3 :] *= sign[1][2 * count // 3 :]
+    near = slice(2 * count // 3, count)
+    raw = v[near].double() / c
+    x[near] = -(1 + x[near]) * (raw.asinh() if mode == "sinh" else raw.sign() * raw.abs().log1p())
+    return v, (x.clamp(-80, 80) / kappa).to(dtype)
+
+
+def reference(mode: str, kappa: float, c: float, v, step, lib):
+    """Return (f(w + step), the slope there over kappa, kappa w, kappa step); exact in mpmath."""
+    x = kappa * step
+    if mode == "linear":
+        return v + c * step, abs(c), v / c, step
+    if mode == "sinh":
+        w = lib.asinh(v / c)
+        value = c * lib.sinh(w + x)
+        return value, lib.sqrt(c * c + value * value), w, x
+    w = lib.sign(v) * lib.log1p(abs(v) / c)
+    value = lib.sign(w + x) * c * lib.expm1(abs(w + x))
+    return value, c + abs(value), w, x
+
+
+def allowed(mode: str, value, slope, w, x, unit: float):
+    """Return the accuracy owed, (8 + 4 kappa|w'|) units of |f(w')|, and the allowance for the raw weight's rounding.
+
+    A raw weight is made of v by three operations (the quotients by c and kappa, the logarithm), each with a rounding
+    of a unit of |w|; kappa, its product with the step, and the sum w + step each round by a unit of |x| or |w| + |x|.
+    Three units of |w| + |x|, times the slope f'(w')/kappa, are what the path by way of raw weights itself owes.
+    """
+    curved = 0.0 if mode == "linear" else abs(w + x)
+    return unit * ((8 + 4 * curved) * abs(value) + 3 * (abs(w) + abs(x)) * slope)
+
+
+@pytest.mark.parametrize(("mode", "count"), [("exp_only", 20_000), ("sinh", 4_000), ("linear", 500)])
+def test_single_steps_of_random_scales_are_within_the_accuracy_owed(mode, count):
+    torch.manual_seed(0)
+    draw, worst = random.Random(0), 0.0
+    for _ in range(count):
+        config = random_config(draw, mode)
+        v, step = random_points(mode, config, 24, torch.float32)
+        moved = Closed.of(config).move(v, step).double()
+        expected, *rest = reference(mode, *constants(config), v.double(), step.double(), torch)
+        inside = expected.abs() < torch.finfo(torch.float32).max
+        assert torch.equal(moved.isfinite(), inside), config
+        bound = allowed(mode, expected, *rest, 2**-24) + 1e-44  # the smallest float32
+        worst = max(worst, ((moved - expected).abs() / bound)[inside].max().item())
+    assert worst <= 1.0, worst
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", CLOSED_MODES)
+def test_single_steps_against_50_digits(mode, dtype):
+    torch.manual_seed(1)
+    draw, worst = random.Random(1), 0.0
+    for _ in range(100):
+        config = random_config(draw, mode)
+        v, step = random_points(mode, config, 24, dtype)
+        kappa, c = map(WORK.mpf, constants(config))
+        for value, raw, moved in zip(v.tolist(), step.tolist(), Closed.of(config).move(v, step).tolist(), strict=True):
+            expected, *rest = reference(mode, kappa, c, WORK.mpf(value), WORK.mpf(raw), WORK)
+            if abs(expected) < torch.finfo(dtype).max:
+                bound = allowed(mode, expected, *rest, torch.finfo(dtype).eps / 2) + torch.finfo(dtype).tiny * 2e-7
+                worst = max(worst, float(abs(moved - expected) / bound))
+    assert worst <= 1.0, worst
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", CLOSED_MODES)
+def test_a_step_of_zero_keeps_the_bits_and_the_inputs_stay(mode, dtype):
+    v = torch.tensor([0.0, -0.0, 1e-30, -1e-42, 0.3, -0.7, 1e20, -1e20, math.inf, -math.inf, math.nan], dtype=dtype)
+    closed, bits = Closed.of(random_config(random.Random(2), mode)), torch.int32 if dtype == DTYPES[0] else torch.int64
+    before = v.clone()
+    for zero in (0.0, -0.0):
+        assert torch.equal(closed.move(v, torch.full_like(v, zero)).view(bits), v.view(bits))
+    step = torch.linspace(-1, 1, len(v), dtype=dtype)
+    moved, kept = closed.move(v, step), step.clone()
+    assert moved.dtype == dtype
+    closed.raw(v), closed.slope(v)
+    assert torch.equal(v.view(bits), before.view(bits))
+    assert torch.equal(step, kept)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_zero_moves_by_the_map_itself_and_steps_are_odd(dtype):
+    closed = Closed.of(SELConfig(mode="exp_only").resolve(1024))
+    step = torch.tensor([1e-20, 1e-3, 0.5, 10.0], dtype=dtype)
+    expected = closed.c * torch.expm1(closed.kappa * step)
+    for zero in (0.0, -0.0):
+        v = torch.full_like(step, zero)
+        torch.testing.assert_close(closed.move(v, step), expected, rtol=torch.finfo(dtype).eps, atol=0.0)
+        assert torch.equal(closed.move(v, -step), -closed.move(v, step))
+    v = torch.tensor([0.3, 1e-5, 0.2, 1e15], dtype=dtype)
+    assert torch.equal(closed.move(-v, step), -closed.move(v, -step))
+
+
+@pytest.mark.parametrize("mode", CLOSED_MODES)
+def test_raw_and_slope_and_move_agree_with_the_map(mode):
+    draw = random.Random(3)
+    for _ in range(50):
+        config = random_config(draw, mode)
+        closed, form = Closed.of(config), Form(mode, config.beta, config.normalize)
+        kappa = config.beta * config.m.start
+        scales = Scales(config.e.start, config.l.start, kappa, config.n.start, config.s.start)
+        v = torch.cat([10 ** torch.linspace(-30, 20, 60, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)])
+        v = torch.cat([v, -v])
+        w = closed.raw(v)
+        assert torch.equal(w.signbit(), v.signbit() != (closed.c < 0))
+        torch.testing.assert_close(forward(form, w, scales), v, rtol=1e-13, atol=0.0)
+        slope = pullback(form, w, scales, torch.ones_like(w), frozenset())["w"]
+        torch.testing.assert_close(closed.slope(v), slope, rtol=1e-13, atol=0.0)
+        step = torch.linspace(-3, 3, len(v), dtype=torch.float64) / kappa
+        expected = forward(form, w + step, scales)
+        room = 1e-14 * (1 + kappa * (w.abs() + step.abs())) * (closed.slope(expected).abs() / kappa + expected.abs())
+        assert bool(((closed.move(v, step) - expected).abs() <= room).all())
+        # A step far below the rounding of the raw weight still moves a small weight.
+        small, tiny = v[:5], torch.full_like(v[:5], 1e-25 / kappa)
+        torch.testing.assert_close(closed.move(small, tiny) - small, closed.slope(small) * tiny, rtol=1e-4, atol=0.0)
+
+
+@pytest.mark.parametrize("mode", CLOSED_MODES)
+def test_it_is_one_graph(mode):
+    closed, v = Closed.of(random_config(random.Random(4), mode)), torch.randn(64)
+    call = lambda v, step: (closed.move(v, step * closed.slope(v)), closed.raw(v))  # noqa: E731
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(v, v.flip(0) / 99), call(v, v.flip(0) / 99))
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        (SELConfig(mode="mismatch"), r"needs mode .*, got mismatch"),
+        (SELConfig(mode="exp_only", e=Scale("row")), r"fixed scales, got .*e learned \(row\)"),
+        (SELConfig(mode="exp_only", e=Scale(start=-1)), r"positive product, got s.start 1, e.start -1"),
+        (SELConfig(mode="sinh", s=Scale(start=0)), r"not be 0, got s.start 0"),
+        (SELConfig(mode="linear", l=Scale(start=0)), r"not be 0, got s.start 1, l.start 0"),
+    ],
+)
+def test_maps_without_a_closed_form_are_refused(config, match):
+    with pytest.raises(ValueError, match=match):
+        Closed.of(config.resolve(1024))

@@ -1,0 +1,136 @@
+"""Stochastic rounding: unbiased, uniform noise, the same bits for any shard."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from symexplin import rounding
+from symexplin.rounding import key_of, noise, round_, span
+
+
+def rounded(values, key=1, place=None):
+    out = torch.empty_like(values, dtype=torch.bfloat16)
+    round_(out, values, key, *(place or span(values.shape, values.shape, [0] * values.ndim)))
+    return out
+
+
+def hashed(key: int, index: int) -> int:
+    """Return the noise of one place in Python's own integers."""
+    x = (index ^ key ^ ((index >> 32) * 0x9E3779B9)) & 0xFFFFFFFF
+    x ^= x >> 16
+    x = x * 0x21F0AAAD & 0xFFFFFFFF
+    x ^= x >> 15
+    x = x * 0x735A2D97 & 0xFFFFFFFF
+    x ^= x >> 15
+    return x & 0xFFFF
+
+
+def test_the_noise_is_the_hash_beyond_32_bits_of_index_too():
+    places = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**32 + 1, 5 * 2**32 + 7, 2**40 + 3]
+    key = key_of(0, 3, 70)
+    got = noise(key, torch.tensor(places))
+    assert got.dtype == torch.int32
+    assert got.tolist() == [hashed(key, k) for k in places]
+
+
+@pytest.mark.parametrize("which", ["index", "seed", "position", "step", "block"])
+def test_the_noise_is_uniform_over_places_seeds_parameters_and_steps(which):
+    n = 2**15 if which != "index" else 2**20
+    if which == "index":
+        draws = noise(key_of(0, 0, 1), torch.arange(n))
+    elif which == "block":  # one place, the low bits of the keys of neighboring steps
+        draws = torch.tensor([key_of(7, 2, k) & 0xFFFF for k in range(n)])
+    else:
+        keys = (key_of(**({"seed": 0, "position": 1, "step": 1} | {which: k})) for k in range(n))
+        draws = torch.cat([noise(key, torch.tensor([5])) for key in keys])
+    counts = torch.bincount(draws // 256, minlength=256).double()
+    chi2 = ((counts - n / 256) ** 2 / (n / 256)).sum().item()
+    assert abs(chi2 - 255) < 5 * math.sqrt(2 * 255)
+    # Neighbors are uncorrelated: 1/12 is the variance of a uniform number.
+    u = draws.double() / 65536 - 0.5
+    assert abs((u[1:] * u[:-1]).mean().item()) < 5 / 12 / math.sqrt(n)
+
+
+def test_rounding_adds_the_noise_to_the_bits_and_cuts_them():
+    values = torch.randn(4, 5)
+    bits = [word & 0xFFFFFFFF for word in values.flatten().view(torch.int32).tolist()]
+    # 4 rows of 5, 3 x 70,000 places apart; the low bits of one value sum to exactly 2^16 and to one less
+    for key, change in itertools.product((key_of(1, 2, step) for step in range(8)), (0, 1)):
+        bits[0] = (0x3F800000 | 0x10000 - hashed(key, 7)) - change
+        signed = torch.tensor([word - (word >> 31 << 32) for word in bits], dtype=torch.int32)
+        expected = [(word + hashed(key, 7 + k // 5 * 210_000 + k % 5)) >> 16 for k, word in enumerate(bits)]
+        out = rounded(signed.view(torch.float32).view(4, 5), key, (7, 5, 210_000))
+        assert [word & 0xFFFF for word in out.flatten().view(torch.int16).tolist()] == expected
+
+
+def test_keys_of_swapped_arguments_differ():
+    keys = {key_of(*parts) for parts in [(1, 2, 3), (2, 1, 3), (3, 2, 1), (1, 3, 2), (0, 0, 0), (0, 0, 2**32)]}
+    assert len(keys) == 6
+    assert all(0 <= key < 2**32 for key in keys)
+
+
+@pytest.mark.parametrize("value", [1.0 + 2**-9, -3.0 - 2**-8, 1e-3, -0.7, 2.3e-41])
+def test_the_mean_over_steps_is_the_value(value):
+    exact = torch.full((64,), value)
+    total, n = torch.zeros(64, dtype=torch.float64), 500
+    bits = exact.view(torch.int32)
+    low, high = (bits >> 16 << 16).view(torch.float32).double(), ((bits >> 16) + 1 << 16).view(torch.float32).double()
+    for step in range(n):
+        out = rounded(exact, key_of(3, 1, step)).double()
+        assert bool(((out == low) | (out == high)).all())
+        total += out
+    gap = (high - low).abs()
+    # A step's standard deviation is at most half the gap.
+    assert bool(((total / n - exact).abs() < 4.5 * 0.5 * gap / math.sqrt(n)).all())
+    assert abs((total / n - exact).mean().item()) < 4 * 0.5 * gap[0].item() / math.sqrt(n * 64)
+
+
+def test_what_bfloat16_represents_stays_and_so_do_nan_and_infinity():
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
+    finite = every[every.isfinite()]
+    for step in range(3):
+        assert torch.equal(rounded(finite.float(), key_of(0, 0, step)).view(torch.int16), finite.view(torch.int16))
+    low_nan = torch.tensor([0x7F800001, -0x7FFFFF], dtype=torch.int32).view(torch.float32)  # bits that a cut would lose
+    odd = torch.cat([torch.tensor([math.inf, -math.inf, math.nan]), low_nan])
+    for step in range(3):
+        out = rounded(odd, key_of(0, 0, step))
+        assert torch.equal(out[:2].float(), odd[:2])
+        assert bool(out[2:].isnan().all())
+
+
+@pytest.mark.parametrize(
+    ("whole", "dims"),
+    [
+        *[((7,), (0,)), ((7, 5), (0,)), ((7, 5), (1,)), ((3, 7, 5), (1,)), ((3, 4, 2, 5), (2,)), ((7, 5), (0, 1))],
+        *[((6, 4, 5), (0, 1)), ((6, 4, 5), (0, 2)), ((1, 4, 5), (1, 2)), ((7, 5), ()), ((), ())],
+    ],
+)
+def test_shards_have_the_bits_of_the_whole(whole, dims, monkeypatch):
+    monkeypatch.setattr(rounding, "_BLOCK", 8)  # several blocks in a shard
+    values = torch.randn(whole, generator=torch.Generator().manual_seed(0))
+    key = key_of(5, 1, 9)
+    expected = rounded(values, key)
+    cuts = [[0, 1, size // 2 + 1, size] if d in dims else [0, size] for d, size in enumerate(whole)]
+    for bounds in itertools.product(*map(itertools.pairwise, cuts)):
+        starts, part = [first for first, _ in bounds], tuple(itertools.starmap(slice, bounds))
+        local = values[part].contiguous()
+        assert torch.equal(rounded(local, key, span(local.shape, whole, starts)), expected[part]), starts
+
+
+def test_other_memory_formats_and_empty_shards():
+    values = torch.randn(4, 6, 3, 5)
+    strided = values.to(memory_format=torch.channels_last)
+    out = torch.empty_like(strided, dtype=torch.bfloat16)
+    round_(out, strided, 3, *span(values.shape, values.shape, [0] * 4))
+    assert torch.equal(out, rounded(values, 3))
+    assert rounded(values[:, :0], 3, span((4, 0, 3, 5), values.shape, (0, 6, 0, 0))).numel() == 0
+
+
+@pytest.mark.parametrize(
+    ("local", "whole"), [((2, 2, 2), (4, 4, 4)), ((3, 2, 2), (3, 4, 4)), ((2, 2, 3, 1), (4, 2, 6, 2))]
+)
+def test_other_shards_are_refused(local, whole):
+    with pytest.raises(ValueError, match="equal runs at one stride"):
+        span(local, whole, [0] * len(whole))
