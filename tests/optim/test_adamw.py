@@ -9,7 +9,7 @@ from torch import nn
 import symexplin as sel
 from symexplin.kernels import using
 from symexplin.presets import IDENTITY, PRESETS
-from training import PAPER, Reference, assert_same_bits, backward, batch, build, network
+from training import PAPER, Reference, assert_same_bits, backward, batch, build, network, squares
 
 AUTO = 7.5 * (20 / 1024) ** 0.5  # DESIGN's beta of the network's width
 MAPS = {
@@ -34,6 +34,12 @@ def extreme(dtype):
     return model
 
 
+def product(reference, grads):
+    """Return a loss with these gradients by the weights."""
+    parts = reference.parts.values()
+    return lambda _: sum((g * reference.effective(p)).sum() for g, p in zip(grads, parts, strict=True))
+
+
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.usefixtures("path")
@@ -48,11 +54,10 @@ def test_forty_steps_are_those_of_adamw_on_raw_weights(name, dtype):
         optimizer.zero_grad()
         backward(model, step)
         if dtype == torch.bfloat16:  # the same gradients for both, which depend on weights that were rounded
-            grads = [p.grad.double() for p in model.parameters()]
-            reference.step(lambda _: sum((g * w).sum() for g, w in zip(grads, weights_of(reference), strict=True)),
-                           max_norm=0.5)  # fmt: skip
+            loss = product(reference, [p.grad.double() for p in model.parameters()])
         else:
-            reference.step(lambda call: call(batch(step, dtype).double()).square().mean(), max_norm=0.5)
+            loss = squares(batch(step, dtype).double())
+        reference.step(loss, max_norm=0.5)
         optimizer.step()
         assert float(optimizer.grad_norm) == pytest.approx(float(reference.norm), rel=TIGHT[dtype])
     assert bool((start[0].weight.sign() * model[0].weight.sign() < 0).any())
@@ -63,10 +68,6 @@ def test_forty_steps_are_those_of_adamw_on_raw_weights(name, dtype):
 
 
 TIGHT = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 1e-5}
-
-
-def weights_of(reference):
-    return [reference.effective(parts) for parts in reference.parts.values()]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -158,11 +158,11 @@ def test_gradients_and_parameters_of_any_stride(config, fold):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
-def move_weight(weight, optimizer):
+def move_weight(weight, _):
     weight.data = weight.data.clone()
 
 
-def turn_weight(weight, optimizer):
+def turn_weight(weight, _):
     """At the same address; of a square weight even in the same shape."""
     weight.data = weight.data.t().contiguous().t()
 
@@ -183,7 +183,7 @@ def move_moments(weight, optimizer):
     optimizer.state[weight]["exp_avg"].data = optimizer.state[weight]["exp_avg"].data.clone()
 
 
-def halve(weight, optimizer):
+def halve(weight, _):
     weight.grad_dtype = None
 
 

@@ -158,9 +158,12 @@ def test_added_groups_and_groups_with_their_own_settings():
     train(model, optimizer, 1)
 
 
-@pytest.mark.parametrize(("sizes", "splits"), [((6, 4, 2), [6, 10]), ((2, 1), [2, 3, 5, 6, 8, 9, 11]), ((), [])])
+SPLITS = [((6, 4, 2), [6, 10]), ((2, 1), [2, 3, 5, 6, 8, 9, 11]), ((), [])]  # sizes of parts, where they begin
+
+
+@pytest.mark.parametrize(("sizes", "splits"), SPLITS)
 def test_a_split_of_ones_own(sizes, splits):
-    """Sizes of parts one behind the other; those of a divisor of the outputs repeat; none: one matrix, of a qkv, too."""
+    """Parts lie one behind the other; those of a divisor of the outputs repeat; none: one matrix, of a qkv, too."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"block": Block("qkv", nn.Linear(5, 12, bias=False))}).double()
     optimizer = muon(model, IDENTITY, split={"*qkv.weight": sizes}, **EXACT)

@@ -6,7 +6,7 @@ from torch import nn
 
 import symexplin as sel
 from symexplin.presets import IDENTITY
-from training import PAPER, Reference, backward, batch, build, network, train
+from training import PAPER, Reference, backward, batch, build, network, squares, train
 
 
 class SELSGD(sel.RawSpaceOptimizer):
@@ -49,7 +49,7 @@ def test_sgd_is_that_of_raw_weights_in_float64(name, dtype):
         optimizer.zero_grad()
         backward(model, step)
         optimizer.step()
-        reference.step(lambda call: call(batch(step, dtype).double()).square().mean())
+        reference.step(squares(batch(step, dtype).double()))
     for key, wanted in reference.weights().items():
         gap = (model.get_parameter(key).detach().double() - wanted).abs().max() / wanted.abs().max()
         assert float(gap) < (1e-11 if dtype == torch.float64 else 1e-5), key

@@ -69,8 +69,8 @@ def by_checkpoint(model, optimizer, make):
 WAYS = {
     "load": by_loading,
     "state first": by_state_first,
-    "deepcopy": lambda model, optimizer, make: copy.deepcopy((model, optimizer)),
-    "pickle": lambda model, optimizer, make: pickle.loads(pickle.dumps((model, optimizer))),
+    "deepcopy": lambda model, optimizer, _: copy.deepcopy((model, optimizer)),
+    "pickle": lambda model, optimizer, _: pickle.loads(pickle.dumps((model, optimizer))),
     "file": by_file,
     "distributed checkpoint": by_checkpoint,
 }

@@ -1,4 +1,4 @@
-"""Writes from outside: free for maps in closed form, adopted for stored raw weights, master copies follow to the bit."""
+"""Writes from outside: free for maps in closed form, adopted into stored raw weights and into master copies."""
 
 import copy
 
