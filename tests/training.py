@@ -8,7 +8,19 @@ from torch import nn
 
 import symexplin as sel
 
-__all__ = ["PAPER", "Reference", "adamw", "assert_same_bits", "backward", "batch", "build", "network", "same", "train"]
+__all__ = [
+    "PAPER",
+    "Reference",
+    "adamw",
+    "assert_same_bits",
+    "backward",
+    "batch",
+    "build",
+    "network",
+    "same",
+    "squares",
+    "train",
+]
 
 PAPER = sel.preset("paper")
 
@@ -64,15 +76,21 @@ def adamw(x, g, state, lr, decay, t, betas=(0.9, 0.999), eps=1e-8):
     return x * (1 - lr * decay) - lr * (m / (1 - betas[0] ** t)) / ((v / (1 - betas[1] ** t)).sqrt() + eps)
 
 
+K = {"e": (50.0, 8.0), "l": (50.0, 8.0), "m": (0.01, 0.5), "a": (0.01, 0.5), "n": (1.0, 1.0), "delta": (0.5, 0.5)}
+DECAYED = ("raw", "plain", "e", "l")
+
+
+def squares(inputs):
+    """Return the loss of :func:`backward` as a function of the model's call."""
+    return lambda call: call(inputs).square().mean()
+
+
 class Reference:
     """A rule on the raw weights, scales and plain parameters of a float64 model, by autograd through Eq. 7.
 
     It takes the first values from the state of `optimizer`, raw weights of the default map from their closed form, and
-    nothing else from the package. `k` are the multipliers of the roles by the paper, for the learning rate 3e-4.
+    nothing else from the package. `K` are the multipliers of the roles by the paper, for the learning rate 3e-4.
     """
-
-    K = {"e": (50.0, 8.0), "l": (50.0, 8.0), "m": (0.01, 0.5), "a": (0.01, 0.5), "n": (1.0, 1.0), "delta": (0.5, 0.5)}
-    DECAYED = ("raw", "plain", "e", "l")
 
     def __init__(self, model, optimizer, beta, mode="mismatch", normalize=False, rule=adamw, lr=1e-2, decay=0.01):
         self.model, self.beta, self.mode, self.normalize = model, beta, mode, normalize
@@ -117,9 +135,9 @@ class Reference:
         for ((name, key), value), grad in zip(leaves.items(), grads, strict=True):
             role, lr = key.partition("_")[0], self.lr
             if role not in ("raw", "plain"):
-                k0, k1 = self.K[role]
+                k0, k1 = K[role]
                 lr = 3e-4 * k0 * (k1 / k0) ** blend / (self.beta if role == "delta" else 1.0)
-            decay, state = self.decay if role in self.DECAYED else 0.0, self.states.setdefault((name, key), {})
+            decay, state = self.decay if role in DECAYED else 0.0, self.states.setdefault((name, key), {})
             self.parts[name][key] = self.rule(value.detach(), clip * grad, state, lr, decay, self.t)
 
     def weights(self):

@@ -9,7 +9,7 @@ from torch import nn
 import symexplin as sel
 from symexplin.kernels import using
 from symexplin.presets import IDENTITY, PRESETS
-from training import PAPER, Reference, assert_same_bits, backward, batch, build, network, train
+from training import PAPER, Reference, assert_same_bits, backward, batch, build, network, squares
 
 AUTO = 7.5 * (20 / 1024) ** 0.5  # DESIGN's beta of the network's width
 MAPS = {
@@ -34,9 +34,16 @@ def extreme(dtype):
     return model
 
 
+def product(reference, grads):
+    """Return a loss with these gradients by the weights."""
+    parts = reference.parts.values()
+    return lambda _: sum((g * reference.effective(p)).sum() for g, p in zip(grads, parts, strict=True))
+
+
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_forty_steps_are_those_of_adamw_on_raw_weights(name, dtype, path):
+@pytest.mark.usefixtures("path")
+def test_forty_steps_are_those_of_adamw_on_raw_weights(name, dtype):
     """Clipping, decay, annealing, learned scales, biases and a norm's plain weights; weights change their signs."""
     config, formula = MAPS[name]
     model, start = extreme(dtype), extreme(dtype)
@@ -47,11 +54,10 @@ def test_forty_steps_are_those_of_adamw_on_raw_weights(name, dtype, path):
         optimizer.zero_grad()
         backward(model, step)
         if dtype == torch.bfloat16:  # the same gradients for both, which depend on weights that were rounded
-            grads = [p.grad.double() for p in model.parameters()]
-            reference.step(lambda _: sum((g * w).sum() for g, w in zip(grads, weights_of(reference), strict=True)),
-                           max_norm=0.5)  # fmt: skip
+            loss = product(reference, [p.grad.double() for p in model.parameters()])
         else:
-            reference.step(lambda call: call(batch(step, dtype).double()).square().mean(), max_norm=0.5)
+            loss = squares(batch(step, dtype).double())
+        reference.step(loss, max_norm=0.5)
         optimizer.step()
         assert float(optimizer.grad_norm) == pytest.approx(float(reference.norm), rel=TIGHT[dtype])
     assert bool((start[0].weight.sign() * model[0].weight.sign() < 0).any())
@@ -62,10 +68,6 @@ def test_forty_steps_are_those_of_adamw_on_raw_weights(name, dtype, path):
 
 
 TIGHT = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 1e-5}
-
-
-def weights_of(reference):
-    return [reference.effective(parts) for parts in reference.parts.values()]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -133,7 +135,8 @@ def test_the_identity_map_is_torchs_adamw_with_clipping(kind, set_to_none):
 
 
 @pytest.mark.parametrize("config", [sel.SELConfig(beta=7.5), sel.preset("frozen")], ids=["master", "raw"])
-def test_small_steps_are_not_lost_under_bf16_parameters(config, path):
+@pytest.mark.usefixtures("path")
+def test_small_steps_are_not_lost_under_bf16_parameters(config):
     model = nn.ModuleList([nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)])
     nn.init.uniform_(model[0].weight, 0.1, 0.5, generator=torch.Generator().manual_seed(0))
     optimizer = build(model, config, lr=1e-5, weight_decay=0.0)
@@ -149,24 +152,9 @@ def test_small_steps_are_not_lost_under_bf16_parameters(config, path):
     assert torch.equal(model[0].weight, after.effective().to(torch.bfloat16))
 
 
-@pytest.mark.parametrize("config", [sel.SELConfig(), PAPER])
-def test_accumulated_gradients_equal_one_large_batch(config):
-    whole, parts = network(torch.float64), network(torch.float64)
-    optimizers = build(whole, config), build(parts, config)
-    for step in range(5):
-        inputs = batch(step, torch.float64)
-        whole(inputs).square().mean().backward()
-        for half in inputs.chunk(2):
-            (0.5 * parts(half).square().mean()).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for p, q in zip(whole.parameters(), parts.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
-
-
 @pytest.mark.parametrize("size", [1.5e19, 1e20])
-def test_a_spike_that_adamw_survives_is_survived(size, path):
+@pytest.mark.usefixtures("path")
+def test_a_spike_that_adamw_survives_is_survived(size):
     """Without clipping g^2 alone leaves float32's range where (1 - beta2) g^2 does not."""
     model = network()
     optimizer = build(model, sel.SELConfig(), max_grad_norm=None)
@@ -179,7 +167,8 @@ def test_a_spike_that_adamw_survives_is_survived(size, path):
     assert all(p.isfinite().all() for p in model.parameters())
 
 
-def test_betas_of_zero_are_the_sign_of_the_gradient(path):
+@pytest.mark.usefixtures("path")
+def test_betas_of_zero_are_the_sign_of_the_gradient():
     model = nn.Sequential(nn.Linear(4, 4, bias=False))
     optimizer = build(model, IDENTITY, betas=(0.0, 0.0), eps=0.0, weight_decay=0.0, lr=0.125, max_grad_norm=None)
     expected = model[0].weight.detach().clone()

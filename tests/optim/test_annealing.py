@@ -38,7 +38,8 @@ TORCH = {
 }
 TRANSFORMERS = {
     **dict.fromkeys(("linear", "cosine", "cosine_with_restarts", "constant", "constant_with_warmup", "inverse_sqrt")),
-    **dict.fromkeys(("cosine_with_min_lr", "cosine_warmup_with_min_lr"), {"min_lr": 1e-4}),
+    "cosine_with_min_lr": {"min_lr": 1e-4},
+    "cosine_warmup_with_min_lr": {"min_lr": 1e-4},
     "warmup_stable_decay": {"num_decay_steps": 4},
     "polynomial": {"power": 2.0},
     "greedy": {"patience": 1, "min_lr": 1e-4},

@@ -91,10 +91,9 @@ def train_layers(model, optimizer, dtype, steps=20):
 NAMES = ["default", "paper", "absorbed", "exp_only", "structured_linear", "n"]
 
 
-@every_pair(
-    form=list(FORMS), name=NAMES, kind=[sel.SELAdamW, sel.SELMuon], dtype=[torch.float32, torch.float64]
-)
-def test_stacks_and_convolutions_train_as_the_layers_that_they_contain(form, name, kind, dtype, path):
+@every_pair(form=list(FORMS), name=NAMES, kind=[sel.SELAdamW, sel.SELMuon], dtype=[torch.float32, torch.float64])
+@pytest.mark.usefixtures("path")
+def test_stacks_and_convolutions_train_as_the_layers_that_they_contain(form, name, kind, dtype):
     layers = layers_of().to(dtype)
     other = FORMS[form](layers_of()).to(dtype)
     config = sel.preset("paper", n=sel.Scale("column")) if name == "n" else sel.preset(name, beta=7.5)
@@ -107,27 +106,10 @@ def test_stacks_and_convolutions_train_as_the_layers_that_they_contain(form, nam
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12 if exact else 1e-5 if kind is sel.SELAdamW else 1e-3)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@ends
-def test_state_that_moves_between_steps_is_found_again(form, config, path):
-    """As offloading does it: the same tensors get other memory. And a saved run goes on."""
-    ends = []
-    for moves in (False, True):
-        model = FORMS[form](layers_of())
-        optimizer = build(model, config)
-        for _ in range(3):
-            train_layers(model, optimizer, torch.float32, 2)
-            if moves:
-                for value in (v for state in optimizer.state.values() for v in state.values() if v.dim()):
-                    value.data = value.data.clone()
-                optimizer.load_state_dict(optimizer.state_dict())
-        ends.append(by_layer(model))
-    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
-
-
 @ends
 @pytest.mark.parametrize("kind", [sel.SELAdamW, sel.SELMuon])
-def test_a_convolution_in_channels_last_trains_as_in_its_usual_memory(config, kind, path):
+@pytest.mark.usefixtures("path")
+def test_a_convolution_in_channels_last_trains_as_in_its_usual_memory(config, kind):
     torch.manual_seed(0)
     models = [nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
@@ -144,7 +126,9 @@ def test_a_convolution_in_channels_last_trains_as_in_its_usual_memory(config, ki
     assert models[1][0].weight.is_contiguous(memory_format=torch.channels_last)
     for key, state in states[0].items():
         for name, value in state.items():
-            torch.testing.assert_close(states[1][key][name], value, rtol=1e-3, atol=1e-5 if kind is sel.SELAdamW else 1e-2)
+            torch.testing.assert_close(
+                states[1][key][name], value, rtol=1e-3, atol=1e-5 if kind is sel.SELAdamW else 1e-2
+            )
 
 
 def turned(p):
@@ -153,7 +137,8 @@ def turned(p):
 
 @ends
 @pytest.mark.parametrize("fold", [lambda g: g.t().contiguous().t(), lambda g: torch.stack([g, g], -1)[..., 0], None])
-def test_gradients_and_parameters_of_any_stride(config, fold, path):
+@pytest.mark.usefixtures("path")
+def test_gradients_and_parameters_of_any_stride(config, fold):
     ours, theirs = network(), network()
     if fold is None:  # the parameters themselves
         for module in ours.modules():
@@ -173,11 +158,11 @@ def test_gradients_and_parameters_of_any_stride(config, fold, path):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
-def move_weight(weight, optimizer):
+def move_weight(weight, _):
     weight.data = weight.data.clone()
 
 
-def turn_weight(weight, optimizer):
+def turn_weight(weight, _):
     """At the same address; of a square weight even in the same shape."""
     weight.data = weight.data.t().contiguous().t()
 
@@ -198,7 +183,7 @@ def move_moments(weight, optimizer):
     optimizer.state[weight]["exp_avg"].data = optimizer.state[weight]["exp_avg"].data.clone()
 
 
-def halve(weight, optimizer):
+def halve(weight, _):
     weight.grad_dtype = None
 
 
@@ -208,7 +193,8 @@ CHANGES = [move_weight, turn_weight, turn_factor, move_state, move_moments, halv
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @ends
-def test_what_moves_between_steps_is_found_again(change, dtype, config, path):
+@pytest.mark.usefixtures("path")
+def test_what_moves_between_steps_is_found_again(change, dtype, config):
     """Whoever moves what lies in memory must be noticed, also a gradient of another dtype than its parameter's."""
     ends = []
     for changes in (False, True):
@@ -235,7 +221,8 @@ def shrink(tensor):
 
 
 @pytest.mark.parametrize("name", ["grad", "raw", "e_row", "exp_avg", "exp_avg_sq", "e_column_exp_avg_sq", "master"])
-def test_tensors_that_somebody_has_made_smaller_are_not_read_beyond_their_end(name, path):
+@pytest.mark.usefixtures("path")
+def test_tensors_that_somebody_has_made_smaller_are_not_read_beyond_their_end(name):
     """Torch's operations end in an error. Kernels, which do not ask, would read what lies behind."""
     learned = name in ("raw", "e_row", "e_column_exp_avg_sq")
     model = network(torch.bfloat16 if name == "master" else torch.float32)
@@ -285,7 +272,8 @@ def test_operations_that_somebody_watches_are_torchs():
 
 
 @pytest.mark.parametrize("kind", [sel.SELAdamW, sel.SELMuon])
-def test_parameters_of_three_dtypes_in_one_model(kind, path):
+@pytest.mark.usefixtures("path")
+def test_parameters_of_three_dtypes_in_one_model(kind):
     model = nn.Sequential(*(nn.Linear(4, 4).to(t) for t in (torch.float64, torch.bfloat16, torch.float32)))
     optimizer = build(model, DEFAULT, kind=kind)
     before = copy.deepcopy(model)
@@ -300,14 +288,3 @@ def test_parameters_of_three_dtypes_in_one_model(kind, path):
     assert [torch.float64 in dtypes for dtypes in kept] == [True, False, False]
     assert ["master" in optimizer.state[layer.weight] for layer in model] == [False, True, False]
     assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), before.parameters(), strict=True))
-
-
-def test_an_empty_and_a_scalar_parameter_are_plain():
-    model = network()
-    optimizer = build(model)
-    scalar, empty = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.zeros(0, 3))
-    optimizer.add_param_group({"params": [("temperature", scalar), ("nothing", empty)]})
-    backward(model, 0)
-    scalar.grad, empty.grad = torch.tensor(1.0), torch.zeros(0, 3)
-    optimizer.step()
-    assert float(scalar.detach()) == pytest.approx(2.0 * (1 - 1e-2 * 0.01) - 1e-2, rel=1e-6)

@@ -138,19 +138,7 @@ def test_a_slope_of_zero_leaves_no_infinite_moment():
     optimizer = sel.SELAdamW(layer, config=sel.SELConfig(mode="linear", l=sel.Scale("column")))
     layer(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
     optimizer.step()
-    optimizer.state[layer.weight]["l_column"][0] = 0.0
+    optimizer.state[layer.weight]["l_column"][0] = layer.weight.data[0, 0] = 0.0
     state = sel.to_adamw(optimizer).state[layer.weight]
     assert float(state["exp_avg"][0, 0]) == float(state["exp_avg_sq"][0, 0]) == 0.0
     assert float(state["exp_avg"][0, 1]) > 0
-
-
-def test_moments_of_8_bits_are_those_of_adamw_within_their_codes(monkeypatch):
-    monkeypatch.setattr("symexplin.optim.moments8._LEAST", 100)
-    model = network()
-    adamw = adamw_of(model)
-    train(model, adamw, 5)
-    optimizer = fresh(model, MAPS["default"], moment_bits=8)
-    sel.from_adamw(optimizer, adamw)
-    found, wanted = (o.state[model[0].weight]["exp_avg"] for o in (sel.to_adamw(optimizer), adamw))
-    assert optimizer.state[model[0].weight]["exp_avg"].dtype == torch.uint8
-    assert float((found - wanted).abs().max()) < 0.02 * float(wanted.abs().max())

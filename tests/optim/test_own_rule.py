@@ -6,7 +6,7 @@ from torch import nn
 
 import symexplin as sel
 from symexplin.presets import IDENTITY
-from training import PAPER, Reference, backward, batch, build, network, train
+from training import PAPER, Reference, backward, batch, build, network, squares, train
 
 
 class SELSGD(sel.RawSpaceOptimizer):
@@ -49,7 +49,7 @@ def test_sgd_is_that_of_raw_weights_in_float64(name, dtype):
         optimizer.zero_grad()
         backward(model, step)
         optimizer.step()
-        reference.step(lambda call: call(batch(step, dtype).double()).square().mean())
+        reference.step(squares(batch(step, dtype).double()))
     for key, wanted in reference.weights().items():
         gap = (model.get_parameter(key).detach().double() - wanted).abs().max() / wanted.abs().max()
         assert float(gap) < (1e-11 if dtype == torch.float64 else 1e-5), key
@@ -75,7 +75,12 @@ def test_a_rule_gets_every_leaf_with_its_own_rate_decay_and_count():
     expected |= {"0.weight n_column": 3e-4, "0.weight delta_A": 3e-4 * 0.5 / 7.5, "1.weight": 3e-4}
     assert {name: rates[name] for name in expected} == pytest.approx(expected)
     kinds = {name: kind for name, (kind, *_) in found.items()}
-    assert [kinds[name] for name in ("0.weight", "0.bias", "0.bias e_row", "1.bias")] == ["raw", "raw", "scale", "plain"]
+    assert [kinds[name] for name in ("0.weight", "0.bias", "0.bias e_row", "1.bias")] == [
+        "raw",
+        "raw",
+        "scale",
+        "plain",
+    ]
     decays = {name for name, (_, _, _, decay, _) in found.items() if decay == 0.1}
     assert decays == {name for name in found if name.partition(" ")[2][:2] in ("", "e_", "l_")}
     assert {step for _, step, *_ in found.values()} == {2.0}

@@ -69,8 +69,8 @@ def by_checkpoint(model, optimizer, make):
 WAYS = {
     "load": by_loading,
     "state first": by_state_first,
-    "deepcopy": lambda model, optimizer, make: copy.deepcopy((model, optimizer)),
-    "pickle": lambda model, optimizer, make: pickle.loads(pickle.dumps((model, optimizer))),
+    "deepcopy": lambda model, optimizer, _: copy.deepcopy((model, optimizer)),
+    "pickle": lambda model, optimizer, _: pickle.loads(pickle.dumps((model, optimizer))),
     "file": by_file,
     "distributed checkpoint": by_checkpoint,
 }
@@ -212,7 +212,8 @@ def test_a_cleared_state_starts_anew_from_the_weights_found():
     assert float(optimizer.state[model[0].bias]["step"]) == 4.0
 
 
-def test_one_parameters_count_may_be_edited(path):
+@pytest.mark.usefixtures("path")
+def test_one_parameters_count_may_be_edited():
     """Reset a layer in the middle of a run, as for units that died: its corrections begin anew, all others go on."""
     model, twin = network(), network()
     optimizer = build(model, sel.SELConfig(), max_grad_norm=None, weight_decay=0.0)

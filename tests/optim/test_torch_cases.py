@@ -1,0 +1,131 @@
+"""What PyTorch's own tests ask of every optimizer (test/test_optim.py), asked of ours, under their names.
+
+docs/reference/torch-optimizer.md lists the cases with their outcome; more are in test_optimizer and test_state.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+import symexplin as sel
+from training import PAPER, assert_same_bits, build, network, train
+
+both = pytest.mark.parametrize("kind", [sel.SELAdamW, sel.SELMuon])
+
+
+def make(kind=sel.SELAdamW, model=None, **settings):
+    model = network() if model is None else model
+    return model, kind(model, **({"lr": 1e-3} | settings))
+
+
+@both
+@pytest.mark.parametrize("config", [sel.SELConfig(), PAPER])
+def test_tensor_lr(kind, config):
+    """A tensor is used as the number is, and stays the tensor of every group."""
+    ends, rate = [], torch.tensor(2.0**-10)
+    for lr in (2.0**-10, rate):
+        model, optimizer = make(kind, lr=lr, config=config, total_steps=9)
+        ends.append(train(model, optimizer, 3))
+    assert_same_bits(*ends)
+    assert all(group["lr"] is rate for group in optimizer.param_groups)
+    rate.fill_(0.0)
+    assert_same_bits(copy.deepcopy(model), train(model, optimizer, 1))
+
+
+@both
+def test_step_is_noop_for_zero_grads(kind):
+    model, optimizer = make(kind, weight_decay=0.0)
+    before = copy.deepcopy(model)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    for _ in range(3):
+        optimizer.step()
+    assert_same_bits(model, before)
+
+
+@both
+def test_deepcopy_copies_all_public_attrs(kind):
+    model, optimizer = make(kind)
+    train(model, optimizer, 2)
+    twin = copy.deepcopy(optimizer)
+    assert {key for key in vars(twin) if key[0] != "_"} == {key for key in vars(optimizer) if key[0] != "_"}
+
+
+@both
+def test_step_all_hooks(kind):
+    """Before and after, of this optimizer and of all, in torch's order."""
+    model, optimizer = make(kind)
+    order = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: order.append("all, before")),
+        register_optimizer_step_post_hook(lambda *_: order.append("all, after")),
+        optimizer.register_step_pre_hook(lambda *_: order.append("before")),
+        optimizer.register_step_post_hook(lambda *_: order.append("after")),
+    ]
+    train(model, optimizer, 1)
+    for handle in handles:
+        handle.remove()
+    train(model, optimizer, 1)
+    assert order == ["all, before", "before", "after", "all, after"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("config", [sel.SELConfig(), PAPER])
+def test_load_state_dict_hooks(dtype, config):
+    """They see and change what is loaded, in full precision."""
+    model = network(dtype)
+    optimizer = build(model, config)
+    train(model, optimizer, 2)
+    other = build(model, config)
+
+    def before(_, state_dict):
+        found = copy.deepcopy(state_dict)
+        found["state"][0]["exp_avg"].fill_(0.123456789)
+        return found
+
+    def after(loaded):
+        loaded.state[model[0].bias]["exp_avg"].fill_(0.987654321)
+
+    other.register_load_state_dict_pre_hook(before)
+    other.register_load_state_dict_post_hook(after)
+    other.load_state_dict(optimizer.state_dict())
+    for parameter, value in ((model[0].weight, 0.123456789), (model[0].bias, 0.987654321)):
+        found = other.state[parameter]["exp_avg"]
+        assert found.dtype == torch.float32
+        assert torch.equal(found, torch.full_like(found, value))
+
+
+def test_state_dict_pre_and_post_hooks():
+    """One of them may give the state another structure."""
+    model, optimizer = make()
+    train(model, optimizer, 1)
+    seen = []
+    optimizer.register_state_dict_pre_hook(lambda o: seen.append(len(o.state)))
+    optimizer.register_state_dict_post_hook(lambda _, found: {"packed": list(found.items())})
+    assert [name for name, _ in optimizer.state_dict()["packed"]] == ["state", "param_groups"]
+    assert seen == [6]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("there", ["cpu", "cuda"])
+@pytest.mark.parametrize("config", [sel.SELConfig(), PAPER])
+def test_state_dict_with_cuda_params(there, config):
+    """A state of the other device is loaded onto the parameters' own; counts stay on the CPU."""
+    here = "cuda" if there == "cpu" else "cpu"
+    model = network().to(there)
+    optimizer = build(model, config)
+    train(model, optimizer, 3)
+    twin = copy.deepcopy(model).to(here)
+    other = build(twin, config)
+    other.load_state_dict(optimizer.state_dict())
+    for state in other.state.values():
+        assert {key: value.device.type for key, value in state.items()} == {
+            key: "cpu" if key in ("step", "scale_step") else here for key in state
+        }
+    train(model, optimizer, 3, start=3)
+    train(twin, other, 3, start=3)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.cpu(), q.cpu(), rtol=1e-4, atol=1e-5)
