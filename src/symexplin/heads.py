@@ -9,18 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-__all__ = ["Parts", "check_parts", "fused_parts", "map_parts", "plain_parameters"]
+__all__ = ["HEAD_NAMES", "ROUTER_NAMES", "Parts", "check_parts", "fused_parts", "map_parts", "plain_parameters"]
 
 # Patterns of the names of heads. In a stack of layers, the last one is the head.
 HEAD_NAMES = (
     *("head", "*_head", "classifier", "*_classifier", "classifier_*", "score", "cls", "logit*", "*_logits"),
-    *("unembed", "unembedding", "ctc_proj", "seq_relationship", "*_prediction", "rank_output", "final_layer"),
+    *("unembed", "unembedding", "ctc_proj", "seq_relationship", "*_prediction", "rank_output"),
     *("qa_outputs", "answer_class", "*class_embed", "*bbox_embed", "class_predictor", "bbox_predictor", "decoder_pred"),
 )
 # Heads only outside of numbered blocks and if no linear layer or convolution follows.
-LAST_NAMES = ("fc", "fc_out", "output", "summary")
-# Layers inside of a model: DistilBERT, Funnel, detectors, MobileNet.
-INNER_NAMES = ("pre_classifier", "[qkv]_head", "*pos*_head", "ref_*_head", "conv_head")
+LAST_NAMES = ("fc", "fc_out", "final_layer", "output", "summary")
+# Layers inside of a model, in DistilBERT, Funnel, detectors and MobileNet.
+INNER_NAMES = ("pre_*", "[qkv]_head", "*pos*_head", "ref_*_head", "conv_head")
 ROUTER_NAMES = ("router", "*_router", "router_gate", "shared_expert_gate")
 GATE_NAMES = ("gate", "gating")  # routers, or halves of gated feed-forward layers: see `_is_router`
 # The softplus of this bias is a step size. The bias lies in the tail of the map, where a small step has a large effect.
