@@ -8,6 +8,7 @@ import symexplin as sel
 from symexplin.presets import IDENTITY
 
 HEAD, ROUTER = "output head", "router of a mixture of experts"
+INPUT, STEP = "attention input projection", "state-space step bias"
 
 
 def reasons(model, config=None):
@@ -43,10 +44,10 @@ def language(vocabulary=16, width=16, attributes=(), **more):
     return Model(attributes, embed=nn.Embedding(vocabulary, width), body=body, out=nn.Linear(width, vocabulary), **more)
 
 
-def classifier(places="position", tokens=11, **more):
+def placed(places):
     """Return a model whose feed-forward layer is as wide as its table of positions."""
-    tables = {"embed": nn.Embedding(tokens, 16), places: nn.Embedding(32, 16)}
-    return Model(**tables, up=nn.Linear(16, 32), down=nn.Linear(32, 16), **more)
+    tables = {"embed": nn.Embedding(11, 16), places: nn.Embedding(32, 16)}
+    return Model(**tables, up=nn.Linear(16, 32), down=nn.Linear(64, 16))
 
 
 class Router(nn.Linear):
@@ -60,18 +61,6 @@ class Experts(nn.Module):
         super().__init__()
         self.__dict__.update(attributes)
         self.w1, self.w2 = nn.Parameter(torch.zeros(4, 6, 8)), nn.Parameter(torch.zeros(4, 8, 6))
-
-
-class PoolingHead(nn.Module):
-    """Gathers an image into one vector, as SigLIP's module "head"."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(8, 16), nn.Linear(16, 8)
-
-
-def boxes():
-    return nn.Sequential(linear(), linear(4))
 
 
 def named(name, module=None, **more):
@@ -98,21 +87,13 @@ def speaking():
 TABLE = nn.Sequential(nn.Embedding(8, 2), nn.Flatten(), nn.Linear(8, 6), nn.Linear(6, 6), nn.Linear(6, 8))
 BYTES = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
 START = nn.Sequential(nn.Embedding(9, 8), linear())
+BOXES = nn.Sequential(linear(), linear(4))
 SAM = Model(proj_in=linear(), proj_out=linear(4), mid=linear())
 MASKS = nn.Sequential(nn.Conv2d(8, 16, 3), nn.Conv2d(16, 3, 1))
 LAST = linear(6)
-NAMES = (
-    "head",
-    "lm_head",
-    "ctc_head",
-    "classifier",
-    "qa_classifier",
-    "score",
-    "cls",
-    "logits",
-    "unembed",
-    "qa_outputs",
-)
+CHAIN = {"up": linear(32), "down": linear(8, 32)}
+PLACES = "position wpe segment_embeddings token_type_embeddings"
+NAMES = "head lm_head ctc_head classifier qa_classifier score cls logits unembed qa_outputs"
 # The modules with curved weights, the heads and the routers of small models.
 LAYERS = {
     # by the vocabulary
@@ -120,11 +101,8 @@ LAYERS = {
     "wider than the body": (language(32), "body.0", "out", ""),
     "beside another head": (language(score=nn.Linear(16, 2)), "body.0", "out score", ""),
     "narrower, beside another head": (language(9, score=nn.Linear(16, 2)), "body.0", "out score", ""),
-    "names come before the width": (classifier(tokens=32, classifier=nn.Linear(16, 3)), "up down", "classifier", ""),
-    "positions are no vocabulary": (classifier(), "up down", "", ""),
-    "nor are wpe": (classifier("wpe"), "up down", "", ""),
-    "nor segments": (classifier("segment_embeddings"), "up down", "", ""),
-    "nor types": (classifier("token_type_embeddings"), "up down", "", ""),
+    "not what another layer reads": (Model(embed=nn.Embedding(32, 8), **CHAIN, head=linear(2)), "up down", "head", ""),
+    **{f"{name} is no vocabulary": (placed(name), "up down", "", "") for name in PLACES.split()},
     # by the model itself
     "several as wide as a vocabulary": (speaking(), "body.0 blocks.0.fused", "out words speech.decoder", ""),
     "the model returns another": (language(5, attributes=returns(LAST), last=LAST), "body.0 out", "last", ""),
@@ -141,14 +119,16 @@ LAYERS = {
     "fc before the end": (Model(fc=linear(), project=linear(3)), "fc project", "", ""),
     "output in a block": (Model(h=nn.ModuleList([Model(output=linear(4))])), "h.0.output", "", ""),
     # by its name
-    **{name: (named(name, then=linear(5)), "body then", name, "") for name in NAMES},
+    **{name: (named(name, then=linear(5)), "body then", name, "") for name in NAMES.split()},
     "the last of a stack": (named("head", Model(up=linear(), out=linear(3))), "body head.up", "head.out", ""),
+    "the last of two": (named("head", Model(a=linear(6), b=linear(3))), "body head.a", "head.b", ""),
+    "a square one": (Model(classifier=linear(), then=linear(5)), "then", "classifier", ""),
     "one that nobody reads": (named("a_head", SAM), "body a_head.proj_in a_head.mid", "a_head.proj_out", ""),
     "convolutions": (Model(body=nn.Conv2d(3, 8, 3), cls=MASKS), "body cls.0", "cls.1", ""),
     "a list": (named("class_embed", nn.ModuleList([linear(3), linear(3)])), "body", "class_embed.0 class_embed.1", ""),
-    "stacks": (named("x_bbox_embed", nn.ModuleList([boxes()])), "body x_bbox_embed.0.0", "x_bbox_embed.0.1", ""),
+    "stacks": (named("x_bbox_embed", nn.ModuleList([BOXES])), "body x_bbox_embed.0.0", "x_bbox_embed.0.1", ""),
     "a square stack": (named("head", Model(dense=linear()), score=linear(3)), "body head.dense", "score", ""),
-    "pooling": (Model(tower=Model(head=PoolingHead())), "tower.head.fc1 tower.head.fc2", "", ""),
+    "pooling": (Model(head=Model(fc1=linear(16), fc2=linear(8, 16))), "head.fc1 head.fc2", "", ""),  # SigLIP's
     "inner": (Model(k_head=linear(6), conv_head=nn.Conv2d(3, 8, 1), head=linear(2)), "k_head conv_head", "head", ""),
     "adapters": (named("head", Model(base_layer=linear(3), A=linear(2))), "body", "head.base_layer head.A", ""),
     # routers
@@ -182,46 +162,27 @@ def tied():
     return model
 
 
-def fused_norm():
-    return Model(norm=nn.LayerNorm(8), conv=nn.Conv2d(3, 3, 3), up=nn.ConvTranspose1d(4, 2, 3), rnn=nn.LSTM(4, 4))
-
-
 # The decision and the axes of single parameters.
 DECISIONS = {
     "tied": (tied, {"embed.weight": "tied to an embedding", "out.bias": HEAD, "body.0.bias": "o: linear bias"}),
     "embedding": (language, {"embed.weight": "embedding", "body.1.weight": "LayerNorm"}),
     "alias": (alias, {"before": "oi: linear weight", "layer.bias": "o: linear bias"}),
-    "types": (
-        fused_norm,
-        {
-            **{"norm.bias": "LayerNorm", "conv.weight": "oiii: convolution weight", "conv.bias": "o: convolution bias"},
-            **{"up.weight": "ioi: transposed convolution weight", "rnn.weight_ih_l0": "LSTM"},
-        },
-    ),
+    "convolution": (lambda: nn.Conv2d(3, 3, 3), {"weight": "oiii: convolution weight", "bias": "o: convolution bias"}),
+    "transposed": (lambda: nn.ConvTranspose1d(4, 2, 3), {"weight": "ioi: transposed convolution weight"}),
+    "other types": (lambda: nn.LSTM(4, 4), {"weight_ih_l0": "LSTM"}),
     "attention": (
         lambda: nn.MultiheadAttention(8, 2),
-        {f"in_proj_{kind}": f"{axes}: attention input projection" for kind, axes in (("weight", "oi"), ("bias", "o"))},
+        {"in_proj_weight": f"oi: {INPUT}", "in_proj_bias": f"o: {INPUT}"},
     ),
-    "attention to others": (
-        lambda: nn.MultiheadAttention(8, 2, kdim=4, vdim=6),
-        {"k_proj_weight": "oi: attention input projection", "in_proj_bias": "o: attention input projection"},
-    ),
-    "step bias": (
-        lambda: Model(dt_proj=nn.Linear(2, 8), mixer=Model(dt_proj=nn.Linear(2, 8))),
-        {
-            **{"dt_proj.bias": "state-space step bias", "mixer.dt_proj.bias": "state-space step bias"},
-            **{"dt_proj.weight": "oi: linear weight", "mixer.dt_proj.weight": "oi: linear weight"},
-        },
-    ),
+    "attention to others": (lambda: nn.MultiheadAttention(8, 2, kdim=4), {"k_proj_weight": f"oi: {INPUT}"}),
+    "step bias": (lambda: Model(dt_proj=linear()), {"dt_proj.bias": STEP, "dt_proj.weight": "oi: linear weight"}),
+    "step bias inside": (lambda: Model(mixer=Model(dt_proj=linear())), {"mixer.dt_proj.bias": STEP}),
     "experts": (Experts, {"w1": "eoi: experts, outputs by inputs", "w2": "eoi: experts, outputs by inputs"}),
     "experts of one's own": (lambda: Experts(hidden_dim=6), {"w1": "eoi: experts, outputs by inputs"}),
     "transposed experts": (lambda: Experts(is_transposed=True), {"w2": "eio: experts, inputs by outputs"}),
     "frozen": (lambda: linear().requires_grad_(False), {"weight": "frozen", "bias": "frozen"}),
     "empty": (lambda: nn.Linear(0, 4), {"weight": "empty", "bias": "empty"}),
-    "not floating": (
-        lambda: Model(a=nn.ParameterList([nn.Parameter(torch.zeros(2, dtype=torch.int), False)])),
-        {"a.0": "not floating point"},
-    ),
+    "integers": (lambda: nn.ParameterList([nn.Parameter(torch.tensor([1]), False)]), {"0": "not floating point"}),
 }
 
 
@@ -316,6 +277,7 @@ def test_frozen_matrices_count_for_the_width():
     assert (group["width"], len(group["params"])) == (512, 8)
     adapters.requires_grad_(False)
     assert sel.routing(model).width is None
+    assert sel.routing(Model(body=nn.Linear(6, 4), score=linear(9, 9).requires_grad_(False))).width == 6  # not heads
 
 
 def test_a_wrapper_changes_no_decision():
@@ -373,6 +335,8 @@ def test_the_parameters_of_converted_layers():
     table = sel.routing(model, weight_decay=0.1)
     assert {(r.curved, r.reason) for r in table} == {(False, "curved in its module")}
     assert {r.name for r in table if r.weight_decay == 0.0} == {"0.m_row", "0.m_column", "0.bias_m_row"}
+    head = sel.convert(named("head"), sel.SELConfig(include=("head.*",)))
+    assert {r.reason for r in sel.routing(head)} == {"curved in its module"}
     usual = sel.routing(model, weight_decay=0.1, no_decay="usual")
     assert {r.name for r in usual if r.weight_decay} == {
         f"0.{name}" for name in ("raw_weight", "e_row", "e_column", "l_row", "l_column")

@@ -19,8 +19,8 @@ HEAD_NAMES = (
 )
 # Heads only outside of numbered blocks and if no linear layer or convolution follows.
 LAST_NAMES = ("fc", "fc_out", "final_layer", "output", "summary")
-# Layers inside of a model, in DistilBERT, Funnel, detectors and MobileNet.
-INNER_NAMES = ("pre_*", "[qkv]_head", "*pos*_head", "ref_*_head", "conv_head")
+# Layers inside of a model, in DistilBERT, MambaOut, Funnel, detectors and MobileNet.
+INNER_NAMES = ("pre_classifier", "pre_logits", "[qkv]_head", "*pos*_head", "ref_*_head", "conv_head")
 ROUTER_NAMES = ("router", "*_router", "router_gate", "shared_expert_gate")
 GATE_NAMES = ("gate", "gating")  # routers, or halves of gated feed-forward layers: see `_is_router`
 # The softplus of this bias is a step size. The bias lies in the tail of the map, where a small step has a large effect.
@@ -85,7 +85,7 @@ def _heads(model: nn.Module) -> list[nn.Module]:
     for name, module in model.named_modules():
         final = f"{last}.".startswith(f"{name}.") and not _is_numbered(name)
         usual = _ends_like(name, HEAD_NAMES) and not _ends_like(name, INNER_NAMES)
-        if (final and _ends_like(name, LAST_NAMES)) or (usual and "Pooling" not in type(module).__name__):
+        if usual or (final and _ends_like(name, LAST_NAMES)):
             heads.extend(_last_layers(module))
     chain = model.get_submodule(last.rpartition(".")[0])
     if isinstance(chain, nn.Sequential) and isinstance(next(chain.children(), None), _EMBEDDINGS):
@@ -100,7 +100,7 @@ def _last_layers(head: nn.Module) -> Sequence[nn.Module]:
     if isinstance(head, nn.ModuleList):  # one head per layer of the decoder
         return [part for module in head for part in _last_layers(module)]
     layers: list[Any] = [module for module in head.modules() if isinstance(module, _LAYERS)]
-    # The last layer is not the head if another one reads its output (SAM), or it is square (ModernBERT's "head").
+    # The head is the last layer whose output none of them reads: a square one reads its own (ModernBERT's "head").
     read = {layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels for layer in layers}
     return [
         layer
