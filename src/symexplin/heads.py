@@ -101,12 +101,9 @@ def _last_layers(head: nn.Module) -> Sequence[nn.Module]:
         return [part for module in head for part in _last_layers(module)]
     layers: list[Any] = [module for module in head.modules() if isinstance(module, _LAYERS)]
     # The head is the last layer whose output none of them reads: a square one reads its own (ModernBERT's "head").
-    read = {layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels for layer in layers}
-    return [
-        layer
-        for layer in layers
-        if layer is head or (layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels) not in read
-    ][-1:]
+    read = {getattr(layer, "in_features", None) or layer.in_channels for layer in layers}
+    last = [layer for layer in layers if (getattr(layer, "out_features", None) or layer.out_channels) not in read]
+    return [head] if head in layers else last[-1:]
 
 
 def _vocabulary_heads(model: nn.Module, heads: set[int], speaks: bool) -> list[nn.Linear]:
