@@ -155,13 +155,14 @@ def test_what_is_printed_and_logged(tmp_path, caplog, capsys):
     run = trainer(args, setup=sel.hf.setup(args, callbacks=[seen]), callbacks=[reporter])
     run.callback_handler.callbacks.insert(0, run.pop_callback(reporter))  # where the Trainer puts its own
     run.add_callback(run.pop_callback(reporter))
-    run.log({"loss": 1.0})  # before training: no figures
+    run.log({"loss": 1.0})
+    assert not any(name.startswith("sel/") or name == "grad_norm" for name in run.state.log_history[0])
     with caplog.at_level(logging.INFO, logger="symexplin.hf"):
         run.train()
     assert "map: exp_only, beta 0.9375; width 16\n" in capsys.readouterr().out
     (table,) = [record.getMessage() for record in caplog.records if record.name == "symexplin.hf"]
     assert str(sel.routing(tiny(), lr=3e-3, weight_decay=0.1, no_decay=["*bias", "*norm*"])) in table
-    assert ["sel/slope/mean" in record for record in run.state.log_history] == [False, True, True, False]  # the summary
+    assert ["sel/slope/mean" in record for record in run.state.log_history] == [True, True, False]  # the summary
     run = trainer(args, callbacks=[last := reporter()])
     run.train()
     assert last.logs == [True, True, False]
@@ -345,8 +346,9 @@ def adamw(args, **more):
 
 
 def test_the_arguments_clip_adamw_after_a_run_as_before(tmp_path):
-    fresh, args, seen = adamw(arguments(tmp_path)), arguments(tmp_path), Seen()
+    fresh = adamw(arguments(tmp_path))
     fresh.train()
+    args, seen = arguments(tmp_path), Seen()
     run = trainer(args, callbacks=[seen])
     run.train()
     assert seen.norms == {0.0}
