@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from symexplin.closed import Closed
 from symexplin.kernels.compiler import load_library
 from symexplin.kernels.interface import Curve, FactoredMap, Noise, Rates, Vectors
 
@@ -145,7 +146,7 @@ class CpuKernels:
         line = None if noise is None else _numbers(itertools.chain.from_iterable(noise))
         tables = [None if tensors is None else _numbers(map(Tensor.data_ptr, tensors)) for tensors in lists]
         call = _Call(count=len(sizes), first=_address(first), plain=plain)
-        call.half = bool(lists[0]) and lists[0][0].dtype == torch.bfloat16
+        call.half = any(weight.dtype == torch.bfloat16 for weight in lists[0] or ())
         call.sizes, call.noise = _address(sizes), _address(line)
         call.weights, call.grads, call.exp_avgs, call.exp_avg_sqs, call.masters = map(_address, tables)
         return call, sum(sizes), first[-1], (sizes, first, line, tables)
@@ -184,19 +185,26 @@ class Plan:
         """
         gradients = _like(self._vectors)
         down = [-(-rows // self._library.tall) for rows, _ in self._shapes]
-        spans = [_SUMS * tiles * (cols + self._library.tall) for tiles, (_, cols) in zip(down, self._shapes, strict=True)]
+        spans = [
+            _SUMS * tiles * (cols + self._library.tall) for tiles, (_, cols) in zip(down, self._shapes, strict=True)
+        ]
         sums = torch.empty(sum(spans), device=_CPU)
         lines = zip(
             self._shapes,
             zip(*self._tensors, grads, strict=True),
-            zip(*(part.split(self._spans) for part in self._factors), sums.split(spans), strict=True),
+            zip(*(torch.split(part, self._spans) for part in self._factors), torch.split(sums, spans), strict=True),
             zip(self._vectors, gradients, strict=True),
             strict=True,
         )
         table = _numbers(
             number
             for shape, tensors, scratch, (vectors, out) in lines
-            for number in (*shape, self._half, *map(Tensor.data_ptr, (*tensors, *scratch)), *map(_pointer, (*vectors, *out)))
+            for number in (
+                *shape,
+                self._half,
+                *map(Tensor.data_ptr, (*tensors, *scratch)),
+                *map(_pointer, (*vectors, *out)),
+            )
         )
         self._call.matrices, self._held = _address(table), (table, grads, gradients)
         return self._library.run(self._call, _PULL, self._entries, self._first[-1]).sqrt(), gradients
@@ -254,7 +262,7 @@ def _set_step(call: _Call, rates: Rates | None, clip: Tensor | None, curve: Curv
 def _like(vectors: Sequence[Vectors]) -> list[Vectors]:
     """Return new tensors of the same sizes, in one piece of memory."""
     sizes = [vector.numel() for line in vectors for vector in line if vector is not None]
-    parts = iter(torch.empty(sum(sizes), device=_CPU).split(sizes))
+    parts = iter(torch.split(torch.empty(sum(sizes), device=_CPU), sizes))
     return [tuple(None if vector is None else next(parts) for vector in line) for line in vectors]
 
 
@@ -285,10 +293,9 @@ def _is_right(kernels: CpuKernels) -> bool:
     kappa, c = 7.5, 0.2
     size = torch.logspace(-6, 1, 600, device=_CPU)
     weight, moments = torch.cat([size, -size]), [torch.zeros(1200, device=_CPU) for _ in range(2)]
-    v = weight.double()
-    x = -kappa * 0.01 * v.sign() - 0.001 * torch.log1p(v.abs() / c)  # Adam's first direction for gradients of 1 is 1
-    t = v.abs() + (c + v.abs()) * torch.expm1(x)
-    exact = v.sign() * torch.where(t >= 0, t, t / (1 + t / c))
+    v, closed = weight.double(), Closed("exp_only", kappa, c)
+    exact = closed.move(v, -0.01 - 0.001 * closed.raw(v))  # Adam's first direction for gradients of 1 is 1
     rates = Rates(0.01, 0.1, 0.9, 0.99, 0.0, 0.1, 0.01)
-    kernels.update([weight], [torch.ones_like(weight)], *([m] for m in moments), None, (kappa, c), rates, None)
+    exp_avg, exp_avg_sq = moments
+    kernels.update([weight], [torch.ones_like(weight)], [exp_avg], [exp_avg_sq], None, (kappa, c), rates, None)
     return bool(((weight.double() - exact).abs() <= 1e-6 * (exact.abs() + v.abs())).all())
