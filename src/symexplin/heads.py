@@ -155,7 +155,10 @@ def fused_parts(model: nn.Module, name: str, outputs: int, inputs: int) -> Parts
     """
     words = name.split(".")
     # The modules around the parameter by its name relative to each, the innermost first.
-    owners = {".".join(words[i:]): model.get_submodule(".".join(words[:i])) for i in reversed(range(len(words)))}
+    around: list[Any] = [model]
+    for word in words[:-1]:
+        around.append(around[-1]._modules[word])
+    owners = {".".join(words[i:]): module for i, module in reversed([*enumerate(around)])}
     for local, module in owners.items():
         said = getattr(module, "sel_parts", None)
         if isinstance(said, Mapping) and local in said:
