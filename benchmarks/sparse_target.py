@@ -55,7 +55,6 @@ FAMILIES = {
     "AdamW": [Setting(decay=decay) for decay in (0.0, 0.1, 1.0, 10.0)],
     "AdamW + L1": [Setting(l1=l1) for l1 in (0.05, 0.1, 0.2, 0.4)],
     "Gradual pruning": [Setting(sparsity=share) for share in (0.9, 0.97, 0.985, 0.99)],
-    "Powerpropagation": [Setting("power", a, decay) for a in (2.0, 3.0) for decay in (0.1, 1.0)],
     "Exponential": [Setting("exp_only", beta) for beta in (30.0, 100.0, 300.0, 1000.0)],
     "Exponential + L1": [Setting("exp_only", beta, l1=l1) for beta in (10.0, 30.0) for l1 in (0.4, 0.8)],
 }

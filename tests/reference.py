@@ -159,10 +159,10 @@ def worst(
     factors = exact(1.0 if g is None else g, got.shape)
     largest = 0.0
     for result, element, factor in zip(got.flatten().tolist(), want, factors, strict=True):
-        if not math.isfinite(result):
-            return math.inf
         parts = element[role]
         error = abs(result - factor * mp.fsum(parts))
+        if not mp.isfinite(error):  # of either side
+            return math.inf
         owed = (8 + 4 * element["x"][0]) * unit * abs(factor) * mp.fsum(parts, absolute=True)
         largest = max(largest, float(error / owed) if owed else (math.inf if error else 0.0))
     return largest

@@ -152,6 +152,16 @@ def test_the_solution_is_in_float64_whatever_is_given():
     assert torch.equal(raw, invert(Form("mismatch", 7.5), t.double(), Scales(kappa=7.5)).float())
 
 
+@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (2, 6, 5)], ids=str)
+def test_blocks_are_small_and_cover_every_element_once(shape):
+    for size in (1, 4, 12, 100):
+        seen = torch.zeros(shape)
+        for index in inverses._blocks(shape, size):
+            assert seen[index].numel() <= size
+            seen[index] += 1
+        assert bool((seen == 1).all())
+
+
 # Refusals -------------------------------------------------------------------------------------------------
 
 ROWS = torch.tensor([[1.0], [2.0], [3.0], [4.0]])  # of these some are out of the range, by row of (4, 3)
@@ -212,7 +222,7 @@ def test_targets_that_are_not_finite_are_refused_and_counted(mode, dtype):
 def test_first_values_without_an_inverse_are_refused_before_training(changes, message):
     with pytest.raises(ValueError, match=message):
         check_invertible(SELConfig(**{"beta": 7.5, "mode": "mismatch"} | changes).resolve(64))
-    config = SELConfig().resolve(64)
+    config = SELConfig(beta=7.5, mode="mismatch", l=Scale(start=7.0)).resolve(64)
     assert check_invertible(config) is config
 
 

@@ -1,14 +1,28 @@
-"""A small network and its training with SELAdamW, for the tests of the optimizer."""
+"""A small network, its training, and an independent reference: rules in float64 on raw weights, by autograd."""
+
+import io
+import math
 
 import torch
 from torch import nn
 
 import symexplin as sel
 
-__all__ = ["MATCHED", "assert_same_bits", "backward", "batch", "build", "network", "train"]
+__all__ = [
+    "PAPER",
+    "Reference",
+    "adamw",
+    "assert_same_bits",
+    "backward",
+    "batch",
+    "build",
+    "network",
+    "same",
+    "squares",
+    "train",
+]
 
-# The paper's map with all of its scales, whatever the weights are.
-MATCHED = sel.preset("paper", start="matched")
+PAPER = sel.preset("paper")
 
 
 def network(dtype=torch.float32, seed=0):
@@ -23,12 +37,12 @@ def batch(step, dtype=torch.float32):
 def backward(model, step):
     parameter = next(model.parameters())
     inputs = batch(step, parameter.dtype).to(parameter.device)
-    model(inputs).float().square().mean().backward()
+    found = model(inputs)
+    (found if found.dtype == torch.float64 else found.float()).square().mean().backward()
 
 
-def build(model, config=None, lr=1e-2, **kwargs):
-    kwargs = {"total_steps": 100, "max_grad_norm": 1.0} | kwargs
-    return sel.SELAdamW(sel.param_groups(model, lr=lr, config=config or MATCHED), **kwargs)
+def build(model, config=PAPER, lr=1e-2, kind=sel.SELAdamW, **kwargs):
+    return kind(model, lr=lr, config=config, **{"total_steps": 100, "max_grad_norm": 1.0, **kwargs})
 
 
 def train(model, optimizer, steps, start=0):
@@ -41,4 +55,90 @@ def train(model, optimizer, steps, start=0):
 
 def assert_same_bits(a, b):
     for (name, p), q in zip(a.state_dict().items(), b.state_dict().values(), strict=True):
+        assert p.dtype == q.dtype, name
+        assert torch.equal(torch.signbit(p), torch.signbit(q)), name  # -0.0 is not 0.0
         assert torch.equal(p, q), name
+
+
+def same(a, b):
+    """Whether two saved states are equal, as bytes."""
+    files = []
+    for state in (a, b):
+        torch.save(state, file := io.BytesIO())
+        files.append(file.getvalue())
+    return files[0] == files[1]
+
+
+def adamw(x, g, state, lr, decay, t, betas=(0.9, 0.999), eps=1e-8):
+    """AdamW as its paper has it."""
+    m = state["m"] = betas[0] * state.get("m", 0.0) + (1 - betas[0]) * g
+    v = state["v"] = betas[1] * state.get("v", 0.0) + (1 - betas[1]) * g * g
+    return x * (1 - lr * decay) - lr * (m / (1 - betas[0] ** t)) / ((v / (1 - betas[1] ** t)).sqrt() + eps)
+
+
+K = {"e": (50.0, 8.0), "l": (50.0, 8.0), "m": (0.01, 0.5), "a": (0.01, 0.5), "n": (1.0, 1.0), "delta": (0.5, 0.5)}
+DECAYED = ("raw", "plain", "e", "l")
+
+
+def squares(inputs):
+    """Return the loss of :func:`backward` as a function of the model's call."""
+    return lambda call: call(inputs).square().mean()
+
+
+class Reference:
+    """A rule on the raw weights, scales and plain parameters of a float64 model, by autograd through Eq. 7.
+
+    It takes the first values from the state of `optimizer`, raw weights of the default map from their closed form, and
+    nothing else from the package. `K` are the multipliers of the roles by the paper, for the learning rate 3e-4.
+    """
+
+    def __init__(self, model, optimizer, beta, mode="mismatch", normalize=False, rule=adamw, lr=1e-2, decay=0.01):
+        self.model, self.beta, self.mode, self.normalize = model, beta, mode, normalize
+        self.rule, self.lr, self.decay, self.t, self.states = rule, lr, decay, 0, {}
+        optimizer.create_state()
+        self.parts = {name: {"plain": p.detach().double()} for name, p in model.named_parameters()}
+        for name, curved in optimizer.curved():
+            raw = curved.raw
+            if not curved.factors and mode == "exp_only":
+                weight = model.get_parameter(name).detach().double()
+                raw = weight.sign() * torch.log1p(beta * weight.abs()) / beta
+            self.parts[name] = {key: value.double().clone() for key, value in {"raw": raw, **curved.factors}.items()}
+
+    def effective(self, parts):
+        if "plain" in parts:
+            return parts["plain"]
+        w, one = parts["raw"], torch.ones((), dtype=torch.float64)
+
+        def scale(role, empty=1.0):
+            row, column = (parts.get(f"{role}_{side}", empty * one) for side in ("row", "column"))
+            row = row[:, None] if w.dim() == 2 and row.dim() else row
+            return row + column if role in "an" else row * column
+
+        kappa = torch.exp(scale("a", 0.0)) if "a_row" in parts else self.beta * scale("m")
+        d = kappa if self.normalize else self.beta
+        side = torch.where(w < 0, -1.0, 1.0).double()  # not sign(w), whose derivative would leave zeros where they are
+        exponential = side * scale("e") / d * torch.exp(-scale("n", 0.0)) * torch.expm1(kappa * side * w)
+        linear = {"mismatch": scale("l") / d * w.abs(), "congruent": scale("l") / d * w, "exp_only": 0.0}[self.mode]
+        value = exponential + linear
+        return value + parts["delta_A"] @ parts["delta_B"] if "delta_A" in parts else value
+
+    def step(self, loss_of, total=100, max_norm=1.0):
+        """Take one step on ``loss_of(call)``; ``call(x)`` is the model at the present weights."""
+        leaves = {(n, k): v.requires_grad_() for n, parts in self.parts.items() for k, v in parts.items()}
+        weights = {name: self.effective(parts) for name, parts in self.parts.items()}
+        loss = loss_of(lambda x: torch.func.functional_call(self.model, weights, x))
+        grads = torch.autograd.grad(loss, list(leaves.values()))
+        self.norm = torch.sqrt(sum(g.square().sum() for g in grads))
+        clip = min(1.0, max_norm / (float(self.norm) + 1e-6))
+        blend = 0.5 * (1.0 - math.cos(math.pi * min(self.t / total, 1.0)))
+        self.t += 1
+        for ((name, key), value), grad in zip(leaves.items(), grads, strict=True):
+            role, lr = key.partition("_")[0], self.lr
+            if role not in ("raw", "plain"):
+                k0, k1 = K[role]
+                lr = 3e-4 * k0 * (k1 / k0) ** blend / (self.beta if role == "delta" else 1.0)
+            decay, state = self.decay if role in DECAYED else 0.0, self.states.setdefault((name, key), {})
+            self.parts[name][key] = self.rule(value.detach(), clip * grad, state, lr, decay, self.t)
+
+    def weights(self):
+        return {name: self.effective(parts).detach() for name, parts in self.parts.items()}

@@ -2,11 +2,11 @@
 # # The map and its inverse
 #
 # Behind each weight of a linear layer stands a raw weight *w*, which the optimizer trains. The model holds the
-# effective weight, which the map makes of it. The default map (mode `mismatch`) is
+# effective weight, which the map makes of it. The default map (mode `exp_only`) is
 #
-#     w_eff = sign(w) (exp(beta |w|) - 1)/beta + (l/beta) |w|
+#     w_eff = sign(w) (exp(beta |w|) - 1)/beta
 #
-# and `exp_only` leaves out the second part. This page draws both, their slope and their inverse.
+# and the paper's main mode, `mismatch`, adds (l/beta) |w|. This page draws both, their slope and their inverse.
 
 # %%
 import matplotlib.pyplot as plt
@@ -16,14 +16,14 @@ import symexplin as sel
 
 w = torch.linspace(-0.4, 0.4, 401, dtype=torch.float64, requires_grad=True)
 beta = sel.functional.auto_beta(1024)
-modes = {"the default map": {"mode": "mismatch"}, "exponential alone": {"mode": "exp_only"}}
+modes = {"the default map": {"mode": "exp_only"}, "mismatch": {"mode": "mismatch"}}
 print(f"beta at width 1024: {beta}")
 
 # %% [markdown]
 # ## The curve and its slope
 #
-# The slope says how far the effective weight moves when the raw weight takes a step. The exponential alone has slope
-# 1 at zero and 9.5 at |w| = 0.3. The default map's second part adds 1/beta to the slope on the right, and takes it
+# The slope says how far the effective weight moves when the raw weight takes a step. The default map has slope 1 at
+# zero and 9.5 at |w| = 0.3. The second part of the mismatch map adds 1/beta to the slope on the right, and takes it
 # away on the left.
 
 # %%
@@ -42,11 +42,11 @@ plt.show()
 # %% [markdown]
 # ## The slope by the effective weight
 #
-# For the exponential, exp(beta |w|) is 1 + beta |w_eff|: a straight line in the effective weight. A weight of size
+# For the default map the slope, exp(beta |w|), is 1 + beta |w_eff|: a straight line in the effective weight. A weight of size
 # 1/beta takes steps twice as long as a weight near zero.
 
 # %%
-w_eff = sel.functional.effective(w, mode="exp_only", beta=beta)
+w_eff = sel.functional.effective(w, beta=beta)
 (slope,) = torch.autograd.grad(w_eff.sum(), w)
 print(f"largest difference to 1 + beta |w_eff|: {(slope - 1 - beta * w_eff.abs()).abs().max():.1e}")
 assert torch.allclose(slope, 1 + beta * w_eff.abs())
@@ -54,8 +54,9 @@ assert torch.allclose(slope, 1 + beta * w_eff.abs())
 # %% [markdown]
 # ## The inverse
 #
-# Training starts from weights that the model already has, so the map must be turned around. The inverse is exact up
-# to rounding, over six powers of ten and both signs. Points at 1e-17 have no error at all.
+# Training starts from weights that the model already has, so the map must be inverted. The default map has a closed
+# inverse, log(1 + beta |w_eff|)/beta; that of the mismatch map is found by Newton's method. Both are exact up to
+# rounding, over six powers of ten and both signs. Points at 1e-17 have no error at all.
 
 # %%
 targets = torch.logspace(-5, 1, 200, dtype=torch.float64)
@@ -73,7 +74,7 @@ plt.show()
 # %% [markdown]
 # ## What the optimizer makes of a model
 #
-# `SELAdamW` inverts the map once. The model's weights do not change: the first step starts from where the model was.
+# Since the inverse is closed, `SELAdamW` stores no raw weights. Building it changes no weight, and its state is AdamW's.
 
 # %%
 torch.manual_seed(0)
@@ -82,3 +83,6 @@ before = model.weight.detach().clone()
 optimizer = sel.SELAdamW(model, lr=1e-2)
 print(optimizer)
 print(f"largest change of a weight: {(model.weight - before).abs().max():.0e}")
+model(torch.randn(8, 64)).square().mean().backward()
+optimizer.step()
+print(f"state of a weight: {', '.join(optimizer.state[model.weight])}")

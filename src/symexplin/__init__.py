@@ -27,10 +27,10 @@ if TYPE_CHECKING:
         anneal_scales,
         from_adamw,
         param_groups,
-        stats,
         suggest_lr,
         to_adamw,
     )
+    from symexplin.optim.stats import stats
     from symexplin.presets import preset
     from symexplin.routes import Route, Routing, routing
 

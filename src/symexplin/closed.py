@@ -17,6 +17,7 @@ digits when a large step shrinks the weight by orders of magnitude; hence two fo
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -88,18 +89,33 @@ class Closed(NamedTuple):
             moved = v + self.c * step
         else:
             moved = self._move_sinh(v, step) if self.mode == "sinh" else self._move_exponential(v, step)
-        return torch.where(step == 0.0, v, moved)
+        return _where(step == 0.0, lambda v: v, (v,), moved)
 
     def _move_exponential(self, v: Tensor, step: Tensor) -> Tensor:
-        size, x = v.abs(), self.kappa * torch.where(v < 0.0, -step, step)
-        whole = self.c + size
-        same = torch.where(x > -1.0, size + whole * torch.expm1(x), whole * torch.exp(x) - self.c)
-        across = (size - self.c * torch.expm1(-x)) * (self.c / whole)
-        moved = torch.where(same >= 0.0, same, across)
-        return torch.where(v < 0.0, -moved, moved)
+        sign, size = torch.copysign(torch.ones_like(v), v), v.abs()
+        x, whole = self.kappa * step * sign, self.c + size
+        moved = torch.addcmul(size, whole, torch.expm1(x))
+        far = x <= -1.0
+        moved = _where(far, lambda whole, x: whole * torch.exp(x) - self.c, (whole, x), moved)
+        across = moved < 0.0
+        other = (size, whole, x)
+        moved = _where(across, lambda s, w, x: (s - self.c * torch.expm1(-x)) * (self.c / w), other, moved)
+        return sign * moved
 
     def _move_sinh(self, v: Tensor, step: Tensor) -> Tensor:
         a, y = torch.asinh(v / self.c), self.kappa * step
         near = v + 2.0 * self.c * torch.cosh(a + 0.5 * y) * torch.sinh(0.5 * y)
         half = 0.5 * (a + y)  # sinh(a + y) itself overflows where c times it does not
         return torch.where(y.abs() < 1.0, near, 2.0 * self.c * torch.sinh(half) * torch.cosh(half))
+
+
+def _where(mask: Tensor, formula: Callable[..., Tensor], values: tuple[Tensor, ...], others: Tensor) -> Tensor:
+    """Return ``formula(*values)`` where the mask is true, and the others elsewhere.
+
+    On CPUs only the chosen entries are computed. Elsewhere that would wait for the device, and it cannot be traced.
+    """
+    if others.device.type != "cpu" or torch.compiler.is_compiling() or not others.dim():
+        return torch.where(mask, formula(*values), others)
+    if not bool(mask.any()):
+        return others
+    return others.masked_scatter_(mask, formula(*(value[mask] for value in values)))

@@ -32,6 +32,7 @@ __all__ = [
 Shape = tuple[int, ...]
 
 
+@functools.cache
 def _dims(axes: str, letter: str) -> Shape:
     return tuple(dim for dim, found in enumerate(axes) if found == letter)
 
@@ -66,7 +67,8 @@ def sides(axes: str, shape: Sequence[int]) -> tuple[int, int]:
     >>> sides("eoi", (4, 3, 2)), sides("oiii", (8, 3, 5, 5))
     ((3, 2), (8, 75))
     """
-    return math.prod(shape[d] for d in out_dims(axes)), math.prod(shape[d] for d in in_dims(axes))
+    # Lists: torch.compile cannot trace math.prod of a generator.
+    return math.prod([shape[d] for d in out_dims(axes)]), math.prod([shape[d] for d in in_dims(axes)])
 
 
 def fans(axes: str, shape: Sequence[int]) -> tuple[int, int]:
@@ -113,7 +115,7 @@ class Factor(NamedTuple):
     lr_scale: float  # multiplies k: 1/beta for delta (paper, section 4.2)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Map:
     """The static description of the map of one tensor.
 
@@ -193,7 +195,7 @@ class Map:
         stack, rows, columns = stack_dims(self.axes), out_dims(self.axes), in_dims(self.axes)
         first = math.log(self.first(role)) if self.is_log(role) else self.first(role)
         root = math.sqrt(abs(first))
-        drafts: list[tuple[str, tuple[int | None, ...], float | None]] = {
+        drafts: dict[str, list[tuple[str, tuple[int | None, ...], float | None]]] = {
             "fixed": [],  # the delta of a bias
             "global": [("", stack, first)],
             "elementwise": [("full", tuple(range(len(self.shape))), first)],
@@ -205,7 +207,7 @@ class Map:
                 ("row", (*stack, *rows), math.copysign(root, first)),
                 ("column", (*stack, *columns), root),
             ],
-        }[pattern]
+        }
         stem = "a" if self._is_absorbed(role) else f"log_{role}" if self.is_log(role) else role
         decays, lr_scale = role in DECAYED_ROLES and not self.is_log(role), 1.0 / self.beta if role == "delta" else 1.0
         return [
@@ -214,7 +216,7 @@ class Map:
                 *(role, dims, tuple(rank if d is None else self.shape[d] for d in dims)),
                 *(value, decays, lr_scale),
             )
-            for suffix, dims, value in drafts
+            for suffix, dims, value in drafts[pattern]
         ]
 
     def start(self, dtype: torch.dtype, device: torch.device, position: int) -> dict[str, Tensor]:
@@ -311,13 +313,12 @@ class Curved(NamedTuple):
         if pattern == "lora":
             product = self._product(*(self.factors[factor.name] for factor in found))
             return first * torch.exp(product) if map.is_log(role) else first + product
-        values = [self._spread(factor) for factor in found]
-        if map.is_log(role):
-            # exp(a) exp(b), not exp(a + b): avoids the rounding of a sum inside an exponent.
-            return math.prod((torch.exp(value) for value in values), start=1.0) if values else first
-        if not values:
+        if not found:
             return first
-        return values[0] if len(values) == 1 else _SUM_OR_PRODUCT[pattern](*values)
+        values = [self._spread(factor) for factor in found]
+        if map.is_log(role):  # exp(a) exp(b), not exp(a + b): avoids the rounding of a sum inside an exponent
+            return functools.reduce(torch.mul, (torch.exp(value) for value in values))
+        return functools.reduce(torch.add if pattern == "row_col_add" else torch.mul, values)
 
     def _spread(self, factor: Factor) -> Tensor:
         """Return a factor with all dimensions of the raw weight, those that it lacks of size 1."""
@@ -354,9 +355,6 @@ class Curved(NamedTuple):
         sizes = factor.shape[stack:]
         matrix = (math.prod(sizes[:-1]), sizes[-1]) if is_a else (sizes[0], math.prod(sizes[1:]))
         return factor.reshape(*factor.shape[:stack], *matrix)
-
-
-_SUM_OR_PRODUCT = {"row_col_add": torch.add, "row_col_mult": torch.mul}
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from symexplin.config import SELConfig
-from symexplin.curve import Curved, Map
+from symexplin.curve import Curved, Map, stack_dims
 from symexplin.routes import routing
 from symexplin.transform import compute_dtype
 from symexplin.validation import naming
@@ -47,8 +47,8 @@ def init_(
     if not table.curved:
         raise ValueError(f"model has nothing to curve (initialize a model before `convert`):\n{table}")
     for route in table.curved:
-        for weight in route.parameter if route.axes.startswith("e") else [route.parameter]:
-            if xavier and route.is_weight:
+        if xavier and route.is_weight:
+            for weight in route.parameter if stack_dims(route.axes) else [route.parameter]:
                 nn.init.xavier_uniform_(weight, generator=generator)
         if table.config.mode == "mismatch":
             with naming(route.name):

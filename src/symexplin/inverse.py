@@ -68,8 +68,8 @@ def invert(form: Form, t: Tensor, scales: Scales, iterations: int = 10) -> Tenso
             out[index] = _solve(form, t[index], [_part(v, index) for v in values], iterations)
     except ValueError:
         refused = True
-    if refused:
-        _solve(form, t, values, iterations)  # raises with the count of the whole tensor instead of the block
+    if refused:  # raises again, with the count of the whole tensor
+        out = _solve(form, t, values, iterations).to(dtype)
     return out.to(device)
 
 

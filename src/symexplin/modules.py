@@ -139,13 +139,6 @@ class CurvedModule(CurvedBase):
         map = next(iter(self.sel_maps.values()))
         return ", ".join(filter(None, (super().extra_repr(), f"mode={map.config.mode!r}, beta={map.beta:.4g}")))
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Make a pickle that has the plain class, since the curved one has no place in a module."""
-        names = tuple(self.sel_maps)
-        if type(self) is _curved_type(self.sel_plain_type, names):
-            return _empty, (self.sel_plain_type, names), dict(self.__dict__)
-        return super().__reduce_ex__(protocol)
-
 
 def _local(name: str, part: str) -> str:
     """Return the local name of a part of a curved parameter.
@@ -228,16 +221,22 @@ class SELLinear(CurvedModule, nn.Linear):
 
 
 @functools.cache
-def _curved_type(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+def _curved_type(kind: Any, names: tuple[str, ...]) -> type[nn.Module]:
     """Return the class of modules of a `kind` with these curved parameters; equal arguments give the same class."""
     members: dict[str, Any] = {name: _effective_property(name) for name in names}
     members |= {"__module__": __name__, "__doc__": f"{kind.__name__} with raw weights, see :class:`CurvedModule`."}
+    members["__reduce_ex__"] = _reduce
     if not hasattr(kind, "reset_parameters"):
         members["reset_parameters"] = property()  # absent, as in the plain class
     return type(f"SEL{kind.__name__}", (CurvedModule, kind), members)
 
 
-def _empty(kind: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
+def _reduce(module: CurvedModule, protocol: Any) -> Any:  # noqa: ARG001
+    """Make a pickle that names the plain class, since no attribute of this file is the curved one."""
+    return _empty, (module.sel_plain_type, tuple(module.sel_maps)), dict(module.__dict__)
+
+
+def _empty(kind: Any, names: tuple[str, ...]) -> nn.Module:
     made = _curved_type(kind, names)
     return made.__new__(made)
 
@@ -249,11 +248,11 @@ def _parts_of(plain: nn.Parameter, map: Map, position: int) -> Parts:
     Raises:
         ValueError: a weight is not finite or out of the map's reach.
     """
-    target = plain.detach().to(compute_dtype(plain))
-    factors = map.start(target.dtype, plain.device, position)
-    raw = Curved(map, target, factors).inverse(target)
-    parts = {"raw": nn.Parameter(torch.empty_like(plain).copy_(raw), requires_grad=plain.requires_grad)}
-    return parts | {name: nn.Parameter(value.to(plain.dtype)) for name, value in factors.items()}
+    factors = map.start(plain.dtype, plain.device, position)
+    start = _curved(map, (plain, *factors.values()))  # with the factors as stored: half precision rounds them
+    raw = torch.empty_like(plain).copy_(start.inverse(start.raw))  # in the same memory format
+    parts = {"raw": nn.Parameter(raw, requires_grad=plain.requires_grad)}
+    return parts | {name: nn.Parameter(value) for name, value in factors.items()}
 
 
 def _curve_(module: nn.Module, kind: type[nn.Module], maps: Mapping[str, Map], parts: Mapping[str, Parts]) -> nn.Module:
@@ -332,8 +331,8 @@ def convert(model: nn.Module, config: SELConfig | None = None) -> nn.Module:
             built.append((module, maps, {name: made[id(route.parameter)] for name, route in found.items()}))
             plain.append((module, {name: route.parameter for name, route in found.items()}))
     for module, maps, of_names in built:
-        kind = SELLinear if type(module) in _LINEAR_TYPES else _curved_type(type(module), tuple(maps))
-        _curve_(module, kind, maps, of_names)
+        kind: Any = type(module)
+        _curve_(module, SELLinear if kind in _LINEAR_TYPES else _curved_type(kind, tuple(maps)), maps, of_names)
     _report("converted", plain)
     return model
 

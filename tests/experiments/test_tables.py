@@ -45,6 +45,10 @@ def map_in(table, arm, panel=0):
     return map_of(run.sel, run.model.width)
 
 
+def start_in(table, arm):
+    return runs(table.panels[0])[arm].sel.starts_as
+
+
 def patterns(config):
     return {role: getattr(config, role).pattern for role in config.learned_roles}
 
@@ -91,7 +95,7 @@ def test_the_grid_is_the_papers():
         assert (run.compute.compile, run.compute.compile_mode) == (True, "reduce-overhead")
     for arm, learned in (("mismatch", {"e", "l", "m"}), ("mismatch+offset", {"e", "l", "m", "n", "delta"})):
         config = map_in(table, arm)
-        assert (config.mode, config.start) == ("mismatch", "mismatched")
+        assert (config.mode, start_in(table, arm)) == ("mismatch", "mismatched")
         assert set(config.learned_roles) == learned
         assert {role: getattr(config, role).k for role in PAPER_K} == PAPER_K
         assert (config.curvature, config.normalize) == ("fixed", False)
@@ -135,7 +139,7 @@ def test_the_controls_fix_what_the_paper_fixes():
         "frozen": set(),
         "frozen-congruent": set(),
     }
-    starts = {arm: map_in(table, arm).start for arm in learned}
+    starts = {arm: start_in(table, arm) for arm in learned}
     assert {arm for arm, start in starts.items() if start == "matched"} == {"frozen-congruent"}
     table = load_table("structured_linear", "paper")
     found = [patterns(map_in(table, arm)) for arm in table.labels if arm != "AdamW"]
@@ -244,7 +248,7 @@ def test_the_runs_of_a_continued_table_start_from_its_base(tmp_path):
     table = load_table("continued", "mini", out=tmp_path)
     assert {run.train.weights for run in runs(table.panels[0]).values()} == {str(tmp_path / "base")}
     assert table.base.train.weights is None
-    assert {map_in(table, arm).start for arm in table.labels if arm != table.baseline} == {"matched"}
+    assert {start_in(table, arm) for arm in table.labels if arm != table.baseline} == {"matched"}
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_only_the_updates_train(tmp_path, home):
 def test_bad_input():
     with pytest.raises(ValueError, match="lora_rank must be 0 without weights to start from, got 2"):
         RunConfig("data", train=TrainConfig(lora_rank=2))
-    with pytest.raises(ValueError, match="home must be 'optimizer' or 'none' for decay_towards and lora_rank"):
+    with pytest.raises(ValueError, match="home must be 'optimizer' or 'none' for lora_rank"):
         RunConfig("data", train=TrainConfig(lora_rank=2, weights="x"), sel=CurveConfig(home="module"))
     with pytest.raises(ValueError, match="home must be 'optimizer' or 'none' for l1, sparsity and compress"):
         RunConfig("data", log=LogConfig(compress=True), sel=CurveConfig(home="module"))

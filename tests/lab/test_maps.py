@@ -20,6 +20,14 @@ def test_a_whole_map_given_back_is_the_same():
         assert map_of(CurveConfig(preset=name, map=config.to_dict()), 96) == config
 
 
+def test_the_start_is_that_of_the_preset_unless_given():
+    found = {name: CurveConfig(preset=name).starts_as for name in PRESETS}
+    papers = ("paper", "paper+offset", "fixed_curvature", "absorbed", "frozen")
+    assert {name for name, start in found.items() if start == "mismatched"} == set(papers)
+    assert CurveConfig(preset="paper", start="matched").starts_as == "matched"
+    assert CurveConfig(start="mismatched", map={"mode": "mismatch"}).starts_as == "mismatched"
+
+
 def test_no_home_no_map():
     assert map_of(CurveConfig(home="none"), 64) is None
 
@@ -30,6 +38,8 @@ def test_no_home_no_map():
         ({"home": "modul"}, "home must be one of.*did you mean 'module'"),
         ({"preset": "papper"}, "preset must be one of.*did you mean 'paper'"),
         ({"start": "match"}, "start must be one of.*did you mean 'matched'"),
+        ({"preset": "congruent", "start": "mismatched"}, "start must be 'matched' for mode 'congruent'"),
+        ({"preset": "paper", "map": {"mode": "sinh"}}, "start must be 'matched' for mode 'sinh'"),
         ({"anneal_steps": 0}, "anneal_steps must be a whole number >= 1, got 0"),
         ({"map": {"betta": 3}}, "key must be one of.*did you mean 'beta'"),
         ({"map": {"beta": -3.0}}, "beta must be a positive"),

@@ -1,4 +1,4 @@
-"""SELMuon against torch.optim.Muon and AdamW, and in curved space."""
+"""SELMuon against torch's Muon and AdamW, against the polar factor by SVD, and in curved space."""
 
 import copy
 
@@ -7,18 +7,17 @@ import torch
 from torch import nn
 
 import symexplin as sel
-from symexplin.optim.batch import ReadableBatch
-from symexplin.optim.muon import SELMuon, newton_schulz
+from symexplin.optim.muon import newton_schulz
 from symexplin.presets import IDENTITY
-from training import MATCHED, assert_same_bits, backward, batch, network, train
+from training import PAPER, backward, build, network, train
 
-SHAPES = [(24, 8), (8, 24), (16, 16)]
 MUON = {"momentum": 0.9, "ns_steps": 4, "ns_coefficients": (3.0, -3.2, 1.2)}
+# Newton-Schulz's cubic, which converges to the polar factor; bfloat16 leaves about a hundredth of an entry.
+EXACT = {"ns_coefficients": (1.5, -0.5, 0.0), "ns_steps": 40}
 
 
-def build(model, config=None, **kwargs):
-    groups = sel.param_groups(model, lr=1e-2, weight_decay=0.1, config=config or MATCHED)
-    return SELMuon(groups, total_steps=50, **kwargs)
+def muon(model, config=PAPER, lr=1e-2, **settings):
+    return build(model, config, lr, kind=sel.SELMuon, weight_decay=0.1, max_grad_norm=None, **settings)
 
 
 def gradients(parameters, step):
@@ -28,173 +27,156 @@ def gradients(parameters, step):
         parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"nesterov": False}, MUON], ids=["default", "heavy-ball", "settings"])
+@pytest.mark.parametrize("settings", [{}, {"nesterov": False}, MUON], ids=["default", "heavy-ball", "settings"])
 @pytest.mark.parametrize("adjust", ["match_rms_adamw", "original"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_identity_map_is_torchs_muon_for_matrices_and_adamw_for_the_rest(adjust, kwargs, dtype):
+@pytest.mark.usefixtures("path")
+def test_the_identity_map_is_torchs_muon_for_matrices_and_adamw_for_the_rest(adjust, settings, dtype):
     torch.manual_seed(0)
-    ours = nn.Sequential(*(nn.Linear(d_in, d_out) for d_out, d_in in SHAPES), nn.LayerNorm(16)).to(dtype)
+    ours = nn.Sequential(*(nn.Linear(*sides) for sides in [(24, 8), (8, 24), (16, 16)]), nn.LayerNorm(16)).to(dtype)
     theirs = copy.deepcopy(ours)
-    optimizer = build(ours, IDENTITY, adjust_lr_fn=adjust, **kwargs)
+    optimizer = muon(ours, IDENTITY, adjust_lr_fn=adjust, **settings)
     matrices = [p for p in theirs.parameters() if p.dim() == 2]
-    rest = [p for p in theirs.parameters() if p.dim() == 1]
-    muon = torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.1, adjust_lr_fn=adjust, **kwargs)
-    adamw = torch.optim.AdamW(rest, lr=1e-2, weight_decay=0.1)
+    reference = torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.1, adjust_lr_fn=adjust, **settings)
+    adamw = torch.optim.AdamW([p for p in theirs.parameters() if p.dim() == 1], lr=1e-2, weight_decay=0.1)
     for step in range(8):
         gradients(ours.parameters(), step)
         gradients(theirs.parameters(), step)
         optimizer.step()
-        muon.step()
+        reference.step()
         adamw.step()
     for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         if p.dim() == 2:
-            assert torch.equal(optimizer.state[p]["momentum_buffer"], muon.state[q]["momentum_buffer"])
+            assert torch.equal(optimizer.state[p]["momentum_buffer"], reference.state[q]["momentum_buffer"])
         tight = {"rtol": 1e-6, "atol": 1e-7} if dtype == torch.float32 else {"rtol": 1e-12, "atol": 1e-13}
         torch.testing.assert_close(p, q, **tight, msg=lambda text, name=name: f"{name}: {text}")
+
+
+class StackedExperts(nn.Module):
+    def __init__(self, *shape, is_transposed=False):
+        super().__init__()
+        self.is_transposed = is_transposed
+        self.gate_up_proj = nn.Parameter(0.3 * torch.randn(*shape))
+
+
+class Block(nn.Module):
+    def __init__(self, name, layer):
+        super().__init__()
+        setattr(self, name, layer)
+
+
+def conv1d(outputs, inputs):
+    return pytest.importorskip("transformers.pytorch_utils").Conv1D(outputs, inputs)
+
+
+# A module, and the matrices (outputs x inputs) of its weight or gradient, by hand.
+SHAPES = {
+    "linear": (lambda: nn.Linear(8, 12), lambda w: [w]),
+    "tall": (lambda: nn.Linear(5, 30), lambda w: [w]),
+    "qkv": (lambda: Block("qkv", nn.Linear(8, 24)), lambda w: [w[:8], w[8:16], w[16:]]),
+    "attention": (lambda: nn.MultiheadAttention(8, 2), lambda w: [w[:8], w[8:16], w[16:]]),
+    "gate and up": (lambda: Block("gate_up_proj", nn.Linear(8, 20)), lambda w: [w[:10], w[10:]]),
+    "Conv1D": (lambda: Block("c_proj", conv1d(12, 8)), lambda w: [w.mT]),
+    "fused Conv1D": (lambda: Block("c_attn", conv1d(24, 8)), lambda w: [w.mT[:8], w.mT[8:16], w.mT[16:]]),
+    "convolution": (lambda: nn.Conv2d(3, 6, 2), lambda w: [w.reshape(6, 12)]),
+    "transposed convolution": (
+        lambda: nn.ConvTranspose2d(3, 6, 2),
+        lambda w: [w.transpose(0, 1).reshape(6, 12)],
+    ),
+    "experts": (lambda: StackedExperts(3, 12, 5), lambda w: [half for e in w for half in (e[:6], e[6:])]),
+    "experts, inputs first": (
+        lambda: StackedExperts(3, 5, 12, is_transposed=True),
+        lambda w: [half for e in w.mT for half in (e[:6], e[6:])],
+    ),
+}
+
+
+@pytest.mark.parametrize("config", [IDENTITY, PAPER], ids=["identity", "paper"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_each_matrix_gets_its_own_polar_factor(shape, config):
+    """U V^T of the momentum's SVD in float64, times the size of the matrix; each part of a fused projection apart."""
+    torch.manual_seed(0)
+    make, split = SHAPES[shape]
+    model = nn.ModuleDict({"block": make()}).double()
+    optimizer = muon(model, config, **EXACT)
+    optimizer.create_state()
+    name, weight = max(model.named_parameters(), key=lambda pair: pair[1].dim())
+    curved = dict(optimizer.curved())[name]
+    before = curved.raw.clone()
+    gradients(model.parameters(), 0)
+    grads, _ = curved.pullback(weight.grad)
+    optimizer.step()
+    after = dict(optimizer.curved())[name].raw
+    pieces = zip(split(before), split(after), split(grads), strict=True)
+    for old, new, grad in pieces:
+        u, _, v = torch.linalg.svd(grad.double(), full_matrices=False)
+        wanted = u @ v * 0.2 * max(grad.shape) ** 0.5
+        found = (old * (1 - 1e-3) - new) / 1e-2
+        assert float(torch.linalg.norm(found - wanted) / torch.linalg.norm(wanted)) < 0.03
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (12, 5), (5, 12), (3, 6, 4)])
+def test_newton_schulz_approaches_the_polar_factor(shape):
+    matrix = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+    u, _, v = torch.linalg.svd(matrix.double(), full_matrices=False)
+    cubic = newton_schulz(matrix, (1.5, -0.5, 0.0), steps=40).double()
+    assert float((cubic - u @ v).abs().max()) < 0.02
+    quintic = torch.linalg.svdvals(newton_schulz(matrix).double())
+    assert 0.6 < float(quintic.min()) <= float(quintic.max()) < 1.3
+    assert not bool(newton_schulz(torch.zeros(shape)).any())
 
 
 def test_scales_and_biases_take_adamws_step_and_raw_weights_muons():
     """In curved space, from the pulled-back gradients themselves: the first step of each written out."""
     model = network(torch.float64)
-    optimizer = build(model, eps=0.0)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    train(model, optimizer, 1)  # makes the state and fills the moments
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            if "exp_avg" in name or "step" in name or name == "momentum_buffer":
-                value.zero_()
-    for group in optimizer.param_groups:
-        group["lr"], group["steps"] = 1e-2, 0
-    before = {name: [part.clone() for part in c[1:]] for name, c in optimizer.coordinates()}
-    optimizer.zero_grad()
+    optimizer = muon(model, eps=0.0)
+    optimizer.create_state()
+    before = {name: (c.raw.clone(), {k: v.clone() for k, v in c.factors.items()}) for name, c in optimizer.curved()}
     backward(model, 1)
-    pulled = {name: c.pullback(model.get_parameter(name).grad) for name, c in optimizer.coordinates()}
+    pulled = {name: c.pullback(model.get_parameter(name).grad) for name, c in optimizer.curved()}
     optimizer.step()
-    after = dict(optimizer.coordinates())
-    raw, panel0 = before["0.weight"][:2]
-    update = newton_schulz(0.05 * pulled["0.weight"].raw + 0.95 * 0.05 * pulled["0.weight"].raw).double()
+    after = dict(optimizer.curved())
+    (raw, factors), (grad, grads) = before["0.weight"], pulled["0.weight"]
+    update = newton_schulz(0.05 * grad + 0.95 * 0.05 * grad).double()
     expected = raw * (1 - 1e-3) - 1e-2 * 0.2 * 20**0.5 * update
     torch.testing.assert_close(after["0.weight"].raw, expected, rtol=0, atol=2e-4)  # one bfloat16 rounding of an entry
-    sign = pulled["0.weight"].panel0.sign()
-    rate = 3e-4 * torch.tensor([50.0, 50.0, 0.01], dtype=torch.float64)  # e, l, m
-    decay = 0.1 * torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64)
-    torch.testing.assert_close(after["0.weight"].panel0, panel0 * (1 - rate * decay) - rate * sign, rtol=1e-12, atol=0)
-    bias = before["0.bias"][0]
-    expected = bias * (1 - 1e-3) - 1e-2 * pulled["0.bias"].raw.sign()
+    for name, rate, decay in (("e_row", 50, 0.1), ("l_column", 50, 0.1), ("m_row", 0.01, 0.0)):
+        expected = factors[name] * (1 - 3e-4 * rate * decay) - 3e-4 * rate * grads[name].sign()
+        torch.testing.assert_close(after["0.weight"].factors[name], expected, rtol=1e-12, atol=0)
+    expected = before["0.bias"][0] * (1 - 1e-3) - 1e-2 * pulled["0.bias"][0].sign()
     torch.testing.assert_close(after["0.bias"].raw, expected, rtol=1e-12, atol=0)
 
 
-class Conv1D(nn.Module):
-    """A linear layer that stores its weight as (in, out), as transformers' GPT-2 does."""
-
-    def __init__(self, weight):
-        super().__init__()
-        self.weight = nn.Parameter(weight)
-
-    def forward(self, x):
-        return x @ self.weight
-
-
-@pytest.mark.parametrize("adjust", ["match_rms_adamw", "original"])
-def test_a_transposed_weight_is_trained_as_the_weight(adjust):
-    """Outputs are outputs whatever way they are stored: 'original' tells tall from wide."""
-    torch.manual_seed(0)
-    plain = nn.Linear(6, 18, bias=False)
-    turned = Conv1D(plain.weight.detach().T.contiguous())
-    groups = sel.param_groups(nn.Sequential(copy.deepcopy(plain)), lr=1e-2, config=sel.preset("paper"))
-    groups[0] |= {"params": [("0.weight", turned.weight)], "axes": ["io"], "shape": [(6, 18)]}
-    optimizer = SELMuon(groups, total_steps=50, adjust_lr_fn=adjust)
-    reference = SELMuon(
-        sel.param_groups(nn.Sequential(plain), lr=1e-2, config=sel.preset("paper")), total_steps=50, adjust_lr_fn=adjust
-    )
-    for step in range(3):
-        gradients([plain.weight], step)
-        turned.weight.grad = plain.weight.grad.T.contiguous()
-        optimizer.step()
-        reference.step()
-    # Orthogonalisation rounds to bfloat16, in another order for the transpose.
-    torch.testing.assert_close(turned.weight.detach().T, plain.weight.detach(), rtol=0.01, atol=1e-3)
-
-
-def test_equal_matrices_are_stacked_to_the_same_end(monkeypatch):
-    """Forty 16 x 16 matrices and a larger one, tall and wide: together as one by one, but for bfloat16's rounding."""
-    ends = []
-    for stacks in (True, False):
-        monkeypatch.setattr(SELMuon, "stacks", stacks)
-        torch.manual_seed(0)
-        layers = nn.ModuleList([*(nn.Linear(16, 16) for _ in range(40)), nn.Linear(16, 40), nn.Linear(40, 16)])
-        optimizer = SELMuon(sel.param_groups(layers, lr=1e-2, config=sel.preset("paper")), total_steps=10)
-        for step in range(4):
-            gradients(list(layers.parameters()), step)
-            optimizer.step()
-        ends.append([p.detach() for p in layers.parameters()])
-        stacked = [b for b in optimizer._batches[1] if isinstance(b, ReadableBatch) and len(b.views) > 1]
-        assert [len(batch.views) for batch in stacked] == ([40] if stacks else [])
-    for together, alone in zip(*ends, strict=True):
-        torch.testing.assert_close(together, alone, rtol=0.01, atol=2e-3)
-
-
-def test_the_paper_preset_trains():
+def test_added_groups_and_groups_with_their_own_settings():
     model = network()
-    optimizer = SELMuon(sel.param_groups(model, lr=3e-3, config=sel.preset("paper")), total_steps=60, max_grad_norm=1.0)
-    start = model(batch(0)).square().mean().item()
-    train(model, optimizer, 60)
-    assert model(batch(0)).square().mean().item() < 0.1 * start
-    ((_, coordinates), *_) = optimizer.coordinates()
-    torch.testing.assert_close(coordinates.effective(), model[0].weight.detach(), rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_loaded_state_goes_on_to_the_same_bits(dtype):
-    model = network(dtype)
-    optimizer = build(model)
-    train(model, optimizer, 3)
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    train(model, optimizer, 3, start=3)
-    twin = network(dtype, seed=1)
-    resumed = build(twin)
-    twin.load_state_dict(saved[0])
-    resumed.load_state_dict(saved[1])
-    train(twin, resumed, 3, start=3)
-    assert_same_bits(model, twin)
-    state = resumed.state[twin[0].weight]
-    assert "exp_avg" not in state
-    assert state["momentum_buffer"].dtype == torch.float32
-
-
-def test_adamws_state_is_refused():
-    model = network()
-    adamw = sel.SELAdamW(sel.param_groups(model, lr=1e-3, config=sel.preset("paper")), total_steps=50)
-    train(model, adamw, 1)
-    with pytest.raises(ValueError, match=r"0\.weight: it has no 'momentum_buffer'"):
-        build(model).load_state_dict(adamw.state_dict())
-
-
-def test_added_groups_and_groups_of_their_own_settings():
-    model = network()
-    groups = sel.param_groups(model[0], lr=1e-2, config=sel.preset("frozen"))
-    optimizer = SELMuon([{**groups[0], "momentum": 0.5}], ns_steps=3)
-    for group in sel.param_groups(model[3], lr=1e-2, config=sel.preset("frozen")):
+    groups = sel.param_groups(model[0], lr=1e-2)
+    optimizer = sel.SELMuon([{**groups[0], "momentum": 0.5}], ns_steps=3)
+    for group in sel.param_groups(model[3], lr=1e-2):
         optimizer.add_param_group(group)
     assert [group["momentum"] for group in optimizer.param_groups] == [0.5, 0.95]
     assert [group["ns_steps"] for group in optimizer.param_groups] == [3, 3]
     train(model, optimizer, 1)
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"momentum": 1.0}, r"momentum must be a number in \[0, 1\), got 1.0"),
-        ({"nesterov": 1}, "nesterov must be True or False, got 1"),
-        ({"ns_coefficients": (1.0, 2.0)}, r"ns_coefficients must be three numbers, got \(1.0, 2.0\)"),
-        ({"ns_steps": 100}, "ns_steps must be a whole number <= 99, got 100"),
-        ({"ns_eps": -1.0}, "ns_eps must be a finite number >= 0, got -1.0"),
-        ({"adjust_lr_fn": "match_rms"}, "adjust_lr_fn must be one of .*; did you mean 'match_rms_adamw'"),
-        ({"lr": -1.0}, "lr must be a finite number >= 0"),
-    ],
-)
-def test_bad_arguments(kwargs, message):
-    groups = sel.param_groups(network(), config=sel.preset("frozen"))
-    with pytest.raises(ValueError, match=message):
-        SELMuon(groups, **({"total_steps": 10} | kwargs))
+SPLITS = [((6, 4, 2), [6, 10]), ((2, 1), [2, 3, 5, 6, 8, 9, 11]), ((), [])]  # sizes of parts, where they begin
+
+
+@pytest.mark.parametrize(("sizes", "splits"), SPLITS)
+def test_a_split_of_ones_own(sizes, splits):
+    """Parts lie one behind the other; those of a divisor of the outputs repeat; none: one matrix, of a qkv, too."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"block": Block("qkv", nn.Linear(5, 12, bias=False))}).double()
+    optimizer = muon(model, IDENTITY, split={"*qkv.weight": sizes}, **EXACT)
+    weight = model["block"].qkv.weight
+    before = weight.detach().clone()
+    gradients([weight], 0)
+    optimizer.step()
+    found = (before * (1 - 1e-3) - weight.detach()) / 1e-2
+    parts = torch.tensor_split(weight.grad, splits)
+    rows = torch.tensor_split(torch.arange(12), splits)
+    kinds = [[0], [1], [2]] if len(sizes) == 3 else [[0, 2, 4, 6], [1, 3, 5, 7]] if sizes else [[0]]
+    for kind in kinds:
+        grad, at = torch.cat([parts[i] for i in kind]), torch.cat([rows[i] for i in kind])
+        u, _, v = torch.linalg.svd(grad, full_matrices=False)
+        wanted = u @ v * 0.2 * max(grad.shape) ** 0.5
+        assert float(torch.linalg.norm(found[at] - wanted) / torch.linalg.norm(wanted)) < 0.03

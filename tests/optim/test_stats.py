@@ -7,73 +7,67 @@ import torch
 from torch import nn
 
 import symexplin as sel
+from training import backward, build, network
+
+
+def made(home, model, config):
+    """The statistics' arguments, and the raw weights and factors of each tensor by name."""
+    if home == "module":
+        sel.convert(model, config)
+        maps = {f"{n}.{w}": layer.sel_curved(w) for n, layer in model.named_children() for w in layer.sel_maps}
+        return (model, None), maps
+    optimizer = sel.SELAdamW(model, lr=1e-3, config=config, total_steps=3)
+    assert sel.stats(model, optimizer) == {}
+    optimizer.create_state()
+    return (model, optimizer), dict(optimizer.curved())
 
 
 @pytest.mark.parametrize("home", ["optimizer", "module"])
-def test_stats_against_direct_computation(home):
+@pytest.mark.parametrize("mode", ["mismatch", "exp_only"])
+def test_stats_against_direct_computation(home, mode):
+    """Each tensor counts once in the mean of a scale, whatever its size (section 5.4.2); slopes are of all entries."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 3))
+    model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 3, bias=False))
     nn.init.uniform_(model[0].weight, -2, 2)
-    scale = sel.Scale("elementwise", start=1.5, k=(1, 1), transform="exp")
-    config = sel.preset("paper", e=scale, beta=2.0, start="matched")
-    optimizer = None
-    if home == "module":
-        sel.convert(model, config)
-        layers = [(layer.raw_weight, 1.5, 2.0) for layer in model]
-    else:
-        optimizer = sel.SELAdamW(model, config=config, total_steps=3)
-        for group in optimizer.param_groups:
-            group["lr"] = 0.0
-        assert sel.stats(model, optimizer) == {}
-        model(torch.ones(1, 8)).sum().backward()
-        optimizer.step()
-        layers = [(optimizer.state[layer.weight]["raw"], 1.5, 2.0) for layer in model]
-    found = sel.stats(model, optimizer)
-    x = torch.cat([(2.0 * raw.detach().abs()).flatten() for raw, *_ in layers])
-    assert found["e/mean"] == pytest.approx(1.5, rel=1e-6)
-    assert found["e/std"] == pytest.approx(0.0, abs=1e-3)
-    assert found["kappa/mean"] == pytest.approx(2.0, rel=1e-6)
+    learned = {"e": sel.Scale("row_col_mult"), "m": sel.Scale("global")}
+    arguments, maps = made(home, model, sel.SELConfig(beta=2.0, mode=mode, l=sel.Scale(start=0.5), **learned))
+    with torch.no_grad():
+        for i, curved in enumerate(maps.values()):
+            for name, factor in curved.factors.items():
+                factor.fill_(1.0 + i) if name == "m" else factor.copy_(torch.rand_like(factor) + 0.5)
+    found = sel.stats(*arguments)
+    parts = [{"raw": c.raw.detach(), **{k: v.detach() for k, v in c.factors.items()}} for c in maps.values()]
+    e = [torch.outer(p["e_row"], p["e_column"]) if "e_column" in p else p["e_row"] for p in parts]
+    mean = statistics.fmean(float(values.mean()) for values in e)
+    assert found["e/mean"] == pytest.approx(mean, rel=1e-6)
+    assert found["e/std"] == pytest.approx(statistics.fmean(float(((v - mean) ** 2).mean()) for v in e) ** 0.5)
+    assert found["kappa/mean"] == pytest.approx(2.0 * 2.0)
+    assert "l/mean" not in found
+    matrices = [
+        (p["raw"], values, 2.0 * float(p["m"])) for p, values in zip(parts, e, strict=True) if p["raw"].dim() == 2
+    ]
+    x = torch.cat([(kappa * raw.abs()).flatten() for raw, _, kappa in matrices])
     assert found["kappa_w/max"] == pytest.approx(float(x.max()), rel=1e-6)
     assert found["tail/fraction"] == pytest.approx(float((x > 1).double().mean()))
     slopes = []
-    for raw, e, beta in layers:
-        w = raw.detach().clone().requires_grad_()
-        sel.functional.effective(w, beta=beta, e=e, l=beta / 7.5).sum().backward()
+    for raw, scale, kappa in matrices:
+        w = raw.clone().requires_grad_()
+        sel.functional.effective(w, mode=mode, beta=2.0, m=kappa / 2.0, e=scale, l=0.5).sum().backward()
         slopes.append(w.grad.flatten())
     slope = torch.cat(slopes).abs()
     assert found["slope/mean"] == pytest.approx(float(slope.mean()), rel=1e-5)
     assert found["slope/std"] == pytest.approx(float(slope.std(correction=0)), rel=1e-4)
 
 
-@pytest.mark.parametrize("home", ["optimizer", "module"])
-def test_each_tensor_counts_once_whatever_its_size_biases_included(home):
-    """The paper averages "across tracked effective-scale tensors" (section 5.4.2)."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 3, bias=False))
-    learned = {"e": sel.Scale("row_col_mult"), "l": sel.Scale(), "m": sel.Scale("global")}
-    config = sel.preset("paper", beta=2.0, start="matched", **learned)
-    optimizer = None
-    if home == "module":
-        sel.convert(model, config)
-        sides = [(model[0], ""), (model[0], "bias_"), (model[1], "")]
-        e = [(getattr(layer, f"{side}e_row"), getattr(layer, f"{side}e_column", None)) for layer, side in sides]
-        m = [getattr(layer, f"{side}m") for layer, side in sides]
-    else:
-        optimizer = sel.SELAdamW(model, lr=1e-3, config=config, total_steps=3)
-        model(torch.ones(1, 16)).sum().backward()
-        optimizer.step()
-        states = [optimizer.state[p] for p in (model[0].weight, model[0].bias, model[1].weight)]
-        e = [(state["panel0"].flatten(), state["panel1"].flatten() if "panel1" in state else None) for state in states]
-        m = [state["scalar"] for state in states]
-    with torch.no_grad():
-        for vector in (v for pair in e for v in pair if v is not None):
-            vector.copy_(torch.rand_like(vector) + 0.5)
-        for number, size in zip(m, (1.0, 2.0, 6.0), strict=True):
-            number.fill_(size)
+def test_the_default_map_has_slopes_without_scales():
+    """f' = 1 + beta |w|; nothing to say of ordinary weights."""
+    model = network()
+    optimizer = build(model, sel.SELConfig(beta=7.5))
+    assert sel.stats(model) == sel.stats(model, optimizer) == {}
+    backward(model, 0)
+    optimizer.step()
     found = sel.stats(model, optimizer)
-    full = [row.detach() if column is None else torch.outer(row, column).detach() for row, column in e]
-    mean = statistics.fmean(float(values.mean()) for values in full)
-    assert found["e/mean"] == pytest.approx(mean, rel=1e-6)
-    assert found["e/std"] == pytest.approx(statistics.fmean(float(((v - mean) ** 2).mean()) for v in full) ** 0.5)
-    assert found["kappa/mean"] == pytest.approx(2.0 * 3.0)
-    assert "l/mean" not in found
+    weights = torch.cat([model[i].weight.detach().flatten() for i in (0, 3)]).abs()
+    assert set(found) == {"slope/mean", "slope/std", "kappa_w/max", "tail/fraction"}
+    assert found["slope/mean"] == pytest.approx(float((1 + 7.5 * weights).mean()), rel=1e-5)
+    assert found["kappa_w/max"] == pytest.approx(float(torch.log1p(7.5 * weights.max())), rel=1e-5)

@@ -199,4 +199,4 @@ class Evidence:
         found = self.found["maps"].get(arm)
         if found is None:
             return None
-        return SELConfig.from_dict({key: value for key, value in found.items() if key != "home"})
+        return SELConfig.from_dict({key: value for key, value in found.items() if key not in ("home", "start")})

@@ -24,7 +24,6 @@ _BOUNDED = f"Its rival is the best family without a curve; low and high: Student
 _TARGETS = 6  # losses on the new text at which forgetting is compared
 _WITHIN = (0.01, 0.03)  # nats from the best loss
 _TREND = 3  # fewer panels show no trend
-_PLAIN = ("linear", "power")  # modes of the map that are no curve of this method
 
 Losses = dict[int, float]  # by seed
 
@@ -83,7 +82,7 @@ def family_of(label: str) -> str:
 def _is_rival(panel: Evidence, arm: str) -> bool:
     """Whether an arm has no curve of the method, so that its family is one to be compared with."""
     config = panel.map_of(arm)
-    return config is None or config.mode in _PLAIN
+    return config is None or config.mode == "linear"
 
 
 def _files(panel: Evidence, name: str) -> Iterator[tuple[Row, Mapping[str, Any]]]:

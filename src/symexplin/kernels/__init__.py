@@ -1,21 +1,95 @@
-"""stub"""
+"""What computes the map and AdamW: compiled C on CPUs, `torch.compile` on accelerators, or PyTorch's operations.
+
+PyTorch's operations are the definition: everything else is tested against them and only changes the speed.
+"""
 
 import contextlib
-from symexplin.kernels.interface import Kernels, is_memory
+import contextvars
+import functools
+import os
+from collections.abc import Iterator
 
+import torch
 
-def kernels_for(device):
-    return None
+from symexplin.kernels import cpu
+from symexplin.kernels.formulas import FormulaKernels
+from symexplin.kernels.interface import Kernels
+from symexplin.validation import check_choice
 
+__all__ = ["CHOICES", "choice", "describe", "is_wanted", "kernels_for", "using"]
 
-def is_wanted():
-    return False
+CHOICES = ("auto", "compiled", "readable")
+_VARIABLE = "SYMEXPLIN_KERNELS"
+_choice: contextvars.ContextVar[str | None] = contextvars.ContextVar("choice", default=None)
 
 
 @contextlib.contextmanager
-def using(choice):
-    yield
+def using(choice: str) -> Iterator[None]:
+    """Choose inside a `with` block what computes the map and AdamW.
+
+    "auto" is C on CPUs and `torch.compile` on accelerators, "compiled" is `torch.compile` everywhere, "readable" is
+    PyTorch's operations. Outside of such blocks the environment variable SYMEXPLIN_KERNELS chooses; its default is
+    "auto".
+
+    Raises:
+        ValueError: an unknown choice.
+
+    >>> with using("readable"):
+    ...     describe("cpu")
+    "PyTorch's operations"
+    """
+    token = _choice.set(check_choice("choice", choice, CHOICES))
+    try:
+        yield
+    finally:
+        _choice.reset(token)
 
 
-def describe(device):
-    return "pure PyTorch"
+def choice() -> str:
+    """Return the present choice, one of :data:`CHOICES`.
+
+    >>> with using("compiled"):
+    ...     choice()
+    'compiled'
+    """
+    return _choice.get() or check_choice(_VARIABLE, os.environ.get(_VARIABLE) or "auto", CHOICES)
+
+
+def is_wanted() -> bool:
+    """Whether a fast path is chosen and may run: torch's dispatch modes (fake tensors, tracing) do not see kernels.
+
+    >>> with using("readable"):
+    ...     is_wanted()
+    False
+    """
+    return not torch._C._len_torch_dispatch_stack() and choice() != "readable"
+
+
+def kernels_for(device: torch.device | str) -> Kernels | None:
+    """Return the kernels for a device, or None for PyTorch's operations on whole tensors.
+
+    >>> with using("readable"):
+    ...     kernels_for("cpu") is None
+    True
+    """
+    if not is_wanted():
+        return None
+    if choice() == "compiled" or torch.device(device).type != "cpu":
+        return _formulas(compiles=True)
+    return cpu.load() or _formulas(compiles=False)
+
+
+@functools.cache
+def _formulas(compiles: bool) -> FormulaKernels:
+    return FormulaKernels(compiles)
+
+
+def describe(device: torch.device | str) -> str:
+    """Return a description of what computes the map and AdamW on a device.
+
+    >>> with using("compiled"):
+    ...     describe("cpu")
+    'torch.compile'
+    """
+    kernels = kernels_for(device)
+    return "PyTorch's operations" if kernels is None else kernels.name

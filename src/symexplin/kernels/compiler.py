@@ -15,12 +15,13 @@ from typing import NamedTuple
 
 __all__ = ["Compiler", "cache_folder", "compile_library", "find_compiler", "load_library"]
 
-# No -ffast-math: NaN, infinities and signed zeros must be exact, and every sum must keep its order. No contraction:
-# kernels that share a formula must give the same bits.
+# Never -ffast-math, -Ofast or -funsafe-math-optimizations: a library linked so makes the whole process flush denormals.
+# OpenMP only for `#pragma omp simd`: torch has its own runtime.
 _FLAGS = (
     *("-O3", "-std=c11", "-fPIC", "-shared", "-pthread"),
-    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+    *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-fopenmp-simd"),
 )
+_WIDE = "-mprefer-vector-width=512"  # only compilers for x86 know it
 _TARGET = "SYMEXPLIN_CPU_TARGET"  # a processor for -march, such as haswell or x86-64-v2; default: this machine's
 _SECONDS, _PROBE_SECONDS = 120.0, 20.0  # time limits to compile and to print macros
 
@@ -50,8 +51,9 @@ def find_compiler() -> Compiler | None:
 def _find(chosen: str, target: str) -> Compiler | None:
     if os.name == "nt":
         return None
-    # Some compilers for ARM lack -march=native.
-    targets = ((f"-march={target}",),) if target else (("-march=native",), ())
+    march = f"-march={target or 'native'}"
+    # Some compilers for ARM lack -march=native; a processor that was named must be known.
+    targets = ((march, _WIDE), (march,), *(() if target else ((),)))
     for choice in filter(None, (chosen, "cc", "gcc", "clang")):
         for flags in targets:
             with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
@@ -89,17 +91,15 @@ def cache_folder() -> Path:
 def load_library(source: Path) -> tuple[ctypes.CDLL, str] | str:
     """Return a compiled and loaded C file with the compiler's name, or the reason for a failure.
 
-    The library's name is a hash of source, headers, compiler, flags and processor. A library that another user can
-    write is not loaded. One process compiles while others wait.
+    The library's name is a hash of source, compiler, flags and processor. A library that another user can write is not
+    loaded. One process compiles while others wait.
     """
     compiler = find_compiler()
     if compiler is None:
         target = os.environ.get(_TARGET)
         return f"no C compiler found that knows {_TARGET}={target}" if target else "no C compiler found"
-    digest = hashlib.sha256("\0".join((*compiler.command, *compiler.flags, compiler.macros)).encode())
-    for file in sorted(source.parent.glob("*.[ch]")):
-        digest.update(file.read_bytes())
-    name = f"{source.stem}-{digest.hexdigest()[:32]}.so"
+    key = "\0".join((*compiler.command, *compiler.flags, compiler.macros, source.read_text()))
+    name = f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.so"
     try:
         try:
             return _load_kept(cache_folder(), name, compiler, source), compiler.name

@@ -1,542 +1,400 @@
-/* The map, its inverse and AdamW on CPUs. A list of matrices is cut into tiles, which threads process in turn. Results
-   do not depend on the number of threads: every tile writes its own sums, which are added in order at the end. */
-#define _POSIX_C_SOURCE 200809L
+/* AdamW in curved weight space on CPUs: plain loops, which the compiler turns into vector instructions.
+
+   Results do not depend on the number of threads: work is cut into fixed tiles, whose sums are added in order.
+   `omp simd` says that a loop's pointers do not overlap; a sum that it names has one partial sum per lane. */
 #include <math.h>
 #include <pthread.h>
-#include <stdatomic.h>
-#include <stdlib.h>
+#include <stdint.h>
+#include <string.h>
 
-#include "element.h"
+#define INLINE static inline __attribute__((always_inline))
+#define NOINLINE static __attribute__((noinline))
 
-/* With WIDEST columns a tile's factors and sums fit the second-level cache, and processors prefetch whole rows. With
-   TALL rows the partial sums by column are 1.2 % of a weight, and there are enough tiles for several threads. Starting
-   a thread costs about as much as 2^16 entries. */
-enum { WIDEST = 2048, TALL = 256, SUMS = 3, FACTORS = 4, ENTRIES_PER_THREAD = 1 << 16 };
-enum { WEIGHT, PULL, UPDATE, INVERT };
+typedef const float *restrict In;
+typedef float *restrict Out;
 
-/* One matrix. Every field has eight bytes; symexplin.kernels.cpu packs them in this order. */
+/* ---- what Python passes, in the order of symexplin.kernels.cpu ---- */
+
 typedef struct {
-    int64_t rows, cols, row_at, column_at; /* its size, and the offsets of its factors and sums */
+    int64_t rows, cols, as; /* FLOAT, HALF or READ */
     float *raw, *exp_avg, *exp_avg_sq;
-    void *weight;
-    const void *grad;
-    float *out; /* PULL: the raw gradient, or NULL */
-    int64_t half; /* weight and gradient are bfloat16, not float */
-} Part;
+    char *weight;
+    const char *grad;
+    float *old, *new, *sums; /* FACTORS of the rows, then of the columns; SUMS of each tile's columns, then rows */
+    const float *vectors[8]; /* e, l, m (absorbed: a) and n, each of rows and columns; NULL if not learned */
+    float *gradients[8];
+} Matrix;
 
-/* The factors of all parts along one dimension: four rows kappa, c, lambda and c kappa of `length` numbers. */
+/* AdamW's direction times the rate is m/(root sqrt(s) + eps). In the closed form raw gradients are g (base + slope |v|)
+   and `decay` is lr wd; plain and raw weights keep the share `keep`. */
 typedef struct {
-    const float *of;
-    int64_t length;
-} Axis;
-
-typedef struct {
-    Axis rows, columns;
-} Factors;
-
-/* AdamW's numbers as in symexplin.optim.adamw, with corrections 1 - beta^t; `factor` clips the gradient. */
-typedef struct {
-    double lr, decay, beta1, beta2, eps, correction1, correction2, factor;
-} Rates;
+    float far, towards, beta2, gain2, root, eps, clip, keep, decay, base, slope, c, inverse;
+} Step;
 
 typedef struct {
-    int part;
-    int64_t row, row_end, column, column_end;
-    float *column_sums; /* SUMS by the tile's width */
-    float *row_sums;    /* SUMS by the tile's height */
-    double squares;
-    int64_t failed;
-} Tile;
-
-typedef struct {
-    int task, magnitude, normalize;
-    const Part *parts;
-    int64_t part_count, tile_count;
-    Factors old, new;
-    Rates rates;
-    Tile *tiles;
-    atomic_llong next;
+    int64_t task, count, moves; /* moves: lr is not 0 */
+    const int64_t *first;       /* the index of each tensor's or matrix's first tile, and their number at the end */
+    double *squares;            /* of each tile's raw gradients, for NORM and PULL; zeros before */
+    Step step;
+    double kappa, c, lambda; /* of a factored map without its learned vectors */
+    int64_t normalize, absorbed, magnitude;
+    Matrix *matrices;
+    /* Of the closed form. `half`: weights and gradients are bfloat16, with or without masters. `noise` has key, offset,
+       columns and stride of each tensor if weights are rounded stochastically, else it is NULL. */
+    int64_t half, plain;
+    const int64_t *sizes, *noise;
+    void *const *weights, *const *grads;
+    float *const *exp_avgs, *const *exp_avg_sqs, *const *masters;
+    _Atomic int64_t next; /* tile; the operator ++ is atomic */
 } Call;
 
-typedef struct {
-    float kappa, c, lambda, c_kappa;
-} RowFactors;
+enum { NORM, STEP, PULL, MOVE }; /* tasks */
+enum { FLOAT, HALF, READ }; /* weights and gradients; READ: float, with the exponential had from the weight */
+enum { BLOCK = 256, TILE = 64 * BLOCK, TALL = 256, CHUNK = 64 }; /* a block's arrays fit the first-level cache */
+const int64_t sel_tile = TILE, sel_tall = TALL, sel_call_size = sizeof(Call);
 
-/* A tile's column factors, padded to whole steps with the identity's. */
-typedef struct {
-    _Alignas(64) float kappa[WIDEST], c[WIDEST], lambda[WIDEST], c_kappa[WIDEST];
-} ColumnFactors;
+INLINE uint32_t bits_of(float x) { return ((union { float x; uint32_t bits; }){x}).bits; }
+INLINE float from_bits(uint32_t bits) { return ((union { uint32_t bits; float x; }){bits}).x; }
 
-static int64_t padded(int64_t count) { return (count + STEP - 1) / STEP * STEP; }
+/* x with its sign changed where w is negative. */
+INLINE float flipped(float x, float w) { return from_bits(bits_of(x) ^ (bits_of(w) & 0x80000000u)); }
 
-static RowFactors row_factors(Axis axis, int64_t at) {
-    const float *f = axis.of + at;
-    return (RowFactors){f[0], f[axis.length], f[2 * axis.length], f[3 * axis.length]};
+INLINE float number(int as, const void *p, int64_t at) {
+    return as == HALF ? from_bits((uint32_t)((const uint16_t *)p)[at] << 16) : ((const float *)p)[at];
 }
 
-static void column_factors(Axis axis, int64_t at, int64_t width, ColumnFactors *out) {
-    float *to[FACTORS] = {out->kappa, out->c, out->lambda, out->c_kappa};
-    for (int k = 0; k < FACTORS; k++) {
-        memcpy(to[k], axis.of + k * axis.length + at, (size_t)width * sizeof(float));
-        for (int64_t j = width; j < padded(width); j++) to[k][j] = k != 2;
-    }
+/* The nearest bfloat16, ties to even; NaN gets torch's bits. */
+INLINE uint16_t rounded(float x) {
+    uint32_t bits = bits_of(x);
+    return (uint16_t)(x != x ? 0x7fc0u : (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
 }
 
-/* The largest |lambda|/(c kappa) along one dimension of a tile. */
-static float flattest(Axis axis, int64_t from, int64_t end) {
-    const float *lambda = axis.of + 2 * axis.length, *c_kappa = lambda + axis.length;
-    float found = 0;
-    for (int64_t i = from; i < end; i++) {
-        float here = fabsf(lambda[i] / c_kappa[i]);
-        if (here > found || here != here) found = here;
-    }
-    return found;
+/* expm1(x) for |x| <= ln(2)/2, with an error of 2e-8 before rounding. */
+INLINE float expm1_near(float x) {
+    float p = 0.001390129409f * x + 0.00836316214f;
+    p = p * x + 0.04166685362f;
+    p = p * x + 0.1666657719f;
+    return (x * x) * (p * x + 0.4999999955f) + x;
 }
 
-/* The type of a tile's numbers. The weight minus its linear pathway has an error of 1 + lambda/(c kappa) units of
-   rounding, so READ needs a small ratio. A call with `out` may have no valid weight. */
-static int as_of(const Call *call, const Part *part, const Tile *tile) {
-    enum { MOST = 8 };
-    if (part->half) return HALF;
-    if (call->normalize || part->out) return FLOAT;
-    float rows = flattest(call->old.rows, part->row_at + tile->row, part->row_at + tile->row_end);
-    float columns = flattest(call->old.columns, part->column_at + tile->column, part->column_at + tile->column_end);
-    return rows * columns <= MOST ? READ : FLOAT;
+/* F = expm1(x) and E = exp(x), halved so that a product with a small number does not overflow early. x = r + k ln 2:
+   adding SHIFT rounds to the integer k, with the bits of 2^(k - 1)'s exponent at the low end. The first part of ln 2
+   times k is exact. */
+INLINE void grow(float x, float *F, float *E) {
+    const float SHIFT = 0x1.8p23f + 126;
+    float shifted = x * 1.44269504f + SHIFT, k = shifted - SHIFT;
+    float p = expm1_near((x - k * 0.693359375f) + k * 2.12194440e-4f);
+    int32_t bits = (int32_t)bits_of(shifted), zero = 0x4b400000, infinite = 0x4b4000ff;
+    float q = from_bits((uint32_t)(bits < zero ? zero : bits > infinite ? infinite : bits) << 23);
+    *F = q * p + (q - 0.5f), *E = q * p + q;
 }
 
-/* ---- rows of a tile: the loops below take most of the time; all counts are whole steps ---- */
-
-/* Sums over a pair of rows of g sign(w) F, g u and g w E, each times the columns' factor; normalized maps have
-   g sign(w) (x E - F) as the third. F and E are halved. For READ the first and third are times twice the row's c. */
-typedef struct {
-    V c[PAIR], lambda[PAIR], kappa[PAIR], squares[PAIR];
-} RowSums;
-
-typedef struct {
-    const void *g[PAIR];
-    const float *w[PAIR], *weight[PAIR]; /* the weight only for READ */
-    float *out[PAIR];
-    int64_t ahead; /* distance to the next pair */
-    RowFactors factors[PAIR];
-} Rows;
-
-/* Add terms to the sums of a pair of rows and of the columns. */
-INLINE void add_terms(const V *term, V by_column, const V *by_row, V *total, float *down) {
-    EACH total[i] = fma_(term[i], by_column, total[i]);
-    store(down, fma_(term[1], by_row[1], fma_(term[0], by_row[0], load(down))));
+/* (x exp(x) - expm1(x))/2 for x >= 0 from these halves; below 1 by a polynomial, without cancellation. */
+INLINE float difference(float x, float F, float E) {
+    float p = 0.0002702958672f * x + 0.001050773849f;
+    p = (p * x + 0.007040225814f) * x + 0.03330036595f;
+    p = (p * x + 0.1250053115f) * x + 0.333333018f;
+    return x < 1 ? (p * x + 0.500000003f) * x * x * 0.5f : x * E - F;
 }
 
-INLINE void pull_rows(const Rows *rows, int64_t at, int64_t count, int magnitude, int normalize, int as,
-                      const ColumnFactors *columns, float *column_sums, RowSums *sums) {
-    V kappa0[PAIR], c0[PAIR], lambda0[PAIR], c_kappa0[PAIR], one[PAIR];
-    RowSums total = *sums;
-    EACH kappa0[i] = all((float)((as == READ ? 1 : LOG2E) * rows->factors[i].kappa)), c0[i] = all(rows->factors[i].c);
-    EACH lambda0[i] = all(rows->factors[i].lambda), c_kappa0[i] = all(rows->factors[i].c_kappa), one[i] = all(1);
-    for (int64_t j = 0; j < count; j += LANES) {
-        V kappa1 = load(columns->kappa + at + j), c1 = load(columns->c + at + j);
-        V lambda1 = load(columns->lambda + at + j), c_kappa1 = load(columns->c_kappa + at + j);
-        V g[PAIR], w[PAIR], x[PAIR], F[PAIR], E[PAIR], raw[PAIR], steep[PAIR], lambda[PAIR], term[PAIR];
-        float *down = column_sums + at + j;
-        EACH g[i] = load_as(as, rows->g[i], j), w[i] = load(rows->w[i] + j), lambda[i] = lambda0[i] * lambda1;
-        EACH prefetch_as(as, rows->g[i], j + rows->ahead), prefetch(rows->w[i] + j + rows->ahead);
-        if (as == READ) {
-            EACH prefetch(rows->weight[i] + j + rows->ahead);
-            EACH known(magnitude, w[i], load(rows->weight[i] + j), c0[i] * c1, lambda[i], &F[i], &E[i]);
-            EACH steep[i] = kappa0[i] * kappa1, term[i] = g[i] * F[i];
-            add_terms(term, one[0], one, total.c, down);
-        } else {
-            EACH x[i] = kappa0[i] * kappa1 * abs_(w[i]);
-            grow(x, F, E);
-            EACH steep[i] = (c_kappa0[i] + c_kappa0[i]) * c_kappa1, term[i] = with_sign(g[i] * F[i], sign_of(w[i]));
-            add_terms(term, c1, c0, total.c, down);
-        }
-        EACH raw[i] = g[i] * slope(magnitude, w[i], steep[i], lambda[i], E[i]);
-        if (rows->out[0]) EACH store(rows->out[i] + j, raw[i]);
-        EACH total.squares[i] = fma_(raw[i], raw[i], total.squares[i]);
-        EACH term[i] = g[i] * path(magnitude, w[i]);
-        add_terms(term, lambda1, lambda0, total.lambda, down + WIDEST);
-        if (normalize) EACH term[i] = with_sign(g[i] * difference(x[i], F[i], E[i]), sign_of(w[i]));
-        else EACH term[i] = g[i] * w[i] * E[i];
-        if (as == READ) add_terms(term, kappa1, kappa0, total.kappa, down + 2 * WIDEST);
-        else add_terms(term, normalize ? c1 : c_kappa1, normalize ? c0 : c_kappa0, total.kappa, down + 2 * WIDEST);
-    }
-    *sums = total;
+/* log(1 + x) = log(1 + f) + k ln 2 for x >= 0, with 1 + f from sqrt(1/2) to sqrt(2), to 2e-7. */
+INLINE float log1p_of(float x) {
+    uint32_t exponent = (bits_of(1 + x) - 0x3f3504f3u) & 0xff800000u; /* k, in its place */
+    float scale = from_bits(0x3f800000u - exponent), f = x * scale + (scale - 1);
+    float p = -0.101068937f * f + 0.16222579f;
+    p = (p * f - 0.172508297f) * f + 0.199001657f;
+    p = (p * f - 0.249699091f) * f + 0.333350589f;
+    p = (p * f - 0.500003651f) * f + 0.999999945f;
+    return p * f + (float)((int32_t)exponent >> 23) * 0.693147181f;
 }
 
-/* Constant arguments make the compiler specialise the loop for each kind of map and numbers. */
-NOINLINE void pull_pair(const Call *call, const Rows *rows, int64_t at, int64_t count, int as, const ColumnFactors *columns,
-                        float *column_sums, RowSums *sums) {
-#define PULL_KIND(MAGNITUDE, NORMALIZE, AS) pull_rows(rows, at, count, MAGNITUDE, NORMALIZE, AS, columns, column_sums, sums)
-    switch (call->magnitude * 5 + (as == READ ? 4 : call->normalize * 2 + as)) {
-        case 0: PULL_KIND(0, 0, FLOAT); break;
-        case 1: PULL_KIND(0, 0, HALF); break;
-        case 2: PULL_KIND(0, 1, FLOAT); break;
-        case 3: PULL_KIND(0, 1, HALF); break;
-        case 4: PULL_KIND(0, 0, READ); break;
-        case 5: PULL_KIND(1, 0, FLOAT); break;
-        case 6: PULL_KIND(1, 0, HALF); break;
-        case 7: PULL_KIND(1, 1, FLOAT); break;
-        case 8: PULL_KIND(1, 1, HALF); break;
-        default: PULL_KIND(1, 0, READ);
-    }
+/* Move the moments. As torch's lerp does, from the nearer end: with a small beta a g much smaller than m still counts.
+   g^2 without its factor overflows early. */
+INLINE float direction(Step k, float g, float *m, float *s) {
+    *m = (k.far != 0 ? g : *m) + (g - *m) * k.towards;
+    *s = *s * k.beta2 + (g * k.gain2) * g;
+    return *m / (k.root * sqrtf(*s) + k.eps);
 }
 
-/* The weights of one step's raw weights w. */
-INLINE void image_at(int magnitude, const V *w, RowFactors row, const ColumnFactors *columns, int64_t at, V *weight) {
-    V y[PAIR], F[PAIR], E[PAIR];
-    EACH y[i] = all((float)(LOG2E * row.kappa)) * load(columns->kappa + at + i * LANES) * abs_(w[i]);
-    grow(y, F, E);
-    EACH F[i] = all(row.c) * load(columns->c + at + i * LANES) * with_sign(F[i] + F[i], sign_of(w[i]));
-    EACH weight[i] = fma_(all(row.lambda) * load(columns->lambda + at + i * LANES), path(magnitude, w[i]), F[i]);
+/* ---- the closed form ---- */
+
+static void copy_in(int64_t half, const void *from, int64_t at, int64_t count, Out to) {
+    if (!half) memcpy(to, (const float *)from + at, (size_t)count * sizeof(float));
+    for (int64_t i = 0; half && i < count; i++) to[i] = number(HALF, from, at + i);
 }
 
-INLINE void image_row(const float *w, int64_t at, int64_t count, int magnitude, int as, RowFactors row,
-                      const ColumnFactors *columns, void *weight) {
-    for (int64_t j = 0; j < count; j += STEP) {
-        V x[PAIR], value[PAIR];
-        EACH x[i] = load(w + j + i * LANES);
-        image_at(magnitude, x, row, columns, at + j, value);
-        EACH store_as(as, weight, j + i * LANES, value[i]);
-    }
+/* Weights, or their masters, except where a weight is not its rounded master: somebody wrote it. */
+static void copy_weights(const Call *x, int64_t item, int64_t at, int64_t count, Out to) {
+    copy_in(x->half, x->weights[item], at, count, to);
+    if (!x->masters) return;
+    const uint16_t *restrict weights = (const uint16_t *)x->weights[item] + at;
+    In masters = x->masters[item] + at;
+    for (int64_t i = 0; i < count; i++) to[i] = rounded(masters[i]) == weights[i] ? masters[i] : to[i];
 }
 
-/* AdamW with merged constants: the step is m/(root sqrt(v) + eps), with root and eps divided by the rate. */
-typedef struct {
-    float keep, keep1, gain1, keep2, gain2, root, eps, factor;
-} Rule;
-
-static Rule rule_of(const Rates *r) {
-    double rate = r->lr / r->correction1;
-    return (Rule){(float)(1 - r->lr * r->decay), (float)r->beta1,     (float)(1 - r->beta1),
-                  (float)r->beta2,               (float)(1 - r->beta2), (float)(1 / (sqrt(r->correction2) * rate)),
-                  (float)(r->eps / rate),        (float)r->factor};
-}
-
-INLINE void adamw(const Rule *rule, V *x, const V *g, V *m, V *v) {
-    /* As in torch's lerp, from the nearer end: with a small beta a g much smaller than m still counts. g^2 without its
-       factor overflows early. */
-    if (rule->gain1 < 0.5f) EACH m[i] = fma_(g[i] - m[i], all(rule->gain1), m[i]);
-    else EACH m[i] = fma_(m[i] - g[i], all(rule->keep1), g[i]);
-    EACH v[i] = fma_(g[i] * all(rule->gain2), g[i], v[i] * all(rule->keep2));
-    EACH x[i] = x[i] * all(rule->keep) - m[i] / fma_(sqrt_(v[i]), all(rule->root), all(rule->eps));
-}
-
-/* A row's raw weight w, weight (only for READ), gradient g and moments m and v. `moved` and `weight` get the new raw
-   weight and weight. */
-typedef struct {
-    const float *w, *known;
-    const void *g;
-    float *m, *v, *moved;
-    void *weight;
-    int64_t ahead; /* distance to the next row */
-    RowFactors old, new;
-    Rule rule;
-} Row;
-
-/* `row` is passed by value: behind a pointer, stores of floats could alias its floats. */
-INLINE void update_row(Row row, int64_t at, int64_t count, int magnitude, int as, const ColumnFactors *old,
-                       const ColumnFactors *new) {
-    V kappa0 = all((float)((as == READ ? row.rule.factor : LOG2E) * row.old.kappa)), c0 = all(row.old.c);
-    V lambda0 = all(row.old.lambda), factor = all(row.rule.factor), c_kappa0 = all(2 * row.old.c_kappa * row.rule.factor);
-    for (int64_t j = 0; j < count; j += STEP) {
-        V w[PAIR], g[PAIR], m[PAIR], v[PAIR], y[PAIR], F[PAIR], E[PAIR], lambda[PAIR], steep[PAIR], value[PAIR];
-        EACH w[i] = load(row.w + j + i * LANES), g[i] = load_as(as, row.g, j + i * LANES);
-        EACH m[i] = load(row.m + j + i * LANES), v[i] = load(row.v + j + i * LANES);
-        EACH {
-            int64_t next = j + i * LANES + row.ahead;
-            prefetch(row.w + next), prefetch_as(as, row.g, next), prefetch(row.m + next), prefetch(row.v + next);
-        }
-        EACH lambda[i] = lambda0 * load(old->lambda + at + j + i * LANES);
-        if (as == READ) {
-            EACH prefetch(row.known + j + i * LANES + row.ahead);
-            EACH known(magnitude, w[i], load(row.known + j + i * LANES), c0 * load(old->c + at + j + i * LANES), lambda[i],
-                       &F[i], &E[i]);
-            EACH steep[i] = kappa0 * load(old->kappa + at + j + i * LANES);
-        } else {
-            EACH y[i] = kappa0 * load(old->kappa + at + j + i * LANES) * abs_(w[i]);
-            grow(y, F, E);
-            EACH steep[i] = c_kappa0 * load(old->c_kappa + at + j + i * LANES);
-        }
-        EACH g[i] = g[i] * slope(magnitude, w[i], steep[i], lambda[i] * factor, E[i]);
-        adamw(&row.rule, w, g, m, v);
-        EACH store(row.m + j + i * LANES, m[i]), store(row.v + j + i * LANES, v[i]);
-        EACH store(row.moved + j + i * LANES, w[i]);
-        image_at(magnitude, w, row.new, new, at + j, value);
-        EACH store_as(as, row.weight, j + i * LANES, value[i]);
-    }
-}
-
-NOINLINE void update_one(const Call *call, const Row *row, int64_t at, int64_t count, int as, const ColumnFactors *old,
-                         const ColumnFactors *new) {
-#define UPDATE_KIND(MAGNITUDE, AS) update_row(*row, at, count, MAGNITUDE, AS, old, new)
-    switch (call->magnitude * 3 + as) {
-        case FLOAT: UPDATE_KIND(0, FLOAT); break;
-        case HALF: UPDATE_KIND(0, HALF); break;
-        case READ: UPDATE_KIND(0, READ); break;
-        case 3 + FLOAT: UPDATE_KIND(1, FLOAT); break;
-        case 3 + HALF: UPDATE_KIND(1, HALF); break;
-        default: UPDATE_KIND(1, READ);
-    }
-}
-
-/* Raw weights of a row t of the weight; returns whether all entries have one. */
-INLINE int invert_row(const void *t, int64_t at, int64_t count, int magnitude, int as, RowFactors row,
-                      const ColumnFactors *columns, float *raw) {
-    D good = all_double(1), one = all_double(1), zero = all_double(0);
-    D kappa0 = all_double(row.kappa), c0 = all_double(row.c), lambda0 = all_double(row.lambda);
-    float lanes[LANES];
-    for (int64_t j = 0; j < count; j += LANES / 2) {
-        if (j % LANES == 0) store(lanes, load_as(as, t, j));
-        D w = load_double(lanes + j % LANES), tau = (D)((L)w & 0x7fffffffffffffff), sign = (D)((L)w & 0x8000000000000000);
-        D kappa = kappa0 * load_double(columns->kappa + at + j), c = c0 * load_double(columns->c + at + j);
-        D lambda = lambda0 * load_double(columns->lambda + at + j);
-        D least = lambda;
-        if (magnitude) least = (D)((L)lambda | 0x8000000000000000); /* -|lambda|: the weaker side */
-        D fine = pick_less_double(zero, c, pick_less_double(zero, kappa, one, zero), zero);
-        fine = pick_less_double(zero, c * kappa + least, fine, zero);
-        good = pick_less_double(tau, all_double(INFINITY), min_double(good, fine), zero);
-        if (magnitude) lambda = (D)((L)lambda ^ (L)sign);
-        store_double(raw + j, (D)((L)solve(magnitude, tau, c, lambda, kappa) ^ (L)sign));
-    }
-    double all_lanes[LANES / 2];
-    int all_good = 1;
-    memcpy(all_lanes, &good, sizeof all_lanes);
-    for (int i = 0; i < LANES / 2; i++) all_good &= all_lanes[i] > 0;
-    return all_good;
-}
-
-/* The weight from the raw weight, or the raw weight from the weight; returns whether it failed. */
-NOINLINE int convert_one(const Call *call, const void *from, int64_t at, int64_t count, int as, RowFactors row,
-                         const ColumnFactors *columns, void *to) {
-#define CONVERT_KIND(MAGNITUDE, AS) \
-    if (call->task == INVERT) return !invert_row(from, at, count, MAGNITUDE, AS, row, columns, to); \
-    image_row(from, at, count, MAGNITUDE, AS, row, columns, to)
-    if (call->magnitude && as == HALF) { CONVERT_KIND(1, HALF); }
-    else if (call->magnitude) { CONVERT_KIND(1, FLOAT); }
-    else if (as == HALF) { CONVERT_KIND(0, HALF); }
-    else { CONVERT_KIND(0, FLOAT); }
-    return 0;
-}
-
-/* ---- tiles ---- */
-
-/* The rest of a row after whole steps, padded to one step. */
-typedef struct {
-    _Alignas(64) char bytes[STEP * sizeof(float)];
-} Rest;
-
-static int64_t whole_steps(int64_t width) { return width / STEP * STEP; }
-
-static int64_t size_as(int as) { return as == HALF ? 2 : 4; }
-
-static const void *at_as(int as, const void *p, int64_t at) { return (const char *)p + at * size_as(as); }
-
-/* The last width % STEP numbers of a row, followed by zeros. */
-static void *rest_of(int as, const void *row, int64_t width, Rest *rest) {
-    int64_t whole = whole_steps(width);
-    memset(rest, 0, sizeof *rest);
-    return memcpy(rest, at_as(as, row, whole), (size_t)((width - whole) * size_as(as)));
-}
-
-static void put_rest(int as, void *row, int64_t width, const void *rest) {
-    int64_t whole = whole_steps(width);
-    memcpy((char *)row + whole * size_as(as), rest, (size_t)((width - whole) * size_as(as)));
-}
-
-/* The columns that do not fill a step. */
-static void pull_rest(const Call *call, const Rows *rows, int64_t width, int as, const ColumnFactors *columns,
-                      float *column_sums, RowSums *sums) {
-    Rest g[PAIR], w[PAIR], weight[PAIR], out[PAIR];
-    Rows last = *rows;
-    last.ahead = 0;
-    for (int i = 0; i < PAIR; i++) {
-        last.g[i] = rest_of(as, rows->g[i], width, &g[i]), last.w[i] = rest_of(FLOAT, rows->w[i], width, &w[i]);
-        if (rows->out[i]) last.out[i] = (float *)out[i].bytes;
-        if (as == READ) last.weight[i] = rest_of(FLOAT, rows->weight[i], width, &weight[i]);
-    }
-    pull_pair(call, &last, whole_steps(width), STEP, as, columns, column_sums, sums);
-    for (int i = 0; i < PAIR; i++)
-        if (rows->out[i]) put_rest(FLOAT, rows->out[i], width, out[i].bytes);
-}
-
-static void pull_tile(const Call *call, const Part *part, Tile *tile) {
-    ColumnFactors columns;
-    static const float no_gradient[WIDEST];
-    _Alignas(64) float column_sums[SUMS * WIDEST] = {0}, unused[WIDEST];
-    int64_t width = tile->column_end - tile->column, whole = whole_steps(width);
-    int as = as_of(call, part, tile);
-    column_factors(call->old.columns, part->column_at + tile->column, width, &columns);
-    for (int64_t row = tile->row; row < tile->row_end; row += PAIR) {
-        int count = tile->row_end - row < PAIR ? 1 : PAIR;
-        Rows rows = {.ahead = PAIR * part->cols};
-        RowSums sums = {0};
-        for (int i = 0; i < PAIR; i++) { /* a last odd row is paired with itself, without gradient */
-            int64_t from = i < count ? row + i : row, at = from * part->cols + tile->column;
-            rows.w[i] = part->raw + at, rows.g[i] = i < count ? at_as(as, part->grad, at) : no_gradient;
-            if (part->out) rows.out[i] = i < count ? part->out + at : unused;
-            if (as == READ) rows.weight[i] = (const float *)part->weight + at;
-            rows.factors[i] = row_factors(call->old.rows, part->row_at + from);
-        }
-        pull_pair(call, &rows, 0, whole, as, &columns, column_sums, &sums);
-        if (whole < width) pull_rest(call, &rows, width, as, &columns, column_sums, &sums);
-        for (int i = 0; i < count; i++) {
-            float *to = tile->row_sums + (row + i - tile->row) * SUMS, unit = as == READ ? 2 * rows.factors[i].c : 1;
-            to[0] = sum_of(sums.c[i]) / unit, to[1] = sum_of(sums.lambda[i]), to[2] = sum_of(sums.kappa[i]) / unit;
-            tile->squares += (double)sum_of(sums.squares[i]);
-        }
-    }
-    for (int k = 0; k < SUMS; k++)
-        for (int64_t j = 0; j < width; j++)
-            tile->column_sums[k * width + j] = column_sums[k * WIDEST + j] / (as == READ && k != 1 ? 2 * columns.c[j] : 1);
-}
-
-static void update_rest(const Call *call, const Row *row, int64_t width, int as, const ColumnFactors *old,
-                        const ColumnFactors *new) {
-    Rest w, g, m, v, moved, weight, given;
-    Row last = *row;
-    last.ahead = 0;
-    last.w = rest_of(FLOAT, row->w, width, &w), last.g = rest_of(as, row->g, width, &g);
-    last.m = rest_of(FLOAT, row->m, width, &m), last.v = rest_of(FLOAT, row->v, width, &v);
-    last.moved = (float *)moved.bytes, last.weight = weight.bytes;
-    if (as == READ) last.known = rest_of(FLOAT, row->known, width, &given);
-    update_one(call, &last, whole_steps(width), STEP, as, old, new);
-    put_rest(FLOAT, row->m, width, &m), put_rest(FLOAT, row->v, width, &v);
-    put_rest(FLOAT, row->moved, width, &moved), put_rest(as, row->weight, width, &weight);
-}
-
-static void update_tile(const Call *call, const Part *part, const Tile *tile) {
-    ColumnFactors old, new;
-    _Alignas(64) float unmoved[WIDEST], unwritten[WIDEST];
-    Row row = {.ahead = 2 * part->cols, .rule = rule_of(&call->rates)};
-    int64_t width = tile->column_end - tile->column, whole = whole_steps(width);
-    int moves = call->rates.lr != 0; /* with lr 0 only moments change */
-    int as = as_of(call, part, tile);
-    column_factors(call->old.columns, part->column_at + tile->column, width, &old);
-    column_factors(call->new.columns, part->column_at + tile->column, width, &new);
-    for (int64_t i = tile->row; i < tile->row_end; i++) {
-        int64_t at = i * part->cols + tile->column;
-        row.w = part->raw + at, row.m = part->exp_avg + at, row.v = part->exp_avg_sq + at;
-        row.g = at_as(as, part->grad, at), row.known = (const float *)part->weight + at;
-        row.moved = moves ? part->raw + at : unmoved;
-        row.weight = moves ? (void *)at_as(as, part->weight, at) : unwritten;
-        row.old = row_factors(call->old.rows, part->row_at + i), row.new = row_factors(call->new.rows, part->row_at + i);
-        update_one(call, &row, 0, whole, as, &old, &new);
-        if (whole < width) update_rest(call, &row, width, as, &old, &new);
-    }
-}
-
-static void convert_tile(const Call *call, const Part *part, Tile *tile) {
-    ColumnFactors columns;
-    Rest given, made;
-    int64_t width = tile->column_end - tile->column, whole = whole_steps(width);
-    int as = part->half ? HALF : FLOAT, invert = call->task == INVERT, as_from = invert ? as : FLOAT;
-    column_factors(call->old.columns, part->column_at + tile->column, width, &columns);
-    for (int64_t i = tile->row; i < tile->row_end; i++) {
-        int64_t at = i * part->cols + tile->column;
-        RowFactors row = row_factors(call->old.rows, part->row_at + i);
-        void *weight = (void *)at_as(as, part->weight, at), *raw = part->raw + at;
-        void *from = invert ? weight : raw, *to = invert ? raw : weight;
-        tile->failed += convert_one(call, from, 0, whole, as, row, &columns, to);
-        if (whole < width) {
-            tile->failed += convert_one(call, rest_of(as_from, from, width, &given), whole, STEP, as, row, &columns, &made);
-            put_rest(invert ? FLOAT : as, to, width, &made);
+/* Round with noise of 16 bits, a hash of the key and of the entry's index in the whole tensor. */
+static void round_noisily(const int64_t *noise, int64_t at, int64_t count, In from, uint16_t *restrict to) {
+    int64_t columns = noise[2], row = at / columns, column = at % columns;
+    for (int64_t run; count > 0; from += run, to += run, count -= run, column = 0) {
+        run = columns - column < count ? columns - column : count;
+        uint64_t index = (uint64_t)(noise[1] + row++ * noise[3] + column);
+        for (int64_t i = 0; i < run; i++, index++) {
+            uint32_t bits = bits_of(from[i]), high = (uint32_t)(index >> 32) * 0x9E3779B9u;
+            uint32_t hash = (uint32_t)index ^ (uint32_t)noise[0] ^ high;
+            hash = (hash ^ hash >> 16) * 0x21f0aaadu;
+            hash = (hash ^ hash >> 15) * 0x735a2d97u;
+            hash = (hash ^ hash >> 15) & 0xffffu;
+            to[i] = (bits & 0x7f800000u) == 0x7f800000u ? rounded(from[i]) : (uint16_t)((bits + hash) >> 16);
         }
     }
 }
+
+static void write_weights(const Call *x, int64_t item, int64_t at, int64_t count, In from) {
+    uint16_t *restrict halves = (uint16_t *)x->weights[item] + at;
+    if (!x->half) memcpy((float *)x->weights[item] + at, from, (size_t)count * sizeof(float));
+    if (x->masters) memcpy(x->masters[item] + at, from, (size_t)count * sizeof(float));
+    if (x->noise) round_noisily(x->noise + 4 * item, at, count, from, halves);
+    for (int64_t i = 0; x->half && !x->noise && i < count; i++) halves[i] = rounded(from[i]);
+}
+
+/* The sum of the squares of raw gradients. */
+NOINLINE double norm_block(const Call *x, int64_t item, int64_t at, int64_t count) {
+    float copied_v[BLOCK] = {0}, copied_g[BLOCK], base = x->step.base, slope = x->step.slope, sum = 0;
+    const float *v = x->half || x->plain ? copied_v : (float *)x->weights[item] + at;
+    const float *g = x->half ? copied_g : (float *)x->grads[item] + at;
+    if (x->half) copy_in(1, x->grads[item], at, count, copied_g);
+    if (x->half && !x->plain) copy_weights(x, item, at, count, copied_v);
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < count; i++) {
+        float raw = g[i] * (base + slope * fabsf(v[i]));
+        sum += raw * raw;
+    }
+    return (double)sum;
+}
+
+/* The following functions step a whole block, so that an entry gets the same bits wherever its block begins. */
+NOINLINE void step_plain(Step k, Out v, In g, Out m, Out s) {
+    for (int i = 0; i < BLOCK; i++) v[i] = v[i] * k.keep - direction(k, g[i] * k.base, &m[i], &s[i]);
+}
+
+/* exp(x) multiplies c + |v|. Returns whether an |x| is too large for expm1_near. */
+NOINLINE int find_exponents(Step k, In v, In g, Out m, Out s, Out x) {
+    int far = 0;
+    for (int i = 0; i < BLOCK; i++) {
+        float size = fabsf(v[i]);
+        x[i] = -flipped(direction(k, g[i] * (k.base + k.slope * size), &m[i], &s[i]), v[i]);
+        if (k.decay != 0) x[i] -= k.decay * log1p_of(size * k.inverse);
+        far |= !(fabsf(x[i]) < 0.3f);
+    }
+    return far;
+}
+
+/* The new size t, negative on the other side of zero, where it is t c/(exp(x) (c + |v|)). */
+INLINE float size_near(float c, float size, float x) {
+    float F = expm1_near(x), t = (c + size) * F + size, other = t * (c / ((F + 1) * (c + size)));
+    return t < 0 ? other : t;
+}
+
+NOINLINE void move_near(float c, Out v, In x) {
+    for (int i = 0; i < BLOCK; i++) v[i] = flipped(size_near(c, fabsf(v[i]), x[i]), v[i]);
+}
+
+NOINLINE void move_far(float c, Out v, In x) {
+    for (int i = 0; i < BLOCK; i++) {
+        float size = fabsf(v[i]), F, E;
+        grow(x[i], &F, &E);
+        float t = 2 * (size * E + c * F), other = t * (c / (c + size)) / (2 * E); /* no difference of large numbers */
+        t = t < 0 ? other : t;
+        v[i] = flipped(fabsf(x[i]) < 0.3f ? size_near(c, size, x[i]) : t, v[i]);
+    }
+}
+
+static void step_block(const Call *x, int64_t item, int64_t at, int64_t count) {
+    const Step k = x->step;
+    float copies[4][BLOCK], exponents[BLOCK], *m = x->exp_avgs[item] + at, *s = x->exp_avg_sqs[item] + at;
+    int whole = count == BLOCK, direct = whole && !x->half;
+    float *v = direct && x->moves ? (float *)x->weights[item] + at : copies[0];
+    float *g = direct ? (float *)x->grads[item] + at : copies[1];
+    if (!whole) memset(copies, 0, sizeof copies);
+    if (v == copies[0]) copy_weights(x, item, at, count, v);
+    if (g == copies[1]) copy_in(x->half, x->grads[item], at, count, g);
+    if (!whole) copy_in(0, m, 0, count, copies[2]), copy_in(0, s, 0, count, copies[3]), m = copies[2], s = copies[3];
+    if (x->plain) step_plain(k, v, g, m, s);
+    else if (find_exponents(k, v, g, m, s, exponents)) move_far(k.c, v, exponents);
+    else move_near(k.c, v, exponents);
+    if (v == copies[0] && x->moves) write_weights(x, item, at, count, v);
+    if (!whole) copy_in(0, m, 0, count, x->exp_avgs[item] + at), copy_in(0, s, 0, count, x->exp_avg_sqs[item] + at);
+}
+
+static void closed_tile(const Call *x, int64_t item, int64_t tile, int64_t index) {
+    int64_t end = (tile + 1) * TILE < x->sizes[item] ? (tile + 1) * TILE : x->sizes[item];
+    for (int64_t at = tile * TILE; at < end; at += BLOCK) {
+        int64_t count = at + BLOCK < end ? BLOCK : end - at;
+        if (x->task == STEP) step_block(x, item, at, count);
+        else x->squares[index] += norm_block(x, item, at, count);
+    }
+}
+
+/* ---- maps of row and column factors ---- */
+
+/* w_eff = c_i c_j sign(w) expm1(kappa_i kappa_j |w|) + lambda_i lambda_j u(w); u(w) is |w| with `magnitude`, else w.
+   SUMS over a row or column are of g sign(w) expm1(x), g u(w) and g w exp(x) times the other dimension's c, lambda and
+   c kappa. For normalized maps the third is of g sign(w) (x exp(x) - expm1(x)) times c. */
+enum { BY_C, BY_LAMBDA, BY_KAPPA, SUMS, FACTORS = 4 }; /* factors: kappa, c, lambda and c kappa */
+
+/* The factors of one row (dim 0) or column; by_e is c without e, by_l is lambda without l. */
+typedef struct {
+    double m, kappa, by_e, c, by_l, lambda;
+} Axis;
+
+static Axis axis_at(const Call *map, const Matrix *x, int dim, int64_t i) {
+    double value[4];
+    for (int role = 0; role < 4; role++) {
+        const float *from = x->vectors[2 * role + dim];
+        value[role] = !from ? 1 : role == 3 ? exp(-from[i]) : role == 2 && map->absorbed ? exp(from[i]) : from[i];
+    }
+    double kappa = value[2] * (dim ? 1 : map->kappa), share = map->normalize ? 1 / kappa : 1;
+    double by_e = share * value[3] * (dim ? 1 : map->c), by_l = share * (dim ? 1 : map->lambda);
+    return (Axis){value[2], kappa, by_e, by_e * value[0], by_l, by_l * value[1]};
+}
+
+/* Write the old or new factors. The weight minus its linear pathway has an error of 1 + lambda/(c kappa) units of
+   rounding, so READ needs a small ratio. */
+static void write_factors(const Call *map, Matrix *x) {
+    float *to = map->task == PULL ? x->old : x->new;
+    double flattest[2] = {0};
+    for (int dim = 0; dim < 2; dim++) {
+        int64_t count = dim ? x->cols : x->rows;
+        for (int64_t i = 0; i < count; i++) {
+            Axis a = axis_at(map, x, dim, i);
+            double factors[FACTORS] = {a.kappa, a.c, a.lambda, a.c * a.kappa}, flat = fabs(a.lambda / (a.c * a.kappa));
+            for (int k = 0; k < FACTORS; k++) to[k * count + i] = (float)factors[k];
+            if (!(flat <= flattest[dim])) flattest[dim] = flat;
+        }
+        to += FACTORS * count;
+    }
+    if (map->task == PULL && x->as != HALF) x->as = !map->normalize && flattest[0] * flattest[1] <= 8 ? READ : FLOAT;
+}
+
+/* Into the second-level cache: the first one allows few outstanding lines, and the loops would wait. */
+INLINE void prefetch(const void *p, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)p + i, 0, 2);
+}
+
+/* PULL or MOVE the rows of a tile. For READ F and E are times c, else halved. */
+INLINE void run_rows(const Call *map, const Matrix *x, int64_t tile, int64_t index, int task, int as, int normalize) {
+    const int64_t rows = x->rows, cols = x->cols, size = as == HALF ? 2 : 4;
+    const int64_t end = (tile + 1) * TALL < rows ? (tile + 1) * TALL : rows;
+    In kappa1 = x->old + FACTORS * rows, c1 = kappa1 + cols, lambda1 = c1 + cols, steep1 = lambda1 + cols;
+    In kappa3 = x->new + FACTORS * rows, c3 = kappa3 + cols, lambda3 = c3 + cols;
+    Out down0 = x->sums + tile * SUMS * (cols + TALL), down1 = down0 + cols, down2 = down1 + cols, right = down2 + cols;
+    const uint32_t signs = map->magnitude ? 0x80000000u : 0, at_zero = map->magnitude ? 0 : 0xffffffffu;
+    const Step step = map->step;
+    float unmoved[CHUNK], unwritten[CHUNK];
+    if (task == PULL) memset(down0, 0, (size_t)(SUMS * cols) * sizeof(float));
+    for (int64_t i = tile * TALL; i < end; i++) {
+        const float *old = x->old + i, *new = x->new + i;
+        const float kappa0 = old[0], c0 = old[rows], lambda0 = old[2 * rows], steep0 = old[3 * rows];
+        const float kappa2 = new[0], c2 = 2 * new[rows], lambda2 = new[2 * rows];
+        const float by_c0 = as == READ ? 1 : c0, by_kappa0 = as == READ ? kappa0 : normalize ? c0 : steep0;
+        float sums[SUMS + 1][CHUNK] = {0};
+        for (int64_t from = 0; from < cols; from += CHUNK) {
+            int64_t at = i * cols + from, count = cols - from < CHUNK ? cols - from : CHUNK, ahead = at + 2 * cols;
+            const char *g_ = x->grad + at * size, *weight = x->weight + at * size;
+            float *w_ = x->raw + at, *out = map->moves ? w_ : unmoved, *m_ = x->exp_avg + at, *s_ = x->exp_avg_sq + at;
+            void *written = map->moves ? x->weight + at * size : (void *)unwritten;
+            prefetch(x->raw + ahead, 4 * CHUNK), prefetch(x->grad + ahead * size, size * CHUNK);
+            if (task == MOVE) prefetch(x->exp_avg + ahead, 4 * CHUNK), prefetch(x->exp_avg_sq + ahead, 4 * CHUNK);
+            if (task == MOVE || as == READ) prefetch(x->weight + ahead * size, size * CHUNK);
+#pragma omp simd
+            for (int64_t j = 0; j < count; j++) {
+                int64_t k = from + j;
+                float g = number(as, g_, j), w = w_[j], lambda = lambda0 * lambda1[k], kappa = kappa0 * kappa1[k], F, E;
+                float u = from_bits(bits_of(w) & ~signs), steep = as == READ ? kappa : 2 * steep0 * steep1[k];
+                if (as == READ) F = number(FLOAT, weight, j) - lambda * u, E = c0 * c1[k] + flipped(F, w);
+                else grow(kappa * fabsf(w), &F, &E), F = flipped(F, w);
+                /* At w = 0 the slope is the mean of the one-sided ones. */
+                float linear = from_bits(w == 0 ? bits_of(lambda) & at_zero : bits_of(lambda) ^ (bits_of(w) & signs));
+                float raw = g * (steep * E + linear);
+                if (task == PULL) {
+                    float by_c = g * F, by_lambda = g * u, by_kappa = g * w * E;
+                    if (normalize) by_kappa = g * flipped(difference(kappa * fabsf(w), flipped(F, w), E), w);
+                    sums[BY_C][j] += by_c * (as == READ ? 1 : c1[k]), down0[k] += by_c * by_c0;
+                    sums[BY_LAMBDA][j] += by_lambda * lambda1[k], down1[k] += by_lambda * lambda0;
+                    sums[BY_KAPPA][j] += by_kappa * (as == READ ? kappa1[k] : normalize ? c1[k] : steep1[k]);
+                    down2[k] += by_kappa * by_kappa0, sums[SUMS][j] += raw * raw;
+                } else {
+                    float m = m_[j], s = s_[j];
+                    w = w * step.keep - direction(step, step.clip * raw, &m, &s);
+                    m_[j] = m, s_[j] = s, out[j] = w;
+                    grow(kappa2 * kappa3[k] * fabsf(w), &F, &E);
+                    F = c2 * c3[k] * flipped(F, w) + lambda2 * lambda3[k] * from_bits(bits_of(w) & ~signs);
+                    if (as == HALF) ((uint16_t *)written)[j] = rounded(F);
+                    else ((float *)written)[j] = F;
+                }
+            }
+        }
+        for (int k = 0; task == PULL && k <= SUMS; k++) {
+            float sum = 0;
+#pragma omp simd reduction(+ : sum)
+            for (int j = 0; j < CHUNK; j++) sum += sums[k][j];
+            if (k == SUMS) map->squares[index] += (double)sum;
+            else right[k * TALL + i % TALL] = sum;
+        }
+    }
+}
+
+NOINLINE void factored_tile(const Call *map, int64_t item, int64_t tile, int64_t index) {
+    const Matrix *x = &map->matrices[item];
+#define ROWS(TASK, AS, NORMALIZE) run_rows(map, x, tile, index, TASK, AS, NORMALIZE)
+    int as = (int)x->as;
+    if (map->task == MOVE) as == READ ? ROWS(MOVE, READ, 0) : as == HALF ? ROWS(MOVE, HALF, 0) : ROWS(MOVE, FLOAT, 0);
+    else if (map->normalize) as == HALF ? ROWS(PULL, HALF, 1) : ROWS(PULL, FLOAT, 1);
+    else as == READ ? ROWS(PULL, READ, 0) : as == HALF ? ROWS(PULL, HALF, 0) : ROWS(PULL, FLOAT, 0);
+}
+
+/* The gradients of a matrix's vectors by the chain rule, from the sums of its tiles. */
+static void chain(const Call *map, const Matrix *x) {
+    for (int dim = 0; dim < 2; dim++) {
+        int64_t count = dim ? x->cols : x->rows, stride = dim ? x->cols : TALL, span = SUMS * (x->cols + TALL);
+        for (int64_t i = 0; i < count; i++) {
+            Axis a = axis_at(map, x, dim, i);
+            double by[SUMS] = {0};
+            const float *sums = x->sums + (dim ? i : SUMS * x->cols + i % TALL);
+            for (int64_t tile = dim ? 0 : i / TALL; tile < (dim ? (x->rows + TALL - 1) / TALL : i / TALL + 1); tile++)
+                for (int k = 0; k < SUMS; k++) by[k] += (double)sums[tile * span + k * stride];
+            double unit = x->as == READ ? 1 / a.c : 2; /* see run_rows */
+            by[BY_C] *= unit, by[BY_KAPPA] *= unit;
+            double by_m = by[BY_KAPPA] * a.c * (map->absorbed ? a.kappa : dim ? 1 : map->kappa);
+            if (map->normalize) by_m = (a.c * by[BY_KAPPA] - a.lambda * by[BY_LAMBDA]) / (map->absorbed ? 1 : a.m);
+            double gradients[4] = {by[BY_C] * a.by_e, by[BY_LAMBDA] * a.by_l, by_m, -by[BY_C] * a.c};
+            for (int role = 0; role < 4; role++)
+                if (x->gradients[2 * role + dim]) x->gradients[2 * role + dim][i] = (float)gradients[role];
+        }
+    }
+}
+
+/* ---- threads ---- */
 
 static void *take_tiles(void *argument) {
     Call *call = argument;
-    for (;;) {
-        int64_t next = atomic_fetch_add(&call->next, 1);
-        if (next >= call->tile_count) return NULL;
-        Tile *tile = &call->tiles[next];
-        const Part *part = &call->parts[tile->part];
-        if (call->task == PULL) pull_tile(call, part, tile);
-        else if (call->task == UPDATE) update_tile(call, part, tile);
-        else convert_tile(call, part, tile);
+    for (int64_t item = 0, index; (index = call->next++) < call->first[call->count];) {
+        while (call->first[item + 1] <= index) item++;
+        (call->task < PULL ? closed_tile : factored_tile)(call, item, index - call->first[item], index);
     }
+    return NULL;
 }
 
-static void run_threads(Call *call, int64_t count) {
-    pthread_t threads[count > 1 ? count : 1];
+/* Run a task with a number of threads. Returns the sum of the squares of all raw gradients for NORM and PULL. */
+double sel_run(Call *call, int64_t threads) {
+    pthread_t others[threads];
     int64_t started = 0;
-    while (started < count - 1 && pthread_create(&threads[started], NULL, take_tiles, call) == 0) started++;
+    double sum = 0;
+    for (int64_t i = 0; call->task >= PULL && i < call->count; i++) write_factors(call, &call->matrices[i]);
+    while (started < threads - 1 && pthread_create(&others[started], NULL, take_tiles, call) == 0) started++;
     take_tiles(call);
-    while (started > 0) pthread_join(threads[--started], NULL);
+    while (started > 0) pthread_join(others[--started], NULL);
+    for (int64_t i = 0; call->task == PULL && i < call->count; i++) chain(call, &call->matrices[i]);
+    for (int64_t t = 0; call->squares && t < call->first[call->count]; t++) sum += call->squares[t];
+    return sum;
 }
-
-/* ---- a call ---- */
-
-static int64_t pieces(int64_t count, int64_t most) { return count <= most ? 1 : (count + most - 1) / most; }
-
-static void cut(const Call *call, Tile *tiles, float *scratch) {
-    for (int64_t index = 0; index < call->part_count; index++) {
-        const Part *part = &call->parts[index];
-        int64_t across = pieces(part->cols, WIDEST), down = pieces(part->rows, TALL);
-        int64_t height = (part->rows + down - 1) / down, width = padded((part->cols + across - 1) / across);
-        for (int64_t t = 0; t < across * down; t++) {
-            int64_t row = t / across * height, column = t % across * width;
-            int64_t row_end = row + height < part->rows ? row + height : part->rows;
-            int64_t column_end = column + width < part->cols ? column + width : part->cols;
-            if (row > row_end) row = row_end;
-            if (column > column_end) column = column_end;
-            *tiles = (Tile){.part = (int)index, .row = row, .row_end = row_end, .column = column, .column_end = column_end};
-            if (call->task == PULL) {
-                tiles->column_sums = scratch, scratch += SUMS * (column_end - column);
-                tiles->row_sums = scratch, scratch += SUMS * (row_end - row);
-            }
-            tiles++;
-        }
-    }
-}
-
-/* Add the tiles' sums to those of rows, (SUMS, row_length), and columns, and their squares to those of the part. */
-static void add_up(const Call *call, double *row_sums, double *column_sums, double *squares) {
-    for (int64_t t = 0; t < call->tile_count; t++) {
-        const Tile *tile = &call->tiles[t];
-        const Part *part = &call->parts[tile->part];
-        int64_t width = tile->column_end - tile->column;
-        for (int k = 0; k < SUMS; k++) {
-            double scale = k == 1 ? 1 : 2; /* F and E are halved */
-            double *by_row = row_sums + k * call->old.rows.length + part->row_at;
-            double *by_column = column_sums + k * call->old.columns.length + part->column_at + tile->column;
-            for (int64_t i = tile->row; i < tile->row_end; i++)
-                by_row[i] += scale * (double)tile->row_sums[(i - tile->row) * SUMS + k];
-            for (int64_t j = 0; j < width; j++) by_column[j] += scale * (double)tile->column_sums[k * width + j];
-        }
-        squares[tile->part] += tile->squares;
-    }
-}
-
-/* Run a task for all parts, which have one kind of map. Returns 0, -1 without memory, or the number of row segments
-   without an inverse. `squares` has one number per part. */
-int64_t sel_run(int task, int magnitude, int normalize, const Part *parts, int64_t part_count, int64_t threads,
-                const Factors *old, const Factors *new, const Rates *rates, double *row_sums, double *column_sums,
-                double *squares) {
-    Call call = {.task = task, .magnitude = magnitude, .normalize = normalize, .parts = parts, .part_count = part_count};
-    int64_t numbers = 0, entries = 0, failed = 0;
-    call.old = *old, call.new = *new, call.rates = *rates;
-    for (int64_t i = 0; i < part_count; i++) {
-        int64_t across = pieces(parts[i].cols, WIDEST), down = pieces(parts[i].rows, TALL);
-        call.tile_count += across * down;
-        numbers += SUMS * (down * parts[i].cols + across * parts[i].rows);
-        entries += parts[i].rows * parts[i].cols;
-    }
-    call.tiles = malloc((size_t)(call.tile_count + 1) * sizeof(Tile));
-    float *scratch = malloc((size_t)((task == PULL ? numbers : 0) + 1) * sizeof(float));
-    if (call.tiles && scratch) {
-        cut(&call, call.tiles, scratch);
-        atomic_init(&call.next, 0);
-        int64_t useful = entries / ENTRIES_PER_THREAD + 1;
-        run_threads(&call, threads < useful ? threads : useful);
-        if (task == PULL) add_up(&call, row_sums, column_sums, squares);
-        for (int64_t t = 0; t < call.tile_count; t++) failed += call.tiles[t].failed;
-    } else {
-        failed = -1;
-    }
-    free(call.tiles), free(scratch);
-    return failed;
-}
-
-/* The size of Part, which symexplin.kernels.cpu checks. */
-int64_t sel_part_size(void) { return (int64_t)sizeof(Part); }

@@ -1,6 +1,5 @@
 """Build a model and its optimizer from a configuration, with the map in either home or without one."""
 
-import dataclasses
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -16,7 +15,6 @@ from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import ALONE, Ranks
 from symexplin.patterns import first_match
 from symexplin.presets import IDENTITY
-from symexplin.starts import check_fresh
 
 __all__ = ["Built", "build", "build_model", "clear_gradients"]
 
@@ -49,7 +47,7 @@ def build(config: RunConfig, ranks: Ranks = ALONE) -> Built:
         model = build_model(config)
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     undecayed = [] if train.decay_plain else _plain(model)
-    if curve is None and train.optimizer == "adamw" and train.decay_towards == "zero":
+    if curve is None and train.optimizer == "adamw":
         groups: dict[tuple[float, float], list[Tensor]] = {}
         for name, parameter in trained:
             groups.setdefault((_rate(name, train), 0.0 if name in undecayed else train.weight_decay), []).append(
@@ -63,9 +61,9 @@ def build(config: RunConfig, ranks: Ranks = ALONE) -> Built:
         optimizer = _adamw(model, of_roles, config)
         sel.anneal_scales(optimizer, total_steps=annealing)
         return Built(model, optimizer, clip=True)
-    # Ordinary weights under Muon, or with decay towards the first ones: the identity map, whose raw weights they are.
+    # Ordinary weights under Muon: the identity map, whose raw weights they are.
     by_name = sel.param_groups(
-        model, lr=lrs, weight_decay=train.weight_decay, config=_matched(curve or IDENTITY), no_decay=undecayed
+        model, lr=lrs, weight_decay=train.weight_decay, config=curve or IDENTITY, no_decay=undecayed
     )
     kind = sel.SELMuon if train.optimizer == "muon" else sel.SELAdamW
     raw_space = kind(
@@ -74,7 +72,6 @@ def build(config: RunConfig, ranks: Ranks = ALONE) -> Built:
         betas=train.betas,
         total_steps=annealing,
         max_grad_norm=train.max_grad_norm,
-        decay_towards=train.decay_towards,
     )
     return Built(model, raw_space, clip=False)
 
@@ -91,12 +88,10 @@ def build_model(config: RunConfig, device: str | None = None) -> Transformer:
     place = device or config.compute.device
     if place != "auto":
         model.to(place)
+    if curve is not None and config.sel.starts_as == "mismatched":
+        sel.init_(model, curve, xavier=False)
     if curve is not None and config.sel.home == "module":
         sel.convert(model, curve)
-    elif curve is not None and curve.start == "mismatched":
-        if train.weights is not None:  # this model's own draw, even a normal one, is fresh
-            check_fresh(sel.routing(model, curve))
-        sel.init_(model, curve, xavier=False)
     return model
 
 
@@ -114,11 +109,6 @@ def _rate(name: str, train: TrainConfig) -> float:
     """Return the learning rate of a parameter; a raw one has that of its plain name."""
     pattern = first_match([name.replace(".raw_", ".")], train.lr_factors)
     return train.lr * (1.0 if pattern is None else train.lr_factors[pattern])
-
-
-def _matched(curve: sel.SELConfig) -> sel.SELConfig:
-    """Return the map for an optimizer over weights that have had their start."""
-    return dataclasses.replace(curve, start="matched")
 
 
 def _shard(model: Transformer, ranks: Ranks, device: str) -> None:

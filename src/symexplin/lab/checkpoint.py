@@ -25,8 +25,8 @@ __all__ = [
 
 CHECKPOINTS, OPTIMIZER = "checkpoints", "optimizer.safetensors"
 _STATE = "state.json"
-# State of SELAdamW that is not sharded where the parameters are.
-_WHOLE = ("panel1", "scalar")
+# State that is sharded as its parameter: the weight's own. Optimizers with scales take those whole, and shard them.
+_OF_WEIGHTS = frozenset({"raw", "master", "exp_avg", "exp_avg_sq", "momentum_buffer"})
 _TEMPORARY = ".tmp"
 
 State = dict[str, Any]
@@ -132,7 +132,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, folder: Path, saved: State)
     state: dict[int, State] = {int(index): dict(values) for index, values in saved["plain"].items()}
     for name, tensor in iter_tensors(folder / OPTIMIZER):
         index, _, key = name.partition(".")
-        own = tensor if not tensor.dim() or key.startswith(_WHOLE) else placed(tensor, parameters[int(index)])
+        own = placed(tensor, parameters[int(index)]) if key in _OF_WEIGHTS else tensor
         # A copy: tensors of mapped files are not aligned as kernels need them.
         state.setdefault(int(index), {})[key] = own.clone()
     optimizer.load_state_dict({"state": state, "param_groups": saved["groups"]})

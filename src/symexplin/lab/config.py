@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from symexplin.config import DECAY_TOWARDS
 from symexplin.lab.maps import CurveConfig, map_of
 from symexplin.validation import (
     check_choice,
@@ -121,8 +120,6 @@ class TrainConfig:
             under an exponential map with this beta comes to.
         sparsity: share of these entries that gradual pruning by magnitude sets to zero, from a tenth to three quarters
             of the steps.
-        decay_towards: what weight decay pulls to: "zero", or "initial", the weights that the run starts from (raw ones
-            under a map; without one this is L2-SP). Scales do not decay then.
         lora_rank: train low-rank updates of the matrices of the blocks, and nothing else; 0: train everything.
         weights: plain weights to start from, of a model of this shape: a run's folder, one of its checkpoints, or a
             model.safetensors. Default: weights are drawn.
@@ -148,7 +145,6 @@ class TrainConfig:
     l1: float = 0.0
     l1_falloff: float = 0.0
     sparsity: float = 0.0
-    decay_towards: str = field(default="zero", metadata={"choices": DECAY_TOWARDS})
     lora_rank: int = 0
     weights: str | None = None
     eval_every: int = 25
@@ -174,7 +170,6 @@ class TrainConfig:
         if self.l1_falloff and not self.l1:
             raise ValueError(f"l1_falloff must be 0 without l1, which it shapes, got {self.l1_falloff!r}")
         check_fraction("sparsity", self.sparsity)
-        check_choice("decay_towards", self.decay_towards, DECAY_TOWARDS)
         check_whole("lora_rank", self.lora_rank, minimum=0)
         check_fraction("floor", self.floor)
         check_not_negative("weight_decay", self.weight_decay)
@@ -279,8 +274,13 @@ class RunConfig:
         if self.sel.home == "module" and self.train.optimizer != "adamw":
             raise ValueError(f"optimizer must be 'adamw' for home 'module', got {self.train.optimizer!r}")
         train = self.train
-        if self.sel.home == "module" and (train.decay_towards != DECAY_TOWARDS[0] or train.lora_rank):
-            raise ValueError("home must be 'optimizer' or 'none' for decay_towards and lora_rank, got 'module'")
+        if self.sel.home == "module" and train.lora_rank:
+            raise ValueError("home must be 'optimizer' or 'none' for lora_rank, got 'module'")
+        untold = self.sel.home != "none" and self.sel.start is None and self.sel.starts_as == "mismatched"
+        if untold and train.weights is not None and not train.lora_rank:
+            raise ValueError(
+                f"start must be given with weights and preset {self.sel.preset!r}: 'matched' keeps them as they are"
+            )
         if train.lora_rank and train.weights is None:
             raise ValueError(f"lora_rank must be 0 without weights to start from, got {train.lora_rank}")
         if train.lora_rank and (train.l1 or train.sparsity or self.log.compress):
@@ -312,7 +312,11 @@ def resolve(config: RunConfig, vocab_size: int, processes: int = 1) -> RunConfig
         model=dataclasses.replace(config.model, vocab_size=vocab_size),
         train=dataclasses.replace(train, weights=absolute(train.weights)),
         log=dataclasses.replace(config.log, old=absolute(config.log.old)),
-        sel=dataclasses.replace(config.sel, map={} if curve is None else curve.to_dict()),
+        sel=dataclasses.replace(
+            config.sel,
+            start=None if curve is None else config.sel.starts_as,
+            map={} if curve is None else curve.to_dict(),
+        ),
         compute=dataclasses.replace(
             compute,
             device=str(device),

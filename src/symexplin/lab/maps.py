@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import symexplin as sel
-from symexplin.config import START_RULES
-from symexplin.presets import PRESETS
+from symexplin.presets import MISMATCHED, PRESETS
 from symexplin.validation import check_choice, check_whole, naming
 
-__all__ = ["HOMES", "CurveConfig", "map_of", "named_map"]
+__all__ = ["HOMES", "STARTS", "CurveConfig", "in_words", "map_of", "named_map"]
 
 HOMES = ("optimizer", "module", "none")
+STARTS = ("matched", "mismatched")
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class CurveConfig:
         home: "optimizer" (SELAdamW over a plain model), "module" (curved layers under AdamW, the paper's form) or
             "none" (AdamW on ordinary weights).
         preset: the map: "default" (beta by the model's width, scales fixed) or one of the paper's.
-        start: "matched" (effective weights start as drawn) or "mismatched" (the paper's, for mode "mismatch"); if not
-            given, that of the preset.
+        start: "matched" (effective weights start as drawn) or "mismatched" (the paper's for mode "mismatch", by
+            :func:`symexplin.init_`). If not given, that of the preset: the paper's of this mode start mismatched.
         anneal_steps: optimizer steps that the multipliers take from k0 to k1 (T, section 4.5); if not given, an
             assumption: all steps of the run.
         map: keys of the map to change, such as beta = 5 or e.k = [50, 8].
@@ -31,7 +31,7 @@ class CurveConfig:
 
     home: str = field(default="optimizer", metadata={"choices": HOMES})
     preset: str = field(default="default", metadata={"choices": tuple(PRESETS)})
-    start: str | None = field(default=None, metadata={"choices": START_RULES})
+    start: str | None = field(default=None, metadata={"choices": STARTS})
     anneal_steps: int | None = None
     map: dict[str, Any] = field(default_factory=dict)
 
@@ -40,9 +40,14 @@ class CurveConfig:
         check_choice("home", self.home, HOMES)
         check_choice("preset", self.preset, PRESETS)
         if self.start is not None:
-            check_choice("start", self.start, START_RULES)
+            check_choice("start", self.start, STARTS)
         if self.anneal_steps is not None:
             check_whole("anneal_steps", self.anneal_steps)
+
+    @property
+    def starts_as(self) -> str:
+        """The start: as given, else that of the preset."""
+        return self.start or ("mismatched" if self.preset in MISMATCHED else "matched")
 
 
 def named_map(preset: str, changes: Mapping[str, Any]) -> sel.SELConfig:
@@ -57,7 +62,21 @@ def named_map(preset: str, changes: Mapping[str, Any]) -> sel.SELConfig:
 
 def map_of(curve: CurveConfig, width: int) -> sel.SELConfig | None:
     """Return the map of a run on a model of `width`, or None for ordinary weights."""
+    from symexplin.inverse import check_invertible  # torch, which the help of a command does without
+
     if curve.home == "none":
         return None
-    start = {} if curve.start is None else {"start": curve.start}
-    return named_map(curve.preset, {**start, **curve.map}).resolve(width).check_inverse()
+    found = named_map(curve.preset, curve.map)
+    if curve.starts_as == "mismatched" and found.mode != "mismatch":
+        raise ValueError(f"start must be 'matched' for mode {found.mode!r}, got 'mismatched', which is for 'mismatch'")
+    return check_invertible(found.resolve(width))
+
+
+def in_words(config: sel.SELConfig, start: str = "", rates: bool = False) -> str:
+    """Return a map in words, with the `start` of its run instead of what an optimizer does alone.
+
+    >>> in_words(sel.preset("frozen"), "mismatched")
+    'mismatch, beta 7.5, mismatched start'
+    """
+    words = config.describe(rates).partition(", matched start")[0]
+    return f"{words}, {start} start" if start and config.mode == "mismatch" else words

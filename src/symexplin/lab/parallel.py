@@ -14,7 +14,7 @@ from torch import Tensor, distributed
 
 from symexplin.lab.process import follow_launcher, launch, under_torchrun
 from symexplin.lab.settings import differences
-from symexplin.optim.placement import is_dtensor, whole
+from symexplin.optim.shard import is_dtensor, whole
 
 __all__ = ["ALONE", "ElsewhereError", "Ranks", "joined", "leave", "placed"]
 

@@ -26,7 +26,7 @@ from symexplin.lab.files import file_digest, read_json, read_json_lines, replace
 from symexplin.lab.folders import COMPRESSED, CONFIG, FACTS, INTERPOLATED, SUMMARY, TOKENIZER, check_resumable, claimed
 from symexplin.lab.interpolate import interpolated_losses
 from symexplin.lab.load import digest_of, find_weights, load_plain
-from symexplin.lab.maps import map_of
+from symexplin.lab.maps import in_words, map_of
 from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import Ranks, joined
 from symexplin.lab.process import LAUNCHER, Stopped, StopSignals, follow_launcher
@@ -114,7 +114,7 @@ def _tell(config: RunConfig, echo: Echo) -> None:
     for line in lines({**to_table(config), "sel": {**to_table(config.sel), "map": {}}}):
         echo(line)
     if (curve := map_of(config.sel, config.model.width)) is not None:
-        echo(f"map: {curve.describe(rates=True)}; width {config.model.width}")
+        echo(f"map: {in_words(curve, config.sel.starts_as, rates=True)}; width {config.model.width}")
 
 
 def evaluations(folder: Path) -> list[tuple[int, float]]:

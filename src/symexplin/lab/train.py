@@ -23,7 +23,7 @@ from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import ALONE, Ranks
 from symexplin.lab.sparse import Sparsifier, matrices
 from symexplin.lab.weights.files import MAP_KEY, MODEL, TRAINED_KEY, load_weights, save_model, write_tensors
-from symexplin.optim.placement import is_dtensor, local, whole
+from symexplin.optim.shard import is_dtensor, local, whole
 from symexplin.validation import naming
 
 __all__ = ["NonFiniteError", "Trainer", "lr_factor"]

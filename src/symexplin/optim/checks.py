@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from symexplin.optim import moments8
-from symexplin.optim.annealing import LATER, multiplier
+from symexplin.optim.annealing import LATER, multipliers
 from symexplin.optim.entry import COUNTS, Entry, Moments, moment_key
 from symexplin.optim.groups import ALIGNED, Group, check_rate, config_of, is_curved, map_of, name_of
 from symexplin.optim.shard import local
@@ -76,10 +76,8 @@ def check_group(group: Group, first: Group) -> None:
             "stochastic_rounding must be False for a map that stores raw weights, which keep full precision, got True "
             f"with {config_of(group).describe()}"
         )
-    for key in group:
-        if key.startswith("k_"):
-            multiplier(key, group)
-            warn_of_scales(key[2:], max(group[key]) * float(group["lr"]))
+    for role in multipliers(group):
+        warn_of_scales(role, max(group[f"k_{role}"]) * float(group["lr"]))
 
 
 def _check_switches(settings: Mapping[str, Any]) -> None:
@@ -195,6 +193,6 @@ def check_finite(norm: Tensor, entries: Sequence[Entry], step: int) -> bool:
     warnings.warn(
         f"step {step}: {_diverged(entries)} is not finite: the run diverges. Go back to a checkpoint before this step, "
         "and lower the learning rate, lengthen its warm-up or set max_grad_norm",
-        stacklevel=8,  # behind _clip, _step, step and three wrappers of torch
+        stacklevel=9,  # behind _clip, _step, step and four wrappers of torch
     )
     return False

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from symexplin.curve import Map, in_dims, is_weight, out_dims, stack_dims
-from symexplin.kernels import Kernels, is_memory, kernels_for
-from symexplin.kernels.interface import FactoredMap, Rates
+from symexplin.kernels import kernels_for
+from symexplin.kernels.interface import FactoredMap, Kernels, Rates, is_memory
 from symexplin.optim.entry import Entry, Leaf
 from symexplin.optim.groups import Group
 from symexplin.optim.shard import Groups, local
@@ -30,21 +30,28 @@ _SUMS = ("fixed", "row", "column", "row_col_add")  # for logarithms
 
 
 def adamw_(leaves: Sequence[Leaf], group: Group) -> None:
-    """Apply AdamW to leaves of one group in place, to all with equal rates together."""
+    """Apply AdamW to leaves of one group in place, to all with equal rates together.
+
+    Torch's fused AdamW for CPUs reads memory in order, whatever strides and shapes say, so it gets only leaves whose
+    tensors have the same.
+    """
     alike: dict[Any, list[Leaf]] = {}
     for leaf in leaves:
-        key = (leaf.lr, leaf.weight_decay, leaf.step, leaf.value.device, leaf.value.dtype)
+        fused = leaf.value.device.type in _FUSED and _are_alike(leaf.value, leaf.grad, *leaf.moments.values())
+        key = (leaf.lr, leaf.weight_decay, leaf.step, leaf.value.device, leaf.value.dtype, fused)
         alike.setdefault(key, []).append(leaf)
     beta1, beta2 = map(float, group["betas"])
-    for (lr, decay, step, device, _), chosen in alike.items():
+    for (lr, decay, step, device, _, fused), chosen in alike.items():
+        counts = torch.full((len(chosen),), step - 1.0, device=device if fused else "cpu")  # torch adds 1
         adamw(
             [leaf.value for leaf in chosen],
             [leaf.grad for leaf in chosen],
             [leaf.moments["exp_avg"] for leaf in chosen],
             [leaf.moments["exp_avg_sq"] for leaf in chosen],
             [],
-            list(torch.full((len(chosen),), step - 1.0, device=device).unbind()),  # torch adds 1
-            fused=device.type in _FUSED,
+            list(counts.unbind()),
+            foreach=False,
+            fused=fused,
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
@@ -53,6 +60,18 @@ def adamw_(leaves: Sequence[Leaf], group: Group) -> None:
             eps=float(group["eps"]),
             maximize=False,
         )
+
+
+def _are_alike(first: Tensor, *others: Tensor) -> bool:
+    """Whether tensors fill memory without gaps, in the same order."""
+    return _is_dense(first) and all(
+        is_memory(tensor) and tensor.shape == first.shape and tensor.stride() == first.stride()
+        for tensor in (first, *others)
+    )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) == tensor.numel()
 
 
 class Fused:
@@ -149,8 +168,11 @@ class _Factored:
     def update(self, clip: Tensor | None) -> None:
         """Update scales, raw weights and the model's weights."""
         first = self.entries[0]
-        leaves = [leaf for entry in self.entries for leaf in entry.scale_leaves(lambda *_: _MOMENTS, clip)]
+        leaves = [leaf for entry in self.entries for leaf in entry.scale_leaves(lambda *_: _MOMENTS, None)]
         if leaves:
+            if clip is not None:  # all at once: there are many small ones
+                for leaf, grad in zip(leaves, torch._foreach_mul([leaf.grad for leaf in leaves], clip), strict=True):
+                    leaf.grad = grad
             adamw_(leaves, first.group)
         self._plan.update(_rates(first.group, float(first.state["step"])), clip)
 
@@ -169,10 +191,11 @@ def _kind_of(entry: Entry) -> Any:
     if not _is_usual(entry):
         return None
     if not entry.is_stored:
-        return (
-            (entry.closed, "master" in entry.state) if entry.closed is None or entry.closed.mode == "exp_only" else None
-        )
-    return _factored(entry.map) if all(entry.own(f.name).is_contiguous() for f in entry.factors) else None
+        covered = entry.closed is None or entry.closed.mode == "exp_only"
+        return (entry.closed, "master" in entry.state) if covered else None
+    factors = [(entry.own(factor.name), factor.shape) for factor in entry.factors]
+    usual = all(tensor.is_contiguous() and tensor.shape == shape for tensor, shape in factors)
+    return _factored(entry.map) if usual else None
 
 
 def _is_usual(entry: Entry) -> bool:
@@ -184,8 +207,7 @@ def _is_usual(entry: Entry) -> bool:
     keys = [*_MOMENTS, *(key for key in ("raw", "master") if key in entry.state)]
     if entry.is_stored and not value.is_contiguous():
         return False
-    dense = 1 + sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True)) == value.numel()
-    return dense and all(
+    return _is_dense(value) and all(
         key in entry.state
         and (t := entry.own(key)).dtype == torch.float32
         and t.device == value.device
@@ -232,6 +254,8 @@ def _names(map: Map) -> tuple[str | None, ...]:
 def _split(entry: Entry, tensor: Tensor) -> Sequence[Tensor]:
     """Return the matrices of a tensor, as views of its memory with two dimensions, or the vector of a bias."""
     axes = entry.axes
+    if len(axes) <= 2 and "e" not in axes:
+        return (tensor,)
     parts = tensor.unbind() if stack_dims(axes) else (tensor,)
     if not is_weight(axes):
         return parts

@@ -12,7 +12,7 @@ from torch._compile import _disable_dynamo
 
 from symexplin.config import SELConfig
 from symexplin.curve import Curved
-from symexplin.optim.annealing import LATER
+from symexplin.optim.annealing import LATER, multipliers
 from symexplin.optim.checks import check_finite, check_group, check_saved
 from symexplin.optim.entry import COUNTS, Entry, Leaf
 from symexplin.optim.fused import Fused
@@ -108,6 +108,8 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self) -> None:
+        for group in self.param_groups:
+            multipliers(group)  # raises before anything has changed, if T is missing
         fresh = not any(self.state.values())
         entries = self._current_entries()
         self._writes.adopt(entries)
@@ -117,7 +119,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         self.grad_norm = norm = _pull(active, others, fused)
         clip = self._clip(entries, norm)
         if fresh and not active:
-            warnings.warn(_NO_GRADIENT, stacklevel=6)  # behind step() and three wrappers of torch
+            warnings.warn(_NO_GRADIENT, stacklevel=7)  # behind step() and four wrappers of torch
         if not (fresh and self._is_idle(norm)):
             _count(active)
             for chunk in _chunks(others):

@@ -6,11 +6,8 @@ import pytest
 import torch
 
 import symexplin as sel
-from symexplin.config import SELConfig
 from symexplin.experiments.figures import draw, maps
 from symexplin.lab.report.probe import Probe, RoleWeights
-from symexplin.layout import Layout
-from symexplin.starts import start_weight
 from symexplin.transform import Form, Scales
 
 # Formulas of the paper in float64, apart from the code.
@@ -62,11 +59,12 @@ def test_the_mismatched_start_is_that_of_the_library():
     left, middle, right = draw("mismatched_start").axes
     for label, sign in (("positive weights", 1), ("negative weights", -1)):
         line = lines(left)[label]
-        target = torch.tensor(np.asarray(line.get_xdata()))[None]
+        target = torch.tensor(np.asarray(line.get_xdata()))
         assert bool((sign * target > 0).all())
-        layout = Layout(tuple(target.shape), "oi", SELConfig(beta=7.5, start="mismatched"))
-        wanted = start_weight(target, layout)[0].numpy()
-        assert np.asarray(line.get_ydata()) == pytest.approx(wanted, rel=1e-10)
+        layer = torch.nn.Linear(len(target), 1, bias=False, dtype=torch.float64)
+        layer.weight = torch.nn.Parameter(target[None].clone())
+        sel.init_(layer, sel.preset("frozen"), xavier=False)
+        assert np.asarray(line.get_ydata()) == pytest.approx(layer.weight[0].detach().numpy(), rel=1e-10)
     full, kept = (bar.get_height() for bar in right.patches)
     assert full == pytest.approx(100, abs=1e-6)
     assert 75 < kept < 80  # the paper's
@@ -146,7 +144,7 @@ def test_rare_positions_have_bands_and_the_largest_ones_curves(crafted):
 
 
 def test_of_a_comparison_the_best_bent_arm_with_learned_scales_is_taken(runs, compared):
-    learned = {"home": "optimizer", **sel.preset("paper").to_dict()}
+    learned = {"home": "optimizer", "start": "mismatched", **sel.preset("paper").to_dict()}
     line = {**learned, **sel.preset("structured_linear").to_dict()}
     arms = {"line": 0.2, "learned": 0.3, "worse": 0.4}
     folder = compared(arms=arms, maps={"line": line, "learned": learned, "worse": learned})

@@ -182,20 +182,20 @@ def test_the_baseline_is_plain():
 def test_the_papers_arms_are_its_presets(arm, preset, start, home):
     found = map_of(curve_of(arm), WIDTH)
     assert found == sel.preset(preset).resolve(WIDTH)
-    assert (found.start, curve_of(arm).home) == (start, home)
+    assert (curve_of(arm).starts_as, curve_of(arm).home) == (start, home)
 
 
 def test_sel_is_the_default_map_and_may_learn():
     """At width 64 = 1024/16 beta is a quarter of 7.5, and l = beta/7.5."""
     fixed, learned = map_of(curve_of("SEL"), WIDTH), map_of(curve_of("SEL-learned"), WIDTH)
-    assert (fixed.beta, fixed.l.start, fixed.learned_roles) == (7.5 / 4, 0.25, ())
-    assert learned.learned_roles == ("e", "l")
+    assert (fixed.mode, fixed.beta, fixed.learned_roles) == ("exp_only", 7.5 / 4, ())
+    assert (learned.mode, learned.learned_roles) == ("mismatch", ("e", "l"))
     for role, start in (("e", 1.0), ("l", 0.25)):
         scale = getattr(learned, role)
         assert (scale.pattern, scale.start) == ("row_col_mult", start)
         assert scale.multiplier(lr=1.0) == (0.003, 0.001)
-    assert dataclasses.replace(learned, e=fixed.e, l=fixed.l) == fixed
-    assert fixed.start == "matched"
+    assert dataclasses.replace(learned, mode="exp_only", e=fixed.e, l=fixed.l) == fixed
+    assert {curve_of(arm).starts_as for arm in ("SEL", "SEL-learned")} == {"matched"}
 
 
 def test_the_help_names_every_arm():

@@ -70,7 +70,7 @@ def test_it_writes_and_says_what_it_found(finished, data):
     assert all(f"{number}/8 " in text for number in range(1, 9))
     assert (folder / "report.html").exists()
     assert content["maps"]["AdamW"] is None
-    assert (content["maps"]["SEL"]["home"], content["maps"]["SEL"]["l"]["start"]) == ("optimizer", 0.125)
+    assert [content["maps"]["SEL"][key] for key in ("home", "start", "mode")] == ["optimizer", "matched", "exp_only"]
     assert content["corpus"]["tokenizer"] == "byte"
     assert content["parameters"] == sum(p.numel() for p in Transformer(tiny(data).model).parameters())
     assert from_table(CompareConfig, load_toml(folder / "compare.toml")).compare == tiny(data).compare

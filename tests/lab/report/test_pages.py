@@ -251,7 +251,7 @@ def test_a_missing_number_is_an_error(tmp_path, run):
 
 def test_a_map_is_told_with_its_home_its_start_and_its_scales():
     config = sel.preset("frozen", beta=2.65165, l=sel.Scale(start=0.35355), e=sel.Scale("row", k=(30, 10)))
-    line = module._map({"home": "module", **config.to_dict()})
+    line = module._map({"home": "module", "start": "mismatched", **config.to_dict()})
     assert line == (
         "curved in the modules; mismatch, beta 2.652, l 0.3535, e learned (row, k 30 to 10), mismatched start"
     )

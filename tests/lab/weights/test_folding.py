@@ -16,7 +16,7 @@ from symexplin.lab.weights.files import load_model, map_in, read_specs, read_ten
 from symexplin.lab.weights.folding import fold_file, invert_file
 from symexplin.presets import PRESETS
 
-PAPER = sel.preset("paper", start="matched")
+PAPER = sel.preset("paper")
 TINY = ModelConfig(width=16, depth=2, heads=2, vocab_size=40, context=8)
 
 
@@ -39,11 +39,10 @@ def same(found, wanted):
 
 @pytest.mark.parametrize("name", ["paper", "frozen", "absorbed"])
 def test_invert_is_convert_bit_for_bit(tmp_path, name):
-    """With the matched start, whatever that of the map is."""
     model, config = lab(torch.float64 if name == "paper" else torch.float32), sel.preset(name, seed=3)
     save_model(model, tmp_path / "plain")
     invert_file(tmp_path / "plain", tmp_path / "curved", config)
-    same(load_file(tmp_path / "curved"), sel.convert(model, sel.preset(name, seed=3, start="matched")).state_dict())
+    same(load_file(tmp_path / "curved"), sel.convert(model, config).state_dict())
 
 
 @pytest.mark.parametrize(
@@ -51,7 +50,7 @@ def test_invert_is_convert_bit_for_bit(tmp_path, name):
     [
         sel.SELConfig(),
         sel.SELConfig(exclude=("*.bias",)),
-        sel.preset("frozen", start="matched", exclude=("blocks.0.*.bias", "*.q.*")),
+        sel.preset("frozen", exclude=("blocks.0.*.bias", "*.q.*")),
         dataclasses.replace(
             PAPER,
             include=("head.*",),
@@ -60,7 +59,7 @@ def test_invert_is_convert_bit_for_bit(tmp_path, name):
             l=sel.Scale("row"),
         ),
         sel.SELConfig(mode="sinh", m=sel.Scale("global"), s=sel.Scale("row_col_add")),
-        dataclasses.replace(ELEMENTWISE, start="matched", delta=sel.Scale()),
+        dataclasses.replace(ELEMENTWISE, delta=sel.Scale()),
     ],
 )
 def test_other_maps_and_patterns(tmp_path, config):
@@ -237,8 +236,8 @@ def test_tensors_that_do_not_fit_the_map(tmp_path, change, message):
 
 
 def earlier(config, peak_lr, **changes):
-    """The JSON of a map as it was before scales had a base_lr and a transform, and a map its start."""
-    table = {key: value for key, value in config.to_dict().items() if key != "start"} | changes
+    """The JSON of a map as it was before scales had a base_lr and a transform."""
+    table = config.to_dict() | changes
     for role in "elmns":
         table[role] = {k: v for k, v in table[role].items() if k not in ("base_lr", "transform")} | {"peak_lr": peak_lr}
     return json.dumps(table)

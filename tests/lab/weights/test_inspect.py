@@ -120,13 +120,15 @@ def test_patterns_choose(tmp_path):
 
 @pytest.mark.parametrize(("header", "given"), [(False, False), (True, False), (True, True)])
 def test_the_map_is_the_given_one_else_that_of_the_training_else_the_default(tmp_path, header, given):
-    trained, mine = sel.SELConfig(beta=3.0, l=sel.Scale(start=0.5)), sel.SELConfig(beta=12.0)
+    trained, mine = sel.preset("frozen", beta=3.0), sel.SELConfig(mode="congruent", beta=12.0)
     save_file(STATE, tmp_path / "model", {"symexplin_trained_map": trained.to_json()} if header else None)
     found = inspect_file(tmp_path / "model", config=mine if given else None)
     assert found.config == (mine if given else trained if header else sel.SELConfig()).resolve(40)
     text = " ".join(format_inspection(found).split())
-    beta, origin = ("12", "as given") if given else ("3", "trained with it") if header else ("1.482", "assumed")
-    assert f"map: mismatch, beta {beta}, " in text
+    form, origin = ("exp_only, beta 1.482 (", "assumed")
+    if header:
+        form, origin = ("congruent, beta 12 (", "as given") if given else ("mismatch, beta 3, l 0.4 (", "trained with it")
+    assert f"map: {form}" in text
     assert origin in text
 
 

@@ -15,7 +15,7 @@ from symexplin.lab.checkpoint import newest
 from symexplin.lab.compare.grid import COMPARISON
 from symexplin.lab.files import read_json, replacing
 from symexplin.lab.folders import CONFIG
-from symexplin.lab.maps import map_of
+from symexplin.lab.maps import in_words, map_of
 from symexplin.lab.report.charts import STYLE, UNDATED, Line, draw_chart
 from symexplin.lab.report.probe import Probe, RunRecord, probe, read_run
 from symexplin.lab.run import MODEL
@@ -104,7 +104,7 @@ def weights_at_end(folder: Path, raw: bool = False) -> Probe:
 def map_words(run: RunRecord) -> str:
     """Return the map of a run in a line, "" for ordinary weights."""
     found = map_of(run.config.sel, run.config.model.width)
-    return "" if found is None else f"map: {found.describe()}"
+    return "" if found is None else f"map: {in_words(found, run.config.sel.starts_as)}"
 
 
 def sheet(

@@ -90,7 +90,7 @@ def build_variant(name: str, config: BenchConfig, case: Case, device: torch.devi
     model.to(torch.float32 if autocast else _DTYPES[case.dtype])
     if name == "adamw_master":
         return model, MasterAdamW(model.parameters()).step, autocast
-    curve = named_map(config.preset, {**config.map, "start": "matched"})
+    curve = named_map(config.preset, config.map)
     if name == "sel":
         groups = sel.param_groups(model, lr=_LR, weight_decay=_DECAY, config=curve)
         return model, sel.SELAdamW(groups, total_steps=_STEPS, max_grad_norm=_MAX_NORM).step, autocast

@@ -24,12 +24,11 @@ DEMO = ".symexplin-demo"
 BASELINE = "AdamW"
 # Learning rates of learned scales in runs of some hundred steps: the paper's 0.015 to 0.0024 are for 100,000.
 _SHORT_RUN = {"pattern": "row_col_mult", "k": [0.003, 0.001], "base_lr": 1.0}
-# What each named arm changes in the table [sel]. "SEL" is the best of those tried on other seeds than the demo's
-# (docs/log.md).
+# What each named arm changes in the table [sel].
 ARMS: dict[str, dict[str, Any]] = {
     BASELINE: {"home": "none"},
     "SEL": {"preset": "default"},
-    "SEL-learned": {"preset": "default", "map": {"e": _SHORT_RUN, "l": _SHORT_RUN}},
+    "SEL-learned": {"preset": "default", "map": {"mode": "mismatch", "e": _SHORT_RUN, "l": _SHORT_RUN}},
     "SEL-paper": {"preset": "paper"},
     "SEL-fixed-curvature": {"preset": "fixed_curvature"},
     "SEL-frozen": {"preset": "frozen"},
@@ -58,7 +57,6 @@ _CHANGES: dict[str, tuple[str, ...]] = {
         "l1",
         "l1_falloff",
         "sparsity",
-        "decay_towards",
         "lora_rank",
     ),
     "model": ("init", "qk_gain"),
@@ -83,9 +81,9 @@ class GridConfig:
     """Which runs to compare, and where they are executed.
 
     Args:
-        arms: what to compare: AdamW, SEL (the default map), SEL-learned
-            (e and l learned), SEL-paper, SEL-fixed-curvature, SEL-frozen, SEL-congruent, SEL-exp-only, SEL-module (the
-            paper's form), or [arm.NAME] tables of your own.
+        arms: what to compare: AdamW, SEL (the default map), SEL-learned (mismatch, e and l learned), SEL-paper,
+            SEL-fixed-curvature, SEL-frozen, SEL-congruent, SEL-exp-only, SEL-module (the paper's form), or [arm.NAME]
+            tables of your own.
         lrs: peak learning rates; every arm trains at each.
         seeds: of the initial weights and of the order of the data; every arm trains at each learning rate with each.
         jobs: runs at a time. On one machine each has its share of the cores.
@@ -174,8 +172,8 @@ class CompareConfig(RunConfig):
     Args:
         data: folder that `symexplin prepare` made.
         arm: arms of your own, an [arm.NAME] table each, with keys of [sel]. [arm.NAME.train] may change optimizer,
-            lr_factors, weight_decay, decay_plain, betas, max_grad_norm, l1, l1_falloff, sparsity, decay_towards,
-            lora_rank, warmup_steps, floor, decay_power, weights; [arm.NAME.model] init, qk_gain.
+            lr_factors, weight_decay, decay_plain, betas, max_grad_norm, l1, l1_falloff, sparsity, lora_rank,
+            warmup_steps, floor, decay_power, weights; [arm.NAME.model] init, qk_gain.
     """
 
     compare: GridConfig = field(default_factory=GridConfig)

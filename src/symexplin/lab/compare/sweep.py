@@ -338,4 +338,4 @@ def _conclude(folder: Path, config: CompareConfig, corpus: Corpus, echo: Echo) -
 def _map(config: CompareConfig, arm: str) -> dict[str, Any] | None:
     curve = config.example(arm).sel
     found = map_of(curve, config.model.width)
-    return None if found is None else {"home": curve.home, **found.to_dict()}
+    return None if found is None else {"home": curve.home, "start": curve.starts_as, **found.to_dict()}

@@ -13,7 +13,7 @@ from symexplin.lab.compare.grid import COMPARISON
 from symexplin.lab.compare.grid import CONFIG as COMPARE
 from symexplin.lab.files import read_json, replace_file
 from symexplin.lab.folders import CONFIG
-from symexplin.lab.maps import map_of
+from symexplin.lab.maps import in_words, map_of
 from symexplin.lab.report.figures import comparison_figures, run_figures
 from symexplin.lab.report.probe import RunRecord, probe, read_run
 from symexplin.lab.settings import to_table
@@ -136,8 +136,9 @@ def _headline(run: RunRecord) -> list[str]:
 
 
 def _run_facts(run: RunRecord) -> dict[str, str]:
-    curve = map_of(run.config.sel, run.config.model.width)
-    told = None if curve is None else {"home": run.config.sel.home, **curve.to_dict()}
+    own = run.config.sel
+    curve = map_of(own, run.config.model.width)
+    told = None if curve is None else {"home": own.home, "start": own.starts_as, **curve.to_dict()}
     known: dict[str, float] = {}
     for records in (run.updates, run.timing, [run.summary or {}]):
         known |= records[-1] if records else {}
@@ -174,11 +175,11 @@ def _text(value: object) -> str:
 
 
 def _map(found: Mapping[str, Any] | None) -> str:
-    """Return the home and the map of an arm in words; `found` has the key "home" as well."""
+    """Return the home and the map of an arm in words; `found` has the keys "home" and "start" as well."""
     if found is None:
         return "ordinary weights"
-    config = SELConfig.from_dict({key: value for key, value in found.items() if key != "home"})
-    return f"curved {_HOMES[found['home']]}; {config.describe(rates=True)}"
+    config = SELConfig.from_dict({key: value for key, value in found.items() if key not in ("home", "start")})
+    return f"curved {_HOMES[found['home']]}; {in_words(config, found['start'], rates=True)}"
 
 
 def _link(folder: Path, run: str) -> str | None:

@@ -1,4 +1,4 @@
-"""The records of a run, and its weights in raw and effective coordinates, also while it trains."""
+"""The records of a run, and its raw and effective weights, also while it trains."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from symexplin.coordinates import Coordinates
+from symexplin.curve import Curved
 from symexplin.lab.build import Built, build
 from symexplin.lab.checkpoint import load_optimizer, newest_intact
 from symexplin.lab.config import RunConfig
@@ -18,7 +18,7 @@ from symexplin.lab.folders import CONFIG, FACTS, SUMMARY, saved_config
 from symexplin.lab.model import ModelConfig
 from symexplin.lab.record import METRICS, TIMING
 from symexplin.lab.weights.files import MODEL, load_weights
-from symexplin.linear import SELLinear
+from symexplin.modules import SELLinear
 from symexplin.optim import RawSpaceOptimizer
 from symexplin.transform import Form, Scales, forward
 
@@ -119,7 +119,7 @@ def probe(run: RunRecord, echo: Echo = lambda _: None) -> Probe | None:
     step = _load(run, built, echo)
     if step is None:
         return None
-    curved = {} if config.sel.home == "none" else _coordinates(built)
+    curved = {} if config.sel.home == "none" else _curved(built)
     steps = _steps(built, linears, curved)
     roles: dict[str, list[str]] = {}
     for name in list(curved) or [name for name in linears if name.startswith("blocks.")]:
@@ -127,12 +127,12 @@ def probe(run: RunRecord, echo: Echo = lambda _: None) -> Probe | None:
     found = {}
     for role, names in roles.items():
         effective = [linears[name].weight for name in names]
-        coordinates = [curved[name] for name in names if name in curved]
-        found[role] = _role([initial[name] for name in names], effective, coordinates, [steps.get(n) for n in names])
+        maps = [curved[name] for name in names if name in curved]
+        found[role] = _role([initial[name] for name in names], effective, maps, [steps.get(n) for n in names])
     return Probe(step, found)
 
 
-def _steps(built: Built, linears: dict[str, nn.Linear], curved: dict[str, Coordinates]) -> dict[str, Tensor]:
+def _steps(built: Built, linears: dict[str, nn.Linear], curved: dict[str, Curved]) -> dict[str, Tensor]:
     """Return the sizes of the next steps by layer; none where the optimizer has no state of Adam's."""
     settings, found = built.optimizer.param_groups[0], {}
     (beta1, beta2), eps = settings["betas"], settings.get("eps", 1e-8)
@@ -148,7 +148,7 @@ def _steps(built: Built, linears: dict[str, nn.Linear], curved: dict[str, Coordi
 
 
 def _role(
-    initial: list[Tensor], effective: list[Tensor], coordinates: list[Coordinates], steps: list[Tensor | None]
+    initial: list[Tensor], effective: list[Tensor], maps: list[Curved], steps: list[Tensor | None]
 ) -> RoleWeights:
     """Return the weights of matrices of one shape and one form, at the same positions of each."""
     shape = effective[0].shape
@@ -162,14 +162,14 @@ def _role(
     weights = RoleWeights(
         total, pick(initial), pick(effective), steps=pick(known) if len(known) == len(steps) else None
     )
-    if not coordinates:
+    if not maps:
         return weights
-    values = zip(*(each.scales() for each in coordinates), strict=True)
+    values = zip(*(each.scales() for each in maps), strict=True)
     scales = (None if value[0] is None else pick(value) for value in values)
     return dataclasses.replace(
         weights,
-        form=coordinates[0].layout.form,
-        raw=pick(each.raw for each in coordinates),
+        form=maps[0].map.form,
+        raw=pick(each.raw for each in maps),
         scales=Scales(*scales),  # type: ignore[arg-type]
     )
 
@@ -187,13 +187,13 @@ def _load(run: RunRecord, built: Built, echo: Echo) -> int | None:
     return run.step
 
 
-def _coordinates(built: Built) -> dict[str, Coordinates]:
-    """Return the coordinates of the curved matrices by layer; none before the first step of an optimizer."""
+def _curved(built: Built) -> dict[str, Curved]:
+    """Return the maps of the curved matrices by layer; none before the first step of an optimizer."""
     if isinstance(built.optimizer, RawSpaceOptimizer):
-        found = built.optimizer.coordinates()
+        found = built.optimizer.curved()
         return {name.removesuffix(".weight"): each for name, each in found if each.raw.dim() == 2}
     layers = ((name, module) for name, module in built.model.named_modules() if isinstance(module, SELLinear))
-    return {name: Coordinates(layer.sel_curves["weight"].layout, *layer.sel_parts()) for name, layer in layers}
+    return {name: layer.sel_curved("weight") for name, layer in layers}
 
 
 def map_curves(weights: RoleWeights, raw: Tensor, places: Tensor) -> Tensor:

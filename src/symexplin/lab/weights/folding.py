@@ -17,8 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from symexplin.config import SELConfig, check_config
-from symexplin.conversion import convert, fold
-from symexplin.curved import CurvedModule
 from symexplin.lab.files import check_new
 from symexplin.lab.weights.files import (
     FLOATING,
@@ -31,6 +29,7 @@ from symexplin.lab.weights.files import (
     read_tensors,
     write_tensors,
 )
+from symexplin.modules import CurvedModule, convert, fold
 from symexplin.routes import Routing, routing
 from symexplin.transform import compute_dtype
 
@@ -145,12 +144,12 @@ def invert_file(
 ) -> dict[str, Any]:
     """Write the raw weights and scales of `source`: the `state_dict` that :func:`symexplin.convert` would give.
 
-    The start is matched. Each curved `X.weight` becomes `X.raw_weight` and its scales `X.e_row`, ..., its bias
+    Each curved `X.weight` becomes `X.raw_weight` and its scales `X.e_row`, ..., its bias
     `X.raw_bias` and `X.bias_e_row`, ...; other tensors stay. Raw weights and scales are float32, or float64 where the
     weights are: 16 bits would round them. LoRA's A depends on the position of a weight in the file.
     """
     check_new("target", target)
-    config = dataclasses.replace(check_config(config), start="matched")
+    config = check_config(config)
     specs, metadata = read_specs(source)
     routes = curved_in(source, specs, metadata, config)
     echo(str(routes))
@@ -216,7 +215,7 @@ def folded(source: str | Path) -> tuple[State, dict[str, str], Layers]:
         tuple(pattern for pattern in patterns if fnmatch.filter(outline, pattern))
         for patterns in (config.include, config.exclude)
     )
-    model = convert(_skeleton(outline), dataclasses.replace(config, include=include, exclude=exclude, start="matched"))
+    model = convert(_skeleton(outline), dataclasses.replace(config, include=include, exclude=exclude))
     load_state(model, state, source)
     layers, plain = _layers(model), fold(model).state_dict()
     for name, kind in json.loads(metadata.pop(_TYPES_KEY, "{}")).items():

@@ -21,11 +21,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from symexplin.config import SELConfig, check_config
-from symexplin.coordinates import Coordinates
+from symexplin.curve import Curved, Map
 from symexplin.lab.files import format_columns
+from symexplin.lab.maps import in_words
 from symexplin.lab.weights.files import TRAINED_KEY, iter_tensors, map_in, read_specs
 from symexplin.lab.weights.folding import curved_in
-from symexplin.layout import Layout
 from symexplin.transform import Scales, compute_dtype, forward, tolerance
 
 __all__ = ["Inspection", "Row", "format_inspection", "inspect_file", "xavier_bound"]
@@ -99,16 +99,16 @@ def inspect_file(path: str | Path, *, config: SELConfig | None = None, progress:
     if config is None and trained is None:
         origin = "assumed, the file names none; --preset and --map give another"
     routes = curved_in(path, specs, metadata, check_config(trained if config is None else config))
-    layouts = {route.name: route.layout(routes.config) for route in routes.curved if route.name.endswith("weight")}
+    maps = {route.name: route.map(routes.config) for route in routes.curved if route.name.endswith("weight")}
     rows: list[Row] = []
     every: list[_Part] = []
     total = sum(math.prod(spec.shape) for spec in specs.values())
     with tqdm(total=total, unit=" numbers", unit_scale=True, disable=None if progress else True) as bar:
         for name, tensor in iter_tensors(path):
-            if (layout := layouts.get(name)) is not None:
+            if (map := maps.get(name)) is not None:
                 height = max(1, _CHUNK // tensor.shape[1])
-                parts = [_part(part, layout) for part in torch.split(tensor, height)]
-                rows.append(_row(name, layout.shape, parts))
+                parts = [_part(part, map) for part in torch.split(tensor, height)]
+                rows.append(_row(name, map.shape, parts))
                 every += parts
             bar.update(tensor.numel())
     rows.sort(key=lambda row: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", row.name)])
@@ -118,14 +118,14 @@ def inspect_file(path: str | Path, *, config: SELConfig | None = None, progress:
     return Inspection(routes.config, origin, tuple(rows), whole, plain=len(specs) - len(rows))
 
 
-def _part(w: Tensor, layout: Layout) -> _Part:
-    bound = xavier_bound(layout.shape)
+def _part(w: Tensor, map: Map) -> _Part:
+    bound = xavier_bound(map.shape)
     x = w[torch.isfinite(w)].double()
     size = x.abs()
     above = [int((size > least).sum()) for least in (_LARGE, *(times * bound for times in _MULTIPLES))]
     sums = [w.numel(), w.numel() - len(x), w.numel() * bound**2, float(x.sum()), float(x.square().sum()), *above]
     top = float(size.max()) if len(x) else 0.0
-    error, reason = _inverted(w, dataclasses.replace(layout, shape=tuple(w.shape)))
+    error, reason = _inverted(w, Map.of(w.shape, map.axes, map.config))
     return _Part(np.array(sums), (top, top / bound, error or 0.0), reason)
 
 
@@ -153,18 +153,18 @@ def _row(name: str, shape: tuple[int, ...], parts: Sequence[_Part]) -> Row:
     )
 
 
-def _inverted(w: Tensor, layout: Layout) -> tuple[float | None, str | None]:
+def _inverted(w: Tensor, map: Map) -> tuple[float | None, str | None]:
     """Invert the map in the dtype of a layer; return the largest error, or the reason why it fails."""
     dtype = compute_dtype(w)
-    here = Coordinates(layout, w.to(dtype), **layout.start_panels(dtype, w.device, position=0))
+    here = Curved(map, w.to(dtype), map.start(dtype, w.device, position=0))
     try:
-        raw = here.matched(here.raw)
+        raw = here.inverse(here.raw)
     except ValueError as error:
         return None, str(error).rpartition("elements: ")[2]  # without the count, which is of this part
     scales = here.scales()
     exact = Scales(*(v.double() if isinstance(v, Tensor) else v for v in scales))  # type: ignore[arg-type]
-    gap = (forward(layout.form, raw.double(), exact) - w.double()).abs()
-    owed = tolerance(layout.form, raw, scales).double()
+    gap = (forward(map.form, raw.double(), exact) - w.double()).abs()
+    owed = tolerance(map.form, raw, scales).double()
     return float(torch.where(gap == 0, 0.0, gap / owed).max()), None
 
 
@@ -176,7 +176,7 @@ def format_inspection(inspection: Inspection) -> str:
         f"{len(rows)} matrices with {total.numbers:,} numbers; {inspection.plain} tensors are plain",
         f"largest size {total.max:.3g}, standard deviation {total.std:.3g}; Xavier's uniform bound {total.bound:.3g}, "
         f"deviation {total.bound / math.sqrt(3.0):.3g}",
-        f"map: {inspection.config.describe()} ({inspection.origin})",
+        f"map: {in_words(inspection.config)} ({inspection.origin})",
         "x: in units of the bound or deviation of each matrix; %>: share of the numbers whose size is above; error: of "
         "the inverse of the map, in units of the accuracy owed",
     ]

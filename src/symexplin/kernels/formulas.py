@@ -1,11 +1,12 @@
-"""Kernels for accelerators: torch.compile of the formulas, with few graphs for all shapes.
+"""The formulas of a step as kernels: under torch.compile on accelerators, in small blocks on CPUs without a C compiler.
 
-Large tensors are passed as flat aliases, small ones concatenated, so that one graph serves all of them. All numbers that
-change from step to step are one tensor on the device, which is filled without waiting for it. If the compiler fails, the
-same functions run eagerly after one warning.
+For torch.compile large tensors are flat aliases and small ones are concatenated, so that one graph serves all of them. All
+numbers that change from step to step are one tensor on the device, which is filled without waiting for it. If the
+compiler fails, the same functions run eagerly after one warning.
 """
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,27 +20,35 @@ from symexplin.rounding import noise
 from symexplin.transform import Form, Scales, pullback
 from symexplin.transform import forward as effective
 
-__all__ = ["CompiledKernels"]
+__all__ = ["FormulaKernels"]
 
 _SMALL = 2**16  # entries: a smaller tensor costs more to launch than to compute
+_BLOCK = 2**15  # entries of a block whose temporaries stay in a core's cache
 _ROLES = ("e", "l", "m", "n")
 
+_Lists = dict[str, Sequence[Tensor] | None]
 
-class CompiledKernels:
-    """Kernels for any device that torch.compile supports."""
 
-    name = "torch.compile"
+class FormulaKernels:
+    """Kernels for any device, compiled by torch.compile or not."""
+
+    def __init__(self, compiles: bool) -> None:
+        self._compiles = compiles
+        self.name = "torch.compile" if compiles else "PyTorch's operations"
+
+    def _call(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return _compiled(function) if self._compiles else function
+
+    def _pieces(self, lists: "_Lists") -> Iterator[tuple[dict[str, Tensor], list[int]]]:
+        return _pieces(lists) if self._compiles else _blocks(lists)
 
     def norm(
         self, weights: Sequence[Tensor], grads: Sequence[Tensor], masters: Sequence[Tensor] | None, curve: Curve | None
     ) -> Tensor:
         """Return the norm of the raw gradients."""
         closed = None if curve is None else Closed("exp_only", *curve)
-        run = _compiled(_norm)
-        norms = [
-            run(closed, **tensors) for tensors, _ in _pieces({"weight": weights, "grad": grads, "master": masters})
-        ]
-        return torch.linalg.vector_norm(torch.stack(norms))
+        run, lists = self._call(_norm), _Lists(weight=weights, grad=grads, master=masters)
+        return _total([run(closed, **tensors) for tensors, _ in self._pieces(lists)])
 
     def update(
         self,
@@ -57,9 +66,9 @@ class CompiledKernels:
         closed = None if curve is None else Closed("exp_only", *curve)
         numbers = _numbers(rates, clip, weights[0].device)
         places = None if noise is None else [_places(w, n) for w, n in zip(weights, noise, strict=True)]
-        written = {"weight": weights, "exp_avg": exp_avgs, "exp_avg_sq": exp_avg_sqs, "master": masters}
-        run = _compiled(_update)
-        for tensors, chosen in _pieces({**written, "grad": grads, "places": places}):
+        written: _Lists = {"weight": weights, "exp_avg": exp_avgs, "exp_avg_sq": exp_avg_sqs, "master": masters}
+        run = self._call(_update)
+        for tensors, chosen in self._pieces({**written, "grad": grads, "places": places}):
             run(closed, rates.decay != 0.0, rates.lr != 0.0, numbers, **tensors)
             if len(chosen) > 1:  # aliases were written in place, concatenations were not
                 for name, originals in written.items():
@@ -76,28 +85,27 @@ class CompiledKernels:
         vectors: Sequence[Vectors],
     ) -> "_Plan":
         """Return a step of these matrices."""
-        return _Plan(map, raws, weights, exp_avgs, exp_avg_sqs, vectors)
+        return _Plan(self._call, map, raws, weights, exp_avgs, exp_avg_sqs, vectors)
 
 
 class _Plan:
     """A step of matrices whose scales are products of vectors."""
 
-    def __init__(self, map: FactoredMap, *tensors: Any) -> None:
-        self._map = map
+    def __init__(self, call: Callable[..., Any], map: FactoredMap, *tensors: Any) -> None:
+        self._call, self._map = call, map
         self._raws, self._weights, self._exp_avgs, self._exp_avg_sqs, self._vectors = tensors
 
     def pull(self, grads: Sequence[Tensor]) -> tuple[Tensor, list[Vectors]]:
         """Return the norm of the raw gradients and the gradients of the vectors."""
         self._grads = grads
         self._old = [tuple(None if v is None else v.clone() for v in vectors) for vectors in self._vectors]
-        run = _compiled(_pull_matrix)
-        found = [run(self._map, *args) for args in zip(self._matrices(self._raws), self._matrices(grads), self._old)]
-        norm = torch.linalg.vector_norm(torch.stack([norm for norm, _ in found]))
-        return norm, [vectors for _, vectors in found]
+        run, matrices = self._call(_pull_matrix), (self._matrices(self._raws), self._matrices(grads))
+        found = [run(self._map, *args) for args in zip(*matrices, self._old, strict=True)]
+        return _total([norm for norm, _ in found]), [vectors for _, vectors in found]
 
     def update(self, rates: Rates, clip: Tensor | None) -> None:
         """Apply AdamW to the raw weights and write the weights."""
-        numbers, run = _numbers(rates, clip, self._raws[0].device), _compiled(_update_matrix)
+        numbers, run = _numbers(rates, clip, self._raws[0].device), self._call(_update_matrix)
         lists = (self._raws, self._weights, self._grads, self._exp_avgs, self._exp_avg_sqs)
         matrices = [self._matrices(tensors) for tensors in lists]
         for *args, old, new in zip(*matrices, self._old, self._vectors, strict=True):
@@ -126,11 +134,11 @@ def _norm(closed: Closed | None, weight: Tensor, grad: Tensor, master: Tensor | 
 
 def _adam_(numbers: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> Tensor:
     """Update the moments in place, and return AdamW's step without decay."""
-    lr, _, gain1, beta2, gain2, eps, correction1, correction2, clip = numbers.unbind()
+    _, gain1, keep2, gain2, root, eps, clip = numbers.unbind()
     grad = grad * clip
-    exp_avg.copy_(torch.lerp(exp_avg, grad, gain1))
-    exp_avg_sq.copy_(exp_avg_sq * beta2 + grad * grad * gain2)
-    return -lr * (exp_avg / correction1) / ((exp_avg_sq / correction2).sqrt() + eps)
+    exp_avg.lerp_(grad, gain1)
+    exp_avg_sq.mul_(keep2).addcmul_(grad, grad * gain2)
+    return exp_avg / (exp_avg_sq.sqrt() * root + eps)
 
 
 def _update(
@@ -145,7 +153,7 @@ def _update(
     master: Tensor | None = None,
     places: Tensor | None = None,
 ) -> None:
-    value, grad, decay = _value(weight, master), grad.float(), numbers[0] * numbers[1]
+    value, grad, decay = _value(weight, master), grad.float(), numbers[0]
     if closed is not None:
         grad = grad * closed.slope(value)
     step = _adam_(numbers, grad, exp_avg, exp_avg_sq)
@@ -218,7 +226,7 @@ def _update_matrix(
     grad = pullback(form, raw, _scales(map, old), grad.float(), frozenset())["w"]
     step = _adam_(numbers, grad, exp_avg, exp_avg_sq)
     if moves:
-        raw.copy_(raw * (1.0 - numbers[0] * numbers[1]) + step)
+        raw.copy_(raw * (1.0 - numbers[0]) + step)
         weight.copy_(effective(form, raw, _scales(map, new)))
 
 
@@ -249,13 +257,22 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _numbers(rates: Rates, clip: Tensor | None, device: torch.device) -> Tensor:
-    """Return a step's numbers as a tensor on the device; filling it takes launches, but no wait for a copy."""
-    values = (
-        *(rates.lr, rates.decay, 1.0 - rates.beta1, rates.beta2, 1.0 - rates.beta2, rates.eps),
-        *(rates.correction1, rates.correction2),
+    """Return a step's numbers as a tensor on the device; filling it takes launches, but no wait for a copy.
+
+    The step is exp_avg/(root sqrt(exp_avg_sq) + eps), with root and eps divided by the corrected rate.
+    """
+    rate = -rates.lr / rates.correction1 or math.inf  # with lr 0 no step is taken
+    numbers = (
+        *(rates.lr * rates.decay, 1.0 - rates.beta1, rates.beta2, 1.0 - rates.beta2),
+        *(1.0 / (math.sqrt(rates.correction2) * rate), rates.eps / rate),
     )
-    found = [torch.full((), value, device=device) for value in values]
+    found = [torch.full((), number, device=device) for number in numbers]
     return torch.stack([*found, torch.ones((), device=device) if clip is None else clip.to(device, torch.float32)])
+
+
+def _total(norms: Sequence[Tensor]) -> Tensor:
+    total: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
+    return total
 
 
 def _places(weight: Tensor, found: Noise) -> Tensor:
@@ -265,7 +282,7 @@ def _places(weight: Tensor, found: Noise) -> Tensor:
     return noise(key, offset + k // cols * stride + k % cols)
 
 
-def _pieces(lists: dict[str, Sequence[Tensor] | None]) -> Iterator[tuple[dict[str, Tensor], list[int]]]:
+def _pieces(lists: _Lists) -> Iterator[tuple[dict[str, Tensor], list[int]]]:
     """Yield flat tensors of each list by its name, and their indices: large ones alone, small ones concatenated."""
     given = {name: tensors for name, tensors in lists.items() if tensors is not None}
     sizes = [tensor.numel() for tensor in given["weight"]]
@@ -278,6 +295,15 @@ def _pieces(lists: dict[str, Sequence[Tensor] | None]) -> Iterator[tuple[dict[st
         yield {name: torch.cat(parts) for name, parts in flat.items()}, small
 
 
+def _blocks(lists: _Lists) -> Iterator[tuple[dict[str, Tensor], list[int]]]:
+    """Yield what :func:`_pieces` does, each tensor in blocks."""
+    given = {name: tensors for name, tensors in lists.items() if tensors is not None}
+    for i, weight in enumerate(given["weight"]):
+        flat = {name: _alias(tensors[i], (weight.numel(),)) for name, tensors in given.items()}
+        for start in range(0, weight.numel(), _BLOCK):
+            yield {name: tensor[start : start + _BLOCK] for name, tensor in flat.items()}, [i]
+
+
 def _alias(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return a dense tensor's memory in another shape, as a tensor of its own: Dynamo guards the bases of views."""
     stride = (1,) if len(shape) == 1 else (shape[1], 1)
@@ -287,5 +313,5 @@ def _alias(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 def _copy_back(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     """Write the parts of a concatenation into the memory of the tensors that it was made of."""
-    parts = flat.split([tensor.numel() for tensor in tensors])
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
     torch._foreach_copy_([_alias(tensor, (tensor.numel(),)) for tensor in tensors], list(parts))

@@ -1,0 +1,189 @@
+"""Schedulers drive SELAdamW as they drive AdamW, scales follow them times k(t), in both homes."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import symexplin as sel
+from symexplin.presets import IDENTITY
+from training import backward, network
+
+STEPS = 12
+CYCLE = {"base_lr": 1e-3, "max_lr": 1e-2, "step_size_up": 3, "cycle_momentum": True, "mode": "triangular2"}
+TORCH = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, [lambda t: 0.9**t, lambda t: 0.8**t]),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda t: 0.95 if t % 2 else 0.5),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 4),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [3, 7]),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.25, 5),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.25, total_iters=5),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=4), lr_scheduler.CosineAnnealingLR(o, 8)], [4]
+    ),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 10, 2.0),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, STEPS),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, 0.1, 3), lr_scheduler.ExponentialLR(o, 0.9)], o
+    ),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=1),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, **CYCLE),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 4),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, [0.02, 0.01], STEPS),
+    "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, swa_lr=1e-3, anneal_epochs=5),
+}
+TRANSFORMERS = {
+    **dict.fromkeys(("linear", "cosine", "cosine_with_restarts", "constant", "constant_with_warmup", "inverse_sqrt")),
+    "cosine_with_min_lr": {"min_lr": 1e-4},
+    "cosine_warmup_with_min_lr": {"min_lr": 1e-4},
+    "warmup_stable_decay": {"num_decay_steps": 4},
+    "polynomial": {"power": 2.0},
+    "greedy": {"patience": 1, "min_lr": 1e-4},
+    "reduce_lr_on_plateau": {"patience": 1},
+}
+
+
+def scheduler_of(name, optimizer):
+    if name in TORCH:
+        return TORCH[name](optimizer)
+    get_scheduler = pytest.importorskip("transformers").optimization.get_scheduler
+    return get_scheduler(name, optimizer, 3, STEPS, TRANSFORMERS[name])
+
+
+def ours(model):
+    return sel.SELAdamW(model, lr=1e-2, weight_decay=0.05, config=IDENTITY)
+
+
+def theirs(model):
+    groups = [{"params": [*model[0].parameters(), *model[3].parameters()]}, {"params": model[1].parameters()}]
+    return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.05)
+
+
+def run(model, optimizer, scheduler, steps, start=0):
+    """Train; return the rates and betas that each step used."""
+    used = []
+    for step in range(start, start + steps):
+        used.append([(float(group["lr"]), tuple(group["betas"])) for group in optimizer.param_groups])
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+        needs_loss = "metrics" in inspect.signature(scheduler.step).parameters
+        scheduler.step(*([1.0 + 0.01 * step] if needs_loss else []))  # a loss that rises, so that plateaus are met
+    return used
+
+
+def test_the_tables_name_every_scheduler():
+    kinds = {name: kind for name, kind in vars(lr_scheduler).items() if inspect.isclass(kind) and name[0] != "_"}
+    found = {name for name, kind in kinds.items() if issubclass(kind, lr_scheduler.LRScheduler)}
+    assert found - {"LRScheduler"} <= set(TORCH)
+    trainer_utils = pytest.importorskip("transformers.trainer_utils")
+    assert {str(kind.value) for kind in trainer_utils.SchedulerType} == set(TRANSFORMERS)
+
+
+@pytest.mark.parametrize("name", [*TORCH, *TRANSFORMERS])
+def test_a_scheduler_drives_it_as_it_drives_adamw(name):
+    """Under the identity map: the same rates, betas and float64 weights; and a scheduler resumed half-way goes on."""
+    model, reference = network(torch.float64), network(torch.float64)
+    optimizer, adamw = ours(model), theirs(reference)
+    scheduler, other = scheduler_of(name, optimizer), scheduler_of(name, adamw)
+    used = run(model, optimizer, scheduler, STEPS // 2)
+    saved = [part.state_dict() for part in (model, optimizer, scheduler)]
+    model = network(torch.float64, seed=1)
+    optimizer = ours(model)
+    scheduler = scheduler_of(name, optimizer)
+    for part, state in zip((model, optimizer, scheduler), saved, strict=True):
+        part.load_state_dict(state)
+    used += run(model, optimizer, scheduler, STEPS - STEPS // 2, start=STEPS // 2)
+    assert used == run(reference, adamw, other, STEPS)
+    assert len({str(rates) for rates in used}) > 1 or name == "constant"
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-11, atol=1e-12)
+
+
+def test_scales_follow_the_scheduler_times_their_multipliers():
+    """The rate of a scale is lr(t) k(t), whatever sets lr(t): read from the size of its own first AdamW steps."""
+    layer = nn.Linear(2, 2, bias=False, dtype=torch.float64)
+    config = sel.preset("frozen", e=sel.Scale("global", k=(8.0, 2.0), base_lr=None))
+    settings = {"weight_decay": 0.0, "betas": (0.0, 0.0), "eps": 0.0}
+    optimizer = sel.SELAdamW(layer, config=config, total_steps=STEPS - 2, **settings)  # the last steps are beyond T
+    scheduler = lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=STEPS, cycle_momentum=False)
+    value = 1.0
+    for step in range(STEPS):
+        rate = optimizer.param_groups[0]["lr"]
+        optimizer.zero_grad()
+        layer.weight.backward(-layer.weight.detach().sign())  # de is negative always
+        optimizer.step()
+        scheduler.step() if step < STEPS - 1 else None
+        moved = float(optimizer.state[layer.weight]["e"]) - value
+        assert moved == pytest.approx(rate * sel.functional.anneal(step, STEPS - 2, 8.0, 2.0), rel=1e-9)
+        value += moved
+
+
+# ---- the module home: any torch optimizer over a converted model ----
+
+T = 20
+
+
+def annealed(kind=torch.optim.SGD):
+    torch.manual_seed(0)
+    model = sel.convert(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), sel.preset("paper"))
+    optimizer = kind(sel.param_groups(model, lr=3e-4, weight_decay=0.0))
+    return optimizer, sel.anneal_scales(optimizer, T)
+
+
+def rates_used(optimizer, steps, scheduler=None):
+    """The learning rate of every role while the optimizer steps."""
+    seen = []
+    handle = optimizer.register_step_pre_hook(lambda o, *_: seen.append({g["role"]: g["lr"] for g in o.param_groups}))
+    for _ in range(steps):
+        optimizer.step()
+        scheduler.step() if scheduler is not None else None
+    handle.remove()
+    return seen
+
+
+@pytest.mark.parametrize("name", [None, "ExponentialLR", "CosineAnnealingLR", "LinearLR"])
+def test_rates_of_a_converted_model_are_the_schedulers_times_k(name):
+    optimizer, _ = annealed()
+    plain = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=3e-4)
+    scheduler, other = (TORCH[name](o) if name else None for o in (optimizer, plain))
+    for t, rates in enumerate(rates_used(optimizer, T + 5, scheduler)):
+        base = plain.param_groups[0]["lr"]
+        for role, k in {"raw": (1, 1), "e": (50, 8), "l": (50, 8), "m": (0.01, 0.5)}.items():
+            assert rates[role] == pytest.approx(base * sel.functional.anneal(t, T, *k), rel=1e-12), (t, role)
+        plain.step()
+        other.step() if other is not None else None
+    assert {group["lr"] for group in optimizer.param_groups} == {plain.param_groups[0]["lr"]}
+
+
+def test_the_count_of_steps_is_saved_and_a_state_without_one_may_be_loaded():
+    optimizer, _ = annealed(torch.optim.AdamW)
+    bare = copy.deepcopy(optimizer.state_dict())
+    rates_used(optimizer, 7)
+    saved = copy.deepcopy(optimizer.state_dict())
+    resumed, _ = annealed(torch.optim.AdamW)
+    resumed.load_state_dict(saved)
+    assert rates_used(resumed, 3) == rates_used(optimizer, 3)
+    for group in bare["param_groups"]:
+        del group["steps"], group["total_steps"]
+    resumed.load_state_dict(bare)
+    assert rates_used(resumed, 2)[1]["e"] == pytest.approx(3e-4 * sel.functional.anneal(1, T, 50, 8))
+
+
+def test_a_step_that_raises_a_second_call_and_removal_leave_no_trace():
+    optimizer, _ = annealed()
+
+    def closure():
+        raise RuntimeError("stopped")
+
+    with pytest.raises(RuntimeError, match="stopped"):
+        optimizer.step(closure)
+    assert {group["lr"] for group in optimizer.param_groups} == {3e-4}
+    handle = sel.anneal_scales(optimizer, T)  # replaces the first
+    assert rates_used(optimizer, 2)[1]["e"] == pytest.approx(3e-4 * sel.functional.anneal(1, T, 50, 8))
+    handle.remove()
+    assert rates_used(optimizer, 1)[0]["e"] == 3e-4

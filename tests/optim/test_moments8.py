@@ -1,0 +1,79 @@
+"""Moments in 8 bits: the nearest codes, and runs as with 32; test_state has their round trips and bytes."""
+
+import pytest
+import torch
+from torch import nn
+
+import symexplin as sel
+from symexplin.optim import moments8
+from symexplin.optim.moments8 import decode, encode, scale_shape
+
+quant_utils = pytest.importorskip("torchao.optim.quant_utils")
+
+
+@pytest.mark.parametrize("shape", [(3, 16), (2, 600), (5, 3, 3, 3), (0, 4)])
+@pytest.mark.parametrize("signed", [True, False])
+def test_codes_are_the_nearest_of_their_block(shape, signed):
+    """By comparing each entry with all 256 values, in float64; a positive average of squares stays positive."""
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0)) ** (3 if signed else 12)
+    codes, scale = encode(values, signed)
+    assert (codes.dtype, codes.shape) == (torch.uint8, values.shape)
+    assert (scale.dtype, scale.shape) == (torch.float32, scale_shape(shape))
+    found = decode(codes, scale, signed)
+    assert found.shape == values.shape
+    levels = torch.tensor(quant_utils.create_dynamic_map(signed), dtype=torch.float64)
+    rows, blocks = scale_shape(shape)
+    for row in range(rows):
+        flat, back = values[row].flatten().double(), found[row].flatten().double()
+        size = -(-len(flat) // blocks)
+        for block, got in zip(flat.split(size), back.split(size), strict=True):
+            largest = block.abs().max()
+            nearest = (block[:, None] / largest - levels).abs().amin(1) * largest
+            assert bool(((got - block).abs() <= nearest + 1e-6 * largest).all())
+            assert signed or bool(((got > 0) == (block > 0)).all())
+    zeros = torch.zeros(4, 300)
+    assert torch.equal(decode(*encode(zeros, signed), signed), zeros)
+
+
+def train(bits, steps, seed=0, scale=1.0, kind=sel.SELAdamW):
+    """Regression on noisy products of inputs, some of which are off in a batch: gradients of zero beside others."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 4))
+    optimizer, losses = kind(model, lr=1e-3, moment_bits=bits), []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(1000 * seed + step)
+        x = torch.randn(64, 32, generator=generator)
+        y = x[:, :4] * x[:, 4:8] + 0.1 * torch.randn(64, 4, generator=generator)
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean()
+        (scale * loss).backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return model, torch.tensor(losses)
+
+
+@pytest.mark.parametrize("kind", [sel.SELAdamW, sel.SELMuon])
+@pytest.mark.parametrize("scale", [1.0, 32.0, 1000.0])
+def test_the_scale_of_the_loss_does_not_matter(scale, kind):
+    """Second moments far below others of their block must not become 0, or weights jump."""
+    largest = [max(float(p.detach().abs().max()) for p in train(bits, 40, scale=scale, kind=kind)[0].parameters())
+               for bits in (32, 8)]  # fmt: skip
+    assert largest[1] < 1.2 * largest[0]
+
+
+@pytest.mark.slow
+def test_the_loss_falls_as_with_32_bits():
+    """Over 300 steps: the means of fifty steps differ by less than those of another order of the data."""
+    full, other, small = (
+        train(bits, 300, seed)[1].unflatten(0, (6, 50)).mean(1) for bits, seed in ((32, 0), (32, 1), (8, 0))
+    )
+    assert float((small - full).abs().max()) < float((other - full).abs().max())
+    assert float(small[-1]) < 0.5 * float(small[0])
+
+
+def test_without_torchao_the_message_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "torchao.optim", None)
+    moments8._map.cache_clear()
+    with pytest.raises(ModuleNotFoundError, match=r"moment_bits=8 needs torchao: pip install 'symexplin\[small\]'"):
+        train(8, 1)
+    moments8._map.cache_clear()

@@ -1,0 +1,389 @@
+"""A step of any raw-space optimizer: clipping, rates of 0, groups, closures, autocast, averages, memory, waits."""
+
+import copy
+import re
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import symexplin as sel
+from symexplin import kernels
+from symexplin.optim.optimizer import _CHUNK
+from training import PAPER, assert_same_bits, backward, batch, build, network, same, train
+
+DEFAULT = sel.SELConfig()
+MAPS = {"default": DEFAULT, "paper": PAPER, "frozen": sel.preset("frozen"), "sinh": sel.SELConfig(mode="sinh")}
+each_map = pytest.mark.parametrize("config", MAPS.values(), ids=MAPS)
+ends = pytest.mark.parametrize("config", [DEFAULT, PAPER], ids=["default", "paper"])
+
+
+def set_lr(optimizer, lr):
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+@each_map
+def test_clipping_acts_on_the_norm_of_raw_gradients(config):
+    """The norm is that of raw weights, scales and plain parameters together, and p.grad is never written."""
+    ours, theirs = network(torch.float64), sel.convert(network(torch.float64), config)
+    optimizer = build(ours, config, max_grad_norm=1e-3)
+    backward(ours, 0)
+    backward(theirs, 0)
+    before = [p.grad.clone() for p in ours.parameters()]
+    optimizer.step()
+    norm = nn.utils.clip_grad_norm_(theirs.parameters(), 1e-3)
+    assert float(optimizer.grad_norm) == pytest.approx(float(norm), rel=1e-12)
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(ours.parameters(), before, strict=True))
+
+
+@pytest.mark.usefixtures("path")
+def test_saved_weights_are_known_to_have_changed():
+    model = network()
+    optimizer = build(model, DEFAULT)
+    backward(model, 0)
+    loss = model(torch.ones(2, 12, requires_grad=True)).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [sel.SELAdamW, sel.SELMuon])
+@each_map
+@pytest.mark.usefixtures("path")
+def test_a_rate_of_zero_keeps_the_bits_and_advances_the_moments(config, kind, dtype):
+    model = network(dtype)
+    with torch.no_grad():
+        model[0].weight[:, 0], model[0].weight[:, 1], model[1].bias[:5] = -0.0, 0.0, -0.0
+    before = copy.deepcopy(model)
+    optimizer = build(model, config, kind=kind)
+    set_lr(optimizer, 0.0)
+    train(model, optimizer, 3)
+    assert_same_bits(model, before)
+    for state in optimizer.state.values():
+        assert float(state["step"]) == 3
+        assert any(bool((value != 0).any()) for key, value in state.items() if key.startswith(("exp_avg", "momentum")))
+    assert optimizer.param_groups[0]["steps"] == 3
+    set_lr(optimizer, 1e-2)
+    train(model, optimizer, 1)
+    assert bool((model[0].weight[:, :2] != 0).any())  # zeros move
+
+
+@ends
+def test_the_idle_step_of_a_distributed_checkpoint_counts_nothing(config):
+    model, twin = network(), network()
+    optimizer, reference = build(model, config), build(twin, config)
+    get_state_dict(model, optimizer)
+    assert optimizer.param_groups[0]["steps"] == 0
+    assert all(float(state["step"]) == 0 for state in optimizer.state.values())
+    assert_same_bits(train(model, optimizer, 3), train(twin, reference, 3))
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    set_lr(optimizer, 0.0)
+    optimizer.step()  # a later one is a step
+    assert optimizer.param_groups[0]["steps"] == 4
+
+
+@ends
+def test_a_parameter_frozen_when_groups_were_built_joins_later(config):
+    model = network()
+    model[:2].requires_grad_(False)
+    optimizer = build(model, config)
+    assert [group["role"] for group in optimizer.param_groups] == ["curved"]
+    train(model, optimizer, 3)
+    assert_same_bits(model[0], network()[0])
+    model.requires_grad_(True)
+    for group in sel.param_groups(model[:2], lr=1e-2, config=config, whole=model):
+        optimizer.add_param_group(group)
+    train(model, optimizer, 3, start=3)
+    assert all(not torch.equal(p, q) for p, q in zip(model.parameters(), network().parameters(), strict=True))
+    assert [name for name, _ in optimizer.curved()] == ["3.weight", "3.bias", "0.weight", "0.bias"]
+    assert [float(optimizer.state[p]["step"]) for p in (model[3].bias, model[0].bias, model[1].bias)] == [6, 3, 3]
+
+
+def test_a_group_added_by_hand_is_trained_saved_and_loaded():
+    """Parameters with names and nothing else; keys of users and schedulers stay."""
+    pairs = []
+    for _ in range(2):
+        model, extra = network(), nn.Parameter(torch.ones(3))
+        optimizer = build(model)
+        optimizer.add_param_group({"params": [("extra", extra)], "label": "mine"})
+        torch.optim.lr_scheduler.LinearLR(optimizer, 0.5)
+        pairs.append((extra, optimizer))
+    (extra, first), (other, second) = pairs
+    extra.grad = torch.ones(3)
+    first.step()
+    second.load_state_dict(first.state_dict())
+    assert not torch.equal(extra, torch.ones(3))
+    assert second.param_groups[-1]["label"] == "mine"
+    assert second.param_groups[0]["initial_lr"] == 1e-2
+    assert torch.equal(second.state[other]["exp_avg"], first.state[extra]["exp_avg"])
+
+
+AROUND = {
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "default device": lambda: torch.device("meta"),
+    "grad mode": torch.enable_grad,
+    "inference": torch.inference_mode,
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_what_is_around_a_step_changes_nothing(around):
+    """The residual's product and its draw are those of the state."""
+    ours, theirs, config = network(), network(), sel.preset("paper+offset")
+    optimizer = build(ours, config)
+    if around == "inference":
+        optimizer.create_state()  # tensors that are made in inference mode stay in it
+    for step in range(4):
+        optimizer.zero_grad()
+        backward(ours, step)
+        with AROUND[around]():
+            optimizer.step()
+    assert_same_bits(ours, train(theirs, build(theirs, config), 4))
+
+
+@ends
+def test_a_closure_equals_the_open_loop(config):
+    model, reference = network(), network()
+    optimizer, other = build(model, config), build(reference, config)
+    for step in range(4):
+
+        def closure(step=step):
+            optimizer.zero_grad()
+            loss = model(batch(step)).square().mean()
+            loss.backward()
+            return loss
+
+        with torch.no_grad():
+            expected = reference(batch(step)).square().mean()
+        assert torch.equal(optimizer.step(closure), expected)
+        train(reference, other, 1, start=step)
+    assert_same_bits(model, reference)
+
+
+def test_total_steps_may_come_later_and_be_changed():
+    model, twin = network(), network()
+    optimizer, expected = build(model, total_steps="later"), build(twin)
+    train(model, optimizer, 1)
+    backward(model, 1)
+    with pytest.raises(ValueError, match=r"total_steps is still 'later': call set_total_steps\(T\) before the second"):
+        optimizer.step()
+    optimizer.set_total_steps(100)
+    assert_same_bits(train(model, optimizer, 5, start=1), train(twin, expected, 6))
+    optimizer.set_total_steps(50, restart=True)
+    assert [(group["total_steps"], group["steps"]) for group in optimizer.param_groups] == [(50, 0), (50, 0)]
+
+
+def test_the_groups_common_rate_is_the_optimizers_default():
+    """Some schedulers, such as transformers' polynomial one, take it for the peak."""
+    groups = sel.param_groups(network(), lr=1e-2)
+    assert sel.SELAdamW(groups, lr=5e-3).defaults["lr"] == 1e-2
+    groups[1]["lr"] = 1e-3
+    assert sel.SELAdamW(groups, lr=5e-3).defaults["lr"] == 5e-3
+    assert build(network(), lr={"0.*": 1e-2, "*": 1e-3}).defaults["lr"] == 1e-2
+
+
+def test_repr_shows_map_groups_settings_and_the_steps_taken():
+    model = network()
+    optimizer = sel.SELAdamW(model, lr=1e-3, weight_decay={"3.*": 0.1, "*": 0.0}, moment_bits=8)
+    lines = repr(optimizer).splitlines()
+    assert lines[0] == "SELAdamW("
+    assert lines[1] == "  map: exp_only, beta 1.048; width 20"
+    assert [line.split(":")[0].strip() for line in lines[2:-2]] == ["curved", "curved", "plain"]
+    assert lines[2].endswith("126 numbers, lr 0.001, weight_decay 0.1")
+    assert "moment_bits 8" in lines[-2]
+    assert lines[-2].endswith("0 steps taken")
+    backward(model, 0)
+    optimizer.step()
+    assert "1 steps taken" in repr(optimizer)
+    assert "momentum 0.95" in repr(sel.SELMuon(model))
+
+
+def scaled_step(model, optimizer, scaler, step, spoil=False):
+    optimizer.zero_grad()
+    scaler.scale(model(batch(step)).square().mean()).backward()
+    if spoil:
+        model[3].weight.grad[0, 0] = float("inf")
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@ends
+def test_a_grad_scaler_changes_nothing_but_the_steps_it_skips(config):
+    """Scaling by a power of two is exact: the run equals one without, in which the overflowing steps never were."""
+    model, reference = network(), network()
+    optimizer, other = build(model, config), build(reference, config)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+    scaled_step(model, optimizer, scaler, 99, spoil=True)  # overflow before there is any state, as fp16 runs start
+    assert_same_bits(model, network())
+    assert not optimizer.state
+    for step in range(8):
+        scaled_step(model, optimizer, scaler, step)
+        if step == 4:
+            weights, state = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict())
+            scaled_step(model, optimizer, scaler, 98, spoil=True)
+            assert_same_bits(model, weights)
+            assert same(optimizer.state_dict(), state)
+    assert_same_bits(model, train(reference, other, 8))
+    assert optimizer.param_groups[0]["steps"] == 8
+
+
+@ends
+def test_a_compiled_model_is_not_compiled_again_and_a_compiled_step_is_the_step(config):
+    """Graphs are counted: none after the first step, whatever the steps, the schedule and a swap of weights write."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    model, reference = network(), network()
+    optimizer, other = build(model, config), build(reference, config)
+    compiled, step = torch.compile(model, backend=counter), torch.compile(optimizer.step, backend="eager")
+    graphs = []
+    for i in range(6):
+        for net, opt, call in ((compiled, optimizer, step), (reference, other, other.step)):
+            opt.zero_grad()
+            net(batch(i)).square().mean().backward()
+            set_lr(opt, 1e-2 / (i + 1))
+            call()
+            if i == 3:
+                net.load_state_dict(copy.deepcopy(net.state_dict()))
+        graphs.append(counter.frame_count)
+    assert graphs == [1] * 6
+    assert_same_bits(model, reference)
+
+
+def test_parameters_without_values_are_refused_at_the_first_step():
+    with torch.device("meta"):
+        model = network()
+    optimizer = build(model)
+    with pytest.raises(ValueError, match=r"on the device 'meta': build the optimizer after to_empty"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("what", ["rate", "weight", "gradient", "nan"])
+@ends
+@pytest.mark.usefixtures("path")
+def test_divergence_is_told_once_by_name_at_the_line_that_steps(what, config):
+    model = network()
+    optimizer = build(model, config, lr=300.0 if what == "rate" else 1e-3, max_grad_norm=None)
+    if what == "weight":
+        model[3].weight.data[0, 0] = 3e22
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in range(60):
+            optimizer.zero_grad()
+            backward(model, step)
+            if step == 2 and what in ("gradient", "nan"):
+                model[0].bias.grad[1] = torch.inf if what == "gradient" else torch.nan
+            optimizer.step()
+    (warning,) = [w for w in told if "diverges" in str(w.message)]
+    named = {"rate": r"step \d+: ", "weight": r"3\.weight"}.get(what, r"step 3: the gradient of 0\.bias is not finite")
+    assert re.match("step ", str(warning.message))
+    assert re.search(named, str(warning.message))
+    assert "lower the learning rate" in str(warning.message)
+    assert warning.filename == __file__
+    assert not all(p.isfinite().all() for p in model.parameters())  # nothing blames or repairs the weights
+    assert not torch.isfinite(torch.tensor(sel.stats(model, optimizer)["slope/mean"])) or what == "weight"
+
+
+def test_no_gradient_at_the_first_step_is_told():
+    with pytest.warns(UserWarning, match="no parameter has a gradient at the first step") as told:
+        build(network()).step()
+    assert told[0].filename == __file__
+
+
+# Operations whose outcome, or the shape of it, the host must wait for.
+WAITING = {torch.ops.aten.__getattr__(name).default for name in ("_local_scalar_dense", "nonzero", "masked_select")}
+WAITING.add(torch.ops.aten.equal.default)
+
+
+class Waits(TorchDispatchMode):
+    """Collects the storages of tensors whose values are asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        mask = function is torch.ops.aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1])
+        if function in WAITING or mask:
+            self.found.add(args[0].untyped_storage().data_ptr())
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", [sel.SELAdamW, sel.SELMuon])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["default", "paper", "paper+offset", "absorbed", "rounded"])
+def test_a_step_waits_for_no_device(name, dtype, kind):
+    """It reads nothing but counters, which lie on the CPU wherever the parameters are."""
+    model, rounds = network(dtype), name == "rounded"
+    config = sel.preset("default" if rounds else name)
+    optimizer = build(model, config, kind=kind, max_grad_norm=0.1, stochastic_rounding=rounds)
+    train(model, optimizer, 2)
+    backward(model, 5)
+    counters = {id(v): v for s in optimizer.state.values() for k, v in s.items() if k in ("step", "scale_step")}
+    own = {v.untyped_storage().data_ptr() for v in counters.values()}
+    with Waits() as waits:
+        optimizer.step()
+    assert len(waits.found - own) == 1  # the norm, which is looked at on a CPU, on others every hundredth step
+    optimizer._diverged = True  # as between two looks
+    with Waits() as waits:
+        optimizer.step()
+    assert waits.found
+    assert waits.found <= own
+
+
+def peak(function):
+    """Return the largest number of bytes that a call holds beyond what it finds."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        function()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most
+
+
+@pytest.mark.usefixtures("path")
+def test_the_peak_memory_of_a_training_step_is_adamws():
+    """Gradients and activations as in training; raw gradients exist for a few parameters at a time."""
+    found = []
+    for make in (lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3), lambda m: sel.SELAdamW(m, lr=1e-3)):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(6)))
+        optimizer = make(model)
+
+        def step(model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            model(torch.ones(2048, 512)).square().mean().backward()
+            optimizer.step()
+
+        step()
+        model.zero_grad()
+        found.append(peak(step) + sum(p.nbytes for p in model.parameters()))
+        found.append(sum(v.nbytes for state in optimizer.state.values() for v in state.values()))
+    theirs, ours = (sum(found[i : i + 2]) for i in (0, 2))
+    assert ours == pytest.approx(theirs, rel=0.01)
+
+
+@pytest.mark.parametrize("choice", ["auto", "readable"])
+@ends
+def test_a_step_holds_little_besides_the_state(config, choice):
+    """A few times a chunk in pure PyTorch, nothing as large as a weight in kernels."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(10)))
+    optimizer = build(model, config)
+    with kernels.using(choice):
+        for _ in range(2):
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape)
+            optimizer.step()
+        has_kernels = kernels.kernels_for(torch.device("cpu")) is not None
+        bytes_of_chunk = 4 * _CHUNK["cpu"]
+        most = (0.1 if has_kernels else 8.0) * bytes_of_chunk
+        assert peak(optimizer.step) < most

@@ -1,0 +1,138 @@
+"""Rules of one's own: SGD and Lion over any map, what a rule gets, and that nothing takes a rule's place."""
+
+import pytest
+import torch
+from torch import nn
+
+import symexplin as sel
+from symexplin.presets import IDENTITY
+from training import PAPER, Reference, backward, batch, build, network, squares, train
+
+
+class SELSGD(sel.RawSpaceOptimizer):
+    """SGD with momentum and decoupled decay."""
+
+    moments = ("momentum_buffer",)
+
+    def __init__(self, params, lr=1e-2, momentum=0.9, weight_decay=0.0, *, config=None, **settings):
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, **settings}, config)
+        self.seen = []
+
+    def rule_(self, leaves, group):
+        for leaf in leaves:
+            self.seen.append((leaf.name, leaf.kind, leaf.step, leaf.lr, leaf.weight_decay, tuple(leaf.value.shape)))
+            buffer = leaf.moments["momentum_buffer"].mul_(group["momentum"]).add_(leaf.grad)
+            leaf.decay_()
+            leaf.value.sub_(buffer * leaf.lr)
+
+
+def sgd(x, g, state, lr, decay, t):  # noqa: ARG001
+    m = state["m"] = 0.9 * state.get("m", 0.0) + g
+    return x * (1 - lr * decay) - lr * m
+
+
+CASES = {
+    "default": (sel.SELConfig(), {"beta": 7.5 * (20 / 1024) ** 0.5, "mode": "exp_only"}),
+    "paper": (PAPER, {"beta": 7.5}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_sgd_is_that_of_raw_weights_in_float64(name, dtype):
+    config, formula = CASES[name]
+    model, twin = network(dtype), network(dtype).double()
+    settings = {"lr": 3e-3, "weight_decay": 0.1, "kind": SELSGD}
+    optimizer = build(model, config, **settings)
+    reference = Reference(twin, build(twin, config, **settings), **formula, rule=sgd, lr=3e-3, decay=0.1)
+    for step in range(30):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+        reference.step(squares(batch(step, dtype).double()))
+    for key, wanted in reference.weights().items():
+        gap = (model.get_parameter(key).detach().double() - wanted).abs().max() / wanted.abs().max()
+        assert float(gap) < (1e-11 if dtype == torch.float64 else 1e-5), key
+    moved = max(float((p - q).detach().abs().max()) for p, q in zip(twin.parameters(), model.parameters(), strict=True))
+    assert moved > 0.05
+
+
+def test_a_rule_gets_every_leaf_with_its_own_rate_decay_and_count():
+    model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
+    config = sel.preset("paper+offset", delta=sel.Scale("lora", k=0.5, rank=2))
+    optimizer = SELSGD(model, lr=3e-4, weight_decay=0.1, config=config, total_steps=4)
+    for step in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+        if step == 0:
+            del optimizer.seen[:]
+    found = {name: rest for name, *rest in optimizer.seen}
+    blend = lambda k0, k1: k0 * (k1 / k0) ** (0.5 - 0.5 * 2**-0.5)  # noqa: E731 (at step 1 of 4: cos(pi/4))
+    e, m = 3e-4 * blend(50, 8), 3e-4 * blend(0.01, 0.5)
+    rates = {name: lr for name, (_, _, lr, _, _) in found.items()}
+    expected = {"0.weight": 3e-4, "0.weight e_row": e, "0.weight l_column": e, "0.weight m_row": m, "0.bias e_row": e}
+    expected |= {"0.weight n_column": 3e-4, "0.weight delta_A": 3e-4 * 0.5 / 7.5, "1.weight": 3e-4}
+    assert {name: rates[name] for name in expected} == pytest.approx(expected)
+    kinds = {name: kind for name, (kind, *_) in found.items()}
+    assert [kinds[name] for name in ("0.weight", "0.bias", "0.bias e_row", "1.bias")] == [
+        "raw",
+        "raw",
+        "scale",
+        "plain",
+    ]
+    decays = {name for name, (_, _, _, decay, _) in found.items() if decay == 0.1}
+    assert decays == {name for name in found if name.partition(" ")[2][:2] in ("", "e_", "l_")}
+    assert {step for _, step, *_ in found.values()} == {2.0}
+    assert {found[n][-1] for n in ("0.weight delta_A", "0.weight delta_B")} == {(3, 2), (2, 4)}
+
+
+def test_its_moments_are_saved_under_its_names_and_a_run_goes_on():
+    runs = [network(), network()]
+    optimizers = [build(model, kind=SELSGD, lr=1e-3) for model in runs]
+    train(runs[0], optimizers[0], 3)
+    runs[1].load_state_dict(runs[0].state_dict())
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    for model, optimizer in zip(runs, optimizers, strict=True):
+        train(model, optimizer, 3, start=3)
+    assert all(torch.equal(p, q) for p, q in zip(runs[0].parameters(), runs[1].parameters(), strict=True))
+    keys = set(optimizers[1].state[runs[1][0].bias])
+    assert keys == {"step", "scale_step", "raw", *("e_row", "l_row", "m_row")} | {
+        f"{stem}momentum_buffer" for stem in ("", "e_row_", "l_row_", "m_row_")
+    }
+
+
+def test_settings_of_every_optimizer_need_no_defaults_and_bad_ones_of_the_rule_are_refused():
+    class Checked(SELSGD):
+        def check_(self, group):
+            if group["momentum"] < 0.0:
+                raise ValueError("momentum must not be negative")
+
+    optimizer = Checked(network())
+    assert optimizer.param_groups[0]["max_grad_norm"] is None
+    with pytest.raises(ValueError, match="momentum must not be negative"):
+        optimizer.add_param_group({"params": [("more", nn.Parameter(torch.ones(2)))], "momentum": -1.0})
+    assert len(optimizer.param_groups) == 2
+    with pytest.raises(ValueError, match="momentum must not be negative"):
+        Checked(network(), momentum=-1.0)
+
+
+@pytest.mark.parametrize("kind", [sel.SELAdamW, sel.SELMuon])
+@pytest.mark.parametrize("config", [sel.SELConfig(), PAPER, IDENTITY], ids=["default", "paper", "identity"])
+def test_a_subclass_that_changes_the_rule_is_not_replaced_by_kernels(kind, config):
+    class Still(kind):
+        def rule_(self, leaves, group):
+            pass
+
+    model, before = network(), network()
+    train(model, build(model, config, kind=Still), 2)
+    for p, q in zip(model.parameters(), before.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+
+
+def test_the_base_class_has_no_rule():
+    model = network()
+    optimizer = sel.RawSpaceOptimizer(model, {"lr": 1e-3, "weight_decay": 0.0})
+    backward(model, 0)
+    with pytest.raises(NotImplementedError):
+        optimizer.step()

@@ -1,0 +1,331 @@
+"""The state: AdamW's own for the default map, and round trips of every map in every precision by every way."""
+
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import symexplin as sel
+from symexplin.optim import moments8
+from training import PAPER, assert_same_bits, build, network, same, train
+
+PRECISIONS = {
+    "float32": (torch.float32, {}),
+    "bfloat16": (torch.bfloat16, {}),
+    "float16": (torch.float16, {}),
+    "float64": (torch.float64, {}),
+    "rounded": (torch.bfloat16, {"stochastic_rounding": True}),
+    "8 bits": (torch.bfloat16, {"moment_bits": 8}),
+}
+ELEMENTWISE = sel.preset(
+    "paper+offset",
+    e=sel.Scale("elementwise", k=(50.0, 8.0), transform="exp"),
+    l=sel.Scale("global", k=(50.0, 8.0)),
+    s=sel.Scale("row_col_add"),
+)
+MAPS = {name: sel.preset(name) for name in ("default", "paper", "paper+offset", "absorbed", "frozen")}
+MAPS |= {"elementwise": ELEMENTWISE, "sinh": sel.SELConfig(mode="sinh"), "identity": sel.SELConfig(mode="linear")}
+RUNS = {name: (config, sel.SELAdamW) for name, config in MAPS.items()}
+RUNS |= {f"{name}, Muon": (MAPS[name], sel.SELMuon) for name in ("default", "paper")}
+
+
+def loaded(model, optimizer, weights, state):
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    return model, optimizer
+
+
+def by_loading(model, optimizer, make):
+    return loaded(*make(), copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()))
+
+
+def by_state_first(model, optimizer, make):
+    twin, other = make()
+    other.load_state_dict(optimizer.state_dict())
+    twin.load_state_dict(model.state_dict())
+    return twin, other
+
+
+def by_file(model, optimizer, make):
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file := io.BytesIO())
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    return loaded(*make(), saved["model"], saved["optimizer"])
+
+
+def by_checkpoint(model, optimizer, make):
+    """torch.distributed.checkpoint's utilities, which create the state by a step with all rates at 0."""
+    weights, state = copy.deepcopy(get_state_dict(model, optimizer))
+    twin, other = make()
+    set_state_dict(twin, other, model_state_dict=weights, optim_state_dict=state)
+    return twin, other
+
+
+WAYS = {
+    "load": by_loading,
+    "state first": by_state_first,
+    "deepcopy": lambda model, optimizer, _: copy.deepcopy((model, optimizer)),
+    "pickle": lambda model, optimizer, _: pickle.loads(pickle.dumps((model, optimizer))),
+    "file": by_file,
+    "distributed checkpoint": by_checkpoint,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_run_goes_on_to_the_bit(precision, name, way, monkeypatch):
+    (config, kind), (dtype, settings) = RUNS[name], PRECISIONS[precision]
+    if precision == "rounded" and not config.closed:
+        pytest.skip("refused by name: see test_checks")
+    monkeypatch.setattr(moments8, "_LEAST", 100)
+
+    def make(seed=9):
+        model = network(dtype, seed)
+        return model, build(model, config, kind=kind, **settings)
+
+    model, optimizer = make(0)
+    train(model, optimizer, 3)
+    twin, other = WAYS[way](model, optimizer, make)
+    assert_same_bits(twin, model)
+    train(model, optimizer, 3, start=3)
+    train(twin, other, 3, start=3)  # after the first: their states share no memory
+    assert_same_bits(twin, model)
+    assert same(other.state_dict(), optimizer.state_dict())
+    codes = {torch.uint8} if precision == "8 bits" else set()
+    precise = torch.float64 if dtype == torch.float64 else torch.float32
+    for parameter, state in other.state.items():
+        stored = {key: value.dtype for key, value in state.items() if key not in ("step", "scale_step")}
+        assert set(stored.values()) <= {precise} | codes
+        half = dtype in (torch.bfloat16, torch.float16) and precision != "rounded"
+        is_curved = parameter in set(other.param_groups[0]["params"])
+        assert ("raw" in stored) == (is_curved and not config.closed)
+        assert ("master" in stored) == (half and "raw" not in stored)
+
+
+def torchs(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, 2)
+    return optimizer.state_dict()["state"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_state_of_the_default_map_is_adamws(dtype):
+    """Keys, dtypes, shapes and bytes, parameter for parameter; plain parameters come after curved ones."""
+    model, reference = network(dtype), network(dtype)
+    optimizer = build(model, sel.SELConfig())
+    train(model, optimizer, 2)
+    theirs = dict(zip((name for name, _ in reference.named_parameters()), torchs(reference).values(), strict=True))
+    for name, parameter in model.named_parameters():
+        ours = optimizer.state[parameter]
+        assert list(ours) == list(theirs[name]) == ["step", "exp_avg", "exp_avg_sq"]
+        for key, value in theirs[name].items():
+            assert (ours[key].dtype, ours[key].shape, ours[key].nbytes) == (value.dtype, value.shape, value.nbytes)
+            assert ours[key].device == value.device
+
+
+SMALL = 2 * (1 + 4 / 256)  # codes, and a scale per block
+FACTORS = 12 * 3 * (1024 + 512 + 512) + 2 * 4  # e, l and m of rows, columns and the bias, with moments; their counts
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "settings", "each", "bias", "more"),
+    [
+        (sel.SELConfig(), torch.float32, {}, 8, 8, 0),
+        (sel.SELConfig(), torch.bfloat16, {}, 12, 12, 0),
+        (sel.SELConfig(), torch.bfloat16, {"stochastic_rounding": True}, 8, 8, 0),
+        (sel.SELConfig(), torch.bfloat16, {"stochastic_rounding": True, "moment_bits": 8}, SMALL, 8, 0),
+        (sel.preset("frozen"), torch.bfloat16, {"moment_bits": 8}, 4 + SMALL, 12, 0),
+        (PAPER, torch.float32, {}, 12, 12, FACTORS),
+        (PAPER, torch.bfloat16, {}, 12, 12, FACTORS),
+    ],
+)
+def test_bytes_of_state_per_parameter(config, dtype, settings, each, bias, more):
+    """Of a weight's entry, of a bias's (too small for 8 bits), and of all factors; a count has 4 bytes."""
+    optimizer = build(nn.Sequential(nn.Linear(1024, 512)).to(dtype), config, **settings)
+    optimizer.create_state()
+    held = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
+    assert held == each * 1024 * 512 + bias * 512 + 2 * 4 + more
+
+
+def test_names_of_the_state_are_those_of_the_module_form():
+    model, converted = network(), sel.convert(network(), sel.preset("paper+offset"))
+    optimizer = build(model, sel.preset("paper+offset"))
+    optimizer.create_state()
+    factors = {name for name, _ in converted[0].named_parameters() if not name.startswith(("raw", "bias"))}
+    assert {"e_row", "e_column", "n_column", "delta_A"} < factors
+    moments = {f"{stem}exp_avg{end}" for stem in ("", *(f"{f}_" for f in factors)) for end in ("", "_sq")}
+    assert set(optimizer.state[model[0].weight]) == {"step", "scale_step", "raw"} | factors | moments
+    for name in factors:
+        assert torch.equal(optimizer.state[model[0].weight][name], getattr(converted[0], name).detach())
+
+
+@pytest.mark.parametrize("config", [sel.SELConfig(), PAPER])
+def test_a_state_goes_to_another_precision(config):
+    """To half precision and back: full-precision state gets master copies, which a float32 model does not need."""
+    model, half = network(), network(torch.bfloat16)
+    optimizer, other = build(model, config), build(half, config)
+    train(model, optimizer, 2)
+    half.load_state_dict(model.state_dict())
+    other.load_state_dict(optimizer.state_dict())
+    train(half, other, 1, start=2)
+    assert all(("master" in s) != ("raw" in s) for s in other.state.values())
+    assert {v.dtype for s in other.state.values() for v in s.values()} == {torch.float32}
+    model.load_state_dict(half.state_dict())
+    optimizer.load_state_dict(other.state_dict())
+    assert not any("master" in s for s in optimizer.state.values())
+    train(model, optimizer, 1, start=3)
+    assert not torch.equal(model[0].weight, half[0].weight.float())
+
+
+def test_counts_may_be_saved_as_numbers_and_names_be_left_out():
+    model, twin = network(), network()
+    optimizer, reference = build(model), build(twin)
+    train(model, optimizer, 2)
+    train(twin, reference, 4)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for values in saved["state"].values():
+        values |= {name: float(values[name]) for name in ("step", "scale_step") if name in values}
+    for group in saved["param_groups"]:
+        del group["param_names"]  # as torchtitan saves it
+    other = build(model)
+    other.load_state_dict(saved)
+    assert_same_bits(train(model, other, 2, start=2), twin)
+
+
+def test_a_cleared_state_starts_anew_from_the_weights_found():
+    model = network()
+    optimizer = build(model)
+    train(model, optimizer, 3)
+    weight = model[0].weight.detach().clone()
+    optimizer.state[model[0].weight].clear()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    train(model, optimizer, 1, start=3)
+    assert torch.equal(model[0].weight, weight)
+    assert float(optimizer.state[model[0].weight]["step"]) == 1.0
+    assert float(optimizer.state[model[0].bias]["step"]) == 4.0
+
+
+@pytest.mark.usefixtures("path")
+def test_one_parameters_count_may_be_edited():
+    """Reset a layer in the middle of a run, as for units that died: its corrections begin anew, all others go on."""
+    model, twin = network(), network()
+    optimizer = build(model, sel.SELConfig(), max_grad_norm=None, weight_decay=0.0)
+    train(model, optimizer, 4)
+    for value in optimizer.state[model[3].weight].values():
+        value.zero_()
+    twin.load_state_dict(model.state_dict())
+    fresh = build(twin, sel.SELConfig(), max_grad_norm=None, weight_decay=0.0)
+    train(model, optimizer, 1, start=4)
+    train(twin, fresh, 1, start=4)
+    torch.testing.assert_close(model[3].weight, twin[3].weight, rtol=1e-6, atol=0)
+    assert not torch.allclose(model[0].weight, twin[0].weight, rtol=1e-4)
+
+
+def test_a_renamed_module_is_loaded_by_position():
+    model = network()
+    optimizer = build(model)
+    train(model, optimizer, 2)
+    renamed = nn.ModuleDict({"first": nn.Sequential(*copy.deepcopy(model))})
+    twin = build(renamed)
+    with pytest.raises(ValueError, match=r"it has 0\.weight where .* has first\.0\.weight.*by_position=True"):
+        twin.load_state_dict(optimizer.state_dict())
+    twin.load_state_dict(optimizer.state_dict(), by_position=True)
+    assert_same_bits(train(renamed["first"], twin, 2, start=2), train(model, optimizer, 2, start=2))
+
+
+class Wrapper(nn.Module):
+    """A model under `module`, as in DistributedDataParallel."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+@pytest.mark.parametrize("wrap", [Wrapper, torch.compile, lambda m: Wrapper(torch.compile(m))])
+def test_the_state_of_a_wrapped_model_goes_to_the_plain_one_and_back(wrap):
+    model = network()
+    optimizer = build(wrap(model))
+    train(model, optimizer, 2)
+    twin = copy.deepcopy(model)
+    other = build(twin)
+    other.load_state_dict(optimizer.state_dict())
+    assert_same_bits(train(twin, other, 1, start=2), train(model, optimizer, 1, start=2))
+    optimizer.load_state_dict(other.state_dict())
+
+
+def test_a_loaded_state_keeps_the_runs_own_settings_and_brings_the_rules():
+    model = network()
+    optimizer = build(model, betas=(0.8, 0.95), total_steps=50, max_grad_norm=0.3, lr=1e-3)
+    train(model, optimizer, 2)
+    other = build(model, total_steps=70, max_grad_norm=None)
+    other.load_state_dict(optimizer.state_dict())
+    for group in other.param_groups:
+        assert (group["betas"], group["lr"]) == ((0.8, 0.95), 1e-3)
+        assert (group["total_steps"], group["max_grad_norm"], group["steps"]) == (70, None, 2)
+
+
+def spoiled(change):
+    model = network()
+    optimizer = build(model)
+    train(model, optimizer, 1)
+    before, saved = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(optimizer.state_dict())
+    change(saved)
+    return model, optimizer, before, saved
+
+
+OTHER = sel.preset("paper", beta=3).resolve(20).to_json()
+SPOILED = [
+    (lambda s: s["state"][0].pop("exp_avg_sq"), r"state_dict does not fit 0\.weight: it has no 'exp_avg_sq'"),
+    (lambda s: s["state"][0].update(e_row=torch.zeros(3)), r"e_row must be \(20,\), got \(3,\)"),
+    (lambda s: s["param_groups"][0]["param_names"].reverse(), r"it has 3\.bias where the optimizer has 0\.weight"),
+    (lambda s: s["param_groups"][0].pop("role"), r"not of this SEL optimizer.* call symexplin\.from_adamw"),
+    (lambda s: s["param_groups"][0].update(role="plain"), "of other groups: 'plain' where the optimizer has 'curved'"),
+    (lambda s: s["param_groups"][0].update(config=sel.preset("frozen").to_json()), "another map: e is .* there"),
+    (lambda s: s["param_groups"][0].update(config=OTHER), r"another map: beta is 3\.0 there, 7\.5 in"),
+    (lambda s: s["param_groups"][0]["axes"].__setitem__(0, "io"), r"0\.weight has axes 'io' there, 'oi' here"),
+    (lambda s: s["param_groups"][0].update(moment_bits=8), "build the optimizer with moment_bits=8"),
+    (lambda s: s["param_groups"].pop(), "different number of parameter groups"),
+    (lambda s: s.update(torch.optim.AdamW(network().parameters()).state_dict()), r"symexplin\.from_adamw"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), SPOILED)
+def test_a_state_that_does_not_fit_is_refused_whole(change, message):
+    model, optimizer, before, saved = spoiled(change)
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(saved)
+    assert same(optimizer.state_dict(), before)
+    train(model, optimizer, 1)
+    assert math.isfinite(float(optimizer.grad_norm))
+
+
+@pytest.mark.parametrize("kind", [sel.SELAdamW, sel.SELMuon])
+def test_states_of_other_optimizers_are_refused(kind):
+    """That of torch's AdamW, which has the default map's very keys, names what converts it."""
+    model = network()
+    reference = torch.optim.AdamW(sel.param_groups(model, lr=1e-3))
+    train(model, reference, 1)
+    with pytest.raises(ValueError, match=r"not of this SEL optimizer: its groups have .* call symexplin\.from_adamw"):
+        build(model, sel.SELConfig(), kind=kind).load_state_dict(reference.state_dict())
+    ours = build(model, sel.SELConfig(), kind=sel.SELMuon if kind is sel.SELAdamW else sel.SELAdamW)
+    train(model, ours, 1)
+    with pytest.raises(ValueError, match=r"0\.weight: it has no '(exp_avg|momentum_buffer)'"):
+        build(model, sel.SELConfig(), kind=kind).load_state_dict(ours.state_dict())
+    with pytest.raises(ValueError, match="another map"):
+        build(model, PAPER).load_state_dict(ours.state_dict())
+
+
+def test_a_state_of_another_shape_is_refused():
+    model = network()
+    optimizer = build(model)
+    train(model, optimizer, 1)
+    wider = nn.Sequential(nn.Linear(13, 20), nn.LayerNorm(20), nn.GELU(), nn.Linear(20, 6))
+    with pytest.raises(ValueError, match=r"state_dict does not fit 0\.weight: e_column must be \(13,\), got \(12,\)"):
+        build(wider).load_state_dict(optimizer.state_dict())
