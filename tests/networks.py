@@ -1,4 +1,4 @@
-"""Small networks that several tests share."""
+"""Small networks and maps that several tests share."""
 
 import torch
 from torch import nn
@@ -7,9 +7,9 @@ import symexplin as sel
 
 __all__ = ["ELEMENTWISE", "EXP", "inputs", "moved", "network"]
 
-# The paper's scales as logarithms, which kernels cover.
-EXP = sel.preset("paper", **{role: {**sel.preset("paper").to_dict()[role], "transform": "exp"} for role in "elm"})
-# All panels: one number per weight, as it is and as a logarithm, besides vectors and LoRA factors.
+# The paper's scales as logarithms.
+EXP = sel.preset("paper", **{role: {"transform": "exp"} for role in "elm"})
+# A number per weight, as it is and as a logarithm, beside vectors and LoRA factors.
 ELEMENTWISE = sel.preset(
     "paper+offset",
     e=sel.Scale("elementwise", k=(50.0, 8.0), transform="exp"),
@@ -26,7 +26,7 @@ def network(dtype=torch.float32, seed=0):
 
 
 def moved(model):
-    """Move every parameter a little, so that no scale is at its start."""
+    """Move every parameter a little, so that no scale has its first value."""
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)

@@ -32,6 +32,7 @@ __all__ = [
 Shape = tuple[int, ...]
 
 
+@functools.cache
 def _dims(axes: str, letter: str) -> Shape:
     return tuple(dim for dim, found in enumerate(axes) if found == letter)
 
@@ -66,7 +67,8 @@ def sides(axes: str, shape: Sequence[int]) -> tuple[int, int]:
     >>> sides("eoi", (4, 3, 2)), sides("oiii", (8, 3, 5, 5))
     ((3, 2), (8, 75))
     """
-    return math.prod(shape[d] for d in out_dims(axes)), math.prod(shape[d] for d in in_dims(axes))
+    # Lists: torch.compile cannot trace math.prod of a generator.
+    return math.prod([shape[d] for d in out_dims(axes)]), math.prod([shape[d] for d in in_dims(axes)])
 
 
 def fans(axes: str, shape: Sequence[int]) -> tuple[int, int]:
@@ -113,7 +115,7 @@ class Factor(NamedTuple):
     lr_scale: float  # multiplies k: 1/beta for delta (paper, section 4.2)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Map:
     """The static description of the map of one tensor.
 

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-__all__ = ["Parts", "check_parts", "fused_parts", "map_parts", "plain_parameters"]
+__all__ = ["HEAD_NAMES", "ROUTER_NAMES", "Parts", "check_parts", "fused_parts", "map_parts", "plain_parameters"]
 
 # Patterns of the names of heads. In a stack of layers, the last one is the head.
 HEAD_NAMES = (
     *("head", "*_head", "classifier", "*_classifier", "classifier_*", "score", "cls", "logit*", "*_logits"),
-    *("unembed", "unembedding", "ctc_proj", "seq_relationship", "*_prediction", "rank_output", "final_layer"),
+    *("unembed", "unembedding", "ctc_proj", "seq_relationship", "*_prediction", "rank_output"),
     *("qa_outputs", "answer_class", "*class_embed", "*bbox_embed", "class_predictor", "bbox_predictor", "decoder_pred"),
 )
 # Heads only outside of numbered blocks and if no linear layer or convolution follows.
-LAST_NAMES = ("fc", "fc_out", "output", "summary")
-# Layers inside of a model: DistilBERT, Funnel, detectors, MobileNet.
-INNER_NAMES = ("pre_classifier", "[qkv]_head", "*pos*_head", "ref_*_head", "conv_head")
+LAST_NAMES = ("fc", "fc_out", "final_layer", "output", "summary")
+# Layers inside of a model, in DistilBERT, MambaOut, Funnel, detectors and MobileNet.
+INNER_NAMES = ("pre_classifier", "pre_logits", "[qkv]_head", "*pos*_head", "ref_*_head", "conv_head")
 ROUTER_NAMES = ("router", "*_router", "router_gate", "shared_expert_gate")
 GATE_NAMES = ("gate", "gating")  # routers, or halves of gated feed-forward layers: see `_is_router`
 # The softplus of this bias is a step size. The bias lies in the tail of the map, where a small step has a large effect.
@@ -81,15 +81,16 @@ def _heads(model: nn.Module) -> list[nn.Module]:
     speakers: list[Any] = [m for m in model.modules() if callable(getattr(m, "get_output_embeddings", None))]
     said = [speaker.get_output_embeddings() for speaker in speakers]
     heads = [part for head in said if isinstance(head, nn.Module) for part in head.modules()]  # adapters may wrap it
-    last = next((name for name, m in reversed([*model.named_modules()]) if isinstance(m, _LAYERS)), "")
-    for name, module in model.named_modules():
+    found = dict(model.named_modules())  # not get_submodule, which a module called "half" would defeat
+    last = next((name for name, module in reversed(found.items()) if isinstance(module, _LAYERS)), "")
+    for name, module in found.items():
         final = f"{last}.".startswith(f"{name}.") and not _is_numbered(name)
         usual = _ends_like(name, HEAD_NAMES) and not _ends_like(name, INNER_NAMES)
-        if (final and _ends_like(name, LAST_NAMES)) or (usual and "Pooling" not in type(module).__name__):
+        if usual or (final and _ends_like(name, LAST_NAMES)):
             heads.extend(_last_layers(module))
-    chain = model.get_submodule(last.rpartition(".")[0])
+    chain = found[last.rpartition(".")[0]]
     if isinstance(chain, nn.Sequential) and isinstance(next(chain.children(), None), _EMBEDDINGS):
-        heads.append(model.get_submodule(last))
+        heads.append(found[last])
     return [*heads, *_vocabulary_heads(model, {id(head) for head in heads}, bool(speakers))]
 
 
@@ -100,13 +101,10 @@ def _last_layers(head: nn.Module) -> Sequence[nn.Module]:
     if isinstance(head, nn.ModuleList):  # one head per layer of the decoder
         return [part for module in head for part in _last_layers(module)]
     layers: list[Any] = [module for module in head.modules() if isinstance(module, _LAYERS)]
-    # The last layer is not the head if another one reads its output (SAM), or it is square (ModernBERT's "head").
-    read = {layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels for layer in layers}
-    return [
-        layer
-        for layer in layers
-        if layer is head or (layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels) not in read
-    ][-1:]
+    # The head is the last layer whose output none of them reads: a square one reads its own (ModernBERT's "head").
+    read = {getattr(layer, "in_features", None) or layer.in_channels for layer in layers}
+    last = [layer for layer in layers if (getattr(layer, "out_features", None) or layer.out_channels) not in read]
+    return [head] if head in layers else last[-1:]
 
 
 def _vocabulary_heads(model: nn.Module, heads: set[int], speaks: bool) -> list[nn.Linear]:
@@ -157,7 +155,10 @@ def fused_parts(model: nn.Module, name: str, outputs: int, inputs: int) -> Parts
     """
     words = name.split(".")
     # The modules around the parameter by its name relative to each, the innermost first.
-    owners = {".".join(words[i:]): model.get_submodule(".".join(words[:i])) for i in reversed(range(len(words)))}
+    around: list[Any] = [model]
+    for word in words[:-1]:
+        around.append(around[-1]._modules[word])
+    owners = {".".join(words[i:]): module for i, module in reversed([*enumerate(around)])}
     for local, module in owners.items():
         said = getattr(module, "sel_parts", None)
         if isinstance(said, Mapping) and local in said:
@@ -198,6 +199,6 @@ def map_parts(rule: Callable[[Tensor], Tensor], matrices: Tensor, parts: Parts) 
     if not parts:
         return rule(matrices)
     dim = matrices.dim() - 2
-    blocks = torch.split(matrices.unflatten(dim, (-1, sum(parts))), list(parts), dim + 1)
+    blocks = torch.split(torch.unflatten(matrices, dim, (-1, sum(parts))), list(parts), dim + 1)
     done = [rule(block.flatten(dim, dim + 1)).reshape(block.shape) for block in blocks]
     return torch.cat(done, dim + 1).reshape(matrices.shape)

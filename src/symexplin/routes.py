@@ -123,11 +123,8 @@ def routing(
 
     The weights and biases of `nn.Linear`, of transformers' `Conv1D`, of convolutions, of experts in one tensor and of
     the input projections of `nn.MultiheadAttention` are curved. Plain are: embeddings and parameters tied to them,
-    output heads, routers of mixtures of experts, step biases of state-space models, norms, frozen and non-floating
-    parameters. LoRA's factors under PEFT are linear layers and therefore curved.
-
-    A head is the result of `get_output_embeddings`, has one of :data:`symexplin.heads.HEAD_NAMES`, or is as wide as
-    the token vocabulary. A router has one of :data:`symexplin.heads.ROUTER_NAMES`, or is a `gate` beside experts.
+    output heads and routers of mixtures of experts (:mod:`symexplin.heads` has their names), step biases of state-space
+    models, norms, frozen and non-floating parameters. LoRA's factors under PEFT are linear layers and therefore curved.
 
     Args:
         model: a module, or a part of `whole`.

@@ -1,23 +1,22 @@
-/* AdamW in curved weight space on CPUs, in plain C: simple loops, which the compiler turns into vector instructions.
+/* AdamW in curved weight space on CPUs: plain loops, which the compiler turns into vector instructions.
 
-   Two families share the threads: the closed form and plain AdamW over lists of dense tensors, and maps whose scales are
-   products of a row's and a column's factor. Work is cut into tiles that do not depend on the number of threads, and sums
-   are added in order, so results have the same bits for any number of threads. `#pragma omp simd` says that a loop's
-   pointers do not overlap, and lets the sum that it names have one partial sum per lane. */
-#define _POSIX_C_SOURCE 200809L
+   Results do not depend on the number of threads: work is cut into fixed tiles, whose sums are added in order.
+   `omp simd` says that a loop's pointers do not overlap; a sum that it names has one partial sum per lane. */
 #include <math.h>
 #include <pthread.h>
-#include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
 #define NOINLINE static __attribute__((noinline))
 
-/* ---- what Python passes: all fields have eight bytes, in the order of symexplin.kernels.cpu ---- */
+typedef const float *restrict In;
+typedef float *restrict Out;
+
+/* ---- what Python passes, in the order of symexplin.kernels.cpu ---- */
 
 typedef struct {
-    int64_t rows, cols, as; /* what weight and gradient are: see READ */
+    int64_t rows, cols, as; /* FLOAT, HALF or READ */
     float *raw, *exp_avg, *exp_avg_sq;
     char *weight;
     const char *grad;
@@ -26,45 +25,43 @@ typedef struct {
     float *gradients[8];
 } Matrix;
 
+/* AdamW's direction times the rate is m/(root sqrt(s) + eps). In the closed form raw gradients are g (base + slope |v|)
+   and `decay` is lr wd; plain and raw weights keep the share `keep`. */
 typedef struct {
-    int64_t task, count;  /* of tensors or matrices */
-    const int64_t *first; /* the index of each one's first tile, and their number at the end */
-    double *squares;      /* of each tile's raw gradients, for NORM and PULL */
-    double clip, lr, decay, beta1, beta2, eps, correction1, correction2; /* the corrections are 1 - beta^t */
-    double kappa, c, lambda; /* for a factored map without learned vectors */
+    float far, towards, beta2, gain2, root, eps, clip, keep, decay, base, slope, c, inverse;
+} Step;
+
+typedef struct {
+    int64_t task, count, moves; /* moves: lr is not 0 */
+    const int64_t *first;       /* the index of each tensor's or matrix's first tile, and their number at the end */
+    double *squares;            /* of each tile's raw gradients, for NORM and PULL; zeros before */
+    Step step;
+    double kappa, c, lambda; /* of a factored map without its learned vectors */
     int64_t normalize, absorbed, magnitude;
     Matrix *matrices;
-    /* Of the closed form: `half`: weights and gradients are bfloat16. Masters may be NULL. `noise` has key, offset, columns
-       and stride of each tensor if bfloat16 weights are rounded stochastically, else it is NULL. */
+    /* Of the closed form. `half`: weights and gradients are bfloat16, with or without masters. `noise` has key, offset,
+       columns and stride of each tensor if weights are rounded stochastically, else it is NULL. */
     int64_t half, plain;
     const int64_t *sizes, *noise;
     void *const *weights, *const *grads;
     float *const *exp_avgs, *const *exp_avg_sqs, *const *masters;
-    _Atomic int64_t next; /* tile */
+    _Atomic int64_t next; /* tile; the operator ++ is atomic */
 } Call;
 
 enum { NORM, STEP, PULL, MOVE }; /* tasks */
+enum { FLOAT, HALF, READ }; /* weights and gradients; READ: float, with the exponential had from the weight */
 enum { BLOCK = 256, TILE = 64 * BLOCK, TALL = 256, CHUNK = 64 }; /* a block's arrays fit the first-level cache */
 const int64_t sel_tile = TILE, sel_tall = TALL, sel_call_size = sizeof(Call);
 
-/* ---- numbers ---- */
-
-INLINE uint32_t bits_of(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
-
-INLINE float from_bits(uint32_t bits) {
-    float x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
+INLINE uint32_t bits_of(float x) { return ((union { float x; uint32_t bits; }){x}).bits; }
+INLINE float from_bits(uint32_t bits) { return ((union { uint32_t bits; float x; }){bits}).x; }
 
 /* x with its sign changed where w is negative. */
 INLINE float flipped(float x, float w) { return from_bits(bits_of(x) ^ (bits_of(w) & 0x80000000u)); }
 
-INLINE float widened(uint16_t x) { return from_bits((uint32_t)x << 16); }
+INLINE float number(int as, const void *p, int64_t at) {
+    return as == HALF ? from_bits((uint32_t)((const uint16_t *)p)[at] << 16) : ((const float *)p)[at];
+}
 
 /* The nearest bfloat16, ties to even; NaN gets torch's bits. */
 INLINE uint16_t rounded(float x) {
@@ -80,9 +77,9 @@ INLINE float expm1_near(float x) {
     return (x * x) * (p * x + 0.4999999955f) + x;
 }
 
-/* F = expm1(x) and E = exp(x), halved so that a product with a small number does not overflow early. x = r + k ln 2 with an
-   integer k, which adding SHIFT rounds to; it leaves the bits of 2^(k - 1)'s exponent at the low end. ln 2 has two parts,
-   of which the first times k is exact. */
+/* F = expm1(x) and E = exp(x), halved so that a product with a small number does not overflow early. x = r + k ln 2:
+   adding SHIFT rounds to the integer k, with the bits of 2^(k - 1)'s exponent at the low end. The first part of ln 2
+   times k is exact. */
 INLINE void grow(float x, float *F, float *E) {
     const float SHIFT = 0x1.8p23f + 126;
     float shifted = x * 1.44269504f + SHIFT, k = shifted - SHIFT;
@@ -111,49 +108,35 @@ INLINE float log1p_of(float x) {
     return p * f + (float)((int32_t)exponent >> 23) * 0.693147181f;
 }
 
-/* ---- AdamW: a rate times its direction is m/(root sqrt(s) + eps), with root and eps divided by the rate ---- */
-
-typedef struct {
-    float far, towards, keep, gain, root, eps;
-} Adam;
-
-static Adam adam_of(const Call *x, double rate) {
-    float gain = (float)(1 - x->beta1);
-    rate /= x->correction1;
-    return (Adam){gain >= 0.5f, gain < 0.5f ? gain : -(float)x->beta1, (float)x->beta2, (float)(1 - x->beta2),
-                  (float)(1 / (sqrt(x->correction2) * rate)), (float)(x->eps / rate)};
-}
-
-INLINE float direction(Adam a, float g, float *m, float *s) {
-    /* As in torch's lerp, from the nearer end: with a small beta a g much smaller than m still counts. g^2 without its
-       factor overflows early. */
-    *m = (a.far != 0 ? g : *m) + (g - *m) * a.towards;
-    *s = *s * a.keep + (g * a.gain) * g;
-    return *m / (a.root * sqrtf(*s) + a.eps);
+/* Move the moments. As torch's lerp does, from the nearer end: with a small beta a g much smaller than m still counts.
+   g^2 without its factor overflows early. */
+INLINE float direction(Step k, float g, float *m, float *s) {
+    *m = (k.far != 0 ? g : *m) + (g - *m) * k.towards;
+    *s = *s * k.beta2 + (g * k.gain2) * g;
+    return *m / (k.root * sqrtf(*s) + k.eps);
 }
 
 /* ---- the closed form ---- */
 
-static void copy_in(int64_t half, const void *from, int64_t at, int64_t count, float *restrict to) {
-    const uint16_t *restrict halves = (const uint16_t *)from + at;
+static void copy_in(int64_t half, const void *from, int64_t at, int64_t count, Out to) {
     if (!half) memcpy(to, (const float *)from + at, (size_t)count * sizeof(float));
-    for (int64_t i = 0; half && i < count; i++) to[i] = widened(halves[i]);
+    for (int64_t i = 0; half && i < count; i++) to[i] = number(HALF, from, at + i);
 }
 
 /* Weights, or their masters, except where a weight is not its rounded master: somebody wrote it. */
-static void copy_weights(const Call *x, int64_t item, int64_t at, int64_t count, float *restrict to) {
+static void copy_weights(const Call *x, int64_t item, int64_t at, int64_t count, Out to) {
     copy_in(x->half, x->weights[item], at, count, to);
     if (!x->masters) return;
     const uint16_t *restrict weights = (const uint16_t *)x->weights[item] + at;
-    const float *restrict masters = x->masters[item] + at;
+    In masters = x->masters[item] + at;
     for (int64_t i = 0; i < count; i++) to[i] = rounded(masters[i]) == weights[i] ? masters[i] : to[i];
 }
 
 /* Round with noise of 16 bits, a hash of the key and of the entry's index in the whole tensor. */
-static void round_noisily(const int64_t *noise, int64_t at, int64_t count, const float *restrict from, uint16_t *restrict to) {
+static void round_noisily(const int64_t *noise, int64_t at, int64_t count, In from, uint16_t *restrict to) {
     int64_t columns = noise[2], row = at / columns, column = at % columns;
-    while (count > 0) {
-        int64_t run = columns - column < count ? columns - column : count;
+    for (int64_t run; count > 0; from += run, to += run, count -= run, column = 0) {
+        run = columns - column < count ? columns - column : count;
         uint64_t index = (uint64_t)(noise[1] + row++ * noise[3] + column);
         for (int64_t i = 0; i < run; i++, index++) {
             uint32_t bits = bits_of(from[i]), high = (uint32_t)(index >> 32) * 0x9E3779B9u;
@@ -163,11 +146,10 @@ static void round_noisily(const int64_t *noise, int64_t at, int64_t count, const
             hash = (hash ^ hash >> 15) & 0xffffu;
             to[i] = (bits & 0x7f800000u) == 0x7f800000u ? rounded(from[i]) : (uint16_t)((bits + hash) >> 16);
         }
-        from += run, to += run, count -= run, column = 0;
     }
 }
 
-static void write_weights(const Call *x, int64_t item, int64_t at, int64_t count, const float *restrict from) {
+static void write_weights(const Call *x, int64_t item, int64_t at, int64_t count, In from) {
     uint16_t *restrict halves = (uint16_t *)x->weights[item] + at;
     if (!x->half) memcpy((float *)x->weights[item] + at, from, (size_t)count * sizeof(float));
     if (x->masters) memcpy(x->masters[item] + at, from, (size_t)count * sizeof(float));
@@ -175,35 +157,32 @@ static void write_weights(const Call *x, int64_t item, int64_t at, int64_t count
     for (int64_t i = 0; x->half && !x->noise && i < count; i++) halves[i] = rounded(from[i]);
 }
 
-/* The sum of the squares of raw gradients g (base + slope |v|). */
-NOINLINE float norm_block(const float *restrict v, const float *restrict g, int64_t count, float base, float slope) {
-    float sum = 0;
+/* The sum of the squares of raw gradients. */
+NOINLINE double norm_block(const Call *x, int64_t item, int64_t at, int64_t count) {
+    float copied_v[BLOCK] = {0}, copied_g[BLOCK], base = x->step.base, slope = x->step.slope, sum = 0;
+    const float *v = x->half || x->plain ? copied_v : (float *)x->weights[item] + at;
+    const float *g = x->half ? copied_g : (float *)x->grads[item] + at;
+    if (x->half) copy_in(1, x->grads[item], at, count, copied_g);
+    if (x->half && !x->plain) copy_weights(x, item, at, count, copied_v);
 #pragma omp simd reduction(+ : sum)
     for (int64_t i = 0; i < count; i++) {
         float raw = g[i] * (base + slope * fabsf(v[i]));
         sum += raw * raw;
     }
-    return sum;
+    return (double)sum;
 }
 
-/* Raw gradients are g (base + slope |v|), `decay` is lr wd, and a plain weight keeps `keep`. */
-typedef struct {
-    Adam adam;
-    float base, slope, c, inverse, decay, keep;
-} Curve;
-
 /* The following functions step a whole block, so that an entry gets the same bits wherever its block begins. */
-NOINLINE void step_plain(Curve k, float *restrict v, const float *restrict g, float *restrict m, float *restrict s) {
-    for (int i = 0; i < BLOCK; i++) v[i] = v[i] * k.keep - direction(k.adam, g[i] * k.base, &m[i], &s[i]);
+NOINLINE void step_plain(Step k, Out v, In g, Out m, Out s) {
+    for (int i = 0; i < BLOCK; i++) v[i] = v[i] * k.keep - direction(k, g[i] * k.base, &m[i], &s[i]);
 }
 
 /* exp(x) multiplies c + |v|. Returns whether an |x| is too large for expm1_near. */
-NOINLINE int find_exponents(Curve k, const float *restrict v, const float *restrict g, float *restrict m,
-                            float *restrict s, float *restrict x) {
+NOINLINE int find_exponents(Step k, In v, In g, Out m, Out s, Out x) {
     int far = 0;
     for (int i = 0; i < BLOCK; i++) {
         float size = fabsf(v[i]);
-        x[i] = -flipped(direction(k.adam, g[i] * (k.base + k.slope * size), &m[i], &s[i]), v[i]);
+        x[i] = -flipped(direction(k, g[i] * (k.base + k.slope * size), &m[i], &s[i]), v[i]);
         if (k.decay != 0) x[i] -= k.decay * log1p_of(size * k.inverse);
         far |= !(fabsf(x[i]) < 0.3f);
     }
@@ -216,11 +195,11 @@ INLINE float size_near(float c, float size, float x) {
     return t < 0 ? other : t;
 }
 
-NOINLINE void move_near(float c, float *restrict v, const float *restrict x) {
+NOINLINE void move_near(float c, Out v, In x) {
     for (int i = 0; i < BLOCK; i++) v[i] = flipped(size_near(c, fabsf(v[i]), x[i]), v[i]);
 }
 
-NOINLINE void move_far(float c, float *restrict v, const float *restrict x) {
+NOINLINE void move_far(float c, Out v, In x) {
     for (int i = 0; i < BLOCK; i++) {
         float size = fabsf(v[i]), F, E;
         grow(x[i], &F, &E);
@@ -230,51 +209,38 @@ NOINLINE void move_far(float c, float *restrict v, const float *restrict x) {
     }
 }
 
-static void step_block(const Call *x, Curve curve, int64_t item, int64_t at, int64_t count) {
-    float copies[4][BLOCK] = {0}, exponents[BLOCK], *m = x->exp_avgs[item] + at, *s = x->exp_avg_sqs[item] + at;
-    int whole = count == BLOCK, direct = whole && !x->half, moves = x->lr != 0;
-    float *v = direct && moves ? (float *)x->weights[item] + at : copies[0];
+static void step_block(const Call *x, int64_t item, int64_t at, int64_t count) {
+    const Step k = x->step;
+    float copies[4][BLOCK], exponents[BLOCK], *m = x->exp_avgs[item] + at, *s = x->exp_avg_sqs[item] + at;
+    int whole = count == BLOCK, direct = whole && !x->half;
+    float *v = direct && x->moves ? (float *)x->weights[item] + at : copies[0];
     float *g = direct ? (float *)x->grads[item] + at : copies[1];
+    if (!whole) memset(copies, 0, sizeof copies);
     if (v == copies[0]) copy_weights(x, item, at, count, v);
     if (g == copies[1]) copy_in(x->half, x->grads[item], at, count, g);
     if (!whole) copy_in(0, m, 0, count, copies[2]), copy_in(0, s, 0, count, copies[3]), m = copies[2], s = copies[3];
-    if (x->plain) step_plain(curve, v, g, m, s);
-    else if (find_exponents(curve, v, g, m, s, exponents)) move_far(curve.c, v, exponents);
-    else move_near(curve.c, v, exponents);
-    if (v == copies[0] && moves) write_weights(x, item, at, count, v);
+    if (x->plain) step_plain(k, v, g, m, s);
+    else if (find_exponents(k, v, g, m, s, exponents)) move_far(k.c, v, exponents);
+    else move_near(k.c, v, exponents);
+    if (v == copies[0] && x->moves) write_weights(x, item, at, count, v);
     if (!whole) copy_in(0, m, 0, count, x->exp_avgs[item] + at), copy_in(0, s, 0, count, x->exp_avg_sqs[item] + at);
 }
 
 static void closed_tile(const Call *x, int64_t item, int64_t tile, int64_t index) {
-    double decay = x->lr * x->decay; /* without curve kappa and c are 1 */
-    Curve curve = {adam_of(x, x->kappa * x->lr), (float)(x->clip * x->kappa * x->c), x->plain ? 0 : (float)(x->clip * x->kappa),
-                   (float)x->c, (float)(1 / x->c), (float)decay, (float)(1 - decay)};
-    float v[BLOCK] = {0}, g[BLOCK];
     int64_t end = (tile + 1) * TILE < x->sizes[item] ? (tile + 1) * TILE : x->sizes[item];
-    double sum = 0;
     for (int64_t at = tile * TILE; at < end; at += BLOCK) {
         int64_t count = at + BLOCK < end ? BLOCK : end - at;
-        if (x->task == STEP) {
-            step_block(x, curve, item, at, count);
-            continue;
-        }
-        if (x->half || x->plain) copy_in(x->half, x->grads[item], at, count, g);
-        if (x->half && !x->plain) copy_weights(x, item, at, count, v);
-        int direct = !x->half && !x->plain;
-        sum += (double)norm_block(direct ? (float *)x->weights[item] + at : v, direct ? (float *)x->grads[item] + at : g,
-                                  count, curve.base, curve.slope);
+        if (x->task == STEP) step_block(x, item, at, count);
+        else x->squares[index] += norm_block(x, item, at, count);
     }
-    if (x->squares) x->squares[index] = sum;
 }
 
 /* ---- maps of row and column factors ---- */
 
-/* w_eff = c_i c_j sign(w) expm1(kappa_i kappa_j |w|) + lambda_i lambda_j u(w); u(w) is |w| with `magnitude`, else w. */
-enum { KAPPA, C, LAMBDA, STEEP, FACTORS }; /* STEEP: c kappa */
-/* Sums over a row or column of g sign(w) expm1(x), g u(w) and g w exp(x) (normalized: g sign(w) (x exp(x) - expm1(x)))
-   times the other dimension's c, lambda and c kappa (normalized: c). */
-enum { BY_C, BY_LAMBDA, BY_KAPPA, SUMS };
-enum { FLOAT, HALF, READ }; /* READ: float, with the exponential had from the weight */
+/* w_eff = c_i c_j sign(w) expm1(kappa_i kappa_j |w|) + lambda_i lambda_j u(w); u(w) is |w| with `magnitude`, else w.
+   SUMS over a row or column are of g sign(w) expm1(x), g u(w) and g w exp(x) times the other dimension's c, lambda and
+   c kappa. For normalized maps the third is of g sign(w) (x exp(x) - expm1(x)) times c. */
+enum { BY_C, BY_LAMBDA, BY_KAPPA, SUMS, FACTORS = 4 }; /* factors: kappa, c, lambda and c kappa */
 
 /* The factors of one row (dim 0) or column; by_e is c without e, by_l is lambda without l. */
 typedef struct {
@@ -292,8 +258,8 @@ static Axis axis_at(const Call *map, const Matrix *x, int dim, int64_t i) {
     return (Axis){value[2], kappa, by_e, by_e * value[0], by_l, by_l * value[1]};
 }
 
-/* Write the old or new factors. The weight minus its linear pathway has an error of 1 + lambda/(c kappa) units of rounding,
-   so READ needs a small ratio. */
+/* Write the old or new factors. The weight minus its linear pathway has an error of 1 + lambda/(c kappa) units of
+   rounding, so READ needs a small ratio. */
 static void write_factors(const Call *map, Matrix *x) {
     float *to = map->task == PULL ? x->old : x->new;
     double flattest[2] = {0};
@@ -310,10 +276,6 @@ static void write_factors(const Call *map, Matrix *x) {
     if (map->task == PULL && x->as != HALF) x->as = !map->normalize && flattest[0] * flattest[1] <= 8 ? READ : FLOAT;
 }
 
-INLINE float number(int as, const char *p, int64_t j) {
-    return as == HALF ? widened(((const uint16_t *)p)[j]) : ((const float *)p)[j];
-}
-
 /* Into the second-level cache: the first one allows few outstanding lines, and the loops would wait. */
 INLINE void prefetch(const void *p, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)p + i, 0, 2);
@@ -321,25 +283,26 @@ INLINE void prefetch(const void *p, int64_t bytes) {
 
 /* PULL or MOVE the rows of a tile. For READ F and E are times c, else halved. */
 INLINE void run_rows(const Call *map, const Matrix *x, int64_t tile, int64_t index, int task, int as, int normalize) {
-    const int64_t cols = x->cols, size = as == HALF ? 2 : 4, end = (tile + 1) * TALL < x->rows ? (tile + 1) * TALL : x->rows;
-    const float *restrict kappa1 = x->old + FACTORS * x->rows, *restrict c1 = kappa1 + cols, *restrict lambda1 = c1 + cols;
-    const float *restrict steep1 = lambda1 + cols, *restrict kappa3 = x->new + FACTORS * x->rows;
-    const float *restrict c3 = kappa3 + cols, *restrict lambda3 = c3 + cols;
-    float *restrict down0 = x->sums + tile * SUMS * (cols + TALL), *restrict down1 = down0 + cols, *restrict down2 = down1 + cols;
-    float *right = down2 + cols, unmoved[CHUNK], unwritten[CHUNK], clip = (float)map->clip, keep = (float)(1 - map->lr * map->decay);
-    uint32_t signs = map->magnitude ? 0x80000000u : 0, at_zero = map->magnitude ? 0 : 0xffffffffu;
-    Adam adam = adam_of(map, map->lr);
-    double squares = 0;
+    const int64_t rows = x->rows, cols = x->cols, size = as == HALF ? 2 : 4;
+    const int64_t end = (tile + 1) * TALL < rows ? (tile + 1) * TALL : rows;
+    In kappa1 = x->old + FACTORS * rows, c1 = kappa1 + cols, lambda1 = c1 + cols, steep1 = lambda1 + cols;
+    In kappa3 = x->new + FACTORS * rows, c3 = kappa3 + cols, lambda3 = c3 + cols;
+    Out down0 = x->sums + tile * SUMS * (cols + TALL), down1 = down0 + cols, down2 = down1 + cols, right = down2 + cols;
+    const uint32_t signs = map->magnitude ? 0x80000000u : 0, at_zero = map->magnitude ? 0 : 0xffffffffu;
+    const Step step = map->step;
+    float unmoved[CHUNK], unwritten[CHUNK];
     if (task == PULL) memset(down0, 0, (size_t)(SUMS * cols) * sizeof(float));
     for (int64_t i = tile * TALL; i < end; i++) {
         const float *old = x->old + i, *new = x->new + i;
-        float kappa0 = old[0], c0 = old[x->rows], lambda0 = old[2 * x->rows], steep0 = old[3 * x->rows];
-        float kappa2 = new[0], c2 = 2 * new[x->rows], lambda2 = new[2 * x->rows], sums[SUMS + 1][CHUNK] = {0}, total[SUMS + 1] = {0};
+        const float kappa0 = old[0], c0 = old[rows], lambda0 = old[2 * rows], steep0 = old[3 * rows];
+        const float kappa2 = new[0], c2 = 2 * new[rows], lambda2 = new[2 * rows];
+        const float by_c0 = as == READ ? 1 : c0, by_kappa0 = as == READ ? kappa0 : normalize ? c0 : steep0;
+        float sums[SUMS + 1][CHUNK] = {0};
         for (int64_t from = 0; from < cols; from += CHUNK) {
             int64_t at = i * cols + from, count = cols - from < CHUNK ? cols - from : CHUNK, ahead = at + 2 * cols;
             const char *g_ = x->grad + at * size, *weight = x->weight + at * size;
-            float *w_ = x->raw + at, *m_ = x->exp_avg + at, *s_ = x->exp_avg_sq + at, *moved = map->lr != 0 ? w_ : unmoved;
-            char *written = map->lr != 0 ? x->weight + at * size : (char *)unwritten;
+            float *w_ = x->raw + at, *out = map->moves ? w_ : unmoved, *m_ = x->exp_avg + at, *s_ = x->exp_avg_sq + at;
+            void *written = map->moves ? x->weight + at * size : (void *)unwritten;
             prefetch(x->raw + ahead, 4 * CHUNK), prefetch(x->grad + ahead * size, size * CHUNK);
             if (task == MOVE) prefetch(x->exp_avg + ahead, 4 * CHUNK), prefetch(x->exp_avg_sq + ahead, 4 * CHUNK);
             if (task == MOVE || as == READ) prefetch(x->weight + ahead * size, size * CHUNK);
@@ -356,15 +319,14 @@ INLINE void run_rows(const Call *map, const Matrix *x, int64_t tile, int64_t ind
                 if (task == PULL) {
                     float by_c = g * F, by_lambda = g * u, by_kappa = g * w * E;
                     if (normalize) by_kappa = g * flipped(difference(kappa * fabsf(w), flipped(F, w), E), w);
-                    sums[BY_C][j] += by_c * (as == READ ? 1 : c1[k]), down0[k] += by_c * (as == READ ? 1 : c0);
+                    sums[BY_C][j] += by_c * (as == READ ? 1 : c1[k]), down0[k] += by_c * by_c0;
                     sums[BY_LAMBDA][j] += by_lambda * lambda1[k], down1[k] += by_lambda * lambda0;
                     sums[BY_KAPPA][j] += by_kappa * (as == READ ? kappa1[k] : normalize ? c1[k] : steep1[k]);
-                    down2[k] += by_kappa * (as == READ ? kappa0 : normalize ? c0 : steep0);
-                    sums[SUMS][j] += raw * raw;
+                    down2[k] += by_kappa * by_kappa0, sums[SUMS][j] += raw * raw;
                 } else {
                     float m = m_[j], s = s_[j];
-                    w = w * keep - direction(adam, clip * raw, &m, &s);
-                    m_[j] = m, s_[j] = s, moved[j] = w;
+                    w = w * step.keep - direction(step, step.clip * raw, &m, &s);
+                    m_[j] = m, s_[j] = s, out[j] = w;
                     grow(kappa2 * kappa3[k] * fabsf(w), &F, &E);
                     F = c2 * c3[k] * flipped(F, w) + lambda2 * lambda3[k] * from_bits(bits_of(w) & ~signs);
                     if (as == HALF) ((uint16_t *)written)[j] = rounded(F);
@@ -372,43 +334,37 @@ INLINE void run_rows(const Call *map, const Matrix *x, int64_t tile, int64_t ind
                 }
             }
         }
-        for (int k = 0; task == PULL && k <= SUMS; k++)
-            for (int j = 0; j < CHUNK; j++) total[k] += sums[k][j];
-        for (int k = 0; task == PULL && k < SUMS; k++)
-            right[k * TALL + i % TALL] = k == BY_LAMBDA ? total[k] : as == READ ? total[k] / c0 : 2 * total[k];
-        squares += (double)total[SUMS];
+        for (int k = 0; task == PULL && k <= SUMS; k++) {
+            float sum = 0;
+#pragma omp simd reduction(+ : sum)
+            for (int j = 0; j < CHUNK; j++) sum += sums[k][j];
+            if (k == SUMS) map->squares[index] += (double)sum;
+            else right[k * TALL + i % TALL] = sum;
+        }
     }
-    for (int64_t k = 0; task == PULL && k < cols; k++) {
-        float unit = as == READ ? 1 / c1[k] : 2;
-        down0[k] *= unit, down2[k] *= unit;
-    }
-    if (task == PULL) map->squares[index] = squares;
 }
 
 NOINLINE void factored_tile(const Call *map, int64_t item, int64_t tile, int64_t index) {
     const Matrix *x = &map->matrices[item];
-    switch (map->task == MOVE ? x->as : 3 + x->as + 3 * map->normalize) {
-        case 0: run_rows(map, x, tile, index, MOVE, FLOAT, 0); break;
-        case 1: run_rows(map, x, tile, index, MOVE, HALF, 0); break;
-        case 2: run_rows(map, x, tile, index, MOVE, READ, 0); break;
-        case 3: run_rows(map, x, tile, index, PULL, FLOAT, 0); break;
-        case 4: run_rows(map, x, tile, index, PULL, HALF, 0); break;
-        case 5: run_rows(map, x, tile, index, PULL, READ, 0); break;
-        case 6: run_rows(map, x, tile, index, PULL, FLOAT, 1); break;
-        default: run_rows(map, x, tile, index, PULL, HALF, 1);
-    }
+#define ROWS(TASK, AS, NORMALIZE) run_rows(map, x, tile, index, TASK, AS, NORMALIZE)
+    int as = (int)x->as;
+    if (map->task == MOVE) as == READ ? ROWS(MOVE, READ, 0) : as == HALF ? ROWS(MOVE, HALF, 0) : ROWS(MOVE, FLOAT, 0);
+    else if (map->normalize) as == HALF ? ROWS(PULL, HALF, 1) : ROWS(PULL, FLOAT, 1);
+    else as == READ ? ROWS(PULL, READ, 0) : as == HALF ? ROWS(PULL, HALF, 0) : ROWS(PULL, FLOAT, 0);
 }
 
 /* The gradients of a matrix's vectors by the chain rule, from the sums of its tiles. */
 static void chain(const Call *map, const Matrix *x) {
     for (int dim = 0; dim < 2; dim++) {
-        int64_t count = dim ? x->cols : x->rows, span = SUMS * (x->cols + TALL);
+        int64_t count = dim ? x->cols : x->rows, stride = dim ? x->cols : TALL, span = SUMS * (x->cols + TALL);
         for (int64_t i = 0; i < count; i++) {
             Axis a = axis_at(map, x, dim, i);
             double by[SUMS] = {0};
-            for (int64_t tile = dim ? 0 : i / TALL; tile <= (dim ? (x->rows - 1) / TALL : i / TALL); tile++)
-                for (int k = 0; k < SUMS; k++)
-                    by[k] += (double)x->sums[tile * span + (dim ? k * x->cols + i : SUMS * x->cols + k * TALL + i % TALL)];
+            const float *sums = x->sums + (dim ? i : SUMS * x->cols + i % TALL);
+            for (int64_t tile = dim ? 0 : i / TALL; tile < (dim ? (x->rows + TALL - 1) / TALL : i / TALL + 1); tile++)
+                for (int k = 0; k < SUMS; k++) by[k] += (double)sums[tile * span + k * stride];
+            double unit = x->as == READ ? 1 / a.c : 2; /* see run_rows */
+            by[BY_C] *= unit, by[BY_KAPPA] *= unit;
             double by_m = by[BY_KAPPA] * a.c * (map->absorbed ? a.kappa : dim ? 1 : map->kappa);
             if (map->normalize) by_m = (a.c * by[BY_KAPPA] - a.lambda * by[BY_LAMBDA]) / (map->absorbed ? 1 : a.m);
             double gradients[4] = {by[BY_C] * a.by_e, by[BY_LAMBDA] * a.by_l, by_m, -by[BY_C] * a.c};
@@ -418,12 +374,11 @@ static void chain(const Call *map, const Matrix *x) {
     }
 }
 
-/* ---- calls ---- */
+/* ---- threads ---- */
 
 static void *take_tiles(void *argument) {
     Call *call = argument;
-    int64_t item = 0, index;
-    while ((index = atomic_fetch_add(&call->next, 1)) < call->first[call->count]) {
+    for (int64_t item = 0, index; (index = call->next++) < call->first[call->count];) {
         while (call->first[item + 1] <= index) item++;
         (call->task < PULL ? closed_tile : factored_tile)(call, item, index - call->first[item], index);
     }

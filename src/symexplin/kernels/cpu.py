@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from symexplin.closed import Closed
 from symexplin.kernels.compiler import load_library
 from symexplin.kernels.interface import Curve, FactoredMap, Noise, Rates, Vectors
 
@@ -34,11 +35,22 @@ _NO_COMPILER = (
 _LINEAR = {"mismatch": (1.0, True), "congruent": (1.0, False), "oppose": (-1.0, False), "exp_only": (0.0, True)}
 
 
+class _Step(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_float)
+        for name in (
+            *("far", "towards", "beta2", "gain2", "root", "eps", "clip", "keep", "decay"),
+            *("base", "slope", "c", "inverse"),
+        )
+    )
+
+
 class _Call(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("task", "count")),
+        *((name, ctypes.c_int64) for name in ("task", "count", "moves")),
         *((name, ctypes.c_void_p) for name in ("first", "squares")),
-        *((name, ctypes.c_double) for name in ("clip", *Rates._fields, "kappa", "c", "lam")),
+        ("step", _Step),
+        *((name, ctypes.c_double) for name in ("kappa", "c", "lam")),
         *((name, ctypes.c_int64) for name in ("normalize", "absorbed", "magnitude")),
         ("matrices", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("half", "plain")),
@@ -59,7 +71,7 @@ class _Library:
 
     def run(self, call: _Call, task: int, entries: int, tiles: int = 0) -> Tensor:
         """Run a task, and return the sum of the squares of its `tiles` as a 0-d float64 tensor."""
-        squares = torch.empty(tiles, dtype=torch.float64, device=_CPU)
+        squares = torch.zeros(tiles, dtype=torch.float64, device=_CPU)
         call.task, call.squares, call.next = task, squares.data_ptr() if tiles else None, 0
         threads = min(torch.get_num_threads(), entries // _ENTRIES_PER_THREAD + 1)
         return torch.tensor(self._run(ctypes.byref(call), threads), dtype=torch.float64, device=_CPU)
@@ -88,7 +100,8 @@ class CpuKernels:
 
         Without a `curve` (kappa, c) the raw gradient is g.
         """
-        call, entries, tiles, _held = self._call(curve, (weights, grads, None, None, masters))
+        call, entries, tiles, _held = self._call(curve is None, (weights, grads, None, None, masters))
+        _set_step(call, None, None, curve)
         return self._library.run(call, _NORM, entries, tiles).sqrt()
 
     def update(
@@ -108,8 +121,8 @@ class CpuKernels:
         Gradients are multiplied by `clip`. bfloat16 weights are rounded from their masters or, without masters, with
         `noise`. With lr 0 only the moments change.
         """
-        call, entries, _, _held = self._call(curve, (weights, grads, exp_avgs, exp_avg_sqs, masters), noise)
-        _set_rates(call, rates, clip)
+        call, entries, _, _held = self._call(curve is None, (weights, grads, exp_avgs, exp_avg_sqs, masters), noise)
+        _set_step(call, rates, clip, curve)
         self._library.run(call, _STEP, entries)
 
     def plan(
@@ -125,16 +138,15 @@ class CpuKernels:
         return Plan(self._library, map, (raws, exp_avgs, exp_avg_sqs, weights), vectors)
 
     def _call(
-        self, curve: Curve | None, lists: tuple[Sequence[Tensor] | None, ...], noise: Sequence[Noise] | None = None
+        self, plain: bool, lists: tuple[Sequence[Tensor] | None, ...], noise: Sequence[Noise] | None = None
     ) -> tuple[_Call, int, int, object]:
         """Return a call, its numbers of entries and tiles, and what must live as long as the call."""
         sizes = _numbers(map(Tensor.numel, lists[0] or ()))
         first = _first(-(-size // self._library.tile) for size in sizes)
         line = None if noise is None else _numbers(itertools.chain.from_iterable(noise))
         tables = [None if tensors is None else _numbers(map(Tensor.data_ptr, tensors)) for tensors in lists]
-        call = _Call(count=len(sizes), first=_address(first), clip=1.0, plain=curve is None)
-        call.kappa, call.c = curve or (1.0, 1.0)
-        call.half = bool(lists[0]) and lists[0][0].dtype == torch.bfloat16
+        call = _Call(count=len(sizes), first=_address(first), plain=plain)
+        call.half = any(weight.dtype == torch.bfloat16 for weight in lists[0] or ())
         call.sizes, call.noise = _address(sizes), _address(line)
         call.weights, call.grads, call.exp_avgs, call.exp_avg_sqs, call.masters = map(_address, tables)
         return call, sum(sizes), first[-1], (sizes, first, line, tables)
@@ -157,7 +169,7 @@ class Plan:
         # Of each matrix: old and new factors, and the sums of its tiles' columns and rows.
         self._spans = [_FACTORS * (rows + cols) for rows, cols in self._shapes]
         self._factors = torch.empty(2, sum(self._spans), device=_CPU)
-        self._call = _Call(count=len(raws), first=_address(self._first), clip=1.0)
+        self._call = _Call(count=len(raws), first=_address(self._first))
         sign, self._call.magnitude = _LINEAR[map.mode]
         self._call.normalize, self._call.absorbed = map.normalize, map.absorbed
         share = map.s / (1.0 if map.normalize else map.beta)
@@ -173,19 +185,26 @@ class Plan:
         """
         gradients = _like(self._vectors)
         down = [-(-rows // self._library.tall) for rows, _ in self._shapes]
-        spans = [_SUMS * tiles * (cols + self._library.tall) for tiles, (_, cols) in zip(down, self._shapes, strict=True)]
+        spans = [
+            _SUMS * tiles * (cols + self._library.tall) for tiles, (_, cols) in zip(down, self._shapes, strict=True)
+        ]
         sums = torch.empty(sum(spans), device=_CPU)
         lines = zip(
             self._shapes,
             zip(*self._tensors, grads, strict=True),
-            zip(*(part.split(self._spans) for part in self._factors), sums.split(spans), strict=True),
+            zip(*(torch.split(part, self._spans) for part in self._factors), torch.split(sums, spans), strict=True),
             zip(self._vectors, gradients, strict=True),
             strict=True,
         )
         table = _numbers(
             number
             for shape, tensors, scratch, (vectors, out) in lines
-            for number in (*shape, self._half, *map(Tensor.data_ptr, (*tensors, *scratch)), *map(_pointer, (*vectors, *out)))
+            for number in (
+                *shape,
+                self._half,
+                *map(Tensor.data_ptr, (*tensors, *scratch)),
+                *map(_pointer, (*vectors, *out)),
+            )
         )
         self._call.matrices, self._held = _address(table), (table, grads, gradients)
         return self._library.run(self._call, _PULL, self._entries, self._first[-1]).sqrt(), gradients
@@ -198,7 +217,7 @@ class Plan:
         """
         if self._held is None:
             raise RuntimeError("Plan.update needs the gradients of Plan.pull; call pull(grads) first")
-        _set_rates(self._call, rates, clip)
+        _set_step(self._call, rates, clip, None)
         self._library.run(self._call, _MOVE, self._entries)
         self._held = None
 
@@ -224,16 +243,26 @@ def _pointer(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _set_rates(call: _Call, rates: Rates, clip: Tensor | None) -> None:
-    call.clip = 1.0 if clip is None else float(clip)
-    for name, value in zip(Rates._fields, rates, strict=True):
-        setattr(call, name, value)
+def _set_step(call: _Call, rates: Rates | None, clip: Tensor | None, curve: Curve | None) -> None:
+    """Set the numbers that the kernels' loops use."""
+    step, (kappa, c) = call.step, curve or (1.0, 1.0)
+    factor = 1.0 if clip is None else float(clip)
+    step.clip, step.c, step.inverse = factor, c, 1.0 / c
+    step.base, step.slope = factor * kappa * c, 0.0 if curve is None else factor * kappa
+    if rates is None:
+        return
+    lr, decay, beta1, beta2, eps, correction1, correction2 = rates
+    call.moves = lr != 0
+    step.far, step.towards = (0.0, 1 - beta1) if beta1 > 0.5 else (1.0, -beta1)  # from m or from g, as torch's lerp
+    step.beta2, step.gain2, step.keep, step.decay = beta2, 1 - beta2, 1 - lr * decay, lr * decay
+    rate = kappa * (lr or 1.0) / correction1  # with lr 0 nothing moves
+    step.root, step.eps = 1 / (math.sqrt(correction2) * rate), eps / rate
 
 
 def _like(vectors: Sequence[Vectors]) -> list[Vectors]:
     """Return new tensors of the same sizes, in one piece of memory."""
     sizes = [vector.numel() for line in vectors for vector in line if vector is not None]
-    parts = iter(torch.empty(sum(sizes), device=_CPU).split(sizes))
+    parts = iter(torch.split(torch.empty(sum(sizes), device=_CPU), sizes))
     return [tuple(None if vector is None else next(parts) for vector in line) for line in vectors]
 
 
@@ -264,10 +293,9 @@ def _is_right(kernels: CpuKernels) -> bool:
     kappa, c = 7.5, 0.2
     size = torch.logspace(-6, 1, 600, device=_CPU)
     weight, moments = torch.cat([size, -size]), [torch.zeros(1200, device=_CPU) for _ in range(2)]
-    v = weight.double()
-    x = -kappa * 0.01 * v.sign() - 0.001 * torch.log1p(v.abs() / c)  # Adam's first direction for gradients of 1 is 1
-    t = v.abs() + (c + v.abs()) * torch.expm1(x)
-    exact = v.sign() * torch.where(t >= 0, t, t / (1 + t / c))
+    v, closed = weight.double(), Closed("exp_only", kappa, c)
+    exact = closed.move(v, -0.01 - 0.001 * closed.raw(v))  # Adam's first direction for gradients of 1 is 1
     rates = Rates(0.01, 0.1, 0.9, 0.99, 0.0, 0.1, 0.01)
-    kernels.update([weight], [torch.ones_like(weight)], *([m] for m in moments), None, (kappa, c), rates, None)
+    exp_avg, exp_avg_sq = moments
+    kernels.update([weight], [torch.ones_like(weight)], [exp_avg], [exp_avg_sq], None, (kappa, c), rates, None)
     return bool(((weight.double() - exact).abs() <= 1e-6 * (exact.abs() + v.abs())).all())

@@ -129,7 +129,8 @@ def _norm(closed: Closed | None, weight: Tensor, grad: Tensor, master: Tensor | 
     raw = grad.float()
     if closed is not None:
         raw = raw * closed.slope(_value(weight, master))
-    return torch.linalg.vector_norm(raw)
+    norm: Tensor = torch.linalg.vector_norm(raw)
+    return norm
 
 
 def _adam_(numbers: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Multipliers k(t) of the scales' learning rates, for raw-space optimizers and for converted models."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ __all__ = ["LATER", "ScaleAnnealing", "anneal_scales", "multiplier", "multiplier
 LATER = "later"  # total_steps before set_total_steps
 
 _ATTRIBUTE = "_symexplin_annealing"
+_anneal = functools.lru_cache(maxsize=64)(anneal)  # all scales of a role have the same k in a step
 
 
 def multiplier(key: str, group: Mapping[str, Any]) -> float:
@@ -26,7 +28,7 @@ def multiplier(key: str, group: Mapping[str, Any]) -> float:
         if k0 != k1 and group["steps"] > 0:
             raise ValueError(f"total_steps is still {LATER!r}: call set_total_steps(T) before the second step")
         return float(k0)
-    return anneal(group["steps"], total, k0, k1)
+    return _anneal(group["steps"], total, k0, k1)
 
 
 def multipliers(group: Mapping[str, Any]) -> dict[str, float]:

@@ -288,10 +288,12 @@ class Entry:
         """Return the learned scales for a rule; their gradients must have been pulled."""
         if not self.factors:
             return []
-        names, step, found = moments("scale", ""), float(self.state["scale_step"]), []
+        names, step = moments("scale", ""), float(self.state["scale_step"])
         lr, decay = float(self.group["lr"]), float(self.group["weight_decay"])
-        for factor in self.factors:
-            value, rate = self.own(factor.name), lr * factor.lr_scale * multiplier(f"k_{factor.role}", self.group)
+        k = {role: multiplier(f"k_{role}", self.group) for role in {factor.role for factor in self.factors}}
+        found = []
+        for factor, shape, shard in self._scales:
+            value, rate = self.own(factor.name), lr * factor.lr_scale * k[factor.role]
             leaf = Leaf(
                 kind="scale",
                 name=f"{self.name} {factor.name}",
@@ -300,12 +302,17 @@ class Entry:
                 lr=rate,
                 weight_decay=decay if factor.decays else 0.0,
                 step=step,
-                shape=self.whole_factors[factor.name].shape,
+                shape=shape,
                 moments={name: self.own(moment_key(factor.name, name)) for name in names},
-                shard=self.shard_of(factor),
+                shard=shard,
             )
             found.append(leaf)
         return found
+
+    @functools.cached_property
+    def _scales(self) -> list[tuple[Factor, Sequence[int], Shard]]:
+        """The learned scales with their whole shapes and placements."""
+        return [(factor, self.whole_factors[factor.name].shape, self.shard_of(factor)) for factor in self.factors]
 
     def write(self, leaves: Sequence[Leaf]) -> None:
         """Put the moments of updated leaves into the state, and their values into the model, unless the rate is 0."""

@@ -168,8 +168,11 @@ class _Factored:
     def update(self, clip: Tensor | None) -> None:
         """Update scales, raw weights and the model's weights."""
         first = self.entries[0]
-        leaves = [leaf for entry in self.entries for leaf in entry.scale_leaves(lambda *_: _MOMENTS, clip)]
+        leaves = [leaf for entry in self.entries for leaf in entry.scale_leaves(lambda *_: _MOMENTS, None)]
         if leaves:
+            if clip is not None:  # all at once: there are many small ones
+                for leaf, grad in zip(leaves, torch._foreach_mul([leaf.grad for leaf in leaves], clip), strict=True):
+                    leaf.grad = grad
             adamw_(leaves, first.group)
         self._plan.update(_rates(first.group, float(first.state["step"])), clip)
 
@@ -251,6 +254,8 @@ def _names(map: Map) -> tuple[str | None, ...]:
 def _split(entry: Entry, tensor: Tensor) -> Sequence[Tensor]:
     """Return the matrices of a tensor, as views of its memory with two dimensions, or the vector of a bias."""
     axes = entry.axes
+    if len(axes) <= 2 and "e" not in axes:
+        return (tensor,)
     parts = tensor.unbind() if stack_dims(axes) else (tensor,)
     if not is_weight(axes):
         return parts

@@ -62,7 +62,7 @@ def test_the_mismatched_start_is_that_of_the_library():
         target = torch.tensor(np.asarray(line.get_xdata()))
         assert bool((sign * target > 0).all())
         layer = torch.nn.Linear(len(target), 1, bias=False, dtype=torch.float64)
-        torch.nn.init.zeros_(layer.weight)[0] += target
+        layer.weight = torch.nn.Parameter(target[None].clone())
         sel.init_(layer, sel.preset("frozen"), xavier=False)
         assert np.asarray(line.get_ydata()) == pytest.approx(layer.weight[0].detach().numpy(), rel=1e-10)
     full, kept = (bar.get_height() for bar in right.patches)

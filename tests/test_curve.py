@@ -1,0 +1,262 @@
+"""Map and Curved: the factors of every pattern, and values, gradients and inverses against autograd of the formulas."""
+
+import math
+
+import pytest
+import torch
+
+import symexplin as sel
+from pairwise import every_pair
+from symexplin.config import MODES, PATTERNS
+from symexplin.curve import Curved, Map, fans, from_matrices, is_weight, matrices, sides
+
+# By axes: the shape of a tensor, that of its row scales and that of its column scales.
+SHAPES = {
+    "o": ((3,), (3,), None),
+    "oi": ((3, 2), (3,), (2,)),
+    "io": ((2, 3), (3,), (2,)),
+    "oii": ((3, 2, 4), (3,), (2, 4)),
+    "ioi": ((2, 3, 4), (3,), (2, 4)),
+    "oiii": ((3, 2, 2, 4), (3,), (2, 2, 4)),
+    "ioii": ((2, 3, 2, 4), (3,), (2, 2, 4)),
+    "eo": ((5, 3), (5, 3), None),
+    "eoi": ((5, 3, 2), (5, 3), (5, 2)),
+    "eio": ((5, 2, 3), (5, 3), (5, 2)),
+}
+FIRST = {"e": 1.3, "l": 0.9, "m": 0.8, "n": 0.4, "s": 1.1}
+WAYS = [("fixed", "none"), ("absorbed", "none"), ("fixed", "exp")]  # curvature, and transform of e, l and m
+
+
+def start(map, dtype=torch.float64, position=3):
+    return map.start(dtype, torch.device("cpu"), position)
+
+
+def config_of(mode, pattern, way, normalize):
+    """All scales have the same pattern, and there is a residual."""
+    curvature, transform = way
+    scales = {
+        role: sel.Scale(pattern, start=first, rank=2, transform=transform if role in "elm" else "none")
+        for role, first in FIRST.items()
+    }
+    return sel.SELConfig(7.5, mode, curvature, normalize, **scales, delta=sel.Scale("lora", rank=2))
+
+
+def curved_of(axes, config):
+    """Random weights under factors a little above their start, which keeps every map invertible."""
+    generator = torch.Generator().manual_seed(0)
+    map = Map(SHAPES[axes][0], axes, config)
+    factors = {
+        name: value + 0.05 * torch.rand(value.shape, generator=generator, dtype=value.dtype)
+        for name, value in start(map).items()
+    }
+    return Curved(map, 0.3 * torch.randn(map.shape, generator=generator, dtype=torch.float64), factors)
+
+
+# ---- the reference: element by element, with the paper's exponentials ----
+
+
+def expand(axes, shape, factors, stem):
+    """Return the factors of one scale at every index of the weight, in the order of `factors`."""
+    index = torch.meshgrid(*map(torch.arange, shape), indexing="ij")
+    stack, rows, columns = ([index[d] for d, found in enumerate(axes) if found == letter] for letter in "eoi")
+    found = {key.removeprefix(stem).lstrip("_"): value for key, value in factors.items() if key.startswith(stem)}
+    if "A" in found:
+        a, b = found["A"], found["B"].movedim(len(stack), -1)  # the rank comes last
+        return [(a[(*stack, *rows)] * b[(*stack, *columns)]).sum(-1)]
+    at = {"": stack, "row": [*stack, *rows], "column": [*stack, *columns], "full": index}
+    return [value[tuple(at[suffix])] for suffix, value in found.items()]
+
+
+def reference(curved, raw, factors):
+    """Return the effective weight by the paper's formulas, differentiable by `raw` and the `factors`."""
+    axes, config = curved.map.axes, curved.map.config
+
+    def scale(role):
+        absorbed = role == "m" and config.curvature == "absorbed"
+        log = absorbed or getattr(config, role).transform == "exp"
+        base = {**FIRST, "delta": 0.0}[role] * (7.5 if absorbed else 1.0)
+        values = expand(axes, raw.shape, factors, "a" if absorbed else f"log_{role}" if log else role)
+        pattern = "row" if "i" not in axes and getattr(config, role).learned else getattr(config, role).pattern
+        if not values:
+            return torch.tensor(base, dtype=torch.float64)
+        if pattern == "lora":
+            return base * torch.exp(values[0]) if log else base + values[0]
+        if log:
+            return torch.exp(sum(values))
+        return math.prod(values) if pattern == "row_col_mult" else sum(values)
+
+    e, l, n, s = map(scale, "elns")
+    kappa = scale("m") * (1.0 if config.curvature == "absorbed" else 7.5)
+    d, size, sign = kappa if config.normalize else 7.5, raw.abs(), torch.sign(raw)
+    grow = (e / d) * (torch.exp(kappa * size - n) - torch.exp(-n))
+    linear = (l / d) * size
+    damped = (torch.exp(7.5 * size - n) - torch.exp(-n)) / (7.5 * torch.exp(size))
+    value = {
+        "mismatch": sign * grow + linear,
+        "congruent": sign * (grow + linear),
+        "oppose": sign * (grow - linear),
+        "exp_only": sign * grow,
+        "damped": sign * (damped + size * (1.0 - torch.exp(-n * torch.exp(size)))),
+        "sinh": (torch.exp(kappa * raw) - torch.exp(-kappa * raw)) / (2.0 * d),
+        "linear": l * raw,
+    }[config.mode]
+    return s * value + (scale("delta") if "i" in axes else 0.0)
+
+
+def reads(mode, way, normalize, **_):
+    """Whether a mode reads how its curvature is given and normalized, or these are the first ways."""
+    return "kappa" in MODES[mode] or (way[0], normalize) == ("fixed", False)
+
+
+@every_pair(reads, axes=SHAPES, mode=MODES, pattern=PATTERNS, way=WAYS, normalize=[False, True])
+def test_values_gradients_and_inverse_are_those_of_the_papers_formulas(axes, mode, pattern, way, normalize):
+    curved = curved_of(axes, config_of(mode, pattern, way, normalize))
+    raw = curved.raw.clone().requires_grad_()
+    factors = {name: value.clone().requires_grad_() for name, value in curved.factors.items()}
+    value = reference(curved, raw, factors)
+    torch.testing.assert_close(curved.effective(), value.detach(), rtol=1e-12, atol=1e-14)
+    assert curved.effective(torch.bfloat16).equal(curved.effective().bfloat16())
+
+    g = torch.randn(raw.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    (slope,) = torch.autograd.grad(value.sum(), raw, retain_graph=True)
+    value.backward(g)
+    by_raw, by_factor = curved.pullback(g)
+    torch.testing.assert_close(curved.slope(), slope, rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(by_raw, raw.grad, rtol=1e-11, atol=1e-13)
+    assert list(by_factor) == [factor.name for factor in curved.map.factors]
+    for name, found in by_factor.items():
+        torch.testing.assert_close(found, factors[name].grad, rtol=1e-11, atol=1e-13, msg=lambda m, n=name: f"{n}: {m}")
+
+    w = value.detach()
+    inverse = curved._replace(raw=torch.zeros_like(w)).inverse(w)
+    torch.testing.assert_close(inverse, curved.raw, rtol=1e-12, atol=1e-14)
+    masked = curved._replace(raw=torch.full_like(w, 9.0)).inverse(w, where=w > 0.1)
+    torch.testing.assert_close(masked, torch.where(w > 0.1, curved.raw, 9.0), rtol=1e-12, atol=1e-14)
+
+
+# ---- what a map has to learn ----
+
+ROOT = math.sqrt(1.3)
+NAMES = {  # of a weight: suffixes, the sides they belong to, and first values for a scale that starts at 1.3
+    "fixed": [],
+    "global": [("", "stack", 1.3)],
+    "row": [("_row", "rows", 1.3)],
+    "column": [("_column", "columns", 1.3)],
+    "row_col_mult": [("_row", "rows", ROOT), ("_column", "columns", ROOT)],
+    "row_col_add": [("_row", "rows", 0.65), ("_column", "columns", 0.65)],
+    "lora": [("_A", "rows", None), ("_B", "columns", 0.0)],
+    "elementwise": [("_full", "full", 1.3)],
+}
+
+
+@pytest.mark.parametrize("axes", SHAPES)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_each_pattern_has_its_factors(axes, pattern):
+    shape, rows, columns = SHAPES[axes]
+    count = shape[: axes.count("e")]
+    scale = sel.Scale(pattern, start=1.3, rank=7)
+    map = Map(shape, axes, sel.SELConfig(7.5, "congruent", e=scale, s=scale, delta=sel.Scale("lora", rank=7)))
+    wanted = NAMES[pattern if columns or pattern in ("fixed", "global") else "row"]
+    shapes = {"stack": count, "rows": rows, "columns": columns, "full": shape}
+    if columns and pattern == "lora":
+        shapes |= {"rows": (*rows, 7), "columns": (*count, 7, *columns[len(count) :])}
+    found = [(f.name, f.shape, f.first, f.decays, f.lr_scale) for f in map.factors if f.role != "delta"]
+    values = start(map)
+    expected = [(role + suffix, shapes[side], first, True, 1.0) for role in "es" for suffix, side, first in wanted]
+    assert found == [(*row[:2], pytest.approx(row[2]), *row[3:]) for row in expected]
+    delta = [(f.name, f.first, f.decays, f.lr_scale) for f in map.by_role("delta")]
+    assert delta == ([("delta_A", None, False, 1 / 7.5), ("delta_B", 0.0, False, 1 / 7.5)] if columns else [])
+    for factor in map.factors:
+        assert values[factor.name].shape == factor.shape
+        assert [shape[d] for d in factor.dims if d is not None] == [n for n in factor.shape if n != 7]
+        assert factor.first is None or bool((values[factor.name] == factor.first).all())
+
+
+@pytest.mark.parametrize(
+    ("mode", "scales", "expected"),
+    [
+        ("mismatch", {}, "e_row 2, e_column 2, l_row -2, l_column 2, m_row 1.5, m_column 1.5, n 0.25"),
+        ("exp_only", {}, "e_row 2, e_column 2, m_row 1.5, m_column 1.5, n 0.25"),
+        ("sinh", {}, "m_row 1.5, m_column 1.5"),
+        ("linear", {}, "l_row -2, l_column 2"),
+        ("damped", {}, "n 0.25"),
+        (
+            "congruent",
+            {"curvature": "absorbed", "e": sel.Scale("row_col_mult", start=4, transform="exp"), "l": sel.Scale()},
+            f"log_e_row {math.log(4) / 2:.6g}, log_e_column {math.log(4) / 2:.6g}, "
+            f"a_row {math.log(27) / 2:.6g}, a_column {math.log(27) / 2:.6g}, n 0.25",
+        ),
+    ],
+)
+def test_a_mode_creates_the_scales_that_it_uses_at_their_starts(mode, scales, expected):
+    """Products start at the root, with the sign on the rows; logarithms and shapes of the map do not decay."""
+    given = {"e": sel.Scale("row_col_mult", start=4), "l": sel.Scale("row_col_mult", start=-4)}
+    given |= {"m": sel.Scale("row_col_add", start=3), "n": sel.Scale("global", start=0.25)}
+    map = Map((3, 2), "oi", sel.SELConfig(9.0, mode, **(given | scales)))
+    assert ", ".join(f"{factor.name} {factor.first:.6g}" for factor in map.factors) == expected
+    assert {f.name for f in map.factors if f.decays} == {f.name for f in map.factors if f.name[:2] in ("e_", "l_")}
+
+
+def test_lora_is_drawn_whole_from_a_generator_of_its_own():
+    """The draw depends on seed and position alone, and not on the dtype."""
+
+    def draw(seed, position, dtype=torch.float64):
+        map = Map((50, 30), "oi", sel.SELConfig(seed=seed, delta=sel.Scale("lora", rank=4)))
+        return start(map, dtype, position)["delta_A"]
+
+    state = torch.random.get_rng_state()
+    first = draw(0, 0)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.equal(first.float(), draw(0, 0, torch.float32))
+    assert not any(torch.equal(first, other) for other in (draw(1, 0), draw(0, 1)))
+    assert first.abs().max() <= 0.5 < 1.02 * first.abs().max()  # uniform on +-1/sqrt(4)
+    assert abs(float(first.mean())) < 0.1
+
+
+def test_a_scale_that_starts_at_zero_can_move_and_a_map_without_inverse_is_refused():
+    w = torch.linspace(-0.3, 0.3, 24, dtype=torch.float64).reshape(6, 4)
+    map = Map((6, 4), "oi", sel.SELConfig(7.5, "mismatch", l=sel.Scale("elementwise", start=0.0)))
+    curved = Curved(map, w, start(map))
+    assert bool((curved.pullback(torch.ones_like(w))[1]["l_full"] != 0.0).all())
+    map = Map((6, 4), "oi", sel.SELConfig(7.5, "exp_only", e=sel.Scale("elementwise", start=0.0)))
+    with pytest.raises(ValueError, match="for 24 of 24 elements: needs e > 0"):
+        Curved(map, w, start(map)).inverse(w)
+
+
+# ---- axes ----
+
+
+@pytest.mark.parametrize("axes", SHAPES)
+def test_a_matrix_has_outputs_and_inputs_where_the_axes_say(axes):
+    """All "i" together are one dimension, the last fastest."""
+    shape, rows, columns = SHAPES[axes]
+    assert is_weight(axes) == (columns is not None)
+    outputs, inputs = sides(axes, shape)
+    assert (outputs, inputs) == (3, math.prod(columns[axes.count("e") :]) if columns else 1)
+    if "e" not in axes and axes != "io" and columns:
+        assert fans(axes, shape) == torch.nn.init._calculate_fan_in_and_fan_out(torch.empty(shape))
+    elif columns:
+        assert fans(axes, shape) == (inputs, outputs)
+    tensor = torch.arange(math.prod(shape)).reshape(shape)
+    found = matrices(tensor, axes)
+    assert found.shape == (*rows[:-1], outputs, inputs)
+    for place in torch.cartesian_prod(*map(torch.arange, shape)).reshape(-1, len(shape)).tolist():
+        of = {letter: [p for p, own in zip(place, axes, strict=True) if own == letter] for letter in "eoi"}
+        column = 0
+        for p, size in zip(of["i"], [n for n, own in zip(shape, axes, strict=True) if own == "i"], strict=True):
+            column = column * size + p
+        assert found[(*of["e"], *of["o"], column)] == tensor[tuple(place)]
+    assert torch.equal(from_matrices(found, axes, shape), tensor)
+
+
+@pytest.mark.parametrize("axes", ["", "e", "i", "ii", "eei", "ooi", "oie", "x", "oio"])
+def test_other_axes_are_refused(axes):
+    with pytest.raises(ValueError, match="axes must be one letter per dimension"):
+        Map((2,) * len(axes), axes, sel.SELConfig())
+
+
+def test_axes_and_shape_must_agree_and_equal_maps_are_one_object():
+    with pytest.raises(ValueError, match=r"got 'oi' for the shape \(2,\)"):
+        Map((2,), "oi", sel.SELConfig())
+    assert Map.of([3, 2], "oi", sel.SELConfig()) is Map.of(torch.Size([3, 2]), "oi", sel.SELConfig())
+    assert Map((3, 2), "oi", sel.SELConfig()).beta == sel.functional.auto_beta(3)

@@ -1,0 +1,342 @@
+"""Modules with raw weights: SELLinear, convert and fold."""
+
+import copy
+import gc
+import logging
+import pickle
+import weakref
+
+import pytest
+import torch
+from safetensors.torch import load_model, save_model
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import symexplin as sel
+from networks import ELEMENTWISE, EXP, moved, network
+from networks import inputs as x
+from symexplin.modules import CurvedModule
+from symexplin.presets import PRESETS
+
+transformers = pytest.importorskip("transformers")
+
+PAPER, OFFSET = sel.preset("paper"), sel.preset("paper+offset")
+MAPS = {name: sel.preset(name) for name in PRESETS} | {"exp": EXP, "elementwise": ELEMENTWISE}
+
+
+def experts():
+    """Return a layer with all experts in one tensor, inputs first, with biases and a plain router."""
+    kind = transformers.models.gpt_oss.modeling_gpt_oss.GptOssMLP
+    config = transformers.GptOssConfig(
+        hidden_size=8, intermediate_size=6, num_local_experts=3, num_experts_per_tok=2, experts_implementation="eager"
+    )
+    layer = kind(config)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return layer
+
+
+# A layer, the shape of its input, and the names of its raw weights.
+KINDS = {
+    "linear": (lambda: nn.Linear(6, 4), (5, 6), {"raw_weight", "raw_bias"}),
+    "linear without bias": (lambda: nn.Linear(6, 4, bias=False), (2, 5, 6), {"raw_weight"}),
+    "conv1d": (lambda: nn.Conv1d(4, 6, 3), (2, 4, 7), {"raw_weight", "raw_bias"}),
+    "conv2d": (lambda: nn.Conv2d(4, 6, 3, groups=2, padding=1), (2, 4, 5, 5), {"raw_weight", "raw_bias"}),
+    "channels last": (
+        lambda: nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last),
+        (2, 4, 5, 5),
+        {"raw_weight", "raw_bias"},
+    ),
+    "conv transpose": (lambda: nn.ConvTranspose2d(4, 6, 3, groups=2), (2, 4, 5, 5), {"raw_weight", "raw_bias"}),
+    "Conv1D": (lambda: transformers.pytorch_utils.Conv1D(4, 6), (5, 6), {"raw_weight", "raw_bias"}),
+    "attention": (
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0),
+        (2, 3, 8),
+        {"self_attn.raw_in_proj_weight", "self_attn.raw_in_proj_bias", "self_attn.out_proj.raw_weight"}
+        | {"self_attn.out_proj.raw_bias", *(f"linear{i}.raw_{name}" for i in "12" for name in ("weight", "bias"))},
+    ),
+    "experts": (
+        experts,
+        (1, 7, 8),
+        {f"experts.raw_{side}_proj{bias}" for side in ("gate_up", "down") for bias in ("", "_bias")},
+    ),
+}
+
+
+def output_of(model, inputs):
+    output = model(inputs)
+    return output[0] if isinstance(output, tuple) else output
+
+
+def curved_of(model):
+    """Yield (name, name of the plain parameter, module) of every curved parameter."""
+    for path, module in model.named_modules():
+        if isinstance(module, CurvedModule):
+            for local in module.sel_maps:
+                yield f"{path}.{local}".lstrip("."), local, module
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_layer_is_converted_copied_and_folded(kind):
+    """The function stays, raw gradients are the plain ones times the slope, and the plain layer comes back."""
+    build, shape, raw = KINDS[kind]
+    torch.manual_seed(0)
+    plain, inputs = build().double(), torch.randn(shape, dtype=torch.float64)
+    curved = sel.convert(copy.deepcopy(plain), OFFSET)
+    assert {name for name, _ in curved.named_parameters() if "raw_" in name} == raw
+    torch.testing.assert_close(output_of(curved, inputs), output_of(plain, inputs), rtol=1e-12, atol=1e-13)
+    for model in (plain, curved):
+        output_of(model, inputs).square().sum().backward()
+    gradients = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    for name, local, module in curved_of(curved):
+        found, before = getattr(module, f"raw_{local}"), plain.get_parameter(name)
+        torch.testing.assert_close(found.grad, gradients[name] * module.sel_curved(local).slope(), rtol=1e-9, atol=1e-9)
+        assert found.stride() == before.stride()
+        assert not found.grad.isnan().any()
+
+    output = output_of(moved(curved), inputs)
+    assert not torch.allclose(output, output_of(plain, inputs), rtol=1e-3)
+    for twin in (copy.deepcopy(curved), pickle.loads(pickle.dumps(curved))):
+        assert torch.equal(output_of(twin, inputs), output)
+        assert [type(module) for module in twin.modules()] == [type(module) for module in curved.modules()]
+    fresh = sel.convert(build().double(), OFFSET)
+    assert not torch.equal(output_of(fresh, inputs), output)
+    fresh.load_state_dict(curved.state_dict())
+    assert torch.equal(output_of(fresh, inputs), output)
+
+    twin = copy.deepcopy(curved)
+    folded = sel.fold(curved)
+    torch.testing.assert_close(output_of(folded, inputs), output, rtol=1e-12, atol=1e-13)
+    assert [type(module) for module in folded.modules()] == [type(module) for module in plain.modules()]
+    assert list(folded.state_dict()) == list(plain.state_dict())
+    assert [p.stride() for p in folded.parameters()] == [p.stride() for p in plain.parameters()]
+    assert torch.equal(output_of(twin, inputs), output)  # a copy stays as it is
+    again = sel.convert(folded, sel.preset("congruent"))
+    torch.testing.assert_close(output_of(again, inputs), output, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_gradients_by_the_parameters_and_the_input(name):
+    """Central differences in float64 (gradcheck) of a layer, of its weight alone and of one without curved weight."""
+    torch.manual_seed(0)
+    layer = moved(sel.convert(nn.Linear(4, 3, dtype=torch.float64), MAPS[name]))
+    names, values = zip(*layer.named_parameters(), strict=True)
+
+    def run(inputs, *parameters):
+        return torch.func.functional_call(layer, dict(zip(names, parameters, strict=True)), (inputs,))
+
+    inputs = x.double().reshape(15, 4)[:2]
+    tensors = (inputs, *(value.detach().clone() for value in values))
+    assert torch.autograd.gradcheck(run, [tensor.requires_grad_() for tensor in tensors])
+    layer(inputs).square().sum().backward()
+    found = [value.grad.clone() for value in values]
+    layer.zero_grad()
+    nn.functional.linear(inputs, layer.weight, layer.bias).square().sum().backward()
+    torch.testing.assert_close([value.grad for value in values], found, rtol=1e-12, atol=1e-13)
+
+
+def test_backward_saves_no_effective_weight_and_layers_are_freed():
+    layer = sel.SELLinear(64, 48, config=OFFSET)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        layer(torch.randn(3, 64, requires_grad=True)).sum().backward()
+    large = [t for t in saved if t.numel() >= 64 * 48]
+    assert [t.data_ptr() for t in large] == [layer.raw_weight.data_ptr()]
+    reference = weakref.ref(layer)
+    del layer, saved, large
+    gc.collect()
+    assert reference() is None
+
+
+def test_frozen_layers_pass_gradients_on():
+    layer = sel.SELLinear(12, 4, config=PAPER).requires_grad_(False)
+    inputs = x.clone().requires_grad_()
+    layer(inputs).sum().backward()
+    torch.testing.assert_close(inputs.grad, layer.weight.sum(0).expand(5, 12))
+    assert all(parameter.grad is None for parameter in layer.parameters())
+
+
+def test_zero_weights_and_biases_move_at_the_first_step():
+    model = network()
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    sel.convert(model, PAPER)
+    optimizer = torch.optim.AdamW(sel.param_groups(model, lr=1e-3))
+    sel.anneal_scales(optimizer, 10)
+    model[0](x).sum().backward()
+    optimizer.step()
+    assert bool((model[0].weight != 0).all())
+    assert bool((model[0].bias != 0).all())
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(4, 4), nn.Conv1d(4, 4, 1)])
+def test_an_effective_weight_is_read_only_and_not_saved(layer):
+    curved = sel.convert(layer)
+    with pytest.raises(AttributeError, match="weight follows from raw_weight and cannot be set"):
+        curved.weight = nn.Parameter(torch.zeros_like(curved.raw_weight))
+    with pytest.raises(AttributeError):
+        curved.weight = torch.zeros_like(curved.raw_weight)
+    assert list(curved.state_dict()) == ["raw_weight", "raw_bias"]
+    with pytest.raises(RuntimeError, match="raw_weight"):
+        nn.Linear(4, 4).load_state_dict(curved.state_dict())
+
+
+def test_autocast_runs_the_product_in_its_dtype_and_the_map_in_float32():
+    curved = sel.convert(network(), PAPER)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = curved(x)
+        assert curved[0].weight.dtype == torch.float32
+    output.float().square().mean().backward()
+    assert output.dtype == torch.bfloat16
+    grads = [parameter.grad.clone() for parameter in curved.parameters()]
+    torch.testing.assert_close(output.float(), curved(x), rtol=0.05, atol=0.02)
+    curved.zero_grad()
+    curved(x).square().mean().backward()
+    for found, parameter in zip(grads, curved.parameters(), strict=True):
+        assert found.dtype == torch.float32
+        assert float((found - parameter.grad).norm()) < 0.03 * float(parameter.grad.norm())
+
+
+def test_a_layer_of_its_own_takes_inputs_of_any_rank():
+    layer = sel.SELLinear(4, 3, dtype=torch.float64)
+    assert "mode='exp_only', beta=" in repr(layer)
+    assert torch.equal(sel.fold(sel.SELLinear(4, 3, bias=False)).weight.isfinite(), torch.ones(3, 4, dtype=torch.bool))
+    for shape in ((4,), (2, 4), (2, 5, 4), (0, 4)):
+        inputs = torch.ones(shape, requires_grad=True, dtype=torch.float64)
+        layer(inputs).sum().backward()
+        assert inputs.grad.shape == shape
+
+
+def test_reset_parameters_keeps_the_layer_and_draws_anew():
+    layer = moved(sel.SELLinear(16, 16, config=PAPER))
+    raw, before = layer.raw_weight, layer.weight.detach().clone()
+    torch.manual_seed(3)
+    layer.reset_parameters()
+    assert layer.raw_weight is raw
+    torch.manual_seed(3)
+    plain = nn.Linear(16, 16)
+    torch.testing.assert_close(layer.weight, plain.weight, rtol=1e-5, atol=1e-7)
+    assert not torch.equal(layer.weight, before)
+    assert bool((layer.e_row == 1.0).all())
+    assert not hasattr(sel.convert(experts()).experts, "reset_parameters")
+
+
+# ---- torch.compile ----
+
+
+def check_compiled(device="cpu", backend="inductor", configs=(OFFSET, sel.preset("structured_linear"))):
+    """Outputs and gradients of linear layers, of an attention's input projection and of a convolution."""
+    torch.manual_seed(0)
+    layers = [sel.convert(nn.Linear(12, 12, bias=False), config) for config in configs]
+    if backend != "inductor":  # every kernel costs the C++ compiler seconds
+        other = [nn.Unflatten(1, (3, 4)), nn.MultiheadAttention(4, 2), nn.Conv1d(3, 3, 1), nn.Linear(4, 4).bfloat16()]
+        layers += [sel.convert(layer, PAPER) if list(layer.parameters()) else layer for layer in other]
+    model = moved(nn.ModuleList(layers)).to(device)
+
+    def run(inputs):
+        for layer in model:
+            attention = isinstance(layer, nn.MultiheadAttention)
+            inputs = (
+                layer(inputs, inputs, inputs)[0] if attention else layer(inputs.to(next(layer.parameters(), x).dtype))
+            )
+        return inputs
+
+    inputs, ends = x.to(device), []
+    for function in (run, torch.compile(run, fullgraph=True, backend=backend)):
+        model.zero_grad()
+        output = function(inputs)
+        output.square().sum().backward()
+        ends.append([output.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
+    torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
+    assert all(bool(gradient.any()) for gradient in ends[0])
+
+
+def test_compiles_whole_and_agrees():
+    """Nothing is left to be worked out while torch traces a model that is fresh from conversion."""
+    check_compiled(backend="aot_eager", configs=(EXP, ELEMENTWISE))
+
+
+@pytest.mark.slow
+def test_compiled_kernels_agree(monkeypatch, tmp_path):
+    # torch finds what it has compiled again also for another ATEN_CPU_CAPABILITY, and then computes nonsense.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    check_compiled()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_compiled_kernels_agree_on_a_gpu():
+    check_compiled("cuda")
+
+
+def test_fake_tensors_and_traces():
+    model = sel.convert(nn.Sequential(nn.Linear(12, 7)), PAPER)
+    torch.testing.assert_close(make_fx(lambda v: model(v))(x)(x), model(x))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert model(mode.from_tensor(x)).shape == (5, 7)
+
+
+# ---- whole models ----
+
+
+@pytest.mark.parametrize("tied", [("weight",), ("bias",), ("weight", "bias")])
+def test_tied_layers_stay_tied(tied):
+    model = nn.Sequential(nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU())
+    model.append(model[0])  # a layer that is used twice stays one layer
+    for name in tied:
+        setattr(model[2], name, getattr(model[0], name))
+    count, output = len(list(model.parameters())), model(x)
+    sel.convert(model, PAPER)
+    for name, prefix in (("weight", ""), ("bias", "bias_")):
+        for part in (f"raw_{name}", f"{prefix}e_row"):
+            assert (getattr(model[2], part) is getattr(model[0], part)) == (name in tied)
+    assert model[4] is model[0]
+    torch.testing.assert_close(model(x), output, rtol=1e-5, atol=1e-6)
+    assert len(list(sel.fold(model).parameters())) == count
+    assert model[4] is model[0]
+    assert type(model[0]) is nn.Linear
+
+
+def test_a_plain_bias_beside_a_curved_weight():
+    model = sel.convert(network(), sel.SELConfig(exclude=("0.bias", "2.weight")))
+    assert [name for name, _ in model.named_parameters()] == ["0.raw_weight", "0.bias", "2.weight", "2.raw_bias"]
+    torch.testing.assert_close(model(x), network()(x), rtol=1e-5, atol=1e-6)
+    model(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert list(sel.fold(pickle.loads(pickle.dumps(model))).state_dict()) == list(network().state_dict())
+
+
+def test_a_failed_convert_leaves_the_model_unchanged():
+    model = network()
+    model[2].weight.data[0, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"2\.weight: cannot invert .* 1 of 120 elements: the weights must be finite"):
+        sel.convert(model)
+    assert [type(m) for m in model] == [nn.Linear, nn.GELU, nn.Linear]
+    with pytest.raises(ValueError, match=r"mode 'mismatch' needs .* e\*kappa\*exp\(-n\) > \|l\|"):
+        sel.convert(network(), sel.preset("paper", l=sel.Scale("row", start=8.0)))
+
+
+def test_half_precision_starts_from_the_scales_as_stored(caplog):
+    """A rounded factor shifts no weight: what is left is the rounding of raw weights, without bias, and is logged."""
+    config = sel.preset("congruent", e=sel.Scale("row_col_mult", start=1.3), m=sel.Scale("row", start=0.7))
+    plain = nn.Linear(256, 256, dtype=torch.bfloat16)
+    weight = plain.weight.detach().double()
+    with caplog.at_level(logging.INFO, logger="symexplin"):
+        layer = sel.convert(plain, config)
+        ratio = layer.sel_effective()["weight"].double() / weight
+        sel.fold(layer)
+    assert abs(float(ratio[weight != 0].mean()) - 1.0) < 1e-4
+    converted, folded = (record.getMessage() for record in caplog.records)
+    assert converted.startswith("converted 1 layers; largest difference of a weight ")
+    assert folded.startswith("folded 1 layers; largest difference of a weight ")
+    for message in (converted, folded):  # 2^-8 of weights below 1/16
+        assert 0.0 < float(message.split()[-1]) < 2**-12
+
+
+def test_safetensors_round_trip(tmp_path):
+    curved = moved(sel.convert(network(), OFFSET))
+    save_model(curved, str(tmp_path / "curved.safetensors"))
+    other = sel.convert(network(seed=6), OFFSET)
+    load_model(other, str(tmp_path / "curved.safetensors"))
+    assert torch.equal(other(x), curved(x))
