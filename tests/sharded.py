@@ -190,13 +190,18 @@ def saved(how, run, folder, dtype, full_state=False, flat=False):
     """
     model, optimizer = make(how, run, dtype)
     steps(model, optimizer, how, dtype, 0, 3)
-    at = weights(model), states(model, optimizer)
     options = StateDictOptions(full_state_dict=full_state, flatten_optimizer_state_dict=flat)
     values, state = get_state_dict(model, optimizer, options=options)
     if not full_state:
         dcp.save({"model": values, "optimizer": state}, checkpoint_id=folder)
     elif how == "whole" or torch.distributed.get_rank() == 0:
         torch.save({"model": values, "optimizer": state}, folder)
+    return _end(model, optimizer, how, dtype)
+
+
+def _end(model, optimizer, how, dtype):
+    """Train 3 steps more; return weights and states before, and weights, states and losses after."""
+    at = weights(model), states(model, optimizer)
     losses = steps(model, optimizer, how, dtype, 3, 6)
     return at, (weights(model), states(model, optimizer), losses)
 
@@ -217,9 +222,7 @@ def resumed(how, run, folder, dtype, full_state=False, flat=False):
     set_state_dict(
         model, optimizer, model_state_dict=content["model"], optim_state_dict=content["optimizer"], options=options
     )
-    at = weights(model), states(model, optimizer)
-    losses = steps(model, optimizer, how, dtype, 3, 6)
-    return at, (weights(model), states(model, optimizer), losses)
+    return _end(model, optimizer, how, dtype)
 
 
 def given(run, dtype, blocks=False):
