@@ -59,7 +59,13 @@ def _adamw_(
     fused: bool,
 ) -> None:
     beta1, beta2 = map(float, group["betas"])
-    rates: dict[str, Any] = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": decay, "eps": float(group["eps"])}
+    rates: dict[str, Any] = {
+        "lr": lr,
+        "beta1": beta1,
+        "beta2": beta2,
+        "weight_decay": decay,
+        "eps": float(group["eps"]),
+    }
     if fused:  # torch's functional AdamW takes as long again to group many small tensors
         steps = [torch.full((), step, device=values[0].device)] * len(values)
         torch._fused_adamw_(values, grads, exp_avgs, exp_avg_sqs, [], steps, **rates, amsgrad=False, maximize=False)
