@@ -71,8 +71,8 @@ def _adamw_(
         torch._fused_adamw_(values, grads, exp_avgs, exp_avg_sqs, [], steps, **rates, amsgrad=False, maximize=False)
     else:
         steps = list(torch.full((len(values),), step - 1.0).unbind())  # torch adds 1
-        options = {"foreach": False, "fused": False, "amsgrad": False, "maximize": False}
-        adamw(values, grads, exp_avgs, exp_avg_sqs, [], steps, **options, **rates)
+        state = exp_avgs, exp_avg_sqs, [], steps
+        adamw(values, grads, *state, foreach=False, fused=False, **rates, amsgrad=False, maximize=False)
 
 
 def _are_alike(first: Tensor, *others: Tensor) -> bool:
