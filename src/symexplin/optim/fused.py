@@ -71,7 +71,7 @@ def _adamw_(
         torch._fused_adamw_(values, grads, exp_avgs, exp_avg_sqs, [], steps, **rates, amsgrad=False, maximize=False)
     else:
         steps = list(torch.full((len(values),), step - 1.0).unbind())  # torch adds 1
-        state = exp_avgs, exp_avg_sqs, [], steps
+        state: Any = (exp_avgs, exp_avg_sqs, [], steps)
         adamw(values, grads, *state, foreach=False, fused=False, **rates, amsgrad=False, maximize=False)
 
 
