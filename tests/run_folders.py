@@ -62,7 +62,10 @@ def comparison(folder, seeds=(0,), final=1.5, broken=None, **changes):
             {**dataclasses.asdict(r), "final_loss": r.final_loss, "folder": f"runs/{r.arm}-lr{r.lr:g}-seed{r.seed}"}
             for r in runs
         ],
-        "maps": {"AdamW": None, "SEL": {"home": "optimizer", "start": "matched", **sel.SELConfig().resolve(128).to_dict()}},
+        "maps": {
+            "AdamW": None,
+            "SEL": {"home": "optimizer", "start": "matched", **sel.SELConfig().resolve(128).to_dict()},
+        },
         "corpus": {"train_tokens": 1234567, "tokenizer": "byte"},
         "parameters": 4321,
         "config": {"data": "stdlib", "compare": {"lrs": [0.001, 0.01], "seeds": list(seeds)}},

@@ -44,7 +44,10 @@ def test_bad_values_of_training_are_named(field, value):
         (lambda: LogConfig(checkpoint_every=0), "checkpoint_every must be"),
         (lambda: LogConfig(keep=0), "keep must be"),
         (lambda: TrainConfig(l1_falloff=8.0), "l1_falloff must be 0 without l1.*got 8.0"),
-        (lambda: RunConfig("d", sel=CurveConfig(preset="congruent", start="mismatched")), "start must be 'matched' for mode 'congruent'"),
+        (
+            lambda: RunConfig("d", sel=CurveConfig(preset="congruent", start="mismatched")),
+            "start must be 'matched' for mode 'congruent'",
+        ),
         (
             lambda: RunConfig("d", train=TrainConfig(weights="x"), sel=CurveConfig(preset="paper")),
             "start must be given with weights and preset 'paper'",

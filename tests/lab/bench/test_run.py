@@ -175,7 +175,7 @@ def test_facts_are_those_in_force(tmp_path, monkeypatch):
     with kernels.using("readable"):
         run_bench(asked, tmp_path / "out")
     for row in read(tmp_path / "out"):
-        assert (row["kernels"], row["malloc"]) == ("readable formulas", "MALLOC_MMAP_MAX_=0")
+        assert (row["kernels"], row["malloc"]) == ("PyTorch's operations", "MALLOC_MMAP_MAX_=0")
         assert (row["map"], row["preset"]) == ("{'beta': 5.0}", "paper")
         assert (row["device"], row["threads"]) == ("cpu", str(torch.get_num_threads()))
         assert row["torch"] == torch.__version__

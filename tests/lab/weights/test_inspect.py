@@ -127,7 +127,9 @@ def test_the_map_is_the_given_one_else_that_of_the_training_else_the_default(tmp
     text = " ".join(format_inspection(found).split())
     form, origin = ("exp_only, beta 1.482 (", "assumed")
     if header:
-        form, origin = ("congruent, beta 12 (", "as given") if given else ("mismatch, beta 3, l 0.4 (", "trained with it")
+        form, origin = (
+            ("congruent, beta 12 (", "as given") if given else ("mismatch, beta 3, l 0.4 (", "trained with it")
+        )
     assert f"map: {form}" in text
     assert origin in text
 
