@@ -1,5 +1,6 @@
 """Map and Curved: the factors of every pattern, and values, gradients and inverses against autograd of the formulas."""
 
+import dataclasses
 import math
 
 import pytest
@@ -127,6 +128,10 @@ def test_values_gradients_and_inverse_are_those_of_the_papers_formulas(axes, mod
     for name, found in by_factor.items():
         torch.testing.assert_close(found, factors[name].grad, rtol=1e-11, atol=1e-13, msg=lambda m, n=name: f"{n}: {m}")
 
+    fixed = Curved(Map(raw.shape, axes, config_of(mode, "fixed", way, normalize)), curved.raw, start(curved.map))
+    at_start = curved._replace(factors=start(curved.map)).effective()
+    torch.testing.assert_close(at_start, fixed.effective(), rtol=1e-13, atol=1e-15)
+
     w = value.detach()
     inverse = curved._replace(raw=torch.zeros_like(w)).inverse(w)
     torch.testing.assert_close(inverse, curved.raw, rtol=1e-12, atol=1e-14)
@@ -136,65 +141,40 @@ def test_values_gradients_and_inverse_are_those_of_the_papers_formulas(axes, mod
 
 # ---- what a map has to learn ----
 
-ROOT = math.sqrt(1.3)
-NAMES = {  # of a weight: suffixes, the sides they belong to, and first values for a scale that starts at 1.3
-    "fixed": [],
-    "global": [("", "stack", 1.3)],
-    "row": [("_row", "rows", 1.3)],
-    "column": [("_column", "columns", 1.3)],
-    "row_col_mult": [("_row", "rows", ROOT), ("_column", "columns", ROOT)],
-    "row_col_add": [("_row", "rows", 0.65), ("_column", "columns", 0.65)],
-    "lora": [("_A", "rows", None), ("_B", "columns", 0.0)],
-    "elementwise": [("_full", "full", 1.3)],
-}
-
-
-@pytest.mark.parametrize("axes", SHAPES)
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_each_pattern_has_its_factors(axes, pattern):
-    shape, rows, columns = SHAPES[axes]
-    count = shape[: axes.count("e")]
-    scale = sel.Scale(pattern, start=1.3, rank=7)
-    map = Map(shape, axes, sel.SELConfig(7.5, "congruent", e=scale, s=scale, delta=sel.Scale("lora", rank=7)))
-    wanted = NAMES[pattern if columns or pattern in ("fixed", "global") else "row"]
-    shapes = {"stack": count, "rows": rows, "columns": columns, "full": shape}
-    if columns and pattern == "lora":
-        shapes |= {"rows": (*rows, 7), "columns": (*count, 7, *columns[len(count) :])}
-    found = [(f.name, f.shape, f.first, f.decays, f.lr_scale) for f in map.factors if f.role != "delta"]
-    values = start(map)
-    expected = [(role + suffix, shapes[side], first, True, 1.0) for role in "es" for suffix, side, first in wanted]
-    assert found == [(*row[:2], pytest.approx(row[2]), *row[3:]) for row in expected]
-    delta = [(f.name, f.first, f.decays, f.lr_scale) for f in map.by_role("delta")]
-    assert delta == ([("delta_A", None, False, 1 / 7.5), ("delta_B", 0.0, False, 1 / 7.5)] if columns else [])
-    for factor in map.factors:
-        assert values[factor.name].shape == factor.shape
-        assert [shape[d] for d in factor.dims if d is not None] == [n for n in factor.shape if n != 7]
-        assert factor.first is None or bool((values[factor.name] == factor.first).all())
+LOGS = "log_e_row {0:.6g}, log_e_column {0:.6g}, a_row {1:.6g}, a_column {1:.6g}, n 0.25, s_row 1"
+MULT = sel.Scale("row_col_mult", start=4)
+ABSORBED = {"curvature": "absorbed", "e": dataclasses.replace(MULT, transform="exp"), "l": sel.Scale()}
+OTHER = {"e": sel.Scale("elementwise", start=2), "l": sel.Scale("lora", rank=2), "delta": sel.Scale("lora")}
 
 
 @pytest.mark.parametrize(
-    ("mode", "scales", "expected"),
+    ("mode", "axes", "scales", "expected"),
     [
-        ("mismatch", {}, "e_row 2, e_column 2, l_row -2, l_column 2, m_row 1.5, m_column 1.5, n 0.25"),
-        ("exp_only", {}, "e_row 2, e_column 2, m_row 1.5, m_column 1.5, n 0.25"),
-        ("sinh", {}, "m_row 1.5, m_column 1.5"),
-        ("linear", {}, "l_row -2, l_column 2"),
-        ("damped", {}, "n 0.25"),
+        ("mismatch", "oi", {}, "e_row 2, e_column 2, l_row -2, l_column 2, m_row 1.5, m_column 1.5, n 0.25, s_row 1"),
+        ("exp_only", "oi", {}, "e_row 2, e_column 2, m_row 1.5, m_column 1.5, n 0.25, s_row 1"),
+        ("sinh", "oi", {}, "m_row 1.5, m_column 1.5, s_row 1"),
+        ("linear", "oi", {}, "l_row -2, l_column 2, s_row 1"),
+        ("damped", "oi", {}, "n 0.25, s_row 1"),
+        ("linear", "o", OTHER, "l_row 1, s_row 1"),
         (
             "congruent",
-            {"curvature": "absorbed", "e": sel.Scale("row_col_mult", start=4, transform="exp"), "l": sel.Scale()},
-            f"log_e_row {math.log(4) / 2:.6g}, log_e_column {math.log(4) / 2:.6g}, "
-            f"a_row {math.log(27) / 2:.6g}, a_column {math.log(27) / 2:.6g}, n 0.25",
+            "oi",
+            OTHER,
+            "e_full 2, l_A -, l_B 0, m_row 1.5, m_column 1.5, n 0.25, s_row 1, delta_A -, delta_B 0",
         ),
+        ("oppose", "oi", ABSORBED, LOGS.format(math.log(4) / 2, math.log(27) / 2)),
     ],
 )
-def test_a_mode_creates_the_scales_that_it_uses_at_their_starts(mode, scales, expected):
-    """Products start at the root, with the sign on the rows; logarithms and shapes of the map do not decay."""
-    given = {"e": sel.Scale("row_col_mult", start=4), "l": sel.Scale("row_col_mult", start=-4)}
-    given |= {"m": sel.Scale("row_col_add", start=3), "n": sel.Scale("global", start=0.25)}
-    map = Map((3, 2), "oi", sel.SELConfig(9.0, mode, **(given | scales)))
-    assert ", ".join(f"{factor.name} {factor.first:.6g}" for factor in map.factors) == expected
-    assert {f.name for f in map.factors if f.decays} == {f.name for f in map.factors if f.name[:2] in ("e_", "l_")}
+def test_a_mode_creates_the_scales_that_it_uses_at_their_starts(mode, axes, scales, expected):
+    """Products start at the root, with the sign on the rows. Scales of a pathway decay, logarithms do not."""
+    given = {"e": MULT, "l": sel.Scale("row_col_mult", start=-4), "m": sel.Scale("row_col_add", start=3)}
+    given |= {"n": sel.Scale("global", start=0.25), "s": sel.Scale("row")}
+    map = Map((3, 2)[: len(axes)], axes, sel.SELConfig(9.0, mode, **(given | scales)))
+    found = (f"{factor.name} {'-' if factor.first is None else format(factor.first, '.6g')}" for factor in map.factors)
+    assert ", ".join(found) == expected
+    for factor in map.factors:
+        assert factor.decays == factor.name.startswith(("e_", "l_", "s_"))
+        assert factor.lr_scale == (1 / 9.0 if factor.role == "delta" else 1.0)
 
 
 def test_lora_is_drawn_whole_from_a_generator_of_its_own():

@@ -72,13 +72,6 @@ def test_each_expert_is_drawn_as_a_matrix_of_its_own():
         assert 0.98 * bound < float(matrix.abs().max()) <= bound
 
 
-def test_the_start_in_half_precision_is_the_float32_one_rounded():
-    half, whole = layers_of(64, dtype=torch.bfloat16), layers_of(64, dtype=torch.bfloat16).float()
-    for model in (half, whole):
-        sel.init_(model, PAPER, xavier=False)
-    assert torch.equal(half[0].weight, whole[0].weight.bfloat16())
-
-
 def test_a_model_that_cannot_be_initialized_is_refused():
     model = sel.convert(nn.Sequential(nn.Linear(4, 4)), PAPER)
     with pytest.raises(ValueError, match="nothing to curve"):

@@ -9,8 +9,6 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import symexplin as sel
 from networks import ELEMENTWISE, EXP, moved, network
@@ -140,14 +138,6 @@ def test_backward_saves_no_effective_weight_and_layers_are_freed():
     assert reference() is None
 
 
-def test_frozen_layers_pass_gradients_on():
-    layer = sel.SELLinear(12, 4, config=PAPER).requires_grad_(False)
-    inputs = x.clone().requires_grad_()
-    layer(inputs).sum().backward()
-    torch.testing.assert_close(inputs.grad, layer.weight.sum(0).expand(5, 12))
-    assert all(parameter.grad is None for parameter in layer.parameters())
-
-
 def test_zero_weights_and_biases_move_at_the_first_step():
     model = network()
     for parameter in model.parameters():
@@ -174,29 +164,28 @@ def test_an_effective_weight_is_read_only_and_not_saved(layer):
 
 
 def test_autocast_runs_the_product_in_its_dtype_and_the_map_in_float32():
-    curved = sel.convert(network(), PAPER)
-    with torch.autocast("cpu", torch.bfloat16):
-        output = curved(x)
-        assert curved[0].weight.dtype == torch.float32
-    output.float().square().mean().backward()
-    assert output.dtype == torch.bfloat16
-    grads = [parameter.grad.clone() for parameter in curved.parameters()]
-    torch.testing.assert_close(output.float(), curved(x), rtol=0.05, atol=0.02)
-    curved.zero_grad()
-    curved(x).square().mean().backward()
-    for found, parameter in zip(grads, curved.parameters(), strict=True):
-        assert found.dtype == torch.float32
-        assert float((found - parameter.grad).norm()) < 0.03 * float(parameter.grad.norm())
+    curved, found = sel.convert(network(), PAPER), []
+    for enabled in (True, False):
+        curved.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            output = curved(x)
+            assert curved[0].weight.dtype == torch.float32
+        assert output.dtype == (torch.bfloat16 if enabled else torch.float32)
+        output.float().square().mean().backward()
+        found.append([output.detach().float(), *(parameter.grad.clone() for parameter in curved.parameters())])
+    for low, full in zip(*found, strict=True):
+        assert low.dtype == torch.float32
+        assert float((low - full).norm()) < 0.03 * float(full.norm())
 
 
-def test_a_layer_of_its_own_takes_inputs_of_any_rank():
-    layer = sel.SELLinear(4, 3, dtype=torch.float64)
+@pytest.mark.parametrize("shape", [(4,), (2, 4), (2, 5, 4), (0, 4)])
+def test_a_layer_of_its_own_takes_inputs_of_any_rank_also_when_frozen(shape):
+    layer = sel.SELLinear(4, 3).requires_grad_(False)
     assert "mode='exp_only', beta=" in repr(layer)
-    assert torch.equal(sel.fold(sel.SELLinear(4, 3, bias=False)).weight.isfinite(), torch.ones(3, 4, dtype=torch.bool))
-    for shape in ((4,), (2, 4), (2, 5, 4), (0, 4)):
-        inputs = torch.ones(shape, requires_grad=True, dtype=torch.float64)
-        layer(inputs).sum().backward()
-        assert inputs.grad.shape == shape
+    inputs = torch.ones(shape, requires_grad=True)
+    layer(inputs).sum().backward()
+    torch.testing.assert_close(inputs.grad, layer.weight.sum(0).expand(shape))
+    assert all(parameter.grad is None for parameter in layer.parameters())
 
 
 def test_reset_parameters_keeps_the_layer_and_draws_anew():
@@ -216,56 +205,44 @@ def test_reset_parameters_keeps_the_layer_and_draws_anew():
 # ---- torch.compile ----
 
 
-def check_compiled(*configs, device="cpu", backend="inductor"):
-    """Outputs and gradients of linear layers, of an attention's input projection and of a convolution."""
-    torch.manual_seed(0)
-    layers = [sel.convert(nn.Linear(12, 12, bias=False), config) for config in configs]
-    if backend != "inductor":  # every kernel costs the C++ compiler seconds
-        other = [nn.Unflatten(1, (3, 4)), nn.MultiheadAttention(4, 2), nn.Conv1d(3, 3, 1), nn.Linear(4, 4).bfloat16()]
-        layers += [sel.convert(layer, PAPER) if list(layer.parameters()) else layer for layer in other]
-    model = moved(nn.ModuleList(layers)).to(device)
-
-    def run(inputs):
-        for layer in model:
-            attention = isinstance(layer, nn.MultiheadAttention)
-            inputs = (
-                layer(inputs, inputs, inputs)[0] if attention else layer(inputs.to(next(layer.parameters(), x).dtype))
-            )
-        return inputs
-
-    inputs, ends = x.to(device), []
-    for function in (run, torch.compile(run, fullgraph=True, backend=backend)):
+def check_compiled(*layers, device="cpu", backend="inductor", dtype=torch.float32):
+    """Outputs and gradients of a fresh conversion, in which nothing is left to be worked out while torch traces."""
+    model = moved(nn.Sequential(*layers)).to(device, dtype)
+    inputs, ends = x.to(device, dtype), []
+    for run in (model, torch.compile(model, fullgraph=True, backend=backend)):
         model.zero_grad()
-        output = function(inputs)
+        output = run(inputs)
         output.square().sum().backward()
         ends.append([output.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
-    torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*ends, **({"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {}))
     assert all(bool(gradient.any()) for gradient in ends[0])
 
 
-def test_compiles_whole_and_agrees():
-    """Nothing is left to be worked out while torch traces a model that is fresh from conversion."""
-    check_compiled(EXP, ELEMENTWISE, backend="aot_eager")
+def curved_layers(*configs):
+    torch.manual_seed(0)
+    return [sel.convert(nn.Linear(12, 12, bias=False), config) for config in configs]
+
+
+@pytest.mark.filterwarnings("error:Dynamo")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiles_whole_and_agrees(dtype):
+    layers = [*curved_layers(EXP, ELEMENTWISE), nn.Unflatten(1, (3, 4))]
+    other = (nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.0), nn.Conv1d(3, 3, 1))
+    layers += [sel.convert(layer, PAPER) for layer in other]
+    check_compiled(*layers, backend="aot_eager", dtype=dtype)
 
 
 @pytest.mark.slow
 def test_compiled_kernels_agree(monkeypatch, tmp_path):
     # torch finds what it has compiled again also for another ATEN_CPU_CAPABILITY, and then computes nonsense.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    check_compiled(OFFSET, MAPS["structured_linear"])
+    check_compiled(*curved_layers(OFFSET, MAPS["structured_linear"]))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_compiled_kernels_agree_on_a_gpu():
-    check_compiled(OFFSET, MAPS["structured_linear"], device="cuda")
-
-
-def test_fake_tensors_and_traces():
-    model = sel.convert(nn.Sequential(nn.Linear(12, 7)), PAPER)
-    torch.testing.assert_close(make_fx(lambda v: model(v))(x)(x), model(x))
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        assert model(mode.from_tensor(x)).shape == (5, 7)
+    check_compiled(*curved_layers(OFFSET, MAPS["structured_linear"]), device="cuda")
 
 
 # ---- whole models ----
