@@ -74,7 +74,8 @@ plt.show()
 # %% [markdown]
 # ## What the optimizer makes of a model
 #
-# Since the inverse is closed, `SELAdamW` stores no raw weights. Building it changes no weight, and its state is AdamW's.
+# Since the inverse is closed, `SELAdamW` stores no raw weights. Building it changes no weight, and its state is
+# AdamW's.
 
 # %%
 torch.manual_seed(0)
