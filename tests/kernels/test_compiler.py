@@ -118,9 +118,3 @@ def test_without_a_compiler_or_with_a_wrong_one_a_warning_says_what_that_costs(t
     monkeypatch.setattr(cpu, "_SOURCE", tmp_path / "cpu.c")
     with pytest.warns(UserWarning, match="wrong results"):
         assert cpu.load.__wrapped__() is None
-
-
-def test_the_chosen_compiler_comes_first(monkeypatch):
-    found = compiler.find_compiler()
-    monkeypatch.setenv("CC", " ".join([*found.command, "-DSPECIAL=1"]))
-    assert "#define SPECIAL 1" in compiler.find_compiler().macros

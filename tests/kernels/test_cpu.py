@@ -8,36 +8,21 @@ import pytest
 import torch
 from builds import BUILDS, kernels
 
-from symexplin.kernels import cpu
 from symexplin.kernels.cpu import FactoredMap, Rates
 
 EPS = 2.0**-24
 RATES = Rates(1e-2, 0.1, 0.9, 0.99, 1e-8, 1 - 0.9**5, 1 - 0.99**5)
 CURVE = (7.5, 1 / 7.5)
+PAPER = FactoredMap("mismatch", False, False, 7.5)
+SIZES = (1, 100, 256, 20_000, 0)
 
 
 @pytest.fixture(params=BUILDS, ids=lambda build: "-".join(filter(None, build)))
 def build(request):
-    return kernels(*request.param)
-
-
-@pytest.fixture(autouse=True)
-def threads():
-    before = torch.get_num_threads()
+    threads = torch.get_num_threads()
     torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
-
-
-# ---- the closed form ----
-
-
-def moved_by(build, v, x, c):
-    """Step weights by exact exponents: Adam's direction is the first moment, with betas 1 and second moments 1."""
-    weight, m = v.clone(), -x * torch.where(v < 0, -1.0, 1.0)
-    rates = Rates(1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0)
-    build.update([weight], [torch.zeros_like(v)], [m], [torch.ones_like(v)], None, (1.0, c), rates, 1.0)
-    return weight
+    yield kernels(*request.param)
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("largest", [0.29, 80.0], ids=["small", "large"])
@@ -48,7 +33,10 @@ def test_one_step_is_exact_to_two_units_of_the_terms_that_are_added(build, large
         v = torch.cat([10 ** torch.empty(150).uniform_(-30, 20), 3 * c * torch.rand(150), torch.zeros(2)])
         v = v * torch.randn(v.shape).sign()  # the zeros have both signs, too
         x = 10 ** torch.empty(v.shape).uniform_(-8, math.log10(largest)) * torch.randn(v.shape).sign()
-        for start, step, got in zip(v.tolist(), x.tolist(), moved_by(build, v, x, c).tolist(), strict=True):
+        # Exact exponents: with betas and second moments 1, Adam's direction is the first moment.
+        weight, m, rates = v.clone(), -x * torch.where(v < 0, -1.0, 1.0), Rates(1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0)
+        build.update([weight], [torch.zeros_like(v)], [m], [torch.ones_like(v)], None, (1.0, c), rates, 1.0)
+        for start, step, got in zip(v.tolist(), x.tolist(), weight.tolist(), strict=True):
             size, e, f = abs(mpmath.mpf(start)), mpmath.exp(step), mpmath.expm1(step)
             t, share = size * e + c * f, 1
             if t < 0:
@@ -72,9 +60,6 @@ def reference(v, g, m, s, rates, clip, curve):
     t = v.abs() + (c + v.abs()) * torch.expm1(x)
     other = (v.abs() - c * torch.expm1(-x)) * c / (c + v.abs())
     return sign * torch.where(t >= 0, t, other), m, s, x.abs()
-
-
-SIZES = (1, 100, 256, 20_000, 0)
 
 
 def start(dtype=torch.float32):
@@ -116,9 +101,7 @@ def test_a_rate_of_zero_changes_the_moments_alone(build, curve, dtype):
     before, before_m = [x.clone() for x in (*v, *(masters or ()))], [x.clone() for x in m]
     build.update(v, g, m, s, masters, curve, RATES._replace(lr=0.0), 1.0)
     assert same_bits(before, [*v, *(masters or ())])
-    exact = [a + (b.float() * (CURVE[0] * (CURVE[1] + w.float().abs()) if curve else 1) - a) * (1 - RATES.beta1)
-             for a, b, w in zip(before_m, g, v, strict=True)]  # fmt: skip
-    torch.testing.assert_close(m, exact, rtol=1e-5, atol=1e-6)
+    assert [x.equal(y) for x, y in zip(before_m, m, strict=True)] == [False] * 4 + [True]  # the last is empty
 
 
 def test_bfloat16_follows_its_master_and_adopts_writes(build):
@@ -170,9 +153,8 @@ def test_stochastic_rounding_depends_on_the_whole_tensors_indices_alone(build, c
     bits = exact.view(torch.int32).flatten().tolist()
     rounded = [(bit + noise_of(key, offset + i) >> 16) & 0xFFFF for i, bit in enumerate(bits)]
     finite = exact.isfinite().flatten()
-    got = whole.view(torch.uint16).flatten().int()
-    assert got[finite].equal(torch.tensor(rounded, dtype=torch.int32)[finite])
-    assert same_bits([whole.isfinite().to(torch.int16)], [finite.view(rows, cols).to(torch.int16)])
+    assert whole.view(torch.uint16).flatten()[finite].tolist() == torch.tensor(rounded)[finite].tolist()
+    assert whole.isfinite().flatten().equal(finite)
 
 
 @pytest.mark.parametrize("curve", [CURVE, None], ids=["curved", "plain"])
@@ -206,11 +188,6 @@ def test_the_number_of_threads_changes_no_bit(build):
     assert same_bits(run(1), run(2))
 
 
-# ---- maps of row and column factors ----
-
-PAPER = FactoredMap("mismatch", False, False, 7.5)
-
-
 def terms(map, raw, vectors):
     """The curved and the linear pathway in float64, and kappa |w|."""
 
@@ -232,8 +209,7 @@ def terms(map, raw, vectors):
 
 
 def effective(map, raw, vectors):
-    curved, linear, _ = terms(map, raw, vectors)
-    return curved + linear
+    return sum(terms(map, raw, vectors)[:2])
 
 
 def matrices(map, shapes, dtype, learned=range(6)):
@@ -282,18 +258,14 @@ def test_factored_maps_follow_autograd(build, name, dtype):
         leaves = [x.requires_grad_() for x in (raw.double(), *(x.double() for x in line if x is not None))]
         parts = iter(leaves[1:])
         value = effective(map, leaves[0], tuple(None if x is None else next(parts) for x in line))
-        first, *rest = torch.autograd.grad(value, leaves, g.double(), allow_unused=True)
+        first, *rest = torch.autograd.grad(value, leaves, g.double())
         exact_raw.append(first)
         total += float((first**2).sum())
         for ours, exact in zip([x for x in got if x is not None], rest, strict=True):
-            if exact is not None:
-                torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=3e-6 * float(exact.abs().max() + 1))
+            torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=3e-6 * float(exact.abs().max() + 1))
     torch.testing.assert_close(float(squares), total, rtol=1e-5, atol=0)
     before = [[x.double() for x in xs] for xs in (raws, exp_avgs, exp_avg_sqs)]
-    for line in vectors:  # the caller's step of the scales, between pull and update
-        for x in line:
-            if x is not None:
-                x.mul_(1.1)
+    torch._foreach_mul_([x for line in vectors for x in line if x is not None], 1.1)  # the caller's step of the scales
     plan.update(RATES, 0.3)
     for i, g in enumerate(exact_raw):
         raw, m, *_ = reference(before[0][i], g, before[1][i], before[2][i], RATES, 0.3, None)
@@ -304,29 +276,19 @@ def test_factored_maps_follow_autograd(build, name, dtype):
         assert ((weights[i].double() - (curved + linear)).abs() <= unit * (curved.abs() + linear.abs())).all()
 
 
-def test_a_rate_of_zero_keeps_raw_weights_and_weights(build):
-    raws, weights, exp_avgs, exp_avg_sqs, vectors = matrices(PAPER, SHAPES, torch.float32)
+def test_empty_shards_and_a_rate_of_zero(build):
+    raws, weights, exp_avgs, exp_avg_sqs, vectors = matrices(PAPER, (*SHAPES, (0, 5), (4, 0)), torch.float32)
     before, moments = [x.clone() for x in (*raws, *weights)], [x.clone() for x in exp_avgs]
     plan = build.plan(PAPER, raws, weights, exp_avgs, exp_avg_sqs, vectors)
-    plan.pull([torch.randn(shape) for shape in SHAPES])
-    plan.update(RATES._replace(lr=0.0), 1.0)
-    assert same_bits(before, [*raws, *weights])
-    assert not any(x.equal(y) for x, y in zip(moments, exp_avgs, strict=True))
-
-
-def test_empty_shards_are_no_trouble(build):
-    raws, *others, vectors = matrices(PAPER, ((2, 3), (0, 5), (4, 0)), torch.float32)
-    plan = build.plan(PAPER, raws, *others, vectors)
     with pytest.raises(RuntimeError, match="call pull"):
         plan.update(RATES, 1.0)
-    squares, gradients = plan.pull([torch.ones(x.shape) for x in raws])
-    assert squares > 0
-    assert gradients[1][1].equal(torch.zeros(5))
-    assert gradients[2][0].equal(torch.zeros(4))
+    _, gradients = plan.pull([torch.randn(x.shape) for x in raws])
+    assert gradients[-2][1].equal(torch.zeros(5))
+    assert gradients[-1][0].equal(torch.zeros(4))
+    plan.update(RATES._replace(lr=0.0), 1.0)
+    assert same_bits(before, [*raws, *weights])
+    assert not any(x.equal(y) for x, y in zip(moments[:-2], exp_avgs, strict=False))
     assert float(build.norm([], [], None, CURVE)) == 0
-
-
-# ---- the process ----
 
 
 def test_denormals_survive_the_library(build):
@@ -334,4 +296,3 @@ def test_denormals_survive_the_library(build):
     assert build.norm([torch.ones(4)], [torch.ones(4)], None, None) == 4
     assert float(torch.tensor([1e-40]) * 0.5) > 0
     assert float(np.float32(1e-40) * np.float32(0.5)) > 0
-    assert cpu.load() is None or float(torch.tensor([1e-310], dtype=torch.float64) * 0.5) > 0
