@@ -269,7 +269,7 @@ static void write_factors(const Call *map, Matrix *x) {
             Axis a = axis_at(map, x, dim, i);
             double factors[FACTORS] = {a.kappa, a.c, a.lambda, a.c * a.kappa}, flat = fabs(a.lambda / (a.c * a.kappa));
             for (int k = 0; k < FACTORS; k++) to[k * (count + PAD) + i] = (float)factors[k];
-            if (!(flat <= flattest[dim])) flattest[dim] = flat;
+            if (flat > flattest[dim] || flat != flat) flattest[dim] = flat;
         }
         to += FACTORS * (count + PAD);
     }
