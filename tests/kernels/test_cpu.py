@@ -6,8 +6,8 @@ import mpmath
 import numpy as np
 import pytest
 import torch
-from builds import BUILDS, kernels
 
+from builds import BUILDS, kernels
 from symexplin.kernels.interface import FactoredMap, Rates
 
 EPS = 2.0**-24

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 
 import pytest
+
 from builds import BUILDS, library
 
 # Arithmetic on whole registers and on one float: vfmadd231ps, mulps; vaddss, mulss. On ARM: fmla v0.4s; fmadd s0.
