@@ -190,13 +190,18 @@ def saved(how, run, folder, dtype, full_state=False, flat=False):
     """
     model, optimizer = make(how, run, dtype)
     steps(model, optimizer, how, dtype, 0, 3)
-    at = weights(model), states(model, optimizer)
     options = StateDictOptions(full_state_dict=full_state, flatten_optimizer_state_dict=flat)
     values, state = get_state_dict(model, optimizer, options=options)
     if not full_state:
         dcp.save({"model": values, "optimizer": state}, checkpoint_id=folder)
     elif how == "whole" or torch.distributed.get_rank() == 0:
         torch.save({"model": values, "optimizer": state}, folder)
+    return _end(model, optimizer, how, dtype)
+
+
+def _end(model, optimizer, how, dtype):
+    """Train 3 steps more; return weights and states before, and weights, states and losses after."""
+    at = weights(model), states(model, optimizer)
     losses = steps(model, optimizer, how, dtype, 3, 6)
     return at, (weights(model), states(model, optimizer), losses)
 
@@ -217,15 +222,13 @@ def resumed(how, run, folder, dtype, full_state=False, flat=False):
     set_state_dict(
         model, optimizer, model_state_dict=content["model"], optim_state_dict=content["optimizer"], options=options
     )
-    at = weights(model), states(model, optimizer)
-    losses = steps(model, optimizer, how, dtype, 3, 6)
-    return at, (weights(model), states(model, optimizer), losses)
+    return _end(model, optimizer, how, dtype)
 
 
 def given(run, dtype, blocks=False):
     """Take 6 steps with given gradients, the same on any number of processes; return weights and states."""
     # What is left of a row behind whole vectors is rounded otherwise by torch's fused AdamW, not by kernels.
-    width = 13 if kernels_for(torch.device("cpu")) else 16
+    width = 16 if run == "8 bits" or kernels_for(torch.device("cpu")) is None else 13
     torch.manual_seed(0)
     layers = [nn.Embedding(5, 2 * width), nn.Linear(2 * width, 17, bias=False), nn.Linear(4 * width, 7, bias=False)]
     model = nn.Sequential(*layers).to(dtype)

@@ -143,8 +143,8 @@ def test_other_optimizers_and_rates_by_name_pattern(tmp_path):
     rates = {"lr": {"*.mlp.*": 1e-3, "*": 2e-3}, "weight_decay": {"*.mlp.*": 0.2, "*": 0.1}}
     run = trainer(args, setup=sel.hf.setup(args, CONFIG, **rates))
     run.train()
-    found = {"mlp" in name for group in run.optimizer.param_groups if group["lr"] == 1e-3 for name in group["param_names"]}
-    assert found == {True}
+    lr = {name: group["lr"] for group in run.optimizer.param_groups for name in group["param_names"]}
+    assert lr == {name: 1e-3 if "mlp" in name else 2e-3 for name in lr}
     assert settings_of(run, "lr", "weight_decay") == {(1e-3, 0.2), (2e-3, 0.1), (2e-3, 0.0)}  # no biases and norms
 
 
@@ -268,7 +268,8 @@ def killed_runs(tmp_path_factory):
     """Of each dtype 20 steps, whole, and killed after 13 and resumed from 10 in another process."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "run.py").write_text(_RUN)
-    runs = [(dtype, *run) for dtype in _DTYPES for run in (("whole", "whole"), ("killed", "kill"), ("killed", "resume"))]
+    how = (("whole", "whole"), ("killed", "kill"), ("killed", "resume"))
+    runs = [(dtype, *run) for dtype in _DTYPES for run in how]
     common = (str(folder / "run.py"), str(Path(__file__).parent))
     jobs = [(1, (*common, str(folder / dtype / name), dtype, how)) for dtype, name, how in runs]
     forked.outputs(forked.TRAINER, jobs, ends=[-signal.SIGKILL if how == "kill" else 0 for *_, how in runs])
@@ -390,11 +391,11 @@ def test_clipping_can_be_changed_and_switched_off_between_runs(tmp_path):
 
 @pytest.mark.parametrize("norm", [0.05, 0.0])
 def test_resumed_with_another_clipping_norm_it_is_what_adamw_is(tmp_path, norm):
-    found = []
+    found, identity = [], sel.SELConfig(mode="linear", l=sel.Scale())
     for kind in ("sel", "adamw"):
         for settings in (saves := {"save_strategy": "steps", "save_steps": 3}, {"max_grad_norm": norm}):
             args = arguments(tmp_path / kind, **settings)
-            run = adamw(args, **(sel.hf.setup(args, sel.SELConfig(mode="linear", l=sel.Scale())) if kind == "sel" else {}))
+            run = adamw(args, **(sel.hf.setup(args, identity) if kind == "sel" else {}))
             run.train(resume_from_checkpoint=None if settings is saves else str(tmp_path / kind / "checkpoint-3"))
         found.append(weights(run))
     for name, expected in found[1].items():

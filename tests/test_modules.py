@@ -8,7 +8,6 @@ import weakref
 
 import pytest
 import torch
-from safetensors.torch import load_model, save_model
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -37,31 +36,19 @@ def experts():
     return layer
 
 
-# A layer, the shape of its input, and the names of its raw weights.
+# A layer and the shape of its input.
 KINDS = {
-    "linear": (lambda: nn.Linear(6, 4), (5, 6), {"raw_weight", "raw_bias"}),
-    "linear without bias": (lambda: nn.Linear(6, 4, bias=False), (2, 5, 6), {"raw_weight"}),
-    "conv1d": (lambda: nn.Conv1d(4, 6, 3), (2, 4, 7), {"raw_weight", "raw_bias"}),
-    "conv2d": (lambda: nn.Conv2d(4, 6, 3, groups=2, padding=1), (2, 4, 5, 5), {"raw_weight", "raw_bias"}),
-    "channels last": (
-        lambda: nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last),
-        (2, 4, 5, 5),
-        {"raw_weight", "raw_bias"},
-    ),
-    "conv transpose": (lambda: nn.ConvTranspose2d(4, 6, 3, groups=2), (2, 4, 5, 5), {"raw_weight", "raw_bias"}),
-    "Conv1D": (lambda: transformers.pytorch_utils.Conv1D(4, 6), (5, 6), {"raw_weight", "raw_bias"}),
-    "attention": (
-        lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0),
-        (2, 3, 8),
-        {"self_attn.raw_in_proj_weight", "self_attn.raw_in_proj_bias", "self_attn.out_proj.raw_weight"}
-        | {"self_attn.out_proj.raw_bias", *(f"linear{i}.raw_{name}" for i in "12" for name in ("weight", "bias"))},
-    ),
-    "experts": (
-        experts,
-        (1, 7, 8),
-        {f"experts.raw_{side}_proj{bias}" for side in ("gate_up", "down") for bias in ("", "_bias")},
-    ),
+    "linear": (lambda: nn.Linear(6, 4), (5, 6)),
+    "linear without bias": (lambda: nn.Linear(6, 4, bias=False), (2, 5, 6)),
+    "conv1d": (lambda: nn.Conv1d(4, 6, 3), (2, 4, 7)),
+    "conv2d": (lambda: nn.Conv2d(4, 6, 3, groups=2, padding=1), (2, 4, 5, 5)),
+    "channels last": (lambda: nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last), (2, 4, 5, 5)),
+    "conv transpose": (lambda: nn.ConvTranspose2d(4, 6, 3, groups=2), (2, 4, 5, 5)),
+    "Conv1D": (lambda: transformers.pytorch_utils.Conv1D(4, 6), (5, 6)),
+    "attention": (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0), (2, 3, 8)),
+    "experts": (experts, (1, 7, 8)),
 }
+PLAIN = ("norm", "router")
 
 
 def output_of(model, inputs):
@@ -80,11 +67,12 @@ def curved_of(model):
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_layer_is_converted_copied_and_folded(kind):
     """The function stays, raw gradients are the plain ones times the slope, and the plain layer comes back."""
-    build, shape, raw = KINDS[kind]
+    build, shape = KINDS[kind]
     torch.manual_seed(0)
     plain, inputs = build().double(), torch.randn(shape, dtype=torch.float64)
     curved = sel.convert(copy.deepcopy(plain), OFFSET)
-    assert {name for name, _ in curved.named_parameters() if "raw_" in name} == raw
+    expected = [name for name, _ in plain.named_parameters() if not name.startswith(PLAIN)]
+    assert sorted(name for name, _, _ in curved_of(curved)) == sorted(expected)
     torch.testing.assert_close(output_of(curved, inputs), output_of(plain, inputs), rtol=1e-12, atol=1e-13)
     for model in (plain, curved):
         output_of(model, inputs).square().sum().backward()
@@ -93,7 +81,6 @@ def test_every_kind_of_layer_is_converted_copied_and_folded(kind):
         found, before = getattr(module, f"raw_{local}"), plain.get_parameter(name)
         torch.testing.assert_close(found.grad, gradients[name] * module.sel_curved(local).slope(), rtol=1e-9, atol=1e-9)
         assert found.stride() == before.stride()
-        assert not found.grad.isnan().any()
 
     output = output_of(moved(curved), inputs)
     assert not torch.allclose(output, output_of(plain, inputs), rtol=1e-3)
@@ -138,13 +125,17 @@ def test_gradients_by_the_parameters_and_the_input(name):
 
 def test_backward_saves_no_effective_weight_and_layers_are_freed():
     layer = sel.SELLinear(64, 48, config=OFFSET)
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+    large = []
+
+    def keep(tensor):
+        large.extend([tensor.data_ptr()] if tensor.numel() >= 64 * 48 else [])
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         layer(torch.randn(3, 64, requires_grad=True)).sum().backward()
-    large = [t for t in saved if t.numel() >= 64 * 48]
-    assert [t.data_ptr() for t in large] == [layer.raw_weight.data_ptr()]
+    assert large == [layer.raw_weight.data_ptr()]
     reference = weakref.ref(layer)
-    del layer, saved, large
+    del layer
     gc.collect()
     assert reference() is None
 
@@ -225,7 +216,7 @@ def test_reset_parameters_keeps_the_layer_and_draws_anew():
 # ---- torch.compile ----
 
 
-def check_compiled(device="cpu", backend="inductor", configs=(OFFSET, sel.preset("structured_linear"))):
+def check_compiled(*configs, device="cpu", backend="inductor"):
     """Outputs and gradients of linear layers, of an attention's input projection and of a convolution."""
     torch.manual_seed(0)
     layers = [sel.convert(nn.Linear(12, 12, bias=False), config) for config in configs]
@@ -254,20 +245,20 @@ def check_compiled(device="cpu", backend="inductor", configs=(OFFSET, sel.preset
 
 def test_compiles_whole_and_agrees():
     """Nothing is left to be worked out while torch traces a model that is fresh from conversion."""
-    check_compiled(backend="aot_eager", configs=(EXP, ELEMENTWISE))
+    check_compiled(EXP, ELEMENTWISE, backend="aot_eager")
 
 
 @pytest.mark.slow
 def test_compiled_kernels_agree(monkeypatch, tmp_path):
     # torch finds what it has compiled again also for another ATEN_CPU_CAPABILITY, and then computes nonsense.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    check_compiled()
+    check_compiled(OFFSET, MAPS["structured_linear"])
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_compiled_kernels_agree_on_a_gpu():
-    check_compiled("cuda")
+    check_compiled(OFFSET, MAPS["structured_linear"], device="cuda")
 
 
 def test_fake_tensors_and_traces():
@@ -332,11 +323,3 @@ def test_half_precision_starts_from_the_scales_as_stored(caplog):
     assert folded.startswith("folded 1 layers; largest difference of a weight ")
     for message in (converted, folded):  # 2^-8 of weights below 1/16
         assert 0.0 < float(message.split()[-1]) < 2**-12
-
-
-def test_safetensors_round_trip(tmp_path):
-    curved = moved(sel.convert(network(), OFFSET))
-    save_model(curved, str(tmp_path / "curved.safetensors"))
-    other = sel.convert(network(seed=6), OFFSET)
-    load_model(other, str(tmp_path / "curved.safetensors"))
-    assert torch.equal(other(x), curved(x))

@@ -1,9 +1,8 @@
-"""The keystone: both homes train the same model, a transformer on text, to rounding.
+"""The keystone: the optimizer and the module form train the same transformer on text, to rounding.
 
-The default map trains for 200 steps in float32, all else for 40. Learned scales, biases, QK-norm, clipping, decay,
-warm-up and annealing are all on. The learning rate is the paper's 3e-4: at ten times that the run itself amplifies one
-ulp to 1e-3, and nothing could be seen. The module home computes the readable formulas, the other one goes through
-kernels: they are compared, too.
+Learned scales, biases, QK-norm, clipping, decay, warm-up and annealing are all on. The learning rate is the paper's
+3e-4: at ten times that the run itself amplifies one ulp to 1e-3, and nothing could be seen. The module form stores raw
+weights and computes the formulas in PyTorch; the optimizer uses the closed form, and kernels where they cover the map.
 """
 
 import functools
@@ -18,28 +17,27 @@ import torch
 import symexplin as sel
 from networks import ELEMENTWISE, EXP
 from symexplin.config import PATTERNS
-from symexplin.kernels import using
 from symexplin.lab.model import ModelConfig, Transformer
 from symexplin.presets import PRESETS
 
 logger = logging.getLogger(__name__)  # figures: pytest -o log_cli=true -o log_cli_level=INFO
 
 STEPS, SHORT, BATCH, CONTEXT, LR, CLIP = 200, 40, 4, 32, 3e-4, 0.25
+LONG = ("default", "paper")  # train for 200 steps on two blocks, all others for 40 on one
 # Every pattern in some role; "row_col_mult" is the presets' own.
 PATTERNED = [("global", "row", "column"), ("lora", "row_col_add", "global"), ("column", "fixed", "row_col_add")]
 PATTERNED += [("elementwise", "elementwise", "elementwise")]
+assert {pattern for patterns in PATTERNED for pattern in patterns} | {"row_col_mult"} == set(PATTERNS)
 CONFIGS = {name: sel.preset(name) for name in PRESETS} | {
     f"paper, {patterns}": sel.preset(
-        "paper",
-        **{
-            role: sel.Scale(pattern, k=k, rank=2)
-            for pattern, (role, k) in zip(patterns, sel.preset("paper").multipliers(LR).items(), strict=True)
-        },
+        "paper", **{role: {"pattern": p, "rank": 2} for role, p in zip("elm", patterns, strict=True)}
     )
     for patterns in PATTERNED
 }
-CONFIGS |= {"paper, exp": EXP, "paper+offset, elementwise": ELEMENTWISE, "power": sel.SELConfig(mode="power", beta=3)}
-assert {pattern for patterns in PATTERNED for pattern in patterns} | {"row_col_mult"} == set(PATTERNS)
+CONFIGS |= {"paper, exp": EXP, "paper+offset, elementwise": ELEMENTWISE}
+CONFIGS |= {
+    mode: sel.preset("paper", mode=mode, n=sel.Scale("row", start=0.1)) for mode in ("oppose", "damped", "sinh")
+}
 MOST_CROSSINGS = 3  # of 26,000 entries
 
 
@@ -65,22 +63,26 @@ class Run(NamedTuple):
     positive: dict[str, torch.Tensor]
 
 
-def train(home, config, dtype, device="cpu", one_ulp=False, kernels="auto", steps=STEPS):
-    """Train in one home."""
-    with using(kernels):
-        return _train(home, config, dtype, device, one_ulp, steps)
+def outliers(model):
+    """Give every matrix and bias entries at zero and far out: 30 Xavier bounds, as pretrained models have."""
+    for parameter in (p for name, p in model.named_parameters() if "norm" not in name):
+        far = 30.0 * (6 / sum(parameter.shape)) ** 0.5
+        parameter.data.view(-1)[:4] = torch.tensor([far, -far, 0.0, -0.0])
 
 
-def _train(home, config, dtype, device, one_ulp, steps):
+def train(home, config, dtype, device="cpu", one_ulp=False, steps=STEPS, far=False):
+    """Train in one home; `one_ulp` moves every parameter by one unit in the last place after the first step."""
     shape = ModelConfig(width=32, depth=2 if steps == STEPS else 1, heads=2, context=CONTEXT)
     model = Transformer(shape, torch.Generator().manual_seed(0)).to(device=device, dtype=dtype)
+    if far:
+        outliers(model)
     if home == "module":
         sel.convert(model, config)
         optimizer = torch.optim.AdamW(sel.param_groups(model, lr=LR, weight_decay=0.1))
         sel.anneal_scales(optimizer, steps)
     else:
-        groups = sel.param_groups(model, lr=LR, weight_decay=0.1, config=config)
-        optimizer = sel.SELAdamW(groups, total_steps=steps, max_grad_norm=CLIP)
+        kwargs = {"lr": LR, "weight_decay": 0.1, "total_steps": steps, "max_grad_norm": CLIP}
+        optimizer = sel.SELAdamW(model, config=config, **kwargs)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: min((t + 1) / 20, 1.0) * (1 - t / (2 * steps)))
     losses, clipped, positive = [], 0, {}
     for step in range(steps):
@@ -106,7 +108,7 @@ def _train(home, config, dtype, device, one_ulp, steps):
 def raw_weights(model, optimizer):
     """The raw weights and biases of a converted model, or of the optimizer, by the names of the plain model."""
     if isinstance(optimizer, sel.SELAdamW):
-        return [(name, coordinates.raw) for name, coordinates in optimizer.coordinates()]
+        return [(name, curved.raw) for name, curved in optimizer.curved()]
     return [(name.replace("raw_", ""), p.detach()) for name, p in model.named_parameters() if "raw_" in name]
 
 
@@ -117,48 +119,69 @@ def kinks(a, b, config):
     twin lands there. It takes a landing within 1e-8 of 0 in steps of 1e-5: one entry in some runs, which is left out.
     """
     if config.mode != "mismatch":
-        return {name: torch.zeros_like(p, dtype=torch.bool) for name, p in a.weights.items()}
-    found = {name: (a.positive[name] != b.positive[name]).any(0) for name in a.weights if name in a.positive}
+        return {}
+    found = {name: (a.positive[name] != b.positive[name]).any(0) for name in a.positive}
     assert sum(int(crossed.sum()) for crossed in found.values()) <= MOST_CROSSINGS
     return found
 
 
-def distances(a, b, without=None):
+def distances(a, b, without):
     """Per tensor ||a - b|| / ||b||."""
-    gaps = {k: (a[k] - b[k]).double() for k in b}
-    for k, entries in (without or {}).items():
-        gaps[k][entries] = 0.0
-    return {
-        k: float(torch.linalg.vector_norm(gap) / torch.linalg.vector_norm(b[k].double())) for k, gap in gaps.items()
-    }
+    gaps = {name: (a.weights[name] - w).double() for name, w in b.weights.items()}
+    for name, entries in without.items():
+        gaps[name][entries] = 0.0
+    return {name: float(gap.norm() / b.weights[name].double().norm()) for name, gap in gaps.items()}
+
+
+def compare(config, dtype, device="cpu", **kwargs):
+    """Return the module's run, the distances to it of the optimizer's run and of a twin, and the gap of the losses."""
+    inside = train("module", config, dtype, device, **kwargs)
+    beside = train("optimizer", config, dtype, device, **kwargs)
+    twin = train("module", config, dtype, device, one_ulp=True, **kwargs)
+    between, noise = (distances(run, inside, kinks(run, inside, config)) for run in (beside, twin))
+    gap = max(abs(a - b) for a, b in zip(inside.losses, beside.losses, strict=True))
+    worst = max(between.values()), max(d / noise[name] for name, d in between.items())
+    logger.info(
+        "%s, %s: largest distance %.1e, %.2f of the twin's; losses within %.1e", config.mode, dtype, *worst, gap
+    )
+    return inside, between, noise, gap
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_homes_agree_in_float64(name):
-    inside = train("module", CONFIGS[name], torch.float64, steps=SHORT)
-    beside = train("optimizer", CONFIGS[name], torch.float64, steps=SHORT)
+    config = CONFIGS[name]
+    inside, beside = (train(home, config, torch.float64, steps=SHORT) for home in ("module", "optimizer"))
     assert inside.clipped > 0
     assert inside.losses[-1] < inside.losses[0] - 0.1
-    largest = max(distances(beside.weights, inside.weights).values())
-    logger.info("%s, float64: largest distance %.1e", name, largest)
-    assert largest < 1e-9
+    assert max(distances(beside, inside, {}).values()) < 1e-9
     assert beside.losses == pytest.approx(inside.losses, abs=1e-9)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("beta", ["auto", 7.5])
+def test_the_closed_form_is_the_raw_weight_path(beta):
+    """The default map, whose raw weights the module form stores and the optimizer never has."""
+    inside, between, noise, _ = compare(sel.SELConfig(beta=beta), torch.float64, far=True)
+    assert inside.clipped > 0
+    assert sum(int((positive != positive[0]).any(0).sum()) for positive in inside.positive.values()) > 100
+    assert max(float(weight.abs().max()) for weight in inside.weights.values()) > 5.0
+    for name, distance in between.items():
+        assert distance <= max(1e-11, 10 * noise[name]), (name, distance, noise[name])
+
+
 def check_float32(name, device):
-    config, steps = CONFIGS[name], STEPS if name == "paper" else SHORT
-    inside = train("module", config, torch.float32, device, kernels="readable", steps=steps)
-    beside = train("optimizer", config, torch.float32, device, steps=steps)
-    twin = train("module", config, torch.float32, device, one_ulp=True, kernels="readable", steps=steps)
-    between = distances(beside.weights, inside.weights, kinks(beside, inside, config))
-    noise = distances(twin.weights, inside.weights, kinks(twin, inside, config))
-    worst = max(between.values()), max(d / noise[key] for key, d in between.items())
-    gap = max(abs(a - b) for a, b in zip(inside.losses, beside.losses, strict=True))
-    logger.info("%s, float32: largest distance %.1e, %.2f of the twin's; losses within %.1e", config.mode, *worst, gap)
-    for key, distance in between.items():
-        assert distance <= 10 * noise[key], (key, distance, noise[key])
-    assert beside.losses == pytest.approx(inside.losses, abs=1e-4)
+    steps = STEPS if name in LONG else SHORT
+    inside, between, noise, gap = compare(CONFIGS[name], torch.float32, device, steps=steps)
+    above = {key: distance for key, distance in between.items() if distance > 10 * noise[key]}
+    # A norm's weight near 1 feels that torch rounds x (1 - lr decay) in float32 at every step; a twin does not.
+    exact = train("module", CONFIGS[name], torch.float64, device, steps=steps) if above else inside
+    own = distances(inside, exact, {})
+    for key, distance in above.items():
+        assert "norm" in key, (key, distance, noise[key])
+        assert distance <= 2 * own[key], (key, distance, own[key])
+    assert gap < 1e-4
+    assert inside.losses[-1] < inside.losses[0] - 0.1
 
 
 @pytest.mark.slow
@@ -169,18 +192,6 @@ def test_homes_agree_in_float32_within_the_runs_own_sensitivity(name):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", ["paper", "paper+offset", "absorbed", "frozen"])
+@pytest.mark.parametrize("name", ["default", "paper", "paper+offset", "absorbed", "frozen"])
 def test_homes_agree_on_a_gpu(name):
     check_float32(name, "cuda")
-
-
-def test_frozen_exp_only_is_the_papers_optimizer_equivalence():
-    """Section 5.3.5: frozen exponential-only SEL in the forward pass and in the optimizer are the same training."""
-    config = sel.preset("exp_only", e=sel.Scale(), m=sel.Scale())
-    inside = train("module", config, torch.float32, steps=SHORT)
-    beside = train("optimizer", config, torch.float32, steps=SHORT)
-    gap = max(abs(a - b) for a, b in zip(inside.losses, beside.losses, strict=True))
-    largest = max(distances(beside.weights, inside.weights).values())
-    logger.info("frozen exp_only, float32: losses within %.1e, weights within %.1e", gap, largest)
-    assert gap < 1e-5
-    assert largest < 1e-5

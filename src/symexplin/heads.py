@@ -199,6 +199,6 @@ def map_parts(rule: Callable[[Tensor], Tensor], matrices: Tensor, parts: Parts) 
     if not parts:
         return rule(matrices)
     dim = matrices.dim() - 2
-    blocks = torch.split(matrices.unflatten(dim, (-1, sum(parts))), list(parts), dim + 1)
+    blocks = torch.split(torch.unflatten(matrices, dim, (-1, sum(parts))), list(parts), dim + 1)
     done = [rule(block.flatten(dim, dim + 1)).reshape(block.shape) for block in blocks]
     return torch.cat(done, dim + 1).reshape(matrices.shape)

@@ -1,4 +1,4 @@
-"""The examples, run as a user runs them: losses fall, runs go on where they stopped, stock code loads what they save."""
+"""The examples, as a user runs them: losses fall, runs go on where they stopped, stock code loads what they save."""
 
 import re
 from pathlib import Path

@@ -20,7 +20,7 @@ typedef struct {
     float *raw, *exp_avg, *exp_avg_sq;
     char *weight;
     const char *grad;
-    float *old, *new, *sums; /* FACTORS of the rows, then of the columns; SUMS of each tile's columns, then rows */
+    float *old, *new, *sums; /* FACTORS of rows, then of columns; SUMS of each tile's columns, then rows */
     const float *vectors[8]; /* e, l, m (absorbed: a) and n, each of rows and columns; NULL if not learned */
     float *gradients[8];
 } Matrix;
@@ -50,13 +50,13 @@ typedef struct {
 
 enum { NORM, STEP, PULL, MOVE }; /* tasks */
 enum { FLOAT, HALF, READ }; /* weights and gradients; READ: float, with the exponential had from the weight */
-enum { BLOCK = 256, TILE = 64 * BLOCK, TALL = 256, CHUNK = 64 }; /* a block's arrays fit the first-level cache */
-const int64_t sel_tile = TILE, sel_tall = TALL, sel_call_size = sizeof(Call);
+/* A block's arrays fit the first-level cache. PAD makes the addresses of factors and sums differ modulo 4096. */
+enum { BLOCK = 256, TILE = 64 * BLOCK, TALL = 256, CHUNK = 128, PAD = 48 };
+const int64_t sel_tile = TILE, sel_tall = TALL, sel_pad = PAD, sel_call_size = sizeof(Call);
 
 INLINE uint32_t bits_of(float x) { return ((union { float x; uint32_t bits; }){x}).bits; }
 INLINE float from_bits(uint32_t bits) { return ((union { uint32_t bits; float x; }){bits}).x; }
 
-/* x with its sign changed where w is negative. */
 INLINE float flipped(float x, float w) { return from_bits(bits_of(x) ^ (bits_of(w) & 0x80000000u)); }
 
 INLINE float number(int as, const void *p, int64_t at) {
@@ -268,10 +268,10 @@ static void write_factors(const Call *map, Matrix *x) {
         for (int64_t i = 0; i < count; i++) {
             Axis a = axis_at(map, x, dim, i);
             double factors[FACTORS] = {a.kappa, a.c, a.lambda, a.c * a.kappa}, flat = fabs(a.lambda / (a.c * a.kappa));
-            for (int k = 0; k < FACTORS; k++) to[k * count + i] = (float)factors[k];
-            if (!(flat <= flattest[dim])) flattest[dim] = flat;
+            for (int k = 0; k < FACTORS; k++) to[k * (count + PAD) + i] = (float)factors[k];
+            if (flat > flattest[dim] || flat != flat) flattest[dim] = flat;
         }
-        to += FACTORS * count;
+        to += FACTORS * (count + PAD);
     }
     if (map->task == PULL && x->as != HALF) x->as = !map->normalize && flattest[0] * flattest[1] <= 8 ? READ : FLOAT;
 }
@@ -283,19 +283,19 @@ INLINE void prefetch(const void *p, int64_t bytes) {
 
 /* PULL or MOVE the rows of a tile. For READ F and E are times c, else halved. */
 INLINE void run_rows(const Call *map, const Matrix *x, int64_t tile, int64_t index, int task, int as, int normalize) {
-    const int64_t rows = x->rows, cols = x->cols, size = as == HALF ? 2 : 4;
-    const int64_t end = (tile + 1) * TALL < rows ? (tile + 1) * TALL : rows;
-    In kappa1 = x->old + FACTORS * rows, c1 = kappa1 + cols, lambda1 = c1 + cols, steep1 = lambda1 + cols;
-    In kappa3 = x->new + FACTORS * rows, c3 = kappa3 + cols, lambda3 = c3 + cols;
-    Out down0 = x->sums + tile * SUMS * (cols + TALL), down1 = down0 + cols, down2 = down1 + cols, right = down2 + cols;
+    const int64_t cols = x->cols, wide = cols + PAD, high = x->rows + PAD, size = as == HALF ? 2 : 4;
+    const int64_t end = (tile + 1) * TALL < x->rows ? (tile + 1) * TALL : x->rows;
+    In kappa1 = x->old + FACTORS * high, c1 = kappa1 + wide, lambda1 = c1 + wide, steep1 = lambda1 + wide;
+    In kappa3 = x->new + FACTORS * high, c3 = kappa3 + wide, lambda3 = c3 + wide;
+    Out down0 = x->sums + tile * SUMS * (wide + TALL), down1 = down0 + wide, down2 = down1 + wide, right = down2 + wide;
     const uint32_t signs = map->magnitude ? 0x80000000u : 0, at_zero = map->magnitude ? 0 : 0xffffffffu;
     const Step step = map->step;
     float unmoved[CHUNK], unwritten[CHUNK];
-    if (task == PULL) memset(down0, 0, (size_t)(SUMS * cols) * sizeof(float));
+    if (task == PULL) memset(down0, 0, (size_t)(SUMS * wide) * sizeof(float));
     for (int64_t i = tile * TALL; i < end; i++) {
         const float *old = x->old + i, *new = x->new + i;
-        const float kappa0 = old[0], c0 = old[rows], lambda0 = old[2 * rows], steep0 = old[3 * rows];
-        const float kappa2 = new[0], c2 = 2 * new[rows], lambda2 = new[2 * rows];
+        const float kappa0 = old[0], c0 = old[high], lambda0 = old[2 * high], steep0 = old[3 * high];
+        const float kappa2 = new[0], c2 = 2 * new[high], lambda2 = new[2 * high];
         const float by_c0 = as == READ ? 1 : c0, by_kappa0 = as == READ ? kappa0 : normalize ? c0 : steep0;
         float sums[SUMS + 1][CHUNK] = {0};
         for (int64_t from = 0; from < cols; from += CHUNK) {
@@ -356,13 +356,13 @@ NOINLINE void factored_tile(const Call *map, int64_t item, int64_t tile, int64_t
 /* The gradients of a matrix's vectors by the chain rule, from the sums of its tiles. */
 static void chain(const Call *map, const Matrix *x) {
     for (int dim = 0; dim < 2; dim++) {
-        int64_t count = dim ? x->cols : x->rows, stride = dim ? x->cols : TALL, span = SUMS * (x->cols + TALL);
+        int64_t count = dim ? x->cols : x->rows, wide = x->cols + PAD, span = SUMS * (wide + TALL);
         for (int64_t i = 0; i < count; i++) {
             Axis a = axis_at(map, x, dim, i);
             double by[SUMS] = {0};
-            const float *sums = x->sums + (dim ? i : SUMS * x->cols + i % TALL);
+            const float *sums = x->sums + (dim ? i : SUMS * wide + i % TALL);
             for (int64_t tile = dim ? 0 : i / TALL; tile < (dim ? (x->rows + TALL - 1) / TALL : i / TALL + 1); tile++)
-                for (int k = 0; k < SUMS; k++) by[k] += (double)sums[tile * span + k * stride];
+                for (int k = 0; k < SUMS; k++) by[k] += (double)sums[tile * span + k * (dim ? wide : TALL)];
             double unit = x->as == READ ? 1 / a.c : 2; /* see run_rows */
             by[BY_C] *= unit, by[BY_KAPPA] *= unit;
             double by_m = by[BY_KAPPA] * a.c * (map->absorbed ? a.kappa : dim ? 1 : map->kappa);

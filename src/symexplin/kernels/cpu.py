@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from symexplin.closed import Closed
 from symexplin.kernels.compiler import load_library
 from symexplin.kernels.interface import Curve, FactoredMap, Noise, Rates, Vectors
 
@@ -65,8 +66,8 @@ class _Library:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._run = library.sel_run
         self._run.restype, self._run.argtypes = ctypes.c_double, (ctypes.c_void_p, ctypes.c_int64)
-        constants = (ctypes.c_int64.in_dll(library, name).value for name in ("sel_tile", "sel_tall", "sel_call_size"))
-        self.tile, self.tall, self.call_size = constants
+        names = ("sel_tile", "sel_tall", "sel_pad", "sel_call_size")
+        self.tile, self.tall, self.pad, self.call_size = (ctypes.c_int64.in_dll(library, n).value for n in names)
 
     def run(self, call: _Call, task: int, entries: int, tiles: int = 0) -> Tensor:
         """Run a task, and return the sum of the squares of its `tiles` as a 0-d float64 tensor."""
@@ -140,12 +141,12 @@ class CpuKernels:
         self, plain: bool, lists: tuple[Sequence[Tensor] | None, ...], noise: Sequence[Noise] | None = None
     ) -> tuple[_Call, int, int, object]:
         """Return a call, its numbers of entries and tiles, and what must live as long as the call."""
-        sizes = _numbers(map(Tensor.numel, lists[0] or ()))
+        weights = lists[0] or ()
+        sizes = _numbers(map(Tensor.numel, weights))
         first = _first(-(-size // self._library.tile) for size in sizes)
         line = None if noise is None else _numbers(itertools.chain.from_iterable(noise))
         tables = [None if tensors is None else _numbers(map(Tensor.data_ptr, tensors)) for tensors in lists]
-        call = _Call(count=len(sizes), first=_address(first), plain=plain)
-        call.half = bool(lists[0]) and lists[0][0].dtype == torch.bfloat16
+        call = _Call(count=len(sizes), first=_address(first), plain=plain, half=_is_half(weights))
         call.sizes, call.noise = _address(sizes), _address(line)
         call.weights, call.grads, call.exp_avgs, call.exp_avg_sqs, call.masters = map(_address, tables)
         return call, sum(sizes), first[-1], (sizes, first, line, tables)
@@ -163,11 +164,12 @@ class Plan:
         self._library, self._tensors, self._vectors = library, tensors, vectors
         raws, *_, weights = tensors
         self._shapes = [(1, raw.numel()) if raw.dim() == 1 else (raw.shape[0], raw.shape[1:].numel()) for raw in raws]
-        self._half = bool(weights) and weights[0].dtype == torch.bfloat16
-        self._first = _first(-(-rows // library.tall) for rows, _ in self._shapes)
-        # Of each matrix: old and new factors, and the sums of its tiles' columns and rows.
-        self._spans = [_FACTORS * (rows + cols) for rows, cols in self._shapes]
-        self._factors = torch.empty(2, sum(self._spans), device=_CPU)
+        self._half = _is_half(weights)
+        down = [-(-rows // library.tall) for rows, _ in self._shapes]
+        self._first = _first(down)
+        self._factors = [_FACTORS * (rows + cols + 2 * library.pad) for rows, cols in self._shapes]
+        lengths = zip(down, self._shapes, strict=True)
+        self._sums = [_SUMS * tiles * (cols + library.pad + library.tall) for tiles, (_, cols) in lengths]
         self._call = _Call(count=len(raws), first=_address(self._first))
         sign, self._call.magnitude = _LINEAR[map.mode]
         self._call.normalize, self._call.absorbed = map.normalize, map.absorbed
@@ -183,22 +185,15 @@ class Plan:
         factors are kept for :meth:`update`.
         """
         gradients = _like(self._vectors)
-        down = [-(-rows // self._library.tall) for rows, _ in self._shapes]
-        spans = [_SUMS * tiles * (cols + self._library.tall) for tiles, (_, cols) in zip(down, self._shapes, strict=True)]
-        sums = torch.empty(sum(spans), device=_CPU)
-        lines = zip(
-            self._shapes,
-            zip(*self._tensors, grads, strict=True),
-            zip(*(part.split(self._spans) for part in self._factors), sums.split(spans), strict=True),
-            zip(self._vectors, gradients, strict=True),
-            strict=True,
-        )
+        scratch = [_pieces(sizes) for sizes in (self._factors, self._factors, self._sums)]  # old, new, sums
+        lists = (*self._tensors, grads, *scratch)
+        lines = zip(self._shapes, zip(*lists, strict=True), self._vectors, gradients, strict=True)
         table = _numbers(
             number
-            for shape, tensors, scratch, (vectors, out) in lines
-            for number in (*shape, self._half, *map(Tensor.data_ptr, (*tensors, *scratch)), *map(_pointer, (*vectors, *out)))
+            for shape, tensors, vectors, out in lines
+            for number in (*shape, self._half, *map(_pointer, (*tensors, *vectors, *out)))
         )
-        self._call.matrices, self._held = _address(table), (table, grads, gradients)
+        self._call.matrices, self._held = _address(table), (table, grads, gradients, scratch)
         return self._library.run(self._call, _PULL, self._entries, self._first[-1]).sqrt(), gradients
 
     def update(self, rates: Rates, clip: Tensor | None) -> None:
@@ -231,6 +226,15 @@ def _address(numbers: "array.array[int] | None") -> int | None:
     return None if numbers is None else numbers.buffer_info()[0]
 
 
+def _is_half(weights: Sequence[Tensor]) -> bool:
+    return len(weights) > 0 and weights[0].dtype == torch.bfloat16
+
+
+def _pieces(sizes: Sequence[int]) -> list[Tensor]:
+    """Return new float32 tensors of these sizes, in one piece of memory."""
+    return list(torch.split_with_sizes(torch.empty(sum(sizes), dtype=torch.float32, device=_CPU), sizes))
+
+
 def _pointer(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
@@ -252,9 +256,8 @@ def _set_step(call: _Call, rates: Rates | None, clip: Tensor | None, curve: Curv
 
 
 def _like(vectors: Sequence[Vectors]) -> list[Vectors]:
-    """Return new tensors of the same sizes, in one piece of memory."""
-    sizes = [vector.numel() for line in vectors for vector in line if vector is not None]
-    parts = iter(torch.empty(sum(sizes), device=_CPU).split(sizes))
+    """Return new tensors of the same sizes."""
+    parts = iter(_pieces([vector.numel() for line in vectors for vector in line if vector is not None]))
     return [tuple(None if vector is None else next(parts) for vector in line) for line in vectors]
 
 
@@ -284,11 +287,10 @@ def _is_right(kernels: CpuKernels) -> bool:
         return False
     kappa, c = 7.5, 0.2
     size = torch.logspace(-6, 1, 600, device=_CPU)
-    weight, moments = torch.cat([size, -size]), [torch.zeros(1200, device=_CPU) for _ in range(2)]
-    v = weight.double()
-    x = -kappa * 0.01 * v.sign() - 0.001 * torch.log1p(v.abs() / c)  # Adam's first direction for gradients of 1 is 1
-    t = v.abs() + (c + v.abs()) * torch.expm1(x)
-    exact = v.sign() * torch.where(t >= 0, t, t / (1 + t / c))
+    weight = torch.cat([size, -size])
+    exp_avg, exp_avg_sq = (torch.zeros_like(weight) for _ in range(2))
+    v, closed = weight.double(), Closed("exp_only", kappa, c)
+    exact = closed.move(v, -0.01 - 0.001 * closed.raw(v))  # Adam's first direction for gradients of 1 is 1
     rates = Rates(0.01, 0.1, 0.9, 0.99, 0.0, 0.1, 0.01)
-    kernels.update([weight], [torch.ones_like(weight)], *([m] for m in moments), None, (kappa, c), rates, None)
+    kernels.update([weight], [torch.ones_like(weight)], [exp_avg], [exp_avg_sq], None, (kappa, c), rates, None)
     return bool(((weight.double() - exact).abs() <= 1e-6 * (exact.abs() + v.abs())).all())

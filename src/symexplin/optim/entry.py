@@ -434,4 +434,4 @@ def in_format_of(value: Tensor, tensor: Tensor) -> Tensor:
 
 def _clipped(grad: Tensor, clip: Tensor | None) -> Tensor:
     """Return the gradient times the clipping factor; never in place, since it may be the parameter's own."""
-    return grad if clip is None else grad * clip.to(grad.device)
+    return grad if clip is None else grad * clip.to(grad)

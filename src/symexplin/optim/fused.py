@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from symexplin.curve import Map, in_dims, is_weight, out_dims, stack_dims
+from symexplin.curve import Factor, Map, in_dims, is_weight, out_dims, stack_dims
 from symexplin.kernels import kernels_for
 from symexplin.kernels.interface import FactoredMap, Kernels, Rates, is_memory
-from symexplin.optim.entry import Entry, Leaf
+from symexplin.optim.annealing import multiplier
+from symexplin.optim.entry import COUNTS, Entry, Leaf, moment_key
 from symexplin.optim.groups import Group
 from symexplin.optim.shard import Groups, local
 
@@ -40,26 +41,33 @@ def adamw_(leaves: Sequence[Leaf], group: Group) -> None:
         fused = leaf.value.device.type in _FUSED and _are_alike(leaf.value, leaf.grad, *leaf.moments.values())
         key = (leaf.lr, leaf.weight_decay, leaf.step, leaf.value.device, leaf.value.dtype, fused)
         alike.setdefault(key, []).append(leaf)
+    for (lr, decay, step, _, _, fused), chosen in alike.items():
+        values, grads = [leaf.value for leaf in chosen], [leaf.grad for leaf in chosen]
+        exp_avgs, exp_avg_sqs = ([leaf.moments[name] for leaf in chosen] for name in _MOMENTS)
+        _adamw_(values, grads, exp_avgs, exp_avg_sqs, step, lr, decay, group, fused)
+
+
+def _adamw_(
+    values: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    step: float,
+    lr: float,
+    decay: float,
+    group: Group,
+    fused: bool,
+) -> None:
     beta1, beta2 = map(float, group["betas"])
-    for (lr, decay, step, device, _, fused), chosen in alike.items():
-        counts = torch.full((len(chosen),), step - 1.0, device=device if fused else "cpu")  # torch adds 1
-        adamw(
-            [leaf.value for leaf in chosen],
-            [leaf.grad for leaf in chosen],
-            [leaf.moments["exp_avg"] for leaf in chosen],
-            [leaf.moments["exp_avg_sq"] for leaf in chosen],
-            [],
-            list(counts.unbind()),
-            foreach=False,
-            fused=fused,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=lr,
-            weight_decay=decay,
-            eps=float(group["eps"]),
-            maximize=False,
-        )
+    eps = float(group["eps"])
+    rates: dict[str, Any] = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": decay, "eps": eps}
+    if fused:  # torch's functional AdamW takes as long again to group many small tensors
+        steps = [torch.full((), step, device=values[0].device)] * len(values)
+        torch._fused_adamw_(values, grads, exp_avgs, exp_avg_sqs, [], steps, **rates, amsgrad=False, maximize=False)
+    else:
+        steps = list(torch.full((len(values),), step - 1.0).unbind())  # torch adds 1
+        rates |= {"amsgrad": False, "maximize": False, "foreach": False}
+        adamw(values, grads, exp_avgs, exp_avg_sqs, [], steps, **rates)
 
 
 def _are_alike(first: Tensor, *others: Tensor) -> bool:
@@ -81,17 +89,9 @@ class Fused:
         alike: dict[Any, list[Entry]] = {}
         for entry in entries:
             if (kernels := kernels_for(entry.value.device)) is not None and (kind := _kind_of(entry)) is not None:
-                step = float(entry.state["step"])
-                key = (
-                    kind,
-                    id(entry.group),
-                    entry.value.dtype,
-                    entry.value.device,
-                    entry.rounds,
-                    entry.shard.groups,
-                    step,
-                )
-                alike.setdefault(key, []).append(entry)
+                counts = tuple(float(entry.state[key]) for key in COUNTS if key in entry.state)
+                place = entry.value.dtype, entry.value.device, entry.shard.groups
+                alike.setdefault((kind, id(entry.group), *place, entry.rounds, counts), []).append(entry)
         self._batches: list[_Elementwise | _Factored] = []
         for (kind, *_), chosen in alike.items():
             kernels = kernels_for(chosen[0].value.device)
@@ -162,19 +162,42 @@ class _Factored:
                 if name is not None:
                     parts = [cast(Tensor, vectors[i]) for vectors in of_entry]
                     grad = torch.stack(parts) if stack_dims(entry.axes) else parts[0]
-                    entry.grads[name] = grad.view(entry.own(name).shape)
+                    entry.grads[name] = grad if len(entry.axes) <= 2 else grad.view(entry.own(name).shape)
         return norm
 
     def update(self, clip: Tensor | None) -> None:
         """Update scales, raw weights and the model's weights."""
         first = self.entries[0]
-        leaves = [leaf for entry in self.entries for leaf in entry.scale_leaves(lambda *_: _MOMENTS, None)]
-        if leaves:
-            if clip is not None:  # all at once: there are many small ones
-                for leaf, grad in zip(leaves, torch._foreach_mul([leaf.grad for leaf in leaves], clip), strict=True):
-                    leaf.grad = grad
-            adamw_(leaves, first.group)
+        _update_scales(self.entries, clip)
         self._plan.update(_rates(first.group, float(first.state["step"])), clip)
+
+
+def _update_scales(entries: Sequence[Entry], clip: Tensor | None) -> None:
+    """Apply AdamW to the learned scales of parameters of one group.
+
+    This is the rule without leaves: making them takes longer than AdamW on the vectors of small matrices.
+    """
+    alike: dict[Any, tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]] = {}
+    for entry in entries:
+        for factor, names in _state_keys(entry.map):
+            lists = alike.setdefault((factor.role, factor.lr_scale, factor.decays), ([], [], [], []))
+            lists[1].append(entry.grads.pop(factor.name))
+            for into, name in zip((lists[0], *lists[2:]), names, strict=True):
+                into.append(entry.own(name))
+    group = entries[0].group
+    for (role, lr_scale, decays), (values, grads, exp_avgs, exp_avg_sqs) in alike.items():
+        lr = float(group["lr"]) * lr_scale * multiplier(f"k_{role}", group)
+        grads = grads if clip is None else list(torch._foreach_mul(grads, clip.to(grads[0].device)))
+        values = values if lr else [value.clone() for value in values]  # a rate of 0 changes moments alone
+        decay = float(group["weight_decay"]) if decays else 0.0
+        step = float(entries[0].state["scale_step"])
+        _adamw_(values, grads, exp_avgs, exp_avg_sqs, step, lr, decay, group, values[0].device.type in _FUSED)
+
+
+@functools.cache
+def _state_keys(map: Map) -> list[tuple[Factor, tuple[str, ...]]]:
+    """Return the learned scales with the keys of their values and moments."""
+    return [(f, (f.name, *(moment_key(f.name, name) for name in _MOMENTS))) for f in map.factors]
 
 
 def _rates(group: Group, step: float) -> Rates:
@@ -188,14 +211,12 @@ def _kind_of(entry: Entry) -> Any:
     """Return what a batch has in common, or None for a parameter that kernels do not cover."""
     if entry.dtype != torch.float32 or entry.value.dtype not in (torch.float32, torch.bfloat16) or entry.is_small:
         return None
-    if not _is_usual(entry):
+    if entry.value.numel() == 0 or not _is_usual(entry):  # a process may have no part of a tensor
         return None
     if not entry.is_stored:
         covered = entry.closed is None or entry.closed.mode == "exp_only"
         return (entry.closed, "master" in entry.state) if covered else None
-    factors = [(entry.own(factor.name), factor.shape) for factor in entry.factors]
-    usual = all(tensor.is_contiguous() and tensor.shape == shape for tensor, shape in factors)
-    return _factored(entry.map) if usual else None
+    return _factored(entry.map)
 
 
 def _is_usual(entry: Entry) -> bool:

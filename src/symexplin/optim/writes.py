@@ -14,8 +14,6 @@ from symexplin.transform import tolerance
 
 __all__ = ["Writes"]
 
-_ULPS = 2.0  # another machine may round a half-precision weight differently without a write
-
 
 class Writes:
     """The parameters with stored raw weights as they were after the last step."""
@@ -34,10 +32,8 @@ class Writes:
             ValueError: weights that are not finite, or out of reach of the learned scales.
         """
         for entry in entries:
-            if entry.is_stored:
-                seen = self._seen.get(id(entry.parameter))
-                if compare_all or seen != _look(entry):
-                    _adopt(entry, exact=seen is not None)
+            if entry.is_stored and (compare_all or self._seen.get(id(entry.parameter)) != _look(entry)):
+                _adopt(entry)
 
 
 def _look(entry: Entry) -> tuple[int, ...]:
@@ -45,8 +41,8 @@ def _look(entry: Entry) -> tuple[int, ...]:
     return entry.parameter._version, entry.value._version, entry.value.data_ptr()
 
 
-def _adopt(entry: Entry, exact: bool) -> None:
-    changed = _differing(entry, exact)
+def _adopt(entry: Entry) -> None:
+    changed = _differing(entry)
     if not bool(changed.any()):
         return
     try:
@@ -58,19 +54,14 @@ def _adopt(entry: Entry, exact: bool) -> None:
         ) from None
 
 
-def _differing(entry: Entry, exact: bool) -> torch.Tensor:
+def _differing(entry: Entry) -> torch.Tensor:
     """Return a mask of the entries of a parameter that disagree with its raw weight.
 
-    With `exact`, this process wrote the last values, so they equal the map's bit by bit. After a load, perhaps from
-    another machine, an entry may differ by 2 units in the last place and by the map's error bound.
+    An entry that was not written may differ by the map's error bound: the last step was computed by kernels, or on
+    another machine. Rounding is monotonic, so in half precision it lies between the rounded ends.
     """
-    curved = entry.curved_map()
-    if exact:
-        return curved.effective(entry.value.dtype) != entry.value
+    curved, found = entry.curved_map(), entry.value
     expected = curved.effective()
-    rounded, found = expected.to(entry.value.dtype).to(expected.dtype), entry.value.to(expected.dtype)
-    info = torch.finfo(entry.value.dtype)
-    exponent = torch.frexp(rounded.abs().clamp(min=info.tiny))[1]
-    allowed = _ULPS * torch.ldexp(torch.full_like(rounded, info.eps), exponent - 1)
-    allowed = allowed + 2.0 * tolerance(curved.map.form, curved.raw, curved.scales())  # both sides were rounded
-    return ~((found - rounded).abs() <= allowed)
+    slack = 2.0 * tolerance(curved.map.form, curved.raw, curved.scales())  # both sides were rounded
+    low, high = (expected - slack).to(found.dtype), (expected + slack).to(found.dtype)
+    return ~((low <= found) & (found <= high))

@@ -1,0 +1,224 @@
+"""Kernels change the speed of a step and nothing else: C, formulas in blocks, torch.compile against plain PyTorch."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+import symexplin as sel
+from symexplin import kernels
+from symexplin.kernels import cpu, formulas, using
+from symexplin.kernels.compiler import find_compiler
+from symexplin.optim.fused import Fused
+
+PATHS = [
+    pytest.param("c", marks=pytest.mark.skipif(find_compiler() is None, reason="needs a C compiler")),
+    "blocks",
+    pytest.param("compiled", marks=pytest.mark.slow),
+]
+COLUMN = sel.Scale("column", k=(0.5, 0.5))
+CONFIGS = {
+    "default": sel.SELConfig(),
+    "exp_only with constants": sel.SELConfig(beta=3.0, e=sel.Scale(start=1.5), n=sel.Scale(start=0.3), normalize=True),
+    "paper": sel.preset("paper"),
+    "absorbed": sel.preset("absorbed"),
+    "congruent with offset": sel.preset("congruent", n=COLUMN, normalize=True),
+    "oppose, vectors": sel.preset("paper", mode="oppose", e=sel.Scale("row", k=(9, 9)), l=COLUMN, m=sel.Scale()),
+    "frozen": sel.preset("frozen"),
+    "exp_only, learned": sel.preset("exp_only"),
+}
+
+
+class Experts(nn.Module):
+    """Three expert matrices in one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 7, 5) * 0.2)
+        self.bias = nn.Parameter(torch.zeros(3, 7))
+
+    def forward(self, x):
+        return (torch.einsum("bi,eoi->beo", x, self.weight) + self.bias).mean(1)
+
+
+class Network(nn.Module):
+    """Every order of memory: weights that need more than one tile, biases, a convolution, experts, plain parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.norm, self.conv = nn.Linear(24, 530), nn.LayerNorm(530), nn.Conv1d(2, 3, 3)
+        self.last, self.experts = nn.Linear(789, 5), Experts()
+
+    def forward(self, x):
+        hidden = torch.tanh(self.norm(self.wide(x)))
+        return self.experts(self.last(self.conv(hidden.view(len(x), 2, 265)).flatten(1)))
+
+
+@contextlib.contextmanager
+def path(name, monkeypatch):
+    """Use one of the paths, or "readable"."""
+    with monkeypatch.context() as patch, using({"compiled": "compiled", "readable": "readable"}.get(name, "auto")):
+        if name == "blocks":
+            patch.setattr(cpu, "load", lambda: None)
+        yield
+
+
+def steps(count, config, dtype=torch.float32, rate=1e-3, **settings):
+    torch.manual_seed(0)
+    model = Network()
+    with torch.no_grad():
+        model.wide.weight[:4] = 0.0
+        model.wide.weight[4:6] *= 30.0
+    model.to(dtype)
+    optimizer = sel.SELAdamW(
+        model, lr=rate, weight_decay=0.1, config=config, total_steps=20, max_grad_norm=0.5, **settings
+    )
+    for step in range(count):
+        inputs = torch.randn(8, 24, generator=torch.Generator().manual_seed(step)).to(dtype)
+        optimizer.zero_grad()
+        (model(inputs).float() - 1.0).square().mean().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def distance(a, b):
+    """The largest relative difference of a tensor."""
+    pairs = zip(a.parameters(), b.parameters(), strict=True)
+    return max(float((p.double() - q.double()).detach().norm() / q.detach().double().norm()) for p, q in pairs)
+
+
+@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_kernels_step_as_float64_does(config, name, monkeypatch):
+    with path("readable", monkeypatch):
+        exact, of_exact = steps(6, config, torch.float64)
+        plain, _ = steps(6, config)
+    with path(name, monkeypatch):
+        fast, of_fast = steps(6, config)
+    assert distance(fast, exact) <= 3 * distance(plain, exact) + 1e-6
+    torch.testing.assert_close(of_fast.grad_norm.double(), of_exact.grad_norm, rtol=1e-4, atol=0)
+    for p, q in zip(fast.parameters(), exact.parameters(), strict=True):
+        for key, value in of_exact.state[q].items():
+            found = of_fast.state[p][key].double()
+            assert (found - value).norm() <= 2e-3 * value.norm() + 1e-9, key
+
+
+@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize("settings", [{}, {"stochastic_rounding": True}], ids=["master", "stochastic"])
+@pytest.mark.parametrize("config", ["default", "paper"])
+def test_half_precision_steps_from_equal_gradients(config, settings, name, monkeypatch):
+    if settings and config == "paper":
+        pytest.skip("a stored raw weight is not rounded")
+    with path("readable", monkeypatch):
+        plain, _ = steps(1, CONFIGS[config], torch.bfloat16, **settings)
+    with path(name, monkeypatch):
+        fast, _ = steps(1, CONFIGS[config], torch.bfloat16, **settings)
+    for p, q in zip(fast.parameters(), plain.parameters(), strict=True):
+        differs = (p != q).float().mean()  # where a float32 unit decides the rounding
+        assert differs <= 0.01
+        torch.testing.assert_close(p, q, rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize("config", ["default", "paper"])
+def test_a_rate_of_zero_keeps_the_bits_and_moves_the_moments(config, name, monkeypatch):
+    with path(name, monkeypatch):
+        model, optimizer = steps(2, CONFIGS[config])
+        with torch.no_grad():
+            model.wide.bias[0] = -0.0
+        optimizer.take_over_writes()
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        moment = optimizer.state[model.wide.weight]["exp_avg"].clone()
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        optimizer.step()
+    for key, value in model.state_dict().items():
+        assert torch.equal(value.view(torch.int32), before[key].view(torch.int32)), key
+    assert not torch.equal(optimizer.state[model.wide.weight]["exp_avg"], moment)
+
+
+@pytest.mark.parametrize("name", ["c", "blocks"])
+def test_kernels_cover_the_default_and_the_papers_maps(name, monkeypatch):
+    if name == "c" and find_compiler() is None:
+        pytest.skip("needs a C compiler")
+    with path(name, monkeypatch):
+        for config in CONFIGS.values():
+            _, optimizer = steps(1, config)
+            entries = list(optimizer.entries())
+            fused = Fused(entries)
+            left = [entry.name for entry in entries if entry not in fused]
+            assert left == []
+
+
+def test_other_rules_memory_and_dtypes_are_left_to_the_rule():
+    class Halved(sel.SELAdamW):
+        def rule_(self, leaves, group):  # noqa: ARG002
+            for leaf in leaves:
+                leaf.value.mul_(0.5)
+
+    torch.manual_seed(0)
+    layer = nn.Linear(40, 30)
+    before = layer.weight.detach().clone()
+    optimizer = Halved(layer, lr=1.0, config=sel.SELConfig(mode="linear", beta=1.0))
+    layer(torch.ones(2, 40)).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(layer.weight.detach(), before / 2)
+    for dtype in (torch.float16, torch.float64):
+        model = nn.Linear(8, 8, dtype=dtype)
+        optimizer = sel.SELAdamW(model)
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+        entries = [entry for entry in optimizer.entries() if entry.parameter.grad is not None]
+        assert not any(entry in Fused(entries) for entry in entries)
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="needs a C compiler")
+def test_results_do_not_depend_on_the_number_of_threads():
+    found = []
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            found.append([steps(3, CONFIGS[name])[1] for name in ("default", "paper")])
+    finally:
+        torch.set_num_threads(threads)
+    for one, other in zip(*found, strict=True):
+        for a, b in zip(one.entries(), other.entries(), strict=True):
+            for key, value in a.state.items():
+                torch.testing.assert_close(b.state[key], value, rtol=1e-4, atol=1e-7)  # the model's threads count
+
+
+def test_torch_compile_that_fails_leaves_the_formulas(monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: fail)
+    formulas._compiled.cache_clear()
+    try:
+        with path("readable", monkeypatch):
+            plain, _ = steps(2, CONFIGS["default"])
+        with path("compiled", monkeypatch), pytest.warns(UserWarning, match="no compiler"):
+            fast, _ = steps(2, CONFIGS["default"])
+    finally:
+        formulas._compiled.cache_clear()
+    assert distance(fast, plain) < 1e-5
+
+
+@pytest.mark.slow
+def test_few_graphs_serve_all_shapes_and_steps():
+    formulas._compiled.cache_clear()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    shapes = [(300 + 7 * i, 256 - 5 * i) for i in range(6)] + [(20, 30 + i) for i in range(6)]
+    model = nn.Sequential(*(nn.Linear(b, a) for a, b in shapes))
+    optimizer = sel.SELAdamW(model, lr=1e-3, max_grad_norm=1.0)
+    with using("compiled"):
+        for step in range(3):
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 0.01 * (step + 1))
+            optimizer.step()
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.9
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4  # of the norm and of the update
+    assert kernels.describe("cpu") is not None

@@ -1,0 +1,89 @@
+"""The paper's initialization (section 4.3): Xavier's draw, and the mismatched start."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import symexplin as sel
+
+PAPER = sel.preset("paper")
+
+
+def congruent_inverse(t, beta):
+    """Solve (exp(beta |w|) - 1 + |w|)/beta = |t| for w by bisection."""
+    low, high = torch.zeros_like(t), t.abs().clone()
+    for _ in range(100):
+        middle = 0.5 * (low + high)
+        above = (torch.exp(beta * middle) - 1.0 + middle) / beta > t.abs()
+        low, high = torch.where(above, low, middle), torch.where(above, middle, high)
+    return torch.sign(t) * low
+
+
+def layers_of(width, bias=True, dtype=torch.float64):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, width // 2, bias, dtype=dtype), nn.LayerNorm(width // 2, dtype=dtype))
+
+
+def test_positive_targets_are_exact_and_negative_ones_lose_2_l():
+    """At width 1024 negative weights are 20 to 25 % weaker; biases are started as weights are."""
+    model, bound = layers_of(8), math.sqrt(6 / 2048)
+    for parameter in model[0].parameters():
+        nn.init.uniform_(parameter, -bound, bound)
+    targets = [parameter.detach().clone() for parameter in model[0].parameters()]
+    sel.init_(model, PAPER, xavier=False)
+    for parameter, t in zip(model[0].parameters(), targets, strict=True):
+        lost = torch.where(t < 0, 2.0 * congruent_inverse(t, 7.5).abs() / 7.5, 0.0)
+        torch.testing.assert_close(parameter.detach(), t + lost, rtol=1e-12, atol=1e-16)
+        ratio = (parameter.detach() / t)[t < 0]
+        assert 0.75 < float(ratio.min()) <= float(ratio.max()) < 0.80
+
+
+@pytest.mark.parametrize("name", ["default", "congruent", "paper"])
+def test_xavier_draws_come_from_the_generator_and_plain_parameters_stay(name):
+    """Only mode "mismatch" changes the draw; a bias keeps its value, which is 0 here."""
+    model = layers_of(256)
+    nn.init.zeros_(model[0].bias)
+    others = [parameter.detach().clone() for parameter in (model[0].bias, *model[1].parameters())]
+    state = torch.random.get_rng_state()
+    sel.init_(model, sel.preset(name), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    drawn = nn.init.xavier_uniform_(torch.empty_like(model[0].weight), generator=torch.Generator().manual_seed(1))
+    weight = model[0].weight.detach()
+    torch.testing.assert_close(weight[drawn > 0], drawn[drawn > 0], rtol=1e-12, atol=0.0)
+    assert bool((weight[drawn < 0] > 0.85 * drawn[drawn < 0]).all()) == (name == "paper")
+    for parameter, before in zip((model[0].bias, *model[1].parameters()), others, strict=True):
+        assert torch.equal(parameter, before)
+    sel.init_(model, sel.preset(name))  # torch's own generator
+    assert not torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_each_expert_is_drawn_as_a_matrix_of_its_own():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up_proj = nn.Parameter(torch.zeros(4, 96, 64))
+
+    model = Experts()
+    sel.init_(model, sel.SELConfig())
+    bound = math.sqrt(6 / (96 + 64))
+    for matrix in model.up_proj.detach():
+        assert 0.98 * bound < float(matrix.abs().max()) <= bound
+
+
+def test_the_start_in_half_precision_is_the_float32_one_rounded():
+    half, whole = layers_of(64, dtype=torch.bfloat16), layers_of(64, dtype=torch.bfloat16).float()
+    for model in (half, whole):
+        sel.init_(model, PAPER, xavier=False)
+    assert torch.equal(half[0].weight, whole[0].weight.bfloat16())
+
+
+def test_a_model_that_cannot_be_initialized_is_refused():
+    model = sel.convert(nn.Sequential(nn.Linear(4, 4)), PAPER)
+    with pytest.raises(ValueError, match="nothing to curve"):
+        sel.init_(model, PAPER)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight.data[0, 0], model[1].weight.data[1, 1] = float("nan"), float("inf")
+    with pytest.raises(ValueError, match=r"1\.weight: .* 2 of 16 elements: the weights must be finite"):
+        sel.init_(model, PAPER, xavier=False)
