@@ -189,9 +189,9 @@ NOINLINE int find_exponents(Step k, In v, In g, Out m, Out s, Out x) {
     return far;
 }
 
-/* The new size t, negative on the other side of zero, where it is t c/(exp(x) (c + |v|)). */
+/* The new size t; if negative, it is t c/(c + t) on the other side of zero, where c + t = exp(x) (c + |v|). */
 INLINE float size_near(float c, float size, float x) {
-    float F = expm1_near(x), t = (c + size) * F + size, other = t * (c / ((F + 1) * (c + size)));
+    float F = expm1_near(x), t = (c + size) * F + size, other = t * (c / (c + t));
     return t < 0 ? other : t;
 }
 
