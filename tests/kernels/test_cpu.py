@@ -34,7 +34,7 @@ def test_one_step_is_exact_to_two_units_of_the_terms_that_are_added(build, large
         v = v * torch.randn(v.shape).sign()  # the zeros have both signs, too
         x = 10 ** torch.empty(v.shape).uniform_(-8, math.log10(largest)) * torch.randn(v.shape).sign()
         # Exact exponents: with betas and second moments 1, Adam's direction is the first moment.
-        weight, m, rates = v.clone(), -x * torch.where(v < 0, -1.0, 1.0), Rates(1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0)
+        weight, m, rates = v.clone(), -x * torch.where(v < 0, -1.0, 1.0), Rates(1.0, 0.0, 1.0, 1.0, 1e-30, 1.0, 1.0)
         build.update([weight], [torch.zeros_like(v)], [m], [torch.ones_like(v)], None, (1.0, c), rates, 1.0)
         near, again = x.abs() < 0.29, v[x.abs() < 0.29]  # the neighbors' steps change no bit
         lists = torch.zeros_like(again), -x[near] * torch.where(again < 0, -1.0, 1.0), torch.ones_like(again)
@@ -42,9 +42,8 @@ def test_one_step_is_exact_to_two_units_of_the_terms_that_are_added(build, large
         assert same_bits([again], [weight[near]])
         for start, step, got in zip(v.tolist(), x.tolist(), weight.tolist(), strict=True):
             size, e, f = abs(mpmath.mpf(start)), mpmath.exp(step), mpmath.expm1(step)
-            t, share = size * e + c * f, 1
-            if t < 0:
-                share = c / (e * (c + size))
+            t = size * e + c * f
+            share = 1 if t >= 0 else c / (e * (c + size))
             exact = mpmath.sign(start or 1) * t * share
             terms = (size + (c + size) * abs(f) if abs(step) < 0.3 else size * e + c * abs(f)) * share
             if abs(exact) < 3e38:
@@ -180,12 +179,11 @@ def test_the_number_of_threads_changes_no_bit(build):
     def run(count):
         torch.manual_seed(0)
         torch.set_num_threads(count)
-        lists = [[torch.randn(n) for n in (300_000, 5, 70_001)] for _ in range(4)]
-        lists[3] = [x.abs() for x in lists[3]]
+        lists = [[torch.rand(n) for n in (300_000, 5, 70_001)] for _ in range(4)]
         found = [build.norm(lists[0], lists[1], None, CURVE)]
         build.update(*lists, None, CURVE, RATES, 1.0)
-        raws, weights, exp_avgs, exp_avg_sqs, vectors = matrices(PAPER, ((700, 600), (300, 30)), torch.float32)
-        plan = build.plan(PAPER, raws, weights, exp_avgs, exp_avg_sqs, vectors)
+        raws, weights, *others = matrices(PAPER, ((700, 600), (300, 30)), torch.float32)
+        plan = build.plan(PAPER, raws, weights, *others)
         norm, gradients = plan.pull([torch.randn(x.shape) for x in raws])
         plan.update(RATES, 1.0)
         learned = [x for line in gradients for x in line if x is not None]
@@ -198,19 +196,17 @@ def terms(map, raw, vectors):
     """The curved and the linear pathway in float64, and kappa |w|."""
 
     def total(role, start, combine):
+        row, column = vectors[2 * role : 2 * role + 2]
         out = torch.tensor(start, dtype=torch.float64)
-        for row, column in [vectors[2 * role : 2 * role + 2]]:
-            out = out if row is None else combine(out, row[:, None])
-            out = out if column is None else combine(out, column)
-        return out
+        out = out if row is None else combine(out, row[:, None])
+        return out if column is None else combine(out, column)
 
     kappa = total(2, map.m, lambda a, b: a * (b.exp() if map.absorbed else b)) * (1 if map.absorbed else map.beta)
     share = map.s / (kappa if map.normalize else map.beta)
     c = share * total(0, map.e, torch.mul) * torch.exp(-total(3, map.n, torch.add))
     lam = share * total(1, map.l, torch.mul) * {"exp_only": 0, "oppose": -1}.get(map.mode, 1)
     x = kappa * raw
-    # The derivative at 0 is the mean of the one-sided slopes.
-    curved = torch.where(x >= 0, torch.expm1(x), -torch.expm1(-x))
+    curved = torch.where(x >= 0, torch.expm1(x), -torch.expm1(-x))  # has the slope of both sides at 0
     return c * curved, lam * (raw.abs() if map.mode == "mismatch" else raw), x.abs()
 
 
@@ -283,9 +279,9 @@ def test_factored_maps_follow_autograd(build, name, dtype):
 
 
 def test_empty_shards_and_a_rate_of_zero(build):
-    raws, weights, exp_avgs, exp_avg_sqs, vectors = matrices(PAPER, (*SHAPES, (0, 5), (4, 0)), torch.float32)
+    raws, weights, exp_avgs, *others = matrices(PAPER, (*SHAPES, (0, 5), (4, 0)), torch.float32)
     before, moments = [x.clone() for x in (*raws, *weights)], [x.clone() for x in exp_avgs]
-    plan = build.plan(PAPER, raws, weights, exp_avgs, exp_avg_sqs, vectors)
+    plan = build.plan(PAPER, raws, weights, exp_avgs, *others)
     with pytest.raises(RuntimeError, match="call pull"):
         plan.update(RATES, 1.0)
     _, gradients = plan.pull([torch.randn(x.shape) for x in raws])
