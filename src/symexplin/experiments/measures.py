@@ -1,8 +1,8 @@
 """What tables beyond the paper measure: loss after compression, forgetting, tolerance of the learning rate, trends.
 
-Arms whose labels begin alike, up to a colon, are a family, such as "LoRA: rank 8" and "LoRA: rank 32". A family is
-shown at its best: per level of compression the arm and rate with the lowest mean loss, and of forgetting the points that
-no other of the family beats in both losses. Each family is compared with the best one without a curve, its rival.
+Arms whose labels begin alike, up to a colon, are a family, such as "LoRA: 8" and "LoRA: 32". A family is shown
+at its best: per level of compression the arm and rate with the lowest mean loss, and of forgetting the points that no
+other of the family beats in both losses. Each family is compared with the best one without a curve, its rival.
 """
 
 import itertools
