@@ -239,7 +239,7 @@ def test_a_matrix_has_outputs_and_inputs_where_the_axes_say(axes):
     assert torch.equal(from_matrices(found, axes, shape), tensor)
 
 
-@pytest.mark.parametrize("axes", ["", "e", "i", "ii", "eei", "ooi", "oie", "x", "oio", "oi"])
+@pytest.mark.parametrize("axes", ["", "e", "i", "ii", "eei", "ooi", "oie", "x", "oio", "iio", "oi"])
 def test_other_axes_are_refused(axes):
     with pytest.raises(ValueError, match="axes must be one letter per dimension"):
         Map((2,) * (len(axes) if axes != "oi" else 3), axes, sel.SELConfig())

@@ -99,8 +99,7 @@ def from_matrices(matrix: Tensor, axes: str, shape: Sequence[int]) -> Tensor:
     True
     """
     order = (*stack_dims(axes), *out_dims(axes), *in_dims(axes))
-    back = sorted(range(len(order)), key=order.__getitem__)
-    return matrix.reshape([shape[d] for d in order]).permute(back)
+    return matrix.reshape([shape[d] for d in order]).permute(order)  # swaps two dimensions: its own inverse
 
 
 class Factor(NamedTuple):
@@ -143,7 +142,7 @@ class Map:
 
     def __post_init__(self) -> None:
         """Compute the derived fields now: computed lazily, they could be first needed inside torch.compile."""
-        if not re.fullmatch("e?(o|oi+|i+oi*)", self.axes) or len(self.axes) != len(self.shape):
+        if not re.fullmatch("e?(o|oi+|ioi*)", self.axes) or len(self.axes) != len(self.shape):
             raise ValueError(
                 "axes must be one letter per dimension, as 'oi', 'io', 'o', 'oii', 'eoi' or 'eo', got "
                 f"{self.axes!r} for the shape {self.shape}"

@@ -199,9 +199,9 @@ class SELLinear(CurvedModule, nn.Linear):
     ) -> None:
         config = check_invertible(check_config(config).resolve(max(in_features, out_features)))
         plain = nn.Linear(in_features, out_features, bias, device, dtype)
-        maps = {"weight": Map((out_features, in_features), "oi", config)}
+        maps = {"weight": Map.of((out_features, in_features), "oi", config)}
         if bias:
-            maps["bias"] = Map((out_features,), "o", config)
+            maps["bias"] = Map.of((out_features,), "o", config)
         parameters = zip(maps.items(), plain.parameters(), strict=True)
         parts = {name: _parts_of(p, map, i) for i, ((name, map), p) in enumerate(parameters)}
         self.__dict__ = _curve_(plain, SELLinear, maps, parts).__dict__
