@@ -42,8 +42,8 @@ plt.show()
 # %% [markdown]
 # ## The slope by the effective weight
 #
-# For the default map the slope, exp(beta |w|), is 1 + beta |w_eff|: a straight line in the effective weight. A weight of size
-# 1/beta takes steps twice as long as a weight near zero.
+# For the default map the slope, exp(beta |w|), is 1 + beta |w_eff|: a straight line in the effective weight. A weight
+# of size 1/beta takes steps twice as long as a weight near zero.
 
 # %%
 w_eff = sel.functional.effective(w, beta=beta)
@@ -74,7 +74,8 @@ plt.show()
 # %% [markdown]
 # ## What the optimizer makes of a model
 #
-# Since the inverse is closed, `SELAdamW` stores no raw weights. Building it changes no weight, and its state is AdamW's.
+# Since the inverse is closed, `SELAdamW` stores no raw weights. Building it changes no weight, and its state is
+# AdamW's.
 
 # %%
 torch.manual_seed(0)

@@ -125,7 +125,7 @@ def test_continued_training_starts_at_the_bases_weights(data, tmp_path):
 def test_fine_tuning_has_a_base_of_the_old_text_and_measures_what_is_forgotten(data, tmp_path):
     old = tmp_path / "old.txt"
     old.write_text("\0".join(f"{i} old words" for i in range(40)))
-    config = tiny(data, old=(str(old),), arms=("AdamW", "lora-8", "exp-32-sp-1"), set={**SMALL, "base": {"steps": 6}})
+    config = tiny(data, old=(str(old),), arms=("AdamW", "lora-8", "exp-32"), set={**SMALL, "base": {"steps": 6}})
     out = tmp_path / "out"
     run("finetune", out, config)
     facts = [json.loads((out / folder / "run.json").read_text())["data"] for folder in ("base", written_first(out))]

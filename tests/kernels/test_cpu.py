@@ -1,330 +1,300 @@
-"""Compiled kernels for CPUs, for every instruction set: the map, its derivatives, its inverse and AdamW over it."""
+"""The compiled kernels against mpmath, float64 and autograd."""
 
-import itertools
 import math
 
+import mpmath
+import numpy as np
 import pytest
 import torch
 
-from cpu_targets import EMULATED, TARGETS, kernels_for
-from pairwise import pairwise
-from symexplin import transform
-from symexplin.config import Scale, SELConfig
-from symexplin.coordinates import Coordinates
-from symexplin.kernels import KERNEL_MODES, FactoredMap, Matrices, Panels, Rates, cpu, terms_of
-from symexplin.kernels.compiler import find_compiler
-from symexplin.layout import PANELS, Layout
+from builds import BUILDS, kernels
+from symexplin.kernels.interface import FactoredMap, Rates
 
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C compiler")
-
-UNIT, DENORMAL = 2.0**-24, 2.0**-149
-PLACES = [((1, 1), "oi"), ((1, 7), "io"), ((33, 65), "oi"), ((33, 65), "io"), ((130, 257), "oi"), ((0, 5), "oi")]
-PLACES += [((5, 0), "io"), ((3, 2500), "oi"), ((600, 16), "io"), ((70,), "o"), ((0,), "o")]
-CHOICES = {
-    "mode": KERNEL_MODES,
-    "normalize": (False, True),
-    "curvature": ("fixed", "absorbed", "fixed, exp"),
-    "pattern": ("fixed", "global", "row", "column", "row_col_mult"),
-    "place": PLACES,
-}
-CASES = pairwise(**CHOICES)
+EPS = 2.0**-24
+RATES = Rates(1e-2, 0.1, 0.9, 0.99, 1e-8, 1 - 0.9**5, 1 - 0.99**5)
+CURVE = (7.5, 1 / 7.5)
+PAPER = FactoredMap("mismatch", False, False, 7.5)
+SIZES = (1, 100, 256, 20_000, 0)
 
 
-@pytest.fixture(scope="module", params=[*TARGETS, EMULATED])
-def kernels(request):
-    return kernels_for(request.param)
+@pytest.fixture(params=BUILDS, ids=lambda build: "-".join(filter(None, build)))
+def build(request):
+    threads = torch.get_num_threads()
+    torch.manual_seed(0)
+    yield kernels(*request.param)
+    torch.set_num_threads(threads)
 
 
-def layout_of(mode="mismatch", normalize=False, curvature="fixed", pattern="row_col_mult", place=((33, 65), "oi")):
-    curvature, transform = {"fixed, exp": ("fixed", "exp")}.get(curvature, (curvature, "none"))
-    offset = {"row_col_mult": "row_col_add"}.get(pattern, pattern)
-    scales = {
-        role: Scale(pattern, start=value, transform=transform) for role, value in (("e", 1.3), ("l", 0.8), ("m", 0.9))
-    }
-    rest = {"n": Scale(offset, start=0.4), "s": Scale(start=1.1)}
-    config = SELConfig(beta=7.5, mode=mode, normalize=normalize, curvature=curvature, **scales, **rest)
-    return Layout(place[0], place[1], config)
+@pytest.mark.parametrize("largest", [0.29, 80.0], ids=["small", "large"])
+def test_one_step_is_exact_to_two_units_of_the_terms_that_are_added(build, largest):
+    mpmath.mp.prec = 160
+    for _ in range(8):
+        c = float(torch.empty(()).uniform_(-4, 2).exp2())
+        v = torch.cat([10 ** torch.empty(150).uniform_(-30, 20), 3 * c * torch.rand(150), torch.zeros(2)])
+        v = v * torch.randn(v.shape).sign()  # the zeros have both signs, too
+        x = 10 ** torch.empty(v.shape).uniform_(-8, math.log10(largest)) * torch.randn(v.shape).sign()
+        # Exact exponents: with betas and second moments 1, Adam's direction is the first moment.
+        weight, m, rates = v.clone(), -x * torch.where(v < 0, -1.0, 1.0), Rates(1.0, 0.0, 1.0, 1.0, 1e-30, 1.0, 1.0)
+        build.update([weight], [torch.zeros_like(v)], [m], [torch.ones_like(v)], None, (1.0, c), rates, 1.0)
+        near, again = x.abs() < 0.29, v[x.abs() < 0.29]  # the neighbors' steps change no bit
+        lists = torch.zeros_like(again), -x[near] * torch.where(again < 0, -1.0, 1.0), torch.ones_like(again)
+        build.update([again], *([y] for y in lists), None, (1.0, c), rates, 1.0)
+        assert same_bits([again], [weight[near]])
+        for start, step, got in zip(v.tolist(), x.tolist(), weight.tolist(), strict=True):
+            size, e, f = abs(mpmath.mpf(start)), mpmath.exp(step), mpmath.expm1(step)
+            t = size * e + c * f
+            share = 1 if t >= 0 else c / (e * (c + size))
+            exact = mpmath.sign(start or 1) * t * share
+            terms = (size + (c + size) * abs(f) if abs(step) < 0.3 else size * e + c * abs(f)) * share
+            if abs(exact) < 3e38:
+                assert abs(got - exact) <= 5 * EPS * terms, (start, step, c, got, float(exact))
 
 
-def drawn(layout, largest=30.0):
-    """Coordinates with raw weights from denormals to kappa |w| of 30, with zeros, and panels around their start."""
-    g = torch.Generator().manual_seed(len(layout.shape))
-    size = torch.rand(layout.shape, generator=g, dtype=torch.float64)
-    raw = torch.where(size < 0.4, 10.0 ** (-110.0 * (size - 0.03)), 0.3 * torch.randn(layout.shape, generator=g))
-    raw = torch.where(size > 0.95, largest * size / 7.5, raw)
-    raw = raw * torch.where(torch.rand(layout.shape, generator=g) < 0.5, -1.0, 1.0)
-    raw[size < 0.03] = 0.0
-    panels = layout.start_panels(torch.float32, torch.device("cpu"), 0)
-    for panel in panels.values():
-        panel.mul_(1.0 + 0.2 * torch.rand(panel.shape, generator=g))
-    return Coordinates(layout, raw.float(), **panels)
+def reference(v, g, m, s, rates, clip, curve):
+    """One step in float64 by the formulas: weight, moments and the size of the step."""
+    kappa, c = curve or (1.0, 1.0)
+    raw = clip * g * (kappa * (c + v.abs()) if curve else 1)
+    m, s = m + (raw - m) * (1 - rates.beta1), s * rates.beta2 + (1 - rates.beta2) * raw**2
+    u = m / rates.correction1 / ((s / rates.correction2).sqrt() + rates.eps)
+    if curve is None:
+        return v * (1 - rates.lr * rates.decay) - rates.lr * u, m, s, rates.lr * u.abs()
+    sign = torch.where(v < 0, -1.0, 1.0)
+    x = -kappa * rates.lr * u * sign - rates.lr * rates.decay * torch.log1p(v.abs() / c)
+    t = v.abs() + (c + v.abs()) * torch.expm1(x)
+    other = (v.abs() - c * torch.expm1(-x)) * c / (c + v.abs())
+    return sign * torch.where(t >= 0, t, other), m, s, x.abs()
 
 
-def doubled(coordinates):
-    return Coordinates(coordinates.layout, *(part.double() for part in coordinates[1:]))
+def start(dtype=torch.float32):
+    """Return weights, gradients and moments; some weights are outliers."""
+    v = [(torch.randn(n) * torch.tensor([0.02, 0.02, 3.0])[torch.arange(n) % 3]).to(dtype) for n in SIZES]
+    g = [torch.randn(n).to(dtype) for n in SIZES]
+    return v, g, [0.1 * torch.randn(n) for n in SIZES], [0.01 + torch.rand(n) for n in SIZES]
 
 
-def seen(coordinates):
-    """The map as kernels take it."""
-    terms = terms_of(coordinates.layout)
-    panels = Panels(*coordinates[2:4], coordinates.scalar[None], [coordinates.layout.shape[0]])
-    return terms, FactoredMap(terms, panels)
+@pytest.mark.parametrize("curve", [CURVE, (30.0, 0.4), None], ids=["default", "scaled", "plain"])
+@pytest.mark.parametrize("change", [{}, {"lr": 0.3, "beta1": 0.2}, {"decay": 30.0}, {"decay": 0.0}], ids=str)
+def test_steps_follow_float64(build, curve, change):
+    (v, g, m, s), rates = start(), RATES._replace(**change)
+    v[1][:2] = torch.tensor([0.0, -0.0])
+    exact = [[x.double() for x in line] for line in zip(v, g, m, s, strict=True)]
+    kappa, c = curve or (1.0, 1.0)
+    raw = torch.cat([g * (kappa * (c + v.abs()) if curve else 1) for v, g, *_ in exact])
+    torch.testing.assert_close(build.norm(v, g, None, curve), (raw**2).sum().sqrt(), rtol=1e-6, atol=0)
+    build.update(v, g, m, s, None, curve, rates, 0.7)
+    for got_v, got_m, got_s, line in zip(v, m, s, exact, strict=True):
+        new, new_m, new_s, size = reference(*line, rates, 0.7, curve)
+        torch.testing.assert_close(got_m.double(), new_m, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(got_s.double(), new_s, rtol=1e-6, atol=0)
+        assert ((got_v - new).abs() <= 3e-6 * (c * size.clamp(max=1) + line[0].abs() + new.abs()) * (1 + size)).all()
 
 
-def weight_of(kernels, coordinates, dtype=torch.float32):
-    weight = torch.empty_like(coordinates.raw, dtype=dtype)
-    terms, curve = seen(coordinates)
-    kernels.write(terms, Matrices([coordinates.raw], [weight]), curve.factors())
-    return weight
-
-
-def pullback_of(kernels, coordinates, g, weight=None):
-    """The gradients by raw weight (not of a known `weight`) and panels, and the square of the former's norm."""
-    out = [torch.empty_like(coordinates.raw)] if weight is None else None
-    terms, curve = seen(coordinates)
-    matrices = Matrices([coordinates.raw], [g if weight is None else weight])
-    sums = kernels.pull(terms, matrices, curve.factors(), [g], out)
-    panel0, panel1, scalar = curve.gradients(sums)
-    return [*(out or ()), panel0, panel1, scalar[0]], sums.squares
-
-
-def owed(coordinates):
-    """The accuracy owed (symexplin.transform.tolerance) in units of float32, and some denormals."""
-    bound = transform.tolerance(coordinates.layout.form, coordinates.raw, coordinates.scales())
-    return bound * (UNIT / 2.0**-53) + 64.0 * DENORMAL
-
-
-def test_weights_are_as_accurate_as_owed(kernels):
-    for case in CASES:
-        coordinates = drawn(layout_of(*case))
-        truth = doubled(coordinates)
-        error = (weight_of(kernels, coordinates).double() - truth.effective()).abs()
-        assert bool((error <= owed(truth)).all()), case
-
-
-def absolute_terms(truth, g):
-    """The sums of absolute values that the derivatives add: no cancellation where everything is positive."""
-    found = []
-    mode = truth.layout.config.mode
-    for positive in ("exp_only",) if mode == "exp_only" else ("congruent", "oppose"):
-        config = SELConfig.from_dict(truth.layout.config.to_dict() | {"mode": positive})
-        layout = Layout(truth.layout.shape, truth.layout.letters, config)
-        pulled = truth._replace(layout=layout, raw=truth.raw.abs()).pullback(g.double().abs())
-        found.append([part.abs() for part in pulled[1:]])
-    return [torch.stack(parts).amax(0) for parts in zip(*found, strict=True)]
-
-
-def check_derivatives(kernels, coordinates, case):
-    g = torch.randn(coordinates.raw.shape, generator=torch.Generator().manual_seed(7))
-    truth = doubled(coordinates)
-    x, expected, sizes = (truth.scales().kappa * truth.raw).abs(), truth.pullback(g.double()), absolute_terms(truth, g)
-    # One bound per entry for the raw gradient; for sums that of the largest kappa|w|.
-    bounds = [2.0 * (8.0 + 4.0 * x)] + 3 * [2.0 * (8.0 + 4.0 * x.max() if x.numel() else x.sum())]
-    for weight in (None, weight_of(kernels, coordinates)):
-        pulled, squares = pullback_of(kernels, coordinates, g, weight)
-        for ours, value, size, bound in list(
-            zip(pulled[::-1], expected[4:0:-1], sizes[3::-1], bounds[::-1], strict=False)
-        ):
-            error = (ours.double() - value).abs()
-            assert bool((error <= bound * UNIT * size + 64.0 * DENORMAL).all()), case
-        assert float(squares) == pytest.approx(float(expected.raw.square().sum()), rel=1e-4)
-
-
-def test_derivatives_are_as_accurate_as_owed(kernels):
-    for case in CASES:
-        check_derivatives(kernels, drawn(layout_of(*case)), case)
-
-
-@pytest.mark.parametrize(
-    "scales", [{"l": 1e5}, {"e": 0.0, "l": 2.0}, {"e": 0.0, "l": 0.0}, {"e": -1.0, "l": 20.0}], ids=str
-)
-def test_derivatives_where_weights_do_not_tell_the_exponential(kernels, scales):
-    config = SELConfig(
-        beta=7.5, mode="congruent", **{role: Scale("column", start=value) for role, value in scales.items()}
+def same_bits(a, b):
+    return all(
+        x.reshape(-1).view(torch.int16).equal(y.reshape(-1).view(torch.int16)) for x, y in zip(a, b, strict=True)
     )
-    check_derivatives(kernels, drawn(Layout((33, 65), "oi", config)), scales)
 
 
-def test_inverses_are_as_accurate_as_owed(kernels):
-    """At the raw weight returned, the exact map is within the bound of the weight asked for: 40 bounds out, too."""
-    for mode, (pattern, place) in itertools.product(KERNEL_MODES, [("row_col_mult", PLACES[3]), ("global", PLACES[9])]):
-        coordinates = drawn(layout_of(mode, pattern=pattern, place=place))
-        g = torch.Generator().manual_seed(3)
-        target = torch.randn(place[0], generator=g) * 10.0 ** (8.0 * torch.rand(place[0], generator=g) - 6.0)
-        target.view(-1)[0] = 0.0
-        for weight in (target, target.bfloat16()):
-            raw = torch.empty_like(target)
-            terms, curve = seen(coordinates)
-            assert kernels.invert(terms, Matrices([raw], [weight]), curve.factors())
-            truth = doubled(coordinates._replace(raw=raw))
-            error = (truth.effective() - weight.double()).abs()
-            assert bool((error <= owed(truth)).all()), (mode, place)
-
-
-@pytest.mark.parametrize(
-    ("mode", "scales"),
-    [("mismatch", {"l": 8.0}), ("congruent", {"l": -8.0}), ("oppose", {"l": 8.0}), ("mismatch", {"e": -1.0})],
-)
-def test_what_has_no_inverse_is_left_to_the_formulas_which_say_so(kernels, mode, scales):
-    config = SELConfig(beta=7.5, mode=mode, **{role: Scale(start=value) for role, value in scales.items()})
-    layout = Layout((20, 40), "oi", config)
-    coordinates = Coordinates(layout, torch.zeros(20, 40), **layout.start_panels(torch.float32, torch.device("cpu"), 0))
-    terms, curve = seen(coordinates._replace(raw=torch.zeros(20, 40)))
-    assert not kernels.invert(terms, Matrices([torch.empty(20, 40)], [torch.ones(20, 40)]), curve.factors())
-    with pytest.raises(ValueError, match="800 of 800 elements"):
-        coordinates.matched(torch.ones(20, 40))
-
-
-def test_one_weight_that_is_no_number_has_no_inverse(kernels):
-    coordinates = drawn(layout_of())
-    terms, curve = seen(coordinates)
-    for wrong in (math.nan, math.inf):
-        target = torch.zeros(33, 65)
-        target[20, 64] = wrong
-        assert not kernels.invert(terms, Matrices([torch.empty(33, 65)], [target]), curve.factors())
-
-
-@pytest.mark.parametrize("mode", KERNEL_MODES)
-@pytest.mark.parametrize("kappa", [7.5, -7.5, 0.0])
-def test_extremes(kernels, mode, kappa):
-    """Curvature of either sign up to overflow, NaN and zeros of either sign: as the readable formulas."""
-    layout = layout_of(mode, pattern="global", place=((1, 64), "oi"))
-    raw = torch.tensor([0.0, 1e-45, 1e-30, 0.1, 2.0, 9.0, 11.0, 11.7, 11.8, 11.88, 11.9, 12.1, 40.0, 1e30])
-    raw = torch.cat([raw, -raw, torch.tensor([math.nan])])[None]
-    layout = Layout(tuple(raw.shape), "oi"[: raw.dim()], layout.config)
-    coordinates = drawn(layout)._replace(raw=raw)
-    coordinates.scalar[layout.by_role("m")[0].index] = kappa / layout.beta
-    truth = doubled(coordinates)
-    scales = transform.Scales(*(s if s is None or isinstance(s, float) else float(s) for s in truth.scales()))
-    expected = transform.forward(layout.form, raw, scales)
-    weight = weight_of(kernels, coordinates)
-    finite = expected.isfinite()
-    assert torch.equal(weight[~finite].nan_to_num(7.0), expected[~finite].nan_to_num(7.0))
-    assert bool(((weight.double() - truth.effective()).abs() <= owed(truth) + 1e-37)[finite].all())
-    assert torch.equal(weight[raw == 0], torch.zeros(2))
-
-
-RATES = Rates(0.01, 0.1, 0.9, 0.99, 1e-8, (1 - 0.9**3, 1 - 0.99**3))
-
-
-def updated(kernels, coordinates, new, weight_dtype=torch.float32, rates=RATES, clip=0.25):
-    """The tensors of an update: raw, weight, moments, with its gradient first, and what they were before."""
-    g = torch.Generator().manual_seed(5)
-    raw = coordinates.raw.clamp(-0.5, 0.5)
-    grad, m, v = (torch.randn(raw.shape, generator=g) for _ in range(3))
-    weight = weight_of(kernels, coordinates._replace(raw=raw), weight_dtype)
-    found = [grad.to(weight_dtype), raw, weight, 0.1 * m, 0.01 * v.square()]
-    before = [tensor.clone() for tensor in found]
-    terms, old = seen(coordinates)
-    _, curve = seen(new)
-    matrices = Matrices(*([tensor] for tensor in found[1:]))
-    kernels.update(terms, matrices, old.factors(), curve.factors(), found[:1], rates, torch.tensor(clip))
-    return found, before
-
-
-@pytest.mark.parametrize("case", pairwise(**CHOICES | {"place": [PLACES[2], PLACES[7], PLACES[9]]}), ids=str)
-def test_an_update_is_adamw_on_the_pulled_gradient(kernels, case):
-    """The gradient from the old panels, the weight from the new ones."""
-    coordinates = drawn(layout_of(*case))
-    new = coordinates._replace(**{panel: 1.1 * getattr(coordinates, panel) for panel in PANELS})
-    (grad, raw, weight, *moments), before = updated(kernels, coordinates, new)
-    old_raw, m, v = (before[i].double() for i in (1, 3, 4))
-    g = 0.25 * doubled(coordinates._replace(raw=before[1])).pullback(before[0].double()).raw
-    m, v = m + (g - m) * (1.0 - RATES.beta1), v * RATES.beta2 + (1.0 - RATES.beta2) * g * g
-    step = m / ((v / RATES.corrections[1]).sqrt() + RATES.eps) * (RATES.lr / RATES.corrections[0])
-    expected = old_raw * (1.0 - RATES.lr * RATES.decay) - step
-    for ours, value in zip((raw, *moments), (expected, m, v), strict=True):
-        torch.testing.assert_close(ours.double(), value, rtol=2e-5, atol=2e-5)
-    assert torch.equal(weight, weight_of(kernels, new._replace(raw=raw)))  # bit for bit: writes are found by comparing
-    assert torch.equal(grad, before[0])
-
-
-@pytest.mark.parametrize("shape", [(33, 65), (16, 64), (70,), (3, 2500)])
-def test_bfloat16_weights_and_gradients_are_float32_ones_rounded(kernels, shape):
-    coordinates = drawn(layout_of("mismatch", place=(shape, "oi"[: len(shape)])))
-    (grad, raw, weight, *_), _ = updated(kernels, coordinates, coordinates, torch.bfloat16)
-    wide, narrow = (pullback_of(kernels, coordinates, g) for g in (grad.float(), grad))
-    assert all(torch.equal(a, b) for a, b in zip((*wide[0], wide[1]), (*narrow[0], narrow[1]), strict=True))
-    assert torch.equal(weight, weight_of(kernels, coordinates._replace(raw=raw)).bfloat16())
-
-
-def test_rounding_to_bfloat16_is_torchs(kernels):
-    """Ties, denormals, overflow to infinity, NaN of either sign: all patterns of the upper 18 bits."""
-    patterns = (torch.arange(2**18, dtype=torch.int64) << 14).to(torch.int32)
-    ties = torch.cat([patterns, patterns + 1, patterns - 1]).view(torch.float32)
-    ties = ties[~ties.isinf()]  # of which the map is none
-    config = SELConfig(beta=1e-30, mode="congruent", e=Scale(start=0.0), l=Scale(start=1e-30), m=Scale(start=1e-8))
-    layout = Layout(tuple(ties.shape), "o", config)
-    coordinates = Coordinates(layout, ties, **layout.start_panels(torch.float32, torch.device("cpu"), 0))
-    found, expected, nan = weight_of(kernels, coordinates, torch.bfloat16), ties.bfloat16(), ties.isnan()
-    assert torch.equal(found[~nan], expected[~nan])
-    assert bool(found[nan].isnan().all())
-
-
-def stack(kernels):
-    """Matrices large enough for several tiles and threads, with one map, and what belongs to them."""
-    layouts = [layout_of(place=(shape, "oi"[: len(shape)])) for shape in ((600, 300), (40, 5000), (33, 65))]
-    found = [drawn(layout, largest=4.0) for layout in layouts]
-    panels = Panels(
-        *(torch.cat([c.panel0 for c in found]), torch.cat([c.panel1 for c in found], 1)),
-        *(torch.stack([c.scalar for c in found]), [c.raw.shape[0] for c in found]),
-    )
-    g = torch.Generator().manual_seed(1)
-    grads, m, v = ([torch.randn(c.raw.shape, generator=g) for c in found] for _ in range(3))
-    tensors = grads, [weight_of(kernels, c) for c in found], m, [x.square() for x in v]
-    return terms_of(layouts[0]), [c.raw for c in found], tensors, FactoredMap(terms_of(layouts[0]), panels).factors()
-
-
-@pytest.mark.parametrize("counts", [(1, 2, 5, 5)])
-def test_any_number_of_threads_gives_the_same_bits(kernels, counts):
-    threads, results = torch.get_num_threads(), []
-    try:
-        for count in counts:
-            torch.set_num_threads(count)
-            terms, raw, (grads, weight, m, v), factors = stack(kernels)
-            matrices = Matrices(raw, weight, m, v)
-            sums = kernels.pull(terms, matrices, factors, grads)
-            kernels.update(terms, matrices, factors, factors, grads, RATES, torch.tensor(0.5))
-            results.append([*sums, *raw, *weight, *m, *v])
-    finally:
-        torch.set_num_threads(threads)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(other, results[0], strict=True))
-
-
-def test_matrices_together_are_matrices_alone(kernels):
-    terms, raw, (grads, weights, *_), factors = stack(kernels)
-    together = kernels.pull(terms, Matrices(raw, weights), factors, grads)
-    at0 = at1 = 0
-    for i, one in enumerate(raw):
-        (d0, d1), own = one.shape, [axis.clone() for axis in factors]
-        own = type(factors)(own[0][:, at0 : at0 + d0].contiguous(), own[1][:, at1 : at1 + d1].contiguous())
-        alone = kernels.pull(terms, Matrices([one], [weights[i]]), own, [grads[i]])
-        assert torch.equal(alone.rows, together.rows[:, at0 : at0 + d0])
-        assert torch.equal(alone.columns, together.columns[:, at1 : at1 + d1])
-        assert torch.equal(alone.squares, together.squares[i : i + 1])
-        at0, at1 = at0 + d0, at1 + d1
-
-
+@pytest.mark.parametrize("curve", [CURVE, None], ids=["curved", "plain"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_learning_rate_zero_keeps_bits_and_advances_moments(kernels, dtype):
-    coordinates = drawn(layout_of())
-    coordinates.raw[0, :3] = torch.tensor([-0.0, 0.0, -1.0])
-    found, before = updated(kernels, coordinates, coordinates, dtype, RATES._replace(lr=0.0))
-    assert all(torch.equal(a.view(torch.int8), b.view(torch.int8)) for a, b in zip(found[:3], before[:3], strict=True))
-    assert not any(torch.equal(a, b) for a, b in zip(found[3:], before[3:], strict=True))
+def test_a_rate_of_zero_changes_the_moments_alone(build, curve, dtype):
+    v, g, m, s = start(dtype)
+    v[1][0] = -0.0
+    masters = None if dtype == torch.float32 else [x.float() for x in v]
+    before, before_m = [x.clone() for x in (*v, *(masters or ()))], [x.clone() for x in m]
+    build.update(v, g, m, s, masters, curve, RATES._replace(lr=0.0), 1.0)
+    assert same_bits(before, [*v, *(masters or ())])
+    assert [x.equal(y) for x, y in zip(before_m, m, strict=True)] == [False] * 4 + [True]  # the last is empty
 
 
-def test_what_it_covers(kernels):
-    single, terms = torch.zeros(4, 6), terms_of(layout_of())
-    assert kernels.covers(terms, single, single)
-    assert kernels.covers(terms, single, single.bfloat16())
-    for raw, weight in [
-        *((single.double(), single.double()), (single, single.half()), (single.half(), single.half())),
-        *((single.mT, single), (single, single[:, :3]), (single.to("meta"), single)),
-    ]:
-        assert not kernels.covers(terms, raw, weight)
+def test_bfloat16_follows_its_master_and_adopts_writes(build):
+    v, g, m, s = start(torch.bfloat16)
+    masters = [x.float() + 1e-5 * torch.randn(x.shape) for x in v]
+    for weight, master in zip(v, masters, strict=True):
+        weight.copy_(master)
+    masters[3][100:].view(torch.int32).bitwise_and_(-0x8000).bitwise_or_(0x8000)  # halfway between two numbers
+    v[3].copy_(masters[3])
+    v[3][5:70] = 1.5  # written from outside
+    expected = [torch.where(w == x.bfloat16(), x, w.float()) for w, x in zip(v, masters, strict=True)]
+    moments = [[x.clone() for x in xs] for xs in (m, s)]
+    norm = build.norm(v, g, masters, CURVE)
+    torch.testing.assert_close(norm, build.norm(expected, [x.float() for x in g], None, CURVE), rtol=1e-6, atol=0)
+    build.update(v, g, m, s, masters, CURVE, RATES, 0.5)
+    build.update(expected, [x.float() for x in g], *moments, None, CURVE, RATES, 0.5)
+    assert same_bits(masters, expected)
+    assert same_bits(v, [x.bfloat16() for x in expected])
 
 
-def test_it_names_the_compiler():
-    assert cpu.load().name == f"compiled C ({find_compiler().name})"
+def noise_of(key, index):
+    """The noise of the counter hash, in Python's integers."""
+    x = ((index & 0xFFFFFFFF) ^ key ^ (index >> 32) * 0x9E3779B9) & 0xFFFFFFFF
+    x = (x ^ x >> 16) * 0x21F0AAAD & 0xFFFFFFFF
+    x = (x ^ x >> 15) * 0x735A2D97 & 0xFFFFFFFF
+    return (x ^ x >> 15) & 0xFFFF
+
+
+@pytest.mark.parametrize("curve", [CURVE, None], ids=["curved", "plain"])
+def test_stochastic_rounding_depends_on_the_whole_tensors_indices_alone(build, curve):
+    """A tensor of 37 x 50 whose first index is near 2^32, whole and in shards of rows and of columns."""
+    rows, cols, offset, key = 37, 50, 2**32 - 900, 0x9ABCDEF0
+    v, g = (0.02 * torch.randn(rows, cols)).bfloat16(), torch.randn(rows, cols).bfloat16()
+    v[3, 4] = float("inf")
+    rates = RATES._replace(lr=0.05)  # some exponents are large, others small
+
+    def step(part, *, at, stride):
+        weight = v[part].clone(memory_format=torch.contiguous_format)
+        moments = torch.zeros(weight.shape), torch.zeros(weight.shape)
+        line = [(key, offset + at, weight.shape[1], stride)]
+        build.update([weight], [g[part].contiguous()], *([x] for x in moments), None, curve, rates, 1.0, line)
+        return weight
+
+    whole = step((slice(None), slice(None)), at=0, stride=cols)
+    parts = [step((slice(a, b), slice(None)), at=a * cols, stride=cols) for a, b in ((0, 1), (1, 20), (20, 37))]
+    assert same_bits([whole], [torch.cat(parts)])
+    parts = [step((slice(None), slice(a, b)), at=a, stride=cols) for a, b in ((0, 7), (7, 50))]
+    assert same_bits([whole], [torch.cat(parts, 1)])
+    exact, zeros = v.float(), torch.zeros(rows, cols)
+    build.update([exact], [g.float()], [zeros], [zeros.clone()], None, curve, rates, 1.0)
+    bits = exact.view(torch.int32).flatten().tolist()
+    rounded = [(bit + noise_of(key, offset + i) >> 16) & 0xFFFF for i, bit in enumerate(bits)]
+    finite = exact.isfinite().flatten()
+    assert whole.view(torch.uint16).flatten()[finite].tolist() == torch.tensor(rounded)[finite].tolist()
+    assert whole.isfinite().flatten().equal(finite)
+
+
+@pytest.mark.parametrize("curve", [CURVE, None], ids=["curved", "plain"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_shows(build, curve, bad):
+    for place in (0, 1):  # the weight, the gradient
+        lists = start()
+        lists[place][3][77] = bad
+        norm = build.norm(lists[0], lists[1], None, curve)
+        assert norm.isfinite() == (curve is None and place == 0)
+        build.update(*lists, None, curve, RATES, 1.0)
+        wrong = [(~x.isfinite()).nonzero().flatten().tolist() for x in lists[0]]
+        assert wrong == [[], [], [], [77], []]
+
+
+def test_the_number_of_threads_changes_no_bit(build):
+    def run(count):
+        torch.manual_seed(0)
+        torch.set_num_threads(count)
+        lists = [[torch.rand(n) for n in (300_000, 5, 70_001)] for _ in range(4)]
+        found = [build.norm(lists[0], lists[1], None, CURVE)]
+        build.update(*lists, None, CURVE, RATES, 1.0)
+        raws, weights, *others = matrices(PAPER, ((700, 600), (300, 30)), torch.float32)
+        plan = build.plan(PAPER, raws, weights, *others)
+        norm, gradients = plan.pull([torch.randn(x.shape) for x in raws])
+        plan.update(RATES, 1.0)
+        learned = [x for line in gradients for x in line if x is not None]
+        return [*found, norm, *lists[0], *lists[2], *learned, *raws, *weights]
+
+    assert same_bits(run(1), run(2))
+
+
+def terms(map, raw, vectors):
+    """The curved and the linear pathway in float64, and kappa |w|."""
+
+    def total(role, start, combine):
+        row, column = vectors[2 * role : 2 * role + 2]
+        out = torch.tensor(start, dtype=torch.float64)
+        out = out if row is None else combine(out, row[:, None])
+        return out if column is None else combine(out, column)
+
+    kappa = total(2, map.m, lambda a, b: a * (b.exp() if map.absorbed else b)) * (1 if map.absorbed else map.beta)
+    share = map.s / (kappa if map.normalize else map.beta)
+    c = share * total(0, map.e, torch.mul) * torch.exp(-total(3, map.n, torch.add))
+    lam = share * total(1, map.l, torch.mul) * {"exp_only": 0, "oppose": -1}.get(map.mode, 1)
+    x = kappa * raw
+    curved = torch.where(x >= 0, torch.expm1(x), -torch.expm1(-x))  # has the slope of both sides at 0
+    return c * curved, lam * (raw.abs() if map.mode == "mismatch" else raw), x.abs()
+
+
+def effective(map, raw, vectors):
+    return sum(terms(map, raw, vectors)[:2])
+
+
+def matrices(map, shapes, dtype, learned=range(6)):
+    """Return raw weights, weights, moments and learned vectors."""
+    raws, vectors = [0.05 * torch.randn(shape) for shape in shapes], []
+    raws[0].view(-1)[:3] = torch.tensor([0.0, -0.0, 1.5])
+    for shape in shapes:
+        sizes = [None if len(shape) == 1 else shape[0], shape[-1]] * 4
+        line = [torch.randn(size) if size is not None and i in learned else None for i, size in enumerate(sizes)]
+        ranges = [(1, 0.3)] * 4 + [(0.3, 0.1) if map.absorbed else (1, 0.2)] * 2 + [(0, 0.3)] * 2
+        vectors.append(tuple(x if x is None else a + b * x for x, (a, b) in zip(line, ranges, strict=True)))
+    weights = [effective(map, *double(raw, line)).to(dtype) for raw, line in zip(raws, vectors, strict=True)]
+    return raws, weights, [0.1 * torch.randn(s) for s in shapes], [0.5 + torch.rand(s) for s in shapes], vectors
+
+
+def double(raw, vectors):
+    return raw.double(), tuple(None if x is None else x.double() for x in vectors)
+
+
+MAPS = {
+    "paper": (PAPER, range(6)),
+    "paper, steep linear": (PAPER._replace(l=1e5), range(6)),  # the weight says little of the exponential
+    "congruent with n and s": (FactoredMap("congruent", False, False, 7.5, s=1.3), range(8)),
+    "oppose, some fixed": (FactoredMap("oppose", False, False, 4.0, e=2.0, l=0.4, n=0.2), (4, 7)),
+    "exp_only": (FactoredMap("exp_only", False, False, 7.5), (0, 1, 4, 5)),
+    "normalized": (FactoredMap("mismatch", True, False, 7.5), range(8)),
+    "absorbed": (FactoredMap("mismatch", True, True, 7.5, m=2.0), range(6)),
+    "absorbed, not normalized": (FactoredMap("congruent", False, True, 7.5, m=3.0), range(6)),
+}
+SHAPES = ((37, 70), (600, 3), (90,), (1, 200), (5, 64))
+
+
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_factored_maps_follow_autograd(build, name, dtype):
+    map, learned = MAPS[name]
+    raws, weights, exp_avgs, exp_avg_sqs, vectors = matrices(map, SHAPES, dtype, learned)
+    if vectors[0][0] is not None:
+        vectors[0][0][4] = 0.0  # a scale of zero has a gradient
+    weights[0].copy_(effective(map, *double(raws[0], vectors[0])))
+    grads = [torch.randn(shape).to(dtype) for shape in SHAPES]
+    plan = build.plan(map, raws, weights, exp_avgs, exp_avg_sqs, vectors)
+    norm, gradients = plan.pull(grads)
+    exact_raw, total = [], 0.0
+    for raw, g, line, got in zip(raws, grads, vectors, gradients, strict=True):
+        leaves = [x.requires_grad_() for x in (raw.double(), *(x.double() for x in line if x is not None))]
+        parts = iter(leaves[1:])
+        value = effective(map, leaves[0], tuple(None if x is None else next(parts) for x in line))
+        first, *rest = torch.autograd.grad(value, leaves, g.double())
+        exact_raw.append(first)
+        total += float((first**2).sum())
+        for ours, exact in zip([x for x in got if x is not None], rest, strict=True):
+            torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=3e-6 * float(exact.abs().max() + 1))
+    torch.testing.assert_close(float(norm), total**0.5, rtol=1e-5, atol=0)
+    before = [[x.double() for x in xs] for xs in (raws, exp_avgs, exp_avg_sqs)]
+    torch._foreach_mul_([x for line in vectors for x in line if x is not None], 1.1)  # the caller's step of the scales
+    plan.update(RATES, 0.3)
+    for i, g in enumerate(exact_raw):
+        raw, m, *_ = reference(before[0][i], g, before[1][i], before[2][i], RATES, 0.3, None)
+        torch.testing.assert_close(exp_avgs[i].double(), m, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(raws[i].double(), raw, rtol=1e-6, atol=1e-6)
+        curved, linear, x = terms(map, *double(raws[i], vectors[i]))
+        unit = EPS * (8 + 4 * x) + (2.0**-8 if dtype == torch.bfloat16 else 0)
+        assert ((weights[i].double() - (curved + linear)).abs() <= unit * (curved.abs() + linear.abs())).all()
+
+
+def test_empty_shards_and_a_rate_of_zero(build):
+    raws, weights, exp_avgs, *others = matrices(PAPER, (*SHAPES, (0, 5), (4, 0)), torch.float32)
+    before, moments = [x.clone() for x in (*raws, *weights)], [x.clone() for x in exp_avgs]
+    plan = build.plan(PAPER, raws, weights, exp_avgs, *others)
+    with pytest.raises(RuntimeError, match="call pull"):
+        plan.update(RATES, 1.0)
+    _, gradients = plan.pull([torch.randn(x.shape) for x in raws])
+    assert gradients[-2][1].equal(torch.zeros(5))
+    assert gradients[-1][0].equal(torch.zeros(4))
+    plan.update(RATES._replace(lr=0.0), 1.0)
+    assert same_bits(before, [*raws, *weights])
+    assert not any(x.equal(y) for x, y in zip(moments[:-2], exp_avgs, strict=False))
+    assert float(build.norm([], [], None, CURVE)) == 0
+
+
+def test_denormals_survive_the_library(build):
+    """A library linked with -ffast-math makes torch and numpy flush them to zero."""
+    assert build.norm([torch.ones(4)], [torch.ones(4)], None, None) == 2
+    assert float(torch.tensor([1e-40]) * 0.5) > 0
+    assert float(np.float32(1e-40) * np.float32(0.5)) > 0

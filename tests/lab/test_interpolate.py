@@ -4,7 +4,6 @@ import dataclasses
 import json
 
 import pytest
-import torch
 
 from corpora import TEXTS, prepared
 from run_folders import MODEL, trained
@@ -16,7 +15,6 @@ from symexplin.lab.folders import INTERPOLATED
 from symexplin.lab.interpolate import SHARES
 from symexplin.lab.maps import CurveConfig
 from symexplin.lab.run import train
-from symexplin.lab.train import Trainer
 from symexplin.lab.weights.files import load_model
 
 NEW = [text.upper() for text in TEXTS]

@@ -1,4 +1,4 @@
-"""Kernels change the speed of a step and nothing else: C, formulas in blocks and torch.compile against plain PyTorch."""
+"""Kernels change the speed of a step and nothing else: C, formulas in blocks, torch.compile against plain PyTorch."""
 
 import contextlib
 
@@ -85,7 +85,7 @@ def steps(count, config, dtype=torch.float32, rate=1e-3, **settings):
 def distance(a, b):
     """The largest relative difference of a tensor."""
     pairs = zip(a.parameters(), b.parameters(), strict=True)
-    return max(float((p.double() - q.double()).norm() / q.double().norm()) for p, q in pairs)
+    return max(float((p.double() - q.double()).detach().norm() / q.detach().double().norm()) for p, q in pairs)
 
 
 @pytest.mark.parametrize("name", PATHS)
@@ -151,9 +151,9 @@ def test_kernels_cover_the_default_and_the_papers_maps(name, monkeypatch):
             assert left == []
 
 
-def test_other_rules_memory_and_dtypes_are_left_to_the_rule(monkeypatch):
+def test_other_rules_memory_and_dtypes_are_left_to_the_rule():
     class Halved(sel.SELAdamW):
-        def rule_(self, leaves, group):
+        def rule_(self, leaves, group):  # noqa: ARG002
             for leaf in leaves:
                 leaf.value.mul_(0.5)
 
@@ -190,13 +190,10 @@ def test_results_do_not_depend_on_the_number_of_threads():
 
 
 def test_torch_compile_that_fails_leaves_the_formulas(monkeypatch):
-    def fail(function, **options):
-        def compiled(*args, **tensors):
-            raise RuntimeError("no compiler")
+    def fail(*_, **__):
+        raise RuntimeError("no compiler")
 
-        return compiled
-
-    monkeypatch.setattr(torch, "compile", fail)
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: fail)
     formulas._compiled.cache_clear()
     try:
         with path("readable", monkeypatch):

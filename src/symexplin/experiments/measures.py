@@ -1,7 +1,7 @@
 """What tables beyond the paper measure: loss after compression, forgetting, tolerance of the learning rate, trends.
 
-Arms whose labels begin alike, up to a colon, are a family, such as "L2-SP: 0.3" and "L2-SP: 1". A family is shown at
-its best: per level of compression the arm and rate with the lowest mean loss, and of forgetting the points that no
+Arms whose labels begin alike, up to a colon, are a family, such as "LoRA: 8" and "LoRA: 32". A family is shown
+at its best: per level of compression the arm and rate with the lowest mean loss, and of forgetting the points that no
 other of the family beats in both losses. Each family is compared with the best one without a curve, its rival.
 """
 
@@ -73,8 +73,8 @@ def measures(panels: Sequence[Evidence]) -> list[Measure]:
 def family_of(label: str) -> str:
     """Return the part of a label before its colon.
 
-    >>> family_of("L2-SP: 0.3"), family_of("AdamW")
-    ('L2-SP', 'AdamW')
+    >>> family_of("LoRA: rank 8"), family_of("AdamW")
+    ('LoRA', 'AdamW')
     """
     return label.partition(":")[0]
 

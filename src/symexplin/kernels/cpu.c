@@ -189,9 +189,9 @@ NOINLINE int find_exponents(Step k, In v, In g, Out m, Out s, Out x) {
     return far;
 }
 
-/* The new size t, negative on the other side of zero, where it is t c/(exp(x) (c + |v|)). */
+/* The new size t; if negative, it is t c/(c + t) on the other side of zero, where c + t = exp(x) (c + |v|). */
 INLINE float size_near(float c, float size, float x) {
-    float F = expm1_near(x), t = (c + size) * F + size, other = t * (c / ((F + 1) * (c + size)));
+    float F = expm1_near(x), t = (c + size) * F + size, other = t * (c / (c + t));
     return t < 0 ? other : t;
 }
 
@@ -269,7 +269,7 @@ static void write_factors(const Call *map, Matrix *x) {
             Axis a = axis_at(map, x, dim, i);
             double factors[FACTORS] = {a.kappa, a.c, a.lambda, a.c * a.kappa}, flat = fabs(a.lambda / (a.c * a.kappa));
             for (int k = 0; k < FACTORS; k++) to[k * (count + PAD) + i] = (float)factors[k];
-            if (!(flat <= flattest[dim])) flattest[dim] = flat;
+            if (flat > flattest[dim] || flat != flat) flattest[dim] = flat;
         }
         to += FACTORS * (count + PAD);
     }

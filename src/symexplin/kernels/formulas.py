@@ -1,7 +1,7 @@
 """The formulas of a step as kernels: under torch.compile on accelerators, in small blocks on CPUs without a C compiler.
 
-For torch.compile large tensors are flat aliases and small ones are concatenated, so that one graph serves all of them. All
-numbers that change from step to step are one tensor on the device, which is filled without waiting for it. If the
+For torch.compile large tensors are flat aliases and small ones are concatenated, so that one graph serves all of them.
+All numbers that change from step to step are one tensor on the device, which is filled without waiting for it. If the
 compiler fails, the same functions run eagerly after one warning.
 """
 

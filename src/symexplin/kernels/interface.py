@@ -35,17 +35,21 @@ class Rates(NamedTuple):
 
 
 class FactoredMap(NamedTuple):
-    """A map whose scales are products of row and column factors; a learned scale has its neutral value here."""
+    """A map whose scales are products of a row's and a column's factor, with its fixed values.
+
+    The learned vectors of a role multiply its value (n: are added to it), which is 1 (n: 0) if everything is learned.
+    With `absorbed`, kappa is `m` times the exponentials of the learned vectors, else beta times `m` times the vectors.
+    """
 
     mode: str
     normalize: bool
     absorbed: bool
     beta: float
-    e: float
-    l: float
-    m: float
-    n: float
-    s: float
+    e: float = 1.0
+    l: float = 1.0
+    m: float = 1.0
+    n: float = 0.0
+    s: float = 1.0
 
 
 class Plan(Protocol):

@@ -59,20 +59,15 @@ def _adamw_(
     fused: bool,
 ) -> None:
     beta1, beta2 = map(float, group["betas"])
-    rates: dict[str, Any] = {
-        "lr": lr,
-        "beta1": beta1,
-        "beta2": beta2,
-        "weight_decay": decay,
-        "eps": float(group["eps"]),
-    }
+    eps = float(group["eps"])
+    rates: dict[str, Any] = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": decay, "eps": eps}
     if fused:  # torch's functional AdamW takes as long again to group many small tensors
         steps = [torch.full((), step, device=values[0].device)] * len(values)
         torch._fused_adamw_(values, grads, exp_avgs, exp_avg_sqs, [], steps, **rates, amsgrad=False, maximize=False)
     else:
         steps = list(torch.full((len(values),), step - 1.0).unbind())  # torch adds 1
-        state: Any = (exp_avgs, exp_avg_sqs, [], steps)
-        adamw(values, grads, *state, foreach=False, fused=False, **rates, amsgrad=False, maximize=False)
+        rates |= {"amsgrad": False, "maximize": False, "foreach": False}
+        adamw(values, grads, exp_avgs, exp_avg_sqs, [], steps, **rates)
 
 
 def _are_alike(first: Tensor, *others: Tensor) -> bool:

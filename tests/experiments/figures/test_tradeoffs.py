@@ -35,7 +35,7 @@ def test_compression_has_a_line_per_family_over_the_share_of_zeros(tmp_path):
 
 def test_forgetting_has_a_line_per_family_from_front_to_front(tmp_path):
     folder = table_folder(tmp_path / "t", "finetune", lambda *_: 1.0)
-    points = {("AdamW", 0.001): (2.0, 2.0), ("AdamW", 0.01): (1.0, 3.0), ("l2sp-1", 0.01): (1.5, 2.0)}
+    points = {("AdamW", 0.001): (2.0, 2.0), ("AdamW", 0.01): (1.0, 3.0), ("lora-8", 0.01): (1.5, 2.0)}
     for place, (new, old) in folders_of(folder, points):
         with JsonLines(place / "metrics.jsonl") as metrics:
             metrics.write(step=100, eval_loss=new, old_loss=old)

@@ -1,0 +1,33 @@
+"""The kernels as each compiler makes them for this machine and for plain x86-64."""
+
+import ctypes
+import functools
+import platform
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from symexplin.kernels import cpu
+from symexplin.kernels.compiler import _find, compile_library
+
+BUILDS = [(command, target) for command in ("gcc", "clang") for target in ("", "x86-64")]
+
+
+@functools.cache
+def library(command: str, target: str) -> Path:
+    """Return a compiled library; skip the test where that is impossible."""
+    if shutil.which(command) is None or (target and platform.machine() != "x86_64"):
+        pytest.skip(f"no {command} for {target or 'this machine'}")
+    compiler = _find(command, target)
+    assert compiler is not None
+    path = Path(tempfile.mkdtemp(prefix="symexplin-test-")) / "cpu.so"
+    compile_library(compiler, Path(cpu.__file__).with_name("cpu.c"), path)
+    return path
+
+
+@functools.cache
+def kernels(command: str, target: str) -> cpu.CpuKernels:
+    """Return kernels of one build."""
+    return cpu.CpuKernels(ctypes.CDLL(str(library(command, target))), f"{command} {target}")
