@@ -100,7 +100,7 @@ def test_saving_memory_changes_nothing_but_rounding(curve, compute):
 
 @pytest.mark.slow
 def test_a_compiled_model_trains_the_same(monkeypatch):
-    """Traced only: tests/test_linear.py compiles a curved layer, and the C++ of ordinary ones takes long."""
+    """Traced only: tests/test_modules.py compiles a curved layer, and the C++ of ordinary ones takes long."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     plain, compiled = make("module"), make("module", compute=ComputeConfig(compile=True))
     first, second = run(plain), run(compiled)
