@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from symexplin.config import SELConfig
+from symexplin.transform import expm1
 
 __all__ = ["CLOSED_MODES", "Closed"]
 
@@ -94,12 +95,12 @@ class Closed(NamedTuple):
     def _move_exponential(self, v: Tensor, step: Tensor) -> Tensor:
         sign, size = torch.copysign(torch.ones_like(v), v), v.abs()
         x, whole = self.kappa * step * sign, self.c + size
-        moved = torch.addcmul(size, whole, torch.expm1(x))
+        moved = torch.addcmul(size, whole, expm1(x))
         far = x <= -1.0
         moved = _where(far, lambda whole, x: whole * torch.exp(x) - self.c, (whole, x), moved)
         across = moved < 0.0
         other = (size, whole, x)
-        moved = _where(across, lambda s, w, x: (s - self.c * torch.expm1(-x)) * (self.c / w), other, moved)
+        moved = _where(across, lambda s, w, x: (s - self.c * expm1(-x)) * (self.c / w), other, moved)
         return sign * moved
 
     def _move_sinh(self, v: Tensor, step: Tensor) -> Tensor:

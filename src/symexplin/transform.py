@@ -26,6 +26,7 @@ __all__ = [
     "Scales",
     "Value",
     "compute_dtype",
+    "expm1",
     "forward",
     "normalizer",
     "pullback",
@@ -74,6 +75,18 @@ def compute_dtype(*values: object) -> torch.dtype:
     return torch.float64 if has_double else torch.float32
 
 
+def expm1(x: Tensor) -> Tensor:
+    """Return exp(x) - 1 without cancellation; Inductor's code for CPUs would subtract (torch 2.13).
+
+    >>> expm1(torch.tensor([1e-10], dtype=torch.float64))
+    tensor([1.0000e-10], dtype=torch.float64)
+    """
+    if not torch.compiler.is_compiling() or x.device.type != "cpu":
+        return torch.expm1(x)
+    t = torch.tanh(0.5 * x)
+    return torch.where(x.abs() < 1.0, 2.0 * t / (1.0 - t), torch.exp(x) - 1.0)
+
+
 def _exp(x: Value) -> Value:
     return torch.exp(x) if isinstance(x, Tensor) else math.exp(x)
 
@@ -109,7 +122,7 @@ def _unscaled(form: Form, w: Tensor, scales: Scales) -> Tensor:
         exponential, linear = _damped_terms(form.beta, magnitude, scales.n)
         return torch.sign(w) * (exponential + linear)
     d, decay = normalizer(form, scales), _exp(-scales.n)
-    value = torch.sign(w) * (scales.e * decay / d * torch.expm1(scales.kappa * magnitude))
+    value = torch.sign(w) * (scales.e * decay / d * expm1(scales.kappa * magnitude))
     if form.mode == "exp_only":
         return value
     return value + scales.l / d * _linear_sides(form.mode, w)[0]
@@ -117,8 +130,8 @@ def _unscaled(form: Form, w: Tensor, scales: Scales) -> Tensor:
 
 def _damped_terms(beta: float, magnitude: Tensor, n: Value) -> tuple[Tensor, Tensor]:
     """Return the two pathways of "damped" at |w|; the linear one is negative for n < 0."""
-    exponential = torch.expm1(beta * magnitude) * torch.exp(-magnitude) * _exp(-n) / beta
-    return exponential, -magnitude * torch.expm1(-n * torch.exp(magnitude))
+    exponential = expm1(beta * magnitude) * torch.exp(-magnitude) * _exp(-n) / beta
+    return exponential, -magnitude * expm1(-n * torch.exp(magnitude))
 
 
 def forward(form: Form, w: Tensor, scales: Scales) -> Tensor:
@@ -179,7 +192,7 @@ def _exp_difference(x: Tensor) -> Tensor:
     terms = _SERIES_TERMS[x.dtype]
     near = x.clamp(-_SERIES_BELOW, _SERIES_BELOW)
     series = near * near * _series(near, [(k - 1) / math.factorial(k) for k in range(2, terms + 1)])
-    return torch.where(x.abs() < _SERIES_BELOW, series, x * torch.exp(x) - torch.expm1(x))
+    return torch.where(x.abs() < _SERIES_BELOW, series, x * torch.exp(x) - expm1(x))
 
 
 def _cosh_difference(x: Tensor) -> Tensor:
@@ -230,7 +243,7 @@ def _pull_exponential(form: Form, w: Tensor, scales: Scales, g: Tensor, wanted: 
     if "l" in wanted:
         out["l"] = g * u / d
     if wanted & {"e", "n"}:
-        signed = g * torch.sign(w) * torch.expm1(x)
+        signed = g * torch.sign(w) * expm1(x)
         out["e"] = signed * (decay / d)
         out["n"] = -signed * c
     if "kappa" in wanted:
@@ -262,7 +275,7 @@ def _pull_damped(form: Form, w: Tensor, scales: Scales, g: Tensor, wanted: froze
     grown = torch.exp(magnitude)
     left = torch.exp(-n * grown)
     slope_exp = c * ((beta - 1.0) * torch.exp(beta * magnitude) + 1.0)
-    out = {"w": g * (slope_exp - torch.expm1(-n * grown) + magnitude * n * grown * left)}
+    out = {"w": g * (slope_exp - expm1(-n * grown) + magnitude * n * grown * left)}
     if "n" in wanted:
-        out["n"] = g * (w * grown * left - torch.sign(w) * c * torch.expm1(beta * magnitude))
+        out["n"] = g * (w * grown * left - torch.sign(w) * c * expm1(beta * magnitude))
     return out
