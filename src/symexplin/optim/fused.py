@@ -143,7 +143,7 @@ class _Factored:
     """Curved parameters with raw weights whose scales are products of row and column factors."""
 
     def __init__(self, kernels: Kernels, map: FactoredMap, entries: Sequence[Entry]) -> None:
-        self.entries = entries
+        self._kernels, self.entries = kernels, entries
         raws, exp_avgs, exp_avg_sqs = (
             [part for entry in entries for part in _split(entry, entry.own(key))] for key in ("raw", *_MOMENTS)
         )
@@ -168,11 +168,11 @@ class _Factored:
     def update(self, clip: Tensor | None) -> None:
         """Update scales, raw weights and the model's weights."""
         first = self.entries[0]
-        _update_scales(self.entries, clip)
+        _update_scales(self._kernels, self.entries, clip)
         self._plan.update(_rates(first.group, float(first.state["step"])), clip)
 
 
-def _update_scales(entries: Sequence[Entry], clip: Tensor | None) -> None:
+def _update_scales(kernels: Kernels, entries: Sequence[Entry], clip: Tensor | None) -> None:
     """Apply AdamW to the learned scales of parameters of one group.
 
     This is the rule without leaves: making them takes longer than AdamW on the vectors of small matrices.
@@ -184,14 +184,11 @@ def _update_scales(entries: Sequence[Entry], clip: Tensor | None) -> None:
             lists[1].append(entry.grads.pop(factor.name))
             for into, name in zip((lists[0], *lists[2:]), names, strict=True):
                 into.append(entry.own(name))
-    group = entries[0].group
-    for (role, lr_scale, decays), (values, grads, exp_avgs, exp_avg_sqs) in alike.items():
-        lr = float(group["lr"]) * lr_scale * multiplier(f"k_{role}", group)
-        grads = grads if clip is None else list(torch._foreach_mul(grads, clip.to(grads[0].device)))
-        values = values if lr else [value.clone() for value in values]  # a rate of 0 changes moments alone
-        decay = float(group["weight_decay"]) if decays else 0.0
-        step = float(entries[0].state["scale_step"])
-        _adamw_(values, grads, exp_avgs, exp_avg_sqs, step, lr, decay, group, values[0].device.type in _FUSED)
+    group, own = entries[0].group, entries[0].state
+    for (role, lr_scale, decays), lists in alike.items():
+        rates = _rates(group, float(own["scale_step"]))
+        rates = rates._replace(lr=rates.lr * lr_scale * multiplier(f"k_{role}", group))
+        kernels.update(*lists, None, None, rates if decays else rates._replace(decay=0.0), clip, None)
 
 
 @functools.cache
