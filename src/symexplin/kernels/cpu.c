@@ -51,12 +51,11 @@ typedef struct {
 enum { NORM, STEP, PULL, MOVE }; /* tasks */
 enum { FLOAT, HALF, READ }; /* weights and gradients; READ: float, with the exponential had from the weight */
 /* A block's arrays fit the first-level cache. PAD makes the addresses of factors and sums differ modulo 4096. */
-enum { BLOCK = 256, TILE = 64 * BLOCK, TALL = 256, CHUNK = 128, PAD = 48 };
+enum { BLOCK = 256, TILE = 64 * BLOCK, TALL = 256, CHUNK = 32, PAD = 48 };
 const int64_t sel_tile = TILE, sel_tall = TALL, sel_pad = PAD, sel_call_size = sizeof(Call);
 
 INLINE uint32_t bits_of(float x) { return ((union { float x; uint32_t bits; }){x}).bits; }
 INLINE float from_bits(uint32_t bits) { return ((union { uint32_t bits; float x; }){bits}).x; }
-
 INLINE float flipped(float x, float w) { return from_bits(bits_of(x) ^ (bits_of(w) & 0x80000000u)); }
 
 INLINE float number(int as, const void *p, int64_t at) {
@@ -281,8 +280,9 @@ INLINE void prefetch(const void *p, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)p + i, 0, 2);
 }
 
-/* PULL or MOVE the rows of a tile. For READ F and E are times c, else halved. */
-INLINE void run_rows(const Call *map, const Matrix *x, int64_t tile, int64_t index, int task, int as, int normalize) {
+/* PULL or MOVE the columns from `start` to `stop` of a tile, `count` at once. READ has F and E times c, else halved. */
+INLINE void run_rows(const Call *map, const Matrix *x, int64_t tile, int64_t index, int task, int as, int normalize,
+                     int64_t start, int64_t stop, int64_t count) {
     const int64_t cols = x->cols, wide = cols + PAD, high = x->rows + PAD, size = as == HALF ? 2 : 4;
     const int64_t end = (tile + 1) * TALL < x->rows ? (tile + 1) * TALL : x->rows;
     In kappa1 = x->old + FACTORS * high, c1 = kappa1 + wide, lambda1 = c1 + wide, steep1 = lambda1 + wide;
@@ -291,15 +291,14 @@ INLINE void run_rows(const Call *map, const Matrix *x, int64_t tile, int64_t ind
     const uint32_t signs = map->magnitude ? 0x80000000u : 0, at_zero = map->magnitude ? 0 : 0xffffffffu;
     const Step step = map->step;
     float unmoved[CHUNK], unwritten[CHUNK];
-    if (task == PULL) memset(down0, 0, (size_t)(SUMS * wide) * sizeof(float));
     for (int64_t i = tile * TALL; i < end; i++) {
         const float *old = x->old + i, *new = x->new + i;
         const float kappa0 = old[0], c0 = old[high], lambda0 = old[2 * high], steep0 = old[3 * high];
         const float kappa2 = new[0], c2 = 2 * new[high], lambda2 = new[2 * high];
         const float by_c0 = as == READ ? 1 : c0, by_kappa0 = as == READ ? kappa0 : normalize ? c0 : steep0;
         float sums[SUMS + 1][CHUNK] = {0};
-        for (int64_t from = 0; from < cols; from += CHUNK) {
-            int64_t at = i * cols + from, count = cols - from < CHUNK ? cols - from : CHUNK, ahead = at + 2 * cols;
+        for (int64_t from = start; from < stop; from += count) {
+            int64_t at = i * cols + from, ahead = at + 2 * cols;
             const char *g_ = x->grad + at * size, *weight = x->weight + at * size;
             float *w_ = x->raw + at, *out = map->moves ? w_ : unmoved, *m_ = x->exp_avg + at, *s_ = x->exp_avg_sq + at;
             void *written = map->moves ? x->weight + at * size : (void *)unwritten;
@@ -339,15 +338,16 @@ INLINE void run_rows(const Call *map, const Matrix *x, int64_t tile, int64_t ind
 #pragma omp simd reduction(+ : sum)
             for (int j = 0; j < CHUNK; j++) sum += sums[k][j];
             if (k == SUMS) map->squares[index] += (double)sum;
-            else right[k * TALL + i % TALL] = sum;
+            else right[k * TALL + i % TALL] += sum;
         }
     }
 }
 
 NOINLINE void factored_tile(const Call *map, int64_t item, int64_t tile, int64_t index) {
     const Matrix *x = &map->matrices[item];
-#define ROWS(TASK, AS, NORMALIZE) run_rows(map, x, tile, index, TASK, AS, NORMALIZE)
-    int as = (int)x->as;
+    const int64_t as = x->as, whole = x->cols / CHUNK * CHUNK, rest = x->cols - whole;
+#define ROWS(...) (run_rows(map, x, tile, index, __VA_ARGS__, 0, whole, CHUNK), \
+                   rest ? run_rows(map, x, tile, index, __VA_ARGS__, whole, x->cols, rest) : (void)0)
     if (map->task == MOVE) as == READ ? ROWS(MOVE, READ, 0) : as == HALF ? ROWS(MOVE, HALF, 0) : ROWS(MOVE, FLOAT, 0);
     else if (map->normalize) as == HALF ? ROWS(PULL, HALF, 1) : ROWS(PULL, FLOAT, 1);
     else as == READ ? ROWS(PULL, READ, 0) : as == HALF ? ROWS(PULL, HALF, 0) : ROWS(PULL, FLOAT, 0);

@@ -186,6 +186,7 @@ class Plan:
         """
         gradients = _like(self._vectors)
         scratch = [_pieces(sizes) for sizes in (self._factors, self._factors, self._sums)]  # old, new, sums
+        torch._foreach_zero_(scratch[2])
         lists = (*self._tensors, grads, *scratch)
         lines = zip(self._shapes, zip(*lists, strict=True), self._vectors, gradients, strict=True)
         table = _numbers(
