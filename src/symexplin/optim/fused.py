@@ -168,7 +168,11 @@ class _Factored:
     def update(self, clip: Tensor | None) -> None:
         """Update scales, raw weights and the model's weights."""
         first = self.entries[0]
-        _update_scales(self._kernels, self.entries, clip)
+        if first.shard.groups:  # a process with an empty part has no kernels, and replicas must have the same bits
+            leaves = [leaf for entry in self.entries for leaf in entry.scale_leaves(lambda *_: _MOMENTS, clip)]
+            adamw_(leaves, first.group)
+        else:
+            _update_scales(self._kernels, self.entries, clip)
         self._plan.update(_rates(first.group, float(first.state["step"])), clip)
 
 
