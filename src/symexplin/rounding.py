@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["key_of", "noise", "round_", "span"]
+__all__ = ["key_of", "noise", "round_", "rounded", "span"]
 
 _MASK = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B9  # 2^32 over the golden ratio
@@ -51,6 +51,12 @@ def noise(key: int, index: Tensor) -> Tensor:
     return (x & 0xFFFF).to(torch.int32)
 
 
+def rounded(values: Tensor, noise: Tensor) -> Tensor:
+    """Return float32 values rounded to bfloat16 with this noise; NaN and infinities stay."""
+    found = (values.view(torch.int32) + noise >> 16).to(torch.int16).view(torch.bfloat16)
+    return torch.where(values.isfinite(), found, values.to(torch.bfloat16))
+
+
 def round_(out: Tensor, values: Tensor, key: int, offset: int, cols: int, stride: int) -> None:
     """Round float32 `values` into bfloat16 `out`; element k has the place that :func:`span` describes.
 
@@ -61,8 +67,7 @@ def round_(out: Tensor, values: Tensor, key: int, offset: int, cols: int, stride
         part = flat[first : first + _BLOCK]
         k = torch.arange(first, first + part.numel(), device=part.device)
         place = offset + k // cols * stride + k % cols
-        rounded = (part.view(torch.int32) + noise(key, place) >> 16).to(torch.int16).view(torch.bfloat16)
-        target[first : first + _BLOCK] = torch.where(part.isfinite(), rounded, part.to(torch.bfloat16))
+        target[first : first + _BLOCK] = rounded(part, noise(key, place))
     if not out.is_contiguous():
         out.copy_(target.view(out.shape))
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from symexplin.closed import Closed
 from symexplin.kernels.interface import Curve, FactoredMap, Noise, Rates, Vectors
-from symexplin.rounding import noise
+from symexplin.rounding import noise, rounded
 from symexplin.transform import Form, Scales, pullback
 from symexplin.transform import forward as effective
 
@@ -169,8 +169,7 @@ def _update(
     if places is None:
         weight.copy_(value)
     else:
-        rounded = (value.view(torch.int32) + places >> 16).to(torch.int16).view(torch.bfloat16)
-        weight.copy_(torch.where(value.isfinite(), rounded, value.to(torch.bfloat16)))
+        weight.copy_(rounded(value, places))
 
 
 def _scales(map: FactoredMap, vectors: Vectors) -> Scales:
