@@ -8,7 +8,6 @@ numbers only, beside "step" and the moments of its weight ("exp_avg", ...):
                              and their number of updates "scale_step"
 """
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,108 +82,41 @@ class Entry:
     state: dict[str, Any]
 
     def __post_init__(self) -> None:
-        self.parameter: Tensor = self.group["params"][self.index]
+        group, i = self.group, self.index
+        self.parameter: Tensor = group["params"][i]
+        self.name = name_of(group, i)
+        self.shape = tuple(self.parameter.shape)  # the whole shape
+        self.curved = is_curved(group)
+        if self.curved and tuple(group["shape"][i]) != self.shape:
+            raise ValueError(
+                f"{self.name} must have its shape {tuple(group['shape'][i])}, got {self.shape}: parameters flattened "
+                "after the groups were built (FSDP1, ZeRO) are not supported; fully_shard (FSDP2) is"
+            )
+        self.kind, self.axes = ("raw", str(group["axes"][i])) if self.curved else ("plain", "")
+        self.shard = shard_of(self.parameter, self.name)
+        self.value = local(self.parameter.detach())  # the parameter's local values, for reading and writing
         self._address = address(self.parameter)
+        self.dtype = compute_dtype(self.parameter)  # of the state
+        self.is_half = self.parameter.dtype != self.dtype
+        # Whether the parameter is rounded stochastically instead of having a master copy.
+        self.rounds = bool(group["stochastic_rounding"]) and self.parameter.dtype == torch.bfloat16
+        self.is_small = moments8.is_small(group["moment_bits"], self.shape)  # whether the weight's moments have 8 bits
+        self.closed: Closed | None = None
+        self.scales: dict[str, tuple[Factor, Shard]] = {}  # the learned ones, whole, with their placements
+        if self.curved:
+            self.map: Map = map_of(group, i, self.value.shape)
+            self.closed = Closed.of(config_of(group)) if self.map.is_closed else None
+            factors = map_of(group, i, self.shape).factors
+            self.scales = {factor.name: (factor, self.shard.along(factor.dims)) for factor in factors}
+        self.is_stored = self.curved and self.closed is None  # whether the state has a raw weight
         self.grads: dict[str, Tensor] = {}  # of the scales, in a step
         self._before: Tensor | None = None  # the raw weight that a rule got, where it is not stored
-        if self.curved and tuple(self.group["shape"][self.index]) != self.shape:
-            raise ValueError(
-                f"{self.name} must have its shape {tuple(self.group['shape'][self.index])}, got {self.shape}: "
-                "parameters flattened after the groups were built (FSDP1, ZeRO) are not supported; fully_shard (FSDP2) "
-                "is"
-            )
 
     def is_current(self, state: dict[str, Any] | None) -> bool:
         """Whether this entry is still valid: the same parameter at the same address, with the same state."""
         parameter = self.group["params"][self.index]
         same = bool(state) and state is self.state and parameter is self.parameter
         return same and address(parameter) == self._address
-
-    @property
-    def name(self) -> str:
-        """The qualified name."""
-        return name_of(self.group, self.index)
-
-    @functools.cached_property
-    def curved(self) -> bool:
-        """Whether the parameter is curved."""
-        return is_curved(self.group)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The whole shape."""
-        return tuple(self.parameter.shape)
-
-    @functools.cached_property
-    def shard(self) -> Shard:
-        """The placement of the parameter."""
-        return shard_of(self.parameter, self.name)
-
-    @functools.cached_property
-    def value(self) -> Tensor:
-        """The parameter's local values, for reading and writing."""
-        return local(self.parameter.detach())
-
-    @functools.cached_property
-    def map(self) -> Map:
-        """The map of the local part of a curved parameter."""
-        return map_of(self.group, self.index, self.value.shape)
-
-    @functools.cached_property
-    def closed(self) -> Closed | None:
-        """The closed form of a curved parameter's map, or None."""
-        return Closed.of(config_of(self.group)) if self.curved and self.map.is_closed else None
-
-    @property
-    def is_stored(self) -> bool:
-        """Whether the state has a raw weight."""
-        return self.curved and self.closed is None
-
-    @functools.cached_property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the state."""
-        return compute_dtype(self.parameter)
-
-    @functools.cached_property
-    def is_half(self) -> bool:
-        """Whether the parameter has half precision."""
-        return self.parameter.dtype != self.dtype
-
-    @property
-    def rounds(self) -> bool:
-        """Whether the parameter is rounded stochastically instead of having a master copy."""
-        return bool(self.group["stochastic_rounding"]) and self.parameter.dtype == torch.bfloat16
-
-    @functools.cached_property
-    def is_small(self) -> bool:
-        """Whether the moments of the weight have 8 bits."""
-        return moments8.is_small(self.group["moment_bits"], self.shape)
-
-    @property
-    def kind(self) -> str:
-        """The kind of the leaf that is the parameter: "raw" or "plain"."""
-        return "raw" if self.curved else "plain"
-
-    @property
-    def axes(self) -> str:
-        """The axes of a curved parameter, else empty."""
-        return str(self.group["axes"][self.index]) if self.curved else ""
-
-    @property
-    def factors(self) -> tuple[Factor, ...]:
-        """The learned scales of the local part."""
-        return self.map.factors if self.curved else ()
-
-    @functools.cached_property
-    def whole_factors(self) -> dict[str, Factor]:
-        """The learned scales of the whole parameter by name."""
-        if not self.curved:
-            return {}
-        return {factor.name: factor for factor in map_of(self.group, self.index, self.shape).factors}
-
-    def shard_of(self, factor: Factor) -> Shard:
-        """Return the placement of a learned scale: split with the dimensions of the parameter that it has."""
-        return self.shard.along(factor.dims)
 
     # ---- values ----
 
@@ -207,7 +139,7 @@ class Entry:
         """Return the map at the present raw weight and scales."""
         if self.closed is not None:
             return Curved(self.map, self.closed.raw(self.weight()), {})
-        return Curved(self.map, self.own("raw"), {factor.name: self.own(factor.name) for factor in self.factors})
+        return Curved(self.map, self.own("raw"), {name: self.own(name) for name in self.scales})
 
     def moment(self, leaf: str, name: str) -> Tensor:
         """Return the local part of a moment: the tensor of the state, or the values of its codes."""
@@ -286,33 +218,27 @@ class Entry:
 
     def scale_leaves(self, moments: Moments, clip: Tensor | None) -> list[Leaf]:
         """Return the learned scales for a rule; their gradients must have been pulled."""
-        if not self.factors:
+        if not self.scales:
             return []
         names, step = moments("scale", ""), float(self.state["scale_step"])
         lr, decay = float(self.group["lr"]), float(self.group["weight_decay"])
-        k = {role: multiplier(f"k_{role}", self.group) for role in {factor.role for factor in self.factors}}
         found = []
-        for factor, shape, shard in self._scales:
-            value, rate = self.own(factor.name), lr * factor.lr_scale * k[factor.role]
+        for name, (factor, shard) in self.scales.items():
+            value, rate = self.own(name), lr * factor.lr_scale * multiplier(f"k_{factor.role}", self.group)
             leaf = Leaf(
                 kind="scale",
-                name=f"{self.name} {factor.name}",
+                name=f"{self.name} {name}",
                 value=value.clone() if rate == 0.0 else value,
-                grad=_clipped(self.grads.pop(factor.name), clip),
+                grad=_clipped(self.grads.pop(name), clip),
                 lr=rate,
                 weight_decay=decay if factor.decays else 0.0,
                 step=step,
-                shape=shape,
-                moments={name: self.own(moment_key(factor.name, name)) for name in names},
+                shape=factor.shape,
+                moments={moment: self.own(moment_key(name, moment)) for moment in names},
                 shard=shard,
             )
             found.append(leaf)
         return found
-
-    @functools.cached_property
-    def _scales(self) -> list[tuple[Factor, Sequence[int], Shard]]:
-        """The learned scales with their whole shapes and placements."""
-        return [(factor, self.whole_factors[factor.name].shape, self.shard_of(factor)) for factor in self.factors]
 
     def write(self, leaves: Sequence[Leaf]) -> None:
         """Put the moments of updated leaves into the state, and their values into the model, unless the rate is 0."""
@@ -349,35 +275,28 @@ class Entry:
         state = self.state
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
-            if self.factors:
-                state["scale_step"] = state["step"].clone()
             self._create_moments("weight", self.value, moments(self.kind, self.axes))
-            for name, value in self.first_factors().items():
-                factor = self.whole_factors[name]
-                state[name] = self.shard_of(factor).wrap(value, factor.shape)
-                self._create_moments(name, value, moments("scale", ""))
+            if self.scales:
+                state["scale_step"] = state["step"].clone()
+                position = self.group["position"][self.index]  # drawn whole, to be independent of the sharding
+                first = map_of(self.group, self.index, self.shape).start(self.dtype, self.value.device, position)
+                for name, (factor, shard) in self.scales.items():
+                    value = shard.cut(first[name])
+                    state[name] = shard.wrap(value, factor.shape)
+                    self._create_moments(name, value, moments("scale", ""))
             if self.is_stored:
                 state["raw"] = self.shard.wrap(self._inverse(), self.shape)
         if self.is_half and not self.is_stored and not self.rounds and "master" not in state:
             state["master"] = self.shard.wrap(self.value.to(self.dtype), self.shape)
 
-    def first_factors(self) -> dict[str, Tensor]:
-        """Return the local parts of the scales' first values, drawn whole to be independent of the sharding."""
-        if not self.factors:
-            return {}
-        map = map_of(self.group, self.index, self.shape)
-        whole = map.start(self.dtype, self.value.device, self.group["position"][self.index])
-        return {name: self.shard_of(self.whole_factors[name]).cut(value) for name, value in whole.items()}
-
     def _inverse(self) -> Tensor:
-        factors = {factor.name: self.own(factor.name) for factor in self.factors}
+        scales = {name: self.own(name) for name in self.scales}
         with naming(self.name):
-            return in_format_of(self.value, Curved(self.map, self.value.to(self.dtype), factors).inverse(self.value))
+            return in_format_of(self.value, Curved(self.map, self.value.to(self.dtype), scales).inverse(self.value))
 
     def _create_moments(self, leaf: str, like: Tensor, names: Iterable[str]) -> None:
-        is_weight = leaf == "weight"
-        small, factor = is_weight and self.is_small, None if is_weight else self.whole_factors[leaf]
-        shard, shape = (self.shard, self.shape) if factor is None else (self.shard_of(factor), factor.shape)
+        small = leaf == "weight" and self.is_small
+        shard, shape = self._placement(leaf)
         for name in names:
             key, dtype = moment_key(leaf, name), torch.uint8 if small else self.dtype
             zeros = torch.zeros_like(like, dtype=dtype, memory_format=torch.preserve_format)
@@ -385,6 +304,13 @@ class Entry:
             if small:
                 scale = torch.zeros(moments8.scale_shape(like.shape), dtype=torch.float32, device=like.device)
                 self.state[moments8.scale_key(key)] = self._rows.wrap(scale, moments8.scale_shape(self.shape))
+
+    def _placement(self, key: str) -> tuple[Shard, Sequence[int]]:
+        """Return the placement and the whole shape of a tensor of the state: a scale's, or the weight's."""
+        for name, (factor, shard) in self.scales.items():
+            if f"{key}_".startswith(f"{name}_"):
+                return shard, factor.shape
+        return self.shard, self.shape
 
     @property
     def _rows(self) -> Shard:
@@ -405,8 +331,7 @@ class Entry:
             return torch.as_tensor(value, dtype=torch.float32, device="cpu").detach().clone()
         if not isinstance(value, Tensor):
             return value
-        factor = self.factor_of(key)
-        shard, shape = (self.shard, self.shape) if factor is None else (self.shard_of(factor), factor.shape)
+        shard, shape = self._placement(key)
         dtype = torch.uint8 if value.dtype == torch.uint8 else self.dtype
         if self.is_small and key.endswith("_scale"):
             shard, shape, dtype = self._rows, moments8.scale_shape(self.shape), torch.float32
@@ -419,11 +344,6 @@ class Entry:
                 )
             return value
         return shard.wrap(shard.cut(value), shape)
-
-    def factor_of(self, key: str) -> Factor | None:
-        """Return the whole scale that a key of the state belongs to, None for the weight's."""
-        names = [name for name in self.whole_factors if key == name or key.startswith(f"{name}_")]
-        return self.whole_factors[max(names, key=len)] if names else None
 
 
 def in_format_of(value: Tensor, tensor: Tensor) -> Tensor:

@@ -36,6 +36,8 @@ def adamw_(leaves: Sequence[Leaf], group: Group) -> None:
     Torch's fused AdamW for CPUs reads memory in order, whatever strides and shapes say, so it gets only leaves whose
     tensors have the same.
     """
+    beta1, beta2 = map(float, group["betas"])
+    eps = float(group["eps"])
     alike: dict[Any, list[Leaf]] = {}
     for leaf in leaves:
         fused = leaf.value.device.type in _FUSED and _are_alike(leaf.value, leaf.grad, *leaf.moments.values())
@@ -44,30 +46,13 @@ def adamw_(leaves: Sequence[Leaf], group: Group) -> None:
     for (lr, decay, step, _, _, fused), chosen in alike.items():
         values, grads = [leaf.value for leaf in chosen], [leaf.grad for leaf in chosen]
         exp_avgs, exp_avg_sqs = ([leaf.moments[name] for leaf in chosen] for name in _MOMENTS)
-        _adamw_(values, grads, exp_avgs, exp_avg_sqs, step, lr, decay, group, fused)
-
-
-def _adamw_(
-    values: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    step: float,
-    lr: float,
-    decay: float,
-    group: Group,
-    fused: bool,
-) -> None:
-    beta1, beta2 = map(float, group["betas"])
-    eps = float(group["eps"])
-    rates: dict[str, Any] = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": decay, "eps": eps}
-    if fused:  # torch's functional AdamW takes as long again to group many small tensors
-        steps = [torch.full((), step, device=values[0].device)] * len(values)
-        torch._fused_adamw_(values, grads, exp_avgs, exp_avg_sqs, [], steps, **rates, amsgrad=False, maximize=False)
-    else:
-        steps = list(torch.full((len(values),), step - 1.0).unbind())  # torch adds 1
-        rates |= {"amsgrad": False, "maximize": False, "foreach": False}
-        adamw(values, grads, exp_avgs, exp_avg_sqs, [], steps, **rates)
+        rates = {"lr": lr, "weight_decay": decay, "beta1": beta1, "beta2": beta2, "eps": eps, "maximize": False}
+        if fused:  # torch's functional AdamW takes as long again to group many small tensors
+            steps = [torch.full((), step, device=values[0].device)] * len(values)
+            torch._fused_adamw_(values, grads, exp_avgs, exp_avg_sqs, [], steps, **rates, amsgrad=False)
+        else:
+            steps = list(torch.full((len(values),), step - 1.0).unbind())  # torch adds 1
+            adamw(values, grads, exp_avgs, exp_avg_sqs, [], steps, **rates, amsgrad=False, foreach=False)
 
 
 def _are_alike(first: Tensor, *others: Tensor) -> bool:
@@ -91,13 +76,11 @@ class Fused:
             if (kernels := kernels_for(entry.value.device)) is not None and (kind := _kind_of(entry)) is not None:
                 counts = tuple(float(entry.state[key]) for key in COUNTS if key in entry.state)
                 place = entry.value.dtype, entry.value.device, entry.shard.groups
-                alike.setdefault((kind, id(entry.group), *place, entry.rounds, counts), []).append(entry)
-        self._batches: list[_Elementwise | _Factored] = []
-        for (kind, *_), chosen in alike.items():
-            kernels = kernels_for(chosen[0].value.device)
-            assert kernels is not None
-            batch = _Factored(kernels, kind, chosen) if isinstance(kind, FactoredMap) else _Elementwise(kernels, chosen)
-            self._batches.append(batch)
+                alike.setdefault((kernels, kind, id(entry.group), *place, entry.rounds, counts), []).append(entry)
+        self._batches: list[_Elementwise | _Factored] = [
+            _Factored(kernels, kind, chosen) if isinstance(kind, FactoredMap) else _Elementwise(kernels, chosen)
+            for (kernels, kind, *_), chosen in alike.items()
+        ]
         self._ids = {id(entry) for batch in self._batches for entry in batch.entries}
 
     def __contains__(self, entry: Entry) -> bool:

@@ -330,9 +330,9 @@ def _pull(active: Sequence[Entry], others: Sequence[Entry], fused: Fused) -> Ten
         norms[entry.shard.groups].append(entry.pull())
     # In the order of the parameters, which is the same in every process.
     shared = [
-        (entry.shard.groups, entry.shard_of(factor).groups, entry.grads[factor.name])
+        (entry.shard.groups, shard.groups, entry.grads[name])
         for entry in active
-        for factor in entry.factors
+        for name, (_, shard) in entry.scales.items()
     ]
     devices = {group: entry.shard.device_type for entry in active for group in entry.shard.groups}
     return global_norm(norms, shared, devices)
