@@ -84,22 +84,11 @@ def test_a_rule_gets_every_leaf_with_its_own_rate_decay_and_count():
     decays = {name for name, (_, _, _, decay, _) in found.items() if decay == 0.1}
     assert decays == {name for name in found if name.partition(" ")[2][:2] in ("", "e_", "l_")}
     assert {step for _, step, *_ in found.values()} == {2.0}
-    assert {found[n][-1] for n in ("0.weight delta_A", "0.weight delta_B")} == {(3, 2), (2, 4)}
-
-
-def test_its_moments_are_saved_under_its_names_and_a_run_goes_on():
-    runs = [network(), network()]
-    optimizers = [build(model, kind=SELSGD, lr=1e-3) for model in runs]
-    train(runs[0], optimizers[0], 3)
-    runs[1].load_state_dict(runs[0].state_dict())
-    optimizers[1].load_state_dict(optimizers[0].state_dict())
-    for model, optimizer in zip(runs, optimizers, strict=True):
-        train(model, optimizer, 3, start=3)
-    assert all(torch.equal(p, q) for p, q in zip(runs[0].parameters(), runs[1].parameters(), strict=True))
-    keys = set(optimizers[1].state[runs[1][0].bias])
-    assert keys == {"step", "scale_step", "raw", *("e_row", "l_row", "m_row")} | {
-        f"{stem}momentum_buffer" for stem in ("", "e_row_", "l_row_", "m_row_")
+    assert {key for key in optimizer.state[model[0].bias] if key.startswith("e_row")} == {
+        "e_row",
+        "e_row_momentum_buffer",
     }
+    assert {found[n][-1] for n in ("0.weight delta_A", "0.weight delta_B")} == {(3, 2), (2, 4)}
 
 
 def test_settings_of_every_optimizer_need_no_defaults_and_bad_ones_of_the_rule_are_refused():
