@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parameters_to_vector
 
 import symexplin as sel
 from symexplin.optim import moments8
@@ -35,13 +36,13 @@ def test_codes_are_the_nearest_of_their_block(shape, signed):
     assert torch.equal(decode(*encode(zeros, signed), signed), zeros)
 
 
-def train(bits, steps, seed=0, scale=1.0, kind=sel.SELAdamW):
+def train(bits, steps, scale=1.0, kind=sel.SELAdamW):
     """Regression on noisy products of inputs, some of which are off in a batch: gradients of zero beside others."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 4))
     optimizer, losses = kind(model, lr=1e-3, moment_bits=bits), []
     for step in range(steps):
-        generator = torch.Generator().manual_seed(1000 * seed + step)
+        generator = torch.Generator().manual_seed(step)
         x = torch.randn(64, 32, generator=generator)
         y = x[:, :4] * x[:, 4:8] + 0.1 * torch.randn(64, 4, generator=generator)
         optimizer.zero_grad()
@@ -49,21 +50,18 @@ def train(bits, steps, seed=0, scale=1.0, kind=sel.SELAdamW):
         (scale * loss).backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-    return model, torch.tensor(losses)
+    return model, losses
 
 
 @pytest.mark.parametrize("kind", [sel.SELAdamW, sel.SELMuon])
 @pytest.mark.parametrize("scale", [1.0, 1000.0])
 def test_a_run_is_that_of_32_bits_whatever_the_scale_of_the_loss(scale, kind):
     """Second moments far below others of their block must not become 0, or weights jump."""
-    (full, losses), (small, found) = (train(bits, 40, scale=scale, kind=kind) for bits in (32, 8))
-    start, _ = train(32, 0)
-    for p, q, r in zip(full.parameters(), small.parameters(), start.parameters(), strict=True):
-        print("GAP", float((p - q).norm() / (p - r).norm()), float(q.abs().max() / p.abs().max()))
-    print("LOSS", float((losses - found).abs().max()), float(losses[0]))
-    assert float(torch.cat([q.flatten() for q in small.parameters()]).abs().max()) < 1.2 * float(
-        torch.cat([q.flatten() for q in full.parameters()]).abs().max()
-    )
+    (full, losses), (small, found) = (train(bits, 40, scale, kind) for bits in (32, 8))
+    start, full, small = (parameters_to_vector(m.parameters()) for m in (train(32, 0)[0], full, small))
+    assert float((small - full).norm()) < 0.25 * float((full - start).norm())
+    assert found == pytest.approx(losses, rel=1e-2)
+    assert losses[-1] < 0.95 * losses[0]
 
 
 def test_without_torchao_the_message_says_what_to_install(monkeypatch):
