@@ -7,8 +7,8 @@ import mpmath
 import pytest
 import torch
 
-from symexplin.closed import CLOSED_MODES, Closed
-from symexplin.config import Scale, SELConfig
+from symexplin.closed import Closed
+from symexplin.config import CLOSED_MODES, Scale, SELConfig
 from symexplin.transform import Form, Scales, forward, pullback
 
 DTYPES = [torch.float32, torch.float64]

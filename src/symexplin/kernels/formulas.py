@@ -65,9 +65,10 @@ class _Closed:
         run, (weights, grads, exp_avgs, exp_avg_sqs, masters) = self._call(_update), self._tensors
         numbers = _numbers(rates, clip, weights[0].device)
         written: _Lists = {"weight": weights, "exp_avg": exp_avgs, "exp_avg_sq": exp_avg_sqs, "master": masters}
-        bits = noise and [
-            noise_of(torch.arange(w.numel(), device=w.device), *of) for w, of in zip(weights, noise, strict=True)
-        ]
+        bits = None
+        if noise is not None:
+            lines = zip(weights, noise, strict=True)
+            bits = [noise_of(torch.arange(w.numel(), device=w.device), *line) for w, line in lines]
         for tensors, chosen in self._pieces({**written, "grad": grads, "noise": bits}):
             run(self._closed, rates.decay != 0.0, rates.lr != 0.0, numbers, **tensors)
             if len(chosen) > 1:  # aliases were written in place, concatenations were not
