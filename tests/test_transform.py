@@ -112,8 +112,7 @@ def test_normalized_curvature_derivative_survives_cancellation(mode, dtype):
     kappa = torch.ones_like(w, requires_grad=True)
     arguments = {"mode": mode, "beta": 2.0, "normalize": True, "curvature": "absorbed", "beta_tilde": kappa}
     effective(w, **arguments).sum().backward()
-    units = worst(kappa.grad, evaluate(w, **arguments), "beta_tilde")
-    assert units <= 1.0
+    assert worst(kappa.grad, evaluate(w, **arguments), "beta_tilde") <= 1.0
     assert float(kappa.grad[4:].max() / kappa.grad[4:].min()) - 1 < 64 * step
 
 
