@@ -11,7 +11,7 @@ from builds import BUILDS, kernels
 from symexplin.kernels.interface import FactoredMap, Rates, Tensors
 
 EPS = 2.0**-24
-RATES = Rates(1e-2, 0.1, 0.9, 0.99, 1e-8, 1 - 0.9**5, 1 - 0.99**5)
+RATES = Rates(1e-2, 0.1, 0.9, 0.99, 1e-2, 1 - 0.9**5, 1 - 0.99**5)
 CURVE = (7.5, 1 / 7.5)
 PAPER = FactoredMap("mismatch", False, False, 7.5)
 SIZES = (1, 100, 256, 20_000, 0)
