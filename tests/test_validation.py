@@ -29,12 +29,10 @@ def refused(check, value, *arguments, **keywords):
 def test_choices_come_back_or_the_nearest_is_named():
     for known in (MODES, dict.fromkeys(MODES), iter(MODES)):
         assert check_choice("mode", "congruent", known) == "congruent"
-    for wrong, near in (("mismatc", "mismatch"), ("Congruent", "congruent"), ("exp-only", "exp_only")):
+    for wrong, end in (("mismatc", "'mismatc'; did you mean 'mismatch'?"), ("xyz", "'xyz'"), ([], "[]")):
         message = refused(check_choice, wrong, MODES)
         assert "'mismatch', 'congruent', 'exp_only'" in message
-        assert message.endswith(f"did you mean {near!r}?")
-    for wrong in ("xyz", "", None, 3, []):
-        assert refused(check_choice, wrong, MODES).endswith(f"got {wrong!r}")
+        assert message.endswith(f"got {end}")
 
 
 @pytest.mark.parametrize(

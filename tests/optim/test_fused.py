@@ -3,6 +3,7 @@
 import contextlib
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -58,7 +59,12 @@ class Network(nn.Module):
 @contextlib.contextmanager
 def path(name, monkeypatch):
     """Use one of the paths, or "readable"."""
-    with monkeypatch.context() as patch, using({"compiled": "compiled", "readable": "readable"}.get(name, "auto")):
+    with (
+        monkeypatch.context() as patch,
+        warnings.catch_warnings(),
+        using({"compiled": "compiled", "readable": "readable"}.get(name, "auto")),
+    ):
+        warnings.filterwarnings("error", "torch.compile failed")  # no silent change to eager operations
         if name == "blocks":
             patch.setattr(cpu, "load", lambda: None)
         yield
