@@ -7,7 +7,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -104,6 +104,8 @@ def shard(model, how):
         options["mesh"] = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
     if how == "columns":
         options["shard_placement_fn"] = lambda p: Shard(1) if p.dim() == 2 and p.shape[1] % world == 0 else None
+    if how == "mixed":
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model:
         if any(True for _ in layer.parameters()):
             fully_shard(layer, **options)
@@ -308,6 +310,32 @@ def snapshots(how, run):
                 same &= torch.equal(one, other)
                 small &= other.untyped_storage().nbytes() == other.numel() * other.element_size()
     return same, small
+
+
+def peeked(how, run):
+    """Train from the start, and so after a look at the state through torch.distributed.checkpoint; return losses."""
+    losses = []
+    for look in (False, True):
+        model, optimizer = make(how, run)
+        if look:
+            get_state_dict(model, optimizer)
+        losses.append(steps(model, optimizer, how, torch.float32, 0, 5))
+    return losses
+
+
+def columns(shards):
+    """Take two steps with a weight of three columns, in four processes at most one each; return it and the norm."""
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 8, bias=False)
+    if shards:
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(1)]))
+    optimizer = sel.SELAdamW(layer, lr=1e-2, max_grad_norm=0.5)
+    for step in range(2):
+        grad = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
+        layer.weight.grad = distribute_tensor(grad, mesh, [Shard(1)]) if shards else grad
+        optimizer.step()
+    return full(layer.weight), float(optimizer.grad_norm)
 
 
 def switched(how):

@@ -169,6 +169,10 @@ DETAILS = {
     "written": ("written", ("fsdp",), {}),
     "snapshots": ("snapshots", ("fsdp", "offset"), {}),
     "snapshots of 8 bits": ("snapshots", ("fsdp", "8 bits"), {}),
+    "peeked": ("peeked", ("fsdp", "paper"), {}),
+    "mixed": ("trajectory", ("mixed", "paper"), {}),
+    "stochastic": ("trajectory", ("ddp", "stochastic", BF16), {}),
+    "columns": ("columns", (True,), {}),
     "switched": ("switched", ("fsdp",), {}),
     **{case: ("refused", (case,), {}) for case in ("zero", "strides", "fsdp1")},
 }
@@ -202,6 +206,34 @@ def test_writes_into_all_processes_and_into_one_are_adopted(details):
 @pytest.mark.parametrize("case", ["snapshots", "snapshots of 8 bits"])
 def test_the_state_of_a_process_can_be_saved_and_loaded_and_is_no_larger_than_its_part(details, case):
     assert details[case] == [(True, True)] * 4
+
+
+def test_mixed_precision_keeps_everything_of_the_optimizer_in_fp32(details, whole):
+    """Weights are cast to bfloat16 for the forward and backward passes alone."""
+    weights, state, losses, _ = details["mixed"][0]
+    assert {value.dtype for value in (*weights.values(), *state.values())} == {F32}
+    expected = whole["paper", F32][2]
+    assert losses[:5] == pytest.approx(expected[:5], rel=0.02)  # then the roundings of bfloat16 go their own way
+    assert losses[:5] != pytest.approx(expected[:5], rel=1e-5)
+
+
+def test_replicas_round_stochastically_to_the_same_bits(details):
+    first, *others = details["stochastic"]
+    assert not any(differing(other[i], first[i]) for other in others for i in (0, 1))
+    assert first[2][-1] < 0.7 * first[2][0]
+
+
+def test_a_look_at_the_state_before_the_first_step_changes_nothing(details):
+    for undisturbed, looked in details["peeked"]:
+        assert looked == undisturbed
+
+
+def test_a_process_without_a_column_follows(details):
+    """Kernels do not cover its empty part."""
+    value, norm = sharded.columns(shards=False)
+    for found in details["columns"]:
+        torch.testing.assert_close(found[0], value, rtol=1e-5, atol=1e-6)
+        assert found[1] == pytest.approx(norm, rel=1e-6)
 
 
 def test_a_switch_maps_each_process_its_part(details):
