@@ -189,6 +189,8 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
             parameter = group["params"][i]
             if parameter.requires_grad or self.state.get(parameter):
                 entry = Entry(group, i, self.state.get(parameter) or {})
+                if not entry.state:
+                    self._writes.remember([entry])  # its raw weight will be that of the present weight
                 entry.create_state(self.moments_)
                 self.state[parameter] = entry.state
         self._entries = list(self.entries())
