@@ -45,12 +45,6 @@ def added(**group):
     return call
 
 
-def cube():
-    groups = sel.param_groups(network(), config=sel.preset("frozen"))
-    groups[0]["params"][0] = ("cube", nn.Parameter(torch.zeros(2, 2, 2)))
-    ADAMW(groups)
-
-
 def flattened():
     groups = sel.param_groups(network(), config=sel.preset("frozen"))
     groups[0]["params"][0] = ("0.weight", nn.Parameter(torch.zeros(6, 20)))
@@ -162,7 +156,7 @@ TABLE = [
     (lambda: ADAMW(sel.param_groups(network()), config=PAPER), "config and no_decay go with a model"),
     (complex_model, "phase must be real and floating point, got torch.complex64"),
     (added(params=[("phase", nn.Parameter(torch.zeros(2, dtype=torch.complex64)))]), "phase must be real and floating"),
-    (added(params=[("q", nn.Parameter(torch.zeros(2, 2)))], role="curved"), "a curved group needs 'config'"),
+    (added(params=[("q", nn.Parameter(torch.zeros(2, 2)))], role="curved"), "axes must have one entry per parameter"),
     (
         added(params=[("q", nn.Parameter(torch.zeros(2, 2)))], max_grad_norm=0.1),
         "max_grad_norm must be equal in all groups, 1.0",
@@ -172,7 +166,6 @@ TABLE = [
         "axes must have one entry per parameter, got 1 for 2",
     ),
     (added(params=[("q", nn.Parameter(torch.zeros(2)))], lr=-1.0), "lr must be a finite number >= 0, got -1.0"),
-    (cube, "cube must have one dimension per letter of its axes 'oi', got the shape (2, 2, 2)"),
     (flattened, "0.weight must have its shape (20, 12), got (6, 20): parameters flattened after the groups were built"),
     (infinite, "3.weight: cannot invert mode='mismatch' for 1 of 120 elements: the weights must be finite"),
     (sparse, "words.weight: sparse gradients are not supported: set sparse=False"),
