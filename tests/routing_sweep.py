@@ -10,10 +10,8 @@ parameters of linear layers, convolutions and experts, with "#" for numbers of b
 import argparse
 import collections
 import fnmatch
-import importlib
 import inspect
 import json
-import pkgutil
 import re
 import sys
 import warnings
@@ -33,27 +31,18 @@ FILLED = {
 
 
 def model_classes():
-    import transformers.models as models
-    from transformers import PreTrainedModel, logging
+    import transformers
 
-    logging.set_verbosity_error()
-    found = {}
-    for package in pkgutil.iter_modules(models.__path__):
-        path = f"{models.__name__}.{package.name}"
-        for module in pkgutil.iter_modules(importlib.import_module(path).__path__):
-            if not module.name.startswith("modeling_"):
-                continue
-            try:
-                loaded = importlib.import_module(f"{path}.{module.name}")
-            except ImportError as error:
-                sys.stdout.write(f"{path}: {error}\n")
-                continue
-            for name in getattr(loaded, "__all__", ()):
-                kind = getattr(loaded, name, None)
-                base = name.lower().endswith("pretrainedmodel")
-                if inspect.isclass(kind) and issubclass(kind, PreTrainedModel) and kind.config_class and not base:
-                    found[name] = kind
-    return dict(sorted(found.items()))
+    transformers.logging.set_verbosity_error()
+    for name in dir(transformers):
+        try:
+            kind = getattr(transformers, name)
+        except ImportError as error:
+            sys.stdout.write(f"{name}: {error}\n")
+            continue
+        is_model = inspect.isclass(kind) and issubclass(kind, transformers.PreTrainedModel) and kind.config_class
+        if is_model and not name.lower().endswith("pretrainedmodel"):
+            yield name, kind
 
 
 def settings_to_try():
@@ -113,7 +102,7 @@ def main():
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     routed, failed = {}, {}
-    for name, kind in model_classes().items():
+    for name, kind in model_classes():
         if not fnmatch.fnmatchcase(name, options.only):
             continue
         model = build(kind)

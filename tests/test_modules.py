@@ -186,6 +186,7 @@ def test_a_layer_of_its_own_takes_inputs_of_any_rank_also_when_frozen(shape):
     layer(inputs).sum().backward()
     torch.testing.assert_close(inputs.grad, layer.weight.sum(0).expand(shape))
     assert all(parameter.grad is None for parameter in layer.parameters())
+    assert not any(parameter.requires_grad for parameter in sel.fold(layer).parameters())
 
 
 def test_reset_parameters_keeps_the_layer_and_draws_anew():
