@@ -138,19 +138,6 @@ def test_backward_saves_no_effective_weight_and_layers_are_freed():
     assert reference() is None
 
 
-def test_zero_weights_and_biases_move_at_the_first_step():
-    model = network()
-    for parameter in model.parameters():
-        nn.init.zeros_(parameter)
-    sel.convert(model, PAPER)
-    optimizer = torch.optim.AdamW(sel.param_groups(model, lr=1e-3))
-    sel.anneal_scales(optimizer, 10)
-    model[0](x).sum().backward()
-    optimizer.step()
-    assert bool((model[0].weight != 0).all())
-    assert bool((model[0].bias != 0).all())
-
-
 @pytest.mark.parametrize("layer", [nn.Linear(4, 4), nn.Conv1d(4, 4, 1)])
 def test_an_effective_weight_is_read_only_and_not_saved(layer):
     curved = sel.convert(layer)
@@ -232,18 +219,16 @@ def test_compiles_whole_and_agrees(dtype):
     check_compiled(*layers, backend="aot_eager", dtype=dtype)
 
 
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
 @pytest.mark.slow
-def test_compiled_kernels_agree(monkeypatch, tmp_path):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_compiled_kernels_agree(device, monkeypatch, tmp_path):
     # torch finds what it has compiled again also for another ATEN_CPU_CAPABILITY, and then computes nonsense.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch._dynamo.reset()  # numbers that differ between compilations would be traced as symbols
-    check_compiled(*curved_layers(OFFSET, MAPS["structured_linear"]))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_compiled_kernels_agree_on_a_gpu():
-    check_compiled(*curved_layers(OFFSET, MAPS["structured_linear"]), device="cuda")
+    check_compiled(*curved_layers(OFFSET, MAPS["structured_linear"]), device=device)
 
 
 # ---- whole models ----

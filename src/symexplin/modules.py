@@ -343,7 +343,6 @@ def _report(verb: str, before: Values) -> None:
         return
     largest = 0.0
     for module, values in before:
-        now = module.sel_effective() if isinstance(module, CurvedModule) else dict(module.named_parameters())
         for name, value in values.items():
-            largest = max(largest, float((value.double() - now[name].double()).abs().max()))
+            largest = max(largest, float((value.double() - getattr(module, name).double()).abs().max()))
     _logger.info("%s %d layers; largest difference of a weight %.3g", verb, len(before), largest)
