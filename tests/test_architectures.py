@@ -134,7 +134,7 @@ HEADS = {
     "DeiTForImageClassificationWithTeacher": (VIT, "cls_classifier distillation_classifier", ""),
     "JetMoeForCausalLM": (JET, "", "model.layers.?.mlp.router.layer model.layers.?.self_attention.experts.*"),
     "LlamaForCausalLM": (WIDE, "lm_head", ""),
-    "MobileBertForMaskedLM": (ONE, "cls.predictions cls.predictions.dense", ""),
+    "MobileBertForPreTraining": (ONE, "cls.predictions cls.predictions.dense cls.seq_relationship", ""),
     "RemBertForMaskedLM": (ONE, "cls.predictions.decoder", ""),  # its "dense" is a transform
     "DistilBertForSequenceClassification": ({"n_layers": 1}, "classifier", ""),  # "pre_classifier" is curved
     "LxmertForQuestionAnswering": (LXMERT, "answer_head.logit_fc.3", ""),

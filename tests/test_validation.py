@@ -3,7 +3,9 @@
 import math
 
 import pytest
+import torch
 
+import symexplin as sel
 from symexplin.validation import (
     check_choice,
     check_finite,
@@ -61,3 +63,15 @@ def test_whole_numbers_have_ends():
     assert check_whole("n", 0, minimum=0) == 0
     assert ">= 0," in refused(check_whole, -1, minimum=0)
     assert "<= 2," in refused(check_whole, 3, maximum=2)
+
+
+@pytest.mark.parametrize("home", ["optimizer", "module"])
+def test_a_warning_points_at_the_users_line(home):
+    """Not into torch, whose constructor of optimizers stands between."""
+    model, config = torch.nn.Sequential(torch.nn.Linear(8, 8)), sel.SELConfig(e=sel.Scale("row", k=50, base_lr=None))
+    with pytest.warns(UserWarning, match="scale e learns at") as caught:
+        if home == "optimizer":
+            sel.SELAdamW(model, lr=3e-3, config=config)
+        else:
+            sel.param_groups(sel.convert(model, config), lr=3e-3)
+    assert caught[0].filename == __file__

@@ -128,7 +128,10 @@ def _vocabulary_heads(model: nn.Module, heads: set[int], speaks: bool) -> list[n
         later = list(linears.values())[list(linears).index(name) + 1 :]
         if all(m.in_features != layer.out_features or (id(m) in heads and not _is_numbered(name)) for m in later):
             found[name] = layer
-    return list(found.values())
+    # MobileBERT splits its head: beside the layer that maps to the vocabulary is one that maps from it.
+    beside = {(name.rpartition(".")[0], m.out_features) for name, m in found.items() if not _is_numbered(name)}
+    halves = [m for name, m in linears.items() if (name.rpartition(".")[0], m.in_features) in beside]
+    return [*found.values(), *(m for m in halves if m.in_features > m.out_features)]
 
 
 def _ends_like(name: str, patterns: Sequence[str]) -> bool:
