@@ -65,13 +65,11 @@ def test_whole_numbers_have_ends():
     assert "<= 2," in refused(check_whole, 3, maximum=2)
 
 
-@pytest.mark.parametrize("home", ["optimizer", "module"])
-def test_a_warning_points_at_the_users_line(home):
+@pytest.mark.parametrize("build", [sel.SELAdamW, sel.param_groups])
+def test_a_warning_points_at_the_users_line(build):
     """Not into torch, whose constructor of optimizers stands between."""
     model, config = torch.nn.Sequential(torch.nn.Linear(8, 8)), sel.SELConfig(e=sel.Scale("row", k=50, base_lr=None))
+    config = {"config": config} if build is sel.SELAdamW else sel.convert(model, config) and {}
     with pytest.warns(UserWarning, match="scale e learns at") as caught:
-        if home == "optimizer":
-            sel.SELAdamW(model, lr=3e-3, config=config)
-        else:
-            sel.param_groups(sel.convert(model, config), lr=3e-3)
+        build(model, lr=3e-3, **config)
     assert caught[0].filename == __file__
