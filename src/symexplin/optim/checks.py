@@ -57,10 +57,9 @@ def check_group(group: Group, first: Group) -> None:
     for key in ALIGNED:
         if len(found := group.get(key, ())) != len(group["params"]):
             raise ValueError(
-                f"{key} must have one entry per parameter, got {len(found)} for {len(group['params'])}: build curved "
-                "groups with symexplin.param_groups, over a part of the model with symexplin.param_groups(part, "
-                "whole=model). Wrappers that divide parameters among processes (ZeroRedundancyOptimizer) are refused; "
-                "use fully_shard"
+                f"{key} must have one entry per parameter, got {len(found)} for {len(group['params'])}. For an "
+                "optimizer over a part of the model, build the groups with symexplin.param_groups(part, whole=model). "
+                "Wrappers that divide parameters among processes (ZeroRedundancyOptimizer) are refused; use fully_shard"
             )
     if group["stochastic_rounding"] and not config_of(group).closed:
         raise ValueError(
