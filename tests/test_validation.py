@@ -3,7 +3,9 @@
 import math
 
 import pytest
+import torch
 
+import symexplin as sel
 from symexplin.validation import (
     check_choice,
     check_finite,
@@ -59,3 +61,13 @@ def test_whole_numbers_have_ends():
     assert check_whole("n", 0, minimum=0) == 0
     assert ">= 0," in refused(check_whole, -1, minimum=0)
     assert "<= 2," in refused(check_whole, 3, maximum=2)
+
+
+@pytest.mark.parametrize("build", [sel.SELAdamW, sel.param_groups])
+def test_a_warning_points_at_the_users_line(build):
+    """Not into torch, whose constructor of optimizers stands between."""
+    model, config = torch.nn.Sequential(torch.nn.Linear(8, 8)), sel.SELConfig(e=sel.Scale("row", k=50, base_lr=None))
+    config = {"config": config} if build is sel.SELAdamW else sel.convert(model, config) and {}
+    with pytest.warns(UserWarning, match="scale e learns at") as caught:
+        build(model, lr=3e-3, **config)
+    assert caught[0].filename == __file__

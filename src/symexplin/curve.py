@@ -32,7 +32,6 @@ __all__ = [
 Shape = tuple[int, ...]
 
 
-@functools.cache
 def _dims(axes: str, letter: str) -> Shape:
     return tuple(dim for dim, found in enumerate(axes) if found == letter)
 

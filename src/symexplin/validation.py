@@ -3,6 +3,8 @@
 import contextlib
 import difflib
 import math
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from numbers import Integral, Real
 
@@ -16,6 +18,7 @@ __all__ = [
     "check_whole",
     "did_you_mean",
     "naming",
+    "warn",
 ]
 
 
@@ -103,3 +106,11 @@ def naming(name: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
+
+
+def warn(message: str) -> None:
+    """Warn, and point at the line that called into this package, also where torch calls it in between."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("symexplin", "torch"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
