@@ -318,7 +318,7 @@ class SELConfig:
 
 def _check_scale(role: str, scale: object) -> None:
     if not isinstance(scale, Scale):
-        raise ValueError(f"{role} must be a Scale, got {scale!r}")
+        raise ValueError(f"{role} must be a Scale, such as symexplin.Scale('row'), got {scale!r}")
     start = _USUAL_START.get(role, 1.0) if scale.start is None else scale.start
     if scale.pattern == "row_col_mult" and start == 0.0:
         raise ValueError(

@@ -128,6 +128,8 @@ TABLE = [
     (lambda: ADAMW(sel.param_groups(network()), config=PAPER), "config .* model"),
     (added(params=[PHASE]), "phase .*complex64"),
     (added(params=[Q], role="curved"), "axes"),
+    (added(params=[Q], config=sel.SELConfig()), "config .*param_groups"),
+    (lambda: ADAMW(network().half(), stochastic_rounding=True), "stochastic_rounding .*float16"),
     (added(params=[Q], max_grad_norm=0.1), "max_grad_norm .*1.0.*0.1"),
     (added(params=[Q, ("r", nn.Parameter(torch.zeros(2, 2)))], **CURVED, **LISTS), "axes .*1 for 2"),
     (added(params=[Q], lr=-1.0), "lr .*-1.0"),

@@ -105,6 +105,22 @@ def test_settings_of_every_optimizer_need_no_defaults_and_bad_ones_of_the_rule_a
         Checked(network(), momentum=-1.0)
 
 
+@pytest.mark.parametrize("config", [None, PAPER])
+def test_a_rule_that_replaces_a_leafs_value_is_refused(config):
+    """Under a map that stores raw weights the new tensor would be lost."""
+
+    class Replacing(sel.RawSpaceOptimizer):
+        def rule_(self, leaves, group):  # noqa: ARG002
+            for leaf in leaves:
+                leaf.value = leaf.value - leaf.lr * leaf.grad
+
+    model = network()
+    optimizer = Replacing(model, {"lr": 1e-2, "total_steps": 9}, config)  # weight_decay may be left out
+    backward(model, 0)
+    with pytest.raises(AttributeError, match="value"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("kind", [sel.SELAdamW, sel.SELMuon])
 @pytest.mark.parametrize("config", [sel.SELConfig(), PAPER, IDENTITY], ids=["default", "paper", "identity"])
 def test_a_subclass_that_changes_the_rule_is_not_replaced_by_kernels(kind, config):

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from symexplin.optim import moments8
@@ -52,7 +53,11 @@ def check_group(group: Group, first: Group) -> None:
     for i, parameter in enumerate(group["params"]):
         if not parameter.is_floating_point():
             raise ValueError(f"{name_of(group, i)} must be real and floating point, got {parameter.dtype}")
+        if group["stochastic_rounding"] and parameter.dtype == torch.float16:
+            raise ValueError(f"stochastic_rounding must be False for float16, got True: {name_of(group, i)} is float16")
     if not is_curved(group):
+        if "config" in group:
+            raise ValueError("a group with a config must be curved; build it with symexplin.param_groups")
         return
     for key in ALIGNED:
         if len(found := group.get(key, ())) != len(group["params"]):
