@@ -60,7 +60,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         config: SELConfig | None = None,
         no_decay: Sequence[str] = (),
     ) -> None:
-        defaults = _SETTINGS | defaults
+        defaults = defaults | {key: value for key, value in _SETTINGS.items() if key not in defaults}
         if isinstance(params, nn.Module):
             given = {key: defaults[key] for key in ("lr", "weight_decay")}
             params = param_groups(params, **given, config=config, no_decay=no_decay)
