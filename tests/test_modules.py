@@ -150,6 +150,16 @@ def test_an_effective_weight_is_read_only_and_not_saved(layer):
         nn.Linear(4, 4).load_state_dict(curved.state_dict())
 
 
+def test_a_forward_that_raises_leaves_no_old_weights_behind():
+    layer = sel.convert(nn.Sequential(nn.Conv1d(3, 5, 3)))[0]
+    with pytest.raises(RuntimeError):
+        layer(torch.zeros(1, 4, 7))
+    before = layer.weight.detach().clone()
+    with torch.no_grad():
+        layer.raw_weight.mul_(2.0)
+    assert not torch.equal(layer.weight, before)
+
+
 def test_autocast_runs_the_product_in_its_dtype_and_the_map_in_float32():
     curved, found = sel.convert(network(), PAPER), []
     for enabled in (True, False):
