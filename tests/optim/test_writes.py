@@ -184,6 +184,17 @@ def test_a_write_out_of_reach_is_a_clear_error_that_says_what_to_do(told):
     assert torch.all(optimizer.state[model[0].weight]["e_row"] == 1.0)
 
 
+@stored
+def test_a_state_that_is_loaded_alone_adopts_the_weights_of_the_model(config):
+    model, optimizer = setup(config)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for _ in range(5):
+        step(model, optimizer, lr=3e-3)
+    optimizer.load_state_dict(saved)
+    found = known(model, optimizer).effective()
+    torch.testing.assert_close(found, model[0].weight.detach(), rtol=2e-6, atol=1e-8)
+
+
 def test_rounding_of_another_machine_is_no_write():
     """After a load, entries within the accuracy of the map keep their raw bits, where E and L cancel too."""
     model, optimizer = setup()
