@@ -137,3 +137,17 @@ def test_a_slope_of_zero_leaves_no_infinite_moment():
     state = sel.to_adamw(optimizer).state[layer.weight]
     assert float(state["exp_avg"][0, 0]) == float(state["exp_avg_sq"][0, 0]) == 0.0
     assert float(state["exp_avg"][0, 1]) > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_scales_count_their_own_updates_after_a_switch(dtype):
+    """The first update of Adam is a whole learning rate; by the count of the weights it would be 0.7 of it."""
+    model = network(dtype)
+    adamw = adamw_of(model)
+    train(model, adamw, 50)
+    optimizer = build(model, PAPER, max_grad_norm=None, weight_decay=0.0)
+    sel.from_adamw(optimizer, adamw)
+    train(model, optimizer, 1, start=50)
+    group = optimizer.param_groups[0]
+    moved = (optimizer.state[model[0].weight]["e_row"] - 1.0).abs()
+    assert moved.median() == pytest.approx(group["lr"] * group["k_e"][0], rel=1e-3)
