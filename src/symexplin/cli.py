@@ -416,7 +416,7 @@ def _reproduce(
 
     Examples:
       symexplin reproduce frozen --plan --scale paper
-      symexplin reproduce suite --data docs --out runs/suite --results mini.csv
+      symexplin reproduce widths --data docs --out runs/widths --results mini.csv
       symexplin reproduce main_grid --panels 64x2 --lrs 2e-3 --steps 100 --seeds 0
     """
     from symexplin.experiments.reproduce import ReproduceConfig, plan_lines, reproduce
