@@ -20,7 +20,7 @@ HEADS = ("lm_head", "head", "output_head", "fc_out", "classifier", "output")  # 
 
 
 def groups(model: nn.Module, beta: float | str = "auto") -> list[dict[str, Any]]:
-    """Return parameter groups: weights and biases of Linear layers are curved, all else and output heads are plain."""
+    """Return parameter groups: Linear layers are curved, except heads by their names; all else is plain."""
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     curved: dict[int, nn.Parameter] = {}
     for name, m in model.named_modules():
@@ -29,15 +29,10 @@ def groups(model: nn.Module, beta: float | str = "auto") -> list[dict[str, Any]]
             curved |= {id(p): p for p in m.parameters()}
     if beta == "auto":  # 7.5 at width 1024; the width is the most frequent side of the curved matrices
         sides = Counter(side for p in curved.values() if p.ndim == 2 for side in p.shape)
-        width = max(sides, key=lambda side: (sides[side], side))
+        width = max(sides, key=lambda side: (sides[side], side), default=1024)
         beta = 7.5 * (width / 1024) ** (0.8 if width >= 1024 else 0.5)
     plain = [p for p in model.parameters() if id(p) not in curved]
-    return [{"params": [*curved.values()], "curved": True, "beta": beta}, {"params": plain, "curved": False}]
-
-
-def slope(v: Tensor, beta: float) -> Tensor:
-    """Return f'(w) at the raw weight of v."""
-    return 1.0 + beta * v.abs()
+    return [{"params": [*curved.values()], "beta": beta}, {"params": plain}]
 
 
 def raw(v: Tensor, beta: float) -> Tensor:
@@ -57,7 +52,7 @@ def move(v: Tensor, step: Tensor, beta: float) -> Tensor:
 
 
 class SELAdamW(torch.optim.Optimizer):
-    """AdamW on the raw weights of groups with curved=True, and plain AdamW on the others."""
+    """AdamW on the raw weights of groups with a "beta", and plain AdamW on the others."""
 
     def __init__(
         self,
@@ -68,9 +63,11 @@ class SELAdamW(torch.optim.Optimizer):
         weight_decay: float = 0.01,
         max_grad_norm: float | None = None,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "curved": False, "beta": None}
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "beta": None}
         super().__init__(params, defaults)
         self.max_grad_norm = max_grad_norm
+        if not any(group["beta"] and group["params"] for group in self.param_groups):
+            raise ValueError("params has no curved group: pass groups(model) of a model with Linear layers")
         if any(p.dtype not in (torch.float32, torch.float64) for g in self.param_groups for p in g["params"]):
             raise ValueError("parameters must be float32: keep them so, and run the model under torch.autocast")
 
@@ -86,14 +83,14 @@ class SELAdamW(torch.optim.Optimizer):
             clip = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         for p, group in active:
             step = -group["lr"] * self._direction(p, self._gradient(p, group) * clip, group)
-            if group["curved"]:
+            if group["beta"]:
                 p.copy_(move(p, step - group["lr"] * group["weight_decay"] * raw(p, group["beta"]), group["beta"]))
             else:
                 p.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(step)
         return loss
 
     def _gradient(self, p: Tensor, group: dict[str, Any]) -> Tensor:
-        return p.grad * slope(p, group["beta"]) if group["curved"] else p.grad
+        return p.grad * (1.0 + group["beta"] * p.abs()) if group["beta"] else p.grad
 
     def _direction(self, p: Tensor, g: Tensor, group: dict[str, Any]) -> Tensor:
         """Return Adam's direction for the gradient g and advance its moments."""

@@ -9,11 +9,8 @@ parameters of linear layers, convolutions and experts, with "#" for numbers of b
 
 import argparse
 import collections
-import fnmatch
-import importlib
 import inspect
 import json
-import pkgutil
 import re
 import sys
 import warnings
@@ -33,27 +30,18 @@ FILLED = {
 
 
 def model_classes():
-    import transformers.models as models
-    from transformers import PreTrainedModel, logging
+    import transformers
 
-    logging.set_verbosity_error()
-    found = {}
-    for package in pkgutil.iter_modules(models.__path__):
-        path = f"{models.__name__}.{package.name}"
-        for module in pkgutil.iter_modules(importlib.import_module(path).__path__):
-            if not module.name.startswith("modeling_"):
-                continue
-            try:
-                loaded = importlib.import_module(f"{path}.{module.name}")
-            except ImportError as error:
-                sys.stdout.write(f"{path}: {error}\n")
-                continue
-            for name in getattr(loaded, "__all__", ()):
-                kind = getattr(loaded, name, None)
-                base = name.lower().endswith("pretrainedmodel")
-                if inspect.isclass(kind) and issubclass(kind, PreTrainedModel) and kind.config_class and not base:
-                    found[name] = kind
-    return dict(sorted(found.items()))
+    transformers.logging.set_verbosity_error()
+    for name in dir(transformers):
+        try:
+            kind = getattr(transformers, name)
+        except ImportError as error:
+            sys.stdout.write(f"{name}: {error}\n")
+            continue
+        is_model = inspect.isclass(kind) and issubclass(kind, transformers.PreTrainedModel) and kind.config_class
+        if is_model and not name.lower().endswith("pretrainedmodel"):
+            yield name, kind
 
 
 def settings_to_try():
@@ -68,15 +56,15 @@ def settings_to_try():
 
 
 def build(kind):
-    """Return a model of that class on the meta device, or the first error."""
-    first = None
+    """Return a model of that class on the meta device, or raise the first error."""
+    errors = []
     for settings in settings_to_try():
         try:
             with torch.device("meta"):
                 return kind(kind.config_class(**settings))
         except Exception as error:  # any, from 1,700 constructors
-            first = first or error
-    return first
+            errors.append(error)
+    raise errors[0]
 
 
 def decisions(model):
@@ -109,29 +97,22 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--against", type=Path, help="a saved sweep")
     parser.add_argument("--save", type=Path, help="where to save this sweep")
-    parser.add_argument("--only", default="*", help="pattern of class names")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    routed, failed = {}, {}
-    for name, kind in model_classes().items():
-        if not fnmatch.fnmatchcase(name, options.only):
-            continue
-        model = build(kind)
-        if isinstance(model, Exception):
-            failed[name] = " ".join(str(model).split())[:90]
+    routed, found = {}, dict(model_classes())
+    for name, kind in found.items():
+        try:
+            model = build(kind)
+        except Exception as error:
+            sys.stdout.write(f"not built: {name}: {' '.join(str(error).split())[:90]}\n")
         else:
             routed[name] = decisions(model)
-    for why, count in collections.Counter(failed.values()).most_common():
-        sys.stdout.write(f"not built: {count} {why} ({', '.join(n for n in failed if failed[n] == why)})\n")
-    sys.stdout.write(f"built and routed {len(routed)} classes of {len(routed) + len(failed)}\n")
+    sys.stdout.write(f"built and routed {len(routed)} classes of {len(found)}\n")
     if options.save:
         options.save.write_text(json.dumps(routed, indent=1))
     if options.against:
-        found = changes(json.loads(options.against.read_text()), routed)
-        for (name, before, now), kinds in sorted(found.items(), key=lambda item: item[0][::-1]):
+        for (name, before, now), kinds in changes(json.loads(options.against.read_text()), routed).items():
             sys.stdout.write(f"{before} -> {now}: {name} in {len(kinds)}: {', '.join(kinds[:6])}\n")
-        changed = {kind for kinds in found.values() for kind in kinds}
-        sys.stdout.write(f"{len(changed)} classes changed, by {len(found)} kinds of change\n")
 
 
 if __name__ == "__main__":

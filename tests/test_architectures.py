@@ -41,7 +41,6 @@ CASES = {
         16,
     ),
     "MixtralForCausalLM": (EXPERTS, MOE, 12),
-    "Qwen3MoeForCausalLM": ({**EXPERTS, "decoder_sparse_step": 1}, MOE, 12),
     "GptOssForCausalLM": (
         {**EXPERTS, "head_dim": 8},
         rf"model\.layers\.\d\.({ATTENTION}{BOTH}|mlp\.experts\.(gate_up|down)_proj(_bias)?)",
@@ -124,13 +123,10 @@ JET = {**GROUPED, "kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok
 LXMERT = {"l_layers": 1, "x_layers": 1, "r_layers": 1}
 PERCEIVER = {"num_self_attends_per_block": 1, "num_cross_attention_heads": 1}
 ONE = {"num_hidden_layers": 1}
-WHISPER = {"encoder_layers": 1, "decoder_layers": 1, "tie_word_embeddings": False}
-BOXES = "model.decoder.bbox_embed.?.layers.2"
 # Heads beside or instead of the one over the vocabulary, and routers, as each architecture's code has them. A tied
 # weight counts as its embedding's.
 HEADS = {
     "T5ForSequenceClassification": (T5, "classification_head.out_proj", ""),
-    "BartForSequenceClassification": (BART, "classification_head.out_proj", ""),
     "FSMTForConditionalGeneration": (FSMT, "model.decoder.output_projection", ""),
     "BertForPreTraining": (TEXT, "cls.predictions cls.seq_relationship", ""),
     "XLMForSequenceClassification": ({"emb_dim": 16, "n_layers": 1, "n_heads": 2}, "sequence_summary.summary", ""),
@@ -138,26 +134,18 @@ HEADS = {
     "DeiTForImageClassificationWithTeacher": (VIT, "cls_classifier distillation_classifier", ""),
     "JetMoeForCausalLM": (JET, "", "model.layers.?.mlp.router.layer model.layers.?.self_attention.experts.*"),
     "LlamaForCausalLM": (WIDE, "lm_head", ""),
-    "BertForMaskedLM": (WIDE, "cls.predictions", ""),
-    "MobileBertForMaskedLM": (ONE, "cls.predictions cls.predictions.dense", ""),
+    "MobileBertForPreTraining": (ONE, "cls.predictions cls.predictions.dense cls.seq_relationship", ""),
     "RemBertForMaskedLM": (ONE, "cls.predictions.decoder", ""),  # its "dense" is a transform
     "DistilBertForSequenceClassification": ({"n_layers": 1}, "classifier", ""),  # "pre_classifier" is curved
     "LxmertForQuestionAnswering": (LXMERT, "answer_head.logit_fc.3", ""),
     "PerceiverForSequenceClassification": (PERCEIVER, "perceiver.decoder.decoder.final_layer", ""),
     "XLNetForSequenceClassification": ({"n_layer": 1}, "logits_proj", ""),
-    "Wav2Vec2ForCTC": ({**ONE, "vocab_size": 32}, "lm_head", ""),
-    "WhisperForConditionalGeneration": (WHISPER, "proj_out", ""),
     "ViTMAEForPreTraining": ({**ONE, "decoder_num_hidden_layers": 1}, "decoder.decoder_pred", ""),
     "Gemma3nForCausalLM": ({**ONE, "num_kv_shared_layers": 0}, "", "model.layers.0.altup.modality_router"),
     # detectors: heads over the layers of the decoder and over the encoder's proposals, one list or one layer
     "LwDetrForObjectDetection": (
         {},
         "class_embed bbox_embed.layers.2 model.enc_out_class_embed.* model.enc_out_bbox_embed.*.layers.2",
-        "",
-    ),
-    "RTDetrV2ForObjectDetection": (
-        {},
-        f"model.decoder.class_embed.? {BOXES} model.enc_score_head model.enc_bbox_head.layers.2",
         "",
     ),
     "OwlViTForObjectDetection": ({}, "class_head.logit_s* box_head.dense2", ""),

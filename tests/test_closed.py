@@ -7,8 +7,8 @@ import mpmath
 import pytest
 import torch
 
-from symexplin.closed import CLOSED_MODES, Closed
-from symexplin.config import Scale, SELConfig
+from symexplin.closed import Closed
+from symexplin.config import CLOSED_MODES, Scale, SELConfig
 from symexplin.transform import Form, Scales, forward, pullback
 
 DTYPES = [torch.float32, torch.float64]
@@ -57,17 +57,17 @@ def random_points(mode: str, config: SELConfig, count: int, dtype: torch.dtype) 
     return v, (x.clamp(-80, 80) / kappa).to(dtype)
 
 
-def reference(mode: str, kappa: float, c: float, v, step, lib):
-    """Return (f(w + step), the slope there over kappa, kappa w, kappa step); exact in mpmath."""
+def reference(mode: str, kappa, c, v, step):
+    """Return f(w + step), the slope there over kappa, kappa w, kappa step."""
     x = kappa * step
     if mode == "linear":
         return v + c * step, abs(c), v / c, step
     if mode == "sinh":
-        w = lib.asinh(v / c)
-        value = c * lib.sinh(w + x)
-        return value, lib.sqrt(c * c + value * value), w, x
-    w = lib.sign(v) * lib.log1p(abs(v) / c)
-    value = lib.sign(w + x) * c * lib.expm1(abs(w + x))
+        w = WORK.asinh(v / c)
+        value = c * WORK.sinh(w + x)
+        return value, WORK.sqrt(c * c + value * value), w, x
+    w = WORK.sign(v) * WORK.log1p(abs(v) / c)
+    value = WORK.sign(w + x) * c * WORK.expm1(abs(w + x))
     return value, c + abs(value), w, x
 
 
@@ -82,34 +82,19 @@ def allowed(mode: str, value, slope, w, x, unit: float):
     return unit * ((8 + 4 * curved) * abs(value) + 3 * (abs(w) + abs(x)) * slope)
 
 
-@pytest.mark.parametrize(("mode", "count"), [("exp_only", 20_000), ("sinh", 4_000), ("linear", 500)])
-def test_single_steps_of_random_scales_are_within_the_accuracy_owed(mode, count):
-    torch.manual_seed(0)
-    draw, worst = random.Random(0), 0.0
-    for _ in range(count):
-        config = random_config(draw, mode)
-        v, step = random_points(mode, config, 24, torch.float32)
-        moved = Closed.of(config).move(v, step).double()
-        expected, *rest = reference(mode, *constants(config), v.double(), step.double(), torch)
-        inside = expected.abs() < torch.finfo(torch.float32).max
-        assert torch.equal(moved.isfinite(), inside), config
-        bound = allowed(mode, expected, *rest, 2**-24) + 1e-44  # the smallest float32
-        worst = max(worst, ((moved - expected).abs() / bound)[inside].max().item())
-    assert worst <= 1.0, worst
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", CLOSED_MODES)
 def test_single_steps_against_50_digits(mode, dtype):
     torch.manual_seed(1)
     draw, worst = random.Random(1), 0.0
-    for _ in range(100):
+    for _ in range(200):
         config = random_config(draw, mode)
         v, step = random_points(mode, config, 24, dtype)
         kappa, c = map(WORK.mpf, constants(config))
         for value, raw, moved in zip(v.tolist(), step.tolist(), Closed.of(config).move(v, step).tolist(), strict=True):
-            expected, *rest = reference(mode, kappa, c, WORK.mpf(value), WORK.mpf(raw), WORK)
-            if abs(expected) < torch.finfo(dtype).max:
+            expected, *rest = reference(mode, kappa, c, WORK.mpf(value), WORK.mpf(raw))
+            assert math.isfinite(moved) == (abs(expected) < torch.finfo(dtype).max)
+            if math.isfinite(moved):
                 bound = allowed(mode, expected, *rest, torch.finfo(dtype).eps / 2) + torch.finfo(dtype).tiny * 2e-7
                 worst = max(worst, float(abs(moved - expected) / bound))
     assert worst <= 1.0, worst

@@ -42,25 +42,6 @@ def test_first_and_second_derivatives_and_their_sums_match_finite_differences(mo
         assert torch.autograd.gradgradcheck(run, inputs)
 
 
-@every_pair(reads, mode=MODES, variant=VARIANTS, dtype=DTYPES)
-def test_nothing_is_nan_up_to_sixty(mode, variant, dtype):
-    """Value, gradients and second derivatives are finite for kappa|w| <= 60, at both zeros and tiny weights too."""
-    curvature, normalize = variant
-    size = torch.cat([torch.tensor([0.0, 1e-38, 1e-12, 1e-6, 0.04]), torch.linspace(0.1, 7.99, 60)])
-    w = torch.cat([size, -size]).to(dtype).requires_grad_()
-    scales = {"e": -0.9, "l": 0.0, "m": 1.0, "n": 0.7, "s": -1.5, "delta": 0.1}
-    values = {role: torch.full_like(w, v, requires_grad=True) for role, v in scales.items()}
-    if curvature == "absorbed":
-        values["beta_tilde"] = (7.5 * values.pop("m").detach()).requires_grad_()
-    value = effective(w, mode=mode, beta=7.5, curvature=curvature, normalize=normalize, **values)
-    inputs = (w, *values.values())
-    first = torch.autograd.grad(value.sum(), inputs, create_graph=True, allow_unused=True)
-    used = [g for g in first if g is not None]
-    second = torch.autograd.grad(sum(g.sum() for g in used), inputs, allow_unused=True)
-    for tensor in (value, *used, *(g for g in second if g is not None)):
-        assert bool(torch.isfinite(tensor).all())
-
-
 def test_the_curve_has_no_bend_at_zero():
     w = torch.tensor([0.0, -0.0], dtype=torch.float64, requires_grad=True)
     (slope,) = torch.autograd.grad(effective(w, mode="mismatch", beta=7.5).sum(), w, create_graph=True)
@@ -75,12 +56,10 @@ def test_half_precision_weights_are_computed_in_float32(mode, half):
     arguments = {"mode": mode, "beta": 7.5, "n": 0.2}
     w = torch.linspace(-1.0, 1.0, 33).to(half).requires_grad_()
     value = effective(w, **arguments)
-    units = worst(value, evaluate(w, **arguments))
-    assert units <= 1.0
+    assert worst(value, evaluate(w, **arguments)) <= 1.0
     value.sum().backward()
     raw = inverse(w, **arguments)
-    units = worst(w.detach().float(), evaluate(raw, **arguments))
-    assert units <= 1.0
+    assert worst(w.detach().float(), evaluate(raw, **arguments)) <= 1.0
     assert (value.dtype, w.grad.dtype, raw.dtype, raw.requires_grad) == (torch.float32, half, torch.float32, False)
 
 
@@ -94,13 +73,11 @@ def test_scales_of_another_dtype_lose_nothing(role, dtype, scale_dtype):
         arguments["curvature"] = "absorbed"
     result = effective(w, **arguments)
     assert result.dtype == (torch.float64 if torch.float64 in (dtype, scale_dtype) else torch.float32)
-    units = worst(result, evaluate(w, **arguments))
-    assert units <= 1.0
+    assert worst(result, evaluate(w, **arguments)) <= 1.0
     if role != "delta":
         raw = inverse(w, **arguments)
         assert raw.dtype == dtype
-        units = worst(w, evaluate(raw, **arguments))
-        assert units <= 1.0
+        assert worst(w, evaluate(raw, **arguments)) <= 1.0
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -117,14 +94,6 @@ def test_numbers_tensors_and_integers_agree_in_any_shape(mode):
     for shape in ((), (0,), (1,), (3, 0), (0, 3), (2, 3, 4)):
         value = effective(draw(shape, -1, 1), mode=mode, beta=7.5)
         assert value.shape == inverse(value, mode=mode, beta=7.5).shape == shape
-
-
-def test_result_has_the_broadcast_shape():
-    w = torch.ones(4, 1)
-    assert effective(w, mode="mismatch", beta=7.5, l=torch.ones(3)).shape == (4, 3)
-    assert effective(w, beta=7.5, delta=torch.ones(2, 1, 3)).shape == (2, 4, 3)
-    assert inverse(w, beta=7.5, n=torch.zeros(3)).shape == (4, 3)
-    assert inverse(w[:, 0], beta=7.5, n=torch.zeros(2, 4)).shape == (2, 4)
 
 
 def test_the_default_is_the_exponential_with_slope_one():
@@ -151,8 +120,6 @@ def test_bad_arguments_are_named(function):
     for changes, message in cases:
         with pytest.raises(ValueError, match=message):
             function(torch.ones(2), **{"beta": 7.5} | changes)
-    with pytest.raises(ValueError, match="iterations must be at least 1, got 0"):
-        inverse(torch.ones(2), beta=7.5, iterations=0)
 
 
 # Annealing and rules for beta -----------------------------------------------------------------------------

@@ -14,12 +14,11 @@ from symexplin.functional import effective, inverse
 from symexplin.inverse import check_invertible, invert
 from symexplin.transform import Form, Scales
 
-XAVIER_BOUND = math.sqrt(6.0 / 2048.0)  # width 1024
 BETAS = (1.5, 4.0, 7.5, 15.0, 30.0)
 OFFSETS = (-2.0, 0.0, 1.0, 6.0)
 
 
-def targets(dtype, low=1e-12, high=100 * XAVIER_BOUND, count=30):
+def targets(dtype, low=1e-30, high=1e20, count=40):
     """Return zero and both signs of a log grid."""
     size = torch.logspace(math.log10(low), math.log10(high), count, dtype=torch.float64)
     return torch.cat([torch.zeros(1, dtype=torch.float64), size, -size]).to(dtype)
@@ -46,16 +45,15 @@ def miss(raw, t, arguments):
     return worst(t.expand(raw.shape), evaluate(raw, **arguments), unit=unit)
 
 
-@every_pair(reads, mode=MODES, beta=BETAS, variant=VARIANTS, dtype=DTYPES, iterations=(10, 30))
-def test_inverse_is_within_the_accuracy_owed_or_refuses(mode, beta, variant, dtype, iterations):
-    t, arguments = targets(dtype), curved(mode, beta, variant)
+@every_pair(reads, mode=MODES, beta=BETAS, variant=VARIANTS, dtype=DTYPES)
+def test_inverse_is_within_the_accuracy_owed_or_refuses(mode, beta, variant, dtype):
+    t, arguments = targets(dtype, high=5.4 if (mode, beta) == ("damped", 1.5) else 1e20), curved(mode, beta, variant)
     good, bad = offsets(mode, beta)
     if len(good):
-        raw = inverse(t, n=good, iterations=iterations, **arguments)
+        raw = inverse(t, n=good, **arguments)
         assert raw.dtype == dtype
         assert torch.equal(torch.sign(raw), torch.sign(t).expand(raw.shape))
-        units = miss(raw, t, arguments | {"n": good})
-        assert units <= 1.0
+        assert miss(raw, t, arguments | {"n": good}) <= 1.0
     for n in bad:
         with pytest.raises(ValueError, match=rf"mode='{mode}' for {len(t)} of {len(t)} elements: needs"):
             inverse(t, n=n, **arguments)
@@ -69,7 +67,7 @@ def test_structured_scales_in_blocks_of_any_size(mode, variant, dtype, monkeypat
     def draw(shape, low, high):
         return (low + (high - low) * torch.rand(shape, generator=generator, dtype=torch.float64)).to(dtype)
 
-    t, (curvature, normalize) = targets(dtype)[:60].reshape(2, 5, 6).mT, variant  # not contiguous
+    t, (curvature, normalize) = targets(dtype, 1e-12, 4.0)[:60].reshape(2, 5, 6).mT, variant  # not contiguous
     kappa = draw((6, 1), 0.8, 1.5) * draw((5,), 0.8, 1.5)
     arguments = {
         "mode": mode,
@@ -82,9 +80,8 @@ def test_structured_scales_in_blocks_of_any_size(mode, variant, dtype, monkeypat
         "s": torch.tensor([1.0, -1.0, 0.5, 2.0, -3.0, 1e-3], dtype=dtype).unsqueeze(1),
     } | ({"m": kappa} if curvature == "fixed" else {"beta_tilde": 13.1 * kappa})
     raw = inverse(t, **arguments)
-    units = miss(raw, t, arguments)
-    assert units <= 1.0
-    for size in (1, 7, 10, 35):
+    assert miss(raw, t, arguments) <= 1.0
+    for size in (1, 7, 35):
         monkeypatch.setattr(inverses, "_BLOCK", size)
         torch.testing.assert_close(inverse(t, **arguments), raw, rtol=4 * torch.finfo(dtype).eps, atol=0.0)
     delta = draw((6, 5), -0.1, 0.1)
@@ -104,40 +101,29 @@ def test_near_critical_slopes(opposed, beta, normalize, dtype):
     n = torch.tensor([-2.0, 0.0, 1.0], dtype=torch.float64).reshape(3, 1, 1)
     l, s = sign * beta * torch.exp(-n), torch.tensor([[1.0], [-0.6]], dtype=torch.float64)
     arguments = {"mode": mode, "beta": beta, "n": n, "l": l / 1.001, "s": s, "normalize": normalize}
-    units = miss(inverse(t, **arguments), t, arguments)
-    assert units <= 1.0
+    assert miss(inverse(t, **arguments), t, arguments) <= 1.0
     arguments["l"] = l * 1.001
     with pytest.raises(ValueError, match=f"{6 * len(t)} of {6 * len(t)} elements: needs"):
         inverse(t, **arguments)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_ten_iterations_are_at_the_fixed_point_and_have_slack(mode):
-    """Six are almost enough for the weights of pretrained models, thirty Xavier bounds out."""
-    every = targets(torch.float64)
-    usual = targets(torch.float64, low=1e-6, high=30 * XAVIER_BOUND)
+def test_six_iterations_reach_the_weights_of_pretrained_models(mode, monkeypatch):
+    """They lie up to thirty Xavier bounds out."""
+    t = targets(torch.float64, low=1e-6, high=30 * math.sqrt(6.0 / 2048.0))
     for variant, beta in itertools.product(VARIANTS if "m" in READS[mode] else VARIANTS[:1], BETAS):
         arguments = curved(mode, beta, variant) | {"n": offsets(mode, beta)[0]}
-        ten, thirty = inverse(every, **arguments), inverse(every, iterations=30, **arguments)
-        torch.testing.assert_close(ten, thirty, rtol=2e-14, atol=0.0)
-        six, ten = inverse(usual, iterations=6, **arguments), inverse(usual, **arguments)
-        torch.testing.assert_close(six, ten, rtol=1e-9, atol=0.0)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("mode", MODES)
-def test_weights_far_out_and_tiny(mode, dtype):
-    t, arguments = targets(dtype, low=1e-30, high=1e20), {"mode": mode, "beta": 7.5, "n": 0.1}
-    units = miss(inverse(t, **arguments), t, arguments)
-    assert units <= 1.0
+        with monkeypatch.context() as patch:
+            patch.setattr(inverses, "_ITERATIONS", 6)
+            six = inverse(t, **arguments)
+        torch.testing.assert_close(six, inverse(t, **arguments), rtol=1e-9, atol=0.0)
 
 
 @pytest.mark.parametrize("scales", [{"mode": "congruent", "l": 1.5}, {"mode": "oppose", "l": -1.5}], ids=str)
 def test_without_exponential_the_linear_pathway_is_inverted(scales):
     """e = 0 is allowed where the linear pathway alone has the slope."""
-    t, arguments = targets(torch.float64), {"beta": 7.5, "e": torch.tensor([[0.0], [1e-9], [1.0]]), **scales}
-    units = miss(inverse(t, **arguments), t, arguments)
-    assert units <= 1.0
+    t, arguments = targets(torch.float64, high=4.0), {"beta": 7.5, "e": torch.tensor([[0.0], [1e-9], [1.0]]), **scales}
+    assert miss(inverse(t, **arguments), t, arguments) <= 1.0
 
 
 def test_scales_out_of_use_refuse_nothing():
@@ -150,16 +136,6 @@ def test_the_solution_is_in_float64_whatever_is_given():
     t = torch.tensor([0.3, -2.0], dtype=torch.bfloat16)
     raw = invert(Form("mismatch", 7.5), t, Scales(kappa=7.5))
     assert torch.equal(raw, invert(Form("mismatch", 7.5), t.double(), Scales(kappa=7.5)).float())
-
-
-@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (2, 6, 5)], ids=str)
-def test_blocks_are_small_and_cover_every_element_once(shape):
-    for size in (1, 4, 12, 100):
-        seen = torch.zeros(shape)
-        for index in inverses._blocks(shape, size):
-            assert seen[index].numel() <= size
-            seen[index] += 1
-        assert bool((seen == 1).all())
 
 
 # Refusals -------------------------------------------------------------------------------------------------
@@ -235,8 +211,7 @@ def test_damped_at_the_edge_of_its_range(beta, high, dtype):
     """With beta = 1 and n = 0 the map is sign(w) (1 - exp(-|w|)), which stays below 1."""
     t, n = targets(dtype, high=high), torch.tensor([[0.0], [1e-12], [0.3], [6.0]], dtype=torch.float64)
     arguments = {"mode": "damped", "beta": beta, "n": n}
-    units = miss(inverse(t, **arguments), t, arguments)
-    assert units <= 1.0
+    assert miss(inverse(t, **arguments), t, arguments) <= 1.0
     for reached in (1.0, -1.5, 700.0):
         with pytest.raises(ValueError, match=r"mode='damped' for 2 of 4 elements: .*bounded by 1"):
             inverse(torch.tensor([0.5, reached, reached, -0.9], dtype=dtype), mode="damped", beta=1.0)
@@ -246,7 +221,6 @@ def test_damped_never_returns_a_weight_that_misses():
     """At beta = 1.001, n = 0 the raw weight of 1.2 is near 183, that of 5.4 near 1690, past the range of exp."""
     arguments = {"mode": "damped", "beta": 1.001}
     t = torch.tensor([1.2, -0.5], dtype=torch.float64)
-    units = miss(inverse(t, **arguments), t, arguments)
-    assert units <= 1.0
+    assert miss(inverse(t, **arguments), t, arguments) <= 1.0
     with pytest.raises(ValueError, match="for 1 of 2 elements: out of reach"):
         inverse(torch.tensor([5.4, -0.5], dtype=torch.float64), **arguments)

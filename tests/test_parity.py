@@ -159,10 +159,9 @@ def test_homes_agree_in_float64(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("beta", ["auto", 7.5])
-def test_the_closed_form_is_the_raw_weight_path(beta):
+def test_the_closed_form_is_the_raw_weight_path():
     """The default map, whose raw weights the module form stores and the optimizer never has."""
-    inside, between, noise, _ = compare(sel.SELConfig(beta=beta), torch.float64, far=True)
+    inside, between, noise, _ = compare(sel.SELConfig(beta=7.5), torch.float64, far=True)
     assert inside.clipped > 0
     assert sum(int((positive != positive[0]).any(0).sum()) for positive in inside.positive.values()) > 100
     assert max(float(weight.abs().max()) for weight in inside.weights.values()) > 5.0
@@ -185,7 +184,7 @@ def check_float32(name, device):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", PRESETS)  # kernels cover them; the others differ by what float64 shows
 def test_homes_agree_in_float32_within_the_runs_own_sensitivity(name):
     check_float32(name, "cpu")
 

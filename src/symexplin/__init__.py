@@ -61,27 +61,8 @@ __all__ = [
     "to_adamw",
 ]
 
-# The module of each name. A name is imported at first use, so that `symexplin --help` does not load torch.
-_HOMES = {
-    "config": ("SELConfig", "Scale"),
-    "init": ("init_",),
-    "modules": ("SELLinear", "convert", "fold"),
-    "optim": (
-        "Leaf",
-        "RawSpaceOptimizer",
-        "SELAdamW",
-        "SELMuon",
-        "ScaleAnnealing",
-        "anneal_scales",
-        "from_adamw",
-        "param_groups",
-        "stats",
-        "suggest_lr",
-        "to_adamw",
-    ),
-    "presets": ("preset",),
-    "routes": ("Route", "Routing", "routing"),
-}
+# Where the names are. They are imported at first use, and the first two need no torch (`symexplin --help`).
+_HOMES = ("config", "presets", "routes", "init", "modules", "optim")
 # `hf`, `lightning` and `timm` need other libraries, so `__all__` leaves them out.
 _MODULES = ("functional", "hf", "lightning", "timm")
 
@@ -89,12 +70,11 @@ _MODULES = ("functional", "hf", "lightning", "timm")
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"symexplin.{name}")
-    home = next((module for module, names in _HOMES.items() if name in names), None)
-    if home is None:
-        raise AttributeError(f"module 'symexplin' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"symexplin.{home}"), name)
-    globals()[name] = value
-    return value
+    for home in _HOMES if name in __all__ else ():
+        if hasattr(module := importlib.import_module(f"symexplin.{home}"), name):
+            globals()[name] = getattr(module, name)
+            return globals()[name]
+    raise AttributeError(f"module 'symexplin' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -23,14 +23,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from symexplin.config import SELConfig
+from symexplin.config import CLOSED_MODES, SELConfig
 from symexplin.transform import expm1
 
-__all__ = ["CLOSED_MODES", "Closed"]
+__all__ = ["Closed"]
 
 # The scales in c of each mode; n and d come on top for exp_only, d for sinh.
 _FACTORS = {"exp_only": ("s", "e"), "sinh": ("s",), "linear": ("s", "l")}
-CLOSED_MODES = tuple(_FACTORS)
 
 
 class Closed(NamedTuple):
@@ -53,7 +52,7 @@ class Closed(NamedTuple):
         Raises:
             ValueError: the mode or a learned scale rules it out, or no weight has a raw weight with these scales.
         """
-        if config.mode not in CLOSED_MODES or config.learned_roles:
+        if not config.closed:
             raise ValueError(f"the closed form needs mode {CLOSED_MODES} with fixed scales, got {config.describe()}")
         assert isinstance(config.beta, float), "the configuration is not resolved"
         kappa = config.beta * config.m.first

@@ -10,6 +10,7 @@ from symexplin.validation import check_choice, check_finite, check_flag, check_p
 
 __all__ = [
     "BETA_AT_1024",
+    "CLOSED_MODES",
     "CURVATURES",
     "DECAYED_ROLES",
     "MODES",
@@ -41,8 +42,7 @@ SCALE_ROLES = ("e", "l", "m", "n", "s", "delta")
 # Assumption, since the paper does not say: s decays, LoRA factors do not.
 DECAYED_ROLES = frozenset({"e", "l", "s"})
 
-# The modes whose inverse has a closed form.
-_CLOSED_FORM = ("exp_only", "sinh", "linear")
+CLOSED_MODES = ("exp_only", "sinh", "linear")  # their inverse has a closed form
 # Why the other scales refuse transform "exp", which keeps a scale positive.
 _NO_LOGARITHM = {
     "n": "n is a logarithm already, the map has exp(-n)",
@@ -232,7 +232,7 @@ class SELConfig:
         >>> SELConfig().closed, SELConfig(e=Scale("row")).closed, SELConfig(mode="mismatch").closed
         (True, False, False)
         """
-        return self.mode in _CLOSED_FORM and not self.learned_roles
+        return self.mode in CLOSED_MODES and not self.learned_roles
 
     def resolve(self, width: int) -> Self:
         """Return the configuration with the missing numbers filled in for a model of this `width`.
@@ -318,7 +318,7 @@ class SELConfig:
 
 def _check_scale(role: str, scale: object) -> None:
     if not isinstance(scale, Scale):
-        raise ValueError(f"{role} must be a Scale, got {scale!r}")
+        raise ValueError(f"{role} must be a Scale, such as symexplin.Scale('row'), got {scale!r}")
     start = _USUAL_START.get(role, 1.0) if scale.start is None else scale.start
     if scale.pattern == "row_col_mult" and start == 0.0:
         raise ValueError(

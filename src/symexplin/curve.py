@@ -107,6 +107,7 @@ class Factor(NamedTuple):
     name: str  # its parameter in SELLinear and its key in the optimizer's state: "e_row", "log_m_column", "a_row"
     role: str  # e, l, m, n, s or delta
     dims: tuple[int | None, ...]  # the tensor's dimension along each of its own; None: the rank of LoRA
+    lacks: Shape  # the tensor's other dimensions
     shape: Shape
     first: float | None  # the first value; None: drawn at random (LoRA's A)
     decays: bool
@@ -211,7 +212,8 @@ class Map:
         return [
             Factor(
                 f"{stem}_{suffix}" if suffix else stem,
-                *(role, dims, tuple(rank if d is None else self.shape[d] for d in dims)),
+                *(role, dims, tuple(d for d in range(len(self.shape)) if d not in dims)),
+                tuple(rank if d is None else self.shape[d] for d in dims),
                 *(value, decays, lr_scale),
             )
             for suffix, dims, value in drafts[pattern]
@@ -320,9 +322,10 @@ class Curved(NamedTuple):
 
     def _spread(self, factor: Factor) -> Tensor:
         """Return a factor with all dimensions of the raw weight, those that it lacks of size 1."""
-        own = iter(self.factors[factor.name].shape)
-        shape = [next(own) if dim in factor.dims else 1 for dim in range(self.raw.dim())]
-        return self.factors[factor.name].reshape(shape)
+        value = self.factors[factor.name]
+        for dim in factor.lacks:
+            value = value.unsqueeze(dim)
+        return value
 
     def _contract(self, factor: Factor, g: Tensor) -> Tensor:
         """Reduce a full-size cotangent of the factor's role to the factor's shape."""
@@ -333,8 +336,7 @@ class Curved(NamedTuple):
             if pattern == "lora":
                 return self._contract_lora(factor, self.factors[other.name], g)
             g = g * self._spread(other)
-        summed = [dim for dim in range(g.dim()) if dim not in factor.dims]
-        return g.sum(summed) if summed else g
+        return g.sum(factor.lacks) if factor.lacks else g
 
     def _contract_lora(self, factor: Factor, other: Tensor, g: Tensor) -> Tensor:
         axes = self.map.axes

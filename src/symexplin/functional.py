@@ -136,13 +136,12 @@ def inverse(
     curvature: str = "fixed",
     beta_tilde: Value | None = None,
     normalize: bool = False,
-    iterations: int = 10,
 ) -> Tensor:
     """Return the raw weight whose effective weight is `t` (paper, appendix A), solved in float64.
 
     Modes without a linear pathway have a closed form: ``w = sign(t) log1p(|t| d exp(n)/e)/kappa`` for "exp_only" and
     s = 1. For the others, Newton's method starts at an upper bound of the root. Subtract a residual delta from `t`
-    first. The arguments are those of :func:`effective`; `iterations` is the maximum number of Newton steps.
+    first. The arguments are those of :func:`effective`.
 
     Returns:
         A tensor of the broadcast shape, in float64 if `t` is, else in float32. The map of it differs from `t` by
@@ -158,9 +157,7 @@ def inverse(
     True
     """
     form, kappa = _prepare(mode, beta, _cast(m, torch.float64), curvature, beta_tilde, normalize)
-    if iterations < 1:
-        raise ValueError(f"iterations must be at least 1, got {iterations}")
-    return invert(form, t, Scales(e, l, kappa, n, s), iterations)
+    return invert(form, t, Scales(e, l, kappa, n, s))
 
 
 def anneal(step: int, total: int | None, k0: float, k1: float) -> float:

@@ -27,14 +27,6 @@ _log = logging.getLogger(__name__)
 
 _KEPT = "_sel_max_grad_norm"  # attribute of the arguments during training; not a field, but pickled with them
 _DEFAULT_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
-_FROM_ARGUMENTS = {
-    "lr": "learning_rate",
-    "weight_decay": "weight_decay",
-    "max_grad_norm": "max_grad_norm",
-    "total_steps": "max_steps or num_train_epochs",
-}
-_BY_PATTERN = ("lr", "weight_decay")
-_ADAM = {"betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_epsilon",)}
 
 
 def setup(
@@ -61,13 +53,12 @@ def setup(
         no_decay: name patterns of the parameters without weight decay. None: norms and biases, as in the Trainer. A
             Trainer that overrides `get_decay_parameter_names` needs them here.
         callbacks: the Trainer's other callbacks; they come first in the returned list.
-        **kwargs: further arguments of the optimizer. `lr` and `weight_decay` by name pattern replace the numbers of
-            `args`.
+        **kwargs: further arguments of the optimizer. `lr` and `weight_decay` (numbers, or numbers by name pattern),
+            `betas` and `eps` replace those of `args`.
 
     Raises:
-        ValueError: DeepSpeed or FSDP1, which flatten parameters; another optimizer in `args.optim`; an argument of the
-            optimizer that `args` contains too. At the start of training: the errors of
-            :func:`symexplin.param_groups`.
+        ValueError: another optimizer in `args.optim`. At the start of training: DeepSpeed or FSDP1, which flatten
+            parameters; the errors of :func:`symexplin.param_groups`.
 
     >>> import tempfile
     >>> from transformers import TrainingArguments
@@ -75,14 +66,11 @@ def setup(
     >>> sorted(setup(args)), args.max_grad_norm
     (['callbacks', 'optimizer_cls_and_kwargs'], 1.0)
     """
-    _check_arguments(args)
-    if isinstance(optimizer, type) and not issubclass(optimizer, RawSpaceOptimizer):
-        raise ValueError(f"optimizer must be a raw-space optimizer, such as SELMuon, got {optimizer.__name__}")
-    for name in kwargs.keys() & _FROM_ARGUMENTS.keys():
-        if name in _BY_PATTERN and isinstance(kwargs[name], Mapping):
-            continue
-        raise ValueError(f"{name} must be given as args.{_FROM_ARGUMENTS[name]}, got {name}={kwargs[name]!r} here")
-    _adam(args, kwargs)
+    name = str(getattr(args.optim, "value", args.optim))
+    if name not in _DEFAULT_OPTIMIZERS:
+        raise ValueError(
+            f"args.optim must be left at its default, got {name!r}: pass the optimizer to setup(optimizer=...)"
+        )
     _restore(args)
     details = {"args": args, "config": check_config(config), "optimizer": optimizer}
     return {
@@ -110,14 +98,12 @@ class OptimizerFactory:
         """Return the optimizer over the groups of `model`; its number of steps is not set yet."""
         _check_launch()
         _restore(args)
-        if no_decay is None:
-            no_decay = _undecayed(model)
-        rates = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
-        rates |= {name: options[name] for name in _BY_PATTERN if name in options}
-        groups = param_groups(model, config=config, no_decay=no_decay, **rates)
-        _log.info("routing of the parameters:\n%s", routing(model, config, no_decay=no_decay, **rates))
-        rest = {name: value for name, value in options.items() if name not in _BY_PATTERN} | _adam(args, options)
-        return optimizer(groups, total_steps="later", max_grad_norm=_norm(args), **rest)
+        options = {"lr": args.learning_rate, "weight_decay": args.weight_decay, **_adam(args), **options}
+        rates = {name: options.pop(name) for name in ("lr", "weight_decay")}
+        rates["no_decay"] = _undecayed(model) if no_decay is None else no_decay
+        groups = param_groups(model, config=config, **rates)
+        _log.info("routing of the parameters:\n%s", routing(model, config, **rates))
+        return optimizer(groups, total_steps="later", max_grad_norm=_norm(args), **options)
 
 
 class SELCallback(TrainerCallback):
@@ -158,52 +144,24 @@ class SELCallback(TrainerCallback):
             state.log_history[-1].update(figures)  # the Trainer keeps a copy here
 
 
-def _check_arguments(args: Any) -> None:
-    """Refuse arguments that the optimizer does not support."""
-    if not isinstance(args, TrainingArguments):
-        raise ValueError(f"args must be the Trainer's TrainingArguments, got {type(args).__name__}")
-    if getattr(args, "deepspeed_plugin", None) is not None:
-        raise ValueError(_flattens("args.deepspeed", "DeepSpeed"))
-    fsdp = getattr(args, "fsdp_plugin_args", None) or {}
-    if fsdp.get("fsdp_version", 2) != 2:
-        raise ValueError(_flattens("args.fsdp_config['version']", "FSDP1"))
-    name = str(getattr(args.optim, "value", args.optim))
-    if name not in _DEFAULT_OPTIMIZERS:
-        raise ValueError(
-            f"args.optim must be left at its default, got {name!r}: pass the optimizer to setup(optimizer=...)"
-        )
-    for argument in ("optim_args", "optim_target_modules"):
-        if getattr(args, argument, None):
-            raise ValueError(f"args.{argument} must be None, got {getattr(args, argument)!r}: it would be ignored")
-
-
 def _check_launch() -> None:
-    """Refuse settings of a launcher that the arguments do not show."""
+    """Refuse what flattens weights; the state contains what the arguments say and what the launcher says."""
     state = AcceleratorState._shared_state
-    if state.get("deepspeed_plugins"):
-        raise ValueError(_flattens("the launcher's configuration", "DeepSpeed"))
     plugin = state.get("fsdp_plugin")
-    if plugin is not None and plugin.fsdp_version != 2:
-        raise ValueError(_flattens("the launcher's fsdp_version", "FSDP1"))
+    if state.get("deepspeed_plugins") or (plugin is not None and plugin.fsdp_version != 2):
+        raise ValueError(
+            "the arguments or the launcher's configuration ask for DeepSpeed or FSDP1, which flatten weights to one "
+            "dimension; use FSDP2 (fsdp_version 2) or DDP"
+        )
 
 
-def _flattens(where: str, what: str) -> str:
-    return f"{where} asks for {what}, which flattens weights to one dimension; use FSDP2 (fsdp_version 2) or DDP"
-
-
-def _adam(args: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return betas and eps of the arguments where they are not the defaults; refuse them in `options` too."""
-    found: dict[str, Any] = {}
-    for name, fields in _ADAM.items():
-        values = [getattr(args, field) for field in fields]
-        if values == [getattr(TrainingArguments, field) for field in fields]:
-            continue
-        if name in options:
-            raise ValueError(
-                f"{name} must be given once, got {name}={options[name]!r} and args.{' and '.join(fields)}={values}"
-            )
-        found[name] = tuple(values) if name == "betas" else values[0]
-    return found
+def _adam(args: Any) -> dict[str, Any]:
+    """Return betas and eps of the arguments where they are not the defaults of their class."""
+    given, usual = (
+        {"betas": (source.adam_beta1, source.adam_beta2), "eps": source.adam_epsilon}
+        for source in (args, TrainingArguments)
+    )
+    return {name: value for name, value in given.items() if value != usual[name]}
 
 
 def _norm(args: Any) -> float | None:

@@ -17,8 +17,8 @@ __all__ = ["init_"]
 @torch.no_grad()
 def init_(
     model: nn.Module, config: SELConfig, *, xavier: bool = True, generator: torch.Generator | None = None
-) -> None:
-    """Initialize the curved parameters of a plain `model` as the paper does, in place (section 4.3).
+) -> nn.Module:
+    """Initialize the curved parameters of a plain `model` as the paper does, in place, and return it (section 4.3).
 
     Weights are drawn from Xavier's uniform distribution; biases keep their values. For mode "mismatch" every weight and
     bias t then becomes ``mismatch(congruent_inverse(t))``: positive ones keep their value, negative ones lose 2 |L|.
@@ -38,8 +38,8 @@ def init_(
         ValueError: nothing to curve, or weights that are not finite or out of the map's reach. The message names the
             parameter.
 
-    >>> layer = nn.Linear(8, 8)
-    >>> init_(layer, SELConfig(beta=7.5, mode="mismatch"), generator=torch.Generator().manual_seed(0))
+    >>> config = SELConfig(beta=7.5, mode="mismatch")
+    >>> layer = init_(nn.Linear(8, 8), config, generator=torch.Generator().manual_seed(0))
     >>> bool(layer.weight.max() > -layer.weight.min())
     True
     """
@@ -53,6 +53,7 @@ def init_(
         if table.config.mode == "mismatch":
             with naming(route.name):
                 route.parameter.copy_(_mismatched(route.parameter, route.map(table.config)))
+    return model
 
 
 def _mismatched(target: Tensor, map: Map) -> Tensor:

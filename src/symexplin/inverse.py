@@ -12,17 +12,17 @@ reach a weight of thirty Xavier bounds. The smaller of two bounds is close every
     log1p((T + max(p - 1, 0) bound)/p)          the exponential alone: tight in the tails
 """
 
-import math
-from collections.abc import Iterator, Sequence
+import contextlib
 
 import torch
 from torch import Tensor
 
 from symexplin.config import MODES, SELConfig
-from symexplin.transform import Form, Scales, Value, compute_dtype, forward, normalizer, pullback
+from symexplin.transform import Form, Scales, Value, compute_dtype, forward, pullback
 
 __all__ = ["check_invertible", "invert"]
 
+_ITERATIONS = 10  # of Newton's method, at most; six reach the weights of pretrained models
 _DAMPED_DOUBLINGS = 64  # a bracket of 2^64 raw units contains every reachable finite weight
 _DAMPED_BISECTIONS = 128  # enough to bisect any float64 bracket that doubling leaves
 # A Newton step h leaves an error near h^2/2 max(1/y, 1), and y stays below 710, where exp overflows: after a step of
@@ -33,18 +33,15 @@ _CONVERGED = 1e-10
 _BLOCK = 2**15
 _BLOCK_OF_ACCELERATORS = 2**24  # bounds the float64 temporaries at some 128 MiB each
 
-Index = tuple[slice, ...]
-
 
 @torch.no_grad()
-def invert(form: Form, t: Tensor, scales: Scales, iterations: int = 10) -> Tensor:
+def invert(form: Form, t: Tensor, scales: Scales) -> Tensor:
     """Return w with forward(form, w, scales without delta) = t, solved in float64, in the compute dtype of t.
 
     Args:
         form: mode, beta and normalizer.
         t: effective weight without delta, any shape.
         scales: numbers or tensors that broadcast against `t`.
-        iterations: maximum number of Newton steps.
 
     Raises:
         ValueError: `t` is not finite, or the map has no inverse. The message gives the reason and the count.
@@ -58,19 +55,16 @@ def invert(form: Form, t: Tensor, scales: Scales, iterations: int = 10) -> Tenso
     if device.type == "mps":  # MPS has no float64
         t = t.cpu()
     values = [_tensor_of(value, t.device) for value in scales[:5]]
-    t = t.expand(torch.broadcast_shapes(t.shape, *(v.shape for v in values)))  # type: ignore[no-untyped-call]
-    values = [v[(None,) * (t.dim() - v.dim())] for v in values]
-    out = torch.empty_like(t, dtype=dtype)
+    shape = torch.broadcast_shapes(t.shape, *(value.shape for value in values))  # type: ignore[no-untyped-call]
+    lists = [t.expand(shape).reshape(-1), *(v if v.dim() == 0 else v.expand(shape).reshape(-1) for v in values)]
     size = _BLOCK * torch.get_num_threads() if t.device.type == "cpu" else _BLOCK_OF_ACCELERATORS
-    refused = False
-    try:
-        for index in _blocks(t.shape, size):
-            out[index] = _solve(form, t[index], [_part(v, index) for v in values], iterations)
-    except ValueError:
-        refused = True
-    if refused:  # raises again, with the count of the whole tensor
-        out = _solve(form, t, values, iterations).to(dtype)
-    return out.to(device)
+    out = torch.empty(shape.numel(), dtype=dtype, device=t.device)
+    with contextlib.suppress(ValueError):
+        for start in range(0, len(out), size):
+            block = slice(start, start + size)
+            out[block] = _solve(form, *(line[block] if line.dim() else line for line in lists))
+        return out.view(shape).to(device)
+    return _solve(form, *lists)  # raises again, with the count of the whole tensor
 
 
 def check_invertible(config: SELConfig) -> SELConfig:
@@ -96,65 +90,36 @@ def _tensor_of(value: Value | None, device: torch.device) -> Tensor:
     return torch.as_tensor(value, dtype=dtype, device=device)
 
 
-def _blocks(shape: Sequence[int], size: int) -> Iterator[Index]:
-    """Yield indices of blocks that cover `shape`, of at most `size` elements where the last dimension permits."""
-    if not shape:
-        yield ()
-        return
-    row = math.prod(shape[1:])
-    rows = max(1, size // max(1, row))
-    for start in range(0, shape[0], rows):
-        index = slice(start, start + rows)
-        for rest in _blocks(shape[1:], size) if row > size else ((),):
-            yield (index, *rest)
-
-
-def _part(value: Tensor, index: Index) -> Tensor:
-    """Return the part of a broadcasting `value` that belongs to a block."""
-    return value[tuple(i if n > 1 else slice(None) for i, n in zip(index, value.shape, strict=False))]
-
-
-def _solve(form: Form, t: Tensor, values: Sequence[Tensor], iterations: int) -> Tensor:
-    """Return the raw weight of one block in float64."""
-    exact, t = Scales(*(value.double() for value in values)), t.double()
-    used = {role: _tensor(getattr(exact, role)) for role in (*MODES[form.mode], "s")}
-    if not bool(torch.isfinite(sum(used.values(), start=t)).all()):  # one look at all of them is quicker
-        _refuse(~torch.isfinite(t), t, form, "the weights must be finite")
-        for role, value in used.items():
-            _refuse(~torch.isfinite(value), t, form, f"{role} must be finite")
-    _refuse(used["s"] == 0.0, t, form, "needs s != 0")
-    target = t / used["s"]
+def _solve(form: Form, t: Tensor, *values: Tensor) -> Tensor:
+    """Return the raw weights of one block in float64; `values` are e, l, kappa, n and s."""
+    t, e, l, kappa, n, s = (value.double() for value in (t, *values))
+    used = {"e": e, "l": l, "kappa": kappa, "n": n}
+    used = {role: used[role] for role in MODES[form.mode]} | {"s": s}
+    for name, value in {"the weights": t, **used}.items():
+        _refuse(~torch.isfinite(value), t, form, f"{name} must be finite")
+    _refuse(s == 0.0, t, form, "needs s != 0")
+    t = t / s
     if form.mode == "linear":
-        return _invert_linear(form, target, exact)
-    if form.mode == "sinh":
-        return _invert_sinh(form, target, exact)
+        _refuse(l == 0.0, t, form, "needs l != 0")
+        return t / l
     if form.mode == "damped":
-        return _invert_damped(form, target, exact, iterations)
-    return _invert_exponential(form, target, exact, iterations)
+        return _invert_damped(form, t, n)
+    _refuse(kappa <= 0.0, t, form, "needs kappa > 0")
+    if form.mode == "sinh":
+        return torch.asinh(t * (kappa if form.normalize else form.beta)) / kappa
+    return _invert_exponential(form, t, e, l, kappa, n)
 
 
 def _refuse(bad: Tensor, t: Tensor, form: Form, need: str) -> None:
     """Raise ValueError if any element is `bad`, with the condition and the number of elements that violate it."""
     if bool(bad.any()):
-        count = int((bad & torch.ones_like(t, dtype=torch.bool)).sum())
+        count = int(bad.expand_as(t).sum())
         raise ValueError(f"cannot invert mode={form.mode!r} for {count} of {t.numel()} elements: {need}")
 
 
-def _invert_linear(form: Form, t: Tensor, scales: Scales) -> Tensor:
-    _refuse(_tensor(scales.l) == 0.0, t, form, "needs l != 0")
-    return t / scales.l
-
-
-def _invert_sinh(form: Form, t: Tensor, scales: Scales) -> Tensor:
-    _refuse(_tensor(scales.kappa) <= 0.0, t, form, "needs kappa > 0")
-    return torch.asinh(t * normalizer(form, scales)) / scales.kappa
-
-
-def _invert_exponential(form: Form, t: Tensor, scales: Scales, iterations: int) -> Tensor:
-    kappa, e, l = _tensor(scales.kappa), _tensor(scales.e), _tensor(scales.l)
-    d, decay = normalizer(form, scales), torch.exp(-_tensor(scales.n))
+def _invert_exponential(form: Form, t: Tensor, e: Tensor, l: Tensor, kappa: Tensor, n: Tensor) -> Tensor:
+    d, decay = kappa if form.normalize else form.beta, torch.exp(-n)
     steep = e * kappa * decay
-    _refuse(kappa <= 0.0, t, form, "needs kappa > 0")
     _refuse(~torch.isfinite(steep), t, form, "exp(-n) is out of range")
     if form.mode == "exp_only":
         _refuse(steep <= 0.0, t, form, "needs e > 0 and exp(-n) > 0")
@@ -167,16 +132,16 @@ def _invert_exponential(form: Form, t: Tensor, scales: Scales, iterations: int) 
         need = "needs e >= 0 and e*kappa*exp(-n) > " + ("l" if form.mode == "oppose" else "-l")
         _refuse((steep <= -l) | (e < 0.0), t, form, need)
     slope = steep + l
-    return torch.copysign(_newton(t.abs() * (kappa * d) / slope, steep / slope, iterations) / kappa, t)
+    return torch.copysign(_newton(t.abs() * (kappa * d) / slope, steep / slope) / kappa, t)
 
 
-def _newton(target: Tensor, p: Tensor, iterations: int) -> Tensor:
+def _newton(target: Tensor, p: Tensor) -> Tensor:
     """Solve p expm1(y) + (1 - p) y = target for y >= 0 from above; p and target are not negative."""
     near = 2.0 * target / (1.0 + torch.sqrt(1.0 + 2.0 * p * target))
     far = torch.log1p((target + (p - 1.0).clamp(min=0.0) * near) / p)
     y = torch.fmin(near, far)  # for p = 0 the second is infinite, or NaN at target 0
     grown, step = torch.empty_like(y), torch.empty_like(y)
-    for _ in range(iterations):
+    for _ in range(_ITERATIONS):
         torch.expm1(y, out=grown)
         torch.sub(grown, y, out=step).mul_(p).add_(y).sub_(target)
         step.div_(grown.mul_(p).add_(1.0))
@@ -186,8 +151,7 @@ def _newton(target: Tensor, p: Tensor, iterations: int) -> Tensor:
     return y
 
 
-def _invert_damped(form: Form, t: Tensor, scales: Scales, iterations: int) -> Tensor:
-    n = _tensor(scales.n)
+def _invert_damped(form: Form, t: Tensor, n: Tensor) -> Tensor:
     _refuse(n < 0.0, t, form, "needs n >= 0")
     _refuse(torch.full_like(t, form.beta) < 1.0, t, form, f"needs beta >= 1, got {form.beta}")
     plain = Scales(n=n)
@@ -203,7 +167,7 @@ def _invert_damped(form: Form, t: Tensor, scales: Scales, iterations: int) -> Te
     bounded = (n == 0.0) & (tau >= 1.0) if form.beta == 1.0 else torch.zeros_like(reached)
     _refuse(bounded | ~reached, t, form, "out of reach; beta = 1 with n = 0 is bounded by 1")
     x = high
-    for _ in range(iterations + _DAMPED_BISECTIONS):
+    for _ in range(_ITERATIONS + _DAMPED_BISECTIONS):
         excess = forward(form, x, plain) - tau
         low, high = torch.where(excess <= 0.0, x, low), torch.where(excess >= 0.0, x, high)
         guess = x - excess / pullback(form, x, plain, torch.ones_like(x), frozenset())["w"]
@@ -213,8 +177,3 @@ def _invert_damped(form: Form, t: Tensor, scales: Scales, iterations: int) -> Te
         if not bool((step.abs() > _CONVERGED * x).any()):
             break
     return torch.copysign(x, t)
-
-
-def _tensor(value: Tensor | float) -> Tensor:
-    assert isinstance(value, Tensor)  # `_solve` makes every scale a tensor
-    return value

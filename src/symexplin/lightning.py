@@ -5,21 +5,16 @@ Lightning is not imported. Trainers of `lightning.pytorch` and `pytorch_lightnin
 
 import functools
 import math
-import warnings
 from typing import Any
 
 import torch
 
 from symexplin.optim import RawSpaceOptimizer
-from symexplin.validation import check_whole
+from symexplin.validation import check_whole, warn
 
 __all__ = ["setup"]
 
-# Strategies that flatten many parameters to one vector, without rows and columns.
-_FLAT = {
-    "FSDPStrategy": "'fsdp' flattens parameters; use ModelParallelStrategy (fully_shard)",
-    "DeepSpeedStrategy": "DeepSpeed flattens parameters; use 'ddp' or ModelParallelStrategy (fully_shard)",
-}
+_FLAT = {"FSDPStrategy", "DeepSpeedStrategy"}  # flatten many parameters to one vector, without rows and columns
 _SCHEDULER = "GradientAccumulationScheduler"
 
 
@@ -55,9 +50,11 @@ def setup(trainer: Any, *, total_steps: int | None = None) -> dict[str, Any]:
     >>> setup(trainer)
     {'total_steps': 100, 'max_grad_norm': 1.0}
     """
-    for kind in type(trainer.strategy).__mro__:
-        if kind.__name__ in _FLAT:
-            raise ValueError(f"strategy must leave parameters their shapes: {_FLAT[kind.__name__]}")
+    if flat := _FLAT & _type_names(trainer.strategy):
+        raise ValueError(
+            f"strategy must leave parameters their shapes, got {flat.pop()}: use 'ddp' or ModelParallelStrategy "
+            "(fully_shard)"
+        )
     if total_steps is None:
         _check_countable(trainer)
         estimate = trainer.estimated_stepping_batches
@@ -73,11 +70,14 @@ def _check_countable(trainer: Any) -> None:
     if not getattr(getattr(trainer, "lightning_module", None), "automatic_optimization", True):
         why = "under manual optimization the module decides when to step"
     for callback in getattr(trainer, "callbacks", ()):
-        scheduled = any(kind.__name__ == _SCHEDULER for kind in type(callback).__mro__)
-        if scheduled and set(callback.scheduling.values()) != {1}:
+        if _SCHEDULER in _type_names(callback) and set(callback.scheduling.values()) != {1}:
             why = f"the Trainer's estimate ignores the {_SCHEDULER}"
     if why is not None:
         raise ValueError(f"total_steps must be given as the number of optimizer steps, got None: {why}")
+
+
+def _type_names(value: object) -> set[str]:
+    return {kind.__name__ for kind in type(value).__mro__}
 
 
 def _take_clipping(trainer: Any) -> float | None:
@@ -94,10 +94,9 @@ def _take_clipping(trainer: Any) -> float | None:
     if hook.__module__.partition(".")[0] in ("lightning", "pytorch_lightning"):
         module.configure_gradient_clipping = functools.partial(_configure_gradient_clipping, module)
     else:
-        warnings.warn(
+        warn(
             f"{hook.__qualname__} is still called before the optimizer clips raw gradients to {norm}: clipping in "
-            "the hook clips effective gradients",
-            stacklevel=3,
+            "the hook clips effective gradients"
         )
     return norm
 

@@ -5,10 +5,11 @@ its attributes, and :func:`fold` gives it its plain class back.
 """
 
 import copy
+import dataclasses
 import functools
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,6 @@ from torch.nn import functional as F
 
 from symexplin.config import SELConfig, check_config
 from symexplin.curve import Curved, CurvedBase, Factor, Map
-from symexplin.inverse import check_invertible
 from symexplin.routes import routing
 from symexplin.transform import compute_dtype
 from symexplin.validation import naming
@@ -25,10 +25,7 @@ __all__ = ["CurvedModule", "SELLinear", "convert", "fold"]
 
 _logger = logging.getLogger("symexplin")
 
-# Classes that compute the same as nn.Linear; the second is MultiheadAttention's out_proj.
-_LINEAR_TYPES = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
-
-Parts = dict[str, nn.Parameter]  # "raw" and the factors of one curved parameter
+Made = tuple[Map, dict[str, nn.Parameter]]  # the map of one curved parameter, its "raw" and its factors
 Values = Sequence[tuple[nn.Module, dict[str, Tensor]]]  # modules with values of their curved parameters
 
 
@@ -76,8 +73,6 @@ class _CurvedLinear(torch.autograd.Function):
         rows = g.reshape(-1, g.shape[-1])
         g_x = g @ curved.effective(g.dtype) if ctx.needs_input_grad[1] else None
         g_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
-        if not any(ctx.needs_input_grad[3:]):
-            return None, g_x, g_bias, *(None for _ in parts)
         return None, g_x, g_bias, *_gradients(curved, rows.mT @ x.reshape(-1, x.shape[-1]), parts)
 
 
@@ -88,7 +83,7 @@ class CurvedModule(CurvedBase):
     are `raw_X` and the factors `X_e_row`, `X_m_column`, ...; those of `weight` have no prefix.
     """
 
-    sel_plain_type: type[nn.Module]
+    sel_plain_type: ClassVar[type[nn.Module]]
     sel_maps: dict[str, Map]  # by the name of the plain parameter
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -128,11 +123,10 @@ class CurvedModule(CurvedBase):
 
     def reset_parameters(self) -> None:
         """Draw new weights as the plain module does, and start from them."""
-        twin = copy.deepcopy(self)
-        maps, plain = dict(self.sel_maps), _plain_(twin)
+        plain = _plain_(copy.deepcopy(self), {})
         plain.reset_parameters()  # type: ignore[operator]
-        parts = {name: _parts_of(cast(nn.Parameter, plain._parameters[name]), map, 0) for name, map in maps.items()}
-        self.load_state_dict(_curve_(plain, type(self), maps, parts).state_dict())
+        made = {name: _made(cast(nn.Parameter, plain._parameters[name]), map, 0) for name, map in self.sel_maps.items()}
+        self.load_state_dict(_curve_(plain, made).state_dict())
 
     def extra_repr(self) -> str:
         """Describe the module as the plain one does, with its map."""
@@ -184,6 +178,7 @@ class SELLinear(CurvedModule, nn.Linear):
     (torch.Size([2, 4]), torch.Size([4, 8]))
     """
 
+    sel_plain_type = nn.Linear
     weight = _effective_property("weight")
     bias = _effective_property("bias")
 
@@ -197,19 +192,14 @@ class SELLinear(CurvedModule, nn.Linear):
         *,
         config: SELConfig | None = None,
     ) -> None:
-        config = check_invertible(check_config(config).resolve(max(in_features, out_features)))
         plain = nn.Linear(in_features, out_features, bias, device, dtype)
-        maps = {"weight": Map.of((out_features, in_features), "oi", config)}
-        if bias:
-            maps["bias"] = Map.of((out_features,), "o", config)
-        parameters = zip(maps.items(), plain.parameters(), strict=True)
-        parts = {name: _parts_of(p, map, i) for i, ((name, map), p) in enumerate(parameters)}
-        self.__dict__ = _curve_(plain, SELLinear, maps, parts).__dict__
+        config = dataclasses.replace(check_config(config), include=(), exclude=())
+        self.__dict__ = convert(plain, config).__dict__
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``input w_eff^T + b_eff``."""
         if "weight" not in self.sel_maps:
-            return F.linear(input, self.weight, self.bias)
+            return cast(Tensor, super().forward(input))
         kind = input.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
         bias = self.bias
@@ -221,29 +211,30 @@ class SELLinear(CurvedModule, nn.Linear):
 
 
 @functools.cache
-def _curved_type(kind: Any, names: tuple[str, ...]) -> type[nn.Module]:
+def _curved_type(kind: Any, names: tuple[str, ...]) -> type[CurvedModule]:
     """Return the class of modules of a `kind` with these curved parameters; equal arguments give the same class."""
+    if kind is nn.Linear:
+        return SELLinear
     members: dict[str, Any] = {name: _effective_property(name) for name in names}
     members |= {"__module__": __name__, "__doc__": f"{kind.__name__} with raw weights, see :class:`CurvedModule`."}
-    members["__reduce_ex__"] = _reduce
-    if not hasattr(kind, "reset_parameters"):
-        members["reset_parameters"] = property()  # absent, as in the plain class
-    return type(f"SEL{kind.__name__}", (CurvedModule, kind), members)
+    return type(f"SEL{kind.__name__}", (_Unnamed, kind), members | {"sel_plain_type": kind})
 
 
-def _reduce(module: CurvedModule, protocol: Any) -> Any:  # noqa: ARG001
-    """Make a pickle that names the plain class, since no attribute of this file is the curved one."""
-    return _empty, (module.sel_plain_type, tuple(module.sel_maps)), dict(module.__dict__)
+class _Unnamed(CurvedModule):
+    """Base of the classes that :func:`_curved_type` makes; pickles name the kind, as no name here is theirs."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _empty, (self.sel_plain_type, tuple(self.sel_maps)), dict(self.__dict__)
 
 
 def _empty(kind: Any, names: tuple[str, ...]) -> nn.Module:
-    made = _curved_type(kind, names)
-    return made.__new__(made)
+    made: Any = _curved_type(kind, names)
+    return cast(nn.Module, made.__new__(made))
 
 
 @torch.no_grad()
-def _parts_of(plain: nn.Parameter, map: Map, position: int) -> Parts:
-    """Return the raw weight of a parameter and its factors at their first values.
+def _made(plain: nn.Parameter, map: Map, position: int) -> Made:
+    """Return the map of a parameter with its raw weight and its factors at their first values.
 
     Raises:
         ValueError: a weight is not finite or out of the map's reach.
@@ -251,48 +242,44 @@ def _parts_of(plain: nn.Parameter, map: Map, position: int) -> Parts:
     factors = map.start(plain.dtype, plain.device, position)
     start = _curved(map, (plain, *factors.values()))  # with the factors as stored: half precision rounds them
     raw = torch.empty_like(plain).copy_(start.inverse(start.raw))  # in the same memory format
-    parts = {"raw": nn.Parameter(raw, requires_grad=plain.requires_grad)}
-    return parts | {name: nn.Parameter(value) for name, value in factors.items()}
+    return map, {name: nn.Parameter(value) for name, value in {"raw": raw, **factors}.items()}
 
 
-def _curve_(module: nn.Module, kind: type[nn.Module], maps: Mapping[str, Map], parts: Mapping[str, Parts]) -> nn.Module:
-    """Make `module` one of the curved class `kind`, with raw weights and factors, in place, and return it."""
+def _curve_(module: nn.Module, made: Mapping[str, Made]) -> nn.Module:
+    """Replace parameters of `module` by their raw weights and factors, in place, and return it."""
     own: dict[str, nn.Parameter | None] = {}
     for name, parameter in module._parameters.items():
-        if name in maps:
-            own |= {_local(name, part): value for part, value in parts[name].items()}
+        if name in made:
+            own |= {_local(name, part): value for part, value in made[name][1].items()}
         else:
             own[name] = parameter
-    module.__dict__["sel_plain_type"] = type(module)
-    module.__dict__["sel_maps"] = dict(maps)
-    module.__class__ = kind
-    module.__dict__["_parameters"] = own
+    kind: Any = type(module)
+    module.__class__ = _curved_type(kind, tuple(made))
+    module.__dict__ |= {"_parameters": own, "sel_maps": {name: map for name, (map, _) in made.items()}}
     return module
 
 
 @torch.no_grad()
-def _plain_(module: CurvedModule, known: dict[int, nn.Parameter] | None = None) -> nn.Module:
+def _plain_(module: CurvedModule, known: dict[int, nn.Parameter]) -> nn.Module:
     """Replace the raw weights and factors of `module` by its effective weights, in place, and return it.
 
     `known` has the plain parameters of raw ones that were folded before, by their ids: tied ones stay tied.
     """
-    known = {} if known is None else known
     roles = module.sel_roles()
-    raw_of = {_local(name, "raw"): name for name in module.sel_maps}
     own: dict[str, nn.Parameter | None] = {}
     for local, parameter in module._parameters.items():
-        if name := raw_of.get(local):
-            raw = cast(nn.Parameter, parameter)
-            if id(raw) not in known:
-                value = torch.empty_like(raw).copy_(getattr(module, name))  # in the same memory format
-                known[id(raw)] = nn.Parameter(value, requires_grad=raw.requires_grad)
-            own[name] = known[id(raw)]
-        elif local not in roles:
+        if local not in roles:
             own[local] = parameter
-    plain = cast(nn.Module, module)
+        elif parameter is not None and roles[local][1] is None:
+            name = local.removeprefix("raw_")
+            if id(parameter) not in known:
+                value = torch.empty_like(parameter).copy_(getattr(module, name))  # in the same memory format
+                known[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            own[name] = known[id(parameter)]
+    plain: nn.Module = module
     plain.__class__ = module.sel_plain_type
     plain.__dict__["_parameters"] = own
-    del plain.__dict__["sel_plain_type"], plain.__dict__["sel_maps"]
+    del plain.__dict__["sel_maps"]
     return plain
 
 
@@ -316,23 +303,16 @@ def convert(model: nn.Module, config: SELConfig | None = None) -> nn.Module:
     ('SELLinear', 'Linear')
     """
     table = routing(model, config)
-    routes = {id(route.parameter): route for route in table.curved}
-    made: dict[int, Parts] = {}  # by the id of the plain parameter, so that tied ones stay tied
-    built: list[tuple[nn.Module, dict[str, Map], dict[str, Parts]]] = []
+    made: dict[int, Made] = {}  # by the id of the plain parameter, so that tied ones stay tied
+    for route in table.curved:
+        with naming(route.name):
+            made[id(route.parameter)] = _made(route.parameter, route.map(table.config), route.position)
     plain: list[tuple[nn.Module, dict[str, Tensor]]] = []
     for module in model.modules():
-        found = {name: routes[id(p)] for name, p in module._parameters.items() if id(p) in routes}
-        maps = {name: route.map(table.config) for name, route in found.items()}
-        for name, route in found.items():
-            if id(route.parameter) not in made:
-                with naming(route.name):
-                    made[id(route.parameter)] = _parts_of(route.parameter, maps[name], route.position)
+        found = {name: p for name, p in module._parameters.items() if id(p) in made}
         if found:
-            built.append((module, maps, {name: made[id(route.parameter)] for name, route in found.items()}))
-            plain.append((module, {name: route.parameter for name, route in found.items()}))
-    for module, maps, of_names in built:
-        kind: Any = type(module)
-        _curve_(module, SELLinear if kind in _LINEAR_TYPES else _curved_type(kind, tuple(maps)), maps, of_names)
+            plain.append((module, cast(dict[str, Tensor], found)))
+            _curve_(module, {name: made[id(p)] for name, p in found.items()})
     _report("converted", plain)
     return model
 
@@ -363,7 +343,6 @@ def _report(verb: str, before: Values) -> None:
         return
     largest = 0.0
     for module, values in before:
-        now = module.sel_effective() if isinstance(module, CurvedModule) else dict(module.named_parameters())
         for name, value in values.items():
-            largest = max(largest, float((value.double() - now[name].double()).abs().max()))
+            largest = max(largest, float((value.double() - getattr(module, name).double()).abs().max()))
     _logger.info("%s %d layers; largest difference of a weight %.3g", verb, len(before), largest)

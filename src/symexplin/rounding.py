@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["key_of", "noise", "round_", "rounded", "span"]
+__all__ = ["key_of", "noise_of", "round_", "rounded", "span"]
 
 _MASK = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B9  # 2^32 over the golden ratio
@@ -36,13 +36,16 @@ def key_of(seed: int, position: int, step: int) -> int:
     return key
 
 
-def noise(key: int, index: Tensor) -> Tensor:
-    """Return int32 noise in [0, 65536) for int64 places; the C kernel computes the same.
+def noise_of(k: Tensor, key: int, offset: int, cols: int, stride: int) -> Tensor:
+    """Return int32 noise in [0, 65536) for elements k of a tensor with the :func:`span` (offset, cols, stride).
 
-    >>> noise(key_of(0, 0, 1), torch.arange(3))
+    The C kernel computes the same.
+
+    >>> noise_of(torch.arange(3), key_of(0, 0, 1), *span((3,), (3,), (0,)))
     tensor([40419,  5019, 17577], dtype=torch.int32)
     """
-    x = (index & _MASK) ^ key ^ ((index >> 32) * _GOLDEN & _MASK)
+    place = offset + k // cols * stride + k % cols
+    x = (place & _MASK) ^ key ^ ((place >> 32) * _GOLDEN & _MASK)
     x = x ^ x >> 16
     x = x * 0x21F0AAAD & _MASK
     x = x ^ x >> 15
@@ -52,22 +55,18 @@ def noise(key: int, index: Tensor) -> Tensor:
 
 
 def rounded(values: Tensor, noise: Tensor) -> Tensor:
-    """Return float32 values rounded to bfloat16 with this noise; NaN and infinities stay."""
+    """Return float32 values rounded to bfloat16 with this noise; NaN, infinities and bfloat16's own values stay."""
     found = (values.view(torch.int32) + noise >> 16).to(torch.int16).view(torch.bfloat16)
     return torch.where(values.isfinite(), found, values.to(torch.bfloat16))
 
 
 def round_(out: Tensor, values: Tensor, key: int, offset: int, cols: int, stride: int) -> None:
-    """Round float32 `values` into bfloat16 `out`; element k has the place that :func:`span` describes.
-
-    NaN and infinities stay, and values that bfloat16 represents do not change.
-    """
+    """Round float32 `values` into bfloat16 `out` with the noise of the key and the :func:`span`."""
     flat, target = values.reshape(-1), out.reshape(-1)
     for first in range(0, flat.numel(), _BLOCK):
         part = flat[first : first + _BLOCK]
         k = torch.arange(first, first + part.numel(), device=part.device)
-        place = offset + k // cols * stride + k % cols
-        target[first : first + _BLOCK] = rounded(part, noise(key, place))
+        target[first : first + _BLOCK] = rounded(part, noise_of(k, key, offset, cols, stride))
     if not out.is_contiguous():
         out.copy_(target.view(out.shape))
 

@@ -151,9 +151,6 @@ def routing(
     """
     config = check_config(config)
     whole = model if whole is None else whole
-    for argument, module in (("model", model), ("whole", whole)):
-        if not isinstance(module, nn.Module):
-            raise ValueError(f"{argument} must be a torch.nn.Module, got {module!r}")
     names: dict[int, list[str]] = {}
     for name, parameter in whole.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

@@ -3,7 +3,9 @@
 import contextlib
 import difflib
 import math
-from collections.abc import Iterable, Iterator
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from numbers import Integral, Real
 
 __all__ = [
@@ -16,6 +18,7 @@ __all__ = [
     "check_whole",
     "did_you_mean",
     "naming",
+    "warn",
 ]
 
 
@@ -44,12 +47,7 @@ def did_you_mean(value: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def check_flag(name: str, value: object) -> bool:
-    """Return `value` if it is True or False, else raise ValueError.
-
-    >>> check_flag("bias", "no")
-    Traceback (most recent call last):
-    ValueError: bias must be True or False, got 'no'
-    """
+    """Return `value` if it is True or False, else raise ValueError."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, got {value!r}")
     return value
@@ -62,65 +60,37 @@ def check_positive(name: str, value: object) -> float:
     Traceback (most recent call last):
     ValueError: beta must be a positive finite number, got 0
     """
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0.0 < float(value) < math.inf:
-        raise ValueError(f"{name} must be a positive finite number, got {value!r}")
-    return float(value)
+    return _number(name, value, "a positive finite number", lambda x: 0.0 < x < math.inf)
 
 
 def check_finite(name: str, value: object) -> float:
-    """Return `value` as a float if it is a finite number, else raise ValueError.
-
-    >>> check_finite("start", math.inf)
-    Traceback (most recent call last):
-    ValueError: start must be a finite number, got inf
-    """
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(float(value)):
-        raise ValueError(f"{name} must be a finite number, got {value!r}")
-    return float(value)
+    """Return `value` as a float if it is a finite number, else raise ValueError."""
+    return _number(name, value, "a finite number", math.isfinite)
 
 
 def check_not_negative(name: str, value: object) -> float:
-    """Return `value` as a float if it is a finite number of at least 0, else raise ValueError.
+    """Return `value` as a float if it is a finite number of at least 0, else raise ValueError."""
+    return _number(name, value, "a finite number >= 0", lambda x: 0.0 <= x < math.inf)
 
-    >>> check_not_negative("lr", -1)
-    Traceback (most recent call last):
-    ValueError: lr must be a finite number >= 0, got -1
-    """
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0.0 <= float(value) < math.inf:
-        raise ValueError(f"{name} must be a finite number >= 0, got {value!r}")
+
+def check_fraction(name: str, value: object) -> float:
+    """Return `value` as a float if it lies in [0, 1), else raise ValueError."""
+    return _number(name, value, "a number in [0, 1)", lambda x: 0.0 <= x < 1.0)
+
+
+def _number(name: str, value: object, need: str, holds: Callable[[float], bool]) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real) or not holds(float(value)):
+        raise ValueError(f"{name} must be {need}, got {value!r}")
     return float(value)
 
 
 def check_whole(name: str, value: object, minimum: int = 1, maximum: int = 2**63 - 1) -> int:
-    """Return `value` if it is a whole number from `minimum` to `maximum`, else raise ValueError.
-
-    >>> check_whole("steps", 0)
-    Traceback (most recent call last):
-    ValueError: steps must be a whole number >= 1, got 0
-    """
+    """Return `value` if it is a whole number from `minimum` to `maximum`, else raise ValueError."""
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < minimum:
         raise ValueError(f"{name} must be a whole number >= {minimum}, got {value!r}")
     if int(value) > maximum:
         raise ValueError(f"{name} must be a whole number <= {maximum}, got {value!r}")
     return int(value)
-
-
-def check_fraction(name: str, value: object) -> float:
-    """Return `value` as a float if it lies in [0, 1), else raise ValueError.
-
-    >>> check_fraction("floor", 1.5)
-    Traceback (most recent call last):
-    ValueError: floor must be a number in [0, 1), got 1.5
-    """
-    if value == 0:
-        return 0.0
-    try:
-        number = check_positive(name, value)
-    except ValueError:
-        number = 1.0
-    if number >= 1.0:
-        raise ValueError(f"{name} must be a number in [0, 1), got {value!r}")
-    return number
 
 
 @contextlib.contextmanager
@@ -136,3 +106,11 @@ def naming(name: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
+
+
+def warn(message: str) -> None:
+    """Warn, and point at the line that called into this package, also where torch calls it in between."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("symexplin", "torch"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)

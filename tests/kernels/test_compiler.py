@@ -31,9 +31,7 @@ def answer(source):
 
 def test_compiles_once_for_each_source_compiler_and_processor(source, cache, monkeypatch):
     assert answer(source) == 42
-    (library,) = cache.glob("*.so")
     assert cache.stat().st_mode & 0o777 == 0o700
-    assert not library.stat().st_mode & 0o022
     found = compiler.find_compiler()
     with monkeypatch.context() as patch:
         patch.setattr(compiler, "_run", lambda command, _: pytest.fail(f"compiled again: {command}"))
@@ -45,29 +43,24 @@ def test_compiles_once_for_each_source_compiler_and_processor(source, cache, mon
     assert len(list(cache.glob("*.so"))) == 3
 
 
-@pytest.mark.parametrize("harm", ["broken", "cut off", "writable library", "writable folder", "no folder"])
+@pytest.mark.parametrize("harm", ["broken", "writable folder", "no folder"])
 def test_a_library_that_cannot_be_trusted_is_not_loaded(source, cache, tmp_path, monkeypatch, harm):
     assert answer(source) == 42
     (library,) = cache.glob("*.so")
-    name, whole = library.name, library.read_bytes()
-    shutil.copytree(cache, tmp_path / "other" / "symexplin")  # not loaded yet by this process
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
-    planted = tmp_path / "other" / "symexplin" / name
-    if harm == "no folder":
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))  # its libraries are not loaded yet by this process
+    planted = tmp_path / "other" / "symexplin" / library.name
+    planted.parent.mkdir(mode=0o700, parents=True)
+    planted.write_bytes(b"not a library")
+    if harm == "writable folder":
+        planted.parent.chmod(0o777)
+    elif harm == "no folder":
         shutil.rmtree(planted.parent)
         planted.parent.write_text("")
-    elif harm == "writable folder":
-        planted.write_bytes(b"not a library")
-        planted.parent.chmod(0o777)
-    else:
-        planted.write_bytes(b"not a library" if harm != "cut off" else whole[: len(whole) // 2])
-        planted.chmod(0o666 if harm == "writable library" else 0o600)
     assert answer(source) == 42
-    if harm == "writable folder":
+    if harm == "broken":
+        assert planted.read_bytes() == library.read_bytes()
+    elif harm == "writable folder":
         assert planted.read_bytes() == b"not a library"  # a temporary folder served
-    elif harm != "no folder":
-        assert planted.stat().st_size == len(whole)
-        assert not planted.stat().st_mode & 0o022
 
 
 def test_what_another_user_owns_is_refused(source, monkeypatch):

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 import symexplin as sel
-from symexplin.kernels import using
-from symexplin.presets import IDENTITY, PRESETS
+from symexplin.presets import IDENTITY
 from training import PAPER, Reference, assert_same_bits, backward, batch, build, network, squares
 
 AUTO = 7.5 * (20 / 1024) ** 0.5  # DESIGN's beta of the network's width
@@ -58,7 +57,9 @@ def test_forty_steps_are_those_of_adamw_on_raw_weights(name, dtype):
         else:
             loss = squares(batch(step, dtype).double())
         reference.step(loss, max_norm=0.5)
+        before = [p.grad.clone() for p in model.parameters()]
         optimizer.step()
+        assert all(map(torch.equal, before, (p.grad for p in model.parameters())))
         assert float(optimizer.grad_norm) == pytest.approx(float(reference.norm), rel=TIGHT[dtype])
     assert bool((start[0].weight.sign() * model[0].weight.sign() < 0).any())
     for name, wanted in reference.weights().items():
@@ -68,28 +69,6 @@ def test_forty_steps_are_those_of_adamw_on_raw_weights(name, dtype):
 
 
 TIGHT = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 1e-5}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", PRESETS)
-def test_both_paths_take_the_same_steps(name, dtype):
-    """Also where a parameter sometimes has no gradient; state and norm are compared, too."""
-    ends = []
-    for choice in ("auto", "readable"):
-        model = network(dtype)
-        optimizer = build(model, sel.preset(name), weight_decay=0.1)
-        with using(choice):
-            for step in range(12):
-                optimizer.zero_grad()
-                backward(model, step)
-                if step % 5 == 3:
-                    model[0].weight.grad = None
-                optimizer.step()
-        state = [v.double() for values in optimizer.state.values() for v in values.values()]
-        ends.append([*(p.detach().double() for p in model.parameters()), *state, optimizer.grad_norm.double()])
-    for ours, theirs in zip(*ends, strict=True):
-        gap = 2e-2 if dtype == torch.bfloat16 else 2e-5
-        assert bool(((ours - theirs).abs() <= gap * theirs.abs().max() + 1e-30).all())
 
 
 class Tied(nn.Module):
@@ -134,24 +113,6 @@ def test_the_identity_map_is_torchs_adamw_with_clipping(kind, set_to_none):
     assert len(optimizer.state) == len(list(ours.parameters()))  # a tied weight is one parameter
 
 
-@pytest.mark.parametrize("config", [sel.SELConfig(beta=7.5), sel.preset("frozen")], ids=["master", "raw"])
-@pytest.mark.usefixtures("path")
-def test_small_steps_are_not_lost_under_bf16_parameters(config):
-    model = nn.ModuleList([nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)])
-    nn.init.uniform_(model[0].weight, 0.1, 0.5, generator=torch.Generator().manual_seed(0))
-    optimizer = build(model, config, lr=1e-5, weight_decay=0.0)
-    optimizer.create_state()
-    ((_, before),) = [(name, c._replace(raw=c.raw.clone())) for name, c in optimizer.curved()]
-    for _ in range(200):
-        optimizer.zero_grad()
-        model[0].weight.float().sum().backward()
-        optimizer.step()
-    ((_, after),) = optimizer.curved()
-    # Adam's step on a constant gradient is lr, a hundredth of half an ulp of bfloat16 at 0.3.
-    torch.testing.assert_close(before.raw - after.raw, torch.full((8, 8), 200 * 1e-5), rtol=0.02, atol=1e-5)
-    assert torch.equal(model[0].weight, after.effective().to(torch.bfloat16))
-
-
 @pytest.mark.parametrize("size", [1.5e19, 1e20])
 @pytest.mark.usefixtures("path")
 def test_a_spike_that_adamw_survives_is_survived(size):
@@ -165,18 +126,6 @@ def test_a_spike_that_adamw_survives_is_survived(size):
             model[0].weight.grad[1, 1] = size
         optimizer.step()
     assert all(p.isfinite().all() for p in model.parameters())
-
-
-@pytest.mark.usefixtures("path")
-def test_betas_of_zero_are_the_sign_of_the_gradient():
-    model = nn.Sequential(nn.Linear(4, 4, bias=False))
-    optimizer = build(model, IDENTITY, betas=(0.0, 0.0), eps=0.0, weight_decay=0.0, lr=0.125, max_grad_norm=None)
-    expected = model[0].weight.detach().clone()
-    for step, size in enumerate((1.0, 1e4, 1.0, 1e-4)):
-        model[0].weight.grad = size * torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
-        expected -= 0.125 * model[0].weight.grad.sign()
-        optimizer.step()
-        torch.testing.assert_close(model[0].weight.detach(), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

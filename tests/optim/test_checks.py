@@ -1,8 +1,6 @@
 """What is refused: one table of calls and what their errors say. test_state has the states that do not fit."""
 
-import functools
 import math
-import re
 
 import pytest
 import torch
@@ -40,21 +38,15 @@ def added(**group):
             optimizer.add_param_group(group)
         finally:
             assert len(optimizer.param_groups) == 2
-            train(network(), optimizer, 0)
 
     return call
 
 
-def cube():
+def replaced(name, *shape):
+    """Build an optimizer over curved groups in which the first parameter has another shape, and its state."""
     groups = sel.param_groups(network(), config=sel.preset("frozen"))
-    groups[0]["params"][0] = ("cube", nn.Parameter(torch.zeros(2, 2, 2)))
-    ADAMW(groups)
-
-
-def flattened():
-    groups = sel.param_groups(network(), config=sel.preset("frozen"))
-    groups[0]["params"][0] = ("0.weight", nn.Parameter(torch.zeros(6, 20)))
-    ADAMW(groups).create_state()
+    groups[0]["params"][0] = (name, nn.Parameter(torch.zeros(shape)))
+    return lambda: ADAMW(groups).create_state()
 
 
 def repeated():
@@ -76,16 +68,6 @@ def sparse():
     optimizer.step()
 
 
-def complex_model():
-    model = network()
-    model.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
-    ADAMW(model)
-
-
-def fsdp1():
-    sel.param_groups(type("FullyShardedDataParallel", (nn.Module,), {})())
-
-
 def switched(kind=torch.optim.AdamW, stepped=False, ours=ADAMW, over=None, **settings):
     def call():
         model = network()
@@ -98,133 +80,100 @@ def switched(kind=torch.optim.AdamW, stepped=False, ours=ADAMW, over=None, **set
     return call
 
 
-def annealed(config=PAPER, total_steps=None, lr=3e-4):
-    model = network() if config is None else sel.convert(network(), config)
-    sel.anneal_scales(
-        torch.optim.SGD(model.parameters() if config is None else sel.param_groups(model, lr=lr)), total_steps
-    )
+def annealed(model, total_steps=None):
+    sel.anneal_scales(torch.optim.SGD(sel.param_groups(model, lr=3e-4)), total_steps)
 
 
-LIST = {
-    "axes": ["oi"],
-    "parts": [""],
-    "position": [0],
-    "shape": [(2, 2)],
-    "config": sel.SELConfig().resolve(2).to_json(),
-}
+Q = ("q", nn.Parameter(torch.zeros(2, 2)))
+PHASE = ("phase", nn.Parameter(torch.zeros(2, dtype=torch.complex64)))
+LISTS = {"axes": ["oi"], "parts": [""], "position": [0], "shape": [(2, 2)]}
+CURVED = {"role": "curved", "config": sel.SELConfig().resolve(2).to_json()}
+SWITCHES = ("amsgrad", "capturable", "differentiable", "foreach", "fused", "maximize")
+# Calls, and what their errors must name, in this order: the argument, the value, what would be right.
 TABLE = [
     # settings of the rule
-    (made(lr=-1.0), "lr must be a finite number >= 0, got -1.0"),
-    (made(lr=None), "lr must be a finite number >= 0, got None"),
-    (made(lr=torch.ones(2)), "lr must be a finite number >= 0, got tensor"),
-    (made(lr="fast"), "lr must be a number, or {name pattern: number}, got 'fast'"),
-    (made(eps=NAN), "eps must be a finite number >= 0, got nan"),
-    (made(weight_decay=-0.1), "weight_decay must be a finite number >= 0, got -0.1"),
     *(
-        (made(betas=b), "betas must be two numbers in [0, 1), got")
-        for b in (None, (None, 0.9), ("a", 0.9), 0.9, (0.9, 1.0), (0.9,))
+        (made(lr=lr), f"lr .*{got}")
+        for lr, got in ((-1.0, "-1"), (None, "None"), (torch.ones(2), "tensor"), ("a", "'a'"))
     ),
-    (made(total_steps=0), "total_steps must be a whole number >= 1, got 0"),
-    (made(total_steps=2.5), "total_steps must be a whole number >= 1, got 2.5"),
-    (made(config=ANNEALED), 'total_steps must be given, a number or "later": e is annealed from k = 50 to 8'),
-    (lambda: build(network()).set_total_steps(0), "total_steps must be a whole number >= 1, got 0"),
-    (made(max_grad_norm=0.0), "max_grad_norm must be a positive finite number, got 0.0"),
-    (made(moment_bits=4), "moment_bits must be 32 or 8, got 4"),
-    (made(stochastic_rounding=1), "stochastic_rounding must be True or False, got 1"),
-    (
-        made(stochastic_rounding=True, config=sel.preset("frozen")),
-        "stochastic_rounding must be False for a map that stores raw",
-    ),
-    (made(MUON, lr=-1.0), "lr must be a finite number >= 0, got -1.0"),
-    (made(MUON, momentum=1.0), "momentum must be a number in [0, 1), got 1.0"),
-    (made(MUON, nesterov=1), "nesterov must be True or False, got 1"),
-    (made(MUON, ns_coefficients=(1.0, 2.0)), "ns_coefficients must be three numbers, got (1.0, 2.0)"),
-    (made(MUON, ns_steps=100), "ns_steps must be a whole number <= 99, got 100"),
-    (made(MUON, ns_eps=-1.0), "ns_eps must be a finite number >= 0, got -1.0"),
-    (made(MUON, adjust_lr_fn="match_rms"), "; did you mean 'match_rms_adamw'?"),
-    (made(MUON, split={"*qkv*": (4, 4)}), "split pattern '*qkv*' matches no parameter"),
+    (made(eps=NAN), "eps .*nan"),
+    (made(weight_decay=-0.1), "weight_decay .*-0.1"),
+    *((made(betas=b), "betas .*two numbers") for b in (None, (None, 0.9), ("a", 0.9), 0.9, (0.9, 1.0), (0.9,))),
+    *((made(total_steps=total), f"total_steps .*{total}") for total in (0, 2.5)),
+    (made(config=ANNEALED), 'total_steps .*"later".*50 to 8'),
+    (lambda: build(network()).set_total_steps(0), "total_steps .*0"),
+    (made(max_grad_norm=0.0), "max_grad_norm .*0.0"),
+    (made(moment_bits=4), "moment_bits .*32 or 8.*4"),
+    (made(stochastic_rounding=1), "stochastic_rounding .*1"),
+    (made(stochastic_rounding=True, config=sel.preset("frozen")), "stochastic_rounding .*raw"),
+    (made(MUON, lr=-1.0), "lr .*-1.0"),
+    (made(MUON, momentum=1.0), "momentum .*1.0"),
+    (made(MUON, nesterov=1), "nesterov .*1"),
+    (made(MUON, ns_coefficients=(1.0, 2.0)), "ns_coefficients .*three"),
+    (made(MUON, ns_steps=100), "ns_steps .*99.*100"),
+    (made(MUON, ns_eps=-1.0), "ns_eps .*-1.0"),
+    (made(MUON, adjust_lr_fn="match_rms"), "adjust_lr_fn.*'match_rms_adamw'"),
+    (made(MUON, split={"*qkv*": (4, 4)}), "qkv.* no parameter"),
     (made(MUON, split={"0.weight": (7, 4)}), "0.weight"),
     # unknown arguments and torch's switches
-    (made(betta=0.9), "SELAdamW has no argument 'betta'; did you mean 'betas'?"),
-    (made(MUON, momentun=0.9), "SELMuon has no argument 'momentun'; did you mean 'momentum'?"),
-    (made(MUON, moment_bit=8), "SELMuon has no argument 'moment_bit'; did you mean 'moment_bits'?"),
-    *(
-        (call, f"{switch} must be left out, got True: SEL optimizers have no such switch")
-        for switch in ("amsgrad", "capturable", "differentiable", "foreach", "fused", "maximize")
-        for call in (made(**{switch: True}), made(MUON, **{switch: True}), edited(**{switch: True}))
-    ),
+    (made(betta=0.9), "SELAdamW .*'betta'.*'betas'"),
+    (made(MUON, momentun=0.9), "SELMuon .*'momentun'.*'momentum'"),
+    (made(MUON, moment_bit=8), "'moment_bit'.*'moment_bits'"),
+    *((made(MUON, **{switch: True}), switch) for switch in SWITCHES),
+    *((edited(**{switch: True}), switch) for switch in SWITCHES),
     # parameters and groups
-    (lambda: ADAMW(network().parameters()), "params has no curved group: pass a plain model itself"),
-    (lambda: ADAMW(sel.param_groups(sel.convert(network()), lr=1e-3)), "params has no curved group"),
-    (lambda: ADAMW(torch.zeros(2, 2)), "params argument given to the optimizer should be an iterable"),
-    (lambda: ADAMW([]), "empty parameter list"),
-    (repeated, "some parameters appear in more than one parameter group"),
-    (lambda: ADAMW(sel.param_groups(network()), config=PAPER), "config and no_decay go with a model"),
-    (complex_model, "phase must be real and floating point, got torch.complex64"),
-    (added(params=[("phase", nn.Parameter(torch.zeros(2, dtype=torch.complex64)))]), "phase must be real and floating"),
-    (added(params=[("q", nn.Parameter(torch.zeros(2, 2)))], role="curved"), "a curved group needs 'config'"),
-    (
-        added(params=[("q", nn.Parameter(torch.zeros(2, 2)))], max_grad_norm=0.1),
-        "max_grad_norm must be equal in all groups, 1.0",
-    ),
-    (
-        added(params=[(n, nn.Parameter(torch.zeros(2, 2))) for n in "ab"], role="curved", **LIST),
-        "axes must have one entry per parameter, got 1 for 2",
-    ),
-    (added(params=[("q", nn.Parameter(torch.zeros(2)))], lr=-1.0), "lr must be a finite number >= 0, got -1.0"),
-    (cube, "cube must have one dimension per letter of its axes 'oi', got the shape (2, 2, 2)"),
-    (flattened, "0.weight must have its shape (20, 12), got (6, 20): parameters flattened after the groups were built"),
-    (infinite, "3.weight: cannot invert mode='mismatch' for 1 of 120 elements: the weights must be finite"),
-    (sparse, "words.weight: sparse gradients are not supported: set sparse=False"),
+    (lambda: ADAMW(network().parameters()), "no curved group"),
+    (lambda: ADAMW(sel.param_groups(sel.convert(network()), lr=1e-3)), "no curved group"),
+    (repeated, "more than one parameter group"),
+    (lambda: ADAMW(sel.param_groups(network()), config=PAPER), "config .* model"),
+    (added(params=[PHASE]), "phase .*complex64"),
+    (added(params=[Q], role="curved"), "axes"),
+    (added(params=[Q], config=sel.SELConfig()), "config .*param_groups"),
+    (lambda: ADAMW(network().half(), stochastic_rounding=True), "stochastic_rounding .*float16"),
+    (added(params=[Q], max_grad_norm=0.1), "max_grad_norm .*1.0.*0.1"),
+    (added(params=[Q, ("r", nn.Parameter(torch.zeros(2, 2)))], **CURVED, **LISTS), "axes .*1 for 2"),
+    (added(params=[Q], lr=-1.0), "lr .*-1.0"),
+    (replaced("cube", 2, 2, 2), "cube .*20, 12.*2, 2, 2"),
+    (replaced("0.weight", 6, 20), "0.weight .*20, 12.*6, 20"),
+    (infinite, "3.weight.* 1 of 120 .*finite"),
+    (sparse, "words.weight.*sparse=False"),
     # param_groups
-    (
-        lambda: ADAMW(sel.param_groups(network(), weight_decay=NAN)),
-        "weight_decay must be a finite number >= 0, got nan",
-    ),
     (grouped(config=ANNEALED.from_dict({"e": {"pattern": "row"}})), "lr must be given"),
-    (grouped(lr={"4.*": 1e-3, "*": 1e-3}), "lr pattern '4.*' matches no parameter"),
-    (grouped(lr={"1.*": 1e-3}), "lr must have a pattern for every name, got none for '0.weight': end with '*'"),
-    (grouped(lr={"*": 1e-3, "1.*": 2e-3}), "lr pattern '1.*' never counts, as the first pattern that matches"),
-    (grouped(lr=[1e-3, 2e-3]), "lr must be a number, or {name pattern: number}, got [0.001, 0.002]"),
-    (grouped(weight_decay={"nothing": 0.1}), "weight_decay pattern 'nothing' matches no parameter"),
-    (grouped(no_decay=["norm.*"]), "no_decay pattern 'norm.*' matches no parameter; names are, for example"),
-    (grouped(no_decay="bias"), "no_decay must be a sequence of patterns, or 'usual', got the string 'bias'"),
-    (grouped(no_decay=[0]), "no_decay must have names or patterns of parameters, got [0]"),
-    (grouped(no_decay=True), "no_decay must have names or patterns of parameters, got True"),
-    (grouped(whole=network()), "model must be a part of whole"),
-    (lambda: sel.param_groups(nn.Sequential(nn.LayerNorm(4))), "model has nothing to curve"),
-    (lambda: sel.param_groups(sel.convert(network()), config=PAPER), "config must be None for a converted model"),
-    (fsdp1, "model must not be wrapped by FullyShardedDataParallel (FSDP1)"),
+    (grouped(lr={"4.*": 1e-3, "*": 1e-3}), r"lr .*4\.\*"),
+    (grouped(lr={"1.*": 1e-3}), r"lr .*0\.weight.*'\*'"),
+    (grouped(lr={"*": 1e-3, "1.*": 2e-3}), r"lr .*1\.\*.* never"),
+    (grouped(lr=[1e-3, 2e-3]), "lr .*0.001, 0.002"),
+    (grouped(no_decay=["norm.*"]), "no_decay .*norm"),
+    (grouped(no_decay="bias"), "no_decay .*'usual'.*'bias'"),
+    (grouped(no_decay=[0]), r"no_decay .*\[0\]"),
+    (grouped(no_decay=True), "no_decay .*True"),
+    (grouped(whole=network()), "whole"),
+    (lambda: sel.param_groups(nn.Sequential(nn.LayerNorm(4))), "nothing to curve"),
+    (lambda: sel.param_groups(sel.convert(network()), config=PAPER), "config .*converted"),
     # switching from AdamW, annealing, suggesting a rate
-    (switched(stepped=True), "optimizer must not have stepped or loaded a state: it would be lost"),
-    (switched(amsgrad=True), "adamw must not use amsgrad"),
-    (switched(maximize=True), "adamw must not use maximize"),
-    (switched(torch.optim.Adam, weight_decay=0.1), "adamw must have decoupled weight decay"),
-    (switched(torch.optim.SGD), "adamw must be a torch.optim.AdamW or Adam, got SGD"),
-    (switched(over=(0, 3)), "adamw must be over the same parameters: it does not have 1.weight"),
-    (switched(ours=MUON), "optimizer must be a symexplin.SELAdamW, got SELMuon"),
-    (lambda: sel.to_adamw(MUON(network())), "optimizer must be a symexplin.SELAdamW, got SELMuon"),
-    (
-        lambda: sel.to_adamw(torch.optim.AdamW(network().parameters())),
-        "optimizer must be a symexplin.SELAdamW, got AdamW",
-    ),
-    (annealed, "total must be the number of annealing steps"),
-    (functools.partial(annealed, None, 20), "optimizer has no group with multipliers"),
-    (lambda: sel.suggest_lr(network(), adamw_lr=0), "adamw_lr must be a positive finite number, got 0"),
-    (lambda: sel.suggest_lr(nn.LayerNorm(4), adamw_lr=1e-3), "model has nothing to curve"),
+    (switched(stepped=True), "stepped"),
+    (switched(amsgrad=True), "amsgrad"),
+    (switched(maximize=True), "maximize"),
+    (switched(torch.optim.Adam, weight_decay=0.1), "decoupled"),
+    (switched(torch.optim.SGD), "SGD"),
+    (switched(over=(0, 3)), "1.weight"),
+    (switched(ours=MUON), "SELMuon"),
+    (lambda: sel.to_adamw(MUON(network())), "SELMuon"),
+    (lambda: sel.to_adamw(torch.optim.AdamW(network().parameters())), "AdamW"),
+    (lambda: annealed(sel.convert(network(), PAPER)), "total"),
+    (lambda: sel.anneal_scales(torch.optim.SGD(network().parameters()), 20), "param_groups"),
+    (lambda: sel.suggest_lr(network(), adamw_lr=0), "adamw_lr .*0"),
+    (lambda: sel.suggest_lr(nn.LayerNorm(4), adamw_lr=1e-3), "nothing to curve"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("call", "message"), TABLE, ids=[f"{i}: {message[:40]}" for i, (_, message) in enumerate(TABLE)]
-)
+@pytest.mark.parametrize(("call", "message"), TABLE, ids=[f"{i}: {message}" for i, (_, message) in enumerate(TABLE)])
 def test_refused(call, message):
-    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+    with pytest.raises((ValueError, TypeError), match=message):
         call()
 
 
-@pytest.mark.parametrize("switch", ["amsgrad", "capturable", "differentiable", "foreach", "fused", "maximize"])
+@pytest.mark.parametrize("switch", SWITCHES)
 def test_switches_that_are_off_are_accepted(switch):
     made(**{switch: None})()
-    made(MUON, **{switch: False})()
     edited(**{switch: False})()

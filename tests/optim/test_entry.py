@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import symexplin as sel
 from pairwise import every_pair
+from symexplin import kernels
 from training import PAPER, assert_same_bits, backward, batch, build, network, train
 
 COUNT, OUT, IN = 3, 6, 4
@@ -106,56 +107,55 @@ def test_stacks_and_convolutions_train_as_the_layers_that_they_contain(form, nam
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12 if exact else 1e-5 if kind is sel.SELAdamW else 1e-3)
 
 
-@ends
+def turned(tensor):
+    return tensor.t().contiguous().t()
+
+
+def apart(tensor):
+    return torch.stack([tensor, tensor], -1)[..., 0]
+
+
+def expanded(tensor):
+    return tensor[:1].expand_as(tensor)
+
+
+def channels_last(tensor):
+    return tensor.contiguous(memory_format=torch.channels_last)
+
+
+# What lies in memory in another order: gradients, or the parameters themselves, of matrices, vectors and convolutions.
+GRADS = {"turned": {2: turned}, "apart": {1: apart, 2: apart, 4: apart}, "expanded": {2: expanded}}
+VALUES = {"turned": {2: turned}, "apart": {1: apart}, "channels last": {4: channels_last}}
+ORDERS = [*(("gradients", order) for order in GRADS), *(("values", order) for order in VALUES)]
+
+
+@pytest.mark.parametrize(("of", "name"), ORDERS)
 @pytest.mark.parametrize("kind", [sel.SELAdamW, sel.SELMuon])
-@pytest.mark.usefixtures("path")
-def test_a_convolution_in_channels_last_trains_as_in_its_usual_memory(config, kind):
-    torch.manual_seed(0)
-    models = [nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)) for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    models[1].to(memory_format=torch.channels_last)
-    states = []
-    for model in models:
-        optimizer = build(model, config, kind=kind)
-        generator = torch.Generator().manual_seed(1)
-        for _ in range(10):
-            optimizer.zero_grad()
-            model(torch.randn(4, 3, 8, 8, generator=generator)).square().mean().backward()
-            optimizer.step()
-        states.append(optimizer.state_dict()["state"])
-    assert models[1][0].weight.is_contiguous(memory_format=torch.channels_last)
-    for key, state in states[0].items():
-        for name, value in state.items():
-            torch.testing.assert_close(
-                states[1][key][name], value, rtol=1e-3, atol=1e-5 if kind is sel.SELAdamW else 1e-2
-            )
-
-
-def turned(p):
-    return nn.Parameter(p.detach().t().contiguous().t() if p.dim() == 2 else torch.stack([p.detach()] * 2, -1)[:, 0])
-
-
 @ends
-@pytest.mark.parametrize("fold", [lambda g: g.t().contiguous().t(), lambda g: torch.stack([g, g], -1)[..., 0], None])
 @pytest.mark.usefixtures("path")
-def test_gradients_and_parameters_of_any_stride(config, fold):
-    ours, theirs = network(), network()
-    if fold is None:  # the parameters themselves
-        for module in ours.modules():
-            module._parameters = {name: turned(p) for name, p in module._parameters.items()}
+def test_gradients_and_parameters_of_any_stride(of, name, kind, config):
     ends = []
-    for model in (ours, theirs):
-        optimizer = build(model, config)
+    for changed in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(12, 20), nn.LayerNorm(20), nn.Conv2d(3, 4, 3))
+        for p in model.parameters() if changed and of == "values" else ():
+            p.data = VALUES[name].get(p.dim(), torch.clone)(p.data)
+        optimizer = build(model, config, kind=kind)
         for step in range(3):
             generator = torch.Generator().manual_seed(step)
             for p in model.parameters():
                 grad = torch.randn(p.shape, generator=generator)
-                grad = grad[0].expand_as(grad) if p.dim() == 2 and step == 2 else grad
-                p.grad = fold(grad) if fold is not None and model is ours and p.dim() == 2 else grad
+                grad = expanded(grad).clone() if name == "expanded" and p.dim() == 2 else grad
+                p.grad = GRADS[name].get(p.dim(), torch.clone)(grad) if changed and of == "gradients" else grad
             optimizer.step()
-        ends.append(list(model.parameters()))
-    for p, q in zip(*ends, strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+        ends.append((model, optimizer.state_dict()["state"]))
+    (one, state), (other, found) = ends
+    assert (name == "channels last") == other[2].weight.is_contiguous(memory_format=torch.channels_last)
+    for p, q in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(q, p, rtol=1e-5, atol=1e-6 if kind is sel.SELAdamW else 1e-3)
+    for key, values in state.items():
+        for entry, value in values.items():
+            torch.testing.assert_close(found[key][entry], value, rtol=1e-5, atol=1e-6 if kind is sel.SELAdamW else 1e-3)
 
 
 def move_weight(weight, _):
@@ -250,8 +250,6 @@ def test_a_wrapper_subclass_is_trained_by_torchs_operations():
 
 def test_operations_that_somebody_watches_are_torchs():
     """Under a dispatch mode (fake tensors, tracing, counting) kernels would work unseen, or on memory that is none."""
-    from symexplin import kernels
-
     model, twin = network(), network()
     optimizer, reference = build(model), build(twin)
     backward(model, 0)

@@ -3,6 +3,7 @@
 import contextlib
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ from torch import nn
 import symexplin as sel
 from symexplin.kernels import cpu, formulas, using
 from symexplin.kernels.compiler import find_compiler
-from symexplin.optim.fused import Fused
 
 PATHS = [
     pytest.param("c", marks=pytest.mark.skipif(find_compiler() is None, reason="needs a C compiler")),
@@ -59,7 +59,12 @@ class Network(nn.Module):
 @contextlib.contextmanager
 def path(name, monkeypatch):
     """Use one of the paths, or "readable"."""
-    with monkeypatch.context() as patch, using({"compiled": "compiled", "readable": "readable"}.get(name, "auto")):
+    with (
+        monkeypatch.context() as patch,
+        warnings.catch_warnings(),
+        using({"compiled": "compiled", "readable": "readable"}.get(name, "auto")),
+    ):
+        warnings.filterwarnings("error", "torch.compile failed")  # no silent change to eager operations
         if name == "blocks":
             patch.setattr(cpu, "load", lambda: None)
         yield
@@ -79,6 +84,8 @@ def steps(count, config, dtype=torch.float32, rate=1e-3, **settings):
         inputs = torch.randn(8, 24, generator=torch.Generator().manual_seed(step)).to(dtype)
         optimizer.zero_grad()
         (model(inputs).float() - 1.0).square().mean().backward()
+        if step == 3:
+            model.wide.weight.grad = None
         optimizer.step()
     return model, optimizer
 
@@ -103,6 +110,22 @@ def test_kernels_step_as_float64_does(config, name, monkeypatch):
         for key, value in of_exact.state[q].items():
             found = of_fast.state[p][key].double()
             assert (found - value).norm() <= 2e-3 * value.norm() + 1e-9, key
+    check_a_rate_of_zero(fast, of_fast, name, monkeypatch)
+
+
+def check_a_rate_of_zero(model, optimizer, name, monkeypatch):
+    """It keeps the bits and moves the moments."""
+    model.wide.bias.data[0] = -0.0
+    optimizer.take_over_writes()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    moment = optimizer.state[model.wide.weight]["exp_avg"].clone()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    with path(name, monkeypatch):
+        optimizer.step()
+    for key, value in model.state_dict().items():
+        assert torch.equal(value.view(torch.int32), before[key].view(torch.int32)), key
+    assert not torch.equal(optimizer.state[model.wide.weight]["exp_avg"], moment)
 
 
 @pytest.mark.parametrize("name", PATHS)
@@ -121,73 +144,12 @@ def test_half_precision_steps_from_equal_gradients(config, settings, name, monke
         torch.testing.assert_close(p, q, rtol=2**-7, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", PATHS)
-@pytest.mark.parametrize("config", ["default", "paper"])
-def test_a_rate_of_zero_keeps_the_bits_and_moves_the_moments(config, name, monkeypatch):
+@pytest.mark.parametrize("name", PATHS[:2])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_kernels_cover_the_default_and_the_papers_maps(config, name, monkeypatch):
+    monkeypatch.setattr(sel.SELAdamW, "rule_", lambda *_: pytest.fail("left to the rule"))
     with path(name, monkeypatch):
-        model, optimizer = steps(2, CONFIGS[config])
-        with torch.no_grad():
-            model.wide.bias[0] = -0.0
-        optimizer.take_over_writes()
-        before = {key: value.clone() for key, value in model.state_dict().items()}
-        moment = optimizer.state[model.wide.weight]["exp_avg"].clone()
-        for group in optimizer.param_groups:
-            group["lr"] = 0.0
-        optimizer.step()
-    for key, value in model.state_dict().items():
-        assert torch.equal(value.view(torch.int32), before[key].view(torch.int32)), key
-    assert not torch.equal(optimizer.state[model.wide.weight]["exp_avg"], moment)
-
-
-@pytest.mark.parametrize("name", ["c", "blocks"])
-def test_kernels_cover_the_default_and_the_papers_maps(name, monkeypatch):
-    if name == "c" and find_compiler() is None:
-        pytest.skip("needs a C compiler")
-    with path(name, monkeypatch):
-        for config in CONFIGS.values():
-            _, optimizer = steps(1, config)
-            entries = list(optimizer.entries())
-            fused = Fused(entries)
-            left = [entry.name for entry in entries if entry not in fused]
-            assert left == []
-
-
-def test_other_rules_memory_and_dtypes_are_left_to_the_rule():
-    class Halved(sel.SELAdamW):
-        def rule_(self, leaves, group):  # noqa: ARG002
-            for leaf in leaves:
-                leaf.value.mul_(0.5)
-
-    torch.manual_seed(0)
-    layer = nn.Linear(40, 30)
-    before = layer.weight.detach().clone()
-    optimizer = Halved(layer, lr=1.0, config=sel.SELConfig(mode="linear", beta=1.0))
-    layer(torch.ones(2, 40)).sum().backward()
-    optimizer.step()
-    torch.testing.assert_close(layer.weight.detach(), before / 2)
-    for dtype in (torch.float16, torch.float64):
-        model = nn.Linear(8, 8, dtype=dtype)
-        optimizer = sel.SELAdamW(model)
-        model.weight.grad = torch.ones_like(model.weight)
-        optimizer.step()
-        entries = [entry for entry in optimizer.entries() if entry.parameter.grad is not None]
-        assert not any(entry in Fused(entries) for entry in entries)
-
-
-@pytest.mark.skipif(find_compiler() is None, reason="needs a C compiler")
-def test_results_do_not_depend_on_the_number_of_threads():
-    found = []
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            found.append([steps(3, CONFIGS[name])[1] for name in ("default", "paper")])
-    finally:
-        torch.set_num_threads(threads)
-    for one, other in zip(*found, strict=True):
-        for a, b in zip(one.entries(), other.entries(), strict=True):
-            for key, value in a.state.items():
-                torch.testing.assert_close(b.state[key], value, rtol=1e-4, atol=1e-7)  # the model's threads count
+        steps(1, config)
 
 
 def test_torch_compile_that_fails_leaves_the_formulas(monkeypatch):

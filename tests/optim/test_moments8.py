@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parameters_to_vector
 
 import symexplin as sel
 from symexplin.optim import moments8
@@ -35,13 +36,13 @@ def test_codes_are_the_nearest_of_their_block(shape, signed):
     assert torch.equal(decode(*encode(zeros, signed), signed), zeros)
 
 
-def train(bits, steps, seed=0, scale=1.0, kind=sel.SELAdamW):
+def train(bits, steps, scale=1.0, kind=sel.SELAdamW):
     """Regression on noisy products of inputs, some of which are off in a batch: gradients of zero beside others."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 4))
     optimizer, losses = kind(model, lr=1e-3, moment_bits=bits), []
     for step in range(steps):
-        generator = torch.Generator().manual_seed(1000 * seed + step)
+        generator = torch.Generator().manual_seed(step)
         x = torch.randn(64, 32, generator=generator)
         y = x[:, :4] * x[:, 4:8] + 0.1 * torch.randn(64, 4, generator=generator)
         optimizer.zero_grad()
@@ -49,26 +50,18 @@ def train(bits, steps, seed=0, scale=1.0, kind=sel.SELAdamW):
         (scale * loss).backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-    return model, torch.tensor(losses)
+    return model, losses
 
 
 @pytest.mark.parametrize("kind", [sel.SELAdamW, sel.SELMuon])
-@pytest.mark.parametrize("scale", [1.0, 32.0, 1000.0])
-def test_the_scale_of_the_loss_does_not_matter(scale, kind):
+@pytest.mark.parametrize("scale", [1.0, 1000.0])
+def test_a_run_is_that_of_32_bits_whatever_the_scale_of_the_loss(scale, kind):
     """Second moments far below others of their block must not become 0, or weights jump."""
-    largest = [max(float(p.detach().abs().max()) for p in train(bits, 40, scale=scale, kind=kind)[0].parameters())
-               for bits in (32, 8)]  # fmt: skip
-    assert largest[1] < 1.2 * largest[0]
-
-
-@pytest.mark.slow
-def test_the_loss_falls_as_with_32_bits():
-    """Over 300 steps: the means of fifty steps differ by less than those of another order of the data."""
-    full, other, small = (
-        train(bits, 300, seed)[1].unflatten(0, (6, 50)).mean(1) for bits, seed in ((32, 0), (32, 1), (8, 0))
-    )
-    assert float((small - full).abs().max()) < float((other - full).abs().max())
-    assert float(small[-1]) < 0.5 * float(small[0])
+    (full, losses), (small, found) = (train(bits, 40, scale, kind) for bits in (32, 8))
+    start, full, small = (parameters_to_vector(m.parameters()) for m in (train(32, 0)[0], full, small))
+    assert float((small - full).norm()) < 0.25 * float((full - start).norm())
+    assert found == pytest.approx(losses, rel=1e-2)
+    assert losses[-1] < losses[0]
 
 
 def test_without_torchao_the_message_says_what_to_install(monkeypatch):

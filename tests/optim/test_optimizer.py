@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import symexplin as sel
+from pairwise import every_pair
 from symexplin import closed, kernels
-from symexplin.optim.optimizer import _CHUNK
 from training import PAPER, assert_same_bits, backward, batch, build, network, same, train
 
 DEFAULT = sel.SELConfig()
@@ -25,20 +25,6 @@ ends = pytest.mark.parametrize("config", [DEFAULT, PAPER], ids=["default", "pape
 def set_lr(optimizer, lr):
     for group in optimizer.param_groups:
         group["lr"] = lr
-
-
-@each_map
-def test_clipping_acts_on_the_norm_of_raw_gradients(config):
-    """The norm is that of raw weights, scales and plain parameters together, and p.grad is never written."""
-    ours, theirs = network(torch.float64), sel.convert(network(torch.float64), config)
-    optimizer = build(ours, config, max_grad_norm=1e-3)
-    backward(ours, 0)
-    backward(theirs, 0)
-    before = [p.grad.clone() for p in ours.parameters()]
-    optimizer.step()
-    norm = nn.utils.clip_grad_norm_(theirs.parameters(), 1e-3)
-    assert float(optimizer.grad_norm) == pytest.approx(float(norm), rel=1e-12)
-    assert all(torch.equal(p.grad, grad) for p, grad in zip(ours.parameters(), before, strict=True))
 
 
 @pytest.mark.usefixtures("path")
@@ -189,20 +175,13 @@ def test_the_groups_common_rate_is_the_optimizers_default():
     assert build(network(), lr={"0.*": 1e-2, "*": 1e-3}).defaults["lr"] == 1e-2
 
 
-def test_repr_shows_map_groups_settings_and_the_steps_taken():
+def test_repr_shows_maps_groups_and_settings_that_are_not_the_usual_ones():
     model = network()
     optimizer = sel.SELAdamW(model, lr=1e-3, weight_decay={"3.*": 0.1, "*": 0.0}, moment_bits=8)
-    lines = repr(optimizer).splitlines()
-    assert lines[0] == "SELAdamW("
-    assert lines[1] == "  map: exp_only, beta 1.048; width 20"
-    assert [line.split(":")[0].strip() for line in lines[2:-2]] == ["curved", "curved", "plain"]
-    assert lines[2].endswith("126 numbers, lr 0.001, weight_decay 0.1")
-    assert "moment_bits 8" in lines[-2]
-    assert lines[-2].endswith("0 steps taken")
-    backward(model, 0)
-    optimizer.step()
-    assert "1 steps taken" in repr(optimizer)
-    assert "momentum 0.95" in repr(sel.SELMuon(model))
+    train(model, optimizer, 1)
+    found = repr(optimizer)
+    assert [line.split(":")[0].strip() for line in found.splitlines()[1:-2]] == ["map", "curved", "curved", "plain"]
+    assert all(words in found for words in ("126 numbers", "weight_decay 0.1", "moment_bits 8", "1 steps taken"))
 
 
 def scaled_step(model, optimizer, scaler, step, spoil=False):
@@ -281,10 +260,8 @@ def test_divergence_is_told_once_by_name_at_the_line_that_steps(what, config):
                 model[0].bias.grad[1] = torch.inf if what == "gradient" else torch.nan
             optimizer.step()
     (warning,) = [w for w in told if "diverges" in str(w.message)]
-    named = {"rate": r"step \d+: ", "weight": r"3\.weight"}.get(what, r"step 3: the gradient of 0\.bias is not finite")
-    assert re.match("step ", str(warning.message))
-    assert re.search(named, str(warning.message))
-    assert "lower the learning rate" in str(warning.message)
+    assert re.match(r"step \d+: ", str(warning.message))
+    assert {"rate": "", "weight": "3.weight"}.get(what, "step 3: the gradient of 0.bias") in str(warning.message)
     assert warning.filename == __file__
     assert not all(p.isfinite().all() for p in model.parameters())  # nothing blames or repairs the weights
     assert not torch.isfinite(torch.tensor(sel.stats(model, optimizer)["slope/mean"])) or what == "weight"
@@ -315,9 +292,10 @@ class Waits(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("kind", [sel.SELAdamW, sel.SELMuon])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["default", "paper", "paper+offset", "absorbed", "rounded"])
+NAMES = ["default", "paper", "paper+offset", "absorbed", "rounded"]
+
+
+@every_pair(name=NAMES, dtype=[torch.float32, torch.bfloat16], kind=[sel.SELAdamW, sel.SELMuon])
 def test_a_step_waits_for_no_device(name, dtype, kind, monkeypatch):
     """It reads nothing but counters, which lie on the CPU wherever the parameters are."""
     monkeypatch.setattr(
@@ -377,8 +355,7 @@ def test_the_peak_memory_of_a_training_step_is_adamws():
 @pytest.mark.parametrize("choice", ["auto", "readable"])
 @ends
 def test_a_step_holds_little_besides_the_state(config, choice):
-    """A few times a chunk in pure PyTorch, less than a chunk in kernels: the vectors of the scales."""
-    torch.manual_seed(0)
+    """A few times a chunk of 2^18 numbers in pure PyTorch, less than a chunk in kernels: the vectors of the scales."""
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(10)))
     optimizer = build(model, config)
     with kernels.using(choice):
@@ -387,6 +364,4 @@ def test_a_step_holds_little_besides_the_state(config, choice):
                 p.grad = torch.randn(p.shape)
             optimizer.step()
         has_kernels = kernels.kernels_for(torch.device("cpu")) is not None
-        bytes_of_chunk = 4 * _CHUNK["cpu"]
-        most = ((0.1 if config.closed else 1.0) if has_kernels else 8.0) * bytes_of_chunk
-        assert peak(optimizer.step) < most
+        assert peak(optimizer.step) < 2**20 * ((0.1 if config.closed else 1.0) if has_kernels else 8.0)

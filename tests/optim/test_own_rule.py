@@ -38,10 +38,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_sgd_is_that_of_raw_weights_in_float64(name, dtype):
+def test_sgd_is_that_of_raw_weights(name):
     config, formula = CASES[name]
-    model, twin = network(dtype), network(dtype).double()
+    model, twin = network(torch.float64), network(torch.float64)
     settings = {"lr": 3e-3, "weight_decay": 0.1, "kind": SELSGD}
     optimizer = build(model, config, **settings)
     reference = Reference(twin, build(twin, config, **settings), **formula, rule=sgd, lr=3e-3, decay=0.1)
@@ -49,10 +48,10 @@ def test_sgd_is_that_of_raw_weights_in_float64(name, dtype):
         optimizer.zero_grad()
         backward(model, step)
         optimizer.step()
-        reference.step(squares(batch(step, dtype).double()))
+        reference.step(squares(batch(step, torch.float64)))
     for key, wanted in reference.weights().items():
-        gap = (model.get_parameter(key).detach().double() - wanted).abs().max() / wanted.abs().max()
-        assert float(gap) < (1e-11 if dtype == torch.float64 else 1e-5), key
+        gap = (model.get_parameter(key).detach() - wanted).abs().max() / wanted.abs().max()
+        assert float(gap) < 1e-11, key
     moved = max(float((p - q).detach().abs().max()) for p, q in zip(twin.parameters(), model.parameters(), strict=True))
     assert moved > 0.05
 
@@ -84,22 +83,11 @@ def test_a_rule_gets_every_leaf_with_its_own_rate_decay_and_count():
     decays = {name for name, (_, _, _, decay, _) in found.items() if decay == 0.1}
     assert decays == {name for name in found if name.partition(" ")[2][:2] in ("", "e_", "l_")}
     assert {step for _, step, *_ in found.values()} == {2.0}
-    assert {found[n][-1] for n in ("0.weight delta_A", "0.weight delta_B")} == {(3, 2), (2, 4)}
-
-
-def test_its_moments_are_saved_under_its_names_and_a_run_goes_on():
-    runs = [network(), network()]
-    optimizers = [build(model, kind=SELSGD, lr=1e-3) for model in runs]
-    train(runs[0], optimizers[0], 3)
-    runs[1].load_state_dict(runs[0].state_dict())
-    optimizers[1].load_state_dict(optimizers[0].state_dict())
-    for model, optimizer in zip(runs, optimizers, strict=True):
-        train(model, optimizer, 3, start=3)
-    assert all(torch.equal(p, q) for p, q in zip(runs[0].parameters(), runs[1].parameters(), strict=True))
-    keys = set(optimizers[1].state[runs[1][0].bias])
-    assert keys == {"step", "scale_step", "raw", *("e_row", "l_row", "m_row")} | {
-        f"{stem}momentum_buffer" for stem in ("", "e_row_", "l_row_", "m_row_")
+    assert {key for key in optimizer.state[model[0].bias] if key.startswith("e_row")} == {
+        "e_row",
+        "e_row_momentum_buffer",
     }
+    assert {found[n][-1] for n in ("0.weight delta_A", "0.weight delta_B")} == {(3, 2), (2, 4)}
 
 
 def test_settings_of_every_optimizer_need_no_defaults_and_bad_ones_of_the_rule_are_refused():
@@ -117,6 +105,22 @@ def test_settings_of_every_optimizer_need_no_defaults_and_bad_ones_of_the_rule_a
         Checked(network(), momentum=-1.0)
 
 
+@pytest.mark.parametrize("config", [None, PAPER])
+def test_a_rule_that_replaces_a_leafs_value_is_refused(config):
+    """Under a map that stores raw weights the new tensor would be lost."""
+
+    class Replacing(sel.RawSpaceOptimizer):
+        def rule_(self, leaves, group):  # noqa: ARG002
+            for leaf in leaves:
+                leaf.value = leaf.value - leaf.lr * leaf.grad
+
+    model = network()
+    optimizer = Replacing(model, {"lr": 1e-2, "total_steps": 9}, config)  # weight_decay may be left out
+    backward(model, 0)
+    with pytest.raises(AttributeError, match="value"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("kind", [sel.SELAdamW, sel.SELMuon])
 @pytest.mark.parametrize("config", [sel.SELConfig(), PAPER, IDENTITY], ids=["default", "paper", "identity"])
 def test_a_subclass_that_changes_the_rule_is_not_replaced_by_kernels(kind, config):
@@ -128,11 +132,3 @@ def test_a_subclass_that_changes_the_rule_is_not_replaced_by_kernels(kind, confi
     train(model, build(model, config, kind=Still), 2)
     for p, q in zip(model.parameters(), before.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
-
-
-def test_the_base_class_has_no_rule():
-    model = network()
-    optimizer = sel.RawSpaceOptimizer(model, {"lr": 1e-3, "weight_decay": 0.0})
-    backward(model, 0)
-    with pytest.raises(NotImplementedError):
-        optimizer.step()

@@ -14,16 +14,12 @@ _ROUNDING = 2.0**-24  # of float32
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 # By the number of processes: how they share the model, and the run. Shards are uneven, and some are empty.
 TRAJECTORIES = {
-    2: [
-        *(("ddp", "paper", F64), ("fsdp", "offset", F64), ("columns", "elementwise", F64), ("columns", "muon", F64)),
-        *(("fsdp", "default", F64), ("fsdp", "muon layers", F64), ("fsdp", "paper", F32)),
-    ],
-    3: [("fsdp", "absorbed", F64), ("ddp", "default", F64), ("fsdp", "8 bits", F64)],
+    2: [("ddp", "paper", F64), ("columns", "elementwise", F64), ("columns", "muon", F64), ("fsdp", "muon layers", F64)],
+    3: [("fsdp", "absorbed", F64), ("fsdp", "8 bits", F64)],
     4: [
-        *(("fsdp", name, F64) for name in ("default", "paper", "elementwise", "muon", "layers", "default layers")),
-        *(("tensor", name, F64) for name in ("default", "offset", "absorbed", "elementwise", "muon")),
-        *(("tensor", name, F64) for name in ("layers", "default layers", "muon layers")),
-        *(("columns", "offset", F64), ("hsdp", "paper", F64), ("hsdp", "default", F64), ("ddp", "offset", F64)),
+        *(("fsdp", name, F64) for name in ("default", "elementwise", "layers", "default layers")),
+        *(("tensor", name, F64) for name in ("offset", "elementwise", "muon", "default layers", "muon layers")),
+        *(("columns", "offset", F64), ("hsdp", "paper", F64)),
         *(("fsdp", "paper", F32), ("fsdp", "default", F32), ("tensor", "paper", F32), ("fsdp", "layers", F32)),
     ],
 }
@@ -86,34 +82,25 @@ def test_processes_follow_the_trajectory_of_one(found, whole, case):
     assert figures == pytest.approx(expected_figures, rel=1e-4)
 
 
-def test_the_gradients_are_clipped(whole):
-    free = sharded.trajectory("whole", "free", F64)
-    assert max(distances(free[0], whole["paper", F64][0]).values()) > 1e-3
-
-
 # From how many processes to how many, how they are split, and how the state is saved.
 MOVES = {
     "4 to 2": (("fsdp", 4), ("fsdp", 2), {}),
     "4 to 1": (("fsdp", 4), ("whole", 1), {}),
     "1 to 4": (("whole", 1), ("fsdp", 4), {}),
     "4 to 4": (("fsdp", 4), ("fsdp", 4), {}),
-    "wrapped to split": (("ddp", 2), ("fsdp", 2), {}),
     "4 to 2, flat": (("fsdp", 4), ("fsdp", 2), {"flat": True}),
     "4 to 1, gathered": (("fsdp", 4), ("whole", 1), {"full_state": True}),
     "1 to 4, gathered": (("whole", 1), ("fsdp", 4), {"full_state": True}),
     "replicas to columns": (("hsdp", 4), ("columns", 2), {}),
     "2 x 2 to 2 x 2": (("tensor", 4), ("tensor", 4), {}),
     "2 x 2 to 4": (("tensor", 4), ("fsdp", 4), {}),
-    "2 x 2 to 2": (("tensor", 4), ("fsdp", 2), {}),
-    "2 x 2 to 1": (("tensor", 4), ("whole", 1), {}),
     "1 to 2 x 2": (("whole", 1), ("tensor", 4), {}),
 }
 # Raw weights and scales of every shape, master copies, 8-bit moments, Muon's momentum and stacks of matrices.
-MOVED = [(name, "elementwise", F32) for name in MOVES]
-MOVED += [(name, "elementwise", BF16) for name in ("2 x 2 to 2 x 2", "4 to 1")]
-MOVED += [(name, "default", BF16) for name in ("4 to 2", "1 to 4", "4 to 4", "2 x 2 to 2")]
+MOVED = [(name, "elementwise", F32) for name in MOVES if name not in ("4 to 2", "2 x 2 to 2 x 2", "2 x 2 to 4")]
+MOVED += [("2 x 2 to 2 x 2", "elementwise", BF16), ("4 to 2", "default", BF16), ("1 to 4", "default", BF16)]
 MOVED += [("4 to 2", "8 bits", F32), ("4 to 4", "8 bits", F32), ("4 to 2", "stochastic", BF16)]
-MOVED += [("4 to 2", "muon", F32), ("1 to 4", "absorbed", F32), ("2 x 2 to 4", "layers", F32)]
+MOVED += [("4 to 2", "muon", F32), ("2 x 2 to 4", "layers", F32)]
 
 
 @pytest.fixture(scope="module")
@@ -179,8 +166,7 @@ def test_shards_have_the_bits_of_the_whole(on_shards, name, dtype):
 
 DETAILS = {
     "collectives": ("collectives", ("fsdp",), {}),
-    "written": ("written", ("fsdp", "paper"), {}),
-    "clamped": ("clamped", ("fsdp", "paper"), {}),
+    "written": ("written", ("fsdp",), {}),
     "snapshots": ("snapshots", ("fsdp", "offset"), {}),
     "snapshots of 8 bits": ("snapshots", ("fsdp", "8 bits"), {}),
     "peeked": ("peeked", ("fsdp", "paper"), {}),
@@ -188,7 +174,7 @@ DETAILS = {
     "stochastic": ("trajectory", ("ddp", "stochastic", BF16), {}),
     "columns": ("columns", (True,), {}),
     "switched": ("switched", ("fsdp",), {}),
-    **{case: ("refused", (case,), {}) for case in ("zero", "strides", "flattened later", "fsdp1")},
+    **{case: ("refused", (case,), {}) for case in ("zero", "strides", "fsdp1")},
 }
 
 
@@ -211,6 +197,17 @@ def test_a_step_takes_one_all_reduce_and_state_is_split_as_the_parameter(details
         assert kinds["step"] == kinds["scale_step"] == ((), None)
 
 
+def test_writes_into_all_processes_and_into_one_are_adopted(details):
+    expected = sharded.written("whole")
+    for weights in details["written"]:
+        assert max(distances(weights, expected).values()) < 1e-9
+
+
+@pytest.mark.parametrize("case", ["snapshots", "snapshots of 8 bits"])
+def test_the_state_of_a_process_can_be_saved_and_loaded_and_is_no_larger_than_its_part(details, case):
+    assert details[case] == [(True, True)] * 4
+
+
 def test_mixed_precision_keeps_everything_of_the_optimizer_in_fp32(details, whole):
     """Weights are cast to bfloat16 for the forward and backward passes alone."""
     weights, state, losses, _ = details["mixed"][0]
@@ -218,34 +215,12 @@ def test_mixed_precision_keeps_everything_of_the_optimizer_in_fp32(details, whol
     expected = whole["paper", F32][2]
     assert losses[:5] == pytest.approx(expected[:5], rel=0.02)  # then the roundings of bfloat16 go their own way
     assert losses[:5] != pytest.approx(expected[:5], rel=1e-5)
-    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
 
 
 def test_replicas_round_stochastically_to_the_same_bits(details):
     first, *others = details["stochastic"]
     assert not any(differing(other[i], first[i]) for other in others for i in (0, 1))
     assert first[2][-1] < 0.7 * first[2][0]
-
-
-def test_a_write_into_one_process_is_adopted(details):
-    found, trail, _ = details["written"][0]
-    assert found[4, :2].tolist() == [0.25, -0.125]  # the first row of the second process
-    torch.testing.assert_close(trail[0][4, :2], found[4, :2], rtol=0, atol=0.2)  # a step from there: lr 3e-3, k 50
-    assert not torch.equal(trail[0][4, :2], found[4, :2])
-    for _, other, agrees in details["written"]:
-        assert agrees
-        assert torch.equal(other[1], trail[1])
-
-
-def test_writes_after_every_step_leave_every_step_in_force(details):
-    expected = sharded.clamped("whole", "paper")
-    for weights in details["clamped"]:
-        assert max(distances(weights, expected).values()) < 1e-9
-
-
-@pytest.mark.parametrize("case", ["snapshots", "snapshots of 8 bits"])
-def test_the_state_of_a_process_can_be_saved_and_loaded_and_is_no_larger_than_its_part(details, case):
-    assert details[case] == [(True, True)] * 4
 
 
 def test_a_look_at_the_state_before_the_first_step_changes_nothing(details):
@@ -273,9 +248,8 @@ def test_a_switch_maps_each_process_its_part(details):
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("zero", "For an optimizer over a part of the model.*ZeroRedundancyOptimizer"),
-        ("strides", r"3\.weight is placed as .* on its mesh, .* strides of 2: shards of whole rows or columns"),
-        ("flattened later", r"3\.weight must have its shape \(16, 17\), got \(272,\): parameters flattened .* are not"),
+        ("zero", "ZeroRedundancyOptimizer"),
+        ("strides", r"3\.weight .* strides of 2"),
         ("fsdp1", "FSDP1"),
     ],
 )

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import symexplin as sel
+from pairwise import every_pair
 from symexplin.optim import moments8
 from training import PAPER, assert_same_bits, build, network, same, train
 
@@ -34,16 +35,6 @@ RUNS = {name: (config, sel.SELAdamW) for name, config in MAPS.items()}
 RUNS |= {f"{name}, Muon": (MAPS[name], sel.SELMuon) for name in ("default", "paper")}
 
 
-def loaded(model, optimizer, weights, state):
-    model.load_state_dict(weights)
-    optimizer.load_state_dict(state)
-    return model, optimizer
-
-
-def by_loading(model, optimizer, make):
-    return loaded(*make(), copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()))
-
-
 def by_state_first(model, optimizer, make):
     twin, other = make()
     other.load_state_dict(optimizer.state_dict())
@@ -52,10 +43,12 @@ def by_state_first(model, optimizer, make):
 
 
 def by_file(model, optimizer, make):
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file := io.BytesIO())
+    torch.save((model.state_dict(), optimizer.state_dict()), file := io.BytesIO())
     file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    return loaded(*make(), saved["model"], saved["optimizer"])
+    found = make()
+    for part, state in zip(found, torch.load(file, weights_only=True), strict=True):
+        part.load_state_dict(state)
+    return found
 
 
 def by_checkpoint(model, optimizer, make):
@@ -67,7 +60,6 @@ def by_checkpoint(model, optimizer, make):
 
 
 WAYS = {
-    "load": by_loading,
     "state first": by_state_first,
     "deepcopy": lambda model, optimizer, _: copy.deepcopy((model, optimizer)),
     "pickle": lambda model, optimizer, _: pickle.loads(pickle.dumps((model, optimizer))),
@@ -76,13 +68,13 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", RUNS)
-@pytest.mark.parametrize("precision", PRECISIONS)
+def is_offered(precision, name, **_):
+    return precision != "rounded" or RUNS[name][0].closed  # others are refused: see test_checks
+
+
+@every_pair(is_offered, precision=list(PRECISIONS), name=list(RUNS), way=list(WAYS))
 def test_a_run_goes_on_to_the_bit(precision, name, way, monkeypatch):
     (config, kind), (dtype, settings) = RUNS[name], PRECISIONS[precision]
-    if precision == "rounded" and not config.closed:
-        pytest.skip("refused by name: see test_checks")
     monkeypatch.setattr(moments8, "_LEAST", 100)
 
     def make(seed=9):
@@ -108,25 +100,16 @@ def test_a_run_goes_on_to_the_bit(precision, name, way, monkeypatch):
         assert ("master" in stored) == (half and "raw" not in stored)
 
 
-def torchs(model):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    train(model, optimizer, 2)
-    return optimizer.state_dict()["state"]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_state_of_the_default_map_is_adamws(dtype):
-    """Keys, dtypes, shapes and bytes, parameter for parameter; plain parameters come after curved ones."""
-    model, reference = network(dtype), network(dtype)
-    optimizer = build(model, sel.SELConfig())
-    train(model, optimizer, 2)
-    theirs = dict(zip((name for name, _ in reference.named_parameters()), torchs(reference).values(), strict=True))
-    for name, parameter in model.named_parameters():
-        ours = optimizer.state[parameter]
-        assert list(ours) == list(theirs[name]) == ["step", "exp_avg", "exp_avg_sq"]
-        for key, value in theirs[name].items():
-            assert (ours[key].dtype, ours[key].shape, ours[key].nbytes) == (value.dtype, value.shape, value.nbytes)
-            assert ours[key].device == value.device
+    """Keys, dtypes, shapes, devices and bytes, parameter for parameter."""
+    model = network(dtype)
+    optimizer, reference = build(model, sel.SELConfig()), torch.optim.AdamW(model.parameters())
+    for either in (optimizer, reference):
+        train(model, either, 1)
+    kinds = lambda state: [(key, v.dtype, v.shape, v.device, v.nbytes) for key, v in state.items()]  # noqa: E731
+    for parameter in model.parameters():
+        assert kinds(optimizer.state[parameter]) == kinds(reference.state[parameter])
 
 
 SMALL = 2 * (1 + 4 / 256)  # codes, and a scale per block
@@ -202,14 +185,13 @@ def test_a_cleared_state_starts_anew_from_the_weights_found():
     model = network()
     optimizer = build(model)
     train(model, optimizer, 3)
-    weight = model[0].weight.detach().clone()
+    before = copy.deepcopy(model)
     optimizer.state[model[0].weight].clear()
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     train(model, optimizer, 1, start=3)
-    assert torch.equal(model[0].weight, weight)
-    assert float(optimizer.state[model[0].weight]["step"]) == 1.0
-    assert float(optimizer.state[model[0].bias]["step"]) == 4.0
+    assert_same_bits(model, before)
+    assert [float(optimizer.state[p]["step"]) for p in model[0].parameters()] == [1.0, 4.0]
 
 
 @pytest.mark.usefixtures("path")
@@ -234,7 +216,7 @@ def test_a_renamed_module_is_loaded_by_position():
     train(model, optimizer, 2)
     renamed = nn.ModuleDict({"first": nn.Sequential(*copy.deepcopy(model))})
     twin = build(renamed)
-    with pytest.raises(ValueError, match=r"it has 0\.weight where .* has first\.0\.weight.*by_position=True"):
+    with pytest.raises(ValueError, match=r"0\.weight .* first\.0\.weight.*by_position=True"):
         twin.load_state_dict(optimizer.state_dict())
     twin.load_state_dict(optimizer.state_dict(), by_position=True)
     assert_same_bits(train(renamed["first"], twin, 2, start=2), train(model, optimizer, 2, start=2))
@@ -271,34 +253,30 @@ def test_a_loaded_state_keeps_the_runs_own_settings_and_brings_the_rules():
         assert (group["total_steps"], group["max_grad_norm"], group["steps"]) == (70, None, 2)
 
 
-def spoiled(change):
-    model = network()
-    optimizer = build(model)
-    train(model, optimizer, 1)
-    before, saved = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(optimizer.state_dict())
-    change(saved)
-    return model, optimizer, before, saved
-
-
 OTHER = sel.preset("paper", beta=3).resolve(20).to_json()
 SPOILED = [
-    (lambda s: s["state"][0].pop("exp_avg_sq"), r"state_dict does not fit 0\.weight: it has no 'exp_avg_sq'"),
-    (lambda s: s["state"][0].update(e_row=torch.zeros(3)), r"e_row must be \(20,\), got \(3,\)"),
-    (lambda s: s["param_groups"][0]["param_names"].reverse(), r"it has 3\.bias where the optimizer has 0\.weight"),
-    (lambda s: s["param_groups"][0].pop("role"), r"not of this SEL optimizer.* call symexplin\.from_adamw"),
-    (lambda s: s["param_groups"][0].update(role="plain"), "of other groups: 'plain' where the optimizer has 'curved'"),
-    (lambda s: s["param_groups"][0].update(config=sel.preset("frozen").to_json()), "another map: e is .* there"),
-    (lambda s: s["param_groups"][0].update(config=OTHER), r"another map: beta is 3\.0 there, 7\.5 in"),
-    (lambda s: s["param_groups"][0]["axes"].__setitem__(0, "io"), r"0\.weight has axes 'io' there, 'oi' here"),
-    (lambda s: s["param_groups"][0].update(moment_bits=8), "build the optimizer with moment_bits=8"),
+    (lambda s: s["state"][0].pop("exp_avg_sq"), r"0\.weight.*exp_avg_sq"),
+    (lambda s: s["state"][0].update(e_row=torch.zeros(3)), r"e_row.*\(20,\).*\(3,\)"),
+    (lambda s: s["param_groups"][0]["param_names"].reverse(), r"3\.bias .* 0\.weight"),
+    (lambda s: s["param_groups"][0].pop("role"), r"symexplin\.from_adamw"),
+    (lambda s: s["param_groups"][0].update(role="plain"), "'plain' .* 'curved'"),
+    (lambda s: s["param_groups"][0].update(config=sel.preset("frozen").to_json()), "map: e is"),
+    (lambda s: s["param_groups"][0].update(config=OTHER), r"map: beta is 3\.0"),
+    (lambda s: s["param_groups"][0]["axes"].__setitem__(0, "io"), "axes .*'io'"),
+    (lambda s: s["param_groups"][0].update(moment_bits=8), "moment_bits=8"),
     (lambda s: s["param_groups"].pop(), "different number of parameter groups"),
     (lambda s: s.update(torch.optim.AdamW(network().parameters()).state_dict()), r"symexplin\.from_adamw"),
+    (lambda s: s.update(build(network(), sel.SELConfig()).state_dict()), "map"),
 ]
 
 
 @pytest.mark.parametrize(("change", "message"), SPOILED)
 def test_a_state_that_does_not_fit_is_refused_whole(change, message):
-    model, optimizer, before, saved = spoiled(change)
+    model = network()
+    optimizer = build(model)
+    train(model, optimizer, 1)
+    before, saved = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(optimizer.state_dict())
+    change(saved)
     with pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(saved)
     assert same(optimizer.state_dict(), before)
@@ -306,26 +284,10 @@ def test_a_state_that_does_not_fit_is_refused_whole(change, message):
     assert math.isfinite(float(optimizer.grad_norm))
 
 
-@pytest.mark.parametrize("kind", [sel.SELAdamW, sel.SELMuon])
-def test_states_of_other_optimizers_are_refused(kind):
-    """That of torch's AdamW, which has the default map's very keys, names what converts it."""
+@pytest.mark.parametrize("kinds", [(sel.SELAdamW, sel.SELMuon), (sel.SELMuon, sel.SELAdamW)])
+def test_states_of_another_rule_are_refused(kinds):
     model = network()
-    reference = torch.optim.AdamW(sel.param_groups(model, lr=1e-3))
-    train(model, reference, 1)
-    with pytest.raises(ValueError, match=r"not of this SEL optimizer: its groups have .* call symexplin\.from_adamw"):
-        build(model, sel.SELConfig(), kind=kind).load_state_dict(reference.state_dict())
-    ours = build(model, sel.SELConfig(), kind=sel.SELMuon if kind is sel.SELAdamW else sel.SELAdamW)
-    train(model, ours, 1)
-    with pytest.raises(ValueError, match=r"0\.weight: it has no '(exp_avg|momentum_buffer)'"):
-        build(model, sel.SELConfig(), kind=kind).load_state_dict(ours.state_dict())
-    with pytest.raises(ValueError, match="another map"):
-        build(model, PAPER).load_state_dict(ours.state_dict())
-
-
-def test_a_state_of_another_shape_is_refused():
-    model = network()
-    optimizer = build(model)
-    train(model, optimizer, 1)
-    wider = nn.Sequential(nn.Linear(13, 20), nn.LayerNorm(20), nn.GELU(), nn.Linear(20, 6))
-    with pytest.raises(ValueError, match=r"state_dict does not fit 0\.weight: e_column must be \(13,\), got \(12,\)"):
-        build(wider).load_state_dict(optimizer.state_dict())
+    ours, theirs = (build(model, sel.SELConfig(), kind=kind) for kind in kinds)
+    train(model, theirs, 1)
+    with pytest.raises(ValueError, match=r"0\.weight.*'(exp_avg|momentum_buffer)'"):
+        ours.load_state_dict(theirs.state_dict())

@@ -46,14 +46,6 @@ def test_step_is_noop_for_zero_grads(kind):
 
 
 @both
-def test_deepcopy_copies_all_public_attrs(kind):
-    model, optimizer = make(kind)
-    train(model, optimizer, 2)
-    twin = copy.deepcopy(optimizer)
-    assert {key for key in vars(twin) if key[0] != "_"} == {key for key in vars(optimizer) if key[0] != "_"}
-
-
-@both
 def test_step_all_hooks(kind):
     """Before and after, of this optimizer and of all, in torch's order."""
     model, optimizer = make(kind)

@@ -16,7 +16,7 @@ from symexplin.kernels.formulas import FormulaKernels
 from symexplin.kernels.interface import Kernels
 from symexplin.validation import check_choice
 
-__all__ = ["CHOICES", "choice", "describe", "is_wanted", "kernels_for", "using"]
+__all__ = ["CHOICES", "choice", "describe", "kernels_for", "using"]
 
 CHOICES = ("auto", "compiled", "readable")
 _VARIABLE = "SYMEXPLIN_KERNELS"
@@ -55,16 +55,6 @@ def choice() -> str:
     return _choice.get() or check_choice(_VARIABLE, os.environ.get(_VARIABLE) or "auto", CHOICES)
 
 
-def is_wanted() -> bool:
-    """Whether a fast path is chosen and may run: torch's dispatch modes (fake tensors, tracing) do not see kernels.
-
-    >>> with using("readable"):
-    ...     is_wanted()
-    False
-    """
-    return not torch._C._len_torch_dispatch_stack() and choice() != "readable"
-
-
 def kernels_for(device: torch.device | str) -> Kernels | None:
     """Return the kernels for a device, or None for PyTorch's operations on whole tensors.
 
@@ -72,7 +62,7 @@ def kernels_for(device: torch.device | str) -> Kernels | None:
     ...     kernels_for("cpu") is None
     True
     """
-    if not is_wanted():
+    if choice() == "readable" or torch._C._len_torch_dispatch_stack():  # dispatch modes (tracing) do not see kernels
         return None
     if choice() == "compiled" or torch.device(device).type != "cpu":
         return _formulas(compiles=True)

@@ -71,12 +71,9 @@ def _run(command: Sequence[str], seconds: float) -> str:
 
 def _name(macros: str) -> str:
     defined = dict(line.split(" ", 2)[1:] for line in macros.splitlines() if line.count(" ") >= 2)
-    parts = ("__clang_major__", "__clang_minor__", "__clang_patchlevel__")
-    if "__clang__" not in defined:
-        parts = ("__GNUC__", "__GNUC_MINOR__", "__GNUC_PATCHLEVEL__")
-    version = ".".join(defined.get(part, "?") for part in parts)
+    kind, version = ("clang", "__clang_major__") if "__clang__" in defined else ("gcc", "__GNUC__")
     wide = next((label for macro, label in _VECTORS.items() if macro in defined), "SSE2")
-    return f"{'clang' if '__clang__' in defined else 'gcc'} {version}, {wide}"
+    return f"{kind} {defined[version]}, {wide}"
 
 
 _VECTORS = {"__AVX512F__": "AVX-512", "__AVX2__": "AVX2", "__aarch64__": "NEON"}
@@ -118,25 +115,19 @@ def _load_kept(folder: Path, name: str, compiler: Compiler, source: Path) -> cty
     _check_private(folder)
     library = folder / name
     with contextlib.suppress(OSError):
-        return _load(library)
+        return ctypes.CDLL(str(library))
     with _alone(folder / f"{name}.lock"):
         with contextlib.suppress(OSError):
-            return _load(library)  # if another process has compiled it in the meantime
+            return ctypes.CDLL(str(library))  # if another process has compiled it in the meantime
         draft = folder / f"{name}.draft"  # the lock is held: an existing draft is of a killed process
         try:
             compile_library(compiler, source, draft)
             with draft.open("rb") as file:
                 os.fsync(file.fileno())
-            _size_of(library).write_text(str(draft.stat().st_size))
             draft.replace(library)
         finally:
             draft.unlink(missing_ok=True)
-    return _load(library)
-
-
-def _size_of(library: Path) -> Path:
-    """Return the file with a library's size; use of a truncated library would kill the process silently."""
-    return library.with_suffix(".size")
+    return ctypes.CDLL(str(library))
 
 
 @contextlib.contextmanager
@@ -152,13 +143,6 @@ def _alone(path: Path) -> Iterator[None]:
 def compile_library(compiler: Compiler, source: Path, library: Path) -> None:
     """Compile a C file to a shared library."""
     _run([*compiler.command, *compiler.flags, "-o", str(library), str(source), "-lm"], _SECONDS)
-
-
-def _load(library: Path) -> ctypes.CDLL:
-    _check_private(library)
-    if _size_of(library).read_text() != str(library.stat().st_size):
-        raise OSError(f"{library} has another size than when it was compiled")
-    return ctypes.CDLL(str(library))
 
 
 def _check_private(path: Path) -> None:

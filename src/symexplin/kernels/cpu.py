@@ -17,9 +17,9 @@ from torch import Tensor
 
 from symexplin.closed import Closed
 from symexplin.kernels.compiler import load_library
-from symexplin.kernels.interface import Curve, FactoredMap, Noise, Rates, Vectors
+from symexplin.kernels.interface import Curve, FactoredMap, Noise, Rates, Tensors, Vectors
 
-__all__ = ["CpuKernels", "Plan", "load"]
+__all__ = ["CpuKernels", "load"]
 
 _CPU = torch.device("cpu")  # explicit, since the user may have another default device
 _SOURCE = Path(__file__).with_name("cpu.c")
@@ -78,99 +78,56 @@ class _Library:
 
 
 class CpuKernels:
-    """Kernels in compiled C for dense tensors on a CPU, in float32; weights and gradients may be bfloat16.
-
-    All weights of a call have one dtype, which is that of the gradients. Tensors are read as memory: the caller makes
-    sure that those of one weight have one size and the same dense strides. The kernels use torch's number of threads;
-    the results have the same bits for any number.
-    """
+    """Kernels in compiled C for tensors on a CPU, with torch's number of threads."""
 
     def __init__(self, library: ctypes.CDLL, name: str) -> None:
         self.name = name
         self._library = _Library(library)
 
-    def norm(
-        self,
-        weights: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        masters: Sequence[Tensor] | None,
-        curve: Curve | None,
-    ) -> Tensor:
-        """Return the norm of all raw gradients g kappa (c + |v|) as a 0-d float64 tensor.
-
-        Without a `curve` (kappa, c) the raw gradient is g.
-        """
-        call, entries, tiles, _held = self._call(curve is None, (weights, grads, None, None, masters))
-        _set_step(call, None, None, curve)
-        return self._library.run(call, _NORM, entries, tiles).sqrt()
-
-    def update(
-        self,
-        weights: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        exp_avgs: Sequence[Tensor],
-        exp_avg_sqs: Sequence[Tensor],
-        masters: Sequence[Tensor] | None,
-        curve: Curve | None,
-        rates: Rates,
-        clip: Tensor | None,
-        noise: Sequence[Noise] | None = None,
-    ) -> None:
-        """Apply AdamW to the weights in place, through the closed form or, without a `curve`, plainly.
-
-        Gradients are multiplied by `clip`. bfloat16 weights are rounded from their masters or, without masters, with
-        `noise`. With lr 0 only the moments change.
-        """
-        call, entries, _, _held = self._call(curve is None, (weights, grads, exp_avgs, exp_avg_sqs, masters), noise)
-        _set_step(call, rates, clip, curve)
-        self._library.run(call, _STEP, entries)
-
     def plan(
-        self,
-        map: FactoredMap,
-        raws: Sequence[Tensor],
-        weights: Sequence[Tensor],
-        exp_avgs: Sequence[Tensor],
-        exp_avg_sqs: Sequence[Tensor],
-        vectors: Sequence[Vectors],
-    ) -> "Plan":
-        """Return the steps of matrices that share a map; `vectors` has the learned vectors of each one."""
-        return Plan(self._library, map, (raws, exp_avgs, exp_avg_sqs, weights), vectors)
+        self, map: Curve | FactoredMap | None, tensors: Tensors, vectors: Sequence[Vectors] = ()
+    ) -> "_Closed | _Factored":
+        """Return a step of weights under a map."""
+        if isinstance(map, FactoredMap):
+            return _Factored(self._library, map, tensors, vectors)
+        return _Closed(self._library, map, tensors)
 
-    def _call(
-        self, plain: bool, lists: tuple[Sequence[Tensor] | None, ...], noise: Sequence[Noise] | None = None
-    ) -> tuple[_Call, int, int, object]:
-        """Return a call, its numbers of entries and tiles, and what must live as long as the call."""
-        weights = lists[0] or ()
-        sizes = _numbers(map(Tensor.numel, weights))
-        first = _first(-(-size // self._library.tile) for size in sizes)
-        line = None if noise is None else _numbers(itertools.chain.from_iterable(noise))
-        tables = [None if tensors is None else _numbers(map(Tensor.data_ptr, tensors)) for tensors in lists]
-        call = _Call(count=len(sizes), first=_address(first), plain=plain, half=_is_half(weights))
-        call.sizes, call.noise = _address(sizes), _address(line)
+
+class _Closed:
+    """A step of weights under a map in closed form, or of plain ones."""
+
+    def __init__(self, library: _Library, curve: Curve | None, tensors: Tensors) -> None:
+        self._library, self._curve = library, curve
+        sizes = _numbers(map(Tensor.numel, tensors.weights))
+        self._entries = sum(sizes)
+        self._first = _first(-(-size // library.tile) for size in sizes)
+        tables = [None if line is None else _numbers(map(Tensor.data_ptr, line)) for line in tensors]
+        self._held = tensors, sizes, tables
+        self._call = call = _Call(count=len(sizes), first=_address(self._first), sizes=_address(sizes))
+        call.plain, call.half = curve is None, _is_half(tensors)
         call.weights, call.grads, call.exp_avgs, call.exp_avg_sqs, call.masters = map(_address, tables)
-        return call, sum(sizes), first[-1], (sizes, first, line, tables)
+
+    def pull(self) -> tuple[Tensor, list[Vectors]]:
+        """Return the norm of the raw gradients g kappa (c + |v|), or g of plain weights, as a 0-d float64 tensor."""
+        _set_step(self._call, None, None, self._curve)
+        return self._library.run(self._call, _NORM, self._entries, self._first[-1]).sqrt(), []
+
+    def update(self, rates: Rates, clip: Tensor | None, noise: Sequence[Noise] | None = None) -> None:
+        """Apply AdamW to the weights in place."""
+        line = None if noise is None else _numbers(itertools.chain.from_iterable(noise))
+        self._call.noise = _address(line)
+        _set_step(self._call, rates, clip, self._curve)
+        self._library.run(self._call, _STEP, self._entries)
 
 
-class Plan:
-    """AdamW's steps of matrices that share a map of row and column factors.
+class _Factored:
+    """A step of matrices under a map of row and column factors."""
 
-    A matrix's rows are along its first dimension; a 1-D tensor is one row. Raw weights and moments are float32.
-    """
-
-    def __init__(
-        self, library: _Library, map: FactoredMap, tensors: tuple[Sequence[Tensor], ...], vectors: Sequence[Vectors]
-    ) -> None:
+    def __init__(self, library: _Library, map: FactoredMap, tensors: Tensors, vectors: Sequence[Vectors]) -> None:
         self._library, self._tensors, self._vectors = library, tensors, vectors
-        raws, *_, weights = tensors
-        self._shapes = [(1, raw.numel()) if raw.dim() == 1 else (raw.shape[0], raw.shape[1:].numel()) for raw in raws]
-        self._half = _is_half(weights)
-        down = [-(-rows // library.tall) for rows, _ in self._shapes]
-        self._first = _first(down)
-        self._factors = [_FACTORS * (rows + cols + 2 * library.pad) for rows, cols in self._shapes]
-        lengths = zip(down, self._shapes, strict=True)
-        self._sums = [_SUMS * tiles * (cols + library.pad + library.tall) for tiles, (_, cols) in lengths]
-        self._call = _Call(count=len(raws), first=_address(self._first))
+        self._shapes = [(1, *w.shape) if w.dim() == 1 else tuple(w.shape) for w in tensors.weights]
+        self._first = _first(-(-rows // library.tall) for rows, _ in self._shapes)
+        self._call = _Call(count=len(self._shapes), first=_address(self._first))
         sign, self._call.magnitude = _LINEAR[map.mode]
         self._call.normalize, self._call.absorbed = map.normalize, map.absorbed
         share = map.s / (1.0 if map.normalize else map.beta)
@@ -178,36 +135,30 @@ class Plan:
         self._call.c, self._call.lam = share * map.e * math.exp(-map.n), sign * share * map.l
         self._held: object = None
 
-    def pull(self, grads: Sequence[Tensor]) -> tuple[Tensor, list[Vectors]]:
-        """Return the norm of the raw gradients, a 0-d float64 tensor, and the gradients of the vectors.
-
-        The weights must be the map of the raw weights: kernels may compute the exponentials from them. Gradients and
-        factors are kept for :meth:`update`.
-        """
+    def pull(self) -> tuple[Tensor, list[Vectors]]:
+        """Return the norm of the raw gradients, a 0-d float64 tensor, and the gradients of the vectors."""
         gradients = _like(self._vectors)
-        scratch = [_pieces(sizes) for sizes in (self._factors, self._factors, self._sums)]  # old, new, sums
+        tall, pad = self._library.tall, self._library.pad
+        factors = [_FACTORS * (rows + cols + 2 * pad) for rows, cols in self._shapes]
+        sums = [_SUMS * -(-rows // tall) * (cols + pad + tall) for rows, cols in self._shapes]
+        scratch = [_pieces(sizes) for sizes in (factors, factors, sums)]  # old, new, sums
         torch._foreach_zero_(scratch[2])
-        lists = (*self._tensors, grads, *scratch)
-        lines = zip(self._shapes, zip(*lists, strict=True), self._vectors, gradients, strict=True)
+        weights, grads, exp_avgs, exp_avg_sqs, raws = self._tensors
+        assert raws is not None
+        half = _is_half(self._tensors)
+        lines = zip(raws, exp_avgs, exp_avg_sqs, weights, grads, *scratch, strict=True)
         table = _numbers(
             number
-            for shape, tensors, vectors, out in lines
-            for number in (*shape, self._half, *map(_pointer, (*tensors, *vectors, *out)))
+            for shape, line, *vectors in zip(self._shapes, lines, self._vectors, gradients, strict=True)
+            for number in (*shape, half, *map(_pointer, itertools.chain(line, *vectors)))
         )
-        self._call.matrices, self._held = _address(table), (table, grads, gradients, scratch)
+        self._call.matrices, self._held = _address(table), (table, gradients, scratch)
         return self._library.run(self._call, _PULL, self._entries, self._first[-1]).sqrt(), gradients
 
-    def update(self, rates: Rates, clip: Tensor | None) -> None:
-        """Apply AdamW to the raw weights and write the weights.
-
-        The gradients are those of the last :meth:`pull`, under the factors of that time, times `clip`. The weights
-        follow from the present vectors. With lr 0 only the moments change.
-        """
-        if self._held is None:
-            raise RuntimeError("Plan.update needs the gradients of Plan.pull; call pull(grads) first")
+    def update(self, rates: Rates, clip: Tensor | None, noise: Sequence[Noise] | None = None) -> None:  # noqa: ARG002
+        """Apply AdamW to the raw weights and write the weights."""
         _set_step(self._call, rates, clip, None)
         self._library.run(self._call, _MOVE, self._entries)
-        self._held = None
 
     @property
     def _entries(self) -> int:
@@ -227,8 +178,8 @@ def _address(numbers: "array.array[int] | None") -> int | None:
     return None if numbers is None else numbers.buffer_info()[0]
 
 
-def _is_half(weights: Sequence[Tensor]) -> bool:
-    return len(weights) > 0 and weights[0].dtype == torch.bfloat16
+def _is_half(tensors: Tensors) -> bool:
+    return len(tensors.weights) > 0 and tensors.weights[0].dtype == torch.bfloat16
 
 
 def _pieces(sizes: Sequence[int]) -> list[Tensor]:
@@ -293,5 +244,5 @@ def _is_right(kernels: CpuKernels) -> bool:
     v, closed = weight.double(), Closed("exp_only", kappa, c)
     exact = closed.move(v, -0.01 - 0.001 * closed.raw(v))  # Adam's first direction for gradients of 1 is 1
     rates = Rates(0.01, 0.1, 0.9, 0.99, 0.0, 0.1, 0.01)
-    kernels.update([weight], [torch.ones_like(weight)], [exp_avg], [exp_avg_sq], None, (kappa, c), rates, None)
+    kernels.plan((kappa, c), Tensors([weight], [torch.ones_like(weight)], [exp_avg], [exp_avg_sq])).update(rates, None)
     return bool(((weight.double() - exact).abs() <= 1e-6 * (exact.abs() + v.abs())).all())

@@ -8,111 +8,109 @@ compiler fails, the same functions run eagerly after one warning.
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from symexplin.closed import Closed
-from symexplin.kernels.interface import Curve, FactoredMap, Noise, Rates, Vectors
-from symexplin.rounding import noise, rounded
-from symexplin.transform import Form, Scales, pullback
-from symexplin.transform import forward as effective
+from symexplin.config import Scale, SELConfig
+from symexplin.curve import Curved, Map
+from symexplin.kernels.interface import Curve, FactoredMap, Noise, Rates, Tensors, Vectors
+from symexplin.rounding import noise_of, rounded
 
 __all__ = ["FormulaKernels"]
 
 _SMALL = 2**16  # entries: a smaller tensor costs more to launch than to compute
-_BLOCK = 2**15  # entries of a block whose temporaries stay in a core's cache
-_ROLES = ("e", "l", "m", "n")
+_BLOCK = 2**16  # entries of a block whose temporaries stay in a core's cache
 
-_Lists = dict[str, Sequence[Tensor] | None]
+_Call = Callable[[Callable[..., Any]], Callable[..., Any]]
+_Lists = Mapping[str, Sequence[Tensor] | None]
+_Pieces = Iterator[tuple[dict[str, Tensor], list[int]]]
 
 
 class FormulaKernels:
     """Kernels for any device, compiled by torch.compile or not."""
 
     def __init__(self, compiles: bool) -> None:
-        self._compiles = compiles
         self.name = "torch.compile" if compiles else "PyTorch's operations"
+        self._call = _compiled if compiles else lambda function: function
+        self._pieces = _pieces if compiles else _blocks
 
-    def _call(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return _compiled(function) if self._compiles else function
+    def plan(
+        self, map: Curve | FactoredMap | None, tensors: Tensors, vectors: Sequence[Vectors] = ()
+    ) -> "_Closed | _Factored":
+        """Return a step of weights under a map."""
+        if isinstance(map, FactoredMap):
+            return _Factored(self._call, map, tensors, vectors)
+        return _Closed(self._call, self._pieces, map, tensors)
 
-    def _pieces(self, lists: "_Lists") -> Iterator[tuple[dict[str, Tensor], list[int]]]:
-        return _pieces(lists) if self._compiles else _blocks(lists)
 
-    def norm(
-        self, weights: Sequence[Tensor], grads: Sequence[Tensor], masters: Sequence[Tensor] | None, curve: Curve | None
-    ) -> Tensor:
+class _Closed:
+    """A step of weights under a map in closed form, or of plain ones."""
+
+    def __init__(self, call: _Call, pieces: Callable[[_Lists], _Pieces], curve: Curve | None, tensors: Tensors) -> None:
+        self._call, self._pieces, self._tensors = call, pieces, tensors
+        self._closed = None if curve is None else Closed("exp_only", *curve)
+
+    def pull(self) -> tuple[Tensor, list[Vectors]]:
         """Return the norm of the raw gradients."""
-        closed = None if curve is None else Closed("exp_only", *curve)
-        run, lists = self._call(_norm), _Lists(weight=weights, grad=grads, master=masters)
-        return _total([run(closed, **tensors) for tensors, _ in self._pieces(lists)])
+        run, (weights, grads, *_, masters) = self._call(_norm), self._tensors
+        pieces = self._pieces({"weight": weights, "grad": grads, "master": masters})
+        return _total([run(self._closed, **tensors) for tensors, _ in pieces]), []
 
-    def update(
-        self,
-        weights: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        exp_avgs: Sequence[Tensor],
-        exp_avg_sqs: Sequence[Tensor],
-        masters: Sequence[Tensor] | None,
-        curve: Curve | None,
-        rates: Rates,
-        clip: Tensor | None,
-        noise: Sequence[Noise] | None,
-    ) -> None:
-        """Apply AdamW to the weights in place, masters first where there are some."""
-        closed = None if curve is None else Closed("exp_only", *curve)
+    def update(self, rates: Rates, clip: Tensor | None, noise: Sequence[Noise] | None = None) -> None:
+        """Apply AdamW to the weights in place."""
+        run, (weights, grads, exp_avgs, exp_avg_sqs, masters) = self._call(_update), self._tensors
         numbers = _numbers(rates, clip, weights[0].device)
-        places = None if noise is None else [_places(w, n) for w, n in zip(weights, noise, strict=True)]
         written: _Lists = {"weight": weights, "exp_avg": exp_avgs, "exp_avg_sq": exp_avg_sqs, "master": masters}
-        run = self._call(_update)
-        for tensors, chosen in self._pieces({**written, "grad": grads, "places": places}):
-            run(closed, rates.decay != 0.0, rates.lr != 0.0, numbers, **tensors)
+        bits = None
+        if noise is not None:
+            lines = zip(weights, noise, strict=True)
+            bits = [noise_of(torch.arange(w.numel(), device=w.device), *line) for w, line in lines]
+        for tensors, chosen in self._pieces({**written, "grad": grads, "noise": bits}):
+            run(self._closed, rates.decay != 0.0, rates.lr != 0.0, numbers, **tensors)
             if len(chosen) > 1:  # aliases were written in place, concatenations were not
                 for name, originals in written.items():
                     if originals is not None:
-                        _copy_back(tensors[name], [originals[i] for i in chosen])
-
-    def plan(
-        self,
-        map: FactoredMap,
-        raws: Sequence[Tensor],
-        weights: Sequence[Tensor],
-        exp_avgs: Sequence[Tensor],
-        exp_avg_sqs: Sequence[Tensor],
-        vectors: Sequence[Vectors],
-    ) -> "_Plan":
-        """Return a step of these matrices."""
-        return _Plan(self._call, map, raws, weights, exp_avgs, exp_avg_sqs, vectors)
+                        parts = [_alias(originals[i]) for i in chosen]
+                        torch._foreach_copy_(parts, list(torch.split(tensors[name], [p.numel() for p in parts])))
 
 
-class _Plan:
+class _Factored:
     """A step of matrices whose scales are products of vectors."""
 
-    def __init__(self, call: Callable[..., Any], map: FactoredMap, *tensors: Any) -> None:
-        self._call, self._map = call, map
-        self._raws, self._weights, self._exp_avgs, self._exp_avg_sqs, self._vectors = tensors
+    def __init__(self, call: _Call, map: FactoredMap, tensors: Tensors, vectors: Sequence[Vectors]) -> None:
+        self._call, self._vectors = call, vectors
+        self._maps = [_map_of(map, tuple(vector is not None for vector in line)) for line in vectors]
+        self._lists = [[_matrix(tensor) for tensor in line or ()] for line in tensors]
 
-    def pull(self, grads: Sequence[Tensor]) -> tuple[Tensor, list[Vectors]]:
+    def pull(self) -> tuple[Tensor, list[Vectors]]:
         """Return the norm of the raw gradients and the gradients of the vectors."""
-        self._grads = grads
-        self._old = [tuple(None if v is None else v.clone() for v in vectors) for vectors in self._vectors]
-        run, matrices = self._call(_pull_matrix), (self._matrices(self._raws), self._matrices(grads))
-        found = [run(self._map, *args) for args in zip(*matrices, self._old, strict=True)]
-        return _total([norm for norm, _ in found]), [vectors for _, vectors in found]
+        self._old = [tuple(None if v is None else v.clone() for v in line) for line in self._vectors]
+        run, (_, grads, *_, raws) = self._call(_pull_matrix), self._lists
+        found = [run(*line) for line in zip(self._maps, raws, grads, self._old, strict=True)]
+        return _total([norm for norm, _ in found]), [gradients for _, gradients in found]
 
-    def update(self, rates: Rates, clip: Tensor | None) -> None:
+    def update(self, rates: Rates, clip: Tensor | None, noise: Sequence[Noise] | None = None) -> None:  # noqa: ARG002
         """Apply AdamW to the raw weights and write the weights."""
-        numbers, run = _numbers(rates, clip, self._raws[0].device), self._call(_update_matrix)
-        lists = (self._raws, self._weights, self._grads, self._exp_avgs, self._exp_avg_sqs)
-        matrices = [self._matrices(tensors) for tensors in lists]
-        for *args, old, new in zip(*matrices, self._old, self._vectors, strict=True):
-            run(self._map, rates.lr != 0.0, numbers, *args, old, new)
+        run, numbers = self._call(_update_matrix), _numbers(rates, clip, self._lists[0][0].device)
+        for map, *line in zip(self._maps, *self._lists, self._old, self._vectors, strict=True):
+            run(map, rates.lr != 0.0, numbers, *line)
 
-    def _matrices(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [_alias(t, (1, t.numel()) if t.dim() < 2 else (t.shape[0], t.shape[1])) for t in tensors]
+
+@functools.cache
+def _map_of(map: FactoredMap, learned: tuple[bool, ...]) -> Map:
+    """Return the same map for matrices of any shape, so that one compiled graph serves them."""
+    scales: dict[str, Any] = {"s": Scale(start=map.s)}
+    for i, role in enumerate(("e", "l", "m", "n")):
+        rows, columns = learned[2 * i : 2 * i + 2]
+        both = "row_col_add" if role == "n" else "row_col_mult"
+        pattern = (both if columns else "row") if rows else "column" if columns else "fixed"
+        scales[role] = Scale(pattern, start=getattr(map, role))
+    curvature = "absorbed" if map.absorbed else "fixed"
+    return Map((1, 1), "oi", SELConfig(map.beta, map.mode, curvature, map.normalize, **scales))
 
 
 # ---- what is compiled ----
@@ -152,7 +150,7 @@ def _update(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     master: Tensor | None = None,
-    places: Tensor | None = None,
+    noise: Tensor | None = None,
 ) -> None:
     value, grad, decay = _value(weight, master), grad.float(), numbers[0]
     if closed is not None:
@@ -166,68 +164,36 @@ def _update(
         value = closed.move(value, step - decay * closed.raw(value) if decays else step)
     if master is not None:
         master.copy_(value)
-    if places is None:
-        weight.copy_(value)
-    else:
-        weight.copy_(rounded(value, places))
+    weight.copy_(value if noise is None else rounded(value, noise))
 
 
-def _scales(map: FactoredMap, vectors: Vectors) -> Scales:
-    """Return the scales of a matrix."""
-    values: dict[str, Any] = {}
-    for i, role in enumerate(_ROLES):
-        rows, columns = vectors[2 * i : 2 * i + 2]
-        value: Any = getattr(map, role)
-        for vector in (None if rows is None else rows[:, None], None if columns is None else columns[None, :]):
-            if vector is not None:
-                vector = torch.exp(vector) if role == "m" and map.absorbed else vector
-                value = value + vector if role == "n" else value * vector
-        values[role] = value
-    kappa = values.pop("m") * (1.0 if map.absorbed else map.beta)
-    return Scales(kappa=kappa, s=map.s, **values)
+def _curved(map: Map, raw: Tensor, vectors: Vectors) -> Curved:
+    learned = [vector for vector in vectors if vector is not None]
+    return Curved(map, raw, {factor.name: vector for factor, vector in zip(map.factors, learned, strict=True)})
 
 
-def _pull_matrix(map: FactoredMap, raw: Tensor, grad: Tensor, vectors: Vectors) -> tuple[Tensor, Vectors]:
-    scales = _scales(map, vectors)
-    roles = [role for i, role in enumerate(("e", "l", "kappa", "n")) if vectors[2 * i : 2 * i + 2] != (None, None)]
-    pulled = pullback(Form(map.mode, map.beta, map.normalize), raw, scales, grad.float(), frozenset(roles))
-    found: list[Tensor | None] = []
-    for i, role in enumerate(("e", "l", "kappa", "n")):
-        rows, columns = vectors[2 * i : 2 * i + 2]
-        for dim, own, other in ((1, rows, columns), (0, columns, rows)):
-            if own is None:
-                found.append(None)
-                continue
-            if role == "kappa" and map.absorbed:
-                total = pulled[role] * scales.kappa
-            elif role == "n":
-                total = pulled[role]
-            else:
-                total = pulled[role] * (map.beta * map.m if role == "kappa" else getattr(map, role))
-                if other is not None:
-                    total = total * (other[:, None] if dim == 0 else other[None, :])
-            found.append(total.sum(dim))
-    return torch.linalg.vector_norm(pulled["w"]), tuple(found)
+def _pull_matrix(map: Map, raw: Tensor, grad: Tensor, vectors: Vectors) -> tuple[Tensor, Vectors]:
+    by_raw, by_name = _curved(map, raw, vectors).pullback(grad.float())
+    found = iter(by_name.values())
+    return torch.linalg.vector_norm(by_raw), tuple(None if vector is None else next(found) for vector in vectors)
 
 
 def _update_matrix(
-    map: FactoredMap,
+    map: Map,
     moves: bool,
     numbers: Tensor,
-    raw: Tensor,
     weight: Tensor,
     grad: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
+    raw: Tensor,
     old: Vectors,
     new: Vectors,
 ) -> None:
-    form = Form(map.mode, map.beta, map.normalize)
-    grad = pullback(form, raw, _scales(map, old), grad.float(), frozenset())["w"]
-    step = _adam_(numbers, grad, exp_avg, exp_avg_sq)
+    step = _adam_(numbers, grad.float() * _curved(map, raw, old).slope(), exp_avg, exp_avg_sq)
     if moves:
         raw.copy_(raw * (1.0 - numbers[0]) + step)
-        weight.copy_(effective(form, raw, _scales(map, new)))
+        weight.copy_(_curved(map, raw, new).effective())
 
 
 # ---- how it is called ----
@@ -275,43 +241,31 @@ def _total(norms: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def _places(weight: Tensor, found: Noise) -> Tensor:
-    """Return the noise of stochastic rounding of a weight, flat."""
-    key, offset, cols, stride = found
-    k = torch.arange(weight.numel(), device=weight.device)
-    return noise(key, offset + k // cols * stride + k % cols)
-
-
-def _pieces(lists: _Lists) -> Iterator[tuple[dict[str, Tensor], list[int]]]:
+def _pieces(lists: _Lists) -> _Pieces:
     """Yield flat tensors of each list by its name, and their indices: large ones alone, small ones concatenated."""
-    given = {name: tensors for name, tensors in lists.items() if tensors is not None}
+    given = {name: [_alias(tensor) for tensor in tensors] for name, tensors in lists.items() if tensors is not None}
     sizes = [tensor.numel() for tensor in given["weight"]]
     small = [i for i, size in enumerate(sizes) if 0 < size < _SMALL]
-    large = [i for i, size in enumerate(sizes) if size >= _SMALL]
-    for i in large + (small if len(small) == 1 else []):
-        yield {name: _alias(tensors[i], (sizes[i],)) for name, tensors in given.items()}, [i]
+    for i in [i for i, size in enumerate(sizes) if size >= _SMALL] + (small if len(small) == 1 else []):
+        yield {name: tensors[i] for name, tensors in given.items()}, [i]
     if len(small) > 1:
-        flat = {name: [_alias(tensors[i], (sizes[i],)) for i in small] for name, tensors in given.items()}
-        yield {name: torch.cat(parts) for name, parts in flat.items()}, small
+        yield {name: torch.cat([tensors[i] for i in small]) for name, tensors in given.items()}, small
 
 
-def _blocks(lists: _Lists) -> Iterator[tuple[dict[str, Tensor], list[int]]]:
+def _blocks(lists: _Lists) -> _Pieces:
     """Yield what :func:`_pieces` does, each tensor in blocks."""
-    given = {name: tensors for name, tensors in lists.items() if tensors is not None}
+    given = {name: [_alias(tensor) for tensor in tensors] for name, tensors in lists.items() if tensors is not None}
     for i, weight in enumerate(given["weight"]):
-        flat = {name: _alias(tensors[i], (weight.numel(),)) for name, tensors in given.items()}
         for start in range(0, weight.numel(), _BLOCK):
-            yield {name: tensor[start : start + _BLOCK] for name, tensor in flat.items()}, [i]
+            yield {name: tensors[i][start : start + _BLOCK] for name, tensors in given.items()}, [i]
 
 
-def _alias(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return a dense tensor's memory in another shape, as a tensor of its own: Dynamo guards the bases of views."""
-    stride = (1,) if len(shape) == 1 else (shape[1], 1)
+def _alias(tensor: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
+    """Return a dense tensor's memory, flat or in a shape, as a tensor of its own: Dynamo guards the bases of views."""
+    shape = (tensor.numel(),) if shape is None else shape
     made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return made.set_(tensor.untyped_storage(), tensor.storage_offset(), shape, stride)
+    return made.set_(tensor.untyped_storage(), tensor.storage_offset(), shape, (*shape[1:], 1))
 
 
-def _copy_back(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Write the parts of a concatenation into the memory of the tensors that it was made of."""
-    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-    torch._foreach_copy_([_alias(tensor, (tensor.numel(),)) for tensor in tensors], list(parts))
+def _matrix(tensor: Tensor) -> Tensor:
+    return _alias(tensor, (1, tensor.numel()) if tensor.dim() < 2 else tuple(tensor.shape))

@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-__all__ = ["Curve", "FactoredMap", "Kernels", "Noise", "Plan", "Rates", "Vectors", "is_memory"]
+__all__ = ["Curve", "FactoredMap", "Kernels", "Noise", "Plan", "Rates", "Tensors", "Vectors", "is_memory"]
 
 Curve = tuple[float, float]  # kappa and c of a map in closed form
 Noise = tuple[int, int, int, int]  # key, offset, columns and stride, see symexplin.rounding
@@ -20,6 +20,19 @@ def is_memory(tensor: Tensor) -> bool:
     True
     """
     return type(tensor) in (Tensor, nn.Parameter)
+
+
+class Tensors(NamedTuple):
+    """What a step reads and writes: each list has one tensor of each weight, of one size and the same dense strides.
+
+    Weights and gradients have one dtype, which may be bfloat16; the others are float32.
+    """
+
+    weights: Sequence[Tensor]
+    grads: Sequence[Tensor]
+    exp_avgs: Sequence[Tensor]
+    exp_avg_sqs: Sequence[Tensor]
+    masters: Sequence[Tensor] | None = None  # float32 copies of the weights, or the raw weights of a factored map
 
 
 class Rates(NamedTuple):
@@ -37,8 +50,8 @@ class Rates(NamedTuple):
 class FactoredMap(NamedTuple):
     """A map whose scales are products of a row's and a column's factor, with its fixed values.
 
-    The learned vectors of a role multiply its value (n: are added to it), which is 1 (n: 0) if everything is learned.
-    With `absorbed`, kappa is `m` times the exponentials of the learned vectors, else beta times `m` times the vectors.
+    A role with learned vectors is their product (n: their sum), any other has its fixed value. With `absorbed`, kappa
+    is the product of the exponentials of the learned vectors, else it is beta times m.
     """
 
     mode: str
@@ -53,46 +66,27 @@ class FactoredMap(NamedTuple):
 
 
 class Plan(Protocol):
-    """A step of matrices that share a :class:`FactoredMap`."""
+    """A step of weights that share a map. A repeated step gives the same bits, with any number of threads."""
 
-    def pull(self, grads: Sequence[Tensor]) -> tuple[Tensor, list[Vectors]]:
-        """Return the norm of the raw gradients and the gradients of each matrix's vectors."""
+    def pull(self) -> tuple[Tensor, list[Vectors]]:
+        """Return the norm of the raw gradients, and the gradients of each matrix's vectors."""
 
-    def update(self, rates: Rates, clip: Tensor | None) -> None:
-        """Apply AdamW to the raw weights, with the vectors' old values, and write the weights with the new ones."""
+    def update(self, rates: Rates, clip: Tensor | None, noise: Sequence[Noise] | None = None) -> None:
+        """Apply AdamW in place, with the gradients times `clip`. With lr 0 only the moments change.
+
+        Weights in bfloat16 are rounded from their masters or, without masters, with `noise`. Under a factored map the
+        gradients are those of the last :meth:`pull`, with the vectors' old values, and the weights get the new ones.
+        """
 
 
 class Kernels(Protocol):
-    """Kernels for one type of device. A repeated call gives the same bits; with lr 0 no weight changes."""
+    """Kernels for one type of device."""
 
     name: str
 
-    def norm(
-        self, weights: Sequence[Tensor], grads: Sequence[Tensor], masters: Sequence[Tensor] | None, curve: Curve | None
-    ) -> Tensor:
-        """Return the norm of the raw gradients of weights under a map in closed form, or None for plain ones."""
+    def plan(self, map: Curve | FactoredMap | None, tensors: Tensors, vectors: Sequence[Vectors] = ()) -> Plan:
+        """Return a step of weights under a map, or of plain weights without a map.
 
-    def update(
-        self,
-        weights: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        exp_avgs: Sequence[Tensor],
-        exp_avg_sqs: Sequence[Tensor],
-        masters: Sequence[Tensor] | None,
-        curve: Curve | None,
-        rates: Rates,
-        clip: Tensor | None,
-        noise: Sequence[Noise] | None,
-    ) -> None:
-        """Apply AdamW to the weights in place, masters first where there are some."""
-
-    def plan(
-        self,
-        map: FactoredMap,
-        raws: Sequence[Tensor],
-        weights: Sequence[Tensor],
-        exp_avgs: Sequence[Tensor],
-        exp_avg_sqs: Sequence[Tensor],
-        vectors: Sequence[Vectors],
-    ) -> Plan:
-        """Return a step of these matrices."""
+        The matrices of a factored map have two dimensions, or one for a single row; `vectors` has the learned vectors
+        of each. Their weights must be the map of their raw weights: kernels may compute the exponentials from them.
+        """

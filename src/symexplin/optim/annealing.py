@@ -43,40 +43,31 @@ class ScaleAnnealing:
         annealed = [group for group in optimizer.param_groups if "k" in group]
         if not annealed:
             raise ValueError("optimizer has no group with multipliers; build it over symexplin.param_groups(model)")
-        self._total_steps = None if total_steps is None else check_whole("total_steps", total_steps)
         for group in annealed:
             anneal(0, total_steps, *group["k"])  # raises now, not at a step, for k0 != k1 without total_steps
             group.setdefault("steps", 0)
-            group["total_steps"] = total_steps
-        earlier = getattr(optimizer, _ATTRIBUTE, None)
-        if earlier is not None:
+        if earlier := getattr(optimizer, _ATTRIBUTE, None):
             earlier.remove()
         setattr(optimizer, _ATTRIBUTE, self)
-        self._outside: list[tuple[dict[str, Any], Any]] = []
+        self._total_steps = total_steps if total_steps is None else check_whole("total_steps", total_steps)
+        self._outside: list[tuple[dict[str, Any], Any]] = []  # groups in a step with their rates outside of it
         self._hooks = (
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
         )
 
-    def _restore(self) -> None:
-        for group, lr in self._outside:
-            group["lr"] = lr
-        self._outside = []
-
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._restore()  # after a step that raised
         for group in optimizer.param_groups:
             if "k" in group:
-                group.setdefault("steps", 0)  # loaded groups may lack it
-                group.setdefault("total_steps", self._total_steps)
                 self._outside.append((group, group["lr"]))
-                group["lr"] = group["lr"] * anneal(group["steps"], group["total_steps"], *group["k"])
-        # torch runs no post hook if the closure raises, so the guard restores the rates.
-        guarded = {key: self._guard(value) if key == "closure" else value for key, value in kwargs.items()}
-        return tuple(self._guard(value) for value in args), guarded
+                group["lr"] = group["lr"] * anneal(group.get("steps", 0), self._total_steps, *group["k"])
+        # torch runs no post hook if the closure raises.
+        return tuple(map(self._guarded, args)), {key: self._guarded(value) for key, value in kwargs.items()}
 
-    def _guard(self, argument: Any) -> Any:
-        if not callable(argument) or isinstance(argument, torch.optim.Optimizer):
+    def _guarded(self, argument: Any) -> Any:
+        """Return a closure that restores the rates if it raises; other arguments of a step stay as they are."""
+        if not callable(argument):
             return argument
 
         def closure() -> Any:
@@ -89,10 +80,13 @@ class ScaleAnnealing:
         return closure
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
+        for group, _ in self._outside:
+            group["steps"] = group.get("steps", 0) + 1  # a loaded group may lack it
         self._restore()
-        for group in optimizer.param_groups:
-            if "k" in group:
-                group["steps"] += 1
+
+    def _restore(self) -> None:
+        while self._outside:
+            group, group["lr"] = self._outside.pop()
 
     def remove(self) -> None:
         """Detach from the optimizer."""
@@ -105,8 +99,8 @@ def anneal_scales(optimizer: torch.optim.Optimizer, total_steps: int | None = No
     """Apply the multipliers of a converted model's scales to `optimizer` (paper, section 4.5).
 
     During a step each group's learning rate is ``lr * k(t)`` with :func:`symexplin.functional.anneal`. Outside of
-    steps it is lr, so any scheduler works. The number of completed steps and T are keys of the groups, saved in
-    `state_dict`. Hooks are not copied: call it on a copied optimizer too. A second call replaces the first.
+    steps it is lr, so any scheduler works. The number of completed steps is a key of the groups, saved in `state_dict`;
+    T belongs to the run. Hooks are not copied: call it on a copied optimizer too. A second call replaces the first.
 
     Args:
         optimizer: any torch optimizer over :func:`symexplin.param_groups` of a converted model.

@@ -2,10 +2,10 @@
 
 import inspect
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from symexplin.optim import moments8
@@ -14,7 +14,7 @@ from symexplin.optim.entry import COUNTS, Entry, Moments, moment_key
 from symexplin.optim.groups import ALIGNED, Group, check_rate, config_of, is_curved, map_of, name_of
 from symexplin.optim.shard import local
 from symexplin.optim.suggest import warn_of_scales
-from symexplin.validation import check_flag, check_not_negative, check_positive, check_whole, did_you_mean
+from symexplin.validation import check_flag, check_not_negative, check_positive, check_whole, did_you_mean, warn
 
 __all__ = ["check_arguments", "check_finite", "check_group", "check_saved"]
 
@@ -53,23 +53,18 @@ def check_group(group: Group, first: Group) -> None:
     for i, parameter in enumerate(group["params"]):
         if not parameter.is_floating_point():
             raise ValueError(f"{name_of(group, i)} must be real and floating point, got {parameter.dtype}")
+        if group["stochastic_rounding"] and parameter.dtype == torch.float16:
+            raise ValueError(f"stochastic_rounding must be False for float16, got True: {name_of(group, i)} is float16")
     if not is_curved(group):
+        if "config" in group:
+            raise ValueError("a group with a config must be curved; build it with symexplin.param_groups")
         return
-    for key in ("config", *ALIGNED):
-        if key not in group:
-            raise ValueError(f"a curved group needs {key!r}; build it with symexplin.param_groups")
     for key in ALIGNED:
-        if len(group[key]) != len(group["params"]):
+        if len(found := group.get(key, ())) != len(group["params"]):
             raise ValueError(
-                f"{key} must have one entry per parameter, got {len(group[key])} for {len(group['params'])}. For an "
+                f"{key} must have one entry per parameter, got {len(found)} for {len(group['params'])}. For an "
                 "optimizer over a part of the model, build the groups with symexplin.param_groups(part, whole=model). "
                 "Wrappers that divide parameters among processes (ZeroRedundancyOptimizer) are refused; use fully_shard"
-            )
-    for i, parameter in enumerate(group["params"]):
-        if parameter.dim() != len(group["axes"][i]):
-            raise ValueError(
-                f"{name_of(group, i)} must have one dimension per letter of its axes {group['axes'][i]!r}, got the "
-                f"shape {tuple(parameter.shape)}"
             )
     if group["stochastic_rounding"] and not config_of(group).closed:
         raise ValueError(
@@ -123,7 +118,8 @@ def check_saved(
                     f"state_dict is of other parameters: it has {a} where the optimizer has {b}; if modules were "
                     "renamed, load_state_dict(..., by_position=True)"
                 )
-        _check_map(old, new, by_position)
+        if is_curved(new):
+            _check_map(old, new, by_position)
         for i, key in enumerate(old["params"]):
             if state.get(key):
                 _check_state(old, i, tuple(new["params"][i].shape), state[key], moments)
@@ -131,17 +127,12 @@ def check_saved(
 
 def _check_map(old: Group, new: Group, by_position: bool) -> None:
     """Refuse raw weights of another map."""
-    if not is_curved(new):
-        return
-    saved, present = config_of(old), config_of(new)
-    for name, value in present.to_dict().items():
-        if by_position and name in ("include", "exclude"):
-            continue
-        if (was := saved.to_dict()[name]) != value:
-            raise ValueError(f"state_dict is of another map: {name} is {was!r} there, {value!r} in the optimizer")
-    for i, (was, value) in enumerate(zip(old["axes"], new["axes"], strict=True)):
-        if was != value:
-            raise ValueError(f"state_dict is of another map: {name_of(new, i)} has axes {was!r} there, {value!r} here")
+    saved, present = ({**config_of(g).to_dict(), "axes": list(g["axes"])} for g in (old, new))
+    for name, value in present.items():
+        if saved[name] != value and not (by_position and name in ("include", "exclude")):
+            raise ValueError(
+                f"state_dict is of another map: {name} is {saved[name]!r} there, {value!r} in the optimizer"
+            )
 
 
 def _unwrapped(name: str) -> str:
@@ -151,18 +142,17 @@ def _unwrapped(name: str) -> str:
 
 def _check_state(group: Group, i: int, shape: tuple[int, ...], state: State, moments: Moments) -> None:
     """Refuse the state of a parameter that lacks a tensor, or has one of another shape."""
-    curved = is_curved(group)
-    axes = group["axes"][i] if curved else ""
-    factors = {f.name: f.shape for f in map_of(group, i, shape).factors} if curved else {}
-    shapes = {"step": (), **factors, **({"scale_step": ()} if factors else {})}
-    if curved and not config_of(group).closed:
-        shapes["raw"] = shape
-    for name in moments("raw" if curved else "plain", axes):
+    shapes: dict[str, Sequence[int]] = {"step": ()}
+    if is_curved(group):
+        factors = {factor.name: factor.shape for factor in map_of(group, i, shape).factors}
+        shapes |= (
+            factors | ({"scale_step": ()} if factors else {}) | ({} if config_of(group).closed else {"raw": shape})
+        )
+        shapes |= {moment_key(f, name): size for f, size in factors.items() for name in moments("scale", "")}
+    for name in moments("raw", group["axes"][i]) if is_curved(group) else moments("plain", ""):
         shapes[name] = shape
         if moments8.is_small(group.get("moment_bits", 32), shape):
             shapes[moments8.scale_key(name)] = moments8.scale_shape(shape)
-    for factor, size in factors.items():
-        shapes |= {moment_key(factor, name): size for name in moments("scale", "")}
     for name, size in shapes.items():
         if name not in state:
             raise ValueError(f"state_dict does not fit {name_of(group, i)}: it has no {name!r}")
@@ -190,9 +180,8 @@ def check_finite(norm: Tensor, entries: Sequence[Entry], step: int) -> bool:
     """Return whether the norm of all gradients is finite; if not, warn and name a tensor that has diverged."""
     if bool(norm.isfinite()):
         return True
-    warnings.warn(
+    warn(
         f"step {step}: {_diverged(entries)} is not finite: the run diverges. Go back to a checkpoint before this step, "
-        "and lower the learning rate, lengthen its warm-up or set max_grad_norm",
-        stacklevel=9,  # behind _clip, _step, step and four wrappers of torch
+        "and lower the learning rate, lengthen its warm-up or set max_grad_norm"
     )
     return False

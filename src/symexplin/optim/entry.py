@@ -39,7 +39,7 @@ def moment_key(leaf: str, moment: str) -> str:
     return moment if leaf == "weight" else f"{leaf}_{moment}"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Leaf:
     """One tensor for a rule to update in place: a raw weight, one learned scale or a plain parameter.
 

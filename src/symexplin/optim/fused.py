@@ -15,7 +15,7 @@ from torch.optim.adamw import adamw
 
 from symexplin.curve import Factor, Map, in_dims, is_weight, out_dims, stack_dims
 from symexplin.kernels import kernels_for
-from symexplin.kernels.interface import FactoredMap, Kernels, Rates, is_memory
+from symexplin.kernels.interface import FactoredMap, Kernels, Rates, Tensors, is_memory
 from symexplin.optim.annealing import multiplier
 from symexplin.optim.entry import COUNTS, Entry, Leaf, moment_key
 from symexplin.optim.groups import Group
@@ -101,25 +101,22 @@ class _Elementwise:
     """Plain parameters, or curved ones under a fixed exponential map, which need no raw weight."""
 
     def __init__(self, kernels: Kernels, entries: Sequence[Entry]) -> None:
-        self._kernels, self.entries = kernels, entries
+        self.entries = entries
         closed = entries[0].closed
-        self._curve = None if closed is None else (closed.kappa, closed.c)
-        self._weights = [entry.value for entry in entries]
-        self._grads = [entry.gradient() for entry in entries]
-        self._masters = [entry.own("master") for entry in entries] if "master" in entries[0].state else None
+        weights, grads = [entry.value for entry in entries], [entry.gradient() for entry in entries]
+        state = [[entry.own(key) for entry in entries] for key in _MOMENTS]
+        state += [[entry.own("master") for entry in entries]] if "master" in entries[0].state else []
+        self._plan = kernels.plan(closed and (closed.kappa, closed.c), Tensors(weights, grads, *state))
 
     def pull(self) -> Tensor:
         """Return the norm of the raw gradients."""
-        return self._kernels.norm(self._weights, self._grads, self._masters, self._curve)
+        return self._plan.pull()[0]
 
     def update(self, clip: Tensor | None) -> None:
         """Update the weights and moments in place."""
         first = self.entries[0]
-        exp_avgs, exp_avg_sqs = ([entry.own(name) for entry in self.entries] for name in _MOMENTS)
         noise = [entry.noise() for entry in self.entries] if first.rounds else None
-        rates = _rates(first.group, float(first.state["step"]))
-        state = exp_avgs, exp_avg_sqs, self._masters
-        self._kernels.update(self._weights, self._grads, *state, self._curve, rates, clip, noise)
+        self._plan.update(_rates(first.group, float(first.state["step"])), clip, noise)
 
 
 class _Factored:
@@ -127,17 +124,14 @@ class _Factored:
 
     def __init__(self, kernels: Kernels, map: FactoredMap, entries: Sequence[Entry]) -> None:
         self._kernels, self.entries = kernels, entries
-        raws, exp_avgs, exp_avg_sqs = (
-            [part for entry in entries for part in _split(entry, entry.own(key))] for key in ("raw", *_MOMENTS)
-        )
-        weights = [part for entry in entries for part in _split(entry, entry.value)]
-        vectors = [vectors for entry in entries for vectors in _vectors(entry)]
-        self._plan = kernels.plan(map, raws, weights, exp_avgs, exp_avg_sqs, vectors)
+        lists = [[entry.own(key) for entry in entries] for key in (*_MOMENTS, "raw")]
+        lists = [[entry.value for entry in entries], [entry.gradient() for entry in entries], *lists]
+        parts = [[part for entry, t in zip(entries, line, strict=True) for part in _split(entry, t)] for line in lists]
+        self._plan = kernels.plan(map, Tensors(*parts), [line for entry in entries for line in _vectors(entry)])
 
     def pull(self) -> Tensor:
         """Return the norm of the raw gradients; entries get the gradients of their scales."""
-        grads = [part for entry in self.entries for part in _split(entry, entry.gradient())]
-        norm, found = self._plan.pull(grads)
+        norm, found = self._plan.pull()
         each = iter(found)
         for entry in self.entries:
             of_entry = [next(each) for _ in _split(entry, entry.value)]
@@ -175,7 +169,7 @@ def _update_scales(kernels: Kernels, entries: Sequence[Entry], clip: Tensor | No
     for (role, lr_scale, decays), lists in alike.items():
         rates = _rates(group, float(own["scale_step"]))
         rates = rates._replace(lr=rates.lr * lr_scale * multiplier(f"k_{role}", group))
-        kernels.update(*lists, None, None, rates if decays else rates._replace(decay=0.0), clip, None)
+        kernels.plan(None, Tensors(*lists)).update(rates if decays else rates._replace(decay=0.0), clip)
 
 
 @functools.cache

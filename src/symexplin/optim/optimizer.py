@@ -29,7 +29,10 @@ _NO_GRADIENT = (
 )
 _OWN = ("total_steps", "max_grad_norm")  # settings that a loaded state does not change
 # Settings of every optimizer, which a subclass may leave out of its defaults.
-_SETTINGS = {"total_steps": None, "max_grad_norm": None, "moment_bits": 32, "stochastic_rounding": False}
+_SETTINGS = {
+    **{"weight_decay": 0.0, "total_steps": None, "max_grad_norm": None},
+    **{"moment_bits": 32, "stochastic_rounding": False},
+}
 _LOOK_EVERY = 100  # steps between checks of the norm on an accelerator, since each waits for the device
 _CHUNK = {"cpu": 2**18}  # numbers whose raw gradients exist at a time, at least one parameter's: a core's cache
 _CHUNK_OF_DEVICE = 2**26
@@ -57,12 +60,13 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         config: SELConfig | None = None,
         no_decay: Sequence[str] = (),
     ) -> None:
+        defaults = defaults | {key: value for key, value in _SETTINGS.items() if key not in defaults}
         if isinstance(params, nn.Module):
             given = {key: defaults[key] for key in ("lr", "weight_decay")}
             params = param_groups(params, **given, config=config, no_decay=no_decay)
         elif config is not None or no_decay:
             raise ValueError("config and no_decay go with a model; symexplin.param_groups takes them for groups")
-        super().__init__(params, defaults | {k: v for k, v in _SETTINGS.items() if k not in defaults})
+        super().__init__(params, defaults)
         rates = {group["lr"] for group in self.param_groups}
         if len(rates) == 1:  # the peak rate for schedulers such as transformers' polynomial one
             self.defaults["lr"] = rates.pop()
@@ -185,6 +189,8 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
             parameter = group["params"][i]
             if parameter.requires_grad or self.state.get(parameter):
                 entry = Entry(group, i, self.state.get(parameter) or {})
+                if not entry.state:
+                    self._writes.remember([entry])  # its raw weight will be that of the present weight
                 entry.create_state(self.moments_)
                 self.state[parameter] = entry.state
         self._entries = list(self.entries())

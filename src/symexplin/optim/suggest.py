@@ -1,7 +1,5 @@
 """The learning rate to begin with, and a warning about scales that learn too fast."""
 
-import warnings
-
 import torch
 from torch import nn
 
@@ -10,7 +8,7 @@ from symexplin.curve import Curved
 from symexplin.optim.shard import whole
 from symexplin.routes import routing
 from symexplin.transform import compute_dtype
-from symexplin.validation import check_positive, naming
+from symexplin.validation import check_positive, naming, warn
 
 __all__ = ["suggest_lr", "warn_of_scales"]
 
@@ -56,16 +54,9 @@ def suggest_lr(model: nn.Module, config: SELConfig | None = None, *, adamw_lr: f
 
 
 def warn_of_scales(role: str, rate: float) -> None:
-    """Warn if the scales of a role learn at a `rate`, k times the learning rate, at which runs were chaotic.
-
-    >>> with warnings.catch_warnings(record=True) as caught:
-    ...     warn_of_scales("e", 0.15)
-    >>> str(caught[0].message)[:51]
-    'scale e learns at 0.15 at its fastest, k times the '
-    """
+    """Warn if the scales of a role learn at a `rate`, k times the learning rate, at which runs were chaotic."""
     if rate >= _CHAOTIC:
-        warnings.warn(
+        warn(
             f"scale {role} learns at {rate:.3g} at its fastest, k times the learning rate. From {_CHAOTIC:g} on runs "
-            f"may be chaotic; the paper's is 0.015. Lower k, or leave base_lr at 3e-4: {role}=Scale(..., k=(50, 8))",
-            stacklevel=4,
+            f"may be chaotic; the paper's is 0.015. Lower k, or leave base_lr at 3e-4: {role}=Scale(..., k=(50, 8))"
         )

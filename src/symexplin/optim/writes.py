@@ -22,8 +22,8 @@ class Writes:
         self._seen: dict[int, tuple[int, ...]] = {}
 
     def remember(self, entries: Iterable[Entry]) -> None:
-        """Record the present versions and addresses."""
-        self._seen = {id(entry.parameter): _look(entry) for entry in entries if entry.is_stored}
+        """Record the present versions and addresses of these entries."""
+        self._seen |= {id(entry.parameter): _look(entry) for entry in entries if entry.is_stored}
 
     def adopt(self, entries: Iterable[Entry], *, compare_all: bool = False) -> None:
         """Update the raw weights of the entries that were written since :meth:`remember`, or of all that differ.
