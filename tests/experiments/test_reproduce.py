@@ -174,8 +174,6 @@ def test_the_plan_counts_runs_and_tokens_and_says_every_assumption():
     assert "up to 96 runs of 600 steps, 614,400 tokens each" in text
     assert "in all: up to 96 runs, 58,982,400 tokens" in text
     assert all(sentence in text for sentence in table.assumptions.values())
-    text = "\n".join(plan_lines(load_table("continued", "paper")))
-    assert "base: AdamW, lr 0.0003, 100,000 steps" in text
     assert "step bf16: width 3072, depth 36" in "\n".join(plan_lines(load_table("profiling", "paper")))
 
 
