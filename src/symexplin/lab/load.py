@@ -82,8 +82,7 @@ def load_plain(file: Path) -> Transformer:
     """Return the plain model of a safetensors file; raw weights are folded."""
     if MAP_KEY not in read_specs(file)[1]:
         return load_model(file)
-    tensors, metadata, _ = folded(file)
-    return model_from(file, tensors, metadata)
+    return model_from(file, *folded(file))
 
 
 def start_from(model: Transformer, path: str | Path) -> None:
