@@ -4,7 +4,6 @@ import inspect
 import json
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import time
 
 import pytest
 import torch
-from safetensors import safe_open
 
 import symexplin.__main__
 from corpora import TEXTS
@@ -85,14 +83,11 @@ def refused(capsys, *arguments):
         ("sample /no/such/run", ["/no/such/run"]),
         ("sample", ["MODEL"]),
         ("export /no/such/run --out x", ["/no/such/run"]),
-        ("report /no/such/run", ["/no/such/run"]),
         ("inspect /no/such/file", ["/no/such/file"]),
-        ("fold /no/such/file x", ["/no/such/file"]),
-        ("invert /no/such/file x --preset papper", ["preset", "did you mean 'paper'?"]),
+        ("inspect /no/such/file --preset papper", ["preset", "did you mean 'paper'?"]),
         ("prepare /no/such/file --out x", ["/no/such/file"]),
         ("prepare '' --out x", ["sources", "''"]),
         ("prepare --out x", ["sources", "at least one"]),
-        ("completion elvish", ["elvish", "bash"]),
         ("reproduce frozzen", ["did you mean 'frozen'"]),
         ("reproduce frozen --scale tiny", ["--scale", "mini"]),
         ("reproduce frozen --arms AdamW ful", ["did you mean 'full'"]),
@@ -224,19 +219,6 @@ def test_version_and_help_need_neither_torch_nor_the_laboratory(capsys):
     subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120, check=True)
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
-def test_bash_completes_commands_and_flags(capsys, tmp_path):
-    script = tmp_path / "completion"
-    script.write_text(run(capsys, "completion", "bash"))
-    for words, expected in (("tra", "train"), ("train --wid", "--width"), ("train --home mod", "module")):
-        line = f"symexplin {words}"
-        code = f"""source {script}
-            COMP_WORDS=({line}); COMP_CWORD={len(line.split()) - 1}; COMP_LINE='{line}'; COMP_POINT={len(line)}
-            COMP_TYPE=9; $(complete -p symexplin | sed 's/.*-F \\([^ ]*\\).*/\\1/'); echo "${{COMPREPLY[@]}}" """
-        done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=False, timeout=60)
-        assert expected in done.stdout.split(), (words, done)
-
-
 # --- Settings --------------------------------------------------------------------------------------------------------
 
 
@@ -282,27 +264,6 @@ def test_an_exported_folder_loads_in_transformers_with_equal_logits(place, capsy
         torch.testing.assert_close(found(tokens[:, :16]).logits, ours(tokens[:, :16]), rtol=1e-4, atol=1e-4)
 
 
-def test_files_go_into_curved_space_and_back(place, capsys, tmp_path):
-    plain, raw, back = (tmp_path / name for name in ("plain", "raw", "back"))
-    plain.write_bytes((place / "optimizer" / "model.safetensors").read_bytes())
-    assert "largest difference" in run(capsys, "invert", plain, raw, "--preset", "paper", "--map", "beta=5")
-    with safe_open(raw, "pt") as file:
-        assert "blocks.0.ffn.up.raw_weight" in file.keys()  # noqa: SIM118
-        assert json.loads(file.metadata()["symexplin_map"])["beta"] == 5.0
-    assert "7 layers folded" in run(capsys, "fold", raw, back)
-    first, second = load_model(plain), load_model(back)
-    for a, b in zip(first.parameters(), second.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
-
-
-def test_a_checkpoint_of_the_module_home_folds_to_the_final_weights(place, capsys, tmp_path):
-    (checkpoint,) = (place / "module" / "checkpoints").iterdir()
-    run(capsys, "fold", checkpoint / "model.safetensors", tmp_path / "plain")
-    expected = load_model(place / "module" / "model.safetensors")
-    for a, b in zip(load_model(tmp_path / "plain").parameters(), expected.parameters(), strict=True):
-        assert torch.equal(a, b)
-
-
 def test_inspect_prints_and_writes(place, capsys, tmp_path):
     file = place / "optimizer" / "model.safetensors"
     text = run(capsys, "inspect", file, "--json", tmp_path / "tails.json")
@@ -314,11 +275,6 @@ def test_inspect_prints_and_writes(place, capsys, tmp_path):
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_report_prints_its_path(place, capsys):
-    assert run(capsys, "report", place / "optimizer").strip() == str(place / "optimizer" / "report.html")
-    assert "<svg" in (place / "optimizer" / "report.html").read_text()
-
-
 @pytest.mark.usefixtures("undrawn")
 def test_compare_trains_arms_of_ones_own(place, capsys, tmp_path):
     arms = "--arms AdamW mine --arm mine.preset=frozen mine.map.beta=5 --lrs 1e-2 --seeds 0"

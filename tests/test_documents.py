@@ -85,7 +85,7 @@ def test_every_command_in_the_documents_parses():
             if words[0] in COMMANDS and not {"...", "NAME", "TEXT", "FOLDER"} & set(words):
                 app.parse_args(words, exit_on_error=False, print_error=False)
                 seen.append(words[0])
-    assert {"prepare", "train", "compare", "reproduce", "figure", "export", "report"} <= set(seen)
+    assert {"prepare", "train", "compare", "reproduce", "figure", "export"} <= set(seen)
 
 
 def test_the_quickstart_of_readme_trains():

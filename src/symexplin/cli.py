@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from cyclopts import App, CycloptsError, Parameter
 
@@ -184,8 +184,6 @@ _Folder = Annotated[str, Parameter(help="the folder of the run, new or to resume
 _Resume = Annotated[bool, _Switch, Parameter(help="continue in the folder, or start there")]
 _Run = Annotated[str, Parameter(help="the folder of a run, one of its checkpoints, or a model.safetensors")]
 _Weights = Annotated[str, Parameter(help="a safetensors file, or a folder of them")]
-_Target = Annotated[str, Parameter(help="the safetensors file to write, a new one")]
-_Preset = Annotated[str, Parameter(help="the map: default (beta by the width), or one of the paper's, such as paper")]
 _Plan = Annotated[bool, _Switch, Parameter(help="print the runs and the assumptions, and stop")]
 _Path = str | None
 
@@ -319,22 +317,6 @@ def _export(model: _Run, /, *, out: str) -> None:
     export_transformers(trained, out, tokenizer, curve, echo=print)
 
 
-def _report(folder: str, /) -> None:
-    """Write a page with curves, tables and maps: report.html in the folder. The run may still be going on.
-
-    Args:
-        folder: of a run, a comparison or a table of symexplin reproduce
-
-    Examples:
-      symexplin report runs/first
-    """
-    from symexplin.experiments.report import report_table
-    from symexplin.experiments.tables import TABLE
-    from symexplin.lab.report.pages import report
-
-    print(str(report_table(folder) if Path(folder, TABLE).exists() else report(folder, echo=_warn)))
-
-
 def _inspect(source: _Weights, /, *, preset: _Path = None, map: Pairs = None, json: _Path = None) -> None:
     """Show the heavy tails of any model's weights.
 
@@ -363,35 +345,6 @@ def _inspect(source: _Weights, /, *, preset: _Path = None, map: Pairs = None, js
         write_json(json, dataclasses.asdict(found))
 
 
-def _invert(source: _Weights, target: _Target, /, *, preset: _Preset = "default", map: Pairs = None) -> None:
-    """Turn plain weights into raw weights.
-
-    TARGET gets the raw weights and scales whose effective weights are those of SOURCE, under the names of
-    symexplin.convert. The largest difference is reported.
-
-    Examples:
-      symexplin invert model.safetensors raw.safetensors --preset paper
-    """
-    from symexplin.lab.maps import named_map
-    from symexplin.lab.weights.folding import invert_file
-
-    invert_file(source, target, named_map(preset, map or {}), echo=print)
-
-
-def _fold(source: _Weights, target: _Target, /) -> None:
-    """Turn raw weights into plain weights.
-
-    SOURCE has raw weights and scales: of `symexplin invert`, or of a checkpoint of a run with --home module. The
-    largest difference between the weights written and the effective ones is reported.
-
-    Examples:
-      symexplin fold runs/m/checkpoints/step-00000300/model.safetensors plain
-    """
-    from symexplin.lab.weights.folding import fold_file
-
-    fold_file(source, target, echo=print)
-
-
 def _reproduce(
     name: _Path = None,
     /,
@@ -416,7 +369,7 @@ def _reproduce(
 
     Examples:
       symexplin reproduce frozen --plan --scale paper
-      symexplin reproduce suite --data docs --out runs/suite --results mini.csv
+      symexplin reproduce widths --data docs --out runs/widths --results mini.csv
       symexplin reproduce main_grid --panels 64x2 --lrs 2e-3 --steps 100 --seeds 0
     """
     from symexplin.experiments.reproduce import ReproduceConfig, plan_lines, reproduce
@@ -492,21 +445,9 @@ def _bench(config: _Config = None, *, out: str, **given: Any) -> None:
     run_bench(_configured(BenchConfig, given, config), out, echo=_log, progress=True)
 
 
-def _completion(shell: Literal["bash", "zsh", "fish", "powershell"], /) -> None:
-    """Print a script that completes commands and flags in a shell.
-
-    Examples:
-      symexplin completion zsh > "${fpath[1]}/_symexplin"
-    """
-    print(make_app().generate_completion(shell=shell))
-
-
 COMMANDS: dict[str, Callable[..., None]] = {
     command.__name__[1:]: command
-    for command in (
-        *(_prepare, _train, _compare, _sample, _export, _report, _inspect, _invert, _fold),
-        *(_reproduce, _figure, _demo, _bench, _completion),
-    )
+    for command in (*(_demo, _prepare, _train, _sample, _compare, _reproduce, _export, _inspect, _figure, _bench),)
 }
 # The configurations whose keys are flags of a command. They are imported for this command alone.
 _SCHEMAS = {

@@ -216,13 +216,13 @@ def test_an_empty_table_tests_nothing_and_one_seed_shows_signs(tmp_path):
     assert "With one learning rate tried" in page.text
     page = TablePage(report_table(table_folder(tmp_path / "two", "frozen", loss, seeds=(0, 1))))
     assert row_of(page, "Full SELfull")[3].endswith("too few seeds")
-    muon = table_folder(tmp_path / "muon", "muon", lambda arm, *_: 2.0 + 0.1 * (arm == "adamw"), seeds=(0,))
-    assert row_of(TablePage(report_table(muon)), "AdamWadamw")[3] == "+0.1000too few seeds"  # no sign of the paper's
+    widths = table_folder(tmp_path / "widths", "widths", lambda arm, *_: 2.0 + 0.1 * (arm == "number"), seeds=(0,))
+    row = row_of(TablePage(report_table(widths)), "One number a matrixnumber")
+    assert row[3] == "+0.1000too few seeds"  # no sign of the paper's
 
 
 def test_beyond_the_paper_there_are_no_claims(tmp_path):
-    page = TablePage(
-        report_table(table_folder(tmp_path / "muon", "muon", lambda arm, *_: 2.0 + 0.1 * (arm == "adamw")))
-    )
+    widths = table_folder(tmp_path / "widths", "widths", lambda arm, *_: 2.0 + 0.1 * (arm == "number"))
+    page = TablePage(report_table(widths))
     assert "The paper has no claim that this table tests." in page.text
-    assert row_of(page, "AdamWadamw")[3] == "+0.1000 ± 0.0000above"
+    assert row_of(page, "One number a matrixnumber")[3] == "+0.1000 ± 0.0000above"

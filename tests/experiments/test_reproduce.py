@@ -111,37 +111,6 @@ def test_a_stopped_table_goes_on_to_the_same_losses(data, tmp_path):
     assert [panel.name for panel in read_table(broken).panels if not panel.found] == ["128x2", "128x4"]
 
 
-def test_continued_training_starts_at_the_bases_weights(data, tmp_path):
-    set_ = {**SMALL, "base": {"steps": 6}}
-    run("continued", tmp_path / "out", tiny(data, set=set_, arms=("AdamW", "mismatch"), lrs=(1e-3,)))
-    base = json.loads((tmp_path / "out" / "base" / "summary.json").read_text())
-    assert base["steps"] == 6
-    (runs,) = losses(tmp_path / "out").values()
-    for arm, *_, evals in runs:
-        assert evals[0][1] == pytest.approx(base["final_loss"], abs=1e-5), arm
-        assert evals[-1][1] != evals[0][1]
-
-
-def test_fine_tuning_has_a_base_of_the_old_text_and_measures_what_is_forgotten(data, tmp_path):
-    old = tmp_path / "old.txt"
-    old.write_text("\0".join(f"{i} old words" for i in range(40)))
-    config = tiny(data, old=(str(old),), arms=("AdamW", "lora-8", "exp-32"), set={**SMALL, "base": {"steps": 6}})
-    out = tmp_path / "out"
-    run("finetune", out, config)
-    facts = [json.loads((out / folder / "run.json").read_text())["data"] for folder in ("base", written_first(out))]
-    assert facts[0] != facts[1]
-    for place in written(out):
-        assert "old_loss" in place.with_name("metrics.jsonl").read_text()
-        assert place.with_name("interpolated.json").exists()
-    run("finetune", out, config, resume=True)
-    with pytest.raises(ValueError, match="data must be those of the run"):
-        run("finetune", out, dataclasses.replace(config, old=(data,)), resume=True)
-
-
-def written_first(out):
-    return str(sorted(written(out))[0].parent.relative_to(out))
-
-
 def test_text_that_is_not_prepared_is(tmp_path):
     (tmp_path / "text").write_bytes(b"\0".join(b"a document with the number %d in it" % i for i in range(40)))
     out = tmp_path / "out"
@@ -205,8 +174,6 @@ def test_the_plan_counts_runs_and_tokens_and_says_every_assumption():
     assert "up to 96 runs of 600 steps, 614,400 tokens each" in text
     assert "in all: up to 96 runs, 58,982,400 tokens" in text
     assert all(sentence in text for sentence in table.assumptions.values())
-    text = "\n".join(plan_lines(load_table("continued", "paper")))
-    assert "base: AdamW, lr 0.0003, 100,000 steps" in text
     assert "step bf16: width 3072, depth 36" in "\n".join(plan_lines(load_table("profiling", "paper")))
 
 

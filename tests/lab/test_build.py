@@ -30,19 +30,6 @@ def test_no_home_is_torchs_adamw():
     assert group["fused"]
 
 
-@pytest.mark.parametrize("curve", [{"home": "none"}, {}, {"home": "module"}])
-def test_biases_and_norms_may_have_rates_of_their_own(curve):
-    model, optimizer, _ = build(
-        config(dataclasses.replace(TRAIN, lr_factors={"*bias": 5.0, "*norm.weight": 2.0}), **curve)
-    )
-    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
-    for name, parameter in model.named_parameters():
-        expected = 0.02 if name.endswith("bias") else 8e-3 if "norm" in name else 4e-3
-        assert rates[id(parameter)] == expected, name
-    bare = dataclasses.replace(config(dataclasses.replace(TRAIN, lr_factors={"*bias": 5.0}), **curve), model=BARE)
-    assert {group["lr"] for group in build(bare).optimizer.param_groups} == {4e-3}
-
-
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_optimizer_home_clips_and_anneals_by_itself(preset):
     model, optimizer, clip = build(config(preset=preset))

@@ -43,7 +43,6 @@ def test_bad_values_of_training_are_named(field, value):
         (lambda: ComputeConfig(loss_chunk=-1), "loss_chunk must be a whole number >= 0"),
         (lambda: LogConfig(checkpoint_every=0), "checkpoint_every must be"),
         (lambda: LogConfig(keep=0), "keep must be"),
-        (lambda: TrainConfig(l1_falloff=8.0), "l1_falloff must be 0 without l1.*got 8.0"),
         (
             lambda: RunConfig("d", sel=CurveConfig(preset="congruent", start="mismatched")),
             "start must be 'matched' for mode 'congruent'",

@@ -158,6 +158,6 @@ def test_the_defaults_are_those_of_the_readme():
     """Six runs of 300 steps at width 128; its figures are of these settings."""
     config = DemoConfig().comparison("data")
     assert (config.compare.arms, config.compare.lrs) == (("AdamW", "SEL"), (1.5e-3, 3e-3, 6e-3))
-    assert dataclasses.astuple(config.model) == (128, 4, 4, 256, 128, False, True, False, "xavier_uniform", 1.0)
+    assert dataclasses.astuple(config.model) == (128, 4, 4, 256, 128, False, True, False, "xavier_uniform")
     assert (config.train.steps, config.train.warmup_steps, config.train.eval_every) == (300, 30, 25)
     assert (config.compute.device, config.compute.autocast, config.log.tensorboard) == ("cpu", "off", False)

@@ -267,11 +267,3 @@ def test_the_blocks_matrices_are_drawn_as_said_and_all_else_as_ever(init):
     expected["head.weight"] = torch.empty(256, 32).normal_(0, 0.02, generator=generator)
     for name, draw in expected.items():
         assert torch.equal(found[name], draw), name
-
-
-def test_queries_and_keys_are_drawn_as_ever_times_their_gain():
-    models = [
-        Transformer(dataclasses.replace(TINY, qk_gain=gain), torch.Generator().manual_seed(0)) for gain in (1, 0.25)
-    ]
-    for (name, a), b in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(b, a * (0.25 if name.endswith(("attention.q.weight", "attention.k.weight")) else 1)), name

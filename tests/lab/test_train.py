@@ -40,7 +40,6 @@ def run(trainer, steps=6):
     [
         (TrainConfig(steps=6, warmup_steps=2), [1 / 2, 1, 1, 3 / 4, 2 / 4, 1 / 4, 0]),
         (TrainConfig(steps=4, warmup_steps=0, floor=0.2), [1, 0.8, 0.6, 0.4, 0.2]),
-        (TrainConfig(steps=4, warmup_steps=0, decay_power=2.0), [1, 15 / 16, 3 / 4, 7 / 16, 0]),
         (TrainConfig(steps=3, warmup_steps=3), [1 / 3, 2 / 3, 1, 1]),
     ],
 )

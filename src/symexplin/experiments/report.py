@@ -17,7 +17,6 @@ from symexplin.experiments.comparison import (
     sign_of,
     spread_of,
 )
-from symexplin.experiments.measures import measures
 from symexplin.experiments.paper import Paper, load_paper
 from symexplin.experiments.tables import PANELS, Outcome, read_table
 from symexplin.lab.files import write_csv
@@ -40,8 +39,7 @@ def report_table(out: str | Path, echo: Callable[[str], None] = lambda _: None) 
     """Write the report of a table's folder, finished or not, and return the page's path.
 
     report.html opens without network. table.csv has a row for each arm of each panel at its own best and at the shared
-    learning rate, claims.csv one for each claim in each panel, other files
-    what :mod:`symexplin.experiments.measures` finds. figures/ has the figures as SVG and PNG.
+    learning rate, claims.csv one for each claim in each panel. figures/ has the figures as SVG and PNG.
 
     Args:
         out: the folder.
@@ -60,9 +58,6 @@ def report_table(out: str | Path, echo: Callable[[str], None] = lambda _: None) 
         rows = [row for pairs in arms.values() for pair in pairs for row in pair]
         rows += [{**_place(outcome, panel), **row} for panel in benches for row in panel.found["rows"]]
         write_csv(out / _RESULTS, rows)
-        measured = measures(compared)
-        for measure in measured:
-            write_csv(out / f"{measure.name}.csv", measure.rows)
         write_csv(out / _CLAIMS, [row for claim in claims for row in _claim_rows(outcome, claim)])
         page = write_page(
             out,
@@ -77,7 +72,6 @@ def report_table(out: str | Path, echo: Callable[[str], None] = lambda _: None) 
             panels=[(panel, arms[panel.name]) for panel in compared],
             links={panel.name: f"{PANELS}/{panel.name}/{PAGE}" for panel in compared if (panel.folder / PAGE).exists()},
             benches=benches,
-            measures=measured,
             facts=_FACTS,
             figures=[
                 {**_draw(name, out, outcome.finished), "numbers": paper.numbers_of(name)} for name in outcome.figures

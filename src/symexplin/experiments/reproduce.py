@@ -1,8 +1,8 @@
 """A table in a folder: its data, one comparison after the other, its report. A killed one resumes.
 
-table.json   what it is               data/, old/       the tokens, unless prepared ones were given
-base/        the first stage, if any  panels/PANEL/     a comparison each (symexplin.lab.compare), or a bench
-report.html, table.csv, figures/      the results       (symexplin.experiments.report)
+table.json      what it is              data/   the tokens, unless prepared ones were given
+panels/PANEL/   a comparison each (symexplin.lab.compare), or a bench
+report.html, table.csv, figures/        the results (symexplin.experiments.report)
 
 What needs torch is imported where it is used, so that the help of the command comes at once.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 from symexplin.experiments.comparison import ENOUGH_SEEDS
 from symexplin.experiments.results import append_results, check_results
-from symexplin.experiments.tables import BASE, DATA, OLD, PANELS, SCALES, TABLE, Panel, Table, load_table
+from symexplin.experiments.tables import DATA, PANELS, SCALES, TABLE, Panel, Table, load_table
 from symexplin.lab.bench import BenchConfig
 from symexplin.lab.compare.grid import COMPARISON, CompareConfig
 from symexplin.lab.files import read_json, write_json
@@ -38,7 +38,6 @@ class ReproduceConfig:
     Args:
         scale: "mini" (two CPU cores, about an hour at most), "paper" (the paper's protocol) or "h200" (one large GPU).
         data: a folder that `symexplin prepare` made, or sources of text for it.
-        old: the same for the text that the first model of a table is trained on, in tables that go on with another.
         panels: those to run now; the others stay for later.
         arms: those to run, the baseline among them.
         lrs: peak learning rates; every arm trains at each.
@@ -55,7 +54,6 @@ class ReproduceConfig:
 
     scale: str = field(default="mini", metadata={"choices": SCALES})
     data: tuple[str, ...] = ()
-    old: tuple[str, ...] = ()
     panels: tuple[str, ...] = ()
     arms: tuple[str, ...] = ()
     lrs: tuple[float, ...] = ()
@@ -69,12 +67,10 @@ class ReproduceConfig:
     @property
     def prepared(self) -> str | None:
         """The prepared folder, if `data` is one."""
-        return _prepared(self.data)
+        from symexplin.lab.data.batches import DATASET
 
-    @property
-    def prepared_old(self) -> str | None:
-        """The prepared folder, if `old` is one."""
-        return _prepared(self.old)
+        only = self.data[0] if len(self.data) == 1 else None
+        return only if only is not None and Path(only, DATASET).exists() else None
 
     def table(self, name: str, out: str | Path) -> Table:
         """Return the table `name` with these settings, to run in `out`."""
@@ -84,23 +80,13 @@ class ReproduceConfig:
             "compare": {**{key: values for key, values in lists.items() if values}, **jobs},
             "train": {} if self.steps is None else {"steps": self.steps},
             "data": {} if self.prepared or not self.data else {"sources": list(self.data)},
-            "old": {} if self.prepared_old or not self.old else {"sources": list(self.old)},
         }
-        prepared = {"data": self.prepared, "old": self.prepared_old}
-        return load_table(name, self.scale, out=out, **prepared, changes=merge(changes, self.set))
-
-
-def _prepared(sources: Sequence[str]) -> str | None:
-    from symexplin.lab.data.batches import DATASET
-
-    return sources[0] if len(sources) == 1 and Path(sources[0], DATASET).exists() else None
+        return load_table(name, self.scale, out=out, data=self.prepared, changes=merge(changes, self.set))
 
 
 def plan_lines(table: Table, names: Collection[str] = ()) -> list[str]:
     """Return the runs and assumptions of a table, or of its panels of these `names`, as lines of text."""
     lines = [f"{table.name} ({table.scale}): {table.title}", table.place or "beyond the paper", table.about, ""]
-    if table.base is not None:
-        lines.append(f"{BASE}: AdamW, lr {table.base.train.lr:g}, {table.base.train.steps:,} steps, before all others")
     runs = tokens = 0
     for panel in _chosen(table, names):
         if isinstance(panel.config, BenchConfig):
@@ -149,7 +135,6 @@ def reproduce(
     from symexplin.experiments.estimate import estimate
     from symexplin.experiments.report import report_table
     from symexplin.lab.data.prepare import PrepareConfig, prepare
-    from symexplin.lab.run import train
 
     config = config or ReproduceConfig()
     table = config.table(name, Path(out).resolve())
@@ -173,11 +158,6 @@ def reproduce(
         try:
             if to_prepare:
                 prepare(from_table(PrepareConfig, table.data), folder / DATA, echo=echo, progress=progress)
-            if table.old and not config.prepared_old:
-                prepare(from_table(PrepareConfig, table.old), folder / OLD, echo=echo, progress=progress)
-            if table.base is not None:
-                quiet: dict[str, Any] = {"tell_config": False, "progress": progress, "label": BASE}
-                train(table.base, folder / BASE, resume=True, echo=echo, **quiet)
             places = [(panel.config, folder / PANELS / panel.name / COMPARISON) for panel in wanted]
             new = [it for it, done in places if isinstance(it, CompareConfig) and not done.exists()]
             for line in [*_warnings(new), *estimate(new)] if new else ():

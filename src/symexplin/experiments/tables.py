@@ -14,13 +14,12 @@ from typing import Any
 from symexplin.experiments.comparison import Evidence
 from symexplin.lab.bench import RESULTS, BenchConfig
 from symexplin.lab.compare.grid import COMPARISON, CompareConfig, GridConfig
-from symexplin.lab.config import RunConfig
 from symexplin.lab.files import read_json
 from symexplin.lab.settings import differences, from_table, load_toml, merge
 from symexplin.validation import check_choice, naming
 
 __all__ = [
-    *("BASE", "DATA", "OLD", "PANELS", "PASSES", "SCALES", "TABLE"),
+    *("DATA", "PANELS", "PASSES", "SCALES", "TABLE"),
     *("Outcome", "Panel", "Table", "load_table", "names", "read_table"),
 ]
 
@@ -28,14 +27,11 @@ Settings = dict[str, Any]
 
 SCALES = ("mini", "paper", "h200")
 TABLE, PANELS = "table.json", "panels"
-BASE, DATA, OLD, _BENCH = "base", "data", "old", "bench"
+DATA, _BENCH = "data", "bench"
 _CONFIGS = Path(__file__).parent / "configs"
 _PROTOCOLS = "protocols"
-_OF_A_RUN = ("model", "train", "compute", "log")
-# Tables of settings; `map` is that of every curved arm, `base` changes [train] for the run that the others start from.
-# `old` is the text of the base where it is another than `data`; what the others forget of it is measured.
-_OF_SOME = (DATA, BASE, OLD)  # some tables lack them
-_SETTINGS = (*_OF_A_RUN, "sel", "compare", "cluster", "arm", "map", *_OF_SOME)
+# Tables of settings; `map` is that of every curved arm.
+_SETTINGS = ("model", "train", "compute", "log", "sel", "compare", "cluster", "arm", "map", DATA)
 # Training a batch costs a forward and a backward pass, evaluating it the forward pass alone, about a third.
 PASSES = 3
 
@@ -45,8 +41,7 @@ class About:
     """A table at a scale, as table.json has it.
 
     `place` is where in the paper, "" beyond it. `labels` are those of the arms. A bench has no baseline and no labels.
-    `assumptions` are sentences on the keys that the paper leaves open. `data` and `old` are keys of
-    :class:`PrepareConfig`; `old` is {} without an old text.
+    `assumptions` are sentences on the keys that the paper leaves open. `data` has keys of :class:`PrepareConfig`.
     """
 
     name: str
@@ -59,7 +54,6 @@ class About:
     labels: dict[str, str]
     assumptions: dict[str, str]
     data: Settings
-    old: Settings
 
     @property
     def is_bench(self) -> bool:
@@ -78,9 +72,8 @@ class Panel:
 
 @dataclass(frozen=True)
 class Table(About):
-    """A table with all configurations; `base` is the run whose weights all others start from, if any."""
+    """A table with all configurations."""
 
-    base: RunConfig | None
     panels: tuple[Panel, ...]
 
     def to_json(self) -> Settings:
@@ -116,13 +109,12 @@ def load_table(
     *,
     out: str | Path = "",
     data: str | Path | None = None,
-    old: str | Path | None = None,
     changes: Settings | None = None,
 ) -> Table:
     """Return a table of :func:`names`, or of a TOML file of the same form, at a scale, to run in the folder `out`.
 
-    `data` and `old` are prepared folders, `out`/data and `out`/old if None. `changes` override all other settings, by
-    the tables of configs/protocols.toml; `map` is for every curved arm.
+    `data` is a prepared folder, `out`/data if None. `changes` override all other settings, by the tables of
+    configs/protocols.toml; `map` is for every curved arm.
     """
     check_choice("scale", scale, SCALES)
     known = _files()
@@ -138,15 +130,11 @@ def load_table(
         changes = {key: value for key, value in (changes or {}).items() if value != {}}
         for arm in changes.get("arm", ()):
             check_choice("arm", arm, [about["baseline"], *settings.get("arm", ())])
-        if old is not None and OLD not in settings:
-            raise ValueError(f"old must be left out: the table has no first model, got {str(old)!r}")
-        text = settings.get(DATA, {})  # tokenizer and split, for an old text too
         if data is not None:
             settings.pop(DATA, None)
             assumptions = {key: text for key, text in assumptions.items() if not key.startswith(f"{DATA}.")}
         _check(settings, changes, entries, about["baseline"])
-        places = [str(given or Path(out, name)) for given, name in ((data, DATA), (old, OLD), (None, BASE))]
-        layers = _Layers(settings, changes, about["baseline"], *places)
+        layers = _Layers(settings, changes, about["baseline"], str(data or Path(out, DATA)))
         panels = tuple(_panels(layers, entries, of_paper=_settings(file, "paper")))
         changed = merge(settings, changes)
         arms = {about["baseline"]: {}, **changed.get("arm", {})}
@@ -159,8 +147,6 @@ def load_table(
             labels={arm: table.get("label", arm) for arm, table in arms.items() if arm},
             assumptions={key: text + given.get(key, "") for key, text in assumptions.items()},
             data=changed.get(DATA, {}),
-            old=merge(text, changed[OLD]) if OLD in changed else {},
-            base=layers.base(),
             panels=panels,
         )
 
@@ -181,7 +167,7 @@ def _protocol(name: str) -> Settings:
 
 def _check(settings: Settings, changes: Settings, entries: object, baseline: str) -> None:
     """Check which tables of settings there are; their keys are checked where they are built."""
-    known = [_BENCH] if _BENCH in settings else [key for key in _SETTINGS if key in settings or key not in _OF_SOME]
+    known = [_BENCH] if _BENCH in settings else [key for key in _SETTINGS if key in settings or key != DATA]
     for key, value in (*settings.items(), *changes.items()):
         check_choice("key", key, known)
         if not isinstance(value, Mapping):
@@ -194,14 +180,12 @@ def _check(settings: Settings, changes: Settings, entries: object, baseline: str
 
 @dataclass(frozen=True)
 class _Layers:
-    """Settings of protocol, table and scale, changes of the command, and the folders of both texts and of the base."""
+    """Settings of protocol, table and scale, changes of the command, and the folder of the text."""
 
     settings: Settings
     changes: Settings
     baseline: str
     data: str
-    old: str
-    weights: str
 
     def config(self, panel: Settings) -> CompareConfig | BenchConfig:
         """Return the configuration of a panel."""
@@ -209,10 +193,6 @@ class _Layers:
         if _BENCH in found:
             return from_table(BenchConfig, found[_BENCH])
         arms, curve = found.pop("arm", {}), found.pop("map", {})
-        if found.pop(BASE, None):
-            found["train"] = {**found["train"], "weights": self.weights}
-        if found.pop(OLD, None):
-            found["log"] = {**found.get("log", {}), "old": self.old}
         known = list(dict.fromkeys([self.baseline, *arms]))
         compare = {"baseline": self.baseline, "arms": known, **found["compare"]}
         wanted = from_table(GridConfig, compare).arms
@@ -222,34 +202,23 @@ class _Layers:
         chosen = {name: _curved(arm, curve, forced) for name, arm in arms.items() if name in wanted}
         return from_table(CompareConfig, {**found, "data": self.data, "compare": compare, "arm": chosen})
 
-    def base(self) -> RunConfig | None:
-        """Return the AdamW run whose weights all runs start from, if there is one."""
-        if BASE not in self.settings:
-            return None
-        found = self._of({})
-        run = {key: found[key] for key in _OF_A_RUN if key in found}
-        train = merge(found["train"], found[BASE])
-        data = self.old if OLD in self.settings else self.data
-        return from_table(RunConfig, {"data": data, **run, "train": train, "sel": {"home": "none"}})
-
     def _of(self, panel: Settings) -> Settings:
         of_panel = {key: value for key, value in panel.items() if key not in ("name", "stands_for")}
         return _in_proportion(merge(self.settings, of_panel), self.changes)
 
 
 def _in_proportion(before: Settings, changes: Settings) -> Settings:
-    """Merge changes; where they change the steps alone, warm-up, evaluations and the base's steps keep their share."""
+    """Merge changes; where they change the steps alone, warm-up and evaluations keep their share."""
     settings = merge(before, changes)
     steps = changes.get("train", {}).get("steps")
     if not isinstance(steps, int) or steps < 1:
         return settings  # the schema checks it
     share = steps / before["train"]["steps"]
     least = {"warmup_steps": 0, "eval_every": -(-2 * settings["train"].get("eval_batches", 0) // PASSES)}
-    for table, keys in (("train", ("warmup_steps", "eval_every")), (BASE, ("steps", "warmup_steps"))):
-        for key in keys:
-            if key in before.get(table, {}) and key not in changes.get(table, {}):
-                value = max(round(before[table][key] * share), min(least.get(key, 1), before[table][key]))
-                settings = merge(settings, {table: {key: value}})
+    for key in ("warmup_steps", "eval_every"):
+        if key in before["train"] and key not in changes["train"]:
+            value = max(round(before["train"][key] * share), min(least[key], before["train"][key]))
+            settings = merge(settings, {"train": {key: value}})
     return settings
 
 
@@ -295,7 +264,7 @@ def read_table(out: str | Path) -> Outcome:
             for panel in about.pop("panels")
             for folder in [out / PANELS / panel["name"]]
         ]
-        return Outcome(**{"old": {}, **about}, panels=tuple(panels))  # earlier versions have no old text
+        return Outcome(**about, panels=tuple(panels))
     except (KeyError, TypeError) as error:
         raise ValueError(f"{str(out / TABLE)!r} is damaged, or of another version of symexplin: {error}") from None
 

@@ -7,13 +7,11 @@ import torch
 from torch import Tensor, nn
 
 import symexplin as sel
-from symexplin.lab.config import RunConfig, TrainConfig
+from symexplin.lab.config import RunConfig
 from symexplin.lab.load import start_from
-from symexplin.lab.lora import add_lora
 from symexplin.lab.maps import map_of
 from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import ALONE, Ranks
-from symexplin.patterns import first_match
 from symexplin.presets import IDENTITY
 
 __all__ = ["Built", "build", "build_model", "clear_gradients"]
@@ -45,25 +43,21 @@ def build(config: RunConfig, ranks: Ranks = ALONE) -> Built:
         _shard(model, ranks, config.compute.device)
     else:
         model = build_model(config)
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     undecayed = [] if train.decay_plain else _plain(model)
     if curve is None and train.optimizer == "adamw":
-        groups: dict[tuple[float, float], list[Tensor]] = {}
-        for name, parameter in trained:
-            groups.setdefault((_rate(name, train), 0.0 if name in undecayed else train.weight_decay), []).append(
-                parameter
-            )
-        found = [{"params": params, "lr": lr, "weight_decay": decay} for (lr, decay), params in groups.items()]
+        groups: dict[float, list[Tensor]] = {}
+        for name, parameter in model.named_parameters():
+            groups.setdefault(0.0 if name in undecayed else train.weight_decay, []).append(parameter)
+        found = [{"params": params, "weight_decay": decay} for decay, params in groups.items()]
         return Built(model, _adamw(model, found, config), clip=True)
-    lrs = {name: rate for name, _ in trained if (rate := _rate(name, train)) != train.lr} | {"*": train.lr}
     if config.sel.home == "module":
-        of_roles = sel.param_groups(model, lr=lrs, weight_decay=train.weight_decay, no_decay=undecayed)
+        of_roles = sel.param_groups(model, lr=train.lr, weight_decay=train.weight_decay, no_decay=undecayed)
         optimizer = _adamw(model, of_roles, config)
         sel.anneal_scales(optimizer, total_steps=annealing)
         return Built(model, optimizer, clip=True)
     # Ordinary weights under Muon: the identity map, whose raw weights they are.
     by_name = sel.param_groups(
-        model, lr=lrs, weight_decay=train.weight_decay, config=curve or IDENTITY, no_decay=undecayed
+        model, lr=train.lr, weight_decay=train.weight_decay, config=curve or IDENTITY, no_decay=undecayed
     )
     kind = sel.SELMuon if train.optimizer == "muon" else sel.SELAdamW
     raw_space = kind(
@@ -82,8 +76,6 @@ def build_model(config: RunConfig, device: str | None = None) -> Transformer:
     model = Transformer(config.model, torch.Generator().manual_seed(train.seed))
     if train.weights is not None:
         start_from(model, train.weights)
-    if train.lora_rank:
-        add_lora(model, train.lora_rank)
     model.recompute, model.loss_chunk = config.compute.recompute, config.compute.loss_chunk or 0
     place = device or config.compute.device
     if place != "auto":
@@ -103,12 +95,6 @@ def clear_gradients(parameters: Iterable[Tensor], config: RunConfig) -> None:
     summed = config.compute.cuda_graphs and config.train.accumulation > 1
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter) if summed else None
-
-
-def _rate(name: str, train: TrainConfig) -> float:
-    """Return the learning rate of a parameter; a raw one has that of its plain name."""
-    pattern = first_match([name.replace(".raw_", ".")], train.lr_factors)
-    return train.lr * (1.0 if pattern is None else train.lr_factors[pattern])
 
 
 def _shard(model: Transformer, ranks: Ranks, device: str) -> None:

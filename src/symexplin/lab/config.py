@@ -53,8 +53,6 @@ class ModelConfig:
         fused_gate: one linear layer for the two input projections of GeGLU, gate and up, instead of two. Its matrix is
             drawn as one, and has learned scales as one.
         init: how the matrices of the blocks are drawn: "xavier_uniform" or "xavier_normal", of one deviation.
-        qk_gain: factor on the drawn matrices of queries and keys. QK-norm makes their size count only beside that of
-            their biases.
 
     >>> ModelConfig(width=128).hidden
     320
@@ -69,7 +67,6 @@ class ModelConfig:
     bias: bool = True
     fused_gate: bool = False
     init: str = field(default="xavier_uniform", metadata={"choices": INITS})
-    qk_gain: float = 1.0
 
     def __post_init__(self) -> None:
         """Check every field."""
@@ -78,7 +75,6 @@ class ModelConfig:
         for name in ("tie_head", "bias", "fused_gate"):
             check_flag(name, getattr(self, name))
         check_choice("init", self.init, INITS)
-        check_positive("qk_gain", self.qk_gain)
         if self.width % (2 * self.heads):
             raise ValueError(f"width must be a multiple of 2 * heads = {2 * self.heads}, got {self.width}")
 
@@ -102,25 +98,15 @@ class TrainConfig:
         batch_size: sequences per optimizer step, over all processes.
         accumulation: microbatches per optimizer step; must divide batch_size.
         lr: peak learning rate.
-        lr_factors: {name pattern: factor on the learning rate}, such as {"*bias" = 5.0}; the first that matches counts.
-            Names are those of the plain model.
         warmup_steps: steps of linear warm-up, before the decay. Default: the paper's 250, or a tenth of the
             steps in runs of fewer than 2,500.
         floor: fraction of lr at the end of the decay.
-        decay_power: shape of the decay, 1 - (1 - floor) x^decay_power, x from 0 to 1: 1 is linear, a larger one stays
-            high for longer.
         optimizer: "adamw", or "muon": Muon for the matrices of the blocks and AdamW for the rest, at one learning rate.
         weight_decay: decoupled weight decay.
         decay_plain: decay the embedding, the head and the norms too, as AdamW over all parameters does. The paper does
             not say. Off: decay only the linear layers of the blocks, weights and biases.
         betas: decay rates of AdamW's moments.
         max_grad_norm: global norm to which gradients are clipped.
-        l1: decoupled L1 on the matrices of the blocks: each step moves their entries by lr times l1 towards zero.
-        l1_falloff: let L1 pull less at large entries, by l1/(1 + l1_falloff |w|): the log-sum penalty, which is what L1
-            under an exponential map with this beta comes to.
-        sparsity: share of these entries that gradual pruning by magnitude sets to zero, from a tenth to three quarters
-            of the steps.
-        lora_rank: train low-rank updates of the matrices of the blocks, and nothing else; 0: train everything.
         weights: plain weights to start from, of a model of this shape: a run's folder, one of its checkpoints, or a
             model.safetensors. Default: weights are drawn.
         eval_every: steps between evaluations. The start and the end are always evaluated.
@@ -133,19 +119,13 @@ class TrainConfig:
     batch_size: int = 16
     accumulation: int = 1
     lr: float = 3e-3
-    lr_factors: dict[str, float] = field(default_factory=dict)
     warmup_steps: int | None = None
     floor: float = 0.0
-    decay_power: float = 1.0
     optimizer: str = field(default="adamw", metadata={"choices": OPTIMIZERS})
     weight_decay: float = 0.01
     decay_plain: bool = True
     betas: tuple[float, float] = (0.9, 0.999)
     max_grad_norm: float = 1.0
-    l1: float = 0.0
-    l1_falloff: float = 0.0
-    sparsity: float = 0.0
-    lora_rank: int = 0
     weights: str | None = None
     eval_every: int = 25
     eval_batches: int = 8
@@ -161,16 +141,7 @@ class TrainConfig:
         if check_whole("warmup_steps", self.warmup_steps, minimum=0) > self.steps:
             raise ValueError(f"warmup_steps must be at most steps = {self.steps}, got {self.warmup_steps}")
         check_positive("lr", self.lr)
-        for pattern, factor in self.lr_factors.items():
-            check_not_negative(f"lr_factors {pattern!r}", factor)
-        check_positive("decay_power", self.decay_power)
         check_positive("max_grad_norm", self.max_grad_norm)
-        check_not_negative("l1", self.l1)
-        check_not_negative("l1_falloff", self.l1_falloff)
-        if self.l1_falloff and not self.l1:
-            raise ValueError(f"l1_falloff must be 0 without l1, which it shapes, got {self.l1_falloff!r}")
-        check_fraction("sparsity", self.sparsity)
-        check_whole("lora_rank", self.lora_rank, minimum=0)
         check_fraction("floor", self.floor)
         check_not_negative("weight_decay", self.weight_decay)
         for beta in self.betas:
@@ -235,17 +206,11 @@ class LogConfig:
         checkpoint_every: optimizer steps between checkpoints. SIGTERM, Ctrl-C and the end of the run write one too.
         keep: number of checkpoints to keep, the newest ones.
         tensorboard: write TensorBoard events beside metrics.jsonl.
-        old: another prepared folder, of the same tokens, whose held-out loss each evaluation also measures: what a run
-            that starts from weights forgets.
-        compress: at the end also measure the loss of pruned and of quantized copies of the weights, into
-            compressed.json.
     """
 
     checkpoint_every: int = 500
     keep: int = 2
     tensorboard: bool = True
-    old: str | None = None
-    compress: bool = False
 
     def __post_init__(self) -> None:
         """Check every field."""
@@ -273,20 +238,11 @@ class RunConfig:
         map_of(self.sel, self.model.width)
         if self.sel.home == "module" and self.train.optimizer != "adamw":
             raise ValueError(f"optimizer must be 'adamw' for home 'module', got {self.train.optimizer!r}")
-        train = self.train
-        if self.sel.home == "module" and train.lora_rank:
-            raise ValueError("home must be 'optimizer' or 'none' for lora_rank, got 'module'")
         untold = self.sel.home != "none" and self.sel.start is None and self.sel.starts_as == "mismatched"
-        if untold and train.weights is not None and not train.lora_rank:
+        if untold and self.train.weights is not None:
             raise ValueError(
                 f"start must be given with weights and preset {self.sel.preset!r}: 'matched' keeps them as they are"
             )
-        if train.lora_rank and train.weights is None:
-            raise ValueError(f"lora_rank must be 0 without weights to start from, got {train.lora_rank}")
-        if train.lora_rank and (train.l1 or train.sparsity or self.log.compress):
-            raise ValueError(f"lora_rank must be 0 with l1, sparsity or compress, got {train.lora_rank}")
-        if self.sel.home == "module" and (self.train.l1 or self.train.sparsity or self.log.compress):
-            raise ValueError("home must be 'optimizer' or 'none' for l1, sparsity and compress, got 'module'")
 
 
 def resolve(config: RunConfig, vocab_size: int, processes: int = 1) -> RunConfig:
@@ -311,7 +267,6 @@ def resolve(config: RunConfig, vocab_size: int, processes: int = 1) -> RunConfig
         data=str(absolute(config.data)),
         model=dataclasses.replace(config.model, vocab_size=vocab_size),
         train=dataclasses.replace(train, weights=absolute(train.weights)),
-        log=dataclasses.replace(config.log, old=absolute(config.log.old)),
         sel=dataclasses.replace(
             config.sel,
             start=None if curve is None else config.sel.starts_as,

@@ -11,7 +11,7 @@ from symexplin.lab.settings import differences, from_table, load_toml
 from symexplin.validation import naming
 
 __all__ = [
-    *("COMPRESSED", "CONFIG", "FACTS", "INTERPOLATED", "LOCK", "SUMMARY", "TOKENIZER"),
+    *("CONFIG", "FACTS", "LOCK", "SUMMARY", "TOKENIZER"),
     *("check_resumable", "claimed", "saved_config"),
 ]
 
@@ -20,7 +20,6 @@ T = TypeVar("T")
 LOCK = ".lock"
 # Files of a run (symexplin.lab.run).
 CONFIG, SUMMARY, TOKENIZER, FACTS = "config.toml", "summary.json", "tokenizer.json", "run.json"
-COMPRESSED, INTERPOLATED = "compressed.json", "interpolated.json"
 
 # A resumed folder may have other values of these keys: paths (digests guard what lies there), logging, the machine.
 _FREE = ("data", "train.weights", "log.")

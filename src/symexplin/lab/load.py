@@ -82,8 +82,7 @@ def load_plain(file: Path) -> Transformer:
     """Return the plain model of a safetensors file; raw weights are folded."""
     if MAP_KEY not in read_specs(file)[1]:
         return load_model(file)
-    tensors, metadata, _ = folded(file)
-    return model_from(file, tensors, metadata)
+    return model_from(file, *folded(file))
 
 
 def start_from(model: Transformer, path: str | Path) -> None:
@@ -92,7 +91,7 @@ def start_from(model: Transformer, path: str | Path) -> None:
         source = load_plain(find_weights(path, "weights"))
     there, here = (dataclasses.asdict(each.config) for each in (source, model))
     for key in here:
-        if there[key] != here[key] and key not in ("context", "init", "qk_gain"):
+        if there[key] != here[key] and key not in ("context", "init"):
             raise ValueError(f"weights must be of a model with {key} {here[key]}, got {str(path)!r} with {there[key]}")
     model.load_state_dict(source.state_dict())
 

@@ -169,10 +169,6 @@ class Transformer(nn.Module):
                 draw(module.weight, generator=generator)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-        for module in self.modules():
-            if isinstance(module, Attention):
-                for layer in (module.q, module.k):
-                    layer.weight.data.mul_(self.config.qk_gain)
         if not self.config.tie_head:
             nn.init.normal_(self.head.weight, std=_EMBEDDING_STD, generator=generator)
 

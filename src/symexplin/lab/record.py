@@ -54,13 +54,11 @@ class Recorder(contextlib.ExitStack):
         self._write("metrics", step=step, **record, tokens=tokens)
         self._plot(step, record)
 
-    def evaluation(
-        self, step: int, losses: Mapping[str, float], stats: Mapping[str, float], timing: Mapping[str, float]
-    ) -> None:
-        """Record the losses of an evaluation, the statistics of the map, and the time."""
-        self._write("metrics", step=step, **losses, **({"stats": stats} if stats else {}))
+    def evaluation(self, step: int, loss: float, stats: Mapping[str, float], timing: Mapping[str, float]) -> None:
+        """Record the loss of an evaluation, the statistics of the map, and the time."""
+        self._write("metrics", step=step, eval_loss=loss, **({"stats": stats} if stats else {}))
         self._write("timing", step=step, **timing)
-        self._plot(step, {**losses, **stats, **timing})
+        self._plot(step, {"eval_loss": loss, **stats, **timing})
 
     def error(self, step: int, text: str) -> None:
         """Record the error that ended the run."""

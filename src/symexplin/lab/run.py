@@ -18,14 +18,11 @@ import torch
 from tqdm import tqdm
 
 from symexplin.lab.checkpoint import newest, save_checkpoint, tidy
-from symexplin.lab.compress import compressed_losses
 from symexplin.lab.config import RunConfig, resolve
 from symexplin.lab.data.batches import Corpus
-from symexplin.lab.extras import extra
 from symexplin.lab.files import file_digest, read_json, read_json_lines, replace_file, write_json
-from symexplin.lab.folders import COMPRESSED, CONFIG, FACTS, INTERPOLATED, SUMMARY, TOKENIZER, check_resumable, claimed
-from symexplin.lab.interpolate import interpolated_losses
-from symexplin.lab.load import digest_of, find_weights, load_plain
+from symexplin.lab.folders import CONFIG, FACTS, SUMMARY, TOKENIZER, check_resumable, claimed
+from symexplin.lab.load import digest_of
 from symexplin.lab.maps import in_words, map_of
 from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import Ranks, joined
@@ -98,15 +95,9 @@ def train(
         if tell_config:
             _tell(config, echo)
         torch.set_num_threads(config.compute.threads or 1)
-        alone = {"l1": config.train.l1, "sparsity": config.train.sparsity, "old": config.log.old}
-        for name, value in {**alone, "compress": config.log.compress}.items():
-            if value and ranks.size > 1:
-                raise ValueError(f"{name} needs a single process, got {value!r} with {ranks.size}")
-        if config.log.compress:  # before hours of training
-            extra("torchao", "compress")
         trainer = Trainer(config, corpus, ranks)  # before the first file: too little memory leaves no folder
         ranks.tell(lambda: _write_first(folder, config, corpus, ranks))
-        return _Run(folder, trainer, corpus, ranks, echo, label).go(progress)
+        return _Run(folder, trainer, ranks, echo, label).go(progress)
 
 
 def _tell(config: RunConfig, echo: Echo) -> None:
@@ -189,8 +180,8 @@ def _write_first(folder: Path, config: RunConfig, corpus: Corpus, ranks: Ranks) 
 class _Run:
     """The loop around a :class:`Trainer`: records, checkpoints, signals, the end."""
 
-    def __init__(self, folder: Path, trainer: Trainer, corpus: Corpus, ranks: Ranks, echo: Echo, label: str) -> None:
-        self.folder, self.trainer, self.config, self.corpus = folder, trainer, trainer.config, corpus
+    def __init__(self, folder: Path, trainer: Trainer, ranks: Ranks, echo: Echo, label: str) -> None:
+        self.folder, self.trainer, self.config = folder, trainer, trainer.config
         self.ranks, self.echo = ranks, echo
         self.label, self.seconds = label, 0.0
         self._tokens_per_step = self.config.train.batch_size * self.config.model.context
@@ -259,15 +250,14 @@ class _Run:
 
     def _evaluate(self) -> None:
         step = self.trainer.step
-        loss, old, stats = self.trainer.evaluate(), self.trainer.evaluate_old(), self.trainer.stats()
+        loss, stats = self.trainer.evaluate(), self.trainer.stats()
         timing = {"seconds": round(self.seconds, 3), **memory(self.config.compute.device)}
         pace = ""
         if step > self._since[0]:
             tokens = (step - self._since[0]) * self._tokens_per_step
             timing["tokens_per_second"] = round(tokens / (self.seconds - self._since[1]), 1)
             pace = f", {timing['tokens_per_second']:,.0f} tokens/s"
-        losses = {"eval_loss": loss} | ({} if old is None else {"old_loss": old})
-        self.recorder.evaluation(step, losses, stats, timing)
+        self.recorder.evaluation(step, loss, stats, timing)
         self._since = (step, self.seconds)
         used = f"{timing['memory_bytes'] / 2**20:,.0f} MiB"
         self.echo(f"{self.label}: step {step}/{self.config.train.steps}, loss {loss:.4f}{pace}, {used}")
@@ -296,12 +286,6 @@ class _Run:
 
     def _finish(self, plain: Transformer) -> dict[str, Any]:
         save_model(plain, self.folder / MODEL, self.trainer.header(plain=True))
-        if self.config.log.compress:
-            self.echo(f"{self.label}: the losses of pruned and quantized copies")
-            write_json(self.folder / COMPRESSED, compressed_losses(self.trainer, self.corpus))
-        if self.config.log.old and self.config.train.weights:
-            first = load_plain(find_weights(self.config.train.weights)).state_dict()
-            write_json(self.folder / INTERPOLATED, interpolated_losses(self.trainer, first))
         steps = self.config.train.steps
         summary = {
             "steps": steps,

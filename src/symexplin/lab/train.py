@@ -17,14 +17,11 @@ from symexplin.lab.checkpoint import OPTIMIZER, load_optimizer, split_optimizer
 from symexplin.lab.config import RunConfig, TrainConfig
 from symexplin.lab.data.batches import BatchesAhead, BatchLoader, Corpus, eval_batches
 from symexplin.lab.evaluate import evaluate
-from symexplin.lab.lora import merged
 from symexplin.lab.maps import map_of
 from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import ALONE, Ranks
-from symexplin.lab.sparse import Sparsifier, matrices
 from symexplin.lab.weights.files import MAP_KEY, MODEL, TRAINED_KEY, load_weights, save_model, write_tensors
 from symexplin.optim.shard import is_dtensor, local, whole
-from symexplin.validation import naming
 
 __all__ = ["NonFiniteError", "Trainer", "lr_factor"]
 
@@ -36,13 +33,13 @@ class NonFiniteError(ArithmeticError):
 def lr_factor(step: int, config: TrainConfig) -> float:
     """Return the fraction of the peak learning rate for the update after `step` others (section 5.1).
 
-    (step + 1)/warmup while warming up, 1 right after it, then towards `floor` at `steps`, linearly if decay_power is 1.
+    (step + 1)/warmup while warming up, 1 right after it, then linearly to `floor` at `steps`.
     """
     warmup = config.warmup_steps or 0
     if step < warmup:
         return (step + 1) / warmup
     progress = (step - warmup) / max(config.steps - warmup, 1)
-    return 1.0 - (1.0 - config.floor) * math.pow(min(progress, 1.0), config.decay_power)
+    return 1.0 - (1.0 - config.floor) * min(progress, 1.0)
 
 
 class Trainer:
@@ -59,7 +56,6 @@ class Trainer:
         with ranks.together():  # an error must reach all processes before the next collective operation
             loader = BatchLoader(corpus.train, context, train.batch_size, train.seed)
             self._held_out = self._held_out_of(corpus)
-            self._old = self._batches_of(config.log.old, corpus)
             self.model, self.optimizer, self._clip = build(config, ranks)
         self._device = next(self.model.parameters()).device
         self._batches = BatchesAhead(loader, pinned=self._device.type == "cuda")
@@ -81,7 +77,6 @@ class Trainer:
                 self._trained = nn.parallel.DistributedDataParallel(
                     self._forward, broadcast_buffers=False, gradient_as_bucket_view=True
                 )
-        self.sparsifier = Sparsifier(matrices(self.model), train) if train.l1 or train.sparsity else None
         self.step = 0
 
     def update(self) -> dict[str, float]:
@@ -96,11 +91,7 @@ class Trainer:
         self._check_finite(self.step + 1, loss=loss, gradient_norm=float(whole(norm)))
         if self._clip:
             nn.utils.clip_grads_with_norm_(parameters, train.max_grad_norm, norm)
-        if self.sparsifier:
-            self.sparsifier.before_step()
         self.optimizer.step()
-        if self.sparsifier:
-            self.sparsifier.after_step(self.step + 1, float(self.optimizer.param_groups[0]["lr"]))
         # SELAdamW clips the gradients of raw weights and scales, and knows their norm.
         raw_norm = float(whole(getattr(self.optimizer, "grad_norm", norm)))
         self._check_finite(self.step + 1, raw_gradient_norm=raw_norm)
@@ -111,17 +102,6 @@ class Trainer:
         train = self.config.train
         rows = train.batch_size // train.accumulation
         return eval_batches(corpus.valid, self.config.model.context, rows, train.eval_batches * train.accumulation)
-
-    def _batches_of(self, old: str | None, corpus: Corpus) -> list[tuple[Tensor, Tensor]]:
-        """Return the held-out batches of another folder of the same tokens; none of None."""
-        if old is None:
-            return []
-        with naming("old"):
-            other = Corpus.load(old, verify=False)
-        if other.tokenizer.fingerprint != corpus.tokenizer.fingerprint:
-            raise ValueError(f"old must have the tokens of data, {corpus.tokenizer.name}, got {other.tokenizer.name}")
-        other.check_context(self.config.model.context)
-        return self._held_out_of(other)
 
     def _backward(self, batch: tuple[Tensor, Tensor]) -> float:
         device, accumulation = self._device, self.config.train.accumulation
@@ -146,12 +126,6 @@ class Trainer:
         self._check_finite(self.step, loss=loss)
         return loss
 
-    def evaluate_old(self, model: nn.Module | None = None) -> float | None:
-        """Return the mean loss on the held-out batches of the old text, or None without any."""
-        if not self._old:
-            return None
-        return evaluate(model or self._forward, self._old, autocast=self._autocast, ranks=self._ranks)
-
     def stats(self) -> dict[str, float]:
         """Return :func:`symexplin.stats`; empty for ordinary weights, and before the first step of SELAdamW."""
         if self.config.sel.home == "none":
@@ -169,8 +143,6 @@ class Trainer:
                 return model
             model = build_model(self.config, device="cpu")
             model.load_state_dict(weights)
-        if self.config.train.lora_rank:
-            return merged(model)
         if self.config.sel.home != "module":
             return model
         return cast(Transformer, sel.fold(copy.deepcopy(model)))

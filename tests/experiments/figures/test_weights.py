@@ -8,12 +8,9 @@ import torch
 
 from run_folders import prepared, trained
 from symexplin.experiments.figures import draw
-from symexplin.lab.checkpoint import newest_intact
-from symexplin.lab.data.batches import Corpus
 from symexplin.lab.maps import CurveConfig
 from symexplin.lab.model import ModelConfig, Transformer
 from symexplin.lab.report.probe import probe, read_run
-from symexplin.lab.train import Trainer
 from symexplin.lab.weights.files import iter_tensors, write_tensors
 
 ROLES = ["q", "k", "v", "o", "gate", "up", "down"]
@@ -36,44 +33,6 @@ def growth_of(path):
     """Return |w| / bound of all matrices but the embedding, with the sign of w."""
     parts = [(t.double().numpy(), t.shape) for name, t in iter_tensors(path) if not name.startswith("embed")]
     return np.concatenate([(w / np.sqrt(6 / sum(shape))).ravel() for w, shape in parts])
-
-
-@pytest.mark.parametrize("curve", [CurveConfig(home="none"), CurveConfig(map={"mode": "exp_only", "beta": 8.0})])
-def test_step_sizes_are_those_of_the_optimizer(curve, tmp_path):
-    """A step without gradient moves each weight by its moments, which have shrunk by known factors."""
-    data = prepared(tmp_path / "data")
-    run = read_run(trained(data, tmp_path / "run", curve, weight_decay=0.0))
-    found = probe(run)
-    trainer = Trainer(run.config, Corpus.load(str(data)))
-    trainer.load(*newest_intact(run.folder, print))
-    weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    for p in trainer.model.parameters():
-        p.grad = torch.zeros_like(p)
-    for group in trainer.optimizer.param_groups:
-        group["lr"] = 1e-3
-    trainer.optimizer.step()
-    t = run.step
-    shrunk = 0.9 * (1 - 0.9**t) / (1 - 0.9 ** (t + 1)) * ((1 - 0.999 ** (t + 1)) / 0.999 / (1 - 0.999**t)) ** 0.5
-    for role, of_role in found.roles.items():
-        new = [(name, p) for name, p in trainer.model.named_parameters() if name.endswith(f".{role}.weight")]
-        moved = torch.cat([(p.detach() - weights[name]).abs().flatten() for name, p in new])
-        torch.testing.assert_close(moved / 1e-3, of_role.steps * shrunk, rtol=0.02, atol=1e-3)
-
-
-def test_step_sizes_of_an_exponential_map_grow_as_its_slope(runs, tmp_path):
-    run = trained(prepared(tmp_path / "data"), tmp_path / "run", CurveConfig(map={"mode": "exp_only", "beta": 8.0}))
-    (axes,) = labelled(draw("step_sizes", [runs["plain"], run])).axes
-    plain, curved, guide = axes.lines[:3]
-    assert len(plain.get_xdata()) == len(curved.get_xdata()) == 20
-    x, y = guide.get_xdata(), guide.get_ydata()
-    assert y / y[0] == pytest.approx((1 + 8 * x) / (1 + 8 * x[0]))
-    half = CurveConfig(map={"mode": "exp_only", "beta": 8.0, "s": {"start": 0.5}})  # whose slope is s + beta |w|
-    scaled = trained(prepared(tmp_path / "data"), tmp_path / "half", half)
-    assert len(labelled(draw("step_sizes", [runs["plain"], scaled])).axes[0].lines) == len(axes.lines) - 1
-    with pytest.raises(ValueError, match="sources must be a run on ordinary weights, then a curved one"):
-        draw("step_sizes", [runs["plain"]])
-    with pytest.raises(ValueError, match="sources must name a run with a checkpoint"):
-        draw("step_sizes", [runs["plain"], _without_checkpoint(runs["curved"], tmp_path / "bare")])
 
 
 def test_the_idea_is_the_map_of_the_run_and_its_last_weights(runs, tmp_path):

@@ -83,7 +83,7 @@ def test_bad_grids_are_named(changes, message):
         ({"arm": {"mine": 3}}, r"\[arm.mine\] must be a table, got 3"),
         ({"arm": {"mine": {"train": {"steps": 3}}}}, "arm mine: train must .* may have optimizer, .*got .*'steps'"),
         ({"arm": {"mine": {"compute": {"threads": 1}}}}, r"arm mine: unknown key 'compute'"),
-        ({"arm": {"mine": {"model": 3}}}, "arm mine: model must be a table that may have init, qk_gain, got 3"),
+        ({"arm": {"mine": {"model": 3}}}, "arm mine: model must be a table that may have init, got 3"),
         ({"arm": {"mine": {"train": {"weight_decay": "no"}}}}, "arm mine: weight_decay must be a number, got 'no'"),
         ({"train": {"lr": 0.1}}, r"lr must be left to lrs in a comparison, got lr = 0\.1"),
         ({"sel": {"preset": "paper"}}, r"\[sel\] must be left to the arms"),

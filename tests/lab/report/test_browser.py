@@ -8,9 +8,8 @@ import subprocess
 
 import pytest
 
-from run_folders import comparison, prepared, trained
-from symexplin.lab.maps import CurveConfig
-from symexplin.lab.report.pages import report
+from run_folders import comparison
+from symexplin.lab.report.pages import report_comparison
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = (
@@ -53,12 +52,8 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory):
-    data = prepared(tmp_path_factory.mktemp("data"))
-    run = trained(data, tmp_path_factory.mktemp("run"), CurveConfig(preset="paper+offset"))
-    (run / "sample.txt").write_text("a long line " * 40 + "w" * 400)
-    broken = comparison(tmp_path_factory.mktemp("comparison"), (0, 1, 2), 2.4, ("SEL", 0.01, 1))
-    return {"run": report(run), "comparison": report(broken)}
+def page(tmp_path_factory):
+    return report_comparison(comparison(tmp_path_factory.mktemp("comparison"), (0, 1, 2), 2.4, ("SEL", 0.01, 1)))
 
 
 def rendered(page, folder, width):
@@ -73,9 +68,8 @@ def rendered(page, folder, width):
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("name", ["run", "comparison"])
-def test_a_page_fits_and_shows_everything(pages, tmp_path, name, width):
-    found, console = rendered(pages[name], tmp_path, width)
+def test_a_page_fits_and_shows_everything(page, tmp_path, width):
+    found, console = rendered(page, tmp_path, width)
     assert console == []
     assert found["inner"] == width
     assert found["scroll"] <= width
@@ -83,7 +77,7 @@ def test_a_page_fits_and_shows_everything(pages, tmp_path, name, width):
     assert found["errors"] == []  # nothing was fetched
     for text in ("Where it comes from", "nats per token"):
         assert text in found["words"]
-    assert len(found["charts"]) == pages[name].read_text().count("<svg") > 2
+    assert len(found["charts"]) == page.read_text().count("<svg") > 2
     for wide, high, right in found["charts"]:
         assert wide > 200
         assert high > 150

@@ -11,7 +11,6 @@ from safetensors.torch import save_file
 
 import symexplin as sel
 from symexplin.lab.weights import inspect as module
-from symexplin.lab.weights.folding import invert_file
 from symexplin.lab.weights.inspect import format_inspection, inspect_file
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -148,9 +147,8 @@ def test_files_without_curved_weights(tmp_path):
             ValueError, match=r"model' must hold 2-D weights to curve, in one of BF16, F16, .* got none$"
         ):
             inspected(tmp_path, {"up.weight": tensor})
-    save_file({"up.weight": torch.eye(3)}, tmp_path / "plain")
-    invert_file(tmp_path / "plain", tmp_path / "curved")
-    with pytest.raises(ValueError, match="holds raw weights, not plain ones: fold it first"):
+    save_file({"up.raw_weight": torch.eye(3)}, tmp_path / "curved", {"symexplin_map": sel.SELConfig().to_json()})
+    with pytest.raises(ValueError, match="holds raw weights, not plain ones"):
         inspect_file(tmp_path / "curved")
 
 

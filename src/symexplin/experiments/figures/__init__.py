@@ -8,7 +8,7 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from symexplin.experiments.figures import curves, maps, tradeoffs, weights
+from symexplin.experiments.figures import curves, maps, weights
 from symexplin.experiments.figures.common import LOOK, save_figure
 from symexplin.validation import check_choice
 
@@ -69,10 +69,6 @@ FIGURES: dict[str, FigureSpec] = {
         FigureSpec(weights.heavy_tail, "figure 16, fig:heavy_tail", _WEIGHTS, 1),
         FigureSpec(curves.learning_rates, "", _COMPARISONS, None, _OF_RUNS),
         FigureSpec(weights.idea, "", _PAIR, 2, _OF_RUNS),
-        FigureSpec(weights.step_sizes, "", _PAIR, 2, _OF_RUNS),
-        FigureSpec(tradeoffs.compression, "", f"{_COMPARISON} with [log] compress", 1, _OF_RUNS),
-        FigureSpec(tradeoffs.forgetting, "", f"{_COMPARISON} with [log] old", 1, _OF_RUNS),
-        FigureSpec(tradeoffs.trend, "", f"{_COMPARISONS} that differ in width or steps", None, _OF_RUNS),
     )
 }
 

@@ -272,9 +272,8 @@ def start_slope(config: RunConfig) -> float:
         return 1.0
     curve = dataclasses.replace(config.sel, home="module")  # layers have the map before any step
     compute = dataclasses.replace(config.compute, device="cpu")
-    train = dataclasses.replace(config.train, l1=0.0, sparsity=0.0, lora_rank=0)
     model = config.model if config.train.weights else dataclasses.replace(config.model, depth=1)
     with torch.random.fork_rng(devices=[]):  # layers draw weights before they get theirs
-        config = dataclasses.replace(config, model=model, train=train, sel=curve, compute=compute, log=LogConfig())
+        config = dataclasses.replace(config, model=model, sel=curve, compute=compute, log=LogConfig())
         built = build_model(config)
         return sel.stats(built)["slope/mean"]

@@ -15,13 +15,12 @@ from matplotlib.ticker import MaxNLocator
 
 from symexplin.config import SELConfig
 from symexplin.experiments.figures.common import is_run, map_words, panel, run_of, sheet, weights_at_end, weights_of
-from symexplin.lab.maps import map_of
 from symexplin.lab.report.charts import BINS, GUIDE_LINE, Floats, Line, draw_histogram, outline
 from symexplin.lab.report.probe import Probe, RunRecord, read_run
 from symexplin.lab.weights.folding import curved_matrices
 from symexplin.lab.weights.inspect import Row, inspect_file, xavier_bound
 
-__all__ = ["heavy_tail", "idea", "optimization_distance", "raw_effective", "step_sizes", "weight_distribution"]
+__all__ = ["heavy_tail", "idea", "optimization_distance", "raw_effective", "weight_distribution"]
 
 _XAVIER, _TRAINED = 0, 1  # styles
 _CURVED_RUN = 1  # its style beside the baseline
@@ -184,45 +183,6 @@ def _draw_end(axes: Axes, baseline: Probe, curved: Probe) -> None:
     steps = " and ".join(f"{step:,}" for step in dict.fromkeys((baseline.step, curved.step)))
     draw_histogram(axes, end)
     panel(axes, f"At step {steps}", *_COUNTED, columns=2)
-
-
-def step_sizes(sources: Sequence[Path]) -> Figure:
-    """Draw the sizes of Adam's next steps by the size of the weight, on ordinary weights and on curved ones.
-
-    A step of the raw weight is about a learning rate long whatever its weight, so the effective one is longer by the
-    slope f'(w): for exponential-only maps with scales one exactly 1 + beta |w_eff|.
-    """
-    baseline, curved, run = _pair(sources, raw=True)
-    lines = []
-    for style, (name, found) in enumerate({"baseline": baseline, "SEL": curved}.items()):
-        if any(role.steps is None for role in found.roles.values()):
-            given = " and ".join(dict.fromkeys(repr(str(source)) for source in sources))
-            raise ValueError(f"sources must name runs of AdamW or SELAdamW with a checkpoint, got {given}")
-        (sizes, each), (steps, _) = found.pooled("effective"), found.pooled("steps")
-        middles, means = _means(sizes.double().abs().numpy(), steps.double().numpy(), each.numpy())
-        lines.append(Line(f"{name}, step {found.step:,}", middles, means, style))
-    config = map_of(run.config.sel, run.config.model.width)
-    if config is not None and config.mode == "exp_only" and _bare(config):
-        at = np.asarray(lines[1].x)
-        slope = 1.0 + float(config.beta) * at
-        start = float(np.asarray(lines[1].y)[0] / slope[0])
-        lines.append(Line("1 + beta |w|, from the first point", at, start * slope, kind="guide"))
-    figure, (axes,) = sheet(1, 1, (6.4, 4.8), title=map_words(run))
-    panel(axes, "Next step of the effective weight", "|w| effective", "mean step / learning rate", lines)
-    return figure
-
-
-def _bare(config: SELConfig) -> bool:
-    """Return whether the scales of the exponential are fixed where they do nothing."""
-    starts = [scale.start for scale in (config.e, config.m, config.n, config.s)]
-    return not config.learned_roles and starts == [1.0, 1.0, 0.0, 1.0]
-
-
-def _means(sizes: Floats, values: Floats, each: Floats) -> tuple[Floats, Floats]:
-    """Return mean sizes and mean values of twenty groups of equally many weights, by their sizes."""
-    order = np.argsort(sizes)
-    groups = [group for group in np.array_split(order, 20) if len(group)]
-    return tuple(np.array([np.average(x[group], weights=each[group]) for group in groups]) for x in (sizes, values))  # type: ignore[return-value]
 
 
 def optimization_distance(sources: Sequence[Path]) -> Figure:

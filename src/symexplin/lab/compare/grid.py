@@ -43,23 +43,8 @@ _OF_AN_ARM = ("home", "preset", "start", "map")
 _SHARED = ("anneal_steps",)
 # Keys of the run that an arm may change: those that leave data, steps and cost the same.
 _CHANGES: dict[str, tuple[str, ...]] = {
-    "train": (
-        "optimizer",
-        "lr_factors",
-        "weight_decay",
-        "decay_plain",
-        "betas",
-        "max_grad_norm",
-        "warmup_steps",
-        "floor",
-        "decay_power",
-        "weights",
-        "l1",
-        "l1_falloff",
-        "sparsity",
-        "lora_rank",
-    ),
-    "model": ("init", "qk_gain"),
+    "train": ("optimizer", "weight_decay", "decay_plain", "betas", "max_grad_norm", "warmup_steps", "floor", "weights"),
+    "model": ("init",),
 }
 
 
@@ -172,8 +157,7 @@ class CompareConfig(RunConfig):
     Args:
         data: folder that `symexplin prepare` made.
         arm: arms of your own, an [arm.NAME] table each, with keys of [sel]. [arm.NAME.train] may change optimizer,
-            lr_factors, weight_decay, decay_plain, betas, max_grad_norm, l1, l1_falloff, sparsity, lora_rank,
-            warmup_steps, floor, decay_power, weights; [arm.NAME.model] init, qk_gain.
+            weight_decay, decay_plain, betas, max_grad_norm, warmup_steps, floor, weights; [arm.NAME.model] init.
     """
 
     compare: GridConfig = field(default_factory=GridConfig)

@@ -1,28 +1,18 @@
-"""The figures of reports, with captions: of a run and its learned map, and of a comparison."""
+"""The figures of a comparison's page, with captions, and the lines of a map."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from markupsafe import Markup
-from numpy.typing import ArrayLike
 
-from symexplin.lab.report.charts import Floats, Line, chart, late_limits, mean_line
-from symexplin.lab.report.probe import Probe, RoleWeights, RunRecord, map_curves
+from symexplin.lab.report.charts import Line, chart, late_limits, mean_line
+from symexplin.lab.report.probe import RoleWeights, map_curves
 
-__all__ = ["Figure", "comparison_figures", "map_lines", "run_figures", "smooth", "sweep_lines"]
+__all__ = ["Figure", "comparison_figures", "map_lines", "sweep_lines"]
 
-_FIRST = 0.02  # the share of the steps that may leave a chart: the first losses would hide the rest
-_SMOOTHED = 50  # a curve of updates is smoothed over this part of them
 _POSITIONS, _POINTS = 2000, 81  # positions per role whose scales show the map, and points of its curve
-_SCALES = {
-    "e": "exponential scale e",
-    "l": "linear scale l",
-    "s": "overall scale s",
-    "kappa": "curvature κ over its first",
-}
 _STEPS, _NATS = "optimizer steps", "nats per token"
 
 
@@ -31,67 +21,6 @@ class Figure(NamedTuple):
 
     svg: Markup
     caption: str
-
-
-def run_figures(run: RunRecord, weights: Probe | None) -> list[Figure]:
-    """Return the curves of a run, its scales, and the map at the step of `weights` if there are raw ones."""
-    figures = _learning(run) if run.updates else []
-    if scales := _scales(run):
-        caption = "Scales at each evaluation: the mean over the curved tensors, with a band of one standard deviation."
-        figures.append(Figure(chart(scales, _STEPS, "scale"), caption))
-    if weights is not None and weights.has_raw:
-        caption = f"The map at step {weights.step:,} by role of the matrices, the median over their scales."
-        figures.append(Figure(chart(_maps(weights), "raw weight", "effective weight"), caption))
-    return figures
-
-
-def _learning(run: RunRecord) -> list[Figure]:
-    step, loss, norm = ([record[key] for record in run.updates] for key in ("step", "loss", "grad_norm"))
-    window = max(1, len(step) // _SMOOTHED)
-    means = f"mean of {window} updates" if window > 1 else "each update"
-    losses = [Line("", step, loss, kind="faint"), Line(f"training, {means}", step, smooth(loss, window))]
-    held_out = [(record["step"], record["eval_loss"]) for record in run.evaluations]
-    losses.append(Line("held out", [step for step, _ in held_out], [loss for _, loss in held_out], style=1))
-    norms = [Line("", step, norm, kind="faint"), Line(means, step, smooth(norm, window))]
-    norms.append(Line("clipped to", [step[0], step[-1]], [run.config.train.max_grad_norm] * 2, kind="guide"))
-    return [
-        Figure(
-            chart(losses, _STEPS, f"loss ({_NATS})", limits=late_limits(losses[1:], _FIRST)),
-            "Loss on the training batches and on held-out text; the first losses may leave the chart.",
-        ),
-        Figure(chart(norms, _STEPS, "gradient norm (log scale)", log="y"), "Norm of the gradient before clipping."),
-    ]
-
-
-def smooth(y: ArrayLike, window: int) -> Floats:
-    """Return the mean of up to `window` values around each value, fewer at the ends."""
-    ys = np.asarray(y, dtype=float)
-    window = min(window, len(ys))
-    total, count = (np.convolve(values, np.ones(window), "same") for values in (ys, np.ones(len(ys))))
-    return total / count
-
-
-def _scales(run: RunRecord) -> list[Line]:
-    stats = [{"step": record["step"], **record.get("stats", {})} for record in run.evaluations]
-    lines = []
-    for style, (role, label) in enumerate(_SCALES.items()):
-        keys = "step", f"{role}/mean", f"{role}/std"
-        if found := [[record[key] for key in keys] for record in stats if keys[1] in record]:
-            step, mean, deviation = np.array(found, dtype=float).T
-            unit = mean[0] if role == "kappa" else 1.0
-            lines.append(
-                Line(label, step, mean / unit, style, band=((mean - deviation) / unit, (mean + deviation) / unit))
-            )
-    return lines
-
-
-def _maps(weights: Probe) -> list[Line]:
-    lines = []
-    for style, (role, found) in enumerate(weights.roles.items()):
-        _, median = map_lines(found)
-        lines.append(dataclasses.replace(median, label=role, style=style, band=None))
-    top = max(float(np.asarray(line.x).max()) for line in lines)
-    return [Line("identity", [-top, top], [-top, top], kind="guide"), *lines]
 
 
 def map_lines(weights: RoleWeights) -> list[Line]:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -72,9 +72,7 @@ def read_run(folder: str | Path, echo: Echo = lambda _: None) -> RunRecord:
 class RoleWeights:
     """Weights of one role ("q", "down", ...) of all blocks; 1-D tensors over the same positions.
 
-    `total` is the number of weights, of which at most about :data:`LIMIT` are here. `steps` are the sizes of Adam's
-    next steps in effective weights, in units of the learning rate: ``|f'(w) m / (sqrt(v) + eps)|``, of corrected
-    moments.
+    `total` is the number of weights, of which at most about :data:`LIMIT` are here.
     """
 
     total: int
@@ -83,7 +81,6 @@ class RoleWeights:
     form: Form | None = None
     raw: Tensor | None = None
     scales: Scales | None = None
-    steps: Tensor | None = None
 
 
 class Probe(NamedTuple):
@@ -98,7 +95,7 @@ class Probe(NamedTuple):
         return all(role.raw is not None for role in self.roles.values())
 
     def pooled(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return all "initial", "effective" or "raw" values or "steps", and how many weights each stands for."""
+        """Return all "initial", "effective" or "raw" values, and how many weights each stands for."""
         parts = [(getattr(role, name), role.total) for role in self.roles.values()]
         counts = [torch.full((len(part),), total / len(part), dtype=torch.float64) for part, total in parts]
         return torch.cat([part for part, _ in parts]), torch.cat(counts)
@@ -120,7 +117,6 @@ def probe(run: RunRecord, echo: Echo = lambda _: None) -> Probe | None:
     if step is None:
         return None
     curved = {} if config.sel.home == "none" else _curved(built)
-    steps = _steps(built, linears, curved)
     roles: dict[str, list[str]] = {}
     for name in list(curved) or [name for name in linears if name.startswith("blocks.")]:
         roles.setdefault(name.rpartition(".")[2], []).append(name)
@@ -128,28 +124,11 @@ def probe(run: RunRecord, echo: Echo = lambda _: None) -> Probe | None:
     for role, names in roles.items():
         effective = [linears[name].weight for name in names]
         maps = [curved[name] for name in names if name in curved]
-        found[role] = _role([initial[name] for name in names], effective, maps, [steps.get(n) for n in names])
+        found[role] = _role([initial[name] for name in names], effective, maps)
     return Probe(step, found)
 
 
-def _steps(built: Built, linears: dict[str, nn.Linear], curved: dict[str, Curved]) -> dict[str, Tensor]:
-    """Return the sizes of the next steps by layer; none where the optimizer has no state of Adam's."""
-    settings, found = built.optimizer.param_groups[0], {}
-    (beta1, beta2), eps = settings["betas"], settings.get("eps", 1e-8)
-    for name, layer in linears.items():
-        parameter = cast(Tensor, layer.raw_weight if isinstance(layer, SELLinear) else layer.weight)
-        state = built.optimizer.state.get(parameter, {})
-        if "exp_avg_sq" in state:
-            count = float(state["step"])
-            scale = (state["exp_avg_sq"] / (1.0 - beta2**count)).sqrt() + eps
-            slope = curved[name].slope() if name in curved else 1.0
-            found[name] = (slope * state["exp_avg"] / (1.0 - beta1**count) / scale).abs()
-    return found
-
-
-def _role(
-    initial: list[Tensor], effective: list[Tensor], maps: list[Curved], steps: list[Tensor | None]
-) -> RoleWeights:
+def _role(initial: list[Tensor], effective: list[Tensor], maps: list[Curved]) -> RoleWeights:
     """Return the weights of matrices of one shape and one form, at the same positions of each."""
     shape = effective[0].shape
     total = len(effective) * shape.numel()
@@ -158,10 +137,7 @@ def _role(
     def pick(values: Iterable[Tensor | float]) -> Tensor:
         return torch.cat([torch.as_tensor(value).expand(shape).reshape(-1)[::stride] for value in values])
 
-    known = [step for step in steps if step is not None]
-    weights = RoleWeights(
-        total, pick(initial), pick(effective), steps=pick(known) if len(known) == len(steps) else None
-    )
+    weights = RoleWeights(total, pick(initial), pick(effective))
     if not maps:
         return weights
     values = zip(*(each.scales() for each in maps), strict=True)

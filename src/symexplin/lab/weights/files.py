@@ -163,7 +163,7 @@ def load_model(path: str | Path) -> Transformer:
     """
     tensors, metadata = read_tensors(path)
     if MAP_KEY in metadata:
-        raise ValueError(f"{str(path)!r} holds raw weights of a curved model: fold it first")
+        raise ValueError(f"{str(path)!r} holds raw weights of a curved model")
     return model_from(path, tensors, metadata)
 
 
