@@ -237,7 +237,7 @@ def test_a_job_of_torchrun_that_is_stopped_and_killed_ends_with_the_same_bits(da
 
 @pytest.mark.parametrize(
     ("line", "words"),
-    [("train --data d --out x --steps 0", "steps must be"), ("report x", "torchrun is for train and")],
+    [("train --data d --out x --steps 0", "steps must be"), ("inspect x", "torchrun is for train and")],
 )
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_all_processes_refuse_the_first_one_tells(monkeypatch, capsys, tmp_path, line, words, rank):

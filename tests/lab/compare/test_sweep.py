@@ -175,7 +175,7 @@ def test_a_baseline_that_breaks_down_everywhere_may_get_smaller_rates(data, tmp_
         compare_runs(tiny(data, lrs=(TOO_HIGH,), seeds=(0,)), tmp_path)
     assert not (tmp_path / "comparison.json").exists()
     with pytest.raises(FileNotFoundError, match=r"finish the comparison with --resume"):
-        report.report(tmp_path)
+        report.report_comparison(tmp_path)
     assert compare_runs(tiny(data, lrs=(TOO_HIGH, 1e-3), seeds=(0,)), tmp_path, resume=True)["comparison"]
 
 
