@@ -26,11 +26,11 @@ def build(request):
 
 
 def norm(build, v, g, masters, curve):
-    return build.plan(curve, Tensors(v, g, [], [], masters)).pull()[0]
+    return build.plan(curve, Tensors(v, [], [], masters)).pull(g)
 
 
 def update(build, v, g, m, s, masters, curve, rates, clip, noise=None):
-    build.plan(curve, Tensors(v, g, m, s, masters)).update(rates, clip, noise)
+    build.plan(curve, Tensors(v, m, s, masters)).update(g, rates, clip, noise)
 
 
 @pytest.mark.parametrize("largest", [0.29, 80.0], ids=["small", "large"])
@@ -190,9 +190,10 @@ def test_the_number_of_threads_changes_no_bit(build):
         found = [norm(build, lists[0], lists[1], None, CURVE)]
         update(build, *lists, None, CURVE, RATES, 1.0)
         raws, weights, *others = matrices(PAPER, ((700, 600), (300, 30)), torch.float32)
-        plan = plan_of(build, PAPER, raws, weights, *others, [torch.randn(x.shape) for x in raws])
-        total, gradients = plan.pull()
-        plan.update(RATES, 1.0)
+        plan, gradients = plan_of(build, PAPER, raws, weights, *others)
+        grads = [torch.randn(x.shape) for x in raws]
+        total = plan.pull(grads)
+        plan.update(grads, RATES, 1.0)
         learned = [x for line in gradients for x in line if x is not None]
         return [*found, total, *lists[0], *lists[2], *learned, *raws, *weights]
 
@@ -234,8 +235,9 @@ def matrices(map, shapes, dtype, learned=range(6)):
     return raws, weights, [0.1 * torch.randn(s) for s in shapes], [0.5 + torch.rand(s) for s in shapes], vectors
 
 
-def plan_of(build, map, raws, weights, exp_avgs, exp_avg_sqs, vectors, grads):
-    return build.plan(map, Tensors(weights, grads, exp_avgs, exp_avg_sqs, raws), vectors)
+def plan_of(build, map, raws, weights, exp_avgs, exp_avg_sqs, vectors):
+    gradients = [tuple(None if x is None else torch.empty_like(x) for x in line) for line in vectors]
+    return build.plan(map, Tensors(weights, exp_avgs, exp_avg_sqs, raws), vectors, gradients), gradients
 
 
 def double(raw, vectors):
@@ -264,8 +266,8 @@ def test_factored_maps_follow_autograd(build, name, dtype):
         vectors[0][0][4] = 0.0  # a scale of zero has a gradient
     weights[0].copy_(effective(map, *double(raws[0], vectors[0])))
     grads = [torch.randn(shape).to(dtype) for shape in SHAPES]
-    plan = plan_of(build, map, raws, weights, exp_avgs, exp_avg_sqs, vectors, grads)
-    norm, gradients = plan.pull()
+    plan, gradients = plan_of(build, map, raws, weights, exp_avgs, exp_avg_sqs, vectors)
+    norm = plan.pull(grads)
     exact_raw, total = [], 0.0
     for raw, g, line, got in zip(raws, grads, vectors, gradients, strict=True):
         leaves = [x.requires_grad_() for x in (raw.double(), *(x.double() for x in line if x is not None))]
@@ -279,7 +281,7 @@ def test_factored_maps_follow_autograd(build, name, dtype):
     torch.testing.assert_close(float(norm), total**0.5, rtol=1e-5, atol=0)
     before = [[x.double() for x in xs] for xs in (raws, exp_avgs, exp_avg_sqs)]
     torch._foreach_mul_([x for line in vectors for x in line if x is not None], 1.1)  # the caller's step of the scales
-    plan.update(RATES, 0.3)
+    plan.update(grads, RATES, 0.3)
     for i, g in enumerate(exact_raw):
         raw, m, *_ = reference(before[0][i], g, before[1][i], before[2][i], RATES, 0.3, None)
         torch.testing.assert_close(exp_avgs[i].double(), m, rtol=1e-4, atol=1e-5)
@@ -292,11 +294,12 @@ def test_factored_maps_follow_autograd(build, name, dtype):
 def test_empty_shards_and_a_rate_of_zero(build):
     raws, weights, exp_avgs, *others = matrices(PAPER, (*SHAPES, (0, 5), (4, 0)), torch.float32)
     before, moments = [x.clone() for x in (*raws, *weights)], [x.clone() for x in exp_avgs]
-    plan = plan_of(build, PAPER, raws, weights, exp_avgs, *others, [torch.randn(x.shape) for x in raws])
-    _, gradients = plan.pull()
+    plan, gradients = plan_of(build, PAPER, raws, weights, exp_avgs, *others)
+    grads = [torch.randn(x.shape) for x in raws]
+    plan.pull(grads)
     assert gradients[-2][1].equal(torch.zeros(5))
     assert gradients[-1][0].equal(torch.zeros(4))
-    plan.update(RATES._replace(lr=0.0), 1.0)
+    plan.update(grads, RATES._replace(lr=0.0), 1.0)
     assert same_bits(before, [*raws, *weights])
     assert not any(x.equal(y) for x, y in zip(moments[:-2], exp_avgs, strict=False))
     assert float(norm(build, [], [], None, CURVE)) == 0

@@ -25,6 +25,7 @@ _CPU = torch.device("cpu")  # explicit, since the user may have another default 
 _SOURCE = Path(__file__).with_name("cpu.c")
 _NORM, _STEP, _PULL, _MOVE = range(4)  # tasks
 _FACTORS, _SUMS = 4, 3  # per row and column
+_GRAD, _SCRATCH = 7, slice(8, 11)  # columns of the table of matrices: gradients; old, new and sums
 _ENTRIES_PER_THREAD = 2**16  # starting a thread costs about as much
 _NO_COMPILER = (
     "symexplin has no compiled kernels here ({reason}): PyTorch's operations run on the CPU instead, and an optimizer "
@@ -85,16 +86,20 @@ class CpuKernels:
         self._library = _Library(library)
 
     def plan(
-        self, map: Curve | FactoredMap | None, tensors: Tensors, vectors: Sequence[Vectors] = ()
+        self,
+        map: Curve | FactoredMap | None,
+        tensors: Tensors,
+        vectors: Sequence[Vectors] = (),
+        gradients: Sequence[Vectors] = (),
     ) -> "_Closed | _Factored":
-        """Return a step of weights under a map."""
+        """Return the steps of weights under a map."""
         if isinstance(map, FactoredMap):
-            return _Factored(self._library, map, tensors, vectors)
+            return _Factored(self._library, map, tensors, vectors, gradients)
         return _Closed(self._library, map, tensors)
 
 
 class _Closed:
-    """A step of weights under a map in closed form, or of plain ones."""
+    """Steps of weights under a map in closed form, or of plain ones."""
 
     def __init__(self, library: _Library, curve: Curve | None, tensors: Tensors) -> None:
         self._library, self._curve = library, curve
@@ -105,64 +110,86 @@ class _Closed:
         self._held = tensors, sizes, tables
         self._call = call = _Call(count=len(sizes), first=_address(self._first), sizes=_address(sizes))
         call.plain, call.half = curve is None, _is_half(tensors)
-        call.weights, call.grads, call.exp_avgs, call.exp_avg_sqs, call.masters = map(_address, tables)
+        call.weights, call.exp_avgs, call.exp_avg_sqs, call.masters = map(_address, tables)
 
-    def pull(self) -> tuple[Tensor, list[Vectors]]:
+    def pull(self, grads: Sequence[Tensor]) -> Tensor:
         """Return the norm of the raw gradients g kappa (c + |v|), or g of plain weights, as a 0-d float64 tensor."""
+        table = _numbers(map(Tensor.data_ptr, grads))
+        self._call.grads = _address(table)
         _set_step(self._call, None, None, self._curve)
-        return self._library.run(self._call, _NORM, self._entries, self._first[-1]).sqrt(), []
+        return self._library.run(self._call, _NORM, self._entries, self._first[-1]).sqrt()
 
-    def update(self, rates: Rates, clip: Tensor | None, noise: Sequence[Noise] | None = None) -> None:
+    def update(
+        self, grads: Sequence[Tensor], rates: Rates, clip: Tensor | None, noise: Sequence[Noise] | None = None
+    ) -> None:
         """Apply AdamW to the weights in place."""
+        table = _numbers(map(Tensor.data_ptr, grads))
         line = None if noise is None else _numbers(itertools.chain.from_iterable(noise))
-        self._call.noise = _address(line)
+        self._call.grads, self._call.noise = _address(table), _address(line)
         _set_step(self._call, rates, clip, self._curve)
         self._library.run(self._call, _STEP, self._entries)
 
 
 class _Factored:
-    """A step of matrices under a map of row and column factors."""
+    """Steps of matrices under a map of row and column factors."""
 
-    def __init__(self, library: _Library, map: FactoredMap, tensors: Tensors, vectors: Sequence[Vectors]) -> None:
-        self._library, self._tensors, self._vectors = library, tensors, vectors
-        self._shapes = [(1, *w.shape) if w.dim() == 1 else tuple(w.shape) for w in tensors.weights]
-        self._first = _first(-(-rows // library.tall) for rows, _ in self._shapes)
-        self._call = _Call(count=len(self._shapes), first=_address(self._first))
+    def __init__(
+        self,
+        library: _Library,
+        map: FactoredMap,
+        tensors: Tensors,
+        vectors: Sequence[Vectors],
+        gradients: Sequence[Vectors],
+    ) -> None:
+        self._library, self._held = library, (tensors, vectors, gradients)
+        shapes = [(1, *w.shape) if w.dim() == 1 else tuple(w.shape) for w in tensors.weights]
+        self._entries = sum(rows * cols for rows, cols in shapes)
+        self._first = _first(-(-rows // library.tall) for rows, _ in shapes)
+        self._table = _table(tensors, shapes, vectors, gradients)
+        factors = [_FACTORS * (rows + cols + 2 * library.pad) for rows, cols in shapes]
+        sums = [_SUMS * -(-rows // library.tall) * (cols + library.pad + library.tall) for rows, cols in shapes]
+        sizes = torch.tensor([factors, factors, sums], device=_CPU)  # of old, new and sums
+        self._ends = sizes.view(-1).cumsum(0).view(3, -1)
+        self._starts = self._ends - sizes
+        self._call = _Call(count=len(shapes), first=_address(self._first), matrices=self._table.data_ptr())
         sign, self._call.magnitude = _LINEAR[map.mode]
         self._call.normalize, self._call.absorbed = map.normalize, map.absorbed
         share = map.s / (1.0 if map.normalize else map.beta)
         self._call.kappa = map.m * (1.0 if map.absorbed else map.beta)
         self._call.c, self._call.lam = share * map.e * math.exp(-map.n), sign * share * map.l
-        self._held: object = None
 
-    def pull(self) -> tuple[Tensor, list[Vectors]]:
-        """Return the norm of the raw gradients, a 0-d float64 tensor, and the gradients of the vectors."""
-        gradients = _like(self._vectors)
-        tall, pad = self._library.tall, self._library.pad
-        factors = [_FACTORS * (rows + cols + 2 * pad) for rows, cols in self._shapes]
-        sums = [_SUMS * -(-rows // tall) * (cols + pad + tall) for rows, cols in self._shapes]
-        scratch = [_pieces(sizes) for sizes in (factors, factors, sums)]  # old, new, sums
-        torch._foreach_zero_(scratch[2])
-        weights, grads, exp_avgs, exp_avg_sqs, raws = self._tensors
-        assert raws is not None
-        half = _is_half(self._tensors)
-        lines = zip(raws, exp_avgs, exp_avg_sqs, weights, grads, *scratch, strict=True)
-        table = _numbers(
-            number
-            for shape, line, *vectors in zip(self._shapes, lines, self._vectors, gradients, strict=True)
-            for number in (*shape, half, *map(_pointer, itertools.chain(line, *vectors)))
-        )
-        self._call.matrices, self._held = _address(table), (table, gradients, scratch)
-        return self._library.run(self._call, _PULL, self._entries, self._first[-1]).sqrt(), gradients
+    def pull(self, grads: Sequence[Tensor]) -> Tensor:
+        """Return the norm of the raw gradients as a 0-d float64 tensor, and write the gradients of the vectors."""
+        self._scratch = torch.empty(int(self._ends[-1, -1]), dtype=torch.float32, device=_CPU)
+        self._scratch[self._starts[-1, 0] :].zero_()  # the sums
+        self._table[:, _GRAD] = torch.tensor(list(map(Tensor.data_ptr, grads)), device=_CPU)
+        self._table[:, _SCRATCH] = self._scratch.data_ptr() + self._scratch.itemsize * self._starts.T
+        return self._library.run(self._call, _PULL, self._entries, self._first[-1]).sqrt()
 
-    def update(self, rates: Rates, clip: Tensor | None, noise: Sequence[Noise] | None = None) -> None:  # noqa: ARG002
+    def update(
+        self,
+        grads: Sequence[Tensor],  # noqa: ARG002
+        rates: Rates,
+        clip: Tensor | None,
+        noise: Sequence[Noise] | None = None,  # noqa: ARG002
+    ) -> None:
         """Apply AdamW to the raw weights and write the weights."""
+        factors = self._scratch  # the old ones
         _set_step(self._call, rates, clip, None)
         self._library.run(self._call, _MOVE, self._entries)
+        del self._scratch, factors
 
-    @property
-    def _entries(self) -> int:
-        return sum(rows * cols for rows, cols in self._shapes)
+
+def _table(
+    tensors: Tensors, shapes: Sequence[tuple[int, ...]], vectors: Sequence[Vectors], gradients: Sequence[Vectors]
+) -> Tensor:
+    """Return the library's matrices, one per row, without their gradients and scratch."""
+    assert tensors.masters is not None
+    memory = zip(tensors.masters, tensors.exp_avgs, tensors.exp_avg_sqs, tensors.weights, strict=True)
+    later, half = [None] * 4, _is_half(tensors)
+    lines = zip(shapes, memory, vectors, gradients, strict=True)
+    rows = [(*shape, half, *map(_pointer, itertools.chain(own, later, *both))) for shape, own, *both in lines]
+    return torch.tensor(rows, dtype=torch.int64, device=_CPU)
 
 
 def _numbers(values: Iterable[int]) -> "array.array[int]":
@@ -180,11 +207,6 @@ def _address(numbers: "array.array[int] | None") -> int | None:
 
 def _is_half(tensors: Tensors) -> bool:
     return len(tensors.weights) > 0 and tensors.weights[0].dtype == torch.bfloat16
-
-
-def _pieces(sizes: Sequence[int]) -> list[Tensor]:
-    """Return new float32 tensors of these sizes, in one piece of memory."""
-    return list(torch.split_with_sizes(torch.empty(sum(sizes), dtype=torch.float32, device=_CPU), sizes))
 
 
 def _pointer(tensor: Tensor | None) -> int:
@@ -205,12 +227,6 @@ def _set_step(call: _Call, rates: Rates | None, clip: Tensor | None, curve: Curv
     step.beta2, step.gain2, step.keep, step.decay = beta2, 1 - beta2, 1 - lr * decay, lr * decay
     rate = kappa * (lr or 1.0) / correction1  # with lr 0 nothing moves
     step.root, step.eps = 1 / (math.sqrt(correction2) * rate), eps / rate
-
-
-def _like(vectors: Sequence[Vectors]) -> list[Vectors]:
-    """Return new tensors of the same sizes."""
-    parts = iter(_pieces([vector.numel() for line in vectors for vector in line if vector is not None]))
-    return [tuple(None if vector is None else next(parts) for vector in line) for line in vectors]
 
 
 @functools.cache
@@ -244,5 +260,6 @@ def _is_right(kernels: CpuKernels) -> bool:
     v, closed = weight.double(), Closed("exp_only", kappa, c)
     exact = closed.move(v, -0.01 - 0.001 * closed.raw(v))  # Adam's first direction for gradients of 1 is 1
     rates = Rates(0.01, 0.1, 0.9, 0.99, 0.0, 0.1, 0.01)
-    kernels.plan((kappa, c), Tensors([weight], [torch.ones_like(weight)], [exp_avg], [exp_avg_sq])).update(rates, None)
+    plan = kernels.plan((kappa, c), Tensors([weight], [exp_avg], [exp_avg_sq]))
+    plan.update([torch.ones_like(weight)], rates, None)
     return bool(((weight.double() - exact).abs() <= 1e-6 * (exact.abs() + v.abs())).all())

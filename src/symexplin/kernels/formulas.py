@@ -39,30 +39,36 @@ class FormulaKernels:
         self._pieces = _pieces if compiles else _blocks
 
     def plan(
-        self, map: Curve | FactoredMap | None, tensors: Tensors, vectors: Sequence[Vectors] = ()
+        self,
+        map: Curve | FactoredMap | None,
+        tensors: Tensors,
+        vectors: Sequence[Vectors] = (),
+        gradients: Sequence[Vectors] = (),
     ) -> "_Closed | _Factored":
-        """Return a step of weights under a map."""
+        """Return the steps of weights under a map."""
         if isinstance(map, FactoredMap):
-            return _Factored(self._call, map, tensors, vectors)
+            return _Factored(self._call, map, tensors, vectors, gradients)
         return _Closed(self._call, self._pieces, map, tensors)
 
 
 class _Closed:
-    """A step of weights under a map in closed form, or of plain ones."""
+    """Steps of weights under a map in closed form, or of plain ones."""
 
     def __init__(self, call: _Call, pieces: Callable[[_Lists], _Pieces], curve: Curve | None, tensors: Tensors) -> None:
         self._call, self._pieces, self._tensors = call, pieces, tensors
         self._closed = None if curve is None else Closed("exp_only", *curve)
 
-    def pull(self) -> tuple[Tensor, list[Vectors]]:
+    def pull(self, grads: Sequence[Tensor]) -> Tensor:
         """Return the norm of the raw gradients."""
-        run, (weights, grads, *_, masters) = self._call(_norm), self._tensors
-        pieces = self._pieces({"weight": weights, "grad": grads, "master": masters})
-        return _total([run(self._closed, **tensors) for tensors, _ in pieces]), []
+        run, tensors = self._call(_norm), self._tensors
+        pieces = self._pieces({"weight": tensors.weights, "grad": grads, "master": tensors.masters})
+        return _total([run(self._closed, **tensors) for tensors, _ in pieces])
 
-    def update(self, rates: Rates, clip: Tensor | None, noise: Sequence[Noise] | None = None) -> None:
+    def update(
+        self, grads: Sequence[Tensor], rates: Rates, clip: Tensor | None, noise: Sequence[Noise] | None = None
+    ) -> None:
         """Apply AdamW to the weights in place."""
-        run, (weights, grads, exp_avgs, exp_avg_sqs, masters) = self._call(_update), self._tensors
+        run, (weights, exp_avgs, exp_avg_sqs, masters) = self._call(_update), self._tensors
         numbers = _numbers(rates, clip, weights[0].device)
         written: _Lists = {"weight": weights, "exp_avg": exp_avgs, "exp_avg_sq": exp_avg_sqs, "master": masters}
         bits = None
@@ -79,25 +85,45 @@ class _Closed:
 
 
 class _Factored:
-    """A step of matrices whose scales are products of vectors."""
+    """Steps of matrices whose scales are products of vectors."""
 
-    def __init__(self, call: _Call, map: FactoredMap, tensors: Tensors, vectors: Sequence[Vectors]) -> None:
-        self._call, self._vectors = call, vectors
+    def __init__(
+        self,
+        call: _Call,
+        map: FactoredMap,
+        tensors: Tensors,
+        vectors: Sequence[Vectors],
+        gradients: Sequence[Vectors],
+    ) -> None:
+        self._call, self._vectors, self._gradients = call, vectors, gradients
         self._maps = [_map_of(map, tuple(vector is not None for vector in line)) for line in vectors]
         self._lists = [[_matrix(tensor) for tensor in line or ()] for line in tensors]
 
-    def pull(self) -> tuple[Tensor, list[Vectors]]:
-        """Return the norm of the raw gradients and the gradients of the vectors."""
+    def pull(self, grads: Sequence[Tensor]) -> Tensor:
+        """Return the norm of the raw gradients, and write the gradients of the vectors."""
         self._old = [tuple(None if v is None else v.clone() for v in line) for line in self._vectors]
-        run, (_, grads, *_, raws) = self._call(_pull_matrix), self._lists
-        found = [run(*line) for line in zip(self._maps, raws, grads, self._old, strict=True)]
-        return _total([norm for norm, _ in found]), [gradients for _, gradients in found]
+        run, raws = self._call(_pull_matrix), self._lists[-1]
+        found = [run(*line) for line in zip(self._maps, raws, map(_matrix, grads), self._old, strict=True)]
+        if into := _learned(self._gradients):
+            torch._foreach_copy_(into, _learned([gradients for _, gradients in found]))
+        return _total([norm for norm, _ in found])
 
-    def update(self, rates: Rates, clip: Tensor | None, noise: Sequence[Noise] | None = None) -> None:  # noqa: ARG002
+    def update(
+        self,
+        grads: Sequence[Tensor],
+        rates: Rates,
+        clip: Tensor | None,
+        noise: Sequence[Noise] | None = None,  # noqa: ARG002
+    ) -> None:
         """Apply AdamW to the raw weights and write the weights."""
-        run, numbers = self._call(_update_matrix), _numbers(rates, clip, self._lists[0][0].device)
-        for map, *line in zip(self._maps, *self._lists, self._old, self._vectors, strict=True):
-            run(map, rates.lr != 0.0, numbers, *line)
+        run, numbers = self._call(_update_matrix), _numbers(rates, clip, grads[0].device)
+        lines = zip(self._maps, map(_matrix, grads), *self._lists, self._old, self._vectors, strict=True)
+        for of_matrix, *line in lines:
+            run(of_matrix, rates.lr != 0.0, numbers, *line)
+
+
+def _learned(lines: Sequence[Vectors]) -> list[Tensor]:
+    return [vector for line in lines for vector in line if vector is not None]
 
 
 @functools.cache
@@ -182,8 +208,8 @@ def _update_matrix(
     map: Map,
     moves: bool,
     numbers: Tensor,
-    weight: Tensor,
     grad: Tensor,
+    weight: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     raw: Tensor,

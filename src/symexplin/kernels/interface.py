@@ -23,13 +23,12 @@ def is_memory(tensor: Tensor) -> bool:
 
 
 class Tensors(NamedTuple):
-    """What a step reads and writes: each list has one tensor of each weight, of one size and the same dense strides.
+    """What steps read and write: each list has one tensor of each weight, of one size and the same dense strides.
 
-    Weights and gradients have one dtype, which may be bfloat16; the others are float32.
+    Weights have one dtype, which may be bfloat16; the others are float32.
     """
 
     weights: Sequence[Tensor]
-    grads: Sequence[Tensor]
     exp_avgs: Sequence[Tensor]
     exp_avg_sqs: Sequence[Tensor]
     masters: Sequence[Tensor] | None = None  # float32 copies of the weights, or the raw weights of a factored map
@@ -66,16 +65,21 @@ class FactoredMap(NamedTuple):
 
 
 class Plan(Protocol):
-    """A step of weights that share a map. A repeated step gives the same bits, with any number of threads."""
+    """The steps of weights that share a map. A repeated step gives the same bits, with any number of threads.
 
-    def pull(self) -> tuple[Tensor, list[Vectors]]:
-        """Return the norm of the raw gradients, and the gradients of each matrix's vectors."""
+    It is valid as long as the tensors keep their memory. Gradients have the dtype, size and strides of the weights.
+    """
 
-    def update(self, rates: Rates, clip: Tensor | None, noise: Sequence[Noise] | None = None) -> None:
+    def pull(self, grads: Sequence[Tensor]) -> Tensor:
+        """Return the norm of the raw gradients, a 0-d tensor, and write the gradients of the vectors."""
+
+    def update(
+        self, grads: Sequence[Tensor], rates: Rates, clip: Tensor | None, noise: Sequence[Noise] | None = None
+    ) -> None:
         """Apply AdamW in place, with the gradients times `clip`. With lr 0 only the moments change.
 
-        Weights in bfloat16 are rounded from their masters or, without masters, with `noise`. Under a factored map the
-        gradients are those of the last :meth:`pull`, with the vectors' old values, and the weights get the new ones.
+        Weights in bfloat16 are rounded from their masters or, without masters, with `noise`. Under a factored map a
+        :meth:`pull` of the same gradients comes before, with the vectors' old values; the weights get the new ones.
         """
 
 
@@ -84,9 +88,16 @@ class Kernels(Protocol):
 
     name: str
 
-    def plan(self, map: Curve | FactoredMap | None, tensors: Tensors, vectors: Sequence[Vectors] = ()) -> Plan:
-        """Return a step of weights under a map, or of plain weights without a map.
+    def plan(
+        self,
+        map: Curve | FactoredMap | None,
+        tensors: Tensors,
+        vectors: Sequence[Vectors] = (),
+        gradients: Sequence[Vectors] = (),
+    ) -> Plan:
+        """Return the steps of weights under a map, or of plain weights without a map.
 
-        The matrices of a factored map have two dimensions, or one for a single row; `vectors` has the learned vectors
-        of each. Their weights must be the map of their raw weights: kernels may compute the exponentials from them.
+        The matrices of a factored map have two dimensions, or one for a single row. `vectors` has the learned vectors
+        of each, `gradients` tensors of the same sizes for :meth:`Plan.pull` to write. The weights must be the map of
+        the raw weights: kernels may compute the exponentials from them.
         """

@@ -229,7 +229,7 @@ class Entry:
                 kind="scale",
                 name=f"{self.name} {name}",
                 value=value.clone() if rate == 0.0 else value,
-                grad=_clipped(self.grads.pop(name), clip),
+                grad=_clipped(self.grads[name], clip),
                 lr=rate,
                 weight_decay=decay if factor.decays else 0.0,
                 step=step,
@@ -242,7 +242,7 @@ class Entry:
 
     def write(self, leaves: Sequence[Leaf]) -> None:
         """Put the moments of updated leaves into the state, and their values into the model, unless the rate is 0."""
-        weight = leaves[0]
+        weight, self.grads = leaves[0], {}
         for name, moment in weight.moments.items():
             self.keep("weight", name, moment)
         if weight.lr == 0.0:

@@ -6,7 +6,7 @@ for the update.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -15,7 +15,7 @@ from torch.optim.adamw import adamw
 
 from symexplin.curve import Factor, Map, in_dims, is_weight, out_dims, stack_dims
 from symexplin.kernels import kernels_for
-from symexplin.kernels.interface import FactoredMap, Kernels, Rates, Tensors, is_memory
+from symexplin.kernels.interface import FactoredMap, Kernels, Plan, Rates, Tensors, Vectors, is_memory
 from symexplin.optim.annealing import multiplier
 from symexplin.optim.entry import COUNTS, Entry, Leaf, moment_key
 from symexplin.optim.groups import Group
@@ -68,26 +68,33 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 class Fused:
-    """The parameters under AdamW that kernels cover, in batches of one kind."""
+    """The parameters under AdamW that kernels cover, in batches of one kind; it serves as long as nothing changes."""
 
     def __init__(self, entries: Sequence[Entry]) -> None:
+        self._state = [t for entry in entries for t in entry.state.values() if isinstance(t, Tensor)]
+        self._parts = list(map(local, self._state))
+        self._mark = _mark(entries, self._parts)
         alike: dict[Any, list[Entry]] = {}
         for entry in entries:
             if (kernels := kernels_for(entry.value.device)) is not None and (kind := _kind_of(entry)) is not None:
-                counts = tuple(float(entry.state[key]) for key in COUNTS if key in entry.state)
-                place = entry.value.dtype, entry.value.device, entry.shard.groups
-                alike.setdefault((kernels, kind, id(entry.group), *place, entry.rounds, counts), []).append(entry)
+                place = id(entry.group), entry.value.dtype, entry.value.device, entry.shard.groups
+                alike.setdefault((kernels, kind, *place, entry.rounds, _counts(entry)), []).append(entry)
         self._batches: list[_Elementwise | _Factored] = [
             _Factored(kernels, kind, chosen) if isinstance(kind, FactoredMap) else _Elementwise(kernels, chosen)
             for (kernels, kind, *_), chosen in alike.items()
         ]
         self._ids = {id(entry) for batch in self._batches for entry in batch.entries}
 
+    def serves(self, entries: Sequence[Entry]) -> bool:
+        """Whether a new instance for these entries would do the same."""
+        alike = all(len(set(map(_counts, batch.entries))) == 1 for batch in self._batches)
+        return alike and self._mark == _mark(entries, self._parts)
+
     def __contains__(self, entry: Entry) -> bool:
         return id(entry) in self._ids
 
     def pull(self) -> Iterator[tuple[Groups, Tensor]]:
-        """Yield the norm of the raw gradients of each batch; entries get the gradients of their scales."""
+        """Yield the norm of the gradients of each batch: raw ones, and those of scales unless they are partial sums."""
         return ((batch.entries[0].shard.groups, batch.pull()) for batch in self._batches)
 
     def update(self, clip: Tensor | None) -> None:
@@ -97,50 +104,71 @@ class Fused:
             torch.autograd.graph.increment_version([entry.value for entry in batch.entries])
 
 
+def _mark(entries: Sequence[Entry], parts: Sequence[Tensor]) -> list[Any]:
+    """Return what the batches of :class:`Fused` follow from, but for the counts."""
+    kernels = {device: kernels_for(device) for device in {entry.value.device for entry in entries}}
+    grads = [cast(Tensor, entry.parameter.grad) for entry in entries]
+    kinds = [(type(grad), grad.layout, grad.dtype) for grad in grads]
+    state = [id(value) for entry in entries for value in entry.state.values()]
+    return [kernels, list(entries), kinds, state, list(map(Tensor.data_ptr, parts))]
+
+
+def _counts(entry: Entry) -> tuple[float, ...]:
+    return tuple(float(entry.state[key]) for key in COUNTS if key in entry.state)
+
+
 class _Elementwise:
     """Plain parameters, or curved ones under a fixed exponential map, which need no raw weight."""
 
     def __init__(self, kernels: Kernels, entries: Sequence[Entry]) -> None:
         self.entries = entries
         closed = entries[0].closed
-        weights, grads = [entry.value for entry in entries], [entry.gradient() for entry in entries]
         state = [[entry.own(key) for entry in entries] for key in _MOMENTS]
         state += [[entry.own("master") for entry in entries]] if "master" in entries[0].state else []
-        self._plan = kernels.plan(closed and (closed.kappa, closed.c), Tensors(weights, grads, *state))
+        tensors = Tensors([entry.value for entry in entries], *state)
+        self._plan = kernels.plan(closed and (closed.kappa, closed.c), tensors)
 
     def pull(self) -> Tensor:
         """Return the norm of the raw gradients."""
-        return self._plan.pull()[0]
+        self._grads = [entry.gradient() for entry in self.entries]
+        return self._plan.pull(self._grads)
 
     def update(self, clip: Tensor | None) -> None:
         """Update the weights and moments in place."""
         first = self.entries[0]
         noise = [entry.noise() for entry in self.entries] if first.rounds else None
-        self._plan.update(_rates(first.group, float(first.state["step"])), clip, noise)
+        self._plan.update(self._grads, _rates(first.group, float(first.state["step"])), clip, noise)
+        del self._grads  # its memory belongs to the user
 
 
 class _Factored:
     """Curved parameters with raw weights whose scales are products of row and column factors."""
 
     def __init__(self, kernels: Kernels, map: FactoredMap, entries: Sequence[Entry]) -> None:
-        self._kernels, self.entries = kernels, entries
+        self.entries = entries
         lists = [[entry.own(key) for entry in entries] for key in (*_MOMENTS, "raw")]
-        lists = [[entry.value for entry in entries], [entry.gradient() for entry in entries], *lists]
-        parts = [[part for entry, t in zip(entries, line, strict=True) for part in _split(entry, t)] for line in lists]
-        self._plan = kernels.plan(map, Tensors(*parts), [line for entry in entries for line in _vectors(entry)])
+        parts = (self._split(tensors) for tensors in ([entry.value for entry in entries], *lists))
+        values = [{name: entry.own(name) for name in entry.scales} for entry in entries]
+        sizes = [value.numel() for of_entry in values for value in of_entry.values()]
+        self._flat = torch.empty(sum(sizes), dtype=torch.float32, device=entries[0].value.device)
+        pieces = iter(torch.split(self._flat, sizes))
+        for entry, of_entry in zip(entries, values, strict=True):
+            entry.grads = {name: next(pieces).view(value.shape) for name, value in of_entry.items()}
+        lines = [
+            [line for pair in zip(entries, found, strict=True) for line in _vectors(*pair)]
+            for found in (values, [entry.grads for entry in entries])
+        ]
+        self._plan = kernels.plan(map, Tensors(*parts), *lines)
+        self._scales = list(_scale_plans(kernels, entries))
+
+    def _split(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [part for entry, tensor in zip(self.entries, tensors, strict=True) for part in _split(entry, tensor)]
 
     def pull(self) -> Tensor:
-        """Return the norm of the raw gradients; entries get the gradients of their scales."""
-        norm, found = self._plan.pull()
-        each = iter(found)
-        for entry in self.entries:
-            of_entry = [next(each) for _ in _split(entry, entry.value)]
-            for i, name in enumerate(_names(entry.map)):
-                if name is not None:
-                    parts = [cast(Tensor, vectors[i]) for vectors in of_entry]
-                    grad = torch.stack(parts) if stack_dims(entry.axes) else parts[0]
-                    entry.grads[name] = grad if len(entry.axes) <= 2 else grad.view(entry.own(name).shape)
-        return norm
+        """Return the norm of the raw gradients, and of those of scales unless they are partial sums."""
+        self._grads = self._split([entry.gradient() for entry in self.entries])
+        norm = self._plan.pull(self._grads)
+        return norm if self.entries[0].shard.groups else torch.hypot(norm, torch.linalg.vector_norm(self._flat))
 
     def update(self, clip: Tensor | None) -> None:
         """Update scales, raw weights and the model's weights."""
@@ -149,33 +177,34 @@ class _Factored:
             leaves = [leaf for entry in self.entries for leaf in entry.scale_leaves(lambda *_: _MOMENTS, clip)]
             adamw_(leaves, first.group)
         else:
-            _update_scales(self._kernels, self.entries, clip)
-        self._plan.update(_rates(first.group, float(first.state["step"])), clip)
+            self._update_scales(clip)
+        self._plan.update(self._grads, _rates(first.group, float(first.state["step"])), clip)
+        del self._grads
+
+    def _update_scales(self, clip: Tensor | None) -> None:
+        """Apply AdamW to the learned scales.
+
+        This is the rule without leaves: making them takes longer than AdamW on the vectors of small matrices.
+        """
+        group = self.entries[0].group
+        for factor, owners, plan in self._scales:
+            rates = _rates(group, float(self.entries[0].state["scale_step"]))
+            rates = rates._replace(lr=rates.lr * factor.lr_scale * multiplier(f"k_{factor.role}", group))
+            grads = [entry.grads[name] for entry, name in owners]
+            plan.update(grads, rates if factor.decays else rates._replace(decay=0.0), clip)
 
 
-def _update_scales(kernels: Kernels, entries: Sequence[Entry], clip: Tensor | None) -> None:
-    """Apply AdamW to the learned scales of parameters of one group.
-
-    This is the rule without leaves: making them takes longer than AdamW on the vectors of small matrices.
-    """
-    alike: dict[Any, tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]] = {}
+def _scale_plans(kernels: Kernels, entries: Sequence[Entry]) -> Iterator[tuple[Factor, list[tuple[Entry, str]], Plan]]:
+    """Yield the learned scales with equal rates, as one of them, the parameters with names, and the plan."""
+    alike: dict[Any, list[tuple[Entry, Factor]]] = {}
     for entry in entries:
-        for factor, names in _state_keys(entry.map):
-            lists = alike.setdefault((factor.role, factor.lr_scale, factor.decays), ([], [], [], []))
-            lists[1].append(entry.grads.pop(factor.name))
-            for into, name in zip((lists[0], *lists[2:]), names, strict=True):
-                into.append(entry.own(name))
-    group, own = entries[0].group, entries[0].state
-    for (role, lr_scale, decays), lists in alike.items():
-        rates = _rates(group, float(own["scale_step"]))
-        rates = rates._replace(lr=rates.lr * lr_scale * multiplier(f"k_{role}", group))
-        kernels.plan(None, Tensors(*lists)).update(rates if decays else rates._replace(decay=0.0), clip)
-
-
-@functools.cache
-def _state_keys(map: Map) -> list[tuple[Factor, tuple[str, ...]]]:
-    """Return the learned scales with the keys of their values and moments."""
-    return [(f, (f.name, *(moment_key(f.name, name) for name in _MOMENTS))) for f in map.factors]
+        for factor in entry.map.factors:
+            alike.setdefault((factor.role, factor.lr_scale, factor.decays), []).append((entry, factor))
+    for owners in alike.values():
+        keys = [(entry, (f.name, *(moment_key(f.name, name) for name in _MOMENTS))) for entry, f in owners]
+        values, exp_avgs, exp_avg_sqs = zip(*([entry.own(key) for key in own] for entry, own in keys), strict=True)
+        plan = kernels.plan(None, Tensors(values, exp_avgs, exp_avg_sqs))
+        yield owners[0][1], [(entry, factor.name) for entry, factor in owners], plan
 
 
 def _rates(group: Group, step: float) -> Rates:
@@ -262,8 +291,8 @@ def _split(entry: Entry, tensor: Tensor) -> Sequence[Tensor]:
     return [part.flatten(first).flatten(0, first - 1) if part.dim() > 2 else part for part in parts]
 
 
-def _vectors(entry: Entry) -> Iterator[tuple[Tensor | None, ...]]:
-    """Yield the learned vectors of each matrix of a parameter."""
-    tensors = [None if name is None else entry.own(name) for name in _names(entry.map)]
+def _vectors(entry: Entry, scales: Mapping[str, Tensor]) -> Iterator[Vectors]:
+    """Yield the vectors of each matrix of a parameter, from its learned scales or their gradients."""
+    tensors = [None if name is None else scales[name] for name in _names(entry.map)]
     for i in range(len(entry.value) if stack_dims(entry.axes) else 1):
         yield tuple(None if t is None else (t[i] if stack_dims(entry.axes) else t).reshape(-1) for t in tensors)

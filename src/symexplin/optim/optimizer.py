@@ -50,6 +50,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
     moments: ClassVar[tuple[str, ...]] = ()
     grad_norm: Tensor | None  # of the last step
     _entries: list[Entry]
+    _fused: Fused
     _writes: Writes
     _diverged: bool  # and the user has been warned
 
@@ -118,7 +119,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         entries = self._current_entries()
         self._writes.adopt(entries)
         active = [entry for entry in entries if entry.parameter.grad is not None]
-        fused = Fused([entry for entry in active if self.is_adamw_(entry)])
+        fused = self._fused_for([entry for entry in active if self.is_adamw_(entry)])
         others = [entry for entry in active if entry not in fused]
         self.grad_norm = norm = _pull(active, others, fused)
         clip = self._clip(entries, norm)
@@ -135,6 +136,12 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
             for group in self.param_groups:
                 group["steps"] += 1
         self._writes.remember(entries)
+
+    def _fused_for(self, entries: Sequence[Entry]) -> Fused:
+        """Return the last step's :class:`Fused` if it serves these entries, else a new one."""
+        if not self._fused.serves(entries):
+            self._fused = Fused(entries)
+        return self._fused
 
     def _full_precision(self) -> contextlib.ExitStack:
         """Disable autocast during the step."""
@@ -253,6 +260,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         """Drop what follows from groups and state."""
         self.grad_norm = None
         self._entries = []
+        self._fused = Fused([])
         self._writes = Writes()
         self._diverged = False
 
@@ -334,10 +342,11 @@ def _pull(active: Sequence[Entry], others: Sequence[Entry], fused: Fused) -> Ten
         norms[split].append(norm)
     for entry in others:
         norms[entry.shard.groups].append(entry.pull())
-    # In the order of the parameters, which is the same in every process.
+    # In the order of the parameters, which is the same in every process. `fused` counts whole scales itself.
     shared = [
         (entry.shard.groups, shard.groups, entry.grads[name])
         for entry in active
+        if entry.shard.groups or entry not in fused
         for name, (_, shard) in entry.scales.items()
     ]
     devices = {group: entry.shard.device_type for entry in active for group in entry.shard.groups}
