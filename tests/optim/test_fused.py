@@ -1,9 +1,11 @@
 """Kernels change the speed of a step and nothing else: C, formulas in blocks, torch.compile against plain PyTorch."""
 
 import contextlib
+import copy
 import subprocess
 import sys
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -150,6 +152,44 @@ def test_kernels_cover_the_default_and_the_papers_maps(config, name, monkeypatch
     monkeypatch.setattr(sel.SELAdamW, "rule_", lambda *_: pytest.fail("left to the rule"))
     with path(name, monkeypatch):
         steps(1, config)
+
+
+CHANGES = {  # of a parameter's state between steps
+    "moment": lambda state: state.update(exp_avg=state["exp_avg"] * 0.5),
+    "data": lambda state: setattr(state["exp_avg_sq"], "data", state["exp_avg_sq"] * 2.0),
+    "count": lambda state: state["step"].add_(3),
+}
+
+
+@pytest.mark.parametrize("name", PATHS[:2])
+@pytest.mark.parametrize("config", ["default", "paper"])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_changes_between_steps_are_followed_as_by_a_new_optimizer(change, config, name, monkeypatch):
+    with path(name, monkeypatch):
+        model, optimizer = steps(2, CONFIGS[config])
+        change(optimizer.state[model.last.weight])
+        twin = copy.deepcopy(model)
+        other = sel.SELAdamW(twin, lr=1e-3, config=CONFIGS[config], total_steps=20, max_grad_norm=0.5)
+        other.load_state_dict(optimizer.state_dict())
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            q.grad = p.grad.clone()
+        for each in (optimizer, other):
+            each.step()
+    assert distance(model, twin) == 0.0
+    called = []
+    monkeypatch.setattr(sel.SELAdamW, "rule_", lambda *_: called.append(1))
+    with path("readable", monkeypatch):
+        optimizer.step()
+    assert called
+
+
+@pytest.mark.parametrize("name", PATHS[:2])
+def test_no_gradient_is_kept_after_a_step(name, monkeypatch):
+    with path(name, monkeypatch):
+        model, optimizer = steps(2, CONFIGS["paper"])
+        kept = [weakref.ref(p.grad) for p in model.parameters()]
+        optimizer.zero_grad()
+    assert not any(ref() for ref in kept)
 
 
 def test_torch_compile_that_fails_leaves_the_formulas(monkeypatch):
