@@ -124,11 +124,11 @@ static void copy_in(int64_t half, const void *from, int64_t at, int64_t count, O
 
 /* Weights, or their masters, except where a weight is not its rounded master: somebody wrote it. */
 static void copy_weights(const Call *x, int64_t item, int64_t at, int64_t count, Out to) {
-    copy_in(x->half, x->weights[item], at, count, to);
-    if (!x->masters) return;
-    const uint16_t *restrict weights = (const uint16_t *)x->weights[item] + at;
-    In masters = x->masters[item] + at;
-    for (int64_t i = 0; i < count; i++) to[i] = rounded(masters[i]) == weights[i] ? masters[i] : to[i];
+    if (!x->masters) copy_in(x->half, x->weights[item], at, count, to);
+    for (int64_t i = 0; x->masters && i < count; i++) {
+        float w = number(HALF, x->weights[item], at + i), master = x->masters[item][at + i];
+        to[i] = (uint32_t)rounded(master) << 16 == bits_of(w) ? master : w;
+    }
 }
 
 /* Round with noise of 16 bits, a hash of the key and of the entry's index in the whole tensor. */
