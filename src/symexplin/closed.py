@@ -116,6 +116,7 @@ def _where(mask: Tensor, formula: Callable[..., Tensor], values: tuple[Tensor, .
     """
     if others.device.type != "cpu" or torch.compiler.is_compiling() or not others.dim():
         return torch.where(mask, formula(*values), others)
-    if not bool(mask.any()):
-        return others
-    return others.masked_scatter_(mask, formula(*(value[mask] for value in values)))
+    if bool(mask.view(torch.uint8).any()):  # ten times as fast as any() of booleans
+        chosen = mask.nonzero(as_tuple=True)
+        others[chosen] = formula(*(value[chosen] for value in values))
+    return others
