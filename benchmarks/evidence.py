@@ -1,0 +1,227 @@
+"""All differences that results/mini.csv shows, by one rule; it writes the pages that list them.
+
+    python benchmarks/evidence.py            # write docs/reference/experiments.md and the table of README
+    python benchmarks/evidence.py --check    # fail if they are not what the rows say
+
+The rule: each arm counts at its own best learning rate, the one with the most seeds and then the lowest mean loss.
+Differences to the baseline are taken seed by seed. "Better" and "worse" need Student's 99 % interval of their mean on
+one side of zero; an interval that contains zero is "no difference detected". Its half-width is the smallest mean
+difference that these seeds could detect.
+"""
+
+import argparse
+import csv
+import math
+import re
+import statistics
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from scipy import stats
+
+ROOT = Path(__file__).parents[1]
+ROWS, PAGE, README = ROOT / "results/mini.csv", ROOT / "docs/reference/experiments.md", ROOT / "README.md"
+TEXTS = {"ee870808": "technical English", "c9b75369": "Python sources", "ff86af20": "docstrings, then code"}
+FRESH = 10  # seeds from this one on had no part in a choice
+ENOUGH = 3  # seeds for an interval
+Losses = Mapping[int, float]  # by seed
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """The runs of one table and panel at one commit: {arm: {learning rate: {seed: loss}}}, the baseline first."""
+
+    table: str
+    panel: str
+    text: str
+    steps: int
+    commit: str
+    fresh: bool
+    arms: Mapping[str, Mapping[float, Losses]]
+
+    @property
+    def title(self) -> str:
+        """What was trained."""
+        fresh = ", fresh seeds" if self.fresh else ""
+        return f"{self.table}, {self.panel}, {self.steps:,} steps, {self.text}{fresh} ({self.commit})"
+
+    @property
+    def baseline(self) -> str:
+        """AdamW where it was trained, else the first arm."""
+        return "AdamW" if "AdamW" in self.arms else next(iter(self.arms))
+
+    def best(self, arm: str) -> tuple[float, Losses] | None:
+        """Return an arm's best learning rate with its losses; None if it diverged at all of them."""
+        finite = [(lr, losses) for lr, losses in self.arms[arm].items() if all(map(math.isfinite, losses.values()))]
+        if not finite:
+            return None
+        return min(finite, key=lambda found: (-len(found[1]), statistics.fmean(found[1].values())))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The differences of an arm's losses to the baseline's, over the seeds that both have."""
+
+    values: Sequence[float]
+
+    @property
+    def mean(self) -> float:
+        """Below zero if the arm is better."""
+        return statistics.fmean(self.values)
+
+    @property
+    def detectable(self) -> float:
+        """The half-width of the 99 % interval."""
+        count = len(self.values)
+        if count < ENOUGH:
+            return math.inf
+        return float(stats.t.ppf(0.995, count - 1)) * statistics.stdev(self.values) / math.sqrt(count)
+
+    @property
+    def verdict(self) -> str:
+        """The word for it."""
+        if len(self.values) < ENOUGH:
+            return "too few seeds"
+        if abs(self.mean) <= self.detectable:
+            return "no difference detected"
+        return "better" if self.mean < 0 else "worse"
+
+    @property
+    def interval(self) -> str:
+        """The 99 % interval."""
+        if math.isinf(self.detectable):
+            return ""
+        return f"{self.mean - self.detectable:+.4f} to {self.mean + self.detectable:+.4f}"
+
+
+def experiments(path: Path = ROWS) -> list[Experiment]:
+    """Return all experiments of a file of rows, in its order."""
+    found: dict[tuple[str, ...], dict[str, dict[float, dict[int, float]]]] = {}
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            text = TEXTS.get(row["data"][:8], row["data"][:8])
+            fresh = "fresh" if int(row["seed"]) >= FRESH else ""
+            arms = found.setdefault((row["table"], row["panel"], text, row["steps"], row["commit"][:7], fresh), {})
+            losses = arms.setdefault(row["arm"], {}).setdefault(float(row["lr"]), {})
+            losses[int(row["seed"])] = float(row["final_loss"] or math.nan)
+    return [
+        Experiment(table, panel, text, int(steps), commit, bool(fresh), arms)
+        for (table, panel, text, steps, commit, fresh), arms in found.items()
+    ]
+
+
+def difference(experiment: Experiment, arm: str) -> Difference | None:
+    """Return an arm's difference to the baseline; None if they share no seed."""
+    ours, theirs = experiment.best(arm), experiment.best(experiment.baseline)
+    if ours is None or theirs is None:
+        return None
+    return Difference([ours[1][seed] - theirs[1][seed] for seed in sorted(ours[1].keys() & theirs[1].keys())] or [])
+
+
+def lines(experiment: Experiment) -> Iterator[str]:
+    """Yield the table of an experiment: every arm, the baseline first."""
+    yield "| arm | learning rate | loss | difference | 99 % interval | detectable | seeds | |"
+    yield "|---|---|---|---|---|---|---|---|"
+    names = sorted(experiment.arms, key=lambda arm: arm != experiment.baseline)
+    for arm in names:
+        best = experiment.best(arm)
+        if best is None:
+            yield f"| {arm} | | diverged | | | | | |"
+            continue
+        lr, losses = best
+        start = f"| {arm} | {lr:g} | {statistics.fmean(losses.values()):.4f} |"
+        found = None if arm == experiment.baseline else difference(experiment, arm)
+        if found is None or not found.values:
+            yield f"{start} | | | {len(losses)} | {'baseline' if arm == experiment.baseline else ''} |"
+            continue
+        detectable = "" if math.isinf(found.detectable) else f"{found.detectable:.4f}"
+        cells = f"{found.mean:+.4f} | {found.interval} | {detectable} | {len(found.values)} | {found.verdict}"
+        yield f"{start} {cells} |"
+
+
+INTRODUCTION = """\
+# All experiments
+
+Held-out losses of every experiment in [results/mini.csv](../../results/README.md), in nats per byte (`width-1024`:
+per token), written by `python benchmarks/evidence.py`. Each arm counts at its own best learning rate, the one with
+the most seeds and then the lowest mean loss. A difference is to the baseline, seed by seed; below zero the arm is
+better. "Better" and "worse" need Student's 99 % interval of the mean on one side of zero. An interval that contains
+zero is "no difference detected", and its half-width, the column "detectable", is the smallest mean difference that
+these seeds could detect. Fresh seeds (10 and up) had no part in choosing an arm or a rate.
+
+The commit behind each title has the definition of the arms. `exp`, `exp_only-ff` and `exp_only` with nothing learned
+are the present default. `mismatch`, `full` and `paper` are the paper's method with learned scales and its start.
+`carried` and, before commit 9ade27c, `default` are the mismatch map with fixed scales and a matched start.
+"""
+
+
+def page(found: Iterable[Experiment]) -> str:
+    """Return the page of all experiments."""
+    parts = [INTRODUCTION.rstrip()]
+    for experiment in found:
+        parts += [f"## {experiment.title}", "\n".join(lines(experiment))]
+    return "\n\n".join(parts) + "\n"
+
+
+# The rows of README: what was trained, the experiment (table, panel, commit), and its arms with their methods.
+DEFAULT, FIXED, PAPER = "the default", "fixed mismatch", "the paper's"
+SHOWN: tuple[tuple[str, tuple[str, str, str], Mapping[str, str]], ...] = (
+    ("width 64, depth 2, 200 steps", ("widths", "64x2", "7a0cb4d"), {"default": FIXED, "mismatch": PAPER}),
+    ("width 128, depth 2, 700 steps", ("widths", "128x2", "7a0cb4d"), {"default": FIXED, "mismatch": PAPER}),
+    ("width 256, depth 2, 2,600 steps", ("widths", "256x2", "7a0cb4d"), {"default": FIXED, "mismatch": PAPER}),
+    ("width 128, depth 4, 600 steps", ("exp_only", "128x4", "d3fc95d"), {"exp_only-ff": DEFAULT, "full": PAPER}),
+    ("the same, technical English", ("suite", "128x4", "cc59c74"), {"carried": FIXED}),
+    ("the same, 1,800 steps", ("default", "128x4", "882d6bf"), {"carried": FIXED}),
+    ("width 128, depth 2, 10,000 steps", ("lengths", "128x2-10000", "28e925c"), {"default": FIXED}),
+)
+
+
+def readme_table(found: Sequence[Experiment]) -> str:
+    """Return the evidence table of README."""
+    by_key = {(x.table, x.panel, x.commit): x for x in found if not x.fresh}
+    rows = [
+        "| trained from scratch | method | AdamW | difference (99 % interval) | seeds | |",
+        "|---|---|---|---|---|---|",
+    ]
+    for title, key, arms in SHOWN:
+        experiment = by_key[key]
+        best = experiment.best(experiment.baseline)
+        assert best is not None
+        for i, (arm, method) in enumerate(arms.items()):
+            shown = difference(experiment, arm)
+            assert shown is not None
+            interval = f"{shown.mean:+.3f} ({shown.interval})" if shown.interval else f"{shown.mean:+.3f}"
+            cells = f"{statistics.fmean(best[1].values()):.3f} | {interval} | {len(shown.values)} | {shown.verdict}"
+            rows.append(f"| {'...' if i else title} | {method} | {cells} |")
+    return "\n".join(rows)
+
+
+def with_table(text: str, table: str) -> str:
+    """Return README with its evidence table replaced, the one that begins with these words."""
+    pattern = re.compile(r"^\| trained from scratch \|.*?\n(?=\n)", re.MULTILINE | re.DOTALL)
+    changed, count = pattern.subn(lambda _: table + "\n", text)
+    if count != 1:
+        raise SystemExit(f"{README} must have one table that begins with '| trained from scratch |', has {count}")
+    return changed
+
+
+def main() -> None:
+    """Write or check both files."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing, and fail if a file is not up to date")
+    options = parser.parse_args()
+    found = experiments()
+    wanted = {PAGE: page(found), README: with_table(README.read_text(), readme_table(found))}
+    stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
+    for path in stale:
+        if options.check:
+            print(f"{path.relative_to(ROOT)} is not up to date: run python benchmarks/evidence.py", file=sys.stderr)
+        else:
+            path.write_text(wanted[path])
+    sys.exit(bool(stale) and options.check)
+
+
+if __name__ == "__main__":
+    main()

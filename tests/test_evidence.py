@@ -1,0 +1,65 @@
+"""benchmarks/evidence.py: the rule for words, and that README and the page of experiments follow it."""
+
+import importlib.util
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+pytest.importorskip("scipy")
+
+
+@pytest.fixture(scope="module")
+def evidence():
+    spec = importlib.util.spec_from_file_location("evidence", ROOT / "benchmarks/evidence.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["evidence"] = module  # for its dataclasses
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_readme_and_the_page_of_experiments_are_what_the_rows_say():
+    command = [sys.executable, ROOT / "benchmarks/evidence.py", "--check"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+
+
+def test_every_arm_of_every_row_is_on_the_page(evidence):
+    found = evidence.experiments()
+    rows = (ROOT / "results/mini.csv").read_text().splitlines()[1:]
+    assert sum(len(losses) for x in found for rates in x.arms.values() for losses in rates.values()) == len(rows)
+    for experiment in found:
+        text = "\n".join(evidence.lines(experiment))
+        assert all(f"| {arm} |" in text for arm in experiment.arms)
+
+
+def test_words_need_an_interval_on_one_side_of_zero(evidence, tmp_path):
+    path = tmp_path / "rows.csv"
+    lines = ["table,panel,arm,lr,seed,data,steps,commit,final_loss"]
+
+    def add(arm, lr, seed, loss):
+        lines.append(f"t,p,{arm},{lr},{seed},c9b75369,600,abcdef0,{loss}")
+
+    for seed in range(3):
+        add("AdamW", 0.1, seed, 2.0 + seed)
+        add("AdamW", 0.2, seed, 1.0 + seed)
+        add("lower", 0.1, seed, 0.9 + seed + 0.001 * seed)
+        add("higher", 0.2, seed, 1.1 + seed + 0.001 * seed)
+        add("same", 0.2, seed, 1.0 + seed + (-1) ** seed * 0.1)
+        add("diverged", 0.2, seed, "")
+    add("lower", 0.2, 0, 0.1)  # one seed does not make a best rate beside three
+    path.write_text("\n".join(lines) + "\n")
+    (experiment,) = evidence.experiments(path)
+    words = {arm: evidence.difference(experiment, arm) for arm in experiment.arms}
+    assert experiment.best("lower")[0] == 0.1
+    assert words["lower"].verdict == "better"
+    assert words["higher"].verdict == "worse"
+    assert words["same"].verdict == "no difference detected"
+    assert words["diverged"] is None
+    values = words["same"].values
+    mean = sum(values) / 3
+    error = math.sqrt(sum((value - mean) ** 2 for value in values) / 2 / 3)
+    assert words["same"].detectable == pytest.approx(9.924843 * error)  # Student's t at 99.5 %, two degrees of freedom
