@@ -7,8 +7,8 @@
 
 The baseline is `clip_grad_norm_` and torch's fused AdamW; for bfloat16 parameters AdamW over float32 master copies; for
 many small tensors also torch's foreach AdamW. A ratio is the median over rounds of the ratios of neighbouring steps, so
-that other work on the machine meets both. `--whole` trains the laboratory's transformer with float32 parameters (bfloat16
-is autocast): AdamW, the default and the paper's map in the optimizer, and the paper's map in the modules.
+that other work on the machine meets both. `--whole` trains the laboratory's transformer with float32 parameters, for
+bfloat16 under autocast: AdamW, the default and the paper's map in the optimizer, and the paper's map in the modules.
 """
 
 import argparse
@@ -163,15 +163,13 @@ def warm(*how: Any) -> Step:
 
 def peak(*how: Any) -> float:
     """Return the most MiB that a few training steps take: of a fresh process on a CPU (Linux), else of the device."""
-    on_cpu = how[-1].device == "cpu"
-    if on_cpu:
-        torch.set_num_threads(how[-1].threads[0])
-    else:
+    if how[-1].device != "cpu":
         gc.collect()
         torch.cuda.reset_peak_memory_stats()
-    warm(*how)()
-    if not on_cpu:
+        warm(*how)()
         return torch.cuda.max_memory_allocated() / 2**20
+    torch.set_num_threads(how[-1].threads[0])
+    warm(*how)()
     # Not getrusage, which may have the peak of the process that started this one.
     return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) / 2**10
 
