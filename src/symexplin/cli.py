@@ -410,7 +410,8 @@ def _demo(*, out: str = "runs/demo", **given: Any) -> None:
     """Compare AdamW and SEL on a small model, in minutes, without a download.
 
     The data are the sources of the running Python's standard library. AdamW, SEL's default and the paper's method are
-    trained on them at three learning rates each, in about five minutes on two cores. An interrupted demo is continued.
+    trained on them at three learning rates each, in about four minutes on two idle cores. An interrupted demo is
+    continued.
 
     Args:
         out: the folder for the results
