@@ -1,26 +1,37 @@
-"""The time of an optimizer step as a multiple of AdamW's, all in one process and in turns.
+"""The time of an optimizer step, or of a whole training step, as a multiple of AdamW's, in one process and in turns.
 
-    python benchmarks/step.py                      # one and two threads, float32 and bfloat16
+    python benchmarks/step.py                      # the optimizer step: one and two threads, float32 and bfloat16
     python benchmarks/step.py --cases 4x1024 --threads 1 --variants default
     SYMEXPLIN_KERNELS=readable python benchmarks/step.py --cases 4x1024
+    python benchmarks/step.py --whole 512x6        # forward, backward, clipping and optimizer, and the peak memory
 
 The baseline is `clip_grad_norm_` and torch's fused AdamW; for bfloat16 parameters AdamW over float32 master copies; for
 many small tensors also torch's foreach AdamW. A ratio is the median over rounds of the ratios of neighbouring steps, so
-that other work on the machine meets both.
+that other work on the machine meets both. `--whole` trains the laboratory's transformer with float32 parameters, for
+bfloat16 under autocast: AdamW, the default and the paper's map in the optimizer, and the paper's map in the modules.
 """
 
 import argparse
-import platform
+import gc
+import multiprocessing
+import os
 import statistics
-import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.benchmark import timer
 
 import symexplin as sel
 from symexplin.kernels import describe
+from symexplin.lab.config import ModelConfig
+from symexplin.lab.model import Transformer
+from symexplin.lab.provenance import provenance
+
+Step = Callable[[], object]
 
 Shape = tuple[int, int]
 CASES: dict[str, list[Shape]] = {
@@ -29,30 +40,37 @@ CASES: dict[str, list[Shape]] = {
     "400x16": [(16, 16)] * 400,
 }
 VARIANTS = {"default": sel.SELConfig(), "frozen": sel.preset("frozen"), "paper": sel.preset("paper")}
+WHOLE = ("adamw", "default", "paper", "module")
 SETTINGS = {"lr": 1e-3, "weight_decay": 0.1}
-CLIP = 1.0
+CLIP, STEPS = 1.0, 10**6
+# glibc gives freed tensors back at once, so that the peak of a process is the memory in use.
+RETURN_FREED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "0"}
 
 
 class Matrices(nn.Module):
     """Linear layers of the given shapes, with gradients."""
 
-    def __init__(self, shapes: Sequence[Shape], dtype: torch.dtype) -> None:
+    def __init__(self, shapes: Sequence[Shape], dtype: torch.dtype, device: str) -> None:
         super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(cols, rows, bias=False) for rows, cols in shapes]).to(device, dtype)
         generator = torch.Generator().manual_seed(0)
-        self.layers = nn.ModuleList([nn.Linear(cols, rows, bias=False, dtype=dtype) for rows, cols in shapes])
         for parameter in self.parameters():
-            parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype) * 0.01
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter) * 0.01
 
 
-def stepper(variant: str, shapes: Sequence[Shape], dtype: torch.dtype) -> Callable[[], object]:
+def stepper(variant: str, shapes: Sequence[Shape], dtype: torch.dtype, device: str) -> Step:
     """Return a function that takes one optimizer step with clipping."""
-    model = Matrices(shapes, dtype)
+    model = Matrices(shapes, dtype, device)
     if variant in VARIANTS:
-        optimizer = sel.SELAdamW(model, config=VARIANTS[variant], max_grad_norm=CLIP, total_steps=10**6, **SETTINGS)
+        optimizer = sel.SELAdamW(model, config=VARIANTS[variant], max_grad_norm=CLIP, total_steps=STEPS, **SETTINGS)
         return optimizer.step
     if variant == "masters":
         return master_stepper(list(model.parameters()))
-    adamw = torch.optim.AdamW(model.parameters(), fused=variant == "fused", foreach=variant == "foreach", **SETTINGS)
+    return clipped(model, torch.optim.AdamW(model.parameters(), **{variant: True}, **SETTINGS))
+
+
+def clipped(model: nn.Module, adamw: torch.optim.Optimizer) -> Step:
+    """Return a function that clips the gradients and takes a step."""
 
     def step() -> None:
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -61,7 +79,7 @@ def stepper(variant: str, shapes: Sequence[Shape], dtype: torch.dtype) -> Callab
     return step
 
 
-def master_stepper(parameters: list[nn.Parameter]) -> Callable[[], object]:
+def master_stepper(parameters: list[nn.Parameter]) -> Step:
     """Return a step of fused AdamW over float32 copies of half-precision parameters."""
     masters = [nn.Parameter(parameter.detach().float()) for parameter in parameters]
     adamw = torch.optim.AdamW(masters, fused=True, **SETTINGS)
@@ -78,57 +96,153 @@ def master_stepper(parameters: list[nn.Parameter]) -> Callable[[], object]:
     return step
 
 
-def seconds(step: Callable[[], object]) -> float:
-    """Return the time of one call."""
-    start = time.perf_counter()
+def seconds(step: Step) -> float:
+    """Return the time of one call; the clock waits for a CUDA device."""
+    start = timer()
     step()
-    return time.perf_counter() - start
+    return float(timer() - start)
 
 
-def measure(case: str, dtype: torch.dtype, variants: Sequence[str], rounds: int) -> dict[str, float]:
-    """Return the ratio of each variant's step to the baseline's."""
+def measure(case: str, dtype: torch.dtype, options: argparse.Namespace) -> dict[str, float]:
+    """Return the ratio of each variant's optimizer step to the baseline's."""
     baseline = "masters" if dtype == torch.bfloat16 else "foreach" if case == "400x16" else "fused"
-    steps = {name: stepper(name, CASES[case], dtype) for name in (baseline, *variants)}
+    steps = {name: stepper(name, CASES[case], dtype, options.device) for name in (baseline, *options.variants)}
     for step in steps.values():
         step()
         step()
-    times = [{name: seconds(step) for name, step in steps.items()} for _ in range(rounds)]
-    return {name: statistics.median(t[name] / t[baseline] for t in times) for name in variants} | {
+    times = [{name: seconds(step) for name, step in steps.items()} for _ in range(options.rounds)]
+    return {name: statistics.median(t[name] / t[baseline] for t in times) for name in options.variants} | {
         f"{baseline} (ms)": 1e3 * min(t[baseline] for t in times)
     }
 
 
-def first_step(case: str, rounds: int) -> float:
-    """Return the time of the first step of the paper's map, which inverts it, as a multiple of a later step."""
-    step = stepper("paper", CASES[case], torch.float32)
-    first = seconds(step)
-    return first / statistics.median(seconds(step) for _ in range(rounds))
+def optimizer_step(model: nn.Module, variant: str) -> Step:
+    """Return a function that clips and takes the optimizer step of a variant of the whole step."""
+    if variant in VARIANTS:
+        return sel.SELAdamW(model, config=VARIANTS[variant], max_grad_norm=CLIP, total_steps=STEPS, **SETTINGS).step
+    if variant == "module":
+        sel.convert(model, VARIANTS["paper"])
+        adamw = torch.optim.AdamW(sel.param_groups(model, **SETTINGS), fused=True)
+        sel.anneal_scales(adamw, total_steps=STEPS)
+        return clipped(model, adamw)
+    return clipped(model, torch.optim.AdamW(model.parameters(), fused=True, **SETTINGS))
 
 
-def processor() -> str:
-    """Return the name of the processor."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.processor())
+def trainer(variant: str, size: str, dtype: str, options: argparse.Namespace) -> Step:
+    """Return a function that takes one training step on random tokens. All variants start from the same weights."""
+    width, depth = map(int, size.split("x"))
+    torch.manual_seed(0)
+    with torch.device(options.device):
+        model = Transformer(ModelConfig(width, depth, max(1, width // 64), options.vocabulary, options.context))
+        tokens = torch.randint(options.vocabulary, (options.tokens // options.context, options.context + 1))
+    model.recompute = options.recompute
+    # torch warns about the norms, whose weights stay in float32.
+    warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
+    update = optimizer_step(model, variant)
+    forward: Callable[..., Tensor] = torch.compile(model) if options.compile else model
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        with torch.autocast(torch.device(options.device).type, torch.bfloat16, enabled=dtype == "bfloat16"):
+            loss = forward(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        update()
+
+    return step
+
+
+def warm(*how: Any) -> Step:
+    """Return a training step after two calls, which create the states and compile."""
+    if how[-1].compile:
+        torch.compiler.reset()  # torch runs one code uncompiled from the eighth model on
+    step = trainer(*how)
+    step()
+    step()
+    return step
+
+
+def peak(*how: Any) -> float:
+    """Return the most MiB that a few training steps take: of a fresh process on a CPU (Linux), else of the device."""
+    if how[-1].device != "cpu":
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()
+        warm(*how)()
+        return torch.cuda.max_memory_allocated() / 2**20
+    torch.set_num_threads(how[-1].threads[0])
+    warm(*how)()
+    # Not getrusage, which may have the peak of the process that started this one.
+    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) / 2**10
+
+
+def whole(size: str, dtype: str, options: argparse.Namespace) -> None:
+    """Print time, ratio and peak memory of the whole training step of each variant, and the speedup in time."""
+    peaks = {}
+    for name in WHOLE:
+        how = (name, size, dtype, options)
+        if options.device == "cpu":
+            with multiprocessing.get_context("spawn").Pool(1) as child:
+                peaks[name] = child.apply(peak, how)
+        else:
+            peaks[name] = peak(*how)
+    steps = {} if options.fresh else {name: warm(name, size, dtype, options) for name in WHOLE}
+    times = [
+        {name: seconds(steps[name] if steps else warm(name, size, dtype, options)) for name in WHOLE}
+        for _ in range(options.rounds)
+    ]
+    for name in WHOLE:
+        ratio = statistics.median(t[name] / t["adamw"] for t in times)
+        middle = 1e3 * statistics.median(t[name] for t in times)
+        line = f"{size} {dtype} {name:8} {middle:10,.1f} ms  {ratio:.3f} x  {peaks[name]:8,.0f} MiB"
+        if options.step_speedup is not None and name != "adamw":
+            line += f"  speedup in time {options.step_speedup / ratio:.2f}"
+        print(line, flush=True)
+
+
+def parse() -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--cases", nargs="+", default=list(CASES), choices=CASES)
+    add("--variants", nargs="+", default=["default", "paper"], choices=VARIANTS)
+    add("--threads", nargs="+", type=int, default=[1, 2])
+    add("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
+    add("--rounds", type=int, default=30)
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--whole", nargs="+", metavar="WIDTHxDEPTH", help="time the whole training step of models of these sizes")
+    add("--tokens", type=int, default=8192, help="of a whole step, a multiple of the context")
+    add("--context", type=int, default=512)
+    add("--vocabulary", type=int, default=8192)
+    add("--compile", action="store_true", help="torch.compile the model")
+    add("--recompute", action="store_true", help="compute each block again in the backward pass")
+    add("--fresh", action="store_true", help="build a variant for each of its turns: not all fit the memory at a time")
+    add("--step-speedup", type=float, help="AdamW's steps over the curved model's to the same loss (table 11)")
+    options = parser.parse_args()
+    if options.tokens % options.context:
+        parser.error(f"--tokens must be a multiple of --context = {options.context}, got {options.tokens}")
+    return options
 
 
 def main() -> None:
     """Print the ratios."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
-    parser.add_argument("--variants", nargs="+", default=["default", "paper"], choices=VARIANTS)
-    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
-    parser.add_argument("--rounds", type=int, default=30)
-    options = parser.parse_args()
-    print(f"{processor()}; torch {torch.__version__}; {describe('cpu')}")
+    options = parse()
+    machine = provenance()["processor"] if options.device == "cpu" else torch.cuda.get_device_name()
+    print(f"{machine}; torch {torch.__version__}; {describe(options.device)}", flush=True)
+    if options.whole:
+        os.environ.update(RETURN_FREED)  # of the processes that are started, not of this one
+        torch.set_num_threads(options.threads[0])
+        for size in options.whole:
+            for dtype in options.dtypes:
+                whole(size, dtype, options)
+        return
     for threads in options.threads:
         torch.set_num_threads(threads)
         for case in options.cases:
             for dtype in options.dtypes:
-                found: dict[str, float] = measure(case, getattr(torch, dtype), options.variants, options.rounds)
+                found: dict[str, float] = measure(case, getattr(torch, dtype), options)
                 print(f"{case:7} {dtype:8} {threads} threads ", *(f"{k} {v:.2f}" for k, v in found.items()), flush=True)
-    print(f"first step of the paper's map: {first_step('4x1024', options.rounds):.0f} ordinary ones")
+    step = stepper("paper", CASES["4x1024"], torch.float32, options.device)
+    first, later = seconds(step), statistics.median(seconds(step) for _ in range(options.rounds))
+    print(f"first step of the paper's map, which inverts it: {first / later:.0f} ordinary ones")
 
 
 if __name__ == "__main__":

@@ -214,7 +214,7 @@ def test_version_and_help_need_neither_torch_nor_the_laboratory(capsys):
     assert run(capsys, "--version") == f"symexplin {__version__}\n"
     assert "Exit status" in run(capsys, "--help")
     code = "import sys; from symexplin.cli import main\n"
-    code += "for name in ('sample', 'train', 'compare', 'reproduce', 'demo', 'bench'): main([name, '--help'])\n"
+    code += "for name in ('sample', 'train', 'compare', 'reproduce', 'demo'): main([name, '--help'])\n"
     code += "assert not {'torch', 'numpy', 'matplotlib', 'safetensors', 'tokenizers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120, check=True)
 
@@ -282,14 +282,6 @@ def test_compare_trains_arms_of_ones_own(place, capsys, tmp_path):
     assert "mine" in text
     assert {path.name for path in (tmp_path / "c" / "runs").iterdir()} == {"AdamW-lr0.01-seed0", "mine-lr0.01-seed0"}
     assert (tmp_path / "c" / "report.html").exists()
-
-
-def test_bench_prints_tables_and_refuses_a_second_time(capsys, tmp_path):
-    words = ("bench", "--out", tmp_path / "b", "--parts", "optimizer", "--widths", "16", "--depths", "1")
-    tiny = ("--context", "8", "--vocab-size", "16", "--repeats", "1", "--device", "cpu")
-    assert "optimizer bf16: width 16, depth 1" in run(capsys, *words, *tiny)
-    assert (tmp_path / "b" / "results.csv").exists()
-    assert "earlier measurement" in refused(capsys, *words, *tiny)
 
 
 @pytest.mark.usefixtures("undrawn")

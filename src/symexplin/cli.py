@@ -133,7 +133,7 @@ def _explain(error: Exception, kinds: set[str]) -> tuple[str | None, int]:
     elif isinstance(error, ModuleNotFoundError) and "pip install" not in text:
         text += "; install the extra 'lab': pip install 'symexplin[lab]'"
     elif "OutOfMemoryError" in kinds or any(words in text for words in _NO_MEMORY):
-        less = "raise --accumulation (bench: --microbatches), or try --recompute"
+        less = "raise --accumulation, or try --recompute"
         text = f"out of memory: {less} ({text[:200]})"
     elif any(kind.__module__.startswith(("torch._dynamo", "torch._inductor")) for kind in type(error).__mro__):
         text = f"torch.compile failed: leave out --compile, or remove its cache ({text[:200]})"
@@ -409,45 +409,24 @@ def _figure(name: _Path = None, /, *sources: str, out: str = "figures") -> None:
 def _demo(*, out: str = "runs/demo", **given: Any) -> None:
     """Compare AdamW and SEL on a small model, in minutes, without a download.
 
-    The data are the sources of the running Python's standard library. AdamW and SEL are trained on them at three
-    learning rates each, in about four minutes on two cores. An interrupted demo is continued.
+    The data are the sources of the running Python's standard library. AdamW, SEL's default and the paper's method are
+    trained on them at three learning rates each, in about four minutes on two idle cores. An interrupted demo is
+    continued.
 
     Args:
         out: the folder for the results
 
     Examples:
-      symexplin demo --seed 10 --arms AdamW SEL SEL-paper --out runs/other
+      symexplin demo --seed 10 --arms AdamW SEL SEL-frozen --out runs/other
     """
     from symexplin.lab.demo import DemoConfig, run_demo
 
     run_demo(out, from_table(DemoConfig, given), echo=_log)
 
 
-def _bench(config: _Config = None, *, out: str, **given: Any) -> None:
-    r"""Measure what the map costs on this machine.
-
-    The optimizer step and the whole training step are timed with AdamW and with SEL in both homes, on random tokens.
-    All variants take turns in one process, in an order that rotates. The figures are medians with their 10th and 90th
-    percentile, the ratios those of the same round. `adamw_master` is the stock recipe for bf16 parameters: upcast,
-    clip, fused AdamW on fp32 masters, copy back.
-
-    Args:
-        out: a new folder for the results
-
-    Examples:
-      symexplin bench --out sweep --parts step --depths 2 6 12 --microbatches 1 4 16
-      symexplin bench --out big --widths 3072 --depths 36 --dtypes bf16 \
-        --compile --recompute --fresh
-    """
-    from symexplin.lab.bench import BenchConfig
-    from symexplin.lab.bench.run import run_bench
-
-    run_bench(_configured(BenchConfig, given, config), out, echo=_log, progress=True)
-
-
 COMMANDS: dict[str, Callable[..., None]] = {
     command.__name__[1:]: command
-    for command in (*(_demo, _prepare, _train, _sample, _compare, _reproduce, _export, _inspect, _figure, _bench),)
+    for command in (*(_demo, _prepare, _train, _sample, _compare, _reproduce, _export, _inspect, _figure),)
 }
 # The configurations whose keys are flags of a command. They are imported for this command alone.
 _SCHEMAS = {
@@ -456,7 +435,6 @@ _SCHEMAS = {
     "compare": "symexplin.lab.compare.grid:CompareConfig",
     "reproduce": "symexplin.experiments.reproduce:ReproduceConfig",
     "demo": "symexplin.lab.demo:DemoConfig",
-    "bench": "symexplin.lab.bench:BenchConfig",
 }
 # Keys that the command says otherwise.
 _NO_FLAGS = {"prepare": ("sources",), "compare": ("lr", "seed", "home", "preset", "start", "map")}

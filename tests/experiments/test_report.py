@@ -11,7 +11,6 @@ from symexplin.config import Scale, SELConfig
 from symexplin.experiments import figures
 from symexplin.experiments.report import report_table
 from symexplin.experiments.tables import load_table
-from symexplin.lab.files import write_json
 from table_folders import table_folder
 
 
@@ -182,26 +181,6 @@ def test_the_papers_number_of_a_claim_stands_beside_the_measured_one(tmp_path):
     }
     assert numbers["l_falls"] == pytest.approx((-0.3, -0.46))
     assert numbers["m_stays"] == pytest.approx((-0.01, -0.02))
-
-
-def test_a_benchmark_is_reported_beside_the_papers_timings(tmp_path):
-    table = load_table("profiling", "mini", out=tmp_path)
-    write_json(tmp_path / "table.json", table.to_json())
-    phases = "forward_ms,backward_ms,optimizer_ms"
-    head = f"part,variant,baseline,dtype,tokens,ms,{phases},ratio,overhead_percent,peak_mib,device"
-    folder = tmp_path / "panels" / table.panels[0].name
-    folder.mkdir(parents=True)
-    lines = ["optimizer,adamw,adamw,fp32,,5.0,,,,1.0,,,a CPU", "optimizer,module,adamw,fp32,,9.0,,,,1.8,80.0,,a CPU"]
-    lines.append("step,master,master,fp32,1024,60.0,19.0,37.0,4.0,1.0,,98.0,a CPU")
-    lines.append("step,adamw,master,fp32,1024,61.0,20.0,36.0,6.0,1.0,,98.0,a CPU")
-    lines.append("step,module,adamw,fp32,1024,70.12345,22.0,38.0,10.0,1.1,10.0,99.0,a CPU")
-    (folder / "results.csv").write_text("\n".join([head, *lines, ""]))
-    page = TablePage(report_table(tmp_path))
-    assert ["step", "module", "adamw", "fp32", "1024", "70.12", "22", "38", "10", "1.1", "10", "99"] in page.rows
-    assert ["device", "a CPU"] in page.rows
-    (row,) = (row for row in page.rows if row[0].startswith("what a whole step takes longer") and "1024x12" in row)
-    assert row[1:] == ["1024x12", "1.7", "%"]
-    assert len(rows_of(tmp_path / "table.csv")) == 5
 
 
 def test_an_empty_table_tests_nothing_and_one_seed_shows_signs(tmp_path):

@@ -7,8 +7,6 @@ import pytest
 from symexplin.experiments import reproduce as module
 from symexplin.experiments.reproduce import ReproduceConfig, _after_each_run, plan_lines, reproduce
 from symexplin.experiments.tables import load_table, read_table
-from symexplin.lab.bench import run as bench
-from symexplin.lab.bench.run import run_bench
 from symexplin.lab.process import Stopped
 
 SMALL = {
@@ -119,29 +117,6 @@ def test_text_that_is_not_prepared_is(tmp_path):
     assert losses(out)
 
 
-def test_a_measurement_that_was_interrupted_starts_anew_and_a_finished_one_stays(tmp_path, monkeypatch):
-    settings = {"parts": ["optimizer"], "widths": [16], "depths": [1], "repeats": 1, "memory": False}
-    config = ReproduceConfig(panels=("128x4",), set={"bench": settings})
-    out = tmp_path / "out"
-
-    def dies(_, folder, **__):
-        folder.mkdir(parents=True)
-        (folder / "rounds.jsonl").write_text("half")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(bench, "run_bench", dies)
-    with pytest.raises(KeyboardInterrupt):
-        run("profiling", out, config)
-    assert read_table(out).panels[0].found == {}
-    monkeypatch.setattr(bench, "run_bench", run_bench)
-    run("profiling", out, config, resume=True)
-    rows = read_table(out).panels[0].found["rows"]
-    assert {row["width"] for row in rows} == {"16"}
-    monkeypatch.setattr(bench, "run_bench", dies)
-    run("profiling", out, config, resume=True)
-    assert read_table(out).panels[0].found["rows"] == rows
-
-
 def test_a_large_scale_wants_data_and_leaves_no_folder_without(tmp_path):
     with pytest.raises(ValueError, match="data must be given at scale 'h200'"):
         reproduce("frozen", tmp_path / "out", ReproduceConfig(scale="h200"))
@@ -159,8 +134,6 @@ def test_a_mistake_in_data_or_results_leaves_no_folder(data, tmp_path):
     (tmp_path / "results.csv").write_text("table,loss\n")
     with pytest.raises(ValueError, match="must have the columns"):
         run("exp_only", out, tiny(data), results=tmp_path / "results.csv")
-    with pytest.raises(ValueError, match="results must not be given for profiling"):
-        reproduce("profiling", out, results=tmp_path / "new.csv")
     assert not out.parent.exists()
 
 
@@ -174,7 +147,6 @@ def test_the_plan_counts_runs_and_tokens_and_says_every_assumption():
     assert "up to 96 runs of 600 steps, 614,400 tokens each" in text
     assert "in all: up to 96 runs, 58,982,400 tokens" in text
     assert all(sentence in text for sentence in table.assumptions.values())
-    assert "step bf16: width 3072, depth 36" in "\n".join(plan_lines(load_table("profiling", "paper")))
 
 
 def test_the_time_left_follows_from_the_runs_that_have_ended(tmp_path, monkeypatch):

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from symexplin.experiments.figures import FIGURES
-from symexplin.experiments.paper import load_paper
 from symexplin.experiments.tables import SCALES, load_table, names, read_table
 from symexplin.lab.build import build
 from symexplin.lab.files import write_json
@@ -25,7 +24,7 @@ GRID = {
 }
 OF_THE_PAPER = {
     *("main_grid", "start_1024", "start_3072", "exp_only", "frozen", "structured_linear", "optimizer_equivalence"),
-    *("lr_annealing", "curvature", "xavier", "profiling"),
+    *("lr_annealing", "curvature", "xavier"),
 }
 BEYOND = {"modes", "patterns", "default", "widths"}
 LONG = {"widths"}  # three hours
@@ -64,7 +63,7 @@ def test_a_table_is_whole_at_every_scale(name, scale):
     assert set(table.figures) <= set(FIGURES)
     assert len({panel.name for panel in table.panels}) == len(table.panels)
     assert {panel.stands_for for panel in table.panels} <= {panel.name for panel in paper.panels} | {""}
-    for panel in () if table.is_bench else table.panels:
+    for panel in table.panels:
         assert set(table.labels) >= set(panel.config.compare.arms)
         assert panel.config.compare.baseline == table.baseline == next(iter(table.labels))
         model = panel.config.model
@@ -98,15 +97,6 @@ def test_the_grid_is_the_papers():
         assert (config.curvature, config.normalize) == ("fixed", False)
     assert (config.n.pattern, config.delta.pattern, config.delta.k) == ("column", "lora", (0.5, 0.5))
     assert table.data["sources"] == ["openwebtext"]
-
-
-@pytest.mark.parametrize("scale", ["paper", "h200"])
-def test_the_cost_of_a_step_is_set_against_the_papers_speedups(scale):
-    found = {number.panel: number.value for number in load_paper().numbers_of("main_grid") if number.name == "speedup"}
-    panels = load_table("profiling", scale).panels
-    assert {panel.name: panel.config.step_speedup for panel in panels} == {p: found[p] for p in ("1024x12", "3072x36")}
-    assert {panel.config.compile_mode for panel in panels} == {"reduce-overhead"}
-    assert {panel.config.step_speedup for panel in load_table("profiling", "mini").panels} == {None}
 
 
 @pytest.mark.parametrize("name", ["exp_only", "frozen", "structured_linear", "optimizer_equivalence"])
@@ -183,7 +173,7 @@ def test_what_the_code_fixes_is_what_the_assumptions_say():
         assert f"{weight.std():.2f}" in said["model.embedding_std"]
 
 
-@pytest.mark.parametrize("name", sorted((OF_THE_PAPER | BEYOND) - {"profiling"}))
+@pytest.mark.parametrize("name", sorted(OF_THE_PAPER | BEYOND))
 def test_every_arm_takes_a_step_in_miniature(name):
     small = {"model": {"width": 32, "depth": 3, "heads": 2, "context": 8}}  # at 16 the rule's beta is below 1
     (panel, *_) = load_table(name, "mini", changes=small).panels
@@ -195,7 +185,7 @@ def test_every_arm_takes_a_step_in_miniature(name):
         assert any(not torch.equal(a, b) for a, b in zip(old, model.blocks.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("name", sorted((OF_THE_PAPER | BEYOND) - {"profiling"}))
+@pytest.mark.parametrize("name", sorted(OF_THE_PAPER | BEYOND))
 def test_a_table_in_miniature_takes_about_an_hour(name):
     """A run of 1,000 steps at 128x4 takes about 85 s on one of two busy cores."""
     table = load_table(name, "mini")

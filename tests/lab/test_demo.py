@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from corpora import in_memory
+from symexplin.lab.compare.grid import Cell
 from symexplin.lab.data.batches import Corpus, eval_batches
 from symexplin.lab.data.sources import find_sources
 from symexplin.lab.demo import DemoConfig, run_demo
@@ -33,7 +34,7 @@ def data(tmp_path_factory):
 
 def tiny(data, **changes):
     shape = {"width": 16, "depth": 1, "heads": 2, "context": 16}
-    rest = {"steps": 6, "batch_size": 4}
+    rest = {"steps": 6, "batch_size": 4, "arms": ("AdamW", "SEL")}
     return DemoConfig(**{"data": data, "lrs": (1e-3, 1e-2), **shape, **rest, **changes})
 
 
@@ -155,9 +156,10 @@ def test_bad_values_are_named(changes, message):
 
 
 def test_the_defaults_are_those_of_the_readme():
-    """Six runs of 300 steps at width 128; its figures are of these settings."""
+    """Nine runs of 250 steps at width 128, of which the third arm is the paper's with its start."""
     config = DemoConfig().comparison("data")
-    assert (config.compare.arms, config.compare.lrs) == (("AdamW", "SEL"), (1.5e-3, 3e-3, 6e-3))
+    assert (config.compare.arms, config.compare.lrs) == (("AdamW", "SEL", "SEL-paper"), (1.5e-3, 3e-3, 6e-3))
+    assert config.run(Cell("SEL-paper", 3e-3, 0)).sel.starts_as == "mismatched"
     assert dataclasses.astuple(config.model) == (128, 4, 4, 256, 128, False, True, False, "xavier_uniform")
-    assert (config.train.steps, config.train.warmup_steps, config.train.eval_every) == (300, 30, 25)
+    assert (config.train.steps, config.train.warmup_steps, config.train.eval_every) == (250, 25, 20)
     assert (config.compute.device, config.compute.autocast, config.log.tensorboard) == ("cpu", "off", False)

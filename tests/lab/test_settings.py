@@ -9,14 +9,13 @@ import pytest
 from cyclopts import App, Parameter
 
 from symexplin.experiments.reproduce import ReproduceConfig
-from symexplin.lab.bench import BenchConfig
 from symexplin.lab.compare.grid import CompareConfig
 from symexplin.lab.config import RunConfig
 from symexplin.lab.data.prepare import PrepareConfig
 from symexplin.lab.demo import DemoConfig
 from symexplin.lab.settings import differences, dump_toml, from_table, keys, load_toml, merge, to_table, with_flags
 
-SCHEMAS = (CompareConfig, PrepareConfig, DemoConfig, BenchConfig, ReproduceConfig)
+SCHEMAS = (CompareConfig, PrepareConfig, DemoConfig, ReproduceConfig)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ report.html, table.csv, figures/        the results (symexplin.experiments.repor
 What needs torch is imported where it is used, so that the help of the command comes at once.
 """
 
-import shutil
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,6 @@ from typing import Any
 from symexplin.experiments.comparison import ENOUGH_SEEDS
 from symexplin.experiments.results import append_results, check_results
 from symexplin.experiments.tables import DATA, PANELS, SCALES, TABLE, Panel, Table, load_table
-from symexplin.lab.bench import BenchConfig
 from symexplin.lab.compare.grid import COMPARISON, CompareConfig
 from symexplin.lab.files import read_json, write_json
 from symexplin.lab.folders import LOCK, SUMMARY, check_resumable, claimed
@@ -89,9 +87,6 @@ def plan_lines(table: Table, names: Collection[str] = ()) -> list[str]:
     lines = [f"{table.name} ({table.scale}): {table.title}", table.place or "beyond the paper", table.about, ""]
     runs = tokens = 0
     for panel in _chosen(table, names):
-        if isinstance(panel.config, BenchConfig):
-            lines.append(f"{panel.name}: " + "; ".join(map(str, panel.config.cases())))
-            continue
         grid, steps = panel.config.compare, panel.config.train.steps
         each = steps * panel.config.train.batch_size * panel.config.model.context
         runs, tokens = runs + grid.most_runs, tokens + grid.most_runs * each
@@ -159,7 +154,7 @@ def reproduce(
             if to_prepare:
                 prepare(from_table(PrepareConfig, table.data), folder / DATA, echo=echo, progress=progress)
             places = [(panel.config, folder / PANELS / panel.name / COMPARISON) for panel in wanted]
-            new = [it for it, done in places if isinstance(it, CompareConfig) and not done.exists()]
+            new = [it for it, done in places if not done.exists()]
             for line in [*_warnings(new), *estimate(new)] if new else ():
                 echo(line)
             _run_panels(wanted, table, folder, config.reuse, record, echo, progress)
@@ -201,23 +196,14 @@ def _run_panels(
     echo: Echo,
     progress: bool,
 ) -> None:
-    from symexplin.lab.bench.run import run_bench
     from symexplin.lab.compare.sweep import compare_runs
 
     for number, panel in enumerate(panels, start=1):
         echo(f"{table.name} {panel.name} (panel {number} of {len(panels)})")
         place = folder / PANELS / panel.name
-        if isinstance(panel.config, CompareConfig):
-            told = _after_each_run(panel.config, place, record, echo)
-            compare_runs(panel.config, place, resume=True, reuse=reuse, echo=told, progress=progress)
-            record()
-        elif place.exists():
-            echo(f"{place} has been measured: remove it to measure again")
-        else:
-            new = place.with_name(f"{place.name}.new")
-            shutil.rmtree(new, ignore_errors=True)  # an interrupted bench starts again
-            run_bench(panel.config, new, echo=echo, progress=progress)
-            new.rename(place)
+        told = _after_each_run(panel.config, place, record, echo)
+        compare_runs(panel.config, place, resume=True, reuse=reuse, echo=told, progress=progress)
+        record()
 
 
 def _warnings(configs: Sequence[CompareConfig]) -> list[str]:

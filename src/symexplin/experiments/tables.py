@@ -3,7 +3,6 @@
 The settings of a panel are layers: protocol, table, scale, panel, command. A later layer overrides an earlier one.
 """
 
-import csv
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from symexplin.experiments.comparison import Evidence
-from symexplin.lab.bench import RESULTS, BenchConfig
 from symexplin.lab.compare.grid import COMPARISON, CompareConfig, GridConfig
 from symexplin.lab.files import read_json
 from symexplin.lab.settings import differences, from_table, load_toml, merge
@@ -67,7 +65,7 @@ class Panel:
 
     name: str
     stands_for: str
-    config: CompareConfig | BenchConfig
+    config: CompareConfig
 
 
 @dataclass(frozen=True)
@@ -187,11 +185,9 @@ class _Layers:
     baseline: str
     data: str
 
-    def config(self, panel: Settings) -> CompareConfig | BenchConfig:
+    def config(self, panel: Settings) -> CompareConfig:
         """Return the configuration of a panel."""
         found = self._of(panel)
-        if _BENCH in found:
-            return from_table(BenchConfig, found[_BENCH])
         arms, curve = found.pop("arm", {}), found.pop("map", {})
         known = list(dict.fromkeys([self.baseline, *arms]))
         compare = {"baseline": self.baseline, "arms": known, **found["compare"]}
@@ -239,8 +235,7 @@ def _panels(layers: _Layers, entries: Sequence[Settings], of_paper: Settings) ->
     seen = set()
     for entry in entries:
         config = layers.config(entry)
-        own = _BENCH if isinstance(config, BenchConfig) else f"{config.model.width}x{config.model.depth}"
-        name = entry.get("name", own)
+        name = entry.get("name", f"{config.model.width}x{config.model.depth}")
         if not re.fullmatch(r"[\w+-]+", name) or name in seen:
             raise ValueError(f"panel must have a unique name of letters, digits, '+', '-' and '_', got {name!r}")
         seen.add(name)
@@ -270,10 +265,7 @@ def read_table(out: str | Path) -> Outcome:
 
 
 def _found(folder: Path) -> Settings:
-    """Return the content of a panel's comparison.json, or the rows of its bench; {} before it has ended."""
+    """Return the content of a panel's comparison.json; {} before it has ended."""
     if (folder / COMPARISON).exists():
         return read_json(folder / COMPARISON)
-    if (folder / RESULTS).exists():
-        with (folder / RESULTS).open(newline="", encoding="utf-8") as file:
-            return {"rows": list(csv.DictReader(file))}
     return {}

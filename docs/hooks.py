@@ -22,7 +22,7 @@ from traitlets.config import Config
 
 from symexplin.cli import make_app
 
-_ROOT = Path(__file__).parent
+_ROOT = Path(__file__).parents[1]
 _LINK = re.compile(r"(\]\()(?!https?:|#|mailto:)([^)\s#]+)")
 _DOCTEST = re.compile(r"(?m)^( *)>>>.*(?:\n\1\S.*)*")
 _ROLE = re.compile(r":\w+:`([^`]+)`")
