@@ -18,7 +18,7 @@ def prepared(folder, texts=TEXTS, **options):
     folder.mkdir(parents=True, exist_ok=True)
     source = folder / "text"
     source.write_bytes("\0".join(texts).encode())
-    config = PrepareConfig(sources=(str(source),), **{"tokenizer": "byte", "workers": 1, **options})
+    config = PrepareConfig(sources=(str(source),), **{"tokenizer": "byte", **options})
     prepare(config, folder / "data", progress=False)
     return str(folder / "data")
 

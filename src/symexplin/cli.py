@@ -194,7 +194,7 @@ def _prepare(*sources: str, out: str, **given: Any) -> None:
     Text comes from `stdlib` (the sources of the running Python), files with documents separated by NUL bytes, .jsonl
     files, either compressed (.xz, .gz), folders of such files and of plain text, or Hugging Face data sets:
     hf:NAME[:CONFIG], `openwebtext`, `fineweb`. It must be UTF-8: other files in a folder are left out and named.
-    Repeated documents count once. The same command continues a preparation that was killed.
+    Repeated documents count once. After a kill the same command starts again.
 
     Args:
         sources: stdlib, stdlib-code, stdlib-docs, files, folders, or hf:NAME[:CONFIG]; several are joined
@@ -203,7 +203,7 @@ def _prepare(*sources: str, out: str, **given: Any) -> None:
     Examples:
       symexplin prepare mytext/ --out data
       symexplin prepare docs.txt.xz --valid docs.valid.txt.xz --out data
-      symexplin prepare openwebtext --tokenizer gpt2 --out owt --workers 16
+      symexplin prepare openwebtext --tokenizer gpt2 --out owt
     """
     from symexplin.lab.data.prepare import PrepareConfig, prepare
 

@@ -9,7 +9,7 @@ import torch
 from corpora import in_memory
 from symexplin.lab.compare.grid import Cell
 from symexplin.lab.data.batches import Corpus, eval_batches
-from symexplin.lab.data.sources import find_sources
+from symexplin.lab.data.sources import find_source
 from symexplin.lab.demo import DemoConfig, run_demo
 from symexplin.lab.evaluate import evaluate
 from symexplin.lab.process import Stopped
@@ -68,8 +68,8 @@ def test_writes_what_it_promises(finished):
 
 def test_it_trains_on_its_data_with_its_schedule(finished, data):
     folder, content, _ = finished
-    (source,) = find_sources((data,), "text", "train", {})
-    corpus, wanted = Corpus.load(folder / "data"), in_memory(list(source.documents))
+    read = find_source(data, "text", "train", [])
+    corpus, wanted = Corpus.load(folder / "data"), in_memory(list(read()))
     assert (bytes(corpus.train), bytes(corpus.valid)) == (bytes(wanted.train), bytes(wanted.valid))
     for run in content["runs"]:
         assert [step for step, _ in run["evals"]] == [0, 1, 2, 3, 4, 5, 6]
@@ -115,7 +115,7 @@ def test_a_finished_one_is_told_again_and_other_settings_are_refused(finished, d
 
 def test_one_interrupted_in_its_preparation_begins_again(data, tmp_path, monkeypatch):
     def interrupt(_, out, **__):
-        (out / ".cache").mkdir(parents=True)
+        (out / ".unfinished").mkdir(parents=True)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

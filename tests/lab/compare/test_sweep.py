@@ -135,7 +135,7 @@ def test_another_machine_may_go_on(finished, data, tmp_path):
 
 def test_other_data_are_no_resumption(finished, tmp_path):
     (tmp_path / "text").write_bytes(b"\0".join(f"another document, {i}".encode() for i in range(80)))
-    prepare(PrepareConfig((str(tmp_path / "text"),), tokenizer="byte", workers=1), tmp_path / "tokens")
+    prepare(PrepareConfig((str(tmp_path / "text"),), tokenizer="byte"), tmp_path / "tokens")
     with pytest.raises(ValueError, match="data must be those of the run"):
         compare_runs(tiny(str(tmp_path / "tokens")), finished[0], resume=True)
 

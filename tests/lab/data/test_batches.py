@@ -22,7 +22,7 @@ def split(tokens):
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "text").write_bytes(b"\0".join(DOCUMENTS))
-    prepare(PrepareConfig((str(tmp_path / "text"),), vocab_size=300, workers=1), tmp_path / "data")
+    prepare(PrepareConfig((str(tmp_path / "text"),), vocab_size=300), tmp_path / "data")
     return tmp_path / "data"
 
 
@@ -74,7 +74,8 @@ def test_damaged_tokens_and_those_of_another_tokenizer_are_named(folder):
 def test_token_files_are_arrays_of_numpy(tmp_path, size, dtype):
     path = tmp_path / "a.npy"
     expected = np.random.default_rng(0).integers(0, size, 999).astype(dtype)
-    digest = write_tokens(path, np.array_split(expected, 7), 999, np.dtype(dtype))
+    count, digest = write_tokens(path, np.array_split(expected, 7), np.dtype(dtype))
+    assert count == 999
     assert digest == hashlib.sha256(expected.tobytes()).hexdigest()
     found = read_tokens(path, 999, digest)
     for tokens in (np.load(path), found):
@@ -87,7 +88,7 @@ def test_token_files_are_arrays_of_numpy(tmp_path, size, dtype):
 
 def test_damaged_token_files_are_named(tmp_path):
     path = tmp_path / "a.npy"
-    digest = write_tokens(path, [np.arange(20, dtype=np.uint8)], 20, np.dtype(np.uint8))
+    _, digest = write_tokens(path, [np.arange(20, dtype=np.uint8)], np.dtype(np.uint8))
     whole = path.read_bytes()
     for place in range(0, len(whole), 3):  # in the header a flipped bit may be harmless
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
@@ -109,15 +110,7 @@ def test_damaged_token_files_are_named(tmp_path):
 def test_folders_that_are_no_finished_dataset_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"data must be a folder that `symexplin prepare` made, got .*nowhere"):
         read_dataset(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"has no dataset.json: make one with `symexplin prepare SOURCE"):
-        read_dataset(tmp_path)
-    (tmp_path / ".cache").mkdir()
-    with pytest.raises(ValueError, match="is not finished: run the same `symexplin prepare` again"):
-        read_dataset(tmp_path)
-    (tmp_path / "dataset.json").write_text("{}")
-    assert read_dataset(tmp_path) == {}
-    (tmp_path / "train.safetensors").write_text("")
-    with pytest.raises(ValueError, match="older version: delete it, and run `symexplin prepare` again"):
+    with pytest.raises(ValueError, match=r"has no dataset.json: run `symexplin prepare SOURCE"):
         read_dataset(tmp_path)
 
 

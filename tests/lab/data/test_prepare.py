@@ -1,6 +1,6 @@
 import json
-import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -11,9 +11,9 @@ import pytest
 
 from corpora import in_memory, split
 from symexplin.lab.data import prepare as module
+from symexplin.lab.data import tokenizer
 from symexplin.lab.data.batches import Corpus
 from symexplin.lab.data.prepare import PrepareConfig, prepare
-from symexplin.lab.data.tokenizer import Tokenizer
 
 FILES = ["dataset.json", "tokenizer.json", "train.npy", "valid.npy"]
 
@@ -35,7 +35,7 @@ def text(tmp_path):
 
 
 def settings(*sources, **options):
-    return PrepareConfig(tuple(map(str, sources)), **{"vocab_size": 400, "workers": 1, **options})
+    return PrepareConfig(tuple(map(str, sources)), **{"vocab_size": 400, **options})
 
 
 def content(folder):
@@ -73,6 +73,14 @@ def test_bpe_tokens_are_those_of_the_split(tmp_path, text):
     assert f"{len(corpus.train):,} tokens to train on" in lines[1]
 
 
+def test_the_bytes_of_token_files_stay(tmp_path):
+    """The digests of an earlier version: prepared folders and runs on them stay comparable."""
+    (tmp_path / "text").write_bytes(b"\0".join(b"%d and %d" % (i, i * i) for i in range(300)))
+    found = [prepare(settings(tmp_path / "text", tokenizer=kind), tmp_path / kind) for kind in ("byte", "bpe")]
+    digests = [data[side]["sha256"][:12] for data in found for side in ("train", "valid")]
+    assert digests == ["2cc6886d27be", "35ea90eae994", "3511eb7e2fa1", "8bdb5078fcad"]
+
+
 def test_bpe_learns_from_the_training_side_alone(tmp_path):
     (tmp_path / "train").write_bytes(b"aaaa bbbb " * 50)
     (tmp_path / "valid").write_bytes(b"zzzz " * 500)
@@ -93,10 +101,10 @@ def test_the_sample_of_a_bpe_is_spread_evenly():
         assert np.diff([*places, 1000]).max() <= np.ceil(100_000 / wanted) + 1
 
 
-@pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
-def test_a_lone_document_is_cut_in_two(tmp_path, tokenizer):
+@pytest.mark.parametrize("kind", ["byte", "bpe"])
+def test_a_lone_document_is_cut_in_two(tmp_path, kind):
     (tmp_path / "text").write_bytes(b"0123456789" * 2 + b"\0" + b"0123456789" * 2)
-    dataset = prepare(settings(tmp_path / "text", tokenizer=tokenizer), tmp_path / "out")
+    dataset = prepare(settings(tmp_path / "text", tokenizer=kind), tmp_path / "out")
     corpus = Corpus.load(tmp_path / "out")
     decode = corpus.tokenizer.decode
     end = decode([corpus.tokenizer.end])
@@ -105,121 +113,57 @@ def test_a_lone_document_is_cut_in_two(tmp_path, tokenizer):
     assert dataset["repeated_documents"] == 1
 
 
-def test_any_number_of_workers_gives_the_same_files(tmp_path, text, monkeypatch):
+def test_the_size_of_batches_changes_nothing(tmp_path, text, monkeypatch):
     expected = prepare(settings(text), tmp_path / "one")
-    monkeypatch.setattr(module, "_BATCH_BYTES", 1000)
-    monkeypatch.setattr(module, "_SHARD_BYTES", 5000)
-    assert prepare(settings(text, workers=2), tmp_path / "many") == expected
+    monkeypatch.setattr(tokenizer, "_PIECE", 100)
+    assert prepare(settings(text), tmp_path / "many") == expected
     assert content(tmp_path / "many") == content(tmp_path / "one")
-
-
-def test_nothing_is_written_elsewhere(tmp_path, text):
-    """A folder of a dataset, too, has its copy in the output folder."""
-    datasets = pytest.importorskip("datasets")
-    datasets.Dataset.from_dict({"text": ["one", "two"]}).to_parquet(tmp_path / "rows" / "data.parquet")
-    home = tmp_path / "home"
-    home.mkdir()
-    words = [text, f"hf:{tmp_path / 'rows'}", "--out", str(tmp_path / "out"), "--vocab-size", "300"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_"))}
-    subprocess.run(
-        [sys.executable, "-m", "symexplin", "prepare", *words],
-        env={**environment, "HOME": str(home)},
-        check=True,
-        capture_output=True,
-    )
-    assert list(home.rglob("*")) == []
-    content(tmp_path / "out")
 
 
 DRIVER = """
 import sys
-from symexplin.lab.data import prepare as module
-module._SHARD_BYTES = 2500
+from symexplin.lab.data import prepare as module, tokenizer
+tokenizer._PIECE = 100
 print("begin", flush=True)
-module.prepare(module.PrepareConfig((sys.argv[1],), vocab_size=400, workers=2), sys.argv[2])
+module.prepare(module.PrepareConfig((sys.argv[1],), vocab_size=400), sys.argv[2])
 """
 
 
 @pytest.mark.slow
-def test_killed_again_and_again_it_continues_to_the_same_files(tmp_path, text, monkeypatch):
+def test_killed_again_and_again_it_starts_again(tmp_path, text):
     prepare(settings(text), tmp_path / "whole")
     out, random_ = tmp_path / "out", random.Random(0)
-
-    def shards():
-        return {path: path.stat().st_mtime_ns for path in out.glob(".cache/*/*/*.npy")}
-
-    finished = {}
-    for number in range(3):
-        command = [sys.executable, "-c", DRIVER, text, str(out)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as driver:
+    reached = [".lock", ".unfinished", "tokenizer.json", "train.npy", "valid.npy"]
+    for name in reached:
+        with subprocess.Popen([sys.executable, "-c", DRIVER, text, str(out)], stdout=subprocess.PIPE) as driver:
             driver.stdout.readline()
-            while number and len(shards()) <= len(finished) and driver.poll() is None:  # the first while it reads
-                time.sleep(0.001)
-            time.sleep(0 if number else random_.uniform(0, 0.3))
+            while not list(out.rglob(name)) and driver.poll() is None:
+                time.sleep(0.0005)
+            time.sleep(random_.uniform(0, 0.005))
             driver.kill()
-        assert not (out / "dataset.json").exists()
-        assert finished.items() <= shards().items()  # no finished shard is made again
-        finished = shards()
-    assert len(finished) >= 2
-    monkeypatch.setattr(module, "_SHARD_BYTES", 2500)
+        finished = (out / "dataset.json").exists()
+        assert finished or not list(out.glob("*.npy")) or (out / ".unfinished").exists()
+        if finished:  # faster than the kill
+            assert content(out) == content(tmp_path / "whole")
+            shutil.rmtree(out)
     prepare(settings(text), out)
     assert content(out) == content(tmp_path / "whole")
 
 
-def interrupted(config, out, monkeypatch):
-    """A preparation that stopped when the training side was encoded."""
+def test_an_unfinished_folder_is_made_anew_and_no_data(tmp_path, text, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(module, "token_dtype", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(module.shutil, "rmtree", lambda *_, **__: None)  # a kill removes nothing
+        patch.setattr(module, "write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            prepare(config, out)
-
-
-def test_finished_shards_are_kept(tmp_path, text, monkeypatch):
-    interrupted(settings(text), tmp_path / "out", monkeypatch)
-    encoded, encode = [], Tokenizer.encode_documents
-    monkeypatch.setattr(
-        Tokenizer, "encode_documents", lambda self, documents: encoded.extend(documents) or encode(self, documents)
-    )
-    prepare(settings(text), tmp_path / "out")
-    assert encoded == split(DOCUMENTS)[1]
-
-
-def test_another_configuration_is_refused(tmp_path, text, monkeypatch):
-    out = tmp_path / "out"
-    interrupted(settings(text), out, monkeypatch)
-    for _ in range(2):  # not finished, then finished
-        with pytest.raises(ValueError, match=r"out must be new .*vocab_size was 400, is 500 now; seed was 0, is 1 now"):
-            prepare(settings(text, vocab_size=500, seed=1), out)
-        prepare(settings(text, workers=2), out)
-
-
-def test_one_interrupted_before_its_tokens_may_be_changed(tmp_path, text, monkeypatch):
-    """The tokenizer of the first configuration lies in the cache."""
-    out = tmp_path / "out"
-    write = module.write_json
-
-    def stop_at_the_configuration(path, content):
-        if path.name == "config.json":
-            raise KeyboardInterrupt
-        write(path, content)
-
-    monkeypatch.setattr(module, "write_json", stop_at_the_configuration)
-    with pytest.raises(KeyboardInterrupt):
-        prepare(settings(text), out)
-    monkeypatch.setattr(module, "write_json", write)
-    prepare(settings(text, vocab_size=300, valid_fraction=0.5), out)
-    prepare(settings(text, vocab_size=300, valid_fraction=0.5), tmp_path / "fresh")
-    assert content(out) == content(tmp_path / "fresh")
-
-
-def test_an_edited_file_meets_no_stale_cache(tmp_path, text, monkeypatch):
-    out = tmp_path / "out"
-    interrupted(settings(text), out, monkeypatch)
-    edited = Path(text).read_bytes().replace(b"lo", b"ol")  # of the same size
-    Path(text).write_bytes(edited)
-    prepare(settings(text), out)
-    prepare(settings(text), tmp_path / "fresh")
-    assert content(out) == content(tmp_path / "fresh")
+            prepare(settings(text), tmp_path / "out")
+    assert (tmp_path / "out" / ".unfinished" / "valid.npy").exists()
+    with pytest.raises(ValueError, match=r"made and finished; .*out' has no dataset.json"):
+        Corpus.load(tmp_path / "out")
+    prepare(settings(text, vocab_size=300), tmp_path / "out")
+    prepare(settings(text, vocab_size=300), tmp_path / "fresh")
+    assert content(tmp_path / "out") == content(tmp_path / "fresh")
+    with pytest.raises(ValueError, match=r"out must be new .*vocab_size was 300, is 500 now; seed was 0, is 1 now"):
+        prepare(settings(text, vocab_size=500, seed=1), tmp_path / "out")
 
 
 def test_a_finished_dataset_is_left_as_it_is(tmp_path, text):
@@ -259,7 +203,6 @@ def test_a_mistake_leaves_no_folder(tmp_path, text, options, monkeypatch):
         ({"sources": ()}, "sources must name at least one"),
         ({"vocab_size": 256}, "vocab_size must be a whole number >= 257"),
         ({"valid_fraction": 1.0}, r"valid_fraction must be a number in \[0, 1\)"),
-        ({"workers": 0}, "workers must be a whole number >= 1"),
         ({"end_token": "x"}, "end_token goes with a tokenizer file, got 'x' with 'bpe'"),
     ],
 )
@@ -268,15 +211,13 @@ def test_bad_settings_are_named(options, message):
         PrepareConfig(**{"sources": ("stdlib",), **options})
 
 
-def test_what_is_left_out_is_told_also_when_it_continues(tmp_path, monkeypatch):
+def test_what_is_left_out_is_told(tmp_path):
     folder = tmp_path / "texts"
     folder.mkdir()
-    for number in range(3):
-        (folder / f"{number}.txt").write_text(f"text number {number}")
+    (folder / "a.txt").write_text("one\0two")
     for number in range(4):
         (folder / f"latin{number}.txt").write_bytes("größer".encode("latin1"))
-    interrupted(settings(folder), tmp_path / "out", monkeypatch)
     lines = []
     prepare(settings(folder), tmp_path / "out", echo=lines.append)
     names = ", ".join(str(folder / f"latin{number}.txt") for number in range(3))
-    assert f"left out (binary, or not UTF-8), 4 in all: {names}, ..." in lines
+    assert f"left out, not UTF-8 text or unreadable, 4 in all: {names}, ..." in lines

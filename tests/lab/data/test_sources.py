@@ -1,26 +1,24 @@
 import gzip
 import json
 import lzma
-import os
-from pathlib import Path
 
 import pytest
 
 from corpora import split
 from symexplin.lab.data import sources as module
-from symexplin.lab.data.sources import cut_in_two, find_sources, hash_document, hub_file, split_documents
+from symexplin.lab.data.sources import cut_in_two, find_source, hash_document, hub_file, split_documents
 
 datasets = pytest.importorskip("datasets")
 
 DOCUMENTS = [f"document {i}: {'text ' * (i % 7)}".encode() for i in range(400)]
 
 
-def find(*names, text_key="text", split="train", left_out=None, cache=None):
-    return find_sources(map(str, names), text_key, split, {} if left_out is None else left_out, cache)
-
-
-def load(*names, **options):
-    return [document for source in find(*names, **options) for document in source.documents]
+def load(name, text_key="text", split="train", left_out=None):
+    """The documents of a source, which can be read again."""
+    read = find_source(str(name), text_key, split, [] if left_out is None else left_out)
+    documents = list(read())
+    assert list(read()) == documents
+    return documents
 
 
 def lines(*rows):
@@ -47,56 +45,37 @@ def test_a_file_is_split_at_nul_whatever_its_chunks(tmp_path, monkeypatch, chunk
 
 def test_a_long_file_is_read_as_a_stream(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_CHUNK", 100)
-    (tmp_path / "text").write_bytes(b"document\0" * 1000)
-    read = []
-    chunks = module._chunks
-    monkeypatch.setattr(module, "_chunks", lambda path: (read.append(c) or c for c in chunks(path)))
-    documents = find(tmp_path / "text")[0].documents
+    (tmp_path / "text").write_bytes(b"document\0" * 1000 + b"\xff")  # the error lies far behind
+    documents = find_source(str(tmp_path / "text"), "text", "train", [])()
     assert [next(documents) for _ in range(5)] == [b"document"] * 5
-    assert len(read) == 1
 
 
-def test_a_folder_is_read_in_the_order_of_paths_and_the_rest_is_told(tmp_path):
+def test_a_folder_is_read_in_the_order_of_paths_and_the_rest_is_told(tmp_path, monkeypatch):
     root = tmp_path / "root"
     (root / "b").mkdir(parents=True)
     (root / "b" / "0.txt").write_text("second")
-    (root / "a.txt").write_text("first")
+    (root / "b.txt").write_text("first")  # "." comes before "/"
     (root / "c.txt").write_text("")
-    (root / "link.txt").symlink_to(root / "a.txt")  # a file like others
-    (root / "picture.png").write_bytes(b"\x89PNG\xff")
+    (root / "link.txt").symlink_to(root / "b.txt")  # a file like others
     (root / "latin").write_bytes("größer".encode("latin1"))
     (root / "cut").write_bytes("ends inside ä".encode()[:-1])
     (root / "packed.gz").write_bytes(gzip.compress(b"packed " * 99)[:-9])
+    (root / "mine").write_text("secret")
     (root / "nothing").symlink_to(tmp_path / "nowhere")
     (root / "folder").symlink_to(root / "b")
-    left_out = {}
-    assert load(root, left_out=left_out) == [b"first", b"second", b"first"]
-    found = {reason: sorted(Path(path).name for path in paths) for reason, paths in left_out.items()}
-    assert found == {
-        "binary, or not UTF-8": ["cut", "latin", "picture.png"],
-        "unreadable": ["packed.gz"],
-        "link to a folder, or to nothing": ["folder", "nothing"],
-    }
+    opened = open
 
-
-def test_unreadable_files_and_folders_are_left_out(tmp_path, monkeypatch):
-    (tmp_path / "inner").mkdir()
-    for name in ("a", "b", "inner/c"):
-        (tmp_path / name).write_text(f"text of {name}")
-    opened, scanned = module._open, os.scandir
-
-    def refuse(path):
-        if str(path).endswith(("/a", "/inner")):
+    def refuse(path, *words, **options):  # as for a user without rights; root may read everything
+        if path.name == "mine":
             raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *words, **options)
 
-    # As for a user without rights; root may read everything.
-    monkeypatch.setattr(module, "_open", lambda path: refuse(path) or opened(path))
-    monkeypatch.setattr(os, "scandir", lambda path: refuse(path) or scanned(path))
-    left_out = {}
-    assert load(tmp_path, left_out=left_out) == [b"text of b"]
-    assert left_out == {"unreadable": [str(tmp_path / "inner"), str(tmp_path / "a")]}
+    monkeypatch.setattr(module, "open", refuse, raising=False)
+    left_out = []
+    assert load(root, left_out=left_out) == [b"first", b"second", b"first"]
+    assert left_out == [str(root / name) for name in ("cut", "latin", "mine", "packed.gz")]
     with pytest.raises(PermissionError):  # named as a source
-        load(tmp_path / "a")
+        load(root / "mine")
 
 
 @pytest.mark.parametrize(("suffix", "opener"), [(".xz", lzma), (".gz", gzip)])
@@ -146,62 +125,36 @@ def test_bad_json_lines_are_named(tmp_path, line):
     assert "\n" not in str(caught.value)
 
 
-def test_missing_and_empty_sources_are_named_before_anything_is_read(tmp_path):
+def test_missing_and_empty_sources_are_named(tmp_path):
     (tmp_path / "blank").write_text(" \n")
     for name in (tmp_path / "nowhere", "stdlb", ""):
         with pytest.raises(FileNotFoundError, match=rf"sources must be 'stdlib', .*got '{name}'"):
-            find(tmp_path / "blank", name)
+            load(name)
     for path in (tmp_path, tmp_path / "blank"):
         with pytest.raises(ValueError, match=f"at least one document, got '{path}' without"):
             load(path)
 
 
-def test_an_edited_file_has_another_stamp(tmp_path):
-    def stamps():
-        return [repr(source.stamp) for source in find(tmp_path, tmp_path / "a")]
-
-    (tmp_path / "a").write_text("first")
-    before = stamps()
-    assert stamps() == before
-    when = (tmp_path / "a").stat().st_mtime_ns + 1
-    os.utime(tmp_path / "a", ns=(when, when))
-    assert all(new != old for new, old in zip(stamps(), before, strict=True))
-
-
 # --- datasets and the hub --------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def offline(monkeypatch, tmp_path):
+def test_out_of_reach_is_one_line(monkeypatch, tmp_path):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # the client would try for 23 seconds
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-
-
-@pytest.mark.usefixtures("offline")
-def test_out_of_reach_is_one_line(tmp_path):
     with pytest.raises(ValueError, match=r"'hf:some/data:small' .*cannot be loaded.*give a local file") as caught:
-        find("hf:some/data:small")
+        load("hf:some/data:small")
     assert "\n" not in str(caught.value)
-    with pytest.raises(
-        ValueError, match=r"tokenizer.json of 'some/model' cannot be fetched.* path of a local"
-    ) as caught:
+    with pytest.raises(ValueError, match=r"tokenizer.json of 'some/model' cannot be fetched.* local file") as caught:
         hub_file("some/model", "tokenizer.json")
     assert "\n" not in str(caught.value)
-    snapshot = tmp_path / "cache" / "models--some--model" / "snapshots" / "abc"
-    snapshot.mkdir(parents=True)
-    (snapshot / "tokenizer.json").write_text("cached")
-    (snapshot.parent.parent / "refs").mkdir()
-    (snapshot.parent.parent / "refs" / "main").write_text("abc")
-    assert hub_file("some/model", "tokenizer.json").read_text() == "cached"
 
 
-@pytest.mark.usefixtures("offline")
 def test_shorthands_and_names_of_datasets(monkeypatch):
     asked = []
-    rows = datasets.Dataset.from_dict({"text": ["a", "b\0c", None]})
+    rows = datasets.Dataset.from_dict({"text": ["a", "b\0c", None], "id": [1, 2, 3]})
     monkeypatch.setattr(datasets, "load_dataset", lambda *words, split, **_: asked.append((*words, split)) or rows)
     for name in ("openwebtext", "fineweb", "hf:some/name", "hf:some/name:config"):
         assert load(name, split="test") == [b"a", b"b", b"c"]
@@ -211,25 +164,9 @@ def test_shorthands_and_names_of_datasets(monkeypatch):
         ("some/name", None, "test"),
         ("some/name", "config", "test"),
     ]
-    with pytest.raises(ValueError, match=r"text_key must be a text column of 'hf:x': text; got 'body'"):
-        find("hf:x", text_key="body")
-
-
-@pytest.mark.usefixtures("offline")
-def test_local_folders_of_datasets(tmp_path):
-    rows = datasets.Dataset.from_dict({"text": ["one", "two\0three", None], "id": [1, 2, 3]})
-    rows.save_to_disk(tmp_path / "lone")
-    datasets.DatasetDict(train=rows, test=rows.select([0])).save_to_disk(tmp_path / "splits")
-    rows.to_parquet(tmp_path / "files" / "data.parquet")
-    for name in ("lone", "splits", "files"):
-        assert load(f"hf:{tmp_path / name}", cache=tmp_path / "cache") == [b"one", b"two", b"three"]
-    assert load(f"hf:{tmp_path / 'splits'}", split="test") == [b"one"]
-    with pytest.raises(ValueError, match=r"text_key must be a text column of .*: text; got 'id'"):
-        find(f"hf:{tmp_path / 'lone'}", text_key="id")
-    for name in ("splits", "files"):
-        with pytest.raises(ValueError, match=r"split 'valid' cannot be loaded") as caught:
-            find(f"hf:{tmp_path / name}", split="valid", cache=tmp_path / "cache")
-        assert "\n" not in str(caught.value)
+    for key in ("body", "id"):
+        with pytest.raises(ValueError, match=f"text_key must be the text among the columns of 'hf:x', .*; got '{key}'"):
+            load("hf:x", text_key=key)
 
 
 # --- the split -------------------------------------------------------------------------------------------------------

@@ -20,11 +20,12 @@ from symexplin.lab.data.tokenizer import TokenArray, Tokenizer
 from symexplin.lab.files import read_json
 
 __all__ = [
-    *("CACHE", "DATASET", "SIDES", "TOKENIZER"),
+    *("DATASET", "SIDES", "TOKENIZER", "UNFINISHED"),
     *("BatchLoader", "BatchesAhead", "Corpus", "eval_batches", "read_dataset", "read_tokens"),
 ]
 
-DATASET, TOKENIZER, CACHE = "dataset.json", "tokenizer.json", ".cache"
+DATASET, TOKENIZER = "dataset.json", "tokenizer.json"
+UNFINISHED = ".unfinished"  # holds the files until all are written
 SIDES = ("train", "valid")
 
 Batch = tuple[Tensor, Tensor]
@@ -34,15 +35,10 @@ def read_dataset(folder: Path) -> dict[str, Any]:
     """Return the content of a finished folder's dataset.json."""
     if not folder.is_dir():
         raise FileNotFoundError(f"data must be a folder that `symexplin prepare` made, got {str(folder)!r}")
-    if (folder / "train.safetensors").exists():
-        problem = "is of an older version: delete it, and run `symexplin prepare` again"
-    elif (folder / DATASET).exists():
-        return read_json(folder / DATASET)
-    elif (folder / CACHE).exists():
-        problem = "is not finished: run the same `symexplin prepare` again to continue"
-    else:
-        problem = f"has no {DATASET}: make one with `symexplin prepare SOURCE --out FOLDER`"
-    raise ValueError(f"data must be a folder that `symexplin prepare` made; {str(folder)!r} {problem}")
+    if not (folder / DATASET).exists():
+        problem = f"has no {DATASET}: run `symexplin prepare SOURCE --out FOLDER`"
+        raise ValueError(f"data must be a folder that `symexplin prepare` made and finished; {str(folder)!r} {problem}")
+    return read_json(folder / DATASET)
 
 
 def read_tokens(path: Path, count: int, sha256: str, *, verify: bool = True) -> TokenArray:

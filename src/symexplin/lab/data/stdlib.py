@@ -12,10 +12,6 @@ __all__ = ["STDLIB", "parts_of"]
 _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def _whole(text: str) -> str:
-    return text
-
-
 def _docstrings(text: str) -> str:
     r"""Return the docstrings of a source file, each with an empty line after it.
 
@@ -45,7 +41,7 @@ def _parsed(text: str) -> ast.Module:
         return ast.parse(text)
 
 
-STDLIB: dict[str, Callable[[str], str]] = {"stdlib": _whole, "stdlib-code": _code, "stdlib-docs": _docstrings}
+STDLIB: dict[str, Callable[[str], str]] = {"stdlib": str, "stdlib-code": _code, "stdlib-docs": _docstrings}
 
 
 def parts_of(texts: Iterable[str], name: str) -> Iterator[str]:

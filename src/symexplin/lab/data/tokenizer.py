@@ -5,7 +5,8 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,6 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from symexplin.lab.data.sources import SEPARATOR, hub_file
 from symexplin.lab.files import replace_file
+from symexplin.lab.provenance import cores
 from symexplin.validation import naming
 
 __all__ = ["MINIMUM_VOCAB", "Tokenizer", "TokenArray", "pieces", "token_dtype", "train_bpe"]
@@ -49,6 +51,20 @@ def pieces(document: bytes, size: int = _PIECE) -> Iterator[bytes]:
         yield document[start : found.start()]
         start = found.start()
     yield document[start:]
+
+
+def _batches(documents: Iterable[bytes]) -> Iterator[list[bytes | None]]:
+    """Yield the pieces of documents, about a megabyte for each core at a time; None ends a document."""
+    batch: list[bytes | None] = []
+    size = 0
+    for document in documents:
+        for piece in chain(pieces(document), (None,)):
+            batch.append(piece)
+            size += len(piece or b"")
+            if size >= _PIECE * cores():
+                yield batch
+                batch, size = [], 0
+    yield batch
 
 
 class Tokenizer:
@@ -110,21 +126,17 @@ class Tokenizer:
         """Return the tokens of a text, without an end."""
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
-    def encode_documents(self, documents: Sequence[bytes]) -> TokenArray:
-        """Return the tokens of UTF-8 documents, each followed by the end, in the smallest dtype.
+    def encode_documents(self, documents: Iterable[bytes]) -> Iterator[TokenArray]:
+        """Yield the tokens of UTF-8 documents, each followed by the end, in arrays of the smallest dtype.
 
-        Bytes that are not UTF-8 become the replacement character.
+        Bytes that are not UTF-8 become the replacement character. All cores encode; the tokens do not depend on them.
         """
         dtype = token_dtype(self.vocab_size)
         end = np.array([self.end], dtype)
-        arrays = [end[:0]]
-        for document in documents:
-            for piece in pieces(document):
-                text = piece.decode("utf-8", errors="replace")
-                (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
-                arrays.append(np.array(encoding.ids, dtype))
-            arrays.append(end)
-        return np.concatenate(arrays)
+        for batch in _batches(documents):
+            texts = [piece.decode("utf-8", errors="replace") for piece in batch if piece is not None]
+            found = iter(self._backend.encode_batch_fast(texts, add_special_tokens=False))
+            yield np.concatenate([end if piece is None else np.array(next(found).ids, dtype) for piece in batch])
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of tokens, with ends; bytes that are not UTF-8 become the replacement character."""
