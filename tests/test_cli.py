@@ -304,7 +304,7 @@ def test_reproduce_lists_plans_runs_and_continues(place, capsys, tmp_path, monke
     assert [trained["arm"] for trained in read_table(folder).panels[0].found["runs"]] == ["AdamW", "frozen", "full"]
 
 
-def test_without_a_network_one_line_says_what_would_be_fetched(tmp_path):
+def test_without_a_network_the_last_line_says_what_would_be_fetched(tmp_path):
     """A proxy that does not exist is no network, also where there is one."""
     pytest.importorskip("datasets")
     nowhere = {"HTTPS_PROXY": "http://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hf")}
@@ -313,7 +313,7 @@ def test_without_a_network_one_line_says_what_would_be_fetched(tmp_path):
         command, capture_output=True, text=True, check=False, timeout=200, cwd=tmp_path, env={**os.environ, **nowhere}
     )
     assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
+    line = done.stderr.splitlines()[-1]  # behind the retries that the hub's client tells
     assert "openwebtext" in line
     assert "local" in line
     assert not (tmp_path / "x").exists()
