@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     *("ENOUGH_SEEDS", "OTHER_SIGN", "SAME_SIGN", "TOO_FEW"),
-    *("Evidence", "FinishedRun", "Row", "Spread", "interval_of", "sign_of", "spread_of"),
+    *("Evidence", "FinishedRun", "Row", "Spread", "sign_of", "spread_of"),
 ]
 
 Row = dict[str, Any]
@@ -42,35 +42,6 @@ def spread_of(values: Sequence[float]) -> Spread:
     """Return mean and standard error of at least one number."""
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
     return Spread(tuple(values), statistics.fmean(values), error, math.inf if error is None else _ERRORS * error)
-
-
-def interval_of(values: Sequence[float], confidence: float) -> tuple[float, float]:
-    """Return Student's t interval of the mean of several numbers; infinite for fewer than two.
-
-    >>> low, high = interval_of([1.0, 2.0, 3.0], 0.95)
-    >>> round(low, 3), round(high, 3)
-    (-0.484, 4.484)
-    """
-    spread = spread_of(values)
-    if spread.error is None:
-        return -math.inf, math.inf
-    low, high, freedom = 0.0, math.pi / 2, len(values) - 1
-    for _ in range(60):  # bisection for the angle of t, the tangent of which is t/sqrt(freedom)
-        middle = (low + high) / 2
-        low, high = (middle, high) if _inside(middle, freedom) < confidence else (low, middle)
-    margin = math.tan(low) * math.sqrt(freedom) * spread.error
-    return spread.mean - margin, spread.mean + margin
-
-
-def _inside(angle: float, freedom: int) -> float:
-    """Return the chance that |t| < sqrt(freedom) tan(angle) (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
-    odd, sine, cosine = freedom % 2, math.sin(angle), math.cos(angle)
-    term = cosine if odd else 1.0
-    total = 0.0
-    for k in range(1 + odd, freedom, 2):  # cosines to the power freedom - 2
-        total += term
-        term *= cosine * cosine * k / (k + 1)
-    return 2 / math.pi * (angle + sine * total) if odd else sine * total
 
 
 def sign_of(spread: Spread) -> int:

@@ -28,7 +28,7 @@ __all__ = ["report_table"]
 _RESULTS, _CLAIMS, _FIGURES = "table.csv", "claims.csv", "figures"
 _SIGNS = {-1: "below", 1: "above", 0: "undecided"}
 _OF_ARMS = ("delta", "speedup")  # numbers of the paper that the rows of the arms show
-# Columns of a bench that say where it ran.
+# Where a table ran.
 _FACTS = (
     *("device", "processor", "instructions", "threads", "system", "python", "torch", "numpy", "safetensors"),
     *("symexplin", "commit", "date"),
@@ -49,14 +49,11 @@ def report_table(out: str | Path, echo: Callable[[str], None] = lambda _: None) 
     paper = load_paper()
     with reading(out):
         outcome = read_table(out)
-        compared = () if outcome.is_bench else outcome.finished
-        benches = outcome.finished if outcome.is_bench else ()
         claims = [judge(claim, outcome.name, outcome.panels, paper) for claim in paper.claims_of(outcome.name)]
         headline = _headline(outcome, claims)
-        arms = {panel.name: list(_arms(outcome, panel, paper)) for panel in compared}
-        results = [text for panel in compared for text in _results(panel.name, arms[panel.name])]
+        arms = {panel.name: list(_arms(outcome, panel, paper)) for panel in outcome.finished}
+        results = [text for panel in outcome.finished for text in _results(panel.name, arms[panel.name])]
         rows = [row for pairs in arms.values() for pair in pairs for row in pair]
-        rows += [{**_place(outcome, panel), **row} for panel in benches for row in panel.found["rows"]]
         write_csv(out / _RESULTS, rows)
         write_csv(out / _CLAIMS, [row for claim in claims for row in _claim_rows(outcome, claim)])
         page = write_page(
@@ -69,10 +66,12 @@ def report_table(out: str | Path, echo: Callable[[str], None] = lambda _: None) 
             results=results,
             claims=claims,
             numbers=[n for n in paper.numbers_of(outcome.name) if n.name not in _OF_ARMS],
-            panels=[(panel, arms[panel.name]) for panel in compared],
-            links={panel.name: f"{PANELS}/{panel.name}/{PAGE}" for panel in compared if (panel.folder / PAGE).exists()},
-            benches=benches,
-            facts=_FACTS,
+            panels=[(panel, arms[panel.name]) for panel in outcome.finished],
+            links={
+                panel.name: f"{PANELS}/{panel.name}/{PAGE}"
+                for panel in outcome.finished
+                if (panel.folder / PAGE).exists()
+            },
             figures=[
                 {**_draw(name, out, outcome.finished), "numbers": paper.numbers_of(name)} for name in outcome.figures
             ],
@@ -179,14 +178,14 @@ def _headline(outcome: Outcome, claims: Sequence[ClaimVerdict]) -> list[str]:
         counts = [f"{verdicts.count(verdict)} {verdict}" for verdict in VERDICTS if verdict in verdicts]
         far = "" if outcome.scale == "paper" else ", far below the paper's"
         sentences.append(f"Claims tried at scale {outcome.scale}{far}: {len(claims)}; {'; '.join(counts)}.")
-    elif not outcome.is_bench:
+    else:
         sentences.append("The paper has no claim that this table tests.")
     return sentences
 
 
 def _provenance(panels: Sequence[Evidence]) -> list[tuple[str, str]]:
     """Return where the panels ran, each value once."""
-    places = [place for panel in panels for place in panel.found.get("rows") or [panel.found["provenance"]]]
+    places = [panel.found["provenance"] for panel in panels]
     facts = {name: dict.fromkeys(str(place[name]) for place in places if name in place) for name in _FACTS}
     return [(name, "; ".join(values)) for name, values in facts.items() if values]
 

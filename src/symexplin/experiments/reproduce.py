@@ -1,7 +1,7 @@
 """A table in a folder: its data, one comparison after the other, its report. A killed one resumes.
 
 table.json      what it is              data/   the tokens, unless prepared ones were given
-panels/PANEL/   a comparison each (symexplin.lab.compare), or a bench
+panels/PANEL/   a comparison each (symexplin.lab.compare)
 report.html, table.csv, figures/        the results (symexplin.experiments.report)
 
 What needs torch is imported where it is used, so that the help of the command comes at once.
@@ -134,14 +134,10 @@ def reproduce(
     config = config or ReproduceConfig()
     table = config.table(name, Path(out).resolve())
     wanted = _chosen(table, config.panels)
-    to_prepare = not table.is_bench and not config.prepared
+    to_prepare = not config.prepared
     if to_prepare and not table.data.get("sources"):
         raise ValueError(f"data must be given at scale {table.scale!r}: a prepared folder, or sources of text")
     if results is not None:  # before hours of training
-        if table.is_bench:
-            raise ValueError(
-                f"results must not be given for {table.name}, whose timings are in each panel's results.csv"
-            )
         check_results(Path(results))
 
     def record() -> None:

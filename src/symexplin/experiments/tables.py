@@ -25,7 +25,7 @@ Settings = dict[str, Any]
 
 SCALES = ("mini", "paper", "h200")
 TABLE, PANELS = "table.json", "panels"
-DATA, _BENCH = "data", "bench"
+DATA = "data"
 _CONFIGS = Path(__file__).parent / "configs"
 _PROTOCOLS = "protocols"
 # Tables of settings; `map` is that of every curved arm.
@@ -38,8 +38,8 @@ PASSES = 3
 class About:
     """A table at a scale, as table.json has it.
 
-    `place` is where in the paper, "" beyond it. `labels` are those of the arms. A bench has no baseline and no labels.
-    `assumptions` are sentences on the keys that the paper leaves open. `data` has keys of :class:`PrepareConfig`.
+    `place` is where in the paper, "" beyond it. `labels` are those of the arms. `assumptions` are sentences on the keys
+    that the paper leaves open. `data` has keys of :class:`PrepareConfig`.
     """
 
     name: str
@@ -53,15 +53,10 @@ class About:
     assumptions: dict[str, str]
     data: Settings
 
-    @property
-    def is_bench(self) -> bool:
-        """Whether the table has timings in place of losses."""
-        return not self.baseline
-
 
 @dataclass(frozen=True)
 class Panel:
-    """One comparison of a table, or one bench; `stands_for` is the paper's panel that it is compared with, or ""."""
+    """One comparison of a table; `stands_for` is the paper's panel that it is compared with, or ""."""
 
     name: str
     stands_for: str
@@ -82,7 +77,7 @@ class Table(About):
 
 @dataclass(frozen=True)
 class Outcome(About):
-    """The results in a table's folder; those of a bench are the rows of its results.csv."""
+    """The results in a table's folder."""
 
     panels: tuple[Evidence, ...]
 
@@ -142,7 +137,7 @@ def load_table(
             name=Path(name).stem,
             scale=scale,
             figures=figures,
-            labels={arm: table.get("label", arm) for arm, table in arms.items() if arm},
+            labels={arm: table.get("label", arm) for arm, table in arms.items()},
             assumptions={key: text + given.get(key, "") for key, text in assumptions.items()},
             data=changed.get(DATA, {}),
             panels=panels,
@@ -153,7 +148,7 @@ def _settings(file: Settings, scale: str) -> Settings:
     """Return the settings of protocol, table and scale; a scale's own panels replace the table's."""
     of_table = {key: value for key, value in file.items() if key not in ("protocol", *SCALES)}
     protocol = file.get("protocol", "") if scale == "paper" else scale
-    return merge({} if _BENCH in file else _protocol(protocol), merge(of_table, file.get(scale, {})))
+    return merge(_protocol(protocol), merge(of_table, file.get(scale, {})))
 
 
 def _protocol(name: str) -> Settings:
@@ -165,12 +160,12 @@ def _protocol(name: str) -> Settings:
 
 def _check(settings: Settings, changes: Settings, entries: object, baseline: str) -> None:
     """Check which tables of settings there are; their keys are checked where they are built."""
-    known = [_BENCH] if _BENCH in settings else [key for key in _SETTINGS if key in settings or key != DATA]
+    known = [key for key in _SETTINGS if key in settings or key != DATA]
     for key, value in (*settings.items(), *changes.items()):
         check_choice("key", key, known)
         if not isinstance(value, Mapping):
             raise ValueError(f"[{key}] must be a table, got {value!r}")
-    if not baseline and _BENCH not in settings:
+    if not baseline:
         raise ValueError("baseline must be given")
     if not isinstance(entries, list):
         raise ValueError(f"panel must be tables, each under [[panel]], got {entries!r}")
@@ -230,7 +225,7 @@ def _curved(arm: Any, curve: Settings, forced: Settings) -> Any:
 
 def _panels(layers: _Layers, entries: Sequence[Settings], of_paper: Settings) -> Iterator[Panel]:
     """Yield the panels, each with the paper's panel that it stands for."""
-    size = _BENCH if _BENCH in of_paper else "{width}x{depth}".format(**of_paper["model"])
+    size = "{width}x{depth}".format(**of_paper["model"])
     papers = [entry.get("name", size) for entry in of_paper.get("panel", [{}])]
     seen = set()
     for entry in entries:

@@ -68,12 +68,13 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 class Fused:
-    """The parameters under AdamW that kernels cover, in batches of one kind; it serves as long as nothing changes."""
+    """The parameters under AdamW that kernels cover, in batches of one kind, for as many steps as nothing changes."""
 
     def __init__(self, entries: Sequence[Entry]) -> None:
+        # Held, so that no later tensor gets the identity of one of these.
         self._state = [t for entry in entries for t in entry.state.values() if isinstance(t, Tensor)]
         self._parts = list(map(local, self._state))
-        self._mark = _mark(entries, self._parts)
+        self._signature = _signature(entries, self._parts)
         alike: dict[Any, list[Entry]] = {}
         for entry in entries:
             if (kernels := kernels_for(entry.value.device)) is not None and (kind := _kind_of(entry)) is not None:
@@ -88,7 +89,7 @@ class Fused:
     def serves(self, entries: Sequence[Entry]) -> bool:
         """Whether a new instance for these entries would do the same."""
         alike = all(len(set(map(_counts, batch.entries))) == 1 for batch in self._batches)
-        return alike and self._mark == _mark(entries, self._parts)
+        return alike and self._signature == _signature(entries, self._parts)
 
     def __contains__(self, entry: Entry) -> bool:
         return id(entry) in self._ids
@@ -104,7 +105,7 @@ class Fused:
             torch.autograd.graph.increment_version([entry.value for entry in batch.entries])
 
 
-def _mark(entries: Sequence[Entry], parts: Sequence[Tensor]) -> list[Any]:
+def _signature(entries: Sequence[Entry], parts: Sequence[Tensor]) -> list[Any]:
     """Return what the batches of :class:`Fused` follow from, but for the counts."""
     kernels = {device: kernels_for(device) for device in {entry.value.device for entry in entries}}
     grads = [cast(Tensor, entry.parameter.grad) for entry in entries]
