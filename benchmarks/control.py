@@ -3,9 +3,10 @@
     symexplin prepare stdlib --tokenizer byte --valid-fraction 0.05 --out data
     python benchmarks/control.py data --results results/mini.csv
 
-To first order in the learning rate the default is AdamW on gradients g S whose step is multiplied by S. The first arm
-does just that, a check. The second permutes S within each tensor, once per run: steps are as long, but other weights
-take the longer ones. Width 128, depth 4, 600 steps; seed 0 at every rate, then all seeds at each arm's best.
+To first order in the learning rate the default is AdamW on gradients g S whose step is multiplied by S. The first
+variant does just that, a check. The second permutes S within each tensor, once per run: steps are as long, but other
+weights take the longer ones. Width 128, depth 4, 600 steps; seed 0 at every rate, then all seeds at each variant's
+best.
 
 Expected before the runs: "scaled" ends within 0.005 of the default in every seed, and no difference between "permuted",
 "default" and AdamW is detected, since at their best rates only the length of the steps would differ.
@@ -30,7 +31,7 @@ from symexplin.lab.provenance import provenance
 from symexplin.lab.train import Trainer
 
 RATES = (1.4e-3, 2e-3, 2.8e-3, 4e-3)
-ARMS = ("AdamW", "default", "scaled", "permuted")
+VARIANTS = ("AdamW", "default", "scaled", "permuted")
 
 
 class Scaled(torch.optim.AdamW):
@@ -62,15 +63,15 @@ class Scaled(torch.optim.AdamW):
             p.copy_(old + scale * (p - old))
 
 
-def run(arm: str, lr: float, seed: int, corpus: Corpus, folder: str) -> tuple[RunConfig, float]:
+def run(variant: str, lr: float, seed: int, corpus: Corpus, folder: str) -> tuple[RunConfig, float]:
     """Train one model; return its configuration and its last held-out loss."""
-    curve = CurveConfig(home="optimizer", preset="default") if arm == "default" else CurveConfig(home="none")
+    curve = CurveConfig(home="optimizer", preset="default") if variant == "default" else CurveConfig(home="none")
     train = TrainConfig(steps=600, batch_size=8, lr=lr, warmup_steps=60, eval_batches=32, seed=seed)
     model = ModelConfig(width=128, depth=4, heads=4, context=128)
     config = RunConfig(folder, model, train, curve, ComputeConfig(device="cpu", threads=1))
     trainer = Trainer(resolve(config, corpus.vocab_size), corpus)
-    if arm in ("scaled", "permuted"):
-        trainer.optimizer = Scaled(trainer.model, lr, seed, arm == "permuted")
+    if variant in ("scaled", "permuted"):
+        trainer.optimizer = Scaled(trainer.model, lr, seed, variant == "permuted")
         trainer._peaks, trainer._clip = [lr], False
     for _ in range(train.steps):
         trainer.update()
@@ -78,7 +79,7 @@ def run(arm: str, lr: float, seed: int, corpus: Corpus, folder: str) -> tuple[Ru
 
 
 def main() -> None:
-    """Train all arms, and append a row per run."""
+    """Train all variants, and append a row per run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", help="a folder that symexplin prepare made")
     parser.add_argument("--results", type=Path, required=True, help="a CSV file with a row per run")
@@ -90,16 +91,16 @@ def main() -> None:
         rows = list(csv.DictReader(file))
     columns = list(rows[0])
     known = {
-        (r["arm"], float(r["lr"]), int(r["seed"])): float(r["final_loss"]) for r in rows if r["table"] == "control"
+        (r["variant"], float(r["lr"]), int(r["seed"])): float(r["final_loss"]) for r in rows if r["table"] == "control"
     }
 
-    def loss_of(arm: str, lr: float, seed: int, stage: str) -> float:
-        if (arm, lr, seed) not in known:
+    def loss_of(variant: str, lr: float, seed: int, stage: str) -> float:
+        if (variant, lr, seed) not in known:
             began = time.perf_counter()
-            config, loss = run(arm, lr, seed, corpus, options.data)
+            config, loss = run(variant, lr, seed, corpus, options.data)
             tokens = config.train.steps * config.train.batch_size * config.model.context
             row = {
-                **{"table": "control", "scale": "mini", "panel": "128x4", "arm": arm, "lr": lr, "seed": seed},
+                **{"table": "control", "scale": "mini", "panel": "128x4", "variant": variant, "lr": lr, "seed": seed},
                 **{"stage": stage, "steps": config.train.steps, "tokens": tokens, "final_loss": loss},
                 **{
                     "seconds": round(time.perf_counter() - began, 3),
@@ -111,14 +112,14 @@ def main() -> None:
             }
             with options.results.open("a", newline="") as file:
                 csv.DictWriter(file, columns, lineterminator="\n").writerow(row)
-            known[arm, lr, seed] = loss
-            print(f"{arm} lr {lr:g} seed {seed}: {loss:.4f}", flush=True)
-        return known[arm, lr, seed]
+            known[variant, lr, seed] = loss
+            print(f"{variant} lr {lr:g} seed {seed}: {loss:.4f}", flush=True)
+        return known[variant, lr, seed]
 
-    best = {arm: min(RATES, key=lambda lr: loss_of(arm, lr, 0, "sweep")) for arm in ARMS}
+    best = {variant: min(RATES, key=lambda lr: loss_of(variant, lr, 0, "sweep")) for variant in VARIANTS}
     for seed in options.seeds:
-        for arm in ARMS:
-            loss_of(arm, best[arm], seed, "confirm")
+        for variant in VARIANTS:
+            loss_of(variant, best[variant], seed, "confirm")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python benchmarks/evidence.py            # write docs/reference/experiments.md and the table of README
     python benchmarks/evidence.py --check    # fail if they are not what the rows say
 
-The rule: each arm counts at its own best learning rate, the one with the most seeds and then the lowest mean loss.
+The rule: each variant counts at its own best learning rate, the one with the most seeds and then the lowest mean loss.
 Differences to the baseline are taken seed by seed. "Better" and "worse" need Student's 99 % interval of their mean on
 one side of zero; an interval that contains zero is "no difference detected". Its half-width is the smallest mean
 difference that these seeds could detect.
@@ -36,7 +36,7 @@ Losses = Mapping[int, float]  # by seed
 
 @dataclass(frozen=True)
 class Experiment:
-    """The runs of one table and panel at one commit: {arm: {learning rate: {seed: loss}}}, the baseline first."""
+    """The runs of one table and panel at one commit: {variant: {learning rate: {seed: loss}}}, the baseline first."""
 
     table: str
     panel: str
@@ -44,7 +44,7 @@ class Experiment:
     steps: int
     commit: str
     fresh: bool
-    arms: Mapping[str, Mapping[float, Losses]]
+    variants: Mapping[str, Mapping[float, Losses]]
 
     @property
     def title(self) -> str:
@@ -54,12 +54,14 @@ class Experiment:
 
     @property
     def baseline(self) -> str:
-        """AdamW where it was trained, else the first arm."""
-        return "AdamW" if "AdamW" in self.arms else next(iter(self.arms))
+        """AdamW where it was trained, else the first variant."""
+        return "AdamW" if "AdamW" in self.variants else next(iter(self.variants))
 
-    def best(self, arm: str) -> tuple[float, Losses] | None:
-        """Return an arm's best learning rate with its losses; None if it diverged at all of them."""
-        finite = [(lr, losses) for lr, losses in self.arms[arm].items() if all(map(math.isfinite, losses.values()))]
+    def best(self, variant: str) -> tuple[float, Losses] | None:
+        """Return a variant's best learning rate with its losses; None if it diverged at all of them."""
+        finite = [
+            (lr, losses) for lr, losses in self.variants[variant].items() if all(map(math.isfinite, losses.values()))
+        ]
         if not finite:
             return None
         return min(finite, key=lambda found: (-len(found[1]), statistics.fmean(found[1].values())))
@@ -67,13 +69,13 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Difference:
-    """The differences of an arm's losses to the baseline's, over the seeds that both have."""
+    """The differences of a variant's losses to the baseline's, over the seeds that both have."""
 
     values: Sequence[float]
 
     @property
     def mean(self) -> float:
-        """Below zero if the arm is better."""
+        """Below zero if the variant is better."""
         return statistics.fmean(self.values)
 
     @property
@@ -108,38 +110,38 @@ def experiments(path: Path = ROWS) -> list[Experiment]:
         for row in csv.DictReader(file):
             text = TEXTS[row["data"][:8]]
             fresh = "fresh" if int(row["seed"]) >= FRESH else ""
-            arms = found.setdefault((row["table"], row["panel"], text, row["steps"], row["commit"][:7], fresh), {})
-            losses = arms.setdefault(row["arm"], {}).setdefault(float(row["lr"]), {})
+            variants = found.setdefault((row["table"], row["panel"], text, row["steps"], row["commit"][:7], fresh), {})
+            losses = variants.setdefault(row["variant"], {}).setdefault(float(row["lr"]), {})
             losses[int(row["seed"])] = float(row["final_loss"] or math.nan)
     return [
-        Experiment(table, panel, text, int(steps), commit, bool(fresh), arms)
-        for (table, panel, text, steps, commit, fresh), arms in found.items()
+        Experiment(table, panel, text, int(steps), commit, bool(fresh), variants)
+        for (table, panel, text, steps, commit, fresh), variants in found.items()
     ]
 
 
-def difference(experiment: Experiment, arm: str) -> Difference | None:
-    """Return an arm's difference to the baseline; None if they share no seed."""
-    ours, theirs = experiment.best(arm), experiment.best(experiment.baseline)
+def difference(experiment: Experiment, variant: str) -> Difference | None:
+    """Return a variant's difference to the baseline; None if they share no seed."""
+    ours, theirs = experiment.best(variant), experiment.best(experiment.baseline)
     if ours is None or theirs is None or not (shared := sorted(ours[1].keys() & theirs[1].keys())):
         return None
     return Difference([ours[1][seed] - theirs[1][seed] for seed in shared])
 
 
 def lines(experiment: Experiment) -> Iterator[str]:
-    """Yield the table of an experiment: every arm, the baseline first."""
-    yield "| arm | learning rate | loss | difference | 99 % interval | detectable | seeds | |"
+    """Yield the table of an experiment: every variant, the baseline first."""
+    yield "| variant | learning rate | loss | difference | 99 % interval | detectable | seeds | |"
     yield "|---|---|---|---|---|---|---|---|"
-    names = sorted(experiment.arms, key=lambda arm: arm != experiment.baseline)
-    for arm in names:
-        best = experiment.best(arm)
+    names = sorted(experiment.variants, key=lambda variant: variant != experiment.baseline)
+    for variant in names:
+        best = experiment.best(variant)
         if best is None:
-            yield f"| {arm} | | diverged | | | | | |"
+            yield f"| {variant} | | diverged | | | | | |"
             continue
         lr, losses = best
-        start = f"| {arm} | {lr:g} | {statistics.fmean(losses.values()):.4f} |"
-        found = None if arm == experiment.baseline else difference(experiment, arm)
+        start = f"| {variant} | {lr:g} | {statistics.fmean(losses.values()):.4f} |"
+        found = None if variant == experiment.baseline else difference(experiment, variant)
         if found is None:
-            yield f"{start} | | | {len(losses)} | {'baseline' if arm == experiment.baseline else ''} |"
+            yield f"{start} | | | {len(losses)} | {'baseline' if variant == experiment.baseline else ''} |"
             continue
         detectable = "" if math.isinf(found.detectable) else f"{found.detectable:.4f}"
         cells = f"{found.mean:+.4f} | {found.interval} | {detectable} | {len(found.values)} | {found.verdict}"
@@ -150,15 +152,15 @@ INTRODUCTION = """\
 # All experiments
 
 Held-out losses of every experiment in [results/mini.csv](../../results/README.md), in nats per byte (`width-1024`:
-per token), written by `python benchmarks/evidence.py`. Each arm counts at its own best learning rate, the one with
-the most seeds and then the lowest mean loss. A difference is to the baseline, seed by seed; below zero the arm is
+per token), written by `python benchmarks/evidence.py`. Each variant counts at its own best learning rate, the one with
+the most seeds and then the lowest mean loss. A difference is to the baseline, seed by seed; below zero the variant is
 better. "Better" and "worse" need Student's 99 % interval of the mean on one side of zero. An interval that contains
 zero is "no difference detected", and its half-width, the column "detectable", is the smallest mean difference that
-these seeds could detect. Fresh seeds (10 and up) had no part in choosing an arm or a rate.
+these seeds could detect. Fresh seeds (10 and up) had no part in choosing a variant or a rate.
 
-The commit behind each title has the definition of the arms. `exp`, `exp_only-ff` and `exp_only` with nothing learned
-are the present default. `mismatch`, `full` and `paper` are the paper's method with learned scales and its start.
-`carried` and, before commit 9ade27c, `default` are the mismatch map with fixed scales and a matched start.
+The commit behind each title has the definition of the variants. `exp`, `exp_only-ff` and `exp_only` with nothing
+learned are the present default. `mismatch`, `full` and `paper` are the paper's method with learned scales and its
+start. `carried` and, before commit 9ade27c, `default` are the mismatch map with fixed scales and a matched start.
 """
 
 
@@ -170,7 +172,7 @@ def page(found: Iterable[Experiment]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-# The rows of README: what was trained, the experiment (table, panel, commit), and its arms with their methods.
+# The rows of README: what was trained, the experiment (table, panel, commit), and its variants with their methods.
 DEFAULT, FIXED, PAPER = "the default", "fixed mismatch", "the paper's"
 SHOWN: tuple[tuple[str, tuple[str, str, str], Mapping[str, str]], ...] = (
     ("width 64, depth 2, 200 steps", ("widths", "64x2", "7a0cb4d"), {"default": FIXED, "mismatch": PAPER}),
@@ -191,12 +193,12 @@ def readme_table(found: Sequence[Experiment]) -> str:
         "| trained from scratch | method | AdamW | difference (99 % interval) | seeds | |",
         "|---|---|---|---|---|---|",
     ]
-    for title, key, arms in SHOWN:
+    for title, key, variants in SHOWN:
         experiment = by_key[key]
         best = experiment.best(experiment.baseline)
         assert best is not None
-        for i, (arm, method) in enumerate(arms.items()):
-            shown = difference(experiment, arm)
+        for i, (variant, method) in enumerate(variants.items()):
+            shown = difference(experiment, variant)
             assert shown is not None
             interval = f"{shown.mean:+.3f} ({shown.interval})" if shown.interval else f"{shown.mean:+.3f}"
             cells = f"{statistics.fmean(best[1].values()):.3f} | {interval} | {len(shown.values)} | {shown.verdict}"

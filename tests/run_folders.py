@@ -43,23 +43,23 @@ def comparison(folder, seeds=(0,), final=1.5, broken=None, **changes):
     """Write the comparison.json of runs whose losses are plain numbers and return the folder.
 
     At seed 0 AdamW ends at 2.2 and 2.0, SEL at 2.3 and `final`; each further seed adds 0.1 to all. `broken` is the
-    (arm, lr, seed) of a run that did not stay finite.
+    (variant, lr, seed) of a run that did not stay finite.
     """
     ends = {("AdamW", 0.001): 2.2, ("SEL", 0.001): 2.3, ("AdamW", 0.01): 2.0, ("SEL", 0.01): final}
     runs = []
     for seed in seeds:
-        for (arm, lr), end in ends.items():
+        for (variant, lr), end in ends.items():
             evals = tuple((step, end + more + 0.1 * seed) for step, more in ((0, 3.0), (50, 1.0), (100, 0.0)))
-            if (arm, lr, seed) == broken:
-                runs.append(Run(arm, lr, seed, evals[:1], 0.0, 0.0, "step 3: loss is nan"))
+            if (variant, lr, seed) == broken:
+                runs.append(Run(variant, lr, seed, evals[:1], 0.0, 0.0, "step 3: loss is nan"))
             else:
-                runs.append(Run(arm, lr, seed, evals, 12.0, 2000.0))
+                runs.append(Run(variant, lr, seed, evals, 12.0, 2000.0))
     found = compare(runs, "AdamW")
     content = {
         "headline": headline(found),
         "comparison": dataclasses.asdict(found),
         "runs": [
-            {**dataclasses.asdict(r), "final_loss": r.final_loss, "folder": f"runs/{r.arm}-lr{r.lr:g}-seed{r.seed}"}
+            {**dataclasses.asdict(r), "final_loss": r.final_loss, "folder": f"runs/{r.variant}-lr{r.lr:g}-seed{r.seed}"}
             for r in runs
         ],
         "maps": {
@@ -71,7 +71,7 @@ def comparison(folder, seeds=(0,), final=1.5, broken=None, **changes):
         "config": {"data": "stdlib", "compare": {"lrs": [0.001, 0.01], "seeds": list(seeds)}},
         "provenance": {"commit": None, "processor": "A <fast> one"},
         "seconds": 99.5,
-        "sample": {"arm": "SEL", "lr": 0.01, "seed": 0, "text": EVIL},
+        "sample": {"variant": "SEL", "lr": 0.01, "seed": 0, "text": EVIL},
         **changes,
     }
     Path(folder, "comparison.json").write_text(json.dumps({k: v for k, v in content.items() if v is not ...}))

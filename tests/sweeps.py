@@ -41,4 +41,4 @@ def bits(folder):
 
 
 def numbers(content):
-    return [(run["arm"], run["lr"], run["seed"], run["evals"], run["error"]) for run in content["runs"]]
+    return [(run["variant"], run["lr"], run["seed"], run["evals"], run["error"]) for run in content["runs"]]

@@ -13,26 +13,26 @@ STEPS = (0, 25, 50, 75, 100)
 
 
 def panel_folder(
-    folder, arms, loss, lrs=(0.001, 0.01), seeds=(0, 1, 2), curve=None, maps=None, config=None, stats=None
+    folder, variants, loss, lrs=(0.001, 0.01), seeds=(0, 1, 2), curve=None, maps=None, config=None, stats=None
 ):
     """Write the comparison.json of runs and return what it holds.
 
     Args:
-        loss: (arm, lr, seed) -> final loss, None for a run that did not stay finite.
-        curve: (arm, lr, seed) -> [(step, loss)], instead of one that falls to the final loss.
-        maps: arm -> its map, as far as a test needs it.
-        stats: (arm, lr, seed) -> figures of the last evaluation, or {step: figures}, written where a run has them.
+        loss: (variant, lr, seed) -> final loss, None for a run that did not stay finite.
+        curve: (variant, lr, seed) -> [(step, loss)], instead of one that falls to the final loss.
+        maps: variant -> its map, as far as a test needs it.
+        stats: (variant, lr, seed) -> figures of the last evaluation, or {step: figures}, written where a run has them.
     """
     runs = []
-    for cell in ((arm, lr, seed) for arm in arms for lr in lrs for seed in seeds):
+    for cell in ((variant, lr, seed) for variant in variants for lr in lrs for seed in seeds):
         end = loss(*cell)
         if end is None:
             runs.append(Run(*cell, ((0, 5.0),), 0.0, 0.0, "step 3: loss is nan"))
             continue
         evals = curve(*cell) if curve else [(step, end + 3.0 * (1 - step / STEPS[-1])) for step in STEPS]
         runs.append(Run(*cell, tuple(evals), 12.0, 2000.0))
-    found = compare(runs, arms[0])
-    names = [f"runs/{run.arm}-lr{run.lr:g}-seed{run.seed}" for run in runs]
+    found = compare(runs, variants[0])
+    names = [f"runs/{run.variant}-lr{run.lr:g}-seed{run.seed}" for run in runs]
     content = {
         "headline": headline(found),
         "comparison": dataclasses.asdict(found),
@@ -40,7 +40,7 @@ def panel_folder(
             {**dataclasses.asdict(run), "final_loss": run.final_loss, "folder": name}
             for run, name in zip(runs, names, strict=True)
         ],
-        "maps": {arm: (maps or {}).get(arm) for arm in arms},
+        "maps": {variant: (maps or {}).get(variant) for variant in variants},
         "corpus": {"train_tokens": 1_000_000, "tokenizer": "byte"},
         "parameters": 4321,
         "config": config or {},
@@ -54,7 +54,7 @@ def panel_folder(
         if stats:
             (folder / name).mkdir(parents=True)
             with JsonLines(folder / name / "metrics.jsonl") as lines:
-                found = stats(run.arm, run.lr, run.seed)
+                found = stats(run.variant, run.lr, run.seed)
                 for step, figures in (found if 100 in found else {100: found}).items():
                     lines.write(step=step, eval_loss=2.0, stats=figures)
     return content

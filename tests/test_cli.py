@@ -78,7 +78,7 @@ def refused(capsys, *arguments):
         ("demo --seed 1 b", ["'b'"]),
         ("demo --lrs 0", ["lrs must be a positive finite number, got 0.0"]),
         ("demo --steps 0", ["steps must be a whole number >= 1, got 0"]),
-        ("demo --arms AdamW SLE", ["did you mean 'SEL'?"]),
+        ("demo --variants AdamW SLE", ["did you mean 'SEL'?"]),
         ("demo --data /no/such/file", ["'/no/such/file'"]),
         ("sample /no/such/run", ["/no/such/run"]),
         ("sample", ["MODEL"]),
@@ -90,7 +90,7 @@ def refused(capsys, *arguments):
         ("prepare --out x", ["sources", "at least one"]),
         ("reproduce frozzen", ["did you mean 'frozen'"]),
         ("reproduce frozen --scale tiny", ["--scale", "mini"]),
-        ("reproduce frozen --arms AdamW ful", ["did you mean 'full'"]),
+        ("reproduce frozen --variants AdamW ful", ["did you mean 'full'"]),
         ("reproduce frozen --set modle.width=3", ["did you mean 'model'"]),
         ("reproduce frozen --scale h200", ["data must be given"]),
         ("reproduce frozen --out ''", ["out must name a folder"]),
@@ -276,9 +276,9 @@ def test_inspect_prints_and_writes(place, capsys, tmp_path):
 
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.usefixtures("undrawn")
-def test_compare_trains_arms_of_ones_own(place, capsys, tmp_path):
-    arms = "--arms AdamW mine --arm mine.preset=frozen mine.map.beta=5 --lrs 1e-2 --seeds 0"
-    text = run(capsys, "compare", "--data", place / "data", "--out", tmp_path / "c", *arms.split(), *TINY.split())
+def test_compare_trains_variants_of_ones_own(place, capsys, tmp_path):
+    variants = "--variants AdamW mine --variant mine.preset=frozen mine.map.beta=5 --lrs 1e-2 --seeds 0"
+    text = run(capsys, "compare", "--data", place / "data", "--out", tmp_path / "c", *variants.split(), *TINY.split())
     assert "mine" in text
     assert {path.name for path in (tmp_path / "c" / "runs").iterdir()} == {"AdamW-lr0.01-seed0", "mine-lr0.01-seed0"}
     assert (tmp_path / "c" / "report.html").exists()
@@ -295,13 +295,13 @@ def test_reproduce_lists_plans_runs_and_continues(place, capsys, tmp_path, monke
     tiny = "--lrs 2e-3 --steps 2 --jobs 1 --set model.width=16 model.depth=1 model.heads=2 model.context=8"
     tiny += " train.batch_size=2 train.eval_batches=1 compare.seeds=[0] --results results/mini.csv"
     command = ["reproduce", "frozen", "--data", place / "data", *tiny.split()]
-    run(capsys, *command, "--arms", "AdamW", "frozen")
+    run(capsys, *command, "--variants", "AdamW", "frozen")
     folder = tmp_path / "runs" / "reproduce" / "frozen-mini"
     assert (folder / "report.html").exists()
     assert len((tmp_path / "results" / "mini.csv").read_text().splitlines()) == 1 + 2
-    run(capsys, *command, "--arms", "AdamW", "frozen", "full", "--resume")
+    run(capsys, *command, "--variants", "AdamW", "frozen", "full", "--resume")
     assert len((tmp_path / "results" / "mini.csv").read_text().splitlines()) == 1 + 3
-    assert [trained["arm"] for trained in read_table(folder).panels[0].found["runs"]] == ["AdamW", "frozen", "full"]
+    assert [trained["variant"] for trained in read_table(folder).panels[0].found["runs"]] == ["AdamW", "frozen", "full"]
 
 
 def test_without_a_network_the_last_line_says_what_would_be_fetched(tmp_path):

@@ -27,21 +27,21 @@ def test_readme_and_the_page_of_experiments_are_what_the_rows_say():
     assert found.returncode == 0, found.stderr
 
 
-def test_every_arm_of_every_row_is_on_the_page(evidence):
+def test_every_variant_of_every_row_is_on_the_page(evidence):
     found = evidence.experiments()
     rows = (ROOT / "results/mini.csv").read_text().splitlines()[1:]
-    assert sum(len(losses) for x in found for rates in x.arms.values() for losses in rates.values()) == len(rows)
+    assert sum(len(losses) for x in found for rates in x.variants.values() for losses in rates.values()) == len(rows)
     for experiment in found:
         text = "\n".join(evidence.lines(experiment))
-        assert all(f"| {arm} |" in text for arm in experiment.arms)
+        assert all(f"| {variant} |" in text for variant in experiment.variants)
 
 
 def test_words_need_an_interval_on_one_side_of_zero(evidence, tmp_path):
     path = tmp_path / "rows.csv"
-    lines = ["table,panel,arm,lr,seed,data,steps,commit,final_loss"]
+    lines = ["table,panel,variant,lr,seed,data,steps,commit,final_loss"]
 
-    def add(arm, lr, seed, loss):
-        lines.append(f"t,p,{arm},{lr},{seed},c9b75369,600,abcdef0,{loss}")
+    def add(variant, lr, seed, loss):
+        lines.append(f"t,p,{variant},{lr},{seed},c9b75369,600,abcdef0,{loss}")
 
     for seed in range(3):
         add("AdamW", 0.1, seed, 2.0 + seed)
@@ -53,7 +53,7 @@ def test_words_need_an_interval_on_one_side_of_zero(evidence, tmp_path):
     add("lower", 0.2, 0, 0.1)  # one seed does not make a best rate beside three
     path.write_text("\n".join(lines) + "\n")
     (experiment,) = evidence.experiments(path)
-    words = {arm: evidence.difference(experiment, arm) for arm in experiment.arms}
+    words = {variant: evidence.difference(experiment, variant) for variant in experiment.variants}
     assert experiment.best("lower")[0] == 0.1
     assert words["lower"].verdict == "better"
     assert words["higher"].verdict == "worse"

@@ -248,20 +248,21 @@ def _train(config: _Config = None, *, out: _Folder, resume: _Resume = False, **g
 def _compare(config: _Config = None, *, out: _Folder, resume: _Resume = False, **given: Any) -> None:
     r"""Compare ways to train over learning rates and seeds.
 
-    Every arm is trained at every learning rate with every seed. Arms are compared at the baseline's best learning rate,
-    and each at its own best. With --confirm-seeds a second stage follows at these learning rates, with these seeds.
+    Every variant is trained at every learning rate with every seed. Variants are compared at the baseline's best
+    learning rate, and each at its own best. With --confirm-seeds a second stage follows at these learning rates, with
+    these seeds.
 
-    Settings are those of `symexplin train`, with the table [compare], and [arm.NAME] tables for arms of your own. Such
-    a table has the keys of [sel]. It may also change keys of training and of the model, in [arm.NAME.train] and
-    [arm.NAME.model].
+    Settings are those of `symexplin train`, with the table [compare], and [variant.NAME] tables for variants of your
+    own. Such a table has the keys of [sel]. It may also change keys of training and of the model, in
+    [variant.NAME.train] and [variant.NAME.model].
 
-    With --resume the same command continues a comparison that was stopped, or adds arms, learning rates and seeds.
+    With --resume the same command continues a comparison that was stopped, or adds variants, learning rates and seeds.
 
     Examples:
       symexplin compare --data data --out runs/c --lrs 1e-3 2e-3 4e-3 --seeds 0 1 2
-      symexplin compare --data data --out runs/c --lrs 1e-3 --arms AdamW mine muon \
-        --arm mine.preset=paper mine.map.beta=5 \
-        --arm muon.home=none muon.train.optimizer=muon
+      symexplin compare --data data --out runs/c --lrs 1e-3 \
+        --variants AdamW mine muon --variant mine.preset=paper mine.map.beta=5 \
+        --variant muon.home=none muon.train.optimizer=muon
     """
     from symexplin.lab.compare.grid import CONFIG, CompareConfig
     from symexplin.lab.compare.sweep import compare_runs
@@ -357,10 +358,11 @@ def _reproduce(
 ) -> None:
     r"""Run a table of the paper, or one beyond it, and compare the results with the paper's figures.
 
-    Every arm is trained at every learning rate, and the best are confirmed with more seeds. report.html and table.csv
-    in the folder have the paper's figure, the measured one, the difference, and for each claim whether it held. Without
-    NAME the tables are listed. The text is the standard library's at the scale mini, OpenWebText at the scale paper,
-    else what --data names. With --resume the same command continues, or adds arms, learning rates and seeds.
+    Every variant is trained at every learning rate, and the best are confirmed with more seeds. report.html and
+    table.csv in the folder have the paper's figure, the measured one, the difference, and for each claim whether it
+    held. Without NAME the tables are listed. The text is the standard library's at the scale mini, OpenWebText at the
+    scale paper, else what --data names. With --resume the same command continues, or adds variants, learning rates and
+    seeds.
 
     Args:
         name: of a table, or a TOML file of one
@@ -417,7 +419,7 @@ def _demo(*, out: str = "runs/demo", **given: Any) -> None:
         out: the folder for the results
 
     Examples:
-      symexplin demo --seed 10 --arms AdamW SEL SEL-frozen --out runs/other
+      symexplin demo --seed 10 --variants AdamW SEL SEL-frozen --out runs/other
     """
     from symexplin.lab.demo import DemoConfig, run_demo
 

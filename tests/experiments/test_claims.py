@@ -15,12 +15,12 @@ HELD, DID_NOT, SAME_SIGN, OTHER_SIGN, UNTESTED = VERDICTS
 PAPER = Paper({("t", "1x1", "A"): 2.0, ("t", "1x1", "B"): 1.9}, (), ())
 
 
-def claim(kind="below", arm="B", against="A", **more):
-    return Claim(("t",), arm, kind, "B is better.", "Table 1", against, **more)
+def claim(kind="below", variant="B", against="A", **more):
+    return Claim(("t",), variant, kind, "B is better.", "Table 1", against, **more)
 
 
-def panel(folder, loss, name="p", paper="1x1", arms=("A", "B"), **more):
-    found = panel_folder(folder / name, list(arms), loss, **more)
+def panel(folder, loss, name="p", paper="1x1", variants=("A", "B"), **more):
+    found = panel_folder(folder / name, list(variants), loss, **more)
     return Evidence(name, folder / name, found, paper)
 
 
@@ -29,10 +29,10 @@ def unfinished(name, paper):
 
 
 def ends(table):
-    """Return losses by (arm, lr), a number or one for each seed."""
+    """Return losses by (variant, lr), a number or one for each seed."""
 
-    def loss(arm, lr, seed):
-        found = table[arm, lr]
+    def loss(variant, lr, seed):
+        found = table[variant, lr]
         return found[seed] if isinstance(found, list) else found
 
     return loss
@@ -75,14 +75,14 @@ def test_a_gain_at_the_shared_rate_alone_is_a_learning_rate_effect(tmp_path):
     # B leads C at the rate that is A's best; at C's own best rate C leads B at its own.
     table = {("A", 0.01): [2.0, 2.1, 2.2], ("B", 0.01): [1.9, 2.0, 2.1], ("C", 0.01): [1.95, 2.05, 2.15]}
     table |= {("A", 0.1): [3.0] * 3, ("B", 0.1): [2.5] * 3, ("C", 0.1): [1.7, 1.8, 1.9]}
-    found = panel(tmp_path, ends(table), lrs=(0.01, 0.1), arms=("A", "B", "C"))
+    found = panel(tmp_path, ends(table), lrs=(0.01, 0.1), variants=("A", "B", "C"))
     effect = verdict(found, claim(against="C"))
     assert effect.verdict == DID_NOT
     assert effect.panels[0].shared.verdict == HELD
     assert effect.panels[0].note.startswith("A learning-rate effect: it held at the shared rate")
     assert "this sign in 3 of 3 seeds" in effect.sentence
     assert effect.panels[0].best.spread.mean == pytest.approx(0.2)
-    one = panel(tmp_path, ends(table), "one", lrs=(0.01, 0.1), arms=("A", "B", "C"), seeds=(0,))
+    one = panel(tmp_path, ends(table), "one", lrs=(0.01, 0.1), variants=("A", "B", "C"), seeds=(0,))
     assert "the sign is the paper's at the shared rate" in verdict(one, claim(against="C")).sentence
 
 
@@ -109,19 +109,19 @@ def test_one_seed_shows_a_sign_and_two_are_no_test_and_one_rate_is_named(tmp_pat
     assert "this sign in 2 of 2 seeds" in two.sentence
 
 
-def test_an_arm_that_was_not_trained_is_no_test(tmp_path):
+def test_an_variant_that_was_not_trained_is_no_test(tmp_path):
     table = {("A", 0.001): 2.0, ("B", 0.001): 1.5}
     found = panel(tmp_path, ends(table), lrs=(0.001,))
-    assert verdict(found, claim(arm="C")).sentence == "Not tested at this scale: C was not trained."
+    assert verdict(found, claim(variant="C")).sentence == "Not tested at this scale: C was not trained."
 
 
-def test_divergence_fails_the_arm_and_proves_nothing_about_the_other(tmp_path):
+def test_divergence_fails_the_variant_and_proves_nothing_about_the_other(tmp_path):
     table = {("A", 0.001): 2.0, ("A", 0.01): 3.0, ("B", 0.001): None, ("B", 0.01): None}
     found = panel(tmp_path, ends(table))
     assert verdict(found, claim()).verdict == DID_NOT
     assert verdict(found, claim()).sentence == "Did not hold: B did not stay finite in every seed."
     assert verdict(found, claim("e_rises", against="")).verdict == UNTESTED
-    assert verdict(found, claim(arm="A", against="B")).verdict == UNTESTED
+    assert verdict(found, claim(variant="A", against="B")).verdict == UNTESTED
     assert verdict(found, claim("above")).verdict == UNTESTED
 
 
@@ -149,9 +149,9 @@ def test_kinds_of_final_differences(tmp_path, kind, gaps, bound, expected):
 def curves(gaps):
     """Return curves of A, and of B that lies by `gaps` above it after 0, 25, 50, 75 and 100 steps."""
 
-    def curve(arm, _, seed):
+    def curve(variant, _, seed):
         return [
-            (step, 5.0 - step / 50 + 0.01 * seed + (gap if arm == "B" else 0.0))
+            (step, 5.0 - step / 50 + 0.01 * seed + (gap if variant == "B" else 0.0))
             for step, gap in zip((0, 25, 50, 75, 100), gaps, strict=True)
         ]
 
@@ -179,8 +179,8 @@ def test_kinds_of_whole_curves(tmp_path, kind, gaps, bound, expected, value):
 
 
 def test_the_lowest_loss_of_a_baseline_counts_where_it_is_not_the_last(tmp_path):
-    def curve(arm, *_):
-        return [(0, 5.0), (50, 1.0), (100, 2.0)] if arm == "A" else [(0, 5.0), (50, 3.0), (100, 1.5)]
+    def curve(variant, *_):
+        return [(0, 5.0), (50, 1.0), (100, 2.0)] if variant == "A" else [(0, 5.0), (50, 3.0), (100, 1.5)]
 
     found = panel(tmp_path, lambda *_: 3.0, lrs=(0.001,), curve=curve)
     assert verdict(found, claim("below")).verdict == HELD
@@ -233,7 +233,7 @@ def test_an_early_change_is_most_of_it(tmp_path):
 def test_tails_are_those_of_the_curved_matrices(tmp_path):
     found = panel(tmp_path, lambda *_: 2.0, lrs=(0.001,), seeds=(0,))
     assert verdict(found, claim("tails")).sentence.endswith("the runs of B do not have it.")
-    for arm, share in (("A", 1.0), ("B", 0.25)):
+    for variant, share in (("A", 1.0), ("B", 0.25)):
         # Of plus and minus one with a share p, the others zero, the excess kurtosis is 1/p - 3, whatever the unit.
         model = Transformer(ModelConfig(width=16, depth=2, heads=2, context=8))
         for number, parameter in enumerate(model.parameters()):
@@ -242,7 +242,7 @@ def test_tails_are_those_of_the_curved_matrices(tmp_path):
                 values = torch.where(values < 2, 2.0 * values - 1.0, 0.0).reshape(parameter.shape)
                 parameter.copy_((number + 1) * values if parameter.dim() == 2 else torch.rand(parameter.shape))
         model.embedding.weight.data[0] = 1e6  # no curved matrix
-        folder = found.folder / "runs" / f"{arm}-lr0.001-seed0"
+        folder = found.folder / "runs" / f"{variant}-lr0.001-seed0"
         folder.mkdir(parents=True)
         save_model(model, folder / "model.safetensors")
     judged = verdict(found, claim("tails"))
@@ -252,8 +252,8 @@ def test_tails_are_those_of_the_curved_matrices(tmp_path):
 
 def test_the_better_variant_of_each_panel_counts(tmp_path):
     table = {("A", 0.1): 2.0, ("B", 0.1): 1.9, ("C", 0.1): 2.1}
-    said = claim("below", arm="C", variant="B")
-    found = verdict(panel(tmp_path, ends(table), lrs=(0.1,), arms=("A", "B", "C")), said)
+    said = claim("below", variant="C", alternative="B")
+    found = verdict(panel(tmp_path, ends(table), lrs=(0.1,), variants=("A", "B", "C")), said)
     assert (found.verdict, found.what) == (HELD, "final loss of the better of C and B minus that of A")
     assert found.panels[0].note.startswith("The better variant is B. ")
     assert found.panels[0].paper == pytest.approx(-0.1)
@@ -318,9 +318,9 @@ def test_growth_at_one_seed_is_a_sign(tmp_path):
 
 def test_growth_is_not_told_from_other_seeds_or_runs_that_broke_down(tmp_path):
     said = claim("grows", panels=("1x1", "9x9"))
-    first = panel(tmp_path, lambda arm, *_: 2.0 - 0.1 * (arm == "B"), "s", "1x1", lrs=(0.1,))
-    other = panel(tmp_path, lambda arm, *_: 2.0 - 0.2 * (arm == "B"), "m", "9x9", lrs=(0.1,), seeds=(0, 1, 3))
-    broken = panel(tmp_path, lambda arm, *_: None if arm == "B" else 2.0, "l", "9x9", lrs=(0.1,))
+    first = panel(tmp_path, lambda variant, *_: 2.0 - 0.1 * (variant == "B"), "s", "1x1", lrs=(0.1,))
+    other = panel(tmp_path, lambda variant, *_: 2.0 - 0.2 * (variant == "B"), "m", "9x9", lrs=(0.1,), seeds=(0, 1, 3))
+    broken = panel(tmp_path, lambda variant, *_: None if variant == "B" else 2.0, "l", "9x9", lrs=(0.1,))
     assert judge(said, "t", [first, other], PAPER).sentence == "Not tested at this scale: the seeds differ."
     assert "B did not stay finite" in judge(said, "t", [first, broken], PAPER).sentence
 

@@ -6,7 +6,7 @@ from symexplin.experiments.tables import load_table, names
 
 PAPER = load_paper()
 LOSSES = PAPER.losses
-NUMBERS = {(n.table, n.name, n.panel, n.arm): n.value for n in PAPER.numbers}
+NUMBERS = {(n.table, n.name, n.panel, n.variant): n.value for n in PAPER.numbers}
 
 
 def of_panels(name):
@@ -19,13 +19,13 @@ def test_names_are_those_of_the_tables():
     for name in tables:
         table = load_table(name, "paper")
         panels = {panel.name for panel in table.panels}
-        for other, panel, arm in LOSSES:
-            assert other != name or (panel in panels and arm in table.labels), (name, panel, arm)
+        for other, panel, variant in LOSSES:
+            assert other != name or (panel in panels and variant in table.labels), (name, panel, variant)
         for number in PAPER.numbers_of(name):
-            assert number.arm in {*table.labels, ""}, number
+            assert number.variant in {*table.labels, ""}, number
             assert number.panel in {*panels, ""}, number
         for claim in PAPER.claims_of(name):
-            assert {claim.arm, claim.against} <= {*table.labels, ""}, (name, claim)
+            assert {claim.variant, claim.against} <= {*table.labels, ""}, (name, claim)
             assert set(claim.panels) <= panels, claim
 
 
@@ -35,7 +35,7 @@ def test_every_claim_is_what_the_papers_own_losses_say():
         for table in claim.tables:
             panels = {panel for other, panel, _ in LOSSES if other == table}
             for panel in panels & set(claim.panels or panels):
-                ends = [LOSSES.get((table, panel, arm)) for arm in (claim.arm, claim.against)]
+                ends = [LOSSES.get((table, panel, variant)) for variant in (claim.variant, claim.against)]
                 if None in ends or claim.kind not in ("below", "above", "within", "unreached"):
                     continue
                 difference = ends[0] - ends[1]
@@ -51,7 +51,7 @@ def test_gains_grow_where_a_claim_says_so():
     assert len(growing) == 2
     for claim in growing:
         first, last = (
-            LOSSES[claim.tables[0], panel, claim.arm] - LOSSES[claim.tables[0], panel, claim.against]
+            LOSSES[claim.tables[0], panel, claim.variant] - LOSSES[claim.tables[0], panel, claim.against]
             for panel in claim.panels
         )
         assert last < first < 0
@@ -60,13 +60,15 @@ def test_gains_grow_where_a_claim_says_so():
 def test_the_main_table_has_the_better_variant_of_each_size():
     deltas, speedups = of_panels("delta"), of_panels("speedup")
     assert len(deltas) == len(speedups) == len(of_panels("beta")) == 9
-    for panel, (arm, delta) in deltas.items():
-        assert LOSSES["main_grid", panel, arm] == min(
+    for panel, (variant, delta) in deltas.items():
+        assert LOSSES["main_grid", panel, variant] == min(
             LOSSES["main_grid", panel, name] for name in ("mismatch", "mismatch+offset")
         )
         # Rounded from losses that are themselves rounded.
-        assert delta == pytest.approx(LOSSES["main_grid", panel, arm] - LOSSES["main_grid", panel, "AdamW"], abs=0.0011)
-        assert speedups[panel][0] == of_panels("beta")[panel][0] == arm
+        assert delta == pytest.approx(
+            LOSSES["main_grid", panel, variant] - LOSSES["main_grid", panel, "AdamW"], abs=0.0011
+        )
+        assert speedups[panel][0] == of_panels("beta")[panel][0] == variant
     assert min(s for _, s in speedups.values()) == 1.32  # as the abstract says
     assert max(s for _, s in speedups.values()) == 1.49
     assert min(deltas.values(), key=lambda delta: delta[1]) == ("mismatch", -0.052)
@@ -86,7 +88,7 @@ def test_timings_agree_with_the_overhead_and_the_speedup(panel):
 
 def test_every_entry_is_there_once_and_every_claim_has_what_its_kind_needs():
     assert len(NUMBERS) == len(PAPER.numbers)
-    tried = [(t, x.arm, x.against, x.kind, *x.panels) for x in PAPER.claims for t in x.tables]
+    tried = [(t, x.variant, x.against, x.kind, *x.panels) for x in PAPER.claims for t in x.tables]
     assert len(set(tried)) == len(tried)
     for claim in PAPER.claims:
         needs_bound = KINDS[claim.kind].test in ("within", "no_worse", "same")

@@ -21,13 +21,13 @@ class TablePage(Page):
 BASE = {"AdamW": 2.0, "full": 1.9, "fixed_curvature": 1.85, "fixed_pathways": 1.99, "frozen": 2.05}
 
 
-def loss(arm, lr, seed):
+def loss(variant, lr, seed):
     """AdamW, frozen-congruent and frozen are best at 0.01, the others at 0.001, and worse by 0.3 elsewhere."""
-    if arm == "fixed_pathways" and lr == 0.01:
+    if variant == "fixed_pathways" and lr == 0.01:
         return None
-    best = 0.01 if arm in ("AdamW", "frozen", "frozen-congruent") else 0.001
-    noise = (0.0, 0.002, -0.001)[seed] if arm != "AdamW" else 0.0
-    return BASE.get(arm, 2.0001) + 0.1 * seed + noise + (0.3 if lr != best else 0.0)
+    best = 0.01 if variant in ("AdamW", "frozen", "frozen-congruent") else 0.001
+    noise = (0.0, 0.002, -0.001)[seed] if variant != "AdamW" else 0.0
+    return BASE.get(variant, 2.0001) + 0.1 * seed + noise + (0.3 if lr != best else 0.0)
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_verdicts_stand_on_the_page_gains_and_losses_alike(frozen):
     for text, row in found.items():
         told = page.text.partition(text)[2]
         assert told.split(".\n")[1].startswith(f"{row['verdict'].capitalize()}: {row['text']}")
-    frozen_row = next(row for row in found.values() if (row["arm"], row["against"]) == ("frozen", "AdamW"))
+    frozen_row = next(row for row in found.values() if (row["variant"], row["against"]) == ("frozen", "AdamW"))
     assert frozen_row["verdict"] == "did not hold"
     assert float(frozen_row["measured"]) == pytest.approx(0.0503, abs=1e-4)
     assert float(frozen_row["paper"]) == pytest.approx(2.9341 - 2.9522)
@@ -87,18 +87,18 @@ def test_numbers_of_the_csv_are_the_comparisons(frozen):
     for kind, side in (("own best rate", "best"), ("shared rate", "shared")):
         chosen = [row for row in rows if row["compared_at"] == kind]
         for row, wanted in zip(chosen, found[side], strict=True):
-            assert (row["panel"], row["stands_for"], row["arm"]) == ("128x4", "1024x12", wanted["arm"])
+            assert (row["panel"], row["stands_for"], row["variant"]) == ("128x4", "1024x12", wanted["variant"])
             for name in ("loss", "delta", "speedup"):
                 expected = wanted[name]
                 assert (row[name] == "") if expected is None else float(row[name]) == pytest.approx(expected, abs=1e-6)
-    full = next(row for row in rows if row["arm"] == "full")
+    full = next(row for row in rows if row["variant"] == "full")
     assert float(full["paper_delta"]) == pytest.approx(2.9295 - 2.9522)
 
 
 def test_a_gain_at_the_shared_rate_alone_is_told(tmp_path):
-    def equal(arm, lr, seed):
-        lower = 0.0 if arm == "AdamW" else {0.01: -0.1, 0.001: (-0.5, 0.11, -0.15)[seed]}[lr]
-        return (2.5 if (arm, lr) == ("AdamW", 0.001) else 2.0) + lower
+    def equal(variant, lr, seed):
+        lower = 0.0 if variant == "AdamW" else {0.01: -0.1, 0.001: (-0.5, 0.11, -0.15)[seed]}[lr]
+        return (2.5 if (variant, lr) == ("AdamW", 0.001) else 2.0) + lower
 
     page = TablePage(report_table(table_folder(tmp_path / "b", "frozen", equal)))
     row = row_of(page, "Full SELfull")
@@ -110,13 +110,16 @@ def test_a_gain_at_the_shared_rate_alone_is_told(tmp_path):
 
 def test_an_unfinished_table_says_what_is_missing(tmp_path):
     out = table_folder(
-        tmp_path / "grid", "main_grid", lambda arm, *_: 2.0 if arm == "AdamW" else 1.9, missing=("64x4", "128x4")
+        tmp_path / "grid",
+        "main_grid",
+        lambda variant, *_: 2.0 if variant == "AdamW" else 1.9,
+        missing=("64x4", "128x4"),
     )
     page = TablePage(report_table(out))
     assert "Unfinished: 2 of 4 panels to go (64x4, 128x4)." in page.text
     assert "Did not hold" not in page.text.partition("Mismatch without offset ends below AdamW.")[2][:400]
     assert "Held: 2 of 4 panels; not tested at this scale: 2 of 4 panels." in page.text
-    # What the rows of the arms show is not said again among the other numbers.
+    # What the rows of the variants show is not said again among the other numbers.
     assert "beta of the better variant" in page.text
     assert "as printed" not in page.text
     assert "In each panel: final loss of mismatch minus that of AdamW." in page.text
@@ -168,7 +171,7 @@ def test_the_papers_number_of_a_claim_stands_beside_the_measured_one(tmp_path):
 
     maps = {"annealed": SELConfig(beta=7.0, l=Scale(start=1)).resolve(1024).to_dict()}
     out = table_folder(
-        tmp_path / "a", "lr_annealing", lambda arm, *_: 2.0 - 0.01 * (arm == "annealed"), stats=stats, maps=maps
+        tmp_path / "a", "lr_annealing", lambda variant, *_: 2.0 - 0.01 * (variant == "annealed"), stats=stats, maps=maps
     )
     text = TablePage(report_table(out)).text
     told = text.partition("The exponential scale e rises above 1.")[2]
@@ -195,13 +198,15 @@ def test_an_empty_table_tests_nothing_and_one_seed_shows_signs(tmp_path):
     assert "With one learning rate tried" in page.text
     page = TablePage(report_table(table_folder(tmp_path / "two", "frozen", loss, seeds=(0, 1))))
     assert row_of(page, "Full SELfull")[3].endswith("too few seeds")
-    widths = table_folder(tmp_path / "widths", "widths", lambda arm, *_: 2.0 + 0.1 * (arm == "number"), seeds=(0,))
+    widths = table_folder(
+        tmp_path / "widths", "widths", lambda variant, *_: 2.0 + 0.1 * (variant == "number"), seeds=(0,)
+    )
     row = row_of(TablePage(report_table(widths)), "One number a matrixnumber")
     assert row[3] == "+0.1000too few seeds"  # no sign of the paper's
 
 
 def test_beyond_the_paper_there_are_no_claims(tmp_path):
-    widths = table_folder(tmp_path / "widths", "widths", lambda arm, *_: 2.0 + 0.1 * (arm == "number"))
+    widths = table_folder(tmp_path / "widths", "widths", lambda variant, *_: 2.0 + 0.1 * (variant == "number"))
     page = TablePage(report_table(widths))
     assert "The paper has no claim that this table tests." in page.text
     assert row_of(page, "One number a matrixnumber")[3] == "+0.1000 ± 0.0000above"

@@ -28,7 +28,7 @@ def run(name, out, config, **options):
 
 def losses(out):
     return {
-        panel.name: [(run["arm"], run["lr"], run["seed"], run["evals"]) for run in panel.found["runs"]]
+        panel.name: [(run["variant"], run["lr"], run["seed"], run["evals"]) for run in panel.found["runs"]]
         for panel in read_table(out).panels
         if panel.found
     }
@@ -89,7 +89,7 @@ def test_another_table_or_other_settings_are_refused(finished, data):
 def test_a_stopped_table_goes_on_to_the_same_losses(data, tmp_path):
     config = tiny(data, set={**SMALL, "log": {"checkpoint_every": 1}})
     names = ("64x2", "64x4")  # of four panels
-    config = dataclasses.replace(config, arms=("AdamW", "mismatch"), panels=names)
+    config = dataclasses.replace(config, variants=("AdamW", "mismatch"), panels=names)
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     run("main_grid", whole, config)
     lines = []
@@ -143,7 +143,7 @@ def test_the_plan_counts_runs_and_tokens_and_says_every_assumption():
         plan_lines(table, ["4x128"])
     assert "64x2: AdamW" not in "\n".join(plan_lines(load_table("main_grid", "mini"), ["64x4"]))
     text = "\n".join(plan_lines(table))
-    # Eight arms at four rates with three seeds.
+    # Eight variants at four rates with three seeds.
     assert "up to 96 runs of 600 steps, 614,400 tokens each" in text
     assert "in all: up to 96 runs, 58,982,400 tokens" in text
     assert all(sentence in text for sentence in table.assumptions.values())

@@ -16,13 +16,13 @@ from symexplin.lab.settings import config_hash, load_toml
 SMALL = {
     "model": {"width": 16, "depth": 1, "heads": 2, "context": 8},
     "train": {"steps": 2, "batch_size": 2, "eval_batches": 1},
-    "compare": {"arms": ["AdamW", "frozen"], "lrs": [1e-3, 1e-2], "seeds": [0], "confirm_seeds": [1], "jobs": 1},
+    "compare": {"variants": ["AdamW", "frozen"], "lrs": [1e-3, 1e-2], "seeds": [0], "confirm_seeds": [1], "jobs": 1},
 }
 
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
-    """The folder of a table of two arms at two rates, the better ones confirmed with another seed."""
+    """The folder of a table of two variants at two rates, the better ones confirmed with another seed."""
     place = tmp_path_factory.mktemp("results")
     table = load_table("frozen", "mini", out=place / "out", data=prepared(place / "text"), changes=SMALL)
     (panel,) = table.panels
@@ -44,10 +44,10 @@ def test_a_row_has_what_the_run_has(out, tmp_path):
     found = rows(file)
     assert count == len(found) == len(comparison["runs"])
     assert tuple(found[0]) == COLUMNS
-    runs = {(run["arm"], run["lr"], run["seed"]): run for run in comparison["runs"]}
+    runs = {(run["variant"], run["lr"], run["seed"]): run for run in comparison["runs"]}
     for row in found:
-        run = runs[row["arm"], float(row["lr"]), int(row["seed"])]
-        assert (row["table"], row["scale"], row["panel"], row["arm"]) == ("frozen", "mini", "16x1", run["arm"])
+        run = runs[row["variant"], float(row["lr"]), int(row["seed"])]
+        assert (row["table"], row["scale"], row["panel"], row["variant"]) == ("frozen", "mini", "16x1", run["variant"])
         assert [float(row[key]) for key in ("lr", "seed", "final_loss")] == [run["lr"], run["seed"], run["final_loss"]]
         assert row["stage"] == ("sweep" if run["seed"] == 0 else "confirm")
         facts = json.loads((panel / run["folder"] / "run.json").read_text())

@@ -32,17 +32,17 @@ PAPER_K = {"e": (50.0, 8.0), "l": (50.0, 8.0), "m": (0.01, 0.5)}
 
 
 def runs(panel):
-    """Return {arm: configuration of a run}."""
-    return {arm: panel.config.example(arm) for arm in panel.config.compare.arms}
+    """Return {variant: configuration of a run}."""
+    return {variant: panel.config.example(variant) for variant in panel.config.compare.variants}
 
 
-def map_in(table, arm, panel=0):
-    run = runs(table.panels[panel])[arm]
+def map_in(table, variant, panel=0):
+    run = runs(table.panels[panel])[variant]
     return map_of(run.sel, run.model.width)
 
 
-def start_in(table, arm):
-    return runs(table.panels[0])[arm].sel.starts_as
+def start_in(table, variant):
+    return runs(table.panels[0])[variant].sel.starts_as
 
 
 def patterns(config):
@@ -64,7 +64,7 @@ def test_a_table_is_whole_at_every_scale(name, scale):
     assert len({panel.name for panel in table.panels}) == len(table.panels)
     assert {panel.stands_for for panel in table.panels} <= {panel.name for panel in paper.panels} | {""}
     for panel in table.panels:
-        assert set(table.labels) >= set(panel.config.compare.arms)
+        assert set(table.labels) >= set(panel.config.compare.variants)
         assert panel.config.compare.baseline == table.baseline == next(iter(table.labels))
         model = panel.config.model
         assert panel.name.startswith(f"{model.width}x{model.depth}")
@@ -89,9 +89,9 @@ def test_the_grid_is_the_papers():
         assert (train.betas, train.weight_decay, train.max_grad_norm) == ((0.9, 0.999), 0.01, 1.0)
         assert (train.warmup_steps, run.compute.autocast, run.compute.recompute) == (250, "on", True)
         assert (run.compute.compile, run.compute.compile_mode) == (True, "reduce-overhead")
-    for arm, learned in (("mismatch", {"e", "l", "m"}), ("mismatch+offset", {"e", "l", "m", "n", "delta"})):
-        config = map_in(table, arm)
-        assert (config.mode, start_in(table, arm)) == ("mismatch", "mismatched")
+    for variant, learned in (("mismatch", {"e", "l", "m"}), ("mismatch+offset", {"e", "l", "m", "n", "delta"})):
+        config = map_in(table, variant)
+        assert (config.mode, start_in(table, variant)) == ("mismatch", "mismatched")
         assert set(config.learned_roles) == learned
         assert {role: getattr(config, role).k for role in PAPER_K} == PAPER_K
         assert (config.curvature, config.normalize) == ("fixed", False)
@@ -114,11 +114,13 @@ def test_the_controlled_study_has_the_papers_protocol(name):
 
 def test_the_controls_fix_what_the_paper_fixes():
     table = load_table("exp_only", "paper")
-    learned = {arm: set(map_in(table, arm).learned_roles) for arm in table.labels if arm.startswith("exp_only")}
+    learned = {
+        variant: set(map_in(table, variant).learned_roles) for variant in table.labels if variant.startswith("exp_only")
+    }
     expected = {"ff": set(), "fl": {"m"}, "lf": {"e"}, "ll": {"e", "m"}}
     assert learned == {f"exp_only-{letters}": roles for letters, roles in expected.items()}
     table = load_table("frozen", "paper")
-    learned = {arm: set(map_in(table, arm).learned_roles) for arm in table.labels if arm != "AdamW"}
+    learned = {variant: set(map_in(table, variant).learned_roles) for variant in table.labels if variant != "AdamW"}
     assert learned == {
         "full": {"e", "l", "m"},
         "fixed_curvature": {"e", "l"},
@@ -126,28 +128,31 @@ def test_the_controls_fix_what_the_paper_fixes():
         "frozen": set(),
         "frozen-congruent": set(),
     }
-    starts = {arm: start_in(table, arm) for arm in learned}
-    assert {arm for arm, start in starts.items() if start == "matched"} == {"frozen-congruent"}
+    starts = {variant: start_in(table, variant) for variant in learned}
+    assert {variant for variant, start in starts.items() if start == "matched"} == {"frozen-congruent"}
     table = load_table("structured_linear", "paper")
-    found = [patterns(map_in(table, arm)) for arm in table.labels if arm != "AdamW"]
+    found = [patterns(map_in(table, variant)) for variant in table.labels if variant != "AdamW"]
     assert found == [{"l": pattern} for pattern in ("global", "row", "column", "row_col_mult")]
 
 
 def test_the_other_tables_vary_what_they_say():
     table = load_table("curvature", "paper")
-    found = {(map_in(table, arm).curvature, map_in(table, arm).normalize) for arm in table.labels}
+    found = {(map_in(table, variant).curvature, map_in(table, variant).normalize) for variant in table.labels}
     assert len(found) == len(table.labels) == 4
     assert table.panels[0].config.train.steps == 100_000
     table = load_table("lr_annealing", "paper")
-    assert [map_in(table, arm).e.k for arm in ("fixed", "annealed")] == [(50.0, 50.0), (50.0, 8.0)]
-    assert {map_in(table, arm).beta for arm in table.labels} == {7.0}
+    assert [map_in(table, variant).e.k for variant in ("fixed", "annealed")] == [(50.0, 50.0), (50.0, 8.0)]
+    assert {map_in(table, variant).beta for variant in table.labels} == {7.0}
     table = load_table("optimizer_equivalence", "paper")
-    homes = {arm: run.sel.home for arm, run in runs(table.panels[0]).items()}
+    homes = {variant: run.sel.home for variant, run in runs(table.panels[0]).items()}
     assert homes == {"parameterized": "module", "optimizer": "optimizer"}
     assert map_in(table, "parameterized") == map_in(table, "optimizer")
     assert not map_in(table, "optimizer").learned_roles
-    inits = {arm: run.model.init for arm, run in runs(load_table("xavier", "mini").panels[0]).items()}
-    assert [arm for arm, init in inits.items() if init == "xavier_normal"] == ["AdamW-normal", "mismatch-normal"]
+    inits = {variant: run.model.init for variant, run in runs(load_table("xavier", "mini").panels[0]).items()}
+    assert [variant for variant, init in inits.items() if init == "xavier_normal"] == [
+        "AdamW-normal",
+        "mismatch-normal",
+    ]
 
 
 def test_what_the_paper_leaves_open_is_said():
@@ -155,7 +160,7 @@ def test_what_the_paper_leaves_open_is_said():
     open_keys = {"train.batch_size", "compare.lrs", "sel.anneal_steps", "model.tie_head", "train.decay_plain"}
     assert open_keys | {"model.heads", "data.tokenizer", "map.delta.rank"} <= keys
     assert {"data.seed", "model.gelu", "model.bias", "map.slope"} <= keys
-    assert "arm.fixed.map.e.k" in load_table("lr_annealing", "mini").assumptions
+    assert "variant.fixed.map.e.k" in load_table("lr_annealing", "mini").assumptions
     assert all(text.endswith((".", ")")) for name in names() for text in load_table(name, "mini").assumptions.values())
 
 
@@ -174,7 +179,7 @@ def test_what_the_code_fixes_is_what_the_assumptions_say():
 
 
 @pytest.mark.parametrize("name", sorted(OF_THE_PAPER | BEYOND))
-def test_every_arm_takes_a_step_in_miniature(name):
+def test_every_variant_takes_a_step_in_miniature(name):
     small = {"model": {"width": 32, "depth": 3, "heads": 2, "context": 8}}  # at 16 the rule's beta is below 1
     (panel, *_) = load_table(name, "mini", changes=small).panels
     for run in runs(panel).values():
@@ -206,11 +211,11 @@ def test_a_panel_goes_before_its_scale_and_the_command_before_both():
     assert {panel.config.model.width for panel in table.panels} == {32}
     assert map_in(table, "mismatch").beta == 9.0
     assert runs(table.panels[0])["AdamW"].sel.home == "none"
-    arm = load_table("frozen", "mini", changes={"arm": {"full": {"map": {"beta": 3.0}}}})
-    assert (map_in(arm, "full").beta, map_in(arm, "frozen").beta) == (3.0, pytest.approx(7.5 / 8**0.5))
-    # An arm's own keys stand, but for those of the command.
+    variant = load_table("frozen", "mini", changes={"variant": {"full": {"map": {"beta": 3.0}}}})
+    assert (map_in(variant, "full").beta, map_in(variant, "frozen").beta) == (3.0, pytest.approx(7.5 / 8**0.5))
+    # A variant's own keys stand, but for those of the command.
     forced = load_table("frozen", "mini", changes={"map": {"beta": 9.0}})
-    assert [map_in(table, "frozen-beta7_5").beta for table in (arm, forced)] == [7.5, 9.0]
+    assert [map_in(table, "frozen-beta7_5").beta for table in (variant, forced)] == [7.5, 9.0]
 
 
 def test_fewer_steps_take_warm_up_and_evaluations_with_them():
@@ -230,9 +235,9 @@ def test_fewer_steps_take_warm_up_and_evaluations_with_them():
         ({"model": {"widht": 3}}, "did you mean 'width'"),
         ({"train": {"steps": 0}}, "steps must be a whole number"),
         ({"model": 3}, r"\[model\] must be a table, got 3"),
-        ({"arm": {"full": 3}}, r"\[arm.full\] must be a table, got 3"),
+        ({"variant": {"full": 3}}, r"\[variant.full\] must be a table, got 3"),
         ({"base": {"steps": 3}}, "got 'base'"),
-        ({"arm": {"fall": {"map": {"beta": 3}}}}, "arm must be one of .*did you mean 'full'"),
+        ({"variant": {"fall": {"map": {"beta": 3}}}}, "variant must be one of .*did you mean 'full'"),
     ],
 )
 def test_a_wrong_change_is_named(changes, words):
@@ -254,7 +259,7 @@ def test_what_the_command_changes_is_no_longer_assumed():
 
 def test_a_file_of_ones_own_is_a_table(tmp_path):
     file = tmp_path / "mine.toml"
-    text = 'title = "Mine"\nprotocol = "controlled"\nbaseline = "AdamW"\n[arm.strong]\nmap = { beta = 9.0 }\n'
+    text = 'title = "Mine"\nprotocol = "controlled"\nbaseline = "AdamW"\n[variant.strong]\nmap = { beta = 9.0 }\n'
     file.write_text(text)
     table = load_table(str(file), "mini")
     assert (table.name, table.place, list(table.labels)) == ("mine", "", ["AdamW", "strong"])
@@ -276,7 +281,7 @@ def test_a_file_of_ones_own_is_a_table(tmp_path):
 )
 def test_panels_of_ones_own_have_names_and_tables(tmp_path, text, words):
     file = tmp_path / "mine.toml"
-    file.write_text('title = "Mine"\nprotocol = "controlled"\nbaseline = "AdamW"\n[arm.strong]\n' + text)
+    file.write_text('title = "Mine"\nprotocol = "controlled"\nbaseline = "AdamW"\n[variant.strong]\n' + text)
     with pytest.raises(ValueError, match=words):
         load_table(str(file), "mini")
 

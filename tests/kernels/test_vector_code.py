@@ -9,7 +9,7 @@ import pytest
 
 from builds import BUILDS, library
 
-# Arithmetic on whole registers and on one float: vfmadd231ps, mulps; vaddss, mulss. On ARM: fmla v0.4s; fmadd s0.
+# Arithmetic on whole registers and on one float: vfmadd231ps, mulps; vaddss, mulss. On VARIANT: fmla v0.4s; fmadd s0.
 PACKED = re.compile(
     r"\tv?(?:add|sub|mul|div|sqrt|fn?m(?:add|sub)\d+)p[sd]\b|\tf(?:add|sub|mul|div|sqrt|ml[as])\tv\d+\.[24][sd]"
 )

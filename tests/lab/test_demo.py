@@ -34,7 +34,7 @@ def data(tmp_path_factory):
 
 def tiny(data, **changes):
     shape = {"width": 16, "depth": 1, "heads": 2, "context": 16}
-    rest = {"steps": 6, "batch_size": 4, "arms": ("AdamW", "SEL")}
+    rest = {"steps": 6, "batch_size": 4, "variants": ("AdamW", "SEL")}
     return DemoConfig(**{"data": data, "lrs": (1e-3, 1e-2), **shape, **rest, **changes})
 
 
@@ -46,7 +46,7 @@ def finished(data, tmp_path_factory):
 
 
 def losses(content):
-    return [(run["arm"], run["lr"], run["evals"]) for run in content["runs"]]
+    return [(run["variant"], run["lr"], run["evals"]) for run in content["runs"]]
 
 
 def everything(folder):
@@ -80,9 +80,9 @@ def test_the_sample_is_of_the_best_curved_model_whose_weights_are_plain(finished
     folder, content, lines = finished
     model = load_model(lines[-1].removeprefix("plain weights: "))
     assert all(type(m) is torch.nn.Linear for m in model.modules() if isinstance(m, torch.nn.Linear))
-    best = min(run["final_loss"] for run in content["runs"] if run["arm"] == "SEL")
+    best = min(run["final_loss"] for run in content["runs"] if run["variant"] == "SEL")
     assert evaluate(model, eval_batches(Corpus.load(folder / "data").valid, 16, 4, 8)) == best
-    assert content["sample"]["arm"] == "SEL"
+    assert content["sample"]["variant"] == "SEL"
 
 
 def test_a_demo_that_was_interrupted_repeats_exactly(finished, data, tmp_path):
@@ -127,7 +127,7 @@ def test_one_interrupted_in_its_preparation_begins_again(data, tmp_path, monkeyp
 
 def test_a_run_that_breaks_down_is_reported(data, tmp_path):
     content = run_demo(tmp_path, tiny(data, lrs=(1e-3, 1e30)))
-    assert {(run["arm"], run["lr"]) for run in content["runs"] if run["error"]} == {("AdamW", 1e30), ("SEL", 1e30)}
+    assert {(run["variant"], run["lr"]) for run in content["runs"] if run["error"]} == {("AdamW", 1e30), ("SEL", 1e30)}
     assert content["sample"]["lr"] == 1e-3
 
 
@@ -144,7 +144,7 @@ def test_files_of_others_are_left_alone(data, tmp_path, name):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"arms": ("AdamW", "SLE")}, r"arms must be one of .*did you mean 'SEL'"),
+        ({"variants": ("AdamW", "SLE")}, r"variants must be one of .*did you mean 'SEL'"),
         ({"steps": 0}, "steps must be a whole number >= 1, got 0"),
         ({"seed": -1}, "seed must be a whole number >= 0, got -1"),
         ({"width": 100, "heads": 3}, "width must be a multiple of"),
@@ -156,9 +156,9 @@ def test_bad_values_are_named(changes, message):
 
 
 def test_the_defaults_are_those_of_the_readme():
-    """Nine runs of 250 steps at width 128, of which the third arm is the paper's with its start."""
+    """Nine runs of 250 steps at width 128, of which the third variant is the paper's with its start."""
     config = DemoConfig().comparison("data")
-    assert (config.compare.arms, config.compare.lrs) == (("AdamW", "SEL", "SEL-paper"), (1.5e-3, 3e-3, 6e-3))
+    assert (config.compare.variants, config.compare.lrs) == (("AdamW", "SEL", "SEL-paper"), (1.5e-3, 3e-3, 6e-3))
     assert config.run(Cell("SEL-paper", 3e-3, 0)).sel.starts_as == "mismatched"
     assert dataclasses.astuple(config.model) == (128, 4, 4, 256, 128, False, True, False, "xavier_uniform")
     assert (config.train.steps, config.train.warmup_steps, config.train.eval_every) == (250, 25, 20)

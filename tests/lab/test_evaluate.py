@@ -124,7 +124,7 @@ BASELINE = [(0, 5.0), (50, 3.0), (100, 2.0)]
 
 
 @pytest.mark.parametrize(
-    ("arm", "expected"),
+    ("variant", "expected"),
     [
         (BASELINE, 1.0),
         ([(0, 5.0), (50, 2.0), (100, 1.5)], 2.0),
@@ -135,8 +135,8 @@ BASELINE = [(0, 5.0), (50, 3.0), (100, 2.0)]
         ([(0, 5.0)], None),
     ],
 )
-def test_speedup(arm, expected):
-    assert speedup(BASELINE, arm) == (None if expected is None else pytest.approx(expected))
+def test_speedup(variant, expected):
+    assert speedup(BASELINE, variant) == (None if expected is None else pytest.approx(expected))
 
 
 def test_speedup_of_exponential_decays_is_the_ratio_of_rates():

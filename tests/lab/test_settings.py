@@ -201,8 +201,10 @@ def test_values_of_a_table_are_those_of_toml_or_text_and_flags_are_merged():
 
 
 def test_lists_take_several_values():
-    words = "--lrs 1e-3 3e-3 --seeds 4 5 --arms AdamW SEL"
-    assert parse(words, CompareConfig) == {"compare": {"lrs": (1e-3, 3e-3), "seeds": (4, 5), "arms": ("AdamW", "SEL")}}
+    words = "--lrs 1e-3 3e-3 --seeds 4 5 --variants AdamW SEL"
+    assert parse(words, CompareConfig) == {
+        "compare": {"lrs": (1e-3, 3e-3), "seeds": (4, 5), "variants": ("AdamW", "SEL")}
+    }
 
 
 @pytest.mark.parametrize(

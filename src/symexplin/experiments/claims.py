@@ -1,7 +1,7 @@
 """Tests of the paper's claims on finished comparisons, by one rule that is fixed before the runs.
 
-A claim is about one number for each seed, such as the difference between the final losses of two arms. At one seed the
-arms share their first weights and the order of their data. The test is the sign of the mean, or a bound on it.
+A claim is about one number for each seed, such as the difference between the final losses of two variants. At one seed
+the variants share their first weights and the order of their data. The test is the sign of the mean, or a bound on it.
 One seed shows a sign without its spread, and whether runs are the same that should be.
 """
 
@@ -33,39 +33,39 @@ Measure = Callable[[FinishedRun, FinishedRun], float | None]
 Rate = Callable[[Evidence, str], float | None]
 
 
-def _final(arm: FinishedRun, against: FinishedRun) -> float:
-    return arm.final - against.final
+def _final(variant: FinishedRun, against: FinishedRun) -> float:
+    return variant.final - against.final
 
 
-def _unreached(arm: FinishedRun, against: FinishedRun) -> float:
-    return arm.final - min(loss for _, loss in against.curve)
+def _unreached(variant: FinishedRun, against: FinishedRun) -> float:
+    return variant.final - min(loss for _, loss in against.curve)
 
 
-def _gaps(arm: FinishedRun, against: FinishedRun) -> list[float]:
+def _gaps(variant: FinishedRun, against: FinishedRun) -> list[float]:
     """Return the differences at the evaluations of both runs, without the one before the first step."""
     other = dict(against.curve)
-    return [loss - other[step] for step, loss in arm.curve if step in other and step > 0]
+    return [loss - other[step] for step, loss in variant.curve if step in other and step > 0]
 
 
 def _change_of(role: str) -> Measure:
-    def change(arm: FinishedRun, _: FinishedRun) -> float | None:
-        means = arm.scale_means(role)
+    def change(variant: FinishedRun, _: FinishedRun) -> float | None:
+        means = variant.scale_means(role)
         return means[-1][1] - 1.0 if means else None
 
     return change
 
 
 def _early_change_of(role: str) -> Measure:
-    def share(arm: FinishedRun, _: FinishedRun) -> float | None:
-        steps, means = zip((0, 1.0), *arm.scale_means(role), strict=True)
+    def share(variant: FinishedRun, _: FinishedRun) -> float | None:
+        steps, means = zip((0, 1.0), *variant.scale_means(role), strict=True)
         whole, early = means[-1] - 1.0, float(np.interp(_EARLY * steps[-1], steps, means)) - 1.0
         return 2.0 * early / whole - 1.0 if whole else None
 
     return share
 
 
-def _heavier_tail(arm: FinishedRun, against: FinishedRun) -> float | None:
-    own, other = arm.kurtosis, against.kurtosis
+def _heavier_tail(variant: FinishedRun, against: FinishedRun) -> float | None:
+    own, other = variant.kurtosis, against.kurtosis
     return None if own is None or other is None else own - other
 
 
@@ -84,30 +84,30 @@ class Kind(NamedTuple):
 
 _SIGNS = {"below": -1, "above": 1}
 _EARLY = 0.25  # our reading of the paper's "early in training": this share of the steps
-_LOSS = "final loss of {arm} minus that of {against}"
-_SHARE = "share of the change of the mean {} of {{arm}} in the first quarter of the steps, minus the share after it"
-_APART = "difference between {arm} and {against}"
+_LOSS = "final loss of {variant} minus that of {against}"
+_SHARE = "share of the change of the mean {} of {{variant}} in the first quarter of the steps, minus the share after it"
+_APART = "difference between {variant} and {against}"
 KINDS = {
     "below": Kind(_final, _LOSS, "below"),
     "above": Kind(_final, _LOSS, "above"),
     "within": Kind(_final, _LOSS, "within"),
     "no_worse": Kind(_final, _LOSS, "no_worse"),
     "grows": Kind(_final, f"change of the {_LOSS}", "below"),
-    "unreached": Kind(_unreached, "final loss of {arm} minus the lowest one of {against}", "below"),
+    "unreached": Kind(_unreached, "final loss of {variant} minus the lowest one of {against}", "below"),
     "ahead": Kind(
         lambda *runs: fmean(gap >= 0 for gap in _gaps(*runs)),
-        "share of the evaluations after the first at which {arm} is not below {against}",
+        "share of the evaluations after the first at which {variant} is not below {against}",
         "within",
     ),
     "mean_apart": Kind(lambda *runs: fmean(map(abs, _gaps(*runs))), f"mean {_APART}", "same"),
     "most_apart": Kind(lambda *runs: max(map(abs, _gaps(*runs))), f"largest {_APART}", "same"),
     "final_apart": Kind(lambda *runs: abs(_final(*runs)), f"last {_APART}", "same"),
-    "e_rises": Kind(_change_of("e"), "change of the mean e of {arm}", "above"),
-    "l_falls": Kind(_change_of("l"), "change of the mean l of {arm}", "below"),
+    "e_rises": Kind(_change_of("e"), "change of the mean e of {variant}", "above"),
+    "l_falls": Kind(_change_of("l"), "change of the mean l of {variant}", "below"),
     "e_early": Kind(_early_change_of("e"), _SHARE.format("e"), "above"),
     "l_early": Kind(_early_change_of("l"), _SHARE.format("l"), "above"),
-    "tails": Kind(_heavier_tail, "excess kurtosis of the final weights of {arm} minus that of {against}", "above"),
-    "m_stays": Kind(_change_of("m"), "change of the mean m of {arm}", "within"),
+    "tails": Kind(_heavier_tail, "excess kurtosis of the final weights of {variant} minus that of {against}", "above"),
+    "m_stays": Kind(_change_of("m"), "change of the mean m of {variant}", "within"),
 }
 
 
@@ -122,8 +122,8 @@ class Judgement(NamedTuple):
 class Verdict(NamedTuple):
     """The result of a claim in one panel ("A to B" for a claim across panels), and the paper's own number.
 
-    The verdict is `best`, each arm at its own best learning rate; `shared` is that of all arms at the baseline's best.
-    `note` names the better variant of a claim with two, and what the learning rates may explain.
+    The verdict is `best`, each variant at its own best learning rate; `shared` is that of all variants at the
+    baseline's best. `note` names the better alternative of a claim with two, and what the learning rates may explain.
     """
 
     panel: str
@@ -148,7 +148,7 @@ class ClaimVerdict(NamedTuple):
     @property
     def what(self) -> str:
         """What the number of a seed is."""
-        return KINDS[self.claim.kind].what.format(arm=self.claim.subject, against=self.claim.against)
+        return KINDS[self.claim.kind].what.format(variant=self.claim.subject, against=self.claim.against)
 
     @property
     def sentence(self) -> str:
@@ -171,10 +171,10 @@ def judge(claim: Claim, table: str, panels: Sequence[Evidence], paper: Paper) ->
 
 
 def _better(claim: Claim, panel: Evidence) -> Claim:
-    """Return a claim with two variants as one on the variant that ends lower."""
-    variants = {claim.arm, claim.variant}
-    leader = panel.leader(variants) if panel.found and variants <= set(panel.arms) else None
-    return claim if leader is None else claim._replace(arm=leader["arm"])
+    """Return a claim with two alternatives as one on the alternative that ends lower."""
+    alternatives = {claim.variant, claim.alternative}
+    leader = panel.leader(alternatives) if panel.found and alternatives <= set(panel.variants) else None
+    return claim if leader is None else claim._replace(variant=leader["variant"])
 
 
 def _shared_rate(panel: Evidence, _: str) -> float:
@@ -189,12 +189,12 @@ def _verdict(claim: Claim, table: str, panels: Sequence[Evidence], paper: Paper)
     best = shared if same else _judge(claim, panels, Evidence.best_lr)
     if (best.verdict, shared.verdict) in ((DID_NOT, HELD), (OTHER_SIGN, SAME_SIGN)):
         found = "it held" if shared.verdict == HELD else "the sign is the paper's"
-        note = f"A learning-rate effect: {found} at the shared rate, and not with each arm at its own best."
+        note = f"A learning-rate effect: {found} at the shared rate, and not with each variant at its own best."
     elif best.spread is not None and claim.against and not same and len(panels[0].lrs) == 1:
         note = "With one learning rate tried, this may be a learning-rate effect."
-    if claim.variant and best.spread is not None:
-        note = f"The better variant is {claim.arm}. {note}".strip()
-    number, ends = claim.paper, [paper.difference(table, panel.paper, claim.arm, claim.against) for panel in panels]
+    if claim.alternative and best.spread is not None:
+        note = f"The better variant is {claim.variant}. {note}".strip()
+    number, ends = claim.paper, [paper.difference(table, panel.paper, claim.variant, claim.against) for panel in panels]
     known = [end for end in ends if end is not None]
     if number is None and kind.value is _final and len(known) == len(panels):
         number = known[-1] - sum(known[:-1])
@@ -202,7 +202,7 @@ def _verdict(claim: Claim, table: str, panels: Sequence[Evidence], paper: Paper)
 
 
 def _judge(claim: Claim, panels: Sequence[Evidence], rate: Rate) -> Judgement:
-    """Judge a claim with each arm at a learning rate."""
+    """Judge a claim with each variant at a learning rate."""
     kind, found = KINDS[claim.kind], []
     for panel in panels:
         numbers = _numbers(claim, panel, rate)
@@ -213,7 +213,7 @@ def _judge(claim: Claim, panels: Sequence[Evidence], rate: Rate) -> Judgement:
     if first.keys() != last.keys():
         return Judgement(UNTESTED, "the seeds differ")
     spread = spread_of([last[seed] - (first[seed] if len(found) == 2 else 0.0) for seed in last])
-    text = f"{kind.what.format(arm=claim.arm, against=claim.against)}: {spread.mean:+.4g}"
+    text = f"{kind.what.format(variant=claim.variant, against=claim.against)}: {spread.mean:+.4g}"
     if spread.error is not None:
         agree = sum(value * spread.mean > 0 for value in spread.values)
         text += f" ± {spread.error:.2g}, this sign in {agree} of {len(last)} seeds"
@@ -233,19 +233,21 @@ def _numbers(claim: Claim, panel: Evidence, rate: Rate) -> dict[int, float] | Ju
     """Return the number of each seed in a panel, or the result without them."""
     if not panel.found:
         return Judgement(UNTESTED, "the panel has not ended")
-    arms = [arm for arm in (claim.arm, claim.against) if arm]
-    if untrained := [arm for arm in (*arms, claim.variant) if arm and arm not in panel.arms]:
+    variants = [variant for variant in (claim.variant, claim.against) if variant]
+    if untrained := [
+        variant for variant in (*variants, claim.alternative) if variant and variant not in panel.variants
+    ]:
         return Judgement(UNTESTED, f"{untrained[0]} was not trained")
-    runs = {arm: panel.runs(arm, rate(panel, arm)) for arm in arms}
-    if lost := [arm for arm in arms if len(runs[arm]) < len(panel.seeds)]:
-        # A claim fails if its own arm alone diverges; it proves nothing if the other one does.
-        alone = claim.against and lost == [claim.arm] and claim.kind != "above"
+    runs = {variant: panel.runs(variant, rate(panel, variant)) for variant in variants}
+    if lost := [variant for variant in variants if len(runs[variant]) < len(panel.seeds)]:
+        # A claim fails if its own variant alone diverges; it proves nothing if the other one does.
+        alone = claim.against and lost == [claim.variant] and claim.kind != "above"
         failed = alone and (len(panel.seeds) >= ENOUGH_SEEDS or KINDS[claim.kind].test == "same")
         return Judgement(DID_NOT if failed else UNTESTED, f"{' and '.join(lost)} did not stay finite in every seed")
-    value, own, other = KINDS[claim.kind].value, runs[arms[0]], runs[arms[-1]]
+    value, own, other = KINDS[claim.kind].value, runs[variants[0]], runs[variants[-1]]
     values = {seed: value(own[seed], other[seed]) for seed in panel.seeds}
     known = {seed: number for seed, number in values.items() if number is not None}
-    return known if len(known) == len(values) else Judgement(UNTESTED, f"the runs of {claim.arm} do not have it")
+    return known if len(known) == len(values) else Judgement(UNTESTED, f"the runs of {claim.variant} do not have it")
 
 
 def _holds(test: str, spread: Spread, bound: float) -> bool | None:

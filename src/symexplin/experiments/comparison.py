@@ -1,4 +1,4 @@
-"""A finished comparison, looked up by arm, learning rate and seed: for the report of a table and for figures."""
+"""A finished comparison, looked up by variant, learning rate and seed: for the report of a table and for figures."""
 
 import functools
 import math
@@ -124,9 +124,9 @@ class Evidence:
         return list(self.found["comparison"]["seeds"])
 
     @property
-    def arms(self) -> list[str]:
-        """All arms, the baseline first."""
-        return [row["arm"] for row in self.rows("shared")]
+    def variants(self) -> list[str]:
+        """All variants, the baseline first."""
+        return [row["variant"] for row in self.rows("shared")]
 
     @property
     def size(self) -> tuple[int, int]:
@@ -134,40 +134,40 @@ class Evidence:
         model = self.found["config"]["model"]
         return model["width"], model["depth"]
 
-    def label(self, arm: str) -> str:
-        """Return the label that the table gives an arm, else its name."""
-        return self.labels.get(arm, arm)
+    def label(self, variant: str) -> str:
+        """Return the label that the table gives a variant, else its name."""
+        return self.labels.get(variant, variant)
 
     def rows(self, which: str) -> list[Row]:
         """Return the rows at the "shared" learning rate, or each at its "best" one, the baseline's first."""
         rows: list[Row] = self.found["comparison"][which]
         return rows
 
-    def best(self, arm: str) -> Row:
-        """Return an arm's row at its own best learning rate; {} of an arm that is not there."""
-        return next((row for row in self.rows("best") if row["arm"] == arm), {})
+    def best(self, variant: str) -> Row:
+        """Return a variant's row at its own best learning rate; {} of a variant that is not there."""
+        return next((row for row in self.rows("best") if row["variant"] == variant), {})
 
-    def best_lr(self, arm: str) -> float | None:
-        """Return an arm's own best learning rate, or None if it stayed finite at none."""
-        return self.best(arm).get("lr")
+    def best_lr(self, variant: str) -> float | None:
+        """Return a variant's own best learning rate, or None if it stayed finite at none."""
+        return self.best(variant).get("lr")
 
-    def runs(self, arm: str, lr: float | None) -> dict[int, FinishedRun]:
-        """Return {seed: run} of an arm at a learning rate, without the runs that did not stay finite."""
-        config = self.map_of(arm)
+    def runs(self, variant: str, lr: float | None) -> dict[int, FinishedRun]:
+        """Return {seed: run} of a variant at a learning rate, without the runs that did not stay finite."""
+        config = self.map_of(variant)
         return {
             run["seed"]: FinishedRun([(int(s), float(x)) for s, x in run["evals"]], self.folder / run["folder"], config)
             for run in self.found["runs"]
-            if (run["arm"], run["lr"]) == (arm, lr) and run["final_loss"] is not None
+            if (run["variant"], run["lr"]) == (variant, lr) and run["final_loss"] is not None
         }
 
-    def leader(self, arms: Collection[str]) -> Row | None:
-        """Return the row with the lowest loss among `arms`, each at its own best learning rate."""
-        finite = [row for row in self.rows("best") if row["arm"] in arms and row["loss"] is not None]
+    def leader(self, variants: Collection[str]) -> Row | None:
+        """Return the row with the lowest loss among `variants`, each at its own best learning rate."""
+        finite = [row for row in self.rows("best") if row["variant"] in variants and row["loss"] is not None]
         return min(finite, key=lambda row: float(row["loss"]), default=None)
 
-    def map_of(self, arm: str) -> SELConfig | None:
-        """Return the map of an arm, or None for ordinary weights."""
-        found = self.found["maps"].get(arm)
+    def map_of(self, variant: str) -> SELConfig | None:
+        """Return the map of a variant, or None for ordinary weights."""
+        found = self.found["maps"].get(variant)
         if found is None:
             return None
         return SELConfig.from_dict({key: value for key, value in found.items() if key not in ("home", "start")})

@@ -24,7 +24,7 @@ def estimate(configs: Sequence[CompareConfig]) -> list[str]:
         return []
     corpus = Corpus.load(first.data, verify=False)
     corpus.check_context(first.model.context)
-    run = resolve(first.example(first.compare.arms[-1]), corpus.vocab_size)  # the first arm has no map
+    run = resolve(first.example(first.compare.variants[-1]), corpus.vocab_size)  # the first variant has no map
     before, times = torch.get_num_threads(), []
     torch.set_num_threads(run.compute.threads or max(1, cores() // first.compare.jobs))
     try:
@@ -38,7 +38,7 @@ def estimate(configs: Sequence[CompareConfig]) -> list[str]:
     finally:
         torch.set_num_threads(before)
     runs = sum(config.compare.most_runs for config in configs)
-    cost = sum(_cost(config.example(config.compare.arms[-1])) * config.compare.most_runs for config in configs)
+    cost = sum(_cost(config.example(config.compare.variants[-1])) * config.compare.most_runs for config in configs)
     minutes = min(times) * _passes(run) / _cost(run) * cost / first.compare.jobs / 60
     return [f"at most {runs} runs, in all about {max(1, round(minutes)):,} min (from {_TIMED_STEPS} steps)"]
 

@@ -20,7 +20,7 @@ class Number(NamedTuple):
     place: str
     text: str
     panel: str = ""
-    arm: str = ""
+    variant: str = ""
     high: float | None = None
 
 
@@ -28,12 +28,12 @@ class Claim(NamedTuple):
     """A statement of the paper in our words, tested by `tables` in the way of `kind` (a key of claims.KINDS).
 
     `panels` are the paper's, all if none are named. A claim that a gain grows is from the first to the last of them.
-    `paper` is the paper's own number where its losses do not give it. With a `variant` the claim is about the better of
-    `arm` and `variant` in each panel.
+    `paper` is the paper's own number where its losses do not give it. With an `alternative` the claim is about the
+    better of `variant` and `alternative` in each panel.
     """
 
     tables: Sequence[str]
-    arm: str
+    variant: str
     kind: str
     text: str
     place: str
@@ -41,24 +41,24 @@ class Claim(NamedTuple):
     bound: float | None = None
     paper: float | None = None
     panels: Sequence[str] = ()
-    variant: str = ""
+    alternative: str = ""
 
     @property
     def subject(self) -> str:
-        """The arm, or both variants, in words."""
-        return f"the better of {self.arm} and {self.variant}" if self.variant else self.arm
+        """The variant, or both alternatives, in words."""
+        return f"the better of {self.variant} and {self.alternative}" if self.alternative else self.variant
 
 
 class Paper(NamedTuple):
-    """All claims and numbers of the paper; `losses` are {(table, panel, arm): final loss in nats per token}."""
+    """All claims and numbers of the paper; `losses` are {(table, panel, variant): final loss in nats per token}."""
 
     losses: Mapping[tuple[str, str, str], float]
     numbers: tuple[Number, ...]
     claims: tuple[Claim, ...]
 
-    def difference(self, table: str, panel: str, arm: str, against: str) -> float | None:
-        """Return the paper's final loss of an arm minus that of another, or None without both."""
-        own, other = (self.losses.get((table, panel, name)) for name in (arm, against))
+    def difference(self, table: str, panel: str, variant: str, against: str) -> float | None:
+        """Return the paper's final loss of a variant minus that of another, or None without both."""
+        own, other = (self.losses.get((table, panel, name)) for name in (variant, against))
         return None if own is None or other is None else own - other
 
     def numbers_of(self, table: str) -> list[Number]:
@@ -76,17 +76,17 @@ def load_paper() -> Paper:
     content = load_toml(Path(__file__).with_name("paper_results.toml"))
     losses = [entry for part in content["losses"] for entry in _entries(part, "loss")]
     return Paper(
-        {(entry["table"], entry["panel"], entry["arm"]): entry["loss"] for entry in losses},
+        {(entry["table"], entry["panel"], entry["variant"]): entry["loss"] for entry in losses},
         tuple(Number(**entry) for part in content["number"] for entry in _entries(part, "value")),
         tuple(Claim(**part) for part in content["claim"]),
     )
 
 
 def _entries(part: Mapping[str, Any], name: str) -> Iterator[dict[str, Any]]:
-    """Yield an entry per value by panel and arm in a part's table `panels`, or the part itself."""
+    """Yield an entry per value by panel and variant in a part's table `panels`, or the part itself."""
     common = {key: value for key, value in part.items() if key != "panels"}
     if "panels" not in part:
         yield common
-    for panel, arms in part.get("panels", {}).items():
-        for arm, value in arms.items():
-            yield {**common, "panel": panel, "arm": arm, name: value}
+    for panel, variants in part.get("panels", {}).items():
+        for variant, value in variants.items():
+            yield {**common, "panel": panel, "variant": variant, name: value}

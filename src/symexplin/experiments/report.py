@@ -27,7 +27,7 @@ __all__ = ["report_table"]
 
 _RESULTS, _CLAIMS, _FIGURES = "table.csv", "claims.csv", "figures"
 _SIGNS = {-1: "below", 1: "above", 0: "undecided"}
-_OF_ARMS = ("delta", "speedup")  # numbers of the paper that the rows of the arms show
+_OF_VARIANTS = ("delta", "speedup")  # numbers of the paper that the rows of the variants show
 # Where a table ran.
 _FACTS = (
     *("device", "processor", "instructions", "threads", "system", "python", "torch", "numpy", "safetensors"),
@@ -38,12 +38,12 @@ _FACTS = (
 def report_table(out: str | Path, echo: Callable[[str], None] = lambda _: None) -> Path:
     """Write the report of a table's folder, finished or not, and return the page's path.
 
-    report.html opens without network. table.csv has a row for each arm of each panel at its own best and at the shared
-    learning rate, claims.csv one for each claim in each panel. figures/ has the figures as SVG and PNG.
+    report.html opens without network. table.csv has a row for each variant of each panel at its own best and at the
+    shared learning rate, claims.csv one for each claim in each panel. figures/ has the figures as SVG and PNG.
 
     Args:
         out: the folder.
-        echo: takes the result of each arm, what is missing and the verdict on each claim as lines of text.
+        echo: takes the result of each variant, what is missing and the verdict on each claim as lines of text.
     """
     out = Path(out)
     paper = load_paper()
@@ -51,9 +51,9 @@ def report_table(out: str | Path, echo: Callable[[str], None] = lambda _: None) 
         outcome = read_table(out)
         claims = [judge(claim, outcome.name, outcome.panels, paper) for claim in paper.claims_of(outcome.name)]
         headline = _headline(outcome, claims)
-        arms = {panel.name: list(_arms(outcome, panel, paper)) for panel in outcome.finished}
-        results = [text for panel in outcome.finished for text in _results(panel.name, arms[panel.name])]
-        rows = [row for pairs in arms.values() for pair in pairs for row in pair]
+        variants = {panel.name: list(_variants(outcome, panel, paper)) for panel in outcome.finished}
+        results = [text for panel in outcome.finished for text in _results(panel.name, variants[panel.name])]
+        rows = [row for pairs in variants.values() for pair in pairs for row in pair]
         write_csv(out / _RESULTS, rows)
         write_csv(out / _CLAIMS, [row for claim in claims for row in _claim_rows(outcome, claim)])
         page = write_page(
@@ -65,8 +65,8 @@ def report_table(out: str | Path, echo: Callable[[str], None] = lambda _: None) 
             headline=headline,
             results=results,
             claims=claims,
-            numbers=[n for n in paper.numbers_of(outcome.name) if n.name not in _OF_ARMS],
-            panels=[(panel, arms[panel.name]) for panel in outcome.finished],
+            numbers=[n for n in paper.numbers_of(outcome.name) if n.name not in _OF_VARIANTS],
+            panels=[(panel, variants[panel.name]) for panel in outcome.finished],
             links={
                 panel.name: f"{PANELS}/{panel.name}/{PAGE}"
                 for panel in outcome.finished
@@ -86,16 +86,16 @@ def _place(outcome: Outcome, panel: Evidence) -> Row:
     return {"table": outcome.name, "scale": outcome.scale, "panel": panel.name, "stands_for": panel.paper}
 
 
-def _arms(outcome: Outcome, panel: Evidence, paper: Paper) -> Iterator[tuple[Row, Row]]:
-    """Yield the rows of each arm in table.csv: at its own best learning rate, and at the shared one."""
+def _variants(outcome: Outcome, panel: Evidence, paper: Paper) -> Iterator[tuple[Row, Row]]:
+    """Yield the rows of each variant in table.csv: at its own best learning rate, and at the shared one."""
     for best, shared in zip(panel.rows("best"), panel.rows("shared"), strict=True):
-        key = outcome.name, panel.paper, best["arm"]
-        numbers = {n.name: n.value for n in paper.numbers_of(outcome.name) if (n.panel, n.arm) == key[1:]}
-        computed = paper.difference(*key, panel.arms[0]) if best["arm"] != panel.arms[0] else None
+        key = outcome.name, panel.paper, best["variant"]
+        numbers = {n.name: n.value for n in paper.numbers_of(outcome.name) if (n.panel, n.variant) == key[1:]}
+        computed = paper.difference(*key, panel.variants[0]) if best["variant"] != panel.variants[0] else None
         known = {
             **_place(outcome, panel),
-            "arm": best["arm"],
-            "label": panel.label(best["arm"]),
+            "variant": best["variant"],
+            "label": panel.label(best["variant"]),
             "paper_loss": paper.losses.get(key),
             "paper_delta": numbers.get("delta", computed),
             "paper_speedup": numbers.get("speedup"),
@@ -126,10 +126,10 @@ def _shown(spread: Spread | None, paper: float | None) -> str:
     return TOO_FEW
 
 
-def _results(panel: str, arms: Sequence[tuple[Row, Row]]) -> Iterator[str]:
-    """Yield a sentence per arm: below the baseline or above, at its own best and at the shared learning rate."""
-    baseline = arms[0][0]["label"]
-    for best, shared in arms[1:]:
+def _results(panel: str, variants: Sequence[tuple[Row, Row]]) -> Iterator[str]:
+    """Yield a sentence per variant: below the baseline or above, at its own best and at the shared learning rate."""
+    baseline = variants[0][0]["label"]
+    for best, shared in variants[1:]:
         text = f"{panel}: {best['label']} {_against(best, baseline)} at its own best learning rate"
         if best["lr"] != shared["lr"]:
             text += f"; it {_against(shared, baseline)} at the shared rate"
@@ -196,7 +196,10 @@ def _claim_rows(outcome: Outcome, verdict: ClaimVerdict) -> Iterator[Row]:
             "table": outcome.name,
             "scale": outcome.scale,
             "claim": verdict.claim.text,
-            **{key: getattr(verdict.claim, key) for key in ("place", "arm", "variant", "against", "kind", "bound")},
+            **{
+                key: getattr(verdict.claim, key)
+                for key in ("place", "variant", "alternative", "against", "kind", "bound")
+            },
             "panel": panel.panel,
             "verdict": panel.best.verdict,
             "text": panel.best.text,

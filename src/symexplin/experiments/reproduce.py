@@ -37,23 +37,23 @@ class ReproduceConfig:
         scale: "mini" (two CPU cores, about an hour at most), "paper" (the paper's protocol) or "h200" (one large GPU).
         data: a folder that `symexplin prepare` made, or sources of text for it.
         panels: those to run now; the others stay for later.
-        arms: those to run, the baseline among them.
-        lrs: peak learning rates; every arm trains at each.
-        seeds: every arm trains at each learning rate with each.
+        variants: those to run, the baseline among them.
+        lrs: peak learning rates; every variant trains at each.
+        seeds: every variant trains at each learning rate with each.
         confirm_seeds: of a second stage, at the best learning rates alone.
         jobs: runs at a time.
         reuse: folders of other tables. Their finished runs of the same configuration, data, seed, commit and machine
             are copied instead of being trained again.
         steps: optimizer steps of each run; warm-up and evaluations keep their share, as far as evaluations take less
             than half the time of training.
-        set: any key of a scale's tables, such as model.width=64, train.batch_size=4, map.beta=5 (of every curved arm),
-            or for a cluster compare.cluster=slurm cluster.walltime=...
+        set: any key of a scale's tables, such as model.width=64, train.batch_size=4, map.beta=5 (of every curved
+            variant), or for a cluster compare.cluster=slurm cluster.walltime=...
     """
 
     scale: str = field(default="mini", metadata={"choices": SCALES})
     data: tuple[str, ...] = ()
     panels: tuple[str, ...] = ()
-    arms: tuple[str, ...] = ()
+    variants: tuple[str, ...] = ()
     lrs: tuple[float, ...] = ()
     seeds: tuple[int, ...] = ()
     confirm_seeds: tuple[int, ...] = ()
@@ -72,7 +72,7 @@ class ReproduceConfig:
 
     def table(self, name: str, out: str | Path) -> Table:
         """Return the table `name` with these settings, to run in `out`."""
-        lists = {key: list(getattr(self, key)) for key in ("arms", "lrs", "seeds", "confirm_seeds")}
+        lists = {key: list(getattr(self, key)) for key in ("variants", "lrs", "seeds", "confirm_seeds")}
         jobs = {} if self.jobs is None else {"jobs": self.jobs}
         changes = {
             "compare": {**{key: values for key, values in lists.items() if values}, **jobs},
@@ -92,7 +92,7 @@ def plan_lines(table: Table, names: Collection[str] = ()) -> list[str]:
         runs, tokens = runs + grid.most_runs, tokens + grid.most_runs * each
         confirm = f" then {' '.join(map(str, grid.confirm_seeds))} at the best" if grid.confirm_seeds else ""
         lines.append(
-            f"{panel.name}: {', '.join(grid.arms)}; lrs {' '.join(f'{lr:g}' for lr in grid.lrs)}; "
+            f"{panel.name}: {', '.join(grid.variants)}; lrs {' '.join(f'{lr:g}' for lr in grid.lrs)}; "
             f"seeds {' '.join(map(str, grid.seeds))}{confirm}; up to {grid.most_runs} runs of {steps:,} steps, "
             f"{each:,} tokens each"
         )
@@ -206,12 +206,12 @@ def _warnings(configs: Sequence[CompareConfig]) -> list[str]:
     """Return a line for each choice that makes results hard to read: one learning rate, few seeds, few steps."""
     found = []
     if any(len(config.compare.lrs) == 1 for config in configs):
-        found.append("one learning rate (--lrs): its effect cannot be told from that of the arms")
+        found.append("one learning rate (--lrs): its effect cannot be told from that of the variants")
     if any(len(config.compare.seeds + config.compare.confirm_seeds) < ENOUGH_SEEDS for config in configs):
         found.append(f"fewer than {ENOUGH_SEEDS} seeds (--seeds): the sign of a difference shows no spread")
     steps = min(config.train.steps for config in configs)
     if steps < _FEW_STEPS:
-        found.append(f"{steps} steps (--steps): the order of the arms may change in longer runs")
+        found.append(f"{steps} steps (--steps): the order of the variants may change in longer runs")
     return [f"warning: {text}" for text in found]
 
 

@@ -17,11 +17,11 @@ from symexplin.lab.settings import config_hash, load_toml
 __all__ = ["COLUMNS", "append_results", "check_results"]
 
 COLUMNS = (
-    *("table", "scale", "panel", "arm", "lr", "seed", "stage", "steps", "tokens", "final_loss", "seconds"),
+    *("table", "scale", "panel", "variant", "lr", "seed", "stage", "steps", "tokens", "final_loss", "seconds"),
     *("tokens_per_second", "error", "config_hash", "data", "commit", "machine", "threads", "torch", "date"),
 )
 # Rows that agree in these columns are of the same run.
-_KEY = ("table", "scale", "panel", "arm", "lr", "seed", "config_hash", "data", "commit", "machine")
+_KEY = ("table", "scale", "panel", "variant", "lr", "seed", "config_hash", "data", "commit", "machine")
 
 
 def check_results(file: Path) -> list[dict[str, str]]:
@@ -62,7 +62,7 @@ def _row(folder: Path) -> dict[str, Any]:
     return {
         **{key: summary.get(key) for key in ("final_loss", "seconds", "tokens_per_second", "error")},
         "panel": panel.name,
-        "arm": folder.name.removesuffix(f"-lr{train['lr']:g}-seed{train['seed']}"),
+        "variant": folder.name.removesuffix(f"-lr{train['lr']:g}-seed{train['seed']}"),
         "lr": train["lr"],
         "seed": train["seed"],
         "stage": "confirm" if train["seed"] in load_toml(panel / GRID)["compare"]["confirm_seeds"] else "sweep",

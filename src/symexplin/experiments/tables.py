@@ -28,8 +28,8 @@ TABLE, PANELS = "table.json", "panels"
 DATA = "data"
 _CONFIGS = Path(__file__).parent / "configs"
 _PROTOCOLS = "protocols"
-# Tables of settings; `map` is that of every curved arm.
-_SETTINGS = ("model", "train", "compute", "log", "sel", "compare", "cluster", "arm", "map", DATA)
+# Tables of settings; `map` is that of every curved variant.
+_SETTINGS = ("model", "train", "compute", "log", "sel", "compare", "cluster", "variant", "map", DATA)
 # Training a batch costs a forward and a backward pass, evaluating it the forward pass alone, about a third.
 PASSES = 3
 
@@ -38,8 +38,8 @@ PASSES = 3
 class About:
     """A table at a scale, as table.json has it.
 
-    `place` is where in the paper, "" beyond it. `labels` are those of the arms. `assumptions` are sentences on the keys
-    that the paper leaves open. `data` has keys of :class:`PrepareConfig`.
+    `place` is where in the paper, "" beyond it. `labels` are those of the variants. `assumptions` are sentences on the
+    keys that the paper leaves open. `data` has keys of :class:`PrepareConfig`.
     """
 
     name: str
@@ -107,7 +107,7 @@ def load_table(
     """Return a table of :func:`names`, or of a TOML file of the same form, at a scale, to run in the folder `out`.
 
     `data` is a prepared folder, `out`/data if None. `changes` override all other settings, by the tables of
-    configs/protocols.toml; `map` is for every curved arm.
+    configs/protocols.toml; `map` is for every curved variant.
     """
     check_choice("scale", scale, SCALES)
     known = _files()
@@ -121,8 +121,8 @@ def load_table(
         entries = settings.pop("panel", [{}])
         assumptions = settings.pop("assumptions", {})
         changes = {key: value for key, value in (changes or {}).items() if value != {}}
-        for arm in changes.get("arm", ()):
-            check_choice("arm", arm, [about["baseline"], *settings.get("arm", ())])
+        for variant in changes.get("variant", ()):
+            check_choice("variant", variant, [about["baseline"], *settings.get("variant", ())])
         if data is not None:
             settings.pop(DATA, None)
             assumptions = {key: text for key, text in assumptions.items() if not key.startswith(f"{DATA}.")}
@@ -130,14 +130,14 @@ def load_table(
         layers = _Layers(settings, changes, about["baseline"], str(data or Path(out, DATA)))
         panels = tuple(_panels(layers, entries, of_paper=_settings(file, "paper")))
         changed = merge(settings, changes)
-        arms = {about["baseline"]: {}, **changed.get("arm", {})}
+        variants = {about["baseline"]: {}, **changed.get("variant", {})}
         given = {key: f" (Here: {value}.)" for key, (_, value) in differences({}, changes).items()}
         return Table(
             **about,
             name=Path(name).stem,
             scale=scale,
             figures=figures,
-            labels={arm: table.get("label", arm) for arm, table in arms.items()},
+            labels={variant: table.get("label", variant) for variant, table in variants.items()},
             assumptions={key: text + given.get(key, "") for key, text in assumptions.items()},
             data=changed.get(DATA, {}),
             panels=panels,
@@ -183,15 +183,15 @@ class _Layers:
     def config(self, panel: Settings) -> CompareConfig:
         """Return the configuration of a panel."""
         found = self._of(panel)
-        arms, curve = found.pop("arm", {}), found.pop("map", {})
-        known = list(dict.fromkeys([self.baseline, *arms]))
-        compare = {"baseline": self.baseline, "arms": known, **found["compare"]}
-        wanted = from_table(GridConfig, compare).arms
+        variants, curve = found.pop("variant", {}), found.pop("map", {})
+        known = list(dict.fromkeys([self.baseline, *variants]))
+        compare = {"baseline": self.baseline, "variants": known, **found["compare"]}
+        wanted = from_table(GridConfig, compare).variants
         for name in wanted:
-            check_choice("arms", name, known)
+            check_choice("variants", name, known)
         forced = self.changes.get("map", {})
-        chosen = {name: _curved(arm, curve, forced) for name, arm in arms.items() if name in wanted}
-        return from_table(CompareConfig, {**found, "data": self.data, "compare": compare, "arm": chosen})
+        chosen = {name: _curved(variant, curve, forced) for name, variant in variants.items() if name in wanted}
+        return from_table(CompareConfig, {**found, "data": self.data, "compare": compare, "variant": chosen})
 
     def _of(self, panel: Settings) -> Settings:
         of_panel = {key: value for key, value in panel.items() if key not in ("name", "stands_for")}
@@ -213,14 +213,14 @@ def _in_proportion(before: Settings, changes: Settings) -> Settings:
     return settings
 
 
-def _curved(arm: Any, curve: Settings, forced: Settings) -> Any:
-    """Return an arm whose map has the keys of the panel that it leaves open, and those that the command forces."""
-    if not isinstance(arm, Mapping):
-        return arm  # the schema refuses it
-    arm = {key: value for key, value in arm.items() if key != "label"}
-    if arm.get("home") == "none" or not (curve or forced):
-        return arm
-    return {**arm, "map": merge(curve, merge(arm.get("map", {}), forced))}
+def _curved(variant: Any, curve: Settings, forced: Settings) -> Any:
+    """Return a variant whose map has the keys of the panel that it leaves open, and those that the command forces."""
+    if not isinstance(variant, Mapping):
+        return variant  # the schema refuses it
+    variant = {key: value for key, value in variant.items() if key != "label"}
+    if variant.get("home") == "none" or not (curve or forced):
+        return variant
+    return {**variant, "map": merge(curve, merge(variant.get("map", {}), forced))}
 
 
 def _panels(layers: _Layers, entries: Sequence[Settings], of_paper: Settings) -> Iterator[Panel]:

@@ -23,8 +23,8 @@ class DemoConfig:
 
     Args:
         data: "stdlib" (your Python's own sources), a file (documents separated by NUL) or a folder.
-        arms: AdamW, and what to hold against it; see `symexplin compare --help`.
-        lrs: peak learning rates; every arm trains at each.
+        variants: AdamW, and what to hold against it; see `symexplin compare --help`.
+        lrs: peak learning rates; every variant trains at each.
         seed: of the initial weights, of the order of the data and of the sample.
         width: size of the model's residual stream.
         depth: blocks of the model.
@@ -35,7 +35,7 @@ class DemoConfig:
     """
 
     data: str = "stdlib"
-    arms: tuple[str, ...] = (*GridConfig.arms, "SEL-paper")
+    variants: tuple[str, ...] = (*GridConfig.variants, "SEL-paper")
     lrs: tuple[float, ...] = GridConfig.lrs
     seed: int = 0
     width: int = 128
@@ -58,7 +58,7 @@ class DemoConfig:
             train=TrainConfig(self.steps, self.batch_size, eval_every=max(1, self.steps // _EVALUATIONS)),
             compute=ComputeConfig(device="cpu", autocast="off"),
             log=LogConfig(tensorboard=False, keep=1),
-            compare=GridConfig(self.arms, self.lrs, (self.seed,)),
+            compare=GridConfig(self.variants, self.lrs, (self.seed,)),
         )
 
 
@@ -84,13 +84,13 @@ def run_demo(out: str | Path, config: DemoConfig, echo: Callable[[str], None] = 
         content = compare_runs(config.comparison(str(folder / _DATA)), folder, resume=True, echo=echo)
         curved = [row for row in content["comparison"]["best"][1:] if row["loss"] is not None]
         if not curved:
-            raise ValueError("no curved arm stayed finite at any learning rate: try smaller lrs")
+            raise ValueError("no curved variant stayed finite at any learning rate: try smaller lrs")
         best = min(curved, key=lambda row: row["loss"])
-        (run,) = (r for r in content["runs"] if (r["arm"], r["lr"]) == (best["arm"], best["lr"]))
+        (run,) = (r for r in content["runs"] if (r["variant"], r["lr"]) == (best["variant"], best["lr"]))
         model, tokenizer, _ = load_trained(folder / run["folder"])
         # A zero byte ends a document; files of text have none.
         words = sample(model, tokenizer, "", _SAMPLE_LENGTH, seed=config.seed).replace("\0", "\n")
-        content["sample"] = {"arm": run["arm"], "lr": run["lr"], "seed": run["seed"], "text": words}
+        content["sample"] = {"variant": run["variant"], "lr": run["lr"], "seed": run["seed"], "text": words}
         write_json(folder / COMPARISON, content)
         report_comparison(folder)
         replace_file(folder / _SAMPLE, words + "\n")

@@ -95,19 +95,19 @@ def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torc
     return int(torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator))
 
 
-def speedup(baseline: Curve, arm: Curve) -> float | None:
-    """Return the baseline's number of steps divided by the step at which `arm` first reaches the baseline's final loss.
+def speedup(baseline: Curve, variant: Curve) -> float | None:
+    """Return the baseline's steps divided by the step at which `variant` first reaches the baseline's final loss.
 
-    The arm's loss is interpolated linearly between evaluations. None: not reached, or before the first step.
+    The variant's loss is interpolated linearly between evaluations. None: not reached, or before the first step.
 
     >>> speedup([(0, 5.0), (100, 2.0)], [(0, 5.0), (50, 3.0), (100, 1.0)])
     1.3333333333333333
     """
     steps, target = baseline[-1]
-    before_step, before = arm[0]
+    before_step, before = variant[0]
     if before <= target:
         return None
-    for step, loss in arm[1:]:
+    for step, loss in variant[1:]:
         if loss <= target:
             return steps / (before_step + (step - before_step) * (before - target) / (before - loss))
         before_step, before = step, loss

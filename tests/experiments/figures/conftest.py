@@ -23,20 +23,20 @@ def runs(tmp_path_factory):
 def compared(tmp_path):
     """A maker of a comparison's folder, see `run_folders.comparison`.
 
-    `arms`: further ones by name, each like SEL but ending so many nats higher.
+    `variants`: further ones by name, each like SEL but ending so many nats higher.
     """
 
-    def make(name="c", width=64, depth=2, arms=None, maps=None, **changes):
+    def make(name="c", width=64, depth=2, variants=None, maps=None, **changes):
         folder = tmp_path / name
         folder.mkdir(parents=True)
         config = {"model": {"width": width, "depth": depth}, "train": {"steps": 100}}
         comparison(folder, config=config, **changes)
         path = folder / "comparison.json"
         found = json.loads(path.read_text())
-        for arm, more in (arms or {}).items():
+        for variant, more in (variants or {}).items():
             for rows in (found["comparison"]["best"], found["comparison"]["shared"]):
-                rows.append(_raised(rows[1], arm, more))
-            found["runs"] += [_raised(run, arm, more) for run in found["runs"] if run["arm"] == "SEL"]
+                rows.append(_raised(rows[1], variant, more))
+            found["runs"] += [_raised(run, variant, more) for run in found["runs"] if run["variant"] == "SEL"]
         found["maps"] |= maps or {}
         path.write_text(json.dumps(found))
         return folder
@@ -44,9 +44,9 @@ def compared(tmp_path):
     return make
 
 
-def _raised(record, arm, more):
+def _raised(record, variant, more):
     """Return a row or a run under another name with all its losses higher by `more`."""
-    record = {**record, "arm": arm}
+    record = {**record, "variant": variant}
     for key in ("loss", "delta", "final_loss"):
         if record.get(key) is not None:
             record[key] += more

@@ -59,16 +59,16 @@ def test_the_panels_of_a_table_are_found_and_counted_in_order(compared, tmp_path
     assert alone == ["width 64, depth 2", "width 64, depth 10"]
 
 
-def test_the_best_arm_is_shown_and_a_loss_as_well_as_a_gain(compared):
-    folder = compared(final=2.5, arms={"worse": 0.5})  # SEL's best is 2.3 at 0.001
+def test_the_best_variant_is_shown_and_a_loss_as_well_as_a_gain(compared):
+    folder = compared(final=2.5, variants={"worse": 0.5})  # SEL's best is 2.3 at 0.001
     (axes,) = draw("loss_curves", [folder]).axes
     assert set(lines(axes)) == {"AdamW, lr 0.01", "SEL, lr 0.001"}
     assert texts(axes) == ["Δ = +0.3000\n1 seed"]
     assert axes.get_legend().get_title().get_text() == ""
 
 
-def test_ablations_have_a_bar_for_each_arm_and_rate(compared):
-    folder = compared(seeds=(0, 1, 2), final=2.4, arms={"worse": 0.3, "better": -0.5})
+def test_ablations_have_a_bar_for_each_variant_and_rate(compared):
+    folder = compared(seeds=(0, 1, 2), final=2.4, variants={"worse": 0.3, "better": -0.5})
     left, right = draw("mechanism_ablations", [folder]).axes
     assert set(lines(left)) == {"AdamW, lr 0.01", "better, lr 0.001", "SEL, lr 0.001", "worse, lr 0.001"}
     assert [label.get_text() for label in right.get_yticklabels()] == ["better", "SEL", "worse"]
@@ -97,13 +97,13 @@ def test_comparisons_of_one_protocol_share_their_axes_without_twins(compared):
     """The paper's figure 6 is of three tables with one AdamW, and one full SEL in two of them."""
     full, frozen = ({"home": "optimizer", "beta": 5.0, "e": {"pattern": e}} for e in ("row", "fixed"))
     folders = [
-        compared("a/64x2", seeds=(0, 1), arms={"frozen": 0.3}, maps={"SEL": full, "frozen": frozen}),
-        compared("b/64x2", seeds=(0, 1), arms={"linear": 0.4}, maps={"SEL": full, "linear": {"home": "module"}}),
-        compared("c/64x2", seeds=(0, 1), arms={"normal": 0.6}, maps={"SEL": full, "normal": full}),
+        compared("a/64x2", seeds=(0, 1), variants={"frozen": 0.3}, maps={"SEL": full, "frozen": frozen}),
+        compared("b/64x2", seeds=(0, 1), variants={"linear": 0.4}, maps={"SEL": full, "linear": {"home": "module"}}),
+        compared("c/64x2", seeds=(0, 1), variants={"normal": 0.6}, maps={"SEL": full, "normal": full}),
     ]
     path = folders[2] / "comparison.json"
     found = json.loads(path.read_text())
-    found["config"]["arm"] = {"normal": {"model": {"init": "xavier_normal"}}}  # apart from SEL by its start alone
+    found["config"]["variant"] = {"normal": {"model": {"init": "xavier_normal"}}}  # apart from SEL by its start alone
     path.write_text(json.dumps(found))
     left, right = draw("mechanism_ablations", folders).axes
     assert [label.get_text() for label in right.get_yticklabels()] == ["SEL", "frozen", "linear", "normal"]
@@ -111,7 +111,7 @@ def test_comparisons_of_one_protocol_share_their_axes_without_twins(compared):
     assert widths == pytest.approx([-0.5, -0.2, -0.1, 0.1])
     assert len(lines(left)) == 5
     assert title(left) == "width 64, depth 2"
-    # Other steps, or another arm of the same name: axes of their own.
+    # Other steps, or another variant of the same name: axes of their own.
     found["config"]["train"]["steps"] = 200
     path.write_text(json.dumps(found))
     assert len(draw("mechanism_ablations", folders).axes) == 4
@@ -119,7 +119,7 @@ def test_comparisons_of_one_protocol_share_their_axes_without_twins(compared):
     assert len(draw("mechanism_ablations", [folders[0], other]).axes) == 4
 
 
-def test_arms_are_called_what_their_table_calls_them(compared, tmp_path):
+def test_variants_are_called_what_their_table_calls_them(compared, tmp_path):
     maps = {"SEL": {"home": "optimizer", "beta": 5.0}, "AdamW": {"home": "module", "beta": 5.0}}
     folder = compared("panels/64x2", maps=maps)
     table(tmp_path, "64x2", labels={"SEL": "Curved", "AdamW": "The baseline"})
@@ -135,8 +135,8 @@ def test_arms_are_called_what_their_table_calls_them(compared, tmp_path):
     assert "SEL, lr 0.01" in lines(draw("loss_curves", [alone]).axes[0])
 
 
-def test_an_arm_that_broke_down_is_named_without_a_bar(compared):
-    folder = compared(arms={"broken": 0.0})
+def test_an_variant_that_broke_down_is_named_without_a_bar(compared):
+    folder = compared(variants={"broken": 0.0})
     path = folder / "comparison.json"
     found = json.loads(path.read_text())
     for rows in ("best", "shared"):
@@ -152,10 +152,10 @@ def test_an_arm_that_broke_down_is_named_without_a_bar(compared):
 def test_equivalence_is_the_difference_of_the_homes_seed_by_seed(compared):
     maps = {name: {"home": "optimizer", "beta": beta} for name, beta in (("SEL", 4.0), ("same", 5.0))}
     maps["AdamW"] = {"home": "module", "beta": 5.0}
-    folder = compared(seeds=(3, 4), final=2.004, maps=maps, arms={"same": 0.0})
+    folder = compared(seeds=(3, 4), final=2.004, maps=maps, variants={"same": 0.0})
     path = folder / "comparison.json"
     found = json.loads(path.read_text())
-    next(r for r in found["runs"] if (r["arm"], r["lr"], r["seed"]) == ("same", 0.01, 4))["evals"][1][1] -= 0.010
+    next(r for r in found["runs"] if (r["variant"], r["lr"], r["seed"]) == ("same", 0.01, 4))["evals"][1][1] -= 0.010
     path.write_text(json.dumps(found))
     left, right = draw("optimizer_equivalence", [folder]).axes
     assert set(lines(left)) == {"AdamW, lr 0.01", "same, lr 0.01"}
@@ -187,9 +187,9 @@ def test_annealing_shows_the_late_losses_and_the_mean_scales(compared, runs):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("optimizer_equivalence", "one map in both homes"), ("lr_annealing", "an arm whose scales are annealed")],
+    [("optimizer_equivalence", "one map in both homes"), ("lr_annealing", "a variant whose scales are annealed")],
 )
-def test_a_comparison_without_the_arms_is_refused(compared, name, words):
+def test_a_comparison_without_the_variants_is_refused(compared, name, words):
     with pytest.raises(ValueError, match=words):
         draw(name, [compared()])
 
@@ -224,8 +224,8 @@ def test_the_slope_at_given_weights_is_that_of_all_blocks(tmp_path):
 def test_lines_stand_at_the_rate_and_at_the_rate_times_the_slope(compared, runs):
     folder = compared(seeds=(0, 1))
     (folder / "runs").mkdir()
-    for arm, run in (("AdamW", "plain"), ("SEL", "curved")):
-        (folder / "runs" / f"{arm}-lr0.001-seed0").symlink_to(runs[run])
+    for variant, run in (("AdamW", "plain"), ("SEL", "curved")):
+        (folder / "runs" / f"{variant}-lr0.001-seed0").symlink_to(runs[run])
     figure = draw("learning_rates", [folder])
     left, right = ({line.get_label(): line for line in axes.lines} for axes in figure.axes)
     slope = start_slope(RunConfig("data", MODEL, sel=CurveConfig(preset="paper")))

@@ -143,16 +143,16 @@ def test_rare_positions_have_bands_and_the_largest_ones_curves(crafted):
     assert np.array(curves) == pytest.approx(np.array(wanted), abs=1e-12)
 
 
-def test_of_a_comparison_the_best_bent_arm_with_learned_scales_is_taken(runs, compared):
+def test_of_a_comparison_the_best_bent_variant_with_learned_scales_is_taken(runs, compared):
     learned = {"home": "optimizer", "start": "mismatched", **sel.preset("paper").to_dict()}
     line = {**learned, **sel.preset("structured_linear").to_dict()}
-    arms = {"line": 0.2, "learned": 0.3, "worse": 0.4}
-    folder = compared(arms=arms, maps={"line": line, "learned": learned, "worse": learned})
+    variants = {"line": 0.2, "learned": 0.3, "worse": 0.4}
+    folder = compared(variants=variants, maps={"line": line, "learned": learned, "worse": learned})
     (folder / "runs").mkdir()
     path = folder / "comparison.json"
     found = json.loads(path.read_text())
     for run in found["runs"]:
-        run["folder"] = run["folder"].replace("SEL", run["arm"])
+        run["folder"] = run["folder"].replace("SEL", run["variant"])
     path.write_text(json.dumps(found))
     (folder / "runs" / "learned-lr0.01-seed0").symlink_to(runs["curved"])
     title = draw("transform_roles", [folder]).get_suptitle()

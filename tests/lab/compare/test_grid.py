@@ -4,7 +4,7 @@ import re
 import pytest
 
 import symexplin as sel
-from symexplin.lab.compare.grid import ARMS, BASELINE, Cell, ClusterConfig, CompareConfig, GridConfig
+from symexplin.lab.compare.grid import BASELINE, VARIANTS, Cell, ClusterConfig, CompareConfig, GridConfig
 from symexplin.lab.config import TrainConfig
 from symexplin.lab.maps import CurveConfig, map_of
 from symexplin.lab.model import ModelConfig
@@ -28,7 +28,7 @@ def test_the_first_runs_are_a_comparison_of_the_first_seed():
 
 
 def test_runs_differ_in_their_cell_alone():
-    config = CompareConfig("data", train=TrainConfig(steps=7), compare=GRID, arm=OWN)
+    config = CompareConfig("data", train=TrainConfig(steps=7), compare=GRID, variant=OWN)
     run = config.run(GRID.cells()[-1])
     assert run.train == TrainConfig(steps=7, lr=3e-3, seed=4)
     assert (run.data, run.model, run.compute, run.log) == (config.data, config.model, config.compute, config.log)
@@ -38,9 +38,9 @@ def test_runs_differ_in_their_cell_alone():
 
 
 def test_a_file_says_it_all():
-    config = CompareConfig("data", compare=GRID, arm=OWN)
+    config = CompareConfig("data", compare=GRID, variant=OWN)
     assert from_table(CompareConfig, config.table()) == config
-    assert "[arm.strong.map]" in dump_toml(config.table())
+    assert "[variant.strong.map]" in dump_toml(config.table())
     whole, saved = to_table(config), config.table()
     assert {(name, key) for name in ("train", "sel") for key in whole[name].keys() - saved[name].keys()} == {
         ("train", "lr"),
@@ -54,8 +54,8 @@ def test_a_file_says_it_all():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"arms": ("AdamW", "SEL", "SEL")}, "arms must hold.*each once"),
-        ({"arms": ("AdamW",)}, "arms must be the baseline 'AdamW' and at least one other"),
+        ({"variants": ("AdamW", "SEL", "SEL")}, "variants must hold.*each once"),
+        ({"variants": ("AdamW",)}, "variants must be the baseline 'AdamW' and at least one other"),
         ({"lrs": ()}, r"lrs must hold at least one entry, and each once, got \(\)"),
         ({"lrs": (1e-3, -1.0)}, r"lrs must be a positive finite number, got -1\.0"),
         ({"lrs": (0.1, 0.1000000001)}, "lrs must hold.*each once"),  # one name of a folder
@@ -73,20 +73,26 @@ def test_bad_grids_are_named(changes, message):
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"compare": {"arms": ["AdamW", "SLE"]}}, "arms must be one of .*got 'SLE'; did you mean 'SEL'"),
-        ({"arm": {"mine": {"presett": "paper"}}}, "arm mine: unknown key 'presett'; did you mean 'preset'"),
-        ({"arm": {"mine": {"map": {"btea": 5.0}}}}, "arm mine: map: key must be one of .*did you mean 'beta'"),
-        ({"arm": {"a/b": {"preset": "paper"}}}, "arm must have a new name.*got 'a/b'"),
-        ({"arm": {"mine": {}}}, "arm 'mine' is defined but not among arms AdamW, SEL: add it"),
-        ({"arm": {"mine": {"beta": 5.0}}}, "arm mine: unknown key 'beta'"),
-        ({"arm": {"mine": {"home": "none", "preset": "paper"}}}, "arm mine: home 'none' .* no use for preset"),
-        ({"arm": {"mine": 3}}, r"\[arm.mine\] must be a table, got 3"),
-        ({"arm": {"mine": {"train": {"steps": 3}}}}, "arm mine: train must .* may have optimizer, .*got .*'steps'"),
-        ({"arm": {"mine": {"compute": {"threads": 1}}}}, r"arm mine: unknown key 'compute'"),
-        ({"arm": {"mine": {"model": 3}}}, "arm mine: model must be a table that may have init, got 3"),
-        ({"arm": {"mine": {"train": {"weight_decay": "no"}}}}, "arm mine: weight_decay must be a number, got 'no'"),
+        ({"compare": {"variants": ["AdamW", "SLE"]}}, "variants must be one of .*got 'SLE'; did you mean 'SEL'"),
+        ({"variant": {"mine": {"presett": "paper"}}}, "variant mine: unknown key 'presett'; did you mean 'preset'"),
+        ({"variant": {"mine": {"map": {"btea": 5.0}}}}, "variant mine: map: key must be one of .*did you mean 'beta'"),
+        ({"variant": {"a/b": {"preset": "paper"}}}, "variant must have a new name.*got 'a/b'"),
+        ({"variant": {"mine": {}}}, "variant 'mine' is defined but not among variants AdamW, SEL: add it"),
+        ({"variant": {"mine": {"beta": 5.0}}}, "variant mine: unknown key 'beta'"),
+        ({"variant": {"mine": {"home": "none", "preset": "paper"}}}, "variant mine: home 'none' .* no use for preset"),
+        ({"variant": {"mine": 3}}, r"\[variant.mine\] must be a table, got 3"),
+        (
+            {"variant": {"mine": {"train": {"steps": 3}}}},
+            "variant mine: train must .* may have optimizer, .*got .*'steps'",
+        ),
+        ({"variant": {"mine": {"compute": {"threads": 1}}}}, r"variant mine: unknown key 'compute'"),
+        ({"variant": {"mine": {"model": 3}}}, "variant mine: model must be a table that may have init, got 3"),
+        (
+            {"variant": {"mine": {"train": {"weight_decay": "no"}}}},
+            "variant mine: weight_decay must be a number, got 'no'",
+        ),
         ({"train": {"lr": 0.1}}, r"lr must be left to lrs in a comparison, got lr = 0\.1"),
-        ({"sel": {"preset": "paper"}}, r"\[sel\] must be left to the arms"),
+        ({"sel": {"preset": "paper"}}, r"\[sel\] must be left to the variants"),
     ],
 )
 def test_bad_comparisons_are_named(table, message):
@@ -94,7 +100,7 @@ def test_bad_comparisons_are_named(table, message):
         from_table(CompareConfig, {"data": "data", **table})
 
 
-def test_a_second_stage_has_each_arm_at_its_own_rates():
+def test_a_second_stage_has_each_variant_at_its_own_rates():
     grid = GridConfig(("AdamW", "SEL", "SEL-paper"), (1e-3, 3e-3), (0, 4), confirm_seeds=(7, 5))
     found = grid.confirmations({"AdamW": (1e-3,), "SEL": (1e-3, 3e-3), "SEL-paper": (1e-3,)})
     assert [cell.name for cell in found] == [
@@ -106,11 +112,11 @@ def test_a_second_stage_has_each_arm_at_its_own_rates():
 
 
 @pytest.mark.parametrize(("lrs", "most"), [((1e-3,), 6 + 3 * 2), ((1e-3, 3e-3), 12 + 5 * 2)])
-def test_the_most_runs_are_those_of_arms_that_are_all_best_elsewhere(lrs, most):
-    """Three arms, two seeds; of two more the baseline needs one rate, the others two, if there are two."""
+def test_the_most_runs_are_those_of_variants_that_are_all_best_elsewhere(lrs, most):
+    """Three variants, two seeds; of two more the baseline needs one rate, the others two, if there are two."""
     grid = GridConfig(("AdamW", "SEL", "SEL-paper"), lrs, (0, 4), confirm_seeds=(7, 5))
     assert grid.most_runs == most
-    assert GridConfig(grid.arms, lrs, (0, 4)).most_runs == len(grid.cells())
+    assert GridConfig(grid.variants, lrs, (0, 4)).most_runs == len(grid.cells())
 
 
 CHANGED = {
@@ -124,10 +130,10 @@ CHANGED = {
 }
 
 
-def test_an_arm_may_change_keys_of_training_and_of_the_model():
+def test_an_variant_may_change_keys_of_training_and_of_the_model():
     grid = GridConfig(("AdamW", "muon", "normal"), (1e-3,), (4,))
     config = CompareConfig(
-        "data", ModelConfig(width=64, vocab_size=300), TrainConfig(steps=7), compare=grid, arm=CHANGED
+        "data", ModelConfig(width=64, vocab_size=300), TrainConfig(steps=7), compare=grid, variant=CHANGED
     )
     plain, muon, normal = (config.run(cell) for cell in grid.cells())
     shared = TrainConfig(steps=7, lr=1e-3, seed=4)
@@ -138,14 +144,14 @@ def test_an_arm_may_change_keys_of_training_and_of_the_model():
     assert normal.train == dataclasses.replace(shared, decay_plain=False)
     assert normal.model == ModelConfig(width=64, vocab_size=300, init="xavier_normal")
     assert normal.sel == CurveConfig(preset="paper", map={"beta": 5.0})
-    assert from_table(CompareConfig, config.table()).arm == config.arm
+    assert from_table(CompareConfig, config.table()).variant == config.variant
 
 
-def test_anneal_steps_hold_for_all_curved_arms_but_those_with_their_own():
+def test_anneal_steps_hold_for_all_curved_variants_but_those_with_their_own():
     own = {"strong": {"preset": "paper", "anneal_steps": 5}}
     grid = GridConfig(("AdamW", "SEL", "strong"))
-    config = CompareConfig("data", sel=CurveConfig(anneal_steps=9), compare=grid, arm=own)
-    assert [config.example(arm).sel.anneal_steps for arm in ("SEL", "strong")] == [9, 5]
+    config = CompareConfig("data", sel=CurveConfig(anneal_steps=9), compare=grid, variant=own)
+    assert [config.example(variant).sel.anneal_steps for variant in ("SEL", "strong")] == [9, 5]
     assert from_table(CompareConfig, config.table()) == config
     assert config.table()["sel"] == {"anneal_steps": 9}
 
@@ -159,8 +165,8 @@ def test_bad_requests_to_a_cluster_are_named(changes):
 WIDTH = 64
 
 
-def curve_of(arm, lr=1e-2):
-    return CompareConfig("", ModelConfig(width=WIDTH)).run(Cell(arm, lr, 0)).sel
+def curve_of(variant, lr=1e-2):
+    return CompareConfig("", ModelConfig(width=WIDTH)).run(Cell(variant, lr, 0)).sel
 
 
 def test_the_baseline_is_plain():
@@ -169,7 +175,7 @@ def test_the_baseline_is_plain():
 
 
 @pytest.mark.parametrize(
-    ("arm", "preset", "start", "home"),
+    ("variant", "preset", "start", "home"),
     [
         ("SEL-paper", "paper", "mismatched", "optimizer"),
         ("SEL-fixed-curvature", "fixed_curvature", "mismatched", "optimizer"),
@@ -179,10 +185,10 @@ def test_the_baseline_is_plain():
         ("SEL-module", "paper", "mismatched", "module"),
     ],
 )
-def test_the_papers_arms_are_its_presets(arm, preset, start, home):
-    found = map_of(curve_of(arm), WIDTH)
+def test_the_papers_variants_are_its_presets(variant, preset, start, home):
+    found = map_of(curve_of(variant), WIDTH)
     assert found == sel.preset(preset).resolve(WIDTH)
-    assert (curve_of(arm).starts_as, curve_of(arm).home) == (start, home)
+    assert (curve_of(variant).starts_as, curve_of(variant).home) == (start, home)
 
 
 def test_sel_is_the_default_map_and_may_learn():
@@ -195,9 +201,9 @@ def test_sel_is_the_default_map_and_may_learn():
         assert (scale.pattern, scale.start) == ("row_col_mult", start)
         assert scale.multiplier(lr=1.0) == (0.003, 0.001)
     assert dataclasses.replace(learned, mode="exp_only", e=fixed.e, l=fixed.l) == fixed
-    assert {curve_of(arm).starts_as for arm in ("SEL", "SEL-learned")} == {"matched"}
+    assert {curve_of(variant).starts_as for variant in ("SEL", "SEL-learned")} == {"matched"}
 
 
-def test_the_help_names_every_arm():
+def test_the_help_names_every_variant():
     text, _, _ = GridConfig.__doc__.partition("lrs:")
-    assert set(re.findall(r"AdamW|SEL[\w-]*", text)) == set(ARMS)
+    assert set(re.findall(r"AdamW|SEL[\w-]*", text)) == set(VARIANTS)

@@ -43,14 +43,14 @@ def taken(config, out, source):
 
 def test_equal_runs_are_copied_in_both_stages_and_others_are_trained(finished, tmp_path):
     config, first = finished
-    arms = {"mine": {"preset": "default"}, "other": {"preset": "congruent"}}
-    grid = dataclasses.replace(config.compare, arms=("AdamW", "mine", "other"))
-    names, found = taken(dataclasses.replace(config, compare=grid, arm=arms), tmp_path / "second", first)
+    variants = {"mine": {"preset": "default"}, "other": {"preset": "congruent"}}
+    grid = dataclasses.replace(config.compare, variants=("AdamW", "mine", "other"))
+    names, found = taken(dataclasses.replace(config, compare=grid, variant=variants), tmp_path / "second", first)
     assert {name for name in names if name.startswith("AdamW")} == {path.name for path in first.glob("runs/AdamW-*")}
     assert "mine-lr0.001-seed0" in names  # by another name the same as "SEL"
     assert not [name for name in names if name.startswith("other")]
     before = json.loads((first / "comparison.json").read_text())
-    losses = [{r["seed"]: r["evals"] for r in c["runs"] if r["arm"] == "AdamW"} for c in (before, found)]
+    losses = [{r["seed"]: r["evals"] for r in c["runs"] if r["variant"] == "AdamW"} for c in (before, found)]
     assert json.dumps(losses[0]) == json.dumps(losses[1])
 
 

@@ -1,4 +1,4 @@
-"""Comparisons in two stages, and arms that change keys of training."""
+"""Comparisons in two stages, and variants that change keys of training."""
 
 import dataclasses
 import json
@@ -33,32 +33,32 @@ def confirmed(data, tmp_path_factory):
     return folder, compare_runs(staged(data), folder, echo=lines.append), lines
 
 
-def best_of(content, arm, seeds=(0,)):
-    """The learning rate of an arm's lowest mean loss, from the runs themselves."""
-    losses = {(r["lr"], r["seed"]): r["final_loss"] for r in content["runs"] if r["arm"] == arm}
+def best_of(content, variant, seeds=(0,)):
+    """The learning rate of a variant's lowest mean loss, from the runs themselves."""
+    losses = {(r["lr"], r["seed"]): r["final_loss"] for r in content["runs"] if r["variant"] == variant}
     return min({lr for lr, _ in losses}, key=lambda lr: statistics.fmean(losses[lr, seed] for seed in seeds))
 
 
 def test_the_second_stage_trains_what_the_first_has_chosen(confirmed, data, tmp_path):
     folder, content, lines = confirmed
-    best = {arm: best_of(content, arm) for arm in ("AdamW", "SEL")}
-    first = [(arm, lr, 0) for lr in (1e-3, 1e-2) for arm in ("AdamW", "SEL")]
+    best = {variant: best_of(content, variant) for variant in ("AdamW", "SEL")}
+    first = [(variant, lr, 0) for lr in (1e-3, 1e-2) for variant in ("AdamW", "SEL")]
     rates = {"AdamW": [best["AdamW"]], "SEL": list(dict.fromkeys([best["AdamW"], best["SEL"]]))}
-    second = [(arm, lr, seed) for seed in (3, 4) for arm, lrs in rates.items() for lr in lrs]
-    assert [(r["arm"], r["lr"], r["seed"], r["stage"]) for r in content["runs"]] == [
+    second = [(variant, lr, seed) for seed in (3, 4) for variant, lrs in rates.items() for lr in lrs]
+    assert [(r["variant"], r["lr"], r["seed"], r["stage"]) for r in content["runs"]] == [
         *((*cell, 1) for cell in first),
         *((*cell, 2) for cell in second),
     ]
     assert {path.name for path in (folder / "runs").iterdir()} == {r["folder"][5:] for r in content["runs"]}
     comparison = content["comparison"]
     assert (comparison["seeds"], comparison["confirm_seeds"]) == ((0, 3, 4), (3, 4))
-    assert {row["arm"]: row["lr"] for row in comparison["best"]} == best
+    assert {row["variant"]: row["lr"] for row in comparison["best"]} == best
     assert "; up to 10 runs of 6 steps" in lines[0]
     total = len(first) + len(second)
     assert any(line.startswith(f"{total}/{total} SEL ") for line in lines)
     assert any(line.startswith("to confirm with") and f"AdamW at {best['AdamW']:g}" in line for line in lines)
     last = content["runs"][-1]
-    train(staged(data).run(Cell(last["arm"], last["lr"], last["seed"])), tmp_path / "alone")
+    train(staged(data).run(Cell(last["variant"], last["lr"], last["seed"])), tmp_path / "alone")
     assert last["evals"] == tuple(evaluations(tmp_path / "alone"))
 
 
@@ -89,7 +89,9 @@ def test_a_finished_second_stage_is_not_trained_again_and_may_grow(confirmed, da
 def test_other_best_rates_ask_for_other_runs_and_leave_the_old_ones(data, tmp_path):
     """At 1e-5 nothing is learned in six steps, so that any higher rate is the best one as soon as it is there."""
     low = compare_runs(staged(data, lrs=(1e-5,), confirm_seeds=(3,)), tmp_path)
-    assert [run[:3] for run in numbers(low)] == [(arm, 1e-5, seed) for seed in (0, 3) for arm in ("AdamW", "SEL")]
+    assert [run[:3] for run in numbers(low)] == [
+        (variant, 1e-5, seed) for seed in (0, 3) for variant in ("AdamW", "SEL")
+    ]
     old = bits(tmp_path)
     content = compare_runs(staged(data, lrs=(1e-5, 1e-2), confirm_seeds=(3,)), tmp_path, resume=True)
     assert {run[1] for run in numbers(content) if run[2] == 3} == {1e-2}
@@ -122,7 +124,7 @@ def test_killed_in_either_stage_it_goes_on_to_the_same_bits(confirmed, data, tmp
     assert bits(tmp_path / "out") == there
 
 
-def test_arms_may_have_weights_and_an_optimizer_of_their_own(confirmed, data, tmp_path, monkeypatch):
+def test_variants_may_have_weights_and_an_optimizer_of_their_own(confirmed, data, tmp_path, monkeypatch):
     """Weights lie where they did from whatever folder it resumes; others are refused, even if all runs have ended."""
     first, second = confirmed[1]["runs"][2:4]
     base = shutil.copytree(confirmed[0] / first["folder"], tmp_path / "base")
@@ -134,17 +136,17 @@ def test_arms_may_have_weights_and_an_optimizer_of_their_own(confirmed, data, tm
             "muon": {"home": "none", "train": {"optimizer": "muon", "weight_decay": 0.1}},
         }
         return dataclasses.replace(
-            tiny(data), arm=own, compare=GridConfig(("AdamW", "on", "muon"), (1e-3,), (3,), confirm_seeds=(4,))
+            tiny(data), variant=own, compare=GridConfig(("AdamW", "on", "muon"), (1e-3,), (3,), confirm_seeds=(4,))
         )
 
     monkeypatch.chdir(tmp_path)
     content = compare_runs(config("base"), "out")
-    evals = {(run["arm"], run["seed"]): run["evals"] for run in content["runs"]}
+    evals = {(run["variant"], run["seed"]): run["evals"] for run in content["runs"]}
     assert evals["on", 3][0][1] == evals["on", 4][0][1] == pytest.approx(first["final_loss"], rel=1e-6)
     assert evals["muon", 3][0] == evals["AdamW", 3][0]
     assert evals["muon", 3][-1] != evals["AdamW", 3][-1]
-    assert "<th>arm.muon.train.optimizer</th><td>muon</td>" in (tmp_path / "out" / "report.html").read_text()
-    assert load_toml("out/compare.toml")["arm"]["on"]["train"]["weights"] == str(base)
+    assert "<th>variant.muon.train.optimizer</th><td>muon</td>" in (tmp_path / "out" / "report.html").read_text()
+    assert load_toml("out/compare.toml")["variant"]["on"]["train"]["weights"] == str(base)
     monkeypatch.chdir(confirmed[0])
     saved = from_table(CompareConfig, load_toml(tmp_path / "out" / "compare.toml"))
     assert compare_runs(saved, tmp_path / "out", resume=True) == content
@@ -158,8 +160,8 @@ def test_arms_may_have_weights_and_an_optimizer_of_their_own(confirmed, data, tm
 def test_weights_of_another_shape_are_refused_before_the_first_run(confirmed, data, tmp_path):
     own = {"on": {"home": "none", "train": {"weights": str(confirmed[0] / confirmed[1]["runs"][0]["folder"])}}}
     config = dataclasses.replace(
-        tiny(data), model=ModelConfig(32, 1, 2, context=16), arm=own, compare=GridConfig(("AdamW", "on"))
+        tiny(data), model=ModelConfig(32, 1, 2, context=16), variant=own, compare=GridConfig(("AdamW", "on"))
     )
-    with pytest.raises(ValueError, match="arm on: weights must be of a model with width 32"):
+    with pytest.raises(ValueError, match="variant on: weights must be of a model with width 32"):
         compare_runs(config, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} <= {".lock"}

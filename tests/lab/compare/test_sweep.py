@@ -26,7 +26,7 @@ NAMES = ["AdamW-lr0.001-seed0", "SEL-lr0.001-seed0", "AdamW-lr0.01-seed0", "SEL-
 NAMES += [name.replace("seed0", "seed3") for name in NAMES]
 pytestmark = pytest.mark.usefixtures("undrawn")  # but for what a fixture of the module draws once
 
-TOO_HIGH = 1e30  # a learning rate at which every arm breaks down
+TOO_HIGH = 1e30  # a learning rate at which every variant breaks down
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_its_runs_are_ordinary_runs(finished, data, tmp_path):
     config = tiny(data)
     for cell in config.compare.cells()[-2:]:
         result = train(config.run(cell), tmp_path / cell.name)
-        (run,) = [run for run in content["runs"] if (run["arm"], run["lr"], run["seed"]) == cell]
+        (run,) = [run for run in content["runs"] if (run["variant"], run["lr"], run["seed"]) == cell]
         assert run["evals"] == tuple(evaluations(tmp_path / cell.name))
         assert run["final_loss"] == result["final_loss"]
         assert (tmp_path / cell.name / "metrics.jsonl").read_bytes() == bits(folder)[f"runs/{cell.name}/metrics.jsonl"]
@@ -50,13 +50,13 @@ def test_its_runs_are_ordinary_runs(finished, data, tmp_path):
 
 def test_the_comparison_is_that_of_its_runs(finished):
     _, content, _ = finished
-    losses = {(run["arm"], run["lr"], run["seed"]): run["final_loss"] for run in content["runs"]}
-    means = {(arm, lr): statistics.fmean(losses[arm, lr, s] for s in (0, 3)) for arm, lr, _ in losses}
-    best = {arm: min((1e-3, 1e-2), key=lambda lr: means[arm, lr]) for arm in ("AdamW", "SEL")}
+    losses = {(run["variant"], run["lr"], run["seed"]): run["final_loss"] for run in content["runs"]}
+    means = {(variant, lr): statistics.fmean(losses[variant, lr, s] for s in (0, 3)) for variant, lr, _ in losses}
+    best = {variant: min((1e-3, 1e-2), key=lambda lr: means[variant, lr]) for variant in ("AdamW", "SEL")}
     comparison = content["comparison"]
     assert comparison["shared_lr"] == best["AdamW"]
-    assert [row["loss"] for row in comparison["shared"]] == [means[arm, best["AdamW"]] for arm in best]
-    assert [row["loss"] for row in comparison["best"]] == [means[arm, lr] for arm, lr in best.items()]
+    assert [row["loss"] for row in comparison["shared"]] == [means[variant, best["AdamW"]] for variant in best]
+    assert [row["loss"] for row in comparison["best"]] == [means[variant, lr] for variant, lr in best.items()]
     pairs = [losses["SEL", best["AdamW"], s] - losses["AdamW", best["AdamW"], s] for s in (0, 3)]
     assert comparison["shared"][1]["deltas"] == tuple(pairs)
 
@@ -95,15 +95,15 @@ def test_an_existing_comparison_is_resumed_only_if_asked(finished, data):
 def test_a_grid_may_grow_and_shrink(finished, data, tmp_path):
     _, content, _ = finished
     small = compare_runs(tiny(data, lrs=(1e-2,), seeds=(3,)), tmp_path)
-    grid = dataclasses.replace(tiny(data).compare, arms=("AdamW", "mine", "SEL"))
-    grown = dataclasses.replace(tiny(data), arm={"mine": {"preset": "congruent"}}, compare=grid)
+    grid = dataclasses.replace(tiny(data).compare, variants=("AdamW", "mine", "SEL"))
+    grown = dataclasses.replace(tiny(data), variant={"mine": {"preset": "congruent"}}, compare=grid)
     larger = compare_runs(grown, tmp_path, resume=True)
     by_cell = {run[:3]: run for run in numbers(larger)}
     assert len(by_cell) == 12
     assert all(by_cell[run[:3]] == run for run in (*numbers(small), *numbers(content)))
     said = []
     assert numbers(compare_runs(tiny(data), tmp_path, resume=True, echo=said.append)) == numbers(content)
-    assert "left out of the results: arms mine, which the folder has; name them again to keep them" in said
+    assert "left out of the results: variants mine, which the folder has; name them again to keep them" in said
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_a_run_that_breaks_down_is_a_result_and_not_tried_again(data, tmp_path):
     config = tiny(data, lrs=(1e-2, TOO_HIGH), seeds=(0,))
     content = compare_runs(config, tmp_path)
     broken = [run for run in content["runs"] if run["error"]]
-    assert [(run["arm"], run["lr"], run["final_loss"]) for run in broken] == [
+    assert [(run["variant"], run["lr"], run["final_loss"]) for run in broken] == [
         ("AdamW", TOO_HIGH, None),
         ("SEL", TOO_HIGH, None),
     ]
@@ -204,9 +204,9 @@ def test_a_damaged_run_may_be_removed_and_trained_again(finished, data, tmp_path
 
 
 def test_everything_is_checked_before_the_first_run(data, tmp_path):
-    arm = {"flat": {"preset": "frozen", "map": {"e": {"start": 0.01}}}}
-    with pytest.raises(ValueError, match=r"arm flat: the map of mode 'mismatch' needs"):
-        dataclasses.replace(tiny(data), arm=arm, compare=GridConfig(("AdamW", "flat")))
+    variant = {"flat": {"preset": "frozen", "map": {"e": {"start": 0.01}}}}
+    with pytest.raises(ValueError, match=r"variant flat: the map of mode 'mismatch' needs"):
+        dataclasses.replace(tiny(data), variant=variant, compare=GridConfig(("AdamW", "flat")))
     with pytest.raises(ValueError, match="context must be below"):
         compare_runs(dataclasses.replace(tiny(data), model=ModelConfig(16, 1, 2, context=5000)), tmp_path)
     with pytest.raises(ValueError, match=r"jobs must be at most \d+, the cores that this process may use, got 1000"):

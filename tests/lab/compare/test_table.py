@@ -6,13 +6,13 @@ import pytest
 from symexplin.lab.compare.table import Run, best_lr, chosen_lrs, compare, format_table, headline
 
 
-def run(arm, lr, final, error=None, seed=0):
+def run(variant, lr, final, error=None, seed=0):
     """A run of 100 steps whose loss falls linearly from 5 to `final`."""
-    return Run(arm, lr, seed, ((0, 5.0), (100, final)), 10.0, 1234.5, error)
+    return Run(variant, lr, seed, ((0, 5.0), (100, final)), 10.0, 1234.5, error)
 
 
-def broken(arm, lr, seed=0):
-    return Run(arm, lr, seed, ((0, 5.0),), 0.0, 0.0, "step 1: loss is nan")
+def broken(variant, lr, seed=0):
+    return Run(variant, lr, seed, ((0, 5.0),), 0.0, 0.0, "step 1: loss is nan")
 
 
 RUNS = [
@@ -26,8 +26,8 @@ RUNS = [
 # Two learning rates, three seeds. Means: AdamW 2.2 and 2.5, SEL 2.1 and 2.0. At lr 0.1, SEL minus AdamW is -0.5, 0.4
 # and -0.2 by seed; its losses 1.5, 2.6, 2.2 deviate by -0.6, 0.5, 0.1: variance (0.36 + 0.25 + 0.01)/2 = 0.31.
 SEEDS = [
-    run(arm, lr, loss, seed=seed)
-    for arm, lr, losses in (
+    run(variant, lr, loss, seed=seed)
+    for variant, lr, losses in (
         ("AdamW", 0.1, (2.0, 2.2, 2.4)),
         ("AdamW", 0.2, (1.9, 2.5, 3.1)),
         ("SEL", 0.1, (1.5, 2.6, 2.2)),
@@ -48,22 +48,22 @@ def test_best_lr_is_the_lowest_that_finished():
 def test_best_lr_is_that_of_the_mean_over_seeds():
     assert best_lr(SEEDS, "AdamW") == 0.1  # though 0.2 has the lowest single run
     assert best_lr(SEEDS, "SEL") == 0.2
-    one_broken = [broken("SEL", 0.2, 8) if (r.arm, r.lr, r.seed) == ("SEL", 0.2, 8) else r for r in SEEDS]
+    one_broken = [broken("SEL", 0.2, 8) if (r.variant, r.lr, r.seed) == ("SEL", 0.2, 8) else r for r in SEEDS]
     assert best_lr(one_broken, "SEL") == 0.1
 
 
 def test_both_comparisons():
-    """5 -> 2 in 100 steps; the arm with 5 -> 1 is at 2 after 75, the one that ends at 2.1 never."""
+    """5 -> 2 in 100 steps; the variant with 5 -> 1 is at 2 after 75, the one that ends at 2.1 never."""
     comparison = compare(RUNS, "AdamW")
     assert comparison.shared_lr == 0.003
     assert comparison.lrs == (0.001, 0.003, 0.01)
     assert comparison.seeds == (0,)
     shared, best = comparison.shared, comparison.best
-    assert [(row.arm, row.lr, row.loss, row.spread) for row in shared] == [
+    assert [(row.variant, row.lr, row.loss, row.spread) for row in shared] == [
         ("AdamW", 0.003, 2.0, None),
         ("SEL", 0.003, 2.1, None),
     ]
-    assert [(row.arm, row.lr, row.loss) for row in best] == [("AdamW", 0.003, 2.0), ("SEL", 0.01, 1.0)]
+    assert [(row.variant, row.lr, row.loss) for row in best] == [("AdamW", 0.003, 2.0), ("SEL", 0.01, 1.0)]
     assert [row.delta for row in (*shared, *best)] == pytest.approx([0, 0.1, 0, -1.0])
     assert (shared[1].speedup, shared[1].reached) == (None, 0)
     assert (best[1].speedup, best[1].reached) == (pytest.approx(100 / 75), 1)
@@ -84,14 +84,16 @@ def test_seeds_are_paired():
 
 def test_speedup_is_the_mean_of_the_seeds():
     runs = [
-        run(arm, 0.1, loss, seed=s) for arm, losses in (("A", (2, 3)), ("B", (1, 1))) for s, loss in enumerate(losses)
+        run(variant, 0.1, loss, seed=s)
+        for variant, losses in (("A", (2, 3)), ("B", (1, 1)))
+        for s, loss in enumerate(losses)
     ]
     row = compare(runs, "A").shared[1]
     assert (row.reached, row.speedup) == (2, pytest.approx((4 / 3 + 4 / 2) / 2))
 
 
 def test_one_broken_seed_is_told():
-    runs = [broken("SEL", 0.1, 8) if (r.arm, r.lr, r.seed) == ("SEL", 0.1, 8) else r for r in SEEDS]
+    runs = [broken("SEL", 0.1, 8) if (r.variant, r.lr, r.seed) == ("SEL", 0.1, 8) else r for r in SEEDS]
     comparison = compare(runs, "AdamW")
     row = comparison.shared[1]
     assert (row.loss, row.delta, row.finite, row.reached) == (None, None, 2, 2)
@@ -100,11 +102,11 @@ def test_one_broken_seed_is_told():
     assert "finite in 2 of 3" in format_table(comparison)
 
 
-def test_an_arm_that_never_stays_finite_has_no_numbers():
+def test_an_variant_that_never_stays_finite_has_no_numbers():
     comparison = compare(
         [run("AdamW", 0.1, 2.0), broken("SEL", 0.1), run("AdamW", 1.0, 3), broken("SEL", 1.0)], "AdamW"
     )
-    assert [(row.arm, row.lr, row.loss) for row in comparison.best] == [("AdamW", 0.1, 2.0), ("SEL", None, None)]
+    assert [(row.variant, row.lr, row.loss) for row in comparison.best] == [("AdamW", 0.1, 2.0), ("SEL", None, None)]
     lines = [line.split() for line in format_table(comparison).splitlines()]
     assert ["SEL", "0.1", "not", "finite", "-", "-", "-", "-"] in lines
     assert ["SEL", "-", "not", "finite", "-", "-", "-", "-"] in lines
@@ -139,7 +141,7 @@ def test_headline_counts_the_seeds():
     )
     assert "at 2.0000 ± 1.7321 nats per token, 0.2000 below AdamW's 2.2000 ± 0.2000 (below in 2 of 3 seeds)" in second
     assert ONE_SEED not in edges
-    worse = [dataclasses.replace(r, arm={"AdamW": "SEL", "SEL": "AdamW"}[r.arm]) for r in SEEDS if r.lr == 0.1]
+    worse = [dataclasses.replace(r, variant={"AdamW": "SEL", "SEL": "AdamW"}[r.variant]) for r in SEEDS if r.lr == 0.1]
     sentence = headline(compare(worse, "AdamW"))[0]
     assert "0.1000 above AdamW's 2.1000 ± 0.5568 (above in 2 of 3 seeds), and reaches that loss in 1 of 3" in sentence
 
@@ -153,7 +155,7 @@ def test_a_gap_has_the_digits_of_the_table():
 
 @pytest.mark.parametrize("final", [4.0, 18.5])
 def test_a_loss_above_the_start_is_reached_without_a_speedup(final):
-    """The baseline diverges from 5 to 18, so that every arm is below that before its first step."""
+    """The baseline diverges from 5 to 18, so that every variant is below that before its first step."""
     comparison = compare([run("AdamW", 0.1, 18.0), run("SEL", 0.1, final)], "AdamW")
     row = comparison.shared[1]
     assert (row.reached, row.speedup) == (1, None)
@@ -177,8 +179,14 @@ def test_table_has_every_number():
 
 # By seed 7 alone AdamW is best at 0.2 and SEL at 0.1; seeds 8 and 9 would choose otherwise.
 STAGES = [
-    *(run(arm, lr, loss, seed=7) for arm, lr, loss in (("AdamW", 0.1, 2.0), ("AdamW", 0.2, 1.9), ("AdamW", 0.4, 3.0))),
-    *(run(arm, lr, loss, seed=7) for arm, lr, loss in (("SEL", 0.1, 1.5), ("SEL", 0.2, 1.7), ("SEL", 0.4, 1.6))),
+    *(
+        run(variant, lr, loss, seed=7)
+        for variant, lr, loss in (("AdamW", 0.1, 2.0), ("AdamW", 0.2, 1.9), ("AdamW", 0.4, 3.0))
+    ),
+    *(
+        run(variant, lr, loss, seed=7)
+        for variant, lr, loss in (("SEL", 0.1, 1.5), ("SEL", 0.2, 1.7), ("SEL", 0.4, 1.6))
+    ),
     *(run("AdamW", 0.2, loss, seed=seed) for seed, loss in ((8, 2.3), (9, 2.7))),
     *(run("SEL", 0.1, loss, seed=seed) for seed, loss in ((8, 9.0), (9, 3.0))),
     *(run("SEL", 0.2, loss, seed=seed) for seed, loss in ((8, 2.0), (9, 2.5))),
@@ -190,7 +198,7 @@ def test_seeds_that_confirm_have_no_say_in_the_learning_rates():
     assert chosen_lrs([r for r in STAGES if r.seed == 7], "AdamW") == {"AdamW": (0.2,), "SEL": (0.2, 0.1)}
     comparison = compare(STAGES, "AdamW", confirm_seeds=(8, 9))
     assert (comparison.seeds, comparison.confirm_seeds, comparison.lrs) == ((7, 8, 9), (8, 9), (0.1, 0.2, 0.4))
-    assert [(row.arm, row.lr, row.seeds) for row in (*comparison.shared, *comparison.best)] == [
+    assert [(row.variant, row.lr, row.seeds) for row in (*comparison.shared, *comparison.best)] == [
         ("AdamW", 0.2, (7, 8, 9)),
         ("SEL", 0.2, (7, 8, 9)),
         ("AdamW", 0.2, (7, 8, 9)),
@@ -211,7 +219,7 @@ def test_what_an_earlier_second_stage_left_at_other_rates_is_left_out():
 
 
 def test_a_baseline_that_breaks_down_while_confirming_leaves_pairs_without_it():
-    runs = [broken("AdamW", 0.2, 8) if (r.arm, r.seed) == ("AdamW", 8) else r for r in STAGES]
+    runs = [broken("AdamW", 0.2, 8) if (r.variant, r.seed) == ("AdamW", 8) else r for r in STAGES]
     comparison = compare(runs, "AdamW", (8, 9))
     base, row = comparison.shared
     assert (base.loss, base.finite, base.delta) == (None, 2, None)
@@ -222,7 +230,7 @@ def test_a_baseline_that_breaks_down_while_confirming_leaves_pairs_without_it():
     assert "finite in 2 of 3" in format_table(comparison)
 
 
-def test_an_arm_without_a_finite_rate_is_confirmed_at_the_shared_one():
+def test_an_variant_without_a_finite_rate_is_confirmed_at_the_shared_one():
     runs = [run("AdamW", 0.1, 2.0), broken("SEL", 0.1), run("AdamW", 1.0, 3), broken("SEL", 1.0)]
     assert chosen_lrs(runs, "AdamW")["SEL"] == (0.1,)
     comparison = compare([*runs, run("AdamW", 0.1, 2.2, seed=1), run("SEL", 0.1, 2.1, seed=1)], "AdamW", (1,))

@@ -58,7 +58,7 @@ def test_seeds_have_a_spread_and_differences(tmp_path):
     page = Page(report_comparison(comparison(tmp_path, seeds=(0, 1, 2), final=2.4)))
     assert ["AdamW", "0.01", "2.1000 ± 0.1000", "–", "–", "2,000", "12.0"] in page.rows
     assert ["SEL", "0.01", "2.5000 ± 0.1000", "+0.4000", "not reached", "2,000", "12.0"] in page.rows
-    assert ["arm", "seed 0", "seed 1", "seed 2"] in page.rows
+    assert ["variant", "seed 0", "seed 1", "seed 2"] in page.rows
     assert ["SEL", "+0.4000", "+0.4000", "+0.4000"] in page.rows
     assert ["SEL", "+0.3000", "+0.3000", "+0.3000"] in page.rows
     assert "3 seeds. At each seed all runs start" in " ".join(page.text.split())

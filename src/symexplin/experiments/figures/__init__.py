@@ -43,9 +43,9 @@ class FigureSpec:
 _COMPARISONS = "folders of comparisons, or of a table of symexplin reproduce"
 _COMPARISON = "a comparison, or a table"
 _WEIGHTS = "a safetensors file or folder, a run, a comparison or a table (the baseline's run)"
-_CURVED = "a run of a curved model, a comparison or a table (the best curved arm's run)"
-_HOMES = f"{_COMPARISON}, with an arm of each home"
-_ANNEALED = f"{_COMPARISON}, with an arm whose scales are annealed"
+_CURVED = "a run of a curved model, a comparison or a table (the best curved variant's run)"
+_HOMES = f"{_COMPARISON}, with a variant of each home"
+_ANNEALED = f"{_COMPARISON}, with a variant whose scales are annealed"
 _PAIR = f"a baseline's run and a curved one, or {_COMPARISON}"
 _OF_RUNS = "that of each run"
 

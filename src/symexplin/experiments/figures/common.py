@@ -67,22 +67,22 @@ def is_run(source: Path) -> bool:
 def run_of(source: Path, curved: bool) -> Path:
     """Return the folder of a run: `source` itself, or the first seed's run of a comparison or of a table's first panel.
 
-    Of a comparison that is the baseline, or with `curved` the curved arm with the lowest loss, an arm with a curve and
-    with learned scales if there is one. Both are at their own best learning rate.
+    Of a comparison that is the baseline, or with `curved` the curved variant with the lowest loss, a variant with a
+    curve and with learned scales if there is one. Both are at their own best learning rate.
     """
     if (source / CONFIG).exists():
         return source
     found = comparisons([source])[0]
-    arms = found.arms[:1]
+    variants = found.variants[:1]
     if curved:
-        maps = {arm: config for arm in found.found["maps"] if (config := found.map_of(arm)) is not None}
-        bent = [arm for arm, config in maps.items() if config.mode != "linear"] or list(maps)
-        arms = [arm for arm in bent if maps[arm].learned_roles] or bent
-    row = found.leader(arms)
+        maps = {variant: config for variant in found.found["maps"] if (config := found.map_of(variant)) is not None}
+        bent = [variant for variant, config in maps.items() if config.mode != "linear"] or list(maps)
+        variants = [variant for variant in bent if maps[variant].learned_roles] or bent
+    row = found.leader(variants)
     if row is None:
-        kind = "curved arm" if curved else "baseline"
+        kind = "curved variant" if curved else "baseline"
         raise ValueError(f"sources must name a comparison with a {kind} that stayed finite, got {str(source)!r}")
-    return next(iter(found.runs(row["arm"], row["lr"]).values())).folder
+    return next(iter(found.runs(row["variant"], row["lr"]).values())).folder
 
 
 def weights_of(source: Path) -> Path:

@@ -1,3 +1,3 @@
-"""Comparisons: arms over learning rates and seeds, and the table of what came out."""
+"""Comparisons: variants over learning rates and seeds, and the table of what came out."""
 
 __all__: list[str] = []

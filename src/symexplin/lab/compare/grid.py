@@ -1,4 +1,4 @@
-"""What a comparison is: its arms, the grid of its runs, and what all runs have in common."""
+"""What a comparison is: its variants, the grid of its runs, and what all runs have in common."""
 
 import dataclasses
 import re
@@ -12,7 +12,7 @@ from symexplin.lab.settings import from_table, to_table
 from symexplin.validation import check_choice, check_positive, check_whole, naming
 
 __all__ = [
-    *("ARMS", "BASELINE", "COMPARISON", "CONFIG", "DEMO", "RUNS"),
+    *("VARIANTS", "BASELINE", "COMPARISON", "CONFIG", "DEMO", "RUNS"),
     *("Cell", "ClusterConfig", "CompareConfig", "GridConfig"),
 ]
 
@@ -24,8 +24,8 @@ DEMO = ".symexplin-demo"
 BASELINE = "AdamW"
 # Learning rates of learned scales in runs of some hundred steps: the paper's 0.015 to 0.0024 are for 100,000.
 _SHORT_RUN = {"pattern": "row_col_mult", "k": [0.003, 0.001], "base_lr": 1.0}
-# What each named arm changes in the table [sel].
-ARMS: dict[str, dict[str, Any]] = {
+# What each named variant changes in the table [sel].
+VARIANTS: dict[str, dict[str, Any]] = {
     BASELINE: {"home": "none"},
     "SEL": {"preset": "default"},
     "SEL-learned": {"preset": "default", "map": {"mode": "mismatch", "e": _SHORT_RUN, "l": _SHORT_RUN}},
@@ -38,10 +38,10 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 
 _CLUSTERS = ("none", "slurm")
-# Keys of [sel] that the arms set, and keys that all curved arms share.
-_OF_AN_ARM = ("home", "preset", "start", "map")
+# Keys of [sel] that the variants set, and keys that all curved variants share.
+_OF_A_VARIANT = ("home", "preset", "start", "map")
 _SHARED = ("anneal_steps",)
-# Keys of the run that an arm may change: those that leave data, steps and cost the same.
+# Keys of the run that a variant may change: those that leave data, steps and cost the same.
 _CHANGES: dict[str, tuple[str, ...]] = {
     "train": ("optimizer", "weight_decay", "decay_plain", "betas", "max_grad_norm", "warmup_steps", "floor", "weights"),
     "model": ("init",),
@@ -51,14 +51,14 @@ _CHANGES: dict[str, tuple[str, ...]] = {
 class Cell(NamedTuple):
     """One run of a grid."""
 
-    arm: str
+    variant: str
     lr: float
     seed: int
 
     @property
     def name(self) -> str:
         """Name of the run's folder."""
-        return f"{self.arm}-lr{self.lr:g}-seed{self.seed}"
+        return f"{self.variant}-lr{self.lr:g}-seed{self.seed}"
 
 
 @dataclass(frozen=True)
@@ -66,19 +66,20 @@ class GridConfig:
     """Which runs to compare, and where they are executed.
 
     Args:
-        arms: what to compare: AdamW, SEL (the default map), SEL-learned (mismatch, e and l learned), SEL-paper,
-            SEL-fixed-curvature, SEL-frozen, SEL-congruent, SEL-exp-only, SEL-module (the paper's form), or [arm.NAME]
-            tables of your own.
-        lrs: peak learning rates; every arm trains at each.
-        seeds: of the initial weights and of the order of the data; every arm trains at each learning rate with each.
+        variants: what to compare: AdamW, SEL (the default map), SEL-learned (mismatch, e and l learned), SEL-paper,
+            SEL-fixed-curvature, SEL-frozen, SEL-congruent, SEL-exp-only, SEL-module (the paper's form), or
+            [variant.NAME] tables of your own.
+        lrs: peak learning rates; every variant trains at each.
+        seeds: of the initial weights and of the order of the data; every variant trains at each learning rate with
+            each.
         jobs: runs at a time. On one machine each has its share of the cores.
         cluster: "slurm" submits the runs as jobs, which [cluster] describes; "none" trains them on this machine.
-        baseline: the arm that the others are compared with.
-        confirm_seeds: seeds of a second stage. In it every arm trains at its best learning rate of the first stage and
-            at the baseline's. Tables are over the seeds of both stages.
+        baseline: the variant that the others are compared with.
+        confirm_seeds: seeds of a second stage. In it every variant trains at its best learning rate of the first stage
+            and at the baseline's. Tables are over the seeds of both stages.
     """
 
-    arms: tuple[str, ...] = (BASELINE, "SEL")
+    variants: tuple[str, ...] = (BASELINE, "SEL")
     lrs: tuple[float, ...] = (1.5e-3, 3e-3, 6e-3)
     seeds: tuple[int, ...] = (0,)
     jobs: int = 1
@@ -87,7 +88,7 @@ class GridConfig:
     cluster: str = field(default=_CLUSTERS[0], metadata={"choices": _CLUSTERS})
 
     def __post_init__(self) -> None:
-        """Check every field but the names of the arms, which the comparison checks."""
+        """Check every field but the names of the variants, which the comparison checks."""
         for lr in self.lrs:
             check_positive("lrs", lr)
         for name in ("seeds", "confirm_seeds"):
@@ -95,10 +96,16 @@ class GridConfig:
                 check_whole(name, seed, minimum=0)
         check_whole("jobs", self.jobs)
         check_choice("cluster", self.cluster, _CLUSTERS)
-        if self.baseline not in self.arms or len(self.arms) < 2:
-            raise ValueError(f"arms must be the baseline {self.baseline!r} and at least one other, got {self.arms}")
+        if self.baseline not in self.variants or len(self.variants) < 2:
+            raise ValueError(
+                f"variants must be the baseline {self.baseline!r} and at least one other, got {self.variants}"
+            )
         # Six digits of a learning rate name a run's folder.
-        for name, values in (("arms", self.arms), ("lrs", [f"{lr:g}" for lr in self.lrs]), ("seeds", self.seeds)):
+        for name, values in (
+            ("variants", self.variants),
+            ("lrs", [f"{lr:g}" for lr in self.lrs]),
+            ("seeds", self.seeds),
+        ):
             if not values or len(set(values)) < len(values):
                 raise ValueError(f"{name} must hold at least one entry, and each once, got {getattr(self, name)}")
         if len({*self.seeds, *self.confirm_seeds}) < len(self.seeds) + len(self.confirm_seeds):
@@ -108,16 +115,18 @@ class GridConfig:
 
     def cells(self) -> list[Cell]:
         """Return the runs of the first stage; the first ones make a whole comparison of the first seed."""
-        return [Cell(arm, lr, seed) for seed in self.seeds for lr in self.lrs for arm in self.arms]
+        return [Cell(variant, lr, seed) for seed in self.seeds for lr in self.lrs for variant in self.variants]
 
     def confirmations(self, lrs: Mapping[str, Sequence[float]]) -> list[Cell]:
-        """Return the runs of the second stage: every arm at those of `lrs` that the first stage chose for it."""
-        return [Cell(arm, lr, seed) for seed in self.confirm_seeds for arm in self.arms for lr in lrs[arm]]
+        """Return the runs of the second stage: every variant at those of `lrs` that the first stage chose for it."""
+        return [
+            Cell(variant, lr, seed) for seed in self.confirm_seeds for variant in self.variants for lr in lrs[variant]
+        ]
 
     @property
     def most_runs(self) -> int:
         """Number of runs if only the baseline is best at the baseline's best learning rate."""
-        apart = 1 + (len(self.arms) - 1) * min(2, len(self.lrs))
+        apart = 1 + (len(self.variants) - 1) * min(2, len(self.lrs))
         return len(self.cells()) + apart * len(self.confirm_seeds)
 
 
@@ -152,44 +161,49 @@ class ClusterConfig:
 
 @dataclass(frozen=True)
 class CompareConfig(RunConfig):
-    """A comparison: runs that differ only in arm, learning rate and seed.
+    """A comparison: runs that differ only in variant, learning rate and seed.
 
     Args:
         data: folder that `symexplin prepare` made.
-        arm: arms of your own, an [arm.NAME] table each, with keys of [sel]. [arm.NAME.train] may change optimizer,
-            weight_decay, decay_plain, betas, max_grad_norm, warmup_steps, floor, weights; [arm.NAME.model] init.
+        variant: variants of your own, a [variant.NAME] table each, with keys of [sel]. [variant.NAME.train] may change
+            optimizer, weight_decay, decay_plain, betas, max_grad_norm, warmup_steps, floor, weights;
+            [variant.NAME.model] init.
     """
 
     compare: GridConfig = field(default_factory=GridConfig)
-    arm: dict[str, Any] = field(default_factory=dict)
+    variant: dict[str, Any] = field(default_factory=dict)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     def __post_init__(self) -> None:
-        """Check every arm, and what depends on several tables."""
+        """Check every variant, and what depends on several tables."""
         super().__post_init__()
         for key, where in (("lr", "lrs"), ("seed", "seeds")):
             if (found := getattr(self.train, key)) != getattr(TrainConfig, key):
                 raise ValueError(f"{key} must be left to {where} in a comparison, got {key} = {found!r}")
-        if any(getattr(self.sel, key) != getattr(CurveConfig(), key) for key in _OF_AN_ARM):
+        if any(getattr(self.sel, key) != getattr(CurveConfig(), key) for key in _OF_A_VARIANT):
             shared = " and ".join(_SHARED)
-            raise ValueError(f"[sel] must be left to the arms in a comparison, but for {shared}: use [arm.NAME]")
-        for name, table in self.arm.items():
-            if name in ARMS or not re.fullmatch(r"[\w+-]+", name):
-                raise ValueError(f"arm must have a new name of letters, digits, '+', '-' and '_', got {name!r}")
+            raise ValueError(
+                f"[sel] must be left to the variants in a comparison, but for {shared}: use [variant.NAME]"
+            )
+        for name, table in self.variant.items():
+            if name in VARIANTS or not re.fullmatch(r"[\w+-]+", name):
+                raise ValueError(f"variant must have a new name of letters, digits, '+', '-' and '_', got {name!r}")
             if not isinstance(table, dict):
-                raise ValueError(f"[arm.{name}] must be a table, got {table!r}")
-        known = [*ARMS, *self.arm]
-        for name in (*self.compare.arms, *self.arm):
-            check_choice("arms", name, known)
+                raise ValueError(f"[variant.{name}] must be a table, got {table!r}")
+        known = [*VARIANTS, *self.variant]
+        for name in (*self.compare.variants, *self.variant):
+            check_choice("variants", name, known)
             self.run(Cell(name, TrainConfig.lr, TrainConfig.seed))
-        for name in self.arm:
-            if name not in self.compare.arms:
-                raise ValueError(f"arm {name!r} is defined but not among arms {', '.join(self.compare.arms)}: add it")
+        for name in self.variant:
+            if name not in self.compare.variants:
+                raise ValueError(
+                    f"variant {name!r} is defined but not among variants {', '.join(self.compare.variants)}: add it"
+                )
 
     def run(self, cell: Cell) -> RunConfig:
         """Return the configuration of one run."""
-        with naming(f"arm {cell.arm}"):
-            table = self.arm[cell.arm] if cell.arm in self.arm else ARMS[cell.arm]
+        with naming(f"variant {cell.variant}"):
+            table = self.variant[cell.variant] if cell.variant in self.variant else VARIANTS[cell.variant]
             for name, allowed in _CHANGES.items():
                 changes = table.get(name, {})
                 if not isinstance(changes, Mapping) or changes.keys() - set(allowed):
@@ -205,13 +219,13 @@ class CompareConfig(RunConfig):
             model = dataclasses.replace(model, vocab_size=self.model.vocab_size)
             return RunConfig(self.data, model, train, curve, self.compute, self.log)
 
-    def example(self, arm: str) -> RunConfig:
-        """Return the configuration of one run of an arm."""
-        return self.run(Cell(arm, self.compare.lrs[0], self.compare.seeds[0]))
+    def example(self, variant: str) -> RunConfig:
+        """Return the configuration of one run of a variant."""
+        return self.run(Cell(variant, self.compare.lrs[0], self.compare.seeds[0]))
 
     def table(self) -> dict[str, Any]:
-        """Return the configuration as a table to save, without the keys that its grid and its arms set."""
+        """Return the configuration as a table to save, without the keys that its grid and its variants set."""
         table = to_table(self)
-        for name, unused in (("train", ("lr", "seed")), ("sel", _OF_AN_ARM)):
+        for name, unused in (("train", ("lr", "seed")), ("sel", _OF_A_VARIANT)):
             table[name] = {key: value for key, value in table[name].items() if key not in unused}
         return table

@@ -1,4 +1,4 @@
-"""Runs of several arms over learning rates and seeds, in a folder that a killed comparison can resume from.
+"""Runs of several variants over learning rates and seeds, in a folder that a killed comparison can resume from.
 
 compare.toml      the resolved configuration     runs/            a folder per run (symexplin.lab.run)
 comparison.json   the result, at the end         report.html      the same as a page
@@ -49,10 +49,10 @@ def compare_runs(
     echo: Echo = lambda _: None,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Train every arm at every learning rate and seed, and return the content of comparison.json.
+    """Train every variant at every learning rate and seed, and return the content of comparison.json.
 
-    With `confirm_seeds` a second stage follows: each arm at its own best learning rate and at the baseline's, with each
-    of those seeds. Under torchrun all processes call this, and together train one run after the other.
+    With `confirm_seeds` a second stage follows: each variant at its own best learning rate and at the baseline's, with
+    each of those seeds. Under torchrun all processes call this, and together train one run after the other.
 
     Args:
         config: may leave values to the machine; the resolved one is saved.
@@ -66,8 +66,8 @@ def compare_runs(
         progress: show a bar on a terminal instead of the lines of a run.
 
     Raises:
-        ValueError: a folder, data or arm that cannot be used, a comparison of another configuration, a baseline that
-            did not stay finite at any learning rate, several jobs or a cluster under torchrun.
+        ValueError: a folder, data or variant that cannot be used, a comparison of another configuration, a baseline
+            that did not stay finite at any learning rate, several jobs or a cluster under torchrun.
         OSError: the disk is full, a process or a job failed, ...
         Stopped: SIGTERM, SIGINT or SIGHUP came. Every run was saved; jobs of a cluster go on.
     """
@@ -130,13 +130,13 @@ def _opened(
             echo(f"left out of the results: {key} {gone}, which the folder has; name them again to keep them")
     grid, digest = config.compare, functools.cache(digest_of)
     started = set()
-    for cell in itertools.starmap(Cell, itertools.product(grid.arms, grid.lrs, (*grid.seeds, *grid.confirm_seeds))):
+    for cell in itertools.starmap(Cell, itertools.product(grid.variants, grid.lrs, (*grid.seeds, *grid.confirm_seeds))):
         if (folder / RUNS / cell.name / FACTS).exists():
             _check_run(folder / RUNS / cell.name, config.run(cell), corpus, digest)
-            started.add(cell.arm)
-    for arm in grid.arms:
-        if arm not in started:  # a started run has the same configuration, which was checked before it
-            _check_arm(config, arm, corpus.vocab_size)
+            started.add(cell.variant)
+    for variant in grid.variants:
+        if variant not in started:  # a started run has the same configuration, which was checked before it
+            _check_variant(config, variant, corpus.vocab_size)
     replace_file(folder / CONFIG, dump_toml(config.table()))
     return config
 
@@ -144,7 +144,7 @@ def _opened(
 def _left_out(saved: CompareConfig, config: CompareConfig) -> Iterator[tuple[str, str]]:
     """Yield what the grid of a folder had and that of a command lacks."""
     lists = [
-        {"arms": grid.arms, "lrs": grid.lrs, "seeds": (*grid.seeds, *grid.confirm_seeds)}
+        {"variants": grid.variants, "lrs": grid.lrs, "seeds": (*grid.seeds, *grid.confirm_seeds)}
         for grid in (saved.compare, config.compare)
     ]
     for key, had in lists[0].items():
@@ -179,13 +179,13 @@ def _resolved(config: CompareConfig, vocab_size: int, saved: CompareConfig | Non
         train=dataclasses.replace(config.train, weights=absolute(config.train.weights)),
         log=resolved.log,
         compute=dataclasses.replace(compute, device=device) if _on_cluster(config) else compute,
-        arm={name: _with_absolute_weights(table) for name, table in config.arm.items()},
+        variant={name: _with_absolute_weights(table) for name, table in config.variant.items()},
     )
 
 
-def _with_absolute_weights(arm: dict[str, Any]) -> dict[str, Any]:
-    weights = arm.get("train", {}).get("weights")
-    return arm if weights is None else {**arm, "train": {**arm["train"], "weights": absolute(weights)}}
+def _with_absolute_weights(variant: dict[str, Any]) -> dict[str, Any]:
+    weights = variant.get("train", {}).get("weights")
+    return variant if weights is None else {**variant, "train": {**variant["train"], "weights": absolute(weights)}}
 
 
 def _check_run(folder: Path, config: RunConfig, corpus: Corpus, digest: Callable[[str], str]) -> None:
@@ -202,10 +202,10 @@ def _on_cpu(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, compute=dataclasses.replace(config.compute, device="cpu"))
 
 
-def _check_arm(config: CompareConfig, arm: str, vocab_size: int) -> None:
-    """Raise ValueError unless an arm can take a step: only that shows whether its map has an inverse."""
-    run = config.example(arm)
-    with naming(f"arm {arm}"):
+def _check_variant(config: CompareConfig, variant: str, vocab_size: int) -> None:
+    """Raise ValueError unless a variant can take a step: only that shows whether its map has an inverse."""
+    run = config.example(variant)
+    with naming(f"variant {variant}"):
         model, optimizer, _ = build(resolve(_on_cpu(run) if _on_cluster(config) else run, vocab_size))
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -247,11 +247,13 @@ def _left(folder: Path, config: CompareConfig, stage: int, echo: Echo) -> list[t
         chosen = _chosen(folder, config)
         start, cells = len(cells) + 1, grid.confirmations(chosen)
         total = start - 1 + len(cells)
-        told = "; ".join(f"{arm} at {' and '.join(f'{lr:g}' for lr in chosen[arm])}" for arm in grid.arms)
+        told = "; ".join(
+            f"{variant} at {' and '.join(f'{lr:g}' for lr in chosen[variant])}" for variant in grid.variants
+        )
         echo(f"to confirm with {len(cells)} runs: {told}")
     left: list[tuple[Cell, Task]] = []
     for number, cell in enumerate(cells, start):
-        label = f"{number}/{total} {cell.arm} lr {cell.lr:g} seed {cell.seed}"
+        label = f"{number}/{total} {cell.variant} lr {cell.lr:g} seed {cell.seed}"
         if (found := _run_of(folder, cell)) is None:
             left.append((cell, Task(label, config.run(cell), folder / RUNS / cell.name)))
         else:
@@ -260,7 +262,7 @@ def _left(folder: Path, config: CompareConfig, stage: int, echo: Echo) -> list[t
 
 
 def _chosen(folder: Path, config: CompareConfig) -> dict[str, tuple[float, ...]]:
-    """Return the learning rates of each arm that the first stage, which has ended, chose."""
+    """Return the learning rates of each variant that the first stage, which has ended, chose."""
     runs = [run for cell in config.compare.cells() if (run := _run_of(folder, cell)) is not None]
     return chosen_lrs(runs, config.compare.baseline)
 
@@ -315,7 +317,7 @@ def _conclude(folder: Path, config: CompareConfig, corpus: Corpus, echo: Echo) -
             }
             for run, cell in zip(runs, cells, strict=True)
         ],
-        "maps": {arm: _map(config, arm) for arm in grid.arms},
+        "maps": {variant: _map(config, variant) for variant in grid.variants},
         "corpus": {
             "train_tokens": len(corpus.train),
             "valid_tokens": len(corpus.valid),
@@ -335,7 +337,7 @@ def _conclude(folder: Path, config: CompareConfig, corpus: Corpus, echo: Echo) -
     return content
 
 
-def _map(config: CompareConfig, arm: str) -> dict[str, Any] | None:
-    curve = config.example(arm).sel
+def _map(config: CompareConfig, variant: str) -> dict[str, Any] | None:
+    curve = config.example(variant).sel
     found = map_of(curve, config.model.width)
     return None if found is None else {"home": curve.home, "start": curve.starts_as, **found.to_dict()}

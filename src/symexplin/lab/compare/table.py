@@ -1,4 +1,4 @@
-"""The table of a comparison: arms at one shared learning rate, and each at its own best one, over seeds."""
+"""The table of a comparison: variants at one shared learning rate, and each at its own best one, over seeds."""
 
 import dataclasses
 import statistics
@@ -16,7 +16,7 @@ __all__ = ["Comparison", "Row", "Run", "best_lr", "chosen_lrs", "compare", "form
 class Run:
     """The result of one run, with (step, loss) of its evaluations; `error` says why it ended early, if it did."""
 
-    arm: str
+    variant: str
     lr: float
     seed: int
     evals: tuple[tuple[int, float], ...]
@@ -32,15 +32,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: an arm at a learning rate over `seeds`, each paired with the baseline's run of that seed.
+    """A line of the table: a variant at a learning rate over `seeds`, each paired with the baseline's run of its seed.
 
     `finite` counts the seeds at which the run stayed finite. `loss` and `spread` (the standard deviation, n - 1 degrees
     of freedom) are None unless all did, `delta` unless the baseline's did too, and `speedup` unless every seed has one.
     `reached` counts the seeds with an evaluation at or below the baseline's final loss. `seconds` and
-    `tokens_per_second` are means over the finite runs. An arm without a best learning rate has `lr` None.
+    `tokens_per_second` are means over the finite runs. A variant without a best learning rate has `lr` None.
     """
 
-    arm: str
+    variant: str
     lr: float | None
     seeds: tuple[int, ...]
     deltas: tuple[float | None, ...]
@@ -75,18 +75,18 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return statistics.fmean(known) if known and len(known) == len(values) else None
 
 
-def best_lr(runs: Sequence[Run], arm: str) -> float | None:
-    """Return the learning rate of an arm's lowest mean final loss, or None if at none every seed stayed finite."""
+def best_lr(runs: Sequence[Run], variant: str) -> float | None:
+    """Return the learning rate of a variant's lowest mean final loss, or None if at none every seed stayed finite."""
     means = {}
-    for lr in dict.fromkeys(run.lr for run in runs if run.arm == arm):
-        mean = _mean([run.final_loss for run in runs if (run.arm, run.lr) == (arm, lr)])
+    for lr in dict.fromkeys(run.lr for run in runs if run.variant == variant):
+        mean = _mean([run.final_loss for run in runs if (run.variant, run.lr) == (variant, lr)])
         if mean is not None:
             means[lr] = mean
     return min(means, key=means.__getitem__) if means else None
 
 
 def chosen_lrs(runs: Sequence[Run], baseline: str) -> dict[str, tuple[float, ...]]:
-    """Return the learning rates at which each arm is compared: the baseline's best one, and its own."""
+    """Return the learning rates at which each variant is compared: the baseline's best one, and its own."""
     shared = best_lr(runs, baseline)
     if shared is None:
         tried = " ".join(f"{lr:g}" for lr in sorted({run.lr for run in runs}))
@@ -94,34 +94,34 @@ def chosen_lrs(runs: Sequence[Run], baseline: str) -> dict[str, tuple[float, ...
             f"no learning rate of {baseline} stayed finite to the end at every seed; the runs stay, and the same "
             f"command with --resume and smaller rates added to --lrs {tried} goes on"
         )
-    own = {arm: best_lr(runs, arm) for arm in dict.fromkeys([baseline, *(run.arm for run in runs)])}
-    return {arm: (shared,) if lr is None or lr == shared else (shared, lr) for arm, lr in own.items()}
+    own = {variant: best_lr(runs, variant) for variant in dict.fromkeys([baseline, *(run.variant for run in runs)])}
+    return {variant: (shared,) if lr is None or lr == shared else (shared, lr) for variant, lr in own.items()}
 
 
 def compare(runs: Sequence[Run], baseline: str, confirm_seeds: Sequence[int] = ()) -> Comparison:
-    """Compare all arms with `baseline`, at the baseline's best learning rate and each at its own best.
+    """Compare all variants with `baseline`, at the baseline's best learning rate and each at its own best.
 
     Runs may be in any order. Those of `confirm_seeds` at other learning rates than the chosen ones are left out.
 
     >>> runs = [Run("A", 0.1, 0, ((0, 3.0), (10, 2.0)), 1.0, 1.0), Run("B", 0.1, 0, ((0, 3.0), (10, 1.5)), 1.0, 1.0)]
-    >>> [(row.arm, row.delta, row.speedup) for row in compare(runs, "A").shared]
+    >>> [(row.variant, row.delta, row.speedup) for row in compare(runs, "A").shared]
     [('A', 0.0, 1.0), ('B', -0.5, 1.5)]
     """
     first = [run for run in runs if run.seed not in confirm_seeds]
-    found = {(run.arm, run.lr, run.seed): run for run in runs}
-    arms = dict.fromkeys([baseline, *(run.arm for run in runs)])
+    found = {(run.variant, run.lr, run.seed): run for run in runs}
+    variants = dict.fromkeys([baseline, *(run.variant for run in runs)])
     (shared_lr,) = chosen_lrs(first, baseline)[baseline]
     seeds = (*dict.fromkeys(run.seed for run in first), *confirm_seeds)
 
-    def row(arm: str, lr: float | None) -> Row:
+    def row(variant: str, lr: float | None) -> Row:
         if lr is None:
-            return Row(arm, None, seeds, deltas=(None,) * len(seeds))
-        return _row([found[arm, lr, seed] for seed in seeds], [found[baseline, shared_lr, seed] for seed in seeds])
+            return Row(variant, None, seeds, deltas=(None,) * len(seeds))
+        return _row([found[variant, lr, seed] for seed in seeds], [found[baseline, shared_lr, seed] for seed in seeds])
 
     return Comparison(
         shared_lr=shared_lr,
-        shared=tuple(row(arm, shared_lr) for arm in arms),
-        best=tuple(row(arm, best_lr(first, arm)) for arm in arms),
+        shared=tuple(row(variant, shared_lr) for variant in variants),
+        best=tuple(row(variant, best_lr(first, variant)) for variant in variants),
         lrs=tuple(sorted({run.lr for run in first})),
         seeds=seeds,
         confirm_seeds=tuple(confirm_seeds),
@@ -129,7 +129,7 @@ def compare(runs: Sequence[Run], baseline: str, confirm_seeds: Sequence[int] = (
 
 
 def _row(runs: Sequence[Run], references: Sequence[Run]) -> Row:
-    """Return the row of an arm's runs at one learning rate, each with the baseline's run of its seed."""
+    """Return the row of a variant's runs at one learning rate, each with the baseline's run of its seed."""
     finished = [run for run in runs if not run.error]
     losses = [run.evals[-1][1] for run in finished]
     both = zip(runs, references, strict=True)
@@ -137,7 +137,7 @@ def _row(runs: Sequence[Run], references: Sequence[Run]) -> Row:
     deltas = tuple(pair and pair[0][-1][1] - pair[1][-1][1] for pair in pairs)
     loss = _mean([run.final_loss for run in runs])
     return Row(
-        arm=runs[0].arm,
+        variant=runs[0].variant,
         lr=runs[0].lr,
         seeds=tuple(run.seed for run in runs),
         deltas=deltas,
@@ -159,18 +159,20 @@ def headline(comparison: Comparison) -> list[str]:
     chosen = comparison.seeds[: len(comparison.seeds) - confirming]
     sentences = []
     for row, best in zip(others, comparison.best[1:], strict=True):
-        sentences.append(f"At {baseline.arm}'s best learning rate, {baseline.lr:g}, {_verdict(row, baseline)}.")
+        sentences.append(f"At {baseline.variant}'s best learning rate, {baseline.lr:g}, {_verdict(row, baseline)}.")
         if best.loss is None:
             every = " in every seed" if len(chosen) > 1 else ""
-            sentences.append(f"No learning rate tried kept {row.arm} finite{every}.")
+            sentences.append(f"No learning rate tried kept {row.variant} finite{every}.")
         elif best.lr == row.lr:
-            sentences.append(f"That is the best learning rate of {row.arm} too.")
+            sentences.append(f"That is the best learning rate of {row.variant} too.")
         else:
             sentences.append(f"At its own best learning rate, {best.lr:g}, {_verdict(best, baseline)}.")
     for row in comparison.best:
         if row.loss is not None and len(comparison.lrs) > 1 and row.lr in (comparison.lrs[0], comparison.lrs[-1]):
             side = "lowest" if row.lr == comparison.lrs[0] else "highest"
-            sentences.append(f"The best learning rate of {row.arm} is the {side} tried: a wider sweep may find better.")
+            sentences.append(
+                f"The best learning rate of {row.variant} is the {side} tried: a wider sweep may find better."
+            )
     if len(comparison.seeds) == 1:
         sentences.append("One seed is no evidence: the difference may be due to the draw.")
     if confirming:
@@ -186,12 +188,12 @@ def _verdict(row: Row, baseline: Row) -> str:
     for found in (row, baseline):
         if found.loss is None:
             lost = f" in {count - found.finite} of {count} seeds" if count > 1 else ""
-            return f"{found.arm} did not stay finite{lost}"
+            return f"{found.variant} did not stay finite{lost}"
     assert row.delta is not None  # both are whole
     side = "below" if row.delta < 0 else "above"
     gap = f"{abs(row.delta):.4f}"
     place = "equal to" if not row.delta else f"{gap} {side}" if float(gap) else "within 0.0001 of"
-    ending = f"{row.arm} ends at {_loss(row)} nats per token, {place} {baseline.arm}'s {_loss(baseline)}"
+    ending = f"{row.variant} ends at {_loss(row)} nats per token, {place} {baseline.variant}'s {_loss(baseline)}"
     if count > 1 and row.delta:
         agreeing = sum(delta is not None and delta * row.delta > 0 for delta in row.deltas)
         ending += f" ({side} in {agreeing} of {count} seeds)"
@@ -213,7 +215,7 @@ def _loss(row: Row) -> str:
 
 def format_table(comparison: Comparison) -> str:
     """Return the comparison as a table in plain text; losses over several seeds are mean ± standard deviation."""
-    head = ("arm", "lr", "loss", "difference", "speedup", "tokens/s", "seconds")
+    head = ("variant", "lr", "loss", "difference", "speedup", "tokens/s", "seconds")
     lines = []
     for title, rows in (
         (f"at the shared learning rate, {comparison.shared_lr:g}", comparison.shared),
@@ -232,7 +234,7 @@ def _cells(row: Row, speedup: str) -> tuple[str, ...]:
         return "-" if value is None else format(value, form)
 
     pace, seconds = cell(row.tokens_per_second, ",.0f"), cell(row.seconds, ".1f")
-    return row.arm, cell(row.lr, "g"), _loss(row), cell(row.delta, "+.4f"), speedup, pace, seconds
+    return row.variant, cell(row.lr, "g"), _loss(row), cell(row.delta, "+.4f"), speedup, pace, seconds
 
 
 def _speedup(row: Row) -> str:

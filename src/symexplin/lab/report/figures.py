@@ -41,13 +41,15 @@ def map_lines(weights: RoleWeights) -> list[Line]:
 def comparison_figures(found: Mapping[str, Any]) -> list[Figure]:
     """Return the curves and the learning-rate sweep of the comparison in a comparison.json."""
     comparison, runs = found["comparison"], found["runs"]
-    shared, best = ({row["arm"]: row["lr"] for row in comparison[which]} for which in ("shared", "best"))
+    shared, best = ({row["variant"]: row["lr"] for row in comparison[which]} for which in ("shared", "best"))
     ending = "The first losses may leave the chart; a band spans the seeds."
     figures = [Figure(_curves(runs, shared), f"Held-out loss at the shared learning rate. {ending}")]
     if best != shared:
-        figures.append(Figure(_curves(runs, best), f"Held-out loss, each arm at its own best learning rate. {ending}"))
+        figures.append(
+            Figure(_curves(runs, best), f"Held-out loss, each variant at its own best learning rate. {ending}")
+        )
     axes = "peak learning rate (log scale)", f"final held-out loss ({_NATS})"
-    lines = sweep_lines(runs, {arm: arm for arm in shared})
+    lines = sweep_lines(runs, {variant: variant for variant in shared})
     svg = chart(lines, *axes, log="x", ticks=sorted({run["lr"] for run in runs}))
     caption = "Held-out loss after the last step: points are seeds, the line is their mean where all ran at that rate."
     return [*figures, Figure(svg, caption)]
@@ -55,27 +57,31 @@ def comparison_figures(found: Mapping[str, Any]) -> list[Figure]:
 
 def _curves(runs: list[dict[str, Any]], lrs: Mapping[str, float | None]) -> Markup:
     lines = []
-    for style, (arm, lr) in enumerate(lrs.items()):
-        same = [run["evals"] for run in runs if (run["arm"], run["lr"]) == (arm, lr) and run["final_loss"] is not None]
+    for style, (variant, lr) in enumerate(lrs.items()):
+        same = [
+            run["evals"]
+            for run in runs
+            if (run["variant"], run["lr"]) == (variant, lr) and run["final_loss"] is not None
+        ]
         if same:
             steps, losses = [step for step, _ in same[0]], [[loss for _, loss in evals] for evals in same]
-            lines.append(mean_line(f"{arm}, lr {lr:g}", steps, losses, style))
+            lines.append(mean_line(f"{variant}, lr {lr:g}", steps, losses, style))
     return chart(lines, _STEPS, f"held-out loss ({_NATS})", limits=late_limits(lines))
 
 
 def sweep_lines(
     runs: list[dict[str, Any]], labels: Mapping[str, str], factors: Mapping[str, float] | None = None
 ) -> list[Line]:
-    """Return the final losses over the learning rates: one line per arm, and points where an arm has several seeds.
+    """Return the final losses over the learning rates: one line per variant, and points where it has several seeds.
 
-    An arm without a finite run has an empty line whose label says so. `labels` and `factors`, of the learning rates,
-    are by arm.
+    A variant without a finite run has an empty line whose label says so. `labels` and `factors`, of the learning rates,
+    are by variant.
     """
     lrs = sorted({run["lr"] for run in runs})
     lines = []
-    for style, (arm, label) in enumerate(labels.items()):
-        factor = 1.0 if factors is None else factors[arm]
-        own = [run for run in runs if run["arm"] == arm]
+    for style, (variant, label) in enumerate(labels.items()):
+        factor = 1.0 if factors is None else factors[variant]
+        own = [run for run in runs if run["variant"] == variant]
         finite = [run for run in own if run["final_loss"] is not None]
         # Seeds of the second stage did not run at all learning rates: a mean over them would bend the line.
         first = [run for run in own if run.get("stage", 1) == 1]

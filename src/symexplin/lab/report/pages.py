@@ -28,14 +28,14 @@ def report_comparison(folder: str | Path) -> Path:
         raise FileNotFoundError(f"{str(folder)!r} has no {COMPARISON}: finish the comparison with --resume")
     found = read_json(path / COMPARISON)
     with reading(path / COMPARISON):
-        facts = {f"map of {arm}": _map(curve) for arm, curve in found["maps"].items()}
+        facts = {f"map of {variant}": _map(curve) for variant, curve in found["maps"].items()}
         extra = {"parameters": found["parameters"], "seconds in all": found["seconds"]}
         for part in (found["corpus"], found["config"], found["provenance"], extra):
             facts |= _facts(part)
         return write_page(
             path,
             "comparison.html.jinja",
-            title=f"Comparison of {', '.join(row['arm'] for row in found['comparison']['shared'])}",
+            title=f"Comparison of {', '.join(row['variant'] for row in found['comparison']['shared'])}",
             found={"sample": None, **found},
             figures=comparison_figures(found),
             runs=found["runs"],
@@ -85,7 +85,7 @@ def _text(value: object) -> str:
 
 
 def _map(found: Mapping[str, Any] | None) -> str:
-    """Return the home and the map of an arm in words; `found` has the keys "home" and "start" as well."""
+    """Return the home and the map of a variant in words; `found` has the keys "home" and "start" as well."""
     if found is None:
         return "ordinary weights"
     config = SELConfig.from_dict({key: value for key, value in found.items() if key not in ("home", "start")})
