@@ -3,10 +3,8 @@
     python benchmarks/evidence.py            # write docs/reference/experiments.md and the table of README
     python benchmarks/evidence.py --check    # fail if they are not what the rows say
 
-The rule: each variant counts at its own best learning rate, the one with the most seeds and then the lowest mean loss.
-Differences to the baseline are taken seed by seed. "Better" and "worse" need Student's 99 % interval of their mean on
-one side of zero; an interval that contains zero is "no difference detected". Its half-width is the smallest mean
-difference that these seeds could detect.
+Each variant counts at its own best learning rate, the one with the most seeds and then the lowest mean loss. Differences
+to the baseline are taken seed by seed, and symexplin.lab.compare.interval has the rule for words.
 """
 
 import argparse
@@ -19,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from scipy import stats
+from symexplin.lab.compare.interval import Interval
 
 ROOT = Path(__file__).parents[1]
 ROWS, PAGE, README = ROOT / "results/mini.csv", ROOT / "docs/reference/experiments.md", ROOT / "README.md"
@@ -30,7 +28,6 @@ TEXTS = {  # by the start of the data's fingerprint
     "3743d9e4": "technical English, BPE of 4,096",
 }
 FRESH = 10  # seeds from this one on had no part in a choice
-ENOUGH = 3  # seeds for an interval
 Losses = Mapping[int, float]  # by seed
 
 
@@ -67,42 +64,6 @@ class Experiment:
         return min(finite, key=lambda found: (-len(found[1]), statistics.fmean(found[1].values())))
 
 
-@dataclass(frozen=True)
-class Difference:
-    """The differences of a variant's losses to the baseline's, over the seeds that both have."""
-
-    values: Sequence[float]
-
-    @property
-    def mean(self) -> float:
-        """Below zero if the variant is better."""
-        return statistics.fmean(self.values)
-
-    @property
-    def detectable(self) -> float:
-        """The half-width of the 99 % interval."""
-        count = len(self.values)
-        if count < ENOUGH:
-            return math.inf
-        return float(stats.t.ppf(0.995, count - 1)) * statistics.stdev(self.values) / math.sqrt(count)
-
-    @property
-    def verdict(self) -> str:
-        """What the rule says of it."""
-        if len(self.values) < ENOUGH:
-            return "too few seeds"
-        if abs(self.mean) <= self.detectable:
-            return "no difference detected"
-        return "better" if self.mean < 0 else "worse"
-
-    @property
-    def interval(self) -> str:
-        """The 99 % interval."""
-        if math.isinf(self.detectable):
-            return ""
-        return f"{self.mean - self.detectable:+.4f} to {self.mean + self.detectable:+.4f}"
-
-
 def experiments(path: Path = ROWS) -> list[Experiment]:
     """Return all experiments of a file of rows, in its order."""
     found: dict[tuple[str, ...], dict[str, dict[float, dict[int, float]]]] = {}
@@ -119,12 +80,17 @@ def experiments(path: Path = ROWS) -> list[Experiment]:
     ]
 
 
-def difference(experiment: Experiment, variant: str) -> Difference | None:
+def ends(found: Interval) -> str:
+    """Return the 99 % interval, "" with too few seeds for one."""
+    return "" if math.isinf(found.detectable) else f"{found.low:+.4f} to {found.high:+.4f}"
+
+
+def difference(experiment: Experiment, variant: str) -> Interval | None:
     """Return a variant's difference to the baseline; None if they share no seed."""
     ours, theirs = experiment.best(variant), experiment.best(experiment.baseline)
     if ours is None or theirs is None or not (shared := sorted(ours[1].keys() & theirs[1].keys())):
         return None
-    return Difference([ours[1][seed] - theirs[1][seed] for seed in shared])
+    return Interval([ours[1][seed] - theirs[1][seed] for seed in shared])
 
 
 def lines(experiment: Experiment) -> Iterator[str]:
@@ -144,7 +110,7 @@ def lines(experiment: Experiment) -> Iterator[str]:
             yield f"{start} | | | {len(losses)} | {'baseline' if variant == experiment.baseline else ''} |"
             continue
         detectable = "" if math.isinf(found.detectable) else f"{found.detectable:.4f}"
-        cells = f"{found.mean:+.4f} | {found.interval} | {detectable} | {len(found.values)} | {found.verdict}"
+        cells = f"{found.mean:+.4f} | {ends(found)} | {detectable} | {len(found.values)} | {found.verdict}"
         yield f"{start} {cells} |"
 
 
@@ -200,7 +166,7 @@ def readme_table(found: Sequence[Experiment]) -> str:
         for i, (variant, method) in enumerate(variants.items()):
             shown = difference(experiment, variant)
             assert shown is not None
-            interval = f"{shown.mean:+.3f} ({shown.interval})" if shown.interval else f"{shown.mean:+.3f}"
+            interval = f"{shown.mean:+.3f}" + (f" ({ends(shown)})" if ends(shown) else "")
             cells = f"{statistics.fmean(best[1].values()):.3f} | {interval} | {len(shown.values)} | {shown.verdict}"
             rows.append(f"| {'...' if i else title} | {method} | {cells} |")
     return "\n".join(rows)
