@@ -3,8 +3,8 @@
     python benchmarks/evidence.py            # write docs/reference/experiments.md and the table of README
     python benchmarks/evidence.py --check    # fail if they are not what the rows say
 
-Each variant counts at its own best learning rate, the one with the most seeds and then the lowest mean loss. Differences
-to the baseline are taken seed by seed, and symexplin.lab.compare.interval has the rule for words.
+Each variant counts at its own best learning rate, the one with the most seeds and then the lowest mean loss.
+Differences to the baseline are taken seed by seed; symexplin.lab.compare.interval has the rule for words.
 """
 
 import argparse

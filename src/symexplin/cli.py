@@ -181,6 +181,7 @@ def _saved(schema: type[Any], file: Path, resume: bool) -> Path | None:
 _Switch = Parameter(negative=(), show_default=False)
 _Config = Annotated[str | None, Parameter(help="settings in TOML; flags take precedence")]
 _Folder = Annotated[str, Parameter(help="the folder of the run, new or to resume")]
+_Command = Annotated[str | None, Parameter(help="a command of your own to compare: see above", group="Settings")]
 _Resume = Annotated[bool, _Switch, Parameter(help="continue in the folder, or start there")]
 _Run = Annotated[str, Parameter(help="the folder of a run, one of its checkpoints, or a model.safetensors")]
 _Weights = Annotated[str, Parameter(help="a safetensors file, or a folder of them")]
@@ -245,7 +246,9 @@ def _train(config: _Config = None, *, out: _Folder, resume: _Resume = False, **g
         _log(f"{result['final_loss']:.4f} nats per token; plain weights: {Path(out, MODEL)}")
 
 
-def _compare(config: _Config = None, *, out: _Folder, resume: _Resume = False, **given: Any) -> None:
+def _compare(
+    config: _Config = None, *, command: _Command = None, out: _Folder, resume: _Resume = False, **given: Any
+) -> None:
     r"""Compare ways to train over learning rates and seeds.
 
     Every variant is trained at every learning rate with every seed. Variants are compared at the baseline's best
@@ -256,6 +259,9 @@ def _compare(config: _Config = None, *, out: _Folder, resume: _Resume = False, *
     own. Such a table has the keys of [sel]. It may also change keys of training and of the model, in
     [variant.NAME.train] and [variant.NAME.model].
 
+    With --command the runs are those of your own program, which gets a variant, a learning rate, a seed and a folder,
+    and writes the loss into {out}/result.json: {"loss": 2.31}, and optionally "curve": [[step, loss], ...].
+
     With --resume the same command continues a comparison that was stopped, or adds variants, learning rates and seeds.
 
     Examples:
@@ -263,12 +269,29 @@ def _compare(config: _Config = None, *, out: _Folder, resume: _Resume = False, *
       symexplin compare --data data --out runs/c --lrs 1e-3 \
         --variants AdamW mine muon --variant mine.preset=paper mine.map.beta=5 \
         --variant muon.home=none muon.train.optimizer=muon
+      symexplin compare --out runs/mine --variants adamw sel --lrs 1e-3 3e-3 \
+        --command "python train.py --opt {variant} --lr {lr} --seed {seed} --out {out}"
     """
     from symexplin.lab.compare.grid import CONFIG, CompareConfig
     from symexplin.lab.compare.sweep import compare_runs
 
+    files = [file for file in (config, Path(out, CONFIG)) if file is not None and Path(file).exists()]
+    if command is not None or any("command" in load_toml(file) for file in files):
+        _compare_commands({} if command is None else {"command": command}, given, config, out, resume)
+        return
     settings = _configured(CompareConfig, given, _saved(CompareConfig, Path(out, CONFIG), resume), config)
     compare_runs(settings, out, resume=resume, echo=_log)
+
+
+def _compare_commands(command: dict[str, str], given: dict[str, Any], config: _Path, out: str, resume: bool) -> None:
+    from symexplin.lab.compare.command import CommandConfig, compare_commands
+    from symexplin.lab.compare.grid import CONFIG
+
+    for table in given.keys() - {"compare", "cluster"}:
+        key = next(iter(given[table])) if isinstance(given[table], dict) else table
+        raise ValueError(f"{key} must be left to the command, got --{key.replace('_', '-')} beside --command")
+    saved = _saved(CommandConfig, Path(out, CONFIG), resume)
+    compare_commands(_configured(CommandConfig, command | given, saved, config), out, resume=resume, echo=_log)
 
 
 def _sample(

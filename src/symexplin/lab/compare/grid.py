@@ -74,7 +74,7 @@ class GridConfig:
             each.
         jobs: runs at a time. On one machine each has its share of the cores.
         cluster: "slurm" submits the runs as jobs, which [cluster] describes; "none" trains them on this machine.
-        baseline: the variant that the others are compared with.
+        baseline: the variant that the others are compared with. Default: AdamW, or the first variant.
         confirm_seeds: seeds of a second stage. In it every variant trains at its best learning rate of the first stage
             and at the baseline's. Tables are over the seeds of both stages.
     """
@@ -83,7 +83,7 @@ class GridConfig:
     lrs: tuple[float, ...] = (1.5e-3, 3e-3, 6e-3)
     seeds: tuple[int, ...] = (0,)
     jobs: int = 1
-    baseline: str = BASELINE
+    baseline: str = ""
     confirm_seeds: tuple[int, ...] = ()
     cluster: str = field(default=_CLUSTERS[0], metadata={"choices": _CLUSTERS})
 
@@ -96,6 +96,8 @@ class GridConfig:
                 check_whole(name, seed, minimum=0)
         check_whole("jobs", self.jobs)
         check_choice("cluster", self.cluster, _CLUSTERS)
+        if not self.baseline and self.variants:
+            object.__setattr__(self, "baseline", BASELINE if BASELINE in self.variants else self.variants[0])
         if self.baseline not in self.variants or len(self.variants) < 2:
             raise ValueError(
                 f"variants must be the baseline {self.baseline!r} and at least one other, got {self.variants}"

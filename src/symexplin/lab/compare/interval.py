@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scipy import stats
+from scipy import stats  # type: ignore[import-untyped]
 
 __all__ = ["BETTER", "CONFIDENCE", "ENOUGH_SEEDS", "NO_DIFFERENCE", "TOO_FEW", "WORSE", "Interval"]
 

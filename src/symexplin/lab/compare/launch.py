@@ -4,6 +4,7 @@ A process or a job is `symexplin train` with its own configuration file. What a 
 """
 
 import contextlib
+import ctypes
 import importlib.util
 import os
 import shutil
@@ -14,7 +15,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TextIO
 
 from symexplin.lab.files import read_json, replace_file, write_json
 from symexplin.lab.folders import SUMMARY
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from symexplin.lab.compare.grid import ClusterConfig
     from symexplin.lab.config import RunConfig
 
-__all__ = ["Task", "TrainJob", "check_slurm", "run_as_jobs", "run_here", "run_side_by_side"]
+__all__ = ["Task", "TrainJob", "Training", "check_slurm", "run_as_jobs", "run_here", "run_side_by_side"]
 
 Echo = Callable[[str], None]
 
@@ -39,17 +40,36 @@ _RESTARTS = 1000  # at the end of a job's time
 _JOBS = "jobs.json"  # {name of a run's folder: number of its latest job}
 
 
-class Task(NamedTuple):
-    """One run to train or to resume, in its folder."""
+class Task(Protocol):
+    """One run to execute in its folder: a training run of the laboratory, or a command of the user's."""
+
+    @property
+    def label(self) -> str:
+        """What names the run in the log."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run."""
+
+    @property
+    def result(self) -> Path:
+        """The file that the run writes when it has ended."""
+
+    def command(self, place: Path, processes: int = 1) -> list[str]:
+        """Return the command of the run; what it needs beside its folder is written into the folder `place`."""
+
+
+class Training(NamedTuple):
+    """A training run of the laboratory, new or to resume. It has ended, too, where a loss was not finite."""
 
     label: str
     config: "RunConfig"
     folder: Path
 
     @property
-    def ended(self) -> bool:
-        """Whether the run has finished, or ended because a loss was not finite."""
-        return (self.folder / SUMMARY).exists()
+    def result(self) -> Path:
+        """The summary of the run."""
+        return self.folder / SUMMARY
 
     def command(self, place: Path, processes: int = 1) -> list[str]:
         """Return the command that trains the run, after writing its configuration into the folder `place`."""
@@ -61,7 +81,7 @@ class Task(NamedTuple):
         return [*python, "-m", "symexplin", "train", str(file), "--out", str(self.folder.resolve()), "--resume"]
 
 
-def run_here(tasks: Sequence[Task], echo: Echo, progress: bool) -> Iterator[int]:
+def run_here(tasks: Sequence[Training], echo: Echo, progress: bool) -> Iterator[int]:
     """Train one run after the other in this process, and yield the index of each task when it has ended."""
     from symexplin.lab.run import train
     from symexplin.lab.train import NonFiniteError
@@ -76,15 +96,18 @@ def run_here(tasks: Sequence[Task], echo: Echo, progress: bool) -> Iterator[int]
         yield index
 
 
-def run_side_by_side(tasks: Sequence[Task], out: Path, jobs: int, echo: Echo) -> Iterator[int]:
+def run_side_by_side(
+    tasks: Sequence[Task], out: Path, jobs: int, echo: Echo, keep_going: bool = False
+) -> Iterator[int]:
     """Train `jobs` runs at a time, each in a process, and yield the index of each task when it has ended.
 
-    `echo` takes the lines of progress; the whole output of a process is in its log below `out`. If a process fails, or
-    a signal comes, all runs are saved.
+    `echo` takes the lines of progress; the whole output of a process is in its log below `out`. If a process fails,
+    the others are saved and stopped, or with `keep_going` continue to the last one. A signal stops all.
     """
     left = deque(range(len(tasks)))
     running: dict[int, tuple[subprocess.Popen[bytes], TextIO]] = {}
-    failure, stopping = None, False
+    failures: list[str] = []
+    stopping = False
     with StopSignals() as stop:
         try:
             while left or running:
@@ -101,11 +124,13 @@ def run_side_by_side(tasks: Sequence[Task], out: Path, jobs: int, echo: Echo) ->
                         continue
                     del running[index]
                     log.close()
-                    if task.ended:
+                    if task.result.exists():
                         yield index
                     elif not stopping and stop.signal is None:
-                        failure = f"{task.label}: {_reason(Path(log.name), status)}"
-                if not stopping and (failure is not None or stop.signal is not None):
+                        failures.append(f"{task.label}: {_reason(Path(log.name), status, task.result.name)}")
+                        if keep_going:
+                            echo(f"failed: {failures[-1]}")
+                if not stopping and (stop.signal is not None or (failures and not keep_going)):
                     stopping = True
                     left.clear()
                     for process, _ in running.values():
@@ -115,15 +140,22 @@ def run_side_by_side(tasks: Sequence[Task], out: Path, jobs: int, echo: Echo) ->
                 process.kill()
                 process.wait()
                 log.close()
-    if failure is not None:
-        raise ChildProcessError(failure)
+    if failures and (stop.signal is None or not keep_going):
+        more = f"; {len(failures) - 1} more failed: see above" if len(failures) > 1 else ""
+        raise ChildProcessError(failures[0] + more)
     if stop.signal is not None:
-        raise stop.stopped("with all runs saved; --resume continues from there")
+        rest = (
+            "; --resume starts again what had not ended"
+            if keep_going
+            else "with all runs saved; --resume continues from there"
+        )
+        raise stop.stopped(rest)
 
 
 def _start(task: Task, place: Path) -> tuple[subprocess.Popen[bytes], TextIO]:
     """Start the process of a run, and return it with its log."""
     command = task.command(place)
+    place.mkdir(exist_ok=True)
     log = place / f"{task.folder.name}.log"
     with log.open("w") as file:
         process = subprocess.Popen(
@@ -133,19 +165,28 @@ def _start(task: Task, place: Path) -> tuple[subprocess.Popen[bytes], TextIO]:
             stderr=subprocess.STDOUT,
             env={**os.environ, LAUNCHER: str(os.getpid())},
             start_new_session=True,  # a Ctrl-C reaches the comparison alone, which passes it on
+            preexec_fn=_end_with_parent(),
         )
     return process, log.open(errors="replace")
 
 
-def _reason(log: Path, status: int = 1) -> str:
-    """Return why a process ended: the last line that it wrote, or the signal that killed it."""
+def _end_with_parent() -> Callable[[], object] | None:
+    """Return what a new process calls to get SIGTERM when this one is killed, which Linux alone offers."""
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl, set_signal = ctypes.CDLL(None).prctl, 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
+    return lambda: prctl(set_signal, signal.SIGTERM)
+
+
+def _reason(log: Path, status: int = 1, result: str = SUMMARY) -> str:
+    """Return why a process ended: the last lines that it wrote, or the signal that killed it."""
     if status < 0:
         name = signal.Signals(-status).name
         return f"its process was ended by {name}, perhaps for lack of memory: --resume continues; try fewer --jobs"
     said = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    said = [line for line in said if line.startswith("symexplin: ")] or said
-    last = said[-1].removeprefix("symexplin: ").removeprefix("error: ") if said else "no output"
-    return f"{last} (see {log})"
+    ours = [line.removeprefix("symexplin: ").removeprefix("error: ") for line in said if line.startswith("symexplin: ")]
+    last = ours[-1] if ours else " / ".join(said[-3:]) or "no output"
+    return f"{last} (see {log})" if status else f"ended without {result}: {last} (see {log})"
 
 
 # --- Slurm -----------------------------------------------------------------------------------------------------------
@@ -211,7 +252,7 @@ def run_as_jobs(tasks: Sequence[Task], out: Path, jobs: int, cluster: "ClusterCo
             states = _states(waiting.values())
             for index, job in list(waiting.items()):
                 task = tasks[index]
-                if task.ended:  # looked at after Slurm: a job writes this file before it ends
+                if task.result.exists():  # looked at after Slurm: a job writes this file before it ends
                     del waiting[index]
                     yield index
                 elif states is not None:
@@ -280,7 +321,7 @@ def _submit(tasks: Sequence[Task], place: Path, jobs: int, cluster: "ClusterConf
         srun_args=[f"--cpus-per-task={cluster.cpus}"],  # srun does not take it from sbatch
         additional_parameters={"requeue": True, **cluster.sbatch},
     )
-    work = [TrainJob(task.command(place, cluster.gpus), (task.folder / SUMMARY).resolve()) for task in tasks]
+    work = [TrainJob(task.command(place, cluster.gpus), task.result.resolve()) for task in tasks]
     try:
         return [job.job_id for job in executor.submit_array(work)]
     except submitit.core.utils.FailedJobError as error:

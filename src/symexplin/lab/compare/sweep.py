@@ -17,13 +17,14 @@ from typing import Any
 import torch
 
 from symexplin.lab.build import build
-from symexplin.lab.compare.grid import COMPARISON, CONFIG, DEMO, RUNS, Cell, CompareConfig
-from symexplin.lab.compare.launch import Task, check_slurm, run_as_jobs, run_here, run_side_by_side
+from symexplin.lab.compare.grid import CONFIG, DEMO, RUNS, Cell, CompareConfig
+from symexplin.lab.compare.launch import Training, check_slurm, run_here
 from symexplin.lab.compare.reuse import finished_runs, take_over
-from symexplin.lab.compare.table import Run, chosen_lrs, compare, format_table, headline
+from symexplin.lab.compare.stages import Sweep
+from symexplin.lab.compare.table import Run
 from symexplin.lab.config import ComputeConfig, RunConfig, absolute, resolve
 from symexplin.lab.data.batches import Corpus
-from symexplin.lab.files import read_json, replace_file, write_json
+from symexplin.lab.files import read_json, replace_file
 from symexplin.lab.folders import FACTS, SUMMARY, check_resumable, claimed, saved_config
 from symexplin.lab.load import digest_of
 from symexplin.lab.maps import map_of
@@ -85,10 +86,13 @@ def compare_runs(
             f"{len(corpus.train):,} tokens to train on, {len(corpus.valid):,} held out; "
             f"{'up to ' if grid.confirm_seeds else ''}{grid.most_runs} runs of {config.train.steps} steps"
         )
-        for stage in (1, 2) if grid.confirm_seeds else (1,):
-            ranks.tell(lambda stage=stage: _take_over(folder, config, stage, known, corpus, echo))  # type: ignore[misc]
-            _train(folder, config, stage, echo, progress, ranks)
-        return ranks.tell(lambda: _conclude(folder, config, corpus, echo))
+        sweep = Sweep(
+            folder, grid, lambda label, cell: Training(label, config.run(cell), sweep.place(cell)), _run_in, echo
+        )
+        for stage in sweep.stages:
+            ranks.tell(lambda stage=stage: _take_over(sweep, config, stage, known, corpus))  # type: ignore[misc]
+            _train(sweep, config, stage, progress, ranks)
+        return ranks.tell(lambda: _conclude(folder, sweep, config, corpus))
 
 
 def _on_cluster(config: CompareConfig) -> bool:
@@ -215,61 +219,27 @@ def _check_variant(config: CompareConfig, variant: str, vocab_size: int) -> None
 # --- the runs --------------------------------------------------------------------------------------------------------
 
 
-def _train(folder: Path, config: CompareConfig, stage: int, echo: Echo, progress: bool, ranks: Ranks) -> None:
+def _train(sweep: Sweep, config: CompareConfig, stage: int, progress: bool, ranks: Ranks) -> None:
     """Train what is left of a stage; the second one begins when the first one has ended."""
-    left = ranks.tell(lambda: _left(folder, config, stage, echo))
-    tasks, jobs = [task for _, task in left], config.compare.jobs
-    if _on_cluster(config):
-        ended = run_as_jobs(tasks, folder, jobs, config.cluster, echo)
-    elif jobs > 1:
-        ended = run_side_by_side(tasks, folder, jobs, echo)
-    else:
-        ended = run_here(tasks, echo, progress)
-    for index in ended:
-        cell, task = left[index]
-        if ranks.first and (found := _run_of(folder, cell)) is not None:
-            echo(f"{task.label}: {_outcome(found)}")
+    left = ranks.tell(lambda: sweep.left(stage))
+    if _on_cluster(config) or config.compare.jobs > 1:
+        sweep.execute(left, config.cluster)
+        return
+    tasks = [Training(label, config.run(cell), sweep.place(cell)) for label, cell in left]
+    for index in run_here(tasks, sweep.echo, progress):
+        if ranks.first:
+            sweep.tell(*left[index])
 
 
-def _take_over(folder: Path, config: CompareConfig, stage: int, known: Known, corpus: Corpus, echo: Echo) -> None:
+def _take_over(sweep: Sweep, config: CompareConfig, stage: int, known: Known, corpus: Corpus) -> None:
     """Copy the known runs of a stage."""
-    grid = config.compare
-    for cell in (grid.cells() if stage == 1 else grid.confirmations(_chosen(folder, config))) if known else ():
-        if (source := take_over(known, config.run(cell), corpus, folder / RUNS / cell.name)) is not None:
-            echo(f"{cell.name}: taken over from {source}")
+    for cell in sweep.cells(stage) if known else ():
+        if (source := take_over(known, config.run(cell), corpus, sweep.place(cell))) is not None:
+            sweep.echo(f"{cell.name}: taken over from {source}")
 
 
-def _left(folder: Path, config: CompareConfig, stage: int, echo: Echo) -> list[tuple[Cell, Task]]:
-    """Return the runs of a stage that have not ended, telling of the others."""
-    grid, start = config.compare, 1
-    cells, total = grid.cells(), grid.most_runs
-    if stage == 2:
-        chosen = _chosen(folder, config)
-        start, cells = len(cells) + 1, grid.confirmations(chosen)
-        total = start - 1 + len(cells)
-        told = "; ".join(
-            f"{variant} at {' and '.join(f'{lr:g}' for lr in chosen[variant])}" for variant in grid.variants
-        )
-        echo(f"to confirm with {len(cells)} runs: {told}")
-    left: list[tuple[Cell, Task]] = []
-    for number, cell in enumerate(cells, start):
-        label = f"{number}/{total} {cell.variant} lr {cell.lr:g} seed {cell.seed}"
-        if (found := _run_of(folder, cell)) is None:
-            left.append((cell, Task(label, config.run(cell), folder / RUNS / cell.name)))
-        else:
-            echo(f"{label}: {_outcome(found)} (already there)")
-    return left
-
-
-def _chosen(folder: Path, config: CompareConfig) -> dict[str, tuple[float, ...]]:
-    """Return the learning rates of each variant that the first stage, which has ended, chose."""
-    runs = [run for cell in config.compare.cells() if (run := _run_of(folder, cell)) is not None]
-    return chosen_lrs(runs, config.compare.baseline)
-
-
-def _run_of(folder: Path, cell: Cell) -> Run | None:
-    """Return the result of a run, or None if it has not ended."""
-    path = folder / RUNS / cell.name
+def _run_in(path: Path, cell: Cell) -> Run | None:
+    """Return the result of the run in a folder, or None if it has not ended."""
     if not (path / SUMMARY).exists():
         return None
     with _of_a_run():
@@ -289,52 +259,29 @@ def _of_a_run() -> Iterator[None]:
         raise ValueError(f"{error}: remove that run's folder to train it again") from None
 
 
-def _outcome(run: Run) -> str:
-    return run.error or f"{run.final_loss:.4f} nats per token, {run.seconds:.0f} s"
-
-
 # --- the conclusion --------------------------------------------------------------------------------------------------
 
 
-def _conclude(folder: Path, config: CompareConfig, corpus: Corpus, echo: Echo) -> dict[str, Any]:
-    """Compare the runs, all ended, and write comparison.json and the report."""
-    from symexplin.lab.report.pages import report_comparison  # matplotlib takes its time
-
-    grid = config.compare
-    cells = grid.cells() + grid.confirmations(_chosen(folder, config))
-    runs = [run for cell in cells if (run := _run_of(folder, cell)) is not None]
-    comparison = compare(runs, grid.baseline, grid.confirm_seeds)
-    summaries = [read_json(folder / RUNS / cell.name / SUMMARY) for cell in cells]
-    content: dict[str, Any] = {
-        "headline": headline(comparison),
-        "comparison": dataclasses.asdict(comparison),
-        "runs": [
-            {
-                **dataclasses.asdict(run),
-                "final_loss": run.final_loss,
-                "stage": 2 if run.seed in grid.confirm_seeds else 1,
-                "folder": f"{RUNS}/{cell.name}",
-            }
-            for run, cell in zip(runs, cells, strict=True)
-        ],
-        "maps": {variant: _map(config, variant) for variant in grid.variants},
-        "corpus": {
-            "train_tokens": len(corpus.train),
-            "valid_tokens": len(corpus.valid),
-            "train_documents": corpus.train_documents,
-            "valid_documents": corpus.valid_documents,
-            "tokenizer": corpus.tokenizer.name,
-        },
-        "parameters": next(summary["parameters"] for summary in summaries if "parameters" in summary),
-        "config": config.table(),
-        # Where the first run began: on a cluster this is another machine.
-        "provenance": read_json(folder / RUNS / cells[0].name / FACTS)["provenance"],
-        "seconds": round(sum(run.seconds for run in runs), 1),
-    }
-    write_json(folder / COMPARISON, content)
-    echo("\n".join(("", format_table(comparison), "", *content["headline"], "")))
-    echo(f"report: {report_comparison(folder)}")
-    return content
+def _conclude(folder: Path, sweep: Sweep, config: CompareConfig, corpus: Corpus) -> dict[str, Any]:
+    first = folder / RUNS / config.compare.cells()[0].name
+    summaries = [read_json(path) for path in folder.glob(f"{RUNS}/*/{SUMMARY}")]
+    return sweep.conclude(
+        {
+            "unit": "nats per token",
+            "maps": {variant: _map(config, variant) for variant in config.compare.variants},
+            "corpus": {
+                "train_tokens": len(corpus.train),
+                "valid_tokens": len(corpus.valid),
+                "train_documents": corpus.train_documents,
+                "valid_documents": corpus.valid_documents,
+                "tokenizer": corpus.tokenizer.name,
+            },
+            "parameters": next(summary["parameters"] for summary in summaries if "parameters" in summary),
+            "config": config.table(),
+            # Where the first run began: on a cluster this is another machine.
+            "provenance": read_json(first / FACTS)["provenance"],
+        }
+    )
 
 
 def _map(config: CompareConfig, variant: str) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from symexplin.lab.compare.interval import ENOUGH_SEEDS, Interval
 from symexplin.lab.evaluate import speedup
 from symexplin.lab.files import format_columns
 
@@ -20,13 +21,13 @@ class Run:
     lr: float
     seed: int
     evals: tuple[tuple[int, float], ...]
-    seconds: float
-    tokens_per_second: float
+    seconds: float | None = None
+    tokens_per_second: float | None = None
     error: str | None = None
 
     @property
     def final_loss(self) -> float | None:
-        """Evaluation loss at the end, nats per token; None if the run ended early."""
+        """Evaluation loss at the end; None if the run ended early."""
         return None if self.error else self.evals[-1][1]
 
 
@@ -173,8 +174,9 @@ def headline(comparison: Comparison) -> list[str]:
             sentences.append(
                 f"The best learning rate of {row.variant} is the {side} tried: a wider sweep may find better."
             )
-    if len(comparison.seeds) == 1:
-        sentences.append("One seed is no evidence: the difference may be due to the draw.")
+    if len(comparison.seeds) < ENOUGH_SEEDS:
+        count = "One seed is" if len(comparison.seeds) == 1 else "Two seeds are"
+        sentences.append(f"{count} no evidence: the difference may be run-to-run noise. Three show an interval.")
     if confirming:
         first, then = (
             f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}" for seeds in (chosen, comparison.confirm_seeds)
@@ -193,10 +195,10 @@ def _verdict(row: Row, baseline: Row) -> str:
     side = "below" if row.delta < 0 else "above"
     gap = f"{abs(row.delta):.4f}"
     place = "equal to" if not row.delta else f"{gap} {side}" if float(gap) else "within 0.0001 of"
-    ending = f"{row.variant} ends at {_loss(row)} nats per token, {place} {baseline.variant}'s {_loss(baseline)}"
-    if count > 1 and row.delta:
-        agreeing = sum(delta is not None and delta * row.delta > 0 for delta in row.deltas)
-        ending += f" ({side} in {agreeing} of {count} seeds)"
+    ending = f"{row.variant} ends at {_loss(row)}, {place} {baseline.variant}'s {_loss(baseline)}"
+    if count >= ENOUGH_SEEDS:
+        interval = Interval([delta for delta in row.deltas if delta is not None])
+        ending += f" ({interval.verdict}; 99 % interval {interval.low:+.4f} to {interval.high:+.4f})"
     if row.speedup is not None:
         return f"{ending}, and reaches that loss in {100 / row.speedup:.0f} % of the steps"
     if row.reached == count:

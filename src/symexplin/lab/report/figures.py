@@ -13,7 +13,7 @@ from symexplin.lab.report.probe import RoleWeights, map_curves
 __all__ = ["Figure", "comparison_figures", "map_lines", "sweep_lines"]
 
 _POSITIONS, _POINTS = 2000, 81  # positions per role whose scales show the map, and points of its curve
-_STEPS, _NATS = "optimizer steps", "nats per token"
+_STEPS = "optimizer steps"
 
 
 class Figure(NamedTuple):
@@ -41,21 +41,22 @@ def map_lines(weights: RoleWeights) -> list[Line]:
 def comparison_figures(found: Mapping[str, Any]) -> list[Figure]:
     """Return the curves and the learning-rate sweep of the comparison in a comparison.json."""
     comparison, runs = found["comparison"], found["runs"]
+    unit = found.get("unit", "")
+    loss = f"final loss ({unit})" if unit else "final loss"
     shared, best = ({row["variant"]: row["lr"] for row in comparison[which]} for which in ("shared", "best"))
     ending = "The first losses may leave the chart; a band spans the seeds."
-    figures = [Figure(_curves(runs, shared), f"Held-out loss at the shared learning rate. {ending}")]
-    if best != shared:
-        figures.append(
-            Figure(_curves(runs, best), f"Held-out loss, each variant at its own best learning rate. {ending}")
-        )
-    axes = "peak learning rate (log scale)", f"final held-out loss ({_NATS})"
+    curved = any(len(run["evals"]) > 1 for run in runs)
+    figures = [Figure(_curves(runs, shared, unit), f"Loss at the shared learning rate. {ending}")] if curved else []
+    if curved and best != shared:
+        figures.append(Figure(_curves(runs, best, unit), f"Loss, each variant at its own best learning rate. {ending}"))
+    axes = "peak learning rate (log scale)", loss
     lines = sweep_lines(runs, {variant: variant for variant in shared})
     svg = chart(lines, *axes, log="x", ticks=sorted({run["lr"] for run in runs}))
-    caption = "Held-out loss after the last step: points are seeds, the line is their mean where all ran at that rate."
+    caption = "Loss after the last step: points are seeds, the line is their mean where all ran at that rate."
     return [*figures, Figure(svg, caption)]
 
 
-def _curves(runs: list[dict[str, Any]], lrs: Mapping[str, float | None]) -> Markup:
+def _curves(runs: list[dict[str, Any]], lrs: Mapping[str, float | None], unit: str) -> Markup:
     lines = []
     for style, (variant, lr) in enumerate(lrs.items()):
         same = [
@@ -64,9 +65,11 @@ def _curves(runs: list[dict[str, Any]], lrs: Mapping[str, float | None]) -> Mark
             if (run["variant"], run["lr"]) == (variant, lr) and run["final_loss"] is not None
         ]
         if same:
-            steps, losses = [step for step, _ in same[0]], [[loss for _, loss in evals] for evals in same]
+            steps = [step for step, _ in same[0]]
+            curves = [np.array(evals, dtype=float).T for evals in same]  # a command's may have steps of their own
+            losses = [np.interp(steps, of_one, values).tolist() for of_one, values in curves]
             lines.append(mean_line(f"{variant}, lr {lr:g}", steps, losses, style))
-    return chart(lines, _STEPS, f"held-out loss ({_NATS})", limits=late_limits(lines))
+    return chart(lines, _STEPS, f"loss ({unit})" if unit else "loss", limits=late_limits(lines))
 
 
 def sweep_lines(

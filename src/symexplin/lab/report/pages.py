@@ -29,14 +29,14 @@ def report_comparison(folder: str | Path) -> Path:
     found = read_json(path / COMPARISON)
     with reading(path / COMPARISON):
         facts = {f"map of {variant}": _map(curve) for variant, curve in found["maps"].items()}
-        extra = {"parameters": found["parameters"], "seconds in all": found["seconds"]}
-        for part in (found["corpus"], found["config"], found["provenance"], extra):
+        extra = {"parameters": found.get("parameters", "unknown"), "seconds in all": found["seconds"]}
+        for part in (found.get("corpus", {}), found["config"], found["provenance"], extra):
             facts |= _facts(part)
         return write_page(
             path,
             "comparison.html.jinja",
             title=f"Comparison of {', '.join(row['variant'] for row in found['comparison']['shared'])}",
-            found={"sample": None, **found},
+            found={"sample": None, "unit": "", **found},
             figures=comparison_figures(found),
             runs=found["runs"],
             facts=facts,
