@@ -4,7 +4,6 @@ import functools
 import hashlib
 import json
 import re
-import sys
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -76,15 +75,16 @@ class Tokenizer:
 
     def __init__(self, text: str, name: str, end_token: str | None = None) -> None:
         try:
-            self._backend = Backend.from_str(text)
+            self.backend = Backend.from_str(text)
         except Exception as error:  # the library raises bare exceptions
             raise ValueError(f"tokenizer {name!r} is not a file of the tokenizers library: {error}") from None
-        self._backend.no_truncation()
-        self._backend.no_padding()
-        self._backend.encode_special_tokens = True  # read "<|endoftext|>" in a text as text
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self.backend.post_processor = None  # it may add tokens
+        self.backend.encode_special_tokens = True  # read "<|endoftext|>" in a text as text
         self._text = text
         self.name = name
-        vocab = self._backend.get_vocab(with_added_tokens=True)
+        vocab = self.backend.get_vocab(with_added_tokens=True)
         self.end = vocab[_end_name(vocab, name, end_token)]
         self.vocab_size = max(vocab.values()) + 1
 
@@ -120,11 +120,11 @@ class Tokenizer:
     @property
     def end_token(self) -> str:
         """The name of the token that ends a document."""
-        return str(self._backend.id_to_token(self.end))
+        return str(self.backend.id_to_token(self.end))
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, without an end."""
-        return list(self._backend.encode(text, add_special_tokens=False).ids)
+        return list(self.backend.encode(text).ids)
 
     def encode_documents(self, documents: Iterable[bytes]) -> Iterator[TokenArray]:
         """Yield the tokens of UTF-8 documents, each followed by the end, in arrays of the smallest dtype.
@@ -135,15 +135,15 @@ class Tokenizer:
         end = np.array([self.end], dtype)
         for batch in _batches(documents):
             texts = [piece.decode("utf-8", errors="replace") for piece in batch if piece is not None]
-            found = iter(self._backend.encode_batch_fast(texts, add_special_tokens=False))
+            found = iter(self.backend.encode_batch_fast(texts))
             yield np.concatenate([end if piece is None else np.array(next(found).ids, dtype) for piece in batch])
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of tokens, with ends; bytes that are not UTF-8 become the replacement character."""
-        return str(self._backend.decode([int(i) for i in ids], skip_special_tokens=False))
+        return str(self.backend.decode([int(i) for i in ids], skip_special_tokens=False))
 
 
-def train_bpe(documents: Iterable[bytes], vocab_size: int, *, progress: bool = True) -> Tokenizer:
+def train_bpe(documents: Iterable[bytes], vocab_size: int, *, progress: bool = False) -> Tokenizer:
     """Return a byte-level BPE like GPT-2's, trained on `documents`; its token 0 ends documents.
 
     The same documents give the same tokenizer. Short texts give fewer tokens than `vocab_size`.
@@ -155,7 +155,7 @@ def train_bpe(documents: Iterable[bytes], vocab_size: int, *, progress: bool = T
         vocab_size=vocab_size,
         special_tokens=[_END],
         initial_alphabet=sorted(_byte_vocab()),
-        show_progress=progress and sys.stderr.isatty(),
+        show_progress=progress,
     )
     backend.train_from_iterator((text.decode("utf-8", errors="replace") for text in documents), trainer)
     return Tokenizer(backend.to_str(), f"bpe-{backend.get_vocab_size()}")
