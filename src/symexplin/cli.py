@@ -339,7 +339,7 @@ def _inspect(source: _Weights, /, *, preset: _Path = None, map: Pairs = None, js
     if json is not None:
         check_new("json", json)
     config = named_map(preset or "default", map or {}) if preset or map else None
-    found = inspect_file(source, config=config, progress=True)
+    found = inspect_file(source, config=config)
     print(format_inspection(found))
     if json is not None:
         write_json(json, dataclasses.asdict(found))

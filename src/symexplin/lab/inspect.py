@@ -154,7 +154,7 @@ class _Part(NamedTuple):
 
 
 @torch.no_grad()
-def inspect_file(path: str | Path, *, config: SELConfig | None = None, progress: bool = False) -> Inspection:
+def inspect_file(path: str | Path, *, config: SELConfig | None = None) -> Inspection:
     """Return the figures of each curved matrix of a safetensors file or folder, computed in float64.
 
     The file is read in parts and may be larger than the memory. NaN and infinite numbers are counted and left out.
@@ -171,9 +171,7 @@ def inspect_file(path: str | Path, *, config: SELConfig | None = None, progress:
     routes = curved_in(path, config)
     rows: list[Row] = []
     every: list[_Part] = []
-    total = sum(route.axes == "oi" for route in routes.curved)
-    disable = None if progress else True  # None: unless there is a terminal
-    for name, matrix in tqdm(curved_matrices(path, routes), total=total, unit=" matrices", disable=disable):
+    for name, matrix in tqdm(curved_matrices(path, routes), unit=" matrices", disable=None):  # only on a terminal
         height, bound = max(1, _CHUNK // matrix.shape[1]), xavier_bound(matrix.shape)
         with naming(name):
             parts = [_part(part, bound, routes.config) for part in torch.split(matrix, height)]

@@ -106,13 +106,9 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], entries: Mapp
 def save_model(
     model: Transformer, path: str | Path, curve: SELConfig | None = None, state: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Write the weights of `model`, without a tied head, and its shape.
+    """Write the plain or raw weights of `model` without a tied head, its shape, and `curve`, the map of its training.
 
-    Args:
-        model: plain, or with the raw weights of curved layers.
-        path: of the file.
-        curve: the map that the weights were trained with.
-        state: the whole weights of a sharded model.
+    `state` has the whole weights of a sharded model.
 
     Raises:
         OSError: a full disk, for example; an earlier file stays.
