@@ -4,7 +4,6 @@ import re
 import sys
 
 import pytest
-import tokenizers
 import torch
 from safetensors import safe_open
 
@@ -93,20 +92,6 @@ def test_the_tokenizer_is_this_one(tmp_path, ours):
     assert theirs.decode([*ours.encode("fox"), ours.end], skip_special_tokens=True) == "fox"
     loaded = stock(tmp_path / "out")
     assert loaded.config.eos_token_id == loaded.generation_config.eos_token_id == ours.end
-
-
-def test_a_tokenizer_that_adds_tokens_and_an_end_of_another_name(tmp_path):
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "one": 1, "stop": 2, "?": 3}, "?"))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    backend.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
-    backend.enable_truncation(2)
-    backend.enable_padding(length=5)
-    export_transformers(build(), tmp_path / "out", Tokenizer(backend.to_str(), "mine", "stop"))
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert theirs("one one one")["input_ids"] == [1, 1, 1]
-    assert theirs.eos_token == "stop"
-    bare = tokenizers.Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
-    assert bare.encode("one one one").ids == [1, 1, 1]
 
 
 def test_the_file_has_the_map_of_the_training(tmp_path):

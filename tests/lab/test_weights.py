@@ -136,7 +136,7 @@ def test_the_same_content_gives_the_same_bytes_in_a_file_like_any_new_one(tmp_pa
 @pytest.mark.parametrize(
     ("change", "header", "message"),
     [
-        ({}, None, "without a config"),
+        ({}, None, "with a config in its header, got .*m' without one"),
         ({}, {"config": {"widht": 1}}, "header of '.*m': config: is of another version .*'widht'"),
         ({}, {"config": {"width": "16"}}, "header of '.*m': config: width must be a whole number"),
         ({}, {"map": {"betta": 1}}, "header of '.*m': map: .*did you mean 'beta'"),

@@ -63,7 +63,7 @@ def curved_in(path: str | Path, config: SELConfig | None = None) -> Routing:
     """
     shapes = {name: tensor.shape for name, tensor in iter_tensors(path) if tensor.dtype in _FLOATING}
     if any(map(is_raw, shapes)):
-        raise ValueError(f"{str(path)!r} holds raw weights, not plain ones: load the model, which folds them, first")
+        raise ValueError(f"{str(path)!r} holds raw weights, not plain ones: take the final weights of its run")
     found = routing(_skeleton(shapes), config)
     if not found.curved:
         kinds = ", ".join(str(kind).removeprefix("torch.") for kind in _FLOATING)

@@ -136,7 +136,8 @@ def load_model(path: str | Path) -> Transformer:
     """
     found, curve = _header(path).get("config"), read_map(path)
     if found is None:
-        raise ValueError(f"path must be a file of save_model, got {str(path)!r}, without a config in its header")
+        known = "a model of this version of symexplin, with a config in its header"
+        raise ValueError(f"path must be {known}, got {str(path)!r} without one")
     with naming(f"header of {str(path)!r}: config"):
         try:
             config = ModelConfig(**found)

@@ -46,7 +46,7 @@ def test_what_is_no_finished_dataset_or_damaged_is_named(folder, tmp_path):
     train_bpe(DOCUMENTS, 299).save(folder / "tokenizer.json")
     with pytest.raises(ValueError, match=r"tokenizer.json' is not the tokenizer of the tokens, 'bpe-300'"):
         Corpus.load(folder)
-    for content in ("", '{"tokenizer": 3}'):
+    for content in ("", '{"tokenizer": {}}'):
         (folder / "dataset.json").write_text(content)
         with pytest.raises(ValueError, match=r"dataset.json' is damaged"):
             Corpus.load(folder)

@@ -82,7 +82,7 @@ class Corpus:
                 for name, side in zip(SIDES, sides, strict=True)
             )
             train_documents, valid_documents = (side["documents"] for side in sides)
-        except (KeyError, TypeError):
+        except KeyError:
             raise ValueError(f"{str(folder / DATASET)!r} is damaged: it does not describe a dataset") from None
         whole = " ".join((tokenizer.fingerprint, *(side["sha256"] for side in sides)))
         fingerprint = hashlib.sha256(whole.encode()).hexdigest()
