@@ -16,7 +16,7 @@ import symexplin.__main__
 from corpora import TEXTS
 from symexplin import __version__, cli
 from symexplin.experiments.tables import names, read_table
-from symexplin.lab.weights.files import load_model
+from symexplin.lab.weights import load_model
 
 TINY = "--width 32 --depth 1 --heads 2 --context 16 --steps 6 --batch-size 4 --eval-every 3 --no-tensorboard"
 
@@ -260,7 +260,7 @@ def test_an_exported_folder_loads_in_transformers_with_equal_logits(place, capsy
     tokens = tokenizer("document 3 says 9", return_tensors="pt").input_ids
     ours = load_model(place / "optimizer" / "model.safetensors")
     with torch.no_grad():
-        # transformers computes the angles of positions in float32; see lab/weights/export.py.
+        # transformers computes the angles of positions in float32; see lab/export.py.
         torch.testing.assert_close(found(tokens[:, :16]).logits, ours(tokens[:, :16]), rtol=1e-4, atol=1e-4)
 
 

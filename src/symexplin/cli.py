@@ -334,8 +334,8 @@ def _export(model: _Run, /, *, out: str) -> None:
     Examples:
       symexplin export runs/first --out mymodel
     """
+    from symexplin.lab.export import export_transformers
     from symexplin.lab.load import load_trained
-    from symexplin.lab.weights.export import export_transformers
 
     trained, tokenizer, curve = load_trained(model, echo=_warn)
     export_transformers(trained, out, tokenizer, curve, echo=print)
@@ -357,13 +357,13 @@ def _inspect(source: _Weights, /, *, preset: _Path = None, map: Pairs = None, js
       symexplin inspect llama/ --preset paper --map beta=15 --json tails.json
     """
     from symexplin.lab.files import check_new, write_json
+    from symexplin.lab.inspect import format_inspection, inspect_file
     from symexplin.lab.maps import named_map
-    from symexplin.lab.weights.inspect import format_inspection, inspect_file
 
     if json is not None:
         check_new("json", json)
     config = named_map(preset or "default", map or {}) if preset or map else None
-    found = inspect_file(source, config=config, progress=True)
+    found = inspect_file(source, config=config)
     print(format_inspection(found))
     if json is not None:
         write_json(json, dataclasses.asdict(found))

@@ -8,7 +8,7 @@ from symexplin.experiments.claims import VERDICTS, judge
 from symexplin.experiments.comparison import Evidence, sign_of, spread_of
 from symexplin.experiments.paper import Claim, Paper
 from symexplin.lab.model import ModelConfig, Transformer
-from symexplin.lab.weights.files import save_model
+from symexplin.lab.weights import save_model
 from table_folders import panel_folder
 
 HELD, DID_NOT, SAME_SIGN, OTHER_SIGN, UNTESTED = VERDICTS

@@ -8,7 +8,7 @@ from symexplin.lab.build import build, build_model, clear_gradients
 from symexplin.lab.config import ComputeConfig, RunConfig, TrainConfig
 from symexplin.lab.maps import CurveConfig
 from symexplin.lab.model import ModelConfig, Transformer
-from symexplin.lab.weights.files import MODEL, load_model, save_model
+from symexplin.lab.weights import MODEL, load_model, save_model
 from symexplin.presets import PRESETS
 
 TINY = ModelConfig(width=16, depth=1, heads=2, context=8)

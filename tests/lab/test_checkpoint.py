@@ -16,7 +16,7 @@ from symexplin.lab.checkpoint import (
     split_optimizer,
     tidy,
 )
-from symexplin.lab.weights.files import write_tensors
+from symexplin.lab.weights import write_tensors
 
 
 def save(folder, step, keep=2, text="weights"):

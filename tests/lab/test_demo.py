@@ -13,7 +13,7 @@ from symexplin.lab.data.sources import find_source
 from symexplin.lab.demo import DemoConfig, run_demo
 from symexplin.lab.evaluate import evaluate
 from symexplin.lab.process import Stopped
-from symexplin.lab.weights.files import load_model
+from symexplin.lab.weights import load_model
 
 FILES = {".symexplin-demo", ".lock", "compare.toml", "comparison.json", "report.html", "sample.txt", "data", "runs"}
 RUNS = {"AdamW-lr0.001-seed0", "AdamW-lr0.01-seed0", "SEL-lr0.001-seed0", "SEL-lr0.01-seed0"}

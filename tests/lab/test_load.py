@@ -11,10 +11,10 @@ from corpora import TEXTS
 from corpora import prepared as tokens_of
 from run_folders import prepared, trained
 from symexplin.lab.checkpoint import newest
-from symexplin.lab.load import digest_of, find_weights, load_plain, load_trained, start_from
+from symexplin.lab.load import digest_of, find_weights, load_trained, start_from
 from symexplin.lab.maps import CurveConfig, map_of
 from symexplin.lab.model import ModelConfig, Transformer
-from symexplin.lab.weights.files import MODEL, save_model
+from symexplin.lab.weights import MODEL, load_model, save_model
 
 TINY = ModelConfig(width=16, depth=1, heads=2, context=16)
 CURVES = {
@@ -70,7 +70,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_loudly(unfinished):
     damage(last)
     lines = []
     found = load_trained(unfinished, echo=lines.append)
-    assert torch.equal(found.model.head.weight, load_plain(before / MODEL).head.weight)
+    assert torch.equal(found.model.head.weight, load_model(before / MODEL).head.weight)
     (line,) = lines
     assert line.startswith("warning: ")
     assert str(last) in line
@@ -86,7 +86,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_loudly(unfinished):
 
 def test_damaged_final_weights_are_passed_over_loudly(tmp_path, runs):
     run = shutil.copytree(runs["none"], tmp_path / "run")
-    expected = load_plain(newest(run)[0] / MODEL).head.weight
+    expected = load_model(newest(run)[0] / MODEL).head.weight
     content = bytearray((run / MODEL).read_bytes())
     content[-100] ^= 1
     (run / MODEL).write_bytes(content)
@@ -127,7 +127,7 @@ def test_an_end_token_of_ones_own_survives(tmp_path):
 def test_a_model_starts_from_the_weights_of_its_shape_and_no_other(runs):
     model = Transformer(ModelConfig(width=16, depth=1, heads=2, context=8, init="xavier_normal"))
     start_from(model, runs["module"])
-    assert torch.equal(model.head.weight, load_plain(runs["module"] / MODEL).head.weight)
+    assert torch.equal(model.head.weight, load_model(runs["module"] / MODEL).head.weight)
     assert model.config.context == 8
     for changes, here, there in (
         ({"width": 32, "bias": False}, "width 32", "16"),

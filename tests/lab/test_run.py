@@ -24,7 +24,7 @@ from symexplin.lab.process import Stopped
 from symexplin.lab.run import train
 from symexplin.lab.settings import from_table, load_toml
 from symexplin.lab.train import NonFiniteError, Trainer
-from symexplin.lab.weights.files import load_model
+from symexplin.lab.weights import load_model
 
 CURVES = {
     "none": CurveConfig(home="none"),

@@ -86,10 +86,10 @@ class FinishedRun(NamedTuple):
 @functools.cache
 def _kurtosis(path: Path) -> float:
     """Return the excess kurtosis of all curved matrices of a file, each in units of its own standard deviation."""
-    from symexplin.lab.weights.folding import curved_matrices  # slow: torch
+    from symexplin.lab.inspect import curved_matrices  # slow: torch
 
     count, total = 0, 0.0
-    for matrix in curved_matrices(path):
+    for _, matrix in curved_matrices(path):
         squares = (matrix.double() - matrix.double().mean()).square()
         count, total = count + matrix.numel(), total + float((squares / squares.mean()).square().sum())
     return total / count - 3.0

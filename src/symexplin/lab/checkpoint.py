@@ -16,7 +16,7 @@ from torch import Tensor
 
 from symexplin.lab.files import file_digest, read_json, write_json
 from symexplin.lab.parallel import placed
-from symexplin.lab.weights.files import iter_tensors
+from symexplin.lab.weights import iter_tensors
 
 __all__ = [
     *("CHECKPOINTS", "OPTIMIZER", "is_checkpoint", "load_checkpoint", "load_optimizer"),

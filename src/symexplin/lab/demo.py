@@ -74,7 +74,7 @@ def run_demo(out: str | Path, config: DemoConfig, echo: Callable[[str], None] = 
     from symexplin.lab.evaluate import sample
     from symexplin.lab.load import load_trained
     from symexplin.lab.report.pages import report_comparison
-    from symexplin.lab.weights.files import MODEL
+    from symexplin.lab.weights import MODEL
 
     with claimed(out, "demo", {DEMO, _DATA}) as folder:
         # One split for all seeds.

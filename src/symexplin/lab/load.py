@@ -13,11 +13,10 @@ from symexplin.lab.data.tokenizer import Tokenizer
 from symexplin.lab.files import file_digest, read_json
 from symexplin.lab.folders import FACTS, SUMMARY, TOKENIZER
 from symexplin.lab.model import Transformer
-from symexplin.lab.weights.files import MAP_KEY, MODEL, TRAINED_KEY, load_model, map_in, model_from, read_specs
-from symexplin.lab.weights.folding import folded
+from symexplin.lab.weights import MODEL, load_model, read_map
 from symexplin.validation import naming
 
-__all__ = ["Trained", "digest_of", "find_weights", "load_plain", "load_trained", "start_from"]
+__all__ = ["Trained", "digest_of", "find_weights", "load_trained", "start_from"]
 
 Echo = Callable[[str], None]
 
@@ -41,9 +40,7 @@ def load_trained(path: str | Path, echo: Echo = warnings.warn) -> Trained:
     if place is None:
         raise FileNotFoundError(f"no {TOKENIZER} beside {str(file)!r}: copy that of the run or of its data there")
     options = read_json(place / FACTS).get("tokenizer", {}) if (place / FACTS).exists() else {}
-    _, metadata = read_specs(file)
-    curve = map_in(file, metadata, MAP_KEY) or map_in(file, metadata, TRAINED_KEY)
-    return Trained(load_plain(file), Tokenizer.load(place / TOKENIZER, **options), curve)
+    return Trained(load_model(file), Tokenizer.load(place / TOKENIZER, **options), read_map(file))
 
 
 def find_weights(path: str | Path, name: str = "path", echo: Echo = warnings.warn) -> Path:
@@ -78,17 +75,10 @@ def _is_damaged(run: Path, echo: Echo) -> bool:
     return damaged
 
 
-def load_plain(file: Path) -> Transformer:
-    """Return the plain model of a safetensors file; raw weights are folded."""
-    if MAP_KEY not in read_specs(file)[1]:
-        return load_model(file)
-    return model_from(file, *folded(file))
-
-
 def start_from(model: Transformer, path: str | Path) -> None:
     """Load the weights at `path` into a plain model of the same shape; the context may differ."""
     with naming("weights"):
-        source = load_plain(find_weights(path, "weights"))
+        source = load_model(find_weights(path, "weights"))
     there, here = (dataclasses.asdict(each.config) for each in (source, model))
     for key in here:
         if there[key] != here[key] and key not in ("context", "init"):

@@ -31,7 +31,7 @@ from symexplin.lab.provenance import memory, provenance
 from symexplin.lab.record import METRICS, Recorder
 from symexplin.lab.settings import dump_toml, lines, to_table
 from symexplin.lab.train import NonFiniteError, Trainer
-from symexplin.lab.weights.files import MODEL, save_model
+from symexplin.lab.weights import MODEL, save_model
 
 __all__ = ["MODEL", "check_inputs", "check_weights", "evaluations", "train"]
 
@@ -285,7 +285,7 @@ class _Run:
         return str(found[0]) if found else "the start"
 
     def _finish(self, plain: Transformer) -> dict[str, Any]:
-        save_model(plain, self.folder / MODEL, self.trainer.header(plain=True))
+        save_model(plain, self.folder / MODEL, map_of(self.config.sel, self.config.model.width))
         steps = self.config.train.steps
         summary = {
             "steps": steps,

@@ -20,7 +20,7 @@ from symexplin.lab.evaluate import evaluate
 from symexplin.lab.maps import map_of
 from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import ALONE, Ranks
-from symexplin.lab.weights.files import MAP_KEY, MODEL, TRAINED_KEY, load_weights, save_model, write_tensors
+from symexplin.lab.weights import MODEL, load_weights, save_model, write_tensors
 from symexplin.optim.shard import is_dtensor, local, whole
 
 __all__ = ["NonFiniteError", "Trainer", "lr_factor"]
@@ -147,20 +147,15 @@ class Trainer:
             return model
         return cast(Transformer, sel.fold(copy.deepcopy(model)))
 
-    def header(self, plain: bool) -> dict[str, str]:
-        """Return the map as an entry for the header of a file of plain or raw weights; none for ordinary weights."""
-        curve = map_of(self.config.sel, self.config.model.width)
-        return {} if curve is None else {TRAINED_KEY if plain else MAP_KEY: curve.to_json()}
-
     def saver(self) -> Callable[[Path], dict[str, Any]]:
         """Gather model and optimizer whole in the first process; return what writes them into a folder there."""
         weights = self._ranks.collect(self.model.state_dict())
         state, rest = split_optimizer(self.optimizer)
         gathered = self._ranks.collect(state)
-        entries = self.header(plain=self.config.sel.home != "module")
+        curve = map_of(self.config.sel, self.config.model.width)
 
         def write(folder: Path) -> dict[str, Any]:
-            save_model(self.model, folder / MODEL, entries, weights)
+            save_model(self.model, folder / MODEL, curve, weights)
             write_tensors(folder / OPTIMIZER, gathered)
             return {"optimizer": rest}
 

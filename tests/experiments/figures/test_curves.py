@@ -13,7 +13,7 @@ from symexplin.lab.build import build_model
 from symexplin.lab.config import RunConfig, TrainConfig
 from symexplin.lab.files import write_json
 from symexplin.lab.maps import CurveConfig
-from symexplin.lab.weights.files import save_model
+from symexplin.lab.weights import save_model
 
 
 def lines(axes):

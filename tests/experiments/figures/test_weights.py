@@ -11,7 +11,7 @@ from symexplin.experiments.figures import draw
 from symexplin.lab.maps import CurveConfig
 from symexplin.lab.model import ModelConfig, Transformer
 from symexplin.lab.report.probe import probe, read_run
-from symexplin.lab.weights.files import iter_tensors, write_tensors
+from symexplin.lab.weights import iter_tensors, write_tensors
 
 ROLES = ["q", "k", "v", "o", "gate", "up", "down"]
 

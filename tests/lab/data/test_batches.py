@@ -8,15 +8,11 @@ import pytest
 import torch
 
 from corpora import in_memory
-from symexplin.lab.data.batches import BatchesAhead, BatchLoader, Corpus, eval_batches, read_dataset, read_tokens
+from symexplin.lab.data.batches import BatchesAhead, BatchLoader, Corpus, eval_batches, read_tokens
 from symexplin.lab.data.prepare import PrepareConfig, prepare, write_tokens
 from symexplin.lab.data.tokenizer import train_bpe
 
 DOCUMENTS = [f"document {i}: {'text ' * (i % 7)}".encode() for i in range(400)]
-
-
-def split(tokens):
-    return bytes(tokens).split(b"\0")[:-1]
 
 
 @pytest.fixture
@@ -24,17 +20,6 @@ def folder(tmp_path):
     (tmp_path / "text").write_bytes(b"\0".join(DOCUMENTS))
     prepare(PrepareConfig((str(tmp_path / "text"),), vocab_size=300), tmp_path / "data")
     return tmp_path / "data"
-
-
-def test_load_gives_what_was_prepared(folder):
-    corpus, by_bytes = Corpus.load(folder), in_memory(DOCUMENTS)
-    assert (corpus.vocab_size, by_bytes.vocab_size) == (300, 256)
-    for side in ("train", "valid"):
-        tokens = getattr(corpus, side)
-        expected = [document.decode() for document in split(getattr(by_bytes, side))]
-        assert corpus.tokenizer.decode(tokens).split("<|endoftext|>")[:-1] == expected
-        assert isinstance(tokens.base, np.memmap)
-        assert getattr(corpus, f"{side}_documents") == len(expected)
 
 
 def test_the_fingerprint_tells_data_apart(folder, tmp_path):
@@ -48,26 +33,23 @@ def test_the_fingerprint_tells_data_apart(folder, tmp_path):
     assert in_memory(DOCUMENTS).fingerprint in found
 
 
-@pytest.mark.parametrize("content", ["", '{"tokenizer": 3}'])
-def test_a_damaged_description_is_named(folder, content):
-    (folder / "dataset.json").write_text(content)
-    with pytest.raises(ValueError, match=r"dataset.json' is damaged"):
-        Corpus.load(folder)
-
-
-def test_damaged_tokens_and_those_of_another_tokenizer_are_named(folder):
-    path = folder / "valid.npy"
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+def test_what_is_no_finished_dataset_or_damaged_is_named(folder, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"data must be a folder that `symexplin prepare` made, got .*nowhere"):
+        Corpus.load(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"has no dataset.json: run `symexplin prepare SOURCE"):
+        Corpus.load(tmp_path)
+    whole = (folder / "valid.npy").read_bytes()
+    (folder / "valid.npy").write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(ValueError, match=r"valid.npy' is damaged"):
         Corpus.load(folder)
     Corpus.load(folder, verify=False)
-    path.unlink()
-    with pytest.raises(ValueError, match=r"valid.npy' is damaged or missing"):
-        Corpus.load(folder)
     train_bpe(DOCUMENTS, 299).save(folder / "tokenizer.json")
     with pytest.raises(ValueError, match=r"tokenizer.json' is not the tokenizer of the tokens, 'bpe-300'"):
         Corpus.load(folder)
+    for content in ("", '{"tokenizer": {}}'):
+        (folder / "dataset.json").write_text(content)
+        with pytest.raises(ValueError, match=r"dataset.json' is damaged"):
+            Corpus.load(folder)
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(256, np.uint8), (100_000, np.uint32)])
@@ -90,12 +72,6 @@ def test_damaged_token_files_are_named(tmp_path):
     path = tmp_path / "a.npy"
     _, digest = write_tokens(path, [np.arange(20, dtype=np.uint8)], np.dtype(np.uint8))
     whole = path.read_bytes()
-    for place in range(0, len(whole), 3):  # in the header a flipped bit may be harmless
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
-        try:
-            assert read_tokens(path, 20, digest).tolist() == list(range(20))
-        except ValueError as error:
-            assert "a.npy' is damaged" in str(error)  # noqa: PT017
     for content in (b"", b"text " * 99, whole[:50], whole[:-1]):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=r"a.npy' is damaged"):
@@ -105,13 +81,6 @@ def test_damaged_token_files_are_named(tmp_path):
         read_tokens(path, 20, "0" * 64)
     with pytest.raises(ValueError, match=r"nowhere' is damaged or missing"):
         read_tokens(tmp_path / "nowhere", 20, digest)
-
-
-def test_folders_that_are_no_finished_dataset_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"data must be a folder that `symexplin prepare` made, got .*nowhere"):
-        read_dataset(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"has no dataset.json: run `symexplin prepare SOURCE"):
-        read_dataset(tmp_path)
 
 
 TRAIN_WITHOUT = """
@@ -130,25 +99,13 @@ def test_training_needs_neither_datasets_nor_pyarrow(folder, tmp_path):
     assert (tmp_path / "run" / "model.safetensors").exists()
 
 
-def test_batches_of_mapped_tokens_are_those_of_tokens_in_memory(tmp_path):
-    tokens = np.random.default_rng(0).integers(0, 2**32 - 1, 1000).astype(np.uint32)
-    tokens.tofile(tmp_path / "tokens")
-    mapped = np.memmap(tmp_path / "tokens", np.uint32, "r")
-    for array in (tokens, mapped):
-        for first, second in zip(
-            BatchLoader(array, 10, 6, seed=3).batch(5),
-            BatchLoader(tokens.astype(np.int64), 10, 6, seed=3).batch(5),
-            strict=True,
-        ):
-            assert torch.equal(first, second)
-        assert torch.equal(eval_batches(array, 10, 4, 3)[1][1], eval_batches(tokens.astype(np.int64), 10, 4, 3)[1][1])
-
-
 def test_batches_are_windows_and_pure_in_seed_and_step():
-    tokens = np.arange(250, dtype=np.uint8)
+    tokens = (2**32 - 250 + np.arange(250)).astype(np.uint32)
     loader = BatchLoader(tokens, context=10, batch_size=6, seed=3)
+    state = torch.get_rng_state()
     fifth = loader.batch(5)
-    loader.batch(0), loader.batch(6)
+    loader.batch(0), loader.batch(6), np.random.seed(1)
+    assert torch.equal(state, torch.get_rng_state())
     for first, second in zip(fifth, BatchLoader(tokens, 10, 6, seed=3).batch(5), strict=True):
         assert torch.equal(first, second)
         assert first.dtype == torch.int64
@@ -181,16 +138,6 @@ def test_the_next_batch_is_read_while_one_is_used():
     BatchesAhead(Loader()).batch(0)
     assert read.wait(timeout=60)
     assert told == [(0, False), (1, False)]
-
-
-def test_batches_ignore_and_leave_the_global_generators():
-    loader = BatchLoader(np.arange(250, dtype=np.uint8), context=10, batch_size=6)
-    np.random.seed(0)
-    state = torch.get_rng_state()
-    first = loader.batch(0)[0]
-    assert torch.equal(state, torch.get_rng_state())
-    np.random.seed(1)
-    assert torch.equal(first, loader.batch(0)[0])
 
 
 def test_every_window_can_come_up():

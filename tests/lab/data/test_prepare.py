@@ -11,7 +11,6 @@ import pytest
 
 from corpora import in_memory, split
 from symexplin.lab.data import prepare as module
-from symexplin.lab.data import tokenizer
 from symexplin.lab.data.batches import Corpus
 from symexplin.lab.data.prepare import PrepareConfig, prepare
 
@@ -101,23 +100,15 @@ def test_the_sample_of_a_bpe_is_spread_evenly():
         assert np.diff([*places, 1000]).max() <= np.ceil(100_000 / wanted) + 1
 
 
-@pytest.mark.parametrize("kind", ["byte", "bpe"])
-def test_a_lone_document_is_cut_in_two(tmp_path, kind):
+def test_a_lone_document_is_cut_in_two(tmp_path):
     (tmp_path / "text").write_bytes(b"0123456789" * 2 + b"\0" + b"0123456789" * 2)
-    dataset = prepare(settings(tmp_path / "text", tokenizer=kind), tmp_path / "out")
+    dataset = prepare(settings(tmp_path / "text"), tmp_path / "out")
     corpus = Corpus.load(tmp_path / "out")
     decode = corpus.tokenizer.decode
     end = decode([corpus.tokenizer.end])
     assert decode(corpus.train) + decode(corpus.valid) == f"0123456789012345678{end}9{end}"
     assert (dataset["train"]["text_bytes"], dataset["valid"]["text_bytes"]) == (19, 1)
     assert dataset["repeated_documents"] == 1
-
-
-def test_the_size_of_batches_changes_nothing(tmp_path, text, monkeypatch):
-    expected = prepare(settings(text), tmp_path / "one")
-    monkeypatch.setattr(tokenizer, "_PIECE", 100)
-    assert prepare(settings(text), tmp_path / "many") == expected
-    assert content(tmp_path / "many") == content(tmp_path / "one")
 
 
 DRIVER = """

@@ -1,7 +1,5 @@
 import hashlib
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -85,12 +83,6 @@ def test_pieces_have_the_tokens_of_the_whole(bpe, monkeypatch, size):
     ]
 
 
-def test_training_is_deterministic_across_processes(bpe):
-    code = f"from symexplin.lab.data.tokenizer import train_bpe\nprint(train_bpe({DOCUMENTS!r}, 400).fingerprint)\n"
-    found = {subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout for _ in range(2)}
-    assert found == {bpe.fingerprint + "\n"}
-
-
 def test_small_vocabularies():
     assert train_bpe([b"ab"], 10_000).vocab_size < 300
     assert train_bpe(DOCUMENTS, 257).encode("ab") == [train_bpe(DOCUMENTS, 257).encode(c)[0] for c in "ab"]
@@ -118,10 +110,10 @@ def test_the_end_of_tokenizer_files(tmp_path):
     assert (found.end_token, found.end, found.vocab_size) == ("[SEP]", 3, 4)
     assert encoded(found, b"a b").tolist() == [1, 0, 3]
     assert Tokenizer.from_name(str(path), end_token="[CLS]").end == 2
-    with pytest.raises(ValueError, match=r"end_token must be a token of .*, got '\[CSL\]'"):
+    with pytest.raises(ValueError, match=r"has none of \[CSL\]: name a token of its as end_token"):
         Tokenizer.from_name(str(path), end_token="[CSL]")
     word_level("?", "a").save(str(path))
-    with pytest.raises(ValueError, match=r"has none of <.endoftext.>.*name its end of a document as end_token"):
+    with pytest.raises(ValueError, match=r"has none of <.endoftext.>.*: name a token of its as end_token"):
         Tokenizer.from_name(str(path))
 
 

@@ -14,10 +14,10 @@ from matplotlib.figure import Figure
 
 from symexplin.experiments.figures.common import map_words, panel, run_of, sheet, weights_at_end
 from symexplin.functional import effective, inverse
+from symexplin.lab.inspect import xavier_bound
 from symexplin.lab.report.charts import COLOURS, GUIDE_LINE, Floats, Line, draw_chart, outline
 from symexplin.lab.report.figures import map_lines
 from symexplin.lab.report.probe import RoleWeights, map_curves, read_run
-from symexplin.lab.weights.inspect import xavier_bound
 
 __all__ = [
     *("MAP", "PATHWAY", "beta_offset", "congruent_mismatch", "mismatched_start", "symexp_controls", "symexp_sel"),

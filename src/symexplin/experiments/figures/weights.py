@@ -15,10 +15,9 @@ from matplotlib.ticker import MaxNLocator
 
 from symexplin.config import SELConfig
 from symexplin.experiments.figures.common import is_run, map_words, panel, run_of, sheet, weights_at_end, weights_of
+from symexplin.lab.inspect import Row, curved_matrices, inspect_file, xavier_bound
 from symexplin.lab.report.charts import BINS, GUIDE_LINE, Floats, Line, draw_histogram, outline
 from symexplin.lab.report.probe import Probe, RunRecord, read_run
-from symexplin.lab.weights.folding import curved_matrices
-from symexplin.lab.weights.inspect import Row, inspect_file, xavier_bound
 
 __all__ = ["heavy_tail", "idea", "optimization_distance", "raw_effective", "weight_distribution"]
 
@@ -68,7 +67,7 @@ def _shares(sizes: Floats, beyond: Floats) -> list[tuple[str, Floats, Floats, in
 
 def _curved(path: Path) -> Iterator[tuple[Floats, float]]:
     """Yield the finite numbers of every curved matrix of a file, and its bound."""
-    for matrix in curved_matrices(path):
+    for _, matrix in curved_matrices(path):
         yield matrix[torch.isfinite(matrix)].double().numpy(), xavier_bound(matrix.shape)
 
 

@@ -82,7 +82,7 @@ class Corpus:
                 for name, side in zip(SIDES, sides, strict=True)
             )
             train_documents, valid_documents = (side["documents"] for side in sides)
-        except (KeyError, TypeError):
+        except KeyError:
             raise ValueError(f"{str(folder / DATASET)!r} is damaged: it does not describe a dataset") from None
         whole = " ".join((tokenizer.fingerprint, *(side["sha256"] for side in sides)))
         fingerprint = hashlib.sha256(whole.encode()).hexdigest()
@@ -133,15 +133,13 @@ class BatchesAhead:
     def __init__(self, loader: BatchLoader, *, pinned: bool = False) -> None:
         self._loader, self._pinned = loader, pinned
         self._thread = ThreadPoolExecutor(1, "batches")
-        self._next: tuple[int, Future[Batch]] | None = None
+        self._ahead: dict[int, Future[Batch]] = {}
 
     def batch(self, step: int) -> Batch:
         """Return batch `step`, and begin to read the one after it."""
-        if self._next is None or self._next[0] != step:
-            self._next = step, self._thread.submit(self._read, step)
-        found = self._next[1].result()
-        self._next = step + 1, self._thread.submit(self._read, step + 1)
-        return found
+        found = self._ahead.get(step) or self._thread.submit(self._read, step)
+        self._ahead = {step + 1: self._thread.submit(self._read, step + 1)}
+        return found.result()
 
     def _read(self, step: int) -> Batch:
         inputs, targets = self._loader.batch(step)

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from symexplin.lab.data.batches import DATASET, SIDES, TOKENIZER, UNFINISHED, read_dataset
 from symexplin.lab.data.sources import Reader, cut_in_two, find_source, hash_document, split_documents
-from symexplin.lab.data.tokenizer import MINIMUM_VOCAB, TokenArray, Tokenizer, pieces, token_dtype, train_bpe
+from symexplin.lab.data.tokenizer import MINIMUM_VOCAB, TokenArray, Tokenizer, pieces, train_bpe
 from symexplin.lab.files import write_json
 from symexplin.lab.folders import check_resumable, claimed
 from symexplin.validation import check_fraction, check_whole
@@ -116,7 +116,7 @@ def _make(config: PrepareConfig, work: Path, echo: Echo, bars: bool) -> Table:
         own = text.sizes[text.sides == side]
         documents = tqdm(text.documents(side), name, len(own), unit=" documents", disable=not bars)
         arrays = tokenizer.encode_documents(documents)
-        count, digest = write_tokens(work / f"{name}.npy", arrays, token_dtype(tokenizer.vocab_size))
+        count, digest = write_tokens(work / f"{name}.npy", arrays, tokenizer.dtype)
         dataset[name] = {"documents": len(own), "text_bytes": int(own.sum()), "tokens": count, "sha256": digest}
     tokens, sizes = ([dataset[name][key] for name in SIDES] for key in ("tokens", "text_bytes"))
     rate = sum(sizes) / sum(tokens)

@@ -4,7 +4,6 @@ import functools
 import hashlib
 import json
 import re
-import sys
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -15,30 +14,23 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from symexplin.lab.data.sources import SEPARATOR, hub_file
+from symexplin.lab.data.sources import hub_file
 from symexplin.lab.files import replace_file
 from symexplin.lab.provenance import cores
 from symexplin.validation import naming
 
-__all__ = ["MINIMUM_VOCAB", "Tokenizer", "TokenArray", "pieces", "token_dtype", "train_bpe"]
+__all__ = ["MINIMUM_VOCAB", "Tokenizer", "TokenArray", "pieces", "train_bpe"]
 
 TokenArray = NDArray[np.unsignedinteger[Any]]
 
 _END = "<|endoftext|>"
-_BYTE_END = chr(256 + ord(SEPARATOR))  # the character for NUL in byte-level tokenizers
-_GPT2 = "hf:openai-community/gpt2"
-# Names of the token between documents in tokenizer files, the usual one first.
-_END_NAMES = (_END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|end|>", "[EOS]", "[SEP]", _BYTE_END)
+# Names of the token between documents in tokenizer files, the usual one first; the last stands for a NUL byte.
+_END_NAMES = (_END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|end|>", "[EOS]", "[SEP]", chr(256))
 MINIMUM_VOCAB = 257  # all bytes, and the end of a document
 
 # Longer documents are encoded in pieces: an encoding takes some hundred times the memory of its text.
 _PIECE = 1 << 20
 _SAFE_CUT = re.compile(rb"(?<=[A-Za-z]) ")
-
-
-def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
-    """Return the smallest unsigned type that holds the ids 0 to vocab_size - 1."""
-    return np.dtype(np.uint8 if vocab_size <= 2**8 else np.uint16 if vocab_size <= 2**16 else np.uint32)
 
 
 def pieces(document: bytes, size: int = _PIECE) -> Iterator[bytes]:
@@ -76,17 +68,23 @@ class Tokenizer:
 
     def __init__(self, text: str, name: str, end_token: str | None = None) -> None:
         try:
-            self._backend = Backend.from_str(text)
+            self.backend = Backend.from_str(text)
         except Exception as error:  # the library raises bare exceptions
             raise ValueError(f"tokenizer {name!r} is not a file of the tokenizers library: {error}") from None
-        self._backend.no_truncation()
-        self._backend.no_padding()
-        self._backend.encode_special_tokens = True  # read "<|endoftext|>" in a text as text
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self.backend.post_processor = None  # it may add tokens
+        self.backend.encode_special_tokens = True  # read "<|endoftext|>" in a text as text
         self._text = text
         self.name = name
-        vocab = self._backend.get_vocab(with_added_tokens=True)
-        self.end = vocab[_end_name(vocab, name, end_token)]
+        vocab = self.backend.get_vocab(with_added_tokens=True)
+        known = _END_NAMES if end_token is None else (end_token,)
+        ends = [vocab[token] for token in known if token in vocab]
+        if not ends:
+            raise ValueError(f"tokenizer {name!r} has none of {', '.join(known)}: name a token of its as end_token")
+        self.end = ends[0]
         self.vocab_size = max(vocab.values()) + 1
+        self.dtype = np.min_scalar_type(max(vocab.values()))  # the smallest unsigned one
 
     @classmethod
     def from_name(cls, spec: str, end_token: str | None = None) -> Self:
@@ -94,7 +92,7 @@ class Tokenizer:
         if spec == "byte":
             return cls(_byte_tokenizer(), "byte")
         if spec == "gpt2" or spec.startswith("hf:"):
-            repository = (_GPT2 if spec == "gpt2" else spec).removeprefix("hf:")
+            repository = "openai-community/gpt2" if spec == "gpt2" else spec.removeprefix("hf:")
             return cls.load(hub_file(repository, "tokenizer.json"), name=spec, end_token=end_token)
         return cls.load(spec, end_token=end_token)
 
@@ -120,30 +118,29 @@ class Tokenizer:
     @property
     def end_token(self) -> str:
         """The name of the token that ends a document."""
-        return str(self._backend.id_to_token(self.end))
+        return str(self.backend.id_to_token(self.end))
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, without an end."""
-        return list(self._backend.encode(text, add_special_tokens=False).ids)
+        return list(self.backend.encode(text).ids)
 
     def encode_documents(self, documents: Iterable[bytes]) -> Iterator[TokenArray]:
         """Yield the tokens of UTF-8 documents, each followed by the end, in arrays of the smallest dtype.
 
         Bytes that are not UTF-8 become the replacement character. All cores encode; the tokens do not depend on them.
         """
-        dtype = token_dtype(self.vocab_size)
-        end = np.array([self.end], dtype)
+        end = np.array([self.end], self.dtype)
         for batch in _batches(documents):
             texts = [piece.decode("utf-8", errors="replace") for piece in batch if piece is not None]
-            found = iter(self._backend.encode_batch_fast(texts, add_special_tokens=False))
-            yield np.concatenate([end if piece is None else np.array(next(found).ids, dtype) for piece in batch])
+            found = iter(self.backend.encode_batch_fast(texts))
+            yield np.concatenate([end if piece is None else np.array(next(found).ids, self.dtype) for piece in batch])
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of tokens, with ends; bytes that are not UTF-8 become the replacement character."""
-        return str(self._backend.decode([int(i) for i in ids], skip_special_tokens=False))
+        return str(self.backend.decode([int(i) for i in ids], skip_special_tokens=False))
 
 
-def train_bpe(documents: Iterable[bytes], vocab_size: int, *, progress: bool = True) -> Tokenizer:
+def train_bpe(documents: Iterable[bytes], vocab_size: int, *, progress: bool = False) -> Tokenizer:
     """Return a byte-level BPE like GPT-2's, trained on `documents`; its token 0 ends documents.
 
     The same documents give the same tokenizer. Short texts give fewer tokens than `vocab_size`.
@@ -154,31 +151,19 @@ def train_bpe(documents: Iterable[bytes], vocab_size: int, *, progress: bool = T
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[_END],
-        initial_alphabet=sorted(_byte_vocab()),
-        show_progress=progress and sys.stderr.isatty(),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=progress,
     )
     backend.train_from_iterator((text.decode("utf-8", errors="replace") for text in documents), trainer)
     return Tokenizer(backend.to_str(), f"bpe-{backend.get_vocab_size()}")
 
 
-def _byte_vocab() -> dict[str, int]:
-    """Return {character: byte} for the characters that stand for bytes in byte-level tokenizers."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
 def _byte_tokenizer() -> str:
-    backend = Backend(models.BPE(vocab=_byte_vocab(), merges=[]))
+    """Return the tokenizer of bytes: the characters that stand for them in byte-level tokenizers are its tokens."""
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    others = [byte for byte in range(256) if chr(byte) not in alphabet]  # chr(256), chr(257), ... stand for these
+    vocab = {chr(256 + others.index(byte)) if byte in others else chr(byte): byte for byte in range(256)}
+    backend = Backend(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     return backend.to_str()
-
-
-def _end_name(vocab: dict[str, int], name: str, end_token: str | None) -> str:
-    found = next((known for known in ([end_token] if end_token else _END_NAMES) if known in vocab), None)
-    if found is not None:
-        return found
-    if end_token is not None:
-        raise ValueError(f"end_token must be a token of {name!r}, got {end_token!r}")
-    raise ValueError(f"tokenizer {name!r} has none of {', '.join(_END_NAMES)}: name its end of a document as end_token")

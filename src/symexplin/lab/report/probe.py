@@ -17,7 +17,7 @@ from symexplin.lab.files import read_json, read_json_lines
 from symexplin.lab.folders import CONFIG, FACTS, SUMMARY, saved_config
 from symexplin.lab.model import ModelConfig
 from symexplin.lab.record import METRICS, TIMING
-from symexplin.lab.weights.files import MODEL, load_weights
+from symexplin.lab.weights import MODEL, load_weights
 from symexplin.modules import SELLinear
 from symexplin.optim import RawSpaceOptimizer
 from symexplin.transform import Form, Scales, forward

@@ -1,0 +1,152 @@
+"""A trained model as a folder that transformers loads as a stock architecture, Qwen3.
+
+Qwen3 is the model of the laboratory with other names: pre-norm with RMSNorm, rotary positions on the halves of a head,
+RMSNorm on the queries and keys of each head before them, a gated feed-forward layer. It has no biases.
+"""
+
+import dataclasses
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from symexplin.config import SELConfig
+from symexplin.lab.data.tokenizer import Tokenizer
+from symexplin.lab.model import ROPE_BASE, Transformer
+from symexplin.lab.weights import MODEL, map_entry, write_tensors
+
+__all__ = ["export_transformers"]
+
+Echo = Callable[[str], None]
+
+_NAMES = {
+    "embedding.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+}
+_PARTS = {
+    "attention_norm": "input_layernorm",
+    "attention.q": "self_attn.q_proj",
+    "attention.k": "self_attn.k_proj",
+    "attention.v": "self_attn.v_proj",
+    "attention.o": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn.gate": "mlp.gate_proj",
+    "ffn.up": "mlp.up_proj",
+    "ffn.gate_up": "mlp.gate_proj mlp.up_proj",
+    "ffn.down": "mlp.down_proj",
+}
+_PROBE = 64  # tokens that the two models are compared on
+
+
+def export_transformers(
+    model: Transformer,
+    out: str | Path,
+    tokenizer: Tokenizer,
+    curve: SELConfig | None = None,
+    echo: Echo = lambda _: None,
+) -> None:
+    """Write a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads, in the model's dtype.
+
+    Logits differ by rounding: transformers computes the angles of positions, and norms, in float32. The largest
+    difference is measured and told. The map of the training, `curve`, goes into the header of model.safetensors, for
+    `symexplin inspect`.
+    """
+    try:
+        import transformers
+    except ModuleNotFoundError:
+        raise ValueError("export needs transformers: pip install 'symexplin[hf]'") from None
+    if model.config.bias:
+        raise ValueError(
+            "model must have no biases, as stock architectures have none: train with --no-bias; "
+            "symexplin.lab.weights.load_model reads the model.safetensors of any run"
+        )
+    target = Path(out).resolve()
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ValueError(f"out must be a new or empty folder, got {str(out)!r}")
+    size, end = model.config.vocab_size, tokenizer.end
+    if tokenizer.vocab_size > size:
+        raise ValueError(f"tokenizer must have at most the model's {size} tokens, got {tokenizer.vocab_size}")
+    stock: Any = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**_settings(model), eos_token_id=end))
+    weights = _renamed(model)
+    stock.to(model.embedding.weight.dtype).load_state_dict(weights)
+    if model.config.tie_head:
+        del weights["lm_head.weight"]
+    gap, largest = _difference(model, stock.eval())
+    if curve is not None:  # its patterns are for the names of the laboratory
+        curve = dataclasses.replace(curve, include=(), exclude=())
+    generation = transformers.GenerationConfig(eos_token_id=end, pad_token_id=end)  # type: ignore[no-untyped-call]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary:
+        folder = Path(temporary, target.name)
+        folder.mkdir()
+        for part in (stock.config, generation, _tokenizer(transformers, tokenizer, model.config.context)):
+            part.save_pretrained(folder)
+        write_tensors(folder / MODEL, weights, {"format": "pt", **map_entry(curve)})
+        files = sorted(path.name for path in folder.iterdir())
+        folder.replace(target)
+    echo(f"{target}: {', '.join(files)}")
+    dtype = str(stock.dtype).removeprefix("torch.")
+    echo(f"Qwen3ForCausalLM, {dtype}: largest difference of a logit {gap:.3g}, largest logit {largest:.3g}")
+
+
+def _settings(model: Transformer) -> dict[str, Any]:
+    """Return the configuration of Qwen3 for a model's shape."""
+    shape = model.config
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "dtype": model.embedding.weight.dtype,
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.width,
+        "intermediate_size": shape.hidden,
+        "num_hidden_layers": shape.depth,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "gelu",  # the exact one
+        "max_position_embeddings": shape.context,
+        "rms_norm_eps": model.norm.eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_BASE},
+        "tie_word_embeddings": shape.tie_head,
+        "attention_bias": False,
+        "bos_token_id": None,
+    }
+
+
+def _renamed(model: Transformer) -> dict[str, Tensor]:
+    """Return the weights with their names in Qwen3."""
+    weights = {}
+    for name, value in model.state_dict().items():
+        if name in _NAMES:
+            weights[_NAMES[name]] = value
+            continue
+        _, number, part = name.removesuffix(".weight").split(".", 2)
+        places = _PARTS[part].split()
+        for place, piece in zip(places, value.chunk(len(places)), strict=True):
+            weights[f"model.layers.{number}.{place}.weight"] = piece
+    return weights
+
+
+@torch.no_grad()
+def _difference(model: Transformer, stock: Any) -> tuple[float, float]:
+    """Return the largest difference of a logit between the two models on random tokens, and the largest logit."""
+    shape = (2, min(_PROBE, model.config.context))
+    tokens = torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    logits = model(tokens)
+    return float((logits - stock(tokens).logits).abs().max()), float(logits.abs().max())
+
+
+def _tokenizer(transformers: Any, tokenizer: Tokenizer, context: int) -> Any:
+    """Return transformers' tokenizer, which encodes as `tokenizer` does."""
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend,
+        eos_token=tokenizer.end_token,
+        model_max_length=context,
+        clean_up_tokenization_spaces=False,
+        split_special_tokens=True,  # the name of the end token in a text is text
+    )

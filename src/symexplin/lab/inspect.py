@@ -1,0 +1,252 @@
+"""How far the weights of any model have moved from their initial range (paper, section 3 and appendix).
+
+The growth of a weight is its size in units of the bound of Xavier's uniform distribution, ``sqrt(6/(fan_in +
+fan_out))``, which no fresh weight exceeds. The growth of a standard deviation is in units of that bound / sqrt(3). The
+paper's figures of a 4B model: largest growth 30, deviation 1.7, 0.05 % of the weights above 0.1.
+"""
+
+import fnmatch
+import math
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from symexplin.config import SELConfig
+from symexplin.curve import Curved, Map
+from symexplin.lab.files import format_columns
+from symexplin.lab.maps import in_words
+from symexplin.lab.weights import is_raw, iter_tensors, read_map
+from symexplin.routes import Routing, routing
+from symexplin.transform import Scales, compute_dtype, forward, tolerance
+from symexplin.validation import naming
+
+__all__ = ["Inspection", "Row", "curved_in", "curved_matrices", "format_inspection", "inspect_file", "xavier_bound"]
+
+_FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # narrower numbers need scales
+# Last part of an embedding's name: GPT-2's, Llama's original, T5's, and all that end in "embedding".
+_EMBEDDINGS = (
+    *("wte", "wpe", "shared", "relative_attention_bias"),
+    *("embed", "embed_*", "*_embed", "*emb", "*embd", "*embedding", "*embeddings"),
+)
+# Thresholds of a size: the paper's (section 3), and multiples of Xavier's bound.
+_LARGE, _MULTIPLES = 0.1, (1, 2, 5, 10)
+# Numbers looked at at once: a dozen float64 copies of them are 25 MB.
+_CHUNK = 1 << 18
+_LONGEST, _WIDTH = 44, 120  # letters of a name in the table, columns of a sentence
+
+
+def xavier_bound(shape: Sequence[int]) -> float:
+    """Return the bound of Xavier's uniform distribution for a matrix."""
+    return math.sqrt(6.0 / sum(shape))
+
+
+# --- which tensors of a file are curved ------------------------------------------------------------------------------
+
+
+def curved_in(path: str | Path, config: SELConfig | None = None) -> Routing:
+    """Return the decision for each floating tensor of a file of plain weights (:func:`symexplin.routing`).
+
+    A file has no modules: a 2-D tensor named `weight` stands for an embedding if its name says so, else for a linear
+    layer.
+
+    Raises:
+        ValueError: raw weights, or no 2-D weight to curve.
+    """
+    shapes = {name: tensor.shape for name, tensor in iter_tensors(path) if tensor.dtype in _FLOATING}
+    if any(map(is_raw, shapes)):
+        raise ValueError(f"{str(path)!r} holds raw weights, not plain ones: take the final weights of its run")
+    found = routing(_skeleton(shapes), config)
+    if not found.curved:
+        kinds = ", ".join(str(kind).removeprefix("torch.") for kind in _FLOATING)
+        raise ValueError(f"{str(path)!r} must hold 2-D weights to curve, in one of {kinds}, got none")
+    return found
+
+
+def curved_matrices(path: str | Path, routes: Routing | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yield every curved matrix of a file of plain weights with its name, one at a time."""
+    curved = {route.name for route in (routes or curved_in(path)).curved if route.axes == "oi"}
+    return ((name, tensor) for name, tensor in iter_tensors(path) if name in curved)
+
+
+class _Container(nn.Module):
+    """A module that has neither a linear layer's nor an embedding's weight."""
+
+    def get_output_embeddings(self) -> None:
+        """Say that heads have the name of one, or map to the vocabulary: a tied head is not in the file."""
+
+
+def _skeleton(shapes: Mapping[str, Sequence[int]]) -> nn.Module:
+    """Return a model with parameters of these names, in modules of the types that names and shapes tell."""
+    root = _module("", shapes.get("weight"))
+    for name, shape in shapes.items():
+        *path, local = name.split(".")
+        module = root
+        for depth, part in enumerate(path, start=1):
+            if (inner := module._modules.get(part)) is None:
+                inner = _module(part, shapes.get(".".join([*path[:depth], "weight"])))
+                module._modules[part] = inner  # not by add_module, which refuses names such as "half"
+            module = inner
+        module._parameters[local] = nn.Parameter(torch.empty(shape, device="meta"))
+    return root
+
+
+def _module(name: str, shape: Sequence[int] | None) -> nn.Module:
+    if shape is None or len(shape) != 2 or 0 in shape:
+        return _Container()
+    height, width = shape
+    if any(fnmatch.fnmatchcase(name, pattern) for pattern in _EMBEDDINGS):
+        return nn.Embedding(height, width, device="meta")
+    return nn.Linear(width, height, bias=False, device="meta")
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """The figures of the finite numbers of one curved matrix, or of all matrices.
+
+    The fractions `above` are by threshold: "0.1", "2x" for twice the bound. `inversion_error` is the largest
+    |effective(inverse(w)) - w| in units of the accuracy owed, so that 1 is the limit.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    numbers: int
+    not_finite: int
+    bound: float
+    max: float
+    max_growth: float
+    std: float
+    std_growth: float
+    above: dict[str, float]
+    inversion_error: float
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The rows of the curved matrices of a file in the order of their names, 10 after 9, and their summary.
+
+    The bound of `total` is that of a fresh matrix with the same mean square.
+    """
+
+    config: SELConfig
+    origin: str
+    rows: tuple[Row, ...]
+    total: Row
+    plain: int
+
+
+class _Part(NamedTuple):
+    """What some rows of a matrix add: sums over their numbers, and largest values."""
+
+    sums: NDArray[np.float64]  # of 1, 1 if finite, the squared bound, w, w², 1 if above each threshold
+    largest: tuple[float, float, float]  # |w|, growth, inversion error
+
+
+@torch.no_grad()
+def inspect_file(path: str | Path, *, config: SELConfig | None = None) -> Inspection:
+    """Return the figures of each curved matrix of a safetensors file or folder, computed in float64.
+
+    The file is read in parts and may be larger than the memory. NaN and infinite numbers are counted and left out.
+    Without `config` the map is that of the model's training, if its header has it, else `SELConfig()`.
+
+    Raises:
+        ValueError: not the plain weights of :func:`curved_in`, or weights beyond the reach of a bounded map.
+    """
+    origin = "as given"
+    if config is None:
+        config, origin = read_map(path), "the model was trained with it"
+    if config is None:
+        origin = "assumed, the file names none; --preset and --map give another"
+    routes = curved_in(path, config)
+    rows: list[Row] = []
+    every: list[_Part] = []
+    for name, matrix in tqdm(curved_matrices(path, routes), unit=" matrices", disable=None):  # only on a terminal
+        height, bound = max(1, _CHUNK // matrix.shape[1]), xavier_bound(matrix.shape)
+        with naming(name):
+            parts = [_part(part, bound, routes.config) for part in torch.split(matrix, height)]
+        rows.append(_row(name, tuple(matrix.shape), parts))
+        every += parts
+    rows.sort(key=lambda row: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", row.name)])
+    plain = sum(1 for _ in iter_tensors(path)) - len(rows)
+    return Inspection(routes.config, origin, tuple(rows), _row("all", (), every), plain)
+
+
+def _part(w: Tensor, bound: float, config: SELConfig) -> _Part:
+    finite = torch.isfinite(w)
+    w = torch.where(finite, w, 0.0)
+    x = w.double()
+    size = x.abs()
+    above = [int((size > least).sum()) for least in (_LARGE, *(times * bound for times in _MULTIPLES))]
+    sums = [w.numel(), int(finite.sum()), w.numel() * bound**2, float(x.sum()), float(x.square().sum()), *above]
+    largest = float(size.max())
+    return _Part(np.array(sums), (largest, largest / bound, _inversion_error(w, config)))
+
+
+def _row(name: str, shape: tuple[int, ...], parts: Sequence[_Part]) -> Row:
+    """Return the figures of the numbers of all parts together."""
+    numbers, finite, bounds, total, squares, *above = np.sum([part.sums for part in parts], axis=0).tolist()
+    largest, growth, error = (max(column) for column in zip(*(part.largest for part in parts), strict=True))
+    counted, bound = max(1.0, finite), math.sqrt(bounds / numbers)
+    names = (f"{_LARGE}", *(f"{multiple}x" for multiple in _MULTIPLES))
+    std = math.sqrt(max(0.0, squares / counted - (total / counted) ** 2))
+    return Row(
+        name=name,
+        shape=shape,
+        numbers=int(numbers),
+        not_finite=int(numbers - finite),
+        bound=bound,
+        max=largest,
+        max_growth=growth,
+        std=std,
+        std_growth=std * math.sqrt(3.0) / bound,
+        above={name: count / counted for name, count in zip(names, above, strict=True)},
+        inversion_error=error,
+    )
+
+
+def _inversion_error(w: Tensor, config: SELConfig) -> float:
+    """Invert the map in the dtype of a layer, and return the largest error."""
+    dtype, map = compute_dtype(w), Map.of(w.shape, "oi", config)
+    here = Curved(map, w.to(dtype), map.start(dtype, w.device, position=0))
+    raw, scales = here.inverse(here.raw), here.scales()
+    exact = Scales(*(v.double() if isinstance(v, Tensor) else v for v in scales))  # type: ignore[arg-type]
+    gap = (forward(map.form, raw.double(), exact) - w.double()).abs()
+    owed = tolerance(map.form, raw, scales).double()
+    return float(torch.where(gap == 0, 0.0, gap / owed).max())
+
+
+def format_inspection(inspection: Inspection) -> str:
+    """Return the figures as a table, and the map and remarks below it."""
+    rows, total = inspection.rows, inspection.total
+    head = ["layer", "shape", "max|w|", "max x", "std x", *(f"%>{name}" for name in total.above), "error"]
+    remarks = [
+        f"{len(rows)} matrices with {total.numbers:,} numbers; {inspection.plain} tensors are plain",
+        f"largest size {total.max:.3g}, standard deviation {total.std:.3g}; Xavier's uniform bound {total.bound:.3g}, "
+        f"deviation {total.bound / math.sqrt(3.0):.3g}",
+        f"map: {in_words(inspection.config)} ({inspection.origin})",
+        "x: in units of the bound or deviation of each matrix; %>: share of the numbers whose size is above; error: of "
+        "the inverse of the map, in units of the accuracy owed",
+    ]
+    if bad := [f"{row.name} ({row.not_finite:,})" for row in rows if row.not_finite]:
+        remarks.append(f"NaN or infinite: {', '.join(bad)}")
+    table = format_columns([head, *map(_cells, (*rows, total))], gap=" ")
+    return "\n".join([table, "", *(textwrap.fill(text, _WIDTH) for text in remarks)])
+
+
+def _cells(row: Row) -> list[str]:
+    name, shape = row.name.removesuffix(".weight"), "x".join(map(str, row.shape))
+    name = name if len(name) <= _LONGEST else f"..{name[2 - _LONGEST :]}"  # the last parts tell layers apart
+    sizes = (row.max, row.max_growth, row.std_growth)
+    numbers = (*sizes, *(100.0 * share for share in row.above.values()), row.inversion_error)
+    return [name, shape or "-", *(f"{number:.3g}" for number in numbers)]

@@ -1,0 +1,125 @@
+"""What is exported loads as a stock model of transformers, and gives the logits of this one."""
+
+import re
+import sys
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import symexplin as sel
+from symexplin.lab.data.tokenizer import Tokenizer, train_bpe
+from symexplin.lab.export import export_transformers
+from symexplin.lab.inspect import inspect_file
+from symexplin.lab.model import ModelConfig, Transformer
+
+transformers = pytest.importorskip("transformers")
+BPE = train_bpe([b"the quick brown fox jumps over the lazy dog, don't it? " * 20], 300)
+TINY = {"width": 32, "depth": 2, "heads": 2, "vocab_size": BPE.vocab_size, "context": 24, "bias": False}
+TOKENS = torch.randint(BPE.vocab_size, (3, 24), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch):
+    """A connection would be an error, not a wait."""
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("the network was asked"))
+
+
+def build(dtype=torch.float32, **changes):
+    """A model whose norms are not at their start, with logits well apart."""
+    model = Transformer(ModelConfig(**{**TINY, **changes}), torch.Generator().manual_seed(0)).to(dtype)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data.copy_(1 + 0.3 * torch.randn(parameter.shape, generator=generator))
+        else:
+            parameter.data.mul_(1.5)
+    return model
+
+
+def stock(folder, **settings):
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **settings)
+    assert type(model) is transformers.Qwen3ForCausalLM
+    assert not any(info.values()), info
+    return model
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "attention", "close"),
+    [
+        (torch.float32, {}, "eager", 2e-5),
+        (torch.float32, {"tie_head": True, "fused_gate": True}, "sdpa", 2e-5),
+        (torch.bfloat16, {}, "sdpa", 0.1),
+    ],
+)
+@torch.no_grad()
+def test_logits_are_equal_but_for_rounding(tmp_path, dtype, shape, attention, close):
+    model, lines = build(dtype, **shape), []
+    export_transformers(model, tmp_path / "out", BPE, echo=lines.append)
+    loaded = stock(tmp_path / "out", attn_implementation=attention)
+    assert loaded.dtype == dtype
+    torch.testing.assert_close(loaded(TOKENS).logits, model(TOKENS), rtol=0, atol=close)
+    gap, largest = map(float, re.findall(r"logit ([\d.e-]+)", lines[-1]))
+    assert 0 < gap < close
+    assert largest > 0.5
+
+
+@torch.no_grad()
+def test_only_rounding_differs(tmp_path, monkeypatch):
+    """With our angles, and norms in float64, the stock model gives the logits to float64's precision."""
+    model = build(torch.float64)
+    export_transformers(model, tmp_path / "out", BPE)
+    loaded = stock(tmp_path / "out", attn_implementation="sdpa")
+    cos, sin = (torch.cat((table, table), dim=-1)[None] for table in (model.cos, model.sin))
+    loaded.model.rotary_emb.forward = lambda _, positions: (cos[:, positions[0]], sin[:, positions[0]])
+    kind = type(loaded.model.norm)
+    exact = torch.nn.functional.rms_norm
+    monkeypatch.setattr(kind, "forward", lambda self, x: exact(x, x.shape[-1:], self.weight, self.variance_epsilon))
+    torch.testing.assert_close(loaded(TOKENS).logits, model(TOKENS), rtol=1e-12, atol=1e-12)
+
+
+TEXTS = ("the quick fox", "a <|endoftext|> b", "Wörld Ā \n\n  x\0y", "don't , stop .", "")
+
+
+@pytest.mark.parametrize("ours", [BPE, Tokenizer.from_name("byte")], ids=["bpe", "byte"])
+def test_the_tokenizer_is_this_one(tmp_path, ours):
+    export_transformers(build(), tmp_path / "out", ours)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    for text in TEXTS:
+        assert theirs(text)["input_ids"] == theirs.encode(text) == ours.encode(text)
+        assert theirs.decode(ours.encode(text)) == text
+    assert (theirs.eos_token_id, theirs.eos_token, theirs.model_max_length) == (ours.end, ours.end_token, 24)
+    assert theirs.decode([*ours.encode("fox"), ours.end], skip_special_tokens=True) == "fox"
+    loaded = stock(tmp_path / "out")
+    assert loaded.config.eos_token_id == loaded.generation_config.eos_token_id == ours.end
+
+
+def test_the_file_has_the_map_of_the_training(tmp_path):
+    config = sel.preset("paper", beta=5, exclude=("blocks.0.*",))
+    (tmp_path / "out").mkdir()
+    export_transformers(build(), tmp_path / "out", BPE, config)
+    found = inspect_file(tmp_path / "out")
+    assert found.config == sel.preset("paper", beta=5).resolve(16)  # the patterns are for other names
+    assert len(found.rows) == 14
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert file.metadata()["format"] == "pt"
+    assert stock(tmp_path / "out").config.architectures == ["Qwen3ForCausalLM"]
+
+
+def test_what_cannot_be_exported_is_named_and_nothing_written(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("mine")
+    for place in (tmp_path, tmp_path / "file"):
+        with pytest.raises(ValueError, match=f"out must be a new or empty folder, got '{place}'"):
+            export_transformers(build(), place, BPE)
+    with pytest.raises(ValueError, match=r"no biases.*--no-bias"):
+        export_transformers(build(bias=True), tmp_path / "out", BPE)
+    with pytest.raises(ValueError, match=f"tokenizer must have at most the model's 100 tokens, got {BPE.vocab_size}"):
+        export_transformers(build(vocab_size=100), tmp_path / "out", BPE)
+    with monkeypatch.context() as patch:
+        patch.setattr("symexplin.lab.export.write_tensors", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+        with pytest.raises(OSError, match="disk full"):
+            export_transformers(build(), tmp_path / "out", BPE)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ValueError, match=r"^export needs transformers: pip install 'symexplin\[hf\]'$"):
+        export_transformers(build(), tmp_path / "out", BPE)
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]

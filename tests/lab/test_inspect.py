@@ -1,0 +1,200 @@
+"""The figures of an inspection against numpy over the whole matrix."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import symexplin as sel
+from symexplin.lab import inspect as module
+from symexplin.lab.inspect import curved_in, format_inspection, inspect_file
+from symexplin.lab.model import ModelConfig, Transformer
+from symexplin.lab.weights import map_entry
+
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def heavy(*shape):
+    """Weights with heavy tails: a ratio of normal numbers."""
+    top, bottom = (torch.randn(shape, generator=GENERATOR, dtype=torch.float64) for _ in range(2))
+    return 0.1 * top / (0.2 + bottom.abs())
+
+
+STATE = {
+    "embed.weight": heavy(50, 12),
+    "layers.10.up.weight": heavy(40, 12).float(),
+    "layers.9.up.weight": heavy(12, 40).bfloat16(),
+    "layers.9.up.bias": heavy(12),
+    "layers.2.up.weight": heavy(7, 5),
+    "norm.weight": torch.ones(12),
+    "codes.weight": torch.zeros(3, 3, dtype=torch.int8),
+}
+CURVED = [name for name in STATE if name.startswith("layers") and name.endswith("weight")]
+
+
+def inspected(folder, state=STATE, **settings):
+    save_file(state, folder / "model")
+    return inspect_file(folder / "model", **settings)
+
+
+# --- which tensors are curved: what `symexplin.routing` finds in the modules -----------------------------------------
+
+
+def lab(**changes):
+    return Transformer(ModelConfig(width=16, depth=2, heads=2, vocab_size=16, context=8, **changes))
+
+
+def hub(kind, **settings):
+    """A model of transformers with random weights, built from its configuration alone."""
+    model = getattr(pytest.importorskip("transformers"), kind)
+    return model(model.config_class(**settings))
+
+
+def parts():
+    experts = nn.ModuleDict({"gate": nn.Linear(4, 2), "experts": nn.ModuleList([nn.Linear(4, 8)])})
+    mixer = nn.ModuleDict({"gate": nn.Linear(8, 4), "dt_proj": nn.Linear(2, 8)})
+    model = nn.ModuleDict({"mlp": experts, "mixer": mixer, "conv": nn.Conv1d(4, 4, 3)})
+    model._modules["half"] = nn.Linear(4, 4)  # torch refuses the name, files have it
+    return model
+
+
+SMALL = {"vocab_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
+LLAMA = {**SMALL, "intermediate_size": 24, "tie_word_embeddings": True, "attention_bias": True}
+MODELS = {
+    "lab": lab,
+    "lab, tied, no bias": lambda: lab(tie_head=True, bias=False),
+    "Llama": lambda: hub("LlamaForCausalLM", **LLAMA),
+    "GPT-2": lambda: hub("GPT2LMHeadModel", vocab_size=32, n_embd=8, n_layer=2, n_head=2),
+    "BERT": lambda: hub("BertForMaskedLM", **SMALL, intermediate_size=24),
+    "T5": lambda: hub("T5ForConditionalGeneration", vocab_size=32, d_model=16, d_ff=24, num_layers=2),
+    "routers, step biases": parts,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_names_agree_with_modules(tmp_path, name):
+    model = MODELS[name]()
+    save_file({name: parameter.detach() for name, parameter in model.named_parameters()}, tmp_path / "m")
+    found, wanted = curved_in(tmp_path / "m"), sel.routing(model)
+    matrices = {route.name for route in wanted if route.parameter.dim() <= 2}  # a file tells no convolution
+    assert {r.name for r in found.curved} == {r.name for r in wanted.curved} & matrices - {"conv.bias"}
+    assert (found.config, found.width) == (wanted.config, wanted.width)
+
+
+def test_patterns_choose(tmp_path):
+    config = sel.SELConfig(include=("embed.*",), exclude=("*.9.*", "*.2.*"))
+    assert [row.name for row in inspected(tmp_path, config=config).rows] == ["embed.weight", "layers.10.up.weight"]
+    with pytest.raises(ValueError, match=r"include pattern 'nrom.\*' matches no parameter"):
+        inspected(tmp_path, config=sel.SELConfig(include=("nrom.*",)))
+
+
+def test_files_without_curved_weights(tmp_path):
+    eye = torch.eye(4)
+    for tensor in (torch.ones(3), eye[:0], eye.to(torch.float8_e5m2), eye.to(torch.int8)):
+        with pytest.raises(
+            ValueError, match=r"model' must hold 2-D weights to curve, in one of bfloat16, float16, .* got none$"
+        ):
+            inspected(tmp_path, {"up.weight": tensor})
+    with pytest.raises(ValueError, match="holds raw weights, not plain ones"):
+        inspected(tmp_path, {"up.raw_weight": torch.eye(3)})
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [100, 1 << 18])
+def test_figures_of_each_matrix(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(module, "_CHUNK", chunk)
+    rows = {row.name: row for row in inspected(tmp_path).rows}
+    assert list(rows) == ["layers.2.up.weight", "layers.9.up.weight", "layers.10.up.weight"]
+    for name, row in rows.items():
+        w = STATE[name].double().numpy()
+        size, bound = np.abs(w), math.sqrt(6 / (w.shape[0] + w.shape[1]))
+        assert (row.shape, row.numbers, row.bound) == (w.shape, w.size, pytest.approx(bound))
+        assert row.max == size.max()
+        assert row.max_growth == pytest.approx(size.max() / bound)
+        assert row.std == pytest.approx(w.std())
+        assert row.std_growth == pytest.approx(w.std() / np.sqrt(2 / sum(w.shape)))  # Xavier's deviation
+        above = {f"{times}x": pytest.approx(np.mean(size > times * bound)) for times in (1, 2, 5, 10)}
+        assert row.above == {"0.1": pytest.approx(np.mean(size > 0.1)), **above}
+        assert 0 < row.inversion_error <= 1
+
+
+def test_totals(tmp_path):
+    found = inspected(tmp_path)
+    assert found.config.beta == sel.functional.auto_beta(40)  # the side that occurs most often
+    bounds = np.concatenate([np.full(STATE[n].numel(), math.sqrt(6 / sum(STATE[n].shape))) for n in CURVED])
+    w = np.concatenate([STATE[name].double().numpy().ravel() for name in CURVED])
+    total, growth = found.total, np.abs(w) / bounds
+    assert total.numbers == w.size
+    assert total.max == np.abs(w).max()
+    assert total.max_growth == pytest.approx(growth.max())
+    assert total.std == pytest.approx(w.std())
+    assert total.std_growth == pytest.approx(w.std() / np.sqrt((bounds**2 / 3).mean()))
+    above = {f"{times}x": pytest.approx((growth > times).mean()) for times in (1, 2, 5, 10)}
+    assert total.above == {"0.1": pytest.approx((np.abs(w) > 0.1).mean()), **above}
+    assert total.above["1x"] > total.above["2x"] > 0
+    assert total.inversion_error == max(row.inversion_error for row in found.rows)
+    assert found.plain == 4
+
+
+def test_other_maps(tmp_path):
+    for config in (
+        sel.SELConfig(mode="sinh"),
+        sel.preset("paper+offset"),
+        sel.SELConfig(mode="damped", n=sel.Scale(start=1.0)),
+    ):
+        assert inspected(tmp_path, config=config).total.inversion_error <= 1
+    with pytest.raises(ValueError, match=r"^layers.*weight: .*out of reach; beta = 1 with n = 0 is bounded by 1"):
+        inspected(tmp_path, {name: 8 * value for name, value in STATE.items()}, config=sel.SELConfig(1.0, "damped"))
+
+
+def test_numbers_that_are_not_finite_are_counted_and_left_out(tmp_path):
+    state = {name: value.clone() for name, value in STATE.items()}
+    state["layers.2.up.weight"][0, :2] = torch.tensor([math.nan, -math.inf])
+    state["layers.10.up.weight"][:] = math.nan
+    found = inspected(tmp_path, state)
+    assert [row.not_finite for row in found.rows] == [2, 0, 480]
+    first, _, last = found.rows
+    rest = STATE["layers.2.up.weight"].flatten()[2:].numpy()
+    assert (first.numbers, first.max) == (35, np.abs(rest).max())
+    assert first.std == pytest.approx(rest.std())
+    assert (last.max, last.std, last.above["1x"], last.inversion_error) == (0, 0, 0, 0)
+    assert "NaN or infinite: layers.2.up.weight (2), layers.10.up.weight (480)" in format_inspection(found)
+    json.dumps(dataclasses.asdict(found), allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("trained", "given", "words"),
+    [
+        (None, None, "map: exp_only, beta 1.482 (assumed"),
+        (sel.preset("frozen", beta=3.0), None, "map: mismatch, beta 3, l 0.4 (the model was trained with it)"),
+        (sel.preset("frozen"), sel.SELConfig(12.0, "congruent"), "map: congruent, beta 12 (as given)"),
+    ],
+)
+def test_the_map_is_the_given_one_else_that_of_the_training_else_the_default(tmp_path, trained, given, words):
+    save_file(STATE, tmp_path / "model", map_entry(trained))
+    found = inspect_file(tmp_path / "model", config=given)
+    assert found.config == (given or trained or sel.SELConfig()).resolve(40)
+    assert words in " ".join(format_inspection(found).split())
+
+
+def test_the_table_fits_and_the_dict_is_json(tmp_path):
+    long = {f"transformer.encoder.layers.{i}.self_attention.query_key_value.weight": heavy(64, 32) for i in range(12)}
+    long["layers.0.down.weight"] = 300 * heavy(11008, 4)
+    found = inspected(tmp_path, {**long, **STATE})
+    lines = format_inspection(found).splitlines()
+    assert max(map(len, lines)) <= 120
+    assert len({line.split()[0] for line in lines[1:17]}) == 16  # shortened names stay different
+    row = next(row for row in found.rows if row.name == "layers.10.up.weight")
+    cells = next(line.split() for line in lines if line.startswith("layers.10.up "))
+    assert cells[1:5] == ["40x12", f"{row.max:.3g}", f"{row.max_growth:.3g}", f"{row.std_growth:.3g}"]
+    assert cells[5] == f"{100 * row.above['0.1']:.3g}"
+    again = json.loads(json.dumps(dataclasses.asdict(found), allow_nan=False))
+    assert again["rows"][0]["max_growth"] == found.rows[0].max_growth
+    assert sel.SELConfig.from_dict(again["config"]) == found.config

@@ -1,0 +1,154 @@
+import copy
+import dataclasses
+import json
+import os
+import resource
+import signal
+
+import pytest
+import safetensors
+import torch
+from safetensors.torch import save_file
+
+import symexplin as sel
+from networks import moved
+from symexplin.lab.model import ModelConfig, Transformer
+from symexplin.lab.weights import iter_tensors, load_model, read_map, save_model, write_tensors
+from symexplin.presets import PRESETS
+
+TINY = ModelConfig(width=16, depth=2, heads=2, vocab_size=40, context=8)
+STATE = {"b.weight": torch.ones(3, 4), "a": torch.arange(5, dtype=torch.bfloat16), "c": torch.tensor(2.0)}
+
+
+def model_of(**changes):
+    """A model in which no weight has its first value."""
+    return moved(Transformer(dataclasses.replace(TINY, **changes), torch.Generator().manual_seed(0)))
+
+
+def same(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert found[name].dtype == value.dtype, name
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize(("dtype", "tie_head"), [(torch.float64, True), (torch.bfloat16, False)])
+def test_round_trip_is_bit_equal(tmp_path, tie_head, dtype):
+    model = model_of(tie_head=tie_head).to(dtype)
+    save_model(model, tmp_path / "m")
+    found = load_model(tmp_path / "m")
+    assert found.config == model.config
+    same(found.state_dict(), model.state_dict())
+    assert (found.head.weight is found.embedding.weight) == tie_head
+    assert read_map(tmp_path / "m") is None
+
+
+@pytest.mark.parametrize(
+    ("config", "tie_head"),
+    [
+        *((config, tie_head) for config in map(sel.preset, PRESETS) for tie_head in (False, True)),
+        (sel.SELConfig(exclude=("*.bias",)), False),
+        (sel.preset("paper", include=("head.*",), exclude=("*.down.*",), e=sel.Scale("column")), False),
+        (sel.SELConfig(mode="sinh", m=sel.Scale("global"), s=sel.Scale("row_col_add")), False),
+    ],
+)
+def test_raw_weights_are_folded(tmp_path, config, tie_head):
+    """Also with scales away from their start, as a run's checkpoint has them."""
+    model = model_of(tie_head=tie_head)
+    config = sel.routing(model, config).config
+    curved = moved(sel.convert(model, config))
+    save_model(curved, tmp_path / "curved", config)
+    assert read_map(tmp_path / "curved") == config
+    found, tokens = load_model(tmp_path / "curved"), torch.arange(16).reshape(2, 8)
+    assert torch.equal(found(tokens), curved(tokens))
+    same(found.state_dict(), sel.fold(copy.deepcopy(curved)).state_dict())
+    assert (found.head.weight is found.embedding.weight) == tie_head
+
+
+def test_the_file_is_plain(tmp_path):
+    """Any safetensors reader finds ordinary names and shapes, and the shape of the model as JSON."""
+    model = Transformer(TINY)
+    save_model(model, tmp_path / "m")
+    with safetensors.safe_open(tmp_path / "m", framework="np") as file:
+        assert json.loads(file.metadata()["symexplin"]) == {"config": dataclasses.asdict(TINY)}
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    assert shapes == {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+def test_any_file_and_folder_is_read_in_its_order(tmp_path):
+    save_file(STATE, tmp_path / "m", {"by": "me"})
+    assert [name for name, _ in iter_tensors(str(tmp_path / "m"))] == ["b.weight", "c", "a"]  # wide types first
+    same(dict(iter_tensors(tmp_path / "m")), STATE)
+    assert read_map(tmp_path / "m") is None
+    save_file({"b.weight": STATE["b.weight"]}, tmp_path / "1.safetensors", {"format": "pt"})
+    save_file({"a": STATE["a"], "c": STATE["c"]}, tmp_path / "2.safetensors")
+    weight_map = {"c": "2.safetensors", "b.weight": "1.safetensors", "a": "2.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    same(dict(iter_tensors(tmp_path)), STATE)
+    write_tensors(tmp_path / "model.safetensors", {"one": torch.ones(4, 3).mT})
+    same(dict(iter_tensors(tmp_path)), {"one": torch.ones(3, 4)})  # the whole file before the shards
+
+
+def test_what_is_no_safetensors_file_is_named_and_never_unpickled(tmp_path):
+    with pytest.raises(FileNotFoundError, match="none"):
+        list(iter_tensors(tmp_path / "none"))
+    with pytest.raises(ValueError, match=f"model.safetensors.index.json, got '{tmp_path}'"):
+        list(iter_tensors(tmp_path))
+    write_tensors(tmp_path / "good", STATE)
+    good = (tmp_path / "good").read_bytes()
+    for name, content in {"cut": good[:20], "long": good + b"x", "text": b"version https://git-lfs"}.items():
+        (tmp_path / name).write_bytes(content)
+    torch.save(STATE, tmp_path / "new")
+    torch.save(STATE, tmp_path / "old", _use_new_zipfile_serialization=False)
+    for path in {*tmp_path.iterdir()} - {tmp_path / "good"}:
+        message = f"'{path}' is not a complete safetensors file.* may run code .* safetensors.torch.save_file"
+        with pytest.raises(ValueError, match=message):
+            list(iter_tensors(path))
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path):
+    write_tensors(tmp_path / "m", STATE)
+    before, limit = (tmp_path / "m").read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
+    try:
+        with pytest.raises(OSError, match=r"cannot write '.*m': .*too large"):
+            write_tensors(tmp_path / "m", {"a": torch.zeros(10_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert (tmp_path / "m").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_the_same_content_gives_the_same_bytes_in_a_file_like_any_new_one(tmp_path):
+    before = os.umask(0o027)
+    try:
+        for number in range(4):
+            save_model(model_of(), tmp_path / str(number), sel.preset("paper"))
+        (tmp_path / "other").touch()
+    finally:
+        os.umask(before)
+    assert len({(tmp_path / str(number)).read_bytes() for number in range(4)}) == 1
+    assert {path.stat().st_mode for path in tmp_path.iterdir()} == {0o100640}
+
+
+@pytest.mark.parametrize(
+    ("change", "header", "message"),
+    [
+        ({}, None, "with a config in its header, got .*m' without one"),
+        ({}, {"config": {"widht": 1}}, "header of '.*m': config: is of another version .*'widht'"),
+        ({}, {"config": {"width": "16"}}, "header of '.*m': config: width must be a whole number"),
+        ({}, {"map": {"betta": 1}}, "header of '.*m': map: .*did you mean 'beta'"),
+        ({"norm.weight": None}, {}, "'.*m' does not fit its model: .*norm.weight"),
+        ({"norm.weight": torch.ones(4)}, {}, "'.*m' does not fit its model: .*norm.weight"),
+        ({"blocks.0.ffn.up.e_row": torch.ones(7)}, {}, "'.*m' does not fit its model: .*blocks.0.ffn.up.e_row"),
+    ],
+)
+def test_what_does_not_fit_is_named(tmp_path, change, header, message):
+    state = {name: value for name, value in {**Transformer(TINY).state_dict(), **change}.items() if value is not None}
+    known = None if header is None else {"symexplin": json.dumps({"config": dataclasses.asdict(TINY), **header})}
+    save_file(state, tmp_path / "m", known)
+    with pytest.raises(ValueError, match=message) as found:
+        load_model(tmp_path / "m")
+    assert "\n" not in str(found.value)
