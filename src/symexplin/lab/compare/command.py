@@ -158,5 +158,6 @@ def _run_in(folder: Path, cell: Cell) -> Run | None:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         form = '{"loss": 2.31, "curve": [[100, 3.02], [200, 2.31]]}'
         raise ValueError(f"{str(path)!r} must be like {form} (the curve may be missing): {error!r}") from None
-    evals = (*curve[:-1], (curve[-1][0] if curve else 0, loss))
+    points = [*curve[:-1], (curve[-1][0] if curve else 0, loss)]
+    evals = tuple(point for point in points if math.isfinite(point[1]))
     return Run(*cell, evals=evals, error=None if math.isfinite(loss) else f"loss is {loss}")
