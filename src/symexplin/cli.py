@@ -270,7 +270,7 @@ def _compare(
         --variants AdamW mine muon --variant mine.preset=paper mine.map.beta=5 \
         --variant muon.home=none muon.train.optimizer=muon
       symexplin compare --out runs/mine --variants adamw sel --lrs 1e-3 3e-3 \
-        --command "python train.py --opt {variant} --lr {lr} --seed {seed} --out {out}"
+        --command "python train.py {variant} --lr {lr} --seed {seed} --out {out}"
     """
     from symexplin.lab.compare.grid import CONFIG, CompareConfig
     from symexplin.lab.compare.sweep import compare_runs

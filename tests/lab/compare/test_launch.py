@@ -9,7 +9,7 @@ import filelock
 import pytest
 
 from symexplin.lab.checkpoint import newest
-from symexplin.lab.compare.launch import Task, check_slurm, run_here, run_side_by_side
+from symexplin.lab.compare.launch import Training, check_slurm, run_here, run_side_by_side
 from symexplin.lab.config import ComputeConfig, LogConfig, RunConfig, TrainConfig
 from symexplin.lab.maps import CurveConfig
 from symexplin.lab.model import ModelConfig
@@ -26,7 +26,7 @@ def task(data, folder, steps, lr=1e-3):
         ComputeConfig(device="cpu", threads=1),
         LogConfig(tensorboard=False),
     )
-    return Task(folder.name, config, folder)
+    return Training(folder.name, config, folder)
 
 
 def long_runs(data, out, names="ab"):

@@ -10,7 +10,7 @@ import torch
 from sweeps import bits, numbers, tiny
 from symexplin.lab.compare import sweep
 from symexplin.lab.compare.grid import ClusterConfig, CompareConfig, GridConfig
-from symexplin.lab.compare.launch import Task
+from symexplin.lab.compare.launch import Training
 from symexplin.lab.compare.sweep import compare_runs
 from symexplin.lab.config import ComputeConfig
 from symexplin.lab.data.prepare import PrepareConfig, prepare
@@ -258,5 +258,5 @@ def test_on_a_cluster_the_machine_is_that_of_its_jobs(data, tmp_path):
     assert (compute.device, compute.autocast, compute.threads, compute.parallel) == ("cuda", "on", 6, "ddp")
     on_cpus = dataclasses.replace(config, cluster=ClusterConfig(cpus=6))
     assert sweep._resolved(on_cpus, 300, None, ALONE).compute.device == "cpu"
-    command = Task("", config.run(config.compare.cells()[0]), tmp_path / "run").command(tmp_path, processes=2)
+    command = Training("", config.run(config.compare.cells()[0]), tmp_path / "run").command(tmp_path, processes=2)
     assert command[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

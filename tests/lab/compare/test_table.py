@@ -35,7 +35,7 @@ SEEDS = [
     )
     for seed, loss in enumerate(losses, start=7)
 ]
-ONE_SEED = "One seed is no evidence: the difference may be due to the draw."
+ONE_SEED = "One seed is no evidence: the difference may be run-to-run noise. Three show an interval."
 
 
 def test_best_lr_is_the_lowest_that_finished():
@@ -123,11 +123,11 @@ def test_a_baseline_that_never_stays_finite_is_an_error():
 def test_headline_says_gains_and_losses_in_the_same_words():
     first, second, *edges = headline(compare(RUNS, "AdamW"))
     assert first == (
-        "At AdamW's best learning rate, 0.003, SEL ends at 2.1000 nats per token, 0.1000 above AdamW's 2.0000, "
+        "At AdamW's best learning rate, 0.003, SEL ends at 2.1000, 0.1000 above AdamW's 2.0000, "
         "and never reaches that loss."
     )
     assert second == (
-        "At its own best learning rate, 0.01, SEL ends at 1.0000 nats per token, 1.0000 below AdamW's 2.0000, "
+        "At its own best learning rate, 0.01, SEL ends at 1.0000, 1.0000 below AdamW's 2.0000, "
         "and reaches that loss in 75 % of the steps."
     )
     assert edges == ["The best learning rate of SEL is the highest tried: a wider sweep may find better.", ONE_SEED]
@@ -136,21 +136,25 @@ def test_headline_says_gains_and_losses_in_the_same_words():
 def test_headline_counts_the_seeds():
     first, second, *edges = headline(compare(SEEDS, "AdamW"))
     assert first == (
-        "At AdamW's best learning rate, 0.1, SEL ends at 2.1000 ± 0.5568 nats per token, 0.1000 below AdamW's "
-        "2.2000 ± 0.2000 (below in 2 of 3 seeds), and reaches that loss in 2 of 3 seeds."
+        "At AdamW's best learning rate, 0.1, SEL ends at 2.1000 ± 0.5568, 0.1000 below AdamW's "
+        "2.2000 ± 0.2000 (no difference detected; 99 % interval -2.7259 to +2.5259), and reaches that loss in 2 of 3 "
+        "seeds."
     )
-    assert "at 2.0000 ± 1.7321 nats per token, 0.2000 below AdamW's 2.2000 ± 0.2000 (below in 2 of 3 seeds)" in second
+    assert "at 2.0000 ± 1.7321, 0.2000 below AdamW's 2.2000 ± 0.2000 (no difference detected; 99 % interval" in second
     assert ONE_SEED not in edges
     worse = [dataclasses.replace(r, variant={"AdamW": "SEL", "SEL": "AdamW"}[r.variant]) for r in SEEDS if r.lr == 0.1]
     sentence = headline(compare(worse, "AdamW"))[0]
-    assert "0.1000 above AdamW's 2.1000 ± 0.5568 (above in 2 of 3 seeds), and reaches that loss in 1 of 3" in sentence
+    assert (
+        "0.1000 above AdamW's 2.1000 ± 0.5568 (no difference detected; 99 % interval -2.5259 to +2.7259), and reaches that loss in 1 of 3"
+        in sentence
+    )
 
 
 def test_a_gap_has_the_digits_of_the_table():
     ends = (1.99946, 2.00004)
     sentences = [headline(compare([run("AdamW", 0.1, 2.0), run("SEL", 0.1, end)], "AdamW"))[0] for end in ends]
-    assert "at 1.9995 nats per token, 0.0005 below AdamW's 2.0000" in sentences[0]
-    assert "at 2.0000 nats per token, within 0.0001 of AdamW's 2.0000, and never reaches" in sentences[1]
+    assert "at 1.9995, 0.0005 below AdamW's 2.0000" in sentences[0]
+    assert "at 2.0000, within 0.0001 of AdamW's 2.0000, and never reaches" in sentences[1]
 
 
 @pytest.mark.parametrize("final", [4.0, 18.5])

@@ -276,7 +276,7 @@ def _conclude(folder: Path, sweep: Sweep, config: CompareConfig, corpus: Corpus)
                 "valid_documents": corpus.valid_documents,
                 "tokenizer": corpus.tokenizer.name,
             },
-            "parameters": next(summary["parameters"] for summary in summaries if "parameters" in summary),
+            "parameters": next((summary["parameters"] for summary in summaries if "parameters" in summary), None),
             "config": config.table(),
             # Where the first run began: on a cluster this is another machine.
             "provenance": read_json(first / FACTS)["provenance"],
