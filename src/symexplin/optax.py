@@ -99,19 +99,20 @@ def sel_adamw(
         nu = jax.tree.map(lambda n, g: (b2 * n + (1.0 - b2) * g * g).astype(n.dtype), state.nu, grads)
 
         def change(is_curved: bool, v: jax.Array, m: jax.Array, n: jax.Array) -> jax.Array:
-            step = -lr * (m / _correction(b1, count)) / (jnp.sqrt(n / _correction(b2, count)) + eps)
-            moved = _move(v, step, lr * weight_decay, kappa) if is_curved else step - lr * weight_decay * v
-            return moved.astype(v.dtype)
+            w = jnp.copysign(jnp.log1p(kappa * jnp.abs(v)) / kappa, v) if is_curved else v
+            u = (m / _correction(b1, count)) / (jnp.sqrt(n / _correction(b2, count)) + eps)
+            step = -lr * (u + weight_decay * w)
+            return (_move(v, step, kappa) if is_curved else step).astype(v.dtype)
 
         return jax.tree.map(change, flags, params, mu, nu), optax.ScaleByAdamState(count, mu, nu)
 
     return optax.GradientTransformation(init, update)
 
 
-def _move(v: jax.Array, step: jax.Array, decay: Number, beta: Number) -> jax.Array:
-    """Return the change of v whose raw weight decays and moves by a step; small changes keep all their digits."""
+def _move(v: jax.Array, step: jax.Array, beta: Number) -> jax.Array:
+    """Return the change of v when its raw weight moves by a step; small changes keep all their digits."""
     size, sign, growth = jnp.abs(v), jnp.copysign(jnp.ones_like(v), v), 1.0 + beta * jnp.abs(v)
-    x = beta * step * sign - decay * jnp.log1p(beta * size)
+    x = beta * step * sign
     same = growth * jnp.expm1(x) / beta
     across = (size - jnp.expm1(-x) / beta) / growth  # the value on the other side of zero, negative
     return sign * jnp.where(size + same >= 0.0, same, across - size)
@@ -149,8 +150,7 @@ def _plan(params: Any, curved: Any, beta: Any) -> tuple[Any, Number]:
     if named and not any(flags):  # optax.tree_map_params calls init with a tree without leaves
         raise ValueError(f"curved must choose a parameter, got none of {[name for name, _ in named[:3]]} ...")
     kernels = [pair for pair, flag in zip(named, flags, strict=True) if flag and pair[1].ndim > 1]
-    found = auto_beta(_width(kernels)) if beta is None else beta
-    return jax.tree.unflatten(jax.tree.structure(params), flags), found
+    return jax.tree.unflatten(jax.tree.structure(params), flags), auto_beta(_width(kernels)) if beta is None else beta
 
 
 def _is_kernel(name: str, leaf: Any) -> bool:
