@@ -136,21 +136,20 @@ def test_float32_follows_the_optimizer_in_torch_as_closely_as_an_ulp_lets_it():
 def test_at_a_tiny_beta_it_is_adamw(name, request):
     if name == "float64":
         request.getfixturevalue("double")
-    start = {n: jnp.array(p.detach().numpy()) for n, p in model_of(getattr(torch, name)).named_parameters()}
-    ours = sel_adamw(3e-3, **RATES, beta=1e-6, curved=True)
+    start = {"w": jnp.array(np.random.default_rng(0).normal(size=2000).astype(name))}
     ends = []
-    for optimizer in (ours, optax.adamw(3e-3, **RATES)):
+    for optimizer in (sel_adamw(3e-3, **RATES, beta=1e-6, curved=True), optax.adamw(3e-3, **RATES)):
         params, state, update = start, optimizer.init(start), jax.jit(optimizer.update)
         for step in range(20):
-            updates, state = update(gradients({n: np.array(p) for n, p in start.items()}, step), state, params)
+            updates, state = update(gradients({"w": np.array(start["w"])}, step), state, params)
             params = optax.apply_updates(params, updates)
-        ends.append(params)
-    for n, p in start.items():
-        # A unit of rounding per step, and the curve itself: beta |v| of the distance covered.
-        moved, size = jnp.abs(ends[1][n] - p).max(), jnp.maximum(jnp.abs(ends[1][n]), jnp.abs(p)).max()
-        allowed = 20 * jnp.finfo(name).eps * size + 1e-6 * size * moved
-        assert jnp.abs(ends[0][n] - ends[1][n]).max() <= allowed, n
-        assert moved > 0.01
+        ends.append(params["w"])
+    size, moved = jnp.maximum(jnp.abs(start["w"]), jnp.abs(ends[1])), jnp.abs(ends[1] - start["w"])
+    # A unit of rounding per step, and what the curve is for: beta |v| of a path of 0.1 at most.
+    allowed = (20 * jnp.finfo(name).eps + 1e-6 * 0.1) * jnp.maximum(size, 0.1)
+    assert (jnp.abs(ends[0] - ends[1]) / allowed).max() <= 1.0
+    assert 0.05 < moved.max() < 0.1
+    assert (start["w"] * ends[1] < 0).any()
 
 
 # --- Under JAX's and optax's wrappers --------------------------------------------------------------------------------
@@ -168,23 +167,24 @@ def params_of(seed=0):
 
 
 def loss(params, ids):
-    x = jnp.tanh(params["embed"]["embedding"][ids] @ params["up"]["kernel"] + params["up"]["bias"])
-    return optax.softmax_cross_entropy_with_integer_labels(x @ params["head"]["kernel"], ids * 5 % 6).mean()
+    """Return a mean over samples, in a function that compiles fast."""
+    target = jnp.sin(ids[:, None] * jnp.arange(1.0, 7.0)).mean(0)
+    return sum(jnp.square(p - target).sum() for p in jax.tree.leaves(params))
 
 
 IDS = np.random.default_rng(1).integers(0, 6, 16)
 BATCHES = [np.roll(IDS, 1 + step) * (step + 1) % 6 for step in range(4)]
 
 
-def train(optimizer, batches=BATCHES, compiled=True, params=None):
+def train(optimizer, batches=BATCHES):
     """Return the parameters and the state after a step on each batch."""
-    params = params_of() if params is None else params
+    params = params_of()
 
+    @jax.jit
     def step(params, state, ids):
         updates, state = optimizer.update(jax.grad(loss)(params, ids), state, params)
         return optax.apply_updates(params, updates), state
 
-    step = jax.jit(step) if compiled else step
     state = optimizer.init(params)
     for ids in batches:
         params, state = step(params, state, ids)
@@ -202,8 +202,13 @@ OURS = {"weight_decay": 0.1, "beta": 3.0, "max_grad_norm": 0.3}
 @pytest.mark.usefixtures("double")
 def test_jit_changes_nothing_but_rounding():
     optimizer = sel_adamw(lambda count: 0.1 / (count + 1), **OURS)
-    assert_close(train(optimizer, BATCHES[:2]), train(optimizer, BATCHES[:2], compiled=False))
-    assert float(jnp.abs(train(optimizer)[0]["up"]["kernel"] - params_of()["up"]["kernel"]).max()) > 0.1
+    params, ends = params_of(), []
+    grads = jax.jit(jax.grad(loss))(params, IDS)
+    for update in (optimizer.update, jax.jit(optimizer.update)):
+        _, state = update(grads, optimizer.init(params), params)
+        ends.append(update(grads, state, params))
+    assert_close(*ends)
+    assert float(jnp.abs(ends[0][0]["up"]["kernel"]).max()) > 0.01
 
 
 @pytest.mark.usefixtures("double")
@@ -306,10 +311,10 @@ def test_two_sharded_devices_are_one_and_torch_is_not_needed():
 
 def test_the_package_needs_no_jax():
     code = "import sys; sys.modules['jax'] = None; import symexplin as sel; sel.SELAdamW; assert 'optax' in dir(sel)\n"
+    code += "assert 'symexplin.optax' not in sys.modules and 'optax' not in sys.modules\n"
     code += "try: sel.optax\nexcept ModuleNotFoundError as error: print(error)"
     assert alone(code) == "symexplin.optax needs jax: pip install 'symexplin[jax]'"
-    code = "import sys, symexplin as sel; sel.SELAdamW; assert not {'jax', 'optax'} & set(sys.modules)\n"
-    assert alone(code + "print(sel.optax.sel_adamw.__name__)") == "sel_adamw"
+    assert sel.optax.sel_adamw is sel_adamw
 
 
 # --- What is curved, and what is refused -----------------------------------------------------------------------------
@@ -471,12 +476,12 @@ def test_an_update_needs_the_parameters():
 
 
 def test_gradients_in_half_precision_are_computed_with_in_float32():
-    params = params_of()
-    half = jax.tree.map(lambda g: g.astype(jnp.bfloat16), jax.grad(loss)(params, IDS))
-    full = jax.tree.map(lambda g: g.astype(jnp.float32), half)
+    params = {"up": {"kernel": jnp.array([[0.5, -0.25]])}, "bias": jnp.ones(2)}
+    half = jax.tree.map(lambda p: (p / 3).astype(jnp.bfloat16), params)
     optimizer = sel_adamw(0.1, max_grad_norm=0.1)
-    a, b = (optimizer.update(grads, optimizer.init(params), params) for grads in (half, full))
-    jax.tree.map(np.testing.assert_array_equal, a, b)
+    update = jax.jit(lambda grads: optimizer.update(grads, optimizer.init(params), params))
+    full = jax.tree.map(lambda g: g.astype(jnp.float32), half)
+    jax.tree.map(np.testing.assert_array_equal, update(half), update(full))
 
 
 # --- The file, the page and the example ------------------------------------------------------------------------------
@@ -486,7 +491,7 @@ def test_the_file_and_the_example_are_short_and_the_example_learns(capsys, monke
     example = ROOT / "examples" / "jax_optax.py"
     for path, most in ((ROOT / "src" / "symexplin" / "optax.py", 180), (example, 60)):
         assert len(path.read_text(encoding="utf-8").splitlines()) <= most
-    printed = run(example, "--steps", 151, capsys=capsys, monkeypatch=monkeypatch)
+    printed = run(example, "--steps", 101, capsys=capsys, monkeypatch=monkeypatch)
     losses = [float(value) for value in re.findall(r"loss (\S+)", printed)]
     assert losses[-1] < 0.6 * losses[0] < 3.0  # log(128) is 4.9
 
