@@ -1,0 +1,59 @@
+"""AdamW in curved weight space in JAX: a network predicts each character of this file from the eight before it.
+
+It needs the extra "jax": jax and optax. The network's names are Flax's, so that the default chooses the kernels.
+"""
+
+import argparse
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from symexplin.optax import sel_adamw
+
+CONTEXT, WIDTH, VOCABULARY = 8, 64, 128
+Params = dict[str, dict[str, jax.Array]]
+
+
+def initial(key: jax.Array) -> Params:
+    """Return the parameters: "up" and "down" will be curved, the embedding and the head stay plain."""
+    lecun, keys = jax.nn.initializers.lecun_normal(), jax.random.split(key, 4)
+    return {
+        "embed": {"embedding": jax.random.normal(keys[0], (VOCABULARY, WIDTH))},
+        "up": {"kernel": lecun(keys[1], (CONTEXT * WIDTH, WIDTH))},
+        "down": {"kernel": lecun(keys[2], (WIDTH, WIDTH))},
+        "head": {"kernel": lecun(keys[3], (WIDTH, VOCABULARY))},
+    }
+
+
+def loss(params: Params, windows: jax.Array) -> jax.Array:
+    """Return the mean cross-entropy of the last character of each window."""
+    x = params["embed"]["embedding"][windows[:, :-1]].reshape(len(windows), -1)
+    for name in ("up", "down"):
+        x = jax.nn.gelu(x @ params[name]["kernel"])
+    return optax.softmax_cross_entropy_with_integer_labels(x @ params["head"]["kernel"], windows[:, -1]).mean()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=300)
+    steps = parser.parse_args().steps
+    text = jnp.array(list(Path(__file__).read_bytes()))
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, warmup_steps=steps // 10, decay_steps=steps)
+    optimizer = sel_adamw(schedule, weight_decay=0.01, max_grad_norm=1.0)  # and no optax.clip_by_global_norm
+
+    @jax.jit
+    def update(params: Params, state: optax.OptState, key: jax.Array) -> tuple[Params, optax.OptState, jax.Array]:
+        """Take one step on 64 windows of the text."""
+        starts = jax.random.randint(key, (64, 1), 0, len(text) - CONTEXT)
+        value, grads = jax.value_and_grad(loss)(params, text[starts + jnp.arange(CONTEXT + 1)])
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    params = initial(jax.random.key(0))
+    state = optimizer.init(params)
+    for step, key in enumerate(jax.random.split(jax.random.key(1), steps)):
+        params, state, value = update(params, state, key)
+        if step % 50 == 0 or step == steps - 1:
+            print(f"step {step} loss {value:.3f}")
