@@ -5,13 +5,13 @@ import torch
 
 import symexplin as sel
 from symexplin.experiments.claims import VERDICTS, judge
-from symexplin.experiments.comparison import Evidence, sign_of, spread_of
+from symexplin.experiments.comparison import Evidence
 from symexplin.experiments.paper import Claim, Paper
 from symexplin.lab.model import ModelConfig, Transformer
 from symexplin.lab.weights import save_model
 from table_folders import panel_folder
 
-HELD, DID_NOT, SAME_SIGN, OTHER_SIGN, UNTESTED = VERDICTS
+HELD, DID_NOT, NO_DIFFERENCE, SAME_SIGN, OTHER_SIGN, UNTESTED = VERDICTS
 PAPER = Paper({("t", "1x1", "A"): 2.0, ("t", "1x1", "B"): 1.9}, (), ())
 
 
@@ -42,33 +42,18 @@ def verdict(found, said):
     return judge(said, "t", [found], PAPER)
 
 
-@pytest.mark.parametrize(
-    ("values", "sign"),
-    [
-        ([-0.3, -0.2, -0.25], -1),
-        ([-0.3, -0.2], 0),  # two seeds
-        ([-0.9, -0.1, -0.1], 0),  # within twice the standard error
-        ([-0.1, -0.1, -0.1], -1),
-        ([-0.3, -0.2, -0.25, -0.3, 0.001], 0),
-    ],
-)
-def test_what_differences_show(values, sign):
-    assert sign_of(spread_of(values)) == sign
-    assert sign_of(spread_of([-value for value in values])) == -sign
-
-
 def test_a_gain_at_own_best_rates_holds(tmp_path):
     # Own best rates: 0.01 for A, 0.001 for B.
     table = {("A", 0.001): 2.5, ("A", 0.01): [2.0, 2.1, 2.2], ("B", 0.001): [1.9, 2.01, 2.1], ("B", 0.01): 2.4}
     found = verdict(panel(tmp_path, ends(table)), claim())
     only = found.panels[0]
-    assert (found.verdict, only.best.verdict, only.shared.verdict) == (HELD, HELD, DID_NOT)
-    assert only.best.spread.values == pytest.approx((-0.1, -0.09, -0.1))
-    assert only.shared.spread.mean == pytest.approx(0.3)
+    assert (found.verdict, only.best.verdict, only.shared.verdict) == (HELD, HELD, NO_DIFFERENCE)
+    assert only.best.interval.values == pytest.approx((-0.1, -0.09, -0.1))
+    assert only.shared.interval.mean == pytest.approx(0.3)
     assert only.paper == pytest.approx(-0.1)
     assert only.note == ""
     assert found.sentence.startswith("Held: ")
-    assert "-0.09667 ± 0.0033, this sign in 3 of 3 seeds." in found.sentence
+    assert "-0.0967 (99 %: -0.1297 to -0.0636)." in found.sentence
 
 
 def test_a_gain_at_the_shared_rate_alone_is_a_learning_rate_effect(tmp_path):
@@ -80,18 +65,16 @@ def test_a_gain_at_the_shared_rate_alone_is_a_learning_rate_effect(tmp_path):
     assert effect.verdict == DID_NOT
     assert effect.panels[0].shared.verdict == HELD
     assert effect.panels[0].note.startswith("A learning-rate effect: it held at the shared rate")
-    assert "this sign in 3 of 3 seeds" in effect.sentence
-    assert effect.panels[0].best.spread.mean == pytest.approx(0.2)
+    assert effect.panels[0].best.interval.mean == pytest.approx(0.2)
     one = panel(tmp_path, ends(table), "one", lrs=(0.01, 0.1), variants=("A", "B", "C"), seeds=(0,))
     assert "the sign is the paper's at the shared rate" in verdict(one, claim(against="C")).sentence
 
 
-def test_opposite_signs_and_noise_do_not_hold(tmp_path):
+def test_an_interval_that_contains_zero_is_no_difference(tmp_path):
     table = {("A", 0.001): [2.0, 2.1, 2.2], ("A", 0.01): 3.0, ("B", 0.001): [1.9, 2.2, 2.1], ("B", 0.01): 3.0}
     found = verdict(panel(tmp_path, ends(table)), claim())
-    assert found.verdict == DID_NOT
-    assert found.sentence.startswith("Did not hold: final loss of B minus that of A: ")
-    assert "this sign in 2 of 3 seeds" in found.sentence
+    assert found.verdict == NO_DIFFERENCE
+    assert found.sentence.startswith("No difference detected: final loss of B minus that of A: ")
     assert found.panels[0].shared == found.panels[0].best  # the same rates
 
 
@@ -100,13 +83,12 @@ def test_one_seed_shows_a_sign_and_two_are_no_test_and_one_rate_is_named(tmp_pat
     found = panel(tmp_path, ends(table), "one", seeds=(0,))
     one, other = verdict(found, claim()), verdict(found, claim("above"))
     assert (one.verdict, other.verdict) == (SAME_SIGN, OTHER_SIGN)
-    assert one.sentence == "Same sign as the paper, one seed: final loss of B minus that of A: -0.5."
+    assert one.sentence == "Same sign as the paper, one seed: final loss of B minus that of A: -0.5000."
     assert verdict(found, claim("no_worse", bound=0.1)).sentence.startswith("Not tested at this scale: too few seeds; ")
     two = verdict(panel(tmp_path, ends(table), "two", seeds=(0, 1)), claim())
     assert two.sentence.startswith("Not tested at this scale: too few seeds; ")
     alone = verdict(panel(tmp_path, ends(table), "alone", lrs=(0.001,)), claim())
     assert alone.panels[0].note == "With one learning rate tried, this may be a learning-rate effect."
-    assert "this sign in 2 of 2 seeds" in two.sentence
 
 
 def test_an_variant_that_was_not_trained_is_no_test(tmp_path):
@@ -129,13 +111,13 @@ def test_divergence_fails_the_variant_and_proves_nothing_about_the_other(tmp_pat
     ("kind", "gaps", "bound", "expected"),
     [
         ("above", [0.1, 0.1, 0.12], None, HELD),
-        ("within", [0.001, -0.001, 0.0005], 0.003, HELD),
+        ("within", [0.0002, -0.0002, 0.0001], 0.003, HELD),
         ("within", [0.004, 0.004, 0.004], 0.003, DID_NOT),
         ("within", [-0.004, -0.004, -0.004], 0.003, DID_NOT),
-        ("within", [0.001, -0.001, 0.008], 0.003, UNTESTED),  # twice its error is larger than the bound
-        ("within", [0.080, 0.088, 0.090], 0.003, DID_NOT),  # so it is here, but the mean is far beyond
+        ("within", [0.001, -0.001, 0.008], 0.003, UNTESTED),
+        ("within", [0.080, 0.088, 0.090], 0.003, DID_NOT),  # as wide an interval, but far beyond
         ("no_worse", [0.006, 0.006, 0.006], 0.005, DID_NOT),
-        ("no_worse", [-0.1, -0.2, -0.3], 0.005, HELD),  # however wide they spread
+        ("no_worse", [-0.7, -0.8, -0.9], 0.005, HELD),  # however wide the interval
         ("no_worse", [0.1, -0.1, 0.01], 0.005, UNTESTED),
     ],
 )
@@ -143,7 +125,7 @@ def test_kinds_of_final_differences(tmp_path, kind, gaps, bound, expected):
     table = {("A", 0.001): [2.0, 2.1, 2.2], ("B", 0.001): [2.0 + 0.1 * i + gap for i, gap in enumerate(gaps)]}
     found = verdict(panel(tmp_path, ends(table), lrs=(0.001,)), claim(kind, bound=bound))
     assert found.verdict == expected
-    assert ("the seeds spread too widely for a bound of 0.00" in found.sentence) == (expected == UNTESTED)
+    assert ("the interval contains the bound of 0.00" in found.sentence) == (expected == UNTESTED)
 
 
 def curves(gaps):
@@ -175,7 +157,7 @@ def test_kinds_of_whole_curves(tmp_path, kind, gaps, bound, expected, value):
     found = panel(tmp_path, lambda *_: 3.0, lrs=(0.001,), curve=curves(gaps))
     judged = verdict(found, claim(kind, bound=bound))
     assert judged.verdict == expected
-    assert judged.panels[0].best.spread.mean == pytest.approx(value)
+    assert judged.panels[0].best.interval.mean == pytest.approx(value)
 
 
 def test_the_lowest_loss_of_a_baseline_counts_where_it_is_not_the_last(tmp_path):
@@ -193,7 +175,7 @@ def test_overlap_is_tried_at_one_rate(tmp_path):
     judged = verdict(found, claim("most_apart", bound=1e-3))
     assert judged.verdict == HELD
     assert judged.panels[0].shared == judged.panels[0].best
-    assert judged.panels[0].best.spread.mean == pytest.approx(1e-5)
+    assert judged.panels[0].best.interval.mean == pytest.approx(1e-5)
     # The same runs have no spread: one seed is a test, and each of several.
     one = panel(tmp_path, ends(table), "one", seeds=(0,))
     assert [verdict(one, claim("most_apart", bound=b)).verdict for b in (1e-3, 1e-6)] == [HELD, DID_NOT]
@@ -210,7 +192,7 @@ def test_scales_are_read_from_the_runs(tmp_path):
     maps = {"B": sel.preset("paper", beta="auto").resolve(64).to_dict()}  # beta and l are a quarter of those at 1024
     found = panel(tmp_path, lambda *_: 2.0, lrs=(0.001,), maps=maps, stats=stats)
     assert verdict(found, claim("e_rises", against="")).sentence.startswith(
-        "Held: change of the mean e of B: +0.31 ± 0.0058"
+        "Held: change of the mean e of B: +0.3100 (99 %: +0.2527 to +0.3673)"
     )
     assert verdict(found, claim("l_falls", against="")).verdict == HELD
     assert verdict(found, claim("m_stays", against="", bound=0.05)).verdict == HELD
@@ -226,8 +208,8 @@ def test_an_early_change_is_most_of_it(tmp_path):
     # After a quarter of 100 steps e is at 1.225 of 1.4, l at 0.85 of 0.6.
     early, late = (verdict(found, claim(f"{role}_early", against="")) for role in "el")
     assert (early.verdict, late.verdict) == (HELD, DID_NOT)
-    assert early.panels[0].best.spread.mean == pytest.approx((0.225 - 0.175) / 0.4)
-    assert late.panels[0].best.spread.mean == pytest.approx((0.15 - 0.25) / 0.4)
+    assert early.panels[0].best.interval.mean == pytest.approx((0.225 - 0.175) / 0.4)
+    assert late.panels[0].best.interval.mean == pytest.approx((0.15 - 0.25) / 0.4)
 
 
 def test_tails_are_those_of_the_curved_matrices(tmp_path):
@@ -247,7 +229,7 @@ def test_tails_are_those_of_the_curved_matrices(tmp_path):
         save_model(model, folder / "model.safetensors")
     judged = verdict(found, claim("tails"))
     assert judged.verdict == SAME_SIGN
-    assert judged.panels[0].best.spread.mean == pytest.approx(3.0)
+    assert judged.panels[0].best.interval.mean == pytest.approx(3.0)
 
 
 def test_the_better_variant_of_each_panel_counts(tmp_path):
@@ -279,15 +261,15 @@ def two_sizes(tmp_path, gains, paper=("1x1", "9x9")):
 def test_growth_of_a_gain_is_paired_over_panels(tmp_path):
     said = claim("grows", panels=("1x1", "9x9"))
     for name, second, expected, word in (
-        ("grown", [0.2, 0.25, 0.2], HELD, "-0.1167"),
-        ("mixed", [0.1, 0.0, 0.3], DID_NOT, "-0.03333"),
-        ("shrunk", [0.05, 0.05, 0.05], DID_NOT, "+0.05"),
+        ("grown", [0.21, 0.23, 0.21], HELD, "-0.1167"),
+        ("mixed", [0.1, 0.0, 0.3], NO_DIFFERENCE, "-0.0333"),
+        ("shrunk", [0.05, 0.05, 0.05], DID_NOT, "+0.0500"),
     ):
         panels = two_sizes(tmp_path / name, ([0.1, 0.1, 0.1], second))
         found = judge(said, "t", panels, PAPER)
         assert found.verdict == expected
         assert [panel.panel for panel in found.panels] == ["s to m"]
-        assert f"{word} ± " in found.sentence
+        assert f"{word} (99 %: " in found.sentence
         alone = judge(said, "t", [panels[0], unfinished("m", "9x9")], PAPER)
         assert alone.sentence == "Not tested at this scale: the panel has not ended."
 

@@ -11,24 +11,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from symexplin.experiments.comparison import (
-    ENOUGH_SEEDS,
-    OTHER_SIGN,
-    SAME_SIGN,
-    TOO_FEW,
-    Evidence,
-    FinishedRun,
-    Spread,
-    sign_of,
-    spread_of,
-)
+from symexplin.experiments.comparison import OTHER_SIGN, SAME_SIGN, Evidence, FinishedRun
 from symexplin.experiments.paper import Claim, Paper
+from symexplin.lab.compare.interval import ENOUGH_SEEDS, NO_DIFFERENCE, TOO_FEW, Interval
 
 __all__ = ["KINDS", "VERDICTS", "ClaimVerdict", "Judgement", "Kind", "Verdict", "judge"]
 
 HELD, DID_NOT, UNTESTED = "held", "did not hold", "not tested at this scale"
-VERDICTS = (HELD, DID_NOT, SAME_SIGN, OTHER_SIGN, UNTESTED)
-_FIRST = (DID_NOT, OTHER_SIGN, HELD, SAME_SIGN)  # of several panels the first of these counts
+VERDICTS = (HELD, DID_NOT, NO_DIFFERENCE, SAME_SIGN, OTHER_SIGN, UNTESTED)
+_FIRST = (DID_NOT, OTHER_SIGN, NO_DIFFERENCE, HELD, SAME_SIGN)  # of several panels the first of these counts
 Measure = Callable[[FinishedRun, FinishedRun], float | None]
 Rate = Callable[[Evidence, str], float | None]
 
@@ -112,11 +103,11 @@ KINDS = {
 
 
 class Judgement(NamedTuple):
-    """The result of a claim at one choice of learning rates; `spread` is None where there is no number."""
+    """The result of a claim at one choice of learning rates; `interval` is None where there is no number."""
 
     verdict: str
     text: str
-    spread: Spread | None = None
+    interval: Interval | None = None
 
 
 class Verdict(NamedTuple):
@@ -141,7 +132,7 @@ class ClaimVerdict(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """Return that it did not hold if it failed in any panel, that it held if it held wherever it was tested."""
+        """Return the verdict of all panels: the first of _FIRST that a panel has."""
         found = {panel.best.verdict for panel in self.panels}
         return next((verdict for verdict in _FIRST if verdict in found), UNTESTED)
 
@@ -187,12 +178,12 @@ def _verdict(claim: Claim, table: str, panels: Sequence[Evidence], paper: Paper)
     shared = _judge(claim, panels, _shared_rate)
     same = kind.test == "same"
     best = shared if same else _judge(claim, panels, Evidence.best_lr)
-    if (best.verdict, shared.verdict) in ((DID_NOT, HELD), (OTHER_SIGN, SAME_SIGN)):
+    if shared.verdict in (HELD, SAME_SIGN) and best.verdict in (DID_NOT, NO_DIFFERENCE, OTHER_SIGN):
         found = "it held" if shared.verdict == HELD else "the sign is the paper's"
         note = f"A learning-rate effect: {found} at the shared rate, and not with each variant at its own best."
-    elif best.spread is not None and claim.against and not same and len(panels[0].lrs) == 1:
+    elif best.interval is not None and claim.against and not same and len(panels[0].lrs) == 1:
         note = "With one learning rate tried, this may be a learning-rate effect."
-    if claim.alternative and best.spread is not None:
+    if claim.alternative and best.interval is not None:
         note = f"The better variant is {claim.variant}. {note}".strip()
     number, ends = claim.paper, [paper.difference(table, panel.paper, claim.variant, claim.against) for panel in panels]
     known = [end for end in ends if end is not None]
@@ -212,21 +203,20 @@ def _judge(claim: Claim, panels: Sequence[Evidence], rate: Rate) -> Judgement:
     first, last = found[0], found[-1]
     if first.keys() != last.keys():
         return Judgement(UNTESTED, "the seeds differ")
-    spread = spread_of([last[seed] - (first[seed] if len(found) == 2 else 0.0) for seed in last])
-    text = f"{kind.what.format(variant=claim.variant, against=claim.against)}: {spread.mean:+.4g}"
-    if spread.error is not None:
-        agree = sum(value * spread.mean > 0 for value in spread.values)
-        text += f" ± {spread.error:.2g}, this sign in {agree} of {len(last)} seeds"
+    interval = Interval([last[seed] - (first[seed] if len(found) == 2 else 0.0) for seed in last])
+    text = f"{kind.what.format(variant=claim.variant, against=claim.against)}: {interval}"
     one = len(last) == 1 and kind.test in _SIGNS
     if len(last) < ENOUGH_SEEDS and kind.test != "same" and not one:
-        return Judgement(UNTESTED, f"{TOO_FEW}; {text}", spread)
-    held = spread.mean * _SIGNS[kind.test] > 0 if one else _holds(kind.test, spread, claim.bound or 0.0)
+        return Judgement(UNTESTED, f"{TOO_FEW}; {text}", interval)
+    held = interval.mean * _SIGNS[kind.test] > 0 if one else _holds(kind.test, interval, claim.bound or 0.0)
+    if held is None and kind.test in _SIGNS:
+        return Judgement(NO_DIFFERENCE, text, interval)
     if held is None:
-        return Judgement(UNTESTED, f"the seeds spread too widely for a bound of {claim.bound:g}; {text}", spread)
+        return Judgement(UNTESTED, f"the interval contains the bound of {claim.bound:g}; {text}", interval)
     if held and len(found) == 2 and fmean(last.values()) >= 0.0:  # a smaller loss is no gain
         held, text = False, f"there is no gain at {panels[-1].name}; {text}"
     verdicts = (OTHER_SIGN, SAME_SIGN) if one else (DID_NOT, HELD)
-    return Judgement(verdicts[held], text, spread)
+    return Judgement(verdicts[held], text, interval)
 
 
 def _numbers(claim: Claim, panel: Evidence, rate: Rate) -> dict[int, float] | Judgement:
@@ -250,13 +240,13 @@ def _numbers(claim: Claim, panel: Evidence, rate: Rate) -> dict[int, float] | Ju
     return known if len(known) == len(values) else Judgement(UNTESTED, f"the runs of {claim.variant} do not have it")
 
 
-def _holds(test: str, spread: Spread, bound: float) -> bool | None:
-    """Return whether numbers pass a test; None where they spread too widely for the bound, unless clearly beyond it."""
-    if test in _SIGNS:
-        return sign_of(spread) == _SIGNS[test]
+def _holds(test: str, found: Interval, bound: float) -> bool | None:
+    """Return whether the interval lies where the claim has it, or beyond; None where it contains the limit."""
     if test == "same":
-        return max(spread.values) <= bound
-    size = abs(spread.mean) if test == "within" else spread.mean
-    if size + spread.margin <= bound:
-        return True
-    return None if size - spread.margin <= bound < spread.margin else False
+        return max(found.values) <= bound
+    if test in _SIGNS:
+        near, far = (-found.high, -found.low) if test == "below" else (found.low, found.high)
+        return True if near > 0 else False if far < 0 else None
+    nearest = max(found.low, -found.high) if test == "within" else found.low
+    farthest = max(-found.low, found.high) if test == "within" else found.high
+    return True if farthest <= bound else False if nearest > bound else None

@@ -1,9 +1,7 @@
 """A finished comparison, looked up by variant, learning rate and seed: for the report of a table and for figures."""
 
 import functools
-import math
-import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,42 +14,14 @@ if TYPE_CHECKING:
     from symexplin.lab.evaluate import Curve
 
 __all__ = [
-    *("ENOUGH_SEEDS", "OTHER_SIGN", "SAME_SIGN", "TOO_FEW"),
-    *("Evidence", "FinishedRun", "Row", "Spread", "sign_of", "spread_of"),
+    *("OTHER_SIGN", "SAME_SIGN"),
+    *("Evidence", "FinishedRun", "Row"),
 ]
 
 Row = dict[str, Any]
 
-ENOUGH_SEEDS = 3  # fewer seeds give no usable spread
-# What fewer seeds show. The paper's own results are of one seed.
+# What one seed shows. The paper's own results are of one seed.
 SAME_SIGN, OTHER_SIGN = "same sign as the paper, one seed", "other sign than the paper, one seed"
-TOO_FEW = "too few seeds"
-_ERRORS = 2.0  # a mean must differ from zero by more than this many standard errors
-
-
-class Spread(NamedTuple):
-    """Numbers of several seeds; `error` is the standard error of the mean, None for one seed, `margin` twice that."""
-
-    values: tuple[float, ...]
-    mean: float
-    error: float | None
-    margin: float
-
-
-def spread_of(values: Sequence[float]) -> Spread:
-    """Return mean and standard error of at least one number."""
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-    return Spread(tuple(values), statistics.fmean(values), error, math.inf if error is None else _ERRORS * error)
-
-
-def sign_of(spread: Spread) -> int:
-    """Return the sign that the differences of several seeds establish: -1, 1, or 0 for none.
-
-    Every difference has that sign, there are at least three, and the mean exceeds twice its standard error.
-    """
-    sign = -1 if spread.mean < 0 else 1
-    agree = all(value * sign > 0 for value in spread.values)
-    return sign if len(spread.values) >= ENOUGH_SEEDS and agree and abs(spread.mean) > spread.margin else 0
 
 
 class FinishedRun(NamedTuple):

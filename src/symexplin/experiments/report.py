@@ -1,24 +1,16 @@
 """The report of a table: the paper's numbers beside the measured ones, a verdict on each claim, and the figures."""
 
 import base64
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from symexplin.experiments.claims import VERDICTS, ClaimVerdict, judge
-from symexplin.experiments.comparison import (
-    ENOUGH_SEEDS,
-    OTHER_SIGN,
-    SAME_SIGN,
-    TOO_FEW,
-    Evidence,
-    Row,
-    Spread,
-    sign_of,
-    spread_of,
-)
+from symexplin.experiments.comparison import OTHER_SIGN, SAME_SIGN, Evidence, Row
 from symexplin.experiments.paper import Paper, load_paper
 from symexplin.experiments.tables import PANELS, Outcome, read_table
+from symexplin.lab.compare.interval import BETTER, NO_DIFFERENCE, WORSE, Interval
 from symexplin.lab.files import write_csv
 from symexplin.lab.report.pages import PAGE, reading, write_page
 from symexplin.validation import check_choice
@@ -26,7 +18,6 @@ from symexplin.validation import check_choice
 __all__ = ["report_table"]
 
 _RESULTS, _CLAIMS, _FIGURES = "table.csv", "claims.csv", "figures"
-_SIGNS = {-1: "below", 1: "above", 0: "undecided"}
 _OF_VARIANTS = ("delta", "speedup")  # numbers of the paper that the rows of the variants show
 # Where a table ran.
 _FACTS = (
@@ -106,24 +97,22 @@ def _variants(outcome: Outcome, panel: Evidence, paper: Paper) -> Iterator[tuple
 
 def _measured(row: Row, compared_at: str, paper: float | None) -> Row:
     """Return the columns of table.csv that a row of a comparison gives, beside the difference of the `paper`."""
-    spread = spread_of(row["deltas"]) if row["delta"] is not None else None
+    interval = Interval(row["deltas"]) if row["delta"] is not None else None
     return {
         "compared_at": compared_at,
         **{key: row[key] for key in ("lr", "seeds", "finite", "loss", "spread", "delta", "speedup", "reached")},
-        "delta_se": None if spread is None else spread.error,
-        "shown": _shown(spread, paper),
+        "detectable": None if interval is None or math.isinf(interval.detectable) else interval.detectable,
+        "shown": _shown(interval, paper),
     }
 
 
-def _shown(spread: Spread | None, paper: float | None) -> str:
-    """Return what differences from the baseline show by the rule of the claims, in a word or as their verdicts say."""
-    if spread is None:
+def _shown(interval: Interval | None, paper: float | None) -> str:
+    """Return what differences from the baseline show; of one seed, whether the sign is that of the `paper`."""
+    if interval is None:
         return "not finite"
-    if len(spread.values) >= ENOUGH_SEEDS:
-        return _SIGNS[sign_of(spread)]
-    if len(spread.values) == 1 and paper:
-        return SAME_SIGN if spread.mean * paper > 0 else OTHER_SIGN
-    return TOO_FEW
+    if len(interval.values) == 1 and paper:
+        return SAME_SIGN if interval.mean * paper > 0 else OTHER_SIGN
+    return interval.verdict
 
 
 def _results(panel: str, variants: Sequence[tuple[Row, Row]]) -> Iterator[str]:
@@ -133,7 +122,7 @@ def _results(panel: str, variants: Sequence[tuple[Row, Row]]) -> Iterator[str]:
         text = f"{panel}: {best['label']} {_against(best, baseline)} at its own best learning rate"
         if best["lr"] != shared["lr"]:
             text += f"; it {_against(shared, baseline)} at the shared rate"
-        if shared["shown"] == "below" and best["shown"] in ("above", "undecided"):
+        if shared["shown"] == BETTER and best["shown"] in (WORSE, NO_DIFFERENCE):
             text += ": a gain that the learning rate explains"
         yield f"{text}."
 
@@ -141,11 +130,9 @@ def _results(panel: str, variants: Sequence[tuple[Row, Row]]) -> Iterator[str]:
 def _against(row: Row, baseline: str) -> str:
     if row["delta"] is None:
         return "did not stay finite"
-    error = "" if row["delta_se"] is None else f" ± {row['delta_se']:.4f}"
-    ends = "ends below" if row["delta"] < 0 else "ends above"
-    word = "cannot be told from" if row["shown"] == _SIGNS[0] else ends
-    doubt = "" if row["shown"] in _SIGNS.values() else f"; {row['shown']}"
-    return f"{word} {baseline} ({row['delta']:+.4f}{error}{doubt})"
+    width = "" if row["detectable"] is None else f" ± {row['detectable']:.4f}"
+    word = "below" if row["delta"] < 0 else "above"
+    return f"ends {word} {baseline} ({row['delta']:+.4f}{width}; {row['shown']})"
 
 
 def _draw(name: str, out: Path, panels: Sequence[Evidence]) -> dict[str, Any]:
@@ -203,9 +190,10 @@ def _claim_rows(outcome: Outcome, verdict: ClaimVerdict) -> Iterator[Row]:
             "panel": panel.panel,
             "verdict": panel.best.verdict,
             "text": panel.best.text,
-            "measured": panel.best.spread.mean if panel.best.spread else None,
-            "standard_error": panel.best.spread.error if panel.best.spread else None,
+            "measured": panel.best.interval.mean if panel.best.interval else None,
+            "low": panel.best.interval.low if panel.best.interval else None,
+            "high": panel.best.interval.high if panel.best.interval else None,
             "verdict_at_shared_rate": panel.shared.verdict,
-            "measured_at_shared_rate": panel.shared.spread.mean if panel.shared.spread else None,
+            "measured_at_shared_rate": panel.shared.interval.mean if panel.shared.interval else None,
             "paper": panel.paper,
         }

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from symexplin.experiments.comparison import ENOUGH_SEEDS
 from symexplin.experiments.results import append_results, check_results
 from symexplin.experiments.tables import DATA, PANELS, SCALES, TABLE, Panel, Table, load_table
 from symexplin.lab.compare.grid import COMPARISON, CompareConfig
+from symexplin.lab.compare.interval import ENOUGH_SEEDS
 from symexplin.lab.files import read_json, write_json
 from symexplin.lab.folders import LOCK, SUMMARY, check_resumable, claimed
 from symexplin.lab.settings import from_table, merge
@@ -208,7 +208,7 @@ def _warnings(configs: Sequence[CompareConfig]) -> list[str]:
     if any(len(config.compare.lrs) == 1 for config in configs):
         found.append("one learning rate (--lrs): its effect cannot be told from that of the variants")
     if any(len(config.compare.seeds + config.compare.confirm_seeds) < ENOUGH_SEEDS for config in configs):
-        found.append(f"fewer than {ENOUGH_SEEDS} seeds (--seeds): the sign of a difference shows no spread")
+        found.append(f"fewer than {ENOUGH_SEEDS} seeds (--seeds): differences have no interval")
     steps = min(config.train.steps for config in configs)
     if steps < _FEW_STEPS:
         found.append(f"{steps} steps (--steps): the order of the variants may change in longer runs")

@@ -17,9 +17,10 @@ from matplotlib.figure import Figure
 
 import symexplin as sel
 from symexplin.config import Scale
-from symexplin.experiments.comparison import Evidence, Row, spread_of
+from symexplin.experiments.comparison import Evidence, Row
 from symexplin.experiments.figures.common import comparisons, panel, sheet
 from symexplin.lab.build import build_model
+from symexplin.lab.compare.interval import Interval
 from symexplin.lab.config import LogConfig, RunConfig
 from symexplin.lab.report.charts import COLOURS, DASHES, GUIDE, GUIDE_LINE, Line, late_limits, mean_line
 from symexplin.lab.report.figures import sweep_lines
@@ -51,11 +52,11 @@ def _line(compared: Evidence, row: Row, style: int) -> Line:
 
 
 def _gap(row: Row) -> str:
-    """Return the final difference to the baseline with its standard error."""
+    """Return the final difference to the baseline with half of its 99 % interval."""
     if row["delta"] is None:
         return "not finite"
-    error = spread_of(row["deltas"]).error
-    return f"{row['delta']:+.4f}".replace("-", "−") + ("" if error is None else f" ± {error:.4f}")
+    width = Interval(row["deltas"]).detectable
+    return f"{row['delta']:+.4f}".replace("-", "−") + ("" if math.isinf(width) else f" ± {width:.4f}")
 
 
 def _size(compared: Evidence) -> str:
