@@ -52,7 +52,8 @@ def test_the_page_and_the_files_of_a_finished_table(frozen):
     assert "<fast>" not in page.html
     assert page.titles[:2] == ["The paper's claims", "128x4, for the paper's 1024x12"]
     assert (
-        "Claims tried at scale mini, far below the paper's: 8; 3 held; 3 did not hold; 1 no difference detected; 1 not tested at this scale."
+        "Claims tried at scale mini, far below the paper's: 8; 3 held; 3 did not hold; 1 no difference detected; "
+        "1 not tested at this scale."
     ) in page.text
     row = row_of(page, "Fixed curvaturefixed_curvature")
     assert row[1:4] == ["0.001*", "1.9503 ± 0.0995", "-0.1497 ± 0.0088better"]

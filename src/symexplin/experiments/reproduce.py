@@ -42,8 +42,6 @@ class ReproduceConfig:
         seeds: every variant trains at each learning rate with each.
         confirm_seeds: of a second stage, at the best learning rates alone.
         jobs: runs at a time.
-        reuse: folders of other tables. Their finished runs of the same configuration, data, seed, commit and machine
-            are copied instead of being trained again.
         steps: optimizer steps of each run; warm-up and evaluations keep their share, as far as evaluations take less
             than half the time of training.
         set: any key of a scale's tables, such as model.width=64, train.batch_size=4, map.beta=5 (of every curved
@@ -58,7 +56,6 @@ class ReproduceConfig:
     seeds: tuple[int, ...] = ()
     confirm_seeds: tuple[int, ...] = ()
     jobs: int | None = None
-    reuse: tuple[str, ...] = ()
     steps: int | None = None
     set: dict[str, Any] = field(default_factory=dict)
 
@@ -153,7 +150,7 @@ def reproduce(
             new = [it for it, done in places if not done.exists()]
             for line in [*_warnings(new), *estimate(new)] if new else ():
                 echo(line)
-            _run_panels(wanted, table, folder, config.reuse, record, echo, progress)
+            _run_panels(wanted, table, folder, record, echo, progress)
             write_json(folder / TABLE, table.to_json())  # a resumed table may have grown
         finally:
             if {path.name for path in folder.iterdir()} == {TABLE, LOCK}:  # a mistake leaves no folder
@@ -187,7 +184,6 @@ def _run_panels(
     panels: Sequence[Panel],
     table: Table,
     folder: Path,
-    reuse: Sequence[str],
     record: Callable[[], None],
     echo: Echo,
     progress: bool,
@@ -198,7 +194,7 @@ def _run_panels(
         echo(f"{table.name} {panel.name} (panel {number} of {len(panels)})")
         place = folder / PANELS / panel.name
         told = _after_each_run(panel.config, place, record, echo)
-        compare_runs(panel.config, place, resume=True, reuse=reuse, echo=told, progress=progress)
+        compare_runs(panel.config, place, resume=True, echo=told, progress=progress)
         record()
 
 

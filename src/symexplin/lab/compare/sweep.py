@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ import torch
 from symexplin.lab.build import build
 from symexplin.lab.compare.grid import CONFIG, DEMO, RUNS, Cell, CompareConfig
 from symexplin.lab.compare.launch import Training, check_slurm, run_here
-from symexplin.lab.compare.reuse import finished_runs, take_over
 from symexplin.lab.compare.stages import Sweep
 from symexplin.lab.compare.table import Run
 from symexplin.lab.config import ComputeConfig, RunConfig, absolute, resolve
@@ -38,7 +37,6 @@ from symexplin.validation import naming
 __all__ = ["compare_runs"]
 
 Echo = Callable[[str], None]
-Known = Mapping[tuple[str, ...], Path]
 
 
 def compare_runs(
@@ -46,7 +44,6 @@ def compare_runs(
     out: str | Path,
     *,
     resume: bool = False,
-    reuse: Sequence[str | Path] = (),
     echo: Echo = lambda _: None,
     progress: bool = True,
 ) -> dict[str, Any]:
@@ -61,8 +58,6 @@ def compare_runs(
         resume: keep finished runs and continue the others. The grid may change, and what a run may change, but not what
             the runs in the folder trained. On a CPU the results have the bits of an uninterrupted comparison, unless
             [compute] changes.
-        reuse: folders below which runs have finished. Those of the same configuration, data, seed, commit and machine
-            are copied instead of being trained again.
         echo: takes each line of the log, and the table at the end.
         progress: show a bar on a terminal instead of the lines of a run.
 
@@ -81,7 +76,7 @@ def compare_runs(
         ranks.agree({**config.table(), "resume": resume}, free=("data", "compute.threads"))
         folder = ranks.tell(lambda: stack.enter_context(claimed(out, "comparison", {CONFIG, DEMO})))
         config = ranks.tell(lambda: _opened(folder, config, corpus, resume, echo, ranks))
-        grid, known = config.compare, ranks.tell(lambda: finished_runs(reuse))
+        grid = config.compare
         echo(
             f"{len(corpus.train):,} tokens to train on, {len(corpus.valid):,} held out; "
             f"{'up to ' if grid.confirm_seeds else ''}{grid.most_runs} runs of {config.train.steps} steps"
@@ -90,7 +85,6 @@ def compare_runs(
             folder, grid, lambda label, cell: Training(label, config.run(cell), sweep.place(cell)), _run_in, echo
         )
         for stage in sweep.stages:
-            ranks.tell(lambda stage=stage: _take_over(sweep, config, stage, known, corpus))  # type: ignore[misc]
             _train(sweep, config, stage, progress, ranks)
         return ranks.tell(lambda: _conclude(folder, sweep, config, corpus))
 
@@ -229,13 +223,6 @@ def _train(sweep: Sweep, config: CompareConfig, stage: int, progress: bool, rank
     for index in run_here(tasks, sweep.echo, progress):
         if ranks.first:
             sweep.tell(*left[index])
-
-
-def _take_over(sweep: Sweep, config: CompareConfig, stage: int, known: Known, corpus: Corpus) -> None:
-    """Copy the known runs of a stage."""
-    for cell in sweep.cells(stage) if known else ():
-        if (source := take_over(known, config.run(cell), corpus, sweep.place(cell))) is not None:
-            sweep.echo(f"{cell.name}: taken over from {source}")
 
 
 def _run_in(path: Path, cell: Cell) -> Run | None:
