@@ -29,7 +29,8 @@ def report_comparison(folder: str | Path) -> Path:
     found = read_json(path / COMPARISON)
     with reading(path / COMPARISON):
         facts = {f"map of {variant}": _map(curve) for variant, curve in found["maps"].items()}
-        extra = {"parameters": found.get("parameters", "unknown"), "seconds in all": found["seconds"]}
+        names = {"parameters": "parameters", "seconds": "seconds in all"}  # a command tells neither
+        extra = {text: found[name] for name, text in names.items() if found.get(name)}
         for part in (found.get("corpus", {}), found["config"], found["provenance"], extra):
             facts |= _facts(part)
         return write_page(
