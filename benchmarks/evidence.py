@@ -149,6 +149,16 @@ SHOWN: tuple[tuple[str, tuple[str, str, str], Mapping[str, str]], ...] = (
     ("the same, technical English", ("suite", "128x4", "cc59c74"), {"carried": FIXED}),
     ("the same, 1,800 steps", ("default", "128x4", "882d6bf"), {"carried": FIXED}),
     ("width 128, depth 2, 10,000 steps", ("lengths", "128x2-10000", "28e925c"), {"default": FIXED}),
+    (
+        "width 1024, depth 1, 1,500 steps (nats per token)",
+        ("width-1024", "1024x1", "44ad1b2"),
+        {
+            "exp": DEFAULT,
+            "frozen": "all fixed, the paper's start",
+            "paper": PAPER,
+            "fixed_curvature": "fixed curvature",
+        },
+    ),
 )
 
 
