@@ -72,8 +72,9 @@ def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
 
 
 def commands(page):
-    """Return the words of each line that calls the command line."""
-    lines = re.findall(r"^(?:    |)(symexplin \w.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    """Return the words of each line that calls the command line, continued lines included."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = re.findall(r"^(?:    |)(symexplin \w.*)$", text, re.MULTILINE)
     return [shlex.split(line, comments=True)[1:] for line in lines]
 
 
