@@ -9,8 +9,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scipy import stats  # type: ignore[import-untyped]
-
 __all__ = ["BETTER", "CONFIDENCE", "ENOUGH_SEEDS", "NO_DIFFERENCE", "TOO_FEW", "WORSE", "Interval"]
 
 CONFIDENCE = 0.99
@@ -40,6 +38,8 @@ class Interval:
         count = len(self.values)
         if count < ENOUGH_SEEDS:
             return math.inf
+        from scipy import stats  # type: ignore[import-untyped] # slow, and the help of a command needs the constants alone
+
         quantile = float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1))
         return quantile * statistics.stdev(self.values) / math.sqrt(count)
 
