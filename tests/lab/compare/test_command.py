@@ -1,4 +1,3 @@
-import json
 import os
 import shlex
 import signal
@@ -94,19 +93,39 @@ def test_a_loss_that_is_not_finite_is_a_result(command, tmp_path):
     assert "wild did not stay finite" in found["headline"][0]
 
 
-def test_a_result_without_a_loss_is_named(command, tmp_path):
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"los": 1}', "it has no loss that is a number"),
+        ('{"loss": "2.3"}', "it has no loss that is a number"),
+        ('{"loss": true}', "it has no loss that is a number"),
+        ("[2.3]", "it has no loss that is a number"),
+        ('{"loss": 2.3', "Expecting ',' delimiter"),
+        ('{"loss": 2.3, "curve": [2.3]}', r"its curve is not a list of \[step, loss\]"),
+        ('{"loss": 2.3, "curve": [[0, 1.0], [0, 2.0]]}', "the steps of its curve do not increase"),
+    ],
+)
+def test_a_damaged_result_is_named_after_the_others_have_run(tmp_path, text, said):
     out = tmp_path / "out"
-    config = CommandConfig(command, grid("plain", "good", lrs=(0.1,), seeds=(0,), jobs=1))
-    compare_commands(config, out)
-    (out / "runs" / "good-lr0.1-seed0" / "result.json").write_text(json.dumps({"los": 1}))
-    with pytest.raises(ValueError, match=r'good-lr0\.1-seed0/result\.json. must be like \{"loss": 2\.31'):
-        compare_commands(config, out, resume=True)
+    script = tmp_path / "damage.py"
+    script.write_text(
+        f"import pathlib, sys\npathlib.Path(sys.argv[2], 'result.json').write_text({text!r} if sys.argv[1] == 'a'"
+        " else '{\"loss\": 1}')\n"
+    )
+    words = shlex.join([sys.executable, str(script)]) + " {variant} {out}"
+    config = CommandConfig(words, grid("a", "b", lrs=(0.1,), seeds=(0,), jobs=1))
+    with pytest.raises(
+        ValueError, match=rf"a-lr0\.1-seed0/result\.json. must be like .*{said}.*delete it to run again"
+    ):
+        compare_commands(config, out)
+    assert (out / "runs" / "b-lr0.1-seed0" / "result.json").exists()
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("{python} x {variant} {lr} {out} {steps}", r"got \{steps\}; write other braces twice"),
+        ("{python} x {variant} {lr:d} {out}", r"got \{lrd\}"),
         ("{python} x {variant} {out}", r"must have the place \{lr\}"),
         ("{python} x {variant} {lr}", r"must have the place \{out\}"),
         ("no-such-program {variant} {lr} {out}", "must begin with a program that exists, got 'no-such-program'"),
@@ -116,6 +135,16 @@ def test_a_result_without_a_loss_is_named(command, tmp_path):
 def test_a_command_that_cannot_run_is_refused(text, said):
     with pytest.raises(ValueError, match=said):
         CommandConfig(text.replace("{python}", sys.executable), grid("a", "b", seeds=(0,)))
+
+
+def test_seeds_that_confirm_need_their_place():
+    with pytest.raises(ValueError, match=r"must have the place \{seed\}"):
+        CommandConfig(f"{sys.executable} {{variant}} {{lr}} {{out}}", grid("a", "b", seeds=(0,), confirm_seeds=(1,)))
+
+
+def test_variants_name_folders(command):
+    with pytest.raises(ValueError, match=r"variants must be names that a folder can have, without '/', got 'a/b'"):
+        CommandConfig(command, grid("a/b", "c"))
 
 
 def test_other_braces_are_written_twice(tmp_path):

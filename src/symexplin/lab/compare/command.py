@@ -5,6 +5,7 @@ comparison.json   the result, at the end          report.html  the same as a pag
 processes/        the output of each run          cluster/     the same for jobs of a cluster
 """
 
+import itertools
 import json
 import math
 import os
@@ -29,7 +30,7 @@ from symexplin.lab.settings import dump_toml, to_table
 __all__ = ["RESULT", "CommandConfig", "compare_commands"]
 
 RESULT = "result.json"
-_PLACES = {"variant": "variants", "lr": "lrs", "seed": "seeds", "out": ""}  # of a command, each with its list
+_PLACES = ("variant", "lr", "seed", "out")
 
 
 @dataclass(frozen=True)
@@ -49,23 +50,37 @@ class CommandConfig:
         """Check the places of the command, and that its program exists."""
         try:
             words = shlex.split(self.command)
-            places = {name for word in words for _, name, _, _ in string.Formatter().parse(word) if name is not None}
+            parts = [part for word in words for part in string.Formatter().parse(word)]
         except ValueError as error:
             raise ValueError(f"command must be one that a shell could split, got {self.command!r}: {error}") from None
+        places = {f"{name}{form}{conversion or ''}" for _, name, form, conversion in parts if name is not None}
         if unknown := places - set(_PLACES):
             raise ValueError(
                 f"command may have the places {', '.join(f'{{{name}}}' for name in _PLACES)}, got {{{min(unknown)}}}; "
                 "write other braces twice"
             )
-        for name, several in _PLACES.items():
-            if name not in places and len(getattr(self.compare, several, "ab")) > 1:
+        grid = self.compare
+        needed = {
+            "variant": True,
+            "lr": len(grid.lrs) > 1,
+            "seed": len(grid.seeds + grid.confirm_seeds) > 1,
+            "out": True,
+        }
+        for name in _PLACES:
+            if needed[name] and name not in places:
                 raise ValueError(f"command must have the place {{{name}}}, got {self.command!r}")
         if self.compare.cluster == "none" and shutil.which(words[0]) is None:
-            raise ValueError(f"command must begin with a program that exists, got {words[0]!r}")
+            raise ValueError(
+                f"command must begin with a program that exists, got {words[0]!r}; no shell runs it, "
+                "for its syntax use bash -c '...', for variables env NAME=value"
+            )
+        for name in self.compare.variants:
+            if not name.isprintable() or not name.strip() or set(name) & set("/\\"):
+                raise ValueError(f"variants must be names that a folder can have, without '/', got {name!r}")
 
     def words(self, cell: Cell, out: Path) -> list[str]:
         """Return the words of the command of one run, with the absolute path of its folder."""
-        values = {"variant": cell.variant, "lr": f"{cell.lr:g}", "seed": cell.seed, "out": out.resolve()}
+        values = {"variant": cell.variant, "lr": float(cell.lr), "seed": cell.seed, "out": out.resolve()}
         return [word.format(**values) for word in shlex.split(self.command)]
 
 
@@ -152,12 +167,26 @@ def _run_in(folder: Path, cell: Cell) -> Run | None:
     if not path.exists():
         return None
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        loss = float(found["loss"])
-        curve = [(int(step), float(value)) for step, value in found.get("curve", ())]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        loss, curve = _read(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, OverflowError) as error:
         form = '{"loss": 2.31, "curve": [[100, 3.02], [200, 2.31]]}'
-        raise ValueError(f"{str(path)!r} must be like {form} (the curve may be missing): {error!r}") from None
+        raise ValueError(
+            f"{str(path)!r} must be like {form} (the curve may be missing), but {error}: correct it, or delete it to "
+            "run again; then --resume"
+        ) from None
     points = [*curve[:-1], (curve[-1][0] if curve else 0, loss)]
     evals = tuple(point for point in points if math.isfinite(point[1]))
     return Run(*cell, evals=evals, error=None if math.isfinite(loss) else f"loss is {loss}")
+
+
+def _read(found: Any) -> tuple[float, list[tuple[int, float]]]:
+    """Return the loss and the curve of a result.json; a ValueError says what is wrong with it."""
+    if not isinstance(found, dict) or type(found.get("loss")) not in (int, float):
+        raise ValueError("it has no loss that is a number")
+    try:
+        curve = [(int(step), float(value)) for step, value in found.get("curve", [])]
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError("its curve is not a list of [step, loss]") from None
+    if any(after <= before for (before, _), (after, _) in itertools.pairwise(curve)):
+        raise ValueError("the steps of its curve do not increase")
+    return float(found["loss"]), curve

@@ -74,8 +74,18 @@ class Sweep:
             ended = run_as_jobs(tasks, self.folder, self.grid.jobs, cluster, self.echo)
         else:
             ended = run_side_by_side(tasks, self.folder, self.grid.jobs, self.echo, self.keep_going)
+        unreadable: list[ValueError] = []
         for index in ended:
-            self.tell(*left[index])
+            try:
+                self.tell(*left[index])
+            except ValueError as error:
+                if not self.keep_going:
+                    raise
+                self.echo(f"failed: {left[index][0]}: {error}")
+                unreadable.append(error)
+        if unreadable:
+            more = f" ({len(unreadable) - 1} more: see above)" if len(unreadable) > 1 else ""
+            raise ValueError(f"{unreadable[0]}{more}")
 
     def tell(self, label: str, cell: Cell, note: str = "") -> None:
         """Tell the result of a run that has ended."""
