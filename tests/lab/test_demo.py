@@ -156,7 +156,7 @@ def test_bad_values_are_named(changes, message):
 
 
 def test_the_defaults_are_those_of_the_readme():
-    """Nine runs of 250 steps at width 128, of which the third variant is the paper's with its start."""
+    """Nine runs of 200 steps at width 128, of which the third variant is the paper's with its start."""
     config = DemoConfig().comparison("data")
     assert (config.compare.variants, config.compare.lrs) == (("AdamW", "SEL", "SEL-paper"), (1.5e-3, 3e-3, 6e-3))
     assert config.run(Cell("SEL-paper", 3e-3, 0)).sel.starts_as == "mismatched"

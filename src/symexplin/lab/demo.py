@@ -42,7 +42,7 @@ class DemoConfig:
     depth: int = 4
     heads: int = 4
     context: int = 128
-    steps: int = 250
+    steps: int = 200
     batch_size: int = 16
 
     def __post_init__(self) -> None:
