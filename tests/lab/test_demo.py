@@ -161,5 +161,5 @@ def test_the_defaults_are_those_of_the_readme():
     assert (config.compare.variants, config.compare.lrs) == (("AdamW", "SEL", "SEL-paper"), (1.5e-3, 3e-3, 6e-3))
     assert config.run(Cell("SEL-paper", 3e-3, 0)).sel.starts_as == "mismatched"
     assert dataclasses.astuple(config.model) == (128, 4, 4, 256, 128, False, True, False, "xavier_uniform")
-    assert (config.train.steps, config.train.warmup_steps, config.train.eval_every) == (250, 25, 20)
+    assert (config.train.steps, config.train.warmup_steps, config.train.eval_every) == (200, 20, 16)
     assert (config.compute.device, config.compute.autocast, config.log.tensorboard) == ("cpu", "off", False)
