@@ -103,10 +103,25 @@ def test_a_result_without_a_loss_is_named(command, tmp_path):
         compare_commands(config, out, resume=True)
 
 
+@pytest.mark.parametrize("name", ["a/b", "../../b", "", " ", "a\nb", "a\\b"])
+def test_a_variant_that_is_no_name_of_a_folder_is_refused(name):
+    with pytest.raises(ValueError, match="variants must be names that a folder can have"):
+        CommandConfig(f"{sys.executable} {{variant}} {{out}}", grid("a", name, lrs=(0.1,), seeds=(0,)))
+
+
+def test_a_command_gets_all_digits_of_a_learning_rate(tmp_path):
+    config = CommandConfig(f"{sys.executable} {{variant}} {{lr}} {{out}}", grid("a", "b", seeds=(0,)))
+    assert config.words(Cell("a", 0.00123456789, 0), tmp_path)[2] == "0.00123456789"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("{python} x {variant} {lr} {out} {steps}", r"got \{steps\}; write other braces twice"),
+        ("{python} x {variant} {lr:.3f} {out}", r"got \{lr:\.3f\}; write other"),
+        ("{python} x {variant} {lr} {out} {seed:{width}}", r"got \{seed:\{width\}\}; write other"),
+        ("{python} x {variant} {lr} {out!q}", r"got \{out!q\}; write other"),
+        ("A=1 {python} x {variant} {lr} {out}", "got 'A=1'; no shell runs it"),
         ("{python} x {variant} {out}", r"must have the place \{lr\}"),
         ("{python} x {variant} {lr}", r"must have the place \{out\}"),
         ("no-such-program {variant} {lr} {out}", "must begin with a program that exists, got 'no-such-program'"),

@@ -49,9 +49,14 @@ class CommandConfig:
         """Check the places of the command, and that its program exists."""
         try:
             words = shlex.split(self.command)
-            places = {name for word in words for _, name, _, _ in string.Formatter().parse(word) if name is not None}
+            parts = [part for word in words for part in string.Formatter().parse(word)]
         except ValueError as error:
             raise ValueError(f"command must be one that a shell could split, got {self.command!r}: {error}") from None
+        places = {
+            f"{name}{f'!{conversion}' if conversion else ''}{f':{form}' if form else ''}"
+            for _, name, form, conversion in parts
+            if name is not None
+        }
         if unknown := places - set(_PLACES):
             raise ValueError(
                 f"command may have the places {', '.join(f'{{{name}}}' for name in _PLACES)}, got {{{min(unknown)}}}; "
@@ -61,11 +66,17 @@ class CommandConfig:
             if name not in places and len(getattr(self.compare, several, "ab")) > 1:
                 raise ValueError(f"command must have the place {{{name}}}, got {self.command!r}")
         if self.compare.cluster == "none" and shutil.which(words[0]) is None:
-            raise ValueError(f"command must begin with a program that exists, got {words[0]!r}")
+            raise ValueError(
+                f"command must begin with a program that exists, got {words[0]!r}; no shell runs it, "
+                "for its syntax use bash -c '...', for variables env NAME=value"
+            )
+        for name in self.compare.variants:
+            if not name.isprintable() or not name.strip() or set(name) & set("/\\"):
+                raise ValueError(f"variants must be names that a folder can have, without '/', got {name!r}")
 
     def words(self, cell: Cell, out: Path) -> list[str]:
         """Return the words of the command of one run, with the absolute path of its folder."""
-        values = {"variant": cell.variant, "lr": f"{cell.lr:g}", "seed": cell.seed, "out": out.resolve()}
+        values = {"variant": cell.variant, "lr": float(cell.lr), "seed": cell.seed, "out": out.resolve()}
         return [word.format(**values) for word in shlex.split(self.command)]
 
 
