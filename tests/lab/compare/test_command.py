@@ -10,6 +10,7 @@ import pytest
 
 from symexplin.lab.compare.command import CommandConfig, compare_commands
 from symexplin.lab.compare.grid import Cell, GridConfig
+from symexplin.lab.settings import dump_toml, to_table
 
 # Writes 1 + lr for "good", 2 + lr for "plain", NaN for "wild"; "bad" fails, "mute" writes nothing. Starts are counted.
 SCRIPT = """
@@ -101,6 +102,54 @@ def test_a_result_without_a_loss_is_named(command, tmp_path):
     (out / "runs" / "good-lr0.1-seed0" / "result.json").write_text(json.dumps({"los": 1}))
     with pytest.raises(ValueError, match=r'good-lr0\.1-seed0/result\.json. must be like \{"loss": 2\.31'):
         compare_commands(config, out, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[1.0]", "it has no loss"),
+        ('{"loss": 1.', "Expecting"),
+        ("[" * 100_000, "recursion"),
+        ('{"loss": true}', "loss is True, not a number"),
+        ('{"loss": "1.5"}', "loss is '1.5', not a number"),
+        ('{"loss": 1' + "0" * 400 + "}", "loss is too large"),
+        ('{"loss": 1, "curve": {"10": 2}}', r"its curve is not a list of \[step, loss\]"),
+        ('{"loss": 1, "curve": [["a", 2]]}', "a step is 'a', not a number"),
+        ('{"loss": 1, "curve": [[0, null]]}', "a loss of the curve is None"),
+        ('{"loss": 1, "curve": [[1e999, 2]]}', "steps of its curve"),
+        ('{"loss": 1, "curve": [[0.5, 2]]}', "steps of its curve"),
+        ('{"loss": 1, "curve": [[20, 1], [10, 2]]}', "steps of its curve"),
+    ],
+)
+def test_what_is_wrong_with_a_result_is_said(command, tmp_path, text, said):
+    config = CommandConfig(command, grid("a", "b", lrs=(0.1,), seeds=(0,)))
+    folder = tmp_path / "out" / "runs" / "a-lr0.1-seed0"
+    folder.mkdir(parents=True)
+    (tmp_path / "out" / "compare.toml").write_text(dump_toml(to_table(config)))
+    (folder / "result.json").write_text(text)
+    with pytest.raises(ValueError, match=rf"result\.json' must be like .*, but .*{said}.*: correct it, or delete it"):
+        compare_commands(config, tmp_path / "out", resume=True)
+
+
+def test_a_bad_result_does_not_keep_the_others_from_running(tmp_path):
+    script, out, lines = tmp_path / "x.py", tmp_path / "out", []
+    script.write_text(
+        "import pathlib, sys\n"
+        "text = 'oops' if sys.argv[1].startswith('bad') else '{\"loss\": 1}'\n"
+        "pathlib.Path(sys.argv[2], 'result.json').write_text(text)\n"
+    )
+    command = shlex.join([sys.executable, str(script)]) + " {variant} {out}"
+    config = CommandConfig(command, grid("a", "bad", "bad2", "b", lrs=(0.1,), seeds=(0,), jobs=1))
+    with pytest.raises(ValueError, match=r"bad-lr0\.1-seed0/result\.json' must be like .*; 1 more: see above$"):
+        compare_commands(config, out, echo=lines.append)
+    assert any(line.startswith("failed: 2/4 bad lr 0.1 seed 0: ") for line in lines)
+    assert "4/4 b lr 0.1 seed 0: loss 1.0000" in lines
+    for name in ("bad", "bad2"):
+        (out / "runs" / f"{name}-lr0.1-seed0" / "result.json").unlink()
+    script.write_text(script.read_text().replace("'oops'", '\'{"loss": 0.5, "curve": [[0, 0.6], [10.0, NaN]]}\''))
+    found = compare_commands(config, out, resume=True)
+    assert found["comparison"]["shared"][1]["loss"] == 0.5
+    assert found["seconds"] is None  # which nobody measured
 
 
 @pytest.mark.parametrize("name", ["a/b", "../../b", "", " ", "a\nb", "a\\b"])

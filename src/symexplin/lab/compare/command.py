@@ -163,12 +163,36 @@ def _run_in(folder: Path, cell: Cell) -> Run | None:
     if not path.exists():
         return None
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        loss = float(found["loss"])
-        curve = [(int(step), float(value)) for step, value in found.get("curve", ())]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        loss, curve = _read(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, RecursionError) as error:
         form = '{"loss": 2.31, "curve": [[100, 3.02], [200, 2.31]]}'
-        raise ValueError(f"{str(path)!r} must be like {form} (the curve may be missing): {error!r}") from None
+        raise ValueError(
+            f"{str(path)!r} must be like {form} (the curve may be missing), but {error}: correct it, or delete it to "
+            "run again, and --resume"
+        ) from None
     points = [*curve[:-1], (curve[-1][0] if curve else 0, loss)]
     evals = tuple(point for point in points if math.isfinite(point[1]))
     return Run(*cell, evals=evals, error=None if math.isfinite(loss) else f"loss is {loss}")
+
+
+def _read(found: Any) -> tuple[float, list[tuple[int, float]]]:
+    """Return the loss and the curve of a result.json; a ValueError says what is wrong with it."""
+    if not isinstance(found, dict) or "loss" not in found:
+        raise ValueError("it has no loss")
+    loss, curve = _number("loss", found["loss"]), found.get("curve", [])
+    if not isinstance(curve, list) or not all(isinstance(point, list) and len(point) == 2 for point in curve):
+        raise ValueError("its curve is not a list of [step, loss]")
+    points = [(_number("a step", step), _number("a loss of the curve", value)) for step, value in curve]
+    steps = [step for step, _ in points]
+    if not all(step >= 0 and step.is_integer() for step in steps) or steps != sorted(set(steps)):
+        raise ValueError("the steps of its curve are not whole numbers from 0 on that increase")
+    return loss, [(int(step), value) for step, value in points]
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name} is {value!r:.40}, not a number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} is too large") from None
