@@ -121,11 +121,46 @@ def test_a_damaged_result_is_named_after_the_others_have_run(tmp_path, text, sai
     assert (out / "runs" / "b-lr0.1-seed0" / "result.json").exists()
 
 
+def test_a_bad_result_does_not_keep_the_others_from_running(tmp_path):
+    script, out, lines = tmp_path / "x.py", tmp_path / "out", []
+    script.write_text(
+        "import pathlib, sys\n"
+        "text = 'oops' if sys.argv[1].startswith('bad') else '{\"loss\": 1}'\n"
+        "pathlib.Path(sys.argv[2], 'result.json').write_text(text)\n"
+    )
+    command = shlex.join([sys.executable, str(script)]) + " {variant} {out}"
+    config = CommandConfig(command, grid("a", "bad", "bad2", "b", lrs=(0.1,), seeds=(0,), jobs=1))
+    with pytest.raises(ValueError, match=r"bad-lr0\.1-seed0/result\.json' must be like .*; 1 more: see above$"):
+        compare_commands(config, out, echo=lines.append)
+    assert any(line.startswith("failed: 2/4 bad lr 0.1 seed 0: ") for line in lines)
+    assert "4/4 b lr 0.1 seed 0: loss 1.0000" in lines
+    for name in ("bad", "bad2"):
+        (out / "runs" / f"{name}-lr0.1-seed0" / "result.json").unlink()
+    script.write_text(script.read_text().replace("'oops'", '\'{"loss": 0.5, "curve": [[0, 0.6], [10.0, NaN]]}\''))
+    found = compare_commands(config, out, resume=True)
+    assert found["comparison"]["shared"][1]["loss"] == 0.5
+    assert found["seconds"] is None  # which nobody measured
+
+
+@pytest.mark.parametrize("name", ["a/b", "../../b", "", " ", "a\nb", "a\\b"])
+def test_a_variant_that_is_no_name_of_a_folder_is_refused(name):
+    with pytest.raises(ValueError, match="variants must be names that a folder can have"):
+        CommandConfig(f"{sys.executable} {{variant}} {{out}}", grid("a", name, lrs=(0.1,), seeds=(0,)))
+
+
+def test_a_command_gets_all_digits_of_a_learning_rate(tmp_path):
+    config = CommandConfig(f"{sys.executable} {{variant}} {{lr}} {{out}}", grid("a", "b", seeds=(0,)))
+    assert config.words(Cell("a", 0.00123456789, 0), tmp_path)[2] == "0.00123456789"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("{python} x {variant} {lr} {out} {steps}", r"got \{steps\}; write other braces twice"),
-        ("{python} x {variant} {lr:d} {out}", r"got \{lrd\}"),
+        ("{python} x {variant} {lr:.3f} {out}", r"got \{lr:\.3f\}; write other"),
+        ("{python} x {variant} {lr} {out} {seed:{width}}", r"got \{seed:\{width\}\}; write other"),
+        ("{python} x {variant} {lr} {out!q}", r"got \{out!q\}; write other"),
+        ("A=1 {python} x {variant} {lr} {out}", "got 'A=1'; no shell runs it"),
         ("{python} x {variant} {out}", r"must have the place \{lr\}"),
         ("{python} x {variant} {lr}", r"must have the place \{out\}"),
         ("no-such-program {variant} {lr} {out}", "must begin with a program that exists, got 'no-such-program'"),
@@ -140,11 +175,6 @@ def test_a_command_that_cannot_run_is_refused(text, said):
 def test_seeds_that_confirm_need_their_place():
     with pytest.raises(ValueError, match=r"must have the place \{seed\}"):
         CommandConfig(f"{sys.executable} {{variant}} {{lr}} {{out}}", grid("a", "b", seeds=(0,), confirm_seeds=(1,)))
-
-
-def test_variants_name_folders(command):
-    with pytest.raises(ValueError, match=r"variants must be names that a folder can have, without '/', got 'a/b'"):
-        CommandConfig(command, grid("a/b", "c"))
 
 
 def test_other_braces_are_written_twice(tmp_path):

@@ -53,7 +53,11 @@ class CommandConfig:
             parts = [part for word in words for part in string.Formatter().parse(word)]
         except ValueError as error:
             raise ValueError(f"command must be one that a shell could split, got {self.command!r}: {error}") from None
-        places = {f"{name}{form}{conversion or ''}" for _, name, form, conversion in parts if name is not None}
+        places = {
+            f"{name}{f'!{conversion}' if conversion else ''}{f':{form}' if form else ''}"
+            for _, name, form, conversion in parts
+            if name is not None
+        }
         if unknown := places - set(_PLACES):
             raise ValueError(
                 f"command may have the places {', '.join(f'{{{name}}}' for name in _PLACES)}, got {{{min(unknown)}}}; "

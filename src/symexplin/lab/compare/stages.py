@@ -84,7 +84,7 @@ class Sweep:
                 self.echo(f"failed: {left[index][0]}: {error}")
                 unreadable.append(error)
         if unreadable:
-            more = f" ({len(unreadable) - 1} more: see above)" if len(unreadable) > 1 else ""
+            more = f"; {len(unreadable) - 1} more: see above" if len(unreadable) > 1 else ""
             raise ValueError(f"{unreadable[0]}{more}")
 
     def tell(self, label: str, cell: Cell, note: str = "") -> None:
@@ -104,6 +104,7 @@ class Sweep:
         cells = [cell for stage in self.stages for cell in self.cells(stage)]
         runs = [run for cell in cells if (run := self.read(self.place(cell), cell)) is not None]
         comparison = compare(runs, grid.baseline, grid.confirm_seeds)
+        seconds = [run.seconds for run in runs if run.seconds is not None]
         content: dict[str, Any] = {
             "headline": headline(comparison),
             "comparison": dataclasses.asdict(comparison),
@@ -117,7 +118,7 @@ class Sweep:
                 for run, cell in zip(runs, cells, strict=True)
             ],
             **facts,
-            "seconds": round(sum(run.seconds or 0.0 for run in runs), 1),
+            "seconds": round(sum(seconds), 1) if seconds else None,
         }
         write_json(self.folder / COMPARISON, content)
         self.echo("\n".join(("", format_table(comparison), "", *content["headline"], "")))
