@@ -88,7 +88,9 @@ def main() -> None:
             torch.save(state, checkpoint.with_suffix(".new"))
             checkpoint.with_suffix(".new").replace(checkpoint)  # a checkpoint is whole or not there
     model.save_pretrained(options.out)  # ordinary weights
-    (options.out / "result.json").write_text(json.dumps({"loss": curve[-1][1], "curve": curve}))
+    result = options.out / "result.new"
+    result.write_text(json.dumps({"loss": curve[-1][1], "curve": curve}))
+    result.replace(options.out / "result.json")
 
 
 if __name__ == "__main__":

@@ -275,7 +275,7 @@ def _compare(
     from symexplin.lab.compare.grid import CONFIG, CompareConfig
     from symexplin.lab.compare.sweep import compare_runs
 
-    files = [file for file in (config, Path(out, CONFIG)) if file is not None and Path(file).exists()]
+    files = [file for file in (config, Path(out, CONFIG) if resume else None) if file and Path(file).exists()]
     if command is not None or any("command" in load_toml(file) for file in files):
         _compare_commands({} if command is None else {"command": command}, given, config, out, resume)
         return
@@ -288,8 +288,10 @@ def _compare_commands(command: dict[str, str], given: dict[str, Any], config: _P
     from symexplin.lab.compare.grid import CONFIG
 
     for table in given.keys() - {"compare", "cluster"}:
-        key = next(iter(given[table])) if isinstance(given[table], dict) else table
+        key = next(iter(given[table])) if isinstance(given[table], dict) and table != "variant" else table
         raise ValueError(f"{key} must be left to the command, got --{key.replace('_', '-')} beside --command")
+    if Path(out, CONFIG).exists() and "command" not in load_toml(Path(out, CONFIG)):
+        raise ValueError(f"out must be new for a command, got {out!r} with a comparison of the laboratory's own runs")
     saved = _saved(CommandConfig, Path(out, CONFIG), resume)
     compare_commands(_configured(CommandConfig, command | given, saved, config), out, resume=resume, echo=_log)
 

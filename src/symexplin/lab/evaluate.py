@@ -98,14 +98,15 @@ def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torc
 def speedup(baseline: Curve, variant: Curve) -> float | None:
     """Return the baseline's steps divided by the step at which `variant` first reaches the baseline's final loss.
 
-    The variant's loss is interpolated linearly between evaluations. None: not reached, or before the first step.
+    The variant's loss is interpolated linearly between evaluations. None: not reached, before the first step, or the
+    baseline has no steps.
 
     >>> speedup([(0, 5.0), (100, 2.0)], [(0, 5.0), (50, 3.0), (100, 1.0)])
     1.3333333333333333
     """
     steps, target = baseline[-1]
     before_step, before = variant[0]
-    if before <= target:
+    if before <= target or steps <= 0:
         return None
     for step, loss in variant[1:]:
         if loss <= target:

@@ -87,6 +87,18 @@ def test_a_failing_variant_is_named_with_its_last_lines_after_the_others_have_ru
     assert (out / "runs" / "good-lr0.1-seed0" / "result.json").exists()
 
 
+def test_a_baseline_without_a_curve_has_no_speedup(tmp_path):
+    script = tmp_path / "x.py"
+    script.write_text(
+        "import json, pathlib, sys\n"
+        "curve = {} if sys.argv[1] == 'a' else {'curve': [[0, 5.0], [10, 0.5]]}\n"
+        "pathlib.Path(sys.argv[2], 'result.json').write_text(json.dumps({'loss': 1.0} | curve))\n"
+    )
+    words = shlex.join([sys.executable, str(script)]) + " {variant} {out}"
+    found = compare_commands(CommandConfig(words, grid("a", "b", lrs=(0.1,), seeds=(0,), jobs=1)), tmp_path / "out")
+    assert found["comparison"]["shared"][1]["speedup"] is None
+
+
 def test_a_loss_that_is_not_finite_is_a_result(command, tmp_path):
     config = CommandConfig(command, grid("plain", "wild", lrs=(0.1,), seeds=(0,), jobs=1))
     found = compare_commands(config, tmp_path / "out")
@@ -184,9 +196,13 @@ def test_other_braces_are_written_twice(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux ends a child with its parent")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_killed_comparison_ends_its_runs_and_goes_on(command, tmp_path, number):
+@pytest.mark.parametrize(
+    ("number", "wrapped"), [(signal.SIGKILL, False), (signal.SIGTERM, False), (signal.SIGTERM, True)]
+)
+def test_a_killed_comparison_ends_its_runs_and_goes_on(command, tmp_path, number, wrapped):
     out = tmp_path / "out"
+    if wrapped:  # a shell does not pass the signal on
+        command = f"bash -c {shlex.quote(command + '; true')}"
     words = [
         "compare",
         "--out",

@@ -134,10 +134,10 @@ def run_side_by_side(
                     stopping = True
                     left.clear()
                     for process, _ in running.values():
-                        process.terminate()
+                        _signal(process, signal.SIGTERM)
         finally:  # nothing runs any more, unless a second Ctrl-C came
             for process, log in running.values():
-                process.kill()
+                _signal(process, signal.SIGKILL)
                 process.wait()
                 log.close()
     if failures and (stop.signal is None or not keep_going):
@@ -145,7 +145,7 @@ def run_side_by_side(
         raise ChildProcessError(failures[0] + more)
     if stop.signal is not None:
         rest = (
-            "; --resume starts again what had not ended"
+            "with all its runs; --resume starts again those that had not ended"
             if keep_going
             else "with all runs saved; --resume continues from there"
         )
@@ -168,6 +168,15 @@ def _start(task: Task, place: Path) -> tuple[subprocess.Popen[bytes], TextIO]:
             preexec_fn=_end_with_parent(),
         )
     return process, log.open(errors="replace")
+
+
+def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """Send a signal to a run with all its processes: a shell or a launcher does not pass it on."""
+    if hasattr(os, "killpg"):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)  # its own group, by start_new_session
+    else:
+        process.send_signal(number)
 
 
 def _end_with_parent() -> Callable[[], object] | None:
