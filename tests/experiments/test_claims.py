@@ -91,7 +91,7 @@ def test_one_seed_shows_a_sign_and_two_are_no_test_and_one_rate_is_named(tmp_pat
     assert alone.panels[0].note == "With one learning rate tried, this may be a learning-rate effect."
 
 
-def test_an_variant_that_was_not_trained_is_no_test(tmp_path):
+def test_a_variant_that_was_not_trained_is_no_test(tmp_path):
     table = {("A", 0.001): 2.0, ("B", 0.001): 1.5}
     found = panel(tmp_path, ends(table), lrs=(0.001,))
     assert verdict(found, claim(variant="C")).sentence == "Not tested at this scale: C was not trained."

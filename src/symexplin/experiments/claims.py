@@ -1,8 +1,9 @@
 """Tests of the paper's claims on finished comparisons, by one rule that is fixed before the runs.
 
 A claim is about one number for each seed, such as the difference between the final losses of two variants. At one seed
-the variants share their first weights and the order of their data. The test is the sign of the mean, or a bound on it.
-One seed shows a sign without its spread, and whether runs are the same that should be.
+the variants share their first weights and the order of their data. The test is on
+which side of zero, or of a bound, the 99 % interval of the mean lies. One seed shows only a sign, and whether runs that
+should be the same are.
 """
 
 from collections.abc import Callable, Sequence

@@ -135,7 +135,7 @@ def test_variants_are_called_what_their_table_calls_them(compared, tmp_path):
     assert "SEL, lr 0.01" in lines(draw("loss_curves", [alone]).axes[0])
 
 
-def test_an_variant_that_broke_down_is_named_without_a_bar(compared):
+def test_a_variant_that_broke_down_is_named_without_a_bar(compared):
     folder = compared(variants={"broken": 0.0})
     path = folder / "comparison.json"
     found = json.loads(path.read_text())

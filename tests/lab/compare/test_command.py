@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from symexplin.lab.compare import stages
 from symexplin.lab.compare.command import CommandConfig, compare_commands
 from symexplin.lab.compare.grid import Cell, GridConfig
 
@@ -26,6 +27,11 @@ if variant != "mute":
     curve = [[0, 5.0], [50, 3.0], [100, 9.9]]
     (out / "result.json").write_text(json.dumps({"loss": loss, "curve": curve}))
 """
+
+
+@pytest.fixture(autouse=True)
+def two_cores(monkeypatch):
+    monkeypatch.setattr(stages, "cores", lambda: 2)
 
 
 @pytest.fixture

@@ -130,7 +130,7 @@ CHANGED = {
 }
 
 
-def test_an_variant_may_change_keys_of_training_and_of_the_model():
+def test_a_variant_may_change_keys_of_training_and_of_the_model():
     grid = GridConfig(("AdamW", "muon", "normal"), (1e-3,), (4,))
     config = CompareConfig(
         "data", ModelConfig(width=64, vocab_size=300), TrainConfig(steps=7), compare=grid, variant=CHANGED

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sweeps import bits, numbers, tiny
-from symexplin.lab.compare import sweep
+from symexplin.lab.compare import stages, sweep
 from symexplin.lab.compare.grid import ClusterConfig, CompareConfig, GridConfig
 from symexplin.lab.compare.launch import Training
 from symexplin.lab.compare.sweep import compare_runs
@@ -229,7 +229,8 @@ def test_a_signal_stops_it_and_it_goes_on(finished, data, tmp_path):
 
 @pytest.mark.slow
 def test_a_signal_stops_all_jobs_and_one_goes_on(finished, data, tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep, "cores", lambda: 2)
+    for module in (stages, sweep):
+        monkeypatch.setattr(module, "cores", lambda: 2)
     lines = []
 
     def stop(line):

@@ -102,7 +102,7 @@ def test_one_broken_seed_is_told():
     assert "finite in 2 of 3" in format_table(comparison)
 
 
-def test_an_variant_that_never_stays_finite_has_no_numbers():
+def test_a_variant_that_never_stays_finite_has_no_numbers():
     comparison = compare(
         [run("AdamW", 0.1, 2.0), broken("SEL", 0.1), run("AdamW", 1.0, 3), broken("SEL", 1.0)], "AdamW"
     )
@@ -232,7 +232,7 @@ def test_a_baseline_that_breaks_down_while_confirming_leaves_pairs_without_it():
     assert "finite in 2 of 3" in format_table(comparison)
 
 
-def test_an_variant_without_a_finite_rate_is_confirmed_at_the_shared_one():
+def test_a_variant_without_a_finite_rate_is_confirmed_at_the_shared_one():
     runs = [run("AdamW", 0.1, 2.0), broken("SEL", 0.1), run("AdamW", 1.0, 3), broken("SEL", 1.0)]
     assert chosen_lrs(runs, "AdamW")["SEL"] == (0.1,)
     comparison = compare([*runs, run("AdamW", 0.1, 2.2, seed=1), run("SEL", 0.1, 2.1, seed=1)], "AdamW", (1,))

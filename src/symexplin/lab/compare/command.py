@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from symexplin.lab.compare.grid import CONFIG, Cell, ClusterConfig, GridConfig
-from symexplin.lab.compare.launch import check_slurm
-from symexplin.lab.compare.stages import Sweep
+from symexplin.lab.compare.stages import Sweep, check_executor
 from symexplin.lab.compare.table import Run
 from symexplin.lab.files import replace_file
 from symexplin.lab.folders import claimed, saved_config
@@ -47,7 +46,7 @@ class CommandConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     def __post_init__(self) -> None:
-        """Check the places of the command, and that its program exists."""
+        """Check the command and the names of the variants."""
         try:
             words = shlex.split(self.command)
             parts = [part for word in words for part in string.Formatter().parse(word)]
@@ -64,14 +63,9 @@ class CommandConfig:
                 "write other braces twice"
             )
         grid = self.compare
-        needed = {
-            "variant": True,
-            "lr": len(grid.lrs) > 1,
-            "seed": len(grid.seeds + grid.confirm_seeds) > 1,
-            "out": True,
-        }
+        optional = {"lr": len(grid.lrs) == 1, "seed": len(grid.seeds + grid.confirm_seeds) == 1}
         for name in _PLACES:
-            if needed[name] and name not in places:
+            if name not in places and not optional.get(name):
                 raise ValueError(f"command must have the place {{{name}}}, got {self.command!r}")
         if self.compare.cluster == "none" and shutil.which(words[0]) is None:
             raise ValueError(
@@ -114,8 +108,8 @@ def compare_commands(
     """Run the command for every variant, learning rate and seed, and return the content of comparison.json.
 
     Stages, verdicts and page are those of :func:`symexplin.lab.compare.sweep.compare_runs`. A run has ended when it has
-    written result.json: {"loss": number}, and optionally "curve": [[step, loss], ...], whose last point counts as the
-    loss. A loss that is NaN or infinite is that of a run that diverged.
+    written result.json: {"loss": number}, and optionally "curve": [[step, loss], ...], whose last value the loss
+    replaces. A loss that is NaN or infinite means that the run diverged.
 
     Args:
         config: the command and its grid.
@@ -126,15 +120,12 @@ def compare_commands(
     Raises:
         ValueError: a folder that cannot be used, a result.json without a loss, a baseline that always diverged.
         ChildProcessError: a run failed, or ended without its result; all others have run.
-        Stopped: SIGTERM, SIGINT or SIGHUP came, and went on to the runs.
+        Stopped: SIGTERM, SIGINT or SIGHUP came, and was passed on to the runs.
     """
     grid = config.compare
     if launch()[1] > 1:
         raise ValueError("command must start torchrun itself, got a comparison under torchrun: run it without")
-    if grid.cluster != "none":
-        check_slurm()
-    elif grid.jobs > cores():
-        raise ValueError(f"jobs must be at most {cores()}, the cores that this process may use, got {grid.jobs}")
+    check_executor(grid)
     with claimed(out, "comparison", {CONFIG}) as folder:
         _check_folder(folder, config, resume)
         replace_file(folder / CONFIG, dump_toml(to_table(config)))

@@ -99,7 +99,7 @@ def run_here(tasks: Sequence[Training], echo: Echo, progress: bool) -> Iterator[
 def run_side_by_side(
     tasks: Sequence[Task], out: Path, jobs: int, echo: Echo, keep_going: bool = False
 ) -> Iterator[int]:
-    """Train `jobs` runs at a time, each in a process, and yield the index of each task when it has ended.
+    """Execute `jobs` runs at a time, each in a process, and yield the index of each task when it has ended.
 
     `echo` takes the lines of progress; the whole output of a process is in its log below `out`. If a process fails,
     the others are saved and stopped, or with `keep_going` continue to the last one. A signal stops all.

@@ -1,6 +1,6 @@
 """The runs of a grid in a folder: what is left of each stage, its execution, and the conclusion.
 
-What a run is, training of the laboratory or a command of the user's, its caller says.
+The caller says what a run is: a training run of the laboratory, or a command of the user's.
 """
 
 import dataclasses
@@ -10,11 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from symexplin.lab.compare.grid import COMPARISON, RUNS, Cell, ClusterConfig, GridConfig
-from symexplin.lab.compare.launch import Task, run_as_jobs, run_side_by_side
+from symexplin.lab.compare.launch import Task, check_slurm, run_as_jobs, run_side_by_side
 from symexplin.lab.compare.table import Run, chosen_lrs, compare, format_table, headline
 from symexplin.lab.files import write_json
+from symexplin.lab.provenance import cores
 
-__all__ = ["Sweep"]
+__all__ = ["Sweep", "check_executor"]
+
+
+def check_executor(grid: GridConfig) -> None:
+    """Raise ValueError unless this machine can execute the runs where the grid says."""
+    if grid.cluster != "none":
+        check_slurm()
+    elif grid.jobs > cores():
+        raise ValueError(f"jobs must be at most {cores()}, the cores that this process may use, got {grid.jobs}")
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,7 @@ class Sweep:
         return self.grid.cells() if stage == 1 else self.grid.confirmations(self._chosen())
 
     def left(self, stage: int) -> list[tuple[str, Cell]]:
-        """Return the runs of a stage that have not ended, each with its label, telling of the others."""
+        """Return the runs of a stage that have not ended, each with its label, and report the others."""
         cells, start, total = self.cells(stage), 1, self.grid.most_runs
         if stage == 2:
             start, chosen = len(self.grid.cells()) + 1, self._chosen()
@@ -94,15 +103,15 @@ class Sweep:
             self.echo(f"{label}: {run.error or f'loss {run.final_loss:.4f}{took}'}{note}")
 
     def conclude(self, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Compare the runs, all ended, write comparison.json, with `facts` besides, and the report; return the former.
+        """Compare the runs, which have all ended; write comparison.json and the report, and return the former.
 
-        `facts` are of the page: "unit" of the loss, "maps" of the variants, "config", "provenance", ...
+        `facts` go into both: the "unit" of the loss, "maps" of the variants, "config", "provenance", ...
         """
         from symexplin.lab.report.pages import report_comparison  # matplotlib takes its time
 
         grid = self.grid
         cells = [cell for stage in self.stages for cell in self.cells(stage)]
-        runs = [run for cell in cells if (run := self.read(self.place(cell), cell)) is not None]
+        runs = self._runs(cells)
         comparison = compare(runs, grid.baseline, grid.confirm_seeds)
         seconds = [run.seconds for run in runs if run.seconds is not None]
         content: dict[str, Any] = {
@@ -127,6 +136,8 @@ class Sweep:
 
     def _chosen(self) -> dict[str, tuple[float, ...]]:
         """Return the learning rates of each variant that the first stage, which has ended, chose."""
-        cells = self.grid.cells()
-        runs = [run for cell in cells if (run := self.read(self.place(cell), cell)) is not None]
-        return chosen_lrs(runs, self.grid.baseline)
+        return chosen_lrs(self._runs(self.grid.cells()), self.grid.baseline)
+
+    def _runs(self, cells: Sequence[Cell]) -> list[Run]:
+        """Return the results of those runs that have ended."""
+        return [run for cell in cells if (run := self.read(self.place(cell), cell)) is not None]

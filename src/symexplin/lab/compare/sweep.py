@@ -18,8 +18,8 @@ import torch
 
 from symexplin.lab.build import build
 from symexplin.lab.compare.grid import CONFIG, DEMO, RUNS, Cell, CompareConfig
-from symexplin.lab.compare.launch import Training, check_slurm, run_here
-from symexplin.lab.compare.stages import Sweep
+from symexplin.lab.compare.launch import Training, run_here
+from symexplin.lab.compare.stages import Sweep, check_executor
 from symexplin.lab.compare.table import Run
 from symexplin.lab.config import ComputeConfig, RunConfig, absolute, resolve
 from symexplin.lab.data.batches import Corpus
@@ -101,10 +101,7 @@ def _check_place(config: CompareConfig, ranks: Ranks) -> None:
             f"jobs must be 1 and cluster 'none' under torchrun, where all processes train each run, got jobs = {jobs}, "
             f"cluster = {config.compare.cluster!r}"
         )
-    if _on_cluster(config):
-        check_slurm()
-    elif jobs > cores():
-        raise ValueError(f"jobs must be at most {cores()}, the cores that this process may use, got {jobs}")
+    check_executor(config.compare)
 
 
 # --- begin -----------------------------------------------------------------------------------------------------------
