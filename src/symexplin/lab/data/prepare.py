@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from symexplin.lab.data.batches import DATASET, SIDES, TOKENIZER, UNFINISHED, read_dataset
-from symexplin.lab.data.sources import Reader, cut_in_two, find_source, hash_document, split_documents
+from symexplin.lab.data.sources import Reader, find_source, hash_document, split_documents
 from symexplin.lab.data.tokenizer import MINIMUM_VOCAB, TokenArray, Tokenizer, pieces, train_bpe
 from symexplin.lab.files import write_json
 from symexplin.lab.folders import check_resumable, claimed
@@ -38,7 +38,7 @@ class PrepareConfig:
     """What to prepare, and how.
 
     Args:
-        sources: where the text comes from: "stdlib" (or its "stdlib-code" or "stdlib-docs" alone), files, folders,
+        sources: where the text comes from: "stdlib" (the sources of the running Python), files, folders,
             "hf:NAME[:CONFIG]", "openwebtext", "fineweb".
         tokenizer: "bpe" to train one on the text, "byte", "gpt2", "hf:NAME" (of a model on the hub), or the path of a
             `tokenizers` JSON file.
@@ -160,20 +160,19 @@ def _read(config: PrepareConfig, echo: Echo, bars: bool) -> _Text:
         [find_source(name, config.text_key, config.split, left_out) for name in names]
         for names in (config.sources, config.valid)
     )
-    hashes, sizes, given = numbers_of("Q"), numbers_of("q"), 0
+    hashes, sizes, ends = numbers_of("Q"), numbers_of("q"), []
     for group in (sources, held_out):
-        given = given or len(hashes)
         for document in tqdm(_every(group), "reading", unit=" documents", disable=not bars):
             hashes.append(hash_document(document, config.seed))
             sizes.append(len(document))
-    numbers = split_documents(np.array(hashes), given or len(hashes), config.valid_fraction)
-    sides = np.full(len(hashes), -1, np.int8)
-    for side, own in enumerate(numbers):
-        sides[own] = side
+        ends.append(len(hashes))
+    sides = split_documents(np.array(hashes), ends[0], config.valid_fraction)
     repeated = int((sides == -1).sum())
     text = _Text([*sources, *held_out], sides, np.array(sizes), repeated)
-    if not len(numbers[1]):
-        parts = cut_in_two(next(text.documents(0)), config.valid_fraction)
+    if not (sides == 1).any():
+        lone = next(text.documents(0))
+        place = max(1, round(len(lone) * (1 - config.valid_fraction)))
+        parts = lone[:place], lone[place:]
         text = _Text([lambda: iter(parts)], np.array([0, 1], np.int8), np.array([*map(len, parts)]), repeated)
     train, valid = ((text.sides == side).sum() for side in range(2))
     echo(
