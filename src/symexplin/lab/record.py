@@ -1,11 +1,12 @@
 """What a run records: metrics.jsonl, timing.jsonl, and events for TensorBoard."""
 
 import contextlib
+import json
+import os
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any
-
-from symexplin.lab.files import JsonLines
 
 __all__ = ["METRICS", "TIMING", "Recorder"]
 
@@ -13,13 +14,13 @@ METRICS, TIMING = "metrics.jsonl", "timing.jsonl"
 
 
 class Recorder(contextlib.ExitStack):
-    """Writes the record of a run.
+    """Writes the record of a run. Each record is on the disk, or with the system, when its method returns.
 
     Args:
         folder: of the run; None: write nothing, as in all processes but the first.
         tensorboard: write events, too.
         step: completed steps of a resumed run; later events are dropped.
-        lengths: bytes of each file that a resumed run keeps.
+        lengths: bytes of each file that a resumed run keeps, as :meth:`sync` returned them.
 
     Raises:
         ValueError: a file that is shorter than its length, no TensorBoard.
@@ -33,7 +34,7 @@ class Recorder(contextlib.ExitStack):
         lengths: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()
-        self._files: dict[str, JsonLines] = {}
+        self._files: dict[str, FileIO] = {}
         self._events: Any = None
         if folder is None:
             return
@@ -44,10 +45,13 @@ class Recorder(contextlib.ExitStack):
                 raise ValueError(f"pip install tensorboard, or add --no-tensorboard: {error}") from None
             self._events = SummaryWriter(folder / "tensorboard", purge_step=step + 1 if step else None)
             self.callback(self._events.close)
-        kept = lengths or {}
-        for name, file in (("metrics", METRICS), ("timing", TIMING)):
-            lines = JsonLines(folder / file, kept.get(name, 0))
-            self._files[name] = self.enter_context(lines)
+        for name, path in (("metrics", folder / METRICS), ("timing", folder / TIMING)):
+            length = lengths[name] if lengths else 0
+            file = self._files[name] = self.enter_context(path.open("ab", buffering=0))
+            if file.tell() < length:
+                size = f"it has {file.tell():,} bytes, and {length:,} were written"
+                raise ValueError(f"{str(path)!r} is damaged: {size}")
+            file.truncate(length)
 
     def update(self, step: int, record: Mapping[str, float], tokens: int) -> None:
         """Record an update, and the number of tokens so far."""
@@ -66,11 +70,20 @@ class Recorder(contextlib.ExitStack):
 
     def sync(self) -> dict[str, int]:
         """Flush the files to the disk; return their lengths in bytes."""
-        return {name: file.sync() for name, file in self._files.items()}
+        for file in self._files.values():
+            os.fsync(file.fileno())
+        return {name: os.fstat(file.fileno()).st_size for name, file in self._files.items()}
 
     def _write(self, name: str, **record: Any) -> None:
-        if self._files:
-            self._files[name].write(**record)
+        if not self._files:
+            return
+        left = json.dumps(record, allow_nan=False).encode() + b"\n"
+        try:
+            while left:  # a full disk may take a part of a line
+                left = left[self._files[name].write(left) :]
+        except OSError as error:
+            error.filename = self._files[name].name
+            raise
 
     def _plot(self, step: int, values: Mapping[str, float]) -> None:
         if self._events is not None:
