@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from run_folders import trained
+from run_folders import break_off, trained
 from symexplin.lab.config import RunConfig
 from symexplin.lab.files import read_json_lines
 from symexplin.lab.load import digest_of
@@ -15,7 +15,6 @@ from symexplin.lab.model import ModelConfig
 from symexplin.lab.report.probe import read_run
 from symexplin.lab.run import train
 from symexplin.lab.settings import from_table, load_toml
-from symexplin.lab.train import Trainer
 
 TINY = ModelConfig(width=16, depth=1, heads=2, context=16)
 CURVES = {
@@ -46,21 +45,6 @@ def config_of(folder, **changes):
     """Return the configuration of a run, with changes of its training."""
     config = from_table(RunConfig, load_toml(folder / "config.toml"))
     return dataclasses.replace(config, train=dataclasses.replace(config.train, **changes))
-
-
-def break_off(config, folder, monkeypatch, step):
-    """Train until the update of that number, which fails."""
-    update = Trainer.update
-
-    def fail(self):
-        if self.step + 1 == step:
-            raise OSError("gone")
-        return update(self)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "update", fail)
-        with pytest.raises(OSError, match="gone"):
-            train(config, folder)
 
 
 @pytest.mark.parametrize("curve", CURVES)

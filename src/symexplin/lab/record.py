@@ -14,7 +14,7 @@ METRICS, TIMING = "metrics.jsonl", "timing.jsonl"
 
 
 class Recorder(contextlib.ExitStack):
-    """Writes the record of a run. Each record is on the disk, or with the system, when its method returns.
+    """Writes the record of a run.
 
     Args:
         folder: of the run; None: write nothing, as in all processes but the first.
