@@ -140,30 +140,6 @@ def test_gradients_are_clipped_once_and_the_norm_before_is_logged(curve):
         assert norms == pytest.approx([1e-3] * 6, rel=1e-2)
 
 
-def test_the_homes_agree():
-    """The same map in the optimizer and in the module: the losses of the parity test's bound."""
-    first, second = run(make("optimizer")), run(make("module"))
-    assert [r["loss"] for r in first] == pytest.approx([r["loss"] for r in second], abs=1e-4)
-
-
-@pytest.mark.parametrize("curve", CURVES)
-def test_runs_repeat_and_go_on_bit_for_bit(curve, tmp_path):
-    whole = make(curve)
-    records = run(whole)
-    first = make(curve)
-    assert run(first, 4) == records[:4]
-    state = {"step": 4, **first.saver()(tmp_path)}
-    torch.manual_seed(1234)
-    second = make(curve)
-    second.load(tmp_path, state)
-    assert run(second, 2) == records[4:]
-    assert second.evaluate() == whole.evaluate()
-    assert second.stats() == whole.stats()
-    assert whole.stats() == {} if curve == "none" else {"e/mean", "l/std", "kappa_w/max"} <= whole.stats().keys()
-    for name, value in whole.model.state_dict().items():
-        assert torch.equal(second.model.state_dict()[name], value), name
-
-
 @pytest.mark.parametrize("curve", CURVES)
 def test_the_plain_model_is_plain_and_gives_the_same_loss(curve):
     shape = ModelConfig(width=16, depth=1, heads=2, context=8, tie_head=True)

@@ -19,12 +19,11 @@ from symexplin.lab.data.tokenizer import TokenArray, Tokenizer
 from symexplin.lab.files import read_json
 
 __all__ = [
-    *("DATASET", "SIDES", "TOKENIZER", "UNFINISHED"),
+    *("DATASET", "SIDES", "TOKENIZER"),
     *("BatchLoader", "Corpus", "eval_batches", "read_dataset", "read_tokens"),
 ]
 
 DATASET, TOKENIZER = "dataset.json", "tokenizer.json"
-UNFINISHED = ".unfinished"  # holds the files until all are written
 SIDES = ("train", "valid")
 
 Batch = tuple[Tensor, Tensor]

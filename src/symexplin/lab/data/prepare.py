@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from symexplin.lab.data.batches import DATASET, SIDES, TOKENIZER, UNFINISHED, read_dataset
+from symexplin.lab.data.batches import DATASET, SIDES, TOKENIZER, read_dataset
 from symexplin.lab.data.sources import Reader, find_source, hash_document, split_documents
 from symexplin.lab.data.tokenizer import MINIMUM_VOCAB, TokenArray, Tokenizer, pieces, train_bpe
 from symexplin.lab.files import write_json
@@ -30,6 +30,7 @@ __all__ = ["PrepareConfig", "prepare", "write_tokens"]
 Echo = Callable[[str], None]
 Table = dict[str, Any]
 
+_UNFINISHED = ".unfinished"  # holds the files until all are written
 _BPE_BYTES = 100_000_000  # text that a BPE is trained on, evenly spread over the training documents
 
 
@@ -84,13 +85,13 @@ def prepare(config: PrepareConfig, out: str | Path, *, echo: Echo = lambda _: No
         if source and Path(source).is_dir() and Path(out).resolve().is_relative_to(Path(source).resolve()):
             raise ValueError(f"out must lie outside the sources, got {str(out)!r} in {source!r}")
     table = json.loads(json.dumps(dataclasses.asdict(config)))  # as the file gives it back
-    with claimed(out, "dataset", {UNFINISHED, DATASET}) as folder:
+    with claimed(out, "dataset", {_UNFINISHED, DATASET}) as folder:
         if (folder / DATASET).exists():
             dataset = read_dataset(folder)
             check_resumable(folder, "dataset", dataset["config"], table)
             echo(f"{folder} is finished already")
             return dataset
-        work = folder / UNFINISHED
+        work = folder / _UNFINISHED
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir()
         try:
