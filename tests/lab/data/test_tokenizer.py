@@ -8,7 +8,7 @@ import tokenizers
 from symexplin.lab.data import tokenizer as module
 from symexplin.lab.data.tokenizer import Tokenizer, pieces, train_bpe
 
-TEXT = "The quick brown foxes' naïve 日本 jumps;  it's 42 o'clock.\n\n\tlow lower lowest\0 <|endoftext|> é"
+TEXT = "The quick brown foxes' naïve 日本 jumps;     it's 42 o'clock.\n\n\tlow lower lowest\0 <|endoftext|> é"
 DOCUMENTS = [f"{TEXT} {i * i} {'over and over ' * (i % 5)}".encode() for i in range(200)]
 
 
