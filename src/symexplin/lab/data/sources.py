@@ -15,11 +15,11 @@ from typing import Any, TextIO
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["SEPARATOR", "Reader", "find_source", "hash_document", "hub_file", "split_documents"]
+__all__ = ["Reader", "find_source", "hash_document", "hub_file", "split_documents"]
 
 Reader = Callable[[], Iterator[bytes]]  # yields the documents of a source from its start, as often as it is called
 
-SEPARATOR = "\0"  # ends each document; it does not occur in text
+_SEPARATOR = "\0"  # ends each document; it does not occur in text
 _SHORTHANDS = {
     "openwebtext": "hf:Skylion007/openwebtext",  # the paper's corpus
     "fineweb": "hf:HuggingFaceFW/fineweb:sample-10BT",
@@ -38,7 +38,7 @@ def find_source(name: str, text_key: str, split: str, left_out: list[str]) -> Re
     spec, path = _SHORTHANDS.get(name, name), Path(name)
     if spec.startswith("hf:"):
         rows = _dataset(spec.removeprefix("hf:"), text_key, split)
-        return lambda: _documents(name, (row[text_key] or "" for row in rows))
+        return lambda: _documents(name, _column(rows, text_key))
     if name == "stdlib":
         library = _files(Path(sysconfig.get_path("stdlib")), _NOT_LIBRARY)
         files = [file for file in library if file.suffix == ".py" and _is_text(file)]
@@ -57,7 +57,7 @@ def find_source(name: str, text_key: str, split: str, left_out: list[str]) -> Re
 def _documents(name: str, texts: Iterable[str]) -> Iterator[bytes]:
     empty = True
     for text in texts:
-        for document in text.split(SEPARATOR):
+        for document in text.split(_SEPARATOR):
             if document.strip():
                 empty = False
                 yield document.encode()
@@ -116,7 +116,7 @@ def _texts(files: Iterable[Path], text_key: str) -> Iterator[str]:
 def _between_separators(file: TextIO) -> Iterator[str]:
     pending: list[str] = []
     while chunk := file.read(_CHUNK):
-        first, *others = chunk.split(SEPARATOR)
+        first, *others = chunk.split(_SEPARATOR)
         pending.append(first)
         for other in others:
             yield "".join(pending)
@@ -155,6 +155,11 @@ def _dataset(spec: str, text_key: str, split: str) -> Any:
     return found.select_columns([text_key])
 
 
+def _column(rows: Any, text_key: str) -> Iterator[str]:
+    for part in rows.iter(batch_size=256):  # thirty times as fast as row by row
+        yield from (text or "" for text in part[text_key])
+
+
 def hub_file(repository: str, name: str) -> Path:
     """Return the path of a file of a model on the Hugging Face hub: the cached copy, or a download."""
     from huggingface_hub import hf_hub_download
@@ -182,7 +187,7 @@ def hash_document(document: bytes, seed: int) -> int:
 
 
 def split_documents(hashes: NDArray[np.uint64], given: int, fraction: float) -> NDArray[np.int8]:
-    """Return the side of each document: 0 to train on, 1 held out, -1 for one that occurred before.
+    """Return the side of each document: 0 to train on, 1 held out, -1 for repeated ones, which are on no side.
 
     The first `given` documents are to be split, the others are held out. Without others, those with the smallest hashes
     are held out: all below `fraction` * 2**64, but at least one, and never all. No text is on both sides.
