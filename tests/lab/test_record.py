@@ -1,5 +1,3 @@
-import sys
-
 import pytest
 
 from symexplin.lab.files import read_json_lines
@@ -51,9 +49,3 @@ def test_without_a_folder_nothing_is_written():
         recorder.update(1, {"loss": 1.0}, tokens=0)
         recorder.evaluation(1, 1.0, {}, {})
         assert recorder.sync() == {}
-
-
-def test_a_missing_tensorboard_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ValueError, match="pip install tensorboard, or add --no-tensorboard"):
-        Recorder(tmp_path, tensorboard=True)

@@ -84,13 +84,6 @@ def test_a_folder_of_another_version_is_named_with_its_key(base, tmp_path):
         read_run(folder)
 
 
-def test_weights_of_another_shape_leave_no_folder(base, data, tmp_path):
-    wide = dataclasses.replace(TINY, width=32)
-    with pytest.raises(ValueError, match=r"weights must be .* with width 32, got .* with 16"):
-        trained(data, tmp_path / "run", CURVES["none"], wide, weights=str(base / "1"))
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize("curve", ["none", "optimizer"])
 def test_a_run_under_muon_resumes_to_the_same_bits(data, tmp_path, monkeypatch, curve):
     whole, run = tmp_path / "whole", tmp_path / "run"

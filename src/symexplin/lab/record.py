@@ -23,7 +23,7 @@ class Recorder(contextlib.ExitStack):
         lengths: bytes of each file that a resumed run keeps, as :meth:`sync` returned them.
 
     Raises:
-        ValueError: a file that is shorter than its length, no TensorBoard.
+        ValueError: a file that is shorter than its length.
     """
 
     def __init__(
@@ -39,10 +39,8 @@ class Recorder(contextlib.ExitStack):
         if folder is None:
             return
         if tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise ValueError(f"pip install tensorboard, or add --no-tensorboard: {error}") from None
+            from torch.utils.tensorboard import SummaryWriter
+
             self._events = SummaryWriter(folder / "tensorboard", purge_step=step + 1 if step else None)
             self.callback(self._events.close)
         for name, path in (("metrics", folder / METRICS), ("timing", folder / TIMING)):
