@@ -4,6 +4,8 @@ import dataclasses
 import json
 from pathlib import Path
 
+import pytest
+
 import corpora
 import symexplin as sel
 from symexplin.lab.compare.table import Run, compare, headline
@@ -11,8 +13,9 @@ from symexplin.lab.config import ComputeConfig, LogConfig, RunConfig, TrainConfi
 from symexplin.lab.maps import CurveConfig
 from symexplin.lab.model import ModelConfig
 from symexplin.lab.run import train
+from symexplin.lab.train import Trainer
 
-__all__ = ["EVIL", "MODEL", "comparison", "prepared", "trained"]
+__all__ = ["EVIL", "MODEL", "break_off", "comparison", "prepared", "trained"]
 
 EVIL = "</pre><script>alert('x')</script>"
 MODEL = ModelConfig(width=16, depth=2, heads=2, context=16)
@@ -37,6 +40,21 @@ def trained(data, out, curve=None, model=MODEL, **changes):
     )
     train(config, out, progress=False)
     return out
+
+
+def break_off(config, folder, monkeypatch, step):
+    """Train until the update of that number, which fails."""
+    update = Trainer.update
+
+    def fail(self):
+        if self.step + 1 == step:
+            raise RuntimeError("killed")
+        return update(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "update", fail)
+        with pytest.raises(RuntimeError, match="killed"):
+            train(config, folder)
 
 
 def comparison(folder, seeds=(0,), final=1.5, broken=None, **changes):

@@ -1,11 +1,12 @@
 """Folders of tables whose comparisons are plain numbers, for the tests of what reads them."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 from symexplin.experiments.tables import PANELS, TABLE, load_table
 from symexplin.lab.compare.table import Run, compare, headline
-from symexplin.lab.files import JsonLines, write_json
+from symexplin.lab.files import write_json
 
 __all__ = ["panel_folder", "table_folder"]
 
@@ -53,10 +54,10 @@ def panel_folder(
     for run, name in zip(runs, names, strict=True):
         if stats:
             (folder / name).mkdir(parents=True)
-            with JsonLines(folder / name / "metrics.jsonl") as lines:
-                found = stats(run.variant, run.lr, run.seed)
-                for step, figures in (found if 100 in found else {100: found}).items():
-                    lines.write(step=step, eval_loss=2.0, stats=figures)
+            found = stats(run.variant, run.lr, run.seed)
+            steps = (found if 100 in found else {100: found}).items()
+            lines = [json.dumps({"step": step, "eval_loss": 2.0, "stats": figures}) + "\n" for step, figures in steps]
+            (folder / name / "metrics.jsonl").write_text("".join(lines))
     return content
 
 

@@ -198,7 +198,7 @@ def _prepare(*sources: str, out: str, **given: Any) -> None:
     Repeated documents count once. After a kill the same command starts again.
 
     Args:
-        sources: stdlib, stdlib-code, stdlib-docs, files, folders, or hf:NAME[:CONFIG]; several are joined
+        sources: stdlib, files, folders, or hf:NAME[:CONFIG]; several are joined
         out: the folder for the tokens
 
     Examples:

@@ -6,8 +6,6 @@ from symexplin.lab.evaluate import evaluate, sample, speedup
 from symexplin.lab.model import ModelConfig, Transformer
 
 TINY = ModelConfig(width=16, depth=1, heads=2, context=8)
-
-
 BYTES = Tokenizer.from_name("byte")
 
 
@@ -15,13 +13,16 @@ def build():
     return Transformer(TINY, torch.Generator().manual_seed(0))
 
 
-def test_evaluate_weighs_tokens_not_batches():
-    model = build()
+@pytest.mark.parametrize("training", [False, True])
+def test_evaluate_weighs_tokens_not_batches_and_leaves_no_trace(training):
+    model = build().train(training)
     tokens = torch.randint(256, (5, 9), generator=torch.Generator().manual_seed(1))
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     uneven = [(inputs[:4], targets[:4]), (inputs[4:], targets[4:])]
     losses = -torch.log_softmax(model(inputs).detach().double(), -1).gather(-1, targets[..., None])
     assert evaluate(model, uneven) == pytest.approx(losses.mean().item(), rel=1e-6)
+    assert model.training == training
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_a_model_that_overwrites_its_last_result_is_evaluated_right():
@@ -40,18 +41,6 @@ def test_a_model_that_overwrites_its_last_result_is_evaluated_right():
     assert evaluate(Replayed(), batches) == evaluate(build(), batches)
 
 
-def test_evaluate_leaves_no_trace():
-    model = build()
-    tokens = torch.zeros(1, 8, dtype=torch.long)
-    assert model.training
-    evaluate(model, [(tokens, tokens)])
-    assert model.training
-    assert all(p.grad is None for p in model.parameters())
-    model.eval()
-    evaluate(model, [(tokens, tokens)])
-    assert not model.training
-
-
 def text(prompt, length, **options):
     return sample(build(), BYTES, prompt, length, **options)
 
@@ -64,6 +53,7 @@ def test_sample_is_private_and_repeatable():
     assert first == text("ab", 30, temperature=2.0, seed=1)
     assert first != text("ab", 30, temperature=2.0, seed=2)
     assert first.startswith("ab")
+    assert text("", 5, seed=3) == text("\0", 5, seed=3)[1:]  # an empty prompt begins a document
 
 
 def test_greedy_sample_takes_the_largest_logit_of_the_last_window():
@@ -75,13 +65,10 @@ def test_greedy_sample_takes_the_largest_logit_of_the_last_window():
     assert text("abcdefghij", 3, temperature=0) == expected.decode("utf-8", errors="replace")
 
 
-def test_the_likeliest_of_one_and_a_low_temperature_are_greedy():
+def test_low_temperatures_and_the_likeliest_of_one_are_greedy():
     greedy = text("x", 20, temperature=0)
-    assert text("x", 20, temperature=1e-5, seed=7) == greedy
-    assert text("x", 20, temperature=1e-300, seed=7) == greedy
-    with pytest.raises(ValueError, match="prompt must be UTF-8"):
-        text("\udcff", 1)
-    assert text("x", 20, temperature=3.0, top_k=1, seed=7) == greedy
+    for options in ({"temperature": 1e-5}, {"temperature": 1e-300}, {"temperature": 3.0, "top_k": 1}):
+        assert text("x", 20, seed=7, **options) == greedy
 
 
 def test_top_k_draws_from_the_k_likeliest():
@@ -90,14 +77,7 @@ def test_top_k_draws_from_the_k_likeliest():
     ascii_only = {token for token in likeliest if token < 128}
     assert ascii_only <= drawn
     assert len(drawn) <= 5  # a byte above 127 is no text: it reads as the replacement character
-
-
-def test_top_k_beyond_the_vocabulary_is_all_of_it():
     assert text("x", 20, top_k=10_000) == text("x", 20)
-
-
-def test_empty_prompt_starts_a_document():
-    assert text("", 5, seed=3) == text("\0", 5, seed=3)[1:]
 
 
 @pytest.mark.parametrize(
@@ -107,11 +87,12 @@ def test_empty_prompt_starts_a_document():
         ({"temperature": -0.5}, "temperature must be a finite number >= 0"),
         ({"top_k": 0}, "top_k must be a whole number >= 1"),
         ({"seed": -1}, "seed must be"),
+        ({"prompt": "\udcff"}, "prompt must be UTF-8"),
     ],
 )
 def test_sample_refuses_values_out_of_range(options, words):
     with pytest.raises(ValueError, match=words):
-        text("a", **{"length": 1, **options})
+        text(**{"prompt": "a", "length": 1, **options})
 
 
 def test_sample_refuses_another_vocabulary():
@@ -137,12 +118,3 @@ BASELINE = [(0, 5.0), (50, 3.0), (100, 2.0)]
 )
 def test_speedup(variant, expected):
     assert speedup(BASELINE, variant) == (None if expected is None else pytest.approx(expected))
-
-
-def test_speedup_of_exponential_decays_is_the_ratio_of_rates():
-    """losses exp(-t) and exp(-1.5 t): the second is sooner by 1.5, up to the interpolation's error."""
-    steps = range(0, 1001)
-    slow = [(s, torch.tensor(-s / 500).exp().item()) for s in steps]
-    fast = [(s, torch.tensor(-1.5 * s / 500).exp().item()) for s in steps]
-    assert speedup(slow, fast) == pytest.approx(1.5, rel=1e-4)
-    assert speedup(fast, slow) is None

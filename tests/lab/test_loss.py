@@ -29,21 +29,11 @@ def test_chunks_give_the_loss_and_the_gradients_of_all_at_once(chunk):
         torch.testing.assert_close(chunked_loss(x, weight, targets, chunk), expected, rtol=1e-13, atol=0.0)
 
 
-def test_logits_exist_a_chunk_at_a_time():
-    sizes = []
-
-    class Watch(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            result = function(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor) and result.dim() == 2 and result.shape[-1] == 5:
-                sizes.append(len(result))
-            return result
-
-    x, weight, targets = drawn()
-    with Watch():
-        chunked_loss(x, weight, targets, 4)
-    assert sizes
-    assert max(sizes) == 4
+def test_logits_exist_a_chunk_at_a_time(monkeypatch):
+    sizes, linear = [], functional.linear
+    monkeypatch.setattr(functional, "linear", lambda a, b: sizes.append(len(a)) or linear(a, b))
+    chunked_loss(*drawn(), 4)
+    assert sizes == [4, 4, 3]
 
 
 def test_autocast_is_close_and_the_loss_and_gradients_keep_float32():

@@ -16,13 +16,11 @@ def test_names_versions_and_machine():
     assert {"symexplin", "numpy", "safetensors", "processor", "instructions"} <= facts.keys()
 
 
-def test_no_commit_outside_a_repository(tmp_path, monkeypatch):
+def test_no_commit_without_git_or_outside_a_repository(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", "")
+        assert provenance()["commit"] is None
     monkeypatch.setattr(module, "__file__", str(tmp_path / "provenance.py"))
-    assert provenance()["commit"] is None
-
-
-def test_no_commit_without_git(monkeypatch):
-    monkeypatch.setenv("PATH", "")
     assert provenance()["commit"] is None
 
 

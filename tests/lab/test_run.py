@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from corpora import TEXTS, prepared
+from run_folders import break_off
 from symexplin.lab.checkpoint import newest
 from symexplin.lab.config import ComputeConfig, LogConfig, RunConfig, TrainConfig
 from symexplin.lab.data.batches import Corpus, eval_batches
@@ -33,8 +34,6 @@ CURVES = {
 }
 FILES = {"config.toml", "run.json", "metrics.jsonl", "timing.jsonl", "summary.json", "model.safetensors"}
 FILES |= {"tokenizer.json", "checkpoints", ".lock"}
-
-
 EXACT = ComputeConfig(autocast="off")  # what is computed again outside of a run is computed in float32
 
 
@@ -50,9 +49,10 @@ def tiny(data, curve="none", **changes):
     return dataclasses.replace(config, **changes)
 
 
-def bits(folder):
+def bits(folder, *names):
     """What must be the same after a resumed run, by file."""
-    return {name: (folder / name).read_bytes() for name in ("metrics.jsonl", "model.safetensors", "config.toml")}
+    names = names or ("metrics.jsonl", "model.safetensors", "config.toml")
+    return {name: (folder / name).read_bytes() for name in names}
 
 
 @pytest.fixture(scope="module")
@@ -65,25 +65,12 @@ def whole(data, tmp_path_factory):
     return folders
 
 
-def failing_at(monkeypatch, step, error):
-    """Let the update number `step` fail."""
-    update = Trainer.update
-
-    def fail(self):
-        if self.step + 1 == step:
-            raise error
-        return update(self)
-
-    monkeypatch.setattr(Trainer, "update", fail)
-
-
 @pytest.mark.parametrize("curve", CURVES)
 def test_a_run_leaves_what_it_promises(whole, data, curve):
     folder = whole[curve]
     assert {path.name for path in folder.iterdir()} == FILES
     records = read_json_lines(folder / "metrics.jsonl")
-    assert [r["step"] for r in records if "loss" in r] == list(range(1, 11))
-    assert [r["tokens"] for r in records if "loss" in r] == [32 * step for step in range(1, 11)]
+    assert [(r["step"], r["tokens"]) for r in records if "loss" in r] == [(step, 32 * step) for step in range(1, 11)]
     evals = [(r["step"], r["eval_loss"]) for r in records if "eval_loss" in r]
     assert [step for step, _ in evals] == [0, 4, 8, 10]
     assert evals[-1][1] < evals[0][1]
@@ -92,26 +79,17 @@ def test_a_run_leaves_what_it_promises(whole, data, curve):
     assert json.loads((folder / "summary.json").read_text())["final_loss"] == evals[-1][1]
     assert [path.name for path in newest(folder)] == ["step-00000010", "step-00000009"]
     model = load_model(folder / "model.safetensors")
-    assert all(type(m) is torch.nn.Linear for m in model.modules() if isinstance(m, torch.nn.Linear))
     held_out = eval_batches(Corpus.load(data).valid, 8, 4, 2)
     assert evaluate(model, held_out) == pytest.approx(evals[-1][1], rel=0 if curve != "module" else 1e-6)
 
 
 def test_the_saved_configuration_says_everything_and_runs_the_same(whole, tmp_path):
-    config = from_table(RunConfig, load_toml(whole["optimizer"] / "config.toml"))
+    config, lines = from_table(RunConfig, load_toml(whole["optimizer"] / "config.toml")), []
     assert config.compute.device == "cpu"
     assert config.sel.map["mode"] == "mismatch"
-    train(config, tmp_path / "again")
+    train(config, tmp_path / "again", echo=lines.append)
     assert bits(tmp_path / "again") == bits(whole["optimizer"])
-
-
-def test_the_resolved_configuration_is_echoed(data, tmp_path):
-    lines = []
-    train(tiny(data), tmp_path / "run", echo=lines.append)
-    text = "\n".join(lines)
-    assert "lr = 0.01" in text
-    assert "width = 16" in text
-    assert "device = 'cpu'" in text
+    assert all(words in "\n".join(lines) for words in ("lr = 0.01", "width = 16", "device = 'cpu'"))
     assert "step 10/10, loss " in lines[-1]
 
 
@@ -120,10 +98,7 @@ def test_the_resolved_configuration_is_echoed(data, tmp_path):
 )
 def test_a_run_that_fails_anywhere_resumes_to_the_same_bits(data, whole, tmp_path, monkeypatch, curve, step):
     folder = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        failing_at(patch, step, RuntimeError("killed"))
-        with pytest.raises(RuntimeError, match="killed"):
-            train(tiny(data, curve), folder)
+    break_off(tiny(data, curve), folder, monkeypatch, step)
     assert not (folder / "model.safetensors").exists()
     result = train(tiny(data, curve), folder, resume=True)
     assert bits(folder) == bits(whole[curve])
@@ -131,120 +106,60 @@ def test_a_run_that_fails_anywhere_resumes_to_the_same_bits(data, whole, tmp_pat
     assert [r["step"] for r in read_json_lines(folder / "timing.jsonl")] == [0, 4, 8, 10]
 
 
-def test_resuming_where_nothing_is_starts(data, whole, tmp_path):
-    train(tiny(data), tmp_path / "run", resume=True)
-    assert bits(tmp_path / "run") == bits(whole["none"])
-
-
-def test_a_finished_run_is_not_trained_again(data, whole, monkeypatch):
-    failing_at(monkeypatch, 1, RuntimeError("trained again"))
-    lines = []
-    result = train(tiny(data), whole["none"], resume=True, echo=lines.append)
-    assert result["final_loss"] == json.loads((whole["none"] / "summary.json").read_text())["final_loss"]
-    assert "has finished already" in lines[-1]
-
-
-@pytest.mark.parametrize("lost", ["summary.json", "model.safetensors"])
-def test_a_finished_run_without_its_end_is_finished_again(data, whole, tmp_path, lost):
-    folder = shutil.copytree(whole["none"], tmp_path / "run")
-    lines = []
-    if lost == "summary.json":
-        (folder / lost).write_text("{")
-    else:
-        (folder / lost).unlink()
-    result = train(tiny(data, "none"), folder, resume=True, echo=lines.append)
-    assert any(line.startswith("warning: ") and lost in line for line in lines) == (lost == "summary.json")
-    assert result["final_loss"] == json.loads((whole["none"] / "summary.json").read_text())["final_loss"]
-    assert (folder / "model.safetensors").read_bytes() == (whole["none"] / "model.safetensors").read_bytes()
-
-
-def test_a_run_is_not_overwritten(data, whole):
-    before = bits(whole["none"])
+def test_a_finished_run_is_not_trained_again_and_not_overwritten(data, whole, tmp_path, monkeypatch):
+    folder, lines = shutil.copytree(whole["none"], tmp_path / "run"), []
     with pytest.raises(ValueError, match="add --resume"):
-        train(tiny(data), whole["none"])
-    assert bits(whole["none"]) == before
+        train(tiny(data), folder)
+    summary = json.loads((folder / "summary.json").read_text())
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "update", None)
+        assert train(tiny(data), folder, resume=True, echo=lines.append) == summary
+        assert "has finished already" in lines[-1]
+        for lost in ("summary.json", "model.safetensors"):  # a kill between the two
+            (folder / lost).unlink()
+            assert train(tiny(data), folder, resume=True)["final_loss"] == summary["final_loss"]
+    assert bits(folder) == bits(whole["none"])
 
 
-def test_another_configuration_is_refused_with_all_differences(data, whole):
+def test_another_configuration_is_refused_with_all_differences(data, whole, tmp_path):
     before = bits(whole["optimizer"])
-    other = tiny(data, train=TrainConfig(steps=12, batch_size=4, lr=2e-2, warmup_steps=2, eval_every=4, eval_batches=2))
+    other = tiny(data, train=dataclasses.replace(tiny(data).train, steps=12, lr=2e-2))
     with pytest.raises(ValueError, match="out must be new") as error:
         train(other, whole["optimizer"], resume=True)
-    for words in (
-        "train.steps was 10, is 12 now",
-        "train.lr was 0.01, is 0.02 now",
-        "sel.home was 'optimizer'",
-    ):
+    for words in ("train.steps was 10, is 12 now", "train.lr was 0.01, is 0.02 now", "sel.home was 'optimizer'"):
         assert words in str(error.value)
+    with pytest.raises(ValueError, match="data must be those of the run"):
+        train(tiny(prepared(tmp_path, [*TEXTS, "one more"]), "optimizer"), whole["optimizer"], resume=True)
     assert bits(whole["optimizer"]) == before
 
 
-def test_an_edited_configuration_file_changes_no_run(data, tmp_path, monkeypatch):
-    """config.toml is for people; what the run is, run.json keeps."""
-    folder = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        failing_at(patch, 8, RuntimeError("killed"))
-        with pytest.raises(RuntimeError, match="killed"):
-            train(tiny(data), folder)
-    edited = dataclasses.replace(tiny(data).train, lr=0.004)
-    with pytest.raises(ValueError, match=r"train\.lr was 0\.01, is 0\.004 now"):
-        train(tiny(data, train=edited), folder, resume=True)
-
-
-def test_a_model_too_large_for_the_machine_leaves_no_folder(data, tmp_path):
-    with pytest.raises(RuntimeError):
-        train(tiny(data, model=ModelConfig(width=10**11, depth=1, heads=2, context=8)), tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_failure_after_a_signal_is_the_signal(data, tmp_path, monkeypatch):
-    """Ctrl-C reaches a compiler that torch has started, too, and its death must not look like an error."""
-
-    def update(_):
-        signal.raise_signal(signal.SIGINT)
-        raise RuntimeError("the compiler died")
-
-    monkeypatch.setattr(Trainer, "update", update)
-    with pytest.raises(Stopped, match="within step 1; --resume continues from the start"):
-        train(tiny(data), tmp_path / "run")
-
-
-def test_what_is_logged_and_where_the_data_lie_may_change(data, whole, tmp_path, monkeypatch):
-    folder, moved = tmp_path / "run", tmp_path / "moved"
+def test_paths_logging_and_machine_may_change_and_the_rounding_is_told(data, whole, tmp_path, monkeypatch):
+    folder, moved, lines = tmp_path / "run", tmp_path / "moved", []
     shutil.copytree(data, moved)
-    with monkeypatch.context() as patch:
-        failing_at(patch, 8, RuntimeError("killed"))
-        with pytest.raises(RuntimeError, match="killed"):
-            train(tiny(data), folder)
-    train(tiny(str(moved), log=LogConfig(checkpoint_every=1, keep=1, tensorboard=False)), folder, resume=True)
-    assert (folder / "metrics.jsonl").read_bytes() == (whole["none"] / "metrics.jsonl").read_bytes()
-    assert (folder / "model.safetensors").read_bytes() == (whole["none"] / "model.safetensors").read_bytes()
+    break_off(tiny(data), folder, monkeypatch, step=8)
+    log = LogConfig(checkpoint_every=1, keep=1, tensorboard=False)
+    threads = dataclasses.replace(EXACT, threads=torch.get_num_threads())
+    train(tiny(str(moved), log=log, compute=threads), folder, resume=True)
+    results = ("metrics.jsonl", "model.safetensors")
+    assert bits(folder, *results) == bits(whole["none"], *results)
     assert len(newest(folder)) == 1
-
-
-def test_another_machine_may_go_on_and_the_rounding_is_told(data, tmp_path, monkeypatch):
-    folder, lines = tmp_path / "run", []
-    with monkeypatch.context() as patch:
-        failing_at(patch, 8, RuntimeError("killed"))
-        with pytest.raises(RuntimeError, match="killed"):
-            train(tiny(data), folder)
+    (folder / "summary.json").unlink()
     train(tiny(data, compute=dataclasses.replace(EXACT, recompute=True)), folder, resume=True, echo=lines.append)
     assert "compute.recompute was False, is True now: the rounding changes" in lines
-    assert (folder / "model.safetensors").exists()
 
 
-def test_other_data_are_refused(whole, tmp_path):
-    other = prepared(tmp_path, [*TEXTS, "one more"])
-    with pytest.raises(ValueError, match="data must be those of the run"):
-        train(tiny(other), whole["none"], resume=True)
+def test_nothing_is_written_before_the_data_are_read_and_the_model_fits(data, tmp_path):
+    shapes = [{"context": 9000}, {"width": 10**11, "context": 8}]
+    broken = [tiny(data, model=ModelConfig(**{"width": 16, "depth": 1, "heads": 2, **shape})) for shape in shapes]
+    for config in (tiny(str(tmp_path / "nowhere")), *broken):
+        with pytest.raises((ValueError, OSError, RuntimeError)):
+            train(config, tmp_path / "run")
+        assert not (tmp_path / "run").exists()
 
 
 def test_a_damaged_checkpoint_is_passed_over_with_a_warning(data, whole, tmp_path, monkeypatch):
     folder = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        failing_at(patch, 8, RuntimeError("killed"))
-        with pytest.raises(RuntimeError, match="killed"):
-            train(tiny(data), folder)
+    break_off(tiny(data), folder, monkeypatch, step=8)
     file = newest(folder)[0] / "optimizer.safetensors"
     flipped = bytearray(file.read_bytes())
     flipped[-5] ^= 1
@@ -293,7 +208,19 @@ def test_a_signal_within_the_exchange_of_signals_stops_at_the_next_step(data, tm
         train(tiny(data), tmp_path / "run")
 
 
-def test_a_planted_nan_ends_the_run_and_names_step_layer_and_checkpoint(data, tmp_path, monkeypatch):
+def test_a_failure_after_a_signal_is_the_signal(data, tmp_path, monkeypatch):
+    """Ctrl-C reaches a compiler that torch has started, too, and its death must not look like an error."""
+
+    def update(_):
+        signal.raise_signal(signal.SIGINT)
+        raise RuntimeError("the compiler died")
+
+    monkeypatch.setattr(Trainer, "update", update)
+    with pytest.raises(Stopped, match="within step 1; --resume continues from the start"):
+        train(tiny(data), tmp_path / "run")
+
+
+def test_a_planted_nan_ends_the_run_and_names_step_layer_and_checkpoint(data, whole, tmp_path, monkeypatch):
     folder, update = tmp_path / "run", Trainer.update
 
     def plant(self):
@@ -312,14 +239,7 @@ def test_a_planted_nan_ends_the_run_and_names_step_layer_and_checkpoint(data, tm
     assert json.loads((folder / "summary.json").read_text())["step"] == 8
     assert not (folder / "model.safetensors").exists()
     train(tiny(data), folder, resume=True)  # if it was the machine and not the settings
-    assert (folder / "model.safetensors").exists()
-
-
-def test_nothing_is_written_before_the_data_are_read(data, tmp_path):
-    for config in (tiny(str(tmp_path / "nowhere")), tiny(data, model=ModelConfig(width=16, heads=2, context=9000))):
-        with pytest.raises((ValueError, OSError)):
-            train(config, tmp_path / "run")
-        assert not (tmp_path / "run").exists()
+    assert bits(folder) == bits(whole["none"])
 
 
 @pytest.mark.skipif(os.name != "posix", reason="limits the size of files")

@@ -78,20 +78,18 @@ def test_an_adamw_run_is_the_loop_written_out():
     assert trainer.evaluate() == pytest.approx(evaluate(expected, held_out), rel=1e-9)
 
 
-@pytest.mark.parametrize("accumulation", [2, 4])
-def test_accumulated_parts_are_the_whole_batch(accumulation):
+def test_accumulated_parts_are_the_whole_batch():
     whole = make(dtype=torch.float64)
-    parts = make(train=TrainConfig(**{**vars(TRAIN), "accumulation": accumulation}), dtype=torch.float64)
+    parts = make(train=TrainConfig(**{**vars(TRAIN), "accumulation": 2}), dtype=torch.float64)
     run(whole), run(parts)
     for first, second in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
         torch.testing.assert_close(first, second, rtol=1e-8, atol=1e-11)
     assert whole.evaluate() == pytest.approx(parts.evaluate(), rel=1e-9)
 
 
-@pytest.mark.parametrize("compute", [{"recompute": True}, {"loss_chunk": 5}, {"recompute": True, "loss_chunk": 7}])
 @pytest.mark.parametrize("curve", CURVES)
-def test_saving_memory_changes_nothing_but_rounding(curve, compute):
-    plain, saving = make(curve), make(curve, compute=ComputeConfig(**compute))
+def test_saving_memory_changes_nothing_but_rounding(curve):
+    plain, saving = make(curve), make(curve, compute=ComputeConfig(recompute=True, loss_chunk=7))
     first, second = run(plain), run(saving)
     assert [r["loss"] for r in second] == pytest.approx([r["loss"] for r in first], rel=1e-5)
     assert saving.evaluate() == pytest.approx(plain.evaluate(), rel=1e-5)
@@ -126,70 +124,31 @@ def test_bfloat16_computes_in_bfloat16_and_trains():
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("curve", ["none", "module"])
-def test_gradients_are_clipped_before_an_optimizer_that_does_not_clip(curve):
+@pytest.mark.parametrize("curve", CURVES)
+def test_gradients_are_clipped_once_and_the_norm_before_is_logged(curve):
     trainer = make(curve, train=TrainConfig(**{**vars(TRAIN), "max_grad_norm": 1e-3}))
     norms = []
     trainer.optimizer.register_step_pre_hook(
         lambda *_: norms.append(torch.nn.utils.get_total_norm([p.grad for p in trainer.model.parameters()]).item())
     )
-    run(trainer)
-    assert norms == pytest.approx([1e-3] * 6, rel=1e-2)
-
-
-def test_sel_adamw_clips_by_itself_and_its_norm_is_logged():
-    trainer = make("optimizer")
-    norms = []
-    trainer.optimizer.register_step_pre_hook(
-        lambda *_: norms.append(torch.nn.utils.get_total_norm([p.grad for p in trainer.model.parameters()]).item())
-    )
     records = run(trainer)
-    assert min(norms) > 0.01
-    assert records[-1]["grad_norm"] == trainer.optimizer.grad_norm.item()
-    assert records[-1]["grad_norm"] != norms[-1]
-
-
-def test_the_homes_agree():
-    """The same map in the optimizer and in the module: the losses of the parity test's bound."""
-    first, second = run(make("optimizer")), run(make("module"))
-    assert [r["loss"] for r in first] == pytest.approx([r["loss"] for r in second], abs=1e-4)
+    assert min(record["grad_norm"] for record in records) > 0.01
+    if curve == "optimizer":  # which clips by itself, in raw space
+        assert min(norms) > 0.01
+        assert records[-1]["grad_norm"] == trainer.optimizer.grad_norm.item() != norms[-1]
+    else:
+        assert norms == pytest.approx([1e-3] * 6, rel=1e-2)
 
 
 @pytest.mark.parametrize("curve", CURVES)
-def test_runs_repeat_and_go_on_bit_for_bit(curve, tmp_path):
-    whole = make(curve)
-    records = run(whole)
-    first = make(curve)
-    assert run(first, 4) == records[:4]
-    state = {"step": 4, **first.saver()(tmp_path)}
-    torch.manual_seed(1234)
-    second = make(curve)
-    second.load(tmp_path, state)
-    assert run(second, 2) == records[4:]
-    assert second.evaluate() == whole.evaluate()
-    assert second.stats() == whole.stats()
-    for name, value in whole.model.state_dict().items():
-        assert torch.equal(second.model.state_dict()[name], value), name
-
-
-@pytest.mark.parametrize("tie_head", [False, True])
-@pytest.mark.parametrize("curve", CURVES)
-def test_the_plain_model_is_plain_and_gives_the_same_loss(curve, tie_head):
-    shape = ModelConfig(width=16, depth=1, heads=2, context=8, tie_head=tie_head)
+def test_the_plain_model_is_plain_and_gives_the_same_loss(curve):
+    shape = ModelConfig(width=16, depth=1, heads=2, context=8, tie_head=True)
     trainer = Trainer(RunConfig("", shape, TRAIN, CURVES[curve]), CORPUS)
     run(trainer)
     plain = trainer.plain_model()
     assert all(type(m) is torch.nn.Linear for m in plain.modules() if isinstance(m, torch.nn.Linear))
     assert evaluate(plain, eval_batches(CORPUS.valid, 8, 4, 2)) == pytest.approx(trainer.evaluate(), rel=1e-6)
     run(trainer, 1)  # training goes on
-
-
-def test_stats_are_of_curved_weights():
-    assert make("none").stats() == {}
-    for curve in ("optimizer", "module"):
-        trainer = make(curve)
-        run(trainer, 2)
-        assert {"e/mean", "l/std", "kappa/mean", "kappa_w/max"} <= trainer.stats().keys()
 
 
 def test_a_planted_nan_stops_before_the_step_and_names_step_and_layer():
@@ -202,6 +161,8 @@ def test_a_planted_nan_stops_before_the_step_and_names_step_and_layer():
     assert trainer.step == 3
     for name, value in trainer.model.state_dict().items():
         assert torch.equal(value.nan_to_num(), before[name].nan_to_num())
+    with pytest.raises(NonFiniteError, match=r"step 3: loss is nan.* weight: blocks.0.ffn.up.weight"):
+        trainer.evaluate()
 
 
 @pytest.mark.parametrize("curve", ["none", "optimizer"])
@@ -212,13 +173,6 @@ def test_an_infinite_gradient_is_noticed_before_it_is_used(curve):
     with pytest.raises(NonFiniteError, match=r"step 1: gradient norm is .*gradient: blocks.0.attention.k.weight"):
         trainer.update()
     assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
-
-
-def test_an_evaluation_that_is_not_finite_stops_the_run():
-    trainer = make()
-    trainer.model.norm.weight.data[3] = math.inf
-    with pytest.raises(NonFiniteError, match=r"step 0: loss is nan.*weight: norm.weight"):
-        trainer.evaluate()
 
 
 def test_a_norm_that_is_infinite_in_raw_space_alone_ends_the_run(monkeypatch):

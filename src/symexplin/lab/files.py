@@ -8,10 +8,10 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 __all__ = [
-    *("JsonLines", "check_new", "file_digest", "format_columns", "read_json", "read_json_lines"),
+    *("check_new", "file_digest", "format_columns", "read_json", "read_json_lines"),
     *("replace_file", "replacing", "write_csv", "write_json"),
 ]
 
@@ -51,44 +51,8 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-class JsonLines:
-    """A file with one JSON object per line; `length` is its size in bytes. A resumed file keeps `length` bytes."""
-
-    def __init__(self, path: Path, length: int = 0) -> None:
-        self.length, self._path = length, path
-        self._file = path.open("r+b" if path.exists() else "w+b", buffering=0)
-        size = self._file.seek(0, os.SEEK_END)
-        if size < length:
-            self._file.close()
-            raise ValueError(f"{str(path)!r} is damaged: it has {size:,} bytes, and {length:,} were written")
-        self._file.truncate(length)
-        self._file.seek(length)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def write(self, **record: Any) -> None:
-        """Append a record."""
-        left = json.dumps(record, allow_nan=False).encode() + b"\n"
-        self.length += len(left)
-        try:
-            while left:
-                left = left[self._file.write(left) :]
-        except OSError as error:
-            error.filename = str(self._path)
-            raise
-
-    def sync(self) -> int:
-        """Flush the file to the disk; return its length in bytes."""
-        os.fsync(self._file.fileno())
-        return self.length
-
-
 def read_json_lines(path: Path, skipped: Callable[[str], None] | None = None) -> list[dict[str, Any]]:
-    """Return the records of a file of :class:`JsonLines` without an incomplete last line.
+    """Return the records of a file with a JSON object per line, without an incomplete last line.
 
     `skipped` receives a message for each damaged line, which is left out. Without it, one raises ValueError.
     """

@@ -48,23 +48,15 @@ def claimed(out: str | Path, kind: str, marks: Collection[str]) -> Iterator[Path
         lock.acquire()
     except filelock.Timeout:
         raise ValueError(f"out must be free, got {str(out)!r}, in which another process works: wait for it") from None
-    except BaseException:
-        _remove(missing)
-        raise
     try:
         yield folder
     finally:
         if not found and [path.name for path in folder.iterdir()] == [LOCK]:
             (folder / LOCK).unlink()
-            _remove(missing)
+            with contextlib.suppress(OSError):  # another process may have written into an outer one
+                for path in missing:
+                    path.rmdir()
         lock.release()
-
-
-def _remove(folders: Collection[Path]) -> None:
-    """Remove empty folders, the inner ones first."""
-    with contextlib.suppress(OSError):
-        for folder in folders:
-            folder.rmdir()
 
 
 def saved_config(schema: type[T], file: Path) -> T:

@@ -1,11 +1,12 @@
 """What a run records: metrics.jsonl, timing.jsonl, and events for TensorBoard."""
 
 import contextlib
+import json
+import os
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any
-
-from symexplin.lab.files import JsonLines
 
 __all__ = ["METRICS", "TIMING", "Recorder"]
 
@@ -19,10 +20,10 @@ class Recorder(contextlib.ExitStack):
         folder: of the run; None: write nothing, as in all processes but the first.
         tensorboard: write events, too.
         step: completed steps of a resumed run; later events are dropped.
-        lengths: bytes of each file that a resumed run keeps.
+        lengths: bytes of each file that a resumed run keeps, as :meth:`sync` returned them.
 
     Raises:
-        ValueError: a file that is shorter than its length, no TensorBoard.
+        ValueError: a file that is shorter than its length.
     """
 
     def __init__(
@@ -33,21 +34,22 @@ class Recorder(contextlib.ExitStack):
         lengths: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()
-        self._files: dict[str, JsonLines] = {}
+        self._files: dict[str, FileIO] = {}
         self._events: Any = None
         if folder is None:
             return
         if tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise ValueError(f"pip install tensorboard, or add --no-tensorboard: {error}") from None
+            from torch.utils.tensorboard import SummaryWriter
+
             self._events = SummaryWriter(folder / "tensorboard", purge_step=step + 1 if step else None)
             self.callback(self._events.close)
-        kept = lengths or {}
-        for name, file in (("metrics", METRICS), ("timing", TIMING)):
-            lines = JsonLines(folder / file, kept.get(name, 0))
-            self._files[name] = self.enter_context(lines)
+        for name, path in (("metrics", folder / METRICS), ("timing", folder / TIMING)):
+            length = lengths[name] if lengths else 0
+            file = self._files[name] = self.enter_context(path.open("ab", buffering=0))
+            if file.tell() < length:
+                size = f"it has {file.tell():,} bytes, and {length:,} were written"
+                raise ValueError(f"{str(path)!r} is damaged: {size}")
+            file.truncate(length)
 
     def update(self, step: int, record: Mapping[str, float], tokens: int) -> None:
         """Record an update, and the number of tokens so far."""
@@ -66,11 +68,20 @@ class Recorder(contextlib.ExitStack):
 
     def sync(self) -> dict[str, int]:
         """Flush the files to the disk; return their lengths in bytes."""
-        return {name: file.sync() for name, file in self._files.items()}
+        for file in self._files.values():
+            os.fsync(file.fileno())
+        return {name: os.fstat(file.fileno()).st_size for name, file in self._files.items()}
 
     def _write(self, name: str, **record: Any) -> None:
-        if self._files:
-            self._files[name].write(**record)
+        if not self._files:
+            return
+        left = json.dumps(record, allow_nan=False).encode() + b"\n"
+        try:
+            while left:  # a full disk may take a part of a line
+                left = left[self._files[name].write(left) :]
+        except OSError as error:
+            error.filename = self._files[name].name
+            raise
 
     def _plot(self, step: int, values: Mapping[str, float]) -> None:
         if self._events is not None:

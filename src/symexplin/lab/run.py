@@ -33,7 +33,7 @@ from symexplin.lab.settings import dump_toml, lines, to_table
 from symexplin.lab.train import NonFiniteError, Trainer
 from symexplin.lab.weights import MODEL, save_model
 
-__all__ = ["MODEL", "check_inputs", "check_weights", "evaluations", "train"]
+__all__ = ["MODEL", "check_inputs", "evaluations", "train"]
 
 Echo = Callable[[str], None]
 
@@ -120,11 +120,7 @@ def _check_folder(
     """Check that a run in the folder may be resumed; return its summary if it has finished."""
     if not (folder / FACTS).exists():
         return None
-    try:
-        summary = read_json(folder / SUMMARY) if (folder / SUMMARY).exists() else {}
-    except ValueError as error:
-        echo(f"warning: {error}; the run goes on from its newest checkpoint")
-        summary = {}
+    summary = read_json(folder / SUMMARY) if (folder / SUMMARY).exists() else {}
     if not resume:
         state = f"a run that failed at step {summary['step']}" if "error" in summary else "a run"
         raise ValueError(f"out must be a new folder, got {str(folder)!r} with {state}: add --resume to continue it")
@@ -145,16 +141,13 @@ def check_inputs(
     corpus: Corpus,
     digest: Callable[[str], str] = digest_of,
 ) -> None:
-    """Raise ValueError unless the run with these facts has the same tokens and started from the same weights."""
+    """Raise ValueError unless the run with these facts has the same tokens and started from the same weights.
+
+    Both may have moved. `digest` returns the digest of the weights at a path.
+    """
     if facts["data"] != corpus.fingerprint:
         raise ValueError(f"data must be those of the run in {str(folder)!r}, got {config.data!r} with other tokens")
-    check_weights(folder, facts, config.train.weights, digest)
-
-
-def check_weights(
-    folder: Path, facts: Mapping[str, Any], weights: str | None, digest: Callable[[str], str] = digest_of
-) -> None:
-    """Raise ValueError unless the run with these facts started from the same weights, wherever they were."""
+    weights = config.train.weights
     if facts.get("weights") != (None if weights is None else digest(weights)):
         raise ValueError(f"weights must be those that the run in {str(folder)!r} started from, got {weights!r}")
 

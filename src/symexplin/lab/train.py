@@ -15,7 +15,7 @@ import symexplin as sel
 from symexplin.lab.build import build, build_model, clear_gradients
 from symexplin.lab.checkpoint import OPTIMIZER, load_optimizer, split_optimizer
 from symexplin.lab.config import RunConfig, TrainConfig
-from symexplin.lab.data.batches import BatchesAhead, BatchLoader, Corpus, eval_batches
+from symexplin.lab.data.batches import BatchLoader, Corpus, eval_batches
 from symexplin.lab.evaluate import evaluate
 from symexplin.lab.maps import map_of
 from symexplin.lab.model import Transformer
@@ -54,11 +54,11 @@ class Trainer:
         context, train = config.model.context, config.train
         self.config, self._ranks = config, ranks
         with ranks.together():  # an error must reach all processes before the next collective operation
-            loader = BatchLoader(corpus.train, context, train.batch_size, train.seed)
-            self._held_out = self._held_out_of(corpus)
+            self._batches = BatchLoader(corpus.train, context, train.batch_size, train.seed)
+            rows = train.batch_size // train.accumulation
+            self._held_out = eval_batches(corpus.valid, context, rows, train.eval_batches * train.accumulation)
             self.model, self.optimizer, self._clip = build(config, ranks)
         self._device = next(self.model.parameters()).device
-        self._batches = BatchesAhead(loader, pinned=self._device.type == "cuda")
         self._autocast = config.compute.autocast == "on"
         if self._autocast:  # torch tells of the norms, whose weights stay in float32
             warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
@@ -98,11 +98,6 @@ class Trainer:
         self.step += 1
         return {"loss": loss, "lr": float(self.optimizer.param_groups[0]["lr"]), "grad_norm": raw_norm}
 
-    def _held_out_of(self, corpus: Corpus) -> list[tuple[Tensor, Tensor]]:
-        train = self.config.train
-        rows = train.batch_size // train.accumulation
-        return eval_batches(corpus.valid, self.config.model.context, rows, train.eval_batches * train.accumulation)
-
     def _backward(self, batch: tuple[Tensor, Tensor]) -> float:
         device, accumulation = self._device, self.config.train.accumulation
         losses = []
@@ -113,16 +108,16 @@ class Trainer:
             waits = number < len(parts) and isinstance(self._trained, nn.parallel.DistributedDataParallel)
             with self._trained.no_sync() if waits else contextlib.nullcontext():  # type: ignore[operator]
                 with torch.autocast(device.type, torch.bfloat16, enabled=self._autocast):
-                    own = (tokens[rows].to(device, non_blocking=True) for tokens in (inputs, targets))
+                    own = (tokens[rows].to(device) for tokens in (inputs, targets))
                     part: Tensor = self._trained(*own) / accumulation
                 part.backward()  # type: ignore[no-untyped-call]
             losses.append(part.detach())
         loss = sum(torch.stack(losses).tolist())  # the only synchronisation with the device per step
         return self._ranks.sums(loss)[0] / self._ranks.size
 
-    def evaluate(self, model: nn.Module | None = None) -> float:
-        """Return the mean loss on the held-out batches, in nats per token, of the run's model or of another."""
-        loss = evaluate(model or self._forward, self._held_out, autocast=self._autocast, ranks=self._ranks)
+    def evaluate(self) -> float:
+        """Return the mean loss on the held-out batches, in nats per token."""
+        loss = evaluate(self._forward, self._held_out, autocast=self._autocast, ranks=self._ranks)
         self._check_finite(self.step, loss=loss)
         return loss
 

@@ -2,15 +2,14 @@ import gzip
 import json
 import lzma
 
+import numpy as np
 import pytest
 
 from corpora import split
 from symexplin.lab.data import sources as module
-from symexplin.lab.data.sources import cut_in_two, find_source, hash_document, hub_file, split_documents
+from symexplin.lab.data.sources import find_source, hash_document, hub_file, split_documents
 
 datasets = pytest.importorskip("datasets")
-
-DOCUMENTS = [f"document {i}: {'text ' * (i % 7)}".encode() for i in range(400)]
 
 
 def load(name, text_key="text", split="train", left_out=None):
@@ -31,7 +30,6 @@ def test_stdlib_is_python_sources_without_tests():
     text = b"\0".join(documents)
     text.decode()
     assert b"class OrderedDict(dict)" in text  # collections
-    assert b"def _parse_isoformat_date" in text  # datetime
     assert not any(b"from test import support" in document[:2000] for document in documents)
 
 
@@ -43,11 +41,13 @@ def test_a_file_is_split_at_nul_whatever_its_chunks(tmp_path, monkeypatch, chunk
     assert load(tmp_path / "text") == load(tmp_path) == expected
 
 
-def test_a_long_file_is_read_as_a_stream(tmp_path, monkeypatch):
+def test_a_long_file_is_read_as_a_stream_and_must_be_utf8(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_CHUNK", 100)
     (tmp_path / "text").write_bytes(b"document\0" * 1000 + b"\xff")  # the error lies far behind
     documents = find_source(str(tmp_path / "text"), "text", "train", [])()
     assert [next(documents) for _ in range(5)] == [b"document"] * 5
+    with pytest.raises(ValueError, match=r"text' is not UTF-8 text: convert it first"):
+        list(documents)
 
 
 def test_a_folder_is_read_in_the_order_of_paths_and_the_rest_is_told(tmp_path, monkeypatch):
@@ -57,7 +57,6 @@ def test_a_folder_is_read_in_the_order_of_paths_and_the_rest_is_told(tmp_path, m
     (root / "b.txt").write_text("first")  # "." comes before "/"
     (root / "c.txt").write_text("")
     (root / "link.txt").symlink_to(root / "b.txt")  # a file like others
-    (root / "latin").write_bytes("größer".encode("latin1"))
     (root / "cut").write_bytes("ends inside ä".encode()[:-1])
     (root / "packed.gz").write_bytes(gzip.compress(b"packed " * 99)[:-9])
     (root / "mine").write_text("secret")
@@ -73,7 +72,7 @@ def test_a_folder_is_read_in_the_order_of_paths_and_the_rest_is_told(tmp_path, m
     monkeypatch.setattr(module, "open", refuse, raising=False)
     left_out = []
     assert load(root, left_out=left_out) == [b"first", b"second", b"first"]
-    assert left_out == [str(root / name) for name in ("cut", "latin", "mine", "packed.gz")]
+    assert left_out == [str(root / name) for name in ("cut", "mine", "packed.gz")]
     with pytest.raises(PermissionError):  # named as a source
         load(root / "mine")
 
@@ -88,13 +87,6 @@ def test_compressed_files_read_like_plain_ones(tmp_path, suffix, opener):
         load(tmp_path / f"a.txt{suffix}")
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
-def test_a_source_that_is_not_utf8_is_refused(tmp_path, name):
-    (tmp_path / name).write_bytes("größe ".encode() + b"gr\xf6\xdfer")
-    with pytest.raises(ValueError, match=rf"{name}' is not UTF-8 text: convert it first"):
-        load(tmp_path / name)
-
-
 def test_json_lines(tmp_path):
     path = tmp_path / "text.jsonl"
     path.write_bytes(
@@ -105,22 +97,11 @@ def test_json_lines(tmp_path):
     assert load(path, text_key="body") == [b"x"]
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        b"{not json}",
-        b'"text"',
-        b"[" * 99_999,
-        b'{"txt": 1}',
-        b'{"text": 3}',
-        b'{"text": "\\ud800"}',
-    ],
-)
+@pytest.mark.parametrize("line", [b"{not json}", b'"text"', b'{"txt": 1}', b'{"text": 3}', b'{"text": "\\ud800"}'])
 def test_bad_json_lines_are_named(tmp_path, line):
     (tmp_path / "text.jsonl").write_bytes(lines({"text": "fine"}) + line + b"\n")
-    with pytest.raises(
-        ValueError, match=r"text.jsonl:2 must be a JSON object with text under text_key 'text'"
-    ) as caught:
+    wanted = r"text.jsonl:2 must be a JSON object with text under text_key 'text'"
+    with pytest.raises(ValueError, match=wanted) as caught:
         load(tmp_path / "text.jsonl")
     assert "\n" not in str(caught.value)
 
@@ -156,13 +137,12 @@ def test_shorthands_and_names_of_datasets(monkeypatch):
     asked = []
     rows = datasets.Dataset.from_dict({"text": ["a", "b\0c", None], "id": [1, 2, 3]})
     monkeypatch.setattr(datasets, "load_dataset", lambda *words, split, **_: asked.append((*words, split)) or rows)
-    for name in ("openwebtext", "fineweb", "hf:some/name", "hf:some/name:config"):
+    for name in ("openwebtext", "fineweb", "hf:some/name"):
         assert load(name, split="test") == [b"a", b"b", b"c"]
     assert asked == [
         ("Skylion007/openwebtext", None, "test"),
         ("HuggingFaceFW/fineweb", "sample-10BT", "test"),
         ("some/name", None, "test"),
-        ("some/name", "config", "test"),
     ]
     for key in ("body", "id"):
         with pytest.raises(ValueError, match=f"text_key must be the text among the columns of 'hf:x', .*; got '{key}'"):
@@ -174,24 +154,18 @@ def test_shorthands_and_names_of_datasets(monkeypatch):
 
 def sides(documents, held_out=(), fraction=0.05, seed=0):
     together = [*documents, *held_out]
-    hashes = [hash_document(document, seed) for document in together]
-    return [[together[number] for number in side] for side in split_documents(hashes, len(documents), fraction)]
+    hashes = np.array([hash_document(document, seed) for document in together], np.uint64)
+    found = split_documents(hashes, len(documents), fraction)
+    return [[document for document, own in zip(together, found, strict=True) if own == side] for side in (0, 1)]
 
 
 @pytest.mark.parametrize(("count", "fraction", "seed"), [(1, 0.5, 0), (2, 0.0, 7), (3, 0.999, 0), (400, 0.05, 7)])
 def test_the_rule_of_the_split(count, fraction, seed):
-    documents = DOCUMENTS[:count]
+    documents = [f"document {i}".encode() for i in range(count)]
     expected = split(documents, fraction, seed)
     assert sides([*documents, *documents[: count // 2]], (), fraction, seed) == expected
     _, grown = sides([*documents, b"another"], (), fraction, seed)
     assert count < 400 or set(expected[1]) <= set(grown)  # a new document does not move the others
-
-
-@pytest.mark.parametrize("fraction", [0.0, 0.05, 0.999])
-def test_a_lone_document_is_cut(fraction):
-    train, valid = cut_in_two(DOCUMENTS[1], fraction)
-    assert train + valid == DOCUMENTS[1]
-    assert len(train) == max(1, round(len(DOCUMENTS[1]) * (1 - fraction)))
 
 
 def test_given_documents_are_held_out():

@@ -6,7 +6,6 @@ train.npy, valid.npy  the tokens, one `numpy` array per side
 """
 
 import hashlib
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, cast
@@ -20,12 +19,11 @@ from symexplin.lab.data.tokenizer import TokenArray, Tokenizer
 from symexplin.lab.files import read_json
 
 __all__ = [
-    *("DATASET", "SIDES", "TOKENIZER", "UNFINISHED"),
-    *("BatchLoader", "BatchesAhead", "Corpus", "eval_batches", "read_dataset", "read_tokens"),
+    *("DATASET", "SIDES", "TOKENIZER"),
+    *("BatchLoader", "Corpus", "eval_batches", "read_dataset", "read_tokens"),
 ]
 
 DATASET, TOKENIZER = "dataset.json", "tokenizer.json"
-UNFINISHED = ".unfinished"  # holds the files until all are written
 SIDES = ("train", "valid")
 
 Batch = tuple[Tensor, Tensor]
@@ -125,27 +123,6 @@ class BatchLoader:
         random = np.random.default_rng([self.seed, step])
         starts = random.integers(0, len(self.tokens) - self.context, size=self.batch_size)
         return _windows(self.tokens, starts, self.context)
-
-
-class BatchesAhead:
-    """The batches of a loader, in pinned memory on request; a thread reads the next batch while one is used."""
-
-    def __init__(self, loader: BatchLoader, *, pinned: bool = False) -> None:
-        self._loader, self._pinned = loader, pinned
-        self._thread = ThreadPoolExecutor(1, "batches")
-        self._ahead: dict[int, Future[Batch]] = {}
-
-    def batch(self, step: int) -> Batch:
-        """Return batch `step`, and begin to read the one after it."""
-        found = self._ahead.get(step) or self._thread.submit(self._read, step)
-        self._ahead = {step + 1: self._thread.submit(self._read, step + 1)}
-        return found.result()
-
-    def _read(self, step: int) -> Batch:
-        inputs, targets = self._loader.batch(step)
-        if not self._pinned:
-            return inputs, targets
-        return inputs.contiguous().pin_memory(), targets.contiguous().pin_memory()
 
 
 def eval_batches(tokens: TokenArray, context: int, batch_size: int, count: int) -> list[Batch]:

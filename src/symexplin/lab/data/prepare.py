@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from symexplin.lab.data.batches import DATASET, SIDES, TOKENIZER, UNFINISHED, read_dataset
-from symexplin.lab.data.sources import Reader, cut_in_two, find_source, hash_document, split_documents
+from symexplin.lab.data.batches import DATASET, SIDES, TOKENIZER, read_dataset
+from symexplin.lab.data.sources import Reader, find_source, hash_document, split_documents
 from symexplin.lab.data.tokenizer import MINIMUM_VOCAB, TokenArray, Tokenizer, pieces, train_bpe
 from symexplin.lab.files import write_json
 from symexplin.lab.folders import check_resumable, claimed
@@ -30,6 +30,7 @@ __all__ = ["PrepareConfig", "prepare", "write_tokens"]
 Echo = Callable[[str], None]
 Table = dict[str, Any]
 
+_UNFINISHED = ".unfinished"  # holds the files until all are written
 _BPE_BYTES = 100_000_000  # text that a BPE is trained on, evenly spread over the training documents
 
 
@@ -38,7 +39,7 @@ class PrepareConfig:
     """What to prepare, and how.
 
     Args:
-        sources: where the text comes from: "stdlib" (or its "stdlib-code" or "stdlib-docs" alone), files, folders,
+        sources: where the text comes from: "stdlib" (the sources of the running Python), files, folders,
             "hf:NAME[:CONFIG]", "openwebtext", "fineweb".
         tokenizer: "bpe" to train one on the text, "byte", "gpt2", "hf:NAME" (of a model on the hub), or the path of a
             `tokenizers` JSON file.
@@ -84,13 +85,13 @@ def prepare(config: PrepareConfig, out: str | Path, *, echo: Echo = lambda _: No
         if source and Path(source).is_dir() and Path(out).resolve().is_relative_to(Path(source).resolve()):
             raise ValueError(f"out must lie outside the sources, got {str(out)!r} in {source!r}")
     table = json.loads(json.dumps(dataclasses.asdict(config)))  # as the file gives it back
-    with claimed(out, "dataset", {UNFINISHED, DATASET}) as folder:
+    with claimed(out, "dataset", {_UNFINISHED, DATASET}) as folder:
         if (folder / DATASET).exists():
             dataset = read_dataset(folder)
             check_resumable(folder, "dataset", dataset["config"], table)
             echo(f"{folder} is finished already")
             return dataset
-        work = folder / UNFINISHED
+        work = folder / _UNFINISHED
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir()
         try:
@@ -160,20 +161,19 @@ def _read(config: PrepareConfig, echo: Echo, bars: bool) -> _Text:
         [find_source(name, config.text_key, config.split, left_out) for name in names]
         for names in (config.sources, config.valid)
     )
-    hashes, sizes, given = numbers_of("Q"), numbers_of("q"), 0
+    hashes, sizes, ends = numbers_of("Q"), numbers_of("q"), []
     for group in (sources, held_out):
-        given = given or len(hashes)
         for document in tqdm(_every(group), "reading", unit=" documents", disable=not bars):
             hashes.append(hash_document(document, config.seed))
             sizes.append(len(document))
-    numbers = split_documents(np.array(hashes), given or len(hashes), config.valid_fraction)
-    sides = np.full(len(hashes), -1, np.int8)
-    for side, own in enumerate(numbers):
-        sides[own] = side
+        ends.append(len(hashes))
+    sides = split_documents(np.array(hashes), ends[0], config.valid_fraction)
     repeated = int((sides == -1).sum())
     text = _Text([*sources, *held_out], sides, np.array(sizes), repeated)
-    if not len(numbers[1]):
-        parts = cut_in_two(next(text.documents(0)), config.valid_fraction)
+    if not (sides == 1).any():
+        lone = next(text.documents(0))
+        place = max(1, round(len(lone) * (1 - config.valid_fraction)))
+        parts = lone[:place], lone[place:]
         text = _Text([lambda: iter(parts)], np.array([0, 1], np.int8), np.array([*map(len, parts)]), repeated)
     train, valid = ((text.sides == side).sum() for side in range(2))
     echo(

@@ -1,7 +1,6 @@
 """Documents: read as a stream from files, folders and datasets, and split into two sides."""
 
 import contextlib
-import functools
 import gzip
 import hashlib
 import json
@@ -9,20 +8,18 @@ import lzma
 import os
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from symexplin.lab.data.stdlib import STDLIB, parts_of
-
-__all__ = ["SEPARATOR", "Reader", "cut_in_two", "find_source", "hash_document", "hub_file", "split_documents"]
+__all__ = ["Reader", "find_source", "hash_document", "hub_file", "split_documents"]
 
 Reader = Callable[[], Iterator[bytes]]  # yields the documents of a source from its start, as often as it is called
 
-SEPARATOR = "\0"  # ends each document; it does not occur in text
+_SEPARATOR = "\0"  # ends each document; it does not occur in text
 _SHORTHANDS = {
     "openwebtext": "hf:Skylion007/openwebtext",  # the paper's corpus
     "fineweb": "hf:HuggingFaceFW/fineweb:sample-10BT",
@@ -39,31 +36,28 @@ def find_source(name: str, text_key: str, split: str, left_out: list[str]) -> Re
     `left_out` gets the files of a folder that are not text.
     """
     spec, path = _SHORTHANDS.get(name, name), Path(name)
-    texts: Callable[[], Iterable[str]]
     if spec.startswith("hf:"):
-        texts = functools.partial(_column, _dataset(spec.removeprefix("hf:"), text_key, split))
-    elif spec in STDLIB:
-        files = [file for file in _files(Path(sysconfig.get_path("stdlib")), _NOT_LIBRARY) if file.suffix == ".py"]
-        parts = list(parts_of(_texts(filter(_is_text, files), text_key), spec))  # to parse the library takes seconds
-        texts = functools.partial(iter, parts)
+        rows = _dataset(spec.removeprefix("hf:"), text_key, split)
+        return lambda: _documents(name, _column(rows, text_key))
+    if name == "stdlib":
+        library = _files(Path(sysconfig.get_path("stdlib")), _NOT_LIBRARY)
+        files = [file for file in library if file.suffix == ".py" and _is_text(file)]
     elif name and path.is_dir():
-        files = _files(path)
-        read = [file for file in files if _is_text(file)]
-        left_out += map(str, sorted({*files} - {*read}))
-        texts = functools.partial(_texts, read, text_key)
+        found = _files(path)
+        files = [file for file in found if _is_text(file)]
+        left_out += map(str, sorted({*found} - {*files}))
     elif path.is_file():  # not a pipe, which gives its text once
-        texts = functools.partial(_texts, [path], text_key)
+        files = [path]
     else:
-        known = ", ".join(map(repr, STDLIB))
-        right = f"{known}, an existing file or folder, 'hf:NAME', " + " or ".join(map(repr, _SHORTHANDS))
+        right = "'stdlib', an existing file or folder, 'hf:NAME', " + " or ".join(map(repr, _SHORTHANDS))
         raise FileNotFoundError(f"sources must be {right}, got {name!r}")
-    return functools.partial(_documents, name, texts)
+    return lambda: _documents(name, _texts(files, text_key))
 
 
-def _documents(name: str, texts: Callable[[], Iterable[str]]) -> Iterator[bytes]:
+def _documents(name: str, texts: Iterable[str]) -> Iterator[bytes]:
     empty = True
-    for text in texts():
-        for document in text.split(SEPARATOR):
+    for text in texts:
+        for document in text.split(_SEPARATOR):
             if document.strip():
                 empty = False
                 yield document.encode()
@@ -84,6 +78,7 @@ def _files(root: Path, without: frozenset[str] = frozenset()) -> list[Path]:
 
 
 def _is_text(path: Path) -> bool:
+    """Whether a file is readable UTF-8 text to its end."""
     try:
         with _open(path) as file:
             while file.read(_CHUNK):
@@ -121,7 +116,7 @@ def _texts(files: Iterable[Path], text_key: str) -> Iterator[str]:
 def _between_separators(file: TextIO) -> Iterator[str]:
     pending: list[str] = []
     while chunk := file.read(_CHUNK):
-        first, *others = chunk.split(SEPARATOR)
+        first, *others = chunk.split(_SEPARATOR)
         pending.append(first)
         for other in others:
             yield "".join(pending)
@@ -133,7 +128,7 @@ def _of_json(line: str, text_key: str, place: str) -> str:
     try:
         text: str = json.loads(line)[text_key] or ""  # null is no text
         text.encode()  # nor is a lone surrogate
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except (ValueError, LookupError, TypeError, AttributeError):
         right = f"a JSON object with text under text_key {text_key!r}"
         raise ValueError(f"{place} must be {right}, got {line[:60].strip()}") from None
     return text
@@ -160,10 +155,9 @@ def _dataset(spec: str, text_key: str, split: str) -> Any:
     return found.select_columns([text_key])
 
 
-def _column(dataset: Any) -> Iterator[str]:
-    for batch in dataset.iter(batch_size=256):
-        for texts in batch.values():
-            yield from (text or "" for text in texts)
+def _column(rows: Any, text_key: str) -> Iterator[str]:
+    for part in rows.iter(batch_size=256):  # thirty times as fast as row by row
+        yield from (text or "" for text in part[text_key])
 
 
 def hub_file(repository: str, name: str) -> Path:
@@ -192,30 +186,21 @@ def hash_document(document: bytes, seed: int) -> int:
     return int.from_bytes(hashlib.blake2b(document, digest_size=8, key=str(seed).encode()).digest())
 
 
-def split_documents(
-    hashes: Sequence[int] | NDArray[np.uint64], given: int, fraction: float
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the numbers of the documents to train on, and of those held out.
+def split_documents(hashes: NDArray[np.uint64], given: int, fraction: float) -> NDArray[np.int8]:
+    """Return the side of each document: 0 to train on, 1 held out, -1 for repeated ones, which are on no side.
 
     The first `given` documents are to be split, the others are held out. Without others, those with the smallest hashes
-    are held out: all below `fraction` * 2**64, but at least one, and never all. A document that occurs twice counts
-    once, so no text is on both sides.
+    are held out: all below `fraction` * 2**64, but at least one, and never all. No text is on both sides.
     """
-    hashes = np.asarray(hashes, np.uint64)
-    train = np.sort(np.unique(hashes[:given], return_index=True)[1])
+    train = np.unique(hashes[:given], return_index=True)[1]  # in the order of the hashes
     if given < len(hashes):
-        valid = given + np.sort(np.unique(hashes[given:], return_index=True)[1])
-        train = train[~np.isin(hashes[train], hashes[given:])]
+        valid = given + np.unique(hashes[given:], return_index=True)[1]
+        train = train[~np.isin(hashes[train], hashes[valid])]
         if not len(train):
             raise ValueError("sources must hold a document that valid does not hold, got none")
-        return train, valid
-    rank = hashes[train].astype(np.float64) / 2**64
-    wanted = max(int((rank < fraction).sum()), 1)
-    held_out = np.argsort(rank, kind="stable")[: min(wanted, len(train) - 1)]
-    return np.delete(train, held_out), np.sort(train[held_out])
-
-
-def cut_in_two(document: bytes, fraction: float) -> tuple[bytes, bytes]:
-    """Return both sides of a corpus of one document."""
-    place = max(1, round(len(document) * (1 - fraction)))
-    return document[:place], document[place:]
+    else:
+        wanted = max(int((hashes[train] / 2.0**64 < fraction).sum()), 1)
+        valid, train = np.split(train, [min(wanted, len(train) - 1)])
+    sides = np.full(len(hashes), -1, np.int8)
+    sides[train], sides[valid] = 0, 1
+    return sides
