@@ -2,7 +2,7 @@
 
 table.json      what it is              data/   the tokens, unless prepared ones were given
 panels/PANEL/   a comparison each (symexplin.lab.compare)
-report.html, table.csv, figures/        the results (symexplin.experiments.report)
+report.html, table.csv, claims.csv      the results (symexplin.experiments.report)
 
 What needs torch is imported where it is used, so that the help of the command comes at once.
 """
@@ -93,8 +93,9 @@ def plan_lines(table: Table, names: Collection[str] = ()) -> list[str]:
             f"seeds {' '.join(map(str, grid.seeds))}{confirm}; up to {grid.most_runs} runs of {steps:,} steps, "
             f"{each:,} tokens each"
         )
-    if runs:
-        lines += [f"in all: up to {runs:,} runs, {tokens:,} tokens"]
+    lines.append(f"in all: up to {runs:,} runs, {tokens:,} tokens")
+    if table.claims:
+        lines += ["", "claims of the paper:", *(f"  {claim['text']} ({claim['place']})" for claim in table.claims)]
     lines += ["", "assumptions:", *(f"  {key}: {text}" for key, text in table.assumptions.items())]
     return lines
 
@@ -126,6 +127,7 @@ def reproduce(
     """
     from symexplin.experiments.estimate import estimate
     from symexplin.experiments.report import report_table
+    from symexplin.lab.compare.sweep import compare_runs
     from symexplin.lab.data.prepare import PrepareConfig, prepare
 
     config = config or ReproduceConfig()
@@ -146,11 +148,15 @@ def reproduce(
         try:
             if to_prepare:
                 prepare(from_table(PrepareConfig, table.data), folder / DATA, echo=echo, progress=progress)
-            places = [(panel.config, folder / PANELS / panel.name / COMPARISON) for panel in wanted]
-            new = [it for it, done in places if not done.exists()]
+            new = [panel.config for panel in wanted if not (folder / PANELS / panel.name / COMPARISON).exists()]
             for line in [*_warnings(new), *estimate(new)] if new else ():
                 echo(line)
-            _run_panels(wanted, table, folder, record, echo, progress)
+            for number, panel in enumerate(wanted, start=1):
+                echo(f"{table.name} {panel.name} (panel {number} of {len(wanted)})")
+                place = folder / PANELS / panel.name
+                told = _after_each_run(panel.config, place, record, echo)
+                compare_runs(panel.config, place, resume=True, echo=told, progress=progress)
+                record()
             write_json(folder / TABLE, table.to_json())  # a resumed table may have grown
         finally:
             if {path.name for path in folder.iterdir()} == {TABLE, LOCK}:  # a mistake leaves no folder
@@ -178,24 +184,6 @@ def _begin(folder: Path, table: Table, resume: bool) -> None:
     saved = {"name": there["name"], "scale": there["scale"], "panels": started}
     known = [panel.name for panel in table.panels if panel.name in started]
     check_resumable(folder, "table", saved, {"name": table.name, "scale": table.scale, "panels": known})
-
-
-def _run_panels(
-    panels: Sequence[Panel],
-    table: Table,
-    folder: Path,
-    record: Callable[[], None],
-    echo: Echo,
-    progress: bool,
-) -> None:
-    from symexplin.lab.compare.sweep import compare_runs
-
-    for number, panel in enumerate(panels, start=1):
-        echo(f"{table.name} {panel.name} (panel {number} of {len(panels)})")
-        place = folder / PANELS / panel.name
-        told = _after_each_run(panel.config, place, record, echo)
-        compare_runs(panel.config, place, resume=True, echo=told, progress=progress)
-        record()
 
 
 def _warnings(configs: Sequence[CompareConfig]) -> list[str]:
