@@ -54,8 +54,6 @@ def learned(table):
 def test_every_table_that_the_paper_has_and_those_beyond_it():
     assert set(names()) == OF_THE_PAPER | BEYOND
     assert {name for name in names() if load_table(name, "paper").place} == OF_THE_PAPER
-    assert [panel.name for panel in load_table("widths", "paper").panels] == ["1024x12", "2048x12"]
-    assert [panel.name for panel in load_table("widths", "h200").panels] == ["512x12", "1024x12"]
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -150,14 +148,18 @@ def test_the_tables_vary_what_they_say():
     matched = {variant for variant in learned(table) if starts(table)[variant] == "matched"}
     assert matched == {"frozen-congruent"}
     table = load_table("structured_linear", "paper")
-    found = {variant: map_in(table, variant).l.pattern for variant, roles in learned(table).items() if roles == {"l"}}
-    assert list(found.values()) == ["global", "row", "column", "row_col_mult"]
+    assert [map_in(table, variant).l.pattern for variant in learned(table)] == [
+        "global",
+        "row",
+        "column",
+        "row_col_mult",
+    ]
     table = load_table("curvature", "paper")
-    assert len({(map_in(table, variant).curvature, map_in(table, variant).normalize) for variant in table.labels}) == 4
-    assert table.panels[0].config.train.steps == 100_000
+    maps = [map_in(table, variant) for variant in table.labels]
+    assert len({(found.curvature, found.normalize) for found in maps}) == 4
     table = load_table("lr_annealing", "paper")
-    assert [map_in(table, variant).e.k for variant in ("fixed", "annealed")] == [(50.0, 50.0), (50.0, 8.0)]
-    assert {map_in(table, variant).beta for variant in table.labels} == {7.0}
+    maps = [map_in(table, variant) for variant in ("fixed", "annealed")]
+    assert [(found.e.k, found.beta) for found in maps] == [((50.0, 50.0), 7.0), ((50.0, 8.0), 7.0)]
     table = load_table("optimizer_equivalence", "paper")
     homes = {variant: run.sel.home for variant, run in runs(table.panels[0]).items()}
     assert homes == {"parameterized": "module", "optimizer": "optimizer"}
@@ -168,10 +170,7 @@ def test_the_tables_vary_what_they_say():
     assert normal == ["AdamW-normal", "mismatch-normal"]
 
 
-def test_what_the_paper_leaves_open_is_said_and_what_the_code_does():
-    keys = set(load_table("main_grid", "paper").assumptions)
-    open_keys = {"train.batch_size", "compare.lrs", "sel.anneal_steps", "model.tie_head", "train.decay_plain"}
-    assert open_keys | {"model.heads", "data.tokenizer", "map.delta.rank", "data.seed", "model.gelu"} <= keys
+def test_what_the_code_fixes_is_what_the_assumptions_say():
     said = load_table("frozen", "mini").assumptions
     run = runs(load_table("frozen", "mini").panels[0])["frozen"]
     model, optimizer, _ = build(run)

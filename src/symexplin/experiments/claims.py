@@ -134,7 +134,9 @@ class Verdict(NamedTuple):
     def sentence(self) -> str:
         """The result in words."""
         text = f"{self.panel}: {self.best.verdict}: {self.best.text}"
-        if self.shared != self.best:
+        if self.shared == self.best:
+            text += "; the same at the shared rate"
+        else:
             text += f"; at the shared rate {self.shared.verdict}: {self.shared.interval or self.shared.text}"
         return text + ("." if self.paper is None else f"; the paper has {self.paper:+.4g}.")
 

@@ -49,7 +49,6 @@ def report_table(out: str | Path, echo: Callable[[str], None] = lambda _: None) 
             headline=headline,
             claims=claims,
             panels=panels,
-            provenance=_provenance(outcome.finished),
         )
     echo("\n".join(["", *headline, *(line for claim in claims for line in _lines(claim)), ""]))
     return page
@@ -129,10 +128,3 @@ def _claim_rows(outcome: Outcome, found: ClaimVerdict) -> Iterator[Row]:
             "measured_at_shared_rate": shared.mean if shared else None,
             "paper": panel.paper,
         }
-
-
-def _provenance(panels: Sequence[Evidence]) -> list[tuple[str, str]]:
-    """Return where the panels ran, each value once."""
-    places = [panel.found["provenance"] for panel in panels]
-    names = dict.fromkeys(name for place in places for name in place)
-    return [(name, "; ".join(dict.fromkeys(str(place.get(name)) for place in places))) for name in names]

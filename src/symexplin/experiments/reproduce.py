@@ -8,7 +8,7 @@ What needs torch is imported where it is used, so that the help of the command c
 """
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from typing import Any
 from symexplin.experiments.results import append_results, check_results
 from symexplin.experiments.tables import DATA, PANELS, SCALES, TABLE, Panel, Table, load_table
 from symexplin.lab.compare.grid import COMPARISON, CompareConfig
-from symexplin.lab.compare.interval import ENOUGH_SEEDS
 from symexplin.lab.files import read_json, write_json
 from symexplin.lab.folders import LOCK, SUMMARY, check_resumable, claimed
 from symexplin.lab.settings import from_table, merge
@@ -25,8 +24,6 @@ from symexplin.validation import check_choice
 __all__ = ["ReproduceConfig", "plan_lines", "reproduce"]
 
 Echo = Callable[[str], None]
-
-_FEW_STEPS = 400  # the shortest runs of the scales have 450
 
 
 @dataclass(frozen=True)
@@ -119,7 +116,7 @@ def reproduce(
         resume: keep finished runs, continue the others.
         results: a CSV file to which each run appends a row as it ends
             (:func:`symexplin.experiments.results.append_results`).
-        echo: takes each line of the log: warnings, estimates of the time, losses, verdicts.
+        echo: takes each line of the log: estimates of the time, losses, verdicts.
         progress: show bars on a terminal.
 
     Raises:
@@ -149,7 +146,7 @@ def reproduce(
             if to_prepare:
                 prepare(from_table(PrepareConfig, table.data), folder / DATA, echo=echo, progress=progress)
             new = [panel.config for panel in wanted if not (folder / PANELS / panel.name / COMPARISON).exists()]
-            for line in [*_warnings(new), *estimate(new)] if new else ():
+            for line in estimate(new):
                 echo(line)
             for number, panel in enumerate(wanted, start=1):
                 echo(f"{table.name} {panel.name} (panel {number} of {len(wanted)})")
@@ -184,19 +181,6 @@ def _begin(folder: Path, table: Table, resume: bool) -> None:
     saved = {"name": there["name"], "scale": there["scale"], "panels": started}
     known = [panel.name for panel in table.panels if panel.name in started]
     check_resumable(folder, "table", saved, {"name": table.name, "scale": table.scale, "panels": known})
-
-
-def _warnings(configs: Sequence[CompareConfig]) -> list[str]:
-    """Return a line for each choice that makes results hard to read: one learning rate, few seeds, few steps."""
-    found = []
-    if any(len(config.compare.lrs) == 1 for config in configs):
-        found.append("one learning rate (--lrs): its effect cannot be told from that of the variants")
-    if any(len(config.compare.seeds + config.compare.confirm_seeds) < ENOUGH_SEEDS for config in configs):
-        found.append(f"fewer than {ENOUGH_SEEDS} seeds (--seeds): differences have no interval")
-    steps = min(config.train.steps for config in configs)
-    if steps < _FEW_STEPS:
-        found.append(f"{steps} steps (--steps): the order of the variants may change in longer runs")
-    return [f"warning: {text}" for text in found]
 
 
 def _after_each_run(config: CompareConfig, place: Path, record: Callable[[], None], echo: Echo) -> Echo:
