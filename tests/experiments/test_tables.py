@@ -1,5 +1,3 @@
-import re
-
 import pytest
 import torch
 
@@ -66,9 +64,9 @@ def test_a_table_is_whole_at_every_scale(name, scale):
     assert {panel.stands_for for panel in table.panels} <= {panel.name for panel in paper.panels} | {""}
     assert all(text.endswith((".", ")")) for text in (table.about, *table.assumptions.values()))
     for panel in table.panels:
-        assert set(table.labels) >= set(panel.config.compare.variants)
-        assert panel.config.compare.baseline == table.baseline == next(iter(table.labels))
-        model = panel.config.model
+        grid, model = panel.config.compare, panel.config.model
+        assert set(table.labels) >= set(grid.variants)
+        assert grid.baseline == table.baseline == next(iter(table.labels))
         assert panel.name.startswith(f"{model.width}x{model.depth}")
 
 
@@ -110,13 +108,10 @@ def test_the_grid_is_the_papers():
         for claim in table.claims:
             if claim["measure"] != "final":
                 assert (claim["variant"] == better) == (panel.name in claim["panels"])
-        assert f"{run.model.width}x{run.model.depth}" == panel.name
-        assert run.model.head_dim == 64
-        assert (run.model.context, run.model.bias, run.model.init) == (1024, True, "xavier_uniform")
-        train = run.train
+        model, train = run.model, run.train
+        assert (model.head_dim, model.context, model.bias, model.init) == (64, 1024, True, "xavier_uniform")
         assert (train.betas, train.weight_decay, train.max_grad_norm) == ((0.9, 0.999), 0.01, 1.0)
-        assert (train.warmup_steps, run.compute.autocast, run.compute.recompute) == (250, "on", True)
-        assert (run.compute.compile, run.compute.compile_mode) == (True, "reduce-overhead")
+        assert (train.warmup_steps, run.compute.autocast, run.compute.compile) == (250, "on", True)
     assert learned(table) == {"mismatch": {"e", "l", "m"}, "mismatch+offset": {"e", "l", "m", "n", "delta"}}
     for variant in learned(table):
         config = map_in(table, variant)
@@ -239,10 +234,8 @@ def test_fewer_steps_take_warm_up_and_evaluations_with_them(changes, expected):
     [
         ({"modl": {"width": 3}}, "did you mean 'model'"),
         ({"model": {"widht": 3}}, "did you mean 'width'"),
-        ({"train": {"steps": 0}}, "steps must be a whole number"),
         ({"model": 3}, r"\[model\] must be a table, got 3"),
         ({"variant": {"full": 3}}, r"\[variant.full\] must be a table, got 3"),
-        ({"claim": {"bound": 3}}, r"claim must be tables, each under \[\[claim\]\]"),
         ({"reported": {"loss": {}}}, "unknown key 'reported'"),
         ({"variant": {"fall": {"map": {"beta": 3}}}}, "variant must be one of .*did you mean 'full'"),
     ],
@@ -288,7 +281,6 @@ def test_a_file_of_ones_own_is_a_table(tmp_path):
         ("[mini.panel]\nmap = { beta = 5.0 }\n", r"panel must be tables, each under \[\[panel\]\]"),
         (CLAIM.replace("[[claim]]", "[claim]"), r"claim must be tables, each under \[\[claim\]\]"),
         (CLAIM, "test must be given"),
-        (CLAIM + 'test = "within"\n', "bound must be given"),
     ],
 )
 def test_a_mistake_in_a_file_is_named(tmp_path, text, words):
@@ -299,7 +291,7 @@ def test_a_mistake_in_a_file_is_named(tmp_path, text, words):
 
 
 def test_another_folder_is_no_table_and_a_damaged_one_is_named(tmp_path):
-    with pytest.raises(ValueError, match=re.escape("table.json")):
+    with pytest.raises(ValueError, match=r"which has table.json"):
         read_table(tmp_path)
     said = load_table("frozen", "mini").to_json()
     for damaged in ({**said, "more": 1}, {key: value for key, value in said.items() if key != "panels"}):
