@@ -1,9 +1,11 @@
 import dataclasses
+import itertools
 import json
 import signal
 
 import pytest
 
+from symexplin.experiments import estimate
 from symexplin.experiments import reproduce as module
 from symexplin.experiments.reproduce import ReproduceConfig, _after_each_run, plan_lines, reproduce
 from symexplin.experiments.tables import load_table, read_table
@@ -143,10 +145,10 @@ def test_the_plan_counts_runs_and_tokens_and_says_every_claim_and_assumption():
 
 
 def test_the_time_left_follows_from_the_runs_that_have_ended(tmp_path, monkeypatch):
-    clock, lines = [0.0], []
+    clock, lines, recorded = [0.0], [], []
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
     table = load_table("frozen", "mini", changes={"compare": {"seeds": [0], "lrs": [1e-3, 2e-3], "jobs": 2}})
-    echo = _after_each_run(table.panels[0].config, tmp_path / "128x4", lambda: None, lines.append)
+    echo = _after_each_run(table.panels[0].config, tmp_path / "128x4", lambda: recorded.append(1), lines.append)
     for seconds, count in ((600.0, 1), (650.0, 2), (1300.0, 4)):  # two at a time, of sixteen
         clock[0] = seconds
         for number in range(count):
@@ -158,3 +160,13 @@ def test_the_time_left_follows_from_the_runs_that_have_ended(tmp_path, monkeypat
         "runs of 128x4 left: at most 14, about 76 min",  # 7 times 650 s
         "runs of 128x4 left: at most 12, about 65 min",
     ]
+    assert len(recorded) == 3
+
+
+@pytest.mark.parametrize(("jobs", "minutes"), [(1, 12), (2, 6)])
+def test_the_estimate_is_of_all_steps_and_evaluations_of_all_runs(data, monkeypatch, jobs, minutes):
+    clock = itertools.count(step=60.0)  # a minute between two looks at it
+    table = tiny(data, jobs=jobs).table("optimizer_equivalence", "out")
+    monkeypatch.setattr(estimate.time, "perf_counter", lambda: next(clock))
+    # Two runs of four steps; three evaluations of two batches, which cost a third of a step each.
+    assert estimate.estimate([table.panels[0].config]) == [f"at most 2 runs, in all about {minutes} min (from 4 steps)"]

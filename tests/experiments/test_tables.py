@@ -89,6 +89,7 @@ def test_claims_are_what_the_papers_own_losses_say(name):
             gap = ends[0] - ends[1]
             tests = {"below": gap < 0, "above": gap > 0, "within": abs(gap) <= claim.get("bound", 0.0)}
             assert tests[claim["test"]], (claim, panel)
+            assert claim.get("paper", gap) == pytest.approx(gap, abs=1.1e-4), claim
             first = losses.get(claim["since"])
             assert first is None or gap < first[claim["variant"]] - first[claim["against"]] < 0
     assert bool(table.claims) == (name != "widths")

@@ -89,7 +89,7 @@ class Claim:
         bound: the paper's if its text has one, else our reading of its words, and then `text` says so.
         panels: the paper's panels that it is about, all if none are named.
         since: a panel of the paper, for a gain that grows: the number is its change from there.
-        paper: the paper's own number, where its final losses do not give it.
+        paper: the paper's own number, where its printed losses do not give it.
     """
 
     text: str
@@ -183,7 +183,7 @@ def _of_paper(claim: Claim, panels: Sequence[Evidence], losses: Losses) -> float
     """Return the paper's own number for a claim, if it is known."""
     gaps = [reported_gap(losses, panel.paper, claim.variant, claim.against) for panel in panels]
     known = [gap for gap in gaps if gap is not None]
-    if claim.measure != "final" or len(known) < len(gaps):
+    if claim.paper is not None or claim.measure != "final" or len(known) < len(gaps):
         return claim.paper
     *first, last = known
     return last - sum(first)
