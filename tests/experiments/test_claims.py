@@ -223,6 +223,7 @@ def test_the_worst_panel_counts_and_what_tests_nothing_does_not(tmp_path):
         ({"test": "within"}, "bound must be given"),
         ({"bound": 0.1}, "bound must be given"),
         ({"measure": "kurtosis"}, "measure must be one of 'final'"),
+        ({"against": ""}, "against must be given with measure 'final'"),
     ],
 )
 def test_a_wrong_claim_is_named(changes, words):

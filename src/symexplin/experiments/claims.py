@@ -104,9 +104,11 @@ class Claim:
     paper: float | None = None
 
     def __post_init__(self) -> None:
-        """Check the words, and that a bound is there where the test needs one."""
+        """Check the words, and that what they need is there."""
         check_choice("test", self.test, TESTS)
         check_choice("measure", self.measure, MEASURES)
+        if not self.against and "{against}" in MEASURES[self.measure].words:
+            raise ValueError(f"against must be given with measure {self.measure!r}")
         if (self.bound is None) == (self.test in _BOUNDS):
             raise ValueError(f"bound must be given with {', '.join(_BOUNDS)} alone, got {self.bound} with {self.test}")
 
