@@ -61,12 +61,12 @@ def panel_folder(
     return content
 
 
-def table_folder(out, name, loss, scale="mini", missing=(), figures=(), **changes):
+def table_folder(out, name, loss, scale="mini", missing=(), **changes):
     """Write the folder of a table of the package, `loss` as in :func:`panel_folder`, and return it."""
     out = Path(out)
     table = load_table(name, scale, out=out)
     out.mkdir(parents=True, exist_ok=True)
-    write_json(out / TABLE, {**table.to_json(), "figures": list(figures)})
+    write_json(out / TABLE, table.to_json())
     for panel in table.panels:
         if panel.name not in missing:
             folder = out / PANELS / panel.name

@@ -1,9 +1,11 @@
 import dataclasses
+import itertools
 import json
 import signal
 
 import pytest
 
+from symexplin.experiments import estimate
 from symexplin.experiments import reproduce as module
 from symexplin.experiments.reproduce import ReproduceConfig, _after_each_run, plan_lines, reproduce
 from symexplin.experiments.tables import load_table, read_table
@@ -47,16 +49,13 @@ def finished(data, tmp_path_factory):
     return out, run("optimizer_equivalence", out, tiny(data), **options), lines
 
 
-def test_it_warns_estimates_the_time_and_prints_the_verdicts(finished):
+def test_it_estimates_the_time_and_prints_the_verdicts(finished):
     _, _, lines = finished
-    for words in ("one learning rate", "fewer than 3 seeds", "4 steps (--steps)"):
-        assert any(line.startswith("warning: ") and words in line for line in lines), words
     first = next(i for i, line in enumerate(lines) if line.startswith("at most 2 runs, in all about"))
     later = next(i for i, line in enumerate(lines) if line.startswith("runs of 16x1 left: at most 1, about"))
     trained = [i for i, line in enumerate(lines) if "step 0/4" in line]
     assert first < trained[0] < later < trained[1]
-    assert any("the paper, one seed) at its own best learning rate" in line for line in lines[trained[1] :])
-    assert any("Held: mean difference between optimizer and parameterized: " in line for line in lines[trained[1] :])
+    assert any("16x1: held: mean difference between optimizer and parameterized: " in line for line in lines[later:])
 
 
 def test_a_finished_table_is_not_trained_again_and_may_grow(finished, data):
@@ -117,43 +116,39 @@ def test_text_that_is_not_prepared_is(tmp_path):
     assert losses(out)
 
 
-def test_a_large_scale_wants_data_and_leaves_no_folder_without(tmp_path):
-    with pytest.raises(ValueError, match="data must be given at scale 'h200'"):
-        reproduce("frozen", tmp_path / "out", ReproduceConfig(scale="h200"))
-    assert not (tmp_path / "out").exists()
-    with pytest.raises(ValueError, match="panels must be one of '1024x12'"):
-        reproduce("frozen", tmp_path / "out", ReproduceConfig(scale="paper", panels=("12x1024",)))
-
-
-def test_a_mistake_in_data_or_results_leaves_no_folder(data, tmp_path):
+def test_a_mistake_leaves_no_folder(data, tmp_path):
     out = tmp_path / "new" / "out"
+    for config, words in (
+        (ReproduceConfig(scale="h200"), "data must be given at scale 'h200'"),
+        (ReproduceConfig(panels=("12x1024",)), "panels must be one of '128x4'"),
+        (tiny(data, set={"model": {"context": 10**6}}), "context"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            run("exp_only", out, config)
     with pytest.raises(FileNotFoundError, match="no/such"):
         run("exp_only", out, tiny("no/such"))
-    with pytest.raises(ValueError, match="context"):
-        run("exp_only", out, tiny(data, set={**SMALL, "model": {**SMALL["model"], "context": 10**6}}))
     (tmp_path / "results.csv").write_text("table,loss\n")
     with pytest.raises(ValueError, match="must have the columns"):
         run("exp_only", out, tiny(data), results=tmp_path / "results.csv")
     assert not out.parent.exists()
 
 
-def test_the_plan_counts_runs_and_tokens_and_says_every_assumption():
+def test_the_plan_counts_runs_and_tokens_and_says_every_claim_and_assumption():
     table = load_table("frozen", "mini")
-    with pytest.raises(ValueError, match="panels must be one of '128x4'"):
-        plan_lines(table, ["4x128"])
     assert "64x2: AdamW" not in "\n".join(plan_lines(load_table("main_grid", "mini"), ["64x4"]))
     text = "\n".join(plan_lines(table))
     # Eight variants at four rates with three seeds.
     assert "up to 96 runs of 600 steps, 614,400 tokens each" in text
     assert "in all: up to 96 runs, 58,982,400 tokens" in text
     assert all(sentence in text for sentence in table.assumptions.values())
+    assert all(claim["text"] in text for claim in table.claims)
 
 
 def test_the_time_left_follows_from_the_runs_that_have_ended(tmp_path, monkeypatch):
-    clock, lines = [0.0], []
+    clock, lines, recorded = [0.0], [], []
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
     table = load_table("frozen", "mini", changes={"compare": {"seeds": [0], "lrs": [1e-3, 2e-3], "jobs": 2}})
-    echo = _after_each_run(table.panels[0].config, tmp_path / "128x4", lambda: None, lines.append)
+    echo = _after_each_run(table.panels[0].config, tmp_path / "128x4", lambda: recorded.append(1), lines.append)
     for seconds, count in ((600.0, 1), (650.0, 2), (1300.0, 4)):  # two at a time, of sixteen
         clock[0] = seconds
         for number in range(count):
@@ -165,3 +160,13 @@ def test_the_time_left_follows_from_the_runs_that_have_ended(tmp_path, monkeypat
         "runs of 128x4 left: at most 14, about 76 min",  # 7 times 650 s
         "runs of 128x4 left: at most 12, about 65 min",
     ]
+    assert len(recorded) == 3
+
+
+@pytest.mark.parametrize(("jobs", "minutes"), [(1, 12), (2, 6)])
+def test_the_estimate_is_of_all_steps_and_evaluations_of_all_runs(data, monkeypatch, jobs, minutes):
+    clock = itertools.count(step=60.0)  # a minute between two looks at it
+    table = tiny(data, jobs=jobs).table("optimizer_equivalence", "out")
+    monkeypatch.setattr(estimate.time, "perf_counter", lambda: next(clock))
+    # Two runs of four steps; three evaluations of two batches, which cost a third of a step each.
+    assert estimate.estimate([table.panels[0].config]) == [f"at most 2 runs, in all about {minutes} min (from 4 steps)"]

@@ -1,110 +1,120 @@
-"""Tests of the paper's claims on finished comparisons, by one rule that is fixed before the runs.
+"""The paper's claims, tried on finished comparisons by one rule that is fixed before the runs.
 
-A claim is about one number for each seed, such as the difference between the final losses of two variants. At one seed
-the variants share their first weights and the order of their data. The test is on
-which side of zero, or of a bound, the 99 % interval of the mean lies. One seed shows only a sign, and whether runs that
-should be the same are.
+A claim is about one number per seed, such as the final loss of a variant minus that of another. The two start from the
+same weights and see the same data in the same order. The 99 % interval of the mean decides: on which side of zero it
+lies, or whether it lies within a bound. One seed shows only a sign, and whether runs that should be the same are.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 from typing import NamedTuple
 
-import numpy as np
+from symexplin.experiments.comparison import Evidence, FinishedRun
+from symexplin.lab.compare.interval import BETTER, ENOUGH_SEEDS, NO_DIFFERENCE, TOO_FEW, WORSE, Interval
+from symexplin.validation import check_choice
 
-from symexplin.experiments.comparison import OTHER_SIGN, SAME_SIGN, Evidence, FinishedRun
-from symexplin.experiments.paper import Claim, Paper
-from symexplin.lab.compare.interval import ENOUGH_SEEDS, NO_DIFFERENCE, TOO_FEW, Interval
-
-__all__ = ["KINDS", "VERDICTS", "ClaimVerdict", "Judgement", "Kind", "Verdict", "judge"]
+__all__ = [
+    *("MEASURES", "TESTS", "VERDICTS", "Claim", "ClaimVerdict", "Judgement", "Verdict"),
+    *("judge", "reported_gap"),
+]
 
 HELD, DID_NOT, UNTESTED = "held", "did not hold", "not tested at this scale"
+# What one seed shows. The paper's own results are of one seed.
+SAME_SIGN, OTHER_SIGN = "same sign as the paper, one seed", "other sign than the paper, one seed"
 VERDICTS = (HELD, DID_NOT, NO_DIFFERENCE, SAME_SIGN, OTHER_SIGN, UNTESTED)
-_FIRST = (DID_NOT, OTHER_SIGN, NO_DIFFERENCE, HELD, SAME_SIGN)  # of several panels the first of these counts
-Measure = Callable[[FinishedRun, FinishedRun], float | None]
-Rate = Callable[[Evidence, str], float | None]
+_WORST_FIRST = (DID_NOT, OTHER_SIGN, NO_DIFFERENCE, HELD, SAME_SIGN, UNTESTED)
+
+_SIGNS = {"below": BETTER, "above": WORSE}
+_BOUNDS = ("within", "at_most", "same")
+TESTS = (*_SIGNS, *_BOUNDS)
+
+Losses = Mapping[str, Mapping[str, float]]  # the paper's, by panel and variant
 
 
-def _final(variant: FinishedRun, against: FinishedRun) -> float:
-    return variant.final - against.final
+class Measure(NamedTuple):
+    """The number of a seed, None where the runs do not have it, and what it is in words."""
+
+    of: Callable[[FinishedRun, FinishedRun], float | None]
+    words: str
 
 
-def _unreached(variant: FinishedRun, against: FinishedRun) -> float:
-    return variant.final - min(loss for _, loss in against.curve)
-
-
-def _gaps(variant: FinishedRun, against: FinishedRun) -> list[float]:
+def _gaps(run: FinishedRun, other: FinishedRun) -> list[float]:
     """Return the differences at the evaluations of both runs, without the one before the first step."""
-    other = dict(against.curve)
-    return [loss - other[step] for step, loss in variant.curve if step in other and step > 0]
+    losses = dict(other.curve)
+    return [loss - losses[step] for step, loss in run.curve if step in losses and step > 0]
 
 
 def _change_of(role: str) -> Measure:
-    def change(variant: FinishedRun, _: FinishedRun) -> float | None:
-        means = variant.scale_means(role)
+    def change(run: FinishedRun, _: FinishedRun) -> float | None:
+        means = run.scale_means(role)
         return means[-1][1] - 1.0 if means else None
 
-    return change
+    return Measure(change, f"change of the mean {role} of {{variant}}")
 
 
-def _early_change_of(role: str) -> Measure:
-    def share(variant: FinishedRun, _: FinishedRun) -> float | None:
-        steps, means = zip((0, 1.0), *variant.scale_means(role), strict=True)
-        whole, early = means[-1] - 1.0, float(np.interp(_EARLY * steps[-1], steps, means)) - 1.0
-        return 2.0 * early / whole - 1.0 if whole else None
-
-    return share
-
-
-def _heavier_tail(variant: FinishedRun, against: FinishedRun) -> float | None:
-    own, other = variant.kurtosis, against.kurtosis
-    return None if own is None or other is None else own - other
-
-
-class Kind(NamedTuple):
-    """A kind of claim: the number of a seed, its description, and the test of the numbers of all seeds.
-
-    `value` is None where the runs do not have it. `test` is "below" or "above" for the sign, "within" for a bound on
-    the absolute mean, and "no_worse" for a bound on the mean. "same" is for runs that should be the same, which only
-    the same learning rate can show: a bound on the number of every seed, however few.
-    """
-
-    value: Measure
-    what: str
-    test: str
-
-
-_SIGNS = {"below": -1, "above": 1}
-_EARLY = 0.25  # our reading of the paper's "early in training": this share of the steps
-_LOSS = "final loss of {variant} minus that of {against}"
-_SHARE = "share of the change of the mean {} of {{variant}} in the first quarter of the steps, minus the share after it"
 _APART = "difference between {variant} and {against}"
-KINDS = {
-    "below": Kind(_final, _LOSS, "below"),
-    "above": Kind(_final, _LOSS, "above"),
-    "within": Kind(_final, _LOSS, "within"),
-    "no_worse": Kind(_final, _LOSS, "no_worse"),
-    "grows": Kind(_final, f"change of the {_LOSS}", "below"),
-    "unreached": Kind(_unreached, "final loss of {variant} minus the lowest one of {against}", "below"),
-    "ahead": Kind(
-        lambda *runs: fmean(gap >= 0 for gap in _gaps(*runs)),
-        "share of the evaluations after the first at which {variant} is not below {against}",
-        "within",
+MEASURES = {
+    "final": Measure(lambda a, b: a.final - b.final, "final loss of {variant} minus that of {against}"),
+    "lowest": Measure(
+        lambda a, b: a.final - min(loss for _, loss in b.curve),
+        "final loss of {variant} minus the lowest one of {against}",
     ),
-    "mean_apart": Kind(lambda *runs: fmean(map(abs, _gaps(*runs))), f"mean {_APART}", "same"),
-    "most_apart": Kind(lambda *runs: max(map(abs, _gaps(*runs))), f"largest {_APART}", "same"),
-    "final_apart": Kind(lambda *runs: abs(_final(*runs)), f"last {_APART}", "same"),
-    "e_rises": Kind(_change_of("e"), "change of the mean e of {variant}", "above"),
-    "l_falls": Kind(_change_of("l"), "change of the mean l of {variant}", "below"),
-    "e_early": Kind(_early_change_of("e"), _SHARE.format("e"), "above"),
-    "l_early": Kind(_early_change_of("l"), _SHARE.format("l"), "above"),
-    "tails": Kind(_heavier_tail, "excess kurtosis of the final weights of {variant} minus that of {against}", "above"),
-    "m_stays": Kind(_change_of("m"), "change of the mean m of {variant}", "within"),
+    "behind": Measure(
+        lambda a, b: fmean(gap >= 0 for gap in _gaps(a, b)),
+        "share of the evaluations after the first at which {variant} is not below {against}",
+    ),
+    "mean_apart": Measure(lambda a, b: fmean(map(abs, _gaps(a, b))), f"mean {_APART}"),
+    "most_apart": Measure(lambda a, b: max(map(abs, _gaps(a, b))), f"largest {_APART}"),
+    "final_apart": Measure(lambda a, b: abs(a.final - b.final), f"last {_APART}"),
+    "e_change": _change_of("e"),
+    "l_change": _change_of("l"),
+    "m_change": _change_of("m"),
 }
 
 
+@dataclass(frozen=True)
+class Claim:
+    """A statement of the paper in our words: a [[claim]] of a table.
+
+    Args:
+        text: the statement.
+        place: where the paper makes it.
+        variant: whose runs it is about.
+        test: "below" or "above" zero; "within" a bound on the absolute mean; "at_most" a bound on the mean; "same", a
+            bound on the number of every seed at the shared rate, however few the seeds.
+        against: the variant to compare with.
+        measure: the number of a seed, a key of MEASURES.
+        bound: the paper's if its text has one, else our reading of its words, and then `text` says so.
+        panels: the paper's panels that it is about, all if none are named.
+        since: a panel of the paper, for a gain that grows: the number is its change from there.
+        paper: the paper's own number, where its printed losses do not give it.
+    """
+
+    text: str
+    place: str
+    variant: str
+    test: str
+    against: str = ""
+    measure: str = "final"
+    bound: float | None = None
+    panels: tuple[str, ...] = ()
+    since: str = ""
+    paper: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check the words, and that what they need is there."""
+        check_choice("test", self.test, TESTS)
+        check_choice("measure", self.measure, MEASURES)
+        if not self.against and "{against}" in MEASURES[self.measure].words:
+            raise ValueError(f"against must be given with measure {self.measure!r}")
+        if (self.bound is None) == (self.test in _BOUNDS):
+            raise ValueError(f"bound must be given with {', '.join(_BOUNDS)} alone, got {self.bound} with {self.test}")
+
+
 class Judgement(NamedTuple):
-    """The result of a claim at one choice of learning rates; `interval` is None where there is no number."""
+    """The result of a claim at one choice of learning rates; `interval` is None where there are no numbers."""
 
     verdict: str
     text: str
@@ -112,17 +122,25 @@ class Judgement(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The result of a claim in one panel ("A to B" for a claim across panels), and the paper's own number.
+    """The result of a claim in one panel ("A to B" for a change from A to B), beside the paper's own number.
 
-    The verdict is `best`, each variant at its own best learning rate; `shared` is that of all variants at the
-    baseline's best. `note` names the better alternative of a claim with two, and what the learning rates may explain.
+    `best` is with each variant at its own best learning rate and counts, `shared` with all at the baseline's best.
     """
 
     panel: str
     best: Judgement
     shared: Judgement
     paper: float | None
-    note: str
+
+    @property
+    def sentence(self) -> str:
+        """The result in words."""
+        text = f"{self.panel}: {self.best.verdict}: {self.best.text}"
+        if self.shared == self.best:
+            text += "; the same at the shared rate"
+        else:
+            text += f"; at the shared rate {self.shared.verdict}: {self.shared.interval or self.shared.text}"
+        return text + ("." if self.paper is None else f"; the paper has {self.paper:+.4g}.")
 
 
 class ClaimVerdict(NamedTuple):
@@ -133,121 +151,103 @@ class ClaimVerdict(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """Return the verdict of all panels: the first of _FIRST that a panel has."""
+        """Return the worst verdict of the panels; those that test nothing count if all do."""
         found = {panel.best.verdict for panel in self.panels}
-        return next((verdict for verdict in _FIRST if verdict in found), UNTESTED)
-
-    @property
-    def what(self) -> str:
-        """What the number of a seed is."""
-        return KINDS[self.claim.kind].what.format(variant=self.claim.subject, against=self.claim.against)
-
-    @property
-    def sentence(self) -> str:
-        """The result in one plain sentence, with a note in a second one."""
-        if len(self.panels) == 1:
-            only = self.panels[0]
-            return f"{self.verdict.capitalize()}: {only.best.text}. {only.note}".strip()
-        counts = [(sum(panel.best.verdict == verdict for panel in self.panels), verdict) for verdict in VERDICTS]
-        parts = [f"{verdict}: {count} of {len(self.panels)} panels" for count, verdict in counts if count]
-        return f"{'; '.join(parts) or f'{UNTESTED}: the table has no such panels'}.".capitalize()
+        return next((verdict for verdict in _WORST_FIRST if verdict in found), UNTESTED)
 
 
-def judge(claim: Claim, table: str, panels: Sequence[Evidence], paper: Paper) -> ClaimVerdict:
-    """Return the verdict on a claim in the panels of a table, finished or not."""
-    about = [panel for panel in panels if not claim.panels or panel.paper in claim.panels]
-    groups = [[panel] for panel in about]
-    if claim.kind == "grows":
-        groups = [about] if len(about) == 2 else []
-    return ClaimVerdict(claim, [_verdict(_better(claim, group[0]), table, group, paper) for group in groups])
+class _NoNumbersError(Exception):
+    """Has the verdict and the reason where a claim has no numbers."""
 
 
-def _better(claim: Claim, panel: Evidence) -> Claim:
-    """Return a claim with two alternatives as one on the alternative that ends lower."""
-    alternatives = {claim.variant, claim.alternative}
-    leader = panel.leader(alternatives) if panel.found and alternatives <= set(panel.variants) else None
-    return claim if leader is None else claim._replace(variant=leader["variant"])
+def reported_gap(losses: Losses, panel: str, variant: str, against: str) -> float | None:
+    """Return the paper's final loss of a variant minus that of another, or None without both."""
+    own, other = (losses.get(panel, {}).get(name) for name in (variant, against))
+    return None if own is None or other is None else own - other
 
 
-def _shared_rate(panel: Evidence, _: str) -> float:
-    return panel.shared_lr
+def judge(claim: Claim, panels: Sequence[Evidence], losses: Losses) -> ClaimVerdict:
+    """Return the verdict on a claim in the panels of a table, finished or not; `losses` are the paper's."""
+    about = [[panel] for panel in panels if not claim.panels or panel.paper in claim.panels]
+    if claim.since:
+        about = [[first, panel] for first in panels if first.paper == claim.since for [panel] in about]
+    return ClaimVerdict(claim, [_verdict(claim, group, losses) for group in about])
 
 
-def _verdict(claim: Claim, table: str, panels: Sequence[Evidence], paper: Paper) -> Verdict:
-    """Return the verdict in one panel, or on the change from the first of two panels to the last."""
-    kind, note = KINDS[claim.kind], ""
-    shared = _judge(claim, panels, _shared_rate)
-    same = kind.test == "same"
-    best = shared if same else _judge(claim, panels, Evidence.best_lr)
-    if shared.verdict in (HELD, SAME_SIGN) and best.verdict in (DID_NOT, NO_DIFFERENCE, OTHER_SIGN):
-        found = "it held" if shared.verdict == HELD else "the sign is the paper's"
-        note = f"A learning-rate effect: {found} at the shared rate, and not with each variant at its own best."
-    elif best.interval is not None and claim.against and not same and len(panels[0].lrs) == 1:
-        note = "With one learning rate tried, this may be a learning-rate effect."
-    if claim.alternative and best.interval is not None:
-        note = f"The better variant is {claim.variant}. {note}".strip()
-    number, ends = claim.paper, [paper.difference(table, panel.paper, claim.variant, claim.against) for panel in panels]
-    known = [end for end in ends if end is not None]
-    if number is None and kind.value is _final and len(known) == len(panels):
-        number = known[-1] - sum(known[:-1])
-    return Verdict(" to ".join(panel.name for panel in panels), best, shared, number, note)
+def _verdict(claim: Claim, panels: Sequence[Evidence], losses: Losses) -> Verdict:
+    """Return the verdict in a panel, or on the change from the first of two panels to the last."""
+    shared = _judge(claim, panels, "shared")
+    best = shared if claim.test == "same" else _judge(claim, panels, "best")
+    return Verdict(" to ".join(panel.name for panel in panels), best, shared, _of_paper(claim, panels, losses))
 
 
-def _judge(claim: Claim, panels: Sequence[Evidence], rate: Rate) -> Judgement:
-    """Judge a claim with each variant at a learning rate."""
-    kind, found = KINDS[claim.kind], []
-    for panel in panels:
-        numbers = _numbers(claim, panel, rate)
-        if isinstance(numbers, Judgement):
-            return numbers
-        found.append(numbers)
-    first, last = found[0], found[-1]
-    if first.keys() != last.keys():
+def _of_paper(claim: Claim, panels: Sequence[Evidence], losses: Losses) -> float | None:
+    """Return the paper's own number for a claim, if it is known."""
+    gaps = [reported_gap(losses, panel.paper, claim.variant, claim.against) for panel in panels]
+    known = [gap for gap in gaps if gap is not None]
+    if claim.paper is not None or claim.measure != "final" or len(known) < len(gaps):
+        return claim.paper
+    *first, last = known
+    return last - sum(first)
+
+
+def _judge(claim: Claim, panels: Sequence[Evidence], which: str) -> Judgement:
+    """Judge a claim with the variants at their "best" or "shared" learning rates."""
+    try:
+        *first, last = (_numbers(claim, panel, which) for panel in panels)
+    except _NoNumbersError as error:
+        return Judgement(*error.args)
+    before = first[0] if first else dict.fromkeys(last, 0.0)
+    if before.keys() != last.keys():
         return Judgement(UNTESTED, "the seeds differ")
-    interval = Interval([last[seed] - (first[seed] if len(found) == 2 else 0.0) for seed in last])
-    text = f"{kind.what.format(variant=claim.variant, against=claim.against)}: {interval}"
-    one = len(last) == 1 and kind.test in _SIGNS
-    if len(last) < ENOUGH_SEEDS and kind.test != "same" and not one:
-        return Judgement(UNTESTED, f"{TOO_FEW}; {text}", interval)
-    held = interval.mean * _SIGNS[kind.test] > 0 if one else _holds(kind.test, interval, claim.bound or 0.0)
-    if held is None and kind.test in _SIGNS:
-        return Judgement(NO_DIFFERENCE, text, interval)
-    if held is None:
-        return Judgement(UNTESTED, f"the interval contains the bound of {claim.bound:g}; {text}", interval)
-    if held and len(found) == 2 and fmean(last.values()) >= 0.0:  # a smaller loss is no gain
-        held, text = False, f"there is no gain at {panels[-1].name}; {text}"
-    verdicts = (OTHER_SIGN, SAME_SIGN) if one else (DID_NOT, HELD)
-    return Judgement(verdicts[held], text, interval)
+    interval = Interval([last[seed] - before[seed] for seed in last])
+    verdict, reason = _test(claim, interval)
+    if first and verdict in (HELD, SAME_SIGN) and fmean(last.values()) >= 0:  # a smaller loss is no gain
+        verdict, reason = DID_NOT if verdict == HELD else OTHER_SIGN, f"there is no gain at {panels[-1].name}; "
+    words = MEASURES[claim.measure].words.format(variant=claim.variant, against=claim.against)
+    return Judgement(verdict, f"{reason}{'change of the ' if first else ''}{words}: {interval}", interval)
 
 
-def _numbers(claim: Claim, panel: Evidence, rate: Rate) -> dict[int, float] | Judgement:
-    """Return the number of each seed in a panel, or the result without them."""
+def _numbers(claim: Claim, panel: Evidence, which: str) -> dict[int, float]:
+    """Return the number of each seed in a panel."""
     if not panel.found:
-        return Judgement(UNTESTED, "the panel has not ended")
+        raise _NoNumbersError(UNTESTED, "the panel has not ended")
+    lrs = {row["variant"]: row["lr"] for row in panel.rows(which)}
     variants = [variant for variant in (claim.variant, claim.against) if variant]
-    if untrained := [
-        variant for variant in (*variants, claim.alternative) if variant and variant not in panel.variants
-    ]:
-        return Judgement(UNTESTED, f"{untrained[0]} was not trained")
-    runs = {variant: panel.runs(variant, rate(panel, variant)) for variant in variants}
-    if lost := [variant for variant in variants if len(runs[variant]) < len(panel.seeds)]:
+    if untrained := [variant for variant in variants if variant not in lrs]:
+        raise _NoNumbersError(UNTESTED, f"{untrained[0]} was not trained")
+    runs = [panel.runs(variant, lrs[variant]) for variant in variants]
+    if lost := [variant for variant, found in zip(variants, runs, strict=True) if len(found) < len(panel.seeds)]:
         # A claim fails if its own variant alone diverges; it proves nothing if the other one does.
-        alone = claim.against and lost == [claim.variant] and claim.kind != "above"
-        failed = alone and (len(panel.seeds) >= ENOUGH_SEEDS or KINDS[claim.kind].test == "same")
-        return Judgement(DID_NOT if failed else UNTESTED, f"{' and '.join(lost)} did not stay finite in every seed")
-    value, own, other = KINDS[claim.kind].value, runs[variants[0]], runs[variants[-1]]
-    values = {seed: value(own[seed], other[seed]) for seed in panel.seeds}
-    known = {seed: number for seed, number in values.items() if number is not None}
-    return known if len(known) == len(values) else Judgement(UNTESTED, f"the runs of {claim.variant} do not have it")
+        alone = claim.against and lost == [claim.variant] and claim.test != "above"
+        failed = alone and (len(panel.seeds) >= ENOUGH_SEEDS or claim.test == "same")
+        raise _NoNumbersError(
+            DID_NOT if failed else UNTESTED, f"{' and '.join(lost)} did not stay finite in every seed"
+        )
+    values = {seed: MEASURES[claim.measure].of(runs[0][seed], runs[-1][seed]) for seed in panel.seeds}
+    known = {seed: value for seed, value in values.items() if value is not None}
+    if len(known) < len(values):
+        raise _NoNumbersError(UNTESTED, f"the runs of {claim.variant} do not have it")
+    return known
 
 
-def _holds(test: str, found: Interval, bound: float) -> bool | None:
-    """Return whether the interval lies where the claim has it, or beyond; None where it contains the limit."""
-    if test == "same":
-        return max(found.values) <= bound
-    if test in _SIGNS:
-        near, far = (-found.high, -found.low) if test == "below" else (found.low, found.high)
-        return True if near > 0 else False if far < 0 else None
-    nearest = max(found.low, -found.high) if test == "within" else found.low
-    farthest = max(-found.low, found.high) if test == "within" else found.high
-    return True if farthest <= bound else False if nearest > bound else None
+def _test(claim: Claim, interval: Interval) -> tuple[str, str]:
+    """Return the verdict on the numbers of all seeds, and why they test nothing: the one rule."""
+    bound = math.inf if claim.bound is None else claim.bound
+    if claim.test == "same":
+        return HELD if max(interval.values) <= bound else DID_NOT, ""
+    if claim.test in _SIGNS and len(interval.values) == 1:
+        side = -interval.mean if claim.test == "below" else interval.mean
+        return SAME_SIGN if side > 0 else OTHER_SIGN, ""
+    if interval.verdict == TOO_FEW:
+        return UNTESTED, f"{TOO_FEW}; "
+    if interval.verdict == NO_DIFFERENCE and claim.test in _SIGNS:
+        return NO_DIFFERENCE, ""
+    if claim.test in _SIGNS:
+        return HELD if interval.verdict == _SIGNS[claim.test] else DID_NOT, ""
+    least = -bound if claim.test == "within" else -math.inf
+    if least <= interval.low and interval.high <= bound:
+        return HELD, ""
+    if interval.high < least or bound < interval.low:
+        return DID_NOT, ""
+    return UNTESTED, f"the interval contains the bound of {bound:g}; "

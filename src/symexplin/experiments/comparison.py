@@ -1,6 +1,5 @@
 """A finished comparison, looked up by variant, learning rate and seed: for the report of a table and for figures."""
 
-import functools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,15 +12,9 @@ from symexplin.lab.record import METRICS
 if TYPE_CHECKING:
     from symexplin.lab.evaluate import Curve
 
-__all__ = [
-    *("OTHER_SIGN", "SAME_SIGN"),
-    *("Evidence", "FinishedRun", "Row"),
-]
+__all__ = ["Evidence", "FinishedRun", "Row"]
 
 Row = dict[str, Any]
-
-# What one seed shows. The paper's own results are of one seed.
-SAME_SIGN, OTHER_SIGN = "same sign as the paper, one seed", "other sign than the paper, one seed"
 
 
 class FinishedRun(NamedTuple):
@@ -44,25 +37,6 @@ class FinishedRun(NamedTuple):
         key, unit = (f"{role}/mean", first) if role != "m" else ("kappa/mean", float(self.config.beta) * first)  # Eq. 4
         stats = [(record["step"], record.get("stats") or {}) for record in read_json_lines(self.folder / METRICS)]
         return [(step, found[key] / unit) for step, found in stats if key in found]
-
-    @property
-    def kurtosis(self) -> float | None:
-        """Excess kurtosis of the final weights, -1.2 at Xavier's start; None where they were not kept."""
-        from symexplin.lab.run import MODEL  # slow: torch
-
-        return _kurtosis(self.folder / MODEL) if (self.folder / MODEL).exists() else None
-
-
-@functools.cache
-def _kurtosis(path: Path) -> float:
-    """Return the excess kurtosis of all curved matrices of a file, each in units of its own standard deviation."""
-    from symexplin.lab.inspect import curved_matrices  # slow: torch
-
-    count, total = 0, 0.0
-    for _, matrix in curved_matrices(path):
-        squares = (matrix.double() - matrix.double().mean()).square()
-        count, total = count + matrix.numel(), total + float((squares / squares.mean()).square().sum())
-    return total / count - 3.0
 
 
 @dataclass(frozen=True)
@@ -112,14 +86,6 @@ class Evidence:
         """Return the rows at the "shared" learning rate, or each at its "best" one, the baseline's first."""
         rows: list[Row] = self.found["comparison"][which]
         return rows
-
-    def best(self, variant: str) -> Row:
-        """Return a variant's row at its own best learning rate; {} of a variant that is not there."""
-        return next((row for row in self.rows("best") if row["variant"] == variant), {})
-
-    def best_lr(self, variant: str) -> float | None:
-        """Return a variant's own best learning rate, or None if it stayed finite at none."""
-        return self.best(variant).get("lr")
 
     def runs(self, variant: str, lr: float | None) -> dict[int, FinishedRun]:
         """Return {seed: run} of a variant at a learning rate, without the runs that did not stay finite."""

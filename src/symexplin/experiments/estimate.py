@@ -1,4 +1,4 @@
-"""How long the runs of a table take on this machine, from a few steps of one of them."""
+"""How long the runs of a table take on this machine, from a few steps of each model."""
 
 import time
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ import torch
 
 from symexplin.experiments.tables import PASSES
 from symexplin.lab.compare.grid import CompareConfig
-from symexplin.lab.config import RunConfig, resolve
+from symexplin.lab.config import resolve
 from symexplin.lab.data.batches import Corpus
 from symexplin.lab.provenance import cores
 from symexplin.lab.train import NonFiniteError, Trainer
@@ -19,36 +19,30 @@ _TIMED_STEPS = 4  # the first one is slow, the fastest one counts
 
 def estimate(configs: Sequence[CompareConfig]) -> list[str]:
     """Return a line that says how long the runs of all comparisons take; none where a few steps tell nothing."""
-    first = configs[0]
-    if first.compute.compile or first.compare.cluster != "none":
+    if not configs or any(config.compute.compile or config.compare.cluster != "none" for config in configs):
         return []
-    corpus = Corpus.load(first.data, verify=False)
-    corpus.check_context(first.model.context)
-    run = resolve(first.example(first.compare.variants[-1]), corpus.vocab_size)  # the first variant has no map
-    before, times = torch.get_num_threads(), []
-    torch.set_num_threads(run.compute.threads or max(1, cores() // first.compare.jobs))
+    before = torch.get_num_threads()
     try:
-        trainer = Trainer(run, corpus)
-        for _ in range(_TIMED_STEPS):
-            began = time.perf_counter()
-            trainer.update()
-            times.append(time.perf_counter() - began)
+        minutes = sum(_minutes(config) for config in configs)
     except NonFiniteError:  # the run itself reports it
         return []
     finally:
         torch.set_num_threads(before)
     runs = sum(config.compare.most_runs for config in configs)
-    cost = sum(_cost(config.example(config.compare.variants[-1])) * config.compare.most_runs for config in configs)
-    minutes = min(times) * _passes(run) / _cost(run) * cost / first.compare.jobs / 60
     return [f"at most {runs} runs, in all about {max(1, round(minutes)):,} min (from {_TIMED_STEPS} steps)"]
 
 
-def _passes(run: RunConfig) -> float:
-    """Return how many training steps take the time of a run, its evaluations included."""
+def _minutes(config: CompareConfig) -> float:
+    """Return how long the runs of a comparison take, from a few steps of its last variant: the first has no map."""
+    corpus = Corpus.load(config.data, verify=False)
+    corpus.check_context(config.model.context)
+    run = resolve(config.example(config.compare.variants[-1]), corpus.vocab_size)
+    torch.set_num_threads(run.compute.threads or max(1, cores() // config.compare.jobs))
+    trainer, times = Trainer(run, corpus), []
+    for _ in range(_TIMED_STEPS):
+        began = time.perf_counter()
+        trainer.update()
+        times.append(time.perf_counter() - began)
     evaluations = 1 + run.train.steps // run.train.eval_every
-    return run.train.steps + evaluations * run.train.eval_batches / PASSES
-
-
-def _cost(run: RunConfig) -> float:
-    """Return a number proportional to the time of a run: weights of the blocks times the tokens of all passes."""
-    return float(run.model.depth * run.model.width**2 * _passes(run) * run.train.batch_size * run.model.context)
+    steps = run.train.steps + evaluations * run.train.eval_batches / PASSES
+    return min(times) * steps * config.compare.most_runs / config.compare.jobs / 60

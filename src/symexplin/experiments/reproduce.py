@@ -2,13 +2,13 @@
 
 table.json      what it is              data/   the tokens, unless prepared ones were given
 panels/PANEL/   a comparison each (symexplin.lab.compare)
-report.html, table.csv, figures/        the results (symexplin.experiments.report)
+report.html, table.csv, claims.csv      the results (symexplin.experiments.report)
 
 What needs torch is imported where it is used, so that the help of the command comes at once.
 """
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from typing import Any
 from symexplin.experiments.results import append_results, check_results
 from symexplin.experiments.tables import DATA, PANELS, SCALES, TABLE, Panel, Table, load_table
 from symexplin.lab.compare.grid import COMPARISON, CompareConfig
-from symexplin.lab.compare.interval import ENOUGH_SEEDS
 from symexplin.lab.files import read_json, write_json
 from symexplin.lab.folders import LOCK, SUMMARY, check_resumable, claimed
 from symexplin.lab.settings import from_table, merge
@@ -25,8 +24,6 @@ from symexplin.validation import check_choice
 __all__ = ["ReproduceConfig", "plan_lines", "reproduce"]
 
 Echo = Callable[[str], None]
-
-_FEW_STEPS = 400  # the shortest runs of the scales have 450
 
 
 @dataclass(frozen=True)
@@ -93,8 +90,9 @@ def plan_lines(table: Table, names: Collection[str] = ()) -> list[str]:
             f"seeds {' '.join(map(str, grid.seeds))}{confirm}; up to {grid.most_runs} runs of {steps:,} steps, "
             f"{each:,} tokens each"
         )
-    if runs:
-        lines += [f"in all: up to {runs:,} runs, {tokens:,} tokens"]
+    lines.append(f"in all: up to {runs:,} runs, {tokens:,} tokens")
+    if table.claims:
+        lines += ["", "claims of the paper:", *(f"  {claim['text']} ({claim['place']})" for claim in table.claims)]
     lines += ["", "assumptions:", *(f"  {key}: {text}" for key, text in table.assumptions.items())]
     return lines
 
@@ -118,7 +116,7 @@ def reproduce(
         resume: keep finished runs, continue the others.
         results: a CSV file to which each run appends a row as it ends
             (:func:`symexplin.experiments.results.append_results`).
-        echo: takes each line of the log: warnings, estimates of the time, losses, verdicts.
+        echo: takes each line of the log: estimates of the time, losses, verdicts.
         progress: show bars on a terminal.
 
     Raises:
@@ -126,6 +124,7 @@ def reproduce(
     """
     from symexplin.experiments.estimate import estimate
     from symexplin.experiments.report import report_table
+    from symexplin.lab.compare.sweep import compare_runs
     from symexplin.lab.data.prepare import PrepareConfig, prepare
 
     config = config or ReproduceConfig()
@@ -146,11 +145,15 @@ def reproduce(
         try:
             if to_prepare:
                 prepare(from_table(PrepareConfig, table.data), folder / DATA, echo=echo, progress=progress)
-            places = [(panel.config, folder / PANELS / panel.name / COMPARISON) for panel in wanted]
-            new = [it for it, done in places if not done.exists()]
-            for line in [*_warnings(new), *estimate(new)] if new else ():
+            new = [panel.config for panel in wanted if not (folder / PANELS / panel.name / COMPARISON).exists()]
+            for line in estimate(new):
                 echo(line)
-            _run_panels(wanted, table, folder, record, echo, progress)
+            for number, panel in enumerate(wanted, start=1):
+                echo(f"{table.name} {panel.name} (panel {number} of {len(wanted)})")
+                place = folder / PANELS / panel.name
+                told = _after_each_run(panel.config, place, record, echo)
+                compare_runs(panel.config, place, resume=True, echo=told, progress=progress)
+                record()
             write_json(folder / TABLE, table.to_json())  # a resumed table may have grown
         finally:
             if {path.name for path in folder.iterdir()} == {TABLE, LOCK}:  # a mistake leaves no folder
@@ -178,37 +181,6 @@ def _begin(folder: Path, table: Table, resume: bool) -> None:
     saved = {"name": there["name"], "scale": there["scale"], "panels": started}
     known = [panel.name for panel in table.panels if panel.name in started]
     check_resumable(folder, "table", saved, {"name": table.name, "scale": table.scale, "panels": known})
-
-
-def _run_panels(
-    panels: Sequence[Panel],
-    table: Table,
-    folder: Path,
-    record: Callable[[], None],
-    echo: Echo,
-    progress: bool,
-) -> None:
-    from symexplin.lab.compare.sweep import compare_runs
-
-    for number, panel in enumerate(panels, start=1):
-        echo(f"{table.name} {panel.name} (panel {number} of {len(panels)})")
-        place = folder / PANELS / panel.name
-        told = _after_each_run(panel.config, place, record, echo)
-        compare_runs(panel.config, place, resume=True, echo=told, progress=progress)
-        record()
-
-
-def _warnings(configs: Sequence[CompareConfig]) -> list[str]:
-    """Return a line for each choice that makes results hard to read: one learning rate, few seeds, few steps."""
-    found = []
-    if any(len(config.compare.lrs) == 1 for config in configs):
-        found.append("one learning rate (--lrs): its effect cannot be told from that of the variants")
-    if any(len(config.compare.seeds + config.compare.confirm_seeds) < ENOUGH_SEEDS for config in configs):
-        found.append(f"fewer than {ENOUGH_SEEDS} seeds (--seeds): differences have no interval")
-    steps = min(config.train.steps for config in configs)
-    if steps < _FEW_STEPS:
-        found.append(f"{steps} steps (--steps): the order of the variants may change in longer runs")
-    return [f"warning: {text}" for text in found]
 
 
 def _after_each_run(config: CompareConfig, place: Path, record: Callable[[], None], echo: Echo) -> Echo:

@@ -6,14 +6,15 @@ The settings of a panel are layers: protocol, table, scale, panel, command. A la
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from symexplin.experiments.claims import Claim
 from symexplin.experiments.comparison import Evidence
 from symexplin.lab.compare.grid import COMPARISON, CompareConfig, GridConfig
 from symexplin.lab.files import read_json
-from symexplin.lab.settings import differences, from_table, load_toml, merge
+from symexplin.lab.settings import differences, from_table, load_toml, merge, to_table
 from symexplin.validation import check_choice, naming
 
 __all__ = [
@@ -28,8 +29,6 @@ TABLE, PANELS = "table.json", "panels"
 DATA = "data"
 _CONFIGS = Path(__file__).parent / "configs"
 _PROTOCOLS = "protocols"
-# Tables of settings; `map` is that of every curved variant.
-_SETTINGS = ("model", "train", "compute", "log", "sel", "compare", "cluster", "variant", "map", DATA)
 # Training a batch costs a forward and a backward pass, evaluating it the forward pass alone, about a third.
 PASSES = 3
 
@@ -38,8 +37,9 @@ PASSES = 3
 class About:
     """A table at a scale, as table.json has it.
 
-    `place` is where in the paper, "" beyond it. `labels` are those of the variants. `assumptions` are sentences on the
-    keys that the paper leaves open. `data` has keys of :class:`PrepareConfig`.
+    `place` is where in the paper, "" beyond it. `labels` are those of the variants, the baseline first. `assumptions`
+    are sentences on the keys that the paper leaves open. `data` has keys of :class:`PrepareConfig`. `reported` are the
+    paper's numbers, {"loss" or "speedup": {panel: {variant: number}}}, `claims` have the keys of :class:`Claim`.
     """
 
     name: str
@@ -52,6 +52,8 @@ class About:
     labels: dict[str, str]
     assumptions: dict[str, str]
     data: Settings
+    reported: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+    claims: Sequence[Settings] = ()
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Panel:
     config: CompareConfig
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Table(About):
     """A table with all configurations."""
 
@@ -75,7 +77,7 @@ class Table(About):
         return {**about, "panels": [{"name": panel.name, "stands_for": panel.stands_for} for panel in self.panels]}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Outcome(About):
     """The results in a table's folder."""
 
@@ -118,28 +120,30 @@ def load_table(
         about = {key: file.pop(key, "") for key in ("title", "place", "about", "baseline")}
         figures = file.pop("figures", ())
         settings = _settings(file, scale)
-        entries = settings.pop("panel", [{}])
-        assumptions = settings.pop("assumptions", {})
         changes = {key: value for key, value in (changes or {}).items() if value != {}}
-        for variant in changes.get("variant", ()):
-            check_choice("variant", variant, [about["baseline"], *settings.get("variant", ())])
-        if data is not None:
-            settings.pop(DATA, None)
-            assumptions = {key: text for key, text in assumptions.items() if not key.startswith(f"{DATA}.")}
-        _check(settings, changes, entries, about["baseline"])
-        layers = _Layers(settings, changes, about["baseline"], str(data or Path(out, DATA)))
-        panels = tuple(_panels(layers, entries, of_paper=_settings(file, "paper")))
-        changed = merge(settings, changes)
-        variants = {about["baseline"]: {}, **changed.get("variant", {})}
+        _check(settings, changes, about["baseline"])
+        if data is not None and DATA in changes:
+            raise ValueError(f"[{DATA}] must be left to prepared data, got {changes[DATA]!r}")
         given = {key: f" (Here: {value}.)" for key, (_, value) in differences({}, changes).items()}
+        to_prepare = merge(settings.pop(DATA, {}), changes.pop(DATA, {}))
+        entries, claims = settings.pop("panel", [{}]), settings.pop("claim", [])
+        reported, assumptions = settings.pop("reported", {}), settings.pop("assumptions", {})
+        if data is not None:
+            to_prepare = {}
+            assumptions = {key: text for key, text in assumptions.items() if not key.startswith(f"{DATA}.")}
+        layers = _Layers({**settings, DATA: str(data or Path(out, DATA))}, changes, about["baseline"])
+        panels = tuple(_panels(layers, entries, of_paper=_settings(file, "paper")))
+        variants = merge({about["baseline"]: {}, **settings.get("variant", {})}, changes.get("variant", {}))
         return Table(
             **about,
             name=Path(name).stem,
             scale=scale,
             figures=figures,
-            labels={variant: table.get("label", variant) for variant, table in variants.items()},
+            reported=reported,
+            claims=[to_table(from_table(Claim, claim)) for claim in claims],
+            labels={variant: found.get("label", variant) for variant, found in variants.items()},
             assumptions={key: text + given.get(key, "") for key, text in assumptions.items()},
-            data=changed.get(DATA, {}),
+            data=to_prepare,
             panels=panels,
         )
 
@@ -158,44 +162,40 @@ def _protocol(name: str) -> Settings:
     return merge(_protocol(extended), found) if extended else found
 
 
-def _check(settings: Settings, changes: Settings, entries: object, baseline: str) -> None:
-    """Check which tables of settings there are; their keys are checked where they are built."""
-    known = [key for key in _SETTINGS if key in settings or key != DATA]
+def _check(settings: Settings, changes: Settings, baseline: str) -> None:
+    """Check what the layers need; the schema of a comparison checks the keys and values that come out of them."""
     for key, value in (*settings.items(), *changes.items()):
-        check_choice("key", key, known)
-        if not isinstance(value, Mapping):
-            raise ValueError(f"[{key}] must be a table, got {value!r}")
+        several = key in ("panel", "claim")
+        if not isinstance(value, list if several else Mapping):
+            words = f"{key} must be tables, each under [[{key}]]" if several else f"[{key}] must be a table"
+            raise ValueError(f"{words}, got {value!r}")
     if not baseline:
         raise ValueError("baseline must be given")
-    if not isinstance(entries, list):
-        raise ValueError(f"panel must be tables, each under [[panel]], got {entries!r}")
+    for variant in changes.get("variant", ()):
+        check_choice("variant", variant, [baseline, *settings.get("variant", ())])
 
 
-@dataclass(frozen=True)
-class _Layers:
-    """Settings of protocol, table and scale, changes of the command, and the folder of the text."""
+class _Layers(NamedTuple):
+    """Settings of protocol, table and scale, changes of the command, and the table's baseline."""
 
     settings: Settings
     changes: Settings
     baseline: str
-    data: str
 
-    def config(self, panel: Settings) -> CompareConfig:
-        """Return the configuration of a panel."""
-        found = self._of(panel)
-        variants, curve = found.pop("variant", {}), found.pop("map", {})
-        known = list(dict.fromkeys([self.baseline, *variants]))
-        compare = {"baseline": self.baseline, "variants": known, **found["compare"]}
-        wanted = from_table(GridConfig, compare).variants
-        for name in wanted:
-            check_choice("variants", name, known)
-        forced = self.changes.get("map", {})
-        chosen = {name: _curved(variant, curve, forced) for name, variant in variants.items() if name in wanted}
-        return from_table(CompareConfig, {**found, "data": self.data, "compare": compare, "variant": chosen})
 
-    def _of(self, panel: Settings) -> Settings:
-        of_panel = {key: value for key, value in panel.items() if key not in ("name", "stands_for")}
-        return _in_proportion(merge(self.settings, of_panel), self.changes)
+def _panels(layers: _Layers, entries: Sequence[Settings], of_paper: Settings) -> Iterator[Panel]:
+    """Yield the panels, each with the paper's panel that it stands for."""
+    size = "{width}x{depth}".format(**of_paper["model"])
+    papers = [entry.get("name", size) for entry in of_paper.get("panel", [{}])]
+    seen = set()
+    for entry in entries:
+        config = _config(layers, {key: value for key, value in entry.items() if key not in ("name", "stands_for")})
+        name = entry.get("name", f"{config.model.width}x{config.model.depth}")
+        if not re.fullmatch(r"[\w+-]+", name) or name in seen:
+            raise ValueError(f"panel must have a unique name of letters, digits, '+', '-' and '_', got {name!r}")
+        seen.add(name)
+        likely = papers[0] if len(papers) == 1 else name
+        yield Panel(name, entry.get("stands_for", likely if likely in papers else ""), config)
 
 
 def _in_proportion(before: Settings, changes: Settings) -> Settings:
@@ -213,6 +213,19 @@ def _in_proportion(before: Settings, changes: Settings) -> Settings:
     return settings
 
 
+def _config(layers: _Layers, of_panel: Settings) -> CompareConfig:
+    """Return the configuration of a panel."""
+    settings = _in_proportion(merge(layers.settings, of_panel), layers.changes)
+    variants, curve, forced = settings.pop("variant", {}), settings.pop("map", {}), layers.changes.get("map", {})
+    known = list(dict.fromkeys([layers.baseline, *variants]))
+    compare = {"baseline": layers.baseline, "variants": known, **settings["compare"]}
+    wanted = from_table(GridConfig, compare).variants
+    for name in wanted:
+        check_choice("variants", name, known)
+    chosen = {name: _curved(variant, curve, forced) for name, variant in variants.items() if name in wanted}
+    return from_table(CompareConfig, {**settings, "compare": compare, "variant": chosen})
+
+
 def _curved(variant: Any, curve: Settings, forced: Settings) -> Any:
     """Return a variant whose map has the keys of the panel that it leaves open, and those that the command forces."""
     if not isinstance(variant, Mapping):
@@ -221,21 +234,6 @@ def _curved(variant: Any, curve: Settings, forced: Settings) -> Any:
     if variant.get("home") == "none" or not (curve or forced):
         return variant
     return {**variant, "map": merge(curve, merge(variant.get("map", {}), forced))}
-
-
-def _panels(layers: _Layers, entries: Sequence[Settings], of_paper: Settings) -> Iterator[Panel]:
-    """Yield the panels, each with the paper's panel that it stands for."""
-    size = "{width}x{depth}".format(**of_paper["model"])
-    papers = [entry.get("name", size) for entry in of_paper.get("panel", [{}])]
-    seen = set()
-    for entry in entries:
-        config = layers.config(entry)
-        name = entry.get("name", f"{config.model.width}x{config.model.depth}")
-        if not re.fullmatch(r"[\w+-]+", name) or name in seen:
-            raise ValueError(f"panel must have a unique name of letters, digits, '+', '-' and '_', got {name!r}")
-        seen.add(name)
-        likely = papers[0] if len(papers) == 1 else name
-        yield Panel(name, entry.get("stands_for", likely if likely in papers else ""), config)
 
 
 def read_table(out: str | Path) -> Outcome:
