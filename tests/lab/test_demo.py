@@ -54,26 +54,15 @@ def everything(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
 
 
-def test_writes_what_it_promises(finished):
+def test_it_compares_on_its_data_and_writes_what_it_promises(finished, data):
     folder, content, lines = finished
     assert {path.name for path in folder.iterdir()} == FILES
     assert json.loads((folder / "comparison.json").read_text()) == json.loads(json.dumps(content))
-    assert (folder / "sample.txt").read_bytes().decode() == content["sample"]["text"] + "\n"
-    assert content["sample"]["text"] in html.unescape((folder / "report.html").read_bytes().decode())
     assert {path.name for path in (folder / "runs").iterdir()} == RUNS
-    assert not list(folder.glob("runs/*/tensorboard"))
-    text = "\n".join(lines)
-    assert all(words in text for words in ("at the shared learning rate", "each at its own best", *content["headline"]))
-
-
-def test_it_trains_on_its_data_with_its_schedule(finished, data):
-    folder, content, _ = finished
-    read = find_source(data, "text", "train", [])
-    corpus, wanted = Corpus.load(folder / "data"), in_memory(list(read()))
+    assert all(sentence in "\n".join(lines) for sentence in content["headline"])
+    corpus, wanted = Corpus.load(folder / "data"), in_memory(list(find_source(data, "text", "train", [])()))
     assert (bytes(corpus.train), bytes(corpus.valid)) == (bytes(wanted.train), bytes(wanted.valid))
-    for run in content["runs"]:
-        assert [step for step, _ in run["evals"]] == [0, 1, 2, 3, 4, 5, 6]
-    assert content["config"]["train"]["warmup_steps"] == round(0.1 * 6)
+    assert all([step for step, _ in run["evals"]] == [0, 1, 2, 3, 4, 5, 6] for run in content["runs"])
 
 
 def test_the_sample_is_of_the_best_curved_model_whose_weights_are_plain(finished):
@@ -83,6 +72,8 @@ def test_the_sample_is_of_the_best_curved_model_whose_weights_are_plain(finished
     best = min(run["final_loss"] for run in content["runs"] if run["variant"] == "SEL")
     assert evaluate(model, eval_batches(Corpus.load(folder / "data").valid, 16, 4, 8)) == best
     assert content["sample"]["variant"] == "SEL"
+    assert (folder / "sample.txt").read_bytes().decode() == content["sample"]["text"] + "\n"
+    assert content["sample"]["text"] in html.unescape((folder / "report.html").read_bytes().decode())
 
 
 def test_a_demo_that_was_interrupted_repeats_exactly(finished, data, tmp_path):
@@ -121,7 +112,7 @@ def test_one_interrupted_in_its_preparation_begins_again(data, tmp_path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr("symexplin.lab.data.prepare.prepare", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            run_demo(tmp_path, tiny(data, lrs=(1e-3,)))
+            run_demo(tmp_path, tiny(data))
     assert "sample" in run_demo(tmp_path, tiny(data, lrs=(1e-3,)))
 
 
@@ -131,7 +122,7 @@ def test_a_run_that_breaks_down_is_reported(data, tmp_path):
     assert content["sample"]["lr"] == 1e-3
 
 
-@pytest.mark.parametrize("name", ["compare.toml", "report.html", "data/train.npy"])
+@pytest.mark.parametrize("name", ["compare.toml", "data/train.npy"])
 def test_files_of_others_are_left_alone(data, tmp_path, name):
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
@@ -147,7 +138,6 @@ def test_files_of_others_are_left_alone(data, tmp_path, name):
         ({"variants": ("AdamW", "SLE")}, r"variants must be one of .*did you mean 'SEL'"),
         ({"steps": 0}, "steps must be a whole number >= 1, got 0"),
         ({"seed": -1}, "seed must be a whole number >= 0, got -1"),
-        ({"width": 100, "heads": 3}, "width must be a multiple of"),
     ],
 )
 def test_bad_values_are_named(changes, message):
