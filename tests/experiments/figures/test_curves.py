@@ -72,6 +72,7 @@ def test_ablations_have_a_bar_for_each_variant_and_rate(compared):
     assert ticks(right) == ["better", "SEL", "worse"]
     # Own best at 0.001, then the shared 0.01; AdamW ends at 2.0.
     assert [bar.get_width() for bar in right.patches] == pytest.approx([-0.2, -0.1, 0.3, 0.4, 0.6, 0.7])
+    assert np.diff([bar.get_y() for bar in right.patches]) == pytest.approx([0.4, 0.6] * 2 + [0.4])  # side by side
     assert [bool(bar.get_hatch()) for bar in right.patches] == [False, True] * 3
     assert texts(right)[:2] == ["−0.2000 ± 0.0000", "−0.1000 ± 0.0000"]
     points = [line for line in right.lines if line.get_marker() == "o"]
