@@ -16,7 +16,8 @@ from symexplin.lab.process import Stopped
 from symexplin.lab.weights import load_model
 
 FILES = {".symexplin-demo", ".lock", "compare.toml", "comparison.json", "report.html", "sample.txt", "data", "runs"}
-RUNS = {"AdamW-lr0.001-seed0", "AdamW-lr0.01-seed0", "SEL-lr0.001-seed0", "SEL-lr0.01-seed0"}
+VARIANTS = ("AdamW", "SEL", "SEL-paper")
+RUNS = {f"{variant}-lr{lr}-seed0" for variant in VARIANTS for lr in (0.001, 0.01)}
 
 pytestmark = pytest.mark.usefixtures("undrawn")  # but for what a fixture of the module draws once
 
@@ -34,7 +35,7 @@ def data(tmp_path_factory):
 
 def tiny(data, **changes):
     shape = {"width": 16, "depth": 1, "heads": 2, "context": 16}
-    rest = {"steps": 6, "batch_size": 4, "variants": ("AdamW", "SEL")}
+    rest = {"steps": 6, "batch_size": 4, "variants": VARIANTS}
     return DemoConfig(**{"data": data, "lrs": (1e-3, 1e-2), **shape, **rest, **changes})
 
 
@@ -54,40 +55,31 @@ def everything(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
 
 
-def test_writes_what_it_promises(finished):
+def test_it_compares_on_its_data_and_writes_what_it_promises(finished, data):
     folder, content, lines = finished
     assert {path.name for path in folder.iterdir()} == FILES
     assert json.loads((folder / "comparison.json").read_text()) == json.loads(json.dumps(content))
-    assert (folder / "sample.txt").read_bytes().decode() == content["sample"]["text"] + "\n"
-    assert content["sample"]["text"] in html.unescape((folder / "report.html").read_bytes().decode())
     assert {path.name for path in (folder / "runs").iterdir()} == RUNS
-    assert not list(folder.glob("runs/*/tensorboard"))
-    text = "\n".join(lines)
-    assert all(words in text for words in ("at the shared learning rate", "each at its own best", *content["headline"]))
-
-
-def test_it_trains_on_its_data_with_its_schedule(finished, data):
-    folder, content, _ = finished
-    read = find_source(data, "text", "train", [])
-    corpus, wanted = Corpus.load(folder / "data"), in_memory(list(read()))
+    assert all(sentence in "\n".join(lines) for sentence in content["headline"])
+    corpus, wanted = Corpus.load(folder / "data"), in_memory(list(find_source(data, "text", "train", [])()))
     assert (bytes(corpus.train), bytes(corpus.valid)) == (bytes(wanted.train), bytes(wanted.valid))
-    for run in content["runs"]:
-        assert [step for step, _ in run["evals"]] == [0, 1, 2, 3, 4, 5, 6]
-    assert content["config"]["train"]["warmup_steps"] == round(0.1 * 6)
+    assert all([step for step, _ in run["evals"]] == [0, 1, 2, 3, 4, 5, 6] for run in content["runs"])
 
 
 def test_the_sample_is_of_the_best_curved_model_whose_weights_are_plain(finished):
     folder, content, lines = finished
     model = load_model(lines[-1].removeprefix("plain weights: "))
     assert all(type(m) is torch.nn.Linear for m in model.modules() if isinstance(m, torch.nn.Linear))
-    best = min(run["final_loss"] for run in content["runs"] if run["variant"] == "SEL")
-    assert evaluate(model, eval_batches(Corpus.load(folder / "data").valid, 16, 4, 8)) == best
-    assert content["sample"]["variant"] == "SEL"
+    best = min(content["runs"], key=lambda run: (run["variant"] == "AdamW", run["final_loss"]))
+    assert evaluate(model, eval_batches(Corpus.load(folder / "data").valid, 16, 4, 8)) == best["final_loss"]
+    assert content["sample"]["variant"] == best["variant"]
+    assert (folder / "sample.txt").read_bytes().decode() == content["sample"]["text"] + "\n"
+    assert content["sample"]["text"] in html.unescape((folder / "report.html").read_bytes().decode())
 
 
 def test_a_demo_that_was_interrupted_repeats_exactly(finished, data, tmp_path):
     def stop(line):
-        if line.startswith("3/4 AdamW lr 0.01 seed 0: step 2"):
+        if line.startswith("4/6 AdamW lr 0.01 seed 0: step 2"):
             signal.raise_signal(signal.SIGTERM)
 
     with pytest.raises(Stopped):
@@ -121,17 +113,19 @@ def test_one_interrupted_in_its_preparation_begins_again(data, tmp_path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr("symexplin.lab.data.prepare.prepare", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            run_demo(tmp_path, tiny(data, lrs=(1e-3,)))
+            run_demo(tmp_path, tiny(data))
     assert "sample" in run_demo(tmp_path, tiny(data, lrs=(1e-3,)))
 
 
 def test_a_run_that_breaks_down_is_reported(data, tmp_path):
     content = run_demo(tmp_path, tiny(data, lrs=(1e-3, 1e30)))
-    assert {(run["variant"], run["lr"]) for run in content["runs"] if run["error"]} == {("AdamW", 1e30), ("SEL", 1e30)}
+    assert {(run["variant"], run["lr"]) for run in content["runs"] if run["error"]} == {
+        (name, 1e30) for name in VARIANTS
+    }
     assert content["sample"]["lr"] == 1e-3
 
 
-@pytest.mark.parametrize("name", ["compare.toml", "report.html", "data/train.npy"])
+@pytest.mark.parametrize("name", ["compare.toml", "data/train.npy"])
 def test_files_of_others_are_left_alone(data, tmp_path, name):
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
@@ -147,7 +141,6 @@ def test_files_of_others_are_left_alone(data, tmp_path, name):
         ({"variants": ("AdamW", "SLE")}, r"variants must be one of .*did you mean 'SEL'"),
         ({"steps": 0}, "steps must be a whole number >= 1, got 0"),
         ({"seed": -1}, "seed must be a whole number >= 0, got -1"),
-        ({"width": 100, "heads": 3}, "width must be a multiple of"),
     ],
 )
 def test_bad_values_are_named(changes, message):

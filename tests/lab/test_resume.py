@@ -9,10 +9,10 @@ import pytest
 from run_folders import break_off, trained
 from symexplin.lab.config import RunConfig
 from symexplin.lab.files import read_json_lines
+from symexplin.lab.folders import saved_config
 from symexplin.lab.load import digest_of
 from symexplin.lab.maps import CurveConfig
 from symexplin.lab.model import ModelConfig
-from symexplin.lab.report.probe import read_run
 from symexplin.lab.run import train
 from symexplin.lab.settings import from_table, load_toml
 
@@ -81,7 +81,7 @@ def test_a_folder_of_another_version_is_named_with_its_key(base, tmp_path):
     text = (folder / "config.toml").read_text()
     (folder / "config.toml").write_text(text.replace("[sel]\n", "[sel]\nmultiplier_lr = 1\n"))
     with pytest.raises(ValueError, match=r"config\.toml' was edited, or is of another version .*'multiplier_lr'"):
-        read_run(folder)
+        saved_config(RunConfig, folder / "config.toml")
 
 
 @pytest.mark.parametrize("curve", ["none", "optimizer"])

@@ -112,14 +112,6 @@ def save_model(
 
     Raises:
         OSError: a full disk, for example; an earlier file stays.
-
-    >>> import tempfile, torch
-    >>> model = Transformer(ModelConfig(width=16, depth=1, heads=2, context=8))
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save_model(model, Path(folder, "model.safetensors"))
-    ...     copy = load_model(Path(folder, "model.safetensors"))
-    >>> torch.equal(copy.head.weight, model.head.weight)
-    True
     """
     weights = dict(model.state_dict() if state is None else state)
     if model.config.tie_head:

@@ -7,7 +7,7 @@ import torch
 
 import symexplin as sel
 from symexplin.experiments.figures import draw, maps
-from symexplin.lab.report.probe import Probe, RoleWeights
+from symexplin.experiments.figures.probe import Probe, RoleWeights
 from symexplin.transform import Form, Scales
 
 # Formulas of the paper in float64, apart from the code.
@@ -36,6 +36,7 @@ def test_symexp_and_its_controls():
         check(lines(middle)[label], pathway, 7.5, n)
     for beta in (5, 7.5, 15, 30):
         check(lines(right)[f"β = {beta}"], pathway, beta)
+    check(lines(draw("symexp_sel").axes[1])["exponential pathway"], pathway, 15)
     edges = [span.get_width() / 2 for span in right.patches]
     assert edges == pytest.approx([np.sqrt(6 / 2048), np.sqrt(6 / 6144)])
 
@@ -77,32 +78,23 @@ COUNT = 1000
 E = np.random.default_rng(0).lognormal(0.0, 0.4, COUNT)
 
 
-def weights():
-    raw = torch.linspace(-0.3, 0.2, COUNT, dtype=torch.float64)
-    effective = torch.from_numpy(mapped(raw.numpy(), E))
-    scales = Scales(e=torch.from_numpy(E), kappa=7.5)
-    learned = RoleWeights(COUNT, raw, effective, Form("mismatch", 7.5), raw, scales)
-    return Probe(4, {"q": learned, "up": dataclasses.replace(learned, scales=Scales(kappa=7.5))})
-
-
 def mapped(w, e):
     return np.sign(w) * (e * np.expm1(7.5 * np.abs(w)) + w) / 7.5
-
-
-@pytest.fixture
-def crafted(monkeypatch, runs):
-    """A source whose weights are those above."""
-    monkeypatch.setattr(maps, "weights_at_end", lambda *_, **__: weights())
-    return runs["curved"]
 
 
 def family(raw):
     return mapped(raw[None, :], E[:, None])
 
 
-def line(axes, label):
-    (found,) = [line for line in axes.lines if line.get_label() == label]
-    return np.asarray(found.get_xdata()), np.asarray(found.get_ydata())
+@pytest.fixture
+def crafted(monkeypatch, runs):
+    """A source whose weights of role q have a scale e of their own each, those of role up none."""
+    raw = torch.linspace(-0.3, 0.2, COUNT, dtype=torch.float64)
+    effective = torch.from_numpy(mapped(raw.numpy(), E))
+    learned = RoleWeights(Form("mismatch", 7.5), raw, effective, raw, Scales(e=torch.from_numpy(E), kappa=7.5))
+    found = Probe(4, {"q": learned, "up": dataclasses.replace(learned, scales=Scales(kappa=7.5))})
+    monkeypatch.setattr(maps, "probe", lambda _: found)
+    return runs["curved"], learned
 
 
 def edges_of(collection, raw):
@@ -111,43 +103,37 @@ def edges_of(collection, raw):
     return [[pick(vertices[np.isclose(vertices[:, 0], x), 1]) for x in raw] for pick in (min, max)]
 
 
-def test_the_median_and_its_band(crafted):
-    figure = draw("transform_roles", [crafted])
+@pytest.mark.parametrize(
+    ("name", "bands"), [("transform_roles", [(0.05, 0.95)]), ("transform_outliers", [(0.001, 0.999), (0.01, 0.99)])]
+)
+def test_the_median_and_the_bands_are_those_of_the_positions(crafted, name, bands):
+    figure = draw(name, [crafted[0]])
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["q", "up"]
-    raw, median = line(figure.axes[0], "median, 5–95 % band")
+    assert figure.get_suptitle().startswith("curved, step 4\npreset paper: mismatch, beta 7.5, ")
+    raw, median = lines(figure.axes[0])["median"].get_data()
     assert (raw[0], raw[-1]) == (-0.3, 0.3)
     assert median == pytest.approx(np.median(family(raw), axis=0), rel=1e-9, abs=1e-12)
-    low, high = edges_of(figure.axes[0].collections[0], raw)
-    assert low == pytest.approx(np.quantile(family(raw), 0.05, axis=0), abs=1e-12)
-    assert high == pytest.approx(np.quantile(family(raw), 0.95, axis=0), abs=1e-12)
-    assert line(figure.axes[1], "median, 5–95 % band")[1] == pytest.approx(mapped(raw, 1.0), abs=1e-12)
-    assert figure.get_suptitle().startswith("curved, step 4\nmap: mismatch, beta 7.5, ")
-    legend = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
-    assert legend == ["identity", "median, 5–95 % band"]
+    for band, wanted in zip(figure.axes[0].collections, bands, strict=True):
+        for edge, level in zip(edges_of(band, raw), wanted, strict=True):
+            assert edge == pytest.approx(np.quantile(family(raw), level, axis=0), abs=1e-12)
+    assert lines(figure.axes[1])["median"].get_ydata() == pytest.approx(mapped(raw, 1.0), abs=1e-12)
 
 
-def test_rare_positions_have_bands_and_the_largest_ones_curves(crafted):
-    axes = draw("transform_outliers", [crafted]).axes[0]
-    raw, median = line(axes, "median")
-    assert median == pytest.approx(np.median(family(raw), axis=0), rel=1e-9, abs=1e-12)
-    for band, (low, high) in zip(axes.collections, ((0.001, 0.999), (0.01, 0.99)), strict=True):
-        found = edges_of(band, raw)
-        assert found[0] == pytest.approx(np.quantile(family(raw), low, axis=0), abs=1e-12)
-        assert found[1] == pytest.approx(np.quantile(family(raw), high, axis=0), abs=1e-12)
-    found = weights().roles["q"]
+def test_the_largest_weights_have_curves(crafted):
+    source, found = crafted
+    axes = draw("transform_outliers", [source]).axes[0]
     largest = [set(np.argsort(-np.abs(v.numpy()))[:3].tolist()) for v in (found.raw, found.effective)]
-    markers = set(zip(*line(axes, "positions of the largest weights"), strict=True))
-    assert markers == {(float(found.raw[i]), float(found.effective[i])) for i in set.union(*largest)}
-    curves = [c.get_ydata() for c in axes.lines if c.get_color() == "#D55E00" and c.get_linestyle() == "-"]
-    wanted = [mapped(raw, E[i]) for i in sorted(set.union(*largest))]
-    assert np.array(curves) == pytest.approx(np.array(wanted), abs=1e-12)
+    places = sorted(set.union(*largest))
+    markers = set(zip(*lines(axes)["positions of the largest weights"].get_data(), strict=True))
+    assert markers == {(float(found.raw[i]), float(found.effective[i])) for i in places}
+    curves = [c.get_data() for c in axes.lines if c.get_color() == "#D55E00" and c.get_linestyle() == "-"]
+    for (raw, curve), i in zip(curves, places, strict=True):
+        assert curve == pytest.approx(mapped(raw, E[i]), abs=1e-12)
 
 
-def test_of_a_comparison_the_best_bent_variant_with_learned_scales_is_taken(runs, compared):
+def test_of_a_comparison_the_best_variant_with_learned_scales_is_taken(runs, compared):
     learned = {"home": "optimizer", "start": "mismatched", **sel.preset("paper").to_dict()}
-    line = {**learned, **sel.preset("structured_linear").to_dict()}
-    variants = {"line": 0.2, "learned": 0.3, "worse": 0.4}
-    folder = compared(variants=variants, maps={"line": line, "learned": learned, "worse": learned})
+    folder = compared(variants={"learned": 0.3, "worse": 0.4}, maps={"learned": learned, "worse": learned})
     (folder / "runs").mkdir()
     path = folder / "comparison.json"
     found = json.loads(path.read_text())
@@ -155,9 +141,8 @@ def test_of_a_comparison_the_best_bent_variant_with_learned_scales_is_taken(runs
         run["folder"] = run["folder"].replace("SEL", run["variant"])
     path.write_text(json.dumps(found))
     (folder / "runs" / "learned-lr0.01-seed0").symlink_to(runs["curved"])
-    title = draw("transform_roles", [folder]).get_suptitle()
-    # SEL ends lower with fixed scales, the line without a curve.
-    assert title.startswith("curved, step 6\nmap: mismatch, beta 7.5, ")
+    # SEL ends lower with fixed scales.
+    assert draw("transform_roles", [folder]).get_suptitle().startswith("curved, step 6\npreset paper: mismatch, ")
 
 
 def test_a_run_on_ordinary_weights_has_no_map(runs):

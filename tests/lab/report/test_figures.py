@@ -1,60 +1,77 @@
+"""Losses by step and by learning rate, of a comparison whose losses are plain numbers."""
+
 import json
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from run_folders import comparison
 from symexplin.lab.report import figures as module
-from symexplin.lab.report.figures import comparison_figures
+from symexplin.lab.report.figures import comparison_figures, draw_losses, draw_sweep
 
-
-@pytest.fixture
-def drawn(monkeypatch):
-    """The (lines, labels of the axes, options) of every chart."""
-    calls = []
-    monkeypatch.setattr(module, "chart", lambda lines, *labels, **options: calls.append((lines, labels, options)))
-    return calls
+LABELS = {"AdamW": "the baseline", "SEL": "curved"}
+CELLS = [("AdamW", 0.01), ("SEL", 0.01)]
 
 
 def loaded(folder, **options):
     return json.loads((comparison(folder, **options) / "comparison.json").read_text())
 
 
-def test_the_curves_of_one_seed(tmp_path, drawn):
-    comparison_figures(loaded(tmp_path))
-    assert len(drawn) == 2  # the shared learning rate is the best one of each
-    curves, sweep = (lines for lines, _, _ in drawn)
-    assert [(line.label, line.band) for line in curves] == [("AdamW, lr 0.01", None), ("SEL, lr 0.01", None)]
-    assert list(curves[1].y) == [4.5, 2.5, 1.5]
-    assert [(line.label, line.kind, list(line.y)) for line in sweep] == [
-        ("AdamW", "line", [2.2, 2.0]),
-        ("SEL", "line", [2.3, 1.5]),
-    ]
-    assert drawn[1][2]["ticks"] == [0.001, 0.01]
-    assert drawn[0][2]["limits"] is None  # three evaluations are shown whole
+def lines(draw, *arguments, **options):
+    """What is drawn into new axes, by label."""
+    axes = Figure().add_subplot()
+    draw(axes, "", *arguments, **options)
+    return axes, {line.get_label(): line for line in axes.lines if not line.get_label().startswith("_")}
 
 
-def test_longer_curves_go_without_their_first_part(tmp_path, drawn):
+def test_curves_are_the_mean_over_the_seeds_with_a_band(tmp_path):
+    axes, found = lines(draw_losses, loaded(tmp_path, seeds=(3, 4, 5), final=2.4), CELLS, LABELS)
+    assert list(found) == ["the baseline, lr 0.01", "curved, lr 0.01"]
+    assert found["curved, lr 0.01"].get_ydata() == pytest.approx(np.array([5.4, 3.4, 2.4]) + 0.4)
+    band = axes.collections[1].get_paths()[0].vertices[:, 1]
+    assert (band.min(), band.max()) == pytest.approx((2.7, 5.9))
+    assert axes.get_legend().get_title().get_text() == "mean of 3 seeds, band: lowest to highest"
+
+
+def test_early_losses_are_left_out_and_steps_of_their_own_interpolated(tmp_path):
+    found = loaded(tmp_path, seeds=(0, 1), unit="bits")
+    for run in found["runs"]:
+        steps = (0, 20, 50, 100) if run["seed"] else (0, 10, 50, 60, 100)
+        run["evals"] = [[step, 9.0 - step / 100] for step in steps]
+    axes, drawn = lines(draw_losses, found, CELLS, LABELS)
+    line = drawn["curved, lr 0.01"]
+    assert list(line.get_xdata()) == [50, 60, 100]
+    assert line.get_ydata() == pytest.approx([8.5, 8.4, 8.0])
+    assert axes.get_ylabel() == "loss (bits)"
+    _, late = lines(draw_losses, found, CELLS, LABELS, early=0.55)
+    assert list(late["curved, lr 0.01"].get_xdata()) == [60, 100]
+
+
+def test_a_sweep_has_the_mean_where_all_seeds_ran_and_every_seed_as_a_point(tmp_path):
+    found = loaded(tmp_path, seeds=(0, 1, 2), broken=("SEL", 0.01, 1))
+    for run in found["runs"]:
+        run["stage"] = 1 + (run["seed"] == 2)
+    axes, means = lines(draw_sweep, found, LABELS, {"AdamW": 1.0, "SEL": 2.0})
+    assert means["the baseline"].get_xydata() == pytest.approx(np.array([[0.001, 2.25], [0.01, 2.05]]))
+    assert means["curved"].get_xydata() == pytest.approx(np.array([[0.002, 2.35]]))  # no mean where one broke down
+    points = [line for line in axes.lines if line.get_linestyle() == "None"]
+    assert [len(line.get_xdata()) for line in points] == [6, 5]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["0.001", "0.01"]
+    for run in found["runs"]:
+        run["final_loss"] = None
+    assert list(lines(draw_sweep, found, LABELS)[1]) == [f"{label}: no run finite" for label in LABELS.values()]
+    assert lines(draw_losses, found, [("AdamW", 0.01), ("SEL", None)], LABELS)[1] == {}
+
+
+def test_a_page_has_curves_at_the_best_rates_if_they_differ(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "chart", lambda draw: draw)
+    first, sweep = comparison_figures(loaded(tmp_path))
+    assert first.svg.keywords["cells"] == CELLS
+    shared, best, sweep = comparison_figures(loaded(tmp_path, final=2.4))
+    assert (shared.svg.keywords["cells"], best.svg.keywords["cells"]) == (CELLS, [CELLS[0], ("SEL", 0.001)])
+    assert "own best learning rate" in best.caption
     found = loaded(tmp_path)
     for run in found["runs"]:
-        run["evals"] = [[0, 9.0], [50, 3.0], [75, 2.5], [100, 2.0]]
-    comparison_figures(found)
-    assert drawn[0][2]["limits"] == pytest.approx((1.95, 3.05))
-
-
-def test_the_curves_of_several_seeds_have_bands_and_points(tmp_path, drawn):
-    comparison_figures(loaded(tmp_path, seeds=(3, 4, 5), final=2.4))
-    shared, best, sweep = (lines for lines, _, _ in drawn)  # SEL's best learning rate is another one
-    assert [line.label for line in best] == ["AdamW, lr 0.01", "SEL, lr 0.001"]
-    assert shared[1].y == pytest.approx(np.array([5.4, 3.4, 2.4]) + 0.4)
-    assert shared[1].band[0] == pytest.approx(np.array([5.4, 3.4, 2.4]) + 0.3)
-    assert shared[1].band[1] == pytest.approx(np.array([5.4, 3.4, 2.4]) + 0.5)
-    assert [(line.kind, len(line.y)) for line in sweep] == [("points", 6), ("line", 2)] * 2
-
-
-def test_a_run_that_broke_down_is_left_out_of_the_curves(tmp_path, drawn):
-    comparison_figures(loaded(tmp_path, seeds=(0, 1), broken=("SEL", 0.01, 1)))
-    shared, _, sweep = (lines for lines, _, _ in drawn)
-    assert [line.band is None for line in shared] == [False, True]
-    assert list(sweep[3].x) == [0.001]  # no mean where a seed is missing
-    assert sorted(sweep[2].x) == [0.001, 0.001, 0.01]
+        run["evals"] = run["evals"][-1:]  # a command that reports no curve
+    assert [figure.caption for figure in comparison_figures(found)] == [sweep.caption]

@@ -1,4 +1,4 @@
-"""The figures of the paper that show data or functions, and others beyond it, from runs, comparisons and weights."""
+"""The figures of the paper that show data or functions, and two beyond it, from runs, comparisons and weights."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -9,7 +9,8 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from symexplin.experiments.figures import curves, maps, weights
-from symexplin.experiments.figures.common import LOOK, save_figure
+from symexplin.experiments.figures.common import save_figure
+from symexplin.lab.report.charts import STYLE
 from symexplin.validation import check_choice
 
 __all__ = ["FIGURES", "FigureSpec", "draw", "format_figures", "save_figure"]
@@ -17,7 +18,7 @@ __all__ = ["FIGURES", "FigureSpec", "draw", "format_figures", "save_figure"]
 
 @dataclass(frozen=True)
 class FigureSpec:
-    """What a figure needs: sources, at most how many of them (None: any number), and the map that it assumes.
+    """What a figure needs: sources, and at most how many of them (None: any number).
 
     The docstring of `draw` says what it shows. `place` is the figure and its label in the paper, "" for one beyond it.
     """
@@ -26,7 +27,6 @@ class FigureSpec:
     place: str
     sources: str = "nothing"
     most: int | None = 0
-    map: str = "none"
 
     @property
     def shows(self) -> str:
@@ -42,33 +42,32 @@ class FigureSpec:
 
 _COMPARISONS = "folders of comparisons, or of a table of symexplin reproduce"
 _COMPARISON = "a comparison, or a table"
-_WEIGHTS = "a safetensors file or folder, a run, a comparison or a table (the baseline's run)"
-_CURVED = "a run of a curved model, a comparison or a table (the best curved variant's run)"
 _HOMES = f"{_COMPARISON}, with a variant of each home"
 _ANNEALED = f"{_COMPARISON}, with a variant whose scales are annealed"
+_WEIGHTS = "a safetensors file or folder, a run, a comparison or a table (the baseline's run)"
+_CURVED = "a run of a curved model, a comparison or a table (the best curved variant's run)"
 _PAIR = f"a baseline's run and a curved one, or {_COMPARISON}"
-_OF_RUNS = "that of each run"
 
 FIGURES: dict[str, FigureSpec] = {
     spec.draw.__name__: spec
     for spec in (
         FigureSpec(weights.weight_distribution, "figure 2, fig:weight_dist", _WEIGHTS, 1),
-        FigureSpec(maps.symexp_controls, "figure 3, fig:symexp_controls", map=maps.PATHWAY),
-        FigureSpec(maps.congruent_mismatch, "figure 4, fig:congruent_vs_mismatch", map=maps.MAP),
-        FigureSpec(curves.loss_curves, "figure 5, fig:main_results", _COMPARISONS, None, _OF_RUNS),
-        FigureSpec(curves.mechanism_ablations, "figure 6, fig:mechanism_ablations", _COMPARISONS, None, _OF_RUNS),
-        FigureSpec(curves.optimizer_equivalence, "figure 7, fig:optimizer_equivalence", _HOMES, 1, _OF_RUNS),
-        FigureSpec(curves.lr_annealing, "figure 8, fig:lr_annealing_ablation", _ANNEALED, 1, _OF_RUNS),
-        FigureSpec(weights.raw_effective, "figure 9, fig:raw_effective_hist", _PAIR, 2, _OF_RUNS),
-        FigureSpec(maps.transform_roles, "figure 10, fig:transform_family", _CURVED, 1, _OF_RUNS),
-        FigureSpec(maps.transform_outliers, "figure 11, fig:transform_outlier_bands", _CURVED, 1, _OF_RUNS),
-        FigureSpec(maps.beta_offset, "figure 12, fig:beta_offset_grid", map=maps.MAP),
-        FigureSpec(maps.symexp_sel, "figure 13, fig:symexp_vs_sel", map=maps.PATHWAY),
-        FigureSpec(maps.mismatched_start, "figure 14, fig:mismatched_init_detail", map=maps.MAP),
+        FigureSpec(maps.symexp_controls, "figure 3, fig:symexp_controls"),
+        FigureSpec(maps.congruent_mismatch, "figure 4, fig:congruent_vs_mismatch"),
+        FigureSpec(curves.loss_curves, "figure 5, fig:main_results", _COMPARISONS, None),
+        FigureSpec(curves.mechanism_ablations, "figure 6, fig:mechanism_ablations", _COMPARISONS, None),
+        FigureSpec(curves.optimizer_equivalence, "figure 7, fig:optimizer_equivalence", _HOMES, 1),
+        FigureSpec(curves.lr_annealing, "figure 8, fig:lr_annealing_ablation", _ANNEALED, 1),
+        FigureSpec(weights.raw_effective, "figure 9, fig:raw_effective_hist", _PAIR, 2),
+        FigureSpec(maps.transform_roles, "figure 10, fig:transform_family", _CURVED, 1),
+        FigureSpec(maps.transform_outliers, "figure 11, fig:transform_outlier_bands", _CURVED, 1),
+        FigureSpec(maps.beta_offset, "figure 12, fig:beta_offset_grid"),
+        FigureSpec(maps.symexp_sel, "figure 13, fig:symexp_vs_sel"),
+        FigureSpec(maps.mismatched_start, "figure 14, fig:mismatched_init_detail"),
         FigureSpec(weights.optimization_distance, "figure 15, fig:opt_distance", _WEIGHTS, 1),
         FigureSpec(weights.heavy_tail, "figure 16, fig:heavy_tail", _WEIGHTS, 1),
-        FigureSpec(curves.learning_rates, "", _COMPARISONS, None, _OF_RUNS),
-        FigureSpec(weights.idea, "", _PAIR, 2, _OF_RUNS),
+        FigureSpec(curves.learning_rates, "", _COMPARISONS, None),
+        FigureSpec(weights.idea, "", _PAIR, 2),
     )
 }
 
@@ -88,15 +87,15 @@ def draw(name: str, sources: Sequence[str | Path] = ()) -> Figure:
     if not (sources if spec.most is None else min(1, spec.most) <= len(sources) <= spec.most):
         raise ValueError(f"sources must be {spec.sources} for {name}, got {len(sources)}: {found}")
     try:
-        with mpl.rc_context(LOOK):
+        with mpl.rc_context(STYLE):
             return spec.draw([Path(source) for source in sources])
     except KeyError as error:
         raise ValueError(f"{found}: damaged, or of another version of symexplin: it lacks {error}") from None
 
 
 def format_figures() -> str:
-    """Return a list of the figures in plain text: name, place, what each shows, needs and assumes."""
+    """Return a list of the figures in plain text: name, place, what each shows and needs."""
     return "\n".join(
-        f"{name}\n    {spec.place or spec.origin}: {spec.shows}\n    from: {spec.sources}; map: {spec.map}"
+        f"{name}\n    {spec.place or spec.origin}: {spec.shows}\n    from: {spec.sources}"
         for name, spec in FIGURES.items()
     )

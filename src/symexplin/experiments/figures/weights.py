@@ -4,7 +4,7 @@ Sizes are in units of Xavier's uniform bound of their matrix where matrices of s
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,55 +14,45 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from symexplin.config import SELConfig
-from symexplin.experiments.figures.common import is_run, map_words, panel, run_of, sheet, weights_at_end, weights_of
+from symexplin.experiments.figures.common import is_run, map_words, outline, run_config, run_of, weights_of
+from symexplin.experiments.figures.probe import Probe, probe
 from symexplin.lab.inspect import Row, curved_matrices, inspect_file, xavier_bound
-from symexplin.lab.report.charts import BINS, GUIDE_LINE, Floats, Line, draw_histogram, outline
-from symexplin.lab.report.probe import Probe, RunRecord, read_run
+from symexplin.lab.report.charts import GUIDE_LINE, Floats, Line, panel, sheet
 
 __all__ = ["heavy_tail", "idea", "optimization_distance", "raw_effective", "weight_distribution"]
 
-_XAVIER, _TRAINED = 0, 1  # styles
-_CURVED_RUN = 1  # its style beside the baseline
-_COUNTED = ("weight", "weights per bin (log scale)")
+_BINS = 121  # an odd number puts one around zero
+_DENSITY = "probability density (log scale)"
 _PAPER_LR = 3e-4  # section 5.1
-_START, _NOW = "Xavier's uniform start", "trained weights"
-# Bins of distances, twenty per decade; larger ones count in the last.
-_DISTANCES: Floats = np.append(0.0, np.geomspace(1e-9, 1e3, 12 * 20 + 1))
-# Bins of sizes in units of Xavier's bound, ten times as fine next to the bound, where most percentiles are.
-_SIZES: Floats = np.concatenate(
-    [[0.0], np.geomspace(1e-9, 0.1, 160, False), np.geomspace(0.1, 10.0, 400, False), np.geomspace(10.0, 1e3, 41)]
-)
+_START, _NOW = "Xavier's uniform start", "trained weights"  # styles 0 and 1
+# Edges of sizes and distances, two hundred per decade; larger ones count in the last bin.
+_EDGES: Floats = np.append(0.0, np.geomspace(1e-9, 1e3, 12 * 200 + 1))
+_COARSE = 10  # edges per bin of a histogram of distances
 _SMALLEST = 0.01  # sizes below this fraction of the bound are no tail
 
 
 def weight_distribution(sources: Sequence[Path]) -> Figure:
     """Draw the histogram of all trained weights, its tail and the growth of each matrix, against Xavier's start."""
     path = weights_of(sources[0])
-    sizes, beyond, _ = _tail(((np.abs(values) / bound, 1.0) for values, bound in _curved(path)), _SIZES)
+    sizes, share, _ = _tail(np.abs(values) / bound for values, bound in _curved(path))
     figure, (left, right, growth) = sheet(3, 3)
     top = 1.02 * max(1.0, sizes[0])
-    edges = np.linspace(-top, top, BINS + 1)
+    edges = np.linspace(-top, top, _BINS + 1)
     counts = sum(np.histogram(values / bound, edges)[0] for values, bound in _curved(path))
-    heights = counts / (beyond[-1] * np.diff(edges))
+    heights = counts / (np.sum(counts) * np.diff(edges))
     # The density of Xavier's distribution is 1/2 from -1 to 1.
     fresh = 0.5 * np.diff(np.clip(edges, -1.0, 1.0)) / np.diff(edges)
-    outline(left, heights, edges, _NOW, _TRAINED, filled=True)
-    outline(left, fresh, edges, _START, _XAVIER)
+    outline(left, heights, edges, _NOW, 1, filled=True)
+    outline(left, fresh, edges, _START, 0)
     left.set_yscale("log")
     left.set_ylim(bottom=0.5 * heights[heights > 0].min())
-    panel(left, "Histogram", "w / Xavier's bound", "probability density (log)")
+    panel(left, "Histogram", "w / Xavier's bound", _DENSITY)
     right.axvline(1.0, **GUIDE_LINE, label="largest at Xavier's start")
-    lines = [Line(name, x, y, style) for name, x, y, style in _shares(sizes, beyond)]
-    panel(right, "Tail", "|w| / Xavier's bound (log scale)", "share of weights beyond (log)", lines)
-    right.set(xscale="log", yscale="log", xlim=(_SMALLEST, 1.5 * top), ylim=(0.5 / beyond[-1], 2.0))
+    lines = [Line(_START, 1.0 - share, share, 0), Line(_NOW, sizes, share, 1)]
+    panel(right, "Tail", "|w| / Xavier's bound (log scale)", "share of weights beyond (log scale)", lines)
+    right.set(xscale="log", yscale="log", xlim=(_SMALLEST, 1.5 * top), ylim=(0.5 * share[0], 2.0))
     _draw_growth(growth, _rows(path))
     return figure
-
-
-def _shares(sizes: Floats, beyond: Floats) -> list[tuple[str, Floats, Floats, int]]:
-    """Return sizes and the share of the weights that are as large or larger: at Xavier's start, and now."""
-    share = np.geomspace(1.0 / beyond[-1], 1.0, 200)[:-1]
-    return [(_START, 1.0 - share, share, _XAVIER), (_NOW, sizes, beyond / beyond[-1], _TRAINED)]
 
 
 def _curved(path: Path) -> Iterator[tuple[Floats, float]]:
@@ -71,22 +61,22 @@ def _curved(path: Path) -> Iterator[tuple[Floats, float]]:
         yield matrix[torch.isfinite(matrix)].double().numpy(), xavier_bound(matrix.shape)
 
 
-def _tail(parts: Iterable[tuple[Floats, float]], edges: Floats) -> tuple[Floats, Floats, float]:
-    """Return sizes, the largest first, how many values are as large or larger, and the mean of the values.
+def _tail(parts: Iterable[Floats]) -> tuple[Floats, Floats, float]:
+    """Return sizes, the largest first, the share of the values that are as large or larger, and the mean of the values.
 
-    The sizes are the largest value and the `edges` below it. Every value of a part stands for as many as its number
-    says.
+    The sizes are the largest value and the edges below it.
     """
-    counts, total, largest = np.zeros(len(edges) - 1), 0.0, 0.0
-    for values, each in parts:
-        counts += each * np.histogram(np.minimum(values, edges[-1]), edges)[0]
-        total += each * float(values.sum())
+    counts, total, largest = np.zeros(len(_EDGES) - 1), 0.0, 0.0
+    for values in parts:
+        counts += np.histogram(np.minimum(values, _EDGES[-1]), _EDGES)[0]
+        total += float(values.sum())
         largest = max(largest, float(values.max(initial=0.0)))
     if not largest:
         raise ValueError("sources must name weights that are not all zero, or that have moved from their start")
-    beyond, falling = np.cumsum(counts[::-1]), edges[-2::-1]
+    beyond, falling = np.cumsum(counts[::-1]), _EDGES[-2::-1]
     below = falling < largest
-    return np.append(largest, falling[below]), np.append(1.0, beyond[below]), total / beyond[-1]
+    share = np.append(1.0, beyond[below]) / beyond[-1]
+    return np.append(largest, falling[below]), share, total / beyond[-1]
 
 
 def heavy_tail(sources: Sequence[Path]) -> Figure:
@@ -96,19 +86,16 @@ def heavy_tail(sources: Sequence[Path]) -> Figure:
     bounds, tops, stds = np.array([(row.bound, row.max, row.std) for row in rows]).T
     figure, (growth, largest, deviation, percentile) = sheet(4, 2, (5.4, 4.6))
     _draw_growth(growth, rows)
-    start = "Xavier's bound (dashed: unchanged)"
-    varied = np.ptp(bounds) > 0 and np.ptp(tops) > 0  # matrices of one shape have one bound
-    title = f"Largest weights, correlation {np.corrcoef(bounds, tops)[0, 1]:.2f}" if varied else "Largest weights"
-    panel(largest, title, start, "largest |w| now", _points(rows, bounds, tops), columns=0)
     start = "at Xavier's start (dashed: unchanged)"
-    panel(deviation, "Standard deviations", start, "deviation now", _points(rows, bounds / 3**0.5, stds), columns=0)
+    panel(largest, "Largest weights", start, "largest |w| now", _points(rows, bounds, tops), legend=False)
+    panel(deviation, "Standard deviations", start, "deviation now", _points(rows, bounds / 3**0.5, stds), legend=False)
     for axes in (largest, deviation):
         axes.axline((0.0, 0.0), slope=1.0, **GUIDE_LINE)
-    sizes, beyond, _ = _tail(((np.abs(values) / bound, 1.0) for values, bound in _curved(path)), _SIZES)
-    lines = [Line(name, share, size, style) for name, size, share, style in _shares(sizes, beyond)]
+    sizes, share, _ = _tail(np.abs(values) / bound for values, bound in _curved(path))
+    lines = [Line(_START, share, 1.0 - share, 0), Line(_NOW, share, sizes, 1)]
     panel(percentile, "Upper percentiles", "percentile of |w|", "|w| / Xavier's bound (log scale)", lines)
-    percentile.set(xscale="log", yscale="log", xlim=(1.0, 0.7 / beyond[-1]), ylim=(0.05, 2.0 * max(1.0, sizes[0])))
-    ticks = [10.0**-digits for digits in range(1, 1 + int(np.log10(beyond[-1])))]
+    percentile.set(xscale="log", yscale="log", xlim=(1.0, 0.7 * share[0]), ylim=(0.05, 2.0 * max(1.0, sizes[0])))
+    ticks = [10.0**-digits for digits in range(1, 1 + int(-np.log10(share[0])))]
     percentile.set_xticks(ticks, [f"{100.0 * (1.0 - tick):.12g}" for tick in ticks])
     return figure
 
@@ -119,7 +106,7 @@ def _rows(path: Path) -> tuple[Row, ...]:
 
 
 def _points(rows: Sequence[Row], x: Floats, y: Floats) -> list[Line]:
-    """Return a point for each matrix, in a colour and with a marker for each kind of matrix."""
+    """Return a point for each matrix, in a color and with a marker for each kind of matrix."""
     kinds = np.array([_place(row.name)[1] for row in rows])
     chosen = [(kind, kinds == kind) for kind in dict.fromkeys(kinds.tolist())]
     return [Line(kind, x[own], y[own], style, kind="points") for style, (kind, own) in enumerate(chosen)]
@@ -129,7 +116,7 @@ def _draw_growth(axes: Axes, rows: Sequence[Row]) -> None:
     layers, growths = np.array([(_place(row.name)[0], row.max_growth) for row in rows]).T
     axes.axhline(1.0, **GUIDE_LINE)
     title, lines = "Growth: largest |w| / Xavier's bound", _points(rows, layers, growths)
-    panel(axes, title, "layer (-1: not numbered)", "growth (log scale)", lines, columns=3, log="y")
+    panel(axes, title, "layer (-1: not numbered)", "growth", lines)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
@@ -142,46 +129,50 @@ def _place(name: str) -> tuple[int, str]:
 
 def raw_effective(sources: Sequence[Path]) -> Figure:
     """Draw weights of the baseline against raw and effective ones, at the start and at the newest checkpoint."""
-    baseline, curved, run = _pair(sources)
-    figure, (left, right) = sheet(2, 2, (5.4, 4.2), title=map_words(run))
-    draw_histogram(left, {"baseline": baseline.pooled("initial"), "SEL, effective": curved.pooled("initial")})
-    panel(left, "At the start", *_COUNTED, columns=2)
+    baseline, curved, words = _pair(sources)
+    figure, (left, right) = sheet(2, 2, (5.4, 4.2), title=words)
+    _draw_histograms(left, {"baseline": baseline.pooled("initial"), "SEL, effective": curved.pooled("initial")})
+    panel(left, "At the start", "weight", _DENSITY)
     _draw_end(right, baseline, curved)
     return figure
 
 
 def idea(sources: Sequence[Path]) -> Figure:
     """Draw the map of a run from its raw to its effective weights, and what it makes of their distribution."""
-    baseline, curved, run = _pair(sources, raw=True)
-    raw, effective = (curved.pooled(name)[0].double().numpy() for name in ("raw", "effective"))
+    baseline, curved, words = _pair(sources)
+    raw, effective = curved.pooled("raw"), curved.pooled("effective")
     order = np.argsort(raw)
     ends = [float(raw.min()), float(raw.max())]
-    figure, (left, right) = sheet(2, 2, (5.4, 4.2), title=map_words(run))
-    lines = [Line("without a map", ends, ends, kind="guide"), Line("SEL", raw[order], effective[order], _CURVED_RUN)]
-    panel(left, "The map", "raw weight, which is trained", "effective weight, in the model", lines, columns=2)
+    figure, (left, right) = sheet(2, 2, (5.4, 4.2), title=words)
+    lines = [Line("without a map", ends, ends, kind="guide"), Line("SEL", raw[order], effective[order], 1)]
+    panel(left, "The map", "raw weight, which is trained", "effective weight, in the model", lines)
     _draw_end(right, baseline, curved)
     return figure
 
 
-def _pair(sources: Sequence[Path], raw: bool = False) -> tuple[Probe, Probe, RunRecord]:
-    """Return the weights of a run on ordinary weights and of a curved one of the same size, and the curved run."""
-    runs = [read_run(run_of(sources[0], curved=False)), read_run(run_of(sources[-1], curved=True))]
-    sizes = {(run.config.model.width, run.config.model.depth) for run in runs}
-    if len(sizes) > 1 or map_words(runs[0]) or not map_words(runs[1]):
-        wanted = "a run on ordinary weights, then a curved one of the same width and depth"
-        raise ValueError(
-            f"sources must be {wanted}, got {' and '.join(dict.fromkeys(repr(str(run.folder)) for run in runs))}"
-        )
-    return weights_at_end(runs[0].folder), weights_at_end(runs[1].folder, raw), runs[1]
+def _pair(sources: Sequence[Path]) -> tuple[Probe, Probe, str]:
+    """Return the weights of a run on ordinary weights and of a curved one, and the map in words."""
+    folders = run_of(sources[0], curved=False), run_of(sources[-1], curved=True)
+    plain, curved = (map_words(run_config(folder)) for folder in folders)
+    if plain or not curved:
+        found = " and ".join(repr(str(folder)) for folder in folders)
+        raise ValueError(f"sources must be a run on ordinary weights, then a curved one, got {found}")
+    return probe(folders[0]), probe(folders[1]), curved
 
 
 def _draw_end(axes: Axes, baseline: Probe, curved: Probe) -> None:
     end = {"baseline": baseline.pooled("effective"), "SEL, effective": curved.pooled("effective")}
-    if curved.has_raw:
-        end["SEL, raw"] = curved.pooled("raw")
-    steps = " and ".join(f"{step:,}" for step in dict.fromkeys((baseline.step, curved.step)))
-    draw_histogram(axes, end)
-    panel(axes, f"At step {steps}", *_COUNTED, columns=2)
+    _draw_histograms(axes, end | {"SEL, raw": curved.pooled("raw")})
+    panel(axes, f"At step {curved.step:,}", "weight", _DENSITY)
+
+
+def _draw_histograms(axes: Axes, series: Mapping[str, Floats]) -> None:
+    """Draw outlines of histograms over common bins."""
+    top = max(float(np.abs(values).max()) for values in series.values())
+    for style, (label, values) in enumerate(series.items()):
+        heights, edges = np.histogram(values, _BINS, (-top, top), density=True)
+        outline(axes, heights, edges, label, style, filled=style == 0)
+    axes.set_yscale("log")
 
 
 def optimization_distance(sources: Sequence[Path]) -> Figure:
@@ -192,26 +183,22 @@ def optimization_distance(sources: Sequence[Path]) -> Figure:
     """
     if is_run(sources[0]):
         folder = run_of(sources[0], curved=False)
-        lr, start = read_run(folder).config.train.lr, "its start"
-        roles = weights_at_end(folder).roles.values()
-        gone = (((r.effective.double() - r.initial.double()).abs().numpy(), r.total / len(r.initial)) for r in roles)
+        lr, start, found = run_config(folder).train.lr, "its start", probe(folder)
+        gone: Iterable[Floats] = [np.abs(found.pooled("effective") - found.pooled("initial"))]
     else:
         lr, start, draw = _PAPER_LR, "a fresh Xavier start", np.random.default_rng(0).uniform
-        gone = ((np.abs(w - draw(-bound, bound, len(w))), 1.0) for w, bound in _curved(sources[0]))
-    distance, rank, mean = _tail(gone, _DISTANCES)
+        gone = (np.abs(w - draw(-bound, bound, len(w))) for w, bound in _curved(sources[0]))
+    distance, share, mean = _tail(gone)
     figure, (left, right) = sheet(2, 2, (5.4, 4.6))
-    # The weights of a bin are those beyond its lower edge and not beyond its upper one, from the smallest bin shown.
-    low, high = np.searchsorted(_DISTANCES, [1e-3 * mean, distance[0]])
-    edges = _DISTANCES[low : high + 1]
-    heights = -np.diff(np.append(rank[:0:-1][low:], 0.0))
-    outline(left, heights, edges, f"distance from {start}", 0, filled=True)
+    edges, beyond = distance[::_COARSE], share[::_COARSE]
+    outline(left, np.diff(beyond[1:], prepend=0.0), edges, f"distance from {start}", 0, filled=True)
     left.axvline(mean, **GUIDE_LINE, label=f"mean {mean:.2g}")
-    left.set(xscale="log", yscale="log")
-    panel(left, f"Distances, the largest {distance[0]:.2g}", "|w - start| (log scale)", "weights per bin (log scale)")
-    guide = Line(f"mean: {mean / lr:,.3g} steps", [1.0, rank[-1]], [mean / lr] * 2, kind="guide")
-    lines = [guide, Line("weights, the farthest first", rank, distance / lr)]
+    title = f"Distances, the largest {distance[0]:.2g}"
+    panel(left, title, "|w - start| (log scale)", "share of weights per bin (log scale)")
+    left.set(xscale="log", yscale="log", xlim=(1e-3 * mean, 2.0 * distance[0]))
+    guide = Line(f"mean: {mean / lr:,.3g} steps", [share[0], 1.0], [mean / lr] * 2, kind="guide")
+    lines = [guide, Line("weights, the farthest first", share, distance / lr)]
     title = f"The farthest takes {distance[0] / mean:.3g} × the mean"
-    panel(right, title, "rank of the weight (log scale)", f"steps at lr {lr:g} (log scale)", lines)
-    right.set(xscale="log", yscale="log")
-    right.set_ylim(bottom=0.02 * mean / lr)
+    panel(right, title, "rank of the weight / their number (log scale)", f"steps at lr {lr:g} (log scale)", lines)
+    right.set(xscale="log", yscale="log", ylim=(0.02 * mean / lr, 2.0 * distance[0] / lr))
     return figure

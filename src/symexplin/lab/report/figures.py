@@ -1,19 +1,22 @@
-"""The figures of a comparison's page, with captions, and the lines of a map."""
+"""The charts of a comparison, losses by step and by learning rate: for its page, and for the paper's figures."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from markupsafe import Markup
+from matplotlib.axes import Axes
 
-from symexplin.lab.report.charts import Line, chart, late_limits, mean_line
-from symexplin.lab.report.probe import RoleWeights, map_curves
+from symexplin.lab.report.charts import Line, chart, mean_line, panel
 
-__all__ = ["Figure", "comparison_figures", "map_lines", "sweep_lines"]
+__all__ = ["STEPS", "Figure", "comparison_figures", "draw_losses", "draw_sweep"]
 
-_POSITIONS, _POINTS = 2000, 81  # positions per role whose scales show the map, and points of its curve
-_STEPS = "optimizer steps"
+STEPS = "optimizer steps"
+_EARLY = 0.2  # share of the steps whose losses would hide all differences
+_FEW = 4  # a curve of fewer points is shown whole
+
+Found = Mapping[str, Any]  # the content of a comparison.json
 
 
 class Figure(NamedTuple):
@@ -23,68 +26,68 @@ class Figure(NamedTuple):
     caption: str
 
 
-def map_lines(weights: RoleWeights) -> list[Line]:
-    """Return the identity, and the map of a curved role over the range of its raw weights.
-
-    The line is the median over the scales of evenly spread positions, the band goes from 5 % to 95 % of them.
-    """
-    assert weights.raw is not None
-    top = float(weights.raw.abs().max())
-    raw = torch.linspace(-top, top, _POINTS, dtype=torch.float64)
-    places = torch.arange(0, len(weights.raw), max(1, len(weights.raw) // _POSITIONS))
-    levels = torch.tensor([0.05, 0.5, 0.95], dtype=torch.float64)
-    low, median, high = map_curves(weights, raw, places).quantile(levels, dim=0)
-    identity = Line("identity", [-top, top], [-top, top], kind="guide")
-    return [identity, Line("median, 5–95 % band", raw, median, band=(low, high))]
-
-
-def comparison_figures(found: Mapping[str, Any]) -> list[Figure]:
-    """Return the curves and the learning-rate sweep of the comparison in a comparison.json."""
-    comparison, runs = found["comparison"], found["runs"]
-    unit = found.get("unit", "")
-    loss = f"final loss ({unit})" if unit else "final loss"
-    shared, best = ({row["variant"]: row["lr"] for row in comparison[which]} for which in ("shared", "best"))
-    ending = "The first losses may leave the chart; a band spans the seeds."
-    curved = any(len(run["evals"]) > 1 for run in runs)
-    figures = [Figure(_curves(runs, shared, unit), f"Loss at the shared learning rate. {ending}")] if curved else []
-    if curved and best != shared:
-        figures.append(Figure(_curves(runs, best, unit), f"Loss, each variant at its own best learning rate. {ending}"))
-    axes = "peak learning rate (log scale)", loss
-    lines = sweep_lines(runs, {variant: variant for variant in shared})
-    svg = chart(lines, *axes, log="x", ticks=sorted({run["lr"] for run in runs}))
+def comparison_figures(found: Found) -> list[Figure]:
+    """Return the curves and the learning-rate sweep of a comparison."""
+    shared, best = ([(row["variant"], row["lr"]) for row in found["comparison"][which]] for which in ("shared", "best"))
+    labels = {variant: variant for variant, _ in shared}
+    ending = "after the first fifth of the steps."
+    figures = []
+    if any(len(run["evals"]) > 1 for run in found["runs"]):
+        draw = functools.partial(draw_losses, title="", found=found, cells=shared, labels=labels)
+        figures.append(Figure(chart(draw), f"Loss at the shared learning rate, {ending}"))
+        if best != shared:
+            draw = functools.partial(draw_losses, title="", found=found, cells=best, labels=labels)
+            figures.append(Figure(chart(draw), f"Loss, each variant at its own best learning rate, {ending}"))
+    draw = functools.partial(draw_sweep, title="", found=found, labels=labels)
     caption = "Loss after the last step: points are seeds, the line is their mean where all ran at that rate."
-    return [*figures, Figure(svg, caption)]
+    return [*figures, Figure(chart(draw), caption)]
 
 
-def _curves(runs: list[dict[str, Any]], lrs: Mapping[str, float | None], unit: str) -> Markup:
-    lines = []
-    for style, (variant, lr) in enumerate(lrs.items()):
-        same = [
-            run["evals"]
-            for run in runs
-            if (run["variant"], run["lr"]) == (variant, lr) and run["final_loss"] is not None
-        ]
-        if same:
-            steps = [step for step, _ in same[0]]
-            curves = [np.array(evals, dtype=float).T for evals in same]  # a command's may have steps of their own
-            losses = [np.interp(steps, of_one, values).tolist() for of_one, values in curves]
-            lines.append(mean_line(f"{variant}, lr {lr:g}", steps, losses, style))
-    return chart(lines, _STEPS, f"loss ({unit})" if unit else "loss", limits=late_limits(lines))
+def draw_losses(
+    axes: Axes,
+    title: str,
+    found: Found,
+    cells: Sequence[tuple[str, float]],
+    labels: Mapping[str, str],
+    early: float = _EARLY,
+) -> None:
+    """Draw the loss of each (variant, learning rate) of `cells` after the share `early` of the steps.
 
-
-def sweep_lines(
-    runs: list[dict[str, Any]], labels: Mapping[str, str], factors: Mapping[str, float] | None = None
-) -> list[Line]:
-    """Return the final losses over the learning rates: one line per variant, and points where it has several seeds.
-
-    A variant without a finite run has an empty line whose label says so. `labels` and `factors`, of the learning rates,
-    are by variant.
+    A variant has the style of its place in `labels`, which has all variants. One without a finite run has no line.
     """
-    lrs = sorted({run["lr"] for run in runs})
+    lines, seeds = [], 1
+    for variant, lr in cells:
+        same = [run for run in found["runs"] if (run["variant"], run["lr"]) == (variant, lr)]
+        curves = [np.array(run["evals"], dtype=float).T for run in same if run["final_loss"] is not None]
+        if curves:
+            steps = curves[0][0]
+            if len(steps) >= _FEW:
+                steps = steps[steps >= early * steps[-1]]
+            losses = [np.interp(steps, *curve) for curve in curves]  # a command's runs may have steps of their own
+            lines.append(mean_line(f"{labels[variant]}, lr {lr:g}", steps, losses, list(labels).index(variant)))
+            seeds = max(seeds, len(curves))
+    about = f"mean of {seeds} seeds, band: lowest to highest" if seeds > 1 else None
+    panel(axes, title, STEPS, _axis("loss", found), lines, about=about)
+
+
+def draw_sweep(
+    axes: Axes,
+    title: str,
+    found: Found,
+    labels: Mapping[str, str],
+    factors: Mapping[str, float] | None = None,
+    x_label: str = "peak learning rate (log scale)",
+    about: str | None = None,
+) -> None:
+    """Draw final losses by learning rate: a line for each variant, and points where it has several seeds.
+
+    `factors` multiply the learning rates of a variant. A variant without a finite run has a label alone.
+    """
+    lrs = sorted({run["lr"] for run in found["runs"]})
     lines = []
     for style, (variant, label) in enumerate(labels.items()):
-        factor = 1.0 if factors is None else factors[variant]
-        own = [run for run in runs if run["variant"] == variant]
+        factor = factors[variant] if factors else 1.0
+        own = [run for run in found["runs"] if run["variant"] == variant]
         finite = [run for run in own if run["final_loss"] is not None]
         # Seeds of the second stage did not run at all learning rates: a mean over them would bend the line.
         first = [run for run in own if run.get("stage", 1) == 1]
@@ -95,4 +98,11 @@ def sweep_lines(
             lines.append(Line("", x, y, style, kind="points"))
         label = label if finite else f"{label}: no run finite"
         lines.append(Line(label, list(means), list(means.values()), style))
-    return lines
+    panel(axes, title, x_label, _axis("final loss", found), lines, about=about)
+    axes.set_xscale("log")
+    axes.set_xticks(lrs, [f"{lr:g}" for lr in lrs])
+    axes.minorticks_off()
+
+
+def _axis(name: str, found: Found) -> str:
+    return f"{name} ({found['unit']})" if found.get("unit") else name

@@ -1,7 +1,7 @@
 """The page of a comparison: one HTML file that contains its charts."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,6 @@ from symexplin.lab.report.figures import comparison_figures
 
 __all__ = ["PAGE", "reading", "report_comparison", "write_page"]
 
-Echo = Callable[[str], None]
-
 PAGE = "report.html"
 _HOMES = {"optimizer": "in the optimizer", "module": "in the modules"}
 
@@ -26,20 +24,19 @@ def report_comparison(folder: str | Path) -> Path:
     path = Path(folder)
     if not (path / COMPARISON).exists():
         raise FileNotFoundError(f"{str(folder)!r} has no {COMPARISON}: finish the comparison with --resume")
-    found = read_json(path / COMPARISON)
     with reading(path / COMPARISON):
+        # What a demo alone has, and what a command does not tell.
+        found = {"sample": None, "unit": "", "corpus": {}, "parameters": None, **read_json(path / COMPARISON)}
         facts = {f"map of {variant}": _map(curve) for variant, curve in found["maps"].items()}
-        names = {"parameters": "parameters", "seconds": "seconds in all"}  # a command tells neither
-        extra = {text: found[name] for name, text in names.items() if found.get(name)}
-        for part in (found.get("corpus", {}), found["config"], found["provenance"], extra):
+        totals = {name: found[name] for name in ("parameters", "seconds") if found[name]}
+        for part in (found["corpus"], found["config"], found["provenance"], totals):
             facts |= _facts(part)
         return write_page(
             path,
             "comparison.html.jinja",
             title=f"Comparison of {', '.join(row['variant'] for row in found['comparison']['shared'])}",
-            found={"sample": None, "unit": "", **found},
+            found=found,
             figures=comparison_figures(found),
-            runs=found["runs"],
             facts=facts,
         )
 
