@@ -1,6 +1,6 @@
-"""All differences that results/mini.csv shows, by one rule; it writes the pages that list them.
+"""All differences that results/mini.csv shows, by one rule; it writes the tables that list them.
 
-    python benchmarks/evidence.py            # write docs/reference/experiments.md and the table of README
+    python benchmarks/evidence.py            # write the tables of docs/reference/experiments.md and of README
     python benchmarks/evidence.py --check    # fail if they are not what the rows say
 
 Each variant counts at its own best learning rate, the one with the most seeds and then the lowest mean loss.
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from symexplin.lab.compare.interval import Interval
+from symexplin.lab.compare.interval import BETTER, NO_DIFFERENCE, TOO_FEW, WORSE, Interval
 
 ROOT = Path(__file__).parents[1]
 ROWS, PAGE, README = ROOT / "results/mini.csv", ROOT / "docs/reference/experiments.md", ROOT / "README.md"
@@ -27,6 +27,7 @@ TEXTS = {  # by the start of the data's fingerprint
     "ff86aff7": "docstrings, then code",
     "3743d9e4": "technical English, BPE of 4,096",
 }
+DIVERGED = "diverged"
 FRESH = 10  # seeds from this one on had no part in a choice
 Losses = Mapping[int, float]  # by seed
 
@@ -44,10 +45,10 @@ class Experiment:
     variants: Mapping[str, Mapping[float, Losses]]
 
     @property
-    def title(self) -> str:
-        """What was trained."""
+    def setting(self) -> str:
+        """What was trained, and on what."""
         fresh = ", fresh seeds" if self.fresh else ""
-        return f"{self.table}, {self.panel}, {self.steps:,} steps, {self.text}{fresh} ({self.commit})"
+        return f"{self.panel}, {self.steps:,} steps, {self.text}{fresh}"
 
     @property
     def baseline(self) -> str:
@@ -93,49 +94,82 @@ def difference(experiment: Experiment, variant: str) -> Interval | None:
     return Interval([ours[1][seed] - theirs[1][seed] for seed in shared])
 
 
-def lines(experiment: Experiment) -> Iterator[str]:
-    """Yield the table of an experiment: every variant, the baseline first."""
-    yield "| variant | learning rate | loss | difference | 99 % interval | detectable | seeds | |"
-    yield "|---|---|---|---|---|---|---|---|"
-    names = sorted(experiment.variants, key=lambda variant: variant != experiment.baseline)
-    for variant in names:
-        best = experiment.best(variant)
-        if best is None:
-            yield f"| {variant} | | diverged | | | | | |"
-            continue
-        lr, losses = best
-        start = f"| {variant} | {lr:g} | {statistics.fmean(losses.values()):.4f} |"
-        found = None if variant == experiment.baseline else difference(experiment, variant)
-        if found is None:
-            yield f"{start} | | | {len(losses)} | {'baseline' if variant == experiment.baseline else ''} |"
-            continue
-        detectable = "" if math.isinf(found.detectable) else f"{found.detectable:.4f}"
-        cells = f"{found.mean:+.4f} | {ends(found)} | {detectable} | {len(found.values)} | {found.verdict}"
-        yield f"{start} {cells} |"
+@dataclass(frozen=True)
+class Group:
+    """Experiments with the same baseline runs, and the variants of them all."""
+
+    experiments: Sequence[Experiment]
+    variants: Mapping[str, Experiment]  # with the experiment that has it
+
+    @property
+    def seeds(self) -> int:
+        """The number of seeds, of the baseline."""
+        first = self.experiments[0]
+        best = first.best(first.baseline)
+        return len(best[1]) if best else 0
+
+    def rows(self) -> Iterator[str]:
+        """Yield a row for each verdict: the setting and the baseline, the verdict, the variants."""
+        first = self.experiments[0]
+        best = first.best(first.baseline)
+        assert best is not None
+        commits = ", ".join(dict.fromkeys(x.commit for x in self.experiments))
+        seeds = f"{self.seeds} seed{'s' * (self.seeds > 1)} ({commits})"
+        baseline = f"{first.baseline}, {best[0]:g}: {statistics.fmean(best[1].values()):.4f}"
+        title = f"**{first.setting}**<br>{baseline}<br>{seeds}"
+        by_verdict: dict[str, list[str]] = {}
+        for variant, experiment in self.variants.items():
+            verdict, cell = self.cell(variant, experiment)
+            by_verdict.setdefault(verdict, []).append(cell)
+        for verdict in (BETTER, NO_DIFFERENCE, WORSE, TOO_FEW, DIVERGED):
+            if cells := by_verdict.get(verdict):
+                yield f"| {title} | {verdict} | {'<br>'.join(cells)} |"
+                title = "..."
+
+    def cell(self, variant: str, experiment: Experiment) -> tuple[str, str]:
+        """Return the verdict on a variant, and its learning rate, difference and half-width."""
+        best, found = experiment.best(variant), difference(experiment, variant)
+        if best is None or found is None:
+            return DIVERGED, variant
+        half = "" if math.isinf(found.detectable) else f" ± {found.detectable:.4f}"
+        seeds = f" ({len(found.values)} seeds)" if len(found.values) != self.seeds else ""
+        return found.verdict, f"{variant}, {best[0]:g}: {found.mean:+.4f}{half}{seeds}"
 
 
-INTRODUCTION = """\
-# All experiments
-
-Held-out losses of every experiment in [results/mini.csv](../../results/README.md), in nats per byte (`width-1024`:
-per token), written by `python benchmarks/evidence.py`. Each variant counts at its own best learning rate, the one with
-the most seeds and then the lowest mean loss. A difference is to the baseline, seed by seed; below zero the variant is
-better. "Better" and "worse" need Student's 99 % interval of the mean on one side of zero. An interval that contains
-zero is "no difference detected", and its half-width, the column "detectable", is the smallest mean difference that
-these seeds could detect. Fresh seeds (10 and up) had no part in choosing a variant or a rate.
-
-The commit behind each title has the definition of the variants. `exp`, `exp_only-ff` and `exp_only` with nothing
-learned are the present default. `mismatch`, `full` and `paper` are the paper's method with learned scales and its
-start. `carried` and, before commit 9ade27c, `default` are the mismatch map with fixed scales and a matched start.
-"""
-
-
-def page(found: Iterable[Experiment]) -> str:
-    """Return the page of all experiments."""
-    parts = [INTRODUCTION.rstrip()]
+def groups(found: Iterable[Experiment]) -> list[Group]:
+    """Return experiments grouped by baseline runs; a variant with one seed is left out where another group has more."""
+    same: dict[object, list[Experiment]] = {}
     for experiment in found:
-        parts += [f"## {experiment.title}", "\n".join(lines(experiment))]
-    return "\n\n".join(parts) + "\n"
+        lr, losses = experiment.best(experiment.baseline) or (math.nan, {})
+        same.setdefault((experiment.setting, experiment.baseline, lr, *losses.items()), []).append(experiment)
+    merged = [
+        Group(members, {variant: x for x in members for variant in x.variants if variant != x.baseline})
+        for members in same.values()
+    ]
+    tried = {(x.setting, v) for group in merged if group.seeds > 1 for v, x in group.variants.items()}
+    for i, group in enumerate(merged):
+        if group.seeds == 1:
+            kept = {v: x for v, x in group.variants.items() if (x.setting, v) not in tried}
+            merged[i] = Group(group.experiments, kept)
+    return [group for group in merged if group.variants]
+
+
+def page(text: str, found: Sequence[Experiment]) -> str:
+    """Return the page with its tables replaced; the comment before each names the tables that its rows are of."""
+    left = {x.table for x in found}
+
+    def table(place: re.Match[str]) -> str:
+        names = place[1].split(", ")
+        left.difference_update(names)
+        rows = ["| trained; baseline | verdict | variant, learning rate: difference |", "|---|---|---|"]
+        for group in groups(x for name in names for x in found if x.table == name):
+            rows += group.rows()
+        return f"<!-- rows of {place[1]} -->\n\n" + "\n".join(rows) + "\n"
+
+    text = re.sub(r"(?m)^<!-- rows of (.*) -->\n\n?(?:\|.*\n)*", table, text)
+    if left:
+        raise SystemExit(f"{PAGE} has no table for the rows of {', '.join(sorted(left))}")
+    return text
 
 
 # The rows of README: what was trained, the experiment (table, panel, commit), and its variants with their methods.
@@ -197,8 +231,8 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="write nothing, and fail if a file is not up to date")
     options = parser.parse_args()
     found = experiments()
-    wanted = {PAGE: page(found), README: with_table(README.read_text(), readme_table(found))}
-    stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
+    wanted = {PAGE: page(PAGE.read_text(), found), README: with_table(README.read_text(), readme_table(found))}
+    stale = [path for path, text in wanted.items() if path.read_text() != text]
     for path in stale:
         if options.check:
             print(f"{path.relative_to(ROOT)} is not up to date: run python benchmarks/evidence.py", file=sys.stderr)
