@@ -40,6 +40,7 @@ _LINK = re.compile(
 )
 _REMOTE_IMAGE = re.compile(r"\[!\[[^\]]*\]\([^)]*\)\]\([^)]*\)|!\[[^\]]*\]\(https?:[^)]*\)")  # badges
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+_BAR = re.compile(r'<mo(?: stretchy="false")?>&#x0007C;')  # of an absolute value: browsers set it as an infix otherwise
 _DOCTEST = re.compile(r"(?m)^( *)>>>.*(?:\n\1\S.*)*")
 _ROLE = re.compile(r":\w+:`([^`]+)`")
 _SHARED = re.compile(r"(?m)^    (\w+(?:, \w+)+):(.*(?:\n {8,}.*)*)")
@@ -119,7 +120,9 @@ def on_page_content(html_text: str, **_: Any) -> str:
 
     def formula(found: re.Match[str]) -> str:
         display = "block" if found[1] == "div" else "inline"
-        return f'<{found[1]} class="formula">{convert(html.unescape(found[2]), display=display)}</{found[1]}>'
+        mathml = convert(html.unescape(found[2]), display=display)
+        mathml = _BAR.sub('<mo stretchy="false" lspace="0" rspace="0">&#x0007C;', mathml)
+        return f'<{found[1]} class="formula">{mathml}</{found[1]}>'
 
     return _FORMULA.sub(formula, html_text)
 
