@@ -1,6 +1,6 @@
-"""All differences that results/mini.csv shows, by one rule; it writes the pages that list them.
+"""All differences that results/mini.csv shows, by one rule; it writes the tables that list them.
 
-    python benchmarks/evidence.py            # write docs/reference/experiments.md and the table of README
+    python benchmarks/evidence.py            # write the tables of docs/reference/experiments.md and of README
     python benchmarks/evidence.py --check    # fail if they are not what the rows say
 
 Each variant counts at its own best learning rate, the one with the most seeds and then the lowest mean loss.
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from symexplin.lab.compare.interval import Interval
+from symexplin.lab.compare.interval import BETTER, NO_DIFFERENCE, TOO_FEW, WORSE, Interval
 
 ROOT = Path(__file__).parents[1]
 ROWS, PAGE, README = ROOT / "results/mini.csv", ROOT / "docs/reference/experiments.md", ROOT / "README.md"
@@ -27,6 +27,7 @@ TEXTS = {  # by the start of the data's fingerprint
     "ff86aff7": "docstrings, then code",
     "3743d9e4": "technical English, BPE of 4,096",
 }
+DIVERGED = "diverged"
 FRESH = 10  # seeds from this one on had no part in a choice
 Losses = Mapping[int, float]  # by seed
 
@@ -44,10 +45,10 @@ class Experiment:
     variants: Mapping[str, Mapping[float, Losses]]
 
     @property
-    def title(self) -> str:
-        """What was trained."""
+    def setting(self) -> str:
+        """What was trained, and on what."""
         fresh = ", fresh seeds" if self.fresh else ""
-        return f"{self.table}, {self.panel}, {self.steps:,} steps, {self.text}{fresh} ({self.commit})"
+        return f"{self.panel}, {self.steps:,} steps, {self.text}{fresh}"
 
     @property
     def baseline(self) -> str:
@@ -93,89 +94,141 @@ def difference(experiment: Experiment, variant: str) -> Interval | None:
     return Interval([ours[1][seed] - theirs[1][seed] for seed in shared])
 
 
-def lines(experiment: Experiment) -> Iterator[str]:
-    """Yield the table of an experiment: every variant, the baseline first."""
-    yield "| variant | learning rate | loss | difference | 99% interval | detectable | seeds | |"
-    yield "|---|---|---|---|---|---|---|---|"
-    names = sorted(experiment.variants, key=lambda variant: variant != experiment.baseline)
-    for variant in names:
-        best = experiment.best(variant)
-        if best is None:
-            yield f"| {variant} | | diverged | | | | | |"
-            continue
-        lr, losses = best
-        start = f"| {variant} | {lr:g} | {statistics.fmean(losses.values()):.4f} |"
-        found = None if variant == experiment.baseline else difference(experiment, variant)
-        if found is None:
-            yield f"{start} | | | {len(losses)} | {'baseline' if variant == experiment.baseline else ''} |"
-            continue
-        detectable = "" if math.isinf(found.detectable) else f"{found.detectable:.4f}"
-        cells = f"{found.mean:+.4f} | {ends(found)} | {detectable} | {len(found.values)} | {found.verdict}"
-        yield f"{start} {cells} |"
+@dataclass(frozen=True)
+class Group:
+    """Experiments with the same baseline runs, and the variants of them all."""
+
+    experiments: Sequence[Experiment]
+    variants: Mapping[str, Experiment]  # with the experiment that has it
+
+    @property
+    def seeds(self) -> int:
+        """The number of seeds, of the baseline."""
+        first = self.experiments[0]
+        best = first.best(first.baseline)
+        return len(best[1]) if best else 0
+
+    def rows(self) -> Iterator[str]:
+        """Yield a row for each verdict: the setting and the baseline, the verdict, the variants."""
+        first = self.experiments[0]
+        best = first.best(first.baseline)
+        assert best is not None
+        commits = ", ".join(dict.fromkeys(x.commit for x in self.experiments))
+        seeds = f"{self.seeds} seed{'s' * (self.seeds > 1)} ({commits})"
+        baseline = f"{first.baseline}, {best[0]:g}: {statistics.fmean(best[1].values()):.4f}"
+        title = f"**{first.setting}**<br>{baseline}<br>{seeds}"
+        by_verdict: dict[str, list[str]] = {}
+        for variant, experiment in self.variants.items():
+            verdict, cell = self.cell(variant, experiment)
+            by_verdict.setdefault(verdict, []).append(cell)
+        for verdict in (BETTER, NO_DIFFERENCE, WORSE, TOO_FEW, DIVERGED):
+            if cells := by_verdict.get(verdict):
+                yield f"| {title} | {verdict} | {'<br>'.join(cells)} |"
+                title = "..."
+
+    def cell(self, variant: str, experiment: Experiment) -> tuple[str, str]:
+        """Return the verdict on a variant, and its learning rate, difference and half-width."""
+        best, found = experiment.best(variant), difference(experiment, variant)
+        if best is None or found is None:
+            return DIVERGED, variant
+        half = "" if math.isinf(found.detectable) else f" ± {found.detectable:.4f}"
+        seeds = f" ({len(found.values)} seeds)" if len(found.values) != self.seeds else ""
+        return found.verdict, f"{variant}, {best[0]:g}: {found.mean:+.4f}{half}{seeds}"
 
 
-INTRODUCTION = """\
-# All experiments
-
-Held-out losses of every experiment in [results/mini.csv](../../results/README.md), in nats per byte (`width-1024`:
-per token), written by `python benchmarks/evidence.py`. Each variant counts at its own best learning rate, the one with
-the most seeds and then the lowest mean loss. A difference is to the baseline, seed by seed; below zero the variant is
-better. "Better" and "worse" need Student's 99% interval of the mean on one side of zero. An interval that contains
-zero is "no difference detected", and its half-width, the column "detectable", is the smallest mean difference that
-these seeds could detect. Fresh seeds (10 and up) had no part in choosing a variant or a rate.
-
-The commit behind each title has the definition of the variants. `exp`, `exp_only-ff` and `exp_only` with nothing
-learned are the present default. `mismatch`, `full` and `paper` are the paper's method with learned scales and its
-start. `carried` and, before commit 9ade27c, `default` are the mismatch map with fixed scales and a matched start.
-"""
-
-
-def page(found: Iterable[Experiment]) -> str:
-    """Return the page of all experiments."""
-    parts = [INTRODUCTION.rstrip()]
+def groups(found: Iterable[Experiment]) -> list[Group]:
+    """Return experiments grouped by baseline runs; a variant with one seed is left out where another group has more."""
+    same: dict[object, list[Experiment]] = {}
     for experiment in found:
-        parts += [f"## {experiment.title}", "\n".join(lines(experiment))]
-    return "\n\n".join(parts) + "\n"
+        lr, losses = experiment.best(experiment.baseline) or (math.nan, {})
+        same.setdefault((experiment.setting, experiment.baseline, lr, *losses.items()), []).append(experiment)
+    merged = [
+        Group(members, {variant: x for x in members for variant in x.variants if variant != x.baseline})
+        for members in same.values()
+    ]
+    tried = {(x.setting, v) for group in merged if group.seeds > 1 for v, x in group.variants.items()}
+    for i, group in enumerate(merged):
+        if group.seeds == 1:
+            kept = {v: x for v, x in group.variants.items() if (x.setting, v) not in tried}
+            merged[i] = Group(group.experiments, kept)
+    return [group for group in merged if group.variants]
 
 
-# The rows of README: what was trained, the experiment (table, panel, commit), its variant with fixed scales and the one
-# with learned scales, "" where none was trained. A star marks fixed scales of another map than the default.
-SHOWN = (
-    ("width 64, depth 2, 200 steps*", ("widths", "64x2", "7a0cb4d"), "default", "mismatch"),
-    ("width 128, depth 2, 700 steps*", ("widths", "128x2", "7a0cb4d"), "default", "mismatch"),
-    ("width 256, depth 2, 2,600 steps*", ("widths", "256x2", "7a0cb4d"), "default", "mismatch"),
-    ("width 128, depth 2, 10,000 steps*", ("lengths", "128x2-10000", "28e925c"), "default", ""),
-    ("width 128, depth 4, 600 steps", ("exp_only", "128x4", "d3fc95d"), "exp_only-ff", "full"),
-    ("the same, again", ("control", "128x4", "b3eebc4"), "default", ""),
-    ("the same, technical English*", ("suite", "128x4", "cc59c74"), "carried", ""),
-    ("width 128, depth 4, 1,800 steps*", ("default", "128x4", "882d6bf"), "carried", ""),
-    ("width 1024, depth 1, 1,500 steps, per token", ("width-1024", "1024x1", "44ad1b2"), "exp", "paper"),
-    ("the same; curvature fixed on the right*", ("width-1024", "1024x1", "44ad1b2"), "frozen", "fixed_curvature"),
-)
+def page(text: str, found: Sequence[Experiment]) -> str:
+    """Return the page with its tables replaced; the comment before each names the tables that its rows are of."""
+    left = {x.table for x in found}
+
+    def table(place: re.Match[str]) -> str:
+        names = place[1].split(", ")
+        left.difference_update(names)
+        rows = ["| trained; baseline | verdict | variant, learning rate: difference |", "|---|---|---|"]
+        for group in groups(x for name in names for x in found if x.table == name):
+            rows += group.rows()
+        return f"<!-- rows of {place[1]} -->\n\n" + "\n".join(rows) + "\n"
+
+    text = re.sub(r"(?m)^<!-- rows of (.*) -->\n\n?(?:\|.*\n)*", table, text)
+    if left:
+        raise SystemExit(f"{PAGE} has no table for the rows of {', '.join(sorted(left))}")
+    return text
+
+
+# The rows of README: what was trained, and by column the experiment (table, panel, commit) and the variant in it.
+COLUMNS = "default", "previous default", "the paper's method"
+WIDTH_1024 = ("width-1024", "1024x1", "44ad1b2")
+SHOWN: Mapping[str, Sequence[tuple[tuple[str, str, str], str] | None]] = {
+    "width 64, depth 2, 200 steps": (
+        (("widths", "64x2", "ff759b9"), "default"),
+        (("widths", "64x2", "7a0cb4d"), "default"),
+        (("widths", "64x2", "7a0cb4d"), "mismatch"),
+    ),
+    "width 128, depth 2, 700 steps": (
+        (("widths", "128x2", "ff759b9"), "default"),
+        (("widths", "128x2", "7a0cb4d"), "default"),
+        (("widths", "128x2", "7a0cb4d"), "mismatch"),
+    ),
+    "width 256, depth 2, 2,600 steps": (
+        None,
+        (("widths", "256x2", "7a0cb4d"), "default"),
+        (("widths", "256x2", "7a0cb4d"), "mismatch"),
+    ),
+    "width 128, depth 2, 10,000 steps": (None, (("lengths", "128x2-10000", "28e925c"), "default"), None),
+    "width 128, depth 4, 600 steps": (
+        (("exp_only", "128x4", "d3fc95d"), "exp_only-ff"),
+        (("beta", "128x4", "d3fc95d"), "default"),
+        (("exp_only", "128x4", "d3fc95d"), "full"),
+    ),
+    "the same with five seeds": ((("control", "128x4", "b3eebc4"), "default"), None, None),
+    "the same on technical English": (None, (("suite", "128x4", "cc59c74"), "carried"), None),
+    "the same, 1,800 steps": (None, (("default", "128x4", "882d6bf"), "carried"), None),
+    "width 1024, depth 1, 1,500 steps": ((WIDTH_1024, "exp"), None, (WIDTH_1024, "paper")),
+}
 
 
 def readme_table(found: Sequence[Experiment]) -> str:
     """Return the evidence table of README."""
     by_key = {(x.table, x.panel, x.commit): x for x in found if not x.fresh}
-    rows = [
-        "| trained from scratch | AdamW | fixed scales, the default | learned scales, the paper's | seeds |",
-        "|---|---|---|---|---|",
-    ]
-    for title, key, *variants in SHOWN:
-        experiment = by_key[key]
-        best = experiment.best(experiment.baseline)
-        assert best is not None
-        shown = [difference(experiment, variant) if variant else None for variant in variants]
-        seeds = "; ".join(dict.fromkeys(str(len(each.values)) for each in shown if each))
-        cells = " | ".join(f"{each.mean:+.3f}{in_words(each)}" if each else "" for each in shown)
-        rows.append(f"| {title} | {statistics.fmean(best[1].values()):.3f} | {cells} | {seeds} |")
+    rows = [f"| trained from scratch | AdamW | {' | '.join(COLUMNS)} | seeds |", "|---|---|---|---|---|---|"]
+    for title, places in SHOWN.items():
+        cells, seeds, baseline = [], [], ""
+        for place in places:
+            if place is None:
+                cells.append("")
+                continue
+            experiment = by_key[place[0]]
+            best, shown = experiment.best(experiment.baseline), difference(experiment, place[1])
+            assert best is not None
+            assert shown is not None
+            cells.append(in_words(shown))
+            seeds.append(len(shown.values))
+            baseline = baseline or f"{statistics.fmean(best[1].values()):.4f}"
+        rows.append(f"| {title} | {baseline} | {' | '.join(cells)} | {'; '.join(map(str, dict.fromkeys(seeds)))} |")
     return "\n".join(rows)
 
 
 def in_words(found: Interval) -> str:
-    """Return the interval and the verdict as a cell shows them after the mean."""
+    """Return the mean difference, its interval and the verdict."""
     between = f" ({ends(found)})" if ends(found) else ""
-    return f"{between}, {found.verdict.removesuffix(' detected')}"
+    return f"{found.mean:+.4f}{between}, {found.verdict.removesuffix(' detected')}"
 
 
 def with_table(text: str, table: str) -> str:
@@ -193,8 +246,8 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="write nothing, and fail if a file is not up to date")
     options = parser.parse_args()
     found = experiments()
-    wanted = {PAGE: page(found), README: with_table(README.read_text(), readme_table(found))}
-    stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
+    wanted = {PAGE: page(PAGE.read_text(), found), README: with_table(README.read_text(), readme_table(found))}
+    stale = [path for path, text in wanted.items() if path.read_text() != text]
     for path in stale:
         if options.check:
             print(f"{path.relative_to(ROOT)} is not up to date: run python benchmarks/evidence.py", file=sys.stderr)

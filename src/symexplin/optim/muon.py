@@ -47,8 +47,7 @@ class SELMuon(SELAdamW):
     Under FSDP2 each step gathers the momentum of one matrix at a time.
 
     Args:
-        params, lr, betas, eps, weight_decay, total_steps, max_grad_norm: see
-            :class:`symexplin.SELAdamW`.
+        params, lr, betas, eps, weight_decay: as in :class:`symexplin.SELAdamW`.
         momentum: mu, in [0, 1).
         nesterov: look ahead by one gradient.
         ns_coefficients: a, b, c of the quintic a x + b x^3 + c x^5.
@@ -58,6 +57,7 @@ class SELMuon(SELAdamW):
         split: {name pattern: sizes} of further weights whose outputs are those of several matrices, one behind the
             other, such as {"*.wqkv.weight": (64, 16, 16)}. Sizes that add up to a divisor of the outputs repeat. An
             empty sequence: one matrix. A loaded state brings its own, as it does all settings of the rule.
+        settings: total_steps, max_grad_norm and the other arguments of :class:`symexplin.SELAdamW`.
 
     Raises:
         ValueError: a value out of range, or the errors of :class:`symexplin.SELAdamW`.
