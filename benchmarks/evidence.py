@@ -99,7 +99,7 @@ class Group:
     """Experiments with the same baseline runs, and the variants of them all."""
 
     experiments: Sequence[Experiment]
-    variants: Mapping[str, Experiment]  # with the experiment that has it
+    variants: Sequence[tuple[str, Experiment]]  # each with the experiment that has it
 
     @property
     def seeds(self) -> int:
@@ -118,7 +118,7 @@ class Group:
         baseline = f"{first.baseline}, {best[0]:g}: {statistics.fmean(best[1].values()):.4f}"
         title = f"**{first.setting}**<br>{baseline}<br>{seeds}"
         by_verdict: dict[str, list[str]] = {}
-        for variant, experiment in self.variants.items():
+        for variant, experiment in self.variants:
             verdict, cell = self.cell(variant, experiment)
             by_verdict.setdefault(verdict, []).append(cell)
         for verdict in (BETTER, NO_DIFFERENCE, WORSE, TOO_FEW, DIVERGED):
@@ -131,27 +131,40 @@ class Group:
         best, found = experiment.best(variant), difference(experiment, variant)
         if best is None or found is None:
             return DIVERGED, variant
+        if [name for name, _ in self.variants].count(variant) > 1:
+            variant = f"{variant} ({experiment.commit})"
         half = "" if math.isinf(found.detectable) else f" ± {found.detectable:.4f}"
         seeds = f" ({len(found.values)} seeds)" if len(found.values) != self.seeds else ""
         return found.verdict, f"{variant}, {best[0]:g}: {found.mean:+.4f}{half}{seeds}"
 
 
 def groups(found: Iterable[Experiment]) -> list[Group]:
-    """Return experiments grouped by baseline runs; a variant with one seed is left out where another group has more."""
+    """Return experiments grouped by baseline runs.
+
+    A variant appears once in a group, unless its runs differ; with one seed, only where no group has more.
+    """
     same: dict[object, list[Experiment]] = {}
     for experiment in found:
         lr, losses = experiment.best(experiment.baseline) or (math.nan, {})
-        same.setdefault((experiment.setting, experiment.baseline, lr, *losses.items()), []).append(experiment)
-    merged = [
-        Group(members, {variant: x for x in members for variant in x.variants if variant != x.baseline})
-        for members in same.values()
-    ]
-    tried = {(x.setting, v) for group in merged if group.seeds > 1 for v, x in group.variants.items()}
+        same.setdefault((experiment.setting, experiment.baseline, lr, *sorted(losses.items())), []).append(experiment)
+    merged = [Group(members, distinct(members)) for members in same.values()]
+    tried = {(x.setting, v) for group in merged if group.seeds > 1 for v, x in group.variants}
     for i, group in enumerate(merged):
         if group.seeds == 1:
-            kept = {v: x for v, x in group.variants.items() if (x.setting, v) not in tried}
-            merged[i] = Group(group.experiments, kept)
+            merged[i] = Group(group.experiments, [(v, x) for v, x in group.variants if (x.setting, v) not in tried])
     return [group for group in merged if group.variants]
+
+
+def distinct(found: Iterable[Experiment]) -> list[tuple[str, Experiment]]:
+    """Return the variants of experiments but the baseline, those with the same best runs once."""
+    variants: dict[object, tuple[str, Experiment]] = {}
+    for experiment in found:
+        for variant in experiment.variants:
+            if variant == experiment.baseline:
+                continue
+            lr, losses = experiment.best(variant) or (math.nan, {})
+            variants.setdefault((variant, lr, *sorted(losses.items())), (variant, experiment))
+    return list(variants.values())
 
 
 def page(text: str, found: Sequence[Experiment]) -> str:
