@@ -62,8 +62,7 @@ def main() -> None:
         saved = torch.load(last, map_location=options.device, weights_only=True)
         first = saved["step"]
         model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-    schedule.step_update(first)
+        optimizer.load_state_dict(saved["optimizer"])  # with the learning rate of the next step
     for step in range(first, options.steps):
         images, classes = (part.to(options.device) for part in batch(step))
         loss = F.cross_entropy(model(images), classes)
