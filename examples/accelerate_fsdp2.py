@@ -19,6 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import symexplin as sel
 
+EVERY = 20  # steps between checkpoints
+
 
 def tiny_model() -> LlamaForCausalLM:
     """Return a Llama of two layers."""
@@ -65,8 +67,9 @@ def main() -> None:
         mean = float(accelerator.reduce(loss.detach(), "mean"))
         norm = float(optimizer.optimizer.grad_norm)
         accelerator.print(f"step {step + 1} loss {mean:.6f} raw gradient norm {norm:.4f}")
+        if (step + 1) % EVERY == 0 or step + 1 == options.steps:
+            accelerator.save_state(state)
 
-    accelerator.save_state(state)
     whole = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
         accelerator.unwrap_model(model).save_pretrained(options.output, state_dict=whole)

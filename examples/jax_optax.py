@@ -1,6 +1,9 @@
 """AdamW in curved weight space in JAX: a network predicts each character of this file from the eight before it.
 
-It needs the extra "jax": jax and optax. The network's names are Flax's, so that the default chooses the kernels.
+    python examples/jax_optax.py --out runs/jax              # again: resumes from the last checkpoint
+
+It needs the extra "jax": jax and optax. JAX places the arrays on its default device. The network's names are Flax's, so
+that the default chooses the kernels.
 """
 
 import argparse
@@ -8,6 +11,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from symexplin.optax import sel_adamw
@@ -36,9 +40,11 @@ def loss(params: Params, windows: jax.Array) -> jax.Array:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=300)
-    steps = parser.parse_args().steps
+    options = parser.parse_args()
+    steps = options.steps
     text = jnp.array(list(Path(__file__).read_bytes()))
     schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, warmup_steps=steps // 10, decay_steps=steps)
     optimizer = sel_adamw(schedule, weight_decay=0.01, max_grad_norm=1.0)  # and no optax.clip_by_global_norm
@@ -52,8 +58,14 @@ if __name__ == "__main__":
         return optax.apply_updates(params, updates), state, value
 
     params = initial(jax.random.key(0))
-    state = optimizer.init(params)
-    for step, key in enumerate(jax.random.split(jax.random.key(1), steps)):
-        params, state, value = update(params, state, key)
+    state, first, last = optimizer.init(params), 0, options.out / "last.npz"
+    if last.exists():
+        first, *leaves = np.load(last).values()
+        params, state = jax.tree.unflatten(jax.tree.structure((params, state)), map(jnp.asarray, leaves))
+    for step in range(int(first), steps):
+        params, state, value = update(params, state, jax.random.fold_in(jax.random.key(1), step))
         if step % 50 == 0 or step == steps - 1:
             print(f"step {step} loss {value:.3f}")
+            options.out.mkdir(parents=True, exist_ok=True)
+            np.savez(options.out / "new.npz", step + 1, *jax.tree.leaves((params, state)))
+            (options.out / "new.npz").replace(last)  # atomic

@@ -55,7 +55,7 @@ def fit(out: Path, epochs: int, *callbacks: L.Callback, width: int = 32, **setti
     module = Regressor(width)
     saver = L.pytorch.callbacks.ModelCheckpoint(dirpath=out, filename="last", enable_version_counter=False)
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    defaults = {"accelerator": "cpu", "gradient_clip_val": 1.0, **quiet}
+    defaults = {"accelerator": "auto", "gradient_clip_val": 1.0, **quiet}
     trainer = L.Trainer(max_epochs=epochs, callbacks=[saver, *callbacks], **defaults | settings)
     last = out / "last.ckpt"
     trainer.fit(module, data(16), ckpt_path=last if last.exists() else None, weights_only=True)

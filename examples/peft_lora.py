@@ -1,6 +1,6 @@
 """PEFT: train LoRA factors of a tiny Llama in curved weight space, save the adapter, merge it and save the model.
 
-    python examples/peft_lora.py --out runs/lora
+    python examples/peft_lora.py --out runs/lora            # again: resumes from the last checkpoint
 
 The factors are linear layers, so SELAdamW curves them. The base is frozen and stays as it is. Replace the model and the
 data by your own.
@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import symexplin as sel
@@ -34,16 +34,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
 
     lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", modules_to_save=["lm_head"])
-    model = get_peft_model(tiny_model(), lora)
+    model = get_peft_model(tiny_model(), lora).to(options.device)
     # AdamW: torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=5e-3), and clip_grad_norm_ below
     optimizer = sel.SELAdamW(model, lr=5e-3, weight_decay=0.0, max_grad_norm=1.0)
     print(optimizer)  # the map, and the trained parameters: factors curved, the head plain
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
-    for step in range(options.steps):
-        ids = batch(step)
+    first, last = 0, options.out / "last.pt"
+    if last.exists():
+        saved = torch.load(last, map_location=options.device, weights_only=True)
+        first = saved["step"]
+        set_peft_model_state_dict(model, saved["adapter"])
+        optimizer.load_state_dict(saved["optimizer"])
+        schedule.load_state_dict(saved["schedule"])
+    for step in range(first, options.steps):
+        ids = batch(step).to(options.device)
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
@@ -51,8 +59,13 @@ def main() -> None:
         optimizer.zero_grad()
         if step % 20 == 0 or step + 1 == options.steps:
             print(f"step {step + 1} loss {loss.item():.4f}")
+            options.out.mkdir(parents=True, exist_ok=True)
+            state = {"step": step + 1, "adapter": get_peft_model_state_dict(model)}  # not the frozen base
+            state |= {"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
+            torch.save(state, last.with_suffix(".new"))
+            last.with_suffix(".new").replace(last)  # atomic
 
-    model.eval()
+    model.eval().cpu()
     ids = batch(options.steps)
     expected = model(input_ids=ids).logits
     model.save_pretrained(options.out / "adapter")

@@ -1,6 +1,6 @@
 """timm: train a tiny vision transformer in curved weight space, through timm's optimizer factory and scheduler.
 
-    python examples/timm_vit.py --out runs/vit
+    python examples/timm_vit.py --out runs/vit              # again: resumes from the last checkpoint
 
 `param_group_fn` tells the optimizer the parameters' names, by which it chooses the curved ones. Weight decay is timm's:
 none for biases, norms and what the model names. The optimizer clips, so leave timm's `--clip-grad` out. The images are
@@ -47,17 +47,24 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--layer-decay", type=float, help="factor of the learning rate per layer, for fine-tuning")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
 
     torch.manual_seed(0)
-    model = tiny_model()
+    model = tiny_model().to(options.device)
     # AdamW: create_optimizer_v2(model, "adamw", lr=2e-3, weight_decay=0.05, layer_decay=options.layer_decay)
     groups = functools.partial(sel.timm.param_groups, layer_decay=options.layer_decay)
     settings = {"lr": 2e-3, "weight_decay": 0.05, "max_grad_norm": 1.0}
     optimizer = create_optimizer_v2(model, "seladamw", param_group_fn=groups, **settings)
     schedule = CosineLRScheduler(optimizer, t_initial=options.steps, warmup_t=10, t_in_epochs=False)
-    for step in range(options.steps):
-        images, classes = batch(step)
+    first, last = 0, options.out / "last.pt"
+    if last.exists():
+        saved = torch.load(last, map_location=options.device, weights_only=True)
+        first = saved["step"]
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])  # with the learning rate of the next step
+    for step in range(first, options.steps):
+        images, classes = (part.to(options.device) for part in batch(step))
         loss = F.cross_entropy(model(images), classes)
         loss.backward()
         optimizer.step()
@@ -65,11 +72,14 @@ def main() -> None:
         schedule.step_update(step + 1)
         if step % 20 == 0 or step + 1 == options.steps:
             print(f"step {step + 1} loss {loss.item():.4f} norm {optimizer.grad_norm:.4f}")
+            options.out.mkdir(parents=True, exist_ok=True)
+            state = {"step": step + 1, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(state, last.with_suffix(".new"))
+            last.with_suffix(".new").replace(last)  # atomic
 
-    options.out.mkdir(parents=True, exist_ok=True)
     torch.save(model.state_dict(), options.out / "model.pt")  # ordinary weights
     loaded = tiny_model().eval()
-    loaded.load_state_dict(torch.load(options.out / "model.pt", weights_only=True))
+    loaded.load_state_dict(torch.load(options.out / "model.pt", map_location="cpu", weights_only=True))
     images, classes = batch(-1, 512)
     print(f"accuracy {(loaded(images).argmax(-1) == classes).float().mean():.3f}")
 

@@ -1,6 +1,7 @@
 """TRL: fine-tune a tiny Llama on sums with SFTTrainer in curved weight space, and load it as an ordinary model.
 
     python examples/trl_sft.py --out runs/sft
+    python examples/trl_sft.py --out runs/sft --steps 300 --resume
 
 Only `**sel.hf.setup(args)` differs from a script for AdamW. The optimizer then clips raw gradients to
 `args.max_grad_norm`, and the trainer does not clip. Replace the model, the tokenizer and the data by your own.
@@ -38,6 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True)
     parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in the output folder")
     parser.add_argument("--cpu", action="store_true")
     options = parser.parse_args()
 
@@ -54,7 +56,7 @@ def main() -> None:
         max_grad_norm=1.0,
         lr_scheduler_type="cosine",
         logging_steps=10,
-        save_strategy="no",
+        save_steps=50,
         report_to="none",
         disable_tqdm=True,
         bf16=False,
@@ -63,7 +65,7 @@ def main() -> None:
     setup = sel.hf.setup(args)  # the one line
     data = Dataset.from_list(sums)
     trainer = SFTTrainer(model=model, args=args, train_dataset=data, processing_class=tokenizer, **setup)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=options.resume)
     trainer.save_model()
     loaded = AutoModelForCausalLM.from_pretrained(options.out)
     question = tokenizer("3+4=", return_tensors="pt")

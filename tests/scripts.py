@@ -1,9 +1,10 @@
-"""Run an example in this process, as a command line would; what is slow to import is imported once."""
+"""Run an example in this process, as a command line would, or stop it; what is slow to import is imported once."""
 
 import runpy
 import sys
+from pathlib import Path
 
-__all__ = ["run"]
+__all__ = ["run", "stop_at_second"]
 
 
 def run(script, *arguments, capsys, monkeypatch):
@@ -12,3 +13,18 @@ def run(script, *arguments, capsys, monkeypatch):
     capsys.readouterr()
     runpy.run_path(str(script), run_name="__main__")
     return capsys.readouterr().out
+
+
+def stop_at_second(patch, module, name):
+    """Replace a function that saves by one that leaves half a file and ends the program at its second call."""
+    save, calls = getattr(module, name), []
+
+    def broken(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            path = next(value for value in arguments if isinstance(value, Path))
+            path.write_bytes(b"half")
+            raise KeyboardInterrupt
+        save(*arguments)
+
+    patch.setattr(module, name, broken)

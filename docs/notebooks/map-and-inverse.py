@@ -1,8 +1,8 @@
 # %% [markdown]
 # # The map and its inverse
 #
-# Behind each weight of a linear layer stands a raw weight *w*, which the optimizer trains. The model holds the
-# effective weight, which the map makes of it. The default map (mode `exp_only`) is
+# Each weight of a linear layer has a raw weight *w*, which the optimizer trains. The model holds the effective weight,
+# which the map computes from it. The default map (mode `exp_only`) is
 #
 #     w_eff = sign(w) (exp(beta |w|) - 1)/beta
 #
@@ -22,9 +22,9 @@ print(f"beta at width 1024: {beta}")
 # %% [markdown]
 # ## The curve and its slope
 #
-# The slope says how far the effective weight moves when the raw weight takes a step. The default map has slope 1 at
-# zero and 9.5 at |w| = 0.3. The second part of the mismatch map adds 1/beta to the slope on the right, and takes it
-# away on the left.
+# The slope is how far the effective weight moves per step of the raw weight. The default map has slope 1 at zero and
+# 9.5 at |w| = 0.3. The second term of the mismatch map adds 1/beta to the slope on the right and subtracts it on the
+# left.
 
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
@@ -40,10 +40,10 @@ left.legend()
 plt.show()
 
 # %% [markdown]
-# ## The slope by the effective weight
+# ## The slope as a function of the effective weight
 #
 # For the default map the slope, exp(beta |w|), is 1 + beta |w_eff|: a straight line in the effective weight. A weight
-# of size 1/beta takes steps twice as long as a weight near zero.
+# of size 1/beta takes steps twice as long as those of a weight near zero.
 
 # %%
 w_eff = sel.functional.effective(w, beta=beta)
@@ -54,9 +54,9 @@ assert torch.allclose(slope, 1 + beta * w_eff.abs())
 # %% [markdown]
 # ## The inverse
 #
-# Training starts from weights that the model already has, so the map must be inverted. The default map has a closed
-# inverse, log(1 + beta |w_eff|)/beta; that of the mismatch map is found by Newton's method. Both are exact up to
-# rounding, over six powers of ten and both signs. Points at 1e-17 have no error at all.
+# Training starts from the model's own weights, so the map must be inverted. The default map has a closed inverse,
+# log(1 + beta |w_eff|)/beta; the mismatch map uses Newton's method. Both are exact up to rounding, over six powers of
+# ten and both signs. Points at 1e-17 have no error at all.
 
 # %%
 targets = torch.logspace(-5, 1, 200, dtype=torch.float64)
@@ -72,9 +72,9 @@ plt.legend()
 plt.show()
 
 # %% [markdown]
-# ## What the optimizer makes of a model
+# ## In the optimizer
 #
-# Since the inverse is closed, `SELAdamW` stores no raw weights. Building it changes no weight, and its state is
+# Because the inverse is closed, `SELAdamW` stores no raw weights. Building it changes no weight, and its state is
 # AdamW's.
 
 # %%

@@ -2,8 +2,8 @@
 # # SEL and AdamW on a small model
 #
 # A byte-level model with two curved layers learns from Python's own reference manual. AdamW and `SELAdamW` train it
-# at the same learning rates, from the same first weights, on the same batches. The question is always the same: is
-# the best of one better than the best of the other?
+# at the same learning rates and with the same three seeds: the same initial weights, the same batches. Is the best of
+# one better than the best of the other?
 
 # %%
 import math
@@ -17,18 +17,18 @@ import symexplin as sel
 
 text = torch.tensor(list("\n".join(topics.values()).encode()))
 training, held_out = text[: 9 * len(text) // 10], text[9 * len(text) // 10 :]
-CONTEXT, STEPS = 16, 200
+CONTEXT, STEPS, SEEDS = 16, 200, (0, 1, 2)
 
 
 def windows(data, number, seed):
-    """Return `number` pieces of the text and the byte that follows each."""
+    """Return `number` windows of the text and the byte that follows each."""
     start = torch.randint(len(data) - CONTEXT, (number, 1), generator=torch.Generator().manual_seed(seed))
     return data[start + torch.arange(CONTEXT)], data[start[:, 0] + CONTEXT]
 
 
-def network():
-    """Return a model that reads 16 bytes and says what comes next."""
-    torch.manual_seed(0)
+def network(seed=0):
+    """Return a model that reads 16 bytes and predicts the next one."""
+    torch.manual_seed(seed)
     hidden = [nn.Linear(16 * CONTEXT, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU()]
     return nn.Sequential(nn.Embedding(256, 16), nn.Flatten(), *hidden, nn.Linear(128, 256))
 
@@ -36,7 +36,7 @@ def network():
 # %% [markdown]
 # ## What is curved
 #
-# The two hidden layers are. The embedding and the output layer stay plain.
+# The two hidden layers are curved. The embedding and the output layer stay plain.
 
 # %%
 print(sel.routing(network()))
@@ -44,13 +44,13 @@ print(sel.routing(network()))
 # %% [markdown]
 # ## Train
 #
-# Warm-up and a cosine, clipping at 1, no weight decay. `SELAdamW` clips inside.
+# Warmup and cosine decay, clipping at 1, no weight decay. `SELAdamW` clips inside.
 
 
 # %%
-def train(curved, lr):
+def train(curved, lr, seed):
     """Return the held-out loss in nats per byte, the trained model and its optimizer."""
-    model = network()
+    model = network(seed)
     if curved:
         optimizer = sel.SELAdamW(model, lr=lr, weight_decay=0.0, max_grad_norm=1.0)
     else:
@@ -59,7 +59,7 @@ def train(curved, lr):
         optimizer, lambda step: min(1, (step + 1) / 30) * (1 + math.cos(math.pi * step / STEPS)) / 2
     )
     for step in range(STEPS):
-        inputs, targets = windows(training, 64, step)
+        inputs, targets = windows(training, 64, 1000 * seed + step)
         loss = nn.functional.cross_entropy(model(inputs), targets)
         optimizer.zero_grad()
         loss.backward()
@@ -74,43 +74,51 @@ def train(curved, lr):
 
 # %%
 rates = [3e-3, 6e-3, 1.2e-2, 2.4e-2]
-runs = {(curved, lr): train(curved, lr) for curved in (False, True) for lr in rates}
+runs = {(curved, lr, seed): train(curved, lr, seed) for curved in (False, True) for lr in rates for seed in SEEDS}
 
 # %% [markdown]
 # ## Compare each at its own best rate
 #
-# Look at the lowest point of each line, not at one rate. To the left, the curved line is often the lower one: there
-# both want longer steps, and a curve lengthens them.
+# The lines are means over the seeds, the dots single seeds. Look at the lowest point of each line, not at one rate. On
+# the left, the curved line is often lower: both need longer steps there, and a curve lengthens them.
 
 # %%
 names = {False: "AdamW", True: "SELAdamW"}
+best = {}
 for curved, name in names.items():
-    losses = [runs[curved, lr][0] for lr in rates]
-    plt.semilogx(rates, losses, "o-", label=name)
-    print(f"{name}: best {min(losses):.3f} at lr {rates[losses.index(min(losses))]}")
+    losses = torch.tensor([[runs[curved, lr, seed][0] for seed in SEEDS] for lr in rates])
+    means = losses.mean(1)
+    (line,) = plt.semilogx(rates, means, "-", label=name)
+    plt.plot(rates, losses, ".", color=line.get_color())
+    best[curved] = losses[means.argmin()]
+    print(f"{name}: best {means.min():.3f} at lr {rates[means.argmin()]}")
 plt.gcf().set_size_inches(5, 3)
 plt.xticks(rates, rates, minor=False), plt.minorticks_off()
 plt.xlabel("learning rate"), plt.ylabel("held-out loss, nats per byte")
 plt.legend()
 plt.show()
+difference = best[True] - best[False]
+half = 9.92 * difference.std() / len(SEEDS) ** 0.5  # Student's t for 99% and three seeds
+low, high = difference.mean() - half, difference.mean() + half
+print(f"difference {difference.mean():+.3f}, 99% interval {low:+.3f} to {high:+.3f}")
 
 # %% [markdown]
-# At its best rate one may end a little lower than the other. One seed of so small a model cannot tell whether a map
-# helps. `symexplin compare` does it properly, and [where it helps](../explanation/where-it-helps.md) says what came of
-# it.
+# If the interval contains zero, these runs detect no difference, whichever way its mean points. Three seeds of so small
+# a model detect only large ones. `symexplin compare` does the same with more seeds, and
+# [where it helps](../explanation/where-it-helps.md) has the results.
 #
 # ## The weights
 #
-# The trained models differ in the tail: large weights took larger steps.
+# The trained models differ in the tail, because large weights took larger steps. All seeds together:
 
 # %%
 for curved, name in names.items():
-    _, model, _ = runs[curved, 3e-3]
-    weights = torch.cat([layer.weight.detach().flatten() for layer in (model[2], model[4])])
+    models = [runs[curved, 3e-3, seed][1] for seed in SEEDS]
+    weights = torch.cat([model[i].weight.detach().flatten() for model in models for i in (2, 4)])
     plt.hist(weights.numpy(), bins=80, range=(-0.6, 0.6), log=True, histtype="step", label=name)
 plt.gcf().set_size_inches(5, 3)
-plt.xlabel("weight"), plt.ylabel("how many")
+plt.xlabel("weight"), plt.ylabel("count")
 plt.legend()
 plt.show()
-_, model, optimizer = runs[True, 3e-3]
+_, model, optimizer = runs[True, 3e-3, 0]
 print({name: round(value, 3) for name, value in sel.stats(model, optimizer).items()})
