@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from symexplin.lab.compare import stages
+from symexplin.lab.compare import launch
 from symexplin.lab.compare.command import CommandConfig, compare_commands
 from symexplin.lab.compare.grid import Cell, GridConfig
 
@@ -31,7 +31,7 @@ if variant != "mute":
 
 @pytest.fixture(autouse=True)
 def two_cores(monkeypatch):
-    monkeypatch.setattr(stages, "cores", lambda: 2)
+    monkeypatch.setattr(launch, "cores", lambda: 2)
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from sweeps import bits, numbers, tiny
-from symexplin.lab.compare import stages, sweep
+from symexplin.lab.compare import launch, sweep
 from symexplin.lab.compare.grid import ClusterConfig, CompareConfig, GridConfig
-from symexplin.lab.compare.launch import Training
+from symexplin.lab import folders
 from symexplin.lab.compare.sweep import compare_runs
 from symexplin.lab.config import ComputeConfig
 from symexplin.lab.data.prepare import PrepareConfig, prepare
@@ -229,7 +229,7 @@ def test_a_signal_stops_it_and_it_goes_on(finished, data, tmp_path):
 
 @pytest.mark.slow
 def test_a_signal_stops_all_jobs_and_one_goes_on(finished, data, tmp_path, monkeypatch):
-    for module in (stages, sweep):
+    for module in (launch, sweep):
         monkeypatch.setattr(module, "cores", lambda: 2)
     lines = []
 

@@ -115,6 +115,11 @@ class GridConfig:
                 f"confirm_seeds must hold each seed once, and none of seeds = {self.seeds}, got {self.confirm_seeds}"
             )
 
+    @property
+    def axes(self) -> dict[str, tuple[Any, ...]]:
+        """The variants, learning rates and seeds of both stages."""
+        return {"variants": self.variants, "lrs": self.lrs, "seeds": (*self.seeds, *self.confirm_seeds)}
+
     def cells(self) -> list[Cell]:
         """Return the runs of the first stage; the first ones make a whole comparison of the first seed."""
         return [Cell(variant, lr, seed) for seed in self.seeds for lr in self.lrs for variant in self.variants]
