@@ -53,7 +53,7 @@ def test_a_gain_at_own_best_rates_holds(tmp_path):
     assert only.paper == pytest.approx(-0.1)
     assert only.note == ""
     assert found.sentence.startswith("Held: ")
-    assert "-0.0967 (99 %: -0.1297 to -0.0636)." in found.sentence
+    assert "-0.0967 (99%: -0.1297 to -0.0636)." in found.sentence
 
 
 def test_a_gain_at_the_shared_rate_alone_is_a_learning_rate_effect(tmp_path):
@@ -192,7 +192,7 @@ def test_scales_are_read_from_the_runs(tmp_path):
     maps = {"B": sel.preset("paper", beta="auto").resolve(64).to_dict()}  # beta and l are a quarter of those at 1024
     found = panel(tmp_path, lambda *_: 2.0, lrs=(0.001,), maps=maps, stats=stats)
     assert verdict(found, claim("e_rises", against="")).sentence.startswith(
-        "Held: change of the mean e of B: +0.3100 (99 %: +0.2527 to +0.3673)"
+        "Held: change of the mean e of B: +0.3100 (99%: +0.2527 to +0.3673)"
     )
     assert verdict(found, claim("l_falls", against="")).verdict == HELD
     assert verdict(found, claim("m_stays", against="", bound=0.05)).verdict == HELD
@@ -269,7 +269,7 @@ def test_growth_of_a_gain_is_paired_over_panels(tmp_path):
         found = judge(said, "t", panels, PAPER)
         assert found.verdict == expected
         assert [panel.panel for panel in found.panels] == ["s to m"]
-        assert f"{word} (99 %: " in found.sentence
+        assert f"{word} (99%: " in found.sentence
         alone = judge(said, "t", [panels[0], unfinished("m", "9x9")], PAPER)
         assert alone.sentence == "Not tested at this scale: the panel has not ended."
 

@@ -181,7 +181,7 @@ def test_the_papers_number_of_a_claim_stands_beside_the_measured_one(tmp_path):
     )
     text = TablePage(report_table(out)).text
     told = text.partition("The exponential scale e rises above 1.")[2]
-    assert "change of the mean e of annealed: +0.2000 (99 %: +0.2000 to +0.2000)" in told
+    assert "change of the mean e of annealed: +0.2000 (99%: +0.2000 to +0.2000)" in told
     assert "The paper's number: +0.38." in told.partition("The linear scale")[0]
     numbers = {
         row["kind"]: (float(row["measured"]), float(row["paper"]))

@@ -10,7 +10,6 @@ import torch
 from sweeps import bits, numbers, tiny
 from symexplin.lab.compare import launch, sweep
 from symexplin.lab.compare.grid import ClusterConfig, CompareConfig, GridConfig
-from symexplin.lab import folders
 from symexplin.lab.compare.sweep import compare_runs
 from symexplin.lab.config import ComputeConfig
 from symexplin.lab.data.prepare import PrepareConfig, prepare
@@ -103,7 +102,7 @@ def test_a_grid_may_grow_and_shrink(finished, data, tmp_path):
     assert all(by_cell[run[:3]] == run for run in (*numbers(small), *numbers(content)))
     said = []
     assert numbers(compare_runs(tiny(data), tmp_path, resume=True, echo=said.append)) == numbers(content)
-    assert "left out of the results: variants mine, which the folder has; name them again to keep them" in said
+    assert "left out of the results: variants mine; name them again to keep them" in said
 
 
 @pytest.mark.parametrize(
@@ -240,7 +239,7 @@ def test_a_signal_stops_all_jobs_and_one_goes_on(finished, data, tmp_path, monke
 
     config = tiny(data, jobs=2)
     unsaid = dataclasses.replace(config, compute=dataclasses.replace(config.compute, threads=None))
-    with pytest.raises(Stopped, match="SIGTERM with all runs saved"):
+    with pytest.raises(Stopped, match="SIGTERM with all its runs"):
         compare_runs(unsaid, tmp_path, echo=stop)
     assert len(list(tmp_path.glob("runs/*/summary.json"))) < 8
     assert load_toml(tmp_path / "compare.toml")["compute"]["threads"] == 1  # two cores for two jobs

@@ -22,7 +22,6 @@ from symexplin.lab.compare.stages import Sweep, saved_comparison
 from symexplin.lab.compare.table import Run
 from symexplin.lab.files import replace_file
 from symexplin.lab.folders import claimed, saved_config
-from symexplin.lab.process import launch
 from symexplin.lab.provenance import provenance
 from symexplin.lab.settings import dump_toml, from_table, load_toml, merge, to_table
 
@@ -51,15 +50,15 @@ class CommandConfig:
             program, *_ = self._words(dict.fromkeys(_PLACES, ""))
         except (ValueError, LookupError, AttributeError) as error:
             raise ValueError(
-                f"command must be words of a shell, with other braces than {{variant}}, {{lr}}, {{seed}} and {{out}} "
-                f"written twice, got {self.command!r}: {error}"
+                "command must be words that a shell could split, with braces other than {variant}, {lr}, {seed} and "
+                f"{{out}} written twice, got {self.command!r}: {error}"
             ) from None
         grid = self.compare
         optional = {"lr": len(grid.lrs) == 1, "seed": len(grid.seeds + grid.confirm_seeds) == 1}
         for name in _PLACES:
             if f"{{{name}}}" not in self.command and not optional.get(name):
                 raise ValueError(f"command must have the place {{{name}}}, got {self.command!r}")
-        if grid.cluster == "none" and shutil.which(program) is None:
+        if not grid.on_cluster and shutil.which(program) is None:
             raise ValueError(
                 f"command must begin with a program that exists, got {program!r}; no shell runs it, "
                 "for its syntax use bash -c '...', for variables env NAME=value"
@@ -105,24 +104,12 @@ def compare_commands(
 ) -> dict[str, Any]:
     """Run the command for every variant, learning rate and seed, and return the content of comparison.json.
 
-    Stages, verdicts and page are those of :func:`symexplin.lab.compare.sweep.compare_runs`. A run has ended when it has
-    written result.json: {"loss": number}, and optionally "curve": [[step, loss], ...], whose last value the loss
-    replaces. A loss that is NaN or infinite means that the run diverged.
-
-    Args:
-        config: the command and its grid.
-        out: a new folder, or that of the comparison to resume.
-        resume: keep runs that have ended and start the others; the grid may change, the command may not.
-        echo: takes each line of the log, and the table at the end.
-
-    Raises:
-        ValueError: a folder that cannot be used, a result.json without a loss, a baseline that always diverged.
-        ChildProcessError: a run failed, or ended without its result; all others have run.
-        Stopped: SIGTERM, SIGINT or SIGHUP came, and was passed on to the runs.
+    Stages, verdicts, page, arguments and errors are those of :func:`symexplin.lab.compare.sweep.compare_runs`. A run
+    has ended when it has written result.json: {"loss": number}, and optionally "curve": [[step, loss], ...], whose last
+    value the loss replaces. A loss that is NaN or infinite means that the run diverged. With `resume` runs that have
+    ended stay, and the others start again; the grid may change, the command may not.
     """
     grid = config.compare
-    if launch()[1] > 1:
-        raise ValueError("command must start torchrun itself, got a comparison under torchrun: run it without")
     check_executor(grid)
     with claimed(out, "comparison", {CONFIG}) as folder:
         saved = saved_comparison(folder, CommandConfig, resume)

@@ -54,7 +54,7 @@ class Task(NamedTuple):
 
 def check_executor(grid: GridConfig) -> None:
     """Raise ValueError unless this machine can execute the runs where the grid says."""
-    if grid.cluster == "none":
+    if not grid.on_cluster:
         if grid.jobs > cores():
             raise ValueError(f"jobs must be at most {cores()}, the cores that this process may use, got {grid.jobs}")
     elif importlib.util.find_spec("submitit") is None:

@@ -83,10 +83,10 @@ class Sweep:
     def execute(self, left: Sequence[tuple[str, Cell]], cluster: ClusterConfig) -> None:
         """Execute runs in processes of their own, or as jobs of the cluster. When one fails, the others go on."""
         tasks = [self.task(label, cell, self.place(cell)) for label, cell in left]
-        if self.grid.cluster == "none":
-            ended = run_side_by_side(tasks, self.folder, self.grid.jobs, self.echo)
-        else:
+        if self.grid.on_cluster:
             ended = run_as_jobs(tasks, self.folder, self.grid.jobs, cluster, self.echo)
+        else:
+            ended = run_side_by_side(tasks, self.folder, self.grid.jobs, self.echo)
         failures = []
         for index, reason in ended:
             label, cell = left[index]

@@ -29,7 +29,6 @@ from symexplin.lab.load import digest_of
 from symexplin.lab.maps import map_of
 from symexplin.lab.parallel import Ranks, joined
 from symexplin.lab.provenance import cores
-from symexplin.lab.record import METRICS
 from symexplin.lab.run import check_inputs, evaluations, train
 from symexplin.lab.settings import dump_toml, merge, to_table
 from symexplin.lab.train import NonFiniteError
@@ -68,7 +67,8 @@ def compare_runs(
         OSError: the disk is full, a process or a job failed, ...
         Stopped: SIGTERM, SIGINT or SIGHUP came. Every run was saved; jobs of a cluster go on.
     """
-    with joined("cpu" if _on_cluster(config) else config.compute.device) as ranks, contextlib.ExitStack() as stack:
+    device = "cpu" if config.compare.on_cluster else config.compute.device
+    with joined(device) as ranks, contextlib.ExitStack() as stack:
         echo = echo if ranks.first else lambda _: None
         with ranks.together():
             _check_place(config, ranks)
@@ -88,14 +88,10 @@ def compare_runs(
         return ranks.tell(lambda: _conclude(folder, sweep, config, corpus))
 
 
-def _on_cluster(config: CompareConfig) -> bool:
-    return config.compare.cluster != "none"
-
-
 def _check_place(config: CompareConfig, ranks: Ranks) -> None:
     """Raise ValueError unless the runs can be executed where the configuration says."""
     jobs = config.compare.jobs
-    if ranks.size > 1 and (jobs > 1 or _on_cluster(config)):
+    if ranks.size > 1 and (jobs > 1 or config.compare.on_cluster):
         raise ValueError(
             f"jobs must be 1 and cluster 'none' under torchrun, where all processes train each run, got jobs = {jobs}, "
             f"cluster = {config.compare.cluster!r}"
@@ -129,14 +125,14 @@ def _opened(
         if variant not in started:  # a started run has the same configuration, which was checked before it
             run = config.example(variant)
             with naming(f"variant {variant}"):  # such as weights of another shape
-                build(resolve(_on_cpu(run) if _on_cluster(config) else run, corpus.vocab_size))
+                build(resolve(_on_cpu(run) if config.compare.on_cluster else run, corpus.vocab_size))
     replace_file(folder / CONFIG, dump_toml(config.table()))
     return config
 
 
 def _resolved(config: CompareConfig, vocab_size: int, saved: CompareConfig | None, ranks: Ranks) -> CompareConfig:
     """Fill in what was left to the machine: as saved, so that bits repeat, else by this machine or the cluster."""
-    compute, jobs, on_cluster = config.compute, config.compare.jobs, _on_cluster(config)
+    compute, jobs, on_cluster = config.compute, config.compare.jobs, config.compare.on_cluster
     if saved is not None:
         unsaid = [f.name for f in dataclasses.fields(ComputeConfig) if getattr(compute, f.name) in (None, "auto")]
         compute = dataclasses.replace(compute, **{name: getattr(saved.compute, name) for name in unsaid})
@@ -178,7 +174,7 @@ def _with_absolute_weights(variant: dict[str, Any]) -> dict[str, Any]:
 
 def _check_run(folder: Path, config: RunConfig, corpus: Corpus, digest: Callable[[str], str]) -> None:
     """Raise ValueError unless the run in a folder is the one that `config` would train, on whatever machine."""
-    with _of_a_run():
+    with _remedy():
         facts = read_json(folder / FACTS)
     new = to_table(resolve(_on_cpu(config), corpus.vocab_size))
     check_resumable(folder, "run", {**facts["config"], "compute": new["compute"]}, new)
@@ -197,7 +193,7 @@ def _task(config: CompareConfig, label: str, cell: Cell, folder: Path) -> Task:
     """Return the task of a run; it finds its configuration in its folder, as a run that is resumed does."""
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / folders.CONFIG, dump_toml(to_table(config.run(cell))))
-    processes = config.cluster.gpus if _on_cluster(config) else 1
+    processes = config.cluster.gpus if config.compare.on_cluster else 1
     several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     python = [sys.executable, *(several if processes > 1 else [])]
     command = [*python, "-m", "symexplin", "train", "--out", str(folder.resolve()), "--resume"]
@@ -207,7 +203,7 @@ def _task(config: CompareConfig, label: str, cell: Cell, folder: Path) -> Task:
 def _train(sweep: Sweep, config: CompareConfig, stage: int, progress: bool, ranks: Ranks) -> None:
     """Train what is left of a stage; the second one begins when the first one has ended."""
     left = ranks.tell(lambda: sweep.left(stage))
-    if _on_cluster(config) or config.compare.jobs > 1:
+    if config.compare.on_cluster or config.compare.jobs > 1:
         sweep.execute(left, config.cluster)
         return
     echo = (lambda _: None) if progress and sys.stderr.isatty() else sweep.echo
@@ -225,17 +221,15 @@ def _run_in(path: Path, cell: Cell) -> Run | None:
     """Return the result of the run in a folder, or None if it has not ended."""
     if not (path / SUMMARY).exists():
         return None
-    with _of_a_run():
+    with _remedy():
         summary, evals = read_json(path / SUMMARY), tuple(evaluations(path))
-        if not evals:
-            raise ValueError(f"{str(path / METRICS)!r} is damaged: it has no evaluation")
     seconds, pace = summary.get("seconds", 0.0), summary.get("tokens_per_second", 0.0)
     return Run(*cell, evals=evals, seconds=seconds, tokens_per_second=pace, error=summary.get("error"))
 
 
 @contextlib.contextmanager
-def _of_a_run() -> Iterator[None]:
-    """Add the remedy to the error of a missing or damaged file."""
+def _remedy() -> Iterator[None]:
+    """Add the remedy to the error of a missing or damaged file of a run."""
     try:
         yield
     except (FileNotFoundError, ValueError) as error:

@@ -64,11 +64,13 @@ def _curves(runs: list[dict[str, Any]], lrs: Mapping[str, float | None], unit: s
             for run in runs
             if (run["variant"], run["lr"]) == (variant, lr) and run["final_loss"] is not None
         ]
-        if same:
-            steps = [step for step, _ in same[0]]
-            curves = [np.array(evals, dtype=float).T for evals in same]  # a command's may have steps of their own
-            losses = [np.interp(steps, of_one, values).tolist() for of_one, values in curves]
-            lines.append(mean_line(f"{variant}, lr {lr:g}", steps, losses, style))
+        label, steps = f"{variant}, lr {lr:g}", [[step for step, _ in evals] for evals in same]
+        losses = [[loss for _, loss in evals] for evals in same]
+        if same and all(of_one == steps[0] for of_one in steps):
+            lines.append(mean_line(label, steps[0], losses, style))
+        else:  # seeds of a command may have steps of their own, which have no mean
+            labels = [label, *[""] * len(same)]
+            lines += [Line(*seed, style) for seed in zip(labels, steps, losses, strict=False)]
     return chart(lines, _STEPS, f"loss ({unit})" if unit else "loss", limits=late_limits(lines))
 
 
