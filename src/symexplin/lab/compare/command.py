@@ -2,7 +2,7 @@
 
 compare.toml      the settings                    runs/        a folder per run, with the result.json that it writes
 comparison.json   the result, at the end          report.html  the same as a page
-processes/        the output of each run          cluster/     the same for jobs of a cluster
+processes/        the output of each run          cluster/     that of jobs of a cluster
 """
 
 import functools

@@ -22,14 +22,14 @@ from symexplin.lab.files import read_json, write_json
 from symexplin.lab.process import StopSignals, end_with_parent
 from symexplin.lab.provenance import cores
 
-__all__ = ["Ended", "SlurmJob", "Task", "check_executor", "run_as_jobs", "run_side_by_side"]
+__all__ = ["PROCESSES", "Ended", "SlurmJob", "Task", "check_executor", "run_as_jobs", "run_side_by_side"]
 
 Echo = Callable[[str], None]
 # The number of a task whose run has ended, and why it failed, if it did.
 Ended = tuple[int, str | None]
 
-# Folders of a comparison: the log of each process; the files of submitit.
-_PROCESSES, _CLUSTER = "processes", "cluster"
+# Folders of a comparison: files of each process; those of submitit.
+PROCESSES, _CLUSTER = "processes", "cluster"
 
 _TICK = 0.2  # seconds between looks at signals and lines
 _GLANCE = 10.0  # seconds between questions to Slurm
@@ -81,7 +81,7 @@ def run_side_by_side(tasks: Sequence[Task], out: Path, jobs: int, echo: Echo) ->
             while running or (left and stop.signal is None):
                 while left and len(running) < jobs and stop.signal is None:
                     index, task = left.popleft()
-                    running[index] = _Process(task, out / _PROCESSES, {**threads, **os.environ})
+                    running[index] = _Process(task, out / PROCESSES, {**threads, **os.environ})
                 time.sleep(_TICK)
                 for index, process in list(running.items()):
                     status = process.poll()  # before the lines, so that none is missed

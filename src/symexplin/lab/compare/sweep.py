@@ -2,8 +2,8 @@
 
 compare.toml      the resolved configuration     runs/            a folder per run (symexplin.lab.run)
 comparison.json   the result, at the end         report.html      the same as a page
-processes/        log of each run that had a process of its own
-cluster/          the same for jobs of a cluster, and the pickles of submitit
+processes/        configuration and log of each run that had a process or a job of its own
+cluster/          logs of the jobs of a cluster, and the pickles of submitit
 """
 
 import contextlib
@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from symexplin.lab import folders
 from symexplin.lab.build import build
 from symexplin.lab.compare.grid import CONFIG, DEMO, RUNS, Cell, ClusterConfig, CompareConfig
-from symexplin.lab.compare.launch import Task, check_executor
+from symexplin.lab.compare.launch import PROCESSES, Task, check_executor
 from symexplin.lab.compare.stages import Sweep, saved_comparison
 from symexplin.lab.compare.table import Run
 from symexplin.lab.config import ComputeConfig, RunConfig, absolute, resolve
@@ -82,7 +81,7 @@ def compare_runs(
             f"{len(corpus.train):,} tokens to train on, {len(corpus.valid):,} held out; "
             f"{'up to ' if grid.confirm_seeds else ''}{grid.most_runs} runs of {config.train.steps} steps"
         )
-        sweep = Sweep(folder, grid, functools.partial(_task, config), _run_in, echo)
+        sweep = Sweep(folder, grid, functools.partial(_task, config, folder), _run_in, echo)
         for stage in sweep.stages:
             _train(sweep, config, stage, progress, ranks)
         return ranks.tell(lambda: _conclude(folder, sweep, config, corpus))
@@ -189,15 +188,16 @@ def _on_cpu(config: RunConfig) -> RunConfig:
 # --- the runs --------------------------------------------------------------------------------------------------------
 
 
-def _task(config: CompareConfig, label: str, cell: Cell, folder: Path) -> Task:
-    """Return the task of a run; it finds its configuration in its folder, as a run that is resumed does."""
-    folder.mkdir(parents=True, exist_ok=True)
-    replace_file(folder / folders.CONFIG, dump_toml(to_table(config.run(cell))))
+def _task(config: CompareConfig, out: Path, label: str, cell: Cell, folder: Path) -> Task:
+    """Return the task of a run, whose configuration is written."""
+    file = out / PROCESSES / f"{cell.name}.toml"
+    file.parent.mkdir(exist_ok=True)
+    replace_file(file, dump_toml(to_table(config.run(cell))))
     processes = config.cluster.gpus if config.compare.on_cluster else 1
     several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     python = [sys.executable, *(several if processes > 1 else [])]
-    command = [*python, "-m", "symexplin", "train", "--out", str(folder.resolve()), "--resume"]
-    return Task(label, folder, SUMMARY, command)
+    arguments = ["train", str(file.resolve()), "--out", str(folder.resolve()), "--resume"]
+    return Task(label, folder, SUMMARY, [*python, "-m", "symexplin", *arguments])
 
 
 def _train(sweep: Sweep, config: CompareConfig, stage: int, progress: bool, ranks: Ranks) -> None:

@@ -64,13 +64,15 @@ def _curves(runs: list[dict[str, Any]], lrs: Mapping[str, float | None], unit: s
             for run in runs
             if (run["variant"], run["lr"]) == (variant, lr) and run["final_loss"] is not None
         ]
+        if not same:
+            continue
         label, steps = f"{variant}, lr {lr:g}", [[step for step, _ in evals] for evals in same]
         losses = [[loss for _, loss in evals] for evals in same]
-        if same and all(of_one == steps[0] for of_one in steps):
+        if all(of_one == steps[0] for of_one in steps):
             lines.append(mean_line(label, steps[0], losses, style))
         else:  # seeds of a command may have steps of their own, which have no mean
-            labels = [label, *[""] * len(same)]
-            lines += [Line(*seed, style) for seed in zip(labels, steps, losses, strict=False)]
+            labels = [label, *[""] * (len(same) - 1)]
+            lines += [Line(*seed, style) for seed in zip(labels, steps, losses, strict=True)]
     return chart(lines, _STEPS, f"loss ({unit})" if unit else "loss", limits=late_limits(lines))
 
 
