@@ -209,7 +209,7 @@ def test_a_killed_comparison_ends_its_runs_and_goes_on(command, tmp_path, number
     process.send_signal(number)
     assert process.wait() == (-9 if number == signal.SIGKILL else 143)
     time.sleep(0.5)
-    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(["ps", "-ww", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert not [line for line in listed.splitlines() if str(out) in line]
     compare_commands(CommandConfig(command, grid("plain", "good", lrs=(0.1,), seeds=(0,))), out, resume=True)
     assert len(starts(out)["plain-lr0.1-seed0"]) == 1
