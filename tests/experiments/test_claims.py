@@ -44,11 +44,11 @@ def test_a_gain_at_own_best_rates_holds(tmp_path):
     assert only.shared.interval.mean == pytest.approx(0.3)
     assert only.paper == pytest.approx(-0.1)
     assert only.sentence == (
-        "p: held: final loss of B minus that of A: -0.0967 (99 %: -0.1297 to -0.0636); at the shared rate "
-        "no difference detected: +0.3000 (99 %: -0.2730 to +0.8730); the paper has -0.1."
+        "p: held: final loss of B minus that of A: -0.0967 (99%: -0.1297 to -0.0636); at the shared rate "
+        "no difference detected: +0.3000 (99%: -0.2730 to +0.8730); the paper has -0.1."
     )
     same = verdict(panel(tmp_path, {"A": 2.0, "B": 1.9}, "q"), claim()).panels[0].sentence
-    assert same.endswith("-0.1000 (99 %: -0.1000 to -0.1000); the same at the shared rate; the paper has -0.1.")
+    assert same.endswith("-0.1000 (99%: -0.1000 to -0.1000); the same at the shared rate; the paper has -0.1.")
 
 
 def test_a_gain_at_the_shared_rate_alone_does_not_hold(tmp_path):

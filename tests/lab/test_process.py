@@ -1,4 +1,3 @@
-import os
 import signal
 import subprocess
 import sys
@@ -22,38 +21,19 @@ def test_a_signal_is_remembered_and_the_handlers_come_back(number):
     finally:
         signal.signal(number, found)
     assert isinstance(error, Stopped)
-    assert error.signal == number
-    assert str(error) == f"stopped by {signal.Signals(number).name} after step 3"
+    assert (error.signal, str(error)) == (number, f"stopped by {signal.Signals(number).name} after step 3")
 
 
-def test_a_second_ctrl_c_does_not_wait():
-    with StopSignals():
-        signal.raise_signal(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-
-
-def test_ctrl_c_after_sigterm_waits_as_well():
+def test_only_a_second_ctrl_c_does_not_wait():
     with StopSignals() as stop:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)
         assert stop.signal == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
-def test_other_threads_set_no_handlers():
-    seen = []
-
-    def work():
-        with StopSignals() as stop:
-            seen.append(stop.signal)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == [None]
-
-
-def test_an_ignored_hang_up_stays_ignored():
+def test_an_ignored_hang_up_stays_ignored_and_other_threads_set_no_handlers():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with StopSignals() as stop:
@@ -61,13 +41,18 @@ def test_an_ignored_hang_up_stays_ignored():
             assert stop.signal is None
     finally:
         signal.signal(signal.SIGHUP, before)
+    thread = threading.Thread(target=StopSignals().__enter__)
+    found = signal.getsignal(signal.SIGTERM)
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) is found
 
 
-LAUNCHED = """if True:
+CHILD = """if True:
     import signal, time
-    from symexplin.lab.process import StopSignals, follow_launcher
+    from symexplin.lab.process import StopSignals, end_with_parent
     with StopSignals() as stop:
-        follow_launcher()
+        end_with_parent()
         print("begun", flush=True)
         while stop.signal is None:
             time.sleep(0.05)
@@ -75,10 +60,10 @@ LAUNCHED = """if True:
 """
 
 
-@pytest.mark.skipif(os.name != "posix", reason="kills")
-def test_who_follows_a_launcher_is_asked_to_stop_when_that_is_killed():
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux ends a child with its parent")
+def test_a_process_is_asked_to_stop_when_its_parent_is_killed():
     code = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', sys.argv[1]]); time.sleep(100)"
-    with subprocess.Popen([sys.executable, "-c", code, LAUNCHED], stdout=subprocess.PIPE, text=True) as launcher:
-        assert launcher.stdout.readline() == "begun\n"
-        launcher.kill()
-        assert launcher.stdout.read() == "SIGTERM\n"
+    with subprocess.Popen([sys.executable, "-c", code, CHILD], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout.readline() == "begun\n"
+        parent.kill()
+        assert parent.stdout.read() == "SIGTERM\n"

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, distributed
 
-from symexplin.lab.process import follow_launcher, launch, under_torchrun
+from symexplin.lab.process import end_with_parent, launch, under_torchrun
 from symexplin.lab.settings import differences
 from symexplin.optim.shard import is_dtensor, whole
 
@@ -127,7 +127,7 @@ def joined(device: str) -> Iterator[Ranks]:
             yield Ranks(distributed.get_rank(), distributed.get_world_size())
             return
         if under_torchrun():
-            follow_launcher()
+            end_with_parent()
         # Plain values go through gloo, without waiting for a GPU.
         distributed.init_process_group("cpu:gloo,cuda:nccl" if gpus else "cpu:gloo", timeout=_PATIENCE)
         atexit.register(distributed.destroy_process_group)

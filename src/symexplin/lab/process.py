@@ -1,18 +1,16 @@
 """How this process was started, and what stops it. Nothing here needs torch."""
 
+import ctypes
 import os
 import signal
+import sys
 import threading
-import time
 from types import FrameType
 from typing import Any, Self
 
-__all__ = ["LAUNCHER", "StopSignals", "Stopped", "follow_launcher", "launch", "under_torchrun"]
+__all__ = ["StopSignals", "Stopped", "end_with_parent", "launch", "under_torchrun"]
 
-# Environment variable with the number of the process that a run follows to its end (symexplin.lab.compare.launch).
-LAUNCHER = "SYMEXPLIN_LAUNCHER"
-
-_GLANCE = 1.0  # seconds between looks at whether the launcher is there
+_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 # Windows has no SIGHUP, the signal of a closed terminal.
 _STOPPING = [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
 
@@ -70,12 +68,7 @@ class StopSignals:
         return Stopped(self.signal, message)
 
 
-def follow_launcher(launcher: int | None = None) -> None:
-    """Send this process SIGTERM when the process `launcher`, by default the parent, has ended."""
-    threading.Thread(target=_stop_without, args=(launcher or os.getppid(),), daemon=True).start()
-
-
-def _stop_without(launcher: int) -> None:
-    while os.getppid() == launcher:
-        time.sleep(_GLANCE)
-    os.kill(os.getpid(), signal.SIGTERM)
+def end_with_parent() -> None:
+    """Let the kernel send this process SIGTERM when its parent ends, which Linux alone offers."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

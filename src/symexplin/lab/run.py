@@ -8,7 +8,6 @@ model.safetensors, tokenizer.json, summary.json      of the finished run
 
 import contextlib
 import dataclasses
-import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,7 +25,7 @@ from symexplin.lab.load import digest_of
 from symexplin.lab.maps import in_words, map_of
 from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import Ranks, joined
-from symexplin.lab.process import LAUNCHER, Stopped, StopSignals, follow_launcher
+from symexplin.lab.process import Stopped, StopSignals
 from symexplin.lab.provenance import memory, provenance
 from symexplin.lab.record import METRICS, Recorder
 from symexplin.lab.settings import dump_toml, lines, to_table
@@ -77,8 +76,6 @@ def train(
         Stopped: SIGTERM or SIGINT arrived; a checkpoint was written.
         ElsewhereError, ChildProcessError: another process has failed, or has ended.
     """
-    if LAUNCHER in os.environ:
-        follow_launcher(int(os.environ.pop(LAUNCHER)))
     with joined(config.compute.device) as ranks, contextlib.ExitStack() as stack:
         echo = echo if ranks.first else lambda _: None
         with ranks.together():

@@ -1,115 +1,164 @@
-import json
+"""Runs in processes and as jobs of Slurm; what the commands do here is a few lines of Python."""
+
 import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
+import time
 
-import filelock
 import pytest
 
-from symexplin.lab.checkpoint import newest
-from symexplin.lab.compare.launch import Training, check_slurm, run_here, run_side_by_side
-from symexplin.lab.config import ComputeConfig, LogConfig, RunConfig, TrainConfig
-from symexplin.lab.maps import CurveConfig
-from symexplin.lab.model import ModelConfig
+from symexplin.lab.compare import launch
+from symexplin.lab.compare.grid import ClusterConfig, GridConfig
+from symexplin.lab.compare.launch import SlurmJob, Task, check_executor, run_as_jobs, run_side_by_side
+from symexplin.lab.process import Stopped
 
-STEPS = 20_000  # more than a test waits for
-
-
-def task(data, folder, steps, lr=1e-3):
-    config = RunConfig(
-        data,
-        ModelConfig(width=16, depth=1, heads=2, context=16),
-        TrainConfig(steps=steps, batch_size=4, lr=lr, warmup_steps=1, eval_every=1, eval_batches=2),
-        CurveConfig(home="none"),
-        ComputeConfig(device="cpu", threads=1),
-        LogConfig(tensorboard=False),
-    )
-    return Training(folder.name, config, folder)
+ENDS = "import pathlib; print('train: step 1'); pathlib.Path('{}', 'done').touch()"
+FAILS = "import sys; print('one\\ntwo\\nthree'); sys.exit('four')"
+WAITS = "import time; print('train: begun', flush=True); time.sleep(60)"
+SAVES = (
+    "import pathlib, signal, time\n"
+    "signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path('{}', 'saved').touch(), exit(1)))\n"
+    "print('train: begun', flush=True)\n"
+    "time.sleep(60)"
+)
 
 
-def long_runs(data, out, names="ab"):
-    return [task(data, out / "runs" / name, STEPS) for name in names]
+def task(folder, code):
+    folder.mkdir(exist_ok=True)
+    return Task(folder.name, folder, "done", [sys.executable, "-c", code.replace("{}", str(folder))])
 
 
-def error_of(folder):
-    return json.loads((folder / "summary.json").read_text())["error"]
+def tasks(out, **codes):
+    return [task(out / name, code) for name, code in codes.items()]
 
 
-def test_runs_end_and_one_that_is_not_finite_is_no_failure(data, tmp_path):
-    tasks = [task(data, tmp_path / name, 2, lr) for name, lr in (("a", 1e-3), ("b", 1e30), ("c", 1e-3))]
+def test_runs_end_side_by_side_and_a_failing_one_gives_its_last_lines(tmp_path):
     lines = []
-    assert list(run_here(tasks, lines.append, progress=False)) == [0, 1, 2]
-    assert {line.partition(": ")[0] for line in lines} == {"a", "b", "c"}
-    assert lines[-1].startswith("c: step 2/2, loss ")
-    assert "loss is" in error_of(tmp_path / "b")
+    own_error = "import sys; sys.exit('symexplin: error: lr must be small')"
+    work = tasks(tmp_path, a=ENDS, b=FAILS, c="pass", d=own_error, e=ENDS)
+    reasons = dict(run_side_by_side(work, tmp_path, 2, lines.append))
+    log = tmp_path / "processes"
+    assert reasons == {
+        0: None,
+        1: f"two / three / four (see {log / 'b.log'})",
+        2: f"ended without done: no output (see {log / 'c.log'})",
+        3: f"lr must be small (see {log / 'd.log'})",
+        4: None,
+    }
+    assert sorted(lines) == ["a: step 1", "e: step 1"]
 
 
-@pytest.mark.slow
-def test_a_failure_stops_the_others_saved(data, tmp_path):
-    """Run b is not finite, which is no failure; c, which begins when b has ended, fails; d has not begun."""
-    (tmp_path / "c").mkdir()
-    (tmp_path / "c" / "notes.txt").write_text("mine")
-    tasks = [task(data, tmp_path / name, STEPS, 1e30 if name == "b" else 1e-3) for name in "abcd"]
-    lines = []
-    with pytest.raises(ChildProcessError, match=r"^c: out must be a new folder.*notes\.txt.*c\.log"):
-        list(run_side_by_side(tasks, tmp_path, 2, lines.append))
-    assert "loss is" in error_of(tmp_path / "b")
-    assert "loss is" in (tmp_path / "processes" / "b.log").read_text()
-    assert newest(tmp_path / "a")
-    assert not (tmp_path / "a" / "summary.json").exists()
-    assert any(line.startswith(f"a: step 1/{STEPS}, loss ") for line in lines)
-    assert not (tmp_path / "d").exists()
+def test_a_signal_reaches_every_process_of_the_runs_and_starts_no_other(tmp_path):
+    def stop(_, heard=[]):  # noqa: B006 (both runs have begun)
+        heard.append(1)
+        if len(heard) == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+    first, *others = tasks(tmp_path, a=SAVES, b=SAVES, c=ENDS)
+    in_a_shell = first._replace(command=["sh", "-c", '"$@"; true', "sh", *first.command])
+    with pytest.raises(Stopped, match="SIGTERM with all its runs; --resume"):
+        list(run_side_by_side([in_a_shell, *others], tmp_path, 2, stop))
+    deadline = time.monotonic() + 5
+    while not (tmp_path / "a" / "saved").exists():  # its shell ends first
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert (tmp_path / "b" / "saved").exists()
+    assert not (tmp_path / "c" / "done").exists()
 
 
-@pytest.mark.slow
-def test_the_death_of_a_process_is_told_and_a_second_interrupt_ends_all_at_once(data, tmp_path, monkeypatch):
-    started = []
-    start = subprocess.Popen
-    monkeypatch.setattr(
-        subprocess, "Popen", lambda *args, **kwargs: started.append(start(*args, **kwargs)) or started[-1]
-    )
-    with pytest.raises(ChildProcessError, match=r"ended by SIGKILL.*--resume"):
-        list(run_side_by_side(long_runs(data, tmp_path, "a"), tmp_path, 2, lambda _: started[0].kill()))
+def test_the_death_of_a_process_is_told_and_a_second_interrupt_ends_all_at_once(tmp_path, monkeypatch):
+    started, start = [], subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: started.append(start(*a, **k)) or started[-1])
+    ((_, reason),) = run_side_by_side(tasks(tmp_path, a=WAITS), tmp_path, 2, lambda _: started[0].kill())
+    assert "ended by SIGKILL" in reason
+    assert "--resume" in reason
 
     def interrupt(_):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        list(run_side_by_side(long_runs(data, tmp_path, "b"), tmp_path, 2, interrupt))
-    assert len(started) == 2
-    assert all(process.returncode is not None for process in started)
+        list(run_side_by_side(tasks(tmp_path, b=WAITS), tmp_path, 2, interrupt))
+    assert started[1].returncode == -signal.SIGKILL
 
 
-SCRIPT = """
-import pathlib, sys
-sys.path.insert(0, sys.argv[1])
-from test_launch import long_runs, run_side_by_side
-
-out = pathlib.Path(sys.argv[3])
-list(run_side_by_side(long_runs(sys.argv[2], out), out, 2, lambda line: print(line, flush=True)))
-"""
-
-
-@pytest.mark.slow
-def test_processes_end_with_a_killed_comparison(data, tmp_path):
-    command = [sys.executable, "-c", SCRIPT, str(Path(__file__).parent), data, str(tmp_path)]
-    path = {**os.environ, "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{Path(__file__).parents[2]}"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=path) as process:
-        seen = set()
-        for line in process.stdout:
-            seen.add(line[:2])
-            if seen == {"a:", "b:"}:
-                process.kill()
-    for name in ("a", "b"):
-        with filelock.FileLock(tmp_path / "runs" / name / ".lock", timeout=5):
-            assert newest(tmp_path / "runs" / name)  # saved
-            assert not (tmp_path / "runs" / name / "summary.json").exists()
-
-
-def test_a_machine_without_slurm_is_told(monkeypatch):
+def test_what_this_machine_cannot_execute_is_told(monkeypatch):
+    monkeypatch.setattr(launch, "cores", lambda: 2)
+    check_executor(GridConfig(jobs=2))
+    with pytest.raises(ValueError, match=r"jobs must be at most 2, the cores that this process may use, got 3"):
+        check_executor(GridConfig(jobs=3))
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ValueError, match=r"cluster must be 'none' where Slurm is not installed|needs submitit"):
-        check_slurm()
+        check_executor(GridConfig(cluster="slurm"))
+
+
+@pytest.fixture
+def queue(tmp_path, monkeypatch):
+    """A squeue that prints the file which is returned, and jobs that are numbered from 7_0 on, and never begin."""
+    script, file, submitted = tmp_path / "bin" / "squeue", tmp_path / "queue", []
+    script.parent.mkdir()
+    script.write_text(f"#!/bin/sh\ncat {file}\n")
+    script.chmod(0o755)
+    file.write_text("")
+    monkeypatch.setenv("PATH", f"{script.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr(launch, "_GLANCE", 0.05)
+    monkeypatch.setattr(launch, "_TICK", 0.01)
+
+    def submit(new, *_):
+        submitted.append([task.folder.name for task in new])
+        return [f"{6 + len(submitted)}_{index}" for index in range(len(new))]
+
+    monkeypatch.setattr(launch, "_submit", submit)
+    return file, submitted
+
+
+def test_jobs_are_followed_and_those_of_an_earlier_comparison_taken_up(tmp_path, queue):
+    file, submitted = queue
+    work, lines = tasks(tmp_path, a=ENDS, b=ENDS), []
+
+    def go_on(line):
+        lines.append(line)
+        steps = {
+            "a: job 7_0 runs on node1": "7_0|PENDING|1||\n7_1|RUNNING|0|node2|\n",
+            "a: job 7_0 was requeued": "7_1|RUNNING|0|node2|\n",
+        }
+        if line.endswith("logs in " + str(tmp_path / "cluster")):
+            file.write_text("7_0|RUNNING|0|node1|\n7_1|PENDING|0||\n")
+        elif line in steps:
+            file.write_text(steps[line])
+        if "requeued" in line:
+            (tmp_path / "a" / "done").touch()
+        if line == "b: job 7_1 runs on node2":
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(Stopped, match="SIGTERM while jobs continue: --resume waits for them, 'scancel 7' ends them"):
+        list(run_as_jobs(work, tmp_path, 2, ClusterConfig(), go_on))
+    assert lines[1:3] == ["a: job 7_0 runs on node1", "a: job 7_0 was requeued"]
+
+    (tmp_path / "cluster" / "7_1_0_log.err").write_text("CUDA error: out of memory\n")
+    file.write_text("7_1|RUNNING|0|node2|\n")
+    again = run_as_jobs(
+        work[1:], tmp_path, 2, ClusterConfig(), lambda line: file.write_text("") if "runs" in line else 0
+    )
+    ((index, reason),) = again
+    assert index == 0
+    assert reason.startswith("job 7_1 has gone: CUDA error: out of memory")
+    assert submitted == [["a", "b"]]
+    list(run_as_jobs(work[1:], tmp_path, 2, ClusterConfig(), lambda _: (tmp_path / "b" / "done").touch()))
+    assert submitted == [["a", "b"], ["b"]]
+
+
+def test_a_preempted_job_saves_its_run_and_executes_the_same_again(tmp_path):
+    pytest.importorskip("submitit")
+    run, again = task(tmp_path / "a", SAVES), []
+    job = SlurmJob(run.command, tmp_path / "a" / "done")
+    before = signal.signal(signal.SIGALRM, lambda *_: again.append(job.checkpoint()))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 1)
+        with pytest.raises(SystemExit):
+            job()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert (tmp_path / "a" / "saved").exists()
+    assert vars(again[0].function) == {"_command": run.command, "_result": tmp_path / "a" / "done"}

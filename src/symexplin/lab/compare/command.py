@@ -2,31 +2,30 @@
 
 compare.toml      the settings                    runs/        a folder per run, with the result.json that it writes
 comparison.json   the result, at the end          report.html  the same as a page
-processes/        the output of each run          cluster/     the same for jobs of a cluster
+processes/        the output of each run          cluster/     that of jobs of a cluster
 """
 
+import functools
 import itertools
 import json
 import math
-import os
 import shlex
 import shutil
-import string
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from symexplin.lab.compare.grid import CONFIG, Cell, ClusterConfig, GridConfig
-from symexplin.lab.compare.stages import Sweep, check_executor
+from symexplin.lab.compare.grid import CONFIG, Cell, ClusterConfig, CompareConfig, GridConfig
+from symexplin.lab.compare.launch import Task, check_executor
+from symexplin.lab.compare.stages import Sweep, saved_comparison
 from symexplin.lab.compare.table import Run
 from symexplin.lab.files import replace_file
 from symexplin.lab.folders import claimed, saved_config
-from symexplin.lab.process import launch
-from symexplin.lab.provenance import cores, provenance
-from symexplin.lab.settings import dump_toml, to_table
+from symexplin.lab.provenance import provenance
+from symexplin.lab.settings import dump_toml, from_table, load_toml, merge, to_table
 
-__all__ = ["RESULT", "CommandConfig", "compare_commands"]
+__all__ = ["RESULT", "CommandConfig", "compare_commands", "configured"]
 
 RESULT = "result.json"
 _PLACES = ("variant", "lr", "seed", "out")
@@ -48,58 +47,56 @@ class CommandConfig:
     def __post_init__(self) -> None:
         """Check the command and the names of the variants."""
         try:
-            words = shlex.split(self.command)
-            parts = [part for word in words for part in string.Formatter().parse(word)]
-        except ValueError as error:
-            raise ValueError(f"command must be one that a shell could split, got {self.command!r}: {error}") from None
-        places = {
-            f"{name}{f'!{conversion}' if conversion else ''}{f':{form}' if form else ''}"
-            for _, name, form, conversion in parts
-            if name is not None
-        }
-        if unknown := places - set(_PLACES):
+            program, *_ = self._words(dict.fromkeys(_PLACES, ""))
+        except (ValueError, LookupError, AttributeError) as error:
             raise ValueError(
-                f"command may have the places {', '.join(f'{{{name}}}' for name in _PLACES)}, got {{{min(unknown)}}}; "
-                "write other braces twice"
-            )
+                "command must be words that a shell could split, with braces other than {variant}, {lr}, {seed} and "
+                f"{{out}} written twice, got {self.command!r}: {error}"
+            ) from None
         grid = self.compare
         optional = {"lr": len(grid.lrs) == 1, "seed": len(grid.seeds + grid.confirm_seeds) == 1}
         for name in _PLACES:
-            if name not in places and not optional.get(name):
+            if f"{{{name}}}" not in self.command and not optional.get(name):
                 raise ValueError(f"command must have the place {{{name}}}, got {self.command!r}")
-        if self.compare.cluster == "none" and shutil.which(words[0]) is None:
+        if not grid.on_cluster and shutil.which(program) is None:
             raise ValueError(
-                f"command must begin with a program that exists, got {words[0]!r}; no shell runs it, "
+                f"command must begin with a program that exists, got {program!r}; no shell runs it, "
                 "for its syntax use bash -c '...', for variables env NAME=value"
             )
-        for name in self.compare.variants:
+        for name in grid.variants:
             if not name.isprintable() or not name.strip() or set(name) & set("/\\"):
                 raise ValueError(f"variants must be names that a folder can have, without '/', got {name!r}")
 
     def words(self, cell: Cell, out: Path) -> list[str]:
         """Return the words of the command of one run, with the absolute path of its folder."""
-        values = {"variant": cell.variant, "lr": float(cell.lr), "seed": cell.seed, "out": out.resolve()}
+        values = (cell.variant, str(float(cell.lr)), str(cell.seed), str(out.resolve()))
+        return self._words(dict(zip(_PLACES, values, strict=True)))
+
+    def _words(self, values: Mapping[str, str]) -> list[str]:
         return [word.format(**values) for word in shlex.split(self.command)]
 
 
-@dataclass(frozen=True)
-class Job:
-    """A run of the command, in its folder."""
+def configured(out: str | Path, *tables: Mapping[str, Any], resume: bool) -> CommandConfig | CompareConfig:
+    """Return the comparison that tables of settings describe, each over the one before.
 
-    label: str
-    words: list[str]
-    folder: Path
-
-    @property
-    def result(self) -> Path:
-        """The file with its loss."""
-        return self.folder / RESULT
-
-    def command(self, place: Path, processes: int = 1) -> list[str]:
-        """Return the words of the command; it starts its processes itself."""
-        del place, processes
-        self.folder.mkdir(parents=True, exist_ok=True)
-        return self.words
+    All are over the settings of the comparison to resume in the folder `out`, if there is one.
+    """
+    given: dict[str, Any] = functools.reduce(merge, tables, {})
+    file = Path(out, CONFIG)
+    saved = load_toml(file) if resume and file.exists() else {}
+    table = merge(saved, given)
+    if "command" not in table:
+        if saved:
+            saved_config(CompareConfig, file)  # its errors name the file
+        return from_table(CompareConfig, table)
+    if saved and "command" not in saved:
+        raise ValueError(f"out must be new for a command, got {str(out)!r} with runs of the laboratory's own")
+    for name in given.keys() - {"command", "compare", "cluster"}:
+        key = next(iter(given[name])) if isinstance(given[name], Mapping) and name != "variant" else name
+        raise ValueError(f"{key} must be left to the command, got --{key.replace('_', '-')} beside --command")
+    if saved:
+        saved_config(CommandConfig, file)
+    return from_table(CommandConfig, table)
 
 
 def compare_commands(
@@ -107,53 +104,31 @@ def compare_commands(
 ) -> dict[str, Any]:
     """Run the command for every variant, learning rate and seed, and return the content of comparison.json.
 
-    Stages, verdicts and page are those of :func:`symexplin.lab.compare.sweep.compare_runs`. A run has ended when it has
-    written result.json: {"loss": number}, and optionally "curve": [[step, loss], ...], whose last value the loss
-    replaces. A loss that is NaN or infinite means that the run diverged.
-
-    Args:
-        config: the command and its grid.
-        out: a new folder, or that of the comparison to resume.
-        resume: keep runs that have ended and start the others; the grid may change, the command may not.
-        echo: takes each line of the log, and the table at the end.
-
-    Raises:
-        ValueError: a folder that cannot be used, a result.json without a loss, a baseline that always diverged.
-        ChildProcessError: a run failed, or ended without its result; all others have run.
-        Stopped: SIGTERM, SIGINT or SIGHUP came, and was passed on to the runs.
+    Stages, verdicts, page, arguments and errors are those of :func:`symexplin.lab.compare.sweep.compare_runs`. A run
+    has ended when it has written result.json: {"loss": number}, and optionally "curve": [[step, loss], ...], whose last
+    value the loss replaces. A loss that is NaN or infinite means that the run diverged. With `resume` runs that have
+    ended stay, and the others start again; the grid may change, the command may not.
     """
     grid = config.compare
-    if launch()[1] > 1:
-        raise ValueError("command must start torchrun itself, got a comparison under torchrun: run it without")
     check_executor(grid)
     with claimed(out, "comparison", {CONFIG}) as folder:
-        _check_folder(folder, config, resume)
+        saved = saved_comparison(folder, CommandConfig, resume)
+        if saved is not None and saved.command != config.command:
+            raise ValueError(
+                f"command must be that of the folder, {saved.command!r}, got {config.command!r}: choose a new --out"
+            )
         replace_file(folder / CONFIG, dump_toml(to_table(config)))
         echo(f"{'up to ' if grid.confirm_seeds else ''}{grid.most_runs} runs of {config.command}")
-        if grid.jobs > 1:
-            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // grid.jobs)))
-        sweep = Sweep(
-            folder,
-            grid,
-            lambda label, cell: Job(label, config.words(cell, sweep.place(cell)), sweep.place(cell)),
-            _run_in,
-            echo,
-            keep_going=True,
-        )
+        sweep = Sweep(folder, grid, functools.partial(_task, config), _run_in, echo)
         for stage in sweep.stages:
             sweep.execute(sweep.left(stage), config.cluster)
-        facts = {"unit": "", "maps": {}, "config": to_table(config), "provenance": provenance()}
-        return sweep.conclude(facts)
+        return sweep.conclude({"unit": "", "maps": {}, "config": to_table(config), "provenance": provenance()})
 
 
-def _check_folder(folder: Path, config: CommandConfig, resume: bool) -> None:
-    """Raise ValueError unless the folder is new, or that of the same command to resume."""
-    if not (folder / CONFIG).exists():
-        return
-    if not resume:
-        raise ValueError(f"out must be a new folder, got {str(folder)!r}, which has a comparison: add --resume")
-    if (before := saved_config(CommandConfig, folder / CONFIG).command) != config.command:
-        raise ValueError(f"command must be that of the folder, {before!r}, got {config.command!r}: choose a new --out")
+def _task(config: CommandConfig, label: str, cell: Cell, folder: Path) -> Task:
+    """Return the task of a run, whose folder is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return Task(label, folder, RESULT, config.words(cell, folder))
 
 
 def _run_in(folder: Path, cell: Cell) -> Run | None:

@@ -38,9 +38,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 _CLUSTERS = ("none", "slurm")
-# Keys of [sel] that the variants set, and keys that all curved variants share.
-_OF_A_VARIANT = ("home", "preset", "start", "map")
-_SHARED = ("anneal_steps",)
+# The key of [sel] that all curved variants share; the variants set the others.
+_SHARED = "anneal_steps"
 # Keys of the run that a variant may change: those that leave data, steps and cost the same.
 _CHANGES: dict[str, tuple[str, ...]] = {
     "train": ("optimizer", "weight_decay", "decay_plain", "betas", "max_grad_norm", "warmup_steps", "floor", "weights"),
@@ -115,6 +114,16 @@ class GridConfig:
                 f"confirm_seeds must hold each seed once, and none of seeds = {self.seeds}, got {self.confirm_seeds}"
             )
 
+    @property
+    def on_cluster(self) -> bool:
+        """Whether runs are jobs of a cluster."""
+        return self.cluster != _CLUSTERS[0]
+
+    @property
+    def axes(self) -> dict[str, tuple[Any, ...]]:
+        """The variants, learning rates and seeds of both stages."""
+        return {"variants": self.variants, "lrs": self.lrs, "seeds": (*self.seeds, *self.confirm_seeds)}
+
     def cells(self) -> list[Cell]:
         """Return the runs of the first stage; the first ones make a whole comparison of the first seed."""
         return [Cell(variant, lr, seed) for seed in self.seeds for lr in self.lrs for variant in self.variants]
@@ -182,10 +191,9 @@ class CompareConfig(RunConfig):
         for key, where in (("lr", "lrs"), ("seed", "seeds")):
             if (found := getattr(self.train, key)) != getattr(TrainConfig, key):
                 raise ValueError(f"{key} must be left to {where} in a comparison, got {key} = {found!r}")
-        if any(getattr(self.sel, key) != getattr(CurveConfig(), key) for key in _OF_A_VARIANT):
-            shared = " and ".join(_SHARED)
+        if dataclasses.replace(self.sel, anneal_steps=None) != CurveConfig():
             raise ValueError(
-                f"[sel] must be left to the variants in a comparison, but for {shared}: use [variant.NAME]"
+                f"[sel] must be left to the variants in a comparison, but for {_SHARED}: use [variant.NAME]"
             )
         for name, table in self.variant.items():
             if name in VARIANTS or not re.fullmatch(r"[\w+-]+", name):
@@ -213,10 +221,9 @@ class CompareConfig(RunConfig):
             own = {key: value for key, value in table.items() if key not in _CHANGES}
             if own.get("home") == "none" and len(own) > 1:
                 raise ValueError(f"home 'none' has ordinary weights, and no use for {', '.join(own.keys() - {'home'})}")
-            shared = {key: value for key, value in to_table(self.sel).items() if key in _SHARED}
-            curve = from_table(CurveConfig, {**shared, **own})
-            train = from_table(TrainConfig, {**to_table(self.train), **table.get("train", {})})
-            train = dataclasses.replace(train, lr=cell.lr, seed=cell.seed)
+            curve = from_table(CurveConfig, {**to_table(self.sel), **own})
+            place = {"lr": cell.lr, "seed": cell.seed}
+            train = from_table(TrainConfig, {**to_table(self.train), **table.get("train", {}), **place})
             model = from_table(ModelConfig, {**to_table(self.model), **table.get("model", {})})
             model = dataclasses.replace(model, vocab_size=self.model.vocab_size)
             return RunConfig(self.data, model, train, curve, self.compute, self.log)
@@ -228,6 +235,6 @@ class CompareConfig(RunConfig):
     def table(self) -> dict[str, Any]:
         """Return the configuration as a table to save, without the keys that its grid and its variants set."""
         table = to_table(self)
-        for name, unused in (("train", ("lr", "seed")), ("sel", _OF_A_VARIANT)):
-            table[name] = {key: value for key, value in table[name].items() if key not in unused}
+        del table["train"]["lr"], table["train"]["seed"]
+        table["sel"] = {key: value for key, value in table["sel"].items() if key == _SHARED}
         return table

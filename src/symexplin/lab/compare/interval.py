@@ -1,6 +1,6 @@
 """One rule for what differences over seeds show, used wherever results are put into words.
 
-"Better" and "worse" need Student's 99 % interval of the mean on one side of zero. An interval that contains zero is "no
+"Better" and "worse" need Student's 99% interval of the mean on one side of zero. An interval that contains zero is "no
 difference detected", and its half-width is the smallest mean difference that these seeds could detect.
 """
 
@@ -18,11 +18,11 @@ BETTER, WORSE, NO_DIFFERENCE, TOO_FEW = "better", "worse", "no difference detect
 
 @dataclass(frozen=True)
 class Interval:
-    """The 99 % interval of the mean of one number per seed, such as a difference between two losses.
+    """The 99% interval of the mean of one number per seed, such as a difference between two losses.
 
     >>> found = Interval((-0.031, -0.029, -0.030))
     >>> found.verdict, str(found)
-    ('better', '-0.0300 (99 %: -0.0357 to -0.0243)')
+    ('better', '-0.0300 (99%: -0.0357 to -0.0243)')
     """
 
     values: Sequence[float]
@@ -65,4 +65,4 @@ class Interval:
     def __str__(self) -> str:
         if math.isinf(self.detectable):
             return f"{self.mean:+.4f}"
-        return f"{self.mean:+.4f} (99 %: {self.low:+.4f} to {self.high:+.4f})"
+        return f"{self.mean:+.4f} (99%: {self.low:+.4f} to {self.high:+.4f})"

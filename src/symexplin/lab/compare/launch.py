@@ -1,10 +1,10 @@
-"""Where the runs of a comparison are executed: in this process, in processes beside it, or as jobs of Slurm.
+"""Where the runs of a comparison are executed: in processes of this machine, or as jobs of Slurm.
 
-A process or a job is `symexplin train` with its own configuration file. What a job unpickles needs no torch.
+Submitit runs the jobs of Slurm alone. Its processes on one machine outlive a killed comparison, which cannot find them
+again; they ignore SIGTERM, and so they could not save a run; and all of them start at once.
 """
 
 import contextlib
-import ctypes
 import importlib.util
 import os
 import shutil
@@ -13,207 +13,171 @@ import subprocess
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TextIO
+from typing import Any, NamedTuple
 
-from symexplin.lab.files import read_json, replace_file, write_json
-from symexplin.lab.folders import SUMMARY
-from symexplin.lab.process import LAUNCHER, StopSignals
-from symexplin.lab.settings import dump_toml, to_table
+from symexplin.lab.compare.grid import ClusterConfig, GridConfig
+from symexplin.lab.files import read_json, write_json
+from symexplin.lab.process import StopSignals, end_with_parent
+from symexplin.lab.provenance import cores
 
-if TYPE_CHECKING:
-    from symexplin.lab.compare.grid import ClusterConfig
-    from symexplin.lab.config import RunConfig
-
-__all__ = ["Task", "TrainJob", "Training", "check_slurm", "run_as_jobs", "run_here", "run_side_by_side"]
+__all__ = ["PROCESSES", "Ended", "SlurmJob", "Task", "check_executor", "run_as_jobs", "run_side_by_side"]
 
 Echo = Callable[[str], None]
+# The number of a task whose run has ended, and why it failed, if it did.
+Ended = tuple[int, str | None]
 
-# Folders of a comparison: a configuration and a log per process; the files of submitit.
-_PROCESSES, _CLUSTER = "processes", "cluster"
+# Folders of a comparison: files of each process; those of submitit.
+PROCESSES, _CLUSTER = "processes", "cluster"
 
 _TICK = 0.2  # seconds between looks at signals and lines
 _GLANCE = 10.0  # seconds between questions to Slurm
-_GLANCES = 3  # after which a job that has ended without its run's summary is taken for lost
+_GLANCES = 3  # after which a job that has ended without its result is taken for lost
 _RESTARTS = 1000  # at the end of a job's time
 _JOBS = "jobs.json"  # {name of a run's folder: number of its latest job}
 
 
-class Task(Protocol):
-    """One run to execute in its folder: a training run of the laboratory, or a command of the user's."""
-
-    @property
-    def label(self) -> str:
-        """What names the run in the log."""
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the run."""
-
-    @property
-    def result(self) -> Path:
-        """The file that the run writes when it has ended."""
-
-    def command(self, place: Path, processes: int = 1) -> list[str]:
-        """Return the command of the run; what it needs beside its folder is written into the folder `place`."""
-
-
-class Training(NamedTuple):
-    """A training run of the laboratory, new or to resume. It has ended, too, where a loss was not finite."""
+class Task(NamedTuple):
+    """A run to execute by a command; it has ended when the file `result` is in its folder."""
 
     label: str
-    config: "RunConfig"
     folder: Path
+    result: str
+    command: list[str]
 
     @property
-    def result(self) -> Path:
-        """The summary of the run."""
-        return self.folder / SUMMARY
-
-    def command(self, place: Path, processes: int = 1) -> list[str]:
-        """Return the command that trains the run, after writing its configuration into the folder `place`."""
-        place.mkdir(exist_ok=True)
-        file = place / f"{self.folder.name}.toml"
-        replace_file(file, dump_toml(to_table(self.config)))
-        several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-        python = [sys.executable, *(several if processes > 1 else [])]
-        return [*python, "-m", "symexplin", "train", str(file), "--out", str(self.folder.resolve()), "--resume"]
+    def ended(self) -> bool:
+        """Whether the result is there."""
+        return (self.folder / self.result).exists()
 
 
-def run_here(tasks: Sequence[Training], echo: Echo, progress: bool) -> Iterator[int]:
-    """Train one run after the other in this process, and yield the index of each task when it has ended."""
-    from symexplin.lab.run import train
-    from symexplin.lab.train import NonFiniteError
-
-    bar = progress and sys.stderr.isatty()
-    for index, (label, config, folder) in enumerate(tasks):
-        with contextlib.suppress(NonFiniteError):  # the run's summary.json says so
-            train(
-                config, folder, resume=True, echo=(lambda _: None) if bar else echo, tell_config=False,
-                progress=progress, label=label, verify=False,
-            )  # fmt: skip
-        yield index
+def check_executor(grid: GridConfig) -> None:
+    """Raise ValueError unless this machine can execute the runs where the grid says."""
+    if not grid.on_cluster:
+        if grid.jobs > cores():
+            raise ValueError(f"jobs must be at most {cores()}, the cores that this process may use, got {grid.jobs}")
+    elif importlib.util.find_spec("submitit") is None:
+        raise ValueError("cluster 'slurm' needs submitit: pip install 'symexplin[cluster]'")
+    elif shutil.which("sbatch") is None:
+        raise ValueError("cluster must be 'none' where Slurm is not installed, got 'slurm' without sbatch")
 
 
-def run_side_by_side(
-    tasks: Sequence[Task], out: Path, jobs: int, echo: Echo, keep_going: bool = False
-) -> Iterator[int]:
-    """Execute `jobs` runs at a time, each in a process, and yield the index of each task when it has ended.
+# --- Processes -------------------------------------------------------------------------------------------------------
 
-    `echo` takes the lines of progress; the whole output of a process is in its log below `out`. If a process fails,
-    the others are saved and stopped, or with `keep_going` continue to the last one. A signal stops all.
+
+def run_side_by_side(tasks: Sequence[Task], out: Path, jobs: int, echo: Echo) -> Iterator[Ended]:
+    """Execute `jobs` runs at a time, each in a process, and yield each when it has ended.
+
+    `echo` takes the lines of progress; the whole output of a process is in its log below `out`. A signal stops all.
     """
-    left = deque(range(len(tasks)))
-    running: dict[int, tuple[subprocess.Popen[bytes], TextIO]] = {}
-    failures: list[str] = []
-    stopping = False
+    # The threads of a run that does not choose their number itself.
+    threads = {"OMP_NUM_THREADS": str(max(1, cores() // jobs))} if jobs > 1 else {}
+    left = deque(enumerate(tasks))
+    running: dict[int, _Process] = {}
+    told = False
     with StopSignals() as stop:
         try:
-            while left or running:
-                while left and len(running) < jobs:
-                    index = left.popleft()
-                    running[index] = _start(tasks[index], out / _PROCESSES)
+            while running or (left and stop.signal is None):
+                while left and len(running) < jobs and stop.signal is None:
+                    index, task = left.popleft()
+                    running[index] = _Process(task, out / PROCESSES, {**threads, **os.environ})
                 time.sleep(_TICK)
-                for index, (process, log) in list(running.items()):
-                    task, status = tasks[index], process.poll()  # before the lines, so that none is missed
-                    for line in log:
-                        if line.startswith("train: "):
-                            echo(f"{task.label}{line.removeprefix('train').rstrip()}")
+                for index, process in list(running.items()):
+                    status = process.poll()  # before the lines, so that none is missed
+                    process.tell(echo)
                     if status is None:
                         continue
                     del running[index]
-                    log.close()
-                    if task.result.exists():
-                        yield index
-                    elif not stopping and stop.signal is None:
-                        failures.append(f"{task.label}: {_reason(Path(log.name), status, task.result.name)}")
-                        if keep_going:
-                            echo(f"failed: {failures[-1]}")
-                if not stopping and (stop.signal is not None or (failures and not keep_going)):
-                    stopping = True
-                    left.clear()
-                    for process, _ in running.values():
-                        _signal(process, signal.SIGTERM)
+                    process.close()
+                    if tasks[index].ended:
+                        yield index, None
+                    elif stop.signal is None:
+                        yield index, process.reason(status)
+                if stop.signal is not None and not told:
+                    told = True
+                    for process in running.values():
+                        process.send(signal.SIGTERM)
         finally:  # nothing runs any more, unless a second Ctrl-C came
-            for process, log in running.values():
-                _signal(process, signal.SIGKILL)
-                process.wait()
-                log.close()
-    if failures and (stop.signal is None or not keep_going):
-        more = f"; {len(failures) - 1} more failed: see above" if len(failures) > 1 else ""
-        raise ChildProcessError(failures[0] + more)
+            for process in running.values():
+                process.send(signal.SIGKILL)
+                process.close()
     if stop.signal is not None:
-        rest = (
-            "with all its runs; --resume starts again those that had not ended"
-            if keep_going
-            else "with all runs saved; --resume continues from there"
-        )
-        raise stop.stopped(rest)
+        raise stop.stopped("with all its runs; --resume continues")
 
 
-def _start(task: Task, place: Path) -> tuple[subprocess.Popen[bytes], TextIO]:
-    """Start the process of a run, and return it with its log."""
-    command = task.command(place)
-    place.mkdir(exist_ok=True)
-    log = place / f"{task.folder.name}.log"
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, LAUNCHER: str(os.getpid())},
-            start_new_session=True,  # a Ctrl-C reaches the comparison alone, which passes it on
-            preexec_fn=_end_with_parent(),
-        )
-    return process, log.open(errors="replace")
+class _Process:
+    """A run in a process with its own group, and its log."""
+
+    def __init__(self, task: Task, place: Path, environment: Mapping[str, str]) -> None:
+        place.mkdir(exist_ok=True)
+        self._task, self._path = task, place / f"{task.folder.name}.log"
+        with self._path.open("w") as file:
+            self._process = subprocess.Popen(
+                task.command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,  # a Ctrl-C reaches the comparison alone, which passes it on
+                preexec_fn=end_with_parent if os.name == "posix" else None,
+            )
+        self._log = self._path.open(errors="replace")
+
+    def poll(self) -> int | None:
+        """Return the status of the process, None while it runs."""
+        return self._process.poll()
+
+    def tell(self, echo: Echo) -> None:
+        """Tell the new lines of progress."""
+        for line in self._log:
+            if line.startswith("train: "):
+                echo(f"{self._task.label}{line.removeprefix('train').rstrip()}")
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the run with all its processes: a shell or a launcher does not pass it on."""
+        if hasattr(os, "killpg"):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)  # its own group, by start_new_session
+        else:
+            self._process.send_signal(number)
+
+    def close(self) -> None:
+        """Wait for the end of the process."""
+        self._process.wait()
+        self._log.close()
+
+    def reason(self, status: int) -> str:
+        """Return why the process ended with a status and without the result."""
+        if status < 0:
+            name = signal.Signals(-status).name
+            return f"its process was ended by {name}, perhaps for lack of memory: --resume continues; try fewer --jobs"
+        return f"{'' if status else f'ended without {self._task.result}: '}{_last_lines(self._path)}"
 
 
-def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """Send a signal to a run with all its processes: a shell or a launcher does not pass it on."""
-    if hasattr(os, "killpg"):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)  # its own group, by start_new_session
-    else:
-        process.send_signal(number)
-
-
-def _end_with_parent() -> Callable[[], object] | None:
-    """Return what a new process calls to get SIGTERM when this one is killed, which Linux alone offers."""
-    if not sys.platform.startswith("linux"):
-        return None
-    prctl, set_signal = ctypes.CDLL(None).prctl, 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
-    return lambda: prctl(set_signal, signal.SIGTERM)
-
-
-def _reason(log: Path, status: int = 1, result: str = SUMMARY) -> str:
-    """Return why a process ended: the last lines that it wrote, or the signal that killed it."""
-    if status < 0:
-        name = signal.Signals(-status).name
-        return f"its process was ended by {name}, perhaps for lack of memory: --resume continues; try fewer --jobs"
+def _last_lines(log: Path) -> str:
+    """Return the error in a log, or its last lines."""
     said = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     ours = [line.removeprefix("symexplin: ").removeprefix("error: ") for line in said if line.startswith("symexplin: ")]
-    last = ours[-1] if ours else " / ".join(said[-3:]) or "no output"
-    return f"{last} (see {log})" if status else f"ended without {result}: {last} (see {log})"
+    return f"{ours[-1] if ours else ' / '.join(said[-3:]) or 'no output'} (see {log})"
 
 
 # --- Slurm -----------------------------------------------------------------------------------------------------------
 
 
-class TrainJob:
+class SlurmJob:
     """A run as submitit executes it: its command, and the file that shows that it has ended."""
 
-    def __init__(self, command: Sequence[str], summary: Path) -> None:
-        self._command, self._summary = list(command), summary
+    def __init__(self, command: Sequence[str], result: Path) -> None:
+        self._command, self._result = list(command), result
 
     def __call__(self) -> None:
-        """Train the run to its end."""
+        """Execute the run to its end."""
         # Slurm sends submitit's signal to every process of the job.
         process = subprocess.Popen(self._command, preexec_fn=lambda: signal.signal(signal.SIGUSR2, signal.SIG_IGN))
         self._number = process.pid
         status = process.wait()
-        if status and not self._summary.exists():
+        if status and not self._result.exists():
             sys.exit(status)
 
     def checkpoint(self) -> Any:
@@ -223,26 +187,49 @@ class TrainJob:
         os.kill(self._number, signal.SIGTERM)
         # The interrupted __call__ waits for the process, too, and keeps its status.
         os.waitid(os.P_PID, self._number, os.WEXITED | os.WNOWAIT)
-        return DelayedSubmission(TrainJob(self._command, self._summary))
+        return DelayedSubmission(SlurmJob(self._command, self._result))
 
 
-def check_slurm() -> None:
-    """Raise ValueError unless this machine can submit jobs."""
-    if importlib.util.find_spec("submitit") is None:
-        raise ValueError("cluster 'slurm' needs submitit: pip install 'symexplin[cluster]'")
-    if shutil.which("sbatch") is None:
-        raise ValueError("cluster must be 'none' where Slurm is not installed, got 'slurm' without sbatch")
-
-
-def run_as_jobs(tasks: Sequence[Task], out: Path, jobs: int, cluster: "ClusterConfig", echo: Echo) -> Iterator[int]:
-    """Train each run as a job of Slurm, `jobs` at a time, and yield the index of each task when it has ended.
+def run_as_jobs(tasks: Sequence[Task], out: Path, jobs: int, cluster: ClusterConfig, echo: Echo) -> Iterator[Ended]:
+    """Execute each run as a job of Slurm, `jobs` at a time, and yield each when it has ended.
 
     A job that an earlier comparison in the folder `out` has left, and that waits or runs, is not submitted again. Jobs
-    continue when another one fails, and when a signal comes.
+    continue when a signal comes.
     """
     if not tasks:
         return
     place = (out / _CLUSTER).resolve()
+    numbers = _submit_missing(tasks, place, jobs, cluster, echo)
+    waiting = dict(enumerate(numbers))
+    told: dict[int, str] = {}
+    lost: Counter[int] = Counter()
+    with StopSignals() as stop:
+        while waiting:
+            states = _states(waiting.values())
+            for index, job in list(waiting.items()):
+                if tasks[index].ended:  # looked at after Slurm: a job writes this file before it ends
+                    del waiting[index]
+                    yield index, None
+                elif states is not None:
+                    lost[index] = 0 if job in states else lost[index] + 1
+                    if lost[index] == _GLANCES:
+                        del waiting[index]
+                        yield index, _loss(job, place)
+                    elif (text := states.get(job)) and text != told.get(index):
+                        told[index] = text
+                        echo(f"{tasks[index].label}: job {job} {text}")
+            deadline = time.monotonic() + _GLANCE
+            while waiting and time.monotonic() < deadline:
+                if stop.signal is not None:
+                    arrays = " ".join(_arrays(waiting.values()))
+                    raise stop.stopped(
+                        f"while jobs continue: --resume waits for them, 'scancel {arrays}' ends them",
+                    )
+                time.sleep(_TICK)
+
+
+def _submit_missing(tasks: Sequence[Task], place: Path, jobs: int, cluster: ClusterConfig, echo: Echo) -> list[str]:
+    """Submit the runs that have no job yet, and return the number of each run's job."""
     place.mkdir(exist_ok=True)
     known: dict[str, str] = read_json(place / _JOBS) if (place / _JOBS).exists() else {}
     states = _states(known.values())
@@ -253,67 +240,10 @@ def run_as_jobs(tasks: Sequence[Task], out: Path, jobs: int, cluster: "ClusterCo
         known |= zip((task.folder.name for task in new), _submit(new, place, jobs, cluster), strict=True)
         write_json(place / _JOBS, known)
     echo(f"{len(new)} jobs submitted, {len(tasks) - len(new)} found, {jobs} at a time; logs in {place}")
-    waiting = {index: known[task.folder.name] for index, task in enumerate(tasks)}
-    told: dict[int, str] = {}
-    lost: Counter[int] = Counter()
-    with StopSignals() as stop:
-        while waiting:
-            states = _states(waiting.values())
-            for index, job in list(waiting.items()):
-                task = tasks[index]
-                if task.result.exists():  # looked at after Slurm: a job writes this file before it ends
-                    del waiting[index]
-                    yield index
-                elif states is not None:
-                    lost[index] = 0 if job in states else lost[index] + 1
-                    if lost[index] == _GLANCES:
-                        raise ChildProcessError(f"{task.label}: {_loss(job, place)}; {_rest(waiting.values())}")
-                    if (text := states.get(job)) and text != told.get(index):
-                        told[index] = text
-                        echo(f"{task.label}: job {job} {text}")
-            deadline = time.monotonic() + _GLANCE
-            while waiting and time.monotonic() < deadline:
-                if stop.signal is not None:
-                    raise stop.stopped(f"while {_rest(waiting.values())}")
-                time.sleep(_TICK)
+    return [known[task.folder.name] for task in tasks]
 
 
-def _loss(job: str, place: Path) -> str:
-    """Return the message about a job that has ended without its run."""
-    logs = list(place.glob(f"{job}_*_log.err"))
-    reason = _reason(logs[0]) if logs else f"it left no log in {place}"
-    command = ["squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T"]
-    state = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    return f"job {job} {f'ended as {state}' if state else 'has gone'}: {reason}; --resume submits it again"
-
-
-def _rest(jobs: Collection[str]) -> str:
-    arrays = " ".join(dict.fromkeys(job.partition("_")[0] for job in jobs))
-    return f"jobs continue: --resume waits for them, 'scancel {arrays}' ends them"
-
-
-def _states(jobs: Collection[str]) -> dict[str, str] | None:
-    """Return {job: what to tell of it} for jobs that have not ended, or None if Slurm's controller does not answer.
-
-    Accounting (sacct) is not needed.
-    """
-    arrays = sorted({job.partition("_")[0] for job in jobs})
-    if not arrays:
-        return {}
-    form = ",".join(f"{name}:|" for name in ("JobArrayID", "State", "RestartCnt", "NodeList"))
-    command = ["squeue", "--noheader", "--array", f"--jobs={','.join(arrays)}", f"--Format={form}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        return {} if "Invalid job id" in done.stderr else None
-    found = {}
-    for line in done.stdout.splitlines():
-        job, state, restarts, nodes, *_ = line.strip().split("|")
-        texts = {"RUNNING": f"runs on {nodes}", "PENDING": "was requeued" if restarts != "0" else ""}
-        found[job] = texts.get(state, "")
-    return found
-
-
-def _submit(tasks: Sequence[Task], place: Path, jobs: int, cluster: "ClusterConfig") -> list[str]:
+def _submit(tasks: Sequence[Task], place: Path, jobs: int, cluster: ClusterConfig) -> list[str]:
     """Submit runs as one array of jobs, and return the jobs' numbers."""
     import submitit
 
@@ -330,8 +260,42 @@ def _submit(tasks: Sequence[Task], place: Path, jobs: int, cluster: "ClusterConf
         srun_args=[f"--cpus-per-task={cluster.cpus}"],  # srun does not take it from sbatch
         additional_parameters={"requeue": True, **cluster.sbatch},
     )
-    work = [TrainJob(task.command(place, cluster.gpus), task.result.resolve()) for task in tasks]
     try:
+        work = [SlurmJob(task.command, (task.folder / task.result).resolve()) for task in tasks]
         return [job.job_id for job in executor.submit_array(work)]
     except submitit.core.utils.FailedJobError as error:
         raise ValueError(f"[cluster] must suit the cluster, but {' '.join(str(error).split())}") from None
+
+
+def _states(jobs: Collection[str]) -> dict[str, str] | None:
+    """Return {job: what to tell of it} for jobs that have not ended, or None if Slurm's controller does not answer.
+
+    Accounting (sacct) is not needed.
+    """
+    if not jobs:
+        return {}
+    form = ",".join(f"{name}:|" for name in ("JobArrayID", "State", "RestartCnt", "NodeList"))
+    command = ["squeue", "--noheader", "--array", f"--jobs={','.join(_arrays(jobs))}", f"--Format={form}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return {} if "Invalid job id" in done.stderr else None
+    found = {}
+    for line in done.stdout.splitlines():
+        job, state, restarts, nodes, *_ = line.strip().split("|")
+        texts = {"RUNNING": f"runs on {nodes}", "PENDING": "was requeued" if restarts != "0" else ""}
+        found[job] = texts.get(state, "")
+    return found
+
+
+def _arrays(jobs: Collection[str]) -> list[str]:
+    """Return the numbers of the arrays that jobs belong to."""
+    return list(dict.fromkeys(job.partition("_")[0] for job in jobs))
+
+
+def _loss(job: str, place: Path) -> str:
+    """Return the message about a job that has ended without its run."""
+    logs = list(place.glob(f"{job}_*_log.err"))
+    said = _last_lines(logs[0]) if logs else f"it left no log in {place}"
+    command = ["squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T"]
+    state = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return f"job {job} {f'ended as {state}' if state else 'has gone'}: {said}; --resume submits it again"

@@ -7,23 +7,28 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from symexplin.lab.compare.grid import COMPARISON, RUNS, Cell, ClusterConfig, GridConfig
-from symexplin.lab.compare.launch import Task, check_slurm, run_as_jobs, run_side_by_side
+from symexplin.lab.compare.grid import COMPARISON, CONFIG, RUNS, Cell, ClusterConfig, GridConfig
+from symexplin.lab.compare.launch import Task, run_as_jobs, run_side_by_side
 from symexplin.lab.compare.table import Run, chosen_lrs, compare, format_table, headline
 from symexplin.lab.files import write_json
-from symexplin.lab.provenance import cores
+from symexplin.lab.folders import saved_config
 
-__all__ = ["Sweep", "check_executor"]
+__all__ = ["Sweep", "saved_comparison"]
+
+T = TypeVar("T")
 
 
-def check_executor(grid: GridConfig) -> None:
-    """Raise ValueError unless this machine can execute the runs where the grid says."""
-    if grid.cluster != "none":
-        check_slurm()
-    elif grid.jobs > cores():
-        raise ValueError(f"jobs must be at most {cores()}, the cores that this process may use, got {grid.jobs}")
+def saved_comparison(folder: Path, schema: type[T], resume: bool) -> T | None:
+    """Return the configuration of the comparison to resume in a folder, None in a new folder."""
+    if not (folder / CONFIG).exists():
+        return None
+    if not resume:
+        raise ValueError(
+            f"out must be a new folder, got {str(folder)!r}, which has a comparison: add --resume to continue it"
+        )
+    return saved_config(schema, folder / CONFIG)
 
 
 @dataclass(frozen=True)
@@ -33,18 +38,16 @@ class Sweep:
     Args:
         folder: of the comparison.
         grid: its runs.
-        task: returns the task of a run from its label and its place in the grid.
+        task: returns the task of a run from its label, its place in the grid and its folder.
         read: returns the result of the run in a folder, or None if it has not ended.
         echo: takes each line of the log.
-        keep_going: run what is left when a run has failed, before the error is raised.
     """
 
     folder: Path
     grid: GridConfig
-    task: Callable[[str, Cell], Task]
+    task: Callable[[str, Cell, Path], Task]
     read: Callable[[Path, Cell], Run | None]
     echo: Callable[[str], None]
-    keep_going: bool = False
 
     @property
     def stages(self) -> Sequence[int]:
@@ -60,15 +63,16 @@ class Sweep:
         return self.grid.cells() if stage == 1 else self.grid.confirmations(self._chosen())
 
     def left(self, stage: int) -> list[tuple[str, Cell]]:
-        """Return the runs of a stage that have not ended, each with its label, and report the others."""
-        cells, start, total = self.cells(stage), 1, self.grid.most_runs
+        """Return the runs of a stage that have not ended, each with its label, and tell the others."""
+        cells, before, total = self.cells(stage), 0, self.grid.most_runs
         if stage == 2:
-            start, chosen = len(self.grid.cells()) + 1, self._chosen()
-            total = start - 1 + len(cells)
-            told = "; ".join(f"{v} at {' and '.join(f'{lr:g}' for lr in chosen[v])}" for v in self.grid.variants)
+            before = len(self.grid.cells())
+            total = before + len(cells)
+            rates = {v: " and ".join(f"{lr:g}" for lr in lrs) for v, lrs in self._chosen().items()}
+            told = "; ".join(f"{variant} at {rates[variant]}" for variant in self.grid.variants)
             self.echo(f"to confirm with {len(cells)} runs: {told}")
         left = []
-        for number, cell in enumerate(cells, start):
+        for number, cell in enumerate(cells, before + 1):
             label = f"{number}/{total} {cell.variant} lr {cell.lr:g} seed {cell.seed}"
             if self.read(self.place(cell), cell) is None:
                 left.append((label, cell))
@@ -77,24 +81,26 @@ class Sweep:
         return left
 
     def execute(self, left: Sequence[tuple[str, Cell]], cluster: ClusterConfig) -> None:
-        """Execute runs in processes of their own, or as jobs of the cluster."""
-        tasks = [self.task(label, cell) for label, cell in left]
-        if self.grid.cluster != "none":
+        """Execute runs in processes of their own, or as jobs of the cluster. When one fails, the others go on."""
+        tasks = [self.task(label, cell, self.place(cell)) for label, cell in left]
+        if self.grid.on_cluster:
             ended = run_as_jobs(tasks, self.folder, self.grid.jobs, cluster, self.echo)
         else:
-            ended = run_side_by_side(tasks, self.folder, self.grid.jobs, self.echo, self.keep_going)
-        unreadable: list[ValueError] = []
-        for index in ended:
-            try:
-                self.tell(*left[index])
-            except ValueError as error:
-                if not self.keep_going:
-                    raise
-                self.echo(f"failed: {left[index][0]}: {error}")
-                unreadable.append(error)
-        if unreadable:
-            more = f"; {len(unreadable) - 1} more: see above" if len(unreadable) > 1 else ""
-            raise ValueError(f"{unreadable[0]}{more}")
+            ended = run_side_by_side(tasks, self.folder, self.grid.jobs, self.echo)
+        failures = []
+        for index, reason in ended:
+            label, cell = left[index]
+            if reason is None:
+                try:
+                    self.tell(label, cell)
+                except ValueError as error:  # it cannot be read
+                    reason = str(error)
+            if reason is not None:
+                failures.append(f"{label}: {reason}")
+                self.echo(f"failed: {failures[-1]}")
+        if failures:
+            more = f"; {len(failures) - 1} more failed: see above" if len(failures) > 1 else ""
+            raise ChildProcessError(failures[0] + more)
 
     def tell(self, label: str, cell: Cell, note: str = "") -> None:
         """Tell the result of a run that has ended."""
@@ -109,10 +115,9 @@ class Sweep:
         """
         from symexplin.lab.report.pages import report_comparison  # matplotlib takes its time
 
-        grid = self.grid
-        cells = [cell for stage in self.stages for cell in self.cells(stage)]
-        runs = self._runs(cells)
-        comparison = compare(runs, grid.baseline, grid.confirm_seeds)
+        confirm_seeds = self.grid.confirm_seeds
+        runs = self._runs([cell for stage in self.stages for cell in self.cells(stage)])
+        comparison = compare(runs, self.grid.baseline, confirm_seeds)
         seconds = [run.seconds for run in runs if run.seconds is not None]
         content: dict[str, Any] = {
             "headline": headline(comparison),
@@ -121,10 +126,10 @@ class Sweep:
                 {
                     **dataclasses.asdict(run),
                     "final_loss": run.final_loss,
-                    "stage": 2 if run.seed in grid.confirm_seeds else 1,
-                    "folder": f"{RUNS}/{cell.name}",
+                    "stage": 2 if run.seed in confirm_seeds else 1,
+                    "folder": f"{RUNS}/{Cell(run.variant, run.lr, run.seed).name}",
                 }
-                for run, cell in zip(runs, cells, strict=True)
+                for run in runs
             ],
             **facts,
             "seconds": round(sum(seconds), 1) if seconds else None,

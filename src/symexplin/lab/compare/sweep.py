@@ -2,36 +2,35 @@
 
 compare.toml      the resolved configuration     runs/            a folder per run (symexplin.lab.run)
 comparison.json   the result, at the end         report.html      the same as a page
-processes/        configuration and log of each run that had a process of its own
-cluster/          the same for jobs of a cluster, and the pickles of submitit
+processes/        configuration and log of each run that had a process or a job of its own
+cluster/          logs of the jobs of a cluster, and the pickles of submitit
 """
 
 import contextlib
 import dataclasses
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from symexplin.lab.build import build
-from symexplin.lab.compare.grid import CONFIG, DEMO, RUNS, Cell, CompareConfig
-from symexplin.lab.compare.launch import Training, run_here
-from symexplin.lab.compare.stages import Sweep, check_executor
+from symexplin.lab.compare.grid import CONFIG, DEMO, RUNS, Cell, ClusterConfig, CompareConfig
+from symexplin.lab.compare.launch import PROCESSES, Task, check_executor
+from symexplin.lab.compare.stages import Sweep, saved_comparison
 from symexplin.lab.compare.table import Run
 from symexplin.lab.config import ComputeConfig, RunConfig, absolute, resolve
 from symexplin.lab.data.batches import Corpus
 from symexplin.lab.files import read_json, replace_file
-from symexplin.lab.folders import FACTS, SUMMARY, check_resumable, claimed, saved_config
+from symexplin.lab.folders import FACTS, SUMMARY, check_resumable, claimed
 from symexplin.lab.load import digest_of
 from symexplin.lab.maps import map_of
 from symexplin.lab.parallel import Ranks, joined
 from symexplin.lab.provenance import cores
-from symexplin.lab.record import METRICS
-from symexplin.lab.run import check_inputs, evaluations
-from symexplin.lab.settings import dump_toml, to_table
+from symexplin.lab.run import check_inputs, evaluations, train
+from symexplin.lab.settings import dump_toml, merge, to_table
+from symexplin.lab.train import NonFiniteError
 from symexplin.validation import naming
 
 __all__ = ["compare_runs"]
@@ -67,7 +66,8 @@ def compare_runs(
         OSError: the disk is full, a process or a job failed, ...
         Stopped: SIGTERM, SIGINT or SIGHUP came. Every run was saved; jobs of a cluster go on.
     """
-    with joined("cpu" if _on_cluster(config) else config.compute.device) as ranks, contextlib.ExitStack() as stack:
+    device = "cpu" if config.compare.on_cluster else config.compute.device
+    with joined(device) as ranks, contextlib.ExitStack() as stack:
         echo = echo if ranks.first else lambda _: None
         with ranks.together():
             _check_place(config, ranks)
@@ -81,22 +81,16 @@ def compare_runs(
             f"{len(corpus.train):,} tokens to train on, {len(corpus.valid):,} held out; "
             f"{'up to ' if grid.confirm_seeds else ''}{grid.most_runs} runs of {config.train.steps} steps"
         )
-        sweep = Sweep(
-            folder, grid, lambda label, cell: Training(label, config.run(cell), sweep.place(cell)), _run_in, echo
-        )
+        sweep = Sweep(folder, grid, functools.partial(_task, config, folder), _run_in, echo)
         for stage in sweep.stages:
             _train(sweep, config, stage, progress, ranks)
         return ranks.tell(lambda: _conclude(folder, sweep, config, corpus))
 
 
-def _on_cluster(config: CompareConfig) -> bool:
-    return config.compare.cluster != "none"
-
-
 def _check_place(config: CompareConfig, ranks: Ranks) -> None:
     """Raise ValueError unless the runs can be executed where the configuration says."""
     jobs = config.compare.jobs
-    if ranks.size > 1 and (jobs > 1 or _on_cluster(config)):
+    if ranks.size > 1 and (jobs > 1 or config.compare.on_cluster):
         raise ValueError(
             f"jobs must be 1 and cluster 'none' under torchrun, where all processes train each run, got jobs = {jobs}, "
             f"cluster = {config.compare.cluster!r}"
@@ -111,61 +105,48 @@ def _opened(
     folder: Path, config: CompareConfig, corpus: Corpus, resume: bool, echo: Echo, ranks: Ranks
 ) -> CompareConfig:
     """Return the resolved configuration, saved, after all checks that need no training."""
-    saved = saved_config(CompareConfig, folder / CONFIG) if (folder / CONFIG).exists() else None
-    if saved is not None and not resume:
-        raise ValueError(
-            f"out must be a new folder, got {str(folder)!r}, which has a comparison: add --resume to continue it"
-        )
+    saved = saved_comparison(folder, CompareConfig, resume)
     config = _resolved(config, corpus.vocab_size, saved, ranks)
     if saved is not None:
         before, now = ({"compute": found.table()["compute"]} for found in (saved, config))
         if changed := check_resumable(folder, "comparison", before, now):
             echo(f"{'; '.join(changed)}: the rounding of runs that have not ended changes")
-        for key, gone in _left_out(saved, config):
-            echo(f"left out of the results: {key} {gone}, which the folder has; name them again to keep them")
+        for key, had in saved.compare.axes.items():
+            if gone := [str(value) for value in had if value not in config.compare.axes[key]]:
+                echo(f"left out of the results: {key} {', '.join(gone)}; name them again to keep them")
     grid, digest = config.compare, functools.cache(digest_of)
     started = set()
-    for cell in itertools.starmap(Cell, itertools.product(grid.variants, grid.lrs, (*grid.seeds, *grid.confirm_seeds))):
+    for cell in itertools.starmap(Cell, itertools.product(*grid.axes.values())):
         if (folder / RUNS / cell.name / FACTS).exists():
             _check_run(folder / RUNS / cell.name, config.run(cell), corpus, digest)
             started.add(cell.variant)
     for variant in grid.variants:
         if variant not in started:  # a started run has the same configuration, which was checked before it
-            _check_variant(config, variant, corpus.vocab_size)
+            run = config.example(variant)
+            with naming(f"variant {variant}"):  # such as weights of another shape
+                build(resolve(_on_cpu(run) if config.compare.on_cluster else run, corpus.vocab_size))
     replace_file(folder / CONFIG, dump_toml(config.table()))
     return config
 
 
-def _left_out(saved: CompareConfig, config: CompareConfig) -> Iterator[tuple[str, str]]:
-    """Yield what the grid of a folder had and that of a command lacks."""
-    lists = [
-        {"variants": grid.variants, "lrs": grid.lrs, "seeds": (*grid.seeds, *grid.confirm_seeds)}
-        for grid in (saved.compare, config.compare)
-    ]
-    for key, had in lists[0].items():
-        if gone := [str(value) for value in had if value not in lists[1][key]]:
-            yield key, ", ".join(gone)
-
-
 def _resolved(config: CompareConfig, vocab_size: int, saved: CompareConfig | None, ranks: Ranks) -> CompareConfig:
     """Fill in what was left to the machine: as saved, so that bits repeat, else by this machine or the cluster."""
-    compute, cluster = config.compute, config.cluster
+    compute, jobs, on_cluster = config.compute, config.compare.jobs, config.compare.on_cluster
     if saved is not None:
         unsaid = [f.name for f in dataclasses.fields(ComputeConfig) if getattr(compute, f.name) in (None, "auto")]
         compute = dataclasses.replace(compute, **{name: getattr(saved.compute, name) for name in unsaid})
-    processes, device = ranks.size, compute.device
-    if _on_cluster(config):
-        # This machine may lack the GPUs and the cores of the cluster's.
-        device = ("cuda" if cluster.gpus else "cpu") if device == "auto" else device
-        autocast = "on" if compute.autocast == "auto" and device != "cpu" else compute.autocast
-        threads = compute.threads or cluster.cpus
-        compute = dataclasses.replace(compute, device="cpu", autocast=autocast, threads=threads)
-        processes = max(1, cluster.gpus)
-    elif compute.threads is None and config.compare.jobs > 1:
-        compute = dataclasses.replace(compute, threads=max(1, cores() // config.compare.jobs))
-    config = dataclasses.replace(config, compute=compute)
-    resolved = resolve(config.example(config.compare.baseline), vocab_size, processes)
-    compute = resolved.compute
+    if on_cluster:
+        compute = _on_nodes(compute, config.cluster)
+    elif compute.threads is None and jobs > 1:
+        compute = dataclasses.replace(compute, threads=max(1, cores() // jobs))
+    example = dataclasses.replace(config, compute=compute).example(config.compare.baseline)
+    # This machine may lack the GPUs of the cluster's.
+    resolved = resolve(
+        _on_cpu(example) if on_cluster else example,
+        vocab_size,
+        max(1, config.cluster.gpus) if on_cluster else ranks.size,
+    )
+    device = compute.device if on_cluster else resolved.compute.device
     return dataclasses.replace(
         config,
         data=resolved.data,
@@ -173,19 +154,26 @@ def _resolved(config: CompareConfig, vocab_size: int, saved: CompareConfig | Non
         model=dataclasses.replace(config.model, vocab_size=vocab_size),
         train=dataclasses.replace(config.train, weights=absolute(config.train.weights)),
         log=resolved.log,
-        compute=dataclasses.replace(compute, device=device) if _on_cluster(config) else compute,
+        compute=dataclasses.replace(resolved.compute, device=device),
         variant={name: _with_absolute_weights(table) for name, table in config.variant.items()},
     )
 
 
+def _on_nodes(compute: ComputeConfig, cluster: ClusterConfig) -> ComputeConfig:
+    """Return what the runs compute with on a cluster, as far as it follows from what they ask for."""
+    device = ("cuda" if cluster.gpus else "cpu") if compute.device == "auto" else compute.device
+    autocast = "on" if compute.autocast == "auto" and device != "cpu" else compute.autocast
+    return dataclasses.replace(compute, device=device, autocast=autocast, threads=compute.threads or cluster.cpus)
+
+
 def _with_absolute_weights(variant: dict[str, Any]) -> dict[str, Any]:
     weights = variant.get("train", {}).get("weights")
-    return variant if weights is None else {**variant, "train": {**variant["train"], "weights": absolute(weights)}}
+    return variant if weights is None else merge(variant, {"train": {"weights": absolute(weights)}})
 
 
 def _check_run(folder: Path, config: RunConfig, corpus: Corpus, digest: Callable[[str], str]) -> None:
     """Raise ValueError unless the run in a folder is the one that `config` would train, on whatever machine."""
-    with _of_a_run():
+    with _remedy():
         facts = read_json(folder / FACTS)
     new = to_table(resolve(_on_cpu(config), corpus.vocab_size))
     check_resumable(folder, "run", {**facts["config"], "compute": new["compute"]}, new)
@@ -197,46 +185,51 @@ def _on_cpu(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, compute=dataclasses.replace(config.compute, device="cpu"))
 
 
-def _check_variant(config: CompareConfig, variant: str, vocab_size: int) -> None:
-    """Raise ValueError unless a variant can take a step: only that shows whether its map has an inverse."""
-    run = config.example(variant)
-    with naming(f"variant {variant}"):
-        model, optimizer, _ = build(resolve(_on_cpu(run) if _on_cluster(config) else run, vocab_size))
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-
-
 # --- the runs --------------------------------------------------------------------------------------------------------
+
+
+def _task(config: CompareConfig, out: Path, label: str, cell: Cell, folder: Path) -> Task:
+    """Return the task of a run, whose configuration is written."""
+    file = out / PROCESSES / f"{cell.name}.toml"
+    file.parent.mkdir(exist_ok=True)
+    replace_file(file, dump_toml(to_table(config.run(cell))))
+    processes = config.cluster.gpus if config.compare.on_cluster else 1
+    several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    python = [sys.executable, *(several if processes > 1 else [])]
+    arguments = ["train", str(file.resolve()), "--out", str(folder.resolve()), "--resume"]
+    return Task(label, folder, SUMMARY, [*python, "-m", "symexplin", *arguments])
 
 
 def _train(sweep: Sweep, config: CompareConfig, stage: int, progress: bool, ranks: Ranks) -> None:
     """Train what is left of a stage; the second one begins when the first one has ended."""
     left = ranks.tell(lambda: sweep.left(stage))
-    if _on_cluster(config) or config.compare.jobs > 1:
+    if config.compare.on_cluster or config.compare.jobs > 1:
         sweep.execute(left, config.cluster)
         return
-    tasks = [Training(label, config.run(cell), sweep.place(cell)) for label, cell in left]
-    for index in run_here(tasks, sweep.echo, progress):
+    echo = (lambda _: None) if progress and sys.stderr.isatty() else sweep.echo
+    for label, cell in left:
+        with contextlib.suppress(NonFiniteError):  # the run's summary.json says so
+            train(
+                config.run(cell), sweep.place(cell), resume=True, echo=echo, tell_config=False,
+                progress=progress, label=label, verify=False,
+            )  # fmt: skip
         if ranks.first:
-            sweep.tell(*left[index])
+            sweep.tell(label, cell)
 
 
 def _run_in(path: Path, cell: Cell) -> Run | None:
     """Return the result of the run in a folder, or None if it has not ended."""
     if not (path / SUMMARY).exists():
         return None
-    with _of_a_run():
+    with _remedy():
         summary, evals = read_json(path / SUMMARY), tuple(evaluations(path))
-        if not evals:
-            raise ValueError(f"{str(path / METRICS)!r} is damaged: it has no evaluation")
     seconds, pace = summary.get("seconds", 0.0), summary.get("tokens_per_second", 0.0)
     return Run(*cell, evals=evals, seconds=seconds, tokens_per_second=pace, error=summary.get("error"))
 
 
 @contextlib.contextmanager
-def _of_a_run() -> Iterator[None]:
-    """Add the remedy to the error of a missing or damaged file."""
+def _remedy() -> Iterator[None]:
+    """Add the remedy to the error of a missing or damaged file of a run."""
     try:
         yield
     except (FileNotFoundError, ValueError) as error:

@@ -1,6 +1,5 @@
 """The table of a comparison: variants at one shared learning rate, and each at its own best one, over seeds."""
 
-import dataclasses
 import statistics
 import textwrap
 from collections.abc import Sequence
@@ -198,9 +197,9 @@ def _verdict(row: Row, baseline: Row) -> str:
     ending = f"{row.variant} ends at {_loss(row)}, {place} {baseline.variant}'s {_loss(baseline)}"
     if count >= ENOUGH_SEEDS:
         interval = Interval([delta for delta in row.deltas if delta is not None])
-        ending += f" ({interval.verdict}; 99 % interval {interval.low:+.4f} to {interval.high:+.4f})"
+        ending += f" ({interval.verdict}; 99% interval {interval.low:+.4f} to {interval.high:+.4f})"
     if row.speedup is not None:
-        return f"{ending}, and reaches that loss in {100 / row.speedup:.0f} % of the steps"
+        return f"{ending}, and reaches that loss in {100 / row.speedup:.0f}% of the steps"
     if row.reached == count:
         return ending  # it was there from the start in some seed, and steps say nothing
     if row.reached:
@@ -217,26 +216,23 @@ def _loss(row: Row) -> str:
 
 def format_table(comparison: Comparison) -> str:
     """Return the comparison as a table in plain text; losses over several seeds are mean ± standard deviation."""
-    head = ("variant", "lr", "loss", "difference", "speedup", "tokens/s", "seconds")
     lines = []
     for title, rows in (
         (f"at the shared learning rate, {comparison.shared_lr:g}", comparison.shared),
         ("each at its own best learning rate", comparison.best),
     ):
-        baseline, *others = rows
-        # The baseline has no difference to itself.
-        cells = [head, _cells(dataclasses.replace(baseline, delta=None), "-")]
-        cells += [_cells(row, _speedup(row)) for row in others]
+        cells = [("variant", "lr", "loss", "difference", "speedup")]
+        for row in rows:
+            # The baseline has no difference to itself.
+            delta = None if row is rows[0] else row.delta
+            speed = "-" if row is rows[0] else _speedup(row)
+            cells.append((row.variant, _or_dash(row.lr, "g"), _loss(row), _or_dash(delta, "+.4f"), speed))
         lines += [title, textwrap.indent(format_columns(cells), "  ")]
     return "\n".join(lines)
 
 
-def _cells(row: Row, speedup: str) -> tuple[str, ...]:
-    def cell(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
-
-    pace, seconds = cell(row.tokens_per_second, ",.0f"), cell(row.seconds, ".1f")
-    return row.variant, cell(row.lr, "g"), _loss(row), cell(row.delta, "+.4f"), speedup, pace, seconds
+def _or_dash(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
 def _speedup(row: Row) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.axes import Axes
 
-from symexplin.lab.report.charts import Line, chart, mean_line, panel
+from symexplin.lab.report.charts import Floats, Line, chart, mean_line, panel
 
 __all__ = ["STEPS", "Figure", "comparison_figures", "draw_losses", "draw_sweep"]
 
@@ -58,16 +58,24 @@ def draw_losses(
     lines, seeds = [], 1
     for variant, lr in cells:
         same = [run for run in found["runs"] if (run["variant"], run["lr"]) == (variant, lr)]
-        curves = [np.array(run["evals"], dtype=float).T for run in same if run["final_loss"] is not None]
-        if curves:
-            steps = curves[0][0]
-            if len(steps) >= _FEW:
-                steps = steps[steps >= early * steps[-1]]
-            losses = [np.interp(steps, *curve) for curve in curves]  # a command's runs may have steps of their own
-            lines.append(mean_line(f"{labels[variant]}, lr {lr:g}", steps, losses, list(labels).index(variant)))
+        curves = [_late(run["evals"], early) for run in same if run["final_loss"] is not None]
+        if not curves:
+            continue
+        label, style = f"{labels[variant]}, lr {lr:g}", list(labels).index(variant)
+        steps = curves[0][0]
+        if all(np.array_equal(curve[0], steps) for curve in curves):
+            lines.append(mean_line(label, steps, [curve[1].tolist() for curve in curves], style))
             seeds = max(seeds, len(curves))
+        else:  # seeds of a command may have steps of their own, which have no mean
+            lines += [Line("" if i else label, curve[0], curve[1], style) for i, curve in enumerate(curves)]
     about = f"mean of {seeds} seeds, band: lowest to highest" if seeds > 1 else None
     panel(axes, title, STEPS, _axis("loss", found), lines, about=about)
+
+
+def _late(evals: Sequence[tuple[int, float]], early: float) -> Floats:
+    """Return steps and losses after the share `early` of the steps; all of them where there are few."""
+    curve = np.array(evals, dtype=float).T
+    return curve[:, curve[0] >= early * curve[0, -1]] if curve.shape[1] >= _FEW else curve
 
 
 def draw_sweep(
