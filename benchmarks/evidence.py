@@ -185,41 +185,42 @@ def page(text: str, found: Sequence[Experiment]) -> str:
     return text
 
 
-# The rows of README: what was trained, and by column the experiment (table, panel, commit) and the variant in it.
+# The rows of README: what was trained, and by column the experiment (table, panel, commit, steps) and the variant in it.
 COLUMNS = "default", "previous default", "the paper's method"
-WIDTH_1024 = ("width-1024", "1024x1", "44ad1b2")
-SHOWN: Mapping[str, Sequence[tuple[tuple[str, str, str], str] | None]] = {
+WIDTH_1024 = ("width-1024", "1024x1", "44ad1b2", 1500)
+SHOWN: Mapping[str, Sequence[tuple[tuple[str, str, str, int], str] | None]] = {
     "width 64, depth 2, 200 steps": (
-        (("widths", "64x2", "ff759b9"), "default"),
-        (("widths", "64x2", "7a0cb4d"), "default"),
-        (("widths", "64x2", "7a0cb4d"), "mismatch"),
+        (("widths", "64x2", "ff759b9", 200), "default"),
+        (("widths", "64x2", "7a0cb4d", 200), "default"),
+        (("widths", "64x2", "7a0cb4d", 200), "mismatch"),
     ),
     "width 128, depth 2, 700 steps": (
-        (("widths", "128x2", "ff759b9"), "default"),
-        (("widths", "128x2", "7a0cb4d"), "default"),
-        (("widths", "128x2", "7a0cb4d"), "mismatch"),
+        (("widths", "128x2", "ff759b9", 700), "default"),
+        (("widths", "128x2", "7a0cb4d", 700), "default"),
+        (("widths", "128x2", "7a0cb4d", 700), "mismatch"),
     ),
     "width 256, depth 2, 2,600 steps": (
-        None,
-        (("widths", "256x2", "7a0cb4d"), "default"),
-        (("widths", "256x2", "7a0cb4d"), "mismatch"),
+        (("widths", "256x2", "ff759b9", 2600), "default"),
+        (("widths", "256x2", "7a0cb4d", 2600), "default"),
+        (("widths", "256x2", "7a0cb4d", 2600), "mismatch"),
     ),
-    "width 128, depth 2, 10,000 steps": (None, (("lengths", "128x2-10000", "28e925c"), "default"), None),
+    "width 128, depth 2, 10,000 steps": (None, (("lengths", "128x2-10000", "28e925c", 10000), "default"), None),
     "width 128, depth 4, 600 steps": (
-        (("exp_only", "128x4", "d3fc95d"), "exp_only-ff"),
-        (("beta", "128x4", "d3fc95d"), "default"),
-        (("exp_only", "128x4", "d3fc95d"), "full"),
+        (("exp_only", "128x4", "d3fc95d", 600), "exp_only-ff"),
+        (("beta", "128x4", "d3fc95d", 600), "default"),
+        (("exp_only", "128x4", "d3fc95d", 600), "full"),
     ),
-    "the same with five seeds": ((("control", "128x4", "b3eebc4"), "default"), None, None),
-    "the same on technical English": (None, (("suite", "128x4", "cc59c74"), "carried"), None),
-    "the same, 1,800 steps": (None, (("default", "128x4", "882d6bf"), "carried"), None),
+    "the same with five seeds": ((("control", "128x4", "b3eebc4", 600), "default"), None, None),
+    "the same, technical English": ((("default", "128x4", "ff759b9", 600), "default"), None, None),
+    "the same, an earlier model": (None, (("suite", "128x4", "cc59c74", 600), "carried"), None),
+    "the same, 1,800 steps": (None, (("default", "128x4", "882d6bf", 1800), "carried"), None),
     "width 1024, depth 1, 1,500 steps": ((WIDTH_1024, "exp"), None, (WIDTH_1024, "paper")),
 }
 
 
 def readme_table(found: Sequence[Experiment]) -> str:
     """Return the evidence table of README."""
-    by_key = {(x.table, x.panel, x.commit): x for x in found if not x.fresh}
+    by_key = {(x.table, x.panel, x.commit, x.steps): x for x in found if not x.fresh}
     rows = [f"| trained from scratch | AdamW | {' | '.join(COLUMNS)} | seeds |", "|---|---|---|---|---|---|"]
     for title, places in SHOWN.items():
         cells, seeds, baseline = [], [], ""

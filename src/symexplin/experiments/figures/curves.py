@@ -50,7 +50,7 @@ def _title(compared: Evidence) -> str:
 
 
 def _gap(row: Row) -> str:
-    """Return the final difference to the baseline with half of its 99 % interval."""
+    """Return the final difference to the baseline with half of its 99% interval."""
     if row["delta"] is None:
         return "not finite"
     width = Interval(row["deltas"]).detectable
