@@ -185,7 +185,7 @@ def page(text: str, found: Sequence[Experiment]) -> str:
     return text
 
 
-# The rows of README: what was trained, and by column the experiment (table, panel, commit, steps) and the variant in it.
+# The rows of README: what was trained; by column the experiment (table, panel, commit, steps) and its variant.
 COLUMNS = "default", "previous default", "the paper's method"
 WIDTH_1024 = ("width-1024", "1024x1", "44ad1b2", 1500)
 SHOWN: Mapping[str, Sequence[tuple[tuple[str, str, str, int], str] | None]] = {
