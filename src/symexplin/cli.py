@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from cyclopts import App, CycloptsError, Parameter
 
@@ -18,8 +18,6 @@ from symexplin.lab.process import launch, under_torchrun
 from symexplin.lab.settings import Pairs, from_table, load_toml, merge, with_flags
 
 __all__ = ["COMMANDS", "main", "make_app"]
-
-T = TypeVar("T")
 
 # Errors that all processes of a job share. One line is enough for them.
 _OF_ALL = {"NonFiniteError", "Stopped", "ChildProcessError"}
@@ -157,23 +155,9 @@ def _warn(line: str) -> None:
     print(f"symexplin: {line}", file=sys.stderr, flush=True)
 
 
-def _configured(schema: type[T], given: dict[str, Any], *files: str | Path | None) -> T:
-    """Return the configuration in the files that are given, each under the next one and all under the flags."""
-    table: dict[str, Any] = {}
-    for file in files:
-        if file is not None:
-            table = merge(table, load_toml(file))
-    return from_table(schema, merge(table, given))
-
-
-def _saved(schema: type[Any], file: Path, resume: bool) -> Path | None:
-    """Return the file with the configuration of the run to resume, if there is one, after a check."""
-    from symexplin.lab.folders import saved_config
-
-    if not (resume and file.exists()):
-        return None
-    saved_config(schema, file)
-    return file
+def _in_file(config: str | None) -> dict[str, Any]:
+    """Return the settings in a TOML file, none without one."""
+    return {} if config is None else load_toml(config)
 
 
 # --- The commands: the docstring of each is its help ------------------------------------------------------------------
@@ -237,11 +221,14 @@ def _train(config: _Config = None, *, out: _Folder, resume: _Resume = False, **g
         --out runs/wide --parallel fsdp
     """
     from symexplin.lab.config import RunConfig
-    from symexplin.lab.folders import CONFIG
+    from symexplin.lab.folders import CONFIG, saved_config
     from symexplin.lab.run import MODEL, train
 
-    settings = _configured(RunConfig, given, _saved(RunConfig, Path(out, CONFIG), resume), config)
-    result = train(settings, out, resume=resume, echo=_log)
+    saved, table = Path(out, CONFIG), merge(_in_file(config), given)
+    if resume and saved.exists():
+        saved_config(RunConfig, saved)  # its errors name the file
+        table = merge(load_toml(saved), table)
+    result = train(from_table(RunConfig, table), out, resume=resume, echo=_log)
     if launch()[0] == 0:
         _log(f"{result['final_loss']:.4f} nats per token; plain weights: {Path(out, MODEL)}")
 
@@ -272,28 +259,15 @@ def _compare(
       symexplin compare --out runs/mine --variants adamw sel --lrs 1e-3 3e-3 \
         --command "python train.py {variant} --lr {lr} --seed {seed} --out {out}"
     """
-    from symexplin.lab.compare.grid import CONFIG, CompareConfig
+    from symexplin.lab.compare.command import CommandConfig, compare_commands, configured
     from symexplin.lab.compare.sweep import compare_runs
 
-    files = [file for file in (config, Path(out, CONFIG) if resume else None) if file and Path(file).exists()]
-    if command is not None or any("command" in load_toml(file) for file in files):
-        _compare_commands({} if command is None else {"command": command}, given, config, out, resume)
-        return
-    settings = _configured(CompareConfig, given, _saved(CompareConfig, Path(out, CONFIG), resume), config)
-    compare_runs(settings, out, resume=resume, echo=_log)
-
-
-def _compare_commands(command: dict[str, str], given: dict[str, Any], config: _Path, out: str, resume: bool) -> None:
-    from symexplin.lab.compare.command import CommandConfig, compare_commands
-    from symexplin.lab.compare.grid import CONFIG
-
-    for table in given.keys() - {"compare", "cluster"}:
-        key = next(iter(given[table])) if isinstance(given[table], dict) and table != "variant" else table
-        raise ValueError(f"{key} must be left to the command, got --{key.replace('_', '-')} beside --command")
-    if Path(out, CONFIG).exists() and "command" not in load_toml(Path(out, CONFIG)):
-        raise ValueError(f"out must be new for a command, got {out!r} with a comparison of the laboratory's own runs")
-    saved = _saved(CommandConfig, Path(out, CONFIG), resume)
-    compare_commands(_configured(CommandConfig, command | given, saved, config), out, resume=resume, echo=_log)
+    program = {} if command is None else {"command": command}
+    settings = configured(out, _in_file(config), program, given, resume=resume)
+    if isinstance(settings, CommandConfig):
+        compare_commands(settings, out, resume=resume, echo=_log)
+    else:
+        compare_runs(settings, out, resume=resume, echo=_log)
 
 
 def _sample(

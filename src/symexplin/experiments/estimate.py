@@ -19,7 +19,7 @@ _TIMED_STEPS = 4  # the first one is slow, the fastest one counts
 
 def estimate(configs: Sequence[CompareConfig]) -> list[str]:
     """Return a line that says how long the runs of all comparisons take; none where a few steps tell nothing."""
-    if not configs or any(config.compute.compile or config.compare.cluster != "none" for config in configs):
+    if not configs or any(config.compute.compile or config.compare.on_cluster for config in configs):
         return []
     before = torch.get_num_threads()
     try:

@@ -144,7 +144,7 @@ def lr_annealing(sources: Sequence[Path]) -> Figure:
         variants = ", ".join(compared.variants)
         raise ValueError(f"sources must name a comparison with a variant whose scales are annealed, got {variants}")
     figure, (left, right) = sheet(2, 2, (5.4, 4.4))
-    _draw_rows(left, compared, f"Loss after {100 * _LATE:.0f} % of the steps", compared.rows("best"), early=_LATE)
+    _draw_rows(left, compared, f"Loss after {100 * _LATE:.0f}% of the steps", compared.rows("best"), early=_LATE)
     variant, lr = annealed["variant"], annealed["lr"]
     title = f"Mean scales: {compared.label(variant)}, lr {lr:g}"
     panel(right, title, STEPS, "scale", _trajectories(compared, variant, lr))

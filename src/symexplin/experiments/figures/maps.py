@@ -33,7 +33,7 @@ _POINTS = 401
 _DRAWN, _SHOWN, _BINS = 200_000, 150, 60  # Xavier weights whose sizes are compared; points of each sign; bins
 
 _ABREAST, _SIZE = 4, (3.4, 3.2)
-_POSITIONS, _LEARNED_POINTS = 20_000, 81  # 0.1 % of these positions are 20 curves
+_POSITIONS, _LEARNED_POINTS = 20_000, 81  # 0.1% of these positions are 20 curves
 _LARGEST = 3  # positions with the largest raw weights, and as many with the largest effective ones
 _OUTLIERS = 1  # their style
 
@@ -156,7 +156,7 @@ def _learned(axes: Axes, weights: RoleWeights, bands: Sequence[tuple[float, floa
     for number, (low, high) in enumerate(bands, start=1):
         edges = family.quantile(torch.tensor([low, high], dtype=torch.float64) / 100.0, dim=0)
         highest = max(highest, float(edges.abs().max()))
-        axes.fill_between(raw, *edges, color=COLORS[0], alpha=0.12 * number, linewidth=0, label=f"{low:g}–{high:g} %")
+        axes.fill_between(raw, *edges, color=COLORS[0], alpha=0.12 * number, linewidth=0, label=f"{low:g}–{high:g}%")
     lines = [Line("identity", raw, raw, kind="guide"), Line("median", raw, family.quantile(0.5, dim=0))]
     if largest:
         chosen = [value.abs().topk(min(largest, len(value))).indices for value in (weights.raw, weights.effective)]

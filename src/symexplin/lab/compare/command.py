@@ -77,9 +77,9 @@ class CommandConfig:
 
 
 def configured(out: str | Path, *tables: Mapping[str, Any], resume: bool) -> CommandConfig | CompareConfig:
-    """Return the comparison that tables of settings describe, each over the one before.
+    """Return the comparison that tables of settings describe; later tables override earlier ones.
 
-    All are over the settings of the comparison to resume in the folder `out`, if there is one.
+    With `resume` all of them override the settings saved in the folder `out`, if it has any.
     """
     given: dict[str, Any] = functools.reduce(merge, tables, {})
     file = Path(out, CONFIG)

@@ -64,7 +64,7 @@ def draw_losses(
         label, style = f"{labels[variant]}, lr {lr:g}", list(labels).index(variant)
         steps = curves[0][0]
         if all(np.array_equal(curve[0], steps) for curve in curves):
-            lines.append(mean_line(label, steps, [curve[1].tolist() for curve in curves], style))
+            lines.append(mean_line(label, steps, [curve[1] for curve in curves], style))
             seeds = max(seeds, len(curves))
         else:  # seeds of a command may have steps of their own, which have no mean
             lines += [Line("" if i else label, curve[0], curve[1], style) for i, curve in enumerate(curves)]
