@@ -79,14 +79,16 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 
 
 def _notebook(source: Path) -> dict[str, str | bytes]:
-    """Run a notebook; return its page and its pictures by name."""
+    """Run a notebook; return by name its page, its pictures, and the executed notebook to download."""
     notebook = jupytext.read(source)
     quiet = Config(ConnectionFileMixin={"transport": "ipc"})  # over TCP the kernel warns that nothing is encrypted
     nbclient.NotebookClient(notebook, timeout=600, config=quiet).execute()
     names = {"output_files_dir": ".", "unique_key": source.stem}
     text, resources = MarkdownExporter().from_notebook_node(notebook, resources=names)
-    note = f"The source is [{source.name}]({source.name}). `jupytext --to ipynb {source.name}` makes a notebook of it."
-    return {f"{source.stem}.md": f"{text}\n\n{note}\n"} | resources["outputs"]
+    executed = f"{source.stem}.ipynb"
+    page = f"{text}\n\nDownload this page as an executed notebook: [{executed}]({executed}).\n"
+    files = {f"{source.stem}.md": page, executed: jupytext.writes(notebook, fmt="ipynb")}
+    return files | resources["outputs"]
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
