@@ -222,8 +222,8 @@ class Map:
     def start(self, dtype: torch.dtype, device: torch.device, position: int) -> dict[str, Tensor]:
         """Return the first values of all factors by name.
 
-        LoRA's A is uniform on +-1/sqrt(rank), as the weight of a linear layer (assumption). Its values come in float64 from
-        a generator whose seed combines the configuration's seed and the parameter's `position` in the model.
+        LoRA's A is uniform on +-1/sqrt(rank), as the weight of a linear layer (assumption). A float64 generator, whose
+        seed combines the configuration's seed and the parameter's `position` in the model, initializes it.
         """
         generator = torch.Generator("cpu").manual_seed(self.config.seed * 1_000_003 + position)
         found: dict[str, Tensor] = {}
