@@ -82,4 +82,4 @@ def test_words_need_an_interval_on_one_side_of_zero(evidence, tmp_path):
     values = words["same"].values
     mean = sum(values) / 3
     error = math.sqrt(sum((value - mean) ** 2 for value in values) / 2 / 3)
-    assert words["same"].detectable == pytest.approx(9.924843 * error)  # Student's t at 99.5 %, two degrees of freedom
+    assert words["same"].detectable == pytest.approx(9.924843 * error)  # Student's t at 99.5%, two degrees of freedom

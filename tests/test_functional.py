@@ -151,7 +151,7 @@ def test_anneal_refuses_and_names_what():
 
 
 def test_beta_for_departs_at_the_deviations_asked_for():
-    """The curve is 23 % above its tangent there: the paper's 7.5 at 1.75 deviations of width 1024."""
+    """The curve is 23% above its tangent there: the paper's 7.5 at 1.75 deviations of width 1024."""
     excess = [beta_for(std, z) * std * z for std, z in ((1 / 32, 1.75), (0.5, 1.5), (2.0, 2.0))]
     assert excess == pytest.approx([7.5 * 1.75 / 32] * 3)
     assert math.expm1(excess[0]) / excess[0] == pytest.approx(1.236, abs=1e-3)

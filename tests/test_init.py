@@ -27,7 +27,7 @@ def layers_of(width, bias=True, dtype=torch.float64):
 
 
 def test_positive_targets_are_exact_and_negative_ones_lose_2_l():
-    """At width 1024 negative weights are 20 to 25 % weaker; biases are started as weights are."""
+    """At width 1024 negative weights are 20 to 25% weaker; biases are started as weights are."""
     model, bound = layers_of(8), math.sqrt(6 / 2048)
     for parameter in model[0].parameters():
         nn.init.uniform_(parameter, -bound, bound)

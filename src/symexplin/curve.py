@@ -109,7 +109,7 @@ class Factor(NamedTuple):
     dims: tuple[int | None, ...]  # the tensor's dimension along each of its own; None: the rank of LoRA
     lacks: Shape  # the tensor's other dimensions
     shape: Shape
-    first: float | None  # the first value; None: drawn at random (LoRA's A)
+    first: float | None  # the first value; None: random (LoRA's A)
     decays: bool
     lr_scale: float  # multiplies k: 1/beta for delta (paper, section 4.2)
 
@@ -222,15 +222,15 @@ class Map:
     def start(self, dtype: torch.dtype, device: torch.device, position: int) -> dict[str, Tensor]:
         """Return the first values of all factors by name.
 
-        LoRA's A is uniform on +-1/sqrt(rank), as the weight of a linear layer (assumption). It is drawn in float64 from
-        a generator whose seed combines the configuration's seed and the parameter's `position` in the model.
+        LoRA's A is uniform on +-1/sqrt(rank), as the weight of a linear layer (assumption). A float64 generator, whose
+        seed combines the configuration's seed and the parameter's `position` in the model, initializes it.
         """
         generator = torch.Generator("cpu").manual_seed(self.config.seed * 1_000_003 + position)
         found: dict[str, Tensor] = {}
         for factor in self.factors:
             if factor.first is None:
-                draw = torch.rand(factor.shape, generator=generator, dtype=torch.float64, device="cpu")
-                found[factor.name] = ((2.0 * draw - 1.0) / math.sqrt(factor.shape[-1])).to(device, dtype)
+                uniform = torch.rand(factor.shape, generator=generator, dtype=torch.float64, device="cpu")
+                found[factor.name] = ((2.0 * uniform - 1.0) / math.sqrt(factor.shape[-1])).to(device, dtype)
             else:
                 found[factor.name] = torch.full(factor.shape, factor.first, dtype=dtype, device=device)
         return found

@@ -14,7 +14,7 @@ from symexplin.validation import check_choice, check_positive
 __all__ = ["anneal", "auto_beta", "beta_for", "effective", "inverse"]
 
 # At width 1024 beta 7.5 gives this kappa |w| at 1.75 standard deviations of Xavier's distribution,
-# sqrt(2/(1024 + 1024)): the middle of the paper's 1.5 to 2 (section 5.2). There the exponential is 23 % above its
+# sqrt(2/(1024 + 1024)): the middle of the paper's 1.5 to 2 (section 5.2). There the exponential is 23% above its
 # tangent.
 _KNEE = BETA_AT_1024 * 1.75 / 32.0
 
@@ -188,7 +188,7 @@ def anneal(step: int, total: int | None, k0: float, k1: float) -> float:
 def beta_for(std: float, deviations: float = 1.75) -> float:
     """Return the curvature at which the exponential departs from linear at this many standard deviations.
 
-    It "departs" where it is 23 % above its tangent, at kappa |w| = 0.41. There beta 7.5 puts 1.75 standard deviations
+    It "departs" where it is 23% above its tangent, at kappa |w| = 0.41. There beta 7.5 puts 1.75 standard deviations
     of Xavier's distribution at width 1024, the middle of the paper's 1.5 to 2 (section 5.2, which does not quantify
     "departs"). The paper's own values at larger widths depart earlier: 12 to 15 at width 2048 at 1.5 to 1.2 standard
     deviations.

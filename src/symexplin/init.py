@@ -20,7 +20,7 @@ def init_(
 ) -> nn.Module:
     """Initialize the curved parameters of a plain `model` as the paper does, in place, and return it (section 4.3).
 
-    Weights are drawn from Xavier's uniform distribution; biases keep their values. For mode "mismatch" every weight and
+    Weights become Xavier-uniform; biases keep their values. For mode "mismatch" every weight and
     bias t then becomes ``mismatch(congruent_inverse(t))``: positive ones keep their value, negative ones lose 2 |L|.
     Call it once, before training, and build the optimizer afterwards::
 
@@ -31,8 +31,8 @@ def init_(
     Args:
         model: a plain model; what :func:`symexplin.routing` leaves plain does not change.
         config: the map.
-        xavier: draw the weights. False: start from the present ones.
-        generator: of the draw; None: torch's global one.
+        xavier: initialize the weights. False: start from the current ones.
+        generator: random generator of the initialization. None: torch's global one.
 
     Raises:
         ValueError: nothing to curve, or weights that are not finite or out of the map's reach. The message names the

@@ -88,7 +88,7 @@ class Routing:
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         inside, total = (sum(r.parameter.numel() for r in routes) for routes in (self.curved, self.routes))
         lines.append(f"curved: {len(self.curved)} of {len(self.routes)} tensors, {inside:,} of {total:,} numbers")
-        lines[-1] += f" ({100.0 * inside / max(total, 1):.1f} %)"
+        lines[-1] += f" ({100.0 * inside / max(total, 1):.1f}%)"
         if self.width is not None:
             lines.append(f"map: {self.config.describe()}; width {self.width}")
         return "\n".join(lines)
@@ -146,7 +146,7 @@ def routing(
     0.bias     4      curved  linear bias
     1.weight   4      plain   LayerNorm
     1.bias     4      plain   LayerNorm
-    curved: 2 of 4 tensors, 36 of 44 numbers (81.8 %)
+    curved: 2 of 4 tensors, 36 of 44 numbers (81.8%)
     map: exp_only, beta 0.6629; width 8
     """
     config = check_config(config)

@@ -162,7 +162,7 @@ def test_muon_with_a_map_is_selmuon_over_it():
 )
 @pytest.mark.parametrize("decay_plain", [True, False])
 def test_decay_may_be_kept_from_what_is_not_in_the_linears_of_blocks(curve, optimizer, decay_plain):
-    """With gradients of 0 nothing but decay moves a weight: at lr 0.1 and decay 0.5 by 5 % a step."""
+    """With gradients of 0 nothing but decay moves a weight: at lr 0.1 and decay 0.5 by 5% a step."""
     train = TrainConfig(steps=10, lr=0.1, weight_decay=0.5, optimizer=optimizer, decay_plain=decay_plain)
     model, built, _ = build(config(train, **curve))
     named = dict(model.named_parameters())

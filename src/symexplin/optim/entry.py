@@ -278,7 +278,7 @@ class Entry:
             self._create_moments("weight", self.value, moments(self.kind, self.axes))
             if self.scales:
                 state["scale_step"] = state["step"].clone()
-                position = self.group["position"][self.index]  # drawn whole, to be independent of the sharding
+                position = self.group["position"][self.index]  # initialized whole, to be independent of the sharding
                 first = map_of(self.group, self.index, self.shape).start(self.dtype, self.value.device, position)
                 for name, (factor, shard) in self.scales.items():
                     value = shard.cut(first[name])

@@ -133,7 +133,7 @@ def _finish(
 
 
 def check_rate(lr: Any) -> float:
-    """Return a learning rate, which may be a tensor of one element, as a number; refuse what is none."""
+    """Return a learning rate, which may be a tensor of one element, as a number; refuse anything else."""
     return check_not_negative("lr", lr.item() if isinstance(lr, Tensor) and lr.numel() == 1 else lr)
 
 

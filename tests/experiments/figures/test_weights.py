@@ -99,7 +99,7 @@ def test_heavy_tails_of_each_matrix(file):
     assert [(sizes >= x * (1 - 1e-12)).mean() for x in size] == pytest.approx(share)
     near = size[(size > 0.2) & (size < 5)]
     assert near[0] / near[-1] > 20
-    assert (near[:-1] / near[1:]).max() < 1.02  # next to the bound a percentile is known to 2 %
+    assert (near[:-1] / near[1:]).max() < 1.02  # next to the bound a percentile is known to 2%
 
 
 def test_weights_that_are_all_zero_or_not_there_are_refused(tmp_path):
