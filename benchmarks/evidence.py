@@ -186,7 +186,7 @@ def page(text: str, found: Sequence[Experiment]) -> str:
 
 
 # The rows of README: what was trained; by column the experiment (table, panel, commit, steps) and its variant.
-COLUMNS = "default", "previous default", "the paper's method"
+COLUMNS = "default", "fixed mismatch", "paper's method"
 WIDTH_1024 = ("width-1024", "1024x1", "44ad1b2", 1500)
 SHOWN: Mapping[str, Sequence[tuple[tuple[str, str, str, int], str] | None]] = {
     "width 64, depth 2, 200 steps": (
@@ -210,10 +210,10 @@ SHOWN: Mapping[str, Sequence[tuple[tuple[str, str, str, int], str] | None]] = {
         (("beta", "128x4", "d3fc95d", 600), "default"),
         (("exp_only", "128x4", "d3fc95d", 600), "full"),
     ),
-    "the same with five seeds": ((("control", "128x4", "b3eebc4", 600), "default"), None, None),
-    "the same, technical English": ((("default", "128x4", "ff759b9", 600), "default"), None, None),
-    "the same, an earlier model": (None, (("suite", "128x4", "cc59c74", 600), "carried"), None),
-    "the same, 1,800 steps": (None, (("default", "128x4", "882d6bf", 1800), "carried"), None),
+    "width 128, depth 4, five seeds": ((("control", "128x4", "b3eebc4", 600), "default"), None, None),
+    "width 128, depth 4, technical English": ((("default", "128x4", "ff759b9", 600), "default"), None, None),
+    "width 128, depth 4, earlier model code": (None, (("suite", "128x4", "cc59c74", 600), "carried"), None),
+    "width 128, depth 4, 1,800 steps, technical English": (None, (("default", "128x4", "882d6bf", 1800), "carried"), None),
     "width 1024, depth 1, 1,500 steps": ((WIDTH_1024, "exp"), None, (WIDTH_1024, "paper")),
 }
 
