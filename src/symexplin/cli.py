@@ -2,10 +2,12 @@
 
 import dataclasses
 import inspect
+import json
 import os
 import pkgutil
 import re
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -102,10 +104,8 @@ def _tell(error: Exception, line: str) -> None:
         print(f"symexplin: {line}", file=sys.stderr)
     elif isinstance(error, RuntimeError):
         print(f"symexplin: process {rank}: {line}", file=sys.stderr)
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun reports it, and may end other processes before they print
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        get_error_handler().record_exception(error)
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # for torchrun, which may end the others before they print
+        Path(file).write_text(json.dumps({"message": line, "timestamp": int(time.time())}), encoding="utf-8")
 
 
 def _explain(error: Exception) -> str | None:

@@ -224,7 +224,7 @@ def test_what_all_processes_refuse_the_first_one_tells(monkeypatch, capsys, tmp_
     assert not captured.out
     assert (words in captured.err) == (rank == 0)
     assert captured.err.count("\n") == (rank == 0)
-    assert words in read_json(tmp_path / "error.json")["message"]["message"]
+    assert words in read_json(tmp_path / "error.json")["message"]
 
 
 def test_a_batch_that_cannot_be_shared_out_is_refused(data):
