@@ -16,7 +16,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 from symexplin import __version__
 from symexplin.lab.process import Stopped, launch
-from symexplin.lab.settings import FLAGS, Count, Pairs, Whole, from_table, load_toml, merge, with_flags
+from symexplin.lab.settings import FLAGS, Count, Pairs, Whole, from_table, load_toml, merge, to_table, with_flags
 
 __all__ = ["COMMANDS", "main", "make_app"]
 
@@ -210,8 +210,7 @@ def _train(config: _Config = None, *, out: _Folder, resume: _Resume = False, **g
 
     saved, table = Path(out, CONFIG), merge({} if config is None else load_toml(config), given)
     if resume and saved.exists():
-        saved_config(RunConfig, saved)  # its errors name the file
-        table = merge(load_toml(saved), table)
+        table = merge(to_table(saved_config(RunConfig, saved)), table)
     result = train(from_table(RunConfig, table), out, resume=resume, echo=_log)
     if launch()[0] == 0:
         _log(f"{result['final_loss']:.4f} nats per token; plain weights: {Path(out, MODEL)}")

@@ -127,6 +127,10 @@ def test_whole_numbers_serve_as_numbers_and_lists_as_tuples():
         ({"path": "x", "inner": {"switch": True}}, "key 'switch' belongs at the top"),
         ({"path": "x", "inner": {"hidden": 1}}, "unknown key 'hidden'"),
         ({"path": "x", "inner": 3}, r"\[inner\] must be a table, got 3"),
+        ({"path": 3}, "path must be a text, got 3"),
+        ({"path": "x", "switch": 1}, "switch must be true or false, got 1"),
+        ({"path": "x", "limit": "2"}, "limit must be a whole number, got '2'"),
+        ({"path": "x", "extra": 1}, "extra must be a table, got 1"),
     ],
 )
 def test_mistakes_in_a_table_are_named(table, words):
@@ -157,15 +161,6 @@ def test_values_are_checked_in_a_table_and_in_python(values, words):
     for make in (lambda: Inner(**values), lambda: from_table(Outer, {"path": "x", "inner": values})):
         with pytest.raises(ValueError, match=words):
             make()
-
-
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [({"path": 3}, "a text"), ({"switch": 1}, "true or false"), ({"limit": "2"}, "a whole"), ({"extra": 1}, "a table")],
-)
-def test_types_are_checked(values, words):
-    with pytest.raises(ValueError, match=f"{next(iter(values))} must be {words}"):
-        Outer(**{"path": "x", **values})
 
 
 @pytest.mark.parametrize("content", [b"a = = 1", b"\xff"])
@@ -210,25 +205,15 @@ def test_flags_are_the_keys_of_the_schema(schema):
     assert flags - expected == {"--no-" + key.name.replace("_", "-") for key in keys(schema) if key.kind is bool}
 
 
-def test_only_what_is_given_is_set_in_its_table():
+def test_only_what_is_given_is_set_in_its_table_and_lists_take_several_values():
     assert parse("") == {}
-    assert parse("--width 64 --lr 1e-3 --no-bias --data d") == {
+    words = "--data d --width 64 --no-bias --betas 0.8 0.95 --lrs 1e-3 3e-3 --seeds 4 5 --variants AdamW SEL"
+    assert parse(words, CompareConfig) == {
         "data": "d",
         "model": {"width": 64, "bias": False},
-        "train": {"lr": 1e-3},
+        "train": {"betas": (0.8, 0.95)},
+        "compare": {"lrs": (1e-3, 3e-3), "seeds": (4, 5), "variants": ("AdamW", "SEL")},
     }
-
-
-def test_flags_mean_what_the_file_means():
-    words = "--data d --betas 0.8 0.95 --home module --preset paper --map beta=5 e.k=[50,8] --threads 1 --keep 3"
-    table = {
-        "data": "d",
-        "train": {"betas": [0.8, 0.95]},
-        "sel": {"home": "module", "preset": "paper", "map": {"beta": 5, "e": {"k": [50, 8]}}},
-        "compute": {"threads": 1},
-        "log": {"keep": 3},
-    }
-    assert from_table(RunConfig, parse(words)) == from_table(RunConfig, table)
 
 
 def test_values_of_a_table_are_those_of_toml_or_text_and_flags_are_merged():
@@ -239,13 +224,6 @@ def test_values_of_a_table_are_those_of_toml_or_text_and_flags_are_merged():
         "beta": 2.5,
         "exclude": ["a*"],
         "e": {"pattern": "row", "k": [5, 1]},
-    }
-
-
-def test_lists_take_several_values():
-    words = "--lrs 1e-3 3e-3 --seeds 4 5 --variants AdamW SEL"
-    assert parse(words, CompareConfig) == {
-        "compare": {"lrs": (1e-3, 3e-3), "seeds": (4, 5), "variants": ("AdamW", "SEL")}
     }
 
 
