@@ -110,10 +110,8 @@ def _tell(error: Exception, line: str) -> None:
 
 def _explain(error: Exception) -> str | None:
     """Return the line that tells a user what went wrong; None for a defect of the program."""
-    text, kind = (
-        " ".join(str(error).split()),
-        type(error),
-    )  # kinds of torch by name: it is not imported for all commands
+    text = " ".join(str(error).split())
+    kind = type(error)  # torch's and the laboratory's are known by their names: they are not imported for all commands
     if isinstance(error, Stopped):
         return text
     if isinstance(error, CycloptsError):

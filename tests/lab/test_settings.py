@@ -217,14 +217,14 @@ def test_only_what_is_given_is_set_in_its_table_and_lists_take_several_values():
 
 
 def test_values_of_a_table_are_those_of_toml_or_text_and_flags_are_merged():
-    words = "--map mode=congruent normalize=true beta=2.5 \"exclude=['a*']\" --map e.pattern=row e.k=[5,1]"
+    words = "--map mode=congruent normalize=true \"exclude=['a*']\" --map e.pattern=row e.k=[5,1]"
     assert parse(words)["sel"]["map"] == {
         "mode": "congruent",
         "normalize": True,
-        "beta": 2.5,
         "exclude": ["a*"],
         "e": {"pattern": "row", "k": [5, 1]},
     }
+    assert parse("--map.beta=2.5 --map.e.k [5,1]") == {"sel": {"map": {"beta": 2.5, "e": {"k": [5, 1]}}}}
 
 
 @pytest.mark.parametrize("schema", SCHEMAS)

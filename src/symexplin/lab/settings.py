@@ -55,14 +55,22 @@ def _whole(_: Any, tokens: Sequence[Token]) -> int:
         raise CoercionError(f"must be a whole number, got {tokens[0].value!r}", token=tokens[0]) from None
 
 
-def _assignments(_: Any, tokens: Sequence[Token]) -> Table:
-    return functools.reduce(merge, map(_assignment, tokens), {})
+def _assignments(_: Any, tokens: Any) -> Table:
+    return functools.reduce(merge, map(_assignment, _leaves(tokens)), {})
+
+
+def _leaves(tokens: Any) -> Iterator[Token]:
+    """Yield the tokens of ``--map KEY=VALUE ...``, a list, or of ``--map.KEY=VALUE``, tables of lists."""
+    for part in tokens.values() if isinstance(tokens, Mapping) else ():
+        yield from _leaves(part)
+    yield from () if isinstance(tokens, Mapping) else tokens
 
 
 def _assignment(token: Token) -> Table:
     """Read KEY=VALUE as TOML does; a value that is not TOML is text."""
-    name, equals, value = token.value.partition("=")
-    for line in (token.value, f"{name}='{value}'") if equals else ():
+    text = f"{'.'.join(token.keys)}={token.value}" if token.keys else token.value
+    name, equals, value = text.partition("=")
+    for line in (text, f"{name}='{value}'") if equals else ():
         with contextlib.suppress(tomllib.TOMLDecodeError):
             return tomllib.loads(line)
     raise CoercionError(f"must be KEY=VALUE, such as e.k=[50,8], got {token.value!r}", token=token)
