@@ -94,7 +94,6 @@ class TrainConfig(Schema):
         eval_every: steps between evaluations. The start and the end are always evaluated.
         eval_batches: batches per evaluation.
         seed: of the initial weights and of the order of the data.
-
     """
 
     steps: Count = 300
