@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import json
 import os
 import pkgutil
 import re
@@ -14,14 +15,11 @@ from typing import Annotated, Any
 from cyclopts import App, CycloptsError, Parameter
 
 from symexplin import __version__
-from symexplin.lab.process import launch, under_torchrun
-from symexplin.lab.settings import Pairs, from_table, load_toml, merge, with_flags
+from symexplin.lab.process import Stopped, launch
+from symexplin.lab.settings import FLAGS, Count, Pairs, Whole, from_table, load_toml, merge, to_table, with_flags
 
 __all__ = ["COMMANDS", "main", "make_app"]
 
-# Errors that all processes of a job share. One line is enough for them.
-_OF_ALL = {"NonFiniteError", "Stopped", "ChildProcessError"}
-_HEAD_START = 2.0  # seconds in which that line is printed before torchrun ends the job
 # The words of torch's RuntimeErrors where the memory of a CPU ends.
 _NO_MEMORY = ("DefaultCPUAllocator", "can't allocate memory", "Storage size calculation overflowed")
 
@@ -51,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if argv is None else argv)
     try:
-        _recorded(_run)([word for word in given if word != "--traceback"])
+        _run([word for word in given if word != "--traceback"])
         print(end="", flush=True)
     except KeyboardInterrupt:
         print("symexplin: interrupted", file=sys.stderr)
@@ -60,16 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        kinds = {kind.__name__ for kind in type(error).__mro__}  # by name: the lab's are not imported for all commands
-        message, status = _explain(error, kinds)
-        teller = _teller(kinds)
-        if message is None or (teller is not None and "--traceback" in given):
+        line = _explain(error)
+        if line is None or "--traceback" in given:
             raise
-        if teller is not None:
-            print(f"symexplin: {teller}{message}", file=sys.stderr)
-        elif under_torchrun():
-            time.sleep(_HEAD_START)
-        return status
+        _tell(error, line)
+        return 128 + error.signal if isinstance(error, Stopped) else 2
     return 0
 
 
@@ -81,7 +74,7 @@ def make_app(given: Sequence[str] | None = None) -> App:
         help_epilogue=_STATUS,
         help_format="plaintext",
         version=f"symexplin {__version__}",
-        default_parameter=Parameter(allow_repeating=True, negative_iterable=()),  # the last of several flags wins
+        default_parameter=FLAGS,
         result_action="return_value",
         suppress_keyboard_interrupt=False,
     )
@@ -95,51 +88,45 @@ def make_app(given: Sequence[str] | None = None) -> App:
 
 
 def _run(given: list[str]) -> None:
-    name = next((word for word in given if word in COMMANDS), None)
-    if launch()[1] > 1 and name is not None and name not in _PARALLEL:
-        raise ValueError(f"torchrun is for {' and '.join(_PARALLEL)}, got {name!r}: run it without")
+    name = next((word for word in given if word in COMMANDS), "train")
+    if launch()[1] > 1 and name != "train":
+        raise ValueError(f"torchrun is for train, got {name!r}: run it without")
     make_app(given)(given, exit_on_error=False, print_error=False)
 
 
-def _recorded(function: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
-    """Let the report of torchrun, if it started this process, show the error that `function` ends with."""
-    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
-        return function
-    from torch.distributed.elastic.multiprocessing.errors import record
+def _tell(error: Exception, line: str) -> None:
+    """Print the line of an error. Of several processes the first one does, as an error of one is raised in all.
 
-    return record(function)
-
-
-def _teller(kinds: set[str]) -> str | None:
-    """Return what names this process of its job before an error; None: another process prints it."""
+    Only torch's errors, such as a lack of memory, are those of one process, which prints them itself.
+    """
     rank = os.environ.get("RANK", "0") if "WORLD_SIZE" in os.environ else "0"
     if rank == "0":
-        return None if "ElsewhereError" in kinds else ""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_initialized() and not kinds & {*_OF_ALL, "ElsewhereError"}:
-        return f"process {rank}: "
-    return None
+        print(f"symexplin: {line}", file=sys.stderr)
+    elif isinstance(error, RuntimeError):
+        print(f"symexplin: process {rank}: {line}", file=sys.stderr)
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # for torchrun, which may end the others before they print
+        Path(file).write_text(json.dumps({"message": line, "timestamp": int(time.time())}), encoding="utf-8")
 
 
-def _explain(error: Exception, kinds: set[str]) -> tuple[str | None, int]:
-    """Return the line that tells a user what went wrong, and the status; None for a defect of the program."""
+def _explain(error: Exception) -> str | None:
+    """Return the line that tells a user what went wrong; None for a defect of the program."""
     text = " ".join(str(error).split())
-    if "Stopped" in kinds:
-        return text, 128 + int(error.signal)  # type: ignore[attr-defined]
+    kind = type(error)  # torch's and the laboratory's are known by their names: they are not imported for all commands
+    if isinstance(error, Stopped):
+        return text
     if isinstance(error, CycloptsError):
         text += f" (see {' '.join(['symexplin', *(error.command_chain or ())])} --help)"
     elif isinstance(error, ModuleNotFoundError) and "pip install" not in text:
         text += "; install the extra 'lab': pip install 'symexplin[lab]'"
-    elif "OutOfMemoryError" in kinds or any(words in text for words in _NO_MEMORY):
-        less = "raise --accumulation, or try --recompute"
-        text = f"out of memory: {less} ({text[:200]})"
-    elif any(kind.__module__.startswith(("torch._dynamo", "torch._inductor")) for kind in type(error).__mro__):
+    elif kind.__name__ == "OutOfMemoryError" or any(words in text for words in _NO_MEMORY):
+        text = f"out of memory: raise --accumulation, or try --recompute ({text[:200]})"
+    elif any(base.__module__.startswith(("torch._dynamo", "torch._inductor")) for base in kind.__mro__):
         text = f"torch.compile failed: leave out --compile, or remove its cache ({text[:200]})"
     elif isinstance(error, OSError) and error.strerror:
         text = f"{error.filename!r}: {error.strerror}" if error.filename else error.strerror
-    elif not isinstance(error, ValueError | OSError | ModuleNotFoundError) and "NonFiniteError" not in kinds:
-        return None, 1
-    return f"error: {text}", 2
+    elif not isinstance(error, ValueError | OSError | ModuleNotFoundError) and kind.__name__ != "NonFiniteError":
+        return None
+    return f"error: {text}"
 
 
 def _log(line: str) -> None:
@@ -153,11 +140,6 @@ def _log(line: str) -> None:
 def _warn(line: str) -> None:
     """Print a warning to standard error."""
     print(f"symexplin: {line}", file=sys.stderr, flush=True)
-
-
-def _in_file(config: str | None) -> dict[str, Any]:
-    """Return the settings in a TOML file, none without one."""
-    return {} if config is None else load_toml(config)
 
 
 # --- The commands: the docstring of each is its help ------------------------------------------------------------------
@@ -224,10 +206,9 @@ def _train(config: _Config = None, *, out: _Folder, resume: _Resume = False, **g
     from symexplin.lab.folders import CONFIG, saved_config
     from symexplin.lab.run import MODEL, train
 
-    saved, table = Path(out, CONFIG), merge(_in_file(config), given)
+    saved, table = Path(out, CONFIG), merge({} if config is None else load_toml(config), given)
     if resume and saved.exists():
-        saved_config(RunConfig, saved)  # its errors name the file
-        table = merge(load_toml(saved), table)
+        table = merge(to_table(saved_config(RunConfig, saved)), table)
     result = train(from_table(RunConfig, table), out, resume=resume, echo=_log)
     if launch()[0] == 0:
         _log(f"{result['final_loss']:.4f} nats per token; plain weights: {Path(out, MODEL)}")
@@ -262,8 +243,9 @@ def _compare(
     from symexplin.lab.compare.command import CommandConfig, compare_commands, configured
     from symexplin.lab.compare.sweep import compare_runs
 
+    file = {} if config is None else load_toml(config)
     program = {} if command is None else {"command": command}
-    settings = configured(out, _in_file(config), program, given, resume=resume)
+    settings = configured(out, file, program, given, resume=resume)
     if isinstance(settings, CommandConfig):
         compare_commands(settings, out, resume=resume, echo=_log)
     else:
@@ -275,10 +257,10 @@ def _sample(
     /,
     *,
     prompt: Annotated[str, Parameter(allow_leading_hyphen=True)] = "",
-    length: int = 200,
+    length: Count = 200,
     temperature: float = 0.8,
-    top_k: int | None = None,
-    seed: int = 0,
+    top_k: Count | None = None,
+    seed: Whole = 0,
 ) -> None:
     """Write text with a trained model: the final weights of a run, or those of its newest checkpoint.
 
@@ -317,7 +299,7 @@ def _export(model: _Run, /, *, out: str) -> None:
     export_transformers(trained, out, tokenizer, curve, echo=print)
 
 
-def _inspect(source: _Weights, /, *, preset: _Path = None, map: Pairs = None, json: _Path = None) -> None:
+def _inspect(source: _Weights, /, *, preset: _Path = None, map: Pairs | None = None, json: _Path = None) -> None:
     """Show the heavy tails of any model's weights.
 
     For each matrix: how far the largest weight and the standard deviation have grown over Xavier's uniform, the shares
@@ -326,6 +308,7 @@ def _inspect(source: _Weights, /, *, preset: _Path = None, map: Pairs = None, js
 
     Args:
         preset: another map: default (beta by the width), or one of the paper's, such as paper
+        map: keys of the map to change, such as beta=5 or e.k=[50,8]
         json: the file to write all figures to
 
     Examples:
@@ -425,10 +408,8 @@ def _demo(*, out: str = "runs/demo", **given: Any) -> None:
     run_demo(out, from_table(DemoConfig, given), echo=_log)
 
 
-COMMANDS: dict[str, Callable[..., None]] = {
-    command.__name__[1:]: command
-    for command in (*(_demo, _prepare, _train, _sample, _compare, _reproduce, _export, _inspect, _figure),)
-}
+_LISTED = (_demo, _prepare, _train, _sample, _compare, _reproduce, _export, _inspect, _figure)
+COMMANDS: dict[str, Callable[..., None]] = {command.__name__[1:]: command for command in _LISTED}
 # The configurations whose keys are flags of a command. They are imported for this command alone.
 _SCHEMAS = {
     "prepare": "symexplin.lab.data.prepare:PrepareConfig",
@@ -439,4 +420,3 @@ _SCHEMAS = {
 }
 # Keys that the command says otherwise.
 _NO_FLAGS = {"prepare": ("sources",), "compare": ("lr", "seed", "home", "preset", "start", "map")}
-_PARALLEL = ("train", "compare")  # what torchrun may start

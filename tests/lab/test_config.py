@@ -1,5 +1,3 @@
-import math
-
 import pytest
 import torch
 
@@ -12,41 +10,25 @@ from symexplin.lab.settings import from_table, to_table
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("steps", 0),
-        ("batch_size", -1),
-        ("accumulation", 3),
-        ("lr", 0.0),
-        ("lr", math.nan),
-        ("warmup_steps", -1),
-        ("floor", 1.0),
-        ("weight_decay", -0.1),
-        ("betas", (0.9, 1.0)),
-        ("max_grad_norm", 0.0),
-        ("eval_every", 0),
-        ("eval_batches", 0),
-        ("seed", 0.5),
-        ("optimizer", "sgd"),
-        ("decay_plain", 1),
+        *((name, 0) for name in ("steps", "batch_size", "accumulation", "eval_every", "eval_batches")),
+        *((name, 0.0) for name in ("lr", "max_grad_norm")),
+        *((name, -1) for name in ("warmup_steps", "weight_decay", "seed")),
+        *(("floor", 1.0), ("betas", (0.9, 1.0)), ("optimizer", "sgd")),
     ],
 )
 def test_bad_values_of_training_are_named(field, value):
-    with pytest.raises(ValueError, match=field):
+    with pytest.raises(ValueError, match=f"{field} must be"):
         TrainConfig(**{field: value})
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: ComputeConfig(autocast="yes"), "autocast must be one of"),
-        (lambda: ComputeConfig(compile_mode="fast"), "compile_mode must be one of 'default', 'reduce-overhead'"),
-        (lambda: ComputeConfig(threads=0), "threads must be a whole number >= 1"),
-        (lambda: ComputeConfig(loss_chunk=-1), "loss_chunk must be a whole number >= 0"),
-        (lambda: LogConfig(checkpoint_every=0), "checkpoint_every must be"),
+        (lambda: ModelConfig(width=20, heads=4), r"width must be a multiple of 2 \* heads = 8, got 20"),
+        (lambda: ComputeConfig(threads=1025), "threads must be a whole number <= 1024, got 1025"),
         (lambda: LogConfig(keep=0), "keep must be"),
-        (
-            lambda: RunConfig("d", sel=CurveConfig(preset="congruent", start="mismatched")),
-            "start must be 'matched' for mode 'congruent'",
-        ),
+        (lambda: TrainConfig(accumulation=3), "accumulation must divide batch_size = 16, got 3"),
+        (lambda: TrainConfig(steps=5, warmup_steps=6), "warmup_steps must be at most steps = 5, got 6"),
         (
             lambda: RunConfig("d", train=TrainConfig(weights="x"), sel=CurveConfig(preset="paper")),
             "start must be given with weights and preset 'paper'",
@@ -56,12 +38,10 @@ def test_bad_values_of_training_are_named(field, value):
             lambda: RunConfig("d", train=TrainConfig(optimizer="muon"), sel=CurveConfig(home="module")),
             "optimizer must be 'adamw' for home 'module'.*got 'muon'",
         ),
-        (lambda: ModelConfig(fused_gate=1), "fused_gate must be True or False, got 1"),
-        (lambda: ModelConfig(init="kaiming"), "init must be one of 'xavier_uniform', 'xavier_normal', got 'kaiming'"),
         (lambda: resolve(RunConfig("d", compute=ComputeConfig(device="abacus")), 256), "device must be"),
     ],
 )
-def test_bad_values_are_named(make, words):
+def test_what_does_not_go_together_is_named(make, words):
     with pytest.raises(ValueError, match=words):
         make()
 
@@ -90,20 +70,9 @@ def test_the_loss_is_cut_where_its_logits_would_be_large():
     assert resolve(RunConfig("d", compute=ComputeConfig(loss_chunk=0)), 50257).compute.loss_chunk == 0
 
 
-def test_accumulation_must_divide_the_batch():
-    with pytest.raises(ValueError, match="accumulation must divide batch_size = 16, got 3"):
-        TrainConfig(accumulation=3)
-
-
-@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (20, 2), (300, 30), (2_500, 250), (250_000, 250)])
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (20, 2), (300, 30), (250_000, 250)])
 def test_the_warm_up_is_the_papers_or_a_tenth(steps, warmup):
     assert TrainConfig(steps=steps).warmup_steps == warmup
-
-
-def test_a_warm_up_longer_than_the_run_is_refused():
-    assert TrainConfig(steps=5, warmup_steps=5).warmup_steps == 5
-    with pytest.raises(ValueError, match="warmup_steps must be at most steps = 5, got 6"):
-        TrainConfig(steps=5, warmup_steps=6)
 
 
 def test_weights_are_found_from_any_folder(monkeypatch, tmp_path):

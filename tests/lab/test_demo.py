@@ -125,27 +125,17 @@ def test_a_run_that_breaks_down_is_reported(data, tmp_path):
     assert content["sample"]["lr"] == 1e-3
 
 
-@pytest.mark.parametrize("name", ["compare.toml", "data/train.npy"])
-def test_files_of_others_are_left_alone(data, tmp_path, name):
-    path = tmp_path / name
-    path.parent.mkdir(exist_ok=True)
+def test_files_of_others_are_left_alone(data, tmp_path):
+    path = tmp_path / "compare.toml"
     path.write_text("mine")
     with pytest.raises(ValueError, match="out must be a new folder or that of"):
         run_demo(tmp_path, tiny(data))
     assert path.read_text() == "mine"
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"variants": ("AdamW", "SLE")}, r"variants must be one of .*did you mean 'SEL'"),
-        ({"steps": 0}, "steps must be a whole number >= 1, got 0"),
-        ({"seed": -1}, "seed must be a whole number >= 0, got -1"),
-    ],
-)
-def test_bad_values_are_named(changes, message):
-    with pytest.raises(ValueError, match=message):
-        DemoConfig(**changes)
+def test_bad_values_are_those_of_a_comparison():
+    with pytest.raises(ValueError, match=r"variants must be one of .*did you mean 'SEL'"):
+        DemoConfig(variants=("AdamW", "SLE"))
 
 
 def test_the_defaults_are_those_of_the_readme():

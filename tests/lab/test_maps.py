@@ -11,6 +11,7 @@ def test_learned_scales_keep_k_times_the_papers_learning_rate():
     assert rates[2e-3] == pytest.approx(rates[3e-4])
     plain = map_of(CurveConfig(preset="paper", map={"e": {"base_lr": None}}), 128)
     assert plain.multipliers(2e-3)["e"] == (50.0, 8.0)
+    assert map_of(CurveConfig(home="none"), 128) is None
 
 
 def test_a_whole_map_given_back_is_the_same():
@@ -28,19 +29,12 @@ def test_the_start_is_that_of_the_preset_unless_given():
     assert CurveConfig(start="mismatched", map={"mode": "mismatch"}).starts_as == "mismatched"
 
 
-def test_no_home_no_map():
-    assert map_of(CurveConfig(home="none"), 64) is None
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"home": "modul"}, "home must be one of.*did you mean 'module'"),
         ({"preset": "papper"}, "preset must be one of.*did you mean 'paper'"),
-        ({"start": "match"}, "start must be one of.*did you mean 'matched'"),
         ({"preset": "congruent", "start": "mismatched"}, "start must be 'matched' for mode 'congruent'"),
         ({"preset": "paper", "map": {"mode": "sinh"}}, "start must be 'matched' for mode 'sinh'"),
-        ({"anneal_steps": 0}, "anneal_steps must be a whole number >= 1, got 0"),
         ({"map": {"betta": 3}}, "key must be one of.*did you mean 'beta'"),
         ({"map": {"beta": -3.0}}, "beta must be a positive"),
         ({"map": {"e": {"pattern": "rows"}}}, "pattern must be one of.*did you mean 'row'"),

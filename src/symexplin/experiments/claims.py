@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from symexplin.experiments.comparison import Evidence, FinishedRun
 from symexplin.lab.compare.interval import BETTER, ENOUGH_SEEDS, NO_DIFFERENCE, TOO_FEW, WORSE, Interval
+from symexplin.lab.settings import Schema
 from symexplin.validation import check_choice
 
 __all__ = [
@@ -75,7 +76,7 @@ MEASURES = {
 
 
 @dataclass(frozen=True)
-class Claim:
+class Claim(Schema):
     """A statement of the paper in our words: a [[claim]] of a table.
 
     Args:
@@ -105,6 +106,7 @@ class Claim:
 
     def __post_init__(self) -> None:
         """Check the words, and that what they need is there."""
+        super().__post_init__()
         check_choice("test", self.test, TESTS)
         check_choice("measure", self.measure, MEASURES)
         if not self.against and "{against}" in MEASURES[self.measure].words:

@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from symexplin.experiments.results import append_results, check_results
-from symexplin.experiments.tables import DATA, PANELS, SCALES, TABLE, Panel, Table, load_table
+from symexplin.experiments.tables import DATA, PANELS, TABLE, Panel, Table, load_table
 from symexplin.lab.compare.grid import COMPARISON, CompareConfig
 from symexplin.lab.files import read_json, write_json
 from symexplin.lab.folders import LOCK, SUMMARY, check_resumable, claimed
-from symexplin.lab.settings import from_table, merge
+from symexplin.lab.settings import Count, Pairs, Positive, Schema, Whole, from_table, merge
 from symexplin.validation import check_choice
 
 __all__ = ["ReproduceConfig", "plan_lines", "reproduce"]
@@ -27,7 +27,7 @@ Echo = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class ReproduceConfig:
+class ReproduceConfig(Schema):
     """How to run a table. Keys that are not given are the scale's, see configs/protocols.toml.
 
     Args:
@@ -45,16 +45,16 @@ class ReproduceConfig:
             variant), or for a cluster compare.cluster=slurm cluster.walltime=...
     """
 
-    scale: str = field(default="mini", metadata={"choices": SCALES})
+    scale: Literal["mini", "paper", "h200"] = "mini"
     data: tuple[str, ...] = ()
     panels: tuple[str, ...] = ()
     variants: tuple[str, ...] = ()
-    lrs: tuple[float, ...] = ()
-    seeds: tuple[int, ...] = ()
-    confirm_seeds: tuple[int, ...] = ()
-    jobs: int | None = None
-    steps: int | None = None
-    set: dict[str, Any] = field(default_factory=dict)
+    lrs: tuple[Positive, ...] = ()
+    seeds: tuple[Whole, ...] = ()
+    confirm_seeds: tuple[Whole, ...] = ()
+    jobs: Count | None = None
+    steps: Count | None = None
+    set: Pairs = field(default_factory=dict)
 
     @property
     def prepared(self) -> str | None:

@@ -4,42 +4,28 @@ The classes need no torch, so that the help of a command comes at once.
 """
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from symexplin.lab.maps import CurveConfig, map_of
-from symexplin.validation import (
-    check_choice,
-    check_flag,
-    check_fraction,
-    check_not_negative,
-    check_positive,
-    check_whole,
-)
+from symexplin.lab.settings import Count, Fraction, NotNegative, Positive, Schema, Whole
+from symexplin.validation import check_whole
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    *("COMPILE_MODES", "OPTIMIZERS", "ComputeConfig", "LogConfig", "ModelConfig", "RunConfig", "TrainConfig"),
-    *("absolute", "resolve"),
-]
-
-OPTIMIZERS, PARALLEL = ("adamw", "muon"), ("ddp", "fsdp")
-COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # torch's
-# How the matrices of the blocks may be drawn (section 4.3, "Xavier uniform over normal").
-INITS = ("xavier_uniform", "xavier_normal")
+__all__ = ["ComputeConfig", "LogConfig", "ModelConfig", "RunConfig", "TrainConfig", "absolute", "resolve"]
 
 _PAPER_WARMUP = 250  # section 5.1
-_SWITCH = ("auto", "on", "off")
 # Above this size the logits of a microbatch are computed in chunks (float32; their gradients take as much again).
 _LOGITS_BYTES = 2**28
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Schema):
     """The shape of a :class:`symexplin.lab.model.Transformer`.
 
     Args:
@@ -58,23 +44,19 @@ class ModelConfig:
     320
     """
 
-    width: int = 128
-    depth: int = 4
-    heads: int = 4
-    vocab_size: int = field(default=256, metadata={"derived": True})  # the data say it
-    context: int = 128
+    width: Count = 128
+    depth: Count = 4
+    heads: Count = 4
+    vocab_size: Count = field(default=256, metadata={"derived": True})  # the data say it
+    context: Count = 128
     tie_head: bool = False
     bias: bool = True
     fused_gate: bool = False
-    init: str = field(default="xavier_uniform", metadata={"choices": INITS})
+    init: Literal["xavier_uniform", "xavier_normal"] = "xavier_uniform"
 
     def __post_init__(self) -> None:
         """Check every field."""
-        for name in ("width", "depth", "heads", "vocab_size", "context"):
-            check_whole(name, getattr(self, name))
-        for name in ("tie_head", "bias", "fused_gate"):
-            check_flag(name, getattr(self, name))
-        check_choice("init", self.init, INITS)
+        super().__post_init__()
         if self.width % (2 * self.heads):
             raise ValueError(f"width must be a multiple of 2 * heads = {2 * self.heads}, got {self.width}")
 
@@ -90,7 +72,7 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Schema):
     """The training schedule. AdamW's defaults are the paper's (section 5.1).
 
     Args:
@@ -112,48 +94,37 @@ class TrainConfig:
         eval_every: steps between evaluations. The start and the end are always evaluated.
         eval_batches: batches per evaluation.
         seed: of the initial weights and of the order of the data.
-
     """
 
-    steps: int = 300
-    batch_size: int = 16
-    accumulation: int = 1
-    lr: float = 3e-3
-    warmup_steps: int | None = None
-    floor: float = 0.0
-    optimizer: str = field(default="adamw", metadata={"choices": OPTIMIZERS})
-    weight_decay: float = 0.01
+    steps: Count = 300
+    batch_size: Count = 16
+    accumulation: Count = 1
+    lr: Positive = 3e-3
+    warmup_steps: Whole | None = None
+    floor: Fraction = 0.0
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    weight_decay: NotNegative = 0.01
     decay_plain: bool = True
-    betas: tuple[float, float] = (0.9, 0.999)
-    max_grad_norm: float = 1.0
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    max_grad_norm: Positive = 1.0
     weights: str | None = None
-    eval_every: int = 25
-    eval_batches: int = 8
-    seed: int = 0
+    eval_every: Count = 25
+    eval_batches: Count = 8
+    seed: Whole = 0
 
     def __post_init__(self) -> None:
         """Check every field."""
-        for name in ("steps", "batch_size", "accumulation", "eval_every", "eval_batches"):
-            check_whole(name, getattr(self, name))
-        check_whole("seed", self.seed, minimum=0)
+        super().__post_init__()
         if self.warmup_steps is None:
             object.__setattr__(self, "warmup_steps", min(_PAPER_WARMUP, round(0.1 * self.steps)))
-        if check_whole("warmup_steps", self.warmup_steps, minimum=0) > self.steps:
+        elif self.warmup_steps > self.steps:
             raise ValueError(f"warmup_steps must be at most steps = {self.steps}, got {self.warmup_steps}")
-        check_positive("lr", self.lr)
-        check_positive("max_grad_norm", self.max_grad_norm)
-        check_fraction("floor", self.floor)
-        check_not_negative("weight_decay", self.weight_decay)
-        for beta in self.betas:
-            check_fraction("betas", beta)
-        check_choice("optimizer", self.optimizer, OPTIMIZERS)
-        check_flag("decay_plain", self.decay_plain)
         if self.batch_size % self.accumulation:
             raise ValueError(f"accumulation must divide batch_size = {self.batch_size}, got {self.accumulation}")
 
 
 @dataclass(frozen=True)
-class ComputeConfig:
+class ComputeConfig(Schema):
     """The machine and how it computes. These keys change only the rounding of the result.
 
     Args:
@@ -171,26 +142,13 @@ class ComputeConfig:
     """
 
     device: str = "auto"
-    threads: int | None = None
-    autocast: str = field(default="auto", metadata={"choices": _SWITCH})
+    threads: Annotated[Count, functools.partial(check_whole, maximum=1024)] | None = None
+    autocast: Literal["auto", "on", "off"] = "auto"
     compile: bool = False
-    compile_mode: str = field(default="default", metadata={"choices": COMPILE_MODES})
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
     recompute: bool = False
-    loss_chunk: int | None = None
-    parallel: str | None = field(default=None, metadata={"choices": PARALLEL})
-
-    def __post_init__(self) -> None:
-        """Check every field."""
-        check_choice("autocast", self.autocast, _SWITCH)
-        check_choice("compile_mode", self.compile_mode, COMPILE_MODES)
-        if self.parallel is not None:
-            check_choice("parallel", self.parallel, PARALLEL)
-        for name in ("compile", "recompute"):
-            check_flag(name, getattr(self, name))
-        if self.threads is not None:
-            check_whole("threads", self.threads, maximum=1024)
-        if self.loss_chunk is not None:
-            check_whole("loss_chunk", self.loss_chunk, minimum=0)
+    loss_chunk: Whole | None = None
+    parallel: Literal["ddp", "fsdp"] | None = None
 
     @property
     def cuda_graphs(self) -> bool:
@@ -199,7 +157,7 @@ class ComputeConfig:
 
 
 @dataclass(frozen=True)
-class LogConfig:
+class LogConfig(Schema):
     """What a run writes while it trains. These keys may change when a run is resumed.
 
     Args:
@@ -208,18 +166,13 @@ class LogConfig:
         tensorboard: write TensorBoard events beside metrics.jsonl.
     """
 
-    checkpoint_every: int = 500
-    keep: int = 2
+    checkpoint_every: Count = 500
+    keep: Count = 2
     tensorboard: bool = True
-
-    def __post_init__(self) -> None:
-        """Check every field."""
-        check_whole("checkpoint_every", self.checkpoint_every)
-        check_whole("keep", self.keep)
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(Schema):
     """One training run.
 
     Args:
@@ -235,6 +188,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         """Check what depends on several tables."""
+        super().__post_init__()
         map_of(self.sel, self.model.width)
         if self.sel.home == "module" and self.train.optimizer != "adamw":
             raise ValueError(f"optimizer must be 'adamw' for home 'module', got {self.train.optimizer!r}")
@@ -278,7 +232,7 @@ def resolve(config: RunConfig, vocab_size: int, processes: int = 1) -> RunConfig
             threads=compute.threads or torch.get_num_threads(),
             autocast=autocast,
             loss_chunk=chunk,
-            parallel=compute.parallel or (PARALLEL[0] if processes > 1 else None),
+            parallel=compute.parallel or ("ddp" if processes > 1 else None),
         ),
     )
 

@@ -9,7 +9,7 @@ from symexplin.lab.compare.grid import COMPARISON, DEMO, CompareConfig, GridConf
 from symexplin.lab.config import ComputeConfig, LogConfig, ModelConfig, TrainConfig
 from symexplin.lab.files import replace_file, write_json
 from symexplin.lab.folders import claimed
-from symexplin.validation import check_whole
+from symexplin.lab.settings import Count, Positive, Schema, Whole
 
 __all__ = ["DemoConfig", "run_demo"]
 
@@ -18,7 +18,7 @@ _DATA, _SAMPLE = "data", "sample.txt"
 
 
 @dataclass(frozen=True)
-class DemoConfig:
+class DemoConfig(Schema):
     """What the demo compares; the defaults take about four minutes on two idle cores.
 
     Args:
@@ -36,18 +36,18 @@ class DemoConfig:
 
     data: str = "stdlib"
     variants: tuple[str, ...] = (*GridConfig.variants, "SEL-paper")
-    lrs: tuple[float, ...] = GridConfig.lrs
-    seed: int = 0
-    width: int = 128
-    depth: int = 4
-    heads: int = 4
-    context: int = 128
-    steps: int = 200
-    batch_size: int = 16
+    lrs: tuple[Positive, ...] = GridConfig.lrs
+    seed: Whole = 0
+    width: Count = 128
+    depth: Count = 4
+    heads: Count = 4
+    context: Count = 128
+    steps: Count = 200
+    batch_size: Count = 16
 
     def __post_init__(self) -> None:
         """Check every field, as a comparison does."""
-        check_whole("seed", self.seed, minimum=0)
+        super().__post_init__()
         self.comparison("")
 
     def comparison(self, data: str) -> CompareConfig:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import filelock
 
-from symexplin.lab.settings import differences, from_table, load_toml
+from symexplin.lab.settings import Schema, differences, from_table, load_toml
 from symexplin.validation import naming
 
 __all__ = [
@@ -15,7 +15,7 @@ __all__ = [
     *("check_resumable", "claimed", "saved_config"),
 ]
 
-T = TypeVar("T")
+T = TypeVar("T", bound=Schema)
 
 LOCK = ".lock"
 # Files of a run (symexplin.lab.run).

@@ -1,6 +1,5 @@
 """Trained models: from the folder of a run, a checkpoint, or a safetensors file."""
 
-import contextlib
 import dataclasses
 import warnings
 from collections.abc import Callable
@@ -66,9 +65,7 @@ def find_weights(path: str | Path, name: str = "path", echo: Echo = warnings.war
 
 def _is_damaged(run: Path, echo: Echo) -> bool:
     """Whether the final weights of a run are not those that it has written."""
-    digest = None
-    with contextlib.suppress(FileNotFoundError, ValueError):  # a summary that tells nothing
-        digest = read_json(run / SUMMARY).get("sha256")
+    digest = read_json(run / SUMMARY).get("sha256") if (run / SUMMARY).exists() else None
     damaged = digest is not None and digest != file_digest(run / MODEL)
     if damaged:
         echo(f"warning: {run / MODEL} is damaged, it does not match its digest: taking the newest checkpoint instead")

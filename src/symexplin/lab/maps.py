@@ -2,20 +2,24 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import symexplin as sel
+from symexplin.lab.settings import Count, Pairs, Schema
 from symexplin.presets import MISMATCHED, PRESETS
-from symexplin.validation import check_choice, check_whole, naming
+from symexplin.validation import naming
 
-__all__ = ["HOMES", "STARTS", "CurveConfig", "in_words", "map_of", "named_map"]
+__all__ = ["CurveConfig", "in_words", "map_of", "named_map"]
 
-HOMES = ("optimizer", "module", "none")
-STARTS = ("matched", "mismatched")
+Start = Literal["matched", "mismatched"]
+if TYPE_CHECKING:
+    Preset = str
+else:
+    Preset = Literal[tuple(PRESETS)]
 
 
 @dataclass(frozen=True)
-class CurveConfig:
+class CurveConfig(Schema):
     """Where the map lives and which one it is.
 
     Args:
@@ -29,23 +33,14 @@ class CurveConfig:
         map: keys of the map to change, such as beta = 5 or e.k = [50, 8].
     """
 
-    home: str = field(default="optimizer", metadata={"choices": HOMES})
-    preset: str = field(default="default", metadata={"choices": tuple(PRESETS)})
-    start: str | None = field(default=None, metadata={"choices": STARTS})
-    anneal_steps: int | None = None
-    map: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Check every field but the map, which needs the model's width."""
-        check_choice("home", self.home, HOMES)
-        check_choice("preset", self.preset, PRESETS)
-        if self.start is not None:
-            check_choice("start", self.start, STARTS)
-        if self.anneal_steps is not None:
-            check_whole("anneal_steps", self.anneal_steps)
+    home: Literal["optimizer", "module", "none"] = "optimizer"
+    preset: Preset = "default"
+    start: Start | None = None
+    anneal_steps: Count | None = None
+    map: Pairs = field(default_factory=dict)
 
     @property
-    def starts_as(self) -> str:
+    def starts_as(self) -> Start:
         """The start: as given, else that of the preset."""
         return self.start or ("mismatched" if self.preset in MISMATCHED else "matched")
 

@@ -23,7 +23,7 @@ from symexplin.lab.compare.table import Run
 from symexplin.lab.files import replace_file
 from symexplin.lab.folders import claimed, saved_config
 from symexplin.lab.provenance import provenance
-from symexplin.lab.settings import dump_toml, from_table, load_toml, merge, to_table
+from symexplin.lab.settings import Schema, dump_toml, from_table, load_toml, merge, to_table
 
 __all__ = ["RESULT", "CommandConfig", "compare_commands", "configured"]
 
@@ -32,7 +32,7 @@ _PLACES = ("variant", "lr", "seed", "out")
 
 
 @dataclass(frozen=True)
-class CommandConfig:
+class CommandConfig(Schema):
     """A comparison of the runs of one command.
 
     Args:
@@ -46,6 +46,7 @@ class CommandConfig:
 
     def __post_init__(self) -> None:
         """Check the command and the names of the variants."""
+        super().__post_init__()
         try:
             program, *_ = self._words(dict.fromkeys(_PLACES, ""))
         except (ValueError, LookupError, AttributeError) as error:

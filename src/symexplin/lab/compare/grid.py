@@ -4,12 +4,12 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from symexplin.lab.config import ModelConfig, RunConfig, TrainConfig
 from symexplin.lab.maps import CurveConfig
-from symexplin.lab.settings import from_table, to_table
-from symexplin.validation import check_choice, check_positive, check_whole, naming
+from symexplin.lab.settings import Count, Pairs, Positive, Schema, Whole, from_table, to_table
+from symexplin.validation import check_choice, naming
 
 __all__ = [
     *("VARIANTS", "BASELINE", "COMPARISON", "CONFIG", "DEMO", "RUNS"),
@@ -37,7 +37,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "SEL-module": {"home": "module", "preset": "paper"},
 }
 
-_CLUSTERS = ("none", "slurm")
 # The key of [sel] that all curved variants share; the variants set the others.
 _SHARED = "anneal_steps"
 # Keys of the run that a variant may change: those that leave data, steps and cost the same.
@@ -61,7 +60,7 @@ class Cell(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GridConfig:
+class GridConfig(Schema):
     """Which runs to compare, and where they are executed.
 
     Args:
@@ -79,22 +78,16 @@ class GridConfig:
     """
 
     variants: tuple[str, ...] = (BASELINE, "SEL")
-    lrs: tuple[float, ...] = (1.5e-3, 3e-3, 6e-3)
-    seeds: tuple[int, ...] = (0,)
-    jobs: int = 1
+    lrs: tuple[Positive, ...] = (1.5e-3, 3e-3, 6e-3)
+    seeds: tuple[Whole, ...] = (0,)
+    jobs: Count = 1
     baseline: str = ""
-    confirm_seeds: tuple[int, ...] = ()
-    cluster: str = field(default=_CLUSTERS[0], metadata={"choices": _CLUSTERS})
+    confirm_seeds: tuple[Whole, ...] = ()
+    cluster: Literal["none", "slurm"] = "none"
 
     def __post_init__(self) -> None:
         """Check every field but the names of the variants, which the comparison checks."""
-        for lr in self.lrs:
-            check_positive("lrs", lr)
-        for name in ("seeds", "confirm_seeds"):
-            for seed in getattr(self, name):
-                check_whole(name, seed, minimum=0)
-        check_whole("jobs", self.jobs)
-        check_choice("cluster", self.cluster, _CLUSTERS)
+        super().__post_init__()
         if not self.baseline and self.variants:
             object.__setattr__(self, "baseline", BASELINE if BASELINE in self.variants else self.variants[0])
         if self.baseline not in self.variants or len(self.variants) < 2:
@@ -117,7 +110,7 @@ class GridConfig:
     @property
     def on_cluster(self) -> bool:
         """Whether runs are jobs of a cluster."""
-        return self.cluster != _CLUSTERS[0]
+        return self.cluster != "none"
 
     @property
     def axes(self) -> dict[str, tuple[Any, ...]]:
@@ -142,7 +135,7 @@ class GridConfig:
 
 
 @dataclass(frozen=True)
-class ClusterConfig:
+class ClusterConfig(Schema):
     """What each run asks of the cluster, with `--cluster slurm`.
 
     Args:
@@ -157,17 +150,11 @@ class ClusterConfig:
 
     partition: str | None = None
     account: str | None = None
-    walltime: int = 240
-    gpus: int = 0
-    cpus: int = 4
-    memory: int | None = None
-    sbatch: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Check the numbers; the cluster knows its names."""
-        for name, least in (("walltime", 1), ("gpus", 0), ("cpus", 1), ("memory", 1)):
-            if getattr(self, name) is not None:
-                check_whole(name, getattr(self, name), minimum=least)
+    walltime: Count = 240
+    gpus: Whole = 0
+    cpus: Count = 4
+    memory: Count | None = None
+    sbatch: Pairs = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -182,7 +169,7 @@ class CompareConfig(RunConfig):
     """
 
     compare: GridConfig = field(default_factory=GridConfig)
-    variant: dict[str, Any] = field(default_factory=dict)
+    variant: Pairs = field(default_factory=dict)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     def __post_init__(self) -> None:

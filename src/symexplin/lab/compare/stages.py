@@ -14,10 +14,11 @@ from symexplin.lab.compare.launch import Task, run_as_jobs, run_side_by_side
 from symexplin.lab.compare.table import Run, chosen_lrs, compare, format_table, headline
 from symexplin.lab.files import write_json
 from symexplin.lab.folders import saved_config
+from symexplin.lab.settings import Schema
 
 __all__ = ["Sweep", "saved_comparison"]
 
-T = TypeVar("T")
+T = TypeVar("T", bound=Schema)
 
 
 def saved_comparison(folder: Path, schema: type[T], resume: bool) -> T | None:

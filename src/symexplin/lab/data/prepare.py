@@ -1,6 +1,7 @@
 """From sources of text to a folder of tokens, whose files `symexplin.lab.data.batches` reads."""
 
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,8 @@ from symexplin.lab.data.sources import Reader, find_source, hash_document, split
 from symexplin.lab.data.tokenizer import MINIMUM_VOCAB, TokenArray, Tokenizer, pieces, train_bpe
 from symexplin.lab.files import write_json
 from symexplin.lab.folders import check_resumable, claimed
-from symexplin.validation import check_fraction, check_whole
+from symexplin.lab.settings import Count, Fraction, Schema, Whole
+from symexplin.validation import check_whole
 
 __all__ = ["PrepareConfig", "prepare", "write_tokens"]
 
@@ -35,7 +37,7 @@ _BPE_BYTES = 100_000_000  # text that a BPE is trained on, evenly spread over th
 
 
 @dataclass(frozen=True)
-class PrepareConfig:
+class PrepareConfig(Schema):
     """What to prepare, and how.
 
     Args:
@@ -55,23 +57,21 @@ class PrepareConfig:
 
     sources: tuple[str, ...]
     tokenizer: str = "bpe"
-    vocab_size: int = 8192
+    vocab_size: Annotated[Count, functools.partial(check_whole, minimum=MINIMUM_VOCAB)] = 8192
     end_token: str | None = None
     valid: tuple[str, ...] = ()
-    valid_fraction: float = 0.05
+    valid_fraction: Fraction = 0.05
     split: str = "train"
     text_key: str = "text"
-    seed: int = 0
+    seed: Whole = 0
 
     def __post_init__(self) -> None:
         """Check every field."""
+        super().__post_init__()
         if not self.sources:
             raise ValueError("sources must name at least one source of text, got none")
         for name in ("sources", "valid"):  # "text/" and "text" are one folder
             object.__setattr__(self, name, tuple(source.rstrip("/") or source for source in getattr(self, name)))
-        check_whole("vocab_size", self.vocab_size, minimum=MINIMUM_VOCAB)
-        check_fraction("valid_fraction", self.valid_fraction)
-        check_whole("seed", self.seed, minimum=0)
         if self.end_token is not None and self.tokenizer in ("bpe", "byte", "gpt2"):
             raise ValueError(f"end_token goes with a tokenizer file, got {self.end_token!r} with {self.tokenizer!r}")
 
