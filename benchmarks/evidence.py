@@ -213,7 +213,7 @@ SHOWN: Mapping[str, Sequence[tuple[tuple[str, str, str, int], str] | None]] = {
     "width 128, depth 4, five seeds": ((("control", "128x4", "b3eebc4", 600), "default"), None, None),
     "width 128, depth 4, technical English": ((("default", "128x4", "ff759b9", 600), "default"), None, None),
     "width 128, depth 4, earlier model code": (None, (("suite", "128x4", "cc59c74", 600), "carried"), None),
-    "width 128, depth 4, 1,800 steps, technical English": (None, (("default", "128x4", "882d6bf", 1800), "carried"), None),
+    "the same, 1,800 steps": (None, (("default", "128x4", "882d6bf", 1800), "carried"), None),
     "width 1024, depth 1, 1,500 steps": ((WIDTH_1024, "exp"), None, (WIDTH_1024, "paper")),
 }
 
