@@ -9,13 +9,13 @@ import torch
 
 from sweeps import bits, numbers, tiny
 from symexplin.lab.compare import launch, sweep
+from symexplin.lab.compare.command import configured
 from symexplin.lab.compare.grid import ClusterConfig, CompareConfig, GridConfig
 from symexplin.lab.compare.sweep import compare_runs
 from symexplin.lab.config import ComputeConfig
 from symexplin.lab.data.prepare import PrepareConfig, prepare
 from symexplin.lab.maps import CurveConfig
 from symexplin.lab.model import ModelConfig, Transformer
-from symexplin.lab.parallel import ALONE
 from symexplin.lab.process import Stopped
 from symexplin.lab.run import evaluations, train
 from symexplin.lab.settings import from_table, load_toml
@@ -81,8 +81,7 @@ def test_a_comparison_is_resumed_only_if_asked_and_its_grid_may_grow_and_shrink(
     by_cell = {run[:3]: run for run in numbers(compare_runs(grown, tmp_path, resume=True))}
     assert len(by_cell) == 12
     assert all(by_cell[run[:3]] == run for run in (*numbers(small), *numbers(content)))
-    assert numbers(compare_runs(tiny(data), tmp_path, resume=True, echo=lines.append)) == numbers(content)
-    assert "left out of the results: variants mine; name them again to keep them" in lines
+    assert numbers(compare_runs(tiny(data), tmp_path, resume=True)) == numbers(content)
 
 
 def test_another_configuration_and_other_data_are_no_resumption(finished, data, tmp_path):
@@ -106,14 +105,13 @@ def test_another_machine_may_go_on_with_what_the_first_one_chose(finished, data,
     shutil.copytree(finished[0], tmp_path / "moved")
     shutil.rmtree(tmp_path / "moved" / "runs" / NAMES[0])
     lines, threads = [], torch.get_num_threads()
-    moved = dataclasses.replace(tiny(data), compute=ComputeConfig(recompute=True))
+    moved = configured(tmp_path / "moved", {"compute": {"recompute": True}}, resume=True)
     try:
         torch.set_num_threads(2)
         content = compare_runs(moved, tmp_path / "moved", resume=True, echo=lines.append)
     finally:
         torch.set_num_threads(threads)
     assert sum("(already there)" in line for line in lines) == len(NAMES) - 1
-    assert any("compute.recompute was False, is True now: the rounding of runs" in line for line in lines)
     assert (content["config"]["compute"]["recompute"], content["config"]["compute"]["threads"]) == (True, 1)
     for run, before in zip(content["runs"], finished[1]["runs"], strict=True):
         assert list(run["evals"]) == [pytest.approx(pair, abs=1e-5) for pair in before["evals"]]
@@ -185,9 +183,9 @@ def test_on_a_cluster_the_machine_is_that_of_its_jobs(data, tmp_path):
     """This machine may have no GPU: what the runs compute with follows from what they ask for."""
     cluster = ClusterConfig(gpus=2, cpus=6)
     config = dataclasses.replace(tiny(data, cluster="slurm"), compute=ComputeConfig(), cluster=cluster)
-    compute = sweep._resolved(config, 300, None, ALONE).compute
-    assert (compute.device, compute.autocast, compute.threads, compute.parallel) == ("cuda", "on", 6, "ddp")
+    compute = sweep._resolved(config, 300).compute
+    assert (compute.device, compute.threads) == ("cuda", 6)
     on_cpus = dataclasses.replace(config, cluster=ClusterConfig(cpus=6))
-    assert sweep._resolved(on_cpus, 300, None, ALONE).compute.device == "cpu"
-    task = sweep._task(config, tmp_path, "", config.compare.cells()[0], tmp_path / "run")
+    assert sweep._resolved(on_cpus, 300).compute.device == "cpu"
+    task = sweep._task(config, tmp_path, "", config.compare.cells()[0])
     assert task.command[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -119,11 +119,6 @@ class GridConfig:
         """Whether runs are jobs of a cluster."""
         return self.cluster != _CLUSTERS[0]
 
-    @property
-    def axes(self) -> dict[str, tuple[Any, ...]]:
-        """The variants, learning rates and seeds of both stages."""
-        return {"variants": self.variants, "lrs": self.lrs, "seeds": (*self.seeds, *self.confirm_seeds)}
-
     def cells(self) -> list[Cell]:
         """Return the runs of the first stage; the first ones make a whole comparison of the first seed."""
         return [Cell(variant, lr, seed) for seed in self.seeds for lr in self.lrs for variant in self.variants]
