@@ -100,7 +100,7 @@ def test_another_configuration_and_other_data_are_no_resumption(finished, data, 
     assert (finished[0] / "compare.toml").read_bytes() == before
 
 
-def test_another_machine_may_go_on_with_what_the_first_one_chose(finished, data, tmp_path):
+def test_another_machine_may_go_on_with_what_the_first_one_chose(finished, tmp_path):
     """A sweep begun with one thread goes on with one, whatever torch would take now."""
     shutil.copytree(finished[0], tmp_path / "moved")
     shutil.rmtree(tmp_path / "moved" / "runs" / NAMES[0])
