@@ -7,7 +7,7 @@ from symexplin.experiments.claims import VERDICTS, Claim, judge
 from symexplin.experiments.comparison import Evidence
 from table_folders import panel_folder
 
-HELD, DID_NOT, NO_DIFFERENCE, SAME_SIGN, OTHER_SIGN, UNTESTED = VERDICTS
+DID_NOT, OTHER_SIGN, NO_DIFFERENCE, HELD, SAME_SIGN, UNTESTED = VERDICTS
 LOSSES = {"1x1": {"A": 2.0, "B": 1.9}, "9x9": {"A": 1.5, "B": 1.2}}  # the paper's
 
 

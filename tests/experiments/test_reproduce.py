@@ -6,8 +6,7 @@ import signal
 import pytest
 
 from symexplin.experiments import estimate
-from symexplin.experiments import reproduce as module
-from symexplin.experiments.reproduce import ReproduceConfig, _after_each_run, plan_lines, reproduce
+from symexplin.experiments.reproduce import ReproduceConfig, plan_lines, reproduce
 from symexplin.experiments.tables import load_table, read_table
 from symexplin.lab.process import Stopped
 
@@ -52,10 +51,11 @@ def finished(data, tmp_path_factory):
 def test_it_estimates_the_time_and_prints_the_verdicts(finished):
     _, _, lines = finished
     first = next(i for i, line in enumerate(lines) if line.startswith("at most 2 runs, in all about"))
-    later = next(i for i, line in enumerate(lines) if line.startswith("runs of 16x1 left: at most 1, about"))
     trained = [i for i, line in enumerate(lines) if "step 0/4" in line]
-    assert first < trained[0] < later < trained[1]
-    assert any("16x1: held: mean difference between optimizer and parameterized: " in line for line in lines[later:])
+    assert first < trained[0]
+    assert any(
+        "16x1: held: mean difference between optimizer and parameterized: " in line for line in lines[trained[1] :]
+    )
 
 
 def test_a_finished_table_is_not_trained_again_and_may_grow(finished, data):
@@ -79,9 +79,6 @@ def test_another_table_or_other_settings_are_refused(finished, data):
     before = (out / "table.json").read_bytes()
     with pytest.raises(ValueError, match=r"train.steps was 4, is 6 now"):
         run("optimizer_equivalence", out, tiny(data, steps=6), resume=True)
-    wider = {**SMALL, "model": {**SMALL["model"], "width": 32}}
-    with pytest.raises(ValueError, match=r"panels was \['16x1'\]"):
-        run("optimizer_equivalence", out, tiny(data, set=wider), resume=True)
     assert (out / "table.json").read_bytes() == before
 
 
@@ -141,26 +138,7 @@ def test_the_plan_counts_runs_and_tokens_and_says_every_claim_and_assumption():
     assert "up to 96 runs of 600 steps, 614,400 tokens each" in text
     assert "in all: up to 96 runs, 58,982,400 tokens" in text
     assert all(sentence in text for sentence in table.assumptions.values())
-    assert all(claim["text"] in text for claim in table.claims)
-
-
-def test_the_time_left_follows_from_the_runs_that_have_ended(tmp_path, monkeypatch):
-    clock, lines, recorded = [0.0], [], []
-    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
-    table = load_table("frozen", "mini", changes={"compare": {"seeds": [0], "lrs": [1e-3, 2e-3], "jobs": 2}})
-    echo = _after_each_run(table.panels[0].config, tmp_path / "128x4", lambda: recorded.append(1), lines.append)
-    for seconds, count in ((600.0, 1), (650.0, 2), (1300.0, 4)):  # two at a time, of sixteen
-        clock[0] = seconds
-        for number in range(count):
-            (tmp_path / f"128x4/runs/{number}").mkdir(parents=True, exist_ok=True)
-            (tmp_path / f"128x4/runs/{number}/summary.json").touch()
-        echo("a line")
-    assert [line for line in lines if line != "a line"] == [
-        "runs of 128x4 left: at most 15, about 75 min",  # 15 / 2 times 10 min
-        "runs of 128x4 left: at most 14, about 76 min",  # 7 times 650 s
-        "runs of 128x4 left: at most 12, about 65 min",
-    ]
-    assert len(recorded) == 3
+    assert all(claim.text in text for claim in table.claims)
 
 
 @pytest.mark.parametrize(("jobs", "minutes"), [(1, 12), (2, 6)])

@@ -6,7 +6,6 @@ processes/        the output of each run          cluster/     that of jobs of a
 """
 
 import functools
-import itertools
 import json
 import math
 import shlex
@@ -142,26 +141,18 @@ def _run_in(folder: Path, cell: Cell) -> Run | None:
     if not path.exists():
         return None
     try:
-        loss, curve = _read(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, OverflowError) as error:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        loss = float(found["loss"])
+        curve = [(int(step), float(value)) for step, value in found.get("curve", [])]
+        steps = [step for step, _ in curve]
+        if steps != sorted(set(steps)):
+            raise ValueError("its steps do not increase")
+    except (ValueError, TypeError, LookupError, OverflowError, AttributeError) as error:
         form = '{"loss": 2.31, "curve": [[100, 3.02], [200, 2.31]]}'
         raise ValueError(
-            f"{str(path)!r} must be like {form} (the curve may be missing), but {error}: correct it, or delete it to "
+            f"{str(path)!r} must be like {form} (the curve may be missing), but {error!r}: correct it, or delete it to "
             "run again; then --resume"
         ) from None
-    points = [*curve[:-1], (curve[-1][0] if curve else 0, loss)]
+    points = [*curve[:-1], (steps[-1] if steps else 0, loss)]
     evals = tuple(point for point in points if math.isfinite(point[1]))
     return Run(*cell, evals=evals, error=None if math.isfinite(loss) else f"loss is {loss}")
-
-
-def _read(found: Any) -> tuple[float, list[tuple[int, float]]]:
-    """Return the loss and the curve of a result.json; a ValueError says what is wrong with it."""
-    if not isinstance(found, dict) or type(found.get("loss")) not in (int, float):
-        raise ValueError("it has no loss that is a number")
-    try:
-        curve = [(int(step), float(value)) for step, value in found.get("curve", [])]
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError("its curve is not a list of [step, loss]") from None
-    if any(after <= before for (before, _), (after, _) in itertools.pairwise(curve)):
-        raise ValueError("the steps of its curve do not increase")
-    return float(found["loss"]), curve
