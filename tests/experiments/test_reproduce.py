@@ -23,10 +23,6 @@ def tiny(data, **changes):
     return ReproduceConfig(**{"data": (data,), "lrs": (2e-3,), "jobs": 1, "steps": 4, "set": SMALL, **changes})
 
 
-def run(name, out, config, **options):
-    return reproduce(name, out, config, progress=False, **options)
-
-
 def losses(out):
     return {
         panel.name: [(run["variant"], run["lr"], run["seed"], run["evals"]) for run in panel.found["runs"]]
@@ -45,7 +41,7 @@ def finished(data, tmp_path_factory):
     out = tmp_path_factory.mktemp("tables") / "equivalence"
     lines = []
     options = {"results": out.parent / "results.csv", "echo": lambda text: lines.extend(text.splitlines())}
-    return out, run("optimizer_equivalence", out, tiny(data), **options), lines
+    return out, reproduce("optimizer_equivalence", out, tiny(data), **options), lines
 
 
 def test_it_estimates_the_time_and_prints_the_verdicts(finished):
@@ -63,11 +59,11 @@ def test_a_finished_table_is_not_trained_again_and_may_grow(finished, data):
     assert report == out / "report.html"
     assert len((out.parent / "results.csv").read_text().splitlines()) == 3
     with pytest.raises(ValueError, match="add --resume"):
-        run("optimizer_equivalence", out, tiny(data))
+        reproduce("optimizer_equivalence", out, tiny(data))
     before, found = written(out), losses(out)
-    run("optimizer_equivalence", out, tiny(data), resume=True)
+    reproduce("optimizer_equivalence", out, tiny(data), resume=True)
     assert (written(out), losses(out)) == (before, found)
-    run("optimizer_equivalence", out, tiny(data, lrs=(2e-3, 4e-3)), resume=True)
+    reproduce("optimizer_equivalence", out, tiny(data, lrs=(2e-3, 4e-3)), resume=True)
     assert before.items() < written(out).items()
     assert len(written(out)) == 4
 
@@ -75,10 +71,10 @@ def test_a_finished_table_is_not_trained_again_and_may_grow(finished, data):
 def test_another_table_or_other_settings_are_refused(finished, data):
     out, *_ = finished
     with pytest.raises(ValueError, match="name was 'optimizer_equivalence'"):
-        run("exp_only", out, tiny(data), resume=True)
+        reproduce("exp_only", out, tiny(data), resume=True)
     before = (out / "table.json").read_bytes()
     with pytest.raises(ValueError, match=r"train.steps was 4, is 6 now"):
-        run("optimizer_equivalence", out, tiny(data, steps=6), resume=True)
+        reproduce("optimizer_equivalence", out, tiny(data, steps=6), resume=True)
     assert (out / "table.json").read_bytes() == before
 
 
@@ -87,7 +83,7 @@ def test_a_stopped_table_goes_on_to_the_same_losses(data, tmp_path):
     names = ("64x2", "64x4")  # of four panels
     config = dataclasses.replace(config, variants=("AdamW", "mismatch"), panels=names)
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    run("main_grid", whole, config)
+    reproduce("main_grid", whole, config)
     lines = []
 
     def echo(line):
@@ -96,10 +92,10 @@ def test_a_stopped_table_goes_on_to_the_same_losses(data, tmp_path):
             signal.raise_signal(signal.SIGTERM)  # within the first run of the second panel
 
     with pytest.raises(Stopped):
-        run("main_grid", broken, config, echo=echo)
+        reproduce("main_grid", broken, config, echo=echo)
     assert list(losses(broken)) == ["64x2"]
     before = written(broken)
-    run("main_grid", broken, config, resume=True)
+    reproduce("main_grid", broken, config, resume=True)
     assert before.items() <= written(broken).items()
     assert losses(broken) == losses(whole)
     assert [panel.name for panel in read_table(broken).panels if not panel.found] == ["128x2", "128x4"]
@@ -108,7 +104,7 @@ def test_a_stopped_table_goes_on_to_the_same_losses(data, tmp_path):
 def test_text_that_is_not_prepared_is(tmp_path):
     (tmp_path / "text").write_bytes(b"\0".join(b"a document with the number %d in it" % i for i in range(40)))
     out = tmp_path / "out"
-    run("optimizer_equivalence", out, tiny(str(tmp_path / "text"), steps=1))
+    reproduce("optimizer_equivalence", out, tiny(str(tmp_path / "text"), steps=1))
     assert json.loads((out / "data" / "dataset.json").read_text())["tokenizer"]["name"] == "byte"
     assert losses(out)
 
@@ -121,12 +117,12 @@ def test_a_mistake_leaves_no_folder(data, tmp_path):
         (tiny(data, set={"model": {"context": 10**6}}), "context"),
     ):
         with pytest.raises(ValueError, match=words):
-            run("exp_only", out, config)
+            reproduce("exp_only", out, config)
     with pytest.raises(FileNotFoundError, match="no/such"):
-        run("exp_only", out, tiny("no/such"))
+        reproduce("exp_only", out, tiny("no/such"))
     (tmp_path / "results.csv").write_text("table,loss\n")
     with pytest.raises(ValueError, match="must have the columns"):
-        run("exp_only", out, tiny(data), results=tmp_path / "results.csv")
+        reproduce("exp_only", out, tiny(data), results=tmp_path / "results.csv")
     assert not out.parent.exists()
 
 

@@ -51,12 +51,11 @@ def report_table(out: str | Path, echo: Callable[[str], None] = lambda _: None) 
             claims=claims,
             panels=panels,
         )
-    echo("\n".join(["", *headline, *(line for claim in claims for line in _lines(claim)), ""]))
+    lines = ["", *headline]
+    for claim in claims:
+        lines += [f"{claim.verdict}: {claim.claim.text}", *(f"  {panel.sentence}" for panel in claim.panels)]
+    echo("\n".join([*lines, ""]))
     return page
-
-
-def _lines(found: ClaimVerdict) -> list[str]:
-    return [f"{found.verdict}: {found.claim.text}", *(f"  {panel.sentence}" for panel in found.panels)]
 
 
 def _headline(outcome: Table[Evidence], claims: Sequence[ClaimVerdict]) -> list[str]:

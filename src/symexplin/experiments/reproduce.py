@@ -103,7 +103,6 @@ def reproduce(
     resume: bool = False,
     results: str | Path | None = None,
     echo: Echo = lambda _: None,
-    progress: bool = True,
 ) -> Path:
     """Run a table and write its report, whose path is returned.
 
@@ -115,7 +114,6 @@ def reproduce(
         results: a CSV file to which a row is appended for each run that has ended
             (:func:`symexplin.experiments.results.append_results`), also if the table stops.
         echo: takes each line of the log: the estimate of the time, losses, verdicts.
-        progress: show bars on a terminal.
 
     Raises:
         FileNotFoundError, ValueError, OSError, Stopped: see :func:`symexplin.lab.compare.sweep.compare_runs`.
@@ -137,13 +135,13 @@ def reproduce(
         _begin(folder, table, resume)
         try:
             if to_prepare:
-                prepare(from_table(PrepareConfig, table.data), folder / DATA, echo=echo, progress=progress)
+                prepare(from_table(PrepareConfig, table.data), folder / DATA, echo=echo)
             new = [panel.config for panel in wanted if not (folder / PANELS / panel.name / COMPARISON).exists()]
             for line in estimate(new):
                 echo(line)
             for number, panel in enumerate(wanted, start=1):
                 echo(f"{table.name} {panel.name} (panel {number} of {len(wanted)})")
-                compare_runs(panel.config, folder / PANELS / panel.name, resume=True, echo=echo, progress=progress)
+                compare_runs(panel.config, folder / PANELS / panel.name, resume=True, echo=echo)
         finally:
             if {path.name for path in folder.iterdir()} == {TABLE, LOCK}:  # a mistake leaves no folder
                 (folder / TABLE).unlink()

@@ -43,7 +43,6 @@ def compare_runs(
     *,
     resume: bool = False,
     echo: Echo = lambda _: None,
-    progress: bool = True,
 ) -> dict[str, Any]:
     """Train every variant at every learning rate and seed, and return the content of comparison.json.
 
@@ -56,8 +55,7 @@ def compare_runs(
         resume: keep finished runs and continue the others. The grid may change, and what a run may change, but not what
             the runs in the folder trained. On a CPU the results have the bits of an uninterrupted comparison, unless
             [compute] changes.
-        echo: takes each line of the log, and the table at the end.
-        progress: show a bar on a terminal instead of the lines of a run.
+        echo: takes each line of the log, and the table at the end. On a terminal a bar stands for the lines of a run.
 
     Raises:
         ValueError: a folder, data or variant that cannot be used, a comparison of another configuration, a baseline
@@ -81,7 +79,7 @@ def compare_runs(
 
         def execute_runs(left: Sequence[Labeled]) -> Iterator[Ended]:
             if grid.jobs == 1 and not grid.on_cluster:
-                return _train(config, folder, left, echo, progress)
+                return _train(config, folder, left, echo)
             tasks = [_task(config, folder, label, cell) for label, cell in left]
             return execute(tasks, folder, grid, config.cluster, echo)
 
@@ -94,7 +92,7 @@ def compare_runs(
 
 def _resolved(config: CompareConfig, vocab_size: int) -> CompareConfig:
     """Fill in what was left to the machine, for all runs alike; jobs of a cluster resolve the rest where they run."""
-    compute, grid, weights = config.compute, config.compare, config.train.weights
+    compute, grid = config.compute, config.compare
     if grid.on_cluster:
         device = ("cuda" if config.cluster.gpus else "cpu") if compute.device == "auto" else compute.device
         compute = dataclasses.replace(compute, device=device, threads=compute.threads or config.cluster.cpus)
@@ -102,19 +100,18 @@ def _resolved(config: CompareConfig, vocab_size: int) -> CompareConfig:
         if compute.threads is None and grid.jobs > 1:
             compute = dataclasses.replace(compute, threads=max(1, cores() // grid.jobs))
         compute = resolve(dataclasses.replace(config.example(grid.baseline), compute=compute), vocab_size).compute
+    variants = config.variant
+    for name, table in variants.items():
+        if weights := table.get("train", {}).get("weights"):
+            variants = merge(variants, {name: {"train": {"weights": absolute(weights)}}})
     return dataclasses.replace(
         config,
         data=str(absolute(config.data)),
         model=dataclasses.replace(config.model, vocab_size=vocab_size),
-        train=dataclasses.replace(config.train, weights=absolute(weights)),
+        train=dataclasses.replace(config.train, weights=absolute(config.train.weights)),
         compute=compute,
-        variant={name: _with_absolute_weights(table) for name, table in config.variant.items()},
+        variant=variants,
     )
-
-
-def _with_absolute_weights(variant: dict[str, Any]) -> dict[str, Any]:
-    weights = variant.get("train", {}).get("weights")
-    return variant if weights is None else merge(variant, {"train": {"weights": absolute(weights)}})
 
 
 def _check_runs(folder: Path, config: CompareConfig, corpus: Corpus) -> None:
@@ -161,15 +158,13 @@ def _task(config: CompareConfig, out: Path, label: str, cell: Cell) -> Task:
     return Task(label, folder, SUMMARY, [*python, "-m", "symexplin", *arguments])
 
 
-def _train(config: CompareConfig, out: Path, left: Sequence[Labeled], echo: Echo, progress: bool) -> Iterator[Ended]:
-    """Train runs in this process, one after the other: no process has to import torch."""
-    told = (lambda _: None) if progress and sys.stderr.isatty() else echo
+def _train(config: CompareConfig, out: Path, left: Sequence[Labeled], echo: Echo) -> Iterator[Ended]:
+    """Train runs in this process, one after the other: none of them has to import torch."""
+    told = (lambda _: None) if sys.stderr.isatty() else echo  # where there is a bar
     for index, (label, cell) in enumerate(left):
         with contextlib.suppress(NonFiniteError):  # the run's summary.json says so
-            train(
-                config.run(cell), out / RUNS / cell.name, resume=True, echo=told, tell_config=False,
-                progress=progress, label=label, verify=False,
-            )  # fmt: skip
+            place = out / RUNS / cell.name
+            train(config.run(cell), place, resume=True, echo=told, tell_config=False, label=label, verify=False)
         yield index, None
 
 
