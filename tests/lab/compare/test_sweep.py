@@ -57,11 +57,9 @@ def test_its_runs_are_ordinary_runs_and_the_comparison_is_theirs(finished, data,
     assert from_table(CompareConfig, load_toml(folder / "compare.toml")).compare == config.compare
 
 
-def test_a_comparison_is_resumed_only_if_asked_and_its_grid_may_grow_and_shrink(finished, data, tmp_path):
+def test_the_grid_of_a_resumed_comparison_may_grow_and_shrink(finished, data, tmp_path):
     folder, content = finished
     before = bits(folder)
-    with pytest.raises(ValueError, match="which has a comparison: add --resume"):
-        compare_runs(tiny(data), folder)
     assert compare_runs(tiny(data), folder, resume=True) == content
     assert bits(folder) == before
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from symexplin.lab.compare.grid import COMPARISON, CONFIG, RUNS, Cell, GridConfig
 from symexplin.lab.compare.launch import Ended
-from symexplin.lab.compare.table import Run, chosen_lrs, compare, format_table, headline
+from symexplin.lab.compare.table import Comparison, Run, chosen_lrs, compare, format_table, headline
 from symexplin.lab.files import write_json
 
-__all__ = ["Labeled", "Sweep", "check_unused"]
+__all__ = ["Labeled", "Sweep", "check_unused", "content_of"]
 
 # A run with its label in the log, such as "3/12 SEL lr 0.003 seed 0".
 Labeled = tuple[str, Cell]
@@ -91,30 +91,35 @@ class Sweep:
         return run
 
     def conclude(self, runs: Sequence[Run], facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Compare the runs; write comparison.json and the report, and return the former.
-
-        `facts` go into both: the "unit" of the loss, "maps" of the variants, "config", "provenance", ...
-        """
+        """Compare the runs; write comparison.json and the report, and return the content of the former."""
         from symexplin.lab.report.pages import report_comparison  # matplotlib takes its time
 
         comparison = compare(runs, self.grid.baseline, self.grid.confirm_seeds)
-        seconds = [run.seconds for run in runs if run.seconds is not None]
-        content: dict[str, Any] = {
-            "headline": headline(comparison),
-            "comparison": dataclasses.asdict(comparison),
-            "runs": [
-                {
-                    **dataclasses.asdict(run),
-                    "final_loss": run.final_loss,
-                    "stage": 2 if run.seed in self.grid.confirm_seeds else 1,
-                    "folder": f"{RUNS}/{Cell(run.variant, run.lr, run.seed).name}",
-                }
-                for run in runs
-            ],
-            **facts,
-            "seconds": round(sum(seconds), 1) if seconds else None,
-        }
+        content = content_of(comparison, runs, facts)
         write_json(self.folder / COMPARISON, content)
         self.echo("\n".join(("", format_table(comparison), "", *content["headline"], "")))
         self.echo(f"report: {report_comparison(self.folder)}")
         return content
+
+
+def content_of(comparison: Comparison, runs: Sequence[Run], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of comparison.json.
+
+    `facts` are of all runs: the "unit" of the loss, "maps" of the variants, "config", "provenance", ...
+    """
+    seconds = [run.seconds for run in runs if run.seconds is not None]
+    return {
+        "headline": headline(comparison),
+        "comparison": dataclasses.asdict(comparison),
+        "runs": [
+            {
+                **dataclasses.asdict(run),
+                "final_loss": run.final_loss,
+                "stage": 2 if run.seed in comparison.confirm_seeds else 1,
+                "folder": f"{RUNS}/{Cell(run.variant, run.lr, run.seed).name}",
+            }
+            for run in runs
+        ],
+        **facts,
+        "seconds": round(sum(seconds), 1) if seconds else None,
+    }
