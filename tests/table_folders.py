@@ -1,11 +1,11 @@
 """Folders of tables whose comparisons are plain numbers, for the tests of what reads them."""
 
-import dataclasses
 import json
 from pathlib import Path
 
 from symexplin.experiments.tables import PANELS, TABLE, load_table
-from symexplin.lab.compare.table import Run, compare, headline
+from symexplin.lab.compare.stages import content_of
+from symexplin.lab.compare.table import Run, compare
 from symexplin.lab.files import write_json
 
 __all__ = ["panel_folder", "table_folder"]
@@ -22,7 +22,7 @@ def panel_folder(
         loss: (variant, lr, seed) -> final loss, None for a run that did not stay finite.
         curve: (variant, lr, seed) -> [(step, loss)], instead of one that falls to the final loss.
         maps: variant -> its map, as far as a test needs it.
-        stats: (variant, lr, seed) -> figures of the last evaluation, or {step: figures}, written where a run has them.
+        stats: (variant, lr, seed) -> figures of the last evaluation, written where a run has them.
     """
     runs = []
     for cell in ((variant, lr, seed) for variant in variants for lr in lrs for seed in seeds):
@@ -32,32 +32,22 @@ def panel_folder(
             continue
         evals = curve(*cell) if curve else [(step, end + 3.0 * (1 - step / STEPS[-1])) for step in STEPS]
         runs.append(Run(*cell, tuple(evals), 12.0, 2000.0))
-    found = compare(runs, variants[0])
-    names = [f"runs/{run.variant}-lr{run.lr:g}-seed{run.seed}" for run in runs]
-    content = {
-        "headline": headline(found),
-        "comparison": dataclasses.asdict(found),
-        "runs": [
-            {**dataclasses.asdict(run), "final_loss": run.final_loss, "folder": name}
-            for run, name in zip(runs, names, strict=True)
-        ],
+    facts = {
         "maps": {variant: (maps or {}).get(variant) for variant in variants},
         "corpus": {"train_tokens": 1_000_000, "tokenizer": "byte"},
         "parameters": 4321,
         "config": config or {},
         "provenance": {"commit": "abc123", "processor": "A <fast> one"},
-        "seconds": 7200.0,
     }
+    content = content_of(compare(runs, variants[0]), runs, facts)
     folder = Path(folder)
     folder.mkdir(parents=True)
     write_json(folder / "comparison.json", content)
-    for run, name in zip(runs, names, strict=True):
-        if stats:
-            (folder / name).mkdir(parents=True)
-            found = stats(run.variant, run.lr, run.seed)
-            steps = (found if 100 in found else {100: found}).items()
-            lines = [json.dumps({"step": step, "eval_loss": 2.0, "stats": figures}) + "\n" for step, figures in steps]
-            (folder / name / "metrics.jsonl").write_text("".join(lines))
+    for run in content["runs"] if stats else ():
+        figures = stats(run["variant"], run["lr"], run["seed"])
+        (folder / run["folder"]).mkdir(parents=True)
+        line = json.dumps({"step": STEPS[-1], "eval_loss": 2.0, "stats": figures})
+        (folder / run["folder"] / "metrics.jsonl").write_text(line + "\n")
     return content
 
 

@@ -24,8 +24,7 @@ __all__ = [
 HELD, DID_NOT, UNTESTED = "held", "did not hold", "not tested at this scale"
 # What one seed shows. The paper's own results are of one seed.
 SAME_SIGN, OTHER_SIGN = "same sign as the paper, one seed", "other sign than the paper, one seed"
-VERDICTS = (HELD, DID_NOT, NO_DIFFERENCE, SAME_SIGN, OTHER_SIGN, UNTESTED)
-_WORST_FIRST = (DID_NOT, OTHER_SIGN, NO_DIFFERENCE, HELD, SAME_SIGN, UNTESTED)
+VERDICTS = (DID_NOT, OTHER_SIGN, NO_DIFFERENCE, HELD, SAME_SIGN, UNTESTED)  # the worst first
 
 _SIGNS = {"below": BETTER, "above": WORSE}
 _BOUNDS = ("within", "at_most", "same")
@@ -155,7 +154,7 @@ class ClaimVerdict(NamedTuple):
     def verdict(self) -> str:
         """Return the worst verdict of the panels; those that test nothing count if all do."""
         found = {panel.best.verdict for panel in self.panels}
-        return next((verdict for verdict in _WORST_FIRST if verdict in found), UNTESTED)
+        return next((verdict for verdict in VERDICTS if verdict in found), UNTESTED)
 
 
 class _NoNumbersError(Exception):
@@ -170,9 +169,9 @@ def reported_gap(losses: Losses, panel: str, variant: str, against: str) -> floa
 
 def judge(claim: Claim, panels: Sequence[Evidence], losses: Losses) -> ClaimVerdict:
     """Return the verdict on a claim in the panels of a table, finished or not; `losses` are the paper's."""
-    about = [[panel] for panel in panels if not claim.panels or panel.paper in claim.panels]
+    about = [[panel] for panel in panels if not claim.panels or panel.stands_for in claim.panels]
     if claim.since:
-        about = [[first, panel] for first in panels if first.paper == claim.since for [panel] in about]
+        about = [[first, panel] for first in panels if first.stands_for == claim.since for [panel] in about]
     return ClaimVerdict(claim, [_verdict(claim, group, losses) for group in about])
 
 
@@ -185,7 +184,7 @@ def _verdict(claim: Claim, panels: Sequence[Evidence], losses: Losses) -> Verdic
 
 def _of_paper(claim: Claim, panels: Sequence[Evidence], losses: Losses) -> float | None:
     """Return the paper's own number for a claim, if it is known."""
-    gaps = [reported_gap(losses, panel.paper, claim.variant, claim.against) for panel in panels]
+    gaps = [reported_gap(losses, panel.stands_for, claim.variant, claim.against) for panel in panels]
     known = [gap for gap in gaps if gap is not None]
     if claim.paper is not None or claim.measure != "final" or len(known) < len(gaps):
         return claim.paper

@@ -43,24 +43,14 @@ class FinishedRun(NamedTuple):
 class Evidence:
     """A comparison, or a panel of a table.
 
-    `found` is its comparison.json, {} before it has ended, `paper` the paper's panel that it stands for, "" for none.
+    `found` is its comparison.json, {} before it has ended, `stands_for` the paper's panel that it is compared with.
     """
 
     name: str
     folder: Path
     found: Mapping[str, Any]
-    paper: str = ""
+    stands_for: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def shared_lr(self) -> float:
-        """The baseline's best learning rate."""
-        return float(self.found["comparison"]["shared_lr"])
-
-    @property
-    def lrs(self) -> list[float]:
-        """All learning rates tried."""
-        return list(self.found["comparison"]["lrs"])
 
     @property
     def seeds(self) -> list[int]:

@@ -4,14 +4,13 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from symexplin.experiments.claims import VERDICTS, Claim, ClaimVerdict, judge, reported_gap
+from symexplin.experiments.claims import VERDICTS, ClaimVerdict, judge, reported_gap
 from symexplin.experiments.comparison import Evidence, Row
-from symexplin.experiments.tables import Outcome, read_table
+from symexplin.experiments.tables import Table, read_table
 from symexplin.lab.compare.interval import Interval
 from symexplin.lab.files import write_csv
 from symexplin.lab.report.figures import comparison_figures
 from symexplin.lab.report.pages import reading, write_page
-from symexplin.lab.settings import from_table
 
 __all__ = ["report_table"]
 
@@ -32,10 +31,12 @@ def report_table(out: str | Path, echo: Callable[[str], None] = lambda _: None) 
     with reading(out):
         outcome = read_table(out)
         losses = outcome.reported.get("loss", {})
-        claims = [judge(from_table(Claim, claim), outcome.panels, losses) for claim in outcome.claims]
+        claims = [judge(claim, outcome.panels, losses) for claim in outcome.claims]
         headline = _headline(outcome, claims)
         panels = [
-            (panel, list(_variants(outcome, panel)), comparison_figures(panel.found)) for panel in outcome.finished
+            (panel, list(_variants(outcome, panel)), comparison_figures(panel.found))
+            for panel in outcome.panels
+            if panel.found
         ]
         write_csv(out / _RESULTS, [row for _, variants, _ in panels for pair in variants for row in pair])
         write_csv(out / _CLAIMS, [row for claim in claims for row in _claim_rows(outcome, claim)])
@@ -50,15 +51,14 @@ def report_table(out: str | Path, echo: Callable[[str], None] = lambda _: None) 
             claims=claims,
             panels=panels,
         )
-    echo("\n".join(["", *headline, *(line for claim in claims for line in _lines(claim)), ""]))
+    lines = ["", *headline]
+    for claim in claims:
+        lines += [f"{claim.verdict}: {claim.claim.text}", *(f"  {panel.sentence}" for panel in claim.panels)]
+    echo("\n".join([*lines, ""]))
     return page
 
 
-def _lines(found: ClaimVerdict) -> list[str]:
-    return [f"{found.verdict}: {found.claim.text}", *(f"  {panel.sentence}" for panel in found.panels)]
-
-
-def _headline(outcome: Outcome, claims: Sequence[ClaimVerdict]) -> list[str]:
+def _headline(outcome: Table[Evidence], claims: Sequence[ClaimVerdict]) -> list[str]:
     """Return in sentences what is missing, and how many claims held."""
     sentences = []
     if missing := [panel.name for panel in outcome.panels if not panel.found]:
@@ -66,7 +66,7 @@ def _headline(outcome: Outcome, claims: Sequence[ClaimVerdict]) -> list[str]:
             f"Unfinished: {len(missing)} of {len(outcome.panels)} panels to go ({', '.join(missing)}). Run the same "
             "command with --resume and without --panels."
         )
-    if any(len(panel.lrs) == 1 for panel in outcome.finished):
+    if any(len(panel.found["comparison"]["lrs"]) == 1 for panel in outcome.panels if panel.found):
         sentences.append("With one learning rate tried, every difference may be a learning-rate effect.")
     if not claims:
         return [*sentences, "The paper has no claim that this table tests."]
@@ -76,11 +76,11 @@ def _headline(outcome: Outcome, claims: Sequence[ClaimVerdict]) -> list[str]:
     return [*sentences, f"Claims tried at scale {outcome.scale}{far}: {len(claims)}; {'; '.join(counts)}."]
 
 
-def _place(outcome: Outcome) -> Row:
+def _place(outcome: Table[Evidence]) -> Row:
     return {"table": outcome.name, "scale": outcome.scale}
 
 
-def _variants(outcome: Outcome, panel: Evidence) -> Iterator[tuple[Row, Row]]:
+def _variants(outcome: Table[Evidence], panel: Evidence) -> Iterator[tuple[Row, Row]]:
     """Yield the rows of each variant in table.csv: at its own best learning rate, and at the shared one."""
     losses, speedups = (outcome.reported.get(name, {}) for name in ("loss", "speedup"))
     for best, shared in zip(panel.rows("best"), panel.rows("shared"), strict=True):
@@ -88,12 +88,12 @@ def _variants(outcome: Outcome, panel: Evidence) -> Iterator[tuple[Row, Row]]:
         known = {
             **_place(outcome),
             "panel": panel.name,
-            "stands_for": panel.paper,
+            "stands_for": panel.stands_for,
             "variant": variant,
             "label": panel.label(variant),
-            "paper_loss": losses.get(panel.paper, {}).get(variant),
-            "paper_delta": reported_gap(losses, panel.paper, variant, baseline) if variant != baseline else None,
-            "paper_speedup": speedups.get(panel.paper, {}).get(variant),
+            "paper_loss": losses.get(panel.stands_for, {}).get(variant),
+            "paper_delta": reported_gap(losses, panel.stands_for, variant, baseline) if variant != baseline else None,
+            "paper_speedup": speedups.get(panel.stands_for, {}).get(variant),
         }
         yield {**known, **_measured(best, "own best rate")}, {**known, **_measured(shared, "shared rate")}
 
@@ -109,7 +109,7 @@ def _measured(row: Row, compared_at: str) -> Row:
     }
 
 
-def _claim_rows(outcome: Outcome, found: ClaimVerdict) -> Iterator[Row]:
+def _claim_rows(outcome: Table[Evidence], found: ClaimVerdict) -> Iterator[Row]:
     """Yield the rows of a claim in claims.csv, one per panel."""
     claim = found.claim
     for panel in found.panels:

@@ -7,7 +7,6 @@ report.html, table.csv, claims.csv      the results (symexplin.experiments.repor
 What needs torch is imported where it is used, so that the help of the command comes at once.
 """
 
-import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +14,9 @@ from typing import Literal
 
 from symexplin.experiments.results import append_results, check_results
 from symexplin.experiments.tables import DATA, PANELS, TABLE, Panel, Table, load_table
-from symexplin.lab.compare.grid import COMPARISON, CompareConfig
+from symexplin.lab.compare.grid import COMPARISON
 from symexplin.lab.files import read_json, write_json
-from symexplin.lab.folders import LOCK, SUMMARY, check_resumable, claimed
+from symexplin.lab.folders import LOCK, check_resumable, claimed
 from symexplin.lab.settings import Count, Pairs, Positive, Schema, Whole, from_table, merge
 from symexplin.validation import check_choice
 
@@ -39,8 +38,7 @@ class ReproduceConfig(Schema):
         seeds: every variant trains at each learning rate with each.
         confirm_seeds: of a second stage, at the best learning rates alone.
         jobs: runs at a time.
-        steps: optimizer steps of each run; warm-up and evaluations keep their share, as far as evaluations take less
-            than half the time of training.
+        steps: optimizer steps of each run; warm-up and evaluations keep their share.
         set: any key of a scale's tables, such as model.width=64, train.batch_size=4, map.beta=5 (of every curved
             variant), or for a cluster compare.cluster=slurm cluster.walltime=...
     """
@@ -64,7 +62,7 @@ class ReproduceConfig(Schema):
         only = self.data[0] if len(self.data) == 1 else None
         return only if only is not None and Path(only, DATASET).exists() else None
 
-    def table(self, name: str, out: str | Path) -> Table:
+    def table(self, name: str, out: str | Path) -> Table[Panel]:
         """Return the table `name` with these settings, to run in `out`."""
         lists = {key: list(getattr(self, key)) for key in ("variants", "lrs", "seeds", "confirm_seeds")}
         jobs = {} if self.jobs is None else {"jobs": self.jobs}
@@ -76,7 +74,7 @@ class ReproduceConfig(Schema):
         return load_table(name, self.scale, out=out, data=self.prepared, changes=merge(changes, self.set))
 
 
-def plan_lines(table: Table, names: Collection[str] = ()) -> list[str]:
+def plan_lines(table: Table[Panel], names: Collection[str] = ()) -> list[str]:
     """Return the runs and assumptions of a table, or of its panels of these `names`, as lines of text."""
     lines = [f"{table.name} ({table.scale}): {table.title}", table.place or "beyond the paper", table.about, ""]
     runs = tokens = 0
@@ -92,7 +90,7 @@ def plan_lines(table: Table, names: Collection[str] = ()) -> list[str]:
         )
     lines.append(f"in all: up to {runs:,} runs, {tokens:,} tokens")
     if table.claims:
-        lines += ["", "claims of the paper:", *(f"  {claim['text']} ({claim['place']})" for claim in table.claims)]
+        lines += ["", "claims of the paper:", *(f"  {claim.text} ({claim.place})" for claim in table.claims)]
     lines += ["", "assumptions:", *(f"  {key}: {text}" for key, text in table.assumptions.items())]
     return lines
 
@@ -105,7 +103,6 @@ def reproduce(
     resume: bool = False,
     results: str | Path | None = None,
     echo: Echo = lambda _: None,
-    progress: bool = True,
 ) -> Path:
     """Run a table and write its report, whose path is returned.
 
@@ -114,10 +111,9 @@ def reproduce(
         out: a new folder, or that of the table to resume.
         config: None: in miniature.
         resume: keep finished runs, continue the others.
-        results: a CSV file to which each run appends a row as it ends
-            (:func:`symexplin.experiments.results.append_results`).
-        echo: takes each line of the log: estimates of the time, losses, verdicts.
-        progress: show bars on a terminal.
+        results: a CSV file to which a row is appended for each run that has ended
+            (:func:`symexplin.experiments.results.append_results`), also if the table stops.
+        echo: takes each line of the log: the estimate of the time, losses, verdicts.
 
     Raises:
         FileNotFoundError, ValueError, OSError, Stopped: see :func:`symexplin.lab.compare.sweep.compare_runs`.
@@ -135,74 +131,41 @@ def reproduce(
         raise ValueError(f"data must be given at scale {table.scale!r}: a prepared folder, or sources of text")
     if results is not None:  # before hours of training
         check_results(Path(results))
-
-    def record() -> None:
-        if results is not None:
-            append_results(out, Path(results))
-
     with claimed(out, "table", {TABLE}) as folder:
         _begin(folder, table, resume)
         try:
             if to_prepare:
-                prepare(from_table(PrepareConfig, table.data), folder / DATA, echo=echo, progress=progress)
+                prepare(from_table(PrepareConfig, table.data), folder / DATA, echo=echo)
             new = [panel.config for panel in wanted if not (folder / PANELS / panel.name / COMPARISON).exists()]
             for line in estimate(new):
                 echo(line)
             for number, panel in enumerate(wanted, start=1):
                 echo(f"{table.name} {panel.name} (panel {number} of {len(wanted)})")
-                place = folder / PANELS / panel.name
-                told = _after_each_run(panel.config, place, record, echo)
-                compare_runs(panel.config, place, resume=True, echo=told, progress=progress)
-                record()
-            write_json(folder / TABLE, table.to_json())  # a resumed table may have grown
+                compare_runs(panel.config, folder / PANELS / panel.name, resume=True, echo=echo)
         finally:
             if {path.name for path in folder.iterdir()} == {TABLE, LOCK}:  # a mistake leaves no folder
                 (folder / TABLE).unlink()
+            elif results is not None:
+                append_results(folder, Path(results))
         report = report_table(folder, echo)
         echo(f"report: {report}")
     return report
 
 
-def _chosen(table: Table, names: Collection[str]) -> list[Panel]:
+def _chosen(table: Table[Panel], names: Collection[str]) -> list[Panel]:
     for name in names:
         check_choice("panels", name, [panel.name for panel in table.panels])
     return [panel for panel in table.panels if panel.name in (names or [panel.name])]
 
 
-def _begin(folder: Path, table: Table, resume: bool) -> None:
-    """Write table.json, or check that the one that is there may be resumed."""
-    if not (folder / TABLE).exists():
-        write_json(folder / TABLE, table.to_json())
-        return
-    if not resume:
-        raise ValueError(f"out must be a new folder, got {str(folder)!r}, which has a table: add --resume to resume it")
-    there = read_json(folder / TABLE)
-    started = [panel["name"] for panel in there["panels"] if (folder / PANELS / panel["name"]).exists()]
-    saved = {"name": there["name"], "scale": there["scale"], "panels": started}
-    known = [panel.name for panel in table.panels if panel.name in started]
-    check_resumable(folder, "table", saved, {"name": table.name, "scale": table.scale, "panels": known})
-
-
-def _after_each_run(config: CompareConfig, place: Path, record: Callable[[], None], echo: Echo) -> Echo:
-    """Return `echo` that after each run also calls `record`, and says how long the other runs of the panel take."""
-
-    def ended() -> int:
-        return len(list(place.glob(f"runs/*/{SUMMARY}")))
-
-    began, jobs = time.monotonic(), config.compare.jobs
-    before = seen = ended()
-
-    def tell(line: str) -> None:
-        nonlocal seen
-        echo(line)
-        old, seen = seen, ended()
-        left = config.compare.most_runs - seen
-        if seen > old:
-            record()
-        if seen > old and left > 0:
-            # Others run beside those that have ended, and end soon.
-            new = -(-(seen - before) // jobs) * jobs
-            minutes = (time.monotonic() - began) / 60 * left / new
-            echo(f"runs of {place.name} left: at most {left}, about {minutes:,.0f} min")
-
-    return tell
+def _begin(folder: Path, table: Table[Panel], resume: bool) -> None:
+    """Write table.json; check before that the one that is there may be resumed."""
+    if (folder / TABLE).exists():
+        if not resume:
+            raise ValueError(
+                f"out must be a new folder, got {str(folder)!r}, which has a table: add --resume to resume it"
+            )
+        saved = read_json(folder / TABLE)
+        asked = {"name": table.name, "scale": table.scale}
+        check_resumable(folder, "table", {key: saved.get(key) for key in asked}, asked)
+    write_json(folder / TABLE, table.to_json())

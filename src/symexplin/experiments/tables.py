@@ -3,12 +3,11 @@
 The settings of a panel are layers: protocol, table, scale, panel, command. A later layer overrides an earlier one.
 """
 
-import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, TypeVar
 
 from symexplin.experiments.claims import Claim
 from symexplin.experiments.comparison import Evidence
@@ -17,29 +16,34 @@ from symexplin.lab.files import read_json
 from symexplin.lab.settings import differences, from_table, load_toml, merge, to_table
 from symexplin.validation import check_choice, naming
 
-__all__ = [
-    *("DATA", "PANELS", "PASSES", "SCALES", "TABLE"),
-    *("Outcome", "Panel", "Table", "load_table", "names", "read_table"),
-]
+__all__ = ["DATA", "PANELS", "SCALES", "TABLE", "Panel", "Table", "load_table", "names", "read_table"]
 
 Settings = dict[str, Any]
+P = TypeVar("P")
 
 SCALES = ("mini", "paper", "h200")
 TABLE, PANELS = "table.json", "panels"
 DATA = "data"
 _CONFIGS = Path(__file__).parent / "configs"
 _PROTOCOLS = "protocols"
-# Training a batch costs a forward and a backward pass, evaluating it the forward pass alone, about a third.
-PASSES = 3
 
 
 @dataclass(frozen=True)
-class About:
-    """A table at a scale, as table.json has it.
+class Panel:
+    """One comparison of a table; `stands_for` is the paper's panel that it is compared with, or ""."""
+
+    name: str
+    stands_for: str
+    config: CompareConfig
+
+
+@dataclass(frozen=True)
+class Table(Generic[P]):
+    """A table at a scale, with panels to run (:class:`Panel`), or with what a folder has of them (:class:`Evidence`).
 
     `place` is where in the paper, "" beyond it. `labels` are those of the variants, the baseline first. `assumptions`
     are sentences on the keys that the paper leaves open. `data` has keys of :class:`PrepareConfig`. `reported` are the
-    paper's numbers, {"loss" or "speedup": {panel: {variant: number}}}, `claims` have the keys of :class:`Claim`.
+    paper's numbers, {"loss" or "speedup": {panel: {variant: number}}}.
     """
 
     name: str
@@ -52,41 +56,14 @@ class About:
     labels: dict[str, str]
     assumptions: dict[str, str]
     data: Settings
-    reported: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
-    claims: Sequence[Settings] = ()
+    reported: dict[str, dict[str, dict[str, float]]]
+    claims: tuple[Claim, ...]
+    panels: tuple[P, ...]
 
-
-@dataclass(frozen=True)
-class Panel:
-    """One comparison of a table; `stands_for` is the paper's panel that it is compared with, or ""."""
-
-    name: str
-    stands_for: str
-    config: CompareConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class Table(About):
-    """A table with all configurations."""
-
-    panels: tuple[Panel, ...]
-
-    def to_json(self) -> Settings:
+    def to_json(self: "Table[Panel]") -> Settings:
         """Return the content of table.json: all but the configurations, which the folders of the panels have."""
-        about = {field.name: getattr(self, field.name) for field in dataclasses.fields(About)}
-        return {**about, "panels": [{"name": panel.name, "stands_for": panel.stands_for} for panel in self.panels]}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome(About):
-    """The results in a table's folder."""
-
-    panels: tuple[Evidence, ...]
-
-    @property
-    def finished(self) -> tuple[Evidence, ...]:
-        """The panels with a result."""
-        return tuple(panel for panel in self.panels if panel.found)
+        panels = [{"name": panel.name, "stands_for": panel.stands_for} for panel in self.panels]
+        return {**vars(self), "claims": [to_table(claim) for claim in self.claims], "panels": panels}
 
 
 def names() -> dict[str, str]:
@@ -105,7 +82,7 @@ def load_table(
     out: str | Path = "",
     data: str | Path | None = None,
     changes: Settings | None = None,
-) -> Table:
+) -> Table[Panel]:
     """Return a table of :func:`names`, or of a TOML file of the same form, at a scale, to run in the folder `out`.
 
     `data` is a prepared folder, `out`/data if None. `changes` override all other settings, by the tables of
@@ -119,28 +96,28 @@ def load_table(
         file = load_toml(known.get(name, name))
         about = {key: file.pop(key, "") for key in ("title", "place", "about", "baseline")}
         figures = file.pop("figures", ())
-        settings = _settings(file, scale)
+        settings, of_paper = _settings(file, scale), _settings(file, "paper")
         changes = {key: value for key, value in (changes or {}).items() if value != {}}
         _check(settings, changes, about["baseline"])
         if data is not None and DATA in changes:
             raise ValueError(f"[{DATA}] must be left to prepared data, got {changes[DATA]!r}")
-        given = {key: f" (Here: {value}.)" for key, (_, value) in differences({}, changes).items()}
         to_prepare = merge(settings.pop(DATA, {}), changes.pop(DATA, {}))
-        entries, claims = settings.pop("panel", [{}]), settings.pop("claim", [])
         reported, assumptions = settings.pop("reported", {}), settings.pop("assumptions", {})
         if data is not None:
             to_prepare = {}
             assumptions = {key: text for key, text in assumptions.items() if not key.startswith(f"{DATA}.")}
-        layers = _Layers({**settings, DATA: str(data or Path(out, DATA))}, changes, about["baseline"])
-        panels = tuple(_panels(layers, entries, of_paper=_settings(file, "paper")))
+        given = {key: f" (Here: {value}.)" for key, (_, value) in differences({}, changes).items()}
+        entries, claims = settings.pop("panel", [{}]), settings.pop("claim", [])
         variants = merge({about["baseline"]: {}, **settings.get("variant", {})}, changes.get("variant", {}))
+        settings |= {DATA: str(data or Path(out, DATA)), "baseline": about["baseline"]}
+        panels = tuple(_panels(settings, entries, changes, of_paper))  # these check the variants
         return Table(
             **about,
             name=Path(name).stem,
             scale=scale,
             figures=figures,
             reported=reported,
-            claims=[to_table(from_table(Claim, claim)) for claim in claims],
+            claims=tuple(from_table(Claim, claim) for claim in claims),
             labels={variant: found.get("label", variant) for variant, found in variants.items()},
             assumptions={key: text + given.get(key, "") for key, text in assumptions.items()},
             data=to_prepare,
@@ -175,21 +152,14 @@ def _check(settings: Settings, changes: Settings, baseline: str) -> None:
         check_choice("variant", variant, [baseline, *settings.get("variant", ())])
 
 
-class _Layers(NamedTuple):
-    """Settings of protocol, table and scale, changes of the command, and the table's baseline."""
-
-    settings: Settings
-    changes: Settings
-    baseline: str
-
-
-def _panels(layers: _Layers, entries: Sequence[Settings], of_paper: Settings) -> Iterator[Panel]:
+def _panels(settings: Settings, entries: Sequence[Settings], changes: Settings, of_paper: Settings) -> Iterator[Panel]:
     """Yield the panels, each with the paper's panel that it stands for."""
     size = "{width}x{depth}".format(**of_paper["model"])
     papers = [entry.get("name", size) for entry in of_paper.get("panel", [{}])]
     seen = set()
     for entry in entries:
-        config = _config(layers, {key: value for key, value in entry.items() if key not in ("name", "stands_for")})
+        of_panel = {key: value for key, value in entry.items() if key not in ("name", "stands_for")}
+        config = _config(_in_proportion(merge(settings, of_panel), changes), changes.get("map", {}))
         name = entry.get("name", f"{config.model.width}x{config.model.depth}")
         if not re.fullmatch(r"[\w+-]+", name) or name in seen:
             raise ValueError(f"panel must have a unique name of letters, digits, '+', '-' and '_', got {name!r}")
@@ -204,21 +174,17 @@ def _in_proportion(before: Settings, changes: Settings) -> Settings:
     steps = changes.get("train", {}).get("steps")
     if not isinstance(steps, int) or steps < 1:
         return settings  # the schema checks it
-    share = steps / before["train"]["steps"]
-    least = {"warmup_steps": 0, "eval_every": -(-2 * settings["train"].get("eval_batches", 0) // PASSES)}
-    for key in ("warmup_steps", "eval_every"):
+    for key, least in (("warmup_steps", 0), ("eval_every", 1)):
         if key in before["train"] and key not in changes["train"]:
-            value = max(round(before["train"][key] * share), min(least[key], before["train"][key]))
-            settings = merge(settings, {"train": {key: value}})
+            settings["train"][key] = max(round(before["train"][key] * steps / before["train"]["steps"]), least)
     return settings
 
 
-def _config(layers: _Layers, of_panel: Settings) -> CompareConfig:
-    """Return the configuration of a panel."""
-    settings = _in_proportion(merge(layers.settings, of_panel), layers.changes)
-    variants, curve, forced = settings.pop("variant", {}), settings.pop("map", {}), layers.changes.get("map", {})
-    known = list(dict.fromkeys([layers.baseline, *variants]))
-    compare = {"baseline": layers.baseline, "variants": known, **settings["compare"]}
+def _config(settings: Settings, forced: Settings) -> CompareConfig:
+    """Return the configuration of a panel; every curved variant has the map `forced`."""
+    variants, curve, baseline = settings.pop("variant", {}), settings.pop("map", {}), settings.pop("baseline")
+    known = list(dict.fromkeys([baseline, *variants]))
+    compare = {"baseline": baseline, "variants": known, **settings["compare"]}
     wanted = from_table(GridConfig, compare).variants
     for name in wanted:
         check_choice("variants", name, known)
@@ -236,7 +202,7 @@ def _curved(variant: Any, curve: Settings, forced: Settings) -> Any:
     return {**variant, "map": merge(curve, merge(variant.get("map", {}), forced))}
 
 
-def read_table(out: str | Path) -> Outcome:
+def read_table(out: str | Path) -> Table[Evidence]:
     """Return the results in a folder of `symexplin reproduce`, finished or not.
 
     Raises:
@@ -247,18 +213,12 @@ def read_table(out: str | Path) -> Outcome:
         raise ValueError(f"out must be the folder of a table, which has {TABLE}, got {str(out)!r}")
     about = read_json(out / TABLE)
     try:
-        panels = [
-            Evidence(panel["name"], folder, _found(folder), panel["stands_for"] or "", about["labels"])
-            for panel in about.pop("panels")
-            for folder in [out / PANELS / panel["name"]]
-        ]
-        return Outcome(**about, panels=tuple(panels))
+        claims = tuple(from_table(Claim, claim) for claim in about.pop("claims"))
+        panels = []
+        for panel in about.pop("panels"):
+            folder = out / PANELS / panel["name"]
+            found = read_json(folder / COMPARISON) if (folder / COMPARISON).exists() else {}
+            panels.append(Evidence(panel["name"], folder, found, panel["stands_for"] or "", about["labels"]))
+        return Table(**about, claims=claims, panels=tuple(panels))
     except (KeyError, TypeError) as error:
         raise ValueError(f"{str(out / TABLE)!r} is damaged, or of another version of symexplin: {error}") from None
-
-
-def _found(folder: Path) -> Settings:
-    """Return the content of a panel's comparison.json; {} before it has ended."""
-    if (folder / COMPARISON).exists():
-        return read_json(folder / COMPARISON)
-    return {}

@@ -88,7 +88,7 @@ def test_a_cancelled_job_is_told_and_those_of_a_stopped_comparison_are_taken_up(
         compare_runs(config, tmp_path, echo=stop)
     cancel = Echo(tmp_path, lambda job: subprocess.run(["scancel", job], check=True))
     with pytest.raises(
-        ChildProcessError, match=r"^2/2 SEL lr 0.001 seed 0: job \S+ ended as CANCELLED.*_log\.err"
+        ChildProcessError, match=r"^2/2 SEL lr 0.001 seed 0: job \S+ ended without its result: .*_log\.err"
     ) as error:
         compare_runs(config, tmp_path, resume=True, echo=cancel)
     assert "--resume submits it again" in str(error.value)

@@ -143,7 +143,7 @@ def test_jobs_are_followed_and_those_of_an_earlier_comparison_taken_up(tmp_path,
     )
     ((index, reason),) = again
     assert index == 0
-    assert reason.startswith("job 7_1 has gone: CUDA error: out of memory")
+    assert reason.startswith("job 7_1 ended without its result: CUDA error: out of memory")
     assert submitted == [["a", "b"]]
     list(run_as_jobs(work[1:], tmp_path, 2, ClusterConfig(), lambda _: (tmp_path / "b" / "done").touch()))
     assert submitted == [["a", "b"], ["b"]]

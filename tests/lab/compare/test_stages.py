@@ -1,152 +1,102 @@
-"""Comparisons in two stages, and variants that change keys of training."""
+"""The order of runs, and what is said of them; runs are numbers here."""
 
-import dataclasses
 import json
-import shutil
-import signal
-import statistics
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from sweeps import SCRIPT, bits, numbers, tiny
-from symexplin.lab.compare.grid import Cell, CompareConfig, GridConfig
-from symexplin.lab.compare.sweep import compare_runs
-from symexplin.lab.run import evaluations, train
-from symexplin.lab.settings import dump_toml, from_table, load_toml, to_table
+from symexplin.lab.compare.grid import Cell, GridConfig
+from symexplin.lab.compare.stages import Sweep, check_unused
+from symexplin.lab.compare.table import Run
 
-pytestmark = pytest.mark.usefixtures("undrawn")  # but for what a fixture of the module draws once
+pytestmark = pytest.mark.usefixtures("undrawn")
 
-
-def staged(data, **grid):
-    """Seed 0 chooses, seeds 3 and 4 confirm; a high rate, at which SEL is the better one, and one that is too low."""
-    return tiny(data, **{"lrs": (1e-3, 1e-2), "seeds": (0,), "confirm_seeds": (3, 4), **grid})
+# By seed 0 alone AdamW is best at 0.1 and SEL at 0.2; seeds 3 and 4 would choose otherwise.
+LOSSES = {("AdamW", 0.1): 2.0, ("AdamW", 0.2): 2.1, ("SEL", 0.1): 1.9, ("SEL", 0.2): 1.8}
 
 
-@pytest.fixture(scope="module")
-def confirmed(data, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("staged") / "out"
-    lines = []
-    return folder, compare_runs(staged(data), folder, echo=lines.append), lines
+class Runs:
+    """Executes runs whose losses are known, and remembers which have ended."""
+
+    def __init__(self, folder, losses=LOSSES):
+        self.folder, self.losses, self.lines = folder, dict(losses), []
+        self.ended, self.executed, self.failing, self.unreadable = set(), [], {}, set()
+
+    def execute(self, left):
+        for index, (_, cell) in enumerate(left):
+            self.executed.append(cell)
+            if cell.variant not in self.failing:
+                self.ended.add(cell)
+            yield index, self.failing.get(cell.variant)
+
+    def read(self, path, cell):
+        assert path == self.folder / "runs" / cell.name
+        if cell in self.unreadable & self.ended:
+            raise ValueError("its file is damaged")
+        return Run(*cell, evals=((0, 5.0), (9, self.losses[cell[:2]]))) if cell in self.ended else None
+
+    def sweep(self, **grid):
+        settings = {"lrs": (0.1, 0.2), "seeds": (0,), "confirm_seeds": (3, 4), **grid}
+        return Sweep(self.folder, GridConfig(**settings), self.execute, self.read, self.lines.append)
 
 
-def best_of(content, variant, seeds=(0,)):
-    """The learning rate of a variant's lowest mean loss, from the runs themselves."""
-    losses = {(r["lr"], r["seed"]): r["final_loss"] for r in content["runs"] if r["variant"] == variant}
-    return min({lr for lr, _ in losses}, key=lambda lr: statistics.fmean(losses[lr, seed] for seed in seeds))
+def cells(*places, seeds=(0,)):
+    return [Cell(*place, seed) for seed in seeds for place in places]
 
 
-def test_the_second_stage_trains_what_the_first_has_chosen(confirmed, data, tmp_path):
-    folder, content, lines = confirmed
-    best = {variant: best_of(content, variant) for variant in ("AdamW", "SEL")}
-    first = [(variant, lr, 0) for lr in (1e-3, 1e-2) for variant in ("AdamW", "SEL")]
-    rates = {"AdamW": [best["AdamW"]], "SEL": list(dict.fromkeys([best["AdamW"], best["SEL"]]))}
-    second = [(variant, lr, seed) for seed in (3, 4) for variant, lrs in rates.items() for lr in lrs]
-    assert [(r["variant"], r["lr"], r["seed"], r["stage"]) for r in content["runs"]] == [
-        *((*cell, 1) for cell in first),
-        *((*cell, 2) for cell in second),
+FIRST = cells(("AdamW", 0.1), ("SEL", 0.1), ("AdamW", 0.2), ("SEL", 0.2))
+SECOND = cells(("AdamW", 0.1), ("SEL", 0.1), ("SEL", 0.2), seeds=(3, 4))
+
+
+def test_the_second_stage_executes_what_the_first_has_chosen(tmp_path):
+    runs = Runs(tmp_path)
+    sweep = runs.sweep()
+    found = sweep.run()
+    assert runs.executed == [Cell(r.variant, r.lr, r.seed) for r in found] == FIRST + SECOND
+    assert "to confirm with 6 runs: AdamW at 0.1; SEL at 0.1 and 0.2" in runs.lines
+    assert runs.lines[0] == "1/10 AdamW lr 0.1 seed 0: loss 2.0000"
+    assert runs.lines[-1] == "10/10 SEL lr 0.2 seed 4: loss 1.8000"
+    content = sweep.conclude(found, {"unit": "", "maps": {}, "config": {}, "provenance": {}})
+    assert json.loads((tmp_path / "comparison.json").read_text()) == json.loads(json.dumps(content))
+    assert [run["stage"] for run in content["runs"]] == [1] * 4 + [2] * 6
+    assert content["runs"][-1]["folder"] == "runs/SEL-lr0.2-seed4"
+    assert (content["comparison"]["seeds"], content["comparison"]["confirm_seeds"]) == ((0, 3, 4), (3, 4))
+    assert content["headline"][-1] in (tmp_path / "report.html").read_text()
+    assert all(sentence in "\n".join(runs.lines) for sentence in content["headline"])
+
+
+def test_what_has_ended_stays_and_other_best_rates_ask_for_other_runs(tmp_path):
+    runs = Runs(tmp_path)
+    found = runs.sweep().run()
+    runs.executed.clear()
+    assert runs.sweep().run() == found
+    assert not runs.executed
+    assert sum("(already there)" in line for line in runs.lines) == 10
+    runs.losses |= {("AdamW", 0.4): 1.0, ("SEL", 0.4): 1.0}
+    grown = runs.sweep(lrs=(0.1, 0.2, 0.4), confirm_seeds=(3,)).run()
+    assert runs.executed == cells(("AdamW", 0.4), ("SEL", 0.4)) + cells(("AdamW", 0.4), ("SEL", 0.4), seeds=(3,))
+    assert len(grown) == 6 + 2  # seed 3 at the old rates is left out
+    runs.executed.clear()
+    assert len(runs.sweep(seeds=(0, 3), confirm_seeds=()).run()) == 8
+    assert runs.executed == cells(("AdamW", 0.2), seeds=(3,))
+
+
+def test_failing_runs_are_named_after_the_others_have_run(tmp_path):
+    runs = Runs(tmp_path, {(variant, 0.1): 1.0 for variant in ("AdamW", "bad", "odd", "good")})
+    runs.failing, runs.unreadable = {"bad": "one / two / three"}, set(cells(("odd", 0.1)))
+    with pytest.raises(
+        ChildProcessError, match=r"^2/4 bad lr 0\.1 seed 0: one / two / three; 1 more failed: see above$"
+    ):
+        runs.sweep(variants=("AdamW", "bad", "odd", "good"), lrs=(0.1,), confirm_seeds=()).run()
+    assert runs.lines[1:] == [
+        "failed: 2/4 bad lr 0.1 seed 0: one / two / three",
+        "failed: 3/4 odd lr 0.1 seed 0: its file is damaged",
+        "4/4 good lr 0.1 seed 0: loss 1.0000",
     ]
-    assert {path.name for path in (folder / "runs").iterdir()} == {r["folder"][5:] for r in content["runs"]}
-    comparison = content["comparison"]
-    assert (comparison["seeds"], comparison["confirm_seeds"]) == ((0, 3, 4), (3, 4))
-    assert {row["variant"]: row["lr"] for row in comparison["best"]} == best
-    assert "; up to 10 runs of 6 steps" in lines[0]
-    total = len(first) + len(second)
-    assert any(line.startswith(f"{total}/{total} SEL ") for line in lines)
-    assert any(line.startswith("to confirm with") and f"AdamW at {best['AdamW']:g}" in line for line in lines)
-    page = (folder / "report.html").read_text()
-    assert "The learning rates were chosen by seed 0 alone; seeds 3, 4 ran at those rates only." in page
-    last = content["runs"][-1]
-    train(staged(data).run(Cell(last["variant"], last["lr"], last["seed"])), tmp_path / "alone")
-    assert last["evals"] == tuple(evaluations(tmp_path / "alone"))
 
 
-def test_a_finished_second_stage_is_not_trained_again_and_may_grow(confirmed, data, tmp_path):
-    folder = tmp_path / "out"
-    shutil.copytree(confirmed[0], folder)
-    before = bits(folder)
-    lines = []
-    assert compare_runs(staged(data), folder, resume=True, echo=lines.append) == confirmed[1]
-    assert sum("(already there)" in line for line in lines) == len(confirmed[1]["runs"])
-    assert bits(folder) == before
-    grown = compare_runs(staged(data, confirm_seeds=(3, 4, 5)), folder, resume=True)
-    assert grown["comparison"]["seeds"] == (0, 3, 4, 5)
-    assert all(run in numbers(grown) for run in numbers(confirmed[1]))
-    assert {name: content for name, content in bits(folder).items() if name in before} == before
-    whole = compare_runs(staged(data, seeds=(0, 3, 4), confirm_seeds=(5,)), folder, resume=True)
-    assert {run["seed"]: run["stage"] for run in whole["runs"]} == {0: 1, 3: 1, 4: 1, 5: 2}
-    smaller = compare_runs(staged(data), folder, resume=True)
-    assert numbers(smaller) == numbers(confirmed[1])
-
-
-def test_other_best_rates_ask_for_other_runs_and_leave_the_old_ones(data, tmp_path):
-    """At 1e-5 nothing is learned in six steps, so that any higher rate is the best one as soon as it is there."""
-    low = compare_runs(staged(data, lrs=(1e-5,), confirm_seeds=(3,)), tmp_path)
-    assert [run[:3] for run in numbers(low)] == [
-        (variant, 1e-5, seed) for seed in (0, 3) for variant in ("AdamW", "SEL")
-    ]
-    old = bits(tmp_path)
-    content = compare_runs(staged(data, lrs=(1e-5, 1e-2), confirm_seeds=(3,)), tmp_path, resume=True)
-    assert {run[1] for run in numbers(content) if run[2] == 3} == {1e-2}
-    assert content["comparison"]["shared_lr"] == 1e-2
-    assert {name: file for name, file in bits(tmp_path).items() if name in old} == old  # on disk, and left out
-    assert len(content["runs"]) == 6
-
-
-@pytest.mark.slow
-def test_killed_in_either_stage_it_goes_on_to_the_same_bits(confirmed, data, tmp_path):
-    """Killed with one job, gone on with two and killed again; each time within a run that has a checkpoint."""
-    (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "script.py", "config.toml", "out"]
-    for jobs, stage in ((1, 1), (2, 2), (2, None)):
-        (tmp_path / "config.toml").write_text(
-            dump_toml(to_table(staged(data, lrs=(1e-2,), jobs=jobs, confirm_seeds=(3,))))
-        )
-        with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
-            now = 1
-            for line in process.stdout:
-                now += line.startswith("to confirm")
-                if now == stage and "step 4/6" in line:
-                    process.kill()
-        assert process.returncode == (-signal.SIGKILL if stage else 0)
-        assert (tmp_path / "out" / "comparison.json").exists() == (stage is None)
-    content = json.loads(Path(tmp_path, "out", "comparison.json").read_text())
-    whole = numbers(json.loads((confirmed[0] / "comparison.json").read_text()))
-    assert numbers(content) == [run for run in whole if run[1] == 1e-2 and run[2] != 4]
-    there = {name: found for name, found in bits(confirmed[0]).items() if "lr0.01-" in name and "seed4" not in name}
-    assert bits(tmp_path / "out") == there
-
-
-def test_variants_may_have_weights_and_an_optimizer_of_their_own(confirmed, data, tmp_path, monkeypatch):
-    """Weights lie where they did from whatever folder it resumes; others are refused, even if all runs have ended."""
-    first, second = confirmed[1]["runs"][2:4]
-    base = shutil.copytree(confirmed[0] / first["folder"], tmp_path / "base")
-    other = shutil.copytree(confirmed[0] / second["folder"], tmp_path / "other")
-
-    def config(weights):
-        own = {
-            "on": {"home": "none", "train": {"weights": weights}},
-            "muon": {"home": "none", "train": {"optimizer": "muon", "weight_decay": 0.1}},
-        }
-        return dataclasses.replace(
-            tiny(data), variant=own, compare=GridConfig(("AdamW", "on", "muon"), (1e-3,), (3,), confirm_seeds=(4,))
-        )
-
-    monkeypatch.chdir(tmp_path)
-    content = compare_runs(config("base"), "out")
-    evals = {(run["variant"], run["seed"]): run["evals"] for run in content["runs"]}
-    assert evals["on", 3][0][1] == evals["on", 4][0][1] == pytest.approx(first["final_loss"], rel=1e-6)
-    assert evals["muon", 3][0] == evals["AdamW", 3][0]
-    assert evals["muon", 3][-1] != evals["AdamW", 3][-1]
-    assert "<th>variant.muon.train.optimizer</th><td>muon</td>" in (tmp_path / "out" / "report.html").read_text()
-    assert load_toml("out/compare.toml")["variant"]["on"]["train"]["weights"] == str(base)
-    monkeypatch.chdir(confirmed[0])
-    saved = from_table(CompareConfig, load_toml(tmp_path / "out" / "compare.toml"))
-    assert compare_runs(saved, tmp_path / "out", resume=True) == content
-    with pytest.raises(ValueError, match=r"weights must be those that the run in .* started from, got .*other'"):
-        compare_runs(config(str(other)), tmp_path / "out", resume=True)
-    base.rename(tmp_path / "moved")
-    moved = compare_runs(config(str(tmp_path / "moved")), tmp_path / "out", resume=True)
-    assert numbers(moved) == numbers(content)
+def test_a_folder_with_a_comparison_is_resumed_only_if_asked(tmp_path):
+    check_unused(tmp_path, resume=False)
+    (tmp_path / "compare.toml").touch()
+    check_unused(tmp_path, resume=True)
+    with pytest.raises(ValueError, match=r"out must be a new folder.*which has a comparison: add --resume"):
+        check_unused(tmp_path, resume=False)

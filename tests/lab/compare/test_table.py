@@ -84,11 +84,6 @@ def test_seeds_are_paired():
     )
 
 
-def test_a_speedup_is_the_mean_of_the_seeds():
-    row = compare(runs_of({("A", 0.1): [2, 3], ("B", 0.1): [1, 1]}), "A").shared[1]
-    assert (row.reached, row.speedup) == (2, pytest.approx((4 / 3 + 4 / 2) / 2))
-
-
 @pytest.mark.parametrize(("variant", "finite"), [("SEL", (3, 2)), ("AdamW", (2, 3))])
 def test_a_seed_that_broke_down_leaves_pairs_without_it(variant, finite):
     """In the second stage the baseline may break down, too."""
@@ -116,20 +111,13 @@ def test_a_variant_that_never_stays_finite_has_no_numbers_and_a_baseline_is_an_e
         compare(runs, "SEL")
 
 
-def test_a_gap_has_the_digits_of_the_table():
-    for end, words in ((1.99946, "at 1.9995, 0.0005 below"), (2.00004, "at 2.0000, within 0.0001 of")):
-        comparison = compare(runs_of({("AdamW", 0.1): [2.0], ("SEL", 0.1): [end]}), "AdamW")
-        assert f"{words} AdamW's 2.0000" in headline(comparison)[0]
-
-
 def test_a_loss_above_the_start_is_reached_without_a_speedup():
     """The baseline diverges from 5 to 18, so that a variant is below that before its first step, or never."""
-    for final in (4.0, 18.5):
-        comparison = compare(runs_of({("AdamW", 0.1): [18.0], ("SEL", 0.1): [final]}), "AdamW")
-        assert (comparison.shared[1].reached, comparison.shared[1].speedup) == (1, None)
-        assert headline(comparison)[0].endswith("AdamW's 18.0000.")
-    high = Run("SEL", 0.1, 0, ((0, 20.0), (50, 19.0), (100, 18.5)), 1.0, 1.0)
-    assert headline(compare([run("AdamW", 0.1, 18.0), high], "AdamW"))[0].endswith("and never reaches that loss.")
+    for high, reached, words in ((5.0, 1, "reaches that loss in 1 of 1 seeds."), (20.0, 0, "never reaches that loss.")):
+        other = Run("SEL", 0.1, 0, ((0, high), (100, 18.5)))
+        comparison = compare([run("AdamW", 0.1, 18.0), other], "AdamW")
+        assert (comparison.shared[1].reached, comparison.shared[1].speedup) == (reached, None)
+        assert headline(comparison)[0].endswith(words)
 
 
 # By seed 7 alone AdamW is best at 0.2 and SEL at 0.1; seeds 8 and 9 would choose otherwise.

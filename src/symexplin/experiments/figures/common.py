@@ -31,7 +31,7 @@ def comparisons(sources: Sequence[Path]) -> list[Evidence]:
     found: list[Evidence] = []
     for source in sources:
         if (source / TABLE).exists():
-            found += read_table(source).finished
+            found += [panel for panel in read_table(source).panels if panel.found]
         elif (source / COMPARISON).exists():
             folder = source.resolve()
             table = folder.parent.parent / TABLE

@@ -6,19 +6,18 @@ processes/        the output of each run          cluster/     that of jobs of a
 """
 
 import functools
-import itertools
 import json
 import math
 import shlex
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from symexplin.lab.compare.grid import CONFIG, Cell, ClusterConfig, CompareConfig, GridConfig
-from symexplin.lab.compare.launch import Task, check_executor
-from symexplin.lab.compare.stages import Sweep, saved_comparison
+from symexplin.lab.compare.grid import CONFIG, RUNS, Cell, ClusterConfig, CompareConfig, GridConfig
+from symexplin.lab.compare.launch import Ended, Task, check_executor, execute
+from symexplin.lab.compare.stages import Labeled, Sweep, check_unused
 from symexplin.lab.compare.table import Run
 from symexplin.lab.files import replace_file
 from symexplin.lab.folders import claimed, saved_config
@@ -86,18 +85,16 @@ def configured(out: str | Path, *tables: Mapping[str, Any], resume: bool) -> Com
     file = Path(out, CONFIG)
     saved = load_toml(file) if resume and file.exists() else {}
     table = merge(saved, given)
-    if "command" not in table:
-        if saved:
-            saved_config(CompareConfig, file)  # its errors name the file
-        return from_table(CompareConfig, table)
-    if saved and "command" not in saved:
+    schema: type[CommandConfig | CompareConfig] = CommandConfig if "command" in table else CompareConfig
+    if saved and ("command" in saved) != ("command" in table):
         raise ValueError(f"out must be new for a command, got {str(out)!r} with runs of the laboratory's own")
-    for name in given.keys() - {"command", "compare", "cluster"}:
-        key = next(iter(given[name])) if isinstance(given[name], Mapping) and name != "variant" else name
-        raise ValueError(f"{key} must be left to the command, got --{key.replace('_', '-')} beside --command")
+    if schema is CommandConfig:
+        for name in given.keys() - {"command", "compare", "cluster"}:
+            key = next(iter(given[name])) if isinstance(given[name], Mapping) and name != "variant" else name
+            raise ValueError(f"{key} must be left to the command, got --{key.replace('_', '-')} beside --command")
     if saved:
-        saved_config(CommandConfig, file)
-    return from_table(CommandConfig, table)
+        saved_config(schema, file)  # its errors name the file
+    return from_table(schema, table)
 
 
 def compare_commands(
@@ -113,20 +110,27 @@ def compare_commands(
     grid = config.compare
     check_executor(grid)
     with claimed(out, "comparison", {CONFIG}) as folder:
-        saved = saved_comparison(folder, CommandConfig, resume)
-        if saved is not None and saved.command != config.command:
-            raise ValueError(
-                f"command must be that of the folder, {saved.command!r}, got {config.command!r}: choose a new --out"
-            )
+        check_unused(folder, resume)
+        if (folder / CONFIG).exists():
+            saved = saved_config(CommandConfig, folder / CONFIG).command
+            if saved != config.command:
+                raise ValueError(
+                    f"command must be that of the folder, {saved!r}, got {config.command!r}: choose a new --out"
+                )
         replace_file(folder / CONFIG, dump_toml(to_table(config)))
         echo(f"{'up to ' if grid.confirm_seeds else ''}{grid.most_runs} runs of {config.command}")
-        sweep = Sweep(folder, grid, functools.partial(_task, config), _run_in, echo)
-        for stage in sweep.stages:
-            sweep.execute(sweep.left(stage), config.cluster)
-        return sweep.conclude({"unit": "", "maps": {}, "config": to_table(config), "provenance": provenance()})
+
+        def execute_runs(left: Sequence[Labeled]) -> Iterator[Ended]:
+            tasks = [_task(config, label, folder / RUNS / cell.name, cell) for label, cell in left]
+            return execute(tasks, folder, grid, config.cluster, echo)
+
+        sweep = Sweep(folder, grid, execute_runs, _run_in, echo)
+        return sweep.conclude(
+            sweep.run(), {"unit": "", "maps": {}, "config": to_table(config), "provenance": provenance()}
+        )
 
 
-def _task(config: CommandConfig, label: str, cell: Cell, folder: Path) -> Task:
+def _task(config: CommandConfig, label: str, folder: Path, cell: Cell) -> Task:
     """Return the task of a run, whose folder is made."""
     folder.mkdir(parents=True, exist_ok=True)
     return Task(label, folder, RESULT, config.words(cell, folder))
@@ -138,26 +142,18 @@ def _run_in(folder: Path, cell: Cell) -> Run | None:
     if not path.exists():
         return None
     try:
-        loss, curve = _read(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, OverflowError) as error:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        loss = float(found["loss"])
+        curve = [(int(step), float(value)) for step, value in found.get("curve", [])]
+        steps = [step for step, _ in curve]
+        if steps != sorted(set(steps)):
+            raise ValueError("its steps do not increase")
+    except (ValueError, TypeError, LookupError, OverflowError, AttributeError) as error:
         form = '{"loss": 2.31, "curve": [[100, 3.02], [200, 2.31]]}'
         raise ValueError(
-            f"{str(path)!r} must be like {form} (the curve may be missing), but {error}: correct it, or delete it to "
+            f"{str(path)!r} must be like {form} (the curve may be missing), but {error!r}: correct it, or delete it to "
             "run again; then --resume"
         ) from None
-    points = [*curve[:-1], (curve[-1][0] if curve else 0, loss)]
+    points = [*curve[:-1], (steps[-1] if steps else 0, loss)]
     evals = tuple(point for point in points if math.isfinite(point[1]))
     return Run(*cell, evals=evals, error=None if math.isfinite(loss) else f"loss is {loss}")
-
-
-def _read(found: Any) -> tuple[float, list[tuple[int, float]]]:
-    """Return the loss and the curve of a result.json; a ValueError says what is wrong with it."""
-    if not isinstance(found, dict) or type(found.get("loss")) not in (int, float):
-        raise ValueError("it has no loss that is a number")
-    try:
-        curve = [(int(step), float(value)) for step, value in found.get("curve", [])]
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError("its curve is not a list of [step, loss]") from None
-    if any(after <= before for (before, _), (after, _) in itertools.pairwise(curve)):
-        raise ValueError("the steps of its curve do not increase")
-    return float(found["loss"]), curve

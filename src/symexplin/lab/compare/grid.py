@@ -94,28 +94,20 @@ class GridConfig(Schema):
             raise ValueError(
                 f"variants must be the baseline {self.baseline!r} and at least one other, got {self.variants}"
             )
-        # Six digits of a learning rate name a run's folder.
         for name, values in (
             ("variants", self.variants),
-            ("lrs", [f"{lr:g}" for lr in self.lrs]),
+            ("lrs", [f"{lr:g}" for lr in self.lrs]),  # these digits name a run's folder
             ("seeds", self.seeds),
+            ("confirm_seeds", (*self.seeds, *self.confirm_seeds)),
         ):
             if not values or len(set(values)) < len(values):
-                raise ValueError(f"{name} must hold at least one entry, and each once, got {getattr(self, name)}")
-        if len({*self.seeds, *self.confirm_seeds}) < len(self.seeds) + len(self.confirm_seeds):
-            raise ValueError(
-                f"confirm_seeds must hold each seed once, and none of seeds = {self.seeds}, got {self.confirm_seeds}"
-            )
+                more = f", and none of seeds = {self.seeds}" if name == "confirm_seeds" else ""
+                raise ValueError(f"{name} must hold at least one entry, and each once{more}, got {getattr(self, name)}")
 
     @property
     def on_cluster(self) -> bool:
         """Whether runs are jobs of a cluster."""
         return self.cluster != "none"
-
-    @property
-    def axes(self) -> dict[str, tuple[Any, ...]]:
-        """The variants, learning rates and seeds of both stages."""
-        return {"variants": self.variants, "lrs": self.lrs, "seeds": (*self.seeds, *self.confirm_seeds)}
 
     def cells(self) -> list[Cell]:
         """Return the runs of the first stage; the first ones make a whole comparison of the first seed."""

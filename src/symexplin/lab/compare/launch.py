@@ -22,7 +22,10 @@ from symexplin.lab.files import read_json, write_json
 from symexplin.lab.process import StopSignals, end_with_parent
 from symexplin.lab.provenance import cores
 
-__all__ = ["PROCESSES", "Ended", "SlurmJob", "Task", "check_executor", "run_as_jobs", "run_side_by_side"]
+__all__ = [
+    *("PROCESSES", "Ended", "SlurmJob", "Task"),
+    *("check_executor", "execute", "run_as_jobs", "run_side_by_side"),
+]
 
 Echo = Callable[[str], None]
 # The number of a task whose run has ended, and why it failed, if it did.
@@ -61,6 +64,13 @@ def check_executor(grid: GridConfig) -> None:
         raise ValueError("cluster 'slurm' needs submitit: pip install 'symexplin[cluster]'")
     elif shutil.which("sbatch") is None:
         raise ValueError("cluster must be 'none' where Slurm is not installed, got 'slurm' without sbatch")
+
+
+def execute(tasks: Sequence[Task], out: Path, grid: GridConfig, cluster: ClusterConfig, echo: Echo) -> Iterator[Ended]:
+    """Execute runs in processes of their own, or as jobs of the cluster, and yield each when it has ended."""
+    if grid.on_cluster:
+        return run_as_jobs(tasks, out, grid.jobs, cluster, echo)
+    return run_side_by_side(tasks, out, grid.jobs, echo)
 
 
 # --- Processes -------------------------------------------------------------------------------------------------------
@@ -296,6 +306,4 @@ def _loss(job: str, place: Path) -> str:
     """Return the message about a job that has ended without its run."""
     logs = list(place.glob(f"{job}_*_log.err"))
     said = _last_lines(logs[0]) if logs else f"it left no log in {place}"
-    command = ["squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T"]
-    state = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    return f"job {job} {f'ended as {state}' if state else 'has gone'}: {said}; --resume submits it again"
+    return f"job {job} ended without its result: {said}; --resume submits it again"

@@ -11,22 +11,21 @@ import dataclasses
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from symexplin.lab.build import build
-from symexplin.lab.compare.grid import CONFIG, DEMO, RUNS, Cell, ClusterConfig, CompareConfig
-from symexplin.lab.compare.launch import PROCESSES, Task, check_executor
-from symexplin.lab.compare.stages import Sweep, saved_comparison
+from symexplin.lab.compare.grid import CONFIG, DEMO, RUNS, Cell, CompareConfig
+from symexplin.lab.compare.launch import PROCESSES, Ended, Task, check_executor, execute
+from symexplin.lab.compare.stages import Labeled, Sweep, check_unused
 from symexplin.lab.compare.table import Run
-from symexplin.lab.config import ComputeConfig, RunConfig, absolute, resolve
+from symexplin.lab.config import RunConfig, absolute, resolve
 from symexplin.lab.data.batches import Corpus
 from symexplin.lab.files import read_json, replace_file
 from symexplin.lab.folders import FACTS, SUMMARY, check_resumable, claimed
 from symexplin.lab.load import digest_of
 from symexplin.lab.maps import map_of
-from symexplin.lab.parallel import Ranks, joined
 from symexplin.lab.provenance import cores
 from symexplin.lab.run import check_inputs, evaluations, train
 from symexplin.lab.settings import dump_toml, merge, to_table
@@ -44,12 +43,11 @@ def compare_runs(
     *,
     resume: bool = False,
     echo: Echo = lambda _: None,
-    progress: bool = True,
 ) -> dict[str, Any]:
     """Train every variant at every learning rate and seed, and return the content of comparison.json.
 
     With `confirm_seeds` a second stage follows: each variant at its own best learning rate and at the baseline's, with
-    each of those seeds. Under torchrun all processes call this, and together train one run after the other.
+    each of those seeds.
 
     Args:
         config: may leave values to the machine; the resolved one is saved.
@@ -57,140 +55,100 @@ def compare_runs(
         resume: keep finished runs and continue the others. The grid may change, and what a run may change, but not what
             the runs in the folder trained. On a CPU the results have the bits of an uninterrupted comparison, unless
             [compute] changes.
-        echo: takes each line of the log, and the table at the end.
-        progress: show a bar on a terminal instead of the lines of a run.
+        echo: takes each line of the log, and the table at the end. On a terminal a bar stands for the lines of a run.
 
     Raises:
         ValueError: a folder, data or variant that cannot be used, a comparison of another configuration, a baseline
-            that did not stay finite at any learning rate, several jobs or a cluster under torchrun.
+            that did not stay finite at any learning rate.
         OSError: the disk is full, a process or a job failed, ...
         Stopped: SIGTERM, SIGINT or SIGHUP came. Every run was saved; jobs of a cluster go on.
     """
-    device = "cpu" if config.compare.on_cluster else config.compute.device
-    with joined(device) as ranks, contextlib.ExitStack() as stack:
-        echo = echo if ranks.first else lambda _: None
-        with ranks.together():
-            _check_place(config, ranks)
-            corpus = Corpus.load(config.data, verify=ranks.first)
-            corpus.check_context(config.model.context)
-        ranks.agree({**config.table(), "resume": resume}, free=("data", "compute.threads"))
-        folder = ranks.tell(lambda: stack.enter_context(claimed(out, "comparison", {CONFIG, DEMO})))
-        config = ranks.tell(lambda: _opened(folder, config, corpus, resume, echo, ranks))
-        grid = config.compare
+    grid = config.compare
+    check_executor(grid)
+    corpus = Corpus.load(config.data)
+    corpus.check_context(config.model.context)
+    with claimed(out, "comparison", {CONFIG, DEMO}) as folder:
+        check_unused(folder, resume)
+        config = _resolved(config, corpus.vocab_size)
+        _check_runs(folder, config, corpus)
+        replace_file(folder / CONFIG, dump_toml(config.table()))
         echo(
             f"{len(corpus.train):,} tokens to train on, {len(corpus.valid):,} held out; "
             f"{'up to ' if grid.confirm_seeds else ''}{grid.most_runs} runs of {config.train.steps} steps"
         )
-        sweep = Sweep(folder, grid, functools.partial(_task, config, folder), _run_in, echo)
-        for stage in sweep.stages:
-            _train(sweep, config, stage, progress, ranks)
-        return ranks.tell(lambda: _conclude(folder, sweep, config, corpus))
 
+        def execute_runs(left: Sequence[Labeled]) -> Iterator[Ended]:
+            if grid.jobs == 1 and not grid.on_cluster:
+                return _train(config, folder, left, echo)
+            tasks = [_task(config, folder, label, cell) for label, cell in left]
+            return execute(tasks, folder, grid, config.cluster, echo)
 
-def _check_place(config: CompareConfig, ranks: Ranks) -> None:
-    """Raise ValueError unless the runs can be executed where the configuration says."""
-    jobs = config.compare.jobs
-    if ranks.size > 1 and (jobs > 1 or config.compare.on_cluster):
-        raise ValueError(
-            f"jobs must be 1 and cluster 'none' under torchrun, where all processes train each run, got jobs = {jobs}, "
-            f"cluster = {config.compare.cluster!r}"
-        )
-    check_executor(config.compare)
+        sweep = Sweep(folder, grid, execute_runs, _run_in, echo)
+        return sweep.conclude(sweep.run(), _facts(folder, config, corpus))
 
 
 # --- begin -----------------------------------------------------------------------------------------------------------
 
 
-def _opened(
-    folder: Path, config: CompareConfig, corpus: Corpus, resume: bool, echo: Echo, ranks: Ranks
-) -> CompareConfig:
-    """Return the resolved configuration, saved, after all checks that need no training."""
-    saved = saved_comparison(folder, CompareConfig, resume)
-    config = _resolved(config, corpus.vocab_size, saved, ranks)
-    if saved is not None:
-        before, now = ({"compute": found.table()["compute"]} for found in (saved, config))
-        if changed := check_resumable(folder, "comparison", before, now):
-            echo(f"{'; '.join(changed)}: the rounding of runs that have not ended changes")
-        for key, had in saved.compare.axes.items():
-            if gone := [str(value) for value in had if value not in config.compare.axes[key]]:
-                echo(f"left out of the results: {key} {', '.join(gone)}; name them again to keep them")
-    grid, digest = config.compare, functools.cache(digest_of)
-    started = set()
-    for cell in itertools.starmap(Cell, itertools.product(*grid.axes.values())):
+def _resolved(config: CompareConfig, vocab_size: int) -> CompareConfig:
+    """Fill in what was left to the machine, for all runs alike; jobs of a cluster resolve the rest where they run."""
+    compute, grid = config.compute, config.compare
+    if grid.on_cluster:
+        device = ("cuda" if config.cluster.gpus else "cpu") if compute.device == "auto" else compute.device
+        compute = dataclasses.replace(compute, device=device, threads=compute.threads or config.cluster.cpus)
+    else:
+        if compute.threads is None and grid.jobs > 1:
+            compute = dataclasses.replace(compute, threads=max(1, cores() // grid.jobs))
+        compute = resolve(dataclasses.replace(config.example(grid.baseline), compute=compute), vocab_size).compute
+    variants = config.variant
+    for name, table in variants.items():
+        if weights := table.get("train", {}).get("weights"):
+            variants = merge(variants, {name: {"train": {"weights": absolute(weights)}}})
+    return dataclasses.replace(
+        config,
+        data=str(absolute(config.data)),
+        model=dataclasses.replace(config.model, vocab_size=vocab_size),
+        train=dataclasses.replace(config.train, weights=absolute(config.train.weights)),
+        compute=compute,
+        variant=variants,
+    )
+
+
+def _check_runs(folder: Path, config: CompareConfig, corpus: Corpus) -> None:
+    """Raise ValueError unless runs in the folder are those of `config`, and variants without any can be built."""
+    grid, digest, started = config.compare, functools.cache(digest_of), set()
+    for place in itertools.product(grid.variants, grid.lrs, (*grid.seeds, *grid.confirm_seeds)):
+        cell = Cell(*place)
         if (folder / RUNS / cell.name / FACTS).exists():
             _check_run(folder / RUNS / cell.name, config.run(cell), corpus, digest)
             started.add(cell.variant)
     for variant in grid.variants:
-        if variant not in started:  # a started run has the same configuration, which was checked before it
-            run = config.example(variant)
+        if variant not in started:
             with naming(f"variant {variant}"):  # such as weights of another shape
-                build(resolve(_on_cpu(run) if config.compare.on_cluster else run, corpus.vocab_size))
-    replace_file(folder / CONFIG, dump_toml(config.table()))
-    return config
-
-
-def _resolved(config: CompareConfig, vocab_size: int, saved: CompareConfig | None, ranks: Ranks) -> CompareConfig:
-    """Fill in what was left to the machine: as saved, so that bits repeat, else by this machine or the cluster."""
-    compute, jobs, on_cluster = config.compute, config.compare.jobs, config.compare.on_cluster
-    if saved is not None:
-        unsaid = [f.name for f in dataclasses.fields(ComputeConfig) if getattr(compute, f.name) in (None, "auto")]
-        compute = dataclasses.replace(compute, **{name: getattr(saved.compute, name) for name in unsaid})
-    if on_cluster:
-        compute = _on_nodes(compute, config.cluster)
-    elif compute.threads is None and jobs > 1:
-        compute = dataclasses.replace(compute, threads=max(1, cores() // jobs))
-    example = dataclasses.replace(config, compute=compute).example(config.compare.baseline)
-    # This machine may lack the GPUs of the cluster's.
-    resolved = resolve(
-        _on_cpu(example) if on_cluster else example,
-        vocab_size,
-        max(1, config.cluster.gpus) if on_cluster else ranks.size,
-    )
-    device = compute.device if on_cluster else resolved.compute.device
-    return dataclasses.replace(
-        config,
-        data=resolved.data,
-        # The baseline's own changes stay its own.
-        model=dataclasses.replace(config.model, vocab_size=vocab_size),
-        train=dataclasses.replace(config.train, weights=absolute(config.train.weights)),
-        log=resolved.log,
-        compute=dataclasses.replace(resolved.compute, device=device),
-        variant={name: _with_absolute_weights(table) for name, table in config.variant.items()},
-    )
-
-
-def _on_nodes(compute: ComputeConfig, cluster: ClusterConfig) -> ComputeConfig:
-    """Return what the runs compute with on a cluster, as far as it follows from what they ask for."""
-    device = ("cuda" if cluster.gpus else "cpu") if compute.device == "auto" else compute.device
-    autocast = "on" if compute.autocast == "auto" and device != "cpu" else compute.autocast
-    return dataclasses.replace(compute, device=device, autocast=autocast, threads=compute.threads or cluster.cpus)
-
-
-def _with_absolute_weights(variant: dict[str, Any]) -> dict[str, Any]:
-    weights = variant.get("train", {}).get("weights")
-    return variant if weights is None else merge(variant, {"train": {"weights": absolute(weights)}})
+                build(_anywhere(config.example(variant), corpus, config.cluster.gpus if grid.on_cluster else 1))
 
 
 def _check_run(folder: Path, config: RunConfig, corpus: Corpus, digest: Callable[[str], str]) -> None:
     """Raise ValueError unless the run in a folder is the one that `config` would train, on whatever machine."""
     with _remedy():
         facts = read_json(folder / FACTS)
-    new = to_table(resolve(_on_cpu(config), corpus.vocab_size))
+    new = to_table(_anywhere(config, corpus))
     check_resumable(folder, "run", {**facts["config"], "compute": new["compute"]}, new)
     check_inputs(folder, facts, config, corpus, digest)
 
 
-def _on_cpu(config: RunConfig) -> RunConfig:
-    """Return the run on a device that every machine has."""
-    return dataclasses.replace(config, compute=dataclasses.replace(config.compute, device="cpu"))
+def _anywhere(config: RunConfig, corpus: Corpus, processes: int = 1) -> RunConfig:
+    """Return the resolved run on a device that every machine has."""
+    on_cpu = dataclasses.replace(config, compute=dataclasses.replace(config.compute, device="cpu"))
+    return resolve(on_cpu, corpus.vocab_size, max(1, processes))
 
 
 # --- the runs --------------------------------------------------------------------------------------------------------
 
 
-def _task(config: CompareConfig, out: Path, label: str, cell: Cell, folder: Path) -> Task:
+def _task(config: CompareConfig, out: Path, label: str, cell: Cell) -> Task:
     """Return the task of a run, whose configuration is written."""
-    file = out / PROCESSES / f"{cell.name}.toml"
+    file, folder = out / PROCESSES / f"{cell.name}.toml", out / RUNS / cell.name
     file.parent.mkdir(exist_ok=True)
     replace_file(file, dump_toml(to_table(config.run(cell))))
     processes = config.cluster.gpus if config.compare.on_cluster else 1
@@ -200,21 +158,14 @@ def _task(config: CompareConfig, out: Path, label: str, cell: Cell, folder: Path
     return Task(label, folder, SUMMARY, [*python, "-m", "symexplin", *arguments])
 
 
-def _train(sweep: Sweep, config: CompareConfig, stage: int, progress: bool, ranks: Ranks) -> None:
-    """Train what is left of a stage; the second one begins when the first one has ended."""
-    left = ranks.tell(lambda: sweep.left(stage))
-    if config.compare.on_cluster or config.compare.jobs > 1:
-        sweep.execute(left, config.cluster)
-        return
-    echo = (lambda _: None) if progress and sys.stderr.isatty() else sweep.echo
-    for label, cell in left:
+def _train(config: CompareConfig, out: Path, left: Sequence[Labeled], echo: Echo) -> Iterator[Ended]:
+    """Train runs in this process, one after the other: none of them has to import torch."""
+    told = (lambda _: None) if sys.stderr.isatty() else echo  # where there is a bar
+    for index, (label, cell) in enumerate(left):
         with contextlib.suppress(NonFiniteError):  # the run's summary.json says so
-            train(
-                config.run(cell), sweep.place(cell), resume=True, echo=echo, tell_config=False,
-                progress=progress, label=label, verify=False,
-            )  # fmt: skip
-        if ranks.first:
-            sweep.tell(label, cell)
+            place = out / RUNS / cell.name
+            train(config.run(cell), place, resume=True, echo=told, tell_config=False, label=label, verify=False)
+        yield index, None
 
 
 def _run_in(path: Path, cell: Cell) -> Run | None:
@@ -239,26 +190,25 @@ def _remedy() -> Iterator[None]:
 # --- the conclusion --------------------------------------------------------------------------------------------------
 
 
-def _conclude(folder: Path, sweep: Sweep, config: CompareConfig, corpus: Corpus) -> dict[str, Any]:
+def _facts(folder: Path, config: CompareConfig, corpus: Corpus) -> dict[str, Any]:
+    """Return what comparison.json has beside the results."""
     first = folder / RUNS / config.compare.cells()[0].name
     summaries = [read_json(path) for path in folder.glob(f"{RUNS}/*/{SUMMARY}")]
-    return sweep.conclude(
-        {
-            "unit": "nats per token",
-            "maps": {variant: _map(config, variant) for variant in config.compare.variants},
-            "corpus": {
-                "train_tokens": len(corpus.train),
-                "valid_tokens": len(corpus.valid),
-                "train_documents": corpus.train_documents,
-                "valid_documents": corpus.valid_documents,
-                "tokenizer": corpus.tokenizer.name,
-            },
-            "parameters": next((summary["parameters"] for summary in summaries if "parameters" in summary), None),
-            "config": config.table(),
-            # Where the first run began: on a cluster this is another machine.
-            "provenance": read_json(first / FACTS)["provenance"],
-        }
-    )
+    return {
+        "unit": "nats per token",
+        "maps": {variant: _map(config, variant) for variant in config.compare.variants},
+        "corpus": {
+            "train_tokens": len(corpus.train),
+            "valid_tokens": len(corpus.valid),
+            "train_documents": corpus.train_documents,
+            "valid_documents": corpus.valid_documents,
+            "tokenizer": corpus.tokenizer.name,
+        },
+        "parameters": next((summary["parameters"] for summary in summaries if "parameters" in summary), None),
+        "config": config.table(),
+        # Where the first run began: on a cluster this is another machine.
+        "provenance": read_json(first / FACTS)["provenance"],
+    }
 
 
 def _map(config: CompareConfig, variant: str) -> dict[str, Any] | None:

@@ -200,8 +200,6 @@ def _verdict(row: Row, baseline: Row) -> str:
         ending += f" ({interval.verdict}; 99% interval {interval.low:+.4f} to {interval.high:+.4f})"
     if row.speedup is not None:
         return f"{ending}, and reaches that loss in {100 / row.speedup:.0f}% of the steps"
-    if row.reached == count:
-        return ending  # it was there from the start in some seed, and steps say nothing
     if row.reached:
         return f"{ending}, and reaches that loss in {row.reached} of {count} seeds"
     return f"{ending}, and never reaches that loss"
