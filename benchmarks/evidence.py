@@ -210,9 +210,9 @@ SHOWN: Mapping[str, Sequence[tuple[tuple[str, str, str, int], str] | None]] = {
         (("beta", "128x4", "d3fc95d", 600), "default"),
         (("exp_only", "128x4", "d3fc95d", 600), "full"),
     ),
-    "width 128, depth 4, five seeds": ((("control", "128x4", "b3eebc4", 600), "default"), None, None),
-    "width 128, depth 4, technical English": ((("default", "128x4", "ff759b9", 600), "default"), None, None),
-    "width 128, depth 4, earlier model code": (None, (("suite", "128x4", "cc59c74", 600), "carried"), None),
+    "width 128, depth 4, 600 steps, again": ((("control", "128x4", "b3eebc4", 600), "default"), None, None),
+    "the same, technical English": ((("default", "128x4", "ff759b9", 600), "default"), None, None),
+    "the same, earlier model code": (None, (("suite", "128x4", "cc59c74", 600), "carried"), None),
     "the same, 1,800 steps": (None, (("default", "128x4", "882d6bf", 1800), "carried"), None),
     "width 1024, depth 1, 1,500 steps": ((WIDTH_1024, "exp"), None, (WIDTH_1024, "paper")),
 }
@@ -235,7 +235,7 @@ def readme_table(found: Sequence[Experiment]) -> str:
             cells.append(in_words(shown))
             seeds.append(len(shown.values))
             baseline = baseline or f"{statistics.fmean(best[1].values()):.4f}"
-        rows.append(f"| {title} | {baseline} | {' | '.join(cells)} | {'; '.join(map(str, dict.fromkeys(seeds)))} |")
+        rows.append(f"| {title} | {baseline} | {' | '.join(cells)} | {' to '.join(map(str, sorted(set(seeds))))} |")
     return "\n".join(rows)
 
 
