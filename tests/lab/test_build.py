@@ -76,11 +76,6 @@ def test_all_homes_start_from_one_draw(home, start):
             torch.testing.assert_close(parameter, drawn, rtol=1e-5, atol=1e-7)
 
 
-def test_memory_keys_reach_the_model():
-    model = build(config(compute=ComputeConfig(recompute=True, loss_chunk=5))).model
-    assert (model.recompute, model.loss_chunk) == (True, 5)
-
-
 @pytest.mark.parametrize(
     ("compute", "accumulation", "kept"),
     [
