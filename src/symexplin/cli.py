@@ -439,4 +439,4 @@ _SCHEMAS = {
 }
 # Keys that the command says otherwise.
 _NO_FLAGS = {"prepare": ("sources",), "compare": ("lr", "seed", "home", "preset", "start", "map")}
-_PARALLEL = ("train", "compare")  # what torchrun may start
+_PARALLEL = ("train",)  # what torchrun may start

@@ -15,7 +15,6 @@ from symexplin.lab.config import ComputeConfig
 from symexplin.lab.data.prepare import PrepareConfig, prepare
 from symexplin.lab.maps import CurveConfig
 from symexplin.lab.model import ModelConfig, Transformer
-from symexplin.lab.parallel import ALONE
 from symexplin.lab.process import Stopped
 from symexplin.lab.run import evaluations, train
 from symexplin.lab.settings import from_table, load_toml
@@ -185,9 +184,9 @@ def test_on_a_cluster_the_machine_is_that_of_its_jobs(data, tmp_path):
     """This machine may have no GPU: what the runs compute with follows from what they ask for."""
     cluster = ClusterConfig(gpus=2, cpus=6)
     config = dataclasses.replace(tiny(data, cluster="slurm"), compute=ComputeConfig(), cluster=cluster)
-    compute = sweep._resolved(config, 300, None, ALONE).compute
+    compute = sweep._resolved(config, 300, None).compute
     assert (compute.device, compute.autocast, compute.threads, compute.parallel) == ("cuda", "on", 6, "ddp")
     on_cpus = dataclasses.replace(config, cluster=ClusterConfig(cpus=6))
-    assert sweep._resolved(on_cpus, 300, None, ALONE).compute.device == "cpu"
+    assert sweep._resolved(on_cpus, 300, None).compute.device == "cpu"
     task = sweep._task(config, tmp_path, "", config.compare.cells()[0], tmp_path / "run")
     assert task.command[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

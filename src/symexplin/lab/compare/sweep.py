@@ -26,7 +26,6 @@ from symexplin.lab.files import read_json, replace_file
 from symexplin.lab.folders import FACTS, SUMMARY, check_resumable, claimed
 from symexplin.lab.load import digest_of
 from symexplin.lab.maps import map_of
-from symexplin.lab.parallel import Ranks, joined
 from symexplin.lab.provenance import cores
 from symexplin.lab.run import check_inputs, evaluations, train
 from symexplin.lab.settings import dump_toml, merge, to_table
@@ -49,7 +48,7 @@ def compare_runs(
     """Train every variant at every learning rate and seed, and return the content of comparison.json.
 
     With `confirm_seeds` a second stage follows: each variant at its own best learning rate and at the baseline's, with
-    each of those seeds. Under torchrun all processes call this, and together train one run after the other.
+    each of those seeds.
 
     Args:
         config: may leave values to the machine; the resolved one is saved.
@@ -62,20 +61,15 @@ def compare_runs(
 
     Raises:
         ValueError: a folder, data or variant that cannot be used, a comparison of another configuration, a baseline
-            that did not stay finite at any learning rate, several jobs or a cluster under torchrun.
+            that did not stay finite at any learning rate.
         OSError: the disk is full, a process or a job failed, ...
         Stopped: SIGTERM, SIGINT or SIGHUP came. Every run was saved; jobs of a cluster go on.
     """
-    device = "cpu" if config.compare.on_cluster else config.compute.device
-    with joined(device) as ranks, contextlib.ExitStack() as stack:
-        echo = echo if ranks.first else lambda _: None
-        with ranks.together():
-            _check_place(config, ranks)
-            corpus = Corpus.load(config.data, verify=ranks.first)
-            corpus.check_context(config.model.context)
-        ranks.agree({**config.table(), "resume": resume}, free=("data", "compute.threads"))
-        folder = ranks.tell(lambda: stack.enter_context(claimed(out, "comparison", {CONFIG, DEMO})))
-        config = ranks.tell(lambda: _opened(folder, config, corpus, resume, echo, ranks))
+    check_executor(config.compare)
+    corpus = Corpus.load(config.data)
+    corpus.check_context(config.model.context)
+    with claimed(out, "comparison", {CONFIG, DEMO}) as folder:
+        config = _opened(folder, config, corpus, resume, echo)
         grid = config.compare
         echo(
             f"{len(corpus.train):,} tokens to train on, {len(corpus.valid):,} held out; "
@@ -83,30 +77,17 @@ def compare_runs(
         )
         sweep = Sweep(folder, grid, functools.partial(_task, config, folder), _run_in, echo)
         for stage in sweep.stages:
-            _train(sweep, config, stage, progress, ranks)
-        return ranks.tell(lambda: _conclude(folder, sweep, config, corpus))
-
-
-def _check_place(config: CompareConfig, ranks: Ranks) -> None:
-    """Raise ValueError unless the runs can be executed where the configuration says."""
-    jobs = config.compare.jobs
-    if ranks.size > 1 and (jobs > 1 or config.compare.on_cluster):
-        raise ValueError(
-            f"jobs must be 1 and cluster 'none' under torchrun, where all processes train each run, got jobs = {jobs}, "
-            f"cluster = {config.compare.cluster!r}"
-        )
-    check_executor(config.compare)
+            _train(sweep, config, stage, progress)
+        return _conclude(folder, sweep, config, corpus)
 
 
 # --- begin -----------------------------------------------------------------------------------------------------------
 
 
-def _opened(
-    folder: Path, config: CompareConfig, corpus: Corpus, resume: bool, echo: Echo, ranks: Ranks
-) -> CompareConfig:
+def _opened(folder: Path, config: CompareConfig, corpus: Corpus, resume: bool, echo: Echo) -> CompareConfig:
     """Return the resolved configuration, saved, after all checks that need no training."""
     saved = saved_comparison(folder, CompareConfig, resume)
-    config = _resolved(config, corpus.vocab_size, saved, ranks)
+    config = _resolved(config, corpus.vocab_size, saved)
     if saved is not None:
         before, now = ({"compute": found.table()["compute"]} for found in (saved, config))
         if changed := check_resumable(folder, "comparison", before, now):
@@ -129,7 +110,7 @@ def _opened(
     return config
 
 
-def _resolved(config: CompareConfig, vocab_size: int, saved: CompareConfig | None, ranks: Ranks) -> CompareConfig:
+def _resolved(config: CompareConfig, vocab_size: int, saved: CompareConfig | None) -> CompareConfig:
     """Fill in what was left to the machine: as saved, so that bits repeat, else by this machine or the cluster."""
     compute, jobs, on_cluster = config.compute, config.compare.jobs, config.compare.on_cluster
     if saved is not None:
@@ -144,7 +125,7 @@ def _resolved(config: CompareConfig, vocab_size: int, saved: CompareConfig | Non
     resolved = resolve(
         _on_cpu(example) if on_cluster else example,
         vocab_size,
-        max(1, config.cluster.gpus) if on_cluster else ranks.size,
+        max(1, config.cluster.gpus) if on_cluster else 1,
     )
     device = compute.device if on_cluster else resolved.compute.device
     return dataclasses.replace(
@@ -200,9 +181,9 @@ def _task(config: CompareConfig, out: Path, label: str, cell: Cell, folder: Path
     return Task(label, folder, SUMMARY, [*python, "-m", "symexplin", *arguments])
 
 
-def _train(sweep: Sweep, config: CompareConfig, stage: int, progress: bool, ranks: Ranks) -> None:
+def _train(sweep: Sweep, config: CompareConfig, stage: int, progress: bool) -> None:
     """Train what is left of a stage; the second one begins when the first one has ended."""
-    left = ranks.tell(lambda: sweep.left(stage))
+    left = sweep.left(stage)
     if config.compare.on_cluster or config.compare.jobs > 1:
         sweep.execute(left, config.cluster)
         return
@@ -213,8 +194,7 @@ def _train(sweep: Sweep, config: CompareConfig, stage: int, progress: bool, rank
                 config.run(cell), sweep.place(cell), resume=True, echo=echo, tell_config=False,
                 progress=progress, label=label, verify=False,
             )  # fmt: skip
-        if ranks.first:
-            sweep.tell(label, cell)
+        sweep.tell(label, cell)
 
 
 def _run_in(path: Path, cell: Cell) -> Run | None:
