@@ -56,13 +56,13 @@ def test_failures_and_kills_leave_the_earlier_ones(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.json"])
-@pytest.mark.parametrize("harm", [lambda data: data[:-3], lambda data: data + b"x", None])
-def test_damage_is_noticed(tmp_path, name, harm):
+@pytest.mark.parametrize("gone", [True, False])
+def test_damage_is_noticed(tmp_path, name, gone):
     file = save(tmp_path, 10) / name
-    if harm is None:
+    if gone:
         file.unlink()
     else:
-        file.write_bytes(harm(file.read_bytes()))
+        file.write_bytes(file.read_bytes()[:-3])
     with pytest.raises(ValueError, match=rf"step-00000010 is damaged: .*{name}"):
         load_checkpoint(file.parent)
 
