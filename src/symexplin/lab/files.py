@@ -52,7 +52,7 @@ def file_digest(path: Path) -> str:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a file with a JSON object per line, without an incomplete last line, or raise ValueError."""
+    """Return the records of a file with a JSON object per line, without an incomplete last line."""
     complete, _, _ = path.read_bytes().rpartition(b"\n")
     records = []
     for number, line in enumerate(complete.splitlines(), start=1):
