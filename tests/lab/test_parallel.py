@@ -10,11 +10,10 @@ import parallel_runs
 import processes
 from corpora import TEXTS, prepared
 from pairwise import pairwise
-from symexplin.lab.config import RunConfig, resolve
 from symexplin.lab.data.batches import Corpus
 from symexplin.lab.files import read_json, read_json_lines
 from symexplin.lab.parallel import Ranks
-from symexplin.lab.settings import dump_toml, from_table, load_toml
+from symexplin.lab.settings import dump_toml, load_toml
 
 HOMES = ["none", "optimizer", "module"]
 KINDS = [(home, kind) for home in HOMES for kind in ("ddp", "fsdp")]
@@ -222,15 +221,7 @@ def test_what_all_processes_refuse_the_first_one_tells(monkeypatch, capsys, tmp_
     assert words in read_json(tmp_path / "error.json")["message"]["message"]
 
 
-def test_a_batch_that_cannot_be_shared_out_is_refused(data):
-    config = from_table(RunConfig, table(data))
-    assert resolve(config, 256, processes=4).compute.parallel == "ddp"
-    assert resolve(config, 256).compute.parallel is None
-    with pytest.raises(ValueError, match=r"batch_size / accumulation must be a multiple of the 3 processes, got 8 / 2"):
-        resolve(config, 256, processes=3)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 7])
+@pytest.mark.parametrize("size", [1, 3, 7])
 @pytest.mark.parametrize("count", [0, 1, 14])
 def test_rows_are_all_shared_out(size, count):
     shares = [Ranks(rank, size).rows(count) for rank in range(size)]

@@ -39,7 +39,6 @@ def run(trainer, steps=6):
     [
         (TrainConfig(steps=6, warmup_steps=2), [1 / 2, 1, 1, 3 / 4, 2 / 4, 1 / 4, 0]),
         (TrainConfig(steps=4, warmup_steps=0, floor=0.2), [1, 0.8, 0.6, 0.4, 0.2]),
-        (TrainConfig(steps=3, warmup_steps=3), [1 / 3, 2 / 3, 1, 1]),
     ],
 )
 def test_schedule(config, factors):
@@ -117,7 +116,7 @@ def test_bfloat16_computes_in_bfloat16_and_trains():
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("curve", ["optimizer", "module"])
 def test_gradients_are_clipped_once_and_the_norm_before_is_logged(curve):
     trainer = make(curve, train=TrainConfig(**{**vars(TRAIN), "max_grad_norm": 1e-3}))
     norms = []

@@ -102,14 +102,6 @@ def test_heavy_tails_of_each_matrix(file):
     assert (near[:-1] / near[1:]).max() < 1.02  # next to the bound a percentile is known to 2 %
 
 
-def test_weights_that_are_all_zero_or_not_there_are_refused(tmp_path):
-    write_tensors(tmp_path / "a", {"up.weight": torch.zeros(4, 4)})
-    with pytest.raises(ValueError, match="not all zero"):
-        draw("weight_distribution", [tmp_path / "a"])
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        draw("heavy_tail", [tmp_path / "nowhere"])
-
-
 def test_distances_of_a_run_are_those_from_its_own_start(runs):
     histogram, axes = labelled(draw("optimization_distance", [runs["plain"]])).axes
     config = json.loads((runs["plain"] / "run.json").read_text())["model"]
@@ -165,6 +157,9 @@ def test_raw_and_effective_weights_at_both_ends(runs):
         assert list(drawn.values) == list(np.histogram(values, drawn.edges, density=True)[0])
 
 
-def test_runs_that_are_no_pair_are_refused(runs):
+def test_weights_that_are_all_zero_and_runs_that_are_no_pair_are_refused(runs, tmp_path):
+    write_tensors(tmp_path / "a", {"up.weight": torch.zeros(4, 4)})
+    with pytest.raises(ValueError, match="not all zero"):
+        draw("weight_distribution", [tmp_path / "a"])
     with pytest.raises(ValueError, match=r"ordinary weights, then a curved one, got '.*curved' and '.*plain'"):
         draw("raw_effective", [runs["curved"], runs["plain"]])
