@@ -68,15 +68,10 @@ def _odd(config, ranks, before=lab_train.build):
     return before(config, ranks)
 
 
-def _resume_here(*args, before=lab_run.train, **options):
-    return before(*args, **{**options, "resume": torch.distributed.get_rank() == 1})
-
-
 _PLANTED = {
     "a full disk": (lab_run, "save_checkpoint", _fail),
     "no number": (Trainer, "update", _plant),
     "one process": (lab_train, "build", _odd),
-    "one resumes": (lab_run, "train", _resume_here),
 }
 
 

@@ -4,12 +4,11 @@ import pytest
 import torch
 
 import symexplin as sel
-from symexplin.lab.build import build, build_model, clear_gradients
+from symexplin.lab.build import build, clear_gradients
 from symexplin.lab.config import ComputeConfig, RunConfig, TrainConfig
 from symexplin.lab.maps import CurveConfig
 from symexplin.lab.model import ModelConfig, Transformer
 from symexplin.lab.weights import MODEL, load_model, save_model
-from symexplin.presets import PRESETS
 
 TINY = ModelConfig(width=16, depth=1, heads=2, context=8)
 BARE = dataclasses.replace(TINY, bias=False)
@@ -20,25 +19,15 @@ def config(train=TRAIN, compute=None, **curve):
     return RunConfig("data", TINY, train, CurveConfig(**curve), compute or ComputeConfig())
 
 
-def test_no_home_is_torchs_adamw():
-    model, optimizer, clip = build(config(home="none"))
-    assert type(optimizer) is torch.optim.AdamW
-    assert clip
-    (group,) = optimizer.param_groups
-    assert (group["lr"], group["betas"], group["weight_decay"]) == (4e-3, (0.8, 0.99), 0.02)
-    assert len(group["params"]) == len(list(model.parameters()))
-    assert group["fused"]
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_the_optimizer_home_clips_and_anneals_by_itself(preset):
-    model, optimizer, clip = build(config(preset=preset))
+def test_the_optimizer_home_clips_and_anneals_by_itself():
+    model, optimizer, clip = build(config(preset="paper"))
     assert isinstance(optimizer, sel.SELAdamW)
     assert not clip
     assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {id(p) for p in model.parameters()}
     for group in optimizer.param_groups:
         assert (group["lr"], group["betas"], group["weight_decay"]) == (4e-3, (0.8, 0.99), 0.02)
         assert (group["total_steps"], group["max_grad_norm"]) == (10, 0.7)
+    assert [k * 4e-3 for k in optimizer.param_groups[0]["k_e"]] == pytest.approx([0.015, 0.0024])  # the paper's
 
 
 def test_the_module_home_curves_layers_and_anneals_under_adamw():
@@ -48,15 +37,6 @@ def test_the_module_home_curves_layers_and_anneals_under_adamw():
     assert all(isinstance(layer, sel.SELLinear) for layer in (model.blocks[0].ffn.up, model.blocks[0].attention.q))
     groups = {group["role"]: group for group in optimizer.param_groups if group["role"] != "plain"}
     assert [k * 4e-3 for k in groups["e"]["k"]] == pytest.approx([0.015, 0.0024])
-
-
-def test_scales_keep_their_learning_rates_across_learning_rates_of_the_weights():
-    """The paper's k = 50 to 8 at lr 3e-4 is 0.015 to 0.0024 at every learning rate of the weights."""
-    for lr in (1e-3, 1e-2):
-        group = build(config(TrainConfig(steps=10, lr=lr), preset="paper")).optimizer.param_groups[0]
-        assert [k * lr for k in group["k_e"]] == pytest.approx([0.015, 0.0024])
-        assert [k * lr for k in group["k_l"]] == pytest.approx([0.015, 0.0024])
-        assert [k * lr for k in group["k_m"]] == pytest.approx([3e-6, 1.5e-4])
 
 
 @pytest.mark.parametrize("home", ["optimizer", "module"])
@@ -76,17 +56,11 @@ def test_all_homes_start_from_one_draw(home, start):
             torch.testing.assert_close(parameter, drawn, rtol=1e-5, atol=1e-7)
 
 
-def test_memory_keys_reach_the_model():
-    model = build(config(compute=ComputeConfig(recompute=True, loss_chunk=5))).model
-    assert (model.recompute, model.loss_chunk) == (True, 5)
-
-
 @pytest.mark.parametrize(
     ("compute", "accumulation", "kept"),
     [
         ({"compile": True, "compile_mode": "reduce-overhead"}, 2, True),
         ({"compile": True, "compile_mode": "reduce-overhead"}, 1, False),
-        ({"compile": True, "compile_mode": "max-autotune-no-cudagraphs"}, 2, False),
         ({"compile_mode": "reduce-overhead"}, 2, False),
     ],
 )
@@ -115,9 +89,8 @@ def inside(name):
     return name.startswith("blocks.") and "norm" not in name
 
 
-@pytest.mark.parametrize("decay_plain", [True, False])
-def test_muon_without_a_map_is_torchs_muon_for_the_blocks_matrices_and_adamw_for_the_rest(decay_plain):
-    train = dataclasses.replace(TRAIN, optimizer="muon", max_grad_norm=1e6, decay_plain=decay_plain, weight_decay=0.5)
+def test_muon_without_a_map_is_torchs_muon_for_the_blocks_matrices_and_adamw_for_the_rest():
+    train = dataclasses.replace(TRAIN, optimizer="muon", max_grad_norm=1e6, decay_plain=False, weight_decay=0.5)
     model, optimizer, clip = build(config(train, home="none"))
     assert not clip
     expected = build(config(home="none")).model
@@ -128,7 +101,7 @@ def test_muon_without_a_map_is_torchs_muon_for_the_blocks_matrices_and_adamw_for
     assert (len(matrices), len(biases), len(plain)) == (7, 7, 7)
     shared = {"lr": 4e-3, "weight_decay": 0.5}
     muon = torch.optim.Muon(matrices, **shared, adjust_lr_fn="match_rms_adamw")
-    groups = [{"params": biases}, {"params": plain, "weight_decay": 0.5 if decay_plain else 0.0}]
+    groups = [{"params": biases}, {"params": plain, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, **shared, betas=(0.8, 0.99))
     for _ in zip(steps(model), steps(expected), strict=True):
         optimizer.step()
@@ -154,8 +127,6 @@ def test_muon_with_a_map_is_selmuon_over_it():
     ("curve", "optimizer"),
     [
         ({"home": "none"}, "adamw"),
-        ({"home": "none"}, "muon"),
-        ({"preset": "paper"}, "adamw"),
         ({"preset": "paper"}, "muon"),
         ({"preset": "paper", "home": "module"}, "adamw"),
     ],
@@ -178,8 +149,7 @@ def test_decay_may_be_kept_from_what_is_not_in_the_linears_of_blocks(curve, opti
         assert (named[name].abs() < 0.999 * before[name].abs()).all()
 
 
-@pytest.mark.parametrize("home", ["optimizer", "module"])
-@pytest.mark.parametrize(("given", "total"), [(None, 10), (4, 4), (25, 25)])
+@pytest.mark.parametrize(("home", "given", "total"), [("optimizer", None, 10), ("optimizer", 4, 4), ("module", 25, 25)])
 def test_annealing_takes_the_whole_run_unless_said(home, given, total):
     _, optimizer, _ = build(config(home=home, preset="paper", anneal_steps=given))
     if home == "optimizer":
@@ -228,10 +198,3 @@ def test_a_mismatched_start_is_around_the_weights_given(weights, home):
         torch.testing.assert_close(found[name], wanted, rtol=1e-5, atol=1e-7)
     moved = found["blocks.0.ffn.up.weight"]
     assert (moved[plain < 0] > plain[plain < 0]).all()
-
-
-def test_init_reaches_the_model():
-    model = ModelConfig(width=16, depth=1, heads=2, context=8, init="xavier_normal")
-    built = build_model(RunConfig("data", model, TRAIN, CurveConfig(home="none")))
-    bound = (6 / (16 + 64)) ** 0.5
-    assert built.blocks[0].ffn.up.weight.abs().max() > bound  # which a uniform draw never leaves

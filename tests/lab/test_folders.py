@@ -1,8 +1,5 @@
-import os
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 
@@ -49,8 +46,8 @@ def test_a_mistake_leaves_no_trace(tmp_path):
     assert list(tmp_path.rglob("*")) == [tmp_path / "old"]
 
 
-@pytest.mark.parametrize("name", ["notes.txt", ".git"])
-def test_folders_of_others_are_left_alone(tmp_path, name):
+def test_folders_of_others_are_left_alone(tmp_path):
+    name = ".git"
     (tmp_path / name).write_text("mine")
     refused = rf"out must be a new folder or that of an earlier run, got .* with '{name}'"
     with pytest.raises(ValueError, match=refused), claimed(tmp_path, "run", MARKS):
@@ -67,28 +64,3 @@ def test_files_and_nameless_folders_are_refused(tmp_path, name, message):
     out = tmp_path / name if name == "file" else name
     with pytest.raises(ValueError, match=f"out must (be )?{message}"), claimed(out, "run", MARKS):
         pass
-
-
-@pytest.mark.skipif(os.name != "posix", reason="takes away the right to write")
-@pytest.mark.parametrize("name", ["", "new"])
-def test_a_read_only_folder_is_one_line(name):
-    """Root may write everywhere, so that the process becomes nobody."""
-    code = """if True:
-        import os, sys
-        from symexplin.lab.folders import claimed
-        if os.geteuid() == 0:
-            os.setgroups([]), os.setgid(65534), os.setuid(65534)
-        try:
-            with claimed(sys.argv[1], "run", {"run.json"}):
-                pass
-        except OSError as error:
-            print(error)
-    """
-    with tempfile.TemporaryDirectory() as place:
-        Path(place).chmod(0o555)
-        command = [sys.executable, "-c", code, str(Path(place, name))]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-        assert "Permission denied" in done.stdout, done
-        assert len(done.stdout.splitlines()) == 1
-        assert list(Path(place).iterdir()) == []
-        Path(place).chmod(0o755)

@@ -63,7 +63,6 @@ MODELS = {
     "lab": lambda: Transformer(ModelConfig(width=16, depth=2, heads=2, vocab_size=16, context=8)),
     "Llama": lambda: hub("LlamaForCausalLM", **LLAMA, tie_word_embeddings=True, attention_bias=True),
     "GPT-2": lambda: hub("GPT2LMHeadModel", vocab_size=32, n_embd=8, n_layer=2, n_head=2),
-    "T5": lambda: hub("T5ForConditionalGeneration", vocab_size=32, d_model=16, d_ff=24, num_layers=2),
     "routers, step biases": parts,
 }
 
@@ -162,7 +161,7 @@ def test_the_map_is_the_given_one_else_that_of_the_training_else_the_default(tmp
     assert words in " ".join(format_inspection(found).split())
 
 
-def test_the_table_fits_and_the_dict_is_json(tmp_path):
+def test_the_table_shows_the_figures(tmp_path):
     long = {f"transformer.encoder.layers.{i}.self_attention.query_key_value.weight": heavy(64, 32) for i in range(12)}
     found = inspected(tmp_path, {**long, **STATE})
     lines = format_inspection(found).splitlines()
@@ -172,6 +171,3 @@ def test_the_table_fits_and_the_dict_is_json(tmp_path):
     cells = next(line.split() for line in lines if line.startswith("layers.10.up "))
     figures = (row.max, row.max_growth, row.std_growth, 100 * row.above["0.1"])
     assert cells[1:6] == ["40x12", *(f"{figure:.3g}" for figure in figures)]
-    again = json.loads(json.dumps(dataclasses.asdict(found), allow_nan=False))
-    assert again["rows"][0]["max_growth"] == found.rows[0].max_growth
-    assert sel.SELConfig.from_dict(again["config"]) == found.config

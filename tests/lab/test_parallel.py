@@ -10,16 +10,15 @@ import parallel_runs
 import processes
 from corpora import TEXTS, prepared
 from pairwise import pairwise
-from symexplin.lab.config import RunConfig, resolve
 from symexplin.lab.data.batches import Corpus
 from symexplin.lab.files import read_json, read_json_lines
-from symexplin.lab.parallel import ALONE, Ranks
-from symexplin.lab.settings import dump_toml, from_table, load_toml
+from symexplin.lab.parallel import Ranks
+from symexplin.lab.settings import dump_toml, load_toml
 
 HOMES = ["none", "optimizer", "module"]
 KINDS = [(home, kind) for home in HOMES for kind in ("ddp", "fsdp")]
 SHARED = pairwise(home=HOMES, kind=["ddp", "fsdp"], how=["resumed", "moved"])
-STEPS = 11
+STEPS = 9
 
 
 def table(data, home="none", kind=None, **train):
@@ -131,7 +130,7 @@ def test_each_error_of_a_job_is_one_line_and_all_processes_have_its_status(folde
             "must be a multiple of the 2 processes, got 3 / 1",
         ),
         (f"train {flags} --out {tmp_path}/a --device cuda:1", None, 0, "device must be auto, cpu or cuda for several"),
-        (f"train {flags} --out {tmp_path}/a --data {tmp_path}/RANK/data", None, 0, "tokens is "),
+        (f"train {flags} --out {tmp_path}/a --data {tmp_path}/RANK/data", None, 0, "data is "),
         (f"train {flags} --out {tmp_path}/a --home module --map e.pattern=global --parallel fsdp", None, 0, "'ddp'"),
         (f"train {flags} --out {tmp_path}/a", "one process", 0, "error: process 1: this process is odd"),
         (
@@ -140,7 +139,6 @@ def test_each_error_of_a_job_is_one_line_and_all_processes_have_its_status(folde
             0,
             "settings must be those of process 0: train.seed",
         ),
-        (f"train {flags} --out {tmp_path}/a", "one resumes", 0, "resume is False there, True here"),
         (f"train {flags} --out {tmp_path}/b", "a full disk", 0, "No space left on device"),
         (f"train {flags} --out {tmp_path}/c", "no number", 0, "non-finite weight: blocks.0.ffn.up.weight; --resume"),
     ]
@@ -182,31 +180,27 @@ def wait_for(folder, steps):
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="finds torchrun's processes there")  # noqa: PTH110
-def test_a_job_of_torchrun_that_is_stopped_and_killed_ends_with_the_same_bits(data, tmp_path):
+def test_a_job_of_torchrun_that_is_killed_and_stopped_goes_on_to_the_same_bits(data, tmp_path):
     config = table(data, "optimizer", "fsdp", steps=45, eval_every=15)
     config["log"] |= {"checkpoint_every": 5, "keep": 100}
     (tmp_path / "run.toml").write_text(dump_toml(config))
     processes.run(2, tmp_path, parallel_runs.runs, [(config, str(tmp_path / "whole"))])
     arguments = (tmp_path / "run.toml", "--out", tmp_path / "run", "--resume")
 
-    job = torchrun(*arguments)
+    job = torchrun(*arguments, module=("--no-python", f"{sys.prefix}/bin/symexplin"))
     wait_for(tmp_path / "run", [5])
+    os.kill(workers_of(job)[0], signal.SIGKILL)
+    assert "Signal 9 (SIGKILL)" in job.communicate(timeout=60)[0]
+
+    last = max(int(path.name[5:]) for path in (tmp_path / "run" / "checkpoints").glob("*[0-9]"))
+    job = torchrun(*arguments)
+    wait_for(tmp_path / "run", range(last + 5, 45, 5))
     job.send_signal(signal.SIGTERM)
     said = job.communicate(timeout=60)[0]
     assert said.count("symexplin: stopped by SIGTERM after step") == 1
     assert "saved in" in said
 
-    job = torchrun(*arguments, module=("--no-python", f"{sys.prefix}/bin/symexplin"))
-    stopped = max(int(path.name[5:]) for path in (tmp_path / "run" / "checkpoints").iterdir())
-    wait_for(tmp_path / "run", range((stopped // 5 + 2) * 5, 45, 5))
-    os.kill(workers_of(job)[0], signal.SIGKILL)
-    said = job.communicate(timeout=60)[0]
-    assert "Signal 9 (SIGKILL)" in said
-
-    job = torchrun(*arguments)
-    said = job.communicate(timeout=120)[0]
-    assert job.returncode == 0, said
-    assert said.count("nats per token; plain weights") == 1
+    processes.run(2, tmp_path, parallel_runs.runs, [(config, str(tmp_path / "run"))])
     assert_same_bits(tmp_path / "run", tmp_path / "whole")
 
 
@@ -227,27 +221,12 @@ def test_what_all_processes_refuse_the_first_one_tells(monkeypatch, capsys, tmp_
     assert words in read_json(tmp_path / "error.json")["message"]
 
 
-def test_a_batch_that_cannot_be_shared_out_is_refused(data):
-    config = from_table(RunConfig, table(data))
-    assert resolve(config, 256, processes=4).compute.parallel == "ddp"
-    assert resolve(config, 256).compute.parallel is None
-    with pytest.raises(ValueError, match=r"batch_size / accumulation must be a multiple of the 3 processes, got 8 / 2"):
-        resolve(config, 256, processes=3)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 7])
-@pytest.mark.parametrize("count", [0, 1, 5, 14])
+@pytest.mark.parametrize("size", [1, 3, 7])
+@pytest.mark.parametrize("count", [0, 1, 14])
 def test_rows_are_all_shared_out(size, count):
     shares = [Ranks(rank, size).rows(count) for rank in range(size)]
     assert [i for share in shares for i in range(count)[share]] == list(range(count))
     assert max(s.stop - s.start for s in shares) - min(s.stop - s.start for s in shares) <= 1
-
-
-def test_alone_nothing_changes():
-    with pytest.raises(KeyError), ALONE.together():
-        raise KeyError
-    assert ALONE.sums(0.1, -0.0) == (0.1, -0.0)
-    assert (ALONE.tell(lambda: 3), ALONE.gather(4)) == (3, [4])
 
 
 @pytest.mark.parametrize(

@@ -38,12 +38,6 @@ def test_a_resumed_record_goes_on_where_its_checkpoint_was(tmp_path):
         Recorder(tmp_path, lengths=lengths)
 
 
-def test_not_a_number_is_refused(tmp_path):
-    with Recorder(tmp_path) as recorder, pytest.raises(ValueError, match="JSON"):
-        recorder.error(1, float("nan"))
-    assert (tmp_path / METRICS).read_bytes() == b""
-
-
 def test_without_a_folder_nothing_is_written():
     with Recorder(None, tensorboard=True) as recorder:
         recorder.update(1, {"loss": 1.0}, tokens=0)

@@ -2,11 +2,9 @@ import dataclasses
 import json
 import math
 import os
-import pickle
+import resource
 import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -20,7 +18,6 @@ from symexplin.lab.evaluate import evaluate
 from symexplin.lab.files import read_json_lines
 from symexplin.lab.maps import CurveConfig
 from symexplin.lab.model import ModelConfig
-from symexplin.lab.parallel import Ranks
 from symexplin.lab.process import Stopped
 from symexplin.lab.run import train
 from symexplin.lab.settings import from_table, load_toml
@@ -83,19 +80,14 @@ def test_a_run_leaves_what_it_promises(whole, data, curve):
     assert evaluate(model, held_out) == pytest.approx(evals[-1][1], rel=0 if curve != "module" else 1e-6)
 
 
-def test_the_saved_configuration_says_everything_and_runs_the_same(whole, tmp_path):
+def test_the_saved_configuration_runs_the_same(whole, tmp_path):
     config, lines = from_table(RunConfig, load_toml(whole["optimizer"] / "config.toml")), []
-    assert config.compute.device == "cpu"
-    assert config.sel.map["mode"] == "mismatch"
     train(config, tmp_path / "again", echo=lines.append)
     assert bits(tmp_path / "again") == bits(whole["optimizer"])
-    assert all(words in "\n".join(lines) for words in ("lr = 0.01", "width = 16", "device = 'cpu'"))
-    assert "step 10/10, loss " in lines[-1]
+    assert all(words in "\n".join(lines) for words in ("lr = 0.01", "width = 16", "step 10/10, loss "))
 
 
-@pytest.mark.parametrize(
-    ("curve", "step"), [("none", 1), ("none", 4), ("optimizer", 3), ("optimizer", 10), ("module", 1), ("module", 5)]
-)
+@pytest.mark.parametrize(("curve", "step"), [("none", 1), ("optimizer", 10), ("module", 5)])
 def test_a_run_that_fails_anywhere_resumes_to_the_same_bits(data, whole, tmp_path, monkeypatch, curve, step):
     folder = tmp_path / "run"
     break_off(tiny(data, curve), folder, monkeypatch, step)
@@ -187,25 +179,8 @@ def test_a_signal_saves_and_stops(data, whole, tmp_path, monkeypatch, number):
         with pytest.raises(Stopped, match=r"after step 5, saved in .*step-00000005; --resume continues") as stopped:
             train(tiny(data), folder)
     assert stopped.value.signal == number
-    assert newest(folder)[0].name == "step-00000005"
     train(tiny(data), folder, resume=True)
     assert bits(folder) == bits(whole["none"])
-
-
-def test_a_signal_within_the_exchange_of_signals_stops_at_the_next_step(data, tmp_path, monkeypatch):
-    table, steps = Ranks.table, []
-
-    def exchange(self, *numbers):
-        found = table(self, *numbers)
-        if numbers == (0,):
-            steps.append(None)
-            if len(steps) == 4:  # before the update number 4
-                signal.raise_signal(signal.SIGTERM)
-        return found
-
-    monkeypatch.setattr(Ranks, "table", exchange)
-    with pytest.raises(Stopped, match="after step 4, saved in"):
-        train(tiny(data), tmp_path / "run")
 
 
 def test_a_failure_after_a_signal_is_the_signal(data, tmp_path, monkeypatch):
@@ -243,33 +218,17 @@ def test_a_planted_nan_ends_the_run_and_names_step_layer_and_checkpoint(data, wh
 
 
 @pytest.mark.skipif(os.name != "posix", reason="limits the size of files")
-def test_a_full_disk_is_told_in_one_line_and_the_run_resumes(data, whole, tmp_path):
-    """At any size of the limit: the metrics, the checkpoint or the final weights do not fit."""
-    sizes = (500, 2_000, 20_000, 60_000)
-    code = """if True:
-        import pickle, resource, sys
-        from symexplin.lab.run import train
-        for config, folder, size in pickle.load(sys.stdin.buffer):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-            try:
-                train(config, folder)
-            except (OSError, ValueError) as error:
-                print(f"told: {error}", file=sys.stderr)
-    """
-    folders = [tmp_path / str(size) for size in sizes]
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        input=pickle.dumps([(tiny(data), str(folder), size) for folder, size in zip(folders, sizes, strict=True)]),
-        capture_output=True,
-        check=False,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    told = [line for line in done.stderr.decode().splitlines() if line.startswith("told: ")]
-    for folder, line in zip(folders, told, strict=True):
-        assert "arge" in line
-        assert str(folder) in line  # which file, whichever it is
-        assert not list(folder.rglob("*.tmp"))
-        train(tiny(data), folder, resume=True)
-        assert bits(folder) == bits(whole["none"])
+@pytest.mark.parametrize("size", [500, 20_000, 60_000])
+def test_a_full_disk_is_told_with_the_file_and_the_run_resumes(data, whole, tmp_path, size):
+    """The metrics, the checkpoint or the final weights do not fit."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limit[1]))
+    try:
+        with pytest.raises(OSError, match="arge") as error:
+            train(tiny(data), tmp_path / "run", progress=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert str(tmp_path / "run") in f"{error.value.filename} {error.value}"
+    assert not list(tmp_path.rglob("*.tmp"))
+    train(tiny(data), tmp_path / "run", resume=True)
+    assert bits(tmp_path / "run") == bits(whole["none"])

@@ -6,7 +6,7 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,21 +51,15 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_json_lines(path: Path, skipped: Callable[[str], None] | None = None) -> list[dict[str, Any]]:
-    """Return the records of a file with a JSON object per line, without an incomplete last line.
-
-    `skipped` receives a message for each damaged line, which is left out. Without it, one raises ValueError.
-    """
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a file with a JSON object per line, without an incomplete last line."""
     complete, _, _ = path.read_bytes().rpartition(b"\n")
     records = []
     for number, line in enumerate(complete.splitlines(), start=1):
         try:
             records.append(json.loads(line))
         except ValueError as error:
-            message = f"{str(path)!r} is damaged: line {number} is not JSON: {error}"
-            if skipped is None:
-                raise ValueError(message) from None
-            skipped(message)
+            raise ValueError(f"{str(path)!r} is damaged: line {number} is not JSON: {error}") from None
     return records
 
 

@@ -1,11 +1,11 @@
-"""The processes of a job under torchrun: shared computations, decisions and errors."""
+"""The processes of `train` under torchrun: shared computations, decisions and errors."""
 
 import atexit
 import contextlib
 import datetime
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -14,13 +14,13 @@ from torch import Tensor, distributed
 
 from symexplin.lab.process import end_with_parent, launch, under_torchrun
 from symexplin.lab.settings import differences
-from symexplin.optim.shard import is_dtensor, whole
+from symexplin.optim.shard import is_dtensor
 
 __all__ = ["ALONE", "ElsewhereError", "Ranks", "joined", "leave", "placed"]
 
 T = TypeVar("T")
 
-# The first process may write a checkpoint or a report meanwhile.
+# The first process may write a checkpoint meanwhile.
 _PATIENCE = datetime.timedelta(minutes=30)
 _ENDED = "another process of the job has ended or cannot be reached; --resume continues from the last checkpoint"
 
@@ -55,37 +55,18 @@ class Ranks:
 
     def sums(self, *numbers: float) -> tuple[float, ...]:
         """Return the sums of `numbers` over the processes, the same bits everywhere."""
-        return tuple(self.table(*numbers).sum(0).tolist())
-
-    def table(self, *numbers: float) -> Tensor:
-        """Return a float64 row of `numbers` per process."""
-        own = torch.tensor(numbers, dtype=torch.float64)
-        found = [torch.empty_like(own) for _ in range(self.size)] if self.size > 1 else [own]
-        if self.size > 1:
-            distributed.all_gather(found, own)
-        return torch.stack(found)
-
-    def agree(self, settings: Mapping[str, Any], free: Collection[str] = ()) -> None:
-        """Raise ValueError unless all processes have the same settings, except for the dotted keys `free`."""
-        found = differences(self.gather(settings)[0], settings)
-        odd = [f"{key} is {there!r} there, {here!r} here" for key, (there, here) in found.items() if key not in free]
-        with self.together():
-            if odd:
-                raise ValueError(f"all settings must be those of process 0: {'; '.join(odd)}")
+        return tuple(map(sum, zip(*self.gather(numbers), strict=True)))
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """Raise the error of one process in all: in the others as ElsewhereError."""
-        if self.size == 1:
-            yield
-            return
         error = None
         try:
             yield
         except Exception as raised:
             error = raised
-        said = self.gather(None if error is None else str(error) or type(error).__name__)
-        for rank, text in enumerate(said):
+        told = self.gather(None if error is None else str(error) or type(error).__name__)
+        for rank, text in enumerate(told):
             if error is not None and rank == self.rank:
                 raise error
             if text is not None:
@@ -96,20 +77,15 @@ class Ranks:
         made = None
         with self.together():
             made = make() if self.first else None
-        if self.size > 1:
-            box = [made]
-            distributed.broadcast_object_list(box, src=0)
-            (made,) = box
-        return cast(T, made)
+        return cast(T, self.gather(made)[0])
 
-    def collect(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return whole tensors in the first process, gathered one by one; nothing in the others."""
-        found = {}
-        for name, tensor in tensors.items():
-            gathered = whole(tensor)
-            if self.first:
-                found[name] = gathered.cpu() if is_dtensor(tensor) else gathered
-        return found
+    def agree(self, settings: Mapping[str, Any]) -> None:
+        """Raise ValueError unless all processes have the same settings."""
+        odd = differences(self.gather(settings)[0], settings).items()
+        with self.together():
+            if odd:
+                told = "; ".join(f"{key} is {there!r} there, {here!r} here" for key, (there, here) in odd)
+                raise ValueError(f"all settings must be those of process 0: {told}")
 
 
 ALONE = Ranks()
@@ -118,27 +94,13 @@ ALONE = Ranks()
 @contextlib.contextmanager
 def joined(device: str) -> Iterator[Ranks]:
     """Join the job of torchrun, if there is one. On GPUs each process takes that of its local rank."""
-    (rank, size), gpus = launch(), device != "cpu" and torch.cuda.is_available()
-    if size == 1 and not _initialized():
+    if launch()[1] == 1 and not _initialized():
         yield ALONE
         return
     try:
-        if _initialized():  # a second group cannot use the store of torchrun
-            yield Ranks(distributed.get_rank(), distributed.get_world_size())
-            return
-        if under_torchrun():
-            end_with_parent()
-        # Plain values go through gloo, without waiting for a GPU.
-        distributed.init_process_group("cpu:gloo,cuda:nccl" if gpus else "cpu:gloo", timeout=_PATIENCE)
-        atexit.register(distributed.destroy_process_group)
-        ranks = Ranks(rank, size)
-        if gpus:
-            local, found = int(os.environ.get("LOCAL_RANK", rank)), torch.cuda.device_count()
-            with ranks.together():
-                if local >= found:
-                    raise ValueError(f"device cuda needs a GPU per process, got {found}: or add --device cpu")
-            torch.cuda.set_device(local)
-        yield ranks
+        if not _initialized():  # a second group cannot use the store of torchrun
+            _join(device != "cpu" and torch.cuda.is_available())
+        yield Ranks(distributed.get_rank(), distributed.get_world_size())
         distributed.barrier()  # gloo may abort a process that ends while others still work
     except Exception as error:
         lost = isinstance(error, RuntimeError) and "gloo" in str(error)
@@ -146,6 +108,20 @@ def joined(device: str) -> Iterator[Ranks]:
             raise
         atexit.unregister(distributed.destroy_process_group)  # it would wait for the ended processes
         raise ChildProcessError(_ENDED) from error
+
+
+def _join(gpus: bool) -> None:
+    if under_torchrun():
+        end_with_parent()
+    # Plain values go through gloo, without waiting for a GPU.
+    distributed.init_process_group("cpu:gloo,cuda:nccl" if gpus else "cpu:gloo", timeout=_PATIENCE)
+    atexit.register(distributed.destroy_process_group)
+    if gpus:
+        local, found = int(os.environ.get("LOCAL_RANK", distributed.get_rank())), torch.cuda.device_count()
+        with Ranks(distributed.get_rank(), distributed.get_world_size()).together():
+            if local >= found:
+                raise ValueError(f"device cuda needs a GPU per process, got {found}: or add --device cpu")
+        torch.cuda.set_device(local)
 
 
 def leave(status: int) -> None:

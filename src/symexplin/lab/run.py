@@ -82,8 +82,7 @@ def train(
             corpus = Corpus.load(config.data, verify=verify and ranks.first)
             config = resolve(config, corpus.vocab_size, ranks.size)
             corpus.check_context(config.model.context)
-        settings = {**to_table(config), "resume": resume, "tokens": corpus.fingerprint}
-        ranks.agree(settings, free=("data", "compute.threads"))
+        ranks.agree({**to_table(config), "data": corpus.fingerprint})
         folder = ranks.tell(lambda: stack.enter_context(claimed(out, "run", {FACTS, CONFIG})))
         finished = ranks.tell(lambda: _check_folder(folder, config, corpus, resume, echo, ranks))
         if finished is not None:
@@ -214,7 +213,7 @@ class _Run:
 
     def _check_signal(self, stop: StopSignals) -> None:
         """Save and raise Stopped if a signal has reached any process: it may reach them at different times."""
-        if agreed := int(self.ranks.table(stop.signal or 0).max()):
+        if agreed := max(self.ranks.gather(stop.signal or 0)):
             path = self._checkpoint()
             raise Stopped(agreed, f"after step {self.trainer.step}, saved in {path}; --resume continues from there")
 

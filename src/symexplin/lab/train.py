@@ -133,7 +133,7 @@ class Trainer:
         """Return the whole model with curved layers folded, for the first process; others get the model as it is."""
         model = self.model
         if self._sharded:
-            weights = self._ranks.collect(model.state_dict())
+            weights = self._gather(model.state_dict())
             if not self._ranks.first:
                 return model
             model = build_model(self.config, device="cpu")
@@ -144,9 +144,9 @@ class Trainer:
 
     def saver(self) -> Callable[[Path], dict[str, Any]]:
         """Gather model and optimizer whole in the first process; return what writes them into a folder there."""
-        weights = self._ranks.collect(self.model.state_dict())
+        weights = self._gather(self.model.state_dict())
         state, rest = split_optimizer(self.optimizer)
-        gathered = self._ranks.collect(state)
+        gathered = self._gather(state)
         curve = map_of(self.config.sel, self.config.model.width)
 
         def write(folder: Path) -> dict[str, Any]:
@@ -155,6 +155,15 @@ class Trainer:
             return {"optimizer": rest}
 
         return write
+
+    def _gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return whole tensors in the first process, gathered one by one; nothing in the others."""
+        found = {}
+        for name, tensor in tensors.items():
+            gathered = whole(tensor)
+            if self._ranks.first:
+                found[name] = gathered.cpu() if is_dtensor(tensor) else gathered
+        return found
 
     def load(self, folder: Path, state: Mapping[str, Any]) -> None:
         """Continue from what :meth:`saver` wrote."""

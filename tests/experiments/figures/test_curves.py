@@ -10,10 +10,9 @@ from symexplin.experiments.figures import draw
 from symexplin.experiments.figures.curves import start_slope
 from symexplin.experiments.tables import load_table
 from symexplin.lab.build import build_model
-from symexplin.lab.config import RunConfig, TrainConfig
+from symexplin.lab.config import RunConfig
 from symexplin.lab.files import write_json
 from symexplin.lab.maps import CurveConfig
-from symexplin.lab.weights import save_model
 
 
 def lines(axes):
@@ -58,16 +57,9 @@ def test_panels_stand_by_width_and_depth_with_the_best_variant(compared, tmp_pat
     assert lines(shown[0])["SEL, lr 0.01"].get_ydata() == pytest.approx(np.array([4.52, 2.52, 1.52]) + 0.1)
 
 
-def test_a_loss_is_shown_as_well_as_a_gain(compared):
-    (axes,) = draw("loss_curves", [compared(final=2.5)]).axes  # SEL's best is 2.3 at 0.001
-    assert set(lines(axes)) == {"AdamW, lr 0.01", "SEL, lr 0.001"}
-    assert texts(axes) == ["Δ = +0.3000\n1 seed"]
-
-
 def test_ablations_have_a_bar_for_each_variant_and_rate(compared):
     folder = compared(seeds=(0, 1, 2), final=2.4, variants={"worse": 0.3, "better": -0.5})
-    left, right, *others = draw("mechanism_ablations", [folder, compared("deep", depth=4)]).axes
-    assert title(others[0]) == "deep: width 64, depth 4"
+    left, right = draw("mechanism_ablations", [folder]).axes
     assert set(lines(left)) == {"AdamW, lr 0.01", "better, lr 0.001", "SEL, lr 0.001", "worse, lr 0.001"}
     assert ticks(right) == ["better", "SEL", "worse"]
     # Own best at 0.001, then the shared 0.01; AdamW ends at 2.0.
@@ -147,19 +139,12 @@ def test_a_comparison_without_the_variants_is_refused(compared, name, words):
 
 
 @pytest.mark.parametrize("home", ["optimizer", "module"])
-def test_the_slope_of_the_exponential_map_is_known(home, tmp_path):
+def test_the_slope_of_the_exponential_map_is_known(home):
     """(exp(beta |w|) - 1) / beta = |t| has the slope exp(beta |w|) = 1 + beta |t|."""
     config = RunConfig("data", MODEL, sel=CurveConfig(home, preset="exp_only", map={"beta": 5.0}))
     plain = build_model(dataclasses.replace(config, sel=CurveConfig("none")), "cpu")
-    with torch.no_grad():
-        for parameter in plain.blocks[1].parameters():
-            parameter.mul_(3.0)
-    save_model(plain, tmp_path / "given.safetensors")
-    given = dataclasses.replace(config, train=TrainConfig(weights=str(tmp_path / "given.safetensors")))
-    fresh = build_model(dataclasses.replace(config, sel=CurveConfig("none")), "cpu")
-    for run, model in ((config, fresh), (given, plain)):
-        sizes = torch.cat([w.flatten() for w in model.blocks.parameters() if w.dim() == 2]).abs()
-        assert start_slope(run) == pytest.approx(1 + 5.0 * float(sizes.detach().double().mean()), rel=1e-5)
+    sizes = torch.cat([w.detach().flatten() for w in plain.blocks.parameters() if w.dim() == 2]).abs()
+    assert start_slope(config) == pytest.approx(1 + 5.0 * float(sizes.double().mean()), rel=1e-5)
 
 
 def test_lines_stand_at_the_rate_and_at_the_rate_times_the_slope(compared, runs):

@@ -17,7 +17,6 @@ ROLES = ["q", "k", "v", "o", "gate", "up", "down"]
 CURVES = {
     "AdamW": CurveConfig(home="none"),
     "default": CurveConfig(),
-    "paper": CurveConfig(preset="paper"),
     "absorbed": CurveConfig(preset="absorbed"),
     "module": CurveConfig(home="module", preset="paper+offset", start="matched"),
 }
@@ -58,17 +57,17 @@ def test_the_weights_are_those_that_the_run_leaves_and_the_map_gives(folders, na
         places = torch.arange(0, len(weights.raw), 7)
         own = weights.curves(weights.raw[places].double(), places).diagonal()
         torch.testing.assert_close(own, mapped(weights)[places], rtol=1e-12, atol=1e-14)
-        # The mismatched start of the paper's preset weakens negative weights alone.
+        # The mismatched start of that preset weakens negative weights alone.
         target = of_role(drawn, role)
-        kept = target > (0 if name in ("paper", "absorbed") else -1)
+        kept = target > (0 if name == "absorbed" else -1)
         torch.testing.assert_close(weights.initial[kept], target[kept], rtol=1e-5, atol=1e-8)
         assert (weights.initial[~kept & (target < -0.01)] > 0.9 * target[~kept & (target < -0.01)]).all()
 
 
 def test_a_large_model_is_sampled_at_the_same_places(folders, monkeypatch):
-    whole = probe(folders["paper"])
+    whole = probe(folders["absorbed"])
     monkeypatch.setattr(module, "LIMIT", 700)
-    found = probe(folders["paper"])
+    found = probe(folders["absorbed"])
     assert 500 < len(found.pooled("raw")) <= 750 < len(whole.pooled("raw"))
     for role, weights in found.roles.items():
         assert torch.isin(weights.initial, whole.roles[role].initial).all()

@@ -59,7 +59,7 @@ def test_documents_are_encoded_one_by_one(bpe):
     assert tokens.dtype == np.uint16
 
 
-@pytest.mark.parametrize("size", [1, 40, 10**6])
+@pytest.mark.parametrize("size", [1, 40])
 def test_pieces_have_the_tokens_of_the_whole(bpe, monkeypatch, size):
     document = b"".join(DOCUMENTS)
     parts = list(pieces(document, size))

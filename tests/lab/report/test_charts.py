@@ -1,4 +1,3 @@
-import re
 import xml.etree.ElementTree as ElementTree
 
 from matplotlib.figure import Figure
@@ -32,11 +31,6 @@ def test_lines_differ_by_more_than_their_color():
     axes = Figure().add_subplot()
     panel(axes, "", "x", "y", [Line(str(i), [1, 2], [1, 2], i) for i in range(42)])
     assert len({(line.get_color(), line.get_marker()) for line in axes.lines}) == 42
-
-
-def test_the_charts_of_a_page_share_no_id():
-    ids = [re.findall(r' id="([^"]+)"', drawn([Line("a", [0, 1], [y, 2])])) for y in (3, 4)]
-    assert not {name for name in ids[0] if not re.match("[mp][0-9a-f]+$|DejaVu", name)} & set(ids[1])
 
 
 def test_the_mean_of_seeds_has_a_band():

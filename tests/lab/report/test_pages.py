@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 
@@ -18,14 +19,9 @@ def test_a_page_is_self_contained_and_repeats(tmp_path):
         assert name not in ("href", "xlink:href") or value.startswith("#"), value
     assert not [word for word in ("@import", "url(http", "<script") if word in page.html]
     assert page.html.count("<svg") == page.html.count("<figcaption>") == 2  # every chart has its sentence
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_foreign_text_stays_text(tmp_path):
-    page = Page(report_comparison(comparison(tmp_path, headline=[EVIL])))
-    assert "<script" not in page.html
-    assert page.text.count(EVIL) == 2
-    assert "A <fast> one" in page.text
+    assert EVIL in page.text  # as text
+    ids = re.findall(r' id="([\w.]+_\d+)"', page.html)
+    assert not ids  # numbered ids would repeat between charts
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -34,11 +34,6 @@ class FigureSpec:
         words = (inspect.getdoc(self.draw) or "").partition("\n")[0]
         return words.removeprefix("Draw ").removesuffix(".")
 
-    @property
-    def origin(self) -> str:
-        """The paper's figure, or that it is beyond the paper."""
-        return f"the paper's {self.place.partition(',')[0]}" if self.place else "beyond the paper"
-
 
 _COMPARISONS = "folders of comparisons, or of a table of symexplin reproduce"
 _COMPARISON = "a comparison, or a table"
@@ -96,6 +91,6 @@ def draw(name: str, sources: Sequence[str | Path] = ()) -> Figure:
 def format_figures() -> str:
     """Return a list of the figures in plain text: name, place, what each shows and needs."""
     return "\n".join(
-        f"{name}\n    {spec.place or spec.origin}: {spec.shows}\n    from: {spec.sources}"
+        f"{name}\n    {spec.place or 'beyond the paper'}: {spec.shows}\n    from: {spec.sources}"
         for name, spec in FIGURES.items()
     )
