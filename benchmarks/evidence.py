@@ -213,7 +213,11 @@ SHOWN: Mapping[str, Sequence[tuple[tuple[str, str, str, int], str] | None]] = {
     "width 128, depth 4, 600 steps, again": ((("control", "128x4", "b3eebc4", 600), "default"), None, None),
     "the same, technical English": ((("default", "128x4", "ff759b9", 600), "default"), None, None),
     "the same, earlier model code": (None, (("suite", "128x4", "cc59c74", 600), "carried"), None),
-    "the same, 1,800 steps": (None, (("default", "128x4", "882d6bf", 1800), "carried"), None),
+    "the same, 1,800 steps": (
+        (("default", "128x4", "ff759b9", 1800), "default"),
+        (("default", "128x4", "882d6bf", 1800), "carried"),
+        None,
+    ),
     "width 1024, depth 1, 1,500 steps": ((WIDTH_1024, "exp"), None, (WIDTH_1024, "paper")),
 }
 
