@@ -268,8 +268,8 @@ def _sample(
         prompt: the beginning; if empty, a new document
         length: tokens to write
         temperature: 0 takes the likeliest token
-        top_k: draw from this many likeliest tokens alone
-        seed: of the draws
+        top_k: sample from only this many of the likeliest tokens
+        seed: of the sampling
 
     Examples:
       symexplin sample runs/first --prompt "Once" --length 300 --temperature 0.7

@@ -37,8 +37,8 @@ class ModelConfig(Schema):
         tie_head: share the output head's weight with the embedding.
         bias: biases on the linears of the blocks.
         fused_gate: one linear layer for the two input projections of GeGLU, gate and up, instead of two. Its matrix is
-            drawn as one, and has learned scales as one.
-        init: how the matrices of the blocks are drawn: "xavier_uniform" or "xavier_normal", of one deviation.
+            initialized as one, and has learned scales as one.
+        init: of the matrices of the blocks: "xavier_uniform" or "xavier_normal", with the same standard deviation.
 
     >>> ModelConfig(width=128).hidden
     320
@@ -90,7 +90,7 @@ class TrainConfig(Schema):
         betas: decay rates of AdamW's moments.
         max_grad_norm: global norm to which gradients are clipped.
         weights: plain weights to start from, of a model of this shape: a run's folder, one of its checkpoints, or a
-            model.safetensors. Default: weights are drawn.
+            model.safetensors. Default: random weights.
         eval_every: steps between evaluations. The start and the end are always evaluated.
         eval_batches: batches per evaluation.
         seed: of the initial weights and of the order of the data.

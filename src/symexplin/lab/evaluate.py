@@ -16,7 +16,7 @@ __all__ = ["Curve", "evaluate", "sample", "speedup"]
 # Evaluations of a run as (step, loss in nats per token), in order.
 Curve = Sequence[tuple[int, float]]
 
-# Below this temperature quotients overflow, and the draw is that of 0.
+# Below this temperature quotients overflow, and sampling is that of temperature 0.
 _GREEDY = 1e-6
 
 
@@ -59,7 +59,7 @@ def sample(
     """Return `prompt` and the text of `length` more tokens; an empty prompt begins a new document.
 
     The `temperature` divides the logits; 0 takes the most likely token. With `top_k` only as many of the most likely
-    tokens are drawn. The same arguments give the same text.
+    tokens are sampled. The same arguments give the same text.
 
     >>> from symexplin.lab.model import ModelConfig
     >>> model, tokenizer = Transformer(ModelConfig(width=16, depth=1, heads=2, context=8)), Tokenizer.from_name("byte")

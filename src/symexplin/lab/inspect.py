@@ -2,7 +2,7 @@
 
 The growth of a weight is its size in units of the bound of Xavier's uniform distribution, ``sqrt(6/(fan_in +
 fan_out))``, which no fresh weight exceeds. The growth of a standard deviation is in units of that bound / sqrt(3). The
-paper's figures of a 4B model: largest growth 30, deviation 1.7, 0.05 % of the weights above 0.1.
+paper's figures of a 4B model: largest growth 30, deviation 1.7, 0.05% of the weights above 0.1.
 """
 
 import fnmatch

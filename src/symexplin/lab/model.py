@@ -159,7 +159,7 @@ class Transformer(nn.Module):
         self.reset_parameters(generator)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw all weights anew."""
+        """Initialize all weights again."""
         draw = getattr(nn.init, f"{self.config.init}_")
         nn.init.normal_(self.embedding.weight, std=_EMBEDDING_STD, generator=generator)
         for module in self.modules():
