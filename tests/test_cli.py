@@ -284,7 +284,8 @@ def test_without_a_network_the_last_line_says_what_would_be_fetched(tmp_path):
     """A proxy that does not exist is no network, also where there is one. The hub's client retries without waiting."""
     pytest.importorskip("datasets")
     nowhere = {"HTTPS_PROXY": "http://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hf")}
-    hasty = "import sys, time; time.sleep = lambda _: None; from symexplin.cli import main; sys.exit(main(sys.argv[1:]))"
+    hasty = "import sys, time; time.sleep = lambda _: None; "
+    hasty += "from symexplin.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", hasty, "prepare", "openwebtext", "--out", "x"]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=200, cwd=tmp_path, env={**os.environ, **nowhere}
