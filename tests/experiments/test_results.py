@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from corpora import prepared
-from symexplin.experiments.results import COLUMNS, append_results
+from symexplin.experiments.results import COLUMNS, append_results, config_hash
 from symexplin.experiments.tables import load_table
 from symexplin.lab.compare.sweep import compare_runs
 from symexplin.lab.files import write_json
-from symexplin.lab.settings import config_hash, load_toml
+from symexplin.lab.settings import load_toml
 
 SMALL = {
     "model": {"width": 16, "depth": 1, "heads": 2, "context": 8},

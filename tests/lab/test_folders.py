@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from symexplin.lab.folders import LOCK, claimed
+from symexplin.lab.folders import LOCK, check_unused, claimed
 
 MARKS = {"run.json"}
 HOLD = """if True:
@@ -64,3 +64,12 @@ def test_files_and_nameless_folders_are_refused(tmp_path, name, message):
     out = tmp_path / name if name == "file" else name
     with pytest.raises(ValueError, match=f"out must (be )?{message}"), claimed(out, "run", MARKS):
         pass
+
+
+def test_what_a_folder_has_is_resumed_only_if_asked(tmp_path):
+    mark = tmp_path / "compare.toml"
+    check_unused(mark, "a comparison", resume=False)
+    mark.touch()
+    check_unused(mark, "a comparison", resume=True)
+    with pytest.raises(ValueError, match=r"out must be a new folder.*which has a comparison: add --resume"):
+        check_unused(mark, "a comparison", resume=False)

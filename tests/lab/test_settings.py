@@ -127,7 +127,7 @@ def test_whole_numbers_serve_as_numbers_and_lists_as_tuples():
         ({"path": "x", "inner": {"switch": True}}, "key 'switch' belongs at the top"),
         ({"path": "x", "inner": {"hidden": 1}}, "unknown key 'hidden'"),
         ({"path": "x", "inner": 3}, r"\[inner\] must be a table, got 3"),
-        ({"path": 3}, "path must be a text, got 3"),
+        ({"path": 3}, "path must be a string, got 3"),
         ({"path": "x", "switch": 1}, "switch must be true or false, got 1"),
         ({"path": "x", "limit": "2"}, "limit must be a whole number, got '2'"),
         ({"path": "x", "extra": 1}, "extra must be a table, got 1"),

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from symexplin.experiments.comparison import Evidence, FinishedRun
 from symexplin.lab.compare.interval import BETTER, ENOUGH_SEEDS, NO_DIFFERENCE, TOO_FEW, WORSE, Interval
@@ -17,7 +17,7 @@ from symexplin.lab.settings import Schema
 from symexplin.validation import check_choice
 
 __all__ = [
-    *("MEASURES", "TESTS", "VERDICTS", "Claim", "ClaimVerdict", "Judgement", "Verdict"),
+    *("MEASURES", "VERDICTS", "Claim", "ClaimVerdict", "Judgement", "Verdict"),
     *("judge", "reported_gap"),
 ]
 
@@ -28,7 +28,6 @@ VERDICTS = (DID_NOT, OTHER_SIGN, NO_DIFFERENCE, HELD, SAME_SIGN, UNTESTED)  # th
 
 _SIGNS = {"below": BETTER, "above": WORSE}
 _BOUNDS = ("within", "at_most", "same")
-TESTS = (*_SIGNS, *_BOUNDS)
 
 Losses = Mapping[str, Mapping[str, float]]  # the paper's, by panel and variant
 
@@ -95,7 +94,7 @@ class Claim(Schema):
     text: str
     place: str
     variant: str
-    test: str
+    test: Literal["below", "above", "within", "at_most", "same"]
     against: str = ""
     measure: str = "final"
     bound: float | None = None
@@ -106,7 +105,6 @@ class Claim(Schema):
     def __post_init__(self) -> None:
         """Check the words, and that what they need is there."""
         super().__post_init__()
-        check_choice("test", self.test, TESTS)
         check_choice("measure", self.measure, MEASURES)
         if not self.against and "{against}" in MEASURES[self.measure].words:
             raise ValueError(f"against must be given with measure {self.measure!r}")

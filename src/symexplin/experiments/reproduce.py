@@ -10,13 +10,12 @@ What needs torch is imported where it is used, so that the help of the command c
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from symexplin.experiments.results import append_results, check_results
-from symexplin.experiments.tables import DATA, PANELS, TABLE, Panel, Table, load_table
+from symexplin.experiments.tables import DATA, PANELS, TABLE, Panel, ScaleName, Table, load_table
 from symexplin.lab.compare.grid import COMPARISON
 from symexplin.lab.files import read_json, write_json
-from symexplin.lab.folders import LOCK, check_resumable, claimed
+from symexplin.lab.folders import LOCK, check_resumable, check_unused, claimed
 from symexplin.lab.settings import Count, Pairs, Positive, Schema, Whole, from_table, merge
 from symexplin.validation import check_choice
 
@@ -43,7 +42,7 @@ class ReproduceConfig(Schema):
             variant), or for a cluster compare.cluster=slurm cluster.walltime=...
     """
 
-    scale: Literal["mini", "paper", "h200"] = "mini"
+    scale: ScaleName = "mini"
     data: tuple[str, ...] = ()
     panels: tuple[str, ...] = ()
     variants: tuple[str, ...] = ()
@@ -160,11 +159,8 @@ def _chosen(table: Table[Panel], names: Collection[str]) -> list[Panel]:
 
 def _begin(folder: Path, table: Table[Panel], resume: bool) -> None:
     """Write table.json; check before that the one that is there may be resumed."""
+    check_unused(folder / TABLE, "a table", resume)
     if (folder / TABLE).exists():
-        if not resume:
-            raise ValueError(
-                f"out must be a new folder, got {str(folder)!r}, which has a table: add --resume to resume it"
-            )
         saved = read_json(folder / TABLE)
         asked = {"name": table.name, "scale": table.scale}
         check_resumable(folder, "table", {key: saved.get(key) for key in asked}, asked)

@@ -2,6 +2,9 @@
 
 import csv
 import datetime
+import hashlib
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +15,9 @@ from symexplin.lab.compare.grid import CONFIG as GRID
 from symexplin.lab.compare.grid import RUNS
 from symexplin.lab.files import read_json, write_csv
 from symexplin.lab.folders import CONFIG, FACTS, SUMMARY
-from symexplin.lab.settings import config_hash, load_toml
+from symexplin.lab.settings import load_toml
 
-__all__ = ["COLUMNS", "append_results", "check_results"]
+__all__ = ["COLUMNS", "append_results", "check_results", "config_hash"]
 
 COLUMNS = (
     *("table", "scale", "panel", "variant", "lr", "seed", "stage", "steps", "tokens", "final_loss", "seconds"),
@@ -53,6 +56,16 @@ def append_results(out: str | Path, file: Path) -> int:
         if new:
             write_csv(file, [*old, *new])
     return len(new)
+
+
+def config_hash(config: Mapping[str, Any], weights: str | None = None) -> str:
+    """Return 16 hexadecimal digits of the SHA-256 of a run's configuration as canonical JSON, without paths and logs.
+
+    `weights` is the digest of the weights that it starts from, in place of their path.
+    """
+    kept = {key: value for key, value in config.items() if key not in ("data", "log")}
+    kept["train"] = {**config.get("train", {}), "weights": weights}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
 
 
 def _row(folder: Path) -> dict[str, Any]:

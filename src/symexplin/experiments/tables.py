@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 from symexplin.experiments.claims import Claim
 from symexplin.experiments.comparison import Evidence
@@ -16,12 +16,13 @@ from symexplin.lab.files import read_json
 from symexplin.lab.settings import differences, from_table, load_toml, merge, to_table
 from symexplin.validation import check_choice, naming
 
-__all__ = ["DATA", "PANELS", "SCALES", "TABLE", "Panel", "Table", "load_table", "names", "read_table"]
+__all__ = ["DATA", "PANELS", "SCALES", "TABLE", "Panel", "ScaleName", "Table", "load_table", "names", "read_table"]
 
 Settings = dict[str, Any]
 P = TypeVar("P")
 
-SCALES = ("mini", "paper", "h200")
+ScaleName = Literal["mini", "paper", "h200"]
+SCALES = get_args(ScaleName)
 TABLE, PANELS = "table.json", "panels"
 DATA = "data"
 _CONFIGS = Path(__file__).parent / "configs"

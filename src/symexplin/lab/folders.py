@@ -12,7 +12,7 @@ from symexplin.validation import naming
 
 __all__ = [
     *("CONFIG", "FACTS", "LOCK", "SUMMARY", "TOKENIZER"),
-    *("check_resumable", "claimed", "saved_config"),
+    *("check_resumable", "check_unused", "claimed", "saved_config"),
 ]
 
 T = TypeVar("T", bound=Schema)
@@ -57,6 +57,14 @@ def claimed(out: str | Path, kind: str, marks: Collection[str]) -> Iterator[Path
                 for path in missing:
                     path.rmdir()
         lock.release()
+
+
+def check_unused(file: Path, what: str, resume: bool) -> None:
+    """Raise ValueError if a `file` shows that its folder has `what`, such as "a run", unless it is to be resumed."""
+    if file.exists() and not resume:
+        raise ValueError(
+            f"out must be a new folder, got {str(file.parent)!r}, which has {what}: add --resume to continue it"
+        )
 
 
 def saved_config(schema: type[T], file: Path) -> T:

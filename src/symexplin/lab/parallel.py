@@ -20,7 +20,7 @@ __all__ = ["ALONE", "ElsewhereError", "Ranks", "joined", "leave", "placed"]
 
 T = TypeVar("T")
 
-# The first process may write a checkpoint meanwhile.
+# The others wait while the first process writes a checkpoint.
 _PATIENCE = datetime.timedelta(minutes=30)
 _ENDED = "another process of the job has ended or cannot be reached; --resume continues from the last checkpoint"
 
@@ -74,7 +74,6 @@ class Ranks:
 
     def tell(self, make: Callable[[], T]) -> T:
         """Return the result of `make`, which the first process alone calls."""
-        made = None
         with self.together():
             made = make() if self.first else None
         return cast(T, self.gather(made)[0])
@@ -132,7 +131,7 @@ def leave(status: int) -> None:
     """
     if not _initialized():
         return
-    if status == 0:  # after an error it could wait for the others without end
+    if status == 0:  # after an error it could wait for the others forever
         distributed.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()

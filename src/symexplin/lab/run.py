@@ -20,7 +20,7 @@ from symexplin.lab.checkpoint import newest, save_checkpoint, tidy
 from symexplin.lab.config import RunConfig, resolve
 from symexplin.lab.data.batches import Corpus
 from symexplin.lab.files import file_digest, read_json, read_json_lines, replace_file, write_json
-from symexplin.lab.folders import CONFIG, FACTS, SUMMARY, TOKENIZER, check_resumable, claimed
+from symexplin.lab.folders import CONFIG, FACTS, SUMMARY, TOKENIZER, check_resumable, check_unused, claimed
 from symexplin.lab.load import digest_of
 from symexplin.lab.maps import in_words, map_of
 from symexplin.lab.model import Transformer
@@ -117,9 +117,8 @@ def _check_folder(
     if not (folder / FACTS).exists():
         return None
     summary = read_json(folder / SUMMARY) if (folder / SUMMARY).exists() else {}
-    if not resume:
-        state = f"a run that failed at step {summary['step']}" if "error" in summary else "a run"
-        raise ValueError(f"out must be a new folder, got {str(folder)!r} with {state}: add --resume to continue it")
+    failed = f" that failed at step {summary['step']}" if "error" in summary else ""
+    check_unused(folder / FACTS, f"a run{failed}", resume)
     facts = read_json(folder / FACTS)
     changed = check_resumable(folder, "run", facts["config"], to_table(config))
     check_inputs(folder, facts, config, corpus)

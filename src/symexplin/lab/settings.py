@@ -8,9 +8,7 @@ needs no table's name: `[model] width = 128` is `--width 128`.
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import inspect
-import json
 import tomllib
 import types
 import typing
@@ -32,13 +30,13 @@ from symexplin.validation import (
 
 __all__ = [
     *("FLAGS", "Count", "Fraction", "NotNegative", "Pairs", "Positive", "Whole"),
-    *("Key", "Schema", "config_hash", "differences", "dump_toml", "from_table", "keys", "lines"),
+    *("Key", "Schema", "differences", "dump_toml", "from_table", "keys", "lines"),
     *("load_toml", "merge", "to_table", "with_flags"),
 ]
 
 Table = dict[str, Any]
 
-# Return a table as TOML, which :func:`load_toml` reads.
+# Return a table as TOML text, for a file that :func:`load_toml` reads.
 dump_toml = tomli_w.dumps
 
 # How an application reads flags: a list takes several values, and the last of several flags wins.
@@ -61,9 +59,11 @@ def _assignments(_: Any, tokens: Any) -> Table:
 
 def _leaves(tokens: Any) -> Iterator[Token]:
     """Yield the tokens of ``--map KEY=VALUE ...``, a list, or of ``--map.KEY=VALUE``, tables of lists."""
-    for part in tokens.values() if isinstance(tokens, Mapping) else ():
-        yield from _leaves(part)
-    yield from () if isinstance(tokens, Mapping) else tokens
+    if isinstance(tokens, Mapping):
+        for part in tokens.values():
+            yield from _leaves(part)
+    else:
+        yield from tokens
 
 
 def _assignment(token: Token) -> Table:
@@ -84,18 +84,18 @@ Fraction = Annotated[float, check_fraction]  # below 1
 # A table of any keys: as a flag, KEY=VALUE once or more.
 Pairs = Annotated[Table, Parameter(accepts_keys=False, n_tokens=-1, converter=_assignments, metavar="KEY=VALUE")]
 
-_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", dict: "a table"}
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", dict: "a table"}
 
 
 def _checked(name: str, kind: Any, value: Any) -> Any:
     """Return the value of a key as its type `kind`: lists become tuples, whole numbers floats."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):  # X | None: None is the default, which TOML cannot say
+    if origin in (typing.Union, types.UnionType):  # X | None: None is the default, which TOML cannot express
         return None if value is None else _checked(name, inner[0], value)
     if origin is Annotated:
         value = _checked(name, inner[0], value)
         for check in inner[1:]:
-            if not isinstance(check, Parameter):  # of the flag
+            if not isinstance(check, Parameter):  # says how the flag is read
                 check(name, value)
         return value
     if origin is Literal:
@@ -245,16 +245,6 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
     return merged
 
 
-def config_hash(config: Mapping[str, Any], weights: str | None = None) -> str:
-    """Return 16 digits of the SHA-256 of a run's configuration as canonical JSON, without paths and logging.
-
-    `weights` is the digest of the weights that it starts from, in place of their path.
-    """
-    kept = {key: value for key, value in config.items() if key not in ("data", "log")}
-    kept["train"] = {**config.get("train", {}), "weights": weights}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
-
-
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return {dotted key: (old, new)} where two tables differ; a missing key counts as None."""
     before, after = dict(_dotted(old)), dict(_dotted(new))
@@ -282,7 +272,7 @@ def _dotted(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 def with_flags(
     command: Callable[..., Any], schema: type[Schema], leave_out: Collection[str] = ()
 ) -> Callable[..., Any]:
-    """Return `command` with a flag for each key of a schema, but for those to `leave_out`.
+    """Return `command` with a flag for every key of a schema except those in `leave_out`.
 
     The command takes the flags that a user sets as keywords: keys, and tables of keys.
 
@@ -293,20 +283,20 @@ def with_flags(
     {'data': 'text', 'model': {'width': 64, 'bias': False}}
     """
     own = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    flagged = [key for key in keys(schema) if key.name not in leave_out]
     groups, flags = dict[str, Group](), []
-    for key in keys(schema):
+    for key in flagged:
         if key.table not in groups:
             groups[key.table] = Group.create_ordered(f"Table {key.table}" if key.table else "Settings")
-        if key.name not in leave_out:
-            more = Parameter(help=key.help, group=groups[key.table])
-            shown = None if key.default in (dataclasses.MISSING, (), {}, "") else key.default
-            keyword = inspect.Parameter.KEYWORD_ONLY
-            flags.append(inspect.Parameter(key.name, keyword, default=shown, annotation=Annotated[key.kind, more]))
+        more = Parameter(help=key.help, group=groups[key.table])
+        shown = None if key.default in (dataclasses.MISSING, (), {}, "") else key.default
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        flags.append(inspect.Parameter(key.name, keyword, default=shown, annotation=Annotated[key.kind, more]))
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
         given: Table = {}
-        for key in keys(schema):
+        for key in flagged:
             if key.name in kwargs:
                 place = given.setdefault(key.table, {}) if key.table else given
                 place[key.name] = kwargs.pop(key.name)

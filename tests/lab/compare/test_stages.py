@@ -5,7 +5,7 @@ import json
 import pytest
 
 from symexplin.lab.compare.grid import Cell, GridConfig
-from symexplin.lab.compare.stages import Sweep, check_unused
+from symexplin.lab.compare.stages import Sweep
 from symexplin.lab.compare.table import Run
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -92,11 +92,3 @@ def test_failing_runs_are_named_after_the_others_have_run(tmp_path):
         "failed: 3/4 odd lr 0.1 seed 0: its file is damaged",
         "4/4 good lr 0.1 seed 0: loss 1.0000",
     ]
-
-
-def test_a_folder_with_a_comparison_is_resumed_only_if_asked(tmp_path):
-    check_unused(tmp_path, resume=False)
-    (tmp_path / "compare.toml").touch()
-    check_unused(tmp_path, resume=True)
-    with pytest.raises(ValueError, match=r"out must be a new folder.*which has a comparison: add --resume"):
-        check_unused(tmp_path, resume=False)

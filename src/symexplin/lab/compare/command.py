@@ -17,10 +17,10 @@ from typing import Any
 
 from symexplin.lab.compare.grid import CONFIG, RUNS, Cell, ClusterConfig, CompareConfig, GridConfig
 from symexplin.lab.compare.launch import Ended, Task, check_executor, execute
-from symexplin.lab.compare.stages import Labeled, Sweep, check_unused
+from symexplin.lab.compare.stages import Labeled, Sweep
 from symexplin.lab.compare.table import Run
 from symexplin.lab.files import replace_file
-from symexplin.lab.folders import claimed, saved_config
+from symexplin.lab.folders import check_unused, claimed, saved_config
 from symexplin.lab.provenance import provenance
 from symexplin.lab.settings import Schema, dump_toml, from_table, load_toml, merge, to_table
 
@@ -110,7 +110,7 @@ def compare_commands(
     grid = config.compare
     check_executor(grid)
     with claimed(out, "comparison", {CONFIG}) as folder:
-        check_unused(folder, resume)
+        check_unused(folder / CONFIG, "a comparison", resume)
         if (folder / CONFIG).exists():
             saved = saved_config(CommandConfig, folder / CONFIG).command
             if saved != config.command:

@@ -98,11 +98,14 @@ class GridConfig(Schema):
             ("variants", self.variants),
             ("lrs", [f"{lr:g}" for lr in self.lrs]),  # these digits name a run's folder
             ("seeds", self.seeds),
-            ("confirm_seeds", (*self.seeds, *self.confirm_seeds)),
         ):
             if not values or len(set(values)) < len(values):
-                more = f", and none of seeds = {self.seeds}" if name == "confirm_seeds" else ""
-                raise ValueError(f"{name} must hold at least one entry, and each once{more}, got {getattr(self, name)}")
+                raise ValueError(f"{name} must hold at least one entry, and each once, got {getattr(self, name)}")
+        both = (*self.seeds, *self.confirm_seeds)
+        if len(set(both)) < len(both):
+            raise ValueError(
+                f"confirm_seeds must hold each seed once, and none of seeds = {self.seeds}, got {self.confirm_seeds}"
+            )
 
     @property
     def on_cluster(self) -> bool:

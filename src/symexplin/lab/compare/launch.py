@@ -1,7 +1,7 @@
 """Where the runs of a comparison are executed: in processes of this machine, or as jobs of Slurm.
 
-Submitit runs the jobs of Slurm alone. Its processes on one machine outlive a killed comparison, which cannot find them
-again; they ignore SIGTERM, and so they could not save a run; and all of them start at once.
+Submitit runs only the Slurm jobs. Its local processes outlive a killed comparison, which cannot find them again; they
+ignore SIGTERM, so that they could not save a run; and all of them start at once.
 """
 
 import contextlib
@@ -108,7 +108,7 @@ def run_side_by_side(tasks: Sequence[Task], out: Path, jobs: int, echo: Echo) ->
                     told = True
                     for process in running.values():
                         process.send(signal.SIGTERM)
-        finally:  # nothing runs any more, unless a second Ctrl-C came
+        finally:  # nothing runs anymore, unless a second Ctrl-C came
             for process in running.values():
                 process.send(signal.SIGKILL)
                 process.close()

@@ -1,6 +1,6 @@
 """The stages of a comparison in a folder: the runs of each are executed, and their results compared.
 
-The caller says what a run is: a training run of the laboratory, or a command of the user's.
+The caller says what a run is: a training run of the laboratory, or a command of the user's own.
 """
 
 import dataclasses
@@ -9,23 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from symexplin.lab.compare.grid import COMPARISON, CONFIG, RUNS, Cell, GridConfig
+from symexplin.lab.compare.grid import COMPARISON, RUNS, Cell, GridConfig
 from symexplin.lab.compare.launch import Ended
 from symexplin.lab.compare.table import Comparison, Run, chosen_lrs, compare, format_table, headline
 from symexplin.lab.files import write_json
 
-__all__ = ["Labeled", "Sweep", "check_unused", "content_of"]
+__all__ = ["Labeled", "Sweep", "content_of"]
 
 # A run with its label in the log, such as "3/12 SEL lr 0.003 seed 0".
 Labeled = tuple[str, Cell]
-
-
-def check_unused(folder: Path, resume: bool) -> None:
-    """Raise ValueError if the folder has a comparison that is not to be resumed."""
-    if (folder / CONFIG).exists() and not resume:
-        raise ValueError(
-            f"out must be a new folder, got {str(folder)!r}, which has a comparison: add --resume to continue it"
-        )
 
 
 @dataclass(frozen=True)
@@ -59,7 +51,7 @@ class Sweep:
         return runs + self._stage(second, len(first), len(first) + len(second))
 
     def _stage(self, cells: Sequence[Cell], before: int, total: int) -> list[Run]:
-        """Execute those of the runs that have not ended. When one fails, the others go on."""
+        """Execute the runs that have not ended. If one fails, the others continue."""
         labels = {
             cell: f"{number}/{total} {cell.variant} lr {cell.lr:g} seed {cell.seed}"
             for number, cell in enumerate(cells, before + 1)
@@ -92,7 +84,7 @@ class Sweep:
 
     def conclude(self, runs: Sequence[Run], facts: Mapping[str, Any]) -> dict[str, Any]:
         """Compare the runs; write comparison.json and the report, and return the content of the former."""
-        from symexplin.lab.report.pages import report_comparison  # matplotlib takes its time
+        from symexplin.lab.report.pages import report_comparison  # importing matplotlib is slow
 
         comparison = compare(runs, self.grid.baseline, self.grid.confirm_seeds)
         content = content_of(comparison, runs, facts)

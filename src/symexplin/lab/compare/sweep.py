@@ -18,12 +18,12 @@ from typing import Any
 from symexplin.lab.build import build
 from symexplin.lab.compare.grid import CONFIG, DEMO, RUNS, Cell, CompareConfig
 from symexplin.lab.compare.launch import PROCESSES, Ended, Task, check_executor, execute
-from symexplin.lab.compare.stages import Labeled, Sweep, check_unused
+from symexplin.lab.compare.stages import Labeled, Sweep
 from symexplin.lab.compare.table import Run
 from symexplin.lab.config import RunConfig, absolute, resolve
 from symexplin.lab.data.batches import Corpus
 from symexplin.lab.files import read_json, replace_file
-from symexplin.lab.folders import FACTS, SUMMARY, check_resumable, claimed
+from symexplin.lab.folders import FACTS, SUMMARY, check_resumable, check_unused, claimed
 from symexplin.lab.load import digest_of
 from symexplin.lab.maps import map_of
 from symexplin.lab.provenance import cores
@@ -68,7 +68,7 @@ def compare_runs(
     corpus = Corpus.load(config.data)
     corpus.check_context(config.model.context)
     with claimed(out, "comparison", {CONFIG, DEMO}) as folder:
-        check_unused(folder, resume)
+        check_unused(folder / CONFIG, "a comparison", resume)
         config = _resolved(config, corpus.vocab_size)
         _check_runs(folder, config, corpus)
         replace_file(folder / CONFIG, dump_toml(config.table()))
