@@ -38,9 +38,9 @@ CASES: dict[str, list[Shape]] = {
     "4x1024": [(1024, 1024)] * 4,
     "512x6": [*[(512, 512)] * 4, (2816, 512), (512, 1408)] * 6,  # the matrices of the laboratory's transformer
     "400x16": [(16, 16)] * 400,
+    "1024x12": [*[(1024, 1024)] * 4, (5632, 1024), (1024, 2816)] * 12,  # for a GPU
 }
 VARIANTS = {"default": sel.SELConfig(), "frozen": sel.preset("frozen"), "paper": sel.preset("paper")}
-WHOLE = ("adamw", "default", "paper", "module")
 SETTINGS = {"lr": 1e-3, "weight_decay": 0.1}
 CLIP, STEPS = 1.0, 10**6
 # glibc gives freed tensors back at once, so that the peak of a process is the memory in use.
@@ -106,12 +106,13 @@ def seconds(step: Step) -> float:
 def measure(case: str, dtype: torch.dtype, options: argparse.Namespace) -> dict[str, float]:
     """Return the ratio of each variant's optimizer step to the baseline's."""
     baseline = "masters" if dtype == torch.bfloat16 else "foreach" if case == "400x16" else "fused"
-    steps = {name: stepper(name, CASES[case], dtype, options.device) for name in (baseline, *options.variants)}
+    variants = options.variants or ("default", "paper")
+    steps = {name: stepper(name, CASES[case], dtype, options.device) for name in (baseline, *variants)}
     for step in steps.values():
         step()
         step()
     times = [{name: seconds(step) for name, step in steps.items()} for _ in range(options.rounds)]
-    return {name: statistics.median(t[name] / t[baseline] for t in times) for name in options.variants} | {
+    return {name: statistics.median(t[name] / t[baseline] for t in times) for name in variants} | {
         f"{baseline} (ms)": 1e3 * min(t[baseline] for t in times)
     }
 
@@ -162,37 +163,45 @@ def warm(*how: Any) -> Step:
 
 
 def peak(*how: Any) -> float:
-    """Return the most MiB that a few training steps take: of a fresh process on a CPU (Linux), else of the device."""
-    if how[-1].device != "cpu":
-        gc.collect()
-        torch.cuda.reset_peak_memory_stats()
-        warm(*how)()
-        return torch.cuda.max_memory_allocated() / 2**20
+    """Return the most MiB that a few training steps take on a CPU, of a fresh process (Linux)."""
     torch.set_num_threads(how[-1].threads[0])
     warm(*how)()
     # Not getrusage, which may have the peak of the process that started this one.
     return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) / 2**10
 
 
+def in_turns(names: Sequence[str], *how: Any) -> tuple[dict[str, float], list[dict[str, float]]]:
+    """Return the peak memory of each variant, and its seconds in each round; other work meets all variants."""
+    peaks = {}
+    for name in names:
+        with multiprocessing.get_context("spawn").Pool(1) as child:
+            peaks[name] = child.apply(peak, (name, *how))
+    steps = {name: warm(name, *how) for name in names}
+    return peaks, [{name: seconds(step) for name, step in steps.items()} for _ in range(how[-1].rounds)]
+
+
+def one_by_one(names: Sequence[str], *how: Any) -> tuple[dict[str, float], list[dict[str, float]]]:
+    """Return the same of a GPU, which nothing else uses and whose memory holds one variant at a time."""
+    peaks, times = {}, {}
+    for name in names:
+        gc.collect()
+        torch.cuda.empty_cache()
+        step = warm(name, *how)
+        torch.cuda.reset_peak_memory_stats()
+        times[name] = [seconds(step) for _ in range(how[-1].rounds)]
+        peaks[name] = torch.cuda.max_memory_allocated() / 2**20
+        del step
+    return peaks, [dict(zip(times, line, strict=True)) for line in zip(*times.values(), strict=True)]
+
+
 def whole(size: str, dtype: str, options: argparse.Namespace) -> None:
     """Print time, ratio and peak memory of the whole training step of each variant, and the speedup in time."""
-    peaks = {}
-    for name in WHOLE:
-        how = (name, size, dtype, options)
-        if options.device == "cpu":
-            with multiprocessing.get_context("spawn").Pool(1) as child:
-                peaks[name] = child.apply(peak, how)
-        else:
-            peaks[name] = peak(*how)
-    steps = {} if options.fresh else {name: warm(name, size, dtype, options) for name in WHOLE}
-    times = [
-        {name: seconds(steps[name] if steps else warm(name, size, dtype, options)) for name in WHOLE}
-        for _ in range(options.rounds)
-    ]
-    for name in WHOLE:
+    names = ("adamw", *(options.variants or ("default", "paper", "module")))
+    peaks, times = (in_turns if options.device == "cpu" else one_by_one)(names, size, dtype, options)
+    for name in names:
         ratio = statistics.median(t[name] / t["adamw"] for t in times)
         middle = 1e3 * statistics.median(t[name] for t in times)
-        line = f"{size} {dtype} {name:8} {middle:10,.1f} ms  {ratio:.3f} x  {peaks[name]:8,.0f} MiB"
+        line = f"{size} {dtype} {name:8} {middle:10,.1f} ms  {ratio:.4f} x  {peaks[name]:8,.0f} MiB"
         if options.step_speedup is not None and name != "adamw":
             line += f"  speedup in time {options.step_speedup / ratio:.2f}"
         print(line, flush=True)
@@ -202,8 +211,8 @@ def parse() -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--cases", nargs="+", default=list(CASES), choices=CASES)
-    add("--variants", nargs="+", default=["default", "paper"], choices=VARIANTS)
+    add("--cases", nargs="+", default=["4x1024", "512x6", "400x16"], choices=CASES)
+    add("--variants", nargs="+", choices=[*VARIANTS, "module"], help="module: of a whole step alone")
     add("--threads", nargs="+", type=int, default=[1, 2])
     add("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
     add("--rounds", type=int, default=30)
@@ -214,7 +223,6 @@ def parse() -> argparse.Namespace:
     add("--vocabulary", type=int, default=8192)
     add("--compile", action="store_true", help="torch.compile the model")
     add("--recompute", action="store_true", help="compute each block again in the backward pass")
-    add("--fresh", action="store_true", help="build a variant for each of its turns: not all fit the memory at a time")
     add("--step-speedup", type=float, help="AdamW's steps over the curved model's to the same loss (table 11)")
     options = parser.parse_args()
     if options.tokens % options.context:

@@ -15,10 +15,12 @@ import symexplin as sel
 from symexplin.kernels import cpu, formulas, using
 from symexplin.kernels.compiler import find_compiler
 
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 PATHS = [
     pytest.param("c", marks=pytest.mark.skipif(find_compiler() is None, reason="needs a C compiler")),
     "blocks",
     pytest.param("compiled", marks=pytest.mark.slow),
+    pytest.param("cuda", marks=GPU),
 ]
 COLUMN = sel.Scale("column", k=(0.5, 0.5))
 CONFIGS = {
@@ -72,18 +74,19 @@ def path(name, monkeypatch):
         yield
 
 
-def steps(count, config, dtype=torch.float32, rate=1e-3, **settings):
+def steps(count, config, dtype=torch.float32, rate=1e-3, name="", **settings):
+    device = "cuda" if name == "cuda" else "cpu"
     torch.manual_seed(0)
     model = Network()
     with torch.no_grad():
         model.wide.weight[:4] = 0.0
         model.wide.weight[4:6] *= 30.0
-    model.to(dtype)
+    model.to(device, dtype)
     optimizer = sel.SELAdamW(
         model, lr=rate, weight_decay=0.1, config=config, total_steps=20, max_grad_norm=0.5, **settings
     )
     for step in range(count):
-        inputs = torch.randn(8, 24, generator=torch.Generator().manual_seed(step)).to(dtype)
+        inputs = torch.randn(8, 24, generator=torch.Generator().manual_seed(step)).to(device, dtype)
         optimizer.zero_grad()
         (model(inputs).float() - 1.0).square().mean().backward()
         if step == 3:
@@ -94,8 +97,10 @@ def steps(count, config, dtype=torch.float32, rate=1e-3, **settings):
 
 def distance(a, b):
     """The largest relative difference of a tensor."""
-    pairs = zip(a.parameters(), b.parameters(), strict=True)
-    return max(float((p.double() - q.double()).detach().norm() / q.detach().double().norm()) for p, q in pairs)
+    pairs = [
+        (p.detach().cpu().double(), q.detach().double()) for p, q in zip(a.parameters(), b.parameters(), strict=True)
+    ]
+    return max(float((p - q).norm() / q.norm()) for p, q in pairs)
 
 
 @pytest.mark.parametrize("name", PATHS)
@@ -105,12 +110,12 @@ def test_kernels_step_as_float64_does(config, name, monkeypatch):
         exact, of_exact = steps(6, config, torch.float64)
         plain, _ = steps(6, config)
     with path(name, monkeypatch):
-        fast, of_fast = steps(6, config)
+        fast, of_fast = steps(6, config, name=name)
     assert distance(fast, exact) <= 3 * distance(plain, exact) + 1e-6
-    torch.testing.assert_close(of_fast.grad_norm.double(), of_exact.grad_norm, rtol=1e-4, atol=0)
+    torch.testing.assert_close(of_fast.grad_norm.cpu().double(), of_exact.grad_norm, rtol=1e-4, atol=0)
     for p, q in zip(fast.parameters(), exact.parameters(), strict=True):
         for key, value in of_exact.state[q].items():
-            found = of_fast.state[p][key].double()
+            found = of_fast.state[p][key].cpu().double()
             assert (found - value).norm() <= 2e-3 * value.norm() + 1e-9, key
     check_a_rate_of_zero(fast, of_fast, name, monkeypatch)
 
@@ -139,8 +144,8 @@ def test_half_precision_steps_from_equal_gradients(config, settings, name, monke
     with path("readable", monkeypatch):
         plain, _ = steps(1, CONFIGS[config], torch.bfloat16, **settings)
     with path(name, monkeypatch):
-        fast, _ = steps(1, CONFIGS[config], torch.bfloat16, **settings)
-    for p, q in zip(fast.parameters(), plain.parameters(), strict=True):
+        fast, _ = steps(1, CONFIGS[config], torch.bfloat16, name=name, **settings)
+    for p, q in zip(fast.cpu().parameters(), plain.parameters(), strict=True):
         differs = (p != q).float().mean()  # where a float32 unit decides the rounding
         assert differs <= 0.01
         torch.testing.assert_close(p, q, rtol=2**-7, atol=1e-6)
@@ -209,10 +214,12 @@ def test_torch_compile_that_fails_leaves_the_formulas(monkeypatch):
 
 
 GRAPHS = """
+import sys
 import torch
 import symexplin as sel
 from symexplin.kernels import using
 
+torch.set_default_device(sys.argv[1])
 shapes = [(300 + 7 * i, 256 - 5 * i) for i in range(6)] + [(20, 30 + i) for i in range(6)]
 model = torch.nn.Sequential(*(torch.nn.Linear(b, a) for a, b in shapes))
 optimizer = sel.SELAdamW(model, lr=1e-3, max_grad_norm=1.0)
@@ -228,6 +235,7 @@ print(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 @pytest.mark.slow
-def test_few_graphs_serve_all_shapes_and_steps():
-    found = subprocess.run([sys.executable, "-c", GRAPHS], capture_output=True, text=True, check=True)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_few_graphs_serve_all_shapes_and_steps(device):
+    found = subprocess.run([sys.executable, "-c", GRAPHS, device], capture_output=True, text=True, check=True)
     assert int(found.stdout) <= 4  # of the norm and of the update
