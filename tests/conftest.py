@@ -1,7 +1,14 @@
+import os
+
 import pytest
+import torch
 from markupsafe import Markup
 
 from corpora import prepared
+
+# Triton reads this when it is imported: its interpreter runs the kernels for GPUs on a CPU.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_collection_modifyitems(items):

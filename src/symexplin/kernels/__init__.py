@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from symexplin.kernels import cpu
+from symexplin.kernels import cpu, gpu
 from symexplin.kernels.formulas import FormulaKernels
 from symexplin.kernels.interface import Kernels
 from symexplin.validation import check_choice
@@ -64,9 +64,10 @@ def kernels_for(device: torch.device | str) -> Kernels | None:
     """
     if choice() == "readable" or torch._C._len_torch_dispatch_stack():  # dispatch modes (tracing) do not see kernels
         return None
-    if choice() == "compiled" or torch.device(device).type != "cpu":
-        return _formulas(compiles=True)
-    return cpu.load() or _formulas(compiles=False)
+    device = torch.device(device)
+    if device.type == "cpu":
+        return cpu.load() or _formulas(compiles=False)
+    return gpu.load(device) if device.type == "cuda" else None
 
 
 @functools.cache

@@ -7,7 +7,6 @@ import array
 import ctypes
 import functools
 import itertools
-import math
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from symexplin.closed import Closed
+from symexplin.kernels.check import is_right
 from symexplin.kernels.compiler import load_library
 from symexplin.kernels.interface import Curve, FactoredMap, Noise, Rates, Tensors, Vectors
 
@@ -32,8 +31,6 @@ _NO_COMPILER = (
     "step takes several times as long. Install a C compiler (gcc or clang), correct SYMEXPLIN_CPU_TARGET if it is set, "
     "or set SYMEXPLIN_KERNELS=readable to choose PyTorch's operations"
 )
-# The linear pathway of each mode: the sign of lambda, and whether it multiplies |w|.
-_LINEAR = {"mismatch": (1.0, True), "congruent": (1.0, False), "oppose": (-1.0, False), "exp_only": (0.0, True)}
 
 
 class _Step(ctypes.Structure):
@@ -84,6 +81,7 @@ class CpuKernels:
     def __init__(self, library: ctypes.CDLL, name: str) -> None:
         self.name = name
         self._library = _Library(library)
+        self.call_size = self._library.call_size
 
     def plan(
         self,
@@ -152,11 +150,8 @@ class _Factored:
         self._ends = sizes.view(-1).cumsum(0).view(3, -1)
         self._starts = self._ends - sizes
         self._call = _Call(count=len(shapes), first=_address(self._first), matrices=self._table.data_ptr())
-        sign, self._call.magnitude = _LINEAR[map.mode]
+        self._call.kappa, self._call.c, self._call.lam, self._call.magnitude = map.numbers()
         self._call.normalize, self._call.absorbed = map.normalize, map.absorbed
-        share = map.s / (1.0 if map.normalize else map.beta)
-        self._call.kappa = map.m * (1.0 if map.absorbed else map.beta)
-        self._call.c, self._call.lam = share * map.e * math.exp(-map.n), sign * share * map.l
 
     def pull(self, grads: Sequence[Tensor]) -> Tensor:
         """Return the norm of the raw gradients as a 0-d float64 tensor, and write the gradients of the vectors."""
@@ -221,12 +216,9 @@ def _set_step(call: _Call, rates: Rates | None, clip: Tensor | None, curve: Curv
     step.base, step.slope = factor * kappa * c, 0.0 if curve is None else factor * kappa
     if rates is None:
         return
-    lr, decay, beta1, beta2, eps, correction1, correction2 = rates
-    call.moves = lr != 0
-    step.far, step.towards = (0.0, 1 - beta1) if beta1 > 0.5 else (1.0, -beta1)  # from m or from g, as torch's lerp
-    step.beta2, step.gain2, step.keep, step.decay = beta2, 1 - beta2, 1 - lr * decay, lr * decay
-    rate = kappa * (lr or 1.0) / correction1  # with lr 0 nothing moves
-    step.root, step.eps = 1 / (math.sqrt(correction2) * rate), eps / rate
+    call.moves, step.decay = rates.lr != 0, rates.lr * rates.decay
+    step.far, step.keep = rates.from_grad, 1 - step.decay
+    step.towards, step.beta2, step.gain2, step.root, step.eps = rates.direction(kappa)
 
 
 @functools.cache
@@ -243,23 +235,7 @@ def load() -> CpuKernels | None:
         return None
     library, name = found
     kernels = CpuKernels(library, f"compiled C ({name})")
-    if not _is_right(kernels):
+    if kernels.call_size != ctypes.sizeof(_Call) or not is_right(kernels, _CPU):
         warnings.warn(_NO_COMPILER.format(reason=f"kernels compiled by {name} give wrong results"), stacklevel=2)
         return None
     return kernels
-
-
-def _is_right(kernels: CpuKernels) -> bool:
-    """Whether a step of some weights agrees with the closed form in float64."""
-    if kernels._library.call_size != ctypes.sizeof(_Call):
-        return False
-    kappa, c = 7.5, 0.2
-    size = torch.logspace(-6, 1, 600, device=_CPU)
-    weight = torch.cat([size, -size])
-    exp_avg, exp_avg_sq = (torch.zeros_like(weight) for _ in range(2))
-    v, closed = weight.double(), Closed("exp_only", kappa, c)
-    exact = closed.move(v, -0.01 - 0.001 * closed.raw(v))  # Adam's first direction for gradients of 1 is 1
-    rates = Rates(0.01, 0.1, 0.9, 0.99, 0.0, 0.1, 0.01)
-    plan = kernels.plan((kappa, c), Tensors([weight], [exp_avg], [exp_avg_sq]))
-    plan.update([torch.ones_like(weight)], rates, None)
-    return bool(((weight.double() - exact).abs() <= 1e-6 * (exact.abs() + v.abs())).all())

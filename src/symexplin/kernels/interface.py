@@ -1,5 +1,6 @@
 """What kernels for one type of device compute."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -11,6 +12,8 @@ Curve = tuple[float, float]  # kappa and c of a map in closed form
 Noise = tuple[int, int, int, int]  # key, offset, columns and stride, see symexplin.rounding
 # Learned vectors of e, l, m (or a) and n: of each that along the rows in memory and that along the columns.
 Vectors = tuple[Tensor | None, ...]
+# The linear pathway of each mode: the sign of lambda, and whether it multiplies |w|.
+_LINEAR = {"mismatch": (1.0, True), "congruent": (1.0, False), "oppose": (-1.0, False), "exp_only": (0.0, True)}
 
 
 def is_memory(tensor: Tensor) -> bool:
@@ -45,6 +48,20 @@ class Rates(NamedTuple):
     correction1: float
     correction2: float
 
+    @property
+    def from_grad(self) -> bool:
+        """Whether the first moment moves from the gradient instead of from itself, as torch's lerp does."""
+        return self.beta1 <= 0.5
+
+    def direction(self, kappa: float) -> tuple[float, float, float, float, float]:
+        """Return numbers for the direction times the rate and kappa, exp_avg/(root sqrt(exp_avg_sq) + eps).
+
+        These are the share by which the first moment moves towards the gradient, beta2, 1 - beta2, root and eps.
+        """
+        towards = -self.beta1 if self.from_grad else 1.0 - self.beta1
+        rate = kappa * (self.lr or 1.0) / self.correction1  # with lr 0 nothing moves
+        return towards, self.beta2, 1.0 - self.beta2, 1.0 / (math.sqrt(self.correction2) * rate), self.eps / rate
+
 
 class FactoredMap(NamedTuple):
     """A map whose scales are products of a row's and a column's factor, with its fixed values.
@@ -62,6 +79,13 @@ class FactoredMap(NamedTuple):
     m: float = 1.0
     n: float = 0.0
     s: float = 1.0
+
+    def numbers(self) -> tuple[float, float, float, bool]:
+        """Return kappa, c and lambda without learned vectors, and whether the linear pathway multiplies |w|."""
+        sign, magnitude = _LINEAR[self.mode]
+        share = self.s / (1.0 if self.normalize else self.beta)
+        kappa = self.m * (1.0 if self.absorbed else self.beta)
+        return kappa, share * self.e * math.exp(-self.n), sign * share * self.l, magnitude
 
 
 class Plan(Protocol):

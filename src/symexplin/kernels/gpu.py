@@ -1,0 +1,263 @@
+"""Triton kernels on GPUs (`gpu_kernels.py`): the closed form, and maps of row and column factors.
+
+PyTorch's operations (:mod:`symexplin.closed` and :mod:`symexplin.transform`) are the definition. A step takes a few
+launches for any number of parameters, and does not wait for the device.
+"""
+
+import contextlib
+import functools
+import importlib.util
+import itertools
+import warnings
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from symexplin.kernels.check import is_right
+from symexplin.kernels.interface import Curve, FactoredMap, Noise, Rates, Tensors, Vectors
+
+__all__ = ["GpuKernels", "load"]
+
+_CPU = torch.device("cpu")  # explicit, since the user may have another default device
+_TILE = 2048  # entries of a program for the closed form
+_TALL, _ROWS, _COLS = 64, 4, 256  # of a program for a matrix: its rows, and rows and columns at a time
+_BLOCK = 256  # rows or columns of a program for vectors
+_WARPS = 4  # of a program
+_ALIGNED = 16  # bytes, and entries of a row
+_NO_TRITON = (
+    "symexplin has no Triton kernels on {device} ({reason}): PyTorch's operations run there instead, and an optimizer "
+    "step takes several times as long. Set SYMEXPLIN_KERNELS=readable to choose PyTorch's operations"
+)
+
+
+class GpuKernels:
+    """Triton kernels for tensors on one device."""
+
+    def __init__(self) -> None:
+        import triton
+
+        from symexplin.kernels import gpu_kernels
+
+        self.name = f"Triton {triton.__version__}"
+        self._kernels = gpu_kernels
+
+    def plan(
+        self,
+        map: Curve | FactoredMap | None,
+        tensors: Tensors,
+        vectors: Sequence[Vectors] = (),
+        gradients: Sequence[Vectors] = (),
+    ) -> "_Closed | _Factored":
+        """Return the steps of weights under a map."""
+        if isinstance(map, FactoredMap):
+            return _Factored(self._kernels, map, tensors, vectors, gradients)
+        return _Closed(self._kernels, map, tensors)
+
+
+class _Batch(NamedTuple):
+    """Tensors for one launch: their indices, the table without gradients, and whether all of it is aligned."""
+
+    chosen: list[int]
+    table: Tensor
+    aligned: bool
+
+    def tiles(self, counts: Sequence[int], column: int) -> Tensor:
+        """Return the line of each tile, given the tiles of each line, and write the lines' first tiles to a column."""
+        numbers = torch.tensor(counts, device=_CPU)
+        self.table[:, column] = numbers.cumsum(0) - numbers
+        return torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32, device=_CPU), numbers)
+
+    def filled(self, column: int, grads: Sequence[Tensor]) -> tuple[Tensor, bool]:
+        """Return the table with the addresses of gradients, and whether it is still aligned."""
+        table, addresses = self.table.clone(), [grads[i].data_ptr() for i in self.chosen]
+        table[:, column] = torch.tensor(addresses, device=_CPU)
+        return table, self.aligned and not any(address % _ALIGNED for address in addresses)
+
+
+def _batches(lines: Sequence[Sequence[int]], widths: Sequence[int]) -> Iterator[_Batch]:
+    """Yield tensors with aligned addresses and rows, and the others."""
+    aligned = [
+        not any(number % _ALIGNED for number in (*line[:4], width)) for line, width in zip(lines, widths, strict=True)
+    ]
+    for kind in (True, False):
+        if chosen := [i for i, found in enumerate(aligned) if found == kind]:
+            yield _Batch(chosen, torch.tensor([lines[i] for i in chosen], dtype=torch.int64, device=_CPU), kind)
+
+
+class _Closed:
+    """Steps of weights under a map in closed form, or of plain ones."""
+
+    def __init__(self, kernels: ModuleType, curve: Curve | None, tensors: Tensors) -> None:
+        self._kernels, self._curve, self._held = kernels, curve, tensors
+        self._device = tensors.weights[0].device
+        self._kind = {"PLAIN": curve is None, "HALF": _is_half(tensors), "MASTERS": tensors.masters is not None}
+        sizes = list(map(Tensor.numel, tensors.weights))
+        self._column = column = kernels.CLOSED.index
+        rest = [0] * (len(kernels.CLOSED) - column("size") - 1)
+        lines = [[*_addresses(tensors, i), 0, size, *rest] for i, size in enumerate(sizes)]
+        self._batches = []
+        for batch in _batches(lines, sizes):
+            items = batch.tiles([-(-sizes[i] // _TILE) for i in batch.chosen], column("first"))
+            self._batches.append((batch, items.to(self._device)))
+
+    def pull(self, grads: Sequence[Tensor]) -> Tensor:
+        """Return the norm of the raw gradients g kappa (c + |v|), or g of plain weights, as a 0-d float64 tensor."""
+        kappa, c = self._curve or (1.0, 1.0)
+        squares = []
+        for batch, items in self._batches:
+            table, aligned = batch.filled(self._column("grad"), grads)
+            squares.append(torch.empty(len(items), dtype=torch.float32, device=self._device))
+            rest = (items, squares[-1], kappa * c, kappa)
+            _launch(self._kernels.norm, len(items), table, *rest, **self._kind, ALIGNED=aligned, TILE=_TILE)
+        return _root_of(squares)
+
+    def update(
+        self, grads: Sequence[Tensor], rates: Rates, clip: Tensor | None, noise: Sequence[Noise] | None = None
+    ) -> None:
+        """Apply AdamW to the weights in place."""
+        kappa, c = self._curve or (1.0, 1.0)
+        constants = {"DECAYS": rates.decay != 0.0, "NOISE": noise is not None, **_constants(rates, clip), **self._kind}
+        for batch, items in self._batches:
+            table, aligned = batch.filled(self._column("grad"), grads)
+            if noise is not None:
+                table[:, self._column("noise") :] = torch.tensor([noise[i] for i in batch.chosen], device=_CPU)
+            numbers = (*rates.direction(kappa), 1.0 - rates.lr * rates.decay, rates.lr * rates.decay, kappa, c)
+            rest = (items, _on(self._device, clip), *numbers)
+            _launch(self._kernels.step, len(items), table, *rest, **constants, ALIGNED=aligned, TILE=_TILE)
+
+
+class _Factored:
+    """Steps of matrices under a map of row and column factors."""
+
+    def __init__(
+        self,
+        kernels: ModuleType,
+        map: FactoredMap,
+        tensors: Tensors,
+        vectors: Sequence[Vectors],
+        gradients: Sequence[Vectors],
+    ) -> None:
+        self._kernels, self._held, self._device = kernels, (tensors, vectors, gradients), tensors.weights[0].device
+        *self._numbers, self._magnitude = map.numbers()
+        self._kind = {"ABSORBED": map.absorbed, "NORMALIZE": map.normalize}
+        self._half = _is_half(tensors)
+        self._column = column = kernels.MATRIX.index
+        shapes = [(1, *w.shape) if w.dim() == 1 else tuple(w.shape) for w in tensors.weights]
+        rest = [0] * (len(kernels.MATRIX) - column("cols") - 1)
+        lines = [
+            [*_addresses(tensors, i), 0, *shape, *rest, *(0 if v is None else v.data_ptr() for v in (*own, *found))]
+            for i, (shape, own, found) in enumerate(zip(shapes, vectors, gradients, strict=True))
+        ]
+        self._batches = []
+        for batch in _batches(lines, [cols for _, cols in shapes]):
+            of_batch = [shapes[i] for i in batch.chosen]
+            items = batch.tiles([-(-rows // _TALL) * -(-cols // _COLS) for rows, cols in of_batch], column("first"))
+            ends = batch.tiles([-(-rows // _BLOCK) - (-cols // _BLOCK) for rows, cols in of_batch], column("ends"))
+            most = max(max(-(-rows // _TALL), -(-cols // _COLS)) for rows, cols in of_batch)
+            most = 1 << (most - 1).bit_length()  # few numbers, for which the kernel is compiled
+            on_device = items.to(self._device), ends.to(self._device)
+            self._batches.append((batch, *on_device, self._scratch_of(of_batch), most))
+
+    def _scratch_of(self, shapes: Sequence[tuple[int, int]]) -> tuple[Tensor, int]:
+        """Return where each matrix's old and new factors and sums by row and column begin, and where all end."""
+        factors, sums = self._kernels.FACTORS, self._kernels.SUMS
+        sizes = [
+            (*(2 * [factors * (rows + cols)]), sums * rows * -(-cols // _COLS), sums * cols * -(-rows // _TALL))
+            for rows, cols in shapes
+        ]
+        numbers = torch.tensor(sizes, device=_CPU)
+        ends = numbers.view(-1).cumsum(0).view_as(numbers)
+        return ends - numbers, int(ends[-1, -1])
+
+    def pull(self, grads: Sequence[Tensor]) -> Tensor:
+        """Return the norm of the raw gradients as a 0-d float64 tensor, and write the gradients of the vectors."""
+        squares, self._now = [], []
+        first, last = self._column("old"), self._column("down")
+        for batch, items, ends, (starts, size), most in self._batches:
+            table, aligned = batch.filled(self._column("grad"), grads)
+            scratch = torch.empty(size, dtype=torch.float32, device=self._device)
+            table[:, first : last + 1] = scratch.data_ptr() + scratch.itemsize * starts
+            table = _on(self._device, table)
+            squares.append(torch.empty(len(items), dtype=torch.float32, device=self._device))
+            self._now.append((table, items, ends, {**self._of_tiles(), "ALIGNED": aligned}, scratch))
+            self._write_factors("old", table, ends)
+            constants = {"NORMALIZE": self._kind["NORMALIZE"], **self._now[-1][3]}
+            _launch(self._kernels.pull, len(items), table, items, squares[-1], **constants)
+            sides = {"TALL": _TALL, "COLS": _COLS, "BLOCK": _BLOCK, "MOST": most}
+            _launch(self._kernels.chain, len(ends), table, ends, *self._numbers, **self._kind, **sides)
+        return _root_of(squares)
+
+    def update(
+        self,
+        grads: Sequence[Tensor],  # noqa: ARG002
+        rates: Rates,
+        clip: Tensor | None,
+        noise: Sequence[Noise] | None = None,  # noqa: ARG002
+    ) -> None:
+        """Apply AdamW to the raw weights and write the weights."""
+        numbers = (*rates.direction(1.0), 1.0 - rates.lr * rates.decay)
+        for table, items, ends, constants, _ in self._now:
+            self._write_factors("new", table, ends)
+            rest = (table, items, _on(self._device, clip), *numbers)
+            _launch(self._kernels.move, len(items), *rest, **_constants(rates, clip), **constants)
+        del self._now
+
+    def _of_tiles(self) -> dict[str, Any]:
+        return {"MAGNITUDE": self._magnitude, "HALF": self._half, "TALL": _TALL, "ROWS": _ROWS, "COLS": _COLS}
+
+    def _write_factors(self, which: str, table: Tensor, ends: Tensor) -> None:
+        constants = {"COLUMN": self._column(which), "BLOCK": _BLOCK, **self._kind}
+        _launch(self._kernels.write_factors, len(ends), table, ends, *self._numbers, **constants)
+
+
+def _launch(kernel: Any, programs: int, table: Tensor, items: Tensor, *rest: Any, **constants: Any) -> None:
+    """Launch a kernel with a number of programs on the device of `items`."""
+    device = items.device
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        kernel[(programs,)](_on(device, table), items, *rest, **constants, num_warps=_WARPS)
+
+
+def _on(device: torch.device, tensor: Any) -> Any:
+    """Return a tensor on the device, without waiting for a copy; a clipping factor, which may be None, in float32."""
+    if tensor is None or tensor.device == device and tensor.dtype != torch.float64:
+        return tensor
+    if tensor.is_floating_point():
+        return tensor.to(device, torch.float32)
+    # A copy from pageable memory would wait. Torch reuses pinned memory only after the copy.
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def _constants(rates: Rates, clip: Tensor | None) -> dict[str, bool]:
+    return {"FROM_GRAD": rates.beta1 <= 0.5, "MOVES": rates.lr != 0.0, "CLIPS": clip is not None}
+
+
+def _addresses(tensors: Tensors, i: int) -> list[int]:
+    return [0 if line is None else line[i].data_ptr() for line in tensors]
+
+
+def _is_half(tensors: Tensors) -> bool:
+    return tensors.weights[0].dtype == torch.bfloat16
+
+
+def _root_of(squares: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(squares)).sum(dtype=torch.float64).sqrt()
+
+
+@functools.cache
+def load(device: torch.device) -> GpuKernels | None:
+    """Return the kernels, or None with one warning if they do not run on a device or are wrong there."""
+    if importlib.util.find_spec("triton") is None:
+        reason = "Triton is not installed"
+    else:
+        try:
+            kernels = GpuKernels()
+            if is_right(kernels, device):
+                return kernels
+            reason = f"{kernels.name} gives wrong results"
+        except Exception as error:  # of the compiler, which has many of its own
+            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+    warnings.warn(_NO_TRITON.format(device=device, reason=reason), stacklevel=2)
+    return None
