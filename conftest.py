@@ -1,10 +1,5 @@
-"""What pytest does not collect: programs for other processes in tests/kernels, Triton's side without Triton, timm's."""
-
-import importlib.util
+"""What pytest does not collect: the doctests of symexplin.timm, which tests/test_timm.py runs without torchvision."""
 
 __all__ = ["collect_ignore_glob"]
 
-# tests/test_timm.py runs the examples of symexplin.timm: it can import timm without torchvision.
-collect_ignore_glob = ["tests/kernels/triton_*.py", "src/symexplin/timm.py"]
-if importlib.util.find_spec("triton") is None:
-    collect_ignore_glob.append("src/symexplin/kernels/triton_*.py")
+collect_ignore_glob = ["src/symexplin/timm.py"]

@@ -1,7 +1,8 @@
-"""The kernels as each compiler makes them for this machine and for plain x86-64."""
+"""The kernels as each compiler makes them for this machine and for plain x86-64, and Triton's interpreter."""
 
 import ctypes
 import functools
+import os
 import platform
 import shutil
 import tempfile
@@ -9,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from symexplin.kernels import cpu
+from symexplin.kernels import cpu, gpu
 from symexplin.kernels.compiler import _find, compile_library
 
+TRITON = "triton", "interpreter"
 BUILDS = [(command, target) for command in ("gcc", "clang") for target in ("", "x86-64")]
 
 
@@ -28,6 +30,12 @@ def library(command: str, target: str) -> Path:
 
 
 @functools.cache
-def kernels(command: str, target: str) -> cpu.CpuKernels:
+def kernels(command: str, target: str) -> cpu.CpuKernels | gpu.GpuKernels:
     """Return kernels of one build."""
+    if (command, target) == TRITON:
+        pytest.importorskip("triton")
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            pytest.skip("Triton's interpreter runs where there is no GPU")
+        gpu._ROWS = 32  # the interpreter takes as long for few rows
+        return gpu.GpuKernels()
     return cpu.CpuKernels(ctypes.CDLL(str(library(command, target))), f"{command} {target}")

@@ -1,24 +1,22 @@
-"""What computes the map and AdamW: compiled C on CPUs, `torch.compile` on accelerators, or PyTorch's operations.
+"""What computes the map and AdamW: compiled C on CPUs, Triton on GPUs, or PyTorch's operations.
 
 PyTorch's operations are the definition: everything else is tested against them and only changes the speed.
 """
 
 import contextlib
 import contextvars
-import functools
 import os
 from collections.abc import Iterator
 
 import torch
 
 from symexplin.kernels import cpu, gpu
-from symexplin.kernels.formulas import FormulaKernels
 from symexplin.kernels.interface import Kernels
 from symexplin.validation import check_choice
 
 __all__ = ["CHOICES", "choice", "describe", "kernels_for", "using"]
 
-CHOICES = ("auto", "compiled", "readable")
+CHOICES = ("auto", "readable")
 _VARIABLE = "SYMEXPLIN_KERNELS"
 _choice: contextvars.ContextVar[str | None] = contextvars.ContextVar("choice", default=None)
 
@@ -27,9 +25,8 @@ _choice: contextvars.ContextVar[str | None] = contextvars.ContextVar("choice", d
 def using(choice: str) -> Iterator[None]:
     """Choose inside a `with` block what computes the map and AdamW.
 
-    "auto" is C on CPUs and `torch.compile` on accelerators, "compiled" is `torch.compile` everywhere, "readable" is
-    PyTorch's operations. Outside of such blocks the environment variable SYMEXPLIN_KERNELS chooses; its default is
-    "auto".
+    "auto" is C on CPUs and Triton on GPUs, "readable" is PyTorch's operations. Outside of such blocks the environment
+    variable SYMEXPLIN_KERNELS chooses; its default is "auto".
 
     Raises:
         ValueError: an unknown choice.
@@ -48,9 +45,9 @@ def using(choice: str) -> Iterator[None]:
 def choice() -> str:
     """Return the present choice, one of :data:`CHOICES`.
 
-    >>> with using("compiled"):
+    >>> with using("readable"):
     ...     choice()
-    'compiled'
+    'readable'
     """
     return _choice.get() or check_choice(_VARIABLE, os.environ.get(_VARIABLE) or "auto", CHOICES)
 
@@ -66,21 +63,16 @@ def kernels_for(device: torch.device | str) -> Kernels | None:
         return None
     device = torch.device(device)
     if device.type == "cpu":
-        return cpu.load() or _formulas(compiles=False)
+        return cpu.load()
     return gpu.load(device) if device.type == "cuda" else None
-
-
-@functools.cache
-def _formulas(compiles: bool) -> FormulaKernels:
-    return FormulaKernels(compiles)
 
 
 def describe(device: torch.device | str) -> str:
     """Return a description of what computes the map and AdamW on a device.
 
-    >>> with using("compiled"):
+    >>> with using("readable"):
     ...     describe("cpu")
-    'torch.compile'
+    "PyTorch's operations"
     """
     kernels = kernels_for(device)
     return "PyTorch's operations" if kernels is None else kernels.name

@@ -1,22 +1,62 @@
-"""A check of compiled kernels before their first use."""
+"""A check of compiled kernels before their first use, against the formulas in float64."""
 
 import torch
+from torch import Tensor
 
 from symexplin.closed import Closed
-from symexplin.kernels.interface import Kernels, Rates, Tensors
+from symexplin.kernels.interface import FactoredMap, Kernels, Rates, Tensors
 
 __all__ = ["is_right"]
 
+_KAPPA = 7.5
+# With the moments at 0 and eps 0, AdamW's first direction is the sign of the gradient.
+_RATES = Rates(lr=0.01, decay=0.1, beta1=0.9, beta2=0.99, eps=0.0, correction1=0.1, correction2=0.01)
+
 
 def is_right(kernels: Kernels, device: torch.device) -> bool:
-    """Whether a step of some weights agrees with the closed form in float64."""
-    kappa, c = 7.5, 0.2
-    size = torch.logspace(-6, 1, 600, device=device)
+    """Whether a step in closed form and one of a factored map agree with their formulas."""
+    return _is_closed_right(kernels, device) and _is_factored_right(kernels, device)
+
+
+def _is_closed_right(kernels: Kernels, device: torch.device) -> bool:
+    size, c = torch.logspace(-6, 1, 600, device=device), 0.2
     weight = torch.cat([size, -size])
-    exp_avg, exp_avg_sq = (torch.zeros_like(weight) for _ in range(2))
-    v, closed = weight.double(), Closed("exp_only", kappa, c)
-    exact = closed.move(v, -0.01 - 0.001 * closed.raw(v))  # Adam's first direction for gradients of 1 is 1
-    rates = Rates(0.01, 0.1, 0.9, 0.99, 0.0, 0.1, 0.01)
-    plan = kernels.plan((kappa, c), Tensors([weight], [exp_avg], [exp_avg_sq]))
-    plan.update([torch.ones_like(weight)], rates, None)
+    v, closed = weight.double(), Closed("exp_only", _KAPPA, c)
+    exact = closed.move(v, -_RATES.lr - _RATES.lr * _RATES.decay * closed.raw(v))
+    plan = kernels.plan((_KAPPA, c), Tensors([weight], *_moments(weight)))
+    plan.update([torch.ones_like(weight)], _RATES, None)
     return bool(((weight.double() - exact).abs() <= 1e-6 * (exact.abs() + v.abs())).all())
+
+
+def _is_factored_right(kernels: Kernels, device: torch.device) -> bool:
+    """Check the mismatch map (e sign(w) expm1(kappa |w|) + |w|)/kappa, e of rows and columns, over several tiles."""
+    raw = torch.linspace(-0.3, 0.3, 520 * 300, device=device).view(520, 300)
+    rows, columns = torch.linspace(0.5, 1.5, 520, device=device), torch.linspace(1.2, 0.8, 300, device=device)
+    grad, e = torch.sin(1e4 * raw), torch.outer(rows, columns).double()
+    w, g = raw.double(), grad.double()
+
+    def weight_of(w: Tensor) -> Tensor:
+        return (e * w.sign() * torch.expm1(_KAPPA * w.abs()) + w.abs()) / _KAPPA
+
+    exact_norm = torch.linalg.vector_norm(g * (e * torch.exp(_KAPPA * w.abs()) + w.sign() / _KAPPA))
+    by_e = g * w.sign() * torch.expm1(_KAPPA * w.abs()) / _KAPPA
+    exact_rows, exact_columns = by_e @ columns.double(), rows.double() @ by_e
+    vectors, rest = (rows, columns), (None,) * 6
+    weight, found = weight_of(w).float(), (torch.empty_like(rows), torch.empty_like(columns))
+    map = FactoredMap("mismatch", normalize=False, absorbed=False, beta=_KAPPA)
+    tensors = Tensors([weight], *_moments(weight), [raw])
+    plan = kernels.plan(map, tensors, [(*vectors, *rest)], [(*found, *rest)])
+    norm = plan.pull([grad])
+    plan.update([grad], _RATES, None)
+    moved = w * (1.0 - _RATES.lr * _RATES.decay) - _RATES.lr * g.sign()
+    return all(
+        bool((own.double() - exact).norm() <= 1e-5 * exact.norm())
+        for own, exact in (
+            *((norm, exact_norm), (found[0], exact_rows), (found[1], exact_columns)),
+            *((raw, moved), (weight, weight_of(moved))),
+        )
+    )
+
+
+def _moments(weight: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    return [torch.zeros_like(weight)], [torch.zeros_like(weight)]

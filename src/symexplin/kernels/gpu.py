@@ -7,7 +7,6 @@ launches for any number of parameters, and does not wait for the device.
 import contextlib
 import functools
 import importlib.util
-import itertools
 import warnings
 from collections.abc import Iterator, Sequence
 from types import ModuleType
@@ -145,7 +144,7 @@ class _Factored:
         self._kind = {"ABSORBED": map.absorbed, "NORMALIZE": map.normalize}
         self._half = _is_half(tensors)
         self._column = column = kernels.MATRIX.index
-        shapes = [(1, *w.shape) if w.dim() == 1 else tuple(w.shape) for w in tensors.weights]
+        shapes = [(1 if w.dim() == 1 else len(w), w.shape[-1]) for w in tensors.weights]
         rest = [0] * (len(kernels.MATRIX) - column("cols") - 1)
         lines = [
             [*_addresses(tensors, i), 0, *shape, *rest, *(0 if v is None else v.data_ptr() for v in (*own, *found))]
@@ -213,7 +212,7 @@ class _Factored:
         _launch(self._kernels.write_factors, len(ends), table, ends, *self._numbers, **constants)
 
 
-def _launch(kernel: Any, programs: int, table: Tensor, items: Tensor, *rest: Any, **constants: Any) -> None:
+def _launch(kernel: Any, programs: int, table: Tensor, items: Tensor, /, *rest: Any, **constants: Any) -> None:
     """Launch a kernel with a number of programs on the device of `items`."""
     device = items.device
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
@@ -222,7 +221,7 @@ def _launch(kernel: Any, programs: int, table: Tensor, items: Tensor, *rest: Any
 
 def _on(device: torch.device, tensor: Any) -> Any:
     """Return a tensor on the device, without waiting for a copy; a clipping factor, which may be None, in float32."""
-    if tensor is None or tensor.device == device and tensor.dtype != torch.float64:
+    if tensor is None or (tensor.device == device and tensor.dtype != torch.float64):
         return tensor
     if tensor.is_floating_point():
         return tensor.to(device, torch.float32)

@@ -5,7 +5,7 @@ addresses from that one's line of the table. Results do not depend on the order 
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-# ruff: noqa: ANN001, ANN201, ANN202, SIM108
+# ruff: noqa: ANN001, ANN201, ANN202, RET505, SIM108
 
 import triton
 import triton.language as tl
@@ -148,10 +148,22 @@ def _write(place, at, inside, x, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _vector(place, i, inside, otherwise):
-    """Return numbers of a vector, or `otherwise` if its address is 0."""
+def _vector(place, i, count):
+    """Return the places of entries of a vector, and which of them are inside: none if its address is 0."""
     address = tl.load(place)
-    return tl.load(address.to(tl.pointer_type(tl.float32)) + i, mask=inside & (address != 0), other=otherwise)
+    return address.to(tl.pointer_type(tl.float32)) + i, i < tl.where(address == 0, 0, count)
+
+
+@triton.jit
+def _read_vector(place, i, count, otherwise):
+    at, inside = _vector(place, i, count)
+    return tl.load(at, mask=inside, other=otherwise)
+
+
+@triton.jit
+def _write_vector(place, i, count, x):
+    at, inside = _vector(place, i, count)
+    tl.store(at, x, mask=inside)
 
 
 # ---- the closed form ----
@@ -275,18 +287,18 @@ def _side(table, items, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _axis(line, dim, i, inside, kappa, c, lam, ABSORBED: tl.constexpr, NORMALIZE: tl.constexpr):
+def _axis(line, dim, i, count, kappa, c, lam, ABSORBED: tl.constexpr, NORMALIZE: tl.constexpr):
     """Return m, kappa, c without e, c, lambda without l, and lambda of rows or columns."""
     place = line + _VECTORS + dim
-    e, l = _vector(place, i, inside, 1.0), _vector(place + 2, i, inside, 1.0)
+    e, l = _read_vector(place, i, count, 1.0), _read_vector(place + 2, i, count, 1.0)
     if ABSORBED:
-        m = tl.exp(_vector(place + 4, i, inside, 0.0))
+        m = tl.exp(_read_vector(place + 4, i, count, 0.0))
     else:
-        m = _vector(place + 4, i, inside, 1.0)
+        m = _read_vector(place + 4, i, count, 1.0)
     first = dim == 0
     kappa = m * tl.where(first, kappa, 1.0)
     share = 1.0 / kappa if NORMALIZE else tl.full(kappa.shape, 1.0, tl.float32)
-    by_e = share * tl.exp(-_vector(place + 6, i, inside, 0.0)) * tl.where(first, c, 1.0)
+    by_e = share * tl.exp(-_read_vector(place + 6, i, count, 0.0)) * tl.where(first, c, 1.0)
     by_l = share * tl.where(first, lam, 1.0)
     return m, kappa, by_e, by_e * e, by_l, by_l * l
 
@@ -298,7 +310,7 @@ def write_factors(
 ):  # fmt: skip
     """Write the old or new factors of rows and columns: COLUMN of the table has their address."""
     line, dim, count, i, inside = _side(table, items, BLOCK)
-    _, kappa, _, c, _, lam = _axis(line, dim, i, inside, kappa, c, lam, ABSORBED, NORMALIZE)
+    _m, kappa, _by_e, c, _by_l, lam = _axis(line, dim, i, count, kappa, c, lam, ABSORBED, NORMALIZE)
     to = _pointer(line + COLUMN, tl.float32, False) + dim * _FACTORS * tl.load(line + _ROWS) + i
     tl.store(to, kappa, mask=inside)
     tl.store(to + count, c, mask=inside)
@@ -318,7 +330,7 @@ def _factors(from_, count, i, inside):
 
 
 @triton.jit
-def _matrix_tile(table, items, ALIGNED: tl.constexpr, TALL: tl.constexpr, COLS: tl.constexpr):
+def _matrix_tile(table, items, ALIGNED: tl.constexpr, COLS: tl.constexpr):
     """Return the line, rows and columns of this program's matrix, its tile's row and column of tiles, and columns."""
     line = table + tl.load(items + tl.program_id(0)) * _MATRIX_LINE
     rows, cols = tl.load(line + _ROWS), tl.load(line + _COLS)
@@ -342,7 +354,7 @@ def pull(
     ALIGNED: tl.constexpr, TALL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Write the sums of each tile by row and by column, and the sum of the squares of its raw gradients."""
-    line, rows, cols, tile0, tile1 = _matrix_tile(table, items, ALIGNED, TALL, COLS)
+    line, rows, cols, tile0, tile1 = _matrix_tile(table, items, ALIGNED, COLS)
     j = tile1 * COLS + tl.arange(0, COLS)
     inside1 = j < cols
     old = _pointer(line + _OLD, tl.float32, False)
@@ -354,7 +366,7 @@ def pull(
         i = tile0 * TALL + r + tl.arange(0, ROWS)
         inside0 = i < rows
         kappa0, c0, lam0, steep0 = _factors(old, rows, i, inside0)
-        at, inside = i[:, None] * cols + j[None, :], inside0[:, None] & inside1[None, :]
+        at, inside = i[:, None] * cols + j[None, :], tl.where(inside0[:, None], inside1[None, :], False)
         g = _read(line + _GRAD, at, inside, HALF, ALIGNED)
         w = _read(line + _RAW, at, inside, False, ALIGNED)
         x = kappa0[:, None] * kappa1[None, :] * tl.abs(w)
@@ -386,14 +398,14 @@ def chain(
 ):  # fmt: skip
     """Write the gradients of the vectors by the chain rule, from the sums of at most MOST tiles."""
     line, dim, count, i, inside = _side(table, items, BLOCK)
-    m, own_kappa, by_e, own_c, by_l, own_lam = _axis(line, dim, i, inside, kappa, c, lam, ABSORBED, NORMALIZE)
+    m, own_kappa, by_e, own_c, by_l, own_lam = _axis(line, dim, i, count, kappa, c, lam, ABSORBED, NORMALIZE)
     other = tl.where(dim == 1, tl.load(line + _ROWS), tl.load(line + _COLS))
     tiles = tl.cdiv(other, tl.where(dim == 1, TALL, COLS))
     sums = tl.load(line + _RIGHT + dim).to(tl.pointer_type(tl.float32)) + i
     by_c, by_lam = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     by_kappa = tl.zeros([BLOCK], tl.float32)
     for tile in range(0, MOST):
-        there = inside & (tile < tiles)
+        there = tl.where(tile < tiles, inside, False)
         by_c += 2.0 * tl.load(sums, mask=there, other=0.0)  # of halves
         by_lam += tl.load(sums + count, mask=there, other=0.0)
         by_kappa += 2.0 * tl.load(sums + 2 * count, mask=there, other=0.0)
@@ -405,16 +417,10 @@ def chain(
     else:
         by_m = by_kappa * own_c * tl.where(dim == 1, 1.0, kappa)
     to = line + _GRADIENTS + dim
-    _write_vector(to, i, inside, by_c * by_e)
-    _write_vector(to + 2, i, inside, by_lam * by_l)
-    _write_vector(to + 4, i, inside, by_m)
-    _write_vector(to + 6, i, inside, -by_c * own_c)
-
-
-@triton.jit
-def _write_vector(place, i, inside, x):
-    address = tl.load(place)
-    tl.store(address.to(tl.pointer_type(tl.float32)) + i, x, mask=inside & (address != 0))
+    _write_vector(to, i, count, by_c * by_e)
+    _write_vector(to + 2, i, count, by_lam * by_l)
+    _write_vector(to + 4, i, count, by_m)
+    _write_vector(to + 6, i, count, -by_c * own_c)
 
 
 @triton.jit
@@ -424,23 +430,24 @@ def move(
     ALIGNED: tl.constexpr, TALL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Apply AdamW to raw weights and write the weights."""
-    line, rows, cols, tile0, tile1 = _matrix_tile(table, items, ALIGNED, TALL, COLS)
+    line, rows, cols, tile0, tile1 = _matrix_tile(table, items, ALIGNED, COLS)
     j = tile1 * COLS + tl.arange(0, COLS)
     inside1 = j < cols
+    # Triton gives a name one type within and before a loop, also the name _.
     old, new = _pointer(line + _OLD, tl.float32, False), _pointer(line + _NEW, tl.float32, False)
-    kappa1, _, lam1, steep1 = _factors(old + _FACTORS * rows, cols, j, inside1)
-    kappa3, c3, lam3, _ = _factors(new + _FACTORS * rows, cols, j, inside1)
+    kappa1, _c1, lam1, steep1 = _factors(old + _FACTORS * rows, cols, j, inside1)
+    kappa3, c3, lam3, _steep3 = _factors(new + _FACTORS * rows, cols, j, inside1)
     factor = tl.load(clip) if CLIPS else 1.0
     for r in range(0, TALL, ROWS):
         i = tile0 * TALL + r + tl.arange(0, ROWS)
         inside0 = i < rows
-        kappa0, _, lam0, steep0 = _factors(old, rows, i, inside0)
-        at, inside = i[:, None] * cols + j[None, :], inside0[:, None] & inside1[None, :]
+        kappa0, _c0, lam0, steep0 = _factors(old, rows, i, inside0)
+        at, inside = i[:, None] * cols + j[None, :], tl.where(inside0[:, None], inside1[None, :], False)
         g = _read(line + _GRAD, at, inside, HALF, ALIGNED)
         w = _read(line + _RAW, at, inside, False, ALIGNED)
         m = _read(line + _EXP_AVG, at, inside, False, ALIGNED)
         s = _read(line + _EXP_AVG_SQ, at, inside, False, ALIGNED)
-        _, E = _grow(kappa0[:, None] * kappa1[None, :] * tl.abs(w))
+        _F, E = _grow(kappa0[:, None] * kappa1[None, :] * tl.abs(w))
         raw = _slope(g, w, E, 2.0 * steep0[:, None] * steep1[None, :], lam0[:, None] * lam1[None, :], MAGNITUDE)
         d, m, s = _direction(factor * raw, m, s, towards, beta2, gain2, root, eps, FROM_GRAD)
         _write(line + _EXP_AVG, at, inside, m, ALIGNED)
@@ -448,8 +455,8 @@ def move(
         if MOVES:
             w = w * keep - d
             _write(line + _RAW, at, inside, w, ALIGNED)
-            kappa2, c2, lam2, _ = _factors(new, rows, i, inside0)
-            F, _ = _grow(kappa2[:, None] * kappa3[None, :] * tl.abs(w))
+            kappa2, c2, lam2, _steep2 = _factors(new, rows, i, inside0)
+            F, _E = _grow(kappa2[:, None] * kappa3[None, :] * tl.abs(w))
             linear = lam2[:, None] * lam3[None, :] * (tl.abs(w) if MAGNITUDE else w)
             v = 2.0 * c2[:, None] * c3[None, :] * _flipped(F, w) + linear
             if HALF:

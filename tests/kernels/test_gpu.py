@@ -1,0 +1,55 @@
+"""The Triton kernels where there is no GPU: they compile for one, and wrong ones are not used."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from symexplin.kernels import gpu
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from symexplin.kernels import gpu_kernels
+
+POINTERS = {"table": "*i64", "items": "*i32", "squares": "*fp32", "clip": "*fp32"}
+SIZES = {"TILE": 2048, "TALL": 64, "ROWS": 4, "COLS": 256, "BLOCK": 256, "MOST": 4, "COLUMN": 9}
+for name in ("norm", "step", "write_factors", "pull", "chain", "move"):
+    kernel = getattr(gpu_kernels, name)
+    for flag in (False, True):
+        constants = {n: SIZES.get(n, flag) for n in kernel.arg_names if n.isupper()}
+        signature = {n: "constexpr" if n in constants else POINTERS.get(n, "fp32") for n in kernel.arg_names}
+        for target in (80, 90):
+            triton.compile(ASTSource(kernel, signature, constexprs=constants), target=GPUTarget("cuda", target, 32))
+"""
+
+
+def test_kernels_compile_for_gpus():
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("broken", ["step", "chain", "move", None])
+def test_wrong_kernels_are_not_used(broken, monkeypatch):
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("Triton's interpreter runs where there is no GPU")
+    launch = gpu._launch
+    monkeypatch.setattr(gpu, "_ROWS", 32)  # the interpreter takes as long for few rows
+    monkeypatch.setattr(gpu, "_launch", lambda kernel, *a, **k: kernel.__name__ == broken or launch(kernel, *a, **k))
+    if broken is None:
+        assert gpu.load.__wrapped__(torch.device("cpu")).name.startswith("Triton")
+        return
+    with pytest.warns(UserWarning, match=r"no Triton kernels on cpu \(Triton .* gives wrong results\)"):
+        assert gpu.load.__wrapped__(torch.device("cpu")) is None
+
+
+def test_without_triton_a_warning_says_what_that_costs(monkeypatch):
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda _: None)
+    with pytest.warns(UserWarning, match=r"Triton is not installed.*several times as long"):
+        assert gpu.load.__wrapped__(torch.device("cuda")) is None
