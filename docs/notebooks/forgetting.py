@@ -114,4 +114,4 @@ plt.show()
 # %% [markdown]
 # Lower and further left is better. Averaging the weights gains more than the distance between the optimizers. In a
 # larger experiment, with every method at its best and averaged, we detected no difference between them:
-# [fine-tuning without forgetting](../tutorials/fine-tuning.md).
+# [fine-tune without forgetting](../how-to/fine-tune.md).

@@ -1,6 +1,6 @@
 """What PyTorch's own tests ask of every optimizer (test/test_optim.py), asked of ours, under their names.
 
-docs/reference/torch-optimizer.md lists the cases with their outcome; more are in test_optimizer and test_state.
+docs/reference/tested.md lists the cases that differ; more are in test_optimizer and test_state.
 """
 
 import copy
