@@ -95,7 +95,7 @@ def test_a_result_is_read_strictly(command, tmp_path, text, said):
     (out / "compare.toml").write_text(f"command = {command!r}")
     config = CommandConfig(command, grid("plain", "good", lrs=(0.1,), seeds=(0,)))
     if said:
-        with pytest.raises(ValueError, match=rf"good-lr0\.1-seed0/result\.json. must be like .*{said}"):
+        with pytest.raises(ChildProcessError, match=rf"good-lr0\.1-seed0/result\.json. must be like .*{said}"):
             compare_commands(config, out, resume=True)
         return
     found = compare_commands(config, out, resume=True)

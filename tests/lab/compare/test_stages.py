@@ -81,14 +81,17 @@ def test_what_has_ended_stays_and_other_best_rates_ask_for_other_runs(tmp_path):
 
 
 def test_failing_runs_are_named_after_the_others_have_run(tmp_path):
-    runs = Runs(tmp_path, {(variant, 0.1): 1.0 for variant in ("AdamW", "bad", "odd", "good")})
-    runs.failing, runs.unreadable = {"bad": "one / two / three"}, set(cells(("odd", 0.1)))
-    with pytest.raises(
-        ChildProcessError, match=r"^2/4 bad lr 0\.1 seed 0: one / two / three; 1 more failed: see above$"
-    ):
-        runs.sweep(variants=("AdamW", "bad", "odd", "good"), lrs=(0.1,), confirm_seeds=()).run()
-    assert runs.lines[1:] == [
-        "failed: 2/4 bad lr 0.1 seed 0: one / two / three",
-        "failed: 3/4 odd lr 0.1 seed 0: its file is damaged",
-        "4/4 good lr 0.1 seed 0: loss 1.0000",
+    """One was damaged before, one fails, one ends with a result that cannot be read."""
+    names = ("AdamW", "old", "bad", "odd", "good")
+    runs = Runs(tmp_path, {(variant, 0.1): 1.0 for variant in names})
+    runs.failing, runs.unreadable = {"bad": "one / two / three"}, set(cells(("old", 0.1), ("odd", 0.1)))
+    runs.ended = set(cells(("old", 0.1)))
+    with pytest.raises(ChildProcessError, match=r"^2/5 old lr 0\.1 seed 0: its file is damaged; 2 more failed: see"):
+        runs.sweep(variants=names, lrs=(0.1,), confirm_seeds=()).run()
+    assert runs.lines == [
+        "failed: 2/5 old lr 0.1 seed 0: its file is damaged",
+        "1/5 AdamW lr 0.1 seed 0: loss 1.0000",
+        "failed: 3/5 bad lr 0.1 seed 0: one / two / three",
+        "failed: 4/5 odd lr 0.1 seed 0: its file is damaged",
+        "5/5 good lr 0.1 seed 0: loss 1.0000",
     ]

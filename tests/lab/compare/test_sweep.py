@@ -104,16 +104,24 @@ def test_a_run_that_breaks_down_is_a_result_and_not_tried_again(data, tmp_path):
     assert all("step" in run["error"] and run["evals"] for run in broken)
 
 
-@pytest.mark.parametrize(("name", "message"), [("metrics.jsonl", "metrics.jsonl'"), ("run.json", "run.json' is dam")])
-def test_a_damaged_run_may_be_removed_and_trained_again(finished, data, tmp_path, name, message):
+def test_a_damaged_run_is_named_after_the_others_and_may_be_removed_and_trained_again(finished, data, tmp_path):
     folder = tmp_path / "out"
-    run = shutil.copytree(finished[0], folder) / "runs" / NAMES[2]
-    (run / name).unlink()
-    if name == "run.json":
-        (run / name).write_text("")
-    with pytest.raises(ValueError, match=f"{NAMES[2]}/{message}.*: remove that run's folder to train it again"):
-        compare_runs(tiny(data), folder, resume=True)
-    shutil.rmtree(run)
+    damaged, missing = (folder / "runs" / name for name in NAMES[:2])
+    shutil.copytree(finished[0], folder)
+    shutil.rmtree(missing)
+    for name, error in (
+        ("run.json", ValueError),  # the comparison cannot tell whether the run is its own
+        ("summary.json", ChildProcessError),
+        ("metrics.jsonl", ChildProcessError),
+    ):
+        whole = (damaged / name).read_bytes()
+        (damaged / name).write_bytes(whole[:-2])  # without the end of its last line
+        remedy = "remove that run's folder to train it again, then --resume"
+        with pytest.raises(error, match=f"{NAMES[0]}/{name}' is damaged: .*: {remedy}$"):
+            compare_runs(tiny(data), folder, resume=True)
+        (damaged / name).write_bytes(whole)
+        assert (missing / "summary.json").exists() == (name != "run.json")
+    shutil.rmtree(damaged)
     assert numbers(compare_runs(tiny(data), folder, resume=True)) == numbers(finished[1])
 
 

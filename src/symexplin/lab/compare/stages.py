@@ -51,24 +51,32 @@ class Sweep:
         return runs + self._stage(second, len(first), len(first) + len(second))
 
     def _stage(self, cells: Sequence[Cell], before: int, total: int) -> list[Run]:
-        """Execute the runs that have not ended. If one fails, the others continue."""
+        """Execute the runs that have not ended. If one fails or its result is damaged, the others continue."""
         labels = {
             cell: f"{number}/{total} {cell.variant} lr {cell.lr:g} seed {cell.seed}"
             for number, cell in enumerate(cells, before + 1)
         }
-        found = {cell: self._result(labels[cell], cell, " (already there)") for cell in cells}
-        left = [cell for cell in cells if found[cell] is None]
-        failures = []
+        found: dict[Cell, Run | None] = {}
+        failures: list[str] = []
+
+        def fail(cell: Cell, reason: str) -> None:
+            failures.append(f"{labels[cell]}: {reason}")
+            self.echo(f"failed: {failures[-1]}")
+
+        def look(cell: Cell, note: str = "") -> None:
+            try:
+                found[cell] = self._result(labels[cell], cell, note)
+            except ValueError as error:  # it cannot be read
+                fail(cell, str(error))
+
+        for cell in cells:
+            look(cell, " (already there)")
+        left = [cell for cell, run in found.items() if run is None]
         for index, reason in self.execute([(labels[cell], cell) for cell in left]):
-            cell = left[index]
             if reason is None:
-                try:
-                    found[cell] = self._result(labels[cell], cell)
-                except ValueError as error:  # it cannot be read
-                    reason = str(error)
-            if reason is not None:
-                failures.append(f"{labels[cell]}: {reason}")
-                self.echo(f"failed: {failures[-1]}")
+                look(left[index])
+            else:
+                fail(left[index], reason)
         if failures:
             more = f"; {len(failures) - 1} more failed: see above" if len(failures) > 1 else ""
             raise ChildProcessError(failures[0] + more)

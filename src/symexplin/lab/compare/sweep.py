@@ -27,6 +27,7 @@ from symexplin.lab.folders import FACTS, SUMMARY, check_resumable, check_unused,
 from symexplin.lab.load import digest_of
 from symexplin.lab.maps import map_of
 from symexplin.lab.provenance import cores
+from symexplin.lab.record import METRICS
 from symexplin.lab.run import check_inputs, evaluations, train
 from symexplin.lab.settings import dump_toml, merge, to_table
 from symexplin.lab.train import NonFiniteError
@@ -174,6 +175,8 @@ def _run_in(path: Path, cell: Cell) -> Run | None:
         return None
     with _remedy():
         summary, evals = read_json(path / SUMMARY), tuple(evaluations(path))
+        if "error" not in summary and (not evals or evals[-1][1] != summary["final_loss"]):
+            raise ValueError(f"{str(path / METRICS)!r} is damaged: it does not end with the loss of {SUMMARY}")
     seconds, pace = summary.get("seconds", 0.0), summary.get("tokens_per_second", 0.0)
     return Run(*cell, evals=evals, seconds=seconds, tokens_per_second=pace, error=summary.get("error"))
 
@@ -184,7 +187,7 @@ def _remedy() -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, ValueError) as error:
-        raise ValueError(f"{error}: remove that run's folder to train it again") from None
+        raise ValueError(f"{error}: remove that run's folder to train it again, then --resume") from None
 
 
 # --- the conclusion --------------------------------------------------------------------------------------------------
@@ -193,7 +196,7 @@ def _remedy() -> Iterator[None]:
 def _facts(folder: Path, config: CompareConfig, corpus: Corpus) -> dict[str, Any]:
     """Return what comparison.json has beside the results."""
     first = folder / RUNS / config.compare.cells()[0].name
-    summaries = [read_json(path) for path in folder.glob(f"{RUNS}/*/{SUMMARY}")]
+    summaries = [read_json(folder / RUNS / cell.name / SUMMARY) for cell in config.compare.cells()]
     return {
         "unit": "nats per token",
         "maps": {variant: _map(config, variant) for variant in config.compare.variants},
