@@ -53,8 +53,8 @@ def test_the_second_stage_executes_what_the_first_has_chosen(tmp_path):
     found = sweep.run()
     assert runs.executed == [Cell(r.variant, r.lr, r.seed) for r in found] == FIRST + SECOND
     assert "to confirm with 6 runs: AdamW at 0.1; SEL at 0.1 and 0.2" in runs.lines
-    assert runs.lines[0] == "1/10 AdamW lr 0.1 seed 0: loss 2.0000"
-    assert runs.lines[-1] == "10/10 SEL lr 0.2 seed 4: loss 1.8000"
+    assert runs.lines[0] == "1/4 AdamW lr 0.1 seed 0: loss 2.0000"
+    assert runs.lines[-1] == "6/6 SEL lr 0.2 seed 4: loss 1.8000"
     content = sweep.conclude(found, {"unit": "", "maps": {}, "config": {}, "provenance": {}})
     assert json.loads((tmp_path / "comparison.json").read_text()) == json.loads(json.dumps(content))
     assert [run["stage"] for run in content["runs"]] == [1] * 4 + [2] * 6

@@ -16,7 +16,7 @@ from symexplin.lab.files import write_json
 
 __all__ = ["Labeled", "Sweep", "content_of"]
 
-# A run with its label in the log, such as "3/12 SEL lr 0.003 seed 0".
+# A run with its label in the log, such as "3/12 SEL lr 0.003 seed 0": the third of the twelve of its stage.
 Labeled = tuple[str, Cell]
 
 
@@ -40,21 +40,21 @@ class Sweep:
 
     def run(self) -> list[Run]:
         """Execute what is left of both stages, and return the results of all runs."""
-        grid, first = self.grid, self.grid.cells()
-        runs = self._stage(first, 0, grid.most_runs)
+        grid = self.grid
+        runs = self._stage(grid.cells())
         if not grid.confirm_seeds:
             return runs
         lrs = chosen_lrs(runs, grid.baseline)
         second = grid.confirmations(lrs)
         told = (f"{variant} at {' and '.join(f'{lr:g}' for lr in lrs[variant])}" for variant in grid.variants)
         self.echo(f"to confirm with {len(second)} runs: {'; '.join(told)}")
-        return runs + self._stage(second, len(first), len(first) + len(second))
+        return runs + self._stage(second)
 
-    def _stage(self, cells: Sequence[Cell], before: int, total: int) -> list[Run]:
+    def _stage(self, cells: Sequence[Cell]) -> list[Run]:
         """Execute the runs that have not ended. If one fails or its result is damaged, the others continue."""
         labels = {
-            cell: f"{number}/{total} {cell.variant} lr {cell.lr:g} seed {cell.seed}"
-            for number, cell in enumerate(cells, before + 1)
+            cell: f"{number}/{len(cells)} {cell.variant} lr {cell.lr:g} seed {cell.seed}"
+            for number, cell in enumerate(cells, start=1)
         }
         found: dict[Cell, Run | None] = {}
         failures: list[str] = []
