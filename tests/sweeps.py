@@ -14,7 +14,7 @@ from symexplin.lab.compare.grid import CompareConfig
 from symexplin.lab.settings import from_table, load_toml
 
 if __name__ == "__main__":
-    sweep.cores = launch.cores = lambda: 2
+    launch.cores = lambda: 2
     config = from_table(CompareConfig, load_toml(sys.argv[1]))
     sweep.compare_runs(config, sys.argv[2], resume=True, echo=lambda line: print(line, flush=True))
 """

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from sweeps import SCRIPT, bits, numbers, tiny
-from symexplin.lab.compare import sweep
+from symexplin.lab.compare import launch, sweep
 from symexplin.lab.compare.command import configured
 from symexplin.lab.compare.grid import ClusterConfig, CompareConfig, GridConfig
 from symexplin.lab.compare.sweep import compare_runs
@@ -206,7 +206,7 @@ def test_variants_may_have_weights_and_an_optimizer_of_their_own(finished, data,
 
 def test_runs_compute_with_their_share_of_the_machine_or_with_that_of_their_jobs(data, tmp_path, monkeypatch):
     """This machine may have no GPU: what the runs compute with follows from what they ask of the cluster."""
-    monkeypatch.setattr(sweep, "cores", lambda: 6)
+    monkeypatch.setattr(launch, "cores", lambda: 6)
     here = dataclasses.replace(tiny(data, jobs=2), compute=ComputeConfig())
     assert sweep._resolved(here, 300).compute.threads == 3
     there = dataclasses.replace(tiny(data, cluster="slurm"), compute=ComputeConfig())

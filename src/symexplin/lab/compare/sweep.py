@@ -17,7 +17,7 @@ from typing import Any
 
 from symexplin.lab.build import build
 from symexplin.lab.compare.grid import CONFIG, DEMO, RUNS, Cell, CompareConfig
-from symexplin.lab.compare.launch import PROCESSES, Ended, Task, check_executor, execute
+from symexplin.lab.compare.launch import PROCESSES, Ended, Task, check_executor, execute, threads_each
 from symexplin.lab.compare.stages import Labeled, Sweep
 from symexplin.lab.compare.table import Run
 from symexplin.lab.config import RunConfig, absolute, resolve
@@ -26,7 +26,6 @@ from symexplin.lab.files import read_json, replace_file
 from symexplin.lab.folders import FACTS, SUMMARY, check_resumable, check_unused, claimed
 from symexplin.lab.load import digest_of
 from symexplin.lab.maps import map_of
-from symexplin.lab.provenance import cores
 from symexplin.lab.record import METRICS
 from symexplin.lab.run import check_inputs, evaluations, train
 from symexplin.lab.settings import dump_toml, merge, to_table
@@ -99,7 +98,7 @@ def _resolved(config: CompareConfig, vocab_size: int) -> CompareConfig:
         compute = dataclasses.replace(compute, device=device, threads=compute.threads or config.cluster.cpus)
     else:
         if compute.threads is None and grid.jobs > 1:
-            compute = dataclasses.replace(compute, threads=max(1, cores() // grid.jobs))
+            compute = dataclasses.replace(compute, threads=threads_each(grid.jobs))
         compute = resolve(dataclasses.replace(config.example(grid.baseline), compute=compute), vocab_size).compute
     variants = config.variant
     for name, table in variants.items():
