@@ -1,7 +1,6 @@
 """Comparisons of tiny runs of the laboratory."""
 
 import dataclasses
-import json
 import shutil
 import signal
 import statistics
@@ -10,7 +9,7 @@ import sys
 
 import pytest
 
-from sweeps import SCRIPT, bits, numbers, tiny
+from sweeps import bits, numbers, tiny
 from symexplin.lab.compare import launch, runs
 from symexplin.lab.compare.command import configured
 from symexplin.lab.compare.grid import ClusterConfig, CompareConfig, GridConfig
@@ -21,7 +20,7 @@ from symexplin.lab.maps import CurveConfig
 from symexplin.lab.model import ModelConfig, Transformer
 from symexplin.lab.process import Stopped
 from symexplin.lab.run import evaluations, train
-from symexplin.lab.settings import dump_toml, from_table, load_toml, to_table
+from symexplin.lab.settings import dump_toml, from_table, load_toml
 
 NAMES = [f"{variant}-lr{lr}-seed{seed}" for seed in (0, 3) for lr in (0.001, 0.01) for variant in ("AdamW", "SEL")]
 TOO_HIGH = 1e30  # a learning rate at which every variant breaks down
@@ -153,25 +152,25 @@ def test_a_signal_stops_it_and_it_goes_on_to_the_same_bits(finished, data, tmp_p
 
 
 @pytest.mark.slow
-def test_killed_in_either_stage_it_goes_on_to_the_same_bits(finished, data, tmp_path):
-    """Killed with one job, gone on with two and killed again; each time within a run that has a checkpoint."""
-    (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "script.py", "config.toml", "out"]
-    for jobs, stage in ((1, 1), (2, 2), (2, None)):
-        config = tiny(data, lrs=(1e-2,), seeds=(0,), confirm_seeds=(3,), jobs=jobs)
-        (tmp_path / "config.toml").write_text(dump_toml(to_table(config)))
-        with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
-            now = 1
-            for line in process.stdout:
-                now += line.startswith("to confirm")
-                if now == stage and "step 4/6" in line:
-                    process.kill()
-        assert process.returncode == (-signal.SIGKILL if stage else 0)
-        assert (tmp_path / "out" / "comparison.json").exists() == (stage is None)
-    content = json.loads((tmp_path / "out" / "comparison.json").read_text())
-    whole = json.loads((finished[0] / "comparison.json").read_text())
-    assert numbers(content) == [run for run in numbers(whole) if run[1] == 1e-2]
-    assert bits(tmp_path / "out") == {name: found for name, found in bits(finished[0]).items() if "lr0.01-" in name}
+def test_killed_in_the_second_stage_it_goes_on_to_the_same_bits(finished, data, tmp_path, monkeypatch):
+    """Killed with one job, within a run that has a checkpoint; gone on with two."""
+    config = tiny(data, lrs=(1e-2,), seeds=(0,), confirm_seeds=(3,))
+    (tmp_path / "config.toml").write_text(dump_toml(config.table()))
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "symexplin", "compare", str(tmp_path / "config.toml"), "--out", str(out)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        confirming = False
+        for line in process.stdout:
+            confirming = confirming or line.startswith("to confirm")
+            if confirming and "step 4/6" in line:
+                process.kill()
+    assert process.returncode == -signal.SIGKILL
+    assert not (out / "comparison.json").exists()
+    monkeypatch.setattr(launch, "cores", lambda: 2)
+    grid = dataclasses.replace(config.compare, jobs=2)
+    content = compare_runs(dataclasses.replace(config, compare=grid), out, resume=True)
+    assert numbers(content) == [run for run in numbers(finished[1]) if run[1] == 1e-2]
+    assert bits(out) == {name: found for name, found in bits(finished[0]).items() if "lr0.01-" in name}
 
 
 def test_variants_may_have_weights_and_an_optimizer_of_their_own(finished, data, tmp_path, monkeypatch):
