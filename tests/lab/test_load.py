@@ -9,19 +9,14 @@ import torch
 import symexplin as sel
 from corpora import TEXTS
 from corpora import prepared as tokens_of
-from run_folders import prepared, trained
+from run_folders import CURVES, prepared, trained
 from symexplin.lab.checkpoint import newest
 from symexplin.lab.load import digest_of, find_weights, load_trained, start_from
-from symexplin.lab.maps import CurveConfig, map_of
+from symexplin.lab.maps import map_of
 from symexplin.lab.model import ModelConfig, Transformer
 from symexplin.lab.weights import MODEL, load_model, save_model
 
 TINY = ModelConfig(width=16, depth=1, heads=2, context=16)
-CURVES = {
-    "none": CurveConfig(home="none"),
-    "optimizer": CurveConfig(preset="paper"),
-    "module": CurveConfig(home="module", preset="paper"),
-}
 
 
 @pytest.fixture(scope="module")

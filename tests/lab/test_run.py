@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from corpora import TEXTS, prepared
-from run_folders import break_off
+from run_folders import CURVES, break_off
 from symexplin.lab.checkpoint import newest
 from symexplin.lab.config import ComputeConfig, LogConfig, RunConfig, TrainConfig
 from symexplin.lab.data.batches import Corpus, eval_batches
 from symexplin.lab.evaluate import evaluate
 from symexplin.lab.files import read_json_lines
-from symexplin.lab.maps import CurveConfig
 from symexplin.lab.model import ModelConfig
 from symexplin.lab.process import Stopped
 from symexplin.lab.run import train
@@ -24,11 +23,6 @@ from symexplin.lab.settings import from_table, load_toml
 from symexplin.lab.train import NonFiniteError, Trainer
 from symexplin.lab.weights import load_model
 
-CURVES = {
-    "none": CurveConfig(home="none"),
-    "optimizer": CurveConfig(preset="paper"),
-    "module": CurveConfig(home="module", preset="paper"),
-}
 FILES = {"config.toml", "run.json", "metrics.jsonl", "timing.jsonl", "summary.json", "model.safetensors"}
 FILES |= {"tokenizer.json", "checkpoints", ".lock"}
 EXACT = ComputeConfig(autocast="off")  # what is computed again outside of a run is computed in float32

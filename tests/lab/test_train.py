@@ -6,21 +6,16 @@ import torch
 from torch.nn import functional
 
 from corpora import in_memory
+from run_folders import CURVES
 from symexplin.lab.config import ComputeConfig, RunConfig, TrainConfig
 from symexplin.lab.data.batches import BatchLoader, eval_batches
 from symexplin.lab.evaluate import evaluate
-from symexplin.lab.maps import CurveConfig
 from symexplin.lab.model import ModelConfig
 from symexplin.lab.train import NonFiniteError, Trainer, lr_factor
 
 TINY = ModelConfig(width=16, depth=1, heads=2, context=8)
 CORPUS = in_memory([f"document {i} says {i * i}".encode() for i in range(60)])
 TRAIN = TrainConfig(steps=6, batch_size=4, warmup_steps=2, lr=1e-2, eval_every=4, eval_batches=2)
-CURVES = {
-    "none": CurveConfig(home="none"),
-    "optimizer": CurveConfig(preset="paper"),
-    "module": CurveConfig(home="module", preset="paper"),
-}
 
 
 def make(curve="none", train=TRAIN, compute=None, dtype=None):
