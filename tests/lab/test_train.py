@@ -127,16 +127,6 @@ def test_gradients_are_clipped_once_and_the_norm_before_is_logged(curve):
         assert norms == pytest.approx([1e-3] * 6, rel=1e-2)
 
 
-def test_the_plain_model_is_plain_and_gives_the_same_loss():
-    shape = ModelConfig(width=16, depth=1, heads=2, context=8, tie_head=True)
-    trainer = Trainer(RunConfig("", shape, TRAIN, CURVES["module"]), CORPUS)
-    run(trainer)
-    plain = trainer.plain_model()
-    assert all(type(m) is torch.nn.Linear for m in plain.modules() if isinstance(m, torch.nn.Linear))
-    assert evaluate(plain, eval_batches(CORPUS.valid, 8, 4, 2)) == pytest.approx(trainer.evaluate(), rel=1e-6)
-    run(trainer, 1)  # training goes on
-
-
 def test_a_planted_nan_stops_before_the_step_and_names_step_and_layer():
     trainer = make()
     run(trainer, 3)

@@ -15,8 +15,6 @@ from symexplin.lab.compare.command import configured
 from symexplin.lab.compare.grid import ClusterConfig, CompareConfig, GridConfig
 from symexplin.lab.compare.runs import compare_runs
 from symexplin.lab.config import ComputeConfig
-from symexplin.lab.data.prepare import PrepareConfig, prepare
-from symexplin.lab.maps import CurveConfig
 from symexplin.lab.model import ModelConfig, Transformer
 from symexplin.lab.process import Stopped
 from symexplin.lab.run import evaluations, train
@@ -69,23 +67,6 @@ def test_the_grid_of_a_resumed_comparison_may_grow_and_shrink(finished, data, tm
     assert len(by_cell) == 12
     assert all(by_cell[run[:3]] == run for run in (*numbers(small), *numbers(content)))
     assert numbers(compare_runs(tiny(data), tmp_path, resume=True)) == numbers(content)
-
-
-def test_another_configuration_and_other_data_are_no_resumption(finished, data, tmp_path):
-    before = (finished[0] / "compare.toml").read_bytes()
-    (tmp_path / "text").write_bytes(b"\0".join(f"another document, {i}".encode() for i in range(80)))
-    prepare(PrepareConfig((str(tmp_path / "text"),), tokenizer="byte"), tmp_path / "tokens")
-    for changes, message in (
-        (
-            {"model": ModelConfig(width=32, depth=1, heads=2, context=16)},
-            "another config.*model.width was 16, is 32 now",
-        ),
-        ({"sel": CurveConfig(anneal_steps=3)}, "another configuration, .*sel.anneal_steps was None, is 3 now"),
-        ({"data": str(tmp_path / "tokens")}, "data must be those of the run"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            compare_runs(dataclasses.replace(tiny(data), **changes), finished[0], resume=True)
-    assert (finished[0] / "compare.toml").read_bytes() == before
 
 
 def test_a_run_that_breaks_down_is_a_result_and_not_tried_again(data, tmp_path):
