@@ -192,21 +192,20 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(data, whole, tmp_pat
     assert bits(folder) == bits(whole["none"])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_stops(data, whole, tmp_path, monkeypatch, number):
+def test_a_signal_saves_and_stops(data, whole, tmp_path, monkeypatch):
     folder, update = tmp_path / "run", Trainer.update
 
     def update_and_signal(self):
         record = update(self)
         if self.step == 5:
-            signal.raise_signal(number)
+            signal.raise_signal(signal.SIGTERM)
         return record
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "update", update_and_signal)
         with pytest.raises(Stopped, match=r"after step 5, saved in .*step-00000005; --resume continues") as stopped:
             train(tiny(data), folder)
-    assert stopped.value.signal == number
+    assert stopped.value.signal == signal.SIGTERM
     train(tiny(data), folder, resume=True)
     assert bits(folder) == bits(whole["none"])
 
