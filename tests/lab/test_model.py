@@ -69,23 +69,6 @@ def test_attention_is_the_masked_softmax(dtype, length):
         torch.testing.assert_close(mine, theirs, rtol=1e-4 if dtype == torch.float32 else 1e-10, atol=1e-5)
 
 
-@pytest.mark.slow
-def test_one_graph_has_the_model_and_its_loss():
-    model = build(dataclasses.replace(TINY, depth=1))
-    model.loss_chunk = 5
-    tokens = tokens_of(TINY)
-    torch.compiler.reset()
-    loss = torch.compile(model, fullgraph=True, backend="aot_eager")(tokens, tokens)
-    loss.backward()
-    found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    model.zero_grad()
-    expected = model(tokens, tokens)
-    expected.backward()
-    torch.testing.assert_close(loss, expected)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad)
-
-
 def test_model_is_the_formula():
     """The whole forward pass by hand, in float64, one head at a time."""
     model = jolt(build())

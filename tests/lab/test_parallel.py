@@ -9,7 +9,6 @@ import pytest
 import parallel_runs
 import processes
 from corpora import TEXTS, prepared
-from pairwise import pairwise
 from symexplin.lab.data.batches import Corpus
 from symexplin.lab.files import read_json, read_json_lines
 from symexplin.lab.parallel import Ranks
@@ -17,7 +16,12 @@ from symexplin.lab.settings import dump_toml, load_toml
 
 HOMES = ["none", "optimizer", "module"]
 KINDS = [(home, kind) for home in HOMES for kind in ("ddp", "fsdp")]
-SHARED = pairwise(home=HOMES, kind=["ddp", "fsdp"], how=["resumed", "moved"])
+SHARED = [
+    ("none", "ddp", "resumed"),
+    ("optimizer", "fsdp", "resumed"),
+    ("optimizer", "ddp", "moved"),
+    ("module", "fsdp", "moved"),
+]
 STEPS = 9
 
 

@@ -85,17 +85,6 @@ def test_the_saved_configuration_runs_the_same(whole, tmp_path):
     assert all(words in "\n".join(lines) for words in ("lr = 0.01", "width = 16", "step 10/10, loss "))
 
 
-@pytest.mark.parametrize(("curve", "step"), [("none", 1), ("optimizer", 10), ("module", 5)])
-def test_a_run_that_fails_anywhere_resumes_to_the_same_bits(data, whole, tmp_path, monkeypatch, curve, step):
-    folder = tmp_path / "run"
-    break_off(tiny(data, curve), folder, monkeypatch, step)
-    assert not (folder / "model.safetensors").exists()
-    result = train(tiny(data, curve), folder, resume=True)
-    assert bits(folder) == bits(whole[curve])
-    assert result["steps"] == 10
-    assert [r["step"] for r in read_json_lines(folder / "timing.jsonl")] == [0, 4, 8, 10]
-
-
 def test_a_run_under_muon_resumes_to_the_same_bits(data, tmp_path, monkeypatch):
     config = tiny(data, "optimizer", train=dataclasses.replace(TRAIN, optimizer="muon", decay_plain=False))
     train(config, tmp_path / "whole")

@@ -88,12 +88,17 @@ def test_saving_memory_changes_nothing_but_rounding():
     assert saving.evaluate() == pytest.approx(plain.evaluate(), rel=1e-5)
 
 
-def test_a_compiled_model_trains_the_same_in_the_mode_asked_for(monkeypatch):
+def test_a_compiled_model_is_one_graph_with_its_loss_and_trains_the_same_in_the_mode_asked_for(monkeypatch):
     """Traced alone: tests/test_modules.py compiles a curved layer, and C++ for ordinary ones takes long."""
     asked, compile_ = [], torch.compile
-    monkeypatch.setattr(torch, "compile", lambda model, mode: asked.append(mode) or compile_(model, backend="eager"))
+
+    def traced(model, mode):
+        asked.append(mode)
+        return compile_(model, backend="aot_eager", fullgraph=True)
+
+    monkeypatch.setattr(torch, "compile", traced)
     plain = make()
-    compiled = make(compute=ComputeConfig(compile=True, compile_mode="reduce-overhead"))
+    compiled = make(compute=ComputeConfig(compile=True, compile_mode="reduce-overhead", loss_chunk=5))
     first, second = run(plain, 2), run(compiled, 2)
     assert [r["loss"] for r in second] == pytest.approx([r["loss"] for r in first], rel=1e-4)
     assert compiled.evaluate() == pytest.approx(plain.evaluate(), rel=1e-4)
