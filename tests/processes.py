@@ -20,7 +20,6 @@ _context.set_forkserver_preload(
         "torchao.optim.quant_utils",
         "symexplin.optim",
         "symexplin.lab.run",
-        "symexplin.lab.report.figures",
     ]
 )
 

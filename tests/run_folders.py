@@ -15,10 +15,16 @@ from symexplin.lab.model import ModelConfig
 from symexplin.lab.run import train
 from symexplin.lab.train import Trainer
 
-__all__ = ["EVIL", "MODEL", "break_off", "comparison", "prepared", "trained"]
+__all__ = ["CURVES", "EVIL", "MODEL", "break_off", "comparison", "prepared", "trained"]
 
 EVIL = "</pre><script>alert('x')</script>"
 MODEL = ModelConfig(width=16, depth=2, heads=2, context=16)
+# A run in each home of the map, and without one.
+CURVES = {
+    "none": CurveConfig(home="none"),
+    "optimizer": CurveConfig(preset="paper"),
+    "module": CurveConfig(home="module", preset="paper"),
+}
 
 
 def prepared(folder):

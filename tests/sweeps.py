@@ -4,20 +4,7 @@ from symexplin.lab.compare.grid import CompareConfig, GridConfig
 from symexplin.lab.config import ComputeConfig, LogConfig, TrainConfig
 from symexplin.lab.model import ModelConfig
 
-__all__ = ["SCRIPT", "bits", "numbers", "tiny"]
-
-# Goes on with the comparison of a file, in a folder, as if the machine had two cores.
-SCRIPT = """
-import sys
-from symexplin.lab.compare import launch, sweep
-from symexplin.lab.compare.grid import CompareConfig
-from symexplin.lab.settings import from_table, load_toml
-
-if __name__ == "__main__":
-    sweep.cores = launch.cores = lambda: 2
-    config = from_table(CompareConfig, load_toml(sys.argv[1]))
-    sweep.compare_runs(config, sys.argv[2], resume=True, echo=lambda line: print(line, flush=True))
-"""
+__all__ = ["bits", "numbers", "tiny"]
 
 
 def tiny(data, steps=6, **grid):

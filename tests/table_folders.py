@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from symexplin.experiments.tables import PANELS, TABLE, load_table
-from symexplin.lab.compare.stages import content_of
+from symexplin.lab.compare.sweep import content_of
 from symexplin.lab.compare.table import Run, compare
 from symexplin.lab.files import write_json
 

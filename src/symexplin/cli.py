@@ -241,7 +241,7 @@ def _compare(
         --command "python train.py {variant} --lr {lr} --seed {seed} --out {out}"
     """
     from symexplin.lab.compare.command import CommandConfig, compare_commands, configured
-    from symexplin.lab.compare.sweep import compare_runs
+    from symexplin.lab.compare.runs import compare_runs
 
     file = {} if config is None else load_toml(config)
     program = {} if command is None else {"command": command}

@@ -8,7 +8,7 @@ import pytest
 from corpora import prepared
 from symexplin.experiments.results import COLUMNS, append_results, config_hash
 from symexplin.experiments.tables import load_table
-from symexplin.lab.compare.sweep import compare_runs
+from symexplin.lab.compare.runs import compare_runs
 from symexplin.lab.files import write_json
 from symexplin.lab.settings import load_toml
 

@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ OF_THE_PAPER = {
 BEYOND = {"modes", "patterns", "default", "widths"}
 LONG = {"widths"}  # three hours
 PAPER_K = {"e": (50.0, 8.0), "l": (50.0, 8.0), "m": (0.01, 0.5)}
+loaded = functools.cache(load_table)  # without changes a table is the same for all tests
 every_table = pytest.mark.parametrize("name", sorted(OF_THE_PAPER | BEYOND))
 
 
@@ -52,13 +54,13 @@ def learned(table):
 
 def test_every_table_that_the_paper_has_and_those_beyond_it():
     assert set(names()) == OF_THE_PAPER | BEYOND
-    assert {name for name in names() if load_table(name, "paper").place} == OF_THE_PAPER
+    assert {name for name in names() if loaded(name, "paper").place} == OF_THE_PAPER
 
 
 @pytest.mark.parametrize("scale", SCALES)
 @every_table
-def test_a_table_is_whole_at_every_scale(name, scale):
-    table, paper = load_table(name, scale), load_table(name, "paper")
+def test_a_table_is_complete_at_every_scale(name, scale):
+    table, paper = loaded(name, scale), loaded(name, "paper")
     assert table.title
     assert set(table.figures) <= set(FIGURES)
     assert len({panel.name for panel in table.panels}) == len(table.panels)
@@ -73,7 +75,7 @@ def test_a_table_is_whole_at_every_scale(name, scale):
 
 @every_table
 def test_claims_are_what_the_papers_own_losses_say(name):
-    table = load_table(name, "paper")
+    table = loaded(name, "paper")
     panels, variants = {panel.name for panel in table.panels}, set(table.labels)
     losses = table.reported.get("loss", {})
     for numbers in table.reported.values():
@@ -97,7 +99,7 @@ def test_claims_are_what_the_papers_own_losses_say(name):
 
 
 def test_the_grid_is_the_papers():
-    table = load_table("main_grid", "paper")
+    table = loaded("main_grid", "paper")
     losses, speedups = table.reported["loss"], table.reported["speedup"]
     assert [panel.name for panel in table.panels] == list(GRID) == list(losses) == list(speedups)
     for place, (panel, (steps, beta, delta)) in enumerate(zip(table.panels, GRID.values(), strict=True)):
@@ -126,7 +128,7 @@ def test_the_grid_is_the_papers():
 
 @pytest.mark.parametrize("name", ["exp_only", "frozen", "structured_linear", "optimizer_equivalence"])
 def test_the_controlled_study_has_the_papers_protocol(name):
-    (panel,) = load_table(name, "paper").panels
+    (panel,) = loaded(name, "paper").panels
     grid, train = panel.config.compare, panel.config.train
     assert (grid.seeds, grid.confirm_seeds, grid.lrs) == ((123,), (), (3e-4,))
     assert (train.steps, train.batch_size, train.warmup_steps) == (100_000, 32, 2000)
@@ -137,32 +139,32 @@ def test_the_controlled_study_has_the_papers_protocol(name):
 
 
 def test_the_tables_vary_what_they_say():
-    roles = learned(load_table("exp_only", "paper"))
+    roles = learned(loaded("exp_only", "paper"))
     assert [roles[f"exp_only-{letters}"] for letters in ("ff", "fl", "lf", "ll")] == [set(), {"m"}, {"e"}, {"e", "m"}]
-    table = load_table("frozen", "paper")
+    table = loaded("frozen", "paper")
     fixed = {"fixed_curvature": {"e", "l"}, "fixed_pathways": {"m"}, "frozen": set(), "frozen-congruent": set()}
     assert learned(table) == {"full": {"e", "l", "m"}, **fixed}
     matched = {variant for variant in learned(table) if starts(table)[variant] == "matched"}
     assert matched == {"frozen-congruent"}
-    table = load_table("structured_linear", "paper")
+    table = loaded("structured_linear", "paper")
     assert [map_in(table, variant).l.pattern for variant in learned(table)] == [
         "global",
         "row",
         "column",
         "row_col_mult",
     ]
-    table = load_table("curvature", "paper")
+    table = loaded("curvature", "paper")
     maps = [map_in(table, variant) for variant in table.labels]
     assert len({(found.curvature, found.normalize) for found in maps}) == 4
-    table = load_table("lr_annealing", "paper")
+    table = loaded("lr_annealing", "paper")
     maps = [map_in(table, variant) for variant in ("fixed", "annealed")]
     assert [(found.e.k, found.beta) for found in maps] == [((50.0, 50.0), 7.0), ((50.0, 8.0), 7.0)]
-    table = load_table("optimizer_equivalence", "paper")
+    table = loaded("optimizer_equivalence", "paper")
     homes = {variant: run.sel.home for variant, run in runs(table.panels[0]).items()}
     assert homes == {"parameterized": "module", "optimizer": "optimizer"}
     assert map_in(table, "parameterized") == map_in(table, "optimizer")
     assert not map_in(table, "optimizer").learned_roles
-    inits = {variant: run.model.init for variant, run in runs(load_table("xavier", "mini").panels[0]).items()}
+    inits = {variant: run.model.init for variant, run in runs(loaded("xavier", "mini").panels[0]).items()}
     normal = [variant for variant, init in inits.items() if init == "xavier_normal"]
     assert normal == ["AdamW-normal", "mismatch-normal"]
 
@@ -171,7 +173,7 @@ def test_the_tables_vary_what_they_say():
 def test_a_table_runs_in_miniature_in_about_an_hour(name):
     """Every variant takes a step. A run of 1,000 steps at 128x4 takes about 85 s on one of two busy cores."""
     cost = 0.0
-    for panel in load_table(name, "mini").panels:
+    for panel in loaded(name, "mini").panels:
         model, steps = panel.config.model, panel.config.train.steps
         blocks = (model.width / 128) ** 2 * model.depth / 4
         # A third of a step at 128x4 is the same at any size: kernels to start, the head, the optimizer's loops.
@@ -189,7 +191,7 @@ def test_a_table_runs_in_miniature_in_about_an_hour(name):
 
 
 def test_a_panel_goes_before_its_scale_and_the_command_before_both():
-    assert load_table("main_grid", "mini").panels[0].config.model.width == 64
+    assert loaded("main_grid", "mini").panels[0].config.model.width == 64
     table = load_table("main_grid", "mini", changes={"model": {"width": 32}, "map": {"beta": 9.0}})
     assert {panel.config.model.width for panel in table.panels} == {32}
     assert map_in(table, "mismatch").beta == 9.0
@@ -209,7 +211,7 @@ def test_a_panel_goes_before_its_scale_and_the_command_before_both():
 
 def test_what_the_command_changes_is_no_longer_assumed():
     changes = {"model": {"tie_head": True}, "compare": {"lrs": [1e-3]}, "map": {"beta": 5.0}}
-    before = load_table("main_grid", "paper").assumptions
+    before = loaded("main_grid", "paper").assumptions
     found = load_table("main_grid", "paper", changes=changes).assumptions
     said = {"model.tie_head": True, "compare.lrs": [1e-3], "map.beta": 5.0}
     assert found == before | {key: f"{before[key]} (Here: {value}.)" for key, value in said.items()}

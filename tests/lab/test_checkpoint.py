@@ -2,21 +2,15 @@ import json
 import shutil
 
 import pytest
-import torch
 
-import symexplin as sel
 from symexplin.lab.checkpoint import (
-    OPTIMIZER,
     is_checkpoint,
     load_checkpoint,
-    load_optimizer,
     newest,
     newest_intact,
     save_checkpoint,
-    split_optimizer,
     tidy,
 )
-from symexplin.lab.weights import write_tensors
 
 
 def save(folder, step, keep=2, text="weights"):
@@ -97,39 +91,3 @@ def test_the_newest_intact_one_is_found_and_written_again(tmp_path):
         (path / "state.json").unlink()
     with pytest.raises(ValueError, match=r"all checkpoints in .* are damaged: remove that folder to start"):
         newest_intact(tmp_path, lines.append)
-
-
-def make(kind):
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.LayerNorm(6), torch.nn.Linear(6, 3))
-    if kind == "module":
-        sel.convert(model, sel.preset("paper"))
-        optimizer = torch.optim.AdamW(sel.param_groups(model, lr=1e-2))
-        sel.anneal_scales(optimizer, total_steps=20)
-        return model, optimizer
-    return model, sel.SELAdamW(sel.param_groups(model, lr=1e-2, config=sel.preset("paper+offset")), total_steps=20)
-
-
-def steps(model, optimizer, first, last):
-    for step in range(first, last):
-        optimizer.zero_grad()
-        model(torch.randn(4, 6, generator=torch.Generator().manual_seed(step))).square().mean().backward()
-        optimizer.step()
-
-
-@pytest.mark.parametrize("kind", ["SELAdamW", "module"])
-def test_an_optimizer_goes_on_bit_for_bit(tmp_path, kind):
-    model, optimizer = make(kind)
-    steps(model, optimizer, 0, 5)
-    tensors, rest = split_optimizer(optimizer)
-    write_tensors(tmp_path / OPTIMIZER, tensors)
-    saved = json.loads(json.dumps(rest))
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    steps(model, optimizer, 5, 12)
-
-    other, resumed = make(kind)
-    other.load_state_dict(weights)
-    load_optimizer(resumed, tmp_path, saved)
-    steps(other, resumed, 5, 12)
-    for name, value in model.state_dict().items():
-        assert torch.equal(other.state_dict()[name], value), name

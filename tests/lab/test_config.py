@@ -33,7 +33,6 @@ def test_bad_values_of_training_are_named(field, value):
             lambda: RunConfig("d", train=TrainConfig(weights="x"), sel=CurveConfig(preset="paper")),
             "start must be given with weights and preset 'paper'",
         ),
-        (lambda: RunConfig("d", sel=CurveConfig(map={"betta": 1})), "did you mean 'beta'"),
         (
             lambda: RunConfig("d", train=TrainConfig(optimizer="muon"), sel=CurveConfig(home="module")),
             "optimizer must be 'adamw' for home 'module'.*got 'muon'",

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from symexplin.lab.folders import LOCK, check_unused, claimed
+from symexplin.lab.folders import LOCK, claimed
 
 MARKS = {"run.json"}
 HOLD = """if True:
@@ -38,14 +38,6 @@ def test_one_process_at_a_time_and_a_killed_one_lets_go(tmp_path):
     assert {path.name for path in folder.iterdir()} == {LOCK, "run.json"}
 
 
-def test_a_mistake_leaves_no_trace(tmp_path):
-    (tmp_path / "old").mkdir()
-    for folder in (tmp_path / "new" / "deep", tmp_path / "old"):
-        with pytest.raises(KeyError), claimed(folder, "run", MARKS):
-            raise KeyError
-    assert list(tmp_path.rglob("*")) == [tmp_path / "old"]
-
-
 def test_folders_of_others_are_left_alone(tmp_path):
     name = ".git"
     (tmp_path / name).write_text("mine")
@@ -64,12 +56,3 @@ def test_files_and_nameless_folders_are_refused(tmp_path, name, message):
     out = tmp_path / name if name == "file" else name
     with pytest.raises(ValueError, match=f"out must (be )?{message}"), claimed(out, "run", MARKS):
         pass
-
-
-def test_what_a_folder_has_is_resumed_only_if_asked(tmp_path):
-    mark = tmp_path / "compare.toml"
-    check_unused(mark, "a comparison", resume=False)
-    mark.touch()
-    check_unused(mark, "a comparison", resume=True)
-    with pytest.raises(ValueError, match=r"out must be a new folder.*which has a comparison: add --resume"):
-        check_unused(mark, "a comparison", resume=False)

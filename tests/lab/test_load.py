@@ -1,4 +1,3 @@
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -9,19 +8,14 @@ import torch
 import symexplin as sel
 from corpora import TEXTS
 from corpora import prepared as tokens_of
-from run_folders import prepared, trained
+from run_folders import CURVES, prepared, trained
 from symexplin.lab.checkpoint import newest
-from symexplin.lab.load import digest_of, find_weights, load_trained, start_from
-from symexplin.lab.maps import CurveConfig, map_of
+from symexplin.lab.load import find_weights, load_trained, start_from
+from symexplin.lab.maps import map_of
 from symexplin.lab.model import ModelConfig, Transformer
-from symexplin.lab.weights import MODEL, load_model, save_model
+from symexplin.lab.weights import MODEL, load_model
 
 TINY = ModelConfig(width=16, depth=1, heads=2, context=16)
-CURVES = {
-    "none": CurveConfig(home="none"),
-    "optimizer": CurveConfig(preset="paper"),
-    "module": CurveConfig(home="module", preset="paper"),
-}
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +50,6 @@ def test_run_checkpoint_and_file_are_one_model(runs, home):
     assert not any(isinstance(module, sel.SELLinear) for each in found for module in each.model.modules())
     assert [each.tokenizer.name for each in found] == ["byte"] * 3
     assert [each.map for each in found] == [map_of(CURVES[home], 16)] * 3
-
-
-def test_an_unfinished_run_gives_its_newest_checkpoint(unfinished):
-    assert find_weights(unfinished) == newest(unfinished)[0] / MODEL
-    shutil.rmtree(unfinished / "checkpoints")
-    with pytest.raises(ValueError, match=r"weights must be .*, got .*run' without weights"):
-        find_weights(unfinished, "weights")
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over_loudly(unfinished):
@@ -135,9 +122,3 @@ def test_a_model_starts_from_the_weights_of_its_shape_and_no_other(runs):
         other = Transformer(ModelConfig(**{"width": 16, "depth": 1, "heads": 2, "context": 16, **changes}))
         with pytest.raises(ValueError, match=f"weights must be of a model with {here}, got .* with {there}$"):
             start_from(other, runs["module"])
-
-
-def test_the_digest_is_that_of_the_file(runs, tmp_path):
-    assert digest_of(str(runs["none"])) == hashlib.sha256((runs["none"] / MODEL).read_bytes()).hexdigest()
-    save_model(Transformer(TINY, torch.Generator().manual_seed(1)), tmp_path / MODEL)
-    assert digest_of(tmp_path) != digest_of(runs["none"])

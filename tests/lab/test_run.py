@@ -10,35 +10,33 @@ import pytest
 import torch
 
 from corpora import TEXTS, prepared
-from run_folders import break_off
+from run_folders import CURVES, break_off
 from symexplin.lab.checkpoint import newest
 from symexplin.lab.config import ComputeConfig, LogConfig, RunConfig, TrainConfig
 from symexplin.lab.data.batches import Corpus, eval_batches
 from symexplin.lab.evaluate import evaluate
 from symexplin.lab.files import read_json_lines
-from symexplin.lab.maps import CurveConfig
 from symexplin.lab.model import ModelConfig
 from symexplin.lab.process import Stopped
-from symexplin.lab.run import train
+from symexplin.lab.run import evaluations, train
 from symexplin.lab.settings import from_table, load_toml
 from symexplin.lab.train import NonFiniteError, Trainer
 from symexplin.lab.weights import load_model
 
-CURVES = {
-    "none": CurveConfig(home="none"),
-    "optimizer": CurveConfig(preset="paper"),
-    "module": CurveConfig(home="module", preset="paper"),
-}
 FILES = {"config.toml", "run.json", "metrics.jsonl", "timing.jsonl", "summary.json", "model.safetensors"}
 FILES |= {"tokenizer.json", "checkpoints", ".lock"}
+MATCHED = dataclasses.replace(CURVES["module"], start="matched")
 EXACT = ComputeConfig(autocast="off")  # what is computed again outside of a run is computed in float32
+
+
+TRAIN = TrainConfig(steps=10, batch_size=4, warmup_steps=2, lr=1e-2, eval_every=4, eval_batches=2)
 
 
 def tiny(data, curve="none", **changes):
     config = RunConfig(
         data,
         ModelConfig(width=16, depth=1, heads=2, context=8),
-        TrainConfig(steps=10, batch_size=4, warmup_steps=2, lr=1e-2, eval_every=4, eval_batches=2),
+        TRAIN,
         CURVES[curve],
         EXACT,
         LogConfig(checkpoint_every=3, tensorboard=False),
@@ -87,15 +85,34 @@ def test_the_saved_configuration_runs_the_same(whole, tmp_path):
     assert all(words in "\n".join(lines) for words in ("lr = 0.01", "width = 16", "step 10/10, loss "))
 
 
-@pytest.mark.parametrize(("curve", "step"), [("none", 1), ("optimizer", 10), ("module", 5)])
-def test_a_run_that_fails_anywhere_resumes_to_the_same_bits(data, whole, tmp_path, monkeypatch, curve, step):
-    folder = tmp_path / "run"
-    break_off(tiny(data, curve), folder, monkeypatch, step)
-    assert not (folder / "model.safetensors").exists()
-    result = train(tiny(data, curve), folder, resume=True)
-    assert bits(folder) == bits(whole[curve])
-    assert result["steps"] == 10
-    assert [r["step"] for r in read_json_lines(folder / "timing.jsonl")] == [0, 4, 8, 10]
+def test_a_run_under_muon_resumes_to_the_same_bits(data, tmp_path, monkeypatch):
+    config = tiny(data, "optimizer", train=dataclasses.replace(TRAIN, optimizer="muon", decay_plain=False))
+    train(config, tmp_path / "whole")
+    break_off(config, tmp_path / "run", monkeypatch, step=6)
+    train(config, tmp_path / "run", resume=True)
+    assert bits(tmp_path / "run") == bits(tmp_path / "whole")
+
+
+def test_a_run_begins_with_given_weights_and_resumes_with_these_alone(data, whole, tmp_path, monkeypatch):
+    weights, run = shutil.copytree(whole["none"], tmp_path / "base"), tmp_path / "run"
+
+    def on(path):
+        return tiny(data, sel=MATCHED, train=dataclasses.replace(TRAIN, weights=path and str(path)))
+
+    train(on(weights), tmp_path / "whole")
+    assert evaluations(tmp_path / "whole")[0][1] == pytest.approx(evaluations(weights)[-1][1], rel=1e-5)
+    break_off(on(weights), run, monkeypatch, step=6)
+    for other, words in ((whole["optimizer"], "started from, got .*optimizer'"), (None, "got None")):
+        with pytest.raises(ValueError, match=f"weights must be those that the run in .* {words}"):
+            train(on(other), run, resume=True)
+    weights.rename(tmp_path / "moved")
+    with pytest.raises(FileNotFoundError, match=r"weights must be the folder of a run or a model's file, got .*base'"):
+        train(on(weights), run, resume=True)
+    train(on(tmp_path / "moved"), run, resume=True)
+    results = ("metrics.jsonl", "model.safetensors")
+    assert bits(run, *results) == bits(tmp_path / "whole", *results)
+    with pytest.raises(ValueError, match=r"weights must be those that the run in .* got .*moved'"):
+        train(dataclasses.replace(on(tmp_path / "moved"), sel=CURVES["none"]), whole["none"], resume=True)
 
 
 def test_a_finished_run_is_not_trained_again_and_not_overwritten(data, whole, tmp_path, monkeypatch):
@@ -115,7 +132,7 @@ def test_a_finished_run_is_not_trained_again_and_not_overwritten(data, whole, tm
 
 def test_another_configuration_is_refused_with_all_differences(data, whole, tmp_path):
     before = bits(whole["optimizer"])
-    other = tiny(data, train=dataclasses.replace(tiny(data).train, steps=12, lr=2e-2))
+    other = tiny(data, train=dataclasses.replace(TRAIN, steps=12, lr=2e-2))
     with pytest.raises(ValueError, match="out must be new") as error:
         train(other, whole["optimizer"], resume=True)
     for words in ("train.steps was 10, is 12 now", "train.lr was 0.01, is 0.02 now", "sel.home was 'optimizer'"):
@@ -164,21 +181,20 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(data, whole, tmp_pat
     assert bits(folder) == bits(whole["none"])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_stops(data, whole, tmp_path, monkeypatch, number):
+def test_a_signal_saves_and_stops(data, whole, tmp_path, monkeypatch):
     folder, update = tmp_path / "run", Trainer.update
 
     def update_and_signal(self):
         record = update(self)
         if self.step == 5:
-            signal.raise_signal(number)
+            signal.raise_signal(signal.SIGTERM)
         return record
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "update", update_and_signal)
         with pytest.raises(Stopped, match=r"after step 5, saved in .*step-00000005; --resume continues") as stopped:
             train(tiny(data), folder)
-    assert stopped.value.signal == number
+    assert stopped.value.signal == signal.SIGTERM
     train(tiny(data), folder, resume=True)
     assert bits(folder) == bits(whole["none"])
 

@@ -26,7 +26,6 @@ from symexplin.lab.settings import (
     from_table,
     keys,
     load_toml,
-    merge,
     to_table,
     with_flags,
 )
@@ -172,12 +171,6 @@ def test_files_that_are_not_toml(tmp_path, content):
         load_toml(tmp_path / "nowhere")
 
 
-def test_merging_leaves_both_sides_alone():
-    base, over = {"t": {"x": 1, "y": {"z": 1}}}, {"t": {"y": {"z": 2}}, "u": {"v": 1}}
-    assert merge(base, over) == {"t": {"x": 1, "y": {"z": 2}}, "u": {"v": 1}}
-    assert base == {"t": {"x": 1, "y": {"z": 1}}}
-
-
 def test_differences_are_dotted_and_see_missing_tables():
     assert differences({"t": {"x": 1}}, {"t": {"x": 1}}) == {}
     assert differences({}, {"t": {"x": {"y": 1}}}) == {"t.x.y": (None, 1)}
@@ -234,16 +227,3 @@ def test_no_flag_rounds_a_number(schema):
         if "int" in str(key.kind):
             with pytest.raises(Exception, match=f"--{key.name.replace('_', '-')}: must be a whole number, got '1.5'"):
                 parse(f"--{key.name.replace('_', '-')} 1.5", schema)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--seeds 1 b", "--seeds: must be a whole number, got 'b'"),
-        ("--map =3", "--map: must be KEY=VALUE"),
-        ("--lr 1", "--lr.* Did you mean --lrs"),
-    ],
-)
-def test_mistakes_in_flags_are_named(words, message):
-    with pytest.raises(Exception, match=message):
-        parse(words, CompareConfig, leave_out=("lr",))

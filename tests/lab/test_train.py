@@ -6,21 +6,16 @@ import torch
 from torch.nn import functional
 
 from corpora import in_memory
+from run_folders import CURVES
 from symexplin.lab.config import ComputeConfig, RunConfig, TrainConfig
 from symexplin.lab.data.batches import BatchLoader, eval_batches
 from symexplin.lab.evaluate import evaluate
-from symexplin.lab.maps import CurveConfig
 from symexplin.lab.model import ModelConfig
 from symexplin.lab.train import NonFiniteError, Trainer, lr_factor
 
 TINY = ModelConfig(width=16, depth=1, heads=2, context=8)
 CORPUS = in_memory([f"document {i} says {i * i}".encode() for i in range(60)])
 TRAIN = TrainConfig(steps=6, batch_size=4, warmup_steps=2, lr=1e-2, eval_every=4, eval_batches=2)
-CURVES = {
-    "none": CurveConfig(home="none"),
-    "optimizer": CurveConfig(preset="paper"),
-    "module": CurveConfig(home="module", preset="paper"),
-}
 
 
 def make(curve="none", train=TRAIN, compute=None, dtype=None):
@@ -93,12 +88,17 @@ def test_saving_memory_changes_nothing_but_rounding():
     assert saving.evaluate() == pytest.approx(plain.evaluate(), rel=1e-5)
 
 
-def test_a_compiled_model_trains_the_same_in_the_mode_asked_for(monkeypatch):
+def test_a_compiled_model_is_one_graph_with_its_loss_and_trains_the_same_in_the_mode_asked_for(monkeypatch):
     """Traced alone: tests/test_modules.py compiles a curved layer, and C++ for ordinary ones takes long."""
     asked, compile_ = [], torch.compile
-    monkeypatch.setattr(torch, "compile", lambda model, mode: asked.append(mode) or compile_(model, backend="eager"))
+
+    def traced(model, mode):
+        asked.append(mode)
+        return compile_(model, backend="aot_eager", fullgraph=True)
+
+    monkeypatch.setattr(torch, "compile", traced)
     plain = make()
-    compiled = make(compute=ComputeConfig(compile=True, compile_mode="reduce-overhead"))
+    compiled = make(compute=ComputeConfig(compile=True, compile_mode="reduce-overhead", loss_chunk=5))
     first, second = run(plain, 2), run(compiled, 2)
     assert [r["loss"] for r in second] == pytest.approx([r["loss"] for r in first], rel=1e-4)
     assert compiled.evaluate() == pytest.approx(plain.evaluate(), rel=1e-4)
@@ -130,16 +130,6 @@ def test_gradients_are_clipped_once_and_the_norm_before_is_logged(curve):
         assert records[-1]["grad_norm"] == trainer.optimizer.grad_norm.item() != norms[-1]
     else:
         assert norms == pytest.approx([1e-3] * 6, rel=1e-2)
-
-
-def test_the_plain_model_is_plain_and_gives_the_same_loss():
-    shape = ModelConfig(width=16, depth=1, heads=2, context=8, tie_head=True)
-    trainer = Trainer(RunConfig("", shape, TRAIN, CURVES["module"]), CORPUS)
-    run(trainer)
-    plain = trainer.plain_model()
-    assert all(type(m) is torch.nn.Linear for m in plain.modules() if isinstance(m, torch.nn.Linear))
-    assert evaluate(plain, eval_batches(CORPUS.valid, 8, 4, 2)) == pytest.approx(trainer.evaluate(), rel=1e-6)
-    run(trainer, 1)  # training goes on
 
 
 def test_a_planted_nan_stops_before_the_step_and_names_step_and_layer():

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import torch
 
 from symexplin.lab.compare.grid import CompareConfig
+from symexplin.lab.compare.launch import threads_each
 from symexplin.lab.config import resolve
 from symexplin.lab.data.batches import Corpus
-from symexplin.lab.provenance import cores
 from symexplin.lab.train import NonFiniteError, Trainer
 
 __all__ = ["estimate"]
@@ -38,7 +38,7 @@ def _minutes(config: CompareConfig) -> float:
     corpus = Corpus.load(config.data, verify=False)
     corpus.check_context(config.model.context)
     run = resolve(config.example(config.compare.variants[-1]), corpus.vocab_size)
-    torch.set_num_threads(run.compute.threads or max(1, cores() // config.compare.jobs))
+    torch.set_num_threads(run.compute.threads or threads_each(config.compare.jobs))
     trainer, times = Trainer(run, corpus), []
     for _ in range(_TIMED_STEPS):
         began = time.perf_counter()

@@ -115,11 +115,11 @@ def reproduce(
         echo: takes each line of the log: the estimate of the time, losses, verdicts.
 
     Raises:
-        FileNotFoundError, ValueError, OSError, Stopped: see :func:`symexplin.lab.compare.sweep.compare_runs`.
+        FileNotFoundError, ValueError, OSError, Stopped: see :func:`symexplin.lab.compare.runs.compare_runs`.
     """
     from symexplin.experiments.estimate import estimate
     from symexplin.experiments.report import report_table
-    from symexplin.lab.compare.sweep import compare_runs
+    from symexplin.lab.compare.runs import compare_runs
     from symexplin.lab.data.prepare import PrepareConfig, prepare
 
     config = config or ReproduceConfig()

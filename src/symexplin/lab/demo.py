@@ -65,11 +65,11 @@ class DemoConfig(Schema):
 def run_demo(out: str | Path, config: DemoConfig, echo: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """Prepare the data, compare, and sample from the best curved model; return the content of comparison.json.
 
-    The folder `out` becomes that of a comparison (:func:`symexplin.lab.compare.sweep.compare_runs`) with the prepared
+    The folder `out` becomes that of a comparison (:func:`symexplin.lab.compare.runs.compare_runs`) with the prepared
     `data/` and `sample.txt`. A demo that was interrupted is continued, a finished one is reported again.
     """
     # The help of the command needs the configuration alone.
-    from symexplin.lab.compare.sweep import compare_runs
+    from symexplin.lab.compare.runs import compare_runs
     from symexplin.lab.data.prepare import PrepareConfig, prepare
     from symexplin.lab.evaluate import sample
     from symexplin.lab.load import load_trained

@@ -59,20 +59,20 @@ class Ranks:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Raise the error of one process in all: in the others as ElsewhereError."""
+        """Raise the error of one process in all: in those without an error of their own as ElsewhereError."""
         error = None
         try:
             yield
         except Exception as raised:
             error = raised
         told = self.gather(None if error is None else str(error) or type(error).__name__)
+        if error is not None:
+            raise error
         for rank, text in enumerate(told):
-            if error is not None and rank == self.rank:
-                raise error
             if text is not None:
                 raise ElsewhereError(f"process {rank}: {text}")
 
-    def tell(self, make: Callable[[], T]) -> T:
+    def from_first(self, make: Callable[[], T]) -> T:
         """Return the result of `make`, which the first process alone calls."""
         with self.together():
             made = make() if self.first else None

@@ -83,8 +83,8 @@ def train(
             config = resolve(config, corpus.vocab_size, ranks.size)
             corpus.check_context(config.model.context)
         ranks.agree({**to_table(config), "data": corpus.fingerprint})
-        folder = ranks.tell(lambda: stack.enter_context(claimed(out, "run", {FACTS, CONFIG})))
-        finished = ranks.tell(lambda: _check_folder(folder, config, corpus, resume, echo, ranks))
+        folder = ranks.from_first(lambda: stack.enter_context(claimed(out, "run", {FACTS, CONFIG})))
+        finished = ranks.from_first(lambda: _check_folder(folder, config, corpus, resume, echo, ranks))
         if finished is not None:
             echo(f"{folder} has finished already: {finished['steps']} steps, loss {finished['final_loss']:.4f}")
             return finished
@@ -92,7 +92,7 @@ def train(
             _tell(config, echo)
         torch.set_num_threads(config.compute.threads or 1)
         trainer = Trainer(config, corpus, ranks)  # before the first file: too little memory leaves no folder
-        ranks.tell(lambda: _write_first(folder, config, corpus, ranks))
+        ranks.from_first(lambda: _write_first(folder, config, corpus, ranks))
         return _Run(folder, trainer, ranks, echo, label).go(progress)
 
 
@@ -177,7 +177,7 @@ class _Run:
 
     def go(self, progress: bool) -> dict[str, Any]:
         """Train to the end, from the newest checkpoint if there is one."""
-        found, lengths = self.ranks.tell(lambda: tidy(self.folder, self.echo)), {}
+        found, lengths = self.ranks.from_first(lambda: tidy(self.folder, self.echo)), {}
         steps = self.config.train.steps
         if found is not None:
             checkpoint, state = found
@@ -205,10 +205,10 @@ class _Run:
                     self._update(bar, stop)
             except NonFiniteError as error:
                 text = str(error)
-                before = self.ranks.tell(lambda: self._broke(text))
+                before = self.ranks.from_first(lambda: self._broke(text))
                 raise NonFiniteError(f"{text}; --resume would continue from {before}") from None
         plain = self.trainer.plain_model()
-        return self.ranks.tell(lambda: self._finish(plain))
+        return self.ranks.from_first(lambda: self._finish(plain))
 
     def _check_signal(self, stop: StopSignals) -> None:
         """Save and raise Stopped if a signal has reached any process: it may reach them at different times."""
@@ -259,7 +259,7 @@ class _Run:
             keep = self.config.log.keep
             return save_checkpoint(self.folder, step, lambda to: {**write(to), **extra}, keep)
 
-        return self.ranks.tell(save)
+        return self.ranks.from_first(save)
 
     def _broke(self, error: str) -> str:
         """Record the error that ended the run; return the checkpoint to resume from."""

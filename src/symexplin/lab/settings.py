@@ -88,9 +88,12 @@ _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 
 def _checked(name: str, kind: Any, value: Any) -> Any:
-    """Return the value of a key as its type `kind`: lists become tuples, whole numbers floats."""
+    """Return the value of a key as its type `kind`: lists become tuples, whole numbers floats.
+
+    The only unions are X | None: None is the default, which TOML cannot express.
+    """
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):  # X | None: None is the default, which TOML cannot express
+    if origin in (typing.Union, types.UnionType):
         return None if value is None else _checked(name, inner[0], value)
     if origin is Annotated:
         value = _checked(name, inner[0], value)

@@ -72,18 +72,6 @@ def test_ablations_have_a_bar_for_each_variant_and_rate(compared):
     assert right.get_ylim()[0] > right.get_ylim()[1]  # the best at the top
 
 
-def test_variants_are_called_what_their_table_calls_them(compared, tmp_path):
-    maps = {"SEL": {"home": "optimizer", "beta": 5.0}, "AdamW": {"home": "module", "beta": 5.0}}
-    folder = compared("panels/64x2", maps=maps)
-    table(tmp_path, "64x2", labels={"SEL": "Curved", "AdamW": "The baseline"})
-    for sources in ([tmp_path], [folder]):
-        left, right = draw("mechanism_ablations", sources).axes
-        assert ticks(right) == ["Curved"]
-        assert title(right) == "Final loss against The baseline"
-        for axes in (left, *(draw(name, sources).axes[0] for name in ("loss_curves", "optimizer_equivalence"))):
-            assert set(lines(axes)) == {"The baseline, lr 0.01", "Curved, lr 0.01"}
-
-
 def test_a_variant_that_broke_down_is_named_without_a_bar(compared):
     def break_down(found):
         for rows in ("best", "shared"):

@@ -11,7 +11,7 @@ from clusters import MISSING, slurm
 from sweeps import bits, numbers, tiny
 from symexplin.lab.compare import launch
 from symexplin.lab.compare.grid import ClusterConfig
-from symexplin.lab.compare.sweep import compare_runs
+from symexplin.lab.compare.runs import compare_runs
 from symexplin.lab.config import LogConfig
 from symexplin.lab.process import Stopped
 

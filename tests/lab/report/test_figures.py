@@ -34,7 +34,7 @@ def test_curves_are_the_mean_over_the_seeds_with_a_band(tmp_path):
     assert axes.get_legend().get_title().get_text() == "mean of 3 seeds, band: lowest to highest"
 
 
-def test_early_losses_are_left_out_and_steps_of_their_own_interpolated(tmp_path):
+def test_early_losses_are_left_out_and_seeds_with_steps_of_their_own_drawn_one_by_one(tmp_path):
     found = loaded(tmp_path, seeds=(0, 1), unit="bits")
     for run in found["runs"]:
         steps = (0, 20, 50, 100) if run["seed"] else (0, 10, 50, 60, 100)
@@ -43,6 +43,7 @@ def test_early_losses_are_left_out_and_steps_of_their_own_interpolated(tmp_path)
     line = drawn["curved, lr 0.01"]
     assert list(line.get_xdata()) == [50, 60, 100]
     assert line.get_ydata() == pytest.approx([8.5, 8.4, 8.0])
+    assert len(axes.lines) == 4
     assert axes.get_ylabel() == "loss (bits)"
     _, late = lines(draw_losses, found, CELLS, LABELS, early=0.55)
     assert list(late["curved, lr 0.01"].get_xdata()) == [60, 100]

@@ -17,7 +17,7 @@ from typing import Any
 
 from symexplin.lab.compare.grid import CONFIG, RUNS, Cell, ClusterConfig, CompareConfig, GridConfig
 from symexplin.lab.compare.launch import Ended, Task, check_executor, execute
-from symexplin.lab.compare.stages import Labeled, Sweep
+from symexplin.lab.compare.sweep import Labeled, Sweep
 from symexplin.lab.compare.table import Run
 from symexplin.lab.files import replace_file
 from symexplin.lab.folders import check_unused, claimed, saved_config
@@ -102,7 +102,7 @@ def compare_commands(
 ) -> dict[str, Any]:
     """Run the command for every variant, learning rate and seed, and return the content of comparison.json.
 
-    Stages, verdicts, page, arguments and errors are those of :func:`symexplin.lab.compare.sweep.compare_runs`. A run
+    Stages, verdicts, page, arguments and errors are those of :func:`symexplin.lab.compare.runs.compare_runs`. A run
     has ended when it has written result.json: {"loss": number}, and optionally "curve": [[step, loss], ...], whose last
     value the loss replaces. A loss that is NaN or infinite means that the run diverged. With `resume` runs that have
     ended stay, and the others start again; the grid may change, the command may not.

@@ -24,7 +24,7 @@ from symexplin.lab.provenance import cores
 
 __all__ = [
     *("PROCESSES", "Ended", "SlurmJob", "Task"),
-    *("check_executor", "execute", "run_as_jobs", "run_side_by_side"),
+    *("check_executor", "execute", "run_as_jobs", "run_side_by_side", "threads_each"),
 ]
 
 Echo = Callable[[str], None]
@@ -66,6 +66,11 @@ def check_executor(grid: GridConfig) -> None:
         raise ValueError("cluster must be 'none' where Slurm is not installed, got 'slurm' without sbatch")
 
 
+def threads_each(jobs: int) -> int:
+    """Return the threads of a run that does not choose them itself, beside `jobs` - 1 others on this machine."""
+    return max(1, cores() // jobs)
+
+
 def execute(tasks: Sequence[Task], out: Path, grid: GridConfig, cluster: ClusterConfig, echo: Echo) -> Iterator[Ended]:
     """Execute runs in processes of their own, or as jobs of the cluster, and yield each when it has ended."""
     if grid.on_cluster:
@@ -81,8 +86,7 @@ def run_side_by_side(tasks: Sequence[Task], out: Path, jobs: int, echo: Echo) ->
 
     `echo` takes the lines of progress; the whole output of a process is in its log below `out`. A signal stops all.
     """
-    # The threads of a run that does not choose their number itself.
-    threads = {"OMP_NUM_THREADS": str(max(1, cores() // jobs))} if jobs > 1 else {}
+    threads = {"OMP_NUM_THREADS": str(threads_each(jobs))} if jobs > 1 else {}
     left = deque(enumerate(tasks))
     running: dict[int, _Process] = {}
     told = False

@@ -1,217 +1,125 @@
-"""Runs of several variants over learning rates and seeds, in a folder that a killed comparison can resume from.
+"""The sweep that every comparison makes: both stages of its grid are executed, and their results compared.
 
-compare.toml      the resolved configuration     runs/            a folder per run (symexplin.lab.run)
-comparison.json   the result, at the end         report.html      the same as a page
-processes/        configuration and log of each run that had a process or a job of its own
-cluster/          logs of the jobs of a cluster, and the pickles of submitit
+The caller says what a run is: one of the laboratory (runs.py), or a command of the user's own (command.py).
 """
 
-import contextlib
 import dataclasses
-import functools
-import itertools
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from symexplin.lab.build import build
-from symexplin.lab.compare.grid import CONFIG, DEMO, RUNS, Cell, CompareConfig
-from symexplin.lab.compare.launch import PROCESSES, Ended, Task, check_executor, execute
-from symexplin.lab.compare.stages import Labeled, Sweep
-from symexplin.lab.compare.table import Run
-from symexplin.lab.config import RunConfig, absolute, resolve
-from symexplin.lab.data.batches import Corpus
-from symexplin.lab.files import read_json, replace_file
-from symexplin.lab.folders import FACTS, SUMMARY, check_resumable, check_unused, claimed
-from symexplin.lab.load import digest_of
-from symexplin.lab.maps import map_of
-from symexplin.lab.provenance import cores
-from symexplin.lab.run import check_inputs, evaluations, train
-from symexplin.lab.settings import dump_toml, merge, to_table
-from symexplin.lab.train import NonFiniteError
-from symexplin.validation import naming
+from symexplin.lab.compare.grid import COMPARISON, RUNS, Cell, GridConfig
+from symexplin.lab.compare.launch import Ended
+from symexplin.lab.compare.table import Comparison, Run, chosen_lrs, compare, format_table, headline
+from symexplin.lab.files import write_json
 
-__all__ = ["compare_runs"]
+__all__ = ["Labeled", "Sweep", "content_of"]
 
-Echo = Callable[[str], None]
+# A run with its label in the log, such as "3/12 SEL lr 0.003 seed 0": the third of the twelve of its stage.
+Labeled = tuple[str, Cell]
 
 
-def compare_runs(
-    config: CompareConfig,
-    out: str | Path,
-    *,
-    resume: bool = False,
-    echo: Echo = lambda _: None,
-) -> dict[str, Any]:
-    """Train every variant at every learning rate and seed, and return the content of comparison.json.
-
-    With `confirm_seeds` a second stage follows: each variant at its own best learning rate and at the baseline's, with
-    each of those seeds.
+@dataclass(frozen=True)
+class Sweep:
+    """A grid of runs in a folder.
 
     Args:
-        config: may leave values to the machine; the resolved one is saved.
-        out: a new folder, or that of the comparison to resume.
-        resume: keep finished runs and continue the others. The grid may change, and what a run may change, but not what
-            the runs in the folder trained. On a CPU the results have the bits of an uninterrupted comparison, unless
-            [compute] changes.
-        echo: takes each line of the log, and the table at the end. On a terminal a bar stands for the lines of a run.
-
-    Raises:
-        ValueError: a folder, data or variant that cannot be used, a comparison of another configuration, a baseline
-            that did not stay finite at any learning rate.
-        OSError: the disk is full, a process or a job failed, ...
-        Stopped: SIGTERM, SIGINT or SIGHUP came. Every run was saved; jobs of a cluster go on.
+        folder: of the comparison.
+        grid: its runs.
+        execute: executes runs, and yields each when it has ended.
+        read: returns the result of the run in a folder, or None if it has not ended.
+        echo: takes each line of the log.
     """
-    grid = config.compare
-    check_executor(grid)
-    corpus = Corpus.load(config.data)
-    corpus.check_context(config.model.context)
-    with claimed(out, "comparison", {CONFIG, DEMO}) as folder:
-        check_unused(folder / CONFIG, "a comparison", resume)
-        config = _resolved(config, corpus.vocab_size)
-        _check_runs(folder, config, corpus)
-        replace_file(folder / CONFIG, dump_toml(config.table()))
-        echo(
-            f"{len(corpus.train):,} tokens to train on, {len(corpus.valid):,} held out; "
-            f"{'up to ' if grid.confirm_seeds else ''}{grid.most_runs} runs of {config.train.steps} steps"
-        )
 
-        def execute_runs(left: Sequence[Labeled]) -> Iterator[Ended]:
-            if grid.jobs == 1 and not grid.on_cluster:
-                return _train(config, folder, left, echo)
-            tasks = [_task(config, folder, label, cell) for label, cell in left]
-            return execute(tasks, folder, grid, config.cluster, echo)
+    folder: Path
+    grid: GridConfig
+    execute: Callable[[Sequence[Labeled]], Iterator[Ended]]
+    read: Callable[[Path, Cell], Run | None]
+    echo: Callable[[str], None]
 
-        sweep = Sweep(folder, grid, execute_runs, _run_in, echo)
-        return sweep.conclude(sweep.run(), _facts(folder, config, corpus))
+    def run(self) -> list[Run]:
+        """Execute what is left of both stages, and return the results of all runs."""
+        grid = self.grid
+        runs = self._stage(grid.cells())
+        if not grid.confirm_seeds:
+            return runs
+        lrs = chosen_lrs(runs, grid.baseline)
+        second = grid.confirmations(lrs)
+        told = (f"{variant} at {' and '.join(f'{lr:g}' for lr in lrs[variant])}" for variant in grid.variants)
+        self.echo(f"to confirm with {len(second)} runs: {'; '.join(told)}")
+        return runs + self._stage(second)
 
+    def _stage(self, cells: Sequence[Cell]) -> list[Run]:
+        """Execute the runs that have not ended. If one fails or its result is damaged, the others continue."""
+        labels = {
+            cell: f"{number}/{len(cells)} {cell.variant} lr {cell.lr:g} seed {cell.seed}"
+            for number, cell in enumerate(cells, start=1)
+        }
+        found: dict[Cell, Run | None] = {}
+        failures: list[str] = []
 
-# --- begin -----------------------------------------------------------------------------------------------------------
+        def fail(cell: Cell, reason: str) -> None:
+            failures.append(f"{labels[cell]}: {reason}")
+            self.echo(f"failed: {failures[-1]}")
 
+        def look(cell: Cell, note: str = "") -> None:
+            try:
+                found[cell] = self._result(labels[cell], cell, note)
+            except ValueError as error:  # it cannot be read
+                fail(cell, str(error))
 
-def _resolved(config: CompareConfig, vocab_size: int) -> CompareConfig:
-    """Fill in what was left to the machine, for all runs alike; jobs of a cluster resolve the rest where they run."""
-    compute, grid = config.compute, config.compare
-    if grid.on_cluster:
-        device = ("cuda" if config.cluster.gpus else "cpu") if compute.device == "auto" else compute.device
-        compute = dataclasses.replace(compute, device=device, threads=compute.threads or config.cluster.cpus)
-    else:
-        if compute.threads is None and grid.jobs > 1:
-            compute = dataclasses.replace(compute, threads=max(1, cores() // grid.jobs))
-        compute = resolve(dataclasses.replace(config.example(grid.baseline), compute=compute), vocab_size).compute
-    variants = config.variant
-    for name, table in variants.items():
-        if weights := table.get("train", {}).get("weights"):
-            variants = merge(variants, {name: {"train": {"weights": absolute(weights)}}})
-    return dataclasses.replace(
-        config,
-        data=str(absolute(config.data)),
-        model=dataclasses.replace(config.model, vocab_size=vocab_size),
-        train=dataclasses.replace(config.train, weights=absolute(config.train.weights)),
-        compute=compute,
-        variant=variants,
-    )
+        for cell in cells:
+            look(cell, " (already there)")
+        left = [cell for cell, run in found.items() if run is None]
+        for index, reason in self.execute([(labels[cell], cell) for cell in left]):
+            if reason is None:
+                look(left[index])
+            else:
+                fail(left[index], reason)
+        if failures:
+            more = f"; {len(failures) - 1} more failed: see above" if len(failures) > 1 else ""
+            raise ChildProcessError(failures[0] + more)
+        return [run for run in found.values() if run is not None]
 
+    def _result(self, label: str, cell: Cell, note: str = "") -> Run | None:
+        """Return the result of a run, None if it has not ended, and tell it."""
+        run = self.read(self.folder / RUNS / cell.name, cell)
+        if run is not None:
+            took = "" if run.seconds is None else f", {run.seconds:.0f} s"
+            self.echo(f"{label}: {run.error or f'loss {run.final_loss:.4f}{took}'}{note}")
+        return run
 
-def _check_runs(folder: Path, config: CompareConfig, corpus: Corpus) -> None:
-    """Raise ValueError unless runs in the folder are those of `config`, and variants without any can be built."""
-    grid, digest, started = config.compare, functools.cache(digest_of), set()
-    for place in itertools.product(grid.variants, grid.lrs, (*grid.seeds, *grid.confirm_seeds)):
-        cell = Cell(*place)
-        if (folder / RUNS / cell.name / FACTS).exists():
-            _check_run(folder / RUNS / cell.name, config.run(cell), corpus, digest)
-            started.add(cell.variant)
-    for variant in grid.variants:
-        if variant not in started:
-            with naming(f"variant {variant}"):  # such as weights of another shape
-                build(_anywhere(config.example(variant), corpus, config.cluster.gpus if grid.on_cluster else 1))
+    def conclude(self, runs: Sequence[Run], facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Compare the runs; write comparison.json and the report, and return the content of the former."""
+        from symexplin.lab.report.pages import report_comparison  # importing matplotlib is slow
 
-
-def _check_run(folder: Path, config: RunConfig, corpus: Corpus, digest: Callable[[str], str]) -> None:
-    """Raise ValueError unless the run in a folder is the one that `config` would train, on whatever machine."""
-    with _remedy():
-        facts = read_json(folder / FACTS)
-    new = to_table(_anywhere(config, corpus))
-    check_resumable(folder, "run", {**facts["config"], "compute": new["compute"]}, new)
-    check_inputs(folder, facts, config, corpus, digest)
+        comparison = compare(runs, self.grid.baseline, self.grid.confirm_seeds)
+        content = content_of(comparison, runs, facts)
+        write_json(self.folder / COMPARISON, content)
+        self.echo("\n".join(("", format_table(comparison), "", *content["headline"], "")))
+        self.echo(f"report: {report_comparison(self.folder)}")
+        return content
 
 
-def _anywhere(config: RunConfig, corpus: Corpus, processes: int = 1) -> RunConfig:
-    """Return the resolved run on a device that every machine has."""
-    on_cpu = dataclasses.replace(config, compute=dataclasses.replace(config.compute, device="cpu"))
-    return resolve(on_cpu, corpus.vocab_size, max(1, processes))
+def content_of(comparison: Comparison, runs: Sequence[Run], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of comparison.json.
 
-
-# --- the runs --------------------------------------------------------------------------------------------------------
-
-
-def _task(config: CompareConfig, out: Path, label: str, cell: Cell) -> Task:
-    """Return the task of a run, whose configuration is written."""
-    file, folder = out / PROCESSES / f"{cell.name}.toml", out / RUNS / cell.name
-    file.parent.mkdir(exist_ok=True)
-    replace_file(file, dump_toml(to_table(config.run(cell))))
-    processes = config.cluster.gpus if config.compare.on_cluster else 1
-    several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    python = [sys.executable, *(several if processes > 1 else [])]
-    arguments = ["train", str(file.resolve()), "--out", str(folder.resolve()), "--resume"]
-    return Task(label, folder, SUMMARY, [*python, "-m", "symexplin", *arguments])
-
-
-def _train(config: CompareConfig, out: Path, left: Sequence[Labeled], echo: Echo) -> Iterator[Ended]:
-    """Train runs in this process, one after the other: none of them has to import torch."""
-    told = (lambda _: None) if sys.stderr.isatty() else echo  # where there is a bar
-    for index, (label, cell) in enumerate(left):
-        with contextlib.suppress(NonFiniteError):  # the run's summary.json says so
-            place = out / RUNS / cell.name
-            train(config.run(cell), place, resume=True, echo=told, tell_config=False, label=label, verify=False)
-        yield index, None
-
-
-def _run_in(path: Path, cell: Cell) -> Run | None:
-    """Return the result of the run in a folder, or None if it has not ended."""
-    if not (path / SUMMARY).exists():
-        return None
-    with _remedy():
-        summary, evals = read_json(path / SUMMARY), tuple(evaluations(path))
-    seconds, pace = summary.get("seconds", 0.0), summary.get("tokens_per_second", 0.0)
-    return Run(*cell, evals=evals, seconds=seconds, tokens_per_second=pace, error=summary.get("error"))
-
-
-@contextlib.contextmanager
-def _remedy() -> Iterator[None]:
-    """Add the remedy to the error of a missing or damaged file of a run."""
-    try:
-        yield
-    except (FileNotFoundError, ValueError) as error:
-        raise ValueError(f"{error}: remove that run's folder to train it again") from None
-
-
-# --- the conclusion --------------------------------------------------------------------------------------------------
-
-
-def _facts(folder: Path, config: CompareConfig, corpus: Corpus) -> dict[str, Any]:
-    """Return what comparison.json has beside the results."""
-    first = folder / RUNS / config.compare.cells()[0].name
-    summaries = [read_json(path) for path in folder.glob(f"{RUNS}/*/{SUMMARY}")]
+    `facts` are of all runs: the "unit" of the loss, "maps" of the variants, "config", "provenance", ...
+    """
+    seconds = [run.seconds for run in runs if run.seconds is not None]
     return {
-        "unit": "nats per token",
-        "maps": {variant: _map(config, variant) for variant in config.compare.variants},
-        "corpus": {
-            "train_tokens": len(corpus.train),
-            "valid_tokens": len(corpus.valid),
-            "train_documents": corpus.train_documents,
-            "valid_documents": corpus.valid_documents,
-            "tokenizer": corpus.tokenizer.name,
-        },
-        "parameters": next((summary["parameters"] for summary in summaries if "parameters" in summary), None),
-        "config": config.table(),
-        # Where the first run began: on a cluster this is another machine.
-        "provenance": read_json(first / FACTS)["provenance"],
+        "headline": headline(comparison),
+        "comparison": dataclasses.asdict(comparison),
+        "runs": [
+            {
+                **dataclasses.asdict(run),
+                "final_loss": run.final_loss,
+                "stage": 2 if run.seed in comparison.confirm_seeds else 1,
+                "folder": f"{RUNS}/{Cell(run.variant, run.lr, run.seed).name}",
+            }
+            for run in runs
+        ],
+        **facts,
+        "seconds": round(sum(seconds), 1) if seconds else None,
     }
-
-
-def _map(config: CompareConfig, variant: str) -> dict[str, Any] | None:
-    curve = config.example(variant).sel
-    found = map_of(curve, config.model.width)
-    return None if found is None else {"home": curve.home, "start": curve.starts_as, **found.to_dict()}
