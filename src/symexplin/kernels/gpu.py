@@ -57,7 +57,7 @@ class GpuKernels:
 
 
 class _Batch(NamedTuple):
-    """Tensors for one launch: their indices, the table without gradients, and whether all of it is aligned."""
+    """Tensors for one launch: their indices, the table without gradients, and whether the rest of it is aligned."""
 
     chosen: list[int]
     table: Tensor
@@ -69,8 +69,8 @@ class _Batch(NamedTuple):
         self.table[:, column] = numbers.cumsum(0) - numbers
         return torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32, device=_CPU), numbers)
 
-    def filled(self, column: int, grads: Sequence[Tensor]) -> tuple[Tensor, bool]:
-        """Return the table with the addresses of gradients, and whether it is still aligned."""
+    def with_grads(self, column: int, grads: Sequence[Tensor]) -> tuple[Tensor, bool]:
+        """Return a copy of the table with the addresses of gradients, and whether all of it is aligned."""
         table, addresses = self.table.clone(), [grads[i].data_ptr() for i in self.chosen]
         table[:, column] = torch.tensor(addresses, device=_CPU)
         return table, self.aligned and not any(address % _ALIGNED for address in addresses)
@@ -107,10 +107,10 @@ class _Closed:
         kappa, c = self._curve or (1.0, 1.0)
         squares = []
         for batch, items in self._batches:
-            table, aligned = batch.filled(self._column("grad"), grads)
+            table, aligned = batch.with_grads(self._column("grad"), grads)
             squares.append(torch.empty(len(items), dtype=torch.float32, device=self._device))
-            rest = (items, squares[-1], kappa * c, kappa)
-            _launch(self._kernels.norm, len(items), table, *rest, **self._kind, ALIGNED=aligned, TILE=_TILE)
+            rest = (squares[-1], kappa * c, kappa)
+            _launch(self._kernels.norm, table, items, *rest, **self._kind, ALIGNED=aligned, TILE=_TILE)
         return _root_of(squares)
 
     def update(
@@ -118,14 +118,14 @@ class _Closed:
     ) -> None:
         """Apply AdamW to the weights in place."""
         kappa, c = self._curve or (1.0, 1.0)
-        constants = {"DECAYS": rates.decay != 0.0, "NOISE": noise is not None, **_constants(rates, clip), **self._kind}
+        decay = rates.lr * rates.decay
+        numbers = (_factor(clip, self._device), *rates.direction(kappa), 1.0 - decay, decay, kappa, c)
+        constants = {"DECAYS": decay != 0.0, "NOISE": noise is not None, **_constants(rates, clip), **self._kind}
         for batch, items in self._batches:
-            table, aligned = batch.filled(self._column("grad"), grads)
+            table, aligned = batch.with_grads(self._column("grad"), grads)
             if noise is not None:
                 table[:, self._column("noise") :] = torch.tensor([noise[i] for i in batch.chosen], device=_CPU)
-            numbers = (*rates.direction(kappa), 1.0 - rates.lr * rates.decay, rates.lr * rates.decay, kappa, c)
-            rest = (items, _on(self._device, clip), *numbers)
-            _launch(self._kernels.step, len(items), table, *rest, **constants, ALIGNED=aligned, TILE=_TILE)
+            _launch(self._kernels.step, table, items, *numbers, **constants, ALIGNED=aligned, TILE=_TILE)
 
 
 class _Factored:
@@ -176,17 +176,17 @@ class _Factored:
         squares, self._now = [], []
         first, last = self._column("old"), self._column("down")
         for batch, items, ends, (starts, size), most in self._batches:
-            table, aligned = batch.filled(self._column("grad"), grads)
+            table, aligned = batch.with_grads(self._column("grad"), grads)
             scratch = torch.empty(size, dtype=torch.float32, device=self._device)
             table[:, first : last + 1] = scratch.data_ptr() + scratch.itemsize * starts
-            table = _on(self._device, table)
+            table = _upload(table, self._device)
             squares.append(torch.empty(len(items), dtype=torch.float32, device=self._device))
             self._now.append((table, items, ends, {**self._of_tiles(), "ALIGNED": aligned}, scratch))
             self._write_factors("old", table, ends)
             constants = {"NORMALIZE": self._kind["NORMALIZE"], **self._now[-1][3]}
-            _launch(self._kernels.pull, len(items), table, items, squares[-1], **constants)
+            _launch(self._kernels.pull, table, items, squares[-1], **constants)
             sides = {"TALL": _TALL, "COLS": _COLS, "BLOCK": _BLOCK, "MOST": most}
-            _launch(self._kernels.chain, len(ends), table, ends, *self._numbers, **self._kind, **sides)
+            _launch(self._kernels.chain, table, ends, *self._numbers, **self._kind, **sides)
         return _root_of(squares)
 
     def update(
@@ -197,11 +197,10 @@ class _Factored:
         noise: Sequence[Noise] | None = None,  # noqa: ARG002
     ) -> None:
         """Apply AdamW to the raw weights and write the weights."""
-        numbers = (*rates.direction(1.0), 1.0 - rates.lr * rates.decay)
+        numbers = (_factor(clip, self._device), *rates.direction(1.0), 1.0 - rates.lr * rates.decay)
         for table, items, ends, constants, _ in self._now:
             self._write_factors("new", table, ends)
-            rest = (table, items, _on(self._device, clip), *numbers)
-            _launch(self._kernels.move, len(items), *rest, **_constants(rates, clip), **constants)
+            _launch(self._kernels.move, table, items, *numbers, **_constants(rates, clip), **constants)
         del self._now
 
     def _of_tiles(self) -> dict[str, Any]:
@@ -209,28 +208,27 @@ class _Factored:
 
     def _write_factors(self, which: str, table: Tensor, ends: Tensor) -> None:
         constants = {"COLUMN": self._column(which), "BLOCK": _BLOCK, **self._kind}
-        _launch(self._kernels.write_factors, len(ends), table, ends, *self._numbers, **constants)
+        _launch(self._kernels.write_factors, table, ends, *self._numbers, **constants)
 
 
-def _launch(kernel: Any, programs: int, table: Tensor, items: Tensor, /, *rest: Any, **constants: Any) -> None:
-    """Launch a kernel with a number of programs on the device of `items`."""
+def _launch(kernel: Any, table: Tensor, items: Tensor, /, *rest: Any, **constants: Any) -> None:
+    """Launch a kernel with a program for each of `items`, on their device."""
     device = items.device
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        kernel[(programs,)](_on(device, table), items, *rest, **constants, num_warps=_WARPS)
+        kernel[(len(items),)](_upload(table, device), items, *rest, **constants, num_warps=_WARPS)
 
 
-def _on(device: torch.device, tensor: Any) -> Any:
-    """Return a tensor on the device, without waiting for a copy; a clipping factor, which may be None, in float32."""
-    if tensor is None or (tensor.device == device and tensor.dtype != torch.float64):
-        return tensor
-    if tensor.is_floating_point():
-        return tensor.to(device, torch.float32)
-    # A copy from pageable memory would wait. Torch reuses pinned memory only after the copy.
-    return tensor.pin_memory().to(device, non_blocking=True)
+def _upload(table: Tensor, device: torch.device) -> Tensor:
+    """Return a table on the device, without waiting for the copy, as one from pageable memory would."""
+    return table if table.device == device else table.pin_memory().to(device, non_blocking=True)
+
+
+def _factor(clip: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if clip is None else clip.to(device, torch.float32)
 
 
 def _constants(rates: Rates, clip: Tensor | None) -> dict[str, bool]:
-    return {"FROM_GRAD": rates.beta1 <= 0.5, "MOVES": rates.lr != 0.0, "CLIPS": clip is not None}
+    return {"FROM_GRAD": rates.from_grad, "MOVES": rates.lr != 0.0, "CLIPS": clip is not None}
 
 
 def _addresses(tensors: Tensors, i: int) -> list[int]:
