@@ -1,8 +1,6 @@
 """The time of an optimizer step, or of a whole training step, as a multiple of AdamW's, in one process and in turns.
 
     python benchmarks/step.py                      # the optimizer step: one and two threads, float32 and bfloat16
-    python benchmarks/step.py --cases 4x1024 --threads 1 --variants default
-    SYMEXPLIN_KERNELS=readable python benchmarks/step.py --cases 4x1024
     python benchmarks/step.py --whole 512x6        # forward, backward, clipping and optimizer, and the peak memory
 
 The baseline is `clip_grad_norm_` and torch's fused AdamW; for bfloat16 parameters AdamW over float32 master copies; for
@@ -32,7 +30,6 @@ from symexplin.lab.model import Transformer
 from symexplin.lab.provenance import provenance
 
 Step = Callable[[], object]
-
 Shape = tuple[int, int]
 CASES: dict[str, list[Shape]] = {
     "4x1024": [(1024, 1024)] * 4,
@@ -61,12 +58,7 @@ class Matrices(nn.Module):
 def stepper(variant: str, shapes: Sequence[Shape], dtype: torch.dtype, device: str) -> Step:
     """Return a function that takes one optimizer step with clipping."""
     model = Matrices(shapes, dtype, device)
-    if variant in VARIANTS:
-        optimizer = sel.SELAdamW(model, config=VARIANTS[variant], max_grad_norm=CLIP, total_steps=STEPS, **SETTINGS)
-        return optimizer.step
-    if variant == "masters":
-        return master_stepper(list(model.parameters()))
-    return clipped(model, torch.optim.AdamW(model.parameters(), **{variant: True}, **SETTINGS))
+    return master_stepper(list(model.parameters())) if variant == "masters" else optimizer_step(model, variant)
 
 
 def clipped(model: nn.Module, adamw: torch.optim.Optimizer) -> Step:
@@ -118,7 +110,7 @@ def measure(case: str, dtype: torch.dtype, options: argparse.Namespace) -> dict[
 
 
 def optimizer_step(model: nn.Module, variant: str) -> Step:
-    """Return a function that clips and takes the optimizer step of a variant of the whole step."""
+    """Return a function that clips and takes the optimizer step of a variant, or of torch's AdamW."""
     if variant in VARIANTS:
         return sel.SELAdamW(model, config=VARIANTS[variant], max_grad_norm=CLIP, total_steps=STEPS, **SETTINGS).step
     if variant == "module":
@@ -126,7 +118,8 @@ def optimizer_step(model: nn.Module, variant: str) -> Step:
         adamw = torch.optim.AdamW(sel.param_groups(model, **SETTINGS), fused=True)
         sel.anneal_scales(adamw, total_steps=STEPS)
         return clipped(model, adamw)
-    return clipped(model, torch.optim.AdamW(model.parameters(), fused=True, **SETTINGS))
+    form = {"foreach" if variant == "foreach" else "fused": True}
+    return clipped(model, torch.optim.AdamW(model.parameters(), **form, **SETTINGS))
 
 
 def trainer(variant: str, size: str, dtype: str, options: argparse.Namespace) -> Step:
