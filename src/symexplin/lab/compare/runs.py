@@ -174,8 +174,12 @@ def _run_in(path: Path, cell: Cell) -> Run | None:
         return None
     with _remedy():
         summary, evals = read_json(path / SUMMARY), tuple(evaluations(path))
-        if "error" not in summary and (not evals or evals[-1][1] != summary["final_loss"]):
-            raise ValueError(f"{str(path / METRICS)!r} is damaged: it does not end with the loss of {SUMMARY}")
+        if "error" not in summary:
+            end = summary.get("steps"), summary.get("final_loss")
+            if None in end:
+                raise ValueError(f"{str(path / SUMMARY)!r} is damaged: it lacks the steps or the loss")
+            if evals[-1:] != (end,):
+                raise ValueError(f"{str(path / METRICS)!r} is damaged: it does not end with the loss of {SUMMARY}")
     seconds, pace = summary.get("seconds", 0.0), summary.get("tokens_per_second", 0.0)
     return Run(*cell, evals=evals, seconds=seconds, tokens_per_second=pace, error=summary.get("error"))
 
