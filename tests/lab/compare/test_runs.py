@@ -83,7 +83,7 @@ def test_a_damaged_run_is_named_after_the_others_and_may_be_removed_and_trained_
     shutil.rmtree(missing)
     lines = (damaged / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     for name, left, error in (
-        ("run.json", b"{", ValueError),  # the comparison cannot tell whether the run is its own
+        ("run.json", b"{}", ValueError),  # the comparison cannot tell whether the run is its own
         ("summary.json", b"{", ChildProcessError),
         ("summary.json", b"{}", ChildProcessError),
         ("metrics.jsonl", b"".join(lines)[:-2], ChildProcessError),
