@@ -46,6 +46,11 @@ class CommandConfig(Schema):
     def __post_init__(self) -> None:
         """Check the command and the names of the variants."""
         super().__post_init__()
+        grid = self.compare
+        optional = {"lr": len(grid.lrs) == 1, "seed": len(grid.seeds + grid.confirm_seeds) == 1}
+        for name in _PLACES:
+            if f"{{{name}}}" not in self.command and not optional.get(name):
+                raise ValueError(f"command must have the place {{{name}}}, got {self.command!r}")
         try:
             program, *_ = self._words(dict.fromkeys(_PLACES, ""))
         except (ValueError, LookupError, AttributeError) as error:
@@ -53,11 +58,6 @@ class CommandConfig(Schema):
                 "command must be words that a shell could split, with braces other than {variant}, {lr}, {seed} and "
                 f"{{out}} written twice, got {self.command!r}: {error}"
             ) from None
-        grid = self.compare
-        optional = {"lr": len(grid.lrs) == 1, "seed": len(grid.seeds + grid.confirm_seeds) == 1}
-        for name in _PLACES:
-            if f"{{{name}}}" not in self.command and not optional.get(name):
-                raise ValueError(f"command must have the place {{{name}}}, got {self.command!r}")
         if not grid.on_cluster and shutil.which(program) is None:
             raise ValueError(
                 f"command must begin with a program that exists, got {program!r}; no shell runs it, "
@@ -90,6 +90,8 @@ def configured(out: str | Path, *tables: Mapping[str, Any], resume: bool) -> Com
         raise ValueError(f"out must be new for a command, got {str(out)!r} with runs of the laboratory's own")
     if schema is CommandConfig:
         for name in given.keys() - {"command", "compare", "cluster"}:
+            if "command" not in given:
+                raise ValueError(f"out must be new for runs of the laboratory's own, got {str(out)!r} with a command's")
             key = next(iter(given[name])) if isinstance(given[name], Mapping) and name != "variant" else name
             raise ValueError(f"{key} must be left to the command, got --{key.replace('_', '-')} beside --command")
     if saved:
