@@ -89,7 +89,7 @@ def prepare(config: PrepareConfig, out: str | Path, *, echo: Echo = lambda _: No
         if (folder / DATASET).exists():
             dataset = read_dataset(folder)
             check_resumable(folder, "dataset", dataset["config"], table)
-            echo(f"{folder} is finished already")
+            echo(f"{folder} is finished already; if the text has changed, choose a new --out")
             return dataset
         work = folder / _UNFINISHED
         shutil.rmtree(work, ignore_errors=True)
