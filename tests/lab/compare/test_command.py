@@ -76,6 +76,8 @@ def test_a_resumed_comparison_runs_what_is_new(command, tmp_path):
     [
         ("{}", "KeyError"),
         ("[2.3]", "TypeError"),
+        ('{"loss": "2.3"}', "'2.3' is not a number"),
+        ('{"loss": true}', "True is not a number"),
         ('{"loss": 2.3', "Expecting ',' delimiter"),
         ('{"loss": 2.3, "curve": [2.3]}', "TypeError"),
         ('{"loss": 2.3, "curve": [[0, 1.0], [0, 2.0]]}', "steps do not increase"),

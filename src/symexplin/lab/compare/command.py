@@ -145,8 +145,8 @@ def _run_in(folder: Path, cell: Cell) -> Run | None:
         return None
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        loss = float(found["loss"])
-        curve = [(int(step), float(value)) for step, value in found.get("curve", [])]
+        loss = _number(found["loss"])
+        curve = [(int(_number(step)), _number(value)) for step, value in found.get("curve", [])]
         steps = [step for step, _ in curve]
         if steps != sorted(set(steps)):
             raise ValueError("its steps do not increase")
@@ -159,3 +159,9 @@ def _run_in(folder: Path, cell: Cell) -> Run | None:
     points = [*curve[:-1], (steps[-1] if steps else 0, loss)]
     evals = tuple(point for point in points if math.isfinite(point[1]))
     return Run(*cell, evals=evals, error=None if math.isfinite(loss) else f"loss is {loss}")
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{value!r} is not a number")
+    return float(value)
