@@ -54,12 +54,14 @@ def arguments() -> argparse.Namespace:
 
 
 def build_optimizer(model: torch.nn.Module, options: argparse.Namespace) -> torch.optim.Optimizer:
-    """Return AdamW, or SELAdamW with the default map or the paper's."""
+    """Return AdamW, or SELAdamW with the default map or the paper's, which also initializes the weights."""
     if options.optimizer == "adamw":
         matrices = [p for p in model.parameters() if p.ndim > 1]
         vectors = {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}
         return torch.optim.AdamW([{"params": matrices}, vectors], options.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    config = sel.preset("paper") if options.optimizer == "paper" else sel.SELConfig()
+    config = sel.preset("paper", beta="auto") if options.optimizer == "paper" else sel.SELConfig()
+    if options.optimizer == "paper":
+        sel.init_(model, config)
     decay = {"weight_decay": 0.1, "no_decay": ["*bias", "*ln_*"]}
     run = {"max_grad_norm": 1.0, "total_steps": options.steps}  # the step clips raw gradients
     return sel.SELAdamW(model, options.lr, betas=(0.9, 0.95), config=config, **decay, **run)

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from symexplin.lab.folders import LOCK, claimed
+from symexplin.lab.folders import LOCK, claimed, read_facts
 
 MARKS = {"run.json"}
 HOLD = """if True:
@@ -56,3 +56,10 @@ def test_files_and_nameless_folders_are_refused(tmp_path, name, message):
     out = tmp_path / name if name == "file" else name
     with pytest.raises(ValueError, match=f"out must (be )?{message}"), claimed(out, "run", MARKS):
         pass
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"data": "", "config": 3, "provenance": {}}'])
+def test_a_run_whose_facts_are_damaged_is_named(tmp_path, text):
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(ValueError, match=r"run\.json' is damaged: "):
+        read_facts(tmp_path)

@@ -86,7 +86,7 @@ def killed(tmp_path_factory):
             "data": prepared(folder / home / "data"),
             "model": {"width": 32, "depth": 1, "heads": 2, "context": 16},
             "train": {"steps": 40, "batch_size": 4, "warmup_steps": 5, "eval_every": 10, "eval_batches": 2},
-            "sel": {"home": home, "preset": "paper"},
+            "sel": {"home": home, **({} if home == "none" else {"preset": "paper"})},
             "log": {"checkpoint_every": 3, "tensorboard": False},
         }
         for home in HOMES

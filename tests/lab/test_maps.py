@@ -26,6 +26,8 @@ def test_the_start_is_that_of_the_preset_unless_given():
     ("changes", "words"),
     [
         ({"preset": "papper"}, "preset must be one of.*did you mean 'paper'"),
+        ({"home": "none", "preset": "paper"}, "preset must be left out for home 'none', got 'paper'"),
+        ({"home": "none", "map": {"beta": 5}}, "map must be left out for home 'none'"),
         ({"preset": "congruent", "start": "mismatched"}, "start must be 'matched' for mode 'congruent'"),
         ({"preset": "paper", "map": {"mode": "sinh"}}, "start must be 'matched' for mode 'sinh'"),
         ({"map": {"beta": -3.0}}, "beta must be a positive"),

@@ -32,7 +32,7 @@ def table(data, home="none", kind=None, **train):
         "data": data,
         "model": {"width": 16, "depth": 1, "heads": 2, "context": 16},
         "train": {**schedule, "eval_every": 5, "eval_batches": 1, "max_grad_norm": 0.5, **train},
-        "sel": {"home": home, "preset": "paper"},
+        "sel": {"home": home, **({} if home == "none" else {"preset": "paper"})},
         "compute": compute,
         "log": {"checkpoint_every": 4, "tensorboard": False},
     }

@@ -8,6 +8,7 @@ from symexplin.experiments.claims import VERDICTS, ClaimVerdict, judge, reported
 from symexplin.experiments.comparison import Evidence, Row
 from symexplin.experiments.tables import Table, read_table
 from symexplin.lab.compare.interval import Interval
+from symexplin.lab.compare.table import ONE_LR
 from symexplin.lab.files import write_csv
 from symexplin.lab.report.figures import comparison_figures
 from symexplin.lab.report.pages import reading, write_page
@@ -67,7 +68,7 @@ def _headline(outcome: Table[Evidence], claims: Sequence[ClaimVerdict]) -> list[
             "command with --resume and without --panels."
         )
     if any(len(panel.found["comparison"]["lrs"]) == 1 for panel in outcome.panels if panel.found):
-        sentences.append("With one learning rate tried, every difference may be a learning-rate effect.")
+        sentences.append(ONE_LR)
     if not claims:
         return [*sentences, "The paper has no claim that this table tests."]
     verdicts = [claim.verdict for claim in claims]

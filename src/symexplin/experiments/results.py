@@ -14,7 +14,7 @@ from symexplin.experiments.tables import PANELS, TABLE
 from symexplin.lab.compare.grid import CONFIG as GRID
 from symexplin.lab.compare.grid import RUNS
 from symexplin.lab.files import read_json, write_csv
-from symexplin.lab.folders import CONFIG, FACTS, SUMMARY
+from symexplin.lab.folders import CONFIG, SUMMARY, read_facts
 from symexplin.lab.settings import load_toml
 
 __all__ = ["COLUMNS", "append_results", "check_results", "config_hash"]
@@ -69,7 +69,7 @@ def config_hash(config: Mapping[str, Any], weights: str | None = None) -> str:
 
 
 def _row(folder: Path) -> dict[str, Any]:
-    config, facts, summary = load_toml(folder / CONFIG), read_json(folder / FACTS), read_json(folder / SUMMARY)
+    config, facts, summary = load_toml(folder / CONFIG), read_facts(folder), read_json(folder / SUMMARY)
     train, place, panel = config["train"], facts["provenance"], folder.parent.parent
     ended = datetime.datetime.fromtimestamp((folder / SUMMARY).stat().st_mtime, datetime.UTC)
     return {

@@ -7,12 +7,13 @@ from typing import Any, TypeVar
 
 import filelock
 
+from symexplin.lab.files import read_json
 from symexplin.lab.settings import Schema, differences, from_table, load_toml
 from symexplin.validation import naming
 
 __all__ = [
     *("CONFIG", "FACTS", "LOCK", "SUMMARY", "TOKENIZER"),
-    *("check_resumable", "check_unused", "claimed", "saved_config"),
+    *("check_resumable", "check_unused", "claimed", "read_facts", "saved_config"),
 ]
 
 T = TypeVar("T", bound=Schema)
@@ -65,6 +66,15 @@ def check_unused(file: Path, what: str, resume: bool) -> None:
         raise ValueError(
             f"out must be a new folder, got {str(file.parent)!r}, which has {what}: add --resume to continue it"
         )
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """Return what the run in a folder was started with, or raise ValueError if its file is damaged."""
+    facts = read_json(folder / FACTS)
+    for key, kind in (("data", str), ("config", dict), ("provenance", dict)):
+        if not isinstance(facts.get(key), kind):
+            raise ValueError(f"{str(folder / FACTS)!r} is damaged: {key} is {facts.get(key)!r}")
+    return facts
 
 
 def saved_config(schema: type[T], file: Path) -> T:

@@ -39,6 +39,14 @@ class CurveConfig(Schema):
     anneal_steps: Count | None = None
     map: Pairs = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Check every field; home "none" would silently do without a map."""
+        super().__post_init__()
+        given = {"preset": self.preset != "default", "start": self.start is not None, "map": bool(self.map)}
+        for name, is_given in given.items():
+            if self.home == "none" and is_given:
+                raise ValueError(f"{name} must be left out for home 'none', got {getattr(self, name)!r}")
+
     @property
     def starts_as(self) -> Start:
         """The start: as given, else that of the preset."""

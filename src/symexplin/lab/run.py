@@ -20,7 +20,7 @@ from symexplin.lab.checkpoint import newest, save_checkpoint, tidy
 from symexplin.lab.config import RunConfig, resolve
 from symexplin.lab.data.batches import Corpus
 from symexplin.lab.files import file_digest, read_json, read_json_lines, replace_file, write_json
-from symexplin.lab.folders import CONFIG, FACTS, SUMMARY, TOKENIZER, check_resumable, check_unused, claimed
+from symexplin.lab.folders import CONFIG, FACTS, SUMMARY, TOKENIZER, check_resumable, check_unused, claimed, read_facts
 from symexplin.lab.load import digest_of
 from symexplin.lab.maps import in_words, map_of
 from symexplin.lab.model import Transformer
@@ -119,7 +119,7 @@ def _check_folder(
     summary = read_json(folder / SUMMARY) if (folder / SUMMARY).exists() else {}
     failed = f" that failed at step {summary['step']}" if "error" in summary else ""
     check_unused(folder / FACTS, f"a run{failed}", resume)
-    facts = read_json(folder / FACTS)
+    facts = read_facts(folder)
     changed = check_resumable(folder, "run", facts["config"], to_table(config))
     check_inputs(folder, facts, config, corpus)
     if (began := facts["provenance"].get("processes", 1)) != ranks.size:

@@ -76,6 +76,8 @@ def test_a_resumed_comparison_runs_what_is_new(command, tmp_path):
     [
         ("{}", "KeyError"),
         ("[2.3]", "TypeError"),
+        ('{"loss": "2.3"}', "'2.3' is not a number"),
+        ('{"loss": true}', "True is not a number"),
         ('{"loss": 2.3', "Expecting ',' delimiter"),
         ('{"loss": 2.3, "curve": [2.3]}', "TypeError"),
         ('{"loss": 2.3, "curve": [[0, 1.0], [0, 2.0]]}', "steps do not increase"),
@@ -114,6 +116,7 @@ def test_a_command_gets_all_digits_of_a_learning_rate_and_other_braces_are_writt
     [
         ("{python} x {variant} {lr} {out} {steps}", {}, r"command must be words .* written twice, got .*: 'steps'"),
         ("{python} 'x {variant} {lr} {out}", {}, "command must be words that a shell could split"),
+        ("", {}, r"command must have the place \{variant\}, got ''"),
         ("{python} x {variant} {out}", {}, r"must have the place \{lr\}"),
         ("{python} x {variant} {lr}", {}, r"must have the place \{out\}"),
         ("{python} x {variant} {lr} {out}", {"confirm_seeds": (1,)}, r"must have the place \{seed\}"),
@@ -140,6 +143,9 @@ def test_tables_of_settings_say_what_is_compared(command, tmp_path):
     assert configured(tmp_path, {"model": {"width": 8}}, resume=True).data == "data"
     with pytest.raises(ValueError, match="out must be new for a command"):
         configured(tmp_path, own, resume=True)
+    (tmp_path / "compare.toml").write_text(f"command = {command!r}")
+    with pytest.raises(ValueError, match="out must be new for runs of the laboratory's own"):
+        configured(tmp_path, {"data": "data"}, resume=True)
     (tmp_path / "compare.toml").write_text("dat = 1")
     with pytest.raises(ValueError, match=r"compare\.toml' was edited"):
         configured(tmp_path, resume=True)

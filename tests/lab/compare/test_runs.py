@@ -81,13 +81,16 @@ def test_a_damaged_run_is_named_after_the_others_and_may_be_removed_and_trained_
     damaged, missing = (folder / "runs" / name for name in NAMES[:2])
     shutil.copytree(finished[0], folder)
     shutil.rmtree(missing)
-    for name, error in (
-        ("run.json", ValueError),  # the comparison cannot tell whether the run is its own
-        ("summary.json", ChildProcessError),
-        ("metrics.jsonl", ChildProcessError),
+    lines = (damaged / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    for name, left, error in (
+        ("run.json", b"{}", ValueError),  # the comparison cannot tell whether the run is its own
+        ("summary.json", b"{", ChildProcessError),
+        ("summary.json", b"{}", ChildProcessError),
+        ("metrics.jsonl", b"".join(lines)[:-2], ChildProcessError),
+        ("metrics.jsonl", b"".join(lines[:-1]), ChildProcessError),
     ):
         whole = (damaged / name).read_bytes()
-        (damaged / name).write_bytes(whole[:-2])  # without the end of its last line
+        (damaged / name).write_bytes(left)
         remedy = "remove that run's folder to train it again, then --resume"
         with pytest.raises(error, match=f"{NAMES[0]}/{name}' is damaged: .*: {remedy}$"):
             compare_runs(tiny(data), folder, resume=True)

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from symexplin.lab.compare.table import Run, best_lr, chosen_lrs, compare, format_table, headline
+from symexplin.lab.compare.table import ONE_LR, Run, best_lr, chosen_lrs, compare, format_table, headline
 
 
 def run(variant, lr, final, seed=0):
@@ -118,6 +118,7 @@ def test_a_loss_above_the_start_is_reached_without_a_speedup():
         comparison = compare([run("AdamW", 0.1, 18.0), other], "AdamW")
         assert (comparison.shared[1].reached, comparison.shared[1].speedup) == (reached, None)
         assert headline(comparison)[0].endswith(words)
+        assert ONE_LR in headline(comparison)
 
 
 # By seed 7 alone AdamW is best at 0.2 and SEL at 0.1; seeds 8 and 9 would choose otherwise.

@@ -25,6 +25,10 @@ def test_what_is_no_finished_dataset_or_damaged_is_named(data, tmp_path):
     train_bpe([b"text"], 299).save(folder / "tokenizer.json")
     with pytest.raises(ValueError, match=r"tokenizer.json' is not the tokenizer of the tokens, 'byte'"):
         Corpus.load(folder)
+    (folder / "tokenizer.json").rename(tmp_path / "away")
+    with pytest.raises(ValueError, match=r"data must be .*data' has no tokenizer.json: run `symexplin prepare` into"):
+        Corpus.load(folder)
+    (tmp_path / "away").rename(folder / "tokenizer.json")
     for content in ("", '{"tokenizer": {}}'):
         (folder / "dataset.json").write_text(content)
         with pytest.raises(ValueError, match=r"dataset.json' is damaged"):

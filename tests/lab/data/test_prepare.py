@@ -124,7 +124,8 @@ def test_an_unfinished_folder_is_made_anew_and_no_data(tmp_path, text, monkeypat
     ("options", "words"),
     [
         ({"tokenizer": "nowhere"}, "nowhere"),
-        ({"valid": ("nowhere",)}, "nowhere"),
+        ({"valid": ("nowhere",)}, "valid must be 'stdlib', .*got 'nowhere'"),
+        ({"valid": ("blank",)}, "valid must each hold at least one document, got 'blank'"),
         ({"sources": ("nowhere.jsonl",)}, "nowhere"),
         ({"sources": (".",)}, "out must lie outside the sources"),
         ({"sources": ()}, "sources must name at least one"),
@@ -135,6 +136,7 @@ def test_an_unfinished_folder_is_made_anew_and_no_data(tmp_path, text, monkeypat
 def test_a_mistake_is_named_and_leaves_no_folder(tmp_path, text, options, words, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "nowhere.jsonl").write_text("{}")
+    (tmp_path / "blank").write_text(" ")
     with pytest.raises((ValueError, FileNotFoundError), match=words):
         prepare(PrepareConfig(**{"sources": (text,), **options}), tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -94,7 +94,7 @@ def test_bad_json_lines_are_named(tmp_path, line):
 
 def test_missing_and_empty_sources_are_named(tmp_path):
     (tmp_path / "blank").write_text(" \n")
-    for name in (tmp_path / "nowhere", "stdlb", ""):
+    for name in (tmp_path / "nowhere", "stdlb", "", "hf:", "hf::small"):
         with pytest.raises(FileNotFoundError, match=rf"sources must be 'stdlib', .*got '{name}'"):
             load(name)
     for path in (tmp_path, tmp_path / "blank"):

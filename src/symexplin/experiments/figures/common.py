@@ -36,7 +36,11 @@ def comparisons(sources: Sequence[Path]) -> list[Evidence]:
             folder = source.resolve()
             table = folder.parent.parent / TABLE
             labels = read_json(table)["labels"] if folder.parent.name == PANELS and table.exists() else {}
-            found.append(Evidence(folder.name, source, read_json(source / COMPARISON), labels=labels))
+            content = read_json(source / COMPARISON)
+            if "command" in content.get("config", {}):
+                wanted = "comparisons of the laboratory's own runs"
+                raise ValueError(f"sources must name {wanted}, got a comparison of a command, {str(source)!r}")
+            found.append(Evidence(folder.name, source, content, labels=labels))
         else:
             wanted = "a comparison or a table, or a run where the figure is of one"
             raise FileNotFoundError(f"sources must name {wanted}, got {str(source)!r}")

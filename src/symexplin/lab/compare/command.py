@@ -46,6 +46,11 @@ class CommandConfig(Schema):
     def __post_init__(self) -> None:
         """Check the command and the names of the variants."""
         super().__post_init__()
+        grid = self.compare
+        optional = {"lr": len(grid.lrs) == 1, "seed": len(grid.seeds + grid.confirm_seeds) == 1}
+        for name in _PLACES:
+            if f"{{{name}}}" not in self.command and not optional.get(name):
+                raise ValueError(f"command must have the place {{{name}}}, got {self.command!r}")
         try:
             program, *_ = self._words(dict.fromkeys(_PLACES, ""))
         except (ValueError, LookupError, AttributeError) as error:
@@ -53,11 +58,6 @@ class CommandConfig(Schema):
                 "command must be words that a shell could split, with braces other than {variant}, {lr}, {seed} and "
                 f"{{out}} written twice, got {self.command!r}: {error}"
             ) from None
-        grid = self.compare
-        optional = {"lr": len(grid.lrs) == 1, "seed": len(grid.seeds + grid.confirm_seeds) == 1}
-        for name in _PLACES:
-            if f"{{{name}}}" not in self.command and not optional.get(name):
-                raise ValueError(f"command must have the place {{{name}}}, got {self.command!r}")
         if not grid.on_cluster and shutil.which(program) is None:
             raise ValueError(
                 f"command must begin with a program that exists, got {program!r}; no shell runs it, "
@@ -90,6 +90,8 @@ def configured(out: str | Path, *tables: Mapping[str, Any], resume: bool) -> Com
         raise ValueError(f"out must be new for a command, got {str(out)!r} with runs of the laboratory's own")
     if schema is CommandConfig:
         for name in given.keys() - {"command", "compare", "cluster"}:
+            if "command" not in given:
+                raise ValueError(f"out must be new for runs of the laboratory's own, got {str(out)!r} with a command's")
             key = next(iter(given[name])) if isinstance(given[name], Mapping) and name != "variant" else name
             raise ValueError(f"{key} must be left to the command, got --{key.replace('_', '-')} beside --command")
     if saved:
@@ -143,8 +145,8 @@ def _run_in(folder: Path, cell: Cell) -> Run | None:
         return None
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        loss = float(found["loss"])
-        curve = [(int(step), float(value)) for step, value in found.get("curve", [])]
+        loss = _number(found["loss"])
+        curve = [(int(_number(step)), _number(value)) for step, value in found.get("curve", [])]
         steps = [step for step, _ in curve]
         if steps != sorted(set(steps)):
             raise ValueError("its steps do not increase")
@@ -157,3 +159,9 @@ def _run_in(folder: Path, cell: Cell) -> Run | None:
     points = [*curve[:-1], (steps[-1] if steps else 0, loss)]
     evals = tuple(point for point in points if math.isfinite(point[1]))
     return Run(*cell, evals=evals, error=None if math.isfinite(loss) else f"loss is {loss}")
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{value!r} is not a number")
+    return float(value)

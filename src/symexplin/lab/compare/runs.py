@@ -23,7 +23,7 @@ from symexplin.lab.compare.table import Run
 from symexplin.lab.config import RunConfig, absolute, resolve
 from symexplin.lab.data.batches import Corpus
 from symexplin.lab.files import read_json, replace_file
-from symexplin.lab.folders import FACTS, SUMMARY, check_resumable, check_unused, claimed
+from symexplin.lab.folders import FACTS, SUMMARY, check_resumable, check_unused, claimed, read_facts
 from symexplin.lab.load import digest_of
 from symexplin.lab.maps import map_of
 from symexplin.lab.record import METRICS
@@ -131,7 +131,7 @@ def _check_runs(folder: Path, config: CompareConfig, corpus: Corpus) -> None:
 def _check_run(folder: Path, config: RunConfig, corpus: Corpus, digest: Callable[[str], str]) -> None:
     """Raise ValueError unless the run in a folder is the one that `config` would train, on whatever machine."""
     with _remedy():
-        facts = read_json(folder / FACTS)
+        facts = read_facts(folder)
     new = to_table(_anywhere(config, corpus))
     check_resumable(folder, "run", {**facts["config"], "compute": new["compute"]}, new)
     check_inputs(folder, facts, config, corpus, digest)
@@ -174,8 +174,12 @@ def _run_in(path: Path, cell: Cell) -> Run | None:
         return None
     with _remedy():
         summary, evals = read_json(path / SUMMARY), tuple(evaluations(path))
-        if "error" not in summary and (not evals or evals[-1][1] != summary["final_loss"]):
-            raise ValueError(f"{str(path / METRICS)!r} is damaged: it does not end with the loss of {SUMMARY}")
+        if "error" not in summary:
+            end = summary.get("steps"), summary.get("final_loss")
+            if None in end:
+                raise ValueError(f"{str(path / SUMMARY)!r} is damaged: it lacks the steps or the loss")
+            if evals[-1:] != (end,):
+                raise ValueError(f"{str(path / METRICS)!r} is damaged: it does not end with the loss of {SUMMARY}")
     seconds, pace = summary.get("seconds", 0.0), summary.get("tokens_per_second", 0.0)
     return Run(*cell, evals=evals, seconds=seconds, tokens_per_second=pace, error=summary.get("error"))
 
@@ -209,7 +213,7 @@ def _facts(folder: Path, config: CompareConfig, corpus: Corpus) -> dict[str, Any
         "parameters": next((summary["parameters"] for summary in summaries if "parameters" in summary), None),
         "config": config.table(),
         # Where the first run began: on a cluster this is another machine.
-        "provenance": read_json(first / FACTS)["provenance"],
+        "provenance": read_facts(first)["provenance"],
     }
 
 

@@ -9,7 +9,10 @@ from symexplin.lab.compare.interval import ENOUGH_SEEDS, Interval
 from symexplin.lab.evaluate import speedup
 from symexplin.lab.files import format_columns
 
-__all__ = ["Comparison", "Row", "Run", "best_lr", "chosen_lrs", "compare", "format_table", "headline"]
+__all__ = ["ONE_LR", "Comparison", "Row", "Run", "best_lr", "chosen_lrs", "compare", "format_table", "headline"]
+
+# What the page of a table says, too.
+ONE_LR = "With one learning rate tried, every difference may be a learning-rate effect."
 
 
 @dataclass(frozen=True)
@@ -173,6 +176,8 @@ def headline(comparison: Comparison) -> list[str]:
             sentences.append(
                 f"The best learning rate of {row.variant} is the {side} tried: a wider sweep may find better."
             )
+    if len(comparison.lrs) == 1:
+        sentences.append(ONE_LR)
     if len(comparison.seeds) < ENOUGH_SEEDS:
         count = "One seed is" if len(comparison.seeds) == 1 else "Two seeds are"
         sentences.append(f"{count} no evidence: the difference may be run-to-run noise. Three show an interval.")

@@ -70,6 +70,9 @@ class Corpus:
         """Return the corpus in a prepared folder, mapped into memory; `verify` reads all tokens for their digests."""
         folder = Path(folder)
         dataset = read_dataset(folder)
+        if not (folder / TOKENIZER).is_file():
+            problem = f"has no {TOKENIZER}: run `symexplin prepare` into a new folder"
+            raise ValueError(f"data must be a folder that `symexplin prepare` made; {str(folder)!r} {problem}")
         try:
             facts, sides = dataset["tokenizer"], [dataset[name] for name in SIDES]
             tokenizer = Tokenizer.load(folder / TOKENIZER, name=facts["name"], end_token=facts["end_token"])

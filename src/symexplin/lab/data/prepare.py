@@ -89,7 +89,7 @@ def prepare(config: PrepareConfig, out: str | Path, *, echo: Echo = lambda _: No
         if (folder / DATASET).exists():
             dataset = read_dataset(folder)
             check_resumable(folder, "dataset", dataset["config"], table)
-            echo(f"{folder} is finished already")
+            echo(f"{folder} is finished already; if the text has changed, choose a new --out")
             return dataset
         work = folder / _UNFINISHED
         shutil.rmtree(work, ignore_errors=True)
@@ -158,8 +158,8 @@ def _read(config: PrepareConfig, echo: Echo, bars: bool) -> _Text:
     """Read all documents once, and return them with their sides."""
     left_out: list[str] = []
     sources, held_out = (
-        [find_source(name, config.text_key, config.split, left_out) for name in names]
-        for names in (config.sources, config.valid)
+        [find_source(name, config.text_key, config.split, left_out, key) for name in getattr(config, key)]
+        for key in ("sources", "valid")
     )
     hashes, sizes, ends = numbers_of("Q"), numbers_of("q"), []
     for group in (sources, held_out):

@@ -6,6 +6,7 @@ import hashlib
 import json
 import lzma
 import os
+import re
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -29,16 +30,16 @@ _CHUNK = 1 << 20  # characters
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
-def find_source(name: str, text_key: str, split: str, left_out: list[str]) -> Reader:
-    """Return the reader of a source.
+def find_source(name: str, text_key: str, split: str, left_out: list[str], key: str = "sources") -> Reader:
+    """Return the reader of a source; errors name its `key`.
 
     A NUL character separates documents, inside those of datasets and JSON lines too; blank ones are left out.
     `left_out` gets the files of a folder that are not text.
     """
     spec, path = _SHORTHANDS.get(name, name), Path(name)
-    if spec.startswith("hf:"):
+    if re.match("hf:[^:]", spec):
         rows = _dataset(spec.removeprefix("hf:"), text_key, split)
-        return lambda: _documents(name, _column(rows, text_key))
+        return lambda: _documents(key, name, _column(rows, text_key))
     if name == "stdlib":
         library = _files(Path(sysconfig.get_path("stdlib")), _NOT_LIBRARY)
         files = [file for file in library if file.suffix == ".py" and _is_text(file)]
@@ -50,11 +51,11 @@ def find_source(name: str, text_key: str, split: str, left_out: list[str]) -> Re
         files = [path]
     else:
         right = "'stdlib', an existing file or folder, 'hf:NAME', " + " or ".join(map(repr, _SHORTHANDS))
-        raise FileNotFoundError(f"sources must be {right}, got {name!r}")
-    return lambda: _documents(name, _texts(files, text_key))
+        raise FileNotFoundError(f"{key} must be {right}, got {name!r}")
+    return lambda: _documents(key, name, _texts(files, text_key))
 
 
-def _documents(name: str, texts: Iterable[str]) -> Iterator[bytes]:
+def _documents(key: str, name: str, texts: Iterable[str]) -> Iterator[bytes]:
     empty = True
     for text in texts:
         for document in text.split(_SEPARATOR):
@@ -62,7 +63,7 @@ def _documents(name: str, texts: Iterable[str]) -> Iterator[bytes]:
                 empty = False
                 yield document.encode()
     if empty:
-        raise ValueError(f"sources must each hold at least one document, got {name!r} without any text")
+        raise ValueError(f"{key} must each hold at least one document, got {name!r} without any text")
 
 
 # --- files and folders -----------------------------------------------------------------------------------------------
