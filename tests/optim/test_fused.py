@@ -110,7 +110,7 @@ CASES = [
     pytest.param(config, *path.values, marks=path.marks, id=f"{key}-{path.values[0]}")
     for path in PATHS
     for key, config in CONFIGS.items()
-    if path.values != ("triton",) or key in ("default", "paper")
+    if path.values != ("triton",) or key == "default"
 ]
 
 
