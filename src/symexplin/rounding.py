@@ -39,7 +39,7 @@ def key_of(seed: int, position: int, step: int) -> int:
 def noise_of(k: Tensor, key: int, offset: int, cols: int, stride: int) -> Tensor:
     """Return int32 noise in [0, 65536) for elements k of a tensor with the :func:`span` (offset, cols, stride).
 
-    The C kernel computes the same.
+    The kernels compute the same.
 
     >>> noise_of(torch.arange(3), key_of(0, 0, 1), *span((3,), (3,), (0,)))
     tensor([40419,  5019, 17577], dtype=torch.int32)

@@ -81,7 +81,6 @@ class CpuKernels:
     def __init__(self, library: ctypes.CDLL, name: str) -> None:
         self.name = name
         self._library = _Library(library)
-        self.call_size = self._library.call_size
 
     def plan(
         self,
@@ -235,7 +234,7 @@ def load() -> CpuKernels | None:
         return None
     library, name = found
     kernels = CpuKernels(library, f"compiled C ({name})")
-    if kernels.call_size != ctypes.sizeof(_Call) or not is_right(kernels, _CPU):
+    if kernels._library.call_size != ctypes.sizeof(_Call) or not is_right(kernels, _CPU):
         warnings.warn(_NO_COMPILER.format(reason=f"kernels compiled by {name} give wrong results"), stacklevel=2)
         return None
     return kernels

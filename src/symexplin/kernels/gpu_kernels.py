@@ -143,8 +143,12 @@ def _read(place, at, inside, HALF: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _write(place, at, inside, x, ALIGNED: tl.constexpr):
-    tl.store(_pointer(place, tl.float32, ALIGNED) + at, x, mask=inside)
+def _write(place, at, inside, x, HALF: tl.constexpr, ALIGNED: tl.constexpr):
+    """Write float32 numbers to the tensor whose address is in the table, rounded to bfloat16 with HALF."""
+    if HALF:
+        tl.store(_pointer(place, tl.int16, ALIGNED) + at, _rounded(x), mask=inside)
+    else:
+        tl.store(_pointer(place, tl.float32, ALIGNED) + at, x, mask=inside)
 
 
 @triton.jit
@@ -251,8 +255,8 @@ def step(
     if not PLAIN:
         g *= kappa * (c + size)
     d, m, s = _direction(g, m, s, towards, beta2, gain2, root, eps, FROM_GRAD)
-    _write(line + _EXP_AVG, at, inside, m, ALIGNED)
-    _write(line + _EXP_AVG_SQ, at, inside, s, ALIGNED)
+    _write(line + _EXP_AVG, at, inside, m, False, ALIGNED)
+    _write(line + _EXP_AVG_SQ, at, inside, s, False, ALIGNED)
     if MOVES:
         if PLAIN:
             v = v * keep - d
@@ -262,13 +266,11 @@ def step(
                 x -= decay * _log1p(size / c)
             v = _flipped(_moved(size, x, c), v)
         if MASTERS:
-            _write(line + _MASTER, at, inside, v, ALIGNED)
+            _write(line + _MASTER, at, inside, v, False, ALIGNED)
         if NOISE:
             tl.store(_pointer(line + _WEIGHT, tl.int16, ALIGNED) + at, _rounded_noisily(line, at, v), mask=inside)
-        elif HALF:
-            tl.store(_pointer(line + _WEIGHT, tl.int16, ALIGNED) + at, _rounded(v), mask=inside)
         else:
-            _write(line + _WEIGHT, at, inside, v, ALIGNED)
+            _write(line + _WEIGHT, at, inside, v, HALF, ALIGNED)
 
 
 # ---- maps of row and column factors: see cpu.c for the formulas ----
@@ -450,16 +452,13 @@ def move(
         _F, E = _grow(kappa0[:, None] * kappa1[None, :] * tl.abs(w))
         raw = _slope(g, w, E, 2.0 * steep0[:, None] * steep1[None, :], lam0[:, None] * lam1[None, :], MAGNITUDE)
         d, m, s = _direction(factor * raw, m, s, towards, beta2, gain2, root, eps, FROM_GRAD)
-        _write(line + _EXP_AVG, at, inside, m, ALIGNED)
-        _write(line + _EXP_AVG_SQ, at, inside, s, ALIGNED)
+        _write(line + _EXP_AVG, at, inside, m, False, ALIGNED)
+        _write(line + _EXP_AVG_SQ, at, inside, s, False, ALIGNED)
         if MOVES:
             w = w * keep - d
-            _write(line + _RAW, at, inside, w, ALIGNED)
+            _write(line + _RAW, at, inside, w, False, ALIGNED)
             kappa2, c2, lam2, _steep2 = _factors(new, rows, i, inside0)
             F, _E = _grow(kappa2[:, None] * kappa3[None, :] * tl.abs(w))
             linear = lam2[:, None] * lam3[None, :] * (tl.abs(w) if MAGNITUDE else w)
             v = 2.0 * c2[:, None] * c3[None, :] * _flipped(F, w) + linear
-            if HALF:
-                tl.store(_pointer(line + _WEIGHT, tl.int16, ALIGNED) + at, _rounded(v), mask=inside)
-            else:
-                _write(line + _WEIGHT, at, inside, v, ALIGNED)
+            _write(line + _WEIGHT, at, inside, v, HALF, ALIGNED)

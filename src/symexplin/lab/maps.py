@@ -27,7 +27,7 @@ class CurveConfig(Schema):
             "none" (AdamW on ordinary weights).
         preset: the map: "default" (beta by the model's width, scales fixed) or one of the paper's.
         start: "matched" (weights start as initialized) or "mismatched" (the paper's for mode "mismatch", by
-            :func:`symexplin.init_`). If not given, that of the preset: the paper's of this mode start mismatched.
+            `symexplin.init_`). If not given, that of the preset: the paper's of this mode start mismatched.
         anneal_steps: optimizer steps that the multipliers take from k0 to k1 (T, section 4.5); if not given, an
             assumption: all steps of the run.
         map: keys of the map to change, such as beta = 5 or e.k = [50, 8].

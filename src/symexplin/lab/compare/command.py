@@ -91,7 +91,8 @@ def configured(out: str | Path, *tables: Mapping[str, Any], resume: bool) -> Com
     if schema is CommandConfig:
         for name in given.keys() - {"command", "compare", "cluster"}:
             if "command" not in given:
-                raise ValueError(f"out must be new for runs of the laboratory's own, got {str(out)!r} with a command's")
+                own = "out must be new for runs of the laboratory's own"
+                raise ValueError(f"{own}, got {str(out)!r}, which has a comparison of a command")
             key = next(iter(given[name])) if isinstance(given[name], Mapping) and name != "variant" else name
             raise ValueError(f"{key} must be left to the command, got --{key.replace('_', '-')} beside --command")
     if saved:
