@@ -226,8 +226,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Print the ratios."""
     options = parse()
-    machine = provenance()["processor"] if options.device == "cpu" else torch.cuda.get_device_name()
-    print(f"{machine}; torch {torch.__version__}; {describe(options.device)}", flush=True)
+    print(f"{provenance(options.device)['processor']}; torch {torch.__version__}; {describe(options.device)}", flush=True)
     if options.whole:
         os.environ.update(RETURN_FREED)  # of the processes that are started, not of this one
         torch.set_num_threads(options.threads[0])

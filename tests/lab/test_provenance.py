@@ -15,6 +15,11 @@ def test_versions_and_machine_are_named_and_a_commit_only_inside_its_repository(
     assert facts["commit"] is None
 
 
+def test_a_cuda_device_is_named_as_the_processor(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", "card of {}".format)
+    assert provenance("cuda:1")["processor"] == "card of cuda:1" != provenance("cpu")["processor"]
+
+
 def test_memory_grows_with_what_is_held():
     before = memory()["memory_bytes"]
     held = torch.ones(2**24)  # too large for memory that was freed to be used again

@@ -10,10 +10,11 @@ from pathlib import Path
 __all__ = ["cores", "memory", "provenance"]
 
 
-def provenance() -> dict[str, str | int | None]:
+def provenance(device: str = "cpu") -> dict[str, str | int | None]:
     """Return what a reader needs to know of the machine and the software, as plain values.
 
-    "commit" is None unless this very file is tracked by git; a "+" marks uncommitted changes.
+    "processor" is the CPU, or the GPU for a CUDA device. "commit" is None unless this very file is tracked by git; a
+    "+" marks uncommitted changes.
     """
     import torch
 
@@ -23,7 +24,7 @@ def provenance() -> dict[str, str | int | None]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "commit": _commit(),
-        "processor": _processor(),
+        "processor": torch.cuda.get_device_name(device) if device.startswith("cuda") else _processor(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
     }

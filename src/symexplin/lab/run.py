@@ -157,7 +157,7 @@ def _write_first(folder: Path, config: RunConfig, corpus: Corpus, ranks: Ranks) 
             "model": dataclasses.asdict(config.model),
             "tokenizer": {"name": corpus.tokenizer.name, "end_token": corpus.tokenizer.end_token},
             "config": to_table(config),
-            "provenance": provenance() if ranks.size == 1 else {**provenance(), "processes": ranks.size},
+            "provenance": provenance(config.compute.device) | ({} if ranks.size == 1 else {"processes": ranks.size}),
         }
         write_json(folder / FACTS, facts)
     (folder / SUMMARY).unlink(missing_ok=True)
