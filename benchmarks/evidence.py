@@ -188,6 +188,7 @@ def page(text: str, found: Sequence[Experiment]) -> str:
 # The rows of README: what was trained; by column the experiment (table, panel, commit, steps) and its variant.
 COLUMNS = "default", "fixed mismatch", "paper's method"
 WIDTH_1024 = ("width-1024", "1024x1", "44ad1b2", 1500)
+TWELVE_BLOCKS = ("width-1024-gpu", "1024x12", "354dea9", 1000)
 SHOWN: Mapping[str, Sequence[tuple[tuple[str, str, str, int], str] | None]] = {
     "width 64, depth 2, 200 steps": (
         (("widths", "64x2", "ff759b9", 200), "default"),
@@ -219,6 +220,7 @@ SHOWN: Mapping[str, Sequence[tuple[tuple[str, str, str, int], str] | None]] = {
         None,
     ),
     "width 1024, depth 1, 1,500 steps": ((WIDTH_1024, "exp"), None, (WIDTH_1024, "paper")),
+    "width 1024, depth 12, 1,000 steps": ((TWELVE_BLOCKS, "default"), None, (TWELVE_BLOCKS, "paper")),
 }
 
 

@@ -37,6 +37,7 @@ def main() -> None:
     """Print a line for each size and start."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", default=["128x4", "1024x1", "1024x4", "1024x12"], metavar="WIDTHxDEPTH")
+    parser.add_argument("--embedding-std", type=float, default=0.02, help="the paper does not give it")
     options = parser.parse_args()
     print("size     start    |cosine|  along (1, ..., 1)  singular values")
     for size in options.sizes:
@@ -44,6 +45,7 @@ def main() -> None:
         config = ModelConfig(width, depth, width // 64, vocab_size=VOCABULARY, context=CONTEXT)
         for start in ("AdamW's", "paper's"):
             model = Transformer(config, torch.Generator().manual_seed(0))
+            torch.nn.init.normal_(model.embedding.weight, std=options.embedding_std, generator=torch.manual_seed(0))
             if start == "paper's":
                 sel.init_(model, sel.preset("paper", beta="auto"), xavier=False)
             cosine, along, ratio = alike(model)
