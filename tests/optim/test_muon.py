@@ -154,7 +154,7 @@ SPLITS = [((6, 4, 2), [6, 10]), ((2, 1), [2, 3, 5, 6, 8, 9, 11]), ((), [])]  # s
 def test_a_split_of_ones_own(sizes, splits):
     """Parts lie one behind the other; those of a divisor of the outputs repeat; none: one matrix, of a qkv, too."""
     torch.manual_seed(0)
-    model = nn.ModuleDict({"block": Block("qkv", nn.Linear(5, 12, bias=False))}).double()
+    model = nn.ModuleDict({"block": Block("qkv", nn.Linear(4, 12, bias=False))}).double()
     optimizer = muon(model, IDENTITY, split={"*qkv.weight": sizes}, **EXACT)
     weight = model["block"].qkv.weight
     before = weight.detach().clone()
