@@ -76,14 +76,6 @@ def run(model, optimizer, scheduler, steps, start=0):
     return used
 
 
-def test_the_tables_name_every_scheduler():
-    kinds = {name: kind for name, kind in vars(lr_scheduler).items() if inspect.isclass(kind) and name[0] != "_"}
-    found = {name for name, kind in kinds.items() if issubclass(kind, lr_scheduler.LRScheduler)}
-    assert found - {"LRScheduler"} <= set(TORCH)
-    trainer_utils = pytest.importorskip("transformers.trainer_utils")
-    assert {str(kind.value) for kind in trainer_utils.SchedulerType} == set(TRANSFORMERS)
-
-
 @pytest.mark.parametrize("name", [*TORCH, *TRANSFORMERS])
 def test_a_scheduler_drives_it_as_it_drives_adamw(name):
     """Under the identity map: the same rates, betas and float64 weights; and a scheduler resumed half-way goes on."""
