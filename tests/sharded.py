@@ -312,32 +312,6 @@ def snapshots(how, run):
     return same, small
 
 
-def peeked(how, run):
-    """Train from the start, and so after a look at the state through torch.distributed.checkpoint; return losses."""
-    losses = []
-    for look in (False, True):
-        model, optimizer = make(how, run)
-        if look:
-            get_state_dict(model, optimizer)
-        losses.append(steps(model, optimizer, how, torch.float32, 0, 5))
-    return losses
-
-
-def columns(shards):
-    """Take two steps with a weight of three columns, in four processes at most one each; return it and the norm."""
-    torch.manual_seed(0)
-    layer = nn.Linear(3, 8, bias=False)
-    if shards:
-        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-        layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(1)]))
-    optimizer = sel.SELAdamW(layer, lr=1e-2, max_grad_norm=0.5)
-    for step in range(2):
-        grad = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
-        layer.weight.grad = distribute_tensor(grad, mesh, [Shard(1)]) if shards else grad
-        optimizer.step()
-    return full(layer.weight), float(optimizer.grad_norm)
-
-
 def switched(how):
     """Train with AdamW, SELAdamW and AdamW again; return moments there and back, and what each had in the end."""
     model, optimizer = make(how, "paper", torch.float64)

@@ -223,9 +223,3 @@ def test_a_matrix_has_outputs_and_inputs_where_the_axes_say(axes):
 def test_other_axes_are_refused(axes):
     with pytest.raises(ValueError, match="axes must be one letter per dimension"):
         Map((2,) * (len(axes) if axes != "oi" else 3), axes, sel.SELConfig())
-
-
-def test_equal_maps_are_one_object():
-    map = Map.of([3, 2], "oi", sel.SELConfig())
-    assert map is Map.of(torch.Size([3, 2]), "oi", sel.SELConfig())
-    assert map.beta == sel.functional.auto_beta(3)

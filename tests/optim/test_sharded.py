@@ -169,10 +169,8 @@ DETAILS = {
     "written": ("written", ("fsdp",), {}),
     "snapshots": ("snapshots", ("fsdp", "offset"), {}),
     "snapshots of 8 bits": ("snapshots", ("fsdp", "8 bits"), {}),
-    "peeked": ("peeked", ("fsdp", "paper"), {}),
     "mixed": ("trajectory", ("mixed", "paper"), {}),
     "stochastic": ("trajectory", ("ddp", "stochastic", BF16), {}),
-    "columns": ("columns", (True,), {}),
     "switched": ("switched", ("fsdp",), {}),
     **{case: ("refused", (case,), {}) for case in ("zero", "strides", "fsdp1")},
 }
@@ -221,19 +219,6 @@ def test_replicas_round_stochastically_to_the_same_bits(details):
     first, *others = details["stochastic"]
     assert not any(differing(other[i], first[i]) for other in others for i in (0, 1))
     assert first[2][-1] < 0.7 * first[2][0]
-
-
-def test_a_look_at_the_state_before_the_first_step_changes_nothing(details):
-    for undisturbed, looked in details["peeked"]:
-        assert looked == undisturbed
-
-
-def test_a_process_without_a_column_follows(details):
-    """Kernels do not cover its empty part."""
-    value, norm = sharded.columns(shards=False)
-    for found in details["columns"]:
-        torch.testing.assert_close(found[0], value, rtol=1e-5, atol=1e-6)
-        assert found[1] == pytest.approx(norm, rel=1e-6)
 
 
 def test_a_switch_maps_each_process_its_part(details):
