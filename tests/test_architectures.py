@@ -191,10 +191,3 @@ def test_the_step_biases_of_state_space_models_are_plain(kind, mixer):
 def test_the_axes_of_experts(kind, settings, axes):
     routes = sel.routing(build(kind, settings, "meta"))
     assert {route.axes for route in routes if ".experts." in route.name and "proj" in route.name.split(".")[-1]} == axes
-
-
-def test_conv1d_counts_its_outputs_along_the_second_dimension():
-    routes = {r.name: r for r in sel.routing(build("GPT2LMHeadModel", GPT2)) if ".0.mlp.c_fc" in r.name}
-    weight, bias = routes.values()
-    assert (weight.axes, weight.reason, tuple(weight.parameter.shape)) == ("io", "Conv1D weight", (16, 64))
-    assert (bias.axes, bias.reason) == ("o", "Conv1D bias")

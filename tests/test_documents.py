@@ -132,31 +132,3 @@ def test_every_formula_of_a_page_becomes_mathml(hooks):
             assert not re.search(r"\\|&amp;|merror", formula), f"{page.name}: {formula}"
         pages += formulas > 0
     assert pages >= 3
-
-
-@pytest.mark.parametrize("address", [None, "https://example.org/symexplin"])
-def test_links_of_a_page_resolve_with_and_without_an_address(hooks, monkeypatch, address):
-    config = pytest.importorskip("mkdocs.config").load_config(str(ROOT / "mkdocs.yml"), hooks=[])
-    from mkdocs.structure.files import File, get_files
-    from mkdocs.structure.pages import Page
-
-    files = get_files(config)
-    for name in hooks._PAGES:
-        files.append(File(name, None, config.site_dir, use_directory_urls=True))
-    monkeypatch.setattr(hooks, "_address", lambda: address)
-    page = Page(None, files.get_file_from_path("reference/state.md"), config)
-
-    def on_site(text):
-        return hooks.on_page_markdown(text, page, config, files)
-
-    assert on_site("[a](../explanation/idea.md#in-symbols)") == "[a](../explanation/idea.md#in-symbols)"
-    assert on_site("[a](../../CHANGELOG.md), [b](../../README.md)") == "[a](../project/changelog.md), [b](../index.md)"
-    assert on_site("[a](../../results)") == "[a](../project/results.md)"
-    assert on_site("![a](https://badge.example/b.svg) [![a](https://badge.example/b.svg)](../../LICENSE)").strip() == ""
-    assert on_site("![a](../images/idea.svg)") == "![a](../images/idea.svg)"
-    assert on_site("[a](missing.md)") == "[a](missing.md)"  # mkdocs warns
-    source = on_site("[the file](../../examples/sel_adamw.py)")
-    if address:
-        assert source == f"[the file]({address}/blob/main/examples/sel_adamw.py)"
-    else:
-        assert source == "the file (`examples/sel_adamw.py`)"

@@ -193,16 +193,6 @@ def test_betas_and_eps_are_the_optimizers_own_unless_given(tmp_path):
         made(Signs, {"adam_epsilon": 1e-6})
 
 
-def test_a_trainer_that_does_not_take_the_optimizers_argument(tmp_path):
-    args = transformers.Seq2SeqTrainingArguments(**{**arguments(tmp_path).to_dict(), "max_steps": 2})
-    given = sel.hf.setup(args, CONFIG)
-    run = transformers.Seq2SeqTrainer(model=tiny(), args=args, train_dataset=rows(), callbacks=given["callbacks"])
-    run.optimizer_cls_and_kwargs = given["optimizer_cls_and_kwargs"]
-    run.train()
-    assert type(run.optimizer.optimizer) is sel.SELAdamW
-    assert settings_of(run, "total_steps") == {(2,)}
-
-
 def test_misuse(tmp_path, monkeypatch):
     args = arguments(tmp_path)
     with pytest.raises(ValueError, match=r"args\.optim must be left at its default, got 'adafactor'"):
