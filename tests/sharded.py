@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import symexplin as sel
+from networks import ELEMENTWISE
 from symexplin.kernels import kernels_for
 from symexplin.optim import moments8
 from symexplin.optim.shard import local
@@ -22,10 +23,6 @@ __all__ = ["RUNS", "resumed", "saved", "several", "trajectory"]
 
 ROWS = 24  # as many for each of 2, 3 or 4 processes
 PAPER, OFFSET = sel.preset("paper"), sel.preset("paper+offset")
-# All shapes of scales: one number per weight, as it is and as a logarithm, besides vectors and LoRA factors.
-_EACH = sel.Scale("elementwise", k=(50.0, 8.0))
-_LOG = sel.Scale("elementwise", k=(50.0, 8.0), transform="exp")
-ELEMENTWISE = sel.preset("paper+offset", e=_LOG, l=_EACH, n=sel.Scale("elementwise"))
 
 
 def model_of(dtype=torch.float32):

@@ -1,6 +1,5 @@
 """Map and Curved: the factors of every pattern, and values, gradients and inverses against autograd of the formulas."""
 
-import dataclasses
 import math
 
 import pytest
@@ -24,7 +23,7 @@ SHAPES = {
     "eoi": ((5, 3, 2), (5, 3), (5, 2)),
     "eio": ((5, 2, 3), (5, 3), (5, 2)),
 }
-FIRST = {"e": 1.3, "l": 0.9, "m": 0.8, "n": 0.4, "s": 1.1}
+FIRST = {"e": 1.3, "l": 0.9, "m": 0.8, "n": 0.4, "s": -1.1}
 WAYS = [("fixed", "none"), ("absorbed", "none"), ("fixed", "exp")]  # curvature, and transform of e, l and m
 
 
@@ -125,6 +124,8 @@ def test_values_gradients_and_inverse_are_those_of_the_papers_formulas(axes, mod
     torch.testing.assert_close(curved.slope(), slope, rtol=1e-11, atol=1e-13)
     torch.testing.assert_close(by_raw, raw.grad, rtol=1e-11, atol=1e-13)
     assert list(by_factor) == [factor.name for factor in curved.map.factors]
+    for factor in curved.map.factors:  # scales of a pathway decay, logarithms do not
+        assert factor.decays == (factor.role in ("e", "l", "s") and not factor.name.startswith("log_"))
     for name, found in by_factor.items():
         torch.testing.assert_close(found, factors[name].grad, rtol=1e-11, atol=1e-13, msg=lambda m, n=name: f"{n}: {m}")
 
@@ -139,42 +140,7 @@ def test_values_gradients_and_inverse_are_those_of_the_papers_formulas(axes, mod
     torch.testing.assert_close(masked, torch.where(w > 0.1, curved.raw, 9.0), rtol=1e-12, atol=1e-14)
 
 
-# ---- what a map has to learn ----
-
-LOGS = "log_e_row {0:.6g}, log_e_column {0:.6g}, a_row {1:.6g}, a_column {1:.6g}, n 0.25, s_row 1"
-MULT = sel.Scale("row_col_mult", start=4)
-ABSORBED = {"curvature": "absorbed", "e": dataclasses.replace(MULT, transform="exp"), "l": sel.Scale()}
-OTHER = {"e": sel.Scale("elementwise", start=2), "l": sel.Scale("lora", rank=2), "delta": sel.Scale("lora")}
-
-
-@pytest.mark.parametrize(
-    ("mode", "axes", "scales", "expected"),
-    [
-        ("mismatch", "oi", {}, "e_row 2, e_column 2, l_row -2, l_column 2, m_row 1.5, m_column 1.5, n 0.25, s_row 1"),
-        ("exp_only", "oi", {}, "e_row 2, e_column 2, m_row 1.5, m_column 1.5, n 0.25, s_row 1"),
-        ("sinh", "oi", {}, "m_row 1.5, m_column 1.5, s_row 1"),
-        ("linear", "oi", {}, "l_row -2, l_column 2, s_row 1"),
-        ("damped", "oi", {}, "n 0.25, s_row 1"),
-        ("linear", "o", OTHER, "l_row 1, s_row 1"),
-        (
-            "congruent",
-            "oi",
-            OTHER,
-            "e_full 2, l_A -, l_B 0, m_row 1.5, m_column 1.5, n 0.25, s_row 1, delta_A -, delta_B 0",
-        ),
-        ("oppose", "oi", ABSORBED, LOGS.format(math.log(4) / 2, math.log(27) / 2)),
-    ],
-)
-def test_a_mode_creates_the_scales_that_it_uses_at_their_starts(mode, axes, scales, expected):
-    """Products start at the root, with the sign on the rows. Scales of a pathway decay, logarithms do not."""
-    given = {"e": MULT, "l": sel.Scale("row_col_mult", start=-4), "m": sel.Scale("row_col_add", start=3)}
-    given |= {"n": sel.Scale("global", start=0.25), "s": sel.Scale("row")}
-    map = Map((3, 2)[: len(axes)], axes, sel.SELConfig(9.0, mode, **(given | scales)))
-    found = (f"{factor.name} {'-' if factor.first is None else format(factor.first, '.6g')}" for factor in map.factors)
-    assert ", ".join(found) == expected
-    for factor in map.factors:
-        assert factor.decays == factor.name.startswith(("e_", "l_", "s_"))
-        assert factor.lr_scale == (1 / 9.0 if factor.role == "delta" else 1.0)
+# ---- first values ----
 
 
 def test_lora_is_drawn_whole_from_a_generator_of_its_own():

@@ -1,4 +1,4 @@
-"""README and the documentation: their Python runs, their commands exist, and README's quickstart trains."""
+"""README and the documentation: their Python runs, and their commands exist."""
 
 import importlib.util
 import os
@@ -88,21 +88,6 @@ def test_every_command_in_the_documents_parses():
                 app.parse_args(words, exit_on_error=False, print_error=False)
                 seen.append(words[0])
     assert {"prepare", "train", "compare", "reproduce", "figure", "export"} <= set(seen)
-
-
-def test_the_quickstart_of_readme_trains():
-    """Its first block is the whole change of a loop with AdamW."""
-    model = nn.Linear(4, 1)
-    names = {"model": model}
-    exec(blocks(ROOT / "README.md", "python")[0], names)
-    losses = []
-    for _ in range(50):
-        names["optimizer"].zero_grad()
-        loss = (model(torch.eye(4)) - 0.1).square().mean()
-        loss.backward()
-        names["optimizer"].step()
-        losses.append(float(loss.detach()))
-    assert losses[-1] < losses[0]
 
 
 @pytest.fixture(scope="module")

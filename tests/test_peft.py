@@ -49,29 +49,17 @@ def table(model):
     return {r.name.removeprefix("base_model.model."): r for r in sel.routing(model, CONFIG) if r.reason != "frozen"}
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_adapters_on_a_model_trained_in_curved_space_leave_it_alone(own, tmp_path):
+def test_adapters_on_a_model_trained_in_curved_space_leave_it_alone():
     model = base()
     optimizer = curved(model)
     train(model, optimizer)
-    before, start = {name: value.clone() for name, value in model.state_dict().items()}, logits(model)
-    adapters = adapted(model)
-    assert torch.equal(logits(adapters), start)
-    trainable = [p for p in adapters.parameters() if p.requires_grad]
-    tuner = curved(adapters) if own else torch.optim.AdamW(trainable, lr=1e-2)
-    losses = train(adapters, tuner)
+    start, adapters = logits(model), adapted(model)
+    losses = train(adapters, curved(adapters))
     assert losses[-1] < losses[0]
     optimizer.step()  # the first optimizer, still about: nothing of its own has a gradient
     with adapters.disable_adapter():
         assert torch.equal(logits(adapters), start)
-    adapters.save_pretrained(tmp_path)
-    stock = base()
-    stock.load_state_dict(before)
-    again = peft.PeftModel.from_pretrained(stock, tmp_path)
-    assert torch.equal(logits(again), logits(adapters))
-    merged = again.merge_and_unload()
-    assert merged.state_dict().keys() == before.keys()
-    torch.testing.assert_close(logits(merged), logits(adapters))
+    merged = adapters.merge_and_unload()
     train(merged.requires_grad_(True), curved(merged))  # and on in curved space from the merged weights
 
 
