@@ -15,6 +15,7 @@ from torch import nn
 import symexplin as sel
 from fenced import blocks
 from scripts import run, stop_at_second
+from training import network
 
 jax = pytest.importorskip("jax")
 optax = pytest.importorskip("optax")
@@ -35,20 +36,6 @@ def double():
     jax.config.update("jax_enable_x64", False)
 
 
-class Small(nn.Module):
-    """A network with curved and plain parameters, zeros of both signs and a weight far out."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(13, 16)
-        self.up, self.norm, self.down = nn.Linear(16, 24), nn.LayerNorm(24), nn.Linear(24, 16)
-        self.head = nn.Linear(16, 13)
-        with torch.no_grad():
-            self.down.bias.zero_()
-            self.up.weight[0], self.up.weight[1] = 0.0, -0.0
-            self.up.weight[2] *= 30.0
-
-
 def gradients(values, step):
     """Return gradients that drive weights through zero, from (name, array) pairs, in the arrays' dtype."""
     noise = np.random.default_rng(step)
@@ -60,8 +47,13 @@ def rate(step):
 
 
 def model_of(dtype):
-    torch.manual_seed(0)
-    return Small().to(dtype)
+    """Return a network with zeros of both signs, weights far out and a plain head."""
+    body = network()
+    with torch.no_grad():
+        body[3].bias.zero_()
+        body[0].weight[0], body[0].weight[1] = 0.0, -0.0
+        body[0].weight[2] *= 30.0
+    return nn.ModuleDict({"body": body, "head": nn.Linear(6, 13)}).to(dtype)
 
 
 def by_torch(limit):
@@ -78,7 +70,7 @@ def by_torch(limit):
         for name, p in model.named_parameters():
             p.grad = torch.from_numpy(found[name])
         optimizer.step()
-        changes += sum((before[n] * p.detach().numpy() < 0).sum() for n, p in model.named_parameters() if n[0] == "u")
+        changes += sum((before[n] * p.detach().numpy() < 0).sum() for n, p in model.named_parameters())
         clipped += limit is not None and float(optimizer.grad_norm) > limit
     return {name: p.detach().numpy() for name, p in model.named_parameters()}, changes, clipped
 
