@@ -5,7 +5,6 @@ Learned scales, biases, QK-norm, clipping, decay, warm-up and annealing are all 
 weights and computes the formulas in PyTorch; the optimizer uses the closed form, and kernels where they cover the map.
 """
 
-import copy
 import functools
 import os
 from pathlib import Path
@@ -18,8 +17,9 @@ from networks import ELEMENTWISE, EXP
 from symexplin.config import PATTERNS
 from symexplin.lab.model import ModelConfig, Transformer
 from symexplin.presets import PRESETS
+from training import compare_homes
 
-STEPS, BATCH, CONTEXT, LR, CLIP = 40, 4, 32, 3e-4, 0.25
+BATCH, CONTEXT = 4, 32
 # Every pattern in some role; "row_col_mult" is the presets' own.
 PATTERNED = [("global", "row", "column"), ("lora", "row_col_add", "global"), ("column", "fixed", "row_col_add")]
 PATTERNED += [("elementwise", "elementwise", "elementwise")]
@@ -56,46 +56,17 @@ def outliers(model):
         parameter.data.view(-1)[:4] = torch.tensor([far, -far, 0.0, -0.0])
 
 
-def train(home, config, dtype, device="cpu", far=False):
-    """Train in one home; return the plain weights at the start and at the end, and the losses."""
-    shape = ModelConfig(width=32, depth=1, heads=2, context=CONTEXT)
-    model = Transformer(shape, torch.Generator().manual_seed(0)).to(device=device, dtype=dtype)
-    if far:
-        outliers(model)
-    start = copy.deepcopy(model.state_dict())
-    if home == "module":
-        sel.convert(model, config)
-        optimizer = torch.optim.AdamW(sel.param_groups(model, lr=LR, weight_decay=0.1))
-        sel.anneal_scales(optimizer, STEPS)
-    else:
-        kwargs = {"lr": LR, "weight_decay": 0.1, "total_steps": STEPS, "max_grad_norm": CLIP}
-        optimizer = sel.SELAdamW(model, config=config, **kwargs)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: min((t + 1) / 20, 1.0) * (1 - t / (2 * STEPS)))
-    losses, norms = [], []
-    for step in range(STEPS):
-        tokens, targets = (part.to(device) for part in batch(step))
-        optimizer.zero_grad()
-        loss = model(tokens, targets)
-        loss.backward()
-        if home == "module":
-            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
-        optimizer.step()
-        schedule.step()
-        losses.append(loss.item())
-    assert home == "optimizer" or max(norms) > CLIP
-    return start, sel.fold(model).state_dict(), losses
-
-
 def compare(config, dtype, room, device="cpu", far=False):
-    """Compare both homes: per tensor ||a - b|| / ||b|| must be within `room`; return the weights before and after."""
-    (start, weights, losses), (_, found, ours) = (
-        train(home, config, dtype, device, far) for home in ("module", "optimizer")
-    )
-    for name, w in weights.items():
-        assert float((found[name] - w).double().norm() / w.double().norm()) < room, name
-    assert ours == pytest.approx(losses, abs=room)
-    assert losses[-1] < losses[0] - 0.1
-    return start, weights
+    """Compare both homes on text; return the weights at the start and at the end."""
+
+    def build():
+        shape = ModelConfig(width=32, depth=1, heads=2, context=CONTEXT)
+        model = Transformer(shape, torch.Generator().manual_seed(0)).to(device=device, dtype=dtype)
+        if far:
+            outliers(model)
+        return model
+
+    return compare_homes(build, lambda model, step: model(*(part.to(device) for part in batch(step))), config, room)
 
 
 @pytest.mark.slow
