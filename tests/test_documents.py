@@ -1,6 +1,5 @@
 """README and the documentation: their Python runs, and their commands exist."""
 
-import importlib.util
 import os
 import re
 import shlex
@@ -13,6 +12,7 @@ from torch import nn
 
 import symexplin as sel
 from fenced import blocks
+from scripts import load
 from symexplin.cli import COMMANDS, make_app
 from vision import import_timm
 
@@ -95,10 +95,7 @@ def hooks():
     """docs/hooks.py, which needs the extra "docs"."""
     for name in ("jupytext", "latex2mathml", "mkdocs", "nbconvert"):
         pytest.importorskip(name)
-    spec = importlib.util.spec_from_file_location("docs_hooks", ROOT / "docs/hooks.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(ROOT / "docs/hooks.py")
 
 
 def test_every_formula_of_a_page_becomes_mathml(hooks):

@@ -1,6 +1,5 @@
 """benchmarks/evidence.py: the rule for words, and that README and the page of experiments follow it."""
 
-import importlib.util
 import math
 import re
 import subprocess
@@ -9,17 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from scripts import load
+
 ROOT = Path(__file__).parents[1]
 pytest.importorskip("scipy")
 
 
 @pytest.fixture(scope="module")
 def evidence():
-    spec = importlib.util.spec_from_file_location("evidence", ROOT / "benchmarks/evidence.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["evidence"] = module  # for its dataclasses
-    spec.loader.exec_module(module)
-    return module
+    return load(ROOT / "benchmarks/evidence.py")
 
 
 def test_readme_and_the_page_of_experiments_are_what_the_rows_say():
