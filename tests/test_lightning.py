@@ -19,6 +19,7 @@ import forked
 import symexplin as sel
 from scripts import load
 from symexplin.lightning import setup
+from training import assert_same_bits
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "lightning_module.py"
 PRECISIONS = ["32-true", "bf16-true"]
@@ -55,11 +56,6 @@ def record(example, out, epochs, *callbacks, **settings):
             losses[trainer.global_step] = outputs["loss"].item()
 
     return example.fit(out, epochs, Losses(), *callbacks, **settings), losses
-
-
-def assert_same_bits(a, b):
-    for (name, p), q in zip(a.state_dict().items(), b.state_dict().values(), strict=True):
-        assert torch.equal(p, q), name
 
 
 @pytest.fixture
