@@ -85,12 +85,9 @@ def test_settings_of_every_optimizer_need_no_defaults_and_bad_ones_of_the_rule_a
     with pytest.raises(ValueError, match="momentum must not be negative"):
         optimizer.add_param_group({"params": [("more", nn.Parameter(torch.ones(2)))], "momentum": -1.0})
     assert len(optimizer.param_groups) == 2
-    with pytest.raises(ValueError, match="momentum must not be negative"):
-        Checked(network(), momentum=-1.0)
 
 
-@pytest.mark.parametrize("config", [None, PAPER])
-def test_a_rule_that_replaces_a_leafs_value_is_refused(config):
+def test_a_rule_that_replaces_a_leafs_value_is_refused():
     """Under a map that stores raw weights the new tensor would be lost."""
 
     class Replacing(sel.RawSpaceOptimizer):
@@ -99,7 +96,7 @@ def test_a_rule_that_replaces_a_leafs_value_is_refused(config):
                 leaf.value = leaf.value - leaf.lr * leaf.grad
 
     model = network()
-    optimizer = Replacing(model, {"lr": 1e-2, "total_steps": 9}, config)  # weight_decay may be left out
+    optimizer = Replacing(model, {"lr": 1e-2, "total_steps": 9}, PAPER)  # weight_decay may be left out
     backward(model, 0)
     with pytest.raises(AttributeError, match="value"):
         optimizer.step()
