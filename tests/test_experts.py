@@ -41,23 +41,12 @@ def loss_of(model, step):
     return model(input_ids=tokens, labels=tokens).loss
 
 
-def patterned(*patterns):
-    """The paper's map with these patterns of its scales."""
-    rates = sel.preset("paper").multipliers(3e-4).items()
-    scales = {role: sel.Scale(p, k=k, rank=2) for p, (role, k) in zip(patterns, rates, strict=True)}
-    return sel.preset("paper", **scales)
-
-
 @pytest.mark.parametrize(
     ("name", "config"),
     [
         ("Mixtral", sel.SELConfig()),
         ("Qwen3Moe", sel.preset("paper")),
         ("DeepseekV3", sel.preset("structured_linear")),
-        ("GptOss", patterned("global", "row", "column")),
-        ("Mixtral", patterned("lora", "row_col_add", "global")),
-        ("GptOss", patterned("column", "fixed", "row_col_add")),
-        ("DeepseekV3", patterned("elementwise", "elementwise", "elementwise")),
         ("GptOss", sel.preset("paper+offset")),
     ],
 )
