@@ -8,20 +8,12 @@ import torch
 import symexplin as sel
 from pairwise import every_pair
 from symexplin.config import MODES, PATTERNS
-from symexplin.curve import Curved, Map, fans, from_matrices, is_weight, matrices, sides
+from symexplin.curve import Curved, Map
 
-# By axes: the shape of a tensor, that of its row scales and that of its column scales.
+# By axes: the shape of a tensor.
 SHAPES = {
-    "o": ((3,), (3,), None),
-    "oi": ((3, 2), (3,), (2,)),
-    "io": ((2, 3), (3,), (2,)),
-    "oii": ((3, 2, 4), (3,), (2, 4)),
-    "ioi": ((2, 3, 4), (3,), (2, 4)),
-    "oiii": ((3, 2, 2, 4), (3,), (2, 2, 4)),
-    "ioii": ((2, 3, 2, 4), (3,), (2, 2, 4)),
-    "eo": ((5, 3), (5, 3), None),
-    "eoi": ((5, 3, 2), (5, 3), (5, 2)),
-    "eio": ((5, 2, 3), (5, 3), (5, 2)),
+    **{"o": (3,), "oi": (3, 2), "io": (2, 3), "oii": (3, 2, 4), "ioi": (2, 3, 4)},
+    **{"oiii": (3, 2, 2, 4), "ioii": (2, 3, 2, 4), "eo": (5, 3), "eoi": (5, 3, 2), "eio": (5, 2, 3)},
 }
 FIRST = {"e": 1.3, "l": 0.9, "m": 0.8, "n": 0.4, "s": -1.1}
 WAYS = [("fixed", "none"), ("absorbed", "none"), ("fixed", "exp")]  # curvature, and transform of e, l and m
@@ -44,7 +36,7 @@ def config_of(mode, pattern, way, normalize):
 def curved_of(axes, config):
     """Random weights under factors a little above their start, which keeps every map invertible."""
     generator = torch.Generator().manual_seed(0)
-    map = Map(SHAPES[axes][0], axes, config)
+    map = Map(SHAPES[axes], axes, config)
     factors = {
         name: value + 0.05 * torch.rand(value.shape, generator=generator, dtype=value.dtype)
         for name, value in start(map).items()
@@ -157,32 +149,6 @@ def test_lora_is_drawn_whole_from_a_generator_of_its_own():
     assert not any(torch.equal(first, other) for other in (draw(1, 0), draw(0, 1)))
     assert first.abs().max() <= 0.5 < 1.02 * first.abs().max()  # uniform on +-1/sqrt(4)
     assert abs(float(first.mean())) < 0.1
-
-
-# ---- axes ----
-
-
-@pytest.mark.parametrize("axes", SHAPES)
-def test_a_matrix_has_outputs_and_inputs_where_the_axes_say(axes):
-    """All "i" together are one dimension, the last fastest."""
-    shape, rows, columns = SHAPES[axes]
-    assert is_weight(axes) == (columns is not None)
-    outputs, inputs = sides(axes, shape)
-    assert (outputs, inputs) == (3, math.prod(columns[axes.count("e") :]) if columns else 1)
-    if "e" not in axes and axes != "io" and columns:
-        assert fans(axes, shape) == torch.nn.init._calculate_fan_in_and_fan_out(torch.empty(shape))
-    elif columns:
-        assert fans(axes, shape) == (inputs, outputs)
-    tensor = torch.arange(math.prod(shape)).reshape(shape)
-    found = matrices(tensor, axes)
-    assert found.shape == (*rows[:-1], outputs, inputs)
-    for place in torch.cartesian_prod(*map(torch.arange, shape)).reshape(-1, len(shape)).tolist():
-        of = {letter: [p for p, own in zip(place, axes, strict=True) if own == letter] for letter in "eoi"}
-        column = 0
-        for p, size in zip(of["i"], [n for n, own in zip(shape, axes, strict=True) if own == "i"], strict=True):
-            column = column * size + p
-        assert found[(*of["e"], *of["o"], column)] == tensor[tuple(place)]
-    assert torch.equal(from_matrices(found, axes, shape), tensor)
 
 
 @pytest.mark.parametrize("axes", ["", "e", "i", "ii", "eei", "ooi", "oie", "x", "oio", "iio", "oi"])
