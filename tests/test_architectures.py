@@ -171,14 +171,6 @@ def test_every_head_and_router_is_found_and_nothing_else(name):
     assert {layer for route, layer in routes if route.curved} == left
 
 
-@pytest.mark.parametrize(("kind", "mixer"), [("Mamba", "mixer"), ("Jamba", "mamba")])
-def test_the_step_biases_of_state_space_models_are_plain(kind, mixer):
-    model = build(f"{kind}ForCausalLM", {"num_hidden_layers": 2}, "meta")
-    found = {route.name: route.curved for route in sel.routing(model) if f".{mixer}.dt_proj." in route.name}
-    assert found
-    assert all(curved == name.endswith("weight") for name, curved in found.items())
-
-
 def test_the_axes_of_experts():
     """The gate_up_proj is square if the experts' width is half of the model's: another weight tells of both."""
     model = build("Llama4ForCausalLM", {**EXPERTS, "intermediate_size": 8, "head_dim": 8}, "meta")

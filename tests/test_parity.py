@@ -14,22 +14,12 @@ import torch
 
 import symexplin as sel
 from networks import ELEMENTWISE, EXP
-from symexplin.config import PATTERNS
 from symexplin.lab.model import ModelConfig, Transformer
 from symexplin.presets import PRESETS
 from training import compare_homes
 
 BATCH, CONTEXT = 4, 32
-# Every pattern in some role; "row_col_mult" is the presets' own.
-PATTERNED = [("global", "row", "column"), ("lora", "row_col_add", "global"), ("column", "fixed", "row_col_add")]
-PATTERNED += [("elementwise", "elementwise", "elementwise")]
-assert {pattern for patterns in PATTERNED for pattern in patterns} | {"row_col_mult"} == set(PATTERNS)
-CONFIGS = {name: sel.preset(name) for name in PRESETS} | {
-    f"paper, {patterns}": sel.preset(
-        "paper", **{role: {"pattern": p, "rank": 2} for role, p in zip("elm", patterns, strict=True)}
-    )
-    for patterns in PATTERNED
-}
+CONFIGS = {name: sel.preset(name) for name in PRESETS}
 CONFIGS |= {"paper, exp": EXP, "paper+offset, elementwise": ELEMENTWISE}
 CONFIGS |= {
     mode: sel.preset("paper", mode=mode, n=sel.Scale("row", start=0.1)) for mode in ("oppose", "damped", "sinh")
