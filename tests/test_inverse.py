@@ -181,7 +181,7 @@ def test_first_values_without_an_inverse_are_refused_before_training(changes, me
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("beta", "high"), [(1.0, 0.999), (1.001, 1.03), (1.5, 5.4), (30.0, 5.4)])
+@pytest.mark.parametrize(("beta", "high"), [(1.0, 0.999), (1.001, 1.2), (1.5, 5.4), (30.0, 5.4)])
 def test_damped_at_the_edge_of_its_range(beta, high, dtype):
     """With beta = 1 and n = 0 the map is sign(w) (1 - exp(-|w|)), which stays below 1."""
     t, n = targets(dtype, high=high), torch.tensor([[0.0], [1e-12], [0.3], [6.0]], dtype=torch.float64)
@@ -194,8 +194,5 @@ def test_damped_at_the_edge_of_its_range(beta, high, dtype):
 
 def test_damped_never_returns_a_weight_that_misses():
     """At beta = 1.001, n = 0 the raw weight of 1.2 is near 183, that of 5.4 near 1690, past the range of exp."""
-    arguments = {"mode": "damped", "beta": 1.001}
-    t = torch.tensor([1.2, -0.5], dtype=torch.float64)
-    assert miss(inverse(t, **arguments), t, arguments) <= 1.0
     with pytest.raises(ValueError, match="for 1 of 2 elements: out of reach"):
-        inverse(torch.tensor([5.4, -0.5], dtype=torch.float64), **arguments)
+        inverse(torch.tensor([5.4, -0.5], dtype=torch.float64), mode="damped", beta=1.001)

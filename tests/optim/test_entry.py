@@ -17,26 +17,14 @@ DEFAULT = sel.SELConfig()
 ends = pytest.mark.parametrize("config", [DEFAULT, PAPER], ids=["default", "paper"])
 
 
-def turned(tensor):
-    return tensor.t().contiguous().t()
-
-
-def apart(tensor):
-    return torch.stack([tensor, tensor], -1)[..., 0]
-
-
-def expanded(tensor):
-    return tensor[:1].expand_as(tensor)
-
-
-def channels_last(tensor):
-    return tensor.contiguous(memory_format=torch.channels_last)
-
-
-# What lies in memory in another order: gradients, or the parameters themselves, of matrices, vectors and convolutions.
-GRADS = {"turned": {2: turned}, "apart": {1: apart, 2: apart, 4: apart}, "expanded": {2: expanded}}
-VALUES = {"turned": {2: turned}, "apart": {1: apart}, "channels last": {4: channels_last}}
-ORDERS = [*(("gradients", order) for order in GRADS), *(("values", order) for order in VALUES)]
+# What lies in memory in another order, by the number of dimensions: gradients, or the parameters themselves.
+OTHERS = {
+    "turned": {2: lambda t: t.t().contiguous().t()},
+    "apart": dict.fromkeys((1, 2, 4), lambda t: torch.stack([t, t], -1)[..., 0]),
+    "expanded": {2: lambda t: t[:1].expand_as(t)},
+    "channels last": {4: lambda t: t.contiguous(memory_format=torch.channels_last)},
+}
+ORDERS = [("gradients", name) for name in OTHERS] + [("values", name) for name in OTHERS if name != "expanded"]
 
 
 @pytest.mark.parametrize(("of", "name"), ORDERS)
@@ -44,23 +32,27 @@ ORDERS = [*(("gradients", order) for order in GRADS), *(("values", order) for or
 @ends
 @pytest.mark.usefixtures("path")
 def test_gradients_and_parameters_of_any_stride(of, name, kind, config):
+    def reordered(tensor):
+        return OTHERS[name].get(tensor.dim(), torch.clone)(tensor)
+
     ends = []
     for changed in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(12, 20), nn.LayerNorm(20), nn.Conv2d(3, 4, 3))
         for p in model.parameters() if changed and of == "values" else ():
-            p.data = VALUES[name].get(p.dim(), torch.clone)(p.data)
+            p.data = reordered(p.data)
         optimizer = build(model, config, kind=kind)
         for step in range(3):
             generator = torch.Generator().manual_seed(step)
             for p in model.parameters():
                 grad = torch.randn(p.shape, generator=generator)
-                grad = expanded(grad).clone() if name == "expanded" and p.dim() == 2 else grad
-                p.grad = GRADS[name].get(p.dim(), torch.clone)(grad) if changed and of == "gradients" else grad
+                grad = reordered(grad).clone() if name == "expanded" else grad
+                p.grad = reordered(grad) if changed and of == "gradients" else grad
             optimizer.step()
         ends.append((model, optimizer.state_dict()["state"]))
     (one, state), (other, found) = ends
-    assert (name == "channels last") == other[2].weight.is_contiguous(memory_format=torch.channels_last)
+    is_last = other[2].weight.is_contiguous(memory_format=torch.channels_last)
+    assert is_last == ((of, name) == ("values", "channels last"))
     for p, q in zip(one.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(q, p, rtol=1e-5, atol=1e-6 if kind is sel.SELAdamW else 1e-3)
     for key, values in state.items():

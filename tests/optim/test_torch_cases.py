@@ -14,18 +14,14 @@ from training import PAPER, assert_same_bits, build, network, train
 both = pytest.mark.parametrize("kind", [sel.SELAdamW, sel.SELMuon])
 
 
-def make(kind=sel.SELAdamW, model=None, **settings):
-    model = network() if model is None else model
-    return model, kind(model, **({"lr": 1e-3} | settings))
-
-
 @both
 @pytest.mark.parametrize("config", [sel.SELConfig(), PAPER])
 def test_tensor_lr(kind, config):
     """A tensor is used as the number is, and stays the tensor of every group."""
     ends, rate = [], torch.tensor(2.0**-10)
     for lr in (2.0**-10, rate):
-        model, optimizer = make(kind, lr=lr, config=config, total_steps=9)
+        model = network()
+        optimizer = kind(model, lr=lr, config=config, total_steps=9)
         ends.append(train(model, optimizer, 3))
     assert_same_bits(*ends)
     assert all(group["lr"] is rate for group in optimizer.param_groups)
@@ -35,7 +31,8 @@ def test_tensor_lr(kind, config):
 
 @both
 def test_step_is_noop_for_zero_grads(kind):
-    model, optimizer = make(kind, weight_decay=0.0)
+    model = network()
+    optimizer = kind(model, weight_decay=0.0)
     before = copy.deepcopy(model)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
