@@ -40,11 +40,7 @@ def pairwise(keep=None, /, **choices):
 
 
 def every_pair(keep=None, /, **choices):
-    """Return the mark that runs a test for the rows of :func:`pairwise`, by name.
-
-    >>> every_pair(mode=["sinh"], beta=[1.5, 7.5]).args
-    (('mode', 'beta'), [('sinh', 1.5), ('sinh', 7.5)])
-    """
+    """Return the mark that runs a test for the rows of :func:`pairwise`, by name."""
     return pytest.mark.parametrize(tuple(choices), pairwise(keep, **choices), ids=_name)
 
 

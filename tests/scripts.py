@@ -1,10 +1,19 @@
-"""Run an example in this process, as a command line would, or stop it; what is slow to import is imported once."""
+"""Import a script, run one in this process, as a command line would, or stop it."""
 
+import importlib.util
 import runpy
 import sys
 from pathlib import Path
 
-__all__ = ["run", "stop_at_second"]
+__all__ = ["load", "run", "stop_at_second"]
+
+
+def load(path):
+    """Return a script as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)  # for its dataclasses
+    spec.loader.exec_module(module)
+    return module
 
 
 def run(script, *arguments, capsys, monkeypatch):

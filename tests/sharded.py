@@ -1,6 +1,7 @@
 """A small network trained whole, under DDP, FSDP2 and tensor parallelism, to be run by `processes.run`."""
 
 import io
+from unittest import mock
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -14,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import symexplin as sel
+from networks import ELEMENTWISE
 from symexplin.kernels import kernels_for
 from symexplin.optim import moments8
 from symexplin.optim.shard import local
@@ -22,10 +24,6 @@ __all__ = ["RUNS", "resumed", "saved", "several", "trajectory"]
 
 ROWS = 24  # as many for each of 2, 3 or 4 processes
 PAPER, OFFSET = sel.preset("paper"), sel.preset("paper+offset")
-# All shapes of scales: one number per weight, as it is and as a logarithm, besides vectors and LoRA factors.
-_EACH = sel.Scale("elementwise", k=(50.0, 8.0))
-_LOG = sel.Scale("elementwise", k=(50.0, 8.0), transform="exp")
-ELEMENTWISE = sel.preset("paper+offset", e=_LOG, l=_EACH, n=sel.Scale("elementwise"))
 
 
 def model_of(dtype=torch.float32):
@@ -251,26 +249,13 @@ def given(run, dtype, blocks=False):
 
 
 def collectives(how):
-    """Return how often a step calls all_reduce, and what the state of the last matrix is made of."""
+    """Return how often a step calls all_reduce."""
     model, optimizer = make(how, "offset")
     steps(model, optimizer, how, torch.float32, 0, 1)
-    count = 0
-
-    def counting(*args, **kwargs):
-        nonlocal count
-        count += 1
-        return all_reduce(*args, **kwargs)
-
-    optimizer.zero_grad()
     loss_of(model, 1, how).backward()
-    all_reduce, torch.distributed.all_reduce = torch.distributed.all_reduce, counting
-    optimizer.step()
-    torch.distributed.all_reduce = all_reduce
-    state = optimizer.state[model[5].weight]
-    return count, {
-        key: (tuple(value.shape), tuple(value.to_local().shape) if isinstance(value, DTensor) else None)
-        for key, value in state.items()
-    }
+    with mock.patch.object(torch.distributed, "all_reduce", wraps=torch.distributed.all_reduce) as called:
+        optimizer.step()
+    return called.call_count
 
 
 def written(how, run="paper", dtype=torch.float64):
@@ -310,32 +295,6 @@ def snapshots(how, run):
                 same &= torch.equal(one, other)
                 small &= other.untyped_storage().nbytes() == other.numel() * other.element_size()
     return same, small
-
-
-def peeked(how, run):
-    """Train from the start, and so after a look at the state through torch.distributed.checkpoint; return losses."""
-    losses = []
-    for look in (False, True):
-        model, optimizer = make(how, run)
-        if look:
-            get_state_dict(model, optimizer)
-        losses.append(steps(model, optimizer, how, torch.float32, 0, 5))
-    return losses
-
-
-def columns(shards):
-    """Take two steps with a weight of three columns, in four processes at most one each; return it and the norm."""
-    torch.manual_seed(0)
-    layer = nn.Linear(3, 8, bias=False)
-    if shards:
-        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-        layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(1)]))
-    optimizer = sel.SELAdamW(layer, lr=1e-2, max_grad_norm=0.5)
-    for step in range(2):
-        grad = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
-        layer.weight.grad = distribute_tensor(grad, mesh, [Shard(1)]) if shards else grad
-        optimizer.step()
-    return full(layer.weight), float(optimizer.grad_norm)
 
 
 def switched(how):

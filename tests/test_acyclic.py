@@ -49,11 +49,3 @@ def test_the_core_knows_nothing_of_what_is_built_on_it():
     for name, tree in sources().items():
         if name.partition(".")[0] not in (*OUTER, "__main__"):
             assert not {n for n in imported(name, tree) if n.partition(".")[0] in OUTER}, name
-
-
-def test_no_attribute_stands_in_for_a_class_of_this_package():
-    """`hasattr(x, "sel_...")` would know a class without importing it."""
-    for name, tree in sources().items():
-        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-            if getattr(call.func, "id", "") == "hasattr" and isinstance(call.args[1], ast.Constant):
-                assert not call.args[1].value.startswith(("sel_", "_sel", "raw_")), f"{name}: hasattr"

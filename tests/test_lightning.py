@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import importlib.util
 import pickle
 import re
 import signal
@@ -18,7 +17,9 @@ import torch
 
 import forked
 import symexplin as sel
+from scripts import load
 from symexplin.lightning import setup
+from training import assert_same_bits
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "lightning_module.py"
 PRECISIONS = ["32-true", "bf16-true"]
@@ -39,9 +40,7 @@ test_lightning.record(example, Path(sys.argv[2], sys.argv[3]), 4, Kill(), precis
 
 
 def load_example():
-    spec = importlib.util.spec_from_file_location("lightning_module", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load(EXAMPLE)
     module.Regressor.config = sel.preset("paper")  # learned scales: more to resume
     return module
 
@@ -57,11 +56,6 @@ def record(example, out, epochs, *callbacks, **settings):
             losses[trainer.global_step] = outputs["loss"].item()
 
     return example.fit(out, epochs, Losses(), *callbacks, **settings), losses
-
-
-def assert_same_bits(a, b):
-    for (name, p), q in zip(a.state_dict().items(), b.state_dict().values(), strict=True):
-        assert torch.equal(p, q), name
 
 
 @pytest.fixture
@@ -175,8 +169,7 @@ def test_the_trainer_never_clips_this_optimizer_and_clips_another_as_before(exam
     assert train(example, used)[1] == 2
 
 
-def test_a_module_that_was_trained_can_be_pickled_and_copied(example, monkeypatch):
-    monkeypatch.setitem(sys.modules, "lightning_module", example)
+def test_a_module_that_was_trained_can_be_pickled_and_copied(example):
     module = example.Regressor()
     setup(trainer(lightning_module=module, gradient_clip_val=1.0))
     for again in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):

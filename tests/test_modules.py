@@ -291,8 +291,6 @@ def test_half_precision_starts_from_the_scales_as_stored(caplog):
         ratio = layer.sel_effective()["weight"].double() / weight
         sel.fold(layer)
     assert abs(float(ratio[weight != 0].mean()) - 1.0) < 1e-4
-    converted, folded = (record.getMessage() for record in caplog.records)
-    assert converted.startswith("converted 1 layers; largest difference of a weight ")
-    assert folded.startswith("folded 1 layers; largest difference of a weight ")
-    for message in (converted, folded):  # 2^-8 of weights below 1/16
-        assert 0.0 < float(message.split()[-1]) < 2**-12
+    for record in caplog.records:  # 2^-8 of weights below 1/16
+        assert 0.0 < float(record.getMessage().split()[-1]) < 2**-12
+    assert len(caplog.records) == 2

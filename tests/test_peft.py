@@ -49,55 +49,24 @@ def table(model):
     return {r.name.removeprefix("base_model.model."): r for r in sel.routing(model, CONFIG) if r.reason != "frozen"}
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_adapters_on_a_model_trained_in_curved_space_leave_it_alone(own, tmp_path):
+def test_adapters_on_a_model_trained_in_curved_space_leave_it_alone():
     model = base()
     optimizer = curved(model)
     train(model, optimizer)
-    before, start = {name: value.clone() for name, value in model.state_dict().items()}, logits(model)
-    adapters = adapted(model)
-    assert torch.equal(logits(adapters), start)
-    trainable = [p for p in adapters.parameters() if p.requires_grad]
-    tuner = curved(adapters) if own else torch.optim.AdamW(trainable, lr=1e-2)
-    losses = train(adapters, tuner)
+    start, adapters = logits(model), adapted(model)
+    losses = train(adapters, curved(adapters))
     assert losses[-1] < losses[0]
     optimizer.step()  # the first optimizer, still about: nothing of its own has a gradient
     with adapters.disable_adapter():
         assert torch.equal(logits(adapters), start)
-    adapters.save_pretrained(tmp_path)
-    stock = base()
-    stock.load_state_dict(before)
-    again = peft.PeftModel.from_pretrained(stock, tmp_path)
-    assert torch.equal(logits(again), logits(adapters))
-    merged = again.merge_and_unload()
-    assert merged.state_dict().keys() == before.keys()
-    torch.testing.assert_close(logits(merged), logits(adapters))
+    merged = adapters.merge_and_unload()
     train(merged.requires_grad_(True), curved(merged))  # and on in curved space from the merged weights
-
-
-def test_factors_are_curved_and_the_zero_factor_moves():
-    model = adapted()
-    routes = table(model)
-    assert sorted(routes) == [
-        f"model.layers.0.self_attn.{layer}_proj.lora_{factor}.default.weight" for layer in "qv" for factor in "AB"
-    ]
-    assert all(route.curved for route in routes.values())
-    zero = routes["model.layers.0.self_attn.q_proj.lora_B.default.weight"].parameter
-    first = routes["model.layers.0.self_attn.q_proj.lora_A.default.weight"].parameter
-    found = first.detach().clone()
-    optimizer = curved(model, weight_decay=0.0)
-    train(model, optimizer, steps=1)
-    assert bool((zero != 0).any())
-    torch.testing.assert_close(first, found, rtol=1e-6, atol=0)  # its gradient is a product with the zero factor
-    form = dict(optimizer.curved())
-    for name, route in routes.items():
-        effective = form[f"base_model.model.{name}"].effective()
-        torch.testing.assert_close(effective, route.parameter.detach(), rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize(
     ("changes", "plain"),
     [
+        ({}, {}),
         ({"use_dora": True}, {"lora_magnitude_vector": "DoraLinearLayer"}),
         ({"target_modules": ["q_proj", "embed_tokens"]}, {"lora_embedding_": "ParameterDict"}),
         ({"modules_to_save": ["lm_head"]}, {"lm_head.modules_to_save": "output head"}),
@@ -105,13 +74,14 @@ def test_factors_are_curved_and_the_zero_factor_moves():
         ({"modules_to_save": ["norm"]}, {"norm.modules_to_save": "LlamaRMSNorm"}),
     ],
 )
-def test_what_else_peft_adds_is_plain_and_trains(changes, plain, tmp_path):
+def test_factors_are_curved_and_what_else_peft_adds_is_plain(changes, plain, tmp_path):
     model = adapted(**changes)
     for name, route in table(model).items():
         reason = next((reason for part, reason in plain.items() if part in name), None)
         assert (route.curved, route.reason) == ((True, "linear weight") if reason is None else (False, reason)), name
     losses = train(model, curved(model))
     assert losses[-1] < losses[0]
+    assert all(bool((p != 0).any()) for name, p in model.named_parameters() if "lora_B" in name)  # it started at 0
     model.save_pretrained(tmp_path)
     found = logits(peft.PeftModel.from_pretrained(base(), tmp_path))
     assert torch.equal(found, logits(model))

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 import symexplin as sel
-from symexplin.presets import IDENTITY
 
 HEAD, ROUTER = "output head", "router of a mixture of experts"
 INPUT, STEP = "attention input projection", "state-space step bias"
@@ -230,12 +229,6 @@ def test_what_cannot_be_curved_is_refused(model, config, message):
         sel.routing(model, sel.SELConfig(**config))
 
 
-@pytest.mark.parametrize("settings", [{"config": "paper"}, {"no_decay": "bias"}, {"whole": nn.Sequential(linear())}])
-def test_bad_arguments_are_refused_by_name(settings):
-    with pytest.raises(ValueError, match=r"config must be|no_decay must be|model must be a part of whole"):
-        sel.routing(linear(), **settings)
-
-
 def test_the_width_is_the_side_that_occurs_most_often_the_larger_on_a_tie():
     table = sel.routing(nn.Sequential(nn.Linear(256, 64), nn.Linear(256, 64), nn.Linear(256, 256)))
     assert (table.width, table.config.beta) == (256, 3.75)
@@ -394,32 +387,6 @@ def test_the_parts_are_those_of_the_models_own_forward(kind, ending, expected):
     }
     model = getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(**sizes))
     assert {route.parts for route in sel.routing(model) if route.name.endswith(ending)} == {expected}
-
-
-def stepped(*gradients, split=None):
-    """Return what one step of Muon makes of weights of zero with these gradients."""
-    model = nn.ModuleList([nn.Linear(6, len(gradient), bias=False) for gradient in gradients])
-    for layer, gradient in zip(model, gradients, strict=True):
-        nn.init.zeros_(layer.weight).grad = gradient
-    sel.SELMuon(model, lr=1e-2, config=IDENTITY, split=split).step()
-    return torch.cat([layer.weight.detach() for layer in model])
-
-
-@pytest.mark.parametrize(
-    ("order", "sizes"), [(range(12), (8, 4)), ((0, 1, 8, 2, 3, 9, 4, 5, 10, 6, 7, 11), (2, 1))], ids=["blocks", "turns"]
-)
-def test_muon_takes_the_parts_as_matrices_of_their_own(order, sizes):
-    """Eight outputs and four in one weight, one behind the other or two rows and one in turn."""
-    order, gradient = list(order), torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
-    apart = stepped(gradient[:8], gradient[8:])[order]
-    torch.testing.assert_close(stepped(gradient[order], split={"0.weight": sizes}), apart, rtol=0, atol=1e-6)
-    assert float((stepped(gradient[order]) - apart).abs().max()) > 1e-3
-
-
-def test_an_empty_split_makes_one_matrix():
-    model = nn.ModuleDict({"qkv": nn.Linear(8, 24, bias=False)})
-    parts = [sel.SELMuon(model, split=split).param_groups[0]["parts"] for split in (None, {"qkv.weight": ()})]
-    assert parts == [["8 8 8"], [""]]
 
 
 @pytest.mark.parametrize("sizes", [(5,), (8, -8, 12), (8, 9), "ab", 2])

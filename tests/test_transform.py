@@ -2,20 +2,17 @@
 
 import math
 
-import pytest
 import torch
 
 from pairwise import every_pair
-from reference import DTYPES, EXPONENTIAL, MODES, READS, VARIANTS, Point, evaluate, mp, reads, terms, worst
+from reference import DTYPES, MODES, READS, VARIANTS, evaluate, reads, worst
 from symexplin.config import MODES as PACKAGE_MODES
 from symexplin.functional import effective
-from symexplin.transform import Form, Scales, forward, pullback, tolerance
+from symexplin.transform import Form, Scales, forward, tolerance
 
 SHAPE = (12, 14)
 PATTERNS = ("defaults", "numbers", "product", "wild")
 SCATTERED = torch.randperm(SHAPE[0] * SHAPE[1], generator=torch.Generator().manual_seed(5))
-
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def magnitudes():
@@ -100,34 +97,6 @@ def test_value_and_derivatives_are_within_the_accuracy_owed(mode, variant, offse
         else:
             assert gradient is None or not gradient.any(), f"mode {mode} does not read {role}"
     assert max(errors.values()) <= 1.0, errors
-
-
-@every_dtype
-@pytest.mark.parametrize("mode", MODES)
-def test_slope_at_zero_is_the_mean_of_its_sides(mode, dtype):
-    """The one-sided slopes are limits of the 50-digit values; both zeros count as zero."""
-    rows = [(l, s, n) for l, s in ((1.0, 1.0), (-0.4, 1.7), (0.0, -1.0)) for n in (0.0, 0.7)]
-    means = []
-    for l, s, n in rows:
-        p = Point(*map(mp.mpf, (0, 7.5, 0.9, l, 7.5 * 0.75, n, s, 0.25)))
-        value = lambda w, p=p: mp.fsum(terms(mode, False, p._replace(w=w))["value"])  # noqa: E731
-        means.append(float(sum(mp.diff(value, 0, direction=side) for side in (1, -1)) / 2))
-    l, s, n = torch.tensor(rows, dtype=dtype).T.unsqueeze(2)
-    w = torch.tensor([0.0, -0.0], dtype=dtype).repeat(len(rows), 1).requires_grad_()
-    delta = torch.full((2,), 0.25, dtype=dtype)
-    effective(w, mode=mode, beta=7.5, e=0.9, l=l, m=0.75, n=n, s=s, delta=delta).sum().backward()
-    for slopes, mean in zip(w.grad.tolist(), means, strict=True):
-        assert slopes == pytest.approx([mean, mean], rel=16 * torch.finfo(dtype).eps)
-        assert mode not in EXPONENTIAL or mean != 0.0
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_pullback_returns_what_is_wanted(mode):
-    w, everything = torch.linspace(-1, 1, 5), {*PACKAGE_MODES[mode], "s", "delta"}
-    for wanted in (set(), everything, *({role} for role in everything)):
-        pulled = pullback(Form(mode, 7.5), w, Scales(kappa=7.5, n=0.1), torch.ones(5), frozenset(wanted))
-        assert set(pulled) == wanted | {"w"}
-        assert all(value.shape == w.shape for value in pulled.values())
 
 
 @every_pair(mode=MODES, n=[-0.5, 0.0, 0.7], normalize=[False, True])

@@ -44,12 +44,6 @@ def test_the_trainer_gets_the_optimizer_which_clips(plugin, kind, tmp_path):
     assert (inner.param_groups[0]["max_grad_norm"], seen.norms, run.args.max_grad_norm) == (0.5, {0.0}, 0.5)
     losses = [record["loss"] for record in run.state.log_history if "loss" in record]
     assert losses[-1] < losses[0]
-    direct = transformers.Trainer(
-        model=tiny(), args=arguments(tmp_path), train_dataset=rows(), **sel.hf.setup(arguments(tmp_path))
-    )
-    direct.train()
-    for one, other in zip(run.model.parameters(), direct.model.parameters(), strict=True):
-        assert torch.equal(one, other)
 
 
 def test_what_axolotl_would_ignore_is_refused(plugin, tmp_path):

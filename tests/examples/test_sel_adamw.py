@@ -1,6 +1,5 @@
 """The one file to copy against the library's default."""
 
-import importlib.util
 import re
 from pathlib import Path
 
@@ -9,12 +8,10 @@ import torch
 from torch import nn
 
 import symexplin as sel
-from scripts import run
+from scripts import load, run
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sel_adamw.py"
-SPEC = importlib.util.spec_from_file_location("sel_adamw", EXAMPLE)
-one_file = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(one_file)
+one_file = load(EXAMPLE)
 
 
 class Small(nn.Module):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from builds import BUILDS, TRITON, kernels
+from reference import noise
 from symexplin.kernels import cpu, gpu
 from symexplin.kernels.interface import FactoredMap, Rates, Tensors
 
@@ -134,14 +135,6 @@ def test_bfloat16_follows_its_master_and_adopts_writes(build):
     assert same_bits(v, [x.bfloat16() for x in expected])
 
 
-def noise_of(key, index):
-    """The noise of the counter hash, in Python's integers."""
-    x = ((index & 0xFFFFFFFF) ^ key ^ (index >> 32) * 0x9E3779B9) & 0xFFFFFFFF
-    x = (x ^ x >> 16) * 0x21F0AAAD & 0xFFFFFFFF
-    x = (x ^ x >> 15) * 0x735A2D97 & 0xFFFFFFFF
-    return (x ^ x >> 15) & 0xFFFF
-
-
 @pytest.mark.parametrize("curve", [CURVE, None], ids=["curved", "plain"])
 def test_stochastic_rounding_depends_on_the_whole_tensors_indices_alone(build, curve):
     """A tensor of 37 x 50 whose first index is near 2^32, whole and in shards of rows and of columns."""
@@ -165,7 +158,7 @@ def test_stochastic_rounding_depends_on_the_whole_tensors_indices_alone(build, c
     exact, zeros = v.float(), torch.zeros(rows, cols)
     update(build, [exact], [g.float()], [zeros], [zeros.clone()], None, curve, rates, 1.0)
     bits = exact.view(torch.int32).flatten().tolist()
-    rounded = [(bit + noise_of(key, offset + i) >> 16) & 0xFFFF for i, bit in enumerate(bits)]
+    rounded = [(bit + noise(key, offset + i) >> 16) & 0xFFFF for i, bit in enumerate(bits)]
     finite = exact.isfinite().flatten()
     assert whole.view(torch.uint16).flatten()[finite].tolist() == torch.tensor(rounded)[finite].tolist()
     assert whole.isfinite().flatten().equal(finite)

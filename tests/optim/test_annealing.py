@@ -1,4 +1,4 @@
-"""Schedulers drive SELAdamW as they drive AdamW, scales follow them times k(t), in both homes."""
+"""Schedulers drive SELAdamW as they drive AdamW; the count of annealing; test_parity has rates times k(t)."""
 
 import copy
 import inspect
@@ -76,14 +76,6 @@ def run(model, optimizer, scheduler, steps, start=0):
     return used
 
 
-def test_the_tables_name_every_scheduler():
-    kinds = {name: kind for name, kind in vars(lr_scheduler).items() if inspect.isclass(kind) and name[0] != "_"}
-    found = {name for name, kind in kinds.items() if issubclass(kind, lr_scheduler.LRScheduler)}
-    assert found - {"LRScheduler"} <= set(TORCH)
-    trainer_utils = pytest.importorskip("transformers.trainer_utils")
-    assert {str(kind.value) for kind in trainer_utils.SchedulerType} == set(TRANSFORMERS)
-
-
 @pytest.mark.parametrize("name", [*TORCH, *TRANSFORMERS])
 def test_a_scheduler_drives_it_as_it_drives_adamw(name):
     """Under the identity map: the same rates, betas and float64 weights; and a scheduler resumed half-way goes on."""
@@ -104,25 +96,6 @@ def test_a_scheduler_drives_it_as_it_drives_adamw(name):
         torch.testing.assert_close(p, q, rtol=1e-11, atol=1e-12)
 
 
-def test_scales_follow_the_scheduler_times_their_multipliers():
-    """The rate of a scale is lr(t) k(t), whatever sets lr(t): read from the size of its own first AdamW steps."""
-    layer = nn.Linear(2, 2, bias=False, dtype=torch.float64)
-    config = sel.preset("frozen", e=sel.Scale("global", k=(8.0, 2.0), base_lr=None))
-    settings = {"weight_decay": 0.0, "betas": (0.0, 0.0), "eps": 0.0}
-    optimizer = sel.SELAdamW(layer, config=config, total_steps=STEPS - 2, **settings)  # the last steps are beyond T
-    scheduler = lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=STEPS, cycle_momentum=False)
-    value = 1.0
-    for step in range(STEPS):
-        rate = optimizer.param_groups[0]["lr"]
-        optimizer.zero_grad()
-        layer.weight.backward(-layer.weight.detach().sign())  # de is negative always
-        optimizer.step()
-        scheduler.step() if step < STEPS - 1 else None
-        moved = float(optimizer.state[layer.weight]["e"]) - value
-        assert moved == pytest.approx(rate * sel.functional.anneal(step, STEPS - 2, 8.0, 2.0), rel=1e-9)
-        value += moved
-
-
 # ---- the module home: any torch optimizer over a converted model ----
 
 T = 20
@@ -135,29 +108,14 @@ def annealed(kind=torch.optim.SGD):
     return optimizer, sel.anneal_scales(optimizer, T)
 
 
-def rates_used(optimizer, steps, scheduler=None):
+def rates_used(optimizer, steps):
     """The learning rate of every role while the optimizer steps."""
     seen = []
     handle = optimizer.register_step_pre_hook(lambda o, *_: seen.append({g["role"]: g["lr"] for g in o.param_groups}))
     for _ in range(steps):
         optimizer.step()
-        scheduler.step() if scheduler is not None else None
     handle.remove()
     return seen
-
-
-@pytest.mark.parametrize("name", [None, "ExponentialLR", "CosineAnnealingLR", "LinearLR"])
-def test_rates_of_a_converted_model_are_the_schedulers_times_k(name):
-    optimizer, _ = annealed()
-    plain = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=3e-4)
-    scheduler, other = (TORCH[name](o) if name else None for o in (optimizer, plain))
-    for t, rates in enumerate(rates_used(optimizer, T + 5, scheduler)):
-        base = plain.param_groups[0]["lr"]
-        for role, k in {"raw": (1, 1), "e": (50, 8), "l": (50, 8), "m": (0.01, 0.5)}.items():
-            assert rates[role] == pytest.approx(base * sel.functional.anneal(t, T, *k), rel=1e-12), (t, role)
-        plain.step()
-        other.step() if other is not None else None
-    assert {group["lr"] for group in optimizer.param_groups} == {plain.param_groups[0]["lr"]}
 
 
 def test_the_count_of_steps_is_saved_and_a_state_without_one_may_be_loaded():

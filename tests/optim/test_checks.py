@@ -106,7 +106,6 @@ TABLE = [
     (made(moment_bits=4), "moment_bits .*32 or 8.*4"),
     (made(stochastic_rounding=1), "stochastic_rounding .*1"),
     (made(stochastic_rounding=True, config=sel.preset("frozen")), "stochastic_rounding .*raw"),
-    (made(MUON, lr=-1.0), "lr .*-1.0"),
     (made(MUON, momentum=1.0), "momentum .*1.0"),
     (made(MUON, nesterov=1), "nesterov .*1"),
     (made(MUON, ns_coefficients=(1.0, 2.0)), "ns_coefficients .*three"),
@@ -118,7 +117,6 @@ TABLE = [
     # unknown arguments and torch's switches
     (made(betta=0.9), "SELAdamW .*'betta'.*'betas'"),
     (made(MUON, momentun=0.9), "SELMuon .*'momentun'.*'momentum'"),
-    (made(MUON, moment_bit=8), "'moment_bit'.*'moment_bits'"),
     *((made(MUON, **{switch: True}), switch) for switch in SWITCHES),
     *((edited(**{switch: True}), switch) for switch in SWITCHES),
     # parameters and groups

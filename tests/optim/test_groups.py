@@ -91,21 +91,3 @@ def test_parameters_without_decay_may_come_from_a_generator():
     )
     assert [names(group) for group in given] == [names(group) for group in listed]
     assert [group.get("weight_decay") for group in given] == [None, 0.0, None, 0.0]
-
-
-def test_groups_of_a_part_are_those_of_the_whole():
-    """As for a learning rate per part: names, positions, betas and roles as the whole model has them."""
-    model = nn.ModuleDict({"body": network(), "classifier": nn.Linear(7, 3)})
-    settings = {"config": PAPER, "lr": 3e-4, "no_decay": ["*.bias"], "whole": model}
-    parts = [*sel.param_groups(model["body"][1], **settings), *sel.param_groups(model["classifier"], **settings)]
-    assert [(group["role"], *names(group)) for group in parts] == [
-        ("curved", "body.1.weight"),
-        ("curved", "body.1.bias"),
-        ("plain", "classifier.weight"),
-        ("plain", "classifier.bias"),
-    ]
-    assert [group["position"] for group in parts[:2]] == [[1], [2]]
-    converted = sel.convert(model)
-    groups = sel.param_groups(converted["body"][1], whole=converted)
-    assert names(groups[0]) == ["body.1.raw_weight", "body.1.raw_bias"]
-    assert [group["role"] for group in sel.param_groups(converted["classifier"], whole=converted)] == ["plain"]

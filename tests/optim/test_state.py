@@ -181,19 +181,6 @@ def test_counts_may_be_saved_as_numbers_and_names_be_left_out():
     assert_same_bits(train(model, other, 2, start=2), twin)
 
 
-def test_a_cleared_state_starts_anew_from_the_weights_found():
-    model = network()
-    optimizer = build(model)
-    train(model, optimizer, 3)
-    before = copy.deepcopy(model)
-    optimizer.state[model[0].weight].clear()
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    train(model, optimizer, 1, start=3)
-    assert_same_bits(model, before)
-    assert [float(optimizer.state[p]["step"]) for p in model[0].parameters()] == [1.0, 4.0]
-
-
 @pytest.mark.usefixtures("path")
 def test_one_parameters_count_may_be_edited():
     """Reset a layer in the middle of a run, as for units that died: its corrections begin anew, all others go on."""

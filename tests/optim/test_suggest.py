@@ -24,17 +24,6 @@ def test_the_suggested_rate_is_adamws_over_the_mean_slope_of_all_matrices(config
     assert found == pytest.approx(1 / float((1 + 9.0 * biases.abs()).mean()), rel=1e-6)
 
 
-def test_the_slope_is_that_of_the_optimizers_raw_weights():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64, bias=False))
-    optimizer = sel.SELAdamW(model, config=sel.preset("frozen"))
-    optimizer.create_state()
-    raw = optimizer.state[model[0].weight]["raw"].clone().requires_grad_()
-    sel.functional.effective(raw, mode="mismatch", beta=7.5).sum().backward()
-    found = sel.suggest_lr(model, sel.preset("frozen"), adamw_lr=1.0)
-    assert found == pytest.approx(1 / float(raw.grad.abs().double().mean()), rel=1e-6)
-
-
 @pytest.mark.parametrize("home", ["optimizer", "module"])
 def test_scales_that_learn_too_fast_are_named_with_the_remedy(home):
     """A plain multiplier of 50 at lr 3e-3 is a rate of 0.15; the paper's base_lr keeps 0.015 at any lr."""

@@ -7,17 +7,11 @@ import copy
 
 import pytest
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import symexplin as sel
 from training import PAPER, assert_same_bits, build, network, train
 
 both = pytest.mark.parametrize("kind", [sel.SELAdamW, sel.SELMuon])
-
-
-def make(kind=sel.SELAdamW, model=None, **settings):
-    model = network() if model is None else model
-    return model, kind(model, **({"lr": 1e-3} | settings))
 
 
 @both
@@ -26,7 +20,8 @@ def test_tensor_lr(kind, config):
     """A tensor is used as the number is, and stays the tensor of every group."""
     ends, rate = [], torch.tensor(2.0**-10)
     for lr in (2.0**-10, rate):
-        model, optimizer = make(kind, lr=lr, config=config, total_steps=9)
+        model = network()
+        optimizer = kind(model, lr=lr, config=config, total_steps=9)
         ends.append(train(model, optimizer, 3))
     assert_same_bits(*ends)
     assert all(group["lr"] is rate for group in optimizer.param_groups)
@@ -36,31 +31,14 @@ def test_tensor_lr(kind, config):
 
 @both
 def test_step_is_noop_for_zero_grads(kind):
-    model, optimizer = make(kind, weight_decay=0.0)
+    model = network()
+    optimizer = kind(model, weight_decay=0.0)
     before = copy.deepcopy(model)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     for _ in range(3):
         optimizer.step()
     assert_same_bits(model, before)
-
-
-@both
-def test_step_all_hooks(kind):
-    """Before and after, of this optimizer and of all, in torch's order."""
-    model, optimizer = make(kind)
-    order = []
-    handles = [
-        register_optimizer_step_pre_hook(lambda *_: order.append("all, before")),
-        register_optimizer_step_post_hook(lambda *_: order.append("all, after")),
-        optimizer.register_step_pre_hook(lambda *_: order.append("before")),
-        optimizer.register_step_post_hook(lambda *_: order.append("after")),
-    ]
-    train(model, optimizer, 1)
-    for handle in handles:
-        handle.remove()
-    train(model, optimizer, 1)
-    assert order == ["all, before", "before", "after", "all, after"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -87,17 +65,6 @@ def test_load_state_dict_hooks(dtype, config):
         found = other.state[parameter]["exp_avg"]
         assert found.dtype == torch.float32
         assert torch.equal(found, torch.full_like(found, value))
-
-
-def test_state_dict_pre_and_post_hooks():
-    """One of them may give the state another structure."""
-    model, optimizer = make()
-    train(model, optimizer, 1)
-    seen = []
-    optimizer.register_state_dict_pre_hook(lambda o: seen.append(len(o.state)))
-    optimizer.register_state_dict_post_hook(lambda _, found: {"packed": list(found.items())})
-    assert [name for name, _ in optimizer.state_dict()["packed"]] == ["state", "param_groups"]
-    assert seen == [6]
 
 
 @pytest.mark.gpu
