@@ -226,7 +226,8 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Print the ratios."""
     options = parse()
-    print(f"{provenance(options.device)['processor']}; torch {torch.__version__}; {describe(options.device)}", flush=True)
+    machine = provenance(options.device)["processor"]
+    print(f"{machine}; torch {torch.__version__}; {describe(options.device)}", flush=True)
     if options.whole:
         os.environ.update(RETURN_FREED)  # of the processes that are started, not of this one
         torch.set_num_threads(options.threads[0])

@@ -112,9 +112,9 @@ class Closed(NamedTuple):
 def _where(mask: Tensor, formula: Callable[..., Tensor], values: tuple[Tensor, ...], others: Tensor) -> Tensor:
     """Return ``formula(*values)`` where the mask is true, and the others elsewhere.
 
-    On CPUs only the chosen entries are computed. Elsewhere that would wait for the device, and it cannot be traced.
+    On CPUs only the chosen entries are computed. Elsewhere that would wait for the device.
     """
-    if others.device.type != "cpu" or torch.compiler.is_compiling() or not others.dim():
+    if others.device.type != "cpu" or not others.dim():
         return torch.where(mask, formula(*values), others)
     if bool(mask.view(torch.uint8).any()):  # ten times as fast as any() of booleans
         chosen = mask.nonzero(as_tuple=True)
