@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import symexplin as sel
-from corpora import TEXTS
-from corpora import prepared as tokens_of
-from run_folders import CURVES, prepared, trained
+from corpora import TEXTS, prepared
+from run_folders import CURVES, trained
 from symexplin.lab.checkpoint import newest
 from symexplin.lab.load import find_weights, load_trained, start_from
 from symexplin.lab.maps import map_of
@@ -19,10 +18,9 @@ TINY = ModelConfig(width=16, depth=1, heads=2, context=16)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(data, tmp_path_factory):
     """Finished runs; the checkpoints of the module home hold raw weights."""
     folder = tmp_path_factory.mktemp("runs")
-    data = prepared(folder / "data")
     return {home: trained(data, folder / home, curve, TINY) for home, curve in CURVES.items()}
 
 
@@ -103,9 +101,9 @@ def test_what_is_no_model_is_named(tmp_path, runs):
 
 def test_an_end_token_of_ones_own_survives(tmp_path):
     """A tokenizers file cannot say which token ends a document: the run's facts do."""
-    file = Path(tokens_of(tmp_path / "first", tokenizer="bpe", vocab_size=300), "tokenizer.json")
+    file = Path(prepared(tmp_path / "first", tokenizer="bpe", vocab_size=300), "tokenizer.json")
     own = next(name for name, index in json.loads(file.read_text())["model"]["vocab"].items() if index == 290)
-    data = tokens_of(tmp_path / "data", TEXTS, tokenizer=str(file), end_token=own)
+    data = prepared(tmp_path / "data", TEXTS, tokenizer=str(file), end_token=own)
     assert load_trained(trained(data, tmp_path / "run", None, TINY, steps=2)).tokenizer.end == 290
 
 
