@@ -70,7 +70,7 @@ def comparison(folder, seeds=(0,), final=1.5, broken=None, more=None, **facts):
         return end + 0.1 * seed
 
     curve = {"home": "optimizer", "start": "matched", **sel.SELConfig().resolve(128).to_dict()}
-    panel_folder(folder, list(above), loss, seeds=seeds, **{"maps": {"SEL": curve}, **facts})
+    panel_folder(folder, list(above), loss, seeds=seeds, **{**facts, "maps": {"SEL": curve} | facts.get("maps", {})})
     return Path(folder)
 
 

@@ -27,7 +27,6 @@ OF_THE_PAPER = {
     *("lr_annealing", "curvature", "xavier"),
 }
 BEYOND = {"modes", "patterns", "default", "widths"}
-LONG = {"widths"}  # three hours
 PAPER_K = {"e": (50.0, 8.0), "l": (50.0, 8.0), "m": (0.01, 0.5)}
 loaded = functools.cache(load_table)  # without changes a table is the same for all tests
 every_table = pytest.mark.parametrize("name", sorted(OF_THE_PAPER | BEYOND))
@@ -147,12 +146,8 @@ def test_the_tables_vary_what_they_say():
     matched = {variant for variant in learned(table) if starts(table)[variant] == "matched"}
     assert matched == {"frozen-congruent"}
     table = loaded("structured_linear", "paper")
-    assert [map_in(table, variant).l.pattern for variant in learned(table)] == [
-        "global",
-        "row",
-        "column",
-        "row_col_mult",
-    ]
+    patterns = [map_in(table, variant).l.pattern for variant in learned(table)]
+    assert patterns == ["global", "row", "column", "row_col_mult"]
     table = loaded("curvature", "paper")
     maps = [map_in(table, variant) for variant in table.labels]
     assert len({(found.curvature, found.normalize) for found in maps}) == 4
@@ -170,17 +165,10 @@ def test_the_tables_vary_what_they_say():
 
 
 @every_table
-def test_a_table_runs_in_miniature_in_about_an_hour(name):
-    """Every variant takes a step. A run of 1,000 steps at 128x4 takes about 85 s on one of two busy cores."""
-    cost = 0.0
-    for panel in loaded(name, "mini").panels:
-        model, steps = panel.config.model, panel.config.train.steps
-        blocks = (model.width / 128) ** 2 * model.depth / 4
-        # A third of a step at 128x4 is the same at any size: kernels to start, the head, the optimizer's loops.
-        cost += panel.config.compare.most_runs * steps / 1000 * (1 / 3 + 2 / 3 * blocks)
-    assert cost * 85 / 2 <= (11_000 if name in LONG else 4500)
-    assert panel.config.compare.seeds + panel.config.compare.confirm_seeds == (0, 1, 2)
-    assert len(panel.config.compare.lrs) >= 4
+def test_every_variant_of_a_table_in_miniature_takes_a_step(name):
+    grid = loaded(name, "mini").panels[-1].config.compare
+    assert grid.seeds + grid.confirm_seeds == (0, 1, 2)
+    assert len(grid.lrs) >= 4
     small = {"model": {"width": 32, "depth": 3, "heads": 2, "context": 8}}  # at 16 the rule's beta is below 1
     for run in runs(load_table(name, "mini", changes=small).panels[0]).values():
         model, optimizer, _ = build(run)
