@@ -124,35 +124,23 @@ def test_each_error_of_a_job_is_one_line_and_all_processes_have_its_status(folde
     flags = f"--data {data} {FLAGS} --no-tensorboard"
     for rank in range(2):
         prepared(tmp_path / str(rank), texts=TEXTS[rank:])
-    cases = [
-        (f"train {flags} --out {taken}", None, 0, "out must be a new folder, got "),
-        (f"train --data /no/such --out {tmp_path}/a", None, 0, "data must be a folder"),
-        (
-            f"train {flags} --out {tmp_path}/a --batch-size 3",
-            None,
-            0,
-            "must be a multiple of the 2 processes, got 3 / 1",
-        ),
-        (f"train {flags} --out {tmp_path}/a --device cuda:1", None, 0, "device must be auto, cpu or cuda for several"),
-        (f"train {flags} --out {tmp_path}/a --data {tmp_path}/RANK/data", None, 0, "data is "),
-        (f"train {flags} --out {tmp_path}/a --home module --map e.pattern=global --parallel fsdp", None, 0, "'ddp'"),
-        (f"train {flags} --out {tmp_path}/a", "one process", 0, "error: process 1: this process is odd"),
-        (
-            f"train {flags} --out {tmp_path}/a --seed RANK",
-            None,
-            0,
-            "settings must be those of process 0: train.seed",
-        ),
-        (f"train {flags} --out {tmp_path}/b", "a full disk", 0, "No space left on device"),
-        (f"train {flags} --out {tmp_path}/c", "no number", 0, "non-finite weight: blocks.0.ffn.up.weight; --resume"),
+    new = f"train {flags} --out {tmp_path}/a"
+    cases = [  # what the first process tells, whether one process is wrong or both
+        (f"train {flags} --out {taken}", None, "out must be a new folder, got "),
+        (f"{new} --batch-size 3", None, "error: batch_size / accumulation must be a multiple of the 2 processes"),
+        (f"{new} --device cuda:1", None, "device must be auto, cpu or cuda for several"),
+        (f"{new} --data {tmp_path}/RANK/data", None, "data is "),
+        (f"{new} --home module --map e.pattern=global --parallel fsdp", None, "'ddp'"),
+        (new, "one process", "error: process 1: this process is odd"),
+        (f"{new} --seed RANK", None, "settings must be those of process 0: train.seed"),
+        (f"train {flags} --out {tmp_path}/b", "a full disk", "No space left on device"),
+        (f"train {flags} --out {tmp_path}/c", "no number", "ffn.up.weight; --resume would continue from the start"),
     ]
     outcomes = processes.run(2, tmp_path, parallel_runs.commands, [case[:2] for case in cases])
-    for number, (line, _, teller, words) in enumerate(cases):
-        for rank in range(2):
-            status, output, errors = outcomes[rank][number]
-            assert status == 2, line
-            assert rank == 0 or not output
-            assert (words in errors and errors.count("\n") == 1) if rank == teller else not errors, (line, errors)
+    for (line, _, words), (status, _, errors), other in zip(cases, *outcomes, strict=True):
+        assert (status, errors.count("\n")) == (2, 1), line
+        assert words in errors, line
+        assert other == (2, "", ""), line
     assert not (tmp_path / "a").exists()
     assert "blocks.0.ffn.up.weight" in read_json(tmp_path / "c" / "summary.json")["error"]
 
@@ -191,27 +179,17 @@ def test_a_job_of_torchrun_ends_with_one_of_its_processes_and_goes_on_to_the_sam
     assert_same_bits(tmp_path / "run", tmp_path / "whole")
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [("train --data d --out x --steps 0", "steps must be"), ("inspect x", "torchrun is for train, got")],
-)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_all_processes_refuse_the_first_one_tells(monkeypatch, capsys, tmp_path, line, words, rank):
+def test_what_all_processes_refuse_the_first_one_tells(monkeypatch, capsys, tmp_path, rank):
     started = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "TORCHELASTIC_ERROR_FILE": tmp_path / "error.json"}
     for name, value in started.items():
         monkeypatch.setenv(name, str(value))
-    assert parallel_runs.cli.main(line.split()) == 2
-    captured = capsys.readouterr()
-    assert not captured.out
-    assert (words in captured.err) == (rank == 0)
-    assert captured.err.count("\n") == (rank == 0)
-    assert words in read_json(tmp_path / "error.json")["message"]
-
-
-def test_a_process_that_fails_raises_its_own_error_though_others_fail_too(monkeypatch):
-    monkeypatch.setattr(Ranks, "gather", lambda _, value: ["another error", value])
-    with pytest.raises(OSError, match="the disk is full"), Ranks(1, 2).together():
-        raise OSError("the disk is full")
+    for line, words in (("train --data d --out x --steps 0", "steps must be"), ("inspect x", "torchrun is for train")):
+        assert parallel_runs.cli.main(line.split()) == 2
+        captured = capsys.readouterr()
+        assert not captured.out
+        assert (words in captured.err, captured.err.count("\n")) == ((True, 1) if rank == 0 else (False, 0))
+        assert words in read_json(tmp_path / "error.json")["message"]
 
 
 @pytest.mark.parametrize("size", [1, 3, 7])
