@@ -1,4 +1,3 @@
-import dataclasses
 import html
 import json
 import signal
@@ -7,7 +6,6 @@ import pytest
 import torch
 
 from corpora import in_memory
-from symexplin.lab.compare.grid import Cell
 from symexplin.lab.data.batches import Corpus, eval_batches
 from symexplin.lab.data.sources import find_source
 from symexplin.lab.demo import DemoConfig, run_demo
@@ -118,21 +116,3 @@ def test_one_interrupted_in_its_preparation_begins_again(data, tmp_path, monkeyp
         with pytest.raises(KeyboardInterrupt):
             run_demo(tmp_path, tiny(data))
     assert "sample" in run_demo(tmp_path, tiny(data, lrs=(1e-3,)))
-
-
-def test_files_of_others_are_left_alone(data, tmp_path):
-    path = tmp_path / "compare.toml"
-    path.write_text("mine")
-    with pytest.raises(ValueError, match="out must be a new folder or that of"):
-        run_demo(tmp_path, tiny(data))
-    assert path.read_text() == "mine"
-
-
-def test_the_defaults_are_those_of_the_readme():
-    """Nine runs of 200 steps at width 128, of which the third variant is the paper's with its start."""
-    config = DemoConfig().comparison("data")
-    assert (config.compare.variants, config.compare.lrs) == (("AdamW", "SEL", "SEL-paper"), (1.5e-3, 3e-3, 6e-3))
-    assert config.run(Cell("SEL-paper", 3e-3, 0)).sel.starts_as == "mismatched"
-    assert dataclasses.astuple(config.model) == (128, 4, 4, 256, 128, False, True, False, "xavier_uniform")
-    assert (config.train.steps, config.train.warmup_steps, config.train.eval_every) == (200, 20, 16)
-    assert (config.compute.device, config.compute.autocast, config.log.tensorboard) == ("cpu", "off", False)

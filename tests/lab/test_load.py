@@ -24,14 +24,6 @@ def runs(data, tmp_path_factory):
     return {home: trained(data, folder / home, curve, TINY) for home, curve in CURVES.items()}
 
 
-@pytest.fixture
-def unfinished(runs, tmp_path):
-    """A run with checkpoints and without final weights."""
-    folder = shutil.copytree(runs["optimizer"], tmp_path / "run")
-    (folder / MODEL).unlink()
-    return folder
-
-
 def damage(checkpoint):
     file = checkpoint / MODEL
     file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
@@ -50,34 +42,25 @@ def test_run_checkpoint_and_file_are_one_model(runs, home):
     assert [each.map for each in found] == [map_of(CURVES[home], 16)] * 3
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over_loudly(unfinished):
-    last, before = newest(unfinished)
-    damage(last)
-    lines = []
-    found = load_trained(unfinished, echo=lines.append)
-    assert torch.equal(found.model.head.weight, load_model(before / MODEL).head.weight)
-    (line,) = lines
-    assert line.startswith("warning: ")
-    assert str(last) in line
-    assert "trying the one before it" in line
+def test_what_is_damaged_is_passed_over_loudly(runs, tmp_path):
+    """First the final weights, then the newest checkpoint, then all of them."""
+    run, lines = shutil.copytree(runs["none"], tmp_path / "run"), []
+    last, before = newest(run)
+    for harmed, taken in ((run, last), (last, before)):
+        expected = load_model(taken / MODEL).head.weight
+        damage(harmed)
+        lines.clear()
+        assert torch.equal(load_trained(run, echo=lines.append).model.head.weight, expected)
+        assert lines[-1].startswith("warning: ")
+        assert str(harmed) in lines[-1]
+    (run / MODEL).unlink()  # as long as the run goes on
     with pytest.warns(UserWarning, match=last.name):
-        assert find_weights(unfinished) == before / MODEL
+        assert find_weights(run) == before / MODEL
     with pytest.raises(ValueError, match=r"is damaged: model\.safetensors"):
         load_trained(last)  # this very one was asked for
     damage(before)
     with pytest.raises(ValueError, match=r"all checkpoints in '.*checkpoints' are damaged: remove that folder"):
-        load_trained(unfinished, echo=lines.append)
-
-
-def test_damaged_final_weights_are_passed_over_loudly(tmp_path, runs):
-    run = shutil.copytree(runs["none"], tmp_path / "run")
-    expected = load_model(newest(run)[0] / MODEL).head.weight
-    damage(run)
-    lines = []
-    assert torch.equal(load_trained(run, echo=lines.append).model.head.weight, expected)
-    (line,) = lines
-    assert line.startswith("warning: ")
-    assert str(run / MODEL) in line
+        load_trained(run, echo=lines.append)
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(ValueError, match="without weights"):
         find_weights(run, echo=lines.append)
