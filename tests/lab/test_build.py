@@ -30,14 +30,6 @@ def test_the_optimizer_home_clips_and_anneals_by_itself():
     assert [k * 4e-3 for k in optimizer.param_groups[0]["k_e"]] == pytest.approx([0.015, 0.0024])  # the paper's
 
 
-@pytest.mark.parametrize("home", ["optimizer", "module"])
-def test_all_homes_start_from_one_draw(home):
-    plain = dict(build(config(home="none")).model.named_parameters())
-    effective = sel.fold(build(config(home=home, preset="paper", start="matched")).model)
-    for name, parameter in effective.named_parameters():
-        torch.testing.assert_close(parameter, plain[name], rtol=1e-5, atol=1e-7)
-
-
 @pytest.mark.parametrize(
     ("compute", "accumulation", "kept"),
     [
@@ -145,15 +137,17 @@ def weights(tmp_path_factory):
     return folder / MODEL
 
 
+@pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("home", ["none", "optimizer", "module"])
-def test_weights_given_take_the_place_of_the_drawn_ones(weights, home):
-    train = dataclasses.replace(TRAIN, weights=str(weights))
+def test_all_homes_start_from_one_draw_or_from_the_weights_given(weights, home, given):
+    train = dataclasses.replace(TRAIN, weights=str(weights) if given else None)
     built = build(config(train, home=home, **({} if home == "none" else {"preset": "paper", "start": "matched"}))).model
     found = sel.fold(built).state_dict()
+    wanted = load_model(weights) if given else Transformer(TINY, torch.Generator().manual_seed(TRAIN.seed))
     exact = home != "module"  # whose raw weights are inverted, hence rounded
-    for name, wanted in load_model(weights).state_dict().items():
+    for name, value in wanted.state_dict().items():
         tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-5, "atol": 1e-7}
-        torch.testing.assert_close(found[name], wanted, **tolerance)
+        torch.testing.assert_close(found[name], value, **tolerance)
 
 
 @pytest.mark.parametrize("home", ["optimizer", "module"])

@@ -21,7 +21,6 @@ from symexplin.lab.settings import (
     Positive,
     Schema,
     Whole,
-    differences,
     dump_toml,
     from_table,
     keys,
@@ -169,12 +168,6 @@ def test_files_that_are_not_toml(tmp_path, content):
         load_toml(tmp_path / "bad")
     with pytest.raises(FileNotFoundError, match=r"config must be an existing TOML file, got .*nowhere"):
         load_toml(tmp_path / "nowhere")
-
-
-def test_differences_are_dotted_and_see_missing_tables():
-    assert differences({"t": {"x": 1}}, {"t": {"x": 1}}) == {}
-    assert differences({}, {"t": {"x": {"y": 1}}}) == {"t.x.y": (None, 1)}
-    assert differences({"a": [1]}, {"a": [2]}) == {"a": ([1], [2])}
 
 
 # --- Flags -----------------------------------------------------------------------------------------------------------

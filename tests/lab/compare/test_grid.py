@@ -1,10 +1,9 @@
 import dataclasses
-import re
 
 import pytest
 
 import symexplin as sel
-from symexplin.lab.compare.grid import VARIANTS, Cell, CompareConfig, GridConfig
+from symexplin.lab.compare.grid import Cell, CompareConfig, GridConfig
 from symexplin.lab.config import TrainConfig
 from symexplin.lab.maps import CurveConfig, map_of
 from symexplin.lab.model import ModelConfig
@@ -125,8 +124,3 @@ def test_the_baseline_is_plain_and_sel_is_the_default_map_which_may_learn():
     for scale, start in ((learned.e, 1.0), (learned.l, 0.25)):
         assert (scale.pattern, scale.start, scale.multiplier(lr=1.0)) == ("row_col_mult", start, (0.003, 0.001))
     assert {curve_of(variant).starts_as for variant in ("SEL", "SEL-learned")} == {"matched"}
-
-
-def test_the_help_names_every_variant():
-    text, _, _ = GridConfig.__doc__.partition("lrs:")
-    assert set(re.findall(r"AdamW|SEL[\w-]*", text)) == set(VARIANTS)
