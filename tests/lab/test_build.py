@@ -140,10 +140,10 @@ def weights(tmp_path_factory):
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("home", ["none", "optimizer", "module"])
 def test_all_homes_start_from_one_draw_or_from_the_weights_given(weights, home, given):
-    train = dataclasses.replace(TRAIN, weights=str(weights) if given else None)
+    train = dataclasses.replace(TRAIN, seed=5, weights=str(weights) if given else None)
     built = build(config(train, home=home, **({} if home == "none" else {"preset": "paper", "start": "matched"}))).model
     found = sel.fold(built).state_dict()
-    wanted = load_model(weights) if given else Transformer(TINY, torch.Generator().manual_seed(TRAIN.seed))
+    wanted = load_model(weights) if given else Transformer(TINY, torch.Generator().manual_seed(5))
     exact = home != "module"  # whose raw weights are inverted, hence rounded
     for name, value in wanted.state_dict().items():
         tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-5, "atol": 1e-7}
