@@ -43,7 +43,7 @@ class Inner(Schema):
 
     Args:
         size: a number of things,
-            counted with `care`.
+            counted with care.
         low: a bound.
 
     Raises:
@@ -74,17 +74,6 @@ class Outer(Schema):
     switch: bool = False
     limit: Whole | None = None
     extra: Pairs = field(default_factory=dict)
-
-
-def test_keys_are_the_fields_and_their_help_is_the_docstrings():
-    found = {key.name: key for key in keys(Outer)}
-    assert list(found) == [
-        *("path", "size", "low", "scale", "share", "decay", "pair", "seeds", "kind"),
-        *("switch", "limit", "extra"),
-    ]
-    assert found["size"].help == "a number of things, counted with care"
-    assert (found["size"].table, found["switch"].table) == ("inner", "")
-    assert (found["path"].default, found["limit"].default) == (dataclasses.MISSING, None)
 
 
 @pytest.mark.parametrize("schema", SCHEMAS)
