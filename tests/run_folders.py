@@ -1,5 +1,7 @@
 """Folders of small runs, for the tests of what reads them."""
 
+import dataclasses
+
 import pytest
 
 from symexplin.lab.config import ComputeConfig, LogConfig, RunConfig, TrainConfig
@@ -8,9 +10,10 @@ from symexplin.lab.model import ModelConfig
 from symexplin.lab.run import train
 from symexplin.lab.train import Trainer
 
-__all__ = ["CURVES", "MODEL", "break_off", "trained"]
+__all__ = ["CURVES", "MODEL", "TRAIN", "break_off", "tiny", "trained"]
 
 MODEL = ModelConfig(width=16, depth=2, heads=2, context=16)
+TRAIN = TrainConfig(steps=10, batch_size=4, warmup_steps=2, lr=1e-2, eval_every=4, eval_batches=2)
 # A run in each home of the map, and without one.
 CURVES = {
     "none": CurveConfig(home="none"),
@@ -19,18 +22,24 @@ CURVES = {
 }
 
 
-def trained(data, out, curve=None, model=MODEL, **changes):
-    """Train a small run and return its folder."""
-    schedule = {"steps": 6, "batch_size": 4, "warmup_steps": 2, "lr": 1e-2, "eval_every": 2, "eval_batches": 2}
+def tiny(data, curve="none", **changes):
+    """Return the configuration of a run of one block with a map of CURVES."""
     config = RunConfig(
-        str(data),
-        model,
-        TrainConfig(**schedule | changes),
-        curve or CurveConfig(),
-        ComputeConfig(device="cpu", threads=1),
-        LogConfig(checkpoint_every=4, tensorboard=False),
+        data,
+        ModelConfig(width=16, depth=1, heads=2, context=8),
+        TRAIN,
+        CURVES[curve],
+        ComputeConfig(device="cpu", threads=1, autocast="off"),
+        LogConfig(checkpoint_every=3, tensorboard=False),
     )
-    train(config, out, progress=False)
+    return dataclasses.replace(config, **changes)
+
+
+def trained(data, out, curve=None, model=MODEL):
+    """Train a small run and return its folder."""
+    schedule = dataclasses.replace(TRAIN, steps=6, eval_every=2)
+    log = LogConfig(checkpoint_every=4, tensorboard=False)
+    train(tiny(data, sel=curve or CurveConfig(), model=model, train=schedule, log=log), out, progress=False)
     return out
 
 

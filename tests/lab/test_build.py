@@ -11,7 +11,6 @@ from symexplin.lab.model import ModelConfig, Transformer
 from symexplin.lab.weights import MODEL, load_model, save_model
 
 TINY = ModelConfig(width=16, depth=1, heads=2, context=8)
-BARE = dataclasses.replace(TINY, bias=False)
 TRAIN = TrainConfig(steps=10, warmup_steps=1, lr=4e-3, betas=(0.8, 0.99), weight_decay=0.02, max_grad_norm=0.7)
 
 

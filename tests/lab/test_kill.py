@@ -1,5 +1,6 @@
 """Kill -9 `train` and `prepare` at random moments, also while a file is half-written: they go on to the same bits."""
 
+import dataclasses
 import random
 import signal
 import time
@@ -9,7 +10,10 @@ import pytest
 import parallel_runs
 import processes
 from corpora import TEXTS, prepare_slowly
+from run_folders import CURVES, TRAIN, tiny
 from symexplin.lab.data.prepare import PrepareConfig
+from symexplin.lab.model import ModelConfig
+from symexplin.lab.settings import to_table
 
 pytestmark = pytest.mark.slow
 DICE = random.Random(0)
@@ -41,14 +45,8 @@ def assert_same(folder, expected, names):
 
 def kill_training(data, home, folder):
     """Return how many of three kills left a checkpoint half-written."""
-    table = {
-        "data": data,
-        "model": {"width": 32, "depth": 1, "heads": 2, "context": 16},
-        "train": {"steps": 40, "batch_size": 4, "warmup_steps": 5, "eval_every": 10, "eval_batches": 2},
-        "sel": {"home": home, **({} if home == "none" else {"preset": "paper"})},
-        "compute": {"threads": 1},
-        "log": {"checkpoint_every": 3, "tensorboard": False},
-    }
+    model, schedule = ModelConfig(width=32, depth=1, heads=2, context=16), dataclasses.replace(TRAIN, steps=40)
+    table = to_table(tiny(data, home, model=model, train=schedule))
     whole, out, half = folder / "whole", folder / "killed", 0
     finish(parallel_runs.go_on, table, whole)
     for when, wait in (
@@ -64,7 +62,7 @@ def kill_training(data, home, folder):
 
 
 def test_kills_of_training_change_no_bit(data, tmp_path):
-    half = [kill_training(data, home, tmp_path / home) for home in ("none", "optimizer", "module")]
+    half = [kill_training(data, home, tmp_path / home) for home in CURVES]
     assert sum(half) > 0  # some kills came while a file was half-written
 
 

@@ -87,7 +87,7 @@ def test_an_end_token_of_ones_own_survives(tmp_path):
     file = Path(prepared(tmp_path / "first", tokenizer="bpe", vocab_size=300), "tokenizer.json")
     own = next(name for name, index in json.loads(file.read_text())["model"]["vocab"].items() if index == 290)
     data = prepared(tmp_path / "data", TEXTS, tokenizer=str(file), end_token=own)
-    assert load_trained(trained(data, tmp_path / "run", None, TINY, steps=2)).tokenizer.end == 290
+    assert load_trained(trained(data, tmp_path / "run", None, TINY)).tokenizer.end == 290
 
 
 def test_a_model_starts_from_the_weights_of_its_shape_and_no_other(runs):

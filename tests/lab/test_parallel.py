@@ -1,3 +1,4 @@
+import dataclasses
 import os
 import signal
 import subprocess
@@ -9,33 +10,33 @@ import pytest
 import parallel_runs
 import processes
 from corpora import TEXTS, prepared
+from run_folders import CURVES, TRAIN, tiny
+from symexplin.lab.config import LogConfig
 from symexplin.lab.data.batches import Corpus
 from symexplin.lab.files import read_json, read_json_lines
+from symexplin.lab.model import ModelConfig
 from symexplin.lab.parallel import Ranks
-from symexplin.lab.settings import dump_toml, load_toml
+from symexplin.lab.settings import dump_toml, load_toml, merge, to_table
 
-HOMES = ["none", "optimizer", "module"]
-KINDS = [(home, kind) for home in HOMES for kind in ("ddp", "fsdp")]
+KINDS = [(home, kind) for home in CURVES for kind in ("ddp", "fsdp")]
 SHARED = [
     ("none", "ddp", "resumed"),
     ("optimizer", "fsdp", "resumed"),
     ("optimizer", "ddp", "moved"),
     ("module", "fsdp", "moved"),
 ]
-STEPS = 9
 
 
 def table(data, home="none", kind=None, **train):
-    compute = {"device": "cpu", "threads": 1, "autocast": "off"} | ({"parallel": kind} if kind else {})
-    schedule = {"steps": STEPS, "batch_size": 8, "accumulation": 2, "warmup_steps": 2, "lr": 1e-2}
-    return {
-        "data": data,
-        "model": {"width": 16, "depth": 1, "heads": 2, "context": 16},
-        "train": {**schedule, "eval_every": 5, "eval_batches": 1, "max_grad_norm": 0.5, **train},
-        "sel": {"home": home, **({} if home == "none" else {"preset": "paper"})},
-        "compute": compute,
-        "log": {"checkpoint_every": 4, "tensorboard": False},
-    }
+    schedule = {"steps": 9, "batch_size": 8, "accumulation": 2, "eval_every": 5, "eval_batches": 1}
+    config = tiny(
+        data,
+        home,
+        model=ModelConfig(width=16, depth=1, heads=2, context=16),
+        train=dataclasses.replace(TRAIN, **{**schedule, "max_grad_norm": 0.5, **train}),
+        log=LogConfig(checkpoint_every=4, tensorboard=False),
+    )
+    return merge(to_table(config), {"compute": {"parallel": kind}} if kind else {})
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,7 @@ def folder(data, tmp_path_factory):
     for config, name in later:
         assert "after step 6" in parallel_runs.go_on(config, name, 6)
     processes.run(2, place, parallel_runs.runs, later)
-    for home in HOMES:
+    for home in CURVES:
         parallel_runs.go_on(table(data, home), place / home)
     return place
 

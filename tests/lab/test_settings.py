@@ -1,4 +1,3 @@
-import dataclasses
 import math
 import shlex
 from dataclasses import dataclass, field
