@@ -115,14 +115,6 @@ def test_an_unfinished_table_says_what_is_missing(tmp_path):
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_one_seed_at_one_rate_shows_signs_alone(tmp_path):
-    page = Page(report_table(table_folder(tmp_path / "one", "frozen", loss, seeds=(0,), lrs=(0.01,))))
-    assert "5 other sign than the paper, one seed; 1 same sign as the paper, one seed; 1 not tested" in page.text
-    assert "With one learning rate tried" in page.text
-    assert row_of(page, "Full SELfull")[3] == "+0.2000too few seeds"
-
-
-@pytest.mark.usefixtures("undrawn")
 def test_beyond_the_paper_there_are_no_claims(tmp_path):
     widths = table_folder(tmp_path / "widths", "widths", lambda variant, *_: 2.0 + 0.1 * (variant == "number"))
     page = Page(report_table(widths))

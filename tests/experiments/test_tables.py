@@ -219,7 +219,6 @@ def test_a_file_of_ones_own_is_a_table(tmp_path):
     ("changes", "words"),
     [
         ({"modl": {"width": 3}}, "did you mean 'model'"),
-        ({"model": 3}, r"\[model\] must be a table, got 3"),
         ({"variant": {"strong": 3}}, r"\[variant.strong\] must be a table, got 3"),
         ({"reported": {"loss": {}}}, "unknown key 'reported'"),
         ({"variant": {"strng": {"map": {"beta": 3}}}}, "variant must be one of .*did you mean 'strong'"),

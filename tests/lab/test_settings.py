@@ -107,7 +107,6 @@ def test_whole_numbers_serve_as_numbers_and_lists_as_tuples():
         ({}, "path must be given: where it is"),
         ({"path": "x", "swich": True}, "unknown key 'swich'; did you mean 'switch'?"),
         ({"path": "x", "inner": {"sise": 1}}, r"unknown key 'sise' in \[inner\]; did you mean 'size'?"),
-        ({"path": "x", "iner": {}}, "did you mean 'inner'?"),
         ({"path": "x", "zzz": 1}, "unknown key 'zzz'; known: path, "),
         ({"path": "x", "size": 1}, r"key 'size' belongs in \[inner\]"),
         ({"path": "x", "inner": {"switch": True}}, "key 'switch' belongs at the top"),
@@ -115,7 +114,6 @@ def test_whole_numbers_serve_as_numbers_and_lists_as_tuples():
         ({"path": "x", "inner": 3}, r"\[inner\] must be a table, got 3"),
         ({"path": 3}, "path must be a string, got 3"),
         ({"path": "x", "switch": 1}, "switch must be true or false, got 1"),
-        ({"path": "x", "limit": "2"}, "limit must be a whole number, got '2'"),
         ({"path": "x", "extra": 1}, "extra must be a table, got 1"),
     ],
 )
@@ -131,7 +129,6 @@ def test_mistakes_in_a_table_are_named(table, words):
         ({"size": True}, "size must be a whole number, got True"),
         ({"size": 0}, "size must be a whole number >= 1, got 0"),
         ({"size": 4}, "size must be odd, got 4"),
-        ({"low": "1"}, "low must be a number, got '1'"),
         ({"low": 10**400}, "low must be a number, got 1000"),
         *(({"scale": value}, "scale must be a positive finite number") for value in (0, math.nan, math.inf)),
         *(({"share": value}, r"share must be a number in \[0, 1\)") for value in (1, -0.1, math.nan)),
