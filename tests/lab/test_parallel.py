@@ -134,7 +134,7 @@ def test_each_error_of_a_job_is_one_line_and_all_processes_have_its_status(folde
         (f"{new} --home module --map e.pattern=global --parallel fsdp", None, "'ddp'"),
         (new, "one process", "error: process 1: this process is odd"),
         (f"{new} --seed RANK", None, "settings must be those of process 0: train.seed"),
-        (f"train {flags} --out {tmp_path}/b", "a full disk", "No space left on device"),
+        (f"train {flags} --out {tmp_path}/b", "a full disk", "error: No space left on device"),
         (f"train {flags} --out {tmp_path}/c", "no number", "ffn.up.weight; --resume would continue from the start"),
     ]
     outcomes = processes.run(2, tmp_path, parallel_runs.commands, [case[:2] for case in cases])

@@ -15,8 +15,8 @@ def test_a_page_is_self_contained_and_repeats(tmp_path):
     folder = comparison(tmp_path, sample={"variant": "SEL", "lr": 0.01, "seed": 0, "text": EVIL})
     page = Page(report_comparison(folder))
     assert report_comparison(folder).read_text() == page.html
-    for tag, name, value in page.attributes:
-        assert name != "src", tag
+    for name, value in page.attributes:
+        assert name != "src"
         assert name not in ("href", "xlink:href") or value.startswith("#"), value
     assert not [word for word in ("@import", "url(http", "<script") if word in page.html]
     assert page.html.count("<svg") == page.html.count("<figcaption>") == 2  # every chart has its sentence
