@@ -121,7 +121,8 @@ def test_jobs_are_submitted_as_an_array_and_a_refusal_is_told(tmp_path, monkeypa
 def queue(tmp_path, monkeypatch):
     """A squeue that prints the file which is returned, and jobs that are numbered from 7_0 on, and never begin."""
     file, submitted = tmp_path / "queue", []
-    program(monkeypatch, tmp_path / "bin", "squeue", f"cat {file}")
+    unknown = "{ echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1; }"
+    program(monkeypatch, tmp_path / "bin", "squeue", f"test -s {file} && cat {file} || {unknown}")
     file.write_text("")
     monkeypatch.setattr(launch, "_GLANCE", 0.05)
     monkeypatch.setattr(launch, "_TICK", 0.01)
@@ -174,7 +175,12 @@ def test_a_preempted_job_saves_its_run_and_executes_the_same_again(tmp_path):
     pytest.importorskip("submitit")
     run, again = task(tmp_path / "a", SAVES), []
     job = SlurmJob(run.command, tmp_path / "a" / "done")
-    before = signal.signal(signal.SIGALRM, lambda *_: again.append(job.checkpoint()))
+
+    def preempt(*_):
+        os.kill(job._number, signal.SIGUSR2)  # Slurm sends submitit's signal to the run, too
+        again.append(job.checkpoint())
+
+    before = signal.signal(signal.SIGALRM, preempt)
     try:
         signal.setitimer(signal.ITIMER_REAL, 1)
         with pytest.raises(SystemExit):

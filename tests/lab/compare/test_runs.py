@@ -8,12 +8,11 @@ import sys
 
 import pytest
 
-from sweeps import bits, numbers, tiny
 from symexplin.lab.compare import launch, runs
 from symexplin.lab.compare.command import configured
 from symexplin.lab.compare.grid import ClusterConfig, CompareConfig, GridConfig
 from symexplin.lab.compare.runs import compare_runs
-from symexplin.lab.config import ComputeConfig
+from symexplin.lab.config import ComputeConfig, LogConfig, TrainConfig
 from symexplin.lab.model import ModelConfig, Transformer
 from symexplin.lab.run import evaluations, train
 from symexplin.lab.settings import dump_toml, from_table, load_toml
@@ -21,6 +20,30 @@ from symexplin.lab.settings import dump_toml, from_table, load_toml
 NAMES = [f"{variant}-lr{lr}-seed{seed}" for seed in (0, 3) for lr in (0.001, 0.01) for variant in ("AdamW", "SEL")]
 TOO_HIGH = 1e30  # a learning rate at which every variant breaks down
 pytestmark = pytest.mark.usefixtures("undrawn")  # but for what a fixture of the module draws once
+
+
+def tiny(data, steps=6, **grid):
+    return CompareConfig(
+        data,
+        ModelConfig(width=16, depth=1, heads=2, context=16),
+        TrainConfig(steps=steps, batch_size=4, warmup_steps=1, eval_every=2, eval_batches=2),
+        compute=ComputeConfig(device="cpu", threads=1, autocast="off"),
+        log=LogConfig(checkpoint_every=3, tensorboard=False),
+        compare=GridConfig(**{"lrs": (1e-3, 1e-2), "seeds": (0, 3), **grid}),
+    )
+
+
+def bits(folder):
+    """Return what a sweep measured and trained, without times."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for name in ("metrics.jsonl", "model.safetensors")
+        for path in folder.glob(f"runs/*/{name}")
+    }
+
+
+def numbers(content):
+    return [(run["variant"], run["lr"], run["seed"], run["evals"], run["error"]) for run in content["runs"]]
 
 
 @pytest.fixture(scope="module")
