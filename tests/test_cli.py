@@ -17,7 +17,6 @@ from corpora import TEXTS
 from symexplin import __version__, cli
 from symexplin.experiments.tables import names, read_table
 from symexplin.lab.process import Stopped
-from symexplin.lab.weights import load_model
 
 TINY = "--width 32 --depth 1 --heads 2 --context 16 --steps 6 --batch-size 4 --eval-every 3 --no-tensorboard"
 
@@ -202,20 +201,13 @@ def test_sample_writes_the_prompt_and_more_and_the_same_again(place, capsys):
     assert run(capsys, "sample", place / "run", "--prompt", "- item", "--length", "1").startswith("- item")
 
 
-def test_export_writes_a_folder_of_transformers(place, capsys, tmp_path):
-    """Its logits are compared in tests/lab/test_export.py."""
+def test_export_and_inspect_write_what_they_are_asked_for(place, capsys, tmp_path):
+    """Logits and figures are compared in tests/lab/test_export.py and test_inspect.py."""
     run(capsys, "export", place / "run", "--out", tmp_path / "mymodel")
     assert json.loads((tmp_path / "mymodel" / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
-
-
-def test_inspect_prints_and_writes(place, capsys, tmp_path):
-    file = place / "run" / "model.safetensors"
-    text = run(capsys, "inspect", file, "--json", tmp_path / "tails.json")
-    assert "blocks.0.ffn.up" in text
-    weight = load_model(file).blocks[0].ffn.up.weight.detach().double()
-    rows = json.loads((tmp_path / "tails.json").read_text())["rows"]
-    (row,) = [row for row in rows if row["name"] == "blocks.0.ffn.up.weight"]
-    assert row["max"] == pytest.approx(weight.abs().max().item())
+    file, written = place / "run" / "model.safetensors", tmp_path / "tails.json"
+    assert "beta 5 (as given)" in run(capsys, "inspect", file, "--map", "beta=5", "--json", written)
+    assert "blocks.0.ffn.up.weight" in [row["name"] for row in json.loads(written.read_text())["rows"]]
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -1,7 +1,6 @@
 import gzip
 import json
 import lzma
-import time
 
 import numpy as np
 import pytest
@@ -105,16 +104,12 @@ def test_missing_and_empty_sources_are_named(tmp_path):
 # --- datasets and the hub --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("offline", [True, False])
-def test_out_of_reach_is_one_line(monkeypatch, tmp_path, offline):
+def test_out_of_reach_is_one_line(monkeypatch, tmp_path):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", offline)
-    monkeypatch.setattr(time, "sleep", lambda _: None)  # the client tries for 23 seconds
-    for name in ("HTTP_PROXY", "HTTPS_PROXY"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")  # no network, also where there is one
+    for settings in (constants, datasets.config):
+        monkeypatch.setattr(settings, "HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=r"'hf:some/data:small' .*cannot be loaded.*give a local file") as caught:
         load("hf:some/data:small")
     assert "\n" not in str(caught.value)
