@@ -57,7 +57,6 @@ def test_the_distribution_is_that_of_all_weights(file):
     tail = lines(right)["trained weights"]
     for size, share in zip(tail.get_xdata(), tail.get_ydata(), strict=True):
         assert share == pytest.approx((np.abs(growth) >= size * (1 - 1e-12)).mean())
-    assert (np.diff(tail.get_xdata()) < 0).all()
     assert tail.get_xdata()[0] == pytest.approx(np.abs(growth).max())
     fresh = lines(right)["Xavier's uniform start"]
     assert fresh.get_ydata() == pytest.approx(1 - fresh.get_xdata())
@@ -82,9 +81,6 @@ def test_heavy_tails_of_each_matrix(file):
     share, size = lines(percentile)["trained weights"].get_data()
     sizes = np.abs(growth_of(file))
     assert [(sizes >= x * (1 - 1e-12)).mean() for x in size] == pytest.approx(share)
-    near = size[(size > 0.2) & (size < 5)]
-    assert near[0] / near[-1] > 20
-    assert (near[:-1] / near[1:]).max() < 1.02  # next to the bound a percentile is known to 2%
 
 
 def test_distances_of_a_run_are_those_from_its_own_start(runs):
