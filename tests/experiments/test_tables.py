@@ -4,6 +4,7 @@ import functools
 import pytest
 import torch
 
+import symexplin as sel
 from symexplin.experiments.figures import FIGURES
 from symexplin.experiments.tables import SCALES, load_table, names, read_table
 from symexplin.lab.build import build
@@ -21,7 +22,6 @@ OF_THE_PAPER = {
     *("lr_annealing", "curvature", "xavier"),
 }
 BEYOND = {"modes", "patterns", "default", "widths"}
-PAPER_K = {"e": (50.0, 8.0), "l": (50.0, 8.0), "m": (0.01, 0.5)}
 loaded = functools.cache(load_table)  # without changes a table is the same for all tests
 every_table = pytest.mark.parametrize("name", sorted(OF_THE_PAPER | BEYOND))
 
@@ -108,13 +108,9 @@ def test_the_grid_is_the_papers():
         assert (model.head_dim, model.context, model.bias, model.init) == (64, 1024, True, "xavier_uniform")
         assert (train.betas, train.weight_decay, train.max_grad_norm) == ((0.9, 0.999), 0.01, 1.0)
         assert (train.warmup_steps, run.compute.autocast, run.compute.compile) == (250, "on", True)
-    assert learned(table) == {"mismatch": {"e", "l", "m"}, "mismatch+offset": {"e", "l", "m", "n", "delta"}}
-    for variant in learned(table):
-        config = map_in(table, variant)
-        assert (config.mode, starts(table)[variant]) == ("mismatch", "mismatched")
-        assert {role: getattr(config, role).k for role in PAPER_K} == PAPER_K
-        assert (config.curvature, config.normalize) == ("fixed", False)
-    assert (config.n.pattern, config.delta.pattern, config.delta.k) == ("column", "lora", (0.5, 0.5))
+    for variant, preset in (("mismatch", "paper"), ("mismatch+offset", "paper+offset")):
+        assert map_in(table, variant).to_dict() == sel.preset(preset, beta=GRID["1024x12"][0]).resolve(1024).to_dict()
+        assert starts(table)[variant] == "mismatched"
     assert table.data["sources"] == ["openwebtext"]
 
 

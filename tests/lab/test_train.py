@@ -144,15 +144,11 @@ def test_an_infinite_gradient_is_noticed_before_it_is_used():
     assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
 
 
-def test_a_norm_that_is_infinite_in_raw_space_alone_ends_the_run(monkeypatch):
+def test_a_norm_that_is_infinite_in_raw_space_alone_ends_the_run():
     """Finite gradients of the effective weights may be infinite after the pullback."""
     trainer = make("optimizer")
-    step = trainer.optimizer.step
-
-    def stepped():
-        step()
-        trainer.optimizer.grad_norm = torch.tensor(torch.inf)
-
-    monkeypatch.setattr(trainer.optimizer, "step", stepped)
+    trainer.optimizer.register_step_post_hook(
+        lambda optimizer, *_: setattr(optimizer, "grad_norm", torch.tensor(torch.inf))
+    )
     with pytest.raises(NonFiniteError, match="step 1: raw gradient norm is inf"):
         trainer.update()
