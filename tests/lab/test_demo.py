@@ -1,7 +1,6 @@
 import html
 import json
 import signal
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,12 +17,6 @@ LRS = (1e-3, 1e30)  # at the second one every variant breaks down
 RUNS = {f"{variant}-lr{lr:g}-seed0" for variant in VARIANTS for lr in LRS}
 
 pytestmark = pytest.mark.usefixtures("undrawn")  # but for what a fixture of the module draws once
-
-
-@pytest.fixture(scope="module")
-def text(data):
-    """The text of the data: a demo prepares it itself."""
-    return str(Path(data).with_name("text"))
 
 
 def tiny(text, **changes):
