@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import symexplin.__main__
-from corpora import TEXTS
 from symexplin import __version__, cli
 from symexplin.experiments.tables import names, read_table
 from symexplin.lab.process import Stopped
@@ -22,14 +21,11 @@ TINY = "--width 32 --depth 1 --heads 2 --context 16 --steps 6 --batch-size 4 --e
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A folder with a text, its tokens and a run without biases."""
+def place(text, tmp_path_factory):
+    """A folder with tokens and a run without biases."""
     folder = tmp_path_factory.mktemp("walk")
-    (folder / "mytext").mkdir()
-    for index, text in enumerate(TEXTS):
-        (folder / "mytext" / f"{index}.txt").write_text(text)
     data = str(folder / "data")
-    assert cli.main(["prepare", str(folder / "mytext"), "--out", data, "--vocab-size", "400"]) == 0
+    assert cli.main(["prepare", text, "--out", data, "--vocab-size", "400"]) == 0
     arguments = ["--data", data, "--out", str(folder / "run"), "--no-bias", "--preset", "paper", *TINY.split()]
     assert cli.main(["train", *arguments]) == 0
     return folder

@@ -105,8 +105,6 @@ def test_an_unfinished_table_says_what_is_missing(tmp_path):
     }
     growth = {row["panel"]: row["verdict"] for row in claims if " to " in row["panel"]}
     assert growth == {"64x2 to 64x4": "not tested at this scale", "64x2 to 128x2": "no difference detected"}
-    better = next(row for row in rows_of(out / "table.csv") if row["variant"] == "mismatch+offset")
-    assert (better["panel"], better["paper_speedup"]) == ("64x2", "1.32")
     missing = [panel.name for panel in load_table("frozen", "mini").panels]
     empty = table_folder(tmp_path / "empty", "frozen", loss, missing=missing)
     assert "Unfinished: 1 of 1 panels to go" in Page(report_table(empty)).text

@@ -77,13 +77,6 @@ def test_names_agree_with_modules(tmp_path, name):
     assert (found.config, found.width) == (wanted.config, wanted.width)
 
 
-def test_patterns_choose(tmp_path):
-    config = sel.SELConfig(include=("embed.*",), exclude=("*.9.*", "*.2.*"))
-    assert [row.name for row in inspected(tmp_path, config=config).rows] == ["embed.weight", "layers.10.up.weight"]
-    with pytest.raises(ValueError, match=r"include pattern 'nrom.\*' matches no parameter"):
-        inspected(tmp_path, config=sel.SELConfig(include=("nrom.*",)))
-
-
 def test_files_without_curved_weights(tmp_path):
     eye = torch.eye(4)
     for tensor in (torch.ones(3), eye[:0], eye.to(torch.float8_e5m2), eye.to(torch.int8)):

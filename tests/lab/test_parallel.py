@@ -93,15 +93,13 @@ def test_two_processes_train_what_one_does(folder, home, kind):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("home", "kind"), [(home, kind) for home, kind, how in SHARED if how == "resumed"])
-def test_a_run_that_a_signal_to_one_process_stopped_resumes_to_the_same_bits(folder, home, kind):
-    assert_same_bits(folder / f"{home}-{kind}-resumed", folder / f"{home}-{kind}")
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(("home", "kind"), [(home, kind) for home, kind, how in SHARED if how == "moved"])
-def test_a_run_moves_from_two_processes_to_one_and_back(folder, home, kind):
-    assert_close(folder / f"{home}-{kind}-moved", folder / home)
+@pytest.mark.parametrize(("home", "kind", "how"), SHARED)
+def test_a_run_that_a_signal_to_one_process_stopped_resumes_also_in_one_process_and_back(folder, home, kind, how):
+    run = folder / f"{home}-{kind}-{how}"
+    if how == "resumed":
+        assert_same_bits(run, folder / f"{home}-{kind}")
+    else:
+        assert_close(run, folder / home)
 
 
 @pytest.mark.distributed

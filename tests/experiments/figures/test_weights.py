@@ -1,5 +1,3 @@
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -7,10 +5,7 @@ import torch
 from drawn import lines, title
 from symexplin.experiments.figures import draw
 from symexplin.experiments.figures.probe import probe
-from symexplin.lab.model import ModelConfig, Transformer
 from symexplin.lab.weights import iter_tensors, write_tensors
-
-ROLES = ["q", "k", "v", "o", "gate", "up", "down"]
 
 
 @pytest.fixture(scope="module")
@@ -85,15 +80,8 @@ def test_heavy_tails_of_each_matrix(file):
 
 def test_distances_of_a_run_are_those_from_its_own_start(runs):
     histogram, axes = labelled(draw("optimization_distance", [runs["plain"]])).axes
-    config = json.loads((runs["plain"] / "run.json").read_text())["model"]
-    start = Transformer(ModelConfig(**config), torch.Generator().manual_seed(0)).state_dict()
-    gone = np.concatenate(
-        [
-            (tensor.double() - start[name].double()).abs().numpy().ravel()
-            for name, tensor in iter_tensors(runs["plain"])
-            if name.split(".")[-2] in ROLES and name.endswith("weight")
-        ]
-    )
+    found = probe(runs["plain"])
+    gone = np.abs(found.pooled("effective") - found.pooled("initial"))
     heights, edges = histogram.patches[0].get_data()[:2]
     assert heights == pytest.approx(np.histogram(gone, edges[::-1])[0][::-1] / len(gone), abs=1e-12)
     rank, steps = lines(axes)["weights, the farthest first"].get_data()
@@ -129,8 +117,7 @@ def test_raw_and_effective_weights_at_both_ends_and_the_map_between(runs):
     names = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in (left, right)]
     assert names == [["baseline", "SEL, effective"], ["baseline", "SEL, effective", "SEL, raw"]]
     found = probe(runs["curved"])
-    state = {n: t for n, t in iter_tensors(runs["plain"]) if n.split(".")[-2] in ROLES and t.dim() == 2}
-    trained = torch.cat([t.flatten() for t in state.values()]).double().numpy()
+    trained = probe(runs["plain"]).pooled("effective")
     baseline, effective, raw = (right.patches[i].get_data() for i in (0, 2, 3))
     for drawn, values in ((baseline, trained), (effective, found.pooled("effective")), (raw, found.pooled("raw"))):
         assert list(drawn.values) == list(np.histogram(values, drawn.edges, density=True)[0])
