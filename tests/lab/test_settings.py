@@ -38,16 +38,7 @@ def odd(name, value):
 
 @dataclass(frozen=True)
 class Inner(Schema):
-    """A table.
-
-    Args:
-        size: a number of things,
-            counted with care.
-        low: a bound.
-
-    Raises:
-        ValueError: never.
-    """
+    """A table."""
 
     size: Annotated[Count, odd] = 3
     low: float = 0.0

@@ -16,10 +16,6 @@ from symexplin.lab.files import write_json
 from symexplin.lab.maps import CurveConfig
 
 
-def ticks(axes):
-    return [label.get_text() for label in axes.get_yticklabels()]
-
-
 def test_panels_stand_by_width_and_depth_with_the_best_variant(compared, tmp_path):
     sizes = [(96, 2), (64, 10), (64, 2)]
     for w, d in sizes:
@@ -38,7 +34,7 @@ def test_ablations_have_a_bar_for_each_variant_and_rate_and_none_for_one_that_br
     folder = compared(seeds=(0, 1, 2), final=2.4, more={"worse": 0.3, "better": -0.5, "broken": None})
     left, right = draw("mechanism_ablations", [folder]).axes
     assert set(lines(left)) == {"AdamW, lr 0.01", "better, lr 0.001", "SEL, lr 0.001", "worse, lr 0.001"}
-    assert ticks(right) == ["better", "SEL", "worse", "broken"]
+    assert [label.get_text() for label in right.get_yticklabels()] == ["better", "SEL", "worse", "broken"]
     # Own best at 0.001, then the shared 0.01; AdamW ends at 2.0.
     assert [bar.get_width() for bar in right.patches] == pytest.approx([-0.2, -0.1, 0.3, 0.4, 0.6, 0.7])
     assert np.diff([bar.get_y() for bar in right.patches]) == pytest.approx([0.4, 0.6] * 2 + [0.4])  # side by side
