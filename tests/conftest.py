@@ -1,4 +1,5 @@
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +22,12 @@ def pytest_collection_modifyitems(items):
 def data(tmp_path_factory):
     """A small prepared text, the same in every module."""
     return prepared(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def text(data):
+    """The file of text that the data were prepared from."""
+    return str(Path(data).with_name("text"))
 
 
 @pytest.fixture

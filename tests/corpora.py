@@ -4,11 +4,12 @@ import hashlib
 
 import numpy as np
 
+from symexplin.lab.data import tokenizer
 from symexplin.lab.data.batches import Corpus
 from symexplin.lab.data.prepare import PrepareConfig, prepare
 from symexplin.lab.data.tokenizer import Tokenizer
 
-__all__ = ["TEXTS", "in_memory", "prepared", "split"]
+__all__ = ["TEXTS", "in_memory", "prepare_slowly", "prepared", "split"]
 
 TEXTS = [f"document {i} says {i * i} and {i % 5}, which is all there is to say" for i in range(80)]
 
@@ -21,6 +22,12 @@ def prepared(folder, texts=TEXTS, **options):
     config = PrepareConfig(sources=(str(source),), **{"tokenizer": "byte", **options})
     prepare(config, folder / "data", progress=False)
     return str(folder / "data")
+
+
+def prepare_slowly(config, folder):
+    """Prepare in pieces so small that a kill finds files half-written."""
+    tokenizer._PIECE = 100
+    prepare(config, folder)
 
 
 def split(documents, fraction=0.05, seed=0):

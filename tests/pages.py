@@ -1,44 +1,31 @@
 """Reads the pages of reports."""
 
+import html
 import re
-from html.parser import HTMLParser
 
 __all__ = ["Page"]
 
+VOID = {"meta", "br", "path", "use", "rect"}
 
-class Page(HTMLParser):
-    """Collects rows of tables and checks that tags are balanced."""
 
-    VOID = frozenset({"meta", "br", "path", "use", "rect"})
+def _text(source):
+    return html.unescape(re.sub(r"<[^>]*>", "", source))
+
+
+class Page:
+    """The text, tables, titles and attributes of a page, whose tags must be balanced."""
 
     def __init__(self, path):
-        super().__init__()
         self.html = path.read_text(encoding="utf-8")
-        self.open, self.rows, self.attributes, self.text = [], [], [], ""
-        self.feed(self.html)
-        assert self.open == []
-
-    def handle_starttag(self, tag, attrs):
-        self.attributes += [(tag, *pair) for pair in attrs]
-        if tag not in self.VOID:
-            self.open.append(tag)
-        if tag == "tr":
-            self.rows.append([])
-        if tag in ("td", "th"):
-            self.rows[-1].append("")
-
-    def handle_startendtag(self, tag, attrs):
-        self.attributes += [(tag, *pair) for pair in attrs]
-
-    def handle_endtag(self, tag):
-        if tag not in self.VOID:
-            assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text += data
-        if {"td", "th"} & set(self.open[-2:]):
-            self.rows[-1][-1] += data
-
-    @property
-    def titles(self):
-        return re.findall(r"<h2>(.*?)</h2>", self.html)
+        self.text = _text(self.html)
+        self.titles = re.findall(r"<h2>(.*?)</h2>", self.html)
+        rows = re.findall(r"<tr.*?</tr>", self.html, re.DOTALL)
+        self.rows = [[_text(cell) for cell in re.findall(r"<t[dh].*?</t[dh]>", row, re.DOTALL)] for row in rows]
+        self.attributes = re.findall(r'([\w:-]+)="([^"]*)"', self.html)
+        ends = []
+        for end, name, alone in re.findall(r"<(/?)([a-z][\w:]*)[^>]*?(/?)>", self.html, re.IGNORECASE):
+            if end:
+                assert ends.pop() == name
+            elif not alone and name not in VOID:
+                ends.append(name)
+        assert ends == []

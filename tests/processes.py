@@ -1,4 +1,4 @@
-"""Run a function in several processes joined by gloo, for tests of what is distributed."""
+"""Run a function in a process that may be killed, or in several that are joined by gloo."""
 
 import multiprocessing
 import pickle
@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch
 
-__all__ = ["run"]
+__all__ = ["run", "start"]
 
 _context = multiprocessing.get_context("forkserver")
 # torch._dynamo: the first step of an optimizer of torch imports it.
@@ -20,8 +20,16 @@ _context.set_forkserver_preload(
         "torchao.optim.quant_utils",
         "symexplin.optim",
         "symexplin.lab.run",
+        "symexplin.lab.data.prepare",
     ]
 )
+
+
+def start(function, *args):
+    """Call a function in another process, which has torch already, and return that process."""
+    process = _context.Process(target=function, args=args, daemon=True)
+    process.start()
+    return process
 
 
 def _work(rank, world, store, results, function, args):
@@ -45,12 +53,7 @@ def run(world, folder, function, *args, timeout=240):
     """
     results = _context.Queue()
     store = folder / f"rendezvous-{world}-{len(list(folder.iterdir()))}"
-    workers = [
-        _context.Process(target=_work, args=(rank, world, store, results, function, args), daemon=True)
-        for rank in range(world)
-    ]
-    for worker in workers:
-        worker.start()
+    workers = [start(_work, rank, world, store, results, function, args) for rank in range(world)]
     found = {}
     try:
         while len(found) < world:

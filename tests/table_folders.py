@@ -1,28 +1,27 @@
-"""Folders of tables whose comparisons are plain numbers, for the tests of what reads them."""
+"""Folders of comparisons and tables whose losses are plain numbers, for the tests of what reads them."""
 
 import json
 from pathlib import Path
 
+import symexplin as sel
 from symexplin.experiments.tables import PANELS, TABLE, load_table
 from symexplin.lab.compare.sweep import content_of
 from symexplin.lab.compare.table import Run, compare
 from symexplin.lab.files import write_json
 
-__all__ = ["panel_folder", "table_folder"]
+__all__ = ["comparison", "panel_folder", "table_folder"]
 
 STEPS = (0, 25, 50, 75, 100)
 
 
-def panel_folder(
-    folder, variants, loss, lrs=(0.001, 0.01), seeds=(0, 1, 2), curve=None, maps=None, config=None, stats=None
-):
+def panel_folder(folder, variants, loss, lrs=(0.001, 0.01), seeds=(0, 1, 2), curve=None, stats=None, **facts):
     """Write the comparison.json of runs and return what it holds.
 
     Args:
         loss: (variant, lr, seed) -> final loss, None for a run that did not stay finite.
         curve: (variant, lr, seed) -> [(step, loss)], instead of one that falls to the final loss.
-        maps: variant -> its map, as far as a test needs it.
         stats: (variant, lr, seed) -> figures of the last evaluation, written where a run has them.
+        facts: entries of the file to add or to replace; `maps` has those of curved variants.
     """
     runs = []
     for cell in ((variant, lr, seed) for variant in variants for lr in lrs for seed in seeds):
@@ -33,15 +32,16 @@ def panel_folder(
         evals = curve(*cell) if curve else [(step, end + 3.0 * (1 - step / STEPS[-1])) for step in STEPS]
         runs.append(Run(*cell, tuple(evals), 12.0, 2000.0))
     facts = {
-        "maps": {variant: (maps or {}).get(variant) for variant in variants},
-        "corpus": {"train_tokens": 1_000_000, "tokenizer": "byte"},
+        "corpus": {"train_tokens": 1_234_567, "tokenizer": "byte"},
         "parameters": 4321,
-        "config": config or {},
-        "provenance": {"commit": "abc123", "processor": "A <fast> one"},
+        "config": {},
+        "provenance": {"commit": None, "processor": "A <fast> one"},
+        **facts,
+        "maps": dict.fromkeys(variants) | facts.get("maps", {}),
     }
     content = content_of(compare(runs, variants[0]), runs, facts)
     folder = Path(folder)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "comparison.json", content)
     for run in content["runs"] if stats else ():
         figures = stats(run["variant"], run["lr"], run["seed"])
@@ -49,6 +49,29 @@ def panel_folder(
         line = json.dumps({"step": STEPS[-1], "eval_loss": 2.0, "stats": figures})
         (folder / run["folder"] / "metrics.jsonl").write_text(line + "\n")
     return content
+
+
+def comparison(folder, seeds=(0,), final=1.5, broken=None, more=None, **facts):
+    """Write a comparison.json as :func:`panel_folder` does, and return the folder.
+
+    At seed 0 AdamW ends at 2.2 and 2.0, SEL at 2.3 and `final`; each further seed adds 0.1 to all. `broken` is the
+    (variant, lr, seed) of a run that did not stay finite. `more`: {a further variant: by how much it ends above SEL,
+    None if it did not stay finite}.
+    """
+    above = {"AdamW": None, "SEL": 0.0, **(more or {})}
+
+    def loss(variant, lr, seed):
+        if variant == "AdamW":
+            end = 2.2 if lr == 0.001 else 2.0
+        elif (variant, lr, seed) == broken or above[variant] is None:
+            return None
+        else:
+            end = (2.3 if lr == 0.001 else final) + above[variant]
+        return end + 0.1 * seed
+
+    curve = {"home": "optimizer", "start": "matched", **sel.SELConfig().resolve(128).to_dict()}
+    panel_folder(folder, list(above), loss, seeds=seeds, **{**facts, "maps": {"SEL": curve} | facts.get("maps", {})})
+    return Path(folder)
 
 
 def table_folder(out, name, loss, scale="mini", missing=(), **changes):

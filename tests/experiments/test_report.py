@@ -51,9 +51,8 @@ def test_the_page_of_a_finished_table(frozen):
     assert baseline[1:] == ["0.01*", "2.1000 ± 0.1000", "–", "–", "2.1000 ± 0.1000", "–", "2.9522", "–", "–"]
     assert row_of(page, "Fixed pathway scalesfixed_pathways")[5:7] == ["finite in 0 of 3", "not finite"]
     assert page.html.count("<svg") == 3  # curves at both choices of rates, and the sweep
-    for tag, name, value in page.attributes:
-        if (tag, name) == ("a", "href"):
-            assert (frozen / value).exists(), value
+    for name, value in page.attributes:
+        assert name != "href" or value.startswith("#") or (frozen / value).exists(), value
     assert not re.search(r"(?:src|href)=.https?:", page.html)
     assert "<script" not in page.html
 
@@ -106,20 +105,10 @@ def test_an_unfinished_table_says_what_is_missing(tmp_path):
     }
     growth = {row["panel"]: row["verdict"] for row in claims if " to " in row["panel"]}
     assert growth == {"64x2 to 64x4": "not tested at this scale", "64x2 to 128x2": "no difference detected"}
-    better = next(row for row in rows_of(out / "table.csv") if row["variant"] == "mismatch+offset")
-    assert (better["panel"], better["paper_speedup"]) == ("64x2", "1.32")
     missing = [panel.name for panel in load_table("frozen", "mini").panels]
     empty = table_folder(tmp_path / "empty", "frozen", loss, missing=missing)
     assert "Unfinished: 1 of 1 panels to go" in Page(report_table(empty)).text
     assert (empty / "table.csv").read_text() == ""
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_one_seed_at_one_rate_shows_signs_alone(tmp_path):
-    page = Page(report_table(table_folder(tmp_path / "one", "frozen", loss, seeds=(0,), lrs=(0.01,))))
-    assert "5 other sign than the paper, one seed; 1 same sign as the paper, one seed; 1 not tested" in page.text
-    assert "With one learning rate tried" in page.text
-    assert row_of(page, "Full SELfull")[3] == "+0.2000too few seeds"
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -5,29 +5,24 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from corpora import prepared
+from symexplin.experiments.reproduce import ReproduceConfig, reproduce
 from symexplin.experiments.results import COLUMNS, append_results, config_hash
-from symexplin.experiments.tables import load_table
-from symexplin.lab.compare.runs import compare_runs
 from symexplin.lab.files import write_json
 from symexplin.lab.settings import load_toml
 
-SMALL = {
-    "model": {"width": 16, "depth": 1, "heads": 2, "context": 8},
-    "train": {"steps": 2, "batch_size": 2, "eval_batches": 1},
-    "compare": {"variants": ["AdamW", "frozen"], "lrs": [1e-3, 1e-2], "seeds": [0], "confirm_seeds": [1], "jobs": 1},
-}
-
 
 @pytest.fixture(scope="module")
-def out(tmp_path_factory):
+def out(data, tmp_path_factory):
     """The folder of a table of two variants at two rates, the better ones confirmed with another seed."""
-    place = tmp_path_factory.mktemp("results")
-    table = load_table("frozen", "mini", out=place / "out", data=prepared(place / "text"), changes=SMALL)
-    (panel,) = table.panels
-    compare_runs(panel.config, place / "out" / "panels" / panel.name)
-    write_json(place / "out" / "table.json", table.to_json())
-    return place / "out"
+    small = {
+        "model": {"width": 16, "depth": 1, "heads": 2, "context": 8},
+        "train": {"batch_size": 2, "eval_batches": 1},
+        "compare": {"confirm_seeds": [1]},
+    }
+    grid = {"variants": ("AdamW", "frozen"), "lrs": (1e-3, 1e-2), "seeds": (0,), "jobs": 1}
+    out = tmp_path_factory.mktemp("results") / "out"
+    reproduce("frozen", out, ReproduceConfig(data=(data,), steps=2, set=small, **grid))
+    return out
 
 
 def rows(file):

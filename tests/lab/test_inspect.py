@@ -77,13 +77,6 @@ def test_names_agree_with_modules(tmp_path, name):
     assert (found.config, found.width) == (wanted.config, wanted.width)
 
 
-def test_patterns_choose(tmp_path):
-    config = sel.SELConfig(include=("embed.*",), exclude=("*.9.*", "*.2.*"))
-    assert [row.name for row in inspected(tmp_path, config=config).rows] == ["embed.weight", "layers.10.up.weight"]
-    with pytest.raises(ValueError, match=r"include pattern 'nrom.\*' matches no parameter"):
-        inspected(tmp_path, config=sel.SELConfig(include=("nrom.*",)))
-
-
 def test_files_without_curved_weights(tmp_path):
     eye = torch.eye(4)
     for tensor in (torch.ones(3), eye[:0], eye.to(torch.float8_e5m2), eye.to(torch.int8)):
@@ -162,11 +155,10 @@ def test_the_map_is_the_given_one_else_that_of_the_training_else_the_default(tmp
 
 
 def test_the_table_shows_the_figures(tmp_path):
-    long = {f"transformer.encoder.layers.{i}.self_attention.query_key_value.weight": heavy(64, 32) for i in range(12)}
-    found = inspected(tmp_path, {**long, **STATE})
+    long = "transformer.encoder.layers.7.self_attention.query_key_value.weight"
+    found = inspected(tmp_path, {**STATE, long: heavy(64, 32)})
     lines = format_inspection(found).splitlines()
     assert max(map(len, lines)) <= 120
-    assert len({line.split()[0] for line in lines[1:16]}) == 15  # shortened names stay different
     row = next(row for row in found.rows if row.name == "layers.10.up.weight")
     cells = next(line.split() for line in lines if line.startswith("layers.10.up "))
     figures = (row.max, row.max_growth, row.std_growth, 100 * row.above["0.1"])

@@ -1,118 +1,84 @@
 """Kill -9 `train` and `prepare` at random moments, also while a file is half-written: they go on to the same bits."""
 
-import json
-import os
-import subprocess
-import sys
+import dataclasses
+import random
+import signal
+import time
 
 import pytest
 
-from corpora import TEXTS, prepared
+import parallel_runs
+import processes
+from corpora import TEXTS, prepare_slowly
+from run_folders import CURVES, TRAIN, tiny
+from symexplin.lab.data.prepare import PrepareConfig
+from symexplin.lab.model import ModelConfig
+from symexplin.lab.settings import to_table
 
-HOMES = ["none", "optimizer", "module"]
-
-# One process imports torch and forks what is to be killed: to start Python for each kill would take minutes.
-_CODE = """if True:
-    import json, os, random, signal, sys, time
-    from pathlib import Path
-    sys.modules["datasets"] = sys.modules["pyarrow"] = None  # prepared tokens and files need neither
-    import torch._dynamo  # which the first step imports: kills would mostly come within that
-    from symexplin.lab.config import RunConfig
-    from symexplin.lab.data import prepare, tokenizer
-    from symexplin.lab.run import train
-    from symexplin.lab.settings import from_table
-
-    tokenizer._PIECE, dice = 100, random.Random(0)
-
-    def start(function, *arguments, **options):
-        pid = os.fork()
-        if pid == 0:
-            try:
-                function(*arguments, **options)
-                os._exit(0)
-            except BaseException as error:
-                print(repr(error), file=sys.stderr, flush=True)
-                os._exit(1)
-        return pid
-
-    def finish(*job, **options):
-        assert os.waitstatus_to_exitcode(os.waitpid(start(*job, **options), 0)[1]) == 0
-
-    def kill(pid, when, wait):
-        '''Kill the process a while after when() is true; return whether it was still there.'''
-        while not when():
-            if os.waitpid(pid, os.WNOHANG)[0]:
-                return False
-        time.sleep(dice.uniform(0, wait))
-        os.kill(pid, signal.SIGKILL)
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0
-
-    def kill_training(folder, table):
-        config, out, half = from_table(RunConfig, table), folder / "killed", []
-        finish(train, config, folder / "whole", resume=True)
-        for when, wait in (
-            (lambda: True, 0.3),
-            (lambda: any(out.glob("checkpoints/*.tmp")), 0),
-            (lambda: any(out.glob("checkpoints/step-*9")), 0.05),
-        ):
-            kill(start(train, config, out, resume=True), when, wait)
-            half.append(any(out.glob("checkpoints/*.tmp")))
-        finish(train, config, out, resume=True)
-        return sum(half)
-
-    def kill_preparing(folder, source):
-        config, out, half = prepare.PrepareConfig((source,), vocab_size=400), folder / "killed", 0
-        finish(prepare.prepare, config, folder / "whole")
-        for name in (".lock", ".unfinished", "tokenizer.json", "train.npy", "valid.npy"):
-            places = out / name, out / ".unfinished" / name
-            if not kill(start(prepare.prepare, config, out), lambda: any(p.exists() for p in places), 0.002):
-                out.rename(folder / f"finished-{name}")
-            half += (out / ".unfinished").exists()
-        finish(prepare.prepare, config, out)
-        return half
-
-    folder = Path(sys.argv[1])
-    half = {home: kill_training(folder / home, table) for home, table in json.loads(sys.argv[2]).items()}
-    print(json.dumps(half | {"prepare": kill_preparing(folder / "prepare", sys.argv[3])}))
-"""
+pytestmark = pytest.mark.slow
+DICE = random.Random(0)
 
 
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory):
-    """Where the results are, whole and killed, and how often a kill left something half-written."""
-    folder = tmp_path_factory.mktemp("kill")
-    tables = {
-        home: {
-            "data": prepared(folder / home / "data"),
-            "model": {"width": 32, "depth": 1, "heads": 2, "context": 16},
-            "train": {"steps": 40, "batch_size": 4, "warmup_steps": 5, "eval_every": 10, "eval_batches": 2},
-            "sel": {"home": home, **({} if home == "none" else {"preset": "paper"})},
-            "log": {"checkpoint_every": 3, "tensorboard": False},
-        }
-        for home in HOMES
-    }
-    (folder / "text").write_bytes("\0".join(TEXTS * 3).encode())
-    done = subprocess.run(
-        [sys.executable, "-c", _CODE, str(folder), json.dumps(tables), str(folder / "text")],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=250,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    return folder, json.loads(done.stdout)
+def finish(*job):
+    process = processes.start(*job)
+    process.join()
+    assert process.exitcode == 0
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-@pytest.mark.parametrize("what", [*HOMES, "prepare"])
-def test_kills_change_no_bit(killed, what):
-    folder = killed[0] / what
-    half = [killed[1][home] for home in (["prepare"] if what == "prepare" else HOMES)]
+def kill(job, when, wait):
+    """Kill the process of a job a while after when() is true; return whether it was still there."""
+    process = processes.start(*job)
+    while not when() and process.is_alive():
+        time.sleep(0.0005)
+    time.sleep(DICE.uniform(0, wait))
+    process.kill()
+    process.join()
+    assert process.exitcode in (0, -signal.SIGKILL)
+    return process.exitcode != 0
+
+
+def assert_same(folder, expected, names):
+    for name in names:
+        assert (folder / name).read_bytes() == (expected / name).read_bytes(), (folder, name)
+    assert not [*folder.rglob("*.tmp"), *folder.rglob(".unfinished")]
+
+
+def kill_training(data, home, folder):
+    """Return how many of three kills left a checkpoint half-written."""
+    model, schedule = ModelConfig(width=32, depth=1, heads=2, context=16), dataclasses.replace(TRAIN, steps=40)
+    table = to_table(tiny(data, home, model=model, train=schedule))
+    whole, out, half = folder / "whole", folder / "killed", 0
+    finish(parallel_runs.go_on, table, whole)
+    for when, wait in (
+        (lambda: True, 0.3),
+        (lambda: any(out.glob("checkpoints/*.tmp")), 0),
+        (lambda: any(out.glob("checkpoints/step-*9")), 0.05),
+    ):
+        kill((parallel_runs.go_on, table, out), when, wait)
+        half += any(out.glob("checkpoints/*.tmp"))
+    finish(parallel_runs.go_on, table, out)
+    assert_same(out, whole, ("metrics.jsonl", "model.safetensors"))
+    return half
+
+
+def test_kills_of_training_change_no_bit(data, tmp_path):
+    half = [kill_training(data, home, tmp_path / home) for home in CURVES]
     assert sum(half) > 0  # some kills came while a file was half-written
-    names = ["dataset.json", "tokenizer.json", "train.npy", "valid.npy"]
-    for ended in (folder / "killed", *folder.glob("finished-*")):
-        for name in names if what == "prepare" else ["metrics.jsonl", "model.safetensors"]:
-            assert (ended / name).read_bytes() == (folder / "whole" / name).read_bytes(), (ended, name)
-        assert not [*ended.rglob("*.tmp"), *ended.rglob(".unfinished")]
+
+
+def test_kills_of_preparing_change_no_bit(tmp_path):
+    (tmp_path / "text").write_bytes("\0".join(TEXTS * 3).encode())
+    config, out, half = PrepareConfig((str(tmp_path / "text"),), vocab_size=400), tmp_path / "killed", 0
+    finish(prepare_slowly, config, tmp_path / "whole")
+    for name in (".lock", ".unfinished", "tokenizer.json", "train.npy", "valid.npy"):
+
+        def begun(places=(out / name, out / ".unfinished" / name)):
+            return any(place.exists() for place in places)
+
+        if not kill((prepare_slowly, config, out), begun, 0.002):
+            out.rename(tmp_path / f"finished-{name}")
+        half += (out / ".unfinished").exists()
+    assert half > 0
+    finish(prepare_slowly, config, out)
+    for ended in (out, *tmp_path.glob("finished-*")):
+        assert_same(ended, tmp_path / "whole", ("dataset.json", "tokenizer.json", "train.npy", "valid.npy"))

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import symexplin as sel
-from corpora import TEXTS
-from corpora import prepared as tokens_of
-from run_folders import CURVES, prepared, trained
+from corpora import TEXTS, prepared
+from run_folders import CURVES, trained
 from symexplin.lab.checkpoint import newest
 from symexplin.lab.load import find_weights, load_trained, start_from
 from symexplin.lab.maps import map_of
@@ -19,19 +18,10 @@ TINY = ModelConfig(width=16, depth=1, heads=2, context=16)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(data, tmp_path_factory):
     """Finished runs; the checkpoints of the module home hold raw weights."""
     folder = tmp_path_factory.mktemp("runs")
-    data = prepared(folder / "data")
     return {home: trained(data, folder / home, curve, TINY) for home, curve in CURVES.items()}
-
-
-@pytest.fixture
-def unfinished(runs, tmp_path):
-    """A run with checkpoints and without final weights."""
-    folder = shutil.copytree(runs["optimizer"], tmp_path / "run")
-    (folder / MODEL).unlink()
-    return folder
 
 
 def damage(checkpoint):
@@ -52,34 +42,25 @@ def test_run_checkpoint_and_file_are_one_model(runs, home):
     assert [each.map for each in found] == [map_of(CURVES[home], 16)] * 3
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over_loudly(unfinished):
-    last, before = newest(unfinished)
-    damage(last)
-    lines = []
-    found = load_trained(unfinished, echo=lines.append)
-    assert torch.equal(found.model.head.weight, load_model(before / MODEL).head.weight)
-    (line,) = lines
-    assert line.startswith("warning: ")
-    assert str(last) in line
-    assert "trying the one before it" in line
+def test_what_is_damaged_is_passed_over_loudly(runs, tmp_path):
+    """First the final weights, then the newest checkpoint, then all of them."""
+    run, lines = shutil.copytree(runs["none"], tmp_path / "run"), []
+    last, before = newest(run)
+    for harmed, taken in ((run, last), (last, before)):
+        expected = load_model(taken / MODEL).head.weight
+        damage(harmed)
+        lines.clear()
+        assert torch.equal(load_trained(run, echo=lines.append).model.head.weight, expected)
+        assert lines[-1].startswith("warning: ")
+        assert str(harmed) in lines[-1]
+    (run / MODEL).unlink()  # as long as the run goes on
     with pytest.warns(UserWarning, match=last.name):
-        assert find_weights(unfinished) == before / MODEL
+        assert find_weights(run) == before / MODEL
     with pytest.raises(ValueError, match=r"is damaged: model\.safetensors"):
         load_trained(last)  # this very one was asked for
     damage(before)
     with pytest.raises(ValueError, match=r"all checkpoints in '.*checkpoints' are damaged: remove that folder"):
-        load_trained(unfinished, echo=lines.append)
-
-
-def test_damaged_final_weights_are_passed_over_loudly(tmp_path, runs):
-    run = shutil.copytree(runs["none"], tmp_path / "run")
-    expected = load_model(newest(run)[0] / MODEL).head.weight
-    damage(run)
-    lines = []
-    assert torch.equal(load_trained(run, echo=lines.append).model.head.weight, expected)
-    (line,) = lines
-    assert line.startswith("warning: ")
-    assert str(run / MODEL) in line
+        load_trained(run, echo=lines.append)
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(ValueError, match="without weights"):
         find_weights(run, echo=lines.append)
@@ -103,10 +84,10 @@ def test_what_is_no_model_is_named(tmp_path, runs):
 
 def test_an_end_token_of_ones_own_survives(tmp_path):
     """A tokenizers file cannot say which token ends a document: the run's facts do."""
-    file = Path(tokens_of(tmp_path / "first", tokenizer="bpe", vocab_size=300), "tokenizer.json")
+    file = Path(prepared(tmp_path / "first", tokenizer="bpe", vocab_size=300), "tokenizer.json")
     own = next(name for name, index in json.loads(file.read_text())["model"]["vocab"].items() if index == 290)
-    data = tokens_of(tmp_path / "data", TEXTS, tokenizer=str(file), end_token=own)
-    assert load_trained(trained(data, tmp_path / "run", None, TINY, steps=2)).tokenizer.end == 290
+    data = prepared(tmp_path / "data", TEXTS, tokenizer=str(file), end_token=own)
+    assert load_trained(trained(data, tmp_path / "run", None, TINY)).tokenizer.end == 290
 
 
 def test_a_model_starts_from_the_weights_of_its_shape_and_no_other(runs):

@@ -6,10 +6,10 @@ import torch
 from torch.nn import functional
 
 import symexplin as sel
+from networks import moved
 from symexplin.lab.model import (
     ModelConfig,
     Transformer,
-    apply_rope,
     attention,
     chunked_loss,
     cross_entropy,
@@ -28,15 +28,6 @@ def tokens_of(config, rows=3, seed=1):
     return torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def jolt(model, seed=2):
-    """Move every parameter off its start, so that zero biases and unit norms hide nothing."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype), alpha=0.3)
-    return model
-
-
 def rms_norm(x, weight):
     return weight * x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-6)
 
@@ -48,11 +39,6 @@ def complex_rope(x):
     angle = torch.arange(x.shape[-2], dtype=torch.float64)[:, None] * theta
     turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)
     return torch.cat((turned.real, turned.imag), dim=-1)
-
-
-def test_rope_is_a_complex_rotation():
-    x = torch.randn(2, 3, 50, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(apply_rope(x, *rope_tables(50, 8)), complex_rope(x), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("length", [1, 64, 65, 200, 300])  # one block of queries, two, four
@@ -71,7 +57,7 @@ def test_attention_is_the_masked_softmax(dtype, length):
 
 def test_model_is_the_formula():
     """The whole forward pass by hand, in float64, one head at a time."""
-    model = jolt(build())
+    model = moved(build())
     weights = dict(model.named_parameters())
     tokens = tokens_of(TINY)
     x = weights["embedding.weight"][tokens]
@@ -102,7 +88,7 @@ def test_model_is_the_formula():
 
 
 def test_a_prefix_gives_the_prefix_of_the_logits():
-    model = jolt(build())
+    model = moved(build())
     tokens = tokens_of(TINY)
     torch.testing.assert_close(model(tokens[:, :5]), model(tokens)[:, :5])
     with pytest.raises(ValueError, match="longer than the context, 12, got 13"):
@@ -110,7 +96,7 @@ def test_a_prefix_gives_the_prefix_of_the_logits():
 
 
 def test_gate_and_up_in_one_layer_are_both_beside_each_other():
-    apart, fused = (jolt(build(dataclasses.replace(TINY, fused_gate=on))) for on in (False, True))
+    apart, fused = (moved(build(dataclasses.replace(TINY, fused_gate=on))) for on in (False, True))
     state = apart.state_dict()
     for block in range(TINY.depth):
         for kind in ("weight", "bias"):
@@ -124,7 +110,7 @@ def test_gate_and_up_in_one_layer_are_both_beside_each_other():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_agrees_with_the_cpu():
-    model = jolt(build(dtype=torch.float32))
+    model = moved(build(dtype=torch.float32))
     tokens = tokens_of(TINY)
     expected = model(tokens)
     torch.testing.assert_close(model.cuda()(tokens.cuda()).cpu(), expected, rtol=1e-4, atol=1e-4)

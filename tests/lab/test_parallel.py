@@ -1,3 +1,4 @@
+import dataclasses
 import os
 import signal
 import subprocess
@@ -9,33 +10,33 @@ import pytest
 import parallel_runs
 import processes
 from corpora import TEXTS, prepared
+from run_folders import CURVES, TRAIN, tiny
+from symexplin.lab.config import LogConfig
 from symexplin.lab.data.batches import Corpus
 from symexplin.lab.files import read_json, read_json_lines
+from symexplin.lab.model import ModelConfig
 from symexplin.lab.parallel import Ranks
-from symexplin.lab.settings import dump_toml, load_toml
+from symexplin.lab.settings import dump_toml, load_toml, merge, to_table
 
-HOMES = ["none", "optimizer", "module"]
-KINDS = [(home, kind) for home in HOMES for kind in ("ddp", "fsdp")]
+KINDS = [(home, kind) for home in CURVES for kind in ("ddp", "fsdp")]
 SHARED = [
     ("none", "ddp", "resumed"),
     ("optimizer", "fsdp", "resumed"),
     ("optimizer", "ddp", "moved"),
     ("module", "fsdp", "moved"),
 ]
-STEPS = 9
 
 
 def table(data, home="none", kind=None, **train):
-    compute = {"device": "cpu", "threads": 1, "autocast": "off"} | ({"parallel": kind} if kind else {})
-    schedule = {"steps": STEPS, "batch_size": 8, "accumulation": 2, "warmup_steps": 2, "lr": 1e-2}
-    return {
-        "data": data,
-        "model": {"width": 16, "depth": 1, "heads": 2, "context": 16},
-        "train": {**schedule, "eval_every": 5, "eval_batches": 1, "max_grad_norm": 0.5, **train},
-        "sel": {"home": home, **({} if home == "none" else {"preset": "paper"})},
-        "compute": compute,
-        "log": {"checkpoint_every": 4, "tensorboard": False},
-    }
+    schedule = {"steps": 9, "batch_size": 8, "accumulation": 2, "eval_every": 5, "eval_batches": 1}
+    config = tiny(
+        data,
+        home,
+        model=ModelConfig(width=16, depth=1, heads=2, context=16),
+        train=dataclasses.replace(TRAIN, **{**schedule, "max_grad_norm": 0.5, **train}),
+        log=LogConfig(checkpoint_every=4, tensorboard=False),
+    )
+    return merge(to_table(config), {"compute": {"parallel": kind}} if kind else {})
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,7 @@ def folder(data, tmp_path_factory):
     for config, name in later:
         assert "after step 6" in parallel_runs.go_on(config, name, 6)
     processes.run(2, place, parallel_runs.runs, later)
-    for home in HOMES:
+    for home in CURVES:
         parallel_runs.go_on(table(data, home), place / home)
     return place
 
@@ -92,15 +93,13 @@ def test_two_processes_train_what_one_does(folder, home, kind):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("home", "kind"), [(home, kind) for home, kind, how in SHARED if how == "resumed"])
-def test_a_run_that_a_signal_to_one_process_stopped_resumes_to_the_same_bits(folder, home, kind):
-    assert_same_bits(folder / f"{home}-{kind}-resumed", folder / f"{home}-{kind}")
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(("home", "kind"), [(home, kind) for home, kind, how in SHARED if how == "moved"])
-def test_a_run_moves_from_two_processes_to_one_and_back(folder, home, kind):
-    assert_close(folder / f"{home}-{kind}-moved", folder / home)
+@pytest.mark.parametrize(("home", "kind", "how"), SHARED)
+def test_a_run_that_a_signal_to_one_process_stopped_resumes_also_in_one_process_and_back(folder, home, kind, how):
+    run = folder / f"{home}-{kind}-{how}"
+    if how == "resumed":
+        assert_same_bits(run, folder / f"{home}-{kind}")
+    else:
+        assert_close(run, folder / home)
 
 
 @pytest.mark.distributed
@@ -124,35 +123,23 @@ def test_each_error_of_a_job_is_one_line_and_all_processes_have_its_status(folde
     flags = f"--data {data} {FLAGS} --no-tensorboard"
     for rank in range(2):
         prepared(tmp_path / str(rank), texts=TEXTS[rank:])
-    cases = [
-        (f"train {flags} --out {taken}", None, 0, "out must be a new folder, got "),
-        (f"train --data /no/such --out {tmp_path}/a", None, 0, "data must be a folder"),
-        (
-            f"train {flags} --out {tmp_path}/a --batch-size 3",
-            None,
-            0,
-            "must be a multiple of the 2 processes, got 3 / 1",
-        ),
-        (f"train {flags} --out {tmp_path}/a --device cuda:1", None, 0, "device must be auto, cpu or cuda for several"),
-        (f"train {flags} --out {tmp_path}/a --data {tmp_path}/RANK/data", None, 0, "data is "),
-        (f"train {flags} --out {tmp_path}/a --home module --map e.pattern=global --parallel fsdp", None, 0, "'ddp'"),
-        (f"train {flags} --out {tmp_path}/a", "one process", 0, "error: process 1: this process is odd"),
-        (
-            f"train {flags} --out {tmp_path}/a --seed RANK",
-            None,
-            0,
-            "settings must be those of process 0: train.seed",
-        ),
-        (f"train {flags} --out {tmp_path}/b", "a full disk", 0, "No space left on device"),
-        (f"train {flags} --out {tmp_path}/c", "no number", 0, "non-finite weight: blocks.0.ffn.up.weight; --resume"),
+    new = f"train {flags} --out {tmp_path}/a"
+    cases = [  # what the first process tells, whether one process is wrong or both
+        (f"train {flags} --out {taken}", None, "out must be a new folder, got "),
+        (f"{new} --batch-size 3", None, "error: batch_size / accumulation must be a multiple of the 2 processes"),
+        (f"{new} --device cuda:1", None, "device must be auto, cpu or cuda for several"),
+        (f"{new} --data {tmp_path}/RANK/data", None, "data is "),
+        (f"{new} --home module --map e.pattern=global --parallel fsdp", None, "'ddp'"),
+        (new, "one process", "error: process 1: this process is odd"),
+        (f"{new} --seed RANK", None, "settings must be those of process 0: train.seed"),
+        (f"train {flags} --out {tmp_path}/b", "a full disk", "error: No space left on device"),
+        (f"train {flags} --out {tmp_path}/c", "no number", "ffn.up.weight; --resume would continue from the start"),
     ]
     outcomes = processes.run(2, tmp_path, parallel_runs.commands, [case[:2] for case in cases])
-    for number, (line, _, teller, words) in enumerate(cases):
-        for rank in range(2):
-            status, output, errors = outcomes[rank][number]
-            assert status == 2, line
-            assert rank == 0 or not output
-            assert (words in errors and errors.count("\n") == 1) if rank == teller else not errors, (line, errors)
+    for (line, _, words), (status, _, errors), other in zip(cases, *outcomes, strict=True):
+        assert (status, errors.count("\n")) == (2, 1), line
+        assert words in errors, line
+        assert other == (2, "", ""), line
     assert not (tmp_path / "a").exists()
     assert "blocks.0.ffn.up.weight" in read_json(tmp_path / "c" / "summary.json")["error"]
 
@@ -167,8 +154,7 @@ def workers_of(job):
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="finds torchrun's processes there")  # noqa: PTH110
 def test_a_job_of_torchrun_ends_with_one_of_its_processes_and_goes_on_to_the_same_bits(data, tmp_path):
-    config = table(data, "optimizer", "fsdp", steps=45, eval_every=15)
-    config["log"] |= {"checkpoint_every": 5}
+    config = table(data, "optimizer", "fsdp", steps=45)
     (tmp_path / "run.toml").write_text(dump_toml(config))
     processes.run(2, tmp_path, parallel_runs.runs, [(config, str(tmp_path / "whole"))])
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
@@ -181,7 +167,7 @@ def test_a_job_of_torchrun_ends_with_one_of_its_processes_and_goes_on_to_the_sam
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     deadline = time.monotonic() + 60
-    while not any((tmp_path / "run").glob("checkpoints/step-*[05]")):
+    while not any((tmp_path / "run").glob("checkpoints/step-*[48]")):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     os.kill(workers_of(job)[0], signal.SIGKILL)
@@ -191,27 +177,17 @@ def test_a_job_of_torchrun_ends_with_one_of_its_processes_and_goes_on_to_the_sam
     assert_same_bits(tmp_path / "run", tmp_path / "whole")
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [("train --data d --out x --steps 0", "steps must be"), ("inspect x", "torchrun is for train, got")],
-)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_all_processes_refuse_the_first_one_tells(monkeypatch, capsys, tmp_path, line, words, rank):
+def test_what_all_processes_refuse_the_first_one_tells(monkeypatch, capsys, tmp_path, rank):
     started = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "TORCHELASTIC_ERROR_FILE": tmp_path / "error.json"}
     for name, value in started.items():
         monkeypatch.setenv(name, str(value))
-    assert parallel_runs.cli.main(line.split()) == 2
-    captured = capsys.readouterr()
-    assert not captured.out
-    assert (words in captured.err) == (rank == 0)
-    assert captured.err.count("\n") == (rank == 0)
-    assert words in read_json(tmp_path / "error.json")["message"]
-
-
-def test_a_process_that_fails_raises_its_own_error_though_others_fail_too(monkeypatch):
-    monkeypatch.setattr(Ranks, "gather", lambda _, value: ["another error", value])
-    with pytest.raises(OSError, match="the disk is full"), Ranks(1, 2).together():
-        raise OSError("the disk is full")
+    for line, words in (("train --data d --out x --steps 0", "steps must be"), ("inspect x", "torchrun is for train")):
+        assert parallel_runs.cli.main(line.split()) == 2
+        captured = capsys.readouterr()
+        assert not captured.out
+        assert (words in captured.err, captured.err.count("\n")) == ((True, 1) if rank == 0 else (False, 0))
+        assert words in read_json(tmp_path / "error.json")["message"]
 
 
 @pytest.mark.parametrize("size", [1, 3, 7])

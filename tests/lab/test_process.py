@@ -1,6 +1,4 @@
 import signal
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -46,24 +44,3 @@ def test_an_ignored_hang_up_stays_ignored_and_other_threads_set_no_handlers():
     thread.start()
     thread.join()
     assert signal.getsignal(signal.SIGTERM) is found
-
-
-CHILD = """if True:
-    import signal, time
-    from symexplin.lab.process import StopSignals, end_with_parent
-    with StopSignals() as stop:
-        end_with_parent()
-        print("begun", flush=True)
-        while stop.signal is None:
-            time.sleep(0.05)
-        print(signal.Signals(stop.signal).name, flush=True)
-"""
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux ends a child with its parent")
-def test_a_process_is_asked_to_stop_when_its_parent_is_killed():
-    code = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', sys.argv[1]]); time.sleep(100)"
-    with subprocess.Popen([sys.executable, "-c", code, CHILD], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout.readline() == "begun\n"
-        parent.kill()
-        assert parent.stdout.read() == "SIGTERM\n"

@@ -1,11 +1,11 @@
 import dataclasses
-import json
 
 import numpy as np
 import pytest
 import torch
 
 import symexplin as sel
+from drawn import lines, title
 from symexplin.experiments.figures import draw, maps
 from symexplin.experiments.figures.probe import Probe, RoleWeights
 from symexplin.transform import Form, Scales
@@ -15,10 +15,6 @@ from symexplin.transform import Form, Scales
 
 def pathway(w, beta, n=0.0):
     return np.sign(w) * (np.exp(beta * np.abs(w) - n) - np.exp(-n)) / beta
-
-
-def lines(axes):
-    return {line.get_label(): line for line in axes.lines}
 
 
 def check(line, formula, *arguments):
@@ -53,7 +49,7 @@ def test_curvature_and_offset_on_one_scale():
     for axes, (beta, n) in zip(figure.axes, ((7.5, 0), (7.5, 1), (15, 0), (15, 1)), strict=True):
         check(lines(axes)["map"], lambda w, b, n: pathway(w, b, n) + np.abs(w) / b, beta, n)
         assert axes.get_ylim() == figure.axes[0].get_ylim()
-        assert axes.get_title(loc="left") == f"β = {beta}, n = {n}"
+        assert title(axes) == f"β = {beta}, n = {n}"
 
 
 def test_the_mismatched_start_is_that_of_the_library():
@@ -108,7 +104,7 @@ def edges_of(collection, raw):
 )
 def test_the_median_and_the_bands_are_those_of_the_positions(crafted, name, bands):
     figure = draw(name, [crafted[0]])
-    assert [axes.get_title(loc="left") for axes in figure.axes] == ["q", "up"]
+    assert [title(axes) for axes in figure.axes] == ["q", "up"]
     assert figure.get_suptitle().startswith("curved, step 4\npreset paper: mismatch, beta 7.5, ")
     raw, median = lines(figure.axes[0])["median"].get_data()
     assert (raw[0], raw[-1]) == (-0.3, 0.3)
@@ -133,14 +129,8 @@ def test_the_largest_weights_have_curves(crafted):
 
 def test_of_a_comparison_the_best_variant_with_learned_scales_is_taken(runs, compared):
     learned = {"home": "optimizer", "start": "mismatched", **sel.preset("paper").to_dict()}
-    folder = compared(variants={"learned": 0.3, "worse": 0.4}, maps={"learned": learned, "worse": learned})
-    (folder / "runs").mkdir()
-    path = folder / "comparison.json"
-    found = json.loads(path.read_text())
-    for run in found["runs"]:
-        run["folder"] = run["folder"].replace("SEL", run["variant"])
-    path.write_text(json.dumps(found))
-    (folder / "runs" / "learned-lr0.01-seed0").symlink_to(runs["curved"])
+    more, maps = {"learned": 0.3, "worse": 0.4}, {"learned": learned, "worse": learned}
+    folder = compared(more=more, maps=maps, trained={"learned-lr0.01-seed0": runs["curved"]})
     # SEL ends lower with fixed scales.
     assert draw("transform_roles", [folder]).get_suptitle().startswith("curved, step 6\npreset paper: mismatch, ")
 

@@ -153,7 +153,7 @@ def test_tables_of_settings_say_what_is_compared(command, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux ends a child with its parent")
-def test_a_killed_comparison_ends_its_runs_and_goes_on(command, tmp_path):
+def test_a_killed_comparison_ends_its_runs(command, tmp_path):
     out = tmp_path / "out"
     words = ["compare", "--out", out, "--variants", "plain", "slow", "--lrs", "0.1", "--jobs", "2"]
     arguments = [sys.executable, "-m", "symexplin", *words, "--command", command]
@@ -167,5 +167,3 @@ def test_a_killed_comparison_ends_its_runs_and_goes_on(command, tmp_path):
     time.sleep(0.5)
     listed = subprocess.run(["ps", "-ww", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert not [line for line in listed.splitlines() if str(out) in line]
-    compare_commands(CommandConfig(command, grid("plain", "good", lrs=(0.1,), seeds=(0,))), out, resume=True)
-    assert len(starts(out)["plain-lr0.1-seed0"]) == 1

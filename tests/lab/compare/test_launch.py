@@ -93,15 +93,37 @@ def test_what_this_machine_cannot_execute_is_told(monkeypatch):
         check_executor(GridConfig(cluster="slurm"))
 
 
+def program(monkeypatch, folder, name, text):
+    """Put a shell script first on the path."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+    (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def test_jobs_are_submitted_as_an_array_and_a_refusal_is_told(tmp_path, monkeypatch):
+    pytest.importorskip("submitit")
+    monkeypatch.setattr(launch, "_GLANCE", 0.05)
+    for name in ("srun", "squeue"):
+        program(monkeypatch, tmp_path / "bin", name, "")
+    program(monkeypatch, tmp_path / "bin", "sbatch", f"cp $1 {tmp_path / 'script'}; echo Submitted batch job 7")
+    cluster = ClusterConfig(partition="wide", cpus=3, walltime=20, memory=4, sbatch={"qos": "low"})
+    reasons = dict(run_as_jobs(tasks(tmp_path, a=ENDS, b=ENDS), tmp_path, 2, cluster, lambda _: None))
+    assert [reason.partition(" ended")[0] for reason in reasons.values()] == ["job 7_0", "job 7_1"]
+    asked = {line.removeprefix("#SBATCH --") for line in (tmp_path / "script").read_text().splitlines()}
+    assert {"partition=wide", "cpus-per-task=3", "time=20", "mem=4G", "qos=low", "requeue", "array=0-1%2"} <= asked
+    program(monkeypatch, tmp_path / "bin", "sbatch", "echo sbatch: error: invalid partition >&2; exit 1")
+    with pytest.raises(ValueError, match=r"\[cluster\] must suit the cluster, but .*invalid partition"):
+        list(run_as_jobs(tasks(tmp_path, a=ENDS), tmp_path, 2, cluster, lambda _: None))
+
+
 @pytest.fixture
 def queue(tmp_path, monkeypatch):
     """A squeue that prints the file which is returned, and jobs that are numbered from 7_0 on, and never begin."""
-    script, file, submitted = tmp_path / "bin" / "squeue", tmp_path / "queue", []
-    script.parent.mkdir()
-    script.write_text(f"#!/bin/sh\ncat {file}\n")
-    script.chmod(0o755)
+    file, submitted = tmp_path / "queue", []
+    unknown = "{ echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1; }"
+    program(monkeypatch, tmp_path / "bin", "squeue", f"test -s {file} && cat {file} || {unknown}")
     file.write_text("")
-    monkeypatch.setenv("PATH", f"{script.parent}:{os.environ['PATH']}")
     monkeypatch.setattr(launch, "_GLANCE", 0.05)
     monkeypatch.setattr(launch, "_TICK", 0.01)
 
@@ -153,7 +175,12 @@ def test_a_preempted_job_saves_its_run_and_executes_the_same_again(tmp_path):
     pytest.importorskip("submitit")
     run, again = task(tmp_path / "a", SAVES), []
     job = SlurmJob(run.command, tmp_path / "a" / "done")
-    before = signal.signal(signal.SIGALRM, lambda *_: again.append(job.checkpoint()))
+
+    def preempt(*_):
+        os.kill(job._number, signal.SIGUSR2)  # Slurm sends submitit's signal to the run, too
+        again.append(job.checkpoint())
+
+    before = signal.signal(signal.SIGALRM, preempt)
     try:
         signal.setitimer(signal.ITIMER_REAL, 1)
         with pytest.raises(SystemExit):

@@ -64,22 +64,6 @@ def test_the_second_stage_executes_what_the_first_has_chosen(tmp_path):
     assert all(sentence in "\n".join(runs.lines) for sentence in content["headline"])
 
 
-def test_what_has_ended_stays_and_other_best_rates_ask_for_other_runs(tmp_path):
-    runs = Runs(tmp_path)
-    found = runs.sweep().run()
-    runs.executed.clear()
-    assert runs.sweep().run() == found
-    assert not runs.executed
-    assert sum("(already there)" in line for line in runs.lines) == 10
-    runs.losses |= {("AdamW", 0.4): 1.0, ("SEL", 0.4): 1.0}
-    grown = runs.sweep(lrs=(0.1, 0.2, 0.4), confirm_seeds=(3,)).run()
-    assert runs.executed == cells(("AdamW", 0.4), ("SEL", 0.4)) + cells(("AdamW", 0.4), ("SEL", 0.4), seeds=(3,))
-    assert len(grown) == 6 + 2  # seed 3 at the old rates is left out
-    runs.executed.clear()
-    assert len(runs.sweep(seeds=(0, 3), confirm_seeds=()).run()) == 8
-    assert runs.executed == cells(("AdamW", 0.2), seeds=(3,))
-
-
 def test_failing_runs_are_named_after_the_others_have_run(tmp_path):
     """One was damaged before, one fails, one ends with a result that cannot be read."""
     names = ("AdamW", "old", "bad", "odd", "good")

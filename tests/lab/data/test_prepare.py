@@ -1,11 +1,10 @@
 import json
-import random
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from corpora import in_memory, split
+from corpora import TEXTS, in_memory, split
 from symexplin.lab.data import prepare as module
 from symexplin.lab.data.batches import Corpus
 from symexplin.lab.data.prepare import PrepareConfig, prepare
@@ -13,13 +12,7 @@ from symexplin.lab.data.prepare import PrepareConfig, prepare
 FILES = ["dataset.json", "tokenizer.json", "train.npy", "valid.npy"]
 
 
-def words(seed):
-    random_ = random.Random(seed)
-    syllables = ["lo", "wer", "new", "est", "wi", "de", "ing", "un", "ä"]
-    return " ".join("".join(random_.choices(syllables, k=random_.randint(1, 4))) for _ in range(40))
-
-
-DOCUMENTS = [words(seed).encode() for seed in range(120)]
+DOCUMENTS = [text.encode() for text in TEXTS]
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 import gzip
 import json
 import lzma
-import time
 
 import numpy as np
 import pytest
@@ -105,22 +104,17 @@ def test_missing_and_empty_sources_are_named(tmp_path):
 # --- datasets and the hub --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("offline", [True, False])
-def test_out_of_reach_is_one_line(monkeypatch, tmp_path, offline):
-    from huggingface_hub import constants
+def test_out_of_reach_is_one_line(monkeypatch):
+    def unreachable(*_, **__):
+        raise ConnectionError("no route\nto the hub")
 
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", offline)
-    monkeypatch.setattr(time, "sleep", lambda _: None)  # the client tries for 23 seconds
-    for name in ("HTTP_PROXY", "HTTPS_PROXY"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")  # no network, also where there is one
-    with pytest.raises(ValueError, match=r"'hf:some/data:small' .*cannot be loaded.*give a local file") as caught:
+    monkeypatch.setattr("datasets.load_dataset", unreachable)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", unreachable)
+    why = r"\(ConnectionError: no route\): check the name and the network, or give .* local file"
+    with pytest.raises(ValueError, match=f"'hf:some/data:small' .* cannot be loaded {why}"):
         load("hf:some/data:small")
-    assert "\n" not in str(caught.value)
-    with pytest.raises(ValueError, match=r"tokenizer.json of 'some/model' cannot be fetched.* local file") as caught:
+    with pytest.raises(ValueError, match=f"tokenizer.json of 'some/model' cannot be fetched .* {why}"):
         hub_file("some/model", "tokenizer.json")
-    assert "\n" not in str(caught.value)
 
 
 def test_shorthands_and_names_of_datasets(monkeypatch):

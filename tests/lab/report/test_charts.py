@@ -2,7 +2,7 @@ import xml.etree.ElementTree as ElementTree
 
 from matplotlib.figure import Figure
 
-from symexplin.lab.report.charts import Line, chart, mean_line, panel
+from symexplin.lab.report.charts import Line, chart, panel
 
 
 def drawn(lines, about=None):
@@ -31,9 +31,3 @@ def test_lines_differ_by_more_than_their_color():
     axes = Figure().add_subplot()
     panel(axes, "", "x", "y", [Line(str(i), [1, 2], [1, 2], i) for i in range(42)])
     assert len({(line.get_color(), line.get_marker()) for line in axes.lines}) == 42
-
-
-def test_the_mean_of_seeds_has_a_band():
-    line = mean_line("a", [0, 1], [[3.0, 2.0], [5.0, 1.0]], 0)
-    assert [list(line.y), *map(list, line.band)] == [[4.0, 1.5], [3.0, 1.0], [5.0, 2.0]]
-    assert mean_line("a", [0, 1], [[3.0, 2.0]], 0).band is None
