@@ -31,6 +31,7 @@ CONFIGS = {
     "oppose, vectors": sel.preset("paper", mode="oppose", e=sel.Scale("row", k=(9, 9)), l=COLUMN, m=sel.Scale()),
     "frozen": sel.preset("frozen"),
     "exp_only, learned": sel.preset("exp_only"),
+    "linear, learned": sel.preset("structured_linear", normalize=True),
 }
 
 
