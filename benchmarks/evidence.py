@@ -134,7 +134,8 @@ class Group:
         if [name for name, _ in self.variants].count(variant) > 1:
             variant = f"{variant} ({experiment.commit})"
         half = "" if math.isinf(found.detectable) else f" ± {found.detectable:.4f}"
-        seeds = f" ({len(found.values)} seeds)" if len(found.values) != self.seeds else ""
+        count = len(found.values)
+        seeds = f" ({count} seed{'s' * (count > 1)})" if count != self.seeds else ""
         return found.verdict, f"{variant}, {best[0]:g}: {found.mean:+.4f}{half}{seeds}"
 
 
