@@ -1,6 +1,5 @@
-"""A small network, its training, both homes compared, and an independent reference: rules in float64 by autograd."""
+"""A small network, its training, and an independent reference: rules in float64 on raw weights, by autograd."""
 
-import copy
 import io
 import math
 
@@ -17,7 +16,6 @@ __all__ = [
     "backward",
     "batch",
     "build",
-    "compare_homes",
     "network",
     "same",
     "squares",
@@ -76,46 +74,6 @@ def adamw(x, g, state, lr, decay, t, betas=(0.9, 0.999), eps=1e-8):
     m = state["m"] = betas[0] * state.get("m", 0.0) + (1 - betas[0]) * g
     v = state["v"] = betas[1] * state.get("v", 0.0) + (1 - betas[1]) * g * g
     return x * (1 - lr * decay) - lr * (m / (1 - betas[0] ** t)) / ((v / (1 - betas[1] ** t)).sqrt() + eps)
-
-
-def compare_homes(build, loss_of, config, room, steps=40, clip=0.25):
-    """Train ``build()`` with the optimizer and as a converted model; return the weights at the start and at the end.
-
-    Per tensor ||a - b|| / ||b|| must be within `room`, losses too.
-    """
-
-    def run(home):
-        model, losses, norms = build(), [], []
-        start = copy.deepcopy(model.state_dict())
-        if home == "module":
-            sel.convert(model, config)
-            optimizer = torch.optim.AdamW(sel.param_groups(model, lr=3e-4, weight_decay=0.1))
-            sel.anneal_scales(optimizer, steps)
-        else:
-            settings = {"lr": 3e-4, "weight_decay": 0.1, "total_steps": steps, "max_grad_norm": clip}
-            optimizer = sel.SELAdamW(model, config=config, **settings)
-        rates = lambda t: min((t + 1) / 20, 1.0) * (1 - t / (2 * steps))  # noqa: E731
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rates)
-        for step in range(steps):
-            optimizer.zero_grad()
-            loss = loss_of(model, step)
-            loss.backward()
-            if home == "module":
-                norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
-            optimizer.step()
-            schedule.step()
-            losses.append(float(loss.detach()))
-        assert home == "optimizer" or max(norms) > clip
-        return start, sel.fold(model).state_dict(), losses
-
-    (start, weights, losses), (_, found, ours) = run("module"), run("optimizer")
-    assert found.keys() == weights.keys()
-    for name, w in weights.items():
-        distance = (found[name] - w).double().norm() / w.double().norm().clamp(min=1e-30)
-        assert float(distance) < room, name
-    assert max(abs(a - b) for a, b in zip(ours, losses, strict=True)) < room
-    assert losses[-1] < losses[0]
-    return start, weights
 
 
 K = {"e": (50.0, 8.0), "l": (50.0, 8.0), "m": (0.01, 0.5), "a": (0.01, 0.5), "n": (1.0, 1.0), "delta": (0.5, 0.5)}
