@@ -81,6 +81,11 @@ def experiments(path: Path = ROWS) -> list[Experiment]:
     ]
 
 
+def in_seeds(count: int) -> str:
+    """Return a number of seeds in words."""
+    return f"{count} seed{'s' * (count > 1)}"
+
+
 def ends(found: Interval) -> str:
     """Return the 99% interval, "" with too few seeds for one."""
     return "" if math.isinf(found.detectable) else f"{found.low:+.4f} to {found.high:+.4f}"
@@ -114,7 +119,7 @@ class Group:
         best = first.best(first.baseline)
         assert best is not None
         commits = ", ".join(dict.fromkeys(x.commit for x in self.experiments))
-        seeds = f"{self.seeds} seed{'s' * (self.seeds > 1)} ({commits})"
+        seeds = f"{in_seeds(self.seeds)} ({commits})"
         baseline = f"{first.baseline}, {best[0]:g}: {statistics.fmean(best[1].values()):.4f}"
         title = f"**{first.setting}**<br>{baseline}<br>{seeds}"
         by_verdict: dict[str, list[str]] = {}
@@ -134,8 +139,7 @@ class Group:
         if [name for name, _ in self.variants].count(variant) > 1:
             variant = f"{variant} ({experiment.commit})"
         half = "" if math.isinf(found.detectable) else f" ± {found.detectable:.4f}"
-        count = len(found.values)
-        seeds = f" ({count} seed{'s' * (count > 1)})" if count != self.seeds else ""
+        seeds = f" ({in_seeds(len(found.values))})" if len(found.values) != self.seeds else ""
         return found.verdict, f"{variant}, {best[0]:g}: {found.mean:+.4f}{half}{seeds}"
 
 

@@ -206,8 +206,6 @@ def terms(map, raw, vectors):
         out = out if row is None else combine(out, row[:, None])
         return out if column is None else combine(out, column)
 
-    if map.mode == "linear":
-        return torch.zeros_like(raw), map.s * total(1, map.l, torch.mul) * raw, torch.zeros_like(raw)
     kappa = total(2, map.m, lambda a, b: a * (b.exp() if map.absorbed else b)) * (1 if map.absorbed else map.beta)
     share = map.s / (kappa if map.normalize else map.beta)
     c = share * total(0, map.e, torch.mul) * torch.exp(-total(3, map.n, torch.add))
@@ -249,7 +247,7 @@ MAPS = {
     "congruent with n and s": (FactoredMap("congruent", False, False, 7.5, s=1.3), range(8)),
     "oppose, some fixed": (FactoredMap("oppose", False, False, 4.0, e=2.0, l=0.4, n=0.2), (4, 7)),
     "exp_only": (FactoredMap("exp_only", False, False, 7.5), (0, 1, 4, 5)),
-    "linear": (FactoredMap("linear", False, False, 7.5, s=1.3), (2, 3)),
+    "no exponential": (FactoredMap("congruent", False, False, 1.0, e=0.0, m=0.0, s=1.3), (2, 3)),
     "normalized": (FactoredMap("mismatch", True, False, 7.5), range(8)),
     "absorbed": (FactoredMap("mismatch", True, True, 7.5), range(6)),
     "absorbed, not normalized": (FactoredMap("congruent", False, True, 7.5), range(6)),

@@ -82,8 +82,6 @@ class FactoredMap(NamedTuple):
 
     def numbers(self) -> tuple[float, float, float, bool]:
         """Return kappa, c and lambda without learned vectors, and whether the linear pathway multiplies |w|."""
-        if self.mode == "linear":  # l w, without a curve and without 1/d
-            return 0.0, 0.0, self.s * self.l, False
         sign, magnitude = _LINEAR[self.mode]
         share = self.s / (1.0 if self.normalize else self.beta)
         kappa = self.m * (1.0 if self.absorbed else self.beta)

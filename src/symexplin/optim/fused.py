@@ -25,7 +25,7 @@ __all__ = ["Fused", "adamw_"]
 
 _FUSED = ("cpu", "cuda", "mps", "xpu")  # devices that torch's fused AdamW knows
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_MODES = ("mismatch", "congruent", "oppose", "exp_only", "linear")  # of factored maps
+_MODES = ("mismatch", "congruent", "oppose", "exp_only", "linear")  # that factored maps compute
 _PRODUCTS = ("fixed", "row", "column", "row_col_mult")
 _SUMS = ("fixed", "row", "column", "row_col_add")  # for logarithms
 
@@ -266,8 +266,9 @@ def _factored(map: Map) -> FactoredMap | None:
         learned = bool(map.by_role(role)) or role not in config.roles
         fixed[role] = neutral if learned else getattr(config, role).first
     absorbed = bool(map.by_role("m")) and config.curvature == "absorbed"
-    normalize = config.normalize and config.mode != "linear"
-    return FactoredMap(config.mode, normalize, absorbed, map.beta, **fixed)
+    if config.mode == "linear":  # the congruent map without its exponential; there is no 1/d either
+        return FactoredMap("congruent", normalize=False, absorbed=False, beta=1.0, **fixed | {"e": 0.0, "m": 0.0})
+    return FactoredMap(config.mode, config.normalize, absorbed, map.beta, **fixed)
 
 
 @functools.cache
