@@ -21,6 +21,7 @@ PATHS = [
     pytest.param("triton", marks=pytest.mark.skipif(not INTERPRETS, reason="needs Triton, and no GPU")),
     pytest.param("cuda", marks=GPU),
 ]
+NUMBER = sel.Scale("global", k=(5.0, 5.0))
 COLUMN = sel.Scale("column", k=(0.5, 0.5))
 CONFIGS = {
     "default": sel.SELConfig(),
@@ -32,6 +33,9 @@ CONFIGS = {
     "frozen": sel.preset("frozen"),
     "exp_only, learned": sel.preset("exp_only"),
     "linear, learned": sel.preset("structured_linear", normalize=True),
+    "linear, numbers": sel.preset("structured_linear", l=NUMBER),
+    "absorbed, numbers": sel.preset("absorbed", e=NUMBER, m=NUMBER),
+    "congruent, numbers": sel.preset("congruent", m=NUMBER, n=NUMBER),
 }
 
 
@@ -128,6 +132,7 @@ def test_kernels_step_as_float64_does(config, name, monkeypatch):
         plain, _ = steps(count, config)
     with path(name, monkeypatch):
         fast, of_fast = steps(count, config, name=name)
+    assert all(entry in of_fast._fused for entry in of_fast._entries)
     assert distance(fast, exact) <= 3 * distance(plain, exact) + 1e-6
     torch.testing.assert_close(of_fast.grad_norm.cpu().double(), of_exact.grad_norm, rtol=1e-4, atol=0)
     for p, q in zip(fast.parameters(), exact.parameters(), strict=True):

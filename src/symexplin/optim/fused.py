@@ -7,7 +7,7 @@ for the update.
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -26,8 +26,8 @@ __all__ = ["Fused", "adamw_"]
 _FUSED = ("cpu", "cuda", "mps", "xpu")  # devices that torch's fused AdamW knows
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MODES = ("mismatch", "congruent", "oppose", "exp_only", "linear")  # that factored maps compute
-_PRODUCTS = ("fixed", "row", "column", "row_col_mult")
-_SUMS = ("fixed", "row", "column", "row_col_add")  # for logarithms
+_PRODUCTS = ("fixed", "global", "row", "column", "row_col_mult")
+_SUMS = ("fixed", "global", "row", "column", "row_col_add")  # for logarithms
 
 
 def adamw_(leaves: Sequence[Leaf], group: Group) -> None:
@@ -142,6 +142,23 @@ class _Elementwise:
         del self._grads  # its memory belongs to the user
 
 
+class _Number(NamedTuple):
+    """A learned scale of one number per matrix. Kernels get it as a vector along the rows, with equal entries."""
+
+    value: Tensor
+    grad: Tensor
+    vector: Tensor
+    vector_grad: Tensor
+
+    def spread(self) -> None:
+        """Write the number to its vector."""
+        self.vector.copy_(self.value.unsqueeze(-1))
+
+    def collect(self) -> None:
+        """Write the gradient of the number, given that of its vector."""
+        torch.sum(self.vector_grad, -1, out=self.grad)
+
+
 class _Factored:
     """Curved parameters with raw weights whose scales are products of row and column factors."""
 
@@ -155,9 +172,13 @@ class _Factored:
         pieces = iter(torch.split(self._flat, sizes))
         for entry, of_entry in zip(entries, values, strict=True):
             entry.grads = {name: next(pieces).view(value.shape) for name, value in of_entry.items()}
+        gradients = [dict(entry.grads) for entry in entries]
+        self._numbers: list[_Number] = []
+        for entry, of_entry, grads in zip(entries, values, gradients, strict=True):
+            self._numbers += _replace_numbers(entry, of_entry, grads)
         lines = [
             [line for pair in zip(entries, found, strict=True) for line in _vectors(*pair)]
-            for found in (values, [entry.grads for entry in entries])
+            for found in (values, gradients)
         ]
         self._plan = kernels.plan(map, Tensors(*parts), *lines)
         self._scales = list(_scale_plans(kernels, entries))
@@ -168,7 +189,10 @@ class _Factored:
     def pull(self) -> Tensor:
         """Return the norm of the raw gradients, and of those of scales unless they are partial sums."""
         self._grads = self._split([entry.gradient() for entry in self.entries])
+        self._spread()
         norm = self._plan.pull(self._grads)
+        for number in self._numbers:
+            number.collect()
         return norm if self.entries[0].shard.groups else torch.hypot(norm, torch.linalg.vector_norm(self._flat))
 
     def update(self, clip: Tensor | None) -> None:
@@ -179,8 +203,13 @@ class _Factored:
             adamw_(leaves, first.group)
         else:
             self._update_scales(clip)
+        self._spread()
         self._plan.update(self._grads, _rates(first.group, float(first.state["step"])), clip)
         del self._grads
+
+    def _spread(self) -> None:
+        for number in self._numbers:
+            number.spread()
 
     def _update_scales(self, clip: Tensor | None) -> None:
         """Apply AdamW to the learned scales.
@@ -278,6 +307,9 @@ def _names(map: Map) -> tuple[str | None, ...]:
     suffixes = ("row", "column") if map.axes.removeprefix("e").startswith("o") else ("column", "row")
     for role in "elmn":
         names = {factor.name.rpartition("_")[2]: factor.name for factor in map.by_role(role)}
+        if names and map.pattern(role) == "global":
+            found += [*names.values(), None]
+            continue
         found += [names.get(suffix) for suffix in suffixes] if is_weight(map.axes) else [None, names.get("row")]
     return tuple(found)
 
@@ -292,6 +324,17 @@ def _split(entry: Entry, tensor: Tensor) -> Sequence[Tensor]:
         return parts
     first = len(out_dims(axes)) if axes.removeprefix("e").startswith("o") else len(in_dims(axes))
     return [part.flatten(first).flatten(0, first - 1) if part.dim() > 2 else part for part in parts]
+
+
+def _replace_numbers(entry: Entry, values: dict[str, Tensor], grads: dict[str, Tensor]) -> Iterator[_Number]:
+    """Put vectors in the place of numbers per matrix, and yield the numbers."""
+    matrix = _split(entry, entry.value)[0]
+    rows = len(matrix) if matrix.dim() > 1 else 1
+    for name, (factor, _) in entry.scales.items():
+        if factor.dims == stack_dims(entry.axes):
+            vector, vector_grad = (values[name].new_empty((*values[name].shape, rows)) for _ in range(2))
+            yield _Number(values[name], grads[name], vector, vector_grad)
+            values[name], grads[name] = vector, vector_grad
 
 
 def _vectors(entry: Entry, scales: Mapping[str, Tensor]) -> Iterator[Vectors]:
