@@ -71,6 +71,7 @@ RUNS = {
     "paper": {"config": PAPER},
     "offset": {"config": OFFSET},
     "absorbed": {"config": sel.preset("absorbed")},
+    "numbers": {"config": sel.preset("paper", l=sel.Scale("global", k=(50.0, 8.0)))},
     "elementwise": {"config": ELEMENTWISE},
     "8 bits": {"config": None, "lr": 1e-2, "moment_bits": 8},
     "muon": {"config": OFFSET, "kind": sel.SELMuon, "lr": 1e-3},
