@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from symexplin import functional
     from symexplin import hf as hf
+    from symexplin import kernels as kernels
     from symexplin import lightning as lightning
     from symexplin import optax as optax
     from symexplin import timm as timm
@@ -65,7 +66,7 @@ __all__ = [
 # Where the names are. They are imported at first use, and the first two need no torch (`symexplin --help`).
 _HOMES = ("config", "presets", "routes", "init", "modules", "optim")
 # `hf`, `lightning`, `optax` and `timm` need other libraries, so `__all__` leaves them out.
-_MODULES = ("functional", "hf", "lightning", "optax", "timm")
+_MODULES = ("functional", "hf", "kernels", "lightning", "optax", "timm")
 
 
 def __getattr__(name: str) -> Any:

@@ -272,7 +272,8 @@ class SELConfig:
         >>> SELConfig(mode="mismatch").describe()
         "mismatch, beta auto, matched start (the paper's: symexplin.init_ before)"
         """
-        words = [self.mode, f"beta {self.beta if isinstance(self.beta, str) else format(self.beta, '.4g')}"]
+        beta = self.beta if isinstance(self.beta, str) else format(self.beta, ".4g")
+        words = [self.mode] if self.mode == "linear" else [self.mode, f"beta {beta}"]
         words += ["absorbed curvature"] if self.curvature == "absorbed" else []
         words += ["normalized"] if self.normalize else []
         learned: dict[str, list[str]] = {}

@@ -28,7 +28,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "frozen": _FROZEN,
     "congruent": {**_PAPER, "mode": "congruent"},
     "exp_only": {**_PAPER, "mode": "exp_only"},
-    "structured_linear": {**_PAPER, "mode": "linear"},
+    "structured_linear": {"mode": "linear", "l": _LEARNED["l"]},
 }
 # The presets that the paper trains from a mismatched start (section 4.3).
 MISMATCHED = ("paper", "paper+offset", "fixed_curvature", "absorbed", "frozen")
@@ -45,7 +45,8 @@ def preset(name: str, /, **overrides: Any) -> SELConfig:
     - "fixed_curvature": without a learned m
     - "absorbed": with an absorbed curvature, normalized
     - "frozen": mismatch with all scales fixed at one
-    - "congruent", "exp_only", "structured_linear": learned scales in another mode
+    - "congruent", "exp_only": learned scales in another mode
+    - "structured_linear": a learned l without a curve
 
     The paper starts the first five of them mismatched. An optimizer always keeps the weights that it finds, so call
     ``sel.init_(model, config)`` before training to reproduce that start.

@@ -128,10 +128,10 @@ def check_saved(
 def _check_map(old: Group, new: Group, by_position: bool) -> None:
     """Refuse raw weights of another map."""
     saved, present = ({**config_of(g).to_dict(), "axes": list(g["axes"])} for g in (old, new))
-    for name, value in present.items():
-        if saved[name] != value and not (by_position and name in ("include", "exclude")):
+    for name in ("mode", *present):
+        if saved[name] != present[name] and not (by_position and name in ("include", "exclude")):
             raise ValueError(
-                f"state_dict is of another map: {name} is {saved[name]!r} there, {value!r} in the optimizer"
+                f"state_dict is of another map: {name} is {saved[name]!r} there, {present[name]!r} in the optimizer"
             )
 
 

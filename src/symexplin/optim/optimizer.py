@@ -76,8 +76,8 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
                 self.defaults[key] = max(group[key] for group in self.param_groups)
         if not any(is_curved(group) for group in self.param_groups):
             raise ValueError(
-                "params has no curved group: pass a plain model itself (not its parameters(), which have no names), or "
-                "its symexplin.param_groups; for a converted model torch.optim.AdamW over them"
+                "params has no curved group: pass a plain model itself, not its parameters, or its "
+                "symexplin.param_groups; for a converted model torch.optim.AdamW over its parameters"
             )
         self._forget()
 

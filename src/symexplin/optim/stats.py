@@ -25,7 +25,7 @@ def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> d
     - "slope/mean", "slope/std": of abs(d w_eff / d w), the ratio of an effective step to a raw one, over all entries
       of the weight matrices
     - "kappa_w/max": largest kappa |w| of the matrices; "tail/fraction": share of their entries with kappa |w| > 1,
-      where the exponential dominates
+      where the exponential dominates; not for mode "linear"
 
     Empty for ordinary weights, and before the first step of a raw-space optimizer. With a sharded model every process
     must call it and gets the same result.
@@ -61,11 +61,12 @@ class _Tally:
                 # Entries count 1 / size, so that the parts of a sharded tensor add up to its mean.
                 self._sum(role, value.double().expand(raw.shape), 1.0 / size)
         if is_weight(curved.map.axes):
-            x = (scales.kappa * raw.abs()).double()
-            if x.numel():
-                self._raise_to(float(x.max()))
-            self._add("", [x.numel(), int((x > 1.0).sum()), 0.0])
             self._sum("slope", curved.slope().abs().double())
+            if curved.map.config.mode != "linear":  # which has no curve
+                x = (scales.kappa * raw.abs()).double()
+                if x.numel():
+                    self._raise_to(float(x.max()))
+                self._add("", [x.numel(), int((x > 1.0).sum()), 0.0])
 
     def _sum(self, key: str, values: Tensor, each: float = 1.0) -> None:
         self._add(key, [each * float(s) for s in (values.numel(), values.sum(), (values * values).sum())])
