@@ -102,6 +102,19 @@ def test_decay_may_be_kept_from_what_is_not_in_the_linears_of_blocks(curve, opti
         assert (named[name].abs() < 0.999 * before[name].abs()).all()
 
 
+@pytest.mark.parametrize("curve", [{"home": "none"}, {"preset": "paper"}, {"home": "module", "preset": "paper"}])
+def test_learning_rates_by_name(curve):
+    train = dataclasses.replace(TRAIN, lr_factors={"*.q.weight": 0.5, "*.bias": 5.0})
+    model, optimizer, _ = build(config(train, **curve))
+    lrs = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    found = {name.replace(".raw_", "."): lrs[id(p)] for name, p in model.named_parameters()}
+    for name, factor in (("q.weight", 0.5), ("q.bias", 5.0), ("k.weight", 1.0), ("q_norm.weight", 1.0)):
+        assert found[f"blocks.0.attention.{name}"] == pytest.approx(factor * 4e-3)
+    assert found["head.weight"] == pytest.approx(4e-3)
+    with pytest.raises(ValueError, match=r"lr_factors pattern '\*\.nothing' matches no parameter"):
+        build(config(dataclasses.replace(TRAIN, lr_factors={"*.nothing": 2.0}), **curve))
+
+
 @pytest.mark.parametrize(("home", "given", "total"), [("optimizer", None, 10), ("optimizer", 4, 4), ("module", 25, 25)])
 def test_annealing_takes_the_whole_run_unless_said(home, given, total):
     _, optimizer, _ = build(config(home=home, preset="paper", anneal_steps=given))

@@ -1,11 +1,9 @@
-import dataclasses
 import math
 
 import pytest
 import torch
 from torch.nn import functional
 
-import symexplin as sel
 from networks import moved
 from symexplin.lab.model import (
     ModelConfig,
@@ -95,18 +93,6 @@ def test_a_prefix_gives_the_prefix_of_the_logits():
         model(torch.zeros(1, 13, dtype=torch.long))
 
 
-def test_gate_and_up_in_one_layer_are_both_beside_each_other():
-    apart, fused = (moved(build(dataclasses.replace(TINY, fused_gate=on))) for on in (False, True))
-    state = apart.state_dict()
-    for block in range(TINY.depth):
-        for kind in ("weight", "bias"):
-            halves = [state.pop(f"blocks.{block}.ffn.{name}.{kind}") for name in ("gate", "up")]
-            state[f"blocks.{block}.ffn.gate_up.{kind}"] = torch.cat(halves)
-    fused.load_state_dict(state)
-    torch.testing.assert_close(fused(tokens_of(TINY)), apart(tokens_of(TINY)))
-    assert "blocks.1.ffn.gate_up.weight" in [route.name for route in sel.routing(fused, sel.SELConfig()).curved]
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_agrees_with_the_cpu():
@@ -116,7 +102,7 @@ def test_cuda_agrees_with_the_cpu():
     torch.testing.assert_close(model.cuda()(tokens.cuda()).cpu(), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("changes", [{}, {"init": "xavier_normal"}, {"fused_gate": True}])
+@pytest.mark.parametrize("changes", [{}, {"init": "xavier_normal"}, {"qk_gain": 0.25}])
 def test_the_start_is_drawn_from_the_generator_alone(changes):
     """The draws one after the other: the embedding, the linears in the order of the modules, the head."""
     config = ModelConfig(width=32, depth=2, heads=2, context=8, **changes)
@@ -125,8 +111,7 @@ def test_the_start_is_drawn_from_the_generator_alone(changes):
     found = Transformer(config, torch.Generator().manual_seed(5)).state_dict()
     expected = {"embedding.weight": torch.empty(256, 32).normal_(0, 0.02, generator=generator)}
     shapes = [("attention.q", 32, 32), ("attention.k", 32, 32), ("attention.v", 32, 32), ("attention.o", 32, 32)]
-    shapes += [("ffn.gate_up", 128, 32)] if config.fused_gate else [("ffn.gate", 64, 32), ("ffn.up", 64, 32)]
-    shapes += [("ffn.down", 32, 64)]
+    shapes += [("ffn.gate", 64, 32), ("ffn.up", 64, 32), ("ffn.down", 32, 64)]
     for block in range(2):
         for name, d_out, d_in in shapes:
             deviation = math.sqrt(2 / (d_in + d_out))
@@ -135,7 +120,8 @@ def test_the_start_is_drawn_from_the_generator_alone(changes):
                 draw.normal_(0, deviation, generator=generator)
             else:
                 draw.uniform_(-math.sqrt(3) * deviation, math.sqrt(3) * deviation, generator=generator)
-            expected[f"blocks.{block}.{name}.weight"] = draw
+            gain = config.qk_gain if name in ("attention.q", "attention.k") else 1.0
+            expected[f"blocks.{block}.{name}.weight"] = gain * draw
     expected["head.weight"] = torch.empty(256, 32).normal_(0, 0.02, generator=generator)
     for name, weight in found.items():
         draw = expected.get(name, torch.full_like(weight, 0.0 if name.endswith("bias") else 1.0))  # biases, norms

@@ -12,6 +12,7 @@ from symexplin.lab.load import start_from
 from symexplin.lab.maps import map_of
 from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import ALONE, Ranks
+from symexplin.patterns import by_name
 from symexplin.presets import IDENTITY
 
 __all__ = ["Built", "build", "build_model", "clear_gradients"]
@@ -44,24 +45,26 @@ def build(config: RunConfig, ranks: Ranks = ALONE) -> Built:
     else:
         model = build_model(config)
     undecayed = [] if train.decay_plain else _plain(model)
+    lrs = _learning_rates(model, config)
     if curve is None and train.optimizer == "adamw":
-        groups: dict[float, list[Tensor]] = {}
+        groups: dict[tuple[float, float], list[Tensor]] = {}
         for name, parameter in model.named_parameters():
-            groups.setdefault(0.0 if name in undecayed else train.weight_decay, []).append(parameter)
-        found = [{"params": params, "weight_decay": decay} for decay, params in groups.items()]
+            decay = 0.0 if name in undecayed else train.weight_decay
+            groups.setdefault((lrs[name], decay), []).append(parameter)
+        found = [{"params": params, "lr": lr, "weight_decay": decay} for (lr, decay), params in groups.items()]
         return Built(model, _adamw(model, found, config), clip=True)
     if config.sel.home == "module":
-        of_roles = sel.param_groups(model, lr=train.lr, weight_decay=train.weight_decay, no_decay=undecayed)
+        of_roles = sel.param_groups(model, lr=lrs, weight_decay=train.weight_decay, no_decay=undecayed)
         optimizer = _adamw(model, of_roles, config)
         sel.anneal_scales(optimizer, total_steps=annealing)
         return Built(model, optimizer, clip=True)
     # Ordinary weights under Muon: the identity map, whose raw weights they are.
-    by_name = sel.param_groups(
-        model, lr=train.lr, weight_decay=train.weight_decay, config=curve or IDENTITY, no_decay=undecayed
+    of_parameters = sel.param_groups(
+        model, lr=lrs, weight_decay=train.weight_decay, config=curve or IDENTITY, no_decay=undecayed
     )
     kind = sel.SELMuon if train.optimizer == "muon" else sel.SELAdamW
     raw_space = kind(
-        by_name,
+        of_parameters,
         lr=train.lr,
         betas=train.betas,
         total_steps=annealing,
@@ -95,6 +98,13 @@ def clear_gradients(parameters: Iterable[Tensor], config: RunConfig) -> None:
     summed = config.compute.cuda_graphs and config.train.accumulation > 1
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter) if summed else None
+
+
+def _learning_rates(model: Transformer, config: RunConfig) -> dict[str, float]:
+    """Return the learning rate of each parameter; a raw one has that of its plain name."""
+    names = {name: name.replace(".raw_", ".") for name, _ in model.named_parameters()}
+    factors: dict[str, float] = by_name("lr_factors", config.train.lr_factors | {"*": 1.0}, list(names.values()))
+    return {name: config.train.lr * factors[plain] for name, plain in names.items()}
 
 
 def _shard(model: Transformer, ranks: Ranks, device: str) -> None:

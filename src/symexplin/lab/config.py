@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from symexplin.lab.maps import CurveConfig, map_of
-from symexplin.lab.settings import Count, Fraction, NotNegative, Positive, Schema, Whole
-from symexplin.validation import check_whole
+from symexplin.lab.settings import Count, Fraction, NotNegative, Pairs, Positive, Schema, Whole
+from symexplin.validation import check_positive, check_whole
 
 if TYPE_CHECKING:
     import torch
@@ -36,9 +36,8 @@ class ModelConfig(Schema):
         context: longest sequence, in tokens.
         tie_head: share the output head's weight with the embedding.
         bias: biases on the linears of the blocks.
-        fused_gate: one linear layer for the two input projections of GeGLU, gate and up, instead of two. Its matrix is
-            initialized as one, and has learned scales as one.
         init: of the matrices of the blocks: "xavier_uniform" or "xavier_normal", with the same standard deviation.
+        qk_gain: factor on the initial weights of queries and keys.
 
     >>> ModelConfig(width=128).hidden
     320
@@ -51,8 +50,8 @@ class ModelConfig(Schema):
     context: Count = 128
     tie_head: bool = False
     bias: bool = True
-    fused_gate: bool = False
     init: Literal["xavier_uniform", "xavier_normal"] = "xavier_uniform"
+    qk_gain: Positive = 1.0
 
     def __post_init__(self) -> None:
         """Check every field."""
@@ -80,6 +79,7 @@ class TrainConfig(Schema):
         batch_size: sequences per optimizer step, over all processes.
         accumulation: microbatches per optimizer step; must divide batch_size.
         lr: peak learning rate.
+        lr_factors: factors on it, by patterns of parameter names such as "*.bias"; the first match counts.
         warmup_steps: steps of linear warm-up, before the decay. Default: the paper's 250, or a tenth of the
             steps in runs of fewer than 2,500.
         floor: fraction of lr at the end of the decay.
@@ -100,6 +100,7 @@ class TrainConfig(Schema):
     batch_size: Count = 16
     accumulation: Count = 1
     lr: Positive = 3e-3
+    lr_factors: Pairs = field(default_factory=dict)
     warmup_steps: Whole | None = None
     floor: Fraction = 0.0
     optimizer: Literal["adamw", "muon"] = "adamw"
@@ -115,6 +116,8 @@ class TrainConfig(Schema):
     def __post_init__(self) -> None:
         """Check every field."""
         super().__post_init__()
+        for pattern, factor in self.lr_factors.items():
+            check_positive(f"lr_factors {pattern!r}", factor)
         if self.warmup_steps is None:
             object.__setattr__(self, "warmup_steps", min(_PAPER_WARMUP, round(0.1 * self.steps)))
         elif self.warmup_steps > self.steps:

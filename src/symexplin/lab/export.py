@@ -38,7 +38,6 @@ _PARTS = {
     "ffn_norm": "post_attention_layernorm",
     "ffn.gate": "mlp.gate_proj",
     "ffn.up": "mlp.up_proj",
-    "ffn.gate_up": "mlp.gate_proj mlp.up_proj",
     "ffn.down": "mlp.down_proj",
 }
 _PROBE = 64  # tokens that the two models are compared on
@@ -126,9 +125,7 @@ def _renamed(model: Transformer) -> dict[str, Tensor]:
             weights[_NAMES[name]] = value
             continue
         _, number, part = name.removesuffix(".weight").split(".", 2)
-        places = _PARTS[part].split()
-        for place, piece in zip(places, value.chunk(len(places)), strict=True):
-            weights[f"model.layers.{number}.{place}.weight"] = piece
+        weights[f"model.layers.{number}.{_PARTS[part]}.weight"] = value
     return weights
 
 

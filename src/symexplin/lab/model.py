@@ -91,17 +91,12 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        if config.fused_gate:
-            self.gate_up = nn.Linear(config.width, 2 * config.hidden, bias=config.bias)
-        else:
-            self.gate, self.up = (nn.Linear(config.width, config.hidden, bias=config.bias) for _ in range(2))
-        self.fused = config.fused_gate
+        self.gate, self.up = (nn.Linear(config.width, config.hidden, bias=config.bias) for _ in range(2))
         self.down = nn.Linear(config.hidden, config.width, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., width) to the same shape."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1) if self.fused else (self.gate(x), self.up(x))
-        mixed: Tensor = self.down(functional.gelu(gate) * up)
+        mixed: Tensor = self.down(functional.gelu(self.gate(x)) * self.up(x))
         return mixed
 
 
@@ -169,6 +164,10 @@ class Transformer(nn.Module):
                 draw(module.weight, generator=generator)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.q.weight.data.mul_(self.config.qk_gain)
+                module.k.weight.data.mul_(self.config.qk_gain)
         if not self.config.tie_head:
             nn.init.normal_(self.head.weight, std=_EMBEDDING_STD, generator=generator)
 

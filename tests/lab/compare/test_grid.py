@@ -57,7 +57,7 @@ def test_bad_grids_are_named(changes, message):
         ({"variant": {"mine": {"home": "none", "preset": "paper"}}}, "variant mine: home 'none' .* no use for preset"),
         ({"variant": {"mine": 3}}, r"\[variant.mine\] must be a table, got 3"),
         ({"variant": {"mine": {"train": {"steps": 3}}}}, "variant mine: train must .* may have optimizer, .*'steps'"),
-        ({"variant": {"mine": {"model": 3}}}, "variant mine: model must be a table that may have init, got 3"),
+        ({"variant": {"mine": {"model": 3}}}, "variant mine: model must be a table that may have init, qk_gain, got 3"),
         ({"train": {"lr": 0.1}}, r"lr must be left to lrs in a comparison, got lr = 0\.1"),
         ({"sel": {"preset": "paper"}}, r"\[sel\] must be left to the variants"),
     ],

@@ -41,8 +41,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 _SHARED = "anneal_steps"
 # Keys of the run that a variant may change: those that leave data, steps and cost the same.
 _CHANGES: dict[str, tuple[str, ...]] = {
-    "train": ("optimizer", "weight_decay", "decay_plain", "betas", "max_grad_norm", "warmup_steps", "floor", "weights"),
-    "model": ("init",),
+    "train": (
+        *("optimizer", "lr_factors", "weight_decay", "decay_plain", "betas", "max_grad_norm", "warmup_steps", "floor"),
+        "weights",
+    ),
+    "model": ("init", "qk_gain"),
 }
 
 
@@ -159,8 +162,8 @@ class CompareConfig(RunConfig):
     Args:
         data: folder that `symexplin prepare` made.
         variant: variants of your own, a [variant.NAME] table each, with keys of [sel]. [variant.NAME.train] may change
-            optimizer, weight_decay, decay_plain, betas, max_grad_norm, warmup_steps, floor, weights;
-            [variant.NAME.model] init.
+            optimizer, lr_factors, weight_decay, decay_plain, betas, max_grad_norm, warmup_steps, floor, weights;
+            [variant.NAME.model] init, qk_gain.
     """
 
     compare: GridConfig = field(default_factory=GridConfig)
