@@ -70,7 +70,8 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError:
         table = None
     if not isinstance(table, dict):
-        raise ValueError(f"{str(path)!r} is damaged: it is not a JSON object")
+        remedy = "restore it, or start again in another folder"
+        raise ValueError(f"{str(path)!r} is damaged: it is not a JSON object; {remedy}")
     return table
 
 

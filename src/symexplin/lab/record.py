@@ -48,7 +48,7 @@ class Recorder(contextlib.ExitStack):
             file = self._files[name] = self.enter_context(path.open("ab", buffering=0))
             if file.tell() < length:
                 size = f"it has {file.tell():,} bytes, and {length:,} were written"
-                raise ValueError(f"{str(path)!r} is damaged: {size}")
+                raise ValueError(f"{str(path)!r} is damaged: {size}; restore it, or start again in another folder")
             file.truncate(length)
 
     def update(self, step: int, record: Mapping[str, float], tokens: int) -> None:
