@@ -37,7 +37,11 @@ CASES: dict[str, list[Shape]] = {
     "400x16": [(16, 16)] * 400,
     "1024x12": [*[(1024, 1024)] * 4, (5632, 1024), (1024, 2816)] * 12,  # for a GPU
 }
-VARIANTS = {"default": sel.SELConfig(), "frozen": sel.preset("frozen"), "paper": sel.preset("paper")}
+VARIANTS = {
+    "default": sel.SELConfig(),
+    **{name: sel.preset(name) for name in ("frozen", "paper")},
+    "number": sel.preset("structured_linear", l=sel.Scale("global", k=(50.0, 8.0))),
+}
 SETTINGS = {"lr": 1e-3, "weight_decay": 0.1}
 CLIP, STEPS = 1.0, 10**6
 # glibc gives freed tensors back at once, so that the peak of a process is the memory in use.
