@@ -28,7 +28,7 @@ _GRAD, _SCRATCH = 7, slice(8, 11)  # columns of the table of matrices: gradients
 _ENTRIES_PER_THREAD = 2**16  # starting a thread costs about as much
 _NO_COMPILER = (
     "symexplin has no compiled kernels here ({reason}): PyTorch's operations run on the CPU instead, and an optimizer "
-    "step takes up to 25 times as long. Install a C compiler (gcc or clang), correct SYMEXPLIN_CPU_TARGET if it is "
+    "step takes 7 to 40 times as long. Install a C compiler (gcc or clang), correct SYMEXPLIN_CPU_TARGET if it is "
     "set, or set SYMEXPLIN_KERNELS=readable to choose PyTorch's operations"
 )
 
