@@ -218,7 +218,11 @@ SHOWN: Mapping[str, Sequence[tuple[tuple[str, str, str, int], str] | None]] = {
     ),
     "width 128, depth 4, 600 steps, again": ((("control", "128x4", "b3eebc4", 600), "default"), None, None),
     "width 128, depth 4, 600 steps, technical English": ((("default", "128x4", "ff759b9", 600), "default"), None, None),
-    "width 128, depth 4, 600 steps, technical English, earlier code": (None, (("suite", "128x4", "cc59c74", 600), "carried"), None),
+    "width 128, depth 4, 600 steps, technical English, earlier code": (
+        None,
+        (("suite", "128x4", "cc59c74", 600), "carried"),
+        None,
+    ),
     "width 128, depth 4, 1,800 steps, technical English": (
         (("default", "128x4", "ff759b9", 1800), "default"),
         (("default", "128x4", "882d6bf", 1800), "carried"),
