@@ -39,7 +39,8 @@ CASES: dict[str, list[Shape]] = {
 }
 VARIANTS = {
     "default": sel.SELConfig(),
-    **{name: sel.preset(name) for name in ("frozen", "paper")},
+    "frozen": sel.preset("frozen"),
+    "paper": sel.preset("paper"),
     "number": sel.preset("structured_linear", l=sel.Scale("global", k=(50.0, 8.0))),
 }
 SETTINGS = {"lr": 1e-3, "weight_decay": 0.1}

@@ -20,7 +20,8 @@ TRAJECTORIES = {
         *(("fsdp", name, F64) for name in ("default", "elementwise", "layers", "default layers")),
         *(("tensor", name, F64) for name in ("offset", "elementwise", "muon", "default layers", "muon layers")),
         *(("columns", "offset", F64), ("hsdp", "paper", F64)),
-        *(("fsdp", "paper", F32), ("fsdp", "default", F32), ("tensor", "numbers", F32), ("fsdp", "layers", F32)),
+        *(("fsdp", "paper", F32), ("fsdp", "default", F32), ("tensor", "paper", F32), ("fsdp", "layers", F32)),
+        ("tensor", "numbers", F32),
     ],
 }
 CASES = [(world, *case) for world, cases in TRAJECTORIES.items() for case in cases]

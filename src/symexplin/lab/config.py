@@ -79,7 +79,7 @@ class TrainConfig(Schema):
         batch_size: sequences per optimizer step, over all processes.
         accumulation: microbatches per optimizer step; must divide batch_size.
         lr: peak learning rate.
-        lr_factors: factors on it, by patterns of parameter names such as "*.bias"; the first match counts.
+        lr_factors: factors on lr, by patterns of parameter names such as "*.bias"; the first match counts.
         warmup_steps: steps of linear warm-up, before the decay. Default: the paper's 250, or a tenth of the
             steps in runs of fewer than 2,500.
         floor: fraction of lr at the end of the decay.

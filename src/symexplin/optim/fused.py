@@ -331,7 +331,7 @@ def _replace_numbers(entry: Entry, values: dict[str, Tensor], grads: dict[str, T
     matrix = _split(entry, entry.value)[0]
     rows = len(matrix) if matrix.dim() > 1 else 1
     for name, (factor, _) in entry.scales.items():
-        if factor.dims == stack_dims(entry.axes):
+        if entry.map.pattern(factor.role) == "global":
             vector, vector_grad = (values[name].new_empty((*values[name].shape, rows)) for _ in range(2))
             yield _Number(values[name], grads[name], vector, vector_grad)
             values[name], grads[name] = vector, vector_grad

@@ -62,7 +62,7 @@ class _Tally:
                 self._sum(role, value.double().expand(raw.shape), 1.0 / size)
         if is_weight(curved.map.axes):
             self._sum("slope", curved.slope().abs().double())
-            if curved.map.config.mode != "linear":  # which has no curve
+            if curved.map.config.mode != "linear":  # a linear map has no curve
                 x = (scales.kappa * raw.abs()).double()
                 if x.numel():
                     self._raise_to(float(x.max()))
