@@ -193,7 +193,8 @@ def page(text: str, found: Sequence[Experiment]) -> str:
 # The rows of README: what was trained; by column the experiment (table, panel, commit, steps) and its variant.
 COLUMNS = "default", "fixed mismatch", "paper's method"
 WIDTH_1024 = ("width-1024", "1024x1", "44ad1b2", 1500)
-TWELVE_BLOCKS = ("width-1024-gpu", "1024x12", "354dea9", 1000)
+WITH_INIT = ("width-1024-gpu", "1024x12", "354dea9", 1000)
+WITHOUT_INIT = ("width-1024-gpu", "1024x12", "648d882", 1000)
 SHOWN: Mapping[str, Sequence[tuple[tuple[str, str, str, int], str] | None]] = {
     "width 64, depth 2, 200 steps": (
         (("widths", "64x2", "ff759b9", 200), "default"),
@@ -229,7 +230,12 @@ SHOWN: Mapping[str, Sequence[tuple[tuple[str, str, str, int], str] | None]] = {
         None,
     ),
     "width 1024, depth 1, 1,500 steps": ((WIDTH_1024, "exp"), None, (WIDTH_1024, "paper")),
-    "width 1024, depth 12, 1,000 steps": ((TWELVE_BLOCKS, "default"), None, (TWELVE_BLOCKS, "paper")),
+    "width 1024, depth 12, 1,000 steps": ((WITH_INIT, "default"), None, (WITH_INIT, "paper")),
+    "width 1024, depth 12, 1,000 steps, the paper's method without `init_`": (
+        (WITHOUT_INIT, "default"),
+        None,
+        (WITHOUT_INIT, "matched"),
+    ),
 }
 
 
