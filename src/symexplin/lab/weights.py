@@ -44,12 +44,13 @@ def iter_tensors(path: str | Path) -> Iterator[tuple[str, Tensor]]:
 
 def _parts(path: Path) -> list[Path]:
     """Return the files to read."""
-    if not path.is_dir():
+    if path.is_file():
         return [path]
     if (path / MODEL).exists():
         return [path / MODEL]
     if not (path / _INDEX).exists():
-        raise ValueError(f"path must be a safetensors file, or a folder with {MODEL} or {_INDEX}, got {str(path)!r}")
+        kind = ValueError if path.exists() else FileNotFoundError
+        raise kind(f"path must be a safetensors file, or a folder with {MODEL} or {_INDEX}, got {str(path)!r}")
     return [path / shard for shard in sorted(set(read_json(path / _INDEX)["weight_map"].values()))]
 
 
