@@ -230,8 +230,8 @@ SHOWN: Mapping[str, Sequence[tuple[tuple[str, str, str, int], str] | None]] = {
         None,
     ),
     "width 1024, depth 1, 1,500 steps": ((WIDTH_1024, "exp"), None, (WIDTH_1024, "paper")),
-    "width 1024, depth 12, 1,000 steps": ((WITH_INIT, "default"), None, (WITH_INIT, "paper")),
-    "width 1024, depth 12, 1,000 steps, the paper's method without `init_`": (
+    "width 1024, depth 12, 1,000 steps, paper's initialization": (None, None, (WITH_INIT, "paper")),
+    "width 1024, depth 12, 1,000 steps, AdamW's initialization": (
         (WITHOUT_INIT, "default"),
         None,
         (WITHOUT_INIT, "matched"),
