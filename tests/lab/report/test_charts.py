@@ -2,7 +2,7 @@ import xml.etree.ElementTree as ElementTree
 
 from matplotlib.figure import Figure
 
-from symexplin.lab.report.charts import Line, chart, panel
+from symexplin.lab.report.charts import Line, chart, panel, sheet
 
 
 def drawn(lines, about=None):
@@ -31,3 +31,13 @@ def test_lines_differ_by_more_than_their_color():
     axes = Figure().add_subplot()
     panel(axes, "", "x", "y", [Line(str(i), [1, 2], [1, 2], i) for i in range(42)])
     assert len({(line.get_color(), line.get_marker()) for line in axes.lines}) == 42
+
+
+def test_a_long_label_leaves_the_axes_their_width():
+    widths = []
+    for label in ("AdamW", "AdamW with queries and keys at 0.05 of the scale and rate, biases at 5 times the rate"):
+        figure, (axes,) = sheet(1, 1)
+        panel(axes, "", "x", "y", [Line(label, [0, 1], [3, 2])])
+        figure.draw_without_rendering()
+        widths.append(axes.get_position().width)
+    assert widths[1] > 0.95 * widths[0]

@@ -6,6 +6,7 @@
 import dataclasses
 import itertools
 import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ _ABREAST = 3  # the paper's grid has three depths of each width
 _LATE = 0.4  # the paper's cut of figure 8
 _MAGNIFIED = 1e3
 _BAR = 0.4  # thickness; variants are 1 apart
+_WRAP = 24  # letters of a line of their labels
 _SLOPE = "map (× slope)"
 _ENTRY = 0.25  # inches of a row of a legend
 _HATCHED: dict[str, Any] = {"facecolor": "white", "hatch": "///"}
@@ -97,7 +99,8 @@ def _draw_bars(axes: Axes, compared: Evidence) -> None:
     # The legend is gray, as colors are those of the variants.
     axes.fill_between([], [], [], color=GUIDE, label="own best learning rate")
     axes.fill_between([], [], [], edgecolor=GUIDE, label="shared learning rate, if another", **_HATCHED)
-    axes.set_yticks(range(len(variants)), [compared.label(best["variant"]) for best, _ in variants])
+    labels = [textwrap.fill(compared.label(best["variant"]), _WRAP) for best, _ in variants]
+    axes.set_yticks(range(len(variants)), labels)
     axes.set_ylim(len(variants) - 0.3, -0.7)  # the best at the top
     axes.ticklabel_format(axis="x", style="plain")  # a power of ten would lie over the label
     axes.locator_params(axis="x", nbins=4)

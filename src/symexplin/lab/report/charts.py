@@ -5,6 +5,7 @@ Lines differ by more than their color. The same data give the same file.
 
 import io
 import re
+import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,7 +33,7 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # one more than colors: 42 pairs
 GUIDE = "#777777"
 GUIDE_LINE: dict[str, Any] = {"color": GUIDE, "linestyle": (0, (3, 3)), "linewidth": 1.2}
 _MARKED = 40  # a line with more points has no markers
-_LONG_LABEL = 21  # letters; a legend with a longer label has one column
+_LONG_LABEL, _LINE = 21, 42  # letters: a legend with a longer label has one column; labels are wrapped
 _PAGE_SIZE = (5.4, 4.4)  # inches
 _BELOW = 0.62  # inches that the ticks of an axis and its label take
 STYLE: dict[Any, Any] = {
@@ -107,12 +108,13 @@ def panel(
     for line in lines:
         _draw(axes, line)
     axes.set(title=title, xlabel=x_label, ylabel=y_label)
-    labels = axes.get_legend_handles_labels()[1]
+    handles, labels = axes.get_legend_handles_labels()
     if legend and labels:
         columns = 1 if max(map(len, labels)) > _LONG_LABEL else 2
+        wrapped = [textwrap.fill(label, _LINE) for label in labels]
         below = axes.transAxes + ScaledTranslation(0.0, -_BELOW, axes.figure.dpi_scale_trans)
         place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0.0, 0.0), "bbox_transform": below}
-        axes.legend(ncols=columns, title=about, alignment="left", **place)
+        axes.legend(handles, wrapped, ncols=columns, title=about, alignment="left", **place)
 
 
 def _draw(axes: Axes, line: Line) -> None:
