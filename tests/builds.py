@@ -12,6 +12,7 @@ import pytest
 
 from symexplin.kernels import cpu, gpu
 from symexplin.kernels.compiler import _find, compile_library
+from symexplin.kernels.interface import Kernels
 
 TRITON = "triton", "interpreter"
 BUILDS = [(command, target) for command in ("gcc", "clang") for target in ("", "x86-64")]
@@ -30,12 +31,12 @@ def library(command: str, target: str) -> Path:
 
 
 @functools.cache
-def kernels(command: str, target: str) -> cpu.CpuKernels | gpu.GpuKernels:
+def kernels(command: str, target: str) -> Kernels:
     """Return kernels of one build."""
     if (command, target) == TRITON:
         pytest.importorskip("triton")
         if os.environ.get("TRITON_INTERPRET") != "1":
             pytest.skip("Triton's interpreter runs where there is no GPU")
         gpu._ROWS = 32  # the interpreter takes as long for few rows
-        return gpu.GpuKernels()
-    return cpu.CpuKernels(ctypes.CDLL(str(library(command, target))), f"{command} {target}")
+        return gpu.triton_kernels()
+    return cpu.kernels_of(ctypes.CDLL(str(library(command, target))), f"{command} {target}")

@@ -79,7 +79,7 @@ def path(name, monkeypatch):
     ):
         warnings.filterwarnings("error", "symexplin has no")  # no silent change to other kernels
         if name == "triton":
-            patch.setattr(cpu, "load", gpu.GpuKernels)
+            patch.setattr(cpu, "load", gpu.triton_kernels)
             patch.setattr(gpu, "_ROWS", 32)  # the interpreter takes as long for few rows
         yield
 

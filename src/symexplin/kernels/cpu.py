@@ -16,9 +16,9 @@ from torch import Tensor
 
 from symexplin.kernels.check import is_right
 from symexplin.kernels.compiler import load_library
-from symexplin.kernels.interface import Curve, FactoredMap, Noise, Rates, Tensors, Vectors
+from symexplin.kernels.interface import Curve, FactoredMap, Kernels, Noise, Rates, Tensors, Vectors
 
-__all__ = ["CpuKernels", "load"]
+__all__ = ["kernels_of", "load"]
 
 _CPU = torch.device("cpu")  # explicit, since the user may have another default device
 _SOURCE = Path(__file__).with_name("cpu.c")
@@ -75,26 +75,6 @@ class _Library:
         return torch.tensor(self._run(ctypes.byref(call), threads), dtype=torch.float64, device=_CPU)
 
 
-class CpuKernels:
-    """Kernels in compiled C for tensors on a CPU, with torch's number of threads."""
-
-    def __init__(self, library: ctypes.CDLL, name: str) -> None:
-        self.name = name
-        self._library = _Library(library)
-
-    def plan(
-        self,
-        map: Curve | FactoredMap | None,
-        tensors: Tensors,
-        vectors: Sequence[Vectors] = (),
-        gradients: Sequence[Vectors] = (),
-    ) -> "_Closed | _Factored":
-        """Return the steps of weights under a map."""
-        if isinstance(map, FactoredMap):
-            return _Factored(self._library, map, tensors, vectors, gradients)
-        return _Closed(self._library, map, tensors)
-
-
 class _Closed:
     """Steps of weights under a map in closed form, or of plain ones."""
 
@@ -106,7 +86,7 @@ class _Closed:
         tables = [None if line is None else _numbers(map(Tensor.data_ptr, line)) for line in tensors]
         self._held = tensors, sizes, tables
         self._call = call = _Call(count=len(sizes), first=_address(self._first), sizes=_address(sizes))
-        call.plain, call.half = curve is None, _is_half(tensors)
+        call.plain, call.half = curve is None, tensors.are_half
         call.weights, call.exp_avgs, call.exp_avg_sqs, call.masters = map(_address, tables)
 
     def pull(self, grads: Sequence[Tensor]) -> Tensor:
@@ -180,7 +160,7 @@ def _table(
     """Return the library's matrices, one per row, without their gradients and scratch."""
     assert tensors.masters is not None
     memory = zip(tensors.masters, tensors.exp_avgs, tensors.exp_avg_sqs, tensors.weights, strict=True)
-    later, half = [None] * 4, _is_half(tensors)
+    later, half = [None] * 4, tensors.are_half
     lines = zip(shapes, memory, vectors, gradients, strict=True)
     rows = [(*shape, half, *map(_pointer, itertools.chain(own, later, *both))) for shape, own, *both in lines]
     return torch.tensor(rows, dtype=torch.int64, device=_CPU)
@@ -197,10 +177,6 @@ def _first(tiles: Iterable[int]) -> "array.array[int]":
 
 def _address(numbers: "array.array[int] | None") -> int | None:
     return None if numbers is None else numbers.buffer_info()[0]
-
-
-def _is_half(tensors: Tensors) -> bool:
-    return len(tensors.weights) > 0 and tensors.weights[0].dtype == torch.bfloat16
 
 
 def _pointer(tensor: Tensor | None) -> int:
@@ -220,8 +196,14 @@ def _set_step(call: _Call, rates: Rates | None, clip: Tensor | None, curve: Curv
     step.towards, step.beta2, step.gain2, step.root, step.eps = rates.direction(kappa)
 
 
+def kernels_of(library: ctypes.CDLL, name: str) -> Kernels:
+    """Return the kernels of a compiled `cpu.c`, for tensors on a CPU, with torch's number of threads."""
+    functions = _Library(library)
+    return Kernels(name, functools.partial(_Closed, functions), functools.partial(_Factored, functions))
+
+
 @functools.cache
-def load() -> CpuKernels | None:
+def load() -> Kernels | None:
     """Return the compiled kernels, or None with one warning if there is no compiler or the kernels are wrong.
 
     >>> kernels = load()
@@ -233,8 +215,8 @@ def load() -> CpuKernels | None:
         warnings.warn(_NO_COMPILER.format(reason=found), stacklevel=2)
         return None
     library, name = found
-    kernels = CpuKernels(library, f"compiled C ({name})")
-    if kernels._library.call_size != ctypes.sizeof(_Call) or not is_right(kernels, _CPU):
+    kernels = kernels_of(library, f"compiled C ({name})")
+    if _Library(library).call_size != ctypes.sizeof(_Call) or not is_right(kernels, _CPU):
         warnings.warn(_NO_COMPILER.format(reason=f"kernels compiled by {name} give wrong results"), stacklevel=2)
         return None
     return kernels

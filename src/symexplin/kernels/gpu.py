@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from symexplin.kernels.check import is_right
-from symexplin.kernels.interface import Curve, FactoredMap, Noise, Rates, Tensors, Vectors
+from symexplin.kernels.interface import Curve, FactoredMap, Kernels, Noise, Rates, Tensors, Vectors
 
-__all__ = ["GpuKernels", "load"]
+__all__ = ["load", "triton_kernels"]
 
 _CPU = torch.device("cpu")  # explicit, since the user may have another default device
 _TILE = 2048  # entries of a program for the closed form
@@ -30,30 +30,6 @@ _NO_TRITON = (
     "symexplin has no Triton kernels on {device} ({reason}): PyTorch's operations run there instead, and an optimizer "
     "step takes several times as long. Set SYMEXPLIN_KERNELS=readable to choose PyTorch's operations"
 )
-
-
-class GpuKernels:
-    """Triton kernels for tensors on one device."""
-
-    def __init__(self) -> None:
-        import triton
-
-        from symexplin.kernels import gpu_kernels
-
-        self.name = f"Triton {triton.__version__}"
-        self._kernels = gpu_kernels
-
-    def plan(
-        self,
-        map: Curve | FactoredMap | None,
-        tensors: Tensors,
-        vectors: Sequence[Vectors] = (),
-        gradients: Sequence[Vectors] = (),
-    ) -> "_Closed | _Factored":
-        """Return the steps of weights under a map."""
-        if isinstance(map, FactoredMap):
-            return _Factored(self._kernels, map, tensors, vectors, gradients)
-        return _Closed(self._kernels, map, tensors)
 
 
 class _Batch(NamedTuple):
@@ -92,7 +68,7 @@ class _Closed:
     def __init__(self, kernels: ModuleType, curve: Curve | None, tensors: Tensors) -> None:
         self._kernels, self._curve, self._held = kernels, curve, tensors
         self._device = tensors.weights[0].device
-        self._kind = {"PLAIN": curve is None, "HALF": _is_half(tensors), "MASTERS": tensors.masters is not None}
+        self._kind = {"PLAIN": curve is None, "HALF": tensors.are_half, "MASTERS": tensors.masters is not None}
         sizes = list(map(Tensor.numel, tensors.weights))
         self._column = column = kernels.CLOSED.index
         rest = [0] * (len(kernels.CLOSED) - column("size") - 1)
@@ -142,7 +118,7 @@ class _Factored:
         self._kernels, self._held, self._device = kernels, (tensors, vectors, gradients), tensors.weights[0].device
         *self._numbers, self._magnitude = map.numbers()
         self._kind = {"ABSORBED": map.absorbed, "NORMALIZE": map.normalize}
-        self._half = _is_half(tensors)
+        self._half = tensors.are_half
         self._column = column = kernels.MATRIX.index
         shapes = [(1 if w.dim() == 1 else len(w), w.shape[-1]) for w in tensors.weights]
         rest = [0] * (len(kernels.MATRIX) - column("cols") - 1)
@@ -235,22 +211,28 @@ def _addresses(tensors: Tensors, i: int) -> list[int]:
     return [0 if line is None else line[i].data_ptr() for line in tensors]
 
 
-def _is_half(tensors: Tensors) -> bool:
-    return tensors.weights[0].dtype == torch.bfloat16
-
-
 def _root_of(squares: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(squares)).sum(dtype=torch.float64).sqrt()
 
 
+def triton_kernels() -> Kernels:
+    """Return the kernels, for tensors on one device."""
+    import triton
+
+    from symexplin.kernels import gpu_kernels
+
+    plans = (functools.partial(plan, gpu_kernels) for plan in (_Closed, _Factored))
+    return Kernels(f"Triton {triton.__version__}", *plans)
+
+
 @functools.cache
-def load(device: torch.device) -> GpuKernels | None:
+def load(device: torch.device) -> Kernels | None:
     """Return the kernels, or None with one warning if they do not run on a device or are wrong there."""
     if importlib.util.find_spec("triton") is None:
         reason = "Triton is not installed"
     else:
         try:
-            kernels = GpuKernels()
+            kernels = triton_kernels()
             if is_right(kernels, device):
                 return kernels
             reason = f"{kernels.name} gives wrong results"

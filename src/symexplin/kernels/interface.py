@@ -1,9 +1,11 @@
 """What kernels for one type of device compute."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 __all__ = ["Curve", "FactoredMap", "Kernels", "Noise", "Plan", "Rates", "Tensors", "Vectors", "is_memory"]
@@ -35,6 +37,11 @@ class Tensors(NamedTuple):
     exp_avgs: Sequence[Tensor]
     exp_avg_sqs: Sequence[Tensor]
     masters: Sequence[Tensor] | None = None  # float32 copies of the weights, or the raw weights of a factored map
+
+    @property
+    def are_half(self) -> bool:
+        """Whether the weights are in bfloat16."""
+        return len(self.weights) > 0 and self.weights[0].dtype == torch.bfloat16
 
 
 class Rates(NamedTuple):
@@ -107,10 +114,13 @@ class Plan(Protocol):
         """
 
 
-class Kernels(Protocol):
-    """Kernels for one type of device."""
+@dataclass(frozen=True)
+class Kernels:
+    """Kernels for one type of device: functions that plan the steps of weights, in closed form and of factored maps."""
 
     name: str
+    closed: Callable[[Curve | None, Tensors], Plan]
+    factored: Callable[[FactoredMap, Tensors, Sequence[Vectors], Sequence[Vectors]], Plan]
 
     def plan(
         self,
@@ -125,3 +135,6 @@ class Kernels(Protocol):
         of each, `gradients` tensors of the same sizes for :meth:`Plan.pull` to write. The weights must be the map of
         the raw weights: kernels may compute the exponentials from them.
         """
+        if isinstance(map, FactoredMap):
+            return self.factored(map, tensors, vectors, gradients)
+        return self.closed(map, tensors)
