@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from symexplin.validation import check_choice, check_finite, check_flag, check_positive, check_whole
+from symexplin.validation import check_choice, check_finite, check_flag, check_positive, check_whole, naming
 
 __all__ = [
     "BETA_AT_1024",
@@ -344,7 +344,8 @@ def _scale(role: str, value: object) -> Scale:
         raise ValueError(f"{role} must be a table of Scale keys, got {value!r}")
     for key in value:
         check_choice(f"{role} key", key, [f.name for f in dataclasses.fields(Scale)])
-    return Scale(**value)
+    with naming(role):
+        return Scale(**value)
 
 
 def check_config(config: object) -> SELConfig:

@@ -13,7 +13,7 @@ from symexplin.heads import Parts, fused_parts, plain_parameters
 from symexplin.inverse import check_invertible
 from symexplin.patterns import by_name, check_patterns, first_match
 
-__all__ = ["Rate", "Route", "Routing", "routing"]
+__all__ = ["Rate", "Route", "Routing", "check_model", "routing"]
 
 Rate = float | Tensor | Mapping[str, float]  # a number, or numbers by name pattern
 _INSIDE = "curved in its module"
@@ -110,6 +110,12 @@ class _Candidate:
     decays: bool = True  # False for scales of a converted layer that shape the map
 
 
+def check_model(model: object) -> None:
+    """Raise ValueError for parameters or anything else that is no module."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
+
+
 def routing(
     model: nn.Module,
     config: SELConfig | None = None,
@@ -149,6 +155,7 @@ def routing(
     curved: 2 of 4 tensors, 36 of 44 numbers (81.8%)
     map: exp_only, beta 0.6629; width 8
     """
+    check_model(model)
     config = check_config(config)
     whole = model if whole is None else whole
     names: dict[int, list[str]] = {}

@@ -147,6 +147,9 @@ TABLE = [
     (grouped(no_decay=True), "no_decay .*True"),
     (grouped(whole=network()), "whole"),
     (lambda: sel.param_groups(nn.Sequential(nn.LayerNorm(4))), "nothing to curve"),
+    (lambda: sel.param_groups(list(network().parameters())), "model .*Module, got list"),
+    (lambda: sel.routing(None), "model .*Module, got NoneType"),
+    (lambda: sel.preset("paper", l={"pattern": "rows"}), "l: pattern .*'rows'"),
     (lambda: sel.param_groups(sel.convert(network()), config=PAPER), "config .*converted"),
     # switching from AdamW, annealing, suggesting a rate
     (switched(stepped=True), "stepped"),

@@ -142,3 +142,14 @@ def test_scales_count_their_own_updates_after_a_switch(dtype):
     group = optimizer.param_groups[0]
     moved = (optimizer.state[model[0].weight]["e_row"] - 1.0).abs()
     assert moved.median() == pytest.approx(group["lr"] * group["k_e"][0], rel=1e-3)
+
+
+def test_a_schedule_goes_on_after_the_way_back():
+    model = network()
+    optimizer = fresh(model, MAPS["default"])
+    old = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    for _ in range(3):
+        train(model, optimizer, 1)
+        old.step()
+    new = torch.optim.lr_scheduler.LambdaLR(sel.to_adamw(optimizer), lambda step: 1.0 / (1 + step), last_epoch=2)
+    assert new.get_last_lr() == old.get_last_lr()

@@ -252,6 +252,7 @@ SPOILED = [
     (lambda s: s["param_groups"][0]["axes"].__setitem__(0, "io"), "axes .*'io'"),
     (lambda s: s["param_groups"][0].update(moment_bits=8), "moment_bits=8"),
     (lambda s: s["param_groups"].pop(), "different number of parameter groups"),
+    (lambda s: s.pop("param_groups"), r"state_dict\(\) returned, got the keys \['state'\]"),
     (lambda s: s.update(torch.optim.AdamW(network().parameters()).state_dict()), r"symexplin\.from_adamw"),
     (lambda s: s.update(build(network(), sel.SELConfig()).state_dict()), "map"),
 ]

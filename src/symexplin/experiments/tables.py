@@ -94,7 +94,7 @@ def load_table(
     if not name.endswith(".toml"):
         check_choice("name", name, known)
     with naming(f"table {name}"):
-        file = load_toml(known.get(name, name))
+        file = load_toml(known.get(name, name), "name")
         about = {key: file.pop(key, "") for key in ("title", "place", "about", "baseline")}
         figures = file.pop("figures", ())
         settings, of_paper = _settings(file, scale), _settings(file, "paper")

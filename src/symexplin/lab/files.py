@@ -28,8 +28,8 @@ def replacing(path: str | Path) -> Iterator[Path]:
         temporary.replace(path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno is not None:
-            error.filename = error.filename or str(path)  # a full disk names no file
+        if isinstance(error, OSError) and error.errno is not None and error.filename in (None, str(temporary)):
+            error.filename = str(path)  # a full disk names no file
         raise
 
 

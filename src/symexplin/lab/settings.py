@@ -229,14 +229,14 @@ def _plain(value: Any) -> Any:
     return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
-def load_toml(path: str | Path) -> Table:
-    """Return the table in a TOML file."""
+def load_toml(path: str | Path, name: str = "config") -> Table:
+    """Return the table in a TOML file; `name` is the argument that names it."""
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (FileNotFoundError, IsADirectoryError):
-        raise FileNotFoundError(f"config must be an existing TOML file, got {str(path)!r}") from None
+        raise FileNotFoundError(f"{name} must be an existing TOML file, got {str(path)!r}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"config {path} is not TOML: {error}") from None
+        raise ValueError(f"{name} {path} is not TOML: {error}") from None
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:

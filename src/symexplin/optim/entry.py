@@ -85,6 +85,11 @@ class Entry:
         group, i = self.group, self.index
         self.parameter: Tensor = group["params"][i]
         self.name = name_of(group, i)
+        if self.parameter.is_meta:
+            raise ValueError(
+                f"params must be the parameters that are trained, got {self.name} on the device 'meta': build the "
+                "optimizer after to_empty has replaced them and they have their values"
+            )
         self.shape = tuple(self.parameter.shape)  # the whole shape
         self.curved = is_curved(group)
         if self.curved and tuple(group["shape"][i]) != self.shape:

@@ -10,7 +10,7 @@ from symexplin.config import SELConfig
 from symexplin.curve import CurvedBase, Map
 from symexplin.heads import Parts
 from symexplin.optim.suggest import warn_of_scales
-from symexplin.routes import Rate, Route, Routing, routing
+from symexplin.routes import Rate, Route, Routing, check_model, routing
 from symexplin.validation import check_not_negative
 
 __all__ = ["ALIGNED", "Group", "check_rate", "config_of", "is_curved", "map_of", "name_of", "param_groups", "parts_of"]
@@ -57,6 +57,7 @@ def param_groups(
     >>> [group["lr"] for group in param_groups(model, lr={"1.*": 3e-3, "*": 1e-3})]
     [0.001, 0.003]
     """
+    check_model(model)
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise ValueError(
             "model must not be wrapped by FullyShardedDataParallel (FSDP1), which flattens parameters: use "

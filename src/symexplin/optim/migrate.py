@@ -14,7 +14,7 @@ __all__ = ["from_adamw", "to_adamw"]
 
 # The power of f' that multiplies each moment in a change of coordinates.
 _POWERS = {"exp_avg": 1, "exp_avg_sq": 2}
-_SETTINGS = ("lr", "betas", "eps", "weight_decay")
+_SETTINGS = ("lr", "initial_lr", "betas", "eps", "weight_decay")  # initial_lr is a scheduler's
 
 
 @torch.no_grad()
@@ -94,7 +94,7 @@ def to_adamw(optimizer: SELAdamW) -> torch.optim.AdamW:
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         named = zip(group["param_names"], group["params"], strict=True) if "param_names" in group else group["params"]
-        groups.append({"params": list(named), **{key: group[key] for key in _SETTINGS}})
+        groups.append({"params": list(named), **{key: group[key] for key in _SETTINGS if key in group}})
     adamw = torch.optim.AdamW(groups)
     for entry in optimizer.entries():
         adamw.state[entry.parameter] = {"step": torch.tensor(float(entry.state["step"]))} | {

@@ -147,11 +147,6 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         """Disable autocast during the step."""
         stack = contextlib.ExitStack()
         kinds = {group["params"][0].device.type for group in self.param_groups if group["params"]}
-        if "meta" in kinds:
-            raise ValueError(
-                "params must be the parameters that are trained, got parameters on the device 'meta': build the "
-                "optimizer after to_empty has replaced them and they have their values"
-            )
         for kind in kinds:
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
@@ -308,6 +303,9 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the state of another optimizer, of other parameters or of another map. Nothing is changed.
         """
+        if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+            got = f"the keys {list(state_dict)[:4]}" if isinstance(state_dict, Mapping) else type(state_dict).__name__
+            raise ValueError(f"state_dict must be what an optimizer's state_dict() returned, got {got}")
 
         def check(_: Any, found: dict[str, Any]) -> None:
             """Check the state after the user's own hooks."""

@@ -103,6 +103,8 @@ def save_figure(figure: Figure, folder: str | Path, name: str) -> tuple[Path, Pa
     The same figure gives the same bytes.
     """
     folder = Path(folder)
+    if folder.is_file():
+        raise ValueError(f"out must be a folder, got {str(folder)!r}, a file")
     folder.mkdir(parents=True, exist_ok=True)
     paths = folder / f"{name}.svg", folder / f"{name}.png"
     for path, metadata in zip(paths, (UNDATED, {"Software": None}), strict=True):
