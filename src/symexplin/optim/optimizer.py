@@ -303,12 +303,13 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the state of another optimizer, of other parameters or of another map. Nothing is changed.
         """
-        if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-            got = f"the keys {list(state_dict)[:4]}" if isinstance(state_dict, Mapping) else type(state_dict).__name__
-            raise ValueError(f"state_dict must be what an optimizer's state_dict() returned, got {got}")
 
         def check(_: Any, found: dict[str, Any]) -> None:
             """Check the state after the user's own hooks."""
+            if not {"state", "param_groups"} <= found.keys():
+                raise ValueError(
+                    f"state_dict must be what an optimizer's state_dict() returned, got the keys {list(found)[:4]}"
+                )
             check_saved(found["param_groups"], self.param_groups, found["state"], self.moments_, by_position)
             own = [{key: group[key] for key in _OWN if group[key] != LATER} for group in self.param_groups]
             self._loading = (found, own)
