@@ -227,10 +227,14 @@ def test_a_compiled_model_is_not_compiled_again_and_a_compiled_step_is_the_step(
 
 
 def test_parameters_without_values_are_refused_at_the_first_step():
-    model = network()
-    model[3].to("meta")
-    with pytest.raises(ValueError, match=r"3\.weight on the device 'meta': build the optimizer after to_empty"):
-        build(model).step()
+    with torch.device("meta"):
+        whole = network()
+    part = network()
+    part[3].to("meta")
+    for model in (whole, part):
+        optimizer = build(model)
+        with pytest.raises(ValueError, match=r"\d\.weight on the device 'meta': build the optimizer after to_empty"):
+            optimizer.step()
 
 
 @pytest.mark.parametrize("what", ["rate", "weight", "gradient", "nan"])

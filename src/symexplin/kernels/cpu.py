@@ -64,8 +64,7 @@ class _Library:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._run = library.sel_run
         self._run.restype, self._run.argtypes = ctypes.c_double, (ctypes.c_void_p, ctypes.c_int64)
-        names = ("sel_tile", "sel_tall", "sel_pad", "sel_call_size")
-        self.tile, self.tall, self.pad, self.call_size = (ctypes.c_int64.in_dll(library, n).value for n in names)
+        self.tile, self.tall, self.pad = (_constant(library, name) for name in ("sel_tile", "sel_tall", "sel_pad"))
 
     def run(self, call: _Call, task: int, entries: int, tiles: int = 0) -> Tensor:
         """Run a task, and return the sum of the squares of its `tiles` as a 0-d float64 tensor."""
@@ -166,6 +165,10 @@ def _table(
     return torch.tensor(rows, dtype=torch.int64, device=_CPU)
 
 
+def _constant(library: ctypes.CDLL, name: str) -> int:
+    return ctypes.c_int64.in_dll(library, name).value
+
+
 def _numbers(values: Iterable[int]) -> "array.array[int]":
     return array.array("q", values)
 
@@ -216,7 +219,7 @@ def load() -> Kernels | None:
         return None
     library, name = found
     kernels = kernels_of(library, f"compiled C ({name})")
-    if _Library(library).call_size != ctypes.sizeof(_Call) or not is_right(kernels, _CPU):
+    if _constant(library, "sel_call_size") != ctypes.sizeof(_Call) or not is_right(kernels, _CPU):
         warnings.warn(_NO_COMPILER.format(reason=f"kernels compiled by {name} give wrong results"), stacklevel=2)
         return None
     return kernels

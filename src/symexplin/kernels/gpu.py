@@ -221,8 +221,8 @@ def triton_kernels() -> Kernels:
 
     from symexplin.kernels import gpu_kernels
 
-    plans = (functools.partial(plan, gpu_kernels) for plan in (_Closed, _Factored))
-    return Kernels(f"Triton {triton.__version__}", *plans)
+    name = f"Triton {triton.__version__}"
+    return Kernels(name, functools.partial(_Closed, gpu_kernels), functools.partial(_Factored, gpu_kernels))
 
 
 @functools.cache

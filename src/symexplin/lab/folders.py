@@ -13,7 +13,7 @@ from symexplin.validation import naming
 
 __all__ = [
     *("CONFIG", "FACTS", "LOCK", "SUMMARY", "TOKENIZER"),
-    *("check_resumable", "check_unused", "claimed", "read_facts", "saved_config"),
+    *("check_resumable", "check_unused", "claimed", "out_folder", "read_facts", "saved_config"),
 ]
 
 T = TypeVar("T", bound=Schema)
@@ -27,6 +27,14 @@ _FREE = ("data", "train.weights", "log.")
 _MACHINE = "compute."
 
 
+def out_folder(out: str | Path) -> Path:
+    """Return the path of an output folder, which may be missing; raise ValueError for a file."""
+    folder = Path(out)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"out must be a folder, got the file {str(out)!r}")
+    return folder
+
+
 @contextlib.contextmanager
 def claimed(out: str | Path, kind: str, marks: Collection[str]) -> Iterator[Path]:
     """Hold the lock of a folder, which is created if it is missing. The same process may claim it again.
@@ -36,9 +44,7 @@ def claimed(out: str | Path, kind: str, marks: Collection[str]) -> Iterator[Path
     """
     if not str(out).strip():
         raise ValueError(f"out must name a folder, got {str(out)!r}")
-    folder = Path(out)
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"out must be a folder, got the file {str(out)!r}")
+    folder = out_folder(out)
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     found = sorted({path.name.removesuffix(".tmp") for path in folder.iterdir()} - {LOCK}) if folder.is_dir() else []
     if found and not set(marks) & set(found):

@@ -147,7 +147,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         """Disable autocast during the step."""
         stack = contextlib.ExitStack()
         kinds = {group["params"][0].device.type for group in self.param_groups if group["params"]}
-        for kind in kinds:
+        for kind in kinds - {"meta"}:  # whose parameters an entry refuses
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         return stack

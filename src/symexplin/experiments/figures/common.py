@@ -14,7 +14,7 @@ from symexplin.experiments.tables import PANELS, TABLE, read_table
 from symexplin.lab.compare.grid import COMPARISON
 from symexplin.lab.config import RunConfig
 from symexplin.lab.files import read_json, replacing
-from symexplin.lab.folders import CONFIG, FACTS, saved_config
+from symexplin.lab.folders import CONFIG, FACTS, out_folder, saved_config
 from symexplin.lab.load import find_weights
 from symexplin.lab.maps import in_words, map_of
 from symexplin.lab.model import ModelConfig
@@ -102,9 +102,7 @@ def save_figure(figure: Figure, folder: str | Path, name: str) -> tuple[Path, Pa
 
     The same figure gives the same bytes.
     """
-    folder = Path(folder)
-    if folder.is_file():
-        raise ValueError(f"out must be a folder, got {str(folder)!r}, a file")
+    folder = out_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     paths = folder / f"{name}.svg", folder / f"{name}.png"
     for path, metadata in zip(paths, (UNDATED, {"Software": None}), strict=True):
