@@ -207,6 +207,8 @@ def test_a_file_of_ones_own_is_a_table(tmp_path):
     assert (table.name, table.place, list(table.labels)) == ("mine", "", ["AdamW", "strong"])
     assert map_in(table, "strong").beta == 9.0
     assert [(claim.text, claim.measure) for claim in table.claims] == [("It ends below.", "final")]
+    file.write_text(f"{OWN}[mini.train]\nlr_decay_steps = 1200\n")  # 600 of 1,200 steps: it keeps its share, too
+    assert load_table(str(file), "mini", changes={"train": {"steps": 100}}).panels[0].config.train.lr_decay_steps == 200
     with pytest.raises(FileNotFoundError, match="existing TOML file"):
         load_table(str(tmp_path / "none.toml"), "mini")
 

@@ -85,16 +85,19 @@ def test_muon_without_a_map_is_torchs_muon_for_the_blocks_matrices_and_adamw_for
     ],
 )
 @pytest.mark.parametrize("decay_plain", [True, False])
-def test_decay_may_be_kept_from_what_is_not_in_the_linears_of_blocks(curve, optimizer, decay_plain):
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_decay_may_be_kept_from_what_is_not_in_the_linears_of_blocks(curve, optimizer, decay_plain, norm):
     """With gradients of 0 nothing but decay moves a weight: at lr 0.1 and decay 0.5 by 5% a step."""
     train = TrainConfig(steps=10, lr=0.1, weight_decay=0.5, optimizer=optimizer, decay_plain=decay_plain)
-    model, built, _ = build(config(train, **curve))
+    settings = config(train, **curve)
+    model, built, _ = build(dataclasses.replace(settings, model=dataclasses.replace(TINY, norm=norm)))
     named = dict(model.named_parameters())
     before = {name: parameter.detach().clone() for name, parameter in named.items()}
     for parameter in named.values():
         parameter.grad = torch.zeros_like(parameter)
     built.step()
-    for name in ("embedding.weight", "head.weight", "norm.weight", "blocks.0.attention.q_norm.weight"):
+    norms = "norm.weight", "blocks.0.ffn_norm.weight", "blocks.0.attention.q_norm.weight"
+    for name in ("embedding.weight", "head.weight", *norms):
         factor = 0.95 if decay_plain else 1.0
         torch.testing.assert_close(named[name], factor * before[name], rtol=1e-6, atol=0)
     raw = "raw_" if curve.get("home") == "module" else ""
@@ -116,8 +119,9 @@ def test_learning_rates_by_name(curve):
 
 
 @pytest.mark.parametrize(("home", "given", "total"), [("optimizer", None, 10), ("optimizer", 4, 4), ("module", 25, 25)])
-def test_annealing_takes_the_whole_run_unless_said(home, given, total):
-    _, optimizer, _ = build(config(home=home, preset="paper", anneal_steps=given))
+def test_annealing_takes_the_whole_schedule_unless_said(home, given, total):
+    train = dataclasses.replace(TRAIN, steps=5, lr_decay_steps=10)
+    _, optimizer, _ = build(config(train, home=home, preset="paper", anneal_steps=given))
     if home == "optimizer":
         assert {group["total_steps"] for group in optimizer.param_groups if "k_e" in group} == {total}
         return

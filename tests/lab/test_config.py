@@ -29,6 +29,13 @@ def test_bad_values_of_training_are_named(field, value):
         (lambda: LogConfig(keep=0), "keep must be"),
         (lambda: TrainConfig(accumulation=3), "accumulation must divide batch_size = 16, got 3"),
         (lambda: TrainConfig(steps=5, warmup_steps=6), "warmup_steps must be at most steps = 5, got 6"),
+        (lambda: TrainConfig(5, lr_decay_steps=4), "lr_decay_steps must be at least steps = 5, got 4"),
+        (
+            lambda: TrainConfig(5, warmup_steps=9, lr_decay_steps=8),
+            "warmup_steps must be at most lr_decay_steps = 8, got 9",
+        ),
+        (lambda: ModelConfig(norm="batch"), "norm must be one of 'rms', 'layer', got 'batch'"),
+        (lambda: ModelConfig(embedding_std=0.0), "embedding_std must be a positive finite number"),
         (
             lambda: RunConfig("d", train=TrainConfig(weights="x"), sel=CurveConfig(preset="paper")),
             "start must be given with weights and preset 'paper'",

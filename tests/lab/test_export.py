@@ -89,6 +89,8 @@ def test_what_cannot_be_exported_is_named_and_nothing_written(tmp_path, monkeypa
             export_transformers(build(), place, BPE)
     with pytest.raises(ValueError, match=r"no biases.*--no-bias"):
         export_transformers(build(bias=True), tmp_path / "out", BPE)
+    with pytest.raises(ValueError, match="model must have norm 'rms', as Qwen3 has, got 'layer'"):
+        export_transformers(build(norm="layer"), tmp_path / "out", BPE)
     with pytest.raises(ValueError, match=f"tokenizer must have at most the model's 100 tokens, got {BPE.vocab_size}"):
         export_transformers(build(vocab_size=100), tmp_path / "out", BPE)
     with monkeypatch.context() as patch:

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import pytest
@@ -30,6 +31,11 @@ def rms_norm(x, weight):
     return weight * x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-6)
 
 
+def layer_norm(x, weight):
+    centered = x - x.mean(-1, keepdim=True)
+    return rms_norm(centered, weight)
+
+
 def complex_rope(x):
     """RoPE as multiplication by exp(i position theta), with nothing from the code under test."""
     half = x.shape[-1] // 2
@@ -53,9 +59,10 @@ def test_attention_is_the_masked_softmax(dtype, length):
         torch.testing.assert_close(mine, theirs, rtol=1e-4 if dtype == torch.float32 else 1e-10, atol=1e-5)
 
 
-def test_model_is_the_formula():
-    """The whole forward pass by hand, in float64, one head at a time."""
-    model = moved(build())
+@pytest.mark.parametrize(("name", "norm"), [("rms", rms_norm), ("layer", layer_norm)])
+def test_model_is_the_formula(name, norm):
+    """The whole forward pass by hand, in float64, one head at a time; queries and keys always have RMSNorm."""
+    model = moved(build(dataclasses.replace(TINY, norm=name)))
     weights = dict(model.named_parameters())
     tokens = tokens_of(TINY)
     x = weights["embedding.weight"][tokens]
@@ -66,7 +73,7 @@ def test_model_is_the_formula():
         return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
 
     for block in ("blocks.0", "blocks.1"):
-        h = rms_norm(x, weights[f"{block}.attention_norm.weight"])
+        h = norm(x, weights[f"{block}.attention_norm.weight"])
         q, k, v = (linear(h, f"{block}.attention.{name}") for name in "qkv")
         outputs = []
         for head in range(TINY.heads):
@@ -77,11 +84,11 @@ def test_model_is_the_formula():
             chances = torch.exp(scores).tril()
             outputs.append(chances / chances.sum(-1, keepdim=True) @ v[..., part])
         x = x + linear(torch.cat(outputs, dim=-1), f"{block}.attention.o")
-        h = rms_norm(x, weights[f"{block}.ffn_norm.weight"])
+        h = norm(x, weights[f"{block}.ffn_norm.weight"])
         gate = linear(h, f"{block}.ffn.gate")
         gelu = gate * 0.5 * (1 + torch.erf(gate / math.sqrt(2)))
         x = x + linear(gelu * linear(h, f"{block}.ffn.up"), f"{block}.ffn.down")
-    logits = rms_norm(x, weights["norm.weight"]) @ weights["head.weight"].T
+    logits = norm(x, weights["norm.weight"]) @ weights["head.weight"].T
     torch.testing.assert_close(model(tokens), logits, rtol=1e-11, atol=1e-11)
 
 
@@ -102,14 +109,16 @@ def test_cuda_agrees_with_the_cpu():
     torch.testing.assert_close(model.cuda()(tokens.cuda()).cpu(), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("changes", [{}, {"init": "xavier_normal"}, {"qk_gain": 0.25}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"init": "xavier_normal"}, {"qk_gain": 0.25, "norm": "layer"}, {"embedding_std": 32.0}]
+)
 def test_the_start_is_drawn_from_the_generator_alone(changes):
     """The draws one after the other: the embedding, the linears in the order of the modules, the head."""
     config = ModelConfig(width=32, depth=2, heads=2, context=8, **changes)
     generator = torch.Generator().manual_seed(5)
     torch.manual_seed(99)
     found = Transformer(config, torch.Generator().manual_seed(5)).state_dict()
-    expected = {"embedding.weight": torch.empty(256, 32).normal_(0, 0.02, generator=generator)}
+    expected = {"embedding.weight": torch.empty(256, 32).normal_(0, config.embedding_std, generator=generator)}
     shapes = [("attention.q", 32, 32), ("attention.k", 32, 32), ("attention.v", 32, 32), ("attention.o", 32, 32)]
     shapes += [("ffn.gate", 64, 32), ("ffn.up", 64, 32), ("ffn.down", 32, 64)]
     for block in range(2):

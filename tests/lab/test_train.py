@@ -33,6 +33,8 @@ def test_the_schedule_ends_at_its_floor():
     """Warm-up and decay to zero are those of the loop written out, below."""
     config = TrainConfig(steps=4, warmup_steps=0, floor=0.2)
     assert [lr_factor(step, config) for step in range(5)] == pytest.approx([1, 0.8, 0.6, 0.4, 0.2])
+    short = TrainConfig(steps=2, lr_decay_steps=4, warmup_steps=3, floor=0.2)
+    assert [lr_factor(step, short) for step in range(5)] == pytest.approx([1 / 3, 2 / 3, 1, 1, 0.2])
 
 
 def test_an_adamw_run_is_the_loop_written_out():

@@ -170,12 +170,12 @@ def _panels(settings: Settings, entries: Sequence[Settings], changes: Settings, 
 
 
 def _in_proportion(before: Settings, changes: Settings) -> Settings:
-    """Merge changes; where they change the steps alone, warm-up and evaluations keep their share."""
+    """Merge changes; where they change the steps alone, schedule, warm-up and evaluations keep their share."""
     settings = merge(before, changes)
     steps = changes.get("train", {}).get("steps")
     if not isinstance(steps, int) or steps < 1:
         return settings  # the schema checks it
-    for key, least in (("warmup_steps", 0), ("eval_every", 1)):
+    for key, least in (("lr_decay_steps", 1), ("warmup_steps", 0), ("eval_every", 1)):
         if key in before["train"] and key not in changes["train"]:
             settings["train"][key] = max(round(before["train"][key] * steps / before["train"]["steps"]), least)
     return settings

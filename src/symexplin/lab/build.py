@@ -38,7 +38,7 @@ def build(config: RunConfig, ranks: Ranks = ALONE) -> Built:
     'SELAdamW'
     """
     train, curve = config.train, map_of(config.sel, config.model.width)
-    annealing = config.sel.anneal_steps or train.steps
+    annealing = config.sel.anneal_steps or train.schedule_steps
     if ranks.size > 1 and config.compute.parallel == "fsdp":
         model = build_model(config, device="cpu")  # whole it need not fit on a GPU
         _shard(model, ranks, config.compute.device)
@@ -123,7 +123,7 @@ def _shard(model: Transformer, ranks: Ranks, device: str) -> None:
 
 def _plain(model: Transformer) -> list[str]:
     """Return the names of the parameters outside the linears of the blocks: embedding, head and norms."""
-    layers = (layer for layer in model.blocks.modules() if not isinstance(layer, nn.RMSNorm))
+    layers = (layer for layer in model.blocks.modules() if not isinstance(layer, nn.RMSNorm | nn.LayerNorm))
     inside = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
     named = model.named_parameters()
     return [name for name, parameter in named if parameter.requires_grad and id(parameter) not in inside]

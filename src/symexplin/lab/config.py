@@ -38,6 +38,9 @@ class ModelConfig(Schema):
         bias: biases on the linears of the blocks.
         init: of the matrices of the blocks: "xavier_uniform" or "xavier_normal", with the same standard deviation.
         qk_gain: factor on the initial weights of queries and keys.
+        norm: of the residual stream: "rms", or "layer", which subtracts the mean (nn.LayerNorm without a bias). Queries
+            and keys always have RMSNorm.
+        embedding_std: standard deviation of the initial embeddings. That of the head is 0.02, unless it is tied.
 
     >>> ModelConfig(width=128).hidden
     320
@@ -52,6 +55,8 @@ class ModelConfig(Schema):
     bias: bool = True
     init: Literal["xavier_uniform", "xavier_normal"] = "xavier_uniform"
     qk_gain: Positive = 1.0
+    norm: Literal["rms", "layer"] = "rms"
+    embedding_std: Positive = 0.02
 
     def __post_init__(self) -> None:
         """Check every field."""
@@ -82,6 +87,7 @@ class TrainConfig(Schema):
         lr_factors: factors on lr, by patterns of parameter names such as "*.bias"; the first match counts.
         warmup_steps: steps of linear warm-up, before the decay. Default: the paper's 250, or a tenth of the
             steps in runs of fewer than 2,500.
+        lr_decay_steps: steps of the whole schedule, of which a run that is cut short takes the first. Default: steps.
         floor: fraction of lr at the end of the decay.
         optimizer: "adamw", or "muon": Muon for the matrices of the blocks and AdamW for the rest, at one learning rate.
         weight_decay: decoupled weight decay.
@@ -102,6 +108,7 @@ class TrainConfig(Schema):
     lr: Positive = 3e-3
     lr_factors: Pairs = field(default_factory=dict)
     warmup_steps: Whole | None = None
+    lr_decay_steps: Count | None = None
     floor: Fraction = 0.0
     optimizer: Literal["adamw", "muon"] = "adamw"
     weight_decay: NotNegative = 0.01
@@ -119,11 +126,19 @@ class TrainConfig(Schema):
         for pattern, factor in self.lr_factors.items():
             check_positive(f"lr_factors {pattern!r}", factor)
         if self.warmup_steps is None:
-            object.__setattr__(self, "warmup_steps", min(_PAPER_WARMUP, round(0.1 * self.steps)))
-        elif self.warmup_steps > self.steps:
-            raise ValueError(f"warmup_steps must be at most steps = {self.steps}, got {self.warmup_steps}")
+            object.__setattr__(self, "warmup_steps", min(_PAPER_WARMUP, round(0.1 * self.schedule_steps)))
+        elif self.warmup_steps > self.schedule_steps:
+            name = "steps" if self.lr_decay_steps is None else "lr_decay_steps"
+            raise ValueError(f"warmup_steps must be at most {name} = {self.schedule_steps}, got {self.warmup_steps}")
+        if self.schedule_steps < self.steps:
+            raise ValueError(f"lr_decay_steps must be at least steps = {self.steps}, got {self.lr_decay_steps}")
         if self.batch_size % self.accumulation:
             raise ValueError(f"accumulation must divide batch_size = {self.batch_size}, got {self.accumulation}")
+
+    @property
+    def schedule_steps(self) -> int:
+        """Steps of the whole schedule."""
+        return self.lr_decay_steps or self.steps
 
 
 @dataclass(frozen=True)

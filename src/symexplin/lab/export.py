@@ -65,6 +65,8 @@ def export_transformers(
             "model must have no biases, as stock architectures have none: train with --no-bias; "
             "symexplin.lab.weights.load_model reads the model.safetensors of any run"
         )
+    if model.config.norm != "rms":
+        raise ValueError(f"model must have norm 'rms', as Qwen3 has, got {model.config.norm!r}")
     target = Path(out).resolve()
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ValueError(f"out must be a new or empty folder, got {str(out)!r}")

@@ -78,7 +78,7 @@ def start_from(model: Transformer, path: str | Path) -> None:
         source = load_model(find_weights(path, "weights"))
     there, here = (dataclasses.asdict(each.config) for each in (source, model))
     for key in here:
-        if there[key] != here[key] and key not in ("context", "init"):
+        if there[key] != here[key] and key not in ("context", "init", "qk_gain", "embedding_std"):
             raise ValueError(f"weights must be of a model with {key} {here[key]}, got {str(path)!r} with {there[key]}")
     model.load_state_dict(source.state_dict())
 

@@ -29,7 +29,7 @@ class CurveConfig(Schema):
         start: "matched" (weights start as initialized) or "mismatched" (the paper's for mode "mismatch", by
             `symexplin.init_`). If not given, that of the preset: the paper's of this mode start mismatched.
         anneal_steps: optimizer steps that the multipliers take from k0 to k1 (T, section 4.5); if not given, an
-            assumption: all steps of the run.
+            assumption: all steps of the schedule.
         map: keys of the map to change, such as beta = 5 or e.k = [50, 8].
     """
 

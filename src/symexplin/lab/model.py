@@ -28,9 +28,9 @@ __all__ = [
     "rope_tables",
 ]
 
-# Base of the rotary frequencies (Su et al. 2024) and the usual spread of embeddings and head (GPT-2).
+# Base of the rotary frequencies (Su et al. 2024) and the usual spread of the head (GPT-2).
 ROPE_BASE = 10_000.0
-_EMBEDDING_STD = 0.02
+_HEAD_STD = 0.02
 # Explicit: nn.RMSNorm's default depends on the dtype and is 2^-7 in bfloat16.
 _NORM_EPS = 1e-6
 _IGNORED = -100  # target that the loss leaves out, as in torch
@@ -100,14 +100,21 @@ class FeedForward(nn.Module):
         return mixed
 
 
+def _norm(config: ModelConfig) -> nn.RMSNorm | nn.LayerNorm:
+    """Return a norm of the residual stream."""
+    if config.norm == "layer":
+        return nn.LayerNorm(config.width, eps=_NORM_EPS, bias=False)
+    return nn.RMSNorm(config.width, eps=_NORM_EPS)
+
+
 class Block(nn.Module):
     """Attention and feed-forward, each behind a norm and beside a residual path."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.width, eps=_NORM_EPS)
+        self.attention_norm = _norm(config)
         self.attention = Attention(config)
-        self.ffn_norm = nn.RMSNorm(config.width, eps=_NORM_EPS)
+        self.ffn_norm = _norm(config)
         self.ffn = FeedForward(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
@@ -141,7 +148,7 @@ class Transformer(nn.Module):
         self.loss_chunk = 0
         self.embedding = nn.Embedding(config.vocab_size, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
-        self.norm = nn.RMSNorm(config.width, eps=_NORM_EPS)
+        self.norm = _norm(config)
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
         if config.tie_head:
             self.head.weight = self.embedding.weight
@@ -156,9 +163,9 @@ class Transformer(nn.Module):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Initialize all weights again."""
         draw = getattr(nn.init, f"{self.config.init}_")
-        nn.init.normal_(self.embedding.weight, std=_EMBEDDING_STD, generator=generator)
+        nn.init.normal_(self.embedding.weight, std=self.config.embedding_std, generator=generator)
         for module in self.modules():
-            if isinstance(module, nn.RMSNorm):
+            if isinstance(module, nn.RMSNorm | nn.LayerNorm):
                 module.reset_parameters()
             elif isinstance(module, nn.Linear) and module is not self.head:
                 draw(module.weight, generator=generator)
@@ -169,7 +176,7 @@ class Transformer(nn.Module):
                 module.q.weight.data.mul_(self.config.qk_gain)
                 module.k.weight.data.mul_(self.config.qk_gain)
         if not self.config.tie_head:
-            nn.init.normal_(self.head.weight, std=_EMBEDDING_STD, generator=generator)
+            nn.init.normal_(self.head.weight, std=_HEAD_STD, generator=generator)
 
     def get_output_embeddings(self) -> nn.Linear:
         """Return the output head, which :func:`symexplin.routing` leaves plain."""

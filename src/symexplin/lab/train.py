@@ -33,12 +33,12 @@ class NonFiniteError(ArithmeticError):
 def lr_factor(step: int, config: TrainConfig) -> float:
     """Return the fraction of the peak learning rate for the update after `step` others (section 5.1).
 
-    (step + 1)/warmup while warming up, 1 right after it, then linearly to `floor` at `steps`.
+    (step + 1)/warmup while warming up, 1 right after it, then linearly to `floor` at the end of the schedule.
     """
     warmup = config.warmup_steps or 0
     if step < warmup:
         return (step + 1) / warmup
-    progress = (step - warmup) / max(config.steps - warmup, 1)
+    progress = (step - warmup) / max(config.schedule_steps - warmup, 1)
     return 1.0 - (1.0 - config.floor) * min(progress, 1.0)
 
 
