@@ -17,7 +17,6 @@ _context.set_forkserver_preload(
         "torch.distributed.fsdp",
         "torch.distributed.checkpoint.state_dict",
         "torch._dynamo",
-        "torchao.optim.quant_utils",
         "symexplin.optim",
         "symexplin.lab.run",
         "symexplin.lab.data.prepare",

@@ -1,6 +1,7 @@
 """A small network trained whole, under DDP, FSDP2 and tensor parallelism, to be run by `processes.run`."""
 
 import io
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -16,14 +17,15 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import symexplin as sel
 from networks import ELEMENTWISE
+from scripts import load
 from symexplin.kernels import kernels_for
-from symexplin.optim import moments8
 from symexplin.optim.shard import local
 
 __all__ = ["RUNS", "resumed", "saved", "several", "trajectory"]
 
 ROWS = 24  # as many for each of 2, 3 or 4 processes
 PAPER, OFFSET = sel.preset("paper"), sel.preset("paper+offset")
+SELMuon = load(Path(__file__).parents[1] / "examples" / "sel_muon.py").SELMuon  # a rule that needs whole tensors
 
 
 def model_of(dtype=torch.float32):
@@ -73,11 +75,10 @@ RUNS = {
     "absorbed": {"config": sel.preset("absorbed")},
     "numbers": {"config": sel.preset("paper", l=sel.Scale("global", k=(50.0, 8.0)))},
     "elementwise": {"config": ELEMENTWISE},
-    "8 bits": {"config": None, "lr": 1e-2, "moment_bits": 8},
-    "muon": {"config": OFFSET, "kind": sel.SELMuon, "lr": 1e-3},
+    "muon": {"config": OFFSET, "kind": SELMuon, "lr": 1e-3, "split": {"3.weight": (8, 4, 4)}},
     "layers": {"config": OFFSET, "model_of": layers_of, "lr": 1e-3},
     "default layers": {"config": None, "model_of": layers_of, "lr": 1e-3},
-    "muon layers": {"config": OFFSET, "kind": sel.SELMuon, "model_of": layers_of, "lr": 1e-3},
+    "muon layers": {"config": OFFSET, "kind": SELMuon, "model_of": layers_of, "lr": 1e-3},
     "stochastic": {"config": None, "lr": 1e-2, "stochastic_rounding": True},
 }
 
@@ -116,7 +117,6 @@ def make(how, run, dtype=torch.float32):
     settings = {"kind": sel.SELAdamW, "model_of": model_of, "lr": 3e-3} | RUNS[run]
     kind, model, lr, config = (settings.pop(key) for key in ("kind", "model_of", "lr", "config"))
     model = model(dtype)
-    moments8._LEAST = 64  # of the matrices here three are larger
     model = model if how == "whole" else shard(model, how)
     groups = sel.param_groups(model, lr=lr, weight_decay=0.1, config=config)
     return model, kind(groups, **{"total_steps": 50, "max_grad_norm": 0.5} | settings)
@@ -226,7 +226,7 @@ def resumed(how, run, folder, dtype, full_state=False, flat=False):
 def given(run, dtype, blocks=False):
     """Take 6 steps with given gradients, the same on any number of processes; return weights and states."""
     # What is left of a row behind whole vectors is rounded otherwise by torch's fused AdamW, not by kernels.
-    width = 16 if run == "8 bits" or kernels_for(torch.device("cpu")) is None else 13
+    width = 16 if kernels_for(torch.device("cpu")) is None else 13
     torch.manual_seed(0)
     layers = [nn.Embedding(5, 2 * width), nn.Linear(2 * width, 17, bias=False), nn.Linear(4 * width, 7, bias=False)]
     model = nn.Sequential(*layers).to(dtype)
@@ -238,7 +238,6 @@ def given(run, dtype, blocks=False):
                 split = distribute_tensor(p.detach(), mesh, [Shard(0), Shard(1)][: mesh.ndim])
                 module.register_parameter(name, nn.Parameter(split))
     settings = {"lr": 3e-3, "total_steps": 50, "max_grad_norm": None} | RUNS[run]
-    moments8._LEAST = 64
     optimizer = sel.SELAdamW(model, weight_decay=0.1, **settings)
     generator = torch.Generator().manual_seed(0)
     for _ in range(6):

@@ -16,6 +16,7 @@ pytest.importorskip("accelerate")
 
 import forked  # noqa: E402
 import symexplin as sel  # noqa: E402
+from training import SELSGD  # noqa: E402
 
 CONFIG = sel.preset("paper")
 
@@ -134,10 +135,10 @@ def test_a_model_made_by_the_trainer_and_arguments_changed_until_training_starts
 
 def test_other_optimizers_and_rates_by_name_pattern(tmp_path):
     args = arguments(tmp_path, max_steps=2)
-    setup = sel.hf.setup(args, CONFIG, optimizer=sel.SELMuon, no_decay=["*.weight"], momentum=0.9)
+    setup = sel.hf.setup(args, CONFIG, optimizer=SELSGD, no_decay=["*.weight"], momentum=0.9)
     run = trainer(args, setup=setup)
     run.train()
-    assert type(run.optimizer.optimizer) is sel.SELMuon
+    assert type(run.optimizer.optimizer) is SELSGD
     assert settings_of(run, "momentum", "betas") == {(0.9, (0.8, 0.999))}
     assert all((decay == 0.0) == name.endswith(".weight") for name, decay in decays(run).items())
     args = arguments(tmp_path, warmup_steps=0, lr_scheduler_type="constant", max_steps=2)

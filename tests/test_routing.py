@@ -1,4 +1,4 @@
-"""Routing of small models: which parameters are curved, with a reason for each, and the parts of fused weights."""
+"""Routing of small models: which parameters are curved, with a reason for each."""
 
 import pytest
 import torch
@@ -326,74 +326,3 @@ def test_the_parameters_of_converted_layers():
     assert {r.name for r in usual if r.weight_decay} == {
         f"0.{name}" for name in ("raw_weight", "e_row", "e_column", "l_row", "l_column")
     }
-
-
-# Fused projections
-
-
-class Attention(nn.Module):
-    """Says how its weights are divided."""
-
-    def __init__(self, size=4):
-        super().__init__()
-        self.qkv, self.mix = nn.Linear(8, 24), nn.Linear(8, 12)
-        self.sel_parts = {"qkv.weight": (1, 1, 1), "mix.weight": (8, size)}
-
-
-def grouped():
-    config = type("Config", (), {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 16})
-    return Model({"config": config}, h=nn.ModuleList([Model(qkv_proj=linear(32, 16), c_attn=linear(48, 16))]))
-
-
-PARTS = {
-    **{f"{name}.weight": (Model(**{name: linear(24)}), (8, 8, 8)) for name in ("qkv", "Wqkv", "query_key_value")},
-    "gate_up.weight": (Model(gate_up=linear(12)), (6, 6)),
-    "in_proj_weight": (nn.MultiheadAttention(8, 2), (8, 8, 8)),
-    "in_proj.weight": (Model(in_proj=linear(24)), ()),  # of a state-space layer
-    "c_attn.weight": (Model(c_attn=linear(16)), (8, 8)),  # keys and values alone
-    "c_attn.bias": (Model(c_attn=linear(24)), ()),
-    "x.qkv.weight": (Model(x=Model(qkv=linear(27))), ()),
-    "up.weight": (Model(up=linear(24)), ()),
-    "h.0.qkv_proj.weight": (grouped(), (16, 8, 8)),
-    "h.0.c_attn.weight": (grouped(), (16, 16, 16)),  # not what the configuration says
-    "a.qkv.weight": (Model(a=Attention()), (1, 1, 1)),
-    "a.mix.weight": (Model(a=Attention()), (8, 4)),
-}
-
-
-@pytest.mark.parametrize("name", PARTS)
-def test_the_parts_of_fused_projections(name):
-    model, expected = PARTS[name]
-    table = sel.routing(model, sel.SELConfig(include=(name,)))
-    (route,) = [route for route in table if route.name == name]
-    assert route.parts == expected
-    assert ("+".join(map(str, expected)) in str(table)) or not expected
-
-
-@pytest.mark.parametrize(
-    ("kind", "ending", "expected"),
-    [
-        ("Phi3", "qkv_proj.weight", (16, 8, 8)),
-        ("Mixtral", "gate_up_proj", (24, 24)),
-        ("GptOss", "gate_up_proj", (1, 1)),
-        ("Mixtral", "down_proj", ()),
-    ],
-)
-def test_the_parts_are_those_of_the_models_own_forward(kind, ending, expected):
-    transformers = pytest.importorskip("transformers")
-    sizes = {
-        **{"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "head_dim": 4},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2, "pad_token_id": 0},
-    }
-    model = getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(**sizes))
-    assert {route.parts for route in sel.routing(model) if route.name.endswith(ending)} == {expected}
-
-
-@pytest.mark.parametrize("sizes", [(5,), (8, -8, 12), (8, 9), "ab", 2])
-def test_parts_that_do_not_fit_are_refused(sizes):
-    with pytest.raises(ValueError, match=r"split of both.weight must be sizes that add up to its 12 outputs"):
-        sel.SELMuon(Model(both=linear(12)), split={"both.weight": sizes})
-    with pytest.raises(ValueError, match=r"sel_parts of a\.mix\.weight must be sizes that add up to its 12 outputs"):
-        sel.routing(Model(a=Attention(size=5)))
-    with pytest.raises(ValueError, match="split pattern 'x' matches no parameter"):
-        sel.SELMuon(nn.Linear(4, 4), split={"x": (2, 2)})

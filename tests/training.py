@@ -1,4 +1,4 @@
-"""A small network, its training, and an independent reference: rules in float64 on raw weights, by autograd."""
+"""A small network, its training, a rule beside AdamW, and an independent reference: rules in float64, by autograd."""
 
 import io
 import math
@@ -11,6 +11,7 @@ import symexplin as sel
 __all__ = [
     "PAPER",
     "Reference",
+    "SELSGD",
     "adamw",
     "assert_same_bits",
     "backward",
@@ -43,6 +44,22 @@ def backward(model, step):
 
 def build(model, config=PAPER, lr=1e-2, kind=sel.SELAdamW, **kwargs):
     return kind(model, lr=lr, config=config, **{"total_steps": 100, "max_grad_norm": 1.0, **kwargs})
+
+
+class SELSGD(sel.RawSpaceOptimizer):
+    """SGD with momentum and decoupled decay."""
+
+    moments = ("momentum_buffer",)
+
+    def __init__(self, params, lr=1e-2, momentum=0.9, weight_decay=0.0, *, config=None, no_decay=(), **settings):
+        rule = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__(params, rule | settings, config, no_decay)
+
+    def rule_(self, leaves, group):
+        for leaf in leaves:
+            buffer = leaf.moments["momentum_buffer"].mul_(group["momentum"]).add_(leaf.grad)
+            leaf.decay_()
+            leaf.value.sub_(buffer * leaf.lr)
 
 
 def train(model, optimizer, steps, start=0):

@@ -235,8 +235,8 @@ def _compare(
     Examples:
       symexplin compare --data data --out runs/c --lrs 1e-3 2e-3 4e-3 --seeds 0 1 2
       symexplin compare --data data --out runs/c --lrs 1e-3 \
-        --variants AdamW mine muon --variant mine.preset=paper mine.map.beta=5 \
-        --variant muon.home=none muon.train.optimizer=muon
+        --variants AdamW mine flat --variant mine.preset=paper mine.map.beta=5 \
+        --variant flat.home=none flat.train.weight_decay=0.1
       symexplin compare --out runs/mine --variants adamw sel --lrs 1e-3 3e-3 \
         --command "python train.py {variant} --lr {lr} --seed {seed} --out {out}"
     """

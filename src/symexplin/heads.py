@@ -1,15 +1,14 @@
-"""What names and methods of modules say: output heads, routers, step biases, and the parts of fused projections."""
+"""What names and methods of modules say: output heads, routers and step biases."""
 
 import fnmatch
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-__all__ = ["HEAD_NAMES", "ROUTER_NAMES", "Parts", "check_parts", "fused_parts", "map_parts", "plain_parameters"]
+__all__ = ["HEAD_NAMES", "ROUTER_NAMES", "plain_parameters"]
 
 # Patterns of the names of heads. In a stack of layers, the last one is the head.
 HEAD_NAMES = (
@@ -30,16 +29,9 @@ _PLACES = re.compile(
     r"(?:^|[._])(?:pos|pos(?:it|emb|enc)\w*|w?pe|rel|relative|seg|segment\w*|types?|rows?|col|columns?|levels?"
     r"|query|queries|time|timesteps?)(?:$|[._])"
 )
-# Fused projections: queries, keys and values in one weight, and the two halves of a gated layer.
-QKV_NAMES = ("qkv", "qkv_proj", "in_proj_weight", "c_attn", "Wqkv", "query_key_value")
-GATE_UP_NAMES = ("gate_up", "gate_up_proj")
 
 _LAYERS = (nn.Linear, _ConvNd)  # what may be a head
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-
-# The outputs of each matrix of a fused projection; () for one matrix. Parts that add up to a divisor of all outputs
-# repeat: (2, 1) means two outputs of the first matrix and one of the second in turn.
-Parts = tuple[int, ...]
 
 
 def plain_parameters(model: nn.Module) -> dict[int, str]:
@@ -141,64 +133,3 @@ def _ends_like(name: str, patterns: Sequence[str]) -> bool:
 
 def _is_numbered(name: str) -> bool:
     return any(part.isdigit() for part in name.split("."))
-
-
-def fused_parts(model: nn.Module, name: str, outputs: int, inputs: int) -> Parts:
-    """Return the parts of the weight with this qualified name in `model`, or () if it is one matrix.
-
-    An attribute `sel_parts` of the module that owns the weight, or of one around it, maps names relative to that module
-    to parts and comes first. Otherwise usual names tell.
-
-    >>> block = nn.ModuleDict({"qkv": nn.Linear(8, 24), "gate_up_proj": nn.Linear(8, 12), "up": nn.Linear(8, 24)})
-    >>> [fused_parts(block, f"{name}.weight", *layer.weight.shape) for name, layer in block.items()]
-    [(8, 8, 8), (6, 6), ()]
-    """
-    words = name.split(".")
-    # The modules around the parameter by its name relative to each, the innermost first.
-    around: list[Any] = [model]
-    for word in words[:-1]:
-        around.append(around[-1]._modules[word])
-    owners = {".".join(words[i:]): module for i, module in reversed([*enumerate(around)])}
-    for local, module in owners.items():
-        said = getattr(module, "sel_parts", None)
-        if isinstance(said, Mapping) and local in said:
-            return check_parts(name, said[local], outputs, "sel_parts")
-    leaf = name.removesuffix(".weight").rpartition(".")[2]
-    if leaf in GATE_UP_NAMES and outputs % 2 == 0:
-        return (outputs // 2,) * 2 if getattr(owners[words[-1]], "is_concatenated", True) else (1, 1)
-    if leaf not in QKV_NAMES:
-        return ()
-    configs = (getattr(module, "config", None) for module in owners.values())
-    config: Any = next((config for config in configs if hasattr(config, "num_attention_heads")), None)
-    groups = getattr(config, "num_key_value_heads", None)
-    if groups:
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        if outputs == (config.num_attention_heads + 2 * groups) * size:
-            return config.num_attention_heads * size, groups * size, groups * size
-    # Two parts are keys and values alone: GPT-2's attention to an encoder.
-    return (inputs,) * (outputs // inputs) if outputs in (2 * inputs, 3 * inputs) else ()
-
-
-def check_parts(name: str, parts: Sequence[int], outputs: int, argument: str = "split") -> Parts:
-    """Return the parts of a weight with this number of outputs, none for one matrix, or raise ValueError."""
-    sizes = tuple(parts) if isinstance(parts, Sequence) else (0,)
-    if any(not isinstance(size, int) or size < 1 for size in sizes) or (sizes and outputs % sum(sizes)):
-        raise ValueError(
-            f"{argument} of {name} must be sizes that add up to its {outputs} outputs, or to a divisor, got {parts!r}"
-        )
-    return sizes
-
-
-def map_parts(rule: Callable[[Tensor], Tensor], matrices: Tensor, parts: Parts) -> Tensor:
-    """Return the matrices, outputs by inputs, whose parts are what `rule` makes of each part, or of all without parts.
-
-    >>> matrix = torch.tensor([[1.0], [10.0], [20.0], [2.0], [30.0], [40.0]])
-    >>> map_parts(lambda part: part / part.sum(), matrix, (1, 2)).T
-    tensor([[0.3333, 0.1000, 0.2000, 0.6667, 0.3000, 0.4000]])
-    """
-    if not parts:
-        return rule(matrices)
-    dim = matrices.dim() - 2
-    blocks = torch.split(torch.unflatten(matrices, dim, (-1, sum(parts))), list(parts), dim + 1)
-    done = [rule(block.flatten(dim, dim + 1)).reshape(block.shape) for block in blocks]
-    return torch.cat(done, dim + 1).reshape(matrices.shape)

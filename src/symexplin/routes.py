@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from symexplin.config import SELConfig, check_config
-from symexplin.curve import CurvedBase, Map, fans, is_weight, sides
-from symexplin.heads import Parts, fused_parts, plain_parameters
+from symexplin.curve import CurvedBase, Map, fans, is_weight
+from symexplin.heads import plain_parameters
 from symexplin.inverse import check_invertible
 from symexplin.patterns import by_name, check_patterns, first_match
 
@@ -32,7 +32,6 @@ class Route:
     curved: bool
     reason: str
     axes: str = ""  # of a curved parameter, see symexplin.curve
-    parts: Parts = ()  # the outputs of each matrix of a fused projection, see symexplin.heads
     lr: Any = None  # None: the optimizer's
     weight_decay: Any = None
 
@@ -78,10 +77,9 @@ class Routing:
             "": ["curved" if r.curved else "plain" for r in self.routes],
             "lr": [r.lr for r in self.routes],
             "decay": [r.weight_decay for r in self.routes],
-            "parts": ["+".join(map(str, r.parts)) or None for r in self.routes],  # what Muon takes apart
             "reason": [r.reason for r in self.routes],
         }
-        # Rates and parts are shown if there are some.
+        # Rates are shown if there are some.
         shown = {name: values for name, values in columns.items() if any(v is not None for v in values) or not values}
         rows = [tuple(shown), *(tuple(map(_cell, row)) for row in zip(*shown.values(), strict=True))]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -178,9 +176,8 @@ def routing(
     for position, (name, parameter) in enumerate(whole.named_parameters()):
         candidate = candidates[id(parameter)]
         reason, axes = _decide(names[id(parameter)], parameter, candidate, config)
-        parts = fused_parts(whole, name, *sides(axes, parameter.shape)) if is_weight(axes) else ()
         decay = decays[name] if candidate.decays and not _undecayed(name, parameter, candidate, no_decay) else 0.0
-        routes.append(Route(name, parameter, position, bool(axes), reason, axes, parts, rates[name], decay))
+        routes.append(Route(name, parameter, position, bool(axes), reason, axes, rates[name], decay))
     width = _width(routes, candidates)
     inside = {id(parameter) for parameter in model.parameters()}
     found = tuple(route for route in routes if id(route.parameter) in inside)

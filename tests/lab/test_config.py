@@ -13,7 +13,7 @@ from symexplin.lab.settings import from_table, to_table
         *((name, 0) for name in ("steps", "batch_size", "accumulation", "eval_every", "eval_batches")),
         *((name, 0.0) for name in ("lr", "max_grad_norm")),
         *((name, -1) for name in ("warmup_steps", "weight_decay", "seed")),
-        *(("floor", 1.0), ("betas", (0.9, 1.0)), ("optimizer", "sgd")),
+        *(("floor", 1.0), ("betas", (0.9, 1.0))),
     ],
 )
 def test_bad_values_of_training_are_named(field, value):
@@ -39,10 +39,6 @@ def test_bad_values_of_training_are_named(field, value):
         (
             lambda: RunConfig("d", train=TrainConfig(weights="x"), sel=CurveConfig(preset="paper")),
             "start must be given with weights and preset 'paper'",
-        ),
-        (
-            lambda: RunConfig("d", train=TrainConfig(optimizer="muon"), sel=CurveConfig(home="module")),
-            "optimizer must be 'adamw' for home 'module'.*got 'muon'",
         ),
         (lambda: resolve(RunConfig("d", compute=ComputeConfig(device="abacus")), 256), "device must be"),
     ],

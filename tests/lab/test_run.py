@@ -68,14 +68,6 @@ def test_the_saved_configuration_runs_the_same(whole, tmp_path):
     assert all(words in "\n".join(lines) for words in ("lr = 0.01", "width = 16", "step 10/10, loss "))
 
 
-def test_a_run_under_muon_resumes_to_the_same_bits(data, tmp_path, monkeypatch):
-    config = tiny(data, "optimizer", train=dataclasses.replace(TRAIN, optimizer="muon", decay_plain=False))
-    train(config, tmp_path / "whole")
-    break_off(config, tmp_path / "run", monkeypatch, step=6)
-    train(config, tmp_path / "run", resume=True)
-    assert bits(tmp_path / "run") == bits(tmp_path / "whole")
-
-
 def test_a_run_begins_with_given_weights_and_resumes_with_these_alone(data, whole, tmp_path, monkeypatch):
     weights, run = shutil.copytree(whole["none"], tmp_path / "base"), tmp_path / "run"
 

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import symexplin as sel
 from symexplin import kernels
-from training import PAPER, assert_same_bits, backward, batch, build, network, train
+from training import PAPER, SELSGD, assert_same_bits, backward, batch, build, network, train
 
 DEFAULT = sel.SELConfig()
 ends = pytest.mark.parametrize("config", [DEFAULT, PAPER], ids=["default", "paper"])
@@ -28,7 +28,7 @@ ORDERS = [("gradients", name) for name in OTHERS] + [("values", name) for name i
 
 
 @pytest.mark.parametrize(("of", "name"), ORDERS)
-@pytest.mark.parametrize("kind", [sel.SELAdamW, sel.SELMuon])
+@pytest.mark.parametrize("kind", [sel.SELAdamW, SELSGD])
 @ends
 @pytest.mark.usefixtures("path")
 def test_gradients_and_parameters_of_any_stride(of, name, kind, config):
@@ -154,7 +154,7 @@ def test_operations_that_somebody_watches_are_torchs():
         assert kernels.kernels_for(torch.device("cpu")) is None
 
 
-@pytest.mark.parametrize("kind", [sel.SELAdamW, sel.SELMuon])
+@pytest.mark.parametrize("kind", [sel.SELAdamW, SELSGD])
 @pytest.mark.usefixtures("path")
 def test_parameters_of_three_dtypes_in_one_model(kind):
     model = nn.Sequential(*(nn.Linear(4, 4).to(t) for t in (torch.float64, torch.bfloat16, torch.float32)))

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import warnings
-import weakref
 from importlib.util import find_spec
 
 import pytest
@@ -192,12 +191,3 @@ def test_changes_between_steps_are_followed_as_by_a_new_optimizer(change, config
     with path("readable", monkeypatch):
         optimizer.step()
     assert called
-
-
-@pytest.mark.parametrize("name", PATHS[:1])
-def test_no_gradient_is_kept_after_a_step(name, monkeypatch):
-    with path(name, monkeypatch):
-        model, optimizer = steps(2, CONFIGS["paper"])
-        kept = [weakref.ref(p.grad) for p in model.parameters()]
-        optimizer.zero_grad()
-    assert not any(ref() for ref in kept)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import symexplin as sel
 from pairwise import every_pair
 from symexplin import closed, kernels
-from training import PAPER, assert_same_bits, backward, batch, build, network, same, train
+from training import PAPER, SELSGD, assert_same_bits, backward, batch, build, network, same, train
 
 DEFAULT = sel.SELConfig()
 MAPS = {"default": DEFAULT, "paper": PAPER, "frozen": sel.preset("frozen"), "sinh": sel.SELConfig(mode="sinh")}
@@ -39,7 +39,7 @@ def test_saved_weights_are_known_to_have_changed():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", [sel.SELAdamW, sel.SELMuon])
+@pytest.mark.parametrize("kind", [sel.SELAdamW, SELSGD])
 @each_map
 @pytest.mark.usefixtures("path")
 def test_a_rate_of_zero_keeps_the_bits_and_advances_the_moments(config, kind, dtype):
@@ -289,7 +289,7 @@ class Waits(TorchDispatchMode):
 NAMES = ["default", "paper", "paper+offset", "absorbed", "rounded"]
 
 
-@every_pair(name=NAMES, dtype=[torch.float32, torch.bfloat16], kind=[sel.SELAdamW, sel.SELMuon])
+@every_pair(name=NAMES, dtype=[torch.float32, torch.bfloat16], kind=[sel.SELAdamW, SELSGD])
 def test_a_step_waits_for_no_device(name, dtype, kind, monkeypatch):
     """It reads nothing but counters, which lie on the CPU wherever the parameters are."""
     monkeypatch.setattr(

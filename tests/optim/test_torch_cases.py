@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import symexplin as sel
-from training import PAPER, assert_same_bits, build, network, train
+from training import PAPER, SELSGD, assert_same_bits, build, network, train
 
-both = pytest.mark.parametrize("kind", [sel.SELAdamW, sel.SELMuon])
+both = pytest.mark.parametrize("kind", [sel.SELAdamW, SELSGD])
 
 
 @both

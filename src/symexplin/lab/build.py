@@ -13,7 +13,6 @@ from symexplin.lab.maps import map_of
 from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import ALONE, Ranks
 from symexplin.patterns import by_name
-from symexplin.presets import IDENTITY
 
 __all__ = ["Built", "build", "build_model", "clear_gradients"]
 
@@ -46,7 +45,7 @@ def build(config: RunConfig, ranks: Ranks = ALONE) -> Built:
         model = build_model(config)
     undecayed = [] if train.decay_plain else _plain(model)
     lrs = _learning_rates(model, config)
-    if curve is None and train.optimizer == "adamw":
+    if curve is None:
         groups: dict[tuple[float, float], list[Tensor]] = {}
         for name, parameter in model.named_parameters():
             decay = 0.0 if name in undecayed else train.weight_decay
@@ -58,12 +57,8 @@ def build(config: RunConfig, ranks: Ranks = ALONE) -> Built:
         optimizer = _adamw(model, of_roles, config)
         sel.anneal_scales(optimizer, total_steps=annealing)
         return Built(model, optimizer, clip=True)
-    # Ordinary weights under Muon: the identity map, whose raw weights they are.
-    of_parameters = sel.param_groups(
-        model, lr=lrs, weight_decay=train.weight_decay, config=curve or IDENTITY, no_decay=undecayed
-    )
-    kind = sel.SELMuon if train.optimizer == "muon" else sel.SELAdamW
-    raw_space = kind(
+    of_parameters = sel.param_groups(model, lr=lrs, weight_decay=train.weight_decay, config=curve, no_decay=undecayed)
+    raw_space = sel.SELAdamW(
         of_parameters,
         lr=train.lr,
         betas=train.betas,

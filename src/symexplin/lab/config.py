@@ -89,7 +89,6 @@ class TrainConfig(Schema):
             steps in runs of fewer than 2,500.
         lr_decay_steps: steps of the whole schedule, of which a run that is cut short takes the first. Default: steps.
         floor: fraction of lr at the end of the decay.
-        optimizer: "adamw", or "muon": Muon for the matrices of the blocks and AdamW for the rest, at one learning rate.
         weight_decay: decoupled weight decay.
         decay_plain: decay the embedding, the head and the norms too, as AdamW over all parameters does. The paper does
             not say. Off: decay only the linear layers of the blocks, weights and biases.
@@ -110,7 +109,6 @@ class TrainConfig(Schema):
     warmup_steps: Whole | None = None
     lr_decay_steps: Count | None = None
     floor: Fraction = 0.0
-    optimizer: Literal["adamw", "muon"] = "adamw"
     weight_decay: NotNegative = 0.01
     decay_plain: bool = True
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
@@ -208,8 +206,6 @@ class RunConfig(Schema):
         """Check what depends on several tables."""
         super().__post_init__()
         map_of(self.sel, self.model.width)
-        if self.sel.home == "module" and self.train.optimizer != "adamw":
-            raise ValueError(f"optimizer must be 'adamw' for home 'module', got {self.train.optimizer!r}")
         untold = self.sel.home != "none" and self.sel.start is None and self.sel.starts_as == "mismatched"
         if untold and self.train.weights is not None:
             raise ValueError(

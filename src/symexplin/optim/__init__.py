@@ -5,7 +5,6 @@ from symexplin.optim.annealing import ScaleAnnealing, anneal_scales
 from symexplin.optim.entry import Leaf
 from symexplin.optim.groups import param_groups
 from symexplin.optim.migrate import from_adamw, to_adamw
-from symexplin.optim.muon import SELMuon
 from symexplin.optim.optimizer import RawSpaceOptimizer
 from symexplin.optim.stats import stats
 from symexplin.optim.suggest import suggest_lr
@@ -13,7 +12,6 @@ from symexplin.optim.suggest import suggest_lr
 __all__ = [
     "RawSpaceOptimizer",
     "SELAdamW",
-    "SELMuon",
     "ScaleAnnealing",
     "Leaf",
     "anneal_scales",

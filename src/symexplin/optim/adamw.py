@@ -40,9 +40,6 @@ class SELAdamW(RawSpaceOptimizer):
         no_decay: name patterns of a model's parameters without weight decay.
         total_steps: T of the annealing, the number of optimizer steps of the run; needed if a multiplier changes.
             "later": :meth:`set_total_steps` must be called before the second step.
-        moment_bits: 32, or 8: the moments of weights with more than 16,384 entries as codes of 8 bits with a scale per
-            block (arXiv 2110.02861), 2 bytes per parameter instead of 8. Slower, since kernels do not cover it; needs
-            the extra "small".
         stochastic_rounding: round bfloat16 parameters stochastically instead of keeping a float32 master copy, which
             saves 4 bytes per parameter. The noise is a hash of the seed, the parameter, the step and the entry. For
             maps in closed form (mode "exp_only", "sinh" or "linear" with fixed scales) and plain parameters.
@@ -79,15 +76,14 @@ class SELAdamW(RawSpaceOptimizer):
         no_decay: Sequence[str] = (),
         total_steps: int | str | None = None,
         max_grad_norm: float | None = None,
-        moment_bits: int = 32,
         stochastic_rounding: bool = False,
         **others: Any,
     ) -> None:
         check_arguments(type(self), others)
         rule: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        state = {"moment_bits": moment_bits, "stochastic_rounding": stochastic_rounding}
-        run = {"total_steps": total_steps, "max_grad_norm": max_grad_norm}
-        super().__init__(params, rule | state | run, config, no_decay)
+        shared = {"total_steps": total_steps, "max_grad_norm": max_grad_norm}
+        shared |= {"stochastic_rounding": stochastic_rounding}
+        super().__init__(params, rule | shared, config, no_decay)
 
     def check_(self, group: dict[str, Any]) -> None:
         """Raise ValueError if betas or eps are out of range."""

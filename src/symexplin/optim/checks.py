@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from symexplin.optim import moments8
 from symexplin.optim.annealing import LATER, multipliers
 from symexplin.optim.entry import COUNTS, Entry, Moments, moment_key
 from symexplin.optim.groups import ALIGNED, Group, check_rate, config_of, is_curved, map_of, name_of
@@ -47,8 +46,6 @@ def check_group(group: Group, first: Group) -> None:
         )
     check_rate(group["lr"])
     check_not_negative("weight_decay", group["weight_decay"])
-    if group["moment_bits"] not in moments8.BITS:
-        raise ValueError(f"moment_bits must be 32 or 8, got {group['moment_bits']!r}")
     check_flag("stochastic_rounding", group["stochastic_rounding"])
     for i, parameter in enumerate(group["params"]):
         if not parameter.is_floating_point():
@@ -90,13 +87,8 @@ def check_arguments(kind: type, others: Mapping[str, Any]) -> None:
         raise TypeError(f"{kind.__name__} has no argument {name!r}{did_you_mean(name, has)}")
 
 
-def check_saved(
-    saved: list[Group], groups: list[Group], state: dict[Any, State], moments: Moments, by_position: bool
-) -> None:
-    """Refuse a state_dict that does not fit the optimizer's groups, before anything is loaded.
-
-    With `by_position`, the names of parameters and the name patterns of the configuration may differ.
-    """
+def check_saved(saved: list[Group], groups: list[Group], state: dict[Any, State], moments: Moments) -> None:
+    """Refuse a state_dict that does not fit the optimizer's groups, before anything is loaded."""
     missing = sorted({key for group in saved for key in _KEYS if key not in group})
     if missing:
         raise ValueError(
@@ -108,28 +100,29 @@ def check_saved(
     for old, new in zip(saved, groups, strict=True):
         if old["role"] != new["role"]:
             raise ValueError(f"state_dict is of other groups: {old['role']!r} where the optimizer has {new['role']!r}")
-        for key in ("moment_bits", "stochastic_rounding"):
-            if (was := old.get(key, new[key])) != new[key]:
-                raise ValueError(f"state_dict is of another {key}: build the optimizer with {key}={was}")
+        if (was := old.get("stochastic_rounding", new["stochastic_rounding"])) != new["stochastic_rounding"]:
+            raise ValueError(
+                f"state_dict is of another stochastic_rounding: build the optimizer with stochastic_rounding={was}"
+            )
         names = (map(_unwrapped, group.get("param_names") or ()) for group in (old, new))
         for a, b in zip(*names, strict=False):  # some tools, such as torchtitan, save no names
-            if a != b and not by_position:
+            if a != b:
                 raise ValueError(
                     f"state_dict is of other parameters: it has {a} where the optimizer has {b}; if modules were "
-                    "renamed, load_state_dict(..., by_position=True)"
+                    "renamed, rename them in the param_names of the saved groups"
                 )
         if is_curved(new):
-            _check_map(old, new, by_position)
+            _check_map(old, new)
         for i, key in enumerate(old["params"]):
             if state.get(key):
                 _check_state(old, i, tuple(new["params"][i].shape), state[key], moments)
 
 
-def _check_map(old: Group, new: Group, by_position: bool) -> None:
+def _check_map(old: Group, new: Group) -> None:
     """Refuse raw weights of another map."""
     saved, present = ({**config_of(g).to_dict(), "axes": list(g["axes"])} for g in (old, new))
     for name in ("mode", *present):
-        if saved[name] != present[name] and not (by_position and name in ("include", "exclude")):
+        if saved[name] != present[name]:
             raise ValueError(
                 f"state_dict is of another map: {name} is {saved[name]!r} there, {present[name]!r} in the optimizer"
             )
@@ -151,8 +144,6 @@ def _check_state(group: Group, i: int, shape: tuple[int, ...], state: State, mom
         shapes |= {moment_key(f, name): size for f, size in factors.items() for name in moments("scale", "")}
     for name in moments("raw", group["axes"][i]) if is_curved(group) else moments("plain", ""):
         shapes[name] = shape
-        if moments8.is_small(group.get("moment_bits", 32), shape):
-            shapes[moments8.scale_key(name)] = moments8.scale_shape(shape)
     for name, size in shapes.items():
         if name not in state:
             raise ValueError(f"state_dict does not fit {name_of(group, i)}: it has no {name!r}")

@@ -18,10 +18,8 @@ from torch import Tensor
 from symexplin import rounding
 from symexplin.closed import Closed
 from symexplin.curve import Curved, Factor, Map
-from symexplin.heads import Parts
-from symexplin.optim import moments8
 from symexplin.optim.annealing import multiplier
-from symexplin.optim.groups import Group, config_of, is_curved, map_of, name_of, parts_of
+from symexplin.optim.groups import Group, config_of, is_curved, map_of, name_of
 from symexplin.optim.shard import WHOLE, Shard, address, is_dtensor, local, shard_of
 from symexplin.transform import compute_dtype
 from symexplin.validation import naming
@@ -56,7 +54,6 @@ class Leaf:
     step: float  # number of updates of this tensor, including this one
     shape: Sequence[int]  # of the whole tensor
     axes: str = ""  # of a raw weight, see symexplin.curve
-    parts: Parts = ()  # the outputs of each matrix of a fused projection
     moments: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     shard: Shard = field(default=WHOLE, repr=False)
 
@@ -105,7 +102,6 @@ class Entry:
         self.is_half = self.parameter.dtype != self.dtype
         # Whether the parameter is rounded stochastically instead of having a master copy.
         self.rounds = bool(group["stochastic_rounding"]) and self.parameter.dtype == torch.bfloat16
-        self.is_small = moments8.is_small(group["moment_bits"], self.shape)  # whether the weight's moments have 8 bits
         self.closed: Closed | None = None
         self.scales: dict[str, tuple[Factor, Shard]] = {}  # the learned ones, whole, with their placements
         if self.curved:
@@ -145,22 +141,6 @@ class Entry:
         if self.closed is not None:
             return Curved(self.map, self.closed.raw(self.weight()), {})
         return Curved(self.map, self.own("raw"), {name: self.own(name) for name in self.scales})
-
-    def moment(self, leaf: str, name: str) -> Tensor:
-        """Return the local part of a moment: the tensor of the state, or the values of its codes."""
-        key = moment_key(leaf, name)
-        if moments8.scale_key(key) not in self.state:
-            return self.own(key)
-        codes, scale = self.own(key), self.own(moments8.scale_key(key))
-        return moments8.decode(codes, scale, moments8.is_signed(name)).to(self.dtype)
-
-    def keep(self, leaf: str, name: str, moment: Tensor) -> None:
-        """Put the new values of a moment into the state, if :meth:`moment` returned others than its tensor."""
-        key = moment_key(leaf, name)
-        if moments8.scale_key(key) in self.state:
-            codes, scale = moments8.encode(moment, moments8.is_signed(name))
-            self.own(key).copy_(codes)
-            self.own(moments8.scale_key(key)).copy_(scale)
 
     # ---- a step ----
 
@@ -216,8 +196,7 @@ class Entry:
             step=float(self.state["step"]),
             shape=self.shape,
             axes=self.axes,
-            parts=parts_of(self.group, self.index) if self.curved else (),
-            moments={name: self.moment("weight", name) for name in names},
+            moments={name: self.own(name) for name in names},
             shard=self.shard,
         )
 
@@ -246,10 +225,8 @@ class Entry:
         return found
 
     def write(self, leaves: Sequence[Leaf]) -> None:
-        """Put the moments of updated leaves into the state, and their values into the model, unless the rate is 0."""
+        """Put the values of updated leaves into the model, unless the rate is 0."""
         weight, self.grads = leaves[0], {}
-        for name, moment in weight.moments.items():
-            self.keep("weight", name, moment)
         if weight.lr == 0.0:
             self._before = None
             return
@@ -300,15 +277,10 @@ class Entry:
             return in_format_of(self.value, Curved(self.map, self.value.to(self.dtype), scales).inverse(self.value))
 
     def _create_moments(self, leaf: str, like: Tensor, names: Iterable[str]) -> None:
-        small = leaf == "weight" and self.is_small
         shard, shape = self._placement(leaf)
         for name in names:
-            key, dtype = moment_key(leaf, name), torch.uint8 if small else self.dtype
-            zeros = torch.zeros_like(like, dtype=dtype, memory_format=torch.preserve_format)
-            self.state[key] = shard.wrap(zeros, shape)
-            if small:
-                scale = torch.zeros(moments8.scale_shape(like.shape), dtype=torch.float32, device=like.device)
-                self.state[moments8.scale_key(key)] = self._rows.wrap(scale, moments8.scale_shape(self.shape))
+            zeros = torch.zeros_like(like, dtype=self.dtype, memory_format=torch.preserve_format)
+            self.state[moment_key(leaf, name)] = shard.wrap(zeros, shape)
 
     def _placement(self, key: str) -> tuple[Shard, Sequence[int]]:
         """Return the placement and the whole shape of a tensor of the state: a scale's, or the weight's."""
@@ -316,13 +288,6 @@ class Entry:
             if f"{key}_".startswith(f"{name}_"):
                 return shard, factor.shape
         return self.shard, self.shape
-
-    @property
-    def _rows(self) -> Shard:
-        """The placement of the scales of 8-bit moments, which belong to rows."""
-        if any(dim != 0 for dim, _ in self.shard.splits):
-            raise ValueError(f"{self.name}: moments of 8 bits need a parameter that is split along its first dimension")
-        return self.shard.along((0, None))
 
     def adopt(self, key: str, value: Any) -> Any:
         """Return a copy of a saved value of the state with the dtype, device and placement of this state.
@@ -337,10 +302,7 @@ class Entry:
         if not isinstance(value, Tensor):
             return value
         shard, shape = self._placement(key)
-        dtype = torch.uint8 if value.dtype == torch.uint8 else self.dtype
-        if self.is_small and key.endswith("_scale"):
-            shard, shape, dtype = self._rows, moments8.scale_shape(self.shape), torch.float32
-        value = value.detach().to(device=self.value.device, dtype=dtype, copy=True)
+        value = value.detach().to(device=self.value.device, dtype=self.dtype, copy=True)
         if is_dtensor(value):
             if shard.mesh is None or tuple(value.placements) != shard.spec:
                 raise ValueError(

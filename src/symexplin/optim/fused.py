@@ -246,7 +246,7 @@ def _rates(group: Group, step: float) -> Rates:
 
 def _kind_of(entry: Entry) -> Any:
     """Return what a batch has in common, or None for a parameter that kernels do not cover."""
-    if entry.dtype != torch.float32 or entry.value.dtype not in (torch.float32, torch.bfloat16) or entry.is_small:
+    if entry.dtype != torch.float32 or entry.value.dtype not in (torch.float32, torch.bfloat16):
         return None
     if entry.value.numel() == 0 or not _is_usual(entry):  # a process may have no part of a tensor
         return None

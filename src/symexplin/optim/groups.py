@@ -8,15 +8,14 @@ from torch import Tensor, nn
 
 from symexplin.config import SELConfig
 from symexplin.curve import CurvedBase, Map
-from symexplin.heads import Parts
 from symexplin.optim.suggest import warn_of_scales
 from symexplin.routes import Rate, Route, Routing, check_model, routing
 from symexplin.validation import check_not_negative
 
-__all__ = ["ALIGNED", "Group", "check_rate", "config_of", "is_curved", "map_of", "name_of", "param_groups", "parts_of"]
+__all__ = ["ALIGNED", "Group", "check_rate", "config_of", "is_curved", "map_of", "name_of", "param_groups"]
 
 Group = dict[str, Any]
-ALIGNED = ("axes", "parts", "position", "shape")  # lists of a curved group with one entry per parameter
+ALIGNED = ("axes", "position", "shape")  # lists of a curved group with one entry per parameter
 
 
 def param_groups(
@@ -107,8 +106,7 @@ def _add(group: Group, route: Route) -> None:
     group["params"].append((route.name, route.parameter))
     found: dict[str, Any] = {"position": route.position}
     if is_curved(group):
-        # Parts are a text, since checkpoints drop empty tuples.
-        found |= {"axes": route.axes, "parts": " ".join(map(str, route.parts)), "shape": tuple(route.parameter.shape)}
+        found |= {"axes": route.axes, "shape": tuple(route.parameter.shape)}
     for key, value in found.items():
         group.setdefault(key, []).append(value)
 
@@ -156,11 +154,6 @@ def _config_of(text: str) -> SELConfig:
 def map_of(group: Group, i: int, shape: Sequence[int]) -> Map:
     """Return the map of a tensor of this shape that is, or is a part of, parameter i of a curved group."""
     return Map.of(shape, group["axes"][i], config_of(group))
-
-
-def parts_of(group: Group, i: int) -> Parts:
-    """Return the parts of parameter i of a curved group; empty for one matrix."""
-    return tuple(int(part) for part in group["parts"][i].split())
 
 
 def name_of(group: Group, i: int) -> str:

@@ -66,9 +66,7 @@ def from_adamw(optimizer: SELAdamW, adamw: torch.optim.Adam) -> None:
         if saved := adamw.state.get(entry.parameter):
             slope = entry.slope()
             for name, power in _POWERS.items():
-                moment = entry.moment("weight", name)
-                moment.copy_(local(saved[name]).to(entry.dtype) * slope**power)
-                entry.keep("weight", name, moment)
+                entry.own(name).copy_(local(saved[name]).to(entry.dtype) * slope**power)
             entry.state["step"].fill_(float(saved["step"]))
 
 
@@ -106,7 +104,7 @@ def to_adamw(optimizer: SELAdamW) -> torch.optim.AdamW:
 def _ordinary(entry: Entry, name: str, power: int) -> Tensor:
     """Return a moment of the effective weight, with the dtype and placement of the parameter."""
     slope = entry.slope()
-    moment = torch.where(slope == 0.0, 0.0, entry.moment("weight", name) / slope**power)
+    moment = torch.where(slope == 0.0, 0.0, entry.own(name) / slope**power)
     return entry.shard.wrap(moment.to(entry.parameter.dtype), entry.shape)
 
 

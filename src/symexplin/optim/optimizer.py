@@ -29,10 +29,7 @@ _NO_GRADIENT = (
 )
 _OWN = ("total_steps", "max_grad_norm")  # settings that a loaded state does not change
 # Settings of every optimizer, which a subclass may leave out of its defaults.
-_SETTINGS = {
-    **{"weight_decay": 0.0, "total_steps": None, "max_grad_norm": None},
-    **{"moment_bits": 32, "stochastic_rounding": False},
-}
+_SETTINGS = {"weight_decay": 0.0, "total_steps": None, "max_grad_norm": None, "stochastic_rounding": False}
 _LOOK_EVERY = 100  # steps between checks of the norm on an accelerator, since each waits for the device
 _CHUNK = {"cpu": 2**18}  # numbers whose raw gradients exist at a time, at least one parameter's: a core's cache
 _CHUNK_OF_DEVICE = 2**26
@@ -289,16 +286,11 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         for group in self.param_groups if restart else ():
             group["steps"] = 0
 
-    def load_state_dict(self, state_dict: dict[str, Any], *, by_position: bool = False) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; it keeps its precision under half-precision parameters.
 
         As in torch, learning rates and all settings of the rule come from the saved state. `total_steps` and
         `max_grad_norm` belong to the run and stay unchanged.
-
-        Args:
-            state_dict: the result of `state_dict()`.
-            by_position: ignore the names of parameters, for a model with renamed modules. Shapes and maps are still
-                compared.
 
         Raises:
             ValueError: the state of another optimizer, of other parameters or of another map. Nothing is changed.
@@ -310,7 +302,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
                 raise ValueError(
                     f"state_dict must be what an optimizer's state_dict() returned, got the keys {list(found)[:4]}"
                 )
-            check_saved(found["param_groups"], self.param_groups, found["state"], self.moments_, by_position)
+            check_saved(found["param_groups"], self.param_groups, found["state"], self.moments_)
             own = [{key: group[key] for key in _OWN if group[key] != LATER} for group in self.param_groups]
             self._loading = (found, own)
 
@@ -376,7 +368,7 @@ def _count(active: Sequence[Entry]) -> None:
 
 
 _SHOWN = ("lr", "weight_decay")  # settings that lines of their own show
-_USUAL = {"moment_bits": 32, "stochastic_rounding": False}  # not shown
+_USUAL = {"stochastic_rounding": False}  # not shown
 
 
 def map_lines(groups: Sequence[Group]) -> list[str]:

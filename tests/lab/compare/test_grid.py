@@ -69,23 +69,23 @@ def test_bad_comparisons_are_named(table, message):
 
 OWN = {
     "strong": {"preset": "paper", "map": {"beta": 15.0, "e": {"k": [10, 2]}}, "anneal_steps": 5},
-    "muon": {"home": "none", "train": {"optimizer": "muon", "weight_decay": 0.1, "betas": [0.9, 0.99], "floor": 0.1}},
+    "flat": {"home": "none", "train": {"weight_decay": 0.1, "betas": [0.9, 0.99], "floor": 0.1}},
     "normal": {"preset": "paper", "train": {"decay_plain": False}, "model": {"init": "xavier_normal"}},
 }
 
 
 def test_runs_differ_in_their_cell_and_in_what_their_variant_changes():
     """And a file says it all, without keys that no run has used."""
-    grid = GridConfig(("AdamW", "strong", "muon", "normal"), (3e-3,), (4,))
+    grid = GridConfig(("AdamW", "strong", "flat", "normal"), (3e-3,), (4,))
     model = ModelConfig(width=WIDTH, vocab_size=300)
     config = CompareConfig("data", model, TrainConfig(7), CurveConfig(anneal_steps=9), compare=grid, variant=OWN)
     runs = {cell.variant: config.run(cell) for cell in grid.cells()}
     train = {"steps": 7, "lr": 3e-3, "seed": 4}
-    muon = {"optimizer": "muon", "weight_decay": 0.1, "betas": (0.9, 0.99), "floor": 0.1}
+    flat = {"weight_decay": 0.1, "betas": (0.9, 0.99), "floor": 0.1}
     assert {name: run.train for name, run in runs.items()} == {
         "AdamW": TrainConfig(**train),
         "strong": TrainConfig(**train),
-        "muon": TrainConfig(**train, **muon),
+        "flat": TrainConfig(**train, **flat),
         "normal": TrainConfig(**train, decay_plain=False),
     }
     assert {name: run.model.init for name, run in runs.items() if run.model != model} == {"normal": "xavier_normal"}

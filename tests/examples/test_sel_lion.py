@@ -1,0 +1,44 @@
+"""Lion to copy, against Lion on raw weights in float64; the page on rules shows the same code."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import symexplin as sel
+from fenced import blocks
+from scripts import load
+from training import PAPER, Reference, backward, batch, build, network, squares
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "sel_lion.py"
+SELLion = load(EXAMPLE).SELLion
+
+
+def lion(x, g, state, lr, decay, t):  # noqa: ARG001
+    """Lion as its paper has it, algorithm 2."""
+    m = state.get("m", torch.zeros_like(g))
+    state["m"] = 0.99 * m + 0.01 * g
+    return x - lr * (torch.sign(0.9 * m + 0.1 * g) + decay * x)
+
+
+CASES = [(sel.SELConfig(), {"beta": 7.5 * (20 / 1024) ** 0.5, "mode": "exp_only"}), (PAPER, {"beta": 7.5})]
+
+
+@pytest.mark.parametrize(("config", "formula"), CASES, ids=["default", "paper"])
+def test_it_is_lion_on_raw_weights(config, formula):
+    model, twin = network(torch.float64), network(torch.float64)
+    settings = {"lr": 1e-3, "weight_decay": 0.1, "kind": SELLion}
+    optimizer = build(model, config, **settings)
+    reference = Reference(twin, build(twin, config, **settings), **formula, rule=lion, lr=1e-3, decay=0.1)
+    for step in range(30):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+        reference.step(squares(batch(step, torch.float64)))
+    for key, wanted in reference.weights().items():
+        torch.testing.assert_close(model.get_parameter(key).detach(), wanted, rtol=1e-9, atol=1e-11)
+
+
+def test_the_page_shows_the_file():
+    assert blocks(ROOT / "docs/how-to/own-rule.md", "python")[0] == EXAMPLE.read_text(encoding="utf-8")
