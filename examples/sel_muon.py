@@ -128,7 +128,7 @@ def _orthogonal(whole: Tensor, leaf: sel.Leaf, group: dict[str, Any]) -> Tensor:
         original = group["adjust_lr_fn"] == "original"
         ratio = math.sqrt(max(1.0, d_out / d_in)) if original else ADAMW_RMS * math.sqrt(max(d_out, d_in))
         done.append((newton_schulz(matrix, group["ns_steps"]).to(whole.dtype) * ratio).reshape(part.shape))
-    return torch.cat(done, dim=-2).reshape(moved.shape).permute([order.index(dim) for dim in range(whole.dim())])
+    return torch.cat(done, dim=-2).reshape(moved.shape).permute(order)  # swaps two dimensions: its own inverse
 
 
 def _matrices(group: dict[str, Any]) -> Iterator[tuple[str, int]]:
