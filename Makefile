@@ -46,7 +46,7 @@ $(STAMP): pyproject.toml constraints.txt
 	# Python compiles what is imported, once; pip would compile all of torch and transformers, for most of a minute.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[lab,hf,dev,docs]'
 	# timm asks for torchvision, which must be of the same build as torch: one for CUDA beside a torch for CPUs breaks
-	# Lightning and transformers. The tests need neither its images nor its operators (tests/vision.py).
+	# Lightning and transformers. The tests need neither its images nor its operators (tests/test_recipes.py).
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt --no-deps timm
 	touch $@
 

@@ -14,11 +14,11 @@ import symexplin as sel
 from fenced import blocks
 from scripts import load
 from symexplin.cli import COMMANDS, make_app
-from vision import import_timm
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
-PYTHON = [page for page in PAGES if blocks(page, "python")]
+# test_recipes.py runs the recipes, and looks at what they do.
+PYTHON = [page for page in PAGES if blocks(page, "python") and page.stem != "lightning-and-timm"]
 
 
 def prelude():
@@ -37,7 +37,6 @@ def prelude():
 def trainers(folder):
     """What the fragments of trainers have besides."""
     accelerate, transformers = (pytest.importorskip(name) for name in ("accelerate", "transformers"))
-    timm = import_timm()
     network = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
@@ -50,7 +49,6 @@ def trainers(folder):
         "data": [{"input_ids": torch.zeros(4, dtype=torch.long)}],
         "config": sel.SELConfig(),
         "accelerator": accelerate.Accelerator(cpu=True),
-        "create_optimizer_v2": timm.optim.create_optimizer_v2,
         "tokenizer": None,
         "Trainer": transformers.Trainer,
         "Seq2SeqTrainer": transformers.Seq2SeqTrainer,

@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from symexplin import functional
     from symexplin import hf as hf
     from symexplin import kernels as kernels
-    from symexplin import lightning as lightning
-    from symexplin import optax as optax
-    from symexplin import timm as timm
     from symexplin.config import Scale, SELConfig
     from symexplin.init import init_
     from symexplin.modules import SELLinear, convert, fold
@@ -63,8 +60,8 @@ __all__ = [
 
 # Where the names are. They are imported at first use, and the first two need no torch (`symexplin --help`).
 _HOMES = ("config", "presets", "routes", "init", "modules", "optim")
-# `hf`, `lightning`, `optax` and `timm` need other libraries, so `__all__` leaves them out.
-_MODULES = ("functional", "hf", "kernels", "lightning", "optax", "timm")
+# `hf` needs other libraries, so `__all__` leaves it out.
+_MODULES = ("functional", "hf", "kernels")
 
 
 def __getattr__(name: str) -> Any:

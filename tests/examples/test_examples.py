@@ -10,7 +10,6 @@ from torch import nn
 
 import forked
 from scripts import run, stop_at_second
-from vision import import_timm
 
 TESTS = Path(__file__).parents[1]
 EXAMPLES = TESTS.parent / "examples"
@@ -94,13 +93,6 @@ def test_nanogpt_style_on_two_processes_and_in_half_precision(tmp_path):
     assert losses[4][0] < 4.2
 
 
-def test_lightning_module(example, tmp_path):
-    pytest.importorskip("lightning")
-    printed = example("lightning_module.py", "--out", tmp_path, "--epochs", 12)
-    assert float(printed.split()[-1]) < 0.5  # 0.81 after the first epoch
-    assert (tmp_path / "last.ckpt").exists()
-
-
 def test_peft_lora(example, resumed, tmp_path):
     pytest.importorskip("peft")
     printed = example("peft_lora.py", "--out", tmp_path, "--steps", 41)
@@ -115,17 +107,6 @@ def test_peft_lora(example, resumed, tmp_path):
     assert max(differences) < 1e-4
     assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
     assert (tmp_path / "merged" / "model.safetensors").exists()
-
-
-def test_timm_vit(example, resumed, tmp_path):
-    import_timm()
-    printed = example("timm_vit.py", "--out", tmp_path / "whole", "--steps", 81, "--layer-decay", 0.9)
-    parts = resumed("timm_vit.py", "--out", tmp_path / "parts", "--steps", 81, "--layer-decay", 0.9)
-    assert parts.splitlines() == printed.splitlines()[1:]
-    assert_same_bits(*(torch.load(tmp_path / name / "model.pt", weights_only=True) for name in ("whole", "parts")))
-    losses = numbers(r"loss (\S+)", printed)
-    assert losses[-1] < 0.5 * losses[0]
-    assert numbers(r"accuracy (\S+)", printed)[0] > 0.7  # one of four classes
 
 
 def test_trl_sft_clips_once(example, tmp_path, monkeypatch):
