@@ -30,8 +30,8 @@ def recipe(source, **names):
 
 def batches():
     """Return six batches whose gradients are clipped."""
-    pairs = [(batch(step), torch.full((16, 6), 50.0)) for step in range(6)]
-    return torch.utils.data.DataLoader(pairs, batch_size=None)
+    inputs = torch.cat([batch(step) for step in range(6)])
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, torch.full((96, 6), 50.0)), 16)
 
 
 @pytest.fixture
@@ -42,23 +42,23 @@ def lightning(tmp_path, monkeypatch):
     return recipe(LIGHTNING, model=network(), loader=batches())
 
 
-def resume(lightning, build, checkpoint, settings):
+def resume(lightning, build, folder, settings):
     """Return the Trainers of a whole run, and of one that stopped after two epochs and went on elsewhere."""
+    lit = lightning["L"]
 
-    class Stop(lightning["L"].Callback):
+    class Stop(lit.Callback):
         def on_train_epoch_end(self, trainer, _module):
             trainer.should_stop = trainer.current_epoch == 1
 
-    def fit(callbacks, path=None):
+    def fit(part, *callbacks):
+        last = folder / part / "last.ckpt"
+        saver = lit.pytorch.callbacks.ModelCheckpoint(last.parent, last.stem, enable_version_counter=False)
         quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-        defaults = {"gradient_clip_val": 1.0, "enable_checkpointing": False, "callbacks": callbacks}
-        trainer = lightning["L"].Trainer(max_epochs=4, **quiet, **defaults, **settings())
-        trainer.fit(build(), batches(), ckpt_path=path, weights_only=True)
+        trainer = lit.Trainer(max_epochs=4, gradient_clip_val=1.0, callbacks=[saver, *callbacks], **quiet, **settings())
+        trainer.fit(build(), batches(), ckpt_path=last if last.exists() else None, weights_only=True)
         return trainer
 
-    whole, stopped = fit([]), fit([Stop()])
-    stopped.save_checkpoint(checkpoint)
-    resumed = fit([], checkpoint)
+    whole, stopped, resumed = fit("whole"), fit("parts", Stop()), fit("parts")
     assert 2 * stopped.global_step == resumed.global_step == whole.global_step
     assert resumed.optimizers[0].param_groups[0]["steps"] == whole.global_step
     return whole, resumed
@@ -68,8 +68,7 @@ def test_under_lightning_it_trains_as_a_plain_loop_does(lightning):
     model = network()
     optimizer = sel.SELAdamW(model, lr=1e-3, weight_decay=0.01, max_grad_norm=1.0)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 24)
-    for step in range(24):
-        inputs, targets = batches().dataset[step % 6]
+    for inputs, targets in [*batches()] * 4:
         nn.functional.mse_loss(model(inputs), targets).backward()
         optimizer.step()
         assert optimizer.grad_norm > 2.0
@@ -88,7 +87,7 @@ def test_a_run_under_lightning_resumes_to_the_bit(lightning, config, precision, 
         module.on_before_batch_transfer = lambda batch, _: [part.to(dtype) for part in batch]
         return module
 
-    whole, resumed = resume(lightning, build, tmp_path / "last.ckpt", lambda: {"precision": precision})
+    whole, resumed = resume(lightning, build, tmp_path, lambda: {"precision": precision})
     assert_same_bits(resumed.model, whole.model)
 
 
@@ -98,7 +97,7 @@ def test_in_two_processes_under_lightning_a_run_resumes_to_the_bit(tmp_path):
     pytest.importorskip("lightning")
     script = (str(Path(__file__).parent / "lightning_sharded.py"), str(tmp_path))
     (printed,) = forked.outputs(["lightning", "torch._dynamo", "symexplin.optim"], [(2, script)])
-    assert printed.split() == ["ddp", "full", "shards"] * 2
+    assert sorted(printed.split()) == ["ddp", "ddp", "full", "full", "shards", "shards"]
 
 
 # --- timm ------------------------------------------------------------------------------------------------------------
