@@ -3,7 +3,7 @@
     python examples/hf_trainer.py --steps 40 --output runs/llama
     python examples/hf_trainer.py --steps 40 --output runs/llama --resume
 
-Only the line with `sel.hf.setup` differs from a script for AdamW. Replace the model and the data by your own.
+A script for AdamW has `args=args` instead of `**sel.hf.setup(args)`. Replace the model and the data by your own.
 """
 
 import argparse
@@ -52,8 +52,8 @@ def main() -> None:
         disable_tqdm=True,
         use_cpu=options.cpu,
     )
-    setup = sel.hf.setup(args)  # the one line
-    trainer = Trainer(model=model, args=args, train_dataset=counting(), **setup)
+    setup = sel.hf.setup(args)  # instead of args=args
+    trainer = Trainer(model=model, train_dataset=counting(), **setup)
     trainer.train(resume_from_checkpoint=options.resume)
     trainer.save_model()
 

@@ -3,7 +3,7 @@
     python examples/trl_sft.py --out runs/sft
     python examples/trl_sft.py --out runs/sft --steps 300 --resume
 
-Only `**sel.hf.setup(args)` differs from a script for AdamW. The optimizer then clips raw gradients to
+A script for AdamW has `args=args` instead of `**sel.hf.setup(args)`. The optimizer clips raw gradients to
 `args.max_grad_norm`, and the trainer does not clip. Replace the model, the tokenizer and the data by your own.
 """
 
@@ -62,9 +62,9 @@ def main() -> None:
         bf16=False,
         use_cpu=options.cpu,
     )
-    setup = sel.hf.setup(args)  # the one line
+    setup = sel.hf.setup(args)  # instead of args=args
     data = Dataset.from_list(sums)
-    trainer = SFTTrainer(model=model, args=args, train_dataset=data, processing_class=tokenizer, **setup)
+    trainer = SFTTrainer(model=model, train_dataset=data, processing_class=tokenizer, **setup)
     trainer.train(resume_from_checkpoint=options.resume)
     trainer.save_model()
     loaded = AutoModelForCausalLM.from_pretrained(options.out)

@@ -3,7 +3,6 @@
 import functools
 import json
 import logging
-import pickle
 import signal
 import types
 from pathlib import Path
@@ -43,27 +42,24 @@ def arguments(folder, **changes):
     return transformers.TrainingArguments(**{**settings, **changes})
 
 
-def trainer(args, model=None, setup=None, config=CONFIG, **more):
-    given = setup if setup is not None else sel.hf.setup(args, config)
-    callbacks = given["callbacks"] + more.pop("callbacks", [])
+def trainer(args, model=None, setup=None, config=CONFIG, callbacks=(), **more):
+    given = setup if setup is not None else sel.hf.setup(args, config, callbacks=callbacks)
     model = {} if "model_init" in more else {"model": model or tiny()}
-    return transformers.Trainer(args=args, train_dataset=rows(), **model, **{**given, "callbacks": callbacks}, **more)
+    return transformers.Trainer(train_dataset=rows(), **model, **given, **more)
 
 
 class Seen(transformers.TrainerCallback):
-    """The Trainer's clipping norm during training, a pickle of its arguments, the logs, and a way to break it off."""
+    """The logs that a callback sees, and a way to break a run off in the midst of a step."""
 
     def __init__(self, breaks_at=None):
-        self.breaks_at, self.norms, self.pickled, self.logs = breaks_at, set(), None, []
+        self.breaks_at, self.logs = breaks_at, []
 
-    def on_step_end(self, args, state, control, **kwargs):  # noqa: ARG002
-        self.norms.add(args.max_grad_norm)
-        self.pickled = pickle.dumps(args)
-        if state.global_step == self.breaks_at:
+    def on_step_begin(self, args, state, control, **kwargs):  # noqa: ARG002
+        if state.global_step + 1 == self.breaks_at:
             raise KeyboardInterrupt
 
     def on_log(self, args, state, control, logs, **kwargs):  # noqa: ARG002
-        self.logs.append("sel/slope/mean" in logs)
+        self.logs.append(dict(logs))
 
 
 def losses(history):
@@ -80,8 +76,10 @@ def decays(run):
     return {name: group["weight_decay"] for group in groups for name in group["param_names"]}
 
 
-def test_the_trainer_takes_the_very_steps_of_a_plain_loop(tmp_path):
-    run = trainer(arguments(tmp_path))
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_trainer_takes_the_very_steps_of_a_plain_loop(tmp_path, accumulation):
+    batches = {"per_device_train_batch_size": 4 // accumulation, "gradient_accumulation_steps": accumulation}
+    run = trainer(arguments(tmp_path, **batches))
     run.train()
     model, data, expected = tiny(), rows(), []
     undecayed = [name for name, _ in model.named_parameters() if name.endswith("bias") or "norm" in name]
@@ -124,9 +122,8 @@ def test_the_number_of_steps_and_the_clipping_norm_are_each_runs_own(tmp_path):
 
 
 def test_a_model_made_by_the_trainer_and_arguments_changed_until_training_starts(tmp_path):
-    args = arguments(tmp_path, max_steps=1)
-    run = trainer(args, model_init=lambda: tiny())
-    args.learning_rate = 1e-3  # as a search over hyperparameters does
+    run = trainer(arguments(tmp_path, max_steps=1), model_init=lambda: tiny())
+    run.args.learning_rate = 1e-3  # as a search over hyperparameters does
     run.train()
     assert settings_of(run, "initial_lr") == {(1e-3,)}
     owned = {id(p) for group in run.optimizer.param_groups for p in group["params"]}
@@ -151,9 +148,8 @@ def test_other_optimizers_and_rates_by_name_pattern(tmp_path):
 
 
 def test_what_is_printed_and_logged(tmp_path, caplog, capsys):
-    """The map, the routing once, and figures of training steps for callbacks of one's own."""
-    args, seen = arguments(tmp_path, max_steps=2), Seen()
-    run = trainer(args, setup=sel.hf.setup(args), callbacks=[seen])
+    """The map, the routing once, and figures of training steps alone."""
+    run = trainer(arguments(tmp_path, max_steps=2), config=None)
     run.log({"loss": 1.0})
     assert not any(name.startswith("sel/") or name == "grad_norm" for name in run.state.log_history[0])
     with caplog.at_level(logging.INFO, logger="symexplin.hf"):
@@ -161,7 +157,8 @@ def test_what_is_printed_and_logged(tmp_path, caplog, capsys):
     assert "map: exp_only, beta 0.9375; width 16\n" in capsys.readouterr().out
     (table,) = [record.getMessage() for record in caplog.records if record.name == "symexplin.hf"]
     assert str(sel.routing(tiny(), lr=3e-3, weight_decay=0.1, no_decay=["*bias", "*norm*"])) in table
-    assert seen.logs == [False, True, True, False]  # before training, two steps, the summary
+    found = ["sel/slope/mean" in record for record in run.state.log_history]
+    assert found == [True, True, False]  # the last is a summary
 
 
 def test_betas_and_eps_are_the_optimizers_own_unless_given(tmp_path):
@@ -186,9 +183,14 @@ def test_misuse(tmp_path, monkeypatch):
         sel.hf.setup(arguments(tmp_path, optim="adafactor"))
     with pytest.raises(ValueError, match="nothing to curve"):
         trainer(args, tiny().requires_grad_(False)).train()
-    for setup in ({"callbacks": sel.hf.setup(args)["callbacks"]}, sel.hf.setup(args, optimizer=torch.optim.AdamW)):
+    setup = sel.hf.setup(args)
+    for wrong in ({**setup, "optimizer_cls_and_kwargs": None}, sel.hf.setup(args, optimizer=torch.optim.AdamW)):
         with pytest.raises(TypeError):
-            trainer(args, setup=setup).train()
+            trainer(args, setup=wrong).train()
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'args'"):
+        transformers.Trainer(model=tiny(), args=args, **setup)
+    with pytest.raises(ValueError, match="args must be the copy that"):
+        trainer(args, setup={**setup, "args": args}).train()
     run, state = trainer(arguments(tmp_path)), sel.hf.AcceleratorState._shared_state
     for name, plugin in (("deepspeed_plugins", {"": object()}), ("fsdp_plugin", types.SimpleNamespace(fsdp_version=1))):
         monkeypatch.setitem(state, name, plugin)
@@ -291,33 +293,124 @@ def test_sharded_over_two_processes_it_is_the_same_run_and_resumes(tmp_path):
         assert [x for pair in history for x in pair] == pytest.approx(whole, rel=1e-4)
 
 
-# ---- clipping: the optimizer's while it trains, the arguments' own before and afterwards ----
+# ---- clipping: the optimizer's; what the user passed in stays as it was ----
 
 
-def test_the_arguments_have_their_clipping_norm_again_after_a_run_and_one_that_broke(tmp_path):
-    args, seen = arguments(tmp_path), Seen(breaks_at=2)
+def state_of(args):
+    return dict(vars(args)), args.to_json_string()
+
+
+def weights(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_same_bits(found, expected):
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def baseline(args):
+    """The weights after a run of AdamW."""
+    run = transformers.Trainer(model=tiny(), args=args, train_dataset=rows())
+    run.train()
+    return weights(run.model)
+
+
+def test_the_users_arguments_stay_as_they_are_and_every_saved_file_names_their_norm(tmp_path):
+    """After a run, after one that breaks off in the midst of a step, and for AdamW with the same arguments."""
+    args, seen = arguments(tmp_path, save_strategy="steps", save_steps=2, max_grad_norm=0.01), Seen(breaks_at=4)
+    before, expected = state_of(args), baseline(arguments(tmp_path / "other", max_grad_norm=0.01))
     run = trainer(args, callbacks=[seen])
     with pytest.raises(KeyboardInterrupt):
         run.train()
+    run.save_model(tmp_path / "broken")
+    assert state_of(args) == before
+    assert_same_bits(baseline(args), expected)
     seen.breaks_at = None
     run.train()
-    assert seen.norms == {0.0}
-    assert settings_of(run, "max_grad_norm") == {(0.5,)}
-    assert args.to_dict() == pickle.loads(pickle.dumps(args)).to_dict() == arguments(tmp_path).to_dict()
-    saved, broken = pickle.loads(seen.pickled), pickle.loads(seen.pickled)  # as training_args.bin in a checkpoint
-    assert saved.max_grad_norm == 0.0
-    assert trainer(saved).create_optimizer().param_groups[0]["max_grad_norm"] == saved.max_grad_norm == 0.5
-    factory, details = sel.hf.setup(arguments(tmp_path))["optimizer_cls_and_kwargs"]
-    assert factory()(tiny(), **{**details, "args": broken}).param_groups[0]["max_grad_norm"] == 0.5
+    run.save_model(tmp_path / "whole")
+    for saved in ("broken", "whole", "checkpoint-2", "checkpoint-6"):
+        found = torch.load(tmp_path / saved / "training_args.bin", weights_only=False)
+        assert found.to_dict() == args.to_dict()
+        assert (type(found), type(found.max_grad_norm)) == (type(args), float)
+    found = sel.hf.setup(found)  # trains on with the same norm
+    assert trainer(args, setup=found).create_optimizer().param_groups[0]["max_grad_norm"] == 0.01
+    assert settings_of(run, "max_grad_norm") == {(0.01,)}
+    assert state_of(args) == before
+
+
+def test_what_is_passed_to_setup_is_copied(tmp_path):
+    """Changed between setup and training, it does not count; used again, it is as before."""
+    args = arguments(tmp_path, max_steps=1, lr_scheduler_type="constant", warmup_steps=0)
+    callbacks, no_decay, lr = [Seen()], ["*bias"], {"*.mlp.*": 1e-3, "*": 2e-3}
+    setup = sel.hf.setup(args, CONFIG, callbacks=callbacks, no_decay=no_decay, lr=lr)
+    callbacks.clear()
+    no_decay.clear()
+    lr.clear()
+    args.weight_decay = 0.3
+    for _ in range(2):
+        run = trainer(args, setup=setup)
+        run.train()
+        assert {decay for name, decay in decays(run).items() if name.endswith("bias")} == {0.0}
+        assert settings_of(run, "lr", "weight_decay") == {(1e-3, 0.1), (2e-3, 0.1), (2e-3, 0.0)}
+        assert any(isinstance(callback, Seen) for callback in run.callback_handler.callbacks)
 
 
 def test_clipping_can_be_changed_and_switched_off_between_runs(tmp_path):
-    args = arguments(tmp_path, max_steps=1)
     for more in ({}, {"model_init": lambda: tiny()}):  # the optimizer is kept; made anew, as a search does
-        run = trainer(args, **more)
+        run = trainer(arguments(tmp_path, max_steps=1), **more)
         for norm, expected in ((2.0, 2.0), (0.0, None), (0.25, 0.25)):
-            args.max_grad_norm = norm
+            run.args.max_grad_norm = norm
             run.train()
             assert settings_of(run, "max_grad_norm") == {(expected,)}
             assert run.optimizer.optimizer.defaults["max_grad_norm"] == expected
-            assert args.max_grad_norm == norm
+            assert (run.args.max_grad_norm, type(run.args.max_grad_norm)) == (norm, float)
+
+
+# ---- reporters, which the Trainer puts before the callbacks that it is given ----
+
+
+def test_reporters_get_what_the_console_prints(tmp_path, monkeypatch):
+    """TensorBoard's file read back, and a reporter like W&B's, which reads the arguments when training starts."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from transformers.integrations import integration_utils
+
+    class Reporter(Seen):
+        def on_train_begin(self, args, state, control, **kwargs):  # noqa: ARG002
+            self.settings = args.to_sanitized_dict()
+
+    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "fake", Reporter)
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+    own = Seen()
+    args = arguments(tmp_path, report_to=["tensorboard", "fake"], max_steps=3)
+    run = trainer(args, callbacks=[own])
+    run.train()
+    printed = [{k: v for k, v in record.items() if k != "step"} for record in run.state.log_history]
+    figures = [name for name in printed[0] if name.startswith("sel/")]
+    assert len(figures) > 5
+    (reporter,) = [callback for callback in run.callback_handler.callbacks if type(callback) is Reporter]
+    assert reporter.logs == own.logs == printed
+    assert reporter.settings == args.to_sanitized_dict()
+    events = EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    for name in ("grad_norm", *figures):
+        found = [(event.step, event.value) for event in events.Scalars(f"train/{name}")]
+        assert found == [(i + 1, pytest.approx(printed[i][name])) for i in range(3)]
+
+
+def test_it_trains_alike_under_another_default_dtype(tmp_path):
+    """As transformers sets it while it loads a model, and some scripts for good."""
+    found = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        model, usual = tiny(), torch.get_default_dtype()
+        try:
+            torch.set_default_dtype(dtype)
+            run = trainer(arguments(tmp_path, max_steps=3), model)
+            run.train()
+        finally:
+            torch.set_default_dtype(usual)
+        records = [{k: r[k] for k in r if k == "grad_norm" or k[:4] == "sel/"} for r in run.state.log_history[:3]]
+        found.append((records, weights(model)))
+    for records, end in found[1:]:
+        assert records == found[0][0]
+        assert_same_bits(end, found[0][1])

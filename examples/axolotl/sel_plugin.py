@@ -24,7 +24,7 @@ class SELPlugin(BasePlugin):
     config: ClassVar[sel.SELConfig | None] = None
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        """Give the new trainer the optimizer and the callback that sets steps, clipping and logs."""
+        """Give the new trainer the optimizer, and in front the callback that sets steps, clipping and logs."""
         for key in IGNORED:
             if cfg.get(key) is not None:
                 raise ValueError(f"{key} must be left out, got {cfg[key]!r}: axolotl ignores it under this plugin")
@@ -32,6 +32,5 @@ class SELPlugin(BasePlugin):
             raise ValueError(f"optimizer must be adamw_torch or adamw_torch_fused, got {cfg.get('optimizer')!r}")
         setup = sel.hf.setup(trainer.args, self.config)
         _, details = setup["optimizer_cls_and_kwargs"]
-        trainer.optimizer_cls_and_kwargs = (SELFactory, details)
-        for callback in setup["callbacks"]:
-            trainer.add_callback(callback)
+        trainer.args, trainer.optimizer_cls_and_kwargs = setup["args"], (SELFactory, details)
+        trainer.callback_handler.callbacks[:0] = setup["callbacks"]

@@ -1,5 +1,6 @@
 """SEL optimizers in Hugging Face's Trainer: learning rate, clipping and number of steps come from the Trainer."""
 
+import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from glob import escape
@@ -25,7 +26,6 @@ __all__ = ["OptimizerFactory", "SELCallback", "setup"]
 
 _log = logging.getLogger(__name__)
 
-_KEPT = "_sel_max_grad_norm"  # attribute of the arguments during training; not a field, but pickled with them
 _DEFAULT_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 
 
@@ -40,42 +40,44 @@ def setup(
 ) -> dict[str, Any]:
     """Return the keyword arguments with which a `transformers.Trainer` trains in curved weight space.
 
-    The learning rate, weight decay and clipping norm are those of `args` at the start of training. betas and eps of
-    `args` count only if they differ from the defaults of `TrainingArguments`; else the optimizer's defaults hold. The
-    Trainer would clip gradients of effective weights. Therefore `args.max_grad_norm` is 0 during training, and the
-    optimizer clips raw gradients. The number of steps comes from the Trainer's state. The Trainer's logs contain the
-    norm in raw space as "grad_norm" and :func:`symexplin.stats` under "sel/".
+    The keyword `args` is a copy of `args`, which stays as it is. The learning rate, weight decay and clipping norm are
+    those of the copy, `trainer.args`, at the start of training. betas and eps count only if they differ from the
+    defaults of `TrainingArguments`; else the optimizer's defaults hold. The optimizer clips raw gradients to
+    `max_grad_norm`, and the Trainer does not clip. The number of steps comes from the Trainer's state. The Trainer's
+    logs contain the norm in raw space as "grad_norm" and :func:`symexplin.stats` under "sel/", also in its reporters.
 
     Args:
-        args: the Trainer's `TrainingArguments`.
+        args: the `TrainingArguments`, of the class that the Trainer expects, such as `SFTConfig` for `SFTTrainer`.
         config: the map; None: the default map, `SELConfig()`.
         optimizer: SELAdamW or another raw-space optimizer.
         no_decay: name patterns of the parameters without weight decay. None: norms and biases, as in the Trainer. A
             Trainer that overrides `get_decay_parameter_names` needs them here.
-        callbacks: the Trainer's other callbacks; they come first in the returned list.
+        callbacks: the Trainer's other callbacks.
         **kwargs: further arguments of the optimizer. `lr` and `weight_decay` (numbers, or numbers by name pattern),
             `betas` and `eps` replace those of `args`.
 
     Raises:
-        ValueError: another optimizer in `args.optim`. At the start of training: DeepSpeed or FSDP1, which flatten
-            parameters; the errors of :func:`symexplin.param_groups`.
+        ValueError: another optimizer in `args.optim`. At the start of training: a Trainer with other arguments;
+            DeepSpeed or FSDP1, which flatten parameters; the errors of :func:`symexplin.param_groups`.
 
     >>> import tempfile
     >>> from transformers import TrainingArguments
     >>> args = TrainingArguments(output_dir=tempfile.gettempdir(), use_cpu=True, report_to="none")
-    >>> sorted(setup(args)), args.max_grad_norm
-    (['callbacks', 'optimizer_cls_and_kwargs'], 1.0)
+    >>> sorted(setup(args))
+    ['args', 'callbacks', 'optimizer_cls_and_kwargs']
     """
     name = str(getattr(args.optim, "value", args.optim))
     if name not in _DEFAULT_OPTIMIZERS:
         raise ValueError(
             f"args.optim must be left at its default, got {name!r}: pass the optimizer to setup(optimizer=...)"
         )
-    _restore(args)
+    args = copy.copy(args)
     details = {"args": args, "config": check_config(config), "optimizer": optimizer}
+    options = {key: _own(value) for key, value in kwargs.items()}
     return {
-        "optimizer_cls_and_kwargs": (OptimizerFactory, {**details, "no_decay": no_decay, "options": kwargs}),
-        "callbacks": [*callbacks, SELCallback()],
+        "args": args,
+        "optimizer_cls_and_kwargs": (OptimizerFactory, {**details, "no_decay": _own(no_decay), "options": options}),
+        "callbacks": _FirstBeforeDefaults([SELCallback(args), *callbacks]),
     }
 
 
@@ -97,7 +99,6 @@ class OptimizerFactory:
     ) -> RawSpaceOptimizer:
         """Return the optimizer over the groups of `model`; its number of steps is not set yet."""
         _check_launch()
-        _restore(args)
         options = {"lr": args.learning_rate, "weight_decay": args.weight_decay, **_adam(args), **options}
         rates = {name: options.pop(name) for name in ("lr", "weight_decay")}
         rates["no_decay"] = _undecayed(model) if no_decay is None else no_decay
@@ -109,26 +110,38 @@ class OptimizerFactory:
 class SELCallback(TrainerCallback):
     """Set the optimizer's number of steps and clipping norm, and add its statistics to the Trainer's logs.
 
-    Callbacks run in the order of their list. The Trainer puts its reporters (TensorBoard and others) first, so they
-    miss these statistics. Move a reporter to the end to include them:
-    `trainer.add_callback(trainer.pop_callback(TensorBoardCallback))`.
+    Callbacks run in the order of their list. This one must come before the reporters.
+
+    Args:
+        args: the copy of the training arguments from :func:`setup`.
     """
 
+    def __init__(self, args: Any) -> None:
+        self._args = args
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Set this run's number of steps and clipping norm, switch the Trainer's clipping off, and print the map."""
-        _restore(args)
+        """Set this run's number of steps and clipping norm, and print the map."""
+        if args is not self._args:
+            raise ValueError(
+                f"the Trainer's args must be the copy that symexplin.hf.setup returned, got other {type(args).__name__}"
+                ': pass setup(args)["args"], with args of the class that this Trainer expects'
+            )
         optimizer = _raw_space(kwargs["optimizer"])
         optimizer.set_total_steps(state.max_steps, restart=state.global_step == 0)
         for settings in (optimizer.defaults, *optimizer.param_groups):
             settings["max_grad_norm"] = _norm(args)
-        setattr(args, _KEPT, args.max_grad_norm)
-        args.max_grad_norm = 0.0
         if state.is_world_process_zero:
             print("\n".join(map_lines(optimizer.param_groups)))  # noqa: T201, as the Trainer prints its logs
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Restore the clipping norm of the arguments."""
-        _restore(args)
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Switch the Trainer's clipping off, which follows the backward pass."""
+        if args.max_grad_norm:
+            args.max_grad_norm = _NotForTrainer(args.max_grad_norm)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Make the clipping norm a plain number again, for what else reads the arguments."""
+        if args.max_grad_norm:
+            args.max_grad_norm = float(args.max_grad_norm)
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Add the gradient norm in raw space and the statistics of the map to the log of a training step."""
@@ -142,6 +155,31 @@ class SELCallback(TrainerCallback):
         logs.update(figures)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(figures)  # the Trainer keeps a copy here
+
+
+class _NotForTrainer(float):
+    """A clipping norm that is not above 0, so that the Trainer only measures; else, and saved, the same number.
+
+    If a step fails, the arguments keep it.
+    """
+
+    def __gt__(self, other: float) -> bool:
+        return False
+
+    def __reduce__(self) -> tuple[type[float], tuple[float]]:
+        return float, (float(self),)
+
+
+class _FirstBeforeDefaults(list[Any]):
+    """Callbacks of which the first comes before the Trainer's default ones, to which the Trainer adds this list."""
+
+    def __radd__(self, defaults: list[Any]) -> list[Any]:
+        return [self[0], *defaults, *self[1:]]
+
+
+def _own(value: Any) -> Any:
+    """Return a copy of a list or dictionary, which its owner may change before the Trainer builds the optimizer."""
+    return copy.copy(value) if isinstance(value, list | dict) else value
 
 
 def _check_launch() -> None:
@@ -166,14 +204,8 @@ def _adam(args: Any) -> dict[str, Any]:
 
 def _norm(args: Any) -> float | None:
     """Return the optimizer's clipping norm: None where the Trainer would not clip."""
-    return args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0.0 else None
-
-
-def _restore(args: Any) -> None:
-    """Restore the clipping norm of the arguments after training, also after a training that failed."""
-    kept = vars(args).pop(_KEPT, None)
-    if kept is not None and not args.max_grad_norm:
-        args.max_grad_norm = kept
+    norm = float(args.max_grad_norm or 0.0)
+    return norm if norm > 0.0 else None
 
 
 def _undecayed(model: nn.Module) -> list[str]:

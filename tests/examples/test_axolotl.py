@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 import symexplin as sel  # noqa: E402
-from test_hf import Seen, arguments, rows, tiny  # noqa: E402
+from test_hf import Seen, arguments, rows, state_of, tiny  # noqa: E402
 
 PLUGIN = Path(__file__).parents[2] / "examples" / "axolotl" / "sel_plugin.py"
 
@@ -35,13 +35,17 @@ def plugin(monkeypatch):
 
 @pytest.mark.parametrize("kind", [Trainer, transformers.Trainer])
 def test_the_trainer_gets_the_optimizer_which_clips(plugin, kind, tmp_path):
-    seen = Seen()
-    run = kind(model=tiny(), args=arguments(tmp_path), train_dataset=rows(), callbacks=[seen])
+    args, seen = arguments(tmp_path), Seen()
+    before = state_of(args)
+    run = kind(model=tiny(), args=args, train_dataset=rows(), callbacks=[seen])
     plugin.post_trainer_create({"optimizer": "adamw_torch_fused"}, run)
     run.train()
     inner = run.optimizer.optimizer
     assert type(inner) is sel.SELAdamW
-    assert (inner.param_groups[0]["max_grad_norm"], seen.norms, run.args.max_grad_norm) == (0.5, {0.0}, 0.5)
+    assert (inner.param_groups[0]["max_grad_norm"], run.args.max_grad_norm) == (0.5, 0.5)
+    assert seen.logs[5]["grad_norm"] == float(inner.grad_norm)
+    assert "sel/slope/mean" in seen.logs[5]
+    assert state_of(args) == before
     losses = [record["loss"] for record in run.state.log_history if "loss" in record]
     assert losses[-1] < losses[0]
 
