@@ -22,7 +22,8 @@ def init_(
 
     Weights become Xavier-uniform; biases keep their values. For mode "mismatch" every weight and
     bias t then becomes ``mismatch(congruent_inverse(t))``: positive ones keep their value, negative ones lose 2 |L|.
-    So weights have a positive mean, and with several wide blocks the hidden states of all positions start alike.
+    So weights have a positive mean, and with several wide blocks the hidden states of all positions start alike, unless
+    the norms subtract the mean, as nn.LayerNorm does and nn.RMSNorm does not.
     Call it once, before training, and build the optimizer afterwards::
 
         config = sel.preset("paper")
