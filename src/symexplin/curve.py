@@ -336,7 +336,10 @@ class Curved(NamedTuple):
             if pattern == "lora":
                 return self._contract_lora(factor, self.factors[other.name], g)
             g = g * self._spread(other)
-        return g.sum(factor.lacks) if factor.lacks else g
+        # One dimension at a time, the largest first: torch divides a sum over everything among its threads.
+        for dim in sorted(factor.lacks, key=lambda dim: -g.shape[dim]):
+            g = g.sum(dim, keepdim=True)
+        return g.reshape(self.factors[factor.name].shape) if factor.lacks else g
 
     def _contract_lora(self, factor: Factor, other: Tensor, g: Tensor) -> Tensor:
         axes = self.map.axes
@@ -358,9 +361,10 @@ class Curved(NamedTuple):
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Return the matrix product in the dtype of its factors, also under autocast."""
+    """Return the matrix product, rounded once, also under autocast and for every float32 matmul precision."""
+    exact = a.dtype if a.device.type == "mps" else torch.float64  # MPS has no float64, and rounds as float32 does
     with torch.autocast(a.device.type, enabled=False):
-        return a @ b
+        return (a.to(exact) @ b.to(exact)).to(a.dtype)
 
 
 class CurvedBase(nn.Module):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from symexplin.config import SELConfig
 from symexplin.curve import Curved, Map, stack_dims
-from symexplin.routes import routing
+from symexplin.routes import check_values, routing
 from symexplin.transform import compute_dtype
 from symexplin.validation import naming
 
@@ -37,8 +37,8 @@ def init_(
         generator: random generator of the initialization. None: torch's global one.
 
     Raises:
-        ValueError: nothing to curve, or weights that are not finite or out of the map's reach. The message names the
-            parameter.
+        ValueError: nothing to curve, or weights that are on the device "meta", not finite or out of the map's reach.
+            The message names the parameter.
 
     >>> config = SELConfig(beta=7.5, mode="mismatch")
     >>> layer = init_(nn.Linear(8, 8), config, generator=torch.Generator().manual_seed(0))
@@ -48,6 +48,7 @@ def init_(
     table = routing(model, config)
     if not table.curved:
         raise ValueError(f"model has nothing to curve (initialize a model before `convert`):\n{table}")
+    check_values(table)
     for route in table.curved:
         if xavier and route.is_weight:
             for weight in route.parameter if stack_dims(route.axes) else [route.parameter]:

@@ -13,12 +13,14 @@ reach a weight of thirty Xavier bounds. The smaller of two bounds is close every
 """
 
 import contextlib
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from symexplin.config import MODES, SELConfig
-from symexplin.transform import Form, Scales, Value, compute_dtype, forward, pullback
+from symexplin.transform import Form, Scales, Value, compute_dtype, exp, forward, pullback
 
 __all__ = ["check_invertible", "invert"]
 
@@ -28,9 +30,9 @@ _DAMPED_BISECTIONS = 128  # enough to bisect any float64 bracket that doubling l
 # A Newton step h leaves an error near h^2/2 max(1/y, 1), and y stays below 710, where exp overflows: after a step of
 # this many y the error is below 4e-18 y.
 _CONVERGED = 1e-10
-# Elements of a block per thread: several float64 temporaries of it fit into a core's cache, and torch splits an
-# operation among threads from 32,768 elements up.
-_BLOCK = 2**15
+# Elements of a block on CPUs. It does not follow the number of threads: Newton's method stops for a block at a time, so
+# an element's last bit may depend on the block.
+_BLOCK = 2**17
 _BLOCK_OF_ACCELERATORS = 2**24  # bounds the float64 temporaries at some 128 MiB each
 
 
@@ -57,7 +59,7 @@ def invert(form: Form, t: Tensor, scales: Scales) -> Tensor:
     values = [_tensor_of(value, t.device) for value in scales[:5]]
     shape = torch.broadcast_shapes(t.shape, *(value.shape for value in values))  # type: ignore[no-untyped-call]
     lists = [t.expand(shape).reshape(-1), *(v if v.dim() == 0 else v.expand(shape).reshape(-1) for v in values)]
-    size = _BLOCK * torch.get_num_threads() if t.device.type == "cpu" else _BLOCK_OF_ACCELERATORS
+    size = _BLOCK if t.device.type == "cpu" else _BLOCK_OF_ACCELERATORS
     out = torch.empty(shape.numel(), dtype=dtype, device=t.device)
     with contextlib.suppress(ValueError):
         for start in range(0, len(out), size):
@@ -74,14 +76,13 @@ def check_invertible(config: SELConfig) -> SELConfig:
         ValueError: the map has no inverse with the initial values of its scales.
     """
     assert isinstance(config.beta, float), "the configuration is not resolved"
-    first = {role: getattr(config, role).first for role in ("e", "l", "n", "s")}
-    scales = Scales(**first, kappa=config.beta * config.m.first)
-    try:
-        invert(Form(config.mode, config.beta, config.normalize), torch.zeros(1), scales)
-    except ValueError as error:
-        need, used = str(error).rpartition("elements: ")[2], [role for role in config.roles if role != "delta"]
-        given = ", ".join(f"{role}.start {getattr(config, role).first:g}" for role in used)
-        raise ValueError(f"the map of mode {config.mode!r} {need}; it has beta {config.beta:g}, {given}") from None
+    e, l, m, n, s = (getattr(config, role).first for role in ("e", "l", "m", "n", "s"))
+    form = Form(config.mode, config.beta, config.normalize)
+    for bad, need in _obstacles(form, Scales(e, l, config.beta * m, n, s)):
+        if bad:
+            used = [role for role in config.roles if role != "delta"]
+            given = ", ".join(f"{role}.start {getattr(config, role).first:g}" for role in used)
+            raise ValueError(f"the map of mode {config.mode!r} {need}; it has beta {config.beta:g}, {given}")
     return config
 
 
@@ -93,25 +94,52 @@ def _tensor_of(value: Value | None, device: torch.device) -> Tensor:
 def _solve(form: Form, t: Tensor, *values: Tensor) -> Tensor:
     """Return the raw weights of one block in float64; `values` are e, l, kappa, n and s."""
     t, e, l, kappa, n, s = (value.double() for value in (t, *values))
-    used = {"e": e, "l": l, "kappa": kappa, "n": n}
-    used = {role: used[role] for role in MODES[form.mode]} | {"s": s}
-    for name, value in {"the weights": t, **used}.items():
-        _refuse(~torch.isfinite(value), t, form, f"{name} must be finite")
-    _refuse(s == 0.0, t, form, "needs s != 0")
+    _refuse(~torch.isfinite(t), t, form, "the weights must be finite")
+    for bad, need in _obstacles(form, Scales(e, l, kappa, n, s)):
+        _refuse(bad, t, form, need)
     t = t / s
     if form.mode == "linear":
-        _refuse(l == 0.0, t, form, "needs l != 0")
         return t / l
     if form.mode == "damped":
         return _invert_damped(form, t, n)
-    _refuse(kappa <= 0.0, t, form, "needs kappa > 0")
     if form.mode == "sinh":
         return torch.asinh(t * (kappa if form.normalize else form.beta)) / kappa
     return _invert_exponential(form, t, e, l, kappa, n)
 
 
-def _refuse(bad: Tensor, t: Tensor, form: Form, need: str) -> None:
+def _obstacles(form: Form, scales: Scales) -> Iterator[tuple[Any, str]]:
+    """Yield where numbers or tensors as scales rule an inverse out, whatever the weight, each with what it needs."""
+    for role in (*MODES[form.mode], "s"):
+        value = getattr(scales, role)
+        yield value - value != 0.0, f"{role} must be finite"
+    yield scales.s == 0.0, "needs s != 0"
+    if form.mode == "linear":
+        yield scales.l == 0.0, "needs l != 0"
+    elif form.mode == "damped":
+        yield scales.n < 0.0, "needs n >= 0"
+        yield form.beta < 1.0, f"needs beta >= 1, got {form.beta}"
+    else:
+        yield scales.kappa <= 0.0, "needs kappa > 0"
+    if "e" in MODES[form.mode]:
+        yield from _exponential_obstacles(form.mode, scales)
+
+
+def _exponential_obstacles(mode: str, scales: Scales) -> Iterator[tuple[Any, str]]:
+    e, l = scales.e, scales.l
+    steep = e * scales.kappa * exp(-scales.n)
+    yield steep - steep != 0.0, "exp(-n) is out of range"
+    if mode == "exp_only":
+        yield steep <= 0.0, "needs e > 0 and exp(-n) > 0"
+    elif mode == "mismatch":
+        yield (steep <= abs(l)) | (e <= 0.0), "needs e > 0 and e*kappa*exp(-n) > |l|"
+    else:
+        side, sign = (l, "l") if mode == "oppose" else (-l, "-l")
+        yield (steep <= side) | (e < 0.0), f"needs e >= 0 and e*kappa*exp(-n) > {sign}"
+
+
+def _refuse(bad: Tensor | bool, t: Tensor, form: Form, need: str) -> None:
     """Raise ValueError if any element is `bad`, with the condition and the number of elements that violate it."""
+    bad = torch.as_tensor(bad, dtype=torch.bool, device=t.device)
     if bool(bad.any()):
         count = int(bad.expand_as(t).sum())
         raise ValueError(f"cannot invert mode={form.mode!r} for {count} of {t.numel()} elements: {need}")
@@ -119,19 +147,10 @@ def _refuse(bad: Tensor, t: Tensor, form: Form, need: str) -> None:
 
 def _invert_exponential(form: Form, t: Tensor, e: Tensor, l: Tensor, kappa: Tensor, n: Tensor) -> Tensor:
     d, decay = kappa if form.normalize else form.beta, torch.exp(-n)
-    steep = e * kappa * decay
-    _refuse(~torch.isfinite(steep), t, form, "exp(-n) is out of range")
     if form.mode == "exp_only":
-        _refuse(steep <= 0.0, t, form, "needs e > 0 and exp(-n) > 0")
         return torch.copysign(torch.log1p(t.abs() * (d / (e * decay))) / kappa, t)
-    if form.mode == "mismatch":
-        _refuse((steep <= l.abs()) | (e <= 0.0), t, form, "needs e > 0 and e*kappa*exp(-n) > |l|")
-        l = l * torch.sign(t)
-    else:
-        l = -l if form.mode == "oppose" else l
-        need = "needs e >= 0 and e*kappa*exp(-n) > " + ("l" if form.mode == "oppose" else "-l")
-        _refuse((steep <= -l) | (e < 0.0), t, form, need)
-    slope = steep + l
+    steep = e * kappa * decay
+    slope = steep + {"mismatch": l * torch.sign(t), "congruent": l, "oppose": -l}[form.mode]
     return torch.copysign(_newton(t.abs() * (kappa * d) / slope, steep / slope) / kappa, t)
 
 
@@ -152,8 +171,6 @@ def _newton(target: Tensor, p: Tensor) -> Tensor:
 
 
 def _invert_damped(form: Form, t: Tensor, n: Tensor) -> Tensor:
-    _refuse(n < 0.0, t, form, "needs n >= 0")
-    _refuse(torch.full_like(t, form.beta) < 1.0, t, form, f"needs beta >= 1, got {form.beta}")
     plain = Scales(n=n)
     tau = t.abs()
     low, high = torch.zeros_like(tau), tau.clamp(max=1.0)

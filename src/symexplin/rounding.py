@@ -65,7 +65,7 @@ def round_(out: Tensor, values: Tensor, key: int, offset: int, cols: int, stride
     flat, target = values.reshape(-1), out.reshape(-1)
     for first in range(0, flat.numel(), _BLOCK):
         part = flat[first : first + _BLOCK]
-        k = torch.arange(first, first + part.numel(), device=part.device)
+        k = torch.arange(first, first + part.numel(), dtype=torch.int64, device=part.device)
         target[first : first + _BLOCK] = rounded(part, noise_of(k, key, offset, cols, stride))
     if not out.is_contiguous():
         out.copy_(target.view(out.shape))

@@ -12,8 +12,9 @@ from symexplin.curve import CurvedBase, Map, fans, is_weight
 from symexplin.heads import plain_parameters
 from symexplin.inverse import check_invertible
 from symexplin.patterns import by_name, check_patterns, first_match
+from symexplin.validation import plain
 
-__all__ = ["Rate", "Route", "Routing", "check_model", "routing"]
+__all__ = ["Rate", "Route", "Routing", "check_model", "check_values", "routing"]
 
 Rate = float | Tensor | Mapping[str, float]  # a number, or numbers by name pattern
 _INSIDE = "curved in its module"
@@ -94,7 +95,7 @@ class Routing:
 
 def _cell(value: object) -> str:
     """Return a cell of the table; "-" stands for the optimizer's rate."""
-    return "-" if value is None else f"{float(value):g}" if isinstance(value, float | Tensor) else str(value)
+    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,16 @@ def check_model(model: object) -> None:
     """Raise ValueError for parameters or anything else that is no module."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
+
+
+def check_values(table: Routing) -> None:
+    """Raise ValueError if a curved parameter is on the device "meta"."""
+    for route in table.curved:
+        if route.parameter.is_meta:
+            raise ValueError(
+                f"model must have its weights, got {route.name} on the device 'meta': call to_empty and initialize it "
+                "before"
+            )
 
 
 def routing(
@@ -170,7 +181,7 @@ def routing(
         no_decay = check_patterns("no_decay", no_decay or (), own)
     elif no_decay != "usual":
         raise ValueError(f"no_decay must be a sequence of patterns, or 'usual', got the string {no_decay!r}")
-    rates, decays = by_name("lr", lr, own), by_name("weight_decay", weight_decay, own)
+    rates, decays = by_name("lr", plain(lr), own), by_name("weight_decay", plain(weight_decay), own)
     candidates = _candidates(whole)
     routes = []
     for position, (name, parameter) in enumerate(whole.named_parameters()):

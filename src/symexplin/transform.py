@@ -13,6 +13,7 @@ and w_eff = s * mode + delta. All functions are pure and do not check their inpu
 """
 
 import math
+import sys
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ __all__ = [
     "Scales",
     "Value",
     "compute_dtype",
+    "exp",
     "expm1",
     "forward",
     "normalizer",
@@ -44,6 +46,8 @@ _SERIES_BELOW = 1.0
 # Terms for a remainder below one unit of rounding at x = 1: the sum over k > K of (k - 1)/k! is 2.1e-9 of the total
 # for K = 12 (float32) and 2e-18 for K = 20 (float64).
 _SERIES_TERMS = {torch.float32: 12, torch.float64: 20}
+
+_LARGEST = math.log(sys.float_info.max)  # of what exp takes
 
 
 class Form(NamedTuple):
@@ -87,8 +91,15 @@ def expm1(x: Tensor) -> Tensor:
     return torch.where(x.abs() < 1.0, 2.0 * t / (1.0 - t), torch.exp(x) - 1.0)
 
 
-def _exp(x: Value) -> Value:
-    return torch.exp(x) if isinstance(x, Tensor) else math.exp(x)
+def exp(x: Value) -> Value:
+    """Return exp(x); infinity where a number's is out of range, as a tensor's.
+
+    >>> exp(1000.0)
+    inf
+    """
+    if isinstance(x, Tensor):
+        return torch.exp(x)
+    return math.exp(x) if x <= _LARGEST else math.inf
 
 
 def _is_one(x: Value) -> bool:
@@ -121,7 +132,7 @@ def _unscaled(form: Form, w: Tensor, scales: Scales) -> Tensor:
     if form.mode == "damped":
         exponential, linear = _damped_terms(form.beta, magnitude, scales.n)
         return torch.sign(w) * (exponential + linear)
-    d, decay = normalizer(form, scales), _exp(-scales.n)
+    d, decay = normalizer(form, scales), exp(-scales.n)
     value = torch.sign(w) * (scales.e * decay / d * expm1(scales.kappa * magnitude))
     if form.mode == "exp_only":
         return value
@@ -130,7 +141,7 @@ def _unscaled(form: Form, w: Tensor, scales: Scales) -> Tensor:
 
 def _damped_terms(beta: float, magnitude: Tensor, n: Value) -> tuple[Tensor, Tensor]:
     """Return the two pathways of "damped" at |w|; the linear one is negative for n < 0."""
-    exponential = expm1(beta * magnitude) * torch.exp(-magnitude) * _exp(-n) / beta
+    exponential = expm1(beta * magnitude) * torch.exp(-magnitude) * exp(-n) / beta
     return exponential, -magnitude * expm1(-n * torch.exp(magnitude))
 
 
@@ -233,7 +244,7 @@ def pullback(form: Form, w: Tensor, scales: Scales, g: Tensor, wanted: frozenset
 
 def _pull_exponential(form: Form, w: Tensor, scales: Scales, g: Tensor, wanted: frozenset[str]) -> dict[str, Tensor]:
     d = normalizer(form, scales)
-    decay = _exp(-scales.n)
+    decay = exp(-scales.n)
     c = scales.e * decay / d
     x = scales.kappa * w.abs()
     growth = torch.exp(x)
@@ -271,7 +282,7 @@ def _pull_sinh(form: Form, w: Tensor, scales: Scales, g: Tensor, wanted: frozens
 def _pull_damped(form: Form, w: Tensor, scales: Scales, g: Tensor, wanted: frozenset[str]) -> dict[str, Tensor]:
     beta, n = form.beta, scales.n
     magnitude = w.abs()
-    c = _exp(-n) / beta * torch.exp(-magnitude)
+    c = exp(-n) / beta * torch.exp(-magnitude)
     grown = torch.exp(magnitude)
     left = torch.exp(-n * grown)
     slope_exp = c * ((beta - 1.0) * torch.exp(beta * magnitude) + 1.0)

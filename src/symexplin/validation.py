@@ -5,8 +5,9 @@ import difflib
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from numbers import Integral, Real
+from typing import Any
 
 __all__ = [
     "check_choice",
@@ -18,8 +19,26 @@ __all__ = [
     "check_whole",
     "did_you_mean",
     "naming",
+    "plain",
     "warn",
 ]
+
+
+def plain(value: Any) -> Any:
+    """Return a tensor or array of one element as a Python number, also inside of lists, tuples and mappings.
+
+    Lists and mappings are copied. All else is returned unchanged.
+
+    >>> import torch
+    >>> plain({"betas": [torch.tensor(0.5), 0.75], "lr": torch.tensor([0.25])})
+    {'betas': [0.5, 0.75], 'lr': 0.25}
+    """
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(plain, value))
+    shape = getattr(value, "shape", None)
+    return value.item() if isinstance(shape, tuple) and math.prod(shape) == 1 else value
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
@@ -79,6 +98,7 @@ def check_fraction(name: str, value: object) -> float:
 
 
 def _number(name: str, value: object, need: str, holds: Callable[[float], bool]) -> float:
+    value = plain(value)
     if isinstance(value, bool) or not isinstance(value, Real) or not holds(float(value)):
         raise ValueError(f"{name} must be {need}, got {value!r}")
     return float(value)
@@ -86,6 +106,7 @@ def _number(name: str, value: object, need: str, holds: Callable[[float], bool])
 
 def check_whole(name: str, value: object, minimum: int = 1, maximum: int = 2**63 - 1) -> int:
     """Return `value` if it is a whole number from `minimum` to `maximum`, else raise ValueError."""
+    value = plain(value)
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < minimum:
         raise ValueError(f"{name} must be a whole number >= {minimum}, got {value!r}")
     if int(value) > maximum:

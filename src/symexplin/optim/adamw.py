@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from torch import Tensor
-
 from symexplin.config import SELConfig
 from symexplin.optim.checks import check_arguments
 from symexplin.optim.entry import Entry, Leaf
@@ -90,9 +88,7 @@ class SELAdamW(RawSpaceOptimizer):
         check_not_negative("eps", group["eps"])
         betas = group["betas"]
         pair = (
-            isinstance(betas, tuple | list)
-            and len(betas) == 2
-            and all(isinstance(beta, float | int | Tensor) for beta in betas)
+            isinstance(betas, tuple | list) and len(betas) == 2 and all(isinstance(beta, float | int) for beta in betas)
         )
         if not pair or not all(0.0 <= beta < 1.0 for beta in betas):
             raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")

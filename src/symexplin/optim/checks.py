@@ -10,7 +10,7 @@ from torch import Tensor
 
 from symexplin.optim.annealing import LATER, multipliers
 from symexplin.optim.entry import COUNTS, Entry, Moments, moment_key
-from symexplin.optim.groups import ALIGNED, Group, check_rate, config_of, is_curved, map_of, name_of
+from symexplin.optim.groups import ALIGNED, Group, config_of, is_curved, map_of, name_of
 from symexplin.optim.shard import local
 from symexplin.optim.suggest import warn_of_scales
 from symexplin.validation import check_flag, check_not_negative, check_positive, check_whole, did_you_mean, warn
@@ -44,7 +44,7 @@ def check_group(group: Group, first: Group) -> None:
             f"max_grad_norm must be equal in all groups, {first['max_grad_norm']}, got {group['max_grad_norm']}: "
             "one norm of all gradients is clipped"
         )
-    check_rate(group["lr"])
+    check_not_negative("lr", group["lr"])
     check_not_negative("weight_decay", group["weight_decay"])
     check_flag("stochastic_rounding", group["stochastic_rounding"])
     for i, parameter in enumerate(group["params"]):

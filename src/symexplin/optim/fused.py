@@ -48,10 +48,11 @@ def adamw_(leaves: Sequence[Leaf], group: Group) -> None:
         exp_avgs, exp_avg_sqs = ([leaf.moments[name] for leaf in chosen] for name in _MOMENTS)
         rates = {"lr": lr, "weight_decay": decay, "beta1": beta1, "beta2": beta2, "eps": eps, "maximize": False}
         if fused:  # torch's functional AdamW takes as long again to group many small tensors
-            steps = [torch.full((), step, device=values[0].device)] * len(values)
+            steps = [torch.full((), step, dtype=torch.float32, device=values[0].device)] * len(values)
             torch._fused_adamw_(values, grads, exp_avgs, exp_avg_sqs, [], steps, **rates, amsgrad=False)
         else:
-            steps = list(torch.full((len(values),), step - 1.0).unbind())  # torch adds 1
+            before = torch.full((len(values),), step - 1.0, dtype=torch.float32, device="cpu")  # torch adds 1
+            steps = list(before.unbind())
             adamw(values, grads, exp_avgs, exp_avg_sqs, [], steps, **rates, amsgrad=False, foreach=False)
 
 

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from symexplin.config import SELConfig
 from symexplin.curve import CurvedBase, Map
@@ -12,7 +12,7 @@ from symexplin.optim.suggest import warn_of_scales
 from symexplin.routes import Rate, Route, Routing, check_model, routing
 from symexplin.validation import check_not_negative
 
-__all__ = ["ALIGNED", "Group", "check_rate", "config_of", "is_curved", "map_of", "name_of", "param_groups"]
+__all__ = ["ALIGNED", "Group", "config_of", "is_curved", "map_of", "name_of", "param_groups"]
 
 Group = dict[str, Any]
 ALIGNED = ("axes", "position", "shape")  # lists of a curved group with one entry per parameter
@@ -112,10 +112,10 @@ def _add(group: Group, route: Route) -> None:
 
 
 def _finish(
-    group: Group, role: _Role, lr: float | Tensor | None, decay: float | None, table: Routing, converted: bool
+    group: Group, role: _Role, lr: float | None, decay: float | None, table: Routing, converted: bool
 ) -> Group:
     """Return the group with its map, multipliers, learning rate and decay."""
-    peak = None if lr is None else check_rate(lr)
+    peak = None if lr is None else check_not_negative("lr", lr)
     if converted:
         del group["position"]
         k = (1.0, 1.0) if role.config is None else getattr(role.config, role.name).multiplier(peak)
@@ -127,13 +127,8 @@ def _finish(
         if is_curved(group):
             group |= {"config": table.config.to_json(), "width": table.width}
             group |= {f"k_{scale}": list(k) for scale, k in table.config.multipliers(peak).items()}
-    given = {"lr": lr, "weight_decay": decay}
+    given = {"lr": peak, "weight_decay": decay}
     return group | {key: value for key, value in given.items() if value is not None}
-
-
-def check_rate(lr: Any) -> float:
-    """Return a learning rate, which may be a tensor of one element, as a number; refuse anything else."""
-    return check_not_negative("lr", lr.item() if isinstance(lr, Tensor) and lr.numel() == 1 else lr)
 
 
 def is_curved(group: Group) -> bool:

@@ -95,7 +95,7 @@ def to_adamw(optimizer: SELAdamW) -> torch.optim.AdamW:
         groups.append({"params": list(named), **{key: group[key] for key in _SETTINGS if key in group}})
     adamw = torch.optim.AdamW(groups)
     for entry in optimizer.entries():
-        adamw.state[entry.parameter] = {"step": torch.tensor(float(entry.state["step"]))} | {
+        adamw.state[entry.parameter] = {"step": entry.state["step"].clone()} | {
             name: _ordinary(entry, name, power) for name, power in _POWERS.items()
         }
     return adamw

@@ -82,7 +82,7 @@ class Shard:
             return part
         from torch.distributed.tensor import DTensor
 
-        stride = torch.empty(tuple(shape), device="meta").stride()
+        stride = torch.empty(tuple(shape), dtype=part.dtype, device="meta").stride()
         wrapped = DTensor.from_local(
             part.contiguous(), self.mesh, self.spec, run_check=False, shape=torch.Size(shape), stride=stride
         )

@@ -6,7 +6,7 @@ from torch import nn
 from symexplin.config import SELConfig
 from symexplin.curve import Curved
 from symexplin.optim.shard import whole
-from symexplin.routes import routing
+from symexplin.routes import check_values, routing
 from symexplin.transform import compute_dtype
 from symexplin.validation import check_positive, naming, warn
 
@@ -31,17 +31,18 @@ def suggest_lr(model: nn.Module, config: SELConfig | None = None, *, adamw_lr: f
         adamw_lr: the best learning rate of AdamW on the same model, batch and number of steps.
 
     Raises:
-        ValueError: nothing to curve, a weight without an inverse, or the errors of :func:`symexplin.routing`.
+        ValueError: nothing to curve, a weight on the device "meta" or without an inverse, or the errors of :func:`symexplin.routing`.
 
     >>> from symexplin.presets import preset
     >>> model = nn.Sequential(nn.Linear(1024, 1024))
     >>> round(suggest_lr(model, preset("exp_only"), adamw_lr=3e-4) / 3e-4, 1)
     0.9
     """
-    check_positive("adamw_lr", adamw_lr)
+    adamw_lr = check_positive("adamw_lr", adamw_lr)
     table = routing(model, config)
     if not table.curved:
         raise ValueError(f"model has nothing to curve; see print(symexplin.routing(model)):\n{table}")
+    check_values(table)
     total, count = 0.0, 0
     for route in [route for route in table.curved if route.parameter.dim() == 2] or table.curved:
         weight, map = whole(route.parameter), route.map(table.config)
