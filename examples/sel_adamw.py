@@ -64,8 +64,7 @@ class SELAdamW(torch.optim.Optimizer):
         max_grad_norm: float | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "beta": None}
-        super().__init__(params, defaults)
-        self.max_grad_norm = max_grad_norm
+        super().__init__(params, defaults | {"max_grad_norm": max_grad_norm})
         if not any(group["beta"] and group["params"] for group in self.param_groups):
             raise ValueError("params has no curved group: pass groups(model) of a model with Linear layers")
         if any(p.dtype not in (torch.float32, torch.float64) for g in self.param_groups for p in g["params"]):
@@ -77,10 +76,10 @@ class SELAdamW(torch.optim.Optimizer):
         with torch.enable_grad():
             loss = closure() if closure is not None else None
         active = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        clip = 1.0
-        if self.max_grad_norm is not None and active:
+        clip, max_grad_norm = 1.0, self.param_groups[0]["max_grad_norm"]
+        if max_grad_norm is not None and active:
             norm = torch.stack([self._gradient(p, group).norm() for p, group in active]).norm()
-            clip = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+            clip = (max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         for p, group in active:
             step = -group["lr"] * self._direction(p, self._gradient(p, group) * clip, group)
             if group["beta"]:
@@ -96,7 +95,8 @@ class SELAdamW(torch.optim.Optimizer):
         """Return Adam's direction for the gradient g and advance its moments."""
         state, (beta1, beta2) = self.state[p], group["betas"]
         if not state:
-            state.update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
         t = state["step"].add_(1.0).item()
         m = state["exp_avg"].lerp_(g, 1.0 - beta1) / (1.0 - beta1**t)
         return m / ((state["exp_avg_sq"].lerp_(g * g, 1.0 - beta2) / (1.0 - beta2**t)).sqrt() + group["eps"])

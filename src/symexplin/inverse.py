@@ -87,7 +87,7 @@ def check_invertible(config: SELConfig) -> SELConfig:
 
 
 def _tensor_of(value: Value | None, device: torch.device) -> Tensor:
-    dtype = None if isinstance(value, Tensor) else torch.float64  # a number at its exact value
+    dtype = value.dtype if isinstance(value, Tensor) else torch.float64  # a number at its exact value
     return torch.as_tensor(value, dtype=dtype, device=device)
 
 

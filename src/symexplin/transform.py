@@ -92,7 +92,7 @@ def expm1(x: Tensor) -> Tensor:
 
 
 def exp(x: Value) -> Value:
-    """Return exp(x); infinity where a number's is out of range, as a tensor's.
+    """Return the exponential; infinity where it is out of range, also of a number.
 
     >>> exp(1000.0)
     inf

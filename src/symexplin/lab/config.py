@@ -262,7 +262,7 @@ def _device(name: str) -> "torch.device":
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.empty(1, device=name)
+        torch.empty(1, dtype=torch.float32, device=name)
     except (RuntimeError, AssertionError) as error:
         first = str(error).splitlines()[0]
         raise ValueError(f"device must be one that torch finds here, got {name!r}: {first}") from None

@@ -82,7 +82,7 @@ def sample(
     generator = torch.Generator().manual_seed(seed)
     tokens = tokenizer.encode(prompt) or [tokenizer.end]
     for _ in range(length):
-        window = torch.tensor([tokens[-model.config.context :]], device=device)
+        window = torch.tensor([tokens[-model.config.context :]], dtype=torch.int64, device=device)
         tokens.append(_draw(model(window)[0, -1].float().cpu(), temperature, top_k, generator))
     return tokenizer.decode(tokens if prompt else tokens[1:])
 

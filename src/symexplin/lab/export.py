@@ -135,7 +135,8 @@ def _renamed(model: Transformer) -> dict[str, Tensor]:
 def _difference(model: Transformer, stock: Any) -> tuple[float, float]:
     """Return the largest difference of a logit between the two models on random tokens, and the largest logit."""
     shape = (2, min(_PROBE, model.config.context))
-    tokens = torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(model.config.vocab_size, shape, generator=generator, dtype=torch.int64, device="cpu")
     logits = model(tokens)
     return float((logits - stock(tokens).logits).abs().max()), float(logits.abs().max())
 

@@ -95,7 +95,7 @@ def _skeleton(shapes: Mapping[str, Sequence[int]]) -> nn.Module:
                 inner = _module(part, shapes.get(".".join([*path[:depth], "weight"])))
                 module._modules[part] = inner  # not by add_module, which refuses names such as "half"
             module = inner
-        module._parameters[local] = nn.Parameter(torch.empty(shape, device="meta"))
+        module._parameters[local] = nn.Parameter(torch.empty(shape, dtype=torch.float32, device="meta"))
     return root
 
 

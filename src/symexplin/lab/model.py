@@ -39,8 +39,8 @@ _FEWEST_QUERIES = 64  # smaller matrix products do not reach the CPU's pace
 
 def rope_tables(length: int, head_dim: int) -> tuple[Tensor, Tensor]:
     """Return cosine and sine of position * base^(-2i/head_dim), each float64 of shape (length, head_dim/2)."""
-    frequency = ROPE_BASE ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    angle = torch.outer(torch.arange(length, dtype=torch.float64), frequency)
+    frequency = ROPE_BASE ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
+    angle = torch.outer(torch.arange(length, dtype=torch.float64, device="cpu"), frequency)
     return angle.cos(), angle.sin()
 
 
@@ -153,10 +153,10 @@ class Transformer(nn.Module):
         if config.tie_head:
             self.head.weight = self.embedding.weight
         cos, sin = rope_tables(config.context, config.head_dim)
-        dtype = self.head.weight.dtype
-        self.register_buffer("cos", cos.to(dtype), persistent=False)
-        self.register_buffer("sin", sin.to(dtype), persistent=False)
-        mask = torch.full((config.context, config.context), -math.inf, dtype=dtype).triu(1)
+        dtype, device = self.head.weight.dtype, self.head.weight.device
+        self.register_buffer("cos", cos.to(device, dtype), persistent=False)
+        self.register_buffer("sin", sin.to(device, dtype), persistent=False)
+        mask = torch.full((config.context, config.context), -math.inf, dtype=dtype, device=device).triu(1)
         self.register_buffer("mask", mask, persistent=False)
         self.reset_parameters(generator)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from symexplin import rounding
 from symexplin.closed import Closed
@@ -82,10 +83,11 @@ class Entry:
         group, i = self.group, self.index
         self.parameter: Tensor = group["params"][i]
         self.name = name_of(group, i)
-        if self.parameter.is_meta:
+        if self.parameter.is_meta or is_fake(self.parameter):
+            kind = "on the device 'meta'" if self.parameter.is_meta else "of FakeTensorMode"
             raise ValueError(
-                f"params must be the parameters that are trained, got {self.name} on the device 'meta': build the "
-                "optimizer after to_empty has replaced them and they have their values"
+                f"params must be the parameters that are trained, got {self.name} {kind}: build the optimizer after "
+                "to_empty has replaced them and they have their values"
             )
         self.shape = tuple(self.parameter.shape)  # the whole shape
         self.curved = is_curved(group)
@@ -314,9 +316,10 @@ class Entry:
 
 
 def in_format_of(value: Tensor, tensor: Tensor) -> Tensor:
-    """Return the tensor in memory of the format of `value`; autograd's zero tensors have none."""
-    same = (tensor.shape, tensor.stride()) == (value.shape, value.stride()) and not tensor._is_zerotensor()
-    return tensor if same else torch.empty_like(value, dtype=tensor.dtype).copy_(tensor)
+    """Return the tensor in memory of the format of `value`; torch may negate numbers and make zeros only later."""
+    is_same = tensor.shape == value.shape and tensor.stride() == value.stride()
+    is_lazy = tensor.is_neg() or tensor._is_zerotensor()
+    return tensor if is_same and not is_lazy else torch.empty_like(value, dtype=tensor.dtype).copy_(tensor)
 
 
 def _clipped(grad: Tensor, clip: Tensor | None) -> Tensor:

@@ -111,9 +111,7 @@ def _add(group: Group, route: Route) -> None:
         group.setdefault(key, []).append(value)
 
 
-def _finish(
-    group: Group, role: _Role, lr: float | None, decay: float | None, table: Routing, converted: bool
-) -> Group:
+def _finish(group: Group, role: _Role, lr: float | None, decay: float | None, table: Routing, converted: bool) -> Group:
     """Return the group with its map, multipliers, learning rate and decay."""
     peak = None if lr is None else check_not_negative("lr", lr)
     if converted:

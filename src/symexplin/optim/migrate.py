@@ -17,6 +17,7 @@ _POWERS = {"exp_avg": 1, "exp_avg_sq": 2}
 _SETTINGS = ("lr", "initial_lr", "betas", "eps", "weight_decay")  # initial_lr is a scheduler's
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def from_adamw(optimizer: SELAdamW, adamw: torch.optim.Adam) -> None:
     """Start `optimizer` from the moments of `adamw` over the same parameters, at their present weights.
@@ -70,6 +71,7 @@ def from_adamw(optimizer: SELAdamW, adamw: torch.optim.Adam) -> None:
             entry.state["step"].fill_(float(saved["step"]))
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def to_adamw(optimizer: SELAdamW) -> torch.optim.AdamW:
     """Return a `torch.optim.AdamW` over the same parameters that continues from the state of `optimizer`.

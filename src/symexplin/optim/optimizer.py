@@ -2,13 +2,13 @@
 
 import contextlib
 import itertools
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from symexplin.config import SELConfig
 from symexplin.curve import Curved
@@ -16,16 +16,16 @@ from symexplin.optim.annealing import LATER, multipliers
 from symexplin.optim.checks import check_finite, check_group, check_saved
 from symexplin.optim.entry import COUNTS, Entry, Leaf
 from symexplin.optim.fused import Fused
-from symexplin.optim.groups import Group, config_of, is_curved, param_groups
+from symexplin.optim.groups import ALIGNED, Group, config_of, is_curved, param_groups
 from symexplin.optim.shard import Groups, global_norm
 from symexplin.optim.writes import Writes
-from symexplin.validation import check_whole
+from symexplin.validation import check_whole, plain, warn
 
 __all__ = ["RawSpaceOptimizer", "map_lines"]
 
 _NO_GRADIENT = (
     "no parameter has a gradient at the first step: call backward() before step(). If fully_shard has wrapped the "
-    "model since the optimizer was built, it has parameters that the model no longer uses"
+    "model since the optimizer was built, it has parameters that the model no longer uses: build it after fully_shard"
 )
 _OWN = ("total_steps", "max_grad_norm")  # settings that a loaded state does not change
 # Settings of every optimizer, which a subclass may leave out of its defaults.
@@ -46,6 +46,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
 
     moments: ClassVar[tuple[str, ...]] = ()
     grad_norm: Tensor | None  # of the last step
+    _places: WeakTensorKeyDictionary  # index of every parameter in its group
     _entries: list[Entry]
     _fused: Fused
     _writes: Writes
@@ -58,7 +59,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         config: SELConfig | None = None,
         no_decay: Sequence[str] = (),
     ) -> None:
-        defaults = defaults | {key: value for key, value in _SETTINGS.items() if key not in defaults}
+        defaults = plain(_SETTINGS | defaults)
         if isinstance(params, nn.Module):
             given = {key: defaults[key] for key in ("lr", "weight_decay")}
             params = param_groups(params, **given, config=config, no_decay=no_decay)
@@ -98,6 +99,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
     # ---- a step ----
 
     @_disable_dynamo
+    @torch.inference_mode(False)
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one optimizer step; return what `closure` returns."""
@@ -113,6 +115,8 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             multipliers(group)  # raises before anything has changed, if T is missing
         fresh = not any(self.state.values())
+        if fresh:
+            self._check_gradients()
         entries = self._current_entries()
         self._writes.adopt(entries)
         active = [entry for entry in entries if entry.parameter.grad is not None]
@@ -120,8 +124,6 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         others = [entry for entry in active if entry not in fused]
         self.grad_norm = norm = _pull(active, others, fused)
         clip = self._clip(entries, norm)
-        if fresh and not active:
-            warnings.warn(_NO_GRADIENT, stacklevel=7)  # behind step() and four wrappers of torch
         if not (fresh and self._is_idle(norm)):
             _count(active)
             for chunk in _chunks(others):
@@ -133,6 +135,14 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
             for group in self.param_groups:
                 group["steps"] += 1
         self._writes.remember(entries)
+
+    def _check_gradients(self) -> None:
+        """Warn if no parameter has a gradient; among several processes, that is an error."""
+        if any(parameter.grad is not None for group in self.param_groups for parameter in group["params"]):
+            return
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            raise RuntimeError(_NO_GRADIENT)
+        warn(_NO_GRADIENT)
 
     def _fused_for(self, entries: Sequence[Entry]) -> Fused:
         """Return the last step's :class:`Fused` if it serves these entries, else a new one."""
@@ -182,8 +192,11 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
             self.create_state()
         return self._entries
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def create_state(self) -> None:
         """Create the state of every trainable parameter, with or without gradient."""
+        self._check_places()
         for group, i in self._indices():
             parameter = group["params"][i]
             if parameter.requires_grad or self.state.get(parameter):
@@ -204,11 +217,28 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         """Yield (name, map) of the local part of every curved parameter with state."""
         return ((entry.name, entry.curved_map()) for entry in self.entries() if entry.curved)
 
+    def _check_places(self) -> None:
+        """Refuse edited lists of parameters, since names, shapes and maps are aligned with them.
+
+        Other parameters may take the places of all, as under FSDP2.
+        """
+        for g, group in enumerate(self.param_groups):
+            params = group["params"]
+            lists = [group[key] for key in (*ALIGNED, "param_names") if key in group]
+            moved = any(self._places.setdefault(p, i) != i for i, p in enumerate(params))
+            if lists and (moved or any(len(aligned) != len(params) for aligned in lists)):
+                raise ValueError(
+                    f"params of group {g} must stay the list that the optimizer was built with, {len(lists[0])} "
+                    f"parameters in their order, got {len(params)}: names and maps are aligned with it. A parameter "
+                    "with requires_grad=False may stay in it: it gets no update. add_param_group adds parameters"
+                )
+
     def _indices(self) -> Iterator[tuple[Group, int]]:
         for group in self.param_groups:
             for i in range(len(group["params"])):
                 yield group, i
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def take_over_writes(self) -> None:
         """Adopt all writes from outside since the last step into stored raw weights, also those through `.data`.
@@ -251,6 +281,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
     def _forget(self) -> None:
         """Drop what follows from groups and state."""
         self.grad_norm = None
+        self._places = WeakTensorKeyDictionary({group["params"][i]: i for group, i in self._indices()})
         self._entries = []
         self._fused = Fused([])
         self._writes = Writes()
@@ -265,12 +296,17 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
             self._restore(*loading)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group with the checks of the constructor: settings, aligned lists, shapes, T of the annealing."""
-        super().add_param_group(param_group)
-        self.param_groups[-1].setdefault("role", "plain")
+        """Add a copy of a group, after the constructor's checks: settings, aligned lists, shapes, T of the annealing.
+
+        Settings given as tensors or arrays of one element become Python numbers.
+        """
+        super().add_param_group(dict(param_group))
+        group = self.param_groups[-1]
+        group |= {key: plain(value) for key, value in group.items() if key != "params"}
+        group.setdefault("role", "plain")
         try:
-            check_group(self.param_groups[-1], self.param_groups[0])
-            self.check_(self.param_groups[-1])
+            check_group(group, self.param_groups[0])
+            self.check_(group)
         except ValueError:
             self.param_groups.pop()
             raise
@@ -280,12 +316,23 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
 
         `restart` restarts the annealing, for a second run with a new learning-rate schedule.
         """
-        check_whole("total_steps", total_steps)
+        total_steps = check_whole("total_steps", total_steps)
         for settings in (self.defaults, *self.param_groups):
             settings["total_steps"] = total_steps
         for group in self.param_groups if restart else ():
             group["steps"] = 0
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as torch does, with rates that a schedule has set to NumPy's numbers as Python's."""
+        self._check_places()
+        hook = self.register_state_dict_post_hook(_plain_groups, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            hook.remove()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; it keeps its precision under half-precision parameters.
 
@@ -302,6 +349,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
                 raise ValueError(
                     f"state_dict must be what an optimizer's state_dict() returned, got the keys {list(found)[:4]}"
                 )
+            self._check_places()
             check_saved(found["param_groups"], self.param_groups, found["state"], self.moments_)
             own = [{key: group[key] for key in _OWN if group[key] != LATER} for group in self.param_groups]
             self._loading = (found, own)
@@ -324,6 +372,10 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
                 entry.state.update({name: entry.adopt(name, value) for name, value in values.items()})
                 if not entry.is_half:  # the state of a model that had half precision
                     entry.state.pop("master", None)
+
+
+def _plain_groups(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    state["param_groups"] = plain(state["param_groups"])
 
 
 def _pull(active: Sequence[Entry], others: Sequence[Entry], fused: Fused) -> Tensor:
@@ -364,7 +416,7 @@ def _count(active: Sequence[Entry]) -> None:
     """Add 1 to the numbers of updates of the parameters."""
     counts = [entry.state[key] for entry in active for key in COUNTS if key in entry.state]
     if counts:  # add a tensor: a number would be converted once per count
-        torch._foreach_add_(counts, torch.ones((), device="cpu"), alpha=1.0)
+        torch._foreach_add_(counts, torch.ones((), dtype=torch.float32, device="cpu"), alpha=1.0)
 
 
 _SHOWN = ("lr", "weight_decay")  # settings that lines of their own show

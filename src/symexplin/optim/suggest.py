@@ -31,7 +31,8 @@ def suggest_lr(model: nn.Module, config: SELConfig | None = None, *, adamw_lr: f
         adamw_lr: the best learning rate of AdamW on the same model, batch and number of steps.
 
     Raises:
-        ValueError: nothing to curve, a weight on the device "meta" or without an inverse, or the errors of :func:`symexplin.routing`.
+        ValueError: nothing to curve, a weight on the device "meta" or without an inverse, or the errors of
+            :func:`symexplin.routing`.
 
     >>> from symexplin.presets import preset
     >>> model = nn.Sequential(nn.Linear(1024, 1024))

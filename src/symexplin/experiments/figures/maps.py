@@ -40,7 +40,7 @@ _OUTLIERS = 1  # their style
 
 def _lines(top: float, maps: Mapping[str, Mapping[str, Any]]) -> list[Line]:
     """Return the identity and maps, {label: arguments of the map}, from -`top` to `top`."""
-    w = torch.linspace(-top, top, _POINTS, dtype=torch.float64)
+    w = torch.linspace(-top, top, _POINTS, dtype=torch.float64, device="cpu")
     lines = [Line(label, w, effective(w, **given).numpy(), style) for style, (label, given) in enumerate(maps.items())]
     return [Line("identity", w, w, kind="guide"), *lines]
 
@@ -102,7 +102,7 @@ def mismatched_start(_: Sequence[Path]) -> Figure:
     """Draw the effect of the mismatched start on Xavier's weights."""
     bound = xavier_bound((_WIDTH, _WIDTH))
     generator = torch.Generator().manual_seed(0)
-    target = torch.empty(_DRAWN, dtype=torch.float64).uniform_(-bound, bound, generator=generator)
+    target = torch.empty(_DRAWN, dtype=torch.float64, device="cpu").uniform_(-bound, bound, generator=generator)
     actual = effective(inverse(target, mode="congruent", beta=_BETA), mode="mismatch", beta=_BETA)
     title = "The paper's start, inverse of congruent, then mismatch: e = l = 1, d = β, n = 0"
     figure, (left, middle, right) = sheet(3, 3, title=title)
@@ -150,11 +150,12 @@ def _by_role(sources: Sequence[Path], bands: Sequence[tuple[float, float]], larg
 def _learned(axes: Axes, weights: RoleWeights, bands: Sequence[tuple[float, float]], largest: int) -> list[Line]:
     """Draw the `bands` of a role in % of its positions; return the identity, the median and the `largest` weights."""
     top = float(weights.raw.abs().max())
-    raw = torch.linspace(-top, top, _LEARNED_POINTS, dtype=torch.float64)
-    family = weights.curves(raw, torch.arange(0, len(weights.raw), max(1, len(weights.raw) // _POSITIONS)))
+    raw = torch.linspace(-top, top, _LEARNED_POINTS, dtype=torch.float64, device="cpu")
+    stride = max(1, len(weights.raw) // _POSITIONS)
+    family = weights.curves(raw, torch.arange(0, len(weights.raw), stride, dtype=torch.int64, device="cpu"))
     highest = top
     for number, (low, high) in enumerate(bands, start=1):
-        edges = family.quantile(torch.tensor([low, high], dtype=torch.float64) / 100.0, dim=0)
+        edges = family.quantile(torch.tensor([low, high], dtype=torch.float64, device="cpu") / 100.0, dim=0)
         highest = max(highest, float(edges.abs().max()))
         axes.fill_between(raw, *edges, color=COLORS[0], alpha=0.12 * number, linewidth=0, label=f"{low:g}–{high:g}%")
     lines = [Line("identity", raw, raw, kind="guide"), Line("median", raw, family.quantile(0.5, dim=0))]

@@ -94,10 +94,11 @@ def _curved(built: Built) -> dict[str, Curved]:
 def _role(matrices: list[tuple[Tensor, Tensor, Curved]], stride: int) -> RoleWeights:
     """Return every `stride`-th position of matrices (initial, effective, curved) of one shape and one form."""
     initial, effective, curved = zip(*matrices, strict=True)
-    shape = initial[0].shape
+    shape, like = initial[0].shape, curved[0].raw
 
     def pick(values: Iterable[Tensor | float]) -> Tensor:
-        return torch.cat([torch.as_tensor(value).expand(shape).reshape(-1)[::stride] for value in values])
+        whole = (torch.as_tensor(value, dtype=like.dtype, device=like.device).expand(shape) for value in values)
+        return torch.cat([value.reshape(-1)[::stride] for value in whole])
 
     scales = zip(*(each.scales() for each in curved), strict=True)
     return RoleWeights(
