@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from symexplin.config import DECAYED_ROLES, SELConfig
 from symexplin.inverse import invert
-from symexplin.transform import Form, Scales, Value, compute_dtype, forward, pullback
+from symexplin.transform import Form, Scales, Value, compute_dtype, forward, pullback, summed
 
 __all__ = [
     *("Curved", "CurvedBase", "Factor", "Map"),
@@ -336,10 +336,7 @@ class Curved(NamedTuple):
             if pattern == "lora":
                 return self._contract_lora(factor, self.factors[other.name], g)
             g = g * self._spread(other)
-        # One dimension at a time, the largest first: torch divides a sum over everything among its threads.
-        for dim in sorted(factor.lacks, key=lambda dim: -g.shape[dim]):
-            g = g.sum(dim, keepdim=True)
-        return g.reshape(self.factors[factor.name].shape) if factor.lacks else g
+        return summed(g, factor.lacks).reshape(self.factors[factor.name].shape)
 
     def _contract_lora(self, factor: Factor, other: Tensor, g: Tensor) -> Tensor:
         axes = self.map.axes

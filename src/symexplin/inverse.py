@@ -131,7 +131,7 @@ def _exponential_obstacles(mode: str, scales: Scales) -> Iterator[tuple[Any, str
     if mode == "exp_only":
         yield steep <= 0.0, "needs e > 0 and exp(-n) > 0"
     elif mode == "mismatch":
-        yield (steep <= abs(l)) | (e <= 0.0), "needs e > 0 and e*kappa*exp(-n) > |l|"
+        yield (steep <= l) | (steep <= -l) | (e <= 0.0), "needs e > 0 and e*kappa*exp(-n) > |l|"
     else:
         side, sign = (l, "l") if mode == "oppose" else (-l, "-l")
         yield (steep <= side) | (e < 0.0), f"needs e >= 0 and e*kappa*exp(-n) > {sign}"

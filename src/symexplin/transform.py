@@ -14,6 +14,7 @@ and w_eff = s * mode + delta. All functions are pure and do not check their inpu
 
 import math
 import sys
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ __all__ = [
     "forward",
     "normalizer",
     "pullback",
+    "summed",
     "tolerance",
 ]
 
@@ -104,6 +106,16 @@ def exp(x: Value) -> Value:
 
 def _is_one(x: Value) -> bool:
     return not isinstance(x, Tensor) and x == 1.0
+
+
+def summed(x: Tensor, dims: Iterable[int]) -> Tensor:
+    """Return the sum over dimensions, which stay with size 1.
+
+    It takes one at a time, the largest first: torch splits a sum over everything among its threads.
+    """
+    for dim in sorted(dims, key=lambda dim: -x.shape[dim]):
+        x = x.sum(dim, keepdim=True)
+    return x
 
 
 def normalizer(form: Form, scales: Scales) -> Value:

@@ -1,5 +1,6 @@
 """The one file to copy against the library's default."""
 
+import copy
 import re
 from pathlib import Path
 
@@ -93,6 +94,28 @@ def test_state_and_refusals_and_a_step_of_zero():
     assert all(set(state) == {"step", "exp_avg", "exp_avg_sq"} for state in optimizer.state.values())
     with pytest.raises(ValueError, match="parameters must be float32"):
         one_file.SELAdamW(one_file.groups(model.bfloat16()))
+
+
+def test_a_copy_goes_on_as_the_optimizer_and_counts_under_any_default_dtype():
+    """In bfloat16 a count would stay at 256."""
+    model = Small()
+    optimizer = one_file.SELAdamW(one_file.groups(model), max_grad_norm=0.01)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        for _ in range(300):
+            optimizer.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {state["step"].item() for state in optimizer.state.values()} == {300.0}
+    twin, other = copy.deepcopy((model, optimizer))
+    for net, each in ((model, optimizer), (twin, other)):
+        for p in net.parameters():
+            p.grad = p.detach().clone()
+        each.step()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
 
 
 def test_the_demo_learns_and_the_file_is_short(capsys, monkeypatch):

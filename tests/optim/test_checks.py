@@ -154,6 +154,8 @@ TABLE = [
     (lambda: annealed(sel.convert(network(), PAPER)), "total"),
     (lambda: sel.anneal_scales(torch.optim.SGD(network().parameters()), 20), "param_groups"),
     (lambda: sel.suggest_lr(network(), adamw_lr=0), "adamw_lr .*0"),
+    (lambda: sel.suggest_lr(network().to("meta"), adamw_lr=1e-3), "model .*0.weight on the device 'meta'.*to_empty"),
+    (lambda: sel.init_(network().to("meta"), PAPER), "model .*0.weight on the device 'meta'.*to_empty"),
     (lambda: sel.suggest_lr(nn.LayerNorm(4), adamw_lr=1e-3), "nothing to curve"),
 ]
 

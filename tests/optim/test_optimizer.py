@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import symexplin as sel
@@ -237,6 +240,18 @@ def test_parameters_without_values_are_refused_at_the_first_step():
             optimizer.step()
 
 
+@ends
+def test_under_fake_tensors_it_is_built_for_a_model_with_values_and_does_not_train_others(config):
+    model, twin = network(), network()
+    with FakeTensorMode():
+        optimizer, fake = build(model, config), nn.Sequential(nn.Linear(12, 4))
+        refused = build(fake, config)
+        fake(torch.ones(2, 12)).sum().backward()
+        with pytest.raises(ValueError, match=r"0\.weight of FakeTensorMode"):
+            refused.step()
+    assert_same_bits(train(model, optimizer, 3), train(twin, build(twin, config), 3))
+
+
 @pytest.mark.parametrize("what", ["rate", "weight", "gradient", "nan"])
 @ends
 @pytest.mark.usefixtures("path")
@@ -262,9 +277,27 @@ def test_divergence_is_told_once_by_name_at_the_line_that_steps(what, config):
 
 
 def test_no_gradient_at_the_first_step_is_told():
-    with pytest.warns(UserWarning, match="no parameter has a gradient at the first step") as told:
-        build(network()).step()
+    model = network()
+    with pytest.warns(UserWarning, match="no parameter has a gradient at the first step") as told, torch.device("meta"):
+        build(model).step()
     assert told[0].filename == __file__
+
+
+def test_an_optimizer_built_before_fully_shard_is_refused_at_the_first_step():
+    """The model has other parameters then, and a warning among those of several processes would be missed."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = network()
+        before = build(model)
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        after = build(model)
+        backward(model, 0)
+        with pytest.raises(RuntimeError, match=r"no parameter has a gradient .* build it after fully_shard"):
+            before.step()
+        assert not before.state
+        after.step()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 # Operations whose outcome, or the shape of it, the host must wait for.

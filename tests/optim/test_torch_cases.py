@@ -17,14 +17,16 @@ both = pytest.mark.parametrize("kind", [sel.SELAdamW, SELSGD])
 @both
 @pytest.mark.parametrize("config", [sel.SELConfig(), PAPER])
 def test_tensor_lr(kind, config):
-    """A tensor is used as the number is, and stays the tensor of every group."""
+    """A tensor is used as the number is; each group has a number of its own. One that is put into a group stays."""
     ends, rate = [], torch.tensor(2.0**-10)
     for lr in (2.0**-10, rate):
         model = network()
         optimizer = kind(model, lr=lr, config=config, total_steps=9)
         ends.append(train(model, optimizer, 3))
     assert_same_bits(*ends)
-    assert all(group["lr"] is rate for group in optimizer.param_groups)
+    assert [group["lr"] for group in optimizer.param_groups] == [2.0**-10] * 2
+    for group in optimizer.param_groups:
+        group["lr"] = rate
     rate.fill_(0.0)
     assert_same_bits(copy.deepcopy(model), train(model, optimizer, 1))
 

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from symexplin.config import SELConfig
 from symexplin.curve import Curved
@@ -46,7 +45,6 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
 
     moments: ClassVar[tuple[str, ...]] = ()
     grad_norm: Tensor | None  # of the last step
-    _places: WeakTensorKeyDictionary  # index of every parameter in its group
     _entries: list[Entry]
     _fused: Fused
     _writes: Writes
@@ -222,10 +220,11 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
 
         Other parameters may take the places of all, as under FSDP2.
         """
+        places = {id(entry.parameter): entry.index for entry in self._entries}
         for g, group in enumerate(self.param_groups):
             params = group["params"]
             lists = [group[key] for key in (*ALIGNED, "param_names") if key in group]
-            moved = any(self._places.setdefault(p, i) != i for i, p in enumerate(params))
+            moved = any(places.get(id(p), i) != i for i, p in enumerate(params))
             if lists and (moved or any(len(aligned) != len(params) for aligned in lists)):
                 raise ValueError(
                     f"params of group {g} must stay the list that the optimizer was built with, {len(lists[0])} "
@@ -281,7 +280,6 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
     def _forget(self) -> None:
         """Drop what follows from groups and state."""
         self.grad_norm = None
-        self._places = WeakTensorKeyDictionary({group["params"][i]: i for group, i in self._indices()})
         self._entries = []
         self._fused = Fused([])
         self._writes = Writes()

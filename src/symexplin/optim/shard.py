@@ -181,7 +181,8 @@ def global_norm(
         devices: all process groups with their types of devices, in the same order in every process.
     """
     if not devices:
-        return torch.nn.utils.get_total_norm([*norms.get((), ()), *(grad for _, _, grad in shared)])
+        own = [*norms.get((), ()), *(grad for _, _, grad in shared)]
+        return torch.nn.utils.get_total_norm(own) if own else torch.zeros((), dtype=torch.float32, device="cpu")
     device = next(iter(devices.values()))
     ready = [(own, grad) for whole, own, grad in shared if own == whole]  # nothing to sum
     late = [(own, grad) for whole, own, grad in shared if own != whole]

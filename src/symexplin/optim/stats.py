@@ -11,6 +11,7 @@ from symexplin.curve import Curved, is_weight
 from symexplin.modules import CurvedModule
 from symexplin.optim.optimizer import RawSpaceOptimizer
 from symexplin.optim.shard import WHOLE, Shard, whole
+from symexplin.transform import summed
 
 __all__ = ["stats"]
 
@@ -69,7 +70,8 @@ class _Tally:
                 self._add("", [x.numel(), int((x > 1.0).sum()), 0.0])
 
     def _sum(self, key: str, values: Tensor, each: float = 1.0) -> None:
-        self._add(key, [each * float(s) for s in (values.numel(), values.sum(), (values * values).sum())])
+        first, second = (float(summed(powers, range(powers.dim()))) for powers in (values, values * values))
+        self._add(key, [each * values.numel(), each * first, each * second])
 
     def _add(self, key: str, terms: list[float]) -> None:
         self.sums[key] = [a + b for a, b in zip(self.sums.get(key, [0.0] * 3), terms, strict=True)]

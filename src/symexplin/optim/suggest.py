@@ -7,7 +7,7 @@ from symexplin.config import SELConfig
 from symexplin.curve import Curved
 from symexplin.optim.shard import whole
 from symexplin.routes import check_values, routing
-from symexplin.transform import compute_dtype
+from symexplin.transform import compute_dtype, summed
 from symexplin.validation import check_positive, naming, warn
 
 __all__ = ["suggest_lr", "warn_of_scales"]
@@ -51,7 +51,8 @@ def suggest_lr(model: nn.Module, config: SELConfig | None = None, *, adamw_lr: f
             weight = weight.to(compute_dtype(weight))
             start = Curved(map, weight, map.start(weight.dtype, weight.device, route.position))
             slope = start._replace(raw=start.inverse(weight)).slope()
-        total, count = total + float(slope.abs().sum(dtype=torch.float64)), count + slope.numel()
+        total += float(summed(slope.abs().double(), range(slope.dim())))
+        count += slope.numel()
     return adamw_lr * count / total
 
 

@@ -1,0 +1,172 @@
+"""No result depends on the state of the process: its default dtype and device, modes, precision and threads."""
+
+import contextlib
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import symexplin as sel
+from scripts import load
+from training import PAPER, same
+
+SELLion = load(Path(__file__).parents[2] / "examples" / "sel_lion.py").SELLion
+STEPS = 8
+
+
+@contextlib.contextmanager
+def setting(get, change, value):
+    before = get()
+    change(value)
+    try:
+        yield
+    finally:
+        change(before)
+
+
+def dtype_of_process(dtype):
+    return setting(torch.get_default_dtype, torch.set_default_dtype, dtype)
+
+
+def together(*states):
+    """Return a function that enters several states at once, in which a result should not change either."""
+
+    @contextlib.contextmanager
+    def enter():
+        with contextlib.ExitStack() as stack:
+            for state in states:
+                stack.enter_context(state())
+            yield
+
+    return enter
+
+
+STATES = {
+    "bfloat16, meta, medium": together(
+        lambda: dtype_of_process(torch.bfloat16),
+        lambda: torch.device("meta"),
+        lambda: setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"),
+    ),
+    "float64, inference, deterministic, threads": together(
+        lambda: dtype_of_process(torch.float64),
+        torch.inference_mode,
+        lambda: setting(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True),
+        lambda: setting(torch.get_num_threads, torch.set_num_threads, 3),
+    ),
+    "float16, autocast, gradients, denormals": together(
+        lambda: dtype_of_process(torch.float16),
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        torch.enable_grad,
+        lambda: setting(lambda: False, torch.set_flush_denormal, True),
+    ),
+}
+states = pytest.mark.parametrize("state", STATES.values(), ids=STATES)
+
+SHARED = {"lr": 1e-2, "max_grad_norm": 1.0}
+OFFSET = sel.preset("paper+offset")
+NUMBERS = sel.SELConfig(mode="congruent", e=sel.Scale("global"), normalize=True)
+RUNS = {
+    "default": sel.SELAdamW,
+    "paper": functools.partial(sel.SELAdamW, config=PAPER, total_steps=9),
+    "paper+offset": functools.partial(sel.SELAdamW, config=OFFSET, total_steps=9),
+    "numbers": functools.partial(sel.SELAdamW, config=NUMBERS),
+    "lion": SELLion,
+    "lion, paper": functools.partial(SELLion, config=PAPER, total_steps=9),
+    "half": sel.SELAdamW,
+    "rounded": functools.partial(sel.SELAdamW, stochastic_rounding=True),
+}
+
+
+def layers():
+    """A matrix with more numbers than torch leaves to one thread, and a vector."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(230, 190), nn.LayerNorm(190))
+
+
+def trained(run, state=contextlib.nullcontext):
+    """Build and step in the state, and the last steps outside of it; return the state of model and optimizer."""
+    model, generator = layers(), torch.Generator().manual_seed(1)
+    model = model.bfloat16() if run in ("half", "rounded") else model
+    with state():
+        optimizer = RUNS[run](model, **SHARED)
+    for step in range(STEPS):
+        for parameter in model.parameters():
+            grad = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+            parameter.grad = grad.to(parameter.dtype)
+        with state() if step < STEPS - 2 else contextlib.nullcontext():
+            optimizer.step()
+    return model.state_dict(), optimizer.state_dict(), optimizer.grad_norm
+
+
+@pytest.fixture(scope="module")
+def usual():
+    """The results of the usual state, by run and path."""
+    return {}
+
+
+@states
+@pytest.mark.parametrize("run", RUNS)
+def test_training_has_the_same_bits(run, state, path, usual):
+    if (run, path) not in usual:
+        usual[run, path] = trained(run)
+    assert same(trained(run, state), usual[run, path])
+
+
+def switched(model):
+    """Switch from AdamW and back; return both states."""
+    adamw = torch.optim.AdamW(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.ones(p.shape, dtype=p.dtype, device="cpu")
+    with torch.inference_mode(False):
+        adamw.step()
+    optimizer = sel.SELAdamW(model, lr=1e-3, config=PAPER, total_steps=9)
+    sel.from_adamw(optimizer, adamw)
+    return optimizer.state_dict(), sel.to_adamw(optimizer).state_dict()
+
+
+@functools.cache
+def saved():
+    return trained("paper+offset")[1]
+
+
+def grouped(model):
+    groups = sel.param_groups(model, lr=1e-3, config=OFFSET)
+    return [{key: value for key, value in group.items() if key != "params"} for group in groups]
+
+
+def reloaded(model):
+    optimizer = RUNS["paper+offset"](model, **SHARED)
+    optimizer.load_state_dict(saved())
+    model[0].weight.data.mul_(0.5)
+    optimizer.take_over_writes()
+    return optimizer.state_dict(), sel.stats(model, optimizer)
+
+
+def pure(model):
+    w = model[0].weight.detach()
+    given = {"mode": "mismatch", "beta": 7.5, "n": 0.1, "e": w.mean(1, keepdim=True) + 1.0}
+    return sel.functional.effective(w, **given), sel.functional.inverse(w, **given), sel.functional.beta_for(0.03)
+
+
+CALLS = {
+    "routing": lambda model: str(sel.routing(model, OFFSET, lr=1e-3)),
+    "param_groups": grouped,
+    "suggest_lr": lambda model: sel.suggest_lr(model, PAPER, adamw_lr=1e-3),
+    "init_": lambda model: sel.init_(model, PAPER, generator=torch.Generator().manual_seed(0)).state_dict(),
+    "convert": lambda model: sel.convert(model, OFFSET).state_dict(),
+    "fold": lambda model: sel.fold(sel.convert(model, PAPER)).state_dict(),
+    "switch": switched,
+    "load": reloaded,
+    "functional": pure,
+}
+
+
+@states
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_every_function_returns_the_same(call, state):
+    model, twin, _ = layers(), layers(), saved()
+    with state():
+        found = call(model)
+    assert same(found, call(twin))

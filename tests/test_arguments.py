@@ -1,0 +1,279 @@
+"""What users pass in: it is never changed, and numbers of any kind are stored as Python numbers."""
+
+import copy
+import io
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import symexplin as sel
+from training import PAPER, backward, network, train
+
+NUMBERS = {
+    "tensor": lambda x: torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else torch.int64),
+    "tensor of one": lambda x: torch.tensor([x], dtype=torch.float64 if isinstance(x, float) else torch.int64),
+    "scalar": lambda x: np.float64(x) if isinstance(x, float) else np.int64(x),
+    "array": np.array,
+}
+numbers = pytest.mark.parametrize("number", NUMBERS.values(), ids=NUMBERS)
+PLAIN = (bool, int, float, str, type(None))
+
+
+def frozen(value):
+    """Return what is in an object, all the way down, with the type of every part and the bits of every tensor."""
+    if isinstance(value, torch.Tensor):
+        grad = None if value.grad is None else frozen(value.grad)
+        return id(value), value.dtype, value.detach().reshape(-1).view(torch.uint8).tolist(), grad
+    if isinstance(value, nn.Module):
+        return type(value), frozen(dict(value.named_parameters())), [type(m) for m in value.modules()]
+    if isinstance(value, torch.optim.Optimizer):
+        return type(value), frozen(value.param_groups), [*map(frozen, value.state.items())], frozen(value.defaults)
+    if isinstance(value, dict):
+        return type(value), [(frozen(key), frozen(item)) for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        return type(value), [*map(frozen, value)]
+    return type(value), repr(value)
+
+
+def leaves(value):
+    """Yield the parts of dicts, lists and tuples."""
+    if isinstance(value, dict | list | tuple):
+        yield from itertools.chain.from_iterable(map(leaves, value.values() if isinstance(value, dict) else value))
+    else:
+        yield value
+
+
+def settings(optimizer):
+    return [
+        {k: v for k, v in group.items() if k != "params"} for group in (optimizer.defaults, *optimizer.param_groups)
+    ]
+
+
+# --- objects stay as they are ---
+
+
+def trained():
+    model = network()
+    optimizer = sel.SELAdamW(model, lr=1e-3, config=PAPER, total_steps=9)
+    train(model, optimizer, 2)
+    return model, optimizer
+
+
+def of_adamw():
+    model = network()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    train(model, adamw, 2)
+    return model, adamw
+
+
+def rates():
+    return {"lr": {"0.*": torch.tensor(1e-3), "*": 2e-3}, "weight_decay": {"*": np.float64(0.1)}}
+
+
+def added(group):
+    optimizer = trained()[1]
+    optimizer.add_param_group(group)
+    optimizer.param_groups[-1]["lr"] *= 0.5
+    optimizer.param_groups[-1]["betas"][0] = 0.5
+
+
+def stepped(groups):
+    for _ in range(2):  # the same groups once more
+        optimizer = sel.SELAdamW(groups, betas=[0.5, 0.9], max_grad_norm=1.0, total_steps=9)
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+            group["betas"][0] = 0.25
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+def with_gradients():
+    model = network()
+    backward(model, 0)
+    return [p.grad for p in model.parameters()], model
+
+
+def updated(objects):
+    grads, model = objects
+    values = [p.detach().clone() for p in model.parameters()]
+    optimizer = sel.SELAdamW(model, max_grad_norm=0.1)
+    optimizer.step()
+    for parameter, value in zip(model.parameters(), values, strict=True):
+        parameter.data.copy_(value)  # the model is what a step changes, but not its gradients
+    assert all(parameter.grad is grad for parameter, grad in zip(model.parameters(), grads, strict=True))
+
+
+def loaded(state):
+    model, optimizer = trained()
+    optimizer.load_state_dict(state)
+    train(model, optimizer, 1)
+
+
+def moved_over(objects):
+    model, adamw = objects
+    optimizer = sel.SELAdamW(model, lr=1e-3, config=PAPER, total_steps=9)
+    sel.from_adamw(optimizer, adamw)
+    sel.to_adamw(optimizer).param_groups[0]["lr"] = 1.0
+
+
+CASES = {
+    "SELAdamW, groups": (lambda: sel.param_groups(network(), lr=1e-3, config=PAPER), stepped),
+    "SELAdamW, a group of one tensor": (
+        lambda: [*sel.param_groups(nn.Linear(4, 4)), {"params": [("x", nn.Parameter(torch.ones(2)))], "lr": 0.1}],
+        stepped,
+    ),
+    "SELAdamW, settings": (
+        lambda: {"params": network(), **rates(), "betas": [0.5, 0.9], "no_decay": ["0.*"]},
+        lambda given: sel.SELAdamW(**given).param_groups[0]["betas"].append(1.0),
+    ),
+    "RawSpaceOptimizer": (
+        lambda: (network(), {**rates(), "other": [1, 2]}),
+        lambda given: sel.RawSpaceOptimizer(*given).param_groups[0]["other"].append(3),
+    ),
+    "add_param_group": (
+        lambda: {"params": [("new", nn.Parameter(torch.ones(2)))], "lr": torch.tensor(0.1), "betas": [0.9, 0.99]},
+        added,
+    ),
+    "load_state_dict": (lambda: trained()[1].state_dict(), loaded),
+    "step": (with_gradients, updated),
+    "param_groups": (
+        lambda: {"model": network(), **rates(), "no_decay": ["3.*"]},
+        lambda given: [group["params"].clear() for group in sel.param_groups(**given)],
+    ),
+    "routing": (lambda: {"model": network(), **rates()}, lambda given: str(sel.routing(**given))),
+    "preset": (lambda: {"e": {"k": [10, 2]}}, lambda given: sel.preset("paper", **given)),
+    "SELConfig": (lambda: {"include": ["0.*"], "beta": np.float64(2.0)}, lambda given: sel.SELConfig(**given)),
+    "from_dict": (lambda: {"e": {"k": [10, 2]}, "exclude": []}, sel.SELConfig.from_dict),
+    "from_adamw, to_adamw": (of_adamw, moved_over),
+    "to_adamw": (trained, lambda objects: train(network(), sel.to_adamw(objects[1]), 0)),
+    "stats": (trained, lambda objects: sel.stats(*objects)),
+    "suggest_lr": (network, lambda model: sel.suggest_lr(model, PAPER, adamw_lr=1e-3)),
+    "anneal_scales": (
+        lambda: [*sel.param_groups(sel.convert(network(), PAPER), lr=1e-3)],
+        lambda groups: sel.anneal_scales(torch.optim.AdamW(copy.deepcopy(groups)), 9),
+    ),
+    "functional": (
+        lambda: {"t": torch.linspace(-1.0, 1.0, 5), "e": torch.ones(1), "beta": torch.tensor(7.5)},
+        lambda given: (
+            sel.functional.inverse(**given, mode="congruent"),
+            sel.functional.effective(given["t"], e=given["e"], beta=given["beta"]),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "call"), CASES.values(), ids=CASES)
+def test_objects_are_as_before(make, call):
+    given = make()
+    before = frozen(given)
+    call(given)
+    assert frozen(given) == before
+
+
+# --- numbers ---
+
+
+@numbers
+def test_settings_are_python_numbers_and_each_group_has_its_own(number):
+    model = network()
+    given = {
+        **{"lr": {"0.*": number(0.25), "*": number(0.5)}, "weight_decay": number(0.125), "max_grad_norm": number(2.0)},
+        **{"betas": (number(0.5), number(0.75)), "eps": number(1e-8), "total_steps": number(1000)},
+    }
+    scale = sel.Scale("row", start=number(1.0), k=(number(2.0), number(4.0)), base_lr=number(3e-4), rank=number(2))
+    config = sel.preset("paper", beta=number(7.5), e=scale, seed=number(3))
+    assert {type(x) for x in leaves(config.to_dict())} <= set(PLAIN)
+    optimizer = sel.SELAdamW(model, config=config, **given)
+    more = {"params": [("more", nn.Parameter(torch.ones(2)))], "lr": number(0.5)}
+    optimizer.add_param_group(more)
+    optimizer.set_total_steps(number(500))
+    assert {type(x) for x in leaves(settings(optimizer))} <= set(PLAIN)
+    before = [group["lr"] for group in optimizer.param_groups]
+    assert set(before) == {0.25, 0.5}
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5 * lr for lr in before]
+    assert {group["total_steps"] for group in optimizer.param_groups} == {500}
+    assert [group["lr"] for group in sel.param_groups(model, lr=number(0.5))] == [0.5, 0.5]
+    assert sel.suggest_lr(model, adamw_lr=number(0.5)) == sel.suggest_lr(model, adamw_lr=0.5)
+
+
+def test_a_plateau_halves_a_rate_given_as_a_tensor_once():
+    optimizer = sel.SELAdamW(network(), lr=torch.tensor(0.5))
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    for _ in range(2):
+        schedule.step(1.0)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
+
+
+@numbers
+def test_a_state_has_tensors_and_plain_python_alone(number):
+    """Also after a schedule in NumPy has set the rates."""
+    model = network()
+    optimizer = sel.SELAdamW(model, lr=1e-3, config=PAPER, total_steps=number(1000))
+    train(model, optimizer, 1)
+    for group in optimizer.param_groups:
+        group["lr"] = number(5e-4)
+    torch.save(optimizer.state_dict(), file := io.BytesIO())
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    assert {type(x) for x in leaves(state["param_groups"])} <= set(PLAIN)
+    assert {type(x) for x in leaves(state["state"])} == {torch.Tensor}
+
+
+# --- edited lists of parameters ---
+
+
+def frozen_first(optimizer):
+    optimizer.param_groups[0]["params"][0].requires_grad_(False)
+    return optimizer.param_groups[0]
+
+
+def filtered(optimizer):
+    group = frozen_first(optimizer)
+    group["params"] = [p for p in group["params"] if p.requires_grad]
+
+
+def turned(optimizer):
+    optimizer.param_groups[0]["params"].reverse()
+
+
+def appended(optimizer):
+    optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(4, 4)))
+
+
+@pytest.mark.parametrize(("edit", "steps"), [(filtered, 0), (filtered, 2), (turned, 2), (appended, 0), (appended, 2)])
+def test_an_edited_list_of_parameters_is_refused_before_anything_happens(edit, steps):
+    """The shapes are equal, so that only the list tells."""
+    model = nn.Sequential(*(nn.Linear(12, 12, bias=False) for _ in range(3)))
+    optimizer = sel.SELAdamW(model, config=PAPER, total_steps=9)
+    train(model, optimizer, steps)
+    edit(optimizer)
+    backward(model, 0)
+    before = frozen([model, optimizer])
+    state = sel.SELAdamW(network(), config=PAPER, total_steps=9).state_dict()
+    for call in (optimizer.step, optimizer.state_dict, lambda: optimizer.load_state_dict(state)):
+        with pytest.raises(ValueError, match=r"params of group 0 must stay the list .*requires_grad=False"):
+            call()
+    assert frozen([model, optimizer]) == before
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_frozen_parameters_may_stay_and_others_may_take_the_places_of_all(steps):
+    """As where a trainer replaces them by their shards, names and maps stay with the places."""
+    model = nn.Sequential(*(nn.Linear(12, 12, bias=False) for _ in range(3)))
+    optimizer = sel.SELAdamW(model, config=PAPER, total_steps=9)
+    train(model, optimizer, steps)
+    frozen_first(optimizer)
+    twin = copy.deepcopy(model)
+    train(model, optimizer, 1, start=2)
+    assert torch.equal(model[0].weight, twin[0].weight)
+    assert not torch.equal(model[1].weight, twin[1].weight)
+    optimizer.param_groups[0]["params"] = list(twin.parameters())
+    train(twin, optimizer, 1, start=2)
+    assert [name for name, _ in optimizer.curved()] == ["1.weight", "2.weight"]
+    del optimizer.param_groups[0]["params"][0]
+    with pytest.raises(ValueError, match="must stay the list"):
+        optimizer.step()
