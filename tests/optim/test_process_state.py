@@ -91,6 +91,10 @@ def trained(run, state=contextlib.nullcontext):
     model = model.bfloat16() if run in ("half", "rounded") else model
     with state():
         optimizer = RUNS[run](model, **SHARED)
+        optimizer.create_state()
+    for state_of in optimizer.state.values():  # bfloat16 has 300, but not 301
+        for key in state_of.keys() & {"step", "scale_step"}:
+            state_of[key].fill_(300.0)
     for step in range(STEPS):
         for parameter in model.parameters():
             grad = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
