@@ -1,16 +1,39 @@
 """A check of compiled kernels before their first use, against the formulas in float64."""
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+
 import torch
 from torch import Tensor
 
 from symexplin.closed import Closed
 from symexplin.kernels.interface import FactoredMap, Kernels, Rates, Tensors
 
-__all__ = ["is_right"]
+__all__ = ["attempt", "is_right"]
 
 _KAPPA = 7.5
 # With the moments at 0 and eps 0, AdamW's first direction is the sign of the gradient.
 _RATES = Rates(lr=0.01, decay=0.1, beta1=0.9, beta2=0.99, eps=0.0, correction1=0.1, correction2=0.01)
+
+
+def attempt(make: Callable[[], Kernels]) -> Kernels | str:
+    """Return what `make` returns, or why it failed.
+
+    It runs in another thread: whatever is raised here meanwhile comes from the user's signal handlers and passes
+    through, and the other thread has none of the modes of this one (default device, inference, autocast).
+    """
+    executor = ThreadPoolExecutor(1)
+    try:
+        future = executor.submit(make)
+    except RuntimeError as error:  # the system allows no thread
+        return str(error)
+    executor.shutdown(wait=False)
+    wait([future])
+    failure = future.exception()
+    if failure is None:
+        return future.result()
+    text = str(failure).strip()[:600]
+    return text if type(failure) is RuntimeError else f"{type(failure).__name__}: {text}"
 
 
 def is_right(kernels: Kernels, device: torch.device) -> bool:
@@ -19,7 +42,7 @@ def is_right(kernels: Kernels, device: torch.device) -> bool:
 
 
 def _is_closed_right(kernels: Kernels, device: torch.device) -> bool:
-    size, c = torch.logspace(-6, 1, 600, device=device), 0.2
+    size, c = torch.logspace(-6, 1, 600, dtype=torch.float32, device=device), 0.2
     weight = torch.cat([size, -size])
     v, closed = weight.double(), Closed("exp_only", _KAPPA, c)
     exact = closed.move(v, -_RATES.lr - _RATES.lr * _RATES.decay * closed.raw(v))
@@ -30,8 +53,8 @@ def _is_closed_right(kernels: Kernels, device: torch.device) -> bool:
 
 def _is_factored_right(kernels: Kernels, device: torch.device) -> bool:
     """Check the mismatch map (e sign(w) expm1(kappa |w|) + |w|)/kappa, e of rows and columns, over several tiles."""
-    raw = torch.linspace(-0.3, 0.3, 520 * 300, device=device).view(520, 300)
-    rows, columns = torch.linspace(0.5, 1.5, 520, device=device), torch.linspace(1.2, 0.8, 300, device=device)
+    raw = _line(-0.3, 0.3, 520 * 300, device).view(520, 300)
+    rows, columns = _line(0.5, 1.5, 520, device), _line(1.2, 0.8, 300, device)
     grad, e = torch.sin(1e4 * raw), torch.outer(rows, columns).double()
     w, g = raw.double(), grad.double()
 
@@ -56,6 +79,10 @@ def _is_factored_right(kernels: Kernels, device: torch.device) -> bool:
             *((raw, moved), (weight, weight_of(moved))),
         )
     )
+
+
+def _line(first: float, last: float, count: int, device: torch.device) -> Tensor:
+    return torch.linspace(first, last, count, dtype=torch.float32, device=device)
 
 
 def _moments(weight: Tensor) -> tuple[list[Tensor], list[Tensor]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from symexplin.kernels.check import is_right
+from symexplin.kernels.check import attempt, is_right
 from symexplin.kernels.compiler import load_library
 from symexplin.kernels.interface import Curve, FactoredMap, Kernels, Noise, Rates, Tensors, Vectors
 
@@ -28,8 +28,8 @@ _GRAD, _SCRATCH = 7, slice(8, 11)  # columns of the table of matrices: gradients
 _ENTRIES_PER_THREAD = 2**16  # starting a thread costs about as much
 _NO_COMPILER = (
     "symexplin has no compiled kernels here ({reason}): PyTorch's operations run on the CPU instead, and an optimizer "
-    "step takes 7 to 40 times as long. Install a C compiler (gcc or clang), correct SYMEXPLIN_CPU_TARGET if it is "
-    "set, or set SYMEXPLIN_KERNELS=readable to choose PyTorch's operations"
+    "step takes 7 to 40 times as long. Install a C compiler (gcc or clang), correct CC and SYMEXPLIN_CPU_TARGET if "
+    "they are set, or set SYMEXPLIN_KERNELS=readable to choose PyTorch's operations"
 )
 
 
@@ -82,24 +82,24 @@ class _Closed:
         sizes = _numbers(map(Tensor.numel, tensors.weights))
         self._entries = sum(sizes)
         self._first = _first(-(-size // library.tile) for size in sizes)
-        tables = [None if line is None else _numbers(map(Tensor.data_ptr, line)) for line in tensors]
+        tables = [None if line is None else _numbers(map(Tensor.data_ptr, line)) for line in tensors[:4]]
         self._held = tensors, sizes, tables
         self._call = call = _Call(count=len(sizes), first=_address(self._first), sizes=_address(sizes))
         call.plain, call.half = curve is None, tensors.are_half
         call.weights, call.exp_avgs, call.exp_avg_sqs, call.masters = map(_address, tables)
 
-    def pull(self, grads: Sequence[Tensor]) -> Tensor:
+    def pull(self, grads: Sequence[int]) -> Tensor:
         """Return the norm of the raw gradients g kappa (c + |v|), or g of plain weights, as a 0-d float64 tensor."""
-        table = _numbers(map(Tensor.data_ptr, grads))
+        table = _numbers(grads)
         self._call.grads = _address(table)
         _set_step(self._call, None, None, self._curve)
         return self._library.run(self._call, _NORM, self._entries, self._first[-1]).sqrt()
 
     def update(
-        self, grads: Sequence[Tensor], rates: Rates, clip: Tensor | None, noise: Sequence[Noise] | None = None
+        self, grads: Sequence[int], rates: Rates, clip: Tensor | None, noise: Sequence[Noise] | None = None
     ) -> None:
         """Apply AdamW to the weights in place."""
-        table = _numbers(map(Tensor.data_ptr, grads))
+        table = _numbers(grads)
         line = None if noise is None else _numbers(itertools.chain.from_iterable(noise))
         self._call.grads, self._call.noise = _address(table), _address(line)
         _set_step(self._call, rates, clip, self._curve)
@@ -124,24 +124,24 @@ class _Factored:
         self._table = _table(tensors, shapes, vectors, gradients)
         factors = [_FACTORS * (rows + cols + 2 * library.pad) for rows, cols in shapes]
         sums = [_SUMS * -(-rows // library.tall) * (cols + library.pad + library.tall) for rows, cols in shapes]
-        sizes = torch.tensor([factors, factors, sums], device=_CPU)  # of old, new and sums
+        sizes = torch.tensor([factors, factors, sums], dtype=torch.int64, device=_CPU)  # of old, new and sums
         self._ends = sizes.view(-1).cumsum(0).view(3, -1)
         self._starts = self._ends - sizes
         self._call = _Call(count=len(shapes), first=_address(self._first), matrices=self._table.data_ptr())
         self._call.kappa, self._call.c, self._call.lam, self._call.magnitude = map.numbers()
         self._call.normalize, self._call.absorbed = map.normalize, map.absorbed
 
-    def pull(self, grads: Sequence[Tensor]) -> Tensor:
+    def pull(self, grads: Sequence[int]) -> Tensor:
         """Return the norm of the raw gradients as a 0-d float64 tensor, and write the gradients of the vectors."""
         self._scratch = torch.empty(int(self._ends[-1, -1]), dtype=torch.float32, device=_CPU)
         self._scratch[self._starts[-1, 0] :].zero_()  # the sums
-        self._table[:, _GRAD] = torch.tensor(list(map(Tensor.data_ptr, grads)), device=_CPU)
+        self._table[:, _GRAD] = torch.tensor(grads, dtype=torch.int64, device=_CPU)
         self._table[:, _SCRATCH] = self._scratch.data_ptr() + self._scratch.itemsize * self._starts.T
         return self._library.run(self._call, _PULL, self._entries, self._first[-1]).sqrt()
 
     def update(
         self,
-        grads: Sequence[Tensor],  # noqa: ARG002
+        grads: Sequence[int],  # noqa: ARG002
         rates: Rates,
         clip: Tensor | None,
         noise: Sequence[Noise] | None = None,  # noqa: ARG002
@@ -213,13 +213,15 @@ def load() -> Kernels | None:
     >>> kernels is None or kernels.name.startswith("compiled C")
     True
     """
-    found = load_library(_SOURCE)
-    if isinstance(found, str):
-        warnings.warn(_NO_COMPILER.format(reason=found), stacklevel=2)
+    kernels = attempt(lambda: load_library(_SOURCE, _right_kernels_of))
+    if isinstance(kernels, str):
+        warnings.warn(_NO_COMPILER.format(reason=kernels), stacklevel=2)
         return None
-    library, name = found
-    kernels = kernels_of(library, f"compiled C ({name})")
+    return kernels
+
+
+def _right_kernels_of(library: ctypes.CDLL, compiler: str) -> Kernels:
+    kernels = kernels_of(library, f"compiled C ({compiler})")
     if _constant(library, "sel_call_size") != ctypes.sizeof(_Call) or not is_right(kernels, _CPU):
-        warnings.warn(_NO_COMPILER.format(reason=f"kernels compiled by {name} give wrong results"), stacklevel=2)
-        return None
+        raise RuntimeError(f"kernels compiled by {compiler} give wrong results")
     return kernels

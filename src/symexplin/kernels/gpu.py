@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from symexplin.kernels.check import is_right
+from symexplin.kernels.check import attempt, is_right
 from symexplin.kernels.interface import Curve, FactoredMap, Kernels, Noise, Rates, Tensors, Vectors
 
 __all__ = ["load", "triton_kernels"]
@@ -41,14 +41,14 @@ class _Batch(NamedTuple):
 
     def tiles(self, counts: Sequence[int], column: int) -> Tensor:
         """Return the line of each tile, given the tiles of each line, and write the lines' first tiles to a column."""
-        numbers = torch.tensor(counts, device=_CPU)
+        numbers = torch.tensor(counts, dtype=torch.int64, device=_CPU)
         self.table[:, column] = numbers.cumsum(0) - numbers
         return torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32, device=_CPU), numbers)
 
-    def with_grads(self, column: int, grads: Sequence[Tensor]) -> tuple[Tensor, bool]:
+    def with_grads(self, column: int, grads: Sequence[int]) -> tuple[Tensor, bool]:
         """Return a copy of the table with the addresses of gradients, and whether all of it is aligned."""
-        table, addresses = self.table.clone(), [grads[i].data_ptr() for i in self.chosen]
-        table[:, column] = torch.tensor(addresses, device=_CPU)
+        table, addresses = self.table.clone(), [grads[i] for i in self.chosen]
+        table[:, column] = torch.tensor(addresses, dtype=torch.int64, device=_CPU)
         return table, self.aligned and not any(address % _ALIGNED for address in addresses)
 
 
@@ -78,7 +78,7 @@ class _Closed:
             items = batch.tiles([-(-sizes[i] // _TILE) for i in batch.chosen], column("first"))
             self._batches.append((batch, items.to(self._device)))
 
-    def pull(self, grads: Sequence[Tensor]) -> Tensor:
+    def pull(self, grads: Sequence[int]) -> Tensor:
         """Return the norm of the raw gradients g kappa (c + |v|), or g of plain weights, as a 0-d float64 tensor."""
         kappa, c = self._curve or (1.0, 1.0)
         squares = []
@@ -90,7 +90,7 @@ class _Closed:
         return _root_of(squares)
 
     def update(
-        self, grads: Sequence[Tensor], rates: Rates, clip: Tensor | None, noise: Sequence[Noise] | None = None
+        self, grads: Sequence[int], rates: Rates, clip: Tensor | None, noise: Sequence[Noise] | None = None
     ) -> None:
         """Apply AdamW to the weights in place."""
         kappa, c = self._curve or (1.0, 1.0)
@@ -100,7 +100,9 @@ class _Closed:
         for batch, items in self._batches:
             table, aligned = batch.with_grads(self._column("grad"), grads)
             if noise is not None:
-                table[:, self._column("noise") :] = torch.tensor([noise[i] for i in batch.chosen], device=_CPU)
+                table[:, self._column("noise") :] = torch.tensor(
+                    [noise[i] for i in batch.chosen], dtype=torch.int64, device=_CPU
+                )
             _launch(self._kernels.step, table, items, *numbers, **constants, ALIGNED=aligned, TILE=_TILE)
 
 
@@ -143,11 +145,11 @@ class _Factored:
             (*(2 * [factors * (rows + cols)]), sums * rows * -(-cols // _COLS), sums * cols * -(-rows // _TALL))
             for rows, cols in shapes
         ]
-        numbers = torch.tensor(sizes, device=_CPU)
+        numbers = torch.tensor(sizes, dtype=torch.int64, device=_CPU)
         ends = numbers.view(-1).cumsum(0).view_as(numbers)
         return ends - numbers, int(ends[-1, -1])
 
-    def pull(self, grads: Sequence[Tensor]) -> Tensor:
+    def pull(self, grads: Sequence[int]) -> Tensor:
         """Return the norm of the raw gradients as a 0-d float64 tensor, and write the gradients of the vectors."""
         squares, self._now = [], []
         first, last = self._column("old"), self._column("down")
@@ -167,7 +169,7 @@ class _Factored:
 
     def update(
         self,
-        grads: Sequence[Tensor],  # noqa: ARG002
+        grads: Sequence[int],  # noqa: ARG002
         rates: Rates,
         clip: Tensor | None,
         noise: Sequence[Noise] | None = None,  # noqa: ARG002
@@ -208,7 +210,7 @@ def _constants(rates: Rates, clip: Tensor | None) -> dict[str, bool]:
 
 
 def _addresses(tensors: Tensors, i: int) -> list[int]:
-    return [0 if line is None else line[i].data_ptr() for line in tensors]
+    return [0 if line is None else line[i].data_ptr() for line in tensors[:4]]
 
 
 def _root_of(squares: Sequence[Tensor]) -> Tensor:
@@ -228,15 +230,17 @@ def triton_kernels() -> Kernels:
 @functools.cache
 def load(device: torch.device) -> Kernels | None:
     """Return the kernels, or None with one warning if they do not run on a device or are wrong there."""
+    kernels = attempt(functools.partial(_right_kernels_on, device))
+    if isinstance(kernels, str):
+        warnings.warn(_NO_TRITON.format(device=device, reason=kernels), stacklevel=2)
+        return None
+    return kernels
+
+
+def _right_kernels_on(device: torch.device) -> Kernels:
     if importlib.util.find_spec("triton") is None:
-        reason = "Triton is not installed"
-    else:
-        try:
-            kernels = triton_kernels()
-            if is_right(kernels, device):
-                return kernels
-            reason = f"{kernels.name} gives wrong results"
-        except Exception as error:  # of the compiler, which has many of its own
-            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
-    warnings.warn(_NO_TRITON.format(device=device, reason=reason), stacklevel=2)
-    return None
+        raise RuntimeError("Triton is not installed")
+    kernels = triton_kernels()
+    if not is_right(kernels, device):
+        raise RuntimeError(f"{kernels.name} gives wrong results")
+    return kernels

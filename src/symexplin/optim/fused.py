@@ -15,7 +15,17 @@ from torch.optim.adamw import adamw
 
 from symexplin.curve import Factor, Map, in_dims, is_weight, out_dims, stack_dims
 from symexplin.kernels import kernels_for
-from symexplin.kernels.interface import FactoredMap, Kernels, Plan, Rates, Tensors, Vectors, is_memory
+from symexplin.kernels.interface import (
+    FactoredMap,
+    Kernels,
+    Plan,
+    Rates,
+    Tensors,
+    Vectors,
+    is_dense,
+    is_memory,
+    is_plain,
+)
 from symexplin.optim.annealing import multiplier
 from symexplin.optim.entry import COUNTS, Entry, Leaf, moment_key
 from symexplin.optim.groups import Group
@@ -58,14 +68,10 @@ def adamw_(leaves: Sequence[Leaf], group: Group) -> None:
 
 def _are_alike(first: Tensor, *others: Tensor) -> bool:
     """Whether tensors fill memory without gaps, in the same order."""
-    return _is_dense(first) and all(
+    return is_dense(first) and all(
         is_memory(tensor) and tensor.shape == first.shape and tensor.stride() == first.stride()
         for tensor in (first, *others)
     )
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) == tensor.numel()
 
 
 class Fused:
@@ -218,15 +224,14 @@ class _Factored:
         This is the rule without leaves: making them takes longer than AdamW on the vectors of small matrices.
         """
         group = self.entries[0].group
-        for factor, owners, plan in self._scales:
+        for factor, plan in self._scales:
             rates = _rates(group, float(self.entries[0].state["scale_step"]))
             rates = rates._replace(lr=rates.lr * factor.lr_scale * multiplier(f"k_{factor.role}", group))
-            grads = [entry.grads[name] for entry, name in owners]
-            plan.update(grads, rates if factor.decays else rates._replace(decay=0.0), clip)
+            plan.update(None, rates if factor.decays else rates._replace(decay=0.0), clip)
 
 
-def _scale_plans(kernels: Kernels, entries: Sequence[Entry]) -> Iterator[tuple[Factor, list[tuple[Entry, str]], Plan]]:
-    """Yield the learned scales with equal rates, as one of them, the parameters with names, and the plan."""
+def _scale_plans(kernels: Kernels, entries: Sequence[Entry]) -> Iterator[tuple[Factor, Plan]]:
+    """Yield the learned scales with equal rates, as one of them and the plan."""
     alike: dict[Any, list[tuple[Entry, Factor]]] = {}
     for entry in entries:
         for factor in entry.map.factors:
@@ -234,8 +239,8 @@ def _scale_plans(kernels: Kernels, entries: Sequence[Entry]) -> Iterator[tuple[F
     for owners in alike.values():
         keys = [(entry, (f.name, *(moment_key(f.name, name) for name in _MOMENTS))) for entry, f in owners]
         values, exp_avgs, exp_avg_sqs = zip(*([entry.own(key) for key in own] for entry, own in keys), strict=True)
-        plan = kernels.plan(None, Tensors(values, exp_avgs, exp_avg_sqs))
-        yield owners[0][1], [(entry, factor.name) for entry, factor in owners], plan
+        grads = [entry.grads[factor.name] for entry, factor in owners]
+        yield owners[0][1], kernels.plan(None, Tensors(values, exp_avgs, exp_avg_sqs, grads=grads))
 
 
 def _rates(group: Group, step: float) -> Rates:
@@ -258,17 +263,21 @@ def _kind_of(entry: Entry) -> Any:
 
 
 def _is_usual(entry: Entry) -> bool:
-    """Whether gradient, values and state are dense tensors in memory with equal strides."""
+    """Whether gradient, values and state are dense tensors in memory with equal strides, and scales are contiguous."""
     grad, value = entry.parameter.grad, entry.value
     assert grad is not None
-    if grad.layout != torch.strided or grad.dtype != value.dtype or not is_memory(local(grad)) or not is_memory(value):
+    if grad.layout != torch.strided or grad.dtype != value.dtype or not is_plain(local(grad)) or not is_memory(value):
+        return False
+    scales = [entry.own(key) for name in entry.scales for key in (name, *(moment_key(name, m) for m in _MOMENTS))]
+    if not all(is_memory(scale) and scale.dtype == torch.float32 and scale.is_contiguous() for scale in scales):
         return False
     keys = [*_MOMENTS, *(key for key in ("raw", "master") if key in entry.state)]
     if entry.is_stored and not value.is_contiguous():
         return False
-    return _is_dense(value) and all(
+    return is_dense(value) and all(
         key in entry.state
-        and (t := entry.own(key)).dtype == torch.float32
+        and is_memory(t := entry.own(key))
+        and t.dtype == torch.float32
         and t.device == value.device
         and t.shape == value.shape
         and t.stride() == value.stride()
