@@ -1,5 +1,6 @@
 """The kernels in C and in Triton against mpmath, float64 and autograd."""
 
+import contextlib
 import math
 
 import mpmath
@@ -27,7 +28,8 @@ def build(request):
 
 
 def norm(build, v, g, masters, curve):
-    return build.plan(curve, Tensors(v, v, v, masters)).pull(g)
+    moments = [torch.zeros_like(x, dtype=torch.float32) for x in v]
+    return build.plan(curve, Tensors(v, moments, moments, masters)).pull(g)
 
 
 def update(build, v, g, m, s, masters, curve, rates, clip, noise=None):
@@ -194,6 +196,55 @@ def test_the_number_of_threads_changes_no_bit(build):
         return [*found, total, *lists[0], *lists[2], *learned, *raws, *weights]
 
     assert same_bits(run(1), run(2))
+
+
+@contextlib.contextmanager
+def default(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    yield
+    torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def setting(name, value, usual):
+    getattr(torch, name)(value)
+    yield
+    getattr(torch, name)(usual)
+
+
+STATES = {
+    "bfloat16": lambda: default(torch.bfloat16),
+    "float64": lambda: default(torch.float64),
+    "meta": lambda: torch.device("meta"),
+    "inference": torch.inference_mode,
+    "deterministic": lambda: setting("set_deterministic_debug_mode", "error", "default"),
+    "medium": lambda: setting("set_float32_matmul_precision", "medium", "highest"),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+def steps_of_both(build, planning=contextlib.nullcontext, stepping=contextlib.nullcontext):
+    torch.manual_seed(0)
+    lists = [[x[1]] for x in start()]
+    raws, weights, *others = matrices(PAPER, ((9, 40),), torch.float32)
+    grads, clip = [torch.randn(x.shape) for x in raws], torch.tensor(0.3)
+    with planning():
+        closed = build.plan(CURVE, Tensors(lists[0], *lists[2:]))
+        factored, gradients = plan_of(build, PAPER, raws, weights, *others)
+    with stepping():
+        norms = [closed.pull(lists[1]), factored.pull(grads)]
+        closed.update(lists[1], RATES, clip)
+        factored.update(grads, RATES, clip)
+    learned = [x for line in gradients for x in line if x is not None]
+    return [*norms, *lists[0], *lists[2], *raws, *weights, *learned]
+
+
+def test_the_state_of_the_process_changes_no_bit(build):
+    usual = steps_of_both(build)
+    for name, state in STATES.items():
+        assert same_bits(usual, steps_of_both(build, planning=state)), name
+        assert same_bits(usual, steps_of_both(build, stepping=state)), name
 
 
 def terms(map, raw, vectors):

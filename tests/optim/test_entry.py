@@ -17,21 +17,23 @@ DEFAULT = sel.SELConfig()
 ends = pytest.mark.parametrize("config", [DEFAULT, PAPER], ids=["default", "paper"])
 
 
-# What lies in memory in another order, by the number of dimensions: gradients, or the parameters themselves.
+# What lies in memory in another order or negated, by the number of dimensions: gradients, parameters or their state.
 OTHERS = {
     "turned": {2: lambda t: t.t().contiguous().t()},
     "apart": dict.fromkeys((1, 2, 4), lambda t: torch.stack([t, t], -1)[..., 0]),
     "expanded": {2: lambda t: t[:1].expand_as(t)},
     "channels last": {4: lambda t: t.contiguous(memory_format=torch.channels_last)},
+    "negated": dict.fromkeys((1, 2, 4), lambda t: torch._neg_view(-t)),  # as z.conj().imag is
 }
-ORDERS = [("gradients", name) for name in OTHERS] + [("values", name) for name in OTHERS if name != "expanded"]
+ORDERS = [("gradients", "expanded")]
+ORDERS += [(of, name) for of in ("gradients", "values", "state") for name in OTHERS if name != "expanded"]
 
 
 @pytest.mark.parametrize(("of", "name"), ORDERS)
 @pytest.mark.parametrize("kind", [sel.SELAdamW, SELSGD])
 @ends
 @pytest.mark.usefixtures("path")
-def test_gradients_and_parameters_of_any_stride(of, name, kind, config):
+def test_gradients_parameters_and_state_in_any_memory(of, name, kind, config):
     def reordered(tensor):
         return OTHERS[name].get(tensor.dim(), torch.clone)(tensor)
 
@@ -48,6 +50,8 @@ def test_gradients_and_parameters_of_any_stride(of, name, kind, config):
                 grad = torch.randn(p.shape, generator=generator)
                 grad = reordered(grad).clone() if name == "expanded" else grad
                 p.grad = reordered(grad) if changed and of == "gradients" else grad
+            for values in optimizer.state.values() if changed and of == "state" else ():
+                values.update({key: reordered(value) for key, value in values.items()})
             optimizer.step()
         ends.append((model, optimizer.state_dict()["state"]))
     (one, state), (other, found) = ends

@@ -178,7 +178,9 @@ def _form(tensor: Tensor) -> _Form:
 
 def _said(tensor: Tensor) -> str:
     dtype, device, shape, strides = _form(tensor)
-    kind = type(tensor).__name__ + (" that torch will negate later" if tensor.is_neg() else "")
+    kind = type(tensor).__name__
+    if is_plain(tensor) and not is_memory(tensor):
+        kind += " that torch will negate later" if tensor.is_neg() else " without memory"
     return f"a {kind} of {dtype} on {device} with shape {tuple(shape)} and strides {strides}"
 
 
@@ -277,8 +279,8 @@ def _check_plan(
         if (line := getattr(tensors, name)) is not None:
             like_weights.addresses(name, line)
     for name, lines in (("vectors", vectors), ("gradients", gradients)):
-        for weight, line in zip(tensors.weights, lines, strict=is_factored):
+        for i, (weight, line) in enumerate(zip(tensors.weights, lines, strict=is_factored)):
             sizes = (weight.shape[0] if weight.dim() == 2 else 1, weight.shape[-1]) * 4
             learned = [(size, vector) for size, vector in zip(sizes, line, strict=True) if vector is not None]
             like_vectors = _Memory((torch.float32, device, torch.Size((size,)), (1,)) for size, _ in learned)
-            like_vectors.addresses(name, [vector for _, vector in learned])
+            like_vectors.addresses(f"{name}[{i}]", [vector for _, vector in learned])

@@ -28,14 +28,16 @@ def local(tensor: Tensor) -> Tensor:
     return cast(Tensor, tensor.to_local()) if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def address(tensor: Tensor) -> tuple[int, torch.dtype, torch.Size, tuple[int, ...]]:
-    """Return the data pointer, dtype, shape and strides of the local part, faster than by :func:`local`.
+def address(tensor: Tensor) -> tuple[int, bool, torch.dtype, torch.Size, tuple[int, ...]]:
+    """Return where the values of the local part are, faster than by :func:`local`.
+
+    These are its data pointer, whether torch negates what is there, its dtype, shape and strides.
 
     >>> address(torch.zeros(2, 3))[1:]
-    (torch.float32, torch.Size([2, 3]), (3, 1))
+    (False, torch.float32, torch.Size([2, 3]), (3, 1))
     """
     part = tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
-    return part.data_ptr(), part.dtype, part.shape, part.stride()
+    return part.data_ptr(), part.is_neg(), part.dtype, part.shape, part.stride()
 
 
 def whole(tensor: Tensor) -> Tensor:

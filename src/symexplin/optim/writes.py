@@ -38,7 +38,7 @@ class Writes:
 
 def _look(entry: Entry) -> tuple[int, ...]:
     # Of a DTensor, a write into the whole changes its own version, one into the local part that of the part.
-    return entry.parameter._version, entry.value._version, entry.value.data_ptr()
+    return entry.parameter._version, entry.value._version, entry.value.data_ptr(), entry.value.is_neg()
 
 
 def _adopt(entry: Entry) -> None:
