@@ -172,16 +172,15 @@ def anneal(step: int, total: int | None, k0: float, k1: float) -> float:
     >>> [round(anneal(t, 100, 50.0, 8.0), 3) for t in (0, 50, 100, 200)]
     [50.0, 20.0, 8.0, 8.0]
     """
-    check_positive("k0", k0)
-    check_positive("k1", k1)
+    k0, k1 = check_positive("k0", k0), check_positive("k1", k1)
     if step < 0:
         raise ValueError(f"step must not be negative, got {step}")
     if k0 == k1:
-        return float(k0)
+        return k0
     if total is None or total <= 0:
         raise ValueError(f"total must be the number of annealing steps (> 0) when k0 != k1, got {total}")
     if step >= total:  # exactly k1, without the rounding of exp(log())
-        return float(k1)
+        return k1
     return k0 * math.exp(0.5 * math.log(k1 / k0) * (1.0 - math.cos(math.pi * step / total)))
 
 

@@ -27,7 +27,7 @@ __all__ = [
 def plain(value: Any) -> Any:
     """Return a tensor or array of one element as a Python number, also inside of lists, tuples and mappings.
 
-    Lists and mappings are copied. All else is returned unchanged.
+    Lists and mappings are copied. All else is returned unchanged, also a tensor that requires a gradient.
 
     >>> import torch
     >>> plain({"betas": [torch.tensor(0.5), 0.75], "lr": torch.tensor([0.25])})
@@ -38,7 +38,8 @@ def plain(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(plain, value))
     shape = getattr(value, "shape", None)
-    return value.item() if isinstance(shape, tuple) and math.prod(shape) == 1 else value
+    is_number = isinstance(shape, tuple) and math.prod(shape) == 1 and not getattr(value, "requires_grad", False)
+    return value.item() if is_number else value
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> str:

@@ -96,6 +96,7 @@ TABLE = [
         (made(lr=lr), f"lr .*{got}")
         for lr, got in ((-1.0, "-1"), (None, "None"), (torch.ones(2), "tensor"), ("a", "'a'"))
     ),
+    (made(lr=torch.tensor(1e-3, requires_grad=True)), "lr .*requires_grad"),
     (made(eps=NAN), "eps .*nan"),
     (made(weight_decay=-0.1), "weight_decay .*-0.1"),
     *((made(betas=b), "betas .*two numbers") for b in (None, (None, 0.9), ("a", 0.9), 0.9, (0.9, 1.0), (0.9,))),
@@ -141,6 +142,7 @@ TABLE = [
     (lambda: sel.routing(None), "model .*Module, got NoneType"),
     (lambda: sel.preset("paper", l={"pattern": "rows"}), "l: pattern .*'rows'"),
     (lambda: sel.param_groups(sel.convert(network()), config=PAPER), "config .*converted"),
+    (lambda: sel.functional.effective(Q[1], beta=torch.tensor(7.5, requires_grad=True)), "beta .*requires_grad"),
     # switching from AdamW, annealing, suggesting a rate
     (switched(stepped=True), "stepped"),
     (switched(amsgrad=True), "amsgrad"),

@@ -15,11 +15,16 @@ from symexplin.optim.shard import local
 from symexplin.optim.suggest import warn_of_scales
 from symexplin.validation import check_flag, check_not_negative, check_positive, check_whole, did_you_mean, warn
 
-__all__ = ["check_arguments", "check_finite", "check_group", "check_saved"]
+__all__ = ["check_arguments", "check_finite", "check_gradients", "check_group", "check_lists", "check_saved"]
 
 State = dict[str, Any]
 
 _KEYS = ("role", "max_grad_norm", "total_steps", "steps")  # keys of every group of a SEL optimizer
+
+_NO_GRADIENT = (
+    "no parameter has a gradient at the first step: call backward() before step(). If fully_shard has wrapped the "
+    "model since the optimizer was built, it has parameters that the model no longer uses: build it after fully_shard"
+)
 
 # Weights of this size occur only in a diverged run, and lead to gradients that are not finite.
 _FAR = 1e6
@@ -77,6 +82,37 @@ def _check_switches(settings: Mapping[str, Any]) -> None:
     for switch in _SWITCHES:
         if settings.get(switch):
             raise ValueError(f"{switch} must be left out, got {settings[switch]!r}: SEL optimizers have no such switch")
+
+
+def check_lists(groups: Sequence[Group], entries: Sequence[Entry]) -> None:
+    """Refuse edited lists of parameters, since names, shapes and maps are aligned with them.
+
+    Parameters without an entry may take the places of others, as under FSDP2.
+    """
+    places = {id(entry.parameter): entry.index for entry in entries}
+    for g, group in enumerate(groups):
+        params = group["params"]
+        lists = [group[key] for key in (*ALIGNED, "param_names") if key in group]
+        moved = any(places.get(id(p), i) != i for i, p in enumerate(params))
+        if lists and (moved or any(len(aligned) != len(params) for aligned in lists)):
+            raise ValueError(
+                f"params of group {g} must stay the list that the optimizer was built with, {len(lists[0])} parameters "
+                f"in their order, got {len(params)}: names and maps are aligned with it. A parameter with "
+                "requires_grad=False may stay in it: it gets no update. add_param_group adds parameters"
+            )
+
+
+def check_gradients(groups: Sequence[Group]) -> None:
+    """Warn if no parameter has a gradient at the first step.
+
+    Raises:
+        RuntimeError: there are several processes, among whose output a warning would be missed.
+    """
+    if any(parameter.grad is not None for group in groups for parameter in group["params"]):
+        return
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise RuntimeError(_NO_GRADIENT)
+    warn(_NO_GRADIENT)
 
 
 def check_arguments(kind: type, others: Mapping[str, Any]) -> None:

@@ -12,20 +12,16 @@ from torch._compile import _disable_dynamo
 from symexplin.config import SELConfig
 from symexplin.curve import Curved
 from symexplin.optim.annealing import LATER, multipliers
-from symexplin.optim.checks import check_finite, check_group, check_saved
+from symexplin.optim.checks import check_finite, check_gradients, check_group, check_lists, check_saved
 from symexplin.optim.entry import COUNTS, Entry, Leaf
 from symexplin.optim.fused import Fused
-from symexplin.optim.groups import ALIGNED, Group, config_of, is_curved, param_groups
+from symexplin.optim.groups import Group, config_of, is_curved, param_groups
 from symexplin.optim.shard import Groups, global_norm
 from symexplin.optim.writes import Writes
-from symexplin.validation import check_whole, plain, warn
+from symexplin.validation import check_whole, plain
 
 __all__ = ["RawSpaceOptimizer", "map_lines"]
 
-_NO_GRADIENT = (
-    "no parameter has a gradient at the first step: call backward() before step(). If fully_shard has wrapped the "
-    "model since the optimizer was built, it has parameters that the model no longer uses: build it after fully_shard"
-)
 _OWN = ("total_steps", "max_grad_norm")  # settings that a loaded state does not change
 # Settings of every optimizer, which a subclass may leave out of its defaults.
 _SETTINGS = {"weight_decay": 0.0, "total_steps": None, "max_grad_norm": None, "stochastic_rounding": False}
@@ -57,7 +53,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         config: SELConfig | None = None,
         no_decay: Sequence[str] = (),
     ) -> None:
-        defaults = plain(_SETTINGS | defaults)
+        defaults = plain(defaults | {key: value for key, value in _SETTINGS.items() if key not in defaults})
         if isinstance(params, nn.Module):
             given = {key: defaults[key] for key in ("lr", "weight_decay")}
             params = param_groups(params, **given, config=config, no_decay=no_decay)
@@ -114,7 +110,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
             multipliers(group)  # raises before anything has changed, if T is missing
         fresh = not any(self.state.values())
         if fresh:
-            self._check_gradients()
+            check_gradients(self.param_groups)
         entries = self._current_entries()
         self._writes.adopt(entries)
         active = [entry for entry in entries if entry.parameter.grad is not None]
@@ -133,14 +129,6 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
             for group in self.param_groups:
                 group["steps"] += 1
         self._writes.remember(entries)
-
-    def _check_gradients(self) -> None:
-        """Warn if no parameter has a gradient; among several processes, that is an error."""
-        if any(parameter.grad is not None for group in self.param_groups for parameter in group["params"]):
-            return
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            raise RuntimeError(_NO_GRADIENT)
-        warn(_NO_GRADIENT)
 
     def _fused_for(self, entries: Sequence[Entry]) -> Fused:
         """Return the last step's :class:`Fused` if it serves these entries, else a new one."""
@@ -194,7 +182,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def create_state(self) -> None:
         """Create the state of every trainable parameter, with or without gradient."""
-        self._check_places()
+        check_lists(self.param_groups, self._entries)
         for group, i in self._indices():
             parameter = group["params"][i]
             if parameter.requires_grad or self.state.get(parameter):
@@ -214,23 +202,6 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
     def curved(self) -> Iterator[tuple[str, Curved]]:
         """Yield (name, map) of the local part of every curved parameter with state."""
         return ((entry.name, entry.curved_map()) for entry in self.entries() if entry.curved)
-
-    def _check_places(self) -> None:
-        """Refuse edited lists of parameters, since names, shapes and maps are aligned with them.
-
-        Other parameters may take the places of all, as under FSDP2.
-        """
-        places = {id(entry.parameter): entry.index for entry in self._entries}
-        for g, group in enumerate(self.param_groups):
-            params = group["params"]
-            lists = [group[key] for key in (*ALIGNED, "param_names") if key in group]
-            moved = any(places.get(id(p), i) != i for i, p in enumerate(params))
-            if lists and (moved or any(len(aligned) != len(params) for aligned in lists)):
-                raise ValueError(
-                    f"params of group {g} must stay the list that the optimizer was built with, {len(lists[0])} "
-                    f"parameters in their order, got {len(params)}: names and maps are aligned with it. A parameter "
-                    "with requires_grad=False may stay in it: it gets no update. add_param_group adds parameters"
-                )
 
     def _indices(self) -> Iterator[tuple[Group, int]]:
         for group in self.param_groups:
@@ -322,7 +293,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as torch does, with rates that a schedule has set to NumPy's numbers as Python's."""
-        self._check_places()
+        check_lists(self.param_groups, self._entries)
         hook = self.register_state_dict_post_hook(_plain_groups, prepend=True)
         try:
             return super().state_dict()
@@ -347,7 +318,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
                 raise ValueError(
                     f"state_dict must be what an optimizer's state_dict() returned, got the keys {list(found)[:4]}"
                 )
-            self._check_places()
+            check_lists(self.param_groups, self._entries)
             check_saved(found["param_groups"], self.param_groups, found["state"], self.moments_)
             own = [{key: group[key] for key in _OWN if group[key] != LATER} for group in self.param_groups]
             self._loading = (found, own)
