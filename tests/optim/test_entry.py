@@ -124,24 +124,6 @@ def test_tensors_that_somebody_has_made_smaller_are_not_read_beyond_their_end(na
         optimizer.step()
 
 
-@pytest.mark.parametrize("kind", [sel.SELAdamW, SELSGD])
-@ends
-@pytest.mark.usefixtures("path")
-def test_gradients_that_torch_negates_later_are_read_with_their_sign(kind, config):
-    """Autograd makes them of the imaginary part of a conjugate."""
-    models = []
-    for lazy in (False, True):
-        model, generator = network(), torch.Generator().manual_seed(0)
-        optimizer = build(model, config, kind=kind)
-        for p in model.parameters():
-            grad = torch.complex(p.detach(), torch.randn(p.shape, generator=generator)).conj().imag
-            p.grad = grad if lazy else grad.resolve_neg()
-            assert p.grad.is_neg() == lazy
-        optimizer.step()
-        models.append(model)
-    assert_same_bits(*models)
-
-
 def test_a_wrapper_subclass_is_trained_by_torchs_operations():
     """Its data pointer is 0. Both tensors follow the steps of a plain one (scales and a norm would be of both)."""
     model, twin = network(), network()
