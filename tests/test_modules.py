@@ -141,7 +141,7 @@ def test_backward_saves_no_effective_weight_and_layers_are_freed():
 @pytest.mark.parametrize("layer", [nn.Linear(4, 4), nn.Conv1d(4, 4, 1)])
 def test_an_effective_weight_is_read_only_and_not_saved(layer):
     curved = sel.convert(layer)
-    with pytest.raises(AttributeError, match="weight follows from raw_weight and cannot be set"):
+    with pytest.raises(AttributeError, match="symexplin.fold"):
         curved.weight = nn.Parameter(torch.zeros_like(curved.raw_weight))
     with pytest.raises(AttributeError):
         curved.weight = torch.zeros_like(curved.raw_weight)
@@ -194,7 +194,7 @@ def test_reset_parameters_keeps_the_layer_and_draws_anew():
     assert layer.raw_weight is raw
     torch.manual_seed(3)
     plain = nn.Linear(16, 16)
-    torch.testing.assert_close(layer.weight, plain.weight, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(layer.weight, plain.weight.detach(), rtol=1e-5, atol=1e-7)
     assert not torch.equal(layer.weight, before)
     assert bool((layer.e_row == 1.0).all())
 

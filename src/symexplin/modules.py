@@ -8,17 +8,17 @@ import copy
 import dataclasses
 import functools
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from symexplin.config import SELConfig, check_config
 from symexplin.curve import Curved, CurvedBase, Factor, Map
+from symexplin.effective import READ_ONLY, curved_linear, curved_of, effective, read_only
 from symexplin.routes import routing
-from symexplin.transform import compute_dtype
 from symexplin.validation import naming
 
 __all__ = ["CurvedModule", "SELLinear", "convert", "fold"]
@@ -29,51 +29,14 @@ Made = tuple[Map, dict[str, nn.Parameter]]  # the map of one curved parameter, i
 Values = Sequence[tuple[nn.Module, dict[str, Tensor]]]  # modules with values of their curved parameters
 
 
-def _curved(map: Map, parts: Sequence[Tensor]) -> Curved:
-    """Return the map at (raw, *factors), in the compute dtype."""
-    dtype = compute_dtype(*parts)
-    raw, *factors = (part.to(dtype) for part in parts)
-    return Curved(map, raw, dict(zip((factor.name for factor in map.factors), factors, strict=True)))
+class _Calls(threading.local):
+    """The running forwards of curved modules with their effective values, of each thread for itself."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[nn.Module, dict[str, Tensor]]] = []
 
 
-def _gradients(curved: Curved, g: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients by `parts` for a gradient `g` of the effective weight."""
-    raw, factors = curved.pullback(g)
-    return [grad.to(part.dtype) for grad, part in zip((raw, *factors.values()), parts, strict=True)]
-
-
-class _EffectiveWeight(torch.autograd.Function):
-    """raw, factors -> effective weight in the dtype of raw; saves only its inputs."""
-
-    @staticmethod
-    def forward(ctx: Any, map: Map, *parts: Tensor) -> Tensor:
-        ctx.map = map
-        ctx.save_for_backward(*parts)
-        return _curved(map, parts).effective(parts[0].dtype)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        parts = ctx.saved_tensors
-        return None, *_gradients(_curved(ctx.map, parts), g, parts)
-
-
-class _CurvedLinear(torch.autograd.Function):
-    """x, bias, raw, factors -> x w_eff^T + bias; recomputes w_eff in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, map: Map, x: Tensor, bias: Tensor | None, *parts: Tensor) -> Tensor:
-        ctx.map = map
-        ctx.save_for_backward(x, *parts)
-        return F.linear(x, _curved(map, parts).effective(x.dtype), bias)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, *parts = ctx.saved_tensors
-        curved = _curved(ctx.map, parts)
-        rows = g.reshape(-1, g.shape[-1])
-        g_x = g @ curved.effective(g.dtype) if ctx.needs_input_grad[1] else None
-        g_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
-        return None, g_x, g_bias, *_gradients(curved, rows.mT @ x.reshape(-1, x.shape[-1]), parts)
+_calls = _Calls()
 
 
 class CurvedModule(CurvedBase):
@@ -88,16 +51,16 @@ class CurvedModule(CurvedBase):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the plain module returns with the effective weights, each computed once."""
-        self.__dict__["_effective"] = {name: getattr(self, name) for name in self.sel_maps}
+        _calls.stack.append((self, {name: getattr(self, name) for name in self.sel_maps}))
         try:
             return super().forward(*args, **kwargs)
         finally:
-            del self.__dict__["_effective"]
+            _calls.stack.pop()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter; one that would replace an effective value is refused."""
         if name in self.__dict__.get("sel_maps", ()):
-            raise AttributeError(f"{name} follows from raw_{name} and cannot be set: symexplin.fold the model first")
+            raise AttributeError(READ_ONLY)
         super().register_parameter(name, param)
 
     def sel_roles(self) -> dict[str, tuple[Map, Factor | None]]:
@@ -110,7 +73,7 @@ class CurvedModule(CurvedBase):
 
     def sel_curved(self, name: str = "weight") -> Curved:
         """Return the map of a curved parameter at the present raw weight and factors."""
-        return _curved(self.sel_maps[name], self._parts(name))
+        return curved_of(self.sel_maps[name], self._parts(name))
 
     def _parts(self, name: str) -> tuple[Tensor, ...]:
         names = ("raw", *(factor.name for factor in self.sel_maps[name].factors))
@@ -120,13 +83,6 @@ class CurvedModule(CurvedBase):
     def sel_effective(self) -> dict[str, Tensor]:
         """Return the effective values of the curved parameters by name, in the compute dtype."""
         return {name: self.sel_curved(name).effective() for name in self.sel_maps}
-
-    def reset_parameters(self) -> None:
-        """Draw new weights as the plain module does, and start from them."""
-        plain = _plain_(copy.deepcopy(self), {})
-        plain.reset_parameters()  # type: ignore[operator]
-        made = {name: _made(cast(nn.Parameter, plain._parameters[name]), map, 0) for name, map in self.sel_maps.items()}
-        self.load_state_dict(_curve_(plain, made).state_dict())
 
     def extra_repr(self) -> str:
         """Describe the module as the plain one does, with its map."""
@@ -145,20 +101,33 @@ def _local(name: str, part: str) -> str:
     return part if name == "weight" else f"{name}_{part}"
 
 
+def _reset_parameters(self: CurvedModule) -> None:
+    """Draw new weights as the plain module does, and start from them."""
+    plain: Any = fold(copy.deepcopy(self))
+    plain.reset_parameters()
+    made = {name: _made(plain._parameters[name], map, 0) for name, map in self.sel_maps.items()}
+    self.load_state_dict(_curve_(plain, made).state_dict())
+
+
 def _effective_property(name: str) -> property:
-    """Return the read-only property of a curved parameter; it returns the parameter of a module that has it plain."""
+    """Return the read-only property of a curved parameter; it is the parameter of a module that has it plain."""
 
     def get(self: CurvedModule) -> Tensor | None:
-        if name in self._parameters:
+        if name not in self.sel_maps:
             return self._parameters[name]
-        if "_effective" in self.__dict__:
-            return cast(Tensor, self.__dict__["_effective"][name])
-        value: Tensor = _EffectiveWeight.apply(  # type: ignore[no-untyped-call]
-            self.sel_maps[name], *self._parts(name)
-        )
-        return value
+        if _calls.stack and _calls.stack[-1][0] is self:
+            return _calls.stack[-1][1][name]
+        return read_only(self.sel_maps[name], self._parts(name))
 
-    return property(get, doc=f"The effective {name}, in the dtype of the raw one; read-only.")
+    def put(self: CurvedModule, value: Any) -> None:
+        if name in self.sel_maps:
+            raise AttributeError(READ_ONLY)
+        self._parameters[name] = value  # a replica of nn.DataParallel has tensors, which nn.Module does not register
+
+    def remove(self: CurvedModule) -> None:
+        raise AttributeError(READ_ONLY)
+
+    return property(get, put, remove, f"The effective {name}, in the dtype of the raw one; read-only.")
 
 
 class SELLinear(CurvedModule, nn.Linear):
@@ -181,6 +150,7 @@ class SELLinear(CurvedModule, nn.Linear):
     sel_plain_type = nn.Linear
     weight = _effective_property("weight")
     bias = _effective_property("bias")
+    reset_parameters = _reset_parameters
 
     def __init__(
         self,
@@ -200,14 +170,20 @@ class SELLinear(CurvedModule, nn.Linear):
         """Return ``input w_eff^T + b_eff``."""
         if "weight" not in self.sel_maps:
             return cast(Tensor, super().forward(input))
-        kind = input.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
-        bias = self.bias
-        product: Tensor = _CurvedLinear.apply(  # type: ignore[no-untyped-call]
-            *(self.sel_maps["weight"], input.to(dtype), None if bias is None else bias.to(dtype)),
-            *self._parts("weight"),
+        maps, parts = self.sel_maps, self._parts("weight")
+        bias = effective(maps["bias"], self._parts("bias")) if "bias" in maps else self.bias
+        return curved_linear(
+            *(maps["weight"], _cast_dtype(parts[0])),
+            *(input.to(_cast_dtype(input)), None if bias is None else bias.to(_cast_dtype(bias))),
+            parts,
         )
-        return product
+
+
+def _cast_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype in which autocast takes a tensor into a product: float64 and integers stay what they are."""
+    kind, dtype = tensor.device.type, tensor.dtype
+    casts = tensor.is_floating_point() and dtype != torch.float64 and torch.amp.is_autocast_available(kind)
+    return torch.get_autocast_dtype(kind) if casts and torch.is_autocast_enabled(kind) else dtype
 
 
 @functools.cache
@@ -217,6 +193,8 @@ def _curved_type(kind: Any, names: tuple[str, ...]) -> type[CurvedModule]:
         return SELLinear
     members: dict[str, Any] = {name: _effective_property(name) for name in names}
     members |= {"__module__": __name__, "__doc__": f"{kind.__name__} with raw weights, see :class:`CurvedModule`."}
+    if hasattr(kind, "reset_parameters"):
+        members["reset_parameters"] = _reset_parameters
     return type(f"SEL{kind.__name__}", (_Unnamed, kind), members | {"sel_plain_type": kind})
 
 
@@ -232,6 +210,7 @@ def _empty(kind: Any, names: tuple[str, ...]) -> nn.Module:
     return cast(nn.Module, made.__new__(made))
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def _made(plain: nn.Parameter, map: Map, position: int) -> Made:
     """Return the map of a parameter with its raw weight and its factors at their first values.
@@ -240,8 +219,10 @@ def _made(plain: nn.Parameter, map: Map, position: int) -> Made:
         ValueError: a weight is not finite or out of the map's reach.
     """
     factors = map.start(plain.dtype, plain.device, position)
-    start = _curved(map, (plain, *factors.values()))  # with the factors as stored: half precision rounds them
-    raw = torch.empty_like(plain).copy_(start.inverse(start.raw))  # in the same memory format
+    raw = torch.empty_like(plain)  # in the same memory format
+    if not plain.is_meta:  # which has no values to start from
+        start = curved_of(map, (plain, *factors.values()))  # with the factors as stored: half precision rounds them
+        raw.copy_(start.inverse(start.raw))
     return map, {name: nn.Parameter(value) for name, value in {"raw": raw, **factors}.items()}
 
 
@@ -259,6 +240,7 @@ def _curve_(module: nn.Module, made: Mapping[str, Made]) -> nn.Module:
     return module
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def _plain_(module: CurvedModule, known: dict[int, nn.Parameter]) -> nn.Module:
     """Replace the raw weights and factors of `module` by its effective weights, in place, and return it.
@@ -323,12 +305,25 @@ def fold(model: nn.Module) -> nn.Module:
     Tied layers stay tied. The largest difference between the effective weights, in float32 or float64, and the stored
     ones is logged.
 
+    Raises:
+        ValueError: a raw weight or a scale is no parameter any more, because it was parametrized or pruned. The model
+            is unchanged.
+
     >>> layer = SELLinear(4, 2)
     >>> torch.equal(fold(nn.Sequential(layer))[0].weight, layer.weight)
     True
     """
     known: dict[int, nn.Parameter] = {}
-    curved = [module for module in model.modules() if isinstance(module, CurvedModule)]
+    curved = []
+    for path, module in model.named_modules():
+        if isinstance(module, CurvedModule):
+            curved.append(module)
+            for local in module.sel_roles():
+                if local not in module._parameters:
+                    raise ValueError(
+                        f"model must have the parameter {f'{path}.{local}'.lstrip('.')!r}, which was parametrized or "
+                        "pruned: undo it first, as torch.nn.utils.parametrize.remove_parametrizations does"
+                    )
     exact = [(module, module.sel_effective()) for module in curved if _logger.isEnabledFor(logging.INFO)]
     for module in curved:
         _plain_(module, known)
@@ -344,5 +339,7 @@ def _report(verb: str, before: Values) -> None:
     largest = 0.0
     for module, values in before:
         for name, value in values.items():
+            if value.is_meta:
+                continue
             largest = max(largest, float((value.double() - getattr(module, name).double()).abs().max()))
     _logger.info("%s %d layers; largest difference of a weight %.3g", verb, len(before), largest)

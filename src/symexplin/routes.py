@@ -257,7 +257,9 @@ def _candidates(model: nn.Module) -> dict[int, _Candidate]:
 
 
 def _candidate(module: nn.Module, local: str, parameter: nn.Parameter) -> _Candidate:
-    if isinstance(module, CurvedBase) and local in (roles := module.sel_roles()):
+    if isinstance(module, CurvedBase):
+        if local not in (roles := module.sel_roles()):
+            return _Candidate(type(module).__name__)  # left plain when the module was converted
         found, factor = roles[local]
         return _Candidate(_INSIDE, axes="" if is_weight(found.axes) else "o", decays=factor is None or factor.decays)
     kind, axes = _layer(module)

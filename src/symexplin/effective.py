@@ -1,0 +1,184 @@
+"""Effective weights of modules: as functions of raw weights that autograd knows, and as tensors that refuse writes."""
+
+import functools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from symexplin.curve import Curved, Map
+from symexplin.transform import compute_dtype
+
+__all__ = ["READ_ONLY", "curved_linear", "curved_of", "effective", "read_only"]
+
+READ_ONLY = (
+    "an effective weight follows from its raw weight, so that a write into it would be lost: use symexplin.fold first"
+)
+
+# What writes into its first argument: `add_`, `_foreach_add_`, `+=`, `[...] =`, and setters of attributes.
+_WRITES = re.compile(r"\w*[^_]_|__i(?!nt__|ndex__|nvert__)\w+__|__setitem__|__set__")
+
+
+def curved_of(map: Map, parts: Sequence[Tensor]) -> Curved:
+    """Return the map at `parts`, a raw weight and the factors, in the compute dtype."""
+    dtype = compute_dtype(*parts)
+    raw, *factors = (part.to(dtype) for part in parts)
+    return Curved(map, raw, dict(zip((factor.name for factor in map.factors), factors, strict=True)))
+
+
+def effective(map: Map, parts: Sequence[Tensor]) -> Tensor:
+    """Return the effective weight in the dtype of the raw one, differentiable."""
+    function = _Effective if torch.compiler.is_compiling() else _ForwardEffective
+    return function.apply(map, *parts)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def read_only(map: Map, parts: Sequence[Tensor]) -> Tensor:
+    """Return the effective weight as a tensor that refuses writes; torch.compile cannot trace it and gets a usual one."""
+    if torch.compiler.is_compiling():
+        return effective(map, parts)
+    grad_mode = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(grad_mode):  # inference tensors do not know their views
+        return _protect(effective(map, parts))
+
+
+def curved_linear(map: Map, dtype: torch.dtype, x: Tensor, bias: Tensor | None, parts: Sequence[Tensor]) -> Tensor:
+    """Return x w_eff^T + bias with the effective weight rounded to `dtype`; backward computes the weight again."""
+    function = _Linear if torch.compiler.is_compiling() else _ForwardLinear
+    return function.apply(map, dtype, x, bias, *parts)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _pull(curved: Curved, g: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients by `parts` for a gradient `g` of the effective weight."""
+    raw, factors = curved.pullback(g)
+    return [grad.to(part.dtype) for grad, part in zip((raw, *factors.values()), parts, strict=True)]
+
+
+def _push(curved: Curved, tangents: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return the derivative of the effective weight along `tangents` of its parts: the transpose of the pullback."""
+    vjp: Any = torch.func.vjp(lambda g: _pull(curved, g, tangents), torch.zeros_like(curved.raw))
+    pushed: Tensor = vjp[1](list(tangents))[0]
+    return pushed.to(dtype)
+
+
+class _Effective(torch.autograd.Function):
+    """raw, factors -> effective weight in the dtype of raw; saves only its inputs."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(map: Map, *parts: Tensor) -> Tensor:
+        return curved_of(map, parts).effective(parts[0].dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.map, *parts = inputs
+        ctx.save_for_backward(*parts)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        parts = ctx.saved_tensors
+        return None, *_pull(curved_of(ctx.map, parts), g, parts)
+
+
+class _Linear(torch.autograd.Function):
+    """x, bias, raw, factors -> x w_eff^T + bias; computes w_eff again in backward."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(map: Map, dtype: torch.dtype, x: Tensor, bias: Tensor | None, *parts: Tensor) -> Tensor:
+        return F.linear(x, curved_of(map, parts).effective(dtype), bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.map, ctx.dtype, x, _, *parts = inputs
+        ctx.save_for_backward(x, *parts)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, *parts = ctx.saved_tensors
+        curved = curved_of(ctx.map, parts)
+        rows = g.reshape(-1, g.shape[-1])
+        g_x = g @ curved.effective(g.dtype) if ctx.needs_input_grad[2] else None
+        g_bias = rows.sum(0) if ctx.needs_input_grad[3] else None
+        return None, None, g_x, g_bias, *_pull(curved, rows.mT @ x.reshape(-1, x.shape[-1]), parts)
+
+
+# torch.compile refuses functions that define `jvp`, so these are apart.
+class _ForwardEffective(_Effective):
+    """With forward-mode derivatives."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _Effective.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[1:])
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor) -> Tensor:
+        parts = ctx.saved_tensors
+        return _push(curved_of(ctx.map, parts), tangents, parts[0].dtype)
+
+
+class _ForwardLinear(_Linear):
+    """With forward-mode derivatives."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _Linear.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(inputs[2], *inputs[4:])
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, __: None, x_t: Tensor, bias_t: Tensor | None, *tangents: Tensor) -> Tensor:
+        x, *parts = ctx.saved_tensors
+        curved = curved_of(ctx.map, parts)
+        return F.linear(x_t, curved.effective(ctx.dtype), bias_t) + F.linear(x, _push(curved, tangents, ctx.dtype))
+
+
+class _ReadOnly:
+    """Mixin of classes of effective values. A write into one, into a view of one or through `.data` would be lost."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            written = [kwargs.get("out")]
+            if _WRITES.fullmatch(func.__name__) or kwargs.get("inplace"):
+                written += args[:1] or list(kwargs.values())[:1]
+            if any(isinstance(value, _ReadOnly) for value in _each(written)):
+                raise RuntimeError(READ_ONLY)
+            result = func(*args, **kwargs)
+            detached = func in (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
+            for value in _each([result]):
+                if isinstance(value, Tensor) and (detached or isinstance(value._base, _ReadOnly)):
+                    _protect(value)
+            if func in (Tensor.numpy, Tensor.__array__):
+                result.flags.writeable = False
+        return result
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)  # saved and copied as a plain tensor
+
+    def __deepcopy__(self: Any, memo: Any) -> Any:
+        return self.clone().__deepcopy__(memo)
+
+
+def _each(values: Sequence[Any]) -> list[Any]:
+    """Return `values` and what the lists among them have."""
+    return [item for value in values for item in (value if isinstance(value, list | tuple) else (value,))]
+
+
+def _protect(value: Tensor) -> Tensor:
+    """Make `value` read-only, in place."""
+    if not isinstance(value, _ReadOnly):
+        value.__class__ = _read_only_class(type(value))
+    return value
+
+
+@functools.cache
+def _read_only_class(kind: type[Tensor]) -> Any:
+    """Return the read-only class of tensors, or of DTensors."""
+    return type(f"Effective{kind.__name__}", (_ReadOnly, kind), {})
+
