@@ -132,6 +132,23 @@ def test_values_gradients_and_inverse_are_those_of_the_papers_formulas(axes, mod
     torch.testing.assert_close(masked, torch.where(w > 0.1, curved.raw, 9.0), rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_a_product_of_low_rank_factors_is_exact_for_every_matmul_precision_and_under_autocast(precision):
+    """ "medium" multiplies matrices of this size in bfloat16 on CPUs that can, "high" in TF32 on GPUs."""
+    map = Map((64, 64), "oi", sel.SELConfig(7.5, delta=sel.Scale("lora", rank=64)))
+    a, b, g = torch.randn(3, 64, 64, generator=torch.Generator().manual_seed(0)).unbind()
+    curved = Curved(map, torch.zeros(64, 64), {"delta_A": a, "delta_B": b})
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            found = [curved.effective(), *curved.pullback(g)[1].values()]
+    finally:
+        torch.set_float32_matmul_precision(before)
+    expected = (a.double() @ b.double(), g.double() @ b.double().T, a.double().T @ g.double())
+    torch.testing.assert_close(found, [value.float() for value in expected], rtol=1e-6, atol=1e-6)
+
+
 # ---- first values ----
 
 

@@ -1,14 +1,19 @@
 """Modules with raw weights: SELLinear, convert and fold."""
 
 import copy
+import functools
 import gc
+import io
 import logging
 import pickle
+import sys
+import threading
 import weakref
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize, prune
 
 import symexplin as sel
 from networks import ELEMENTWISE, EXP, moved, network
@@ -112,8 +117,9 @@ def test_gradients_by_the_parameters_and_the_input(name):
         return torch.func.functional_call(layer, dict(zip(names, parameters, strict=True)), (inputs,))
 
     inputs = x.double().reshape(15, 4)[:2]
-    tensors = (inputs, *(value.detach().clone() for value in values))
-    assert torch.autograd.gradcheck(run, [tensor.requires_grad_() for tensor in tensors])
+    tensors = [t.requires_grad_() for t in (inputs, *(value.detach().clone() for value in values))]
+    assert torch.autograd.gradcheck(run, tensors, check_forward_ad=True, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(run, tensors)
     layer(inputs).square().sum().backward()
     found = [value.grad.clone() for value in values]
     layer.zero_grad()
@@ -138,16 +144,148 @@ def test_backward_saves_no_effective_weight_and_layers_are_freed():
     assert reference() is None
 
 
-@pytest.mark.parametrize("layer", [nn.Linear(4, 4), nn.Conv1d(4, 4, 1)])
-def test_an_effective_weight_is_read_only_and_not_saved(layer):
-    curved = sel.convert(layer)
-    with pytest.raises(AttributeError, match="symexplin.fold"):
-        curved.weight = nn.Parameter(torch.zeros_like(curved.raw_weight))
-    with pytest.raises(AttributeError):
-        curved.weight = torch.zeros_like(curved.raw_weight)
-    assert list(curved.state_dict()) == ["raw_weight", "raw_bias"]
+@pytest.mark.parametrize("name", ["exp_only", "paper+offset"])
+def test_forward_mode_vmap_and_gradients_of_functional_calls(name):
+    """torch.func against the eager layer and central differences, for kinds that it can transform."""
+    for kind in ("linear", "conv2d", "conv transpose", "Conv1D"):
+        build, shape = KINDS[kind]
+        torch.manual_seed(0)
+        models = [moved(sel.convert(build().double(), MAPS[name])) for _ in range(3)]
+        inputs = torch.randn(shape, dtype=torch.float64)
+        values, buffers = torch.func.stack_module_state(models)
+        run = functools.partial(torch.func.functional_call, models[0])
+        outputs = torch.func.vmap(lambda v, b: run((v, b), (inputs,)))(values, buffers)  # noqa: B023
+        torch.testing.assert_close(outputs, torch.stack([model(inputs) for model in models]), rtol=1e-12, atol=1e-13)
+
+        values = {name: value.detach() for name, value in models[0].named_parameters()}
+        along = {name: torch.randn_like(value) for name, value in values.items()}
+        _, found = torch.func.jvp(lambda v: run(v, (inputs,)), (values,), (along,))  # noqa: B023
+        near = [run({n: v + h * along[n] for n, v in values.items()}, (inputs,)) for h in (1e-6, -1e-6)]
+        torch.testing.assert_close(found, (near[0] - near[1]) / 2e-6, rtol=1e-6, atol=1e-7)
+
+        gradients = torch.func.grad(lambda v: run(v, (inputs,)).square().sum())(values)  # noqa: B023
+        models[0](inputs).square().sum().backward()
+        assert all(torch.equal(gradients[name], value.grad) for name, value in models[0].named_parameters())
+
+
+# ---- writes ----
+
+
+def fill_data(owner, name):
+    getattr(owner, name).data.fill_(0.5)
+
+
+def add_to_data(owner, name):
+    getattr(owner, name).data += 1.0
+
+
+def replace_data(owner, name):
+    getattr(owner, name).data = torch.zeros(getattr(owner, name).shape)
+
+
+def add(owner, name):
+    value = getattr(owner, name)
+    value += 1.0
+
+
+def fill_view(owner, name):
+    getattr(owner, name).detach()[1:].transpose(0, -1).mul_(2.0)
+
+
+def set_entry(owner, name):
+    getattr(owner, name)[0] = 1.0
+
+
+WAYS = {
+    "fill_data": fill_data,
+    "add_to_data": add_to_data,
+    "replace_data": replace_data,
+    "add": add,
+    "fill_view": fill_view,
+    "set_entry": set_entry,
+    "copy_": lambda owner, name: getattr(owner, name).copy_(torch.zeros(getattr(owner, name).shape)),
+    "init.normal_": lambda owner, name: nn.init.normal_(getattr(owner, name)),
+    "init.zeros_": lambda owner, name: nn.init.zeros_(getattr(owner, name)),
+    "init.trunc_normal_": lambda owner, name: nn.init.trunc_normal_(getattr(owner, name).data),
+    "out": lambda owner, name: torch.add(getattr(owner, name), 1.0, out=getattr(owner, name)),
+    "inplace": lambda owner, name: nn.functional.relu(getattr(owner, name), inplace=True),
+    "foreach": lambda owner, name: torch._foreach_mul_([getattr(owner, name)], 2.0),
+    "unbind": lambda owner, name: getattr(owner, name).unbind()[0].zero_(),
+    "freeze": lambda owner, name: getattr(owner, name).requires_grad_(False),
+    "numpy": lambda owner, name: getattr(owner, name).detach().numpy().fill(0.0),
+    "vector": lambda owner, name: torch.nn.utils.vector_to_parameters(torch.zeros(4096), [getattr(owner, name)]),
+    "assign": lambda owner, name: setattr(owner, name, nn.Parameter(torch.zeros(getattr(owner, name).shape))),
+    "assign a tensor": lambda owner, name: setattr(owner, name, torch.zeros(getattr(owner, name).shape)),
+    "register": lambda owner, name: owner.register_parameter(name, None),
+    "delete": lambda owner, name: delattr(owner, name),
+}
+
+
+REFUSED = (RuntimeError, AttributeError, ValueError)  # the last one is NumPy's
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_write_into_an_effective_value_is_refused(kind):
+    build, shape = KINDS[kind]
+    torch.manual_seed(0)
+    model, inputs = sel.convert(build(), OFFSET), torch.randn(shape)
+    output, state = output_of(model, inputs), copy.deepcopy(model.state_dict())
+    for _, local, module in curved_of(model):
+        for write in WAYS.values():
+            for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+                with mode(), pytest.raises(REFUSED, match=r"symexplin\.fold|read-only"):
+                    write(module, local)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert torch.equal(output_of(model, inputs), output)
+
+
+def test_an_effective_weight_is_read_copied_and_saved_as_a_usual_tensor():
+    layer = sel.SELLinear(6, 4)
+    weight, saved = layer.weight, io.BytesIO()
+    torch.save(weight.detach(), saved)
+    saved.seek(0)
+    for value in (
+        *(weight.clone(), weight + 0.0, weight[[0, 1, 2, 3]], weight.double().float(), torch.zeros(4, 6).copy_(weight)),
+        *(copy.deepcopy(weight.data), torch.load(saved, weights_only=True), torch.cat([weight[:2], weight[2:]])),
+    ):
+        assert type(value) is torch.Tensor
+        assert torch.equal(value, weight)
+        value.detach().add_(1.0)
+    assert torch.equal(layer.weight, weight)
+    assert list(layer.state_dict()) == ["raw_weight", "raw_bias"]
     with pytest.raises(RuntimeError, match="raw_weight"):
-        nn.Linear(4, 4).load_state_dict(curved.state_dict())
+        nn.Linear(6, 4).load_state_dict(layer.state_dict())
+
+
+class Renormed(nn.Conv1d):
+    """Bounds its weight in its forward, as EEGNet does."""
+
+    def forward(self, input):
+        self.weight.data = torch.renorm(self.weight.data, 2, 0, 1.0)
+        return super().forward(input)
+
+
+def test_a_layer_that_writes_into_its_weight_in_forward_is_refused():
+    layer = sel.convert(nn.Sequential(Renormed(4, 6, 3)))
+    with pytest.raises(RuntimeError, match=r"symexplin\.fold"):
+        layer(torch.zeros(1, 4, 7))
+    sel.fold(layer)(torch.zeros(1, 4, 7))
+
+
+def test_what_writes_into_all_weights_of_a_model_is_refused_until_it_is_folded():
+    """transformers' initialization, and torchao's quantization, which asks for an nn.Linear."""
+    torchao = pytest.importorskip("torchao.quantization")
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    for write in (
+        lambda model: model.apply(model._init_weights),
+        lambda model: torchao.quantize_(model, torchao.Int8WeightOnlyConfig()),
+    ):
+        model = sel.convert(transformers.LlamaForCausalLM(config))
+        with pytest.raises((RuntimeError, AttributeError), match=r"symexplin\.fold"):
+            write(model)
+        write(sel.fold(model))
 
 
 def test_a_forward_that_raises_leaves_no_old_weights_behind():
@@ -199,6 +337,151 @@ def test_reset_parameters_keeps_the_layer_and_draws_anew():
     assert bool((layer.e_row == 1.0).all())
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_without_values_becomes_one_on_meta(kind):
+    """As a plain layer does: made on meta, emptied onto a device, filled by its own reset or from a state."""
+    build, shape = KINDS[kind]
+    model = sel.convert(build().to("meta"), OFFSET)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, float("nan"))
+    for module in model.modules():
+        for method in ("reset_parameters", "_reset_parameters"):
+            if hasattr(module, method):
+                torch.manual_seed(1)
+                getattr(module, method)()
+    plain = build()
+    for module in plain.modules():
+        for method in ("reset_parameters", "_reset_parameters"):
+            if hasattr(module, method):
+                torch.manual_seed(1)
+                getattr(module, method)()
+    if kind in ("Conv1D", "experts"):  # which have no such method
+        model.load_state_dict(sel.convert(plain, OFFSET).state_dict())
+        plain = sel.fold(plain)
+    inputs = torch.randn(shape)
+    torch.testing.assert_close(output_of(model, inputs), output_of(plain, inputs), rtol=1e-4, atol=1e-6)
+
+
+def test_a_new_layer_on_meta_and_without_initial_values():
+    layers = [sel.SELLinear(8, 4, device="meta"), nn.utils.skip_init(sel.SELLinear, 8, 4)]
+    with torch.device("meta"):
+        layers.append(sel.SELLinear(8, 4))
+    assert [layer.raw_weight.device.type for layer in layers] == ["meta", "cpu", "meta"]
+    assert layers[0](torch.zeros(2, 8, device="meta")).shape == (2, 4)
+    assert sel.fold(layers[0]).weight.is_meta
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_dtypes_of_layer_and_input_go_together_as_in_a_plain_layer(enabled):
+    """The same output dtype or the same error for every pair, with and without autocast."""
+    for own in (torch.float32, torch.float64, torch.bfloat16):
+        plain = nn.Linear(8, 4, dtype=own)
+        curved, others = sel.convert(copy.deepcopy(plain)), (torch.float16, torch.int64, torch.bool, torch.complex64)
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, *others):
+            ends = []
+            for layer in (plain, curved):
+                with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                    try:
+                        ends.append(layer(torch.ones(2, 8).to(dtype)).dtype)
+                    except RuntimeError as error:
+                        ends.append(str(error))
+            assert ends[0] == ends[1], (own, dtype)
+
+
+def test_layers_converted_and_folded_in_inference_mode_can_be_trained():
+    with torch.inference_mode():
+        model = sel.convert(network(), OFFSET)
+        before = model(x)
+    model = sel.convert(network(), OFFSET)
+    model(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert torch.equal(model(x), before)
+    with torch.inference_mode():
+        sel.fold(model)
+    model(x).sum().backward()
+
+
+# ---- threads ----
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_thread_evaluates_while_another_trains(kind):
+    """Outputs and gradients of both are those of one thread."""
+    build, shape = KINDS[kind]
+    torch.manual_seed(0)
+    model, inputs = moved(sel.convert(build(), PAPER)), torch.randn(shape)
+    faults, done = [], threading.Event()
+
+    def step():
+        model.zero_grad()
+        output = output_of(model, inputs)
+        output.square().sum().backward()
+        return [output.detach(), *(parameter.grad for parameter in model.parameters())]
+
+    @torch.no_grad()
+    def evaluate(expected):
+        try:
+            while not done.is_set():
+                output = output_of(model, inputs)
+                assert not output.requires_grad
+                assert torch.equal(output, expected)
+        except Exception as error:
+            faults.append(error)
+
+    with torch.no_grad():
+        alone = output_of(model, inputs)
+    expected = step()
+
+    thread = threading.Thread(target=evaluate, args=(alone,))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    thread.start()
+    try:
+        for _ in range(60):
+            torch.testing.assert_close(step(), expected, rtol=0.0, atol=0.0)
+    finally:
+        done.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    assert not faults, faults
+
+
+class Twice(nn.Conv1d):
+    """Calls itself once more, with other weights in between for another layer of its type."""
+
+    def forward(self, input, inner=None, again=True):
+        output = super().forward(input)
+        if again:
+            output = self(output, inner, False) + (0.0 if inner is None else inner(output))
+        return output + self.weight.sum()
+
+
+def test_forwards_inside_of_forwards_use_their_own_weights():
+    layers = nn.ModuleList([Twice(3, 3, 1), Twice(3, 3, 1)])
+    inputs = torch.randn(2, 3, 4)
+    expected = layers[0](inputs, layers[1])
+    sel.convert(layers, PAPER)
+    torch.testing.assert_close(layers[0](inputs, layers[1]), expected, rtol=1e-5, atol=1e-5)
+    layers[0](inputs, layers[1]).sum().backward()
+    assert all(parameter.grad is not None for parameter in layers.parameters())
+
+
+def test_replicas_of_data_parallel():
+    """What nn.DataParallel makes for each device: a copy of the module with tensors in place of parameters."""
+    for exclude in ((), ("*bias",)):
+        for build, shape in (KINDS["linear"], KINDS["conv2d"]):
+            model, inputs = nn.Sequential(build()), torch.randn(shape)
+            layer = sel.convert(model, sel.preset("paper", exclude=exclude))[0]
+            replica = layer._replicate_for_data_parallel()
+            for name, parameter in layer.named_parameters():
+                setattr(replica, name, parameter * 1.0)
+            assert torch.equal(replica(inputs), layer(inputs))
+            replica(inputs).sum().backward()
+            assert all(parameter.grad is not None for parameter in layer.parameters())
+
+
 # ---- torch.compile ----
 
 
@@ -227,6 +510,17 @@ def test_compiles_whole_and_agrees(dtype):
     other = (nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.0), nn.Conv1d(3, 3, 1))
     layers += [sel.convert(layer, PAPER) for layer in other]
     check_compiled(*layers, backend="aot_eager", dtype=dtype)
+
+
+def test_compiles_whole_without_gradients():
+    model = sel.convert(nn.Sequential(nn.Linear(4, 8), nn.Conv1d(5, 5, 1)), PAPER)
+    inputs = x.reshape(3, 5, 4)
+    with torch.no_grad():
+        expected = model(inputs)
+        torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="eager")(inputs), expected)
+    model.requires_grad_(False)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="eager")(inputs), expected)
 
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -269,6 +563,36 @@ def test_a_plain_bias_beside_a_curved_weight():
     model(x).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     assert list(sel.fold(pickle.loads(pickle.dumps(model))).state_dict()) == list(network().state_dict())
+
+
+def test_a_second_convert_leaves_what_the_first_left_plain():
+    model = nn.TransformerEncoderLayer(12, 2, 8, batch_first=True, dropout=0.0)
+    sel.convert(model, sel.preset("paper", exclude=("*in_proj_bias", "linear1.bias")))
+    names, inputs = list(model.state_dict()), x.reshape(1, 5, 12)
+    output = model(inputs)
+    assert list(sel.convert(model, PAPER).state_dict()) == names
+    assert torch.equal(model(inputs), output)
+
+
+def test_fold_refuses_what_was_parametrized_or_pruned_and_changes_nothing():
+    for change, undo in (
+        (
+            lambda layer, name: parametrize.register_parametrization(layer, name, nn.Identity()),
+            parametrize.remove_parametrizations,
+        ),
+        (prune.identity, prune.remove),
+    ):
+        model = sel.convert(network(), PAPER)
+        output = model(x)
+        change(model[2], "raw_weight")
+        types = [type(module) for module in model.modules()]
+        with pytest.raises(ValueError, match=r"'2\.raw_weight'.* parametrized or pruned"):
+            sel.fold(model)
+        assert [type(module) for module in model.modules()] == types
+        assert torch.equal(model(x), output)
+        undo(model[2], "raw_weight")
+        torch.testing.assert_close(sel.fold(model)(x), output, rtol=1e-5, atol=1e-6)
+        assert [type(module) for module in model] == [nn.Linear, nn.GELU, nn.Linear]
 
 
 def test_a_failed_convert_leaves_the_model_unchanged():

@@ -63,6 +63,55 @@ def test_adapters_on_a_model_trained_in_curved_space_leave_it_alone():
     train(merged.requires_grad_(True), curved(merged))  # and on in curved space from the merged weights
 
 
+@pytest.mark.parametrize("merge", ["merge_and_unload", "merge_adapter"])
+@pytest.mark.parametrize("safe", [False, True])
+def test_merging_over_a_converted_model_is_refused_until_it_is_folded(merge, safe):
+    model = adapted(sel.convert(base(), CONFIG), target_modules="all-linear")
+    start = logits(model)
+    factors = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    losses = train(model, torch.optim.AdamW(factors, lr=1e-2))
+    assert losses[-1] < losses[0]
+    trained = logits(model)
+    with pytest.raises(RuntimeError, match=r"symexplin\.fold"):
+        getattr(model, merge)(safe_merge=safe)
+    assert torch.equal(logits(model), trained)
+    merged = getattr(sel.fold(model), merge)(safe_merge=safe) or model
+    torch.testing.assert_close(logits(merged), trained, rtol=1e-4, atol=1e-6)
+    assert not torch.allclose(trained, start, rtol=1e-3)
+
+
+@pytest.mark.parametrize("initial", ["pissa", "olora"])
+def test_adapters_that_take_from_the_base_weight_are_refused(initial):
+    with pytest.raises(RuntimeError, match=r"symexplin\.fold"):
+        adapted(sel.convert(base(), CONFIG), init_lora_weights=initial)
+    adapted(sel.fold(sel.convert(base(), CONFIG)), init_lora_weights=initial)
+
+
+@pytest.mark.parametrize(
+    ("build", "shape"),
+    [
+        (lambda: torch.nn.Conv1d(4, 6, 3), (2, 4, 7)),
+        (lambda: torch.nn.Conv2d(4, 6, 3), (2, 4, 5, 5)),
+        (lambda: transformers.pytorch_utils.Conv1D(4, 6), (2, 6)),
+    ],
+)
+def test_adapters_over_other_converted_layers(build, shape):
+    """PEFT's factors over a convolution are plain convolutions."""
+    model, inputs = sel.convert(torch.nn.Sequential(build()), CONFIG), torch.randn(shape)
+    config = peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)
+    model = peft.get_peft_model(model, config)
+    expected = model(inputs)
+    with pytest.raises(RuntimeError, match=r"symexplin\.fold"):
+        model.merge_and_unload()
+    torch.testing.assert_close(sel.fold(model).merge_and_unload()(inputs), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_of_attention_write_at_once_and_are_refused():
+    model = sel.convert(torch.nn.ModuleDict({"a": torch.nn.MultiheadAttention(8, 2)}), CONFIG)
+    with pytest.raises(AttributeError, match=r"symexplin\.fold"):
+        peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["a"]))
+
+
 @pytest.mark.parametrize(
     ("changes", "plain"),
     [

@@ -31,12 +31,11 @@ def curved_of(map: Map, parts: Sequence[Tensor]) -> Curved:
 
 def effective(map: Map, parts: Sequence[Tensor]) -> Tensor:
     """Return the effective weight in the dtype of the raw one, differentiable."""
-    function = _Effective if torch.compiler.is_compiling() else _ForwardEffective
-    return function.apply(map, *parts)  # type: ignore[no-untyped-call, no-any-return]
+    return _apply(_Effective, _ForwardEffective, map, *parts)
 
 
 def read_only(map: Map, parts: Sequence[Tensor]) -> Tensor:
-    """Return the effective weight as a tensor that refuses writes; torch.compile cannot trace it and gets a usual one."""
+    """Return the effective weight as a tensor that refuses writes; torch.compile, which cannot trace it, gets another."""
     if torch.compiler.is_compiling():
         return effective(map, parts)
     grad_mode = torch.is_grad_enabled()
@@ -46,8 +45,19 @@ def read_only(map: Map, parts: Sequence[Tensor]) -> Tensor:
 
 def curved_linear(map: Map, dtype: torch.dtype, x: Tensor, bias: Tensor | None, parts: Sequence[Tensor]) -> Tensor:
     """Return x w_eff^T + bias with the effective weight rounded to `dtype`; backward computes the weight again."""
-    function = _Linear if torch.compiler.is_compiling() else _ForwardLinear
-    return function.apply(map, dtype, x, bias, *parts)  # type: ignore[no-untyped-call, no-any-return]
+    return _apply(_Linear, _ForwardLinear, map, dtype, x, bias, *parts)
+
+
+def _apply(traced: Any, eager: Any, *args: Any) -> Tensor:
+    """Call an autograd function, under torch.compile the one that it can trace."""
+    value: Tensor
+    if not torch.compiler.is_compiling():
+        value = eager.apply(*args)
+    elif torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
+        value = traced.apply(*args)
+    else:  # torch 2.13 would pass `forward` a context in front of the arguments
+        value = traced.forward(*args)
+    return value
 
 
 def _pull(curved: Curved, g: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
@@ -73,7 +83,7 @@ class _Effective(torch.autograd.Function):
         return curved_of(map, parts).effective(parts[0].dtype)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: Any, inputs: Any, _: Any) -> None:
         ctx.map, *parts = inputs
         ctx.save_for_backward(*parts)
 
@@ -93,7 +103,7 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, curved_of(map, parts).effective(dtype), bias)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: Any, inputs: Any, _: Any) -> None:
         ctx.map, ctx.dtype, x, _, *parts = inputs
         ctx.save_for_backward(x, *parts)
 
@@ -112,8 +122,8 @@ class _ForwardEffective(_Effective):
     """With forward-mode derivatives."""
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _Effective.setup_context(ctx, inputs, output)
+    def setup_context(ctx: Any, inputs: Any, _: Any) -> None:
+        _Effective.setup_context(ctx, inputs, _)
         ctx.save_for_forward(*inputs[1:])
 
     @staticmethod
@@ -126,8 +136,8 @@ class _ForwardLinear(_Linear):
     """With forward-mode derivatives."""
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _Linear.setup_context(ctx, inputs, output)
+    def setup_context(ctx: Any, inputs: Any, _: Any) -> None:
+        _Linear.setup_context(ctx, inputs, _)
         ctx.save_for_forward(inputs[2], *inputs[4:])
 
     @staticmethod
@@ -181,4 +191,3 @@ def _protect(value: Tensor) -> Tensor:
 def _read_only_class(kind: type[Tensor]) -> Any:
     """Return the read-only class of tensors, or of DTensors."""
     return type(f"Effective{kind.__name__}", (_ReadOnly, kind), {})
-

@@ -101,12 +101,26 @@ def _local(name: str, part: str) -> str:
     return part if name == "weight" else f"{name}_{part}"
 
 
-def _reset_parameters(self: CurvedModule) -> None:
-    """Draw new weights as the plain module does, and start from them."""
-    plain: Any = fold(copy.deepcopy(self))
-    plain.reset_parameters()
-    made = {name: _made(plain._parameters[name], map, 0) for name, map in self.sel_maps.items()}
-    self.load_state_dict(_curve_(plain, made).state_dict())
+def _redrawing(method: str) -> Any:
+    """Return the method that draws new weights as that of the plain module does, and starts from them."""
+
+    @torch.no_grad()
+    def reset(self: CurvedModule) -> None:
+        plain = fold(copy.deepcopy(self))
+        before = {name: value._version for name, value in plain.named_parameters()}
+        getattr(plain, method)()
+        for path, drawn in plain.named_parameters():
+            owner, _, name = path.rpartition(".")
+            module: Any = self.get_submodule(owner)
+            if drawn._version == before[path]:  # nn.MultiheadAttention leaves the weight of its output projection
+                continue
+            if isinstance(module, CurvedModule) and name in module.sel_maps:
+                for part, value in _made(drawn, module.sel_maps[name], 0)[1].items():
+                    getattr(module, _local(name, part)).copy_(value)
+            else:
+                getattr(module, name).copy_(drawn)
+
+    return reset
 
 
 def _effective_property(name: str) -> property:
@@ -124,7 +138,7 @@ def _effective_property(name: str) -> property:
             raise AttributeError(READ_ONLY)
         self._parameters[name] = value  # a replica of nn.DataParallel has tensors, which nn.Module does not register
 
-    def remove(self: CurvedModule) -> None:
+    def remove(_: CurvedModule) -> None:
         raise AttributeError(READ_ONLY)
 
     return property(get, put, remove, f"The effective {name}, in the dtype of the raw one; read-only.")
@@ -150,7 +164,7 @@ class SELLinear(CurvedModule, nn.Linear):
     sel_plain_type = nn.Linear
     weight = _effective_property("weight")
     bias = _effective_property("bias")
-    reset_parameters = _reset_parameters
+    reset_parameters = _redrawing("reset_parameters")
 
     def __init__(
         self,
@@ -193,13 +207,17 @@ def _curved_type(kind: Any, names: tuple[str, ...]) -> type[CurvedModule]:
         return SELLinear
     members: dict[str, Any] = {name: _effective_property(name) for name in names}
     members |= {"__module__": __name__, "__doc__": f"{kind.__name__} with raw weights, see :class:`CurvedModule`."}
-    if hasattr(kind, "reset_parameters"):
-        members["reset_parameters"] = _reset_parameters
+    methods = ("reset_parameters", "_reset_parameters")  # the second is that of nn.MultiheadAttention
+    members |= {method: _redrawing(method) for method in methods if hasattr(kind, method)}
     return type(f"SEL{kind.__name__}", (_Unnamed, kind), members | {"sel_plain_type": kind})
 
 
 class _Unnamed(CurvedModule):
     """Base of the classes that :func:`_curved_type` makes; pickles name the kind, as no name here is theirs."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Return a plain module for its arguments: PEFT makes factors of the type of the layer that they adapt."""
+        return cls.sel_plain_type(*args, **kwargs) if args or kwargs else super().__new__(cls)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _empty, (self.sel_plain_type, tuple(self.sel_maps)), dict(self.__dict__)
