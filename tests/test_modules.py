@@ -391,10 +391,10 @@ def test_dtypes_of_layer_and_input_go_together_as_in_a_plain_layer(enabled):
 
 
 def test_layers_converted_and_folded_in_inference_mode_can_be_trained():
+    model = network()
     with torch.inference_mode():
-        model = sel.convert(network(), OFFSET)
+        sel.convert(model, OFFSET)
         before = model(x)
-    model = sel.convert(network(), OFFSET)
     model(x).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     assert torch.equal(model(x), before)
