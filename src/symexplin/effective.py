@@ -35,7 +35,7 @@ def effective(map: Map, parts: Sequence[Tensor]) -> Tensor:
 
 
 def read_only(map: Map, parts: Sequence[Tensor]) -> Tensor:
-    """Return the effective weight as a tensor that refuses writes; torch.compile cannot trace those and gets another."""
+    """Return the effective weight as a tensor that refuses writes, under torch.compile as a usual one."""
     if torch.compiler.is_compiling():
         return effective(map, parts)
     grad_mode = torch.is_grad_enabled()
