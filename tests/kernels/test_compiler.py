@@ -1,73 +1,262 @@
-"""The compiled libraries' cache: private, told apart by all that matters, and absent without a fuss."""
+"""Compiling, caching and loading: whatever goes wrong, a step works, with at most one warning that says what to do."""
 
 import os
+import platform
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
-from symexplin.kernels import compiler, cpu
+import builds
+from faults import fake_compiler, first_steps, start
+from symexplin.kernels import compiler
 
 pytestmark = pytest.mark.skipif(compiler.find_compiler() is None, reason="no C compiler")
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "symexplin"
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder with the macros of a compiler and files that it could write, good and bad ones."""
+    folder, real = tmp_path_factory.mktemp("made"), compiler.find_compiler()
+    (folder / "macros").write_text(real.macros)
+    (folder / "every").write_text(real.macros + "#define __XOP__ 1\n#define __AVX512F__ 1\n")  # no processor has both
+    (folder / "answer.c").write_text("int answer(void) { return 42; }\n")
+    compiler.compile_library(real, folder / "answer.c", folder / "strange")
+    source = Path(compiler.__file__).with_name("cpu.c").read_text()
+    assert source.count("0.1666657719f") == 1
+    (folder / "wrong.c").write_text(source.replace("0.1666657719f", "0.17f"))
+    compiler.compile_library(real, folder / "wrong.c", folder / "wrong")
+    good = builds.library("gcc" if shutil.which("gcc") else "clang", "").read_bytes()
+    (folder / "good").write_bytes(good)
+    (folder / "empty").touch()
+    (folder / "rubbish").write_bytes(b"rubbish")
+    (folder / "cut").write_bytes(good[: len(good) // 2])
+    (folder / "header").write_bytes(good[:40])
+    (folder / "other").write_bytes(good[:18] + bytes([good[18] ^ 0x7F]) + good[19:])  # of another processor
+    (folder / "zeros").write_bytes(good[:4096] + bytes(len(good) - 4096))  # as after a power failure
+    return folder
+
+
+class Place:
+    """Where one test's processes find their compiler and their cache."""
+
+    def __init__(self, folder, made):
+        self.made, self.cache, self.temporary = made, folder / "cache" / "symexplin", folder / "tmp"
+        self.temporary.mkdir()
+        self.script = folder / "bin" / "cc"
+        self.environment = {"PATH": str(self.script.parent), "XDG_CACHE_HOME": str(self.cache.parent)}
+        self.environment |= {"HOME": str(folder), "TMPDIR": str(self.temporary)}
+
+    def write(self, name):
+        return f'/bin/cp {self.made / name} "$2"'
+
+    def compiler(self, probe="", build=""):
+        fake_compiler(self.script, probe or f"/bin/cat {self.made / 'macros'}", build or self.write("good"))
+
+    def steps(self, **arguments):
+        found = first_steps(environment=self.environment, **arguments)
+        assert found["difference"] < 1e-6
+        assert not list(self.temporary.iterdir())
+        assert not list(self.cache.glob("symexplin-*"))  # nothing is left of a draft
+        return found
 
 
 @pytest.fixture
-def source(tmp_path):
+def place(tmp_path, made):
+    return Place(tmp_path, made)
+
+
+def assert_compiled(found):
+    assert found["name"].startswith("compiled C")
+    assert found["warnings"] == []
+
+
+def assert_plain(found, reason):
+    assert found["name"] == "PyTorch's operations"
+    (warning,) = found["warnings"]
+    assert reason in warning
+    assert "Install a C compiler" in warning
+
+
+LATIN = "printf 'd\\351j\\340' >&2; exit 1"
+ENDINGS = {  # of the processes that run the compiler: what to do instead of its work, and what the warning says
+    "fails": ("echo no >&2; exit 1", "no"),
+    "fails in Latin-1": (LATIN, "d\ufffdj\ufffd"),
+    "writes nothing": ("exit 0", "No such file"),
+    "is killed": ("kill -9 $$", "SIGKILL"),
+    "takes long": ("exec /bin/sleep 9", "timed out"),
+    "is stopped": ("kill -STOP $$", "timed out"),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_compiler_that_does_not_print_macros_is_none(place, ending):
+    place.compiler(probe=ENDINGS[ending][0])
+    assert_plain(place.steps(seconds=0.5), "no C compiler found")
+
+
+def test_no_compiler_at_all(place):
+    assert_plain(place.steps(), "no C compiler found")
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_compiler_that_writes_no_library(place, ending):
+    does, says = ENDINGS[ending]
+    place.compiler(build=does)
+    assert_plain(place.steps(seconds=0.5), says)
+
+
+OUTPUTS = {
+    "empty": "file too short",
+    "rubbish": "",
+    "cut": "cut short",
+    "header": "cut short",
+    "other": "",
+    "strange": "sel_run",
+    "wrong": "wrong results",
+}
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_a_compiler_that_writes_something_else(place, output):
+    place.compiler(build=place.write(output))
+    assert_plain(place.steps(), OUTPUTS[output])
+    assert not list(place.cache.glob("*"))
+    place.compiler()
+    assert_compiled(place.steps())
+
+
+DAMAGED = [(content, False) for content in ("empty", "rubbish", "cut", "header", "other", "zeros", "strange", "wrong")]
+NAMED_BY_ITS_CONTENT = [(content, True) for content in ("empty", "rubbish", "other", "strange", "wrong")]
+
+
+@pytest.mark.parametrize(("content", "is_named"), DAMAGED + NAMED_BY_ITS_CONTENT)
+def test_a_library_in_the_cache_that_is_not_right_is_compiled_again(place, content, is_named):
+    place.compiler()
+    assert_compiled(place.steps())
+    (library,) = place.cache.glob("*.so")
+    good, bad = library.read_bytes(), (place.made / content).read_bytes()
+    library.write_bytes(bad)
+    if is_named:
+        library.rename(library.with_stem(f"{library.stem.rpartition('-')[0]}-{compiler._digest(bad)}"))
+    assert_compiled(place.steps())
+    assert good in [path.read_bytes() for path in place.cache.glob("*.so")]
+
+
+def test_a_library_in_the_cache_is_used_again(place):
+    place.compiler()
+    assert_compiled(place.steps())
+    assert place.cache.stat().st_mode & 0o777 == 0o700
+    place.compiler(build="exit 1")
+    assert_compiled(place.steps())
+
+
+FOLDERS = {  # what is wrong with the cache
+    "a file": lambda cache: (cache.parent.mkdir(), cache.write_text("")),
+    "under a file": lambda cache: cache.parent.write_text(""),
+    "writable by others": lambda cache: (cache.mkdir(parents=True), cache.chmod(0o777)),
+}
+
+
+@pytest.mark.parametrize("fault", FOLDERS)
+def test_another_folder_serves_where_the_cache_cannot(place, fault):
+    FOLDERS[fault](place.cache)
+    place.compiler()
+    assert_compiled(place.steps())
+    assert not list(place.cache.glob("*"))
+
+
+FULL = "echo No space left on device >&2; exit 1"
+
+
+@pytest.mark.parametrize("full", ["cache", "tmp", "cache tmp"])
+def test_a_full_disk(place, full):
+    """As compilers say it, which write their temporary files there, too."""
+    folders = {"cache": place.cache, "tmp": place.temporary}
+    cases = " ".join(f'case "$TMPDIR" in {folders[name]}/*) {FULL};; esac;' for name in full.split())
+    place.compiler(build=cases + place.write("good"))
+    if full == "cache tmp":
+        assert_plain(place.steps(), "No space left on device")
+    else:
+        assert_compiled(place.steps())
+    assert bool(list(place.cache.glob("*.so"))) == (full == "tmp")
+
+
+@pytest.mark.parametrize("kind", [TimeoutError, KeyboardInterrupt, RuntimeError])
+def test_what_a_signal_handler_raises_passes_and_the_next_step_works(place, kind):
+    place.compiler(build=f"/bin/sleep 1; {place.write('good')}")
+    found = place.steps(interrupt=kind)
+    assert found["raised"] == "from the handler after less than a second"
+    assert_compiled(found)
+
+
+def test_a_process_that_is_stopped_while_it_compiles_holds_up_no_other(place):
+    begun = place.temporary.with_name("begun")
+    place.compiler(build=f"[ -e {begun} ] || {{ : > {begun}; exec /bin/sleep 9; }}\n{place.write('good')}")
+    other, _ = start(environment=place.environment)
+    while not begun.exists():
+        time.sleep(0.02)
+    os.kill(other.pid, signal.SIGSTOP)
+    found = first_steps(environment=place.environment)
+    other.kill()
+    other.join()
+    assert_compiled(found)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_the_default_dtype_does_not_matter(place, dtype):
+    place.compiler()
+    assert_compiled(place.steps(state=dtype))
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64", reason="the processor's instructions are not known"
+)
+def test_a_target_with_instructions_that_the_processor_lacks(place):
+    place.environment["SYMEXPLIN_CPU_TARGET"] = "imaginary"
+    place.compiler(probe=f"/bin/cat {place.made / 'every'}")
+    assert_plain(place.steps(), "of SYMEXPLIN_CPU_TARGET=imaginary")
+    place.compiler(probe="exit 1")
+    assert_plain(place.steps(), "no C compiler found that knows SYMEXPLIN_CPU_TARGET=imaginary")
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "answer.c").write_text("int answer(void) { return 42; }\n")
     return tmp_path / "answer.c"
 
 
 def answer(source):
-    found = compiler.load_library(source)
-    return found if isinstance(found, str) else found[0].answer()
+    return compiler.load_library(source, lambda library, _: library.answer())
 
 
-def test_compiles_once_for_each_source_compiler_and_processor(source, cache, monkeypatch):
+def test_each_source_target_and_compiler_has_its_library(source, monkeypatch):
+    cache = compiler.cache_folder()
     assert answer(source) == 42
-    assert cache.stat().st_mode & 0o777 == 0o700
-    found = compiler.find_compiler()
-    with monkeypatch.context() as patch:
-        patch.setattr(compiler, "_run", lambda command, _: pytest.fail(f"compiled again: {command}"))
-        assert answer(source) == 42
-    monkeypatch.setattr(compiler, "find_compiler", lambda: found._replace(macros=found.macros + "#define __AVX99__\n"))
-    answer(source)
-    source.write_text(source.read_text() + "int more;\n")
-    answer(source)
+    assert answer(source) == 42
+    assert len(list(cache.glob("*.so"))) == 1
+    source.write_text("int answer(void) { return 43; }\n")
+    assert answer(source) == 43
+    assert len(list(cache.glob("*.so"))) == 2
+    real = compiler.find_compiler()
+    monkeypatch.setenv("CC", f"{shutil.which(real.command[0])} -DMORE=1")
+    assert answer(source) == 43
     assert len(list(cache.glob("*.so"))) == 3
 
 
-@pytest.mark.parametrize("harm", ["broken", "writable folder", "no folder"])
-def test_a_library_that_cannot_be_trusted_is_not_loaded(source, cache, tmp_path, monkeypatch, harm):
-    assert answer(source) == 42
-    (library,) = cache.glob("*.so")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))  # its libraries are not loaded yet by this process
-    planted = tmp_path / "other" / "symexplin" / library.name
-    planted.parent.mkdir(mode=0o700, parents=True)
-    planted.write_bytes(b"not a library")
-    if harm == "writable folder":
-        planted.parent.chmod(0o777)
-    elif harm == "no folder":
-        shutil.rmtree(planted.parent)
-        planted.parent.write_text("")
-    assert answer(source) == 42
-    if harm == "broken":
-        assert planted.read_bytes() == library.read_bytes()
-    elif harm == "writable folder":
-        assert planted.read_bytes() == b"not a library"  # a temporary folder served
-
-
-def test_what_another_user_owns_is_refused(source, monkeypatch):
+def test_what_another_user_owns_is_not_used(source, monkeypatch):
     owner = os.getuid()
+    assert answer(source) == 42
+    (library,) = compiler.cache_folder().glob("*.so")
+    library.unlink()
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)
-    with pytest.raises(PermissionError, match="another user"):
-        compiler._check_private(source)
+    assert answer(source) == 42
+    assert not list(compiler.cache_folder().iterdir())
 
 
 # By its path: the package around it would import torch.
@@ -78,36 +267,13 @@ from pathlib import Path
 spec = spec_from_file_location("compiler", sys.argv[1])
 compiler = module_from_spec(spec)
 spec.loader.exec_module(compiler)
-print(compiler.load_library(Path(sys.argv[2]))[0].answer())
+print(compiler.load_library(Path(sys.argv[2]), lambda library, _: library.answer()))
 """
 
 
-def test_one_process_compiles_while_others_wait(source, cache, tmp_path):
-    """The compiler, a script around it, counts how often it makes a library."""
-    count, script = tmp_path / "count", tmp_path / "slow-cc"
-    real = shutil.which(compiler.find_compiler().command[0])
-    script.write_text(f'#!/bin/sh\ncase "$*" in *-shared*) echo >> {count}; sleep 1;; esac\nexec {real} "$@"\n')
-    script.chmod(0o700)
-    environment = os.environ | {"CC": str(script), "XDG_CACHE_HOME": str(cache.parent), "OMP_NUM_THREADS": "1"}
+def test_processes_that_compile_at_once_end_with_one_library(source):
     command = [sys.executable, "-c", LOAD, compiler.__file__, str(source)]
-    running = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     assert [process.communicate()[0].strip() for process in running] == ["42"] * 3
-    assert count.read_text() == "\n"
-
-
-def test_a_compile_that_fails_says_what_the_compiler_says(source):
-    source.write_text("this is not C\n")
-    assert "error: unknown type name" in str(answer(source))
-
-
-def test_without_a_compiler_or_with_a_wrong_one_a_warning_says_what_that_costs(tmp_path, monkeypatch):
-    monkeypatch.setenv("SYMEXPLIN_CPU_TARGET", "no-such-cpu")
-    with pytest.warns(UserWarning, match=r"knows SYMEXPLIN_CPU_TARGET=no-such-cpu.*7 to 40 times as long"):
-        assert cpu.load.__wrapped__() is None
-    monkeypatch.delenv("SYMEXPLIN_CPU_TARGET")
-    text = cpu._SOURCE.read_text()
-    assert text.count("0.1666657719f") == 1
-    (tmp_path / "cpu.c").write_text(text.replace("0.1666657719f", "0.17f"))  # as if miscompiled
-    monkeypatch.setattr(cpu, "_SOURCE", tmp_path / "cpu.c")
-    with pytest.warns(UserWarning, match="wrong results"):
-        assert cpu.load.__wrapped__() is None
+    (library,) = compiler.cache_folder().iterdir()
+    assert library.suffix == ".so"
