@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import shlex
 import signal
+import tempfile
 import time
 import warnings
 from multiprocessing.connection import Connection
@@ -68,6 +69,7 @@ def _steps(
 ) -> Found:
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # as in a new process
     compiler._SECONDS = compiler._PROBE_SECONDS = seconds
     torch.set_num_threads(1)
     fast, plain = (nn.Linear(4, 3, dtype=torch.float32) for _ in range(2))

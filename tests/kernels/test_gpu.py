@@ -49,6 +49,16 @@ def test_wrong_kernels_are_not_used(broken, monkeypatch):
         assert gpu.load.__wrapped__(torch.device("cpu")) is None
 
 
+def test_when_triton_fails_a_warning_says_how_and_what_that_costs(monkeypatch):
+    def fail(error):
+        raise error
+
+    for error, said in ((AssertionError(), r"\(AssertionError\)"), (OSError(28, "No space left"), "No space left")):
+        monkeypatch.setattr(gpu, "triton_kernels", lambda error=error: fail(error))
+        with pytest.warns(UserWarning, match=f"{said}.*several times as long"):
+            assert gpu.load.__wrapped__(torch.device("cuda")) is None
+
+
 def test_without_triton_a_warning_says_what_that_costs(monkeypatch):
     monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda _: None)
     with pytest.warns(UserWarning, match=r"Triton is not installed.*several times as long"):

@@ -1,7 +1,7 @@
 """A check of compiled kernels before their first use, against the formulas in float64."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -28,12 +28,11 @@ def attempt(make: Callable[[], Kernels]) -> Kernels | str:
     except RuntimeError as error:  # the system allows no thread
         return str(error)
     executor.shutdown(wait=False)
-    wait([future])
-    failure = future.exception()
+    failure = future.exception()  # waits
     if failure is None:
         return future.result()
-    text = str(failure).strip()[:600]
-    return text if type(failure) is RuntimeError else f"{type(failure).__name__}: {text}"
+    reason = str(failure) if type(failure) is RuntimeError else f"{type(failure).__name__}: {failure}"
+    return " ".join(reason.split()).removesuffix(":")[:600]
 
 
 def is_right(kernels: Kernels, device: torch.device) -> bool:
