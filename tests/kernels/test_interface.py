@@ -79,3 +79,15 @@ def test_wrong_memory_is_refused_by_name(wrong, dtype, names):
         blamed, said = (name, found) if (name, wrong) != ("weights", "size") else ("exp_avgs", r"shape \(5, 2\)")
         with pytest.raises(ValueError, match=rf"^{blamed}\[1\].* must be .*, got .*{said}"):
             step(lists)
+
+
+def test_a_plan_without_gradients_wants_them_in_the_step():
+    plan = KERNELS.plan(None, Tensors(*given(torch.float32, STATE).values()))
+    with pytest.raises(ValueError, match="grads must be given"):
+        plan.update(None, RATES, None)
+    lists = given(torch.float32, (*STATE, "grads"))
+    with pytest.raises(LookupError):
+        KERNELS.plan(None, Tensors(*lists.values())).update(None, RATES, None)
+    for wrong in (lists["grads"][:1], lists["grads"] * 2):
+        with pytest.raises(ValueError, match="argument 2 is (shorter|longer)"):
+            plan.pull(wrong)

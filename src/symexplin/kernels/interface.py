@@ -164,12 +164,11 @@ class _Memory:
             addresses = list(map(Tensor.data_ptr, tensors))
             if 0 not in addresses or all(map(is_memory, tensors)):
                 return addresses
-        for i, (tensor, form) in enumerate(zip(tensors, self._forms, strict=True)):
-            if _form(tensor) != form or not is_memory(tensor):
-                dtype, device, shape, strides = form
-                form_said = f"{dtype} on {device} with shape {tuple(shape)} and strides {strides}"
-                raise ValueError(f"{name}[{i}] must be a Tensor of {form_said}, got {_said(tensor)}")
-        raise AssertionError("unreachable")
+        forms = zip(tensors, self._forms, strict=True)
+        i = next(i for i, (tensor, form) in enumerate(forms) if _form(tensor) != form or not is_memory(tensor))
+        dtype, device, shape, strides = self._forms[i]
+        expected = f"{dtype} on {device} with shape {tuple(shape)} and strides {strides}"
+        raise ValueError(f"{name}[{i}] must be a Tensor of {expected}, got {_said(tensors[i])}")
 
 
 def _form(tensor: Tensor) -> _Form:
@@ -193,7 +192,7 @@ class Plan:
     def __init__(self, steps: Steps, tensors: Tensors) -> None:
         self._steps = steps
         self._like_weights = _Memory(map(_form, tensors.weights))
-        self._kept = [] if tensors.grads is None else self._like_weights.addresses("grads", tensors.grads)
+        self._kept = None if tensors.grads is None else self._like_weights.addresses("grads", tensors.grads)
         self._pulled: tuple[Sequence[Tensor], list[int]] | None = None
 
     def pull(self, grads: Sequence[Tensor]) -> Tensor:
@@ -223,6 +222,8 @@ class Plan:
         """
         pulled, self._pulled = self._pulled, None  # the user's memory is not kept
         if grads is None:
+            if self._kept is None:
+                raise ValueError("grads must be given to update, as the plan has none")
             addresses = self._kept
         elif pulled is not None and pulled[0] is grads:
             addresses = pulled[1]
