@@ -1,4 +1,4 @@
-"""The kernels as each compiler makes them for this machine and for plain x86-64, and Triton's interpreter."""
+"""The kernels as each compiler makes them for SYMEXPLIN_CPU_TARGET and for plain x86-64, and in an interpreter."""
 
 import ctypes
 import functools
@@ -23,7 +23,7 @@ def library(command: str, target: str) -> Path:
     """Return a compiled library; skip the test where that is impossible."""
     if shutil.which(command) is None or (target and platform.machine() != "x86_64"):
         pytest.skip(f"no {command} for {target or 'this machine'}")
-    compiler = _find(command, target)
+    compiler = _find(command, target or os.environ.get("SYMEXPLIN_CPU_TARGET", ""))
     assert compiler is not None
     path = Path(tempfile.mkdtemp(prefix="symexplin-test-")) / "cpu.so"
     compile_library(compiler, Path(cpu.__file__).with_name("cpu.c"), path)

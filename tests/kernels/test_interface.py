@@ -89,5 +89,5 @@ def test_a_plan_without_gradients_wants_them_in_the_step():
     with pytest.raises(LookupError):
         KERNELS.plan(None, Tensors(*lists.values())).update(None, RATES, None)
     for wrong in (lists["grads"][:1], lists["grads"] * 2):
-        with pytest.raises(ValueError, match="argument 2 is (shorter|longer)"):
+        with pytest.raises(ValueError, match=r"argument 2 is (shorter|longer)"):
             plan.pull(wrong)
