@@ -1,3 +1,4 @@
+import contextlib
 import os
 from pathlib import Path
 
@@ -5,11 +6,37 @@ import pytest
 import torch
 from markupsafe import Markup
 
+import states
 from corpora import prepared
 
 # Triton reads this when it is imported: its interpreter runs the kernels for GPUs on a CPU.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Whose tests are also run in other states of the process, with the first case of each.
+_IN_STATES = (
+    *("test_closed", "test_curve", "test_functional", "test_init", "test_inverse", "test_modules", "test_rounding"),
+    *("test_routing", "test_transform", "test_adamw", "test_annealing", "test_checks", "test_entry", "test_fused"),
+    *("test_groups", "test_migrate", "test_optimizer", "test_own_rule", "test_state", "test_stats", "test_suggest"),
+    *("test_torch_cases", "test_writes"),
+)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(collector):
+    """Add the copies of a test in other states of the process."""
+    items = yield
+    if not isinstance(items, list) or collector.path.stem not in _IN_STATES:
+        return items
+    return [*items, *states.copies(items[0])] if items else items
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Run such a copy."""
+    mark = pyfuncitem.get_closest_marker("process_state")
+    with states.enter(*mark.args) if mark else contextlib.nullcontext():
+        return (yield)
 
 
 def pytest_collection_modifyitems(items):

@@ -406,6 +406,7 @@ def test_layers_converted_and_folded_in_inference_mode_can_be_trained():
 # ---- threads ----
 
 
+@pytest.mark.usual_state  # its threads would set the state of the process at once
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_thread_evaluates_while_another_trains(kind):
     """Outputs and gradients of both are those of one thread."""
@@ -503,6 +504,7 @@ def curved_layers(*configs):
     return [sel.convert(nn.Linear(12, 12, bias=False), config) for config in configs]
 
 
+@pytest.mark.usual_state  # compiled code would enter the state, and leave it where the graph breaks
 @pytest.mark.filterwarnings("error:Dynamo")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiles_whole_and_agrees(dtype):
@@ -512,6 +514,7 @@ def test_compiles_whole_and_agrees(dtype):
     check_compiled(*layers, backend="aot_eager", dtype=dtype)
 
 
+@pytest.mark.usual_state  # compiled code would enter the state, and leave it where the graph breaks
 def test_compiles_whole_without_gradients():
     model = sel.convert(nn.Sequential(nn.Linear(4, 8), nn.Conv1d(5, 5, 1)), PAPER)
     inputs = x.reshape(3, 5, 4)

@@ -10,6 +10,7 @@ import torch
 
 from builds import BUILDS, TRITON, kernels
 from reference import noise
+from states import STATES
 from symexplin.kernels.interface import FactoredMap, Rates, Tensors
 
 EPS = 2.0**-24
@@ -198,32 +199,6 @@ def test_the_number_of_threads_changes_no_bit(build):
     assert same_bits(run(1), run(2))
 
 
-@contextlib.contextmanager
-def default(dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    yield
-    torch.set_default_dtype(before)
-
-
-@contextlib.contextmanager
-def setting(name, value, usual):
-    getattr(torch, name)(value)
-    yield
-    getattr(torch, name)(usual)
-
-
-STATES = {
-    "bfloat16": lambda: default(torch.bfloat16),
-    "float64": lambda: default(torch.float64),
-    "meta": lambda: torch.device("meta"),
-    "inference": torch.inference_mode,
-    "deterministic": lambda: setting("set_deterministic_debug_mode", "error", "default"),
-    "medium": lambda: setting("set_float32_matmul_precision", "medium", "highest"),
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-}
-
-
 def steps_of_both(build, planning=contextlib.nullcontext, stepping=contextlib.nullcontext):
     torch.manual_seed(0)
     lists = [[x[1]] for x in start()]
@@ -242,7 +217,7 @@ def steps_of_both(build, planning=contextlib.nullcontext, stepping=contextlib.nu
 
 def test_the_state_of_the_process_changes_no_bit(build):
     usual = steps_of_both(build)
-    for name, state in STATES.items():
+    for name, state in (STATES | {"autocast": lambda: torch.autocast("cpu", torch.bfloat16)}).items():
         assert same_bits(usual, steps_of_both(build, planning=state)), name
         assert same_bits(usual, steps_of_both(build, stepping=state)), name
 

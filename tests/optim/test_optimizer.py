@@ -137,6 +137,7 @@ def test_what_is_around_a_step_changes_nothing(around):
     assert_same_bits(ours, train(theirs, build(theirs, config), 4))
 
 
+@pytest.mark.usual_state  # the closure is the test's, and would run in the state
 @ends
 def test_a_closure_equals_the_open_loop(config):
     model, reference = network(), network()
@@ -207,6 +208,7 @@ def test_a_grad_scaler_changes_nothing_but_the_steps_it_skips(config):
     assert optimizer.param_groups[0]["steps"] == 8
 
 
+@pytest.mark.usual_state  # compiled code would enter the state, and leave it where the graph breaks
 @ends
 def test_a_compiled_model_is_not_compiled_again_and_a_compiled_step_is_the_step(config):
     """Graphs are counted: none after the first step, whatever the steps, the schedule and a swap of weights write."""
@@ -252,6 +254,7 @@ def test_under_fake_tensors_it_is_built_for_a_model_with_values_and_does_not_tra
     assert_same_bits(train(model, optimizer, 3), train(twin, build(twin, config), 3))
 
 
+@pytest.mark.usual_state  # a copy steps at the line of its wrapper
 @pytest.mark.parametrize("what", ["rate", "weight", "gradient", "nan"])
 @ends
 @pytest.mark.usefixtures("path")
@@ -276,6 +279,7 @@ def test_divergence_is_told_once_by_name_at_the_line_that_steps(what, config):
     assert not torch.isfinite(torch.tensor(sel.stats(model, optimizer)["slope/mean"])) or what == "weight"
 
 
+@pytest.mark.usual_state  # a copy steps at the line of its wrapper
 def test_no_gradient_at_the_first_step_is_told():
     model = network()
     with pytest.warns(UserWarning, match="no parameter has a gradient at the first step") as told, torch.device("meta"):

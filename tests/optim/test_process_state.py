@@ -10,59 +10,39 @@ from torch import nn
 
 import symexplin as sel
 from scripts import load
+from states import STATES, setting
 from training import PAPER, same
 
 SELLion = load(Path(__file__).parents[2] / "examples" / "sel_lion.py").SELLion
 STEPS = 8
 
 
-@contextlib.contextmanager
-def setting(get, change, value):
-    before = get()
-    change(value)
-    try:
-        yield
-    finally:
-        change(before)
-
-
-def dtype_of_process(dtype):
-    return setting(torch.get_default_dtype, torch.set_default_dtype, dtype)
-
-
-def together(*states):
-    """Return a function that enters several states at once, in which a result should not change either."""
-
-    @contextlib.contextmanager
-    def enter():
-        with contextlib.ExitStack() as stack:
-            for state in states:
-                stack.enter_context(state())
-            yield
-
-    return enter
-
-
-STATES = {
-    "bfloat16, meta, medium": together(
-        lambda: dtype_of_process(torch.bfloat16),
-        lambda: torch.device("meta"),
-        lambda: setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"),
-    ),
-    "float64, inference, deterministic, threads": together(
-        lambda: dtype_of_process(torch.float64),
-        torch.inference_mode,
-        lambda: setting(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True),
-        lambda: setting(torch.get_num_threads, torch.set_num_threads, 3),
-    ),
-    "float16, autocast, gradients, denormals": together(
-        lambda: dtype_of_process(torch.float16),
-        lambda: torch.autocast("cpu", torch.bfloat16),
-        torch.enable_grad,
-        lambda: setting(lambda: False, torch.set_flush_denormal, True),
-    ),
+EACH = STATES | {
+    "float16": functools.partial(setting, torch.get_default_dtype, torch.set_default_dtype, torch.float16),
+    "autocast": functools.partial(torch.autocast, "cpu", torch.bfloat16),
+    "gradients": torch.enable_grad,
+    "threads": functools.partial(setting, torch.get_num_threads, torch.set_num_threads, 3),
+    "denormals": functools.partial(setting, lambda: False, torch.set_flush_denormal, True),
 }
-states = pytest.mark.parametrize("state", STATES.values(), ids=STATES)
+# Several at once, in which a result should not change either.
+TOGETHER = (
+    ("bfloat16", "meta", "medium"),
+    ("float64", "inference", "deterministic", "threads"),
+    ("float16", "autocast", "gradients", "denormals"),
+)
+
+
+@contextlib.contextmanager
+def entered(names):
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(EACH[name]())
+        yield
+
+
+together = pytest.mark.parametrize(
+    "state", [functools.partial(entered, names) for names in TOGETHER], ids=map(", ".join, TOGETHER)
+)
 
 SHARED = {"lr": 1e-2, "max_grad_norm": 1.0}
 OFFSET = sel.preset("paper+offset")
@@ -110,7 +90,7 @@ def usual():
     return {}
 
 
-@states
+@together
 @pytest.mark.parametrize("run", RUNS)
 def test_training_has_the_same_bits(run, state, path, usual):
     if (run, path) not in usual:
@@ -167,7 +147,7 @@ CALLS = {
 }
 
 
-@states
+@together
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_every_function_returns_the_same(call, state):
     model, twin, _ = layers(), layers(), saved()

@@ -1,0 +1,128 @@
+"""States of a process that other code may set, and copies of tests that call the library in one.
+
+In a copy, every public function, method and property of the core first enters the state. The test's own tensors are
+made outside of it, and what it asserts is unchanged.
+"""
+
+import contextlib
+import contextvars
+import functools
+import inspect
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import symexplin
+
+__all__ = ["STATES", "copies", "enter", "setting"]
+
+
+@contextlib.contextmanager
+def setting(get, change, value):
+    """Have a setting of the process at `value`."""
+    before = get()
+    change(value)
+    try:
+        yield
+    finally:
+        change(before)
+
+
+STATES = {
+    "bfloat16": functools.partial(setting, torch.get_default_dtype, torch.set_default_dtype, torch.bfloat16),
+    "float64": functools.partial(setting, torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+    "meta": functools.partial(torch.device, "meta"),
+    "inference": torch.inference_mode,
+    "deterministic": functools.partial(
+        setting, torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True
+    ),
+    "medium": functools.partial(
+        setting, torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"
+    ),
+}
+_OUTSIDE = tuple(f"symexplin.{name}" for name in ("__main__", "cli", "experiments", "hf", "lab"))
+_SPECIAL = ("__init__", "__repr__", "__setstate__")  # methods that enter the state besides the public ones
+_USUAL_ONLY = ("usual_state", "slow", "distributed", "gpu")  # marks of tests that are not copied
+_TESTS = str(Path(__file__).parent)
+
+
+def copies(item):
+    """Return a copy of a test for each state, marked with its name, unless the test belongs to the usual state."""
+    made = []
+    for state in () if any(map(item.get_closest_marker, _USUAL_ONLY)) else STATES:
+        copy = pytest.Function.from_parent(
+            item.parent,
+            name=f"{item.name}-{state}",
+            callspec=getattr(item, "callspec", None),
+            callobj=item.obj,
+            fixtureinfo=item._fixtureinfo,
+            originalname=item.originalname,
+        )
+        copy.add_marker(pytest.mark.process_state(state))
+        made.append(copy)
+    return made
+
+
+@contextlib.contextmanager
+def enter(state):
+    """Replace the public functions, methods and properties of the core by ones that enter the state."""
+    loaded = list(sys.modules.items())
+    core = [module for name, module in loaded if name.split(".")[0] == "symexplin" and not name.startswith(_OUTSIDE)]
+    tests = [module for _, module in loaded if (getattr(module, "__file__", None) or "").startswith(_TESTS)]
+    found = [getattr(module, name) for module in core for name in getattr(module, "__all__", ())]
+    functions = {value for value in found if inspect.isfunction(value) and _is_asked(value, state)}
+    classes = {value for value in found if inspect.isclass(value) and _is_asked(value, state)}
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in classes:
+            for name, member in _wrapped_members(kind, state):
+                patch.setattr(kind, name, member)
+        for module in [*core, *tests]:
+            for name, value in list(vars(module).items()):
+                if inspect.isfunction(value) and value in functions:
+                    patch.setattr(module, name, _wrapped(value, state))
+        yield
+
+
+def _is_asked(value, state):
+    """Whether a function or class is called in the state: one without gradients is no place for a forward pass."""
+    if not value.__module__.startswith("symexplin."):
+        return False
+    if state != "inference":
+        return True
+    return issubclass(value, torch.optim.Optimizer) if inspect.isclass(value) else value.__name__ in symexplin.__all__
+
+
+_inside = contextvars.ContextVar("inside", default=False)
+
+
+@functools.cache
+def _wrapped(function, state):
+    """Return a function that enters the state, unless it is called by one that has: the library may leave a state."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        if _inside.get():
+            return function(*args, **kwargs)
+        token = _inside.set(True)
+        try:
+            with STATES[state]():
+                return function(*args, **kwargs)
+        finally:
+            _inside.reset(token)
+
+    return call
+
+
+def _wrapped_members(kind, state):
+    for name, value in list(vars(kind).items()):
+        # A module is made with the default dtype and device, as nn.Linear is.
+        if name.startswith("_") and (name not in _SPECIAL or issubclass(kind, torch.nn.Module)):
+            continue
+        if inspect.isfunction(value) and not inspect.isgeneratorfunction(value):
+            yield name, _wrapped(value, state)
+        elif isinstance(value, staticmethod):
+            yield name, staticmethod(_wrapped(value.__func__, state))
+        elif isinstance(value, property):
+            yield name, property(_wrapped(value.fget, state), value.fset, value.fdel, value.__doc__)
