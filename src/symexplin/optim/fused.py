@@ -118,8 +118,7 @@ def _signature(entries: Sequence[Entry], parts: Sequence[Tensor]) -> list[Any]:
     grads = [cast(Tensor, entry.parameter.grad) for entry in entries]
     kinds = [(type(grad), grad.layout, grad.dtype) for grad in grads]
     state = [id(value) for entry in entries for value in entry.state.values()]
-    memory = [*map(Tensor.data_ptr, parts), *map(Tensor.is_neg, parts)]
-    return [kernels, list(entries), kinds, state, memory]
+    return [kernels, list(entries), kinds, state, list(map(Tensor.data_ptr, parts))]
 
 
 def _counts(entry: Entry) -> tuple[float, ...]:
