@@ -15,14 +15,13 @@ import torch
 from torch import nn
 
 import symexplin as sel
+from processes import start
 from symexplin import kernels
 from symexplin.kernels import compiler
 
-__all__ = ["Found", "fake_compiler", "first_steps", "start"]
+__all__ = ["Found", "begin", "fake_compiler", "first_steps"]
 
 Found = dict[str, Any]
-_CONTEXT = multiprocessing.get_context("forkserver")  # its processes need not import torch again
-_CONTEXT.set_forkserver_preload(["symexplin.optim.adamw", "torch._dynamo"])
 
 
 def fake_compiler(path: Path, probe: str, build: str) -> str:
@@ -42,18 +41,17 @@ def fake_compiler(path: Path, probe: str, build: str) -> str:
     return shlex.quote(str(path))
 
 
-def start(**arguments: Any) -> tuple[Any, Connection]:
-    """Start :func:`first_steps` in another process; return it and where the result arrives."""
-    receiver, sender = _CONTEXT.Pipe(duplex=False)
-    process = _CONTEXT.Process(target=_send, args=(sender, arguments))
-    process.start()
+def begin(**arguments: Any) -> tuple[Any, Connection]:
+    """Begin :func:`first_steps` in another process; return it and where the result arrives."""
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = start(_send, sender, arguments)
     sender.close()
     return process, receiver
 
 
 def first_steps(**arguments: Any) -> Found:
     """Return what two steps find in another process: an AssertionError if a signal ends it, or it waits for long."""
-    process, receiver = start(**arguments)
+    process, receiver = begin(**arguments)
     process.join(60)
     assert process.exitcode == 0, f"exit status {process.exitcode}"
     found: Found = receiver.recv()
@@ -101,9 +99,9 @@ def _interrupted(optimizer: torch.optim.Optimizer, kind: type[BaseException]) ->
 
     signal.signal(signal.SIGALRM, handler)
     signal.setitimer(signal.ITIMER_REAL, 0.3)
-    begin = time.monotonic()
+    since = time.monotonic()
     try:
         optimizer.step()
     except kind as error:
-        return f"{error} after {'less' if time.monotonic() - begin < 1 else 'more'} than a second"
+        return f"{error} after {'less' if time.monotonic() - since < 1 else 'more'} than a second"
     return "nothing"

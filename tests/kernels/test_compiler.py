@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import builds
-from faults import fake_compiler, first_steps, start
+from faults import begin, fake_compiler, first_steps
 from symexplin.kernels import compiler
 
 pytestmark = pytest.mark.skipif(compiler.find_compiler() is None, reason="no C compiler")
@@ -197,7 +197,7 @@ def test_what_a_signal_handler_raises_passes_and_the_next_step_works(place, kind
 def test_a_process_that_is_stopped_while_it_compiles_holds_up_no_other(place):
     begun = place.temporary.with_name("begun")
     place.compiler(build=f"[ -e {begun} ] || {{ : > {begun}; exec /bin/sleep 9; }}\n{place.write('good')}")
-    other, _ = start(environment=place.environment)
+    other, _ = begin(environment=place.environment)
     while not begun.exists():
         time.sleep(0.02)
     os.kill(other.pid, signal.SIGSTOP)
