@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import shlex
 import signal
 import tempfile
 import time
@@ -24,21 +23,12 @@ __all__ = ["Found", "begin", "fake_compiler", "first_steps"]
 Found = dict[str, Any]
 
 
-def fake_compiler(path: Path, probe: str, build: str) -> str:
+def fake_compiler(path: Path, probe: str, build: str) -> None:
     """Write a script that runs one shell command to print macros, and one to write the library "$2"."""
     path.parent.mkdir(exist_ok=True)
-    lines = [
-        "#!/bin/sh",
-        'case "$*" in *-dM*)',
-        probe,
-        ";; *)",
-        'while [ "$1" != -o ]; do shift; done',
-        build,
-        ";; esac",
-    ]
-    path.write_text("\n".join(lines) + "\n")
+    case = f'case "$*" in *-dM*)\n{probe}\n;; *) while [ "$1" != -o ]; do shift; done\n{build}\n;; esac'
+    path.write_text(f"#!/bin/sh\n{case}\n")
     path.chmod(0o700)
-    return shlex.quote(str(path))
 
 
 def begin(**arguments: Any) -> tuple[Any, Connection]:
