@@ -52,13 +52,14 @@ def copies(item):
     """Return a copy of a test for each state, marked with its name, unless the test belongs to the usual state."""
     made = []
     for state in () if any(map(item.get_closest_marker, _USUAL_ONLY)) else STATES:
+        name = f"{item.originalname}-{state}"
         copy = pytest.Function.from_parent(
             item.parent,
-            name=f"{item.name}-{state}",
+            name=name + item.name.removeprefix(item.originalname),
             callspec=getattr(item, "callspec", None),
             callobj=item.obj,
             fixtureinfo=item._fixtureinfo,
-            originalname=item.originalname,
+            originalname=name,  # of which pytest makes the identity of the copy
         )
         copy.add_marker(pytest.mark.process_state(state))
         made.append(copy)
