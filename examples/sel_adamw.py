@@ -1,4 +1,4 @@
-"""AdamW in curved weight space, in one file to copy. It needs torch alone and keeps AdamW's state.
+"""AdamW in curved weight space, in one file to copy. It needs only torch and keeps AdamW's state.
 
 A curved parameter v is f(w) of a raw weight w, and AdamW trains w:
 

@@ -1,4 +1,4 @@
-"""AdamW in curved weight space for JAX, in one file to copy: an optax transformation. It needs jax and optax alone.
+"""AdamW in curved weight space for JAX, in one file to copy: an optax transformation. It needs only jax and optax.
 
 A curved parameter v is f(w) of a raw weight w, and AdamW trains w:
 
@@ -107,8 +107,9 @@ def _choose(params: Any, curved: Any) -> Any:
         # As in optax: an Equinox module of booleans is callable, but a tree; only a function is its own callable leaf.
         leaves = jax.tree.leaves(curved)
         mask = curved(params) if leaves and all(map(callable, leaves)) else curved
-        parts = jax.tree.map(lambda flag, part: [bool(flag)] * len(jax.tree.leaves(part)), mask, params)
-        flags = jax.tree.leaves(parts)
+        flags = jax.tree.leaves(jax.tree.map(lambda flag, part: [flag] * len(jax.tree.leaves(part)), mask, params))
+        if wrong := [flag for flag in flags if flag not in (True, False)]:
+            raise ValueError(f"curved must have True or False at its leaves, got {wrong[0]!r}")
     if not any(flags):
         raise ValueError(f"curved must choose a parameter, got none of {[name for name, _ in named[:3]]} ...")
     return jax.tree.unflatten(jax.tree.structure(params), flags)

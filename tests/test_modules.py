@@ -10,9 +10,11 @@ import sys
 import threading
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.nn.utils import parametrize, prune
 
 import symexplin as sel
@@ -196,6 +198,10 @@ def set_entry(owner, name):
     getattr(owner, name)[0] = 1.0
 
 
+def embed(weight):
+    nn.functional.embedding(torch.arange(len(weight)), weight, max_norm=1e-3)
+
+
 WAYS = {
     "fill_data": fill_data,
     "add_to_data": add_to_data,
@@ -210,6 +216,12 @@ WAYS = {
     "out": lambda owner, name: torch.add(getattr(owner, name), 1.0, out=getattr(owner, name)),
     "inplace": lambda owner, name: nn.functional.relu(getattr(owner, name), inplace=True),
     "foreach": lambda owner, name: torch._foreach_mul_([getattr(owner, name)], 2.0),
+    "operator": lambda owner, name: torch.ops.aten.add_.Tensor(getattr(owner, name).data, 1.0),
+    "operators": lambda owner, name: torch.ops.aten._foreach_mul_.Scalar([getattr(owner, name).data], 2.0),
+    "detach": lambda owner, name: torch.ops.aten.detach.default(getattr(owner, name)).zero_(),
+    "bits": lambda owner, name: getattr(owner, name).data.view(torch.int32).zero_(),
+    "split": lambda owner, name: torch.unsafe_split(getattr(owner, name).detach(), 1)[0].zero_(),
+    "embedding": lambda owner, name: embed(getattr(owner, name).data.as_strided((4, 1), (1, 1))),
     "unbind": lambda owner, name: getattr(owner, name).unbind()[0].zero_(),
     "freeze": lambda owner, name: getattr(owner, name).requires_grad_(False),
     "numpy": lambda owner, name: getattr(owner, name).detach().numpy().fill(0.0),
@@ -252,6 +264,8 @@ def test_an_effective_weight_is_read_copied_and_saved_as_a_usual_tensor():
         assert torch.equal(value, weight)
         value.detach().add_(1.0)
     assert torch.equal(layer.weight, weight)
+    assert f"{weight.detach()[0, 0]:.3f}" == f"{float(weight[0, 0]):.3f}"
+    assert np.asarray(weight.detach(), dtype=np.float64).flags.writeable
     assert list(layer.state_dict()) == ["raw_weight", "raw_bias"]
     with pytest.raises(RuntimeError, match="raw_weight"):
         nn.Linear(6, 4).load_state_dict(layer.state_dict())
@@ -370,6 +384,8 @@ def test_a_new_layer_on_meta_and_without_initial_values():
         layers.append(sel.SELLinear(8, 4))
     assert [layer.raw_weight.device.type for layer in layers] == ["meta", "cpu", "meta"]
     assert layers[0](torch.zeros(2, 8, device="meta")).shape == (2, 4)
+    with FakeTensorMode():
+        assert sel.convert(nn.Linear(8, 4))(torch.zeros(2, 8)).shape == (2, 4)
     assert sel.fold(layers[0]).weight.is_meta
 
 

@@ -1,5 +1,6 @@
 """Effective weights of modules: as functions of raw weights that autograd knows, and as tensors that refuse writes."""
 
+import contextlib
 import functools
 import re
 from collections.abc import Sequence
@@ -15,7 +16,8 @@ from symexplin.transform import compute_dtype
 __all__ = ["READ_ONLY", "curved_linear", "curved_of", "effective", "read_only"]
 
 READ_ONLY = (
-    "an effective weight follows from its raw weight, so that a write into it would be lost: use symexplin.fold first"
+    "an effective weight follows from its raw weight, so that a write into it would be lost: use symexplin.fold first, "
+    "or clone() for a tensor of your own"
 )
 
 # What writes into its first argument: `add_`, `_foreach_add_`, `+=`, `[...] =`, and setters of attributes.
@@ -148,7 +150,10 @@ class _ForwardLinear(_Linear):
 
 
 class _ReadOnly:
-    """Mixin of classes of effective values. A write into one, into a view of one or through `.data` would be lost."""
+    """Mixin of classes of effective values: a write into one, or into what shares its memory, is refused.
+
+    Writes are known by their names or, after they are done, by the version that torch counts.
+    """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -157,16 +162,22 @@ class _ReadOnly:
             written = [kwargs.get("out")]
             if _WRITES.fullmatch(func.__name__) or kwargs.get("inplace"):
                 written += args[:1] or list(kwargs.values())[:1]
-            if any(isinstance(value, _ReadOnly) for value in _each(written)):
+            given = _read_only_of([*args, *kwargs.values()])
+            if _read_only_of(written):
                 raise RuntimeError(READ_ONLY)
+            before = [value._version for value in given]
             result = func(*args, **kwargs)
-            detached = func in (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
+            if [value._version for value in given] != before:
+                raise RuntimeError(READ_ONLY)
             for value in _each([result]):
-                if isinstance(value, Tensor) and (detached or isinstance(value._base, _ReadOnly)):
+                if isinstance(value, Tensor) and (isinstance(value._base, _ReadOnly) or _shares_memory(value, given)):
                     _protect(value)
             if func in (Tensor.numpy, Tensor.__array__):
-                result.flags.writeable = False
+                result.flags.writeable &= result.ctypes.data != args[0].data_ptr()  # a copy belongs to the user
         return result
+
+    def __format__(self: Any, spec: str) -> str:
+        return format(self.clone(), spec)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         return self.clone().__reduce_ex__(protocol)  # saved and copied as a plain tensor
@@ -178,6 +189,17 @@ class _ReadOnly:
 def _each(values: Sequence[Any]) -> list[Any]:
     """Return `values` and what the lists among them have."""
     return [item for value in values for item in (value if isinstance(value, list | tuple) else (value,))]
+
+
+def _read_only_of(values: Sequence[Any]) -> list[Any]:
+    return [value for value in _each(values) if isinstance(value, _ReadOnly)]
+
+
+def _shares_memory(value: Tensor, others: Sequence[Tensor]) -> bool:
+    """Whether a tensor has the memory of one of the others; wrappers without memory of their own do not say."""
+    with contextlib.suppress(RuntimeError):  # NotImplementedError is one
+        return any(value.untyped_storage()._cdata == other.untyped_storage()._cdata for other in others)
+    return False
 
 
 def _protect(value: Tensor) -> Tensor:

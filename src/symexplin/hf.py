@@ -72,7 +72,7 @@ def setup(
             f"args.optim must be left at its default, got {name!r}: pass the optimizer to setup(optimizer=...)"
         )
     args = copy.copy(args)
-    details = {"args": args, "config": check_config(config), "optimizer": optimizer}
+    details = {"args": args, "config": None if config is None else check_config(config), "optimizer": optimizer}
     options = {key: _own(value) for key, value in kwargs.items()}
     return {
         "args": args,
@@ -92,7 +92,7 @@ class OptimizerFactory:
         model: nn.Module,
         *,
         args: Any,
-        config: SELConfig,
+        config: SELConfig | None,
         optimizer: Callable[..., RawSpaceOptimizer],
         no_decay: Sequence[str] | None,
         options: Mapping[str, Any],

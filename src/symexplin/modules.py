@@ -14,6 +14,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 
 from symexplin.config import SELConfig, check_config
 from symexplin.curve import Curved, CurvedBase, Factor, Map
@@ -238,7 +239,7 @@ def _made(plain: nn.Parameter, map: Map, position: int) -> Made:
     """
     factors = map.start(plain.dtype, plain.device, position)
     raw = torch.empty_like(plain)  # in the same memory format
-    if not plain.is_meta:  # which has no values to start from
+    if not plain.is_meta and not is_fake(plain):  # which have no values to start from
         start = curved_of(map, (plain, *factors.values()))  # with the factors as stored: half precision rounds them
         raw.copy_(start.inverse(start.raw))
     return map, {name: nn.Parameter(value) for name, value in {"raw": raw, **factors}.items()}
@@ -357,7 +358,7 @@ def _report(verb: str, before: Values) -> None:
     largest = 0.0
     for module, values in before:
         for name, value in values.items():
-            if value.is_meta:
+            if value.is_meta or is_fake(value):
                 continue
             largest = max(largest, float((value.double() - getattr(module, name).double()).abs().max()))
     _logger.info("%s %d layers; largest difference of a weight %.3g", verb, len(before), largest)

@@ -136,6 +136,7 @@ def test_a_mask_is_a_tree_a_part_of_one_or_a_function_as_in_optax():
     [
         ({"up": {"kernal": True}}, {}, "pytree structure error"),
         (False, {}, r"curved must choose a parameter, got none of \['embed/embedding', 'head/kernel', 'up/bias'\]"),
+        ({"up": lambda _: True, "embed": False, "head": False}, {}, "curved must have True or False at its leaves"),
         (None, {"step": jnp.array(3)}, "params must be float32 or float64, got int32 at 'step'"),
         (None, {"up": {"kernel": jnp.ones((2, 2), jnp.bfloat16)}}, "got bfloat16 at 'up/kernel': cast inside the loss"),
     ],
