@@ -286,6 +286,7 @@ def test_a_layer_that_writes_into_its_weight_in_forward_is_refused():
     sel.fold(layer)(torch.zeros(1, 4, 7))
 
 
+@pytest.mark.usual_state  # the writes are other libraries'
 def test_what_writes_into_all_weights_of_a_model_is_refused_until_it_is_folded():
     """transformers' initialization, and torchao's quantization, which asks for an nn.Linear."""
     torchao = pytest.importorskip("torchao.quantization")
