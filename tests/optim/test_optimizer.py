@@ -287,6 +287,7 @@ def test_no_gradient_at_the_first_step_is_told():
     assert told[0].filename == __file__
 
 
+@pytest.mark.usual_state  # torch knows a process group by its name once in a process
 def test_an_optimizer_built_before_fully_shard_is_refused_at_the_first_step():
     """The model has other parameters then, and a warning among those of several processes would be missed."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)

@@ -118,7 +118,8 @@ def _signature(entries: Sequence[Entry], parts: Sequence[Tensor]) -> list[Any]:
     grads = [cast(Tensor, entry.parameter.grad) for entry in entries]
     kinds = [(type(grad), grad.layout, grad.dtype) for grad in grads]
     state = [id(value) for entry in entries for value in entry.state.values()]
-    return [kernels, list(entries), kinds, state, list(map(Tensor.data_ptr, parts))]
+    memory = [(part.data_ptr(), part.nbytes) for part in parts]
+    return [kernels, list(entries), kinds, state, memory]
 
 
 def _counts(entry: Entry) -> tuple[float, ...]:
