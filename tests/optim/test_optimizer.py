@@ -293,13 +293,17 @@ def test_an_optimizer_built_before_fully_shard_is_refused_at_the_first_step():
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         model = network()
-        before = build(model)
+        before, resumed = build(model), build(model)
+        resumed.create_state()
+        resumed.load_state_dict(resumed.state_dict())
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
         after = build(model)
         backward(model, 0)
         with pytest.raises(RuntimeError, match=r"no parameter has a gradient .* build it after fully_shard"):
             before.step()
         assert not before.state
+        with pytest.raises(RuntimeError, match="build it after fully_shard"):
+            resumed.step()
         after.step()
     finally:
         torch.distributed.destroy_process_group()

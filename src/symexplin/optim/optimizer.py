@@ -109,7 +109,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             multipliers(group)  # raises before anything has changed, if T is missing
         fresh = not any(self.state.values())
-        if fresh:
+        if self.grad_norm is None:  # the first step since it was built or loaded
             check_gradients(self.param_groups)
         entries = self._current_entries()
         self._writes.adopt(entries)
