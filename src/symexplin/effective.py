@@ -120,7 +120,7 @@ class _Linear(torch.autograd.Function):
         return None, None, g_x, g_bias, *_pull(curved, rows.mT @ x.reshape(-1, x.shape[-1]), parts)
 
 
-# torch asks for the signatures at each call, and to make them takes a third of the time of a small layer.
+# torch computes a signature at each call unless it is stored: an eighth of the time of a small layer.
 for _function in (_Effective.forward, _Linear.forward):
     setattr(_function, "__signature__", inspect.signature(_function))  # noqa: B010, mypy knows no such attribute
 
