@@ -10,6 +10,7 @@ import symexplin as sel
 
 __all__ = [
     "PAPER",
+    "RULE_CASES",
     "Reference",
     "SELSGD",
     "adamw",
@@ -18,6 +19,7 @@ __all__ = [
     "batch",
     "build",
     "network",
+    "run_beside_reference",
     "same",
     "squares",
     "train",
@@ -159,3 +161,25 @@ class Reference:
 
     def weights(self):
         return {name: self.effective(parts).detach() for name, parts in self.parts.items()}
+
+
+# Maps with what :class:`Reference` needs of them for :func:`network`.
+RULE_CASES = {
+    "default": (sel.SELConfig(), {"beta": 7.5 * (20 / 1024) ** 0.5, "mode": "exp_only"}),
+    "paper": (PAPER, {"beta": 7.5}),
+}
+
+
+def run_beside_reference(name, kind, rule, lr):
+    """Take 30 steps in float64; return the model, one that was not trained, and the reference."""
+    config, formula = RULE_CASES[name]
+    model, twin = network(torch.float64), network(torch.float64)
+    settings = {"lr": lr, "weight_decay": 0.1, "kind": kind}
+    optimizer = build(model, config, **settings)
+    reference = Reference(twin, build(twin, config, **settings), **formula, rule=rule, lr=lr, decay=0.1)
+    for step in range(30):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+        reference.step(squares(batch(step, torch.float64)))
+    return model, twin, reference

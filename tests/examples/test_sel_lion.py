@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import symexplin as sel
 from fenced import blocks
 from scripts import load
-from training import PAPER, Reference, backward, batch, build, network, squares
+from training import RULE_CASES, run_beside_reference
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "sel_lion.py"
@@ -22,20 +21,9 @@ def lion(x, g, state, lr, decay, t):  # noqa: ARG001
     return x - lr * (torch.sign(0.9 * m + 0.1 * g) + decay * x)
 
 
-CASES = [(sel.SELConfig(), {"beta": 7.5 * (20 / 1024) ** 0.5, "mode": "exp_only"}), (PAPER, {"beta": 7.5})]
-
-
-@pytest.mark.parametrize(("config", "formula"), CASES, ids=["default", "paper"])
-def test_it_is_lion_on_raw_weights(config, formula):
-    model, twin = network(torch.float64), network(torch.float64)
-    settings = {"lr": 1e-3, "weight_decay": 0.1, "kind": SELLion}
-    optimizer = build(model, config, **settings)
-    reference = Reference(twin, build(twin, config, **settings), **formula, rule=lion, lr=1e-3, decay=0.1)
-    for step in range(30):
-        optimizer.zero_grad()
-        backward(model, step)
-        optimizer.step()
-        reference.step(squares(batch(step, torch.float64)))
+@pytest.mark.parametrize("name", RULE_CASES)
+def test_it_is_lion_on_raw_weights(name):
+    model, _, reference = run_beside_reference(name, SELLion, lion, lr=1e-3)
     for key, wanted in reference.weights().items():
         torch.testing.assert_close(model.get_parameter(key).detach(), wanted, rtol=1e-9, atol=1e-11)
 

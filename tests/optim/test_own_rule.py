@@ -6,7 +6,7 @@ from torch import nn
 
 import symexplin as sel
 from symexplin.presets import IDENTITY
-from training import PAPER, SELSGD, Reference, backward, batch, build, network, squares, train
+from training import PAPER, RULE_CASES, SELSGD, backward, build, network, run_beside_reference, train
 
 
 def sgd(x, g, state, lr, decay, t):  # noqa: ARG001
@@ -14,24 +14,9 @@ def sgd(x, g, state, lr, decay, t):  # noqa: ARG001
     return x * (1 - lr * decay) - lr * m
 
 
-CASES = {
-    "default": (sel.SELConfig(), {"beta": 7.5 * (20 / 1024) ** 0.5, "mode": "exp_only"}),
-    "paper": (PAPER, {"beta": 7.5}),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", RULE_CASES)
 def test_sgd_is_that_of_raw_weights(name):
-    config, formula = CASES[name]
-    model, twin = network(torch.float64), network(torch.float64)
-    settings = {"lr": 3e-3, "weight_decay": 0.1, "kind": SELSGD}
-    optimizer = build(model, config, **settings)
-    reference = Reference(twin, build(twin, config, **settings), **formula, rule=sgd, lr=3e-3, decay=0.1)
-    for step in range(30):
-        optimizer.zero_grad()
-        backward(model, step)
-        optimizer.step()
-        reference.step(squares(batch(step, torch.float64)))
+    model, twin, reference = run_beside_reference(name, SELSGD, sgd, lr=3e-3)
     for key, wanted in reference.weights().items():
         gap = (model.get_parameter(key).detach() - wanted).abs().max() / wanted.abs().max()
         assert float(gap) < 1e-11, key

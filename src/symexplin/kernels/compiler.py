@@ -183,7 +183,7 @@ def _digest(content: bytes) -> str:
 
 
 def _is_whole(content: bytes) -> bool:
-    """Whether an ELF file has its section table, which linkers put last: loading an incomplete file kills the process."""
+    """Whether an ELF file has its section table, which linkers put last: loading part of a file kills the process."""
     if content[:4] != b"\x7fELF":
         return True  # the loader refuses what it does not know
     order: Literal["little", "big"] = "little" if content[5:6] == b"\1" else "big"
