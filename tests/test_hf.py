@@ -1,5 +1,6 @@
 """Hugging Face's Trainer: the same steps as a plain loop, its clipping moved, killed and resumed to the same bits."""
 
+import contextlib
 import functools
 import json
 import logging
@@ -15,6 +16,7 @@ pytest.importorskip("accelerate")
 
 import forked  # noqa: E402
 import symexplin as sel  # noqa: E402
+from states import STATES  # noqa: E402
 from training import SELSGD  # noqa: E402
 
 CONFIG = sel.preset("paper")
@@ -401,14 +403,11 @@ def test_reporters_get_what_the_console_prints(tmp_path, monkeypatch):
 def test_it_trains_alike_under_another_default_dtype(tmp_path):
     """As transformers sets it while it loads a model, and some scripts for good."""
     found = []
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        model, usual = tiny(), torch.get_default_dtype()
-        try:
-            torch.set_default_dtype(dtype)
+    for state in (contextlib.nullcontext, STATES["bfloat16"], STATES["float64"]):
+        model = tiny()
+        with state():
             run = trainer(arguments(tmp_path, max_steps=3), model)
             run.train()
-        finally:
-            torch.set_default_dtype(usual)
         records = [{k: r[k] for k in r if k == "grad_norm" or k[:4] == "sel/"} for r in run.state.log_history[:3]]
         found.append((records, weights(model)))
     for records, end in found[1:]:

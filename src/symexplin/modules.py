@@ -239,10 +239,14 @@ def _made(plain: nn.Parameter, map: Map, position: int) -> Made:
     """
     factors = map.start(plain.dtype, plain.device, position)
     raw = torch.empty_like(plain)  # in the same memory format
-    if not plain.is_meta and not is_fake(plain):  # which have no values to start from
+    if _has_values(plain):
         start = curved_of(map, (plain, *factors.values()))  # with the factors as stored: half precision rounds them
         raw.copy_(start.inverse(start.raw))
     return map, {name: nn.Parameter(value) for name, value in {"raw": raw, **factors}.items()}
+
+
+def _has_values(tensor: Tensor) -> bool:
+    return not tensor.is_meta and not is_fake(tensor)
 
 
 def _curve_(module: nn.Module, made: Mapping[str, Made]) -> nn.Module:
@@ -358,7 +362,6 @@ def _report(verb: str, before: Values) -> None:
     largest = 0.0
     for module, values in before:
         for name, value in values.items():
-            if value.is_meta or is_fake(value):
-                continue
-            largest = max(largest, float((value.double() - getattr(module, name).double()).abs().max()))
+            if _has_values(value):
+                largest = max(largest, float((value.double() - getattr(module, name).double()).abs().max()))
     _logger.info("%s %d layers; largest difference of a weight %.3g", verb, len(before), largest)

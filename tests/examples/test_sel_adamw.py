@@ -10,6 +10,7 @@ from torch import nn
 
 import symexplin as sel
 from scripts import load, run
+from states import STATES
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sel_adamw.py"
 one_file = load(EXAMPLE)
@@ -102,12 +103,9 @@ def test_a_copy_goes_on_as_the_optimizer_and_counts_under_any_default_dtype():
     optimizer = one_file.SELAdamW(one_file.groups(model), max_grad_norm=0.01)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
+    with STATES["bfloat16"]():
         for _ in range(300):
             optimizer.step()
-    finally:
-        torch.set_default_dtype(torch.float32)
     assert {state["step"].item() for state in optimizer.state.values()} == {300.0}
     twin, other = copy.deepcopy((model, optimizer))
     for net, each in ((model, optimizer), (twin, other)):
