@@ -1,13 +1,13 @@
 """A check of compiled kernels before their first use, against the formulas in float64."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 from symexplin.closed import Closed
-from symexplin.kernels.interface import FactoredMap, Kernels, Rates, Tensors
+from symexplin.kernels.interface import Delta, Kernels, Matrices, Rates, Tensors
 
 __all__ = ["attempt", "is_right"]
 
@@ -36,48 +36,66 @@ def attempt(make: Callable[[], Kernels]) -> Kernels | str:
 
 
 def is_right(kernels: Kernels, device: torch.device) -> bool:
-    """Whether a step in closed form and one of a factored map agree with their formulas."""
-    return _is_closed_right(kernels, device) and _is_factored_right(kernels, device)
+    """Whether steps in closed form, in one pass and in two, and of products agree with their formulas."""
+    return _is_closed_right(kernels, device) and _are_products_right(kernels, device)
 
 
 def _is_closed_right(kernels: Kernels, device: torch.device) -> bool:
-    size, c = torch.logspace(-6, 1, 600, dtype=torch.float32, device=device), 0.2
-    weight = torch.cat([size, -size])
-    v, closed = weight.double(), Closed("exp_only", _KAPPA, c)
+    size, closed = torch.logspace(-6, 1, 600, dtype=torch.float32, device=device), Closed("exp_only", _KAPPA, 0.2)
+    start, grads = torch.cat([size, -size]), [torch.ones(1200, dtype=torch.float32, device=device)]
+    v = start.double()
     exact = closed.move(v, -_RATES.lr - _RATES.lr * _RATES.decay * closed.raw(v))
-    plan = kernels.plan((_KAPPA, c), Tensors([weight], *_moments(weight)))
-    plan.update([torch.ones_like(weight)], _RATES, None)
-    return bool(((weight.double() - exact).abs() <= 1e-6 * (exact.abs() + v.abs())).all())
+    weights = start.clone(), start.clone()
+    passes = [kernels.closed(closed, Tensors([weight], *_moments(weight))) for weight in weights]
+    norms = [plan.norm(grads) for plan in passes]
+    passes[0].update(_RATES, None)
+    part = passes[1].part([(0, 0, 700), (0, 700, 1200)])
+    values, raw_grads = passes[1].pull(part, None)
+    passes[1].push(part, values * (1.0 - _RATES.lr * _RATES.decay) - _RATES.lr)
+    close = [(weight.double() - exact).abs() <= 1e-6 * (exact.abs() + v.abs()) for weight in weights]
+    slope = closed.slope(v)
+    pairs = [(norm, torch.linalg.vector_norm(slope)) for norm in norms]
+    return all(bool(each.all()) for each in close) and _are_close([*pairs, (raw_grads, slope)])
 
 
-def _is_factored_right(kernels: Kernels, device: torch.device) -> bool:
-    """Check the mismatch map (e sign(w) expm1(kappa |w|) + |w|)/kappa, e of rows and columns, over several tiles."""
+def _are_products_right(kernels: Kernels, device: torch.device) -> bool:
+    """Check the mismatch map (e sign(w) expm1(kappa |w|) + |w|)/kappa + A B, e of rows and columns."""
     raw = _line(-0.3, 0.3, 520 * 300, device).view(520, 300)
     rows, columns = _line(0.5, 1.5, 520, device), _line(1.2, 0.8, 300, device)
     grad, e = torch.sin(1e4 * raw), torch.outer(rows, columns).double()
-    w, g = raw.double(), grad.double()
-
-    def weight_of(w: Tensor) -> Tensor:
-        return (e * w.sign() * torch.expm1(_KAPPA * w.abs()) + w.abs()) / _KAPPA
-
-    exact_norm = torch.linalg.vector_norm(g * (e * torch.exp(_KAPPA * w.abs()) + w.sign() / _KAPPA))
-    by_e = g * w.sign() * torch.expm1(_KAPPA * w.abs()) / _KAPPA
-    exact_rows, exact_columns = by_e @ columns.double(), rows.double() @ by_e
-    vectors, rest = (rows, columns), (None,) * 6
-    weight, found = weight_of(w).float(), (torch.empty_like(rows), torch.empty_like(columns))
-    map = FactoredMap("mismatch", normalize=False, absorbed=False, beta=_KAPPA)
-    tensors = Tensors([weight], *_moments(weight), [raw])
-    plan = kernels.plan(map, tensors, [(*vectors, *rest)], [(*found, *rest)])
-    norm = plan.pull([grad])
-    plan.update([grad], _RATES, None)
-    moved = w * (1.0 - _RATES.lr * _RATES.decay) - _RATES.lr * g.sign()
-    return all(
-        bool((own.double() - exact).norm() <= 1e-5 * exact.norm())
-        for own, exact in (
-            *((norm, exact_norm), (found[0], exact_rows), (found[1], exact_columns)),
-            *((raw, moved), (weight, weight_of(moved))),
-        )
+    w, g, slopes = raw.double(), grad.double(), torch.ones_like(rows)
+    a, b = _line(-1.0, 1.0, 1040, device).view(520, 2), _line(0.1, 0.2, 600, device).view(2, 300)
+    delta = Delta(a, b, torch.empty_like(a), torch.empty_like(b))
+    weight = torch.empty_like(raw)
+    plan = kernels.products(Matrices([weight], [raw], [0], [0], magnitude=True, deltas=[delta]))
+    ones = torch.ones_like(columns)
+    factors = (
+        torch.stack([_KAPPA * slopes, rows / _KAPPA, slopes / _KAPPA]),
+        torch.stack([ones, columns, ones]),
     )
+    x = _KAPPA * w.abs()
+    exact_raw = g * (e * torch.exp(x) + w.sign() / _KAPPA)
+    by_c, by_kappa = g * w.sign() * torch.expm1(x), g * w.sign() * (x * torch.exp(x) - torch.expm1(x))
+    norm, sums = plan.norm([grad], factors)
+    part = plan.part([(0, 0, 300), (0, 300, 520)])
+    found = plan.pull(part, None)
+    plan.push(part, factors)
+    return _are_close(
+        [
+            (norm, torch.linalg.vector_norm(exact_raw)),
+            (found.view(520, 300), exact_raw),
+            (sums[0][0], by_c @ columns.double()),
+            (sums[1][1], (rows.double() / _KAPPA) @ by_kappa),
+            (sums[1][2], (g * w.abs()).sum(0) / _KAPPA),
+            (delta.by_a, g @ b.double().T),
+            (delta.by_b, a.double().T @ g),
+            (weight, (e * w.sign() * torch.expm1(x) + w.abs()) / _KAPPA + a.double() @ b.double()),
+        ]
+    )
+
+
+def _are_close(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    return all(bool((found.double() - exact).norm() <= 1e-5 * exact.norm()) for found, exact in pairs)
 
 
 def _line(first: float, last: float, count: int, device: torch.device) -> Tensor:

@@ -15,44 +15,52 @@ typedef float *restrict Out;
 
 /* ---- what Python passes, in the order of symexplin.kernels.cpu ---- */
 
+/* Rows `start` to `stop` of a matrix, or entries of a tensor, and where they are in scratch memory. */
 typedef struct {
-    int64_t rows, cols, as; /* FLOAT, HALF or READ */
-    float *raw, *exp_avg, *exp_avg_sq;
+    int64_t item, start, stop, at;
+} Task;
+
+/* `row` and `col` are its first ones among those of all matrices, which have factors and sums in common arrays. */
+typedef struct {
+    int64_t rows, cols, row, col, rank;
+    const float *raw;
     char *weight;
-    const char *grad;
-    float *old, *new, *sums; /* FACTORS of rows, then of columns; SUMS of each tile's columns, then rows */
-    const float *vectors[8]; /* e, l, m (absorbed: a) and n, each of rows and columns; NULL if not learned */
-    float *gradients[8];
+    const float *a, *b; /* of the delta A B, with their gradients */
+    float *by_a, *by_b;
 } Matrix;
 
 /* AdamW's direction times the rate is m/(root sqrt(s) + eps). In the closed form raw gradients are g (base + slope |v|)
-   and `decay` is lr wd; plain and raw weights keep the share `keep`. */
+   and `decay` is lr wd; plain weights keep the share `keep`. */
 typedef struct {
-    float far, towards, beta2, gain2, root, eps, clip, keep, decay, base, slope, c, inverse;
+    float far, towards, beta2, gain2, root, eps, clip, keep, decay, base, slope, c, inverse, kappa;
 } Step;
 
 typedef struct {
-    int64_t task, count, moves; /* moves: lr is not 0 */
-    const int64_t *first;       /* the index of each tensor's or matrix's first tile, and their number at the end */
-    double *squares;            /* of each tile's raw gradients, for NORM and PULL; zeros before */
+    int64_t kind, count, half; /* count: tasks; half: weights and gradients are bfloat16 */
+    const Task *tasks;
+    double *squares; /* of each task's raw gradients, for norms; zeros before */
+    float *scratch, *values; /* raw gradients, or for norms sums by column; raw weights of the closed form */
     Step step;
-    double kappa, c, lambda; /* of a factored map without its learned vectors */
-    int64_t normalize, absorbed, magnitude;
-    Matrix *matrices;
-    /* Of the closed form. `half`: weights and gradients are bfloat16, with or without masters. `noise` has key, offset,
-       columns and stride of each tensor if weights are rounded stochastically, else it is NULL. */
-    int64_t half, plain;
-    const int64_t *sizes, *noise;
-    void *const *weights, *const *grads;
+    void *const *grads;
+    /* Of the closed form, with or without masters. `noise` has key, offset, columns and stride of each tensor if weights
+       are rounded stochastically, else it is NULL. */
+    int64_t plain, moves; /* moves: lr is not 0 */
+    const int64_t *noise;
+    void *const *weights;
     float *const *exp_avgs, *const *exp_avg_sqs, *const *masters;
-    _Atomic int64_t next; /* tile; the operator ++ is atomic */
+    /* Of products: factors of all rows and columns, and sums by row and column, kind by kind. */
+    const Matrix *matrices;
+    int64_t magnitude, all_rows, all_columns;
+    const float *of_rows, *of_columns;
+    double *by_rows, *by_columns;
+    _Atomic int64_t next; /* task; the operator ++ is atomic */
 } Call;
 
-enum { NORM, STEP, PULL, MOVE }; /* tasks */
-enum { FLOAT, HALF, READ }; /* weights and gradients; READ: float, with the exponential had from the weight */
-/* A block's arrays fit the first-level cache. PAD makes the addresses of factors and sums differ modulo 4096. */
-enum { BLOCK = 256, TILE = 64 * BLOCK, TALL = 256, CHUNK = 32, PAD = 48 };
-const int64_t sel_tile = TILE, sel_tall = TALL, sel_pad = PAD, sel_call_size = sizeof(Call);
+enum { NORM, STEP, PULL, PUSH, PRODUCT }; /* kinds: those of products come after PRODUCT */
+enum { FLOAT, HALF }; /* weights and gradients */
+/* A block's arrays fit the first-level cache. PAD makes the addresses of sums differ modulo 4096. */
+enum { BLOCK = 256, CHUNK = 32, PAD = 48 };
+const int64_t sel_pad = PAD, sel_call_size = sizeof(Call);
 
 INLINE uint32_t bits_of(float x) { return ((union { float x; uint32_t bits; }){x}).bits; }
 INLINE float from_bits(uint32_t bits) { return ((union { uint32_t bits; float x; }){bits}).x; }
@@ -225,176 +233,181 @@ static void step_block(const Call *x, int64_t item, int64_t at, int64_t count) {
     if (!whole) copy_in(0, m, 0, count, x->exp_avgs[item] + at), copy_in(0, s, 0, count, x->exp_avg_sqs[item] + at);
 }
 
-static void closed_tile(const Call *x, int64_t item, int64_t tile, int64_t index) {
-    int64_t end = (tile + 1) * TILE < x->sizes[item] ? (tile + 1) * TILE : x->sizes[item];
-    for (int64_t at = tile * TILE; at < end; at += BLOCK) {
-        int64_t count = at + BLOCK < end ? BLOCK : end - at;
-        if (x->task == STEP) step_block(x, item, at, count);
-        else x->squares[index] += norm_block(x, item, at, count);
+/* Whole blocks, so that a weight that a rule leaves alone gives the same raw weight twice. */
+NOINLINE void find_raws(Step k, In v, Out w) {
+    for (int i = 0; i < BLOCK; i++) w[i] = flipped(log1p_of(fabsf(v[i]) * k.inverse) / k.kappa, v[i]);
+}
+
+static void pull_block(const Call *x, int64_t item, int64_t at, int64_t count, Out value, Out out) {
+    float v[BLOCK] = {0}, g[BLOCK], w[BLOCK];
+    copy_weights(x, item, at, count, v);
+    copy_in(x->half, x->grads[item], at, count, g);
+    find_raws(x->step, v, w);
+    for (int64_t i = 0; i < count; i++) value[i] = w[i], out[i] = g[i] * (x->step.base + x->step.slope * fabsf(v[i]));
+}
+
+static void push_block(const Call *x, int64_t item, int64_t at, int64_t count, In value) {
+    float v[BLOCK] = {0}, w[BLOCK], exponents[BLOCK] = {0};
+    int far = 0;
+    copy_weights(x, item, at, count, v);
+    find_raws(x->step, v, w);
+    for (int64_t i = 0; i < count; i++) {
+        exponents[i] = x->step.kappa * flipped(value[i] - w[i], v[i]);
+        far |= !(fabsf(exponents[i]) < 0.3f);
+    }
+    if (far) move_far(x->step.c, v, exponents);
+    else move_near(x->step.c, v, exponents);
+    write_weights(x, item, at, count, v);
+}
+
+static void closed_task(const Call *x, Task task, int64_t index) {
+    float *scratch = x->scratch + task.at - task.start, *values = x->values + task.at - task.start;
+    for (int64_t at = task.start; at < task.stop; at += BLOCK) {
+        int64_t count = at + BLOCK < task.stop ? BLOCK : task.stop - at;
+        if (x->kind == STEP) step_block(x, task.item, at, count);
+        else if (x->kind == NORM) x->squares[index] += norm_block(x, task.item, at, count);
+        else if (x->kind == PULL) pull_block(x, task.item, at, count, values + at, scratch + at);
+        else push_block(x, task.item, at, count, values + at);
     }
 }
 
-/* ---- maps of row and column factors ---- */
+/* ---- maps whose kappa, c and lambda are products of a row's and a column's factor ---- */
 
-/* w_eff = c_i c_j sign(w) expm1(kappa_i kappa_j |w|) + lambda_i lambda_j u(w); u(w) is |w| with `magnitude`, else w.
-   SUMS over a row or column are of g sign(w) expm1(x), g u(w) and g w exp(x) times the other dimension's c, lambda and
-   c kappa. For normalized maps the third is of g sign(w) (x exp(x) - expm1(x)) times c. */
-enum { BY_C, BY_LAMBDA, BY_KAPPA, SUMS, FACTORS = 4 }; /* factors: kappa, c, lambda and c kappa */
-
-/* The factors of one row (dim 0) or column; by_e is c without e, by_l is lambda without l. */
-typedef struct {
-    double m, kappa, by_e, c, by_l, lambda;
-} Axis;
-
-static Axis axis_at(const Call *map, const Matrix *x, int dim, int64_t i) {
-    double value[4];
-    for (int role = 0; role < 4; role++) {
-        const float *from = x->vectors[2 * role + dim];
-        value[role] = !from ? 1 : role == 3 ? exp(-from[i]) : role == 2 && map->absorbed ? exp(from[i]) : from[i];
-    }
-    double kappa = value[2] * (dim ? 1 : map->kappa), share = map->normalize ? 1 / kappa : 1;
-    double by_e = share * value[3] * (dim ? 1 : map->c), by_l = share * (dim ? 1 : map->lambda);
-    return (Axis){value[2], kappa, by_e, by_e * value[0], by_l, by_l * value[1]};
-}
-
-/* Write the old or new factors. The weight minus its linear pathway has an error of 1 + lambda/(c kappa) units of
-   rounding, so READ needs a small ratio. */
-static void write_factors(const Call *map, Matrix *x) {
-    float *to = map->task == PULL ? x->old : x->new;
-    double flattest[2] = {0};
-    for (int dim = 0; dim < 2; dim++) {
-        int64_t count = dim ? x->cols : x->rows;
-        for (int64_t i = 0; i < count; i++) {
-            Axis a = axis_at(map, x, dim, i);
-            double factors[FACTORS] = {a.kappa, a.c, a.lambda, a.c * a.kappa}, flat = fabs(a.lambda / (a.c * a.kappa));
-            for (int k = 0; k < FACTORS; k++) to[k * (count + PAD) + i] = (float)factors[k];
-            if (flat > flattest[dim] || flat != flat) flattest[dim] = flat;
-        }
-        to += FACTORS * (count + PAD);
-    }
-    if (map->task == PULL && x->as != HALF) x->as = !map->normalize && flattest[0] * flattest[1] <= 8 ? READ : FLOAT;
-}
+/* w_eff = c_i c_j sign(w) expm1(kappa_i kappa_j |w|) + lambda_i lambda_j u(w) + A B; u(w) is |w| with `magnitude`, else
+   w. Sums over a row or column are of g sign(w) expm1(x), g sign(w) (x exp(x) - expm1(x)) and g u(w), the first two
+   times the other dimension's c and the third times its lambda. */
+enum { KAPPA, C, LAMBDA, FACTORS }; /* kinds of factors */
+enum { BY_C, BY_KAPPA, BY_LAMBDA, SUMS }; /* kinds of sums */
 
 /* Into the second-level cache: the first one allows few outstanding lines, and the loops would wait. */
 INLINE void prefetch(const void *p, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)p + i, 0, 2);
 }
 
-/* PULL or MOVE the columns from `start` to `stop` of a tile, `count` at once. READ has F and E times c, else halved. */
-INLINE void run_rows(const Call *map, const Matrix *x, int64_t tile, int64_t index, int task, int as, int normalize,
+/* Columns from `start` to `stop` of the rows of a task, `count` at once. */
+INLINE void run_rows(const Call *call, const Matrix *x, Task task, int64_t index, int kind, int as,
                      int64_t start, int64_t stop, int64_t count) {
-    const int64_t cols = x->cols, wide = cols + PAD, high = x->rows + PAD, size = as == HALF ? 2 : 4;
-    const int64_t end = (tile + 1) * TALL < x->rows ? (tile + 1) * TALL : x->rows;
-    In kappa1 = x->old + FACTORS * high, c1 = kappa1 + wide, lambda1 = c1 + wide, steep1 = lambda1 + wide;
-    In kappa3 = x->new + FACTORS * high, c3 = kappa3 + wide, lambda3 = c3 + wide;
-    Out down0 = x->sums + tile * SUMS * (wide + TALL), down1 = down0 + wide, down2 = down1 + wide, right = down2 + wide;
-    const uint32_t signs = map->magnitude ? 0x80000000u : 0, at_zero = map->magnitude ? 0 : 0xffffffffu;
-    const Step step = map->step;
-    float unmoved[CHUNK], unwritten[CHUNK];
-    for (int64_t i = tile * TALL; i < end; i++) {
-        const float *old = x->old + i, *new = x->new + i;
-        const float kappa0 = old[0], c0 = old[high], lambda0 = old[2 * high], steep0 = old[3 * high];
-        const float kappa2 = new[0], c2 = 2 * new[high], lambda2 = new[2 * high];
-        const float by_c0 = as == READ ? 1 : c0, by_kappa0 = as == READ ? kappa0 : normalize ? c0 : steep0;
+    const int64_t cols = x->cols, wide = cols + PAD, size = as == HALF ? 2 : 4;
+    In kappa1 = call->of_columns + x->col, c1 = kappa1 + call->all_columns, lambda1 = c1 + call->all_columns;
+    In kappas = call->of_rows + x->row, cs = kappas + call->all_rows, lambdas = cs + call->all_rows;
+    Out down0 = call->scratch + task.at, down1 = down0 + wide, down2 = down1 + wide;
+    const uint32_t signs = call->magnitude ? 0x80000000u : 0, at_zero = call->magnitude ? 0 : 0xffffffffu;
+    for (int64_t i = task.start; i < task.stop; i++) {
+        const float kappa0 = kappas[i], c0 = 2 * cs[i], lambda0 = lambdas[i]; /* `grow` gives halves */
         float sums[SUMS + 1][CHUNK] = {0};
         for (int64_t from = start; from < stop; from += count) {
             int64_t at = i * cols + from, ahead = at + 2 * cols;
-            const char *g_ = x->grad + at * size, *weight = x->weight + at * size;
-            float *w_ = x->raw + at, *out = map->moves ? w_ : unmoved, *m_ = x->exp_avg + at, *s_ = x->exp_avg_sq + at;
-            void *written = map->moves ? x->weight + at * size : (void *)unwritten;
-            prefetch(x->raw + ahead, 4 * CHUNK), prefetch(x->grad + ahead * size, size * CHUNK);
-            if (task == MOVE) prefetch(x->exp_avg + ahead, 4 * CHUNK), prefetch(x->exp_avg_sq + ahead, 4 * CHUNK);
-            if (task == MOVE || as == READ) prefetch(x->weight + ahead * size, size * CHUNK);
+            const char *g_ = kind == PUSH ? NULL : (const char *)call->grads[task.item] + at * size;
+            const float *w_ = x->raw + at;
+            float *out = kind == PULL ? call->scratch + task.at + (i - task.start) * cols + from : NULL;
+            char *weight = x->weight + at * size;
+            float delta[CHUNK] = {0};
+            prefetch(x->raw + ahead, 4 * CHUNK);
+            if (kind != PUSH) prefetch(g_ + 2 * cols * size, size * CHUNK);
+            else prefetch(x->weight + ahead * size, size * CHUNK);
+            for (int64_t r = 0; kind == PUSH && r < x->rank; r++) {
+                const float a = x->a[i * x->rank + r], *b = x->b + r * cols + from;
+#pragma omp simd
+                for (int64_t j = 0; j < count; j++) delta[j] += a * b[j];
+            }
 #pragma omp simd
             for (int64_t j = 0; j < count; j++) {
                 int64_t k = from + j;
-                float g = number(as, g_, j), w = w_[j], lambda = lambda0 * lambda1[k], kappa = kappa0 * kappa1[k], F, E;
-                float u = from_bits(bits_of(w) & ~signs), steep = as == READ ? kappa : 2 * steep0 * steep1[k];
-                if (as == READ) F = number(FLOAT, weight, j) - lambda * u, E = c0 * c1[k] + flipped(F, w);
-                else grow(kappa * fabsf(w), &F, &E), F = flipped(F, w);
+                float w = w_[j], kappa = kappa0 * kappa1[k], c = c0 * c1[k], lambda = lambda0 * lambda1[k], F, E;
+                float u = from_bits(bits_of(w) & ~signs), y = kappa * fabsf(w);
+                grow(y, &F, &E);
+                if (kind == PUSH) {
+                    float v = c * flipped(F, w) + lambda * u + delta[j];
+                    if (as == HALF) ((uint16_t *)weight)[j] = rounded(v);
+                    else ((float *)weight)[j] = v;
+                    continue;
+                }
                 /* At w = 0 the slope is the mean of the one-sided ones. */
                 float linear = from_bits(w == 0 ? bits_of(lambda) & at_zero : bits_of(lambda) ^ (bits_of(w) & signs));
-                float raw = g * (steep * E + linear);
-                if (task == PULL) {
-                    float by_c = g * F, by_lambda = g * u, by_kappa = g * w * E;
-                    if (normalize) by_kappa = g * flipped(difference(kappa * fabsf(w), flipped(F, w), E), w);
-                    sums[BY_C][j] += by_c * (as == READ ? 1 : c1[k]), down0[k] += by_c * by_c0;
-                    sums[BY_LAMBDA][j] += by_lambda * lambda1[k], down1[k] += by_lambda * lambda0;
-                    sums[BY_KAPPA][j] += by_kappa * (as == READ ? kappa1[k] : normalize ? c1[k] : steep1[k]);
-                    down2[k] += by_kappa * by_kappa0, sums[SUMS][j] += raw * raw;
-                } else {
-                    float m = m_[j], s = s_[j];
-                    w = w * step.keep - direction(step, step.clip * raw, &m, &s);
-                    m_[j] = m, s_[j] = s, out[j] = w;
-                    grow(kappa2 * kappa3[k] * fabsf(w), &F, &E);
-                    F = c2 * c3[k] * flipped(F, w) + lambda2 * lambda3[k] * from_bits(bits_of(w) & ~signs);
-                    if (as == HALF) ((uint16_t *)written)[j] = rounded(F);
-                    else ((float *)written)[j] = F;
+                float g = number(as, g_, j), raw = g * (c * kappa * E + linear);
+                if (kind == PULL) {
+                    out[j] = call->step.clip * raw;
+                    continue;
                 }
+                float by_c = g * flipped(F, w), by_kappa = g * flipped(difference(y, F, E), w), by_lambda = g * u;
+                sums[BY_C][j] += by_c * c1[k], down0[k] += by_c * c0;
+                sums[BY_KAPPA][j] += by_kappa * c1[k], down1[k] += by_kappa * c0;
+                sums[BY_LAMBDA][j] += by_lambda * lambda1[k], down2[k] += by_lambda * lambda0;
+                sums[SUMS][j] += raw * raw;
             }
         }
-        for (int k = 0; task == PULL && k <= SUMS; k++) {
+        for (int k = 0; kind == NORM && k <= SUMS; k++) {
             float sum = 0;
 #pragma omp simd reduction(+ : sum)
             for (int j = 0; j < CHUNK; j++) sum += sums[k][j];
-            if (k == SUMS) map->squares[index] += (double)sum;
-            else right[k * TALL + i % TALL] += sum;
+            if (k == SUMS) call->squares[index] += (double)sum;
+            else call->by_rows[k * call->all_rows + x->row + i] += (double)(k == BY_LAMBDA ? sum : 2 * sum);
         }
     }
 }
 
-NOINLINE void factored_tile(const Call *map, int64_t item, int64_t tile, int64_t index) {
-    const Matrix *x = &map->matrices[item];
-    const int64_t as = x->as, whole = x->cols / CHUNK * CHUNK, rest = x->cols - whole;
-#define ROWS(...) (run_rows(map, x, tile, index, __VA_ARGS__, 0, whole, CHUNK), \
-                   rest ? run_rows(map, x, tile, index, __VA_ARGS__, whole, x->cols, rest) : (void)0)
-    if (map->task == MOVE) as == READ ? ROWS(MOVE, READ, 0) : as == HALF ? ROWS(MOVE, HALF, 0) : ROWS(MOVE, FLOAT, 0);
-    else if (map->normalize) as == HALF ? ROWS(PULL, HALF, 1) : ROWS(PULL, FLOAT, 1);
-    else as == READ ? ROWS(PULL, READ, 0) : as == HALF ? ROWS(PULL, HALF, 0) : ROWS(PULL, FLOAT, 0);
+/* The gradients A's rows get, and B's from the rows of a task: g B^T and A^T g. */
+static void delta_rows(const Call *call, const Matrix *x, Task task) {
+    float g[CHUNK];
+    for (int64_t i = task.start; i < task.stop; i++) {
+        for (int64_t from = 0; from < x->cols; from += CHUNK) {
+            int64_t count = from + CHUNK < x->cols ? CHUNK : x->cols - from;
+            copy_in(call->half, call->grads[task.item], i * x->cols + from, count, g);
+            for (int64_t r = 0; r < x->rank; r++) {
+                const float a = x->a[i * x->rank + r], *b = x->b + r * x->cols + from;
+                float *down = call->scratch + task.at + (SUMS + r) * (x->cols + PAD) + from, sum = 0;
+#pragma omp simd reduction(+ : sum)
+                for (int64_t j = 0; j < count; j++) sum += g[j] * b[j], down[j] += a * g[j];
+                x->by_a[i * x->rank + r] += sum;
+            }
+        }
+    }
 }
 
-/* The gradients of a matrix's vectors by the chain rule, from the sums of its tiles. */
-static void chain(const Call *map, const Matrix *x) {
-    for (int dim = 0; dim < 2; dim++) {
-        int64_t count = dim ? x->cols : x->rows, wide = x->cols + PAD, span = SUMS * (wide + TALL);
-        for (int64_t i = 0; i < count; i++) {
-            Axis a = axis_at(map, x, dim, i);
-            double by[SUMS] = {0};
-            const float *sums = x->sums + (dim ? i : SUMS * wide + i % TALL);
-            for (int64_t tile = dim ? 0 : i / TALL; tile < (dim ? (x->rows + TALL - 1) / TALL : i / TALL + 1); tile++)
-                for (int k = 0; k < SUMS; k++) by[k] += (double)sums[tile * span + k * (dim ? wide : TALL)];
-            double unit = x->as == READ ? 1 / a.c : 2; /* see run_rows */
-            by[BY_C] *= unit, by[BY_KAPPA] *= unit;
-            double by_m = by[BY_KAPPA] * a.c * (map->absorbed ? a.kappa : dim ? 1 : map->kappa);
-            if (map->normalize) by_m = (a.c * by[BY_KAPPA] - a.lambda * by[BY_LAMBDA]) / (map->absorbed ? 1 : a.m);
-            double gradients[4] = {by[BY_C] * a.by_e, by[BY_LAMBDA] * a.by_l, by_m, -by[BY_C] * a.c};
-            for (int role = 0; role < 4; role++)
-                if (x->gradients[2 * role + dim]) x->gradients[2 * role + dim][i] = (float)gradients[role];
+NOINLINE void product_task(const Call *call, Task task, int64_t index) {
+    const Matrix *x = &call->matrices[task.item];
+    const int64_t half = call->half, kind = call->kind - PRODUCT, whole = x->cols / CHUNK * CHUNK, rest = x->cols - whole;
+#define ROWS(kind, as) (run_rows(call, x, task, index, kind, as, 0, whole, CHUNK), \
+                        rest ? run_rows(call, x, task, index, kind, as, whole, x->cols, rest) : (void)0)
+    if (kind == NORM) half ? ROWS(NORM, HALF) : ROWS(NORM, FLOAT);
+    else if (kind == PULL) half ? ROWS(PULL, HALF) : ROWS(PULL, FLOAT);
+    else half ? ROWS(PUSH, HALF) : ROWS(PUSH, FLOAT);
+    if (kind == NORM && x->rank) delta_rows(call, x, task);
+}
+
+/* Add the sums by column of all tasks, in their order. */
+static void add_columns(const Call *call) {
+    for (int64_t t = 0; t < call->count; t++) {
+        const Matrix *x = &call->matrices[call->tasks[t].item];
+        const float *sums = call->scratch + call->tasks[t].at;
+        for (int64_t k = 0; k < SUMS + x->rank; k++, sums += x->cols + PAD) {
+            double *to = call->by_columns + k * call->all_columns + x->col;
+            float *by_b = x->by_b + (k - SUMS) * x->cols;
+            for (int64_t j = 0; j < x->cols; j++)
+                if (k < SUMS) to[j] += (double)sums[j];
+                else by_b[j] += sums[j];
         }
     }
 }
 
 /* ---- threads ---- */
 
-static void *take_tiles(void *argument) {
+static void *take_tasks(void *argument) {
     Call *call = argument;
-    for (int64_t item = 0, index; (index = call->next++) < call->first[call->count];) {
-        while (call->first[item + 1] <= index) item++;
-        (call->task < PULL ? closed_tile : factored_tile)(call, item, index - call->first[item], index);
-    }
+    for (int64_t index; (index = call->next++) < call->count;)
+        (call->kind < PRODUCT ? closed_task : product_task)(call, call->tasks[index], index);
     return NULL;
 }
 
-/* Run a task with a number of threads. Returns the sum of the squares of all raw gradients for NORM and PULL. */
+/* Run the tasks with a number of threads. Returns the sum of the squares of all raw gradients for norms. */
 double sel_run(Call *call, int64_t threads) {
     pthread_t others[threads];
     int64_t started = 0;
     double sum = 0;
-    for (int64_t i = 0; call->task >= PULL && i < call->count; i++) write_factors(call, &call->matrices[i]);
-    while (started < threads - 1 && pthread_create(&others[started], NULL, take_tiles, call) == 0) started++;
-    take_tiles(call);
+    while (started < threads - 1 && pthread_create(&others[started], NULL, take_tasks, call) == 0) started++;
+    take_tasks(call);
     while (started > 0) pthread_join(others[--started], NULL);
-    for (int64_t i = 0; call->task == PULL && i < call->count; i++) chain(call, &call->matrices[i]);
-    for (int64_t t = 0; call->squares && t < call->first[call->count]; t++) sum += call->squares[t];
+    if (call->kind == PRODUCT + NORM) add_columns(call);
+    for (int64_t t = 0; call->squares && t < call->count; t++) sum += call->squares[t];
     return sum;
 }

@@ -4,27 +4,41 @@ PyTorch's operations (:mod:`symexplin.closed` and :mod:`symexplin.transform`) ar
 """
 
 import array
+import contextlib
 import ctypes
 import functools
 import itertools
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from symexplin.closed import Closed
 from symexplin.kernels.check import attempt, is_right
 from symexplin.kernels.compiler import load_library
-from symexplin.kernels.interface import Curve, FactoredMap, Kernels, Noise, Rates, Tensors, Vectors
+from symexplin.kernels.interface import (
+    ClosedPlan,
+    Delta,
+    Factors,
+    Kernels,
+    Matrices,
+    Noise,
+    ProductPlan,
+    Rates,
+    Span,
+    Tensors,
+)
 
 __all__ = ["kernels_of", "load"]
 
 _CPU = torch.device("cpu")  # explicit, since the user may have another default device
 _SOURCE = Path(__file__).with_name("cpu.c")
-_NORM, _STEP, _PULL, _MOVE = range(4)  # tasks
-_FACTORS, _SUMS = 4, 3  # per row and column
-_GRAD, _SCRATCH = 7, slice(8, 11)  # columns of the table of matrices: gradients; old, new and sums
+_NORM, _STEP, _PULL, _PUSH, _PRODUCT = range(5)  # kinds of tasks; those of products come after _PRODUCT
+_SUMS = 3  # by row and by column
+_TILE, _NORM_TILE = 2**14, 2**18  # entries of a task; sums by column cost as much as a row for each of a norm's
 _ENTRIES_PER_THREAD = 2**16  # starting a thread costs about as much
 _NO_COMPILER = (
     "symexplin has no compiled kernels here ({reason}): PyTorch's operations run on the CPU instead, and an optimizer "
@@ -38,24 +52,30 @@ class _Step(ctypes.Structure):
         (name, ctypes.c_float)
         for name in (
             *("far", "towards", "beta2", "gain2", "root", "eps", "clip", "keep", "decay"),
-            *("base", "slope", "c", "inverse"),
+            *("base", "slope", "c", "inverse", "kappa"),
         )
     )
 
 
 class _Call(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("task", "count", "moves")),
-        *((name, ctypes.c_void_p) for name in ("first", "squares")),
+        *((name, ctypes.c_int64) for name in ("kind", "count", "half")),
+        *((name, ctypes.c_void_p) for name in ("tasks", "squares", "scratch", "values")),
         ("step", _Step),
-        *((name, ctypes.c_double) for name in ("kappa", "c", "lam")),
-        *((name, ctypes.c_int64) for name in ("normalize", "absorbed", "magnitude")),
-        ("matrices", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("half", "plain")),
-        *((name, ctypes.c_void_p) for name in ("sizes", "noise")),
-        *((name, ctypes.c_void_p) for name in ("weights", "grads", "exp_avgs", "exp_avg_sqs", "masters")),
+        ("grads", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("plain", "moves")),
+        *((name, ctypes.c_void_p) for name in ("noise", "weights", "exp_avgs", "exp_avg_sqs", "masters", "matrices")),
+        *((name, ctypes.c_int64) for name in ("magnitude", "all_rows", "all_columns")),
+        *((name, ctypes.c_void_p) for name in ("of_rows", "of_columns", "by_rows", "by_columns")),
         ("next", ctypes.c_int64),
     )
+
+
+class _Part(NamedTuple):
+    """Spans cut into tasks for threads, and the number of their entries."""
+
+    tasks: "array.array[int]"
+    size: int
 
 
 class _Library:
@@ -64,105 +84,152 @@ class _Library:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._run = library.sel_run
         self._run.restype, self._run.argtypes = ctypes.c_double, (ctypes.c_void_p, ctypes.c_int64)
-        self.tile, self.tall, self.pad = (_constant(library, name) for name in ("sel_tile", "sel_tall", "sel_pad"))
+        self.pad = _constant(library, "sel_pad")
 
-    def run(self, call: _Call, task: int, entries: int, tiles: int = 0) -> Tensor:
-        """Run a task, and return the sum of the squares of its `tiles` as a 0-d float64 tensor."""
-        squares = torch.zeros(tiles, dtype=torch.float64, device=_CPU)
-        call.task, call.squares, call.next = task, squares.data_ptr() if tiles else None, 0
-        threads = min(torch.get_num_threads(), entries // _ENTRIES_PER_THREAD + 1)
-        return torch.tensor(self._run(ctypes.byref(call), threads), dtype=torch.float64, device=_CPU)
+    def run(
+        self, call: _Call, kind: int, part: _Part, grads: Sequence[int] = (), squares: Tensor | None = None
+    ) -> float:
+        """Run tasks of one kind; return the sum of `squares`, to which each task of a norm adds."""
+        table = _numbers(grads)
+        call.kind, call.count, call.tasks = kind, len(part.tasks) // 4, _address(part.tasks)
+        call.grads, call.squares, call.next = _address(table), None if squares is None else squares.data_ptr(), 0
+        threads = min(torch.get_num_threads(), part.size // _ENTRIES_PER_THREAD + 1)
+        return float(self._run(ctypes.byref(call), threads))
+
+    def norm(self, call: _Call, kind: int, part: _Part, grads: Sequence[int]) -> Tensor:
+        """Run tasks of a norm, and return it as a 0-d float64 tensor."""
+        squares = torch.zeros(len(part.tasks) // 4, dtype=torch.float64, device=_CPU)
+        total = self.run(call, kind, part, grads, squares)
+        return torch.tensor(total, dtype=torch.float64, device=_CPU).sqrt()
 
 
-class _Closed:
+def _cut(spans: Sequence[Span], widths: Sequence[int], size: int) -> _Part:
+    """Return tasks of about `size` entries, for spans of rows of these widths."""
+    tasks: array.array[int] = array.array("q")
+    at = 0
+    for item, start, stop in spans:
+        width = widths[item]
+        height = max(1, size // max(1, width))
+        for first in range(start, stop, height):
+            last = min(first + height, stop)
+            tasks.extend((item, first, last, at))
+            at += (last - first) * width
+    return _Part(tasks, at)
+
+
+class _Closed(ClosedPlan):
     """Steps of weights under a map in closed form, or of plain ones."""
 
-    def __init__(self, library: _Library, curve: Curve | None, tensors: Tensors) -> None:
-        self._library, self._curve = library, curve
-        sizes = _numbers(map(Tensor.numel, tensors.weights))
-        self._entries = sum(sizes)
-        self._first = _first(-(-size // library.tile) for size in sizes)
-        tables = [None if line is None else _numbers(map(Tensor.data_ptr, line)) for line in tensors[:4]]
-        self._held = tensors, sizes, tables
-        self._call = call = _Call(count=len(sizes), first=_address(self._first), sizes=_address(sizes))
-        call.plain, call.half = curve is None, tensors.are_half
-        call.weights, call.exp_avgs, call.exp_avg_sqs, call.masters = map(_address, tables)
+    def __init__(self, library: _Library, closed: Closed | None, tensors: Tensors) -> None:
+        self._library = library
+        super().__init__(closed, tensors)
 
-    def pull(self, grads: Sequence[int]) -> Tensor:
-        """Return the norm of the raw gradients g kappa (c + |v|), or g of plain weights, as a 0-d float64 tensor."""
-        table = _numbers(grads)
-        self._call.grads = _address(table)
-        _set_step(self._call, None, None, self._curve)
-        return self._library.run(self._call, _NORM, self._entries, self._first[-1]).sqrt()
+    def _prepare(self) -> None:
+        sizes = [weight.numel() for weight in self.tensors.weights]
+        self._all = self.part([(i, 0, size) for i, size in enumerate(sizes)])
+        self._tables = [None if line is None else _numbers(map(Tensor.data_ptr, line)) for line in self.tensors[:4]]
+        self._call = call = _Call(plain=self.closed is None, half=self.tensors.are_half)
+        call.weights, call.exp_avgs, call.exp_avg_sqs, call.masters = map(_address, self._tables)
 
-    def update(
-        self, grads: Sequence[int], rates: Rates, clip: Tensor | None, noise: Sequence[Noise] | None = None
-    ) -> None:
-        """Apply AdamW to the weights in place."""
-        table = _numbers(grads)
+    def _norm(self) -> Tensor:
+        _set_step(self._call, self.closed, None)
+        return self._library.norm(self._call, _NORM, self._all, self.grads)
+
+    def update(self, rates: Rates, clip: Tensor | None, noise: Sequence[Noise] | None = None) -> None:
+        """See :meth:`ClosedPlan.update`."""
+        _set_step(self._call, self.closed, clip, rates)
+        with self._noisy(noise):
+            self._library.run(self._call, _STEP, self._all, self.grads)
+
+    def part(self, spans: Sequence[Span]) -> _Part:
+        """See :meth:`ClosedPlan.part`."""
+        return _cut(spans, [1] * len(self.tensors.weights), _TILE)
+
+    def pull(self, part: _Part, clip: Tensor | None) -> tuple[Tensor, Tensor]:
+        """See :meth:`ClosedPlan.pull`."""
+        values, grads = (torch.empty(part.size, dtype=torch.float32, device=_CPU) for _ in range(2))
+        _set_step(self._call, self.closed, clip)
+        self._call.values, self._call.scratch = values.data_ptr(), grads.data_ptr()
+        self._library.run(self._call, _PULL, part, self.grads)
+        return values, grads
+
+    def push(self, part: _Part, values: Tensor, noise: Sequence[Noise] | None = None) -> None:
+        """See :meth:`ClosedPlan.push`."""
+        _set_step(self._call, self.closed, None)
+        self._call.values = values.data_ptr()
+        with self._noisy(noise):
+            self._library.run(self._call, _PUSH, part)
+
+    @contextlib.contextmanager
+    def _noisy(self, noise: Sequence[Noise] | None) -> Iterator[None]:
         line = None if noise is None else _numbers(itertools.chain.from_iterable(noise))
-        self._call.grads, self._call.noise = _address(table), _address(line)
-        _set_step(self._call, rates, clip, self._curve)
-        self._library.run(self._call, _STEP, self._entries)
+        self._call.noise = _address(line)
+        yield
 
 
-class _Factored:
+class _Products(ProductPlan):
     """Steps of matrices under a map of row and column factors."""
 
-    def __init__(
-        self,
-        library: _Library,
-        map: FactoredMap,
-        tensors: Tensors,
-        vectors: Sequence[Vectors],
-        gradients: Sequence[Vectors],
-    ) -> None:
-        self._library, self._held = library, (tensors, vectors, gradients)
-        shapes = [(1, *w.shape) if w.dim() == 1 else tuple(w.shape) for w in tensors.weights]
-        self._entries = sum(rows * cols for rows, cols in shapes)
-        self._first = _first(-(-rows // library.tall) for rows, _ in shapes)
-        self._table = _table(tensors, shapes, vectors, gradients)
-        factors = [_FACTORS * (rows + cols + 2 * library.pad) for rows, cols in shapes]
-        sums = [_SUMS * -(-rows // library.tall) * (cols + library.pad + library.tall) for rows, cols in shapes]
-        sizes = torch.tensor([factors, factors, sums], dtype=torch.int64, device=_CPU)  # of old, new and sums
-        self._ends = sizes.view(-1).cumsum(0).view(3, -1)
-        self._starts = self._ends - sizes
-        self._call = _Call(count=len(shapes), first=_address(self._first), matrices=self._table.data_ptr())
-        self._call.kappa, self._call.c, self._call.lam, self._call.magnitude = map.numbers()
-        self._call.normalize, self._call.absorbed = map.normalize, map.absorbed
+    def __init__(self, library: _Library, matrices: Matrices) -> None:
+        self._library = library
+        super().__init__(matrices)
 
-    def pull(self, grads: Sequence[int]) -> Tensor:
-        """Return the norm of the raw gradients as a 0-d float64 tensor, and write the gradients of the vectors."""
-        self._scratch = torch.empty(int(self._ends[-1, -1]), dtype=torch.float32, device=_CPU)
-        self._scratch[self._starts[-1, 0] :].zero_()  # the sums
-        self._table[:, _GRAD] = torch.tensor(grads, dtype=torch.int64, device=_CPU)
-        self._table[:, _SCRATCH] = self._scratch.data_ptr() + self._scratch.itemsize * self._starts.T
-        return self._library.run(self._call, _PULL, self._entries, self._first[-1]).sqrt()
+    def _prepare(self) -> None:
+        matrices = self.matrices
+        shapes, pad = matrices.shapes, self._library.pad
+        self._widths = [width for _, width in shapes]
+        deltas: Sequence[Delta | None] = matrices.deltas or [None] * len(shapes)
+        self._table = _numbers(
+            number
+            for (rows, width), row, column, raw, weight, delta in zip(
+                shapes, matrices.rows, matrices.columns, matrices.raws, matrices.weights, deltas, strict=True
+            )
+            for number in (
+                *(rows, width, row, column, delta.a.shape[-1] if delta else 0, raw.data_ptr(), weight.data_ptr()),
+                *(map(Tensor.data_ptr, delta) if delta else (0,) * 4),
+            )
+        )
+        self._call = call = _Call(half=matrices.weights[0].dtype == torch.bfloat16, magnitude=matrices.magnitude)
+        call.all_rows, call.all_columns = matrices.counts
+        call.matrices = _address(self._table)
+        # The tasks of a norm have sums by column in scratch memory instead of gradients.
+        ranks = [delta.a.shape[-1] if delta else 0 for delta in deltas]
+        tasks, at = _cut([(i, 0, rows) for i, (rows, _) in enumerate(shapes)], self._widths, _NORM_TILE), 0
+        for k in range(0, len(tasks.tasks), 4):
+            item, tasks.tasks[k + 3] = tasks.tasks[k], at
+            at += (_SUMS + ranks[item]) * (self._widths[item] + pad)
+        self._all, self._sums = tasks, at
 
-    def update(
-        self,
-        grads: Sequence[int],  # noqa: ARG002
-        rates: Rates,
-        clip: Tensor | None,
-        noise: Sequence[Noise] | None = None,  # noqa: ARG002
-    ) -> None:
-        """Apply AdamW to the raw weights and write the weights."""
-        factors = self._scratch  # the old ones
-        _set_step(self._call, rates, clip, None)
-        self._library.run(self._call, _MOVE, self._entries)
-        del self._scratch, factors
+    def _norm(self, factors: Factors) -> tuple[Tensor, Factors]:
+        call = self._call
+        sums = torch.zeros(self._sums, dtype=torch.float32, device=_CPU)
+        by = [torch.zeros(side.shape, dtype=torch.float64, device=_CPU) for side in factors]
+        for delta in self.matrices.deltas or ():
+            delta.by_a.zero_()
+            delta.by_b.zero_()
+        call.scratch, call.by_rows, call.by_columns = sums.data_ptr(), by[0].data_ptr(), by[1].data_ptr()
+        self._factors = factors  # the old ones, for `pull`
+        self._use(factors)
+        return self._library.norm(call, _PRODUCT + _NORM, self._all, self.grads), (by[0], by[1])
 
+    def _use(self, factors: Factors) -> None:
+        self._call.of_rows, self._call.of_columns = (side.data_ptr() for side in factors)
 
-def _table(
-    tensors: Tensors, shapes: Sequence[tuple[int, ...]], vectors: Sequence[Vectors], gradients: Sequence[Vectors]
-) -> Tensor:
-    """Return the library's matrices, one per row, without their gradients and scratch."""
-    assert tensors.masters is not None
-    memory = zip(tensors.masters, tensors.exp_avgs, tensors.exp_avg_sqs, tensors.weights, strict=True)
-    later, half = [None] * 4, tensors.are_half
-    lines = zip(shapes, memory, vectors, gradients, strict=True)
-    rows = [(*shape, half, *map(_pointer, itertools.chain(own, later, *both))) for shape, own, *both in lines]
-    return torch.tensor(rows, dtype=torch.int64, device=_CPU)
+    def part(self, spans: Sequence[Span]) -> _Part:
+        """See :meth:`ProductPlan.part`."""
+        return _cut(spans, self._widths, _TILE)
+
+    def pull(self, part: _Part, clip: Tensor | None) -> Tensor:
+        """See :meth:`ProductPlan.pull`."""
+        grads = torch.empty(part.size, dtype=torch.float32, device=_CPU)
+        self._use(self._factors)
+        self._call.scratch, self._call.step.clip = grads.data_ptr(), _number(clip)
+        self._library.run(self._call, _PRODUCT + _PULL, part, self.grads)
+        return grads
+
+    def _push(self, part: _Part, factors: Factors) -> None:
+        self._use(factors)
+        self._library.run(self._call, _PRODUCT + _PUSH, part)
 
 
 def _constant(library: ctypes.CDLL, name: str) -> int:
@@ -173,36 +240,30 @@ def _numbers(values: Iterable[int]) -> "array.array[int]":
     return array.array("q", values)
 
 
-def _first(tiles: Iterable[int]) -> "array.array[int]":
-    """Return the index of each item's first tile, and the number of all tiles."""
-    return _numbers(itertools.accumulate(tiles, initial=0))
-
-
 def _address(numbers: "array.array[int] | None") -> int | None:
     return None if numbers is None else numbers.buffer_info()[0]
 
 
-def _pointer(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+def _number(clip: Tensor | None) -> float:
+    return 1.0 if clip is None else float(clip)
 
 
-def _set_step(call: _Call, rates: Rates | None, clip: Tensor | None, curve: Curve | None) -> None:
-    """Set the numbers that the kernels' loops use."""
-    step, (kappa, c) = call.step, curve or (1.0, 1.0)
-    factor = 1.0 if clip is None else float(clip)
-    step.clip, step.c, step.inverse = factor, c, 1.0 / c
-    step.base, step.slope = factor * kappa * c, 0.0 if curve is None else factor * kappa
-    if rates is None:
-        return
-    call.moves, step.decay = rates.lr != 0, rates.lr * rates.decay
-    step.far, step.keep = rates.from_grad, 1 - step.decay
-    step.towards, step.beta2, step.gain2, step.root, step.eps = rates.direction(kappa)
+def _set_step(call: _Call, closed: Closed | None, clip: Tensor | None, rates: Rates | None = None) -> None:
+    """Set the numbers that the closed form's loops use."""
+    step, factor = call.step, _number(clip)
+    kappa, c = (1.0, 1.0) if closed is None else (closed.kappa, closed.c)
+    step.clip, step.c, step.inverse, step.kappa = factor, c, 1.0 / c, kappa
+    step.base, step.slope = factor * kappa * c, 0.0 if closed is None else factor * kappa
+    if rates is not None:
+        call.moves, step.decay = rates.lr != 0, rates.lr * rates.decay
+        step.far, step.keep = rates.from_grad, 1 - step.decay
+        step.towards, step.beta2, step.gain2, step.root, step.eps = rates.direction(kappa)
 
 
 def kernels_of(library: ctypes.CDLL, name: str) -> Kernels:
     """Return the kernels of a compiled `cpu.c`, for tensors on a CPU, with torch's number of threads."""
     functions = _Library(library)
-    return Kernels(name, functools.partial(_Closed, functions), functools.partial(_Factored, functions))
+    return Kernels(name, functools.partial(_Closed, functions), functools.partial(_Products, functions))
 
 
 @functools.cache

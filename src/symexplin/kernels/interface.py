@@ -1,36 +1,41 @@
-"""What kernels for one type of device compute."""
+"""What kernels for one type of device compute: a map in closed form, and maps of row and column factors.
+
+Kernels know the map. The only rule among them is AdamW, for speed: in one pass with the closed form, and for plain
+tensors.
+"""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from symexplin.closed import Closed
+
 __all__ = [
-    "Curve",
-    "FactoredMap",
+    "ClosedPlan",
+    "Delta",
+    "Factors",
     "Kernels",
+    "Matrices",
     "Noise",
-    "Plan",
+    "ProductPlan",
     "Rates",
-    "Steps",
+    "Span",
     "Tensors",
-    "Vectors",
     "is_dense",
     "is_memory",
     "is_plain",
 ]
 
-Curve = tuple[float, float]  # kappa and c of a map in closed form
 Noise = tuple[int, int, int, int]  # key, offset, columns and stride, see symexplin.rounding
-# Learned vectors of e, l, m (or a) and n: of each that along the rows in memory and that along the columns.
-Vectors = tuple[Tensor | None, ...]
+Span = tuple[int, int, int]  # entries, in the order of memory, or rows of a tensor: its index, the first and the end
+Factors = tuple[Tensor, Tensor]  # kappa, c and lambda of all rows and of all columns: (3, rows) and (3, columns)
 _Form = tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]]  # of a tensor; the last are its strides
 _PLAIN = (Tensor, nn.Parameter)
-# The linear pathway of each mode: the sign of lambda, and whether it multiplies |w|.
-_LINEAR = {"mismatch": (1.0, True), "congruent": (1.0, False), "oppose": (-1.0, False), "exp_only": (0.0, True)}
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -70,9 +75,9 @@ class Tensors(NamedTuple):
     """
 
     weights: Sequence[Tensor]
-    exp_avgs: Sequence[Tensor]
-    exp_avg_sqs: Sequence[Tensor]
-    masters: Sequence[Tensor] | None = None  # float32 copies of the weights, or the raw weights of a factored map
+    exp_avgs: Sequence[Tensor] | None = None  # for AdamW
+    exp_avg_sqs: Sequence[Tensor] | None = None
+    masters: Sequence[Tensor] | None = None  # float32 copies of the weights
     grads: Sequence[Tensor] | None = None  # like the weights, for every update, where they stay in place
 
     @property
@@ -107,41 +112,44 @@ class Rates(NamedTuple):
         return towards, self.beta2, 1.0 - self.beta2, 1.0 / (math.sqrt(self.correction2) * rate), self.eps / rate
 
 
-class FactoredMap(NamedTuple):
-    """A map whose scales are products of a row's and a column's factor, with its fixed values.
+class Delta(NamedTuple):
+    """A low-rank summand A B of a matrix, (rows, rank) times (rank, columns), and where their gradients go."""
 
-    A role with learned vectors is their product (n: their sum), any other has its fixed value. With `absorbed`, kappa
-    is the product of the exponentials of the learned vectors, else it is beta times m.
+    a: Tensor
+    b: Tensor
+    by_a: Tensor
+    by_b: Tensor
+
+
+class Matrices(NamedTuple):
+    """Matrices in the order of their memory, whose map has factors of rows and of columns (:mod:`symexplin.products`).
+
+    ::
+
+        w_eff = c sign(w) expm1(kappa |w|) + lambda u + A B      u = |w| with `magnitude`, else w
+
+    A tensor with one dimension is one row. The factors of all matrices are in common tensors: matrix i has those from
+    `rows[i]` and from `columns[i]` on. Raw weights are float32.
     """
 
-    mode: str
-    normalize: bool
-    absorbed: bool
-    beta: float
-    e: float = 1.0
-    l: float = 1.0
-    m: float = 1.0
-    n: float = 0.0
-    s: float = 1.0
+    weights: Sequence[Tensor]
+    raws: Sequence[Tensor]
+    rows: Sequence[int]
+    columns: Sequence[int]
+    magnitude: bool
+    deltas: Sequence[Delta] | None = None
+    moments: Sequence[Sequence[Tensor]] = ()  # exp_avg and exp_avg_sq, for :meth:`ProductPlan.update`
 
-    def numbers(self) -> tuple[float, float, float, bool]:
-        """Return kappa, c and lambda without learned vectors, and whether the linear pathway multiplies |w|."""
-        sign, magnitude = _LINEAR[self.mode]
-        share = self.s / (1.0 if self.normalize else self.beta)
-        kappa = self.m * (1.0 if self.absorbed else self.beta)
-        return kappa, share * self.e * math.exp(-self.n), sign * share * self.l, magnitude
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """The numbers of rows and columns of each."""
+        return [(1 if w.dim() == 1 else len(w), w.shape[-1]) for w in self.weights]
 
-
-class Steps(Protocol):
-    """What kernels do for a :class:`Plan`, which checks the gradients and passes their addresses."""
-
-    def pull(self, grads: Sequence[int]) -> Tensor:
-        """See :meth:`Plan.pull`."""
-
-    def update(
-        self, grads: Sequence[int], rates: Rates, clip: Tensor | None, noise: Sequence[Noise] | None = None
-    ) -> None:
-        """See :meth:`Plan.update`."""
+    @property
+    def counts(self) -> tuple[int, int]:
+        """The numbers of all rows and of all columns."""
+        places = list(zip(self.shapes, self.rows, self.columns, strict=True))
+        return max(i + rows for (rows, _), i, _ in places), max(j + columns for (_, columns), _, j in places)
 
 
 class _Memory:
@@ -183,105 +191,161 @@ def _said(tensor: Tensor) -> str:
     return f"a {kind} of {dtype} on {device} with shape {tuple(shape)} and strides {strides}"
 
 
-class Plan:
-    """The steps of weights that share a map. A repeated step gives the same bits, with any number of threads.
+class _Plan:
+    """Steps of tensors that share a map, for as long as they keep their memory.
 
-    It is valid as long as the tensors keep their memory. Gradients have the dtype, size and strides of the weights.
+    A repeated step gives the same bits, with any number of threads. A step begins with `norm`.
     """
 
-    def __init__(self, steps: Steps, tensors: Tensors) -> None:
-        self._steps = steps
-        self._like_weights = _Memory(map(_form, tensors.weights))
-        self._kept = None if tensors.grads is None else self._like_weights.addresses("grads", tensors.grads)
-        self._pulled: tuple[Sequence[Tensor], list[int]] | None = None
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self._like_weights = _Memory(map(_form, weights))
+        self.grads: list[int] = []  # the addresses of the step's gradients
 
-    def pull(self, grads: Sequence[Tensor]) -> Tensor:
-        """Return the norm of the raw gradients, a 0-d tensor, and write the gradients of the vectors.
+
+class ClosedPlan(_Plan, ABC):
+    """Steps of weights under a map in closed form (:mod:`symexplin.closed`), or of plain ones without a map.
+
+    Raises:
+        ValueError: a tensor of another dtype, device, size or layout than :class:`Tensors` says.
+    """
+
+    def __init__(self, closed: Closed | None, tensors: Tensors) -> None:
+        _check_tensors(tensors)
+        super().__init__(tensors.weights)
+        self.closed, self.tensors = closed, tensors
+        if tensors.grads is not None:
+            self.grads = self._like_weights.addresses("grads", tensors.grads)
+        with torch.inference_mode(False):  # its tensors are written later, perhaps outside of that mode
+            self._prepare()
+
+    def norm(self, grads: Sequence[Tensor]) -> Tensor:
+        """Return the norm of the raw gradients g f'(w), a 0-d tensor.
 
         Raises:
-            ValueError: a gradient of another dtype, device, size or layout.
+            ValueError: a gradient of another dtype, device, size or layout than the weight's.
         """
-        self._pulled = grads, self._like_weights.addresses("grads", grads)
-        return self._steps.pull(self._pulled[1])
+        self.grads = self._like_weights.addresses("grads", grads)
+        return self._norm()
 
-    def update(
-        self,
-        grads: Sequence[Tensor] | None,
-        rates: Rates,
-        clip: Tensor | None,
-        noise: Sequence[Noise] | None = None,
-    ) -> None:
+    @abstractmethod
+    def _prepare(self) -> None: ...
+
+    @abstractmethod
+    def _norm(self) -> Tensor: ...
+
+    @abstractmethod
+    def update(self, rates: Rates, clip: Tensor | None, noise: Sequence[Noise] | None = None) -> None:
         """Apply AdamW in place, with the gradients times `clip`. With lr 0 only the moments change.
 
-        Without `grads` it takes those of the plan. Weights in bfloat16 are rounded from their masters or, without
-        masters, with `noise`. Under a factored map a :meth:`pull` of the same gradients comes before, with the vectors'
-        old values; the weights get the new ones.
+        Weights in bfloat16 are rounded from their masters or, without masters, with `noise`.
+        """
+
+    @abstractmethod
+    def part(self, spans: Sequence[Span]) -> Any:
+        """Return spans of entries in the form that :meth:`pull` and :meth:`push` take."""
+
+    @abstractmethod
+    def pull(self, part: Any, clip: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the raw weights of a part, and their gradients times `clip`, one span after the other."""
+
+    @abstractmethod
+    def push(self, part: Any, values: Tensor, noise: Sequence[Noise] | None = None) -> None:
+        """Write the weights of new raw ones; a weight whose raw one is that of :meth:`pull` keeps its bits."""
+
+
+class ProductPlan(_Plan, ABC):
+    """Steps of matrices under a map of row and column factors.
+
+    Raises:
+        ValueError: a tensor of another dtype, device, size or layout than :class:`Matrices` says.
+    """
+
+    fused: ClassVar[bool] = False  # whether :meth:`update` exists
+
+    def __init__(self, matrices: Matrices) -> None:
+        _check_matrices(matrices)
+        super().__init__(matrices.weights)
+        self.matrices = matrices
+        device = matrices.weights[0].device
+        sizes = [torch.Size((3, count)) for count in matrices.counts]
+        self._like_factors = _Memory((torch.float32, device, size, (size[1], 1)) for size in sizes)
+        with torch.inference_mode(False):
+            self._prepare()
+
+    def norm(self, grads: Sequence[Tensor], factors: Factors) -> tuple[Tensor, Factors]:
+        """Return the norm of the raw gradients, and sums over each row and each column, in float64 or float32.
+
+        With x = kappa |w| these are of g sign(w) expm1(x) and g sign(w) (x exp(x) - expm1(x)), times the other
+        dimension's c, and of g u times the other dimension's lambda. It also writes the gradients of deltas.
 
         Raises:
-            ValueError: a gradient of another dtype, device, size or layout.
+            ValueError: a gradient of another dtype, device, size or layout than the weight's, or such factors.
         """
-        pulled, self._pulled = self._pulled, None  # the user's memory is not kept
-        if grads is None:
-            if self._kept is None:
-                raise ValueError("grads must be given to update, as the plan has none")
-            addresses = self._kept
-        elif pulled is not None and pulled[0] is grads:
-            addresses = pulled[1]
-        else:
-            addresses = self._like_weights.addresses("grads", grads)
-        self._steps.update(addresses, rates, clip, noise)
+        self.grads = self._like_weights.addresses("grads", grads)
+        self._like_factors.addresses("factors", factors)
+        return self._norm(factors)
+
+    def push(self, part: Any, factors: Factors) -> None:
+        """Write the weights of the raw ones under new factors."""
+        self._like_factors.addresses("factors", factors)
+        self._push(part, factors)
+
+    @abstractmethod
+    def _prepare(self) -> None: ...
+
+    @abstractmethod
+    def _norm(self, factors: Factors) -> tuple[Tensor, Factors]: ...
+
+    @abstractmethod
+    def _push(self, part: Any, factors: Factors) -> None: ...
+
+    @abstractmethod
+    def part(self, spans: Sequence[Span]) -> Any:
+        """Return spans of rows in the form that :meth:`pull` and :meth:`push` take."""
+
+    @abstractmethod
+    def pull(self, part: Any, clip: Tensor | None) -> Tensor:
+        """Return the raw gradients of a part under the factors of :meth:`norm`, times `clip`, span after span."""
+
+    def update(self, rates: Rates, clip: Tensor | None, factors: Factors) -> None:
+        """Apply AdamW to raw weights and write the weights under new factors, in one pass."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """Kernels for one type of device: functions that plan the steps of weights, in closed form and of factored maps."""
+    """Kernels for one type of device."""
 
     name: str
-    closed: Callable[[Curve | None, Tensors], Steps]
-    factored: Callable[[FactoredMap, Tensors, Sequence[Vectors], Sequence[Vectors]], Steps]
-
-    def plan(
-        self,
-        map: Curve | FactoredMap | None,
-        tensors: Tensors,
-        vectors: Sequence[Vectors] = (),
-        gradients: Sequence[Vectors] = (),
-    ) -> Plan:
-        """Return the steps of weights under a map, or of plain weights without a map.
-
-        The matrices of a factored map have two dimensions, or one for a single row. `vectors` has the learned vectors
-        of each, `gradients` tensors of the same sizes for :meth:`Plan.pull` to write. The weights must be the map of
-        the raw weights: kernels may compute the exponentials from them.
-
-        Raises:
-            ValueError: a tensor of another dtype, device, size or layout than :class:`Tensors` says.
-        """
-        _check_plan(tensors, vectors, gradients, is_factored=isinstance(map, FactoredMap))
-        with torch.inference_mode(False):  # its tensors are written later, perhaps outside of that mode
-            if isinstance(map, FactoredMap):
-                return Plan(self.factored(map, tensors, vectors, gradients), tensors)
-            return Plan(self.closed(map, tensors), tensors)
+    closed: Callable[[Closed | None, Tensors], ClosedPlan]
+    products: Callable[[Matrices], ProductPlan]
 
 
-def _check_plan(
-    tensors: Tensors, vectors: Sequence[Vectors], gradients: Sequence[Vectors], *, is_factored: bool
-) -> None:
-    """Raise ValueError unless all tensors are memory as :class:`Tensors` and :meth:`Kernels.plan` say."""
-    forms = [_form(weight) for weight in tensors.weights]
+def _check_weights(weights: Sequence[Tensor], *, contiguous: bool) -> list[_Form]:
+    """Return the forms of float32 tensors like the weights."""
+    forms = [_form(weight) for weight in weights]
     dtype, device = forms[0][:2] if forms else (torch.float32, torch.device("cpu"))
     if dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"weights must be torch.float32 or torch.bfloat16, got {dtype}")
-    for i, weight in enumerate(tensors.weights):
-        is_usual = weight.is_contiguous() if is_factored else is_dense(weight)
+    for i, weight in enumerate(weights):
+        is_usual = weight.is_contiguous() and weight.dim() in (1, 2) if contiguous else is_dense(weight)
         if forms[i][:2] != (dtype, device) or not is_usual or not is_memory(weight):
             raise ValueError(f"weights[{i}] must be a dense Tensor of {dtype} on {device}, got {_said(weight)}")
-    like_weights = _Memory((torch.float32, *form[1:]) for form in forms)
+    return [(torch.float32, *form[1:]) for form in forms]
+
+
+def _check_tensors(tensors: Tensors) -> None:
+    like_weights = _Memory(_check_weights(tensors.weights, contiguous=False))
     for name in ("exp_avgs", "exp_avg_sqs", "masters"):
         if (line := getattr(tensors, name)) is not None:
             like_weights.addresses(name, line)
-    for name, lines in (("vectors", vectors), ("gradients", gradients)):
-        for i, (weight, line) in enumerate(zip(tensors.weights, lines, strict=is_factored)):
-            sizes = (weight.shape[0] if weight.dim() == 2 else 1, weight.shape[-1]) * 4
-            learned = [(size, vector) for size, vector in zip(sizes, line, strict=True) if vector is not None]
-            like_vectors = _Memory((torch.float32, device, torch.Size((size,)), (1,)) for size, _ in learned)
-            like_vectors.addresses(f"{name}[{i}]", [vector for _, vector in learned])
+
+
+def _check_matrices(matrices: Matrices) -> None:
+    forms = _check_weights(matrices.weights, contiguous=True)
+    like_weights = _Memory(forms)
+    for name, line in (("raws", matrices.raws), *(("moments", line) for line in matrices.moments)):
+        like_weights.addresses(name, line)
+    for i, (delta, (rows, columns)) in enumerate(zip(matrices.deltas or (), matrices.shapes, strict=False)):
+        sizes = [torch.Size((rows, delta.a.shape[-1])), torch.Size((delta.a.shape[-1], columns))] * 2
+        _Memory((torch.float32, forms[i][1], size, (size[1], 1)) for size in sizes).addresses(f"deltas[{i}]", delta)

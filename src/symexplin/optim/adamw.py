@@ -3,15 +3,23 @@
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
 from symexplin.config import SELConfig
+from symexplin.kernels.interface import is_dense, is_memory
 from symexplin.optim.checks import check_arguments
-from symexplin.optim.entry import Entry, Leaf
-from symexplin.optim.fused import adamw_
+from symexplin.optim.entry import Leaf
+from symexplin.optim.groups import Group
 from symexplin.optim.optimizer import RawSpaceOptimizer
+from symexplin.optim.scales import ADAMW
 from symexplin.routes import Rate
 from symexplin.validation import check_not_negative
 
 __all__ = ["SELAdamW"]
+
+_FUSED = ("cpu", "cuda", "mps", "xpu")  # devices that torch's fused AdamW knows
 
 
 class SELAdamW(RawSpaceOptimizer):
@@ -60,7 +68,8 @@ class SELAdamW(RawSpaceOptimizer):
     ['exp_avg', 'exp_avg_sq', 'step']
     """
 
-    moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    moments: ClassVar[tuple[str, ...]] = ADAMW
+    elementwise: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -83,7 +92,7 @@ class SELAdamW(RawSpaceOptimizer):
         shared |= {"stochastic_rounding": stochastic_rounding}
         super().__init__(params, rule | shared, config, no_decay)
 
-    def check_(self, group: dict[str, Any]) -> None:
+    def check_group(self, group: dict[str, Any]) -> None:
         """Raise ValueError if betas or eps are out of range."""
         check_not_negative("eps", group["eps"])
         betas = group["betas"]
@@ -93,10 +102,43 @@ class SELAdamW(RawSpaceOptimizer):
         if not pair or not all(0.0 <= beta < 1.0 for beta in betas):
             raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
 
-    def is_adamw_(self, entry: Entry) -> bool:  # noqa: ARG002
-        """Whether AdamW updates all leaves of a parameter, so that kernels may; a subclass may have its own rule."""
-        return type(self).rule_ is SELAdamW.rule_
+    def _is_adamw(self) -> bool:
+        return type(self).rule_ is SELAdamW.rule_  # a subclass may have its own
 
     def rule_(self, leaves: Sequence[Leaf], group: dict[str, Any]) -> None:
-        """Apply torch's functional AdamW to all leaves with equal rates together."""
-        adamw_(leaves, group)
+        """Apply torch's fused AdamW to all leaves with equal rates together."""
+        _adamw_(leaves, group)
+
+
+def _adamw_(leaves: Sequence[Leaf], group: Group) -> None:
+    """Apply AdamW to leaves of one group in place, to all with equal rates together.
+
+    Torch's fused AdamW for CPUs reads memory in order, whatever strides and shapes say, so it gets only leaves whose
+    tensors have the same.
+    """
+    beta1, beta2 = map(float, group["betas"])
+    eps = float(group["eps"])
+    alike: dict[Any, list[Leaf]] = {}
+    for leaf in leaves:
+        fused = leaf.value.device.type in _FUSED and _are_alike(leaf.value, leaf.grad, *leaf.moments.values())
+        key = (leaf.lr, leaf.weight_decay, leaf.step, leaf.value.device, leaf.value.dtype, fused)
+        alike.setdefault(key, []).append(leaf)
+    for (lr, decay, step, _, _, fused), chosen in alike.items():
+        values, grads = [leaf.value for leaf in chosen], [leaf.grad for leaf in chosen]
+        exp_avgs, exp_avg_sqs = ([leaf.moments[name] for leaf in chosen] for name in ADAMW)
+        rates = {"lr": lr, "weight_decay": decay, "beta1": beta1, "beta2": beta2, "eps": eps, "maximize": False}
+        if fused:  # torch's functional AdamW takes as long again to group many small tensors
+            steps = [torch.full((), step, dtype=torch.float32, device=values[0].device)] * len(values)
+            torch._fused_adamw_(values, grads, exp_avgs, exp_avg_sqs, [], steps, **rates, amsgrad=False)
+        else:
+            before = torch.full((len(values),), step - 1.0, dtype=torch.float32, device="cpu")  # torch adds 1
+            steps = list(before.unbind())
+            adamw(values, grads, exp_avgs, exp_avg_sqs, [], steps, **rates, amsgrad=False, foreach=False)
+
+
+def _are_alike(first: Tensor, *others: Tensor) -> bool:
+    """Whether tensors fill memory without gaps, in the same order."""
+    return is_dense(first) and all(
+        is_memory(tensor) and tensor.shape == first.shape and tensor.stride() == first.stride()
+        for tensor in (first, *others)
+    )

@@ -25,7 +25,7 @@ from symexplin.optim.shard import WHOLE, Shard, address, is_dtensor, local, shar
 from symexplin.transform import compute_dtype
 from symexplin.validation import naming
 
-__all__ = ["COUNTS", "Entry", "Leaf", "Moments", "moment_key"]
+__all__ = ["COUNTS", "Entry", "Leaf", "Moments", "clipped", "flat", "moment_key"]
 
 COUNTS = ("step", "scale_step")  # numbers of updates in a parameter's state: of its weight and of its scales
 
@@ -113,7 +113,6 @@ class Entry:
             self.scales = {factor.name: (factor, self.shard.along(factor.dims)) for factor in factors}
         self.is_stored = self.curved and self.closed is None  # whether the state has a raw weight
         self.grads: dict[str, Tensor] = {}  # of the scales, in a step
-        self._before: Tensor | None = None  # the raw weight that a rule got, where it is not stored
 
     def is_current(self, state: dict[str, Any] | None) -> bool:
         """Whether this entry is still valid: the same parameter at the same address, with the same state."""
@@ -156,49 +155,30 @@ class Entry:
             grad = grad.redistribute(placements=self.shard.spec)  # type: ignore[attr-defined]
         return in_format_of(self.value, local(grad))
 
-    def pull(self) -> Tensor:
-        """Return the norm of the raw gradient, and keep the gradients of the learned scales."""
-        if self.is_stored:
-            raw, self.grads = self.curved_map().pullback(self.gradient())
-        else:
-            raw = self.raw_gradient()
-        norm: Tensor = torch.linalg.vector_norm(raw)
-        return norm
-
-    def raw_gradient(self) -> Tensor:
-        """Return the gradient by what a rule updates: the raw weight, or a plain parameter."""
-        grad = self.gradient().to(self.dtype)
-        return grad * self.slope() if self.curved else grad
-
     def slope(self) -> Tensor:
         """Return d weight / d raw weight at every entry; it is 1 for a plain parameter."""
         if self.closed is not None:
             return self.closed.slope(self.weight())
         return self.curved_map().slope() if self.curved else torch.ones_like(self.value, dtype=self.dtype)
 
-    def leaves(self, moments: Moments, clip: Tensor | None) -> list[Leaf]:
-        """Return what a rule updates: the raw weight or plain parameter, and the learned scales."""
-        return [self._weight_leaf(moments, clip), *self.scale_leaves(moments, clip)]
-
-    def _weight_leaf(self, moments: Moments, clip: Tensor | None) -> Leaf:
-        lr, names = float(self.group["lr"]), moments(self.kind, self.axes)
-        if self.closed is not None:
-            self._before = self.closed.raw(self.weight())
-            value = self._before.clone()
-        else:
-            value = self.own("raw") if self.is_stored else self.weight()
-            value = value.clone() if lr == 0.0 else value  # a rate of 0 changes moments alone
+    def weight_leaf(
+        self, moments: Moments, value: Tensor, grad: Tensor, start: int = 0, stop: int | None = None
+    ) -> Leaf:
+        """Return a raw weight or plain parameter for a rule, or its entries from `start` to `stop` in memory."""
+        tensors = {name: self.own(name) for name in moments(self.kind, self.axes)}
+        if stop is not None and stop - start < self.value.numel():
+            tensors = {name: flat(tensor)[start:stop] for name, tensor in tensors.items()}
         return Leaf(
             kind=self.kind,
             name=self.name,
             value=value,
-            grad=_clipped(self.raw_gradient(), clip),
-            lr=lr,
+            grad=grad,
+            lr=float(self.group["lr"]),
             weight_decay=float(self.group["weight_decay"]),
             step=float(self.state["step"]),
             shape=self.shape,
             axes=self.axes,
-            moments={name: self.own(name) for name in names},
+            moments=tensors,
             shard=self.shard,
         )
 
@@ -215,7 +195,7 @@ class Entry:
                 kind="scale",
                 name=f"{self.name} {name}",
                 value=value.clone() if rate == 0.0 else value,
-                grad=_clipped(self.grads[name], clip),
+                grad=clipped(self.grads[name], clip),
                 lr=rate,
                 weight_decay=decay if factor.decays else 0.0,
                 step=step,
@@ -225,26 +205,6 @@ class Entry:
             )
             found.append(leaf)
         return found
-
-    def write(self, leaves: Sequence[Leaf]) -> None:
-        """Put the values of updated leaves into the model, unless the rate is 0."""
-        weight, self.grads = leaves[0], {}
-        if weight.lr == 0.0:
-            self._before = None
-            return
-        if self.is_stored:
-            self.value.copy_(self.curved_map().effective(self.value.dtype))
-            return
-        new = weight.value
-        if self.closed is not None:
-            assert self._before is not None
-            new, self._before = self.closed.move(self.weight(), weight.value - self._before), None
-        if "master" in self.state:
-            self.own("master").copy_(new)
-        if self.rounds:
-            rounding.round_(self.value, new, *self.noise())
-        else:
-            self.value.copy_(new)
 
     def noise(self) -> tuple[int, int, int, int]:
         """Return the key and the span of the noise of stochastic rounding, see :mod:`symexplin.rounding`."""
@@ -322,6 +282,11 @@ def in_format_of(value: Tensor, tensor: Tensor) -> Tensor:
     return tensor if is_same and not is_lazy else torch.empty_like(value, dtype=tensor.dtype).copy_(tensor)
 
 
-def _clipped(grad: Tensor, clip: Tensor | None) -> Tensor:
+def flat(tensor: Tensor) -> Tensor:
+    """Return a dense tensor with one dimension, in the order of its memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def clipped(grad: Tensor, clip: Tensor | None) -> Tensor:
     """Return the gradient times the clipping factor; never in place, since it may be the parameter's own."""
     return grad if clip is None else grad * clip.to(grad)

@@ -111,5 +111,5 @@ def _ordinary(entry: Entry, name: str, power: int) -> Tensor:
 
 
 def _check_rule(optimizer: object) -> None:
-    if not isinstance(optimizer, SELAdamW) or set(optimizer.moments_("raw", "oi")) != set(_POWERS):
+    if not isinstance(optimizer, SELAdamW) or set(optimizer.moment_names("raw", "oi")) != set(_POWERS):
         raise ValueError(f"optimizer must be a symexplin.SELAdamW, got {type(optimizer).__name__}")

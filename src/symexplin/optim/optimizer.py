@@ -12,9 +12,10 @@ from torch._compile import _disable_dynamo
 from symexplin.config import SELConfig
 from symexplin.curve import Curved
 from symexplin.optim.annealing import LATER, multipliers
+from symexplin.optim.batch import Rule
+from symexplin.optim.batches import Batches
 from symexplin.optim.checks import check_finite, check_gradients, check_group, check_lists, check_saved
 from symexplin.optim.entry import COUNTS, Entry, Leaf
-from symexplin.optim.fused import Fused
 from symexplin.optim.groups import Group, config_of, is_curved, param_groups
 from symexplin.optim.shard import Groups, global_norm
 from symexplin.optim.writes import Writes
@@ -26,8 +27,6 @@ _OWN = ("total_steps", "max_grad_norm")  # settings that a loaded state does not
 # Settings of every optimizer, which a subclass may leave out of its defaults.
 _SETTINGS = {"weight_decay": 0.0, "total_steps": None, "max_grad_norm": None, "stochastic_rounding": False}
 _LOOK_EVERY = 100  # steps between checks of the norm on an accelerator, since each waits for the device
-_CHUNK = {"cpu": 2**18}  # numbers whose raw gradients exist at a time, at least one parameter's: a core's cache
-_CHUNK_OF_DEVICE = 2**26
 
 
 class RawSpaceOptimizer(torch.optim.Optimizer):
@@ -40,9 +39,10 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
     """
 
     moments: ClassVar[tuple[str, ...]] = ()
+    elementwise: ClassVar[bool] = False  # whether the rule treats every entry of a tensor by itself
     grad_norm: Tensor | None  # of the last step
     _entries: list[Entry]
-    _fused: Fused
+    _batches: Batches
     _writes: Writes
     _diverged: bool  # and the user has been warned
 
@@ -75,20 +75,16 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
 
     # ---- what a subclass defines ----
 
-    def check_(self, group: dict[str, Any]) -> None:
+    def check_group(self, group: dict[str, Any]) -> None:
         """Raise ValueError if a group has a setting of the rule that is out of range."""
 
-    def moments_(self, kind: str, axes: str) -> tuple[str, ...]:  # noqa: ARG002
+    def moment_names(self, kind: str, axes: str) -> tuple[str, ...]:  # noqa: ARG002
         """Return the names of the moments of a leaf of this kind; `axes` are those of a raw weight, else empty."""
         return self.moments
 
     def rule_(self, leaves: Sequence[Leaf], group: dict[str, Any]) -> None:
         """Update `leaf.value` in place from `leaf.grad` for leaves of one group."""
         raise NotImplementedError
-
-    def is_adamw_(self, entry: Entry) -> bool:  # noqa: ARG002
-        """Whether the rule for all leaves of a parameter is AdamW's, so that kernels may take its place."""
-        return False
 
     # ---- a step ----
 
@@ -114,27 +110,30 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         entries = self._current_entries()
         self._writes.adopt(entries)
         active = [entry for entry in entries if entry.parameter.grad is not None]
-        fused = self._fused_for([entry for entry in active if self.is_adamw_(entry)])
-        others = [entry for entry in active if entry not in fused]
-        self.grad_norm = norm = _pull(active, others, fused)
+        rule = self._rule()
+        if not self._batches.serve(active, rule):
+            self._batches = Batches(active, rule)
+        self.grad_norm = norm = _norm(active, self._batches)
         clip = self._clip(entries, norm)
         if not (fresh and self._is_idle(norm)):
             _count(active)
-            for chunk in _chunks(others):
-                leaves = [entry.leaves(self.moments_, clip) for entry in chunk]
-                self.rule_(list(itertools.chain.from_iterable(leaves)), chunk[0].group)
-                for entry, own in zip(chunk, leaves, strict=True):
-                    entry.write(own)
-            fused.update(clip)
+            for batch in self._batches:
+                for leaves in batch.step(clip):
+                    self.rule_(leaves, batch.group)
             for group in self.param_groups:
                 group["steps"] += 1
         self._writes.remember(entries)
 
-    def _fused_for(self, entries: Sequence[Entry]) -> Fused:
-        """Return the last step's :class:`Fused` if it serves these entries, else a new one."""
-        if not self._fused.serves(entries):
-            self._fused = Fused(entries)
-        return self._fused
+    def _rule(self) -> Rule:
+        """Return what batches need to know of the rule. A class with a rule of its own must say that it may be cut."""
+        kinds = type(self).__mro__
+        own = next(i for i, kind in enumerate(kinds) if "rule_" in vars(kind))
+        is_elementwise = any(vars(kind).get("elementwise") for kind in kinds[: own + 1])
+        return Rule(self.moment_names, is_elementwise, self._is_adamw())
+
+    def _is_adamw(self) -> bool:
+        """Whether the rule is AdamW's, so that kernels may take its place."""
+        return False
 
     def _full_precision(self) -> contextlib.ExitStack:
         """Disable autocast during the step."""
@@ -189,7 +188,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
                 entry = Entry(group, i, self.state.get(parameter) or {})
                 if not entry.state:
                     self._writes.remember([entry])  # its raw weight will be that of the present weight
-                entry.create_state(self.moments_)
+                entry.create_state(self.moment_names)
                 self.state[parameter] = entry.state
         self._entries = list(self.entries())
 
@@ -252,7 +251,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         """Drop what follows from groups and state."""
         self.grad_norm = None
         self._entries = []
-        self._fused = Fused([])
+        self._batches = Batches([], self._rule())
         self._writes = Writes()
         self._diverged = False
 
@@ -275,7 +274,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         group.setdefault("role", "plain")
         try:
             check_group(group, self.param_groups[0])
-            self.check_(group)
+            self.check_group(group)
         except ValueError:
             self.param_groups.pop()
             raise
@@ -319,7 +318,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
                     f"state_dict must be what an optimizer's state_dict() returned, got the keys {list(found)[:4]}"
                 )
             check_lists(self.param_groups, self._entries)
-            check_saved(found["param_groups"], self.param_groups, found["state"], self.moments_)
+            check_saved(found["param_groups"], self.param_groups, found["state"], self.moment_names)
             own = [{key: group[key] for key in _OWN if group[key] != LATER} for group in self.param_groups]
             self._loading = (found, own)
 
@@ -347,38 +346,20 @@ def _plain_groups(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     state["param_groups"] = plain(state["param_groups"])
 
 
-def _pull(active: Sequence[Entry], others: Sequence[Entry], fused: Fused) -> Tensor:
-    """Pull the gradients back; return the global norm. The gradients of scales are summed over processes."""
+def _norm(active: Sequence[Entry], batches: Batches) -> Tensor:
+    """Return the global norm of the gradients; those of split parameters' scales are summed over processes."""
     norms: dict[Groups, list[Tensor]] = {entry.shard.groups: [] for entry in active}  # alike in every process
-    for split, norm in fused.pull():
-        norms[split].append(norm)
-    for entry in others:
-        norms[entry.shard.groups].append(entry.pull())
-    # In the order of the parameters, which is the same in every process. `fused` counts whole scales itself.
+    for batch in batches:
+        norms[batch.entries[0].shard.groups].append(batch.norm())
+    # In the order of the parameters, which is the same in every process.
     shared = [
         (entry.shard.groups, shard.groups, entry.grads[name])
         for entry in active
-        if entry.shard.groups or entry not in fused
+        if entry.shard.groups
         for name, (_, shard) in entry.scales.items()
     ]
     devices = {group: entry.shard.device_type for entry in active for group in entry.shard.groups}
     return global_norm(norms, shared, devices)
-
-
-def _chunks(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
-    """Yield the entries of one group at a time, few enough for their raw gradients to be small."""
-    for _, of_group in itertools.groupby(entries, key=lambda entry: id(entry.group)):
-        chunk: list[Entry] = []
-        room = 0
-        for entry in of_group:
-            room -= entry.value.numel()
-            if chunk and room < 0:
-                yield chunk
-                chunk = []
-            if not chunk:
-                room = _CHUNK.get(entry.value.device.type, _CHUNK_OF_DEVICE) - entry.value.numel()
-            chunk.append(entry)
-        yield chunk
 
 
 def _count(active: Sequence[Entry]) -> None:

@@ -1,0 +1,133 @@
+"""Parameters that are alike, and their way through a step; here by PyTorch's operations, for every map."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from symexplin import rounding
+from symexplin.curve import Curved
+from symexplin.optim.entry import Entry, Leaf, Moments, clipped
+
+__all__ = ["Batch", "FormulaBatch", "Rule", "runs"]
+
+_CHUNK = {"cpu": 2**17}  # numbers whose raw gradients exist at a time, at least one tensor's: a core's cache
+_CHUNK_OF_DEVICE = 2**25  # with raw weights 256 MB
+
+
+class Rule(NamedTuple):
+    """What a batch needs to know of an optimizer's rule."""
+
+    moments: Moments
+    elementwise: bool  # a tensor may be cut
+    is_adamw: bool
+
+
+class Batch:
+    """Parameters of one group that are alike."""
+
+    def __init__(self, entries: Sequence[Entry], rule: Rule) -> None:
+        self.entries, self.group, self.rule = entries, entries[0].group, rule
+
+    def norm(self) -> Tensor:
+        """Return the norm of the raw gradients, and of the scales' gradients unless these are partial sums."""
+        raise NotImplementedError
+
+    def step(self, clip: Tensor | None) -> Iterator[list[Leaf]]:
+        """Yield leaves for the rule: first learned scales, then weights, whose new values go to the model."""
+        raise NotImplementedError
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the weights."""
+        return float(self.group["lr"])
+
+    @property
+    def chunk(self) -> int:
+        """The numbers of raw gradients at a time."""
+        device = self.entries[0].value.device.type
+        return _CHUNK[device] * torch.get_num_threads() if device in _CHUNK else _CHUNK_OF_DEVICE
+
+    def scale_leaves(self, clip: Tensor | None) -> list[Leaf]:
+        """Return the learned scales of all parameters."""
+        return [leaf for entry in self.entries for leaf in entry.scale_leaves(self.rule.moments, clip)]
+
+
+class FormulaBatch(Batch):
+    """Parameters of any kind, by PyTorch's operations on whole tensors."""
+
+    def norm(self) -> Tensor:
+        """See :meth:`Batch.norm`."""
+        self._before: list[Curved | None] = []  # the maps with their old scales
+        grads: list[Tensor] = []
+        for entry in self.entries:
+            gradient, curved = entry.gradient().to(entry.dtype), None
+            if entry.is_stored:
+                curved = entry.curved_map()
+                gradient, entry.grads = curved.pullback(gradient)
+                curved = curved._replace(factors={name: scale.clone() for name, scale in curved.factors.items()})
+                grads += [] if entry.shard.groups else entry.grads.values()
+            elif entry.closed is not None:
+                gradient = gradient * entry.closed.slope(entry.weight())
+            self._before.append(curved)
+            grads.append(torch.linalg.vector_norm(gradient))
+        return torch.nn.utils.get_total_norm(grads)
+
+    def step(self, clip: Tensor | None) -> Iterator[list[Leaf]]:
+        """See :meth:`Batch.step`."""
+        if scales := self.scale_leaves(clip):
+            yield scales
+        sizes = [entry.value.numel() for entry in self.entries]
+        for start, stop in runs(sizes, self.chunk):
+            pulled = [self._pull(i, clip) for i in range(start, stop)]
+            yield [leaf for leaf, _ in pulled]
+            for entry, (leaf, before) in zip(self.entries[start:stop], pulled, strict=True):
+                if leaf.lr != 0.0:
+                    _write(entry, leaf.value, before)
+        for entry in self.entries:
+            entry.grads = {}
+        del self._before
+
+    def _pull(self, i: int, clip: Tensor | None) -> tuple[Leaf, Tensor | None]:
+        """Return the leaf of a weight, and its raw weight before the step if that is not stored."""
+        entry, curved = self.entries[i], self._before[i]
+        grad, before = entry.gradient().to(entry.dtype), None
+        if curved is not None:
+            grad, value = grad * curved.slope(), entry.own("raw")
+        elif entry.closed is not None:
+            weight = entry.weight()
+            grad, before = grad * entry.closed.slope(weight), entry.closed.raw(weight)
+            value = before.clone()
+        else:
+            value = entry.weight()
+        value = value.clone() if self.lr == 0.0 else value  # a rate of 0 changes moments alone
+        return entry.weight_leaf(self.rule.moments, value, clipped(grad, clip)), before
+
+
+def _write(entry: Entry, value: Tensor, before: Tensor | None) -> None:
+    """Write the weight of a new raw value, or of a new plain one, into the model."""
+    if entry.is_stored:
+        entry.value.copy_(entry.curved_map().effective(entry.value.dtype))
+        return
+    if entry.closed is not None:
+        assert before is not None
+        value = entry.closed.move(entry.weight(), value - before)
+    if "master" in entry.state:
+        entry.own("master").copy_(value)
+    if entry.rounds:
+        rounding.round_(entry.value, value, *entry.noise())
+    else:
+        entry.value.copy_(value)
+
+
+def runs(sizes: Sequence[int], room: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of runs of items, each of at most `room` numbers or of one item."""
+    start, total = 0, 0
+    for i, size in enumerate(sizes):
+        if i > start and total + size > room:
+            yield start, i
+            start, total = i, 0
+        total += size
+    if start < len(sizes):
+        yield start, len(sizes)

@@ -1,0 +1,96 @@
+"""Divide the parameters of an optimizer among batches, for as many steps as nothing changes."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from symexplin.kernels import kernels_for
+from symexplin.kernels.interface import is_dense, is_memory, is_plain
+from symexplin.optim.batch import Batch, FormulaBatch, Rule
+from symexplin.optim.entry import COUNTS, Entry, moment_key
+from symexplin.optim.kernel_batches import ClosedBatch, ProductBatch
+from symexplin.optim.shard import local
+from symexplin.products import is_product
+
+__all__ = ["Batches"]
+
+
+class Batches:
+    """The parameters with gradients, in batches of one kind."""
+
+    def __init__(self, entries: Sequence[Entry], rule: Rule) -> None:
+        # Held, so that no later tensor gets the identity of one of these.
+        self._state = [t for entry in entries for t in entry.state.values() if isinstance(t, Tensor)]
+        self._parts, self._rule = list(map(local, self._state)), rule
+        self._signature = _signature(entries, self._parts)
+        alike: dict[Any, list[Entry]] = {}
+        for entry in entries:
+            place = id(entry.group), entry.value.dtype, entry.value.device, entry.shard.groups, entry.rounds
+            alike.setdefault((_kind_of(entry, rule), *place, _counts(entry)), []).append(entry)
+        self._batches = [_batch_of(kind, chosen, rule) for (kind, *_), chosen in alike.items()]
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self._batches)
+
+    def serve(self, entries: Sequence[Entry], rule: Rule) -> bool:
+        """Whether new batches for these entries would do the same."""
+        alike = all(len(set(map(_counts, batch.entries))) == 1 for batch in self._batches)
+        return alike and self._rule == rule and self._signature == _signature(entries, self._parts)
+
+
+def _batch_of(kind: Any, entries: Sequence[Entry], rule: Rule) -> Batch:
+    kernels = kernels_for(entries[0].value.device)
+    if kind is None or kernels is None:
+        return FormulaBatch(entries, rule)
+    return (ProductBatch if entries[0].is_stored else ClosedBatch)(entries, rule, kernels)
+
+
+def _signature(entries: Sequence[Entry], parts: Sequence[Tensor]) -> list[Any]:
+    """Return what the batches follow from, but for the counts."""
+    kernels = {device: kernels_for(device) for device in {entry.value.device for entry in entries}}
+    grads = [cast(Tensor, entry.parameter.grad) for entry in entries]
+    kinds = [(type(grad), grad.layout, grad.dtype) for grad in grads]
+    state = [id(value) for entry in entries for value in entry.state.values()]
+    memory = [(part.data_ptr(), part.nbytes) for part in parts]
+    return [kernels, list(entries), kinds, state, memory]
+
+
+def _counts(entry: Entry) -> tuple[float, ...]:
+    return tuple(float(entry.state[key]) for key in COUNTS if key in entry.state)
+
+
+def _kind_of(entry: Entry, rule: Rule) -> Any:
+    """Return what parameters that kernels step together have in common, or None for those that kernels do not cover."""
+    if kernels_for(entry.value.device) is None or entry.dtype != torch.float32:
+        return None
+    if entry.value.dtype not in (torch.float32, torch.bfloat16) or entry.value.numel() == 0:
+        return None  # a process may have no part of a tensor
+    names = [*rule.moments(entry.kind, entry.axes), *(key for key in ("raw", "master") if key in entry.state)]
+    if not _is_usual(entry, names, rule):
+        return None
+    if entry.is_stored:
+        return entry.axes if is_product(entry.map) and entry.value.is_contiguous() else None
+    is_covered = entry.closed.mode == "exp_only" if entry.closed else rule.is_adamw
+    return (entry.closed, "master" in entry.state) if is_covered else None
+
+
+def _is_usual(entry: Entry, names: Sequence[str], rule: Rule) -> bool:
+    """Whether gradient, values and state are dense tensors in memory with equal strides, and scales are contiguous."""
+    grad, value = cast(Tensor, entry.parameter.grad), entry.value
+    if grad.layout != torch.strided or grad.dtype != value.dtype or not is_plain(local(grad)) or not is_memory(value):
+        return False
+    moments = [moment_key(name, moment) for name in entry.scales for moment in rule.moments("scale", "")]
+    scales = [entry.own(key) for key in (*entry.scales, *moments)]
+    if not all(is_memory(scale) and scale.dtype == torch.float32 and scale.is_contiguous() for scale in scales):
+        return False
+    return is_dense(value) and all(
+        key in entry.state
+        and is_memory(t := entry.own(key))
+        and t.dtype == torch.float32
+        and t.device == value.device
+        and t.shape == value.shape
+        and t.stride() == value.stride()
+        for key in names
+    )

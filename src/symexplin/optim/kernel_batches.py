@@ -1,0 +1,243 @@
+"""Parameters that are alike, stepped by kernels: the closed form, and products of row and column factors.
+
+Two shortcuts for AdamW change the speed alone: a closed form and plain parameters take one pass without leaves, and so
+do learned scales.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from symexplin.curve import in_dims, out_dims, stack_dims
+from symexplin.kernels.interface import Delta, Kernels, Matrices, Span, Tensors
+from symexplin.optim.batch import Batch, Rule, runs
+from symexplin.optim.entry import Entry, Leaf, flat
+from symexplin.optim.scales import ADAMW, JoinedScales, rates_of
+from symexplin.products import outputs_first
+
+__all__ = ["ClosedBatch", "ProductBatch"]
+
+_ALIGNED = 16  # rows: torch's kernels compute the last numbers of a tensor in another way, and a cut must not matter
+
+_Chunk = tuple[Any, list[Span]]  # a plan's part, and the spans of parameters' entries in the order of memory
+
+
+def _spans(heights: Sequence[int], widths: Sequence[int], room: int) -> list[list[Span]]:
+    """Return chunks of spans of rows, each of at most `room` numbers: of whole tensors, or of a part of one."""
+    chunks: list[list[Span]] = []
+    for start, stop in runs([rows * width for rows, width in zip(heights, widths, strict=True)], room):
+        height = max(1, room // max(1, widths[start] * _ALIGNED)) * _ALIGNED
+        if stop - start > 1 or heights[start] <= height:
+            chunks.append([(i, 0, heights[i]) for i in range(start, stop)])
+        else:
+            firsts = range(0, heights[start], height)
+            chunks += [[(start, first, min(first + height, heights[start]))] for first in firsts]
+    return chunks
+
+
+class ClosedBatch(Batch):
+    """Curved parameters without a stored raw weight, or under AdamW plain ones."""
+
+    def __init__(self, entries: Sequence[Entry], rule: Rule, kernels: Kernels) -> None:
+        super().__init__(entries, rule)
+        names = {"exp_avgs": "exp_avg", "exp_avg_sqs": "exp_avg_sq"} if rule.is_adamw else {}
+        names |= {"masters": "master"} if "master" in entries[0].state else {}
+        lists = {line: [entry.own(name) for entry in entries] for line, name in names.items()}
+        tensors = Tensors([entry.value for entry in entries], **lists)
+        self._plan = kernels.closed(entries[0].closed, tensors)
+        self._chunks: list[_Chunk] = []
+
+    def norm(self) -> Tensor:
+        """See :meth:`Batch.norm`."""
+        self._grads = [entry.gradient() for entry in self.entries]
+        return self._plan.norm(self._grads)
+
+    def step(self, clip: Tensor | None) -> Iterator[list[Leaf]]:
+        """See :meth:`Batch.step`."""
+        noise = [entry.noise() for entry in self.entries] if self.entries[0].rounds else None
+        if self.rule.is_adamw:
+            self._plan.update(rates_of(self.entries[0], "step"), clip, noise)
+        else:
+            for part, spans in self._chunks or self._cut():
+                values, grads = self._plan.pull(part, clip)
+                yield list(_leaves(self, spans, values, grads))
+                if self.lr != 0.0:
+                    self._plan.push(part, values, noise)
+        del self._grads  # its memory belongs to the user
+        torch.autograd.graph.increment_version([entry.value for entry in self.entries])
+
+    def _cut(self) -> list[_Chunk]:
+        sizes = [entry.value.numel() for entry in self.entries]
+        if self.rule.elementwise:
+            chunks = _spans(sizes, [1] * len(sizes), self.chunk)
+        else:
+            chunks = [[(i, 0, sizes[i]) for i in range(*run)] for run in runs(sizes, self.chunk)]
+        self._chunks = [(self._plan.part(spans), spans) for spans in chunks]
+        return self._chunks
+
+
+class ProductBatch(Batch):
+    """Curved parameters with stored raw weights whose scales are products, as matrices in the order of memory."""
+
+    def __init__(self, entries: Sequence[Entry], rule: Rule, kernels: Kernels) -> None:
+        super().__init__(entries, rule)
+        self._is_split = bool(entries[0].shard.groups)
+        # A process with an empty part has no kernels, and replicas of a scale must have the same bits.
+        self._is_quick = rule.is_adamw and not self._is_split
+        self._scales = JoinedScales(entries, kernels if self._is_quick else None)
+        self._deltas = _Deltas(entries, self._scales)
+        weights = self._split([entry.value for entry in entries])
+        sizes = [(1 if weight.dim() == 1 else len(weight), weight.shape[-1]) for weight in weights]
+        rows, columns = (list(itertools.accumulate(side, initial=0))[:-1] for side in zip(*sizes, strict=True))
+        moments = ADAMW if rule.is_adamw else ()
+        self._plan = kernels.products(
+            Matrices(
+                *(weights, self._split([entry.own("raw") for entry in entries]), rows, columns),
+                magnitude=entries[0].map.config.mode == "mismatch",
+                deltas=self._deltas.of_matrices,
+                moments=[self._split([entry.own(name) for entry in entries]) for name in moments],
+            )
+        )
+        self._sizes = sizes
+        self._chunks: list[_Chunk] = []
+
+    def _split(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [part for tensor in tensors for part in _matrices(self.entries[0].axes, tensor)]
+
+    def norm(self) -> Tensor:
+        """See :meth:`Batch.norm`."""
+        self._grads = self._split([entry.gradient() for entry in self.entries])
+        self._deltas.read()
+        norm, sums = self._plan.norm(self._grads, self._scales.factors())
+        self._scales.pull(sums)
+        self._scales.share_gradients()
+        self._deltas.write_gradients()
+        return norm if self._is_split else torch.hypot(norm, torch.linalg.vector_norm(self._scales.gradient).to(norm))
+
+    def step(self, clip: Tensor | None) -> Iterator[list[Leaf]]:
+        """See :meth:`Batch.step`."""
+        if self._is_quick:
+            self._scales.update(clip)
+        elif scales := self.scale_leaves(clip):
+            yield scales
+        factors = self._scales.factors()
+        self._deltas.read()
+        if self.rule.is_adamw and self._plan.fused:
+            self._plan.update(rates_of(self.entries[0], "step"), clip, factors)
+        else:
+            for part, spans in self._chunks or self._cut():
+                yield list(_leaves(self, spans, None, self._plan.pull(part, clip)))
+                if self.lr != 0.0:
+                    self._plan.push(part, factors)
+        del self._grads
+        torch.autograd.graph.increment_version([entry.value for entry in self.entries])
+
+    def _cut(self) -> list[_Chunk]:
+        """Cut into chunks of matrices' rows, or of whole parameters."""
+        places = [(i, start) for i, entry in enumerate(self.entries) for start in _starts(entry)]
+        rows, widths = zip(*self._sizes, strict=True)
+        if self.rule.elementwise:
+            chunks = _spans(rows, widths, self.chunk)
+        else:
+            parameters = runs([entry.value.numel() for entry in self.entries], self.chunk)
+            chunks = [[(k, 0, rows[k]) for k, (i, _) in enumerate(places) if a <= i < b] for a, b in parameters]
+        for spans in chunks:
+            flat_spans = [
+                (places[k][0], places[k][1] + start * widths[k], places[k][1] + stop * widths[k])
+                for k, start, stop in spans
+            ]
+            self._chunks.append((self._plan.part(spans), _joined(flat_spans)))
+        return self._chunks
+
+
+def _joined(spans: Sequence[Span]) -> list[Span]:
+    """Return spans of entries, those of one parameter that follow each other as one."""
+    joined: list[Span] = []
+    for i, start, stop in spans:
+        if joined and joined[-1][0] == i and joined[-1][2] == start:
+            joined[-1] = i, joined[-1][1], stop
+        else:
+            joined.append((i, start, stop))
+    return joined
+
+
+def _leaves(batch: Batch, spans: Sequence[Span], values: Tensor | None, grads: Tensor) -> Iterator[Leaf]:
+    """Yield the leaves of spans, with raw gradients and raw weights one span after the other, or stored raw weights."""
+    at = 0
+    for i, start, stop in spans:
+        entry, size = batch.entries[i], stop - start
+        if size == entry.value.numel():  # whole, in its own order of memory
+            form = entry.value.shape, entry.value.stride(), at
+            value = entry.own("raw") if values is None else values.as_strided(*form)
+            grad = grads.as_strided(*form)
+        else:
+            value = flat(entry.own("raw"))[start:stop] if values is None else values[at : at + size]
+            grad = grads[at : at + size]
+        if batch.lr == 0.0 and values is None:  # a rate of 0 changes moments alone
+            value = value.clone()
+        yield entry.weight_leaf(batch.rule.moments, value, grad, start, stop)
+        at += size
+
+
+class _Deltas:
+    """The low-rank summands A B of matrices, in the order of memory: of transposed matrices there are copies."""
+
+    def __init__(self, entries: Sequence[Entry], scales: JoinedScales) -> None:
+        names = [factor.name for factor in entries[0].map.by_role("delta")]
+        self.of_matrices: list[Delta] | None = [] if names else None
+        self._copies: list[tuple[Tensor, Tensor]] = []  # and what they are copies of
+        self._gradients: list[tuple[Tensor, Tensor]] = []
+        for i, entry in enumerate(entries) if names else ():
+            parts = zip(
+                *(_lora_parts(entry, entry.own(name), is_a) for name, is_a in zip(names, (True, False), strict=True)),
+                *(
+                    _lora_parts(entry, scales.gradient_of(name, i), is_a)
+                    for name, is_a in zip(names, (True, False), strict=True)
+                ),
+                strict=True,
+            )
+            assert self.of_matrices is not None
+            self.of_matrices += [self._delta(outputs_first(entry.axes), *part) for part in parts]
+
+    def _delta(self, is_direct: bool, a: Tensor, b: Tensor, by_a: Tensor, by_b: Tensor) -> Delta:
+        if is_direct:
+            return Delta(a, b, by_a, by_b)
+        transposed = Delta(*(tensor.mT.contiguous() for tensor in (b, a, by_b, by_a)))
+        self._copies += [(transposed.a, b.mT), (transposed.b, a.mT)]
+        self._gradients += [(by_b, transposed.by_a.mT), (by_a, transposed.by_b.mT)]
+        return transposed
+
+    def read(self) -> None:
+        """Copy the present values."""
+        for copy, value in self._copies:
+            copy.copy_(value)
+
+    def write_gradients(self) -> None:
+        """Copy the gradients back."""
+        for gradient, value in self._gradients:
+            gradient.copy_(value)
+
+
+def _stack_size(entry: Entry) -> int:
+    return len(entry.value) if stack_dims(entry.axes) else 1
+
+
+def _starts(entry: Entry) -> range:
+    """Return where the matrices of a parameter start in its memory."""
+    return range(0, entry.value.numel(), entry.value.numel() // _stack_size(entry))
+
+
+def _lora_parts(entry: Entry, tensor: Tensor, is_a: bool) -> list[Tensor]:
+    """Return the (outputs, rank) or (rank, inputs) matrices of a LoRA factor."""
+    parts = tensor.unbind() if stack_dims(entry.axes) else (tensor,)
+    return [part.flatten(0, -2) if is_a else part.flatten(1) for part in parts]
+
+
+def _matrices(axes: str, tensor: Tensor) -> list[Tensor]:
+    """Return the matrices of a tensor, as views of its memory with two dimensions, or the vector of a bias."""
+    parts = tensor.unbind() if stack_dims(axes) else (tensor,)
+    first = len(out_dims(axes)) if outputs_first(axes) else len(in_dims(axes))
+    return [part.flatten(first).flatten(0, first - 1) if part.dim() > 2 else part for part in parts]

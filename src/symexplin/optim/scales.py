@@ -1,0 +1,128 @@
+"""The learned scales of parameters that share a map, joined: factors for kernels, gradients, and AdamW in one pass."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from symexplin.curve import Factor, sides, stack_dims
+from symexplin.kernels.interface import ClosedPlan, Factors, Kernels, Rates, Tensors
+from symexplin.optim.annealing import multiplier
+from symexplin.optim.entry import Entry, moment_key
+from symexplin.products import factor_gradients, outputs_first, side_factors, side_names
+
+__all__ = ["ADAMW", "JoinedScales", "rates_of"]
+
+ADAMW = ("exp_avg", "exp_avg_sq")  # its moments
+
+
+def rates_of(entry: Entry, count: str) -> Rates:
+    """Return AdamW's numbers for the update of a parameter with this count of its state."""
+    group, step = entry.group, float(entry.state[count])
+    beta1, beta2 = map(float, group["betas"])
+    corrections = 1.0 - beta1**step, 1.0 - beta2**step
+    return Rates(float(group["lr"]), float(group["weight_decay"]), beta1, beta2, float(group["eps"]), *corrections)
+
+
+class JoinedScales:
+    """The learned scales of parameters with one configuration and order of dimensions.
+
+    The numbers of each side, outputs or inputs, of all parameters are one vector. The gradients are one tensor, whose
+    views are those of the entries.
+    """
+
+    def __init__(self, entries: Sequence[Entry], kernels: Kernels | None) -> None:
+        self._entries, self._map = entries, entries[0].map
+        axes = self._map.axes
+        self._order = (True, False) if outputs_first(axes) else (False, True)  # rows and columns: are they outputs?
+        stacks = [entry.value.shape[0] if stack_dims(axes) else 1 for entry in entries]
+        ends = [sides(axes, entry.value.shape) for entry in entries]
+        self._counts = {
+            is_output: sum(stack * end[0 if is_output else 1] for stack, end in zip(stacks, ends, strict=True))
+            for is_output in (True, False)
+        }
+        outputs = [count for stack, (count, _) in zip(stacks, ends, strict=True) for _ in range(stack)]
+        names = [factor.name for factor in self._map.factors]
+        self._values = {name: [entry.own(name).view(-1) for entry in entries] for name in names}
+        sizes = [sum(map(Tensor.numel, values)) for values in self._values.values()]
+        self._device = entries[0].value.device
+        self._outputs = torch.tensor(outputs, dtype=torch.int64, device=self._device)  # of each matrix
+        self.gradient = torch.empty(sum(sizes), dtype=torch.float32, device=self._device)
+        self._gradients = dict(zip(names, torch.split(self.gradient, sizes), strict=True))
+        self._views = {
+            name: torch.split(self._gradients[name], list(map(Tensor.numel, values)))
+            for name, values in self._values.items()
+        }
+
+        self._plans = [] if kernels is None else list(self._adamw(kernels))
+
+    def gradient_of(self, name: str, i: int) -> Tensor:
+        """Return the gradient of a scale of parameter i."""
+        return self._views[name][i].view(self._entries[i].own(name).shape)
+
+    def share_gradients(self) -> None:
+        """Give the parameters the gradients of their scales."""
+        for i, entry in enumerate(self._entries):
+            entry.grads = {name: self.gradient_of(name, i) for name in self._views}
+
+    def factors(self) -> Factors:
+        """Return kappa, c and lambda of all rows and of all columns, under the present scales."""
+        self._learned = {side: self._learned_of(side) for side in self._order}
+        with torch.enable_grad():
+            self._sides = {
+                side: side_factors(self._map, side, learned, self._counts[side], self._device)
+                for side, learned in self._learned.items()
+            }
+        rows, columns = (self._kernel_form(self._sides[side].detach()) for side in self._order)
+        return rows, columns
+
+    def _learned_of(self, is_output: bool) -> dict[str, Tensor]:
+        found = {}
+        for role, name in side_names(self._map, is_output).items():
+            numbers = torch.cat(self._values[name]).double()
+            if self._map.pattern(role) == "global":
+                numbers = numbers.repeat_interleave(self._outputs, output_size=self._counts[True])
+            found[role] = numbers.requires_grad_()
+        return found
+
+    @staticmethod
+    def _kernel_form(side: Tensor) -> Tensor:
+        kappa, p, linear = side
+        return torch.stack([kappa, p / kappa, linear]).float()
+
+    def pull(self, sums: Factors) -> None:
+        """Write the gradients of the scales, given a kernel's sums over rows and columns under the last factors."""
+        learned = [(side, role) for side in self._order for role in self._learned[side]]
+        if not learned:
+            return
+        by = dict(zip(self._order, sums, strict=True))
+        wanted = [side for side in self._order if self._learned[side]]
+        grads = torch.autograd.grad(
+            [self._sides[side] for side in wanted],
+            [self._learned[side][role] for side, role in learned],
+            [factor_gradients(self._sides[side].detach(), *by[side].double()) for side in wanted],
+        )
+        for (side, role), grad in zip(learned, grads, strict=True):
+            if self._map.pattern(role) == "global":
+                grad = torch.segment_reduce(grad, "sum", lengths=self._outputs)
+            self._gradients[side_names(self._map, side)[role]].copy_(grad)
+        del self._learned, self._sides
+
+    def _adamw(self, kernels: Kernels) -> Iterator[tuple[Factor, ClosedPlan]]:
+        """Yield one of the scales that have equal rates, and AdamW's steps of all of them."""
+        alike: dict[tuple[str, float, bool], list[Factor]] = {}
+        for factor in self._map.factors:
+            alike.setdefault((factor.role, factor.lr_scale, factor.decays), []).append(factor)
+        for factors in alike.values():
+            owners = [(name, i) for name in (factor.name for factor in factors) for i in range(len(self._entries))]
+            values = [self._entries[i].own(name) for name, i in owners]
+            moments = [[self._entries[i].own(moment_key(name, moment)) for name, i in owners] for moment in ADAMW]
+            grads = [self.gradient_of(name, i) for name, i in owners]
+            yield factors[0], kernels.closed(None, Tensors(values, moments[0], moments[1], grads=grads))
+
+    def update(self, clip: Tensor | None) -> None:
+        """Apply AdamW to all scales. This is the rule without leaves: they would take longer to make."""
+        for factor, plan in self._plans:
+            rates, entry = rates_of(self._entries[0], "scale_step"), self._entries[0]
+            rates = rates._replace(lr=rates.lr * factor.lr_scale * multiplier(f"k_{factor.role}", entry.group))
+            plan.update(rates if factor.decays else rates._replace(decay=0.0), clip)

@@ -1,0 +1,99 @@
+"""Maps whose scales are products of one number per output and one per input of a matrix (paper, section 4.4).
+
+For such a map the curvature kappa, the slope p at zero of the exponential pathway and the slope lambda of the linear
+pathway of an entry are products, too, of one factor that belongs to its output and one that belongs to its input:
+
+    w_eff = sign(w) (p/kappa) expm1(kappa |w|) + lambda u(w) + A B      u = |w| for mode mismatch, else w
+
+Kernels know these factors and nothing of the scales. This module computes the factors from the scales, and the
+gradients of the scales from those of the factors.
+"""
+
+import functools
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from symexplin.curve import Map, in_dims, is_weight, out_dims, stack_dims
+from symexplin.transform import Value, exp
+
+__all__ = ["factor_gradients", "is_product", "outputs_first", "side_factors", "side_names"]
+
+_SIGNS = {"mismatch": 1.0, "congruent": 1.0, "oppose": -1.0, "exp_only": 0.0, "linear": 1.0}  # of lambda
+_PRODUCTS = ("fixed", "global", "row", "column", "row_col_mult")
+_SUMS = ("fixed", "global", "row", "column", "row_col_add")  # of logarithms, whose exponentials are products
+
+
+@functools.cache
+def is_product(map: Map) -> bool:
+    """Whether kappa, p and lambda are products, and the tensor's memory holds matrices in the order of its dimensions.
+
+    >>> from symexplin.presets import preset
+    >>> [is_product(Map.of((4, 3), "oi", preset(name))) for name in ("paper", "paper+offset", "absorbed")]
+    [True, True, True]
+    """
+    axes = map.axes
+    outputs, inputs, stack = out_dims(axes), in_dims(axes), stack_dims(axes)
+    is_ordered = tuple(range(len(axes))) in ((*stack, *outputs, *inputs), (*stack, *inputs, *outputs))
+    return (
+        map.config.mode in _SIGNS
+        and is_ordered
+        and all(map.pattern(role) in (_SUMS if role == "n" or map.is_log(role) else _PRODUCTS) for role in "elmns")
+    )
+
+
+def outputs_first(axes: str) -> bool:
+    """Whether the rows of a matrix, in the order of memory, are outputs. A bias is one row, along which outputs change.
+
+    >>> [outputs_first(axes) for axes in ("oi", "io", "eoi", "o")]
+    [True, False, True, False]
+    """
+    return is_weight(axes) and out_dims(axes) < in_dims(axes)
+
+
+def side_names(map: Map, is_output: bool) -> dict[str, str]:
+    """Return the roles with a learned number for each output, or for each input, with the names of these tensors.
+
+    A number that all entries of a matrix share counts as one of each output.
+    """
+    stack, own = stack_dims(map.axes), (out_dims if is_output else in_dims)(map.axes)
+    dims = [(*stack, *own)] if own else []
+    dims += [stack] if is_output else []
+    return {factor.role: factor.name for factor in map.factors if factor.role != "delta" and factor.dims in dims}
+
+
+def side_factors(map: Map, is_output: bool, learned: Mapping[str, Tensor], count: int, device: torch.device) -> Tensor:
+    """Return kappa, p and lambda of `count` outputs or inputs as a (3, count) float64 tensor.
+
+    `learned` has the learned numbers of each role there, as the scale's tensor stores them. The outputs' factors
+    contain all numbers that are not learned.
+    """
+
+    def value(role: str, otherwise: float) -> Value:
+        if role in learned:
+            return torch.exp(learned[role]) if map.is_log(role) else learned[role]
+        is_fixed = is_output and role in map.config.roles and not map.by_role(role)
+        return map.first(role) if is_fixed else otherwise
+
+    own_beta = map.beta if is_output else 1.0
+    kappa = value("m", 1.0) * (1.0 if map.config.curvature == "absorbed" else own_beta)
+    d: Value = kappa if map.config.normalize else own_beta
+    share = value("s", 1.0)
+    p = share * value("e", 1.0) * exp(-value("n", 0.0))
+    if not map.config.normalize:
+        p = p * (kappa / d)
+    linear = share * value("l", 1.0) * (_SIGNS[map.config.mode] if is_output else 1.0)
+    found = (1.0, 0.0, linear) if map.config.mode == "linear" else (kappa, p, linear / d)
+    lines = (torch.as_tensor(line, dtype=torch.float64, device=device).expand(count) for line in found)
+    return torch.stack(list(lines))
+
+
+def factor_gradients(factors: Tensor, by_c: Tensor, by_kappa: Tensor, by_linear: Tensor) -> Tensor:
+    """Return the gradients of :func:`side_factors`'s kappa, p and lambda from a kernel's sums.
+
+    The sums are of g sign(w) expm1(x) and g sign(w) (x exp(x) - expm1(x)), x = kappa |w|, times the other side's
+    c = p/kappa, and of g u(w) times the other side's lambda. With p constant, p/kappa changes as kappa does.
+    """
+    kappa, p, _ = factors
+    return torch.stack([by_kappa * p / kappa**2, by_c / kappa, by_linear])
