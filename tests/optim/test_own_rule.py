@@ -51,7 +51,7 @@ def test_a_rule_gets_every_leaf_by_name_kind_count_and_shape():
 
 def test_settings_of_every_optimizer_need_no_defaults_and_bad_ones_of_the_rule_are_refused():
     class Checked(SELSGD):
-        def check_(self, group):
+        def check_group(self, group):
             if group["momentum"] < 0.0:
                 raise ValueError("momentum must not be negative")
 
