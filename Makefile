@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 # Many tests start processes, so bytecode is kept.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test check docs dist format setup clean
+.PHONY: demo test check docs sanitize dist format setup clean
 
 demo: $(STAMP)
 	$(BIN)/symexplin demo
@@ -25,6 +25,19 @@ check: $(STAMP)
 docs: $(STAMP)
 	OMP_NUM_THREADS=1 NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo build/docs/index.html
+
+# The C kernels under gcc's sanitizers (Linux): an access outside of an array and undefined behavior end the process. The
+# options come last, so -O1 replaces -O3, which takes twice as long to compile here. Python must load libasan first.
+SANITIZED ?= tests/kernels/test_kernels.py tests/optim/test_fused.py
+SANITIZER := build/sanitize
+sanitize: $(STAMP)
+	rm -rf $(SANITIZER)
+	mkdir -p $(SANITIZER)
+	printf '#!/bin/sh\nexec %s "$$@" -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all\n' "$$(command -v gcc)" > $(SANITIZER)/gcc
+	chmod +x $(SANITIZER)/gcc
+	PATH="$(CURDIR)/$(SANITIZER):$$PATH" CC=gcc XDG_CACHE_HOME="$(CURDIR)/$(SANITIZER)" OMP_NUM_THREADS=1 \
+		ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$(gcc -print-file-name=libasan.so)" \
+		$(BIN)/pytest -q --capture=sys -m "not process_state" -k "not clang and not x86-64 and not triton" $(SANITIZED)
 
 # Wheel and sdist, checked, and the wheel tried in an empty environment.
 dist: $(STAMP)
