@@ -1,21 +1,26 @@
 """The time of an optimizer step, or of a whole training step, as a multiple of AdamW's, in one process and in turns.
 
     python benchmarks/step.py                      # the optimizer step: one and two threads, float32 and bfloat16
+    python benchmarks/step.py --check              # the same of every variant with a limit: exit code 1 above one
+    python benchmarks/step.py --no-kernels         # every preset without compiled kernels
     python benchmarks/step.py --whole 512x6        # forward, backward, clipping and optimizer, and the peak memory
 
 The baseline is `clip_grad_norm_` and torch's fused AdamW; for bfloat16 parameters AdamW over float32 master copies; for
-many small tensors also torch's foreach AdamW. A ratio is the median over rounds of the ratios of neighbouring steps, so
-that other work on the machine meets both. `--whole` trains the laboratory's transformer with float32 parameters, for
+many small float32 tensors torch's foreach AdamW. A ratio is the median over rounds of the ratios of neighboring steps,
+so that other work on the machine meets both. `--whole` trains the laboratory's transformer with float32 parameters, for
 bfloat16 under autocast: AdamW, the default and the paper's map in the optimizer, and the paper's map in the modules.
 """
 
 import argparse
+import csv
 import gc
 import multiprocessing
 import os
+import runpy
 import statistics
+import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +29,11 @@ from torch import Tensor, nn
 from torch.utils.benchmark import timer
 
 import symexplin as sel
-from symexplin.kernels import describe
+from symexplin.kernels import choice, describe, using
 from symexplin.lab.config import ModelConfig
 from symexplin.lab.model import Transformer
 from symexplin.lab.provenance import provenance
+from symexplin.presets import PRESETS
 
 Step = Callable[[], object]
 Shape = tuple[int, int]
@@ -37,12 +43,18 @@ CASES: dict[str, list[Shape]] = {
     "400x16": [(16, 16)] * 400,
     "1024x12": [*[(1024, 1024)] * 4, (5632, 1024), (1024, 2816)] * 12,  # for a GPU
 }
+SELLion = runpy.run_path(str(Path(__file__).parents[1] / "examples/sel_lion.py"))["SELLion"]
 VARIANTS = {
-    "default": sel.SELConfig(),
-    "frozen": sel.preset("frozen"),
-    "paper": sel.preset("paper"),
-    "number": sel.preset("structured_linear", l=sel.Scale("global", k=(50.0, 8.0))),
+    **{name: (sel.SELAdamW, sel.preset(name)) for name in PRESETS},
+    "number": (sel.SELAdamW, sel.preset("structured_linear", l=sel.Scale("global", k=(50.0, 8.0)))),
+    "lion": (SELLion, sel.preset("default")),
+    "lion-paper": (SELLion, sel.preset("paper")),
 }
+# The agreed limits of an optimizer step by kernels on one thread of a CPU, in units of the baseline.
+LARGE = {"default": 1.3, "paper": 3.0, "absorbed": 3.0, "frozen": 3.0, "structured_linear": 3.0, "paper+offset": 5.0}
+LARGE |= {"lion": 3.0, "lion-paper": 4.0}
+LIMITS = {(case, dtype): LARGE for case in ("4x1024", "512x6") for dtype in ("float32", "bfloat16")}
+LIMITS["400x16", "float32"] = {"default": 1.0, "paper": 2.5}
 SETTINGS = {"lr": 1e-3, "weight_decay": 0.1}
 CLIP, STEPS = 1.0, 10**6
 # glibc gives freed tensors back at once, so that the peak of a process is the memory in use.
@@ -100,26 +112,46 @@ def seconds(step: Step) -> float:
     return float(timer() - start)
 
 
-def measure(case: str, dtype: torch.dtype, options: argparse.Namespace) -> dict[str, float]:
-    """Return the ratio of each variant's optimizer step to the baseline's."""
-    baseline = "masters" if dtype == torch.bfloat16 else "foreach" if case == "400x16" else "fused"
-    variants = options.variants or ("default", "paper")
-    steps = {name: stepper(name, CASES[case], dtype, options.device) for name in (baseline, *variants)}
-    for step in steps.values():
-        step()
-        step()
-    times = [{name: seconds(step) for name, step in steps.items()} for _ in range(options.rounds)]
-    return {name: statistics.median(t[name] / t[baseline] for t in times) for name in variants} | {
-        f"{baseline} (ms)": 1e3 * min(t[baseline] for t in times)
-    }
+def measure(case: str, dtype: str, variants: Sequence[str], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the ratio of each variant's optimizer step to the baseline's, which takes turns with it."""
+    baseline = "masters" if dtype == "bfloat16" else "foreach" if case == "400x16" else "fused"
+    how = CASES[case], getattr(torch, dtype), options.device
+    adamw = stepper(baseline, *how)
+    for variant in variants:
+        step = stepper(variant, *how)
+        for warming in (adamw, step) * 2:
+            warming()
+        times = [(seconds(adamw), seconds(step)) for _ in range(options.rounds)]
+        ratio, unit = statistics.median(own / other for other, own in times), 1e3 * min(other for other, _ in times)
+        yield {"variant": variant, "ratio": ratio, "baseline": baseline, "baseline_ms": unit}
+
+
+def table(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Print and yield the ratios of the chosen cases, with limits where kernels run on one thread of a CPU."""
+    usual = tuple(PRESETS) if options.no_kernels else ("default", "paper")
+    for threads in options.threads:
+        torch.set_num_threads(threads)
+        for case, dtype in ((case, dtype) for case in options.cases for dtype in options.dtypes):
+            limits = LIMITS.get((case, dtype), {})
+            variants = options.variants or (limits if options.check else usual)
+            is_limited = threads == 1 and options.device == "cpu" and not options.no_kernels
+            for found in measure(case, dtype, variants, options):
+                row = {"case": case, "dtype": dtype, "threads": threads, **found}
+                row["limit"] = limit = limits.get(found["variant"]) if is_limited else None
+                row["verdict"] = "" if limit is None else "ok" if found["ratio"] <= limit else "OVER"
+                line = f"{case:7} {dtype:8} {threads} threads  {found['variant']:17} {found['ratio']:7.2f} x"
+                line += f"  {found['baseline']} AdamW's {found['baseline_ms']:.2f} ms"
+                print(line + (f"  limit {limit} {row['verdict']}" if limit else ""), flush=True)
+                yield row
 
 
 def optimizer_step(model: nn.Module, variant: str) -> Step:
     """Return a function that clips and takes the optimizer step of a variant, or of torch's AdamW."""
     if variant in VARIANTS:
-        return sel.SELAdamW(model, config=VARIANTS[variant], max_grad_norm=CLIP, total_steps=STEPS, **SETTINGS).step
+        kind, config = VARIANTS[variant]
+        return kind(model, config=config, max_grad_norm=CLIP, total_steps=STEPS, **SETTINGS).step
     if variant == "module":
-        sel.convert(model, VARIANTS["paper"])
+        sel.convert(model, sel.preset("paper"))
         adamw = torch.optim.AdamW(sel.param_groups(model, **SETTINGS), fused=True)
         sel.anneal_scales(adamw, total_steps=STEPS)
         return clipped(model, adamw)
@@ -209,7 +241,10 @@ def parse() -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--cases", nargs="+", default=["4x1024", "512x6", "400x16"], choices=CASES)
+    add("--check", action="store_true", help="the variants that have limits; exit code 1 if one is over its limit")
+    add("--no-kernels", action="store_true", help="every preset in PyTorch's operations, the least and the most")
+    add("--out", type=Path, help="write the optimizer steps to this CSV file")
+    add("--cases", nargs="+", choices=CASES)
     add("--variants", nargs="+", choices=[*VARIANTS, "module"], help="module: of a whole step alone")
     add("--threads", nargs="+", type=int, default=[1, 2])
     add("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
@@ -223,32 +258,41 @@ def parse() -> argparse.Namespace:
     add("--recompute", action="store_true", help="compute each block again in the backward pass")
     add("--step-speedup", type=float, help="AdamW's steps over the curved model's to the same loss (table 11)")
     options = parser.parse_args()
+    options.cases = options.cases or ["4x1024", "512x6", *([] if options.no_kernels else ["400x16"])]
     if options.tokens % options.context:
         parser.error(f"--tokens must be a multiple of --context = {options.context}, got {options.tokens}")
+    if options.check and (options.no_kernels or options.device != "cpu" or 1 not in options.threads):
+        parser.error("--check has limits for kernels on one thread of a CPU: pass --device cpu and --threads 1")
     return options
 
 
 def main() -> None:
-    """Print the ratios."""
+    """Print the ratios; a check exits with 1 if one is over its limit."""
     options = parse()
-    machine = provenance(options.device)["processor"]
-    print(f"{machine}; torch {torch.__version__}; {describe(options.device)}", flush=True)
-    if options.whole:
-        os.environ.update(RETURN_FREED)  # of the processes that are started, not of this one
-        torch.set_num_threads(options.threads[0])
-        for size in options.whole:
-            for dtype in options.dtypes:
-                whole(size, dtype, options)
-        return
-    for threads in options.threads:
-        torch.set_num_threads(threads)
-        for case in options.cases:
-            for dtype in options.dtypes:
-                found: dict[str, float] = measure(case, getattr(torch, dtype), options)
-                print(f"{case:7} {dtype:8} {threads} threads ", *(f"{k} {v:.2f}" for k, v in found.items()), flush=True)
-    step = stepper("paper", CASES["4x1024"], torch.float32, options.device)
-    first, later = seconds(step), statistics.median(seconds(step) for _ in range(options.rounds))
-    print(f"first step of the paper's map, which inverts it: {first / later:.0f} ordinary ones")
+    with using("readable" if options.no_kernels else choice()):
+        processor, computed_by = provenance(options.device)["processor"], describe(options.device)
+        print(f"{processor}; torch {torch.__version__}; {computed_by}; load {os.getloadavg()[0]:.2f}", flush=True)
+        if options.whole:
+            os.environ.update(RETURN_FREED)  # of the processes that are started, not of this one
+            torch.set_num_threads(options.threads[0])
+            for size in options.whole:
+                for dtype in options.dtypes:
+                    whole(size, dtype, options)
+            return
+        rows = list(table(options))
+        if not options.check and not options.no_kernels:
+            step = stepper("paper", CASES["4x1024"], torch.float32, options.device)
+            first, later = seconds(step), statistics.median(seconds(step) for _ in range(options.rounds))
+            print(f"first step of the paper's map, which inverts it: {first / later:.0f} ordinary ones")
+    ratios, load = [row["ratio"] for row in rows], os.getloadavg()[0]
+    print(f"{min(ratios):.2f} to {max(ratios):.2f} x; load {load:.2f}")
+    if options.out:
+        more = {"processor": processor, "torch": torch.__version__, "kernels": computed_by, "load": load}
+        with options.out.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, [*rows[0], *more])
+            writer.writeheader()
+            writer.writerows(row | more for row in rows)
+    sys.exit(options.check and any(row["verdict"] == "OVER" for row in rows))
 
 
 if __name__ == "__main__":
