@@ -71,9 +71,9 @@ class SELMuon(sel.RawSpaceOptimizer):
             if not fnmatch.filter(names, pattern):
                 raise ValueError(f"split pattern {pattern!r} matches no curved matrix")
 
-    def check_(self, group: dict[str, Any]) -> None:
+    def check_group(self, group: dict[str, Any]) -> None:
         """Raise ValueError for a setting out of range."""
-        sel.SELAdamW.check_(self, group)
+        sel.SELAdamW.check_group(self, group)
         if not 0.0 <= group["momentum"] < 1.0:
             raise ValueError(f"momentum must be in [0, 1), got {group['momentum']}")
         if group["adjust_lr_fn"] not in ("match_rms_adamw", "original"):
@@ -85,7 +85,7 @@ class SELMuon(sel.RawSpaceOptimizer):
                     f"split of {name} must be sizes that add up to its {outputs} outputs, or to a divisor, got {sizes}"
                 )
 
-    def moments_(self, kind: str, axes: str) -> tuple[str, ...]:  # noqa: ARG002
+    def moment_names(self, kind: str, axes: str) -> tuple[str, ...]:  # noqa: ARG002
         """Return the name of the momentum for raw matrices, of AdamW's moments for other leaves."""
         return ("momentum_buffer",) if "i" in axes else ("exp_avg", "exp_avg_sq")
 
