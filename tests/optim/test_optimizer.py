@@ -369,7 +369,7 @@ def peak(function):
 @pytest.mark.parametrize("choice", ["auto", "readable"])
 @ends
 def test_a_step_holds_little_besides_the_state(config, choice):
-    """A few times a chunk of 2^17 numbers in pure PyTorch; in kernels one chunk, and vectors of the scales in float64."""
+    """A few times a chunk of 2^17 numbers in pure PyTorch; in kernels one, and the scales in float64."""
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(10)))
     optimizer = build(model, config)
     with kernels.using(choice):

@@ -1,12 +1,26 @@
 """Rules of one's own: SGD over any map, what a rule gets, and that nothing takes a rule's place."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 import symexplin as sel
+from symexplin import kernels
 from symexplin.presets import IDENTITY
-from training import PAPER, RULE_CASES, SELSGD, backward, build, network, run_beside_reference, train
+from training import (
+    PAPER,
+    RULE_CASES,
+    SELSGD,
+    assert_same_bits,
+    backward,
+    batch,
+    build,
+    network,
+    run_beside_reference,
+    train,
+)
 
 
 def sgd(x, g, state, lr, decay, t):  # noqa: ARG001
@@ -87,3 +101,83 @@ def test_a_subclass_that_changes_the_rule_is_not_replaced_by_kernels(config):
     train(model, build(model, config, kind=Still), 2)
     for p, q in zip(model.parameters(), before.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+
+
+class Normalized(sel.RawSpaceOptimizer):
+    """Moves each tensor by the rate times its gradient over the gradient's norm."""
+
+    largest = 0
+
+    def rule_(self, leaves, group):  # noqa: ARG002
+        for leaf in leaves:
+            self.largest = max(self.largest, leaf.value.numel())
+            leaf.value.sub_(leaf.lr * leaf.grad / leaf.grad.norm())
+
+
+class Signed(sel.RawSpaceOptimizer):
+    """Moves each entry by the rate, and counts in a moment."""
+
+    moments = ("signs",)
+    elementwise = True
+    largest = 0
+
+    def rule_(self, leaves, group):  # noqa: ARG002
+        for leaf in leaves:
+            self.largest = max(self.largest, leaf.value.numel())
+            leaf.moments["signs"].add_(leaf.grad.sign())
+            leaf.value.sub_(leaf.lr * leaf.grad.sign())
+
+
+class WholeSigned(Signed):
+    def rule_(self, leaves, group):  # a rule of its own that does not say that it may be cut
+        super().rule_(leaves, group)
+
+
+def step_of(kind, config, size, choice):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(size, size), nn.Linear(size, 24))
+    with kernels.using(choice):
+        optimizer = kind(model, {"lr": 1e-3, "total_steps": 9, "max_grad_norm": 0.5}, config)
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("config", [sel.SELConfig(), PAPER], ids=["default", "paper"])
+@pytest.mark.parametrize("size", [16, 2048])
+def test_a_rule_gets_whole_tensors_unless_it_says_that_it_is_elementwise(config, size):
+    model, optimizer = step_of(Normalized, config, size, "auto")
+    assert optimizer.largest == max(size**2, 24 * size)
+    twin, _ = step_of(Normalized, config, size, "readable")
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-8)
+    cut, of_cut = step_of(Signed, config, size, "auto")
+    whole, of_whole = step_of(WholeSigned, config, size, "auto")
+    assert of_whole.largest == optimizer.largest
+    has_kernels = kernels.kernels_for("cpu") is not None
+    assert (of_cut.largest < optimizer.largest) == (size == 2048 and has_kernels)
+    assert_same_bits(cut, whole)
+    for p, q in zip(cut.parameters(), whole.parameters(), strict=True):
+        assert of_cut.state[p]["signs"].equal(of_whole.state[q]["signs"])
+
+
+@pytest.mark.parametrize("config", [sel.SELConfig(), PAPER], ids=["default", "paper"])
+def test_a_gradient_scaler_skips_infinite_gradients_and_clipping_sees_unscaled_ones(config):
+    model = network()
+    optimizer = Signed(model, {"lr": 1e-3, "total_steps": 9, "max_grad_norm": 0.5}, config)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    norms = []
+    for step, spoils in enumerate((False, True, False)):
+        optimizer.zero_grad()
+        scaler.scale(model(batch(step)).square().mean()).backward()
+        before = copy.deepcopy(model)
+        if spoils:
+            model[0].weight.grad[0, 0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        norms.append(float(optimizer.grad_norm))
+        if spoils:
+            assert_same_bits(model, before)
+    assert norms[0] == norms[1] < 10.0  # as without a scale; the second step was none
+    assert optimizer.state[model[0].weight]["step"] == 2

@@ -52,8 +52,8 @@ def _signature(entries: Sequence[Entry], parts: Sequence[Tensor]) -> list[Any]:
     kernels = {device: kernels_for(device) for device in {entry.value.device for entry in entries}}
     grads = [cast(Tensor, entry.parameter.grad) for entry in entries]
     kinds = [(type(grad), grad.layout, grad.dtype) for grad in grads]
-    state = [id(value) for entry in entries for value in entry.state.values()]
-    memory = [(part.data_ptr(), part.nbytes) for part in parts]
+    state = [list(map(id, entry.state.values())) for entry in entries]
+    memory = list(map(Tensor.data_ptr, parts)), list(map(Tensor.numel, parts))
     return [kernels, list(entries), kinds, state, memory]
 
 

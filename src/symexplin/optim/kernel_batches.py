@@ -88,7 +88,7 @@ class ProductBatch(Batch):
         # A process with an empty part has no kernels, and replicas of a scale must have the same bits.
         self._is_quick = rule.is_adamw and not self._is_split
         self._scales = JoinedScales(entries, kernels if self._is_quick else None)
-        self._deltas = _Deltas(entries, self._scales)
+        self._deltas = _Deltas(entries)
         weights = self._split([entry.value for entry in entries])
         sizes = [(1 if weight.dim() == 1 else len(weight), weight.shape[-1]) for weight in weights]
         rows, columns = (list(itertools.accumulate(side, initial=0))[:-1] for side in zip(*sizes, strict=True))
@@ -113,7 +113,6 @@ class ProductBatch(Batch):
         self._deltas.read()
         norm, sums = self._plan.norm(self._grads, self._scales.factors())
         self._scales.pull(sums)
-        self._scales.share_gradients()
         self._deltas.write_gradients()
         return norm if self._is_split else torch.hypot(norm, torch.linalg.vector_norm(self._scales.gradient).to(norm))
 
@@ -185,18 +184,15 @@ def _leaves(batch: Batch, spans: Sequence[Span], values: Tensor | None, grads: T
 class _Deltas:
     """The low-rank summands A B of matrices, in the order of memory: of transposed matrices there are copies."""
 
-    def __init__(self, entries: Sequence[Entry], scales: JoinedScales) -> None:
+    def __init__(self, entries: Sequence[Entry]) -> None:
         names = [factor.name for factor in entries[0].map.by_role("delta")]
         self.of_matrices: list[Delta] | None = [] if names else None
         self._copies: list[tuple[Tensor, Tensor]] = []  # and what they are copies of
         self._gradients: list[tuple[Tensor, Tensor]] = []
-        for i, entry in enumerate(entries) if names else ():
+        for entry in entries if names else ():
             parts = zip(
                 *(_lora_parts(entry, entry.own(name), is_a) for name, is_a in zip(names, (True, False), strict=True)),
-                *(
-                    _lora_parts(entry, scales.gradient_of(name, i), is_a)
-                    for name, is_a in zip(names, (True, False), strict=True)
-                ),
+                *(_lora_parts(entry, entry.grads[name], is_a) for name, is_a in zip(names, (True, False), strict=True)),
                 strict=True,
             )
             assert self.of_matrices is not None

@@ -54,16 +54,13 @@ class JoinedScales:
             for name, values in self._values.items()
         }
 
+        for i, entry in enumerate(entries):
+            entry.grads = {name: self.gradient_of(name, i) for name in names}
         self._plans = [] if kernels is None else list(self._adamw(kernels))
 
     def gradient_of(self, name: str, i: int) -> Tensor:
         """Return the gradient of a scale of parameter i."""
         return self._views[name][i].view(self._entries[i].own(name).shape)
-
-    def share_gradients(self) -> None:
-        """Give the parameters the gradients of their scales."""
-        for i, entry in enumerate(self._entries):
-            entry.grads = {name: self.gradient_of(name, i) for name in self._views}
 
     def factors(self) -> Factors:
         """Return kappa, c and lambda of all rows and of all columns, under the present scales."""
@@ -117,7 +114,7 @@ class JoinedScales:
             owners = [(name, i) for name in (factor.name for factor in factors) for i in range(len(self._entries))]
             values = [self._entries[i].own(name) for name, i in owners]
             moments = [[self._entries[i].own(moment_key(name, moment)) for name, i in owners] for moment in ADAMW]
-            grads = [self.gradient_of(name, i) for name, i in owners]
+            grads = [self._entries[i].grads[name] for name, i in owners]
             yield factors[0], kernels.closed(None, Tensors(values, moments[0], moments[1], grads=grads))
 
     def update(self, clip: Tensor | None) -> None:
