@@ -86,7 +86,7 @@ def path(name, monkeypatch):
         yield
 
 
-def steps(count, config, dtype=torch.float32, rate=1e-3, name="", **settings):
+def steps(count, config, dtype=torch.float32, rate=1e-3, name="", kind=sel.SELAdamW, **settings):
     device = "cuda" if name == "cuda" else "cpu"
     torch.manual_seed(0)
     model = Network()
@@ -94,7 +94,7 @@ def steps(count, config, dtype=torch.float32, rate=1e-3, name="", **settings):
         model.wide.weight[:4] = 0.0
         model.wide.weight[4:6] *= 30.0
     model.to(device, dtype)
-    optimizer = sel.SELAdamW(
+    optimizer = kind(
         model, lr=rate, weight_decay=0.1, config=config, total_steps=20, max_grad_norm=0.5, **settings
     )
     for step in range(count):
@@ -186,3 +186,28 @@ def test_changes_between_steps_are_followed_as_by_a_new_optimizer(change, config
     with path("readable", monkeypatch):
         optimizer.step()
     assert called
+
+
+class Ordinary(sel.SELAdamW):
+    """AdamW as any rule takes part in a step: through leaves."""
+
+    elementwise = True
+
+    def rule_(self, leaves, group):
+        super().rule_(leaves, group)
+
+
+@pytest.mark.parametrize("name", PATHS[:1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_the_shortcuts_for_adamw_change_the_speed_alone(config, dtype, name, monkeypatch):
+    with path(name, monkeypatch):
+        before, _ = steps(0, config, dtype)
+        quick, of_quick = steps(1, config, dtype)
+        ordinary, of_ordinary = steps(1, config, dtype, kind=Ordinary)
+    for p, q, r in zip(quick.parameters(), ordinary.parameters(), before.parameters(), strict=True):
+        found, wanted = ((of.state[x].get("master", x), x) for of, x in ((of_quick, p), (of_ordinary, q)))
+        moved = (wanted[0].double() - r.double()).norm()
+        assert (found[0].double() - wanted[0].double()).norm() <= 1e-4 * moved + 1e-7 * wanted[0].double().norm()
+        for key, value in of_ordinary.state[q].items():
+            torch.testing.assert_close(of_quick.state[p][key], value, rtol=1e-5, atol=1e-6, msg=key)

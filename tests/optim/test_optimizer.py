@@ -379,3 +379,13 @@ def test_a_step_holds_little_besides_the_state(config, choice):
             optimizer.step()
         has_kernels = kernels.kernels_for(torch.device("cpu")) is not None
         assert peak(optimizer.step) < 2**20 * ((0.1 if config.closed else 2.0) if has_kernels else 8.0)
+
+
+def test_a_step_in_a_cuda_graph_is_refused(monkeypatch):
+    model = network()
+    optimizer = build(model)
+    backward(model, 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="outside of a CUDA graph"):
+        optimizer.step()

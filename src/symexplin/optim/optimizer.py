@@ -26,6 +26,10 @@ __all__ = ["RawSpaceOptimizer", "map_lines"]
 _OWN = ("total_steps", "max_grad_norm")  # settings that a loaded state does not change
 # Settings of every optimizer, which a subclass may leave out of its defaults.
 _SETTINGS = {"weight_decay": 0.0, "total_steps": None, "max_grad_norm": None, "stochastic_rounding": False}
+_NO_GRAPH = (
+    "step must be called outside of a CUDA graph: rates and counts are Python numbers, which a graph would repeat. "
+    "Capture forward and backward alone; a step takes a few launches"
+)
 _LOOK_EVERY = 100  # steps between checks of the norm on an accelerator, since each waits for the device
 
 
@@ -102,6 +106,8 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self) -> None:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(_NO_GRAPH)
         for group in self.param_groups:
             multipliers(group)  # raises before anything has changed, if T is missing
         fresh = not any(self.state.values())
