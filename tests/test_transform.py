@@ -8,7 +8,8 @@ from pairwise import every_pair
 from reference import DTYPES, MODES, READS, VARIANTS, evaluate, reads, worst
 from symexplin.config import MODES as PACKAGE_MODES
 from symexplin.functional import effective
-from symexplin.transform import Form, Scales, forward, tolerance
+from symexplin.modes import DEFINITIONS, Scales
+from symexplin.transform import forward, tolerance
 
 SHAPE = (12, 14)
 PATTERNS = ("defaults", "numbers", "product", "wild")
@@ -64,7 +65,7 @@ def in_use(mode, variant, offset, **_):
 
 
 def test_modes_are_the_papers():
-    assert tuple(PACKAGE_MODES) == MODES
+    assert tuple(PACKAGE_MODES) == tuple(DEFINITIONS) == MODES
     for mode, roles in PACKAGE_MODES.items():
         assert {"m" if role == "kappa" else role for role in roles} == set(READS[mode])
 
@@ -105,13 +106,14 @@ def test_tolerance_covers_the_error_of_float32_and_is_what_is_owed(mode, n, norm
     w = torch.randn(4096, generator=generator)  # up to 4: damped overflows from 9 on where n < 0
     numbers = {"e": -1.3, "l": 0.8, "kappa": 3.1, "n": n, "s": -2.0}
     delta = torch.randn(4096, generator=generator)
-    scales = Scales(**{k: torch.tensor(v) for k, v in numbers.items()}, delta=delta)
-    exact = Scales(*(v.double() for v in scales))
-    form = Form(mode, 3.0, normalize)
-    error = (forward(form, w, scales) - forward(form, w.double(), exact)).abs()
-    allowed = tolerance(form, w, scales)
+    normalizer = None if normalize else 3.0
+    tensors = [torch.tensor(v) for v in numbers.values()]
+    scales = Scales(normalizer, *tensors, delta)
+    exact = Scales(normalizer, *(v.double() for v in tensors), delta.double())
+    error = (forward(mode, w, scales) - forward(mode, w.double(), exact)).abs()
+    allowed = tolerance(mode, w, scales)
     assert bool((error <= allowed).all())
-    as_numbers = tolerance(form, w, Scales(**numbers, delta=delta))
+    as_numbers = tolerance(mode, w, Scales(normalizer, *numbers.values(), delta))
     torch.testing.assert_close(as_numbers, allowed, rtol=1e-4, atol=0)
     if mode == "mismatch" and not normalize:
         x = 3.1 * w.double().abs()

@@ -24,12 +24,9 @@ import torch
 from torch import Tensor
 
 from symexplin.config import CLOSED_MODES, SELConfig
-from symexplin.transform import expm1
+from symexplin.modes import DEFINITIONS, Scales, expm1
 
 __all__ = ["Closed"]
-
-# The scales in c of each mode; n and d come on top for exp_only, d for sinh.
-_FACTORS = {"exp_only": ("s", "e"), "sinh": ("s",), "linear": ("s", "l")}
 
 
 class Closed(NamedTuple):
@@ -54,26 +51,22 @@ class Closed(NamedTuple):
         """
         if not config.closed:
             raise ValueError(f"the closed form needs mode {CLOSED_MODES} with fixed scales, got {config.describe()}")
-        assert isinstance(config.beta, float), "the configuration is not resolved"
-        kappa = config.beta * config.m.first
-        c = math.prod(getattr(config, role).first for role in _FACTORS[config.mode])
-        if config.mode != "linear":
-            c /= kappa if config.normalize else config.beta
-        if config.mode == "exp_only":
-            c *= math.exp(-config.n.first)
+        scales = Scales.of(config)
+        factor, roles = {
+            "exp_only": (scales.amplitude, ("s", "e")),
+            "sinh": (1.0 / scales.d, ("s",)),
+            "linear": (scales.l, ("s", "l")),
+        }[config.mode]
+        c, kappa = float(scales.s * factor), float(scales.kappa)
         if c <= 0.0 if config.mode == "exp_only" else c == 0.0:
-            given = ", ".join(f"{role}.start {getattr(config, role).first:g}" for role in _FACTORS[config.mode])
+            given = ", ".join(f"{role}.start {getattr(config, role).first:g}" for role in roles)
             need = "have a positive product" if config.mode == "exp_only" else "not be 0"
             raise ValueError(f"the scales of mode {config.mode!r} must {need}, got {given}")
         return Closed(config.mode, kappa, c)
 
     def raw(self, v: Tensor) -> Tensor:
         """Return the raw weight w, f(w) = v."""
-        if self.mode == "linear":
-            return v / self.c
-        if self.mode == "sinh":
-            return torch.asinh(v / self.c) / self.kappa
-        return torch.copysign(torch.log1p(v.abs() / self.c) / self.kappa, v)
+        return DEFINITIONS[self.mode].inverse(v / self.c, Scales(kappa=self.kappa, normalizer=1.0))
 
     def slope(self, v: Tensor) -> Tensor:
         """Return f'(w) at the raw weight w of v."""

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from symexplin.config import DECAYED_ROLES, SELConfig
-from symexplin.inverse import invert
-from symexplin.transform import Form, Scales, Value, compute_dtype, forward, pullback, summed
+from symexplin.modes import Scales, Value
+from symexplin.transform import compute_dtype, forward, invert, pullback, summed
 
 __all__ = [
     *("Curved", "CurvedBase", "Factor", "Map"),
@@ -132,7 +132,6 @@ class Map:
     shape: Shape
     axes: str
     config: SELConfig
-    form: Form = field(init=False, repr=False, compare=False)
     factors: tuple[Factor, ...] = field(init=False, repr=False, compare=False)  # by role, outputs before inputs
 
     @staticmethod
@@ -148,7 +147,6 @@ class Map:
                 f"{self.axes!r} for the shape {self.shape}"
             )
         object.__setattr__(self, "config", self.config.resolve(max(sides(self.axes, self.shape))))
-        object.__setattr__(self, "form", Form(self.config.mode, self.beta, self.config.normalize))
         found = (factor for role in self.config.learned_roles for factor in self._factors(role))
         object.__setattr__(self, "factors", tuple(found))
 
@@ -263,11 +261,12 @@ class Curved(NamedTuple):
             kappa = self._value("m") if map._is_absorbed("m") else map.beta * self._value("m")  # paper, Eq. 4
         values = {role: self._value(role) for role in ("e", "l", "n", "s") if role in roles}
         delta = self._value("delta") if map.by_role("delta") else None
-        return Scales(kappa=kappa, delta=delta if isinstance(delta, Tensor) else None, **values)
+        normalizer = None if map.config.normalize else map.beta
+        return Scales(kappa=kappa, delta=delta if isinstance(delta, Tensor) else None, normalizer=normalizer, **values)
 
     def effective(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the effective weight (paper, Eq. 7) in `dtype`, by default that of the raw weight."""
-        value = forward(self.map.form, self.raw, self.scales())
+        value = forward(self.map.config.mode, self.raw, self.scales())
         # torch 2.11 compiles a Function whose forward ends with a `to` that changes nothing to gradients of zero.
         return value if dtype is None or value.dtype == dtype else value.to(dtype)
 
@@ -284,21 +283,21 @@ class Curved(NamedTuple):
             w = w.to(compute_dtype(w)) - scales.delta
         scales = scales._replace(delta=None)
         if where is None:
-            return invert(self.map.form, w, scales)
+            return invert(self.map.config.mode, w, scales)
         chosen = (v.expand(w.shape)[where] if isinstance(v, Tensor) else v for v in scales)
         raw = self.raw.clone()
-        raw[where] = invert(self.map.form, w[where], Scales(*chosen)).to(raw.dtype)  # type: ignore[arg-type]
+        raw[where] = invert(self.map.config.mode, w[where], Scales(*chosen)).to(raw.dtype)  # type: ignore[arg-type]
         return raw
 
     def slope(self) -> Tensor:
         """Return d w_eff / d w at every raw weight."""
-        return pullback(self.map.form, self.raw, self.scales(), torch.ones_like(self.raw), frozenset())["w"]
+        return pullback(self.map.config.mode, self.raw, self.scales(), torch.ones_like(self.raw), frozenset())["w"]
 
     def pullback(self, g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the gradients by the raw weight and by each factor for a gradient `g` of the effective weight."""
         map, scales = self.map, self.scales()
         wanted = frozenset("kappa" if factor.role == "m" else factor.role for factor in map.factors)
-        pulled = pullback(map.form, self.raw, scales, g.to(self.raw.dtype), wanted)
+        pulled = pullback(map.config.mode, self.raw, scales, g.to(self.raw.dtype), wanted)
         if "kappa" in pulled:
             pulled["m"] = pulled.pop("kappa") * (scales.kappa if map.is_log("m") else map.beta)
         for role in ("e", "l"):

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from symexplin.config import BETA_AT_1024, CURVATURES, MODES, auto_beta
-from symexplin.inverse import invert
-from symexplin.transform import ROLES, Form, Scales, Value, compute_dtype, forward, pullback
+from symexplin.modes import Scales, Value
+from symexplin.transform import ROLES, compute_dtype, forward, invert, pullback
 from symexplin.validation import check_choice, check_positive
 
 __all__ = ["anneal", "auto_beta", "beta_for", "effective", "inverse"]
@@ -22,50 +22,50 @@ _KNEE = BETA_AT_1024 * 1.75 / 32.0
 class _Effective(torch.autograd.Function):
     """The map as one differentiable operation that saves only its inputs."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, form: Form, w: Tensor, *values: Value | None) -> Tensor:
-        tensors = [v for v in values if isinstance(v, Tensor)]
-        ctx.save_for_backward(w, *tensors)
-        ctx.form = form
-        ctx.numbers = [None if isinstance(v, Tensor) else (v,) for v in values]
-        return forward(form, w, Scales(*values))  # type: ignore[arg-type]
+    def forward(mode: str, normalizer: float | None, w: Tensor, *values: Value | None) -> Tensor:
+        return forward(mode, w, Scales(normalizer, *values))  # type: ignore[arg-type]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, _: Any) -> None:
+        ctx.mode, ctx.normalizer, *tensors = inputs
+        ctx.save_for_backward(*(v for v in tensors if isinstance(v, Tensor)))
+        ctx.numbers = [None if isinstance(v, Tensor) else (v,) for v in tensors]
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        w, *tensors = ctx.saved_tensors
-        left = iter(tensors)
-        values = [next(left) if number is None else number[0] for number in ctx.numbers]
-        wanted = frozenset(r for r, needed in zip(ROLES, ctx.needs_input_grad[2:], strict=True) if needed)
-        pulled = pullback(ctx.form, w, Scales(*values), g, wanted)
+        saved = iter(ctx.saved_tensors)
+        w, *values = (next(saved) if number is None else number[0] for number in ctx.numbers)
+        wanted = frozenset(r for r, needed in zip(ROLES, ctx.needs_input_grad[3:], strict=True) if needed)
+        pulled = pullback(ctx.mode, w, Scales(ctx.normalizer, *values), g, wanted)
         grads = (
             pulled[role].sum_to_size(value.shape) if role in pulled and isinstance(value, Tensor) else None
             for role, value in zip(ROLES, values, strict=True)
         )
-        return None, pulled["w"].sum_to_size(w.shape), *grads
+        return None, None, pulled["w"].sum_to_size(w.shape), *grads
 
 
 def _cast(value: Value, dtype: torch.dtype) -> Value:
     return value.to(dtype) if isinstance(value, Tensor) else value
 
 
-def _prepare(
-    mode: str,
-    beta: float,
-    m: Value,
-    curvature: str,
-    beta_tilde: Value | None,
-    normalize: bool,
-) -> tuple[Form, Value]:
-    """Check the choices and return the form and kappa (paper, Eq. 4)."""
+def _curvature(
+    mode: str, beta: float, m: Value, curvature: str, beta_tilde: Value | None, normalize: bool
+) -> tuple[Value, float | None]:
+    """Check the choices and return kappa and the normalizer (paper, Eq. 4)."""
     check_choice("mode", mode, MODES)
     check_choice("curvature", curvature, CURVATURES)
-    form = Form(mode, check_positive("beta", beta), normalize)
+    beta = check_positive("beta", beta)
     if (curvature == "absorbed") != (beta_tilde is not None):
         raise ValueError(
             f"beta_tilde is kappa itself, for curvature='absorbed' only, got {curvature=} and "
             f"beta_tilde={'None' if beta_tilde is None else 'a value'}"
         )
-    return form, form.beta * m if beta_tilde is None else beta_tilde
+    if "kappa" not in MODES[mode]:
+        return beta, beta
+    return beta * m if beta_tilde is None else beta_tilde, None if normalize else beta
 
 
 def effective(
@@ -116,9 +116,9 @@ def effective(
     dtype = compute_dtype(w, e, l, m, beta_tilde, n, s, delta)
     e, l, n, s = (_cast(v, dtype) for v in (e, l, n, s))
     tilde = None if beta_tilde is None else _cast(beta_tilde, dtype)
-    form, kappa = _prepare(mode, beta, _cast(m, dtype), curvature, tilde, normalize)
+    kappa, normalizer = _curvature(mode, beta, _cast(m, dtype), curvature, tilde, normalize)
     values = (e, l, kappa, n, s, None if delta is None else delta.to(dtype))
-    result: Tensor = _Effective.apply(form, w.to(dtype), *values)  # type: ignore[no-untyped-call]
+    result: Tensor = _Effective.apply(mode, normalizer, w.to(dtype), *values)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -156,8 +156,8 @@ def inverse(
     >>> bool((back - t).abs().max() < 1e-14)
     True
     """
-    form, kappa = _prepare(mode, beta, _cast(m, torch.float64), curvature, beta_tilde, normalize)
-    return invert(form, t, Scales(e, l, kappa, n, s))
+    kappa, normalizer = _curvature(mode, beta, _cast(m, torch.float64), curvature, beta_tilde, normalize)
+    return invert(mode, t, Scales(normalizer, e, l, kappa, n, s))
 
 
 def anneal(step: int, total: int | None, k0: float, k1: float) -> float:

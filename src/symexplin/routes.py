@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from symexplin.config import SELConfig, check_config
 from symexplin.curve import CurvedBase, Map, fans, is_weight
 from symexplin.heads import plain_parameters
-from symexplin.inverse import check_invertible
 from symexplin.patterns import by_name, check_patterns, first_match
+from symexplin.transform import check_invertible
 from symexplin.validation import plain
 
 __all__ = ["Rate", "Route", "Routing", "check_model", "check_values", "routing"]

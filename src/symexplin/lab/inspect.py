@@ -25,8 +25,9 @@ from symexplin.curve import Curved, Map
 from symexplin.lab.files import format_columns
 from symexplin.lab.maps import in_words
 from symexplin.lab.weights import is_raw, iter_tensors, read_map
+from symexplin.modes import Scales
 from symexplin.routes import Routing, routing
-from symexplin.transform import Scales, compute_dtype, forward, tolerance
+from symexplin.transform import compute_dtype, forward, tolerance
 from symexplin.validation import naming
 
 __all__ = ["Inspection", "Row", "curved_in", "curved_matrices", "format_inspection", "inspect_file", "xavier_bound"]
@@ -221,8 +222,8 @@ def _inversion_error(w: Tensor, config: SELConfig) -> float:
     here = Curved(map, w.to(dtype), map.start(dtype, w.device, position=0))
     raw, scales = here.inverse(here.raw), here.scales()
     exact = Scales(*(v.double() if isinstance(v, Tensor) else v for v in scales))  # type: ignore[arg-type]
-    gap = (forward(map.form, raw.double(), exact) - w.double()).abs()
-    owed = tolerance(map.form, raw, scales).double()
+    gap = (forward(config.mode, raw.double(), exact) - w.double()).abs()
+    owed = tolerance(config.mode, raw, scales).double()
     return float(torch.where(gap == 0, 0.0, gap / owed).max())
 
 

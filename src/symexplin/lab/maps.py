@@ -65,7 +65,7 @@ def named_map(preset: str, changes: Mapping[str, Any]) -> sel.SELConfig:
 
 def map_of(curve: CurveConfig, width: int) -> sel.SELConfig | None:
     """Return the map of a run on a model of `width`, or None for ordinary weights."""
-    from symexplin.inverse import check_invertible  # torch, which the help of a command does without
+    from symexplin.transform import check_invertible  # torch, which the help of a command does without
 
     if curve.home == "none":
         return None

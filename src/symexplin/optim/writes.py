@@ -62,6 +62,6 @@ def _differing(entry: Entry) -> torch.Tensor:
     """
     curved, found = entry.curved_map(), entry.value
     expected = curved.effective()
-    slack = 2.0 * tolerance(curved.map.form, curved.raw, curved.scales())  # both sides were rounded
+    slack = 2.0 * tolerance(curved.map.config.mode, curved.raw, curved.scales())  # both sides were rounded
     low, high = (expected - slack).to(found.dtype), (expected + slack).to(found.dtype)
     return ~((low <= found) & (found <= high))

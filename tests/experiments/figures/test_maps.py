@@ -8,7 +8,7 @@ import symexplin as sel
 from drawn import lines, title
 from symexplin.experiments.figures import draw, maps
 from symexplin.experiments.figures.probe import Probe, RoleWeights
-from symexplin.transform import Form, Scales
+from symexplin.modes import Scales
 
 # Formulas of the paper in float64, apart from the code.
 
@@ -87,8 +87,9 @@ def crafted(monkeypatch, runs):
     """A source whose weights of role q have a scale e of their own each, those of role up none."""
     raw = torch.linspace(-0.3, 0.2, COUNT, dtype=torch.float64)
     effective = torch.from_numpy(mapped(raw.numpy(), E))
-    learned = RoleWeights(Form("mismatch", 7.5), raw, effective, raw, Scales(e=torch.from_numpy(E), kappa=7.5))
-    found = Probe(4, {"q": learned, "up": dataclasses.replace(learned, scales=Scales(kappa=7.5))})
+    scales = Scales(e=torch.from_numpy(E), kappa=7.5, normalizer=7.5)
+    learned = RoleWeights("mismatch", raw, effective, raw, scales)
+    found = Probe(4, {"q": learned, "up": dataclasses.replace(learned, scales=scales._replace(e=1.0))})
     monkeypatch.setattr(maps, "probe", lambda _: found)
     return runs["curved"], learned
 

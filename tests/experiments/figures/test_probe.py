@@ -35,10 +35,9 @@ def of_role(state, role):
 
 def mapped(weights):
     """The map of a role at its raw weights by the public function, in float64."""
-    form, scales = weights.form, weights.scales
-    values = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in scales._asdict().items()}
-    kappa, delta = values.pop("kappa"), values.pop("delta")
-    options = {"mode": form.mode, "beta": form.beta, "normalize": form.normalize}
+    values = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in weights.scales._asdict().items()}
+    kappa, delta, beta = (values.pop(name) for name in ("kappa", "delta", "normalizer"))
+    options = {"mode": weights.mode, "beta": beta or 1.0, "normalize": beta is None}
     curvature = {"curvature": "absorbed", "beta_tilde": torch.as_tensor(kappa)}
     value = functional.effective(weights.raw.double(), **options, **curvature, **values)
     return value if delta is None else value + delta

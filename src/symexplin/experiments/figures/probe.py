@@ -16,10 +16,11 @@ from symexplin.lab.build import Built, build
 from symexplin.lab.checkpoint import load_optimizer, newest_intact
 from symexplin.lab.report.charts import Floats
 from symexplin.lab.weights import MODEL, load_weights
+from symexplin.modes import Scales
 from symexplin.modules import SELLinear
 from symexplin.optim import RawSpaceOptimizer
 from symexplin.presets import IDENTITY
-from symexplin.transform import Form, Scales, forward
+from symexplin.transform import forward
 
 __all__ = ["LIMIT", "Probe", "RoleWeights", "probe"]
 
@@ -31,7 +32,7 @@ LIMIT = 1_000_000
 class RoleWeights:
     """The weights of one role of all blocks: 1-D tensors over the same positions."""
 
-    form: Form
+    mode: str
     initial: Tensor
     effective: Tensor
     raw: Tensor
@@ -40,7 +41,7 @@ class RoleWeights:
     def curves(self, raw: Tensor, places: Tensor) -> Tensor:
         """Return the map at `raw`, one row for the scales of each of the positions `places`."""
         scales = (v[places, None].double() if isinstance(v, Tensor) else v for v in self.scales)
-        return forward(self.form, raw.expand(len(places), -1), Scales(*scales))  # type: ignore[arg-type]
+        return forward(self.mode, raw.expand(len(places), -1), Scales(*scales))  # type: ignore[arg-type]
 
 
 class Probe(NamedTuple):
@@ -92,7 +93,7 @@ def _curved(built: Built) -> dict[str, Curved]:
 
 
 def _role(matrices: list[tuple[Tensor, Tensor, Curved]], stride: int) -> RoleWeights:
-    """Return every `stride`-th position of matrices (initial, effective, curved) of one shape and one form."""
+    """Return every `stride`-th position of matrices (initial, effective, curved) of one shape and one mode."""
     initial, effective, curved = zip(*matrices, strict=True)
     shape, like = initial[0].shape, curved[0].raw
 
@@ -100,11 +101,11 @@ def _role(matrices: list[tuple[Tensor, Tensor, Curved]], stride: int) -> RoleWei
         whole = (torch.as_tensor(value, dtype=like.dtype, device=like.device).expand(shape) for value in values)
         return torch.cat([value.reshape(-1)[::stride] for value in whole])
 
-    scales = zip(*(each.scales() for each in curved), strict=True)
+    normalizers, *scales = zip(*(each.scales() for each in curved), strict=True)
     return RoleWeights(
-        curved[0].map.form,
+        curved[0].map.config.mode,
         pick(initial),
         pick(effective),
         pick(each.raw for each in curved),
-        Scales(*(None if value[0] is None else pick(value) for value in scales)),  # type: ignore[arg-type]
+        Scales(normalizers[0], *(None if value[0] is None else pick(value) for value in scales)),  # type: ignore[arg-type]
     )

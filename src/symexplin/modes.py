@@ -1,0 +1,355 @@
+"""The modes of the SymExpLin map: one object each, with its value, derivatives and inverse.
+
+With raw weight w, effective curvature kappa, normalizer d (beta, or kappa if normalized), scales e, l,
+offset n, overall scale s and residual delta (paper, Eqs. 3-7 and appendix B):
+
+    E(|w|) = (e/d) exp(-n) expm1(kappa |w|)      S(w) = sign(w) E(|w|)      L(w) = (l/d) w
+
+    mismatch   sign(w) (E + L)       congruent  S + L        oppose  S - L        exp_only  S
+    sinh       sinh(kappa w)/d       linear     l w
+    damped     sign(w) exp(-n) expm1(beta |w|) exp(-|w|)/beta + w (1 - exp(-n exp(|w|)))
+
+and w_eff = s * mode + delta (:mod:`symexplin.transform`).
+
+The inverse is solved in float64. For y = kappa |w| the modes with a linear pathway solve, for a target T >= 0 in units
+of the slope at zero,
+
+    p expm1(y) + (1 - p) y = T        p = share of the exponential pathway in the slope at zero
+
+The left side is convex with slope 1 at zero, so Newton's method converges from above from any upper bound of the root.
+Newton from y = T gains only about 1 per iteration where the exponential dominates, and ten such iterations do not
+reach a weight of thirty Xavier bounds. The smaller of two bounds is close everywhere:
+
+    2 T/(1 + sqrt(1 + 2 p T))                   from expm1(y) >= y + y^2/2: tight near zero
+    log1p((T + max(p - 1, 0) bound)/p)          the exponential alone: tight in the tails
+"""
+
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from symexplin.config import SELConfig
+
+__all__ = ["DEFINITIONS", "Formula", "Mode", "Scales", "Value", "expm1"]
+
+Value = Tensor | float
+Function = Callable[[Tensor, "Scales"], Tensor]
+
+# Below this |x| the differences x exp(x) - expm1(x) and x cosh(x) - sinh(x) are summed as series. Above it the
+# closed forms lose at most a factor (e + (e - 1))/1 = 4.4 to cancellation, within the error bound of (8 + 4x) units
+# of rounding.
+_SERIES_BELOW = 1.0
+# Terms for a remainder below one unit of rounding at x = 1: the sum over k > K of (k - 1)/k! is 2.1e-9 of the total
+# for K = 12 (float32) and 2e-18 for K = 20 (float64).
+_SERIES_TERMS = {torch.float32: 12, torch.float64: 20}
+
+_LARGEST = math.log(sys.float_info.max)  # of what exp takes
+
+_ITERATIONS = 10  # of Newton's method, at most; six reach the weights of pretrained models
+_DOUBLINGS = 64  # a bracket of 2^64 raw units contains every reachable finite weight
+_BISECTIONS = 128  # enough to bisect any float64 bracket that doubling leaves
+# A Newton step h leaves an error near h^2/2 max(1/y, 1), and y stays below 710, where exp overflows: after a step of
+# this many y the error is below 4e-18 y.
+_CONVERGED = 1e-10
+
+
+class Scales(NamedTuple):
+    """The scales of the map, each a number or a tensor that broadcasts against the raw weight.
+
+    The normalizer d of Eq. 4 is the number `normalizer`, or kappa for None. kappa is beta for a mode that has no m.
+    """
+
+    normalizer: float | None = None
+    e: Value = 1.0
+    l: Value = 1.0
+    kappa: Value = 1.0
+    n: Value = 0.0
+    s: Value = 1.0
+    delta: Tensor | None = None
+
+    @staticmethod
+    def of(config: SELConfig) -> "Scales":
+        """Return the first values of a resolved configuration, without delta."""
+        assert isinstance(config.beta, float), "the configuration is not resolved"
+        e, l, m, n, s = (getattr(config, role).first for role in ("e", "l", "m", "n", "s"))
+        kappa = config.beta * m if "m" in config.roles else config.beta
+        return Scales(None if config.normalize else config.beta, e, l, kappa, n, s)
+
+    @property
+    def d(self) -> Value:
+        """The normalizer (paper, Eq. 4)."""
+        return self.kappa if self.normalizer is None else self.normalizer
+
+    @property
+    def amplitude(self) -> Value:
+        """The factor of the exponential pathway, (e/d) exp(-n)."""
+        return self.e * _exp(-self.n) / self.d
+
+
+def expm1(x: Tensor) -> Tensor:
+    """Return exp(x) - 1 without cancellation; Inductor's code for CPUs would subtract (torch 2.13).
+
+    >>> expm1(torch.tensor([1e-10], dtype=torch.float64))
+    tensor([1.0000e-10], dtype=torch.float64)
+    """
+    if not torch.compiler.is_compiling() or x.device.type != "cpu":
+        return torch.expm1(x)
+    t = torch.tanh(0.5 * x.clamp(-1.0, 1.0))  # beyond, 1 - t would reach 0 and the gradient NaN
+    return torch.where(x.abs() < 1.0, 2.0 * t / (1.0 - t), torch.exp(x) - 1.0)
+
+
+def _exp(x: Value) -> Value:
+    """Return the exponential; infinity where it is out of range, also of a number."""
+    if isinstance(x, Tensor):
+        return torch.exp(x)
+    return math.exp(x) if x <= _LARGEST else math.inf
+
+
+def _series(x: Tensor, coefficients: list[float]) -> Tensor:
+    """Evaluate sum_k c_k x^k by Horner's rule."""
+    total = torch.full_like(x, coefficients[-1])
+    for coefficient in reversed(coefficients[:-1]):
+        total = total * x + coefficient
+    return total
+
+
+def _exp_difference(x: Tensor) -> Tensor:
+    """Return x exp(x) - expm1(x) = sum over k >= 2 of x^k (k - 1)/k!, without cancellation."""
+    terms = _SERIES_TERMS[x.dtype]
+    near = x.clamp(-_SERIES_BELOW, _SERIES_BELOW)
+    series = near * near * _series(near, [(k - 1) / math.factorial(k) for k in range(2, terms + 1)])
+    return torch.where(x.abs() < _SERIES_BELOW, series, x * torch.exp(x) - expm1(x))
+
+
+def _cosh_difference(x: Tensor) -> Tensor:
+    """Return x cosh(x) - sinh(x) = sum over k >= 1 of x^(2k+1) 2k/(2k + 1)!, without cancellation."""
+    terms = _SERIES_TERMS[x.dtype] // 2
+    near = x.clamp(-_SERIES_BELOW, _SERIES_BELOW)
+    square = near * near
+    series = near * square * _series(square, [2 * k / math.factorial(2 * k + 1) for k in range(1, terms + 1)])
+    return torch.where(x.abs() < _SERIES_BELOW, series, x * torch.cosh(x) - torch.sinh(x))
+
+
+class Mode:
+    """One mode of the map, by the terms that it adds up before s and delta.
+
+    Its derivatives are those of autograd and its inverse is numerical unless a subclass knows better.
+    """
+
+    def parts(self, w: Tensor, scales: Scales) -> tuple[Tensor, ...]:
+        """Return the terms, whose sum is the value."""
+        raise NotImplementedError
+
+    def derivatives(self, w: Tensor, scales: Scales, wanted: frozenset[str]) -> Iterator[tuple[str, Value]]:
+        """Yield the derivative by "w", then those by the `wanted` scales that the mode uses.
+
+        That by "kappa" is the total derivative, with that through d if d is kappa. At w = 0 the derivative by w is the
+        mean of the one-sided slopes, so that a weight that starts at zero can move.
+        """
+        roles = sorted(wanted & {"e", "l", "kappa", "n"})
+
+        def value(w: Tensor, *values: Tensor) -> Tensor:
+            return self.value(w, scales._replace(**dict(zip(roles, values, strict=True))))  # type: ignore[arg-type]
+
+        # Of the full size each, so that the pullback of ones is the elementwise derivative.
+        inputs = torch.broadcast_tensors(w, *(getattr(scales, role) for role in roles))  # type: ignore[no-untyped-call]
+        result, *rest = torch.func.vjp(value, *inputs)
+        yield from zip(("w", *roles), rest[0](torch.ones_like(result)), strict=True)
+
+    def value(self, w: Tensor, scales: Scales) -> Tensor:
+        """Return the value before s and delta."""
+        return functools.reduce(torch.add, self.parts(w, scales))
+
+    def magnitude(self, w: Tensor, scales: Scales) -> Tensor:
+        """Return the sum of absolute terms that the rounding error of the value is relative to."""
+        return functools.reduce(torch.add, (part.abs() for part in self.parts(w, scales)))
+
+    def obstacles(self, scales: Scales) -> Iterator[tuple[Any, str]]:  # noqa: ARG002
+        """Yield where numbers or tensors as scales rule an inverse out, each with what it needs."""
+        yield from ()
+
+    def inverse(self, t: Tensor, scales: Scales) -> Tensor:
+        """Return w with value(w) = t in float64, NaN where there is none; for an increasing map through 0."""
+        sign, target = torch.ones_like(t).copysign(t), t.abs()
+
+        def value(x: Tensor) -> Tensor:
+            return sign * self.value(sign * x, scales)
+
+        low, high = torch.zeros_like(target), target.clamp(max=1.0)
+        for _ in range(_DOUBLINGS):
+            short = ~(value(high) >= target)  # not `value < target`: far out it may be inf * 0 = NaN
+            if not bool(short.any()):
+                break
+            low, high = torch.where(short, high, low), torch.where(short, 2.0 * high, high)
+        x = torch.where(value(high) >= target, high, math.nan)
+        for _ in range(_ITERATIONS + _BISECTIONS):
+            excess = value(x) - target
+            low, high = torch.where(excess <= 0.0, x, low), torch.where(excess >= 0.0, x, high)
+            guess = x - excess / dict(self.derivatives(sign * x, scales, frozenset()))["w"]
+            inside = (guess >= low) & (guess <= high)
+            step = torch.where(inside, guess, 0.5 * (low + high)) - x
+            x = x + step
+            if not bool((step.abs() > _CONVERGED * x).any()):
+                break
+        return sign * x
+
+
+class _Exponential(Mode):
+    """The exponential pathway and a linear one with slopes of l/d times `sides` right and left of zero."""
+
+    def __init__(self, sides: tuple[int, int], need: str) -> None:
+        self._sides, self._need = sides, need
+
+    def _linear(self, w: Tensor) -> tuple[Tensor, Value]:
+        """Return (u, du/dw) of the linear pathway (l/d) u."""
+        right, left = self._sides
+        if right != left:
+            return w.abs(), torch.sign(w)
+        return (w if right > 0 else -w), float(right)
+
+    def parts(self, w: Tensor, scales: Scales) -> tuple[Tensor, ...]:
+        exponential = torch.sign(w) * (scales.amplitude * expm1(scales.kappa * w.abs()))
+        if not any(self._sides):
+            return (exponential,)
+        return exponential, scales.l / scales.d * self._linear(w)[0]
+
+    def derivatives(self, w: Tensor, scales: Scales, wanted: frozenset[str]) -> Iterator[tuple[str, Value]]:
+        d, c, x = scales.d, scales.amplitude, scales.kappa * w.abs()
+        growth, is_sum = torch.exp(x), any(self._sides)
+        u, slope = self._linear(w) if is_sum else (w, 0.0)
+        steep = c * scales.kappa * growth
+        yield "w", steep + scales.l / d * slope if is_sum else steep
+        if "l" in wanted and is_sum:
+            yield "l", u / d
+        if wanted & {"e", "n"}:
+            signed = torch.sign(w) * expm1(x)
+            yield "e", signed * (_exp(-scales.n) / d)
+            yield "n", -signed * c
+        if "kappa" in wanted and scales.normalizer is None:
+            change = torch.sign(w) * c * _exp_difference(x)
+            yield "kappa", (change - scales.l / d * u if is_sum else change) / scales.kappa
+        elif "kappa" in wanted:
+            yield "kappa", c * w * growth
+
+    def obstacles(self, scales: Scales) -> Iterator[tuple[Any, str]]:
+        steep = scales.amplitude * scales.kappa
+        yield steep - steep != 0.0, "exp(-n) is out of range"
+        bad: Any = scales.e < 0.0
+        for side in self._sides:
+            bad = bad | (steep <= (-side * scales.l / scales.d if side else 0.0))
+        yield bad, self._need
+
+    def inverse(self, t: Tensor, scales: Scales) -> Tensor:
+        if not any(self._sides):
+            return torch.copysign(torch.log1p(t.abs() / scales.amplitude) / scales.kappa, t)
+        steep = scales.amplitude * scales.kappa
+        slope = steep + scales.l / scales.d * self._linear(t)[1]
+        y = _newton(t.abs() * scales.kappa / slope, steep / slope)  # type: ignore[arg-type]
+        return torch.copysign(y / scales.kappa, t)
+
+
+def _newton(target: Tensor, p: Tensor) -> Tensor:
+    """Solve p expm1(y) + (1 - p) y = target for y >= 0 from above; p and target are not negative."""
+    near = 2.0 * target / (1.0 + torch.sqrt(1.0 + 2.0 * p * target))
+    far = torch.log1p((target + (p - 1.0).clamp(min=0.0) * near) / p)
+    y = torch.fmin(near, far)  # for p = 0 the second is infinite, or NaN at target 0
+    grown, step = torch.empty_like(y), torch.empty_like(y)
+    for _ in range(_ITERATIONS):
+        torch.expm1(y, out=grown)
+        torch.sub(grown, y, out=step).mul_(p).add_(y).sub_(target)
+        step.div_(grown.mul_(p).add_(1.0))
+        y.sub_(step).clamp_(min=0.0)
+        if not bool((step > _CONVERGED * y).any()):  # a negative step is rounding: the root was reached
+            break
+    return y
+
+
+class _Sinh(Mode):
+    def parts(self, w: Tensor, scales: Scales) -> tuple[Tensor, ...]:
+        return (torch.sinh(scales.kappa * w) / scales.d,)
+
+    def derivatives(self, w: Tensor, scales: Scales, wanted: frozenset[str]) -> Iterator[tuple[str, Value]]:
+        d, x = scales.d, scales.kappa * w
+        cosh = torch.cosh(x)
+        yield "w", scales.kappa / d * cosh
+        if "kappa" in wanted:
+            yield "kappa", _cosh_difference(x) / (d * d) if scales.normalizer is None else w * cosh / d
+
+    def inverse(self, t: Tensor, scales: Scales) -> Tensor:
+        return torch.asinh(t * scales.d) / scales.kappa
+
+
+class _Linear(Mode):
+    def parts(self, w: Tensor, scales: Scales) -> tuple[Tensor, ...]:
+        return (scales.l * w,)
+
+    def derivatives(self, w: Tensor, scales: Scales, wanted: frozenset[str]) -> Iterator[tuple[str, Value]]:
+        yield "w", scales.l
+        if "l" in wanted:
+            yield "l", w
+
+    def obstacles(self, scales: Scales) -> Iterator[tuple[Any, str]]:
+        yield scales.l == 0.0, "needs l != 0"
+
+    def inverse(self, t: Tensor, scales: Scales) -> Tensor:
+        return t / scales.l
+
+
+class _Damped(Mode):
+    """Appendix B; kappa is beta."""
+
+    def parts(self, w: Tensor, scales: Scales) -> tuple[Tensor, ...]:
+        beta, size = scales.kappa, w.abs()
+        exponential = expm1(beta * size) * torch.exp(-size) * _exp(-scales.n) / beta
+        return torch.sign(w) * exponential, -w * expm1(-scales.n * torch.exp(size))
+
+    def derivatives(self, w: Tensor, scales: Scales, wanted: frozenset[str]) -> Iterator[tuple[str, Value]]:
+        beta, n, size = scales.kappa, scales.n, w.abs()
+        c, grown = _exp(-n) / beta * torch.exp(-size), torch.exp(size)
+        left = torch.exp(-n * grown)
+        steep = c * ((beta - 1.0) * torch.exp(beta * size) + 1.0)
+        yield "w", steep - expm1(-n * grown) + size * n * grown * left
+        if "n" in wanted:
+            yield "n", w * grown * left - torch.sign(w) * c * expm1(beta * size)
+
+    def magnitude(self, w: Tensor, scales: Scales) -> Tensor:
+        exponential, linear = self.parts(w, scales)
+        # For n < 0 the rounding error of n exp|w| is in an exponent.
+        in_exponent = (-scales.n * torch.exp(w.abs())).clamp(min=0.0)
+        return exponential.abs() + linear.abs() * (1.0 + in_exponent)
+
+    def obstacles(self, scales: Scales) -> Iterator[tuple[Any, str]]:
+        yield scales.n < 0.0, "needs n >= 0"
+        yield scales.kappa < 1.0, "needs beta >= 1"
+
+
+class Formula(Mode):
+    """A mode given by functions of a tensor and the scales: its value and, if known, the inverse."""
+
+    def __init__(self, value: Function, inverse: Function | None = None) -> None:
+        """Keep the functions."""
+        self._value, self._inverse = value, inverse
+
+    def parts(self, w: Tensor, scales: Scales) -> tuple[Tensor, ...]:
+        """Return the value."""
+        return (self._value(w, scales),)
+
+    def inverse(self, t: Tensor, scales: Scales) -> Tensor:
+        """Return w with value(w) = t."""
+        return super().inverse(t, scales) if self._inverse is None else self._inverse(t, scales)
+
+
+DEFINITIONS: dict[str, Mode] = {
+    "mismatch": _Exponential((1, -1), "needs e > 0 and e*kappa*exp(-n) > |l|"),
+    "congruent": _Exponential((1, 1), "needs e >= 0 and e*kappa*exp(-n) > -l"),
+    "exp_only": _Exponential((0, 0), "needs e > 0 and exp(-n) > 0"),
+    "oppose": _Exponential((-1, -1), "needs e >= 0 and e*kappa*exp(-n) > l"),
+    "damped": _Damped(),
+    "sinh": _Sinh(),
+    "linear": _Linear(),
+}
