@@ -1,17 +1,18 @@
 """Pure functions: the SymExpLin map, its inverse, the annealing rule and rules for beta."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from symexplin.config import BETA_AT_1024, CURVATURES, MODES, auto_beta
-from symexplin.modes import Scales, Value
+from symexplin.modes import DEFINITIONS, Formula, Function, Scales, Value
 from symexplin.transform import ROLES, compute_dtype, forward, invert, pullback
 from symexplin.validation import check_choice, check_positive
 
-__all__ = ["anneal", "auto_beta", "beta_for", "effective", "inverse"]
+__all__ = ["Scales", "anneal", "auto_beta", "beta_for", "effective", "inverse", "register_mode"]
 
 # At width 1024 beta 7.5 gives this kappa |w| at 1.75 standard deviations of Xavier's distribution,
 # sqrt(2/(1024 + 1024)): the middle of the paper's 1.5 to 2 (section 5.2). There the exponential is 23% above its
@@ -158,6 +159,48 @@ def inverse(
     """
     kappa, normalizer = _curvature(mode, beta, _cast(m, torch.float64), curvature, beta_tilde, normalize)
     return invert(mode, t, Scales(normalizer, e, l, kappa, n, s))
+
+
+def register_mode(
+    name: str, value: Function, inverse: Function | None = None, *, scales: Sequence[str] = ("kappa",)
+) -> None:
+    """Add a mode of your own, for this process: ``SELConfig(mode=name)`` then works everywhere.
+
+    Autograd differentiates the formula. Write a kink at 0 with ``abs``, and an odd map with
+    ``sgn = torch.ones_like(w).copysign(w)``: `torch.sign` has no slope at 0, so that a weight of zero would never move.
+
+    Args:
+        name: a new name.
+        value: function (w, scales) of a tensor and a :class:`Scales` of numbers and tensors that broadcast against it.
+            It returns the effective weight before s and delta, elementwise, 0 at 0 and increasing.
+        inverse: function (t, scales) -> w in float64, NaN or infinite where there is none. None: solved numerically.
+        scales: those that the value reads, of "e", "l", "kappa" and "n"; the others are never created. Without "kappa"
+            it is the reference curvature beta.
+
+    Raises:
+        ValueError: the name is taken, a scale is unknown, or the value or its derivative is wrong at 0.
+
+    >>> def value(w, scales):
+    ...     return torch.asinh(scales.kappa * w) / scales.d
+    >>> register_mode("asinh", value, lambda t, scales: torch.sinh(t * scales.d) / scales.kappa)
+    >>> effective(torch.tensor([-1.0, 0.0, 1.0]), mode="asinh", beta=2.0)
+    tensor([-0.7218,  0.0000,  0.7218], grad_fn=<_EffectiveBackward>)
+    """
+    if name in MODES:
+        raise ValueError(f"name must be a new one, got {name!r}, which is a mode already")
+    for role in scales:
+        check_choice("scales", role, ("e", "l", "kappa", "n"))
+    mode = Formula(value, inverse)
+    w = torch.tensor([-1e-6, 0.0, 1e-6], dtype=torch.float64, device="cpu")
+    left, at_zero, right = mode.value(w, Scales()).tolist()
+    _, slope, _ = next(mode.derivatives(w, Scales(), frozenset()))[1].tolist()  # type: ignore[union-attr]
+    between = (right - left) / 2e-6
+    if at_zero != 0.0 or not math.isclose(slope, between, rel_tol=1e-3, abs_tol=1e-3):
+        raise ValueError(
+            f"value must be 0 at w = 0, with the mean of the slopes on both sides, {between:g}, as its derivative, got "
+            f"{at_zero:g} and {slope:g}: write sgn = torch.ones_like(w).copysign(w) for torch.sign(w)"
+        )
+    MODES[name], DEFINITIONS[name] = tuple(scales), mode
 
 
 def anneal(step: int, total: int | None, k0: float, k1: float) -> float:

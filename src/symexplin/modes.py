@@ -35,7 +35,7 @@ from torch import Tensor
 
 from symexplin.config import SELConfig
 
-__all__ = ["DEFINITIONS", "Formula", "Mode", "Scales", "Value", "expm1"]
+__all__ = ["DEFINITIONS", "Formula", "Mode", "Scales", "Value", "exp", "expm1"]
 
 Value = Tensor | float
 Function = Callable[[Tensor, "Scales"], Tensor]
@@ -88,7 +88,7 @@ class Scales(NamedTuple):
     @property
     def amplitude(self) -> Value:
         """The factor of the exponential pathway, (e/d) exp(-n)."""
-        return self.e * _exp(-self.n) / self.d
+        return self.e * exp(-self.n) / self.d
 
 
 def expm1(x: Tensor) -> Tensor:
@@ -103,8 +103,12 @@ def expm1(x: Tensor) -> Tensor:
     return torch.where(x.abs() < 1.0, 2.0 * t / (1.0 - t), torch.exp(x) - 1.0)
 
 
-def _exp(x: Value) -> Value:
-    """Return the exponential; infinity where it is out of range, also of a number."""
+def exp(x: Value) -> Value:
+    """Return the exponential; infinity where it is out of range, also of a number.
+
+    >>> exp(1000.0)
+    inf
+    """
     if isinstance(x, Tensor):
         return torch.exp(x)
     return math.exp(x) if x <= _LARGEST else math.inf
@@ -228,7 +232,7 @@ class _Exponential(Mode):
             yield "l", u / d
         if wanted & {"e", "n"}:
             signed = torch.sign(w) * expm1(x)
-            yield "e", signed * (_exp(-scales.n) / d)
+            yield "e", signed * (exp(-scales.n) / d)
             yield "n", -signed * c
         if "kappa" in wanted and scales.normalizer is None:
             change = torch.sign(w) * c * _exp_difference(x)
@@ -305,12 +309,12 @@ class _Damped(Mode):
 
     def parts(self, w: Tensor, scales: Scales) -> tuple[Tensor, ...]:
         beta, size = scales.kappa, w.abs()
-        exponential = expm1(beta * size) * torch.exp(-size) * _exp(-scales.n) / beta
+        exponential = expm1(beta * size) * torch.exp(-size) * exp(-scales.n) / beta
         return torch.sign(w) * exponential, -w * expm1(-scales.n * torch.exp(size))
 
     def derivatives(self, w: Tensor, scales: Scales, wanted: frozenset[str]) -> Iterator[tuple[str, Value]]:
         beta, n, size = scales.kappa, scales.n, w.abs()
-        c, grown = _exp(-n) / beta * torch.exp(-size), torch.exp(size)
+        c, grown = exp(-n) / beta * torch.exp(-size), torch.exp(size)
         left = torch.exp(-n * grown)
         steep = c * ((beta - 1.0) * torch.exp(beta * size) + 1.0)
         yield "w", steep - expm1(-n * grown) + size * n * grown * left

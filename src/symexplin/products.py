@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from symexplin.curve import Map, in_dims, is_weight, out_dims, stack_dims
-from symexplin.transform import Value, exp
+from symexplin.modes import Value, exp
 
 __all__ = ["factor_gradients", "is_product", "outputs_first", "side_factors", "side_names"]
 

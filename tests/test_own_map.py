@@ -1,0 +1,165 @@
+"""Modes of one's own: a formula does what the built-in mode with this formula does, wherever a map is used."""
+
+import copy
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import symexplin as sel
+from pairwise import every_pair
+from run_folders import trained
+from symexplin import functional
+from symexplin.config import MODES
+from symexplin.lab.inspect import inspect_file
+from symexplin.lab.maps import CurveConfig
+from symexplin.modes import DEFINITIONS
+
+W = torch.tensor([-2.0, -0.3, -1e-9, -0.0, 0.0, 1e-5, 0.2, 3.0], dtype=torch.float64)
+
+
+def exponential(w, scales):
+    sgn = torch.ones_like(w).copysign(w)
+    return scales.amplitude * sgn * torch.expm1(scales.kappa * (sgn * w))
+
+
+# By the built-in mode: the same as a formula, and its scales.
+FORMULAS = {
+    "exp_only": (exponential, ("e", "kappa", "n")),
+    "mismatch": (lambda w, scales: exponential(w, scales) + scales.l / scales.d * w.abs(), ("e", "l", "kappa", "n")),
+    "sinh": (lambda w, scales: torch.sinh(scales.kappa * w) / scales.d, ("kappa",)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _only_here():
+    """Forget the modes that a test registers."""
+    kept = {id(registry): dict(registry) for registry in (MODES, DEFINITIONS)}
+    yield
+    for registry in (MODES, DEFINITIONS):
+        registry.clear()
+        registry.update(kept[id(registry)])
+
+
+def register(mode, inverse=False):
+    """Register the formula of a mode as "mine", with the mode's inverse or without one."""
+    value, scales = FORMULAS[mode]
+    functional.register_mode("mine", value, DEFINITIONS[mode].inverse if inverse else None, scales=scales)
+
+
+@every_pair(mode=FORMULAS, normalize=[False, True], inverse=[False, True])
+def test_value_derivatives_and_inverse(mode, normalize, inverse):
+    register(mode, inverse)
+    found = {}
+    for name in ("mine", mode):
+        arguments = {"mode": name, "beta": 2.5, "normalize": normalize}
+        scales = {"e": 1.3, "l": 0.9, "m": 0.8, "n": 0.4, "s": -1.1}
+        scales = {role: torch.full((3, 1), value, dtype=torch.float64) for role, value in scales.items()}
+        inputs = [tensor.requires_grad_() for tensor in (W.clone(), *scales.values())]
+        value = functional.effective(inputs[0], **arguments, **dict(zip(scales, inputs[1:], strict=True)))
+        grads = torch.autograd.grad(value.sum(), inputs, allow_unused=True)
+        used = [grad for role, grad in zip(("w", *scales), grads, strict=True) if role in ("w", "s", *MODES[mode])]
+        found[name] = value.detach(), used, functional.inverse(value.detach(), **arguments, **scales)
+    torch.testing.assert_close(found["mine"], found[mode], rtol=1e-9, atol=1e-15)
+
+
+def network(dtype=torch.float64):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 6)).to(dtype)
+
+
+def config(mode, **changes):
+    learned = {"e": sel.Scale("row_col_mult"), "m": sel.Scale("column"), "delta": sel.Scale("lora", rank=2)}
+    return sel.SELConfig(**{"beta": 2.5, "mode": mode, **learned} | changes)
+
+
+def train(model, optimizer, steps=4):
+    for step in range(steps):
+        optimizer.zero_grad()
+        x = torch.full((3, 6), 0.1 * (step + 1), dtype=torch.float64)
+        (model(x) - x.flip(1)).square().sum().backward()
+        optimizer.step()
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_both_homes_train_save_and_fold(learned):
+    register("exp_only")
+    changes = {} if learned else {"e": sel.Scale(), "m": sel.Scale(), "delta": sel.Scale()}
+    found = {}
+    for mode in ("mine", "exp_only"):
+        this = config(mode, **changes)
+        model = sel.init_(network(), this, generator=torch.Generator().manual_seed(1))
+        optimizer = sel.SELAdamW(model, lr=1e-2, config=this)
+        train(model, optimizer)
+        again = sel.SELAdamW(resumed := copy.deepcopy(model), lr=1e-2, config=this)
+        again.load_state_dict(optimizer.state_dict())
+        curved = sel.convert(network(), this)
+        train(curved, torch.optim.AdamW(curved.parameters(), lr=1e-2))
+        curved.load_state_dict(curved.state_dict())
+        found[mode] = train(model, optimizer), train(resumed, again), sel.fold(curved).state_dict()
+        torch.testing.assert_close(found[mode][1], found[mode][0], rtol=0, atol=0)
+    torch.testing.assert_close(found["mine"], found["exp_only"], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.usual_state
+def test_function_transforms_and_compilation():
+    register("mismatch")
+    torch.manual_seed(0)
+    layer = sel.SELLinear(3, 2, dtype=torch.float64, config=config("mine"))
+    names, values = zip(*((name, p.detach().requires_grad_()) for name, p in layer.named_parameters()), strict=True)
+
+    def run(x, *values):
+        return torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x,))
+
+    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(run, (x, *values))
+    along = torch.randn_like(x)
+    _, pushed = torch.func.jvp(lambda x: run(x, *values), (x.detach(),), (along,))
+    torch.testing.assert_close(pushed, along @ layer.weight.mT)
+    rows = torch.func.vmap(lambda x: run(x, *values))(x.detach())
+    torch.testing.assert_close(rows, run(x, *values))
+    expected = torch.autograd.grad(run(x, *values).square().sum(), values)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled(x).square().sum().backward()
+    torch.testing.assert_close([p.grad for p in layer.parameters()], list(expected))
+
+
+@pytest.mark.usual_state
+def test_the_laboratory_trains_and_inspects(data, tmp_path):
+    register("sinh")
+    folders = [
+        trained(data, tmp_path / mode, CurveConfig(map={"mode": mode, "beta": 4.0, "m": {"pattern": "row"}}))
+        for mode in ("mine", "sinh")
+    ]
+    mine, built_in = (safetensors.torch.load_file(folder / "model.safetensors") for folder in folders)
+    torch.testing.assert_close(mine, built_in, rtol=1e-4, atol=1e-6)
+    assert max(row.inversion_error for row in inspect_file(folders[0] / "model.safetensors").rows) <= 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": "sinh"}, "name must be a new one, got 'sinh'"),
+        ({"scales": ("m",)}, "scales must be one of 'e', 'l', 'kappa', 'n', got 'm'"),
+        (
+            {"value": lambda w, _: torch.sign(w) * torch.expm1(w.abs())},
+            r"slopes on both sides, 1, .*got 0 and 0: write sgn",
+        ),
+        ({"value": lambda w, _: torch.exp(w)}, "value must be 0 at w = 0, .* got 1 and 1"),
+    ],
+)
+def test_mistakes_are_named_and_register_nothing(changes, message):
+    before = list(MODES), list(DEFINITIONS)
+    with pytest.raises(ValueError, match=message):
+        functional.register_mode(**{"name": "mine", "value": FORMULAS["sinh"][0]} | changes)
+    assert (list(MODES), list(DEFINITIONS)) == before
+
+
+def test_weights_out_of_reach_are_counted():
+    """tanh stays below 1/beta: its inverse is not a number beyond, whether given or solved."""
+    for inverse in (lambda t, scales: torch.atanh(t * scales.d) / scales.kappa, None):
+        functional.register_mode(f"tanh {inverse}", lambda w, s: torch.tanh(s.kappa * w) / s.d, inverse)
+        with pytest.raises(ValueError, match="for 2 of 3 elements: out of reach of the map"):
+            functional.inverse(torch.tensor([0.3, -0.6, 7.0]), mode=f"tanh {inverse}", beta=2.0)
