@@ -94,9 +94,7 @@ def steps(count, config, dtype=torch.float32, rate=1e-3, name="", kind=sel.SELAd
         model.wide.weight[:4] = 0.0
         model.wide.weight[4:6] *= 30.0
     model.to(device, dtype)
-    optimizer = kind(
-        model, lr=rate, weight_decay=0.1, config=config, total_steps=20, max_grad_norm=0.5, **settings
-    )
+    optimizer = kind(model, lr=rate, weight_decay=0.1, config=config, total_steps=20, max_grad_norm=0.5, **settings)
     for step in range(count):
         inputs = torch.randn(8, 24, generator=torch.Generator().manual_seed(step)).to(dtype)
         twin = copy.deepcopy(model).cpu()  # so that all devices have the same gradients
