@@ -31,7 +31,7 @@ class SELLion(sel.RawSpaceOptimizer):
         beta1, beta2 = group["betas"]
         for leaf in leaves:
             exp_avg = leaf.moments["exp_avg"]
-            update = exp_avg.lerp(leaf.grad, 1.0 - beta1).sign()
+            update = exp_avg.lerp(leaf.grad, 1.0 - beta1).sign_()
             leaf.decay_()
             leaf.value.sub_(update, alpha=leaf.lr)
             exp_avg.lerp_(leaf.grad, 1.0 - beta2)

@@ -182,39 +182,39 @@ def _leaves(batch: Batch, spans: Sequence[Span], values: Tensor | None, grads: T
 
 
 class _Deltas:
-    """The low-rank summands A B of matrices, in the order of memory: of transposed matrices there are copies."""
+    """Copies of the low-rank summands A B of matrices, in the order of memory, with their gradients."""
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         names = [factor.name for factor in entries[0].map.by_role("delta")]
-        self.of_matrices: list[Delta] | None = [] if names else None
-        self._copies: list[tuple[Tensor, Tensor]] = []  # and what they are copies of
-        self._gradients: list[tuple[Tensor, Tensor]] = []
-        for entry in entries if names else ():
-            parts = zip(
-                *(_lora_parts(entry, entry.own(name), is_a) for name, is_a in zip(names, (True, False), strict=True)),
-                *(_lora_parts(entry, entry.grads[name], is_a) for name, is_a in zip(names, (True, False), strict=True)),
-                strict=True,
-            )
-            assert self.of_matrices is not None
-            self.of_matrices += [self._delta(outputs_first(entry.axes), *part) for part in parts]
-
-    def _delta(self, is_direct: bool, a: Tensor, b: Tensor, by_a: Tensor, by_b: Tensor) -> Delta:
-        if is_direct:
-            return Delta(a, b, by_a, by_b)
-        transposed = Delta(*(tensor.mT.contiguous() for tensor in (b, a, by_b, by_a)))
-        self._copies += [(transposed.a, b.mT), (transposed.b, a.mT)]
-        self._gradients += [(by_b, transposed.by_a.mT), (by_a, transposed.by_b.mT)]
-        return transposed
+        self._values = [part for entry in entries for part in _in_memory(entry, [entry.own(name) for name in names])]
+        self._gradients = [
+            part for entry in entries for part in _in_memory(entry, [entry.grads[name] for name in names])
+        ]
+        self._copies, self._raw_gradients = (
+            [torch.empty_like(part, memory_format=torch.contiguous_format) for part in self._values] for _ in range(2)
+        )
+        sides = (line[i::2] for line in (self._copies, self._raw_gradients) for i in (0, 1))
+        self.of_matrices = [Delta(*tensors) for tensors in zip(*sides, strict=True)]
 
     def read(self) -> None:
         """Copy the present values."""
-        for copy, value in self._copies:
+        for copy, value in zip(self._copies, self._values, strict=True):
             copy.copy_(value)
 
     def write_gradients(self) -> None:
         """Copy the gradients back."""
-        for gradient, value in self._gradients:
-            gradient.copy_(value)
+        for gradient, found in zip(self._gradients, self._raw_gradients, strict=True):
+            gradient.copy_(found)
+
+
+def _in_memory(entry: Entry, factors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the LoRA factors of each matrix, that along rows before that along columns."""
+    if not factors:
+        return []
+    parts = zip(*(factor.unbind() if stack_dims(entry.axes) else (factor,) for factor in factors), strict=True)
+    pairs = [(a.flatten(0, -2), b.flatten(1)) for a, b in parts]
+    ordered = pairs if outputs_first(entry.axes) else [(b.mT, a.mT) for a, b in pairs]
+    return list(itertools.chain.from_iterable(ordered))
 
 
 def _stack_size(entry: Entry) -> int:
@@ -224,12 +224,6 @@ def _stack_size(entry: Entry) -> int:
 def _starts(entry: Entry) -> range:
     """Return where the matrices of a parameter start in its memory."""
     return range(0, entry.value.numel(), entry.value.numel() // _stack_size(entry))
-
-
-def _lora_parts(entry: Entry, tensor: Tensor, is_a: bool) -> list[Tensor]:
-    """Return the (outputs, rank) or (rank, inputs) matrices of a LoRA factor."""
-    parts = tensor.unbind() if stack_dims(entry.axes) else (tensor,)
-    return [part.flatten(0, -2) if is_a else part.flatten(1) for part in parts]
 
 
 def _matrices(axes: str, tensor: Tensor) -> list[Tensor]:

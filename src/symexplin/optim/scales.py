@@ -49,18 +49,10 @@ class JoinedScales:
         self._outputs = torch.tensor(outputs, dtype=torch.int64, device=self._device)  # of each matrix
         self.gradient = torch.empty(sum(sizes), dtype=torch.float32, device=self._device)
         self._gradients = dict(zip(names, torch.split(self.gradient, sizes), strict=True))
-        self._views = {
-            name: torch.split(self._gradients[name], list(map(Tensor.numel, values)))
-            for name, values in self._values.items()
-        }
-
-        for i, entry in enumerate(entries):
-            entry.grads = {name: self.gradient_of(name, i) for name in names}
+        pieces = [torch.split(self._gradients[name], list(map(Tensor.numel, self._values[name]))) for name in names]
+        for entry, *parts in zip(entries, *pieces, strict=True):
+            entry.grads = {name: part.view(entry.own(name).shape) for name, part in zip(names, parts, strict=True)}
         self._plans = [] if kernels is None else list(self._adamw(kernels))
-
-    def gradient_of(self, name: str, i: int) -> Tensor:
-        """Return the gradient of a scale of parameter i."""
-        return self._views[name][i].view(self._entries[i].own(name).shape)
 
     def factors(self) -> Factors:
         """Return kappa, c and lambda of all rows and of all columns, under the present scales."""
