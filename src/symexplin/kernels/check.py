@@ -67,12 +67,17 @@ def _are_products_right(kernels: Kernels, device: torch.device) -> bool:
     a, b = _line(-1.0, 1.0, 1040, device).view(520, 2), _line(0.1, 0.2, 600, device).view(2, 300)
     delta = Delta(a, b, torch.empty_like(a), torch.empty_like(b))
     weight = torch.empty_like(raw)
-    plan = kernels.products(Matrices([weight], [raw], [0], [0], magnitude=True, deltas=[delta]))
+    moments = _moments(weight)
+    plan = kernels.products(Matrices([weight], [raw], [0], [0], magnitude=True, deltas=[delta], moments=moments))
     ones = torch.ones_like(columns)
     factors = (
         torch.stack([_KAPPA * slopes, rows / _KAPPA, slopes / _KAPPA]),
         torch.stack([ones, columns, ones]),
     )
+
+    def effective(w: Tensor) -> Tensor:
+        return (e * w.sign() * torch.expm1(_KAPPA * w.abs()) + w.abs()) / _KAPPA + a.double() @ b.double()
+
     x = _KAPPA * w.abs()
     exact_raw = g * (e * torch.exp(x) + w.sign() / _KAPPA)
     by_c, by_kappa = g * w.sign() * torch.expm1(x), g * w.sign() * (x * torch.exp(x) - torch.expm1(x))
@@ -80,7 +85,7 @@ def _are_products_right(kernels: Kernels, device: torch.device) -> bool:
     part = plan.part([(0, 0, 300), (0, 300, 520)])
     found = plan.pull(part, None)
     plan.push(part, factors)
-    return _are_close(
+    are_right = _are_close(
         [
             (norm, torch.linalg.vector_norm(exact_raw)),
             (found.view(520, 300), exact_raw),
@@ -89,9 +94,14 @@ def _are_products_right(kernels: Kernels, device: torch.device) -> bool:
             (sums[1][2], (g * w.abs()).sum(0) / _KAPPA),
             (delta.by_a, g @ b.double().T),
             (delta.by_b, a.double().T @ g),
-            (weight, (e * w.sign() * torch.expm1(x) + w.abs()) / _KAPPA + a.double() @ b.double()),
+            (weight, effective(w)),
         ]
     )
+    if not plan.fused:
+        return are_right
+    plan.update(_RATES, None, factors)
+    w = w - _RATES.lr * _RATES.decay * w - _RATES.lr * exact_raw.sign()
+    return are_right and _are_close([(raw, w), (weight, effective(w))])
 
 
 def _are_close(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:

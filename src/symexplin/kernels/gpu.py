@@ -8,199 +8,246 @@ import contextlib
 import functools
 import importlib.util
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from symexplin.closed import Closed
 from symexplin.kernels.check import attempt, is_right
-from symexplin.kernels.interface import Kernels, Noise, Rates, Tensors
-
-Curve = FactoredMap = Vectors = object
+from symexplin.kernels.interface import (
+    ClosedPlan,
+    Delta,
+    Factors,
+    Kernels,
+    Matrices,
+    Noise,
+    ProductPlan,
+    Rates,
+    Span,
+    Tensors,
+)
 
 __all__ = ["load", "triton_kernels"]
 
 _CPU = torch.device("cpu")  # explicit, since the user may have another default device
 _TILE = 2048  # entries of a program for the closed form
 _TALL, _ROWS, _COLS = 64, 4, 256  # of a program for a matrix: its rows, and rows and columns at a time
-_BLOCK = 256  # rows or columns of a program for vectors
+_TILES = 16  # whose sums are added at a time
 _WARPS = 4  # of a program
 _ALIGNED = 16  # bytes, and entries of a row
+_ITEM, _FIRST = 4, 8  # columns of a line: the tensor's index and the first tile
 _NO_TRITON = (
     "symexplin has no Triton kernels on {device} ({reason}): PyTorch's operations run there instead, and an optimizer "
     "step takes several times as long. Set SYMEXPLIN_KERNELS=readable to choose PyTorch's operations"
 )
 
 
-class _Batch(NamedTuple):
-    """Tensors for one launch: their indices, the table without gradients, and whether the rest of it is aligned."""
+class _Group(NamedTuple):
+    """Spans for one launch: their tensors, and on the device their table and its line for each tile."""
 
-    chosen: list[int]
+    items: list[int]
     table: Tensor
-    aligned: bool
-
-    def tiles(self, counts: Sequence[int], column: int) -> Tensor:
-        """Return the line of each tile, given the tiles of each line, and write the lines' first tiles to a column."""
-        numbers = torch.tensor(counts, dtype=torch.int64, device=_CPU)
-        self.table[:, column] = numbers.cumsum(0) - numbers
-        return torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32, device=_CPU), numbers)
-
-    def with_grads(self, column: int, grads: Sequence[int]) -> tuple[Tensor, bool]:
-        """Return a copy of the table with the addresses of gradients, and whether all of it is aligned."""
-        table, addresses = self.table.clone(), [grads[i] for i in self.chosen]
-        table[:, column] = torch.tensor(addresses, dtype=torch.int64, device=_CPU)
-        return table, self.aligned and not any(address % _ALIGNED for address in addresses)
+    tiles: Tensor
+    is_aligned: bool  # but for the gradients
 
 
-def _batches(lines: Sequence[Sequence[int]], widths: Sequence[int]) -> Iterator[_Batch]:
-    """Yield tensors with aligned addresses and rows, and the others."""
-    aligned = [
-        not any(number % _ALIGNED for number in (*line[:4], width)) for line, width in zip(lines, widths, strict=True)
-    ]
+class _Part(NamedTuple):
+    """Spans in groups, and the number of their entries."""
+
+    groups: list[_Group]
+    size: int
+
+
+def _groups(
+    lines: Sequence[list[int]], tiles: Sequence[int], sizes: Sequence[int], device: torch.device
+) -> list[_Group]:
+    """Return spans with aligned addresses and sizes, and the others; the lines get their first tiles."""
+    aligned = [not any(n % _ALIGNED for n in (*line[:4], size)) for line, size in zip(lines, sizes, strict=True)]
+    groups = []
     for kind in (True, False):
-        if chosen := [i for i, found in enumerate(aligned) if found == kind]:
-            yield _Batch(chosen, torch.tensor([lines[i] for i in chosen], dtype=torch.int64, device=_CPU), kind)
+        if chosen := [k for k, found in enumerate(aligned) if found == kind]:
+            counts = torch.tensor([tiles[k] for k in chosen], dtype=torch.int64, device=_CPU)
+            for k, first in zip(chosen, (counts.cumsum(0) - counts).tolist(), strict=True):
+                lines[k][_FIRST] = first
+            of_tiles = torch.repeat_interleave(torch.arange(len(chosen), dtype=torch.int32, device=_CPU), counts)
+            table = _table([lines[k] for k in chosen], device)
+            groups.append(_Group([lines[k][_ITEM] for k in chosen], table, _upload(of_tiles, device), kind))
+    return groups
 
 
-class _Closed:
+class _Grads:
+    """The addresses of a step's gradients on the device."""
+
+    def __init__(self, addresses: Sequence[int], device: torch.device) -> None:
+        self.table = _table(addresses, device)
+        self._odd = {i for i, address in enumerate(addresses) if address % _ALIGNED}
+
+    def aligned(self, group: _Group) -> bool:
+        """Whether a group's addresses and sizes are aligned."""
+        return group.is_aligned and self._odd.isdisjoint(group.items)
+
+
+class _Closed(ClosedPlan):
     """Steps of weights under a map in closed form, or of plain ones."""
 
-    def __init__(self, kernels: ModuleType, curve: Curve | None, tensors: Tensors) -> None:
-        self._kernels, self._curve, self._held = kernels, curve, tensors
-        self._device = tensors.weights[0].device
-        self._kind = {"PLAIN": curve is None, "HALF": tensors.are_half, "MASTERS": tensors.masters is not None}
-        sizes = list(map(Tensor.numel, tensors.weights))
-        self._column = column = kernels.CLOSED.index
-        rest = [0] * (len(kernels.CLOSED) - column("size") - 1)
-        lines = [[*_addresses(tensors, i), 0, size, *rest] for i, size in enumerate(sizes)]
-        self._batches = []
-        for batch in _batches(lines, sizes):
-            items = batch.tiles([-(-sizes[i] // _TILE) for i in batch.chosen], column("first"))
-            self._batches.append((batch, items.to(self._device)))
+    def __init__(self, kernels: ModuleType, closed: Closed | None, tensors: Tensors) -> None:
+        self._kernels = kernels
+        super().__init__(closed, tensors)
 
-    def pull(self, grads: Sequence[int]) -> Tensor:
-        """Return the norm of the raw gradients g kappa (c + |v|), or g of plain weights, as a 0-d float64 tensor."""
-        kappa, c = self._curve or (1.0, 1.0)
-        squares = []
-        for batch, items in self._batches:
-            table, aligned = batch.with_grads(self._column("grad"), grads)
-            squares.append(torch.empty(len(items), dtype=torch.float32, device=self._device))
-            rest = (squares[-1], kappa * c, kappa)
-            _launch(self._kernels.norm, table, items, *rest, **self._kind, ALIGNED=aligned, TILE=_TILE)
+    def _prepare(self) -> None:
+        tensors, closed = self.tensors, self.closed
+        self._device = tensors.weights[0].device
+        self._numbers = (1.0, 1.0) if closed is None else (closed.kappa, closed.c)
+        self._kind = {"HALF": tensors.are_half, "MASTERS": tensors.masters is not None, "TILE": _TILE}
+        self._addresses = _addresses(tensors[:4])
+        self._all = self.part([(i, 0, weight.numel()) for i, weight in enumerate(tensors.weights)])
+        self._grads = _Grads(self.grads, self._device)
+
+    def _norm(self) -> Tensor:
+        kappa, c = self._numbers
+        self._grads, squares = _Grads(self.grads, self._device), []
+        for group in self._all.groups:
+            squares.append(_floats(len(group.tiles), self._device))
+            rest, constants = (self._grads.table, squares[-1], kappa * c, kappa), {"PLAIN": self.closed is None}
+            _launch(self._kernels.norm, group, *rest, **constants, **self._kind, ALIGNED=self._grads.aligned(group))
         return _root_of(squares)
 
-    def update(
-        self, grads: Sequence[int], rates: Rates, clip: Tensor | None, noise: Sequence[Noise] | None = None
-    ) -> None:
-        """Apply AdamW to the weights in place."""
-        kappa, c = self._curve or (1.0, 1.0)
-        decay = rates.lr * rates.decay
-        numbers = (_factor(clip, self._device), *rates.direction(kappa), 1.0 - decay, decay, kappa, c)
-        constants = {"DECAYS": decay != 0.0, "NOISE": noise is not None, **_constants(rates, clip), **self._kind}
-        for batch, items in self._batches:
-            table, aligned = batch.with_grads(self._column("grad"), grads)
-            if noise is not None:
-                table[:, self._column("noise") :] = torch.tensor(
-                    [noise[i] for i in batch.chosen], dtype=torch.int64, device=_CPU
-                )
-            _launch(self._kernels.step, table, items, *numbers, **constants, ALIGNED=aligned, TILE=_TILE)
+    def update(self, rates: Rates, clip: Tensor | None, noise: Sequence[Noise] | None = None) -> None:
+        """See :meth:`ClosedPlan.update`."""
+        kappa, c = self._numbers
+        decay, table = rates.lr * rates.decay, self._noise(noise)
+        numbers = _factor(clip, self._device), *rates.direction(kappa), 1.0 - decay, decay, kappa, c
+        constants = {"DECAYS": decay != 0.0, "NOISE": noise is not None, "PLAIN": self.closed is None, **self._kind}
+        for group in self._all.groups:
+            rest = self._grads.table, table, *numbers
+            flags = {**constants, **_constants(rates, clip), "ALIGNED": self._grads.aligned(group)}
+            _launch(self._kernels.step, group, *rest, **flags)
+
+    def _noise(self, noise: Sequence[Noise] | None) -> Tensor | None:
+        return None if noise is None else _table(noise, self._device)
+
+    def part(self, spans: Sequence[Span]) -> _Part:
+        """See :meth:`ClosedPlan.part`."""
+        lines, tiles, sizes, at = [], [], [], 0
+        for item, start, stop in spans:
+            lines.append([*self._addresses[item], item, start, stop, at, 0])
+            tiles.append(-(-(stop - start) // _TILE))
+            sizes.append(start | stop | at)
+            at += stop - start
+        return _Part(_groups(lines, tiles, sizes, self._device), at)
+
+    def pull(self, part: _Part, clip: Tensor | None) -> tuple[Tensor, Tensor]:
+        """See :meth:`ClosedPlan.pull`."""
+        values, grads = (_floats(part.size, self._device) for _ in range(2))
+        for group in part.groups:
+            rest = self._grads.table, values, grads, _factor(clip, self._device), *self._numbers
+            flags = {"CLIPS": clip is not None, "ALIGNED": self._grads.aligned(group)}
+            _launch(self._kernels.pull, group, *rest, **flags, **self._kind)
+        return values, grads
+
+    def push(self, part: _Part, values: Tensor, noise: Sequence[Noise] | None = None) -> None:
+        """See :meth:`ClosedPlan.push`."""
+        rest = values, self._noise(noise), *self._numbers
+        for group in part.groups:
+            flags = {"NOISE": noise is not None, "ALIGNED": group.is_aligned}
+            _launch(self._kernels.push, group, *rest, **flags, **self._kind)
 
 
-class _Factored:
+class _Products(ProductPlan):
     """Steps of matrices under a map of row and column factors."""
 
-    def __init__(
-        self,
-        kernels: ModuleType,
-        map: FactoredMap,
-        tensors: Tensors,
-        vectors: Sequence[Vectors],
-        gradients: Sequence[Vectors],
-    ) -> None:
-        self._kernels, self._held, self._device = kernels, (tensors, vectors, gradients), tensors.weights[0].device
-        *self._numbers, self._magnitude = map.numbers()
-        self._kind = {"ABSORBED": map.absorbed, "NORMALIZE": map.normalize}
-        self._half = tensors.are_half
-        self._column = column = kernels.MATRIX.index
-        shapes = [(1 if w.dim() == 1 else len(w), w.shape[-1]) for w in tensors.weights]
-        rest = [0] * (len(kernels.MATRIX) - column("cols") - 1)
-        lines = [
-            [*_addresses(tensors, i), 0, *shape, *rest, *(0 if v is None else v.data_ptr() for v in (*own, *found))]
-            for i, (shape, own, found) in enumerate(zip(shapes, vectors, gradients, strict=True))
+    fused = True
+
+    def __init__(self, kernels: ModuleType, matrices: Matrices) -> None:
+        self._kernels = kernels
+        super().__init__(matrices)
+
+    def _prepare(self) -> None:
+        matrices = self.matrices
+        self._device = matrices.weights[0].device
+        half = matrices.weights[0].dtype == torch.bfloat16
+        self._tile, self._delta = {"TALL": _TALL, "COLS": _COLS}, {"DELTA": matrices.deltas is not None}
+        self._kind = {"MAGNITUDE": matrices.magnitude, "HALF": half, "ROWS": _ROWS, **self._tile}
+        self._addresses = _addresses([matrices.weights, *(matrices.moments or (None, None)), matrices.raws])
+        places = zip(matrices.shapes, matrices.rows, matrices.columns, matrices.deltas or self._addresses, strict=True)
+        self._extra = [
+            [columns, row, column, *(_numbers_of(delta) if isinstance(delta, Delta) else (0,) * 5)]
+            for (_, columns), row, column, delta in places
         ]
-        self._batches = []
-        for batch in _batches(lines, [cols for _, cols in shapes]):
-            of_batch = [shapes[i] for i in batch.chosen]
-            items = batch.tiles([-(-rows // _TALL) * -(-cols // _COLS) for rows, cols in of_batch], column("first"))
-            ends = batch.tiles([-(-rows // _BLOCK) - (-cols // _BLOCK) for rows, cols in of_batch], column("ends"))
-            most = max(max(-(-rows // _TALL), -(-cols // _COLS)) for rows, cols in of_batch)
-            most = 1 << (most - 1).bit_length()  # few numbers, for which the kernel is compiled
-            on_device = items.to(self._device), ends.to(self._device)
-            self._batches.append((batch, *on_device, self._scratch_of(of_batch), most))
+        self._kinds = self._kernels.SUMS + max(rank for _, _, _, rank, *_ in self._extra)
+        self._all = self.part([(i, 0, rows) for i, (rows, _) in enumerate(matrices.shapes)])
 
-    def _scratch_of(self, shapes: Sequence[tuple[int, int]]) -> tuple[Tensor, int]:
-        """Return where each matrix's old and new factors and sums by row and column begin, and where all end."""
-        factors, sums = self._kernels.FACTORS, self._kernels.SUMS
-        sizes = [
-            (*(2 * [factors * (rows + cols)]), sums * rows * -(-cols // _COLS), sums * cols * -(-rows // _TALL))
-            for rows, cols in shapes
-        ]
-        numbers = torch.tensor(sizes, dtype=torch.int64, device=_CPU)
-        ends = numbers.view(-1).cumsum(0).view_as(numbers)
-        return ends - numbers, int(ends[-1, -1])
+    def _norm(self, factors: Factors) -> tuple[Tensor, Factors]:
+        self._grads, self._factors, squares = _Grads(self.grads, self._device), factors, []
+        rows, columns = (torch.zeros_like(side) for side in factors)  # a matrix without entries has no tile
+        kernels, counts, more = self._kernels, (*self.matrices.counts, self._kinds), {**self._delta, **self._tile}
+        for group in self._all.groups:
+            squares.append(_floats(len(group.tiles), self._device))
+            partial = _floats(len(group.tiles) * self._kinds * (_TALL + _COLS), self._device)
+            rest = self._grads.table, squares[-1], partial, *factors, *counts
+            flags = {**self._delta, **self._kind, "ALIGNED": self._grads.aligned(group)}
+            _launch(kernels.product_norm, group, *rest, **flags)
+            _launch(kernels.product_sums, group, partial, rows, columns, *counts, **more, TILES=_TILES)
+        return _root_of(squares), (rows, columns)
 
-    def pull(self, grads: Sequence[int]) -> Tensor:
-        """Return the norm of the raw gradients as a 0-d float64 tensor, and write the gradients of the vectors."""
-        squares, self._now = [], []
-        first, last = self._column("old"), self._column("down")
-        for batch, items, ends, (starts, size), most in self._batches:
-            table, aligned = batch.with_grads(self._column("grad"), grads)
-            scratch = torch.empty(size, dtype=torch.float32, device=self._device)
-            table[:, first : last + 1] = scratch.data_ptr() + scratch.itemsize * starts
-            table = _upload(table, self._device)
-            squares.append(torch.empty(len(items), dtype=torch.float32, device=self._device))
-            self._now.append((table, items, ends, {**self._of_tiles(), "ALIGNED": aligned}, scratch))
-            self._write_factors("old", table, ends)
-            constants = {"NORMALIZE": self._kind["NORMALIZE"], **self._now[-1][3]}
-            _launch(self._kernels.pull, table, items, squares[-1], **constants)
-            sides = {"TALL": _TALL, "COLS": _COLS, "BLOCK": _BLOCK, "MOST": most}
-            _launch(self._kernels.chain, table, ends, *self._numbers, **self._kind, **sides)
-        return _root_of(squares)
+    def part(self, spans: Sequence[Span]) -> _Part:
+        """See :meth:`ProductPlan.part`."""
+        lines, tiles, sizes, at = [], [], [], 0
+        for item, start, stop in spans:
+            columns = self._extra[item][0]
+            lines.append([*self._addresses[item], item, start, stop, at, 0, *self._extra[item]])
+            tiles.append(-(-(stop - start) // _TALL) * -(-columns // _COLS))
+            sizes.append(columns | at)
+            at += (stop - start) * columns
+        return _Part(_groups(lines, tiles, sizes, self._device), at)
 
-    def update(
-        self,
-        grads: Sequence[int],  # noqa: ARG002
-        rates: Rates,
-        clip: Tensor | None,
-        noise: Sequence[Noise] | None = None,  # noqa: ARG002
-    ) -> None:
-        """Apply AdamW to the raw weights and write the weights."""
-        numbers = (_factor(clip, self._device), *rates.direction(1.0), 1.0 - rates.lr * rates.decay)
-        for table, items, ends, constants, _ in self._now:
-            self._write_factors("new", table, ends)
-            _launch(self._kernels.move, table, items, *numbers, **_constants(rates, clip), **constants)
-        del self._now
+    def pull(self, part: _Part, clip: Tensor | None) -> Tensor:
+        """See :meth:`ProductPlan.pull`."""
+        grads = _floats(part.size, self._device)
+        rest = self._grads.table, grads, _factor(clip, self._device), *self._factors, *self.matrices.counts
+        for group in part.groups:
+            flags = {"CLIPS": clip is not None, "ALIGNED": self._grads.aligned(group)}
+            _launch(self._kernels.product_pull, group, *rest, **flags, **self._kind)
+        return grads
 
-    def _of_tiles(self) -> dict[str, Any]:
-        return {"MAGNITUDE": self._magnitude, "HALF": self._half, "TALL": _TALL, "ROWS": _ROWS, "COLS": _COLS}
+    def _push(self, part: _Part, factors: Factors) -> None:
+        for group in part.groups:
+            flags = {**self._kind, **self._delta, "ALIGNED": group.is_aligned}
+            _launch(self._kernels.product_push, group, *factors, *self.matrices.counts, **flags)
 
-    def _write_factors(self, which: str, table: Tensor, ends: Tensor) -> None:
-        constants = {"COLUMN": self._column(which), "BLOCK": _BLOCK, **self._kind}
-        _launch(self._kernels.write_factors, table, ends, *self._numbers, **constants)
+    def _update(self, rates: Rates, clip: Tensor | None, factors: Factors) -> None:
+        numbers = *self.matrices.counts, *rates.direction(1.0), 1.0 - rates.lr * rates.decay
+        rest = self._grads.table, _factor(clip, self._device), *self._factors, *factors, *numbers
+        constants = {**_constants(rates, clip), **self._kind, **self._delta}
+        for group in self._all.groups:
+            _launch(self._kernels.product_step, group, *rest, **constants, ALIGNED=self._grads.aligned(group))
 
 
-def _launch(kernel: Any, table: Tensor, items: Tensor, /, *rest: Any, **constants: Any) -> None:
-    """Launch a kernel with a program for each of `items`, on their device."""
-    device = items.device
+def _numbers_of(delta: Delta) -> list[int]:
+    return [delta.a.shape[-1], *map(Tensor.data_ptr, delta)]
+
+
+def _floats(count: int, device: torch.device) -> Tensor:
+    return torch.empty(count, dtype=torch.float32, device=device)
+
+
+def _table(numbers: Any, device: torch.device) -> Tensor:
+    return _upload(torch.tensor(numbers, dtype=torch.int64, device=_CPU), device)
+
+
+def _launch(kernel: Any, group: _Group, /, *rest: Any, **constants: Any) -> None:
+    """Launch a kernel with a program for each tile, on their device."""
+    device = group.tiles.device
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        kernel[(len(items),)](_upload(table, device), items, *rest, **constants, num_warps=_WARPS)
+        kernel[(len(group.tiles),)](group.table, group.tiles, *rest, **constants, num_warps=_WARPS)
 
 
-def _upload(table: Tensor, device: torch.device) -> Tensor:
-    """Return a table on the device, without waiting for the copy, as one from pageable memory would."""
-    return table if table.device == device else table.pin_memory().to(device, non_blocking=True)
+def _upload(numbers: Tensor, device: torch.device) -> Tensor:
+    """Return numbers on the device, without waiting for the copy, as one from pageable memory would."""
+    return numbers if device == _CPU else numbers.pin_memory().to(device, non_blocking=True)
 
 
 def _factor(clip: Tensor | None, device: torch.device) -> Tensor | None:
@@ -211,8 +258,11 @@ def _constants(rates: Rates, clip: Tensor | None) -> dict[str, bool]:
     return {"FROM_GRAD": rates.from_grad, "MOVES": rates.lr != 0.0, "CLIPS": clip is not None}
 
 
-def _addresses(tensors: Tensors, i: int) -> list[int]:
-    return [0 if line is None else line[i].data_ptr() for line in tensors[:4]]
+def _addresses(lists: Sequence[Sequence[Tensor] | None]) -> list[list[int]]:
+    """Return the addresses in each list of every tensor, or 0 for no list."""
+    count = len(lists[0] or ())
+    lines = [[0] * count if line is None else list(map(Tensor.data_ptr, line)) for line in lists]
+    return [list(numbers) for numbers in zip(*lines, strict=True)]
 
 
 def _root_of(squares: Sequence[Tensor]) -> Tensor:
@@ -226,7 +276,7 @@ def triton_kernels() -> Kernels:
     from symexplin.kernels import gpu_kernels
 
     name = f"Triton {triton.__version__}"
-    return Kernels(name, functools.partial(_Closed, gpu_kernels), functools.partial(_Factored, gpu_kernels))
+    return Kernels(name, functools.partial(_Closed, gpu_kernels), functools.partial(_Products, gpu_kernels))
 
 
 @functools.cache

@@ -1,45 +1,38 @@
-"""AdamW in curved weight space on GPUs, in Triton: what cpu.c computes, over tables of addresses.
+"""The map and AdamW on GPUs, in Triton: what cpu.c computes, over tables of addresses.
 
-One launch covers all tensors or matrices of a batch. A program looks up which one its tile belongs to, and reads the
-addresses from that one's line of the table. Results do not depend on the order in which programs run.
+One launch covers all spans of a batch. A program looks up which one its tile belongs to, and reads the addresses from
+that one's line of the table; those of gradients come in a list of all tensors. Results do not depend on the order in
+which programs run.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-# ruff: noqa: ANN001, ANN201, ANN202, RET505, SIM108
+# ruff: noqa: ANN001, ANN201, ANN202, RET505
 
 import triton
 import triton.language as tl
 
-__all__ = ["CLOSED", "FACTORS", "MATRIX", "SUMS", "chain", "move", "norm", "pull", "step", "write_factors"]
+__all__ = [
+    "SUMS",
+    "norm",
+    "product_norm",
+    "product_pull",
+    "product_push",
+    "product_step",
+    "product_sums",
+    "pull",
+    "push",
+    "step",
+]
 
-# The columns of a line for the closed form. FIRST is the index of the first tile; NOISE has four columns.
-CLOSED = ("weight", "exp_avg", "exp_avg_sq", "master", "grad", "size", "first", "noise", "", "", "")
-_WEIGHT, _EXP_AVG, _EXP_AVG_SQ, _MASTER, _GRAD, _SIZE, _FIRST, _NOISE = map(tl.constexpr, range(8))
-_LINE = tl.constexpr(len(CLOSED))
-
-# The columns of a matrix's line, which begins with the same four. OLD and NEW are factors of rows, then of columns;
-# RIGHT and DOWN are sums by row and by column of each tile; FIRST and ENDS are the first tile of the matrix and of its
-# rows and columns. VECTORS and GRADIENTS are those of e, l, m (absorbed: a) and n, each of rows and columns.
-MATRIX = (
-    "weight",
-    "exp_avg",
-    "exp_avg_sq",
-    "raw",
-    "grad",
-    "rows",
-    "cols",
-    "first",
-    "ends",
-    "old",
-    "new",
-    "right",
-    "down",
-)
-_RAW = tl.constexpr(3)
-_ROWS, _COLS, _OF_MATRIX, _ENDS, _OLD, _NEW, _RIGHT, _DOWN, _VECTORS = map(tl.constexpr, range(5, 14))
-_GRADIENTS, _MATRIX_LINE = tl.constexpr(len(MATRIX) + 8), tl.constexpr(len(MATRIX) + 16)
-FACTORS, SUMS = 4, 3  # of a row or column: kappa, c, lambda and c kappa; see cpu.c
-_FACTORS, _SUMS = tl.constexpr(FACTORS), tl.constexpr(SUMS)
+# The columns of a span's line: addresses (of matrices the fourth is that of raw weights), the tensor's index, the
+# span's entries or rows, where it is in scratch memory, and the index of its first tile.
+_WEIGHT, _EXP_AVG, _EXP_AVG_SQ, _MASTER, _ITEM, _START, _STOP, _AT, _FIRST = map(tl.constexpr, range(9))
+_SPAN, _RAW = tl.constexpr(9), tl.constexpr(3)
+# Of matrices also the columns, the first ones among all rows and all columns, and the delta A B with its gradients.
+_COLS, _ROW, _COL, _RANK, _A, _B, _BY_A, _BY_B = map(tl.constexpr, range(9, 17))
+_MATRIX = tl.constexpr(17)
+SUMS = 3  # by row and by column: by c, kappa and lambda
+_SUMS = tl.constexpr(SUMS)
 
 _SIGN = tl.constexpr(-0x80000000)
 _SHIFT = tl.constexpr(12583038.0)  # 1.5 * 2^23 + 126
@@ -109,7 +102,7 @@ def _log1p(x):
     p = (p * f - 0.172508297) * f + 0.199001657
     p = (p * f - 0.249699091) * f + 0.333350589
     p = (p * f - 0.500003651) * f + 0.999999945
-    return p * f + (exponent >> 23).to(tl.float32) * 0.693147181
+    return tl.fma(p, f, (exponent >> 23).to(tl.float32) * 0.693147181)  # the same bits in every kernel
 
 
 @triton.jit
@@ -151,37 +144,18 @@ def _write(place, at, inside, x, HALF: tl.constexpr, ALIGNED: tl.constexpr):
         tl.store(_pointer(place, tl.float32, ALIGNED) + at, x, mask=inside)
 
 
-@triton.jit
-def _vector(place, i, count):
-    """Return the places of entries of a vector, and which of them are inside: none if its address is 0."""
-    address = tl.load(place)
-    return address.to(tl.pointer_type(tl.float32)) + i, i < tl.where(address == 0, 0, count)
-
-
-@triton.jit
-def _read_vector(place, i, count, otherwise):
-    at, inside = _vector(place, i, count)
-    return tl.load(at, mask=inside, other=otherwise)
-
-
-@triton.jit
-def _write_vector(place, i, count, x):
-    at, inside = _vector(place, i, count)
-    tl.store(at, x, mask=inside)
-
-
 # ---- the closed form ----
 
 
 @triton.jit
-def _tile(table, items, TILE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return the line of this program's tensor, the places of its tile, and which of them are inside."""
-    line = table + tl.load(items + tl.program_id(0)) * _LINE
-    size = tl.load(line + _SIZE)
+def _tile(table, tiles, TILE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return this program's line, its tensor, its tile's places there and in scratch memory, and which are inside."""
+    line = table + tl.load(tiles + tl.program_id(0)) * _SPAN
+    start, stop, at = tl.load(line + _START), tl.load(line + _STOP), tl.load(line + _AT)
     if ALIGNED:
-        size = tl.multiple_of(size, 16)
-    at = (tl.program_id(0) - tl.load(line + _FIRST)) * TILE + tl.arange(0, TILE)
-    return line, at, at < size
+        start, stop, at = tl.multiple_of(start, 16), tl.multiple_of(stop, 16), tl.multiple_of(at, 16)
+    n = (tl.program_id(0) - tl.load(line + _FIRST)) * TILE + tl.arange(0, TILE)
+    return line, tl.load(line + _ITEM), start + n, at + n, start + n < stop
 
 
 @triton.jit
@@ -196,12 +170,12 @@ def _value(line, at, inside, HALF: tl.constexpr, MASTERS: tl.constexpr, ALIGNED:
 
 @triton.jit
 def norm(
-    table, items, squares, base, slope,
+    table, tiles, grads, squares, base, slope,
     PLAIN: tl.constexpr, HALF: tl.constexpr, MASTERS: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Write the sum of the squares of each tile's raw gradients g (base + slope |v|)."""
-    line, at, inside = _tile(table, items, TILE, ALIGNED)
-    raw = _read(line + _GRAD, at, inside, HALF, ALIGNED)
+    line, item, at, _scratch, inside = _tile(table, tiles, TILE, ALIGNED)
+    raw = _read(grads + item, at, inside, HALF, ALIGNED)
     if not PLAIN:
         raw *= base + slope * tl.abs(_value(line, at, inside, HALF, MASTERS, ALIGNED))
     tl.store(squares + tl.program_id(0), tl.sum(raw * raw))
@@ -223,10 +197,10 @@ def _moved(size, x, c):
 
 
 @triton.jit
-def _rounded_noisily(line, at, v):
+def _rounded_noisily(noise, at, v):
     """Return the bits of bfloat16 rounded with noise: a hash of the key and the entry's index in the whole tensor."""
-    key, offset = tl.load(line + _NOISE).to(tl.uint32), tl.load(line + _NOISE + 1)
-    columns, stride = tl.load(line + _NOISE + 2), tl.load(line + _NOISE + 3)
+    key, offset = tl.load(noise).to(tl.uint32), tl.load(noise + 1)
+    columns, stride = tl.load(noise + 2), tl.load(noise + 3)
     index = offset + at // columns * stride + at % columns
     x = index.to(tl.uint32) ^ key ^ ((index >> 32).to(tl.uint32) * 0x9E3779B9)
     x = (x ^ (x >> 16)) * 0x21F0AAAD
@@ -238,15 +212,29 @@ def _rounded_noisily(line, at, v):
 
 
 @triton.jit
+def _write_weights(
+    line, noise, at, inside, v,
+    HALF: tl.constexpr, MASTERS: tl.constexpr, NOISE: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Write weights and their masters; `noise` has four numbers of the tensor with NOISE."""
+    if MASTERS:
+        _write(line + _MASTER, at, inside, v, False, ALIGNED)
+    if NOISE:
+        tl.store(_pointer(line + _WEIGHT, tl.int16, ALIGNED) + at, _rounded_noisily(noise, at, v), mask=inside)
+    else:
+        _write(line + _WEIGHT, at, inside, v, HALF, ALIGNED)
+
+
+@triton.jit
 def step(
-    table, items, clip, towards, beta2, gain2, root, eps, keep, decay, kappa, c,
+    table, tiles, grads, noise, clip, towards, beta2, gain2, root, eps, keep, decay, kappa, c,
     FROM_GRAD: tl.constexpr, CLIPS: tl.constexpr, DECAYS: tl.constexpr, MOVES: tl.constexpr, PLAIN: tl.constexpr,
     HALF: tl.constexpr, MASTERS: tl.constexpr, NOISE: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Apply AdamW to weights in place."""
-    line, at, inside = _tile(table, items, TILE, ALIGNED)
+    line, item, at, _scratch, inside = _tile(table, tiles, TILE, ALIGNED)
     v = _value(line, at, inside, HALF, MASTERS, ALIGNED)
-    g = _read(line + _GRAD, at, inside, HALF, ALIGNED)
+    g = _read(grads + item, at, inside, HALF, ALIGNED)
     m = _read(line + _EXP_AVG, at, inside, False, ALIGNED)
     s = _read(line + _EXP_AVG_SQ, at, inside, False, ALIGNED)
     if CLIPS:
@@ -265,200 +253,279 @@ def step(
             if DECAYS:
                 x -= decay * _log1p(size / c)
             v = _flipped(_moved(size, x, c), v)
-        if MASTERS:
-            _write(line + _MASTER, at, inside, v, False, ALIGNED)
-        if NOISE:
-            tl.store(_pointer(line + _WEIGHT, tl.int16, ALIGNED) + at, _rounded_noisily(line, at, v), mask=inside)
-        else:
-            _write(line + _WEIGHT, at, inside, v, HALF, ALIGNED)
+        _write_weights(line, noise + 4 * item if NOISE else noise, at, inside, v, HALF, MASTERS, NOISE, ALIGNED)
+
+
+@triton.jit
+def _raw_of(v, kappa, c):
+    return _flipped(_log1p(tl.abs(v) / c) / kappa, v)
+
+
+@triton.jit
+def pull(
+    table, tiles, grads, values, raw_grads, clip, kappa, c,
+    CLIPS: tl.constexpr, HALF: tl.constexpr, MASTERS: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Write raw weights, and their gradients times `clip`, to scratch memory."""
+    line, item, at, scratch, inside = _tile(table, tiles, TILE, ALIGNED)
+    v = _value(line, at, inside, HALF, MASTERS, ALIGNED)
+    g = _read(grads + item, at, inside, HALF, ALIGNED)
+    if CLIPS:
+        g *= tl.load(clip)
+    tl.store(values + scratch, _raw_of(v, kappa, c), mask=inside)
+    tl.store(raw_grads + scratch, g * (kappa * (c + tl.abs(v))), mask=inside)
+
+
+@triton.jit
+def push(
+    table, tiles, values, noise, kappa, c,
+    HALF: tl.constexpr, MASTERS: tl.constexpr, NOISE: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Write the weights of new raw weights, by their differences from those of `pull`."""
+    line, item, at, scratch, inside = _tile(table, tiles, TILE, ALIGNED)
+    v = _value(line, at, inside, HALF, MASTERS, ALIGNED)
+    after = tl.load(values + scratch, mask=inside, other=0.0)
+    v = _flipped(_moved(tl.abs(v), kappa * _flipped(after - _raw_of(v, kappa, c), v), c), v)
+    _write_weights(line, noise + 4 * item if NOISE else noise, at, inside, v, HALF, MASTERS, NOISE, ALIGNED)
 
 
 # ---- maps of row and column factors: see cpu.c for the formulas ----
 
 
 @triton.jit
-def _side(table, items, BLOCK: tl.constexpr):
-    """Return the line of this program's matrix, its dimension, the places of its block, and which are inside."""
-    line = table + tl.load(items + tl.program_id(0)) * _MATRIX_LINE
-    rows, block = tl.load(line + _ROWS), tl.program_id(0) - tl.load(line + _ENDS)
-    of_rows = tl.cdiv(rows, BLOCK)
-    dim = (block >= of_rows).to(tl.int32)
-    count = tl.where(dim == 1, tl.load(line + _COLS), rows)
-    i = (block - dim * of_rows) * BLOCK + tl.arange(0, BLOCK)
-    return line, dim, count, i, i < count
+def _matrix_tile(table, tiles, ALIGNED: tl.constexpr, TALL: tl.constexpr, COLS: tl.constexpr):
+    """Return this program's line, the columns, the tile's first row, the span's end, the tile's columns inside."""
+    line = table + tl.load(tiles + tl.program_id(0)) * _MATRIX
+    cols, tile = tl.load(line + _COLS), tl.program_id(0) - tl.load(line + _FIRST)
+    if ALIGNED:
+        cols = tl.multiple_of(cols, 16)
+    across = tl.cdiv(cols, COLS)
+    j = tile % across * COLS + tl.arange(0, COLS)
+    return line, cols, tl.load(line + _START) + tile // across * TALL, tl.load(line + _STOP), j, j < cols
 
 
 @triton.jit
-def _axis(line, dim, i, count, kappa, c, lam, ABSORBED: tl.constexpr, NORMALIZE: tl.constexpr):
-    """Return m, kappa, c without e, c, lambda without l, and lambda of rows or columns."""
-    place = line + _VECTORS + dim
-    e, l = _read_vector(place, i, count, 1.0), _read_vector(place + 2, i, count, 1.0)
-    if ABSORBED:
-        m = tl.exp(_read_vector(place + 4, i, count, 0.0))
-    else:
-        m = _read_vector(place + 4, i, count, 1.0)
-    first = dim == 0
-    kappa = m * tl.where(first, kappa, 1.0)
-    share = 1.0 / kappa if NORMALIZE else tl.full(kappa.shape, 1.0, tl.float32)
-    by_e = share * tl.exp(-_read_vector(place + 6, i, count, 0.0)) * tl.where(first, c, 1.0)
-    by_l = share * tl.where(first, lam, 1.0)
-    return m, kappa, by_e, by_e * e, by_l, by_l * l
-
-
-@triton.jit
-def write_factors(
-    table, items, kappa, c, lam, COLUMN: tl.constexpr, ABSORBED: tl.constexpr, NORMALIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write the old or new factors of rows and columns: COLUMN of the table has their address."""
-    line, dim, count, i, inside = _side(table, items, BLOCK)
-    _m, kappa, _by_e, c, _by_l, lam = _axis(line, dim, i, count, kappa, c, lam, ABSORBED, NORMALIZE)
-    to = _pointer(line + COLUMN, tl.float32, False) + dim * _FACTORS * tl.load(line + _ROWS) + i
-    tl.store(to, kappa, mask=inside)
-    tl.store(to + count, c, mask=inside)
-    tl.store(to + 2 * count, lam, mask=inside)
-    tl.store(to + 3 * count, c * kappa, mask=inside)
-
-
-@triton.jit
-def _factors(from_, count, i, inside):
-    """Return kappa, c, lambda and c kappa of some rows or columns."""
+def _factors(side, all, first, i, inside):
+    """Return kappa, c and lambda of some rows or columns."""
+    at = side + tl.load(first) + i
     return (
-        tl.load(from_ + i, mask=inside, other=0.0),
-        tl.load(from_ + count + i, mask=inside, other=0.0),
-        tl.load(from_ + 2 * count + i, mask=inside, other=0.0),
-        tl.load(from_ + 3 * count + i, mask=inside, other=0.0),
+        tl.load(at, mask=inside, other=0.0),
+        tl.load(at + all, mask=inside, other=0.0),
+        tl.load(at + 2 * all, mask=inside, other=0.0),
     )
 
 
 @triton.jit
-def _matrix_tile(table, items, ALIGNED: tl.constexpr, COLS: tl.constexpr):
-    """Return the line, rows and columns of this program's matrix, its tile's row and column of tiles, and columns."""
-    line = table + tl.load(items + tl.program_id(0)) * _MATRIX_LINE
-    rows, cols = tl.load(line + _ROWS), tl.load(line + _COLS)
-    if ALIGNED:
-        cols = tl.multiple_of(cols, 16)
-    tile, across = tl.program_id(0) - tl.load(line + _OF_MATRIX), tl.cdiv(cols, COLS)
-    return line, rows, cols, tile // across, tile % across
+def _outer(rows, columns):
+    return rows[:, None] * columns[None, :]
 
 
 @triton.jit
-def _slope(g, w, E, steep, lam, MAGNITUDE: tl.constexpr):
-    """Return g dw_eff/dw; at w = 0 the mean of the one-sided slopes."""
-    if MAGNITUDE:
-        lam = tl.where(w == 0.0, 0.0, _flipped(lam, w))
-    return g * (steep * E + lam)
-
-
-@triton.jit
-def pull(
-    table, items, squares, NORMALIZE: tl.constexpr, MAGNITUDE: tl.constexpr, HALF: tl.constexpr,
-    ALIGNED: tl.constexpr, TALL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+def _raw_grads(
+    line, grad, kappa0, c0, lam0, kappa1, c1, lam1, at, inside,
+    MAGNITUDE: tl.constexpr, HALF: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Write the sums of each tile by row and by column, and the sum of the squares of its raw gradients."""
-    line, rows, cols, tile0, tile1 = _matrix_tile(table, items, ALIGNED, COLS)
-    j = tile1 * COLS + tl.arange(0, COLS)
-    inside1 = j < cols
-    old = _pointer(line + _OLD, tl.float32, False)
-    kappa1, c1, lam1, steep1 = _factors(old + _FACTORS * rows, cols, j, inside1)
-    right = _pointer(line + _RIGHT, tl.float32, False) + tile1 * _SUMS * rows
+    """Return raw gradients, gradients, raw weights, and kappa |w| with the halves of its exponentials."""
+    g = _read(grad, at, inside, HALF, ALIGNED)
+    w = _read(line + _RAW, at, inside, False, ALIGNED)
+    kappa, lam = _outer(kappa0, kappa1), _outer(lam0, lam1)
+    x = kappa * tl.abs(w)
+    F, E = _grow(x)
+    if MAGNITUDE:  # at w = 0 the mean of the one-sided slopes
+        lam = tl.where(w == 0.0, 0.0, _flipped(lam, w))
+    return g * (_outer(2.0 * c0, c1) * kappa * E + lam), g, w, x, F, E
+
+
+@triton.jit
+def _delta(line):
+    """Return the rank and the addresses of A and B."""
+    return tl.load(line + _RANK), _pointer(line + _A, tl.float32, False), _pointer(line + _B, tl.float32, False)
+
+
+@triton.jit
+def _effective(
+    line, of_rows, all_rows, kappa1, c1, lam1, w, cols, i, j, inside0, inside1,
+    MAGNITUDE: tl.constexpr, DELTA: tl.constexpr,
+):  # fmt: skip
+    """Return the weights of raw ones, with A B."""
+    kappa0, c0, lam0 = _factors(of_rows, all_rows, line + _ROW, i, inside0)
+    F, _E = _grow(_outer(kappa0, kappa1) * tl.abs(w))
+    v = _outer(2.0 * c0, c1) * _flipped(F, w) + _outer(lam0, lam1) * (tl.abs(w) if MAGNITUDE else w)
+    if DELTA:
+        rank, a, b = _delta(line)
+        for k in range(0, rank):
+            of_a = tl.load(a + i * rank + k, mask=inside0, other=0.0)
+            v += _outer(of_a, tl.load(b + k * cols + j, mask=inside1, other=0.0))
+    return v
+
+
+@triton.jit
+def product_norm(
+    table, tiles, grads, squares, partial, of_rows, of_columns, all_rows, all_columns, kinds,
+    MAGNITUDE: tl.constexpr, DELTA: tl.constexpr, HALF: tl.constexpr, ALIGNED: tl.constexpr, TALL: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Write the sum of the squares of each tile's raw gradients, and `kinds` of sums by row, then by column.
+
+    These are the three of the factors and with DELTA those of A and of B, g B^T and A^T g.
+    """
+    line, cols, first, stop, j, inside1 = _matrix_tile(table, tiles, ALIGNED, TALL, COLS)
+    grad = grads + tl.load(line + _ITEM)
+    # Triton gives a name one type within and before a loop, also the name _.
+    kappa1, c1, lam1 = _factors(of_columns, all_columns, line + _COL, j, inside1)
+    own = partial + tl.program_id(0).to(tl.int64) * (kinds * (TALL + COLS))
+    right, down = own + tl.arange(0, ROWS), own + kinds * TALL + tl.arange(0, COLS)
     down0, down1 = tl.zeros([ROWS, COLS], tl.float32), tl.zeros([ROWS, COLS], tl.float32)
     down2, total = tl.zeros([ROWS, COLS], tl.float32), tl.zeros([ROWS, COLS], tl.float32)
     for r in range(0, TALL, ROWS):
-        i = tile0 * TALL + r + tl.arange(0, ROWS)
-        inside0 = i < rows
-        kappa0, c0, lam0, steep0 = _factors(old, rows, i, inside0)
-        at, inside = i[:, None] * cols + j[None, :], tl.where(inside0[:, None], inside1[None, :], False)
-        g = _read(line + _GRAD, at, inside, HALF, ALIGNED)
-        w = _read(line + _RAW, at, inside, False, ALIGNED)
-        x = kappa0[:, None] * kappa1[None, :] * tl.abs(w)
-        F, E = _grow(x)
-        raw = _slope(g, w, E, 2.0 * steep0[:, None] * steep1[None, :], lam0[:, None] * lam1[None, :], MAGNITUDE)
+        i = first + r + tl.arange(0, ROWS)
+        inside0 = i < stop
+        kappa0, c0, lam0 = _factors(of_rows, all_rows, line + _ROW, i, inside0)
+        at, inside = i[:, None] * cols + j[None, :], inside0[:, None] & inside1[None, :]
+        raw, g, w, x, F, E = _raw_grads(
+            line, grad, kappa0, c0, lam0, kappa1, c1, lam1, at, inside, MAGNITUDE, HALF, ALIGNED,
+        )  # fmt: skip
         total += raw * raw
-        by_c, by_lam = g * _flipped(F, w), g * (tl.abs(w) if MAGNITUDE else w)
-        if NORMALIZE:
-            by_kappa, k0, k1 = g * _flipped(_difference(x, F, E), w), c0, c1
-        else:
-            by_kappa, k0, k1 = g * w * E, steep0, steep1
-        down0 += by_c * c0[:, None]
-        down1 += by_lam * lam0[:, None]
-        down2 += by_kappa * k0[:, None]
-        tl.store(right + i, tl.sum(by_c * c1[None, :], 1), mask=inside0)
-        tl.store(right + rows + i, tl.sum(by_lam * lam1[None, :], 1), mask=inside0)
-        tl.store(right + 2 * rows + i, tl.sum(by_kappa * k1[None, :], 1), mask=inside0)
-    down = _pointer(line + _DOWN, tl.float32, False) + tile0 * _SUMS * cols + j
-    tl.store(down, tl.sum(down0, 0), mask=inside1)
-    tl.store(down + cols, tl.sum(down1, 0), mask=inside1)
-    tl.store(down + 2 * cols, tl.sum(down2, 0), mask=inside1)
+        by_c, by_kappa = g * _flipped(F, w), g * _flipped(_difference(x, F, E), w)
+        by_lam = g * (tl.abs(w) if MAGNITUDE else w)
+        down0 += by_c * (2.0 * c0)[:, None]
+        down1 += by_kappa * (2.0 * c0)[:, None]
+        down2 += by_lam * lam0[:, None]
+        tl.store(right + r, 2.0 * tl.sum(by_c * c1[None, :], 1))
+        tl.store(right + TALL + r, 2.0 * tl.sum(by_kappa * c1[None, :], 1))
+        tl.store(right + 2 * TALL + r, tl.sum(by_lam * lam1[None, :], 1))
+    tl.store(down, tl.sum(down0, 0))
+    tl.store(down + COLS, tl.sum(down1, 0))
+    tl.store(down + 2 * COLS, tl.sum(down2, 0))
     tl.store(squares + tl.program_id(0), tl.sum(total))
+    if DELTA:
+        rank, a, b = _delta(line)
+        for k in range(0, rank):
+            of_b, by_b = tl.load(b + k * cols + j, mask=inside1, other=0.0), tl.zeros([ROWS, COLS], tl.float32)
+            for r in range(0, TALL, ROWS):
+                i = first + r + tl.arange(0, ROWS)
+                inside0 = i < stop
+                at, inside = i[:, None] * cols + j[None, :], inside0[:, None] & inside1[None, :]
+                g = _read(grad, at, inside, HALF, ALIGNED)
+                by_b += g * tl.load(a + i * rank + k, mask=inside0, other=0.0)[:, None]
+                tl.store(right + (_SUMS + k) * TALL + r, tl.sum(g * of_b[None, :], 1))
+            tl.store(down + (_SUMS + k) * COLS, tl.sum(by_b, 0))
 
 
 @triton.jit
-def chain(
-    table, items, kappa, c, lam, ABSORBED: tl.constexpr, NORMALIZE: tl.constexpr, TALL: tl.constexpr,
-    COLS: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr,
-):  # fmt: skip
-    """Write the gradients of the vectors by the chain rule, from the sums of at most MOST tiles."""
-    line, dim, count, i, inside = _side(table, items, BLOCK)
-    m, own_kappa, by_e, own_c, by_l, own_lam = _axis(line, dim, i, count, kappa, c, lam, ABSORBED, NORMALIZE)
-    other = tl.where(dim == 1, tl.load(line + _ROWS), tl.load(line + _COLS))
-    tiles = tl.cdiv(other, tl.where(dim == 1, TALL, COLS))
-    sums = tl.load(line + _RIGHT + dim).to(tl.pointer_type(tl.float32)) + i
-    by_c, by_lam = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-    by_kappa = tl.zeros([BLOCK], tl.float32)
-    for tile in range(0, MOST):
-        there = tl.where(tile < tiles, inside, False)
-        by_c += 2.0 * tl.load(sums, mask=there, other=0.0)  # of halves
-        by_lam += tl.load(sums + count, mask=there, other=0.0)
-        by_kappa += 2.0 * tl.load(sums + 2 * count, mask=there, other=0.0)
-        sums += _SUMS * count
-    if NORMALIZE:
-        by_m = (own_c * by_kappa - own_lam * by_lam) / (1.0 if ABSORBED else m)
-    elif ABSORBED:
-        by_m = by_kappa * own_c * own_kappa
-    else:
-        by_m = by_kappa * own_c * tl.where(dim == 1, 1.0, kappa)
-    to = line + _GRADIENTS + dim
-    _write_vector(to, i, count, by_c * by_e)
-    _write_vector(to + 2, i, count, by_lam * by_l)
-    _write_vector(to + 4, i, count, by_m)
-    _write_vector(to + 6, i, count, -by_c * own_c)
+def _added(sums, size, count, SIZE: tl.constexpr, TILES: tl.constexpr):
+    """Return the sums of `count` tiles, at distances of `size` numbers."""
+    i = tl.arange(0, SIZE)
+    total = tl.zeros([SIZE], tl.float32)
+    for first in range(0, count, TILES):
+        tile = first + tl.arange(0, TILES)
+        total += tl.sum(tl.load(sums + tile[:, None] * size + i[None, :], mask=(tile < count)[:, None], other=0.0), 0)
+    return total
 
 
 @triton.jit
-def move(
-    table, items, clip, towards, beta2, gain2, root, eps, keep,
-    FROM_GRAD: tl.constexpr, CLIPS: tl.constexpr, MOVES: tl.constexpr, MAGNITUDE: tl.constexpr, HALF: tl.constexpr,
-    ALIGNED: tl.constexpr, TALL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+def product_sums(
+    table, tiles, partial, by_rows, by_columns, all_rows, all_columns, kinds,
+    DELTA: tl.constexpr, TALL: tl.constexpr, COLS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Apply AdamW to raw weights and write the weights."""
-    line, rows, cols, tile0, tile1 = _matrix_tile(table, items, ALIGNED, COLS)
-    j = tile1 * COLS + tl.arange(0, COLS)
-    inside1 = j < cols
-    # Triton gives a name one type within and before a loop, also the name _.
-    old, new = _pointer(line + _OLD, tl.float32, False), _pointer(line + _NEW, tl.float32, False)
-    kappa1, _c1, lam1, steep1 = _factors(old + _FACTORS * rows, cols, j, inside1)
-    kappa3, c3, lam3, _steep3 = _factors(new + _FACTORS * rows, cols, j, inside1)
+    """Add the sums of tiles of whole matrices: programs of the first tiles in a row or a column do so."""
+    line, cols, first, rows, j, inside1 = _matrix_tile(table, tiles, False, TALL, COLS)
+    across, size = tl.cdiv(cols, COLS), kinds * (TALL + COLS)
+    tile, i = tl.program_id(0) - tl.load(line + _FIRST), first + tl.arange(0, TALL)
+    own, inside0 = partial + tl.program_id(0).to(tl.int64) * size, i < rows
+    if tile % across == 0:
+        to = by_rows + tl.load(line + _ROW) + i
+        for k in range(0, _SUMS):
+            tl.store(to + k * all_rows, _added(own + k * TALL, size, across, TALL, TILES), mask=inside0)
+        if DELTA:
+            to = _pointer(line + _BY_A, tl.float32, False) + i * tl.load(line + _RANK)
+            for k in range(0, tl.load(line + _RANK)):
+                tl.store(to + k, _added(own + (_SUMS + k) * TALL, size, across, TALL, TILES), mask=inside0)
+    if tile < across:
+        own, row, count = own + kinds * TALL, size * across, tl.cdiv(rows, TALL)
+        to = by_columns + tl.load(line + _COL) + j
+        for k in range(0, _SUMS):
+            tl.store(to + k * all_columns, _added(own + k * COLS, row, count, COLS, TILES), mask=inside1)
+        if DELTA:
+            to = _pointer(line + _BY_B, tl.float32, False) + j
+            for k in range(0, tl.load(line + _RANK)):
+                tl.store(to + k * cols, _added(own + (_SUMS + k) * COLS, row, count, COLS, TILES), mask=inside1)
+
+
+@triton.jit
+def product_pull(
+    table, tiles, grads, raw_grads, clip, of_rows, of_columns, all_rows, all_columns,
+    CLIPS: tl.constexpr, MAGNITUDE: tl.constexpr, HALF: tl.constexpr, ALIGNED: tl.constexpr, TALL: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Write raw gradients times `clip` to scratch memory."""
+    line, cols, first, stop, j, inside1 = _matrix_tile(table, tiles, ALIGNED, TALL, COLS)
+    start, scratch, grad = tl.load(line + _START), tl.load(line + _AT), grads + tl.load(line + _ITEM)
+    if ALIGNED:
+        scratch = tl.multiple_of(scratch, 16)
     factor = tl.load(clip) if CLIPS else 1.0
+    kappa1, c1, lam1 = _factors(of_columns, all_columns, line + _COL, j, inside1)
     for r in range(0, TALL, ROWS):
-        i = tile0 * TALL + r + tl.arange(0, ROWS)
-        inside0 = i < rows
-        kappa0, _c0, lam0, steep0 = _factors(old, rows, i, inside0)
-        at, inside = i[:, None] * cols + j[None, :], tl.where(inside0[:, None], inside1[None, :], False)
-        g = _read(line + _GRAD, at, inside, HALF, ALIGNED)
+        i = first + r + tl.arange(0, ROWS)
+        inside0 = i < stop
+        kappa0, c0, lam0 = _factors(of_rows, all_rows, line + _ROW, i, inside0)
+        at, inside = i[:, None] * cols + j[None, :], inside0[:, None] & inside1[None, :]
+        raw, _g, _w, _x, _F, _E = _raw_grads(
+            line, grad, kappa0, c0, lam0, kappa1, c1, lam1, at, inside, MAGNITUDE, HALF, ALIGNED,
+        )  # fmt: skip
+        tl.store(raw_grads + scratch + (i - start)[:, None] * cols + j[None, :], factor * raw, mask=inside)
+
+
+@triton.jit
+def product_push(
+    table, tiles, of_rows, of_columns, all_rows, all_columns,
+    MAGNITUDE: tl.constexpr, DELTA: tl.constexpr, HALF: tl.constexpr, ALIGNED: tl.constexpr, TALL: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Write the weights of raw ones."""
+    line, cols, first, stop, j, inside1 = _matrix_tile(table, tiles, ALIGNED, TALL, COLS)
+    kappa1, c1, lam1 = _factors(of_columns, all_columns, line + _COL, j, inside1)
+    for r in range(0, TALL, ROWS):
+        i = first + r + tl.arange(0, ROWS)
+        inside0 = i < stop
+        at, inside = i[:, None] * cols + j[None, :], inside0[:, None] & inside1[None, :]
         w = _read(line + _RAW, at, inside, False, ALIGNED)
+        v = _effective(
+            line, of_rows, all_rows, kappa1, c1, lam1, w, cols, i, j, inside0, inside1, MAGNITUDE, DELTA,
+        )  # fmt: skip
+        _write(line + _WEIGHT, at, inside, v, HALF, ALIGNED)
+
+
+@triton.jit
+def product_step(
+    table, tiles, grads, clip, old_rows, old_columns, new_rows, new_columns, all_rows, all_columns,
+    towards, beta2, gain2, root, eps, keep,
+    FROM_GRAD: tl.constexpr, CLIPS: tl.constexpr, MOVES: tl.constexpr, MAGNITUDE: tl.constexpr, DELTA: tl.constexpr,
+    HALF: tl.constexpr, ALIGNED: tl.constexpr, TALL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Apply AdamW to raw weights and write the weights under new factors."""
+    line, cols, first, stop, j, inside1 = _matrix_tile(table, tiles, ALIGNED, TALL, COLS)
+    grad = grads + tl.load(line + _ITEM)
+    factor = tl.load(clip) if CLIPS else 1.0
+    kappa1, c1, lam1 = _factors(old_columns, all_columns, line + _COL, j, inside1)
+    kappa2, c2, lam2 = _factors(new_columns, all_columns, line + _COL, j, inside1)
+    for r in range(0, TALL, ROWS):
+        i = first + r + tl.arange(0, ROWS)
+        inside0 = i < stop
+        kappa0, c0, lam0 = _factors(old_rows, all_rows, line + _ROW, i, inside0)
+        at, inside = i[:, None] * cols + j[None, :], inside0[:, None] & inside1[None, :]
+        raw, _g, w, _x, _F, _E = _raw_grads(
+            line, grad, kappa0, c0, lam0, kappa1, c1, lam1, at, inside, MAGNITUDE, HALF, ALIGNED,
+        )  # fmt: skip
         m = _read(line + _EXP_AVG, at, inside, False, ALIGNED)
         s = _read(line + _EXP_AVG_SQ, at, inside, False, ALIGNED)
-        _F, E = _grow(kappa0[:, None] * kappa1[None, :] * tl.abs(w))
-        raw = _slope(g, w, E, 2.0 * steep0[:, None] * steep1[None, :], lam0[:, None] * lam1[None, :], MAGNITUDE)
         d, m, s = _direction(factor * raw, m, s, towards, beta2, gain2, root, eps, FROM_GRAD)
         _write(line + _EXP_AVG, at, inside, m, False, ALIGNED)
         _write(line + _EXP_AVG_SQ, at, inside, s, False, ALIGNED)
         if MOVES:
             w = w * keep - d
             _write(line + _RAW, at, inside, w, False, ALIGNED)
-            kappa2, c2, lam2, _steep2 = _factors(new, rows, i, inside0)
-            F, _E = _grow(kappa2[:, None] * kappa3[None, :] * tl.abs(w))
-            linear = lam2[:, None] * lam3[None, :] * (tl.abs(w) if MAGNITUDE else w)
-            v = 2.0 * c2[:, None] * c3[None, :] * _flipped(F, w) + linear
+            v = _effective(
+                line, new_rows, all_rows, kappa2, c2, lam2, w, cols, i, j, inside0, inside1, MAGNITUDE, DELTA,
+            )  # fmt: skip
             _write(line + _WEIGHT, at, inside, v, HALF, ALIGNED)

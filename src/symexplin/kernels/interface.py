@@ -299,6 +299,9 @@ class ProductPlan(_Plan, ABC):
     @abstractmethod
     def _push(self, part: Any, factors: Factors) -> None: ...
 
+    def _update(self, rates: Rates, clip: Tensor | None, factors: Factors) -> None:
+        raise NotImplementedError
+
     @abstractmethod
     def part(self, spans: Sequence[Span]) -> Any:
         """Return spans of rows in the form that :meth:`pull` and :meth:`push` take."""
@@ -308,8 +311,9 @@ class ProductPlan(_Plan, ABC):
         """Return the raw gradients of a part under the factors of :meth:`norm`, times `clip`, span after span."""
 
     def update(self, rates: Rates, clip: Tensor | None, factors: Factors) -> None:
-        """Apply AdamW to raw weights and write the weights under new factors, in one pass."""
-        raise NotImplementedError
+        """Apply AdamW to raw weights and write the weights under new factors; with lr 0 only the moments change."""
+        self._like_factors.addresses("factors", factors)
+        self._update(rates, clip, factors)
 
 
 @dataclass(frozen=True)
