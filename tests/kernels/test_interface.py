@@ -3,23 +3,20 @@
 import pytest
 import torch
 
-from symexplin.kernels.interface import FactoredMap, Kernels, Rates, Tensors
+from symexplin.kernels.interface import ClosedPlan, Delta, Matrices, ProductPlan, Rates, Tensors
 
 RATES = Rates(1e-2, 0.1, 0.9, 0.99, 1e-2, 0.5, 0.5)
-PAPER = FactoredMap("mismatch", False, False, 7.5)
-STATE, VECTORS = ("weights", "exp_avgs", "exp_avg_sqs", "masters"), ("vectors", "gradients")
+CLOSED = ("weights", "exp_avgs", "exp_avg_sqs", "masters", "grads")
+PRODUCTS = ("weights", "raws", "moments", "grads", "factors", "deltas")
 
 
-class Steps:
-    """Steps that touch nothing and say so."""
-
-    def pull(self, *_):
-        raise LookupError("the gradients are read")
-
-    update = pull
+def reached(*_):
+    raise LookupError("the memory is used")
 
 
-KERNELS = Kernels("none", lambda *_: Steps(), lambda *_: Steps())
+def untouched(kind):
+    """A plan that says when it would use memory."""
+    return type("Untouched", (kind,), {name: reached for name in (*kind.__abstractmethods__, "_update")} | {"_prepare": id})
 
 
 class Subclass(torch.Tensor):
@@ -35,8 +32,8 @@ def freed(tensor):
 WRONG = {
     "dtype": (torch.Tensor.double, r"Tensor of torch\.float64"),
     "device": (lambda t: t.to("meta"), "on meta"),
-    "size": (lambda t: t[:-1].clone(), r"shape \([124]"),
-    "gaps": (lambda t: torch.stack([t, t], -1)[..., 0], r"strides \((4, )?2"),
+    "size": (lambda t: t[:-1].clone(), r"shape \([1-4]"),
+    "gaps": (lambda t: torch.stack([t, t], -1)[..., 0], r"strides \(\d+, 2"),
     "negated later": (lambda t: torch._neg_view(-t), "Tensor that torch will negate later"),
     "zeros later": (lambda t: torch._efficientzerotensor(t.shape, dtype=t.dtype), "Tensor without memory"),
     "freed": (freed, "Tensor without memory"),
@@ -45,49 +42,59 @@ WRONG = {
 
 
 def given(dtype, names):
-    """Two tensors of each name: matrices, or vectors of the first one's rows and the second one's columns."""
+    """The tensors of each name: two matrices, the factors of their rows and columns, the second one's delta."""
+    sizes = {"factors": ((3, 8), (3, 6)), "deltas": ((5, 3), (3, 2), (5, 3), (3, 2))}
     dtypes = {"weights": dtype, "grads": dtype}
-    sizes = {"vectors": (3, 2), "gradients": (3, 2)}
     return {
         name: [torch.ones(size, dtype=dtypes.get(name, torch.float32)) for size in sizes.get(name, ((3, 4), (5, 2)))]
         for name in names
     }
 
 
-def step(lists):
-    """Plan and step: the steps are reached only if all memory is right."""
-    tensors = Tensors(*(lists[name] for name in STATE))
-    if "vectors" in lists:
-        vectors, gradients = ([(a, *[None] * 7), (None, b, *[None] * 6)] for a, b in map(lists.get, VECTORS))
-        plan = KERNELS.plan(PAPER, tensors, vectors, gradients)
-    else:
-        plan = KERNELS.plan(None, tensors)
-    for call in (lambda: plan.pull(lists["grads"]), lambda: plan.update(lists["grads"], RATES, None)):
+def step_closed(lists, *, kept):
+    grads = lists["grads"]
+    plan = untouched(ClosedPlan)(None, Tensors(*(lists[n] for n in CLOSED[:4]), grads if kept else None))
+    with pytest.raises(LookupError):
+        plan.update(RATES, None) if kept else plan.norm(grads)
+
+
+def step_products(lists, *, kept):
+    """With `kept`, the factors are wrong after the norm only."""
+    delta = Delta(torch.ones(3, 1), torch.ones(1, 4), torch.ones(3, 1), torch.ones(1, 4))
+    deltas, right = [delta, Delta(*lists["deltas"])], [torch.ones(3, 8), torch.ones(3, 6)]
+    matrices = Matrices(lists["weights"], lists["raws"], [0, 3], [0, 4], True, deltas, [lists["moments"]] * 2)
+    plan, factors = untouched(ProductPlan)(matrices), lists["factors"]
+    with pytest.raises(LookupError):
+        plan.norm(lists["grads"], right if kept else factors)
+    for call in (lambda: plan.push(None, factors), lambda: plan.update(RATES, None, factors)):
         with pytest.raises(LookupError):
             call()
 
 
+@pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("names", [(*STATE, "grads"), (*STATE, "grads", *VECTORS)], ids=["closed", "factored"])
-def test_wrong_memory_is_refused_by_name(wrong, dtype, names):
-    step(given(dtype, names))
+@pytest.mark.parametrize(("names", "step"), [(CLOSED, step_closed), (PRODUCTS, step_products)], ids=["closed", "products"])
+def test_wrong_memory_is_refused_by_name(wrong, dtype, names, step, kept):
+    step(given(dtype, names), kept=kept)
     change, found = WRONG[wrong]
-    for name in names:
+    for name, i in ((name, i) for name in names for i in range(1, 4)):
         lists = given(dtype, names)
-        lists[name][1] = change(lists[name][1])
-        blamed, said = (name, found) if (name, wrong) != ("weights", "size") else ("exp_avgs", r"shape \(5, 2\)")
-        with pytest.raises(ValueError, match=rf"^{blamed}\[1\].* must be .*, got .*{said}"):
-            step(lists)
+        if i >= len(lists[name]):
+            continue
+        lists[name][i] = change(lists[name][i])
+        blamed, said = rf"{name}\[{i}\]", found
+        if name == "deltas":
+            blamed = rf"deltas\[1\]\[{i}\]"
+        if (name, wrong) == ("weights", "size"):  # the others have the size of the weights
+            blamed, said = rf"{names[1]}\[1\]", r"shape \(5, 2\)"
+        with pytest.raises(ValueError, match=rf"^{blamed}.* must be .*, got .*{said}"):
+            step(lists, kept=kept)
 
 
-def test_a_plan_without_gradients_wants_them_in_the_step():
-    plan = KERNELS.plan(None, Tensors(*given(torch.float32, STATE).values()))
-    with pytest.raises(ValueError, match="grads must be given"):
-        plan.update(None, RATES, None)
-    lists = given(torch.float32, (*STATE, "grads"))
-    with pytest.raises(LookupError):
-        KERNELS.plan(None, Tensors(*lists.values())).update(None, RATES, None)
+def test_lists_have_one_tensor_of_each_weight():
+    lists = given(torch.float32, CLOSED)
+    plan = untouched(ClosedPlan)(None, Tensors(lists["weights"]))
     for wrong in (lists["grads"][:1], lists["grads"] * 2):
         with pytest.raises(ValueError, match=r"argument 2 is (shorter|longer)"):
-            plan.pull(wrong)
+            plan.norm(wrong)

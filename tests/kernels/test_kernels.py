@@ -1,7 +1,9 @@
 """The kernels in C and in Triton against mpmath, float64 and autograd."""
 
-import contextlib
+import itertools
 import math
+from contextlib import nullcontext
+from typing import NamedTuple
 
 import mpmath
 import numpy as np
@@ -11,13 +13,16 @@ import torch
 from builds import BUILDS, TRITON, kernels
 from reference import noise
 from states import STATES
-from symexplin.kernels.interface import FactoredMap, Rates, Tensors
+from symexplin.closed import Closed
+from symexplin.kernels.interface import Delta, Matrices, Rates, Tensors
+from symexplin.products import factor_gradients
 
 EPS = 2.0**-24
 RATES = Rates(1e-2, 0.1, 0.9, 0.99, 1e-2, 1 - 0.9**5, 1 - 0.99**5)
-CURVE = (7.5, 1 / 7.5)
-PAPER = FactoredMap("mismatch", False, False, 7.5)
+CLOSED = Closed("exp_only", 7.5, 1 / 7.5)
 SIZES = (1, 100, 256, 20_000, 0)
+WAYS = pytest.mark.parametrize("way", ["update", "push"])
+MAPS = pytest.mark.parametrize("closed", [CLOSED, None], ids=["curved", "plain"])
 
 
 @pytest.fixture(params=[*BUILDS, TRITON], ids=lambda build: "-".join(filter(None, build)))
@@ -28,30 +33,66 @@ def build(request):
     torch.set_num_threads(threads)
 
 
-def norm(build, v, g, masters, curve):
-    moments = [torch.zeros_like(x, dtype=torch.float32) for x in v]
-    return build.plan(curve, Tensors(v, moments, moments, masters)).pull(g)
+def norm(build, v, g, masters, closed):
+    return build.closed(closed, Tensors(v, masters=masters)).norm(g)
 
 
-def update(build, v, g, m, s, masters, curve, rates, clip, noise=None):
-    build.plan(curve, Tensors(v, m, s, masters)).update(g, rates, torch.tensor(clip), noise)
+def update(build, v, g, m, s, masters, closed, rates, clip, noise=None):
+    build.closed(closed, Tensors(v, m, s, masters, g)).update(rates, torch.tensor(clip), noise)
 
 
+def parts(counts):
+    """Cut the longest tensor in two: one part has all before that place, the other all after it."""
+    longest = max(range(len(counts)), key=counts.__getitem__)
+    cut, spans = counts[longest] // 3, [(i, 0, count) for i, count in enumerate(counts)]
+    before, after = (longest, 0, cut), (longest, cut, counts[longest])
+    return [*spans[:longest], before], [after, *spans[longest + 1 :]]
+
+
+def push(build, v, g, masters, closed, steps=None, clip=1.0, noise=None):
+    """Add steps (or minus the gradients) to raw weights; return the old and new ones and the gradients, joined."""
+    plan, found, at = build.closed(closed, Tensors(v, masters=masters)), [], 0
+    plan.norm(g)
+    for part in map(plan.part, parts([x.numel() for x in v])):
+        values, grads = plan.pull(part, torch.tensor(clip))
+        new = values + (-grads if steps is None else steps[at : at + len(values)])
+        plan.push(part, new, noise)
+        found.append((values, new, grads))
+        at += len(values)
+    return list(map(torch.cat, zip(*found, strict=True)))
+
+
+def same_bits(a, b):
+    return all(
+        x.reshape(-1).view(torch.int16).equal(y.reshape(-1).view(torch.int16)) for x, y in zip(a, b, strict=True)
+    )
+
+
+def stepped(build, way, v, x, c):
+    """Return weights whose raw ones, of curvature 1, moved by x times their sign, and the exact x."""
+    weight, zero, sign = v.clone(), torch.zeros_like(v), torch.where(v < 0, -1.0, 1.0)
+    if way == "push":
+        before, after, _ = push(build, [weight], [zero], None, Closed("exp_only", 1.0, c), x * sign)
+        return weight, (after - before) * sign
+    # With betas and second moments 1, Adam's direction is the first moment.
+    moments, rates = (-x * sign, torch.ones_like(v)), Rates(1.0, 0.0, 1.0, 1.0, 1e-30, 1.0, 1.0)
+    update(build, [weight], [zero], *([y] for y in moments), None, Closed("exp_only", 1.0, c), rates, 1.0)
+    return weight, x
+
+
+@WAYS
 @pytest.mark.parametrize("largest", [0.29, 80.0], ids=["small", "large"])
-def test_one_step_is_exact_to_two_units_of_the_terms_that_are_added(build, largest):
+def test_one_step_is_exact_to_two_units_of_the_terms_that_are_added(build, largest, way):
     mpmath.mp.prec = 160
-    for _ in range(8):
+    for _ in range(5):
         c = float(torch.empty(()).uniform_(-4, 2).exp2())
         v = torch.cat([10 ** torch.empty(150).uniform_(-30, 20), 3 * c * torch.rand(150), torch.zeros(2)])
         v = v * torch.randn(v.shape).sign()  # the zeros have both signs, too
         x = 10 ** torch.empty(v.shape).uniform_(-8, math.log10(largest)) * torch.randn(v.shape).sign()
-        # Exact exponents: with betas and second moments 1, Adam's direction is the first moment.
-        weight, m, rates = v.clone(), -x * torch.where(v < 0, -1.0, 1.0), Rates(1.0, 0.0, 1.0, 1.0, 1e-30, 1.0, 1.0)
-        update(build, [weight], [torch.zeros_like(v)], [m], [torch.ones_like(v)], None, (1.0, c), rates, 1.0)
-        near, again = x.abs() < 0.29, v[x.abs() < 0.29]  # the neighbors' steps change no bit
-        lists = torch.zeros_like(again), -x[near] * torch.where(again < 0, -1.0, 1.0), torch.ones_like(again)
-        update(build, [again], *([y] for y in lists), None, (1.0, c), rates, 1.0)
-        assert same_bits([again], [weight[near]])
+        weight, x = stepped(build, way, v, x, c)
+        near = x.abs() < 0.29
+        if way == "update":  # the neighbors' steps change no bit
+            assert same_bits(stepped(build, way, v[near], x[near], c)[:1], [weight[near]])
         for start, step, got in zip(v.tolist(), x.tolist(), weight.tolist(), strict=True):
             size, e, f = abs(mpmath.mpf(start)), mpmath.exp(step), mpmath.expm1(step)
             t = size * e + c * f
@@ -62,19 +103,24 @@ def test_one_step_is_exact_to_two_units_of_the_terms_that_are_added(build, large
                 assert abs(got - exact) <= 5 * EPS * terms, (start, step, c, got, float(exact))
 
 
-def reference(v, g, m, s, rates, clip, curve):
+def reference(v, g, m, s, rates, clip, closed):
     """One step in float64 by the formulas: weight, moments and the size of the step."""
-    kappa, c = curve or (1.0, 1.0)
-    raw = clip * g * (kappa * (c + v.abs()) if curve else 1)
+    kappa, c = (closed.kappa, closed.c) if closed else (1.0, 1.0)
+    raw = clip * g * (kappa * (c + v.abs()) if closed else 1)
     m, s = m + (raw - m) * (1 - rates.beta1), s * rates.beta2 + (1 - rates.beta2) * raw**2
     u = m / rates.correction1 / ((s / rates.correction2).sqrt() + rates.eps)
-    if curve is None:
+    if closed is None:
         return v * (1 - rates.lr * rates.decay) - rates.lr * u, m, s, rates.lr * u.abs()
     sign = torch.where(v < 0, -1.0, 1.0)
     x = -kappa * rates.lr * u * sign - rates.lr * rates.decay * torch.log1p(v.abs() / c)
+    return moved(v, x, c), m, s, x.abs()
+
+
+def moved(v, x, c):
+    """The weight when c + |v| is multiplied by exp(x)."""
     t = v.abs() + (c + v.abs()) * torch.expm1(x)
     other = (v.abs() - c * torch.expm1(-x)) * c / (c + v.abs())
-    return sign * torch.where(t >= 0, t, other), m, s, x.abs()
+    return torch.where(v < 0, -1.0, 1.0) * torch.where(t >= 0, t, other)
 
 
 def start(dtype=torch.float32):
@@ -84,42 +130,59 @@ def start(dtype=torch.float32):
     return v, g, [0.1 * torch.randn(n) for n in SIZES], [0.01 + torch.rand(n) for n in SIZES]
 
 
-@pytest.mark.parametrize("curve", [CURVE, (30.0, 0.4), None], ids=["default", "scaled", "plain"])
+@pytest.mark.parametrize(
+    "closed", [CLOSED, CLOSED._replace(kappa=30.0, c=0.4), None], ids=["default", "scaled", "plain"]
+)
 @pytest.mark.parametrize("change", [{}, {"lr": 0.3, "beta1": 0.2}, {"decay": 30.0}, {"decay": 0.0}], ids=str)
-def test_steps_follow_float64(build, curve, change):
+def test_updates_follow_float64(build, closed, change):
     (v, g, m, s), rates = start(), RATES._replace(**change)
     v[1][:2] = torch.tensor([0.0, -0.0])
     exact = [[x.double() for x in line] for line in zip(v, g, m, s, strict=True)]
-    kappa, c = curve or (1.0, 1.0)
-    raw = torch.cat([g * (kappa * (c + v.abs()) if curve else 1) for v, g, *_ in exact])
-    torch.testing.assert_close(norm(build, v, g, None, curve), (raw**2).sum().sqrt(), rtol=1e-6, atol=0)
-    update(build, v, g, m, s, None, curve, rates, 0.7)
+    kappa, c = (closed.kappa, closed.c) if closed else (1.0, 1.0)
+    raw = torch.cat([g * (kappa * (c + v.abs()) if closed else 1) for v, g, *_ in exact])
+    torch.testing.assert_close(norm(build, v, g, None, closed).double(), raw.norm(), rtol=1e-6, atol=0)
+    update(build, v, g, m, s, None, closed, rates, 0.7)
     for got_v, got_m, got_s, line in zip(v, m, s, exact, strict=True):
-        new, new_m, new_s, size = reference(*line, rates, 0.7, curve)
+        new, new_m, new_s, size = reference(*line, rates, 0.7, closed)
         torch.testing.assert_close(got_m.double(), new_m, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(got_s.double(), new_s, rtol=1e-6, atol=0)
         assert ((got_v - new).abs() <= 3e-6 * (c * size.clamp(max=1) + line[0].abs() + new.abs()) * (1 + size)).all()
 
 
-def same_bits(a, b):
-    return all(
-        x.reshape(-1).view(torch.int16).equal(y.reshape(-1).view(torch.int16)) for x, y in zip(a, b, strict=True)
-    )
+@pytest.mark.parametrize("closed", [CLOSED, CLOSED._replace(kappa=30.0, c=0.4)], ids=["default", "scaled"])
+def test_pull_and_push_follow_float64(build, closed):
+    (v, g, *_), (kappa, c) = start(), closed[1:]
+    old, flat_g = torch.cat(v).double(), torch.cat(g).double()
+    steps = 7.5 / kappa * torch.randn(len(old)) * torch.tensor([1e-4, 0.1, 2.0])[torch.arange(len(old)) % 3]
+    before, after, grads = push(build, v, g, None, closed, steps, 0.7)
+    exact = old.sign() * torch.log1p(old.abs() / c) / kappa
+    torch.testing.assert_close(before.double(), exact, rtol=1e-6, atol=0)
+    torch.testing.assert_close(grads.double(), 0.7 * flat_g * kappa * (c + old.abs()), rtol=1e-6, atol=0)
+    x = kappa * (after - before).double() * torch.where(old < 0, -1.0, 1.0)
+    new, got, size = moved(old, x, c), torch.cat(v), x.abs()
+    assert ((got - new).abs() <= 1e-6 * (c * size.clamp(max=1) + old.abs() + new.abs()) * (1 + size)).all()
+    assert (got.sign() != old.sign()).sum() > 2000  # large steps cross zero
 
 
-@pytest.mark.parametrize("curve", [CURVE, None], ids=["curved", "plain"])
+@WAYS
+@MAPS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_rate_of_zero_changes_the_moments_alone(build, curve, dtype):
+def test_a_step_of_zero_keeps_every_bit(build, closed, dtype, way):
+    """Of weights and masters; AdamW's moments move at a rate of zero."""
     v, g, m, s = start(dtype)
     v[1][0] = -0.0
     masters = None if dtype == torch.float32 else [x.float() for x in v]
     before, before_m = [x.clone() for x in (*v, *(masters or ()))], [x.clone() for x in m]
-    update(build, v, g, m, s, masters, curve, RATES._replace(lr=0.0), 1.0)
+    if way == "update":
+        update(build, v, g, m, s, masters, closed, RATES._replace(lr=0.0), 1.0)
+        assert [x.equal(y) for x, y in zip(before_m, m, strict=True)] == [False] * 4 + [True]  # the last is empty
+    elif closed is not None:
+        push(build, v, g, masters, closed, torch.zeros(sum(SIZES)))
     assert same_bits(before, [*v, *(masters or ())])
-    assert [x.equal(y) for x, y in zip(before_m, m, strict=True)] == [False] * 4 + [True]  # the last is empty
 
 
-def test_bfloat16_follows_its_master_and_adopts_writes(build):
+@WAYS
+def test_bfloat16_follows_its_master_and_adopts_writes(build, way):
     v, g, m, s = start(torch.bfloat16)
     masters = [x.float() + 1e-5 * torch.randn(x.shape) for x in v]
     for weight, master in zip(v, masters, strict=True):
@@ -129,204 +192,274 @@ def test_bfloat16_follows_its_master_and_adopts_writes(build):
     v[3][5:70] = 1.5  # written from outside
     expected = [torch.where(w == x.bfloat16(), x, w.float()) for w, x in zip(v, masters, strict=True)]
     moments = [[x.clone() for x in xs] for xs in (m, s)]
-    exact = norm(build, expected, [x.float() for x in g], None, CURVE)
-    torch.testing.assert_close(norm(build, v, g, masters, CURVE), exact, rtol=1e-6, atol=0)
-    update(build, v, g, m, s, masters, CURVE, RATES, 0.5)
-    update(build, expected, [x.float() for x in g], *moments, None, CURVE, RATES, 0.5)
+    exact = norm(build, expected, [x.float() for x in g], None, CLOSED)
+    torch.testing.assert_close(norm(build, v, g, masters, CLOSED), exact, rtol=1e-6, atol=0)
+    if way == "update":
+        update(build, v, g, m, s, masters, CLOSED, RATES, 0.5)
+        update(build, expected, [x.float() for x in g], *moments, None, CLOSED, RATES, 0.5)
+    else:
+        found = push(build, v, g, masters, CLOSED, clip=0.01)
+        assert same_bits(found, push(build, expected, [x.float() for x in g], None, CLOSED, clip=0.01))
     assert same_bits(masters, expected)
     assert same_bits(v, [x.bfloat16() for x in expected])
 
 
-@pytest.mark.parametrize("curve", [CURVE, None], ids=["curved", "plain"])
-def test_stochastic_rounding_depends_on_the_whole_tensors_indices_alone(build, curve):
+@pytest.mark.parametrize(("closed", "way"), [(CLOSED, "update"), (None, "update"), (CLOSED, "push")])
+def test_stochastic_rounding_depends_on_the_whole_tensors_indices_alone(build, closed, way):
     """A tensor of 37 x 50 whose first index is near 2^32, whole and in shards of rows and of columns."""
     rows, cols, offset, key = 37, 50, 2**32 - 900, 0x9ABCDEF0
     v, g = (0.02 * torch.randn(rows, cols)).bfloat16(), torch.randn(rows, cols).bfloat16()
     v[3, 4] = float("inf")
     rates = RATES._replace(lr=0.05)  # some exponents are large, others small
 
-    def step(part, *, at, stride):
-        weight = v[part].clone(memory_format=torch.contiguous_format)
-        moments = torch.zeros(weight.shape), torch.zeros(weight.shape)
-        line = [(key, offset + at, weight.shape[1], stride)]
-        update(build, [weight], [g[part].contiguous()], *([x] for x in moments), None, curve, rates, 1.0, line)
+    def step(weight, grad, noise=None):
+        if way == "push":
+            push(build, [weight], [grad], None, closed, clip=0.05, noise=noise)
+            return weight
+        moments = [torch.zeros(weight.shape)], [torch.zeros(weight.shape)]
+        update(build, [weight], [grad], *moments, None, closed, rates, 1.0, noise)
         return weight
 
-    whole = step((slice(None), slice(None)), at=0, stride=cols)
-    parts = [step((slice(a, b), slice(None)), at=a * cols, stride=cols) for a, b in ((0, 1), (1, 20), (20, 37))]
-    assert same_bits([whole], [torch.cat(parts)])
-    parts = [step((slice(None), slice(a, b)), at=a, stride=cols) for a, b in ((0, 7), (7, 50))]
-    assert same_bits([whole], [torch.cat(parts, 1)])
-    exact, zeros = v.float(), torch.zeros(rows, cols)
-    update(build, [exact], [g.float()], [zeros], [zeros.clone()], None, curve, rates, 1.0)
+    def shard(part, *, at, stride):
+        weight, grad = (x[part].clone(memory_format=torch.contiguous_format) for x in (v, g))
+        return step(weight, grad, [(key, offset + at, weight.shape[1], stride)])
+
+    whole = shard((slice(None), slice(None)), at=0, stride=cols)
+    shards = [shard((slice(a, b), slice(None)), at=a * cols, stride=cols) for a, b in ((0, 1), (1, 20), (20, 37))]
+    assert same_bits([whole], [torch.cat(shards)])
+    shards = [shard((slice(None), slice(a, b)), at=a, stride=cols) for a, b in ((0, 7), (7, 50))]
+    assert same_bits([whole], [torch.cat(shards, 1)])
+    exact = step(v.float(), g.float())
     bits = exact.view(torch.int32).flatten().tolist()
     rounded = [(bit + noise(key, offset + i) >> 16) & 0xFFFF for i, bit in enumerate(bits)]
     finite = exact.isfinite().flatten()
+    assert finite.sum() == len(finite) - 1
     assert whole.view(torch.uint16).flatten()[finite].tolist() == torch.tensor(rounded)[finite].tolist()
     assert whole.isfinite().flatten().equal(finite)
 
 
-@pytest.mark.parametrize("curve", [CURVE, None], ids=["curved", "plain"])
+@pytest.mark.parametrize(("closed", "way"), [(CLOSED, "update"), (None, "update"), (CLOSED, "push")])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_shows(build, curve, bad):
+def test_what_is_not_finite_shows(build, closed, way, bad):
     for place in (0, 1):  # the weight, the gradient
         lists = start()
         lists[place][3][77] = bad
-        assert norm(build, *lists[:2], None, curve).isfinite() == (curve is None and place == 0)
-        update(build, *lists, None, curve, RATES, 1.0)
+        assert norm(build, *lists[:2], None, closed).isfinite() == (closed is None and place == 0)
+        if way == "update":
+            update(build, *lists, None, closed, RATES, 1.0)
+        else:
+            push(build, *lists[:2], None, closed, clip=1e-3)
         wrong = [(~x.isfinite()).nonzero().flatten().tolist() for x in lists[0]]
         assert wrong == [[], [], [], [77], []]
+
+
+class Products(NamedTuple):
+    """Matrices with all that a plan is made of, and their gradients."""
+
+    raws: list
+    weights: list
+    moments: list
+    deltas: list | None
+    factors: tuple
+    grads: list
+
+    @property
+    def matrices(self):
+        shapes = [(1 if w.dim() == 1 else len(w), w.shape[-1]) for w in self.weights]
+        return list(zip(shapes, *(itertools.accumulate(n, initial=0) for n in zip(*shapes, strict=True)), strict=False))
+
+    def plan(self, build, magnitude=True):
+        _, rows, columns = zip(*self.matrices, strict=True)
+        matrices = Matrices(self.weights, self.raws, rows, columns, magnitude, self.deltas, self.moments)
+        return build.products(matrices)
+
+    def each(self, sides, *lists):
+        """Yield of every matrix its part of the sides and its tensors in float64."""
+        sides = tuple(sides)
+        for i, ((rows, columns), row, column) in enumerate(self.matrices):
+            lines = sides[0][:, row : row + rows], sides[1][:, column : column + columns]
+            yield lines, *(line[i].double().view(rows, columns) for line in lists)
+
+    def step(self, plan, factors, clip):
+        """Take every way through a step; return the results but for those in the tensors."""
+        total, sums = plan.norm(self.grads, self.factors)
+        found = []
+        for part in map(plan.part, parts([rows for (rows, _), *_ in self.matrices])):
+            found.append(plan.pull(part, clip))
+            plan.push(part, factors)
+        weights = [w.clone() for w in self.weights]
+        if plan.fused:
+            plan.update(RATES, clip, factors)
+        return total, sums, torch.cat(found), weights
+
+    @property
+    def tensors(self):
+        gradients = [x for delta in self.deltas or () for x in (delta.by_a, delta.by_b)]
+        return [*self.raws, *self.weights, *gradients, *itertools.chain(*self.moments)]
+
+
+SHAPES = ((37, 70), (150, 3), (90,), (1, 200), (5, 64))
+SIDES = {
+    "kappa": (7.5, 1.0),
+    "c": (1 / 7.5, 1.0),
+    "lam": (1 / 7.5, 1.0),
+}  # the means of the factors of rows and columns
+
+
+def products(shapes=SHAPES, dtype=torch.float32, rank=2, **means):
+    raws = [0.05 * torch.randn(shape) for shape in shapes]
+    raws[0].view(-1)[:3] = torch.tensor([0.0, -0.0, 1.5])
+    sizes = [(1 if len(shape) == 1 else shape[0], shape[-1]) for shape in shapes]
+    factors = [
+        torch.stack([mean[side] * (1 + 0.2 * torch.randn(count)) for mean in (SIDES | means).values()])
+        for side, count in enumerate(map(sum, zip(*sizes, strict=True)))
+    ]
+    factors[0][1, 4] = 0.0  # a scale of zero has a gradient
+    pairs = [(0.1 * torch.randn(rows, rank), 0.1 * torch.randn(rank, columns)) for rows, columns in sizes]
+    deltas = [Delta(a, b, torch.empty_like(a), torch.empty_like(b)) for a, b in pairs] if rank else None
+    moments = [[0.1 * torch.randn(s) for s in shapes], [0.5 + torch.rand(s) for s in shapes]]
+    grads = [torch.randn(shape).to(dtype) for shape in shapes]
+    return Products(raws, [torch.empty(s, dtype=dtype) for s in shapes], moments, deltas, tuple(factors), grads)
+
+
+FLOAT, HALF = torch.float32, torch.bfloat16
+CASES = {  # dtype, whether the linear pathway multiplies |w|, the rank of the delta, and means of the factors
+    "mismatch": (FLOAT, True, 2, {}),
+    "mismatch, half": (HALF, True, 2, {}),
+    "mismatch, steep linear": (FLOAT, True, 0, {"lam": (1e4, 1.0)}),
+    "congruent": (HALF, False, 0, {}),
+    "oppose": (FLOAT, False, 3, {"kappa": (4.0, 1.0), "lam": (-0.1, 2.0)}),
+    "exp_only": (HALF, True, 0, {"kappa": (2.0, 3.0), "lam": (0.0, 0.0)}),
+    "linear": (FLOAT, False, 1, {"kappa": (1e-20, 1e-20), "c": (0.0, 0.0), "lam": (2.0, 0.5)}),
+}
+
+
+def pathways(raw, rows, columns, magnitude):
+    """The curved and the linear pathway from kappa, p and lambda of both sides, and kappa |w|."""
+    kappa, p, lam = (torch.outer(*pair) for pair in zip(rows, columns, strict=True))
+    x = kappa * raw
+    curved = torch.where(x >= 0, torch.expm1(x), -torch.expm1(-x))  # has the slope of both sides at 0
+    return p / kappa * curved, lam * (raw.abs() if magnitude else raw), x.abs()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_products_follow_autograd(build, case):
+    dtype, magnitude, rank, means = CASES[case]
+    given = products(dtype=dtype, rank=rank, **means)
+    new_factors = tuple(1.1 * side for side in given.factors)
+    before = [[x.double() for x in xs] for xs in (given.raws, *given.moments)]
+    plan = given.plan(build, magnitude)
+    total, sums, pulled, pushed = given.step(plan, new_factors, torch.tensor(0.3))
+
+    sides = [of_kernel(side).requires_grad_() for side in given.factors]
+    raws = [x.requires_grad_() for x in before[0]]
+    pairs = [x.double().requires_grad_() for delta in given.deltas or () for x in delta[:2]]
+    loss, bounds = 0.0, []
+    for i, (lines, raw, grad) in enumerate(given.each(sides, raws, given.grads)):
+        curved, linear, x = pathways(raw, *lines, magnitude)
+        loss += (grad * (curved + linear + (pairs[2 * i] @ pairs[2 * i + 1] if rank else 0.0))).sum()
+        _, steep, lam = (torch.outer(*pair).abs() for pair in zip(*lines, strict=True))
+        bounds.append(grad.abs() * (steep * torch.exp(x) * (8 + 8 * x) + 4 * lam))
+    raw_grads, side_grads, delta_grads = (
+        torch.autograd.grad(loss, leaves, retain_graph=True) if leaves else () for leaves in (raws, sides, pairs)
+    )
+
+    exact = joined(raw_grads)
+    torch.testing.assert_close(total.double(), exact.norm(), rtol=1e-5, atol=0)
+    assert ((pulled - 0.3 * exact).abs() <= 0.3 * EPS * joined(bounds)).all()
+    found = [factor_gradients(side.detach(), *by.double()) for side, by in zip(sides, sums, strict=True)]
+    found += [x.double() for delta in given.deltas or () for x in delta[2:]]
+    for got, line in zip(itertools.chain(*found), itertools.chain(*side_grads, *delta_grads), strict=True):
+        torch.testing.assert_close(got, line, rtol=1e-4, atol=3e-6 * float(line.abs().max() + 1e-3))
+
+    written = [(before[0], pushed)]
+    if plan.fused:
+        line = [joined(x) for x in before]
+        raw, m, s, _ = reference(line[0].detach(), exact, *line[1:], RATES, 0.3, None)
+        for got, expected in zip((given.raws, *given.moments), (raw, m, s), strict=True):
+            torch.testing.assert_close(joined(got).double(), expected, rtol=1e-4, atol=1e-5)
+        written.append((given.raws, given.weights))
+    for values, weights in written:
+        values = [x.detach() for x in values]
+        for i, (lines, raw, got) in enumerate(given.each(map(of_kernel, new_factors), values, weights)):
+            curved, linear, x = pathways(raw, *lines, magnitude)
+            a, b = (y.double() for y in given.deltas[i][:2]) if rank else (raw[:, :1] * 0, raw[:1] * 0)
+            unit = EPS * (8 + 4 * x) + (2.0**-8 if dtype == HALF else 0)
+            terms = curved.abs() + linear.abs() + a.abs() @ b.abs()
+            assert ((got - (curved + linear + a @ b)).abs() <= unit * terms).all()
+
+
+def of_kernel(side):
+    """Kappa, p and lambda in float64 from the factors that kernels get."""
+    kappa, c, lam = side.double()
+    return torch.stack([kappa, c * kappa, lam])
+
+
+def joined(tensors):
+    return torch.cat([x.flatten() for x in tensors])
+
+
+def test_matrices_without_entries_and_a_rate_of_zero(build):
+    given = products((*SHAPES, (0, 5), (4, 0)), rank=0)
+    plan = given.plan(build)
+    _, sums = plan.norm(given.grads, given.factors)
+    assert not sums[0][:, -4:].any()
+    assert not sums[1][:, -5:].any()
+    if plan.fused:
+        before, moments = [x.clone() for x in (*given.raws, *given.weights)], [x.clone() for x in given.moments[0]]
+        plan.update(RATES._replace(lr=0.0), None, given.factors)
+        assert same_bits(before, [*given.raws, *given.weights])
+        assert not any(x.equal(y) for x, y in zip(moments[:-2], given.moments[0], strict=False))
+    else:
+        assert float(norm(build, [], [], None, CLOSED)) == 0
+
+
+def everything(build, sizes=(100, 5), shapes=((9, 40), (3, 40)), planning=nullcontext, stepping=nullcontext):
+    """Return all results of steps from one start."""
+    torch.manual_seed(0)
+    lists = [[torch.rand(n) for n in sizes] for _ in range(4)]
+    others = [x.clone() for x in lists[0]]
+    given, clip, spans = products(shapes), torch.tensor(0.3), [(i, 0, n) for i, n in enumerate(sizes)]
+    new = tuple(1.1 * side for side in given.factors)
+    with planning():
+        plans = build.closed(CLOSED, Tensors(lists[0], *lists[2:])), build.closed(CLOSED, Tensors(others))
+        part, plan = plans[1].part(spans), given.plan(build)
+    with stepping():
+        norms = [each.norm(lists[1]) for each in plans]
+        plans[0].update(RATES, clip)
+        values, grads = plans[1].pull(part, clip)
+        plans[1].push(part, values - grads)
+        total, sums, pulled, pushed = given.step(plan, new, clip)
+    return [
+        *norms,
+        *lists[0],
+        *lists[2],
+        *lists[3],
+        *others,
+        values,
+        grads,
+        total,
+        *sums,
+        pulled,
+        *pushed,
+        *given.tensors,
+    ]
 
 
 def test_the_number_of_threads_changes_no_bit(build):
     if build.name.startswith("Triton"):
         pytest.skip("Triton has no threads")
-
-    def run(count):
-        torch.manual_seed(0)
+    found = []
+    for count in (1, 2):
         torch.set_num_threads(count)
-        lists = [[torch.rand(n) for n in (300_000, 5, 70_001)] for _ in range(4)]
-        found = [norm(build, lists[0], lists[1], None, CURVE)]
-        update(build, *lists, None, CURVE, RATES, 1.0)
-        raws, weights, *others = matrices(PAPER, ((700, 600), (300, 30)), torch.float32)
-        plan, gradients = plan_of(build, PAPER, raws, weights, *others)
-        grads = [torch.randn(x.shape) for x in raws]
-        total = plan.pull(grads)
-        plan.update(grads, RATES, None)
-        learned = [x for line in gradients for x in line if x is not None]
-        return [*found, total, *lists[0], *lists[2], *learned, *raws, *weights]
-
-    assert same_bits(run(1), run(2))
-
-
-def steps_of_both(build, planning=contextlib.nullcontext, stepping=contextlib.nullcontext):
-    torch.manual_seed(0)
-    lists = [[x[1]] for x in start()]
-    raws, weights, *others = matrices(PAPER, ((9, 40),), torch.float32)
-    grads, clip = [torch.randn(x.shape) for x in raws], torch.tensor(0.3)
-    with planning():
-        closed = build.plan(CURVE, Tensors(lists[0], *lists[2:]))
-        factored, gradients = plan_of(build, PAPER, raws, weights, *others)
-    with stepping():
-        norms = [closed.pull(lists[1]), factored.pull(grads)]
-        closed.update(lists[1], RATES, clip)
-        factored.update(grads, RATES, clip)
-    learned = [x for line in gradients for x in line if x is not None]
-    return [*norms, *lists[0], *lists[2], *raws, *weights, *learned]
+        found.append(everything(build, (300_000, 5, 70_001), ((700, 600), (300, 30))))
+    assert same_bits(*found)
 
 
 def test_the_state_of_the_process_changes_no_bit(build):
-    usual = steps_of_both(build)
-    for name, state in (STATES | {"autocast": lambda: torch.autocast("cpu", torch.bfloat16)}).items():
-        assert same_bits(usual, steps_of_both(build, planning=state)), name
-        assert same_bits(usual, steps_of_both(build, stepping=state)), name
-
-
-def terms(map, raw, vectors):
-    """The curved and the linear pathway in float64, and kappa |w|."""
-
-    def total(role, start, combine):
-        row, column = vectors[2 * role : 2 * role + 2]
-        out = torch.tensor(start, dtype=torch.float64)
-        out = out if row is None else combine(out, row[:, None])
-        return out if column is None else combine(out, column)
-
-    kappa = total(2, map.m, lambda a, b: a * (b.exp() if map.absorbed else b)) * (1 if map.absorbed else map.beta)
-    share = map.s / (kappa if map.normalize else map.beta)
-    c = share * total(0, map.e, torch.mul) * torch.exp(-total(3, map.n, torch.add))
-    lam = share * total(1, map.l, torch.mul) * {"exp_only": 0, "oppose": -1}.get(map.mode, 1)
-    x = kappa * raw
-    curved = torch.where(x >= 0, torch.expm1(x), -torch.expm1(-x))  # has the slope of both sides at 0
-    return c * curved, lam * (raw.abs() if map.mode == "mismatch" else raw), x.abs()
-
-
-def effective(map, raw, vectors):
-    return sum(terms(map, raw, vectors)[:2])
-
-
-def matrices(map, shapes, dtype, learned=range(6)):
-    """Return raw weights, weights, moments and learned vectors."""
-    raws, vectors = [0.05 * torch.randn(shape) for shape in shapes], []
-    raws[0].view(-1)[:3] = torch.tensor([0.0, -0.0, 1.5])
-    for shape in shapes:
-        sizes = [None if len(shape) == 1 else shape[0], shape[-1]] * 4
-        line = [torch.randn(size) if size is not None and i in learned else None for i, size in enumerate(sizes)]
-        ranges = [(1, 0.3)] * 4 + [(0.3, 0.1) if map.absorbed else (1, 0.2)] * 2 + [(0, 0.3)] * 2
-        vectors.append(tuple(x if x is None else a + b * x for x, (a, b) in zip(line, ranges, strict=True)))
-    weights = [effective(map, *double(raw, line)).to(dtype) for raw, line in zip(raws, vectors, strict=True)]
-    return raws, weights, [0.1 * torch.randn(s) for s in shapes], [0.5 + torch.rand(s) for s in shapes], vectors
-
-
-def plan_of(build, map, raws, weights, exp_avgs, exp_avg_sqs, vectors):
-    gradients = [tuple(None if x is None else torch.empty_like(x) for x in line) for line in vectors]
-    return build.plan(map, Tensors(weights, exp_avgs, exp_avg_sqs, raws), vectors, gradients), gradients
-
-
-def double(raw, vectors):
-    return raw.double(), tuple(None if x is None else x.double() for x in vectors)
-
-
-MAPS = {
-    "paper": (PAPER, range(6)),
-    "paper, steep linear": (PAPER._replace(l=1e5), range(6)),  # the weight says little of the exponential
-    "congruent with n and s": (FactoredMap("congruent", False, False, 7.5, s=1.3), range(8)),
-    "oppose, some fixed": (FactoredMap("oppose", False, False, 4.0, e=2.0, l=0.4, n=0.2), (4, 7)),
-    "exp_only": (FactoredMap("exp_only", False, False, 7.5), (0, 1, 4, 5)),
-    "no exponential": (FactoredMap("congruent", False, False, 1.0, e=0.0, m=0.0, s=1.3), (2, 3)),
-    "normalized": (FactoredMap("mismatch", True, False, 7.5), range(8)),
-    "absorbed": (FactoredMap("mismatch", True, True, 7.5), range(6)),
-    "absorbed, not normalized": (FactoredMap("congruent", False, True, 7.5), range(6)),
-}
-SHAPES = ((37, 70), (600, 3), (90,), (1, 200), (5, 64))
-
-
-@pytest.mark.parametrize("name", MAPS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_factored_maps_follow_autograd(build, name, dtype):
-    map, learned = MAPS[name]
-    raws, weights, exp_avgs, exp_avg_sqs, vectors = matrices(map, SHAPES, dtype, learned)
-    if vectors[0][0] is not None:
-        vectors[0][0][4] = 0.0  # a scale of zero has a gradient
-    weights[0].copy_(effective(map, *double(raws[0], vectors[0])))
-    grads = [torch.randn(shape).to(dtype) for shape in SHAPES]
-    plan, gradients = plan_of(build, map, raws, weights, exp_avgs, exp_avg_sqs, vectors)
-    norm = plan.pull(grads)
-    exact_raw, total = [], 0.0
-    for raw, g, line, got in zip(raws, grads, vectors, gradients, strict=True):
-        leaves = [x.requires_grad_() for x in (raw.double(), *(x.double() for x in line if x is not None))]
-        parts = iter(leaves[1:])
-        value = effective(map, leaves[0], tuple(None if x is None else next(parts) for x in line))
-        first, *rest = torch.autograd.grad(value, leaves, g.double())
-        exact_raw.append(first)
-        total += float((first**2).sum())
-        for ours, exact in zip([x for x in got if x is not None], rest, strict=True):
-            torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=3e-6 * float(exact.abs().max() + 1))
-    torch.testing.assert_close(float(norm), total**0.5, rtol=1e-5, atol=0)
-    before = [[x.double() for x in xs] for xs in (raws, exp_avgs, exp_avg_sqs)]
-    torch._foreach_mul_([x for line in vectors for x in line if x is not None], 1.1)  # the caller's step of the scales
-    plan.update(grads, RATES, torch.tensor(0.3))
-    for i, g in enumerate(exact_raw):
-        raw, m, *_ = reference(before[0][i], g, before[1][i], before[2][i], RATES, 0.3, None)
-        torch.testing.assert_close(exp_avgs[i].double(), m, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(raws[i].double(), raw, rtol=1e-6, atol=1e-6)
-        curved, linear, x = terms(map, *double(raws[i], vectors[i]))
-        unit = EPS * (8 + 4 * x) + (2.0**-8 if dtype == torch.bfloat16 else 0)
-        assert ((weights[i].double() - (curved + linear)).abs() <= unit * (curved.abs() + linear.abs())).all()
-
-
-def test_empty_shards_and_a_rate_of_zero(build):
-    raws, weights, exp_avgs, *others = matrices(PAPER, (*SHAPES, (0, 5), (4, 0)), torch.float32)
-    before, moments = [x.clone() for x in (*raws, *weights)], [x.clone() for x in exp_avgs]
-    plan, gradients = plan_of(build, PAPER, raws, weights, exp_avgs, *others)
-    grads = [torch.randn(x.shape) for x in raws]
-    plan.pull(grads)
-    assert gradients[-2][1].equal(torch.zeros(5))
-    assert gradients[-1][0].equal(torch.zeros(4))
-    plan.update(grads, RATES._replace(lr=0.0), None)
-    assert same_bits(before, [*raws, *weights])
-    assert not any(x.equal(y) for x, y in zip(moments[:-2], exp_avgs, strict=False))
-    if not build.name.startswith("Triton"):
-        assert float(norm(build, [], [], None, CURVE)) == 0
+    usual, states = everything(build), STATES | {"autocast": lambda: torch.autocast("cpu", torch.bfloat16)}
+    for name, other in zip(states, [*list(states)[1:], "bfloat16"], strict=True):
+        assert same_bits(usual, everything(build, planning=states[name], stepping=states[other])), (name, other)
 
 
 def test_denormals_survive_the_library(build):
