@@ -16,7 +16,11 @@ def reached(*_):
 
 def untouched(kind):
     """A plan that says when it would use memory."""
-    return type("Untouched", (kind,), {name: reached for name in (*kind.__abstractmethods__, "_update")} | {"_prepare": id})
+    return type(
+        "Untouched",
+        (kind,),
+        {name: reached for name in (*kind.__abstractmethods__, "_update")} | {"_prepare": lambda _: None},
+    )
 
 
 class Subclass(torch.Tensor):
@@ -74,7 +78,9 @@ def step_products(lists, *, kept):
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("names", "step"), [(CLOSED, step_closed), (PRODUCTS, step_products)], ids=["closed", "products"])
+@pytest.mark.parametrize(
+    ("names", "step"), [(CLOSED, step_closed), (PRODUCTS, step_products)], ids=["closed", "products"]
+)
 def test_wrong_memory_is_refused_by_name(wrong, dtype, names, step, kept):
     step(given(dtype, names), kept=kept)
     change, found = WRONG[wrong]
