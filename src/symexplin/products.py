@@ -21,6 +21,7 @@ from symexplin.modes import Value, exp
 __all__ = ["factor_gradients", "is_product", "outputs_first", "side_factors", "side_names"]
 
 _SIGNS = {"mismatch": 1.0, "congruent": 1.0, "oppose": -1.0, "exp_only": 0.0, "linear": 1.0}  # of lambda
+_FLAT = 1e-20  # a side's kappa without exponential pathway, whose exponential is finite for every float32 weight
 _PRODUCTS = ("fixed", "global", "row", "column", "row_col_mult")
 _SUMS = ("fixed", "global", "row", "column", "row_col_add")  # of logarithms, whose exponentials are products
 
@@ -84,7 +85,7 @@ def side_factors(map: Map, is_output: bool, learned: Mapping[str, Tensor], count
     if not map.config.normalize:
         p = p * (kappa / d)
     linear = share * value("l", 1.0) * (_SIGNS[map.config.mode] if is_output else 1.0)
-    found = (1.0, 0.0, linear) if map.config.mode == "linear" else (kappa, p, linear / d)
+    found = (_FLAT, 0.0, linear) if map.config.mode == "linear" else (kappa, p, linear / d)
     lines = (torch.as_tensor(line, dtype=torch.float64, device=device).expand(count) for line in found)
     return torch.stack(list(lines))
 

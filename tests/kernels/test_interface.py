@@ -19,7 +19,7 @@ def untouched(kind):
     return type(
         "Untouched",
         (kind,),
-        {name: reached for name in (*kind.__abstractmethods__, "_update")} | {"_prepare": lambda _: None},
+        dict.fromkeys((*kind.__abstractmethods__, "_update"), reached) | {"_prepare": lambda _: None},
     )
 
 

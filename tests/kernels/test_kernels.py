@@ -19,7 +19,7 @@ from symexplin.products import factor_gradients
 
 EPS = 2.0**-24
 RATES = Rates(1e-2, 0.1, 0.9, 0.99, 1e-2, 1 - 0.9**5, 1 - 0.99**5)
-CLOSED = Closed("exp_only", 7.5, 1 / 7.5)
+CLOSED, SCALED = Closed("exp_only", 7.5, 1 / 7.5), Closed("exp_only", 30.0, 0.4)
 SIZES = (1, 100, 256, 20_000, 0)
 WAYS = pytest.mark.parametrize("way", ["update", "push"])
 MAPS = pytest.mark.parametrize("closed", [CLOSED, None], ids=["curved", "plain"])
@@ -149,7 +149,7 @@ def test_updates_follow_float64(build, closed, change):
         assert ((got_v - new).abs() <= 3e-6 * (c * size.clamp(max=1) + line[0].abs() + new.abs()) * (1 + size)).all()
 
 
-@pytest.mark.parametrize("closed", [CLOSED, CLOSED._replace(kappa=30.0, c=0.4)], ids=["default", "scaled"])
+@pytest.mark.parametrize("closed", [CLOSED, SCALED], ids=["default", "scaled"])
 def test_pull_and_push_follow_float64(build, closed):
     (v, g, *_), (kappa, c) = start(), closed[1:]
     old, flat_g = torch.cat(v).double(), torch.cat(g).double()
@@ -303,7 +303,7 @@ SIDES = {
     "kappa": (7.5, 1.0),
     "c": (1 / 7.5, 1.0),
     "lam": (1 / 7.5, 1.0),
-}  # the means of the factors of rows and columns
+}  # means of rows' and columns' factors
 
 
 def products(shapes=SHAPES, dtype=torch.float32, rank=2, **means):

@@ -1,0 +1,115 @@
+"""Factors of rows and columns against the map's formula in float64, and their gradients against autograd."""
+
+import pytest
+import torch
+
+import symexplin as sel
+from symexplin.curve import Map, sides
+from symexplin.products import factor_gradients, is_product, side_factors, side_names
+
+LOG = sel.Scale("row_col_mult", transform="exp")
+CONFIGS = {
+    "paper": sel.preset("paper"),
+    "absorbed": sel.preset("absorbed"),
+    "absorbed, not normalized": sel.preset("absorbed", normalize=False, n=sel.Scale("column")),
+    "offset": sel.preset("paper+offset", delta=sel.Scale()),
+    "offsets, normalized": sel.preset("congruent", n=sel.Scale("row_col_add", start=0.3), normalize=True),
+    "logarithms": sel.preset("paper", e=LOG, l=sel.Scale("column", transform="exp"), s=sel.Scale("row", start=1.3)),
+    "numbers": sel.preset("paper", mode="oppose", e=sel.Scale(start=1.5), l=sel.Scale("global"), m=sel.Scale("global")),
+    "exp_only": sel.preset("exp_only"),
+    "linear": sel.preset("structured_linear", s=sel.Scale("global")),
+}
+
+
+def scale(map, learned, role):
+    """A scale of all entries."""
+    config = map.config
+    stem = "a" if role == "m" and config.curvature == "absorbed" else role
+    is_log = stem == "a" or getattr(config, role).transform == "exp"
+    stem = f"log_{role}" if is_log and stem != "a" else stem
+    parts = [learned.get(f"{stem}_row"), learned.get(f"{stem}_column"), learned.get(stem)]
+    row, column, number = (
+        (part.view(-1, 1) if i != 1 else part) if part is not None else None for i, part in enumerate(parts)
+    )
+    found = [part for part in (row, column, number) if part is not None]
+    if not found:
+        return torch.tensor(getattr(config, role).first, dtype=torch.float64)
+    if is_log:
+        return torch.exp(sum(found))
+    return (
+        sum(found) if role == "n" else torch.ones((), dtype=torch.float64) * found[0] * (found[1] if found[1:] else 1)
+    )
+
+
+def effective(map, w, learned):
+    """The paper's formula."""
+    e, l, m, n, s = (scale(map, learned, role) for role in "elmns")
+    config = map.config
+    if config.mode == "linear":
+        return s * l * w
+    kappa = m if config.curvature == "absorbed" else config.beta * m
+    d = kappa if config.normalize else config.beta
+    curved, linear = e / d * torch.exp(-n) * torch.sign(w) * torch.expm1(kappa * w.abs()), l / d * w
+    pathways = {
+        "mismatch": curved + torch.sign(w) * linear,
+        "congruent": curved + linear,
+        "oppose": curved - linear,
+        "exp_only": curved,
+    }
+    return s * pathways[config.mode]
+
+
+@pytest.mark.parametrize(("shape", "axes"), [((4, 3), "oi"), ((3, 4), "io"), ((5,), "o")], ids=["oi", "io", "bias"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_factors_and_their_gradients_follow_the_formula(name, shape, axes):
+    generator = torch.Generator().manual_seed(0)
+    map = Map.of(shape, axes, CONFIGS[name])
+    assert is_product(map)
+
+    def drawn(*size):
+        return torch.randn(size, dtype=torch.float64, generator=generator)
+
+    learned = {
+        name: (x + 0.2 * drawn(*x.shape)).requires_grad_()
+        for name, x in map.start(torch.float64, torch.device("cpu"), 0).items()
+    }
+    counts = dict(zip((True, False), (sides(axes, shape)[0], max(1, sides(axes, shape)[1])), strict=True))
+    w, g = 0.1 * drawn(*counts.values()), drawn(*counts.values())
+    value = effective(map, w, learned)
+    exact = dict(zip(learned, torch.autograd.grad((g * value).sum(), learned.values()), strict=True)) if learned else {}
+
+    own = {
+        side: {
+            role: learned[name].detach().expand(counts[side]).clone().requires_grad_()
+            for role, name in side_names(map, side).items()
+        }
+        for side in counts
+    }
+    rows, columns = (side_factors(map, side, own[side], counts[side], w.device) for side in counts)
+    kappa, p, linear = (torch.outer(*pair) for pair in zip(rows.detach(), columns.detach(), strict=True))
+    x, sign = kappa * w.abs(), torch.sign(w)
+    u = w.abs() if map.config.mode == "mismatch" else w
+    torch.testing.assert_close(
+        sign * p / kappa * torch.expm1(x) + linear * u, value.detach().expand_as(w), rtol=1e-12, atol=0
+    )
+
+    by_c, by_kappa = g * sign * torch.expm1(x), g * sign * (x * torch.exp(x) - torch.expm1(x))
+    found = {}
+    for side, mine, other, dim in ((True, rows, columns, 1), (False, columns, rows, 0)):
+        c, slope = (other[1] / other[0]).detach(), other[2].detach()
+        form = (1, -1) if dim else (-1, 1)
+        sums = ((part * by.view(form)).sum(dim) for part, by in ((by_c, c), (by_kappa, c), (g * u, slope)))
+        if own[side]:
+            grads = torch.autograd.grad(mine, list(own[side].values()), factor_gradients(mine.detach(), *sums))
+            for name, grad in zip(side_names(map, side).values(), grads, strict=True):
+                found[name] = grad.sum().view(exact[name].shape) if exact[name].numel() == 1 else grad
+    assert found.keys() == exact.keys()
+    for name, grad in exact.items():
+        torch.testing.assert_close(found[name], grad, rtol=1e-10, atol=1e-12)
+
+
+def test_a_linear_map_has_no_exponential_that_overflows():
+    map = Map.of((4, 3), "oi", CONFIGS["linear"])
+    pairs = [side_factors(map, side, {}, 2, torch.device("cpu")).float() for side in (True, False)]
+    kappa, p, _ = (torch.outer(*pair) for pair in zip(*pairs, strict=True))
+    assert (p * torch.exp(kappa * torch.finfo(torch.float32).max) == 0).all()
