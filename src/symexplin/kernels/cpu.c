@@ -59,7 +59,7 @@ typedef struct {
 enum { NORM, STEP, PULL, PUSH, PRODUCT }; /* kinds: those of products come after PRODUCT */
 enum { FLOAT, HALF }; /* weights and gradients */
 /* A block's arrays fit the first-level cache. PAD makes the addresses of sums differ modulo 4096. */
-enum { BLOCK = 256, CHUNK = 32, PAD = 48 };
+enum { BLOCK = 256, CHUNK = 32, BAND = 4, PAD = 48 };
 const int64_t sel_pad = PAD, sel_call_size = sizeof(Call);
 
 INLINE uint32_t bits_of(float x) { return ((union { float x; uint32_t bits; }){x}).bits; }
@@ -346,19 +346,30 @@ INLINE void run_rows(const Call *call, const Matrix *x, Task task, int64_t index
     }
 }
 
-/* The gradients A's rows get, and B's from the rows of a task: g B^T and A^T g. */
+/* The gradients A's rows get, and B's from the rows of a task: g B^T and A^T g. A block of columns stays in the
+   first-level cache for all rows. */
 static void delta_rows(const Call *call, const Matrix *x, Task task) {
-    float g[CHUNK];
-    for (int64_t i = task.start; i < task.stop; i++) {
-        for (int64_t from = 0; from < x->cols; from += CHUNK) {
-            int64_t count = from + CHUNK < x->cols ? CHUNK : x->cols - from;
-            copy_in(call->half, call->grads[task.item], i * x->cols + from, count, g);
-            for (int64_t r = 0; r < x->rank; r++) {
-                const float a = x->a[i * x->rank + r], *b = x->b + r * x->cols + from;
-                float *down = call->scratch + task.at + (SUMS + r) * (x->cols + PAD) + from, sum = 0;
-#pragma omp simd reduction(+ : sum)
-                for (int64_t j = 0; j < count; j++) sum += g[j] * b[j], down[j] += a * g[j];
-                x->by_a[i * x->rank + r] += sum;
+    float g[BAND][BLOCK];
+    const int64_t cols = x->cols, rank = x->rank;
+    for (int64_t from = 0; from < cols; from += BLOCK) {
+        int64_t count = from + BLOCK < cols ? BLOCK : cols - from;
+        for (int64_t i = task.start; i < task.stop; i += BAND) {
+            int64_t rows = i + BAND < task.stop ? BAND : task.stop - i;
+            if (rows < BAND) memset(g, 0, sizeof g);
+            for (int64_t k = 0; k < rows; k++)
+                copy_in(call->half, call->grads[task.item], (i + k) * cols + from, count, g[k]);
+            for (int64_t r = 0; r < rank; r++) {
+                float a[BAND] = {0}, s0 = 0, s1 = 0, s2 = 0, s3 = 0;
+                const float *b = x->b + r * cols + from;
+                float *down = call->scratch + task.at + (SUMS + r) * (cols + PAD) + from;
+                for (int64_t k = 0; k < rows; k++) a[k] = x->a[(i + k) * rank + r];
+#pragma omp simd reduction(+ : s0, s1, s2, s3)
+                for (int64_t j = 0; j < count; j++) {
+                    s0 += g[0][j] * b[j], s1 += g[1][j] * b[j], s2 += g[2][j] * b[j], s3 += g[3][j] * b[j];
+                    down[j] += a[0] * g[0][j] + a[1] * g[1][j] + (a[2] * g[2][j] + a[3] * g[3][j]);
+                }
+                const float sums[BAND] = {s0, s1, s2, s3};
+                for (int64_t k = 0; k < rows; k++) x->by_a[(i + k) * rank + r] += sums[k];
             }
         }
     }
