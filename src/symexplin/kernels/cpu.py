@@ -4,12 +4,11 @@ PyTorch's operations (:mod:`symexplin.closed` and :mod:`symexplin.transform`) ar
 """
 
 import array
-import contextlib
 import ctypes
 import functools
 import itertools
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -138,8 +137,7 @@ class _Closed(ClosedPlan):
     def update(self, rates: Rates, clip: Tensor | None, noise: Sequence[Noise] | None = None) -> None:
         """See :meth:`ClosedPlan.update`."""
         _set_step(self._call, self.closed, clip, rates)
-        with self._noisy(noise):
-            self._library.run(self._call, _STEP, self._all, self.grads)
+        self._write(_STEP, self._all, noise)
 
     def part(self, spans: Sequence[Span]) -> _Part:
         """See :meth:`ClosedPlan.part`."""
@@ -157,14 +155,12 @@ class _Closed(ClosedPlan):
         """See :meth:`ClosedPlan.push`."""
         _set_step(self._call, self.closed, None)
         self._call.values = values.data_ptr()
-        with self._noisy(noise):
-            self._library.run(self._call, _PUSH, part)
+        self._write(_PUSH, part, noise)
 
-    @contextlib.contextmanager
-    def _noisy(self, noise: Sequence[Noise] | None) -> Iterator[None]:
+    def _write(self, kind: int, part: _Part, noise: Sequence[Noise] | None) -> None:
         line = None if noise is None else _numbers(itertools.chain.from_iterable(noise))
         self._call.noise = _address(line)
-        yield
+        self._library.run(self._call, kind, part, self.grads)
 
 
 class _Products(ProductPlan):

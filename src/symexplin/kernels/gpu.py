@@ -104,7 +104,8 @@ class _Closed(ClosedPlan):
         self._kind = {"HALF": tensors.are_half, "MASTERS": tensors.masters is not None, "TILE": _TILE}
         self._addresses = _addresses(tensors[:4])
         self._all = self.part([(i, 0, weight.numel()) for i, weight in enumerate(tensors.weights)])
-        self._grads = _Grads(self.grads, self._device)
+        if tensors.grads is not None:
+            self._grads = _Grads(self.grads, self._device)
 
     def _norm(self) -> Tensor:
         kappa, c = self._numbers

@@ -203,7 +203,7 @@ class _Plan:
 
 
 class ClosedPlan(_Plan, ABC):
-    """Steps of weights under a map in closed form (:mod:`symexplin.closed`), or of plain ones without a map.
+    """Steps of weights under a map in closed form (:mod:`symexplin.closed`); of plain ones `norm` and `update` alone.
 
     Raises:
         ValueError: a tensor of another dtype, device, size or layout than :class:`Tensors` says.
@@ -334,7 +334,8 @@ def _check_weights(weights: Sequence[Tensor], *, contiguous: bool) -> list[_Form
     for i, weight in enumerate(weights):
         is_usual = weight.is_contiguous() and weight.dim() in (1, 2) if contiguous else is_dense(weight)
         if forms[i][:2] != (dtype, device) or not is_usual or not is_memory(weight):
-            raise ValueError(f"weights[{i}] must be a dense Tensor of {dtype} on {device}, got {_said(weight)}")
+            kind = "contiguous matrix or vector" if contiguous else "dense Tensor"
+            raise ValueError(f"weights[{i}] must be a {kind} of {dtype} on {device}, got {_said(weight)}")
     return [(torch.float32, *form[1:]) for form in forms]
 
 
