@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from symexplin.config import MODES, SELConfig
-from symexplin.modes import DEFINITIONS, Scales, Value
+from symexplin.modes import DEFINITIONS, Scales, Value, not_finite
 
 __all__ = [
     "ROLES",
@@ -26,9 +26,10 @@ __all__ = [
 
 ROLES = ("e", "l", "kappa", "n", "s", "delta")
 
-# Elements of a block on CPUs. It does not follow the number of threads: Newton's method stops for a block at a time, so
-# an element's last bit may depend on the block.
-_BLOCK = 2**17
+# Elements of a block on CPUs: most float64 temporaries fit into a core's cache, and torch splits an operation among
+# threads from 32,768 elements up. It does not follow the number of threads: Newton's method stops for a block at a
+# time, so an element's last bit may depend on the block.
+_BLOCK = 2**16
 _BLOCK_OF_ACCELERATORS = 2**24  # bounds the float64 temporaries at some 128 MiB each
 
 
@@ -165,18 +166,22 @@ def _tensor_of(value: Value | None, device: torch.device) -> Tensor:
 
 def _solve(mode: str, t: Tensor, scales: Scales) -> tuple[Tensor, str, int]:
     """Return the raw weights of one block, the condition that some elements violate, and the number of those."""
-    for bad, need in [(~torch.isfinite(t), "the weights must be finite"), *_obstacles(mode, scales)]:
-        if bool(bad.any()):
-            return t, need, int(bad.expand_as(t).sum())
+    for bad, need in [(not_finite(t), "the weights must be finite"), *_obstacles(mode, scales)]:
+        if count := _count(bad, t):
+            return t, need, count
     raw = DEFINITIONS[mode].inverse(t / scales.s, scales)
-    return raw, "out of reach of the map", int(raw.isfinite().logical_not_().sum())
+    return raw, "out of reach of the map", _count(not_finite(raw), t)
+
+
+def _count(bad: Tensor | bool, t: Tensor) -> int:
+    """Return the number of elements of `t` for which a condition is true; any() of bytes is fast, of booleans slow."""
+    return int(bad.expand_as(t).sum()) if isinstance(bad, Tensor) and bool(bad.view(torch.uint8).any()) else 0
 
 
 def _obstacles(mode: str, scales: Scales) -> Iterator[tuple[Any, str]]:
     """Yield where numbers or tensors as scales rule an inverse out, whatever the weight, each with what it needs."""
     for role in (*MODES[mode], "s"):
-        value = getattr(scales, role)
-        yield value - value != 0.0, f"{role} must be finite"
+        yield not_finite(getattr(scales, role)), f"{role} must be finite"
     yield scales.s == 0.0, "needs s != 0"
     if "kappa" in MODES[mode]:
         yield scales.kappa <= 0.0, "needs kappa > 0"
