@@ -259,11 +259,11 @@ class SELConfig:
         """Return (k0, k1) of every learned scale at the optimizer's peak learning rate `lr`."""
         return {role: getattr(self, role).multiplier(lr) for role in self.learned_roles}
 
-    def describe(self, rates: bool = False) -> str:
+    def describe(self, rates: bool = False, start: str | None = None) -> str:
         """Return the map in words: its form, and the scales that are learned or have an unusual initial value.
 
-        `rates` adds the learning rates of the scales. For mode "mismatch" the text ends with a reminder that an
-        optimizer starts matched, and that the paper's start is a separate step.
+        `rates` adds the learning rates of the scales. For mode "mismatch" the text ends with the `start` ("matched",
+        "mismatched", or "" to say none), by default with a reminder that the paper's start is a separate step.
 
         >>> SELConfig().resolve(256).describe()
         'exp_only, beta 3.75'
@@ -279,18 +279,19 @@ class SELConfig:
         learned: dict[str, list[str]] = {}
         for role in self.roles:
             scale = getattr(self, role)
-            start = "" if scale.start in (None, _USUAL_START.get(role, 1.0)) else f"{scale.start:.4g}"
+            first = "" if scale.start in (None, _USUAL_START.get(role, 1.0)) else f"{scale.start:.4g}"
             if scale.learned:
                 exp = ["exp"] if scale.transform == "exp" else []
-                how = ", ".join([scale.pattern, *exp, *([f"from {start}"] if start else [])])
+                how = ", ".join([scale.pattern, *exp, *([f"from {first}"] if first else [])])
                 how += f", k {scale.k[0]:g} to {scale.k[1]:g}" if rates else ""
                 learned.setdefault(how, []).append(role)
-            elif start:
-                words.append(f"{role} {start}")
+            elif first:
+                words.append(f"{role} {first}")
         for how, roles in learned.items():
             names = " and ".join(filter(None, [", ".join(roles[:-1]), roles[-1]]))
             words.append(f"{names} learned ({how})")
-        words += ["matched start (the paper's: symexplin.init_ before)"] if self.mode == "mismatch" else []
+        if self.mode == "mismatch" and start != "":
+            words.append(f"{start} start" if start else "matched start (the paper's: symexplin.init_ before)")
         return ", ".join(words)
 
     def to_dict(self) -> dict[str, Any]:

@@ -59,7 +59,7 @@ _CONVERGED = 1e-10
 
 
 def not_finite(x: Value) -> Any:
-    """Return where a number or tensor is not finite, or False if all of it is: a sum tells so in a tenth of the time."""
+    """Return where a number or tensor is not finite; False if it is, which the sum of a tensor tells fast."""
     if isinstance(x, Tensor) and math.isfinite(x.sum()):
         return False
     return x - x != 0.0

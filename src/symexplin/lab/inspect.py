@@ -23,7 +23,6 @@ from tqdm import tqdm
 from symexplin.config import SELConfig
 from symexplin.curve import Curved, Map
 from symexplin.lab.files import format_columns
-from symexplin.lab.maps import in_words
 from symexplin.lab.weights import is_raw, iter_tensors, read_map
 from symexplin.modes import Scales
 from symexplin.routes import Routing, routing
@@ -235,7 +234,7 @@ def format_inspection(inspection: Inspection) -> str:
         f"{len(rows)} matrices with {total.numbers:,} numbers; {inspection.plain} tensors are plain",
         f"largest size {total.max:.3g}, standard deviation {total.std:.3g}; Xavier's uniform bound {total.bound:.3g}, "
         f"deviation {total.bound / math.sqrt(3.0):.3g}",
-        f"map: {in_words(inspection.config)} ({inspection.origin})",
+        f"map: {inspection.config.describe(start='')} ({inspection.origin})",
         "x: in units of the bound or deviation of each matrix; %>: share of the numbers whose size is above; error: of "
         "the inverse of the map, in units of the accuracy owed",
     ]

@@ -9,7 +9,7 @@ from symexplin.lab.settings import Count, Pairs, Schema
 from symexplin.presets import MISMATCHED, PRESETS
 from symexplin.validation import naming
 
-__all__ = ["CurveConfig", "in_words", "map_of", "named_map"]
+__all__ = ["CurveConfig", "map_of", "named_map"]
 
 Start = Literal["matched", "mismatched"]
 if TYPE_CHECKING:
@@ -69,17 +69,7 @@ def map_of(curve: CurveConfig, width: int) -> sel.SELConfig | None:
 
     if curve.home == "none":
         return None
-    found = named_map(curve.preset, curve.map)
-    if curve.starts_as == "mismatched" and found.mode != "mismatch":
-        raise ValueError(f"start must be 'matched' for mode {found.mode!r}, got 'mismatched', which is for 'mismatch'")
-    return check_invertible(found.resolve(width))
-
-
-def in_words(config: sel.SELConfig, start: str = "", rates: bool = False) -> str:
-    """Return a map in words, with the `start` of its run instead of what an optimizer does alone.
-
-    >>> in_words(sel.preset("frozen"), "mismatched")
-    'mismatch, beta 7.5, mismatched start'
-    """
-    words = config.describe(rates).partition(", matched start")[0]
-    return f"{words}, {start} start" if start and config.mode == "mismatch" else words
+    config = named_map(curve.preset, curve.map)
+    if curve.starts_as == "mismatched" and config.mode != "mismatch":
+        raise ValueError(f"start must be 'matched' for mode {config.mode!r}, got 'mismatched', which is for 'mismatch'")
+    return check_invertible(config.resolve(width))

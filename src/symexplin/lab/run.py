@@ -22,7 +22,7 @@ from symexplin.lab.data.batches import Corpus
 from symexplin.lab.files import file_digest, read_json, read_json_lines, replace_file, write_json
 from symexplin.lab.folders import CONFIG, FACTS, SUMMARY, TOKENIZER, check_resumable, check_unused, claimed, read_facts
 from symexplin.lab.load import digest_of
-from symexplin.lab.maps import in_words, map_of
+from symexplin.lab.maps import map_of
 from symexplin.lab.model import Transformer
 from symexplin.lab.parallel import Ranks, joined
 from symexplin.lab.process import Stopped, StopSignals
@@ -101,7 +101,7 @@ def _tell(config: RunConfig, echo: Echo) -> None:
     for line in lines({**to_table(config), "sel": {**to_table(config.sel), "map": {}}}):
         echo(line)
     if (curve := map_of(config.sel, config.model.width)) is not None:
-        echo(f"map: {in_words(curve, config.sel.starts_as, rates=True)}; width {config.model.width}")
+        echo(f"map: {curve.describe(rates=True, start=config.sel.starts_as)}; width {config.model.width}")
 
 
 def evaluations(folder: Path) -> list[tuple[int, float]]:

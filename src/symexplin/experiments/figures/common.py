@@ -16,7 +16,7 @@ from symexplin.lab.config import RunConfig
 from symexplin.lab.files import read_json, replacing
 from symexplin.lab.folders import CONFIG, FACTS, out_folder, saved_config
 from symexplin.lab.load import find_weights
-from symexplin.lab.maps import in_words, map_of
+from symexplin.lab.maps import map_of
 from symexplin.lab.model import ModelConfig
 from symexplin.lab.report.charts import COLORS, DASHES, STYLE, UNDATED
 
@@ -81,7 +81,7 @@ def run_config(folder: Path) -> RunConfig:
 def map_words(config: RunConfig) -> str:
     """Return the preset and the map of a run in a line, "" for ordinary weights."""
     found = map_of(config.sel, config.model.width)
-    return "" if found is None else f"preset {config.sel.preset}: {in_words(found, config.sel.starts_as)}"
+    return "" if found is None else f"preset {config.sel.preset}: {found.describe(start=config.sel.starts_as)}"
 
 
 def weights_of(source: Path) -> Path:

@@ -10,7 +10,6 @@ import jinja2
 from symexplin.config import SELConfig
 from symexplin.lab.compare.grid import COMPARISON
 from symexplin.lab.files import read_json, replace_file
-from symexplin.lab.maps import in_words
 from symexplin.lab.report.figures import comparison_figures
 
 __all__ = ["PAGE", "reading", "report_comparison", "write_page"]
@@ -87,4 +86,4 @@ def _map(found: Mapping[str, Any] | None) -> str:
     if found is None:
         return "ordinary weights"
     config = SELConfig.from_dict({key: value for key, value in found.items() if key not in ("home", "start")})
-    return f"curved {_HOMES[found['home']]}; {in_words(config, found['start'], rates=True)}"
+    return f"curved {_HOMES[found['home']]}; {config.describe(rates=True, start=found['start'])}"
