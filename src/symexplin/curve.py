@@ -33,7 +33,7 @@ Shape = tuple[int, ...]
 
 
 def _dims(axes: str, letter: str) -> Shape:
-    return tuple(dim for dim, found in enumerate(axes) if found == letter)
+    return tuple(dim for dim, axis in enumerate(axes) if axis == letter)
 
 
 def stack_dims(axes: str) -> Shape:
@@ -147,8 +147,8 @@ class Map:
                 f"{self.axes!r} for the shape {self.shape}"
             )
         object.__setattr__(self, "config", self.config.resolve(max(sides(self.axes, self.shape))))
-        found = (factor for role in self.config.learned_roles for factor in self._factors(role))
-        object.__setattr__(self, "factors", tuple(found))
+        factors = (factor for role in self.config.learned_roles for factor in self._factors(role))
+        object.__setattr__(self, "factors", tuple(factors))
 
     @property
     def beta(self) -> float:
@@ -224,14 +224,14 @@ class Map:
         seed combines the configuration's seed and the parameter's `position` in the model, initializes it.
         """
         generator = torch.Generator("cpu").manual_seed(self.config.seed * 1_000_003 + position)
-        found: dict[str, Tensor] = {}
+        values: dict[str, Tensor] = {}
         for factor in self.factors:
             if factor.first is None:
                 uniform = torch.rand(factor.shape, generator=generator, dtype=torch.float64, device="cpu")
-                found[factor.name] = ((2.0 * uniform - 1.0) / math.sqrt(factor.shape[-1])).to(device, dtype)
+                values[factor.name] = ((2.0 * uniform - 1.0) / math.sqrt(factor.shape[-1])).to(device, dtype)
             else:
-                found[factor.name] = torch.full(factor.shape, factor.first, dtype=dtype, device=device)
-        return found
+                values[factor.name] = torch.full(factor.shape, factor.first, dtype=dtype, device=device)
+        return values
 
 
 @functools.cache
@@ -242,8 +242,8 @@ def _map_of(shape: Shape, axes: str, config: SELConfig) -> Map:
 class Curved(NamedTuple):
     """A raw weight under its map: the effective weight, its inverse and its gradients, in the dtype of the raw weight.
 
-    >>> map = Map((3, 2), "oi", SELConfig(beta=7.5, mode="mismatch"))
-    >>> curved = Curved(map, torch.zeros(3, 2, dtype=torch.float64), {})
+    >>> mismatch = Map((3, 2), "oi", SELConfig(beta=7.5, mode="mismatch"))
+    >>> curved = Curved(mismatch, torch.zeros(3, 2, dtype=torch.float64), {})
     >>> w = torch.tensor([[0.1, -0.2], [0.0, 1e-9], [2.0, -3.0]], dtype=torch.float64)
     >>> torch.allclose(curved._replace(raw=curved.inverse(w)).effective(), w, rtol=1e-14, atol=0)
     True
@@ -255,14 +255,14 @@ class Curved(NamedTuple):
 
     def scales(self) -> Scales:
         """Return the scales of the map, numbers or tensors that broadcast against the raw weight."""
-        map, roles = self.map, self.map.config.roles
-        kappa: Value = map.beta
-        if "m" in roles:
-            kappa = self._value("m") if map._is_absorbed("m") else map.beta * self._value("m")  # paper, Eq. 4
-        values = {role: self._value(role) for role in ("e", "l", "n", "s") if role in roles}
-        delta = self._value("delta") if map.by_role("delta") else None
-        normalizer = None if map.config.normalize else map.beta
-        return Scales(kappa=kappa, delta=delta if isinstance(delta, Tensor) else None, normalizer=normalizer, **values)
+        config, beta = self.map.config, self.map.beta
+        values = {role: self._value(role) for role in ("e", "l", "n", "s") if role in config.roles}
+        kappa: Value = beta
+        if "m" in config.roles:
+            kappa = self._value("m") if self.map._is_absorbed("m") else beta * self._value("m")  # paper, Eq. 4
+        residual = [self.factors[factor.name] for factor in self.map.by_role("delta")]
+        delta = self._product(*residual) if residual else None
+        return Scales(None if config.normalize else beta, kappa=kappa, delta=delta, **values)
 
     def effective(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the effective weight (paper, Eq. 7) in `dtype`, by default that of the raw weight."""
@@ -278,15 +278,15 @@ class Curved(NamedTuple):
         Raises:
             ValueError: an entry to invert is not finite or has no inverse.
         """
-        scales = self.scales()
+        mode, scales = self.map.config.mode, self.scales()
         if scales.delta is not None:
             w = w.to(compute_dtype(w)) - scales.delta
         scales = scales._replace(delta=None)
         if where is None:
-            return invert(self.map.config.mode, w, scales)
+            return invert(mode, w, scales)
         chosen = (v.expand(w.shape)[where] if isinstance(v, Tensor) else v for v in scales)
         raw = self.raw.clone()
-        raw[where] = invert(self.map.config.mode, w[where], Scales(*chosen)).to(raw.dtype)  # type: ignore[arg-type]
+        raw[where] = invert(mode, w[where], Scales(*chosen)).to(raw.dtype)  # type: ignore[arg-type]
         return raw
 
     def slope(self) -> Tensor:
@@ -295,27 +295,27 @@ class Curved(NamedTuple):
 
     def pullback(self, g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the gradients by the raw weight and by each factor for a gradient `g` of the effective weight."""
-        map, scales = self.map, self.scales()
-        wanted = frozenset("kappa" if factor.role == "m" else factor.role for factor in map.factors)
-        pulled = pullback(map.config.mode, self.raw, scales, g.to(self.raw.dtype), wanted)
+        factors, scales = self.map.factors, self.scales()
+        wanted = frozenset("kappa" if factor.role == "m" else factor.role for factor in factors)
+        pulled = pullback(self.map.config.mode, self.raw, scales, g.to(self.raw.dtype), wanted)
         if "kappa" in pulled:
-            pulled["m"] = pulled.pop("kappa") * (scales.kappa if map.is_log("m") else map.beta)
+            pulled["m"] = pulled.pop("kappa") * (scales.kappa if self.map.is_log("m") else self.map.beta)
         for role in ("e", "l"):
-            if role in pulled and map.is_log(role):
+            if role in pulled and self.map.is_log(role):
                 pulled[role] = pulled[role] * getattr(scales, role)
-        return pulled["w"], {factor.name: self._contract(factor, pulled[factor.role]) for factor in map.factors}
+        return pulled["w"], {factor.name: self._contract(factor, pulled[factor.role]) for factor in factors}
 
     def _value(self, role: str) -> Value:
         """Return a scale, or kappa for the absorbed curvature."""
-        map, first = self.map, self.map.first(role)
-        pattern, found = map.pattern(role), map.by_role(role)
-        if pattern == "lora":
-            product = self._product(*(self.factors[factor.name] for factor in found))
-            return first * torch.exp(product) if map.is_log(role) else first + product
-        if not found:
+        first, pattern, is_log = self.map.first(role), self.map.pattern(role), self.map.is_log(role)
+        factors = self.map.by_role(role)
+        if not factors:
             return first
-        values = [self._spread(factor) for factor in found]
-        if map.is_log(role):  # exp(a) exp(b), not exp(a + b): avoids the rounding of a sum inside an exponent
+        if pattern == "lora":
+            product = self._product(*(self.factors[factor.name] for factor in factors))
+            return first * torch.exp(product) if is_log else first + product
+        values = [self._spread(factor) for factor in factors]
+        if is_log:  # exp(a) exp(b), not exp(a + b): avoids the rounding of a sum inside an exponent
             return functools.reduce(torch.mul, (torch.exp(value) for value in values))
         return functools.reduce(torch.add if pattern == "row_col_add" else torch.mul, values)
 
@@ -340,8 +340,8 @@ class Curved(NamedTuple):
     def _contract_lora(self, factor: Factor, other: Tensor, g: Tensor) -> Tensor:
         axes = self.map.axes
         g, other = matrices(g, axes), self._lora_matrix(factor.dims[-1] is not None, other)
-        found = _matmul(g, other.mT) if factor.dims[-1] is None else _matmul(other.mT, g)
-        return found.reshape(self.factors[factor.name].shape)
+        product = _matmul(g, other.mT) if factor.dims[-1] is None else _matmul(other.mT, g)
+        return product.reshape(self.factors[factor.name].shape)
 
     def _product(self, a: Tensor, b: Tensor) -> Tensor:
         """Return the product of LoRA's factors with the shape of the raw weight."""

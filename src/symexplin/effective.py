@@ -25,30 +25,30 @@ READ_ONLY = (
 _WRITES = re.compile(r"\w*[^_]_|__i(?!nt__|ndex__|nvert__)\w+__|__setitem__|__set__")
 
 
-def curved_of(map: Map, parts: Sequence[Tensor]) -> Curved:
+def curved_of(spec: Map, parts: Sequence[Tensor]) -> Curved:
     """Return the map at `parts`, a raw weight and the factors, in the compute dtype."""
     dtype = compute_dtype(*parts)
     raw, *factors = (part.to(dtype) for part in parts)
-    return Curved(map, raw, dict(zip((factor.name for factor in map.factors), factors, strict=True)))
+    return Curved(spec, raw, dict(zip((factor.name for factor in spec.factors), factors, strict=True)))
 
 
-def effective(map: Map, parts: Sequence[Tensor]) -> Tensor:
+def effective(spec: Map, parts: Sequence[Tensor]) -> Tensor:
     """Return the effective weight in the dtype of the raw one, differentiable."""
-    return _apply(_Effective, _ForwardEffective, map, *parts)
+    return _apply(_Effective, _ForwardEffective, spec, *parts)
 
 
-def read_only(map: Map, parts: Sequence[Tensor]) -> Tensor:
+def read_only(spec: Map, parts: Sequence[Tensor]) -> Tensor:
     """Return the effective weight as a tensor that refuses writes, under torch.compile as a usual one."""
     if torch.compiler.is_compiling():
-        return effective(map, parts)
+        return effective(spec, parts)
     grad_mode = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(grad_mode):  # inference tensors do not know their views
-        return _protect(effective(map, parts))
+        return _protect(effective(spec, parts))
 
 
-def curved_linear(map: Map, dtype: torch.dtype, x: Tensor, bias: Tensor | None, parts: Sequence[Tensor]) -> Tensor:
+def curved_linear(spec: Map, dtype: torch.dtype, x: Tensor, bias: Tensor | None, parts: Sequence[Tensor]) -> Tensor:
     """Return x w_eff^T + bias with the effective weight rounded to `dtype`; backward computes the weight again."""
-    return _apply(_Linear, _ForwardLinear, map, dtype, x, bias, *parts)
+    return _apply(_Linear, _ForwardLinear, spec, dtype, x, bias, *parts)
 
 
 def _apply(traced: Any, eager: Any, *args: Any) -> Tensor:
@@ -82,18 +82,18 @@ class _Effective(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(map: Map, *parts: Tensor) -> Tensor:
-        return curved_of(map, parts).effective(parts[0].dtype)
+    def forward(spec: Map, *parts: Tensor) -> Tensor:
+        return curved_of(spec, parts).effective(parts[0].dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, _: Any) -> None:
-        ctx.map, *parts = inputs
+        ctx.spec, *parts = inputs
         ctx.save_for_backward(*parts)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         parts = ctx.saved_tensors
-        return None, *_pull(curved_of(ctx.map, parts), g, parts)
+        return None, *_pull(curved_of(ctx.spec, parts), g, parts)
 
 
 class _Linear(torch.autograd.Function):
@@ -102,18 +102,18 @@ class _Linear(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(map: Map, dtype: torch.dtype, x: Tensor, bias: Tensor | None, *parts: Tensor) -> Tensor:
-        return F.linear(x, curved_of(map, parts).effective(dtype), bias)
+    def forward(spec: Map, dtype: torch.dtype, x: Tensor, bias: Tensor | None, *parts: Tensor) -> Tensor:
+        return F.linear(x, curved_of(spec, parts).effective(dtype), bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, _: Any) -> None:
-        ctx.map, ctx.dtype, x, _, *parts = inputs
+        ctx.spec, ctx.dtype, x, _, *parts = inputs
         ctx.save_for_backward(x, *parts)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, *parts = ctx.saved_tensors
-        curved = curved_of(ctx.map, parts)
+        curved = curved_of(ctx.spec, parts)
         rows = g.reshape(-1, g.shape[-1])
         g_x = g @ curved.effective(g.dtype) if ctx.needs_input_grad[2] else None
         g_bias = rows.sum(0) if ctx.needs_input_grad[3] else None
@@ -137,7 +137,7 @@ class _ForwardEffective(_Effective):
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor) -> Tensor:
         parts = ctx.saved_tensors
-        return _push(curved_of(ctx.map, parts), tangents, parts[0].dtype)
+        return _push(curved_of(ctx.spec, parts), tangents, parts[0].dtype)
 
 
 class _ForwardLinear(_Linear):
@@ -151,7 +151,7 @@ class _ForwardLinear(_Linear):
     @staticmethod
     def jvp(ctx: Any, _: None, __: None, x_t: Tensor, bias_t: Tensor | None, *tangents: Tensor) -> Tensor:
         x, *parts = ctx.saved_tensors
-        curved = curved_of(ctx.map, parts)
+        curved = curved_of(ctx.spec, parts)
         return F.linear(x_t, curved.effective(ctx.dtype), bias_t) + F.linear(x, _push(curved, tangents, ctx.dtype))
 
 
