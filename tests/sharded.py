@@ -67,6 +67,12 @@ def layers_of(dtype=torch.float32):
     return nn.Sequential(Pixels(), StackedExperts(), nn.Linear(8, 3)).to(dtype)
 
 
+def mixed_of(dtype=torch.float32):
+    """Between two matrices of one kind another kind; a process may have no part of the last one."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 12), Pixels(), nn.Linear(6, 3)).to(dtype)
+
+
 # Each run's arguments of `make`. The rate is hot enough to be clipped at first, cool enough not to amplify roundings.
 RUNS = {
     "default": {"config": None, "lr": 1e-2},
@@ -79,6 +85,7 @@ RUNS = {
     "layers": {"config": OFFSET, "model_of": layers_of, "lr": 1e-3},
     "default layers": {"config": None, "model_of": layers_of, "lr": 1e-3},
     "muon layers": {"config": OFFSET, "kind": SELMuon, "model_of": layers_of, "lr": 1e-3},
+    "muon mixed": {"config": OFFSET, "kind": SELMuon, "model_of": mixed_of, "lr": 1e-3},
     "stochastic": {"config": None, "lr": 1e-2, "stochastic_rounding": True},
 }
 

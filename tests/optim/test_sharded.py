@@ -21,7 +21,7 @@ TRAJECTORIES = {
         *(("tensor", name, F64) for name in ("offset", "elementwise", "default layers", "muon layers")),
         *(("columns", "offset", F64), ("hsdp", "paper", F64)),
         *(("fsdp", "paper", F32), ("fsdp", "default", F32), ("tensor", "paper", F32), ("fsdp", "layers", F32)),
-        ("tensor", "numbers", F32),
+        *(("tensor", "numbers", F32), ("fsdp", "muon mixed", F32)),
     ],
 }
 CASES = [(world, *case) for world, cases in TRAJECTORIES.items() for case in cases]
