@@ -271,6 +271,8 @@ class SELConfig:
         'congruent, beta 7.5, l 2, e learned (row_col_mult)'
         >>> SELConfig(mode="mismatch").describe()
         "mismatch, beta auto, matched start (the paper's: symexplin.init_ before)"
+        >>> SELConfig(mode="mismatch").describe(start="mismatched")
+        'mismatch, beta auto, mismatched start'
         """
         beta = self.beta if isinstance(self.beta, str) else format(self.beta, ".4g")
         words = [self.mode] if self.mode == "linear" else [self.mode, f"beta {beta}"]

@@ -233,14 +233,16 @@ class _Exponential(Mode):
         d, c, x = scales.d, scales.amplitude, scales.kappa * w.abs()
         growth, is_sum = torch.exp(x), any(self._sides)
         u, slope = self._linear(w) if is_sum else (w, 0.0)
-        steep = c * scales.kappa * growth
-        yield "w", steep + scales.l / d * slope if is_sum else steep
+        if is_sum:
+            yield "w", c * scales.kappa * growth + scales.l / d * slope
+        else:
+            yield "w", c * scales.kappa * growth
         if "l" in wanted and is_sum:
             yield "l", u / d
-        if wanted & {"e", "n"}:
-            signed = torch.sign(w) * expm1(x)
-            yield "e", signed * (exp(-scales.n) / d)
-            yield "n", -signed * c
+        if "e" in wanted:
+            yield "e", torch.sign(w) * expm1(x) * (exp(-scales.n) / d)
+        if "n" in wanted:
+            yield "n", -c * torch.sign(w) * expm1(x)
         if "kappa" in wanted and scales.normalizer is None:
             change = torch.sign(w) * c * _exp_difference(x)
             yield "kappa", (change - scales.l / d * u if is_sum else change) / scales.kappa

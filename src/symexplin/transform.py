@@ -80,8 +80,11 @@ def pullback(mode: str, w: Tensor, scales: Scales, g: Tensor, wanted: frozenset[
     tensor([1.], dtype=torch.float64)
     """
     scaled = g if _is_one(scales.s) else scales.s * g
-    derivatives = DEFINITIONS[mode].derivatives(w, scales, wanted)
-    pulled = {role: scaled * derivative for role, derivative in derivatives if role == "w" or role in wanted}
+    pulled = {}
+    for role, derivative in DEFINITIONS[mode].derivatives(w, scales, wanted):
+        if role == "w" or role in wanted:
+            pulled[role] = scaled * derivative
+        del derivative  # before the next one, which is as large
     if "s" in wanted:
         pulled["s"] = g * DEFINITIONS[mode].value(w, scales)
     if "delta" in wanted:
