@@ -55,34 +55,35 @@ def given(dtype, names):
     }
 
 
-def step_closed(lists, *, kept):
+def closed(lists, stage):
+    """Plan and step: with "update", the plan has the gradients."""
     grads = lists["grads"]
-    plan = untouched(ClosedPlan)(None, Tensors(*(lists[n] for n in CLOSED[:4]), grads if kept else None))
+    plan = untouched(ClosedPlan)(None, Tensors(*(lists[n] for n in CLOSED[:4]), grads if stage == "update" else None))
     with pytest.raises(LookupError):
-        plan.update(RATES, None) if kept else plan.norm(grads)
+        plan.norm(grads) if stage == "norm" else plan.update(RATES, None)
 
 
-def step_products(lists, *, kept):
-    """With `kept`, the factors are wrong after the norm only."""
-    delta = Delta(torch.ones(3, 1), torch.ones(1, 4), torch.ones(3, 1), torch.ones(1, 4))
-    deltas, right = [delta, Delta(*lists["deltas"])], [torch.ones(3, 8), torch.ones(3, 6)]
+def products(lists, stage):
+    """Plan and step, with the factors in one stage."""
+    first = Delta(torch.ones(3, 1), torch.ones(1, 4), torch.ones(3, 1), torch.ones(1, 4))
+    deltas, factors = [first, Delta(*lists["deltas"])], lists["factors"]
     matrices = Matrices(lists["weights"], lists["raws"], [0, 3], [0, 4], True, deltas, [lists["moments"]] * 2)
-    plan, factors = untouched(ProductPlan)(matrices), lists["factors"]
+    plan = untouched(ProductPlan)(matrices)
     with pytest.raises(LookupError):
-        plan.norm(lists["grads"], right if kept else factors)
-    for call in (lambda: plan.push(None, factors), lambda: plan.update(RATES, None, factors)):
-        with pytest.raises(LookupError):
-            call()
+        plan.norm(lists["grads"], factors if stage == "norm" else given(torch.float32, ["factors"])["factors"])
+    with pytest.raises(LookupError):
+        plan.push(None, factors) if stage == "push" else plan.update(RATES, None, factors)
 
 
-@pytest.mark.parametrize("kept", [False, True])
+STAGES = [(CLOSED, closed, "norm"), (CLOSED, closed, "update")]
+STAGES += [(PRODUCTS, products, stage) for stage in ("norm", "push", "update")]
+
+
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("names", "step"), [(CLOSED, step_closed), (PRODUCTS, step_products)], ids=["closed", "products"]
-)
-def test_wrong_memory_is_refused_by_name(wrong, dtype, names, step, kept):
-    step(given(dtype, names), kept=kept)
+@pytest.mark.parametrize(("names", "step", "stage"), STAGES, ids=lambda x: x if isinstance(x, str) else "")
+def test_wrong_memory_is_refused_by_name(wrong, dtype, names, step, stage):
+    step(given(dtype, names), stage)
     change, found = WRONG[wrong]
     for name, i in ((name, i) for name in names for i in range(1, 4)):
         lists = given(dtype, names)
@@ -95,7 +96,7 @@ def test_wrong_memory_is_refused_by_name(wrong, dtype, names, step, kept):
         if (name, wrong) == ("weights", "size"):  # the others have the size of the weights
             blamed, said = rf"{names[1]}\[1\]", r"shape \(5, 2\)"
         with pytest.raises(ValueError, match=rf"^{blamed}.* must be .*, got .*{said}"):
-            step(lists, kept=kept)
+            step(lists, stage)
 
 
 def test_lists_have_one_tensor_of_each_weight():

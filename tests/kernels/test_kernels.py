@@ -298,7 +298,7 @@ class Products(NamedTuple):
         return [*self.raws, *self.weights, *gradients, *itertools.chain(*self.moments)]
 
 
-SHAPES = ((37, 70), (150, 3), (90,), (1, 200), (5, 64))
+SHAPES = ((37, 70), (150, 3), (90,), (1, 200), (5, 320))
 SIDES = {
     "kappa": (7.5, 1.0),
     "c": (1 / 7.5, 1.0),
@@ -345,7 +345,9 @@ def pathways(raw, rows, columns, magnitude):
 @pytest.mark.parametrize("case", CASES)
 def test_products_follow_autograd(build, case):
     dtype, magnitude, rank, means = CASES[case]
-    given = products(dtype=dtype, rank=rank, **means)
+    # Without the interpreter also a matrix whose sums several tasks find.
+    shapes = SHAPES if build.name.startswith("Triton") else (*SHAPES, (1000, 300))
+    given = products(shapes, dtype, rank, **means)
     new_factors = tuple(1.1 * side for side in given.factors)
     before = [[x.double() for x in xs] for xs in (given.raws, *given.moments)]
     plan = given.plan(build, magnitude)
@@ -367,9 +369,11 @@ def test_products_follow_autograd(build, case):
     exact = joined(raw_grads)
     torch.testing.assert_close(total.double(), exact.norm(), rtol=1e-5, atol=0)
     assert ((pulled - 0.3 * exact).abs() <= 0.3 * EPS * joined(bounds)).all()
-    found = [factor_gradients(side.detach(), *by.double()) for side, by in zip(sides, sums, strict=True)]
+    found = [
+        line for side, by in zip(sides, sums, strict=True) for line in factor_gradients(side.detach(), *by.double())
+    ]
     found += [x.double() for delta in given.deltas or () for x in delta[2:]]
-    for got, line in zip(itertools.chain(*found), itertools.chain(*side_grads, *delta_grads), strict=True):
+    for got, line in zip(found, (*side_grads[0], *side_grads[1], *delta_grads), strict=True):
         torch.testing.assert_close(got, line, rtol=1e-4, atol=3e-6 * float(line.abs().max() + 1e-3))
 
     written = [(before[0], pushed)]
