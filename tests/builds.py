@@ -37,6 +37,6 @@ def kernels(command: str, target: str) -> Kernels:
         pytest.importorskip("triton")
         if os.environ.get("TRITON_INTERPRET") != "1":
             pytest.skip("Triton's interpreter runs where there is no GPU")
-        gpu._ROWS = 64  # the interpreter takes as long for few rows
+        gpu._ROWS, gpu._TILES = 32, 2  # the interpreter takes as long for few rows; sums of more tiles than these
         return gpu.triton_kernels()
     return cpu.kernels_of(ctypes.CDLL(str(library(command, target))), f"{command} {target}")

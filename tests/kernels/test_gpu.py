@@ -43,7 +43,7 @@ def test_wrong_kernels_are_not_used(broken, monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("Triton's interpreter runs where there is no GPU")
     launch = gpu._launch
-    monkeypatch.setattr(gpu, "_ROWS", 64)  # the interpreter takes as long for few rows
+    monkeypatch.setattr(gpu, "_ROWS", 32)  # the interpreter takes as long for few rows
     monkeypatch.setattr(gpu, "_launch", lambda kernel, *a, **k: kernel.__name__ == broken or launch(kernel, *a, **k))
     if broken is None:
         assert gpu.load.__wrapped__(torch.device("cpu")).name.startswith("Triton")

@@ -298,7 +298,7 @@ class Products(NamedTuple):
         return [*self.raws, *self.weights, *gradients, *itertools.chain(*self.moments)]
 
 
-SHAPES = ((37, 70), (150, 3), (90,), (1, 200), (5, 320))
+SHAPES = ((37, 70), (150, 3), (90,), (1, 200), (70, 320))
 SIDES = {
     "kappa": (7.5, 1.0),
     "c": (1 / 7.5, 1.0),
