@@ -24,6 +24,7 @@ for name in gpu_kernels.__all__:
     kernel = getattr(gpu_kernels, name)
     for flag in (False, True) if hasattr(kernel, "arg_names") else ():
         constants = {n: SIZES.get(n, flag) for n in kernel.arg_names if n.isupper()}
+        constants |= {} if flag else {n: None for n in ("clip", "noise") if n in kernel.arg_names}
         signature = {n: "constexpr" if n in constants else TYPES.get(n, "*fp32") for n in kernel.arg_names}
         for target in (80, 90):
             triton.compile(ASTSource(kernel, signature, constexprs=constants), target=GPUTarget("cuda", target, 32))

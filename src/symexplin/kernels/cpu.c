@@ -1,4 +1,4 @@
-/* AdamW in curved weight space on CPUs: plain loops, which the compiler turns into vector instructions.
+/* The map, and AdamW in closed form, on CPUs: plain loops, which the compiler turns into vector instructions.
 
    Results do not depend on the number of threads: work is cut into fixed tiles, whose sums are added in order.
    `omp simd` says that a loop's pointers do not overlap; a sum that it names has one partial sum per lane. */
