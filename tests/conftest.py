@@ -19,7 +19,6 @@ _IN_STATES = (
     *("test_products", "test_routing", "test_transform", "test_adamw", "test_annealing", "test_checks", "test_entry"),
     *("test_batches", "test_groups", "test_migrate", "test_optimizer", "test_own_map", "test_own_rule", "test_state"),
     *("test_stats", "test_suggest", "test_torch_cases", "test_writes"),
-    *("test_suggest", "test_torch_cases", "test_writes"),
 )
 
 
