@@ -256,7 +256,7 @@ class Curved(NamedTuple):
     def scales(self) -> Scales:
         """Return the scales of the map, numbers or tensors that broadcast against the raw weight."""
         config, beta = self.map.config, self.map.beta
-        values = {role: self._value(role) for role in ("e", "l", "n", "s") if role in config.roles}
+        values = {role: self._value(role) for role in Scales._fields if role in config.roles and role != "delta"}
         kappa: Value = beta
         if "m" in config.roles:
             kappa = self._value("m") if self.map._is_absorbed("m") else beta * self._value("m")  # paper, Eq. 4
@@ -300,8 +300,8 @@ class Curved(NamedTuple):
         pulled = pullback(self.map.config.mode, self.raw, scales, g.to(self.raw.dtype), wanted)
         if "kappa" in pulled:
             pulled["m"] = pulled.pop("kappa") * (scales.kappa if self.map.is_log("m") else self.map.beta)
-        for role in ("e", "l"):
-            if role in pulled and self.map.is_log(role):
+        for role in pulled.keys() - {"w", "m"}:
+            if self.map.is_log(role):
                 pulled[role] = pulled[role] * getattr(scales, role)
         return pulled["w"], {factor.name: self._contract(factor, pulled[factor.role]) for factor in factors}
 

@@ -40,7 +40,11 @@ def is_product(map: Map) -> bool:
     return (
         map.config.mode in _SIGNS
         and is_ordered
-        and all(map.pattern(role) in (_SUMS if role == "n" or map.is_log(role) else _PRODUCTS) for role in "elmns")
+        and all(
+            map.pattern(role) in (_SUMS if role == "n" or map.is_log(role) else _PRODUCTS)
+            for role in map.config.roles
+            if role != "delta"
+        )
     )
 
 

@@ -24,7 +24,7 @@ __all__ = [
     "tolerance",
 ]
 
-ROLES = ("e", "l", "kappa", "n", "s", "delta")
+ROLES = Scales._fields[1:]  # all but the normalizer
 
 # Elements of a block on CPUs: most float64 temporaries fit into a core's cache, and torch splits an operation among
 # threads from 32,768 elements up. It does not follow the number of threads: Newton's method stops for a block at a

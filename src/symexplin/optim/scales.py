@@ -93,7 +93,8 @@ class JoinedScales:
         )
         for (side, role), grad in zip(learned, grads, strict=True):
             if self._map.pattern(role) == "global":
-                grad = torch.segment_reduce(grad, "sum", lengths=self._outputs)
+                # The check of the lengths would wait for the device.
+                grad = torch.segment_reduce(grad, "sum", lengths=self._outputs, unsafe=True)
             self._gradients[side_names(self._map, side)[role]].copy_(grad)
         del self._learned, self._sides
 

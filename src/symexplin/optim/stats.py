@@ -56,9 +56,8 @@ class _Tally:
     def add(self, curved: Curved, size: int) -> None:
         """Add the local part of a tensor that has `size` entries over all processes."""
         raw, scales = curved.raw, curved.scales()
-        for role in ("e", "l", "kappa", "n", "s"):
-            value = getattr(scales, role)
-            if isinstance(value, Tensor):
+        for role, value in scales._asdict().items():
+            if isinstance(value, Tensor) and role != "delta":
                 # Entries count 1 / size, so that the parts of a sharded tensor add up to its mean.
                 self._sum(role, value.double().expand(raw.shape), 1.0 / size)
         if is_weight(curved.map.axes):
