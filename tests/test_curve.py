@@ -19,8 +19,8 @@ FIRST = {"e": 1.3, "l": 0.9, "m": 0.8, "n": 0.4, "s": -1.1}
 WAYS = [("fixed", "none"), ("absorbed", "none"), ("fixed", "exp")]  # curvature, and transform of e, l and m
 
 
-def start(map, dtype=torch.float64, position=3):
-    return map.start(dtype, torch.device("cpu"), position)
+def start(spec, dtype=torch.float64, position=3):
+    return spec.start(dtype, torch.device("cpu"), position)
 
 
 def config_of(mode, pattern, way, normalize):
@@ -36,12 +36,12 @@ def config_of(mode, pattern, way, normalize):
 def curved_of(axes, config):
     """Random weights under factors a little above their start, which keeps every map invertible."""
     generator = torch.Generator().manual_seed(0)
-    map = Map(SHAPES[axes], axes, config)
+    spec = Map(SHAPES[axes], axes, config)
     factors = {
         name: value + 0.05 * torch.rand(value.shape, generator=generator, dtype=value.dtype)
-        for name, value in start(map).items()
+        for name, value in start(spec).items()
     }
-    return Curved(map, 0.3 * torch.randn(map.shape, generator=generator, dtype=torch.float64), factors)
+    return Curved(spec, 0.3 * torch.randn(spec.shape, generator=generator, dtype=torch.float64), factors)
 
 
 # ---- the reference: element by element, with the paper's exponentials ----
@@ -135,9 +135,9 @@ def test_values_gradients_and_inverse_are_those_of_the_papers_formulas(axes, mod
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])
 def test_a_product_of_low_rank_factors_is_exact_for_every_matmul_precision_and_under_autocast(precision):
     """ "medium" multiplies matrices of this size in bfloat16 on CPUs that can, "high" in TF32 on GPUs."""
-    map = Map((64, 64), "oi", sel.SELConfig(7.5, delta=sel.Scale("lora", rank=64)))
+    spec = Map((64, 64), "oi", sel.SELConfig(7.5, delta=sel.Scale("lora", rank=64)))
     a, b, g = torch.randn(3, 64, 64, generator=torch.Generator().manual_seed(0)).unbind()
-    curved = Curved(map, torch.zeros(64, 64), {"delta_A": a, "delta_B": b})
+    curved = Curved(spec, torch.zeros(64, 64), {"delta_A": a, "delta_B": b})
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
@@ -156,8 +156,8 @@ def test_lora_is_drawn_whole_from_a_generator_of_its_own():
     """The draw depends on seed and position alone, and not on the dtype."""
 
     def draw(seed, position, dtype=torch.float64):
-        map = Map((50, 30), "oi", sel.SELConfig(seed=seed, delta=sel.Scale("lora", rank=4)))
-        return start(map, dtype, position)["delta_A"]
+        spec = Map((50, 30), "oi", sel.SELConfig(seed=seed, delta=sel.Scale("lora", rank=4)))
+        return start(spec, dtype, position)["delta_A"]
 
     state = torch.random.get_rng_state()
     first = draw(0, 0)

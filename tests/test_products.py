@@ -21,9 +21,9 @@ CONFIGS = {
 }
 
 
-def scale(map, learned, role):
+def scale(spec, learned, role):
     """A scale of all entries."""
-    config = map.config
+    config = spec.config
     stem = "a" if role == "m" and config.curvature == "absorbed" else role
     is_log = stem == "a" or getattr(config, role).transform == "exp"
     stem = f"log_{role}" if is_log and stem != "a" else stem
@@ -41,10 +41,10 @@ def scale(map, learned, role):
     )
 
 
-def effective(map, w, learned):
+def effective(spec, w, learned):
     """The paper's formula."""
-    e, l, m, n, s = (scale(map, learned, role) for role in "elmns")
-    config = map.config
+    e, l, m, n, s = (scale(spec, learned, role) for role in "elmns")
+    config = spec.config
     if config.mode == "linear":
         return s * l * w
     kappa = m if config.curvature == "absorbed" else config.beta * m
@@ -63,32 +63,32 @@ def effective(map, w, learned):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_factors_and_their_gradients_follow_the_formula(name, shape, axes):
     generator = torch.Generator().manual_seed(0)
-    map = Map.of(shape, axes, CONFIGS[name])
-    assert is_product(map)
+    spec = Map.of(shape, axes, CONFIGS[name])
+    assert is_product(spec)
 
     def drawn(*size):
         return torch.randn(size, dtype=torch.float64, generator=generator)
 
     learned = {
         name: (x + 0.2 * drawn(*x.shape)).requires_grad_()
-        for name, x in map.start(torch.float64, torch.device("cpu"), 0).items()
+        for name, x in spec.start(torch.float64, torch.device("cpu"), 0).items()
     }
     counts = dict(zip((True, False), (sides(axes, shape)[0], max(1, sides(axes, shape)[1])), strict=True))
     w, g = 0.1 * drawn(*counts.values()), drawn(*counts.values())
-    value = effective(map, w, learned)
+    value = effective(spec, w, learned)
     exact = dict(zip(learned, torch.autograd.grad((g * value).sum(), learned.values()), strict=True)) if learned else {}
 
     own = {
         side: {
             role: learned[name].detach().expand(counts[side]).clone().requires_grad_()
-            for role, name in side_names(map, side).items()
+            for role, name in side_names(spec, side).items()
         }
         for side in counts
     }
-    rows, columns = (side_factors(map, side, own[side], counts[side], w.device) for side in counts)
+    rows, columns = (side_factors(spec, side, own[side], counts[side], w.device) for side in counts)
     kappa, p, linear = (torch.outer(*pair) for pair in zip(rows.detach(), columns.detach(), strict=True))
     x, sign = kappa * w.abs(), torch.sign(w)
-    u = w.abs() if map.config.mode == "mismatch" else w
+    u = w.abs() if spec.config.mode == "mismatch" else w
     torch.testing.assert_close(
         sign * p / kappa * torch.expm1(x) + linear * u, value.detach().expand_as(w), rtol=1e-12, atol=0
     )
@@ -101,7 +101,7 @@ def test_factors_and_their_gradients_follow_the_formula(name, shape, axes):
         sums = ((part * by.view(form)).sum(dim) for part, by in ((by_c, c), (by_kappa, c), (g * u, slope)))
         if own[side]:
             grads = torch.autograd.grad(mine, list(own[side].values()), factor_gradients(mine.detach(), *sums))
-            for name, grad in zip(side_names(map, side).values(), grads, strict=True):
+            for name, grad in zip(side_names(spec, side).values(), grads, strict=True):
                 found[name] = grad.sum().view(exact[name].shape) if exact[name].numel() == 1 else grad
     assert found.keys() == exact.keys()
     for name, grad in exact.items():
@@ -109,7 +109,7 @@ def test_factors_and_their_gradients_follow_the_formula(name, shape, axes):
 
 
 def test_a_linear_map_has_no_exponential_that_overflows():
-    map = Map.of((4, 3), "oi", CONFIGS["linear"])
-    pairs = [side_factors(map, side, {}, 2, torch.device("cpu")).float() for side in (True, False)]
+    spec = Map.of((4, 3), "oi", CONFIGS["linear"])
+    pairs = [side_factors(spec, side, {}, 2, torch.device("cpu")).float() for side in (True, False)]
     kappa, p, _ = (torch.outer(*pair) for pair in zip(*pairs, strict=True))
     assert (p * torch.exp(kappa * torch.finfo(torch.float32).max) == 0).all()

@@ -59,10 +59,10 @@ def init_(
     return model
 
 
-def _mismatched(target: Tensor, map: Map) -> Tensor:
+def _mismatched(target: Tensor, spec: Map) -> Tensor:
     """Return ``mismatch(congruent_inverse(target))``, with the first values of the scales and without delta."""
     target = target.detach().to(compute_dtype(target))
-    factors = map.start(target.dtype, target.device, position=0)
-    congruent = Map.of(map.shape, map.axes, dataclasses.replace(map.config, mode="congruent"))
+    factors = spec.start(target.dtype, target.device, position=0)
+    congruent = Map.of(spec.shape, spec.axes, dataclasses.replace(spec.config, mode="congruent"))
     raw = Curved(congruent, target, factors).inverse(target)
-    return Curved(map, raw, factors).effective()
+    return Curved(spec, raw, factors).effective()

@@ -67,9 +67,9 @@ class CurvedModule(CurvedBase):
     def sel_roles(self) -> dict[str, tuple[Map, Factor | None]]:
         """Return the map of every raw weight and factor by its local name, with a factor itself."""
         roles: dict[str, tuple[Map, Factor | None]] = {}
-        for name, map in self.sel_maps.items():
-            roles[_local(name, "raw")] = map, None
-            roles |= {_local(name, factor.name): (map, factor) for factor in map.factors}
+        for name, spec in self.sel_maps.items():
+            roles[_local(name, "raw")] = spec, None
+            roles |= {_local(name, factor.name): (spec, factor) for factor in spec.factors}
         return roles
 
     def sel_curved(self, name: str = "weight") -> Curved:
@@ -87,8 +87,8 @@ class CurvedModule(CurvedBase):
 
     def extra_repr(self) -> str:
         """Describe the module as the plain one does, with its map."""
-        map = next(iter(self.sel_maps.values()))
-        return ", ".join(filter(None, (super().extra_repr(), f"mode={map.config.mode!r}, beta={map.beta:.4g}")))
+        spec = next(iter(self.sel_maps.values()))
+        return ", ".join(filter(None, (super().extra_repr(), f"mode={spec.config.mode!r}, beta={spec.beta:.4g}")))
 
 
 def _local(name: str, part: str) -> str:
@@ -231,18 +231,18 @@ def _empty(kind: Any, names: tuple[str, ...]) -> nn.Module:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _made(plain: nn.Parameter, map: Map, position: int) -> Made:
+def _made(plain: nn.Parameter, spec: Map, position: int) -> Made:
     """Return the map of a parameter with its raw weight and its factors at their first values.
 
     Raises:
         ValueError: a weight is not finite or out of the map's reach.
     """
-    factors = map.start(plain.dtype, plain.device, position)
+    factors = spec.start(plain.dtype, plain.device, position)
     raw = torch.empty_like(plain)  # in the same memory format
     if _has_values(plain):
-        start = curved_of(map, (plain, *factors.values()))  # with the factors as stored: half precision rounds them
+        start = curved_of(spec, (plain, *factors.values()))  # with the factors as stored: half precision rounds them
         raw.copy_(start.inverse(start.raw))
-    return map, {name: nn.Parameter(value) for name, value in {"raw": raw, **factors}.items()}
+    return spec, {name: nn.Parameter(value) for name, value in {"raw": raw, **factors}.items()}
 
 
 def _has_values(tensor: Tensor) -> bool:
@@ -259,7 +259,7 @@ def _curve_(module: nn.Module, made: Mapping[str, Made]) -> nn.Module:
             own[name] = parameter
     kind: Any = type(module)
     module.__class__ = _curved_type(kind, tuple(made))
-    module.__dict__ |= {"_parameters": own, "sel_maps": {name: map for name, (map, _) in made.items()}}
+    module.__dict__ |= {"_parameters": own, "sel_maps": {name: spec for name, (spec, _) in made.items()}}
     return module
 
 

@@ -27,24 +27,20 @@ _SUMS = ("fixed", "global", "row", "column", "row_col_add")  # of logarithms, wh
 
 
 @functools.cache
-def is_product(map: Map) -> bool:
+def is_product(spec: Map) -> bool:
     """Whether kappa, p and lambda are products, and the tensor's memory holds matrices in the order of its dimensions.
 
     >>> from symexplin.presets import preset
     >>> [is_product(Map.of((4, 3), "oi", preset(name))) for name in ("paper", "paper+offset", "absorbed")]
     [True, True, True]
     """
-    axes = map.axes
+    axes = spec.axes
     outputs, inputs, stack = out_dims(axes), in_dims(axes), stack_dims(axes)
     is_ordered = tuple(range(len(axes))) in ((*stack, *outputs, *inputs), (*stack, *inputs, *outputs))
     return (
-        map.config.mode in _SIGNS
+        spec.config.mode in _SIGNS
         and is_ordered
-        and all(
-            map.pattern(role) in (_SUMS if role == "n" or map.is_log(role) else _PRODUCTS)
-            for role in map.config.roles
-            if role != "delta"
-        )
+        and all(spec.pattern(role) in (_SUMS if role == "n" or spec.is_log(role) else _PRODUCTS) for role in spec.config.roles if role != "delta")
     )
 
 
@@ -57,18 +53,18 @@ def outputs_first(axes: str) -> bool:
     return is_weight(axes) and out_dims(axes) < in_dims(axes)
 
 
-def side_names(map: Map, is_output: bool) -> dict[str, str]:
+def side_names(spec: Map, is_output: bool) -> dict[str, str]:
     """Return the roles with a learned number for each output, or for each input, with the names of these tensors.
 
     A number that all entries of a matrix share counts as one of each output.
     """
-    stack, own = stack_dims(map.axes), (out_dims if is_output else in_dims)(map.axes)
+    stack, own = stack_dims(spec.axes), (out_dims if is_output else in_dims)(spec.axes)
     dims = [(*stack, *own)] if own else []
     dims += [stack] if is_output else []
-    return {factor.role: factor.name for factor in map.factors if factor.role != "delta" and factor.dims in dims}
+    return {factor.role: factor.name for factor in spec.factors if factor.role != "delta" and factor.dims in dims}
 
 
-def side_factors(map: Map, is_output: bool, learned: Mapping[str, Tensor], count: int, device: torch.device) -> Tensor:
+def side_factors(spec: Map, is_output: bool, learned: Mapping[str, Tensor], count: int, device: torch.device) -> Tensor:
     """Return kappa, p and lambda of `count` outputs or inputs as a (3, count) float64 tensor.
 
     `learned` has the learned numbers of each role there, as the scale's tensor stores them. The outputs' factors
@@ -77,19 +73,19 @@ def side_factors(map: Map, is_output: bool, learned: Mapping[str, Tensor], count
 
     def value(role: str, otherwise: float) -> Value:
         if role in learned:
-            return torch.exp(learned[role]) if map.is_log(role) else learned[role]
-        is_fixed = is_output and role in map.config.roles and not map.by_role(role)
-        return map.first(role) if is_fixed else otherwise
+            return torch.exp(learned[role]) if spec.is_log(role) else learned[role]
+        is_fixed = is_output and role in spec.config.roles and not spec.by_role(role)
+        return spec.first(role) if is_fixed else otherwise
 
-    own_beta = map.beta if is_output else 1.0
-    kappa = value("m", 1.0) * (1.0 if map.config.curvature == "absorbed" else own_beta)
-    d: Value = kappa if map.config.normalize else own_beta
+    own_beta = spec.beta if is_output else 1.0
+    kappa = value("m", 1.0) * (1.0 if spec.config.curvature == "absorbed" else own_beta)
+    d: Value = kappa if spec.config.normalize else own_beta
     share = value("s", 1.0)
     p = share * value("e", 1.0) * exp(-value("n", 0.0))
-    if not map.config.normalize:
+    if not spec.config.normalize:
         p = p * (kappa / d)
-    linear = share * value("l", 1.0) * (_SIGNS[map.config.mode] if is_output else 1.0)
-    found = (_FLAT, 0.0, linear) if map.config.mode == "linear" else (kappa, p, linear / d)
+    linear = share * value("l", 1.0) * (_SIGNS[spec.config.mode] if is_output else 1.0)
+    found = (_FLAT, 0.0, linear) if spec.config.mode == "linear" else (kappa, p, linear / d)
     lines = (torch.as_tensor(line, dtype=torch.float64, device=device).expand(count) for line in found)
     return torch.stack(list(lines))
 

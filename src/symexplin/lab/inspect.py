@@ -217,8 +217,8 @@ def _row(name: str, shape: tuple[int, ...], parts: Sequence[_Part]) -> Row:
 
 def _inversion_error(w: Tensor, config: SELConfig) -> float:
     """Invert the map in the dtype of a layer, and return the largest error."""
-    dtype, map = compute_dtype(w), Map.of(w.shape, "oi", config)
-    here = Curved(map, w.to(dtype), map.start(dtype, w.device, position=0))
+    dtype, spec = compute_dtype(w), Map.of(w.shape, "oi", config)
+    here = Curved(spec, w.to(dtype), spec.start(dtype, w.device, position=0))
     raw, scales = here.inverse(here.raw), here.scales()
     exact = Scales(*(v.double() if isinstance(v, Tensor) else v for v in scales))  # type: ignore[arg-type]
     gap = (forward(config.mode, raw.double(), exact) - w.double()).abs()

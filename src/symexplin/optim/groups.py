@@ -95,8 +95,8 @@ def _module_roles(model: nn.Module) -> dict[int, _Role]:
     roles: dict[int, _Role] = {}
     for module in model.modules():
         if isinstance(module, CurvedBase):
-            for local, (map, factor) in module.sel_roles().items():
-                role = _Role("raw") if factor is None else _Role(factor.role, map.config, factor.lr_scale)
+            for local, (spec, factor) in module.sel_roles().items():
+                role = _Role("raw") if factor is None else _Role(factor.role, spec.config, factor.lr_scale)
                 roles[id(getattr(module, local))] = role
     return roles
 

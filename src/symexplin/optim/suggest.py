@@ -46,10 +46,10 @@ def suggest_lr(model: nn.Module, config: SELConfig | None = None, *, adamw_lr: f
     check_values(table)
     total, count = 0.0, 0
     for route in [route for route in table.curved if route.parameter.dim() == 2] or table.curved:
-        weight, map = whole(route.parameter), route.map(table.config)
+        weight, spec = whole(route.parameter), route.map(table.config)
         with naming(route.name):
             weight = weight.to(compute_dtype(weight))
-            start = Curved(map, weight, map.start(weight.dtype, weight.device, route.position))
+            start = Curved(spec, weight, spec.start(weight.dtype, weight.device, route.position))
             slope = start._replace(raw=start.inverse(weight)).slope()
         total += float(summed(slope.abs().double(), range(slope.dim())))
         count += slope.numel()
