@@ -73,16 +73,16 @@ def _heads(model: nn.Module) -> list[nn.Module]:
     speakers: list[Any] = [m for m in model.modules() if callable(getattr(m, "get_output_embeddings", None))]
     said = [speaker.get_output_embeddings() for speaker in speakers]
     heads = [part for head in said if isinstance(head, nn.Module) for part in head.modules()]  # adapters may wrap it
-    found = dict(model.named_modules())  # not get_submodule, which a module called "half" would defeat
-    last = next((name for name, module in reversed(found.items()) if isinstance(module, _LAYERS)), "")
-    for name, module in found.items():
+    modules = dict(model.named_modules())  # not get_submodule, which a module called "half" would defeat
+    last = next((name for name, module in reversed(modules.items()) if isinstance(module, _LAYERS)), "")
+    for name, module in modules.items():
         final = f"{last}.".startswith(f"{name}.") and not _is_numbered(name)
         usual = _ends_like(name, HEAD_NAMES) and not _ends_like(name, INNER_NAMES)
         if usual or (final and _ends_like(name, LAST_NAMES)):
             heads.extend(_last_layers(module))
-    chain = found[last.rpartition(".")[0]]
+    chain = modules[last.rpartition(".")[0]]
     if isinstance(chain, nn.Sequential) and isinstance(next(chain.children(), None), _EMBEDDINGS):
-        heads.append(found[last])
+        heads.append(modules[last])
     return [*heads, *_vocabulary_heads(model, {id(head) for head in heads}, bool(speakers))]
 
 
@@ -114,16 +114,16 @@ def _vocabulary_heads(model: nn.Module, heads: set[int], speaks: bool) -> list[n
     read = {m.in_features for m in linears.values()}
     wide = {name: m for name, m in linears.items() if m.out_features in sizes}
     clear = {n for n, m in wide.items() if m.in_features < m.out_features not in read and not _is_numbered(n)}
-    found = {n: m for n, m in wide.items() if n in clear or id(m) in heads}
-    if wide and not found and not speaks:
+    to_vocabulary = {n: m for n, m in wide.items() if n in clear or id(m) in heads}
+    if wide and not to_vocabulary and not speaks:
         name, layer = wide.popitem()
         later = list(linears.values())[list(linears).index(name) + 1 :]
         if all(m.in_features != layer.out_features or (id(m) in heads and not _is_numbered(name)) for m in later):
-            found[name] = layer
+            to_vocabulary[name] = layer
     # MobileBERT splits its head: beside the layer that maps to the vocabulary is one that maps from it.
-    beside = {(name.rpartition(".")[0], m.out_features) for name, m in found.items() if not _is_numbered(name)}
+    beside = {(name.rpartition(".")[0], m.out_features) for name, m in to_vocabulary.items() if not _is_numbered(name)}
     halves = [m for name, m in linears.items() if (name.rpartition(".")[0], m.in_features) in beside]
-    return [*found.values(), *(m for m in halves if m.in_features > m.out_features)]
+    return [*to_vocabulary.values(), *(m for m in halves if m.in_features > m.out_features)]
 
 
 def _ends_like(name: str, patterns: Sequence[str]) -> bool:

@@ -314,10 +314,10 @@ def convert(model: nn.Module, config: SELConfig | None = None) -> nn.Module:
             made[id(route.parameter)] = _made(route.parameter, route.map(table.config), route.position)
     plain: list[tuple[nn.Module, dict[str, Tensor]]] = []
     for module in model.modules():
-        found = {name: p for name, p in module._parameters.items() if id(p) in made}
-        if found:
-            plain.append((module, cast(dict[str, Tensor], found)))
-            _curve_(module, {name: made[id(p)] for name, p in found.items()})
+        parameters = {name: p for name, p in module._parameters.items() if id(p) in made}
+        if parameters:
+            plain.append((module, cast(dict[str, Tensor], parameters)))
+            _curve_(module, {name: made[id(p)] for name, p in parameters.items()})
     _report("converted", plain)
     return model
 

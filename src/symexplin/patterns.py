@@ -20,15 +20,15 @@ def first_match(names: Iterable[str], patterns: Iterable[str]) -> str | None:
 
 def check_patterns(argument: str, patterns: Iterable[str], names: Sequence[str]) -> tuple[str, ...]:
     """Return the patterns; refuse what is no sequence of patterns, and one that matches none of the `names`."""
-    found = tuple(patterns) if isinstance(patterns, Iterable) else (patterns,)
-    if not all(isinstance(pattern, str) for pattern in found):
+    sequence = tuple(patterns) if isinstance(patterns, Iterable) else (patterns,)
+    if not all(isinstance(pattern, str) for pattern in sequence):
         raise ValueError(f"{argument} must have names or patterns of parameters, got {patterns!r}")
-    for pattern in found:
+    for pattern in sequence:
         if first_match(names, [pattern]) is None:
             raise ValueError(
                 f"{argument} pattern {pattern!r} matches no parameter; names are, for example, {list(names[:3])}"
             )
-    return found
+    return sequence
 
 
 def by_name(argument: str, value: T | Mapping[str, T], names: Sequence[str]) -> dict[str, T]:
@@ -45,12 +45,12 @@ def by_name(argument: str, value: T | Mapping[str, T], names: Sequence[str]) -> 
     if not isinstance(value, Mapping):
         return dict.fromkeys(names, value)
     check_patterns(argument, value, names)
-    found = {name: first_match([name], value) for name in names}
-    for name, pattern in found.items():
+    matches = {name: first_match([name], value) for name in names}
+    for name, pattern in matches.items():
         if pattern is None:
             raise ValueError(f"{argument} must have a pattern for every name, got none for {name!r}: end with '*'")
-    for pattern in value.keys() - set(found.values()):
+    for pattern in value.keys() - set(matches.values()):
         raise ValueError(
             f"{argument} pattern {pattern!r} never counts, as the first pattern that matches a name does: put it first"
         )
-    return {name: value[pattern] for name, pattern in found.items() if pattern is not None}
+    return {name: value[pattern] for name, pattern in matches.items() if pattern is not None}

@@ -85,8 +85,8 @@ def side_factors(spec: Map, is_output: bool, learned: Mapping[str, Tensor], coun
     if not spec.config.normalize:
         p = p * (kappa / d)
     linear = share * value("l", 1.0) * (_SIGNS[spec.config.mode] if is_output else 1.0)
-    found = (_FLAT, 0.0, linear) if spec.config.mode == "linear" else (kappa, p, linear / d)
-    lines = (torch.as_tensor(line, dtype=torch.float64, device=device).expand(count) for line in found)
+    numbers = (_FLAT, 0.0, linear) if spec.config.mode == "linear" else (kappa, p, linear / d)
+    lines = (torch.as_tensor(line, dtype=torch.float64, device=device).expand(count) for line in numbers)
     return torch.stack(list(lines))
 
 

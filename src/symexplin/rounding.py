@@ -56,8 +56,8 @@ def noise_of(k: Tensor, key: int, offset: int, cols: int, stride: int) -> Tensor
 
 def rounded(values: Tensor, noise: Tensor) -> Tensor:
     """Return float32 values rounded to bfloat16 with this noise; NaN, infinities and bfloat16's own values stay."""
-    found = (values.view(torch.int32) + noise >> 16).to(torch.int16).view(torch.bfloat16)
-    return torch.where(values.isfinite(), found, values.to(torch.bfloat16))
+    truncated = (values.view(torch.int32) + noise >> 16).to(torch.int16).view(torch.bfloat16)
+    return torch.where(values.isfinite(), truncated, values.to(torch.bfloat16))
 
 
 def round_(out: Tensor, values: Tensor, key: int, offset: int, cols: int, stride: int) -> None:

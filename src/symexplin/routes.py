@@ -191,18 +191,18 @@ def routing(
         routes.append(Route(name, parameter, position, bool(axes), reason, axes, rates[name], decay))
     width = _width(routes, candidates)
     inside = {id(parameter) for parameter in model.parameters()}
-    found = tuple(route for route in routes if id(route.parameter) in inside)
-    return Routing(found, config if width is None else check_invertible(config.resolve(width)), width)
+    of_model = tuple(route for route in routes if id(route.parameter) in inside)
+    return Routing(of_model, config if width is None else check_invertible(config.resolve(width)), width)
 
 
 def _width(routes: Sequence[Route], candidates: Mapping[int, _Candidate]) -> int | None:
     """Return the width of :class:`Routing`."""
     known = [(route, candidates[id(route.parameter)]) for route in routes]
-    found: list[tuple[Tensor, str]] = [(route.parameter, route.axes) for route in routes if route.curved]
-    if not found:
+    tensors: list[tuple[Tensor, str]] = [(route.parameter, route.axes) for route in routes if route.curved]
+    if not tensors:
         return None
-    found += [(route.parameter, c.axes) for route, c in known if route.reason == _FROZEN and c.curved]
-    weights = [(weight, axes) for weight, axes in found if is_weight(axes)]
+    tensors += [(route.parameter, c.axes) for route, c in known if route.reason == _FROZEN and c.curved]
+    weights = [(weight, axes) for weight, axes in tensors if is_weight(axes)]
     weights = weights or [c.weight for route, c in known if route.curved and c.weight is not None]
     # Each filter of a depthwise convolution reads one channel, so that its fans say nothing of the model's width.
     weights = [(w, axes) for w, axes in weights if "e" in axes or w.dim() == 2 or w.shape[1] > 1] or weights
@@ -244,24 +244,24 @@ def _decide(aliases: list[str], parameter: Tensor, candidate: _Candidate, config
 def _candidates(model: nn.Module) -> dict[int, _Candidate]:
     """Return the decision for every parameter by the module that owns it."""
     plain = plain_parameters(model)
-    found: dict[int, _Candidate] = {}
+    candidates: dict[int, _Candidate] = {}
     for module in model.modules():
         for local, parameter in module.named_parameters(recurse=False):
             key, candidate = id(parameter), _candidate(module, local, parameter)
             if key in plain and candidate.reason != _INSIDE:
                 candidate = replace(candidate, reason=plain[key], curved=False)
             # Skip aliases of a layer's weight in other modules.
-            if key not in found or (candidate.axes and not found[key].axes):
-                found[key] = candidate
-    return found
+            if key not in candidates or (candidate.axes and not candidates[key].axes):
+                candidates[key] = candidate
+    return candidates
 
 
 def _candidate(module: nn.Module, local: str, parameter: nn.Parameter) -> _Candidate:
     if isinstance(module, CurvedBase):
         if local not in (roles := module.sel_roles()):
             return _Candidate(type(module).__name__)  # left plain when the module was converted
-        found, factor = roles[local]
-        return _Candidate(_INSIDE, axes="" if is_weight(found.axes) else "o", decays=factor is None or factor.decays)
+        spec, factor = roles[local]
+        return _Candidate(_INSIDE, axes="" if is_weight(spec.axes) else "o", decays=factor is None or factor.decays)
     kind, axes = _layer(module)
     weight = module._parameters.get("weight")
     if kind and local in ("weight", "bias") and weight is not None:

@@ -83,12 +83,12 @@ def _are_products_right(kernels: Kernels, device: torch.device) -> bool:
     by_c, by_kappa = g * w.sign() * torch.expm1(x), g * w.sign() * (x * torch.exp(x) - torch.expm1(x))
     norm, sums = plan.norm([grad], factors)
     part = plan.part([(0, 0, 300), (0, 300, 520)])
-    found = plan.pull(part, None)
+    raw_grads = plan.pull(part, None)
     plan.push(part, factors)
     are_right = _are_close(
         [
             (norm, torch.linalg.vector_norm(exact_raw)),
-            (found.view(520, 300), exact_raw),
+            (raw_grads.view(520, 300), exact_raw),
             (sums[0][0], by_c @ columns.double()),
             (sums[1][1], (rows.double() / _KAPPA) @ by_kappa),
             (sums[1][2], (g * w.abs()).sum(0) / _KAPPA),
@@ -105,7 +105,7 @@ def _are_products_right(kernels: Kernels, device: torch.device) -> bool:
 
 
 def _are_close(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    return all(bool((found.double() - exact).norm() <= 1e-5 * exact.norm()) for found, exact in pairs)
+    return all(bool((value.double() - exact).norm() <= 1e-5 * exact.norm()) for value, exact in pairs)
 
 
 def _line(first: float, last: float, count: int, device: torch.device) -> Tensor:

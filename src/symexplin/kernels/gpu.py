@@ -68,7 +68,7 @@ def _groups(
     aligned = [not any(n % _ALIGNED for n in (*line[:4], size)) for line, size in zip(lines, sizes, strict=True)]
     groups = []
     for kind in (True, False):
-        if chosen := [k for k, found in enumerate(aligned) if found == kind]:
+        if chosen := [k for k, is_aligned in enumerate(aligned) if is_aligned == kind]:
             counts = torch.tensor([tiles[k] for k in chosen], dtype=torch.int64, device=_CPU)
             for k, first in zip(chosen, (counts.cumsum(0) - counts).tolist(), strict=True):
                 lines[k][_FIRST] = first

@@ -119,10 +119,10 @@ def _direction(g, m, s, towards, beta2, gain2, root, eps, FROM_GRAD: tl.constexp
 @triton.jit
 def _pointer(place, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """Return the address in the table; with ALIGNED it is a multiple of 16."""
-    found = tl.load(place).to(tl.pointer_type(TYPE))
+    pointer = tl.load(place).to(tl.pointer_type(TYPE))
     if ALIGNED:
-        found = tl.multiple_of(found, 16)
-    return found
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
 
 
 @triton.jit

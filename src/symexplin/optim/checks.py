@@ -62,9 +62,9 @@ def check_group(group: Group, first: Group) -> None:
             raise ValueError("a group with a config must be curved; build it with symexplin.param_groups")
         return
     for key in ALIGNED:
-        if len(found := group.get(key, ())) != len(group["params"]):
+        if len(entries := group.get(key, ())) != len(group["params"]):
             raise ValueError(
-                f"{key} must have one entry per parameter, got {len(found)} for {len(group['params'])}. For an "
+                f"{key} must have one entry per parameter, got {len(entries)} for {len(group['params'])}. For an "
                 "optimizer over a part of the model, build the groups with symexplin.param_groups(part, whole=model). "
                 "Wrappers that divide parameters among processes (ZeroRedundancyOptimizer) are refused; use fully_shard"
             )
@@ -183,9 +183,9 @@ def _check_state(group: Group, i: int, shape: tuple[int, ...], state: State, mom
     for name, size in shapes.items():
         if name not in state:
             raise ValueError(f"state_dict does not fit {name_of(group, i)}: it has no {name!r}")
-        found = () if name in COUNTS else tuple(state[name].shape)  # a count may be a number
-        if found != tuple(size):
-            raise ValueError(f"state_dict does not fit {name_of(group, i)}: {name} must be {tuple(size)}, got {found}")
+        actual = () if name in COUNTS else tuple(state[name].shape)  # a count may be a number
+        if actual != tuple(size):
+            raise ValueError(f"state_dict does not fit {name_of(group, i)}: {name} must be {tuple(size)}, got {actual}")
 
 
 def _diverged(entries: Sequence[Entry]) -> str:

@@ -188,7 +188,7 @@ class Entry:
             return []
         names, step = moments("scale", ""), float(self.state["scale_step"])
         lr, decay = float(self.group["lr"]), float(self.group["weight_decay"])
-        found = []
+        leaves = []
         for name, (factor, shard) in self.scales.items():
             value, rate = self.own(name), lr * factor.lr_scale * multiplier(f"k_{factor.role}", self.group)
             leaf = Leaf(
@@ -203,8 +203,8 @@ class Entry:
                 moments={moment: self.own(moment_key(name, moment)) for moment in names},
                 shard=shard,
             )
-            found.append(leaf)
-        return found
+            leaves.append(leaf)
+        return leaves
 
     def noise(self) -> tuple[int, int, int, int]:
         """Return the key and the span of the noise of stochastic rounding, see :mod:`symexplin.rounding`."""

@@ -76,10 +76,10 @@ def param_groups(
             role = roles.get(id(route.parameter), _Role("curved" if route.curved else "plain"))
             group = groups.setdefault((role, route.lr, route.weight_decay), {"role": role.name, "params": []})
             _add(group, route)
-    found = [_finish(group, role, lr, decay, table, converted) for (role, lr, decay), group in groups.items()]
+    finished = [_finish(group, role, lr, decay, table, converted) for (role, lr, decay), group in groups.items()]
     if converted:
-        return found
-    return sorted(found, key=lambda group: (not is_curved(group), group.get("weight_decay") == 0.0))
+        return finished
+    return sorted(finished, key=lambda group: (not is_curved(group), group.get("weight_decay") == 0.0))
 
 
 class _Role(NamedTuple):
@@ -104,10 +104,10 @@ def _module_roles(model: nn.Module) -> dict[int, _Role]:
 def _add(group: Group, route: Route) -> None:
     """Add a parameter to a group, and to the group's lists beside its parameters."""
     group["params"].append((route.name, route.parameter))
-    found: dict[str, Any] = {"position": route.position}
+    aligned: dict[str, Any] = {"position": route.position}
     if is_curved(group):
-        found |= {"axes": route.axes, "shape": tuple(route.parameter.shape)}
-    for key, value in found.items():
+        aligned |= {"axes": route.axes, "shape": tuple(route.parameter.shape)}
+    for key, value in aligned.items():
         group.setdefault(key, []).append(value)
 
 

@@ -203,8 +203,8 @@ class _Deltas:
 
     def write_gradients(self) -> None:
         """Copy the gradients back."""
-        for gradient, found in zip(self._gradients, self._raw_gradients, strict=True):
-            gradient.copy_(found)
+        for gradient, raw_gradient in zip(self._gradients, self._raw_gradients, strict=True):
+            gradient.copy_(raw_gradient)
 
 
 def _in_memory(entry: Entry, factors: Sequence[Tensor]) -> list[Tensor]:

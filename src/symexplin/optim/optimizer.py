@@ -317,16 +317,16 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
             ValueError: the state of another optimizer, of other parameters or of another map. Nothing is changed.
         """
 
-        def check(_: Any, found: dict[str, Any]) -> None:
+        def check(_: Any, saved: dict[str, Any]) -> None:
             """Check the state after the user's own hooks."""
-            if not {"state", "param_groups"} <= found.keys():
+            if not {"state", "param_groups"} <= saved.keys():
                 raise ValueError(
-                    f"state_dict must be what an optimizer's state_dict() returned, got the keys {list(found)[:4]}"
+                    f"state_dict must be what an optimizer's state_dict() returned, got the keys {list(saved)[:4]}"
                 )
             check_lists(self.param_groups, self._entries)
-            check_saved(found["param_groups"], self.param_groups, found["state"], self.moment_names)
+            check_saved(saved["param_groups"], self.param_groups, saved["state"], self.moment_names)
             own = [{key: group[key] for key in _OWN if group[key] != LATER} for group in self.param_groups]
-            self._loading = (found, own)
+            self._loading = (saved, own)
 
         hook = self.register_load_state_dict_pre_hook(check)
         try:

@@ -66,13 +66,13 @@ class JoinedScales:
         return rows, columns
 
     def _learned_of(self, is_output: bool) -> dict[str, Tensor]:
-        found = {}
+        learned = {}
         for role, name in side_names(self._map, is_output).items():
             numbers = torch.cat(self._values[name]).double()
             if self._map.pattern(role) == "global":
                 numbers = numbers.repeat_interleave(self._outputs, output_size=self._counts[True])
-            found[role] = numbers.requires_grad_()
-        return found
+            learned[role] = numbers.requires_grad_()
+        return learned
 
     @staticmethod
     def _kernel_form(side: Tensor) -> Tensor:

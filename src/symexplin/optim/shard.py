@@ -103,13 +103,13 @@ class Shard:
 
     def _ranges(self, shape: Sequence[int]) -> list[tuple[int, int]]:
         """Return (start, size) of the local part along each dimension."""
-        found = [(0, size) for size in shape]
+        ranges = [(0, size) for size in shape]
         for dim, mesh_dim in self.splits:
-            first, size = found[dim]
+            first, size = ranges[dim]
             chunk = -(-size // self.mesh.size(mesh_dim))  # as in DTensor and torch.chunk: the last may be short
             start = min(self.mesh.get_local_rank(mesh_dim) * chunk, size)
-            found[dim] = first + start, min(chunk, size - start)
-        return found
+            ranges[dim] = first + start, min(chunk, size - start)
+        return ranges
 
     def gather(self, part: Tensor, shape: Sequence[int]) -> Tensor:
         """Return the whole tensor of this `shape`, by a collective operation if it is split."""
@@ -188,7 +188,7 @@ def global_norm(
     device = next(iter(devices.values()))
     ready = [(own, grad) for whole, own, grad in shared if own == whole]  # nothing to sum
     late = [(own, grad) for whole, own, grad in shared if own != whole]
-    squares = {split: _square([*found, *_of(split, ready)], device) for split, found in norms.items()}
+    squares = {split: _square([*parts, *_of(split, ready)], device) for split, parts in norms.items()}
     for group, kind in devices.items():
         grads = [grad for whole, own, grad in shared if group in whole and group not in own]
         sum_over(group, [*(square for split, square in squares.items() if group in split), *grads], kind)

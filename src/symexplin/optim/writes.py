@@ -60,8 +60,8 @@ def _differing(entry: Entry) -> torch.Tensor:
     An entry that was not written may differ by the map's error bound: the last step was computed by kernels, or on
     another machine. Rounding is monotonic, so in half precision it lies between the rounded ends.
     """
-    curved, found = entry.curved_map(), entry.value
+    curved, actual = entry.curved_map(), entry.value
     expected = curved.effective()
     slack = 2.0 * tolerance(curved.map.config.mode, curved.raw, curved.scales())  # both sides were rounded
-    low, high = (expected - slack).to(found.dtype), (expected + slack).to(found.dtype)
-    return ~((low <= found) & (found <= high))
+    low, high = (expected - slack).to(actual.dtype), (expected + slack).to(actual.dtype)
+    return ~((low <= actual) & (actual <= high))
