@@ -1,4 +1,4 @@
-"""Map and Curved: the factors of every pattern, and values, gradients and inverses against autograd of the formulas."""
+"""Map and Curved: the tensors of every pattern, and values, gradients and inverses against autograd of the formulas."""
 
 import math
 
@@ -34,24 +34,24 @@ def config_of(mode, pattern, way, normalize):
 
 
 def curved_of(axes, config):
-    """Random weights under factors a little above their start, which keeps every map invertible."""
+    """Random weights under scales a little above their start, which keeps every map invertible."""
     generator = torch.Generator().manual_seed(0)
     spec = Map(SHAPES[axes], axes, config)
-    factors = {
+    tensors = {
         name: value + 0.05 * torch.rand(value.shape, generator=generator, dtype=value.dtype)
         for name, value in start(spec).items()
     }
-    return Curved(spec, 0.3 * torch.randn(spec.shape, generator=generator, dtype=torch.float64), factors)
+    return Curved(spec, 0.3 * torch.randn(spec.shape, generator=generator, dtype=torch.float64), tensors)
 
 
 # ---- the reference: element by element, with the paper's exponentials ----
 
 
-def expand(axes, shape, factors, stem):
-    """Return the factors of one scale at every index of the weight, in the order of `factors`."""
+def expand(axes, shape, tensors, stem):
+    """Return the tensors of one scale at every index of the weight, in the order of `tensors`."""
     index = torch.meshgrid(*map(torch.arange, shape), indexing="ij")
     stack, rows, columns = ([index[d] for d, found in enumerate(axes) if found == letter] for letter in "eoi")
-    found = {key.removeprefix(stem).lstrip("_"): value for key, value in factors.items() if key.startswith(stem)}
+    found = {key.removeprefix(stem).lstrip("_"): value for key, value in tensors.items() if key.startswith(stem)}
     if "A" in found:
         a, b = found["A"], found["B"].movedim(len(stack), -1)  # the rank comes last
         return [(a[(*stack, *rows)] * b[(*stack, *columns)]).sum(-1)]
@@ -59,15 +59,15 @@ def expand(axes, shape, factors, stem):
     return [value[tuple(at[suffix])] for suffix, value in found.items()]
 
 
-def reference(curved, raw, factors):
-    """Return the effective weight by the paper's formulas, differentiable by `raw` and the `factors`."""
+def reference(curved, raw, tensors):
+    """Return the effective weight by the paper's formulas, differentiable by `raw` and the `tensors`."""
     axes, config = curved.map.axes, curved.map.config
 
     def scale(role):
         absorbed = role == "m" and config.curvature == "absorbed"
         log = absorbed or getattr(config, role).transform == "exp"
         base = {**FIRST, "delta": 0.0}[role] * (7.5 if absorbed else 1.0)
-        values = expand(axes, raw.shape, factors, "a" if absorbed else f"log_{role}" if log else role)
+        values = expand(axes, raw.shape, tensors, "a" if absorbed else f"log_{role}" if log else role)
         pattern = "row" if "i" not in axes and getattr(config, role).learned else getattr(config, role).pattern
         if not values:
             return torch.tensor(base, dtype=torch.float64)
@@ -104,25 +104,25 @@ def reads(mode, way, normalize, **_):
 def test_values_gradients_and_inverse_are_those_of_the_papers_formulas(axes, mode, pattern, way, normalize):
     curved = curved_of(axes, config_of(mode, pattern, way, normalize))
     raw = curved.raw.clone().requires_grad_()
-    factors = {name: value.clone().requires_grad_() for name, value in curved.factors.items()}
-    value = reference(curved, raw, factors)
+    tensors = {name: value.clone().requires_grad_() for name, value in curved.tensors.items()}
+    value = reference(curved, raw, tensors)
     torch.testing.assert_close(curved.effective(), value.detach(), rtol=1e-12, atol=1e-14)
     assert curved.effective(torch.bfloat16).equal(curved.effective().bfloat16())
 
     g = torch.randn(raw.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     (slope,) = torch.autograd.grad(value.sum(), raw, retain_graph=True)
     value.backward(g)
-    by_raw, by_factor = curved.pullback(g)
+    by_raw, by_tensor = curved.pullback(g)
     torch.testing.assert_close(curved.slope(), slope, rtol=1e-11, atol=1e-13)
     torch.testing.assert_close(by_raw, raw.grad, rtol=1e-11, atol=1e-13)
-    assert list(by_factor) == [factor.name for factor in curved.map.factors]
-    for factor in curved.map.factors:  # scales of a pathway decay, logarithms do not
-        assert factor.decays == (factor.role in ("e", "l", "s") and not factor.name.startswith("log_"))
-    for name, found in by_factor.items():
-        torch.testing.assert_close(found, factors[name].grad, rtol=1e-11, atol=1e-13, msg=lambda m, n=name: f"{n}: {m}")
+    assert list(by_tensor) == [tensor.name for tensor in curved.map.tensors]
+    for tensor in curved.map.tensors:  # scales of a pathway decay, logarithms do not
+        assert tensor.decays == (tensor.role in ("e", "l", "s") and not tensor.name.startswith("log_"))
+    for name, found in by_tensor.items():
+        torch.testing.assert_close(found, tensors[name].grad, rtol=1e-11, atol=1e-13, msg=lambda m, n=name: f"{n}: {m}")
 
     fixed = Curved(Map(raw.shape, axes, config_of(mode, "fixed", way, normalize)), curved.raw, start(curved.map))
-    at_start = curved._replace(factors=start(curved.map)).effective()
+    at_start = curved._replace(tensors=start(curved.map)).effective()
     torch.testing.assert_close(at_start, fixed.effective(), rtol=1e-13, atol=1e-15)
 
     w = value.detach()

@@ -118,10 +118,10 @@ class Reference:
         self.parts = {name: {"plain": p.detach().double()} for name, p in model.named_parameters()}
         for name, curved in optimizer.curved():
             raw = curved.raw
-            if not curved.factors and mode == "exp_only":
+            if not curved.tensors and mode == "exp_only":
                 weight = model.get_parameter(name).detach().double()
                 raw = weight.sign() * torch.log1p(beta * weight.abs()) / beta
-            self.parts[name] = {key: value.double().clone() for key, value in {"raw": raw, **curved.factors}.items()}
+            self.parts[name] = {key: value.double().clone() for key, value in {"raw": raw, **curved.tensors}.items()}
 
     def effective(self, parts):
         if "plain" in parts:

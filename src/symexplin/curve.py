@@ -6,8 +6,8 @@ A string has one letter for each dimension of the tensor: "o" counts outputs, "i
     nn.Linear "oi"    transformers' Conv1D "io"    bias "o"    nn.Conv2d "oiii"    nn.ConvTranspose2d "ioii"
     experts "eoi" or "eio"    their biases "eo"
 
-Each learned scale is one tensor (:class:`Factor`) that has some of these dimensions. Row scales have the dimensions of
-outputs, column scales those of inputs, and both have that of the stack.
+Each learned scale is one tensor or two (:class:`ScaleTensor`), each with some of these dimensions. Row scales have the
+dimensions of outputs, column scales those of inputs, and both have that of the stack.
 """
 
 import functools
@@ -25,7 +25,7 @@ from symexplin.modes import Scales, Value
 from symexplin.transform import compute_dtype, forward, invert, pullback, summed
 
 __all__ = [
-    *("Curved", "CurvedBase", "Factor", "Map"),
+    *("Curved", "CurvedBase", "Map", "ScaleTensor"),
     *("fans", "from_matrices", "in_dims", "is_weight", "matrices", "out_dims", "sides", "stack_dims"),
 ]
 
@@ -101,7 +101,7 @@ def from_matrices(matrix: Tensor, axes: str, shape: Sequence[int]) -> Tensor:
     return matrix.reshape([shape[d] for d in order]).permute(order)  # swaps two dimensions: its own inverse
 
 
-class Factor(NamedTuple):
+class ScaleTensor(NamedTuple):
     """One learned tensor of a scale: a vector, a number, a LoRA factor, or one number per entry."""
 
     name: str  # its parameter in SELLinear and its key in the optimizer's state: "e_row", "log_m_column", "a_row"
@@ -125,14 +125,14 @@ class Map:
             tensor alone.
 
     >>> from symexplin.presets import preset
-    >>> [(f.name, f.shape) for f in Map((3, 2), "oi", preset("paper")).factors][:2]
+    >>> [(t.name, t.shape) for t in Map((3, 2), "oi", preset("paper")).tensors][:2]
     [('e_row', (3,)), ('e_column', (2,))]
     """
 
     shape: Shape
     axes: str
     config: SELConfig
-    factors: tuple[Factor, ...] = field(init=False, repr=False, compare=False)  # by role, outputs before inputs
+    tensors: tuple[ScaleTensor, ...] = field(init=False, repr=False, compare=False)  # by role, outputs before inputs
 
     @staticmethod
     def of(shape: Sequence[int], axes: str, config: SELConfig) -> "Map":
@@ -147,8 +147,8 @@ class Map:
                 f"{self.axes!r} for the shape {self.shape}"
             )
         object.__setattr__(self, "config", self.config.resolve(max(sides(self.axes, self.shape))))
-        factors = (factor for role in self.config.learned_roles for factor in self._factors(role))
-        object.__setattr__(self, "factors", tuple(factors))
+        tensors = (tensor for role in self.config.learned_roles for tensor in self._tensors(role))
+        object.__setattr__(self, "tensors", tuple(tensors))
 
     @property
     def beta(self) -> float:
@@ -180,14 +180,14 @@ class Map:
         first: float = getattr(self.config, role).first
         return self.beta * first if self._is_absorbed(role) else first
 
-    def by_role(self, role: str) -> list[Factor]:
-        """Return the factors of a role, outputs before inputs."""
-        return [factor for factor in self.factors if factor.role == role]
+    def by_role(self, role: str) -> list[ScaleTensor]:
+        """Return the tensors of a role, outputs before inputs."""
+        return [tensor for tensor in self.tensors if tensor.role == role]
 
     def _is_absorbed(self, role: str) -> bool:
         return role == "m" and self.config.curvature == "absorbed"
 
-    def _factors(self, role: str) -> list[Factor]:
+    def _tensors(self, role: str) -> list[ScaleTensor]:
         pattern, rank = self.pattern(role), getattr(self.config, role).rank
         stack, rows, columns = stack_dims(self.axes), out_dims(self.axes), in_dims(self.axes)
         first = math.log(self.first(role)) if self.is_log(role) else self.first(role)
@@ -208,7 +208,7 @@ class Map:
         stem = "a" if self._is_absorbed(role) else f"log_{role}" if self.is_log(role) else role
         decays, lr_scale = role in DECAYED_ROLES and not self.is_log(role), 1.0 / self.beta if role == "delta" else 1.0
         return [
-            Factor(
+            ScaleTensor(
                 f"{stem}_{suffix}" if suffix else stem,
                 *(role, dims, tuple(d for d in range(len(self.shape)) if d not in dims)),
                 tuple(rank if d is None else self.shape[d] for d in dims),
@@ -218,19 +218,19 @@ class Map:
         ]
 
     def start(self, dtype: torch.dtype, device: torch.device, position: int) -> dict[str, Tensor]:
-        """Return the first values of all factors by name.
+        """Return the first values of all tensors by name.
 
         LoRA's A is uniform on +-1/sqrt(rank), as the weight of a linear layer (assumption). A float64 generator, whose
         seed combines the configuration's seed and the parameter's `position` in the model, initializes it.
         """
         generator = torch.Generator("cpu").manual_seed(self.config.seed * 1_000_003 + position)
         values: dict[str, Tensor] = {}
-        for factor in self.factors:
-            if factor.first is None:
-                uniform = torch.rand(factor.shape, generator=generator, dtype=torch.float64, device="cpu")
-                values[factor.name] = ((2.0 * uniform - 1.0) / math.sqrt(factor.shape[-1])).to(device, dtype)
+        for tensor in self.tensors:
+            if tensor.first is None:
+                uniform = torch.rand(tensor.shape, generator=generator, dtype=torch.float64, device="cpu")
+                values[tensor.name] = ((2.0 * uniform - 1.0) / math.sqrt(tensor.shape[-1])).to(device, dtype)
             else:
-                values[factor.name] = torch.full(factor.shape, factor.first, dtype=dtype, device=device)
+                values[tensor.name] = torch.full(tensor.shape, tensor.first, dtype=dtype, device=device)
         return values
 
 
@@ -251,7 +251,7 @@ class Curved(NamedTuple):
 
     map: Map
     raw: Tensor
-    factors: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor]
 
     def scales(self) -> Scales:
         """Return the scales of the map, numbers or tensors that broadcast against the raw weight."""
@@ -260,7 +260,7 @@ class Curved(NamedTuple):
         kappa: Value = beta
         if "m" in config.roles:
             kappa = self._value("m") if self.map._is_absorbed("m") else beta * self._value("m")  # paper, Eq. 4
-        residual = [self.factors[factor.name] for factor in self.map.by_role("delta")]
+        residual = [self.tensors[tensor.name] for tensor in self.map.by_role("delta")]
         delta = self._product(*residual) if residual else None
         return Scales(None if config.normalize else beta, kappa=kappa, delta=delta, **values)
 
@@ -294,54 +294,54 @@ class Curved(NamedTuple):
         return pullback(self.map.config.mode, self.raw, self.scales(), torch.ones_like(self.raw), frozenset())["w"]
 
     def pullback(self, g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the gradients by the raw weight and by each factor for a gradient `g` of the effective weight."""
-        factors, scales = self.map.factors, self.scales()
-        wanted = frozenset("kappa" if factor.role == "m" else factor.role for factor in factors)
+        """Return gradients by the raw weight and by each scale's tensor for a gradient `g` of the effective weight."""
+        tensors, scales = self.map.tensors, self.scales()
+        wanted = frozenset("kappa" if tensor.role == "m" else tensor.role for tensor in tensors)
         pulled = pullback(self.map.config.mode, self.raw, scales, g.to(self.raw.dtype), wanted)
         if "kappa" in pulled:
             pulled["m"] = pulled.pop("kappa") * (scales.kappa if self.map.is_log("m") else self.map.beta)
         for role in pulled.keys() - {"w", "m"}:
             if self.map.is_log(role):
                 pulled[role] = pulled[role] * getattr(scales, role)
-        return pulled["w"], {factor.name: self._contract(factor, pulled[factor.role]) for factor in factors}
+        return pulled["w"], {tensor.name: self._contract(tensor, pulled[tensor.role]) for tensor in tensors}
 
     def _value(self, role: str) -> Value:
         """Return a scale, or kappa for the absorbed curvature."""
         first, pattern, is_log = self.map.first(role), self.map.pattern(role), self.map.is_log(role)
-        factors = self.map.by_role(role)
-        if not factors:
+        tensors = self.map.by_role(role)
+        if not tensors:
             return first
         if pattern == "lora":
-            product = self._product(*(self.factors[factor.name] for factor in factors))
+            product = self._product(*(self.tensors[tensor.name] for tensor in tensors))
             return first * torch.exp(product) if is_log else first + product
-        values = [self._spread(factor) for factor in factors]
+        values = [self._spread(tensor) for tensor in tensors]
         if is_log:  # exp(a) exp(b), not exp(a + b): avoids the rounding of a sum inside an exponent
             return functools.reduce(torch.mul, (torch.exp(value) for value in values))
         return functools.reduce(torch.add if pattern == "row_col_add" else torch.mul, values)
 
-    def _spread(self, factor: Factor) -> Tensor:
-        """Return a factor with all dimensions of the raw weight, those that it lacks of size 1."""
-        value = self.factors[factor.name]
-        for dim in factor.lacks:
+    def _spread(self, tensor: ScaleTensor) -> Tensor:
+        """Return a tensor with all dimensions of the raw weight, those that it lacks of size 1."""
+        value = self.tensors[tensor.name]
+        for dim in tensor.lacks:
             value = value.unsqueeze(dim)
         return value
 
-    def _contract(self, factor: Factor, g: Tensor) -> Tensor:
-        """Reduce a full-size cotangent of the factor's role to the factor's shape."""
-        pattern = self.map.pattern(factor.role)
+    def _contract(self, tensor: ScaleTensor, g: Tensor) -> Tensor:
+        """Reduce a full-size cotangent of the role to the tensor's shape."""
+        pattern = self.map.pattern(tensor.role)
         if pattern in ("row_col_mult", "lora"):
-            a, b = self.map.by_role(factor.role)
-            other = b if factor.name == a.name else a
+            a, b = self.map.by_role(tensor.role)
+            other = b if tensor.name == a.name else a
             if pattern == "lora":
-                return self._contract_lora(factor, self.factors[other.name], g)
+                return self._contract_lora(tensor, self.tensors[other.name], g)
             g = g * self._spread(other)
-        return summed(g, factor.lacks).reshape(self.factors[factor.name].shape)
+        return summed(g, tensor.lacks).reshape(self.tensors[tensor.name].shape)
 
-    def _contract_lora(self, factor: Factor, other: Tensor, g: Tensor) -> Tensor:
+    def _contract_lora(self, tensor: ScaleTensor, other: Tensor, g: Tensor) -> Tensor:
         axes = self.map.axes
-        g, other = matrices(g, axes), self._lora_matrix(factor.dims[-1] is not None, other)
-        product = _matmul(g, other.mT) if factor.dims[-1] is None else _matmul(other.mT, g)
-        return product.reshape(self.factors[factor.name].shape)
+        g, other = matrices(g, axes), self._lora_matrix(tensor.dims[-1] is not None, other)
+        product = _matmul(g, other.mT) if tensor.dims[-1] is None else _matmul(other.mT, g)
+        return product.reshape(self.tensors[tensor.name].shape)
 
     def _product(self, a: Tensor, b: Tensor) -> Tensor:
         """Return the product of LoRA's factors with the shape of the raw weight."""
@@ -366,6 +366,6 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
 class CurvedBase(nn.Module):
     """What routing knows of a module with raw weights; :class:`symexplin.modules.CurvedModule` implements it."""
 
-    def sel_roles(self) -> dict[str, tuple[Map, Factor | None]]:
-        """Return the map of every raw weight and factor by its local name, with a factor itself."""
+    def sel_roles(self) -> dict[str, tuple[Map, ScaleTensor | None]]:
+        """Return (map, None) for every raw weight and (map, tensor) for every tensor of a scale, by local names."""
         raise NotImplementedError

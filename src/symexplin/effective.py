@@ -26,10 +26,10 @@ _WRITES = re.compile(r"\w*[^_]_|__i(?!nt__|ndex__|nvert__)\w+__|__setitem__|__se
 
 
 def curved_of(spec: Map, parts: Sequence[Tensor]) -> Curved:
-    """Return the map at `parts`, a raw weight and the factors, in the compute dtype."""
+    """Return the map at `parts`, a raw weight and the tensors of its scales, in the compute dtype."""
     dtype = compute_dtype(*parts)
-    raw, *factors = (part.to(dtype) for part in parts)
-    return Curved(spec, raw, dict(zip((factor.name for factor in spec.factors), factors, strict=True)))
+    raw, *tensors = (part.to(dtype) for part in parts)
+    return Curved(spec, raw, dict(zip((tensor.name for tensor in spec.tensors), tensors, strict=True)))
 
 
 def effective(spec: Map, parts: Sequence[Tensor]) -> Tensor:
@@ -65,8 +65,8 @@ def _apply(traced: Any, eager: Any, *args: Any) -> Tensor:
 
 def _pull(curved: Curved, g: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
     """Return the gradients by `parts` for a gradient `g` of the effective weight."""
-    raw, factors = curved.pullback(g)
-    return [grad.to(part.dtype) for grad, part in zip((raw, *factors.values()), parts, strict=True)]
+    raw, tensors = curved.pullback(g)
+    return [grad.to(part.dtype) for grad, part in zip((raw, *tensors.values()), parts, strict=True)]
 
 
 def _push(curved: Curved, tangents: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -77,7 +77,7 @@ def _push(curved: Curved, tangents: Sequence[Tensor], dtype: torch.dtype) -> Ten
 
 
 class _Effective(torch.autograd.Function):
-    """raw, factors -> effective weight in the dtype of raw; saves only its inputs."""
+    """raw, scales -> effective weight in the dtype of raw; saves only its inputs."""
 
     generate_vmap_rule = True
 
@@ -97,7 +97,7 @@ class _Effective(torch.autograd.Function):
 
 
 class _Linear(torch.autograd.Function):
-    """x, bias, raw, factors -> x w_eff^T + bias; computes w_eff again in backward."""
+    """x, bias, raw, scales -> x w_eff^T + bias; computes w_eff again in backward."""
 
     generate_vmap_rule = True
 

@@ -62,7 +62,7 @@ def init_(
 def _mismatched(target: Tensor, spec: Map) -> Tensor:
     """Return ``mismatch(congruent_inverse(target))``, with the first values of the scales and without delta."""
     target = target.detach().to(compute_dtype(target))
-    factors = spec.start(target.dtype, target.device, position=0)
+    tensors = spec.start(target.dtype, target.device, position=0)
     congruent = Map.of(spec.shape, spec.axes, dataclasses.replace(spec.config, mode="congruent"))
-    raw = Curved(congruent, target, factors).inverse(target)
-    return Curved(spec, raw, factors).effective()
+    raw = Curved(congruent, target, tensors).inverse(target)
+    return Curved(spec, raw, tensors).effective()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from symexplin.config import SELConfig, check_config
-from symexplin.curve import Curved, CurvedBase, Factor, Map
+from symexplin.curve import Curved, CurvedBase, Map, ScaleTensor
 from symexplin.effective import READ_ONLY, curved_linear, curved_of, effective, read_only
 from symexplin.routes import routing
 from symexplin.validation import naming
@@ -26,7 +26,7 @@ __all__ = ["CurvedModule", "SELLinear", "convert", "fold"]
 
 _logger = logging.getLogger("symexplin")
 
-Made = tuple[Map, dict[str, nn.Parameter]]  # the map of one curved parameter, its "raw" and its factors
+Made = tuple[Map, dict[str, nn.Parameter]]  # the map of one curved parameter, its "raw" and the tensors of its scales
 Values = Sequence[tuple[nn.Module, dict[str, Tensor]]]  # modules with values of their curved parameters
 
 
@@ -44,7 +44,7 @@ class CurvedModule(CurvedBase):
     """Mixin of modules with curved parameters.
 
     A curved parameter X is a read-only property, computed on access and once per forward. The module's own parameters
-    are `raw_X` and the factors `X_e_row`, `X_m_column`, ...; those of `weight` have no prefix.
+    are `raw_X` and the scales `X_e_row`, `X_m_column`, ...; those of `weight` have no prefix.
     """
 
     sel_plain_type: ClassVar[type[nn.Module]]
@@ -64,20 +64,20 @@ class CurvedModule(CurvedBase):
             raise AttributeError(READ_ONLY)
         super().register_parameter(name, param)
 
-    def sel_roles(self) -> dict[str, tuple[Map, Factor | None]]:
-        """Return the map of every raw weight and factor by its local name, with a factor itself."""
-        roles: dict[str, tuple[Map, Factor | None]] = {}
+    def sel_roles(self) -> dict[str, tuple[Map, ScaleTensor | None]]:
+        """Return (map, None) for every raw weight and (map, tensor) for every tensor of a scale, by local names."""
+        roles: dict[str, tuple[Map, ScaleTensor | None]] = {}
         for name, spec in self.sel_maps.items():
             roles[_local(name, "raw")] = spec, None
-            roles |= {_local(name, factor.name): (spec, factor) for factor in spec.factors}
+            roles |= {_local(name, tensor.name): (spec, tensor) for tensor in spec.tensors}
         return roles
 
     def sel_curved(self, name: str = "weight") -> Curved:
-        """Return the map of a curved parameter at the present raw weight and factors."""
+        """Return the map of a curved parameter at the present raw weight and scales."""
         return curved_of(self.sel_maps[name], self._parts(name))
 
     def _parts(self, name: str) -> tuple[Tensor, ...]:
-        names = ("raw", *(factor.name for factor in self.sel_maps[name].factors))
+        names = ("raw", *(tensor.name for tensor in self.sel_maps[name].tensors))
         return tuple(cast(Tensor, getattr(self, _local(name, part))) for part in names)
 
     @torch.no_grad()
@@ -232,17 +232,17 @@ def _empty(kind: Any, names: tuple[str, ...]) -> nn.Module:
 @torch.inference_mode(False)
 @torch.no_grad()
 def _made(plain: nn.Parameter, spec: Map, position: int) -> Made:
-    """Return the map of a parameter with its raw weight and its factors at their first values.
+    """Return the map of a parameter with its raw weight and its scales at their first values.
 
     Raises:
         ValueError: a weight is not finite or out of the map's reach.
     """
-    factors = spec.start(plain.dtype, plain.device, position)
+    tensors = spec.start(plain.dtype, plain.device, position)
     raw = torch.empty_like(plain)  # in the same memory format
     if _has_values(plain):
-        start = curved_of(spec, (plain, *factors.values()))  # with the factors as stored: half precision rounds them
+        start = curved_of(spec, (plain, *tensors.values()))  # with the scales as stored: half precision rounds them
         raw.copy_(start.inverse(start.raw))
-    return spec, {name: nn.Parameter(value) for name, value in {"raw": raw, **factors}.items()}
+    return spec, {name: nn.Parameter(value) for name, value in {"raw": raw, **tensors}.items()}
 
 
 def _has_values(tensor: Tensor) -> bool:
@@ -250,7 +250,7 @@ def _has_values(tensor: Tensor) -> bool:
 
 
 def _curve_(module: nn.Module, made: Mapping[str, Made]) -> nn.Module:
-    """Replace parameters of `module` by their raw weights and factors, in place, and return it."""
+    """Replace parameters of `module` by their raw weights and scales, in place, and return it."""
     own: dict[str, nn.Parameter | None] = {}
     for name, parameter in module._parameters.items():
         if name in made:
@@ -266,7 +266,7 @@ def _curve_(module: nn.Module, made: Mapping[str, Made]) -> nn.Module:
 @torch.inference_mode(False)
 @torch.no_grad()
 def _plain_(module: CurvedModule, known: dict[int, nn.Parameter]) -> nn.Module:
-    """Replace the raw weights and factors of `module` by its effective weights, in place, and return it.
+    """Replace the raw weights and scales of `module` by its effective weights, in place, and return it.
 
     `known` has the plain parameters of raw ones that were folded before, by their ids: tied ones stay tied.
     """

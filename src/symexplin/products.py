@@ -61,7 +61,7 @@ def side_names(spec: Map, is_output: bool) -> dict[str, str]:
     stack, own = stack_dims(spec.axes), (out_dims if is_output else in_dims)(spec.axes)
     dims = [(*stack, *own)] if own else []
     dims += [stack] if is_output else []
-    return {factor.role: factor.name for factor in spec.factors if factor.role != "delta" and factor.dims in dims}
+    return {tensor.role: tensor.name for tensor in spec.tensors if tensor.role != "delta" and tensor.dims in dims}
 
 
 def side_factors(spec: Map, is_output: bool, learned: Mapping[str, Tensor], count: int, device: torch.device) -> Tensor:

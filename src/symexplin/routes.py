@@ -260,8 +260,8 @@ def _candidate(module: nn.Module, local: str, parameter: nn.Parameter) -> _Candi
     if isinstance(module, CurvedBase):
         if local not in (roles := module.sel_roles()):
             return _Candidate(type(module).__name__)  # left plain when the module was converted
-        spec, factor = roles[local]
-        return _Candidate(_INSIDE, axes="" if is_weight(spec.axes) else "o", decays=factor is None or factor.decays)
+        spec, tensor = roles[local]
+        return _Candidate(_INSIDE, axes="" if is_weight(spec.axes) else "o", decays=tensor is None or tensor.decays)
     kind, axes = _layer(module)
     weight = module._parameters.get("weight")
     if kind and local in ("weight", "bias") and weight is not None:

@@ -102,7 +102,7 @@ def test_scales_and_biases_take_adamws_step():
     model = network(torch.float64)
     optimizer = muon(model, eps=0.0)
     optimizer.create_state()
-    before = {name: (c.raw.clone(), {k: v.clone() for k, v in c.factors.items()}) for name, c in optimizer.curved()}
+    before = {name: (c.raw.clone(), {k: v.clone() for k, v in c.tensors.items()}) for name, c in optimizer.curved()}
     backward(model, 1)
     pulled = {name: c.pullback(model.get_parameter(name).grad) for name, c in optimizer.curved()}
     optimizer.step()
@@ -110,7 +110,7 @@ def test_scales_and_biases_take_adamws_step():
     for name, rate, decay in (("e_row", 50, 0.1), ("l_column", 50, 0.1), ("m_row", 0.01, 0.0)):
         expected = before["0.weight"][1][name] * (1 - 3e-4 * rate * decay)
         expected -= 3e-4 * rate * pulled["0.weight"][1][name].sign()
-        torch.testing.assert_close(after["0.weight"].factors[name], expected, rtol=1e-12, atol=0)
+        torch.testing.assert_close(after["0.weight"].tensors[name], expected, rtol=1e-12, atol=0)
     expected = before["0.bias"][0] * (1 - 1e-3) - 1e-2 * pulled["0.bias"][0].sign()
     torch.testing.assert_close(after["0.bias"].raw, expected, rtol=1e-12, atol=0)
 

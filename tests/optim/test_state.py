@@ -108,7 +108,7 @@ def test_the_state_of_the_default_map_is_adamws(dtype):
         assert kinds(optimizer.state[parameter]) == kinds(reference.state[parameter])
 
 
-FACTORS = 12 * 3 * (1024 + 512 + 512) + 2 * 4  # e, l and m of rows, columns and the bias, with moments; their counts
+SCALES = 12 * 3 * (1024 + 512 + 512) + 2 * 4  # e, l and m of rows, columns and the bias, with moments; their counts
 
 
 @pytest.mark.parametrize(
@@ -118,12 +118,12 @@ FACTORS = 12 * 3 * (1024 + 512 + 512) + 2 * 4  # e, l and m of rows, columns and
         (sel.SELConfig(), torch.bfloat16, {}, 12, 0),
         (sel.SELConfig(), torch.bfloat16, {"stochastic_rounding": True}, 8, 0),
         (sel.preset("frozen"), torch.bfloat16, {}, 12, 0),
-        (PAPER, torch.float32, {}, 12, FACTORS),
-        (PAPER, torch.bfloat16, {}, 12, FACTORS),
+        (PAPER, torch.float32, {}, 12, SCALES),
+        (PAPER, torch.bfloat16, {}, 12, SCALES),
     ],
 )
 def test_bytes_of_state_per_parameter(config, dtype, settings, each, more):
-    """Of an entry of the weight or the bias, and of all factors; a count has 4 bytes."""
+    """Of an entry of the weight or the bias, and of all scales; a count has 4 bytes."""
     optimizer = build(nn.Sequential(nn.Linear(1024, 512)).to(dtype), config, **settings)
     optimizer.create_state()
     held = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
@@ -134,11 +134,11 @@ def test_names_of_the_state_are_those_of_the_module_form():
     model, converted = network(), sel.convert(network(), sel.preset("paper+offset"))
     optimizer = build(model, sel.preset("paper+offset"))
     optimizer.create_state()
-    factors = {name for name, _ in converted[0].named_parameters() if not name.startswith(("raw", "bias"))}
-    assert {"e_row", "e_column", "n_column", "delta_A"} < factors
-    moments = {f"{stem}exp_avg{end}" for stem in ("", *(f"{f}_" for f in factors)) for end in ("", "_sq")}
-    assert set(optimizer.state[model[0].weight]) == {"step", "scale_step", "raw"} | factors | moments
-    for name in factors:
+    scales = {name for name, _ in converted[0].named_parameters() if not name.startswith(("raw", "bias"))}
+    assert {"e_row", "e_column", "n_column", "delta_A"} < scales
+    moments = {f"{stem}exp_avg{end}" for stem in ("", *(f"{scale}_" for scale in scales)) for end in ("", "_sq")}
+    assert set(optimizer.state[model[0].weight]) == {"step", "scale_step", "raw"} | scales | moments
+    for name in scales:
         assert torch.equal(optimizer.state[model[0].weight][name], getattr(converted[0], name).detach())
 
 

@@ -11,7 +11,7 @@ from training import backward, build, network
 
 
 def made(home, model, config):
-    """The statistics' arguments, and the raw weights and factors of each tensor by name."""
+    """The statistics' arguments, and the raw weights and scales of each tensor by name."""
     if home == "module":
         sel.convert(model, config)
         maps = {f"{n}.{w}": layer.sel_curved(w) for n, layer in model.named_children() for w in layer.sel_maps}
@@ -33,8 +33,8 @@ def test_stats_against_direct_computation(home, mode):
     arguments, maps = made(home, model, sel.SELConfig(beta=2.0, mode=mode, l=sel.Scale(start=0.5), **learned))
     with torch.no_grad():
         for i, curved in enumerate(maps.values()):
-            for name, factor in curved.factors.items():
-                factor.fill_(1.0 + i) if name == "m" else factor.copy_(torch.rand_like(factor) + 0.5)
+            for name, tensor in curved.tensors.items():
+                tensor.fill_(1.0 + i) if name == "m" else tensor.copy_(torch.rand_like(tensor) + 0.5)
     found, scales = sel.stats(*arguments), {name: c.scales() for name, c in maps.items()}
     e = [torch.as_tensor(scales[name].e).expand_as(c.raw).detach() for name, c in maps.items()]
     mean = statistics.fmean(float(values.mean()) for values in e)

@@ -116,7 +116,7 @@ INLINE float log1p_of(float x) {
 }
 
 /* Move the moments. As torch's lerp does, from the nearer end: with a small beta a g much smaller than m still counts.
-   g^2 without its factor overflows early. */
+   g^2 without 1 - beta2 overflows early. */
 INLINE float direction(Step k, float g, float *m, float *s) {
     *m = (k.far != 0 ? g : *m) + (g - *m) * k.towards;
     *s = *s * k.beta2 + (g * k.gain2) * g;

@@ -246,10 +246,10 @@ def _number(clip: Tensor | None) -> float:
 
 def _set_step(call: _Call, closed: Closed | None, clip: Tensor | None, rates: Rates | None = None) -> None:
     """Set the numbers that the closed form's loops use."""
-    step, factor = call.step, _number(clip)
+    step, clip_coef = call.step, _number(clip)
     kappa, c = (1.0, 1.0) if closed is None else (closed.kappa, closed.c)
-    step.clip, step.c, step.inverse, step.kappa = factor, c, 1.0 / c, kappa
-    step.base, step.slope = factor * kappa * c, 0.0 if closed is None else factor * kappa
+    step.clip, step.c, step.inverse, step.kappa = clip_coef, c, 1.0 / c, kappa
+    step.base, step.slope = clip_coef * kappa * c, 0.0 if closed is None else clip_coef * kappa
     if rates is not None:
         call.moves, step.decay = rates.lr != 0, rates.lr * rates.decay
         step.far, step.keep = rates.from_grad, 1 - step.decay

@@ -120,7 +120,7 @@ class _Closed(ClosedPlan):
         """See :meth:`ClosedPlan.update`."""
         kappa, c = self._numbers
         decay, table = rates.lr * rates.decay, self._noise(noise)
-        numbers = _factor(clip, self._device), *rates.direction(kappa), 1.0 - decay, decay, kappa, c
+        numbers = _clip_coef(clip, self._device), *rates.direction(kappa), 1.0 - decay, decay, kappa, c
         constants = {"DECAYS": decay != 0.0, "NOISE": noise is not None, "PLAIN": self.closed is None, **self._kind}
         for group in self._all.groups:
             rest = self._grads.table, table, *numbers
@@ -144,7 +144,7 @@ class _Closed(ClosedPlan):
         """See :meth:`ClosedPlan.pull`."""
         values, grads = (_floats(part.size, self._device) for _ in range(2))
         for group in part.groups:
-            rest = self._grads.table, values, grads, _factor(clip, self._device), *self._numbers
+            rest = self._grads.table, values, grads, _clip_coef(clip, self._device), *self._numbers
             flags = {"CLIPS": clip is not None, "ALIGNED": self._grads.aligned(group)}
             _launch(self._kernels.pull, group, *rest, **flags, **self._kind)
         return values, grads
@@ -208,7 +208,7 @@ class _Products(ProductPlan):
     def pull(self, part: _Part, clip: Tensor | None) -> Tensor:
         """See :meth:`ProductPlan.pull`."""
         grads = _floats(part.size, self._device)
-        rest = self._grads.table, grads, _factor(clip, self._device), *self._factors, *self.matrices.counts
+        rest = self._grads.table, grads, _clip_coef(clip, self._device), *self._factors, *self.matrices.counts
         for group in part.groups:
             flags = {"CLIPS": clip is not None, "ALIGNED": self._grads.aligned(group)}
             _launch(self._kernels.product_pull, group, *rest, **flags, **self._kind)
@@ -221,7 +221,7 @@ class _Products(ProductPlan):
 
     def _update(self, rates: Rates, clip: Tensor | None, factors: Factors) -> None:
         numbers = *self.matrices.counts, *rates.direction(1.0), 1.0 - rates.lr * rates.decay
-        rest = self._grads.table, _factor(clip, self._device), *self._factors, *factors, *numbers
+        rest = self._grads.table, _clip_coef(clip, self._device), *self._factors, *factors, *numbers
         constants = {**_constants(rates, clip), **self._kind, **self._delta}
         for group in self._all.groups:
             _launch(self._kernels.product_step, group, *rest, **constants, ALIGNED=self._grads.aligned(group))
@@ -251,7 +251,7 @@ def _upload(numbers: Tensor, device: torch.device) -> Tensor:
     return numbers if device == _CPU else numbers.pin_memory().to(device, non_blocking=True)
 
 
-def _factor(clip: Tensor | None, device: torch.device) -> Tensor | None:
+def _clip_coef(clip: Tensor | None, device: torch.device) -> Tensor | None:
     return None if clip is None else clip.to(device, torch.float32)
 
 

@@ -463,7 +463,7 @@ def product_pull(
     start, scratch, grad = tl.load(line + _START), tl.load(line + _AT), grads + tl.load(line + _ITEM)
     if ALIGNED:
         scratch = tl.multiple_of(scratch, 16)
-    factor = tl.load(clip) if CLIPS else 1.0
+    clip_coef = tl.load(clip) if CLIPS else 1.0
     kappa1, c1, lam1 = _factors(of_columns, all_columns, line + _COL, j, inside1)
     for r in range(0, TALL, ROWS):
         i = first + r + tl.arange(0, ROWS)
@@ -473,7 +473,7 @@ def product_pull(
         raw, _g, _w, _x, _F, _E = _raw_grads(
             line, grad, kappa0, c0, lam0, kappa1, c1, lam1, at, inside, MAGNITUDE, HALF, ALIGNED,
         )  # fmt: skip
-        tl.store(raw_grads + scratch + (i - start)[:, None] * cols + j[None, :], factor * raw, mask=inside)
+        tl.store(raw_grads + scratch + (i - start)[:, None] * cols + j[None, :], clip_coef * raw, mask=inside)
 
 
 @triton.jit
@@ -506,7 +506,7 @@ def product_step(
     """Apply AdamW to raw weights and write the weights under new factors."""
     line, cols, first, stop, j, inside1 = _matrix_tile(table, tiles, ALIGNED, TALL, COLS)
     grad = grads + tl.load(line + _ITEM)
-    factor = tl.load(clip) if CLIPS else 1.0
+    clip_coef = tl.load(clip) if CLIPS else 1.0
     kappa1, c1, lam1 = _factors(old_columns, all_columns, line + _COL, j, inside1)
     kappa2, c2, lam2 = _factors(new_columns, all_columns, line + _COL, j, inside1)
     for r in range(0, TALL, ROWS):
@@ -519,7 +519,7 @@ def product_step(
         )  # fmt: skip
         m = _read(line + _EXP_AVG, at, inside, False, ALIGNED)
         s = _read(line + _EXP_AVG_SQ, at, inside, False, ALIGNED)
-        d, m, s = _direction(factor * raw, m, s, towards, beta2, gain2, root, eps, FROM_GRAD)
+        d, m, s = _direction(clip_coef * raw, m, s, towards, beta2, gain2, root, eps, FROM_GRAD)
         _write(line + _EXP_AVG, at, inside, m, False, ALIGNED)
         _write(line + _EXP_AVG_SQ, at, inside, s, False, ALIGNED)
         if MOVES:

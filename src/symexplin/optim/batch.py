@@ -66,7 +66,7 @@ class FormulaBatch(Batch):
             if entry.is_stored:
                 curved = entry.curved_map()
                 gradient, entry.grads = curved.pullback(gradient)
-                curved = curved._replace(factors={name: scale.clone() for name, scale in curved.factors.items()})
+                curved = curved._replace(tensors={name: scale.clone() for name, scale in curved.tensors.items()})
                 grads += [] if entry.shard.groups else entry.grads.values()
             elif entry.closed is not None:
                 gradient = gradient * entry.closed.slope(entry.weight())

@@ -173,11 +173,11 @@ def _check_state(group: Group, i: int, shape: tuple[int, ...], state: State, mom
     """Refuse the state of a parameter that lacks a tensor, or has one of another shape."""
     shapes: dict[str, Sequence[int]] = {"step": ()}
     if is_curved(group):
-        factors = {factor.name: factor.shape for factor in map_of(group, i, shape).factors}
+        tensors = {tensor.name: tensor.shape for tensor in map_of(group, i, shape).tensors}
         shapes |= (
-            factors | ({"scale_step": ()} if factors else {}) | ({} if config_of(group).closed else {"raw": shape})
+            tensors | ({"scale_step": ()} if tensors else {}) | ({} if config_of(group).closed else {"raw": shape})
         )
-        shapes |= {moment_key(f, name): size for f, size in factors.items() for name in moments("scale", "")}
+        shapes |= {moment_key(key, name): size for key, size in tensors.items() for name in moments("scale", "")}
     for name in moments("raw", group["axes"][i]) if is_curved(group) else moments("plain", ""):
         shapes[name] = shape
     for name, size in shapes.items():

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from symexplin import rounding
 from symexplin.closed import Closed
-from symexplin.curve import Curved, Factor, Map
+from symexplin.curve import Curved, Map, ScaleTensor
 from symexplin.optim.annealing import multiplier
 from symexplin.optim.groups import Group, config_of, is_curved, map_of, name_of
 from symexplin.optim.shard import WHOLE, Shard, address, is_dtensor, local, shard_of
@@ -105,12 +105,12 @@ class Entry:
         # Whether the parameter is rounded stochastically instead of having a master copy.
         self.rounds = bool(group["stochastic_rounding"]) and self.parameter.dtype == torch.bfloat16
         self.closed: Closed | None = None
-        self.scales: dict[str, tuple[Factor, Shard]] = {}  # the learned ones, whole, with their placements
+        self.scales: dict[str, tuple[ScaleTensor, Shard]] = {}  # the learned ones, whole, with their placements
         if self.curved:
             self.map: Map = map_of(group, i, self.value.shape)
             self.closed = Closed.of(config_of(group)) if self.map.is_closed else None
-            factors = map_of(group, i, self.shape).factors
-            self.scales = {factor.name: (factor, self.shard.along(factor.dims)) for factor in factors}
+            tensors = map_of(group, i, self.shape).tensors
+            self.scales = {tensor.name: (tensor, self.shard.along(tensor.dims)) for tensor in tensors}
         self.is_stored = self.curved and self.closed is None  # whether the state has a raw weight
         self.grads: dict[str, Tensor] = {}  # of the scales, in a step
 
@@ -189,17 +189,17 @@ class Entry:
         names, step = moments("scale", ""), float(self.state["scale_step"])
         lr, decay = float(self.group["lr"]), float(self.group["weight_decay"])
         leaves = []
-        for name, (factor, shard) in self.scales.items():
-            value, rate = self.own(name), lr * factor.lr_scale * multiplier(f"k_{factor.role}", self.group)
+        for name, (tensor, shard) in self.scales.items():
+            value, rate = self.own(name), lr * tensor.lr_scale * multiplier(f"k_{tensor.role}", self.group)
             leaf = Leaf(
                 kind="scale",
                 name=f"{self.name} {name}",
                 value=value.clone() if rate == 0.0 else value,
                 grad=clipped(self.grads[name], clip),
                 lr=rate,
-                weight_decay=decay if factor.decays else 0.0,
+                weight_decay=decay if tensor.decays else 0.0,
                 step=step,
-                shape=factor.shape,
+                shape=tensor.shape,
                 moments={moment: self.own(moment_key(name, moment)) for moment in names},
                 shard=shard,
             )
@@ -224,9 +224,9 @@ class Entry:
                 state["scale_step"] = state["step"].clone()
                 position = self.group["position"][self.index]  # initialized whole, to be independent of the sharding
                 first = map_of(self.group, self.index, self.shape).start(self.dtype, self.value.device, position)
-                for name, (factor, shard) in self.scales.items():
+                for name, (tensor, shard) in self.scales.items():
                     value = shard.cut(first[name])
-                    state[name] = shard.wrap(value, factor.shape)
+                    state[name] = shard.wrap(value, tensor.shape)
                     self._create_moments(name, value, moments("scale", ""))
             if self.is_stored:
                 state["raw"] = self.shard.wrap(self._inverse(), self.shape)
@@ -246,9 +246,9 @@ class Entry:
 
     def _placement(self, key: str) -> tuple[Shard, Sequence[int]]:
         """Return the placement and the whole shape of a tensor of the state: a scale's, or the weight's."""
-        for name, (factor, shard) in self.scales.items():
+        for name, (tensor, shard) in self.scales.items():
             if f"{key}_".startswith(f"{name}_"):
-                return shard, factor.shape
+                return shard, tensor.shape
         return self.shard, self.shape
 
     def adopt(self, key: str, value: Any) -> Any:
@@ -288,5 +288,5 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def clipped(grad: Tensor, clip: Tensor | None) -> Tensor:
-    """Return the gradient times the clipping factor; never in place, since it may be the parameter's own."""
+    """Return the gradient times the clipping coefficient; never in place, since it may be the parameter's own."""
     return grad if clip is None else grad * clip.to(grad)

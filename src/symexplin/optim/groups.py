@@ -83,7 +83,7 @@ def param_groups(
 
 
 class _Role(NamedTuple):
-    """What a parameter of a model is, and of a factor in a converted one its configuration and what multiplies k."""
+    """What a parameter of a model is, and of a scale in a converted one its configuration and what multiplies k."""
 
     name: str
     config: SELConfig | None = None
@@ -95,8 +95,8 @@ def _module_roles(model: nn.Module) -> dict[int, _Role]:
     roles: dict[int, _Role] = {}
     for module in model.modules():
         if isinstance(module, CurvedBase):
-            for local, (spec, factor) in module.sel_roles().items():
-                role = _Role("raw") if factor is None else _Role(factor.role, spec.config, factor.lr_scale)
+            for local, (spec, tensor) in module.sel_roles().items():
+                role = _Role("raw") if tensor is None else _Role(tensor.role, spec.config, tensor.lr_scale)
                 roles[id(getattr(module, local))] = role
     return roles
 

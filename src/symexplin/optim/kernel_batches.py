@@ -185,7 +185,7 @@ class _Deltas:
     """Copies of the low-rank summands A B of matrices, in the order of memory, with their gradients."""
 
     def __init__(self, entries: Sequence[Entry]) -> None:
-        names = [factor.name for factor in entries[0].map.by_role("delta")]
+        names = [tensor.name for tensor in entries[0].map.by_role("delta")]
         self._values = [part for entry in entries for part in _in_memory(entry, [entry.own(name) for name in names])]
         self._gradients = [
             part for entry in entries for part in _in_memory(entry, [entry.grads[name] for name in names])

@@ -151,7 +151,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         return stack
 
     def _clip(self, entries: Sequence[Entry], norm: Tensor) -> Tensor | None:
-        """Return the clipping factor of the gradients, max_norm/(norm + 1e-6) and at most 1, as torch does.
+        """Return the clipping coefficient of the gradients, max_norm/(norm + 1e-6) and at most 1, as torch does.
 
         Warns once if the norm is not finite. On an accelerator only every hundredth step checks it.
         """

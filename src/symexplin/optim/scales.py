@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from symexplin.curve import Factor, sides, stack_dims
+from symexplin.curve import ScaleTensor, sides, stack_dims
 from symexplin.kernels.interface import ClosedPlan, Factors, Kernels, Rates, Tensors
 from symexplin.optim.annealing import multiplier
 from symexplin.optim.entry import Entry, moment_key
@@ -42,7 +42,7 @@ class JoinedScales:
             for is_output in (True, False)
         }
         outputs = [count for stack, (count, _) in zip(stacks, ends, strict=True) for _ in range(stack)]
-        names = [factor.name for factor in self._map.factors]
+        names = [tensor.name for tensor in self._map.tensors]
         self._values = {name: [entry.own(name).view(-1) for entry in entries] for name in names}
         sizes = [sum(map(Tensor.numel, values)) for values in self._values.values()]
         self._device = entries[0].value.device
@@ -98,21 +98,21 @@ class JoinedScales:
             self._gradients[side_names(self._map, side)[role]].copy_(grad)
         del self._learned, self._sides
 
-    def _adamw(self, kernels: Kernels) -> Iterator[tuple[Factor, ClosedPlan]]:
+    def _adamw(self, kernels: Kernels) -> Iterator[tuple[ScaleTensor, ClosedPlan]]:
         """Yield one of the scales that have equal rates, and AdamW's steps of all of them."""
-        alike: dict[tuple[str, float, bool], list[Factor]] = {}
-        for factor in self._map.factors:
-            alike.setdefault((factor.role, factor.lr_scale, factor.decays), []).append(factor)
-        for factors in alike.values():
-            owners = [(name, i) for name in (factor.name for factor in factors) for i in range(len(self._entries))]
+        alike: dict[tuple[str, float, bool], list[ScaleTensor]] = {}
+        for tensor in self._map.tensors:
+            alike.setdefault((tensor.role, tensor.lr_scale, tensor.decays), []).append(tensor)
+        for tensors in alike.values():
+            owners = [(name, i) for name in (tensor.name for tensor in tensors) for i in range(len(self._entries))]
             values = [self._entries[i].own(name) for name, i in owners]
             moments = [[self._entries[i].own(moment_key(name, moment)) for name, i in owners] for moment in ADAMW]
             grads = [self._entries[i].grads[name] for name, i in owners]
-            yield factors[0], kernels.closed(None, Tensors(values, moments[0], moments[1], grads=grads))
+            yield tensors[0], kernels.closed(None, Tensors(values, moments[0], moments[1], grads=grads))
 
     def update(self, clip: Tensor | None) -> None:
         """Apply AdamW to all scales. This is the rule without leaves: they would take longer to make."""
-        for factor, plan in self._plans:
+        for tensor, plan in self._plans:
             rates, entry = rates_of(self._entries[0], "scale_step"), self._entries[0]
-            rates = rates._replace(lr=rates.lr * factor.lr_scale * multiplier(f"k_{factor.role}", entry.group))
-            plan.update(rates if factor.decays else rates._replace(decay=0.0), clip)
+            rates = rates._replace(lr=rates.lr * tensor.lr_scale * multiplier(f"k_{tensor.role}", entry.group))
+            plan.update(rates if tensor.decays else rates._replace(decay=0.0), clip)

@@ -118,5 +118,5 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Itera
             for name in layer.sel_maps:
                 curved = layer.sel_curved(name)
                 # fully_shard splits each parameter of the layer separately, so their local parts do not match.
-                factors = {key: whole(value) for key, value in curved.factors.items()}
-                yield curved._replace(raw=whole(curved.raw), factors=factors), math.prod(curved.map.shape), WHOLE
+                tensors = {key: whole(value) for key, value in curved.tensors.items()}
+                yield curved._replace(raw=whole(curved.raw), tensors=tensors), math.prod(curved.map.shape), WHOLE
