@@ -17,8 +17,8 @@ from symexplin.kernels import gpu_kernels
 
 TYPES = {"tiles": "*i32", **dict.fromkeys(("table", "grads", "noise"), "*i64")}
 TYPES |= dict.fromkeys(("all_rows", "all_columns", "kinds"), "i32")
-TYPES |= dict.fromkeys(("towards", "beta2", "gain2", "root", "eps", "keep", "decay", "kappa", "c"), "fp32")
-TYPES |= dict.fromkeys(("base", "slope"), "fp32")
+TYPES |= dict.fromkeys(("lerp_weight", "beta2", "one_minus_beta2", "sqrt_scale", "eps", "one_minus_decay"), "fp32")
+TYPES |= dict.fromkeys(("decay", "kappa", "c", "base", "slope"), "fp32")
 SIZES = {"TILE": 2048, "TALL": 64, "ROWS": 4, "COLS": 256, "TILES": 16}
 for name in gpu_kernels.__all__:
     kernel = getattr(gpu_kernels, name)

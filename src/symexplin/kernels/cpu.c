@@ -29,10 +29,11 @@ typedef struct {
     float *by_a, *by_b;
 } Matrix;
 
-/* AdamW's direction times the rate is m/(root sqrt(s) + eps). In the closed form raw gradients are g (base + slope |v|)
-   and `decay` is lr wd; plain weights keep the share `keep`. */
+/* AdamW's direction times the rate is m/(sqrt_scale sqrt(s) + eps), and `decay` is lr wd. In the closed form raw
+   gradients are g (base + slope |v|). */
 typedef struct {
-    float far, towards, beta2, gain2, root, eps, clip, keep, decay, base, slope, c, inverse, kappa;
+    float from_grad, lerp_weight, beta2, one_minus_beta2, sqrt_scale, eps, clip, one_minus_decay, decay;
+    float base, slope, c, inverse, kappa;
 } Step;
 
 typedef struct {
@@ -118,9 +119,9 @@ INLINE float log1p_of(float x) {
 /* Move the moments. As torch's lerp does, from the nearer end: with a small beta a g much smaller than m still counts.
    g^2 without 1 - beta2 overflows early. */
 INLINE float direction(Step k, float g, float *m, float *s) {
-    *m = (k.far != 0 ? g : *m) + (g - *m) * k.towards;
-    *s = *s * k.beta2 + (g * k.gain2) * g;
-    return *m / (k.root * sqrtf(*s) + k.eps);
+    *m = (k.from_grad != 0 ? g : *m) + (g - *m) * k.lerp_weight;
+    *s = *s * k.beta2 + (g * k.one_minus_beta2) * g;
+    return *m / (k.sqrt_scale * sqrtf(*s) + k.eps);
 }
 
 /* ---- the closed form ---- */
@@ -181,7 +182,7 @@ NOINLINE double norm_block(const Call *x, int64_t item, int64_t at, int64_t coun
 
 /* The following functions step a whole block, so that an entry gets the same bits wherever its block begins. */
 NOINLINE void step_plain(Step k, Out v, In g, Out m, Out s) {
-    for (int i = 0; i < BLOCK; i++) v[i] = v[i] * k.keep - direction(k, g[i] * k.base, &m[i], &s[i]);
+    for (int i = 0; i < BLOCK; i++) v[i] = v[i] * k.one_minus_decay - direction(k, g[i] * k.base, &m[i], &s[i]);
 }
 
 /* exp(x) multiplies c + |v|. Returns whether an |x| is too large for expm1_near. */

@@ -50,8 +50,8 @@ class _Step(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_float)
         for name in (
-            *("far", "towards", "beta2", "gain2", "root", "eps", "clip", "keep", "decay"),
-            *("base", "slope", "c", "inverse", "kappa"),
+            *("from_grad", "lerp_weight", "beta2", "one_minus_beta2", "sqrt_scale", "eps"),
+            *("clip", "one_minus_decay", "decay", "base", "slope", "c", "inverse", "kappa"),
         )
     )
 
@@ -252,8 +252,8 @@ def _set_step(call: _Call, closed: Closed | None, clip: Tensor | None, rates: Ra
     step.base, step.slope = clip_coef * kappa * c, 0.0 if closed is None else clip_coef * kappa
     if rates is not None:
         call.moves, step.decay = rates.lr != 0, rates.lr * rates.decay
-        step.far, step.keep = rates.from_grad, 1 - step.decay
-        step.towards, step.beta2, step.gain2, step.root, step.eps = rates.direction(kappa)
+        step.from_grad, step.one_minus_decay = rates.from_grad, 1 - step.decay
+        step.lerp_weight, step.beta2, step.one_minus_beta2, step.sqrt_scale, step.eps = rates.direction(kappa)
 
 
 def kernels_of(library: ctypes.CDLL, name: str) -> Kernels:

@@ -106,11 +106,11 @@ def _log1p(x):
 
 
 @triton.jit
-def _direction(g, m, s, towards, beta2, gain2, root, eps, FROM_GRAD: tl.constexpr):
-    """Return AdamW's direction times the rate, m/(root sqrt(s) + eps), and the moments, as cpu.c does."""
-    m = (g if FROM_GRAD else m) + (g - m) * towards
-    s = s * beta2 + (g * gain2) * g
-    return m / (root * tl.sqrt_rn(s) + eps), m, s
+def _direction(g, m, s, lerp_weight, beta2, one_minus_beta2, sqrt_scale, eps, FROM_GRAD: tl.constexpr):
+    """Return AdamW's direction times the rate, m/(sqrt_scale sqrt(s) + eps), and the moments, as cpu.c does."""
+    m = (g if FROM_GRAD else m) + (g - m) * lerp_weight
+    s = s * beta2 + (g * one_minus_beta2) * g
+    return m / (sqrt_scale * tl.sqrt_rn(s) + eps), m, s
 
 
 # ---- memory ----
@@ -227,7 +227,8 @@ def _write_weights(
 
 @triton.jit
 def step(
-    table, tiles, grads, noise, clip, towards, beta2, gain2, root, eps, keep, decay, kappa, c,
+    table, tiles, grads, noise, clip, lerp_weight, beta2, one_minus_beta2, sqrt_scale, eps, one_minus_decay, decay,
+    kappa, c,
     FROM_GRAD: tl.constexpr, CLIPS: tl.constexpr, DECAYS: tl.constexpr, MOVES: tl.constexpr, PLAIN: tl.constexpr,
     HALF: tl.constexpr, MASTERS: tl.constexpr, NOISE: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -242,12 +243,12 @@ def step(
     size = tl.abs(v)
     if not PLAIN:
         g *= kappa * (c + size)
-    d, m, s = _direction(g, m, s, towards, beta2, gain2, root, eps, FROM_GRAD)
+    d, m, s = _direction(g, m, s, lerp_weight, beta2, one_minus_beta2, sqrt_scale, eps, FROM_GRAD)
     _write(line + _EXP_AVG, at, inside, m, False, ALIGNED)
     _write(line + _EXP_AVG_SQ, at, inside, s, False, ALIGNED)
     if MOVES:
         if PLAIN:
-            v = v * keep - d
+            v = v * one_minus_decay - d
         else:
             x = -_flipped(d, v)
             if DECAYS:
@@ -499,7 +500,7 @@ def product_push(
 @triton.jit
 def product_step(
     table, tiles, grads, clip, old_rows, old_columns, new_rows, new_columns, all_rows, all_columns,
-    towards, beta2, gain2, root, eps, keep,
+    lerp_weight, beta2, one_minus_beta2, sqrt_scale, eps, one_minus_decay,
     FROM_GRAD: tl.constexpr, CLIPS: tl.constexpr, MOVES: tl.constexpr, MAGNITUDE: tl.constexpr, DELTA: tl.constexpr,
     HALF: tl.constexpr, ALIGNED: tl.constexpr, TALL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
@@ -519,11 +520,11 @@ def product_step(
         )  # fmt: skip
         m = _read(line + _EXP_AVG, at, inside, False, ALIGNED)
         s = _read(line + _EXP_AVG_SQ, at, inside, False, ALIGNED)
-        d, m, s = _direction(clip_coef * raw, m, s, towards, beta2, gain2, root, eps, FROM_GRAD)
+        d, m, s = _direction(clip_coef * raw, m, s, lerp_weight, beta2, one_minus_beta2, sqrt_scale, eps, FROM_GRAD)
         _write(line + _EXP_AVG, at, inside, m, False, ALIGNED)
         _write(line + _EXP_AVG_SQ, at, inside, s, False, ALIGNED)
         if MOVES:
-            w = w * keep - d
+            w = w * one_minus_decay - d
             _write(line + _RAW, at, inside, w, False, ALIGNED)
             v = _effective(
                 line, new_rows, all_rows, kappa2, c2, lam2, w, cols, i, j, inside0, inside1, MAGNITUDE, DELTA,

@@ -103,13 +103,14 @@ class Rates(NamedTuple):
         return self.beta1 <= 0.5
 
     def direction(self, kappa: float) -> tuple[float, float, float, float, float]:
-        """Return numbers for the direction times the rate and kappa, exp_avg/(root sqrt(exp_avg_sq) + eps).
+        """Return numbers for the direction times the rate and kappa, exp_avg/(sqrt_scale sqrt(exp_avg_sq) + eps).
 
-        These are the share by which the first moment moves towards the gradient, beta2, 1 - beta2, root and eps.
+        These are lerp_weight, the share by which the first moment moves to the gradient, beta2, 1 - beta2, sqrt_scale
+        and eps.
         """
-        towards = -self.beta1 if self.from_grad else 1.0 - self.beta1
+        lerp_weight = -self.beta1 if self.from_grad else 1.0 - self.beta1
         rate = kappa * (self.lr or 1.0) / self.correction1  # with lr 0 nothing moves
-        return towards, self.beta2, 1.0 - self.beta2, 1.0 / (math.sqrt(self.correction2) * rate), self.eps / rate
+        return lerp_weight, self.beta2, 1.0 - self.beta2, 1.0 / (math.sqrt(self.correction2) * rate), self.eps / rate
 
 
 class Delta(NamedTuple):
