@@ -217,5 +217,4 @@ def _protect(value: Tensor) -> Tensor:
 
 @functools.cache
 def _read_only_class(kind: type[Tensor]) -> Any:
-    """Return the read-only class of tensors, or of DTensors."""
     return type(f"Effective{kind.__name__}", (_ReadOnly, kind), {})

@@ -78,8 +78,6 @@ class _Part(NamedTuple):
 
 
 class _Library:
-    """The compiled functions and constants."""
-
     def __init__(self, library: ctypes.CDLL) -> None:
         self._run = library.sel_run
         self._run.restype, self._run.argtypes = ctypes.c_double, (ctypes.c_void_p, ctypes.c_int64)
@@ -117,8 +115,6 @@ def _cut(spans: Sequence[Span], widths: Sequence[int], size: int) -> _Part:
 
 
 class _Closed(ClosedPlan):
-    """Steps of weights under a map in closed form, or of plain ones."""
-
     def __init__(self, library: _Library, closed: Closed | None, tensors: Tensors) -> None:
         self._library = library
         super().__init__(closed, tensors)
@@ -135,16 +131,13 @@ class _Closed(ClosedPlan):
         return self._library.norm(self._call, _NORM, self._all, self.grads)
 
     def update(self, rates: Rates, clip: Tensor | None, noise: Sequence[Noise] | None = None) -> None:
-        """See :meth:`ClosedPlan.update`."""
         _set_step(self._call, self.closed, clip, rates)
         self._write(_STEP, self._all, noise)
 
     def part(self, spans: Sequence[Span]) -> _Part:
-        """See :meth:`ClosedPlan.part`."""
         return _cut(spans, [1] * len(self.tensors.weights), _TILE)
 
     def pull(self, part: _Part, clip: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See :meth:`ClosedPlan.pull`."""
         values, grads = (torch.empty(part.size, dtype=torch.float32, device=_CPU) for _ in range(2))
         _set_step(self._call, self.closed, clip)
         self._call.values, self._call.scratch = values.data_ptr(), grads.data_ptr()
@@ -152,7 +145,6 @@ class _Closed(ClosedPlan):
         return values, grads
 
     def push(self, part: _Part, values: Tensor, noise: Sequence[Noise] | None = None) -> None:
-        """See :meth:`ClosedPlan.push`."""
         _set_step(self._call, self.closed, None)
         self._call.values = values.data_ptr()
         self._write(_PUSH, part, noise)
@@ -164,8 +156,6 @@ class _Closed(ClosedPlan):
 
 
 class _Products(ProductPlan):
-    """Steps of matrices under a map of row and column factors."""
-
     def __init__(self, library: _Library, matrices: Matrices) -> None:
         self._library = library
         super().__init__(matrices)
@@ -212,11 +202,9 @@ class _Products(ProductPlan):
         self._call.of_rows, self._call.of_columns = (side.data_ptr() for side in factors)
 
     def part(self, spans: Sequence[Span]) -> _Part:
-        """See :meth:`ProductPlan.part`."""
         return _cut(spans, self._widths, _TILE)
 
     def pull(self, part: _Part, clip: Tensor | None) -> Tensor:
-        """See :meth:`ProductPlan.pull`."""
         grads = torch.empty(part.size, dtype=torch.float32, device=_CPU)
         self._use(self._factors)
         self._call.scratch, self._call.step.clip = grads.data_ptr(), _number(clip)

@@ -91,8 +91,6 @@ class _Grads:
 
 
 class _Closed(ClosedPlan):
-    """Steps of weights under a map in closed form, or of plain ones."""
-
     def __init__(self, kernels: ModuleType, closed: Closed | None, tensors: Tensors) -> None:
         self._kernels = kernels
         super().__init__(closed, tensors)
@@ -117,7 +115,6 @@ class _Closed(ClosedPlan):
         return _root_of(squares)
 
     def update(self, rates: Rates, clip: Tensor | None, noise: Sequence[Noise] | None = None) -> None:
-        """See :meth:`ClosedPlan.update`."""
         kappa, c = self._numbers
         decay, table = rates.lr * rates.decay, self._noise(noise)
         numbers = _clip_coef(clip, self._device), *rates.direction(kappa), 1.0 - decay, decay, kappa, c
@@ -131,7 +128,6 @@ class _Closed(ClosedPlan):
         return None if noise is None else _table(noise, self._device)
 
     def part(self, spans: Sequence[Span]) -> _Part:
-        """See :meth:`ClosedPlan.part`."""
         lines, tiles, sizes, at = [], [], [], 0
         for item, start, stop in spans:
             lines.append([*self._addresses[item], item, start, stop, at, 0])
@@ -141,7 +137,6 @@ class _Closed(ClosedPlan):
         return _Part(_groups(lines, tiles, sizes, self._device), at)
 
     def pull(self, part: _Part, clip: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See :meth:`ClosedPlan.pull`."""
         values, grads = (_floats(part.size, self._device) for _ in range(2))
         for group in part.groups:
             rest = self._grads.table, values, grads, _clip_coef(clip, self._device), *self._numbers
@@ -150,7 +145,6 @@ class _Closed(ClosedPlan):
         return values, grads
 
     def push(self, part: _Part, values: Tensor, noise: Sequence[Noise] | None = None) -> None:
-        """See :meth:`ClosedPlan.push`."""
         rest = values, self._noise(noise), *self._numbers
         for group in part.groups:
             flags = {"NOISE": noise is not None, "ALIGNED": group.is_aligned}
@@ -158,8 +152,6 @@ class _Closed(ClosedPlan):
 
 
 class _Products(ProductPlan):
-    """Steps of matrices under a map of row and column factors."""
-
     fused = True
 
     def __init__(self, kernels: ModuleType, matrices: Matrices) -> None:
@@ -195,7 +187,6 @@ class _Products(ProductPlan):
         return _root_of(squares), (rows, columns)
 
     def part(self, spans: Sequence[Span]) -> _Part:
-        """See :meth:`ProductPlan.part`."""
         lines, tiles, sizes, at = [], [], [], 0
         for item, start, stop in spans:
             columns = self._extra[item][0]
@@ -206,7 +197,6 @@ class _Products(ProductPlan):
         return _Part(_groups(lines, tiles, sizes, self._device), at)
 
     def pull(self, part: _Part, clip: Tensor | None) -> Tensor:
-        """See :meth:`ProductPlan.pull`."""
         grads = _floats(part.size, self._device)
         rest = self._grads.table, grads, _clip_coef(clip, self._device), *self._factors, *self.matrices.counts
         for group in part.groups:

@@ -155,7 +155,6 @@ def check_saved(saved: list[Group], groups: list[Group], state: dict[Any, State]
 
 
 def _check_map(old: Group, new: Group) -> None:
-    """Refuse raw weights of another map."""
     saved, present = ({**config_of(g).to_dict(), "axes": list(g["axes"])} for g in (old, new))
     for name in ("mode", *present):
         if saved[name] != present[name]:
