@@ -15,7 +15,7 @@ from symexplin.optim.shard import local
 from symexplin.optim.suggest import warn_of_scales
 from symexplin.validation import check_flag, check_not_negative, check_positive, check_whole, did_you_mean, warn
 
-__all__ = ["check_arguments", "check_finite", "check_gradients", "check_group", "check_lists", "check_saved"]
+__all__ = ["check_arguments", "check_finite", "check_gradients", "check_lists", "check_saved", "check_settings"]
 
 State = dict[str, Any]
 
@@ -36,7 +36,7 @@ _SWITCHES = ("amsgrad", "capturable", "differentiable", "foreach", "fused", "max
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
-def check_group(group: Group, first: Group) -> None:
+def check_settings(group: Group, first: Group) -> None:
     """Refuse a group that a SEL optimizer cannot step together with its `first` one, and name the reason."""
     group.setdefault("steps", 0)
     if group["total_steps"] not in (None, LATER):

@@ -14,7 +14,7 @@ from symexplin.curve import Curved
 from symexplin.optim.annealing import LATER, multipliers
 from symexplin.optim.batch import Rule
 from symexplin.optim.batches import Batches
-from symexplin.optim.checks import check_finite, check_gradients, check_group, check_lists, check_saved
+from symexplin.optim.checks import check_finite, check_gradients, check_lists, check_saved, check_settings
 from symexplin.optim.entry import COUNTS, Entry, Leaf
 from symexplin.optim.groups import Group, config_of, is_curved, param_groups
 from symexplin.optim.shard import Groups, global_norm
@@ -279,7 +279,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         group |= {key: plain(value) for key, value in group.items() if key != "params"}
         group.setdefault("role", "plain")
         try:
-            check_group(group, self.param_groups[0])
+            check_settings(group, self.param_groups[0])
             self.check_group(group)
         except ValueError:
             self.param_groups.pop()
