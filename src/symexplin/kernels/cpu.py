@@ -114,7 +114,7 @@ def _cut(spans: Sequence[Span], widths: Sequence[int], size: int) -> _Part:
     return _Part(tasks, at)
 
 
-class _Closed(ClosedPlan):
+class _CpuClosedPlan(ClosedPlan):
     def __init__(self, library: _Library, closed: Closed | None, tensors: Tensors) -> None:
         self._library = library
         super().__init__(closed, tensors)
@@ -155,7 +155,7 @@ class _Closed(ClosedPlan):
         self._library.run(self._call, kind, part, self.grads)
 
 
-class _Products(ProductPlan):
+class _CpuProductPlan(ProductPlan):
     def __init__(self, library: _Library, matrices: Matrices) -> None:
         self._library = library
         super().__init__(matrices)
@@ -247,7 +247,7 @@ def _set_step(call: _Call, closed: Closed | None, clip: Tensor | None, rates: Ra
 def kernels_of(library: ctypes.CDLL, name: str) -> Kernels:
     """Return the kernels of a compiled `cpu.c`, for tensors on a CPU, with torch's number of threads."""
     functions = _Library(library)
-    return Kernels(name, functools.partial(_Closed, functions), functools.partial(_Products, functions))
+    return Kernels(name, functools.partial(_CpuClosedPlan, functions), functools.partial(_CpuProductPlan, functions))
 
 
 @functools.cache

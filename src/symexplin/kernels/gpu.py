@@ -90,7 +90,7 @@ class _Grads:
         return group.is_aligned and self._odd.isdisjoint(group.items)
 
 
-class _Closed(ClosedPlan):
+class _GpuClosedPlan(ClosedPlan):
     def __init__(self, kernels: ModuleType, closed: Closed | None, tensors: Tensors) -> None:
         self._kernels = kernels
         super().__init__(closed, tensors)
@@ -151,7 +151,7 @@ class _Closed(ClosedPlan):
             _launch(self._kernels.push, group, *rest, **flags, **self._kind)
 
 
-class _Products(ProductPlan):
+class _GpuProductPlan(ProductPlan):
     fused = True
 
     def __init__(self, kernels: ModuleType, matrices: Matrices) -> None:
@@ -267,7 +267,9 @@ def triton_kernels() -> Kernels:
     from symexplin.kernels import gpu_kernels
 
     name = f"Triton {triton.__version__}"
-    return Kernels(name, functools.partial(_Closed, gpu_kernels), functools.partial(_Products, gpu_kernels))
+    return Kernels(
+        name, functools.partial(_GpuClosedPlan, gpu_kernels), functools.partial(_GpuProductPlan, gpu_kernels)
+    )
 
 
 @functools.cache
