@@ -18,10 +18,9 @@ from torch import Tensor
 from symexplin.curve import Map, in_dims, is_weight, out_dims, stack_dims
 from symexplin.modes import Value, exp
 
-__all__ = ["factor_gradients", "is_product", "outputs_first", "side_factors", "side_names"]
+__all__ = ["factor_gradients", "is_product", "kernel_factors", "outputs_first", "side_factors", "side_names"]
 
 _SIGNS = {"mismatch": 1.0, "congruent": 1.0, "oppose": -1.0, "exp_only": 0.0, "linear": 1.0}  # of lambda
-_FLAT = 1e-20  # a side's kappa without exponential pathway, whose exponential is finite for every float32 weight
 _PRODUCTS = ("fixed", "global", "row", "column", "row_col_mult")
 _SUMS = ("fixed", "global", "row", "column", "row_col_add")  # of logarithms, whose exponentials are products
 
@@ -40,7 +39,11 @@ def is_product(spec: Map) -> bool:
     return (
         spec.config.mode in _SIGNS
         and is_ordered
-        and all(spec.pattern(role) in (_SUMS if role == "n" or spec.is_log(role) else _PRODUCTS) for role in spec.config.roles if role != "delta")
+        and all(
+            spec.pattern(role) in (_SUMS if role == "n" or spec.is_log(role) else _PRODUCTS)
+            for role in spec.config.roles
+            if role != "delta"
+        )
     )
 
 
@@ -85,9 +88,20 @@ def side_factors(spec: Map, is_output: bool, learned: Mapping[str, Tensor], coun
     if not spec.config.normalize:
         p = p * (kappa / d)
     linear = share * value("l", 1.0) * (_SIGNS[spec.config.mode] if is_output else 1.0)
-    numbers = (_FLAT, 0.0, linear) if spec.config.mode == "linear" else (kappa, p, linear / d)
+    numbers = (1.0, 0.0, linear) if spec.config.mode == "linear" else (kappa, p, linear / d)
     lines = (torch.as_tensor(line, dtype=torch.float64, device=device).expand(count) for line in numbers)
     return torch.stack(list(lines))
+
+
+def kernel_factors(spec: Map, factors: Tensor) -> Tensor:
+    """Return float32 kappa, c = p/kappa and lambda of :func:`side_factors`.
+
+    Mode linear has no exponential, and kappa is 0: of another one exp(kappa |w|) may be infinite, or denormal numbers
+    slow down the kernel.
+    """
+    kappa, p, linear = factors
+    exponent = torch.zeros_like(kappa) if spec.config.mode == "linear" else kappa
+    return torch.stack([exponent, p / kappa, linear]).float()
 
 
 def factor_gradients(factors: Tensor, by_c: Tensor, by_kappa: Tensor, by_linear: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from symexplin.curve import ScaleTensor, sides, stack_dims
 from symexplin.kernels.interface import ClosedPlan, Factors, Kernels, Rates, Tensors
 from symexplin.optim.annealing import multiplier
 from symexplin.optim.entry import Entry, moment_key
-from symexplin.products import factor_gradients, outputs_first, side_factors, side_names
+from symexplin.products import factor_gradients, kernel_factors, outputs_first, side_factors, side_names
 
 __all__ = ["ADAMW", "JoinedScales", "rates_of"]
 
@@ -62,7 +62,7 @@ class JoinedScales:
                 side: side_factors(self._map, side, learned, self._counts[side], self._device)
                 for side, learned in self._learned.items()
             }
-        rows, columns = (self._kernel_form(self._sides[side].detach()) for side in self._order)
+        rows, columns = (kernel_factors(self._map, self._sides[side].detach()) for side in self._order)
         return rows, columns
 
     def _learned_of(self, is_output: bool) -> dict[str, Tensor]:
@@ -73,11 +73,6 @@ class JoinedScales:
                 numbers = numbers.repeat_interleave(self._outputs, output_size=self._counts[True])
             learned[role] = numbers.requires_grad_()
         return learned
-
-    @staticmethod
-    def _kernel_form(side: Tensor) -> Tensor:
-        kappa, p, linear = side
-        return torch.stack([kappa, p / kappa, linear]).float()
 
     def pull(self, sums: Factors) -> None:
         """Write the gradients of the scales, given a kernel's sums over rows and columns under the last factors."""
