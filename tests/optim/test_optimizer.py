@@ -369,7 +369,7 @@ def peak(function):
 @pytest.mark.parametrize("choice", ["auto", "readable"])
 @ends
 def test_a_step_holds_little_besides_the_state(config, choice):
-    """A few times a chunk of 2^17 numbers in pure PyTorch; in kernels one, and the scales in float64."""
+    """A few times a chunk of 2^18 numbers in pure PyTorch; in kernels one, and the scales in float64."""
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(10)))
     optimizer = build(model, config)
     with kernels.using(choice):
@@ -378,7 +378,7 @@ def test_a_step_holds_little_besides_the_state(config, choice):
                 p.grad = torch.randn(p.shape)
             optimizer.step()
         has_kernels = kernels.kernels_for(torch.device("cpu")) is not None
-        assert peak(optimizer.step) < 2**20 * ((0.1 if config.closed else 2.0) if has_kernels else 8.0)
+        assert peak(optimizer.step) < 2**20 * ((0.1 if config.closed else 2.5) if has_kernels else 8.0)
 
 
 def test_a_step_in_a_cuda_graph_is_refused(monkeypatch):

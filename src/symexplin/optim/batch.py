@@ -12,7 +12,7 @@ from symexplin.optim.entry import Entry, Leaf, Moments, clipped
 
 __all__ = ["Batch", "FormulaBatch", "Rule", "runs"]
 
-_CHUNK = {"cpu": 2**17}  # numbers whose raw gradients exist at a time, at least one tensor's: a core's cache
+_CHUNK = {"cpu": 2**18}  # numbers whose raw gradients exist at a time, at least one tensor's: a core's cache
 _CHUNK_OF_DEVICE = 2**25  # with raw weights 256 MB
 
 
