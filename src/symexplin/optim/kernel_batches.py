@@ -66,6 +66,7 @@ class ClosedBatch(Batch):
                 yield list(_leaves(self, spans, values, grads))
                 if self.lr != 0.0:
                     self._plan.push(part, values, noise)
+                del values, grads
         del self._grads  # its memory belongs to the user
         torch.autograd.graph.increment_version([entry.value for entry in self.entries])
 

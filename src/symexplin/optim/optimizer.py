@@ -126,6 +126,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
             for batch in self._batches:
                 for leaves in batch.step(clip):
                     self.rule_(leaves, batch.group)
+                    del leaves  # so that the raw gradients of one chunk exist at a time
             for group in self.param_groups:
                 group["steps"] += 1
         self._writes.remember(entries)
