@@ -63,11 +63,11 @@ def _counts(entry: Entry) -> tuple[float, ...]:
 
 def _kind_of(entry: Entry, rule: Rule) -> Any:
     """Return what parameters that kernels step together have in common, or None for those that kernels do not cover."""
-    if kernels_for(entry.value.device) is None or entry.dtype != torch.float32:
+    if kernels_for(entry.value.device) is None or entry.value.dtype not in (torch.float32, torch.bfloat16):
         return None
     if entry.shard.groups and not rule.elementwise:
         return None  # a rule may gather: all processes need one order of leaves, also those with an empty part
-    if entry.value.dtype not in (torch.float32, torch.bfloat16) or entry.value.numel() == 0:
+    if entry.value.numel() == 0:
         return None  # a process may have no part of a tensor
     names = [*rule.moments(entry.kind, entry.axes), *(key for key in ("raw", "master") if key in entry.state)]
     if not _is_usual(entry, names, rule):
