@@ -105,7 +105,7 @@ class ScaleTensor(NamedTuple):
     """One learned tensor of a scale: a vector, a number, a LoRA factor, or one number per entry."""
 
     name: str  # its parameter in SELLinear and its key in the optimizer's state: "e_row", "log_m_column", "a_row"
-    role: str  # e, l, m, n, s or delta
+    role: str  # one of symexplin.config.SCALE_ROLES
     dims: tuple[int | None, ...]  # the tensor's dimension along each of its own; None: the rank of LoRA
     lacks: Shape  # the tensor's other dimensions
     shape: Shape

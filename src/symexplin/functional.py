@@ -48,7 +48,7 @@ class _Effective(torch.autograd.Function):
         return None, None, pulled["w"].sum_to_size(w.shape), *grads
 
 
-def _cast(value: Value, dtype: torch.dtype) -> Value:
+def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) else value
 
 
@@ -115,11 +115,9 @@ def effective(
     tensor([-0.1356,  0.0000,  0.1623], grad_fn=<_EffectiveBackward>)
     """
     dtype = compute_dtype(w, e, l, m, beta_tilde, n, s, delta)
-    e, l, n, s = (_cast(v, dtype) for v in (e, l, n, s))
-    tilde = None if beta_tilde is None else _cast(beta_tilde, dtype)
-    kappa, normalizer = _curvature(mode, beta, _cast(m, dtype), curvature, tilde, normalize)
-    values = (e, l, kappa, n, s, None if delta is None else delta.to(dtype))
-    result: Tensor = _Effective.apply(mode, normalizer, w.to(dtype), *values)  # type: ignore[no-untyped-call]
+    kappa, normalizer = _curvature(mode, beta, _cast(m, dtype), curvature, beta_tilde, normalize)
+    values = (_cast(v, dtype) for v in (w, e, l, kappa, n, s, delta))
+    result: Tensor = _Effective.apply(mode, normalizer, *values)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -83,9 +83,9 @@ class Scales(NamedTuple):
     def of(config: SELConfig) -> "Scales":
         """Return the first values of a resolved configuration, without delta."""
         assert isinstance(config.beta, float), "the configuration is not resolved"
-        e, l, m, n, s = (getattr(config, role).first for role in ("e", "l", "m", "n", "s"))
-        kappa = config.beta * m if "m" in config.roles else config.beta
-        return Scales(None if config.normalize else config.beta, e, l, kappa, n, s)
+        values = {role: getattr(config, role).first for role in config.roles if role not in ("m", "delta")}
+        kappa = config.beta * config.m.first if "m" in config.roles else config.beta
+        return Scales(None if config.normalize else config.beta, kappa=kappa, **values)
 
     @property
     def d(self) -> Value:
@@ -162,7 +162,7 @@ class Mode:
         That by "kappa" is the total derivative, with that through d if d is kappa. At w = 0 the derivative by w is the
         mean of the one-sided slopes, so that a weight that starts at zero can move.
         """
-        roles = sorted(wanted & {"e", "l", "kappa", "n"})
+        roles = sorted(wanted - {"s", "delta"})
 
         def value(w: Tensor, *values: Tensor) -> Tensor:
             return self.value(w, scales._replace(**dict(zip(roles, values, strict=True))))  # type: ignore[arg-type]

@@ -130,7 +130,7 @@ def invert(mode: str, t: Tensor, scales: Scales) -> Tensor:
     dtype, device = compute_dtype(t), t.device
     if device.type == "mps":  # MPS has no float64
         t = t.cpu()
-    values = [_tensor_of(value, t.device) for value in scales[1:6]]
+    values = [_tensor_of(value, t.device) for value in scales[1:-1]]  # all but the normalizer and delta
     shape = torch.broadcast_shapes(t.shape, *(value.shape for value in values))  # type: ignore[no-untyped-call]
     lists = [t.expand(shape).reshape(-1), *(v if v.dim() == 0 else v.expand(shape).reshape(-1) for v in values)]
     size = _BLOCK if t.device.type == "cpu" else _BLOCK_OF_ACCELERATORS

@@ -20,9 +20,9 @@ __all__ = ["stats"]
 def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, float]:
     """Return statistics over all curved tensors of a raw-space `optimizer` or of a converted `model`.
 
-    - "e/mean", "e/std" (also l, kappa, n, s): mean and standard deviation of the expanded scale over all curved weights
-      and biases. Each tensor counts once, whatever its size: the mean is that of the tensors' means (paper, section
-      5.4.2)
+    - "e/mean", "e/std", and those of the other scales (kappa for m): mean and standard deviation of the expanded scale
+      over all curved weights and biases. Each tensor counts once, whatever its size: the mean is that of the tensors'
+      means (paper, section 5.4.2)
     - "slope/mean", "slope/std": of abs(d w_eff / d w), the ratio of an effective step to a raw one, over all entries
       of the weight matrices
     - "kappa_w/max": largest kappa |w| of the matrices; "tail/fraction": share of their entries with kappa |w| > 1,
