@@ -41,8 +41,8 @@ _TILE, _NORM_TILE = 2**14, 2**18  # entries of a task; sums by column cost as mu
 _ENTRIES_PER_THREAD = 2**16  # starting a thread costs about as much
 _NO_COMPILER = (
     "symexplin has no compiled kernels here ({reason}): PyTorch's operations run on the CPU instead, and an optimizer "
-    "step takes 3 to 160 times as long as torch's AdamW. Install a C compiler (gcc or clang), correct CC and SYMEXPLIN_CPU_TARGET if "
-    "they are set, or set SYMEXPLIN_KERNELS=readable to choose PyTorch's operations"
+    "step takes 3 to 160 times as long as torch's AdamW. Install a C compiler (gcc or clang), correct CC and "
+    "SYMEXPLIN_CPU_TARGET if they are set, or set SYMEXPLIN_KERNELS=readable to choose PyTorch's operations"
 )
 
 
