@@ -145,8 +145,13 @@ def test_the_laboratory_trains_and_inspects(data, tmp_path):
         ({"scales": ("m",)}, "scales must be one of 'e', 'l', 'kappa', 'n', got 'm'"),
         (
             {"value": lambda w, _: torch.sign(w) * torch.expm1(w.abs())},
-            r"slopes on both sides, 1, .*got 0 and 0: write sgn",
+            r"slopes on both sides, 1, .*got 0 and 0: for an odd map write sgn",
         ),
+        ({"name": 7}, "name must be a word .*, got 7"),
+        ({"scales": ("e", "e")}, "scales must be a sequence of different names"),
+        ({"value": lambda w, s: -w / s.d}, "value must return a tensor like w that increases with it"),
+        ({"inverse": lambda t, _: t}, "inverse must return w = "),
+        ({"inverse": lambda t, _: t[:1]}, "inverse must return w = "),
         ({"value": lambda w, _: torch.exp(w)}, "value must be 0 at w = 0, .* got 1 and 1"),
     ],
 )
@@ -160,6 +165,6 @@ def test_mistakes_are_named_and_register_nothing(changes, message):
 def test_weights_out_of_reach_are_counted():
     """tanh stays below 1/beta: its inverse is not a number beyond, whether given or solved."""
     for inverse in (lambda t, scales: torch.atanh(t * scales.d) / scales.kappa, None):
-        functional.register_mode(f"tanh {inverse}", lambda w, s: torch.tanh(s.kappa * w) / s.d, inverse)
+        functional.register_mode("mine", lambda w, s: torch.tanh(s.kappa * w) / s.d, inverse)
         with pytest.raises(ValueError, match="for 2 of 3 elements: out of reach of the map"):
-            functional.inverse(torch.tensor([0.3, -0.6, 7.0]), mode=f"tanh {inverse}", beta=2.0)
+            functional.inverse(torch.tensor([0.3, -0.6, 7.0]), mode="mine", beta=2.0)

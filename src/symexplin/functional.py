@@ -184,21 +184,36 @@ def register_mode(
     >>> effective(torch.tensor([-1.0, 0.0, 1.0]), mode="asinh", beta=2.0)
     tensor([-0.7218,  0.0000,  0.7218])
     """
-    if name in MODES:
-        raise ValueError(f"name must be a new one, got {name!r}, which is a mode already")
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(f"name must be a word such as 'cubic', got {name!r}")
+    if name in MODES and not isinstance(DEFINITIONS[name], Formula):
+        raise ValueError(f"name must be a new one, got {name!r}, which is a mode of the package")
+    if isinstance(scales, str) or len(set(scales)) != len(scales):
+        raise ValueError(f"scales must be a sequence of different names, such as ('e', 'kappa'), got {scales!r}")
     for role in scales:
         check_choice("scales", role, ("e", "l", "kappa", "n"))
     mode = Formula(value, inverse)
-    w = torch.tensor([-1e-6, 0.0, 1e-6], dtype=torch.float64, device="cpu")
-    left, at_zero, right = mode.value(w, Scales()).tolist()
-    _, slope, _ = next(mode.derivatives(w, Scales(), frozenset()))[1].tolist()  # type: ignore[union-attr]
-    between = (right - left) / 2e-6
-    if at_zero != 0.0 or not math.isclose(slope, between, rel_tol=1e-3, abs_tol=1e-3):
+    _check_formula(mode)
+    MODES[name], DEFINITIONS[name] = tuple(scales), mode
+
+
+def _check_formula(mode: Formula) -> None:
+    """Refuse a value that is wrong at 0 or does not increase, and a wrong inverse, at usual scales."""
+    scales = Scales(2.0, kappa=2.0)
+    w = torch.tensor([-1.0, -0.3, -1e-6, 0.0, 1e-6, 0.3, 1.0], dtype=torch.float64, device="cpu")
+    t = mode.value(w, scales)
+    if not isinstance(t, Tensor) or t.shape != w.shape or not bool((t.diff() > 0.0).all()):
+        raise ValueError(f"value must return a tensor like w that increases with it, got {t} for w = {w.tolist()}")
+    slope = next(mode.derivatives(w, scales, frozenset()))[1][3]  # type: ignore[index]
+    between = (t[4] - t[2]) / 2e-6
+    if t[3] != 0.0 or not math.isclose(slope, between, rel_tol=1e-3, abs_tol=1e-3):
         raise ValueError(
             f"value must be 0 at w = 0, with the mean of the slopes on both sides, {between:g}, as its derivative, got "
-            f"{at_zero:g} and {slope:g}: write sgn = torch.ones_like(w).copysign(w) for torch.sign(w)"
+            f"{t[3]:g} and {slope:g}: for an odd map write sgn = torch.ones_like(w).copysign(w), and sgn * w for |w|"
         )
-    MODES[name], DEFINITIONS[name] = tuple(scales), mode
+    back = mode.inverse(t, scales)
+    if not isinstance(back, Tensor) or back.shape != w.shape or not torch.allclose(back, w, rtol=1e-6, atol=1e-9):
+        raise ValueError(f"inverse must return w = {w.tolist()} for value(w), got {back}: correct it or leave it out")
 
 
 def anneal(step: int, total: int | None, k0: float, k1: float) -> float:

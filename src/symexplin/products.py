@@ -82,6 +82,8 @@ def side_factors(spec: Map, is_output: bool, learned: Mapping[str, Tensor], coun
 
     own_beta = spec.beta if is_output else 1.0
     kappa = value("m", 1.0) * (1.0 if spec.config.curvature == "absorbed" else own_beta)
+    if isinstance(kappa, Tensor):
+        kappa = kappa + 1e-20 * (kappa == 0.0)  # 0/0 has a limit
     d: Value = kappa if spec.config.normalize else own_beta
     share = value("s", 1.0)
     p = share * value("e", 1.0) * exp(-value("n", 0.0))

@@ -209,3 +209,20 @@ def test_the_shortcuts_for_adamw_change_the_speed_alone(config, dtype, name, mon
         assert (found[0].double() - wanted[0].double()).norm() <= 1e-4 * moved + 1e-7 * wanted[0].double().norm()
         for key, value in of_ordinary.state[q].items():
             torch.testing.assert_close(of_quick.state[p][key], value, rtol=1e-5, atol=1e-6, msg=key)
+
+
+@pytest.mark.parametrize("name", PATHS[:1])
+def test_a_curvature_that_reaches_zero_or_turns_negative_is_followed(name, monkeypatch):
+    config = sel.preset("paper", m=sel.Scale("row", k=1.0))
+
+    def stepped(choice):
+        with path(choice, monkeypatch):
+            model, optimizer = steps(1, config)
+            optimizer.state[model.wide.weight]["m_row"][:3] = torch.tensor([0.0, -1.0, -0.05])
+            optimizer.step()
+        return model, optimizer.state[model.wide.weight], optimizer.grad_norm
+
+    (fast, of_fast, norm), (plain, of_plain, exact) = stepped(name), stepped("readable")
+    torch.testing.assert_close(norm.float(), exact.float(), rtol=1e-4, atol=0)
+    torch.testing.assert_close(of_fast["m_row_exp_avg"], of_plain["m_row_exp_avg"], rtol=5e-3, atol=1e-6)
+    assert distance(fast, plain) < 1e-4

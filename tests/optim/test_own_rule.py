@@ -124,6 +124,7 @@ class Signed(sel.RawSpaceOptimizer):
     def rule_(self, leaves, group):  # noqa: ARG002
         for leaf in leaves:
             self.largest = max(self.largest, leaf.value.numel())
+            assert leaf.value.dim() == leaf.grad.dim() == leaf.moments["signs"].dim() == len(leaf.shape)
             leaf.moments["signs"].add_(leaf.grad.sign())
             leaf.value.sub_(leaf.lr * leaf.grad.sign())
 
@@ -131,6 +132,10 @@ class Signed(sel.RawSpaceOptimizer):
 class WholeSigned(Signed):
     def rule_(self, leaves, group):  # a rule of its own that does not say that it may be cut
         super().rule_(leaves, group)
+
+
+class UncutSigned(Signed):
+    elementwise = False
 
 
 def step_of(kind, config, size, choice):
@@ -154,7 +159,7 @@ def test_a_rule_gets_whole_tensors_unless_it_says_that_it_is_elementwise(config,
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-8)
     cut, of_cut = step_of(Signed, config, size, "auto")
     whole, of_whole = step_of(WholeSigned, config, size, "auto")
-    assert of_whole.largest == optimizer.largest
+    assert of_whole.largest == step_of(UncutSigned, config, size, "auto")[1].largest == optimizer.largest
     has_kernels = kernels.kernels_for("cpu") is not None
     assert (of_cut.largest < optimizer.largest) == (size == 2048 and has_kernels)
     assert_same_bits(cut, whole)
@@ -181,3 +186,25 @@ def test_a_gradient_scaler_skips_infinite_gradients_and_clipping_sees_unscaled_o
             assert_same_bits(model, before)
     assert norms[0] == norms[1] < 10.0  # as without a scale; the second step was none
     assert optimizer.state[model[0].weight]["step"] == 2
+
+
+def test_a_rule_put_in_the_place_of_adamws_is_called(monkeypatch):
+    model = network()
+    backward(model, 0)
+    called = []
+    optimizer = build(model)
+    optimizer.rule_ = lambda *_: called.append(1)
+    optimizer.step()
+    assert called
+    monkeypatch.setattr(sel.SELAdamW, "rule_", lambda *_: called.append(2))
+    build(model).step()
+    assert called[-1] == 2
+
+
+@pytest.mark.parametrize("name", ["raw", "master", "step", "e_row"])
+def test_moments_called_as_other_tensors_of_the_state_are_refused(name):
+    class Named(SELSGD):
+        moments = (name,)
+
+    with pytest.raises(ValueError, match=f"moments must not be called '{name}'"):
+        build(network(), kind=Named).create_state()

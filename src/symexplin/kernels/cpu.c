@@ -97,12 +97,12 @@ INLINE void grow(float x, float *F, float *E) {
     *F = q * p + (q - 0.5f), *E = q * p + q;
 }
 
-/* (x exp(x) - expm1(x))/2 for x >= 0 from these halves; below 1 by a polynomial, without cancellation. */
+/* (x exp(x) - expm1(x))/2 from these halves; |x| below 1 by a polynomial, without cancellation. */
 INLINE float difference(float x, float F, float E) {
     float p = 0.0002702958672f * x + 0.001050773849f;
     p = (p * x + 0.007040225814f) * x + 0.03330036595f;
     p = (p * x + 0.1250053115f) * x + 0.333333018f;
-    return x < 1 ? (p * x + 0.500000003f) * x * x * 0.5f : x * E - F;
+    return fabsf(x) < 1 ? (p * x + 0.500000003f) * x * x * 0.5f : x * E - F;
 }
 
 /* log(1 + x) = log(1 + f) + k ln 2 for x >= 0, with 1 + f from sqrt(1/2) to sqrt(2), to 2e-7. */

@@ -89,7 +89,7 @@ def _difference(x, F, E):
     p = 0.0002702958672 * x + 0.001050773849
     p = (p * x + 0.007040225814) * x + 0.03330036595
     p = (p * x + 0.1250053115) * x + 0.333333018
-    return tl.where(x < 1.0, (p * x + 0.500000003) * x * x * 0.5, x * E - F)
+    return tl.where(tl.abs(x) < 1.0, (p * x + 0.500000003) * x * x * 0.5, x * E - F)
 
 
 @triton.jit

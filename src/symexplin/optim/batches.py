@@ -69,6 +69,8 @@ def _kind_of(entry: Entry, rule: Rule) -> Any:
         return None  # a rule may gather: all processes need one order of leaves, also those with an empty part
     if entry.value.numel() == 0:
         return None  # a process may have no part of a tensor
+    if entry.rounds and not entry.value.is_contiguous():
+        return None  # kernels would count its entries, for the noise, in the order of memory
     names = [*rule.moments(entry.kind, entry.axes), *(key for key in ("raw", "master") if key in entry.state)]
     if not _is_usual(entry, names, rule):
         return None

@@ -8,6 +8,7 @@ numbers only, beside "step" and the moments of its weight ("exp_avg", ...):
                              and their number of updates "scale_step"
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,7 @@ from symexplin.validation import naming
 
 __all__ = ["COUNTS", "Entry", "Leaf", "Moments", "clipped", "flat", "moment_key"]
 
+_VALUES = ("raw", "master")  # copies of a parameter in its state
 COUNTS = ("step", "scale_step")  # numbers of updates in a parameter's state: of its weight and of its scales
 
 # Maps the kind of a leaf and its axes to the names of its moments.
@@ -164,10 +166,10 @@ class Entry:
     def weight_leaf(
         self, moments: Moments, value: Tensor, grad: Tensor, start: int = 0, stop: int | None = None
     ) -> Leaf:
-        """Return a raw weight or plain parameter for a rule, or its entries from `start` to `stop` in memory."""
+        """Return a raw weight or plain parameter for a rule, or its rows from entry `start` to `stop` of memory."""
         tensors = {name: self.own(name) for name in moments(self.kind, self.axes)}
         if stop is not None and stop - start < self.value.numel():
-            tensors = {name: flat(tensor)[start:stop] for name, tensor in tensors.items()}
+            tensors = {name: self.rows(flat(tensor)[start:stop]) for name, tensor in tensors.items()}
         return Leaf(
             kind=self.kind,
             name=self.name,
@@ -181,6 +183,11 @@ class Entry:
             moments=tensors,
             shard=self.shard,
         )
+
+    def rows(self, part: Tensor) -> Tensor:
+        """Return entries of a contiguous tensor like the parameter, which are whole rows, with all its dimensions."""
+        _, *inner = self.value.shape
+        return part.view(-1, *inner) if part.numel() % math.prod(inner) == 0 else part.view(1, -1, *inner[1:])
 
     def scale_leaves(self, moments: Moments, clip: Tensor | None) -> list[Leaf]:
         """Return the learned scales for a rule; their gradients must have been pulled."""
@@ -241,6 +248,11 @@ class Entry:
     def _create_moments(self, leaf: str, like: Tensor, names: Iterable[str]) -> None:
         shard, shape = self._placement(leaf)
         for name in names:
+            if name in (*COUNTS, *_VALUES, *self.scales):
+                raise ValueError(
+                    f"moments must not be called {name!r}, which is another tensor in the state of {self.name}: take a "
+                    "name such as 'exp_avg'"
+                )
             zeros = torch.zeros_like(like, dtype=self.dtype, memory_format=torch.preserve_format)
             self.state[moment_key(leaf, name)] = shard.wrap(zeros, shape)
 

@@ -5,6 +5,7 @@ do learned scales.
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -71,12 +72,14 @@ class ClosedBatch(Batch):
         torch.autograd.graph.increment_version([entry.value for entry in self.entries])
 
     def _cut(self) -> list[_Chunk]:
+        """Cut into chunks of rows, or of whole parameters."""
         sizes = [entry.value.numel() for entry in self.entries]
-        if self.rule.elementwise:
-            chunks = _spans(sizes, [1] * len(sizes), self.chunk)
-        else:
-            chunks = [[(i, 0, sizes[i]) for i in range(*run)] for run in runs(sizes, self.chunk)]
-        self._chunks = [(self._plan.part(spans), spans) for spans in chunks]
+        can_cut = [self.rule.elementwise and entry.value.is_contiguous() for entry in self.entries]
+        widths = [_width(entry) if can else size for entry, size, can in zip(self.entries, sizes, can_cut, strict=True)]
+        chunks = _spans([size // width for size, width in zip(sizes, widths, strict=True)], widths, self.chunk)
+        for rows in chunks:
+            spans = [(i, start * widths[i], stop * widths[i]) for i, start, stop in rows]
+            self._chunks.append((self._plan.part(spans), spans))
         return self._chunks
 
 
@@ -115,7 +118,8 @@ class ProductBatch(Batch):
         norm, sums = self._plan.norm(self._grads, self._scales.factors())
         self._scales.pull(sums)
         self._deltas.write_gradients()
-        return norm if self._is_split else torch.hypot(norm, torch.linalg.vector_norm(self._scales.gradient).to(norm))
+        of_scales = torch.linalg.vector_norm(self._scales.gradient).to(norm)
+        return norm if self._is_split else (norm.square() + of_scales.square()).sqrt()  # hypot(inf, nan) is inf
 
     def step(self, clip: Tensor | None) -> Iterator[list[Leaf]]:
         """See :meth:`Batch.step`."""
@@ -175,7 +179,7 @@ def _leaves(batch: Batch, spans: Sequence[Span], values: Tensor | None, grads: T
             grad = grads.as_strided(*form)
         else:
             value = flat(entry.own("raw"))[start:stop] if values is None else values[at : at + size]
-            grad = grads[at : at + size]
+            value, grad = entry.rows(value), entry.rows(grads[at : at + size])
         if batch.lr == 0.0 and values is None:  # a rate of 0 changes moments alone
             value = value.clone()
         yield entry.weight_leaf(batch.rule.moments, value, grad, start, stop)
@@ -216,6 +220,11 @@ def _in_memory(entry: Entry, factors: Sequence[Tensor]) -> list[Tensor]:
     pairs = [(a.flatten(0, -2), b.flatten(1)) for a, b in parts]
     ordered = pairs if outputs_first(entry.axes) else [(b.mT, a.mT) for a, b in pairs]
     return list(itertools.chain.from_iterable(ordered))
+
+
+def _width(entry: Entry) -> int:
+    """Return the size of a row: of a matrix, of one in a stack, or of an output of a convolution."""
+    return math.prod(entry.value.shape[2 if stack_dims(entry.axes) else 1 :])
 
 
 def _stack_size(entry: Entry) -> int:

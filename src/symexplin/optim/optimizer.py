@@ -135,8 +135,8 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         """Return what batches need to know of the rule. A class with a rule of its own must say that it may be cut."""
         kinds = type(self).__mro__
         own = next(i for i, kind in enumerate(kinds) if "rule_" in vars(kind))
-        is_elementwise = any(vars(kind).get("elementwise") for kind in kinds[: own + 1])
-        return Rule(self.moment_names, is_elementwise, self._is_adamw())
+        said = [vars(kind)["elementwise"] for kind in kinds[: own + 1] if "elementwise" in vars(kind)]
+        return Rule(self.moment_names, bool(said and said[0]), self._is_adamw())
 
     def _is_adamw(self) -> bool:
         """Whether the rule is AdamW's, so that kernels may take its place."""

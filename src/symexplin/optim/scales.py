@@ -24,6 +24,10 @@ def rates_of(entry: Entry, count: str) -> Rates:
     return Rates(float(group["lr"]), float(group["weight_decay"]), beta1, beta2, float(group["eps"]), *corrections)
 
 
+def _same(saved: Tensor) -> Tensor:
+    return saved
+
+
 class JoinedScales:
     """The learned scales of parameters with one configuration and order of dimensions.
 
@@ -57,7 +61,7 @@ class JoinedScales:
     def factors(self) -> Factors:
         """Return kappa, c and lambda of all rows and of all columns, under the present scales."""
         self._learned = {side: self._learned_of(side) for side in self._order}
-        with torch.enable_grad():
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_same, _same):  # not the user's hooks
             self._sides = {
                 side: side_factors(self._map, side, learned, self._counts[side], self._device)
                 for side, learned in self._learned.items()
