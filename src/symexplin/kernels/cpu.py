@@ -38,7 +38,9 @@ _SOURCE = Path(__file__).with_name("cpu.c")
 _NORM, _STEP, _PULL, _PUSH, _PRODUCT = range(5)  # kinds of tasks; those of products come after _PRODUCT
 _SUMS = 3  # by row and by column
 _TILE, _NORM_TILE = 2**14, 2**18  # entries of a task; sums by column cost as much as a row for each of a norm's
-_ENTRIES_PER_THREAD = 2**16  # starting a thread costs about as much
+# Entries for which a thread is started, by kind of task: starting one costs about as much as 2^16. Between a pull and a
+# push torch's threads run the rule, and spin for a while: on as many cores, ours would wait for them.
+_ENTRIES_PER_THREAD = (2**16, 2**16, 2**20, 2**20)
 _NO_COMPILER = (
     "symexplin has no compiled kernels here ({reason}): PyTorch's operations run on the CPU instead, and an optimizer "
     "step takes 3 to 160 times as long as torch's AdamW. Install a C compiler (gcc or clang), correct CC and "
@@ -90,7 +92,7 @@ class _Library:
         table = _numbers(grads)
         call.kind, call.count, call.tasks = kind, len(part.tasks) // 4, _address(part.tasks)
         call.grads, call.squares, call.next = _address(table), None if squares is None else squares.data_ptr(), 0
-        threads = min(torch.get_num_threads(), part.size // _ENTRIES_PER_THREAD + 1)
+        threads = min(torch.get_num_threads(), part.size // _ENTRIES_PER_THREAD[kind % _PRODUCT] + 1)
         return float(self._run(ctypes.byref(call), threads))
 
     def norm(self, call: _Call, kind: int, part: _Part, grads: Sequence[int]) -> Tensor:
