@@ -393,10 +393,10 @@ static void add_columns(const Call *call) {
         const Matrix *x = &call->matrices[call->tasks[t].item];
         const float *sums = call->scratch + call->tasks[t].at;
         for (int64_t k = 0; k < SUMS + x->rank; k++, sums += x->cols + PAD) {
-            double *to = call->by_columns + k * call->all_columns + x->col;
-            float *by_b = x->by_b + (k - SUMS) * x->cols;
+            double *by_column = call->by_columns + x->col + (k < SUMS ? k * call->all_columns : 0);
+            float *by_b = k < SUMS ? NULL : x->by_b + (k - SUMS) * x->cols;
             for (int64_t j = 0; j < x->cols; j++)
-                if (k < SUMS) to[j] += (double)sums[j];
+                if (k < SUMS) by_column[j] += (double)sums[j];
                 else by_b[j] += sums[j];
         }
     }
