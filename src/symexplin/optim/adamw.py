@@ -103,14 +103,11 @@ class SELAdamW(RawSpaceOptimizer):
             raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
 
     def _is_adamw(self) -> bool:
-        return getattr(self.rule_, "__func__", None) is _RULE  # a subclass or a test may have its own
+        return type(self).rule_ is SELAdamW.rule_ and "rule_" not in vars(self)  # a subclass or object may have its own
 
     def rule_(self, leaves: Sequence[Leaf], group: dict[str, Any]) -> None:
         """Apply torch's fused AdamW to all leaves with equal rates together."""
         _adamw_(leaves, group)
-
-
-_RULE = SELAdamW.rule_
 
 
 def _adamw_(leaves: Sequence[Leaf], group: Group) -> None:
