@@ -26,7 +26,7 @@ from symexplin.transform import compute_dtype, forward, invert, pullback, summed
 
 __all__ = [
     *("Curved", "CurvedBase", "Map", "ScaleTensor"),
-    *("fans", "from_matrices", "in_dims", "is_weight", "matrices", "out_dims", "sides", "stack_dims"),
+    *("fans", "from_matrices", "in_dims", "is_weight", "matrices", "out_dims", "sides", "stack_dims", "stack_size"),
 ]
 
 Shape = tuple[int, ...]
@@ -39,6 +39,15 @@ def _dims(axes: str, letter: str) -> Shape:
 def stack_dims(axes: str) -> Shape:
     """Return the dimension that counts matrices, if there is one."""
     return _dims(axes, "e")
+
+
+def stack_size(axes: str, shape: Sequence[int]) -> int:
+    """Return the number of matrices of a tensor with this shape.
+
+    >>> stack_size("eoi", (4, 3, 2)), stack_size("oi", (3, 2))
+    (4, 1)
+    """
+    return math.prod([shape[d] for d in stack_dims(axes)])
 
 
 def out_dims(axes: str) -> Shape:

@@ -164,11 +164,11 @@ def register_mode(
 ) -> None:
     """Add a mode of your own, for this process: ``SELConfig(mode=name)`` then works everywhere.
 
-    Autograd differentiates the formula. Write a kink at 0 with ``abs``, and an odd map with
-    ``sgn = torch.ones_like(w).copysign(w)``: `torch.sign` has no slope at 0, so that a weight of zero would never move.
+    Autograd differentiates the formula. Write an odd map with ``sgn = torch.ones_like(w).copysign(w)`` and ``sgn * w``
+    for |w|: `torch.sign` and `abs` have slope 0 at 0, so that a weight of zero would never move.
 
     Args:
-        name: a new name.
+        name: a new name, or that of an earlier mode of your own, which it replaces.
         value: function (w, scales) of a tensor and a :class:`Scales` of numbers and tensors that broadcast against it.
             It returns the effective weight before s and delta, elementwise, 0 at 0 and increasing.
         inverse: function (t, scales) -> w in float64, NaN or infinite where there is none. None: solved numerically.
@@ -176,7 +176,8 @@ def register_mode(
             it is the reference curvature beta.
 
     Raises:
-        ValueError: the name is taken, a scale is unknown, or the value or its derivative is wrong at 0.
+        ValueError: the name is a mode of the package, a scale is unknown or named twice, the value does not increase or
+            is wrong at 0, or the inverse is wrong.
 
     >>> def value(w, scales):
     ...     return torch.asinh(scales.kappa * w) / scales.d

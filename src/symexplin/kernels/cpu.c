@@ -347,8 +347,8 @@ INLINE void run_rows(const Call *call, const Matrix *x, Task task, int64_t index
     }
 }
 
-/* The gradients A's rows get, and B's from the rows of a task: g B^T and A^T g. A block of columns stays in the
-   first-level cache for all rows. */
+/* Add the gradients of A's rows, g B^T, and the part of B's gradient from the rows of a task, A^T g. A block of columns
+   stays in the first-level cache for all rows. */
 static void delta_rows(const Call *call, const Matrix *x, Task task) {
     float g[BAND][BLOCK];
     const int64_t cols = x->cols, rank = x->rank;

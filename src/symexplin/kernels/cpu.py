@@ -37,9 +37,9 @@ _CPU = torch.device("cpu")  # explicit, since the user may have another default 
 _SOURCE = Path(__file__).with_name("cpu.c")
 _NORM, _STEP, _PULL, _PUSH, _PRODUCT = range(5)  # kinds of tasks; those of products come after _PRODUCT
 _SUMS = 3  # by row and by column
-_TILE, _NORM_TILE = 2**14, 2**18  # entries of a task; sums by column cost as much as a row for each of a norm's
-# Entries for which a thread is started, by kind of task: starting one costs about as much as 2^16. Between a pull and a
-# push torch's threads run the rule, and spin for a while: on as many cores, ours would wait for them.
+_TILE, _NORM_TILE = 2**14, 2**18  # entries of a task; a norm's also writes sums by column, as long as a row
+# Entries per thread, by kind of task: starting a thread costs as much as about 2^16 entries. Between pull and push,
+# torch's threads run the rule and then spin for a while; if they occupy all cores, our threads wait for them.
 _ENTRIES_PER_THREAD = (2**16, 2**16, 2**20, 2**20)
 _NO_COMPILER = (
     "symexplin has no compiled kernels here ({reason}): PyTorch's operations run on the CPU instead, and an optimizer "
@@ -167,13 +167,14 @@ class _CpuProductPlan(ProductPlan):
         shapes, pad = matrices.shapes, self._library.pad
         self._widths = [width for _, width in shapes]
         deltas: Sequence[Delta | None] = matrices.deltas or [None] * len(shapes)
+        ranks = [delta.a.shape[-1] if delta else 0 for delta in deltas]
         self._table = _numbers(
             number
-            for (rows, width), row, column, raw, weight, delta in zip(
-                shapes, matrices.rows, matrices.columns, matrices.raws, matrices.weights, deltas, strict=True
+            for (rows, width), row, column, rank, raw, weight, delta in zip(
+                shapes, matrices.rows, matrices.columns, ranks, matrices.raws, matrices.weights, deltas, strict=True
             )
             for number in (
-                *(rows, width, row, column, delta.a.shape[-1] if delta else 0, raw.data_ptr(), weight.data_ptr()),
+                *(rows, width, row, column, rank, raw.data_ptr(), weight.data_ptr()),
                 *(map(Tensor.data_ptr, delta) if delta else (0,) * 4),
             )
         )
@@ -181,7 +182,6 @@ class _CpuProductPlan(ProductPlan):
         call.all_rows, call.all_columns = matrices.counts
         call.matrices = _address(self._table)
         # The tasks of a norm have sums by column in scratch memory instead of gradients.
-        ranks = [delta.a.shape[-1] if delta else 0 for delta in deltas]
         tasks, at = _cut([(i, 0, rows) for i, (rows, _) in enumerate(shapes)], self._widths, _NORM_TILE), 0
         for k in range(0, len(tasks.tasks), 4):
             item, tasks.tasks[k + 3] = tasks.tasks[k], at

@@ -29,6 +29,7 @@ __all__ = [
     "is_dense",
     "is_memory",
     "is_plain",
+    "matrix_shape",
 ]
 
 Noise = tuple[int, int, int, int]  # key, offset, columns and stride, see symexplin.rounding
@@ -84,6 +85,15 @@ class Tensors(NamedTuple):
     def are_half(self) -> bool:
         """Whether the weights are in bfloat16."""
         return len(self.weights) > 0 and self.weights[0].dtype == torch.bfloat16
+
+
+def matrix_shape(tensor: Tensor) -> tuple[int, int]:
+    """Return the numbers of rows and columns of a matrix; a vector is one row.
+
+    >>> matrix_shape(Tensor([1.0, 2.0]))
+    (1, 2)
+    """
+    return 1 if tensor.dim() == 1 else len(tensor), tensor.shape[-1]
 
 
 class Rates(NamedTuple):
@@ -144,7 +154,7 @@ class Matrices(NamedTuple):
     @property
     def shapes(self) -> list[tuple[int, int]]:
         """The numbers of rows and columns of each."""
-        return [(1 if w.dim() == 1 else len(w), w.shape[-1]) for w in self.weights]
+        return list(map(matrix_shape, self.weights))
 
     @property
     def counts(self) -> tuple[int, int]:

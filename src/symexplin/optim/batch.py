@@ -1,4 +1,4 @@
-"""Parameters that are alike, and their way through a step; here by PyTorch's operations, for every map."""
+"""Batches of similar parameters, and how a batch takes a step: here with PyTorch operations, for every map."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Divide the parameters of an optimizer among batches, for as many steps as nothing changes."""
+"""Group the parameters of an optimizer into batches, which are kept until something changes."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
@@ -48,7 +48,7 @@ def _batch_of(kind: Any, entries: Sequence[Entry], rule: Rule) -> Batch:
 
 
 def _signature(entries: Sequence[Entry], parts: Sequence[Tensor]) -> list[Any]:
-    """Return what the batches follow from, but for the counts."""
+    """Return everything that the batches depend on, except the counts."""
     kernels = {device: kernels_for(device) for device in {entry.value.device for entry in entries}}
     grads = [cast(Tensor, entry.parameter.grad) for entry in entries]
     kinds = [(type(grad), grad.layout, grad.dtype) for grad in grads]
@@ -62,11 +62,11 @@ def _counts(entry: Entry) -> tuple[float, ...]:
 
 
 def _kind_of(entry: Entry, rule: Rule) -> Any:
-    """Return what parameters that kernels step together have in common, or None for those that kernels do not cover."""
+    """Return a key that parameters in one kernel batch share, or None if kernels do not cover the parameter."""
     if kernels_for(entry.value.device) is None or entry.value.dtype not in (torch.float32, torch.bfloat16):
         return None
     if entry.shard.groups and not rule.elementwise:
-        return None  # a rule may gather: all processes need one order of leaves, also those with an empty part
+        return None  # a rule may gather, so all processes must pass leaves in one order, even with an empty part
     if entry.value.numel() == 0:
         return None  # a process may have no part of a tensor
     if entry.rounds and not entry.value.is_contiguous():

@@ -185,7 +185,7 @@ class Entry:
         )
 
     def rows(self, part: Tensor) -> Tensor:
-        """Return entries of a contiguous tensor like the parameter, which are whole rows, with all its dimensions."""
+        """Reshape a flat run of whole rows to the number of dimensions of the parameter."""
         _, *inner = self.value.shape
         return part.view(-1, *inner) if part.numel() % math.prod(inner) == 0 else part.view(1, -1, *inner[1:])
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from symexplin.curve import in_dims, out_dims, stack_dims
-from symexplin.kernels.interface import Delta, Kernels, Matrices, Span, Tensors
+from symexplin.curve import in_dims, out_dims, stack_dims, stack_size
+from symexplin.kernels.interface import Delta, Kernels, Matrices, Span, Tensors, matrix_shape
 from symexplin.optim.batch import Batch, Rule, runs
 from symexplin.optim.entry import Entry, Leaf, flat
 from symexplin.optim.scales import ADAMW, JoinedScales, rates_of
@@ -94,8 +94,8 @@ class ProductBatch(Batch):
         self._scales = JoinedScales(entries, kernels if self._is_quick else None)
         self._deltas = _Deltas(entries)
         weights = self._split([entry.value for entry in entries])
-        sizes = [(1 if weight.dim() == 1 else len(weight), weight.shape[-1]) for weight in weights]
-        rows, columns = (list(itertools.accumulate(side, initial=0))[:-1] for side in zip(*sizes, strict=True))
+        shapes = zip(*map(matrix_shape, weights), strict=True)
+        rows, columns = (list(itertools.accumulate(side, initial=0))[:-1] for side in shapes)
         moments = ADAMW if rule.is_adamw else ()
         self._plan = kernels.products(
             Matrices(
@@ -105,7 +105,6 @@ class ProductBatch(Batch):
                 moments=[self._split([entry.own(name) for entry in entries]) for name in moments],
             )
         )
-        self._sizes = sizes
         self._chunks: list[_Chunk] = []
 
     def _split(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -142,7 +141,7 @@ class ProductBatch(Batch):
     def _cut(self) -> list[_Chunk]:
         """Cut into chunks of matrices' rows, or of whole parameters."""
         places = [(i, start) for i, entry in enumerate(self.entries) for start in _starts(entry)]
-        rows, widths = zip(*self._sizes, strict=True)
+        rows, widths = zip(*self._plan.matrices.shapes, strict=True)
         if self.rule.elementwise:
             chunks = _spans(rows, widths, self.chunk)
         else:
@@ -227,13 +226,9 @@ def _width(entry: Entry) -> int:
     return math.prod(entry.value.shape[2 if stack_dims(entry.axes) else 1 :])
 
 
-def _stack_size(entry: Entry) -> int:
-    return len(entry.value) if stack_dims(entry.axes) else 1
-
-
 def _starts(entry: Entry) -> range:
     """Return where the matrices of a parameter start in its memory."""
-    return range(0, entry.value.numel(), entry.value.numel() // _stack_size(entry))
+    return range(0, entry.value.numel(), entry.value.numel() // stack_size(entry.axes, entry.value.shape))
 
 
 def _matrices(axes: str, tensor: Tensor) -> list[Tensor]:

@@ -132,7 +132,7 @@ class RawSpaceOptimizer(torch.optim.Optimizer):
         self._writes.remember(entries)
 
     def _rule(self) -> Rule:
-        """Return what batches need to know of the rule. A class with a rule of its own must say that it may be cut."""
+        """Describe the rule for batches. A class that overrides `rule_` must declare `elementwise` again."""
         kinds = type(self).__mro__
         own = next(i for i, kind in enumerate(kinds) if "rule_" in vars(kind))
         said = [vars(kind)["elementwise"] for kind in kinds[: own + 1] if "elementwise" in vars(kind)]

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from symexplin.curve import ScaleTensor, sides, stack_dims
+from symexplin.curve import ScaleTensor, sides, stack_size
 from symexplin.kernels.interface import ClosedPlan, Factors, Kernels, Rates, Tensors
 from symexplin.optim.annealing import multiplier
 from symexplin.optim.entry import Entry, moment_key
@@ -31,15 +31,16 @@ def _same(saved: Tensor) -> Tensor:
 class JoinedScales:
     """The learned scales of parameters with one configuration and order of dimensions.
 
-    The numbers of each side, outputs or inputs, of all parameters are one vector. The gradients are one tensor, whose
-    views are those of the entries.
+    The scales of the outputs of all parameters form one vector, and so do those of the inputs. One tensor holds all
+    gradients; the entries have views of it.
     """
 
     def __init__(self, entries: Sequence[Entry], kernels: Kernels | None) -> None:
         self._entries, self._map = entries, entries[0].map
         axes = self._map.axes
         self._order = (True, False) if outputs_first(axes) else (False, True)  # rows and columns: are they outputs?
-        stacks = [entry.value.shape[0] if stack_dims(axes) else 1 for entry in entries]
+        self._names = {is_output: side_names(self._map, is_output) for is_output in self._order}
+        stacks = [stack_size(axes, entry.value.shape) for entry in entries]
         ends = [sides(axes, entry.value.shape) for entry in entries]
         self._counts = {
             is_output: sum(stack * end[0 if is_output else 1] for stack, end in zip(stacks, ends, strict=True))
@@ -71,7 +72,7 @@ class JoinedScales:
 
     def _learned_of(self, is_output: bool) -> dict[str, Tensor]:
         learned = {}
-        for role, name in side_names(self._map, is_output).items():
+        for role, name in self._names[is_output].items():
             numbers = torch.cat(self._values[name]).double()
             if self._map.pattern(role) == "global":
                 numbers = numbers.repeat_interleave(self._outputs, output_size=self._counts[True])
@@ -94,7 +95,7 @@ class JoinedScales:
             if self._map.pattern(role) == "global":
                 # The check of the lengths would wait for the device.
                 grad = torch.segment_reduce(grad, "sum", lengths=self._outputs, unsafe=True)
-            self._gradients[side_names(self._map, side)[role]].copy_(grad)
+            self._gradients[self._names[side][role]].copy_(grad)
         del self._learned, self._sides
 
     def _adamw(self, kernels: Kernels) -> Iterator[tuple[ScaleTensor, ClosedPlan]]:
@@ -111,7 +112,10 @@ class JoinedScales:
 
     def update(self, clip: Tensor | None) -> None:
         """Apply AdamW to all scales. This is the rule without leaves: they would take longer to make."""
+        if not self._plans:
+            return
+        entry = self._entries[0]
+        rates = rates_of(entry, "scale_step")
         for tensor, plan in self._plans:
-            rates, entry = rates_of(self._entries[0], "scale_step"), self._entries[0]
-            rates = rates._replace(lr=rates.lr * tensor.lr_scale * multiplier(f"k_{tensor.role}", entry.group))
-            plan.update(rates if tensor.decays else rates._replace(decay=0.0), clip)
+            own = rates._replace(lr=rates.lr * tensor.lr_scale * multiplier(f"k_{tensor.role}", entry.group))
+            plan.update(own if tensor.decays else own._replace(decay=0.0), clip)
