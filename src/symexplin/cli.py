@@ -211,7 +211,7 @@ def _train(config: _Config = None, *, out: _Folder, resume: _Resume = False, **g
         table = merge(to_table(saved_config(RunConfig, saved)), table)
     result = train(from_table(RunConfig, table), out, resume=resume, echo=_log)
     if launch()[0] == 0:
-        _log(f"{result['final_loss']:.4f} nats per token; plain weights: {Path(out, MODEL)}")
+        _log(f"{result['loss']:.4f} nats per token; plain weights: {Path(out, MODEL)}")
 
 
 def _compare(

@@ -33,7 +33,7 @@ def losses(out):
 
 def written(out):
     """Return when each run ended."""
-    return {path: path.stat().st_mtime_ns for path in out.glob("panels/*/runs/*/summary.json")}
+    return {path: path.stat().st_mtime_ns for path in out.glob("panels/*/runs/*/result.json")}
 
 
 @pytest.fixture(scope="module")

@@ -54,7 +54,7 @@ def test_the_file_only_grows(out, tmp_path):
     """A table that stops keeps the rows of the runs that have ended; resumed, it adds those of the others."""
     file, cut = tmp_path / "results.csv", tmp_path / "cut"
     shutil.copytree(out, cut)
-    unfinished = next(cut.glob("panels/*/runs/*-seed1/summary.json"))
+    unfinished = next(cut.glob("panels/*/runs/*-seed1/result.json"))
     summary = unfinished.read_bytes()
     unfinished.unlink()
     runs = len(list(cut.glob("panels/*/runs/*")))

@@ -72,7 +72,7 @@ def test_a_demo_that_was_interrupted_repeats_exactly(finished, text, tmp_path):
 
     with pytest.raises(Stopped):
         run_demo(tmp_path, tiny(text), echo=stop)
-    ended = {path.parent for path in tmp_path.glob("runs/*/summary.json")}
+    ended = {path.parent for path in tmp_path.glob("runs/*/result.json")}
     kept = {path: when for path, when in everything(tmp_path).items() if {*ended, tmp_path / "data"} & {*path.parents}}
     assert len(ended) == 2
     content = run_demo(tmp_path, tiny(text))

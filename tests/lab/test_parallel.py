@@ -141,7 +141,7 @@ def test_each_error_of_a_job_is_one_line_and_all_processes_have_its_status(folde
         assert words in errors, line
         assert other == (2, "", ""), line
     assert not (tmp_path / "a").exists()
-    assert "blocks.0.ffn.up.weight" in read_json(tmp_path / "c" / "summary.json")["error"]
+    assert "blocks.0.ffn.up.weight" in read_json(tmp_path / "c" / "result.json")["error"]
 
 
 def workers_of(job):
@@ -172,7 +172,7 @@ def test_a_job_of_torchrun_ends_with_one_of_its_processes_and_goes_on_to_the_sam
         time.sleep(0.02)
     os.kill(workers_of(job)[0], signal.SIGKILL)
     assert "Signal 9 (SIGKILL)" in job.communicate(timeout=60)[0]
-    assert not (tmp_path / "run" / "summary.json").exists()
+    assert not (tmp_path / "run" / "result.json").exists()
     processes.run(2, tmp_path, parallel_runs.runs, [(config, str(tmp_path / "run"))])
     assert_same_bits(tmp_path / "run", tmp_path / "whole")
 

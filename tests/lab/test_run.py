@@ -22,7 +22,7 @@ from symexplin.lab.settings import from_table, load_toml
 from symexplin.lab.train import NonFiniteError, Trainer
 from symexplin.lab.weights import load_model
 
-FILES = {"config.toml", "run.json", "metrics.jsonl", "timing.jsonl", "summary.json", "model.safetensors"}
+FILES = {"config.toml", "run.json", "metrics.jsonl", "timing.jsonl", "result.json", "model.safetensors"}
 FILES |= {"tokenizer.json", "checkpoints", ".lock"}
 MATCHED = dataclasses.replace(CURVES["module"], start="matched")
 
@@ -54,7 +54,7 @@ def test_a_run_leaves_what_it_promises(whole, data, curve):
     assert evals[-1][1] < evals[0][1]
     assert ("stats" in records[-1]) == (curve != "none")
     assert [r["step"] for r in read_json_lines(folder / "timing.jsonl")] == [0, 4, 8, 10]
-    assert json.loads((folder / "summary.json").read_text())["final_loss"] == evals[-1][1]
+    assert json.loads((folder / "result.json").read_text())["loss"] == evals[-1][1]
     assert [path.name for path in newest(folder)] == ["step-00000010", "step-00000009"]
     model = load_model(folder / "model.safetensors")
     held_out = eval_batches(Corpus.load(data).valid, 8, 4, 2)
@@ -94,14 +94,14 @@ def test_a_finished_run_is_not_trained_again_and_not_overwritten(data, whole, tm
     folder, lines = shutil.copytree(whole["none"], tmp_path / "run"), []
     with pytest.raises(ValueError, match="add --resume"):
         train(tiny(data), folder)
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = json.loads((folder / "result.json").read_text())
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "update", None)
         assert train(tiny(data), folder, resume=True, echo=lines.append) == summary
         assert "has finished already" in lines[-1]
-        for lost in ("summary.json", "model.safetensors"):  # a kill between the two
+        for lost in ("result.json", "model.safetensors"):  # a kill between the two
             (folder / lost).unlink()
-            assert train(tiny(data), folder, resume=True)["final_loss"] == summary["final_loss"]
+            assert train(tiny(data), folder, resume=True)["loss"] == summary["loss"]
     assert bits(folder) == bits(whole["none"])
 
 
@@ -126,7 +126,7 @@ def test_paths_logging_and_machine_may_change_and_the_rounding_is_told(data, who
     results = ("metrics.jsonl", "model.safetensors")
     assert bits(folder, *results) == bits(whole["none"], *results)
     assert len(newest(folder)) == 1
-    (folder / "summary.json").unlink()
+    (folder / "result.json").unlink()
     recompute = dataclasses.replace(tiny(data).compute, recompute=True)
     train(tiny(data, compute=recompute), folder, resume=True, echo=lines.append)
     assert "compute.recompute was False, is True now: the rounding changes" in lines
@@ -187,7 +187,7 @@ def test_a_planted_nan_ends_the_run_and_names_step_layer_and_checkpoint(data, wh
     *_, last = read_json_lines(folder / "metrics.jsonl")
     assert last["step"] == 8
     assert "blocks.0.ffn.up.weight" in last["error"]
-    assert json.loads((folder / "summary.json").read_text())["step"] == 8
+    assert json.loads((folder / "result.json").read_text())["step"] == 8
     assert not (folder / "model.safetensors").exists()
     train(tiny(data), folder, resume=True)  # if it was the machine and not the settings
     assert bits(folder) == bits(whole["none"])

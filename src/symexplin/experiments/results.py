@@ -14,7 +14,7 @@ from symexplin.experiments.tables import PANELS, TABLE
 from symexplin.lab.compare.grid import CONFIG as GRID
 from symexplin.lab.compare.grid import RUNS
 from symexplin.lab.files import read_json, write_csv
-from symexplin.lab.folders import CONFIG, SUMMARY, read_facts
+from symexplin.lab.folders import CONFIG, RESULT, read_facts
 from symexplin.lab.settings import load_toml
 
 __all__ = ["COLUMNS", "append_results", "check_results", "config_hash"]
@@ -45,7 +45,7 @@ def append_results(out: str | Path, file: Path) -> int:
     """
     about = read_json(Path(out) / TABLE)
     place = {"table": about["name"], "scale": about["scale"]}
-    ended = sorted(Path(out).glob(f"{PANELS}/*/{RUNS}/*/{SUMMARY}"), key=lambda path: path.stat().st_mtime)
+    ended = sorted(Path(out).glob(f"{PANELS}/*/{RUNS}/*/{RESULT}"), key=lambda path: path.stat().st_mtime)
     found = [{**place, **_row(path.parent)} for path in ended]
     rows = [{name: "" if row[name] is None else str(row[name]) for name in COLUMNS} for row in found]
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -69,11 +69,12 @@ def config_hash(config: Mapping[str, Any], weights: str | None = None) -> str:
 
 
 def _row(folder: Path) -> dict[str, Any]:
-    config, facts, summary = load_toml(folder / CONFIG), read_facts(folder), read_json(folder / SUMMARY)
+    config, facts, result = load_toml(folder / CONFIG), read_facts(folder), read_json(folder / RESULT)
     train, place, panel = config["train"], facts["provenance"], folder.parent.parent
-    ended = datetime.datetime.fromtimestamp((folder / SUMMARY).stat().st_mtime, datetime.UTC)
+    ended = datetime.datetime.fromtimestamp((folder / RESULT).stat().st_mtime, datetime.UTC)
     return {
-        **{key: summary.get(key) for key in ("final_loss", "seconds", "tokens_per_second", "error")},
+        **{key: result.get(key) for key in ("seconds", "tokens_per_second", "error")},
+        "final_loss": result.get("loss"),
         "panel": panel.name,
         "variant": folder.name.removesuffix(f"-lr{train['lr']:g}-seed{train['seed']}"),
         "lr": train["lr"],

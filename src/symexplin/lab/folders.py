@@ -12,7 +12,7 @@ from symexplin.lab.settings import Schema, differences, from_table, load_toml
 from symexplin.validation import naming
 
 __all__ = [
-    *("CONFIG", "FACTS", "LOCK", "SUMMARY", "TOKENIZER"),
+    *("CONFIG", "FACTS", "LOCK", "RESULT", "TOKENIZER"),
     *("check_resumable", "check_unused", "claimed", "out_folder", "read_facts", "saved_config"),
 ]
 
@@ -20,7 +20,7 @@ T = TypeVar("T", bound=Schema)
 
 LOCK = ".lock"
 # Files of a run (symexplin.lab.run).
-CONFIG, SUMMARY, TOKENIZER, FACTS = "config.toml", "summary.json", "tokenizer.json", "run.json"
+CONFIG, RESULT, TOKENIZER, FACTS = "config.toml", "result.json", "tokenizer.json", "run.json"
 
 # A resumed folder may have other values of these keys: paths (digests guard what lies there), logging, the machine.
 _FREE = ("data", "train.weights", "log.")

@@ -10,7 +10,7 @@ from symexplin.config import SELConfig
 from symexplin.lab.checkpoint import is_checkpoint, load_checkpoint, newest_intact
 from symexplin.lab.data.tokenizer import Tokenizer
 from symexplin.lab.files import file_digest, read_json
-from symexplin.lab.folders import FACTS, SUMMARY, TOKENIZER
+from symexplin.lab.folders import FACTS, RESULT, TOKENIZER
 from symexplin.lab.model import Transformer
 from symexplin.lab.weights import MODEL, load_model, read_map
 from symexplin.validation import naming
@@ -65,7 +65,7 @@ def find_weights(path: str | Path, name: str = "path", echo: Echo = warnings.war
 
 def _is_damaged(run: Path, echo: Echo) -> bool:
     """Whether the final weights of a run are not those that it has written."""
-    digest = read_json(run / SUMMARY).get("sha256") if (run / SUMMARY).exists() else None
+    digest = read_json(run / RESULT).get("sha256") if (run / RESULT).exists() else None
     damaged = digest is not None and digest != file_digest(run / MODEL)
     if damaged:
         echo(f"warning: {run / MODEL} is damaged, it does not match its digest: taking the newest checkpoint instead")

@@ -3,7 +3,7 @@
 config.toml      the resolved configuration          run.json         data, model, software and machine
 metrics.jsonl    losses, equal for equal runs        timing.jsonl     seconds, tokens per second, memory
 checkpoints/     to resume from                      tensorboard/     events for TensorBoard
-model.safetensors, tokenizer.json, summary.json      of the finished run
+model.safetensors, tokenizer.json, result.json        of the finished run
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from symexplin.lab.checkpoint import newest, save_checkpoint, tidy
 from symexplin.lab.config import RunConfig, resolve
 from symexplin.lab.data.batches import Corpus
 from symexplin.lab.files import file_digest, read_json, read_json_lines, replace_file, write_json
-from symexplin.lab.folders import CONFIG, FACTS, SUMMARY, TOKENIZER, check_resumable, check_unused, claimed, read_facts
+from symexplin.lab.folders import CONFIG, FACTS, RESULT, TOKENIZER, check_resumable, check_unused, claimed, read_facts
 from symexplin.lab.load import digest_of
 from symexplin.lab.maps import map_of
 from symexplin.lab.model import Transformer
@@ -48,10 +48,11 @@ def train(
     label: str = "train",
     verify: bool = True,
 ) -> dict[str, Any]:
-    """Train as `config` says in the folder `out`, and return the content of summary.json.
+    """Train as `config` says in the folder `out`, and return the content of result.json.
 
-    It has "steps", "final_loss" (nats per token), "seconds" and "tokens_per_second" (both without evaluations), and
-    "parameters".
+    It has "loss" (nats per token, of the last evaluation), "curve" ([[step, loss], ...] of all of them), "seconds" and
+    "tokens_per_second" (both without evaluations), "steps", "parameters", and "sha256" of the weights. A run that ended
+    early has "error" and "step" in place of "loss".
 
     Each line of metrics.jsonl is an update {"step", "loss", "lr", "grad_norm", "tokens"} (from 1 on), an evaluation
     after it {"step", "eval_loss", "stats"}, or the error that ended the run {"step", "error"}. On a CPU, a run that was
@@ -86,7 +87,7 @@ def train(
         folder = ranks.from_first(lambda: stack.enter_context(claimed(out, "run", {FACTS, CONFIG})))
         finished = ranks.from_first(lambda: _check_folder(folder, config, corpus, resume, echo, ranks))
         if finished is not None:
-            echo(f"{folder} has finished already: {finished['steps']} steps, loss {finished['final_loss']:.4f}")
+            echo(f"{folder} has finished already: {finished['steps']} steps, loss {finished['loss']:.4f}")
             return finished
         if tell_config:
             _tell(config, echo)
@@ -116,8 +117,8 @@ def _check_folder(
     """Check that a run in the folder may be resumed; return its summary if it has finished."""
     if not (folder / FACTS).exists():
         return None
-    summary = read_json(folder / SUMMARY) if (folder / SUMMARY).exists() else {}
-    failed = f" that failed at step {summary['step']}" if "error" in summary else ""
+    result = read_json(folder / RESULT) if (folder / RESULT).exists() else {}
+    failed = f" that failed at step {result['step']}" if "error" in result else ""
     check_unused(folder / FACTS, f"a run{failed}", resume)
     facts = read_facts(folder)
     changed = check_resumable(folder, "run", facts["config"], to_table(config))
@@ -126,7 +127,7 @@ def _check_folder(
         changed.append(f"processes were {began}, are {ranks.size} now")
     if changed:
         echo(f"{'; '.join(changed)}: the rounding changes")
-    return summary if "final_loss" in summary and (folder / MODEL).exists() else None
+    return result if "loss" in result and (folder / MODEL).exists() else None
 
 
 def check_inputs(
@@ -160,7 +161,7 @@ def _write_first(folder: Path, config: RunConfig, corpus: Corpus, ranks: Ranks) 
             "provenance": provenance(config.compute.device) | ({} if ranks.size == 1 else {"processes": ranks.size}),
         }
         write_json(folder / FACTS, facts)
-    (folder / SUMMARY).unlink(missing_ok=True)
+    (folder / RESULT).unlink(missing_ok=True)
     corpus.tokenizer.save(folder / TOKENIZER)
     replace_file(folder / CONFIG, dump_toml(to_table(config)))
 
@@ -265,7 +266,8 @@ class _Run:
         """Record the error that ended the run; return the checkpoint to resume from."""
         step = self.trainer.step + 1
         self.recorder.error(step, error)
-        write_json(self.folder / SUMMARY, {"error": error, "step": step})
+        curve, seconds = evaluations(self.folder), round(self.seconds, 3)
+        write_json(self.folder / RESULT, {"error": error, "step": step, "curve": curve, "seconds": seconds})
         return self._newest()
 
     def _newest(self) -> str:
@@ -274,14 +276,15 @@ class _Run:
 
     def _finish(self, plain: Transformer) -> dict[str, Any]:
         save_model(plain, self.folder / MODEL, map_of(self.config.sel, self.config.model.width))
-        steps = self.config.train.steps
-        summary = {
-            "steps": steps,
-            "final_loss": evaluations(self.folder)[-1][1],
+        steps, curve = self.config.train.steps, evaluations(self.folder)
+        result = {
+            "loss": curve[-1][1],
+            "curve": curve,
             "seconds": round(self.seconds, 3),
             "tokens_per_second": round(steps * self._tokens_per_step / max(self.seconds, 1e-9), 1),
+            "steps": steps,
             "parameters": sum(p.numel() for p in plain.parameters()),
             "sha256": file_digest(self.folder / MODEL),
         }
-        write_json(self.folder / SUMMARY, summary)
-        return summary
+        write_json(self.folder / RESULT, result)
+        return result

@@ -14,7 +14,7 @@ from symexplin.lab.compare.grid import ClusterConfig, CompareConfig, GridConfig
 from symexplin.lab.compare.runs import compare_runs
 from symexplin.lab.config import ComputeConfig, LogConfig, TrainConfig
 from symexplin.lab.model import ModelConfig, Transformer
-from symexplin.lab.run import evaluations, train
+from symexplin.lab.run import train
 from symexplin.lab.settings import dump_toml, from_table, load_toml
 
 NAMES = [f"{variant}-lr{lr}-seed{seed}" for seed in (0, 3) for lr in (0.001, 0.01) for variant in ("AdamW", "SEL")]
@@ -58,7 +58,7 @@ def test_its_runs_are_ordinary_runs_and_the_comparison_is_theirs(finished, data,
     config = tiny(data)
     for cell, run in zip(config.compare.cells()[-2:], content["runs"][-2:], strict=True):
         result = train(config.run(cell), tmp_path / cell.name)
-        assert (run["evals"], run["final_loss"]) == (tuple(evaluations(tmp_path / cell.name)), result["final_loss"])
+        assert (run["evals"], run["final_loss"]) == (tuple(map(tuple, result["curve"])), result["loss"])
         assert (tmp_path / cell.name / "metrics.jsonl").read_bytes() == bits(folder)[f"runs/{cell.name}/metrics.jsonl"]
     assert content["maps"]["AdamW"] is None
     assert [content["maps"]["SEL"][key] for key in ("home", "start", "mode")] == ["optimizer", "matched", "exp_only"]
@@ -80,7 +80,7 @@ def test_a_run_that_breaks_down_is_a_result_and_not_tried_again(data, tmp_path):
     with pytest.raises(ValueError, match="no learning rate of AdamW stayed finite"):
         compare_runs(tiny(data, lrs=(TOO_HIGH,), seeds=(0,)), tmp_path)
     assert not (tmp_path / "comparison.json").exists()
-    paths = list(tmp_path.glob("runs/*1e+30*/summary.json"))
+    paths = list(tmp_path.glob("runs/*1e+30*/result.json"))
     times = [path.stat().st_mtime_ns for path in paths]
     content = compare_runs(tiny(data, lrs=(1e-2, TOO_HIGH), seeds=(0,)), tmp_path, resume=True)
     assert [path.stat().st_mtime_ns for path in paths] == times
@@ -95,13 +95,10 @@ def test_a_damaged_run_is_named_after_the_others_and_may_be_removed_and_trained_
     damaged, missing = (folder / "runs" / name for name in NAMES[:2])
     shutil.copytree(finished[0], folder)
     shutil.rmtree(missing)
-    lines = (damaged / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     for name, left, error in (
         ("run.json", b"{}", ValueError),  # the comparison cannot tell whether the run is its own
-        ("summary.json", b"{", ChildProcessError),
-        ("summary.json", b"{}", ChildProcessError),
-        ("metrics.jsonl", b"".join(lines)[:-2], ChildProcessError),
-        ("metrics.jsonl", b"".join(lines[:-1]), ChildProcessError),
+        ("result.json", b"{", ChildProcessError),
+        ("result.json", b"{}", ChildProcessError),
     ):
         whole = (damaged / name).read_bytes()
         (damaged / name).write_bytes(left)
@@ -109,7 +106,7 @@ def test_a_damaged_run_is_named_after_the_others_and_may_be_removed_and_trained_
         with pytest.raises(error, match=f"{NAMES[0]}/{name}' is damaged: .*: {remedy}$"):
             compare_runs(tiny(data), folder, resume=True)
         (damaged / name).write_bytes(whole)
-        assert (missing / "summary.json").exists() == (name != "run.json")
+        assert (missing / "result.json").exists() == (name != "run.json")
     shutil.rmtree(damaged)
     assert numbers(compare_runs(tiny(data), folder, resume=True)) == numbers(finished[1])
 

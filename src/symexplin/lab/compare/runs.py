@@ -23,11 +23,10 @@ from symexplin.lab.compare.table import Run
 from symexplin.lab.config import RunConfig, absolute, resolve
 from symexplin.lab.data.batches import Corpus
 from symexplin.lab.files import read_json, replace_file
-from symexplin.lab.folders import FACTS, SUMMARY, check_resumable, check_unused, claimed, read_facts
+from symexplin.lab.folders import FACTS, RESULT, check_resumable, check_unused, claimed, read_facts
 from symexplin.lab.load import digest_of
 from symexplin.lab.maps import map_of
-from symexplin.lab.record import METRICS
-from symexplin.lab.run import check_inputs, evaluations, train
+from symexplin.lab.run import check_inputs, train
 from symexplin.lab.settings import dump_toml, merge, to_table
 from symexplin.lab.train import NonFiniteError
 from symexplin.validation import naming
@@ -155,14 +154,14 @@ def _task(config: CompareConfig, out: Path, label: str, cell: Cell) -> Task:
     several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     python = [sys.executable, *(several if processes > 1 else [])]
     arguments = ["train", str(file.resolve()), "--out", str(folder.resolve()), "--resume"]
-    return Task(label, folder, SUMMARY, [*python, "-m", "symexplin", *arguments])
+    return Task(label, folder, RESULT, [*python, "-m", "symexplin", *arguments])
 
 
 def _train(config: CompareConfig, out: Path, left: Sequence[Labeled], echo: Echo) -> Iterator[Ended]:
     """Train runs in this process, one after the other: none of them has to import torch."""
     told = (lambda _: None) if sys.stderr.isatty() else echo  # where there is a bar
     for index, (label, cell) in enumerate(left):
-        with contextlib.suppress(NonFiniteError):  # the run's summary.json says so
+        with contextlib.suppress(NonFiniteError):  # the run's result.json says so
             place = out / RUNS / cell.name
             train(config.run(cell), place, resume=True, echo=told, tell_config=False, label=label, verify=False)
         yield index, None
@@ -170,18 +169,15 @@ def _train(config: CompareConfig, out: Path, left: Sequence[Labeled], echo: Echo
 
 def _run_in(path: Path, cell: Cell) -> Run | None:
     """Return the result of the run in a folder, or None if it has not ended."""
-    if not (path / SUMMARY).exists():
+    if not (path / RESULT).exists():
         return None
     with _remedy():
-        summary, evals = read_json(path / SUMMARY), tuple(evaluations(path))
-        if "error" not in summary:
-            end = summary.get("steps"), summary.get("final_loss")
-            if None in end:
-                raise ValueError(f"{str(path / SUMMARY)!r} is damaged: it lacks the steps or the loss")
-            if evals[-1:] != (end,):
-                raise ValueError(f"{str(path / METRICS)!r} is damaged: it does not end with the loss of {SUMMARY}")
-    seconds, pace = summary.get("seconds", 0.0), summary.get("tokens_per_second", 0.0)
-    return Run(*cell, evals=evals, seconds=seconds, tokens_per_second=pace, error=summary.get("error"))
+        result = read_json(path / RESULT)
+        evals = tuple((step, loss) for step, loss in result.get("curve", ()))
+        if "error" not in result and evals[-1:] != ((result.get("steps"), result.get("loss")),):
+            raise ValueError(f"{str(path / RESULT)!r} is damaged: its curve does not end with its loss")
+    seconds, pace = result.get("seconds", 0.0), result.get("tokens_per_second", 0.0)
+    return Run(*cell, evals=evals, seconds=seconds, tokens_per_second=pace, error=result.get("error"))
 
 
 @contextlib.contextmanager
@@ -199,7 +195,7 @@ def _remedy() -> Iterator[None]:
 def _facts(folder: Path, config: CompareConfig, corpus: Corpus) -> dict[str, Any]:
     """Return what comparison.json has beside the results."""
     first = folder / RUNS / config.compare.cells()[0].name
-    summaries = [read_json(folder / RUNS / cell.name / SUMMARY) for cell in config.compare.cells()]
+    results = [read_json(folder / RUNS / cell.name / RESULT) for cell in config.compare.cells()]
     return {
         "unit": "nats per token",
         "maps": {variant: _map(config, variant) for variant in config.compare.variants},
@@ -210,7 +206,7 @@ def _facts(folder: Path, config: CompareConfig, corpus: Corpus) -> dict[str, Any
             "valid_documents": corpus.valid_documents,
             "tokenizer": corpus.tokenizer.name,
         },
-        "parameters": next((summary["parameters"] for summary in summaries if "parameters" in summary), None),
+        "parameters": next((result["parameters"] for result in results if "parameters" in result), None),
         "config": config.table(),
         # Where the first run began: on a cluster this is another machine.
         "provenance": read_facts(first)["provenance"],
