@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
 from symexplin import __version__
 from symexplin.lab.process import Stopped, launch
@@ -115,6 +115,9 @@ def _explain(error: Exception) -> str | None:
     if isinstance(error, Stopped):
         return text
     if isinstance(error, CycloptsError):
+        text += "".join(
+            _as_flag(word) for word in (isinstance(error, UnusedCliTokensError) and error.unused_tokens) or ()
+        )
         text += f" (see {' '.join(['symexplin', *(error.command_chain or ())])} --help)"
     elif isinstance(error, ModuleNotFoundError) and "pip install" not in text:
         text += "; install the extra 'lab': pip install 'symexplin[lab]'"
@@ -144,6 +147,7 @@ def _warn(line: str) -> None:
 
 # --- The commands: the docstring of each is its help ------------------------------------------------------------------
 
+Table = dict[str, Any]  # what flags and --set say, which with_flags puts before the other arguments
 _Switch = Parameter(negative=(), show_default=False)
 _Config = Annotated[str | None, Parameter(help="settings in TOML; flags take precedence")]
 _Folder = Annotated[str, Parameter(help="the folder of the run, new or to resume")]
@@ -155,7 +159,27 @@ _Plan = Annotated[bool, _Switch, Parameter(help="print the runs and the assumpti
 _Path = str | None
 
 
-def _prepare(*sources: str, out: str, **given: Any) -> None:
+def _file(config: str | None) -> Table:
+    """Return the settings in a file. An error says what else the user may have meant."""
+    if config is None:
+        return {}
+    try:
+        return load_toml(config)
+    except FileNotFoundError as error:
+        folder = f"; for text: symexplin prepare {config} --out data; for prepared text: --data {config}"
+        raise ValueError(f"{error}{folder if Path(config).is_dir() else _as_flag(config)}") from None
+    except ValueError as error:
+        hint = (
+            f"; for text to train on: symexplin prepare {config} --out data" if Path(config).suffix != ".toml" else ""
+        )
+        raise ValueError(f"{error}{hint}") from None
+
+
+def _as_flag(word: str) -> str:
+    return f"; a key is set by its flag, such as --lr 1e-3, or by --set {word}" if "=" in word else ""
+
+
+def _prepare(given: Table, *sources: str, out: str) -> None:
     """Turn text into token files.
 
     Text comes from `stdlib` (the sources of the running Python), files with documents separated by NUL bytes, .jsonl
@@ -177,7 +201,7 @@ def _prepare(*sources: str, out: str, **given: Any) -> None:
     prepare(from_table(PrepareConfig, {"sources": sources, **given}), out, echo=_log)
 
 
-def _train(config: _Config = None, *, out: _Folder, resume: _Resume = False, **given: Any) -> None:
+def _train(given: Table, config: _Config = None, *, out: _Folder, resume: _Resume = False) -> None:
     r"""Train a language model on prepared text.
 
     The model is a transformer, trained with SEL in either home or with AdamW. A flag --some-key is the key some_key of
@@ -206,16 +230,26 @@ def _train(config: _Config = None, *, out: _Folder, resume: _Resume = False, **g
     from symexplin.lab.folders import CONFIG, saved_config
     from symexplin.lab.run import MODEL, train
 
-    saved, table = Path(out, CONFIG), merge({} if config is None else load_toml(config), given)
+    saved, table = Path(out, CONFIG), merge(_file(config), given)
     if resume and saved.exists():
         table = merge(to_table(saved_config(RunConfig, saved)), table)
-    result = train(from_table(RunConfig, table), out, resume=resume, echo=_log)
+    settings = from_table(RunConfig, table)
+    hints = (
+        [] if "bias" in table.get("model", {}) else ["trains with biases, which `export` cannot write: add --no-bias"]
+    )
+
+    def echo(line: str) -> None:
+        while hints:  # with the first line, once nothing stands in the way of the run
+            _log(hints.pop())
+        _log(line)
+
+    result = train(settings, out, resume=resume, echo=echo)
     if launch()[0] == 0:
         _log(f"{result['loss']:.4f} nats per token; plain weights: {Path(out, MODEL)}")
 
 
 def _compare(
-    config: _Config = None, *, command: _Command = None, out: _Folder, resume: _Resume = False, **given: Any
+    given: Table, config: _Config = None, *, command: _Command = None, out: _Folder, resume: _Resume = False
 ) -> None:
     r"""Compare ways to train over learning rates and seeds.
 
@@ -243,9 +277,8 @@ def _compare(
     from symexplin.lab.compare.command import CommandConfig, compare_commands, configured
     from symexplin.lab.compare.runs import compare_runs
 
-    file = {} if config is None else load_toml(config)
     program = {} if command is None else {"command": command}
-    settings = configured(out, file, program, given, resume=resume)
+    settings = configured(out, _file(config), program, given, resume=resume)
     if isinstance(settings, CommandConfig):
         compare_commands(settings, out, resume=resume, echo=_log)
     else:
@@ -329,6 +362,7 @@ def _inspect(source: _Weights, /, *, preset: _Path = None, map: Pairs | None = N
 
 
 def _reproduce(
+    given: Table,
     name: _Path = None,
     /,
     *,
@@ -336,7 +370,6 @@ def _reproduce(
     resume: _Resume = False,
     plan: _Plan = False,
     results: _Path = None,
-    **given: Any,
 ) -> None:
     r"""Run a table of the paper, or one beyond it, and compare the results with the paper's figures.
 
@@ -390,7 +423,7 @@ def _figure(name: _Path = None, /, *sources: str, out: str = "figures") -> None:
         print("\n".join(map(str, save_figure(draw(name, sources), out, name))))
 
 
-def _demo(*, out: str = "runs/demo", **given: Any) -> None:
+def _demo(given: Table, *, out: str = "runs/demo") -> None:
     """Compare AdamW and SEL on a small model, in minutes, without a download.
 
     The data are the sources of the running Python's standard library. AdamW, SEL's default and the paper's method are

@@ -1,4 +1,6 @@
+import dataclasses
 import math
+import re
 import shlex
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -22,7 +24,6 @@ from symexplin.lab.settings import (
     Whole,
     dump_toml,
     from_table,
-    keys,
     load_toml,
     to_table,
     with_flags,
@@ -64,13 +65,6 @@ class Outer(Schema):
     switch: bool = False
     limit: Whole | None = None
     extra: Pairs = field(default_factory=dict)
-
-
-@pytest.mark.parametrize("schema", SCHEMAS)
-def test_every_key_has_a_help_and_a_name_of_its_own(schema):
-    found = [key.name for key in keys(schema)]
-    assert len(found) == len(set(found))
-    assert [key.name for key in keys(schema) if not key.help] == []
 
 
 def test_a_file_becomes_the_configuration_and_back(tmp_path):
@@ -150,7 +144,7 @@ def test_files_that_are_not_toml(tmp_path, content):
 
 
 def app_of(schema, leave_out=()):
-    command = with_flags(lambda **given: given, schema, leave_out)
+    command = with_flags(lambda table: table, schema, leave_out)
     return App(default_command=command, default_parameter=FLAGS, result_action="return_value")
 
 
@@ -159,12 +153,34 @@ def parse(words, schema=RunConfig, leave_out=()):
     return app_of(schema, leave_out)(shlex.split(words), exit_on_error=False, print_error=False)
 
 
+def flags_of(schema):
+    return [flag for flag in app_of(schema).assemble_argument_collection() if flag.name != "--set"]
+
+
+def names_of(schema):
+    """Return the keys of a schema and of its tables, as `dataclasses` tells them."""
+    for entry in dataclasses.fields(schema):
+        if dataclasses.is_dataclass(entry.type):
+            yield from names_of(entry.type)
+        elif not entry.metadata and entry.name != "set":
+            yield entry.name
+
+
 @pytest.mark.parametrize("schema", SCHEMAS)
-def test_flags_are_the_keys_of_the_schema(schema):
-    flags = {name for argument in app_of(schema).assemble_argument_collection() for name in argument.names}
-    expected = {"--" + key.name.replace("_", "-") for key in keys(schema)}
-    assert expected <= flags
-    assert flags - expected == {"--no-" + key.name.replace("_", "-") for key in keys(schema) if key.kind is bool}
+def test_every_key_has_one_flag_with_a_help(schema):
+    """If two tables had a key of the same name, its flag would need the table's name."""
+    flags = flags_of(schema)
+    assert sorted(flag.name for flag in flags) == sorted("--" + name.replace("_", "-") for name in names_of(schema))
+    assert [flag.name for flag in flags if not flag.parameter.help] == []
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_no_flag_rounds_a_number(schema):
+    """cyclopts itself would make 2 of 1.5."""
+    for flag in flags_of(schema):
+        if "int" in re.findall(r"\w+", str(flag.hint)):
+            with pytest.raises(Exception, match=f"{flag.name}: must be a whole number, got '1.5'"):
+                parse(f"{flag.name} 1.5", schema)
 
 
 def test_only_what_is_given_is_set_in_its_table_and_lists_take_several_values():
@@ -186,13 +202,18 @@ def test_values_of_a_table_are_those_of_toml_or_text_and_flags_are_merged():
         "exclude": ["a*"],
         "e": {"pattern": "row", "k": [5, 1]},
     }
-    assert parse("--map.beta=2.5 --map.e.k [5,1]") == {"sel": {"map": {"beta": 2.5, "e": {"k": [5, 1]}}}}
 
 
-@pytest.mark.parametrize("schema", SCHEMAS)
-def test_no_flag_rounds_a_number(schema):
-    """cyclopts itself would make 2 of 1.5."""
-    for key in keys(schema):
-        if "int" in str(key.kind):
-            with pytest.raises(Exception, match=f"--{key.name.replace('_', '-')}: must be a whole number, got '1.5'"):
-                parse(f"--{key.name.replace('_', '-')} 1.5", schema)
+@pytest.mark.parametrize(
+    ("words", "table"),
+    [
+        ("model.width=64 train.lr=1e-3", {"model": {"width": 64}, "train": {"lr": 1e-3}}),
+        ("width=64 data=text", {"model": {"width": 64}, "data": "text"}),
+        ("map.beta=5 --map e.k=[5,1]", {"sel": {"map": {"e": {"k": [5, 1]}, "beta": 5}}}),
+        ("steps=9 --steps 8", {"train": {"steps": 9}}),
+        ("cluster.cpus=2 --cluster slurm", {"compare": {"cluster": "slurm"}, "cluster": {"cpus": 2}}),
+        ("widht=3 modle.width=4", {"widht": 3, "modle": {"width": 4}}),  # from_table names what is unknown
+    ],
+)
+def test_set_takes_any_key_with_or_without_its_table(words, table):
+    assert parse(f"--set {words}", CompareConfig) == table

@@ -3,6 +3,9 @@
 A configuration is a dataclass derived from :class:`Schema`. Fields that are dataclasses are its tables, the others are
 its keys. The type of a key says what it may be, wherever it is given. Names are unique over all tables, so that a flag
 needs no table's name: `[model] width = 128` is `--width 128`.
+
+A configuration is made in one way: the tables of files, flags and `--set` are merged, and :func:`from_table` checks the
+result.
 """
 
 import contextlib
@@ -14,8 +17,9 @@ import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeGuard, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeGuard, TypeVar
 
+import docstring_parser
 import tomli_w
 from cyclopts import CoercionError, Group, Parameter, Token
 
@@ -30,8 +34,7 @@ from symexplin.validation import (
 
 __all__ = [
     *("FLAGS", "Count", "Fraction", "NotNegative", "Pairs", "Positive", "Whole"),
-    *("Key", "Schema", "differences", "dump_toml", "from_table", "keys", "lines"),
-    *("load_toml", "merge", "to_table", "with_flags"),
+    *("Schema", "differences", "dump_toml", "from_table", "lines", "load_toml", "merge", "to_table", "with_flags"),
 ]
 
 Table = dict[str, Any]
@@ -53,27 +56,20 @@ def _whole(_: Any, tokens: Sequence[Token]) -> int:
         raise CoercionError(f"must be a whole number, got {tokens[0].value!r}", token=tokens[0]) from None
 
 
-def _assignments(_: Any, tokens: Any) -> Table:
-    return functools.reduce(merge, map(_assignment, _leaves(tokens)), {})
-
-
-def _leaves(tokens: Any) -> Iterator[Token]:
-    """Yield the tokens of ``--map KEY=VALUE ...``, a list, or of ``--map.KEY=VALUE``, tables of lists."""
-    if isinstance(tokens, Mapping):
-        for part in tokens.values():
-            yield from _leaves(part)
-    else:
-        yield from tokens
-
-
-def _assignment(token: Token) -> Table:
+def _pairs(_: Any, tokens: Sequence[Token] | Mapping[str, Any]) -> Table:
     """Read KEY=VALUE as TOML does; a value that is not TOML is text."""
-    text = f"{'.'.join(token.keys)}={token.value}" if token.keys else token.value
-    name, equals, value = text.partition("=")
-    for line in (text, f"{name}='{value}'") if equals else ():
-        with contextlib.suppress(tomllib.TOMLDecodeError):
-            return tomllib.loads(line)
-    raise CoercionError(f"must be KEY=VALUE, such as e.k=[50,8], got {token.value!r}", token=token)
+    pairs: Table = {}
+    for token in tokens:
+        if isinstance(token, str):  # a table, which is how cyclopts reads --map.beta=5
+            raise CoercionError(f"{token!r} must follow a space, such as --map beta=5 for --map.beta=5")
+        name, equals, value = token.value.partition("=")
+        for line in (token.value, f"{name}='{value}'") if equals else ():
+            with contextlib.suppress(tomllib.TOMLDecodeError):
+                pairs = merge(pairs, tomllib.loads(line))
+                break
+        else:
+            raise CoercionError(f"must be KEY=VALUE, such as e.k=[50,8], got {token.value!r}", token=token)
+    return pairs
 
 
 Count = Annotated[int, check_whole, Parameter(converter=_whole)]  # from 1
@@ -82,7 +78,7 @@ Positive = Annotated[float, check_positive]
 NotNegative = Annotated[float, check_not_negative]
 Fraction = Annotated[float, check_fraction]  # below 1
 # A table of any keys: as a flag, KEY=VALUE once or more.
-Pairs = Annotated[Table, Parameter(accepts_keys=False, n_tokens=-1, converter=_assignments, metavar="KEY=VALUE")]
+Pairs = Annotated[Table, Parameter(accepts_keys=False, n_tokens=-1, converter=_pairs, metavar="KEY=VALUE")]
 
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", dict: "a table"}
 
@@ -134,42 +130,36 @@ class Schema:
 
 
 S = TypeVar("S", bound=Schema)
-
-
-class Key(NamedTuple):
-    """One key of a schema; `table` is "" at the top, `default` may be `MISSING`."""
-
-    table: str
-    name: str
-    kind: Any
-    default: Any
-    help: str
-
-
-def keys(schema: type[Schema], table: str = "") -> list[Key]:
-    """Return all keys of a schema and of its tables."""
-    texts, found = _help(schema.__doc__ or ""), list[Key]()
-    for field in dataclasses.fields(schema):
-        if _is_table(field.type):
-            found += keys(field.type, field.name)
-        elif not field.metadata.get("derived"):
-            made = field.default_factory
-            default = field.default if made is dataclasses.MISSING else made()
-            found.append(Key(table, field.name, field.type, default, texts.get(field.name, "")))
-    return found
+Fields = dict[str, dataclasses.Field[Any]]
 
 
 def _is_table(kind: Any) -> TypeGuard[type[Schema]]:
     return isinstance(kind, type) and issubclass(kind, Schema)
 
 
-@functools.cache
-def _help(docstring: str) -> dict[str, str]:
-    """Return the help of each field from the "Args:" of a docstring."""
-    import docstring_parser
+def _fields(schema: Any) -> Fields:
+    """Return the keys and tables that a user may give, by name."""
+    return {field.name: field for field in dataclasses.fields(schema) if not field.metadata.get("derived")}
 
-    found = docstring_parser.parse(docstring, docstring_parser.DocstringStyle.GOOGLE)
-    texts = {entry.arg_name: " ".join((entry.description or "").split()) for entry in found.params}
+
+def _tables(schema: type[Schema]) -> dict[str, type[Schema]]:
+    """Return the tables of a schema by name, the schema itself as ""."""
+    return {"": schema} | {name: field.type for name, field in _fields(schema).items() if _is_table(field.type)}
+
+
+def _keys(table: type[Schema]) -> Fields:
+    return {name: field for name, field in _fields(table).items() if not _is_table(field.type)}
+
+
+def _places(schema: type[Schema]) -> dict[str, str]:
+    """Return the name of the table of each key."""
+    return {key: name for name, table in _tables(schema).items() for key in _keys(table)}
+
+
+def _help(schema: type[Schema]) -> dict[str, str]:
+    """Return the help of each key from the "Args:" of a docstring."""
+    entries = docstring_parser.parse(schema.__doc__ or "", docstring_parser.DocstringStyle.GOOGLE).params
+    texts = {entry.arg_name: " ".join((entry.description or "").split()) for entry in entries}
     return {name: text.rstrip(".").replace("`", "") for name, text in texts.items()}
 
 
@@ -184,45 +174,41 @@ def from_table(schema: type[S], table: Mapping[str, Any]) -> S:
     Traceback (most recent call last):
     ValueError: unknown key 'widht'; did you mean 'width'?
     """
-    return _build(schema, table, "", keys(schema))
+    return _build(schema, table, "", _places(schema))
 
 
-def _build(schema: type[S], table: Mapping[str, Any], where: str, known: list[Key]) -> S:
-    own = {key.name: key for key in known if key.table == where}
-    tables = {field.name: field.type for field in dataclasses.fields(schema) if _is_table(field.type)}
-    values: Table = {}
+def _build(schema: type[S], table: Mapping[str, Any], where: str, places: Mapping[str, str]) -> S:
+    fields, values = _fields(schema), dict(table)
     for name, value in table.items():
-        if name in own:
-            values[name] = value
-        elif name not in tables:
-            raise ValueError(_unknown(name, where, known, [*own, *tables]))
-        elif not isinstance(value, Mapping):
-            raise ValueError(f"[{name}] must be a table, got {value!r}")
-        else:
-            values[name] = _build(tables[name], value, name, known)
-    for name, key in own.items():
-        if key.default is dataclasses.MISSING and name not in values:
-            raise ValueError(f"{name} must be given: {key.help}")
+        if name not in fields:
+            raise ValueError(_unknown(name, where, list(fields), places))
+        kind = fields[name].type
+        if _is_table(kind):
+            if not isinstance(value, Mapping):
+                raise ValueError(f"[{name}] must be a table, got {value!r}")
+            values[name] = _build(kind, value, name, places)
+    for name, field in fields.items():
+        if name not in values and field.default is field.default_factory is dataclasses.MISSING:
+            raise ValueError(f"{name} must be given: {_help(schema)[name]}")
     return schema(**values)
 
 
-def _unknown(name: str, where: str, known: list[Key], here: list[str]) -> str:
-    for key in known:
-        if key.name == name:
-            return f"key {name!r} belongs " + (f"in [{key.table}]" if key.table else "at the top, before all tables")
-    hint = did_you_mean(name, here, cutoff=0.4) or f"; known: {', '.join(here)}"
+def _unknown(name: str, where: str, here: list[str], places: Mapping[str, str]) -> str:
+    if name in places:
+        return f"key {name!r} belongs " + (f"in [{places[name]}]" if places[name] else "at the top, before all tables")
+    elsewhere = () if where else (f"{table}.{key}" for key, table in places.items() if table)
+    hint = did_you_mean(name, [*here, *elsewhere], cutoff=0.4) or f"; known: {', '.join(here)}"
     return f"unknown key {name!r}{f' in [{where}]' if where else ''}{hint}"
 
 
-def to_table(config: Any) -> Table:
+def to_table(config: Schema) -> Table:
     """Return a configuration as the table that :func:`from_table` reads, without keys that are None."""
-    fields = (field for field in dataclasses.fields(config) if not field.metadata.get("derived"))
-    table: Table = _plain({field.name: getattr(config, field.name) for field in fields})
+    table: Table = _plain({name: getattr(config, name) for name in _fields(config)})
     return table
 
 
 def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
+    if isinstance(value, Schema):
         return to_table(value)
     if isinstance(value, Mapping):
         return {key: _plain(v) for key, v in value.items() if v is not None}
@@ -243,8 +229,8 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
     """Return `base` with the entries of `over`, tables merged key by key."""
     merged = dict(base)
     for key, value in over.items():
-        found = merged.get(key)
-        merged[key] = merge(found, value) if isinstance(found, Mapping) and isinstance(value, Mapping) else value
+        old = merged.get(key)
+        merged[key] = merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
     return merged
 
 
@@ -257,11 +243,11 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tup
 
 def lines(table: Mapping[str, Any]) -> list[str]:
     """Return the lines that show a table to a reader, one per table."""
-    found: dict[str, list[str]] = {}
+    entries: dict[str, list[str]] = {}
     for key, value in _dotted(table):
         place, _, name = key.rpartition(".")
-        found.setdefault(f"[{place}] " if place else "", []).append(f"{name} = {value!r}")
-    return [place + ", ".join(entries) for place, entries in found.items()]
+        entries.setdefault(f"[{place}] " if place else "", []).append(f"{name} = {value!r}")
+    return [place + ", ".join(texts) for place, texts in entries.items()]
 
 
 def _dotted(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -272,38 +258,54 @@ def _dotted(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield prefix + key, value
 
 
+# --- Flags -----------------------------------------------------------------------------------------------------------
+
+_SET = "any key of the settings, such as width=64 or model.width=64; takes precedence over its flag"
+
+
 def with_flags(
     command: Callable[..., Any], schema: type[Schema], leave_out: Collection[str] = ()
 ) -> Callable[..., Any]:
-    """Return `command` with a flag for every key of a schema except those in `leave_out`.
+    """Return `command` with a flag for every key of a schema except those in `leave_out`, and with `--set`.
 
-    The command takes the flags that a user sets as keywords: keys, and tables of keys.
+    The first argument of the command becomes the table of what a user sets.
 
     >>> from cyclopts import App
     >>> from symexplin.lab.config import RunConfig
-    >>> app = App(default_command=with_flags(lambda **given: given, RunConfig), result_action="return_value")
-    >>> app("--data text --width 64 --no-bias")
-    {'data': 'text', 'model': {'width': 64, 'bias': False}}
+    >>> app = App(default_command=with_flags(lambda table: table, RunConfig), result_action="return_value")
+    >>> app("--data text --width 64 --no-bias --set map.beta=5")
+    {'data': 'text', 'model': {'width': 64, 'bias': False}, 'sel': {'map': {'beta': 5}}}
     """
-    own = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    flagged = [key for key in keys(schema) if key.name not in leave_out]
-    groups, flags = dict[str, Group](), []
-    for key in flagged:
-        if key.table not in groups:
-            groups[key.table] = Group.create_ordered(f"Table {key.table}" if key.table else "Settings")
-        more = Parameter(help=key.help, group=groups[key.table])
-        shown = None if key.default in (dataclasses.MISSING, (), {}, "") else key.default
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        flags.append(inspect.Parameter(key.name, keyword, default=shown, annotation=Annotated[key.kind, more]))
+    flags: dict[str, inspect.Parameter] = {}
+
+    def add(name: str, kind: Any, default: Any, text: str, group: Group | None = None) -> None:
+        shown = None if default in (dataclasses.MISSING, (), "") else default
+        annotation = Annotated[kind, Parameter(help=text, group=group)]
+        flags[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=shown, annotation=annotation)
+
+    for name, table in _tables(schema).items():
+        group, texts = Group.create_ordered(f"Table {name}" if name else "Settings"), _help(table)
+        for key, field in _keys(table).items():
+            if key not in leave_out:
+                add(key, field.type, field.default, texts.get(key, ""), group)
+    if own_set := "set" not in flags:
+        add("set", Pairs, None, _SET)
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
-        given: Table = {}
-        for key in flagged:
-            if key.name in kwargs:
-                place = given.setdefault(key.table, {}) if key.table else given
-                place[key.name] = kwargs.pop(key.name)
-        return command(*args, **kwargs, **given)
+        given = {name: kwargs.pop(name) for name in flags if name in kwargs}
+        changes = given.pop("set", {}) if own_set else {}
+        return command(merge(_placed(schema, given), _placed(schema, changes)), *args, **kwargs)
 
-    run.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]
+    _, *own = inspect.signature(command).parameters.values()
+    run.__signature__ = inspect.Signature([*own, *flags.values()])  # type: ignore[attr-defined]
     return run
+
+
+def _placed(schema: type[Schema], given: Mapping[str, Any]) -> Table:
+    """Return `given` with the keys at its top in their tables."""
+    tables, places, placed = _tables(schema), _places(schema), Table()
+    for name, value in given.items():
+        place = "" if name in tables and isinstance(value, Mapping) else places.get(name, "")
+        placed = merge(placed, {place: {name: value}} if place else {name: value})
+    return placed
