@@ -260,7 +260,7 @@ def _dotted(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 # --- Flags -----------------------------------------------------------------------------------------------------------
 
-_SET = "any key of the settings, such as width=64 or model.width=64; takes precedence over its flag"
+_SET = Parameter(help="any key of the settings, such as width=64 or model.width=64; takes precedence over its flag")
 
 
 def with_flags(
@@ -276,29 +276,27 @@ def with_flags(
     >>> app("--data text --width 64 --no-bias --set map.beta=5")
     {'data': 'text', 'model': {'width': 64, 'bias': False}, 'sel': {'map': {'beta': 5}}}
     """
-    flags: dict[str, inspect.Parameter] = {}
-
-    def add(name: str, kind: Any, default: Any, text: str, group: Group | None = None) -> None:
-        shown = None if default in (dataclasses.MISSING, (), "") else default
-        annotation = Annotated[kind, Parameter(help=text, group=group)]
-        flags[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=shown, annotation=annotation)
-
+    flags: dict[str, tuple[Any, Any]] = {"set": (Annotated[Pairs, _SET], None)}  # the type and the default of each
     for name, table in _tables(schema).items():
-        group, texts = Group.create_ordered(f"Table {name}" if name else "Settings"), _help(table)
-        for key, field in _keys(table).items():
-            if key not in leave_out:
-                add(key, field.type, field.default, texts.get(key, ""), group)
-    if own_set := "set" not in flags:
-        add("set", Pairs, None, _SET)
+        group = Group.create_ordered(f"Table {name}" if name else "Settings")
+        for key in _keys(table).values():
+            kind = Annotated[key.type, Parameter(help=_help(table).get(key.name, ""), group=group)]
+            flags[key.name] = kind, None if key.default in (dataclasses.MISSING, (), "") else key.default
+    own_set = "set" in _places(schema)
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
         given = {name: kwargs.pop(name) for name in flags if name in kwargs}
-        changes = given.pop("set", {}) if own_set else {}
+        changes = {} if own_set else given.pop("set", {})
         return command(merge(_placed(schema, given), _placed(schema, changes)), *args, **kwargs)
 
-    _, *own = inspect.signature(command).parameters.values()
-    run.__signature__ = inspect.Signature([*own, *flags.values()])  # type: ignore[attr-defined]
+    _, *parameters = inspect.signature(command).parameters.values()
+    parameters += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+        for name, (kind, default) in flags.items()
+        if name not in leave_out
+    ]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return run
 
 
