@@ -24,18 +24,18 @@ __all__ = ["COMMANDS", "main", "make_app"]
 _NO_MEMORY = ("DefaultCPUAllocator", "can't allocate memory", "Storage size calculation overflowed")
 
 _ABOUT = """\
-Train models in curved weight space (SymExpLin) and own ordinary weights.
+Train models in curved weight space (SymExpLin) and get ordinary weights.
 
-A first walk, with a folder of your own text:
+Getting started, with a folder of your own text:
   symexplin prepare mytext/ --out data
   symexplin train --data data --out runs/first --no-bias
   symexplin sample runs/first --prompt "Once"
   symexplin export runs/first --out mymodel        # for transformers
 """
 _STATUS = """\
-Exit status: 0 success; 1 the reader of the output left; 2 an error that the
-last line explains (--traceback shows where it arose); 130 interrupted; 143
-terminated. A run that is interrupted or terminated writes a checkpoint.
+Exit status: 0 on success; 1 if the reader of a pipe closed it; 2 on an error,
+which the last line explains (--traceback shows where it arose); 130 if
+interrupted; 143 if terminated. An interrupted run writes a checkpoint.
 """
 
 
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("symexplin: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of the output has left
+    except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
@@ -82,7 +82,8 @@ def make_app(given: Sequence[str] | None = None) -> App:
         text, mark, examples = (inspect.getdoc(command) or "").partition("Examples:\n")
         text = re.sub(r"(?<=\S)\n(?=\S)", " ", text)  # paragraphs, which are then wrapped to the terminal
         if name in _SCHEMAS and (given is None or name in given):
-            command = with_flags(command, pkgutil.resolve_name(_SCHEMAS[name]), _NO_FLAGS.get(name, ()))
+            schema, *no_flags = _SCHEMAS[name]
+            command = with_flags(command, pkgutil.resolve_name(schema), no_flags)
         app.command(command, name=name, sort_key=place, help=text, help_epilogue=mark + examples)
     return app
 
@@ -95,9 +96,9 @@ def _run(given: list[str]) -> None:
 
 
 def _tell(error: Exception, line: str) -> None:
-    """Print the line of an error. Of several processes the first one does, as an error of one is raised in all.
+    """Print the line of an error: in the first process, as all raise an error of one of them.
 
-    Only torch's errors, such as a lack of memory, are those of one process, which prints them itself.
+    Errors of torch, such as a lack of memory, stay in one process, which prints them itself.
     """
     rank = os.environ.get("RANK", "0") if "WORLD_SIZE" in os.environ else "0"
     if rank == "0":
@@ -115,9 +116,8 @@ def _explain(error: Exception) -> str | None:
     if isinstance(error, Stopped):
         return text
     if isinstance(error, CycloptsError):
-        text += "".join(
-            _as_flag(word) for word in (isinstance(error, UnusedCliTokensError) and error.unused_tokens) or ()
-        )
+        if isinstance(error, UnusedCliTokensError):
+            text = text.rstrip(".") + "".join(map(_as_flag, error.unused_tokens or ()))
         text += f" (see {' '.join(['symexplin', *(error.command_chain or ())])} --help)"
     elif isinstance(error, ModuleNotFoundError) and "pip install" not in text:
         text += "; install the extra 'lab': pip install 'symexplin[lab]'"
@@ -133,7 +133,7 @@ def _explain(error: Exception) -> str | None:
 
 
 def _log(line: str) -> None:
-    """Print a line of a long job, which continues after its reader has left."""
+    """Print a line of a long job, which continues after the reader of its pipe has closed it."""
     try:
         print(line, flush=True)
     except OSError:
@@ -149,11 +149,11 @@ def _warn(line: str) -> None:
 
 Table = dict[str, Any]  # what flags and --set say, which with_flags puts before the other arguments
 _Switch = Parameter(negative=(), show_default=False)
-_Config = Annotated[str | None, Parameter(help="settings in TOML; flags take precedence")]
-_Folder = Annotated[str, Parameter(help="the folder of the run, new or to resume")]
-_Command = Annotated[str | None, Parameter(help="a command of your own to compare: see above", group="Settings")]
-_Resume = Annotated[bool, _Switch, Parameter(help="continue in the folder, or start there")]
-_Run = Annotated[str, Parameter(help="the folder of a run, one of its checkpoints, or a model.safetensors")]
+_Config = Annotated[str | None, Parameter(help="settings in a TOML file; flags take precedence")]
+_Folder = Annotated[str, Parameter(help="folder to write, new or to resume")]
+_Command = Annotated[str | None, Parameter(help="command of your own to compare, see above", group="Settings")]
+_Resume = Annotated[bool, _Switch, Parameter(help="continue in the folder, or start there if it is new")]
+_Run = Annotated[str, Parameter(help="folder of a run, one of its checkpoints, or a model.safetensors")]
 _Weights = Annotated[str, Parameter(help="a safetensors file, or a folder of them")]
 _Plan = Annotated[bool, _Switch, Parameter(help="print the runs and the assumptions, and stop")]
 _Path = str | None
@@ -165,13 +165,10 @@ def _file(config: str | None) -> Table:
         return {}
     try:
         return load_toml(config)
-    except FileNotFoundError as error:
-        folder = f"; for text: symexplin prepare {config} --out data; for prepared text: --data {config}"
-        raise ValueError(f"{error}{folder if Path(config).is_dir() else _as_flag(config)}") from None
-    except ValueError as error:
-        hint = (
-            f"; for text to train on: symexplin prepare {config} --out data" if Path(config).suffix != ".toml" else ""
-        )
+    except (FileNotFoundError, ValueError) as error:
+        hint = _as_flag(config)
+        if Path(config).exists() and Path(config).suffix != ".toml":
+            hint = f"; --data takes tokens, which are made of text by: symexplin prepare {config} --out data"
         raise ValueError(f"{error}{hint}") from None
 
 
@@ -183,13 +180,13 @@ def _prepare(given: Table, *sources: str, out: str) -> None:
     """Turn text into token files.
 
     Text comes from `stdlib` (the sources of the running Python), files with documents separated by NUL bytes, .jsonl
-    files, either compressed (.xz, .gz), folders of such files and of plain text, or Hugging Face data sets:
-    hf:NAME[:CONFIG], `openwebtext`, `fineweb`. It must be UTF-8: other files in a folder are left out and named.
-    Repeated documents count once. After a kill the same command starts again.
+    files, either compressed (.xz, .gz), folders of such files and of plain text, or Hugging Face datasets:
+    hf:NAME[:CONFIG], `openwebtext`, `fineweb`. Text must be UTF-8; other files in a folder are skipped and listed.
+    Duplicate documents are dropped. If the command is killed, run it again: it starts over.
 
     Args:
         sources: stdlib, files, folders, or hf:NAME[:CONFIG]; several are joined
-        out: the folder for the tokens
+        out: folder for the tokens
 
     Examples:
       symexplin prepare mytext/ --out data
@@ -204,8 +201,8 @@ def _prepare(given: Table, *sources: str, out: str) -> None:
 def _train(given: Table, config: _Config = None, *, out: _Folder, resume: _Resume = False) -> None:
     r"""Train a language model on prepared text.
 
-    The model is a transformer, trained with SEL in either home or with AdamW. A flag --some-key is the key some_key of
-    the TOML file, in the table named below.
+    The model is a transformer. SEL trains it in the optimizer or in the model's layers, or AdamW trains ordinary
+    weights (--home). A flag --some-key is the key some_key of the TOML file, in the table named below.
 
     Files in the folder:
       config.toml        the resolved settings, with which --resume continues
@@ -215,9 +212,10 @@ def _train(given: Table, config: _Config = None, *, out: _Folder, resume: _Resum
       checkpoints/       to resume from
       model.safetensors  plain weights, at the end
 
-    SIGTERM, Ctrl-C and a lost terminal finish the step, write a checkpoint and stop. A run killed at any moment
-    continues with --resume and ends with the same bits (on a CPU, with the same number of threads). Under torchrun,
-    batch_size is that of all processes together, and all must see the folder. Another number may resume a run.
+    After SIGTERM, Ctrl-C or a lost terminal the run finishes its step, writes a checkpoint and stops. A run killed at
+    any moment continues with --resume and ends with the same bits (on a CPU, with the same number of threads). Under
+    torchrun, batch_size counts all processes together, and all must see the folder. A run may be resumed with another
+    number of processes.
 
     Examples:
       symexplin train --data data --out runs/first
@@ -295,14 +293,14 @@ def _sample(
     top_k: Count | None = None,
     seed: Whole = 0,
 ) -> None:
-    """Write text with a trained model: the final weights of a run, or those of its newest checkpoint.
+    """Generate text with a trained model: the final weights of a run, or those of its newest checkpoint.
 
     Args:
-        prompt: the beginning; if empty, a new document
-        length: tokens to write
-        temperature: 0 takes the likeliest token
-        top_k: sample from only this many of the likeliest tokens
-        seed: of the sampling
+        prompt: beginning of the text; if empty, a new document
+        length: number of tokens to generate
+        temperature: temperature of the sampling; 0 takes the likeliest token
+        top_k: sample from this many of the likeliest tokens alone
+        seed: seed of the sampling
 
     Examples:
       symexplin sample runs/first --prompt "Once" --length 300 --temperature 0.7
@@ -320,7 +318,7 @@ def _export(model: _Run, /, *, out: str) -> None:
     The model must have been trained with --no-bias: stock models have no biases.
 
     Args:
-        out: a new folder
+        out: new folder
 
     Examples:
       symexplin export runs/first --out mymodel
@@ -335,14 +333,14 @@ def _export(model: _Run, /, *, out: str) -> None:
 def _inspect(source: _Weights, /, *, preset: _Path = None, map: Pairs | None = None, json: _Path = None) -> None:
     """Show the heavy tails of any model's weights.
 
-    For each matrix: how far the largest weight and the standard deviation have grown over Xavier's uniform, the shares
-    beyond thresholds, the automatic beta, and how exactly the map can be inverted there. The map is that in the file,
-    if the model was trained with one, else the default one.
+    For each matrix: the largest weight and the standard deviation relative to Xavier's uniform initialization, the
+    shares of weights beyond thresholds, the automatic beta, and the precision of the map's inverse there. The map is
+    the one that the model was trained with, if the file says so, otherwise the default.
 
     Args:
         preset: another map: default (beta by the width), or one of the paper's, such as paper
         map: keys of the map to change, such as beta=5 or e.k=[50,8]
-        json: the file to write all figures to
+        json: file to write all numbers to
 
     Examples:
       symexplin inspect model.safetensors
@@ -355,10 +353,10 @@ def _inspect(source: _Weights, /, *, preset: _Path = None, map: Pairs | None = N
     if json is not None:
         check_new("json", json)
     config = named_map(preset or "default", map or {}) if preset or map else None
-    found = inspect_file(source, config=config)
-    print(format_inspection(found))
+    inspection = inspect_file(source, config=config)
+    print(format_inspection(inspection))
     if json is not None:
-        write_json(json, dataclasses.asdict(found))
+        write_json(json, dataclasses.asdict(inspection))
 
 
 def _reproduce(
@@ -371,18 +369,18 @@ def _reproduce(
     plan: _Plan = False,
     results: _Path = None,
 ) -> None:
-    r"""Run a table of the paper, or one beyond it, and compare the results with the paper's figures.
+    r"""Run a table of the paper, or one beyond it, and compare the results with the paper's numbers.
 
-    Every variant is trained at every learning rate, and the best are confirmed with more seeds. report.html and
-    table.csv in the folder have the paper's figure, the measured one, the difference, and for each claim whether it
-    held. Without NAME the tables are listed. The text is the standard library's at the scale mini, OpenWebText at the
-    scale paper, else what --data names. With --resume the same command continues, or adds variants, learning rates and
-    seeds.
+    Every variant is trained at every learning rate, and the best are confirmed with more seeds. A panel is one size of
+    the model. report.html and table.csv in the folder have the paper's number, the measured one, the difference, and
+    for each claim whether it holds. Without NAME the tables are listed. The text is the standard library's at the scale
+    mini, OpenWebText at the scale paper, otherwise what --data names. With --resume the same command continues, or adds
+    variants, learning rates and seeds.
 
     Args:
-        name: of a table, or a TOML file of one
-        out: new or to resume (default: runs/reproduce/NAME-SCALE)
-        results: a CSV file to which a row per run is appended
+        name: name of a table, or a TOML file of one
+        out: folder to write, new or to resume (default: runs/reproduce/NAME-SCALE)
+        results: CSV file to which a row per run is appended
 
     Examples:
       symexplin reproduce frozen --plan --scale paper
@@ -407,9 +405,9 @@ def _figure(name: _Path = None, /, *sources: str, out: str = "figures") -> None:
     """Draw a figure of the paper from your own runs and weights, as NAME.svg and NAME.png.
 
     Args:
-        name: which figure; without a name all are listed, with what each is drawn from
+        name: name of the figure; without it all are listed, with what each is drawn from
         sources: runs, comparisons or weights, as the list says
-        out: the folder for both files
+        out: folder for both files
 
     Examples:
       symexplin figure symexp_controls --out figures
@@ -431,7 +429,7 @@ def _demo(given: Table, *, out: str = "runs/demo") -> None:
     continued.
 
     Args:
-        out: the folder for the results
+        out: folder for the results
 
     Examples:
       symexplin demo --seed 10 --variants AdamW SEL SEL-frozen --out runs/other
@@ -443,13 +441,12 @@ def _demo(given: Table, *, out: str = "runs/demo") -> None:
 
 _LISTED = (_demo, _prepare, _train, _sample, _compare, _reproduce, _export, _inspect, _figure)
 COMMANDS: dict[str, Callable[..., None]] = {command.__name__[1:]: command for command in _LISTED}
-# The configurations whose keys are flags of a command. They are imported for this command alone.
+# The configuration whose keys are flags of a command, which is imported for this command alone; then the keys that have
+# no flag.
 _SCHEMAS = {
-    "prepare": "symexplin.lab.data.prepare:PrepareConfig",
-    "train": "symexplin.lab.config:RunConfig",
-    "compare": "symexplin.lab.compare.grid:CompareConfig",
-    "reproduce": "symexplin.experiments.reproduce:ReproduceConfig",
-    "demo": "symexplin.lab.demo:DemoConfig",
+    "prepare": ("symexplin.lab.data.prepare:PrepareConfig", "sources"),
+    "train": ("symexplin.lab.config:RunConfig",),
+    "compare": ("symexplin.lab.compare.grid:CompareConfig", "lr", "seed", "home", "preset", "start", "map"),
+    "reproduce": ("symexplin.experiments.reproduce:ReproduceConfig",),
+    "demo": ("symexplin.lab.demo:DemoConfig",),
 }
-# Keys that the command says otherwise.
-_NO_FLAGS = {"prepare": ("sources",), "compare": ("lr", "seed", "home", "preset", "start", "map")}

@@ -35,12 +35,13 @@ class ModelConfig(Schema):
         vocab_size: number of tokens.
         context: longest sequence, in tokens.
         tie_head: share the output head's weight with the embedding.
-        bias: biases on the linears of the blocks.
-        init: of the matrices of the blocks: "xavier_uniform" or "xavier_normal", with the same standard deviation.
+        bias: biases on the blocks' linear layers. A model with biases cannot be exported.
+        init: initialization of the blocks' matrices: "xavier_uniform" or "xavier_normal", of the same standard
+            deviation.
         qk_gain: factor on the initial weights of queries and keys.
-        norm: of the residual stream: "rms", or "layer", which subtracts the mean (nn.LayerNorm without a bias). Queries
-            and keys always have RMSNorm.
-        embedding_std: standard deviation of the initial embeddings. That of the head is 0.02, unless it is tied.
+        norm: normalization of the residual stream: "rms", or "layer", which subtracts the mean (nn.LayerNorm without a
+            bias). Queries and keys always have RMSNorm.
+        embedding_std: standard deviation of the initial embeddings. The head has 0.02, unless it is tied.
 
     >>> ModelConfig(width=128).hidden
     320
@@ -84,21 +85,21 @@ class TrainConfig(Schema):
         batch_size: sequences per optimizer step, over all processes.
         accumulation: microbatches per optimizer step; must divide batch_size.
         lr: peak learning rate.
-        lr_factors: factors on lr, by patterns of parameter names such as "*.bias"; the first match counts.
+        lr_factors: factors on lr, by patterns of parameter names, such as '"*.bias"=0.5'; the first match counts.
         warmup_steps: steps of linear warm-up, before the decay. Default: the paper's 250, or a tenth of the
             steps in runs of fewer than 2,500.
-        lr_decay_steps: steps of the whole schedule, of which a run that is cut short takes the first. Default: steps.
+        lr_decay_steps: steps of the whole schedule, if the run is to stop earlier. Default: steps.
         floor: fraction of lr at the end of the decay.
         weight_decay: decoupled weight decay.
         decay_plain: decay the embedding, the head and the norms too, as AdamW over all parameters does. The paper does
-            not say. Off: decay only the linear layers of the blocks, weights and biases.
+            not say. Off: decay only the blocks' linear layers, weights and biases.
         betas: decay rates of AdamW's moments.
         max_grad_norm: global norm to which gradients are clipped.
         weights: plain weights to start from, of a model of this shape: a run's folder, one of its checkpoints, or a
             model.safetensors. Default: random weights.
         eval_every: steps between evaluations. The start and the end are always evaluated.
         eval_batches: batches per evaluation.
-        seed: of the initial weights and of the order of the data.
+        seed: seed of the initial weights and of the data order.
     """
 
     steps: Count = 300
@@ -146,15 +147,15 @@ class ComputeConfig(Schema):
     Args:
         device: "auto" (CUDA if there is one), "cpu", "cuda", "cuda:1", "mps".
         threads: threads of the CPU. Default: torch's.
-        autocast: "on" (bfloat16), "off", or "auto": on where bfloat16 is faster, which is on GPUs that support it and
-            on CPUs with AMX or AVX512-BF16.
+        autocast: "on" (bfloat16), "off", or "auto": on where bfloat16 is faster, that is on GPUs that support it and on
+            CPUs with AMX or AVX512-BF16.
         compile: torch.compile the model. A CPU needs a C++ compiler for it.
         compile_mode: mode of torch.compile: "default", "reduce-overhead" (the paper's: CUDA graphs), "max-autotune" or
             "max-autotune-no-cudagraphs".
         recompute: recompute each block's activations in the backward pass instead of storing them.
-        loss_chunk: tokens whose logits the loss holds at a time; 0: all. Default: all, up to 256 MiB of logits.
-        parallel: how the processes of torchrun share the work: "ddp" (each has the whole model) or "fsdp" (FSDP2: each
-            has a part of every parameter). Default: "ddp". A single process ignores it.
+        loss_chunk: tokens whose logits are in memory at a time; 0: all. Default: all, up to 256 MiB of logits.
+        parallel: how the processes of torchrun share the work: "ddp" (each holds the whole model) or "fsdp" (FSDP2:
+            each holds a part of every parameter). Default: "ddp". A single process ignores it.
     """
 
     device: str = "auto"

@@ -276,13 +276,15 @@ def with_flags(
     >>> app("--data text --width 64 --no-bias --set map.beta=5")
     {'data': 'text', 'model': {'width': 64, 'bias': False}, 'sel': {'map': {'beta': 5}}}
     """
-    flags: dict[str, tuple[Any, Any]] = {"set": (Annotated[Pairs, _SET], None)}  # the type and the default of each
+    flags: dict[str, tuple[Any, Any]] = {}  # the type and the default of each
     for name, table in _tables(schema).items():
         group = Group.create_ordered(f"Table {name}" if name else "Settings")
         for key in _keys(table).values():
-            kind = Annotated[key.type, Parameter(help=_help(table).get(key.name, ""), group=group)]
-            flags[key.name] = kind, None if key.default in (dataclasses.MISSING, (), "") else key.default
-    own_set = "set" in _places(schema)
+            about = Parameter(help=_help(table).get(key.name, ""), group=group)
+            default = None if key.default in (dataclasses.MISSING, (), "") else key.default
+            flags[key.name] = (Annotated[key.type, about], default)
+    if not (own_set := "set" in flags):
+        flags["set"] = (Annotated[Pairs, _SET], None)
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
