@@ -50,35 +50,107 @@ def refused(capsys, *arguments):
 # --- What a user gets wrong ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("dmo", ["demo"]),
-        ("train --out x --widht 3", ["--widht", "Did you mean --width?", "symexplin train --help"]),
-        ("train --out x --betas 0.9", ["--betas", "2"]),
-        ("train --out x --home modul", ["--home", 'Did you mean "module"']),
-        ("train --out x --map beta", ["--map", "KEY=VALUE", "'beta'"]),
-        ("train --data d --out x --map bete=3", ["map: ", "did you mean 'beta'"]),
-        ("train --out x", ["data must be given", "symexplin prepare"]),
-        ("train --data /no/such --out x", ["/no/such"]),
-        ("compare --data d --out x --lr 1", ["--lr", "Did you mean --lrs?"]),
-        ("demo --seed 1 b", ["'b'"]),
-        ("sample /no/such/run", ["/no/such/run"]),
-        ("sample x --length 1.5", ["--length", "whole number"]),
-        ("inspect /no/such/file --preset papper", ["preset", "did you mean 'paper'?"]),
-        ("prepare --out x", ["sources", "at least one"]),
-        ("reproduce frozzen", ["did you mean 'frozen'"]),
-        ("reproduce frozen --variants AdamW ful", ["did you mean 'full'"]),
-        ("reproduce frozen --set modle.width=3", ["did you mean 'model'"]),
-        ("reproduce frozen --out ''", ["out must name a folder"]),
-        ("figure curves", ["name must be one of"]),
-    ],
-)
+FILES = {
+    "good.toml": "data = 'd'\n",
+    "bad.toml": "data = = 'd'\n",
+    "key.toml": "data = 'd'\n[model]\nwidht = 64\n",
+    "place.toml": "data = 'd'\nwidth = 64\n",
+    "table.toml": "data = 'd'\nmodel = 3\n",
+    "type.toml": "data = 'd'\n[train]\nsteps = '3'\n",
+    "list.toml": "data = 'd'\n[train]\nbetas = [0.9]\n",
+    "grid.toml": "data = 'd'\n[compare]\nlrs = 1e-3\n",
+    "mytext.txt": "Once upon a time\n",
+}
+# A command line (of train, compare and prepare without --out and data), and what its error must say.
+WRONG = [
+    ("dmo", 'Did you mean "demo"?'),
+    ("--widht 3", "--widht", "symexplin --help"),
+    ("demo --seed 1 b", "'b'", "symexplin demo --help"),
+    ("demo steps=3", "'steps=3'", "--set steps=3"),
+    ("demo --steps 0", "steps must be a whole number >= 1, got 0"),
+    ("demo --set widht=3", "'widht'; did you mean 'width'?"),
+    ("demo --width 30", "width must be a multiple of 2 * heads = 8, got 30"),
+    ("train --widht 3", "--widht", "Did you mean --width?", "symexplin train --help"),
+    ("train --data", "--data requires an argument"),
+    ("train", "data must be given", "symexplin prepare"),
+    ("train --data /no/such", "data must be", "symexplin prepare", "/no/such"),
+    ("train train.lr=1e-3", "'train.lr=1e-3'", "--lr 1e-3", "--set train.lr=1e-3"),
+    ("train good.toml train.lr=1e-3", "--lr 1e-3", "--set train.lr=1e-3"),
+    ("train good.toml bad.toml", "'bad.toml'"),
+    ("train none.toml", "config must be an existing TOML file, got 'none.toml'"),
+    ("train bad.toml", "config bad.toml is not TOML", "line 1"),
+    ("train mytext.txt", "config mytext.txt is not TOML", "symexplin prepare mytext.txt"),
+    ("train .", "config must be an existing TOML file", "--data", "symexplin prepare ."),
+    ("train key.toml", "'widht' in [model]; did you mean 'width'?"),
+    ("train place.toml", "key 'width' belongs in [model]"),
+    ("train table.toml", "[model] must be a table, got 3"),
+    ("train type.toml", "steps must be a whole number, got '3'"),
+    ("train list.toml", "betas must be a list of 2, got [0.9]"),
+    ("train --width 1.5", "--width", "whole number"),
+    ("train good.toml --width 0", "width must be a whole number >= 1, got 0"),
+    ("train --lr fast", "--lr", '"fast"', "float"),
+    ("train good.toml --lr nan", "lr must be a positive finite number, got nan"),
+    ("train good.toml --floor 1", "floor must be a number in [0, 1), got 1.0"),
+    ("train --betas 0.9", "--betas", "2"),
+    ("train good.toml --betas 0.9 1.5", "betas must be a number in [0, 1), got 1.5"),
+    ("train --home modul", "--home", 'Did you mean "module"'),
+    ("train good.toml --home none --preset paper", "preset must be left out for home 'none'"),
+    ("train good.toml --weights w --preset paper", "start must be given", "'matched'"),
+    ("train good.toml --warmup-steps 400", "warmup_steps must be at most steps = 300, got 400"),
+    ("train --vocab-size 3", "--vocab-size"),
+    ("train --map", "--map requires at least 1 element"),
+    ("train --map beta", "--map", "KEY=VALUE", "'beta'"),
+    ("train --map.beta=5", "--map beta=5", "--map.beta=5"),
+    ("train good.toml --map bete=3", "map: ", "did you mean 'beta'"),
+    ("train good.toml --map beta=-3", "map: beta must be a positive finite number, got -3"),
+    ("train good.toml --lr-factors a=-2", "lr_factors 'a' must be a positive finite number, got -2"),
+    ("train --set width", "--set", "KEY=VALUE", "'width'"),
+    ("train --set =3", "--set", "KEY=VALUE", "'=3'"),
+    ("train --set modle.width=3", "'modle'; did you mean 'model'?"),
+    ("train --set widht=3", "'widht'; did you mean 'width'?"),
+    ("train --set train.width=3", "key 'width' belongs in [model]"),
+    ("train --set model=3", "[model] must be a table, got 3"),
+    ("train --set zzz=3", "unknown key 'zzz'; known: data, model"),
+    ("train good.toml --set model.width=wide", "width must be a whole number, got 'wide'"),
+    ("train good.toml --set betas=0.5", "betas must be a list, got 0.5"),
+    ("train good.toml --set seed=99999999999999999999", "seed must be a whole number <="),
+    ("compare good.toml --lr 1", "--lr", "Did you mean --lrs?"),
+    ("compare --lrs", "--lrs requires at least 1 element"),
+    ("compare --seeds 1.5", "--seeds", "whole number"),
+    ("compare grid.toml", "lrs must be a list, got 0.001"),
+    ("compare good.toml --lrs 0", "lrs must be a positive finite number, got 0.0"),
+    ("compare good.toml --set lr=1", "lr must be left to lrs"),
+    ("compare good.toml --set compare.seeds=[0,0]", "seeds must hold", "each once"),
+    ("compare good.toml --variant mine.presett=paper --variants AdamW mine", "did you mean 'preset'?"),
+    ("compare good.toml --cluster pbs", "--cluster", '"none", "slurm"'),
+    ("compare mytext.txt", "symexplin prepare mytext.txt"),
+    ("prepare", "sources", "at least one"),
+    ("prepare /no/such", "sources must be", "'/no/such'"),
+    ("prepare stdlib --vocab-size 3", "vocab_size must be a whole number >= 257, got 3"),
+    ("prepare stdlib --set tokeniser=byte", "did you mean 'tokenizer'?"),
+    ("sample", "MODEL requires an argument"),
+    ("sample /no/such/run", "/no/such/run"),
+    ("sample x --length 1.5", "--length", "whole number"),
+    ("export x", "--out requires an argument"),
+    ("inspect /no/such/file --preset papper", "preset", "did you mean 'paper'?"),
+    ("reproduce frozzen", "did you mean 'frozen'"),
+    ("reproduce frozen --scale maxi", "--scale", '"mini", "paper", "h200"'),
+    ("reproduce frozen --variants AdamW ful", "did you mean 'full'"),
+    ("reproduce frozen --set modle.width=3", "did you mean 'model'"),
+    ("reproduce frozen --out ''", "out must name a folder"),
+    ("figure curves", "name must be one of"),
+]
+
+
+@pytest.mark.parametrize(("line", "words"), [(line, words) for line, *words in WRONG])
 def test_a_users_error_is_one_line_that_names_the_key_and_leaves_nothing(capsys, tmp_path, monkeypatch, line, words):
     monkeypatch.chdir(tmp_path)
-    found = refused(capsys, *shlex.split(line))
-    assert [word for word in words if word not in found] == []
-    assert list(tmp_path.iterdir()) == []
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    given = shlex.split(line) + ["--out", "x"] * (line.split()[0] in ("train", "compare", "prepare"))
+    message = refused(capsys, *given)
+    assert [word for word in words if word not in message] == []
+    assert {path.name for path in tmp_path.iterdir()} == set(FILES)
 
 
 def test_traceback_on_demand():
@@ -168,20 +240,30 @@ def test_version_and_help_need_neither_torch_nor_the_laboratory(capsys):
 # --- Settings --------------------------------------------------------------------------------------------------------
 
 
-def test_flags_take_precedence_over_the_file_and_tables_are_merged(place, capsys, tmp_path):
-    file = tmp_path / "run.toml"
+def test_defaults_give_way_to_the_saved_settings_then_the_file_then_flags_then_set(place, capsys, tmp_path):
+    file, folder = tmp_path / "run.toml", tmp_path / "run"
     file.write_text(
         f'data = "{place / "data"}"\n[model]\nwidth = 32\ndepth = 1\nheads = 2\ncontext = 16\n'
         '[train]\nsteps = 50\nbatch_size = 4\n[sel]\npreset = "paper"\n'
         "map = { e.k = [10, 2] }\n[log]\ntensorboard = false\n"
     )
-    text = run(capsys, "train", "--config", file, "--out", tmp_path / "run", "--steps", "3", "--map", "beta=5")
-    assert "steps = 3," in text
+    words = ("--steps", "9", "--lr", "0.1", "--lr", "0.2", "--map", "beta=4", "--set", "train.steps=3", "map.beta=5")
+    text = run(capsys, "train", file, "--out", folder, *words)
+    assert "steps = 3, batch_size = 4, accumulation = 1, lr = 0.2," in text
     assert "map: mismatch, beta 5, e learned (row_col_mult, k 10 to 2), " in text
-    assert "train.lr was 0.003, is 0.5 now" in refused(
-        capsys, "train", "--out", tmp_path / "run", "--resume", "--lr", "0.5"
-    )
-    assert "has finished already" in run(capsys, "train", "--out", tmp_path / "run", "--resume")
+    resumed = ("train", "--out", folder, "--resume")
+    assert "train.lr was 0.2, is 0.5 now" in refused(capsys, *resumed, "--set", "lr=0.5")
+    assert "train.steps was 3, is 50 now" in refused(capsys, *resumed, file)
+    assert "has finished already" in run(capsys, *resumed)
+
+
+def test_train_says_first_that_its_biases_cannot_be_exported_unless_they_were_chosen(place, capsys, tmp_path):
+    words = ("train", "--data", place / "data", *TINY.split(), "--steps", "1")
+    line = "trains with biases, which `export` cannot write: add --no-bias"
+    assert run(capsys, *words, "--out", tmp_path / "default").splitlines()[0] == line
+    for name, choice in (("flag", "--bias"), ("set", "--set=bias=false")):
+        assert line not in run(capsys, *words, choice, "--out", tmp_path / name)
+    assert line not in run(capsys, *words, "--out", tmp_path / "default", "--resume")
 
 
 # --- Commands --------------------------------------------------------------------------------------------------------

@@ -196,8 +196,7 @@ def _build(schema: type[S], table: Mapping[str, Any], where: str, places: Mappin
 def _unknown(name: str, where: str, here: list[str], places: Mapping[str, str]) -> str:
     if name in places:
         return f"key {name!r} belongs " + (f"in [{places[name]}]" if places[name] else "at the top, before all tables")
-    elsewhere = () if where else (f"{table}.{key}" for key, table in places.items() if table)
-    hint = did_you_mean(name, [*here, *elsewhere], cutoff=0.4) or f"; known: {', '.join(here)}"
+    hint = did_you_mean(name, [*here, *places]) or f"; known: {', '.join(here)}"
     return f"unknown key {name!r}{f' in [{where}]' if where else ''}{hint}"
 
 
