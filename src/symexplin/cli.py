@@ -193,7 +193,8 @@ def _prepare(given: Table, *sources: str, out: str) -> None:
       symexplin prepare docs.txt.xz --valid docs.valid.txt.xz --out data
       symexplin prepare openwebtext --tokenizer gpt2 --out owt
     """
-    from symexplin.lab.data.prepare import PrepareConfig, prepare
+    from symexplin.lab.config import PrepareConfig
+    from symexplin.lab.data.prepare import prepare
 
     prepare(from_table(PrepareConfig, {"sources": sources, **given}), out, echo=_log)
 
@@ -444,7 +445,7 @@ COMMANDS: dict[str, Callable[..., None]] = {command.__name__[1:]: command for co
 # The configuration whose keys are flags of a command, which is imported for this command alone; then the keys that have
 # no flag.
 _SCHEMAS = {
-    "prepare": ("symexplin.lab.data.prepare:PrepareConfig", "sources"),
+    "prepare": ("symexplin.lab.config:PrepareConfig", "sources"),
     "train": ("symexplin.lab.config:RunConfig",),
     "compare": ("symexplin.lab.compare.grid:CompareConfig", "lr", "seed", "home", "preset", "start", "map"),
     "reproduce": ("symexplin.experiments.reproduce:ReproduceConfig",),

@@ -1,4 +1,4 @@
-"""What a run is: its data, model, schedule, map and machine, as one checked configuration.
+"""What a run is: its data, model, schedule, map and machine, as one checked configuration; and how data are prepared.
 
 The classes need no torch, so that the help of a command comes at once.
 """
@@ -17,11 +17,21 @@ from symexplin.validation import check_positive, check_whole
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ComputeConfig", "LogConfig", "ModelConfig", "RunConfig", "TrainConfig", "absolute", "resolve"]
+__all__ = [
+    "ComputeConfig",
+    "LogConfig",
+    "ModelConfig",
+    "PrepareConfig",
+    "RunConfig",
+    "TrainConfig",
+    "absolute",
+    "resolve",
+]
 
 _PAPER_WARMUP = 250  # section 5.1
 # Above this size the logits of a microbatch are computed in chunks (float32; their gradients take as much again).
 _LOGITS_BYTES = 2**28
+_MINIMUM_VOCAB = 257  # all bytes, and the end of a document
 
 
 @dataclass(frozen=True)
@@ -212,6 +222,45 @@ class RunConfig(Schema):
             raise ValueError(
                 f"start must be given with weights and preset {self.sel.preset!r}: 'matched' keeps them as they are"
             )
+
+
+@dataclass(frozen=True)
+class PrepareConfig(Schema):
+    """What `symexplin prepare` makes tokens of, and how.
+
+    Args:
+        sources: where the text comes from: "stdlib" (the sources of the running Python), files, folders,
+            "hf:NAME[:CONFIG]", "openwebtext", "fineweb".
+        tokenizer: "bpe" to train one on the text, "byte", "gpt2", "hf:NAME" (of a model on the hub), or the path of a
+            `tokenizers` JSON file.
+        vocab_size: tokens of a BPE trained here.
+        end_token: token that ends documents, of a tokenizer file. Default: the first usual name in its vocabulary.
+        valid: sources of the documents to hold out, instead of a split of `sources`.
+        valid_fraction: share of the documents to hold out, at least one; a single document is cut in two.
+        split: split of Hugging Face datasets.
+        text_key: key of JSON lines and column of datasets that holds the text.
+        seed: seed of the split.
+    """
+
+    sources: tuple[str, ...]
+    tokenizer: str = "bpe"
+    vocab_size: Annotated[Count, functools.partial(check_whole, minimum=_MINIMUM_VOCAB)] = 8192
+    end_token: str | None = None
+    valid: tuple[str, ...] = ()
+    valid_fraction: Fraction = 0.05
+    split: str = "train"
+    text_key: str = "text"
+    seed: Whole = 0
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        super().__post_init__()
+        if not self.sources:
+            raise ValueError("sources must name at least one source of text, got none")
+        for name in ("sources", "valid"):  # "text/" and "text" are one folder
+            object.__setattr__(self, name, tuple(source.rstrip("/") or source for source in getattr(self, name)))
+        if self.end_token is not None and self.tokenizer in ("bpe", "byte", "gpt2"):
+            raise ValueError(f"end_token goes with a tokenizer file, got {self.end_token!r} with {self.tokenizer!r}")
 
 
 def resolve(config: RunConfig, vocab_size: int, processes: int = 1) -> RunConfig:

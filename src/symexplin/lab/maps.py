@@ -23,14 +23,14 @@ class CurveConfig(Schema):
     """Where the map lives and which one it is.
 
     Args:
-        home: where the map lives: in the "optimizer" (SELAdamW over a plain model), in a "module" (curved layers under
-            AdamW, the paper's form), or "none" (AdamW on ordinary weights).
+        home: "optimizer" (SELAdamW over a plain model), "module" (curved layers under AdamW, the paper's form) or
+            "none" (AdamW on ordinary weights).
         preset: the map: "default" (beta by the model's width, scales fixed) or one of the paper's.
         start: "matched" (weights start as initialized) or "mismatched" (the paper's for mode "mismatch", by
-            `symexplin.init_`). Default: the preset's, which is "mismatched" for the paper's presets of this mode.
-        anneal_steps: optimizer steps that the multipliers take from k0 to k1 (T, section 4.5). Default: all steps of
-            the schedule, which is an assumption.
-        map: keys of the map to change, such as beta=5 or e.k=[50,8].
+            `symexplin.init_`). If not given, that of the preset: the paper's of this mode start mismatched.
+        anneal_steps: optimizer steps that the multipliers take from k0 to k1 (T, section 4.5); if not given, an
+            assumption: all steps of the schedule.
+        map: keys of the map to change, such as beta = 5 or e.k = [50, 8].
     """
 
     home: Literal["optimizer", "module", "none"] = "optimizer"

@@ -277,9 +277,9 @@ def with_flags(
     """
     flags: dict[str, tuple[Any, Any]] = {}  # the type and the default of each
     for name, table in _tables(schema).items():
-        group = Group.create_ordered(f"Table {name}" if name else "Settings")
+        group, texts = Group.create_ordered(f"Table {name}" if name else "Settings"), _help(table)
         for key in _keys(table).values():
-            about = Parameter(help=_help(table).get(key.name, ""), group=group)
+            about = Parameter(help=texts.get(key.name, ""), group=group)
             default = None if key.default in (dataclasses.MISSING, (), "") else key.default
             flags[key.name] = (Annotated[key.type, about], default)
     if not (own_set := "set" in flags):

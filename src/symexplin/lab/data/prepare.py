@@ -1,7 +1,6 @@
 """From sources of text to a folder of tokens, whose files `symexplin.lab.data.batches` reads."""
 
 import dataclasses
-import functools
 import hashlib
 import importlib.metadata
 import json
@@ -13,19 +12,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from symexplin.lab.config import PrepareConfig
 from symexplin.lab.data.batches import DATASET, SIDES, TOKENIZER, read_dataset
 from symexplin.lab.data.sources import Reader, find_source, hash_document, split_documents
-from symexplin.lab.data.tokenizer import MINIMUM_VOCAB, TokenArray, Tokenizer, pieces, train_bpe
+from symexplin.lab.data.tokenizer import TokenArray, Tokenizer, pieces, train_bpe
 from symexplin.lab.files import write_json
 from symexplin.lab.folders import check_resumable, claimed
-from symexplin.lab.settings import Count, Fraction, Schema, Whole
-from symexplin.validation import check_whole
 
 __all__ = ["PrepareConfig", "prepare", "write_tokens"]
 
@@ -34,46 +32,6 @@ Table = dict[str, Any]
 
 _UNFINISHED = ".unfinished"  # holds the files until all are written
 _BPE_BYTES = 100_000_000  # text that a BPE is trained on, evenly spread over the training documents
-
-
-@dataclass(frozen=True)
-class PrepareConfig(Schema):
-    """What to prepare, and how.
-
-    Args:
-        sources: where the text comes from: "stdlib" (the sources of the running Python), files, folders,
-            "hf:NAME[:CONFIG]", "openwebtext", "fineweb".
-        tokenizer: "bpe" to train one on the text, "byte", "gpt2", "hf:NAME" (of a model on the hub), or the path of a
-            `tokenizers` JSON file.
-        vocab_size: tokens of a BPE trained here.
-        end_token: of a tokenizer file, the token that ends documents; left out: the first usual name in its vocabulary.
-        valid: sources of the documents to hold out, instead of a split of `sources`.
-        valid_fraction: share of the documents to hold out; at least one is, and a lone one is cut in two.
-        split: of Hugging Face datasets.
-        text_key: key of JSON lines and column of datasets that holds the text.
-        seed: of the split.
-
-    """
-
-    sources: tuple[str, ...]
-    tokenizer: str = "bpe"
-    vocab_size: Annotated[Count, functools.partial(check_whole, minimum=MINIMUM_VOCAB)] = 8192
-    end_token: str | None = None
-    valid: tuple[str, ...] = ()
-    valid_fraction: Fraction = 0.05
-    split: str = "train"
-    text_key: str = "text"
-    seed: Whole = 0
-
-    def __post_init__(self) -> None:
-        """Check every field."""
-        super().__post_init__()
-        if not self.sources:
-            raise ValueError("sources must name at least one source of text, got none")
-        for name in ("sources", "valid"):  # "text/" and "text" are one folder
-            object.__setattr__(self, name, tuple(source.rstrip("/") or source for source in getattr(self, name)))
-        if self.end_token is not None and self.tokenizer in ("bpe", "byte", "gpt2"):
-            raise ValueError(f"end_token goes with a tokenizer file, got {self.end_token!r} with {self.tokenizer!r}")
 
 
 def prepare(config: PrepareConfig, out: str | Path, *, echo: Echo = lambda _: None, progress: bool = True) -> Table:

@@ -19,14 +19,13 @@ from symexplin.lab.files import replace_file
 from symexplin.lab.provenance import cores
 from symexplin.validation import naming
 
-__all__ = ["MINIMUM_VOCAB", "Tokenizer", "TokenArray", "pieces", "train_bpe"]
+__all__ = ["Tokenizer", "TokenArray", "pieces", "train_bpe"]
 
 TokenArray = NDArray[np.unsignedinteger[Any]]
 
 _END = "<|endoftext|>"
 # Names of the token between documents in tokenizer files, the usual one first; the last stands for a NUL byte.
 _END_NAMES = (_END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|end|>", "[EOS]", "[SEP]", chr(256))
-MINIMUM_VOCAB = 257  # all bytes, and the end of a document
 
 # Longer documents are encoded in pieces: an encoding takes some hundred times the memory of its text.
 _PIECE = 1 << 20
