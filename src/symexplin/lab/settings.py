@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import re
 import tomllib
 import types
 import typing
@@ -160,7 +161,7 @@ def _help(schema: type[Schema]) -> dict[str, str]:
     """Return the help of each key from the "Args:" of a docstring."""
     entries = docstring_parser.parse(schema.__doc__ or "", docstring_parser.DocstringStyle.GOOGLE).params
     texts = {entry.arg_name: " ".join((entry.description or "").split()) for entry in entries}
-    return {name: text.rstrip(".").replace("`", "") for name, text in texts.items()}
+    return {name: re.sub(r"(?<!\.)\.$|`", "", text) for name, text in texts.items()}
 
 
 def from_table(schema: type[S], table: Mapping[str, Any]) -> S:
