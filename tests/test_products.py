@@ -5,7 +5,14 @@ import torch
 
 import symexplin as sel
 from symexplin.curve import Map, sides
-from symexplin.products import factor_gradients, is_product, kernel_factors, side_factors, side_names
+from symexplin.products import (
+    fixed_factors,
+    is_product,
+    kernel_factors,
+    learned_factors,
+    number_gradients,
+    side_names,
+)
 
 LOG = sel.Scale("row_col_mult", transform="exp")
 CONFIGS = {
@@ -78,31 +85,26 @@ def test_factors_and_their_gradients_follow_the_formula(name, shape, axes):
     value = effective(spec, w, learned)
     exact = dict(zip(learned, torch.autograd.grad((g * value).sum(), learned.values()), strict=True)) if learned else {}
 
-    own = {
-        side: {
-            role: learned[name].detach().expand(counts[side]).clone().requires_grad_()
-            for role, name in side_names(spec, side).items()
-        }
-        for side in counts
-    }
-    rows, columns = (side_factors(spec, side, own[side], counts[side], w.device) for side in counts)
-    kappa, p, linear = (torch.outer(*pair) for pair in zip(rows.detach(), columns.detach(), strict=True))
+    names, fixed, own, factors = {}, {}, {}, {}
+    for side, count in counts.items():
+        names[side] = side_names(spec, side)
+        own[side] = {role: learned[name].detach().expand(count) for role, name in names[side].items()}
+        own[side] = learned_factors(spec, own[side])
+        fixed[side] = torch.tensor(fixed_factors(spec, side), dtype=torch.float64).view(3, 1).expand(3, count)
+        factors[side] = kernel_factors(spec, fixed[side], own[side])
+    kappa, c, linear = (torch.outer(*pair) for pair in zip(*factors.values(), strict=True))
     x, sign = kappa * w.abs(), torch.sign(w)
     u = w.abs() if spec.config.mode == "mismatch" else w
-    torch.testing.assert_close(
-        sign * p / kappa * torch.expm1(x) + linear * u, value.detach().expand_as(w), rtol=1e-12, atol=0
-    )
+    torch.testing.assert_close(sign * c * torch.expm1(x) + linear * u, value.detach().expand_as(w), rtol=1e-12, atol=0)
 
     by_c, by_kappa = g * sign * torch.expm1(x), g * sign * (x * torch.exp(x) - torch.expm1(x))
     found = {}
-    for side, mine, other, dim in ((True, rows, columns, 1), (False, columns, rows, 0)):
-        c, slope = (other[1] / other[0]).detach(), other[2].detach()
-        form = (1, -1) if dim else (-1, 1)
-        sums = ((part * by.view(form)).sum(dim) for part, by in ((by_c, c), (by_kappa, c), (g * u, slope)))
-        if own[side]:
-            grads = torch.autograd.grad(mine, list(own[side].values()), factor_gradients(mine.detach(), *sums))
-            for name, grad in zip(side_names(spec, side).values(), grads, strict=True):
-                found[name] = grad.sum().view(exact[name].shape) if exact[name].numel() == 1 else grad
+    for side, dim in ((True, 1), (False, 0)):
+        _, c, slope = (line.view((1, -1) if dim else (-1, 1)) for line in factors[not side])
+        sums = torch.stack([(part * by).sum(dim) for part, by in ((by_c, c), (by_kappa, c), (g * u, slope))])
+        grads = number_gradients(spec, fixed[side], own[side], factors[side], sums)
+        for role, name in names[side].items():
+            found[name] = grads[role].sum().view(exact[name].shape) if exact[name].numel() == 1 else grads[role]
     assert found.keys() == exact.keys()
     for name, grad in exact.items():
         torch.testing.assert_close(found[name], grad, rtol=1e-10, atol=1e-12)
@@ -110,8 +112,5 @@ def test_factors_and_their_gradients_follow_the_formula(name, shape, axes):
 
 def test_a_linear_map_has_no_exponential():
     """One would be infinite for large weights, or for a tiny kappa made of slow denormal numbers."""
-    spec = Map.of((4, 3), "oi", CONFIGS["linear"])
-    for side in (True, False):
-        kappa, c, _ = kernel_factors(spec, side_factors(spec, side, {}, 2, torch.device("cpu")))
-        assert not kappa.any()
-        assert not c.any()
+    kappa, c, _ = fixed_factors(Map.of((4, 3), "oi", CONFIGS["linear"]), True)
+    assert (kappa, c) == (0.0, 0.0)

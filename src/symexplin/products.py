@@ -1,33 +1,37 @@
 """Maps whose scales are products of one number per output and one per input of a matrix (paper, section 4.4).
 
-For such a map the curvature kappa, the slope p at zero of the exponential pathway and the slope lambda of the linear
-pathway of an entry are products, too, of one factor that belongs to its output and one that belongs to its input:
+For such a map the curvature kappa, the amplitude c and the slope lambda of the linear pathway of an entry are products,
+too, of one factor that belongs to its output and one that belongs to its input:
 
-    w_eff = sign(w) (p/kappa) expm1(kappa |w|) + lambda u(w) + A B      u = |w| for mode mismatch, else w
+    w_eff = c sign(w) expm1(kappa |w|) + lambda u(w) + A B      u = |w| for mode mismatch, else w
 
-Kernels know these factors and nothing of the scales. This module computes the factors from the scales, and the
-gradients of the scales from those of the factors.
+with c = s e exp(-n)/d and lambda = s l/d. Kernels know these factors and nothing of the scales. This module computes
+the factors from the scales, and the gradients of the scales from a kernel's sums.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from symexplin.curve import Map, in_dims, is_weight, out_dims, stack_dims
-from symexplin.modes import Value, exp
+from symexplin.modes import exp
 
-__all__ = ["factor_gradients", "is_product", "kernel_factors", "outputs_first", "side_factors", "side_names"]
+__all__ = [
+    *("fixed_factors", "is_product", "kernel_factors", "learned_factors", "number_gradients"),
+    *("outputs_first", "side_names"),
+]
 
 _SIGNS = {"mismatch": 1.0, "congruent": 1.0, "oppose": -1.0, "exp_only": 0.0, "linear": 1.0}  # of lambda
 _PRODUCTS = ("fixed", "global", "row", "column", "row_col_mult")
 _SUMS = ("fixed", "global", "row", "column", "row_col_add")  # of logarithms, whose exponentials are products
+_OF_C, _OF_LINEAR = ("s", "e", "n"), ("s", "l")  # roles whose numbers multiply c and lambda
 
 
 @functools.cache
 def is_product(spec: Map) -> bool:
-    """Whether kappa, p and lambda are products, and the tensor's memory holds matrices in the order of its dimensions.
+    """Whether kappa, c and lambda are products, and the tensor's memory holds matrices in the order of its dimensions.
 
     >>> from symexplin.presets import preset
     >>> [is_product(Map.of((4, 3), "oi", preset(name))) for name in ("paper", "paper+offset", "absorbed")]
@@ -67,50 +71,87 @@ def side_names(spec: Map, is_output: bool) -> dict[str, str]:
     return {tensor.role: tensor.name for tensor in spec.tensors if tensor.role != "delta" and tensor.dims in dims}
 
 
-def side_factors(spec: Map, is_output: bool, learned: Mapping[str, Tensor], count: int, device: torch.device) -> Tensor:
-    """Return kappa, p and lambda of `count` outputs or inputs as a (3, count) float64 tensor.
+def fixed_factors(spec: Map, is_output: bool) -> tuple[float, float, float]:
+    """Return kappa, c and lambda of each output, or of each input, without the learned numbers.
 
-    `learned` has the learned numbers of each role there, as the scale's tensor stores them. The outputs' factors
-    contain all numbers that are not learned.
+    The outputs' factors contain all numbers that are not learned. If kappa normalizes, c and lambda are still to be
+    divided by it.
     """
+    config = spec.config
+    if not is_output:
+        return 1.0, 1.0, 1.0
 
-    def value(role: str, otherwise: float) -> Value:
-        if role in learned:
-            return torch.exp(learned[role]) if spec.is_log(role) else learned[role]
-        is_fixed = is_output and role in spec.config.roles and not spec.by_role(role)
-        return spec.first(role) if is_fixed else otherwise
+    def number(role: str, otherwise: float) -> float:
+        return spec.first(role) if role in config.roles and not spec.by_role(role) else otherwise
 
-    own_beta = spec.beta if is_output else 1.0
-    kappa = value("m", 1.0) * (1.0 if spec.config.curvature == "absorbed" else own_beta)
-    if isinstance(kappa, Tensor):
-        kappa = kappa + 1e-20 * (kappa == 0.0)  # 0/0 has a limit
-    d: Value = kappa if spec.config.normalize else own_beta
-    share = value("s", 1.0)
-    p = share * value("e", 1.0) * exp(-value("n", 0.0))
-    if not spec.config.normalize:
-        p = p * (kappa / d)
-    linear = share * value("l", 1.0) * (_SIGNS[spec.config.mode] if is_output else 1.0)
-    numbers = (1.0, 0.0, linear) if spec.config.mode == "linear" else (kappa, p, linear / d)
-    lines = (torch.as_tensor(line, dtype=torch.float64, device=device).expand(count) for line in numbers)
-    return torch.stack(list(lines))
+    share = number("s", 1.0)
+    linear = share * number("l", 1.0) * _SIGNS[config.mode]
+    if config.mode == "linear":  # has no exponential: of another kappa exp(kappa |w|) may be infinite
+        return 0.0, 0.0, linear
+    kappa = number("m", 1.0) * (1.0 if config.curvature == "absorbed" else spec.beta)
+    d = 1.0 if config.normalize else spec.beta
+    return kappa, share * number("e", 1.0) * float(exp(-number("n", 0.0))) / d, linear / d
 
 
-def kernel_factors(spec: Map, factors: Tensor) -> Tensor:
-    """Return float32 kappa, c = p/kappa and lambda of :func:`side_factors`.
+def learned_factors(spec: Map, numbers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what the learned numbers of each role, as the scales' tensors store them, multiply."""
+    factors = {}
+    for role, x in numbers.items():
+        if role == "n" or spec.is_log(role):
+            factors[role] = torch.exp(-x if role == "n" else x)
+        else:
+            factors[role] = x.masked_fill(x == 0.0, 1e-20) if role == "m" else x  # 0/0 has a limit
+    return factors
 
-    Mode linear has no exponential, and kappa is 0: of another one exp(kappa |w|) may be infinite, or denormal numbers
-    slow down the kernel.
+
+def kernel_factors(spec: Map, fixed: Tensor, learned: Mapping[str, Tensor]) -> Tensor:
+    """Return kappa, c and lambda as a tensor like `fixed`, (3, count), whose columns are outputs or inputs.
+
+    `fixed` has the :func:`fixed_factors` and `learned` the :func:`learned_factors` of each.
     """
-    kappa, p, linear = factors
-    exponent = torch.zeros_like(kappa) if spec.config.mode == "linear" else kappa
-    return torch.stack([exponent, p / kappa, linear]).float()
+    kappa, c, linear = fixed
+    kappa, c, linear = (
+        _times(line, learned, roles) for line, roles in ((kappa, "m"), (c, _OF_C), (linear, _OF_LINEAR))
+    )
+    return torch.stack([kappa, c / kappa, linear / kappa] if _divides(spec) else [kappa, c, linear])
 
 
-def factor_gradients(factors: Tensor, by_c: Tensor, by_kappa: Tensor, by_linear: Tensor) -> Tensor:
-    """Return the gradients of :func:`side_factors`'s kappa, p and lambda from a kernel's sums.
+def number_gradients(
+    spec: Map, fixed: Tensor, learned: Mapping[str, Tensor], factors: Tensor, sums: Tensor
+) -> dict[str, Tensor]:
+    """Return the gradients of the learned numbers, given :func:`kernel_factors` and a kernel's sums, (3, count).
 
-    The sums are of g sign(w) expm1(x) and g sign(w) (x exp(x) - expm1(x)), x = kappa |w|, times the other side's
-    c = p/kappa, and of g u(w) times the other side's lambda. With p constant, p/kappa changes as kappa does.
+    The sums are of g sign(w) expm1(x) and g sign(w) (x exp(x) - expm1(x)), x = kappa |w|, times the other side's c,
+    and of g u(w) times the other side's lambda. Times c the second is the derivative by ln kappa with p = c kappa
+    constant: where kappa normalizes, a derivative with c constant would cancel.
     """
-    kappa, p, _ = factors
-    return torch.stack([by_kappa * p / kappa**2, by_c / kappa, by_linear])
+    kappa, c, linear = factors
+    by_c, by_kappa, by_linear = sums
+    gradients = {}
+    if "m" in learned:
+        by_log = by_kappa * c - by_linear * linear if _divides(spec) else (by_kappa + by_c) * c
+        gradients["m"] = by_log if spec.is_log("m") else by_log / learned["m"]
+    if _divides(spec):
+        by_c, by_linear = by_c / kappa, by_linear / kappa
+    for role in learned:
+        if role == "m":
+            continue
+        parts = [
+            by * _times(line, learned, [other for other in roles if other != role])
+            for by, line, roles in ((by_c, fixed[1], _OF_C), (by_linear, fixed[2], _OF_LINEAR))
+            if role in roles
+        ]
+        gradient = parts[0] + parts[1] if role == "s" else parts[0]
+        if role == "n":
+            gradient = -gradient
+        gradients[role] = gradient * learned[role] if role == "n" or spec.is_log(role) else gradient
+    return gradients
+
+
+def _divides(spec: Map) -> bool:
+    """Whether c and lambda are divided by kappa."""
+    return spec.config.normalize and spec.config.mode != "linear"
+
+
+def _times(line: Tensor, learned: Mapping[str, Tensor], roles: Iterable[str]) -> Tensor:
+    return functools.reduce(torch.mul, [learned[role] for role in roles if role in learned], line)

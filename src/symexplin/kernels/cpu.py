@@ -168,6 +168,7 @@ class _CpuProductPlan(ProductPlan):
         self._widths = [width for _, width in shapes]
         deltas: Sequence[Delta | None] = matrices.deltas or [None] * len(shapes)
         ranks = [delta.a.shape[-1] if delta else 0 for delta in deltas]
+        self._delta_gradients = [gradient for delta in deltas if delta for gradient in (delta.by_a, delta.by_b)]
         self._table = _numbers(
             number
             for (rows, width), row, column, rank, raw, weight, delta in zip(
@@ -192,9 +193,8 @@ class _CpuProductPlan(ProductPlan):
         call = self._call
         sums = torch.zeros(self._sums, dtype=torch.float32, device=_CPU)
         by = [torch.zeros(side.shape, dtype=torch.float64, device=_CPU) for side in factors]
-        for delta in self.matrices.deltas or ():
-            delta.by_a.zero_()
-            delta.by_b.zero_()
+        for gradient in self._delta_gradients:
+            gradient.zero_()
         call.scratch, call.by_rows, call.by_columns = sums.data_ptr(), by[0].data_ptr(), by[1].data_ptr()
         self._factors = factors  # the old ones, for `pull`
         self._use(factors)

@@ -165,18 +165,21 @@ class _GpuProductPlan(ProductPlan):
         self._tile, self._delta = {"TALL": _TALL, "COLS": _COLS}, {"DELTA": matrices.deltas is not None}
         self._kind = {"MAGNITUDE": matrices.magnitude, "HALF": half, "ROWS": _ROWS, **self._tile}
         self._addresses = _addresses([matrices.weights, *(matrices.moments or (None, None)), matrices.raws])
-        places = zip(matrices.shapes, matrices.rows, matrices.columns, matrices.deltas or self._addresses, strict=True)
+        shapes = matrices.shapes
+        deltas: Sequence[Delta | None] = matrices.deltas or [None] * len(shapes)
+        places = zip(shapes, matrices.rows, matrices.columns, deltas, strict=True)
         self._extra = [
-            [columns, row, column, *(_numbers_of(delta) if isinstance(delta, Delta) else (0,) * 5)]
+            [columns, row, column, *(_numbers_of(delta) if delta else (0,) * 5)]
             for (_, columns), row, column, delta in places
         ]
         self._kinds = self._kernels.SUMS + max(rank for _, _, _, rank, *_ in self._extra)
-        self._all = self.part([(i, 0, rows) for i, (rows, _) in enumerate(matrices.shapes)])
+        self._counts = matrices.counts
+        self._all = self.part([(i, 0, rows) for i, (rows, _) in enumerate(shapes)])
 
     def _norm(self, factors: Factors) -> tuple[Tensor, Factors]:
         self._grads, self._factors, squares = _Grads(self.grads, self._device), factors, []
         rows, columns = (torch.zeros_like(side) for side in factors)  # a matrix without entries has no tile
-        kernels, counts, more = self._kernels, (*self.matrices.counts, self._kinds), {**self._delta, **self._tile}
+        kernels, counts, more = self._kernels, (*self._counts, self._kinds), {**self._delta, **self._tile}
         for group in self._all.groups:
             squares.append(_floats(len(group.tiles), self._device))
             partial = _floats(len(group.tiles) * self._kinds * (_TALL + _COLS), self._device)
@@ -198,7 +201,7 @@ class _GpuProductPlan(ProductPlan):
 
     def pull(self, part: _Part, clip: Tensor | None) -> Tensor:
         grads = _floats(part.size, self._device)
-        rest = self._grads.table, grads, _clip_coef(clip, self._device), *self._factors, *self.matrices.counts
+        rest = self._grads.table, grads, _clip_coef(clip, self._device), *self._factors, *self._counts
         for group in part.groups:
             flags = {"CLIPS": clip is not None, "ALIGNED": self._grads.aligned(group)}
             _launch(self._kernels.product_pull, group, *rest, **flags, **self._kind)
@@ -207,10 +210,10 @@ class _GpuProductPlan(ProductPlan):
     def _push(self, part: _Part, factors: Factors) -> None:
         for group in part.groups:
             flags = {**self._kind, **self._delta, "ALIGNED": group.is_aligned}
-            _launch(self._kernels.product_push, group, *factors, *self.matrices.counts, **flags)
+            _launch(self._kernels.product_push, group, *factors, *self._counts, **flags)
 
     def _update(self, rates: Rates, clip: Tensor | None, factors: Factors) -> None:
-        numbers = *self.matrices.counts, *rates.direction(1.0), 1.0 - rates.lr * rates.decay
+        numbers = *self._counts, *rates.direction(1.0), 1.0 - rates.lr * rates.decay
         rest = self._grads.table, _clip_coef(clip, self._device), *self._factors, *factors, *numbers
         constants = {**_constants(rates, clip), **self._kind, **self._delta}
         for group in self._all.groups:

@@ -148,7 +148,7 @@ class Matrices(NamedTuple):
     rows: Sequence[int]
     columns: Sequence[int]
     magnitude: bool
-    deltas: Sequence[Delta] | None = None
+    deltas: Sequence[Delta | None] | None = None
     moments: Sequence[Sequence[Tensor]] = ()  # exp_avg and exp_avg_sq, for :meth:`ProductPlan.update`
 
     @property
@@ -363,5 +363,7 @@ def _check_matrices(matrices: Matrices) -> None:
     for name, line in (("raws", matrices.raws), *(("moments", line) for line in matrices.moments)):
         like_weights.addresses(name, line)
     for i, (delta, (rows, columns)) in enumerate(zip(matrices.deltas or (), matrices.shapes, strict=False)):
+        if delta is None:
+            continue
         sizes = [torch.Size((rows, delta.a.shape[-1])), torch.Size((delta.a.shape[-1], columns))] * 2
         _Memory((torch.float32, forms[i][1], size, (size[1], 1)) for size in sizes).addresses(f"deltas[{i}]", delta)

@@ -50,7 +50,7 @@ def _batch_of(kind: Any, entries: Sequence[Entry], rule: Rule) -> Batch:
 def _signature(entries: Sequence[Entry], parts: Sequence[Tensor]) -> list[Any]:
     """Return everything that the batches depend on, except the counts."""
     kernels = {device: kernels_for(device) for device in {entry.value.device for entry in entries}}
-    grads = [cast(Tensor, entry.parameter.grad) for entry in entries]
+    grads: list[Any] = [entry.parameter.grad for entry in entries]
     kinds = [(type(grad), grad.layout, grad.dtype) for grad in grads]
     state = [list(map(id, entry.state.values())) for entry in entries]
     memory = list(map(Tensor.data_ptr, parts)), list(map(Tensor.numel, parts))
@@ -75,7 +75,7 @@ def _kind_of(entry: Entry, rule: Rule) -> Any:
     if not _is_usual(entry, names, rule):
         return None
     if entry.is_stored:
-        return entry.axes if is_product(entry.map) and entry.value.is_contiguous() else None
+        return "product" if is_product(entry.map) and entry.value.is_contiguous() else None
     is_covered = entry.closed.mode == "exp_only" if entry.closed else rule.is_adamw
     return (entry.closed, "master" in entry.state) if is_covered else None
 

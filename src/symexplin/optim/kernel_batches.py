@@ -101,24 +101,30 @@ class ProductBatch(Batch):
             Matrices(
                 *(weights, self._split([entry.own("raw") for entry in entries]), rows, columns),
                 magnitude=entries[0].map.config.mode == "mismatch",
-                deltas=self._deltas.of_matrices,
+                deltas=self._deltas.of_matrices if any(self._deltas.of_matrices) else None,
                 moments=[self._split([entry.own(name) for entry in entries]) for name in moments],
             )
         )
         self._chunks: list[_Chunk] = []
 
     def _split(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [part for tensor in tensors for part in _matrices(self.entries[0].axes, tensor)]
+        pairs = zip(self.entries, tensors, strict=True)
+        return [part for entry, tensor in pairs for part in _matrices(entry.axes, tensor)]
 
     def norm(self) -> Tensor:
         """See :meth:`Batch.norm`."""
         self._grads = self._split([entry.gradient() for entry in self.entries])
         self._deltas.read()
-        norm, sums = self._plan.norm(self._grads, self._scales.factors())
-        self._scales.pull(sums)
+        learned = self._scales.learned()
+        factors = self._scales.factors(learned)
+        norm, sums = self._plan.norm(self._grads, self._scales.for_kernels(factors))
+        self._scales.pull(learned, factors, sums)
         self._deltas.write_gradients()
+        if self._is_split:
+            return norm
         of_scales = torch.linalg.vector_norm(self._scales.gradient).to(norm)
-        return norm if self._is_split else (norm.square() + of_scales.square()).sqrt()  # hypot(inf, nan) is inf
+        total: Tensor = torch.linalg.vector_norm(torch.stack([norm, of_scales]))
+        return total
 
     def step(self, clip: Tensor | None) -> Iterator[list[Leaf]]:
         """See :meth:`Batch.step`."""
@@ -126,7 +132,7 @@ class ProductBatch(Batch):
             self._scales.update(clip)
         elif scales := self.scale_leaves(clip):
             yield scales
-        factors = self._scales.factors()
+        factors = self._scales.for_kernels(self._scales.factors(self._scales.learned()))
         self._deltas.read()
         if self.rule.is_adamw and self._plan.fused:
             self._plan.update(rates_of(self.entries[0], "step"), clip, factors)
@@ -186,39 +192,50 @@ def _leaves(batch: Batch, spans: Sequence[Span], values: Tensor | None, grads: T
 
 
 class _Deltas:
-    """Copies of the low-rank summands A B of matrices, in the order of memory, with their gradients."""
+    """The low-rank summands A B of matrices, in the order of memory, with their gradients.
+
+    Kernels take contiguous tensors. Those that are transposed in this order have copies.
+    """
 
     def __init__(self, entries: Sequence[Entry]) -> None:
-        names = [tensor.name for tensor in entries[0].map.by_role("delta")]
-        self._values = [part for entry in entries for part in _in_memory(entry, [entry.own(name) for name in names])]
-        self._gradients = [
-            part for entry in entries for part in _in_memory(entry, [entry.grads[name] for name in names])
-        ]
-        self._copies, self._raw_gradients = (
-            [torch.empty_like(part, memory_format=torch.contiguous_format) for part in self._values] for _ in range(2)
-        )
-        sides = (line[i::2] for line in (self._copies, self._raw_gradients) for i in (0, 1))
-        self.of_matrices = [Delta(*tensors) for tensors in zip(*sides, strict=True)]
+        self._values: list[tuple[Tensor, Tensor]] = []  # the copies, each with its tensor
+        self._gradients: list[tuple[Tensor, Tensor]] = []
+        self.of_matrices: list[Delta | None] = []
+        for entry in entries:
+            names = [tensor.name for tensor in entry.map.by_role("delta")]
+            values = _in_memory(entry, [entry.own(name) for name in names])
+            gradients = _in_memory(entry, [entry.grads[name] for name in names])
+            self.of_matrices += [
+                Delta(*(_contiguous(x, self._values) for x in own), *(_contiguous(x, self._gradients) for x in by))
+                for own, by in zip(values, gradients, strict=True)
+            ] or [None] * stack_size(entry.axes, entry.value.shape)
 
     def read(self) -> None:
         """Copy the present values."""
-        for copy, value in zip(self._copies, self._values, strict=True):
+        for copy, value in self._values:
             copy.copy_(value)
 
     def write_gradients(self) -> None:
         """Copy the gradients back."""
-        for gradient, raw_gradient in zip(self._gradients, self._raw_gradients, strict=True):
-            gradient.copy_(raw_gradient)
+        for copy, gradient in self._gradients:
+            gradient.copy_(copy)
 
 
-def _in_memory(entry: Entry, factors: Sequence[Tensor]) -> list[Tensor]:
+def _contiguous(tensor: Tensor, copies: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return the tensor itself if it is contiguous, else a new one, which `copies` gets with it."""
+    if tensor.is_contiguous():
+        return tensor.view(-1).view(tensor.shape)  # one row or column may have other strides
+    copies.append((torch.empty_like(tensor, memory_format=torch.contiguous_format), tensor))
+    return copies[-1][0]
+
+
+def _in_memory(entry: Entry, factors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Return the LoRA factors of each matrix, that along rows before that along columns."""
     if not factors:
         return []
     parts = zip(*(factor.unbind() if stack_dims(entry.axes) else (factor,) for factor in factors), strict=True)
     pairs = [(a.flatten(0, -2), b.flatten(1)) for a, b in parts]
-    ordered = pairs if outputs_first(entry.axes) else [(b.mT, a.mT) for a, b in pairs]
-    return list(itertools.chain.from_iterable(ordered))
+    return pairs if outputs_first(entry.axes) else [(b.mT, a.mT) for a, b in pairs]
 
 
 def _width(entry: Entry) -> int:
@@ -233,6 +250,8 @@ def _starts(entry: Entry) -> range:
 
 def _matrices(axes: str, tensor: Tensor) -> list[Tensor]:
     """Return the matrices of a tensor, as views of its memory with two dimensions, or the vector of a bias."""
+    if len(axes) <= 2 and "e" not in axes:
+        return [tensor]  # the usual case, for speed
     parts = tensor.unbind() if stack_dims(axes) else (tensor,)
     first = len(out_dims(axes)) if outputs_first(axes) else len(in_dims(axes))
     return [part.flatten(first).flatten(0, first - 1) if part.dim() > 2 else part for part in parts]
