@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 import symexplin as sel
 
 
@@ -27,11 +29,14 @@ class SELLion(sel.RawSpaceOptimizer):
         super().__init__(params, rule | {"total_steps": total_steps, "max_grad_norm": max_grad_norm}, config)
 
     def rule_(self, leaves: Sequence[sel.Leaf], group: dict[str, Any]) -> None:
-        """Update the value and the moment of each leaf in place."""
+        """Update the values and moments of the leaves in place, of all with one learning rate together."""
         beta1, beta2 = group["betas"]
-        for leaf in leaves:
-            exp_avg = leaf.moments["exp_avg"]
-            update = exp_avg.lerp(leaf.grad, 1.0 - beta1).sign_()
-            leaf.decay_()
-            leaf.value.sub_(update, alpha=leaf.lr)
-            exp_avg.lerp_(leaf.grad, 1.0 - beta2)
+        for lr in {leaf.lr for leaf in leaves}:
+            alike = [leaf for leaf in leaves if leaf.lr == lr]
+            values, grads = [leaf.value for leaf in alike], [leaf.grad for leaf in alike]
+            exp_avgs = [leaf.moments["exp_avg"] for leaf in alike]
+            updates = torch._foreach_lerp(exp_avgs, grads, 1.0 - beta1)
+            torch._foreach_sign_(updates)
+            torch._foreach_mul_(values, [1.0 - lr * leaf.weight_decay for leaf in alike])
+            torch._foreach_sub_(values, updates, alpha=lr)
+            torch._foreach_lerp_(exp_avgs, grads, 1.0 - beta2)

@@ -76,6 +76,8 @@ class FormulaBatch(Batch):
 
     def step(self, clip: Tensor | None) -> Iterator[list[Leaf]]:
         """See :meth:`Batch.step`."""
+        if clip is not None:  # once, not for each tensor
+            clip = clip.to(self.entries[0].value.device, self.entries[0].dtype)
         if scales := self.scale_leaves(clip):
             yield scales
         sizes = [entry.value.numel() for entry in self.entries]

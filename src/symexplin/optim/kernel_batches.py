@@ -130,7 +130,9 @@ class ProductBatch(Batch):
         """See :meth:`Batch.step`."""
         if self._is_quick:
             self._scales.update(clip)
-        elif scales := self.scale_leaves(clip):
+        elif scales := self.scale_leaves(None):
+            if clip is not None:
+                self._scales.gradient.mul_(clip.to(self._scales.gradient))  # all at once
             yield scales
         factors = self._scales.for_kernels(self._scales.factors(self._scales.learned()))
         self._deltas.read()
