@@ -8,6 +8,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import symexplin as sel
 from symexplin.kernels import cpu, gpu, using
@@ -226,3 +227,32 @@ def test_a_curvature_that_reaches_zero_or_turns_negative_is_followed(name, monke
     torch.testing.assert_close(norm.float(), exact.float(), rtol=1e-4, atol=0)
     torch.testing.assert_close(of_fast["m_row_exp_avg"], of_plain["m_row_exp_avg"], rtol=5e-3, atol=1e-6)
     assert distance(fast, plain) < 1e-4
+
+
+class Operators(TorchDispatchMode):
+    """Counts what runs on the device: no views, and not the reads of the counts, which are on the CPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ARG002
+        self.count += not func.is_view and func is not torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="needs a C compiler")
+@pytest.mark.parametrize("key", CONFIGS)
+def test_the_operators_of_a_step_are_few_for_any_depth(key, monkeypatch):
+    """On a GPU each takes longer to launch than to run."""
+    loaded = cpu.load()
+    monkeypatch.setattr("symexplin.optim.batches.kernels_for", lambda _: loaded)  # also under a mode
+    counts = []
+    for depth in (1, 4):
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(depth)])
+        optimizer = sel.SELAdamW(model, config=CONFIGS[key], total_steps=20, max_grad_norm=0.5)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        with Operators() as operators:
+            optimizer.step()
+        counts.append(operators.count)
+    assert counts[0] == counts[1] < 80

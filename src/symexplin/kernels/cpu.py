@@ -193,8 +193,8 @@ class _CpuProductPlan(ProductPlan):
         call = self._call
         sums = torch.zeros(self._sums, dtype=torch.float32, device=_CPU)
         by = [torch.zeros(side.shape, dtype=torch.float64, device=_CPU) for side in factors]
-        for gradient in self._delta_gradients:
-            gradient.zero_()
+        if self._delta_gradients:
+            torch._foreach_zero_(self._delta_gradients)
         call.scratch, call.by_rows, call.by_columns = sums.data_ptr(), by[0].data_ptr(), by[1].data_ptr()
         self._factors = factors  # the old ones, for `pull`
         self._use(factors)
