@@ -200,38 +200,38 @@ def peak(*how: Any) -> float:
     return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) / 2**10
 
 
-def in_turns(names: Sequence[str], *how: Any) -> tuple[dict[str, float], list[dict[str, float]]]:
-    """Return the peak memory of each variant, and its seconds in each round; other work meets all variants."""
+def in_turns(names: Sequence[str], *how: Any) -> Iterator[tuple[str, float, list[float]]]:
+    """Yield each variant, its peak memory, and its seconds in each round; other work meets all variants."""
     peaks = {}
     for name in names:
         with multiprocessing.get_context("spawn").Pool(1) as child:
             peaks[name] = child.apply(peak, (name, *how))
     steps = {name: warm(name, *how) for name in names}
-    return peaks, [{name: seconds(step) for name, step in steps.items()} for _ in range(how[-1].rounds)]
+    rounds = [[seconds(step) for step in steps.values()] for _ in range(how[-1].rounds)]
+    for name, times in zip(names, zip(*rounds, strict=True), strict=True):
+        yield name, peaks[name], list(times)
 
 
-def one_by_one(names: Sequence[str], *how: Any) -> tuple[dict[str, float], list[dict[str, float]]]:
-    """Return the same of a GPU, which nothing else uses and whose memory holds one variant at a time."""
-    peaks, times = {}, {}
+def one_by_one(names: Sequence[str], *how: Any) -> Iterator[tuple[str, float, list[float]]]:
+    """Yield the same of a GPU, which nothing else uses and whose memory holds one variant at a time."""
     for name in names:
         gc.collect()
         torch.cuda.empty_cache()
         step = warm(name, *how)
         torch.cuda.reset_peak_memory_stats()
-        times[name] = [seconds(step) for _ in range(how[-1].rounds)]
-        peaks[name] = torch.cuda.max_memory_allocated() / 2**20
+        times = [seconds(step) for _ in range(how[-1].rounds)]
         del step
-    return peaks, [dict(zip(times, line, strict=True)) for line in zip(*times.values(), strict=True)]
+        yield name, torch.cuda.max_memory_allocated() / 2**20, times
 
 
 def whole(size: str, dtype: str, options: argparse.Namespace) -> None:
     """Print time, ratio and peak memory of the whole training step of each variant, and the speedup in time."""
     names = ("adamw", *(options.variants or ("default", "paper", "module")))
-    peaks, times = (in_turns if options.device == "cpu" else one_by_one)(names, size, dtype, options)
-    for name in names:
-        ratio = statistics.median(t[name] / t["adamw"] for t in times)
-        middle = 1e3 * statistics.median(t[name] for t in times)
-        line = f"{size} {dtype} {name:8} {middle:10,.1f} ms  {ratio:.4f} x  {peaks[name]:8,.0f} MiB"
+    adamw: list[float] = []
+    for name, memory, times in (in_turns if options.device == "cpu" else one_by_one)(names, size, dtype, options):
+        adamw = adamw or times
+        ratio = statistics.median(own / other for own, other in zip(times, adamw, strict=True))
+        line = f"{size} {dtype} {name:8} {1e3 * statistics.median(times):10,.1f} ms  {ratio:.4f} x  {memory:8,.0f} MiB"
         if options.step_speedup is not None and name != "adamw":
             line += f"  speedup in time {options.step_speedup / ratio:.2f}"
         print(line, flush=True)

@@ -3,9 +3,11 @@
 import csv
 import itertools
 import runpy
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import torch
 
 from scripts import run
 
@@ -37,3 +39,15 @@ def test_every_limit_is_of_a_case_and_a_variant():
     for (case, _), limits in script["LIMITS"].items():
         assert case in script["CASES"]
         assert set(limits) <= set(script["VARIANTS"])
+
+
+def test_a_variant_on_a_gpu_is_reported_before_the_next_starts(monkeypatch):
+    """A run that is cut off leaves those that are done."""
+    one_by_one = runpy.run_path(str(SCRIPT))["one_by_one"]
+    for name in ("empty_cache", "reset_peak_memory_stats", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    started = []
+    monkeypatch.setitem(one_by_one.__globals__, "warm", lambda name, *_: started.append(name) or (lambda: None))
+    for name, _, times in one_by_one(["adamw", "paper"], Namespace(rounds=2)):
+        assert (name, len(times)) == (started[-1], 2)
+    assert started == ["adamw", "paper"]
