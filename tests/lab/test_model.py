@@ -6,14 +6,7 @@ import torch
 from torch.nn import functional
 
 from networks import moved
-from symexplin.lab.model import (
-    ModelConfig,
-    Transformer,
-    attention,
-    chunked_loss,
-    cross_entropy,
-    rope_tables,
-)
+from symexplin.lab.model import ModelConfig, Transformer, attention, chunked_loss, cross_entropy, rope_tables
 
 TINY = ModelConfig(width=16, depth=2, heads=2, vocab_size=11, context=12)
 
@@ -45,16 +38,19 @@ def complex_rope(x):
     return torch.cat((turned.real, turned.imag), dim=-1)
 
 
-@pytest.mark.parametrize("length", [1, 64, 65, 200, 300])  # one block of queries, two, four
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+# One block of queries, two, four.
+@pytest.mark.parametrize(
+    ("length", "dtype"),
+    [(1, torch.float32), (64, torch.float64), (65, torch.float32), (200, torch.float64), (300, torch.float32)],
+)
 def test_attention_is_the_masked_softmax(dtype, length):
     q, k, v, grad = torch.randn(4, 2, 3, length, 4, generator=torch.Generator().manual_seed(0), dtype=dtype)
     q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (q, k, v))
     mask = torch.full((length, length), -math.inf, dtype=dtype).triu(1)
     expected = (q @ k.mT / 2.0 + mask).softmax(-1) @ v
-    found = attention(q, k, v, mask)
-    torch.testing.assert_close(found, expected)
-    gradients = (torch.autograd.grad(x, (q, k, v), grad) for x in (found, expected))
+    mixed = attention(q, k, v, mask)
+    torch.testing.assert_close(mixed, expected)
+    gradients = (torch.autograd.grad(x, (q, k, v), grad) for x in (mixed, expected))
     for mine, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4 if dtype == torch.float32 else 1e-10, atol=1e-5)
 
@@ -117,7 +113,7 @@ def test_the_start_is_drawn_from_the_generator_alone(changes):
     config = ModelConfig(width=32, depth=2, heads=2, context=8, **changes)
     generator = torch.Generator().manual_seed(5)
     torch.manual_seed(99)
-    found = Transformer(config, torch.Generator().manual_seed(5)).state_dict()
+    weights = Transformer(config, torch.Generator().manual_seed(5)).state_dict()
     expected = {"embedding.weight": torch.empty(256, 32).normal_(0, config.embedding_std, generator=generator)}
     shapes = [("attention.q", 32, 32), ("attention.k", 32, 32), ("attention.v", 32, 32), ("attention.o", 32, 32)]
     shapes += [("ffn.gate", 64, 32), ("ffn.up", 64, 32), ("ffn.down", 32, 64)]
@@ -132,7 +128,7 @@ def test_the_start_is_drawn_from_the_generator_alone(changes):
             gain = config.qk_gain if name in ("attention.q", "attention.k") else 1.0
             expected[f"blocks.{block}.{name}.weight"] = gain * draw
     expected["head.weight"] = torch.empty(256, 32).normal_(0, 0.02, generator=generator)
-    for name, weight in found.items():
+    for name, weight in weights.items():
         draw = expected.get(name, torch.full_like(weight, 0.0 if name.endswith("bias") else 1.0))  # biases, norms
         assert torch.equal(weight, draw), name
 
@@ -154,24 +150,32 @@ def test_chunks_give_the_loss_and_the_gradients_of_all_at_once(chunk):
     x, weight, targets = drawn()
     kept = targets >= 0
     expected = -(x @ weight.T).log_softmax(-1)[kept].gather(1, targets[kept, None]).mean()
-    found = chunked_loss(x, weight, targets, chunk)
-    torch.testing.assert_close(found, expected, rtol=1e-13, atol=0.0)
-    for mine, theirs in zip(
-        torch.autograd.grad(3.0 * found, (x, weight)), torch.autograd.grad(3.0 * expected, (x, weight)), strict=True
-    ):
+    loss = chunked_loss(x, weight, targets, chunk)
+    torch.testing.assert_close(loss, expected, rtol=1e-13, atol=0.0)
+    gradients = (torch.autograd.grad(3.0 * total, (x, weight)) for total in (loss, expected))
+    for mine, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
     with torch.no_grad():
         torch.testing.assert_close(chunked_loss(x, weight, targets, chunk), expected, rtol=1e-13, atol=0.0)
 
 
+def test_large_logits_and_no_target_at_all():
+    x, weight, targets = drawn()
+    loss = chunked_loss(1e4 * x, weight, targets, 4)
+    torch.testing.assert_close(loss, cross_entropy(1e4 * x @ weight.T, targets), rtol=1e-13, atol=0.0)
+    nothing = chunked_loss(x, weight, torch.full_like(targets, -100), 4)
+    assert nothing.isnan()
+    assert not any(gradient.any() for gradient in torch.autograd.grad(nothing, (x, weight)))
+
+
 def test_autocast_is_close_and_the_loss_and_gradients_keep_float32():
     x, weight, targets = drawn(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        found = chunked_loss(x, weight, targets, 4)
+        loss = chunked_loss(x, weight, targets, 4)
         whole = cross_entropy(functional.linear(x, weight), targets)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, whole, rtol=1e-6, atol=0.0)
-    grads = torch.autograd.grad(found, (x, weight))
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, whole, rtol=1e-6, atol=0.0)
+    grads = torch.autograd.grad(loss, (x, weight))
     assert [grad.dtype for grad in grads] == [torch.float32, torch.float32]
     for mine, theirs in zip(grads, torch.autograd.grad(whole, (x, weight)), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0.02, atol=0.002)

@@ -248,12 +248,13 @@ class _ChunkedLoss(torch.autograd.Function):
         losses, grads = [], []
         total = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
         for piece, target in zip(torch.split(x, chunk), torch.split(targets, chunk), strict=True):
-            chances = _wide(functional.linear(piece, weight)).log_softmax(-1)
-            losses.append(functional.nll_loss(chances, target, ignore_index=_IGNORED, reduction="sum"))
-            chances = chances.exp_()
-            kept = (target != _IGNORED).unsqueeze(-1)
-            chances.scatter_add_(-1, target.clamp(min=0).unsqueeze(-1), torch.full_like(chances[:, :1], -1.0))
-            error = chances.mul_(kept).to(weight.dtype)
+            logits = _wide(functional.linear(piece, weight))
+            kept, target = (target != _IGNORED).unsqueeze(-1), target.clamp(min=0).unsqueeze(-1)
+            top, hit = logits.amax(-1, keepdim=True), logits.gather(-1, target)
+            chances = logits.sub_(top).exp_()  # in place: a chunk has one tensor of the size of its logits
+            norm = chances.sum(-1, keepdim=True)
+            losses.append(torch.where(kept, top - hit + norm.log(), 0.0).sum())
+            error = chances.mul_(kept / norm).scatter_add_(-1, target, -kept.to(chances.dtype)).to(weight.dtype)
             grads.append(error @ weight)
             total += error.T @ piece
         ctx.save_for_backward(torch.cat(grads), total)
