@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from symexplin.config import SELConfig
 from symexplin.lab.data.tokenizer import Tokenizer
@@ -22,23 +21,23 @@ __all__ = ["export_transformers"]
 
 Echo = Callable[[str], None]
 
+# The parts of a parameter's name, here and in Qwen3.
 _NAMES = {
-    "embedding.weight": "model.embed_tokens.weight",
-    "norm.weight": "model.norm.weight",
-    "head.weight": "lm_head.weight",
-}
-_PARTS = {
+    "embedding": "model.embed_tokens",
+    "blocks": "model.layers",
     "attention_norm": "input_layernorm",
-    "attention.q": "self_attn.q_proj",
-    "attention.k": "self_attn.k_proj",
-    "attention.v": "self_attn.v_proj",
-    "attention.o": "self_attn.o_proj",
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
+    "attention": "self_attn",
+    "q": "q_proj",
+    "k": "k_proj",
+    "v": "v_proj",
+    "o": "o_proj",
     "ffn_norm": "post_attention_layernorm",
-    "ffn.gate": "mlp.gate_proj",
-    "ffn.up": "mlp.up_proj",
-    "ffn.down": "mlp.down_proj",
+    "ffn": "mlp",
+    "gate": "gate_proj",
+    "up": "up_proj",
+    "down": "down_proj",
+    "norm": "model.norm",
+    "head": "lm_head",
 }
 _PROBE = 64  # tokens that the two models are compared on
 
@@ -68,13 +67,16 @@ def export_transformers(
     if model.config.norm != "rms":
         raise ValueError(f"model must have norm 'rms', as Qwen3 has, got {model.config.norm!r}")
     target = Path(out).resolve()
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"out must be a new or empty folder, got {str(out)!r}")
     size, end = model.config.vocab_size, tokenizer.end
     if tokenizer.vocab_size > size:
         raise ValueError(f"tokenizer must have at most the model's {size} tokens, got {tokenizer.vocab_size}")
     stock: Any = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**_settings(model), eos_token_id=end))
-    weights = _renamed(model)
+    weights = {
+        ".".join(_NAMES.get(part, part) for part in name.split(".")): value
+        for name, value in model.state_dict().items()
+    }
     stock.to(model.embedding.weight.dtype).load_state_dict(weights)
     if model.config.tie_head:
         del weights["lm_head.weight"]
@@ -117,18 +119,6 @@ def _settings(model: Transformer) -> dict[str, Any]:
         "attention_bias": False,
         "bos_token_id": None,
     }
-
-
-def _renamed(model: Transformer) -> dict[str, Tensor]:
-    """Return the weights with their names in Qwen3."""
-    weights = {}
-    for name, value in model.state_dict().items():
-        if name in _NAMES:
-            weights[_NAMES[name]] = value
-            continue
-        _, number, part = name.removesuffix(".weight").split(".", 2)
-        weights[f"model.layers.{number}.{_PARTS[part]}.weight"] = value
-    return weights
 
 
 @torch.no_grad()

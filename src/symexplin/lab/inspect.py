@@ -5,14 +5,13 @@ fan_out))``, which no fresh weight exceeds. The growth of a standard deviation i
 paper's figures of a 4B model: largest growth 30, deviation 1.7, 0.05% of the weights above 0.1.
 """
 
-import fnmatch
+import itertools
 import math
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,23 +32,21 @@ __all__ = ["Inspection", "Row", "curved_in", "curved_matrices", "format_inspecti
 
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # narrower numbers need scales
 # Last part of an embedding's name: GPT-2's, Llama's original, T5's, and all that end in "embedding".
-_EMBEDDINGS = (
-    *("wte", "wpe", "shared", "relative_attention_bias"),
-    *("embed", "embed_*", "*_embed", "*emb", "*embd", "*embedding", "*embeddings"),
-)
+_EMBEDDING = re.compile(r"wte|wpe|shared|relative_attention_bias|embed(_.*)?|.*(_embed|emb|embd|embeddings?)")
 # Thresholds of a size: the paper's (section 3), and multiples of Xavier's bound.
 _LARGE, _MULTIPLES = 0.1, (1, 2, 5, 10)
 # Numbers looked at at once: a dozen float64 copies of them are 25 MB.
 _CHUNK = 1 << 18
 _LONGEST, _WIDTH = 44, 120  # letters of a name in the table, columns of a sentence
 
+# What some rows of a matrix add: sums over their numbers (of 1, 1 if finite, the squared bound, w, w², 1 if above each
+# threshold), and maxima (|w|, growth, inversion error).
+_Part = tuple[NDArray[np.float64], NDArray[np.float64]]
+
 
 def xavier_bound(shape: Sequence[int]) -> float:
     """Return the bound of Xavier's uniform distribution for a matrix."""
     return math.sqrt(6.0 / sum(shape))
-
-
-# --- which tensors of a file are curved ------------------------------------------------------------------------------
 
 
 def curved_in(path: str | Path, config: SELConfig | None = None) -> Routing:
@@ -64,11 +61,11 @@ def curved_in(path: str | Path, config: SELConfig | None = None) -> Routing:
     shapes = {name: tensor.shape for name, tensor in iter_tensors(path) if tensor.dtype in _FLOATING}
     if any(map(is_raw, shapes)):
         raise ValueError(f"{str(path)!r} holds raw weights, not plain ones: take the final weights of its run")
-    found = routing(_skeleton(shapes), config)
-    if not found.curved:
+    routes = routing(_skeleton(shapes), config)
+    if not routes.curved:
         kinds = ", ".join(str(kind).removeprefix("torch.") for kind in _FLOATING)
         raise ValueError(f"{str(path)!r} must hold 2-D weights to curve, in one of {kinds}, got none")
-    return found
+    return routes
 
 
 def curved_matrices(path: str | Path, routes: Routing | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -77,38 +74,29 @@ def curved_matrices(path: str | Path, routes: Routing | None = None) -> Iterator
     return ((name, tensor) for name, tensor in iter_tensors(path) if name in curved)
 
 
-class _Container(nn.Module):
-    """A module that has neither a linear layer's nor an embedding's weight."""
-
-    def get_output_embeddings(self) -> None:
-        """Say that heads have the name of one, or map to the vocabulary: a tied head is not in the file."""
-
-
 def _skeleton(shapes: Mapping[str, Sequence[int]]) -> nn.Module:
     """Return a model with parameters of these names, in modules of the types that names and shapes tell."""
-    root = _module("", shapes.get("weight"))
+    modules = {"": _module("", shapes.get("weight", ()))}
     for name, shape in shapes.items():
-        *path, local = name.split(".")
-        module = root
-        for depth, part in enumerate(path, start=1):
-            if (inner := module._modules.get(part)) is None:
-                inner = _module(part, shapes.get(".".join([*path[:depth], "weight"])))
-                module._modules[part] = inner  # not by add_module, which refuses names such as "half"
-            module = inner
-        module._parameters[local] = nn.Parameter(torch.empty(shape, dtype=torch.float32, device="meta"))
-    return root
+        owner, _, local = name.rpartition(".")
+        for path in itertools.accumulate(owner.split("."), "{}.{}".format):
+            if path not in modules:
+                parent, _, part = path.rpartition(".")
+                modules[path] = _module(part, shapes.get(f"{path}.weight", ()))
+                modules[parent]._modules[part] = modules[path]  # not by add_module, which refuses names such as "half"
+        modules[owner]._parameters[local] = nn.Parameter(torch.empty(shape, dtype=torch.float32, device="meta"))
+    # Heads have the name of one, or map to the vocabulary: a tied head is not in the file.
+    modules[""].get_output_embeddings = lambda: None  # type: ignore[assignment]
+    return modules[""]
 
 
-def _module(name: str, shape: Sequence[int] | None) -> nn.Module:
-    if shape is None or len(shape) != 2 or 0 in shape:
-        return _Container()
+def _module(name: str, shape: Sequence[int]) -> nn.Module:
+    if len(shape) != 2 or 0 in shape:
+        return nn.Module()
     height, width = shape
-    if any(fnmatch.fnmatchcase(name, pattern) for pattern in _EMBEDDINGS):
+    if _EMBEDDING.fullmatch(name):
         return nn.Embedding(height, width, device="meta")
     return nn.Linear(width, height, bias=False, device="meta")
-
-
-# --- figures ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -146,13 +134,6 @@ class Inspection:
     plain: int
 
 
-class _Part(NamedTuple):
-    """What some rows of a matrix add: sums over their numbers, and largest values."""
-
-    sums: NDArray[np.float64]  # of 1, 1 if finite, the squared bound, w, w², 1 if above each threshold
-    largest: tuple[float, float, float]  # |w|, growth, inversion error
-
-
 @torch.no_grad()
 def inspect_file(path: str | Path, *, config: SELConfig | None = None) -> Inspection:
     """Return the figures of each curved matrix of a safetensors file or folder, computed in float64.
@@ -187,19 +168,20 @@ def _part(w: Tensor, bound: float, config: SELConfig) -> _Part:
     w = torch.where(finite, w, 0.0)
     x = w.double()
     size = x.abs()
-    above = [int((size > least).sum()) for least in (_LARGE, *(times * bound for times in _MULTIPLES))]
-    sums = [w.numel(), int(finite.sum()), w.numel() * bound**2, float(x.sum()), float(x.square().sum()), *above]
-    largest = float(size.max())
-    return _Part(np.array(sums), (largest, largest / bound, _inversion_error(w, config)))
+    largest, least = float(size.max()), (_LARGE, *(times * bound for times in _MULTIPLES))
+    sums = [w.numel(), int(finite.sum()), w.numel() * bound**2, float(x.sum()), float(x.square().sum())]
+    sums += [int((size > threshold).sum()) for threshold in least]
+    return np.array(sums), np.array([largest, largest / bound, _inversion_error(w, config)])
 
 
 def _row(name: str, shape: tuple[int, ...], parts: Sequence[_Part]) -> Row:
     """Return the figures of the numbers of all parts together."""
-    numbers, finite, bounds, total, squares, *above = np.sum([part.sums for part in parts], axis=0).tolist()
-    largest, growth, error = (max(column) for column in zip(*(part.largest for part in parts), strict=True))
+    sums, maxima = zip(*parts, strict=True)
+    numbers, finite, bounds, total, squares, *above = np.sum(sums, axis=0).tolist()
+    largest, growth, error = np.max(maxima, axis=0).tolist()
     counted, bound = max(1.0, finite), math.sqrt(bounds / numbers)
-    names = (f"{_LARGE}", *(f"{multiple}x" for multiple in _MULTIPLES))
     std = math.sqrt(max(0.0, squares / counted - (total / counted) ** 2))
+    names = (f"{_LARGE}", *(f"{multiple}x" for multiple in _MULTIPLES))
     return Row(
         name=name,
         shape=shape,
@@ -229,7 +211,6 @@ def _inversion_error(w: Tensor, config: SELConfig) -> float:
 def format_inspection(inspection: Inspection) -> str:
     """Return the figures as a table, and the map and remarks below it."""
     rows, total = inspection.rows, inspection.total
-    head = ["layer", "shape", "max|w|", "max x", "std x", *(f"%>{name}" for name in total.above), "error"]
     remarks = [
         f"{len(rows)} matrices with {total.numbers:,} numbers; {inspection.plain} tensors are plain",
         f"largest size {total.max:.3g}, standard deviation {total.std:.3g}; Xavier's uniform bound {total.bound:.3g}, "
@@ -240,13 +221,14 @@ def format_inspection(inspection: Inspection) -> str:
     ]
     if bad := [f"{row.name} ({row.not_finite:,})" for row in rows if row.not_finite]:
         remarks.append(f"NaN or infinite: {', '.join(bad)}")
+    head = ["layer", "shape", "max|w|", "max x", "std x", *(f"%>{name}" for name in total.above), "error"]
     table = format_columns([head, *map(_cells, (*rows, total))], gap=" ")
     return "\n".join([table, "", *(textwrap.fill(text, _WIDTH) for text in remarks)])
 
 
 def _cells(row: Row) -> list[str]:
-    name, shape = row.name.removesuffix(".weight"), "x".join(map(str, row.shape))
+    name = row.name.removesuffix(".weight")
     name = name if len(name) <= _LONGEST else f"..{name[2 - _LONGEST :]}"  # the last parts tell layers apart
-    sizes = (row.max, row.max_growth, row.std_growth)
-    numbers = (*sizes, *(100.0 * share for share in row.above.values()), row.inversion_error)
-    return [name, shape or "-", *(f"{number:.3g}" for number in numbers)]
+    shares = (100.0 * share for share in row.above.values())
+    numbers = (row.max, row.max_growth, row.std_growth, *shares, row.inversion_error)
+    return [name, "x".join(map(str, row.shape)) or "-", *(f"{number:.3g}" for number in numbers)]
