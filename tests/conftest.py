@@ -60,6 +60,6 @@ def text(data):
 @pytest.fixture
 def undrawn(monkeypatch):
     """Leave the charts of reports empty, for tests of other things: to draw takes longer than to train."""
-    from symexplin.lab.report import figures
+    from symexplin.lab.report import charts
 
-    monkeypatch.setattr(figures, "chart", lambda *_, **__: Markup("<svg></svg>"))
+    monkeypatch.setattr(charts, "chart", lambda *_, **__: Markup("<svg></svg>"))

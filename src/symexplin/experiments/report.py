@@ -10,7 +10,7 @@ from symexplin.experiments.tables import Table, read_table
 from symexplin.lab.compare.interval import Interval
 from symexplin.lab.compare.table import ONE_LR
 from symexplin.lab.files import write_csv
-from symexplin.lab.report.figures import comparison_figures
+from symexplin.lab.report.charts import comparison_figures
 from symexplin.lab.report.pages import reading, write_page
 
 __all__ = ["report_table"]

@@ -7,7 +7,7 @@ import torch
 import symexplin as sel
 from drawn import lines, title
 from symexplin.experiments.figures import draw, maps
-from symexplin.experiments.figures.probe import Probe, RoleWeights
+from symexplin.experiments.figures.sources import Probe, RoleWeights
 from symexplin.modes import Scales
 
 # Formulas of the paper in float64, apart from the code.

@@ -4,7 +4,7 @@ import torch
 
 from drawn import lines, title
 from symexplin.experiments.figures import draw
-from symexplin.experiments.figures.probe import probe
+from symexplin.experiments.figures.sources import probe
 from symexplin.lab.weights import iter_tensors, write_tensors
 
 

@@ -1,8 +1,13 @@
+import json
 import xml.etree.ElementTree as ElementTree
 
+import numpy as np
+import pytest
 from matplotlib.figure import Figure
 
-from symexplin.lab.report.charts import Line, chart, panel, sheet
+from symexplin.lab.report import charts as module
+from symexplin.lab.report.charts import Line, chart, comparison_figures, draw_losses, draw_sweep, panel, sheet
+from table_folders import comparison
 
 
 def drawn(lines, about=None):
@@ -41,3 +46,73 @@ def test_a_long_label_leaves_the_axes_their_width():
         figure.draw_without_rendering()
         widths.append(axes.get_position().width)
     assert widths[1] > 0.95 * widths[0]
+
+
+# --- the charts of a comparison whose losses are plain numbers ------------------------------------------------------
+
+LABELS = {"AdamW": "the baseline", "SEL": "curved"}
+CELLS = [("AdamW", 0.01), ("SEL", 0.01)]
+
+
+def loaded(folder, **options):
+    return json.loads((comparison(folder, **options) / "comparison.json").read_text())
+
+
+def drawn_by(draw, *arguments, **options):
+    """What is drawn into new axes, by label."""
+    axes = Figure().add_subplot()
+    draw(axes, "", *arguments, **options)
+    return axes, {line.get_label(): line for line in axes.lines if not line.get_label().startswith("_")}
+
+
+def test_curves_are_the_mean_over_the_seeds_with_a_band(tmp_path):
+    axes, content = drawn_by(draw_losses, loaded(tmp_path, seeds=(3, 4, 5), final=2.4), CELLS, LABELS)
+    assert list(content) == ["the baseline, lr 0.01", "curved, lr 0.01"]
+    assert content["curved, lr 0.01"].get_ydata() == pytest.approx(np.array([4.65, 3.9, 3.15, 2.4]) + 0.4)
+    band = axes.collections[1].get_paths()[0].vertices[:, 1]
+    assert (band.min(), band.max()) == pytest.approx((2.7, 5.15))
+    assert axes.get_legend().get_title().get_text() == "mean of 3 seeds, band: lowest to highest"
+
+
+def test_early_losses_are_left_out_and_seeds_with_steps_of_their_own_drawn_one_by_one(tmp_path):
+    content = loaded(tmp_path, seeds=(0, 1), unit="bits")
+    for run in content["runs"]:
+        steps = (0, 20, 50, 100) if run["seed"] else (0, 10, 50, 60, 100)
+        run["evals"] = [[step, 9.0 - step / 100] for step in steps]
+    axes, drawn = drawn_by(draw_losses, content, CELLS, LABELS)
+    line = drawn["curved, lr 0.01"]
+    assert list(line.get_xdata()) == [50, 60, 100]
+    assert line.get_ydata() == pytest.approx([8.5, 8.4, 8.0])
+    assert len(axes.lines) == 4
+    assert axes.get_ylabel() == "loss (bits)"
+    _, late = drawn_by(draw_losses, content, CELLS, LABELS, early=0.55)
+    assert list(late["curved, lr 0.01"].get_xdata()) == [60, 100]
+
+
+def test_a_sweep_has_the_mean_where_all_seeds_ran_and_every_seed_as_a_point(tmp_path):
+    content = loaded(tmp_path, seeds=(0, 1, 2), broken=("SEL", 0.01, 1))
+    for run in content["runs"]:
+        run["stage"] = 1 + (run["seed"] == 2)
+    axes, means = drawn_by(draw_sweep, content, LABELS, {"AdamW": 1.0, "SEL": 2.0})
+    assert means["the baseline"].get_xydata() == pytest.approx(np.array([[0.001, 2.25], [0.01, 2.05]]))
+    assert means["curved"].get_xydata() == pytest.approx(np.array([[0.002, 2.35]]))  # no mean where one broke down
+    points = [line for line in axes.lines if line.get_linestyle() == "None"]
+    assert [len(line.get_xdata()) for line in points] == [6, 5]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["0.001", "0.01"]
+    for run in content["runs"]:
+        run["final_loss"] = None
+    assert list(drawn_by(draw_sweep, content, LABELS)[1]) == [f"{label}: no run finite" for label in LABELS.values()]
+    assert drawn_by(draw_losses, content, [("AdamW", 0.01), ("SEL", None)], LABELS)[1] == {}
+
+
+def test_a_page_has_curves_at_the_best_rates_if_they_differ(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "chart", lambda draw: draw)
+    first, sweep = comparison_figures(loaded(tmp_path))
+    assert first.svg.keywords["cells"] == CELLS
+    shared, best, sweep = comparison_figures(loaded(tmp_path, final=2.4))
+    assert (shared.svg.keywords["cells"], best.svg.keywords["cells"]) == (CELLS, [CELLS[0], ("SEL", 0.001)])
+    assert "own best learning rate" in best.caption
+    content = loaded(tmp_path)
+    for run in content["runs"]:
+        run["evals"] = run["evals"][-1:]  # a command that reports no curve
+    assert [figure.caption for figure in comparison_figures(content)] == [sweep.caption]

@@ -9,8 +9,9 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from symexplin.experiments.figures import curves, maps, weights
-from symexplin.experiments.figures.common import save_figure
-from symexplin.lab.report.charts import STYLE
+from symexplin.lab.files import replacing
+from symexplin.lab.folders import out_folder
+from symexplin.lab.report.charts import STYLE, UNDATED
 from symexplin.validation import check_choice
 
 __all__ = ["FIGURES", "FigureSpec", "draw", "format_figures", "save_figure"]
@@ -78,14 +79,14 @@ def draw(name: str, sources: Sequence[str | Path] = ()) -> Figure:
     2
     """
     spec = FIGURES[check_choice("name", name, FIGURES)]
-    found = ", ".join(repr(str(source)) for source in sources) or "none"
+    given = ", ".join(repr(str(source)) for source in sources) or "none"
     if not (sources if spec.most is None else min(1, spec.most) <= len(sources) <= spec.most):
-        raise ValueError(f"sources must be {spec.sources} for {name}, got {len(sources)}: {found}")
+        raise ValueError(f"sources must be {spec.sources} for {name}, got {len(sources)}: {given}")
     try:
         with mpl.rc_context(STYLE):
             return spec.draw([Path(source) for source in sources])
     except KeyError as error:
-        raise ValueError(f"{found}: damaged, or of another version of symexplin: it lacks {error}") from None
+        raise ValueError(f"{given}: damaged, or of another version of symexplin: it lacks {error}") from None
 
 
 def format_figures() -> str:
@@ -94,3 +95,17 @@ def format_figures() -> str:
         f"{name}\n    {spec.place or 'beyond the paper'}: {spec.shows}\n    from: {spec.sources}"
         for name, spec in FIGURES.items()
     )
+
+
+def save_figure(figure: Figure, folder: str | Path, name: str) -> tuple[Path, Path]:
+    """Write NAME.svg and NAME.png into a folder, which is created if missing, and return both paths.
+
+    The same figure gives the same bytes.
+    """
+    folder = out_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = folder / f"{name}.svg", folder / f"{name}.png"
+    for path, metadata in zip(paths, (UNDATED, {"Software": None}), strict=True):
+        with mpl.rc_context(STYLE), replacing(path) as temporary:
+            figure.savefig(temporary, format=path.suffix[1:], metadata=metadata)
+    return paths

@@ -17,12 +17,22 @@ from matplotlib.figure import Figure
 
 import symexplin as sel
 from symexplin.experiments.comparison import Evidence, Row
-from symexplin.experiments.figures.common import comparisons, run_config
+from symexplin.experiments.figures.sources import comparisons, run_config
 from symexplin.lab.build import build_model
 from symexplin.lab.compare.interval import Interval
 from symexplin.lab.config import RunConfig
-from symexplin.lab.report.charts import COLORS, GUIDE, GUIDE_LINE, Line, mean_line, panel, sheet
-from symexplin.lab.report.figures import STEPS, draw_losses, draw_sweep
+from symexplin.lab.report.charts import (
+    COLORS,
+    GUIDE,
+    GUIDE_LINE,
+    STEPS,
+    Line,
+    draw_losses,
+    draw_sweep,
+    mean_line,
+    panel,
+    sheet,
+)
 
 __all__ = [
     *("learning_rates", "loss_curves", "lr_annealing", "mechanism_ablations", "optimizer_equivalence", "start_slope"),

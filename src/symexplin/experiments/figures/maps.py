@@ -13,11 +13,10 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from symexplin.experiments.figures.common import map_words, outline, run_config, run_of
-from symexplin.experiments.figures.probe import RoleWeights, probe
+from symexplin.experiments.figures.sources import RoleWeights, map_words, probe, run_config, run_of
 from symexplin.functional import effective, inverse
 from symexplin.lab.inspect import xavier_bound
-from symexplin.lab.report.charts import COLORS, GUIDE_LINE, Line, panel, sheet
+from symexplin.lab.report.charts import COLORS, GUIDE_LINE, Line, outline, panel, sheet
 
 __all__ = [
     *("beta_offset", "congruent_mismatch", "mismatched_start", "symexp_controls", "symexp_sel"),

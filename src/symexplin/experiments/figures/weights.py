@@ -14,10 +14,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from symexplin.config import SELConfig
-from symexplin.experiments.figures.common import is_run, map_words, outline, run_config, run_of, weights_of
-from symexplin.experiments.figures.probe import Probe, probe
+from symexplin.experiments.figures.sources import Probe, is_run, map_words, probe, run_config, run_of, weights_of
 from symexplin.lab.inspect import Row, curved_matrices, inspect_file, xavier_bound
-from symexplin.lab.report.charts import GUIDE_LINE, Floats, Line, panel, sheet
+from symexplin.lab.report.charts import GUIDE_LINE, Floats, Line, outline, panel, sheet
 
 __all__ = ["heavy_tail", "idea", "optimization_distance", "raw_effective", "weight_distribution"]
 

@@ -1,14 +1,15 @@
-"""Charts for pages and figures: lines drawn into axes under ``mpl.rc_context(STYLE)``.
+"""Charts for pages and figures, and those of a comparison: losses by optimizer step and by learning rate.
 
 Lines differ by more than their color. The same data give the same file.
 """
 
+import functools
 import io
 import re
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib as mpl
 import numpy as np
@@ -19,15 +20,16 @@ from matplotlib.transforms import ScaledTranslation
 from numpy.typing import ArrayLike, NDArray
 
 __all__ = [
-    *("COLORS", "DASHES", "GUIDE", "GUIDE_LINE", "STYLE", "UNDATED", "Floats", "Line"),
-    *("chart", "mean_line", "panel", "sheet"),
+    *("COLORS", "GUIDE", "GUIDE_LINE", "STEPS", "STYLE", "UNDATED", "Chart", "Floats", "Line"),
+    *("chart", "comparison_figures", "draw_losses", "draw_sweep", "mean_line", "outline", "panel", "sheet"),
 ]
 
 Floats = NDArray[np.float64]
+Content = Mapping[str, Any]  # the content of a comparison.json
 
 # Okabe and Ito's palette for color-blind readers.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (5, 1.5, 1.5, 1.5)))
+_DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (5, 1.5, 1.5, 1.5)))
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # one more than colors: 42 pairs
 # Gray for references and remarks.
 GUIDE = "#777777"
@@ -58,6 +60,9 @@ STYLE: dict[Any, Any] = {
     "legend.handlelength": 2.6,
     "savefig.dpi": 150,
 }
+STEPS = "optimizer steps"
+_EARLY = 0.2  # share of the steps whose losses would hide all differences
+_FEW = 4  # a curve of fewer points is shown whole
 UNDATED = dict.fromkeys(("Creator", "Date", "Format", "Type"))  # metadata to leave out of an SVG
 
 
@@ -121,7 +126,7 @@ def _draw(axes: Axes, line: Line) -> None:
     x, y = np.asarray(line.x), np.asarray(line.y)
     color, marker = COLORS[line.style % len(COLORS)], _MARKERS[line.style % len(_MARKERS)]
     looks: dict[str, dict[str, Any]] = {
-        "line": {"linestyle": DASHES[line.style % len(DASHES)], "linewidth": 1.8, "markersize": 5,
+        "line": {"linestyle": _DASHES[line.style % len(_DASHES)], "linewidth": 1.8, "markersize": 5,
                  "marker": marker if len(x) <= _MARKED else None},
         "points": {"linestyle": "", "marker": marker, "markersize": 5, "alpha": 0.6, "markeredgewidth": 0},
         "guide": GUIDE_LINE,
@@ -130,6 +135,14 @@ def _draw(axes: Axes, line: Line) -> None:
         axes.fill_between(x, *line.band, color=color, alpha=0.18, linewidth=0)
     label = line.label or "_"  # matplotlib leaves labels that begin with _ out of the legend
     axes.plot(x, y, label=label, **{"color": color, **looks[line.kind]})
+
+
+def outline(axes: Axes, heights: ArrayLike, edges: ArrayLike, label: str, style: int, filled: bool = False) -> None:
+    """Draw the outline of a histogram in the color and dashes of `style`, with a light tint inside if `filled`."""
+    color, dashes = COLORS[style % len(COLORS)], _DASHES[style % len(_DASHES)]
+    axes.stairs(heights, edges, color=color, linestyle=dashes, linewidth=1.6, label=label, baseline=None)
+    if filled:
+        axes.stairs(heights, edges, color=color, alpha=0.15, fill=True)
 
 
 def chart(draw: Callable[[Axes], None]) -> Markup:
@@ -142,3 +155,102 @@ def chart(draw: Callable[[Axes], None]) -> Markup:
     text = buffer.getvalue()
     # Numbered ids have no references and would repeat between the charts of a page.
     return Markup(re.sub(r' id="[\w.]+_\d+"', "", text[text.index("<svg") :]))
+
+
+class Chart(NamedTuple):
+    """An SVG element and the sentence under it."""
+
+    svg: Markup
+    caption: str
+
+
+def comparison_figures(comparison: Content) -> list[Chart]:
+    """Return the curves and the learning-rate sweep of a comparison."""
+    shared, best = (
+        [(row["variant"], row["lr"]) for row in comparison["comparison"][which]] for which in ("shared", "best")
+    )
+    labels = {variant: variant for variant, _ in shared}
+    ending = "after the first fifth of the steps."
+    charts = []
+    if any(len(run["evals"]) > 1 for run in comparison["runs"]):
+        draw = functools.partial(draw_losses, title="", comparison=comparison, cells=shared, labels=labels)
+        charts.append(Chart(chart(draw), f"Loss at the shared learning rate, {ending}"))
+        if best != shared:
+            draw = functools.partial(draw_losses, title="", comparison=comparison, cells=best, labels=labels)
+            charts.append(Chart(chart(draw), f"Loss, each variant at its own best learning rate, {ending}"))
+    draw = functools.partial(draw_sweep, title="", comparison=comparison, labels=labels)
+    caption = "Loss after the last step: points are seeds, the line is their mean where all ran at that rate."
+    return [*charts, Chart(chart(draw), caption)]
+
+
+def draw_losses(
+    axes: Axes,
+    title: str,
+    comparison: Content,
+    cells: Sequence[tuple[str, float]],
+    labels: Mapping[str, str],
+    early: float = _EARLY,
+) -> None:
+    """Draw the loss of each (variant, learning rate) of `cells` after the share `early` of the steps.
+
+    A variant has the style of its place in `labels`, which has all variants. One without a finite run has no line.
+    """
+    lines, seeds = [], 1
+    for variant, lr in cells:
+        same = [run for run in comparison["runs"] if (run["variant"], run["lr"]) == (variant, lr)]
+        curves = [_late(run["evals"], early) for run in same if run["final_loss"] is not None]
+        if not curves:
+            continue
+        label, style = f"{labels[variant]}, lr {lr:g}", list(labels).index(variant)
+        steps = curves[0][0]
+        if all(np.array_equal(curve[0], steps) for curve in curves):
+            lines.append(mean_line(label, steps, [curve[1] for curve in curves], style))
+            seeds = max(seeds, len(curves))
+        else:  # seeds of a command may have steps of their own, which have no mean
+            lines += [Line("" if i else label, curve[0], curve[1], style) for i, curve in enumerate(curves)]
+    about = f"mean of {seeds} seeds, band: lowest to highest" if seeds > 1 else None
+    panel(axes, title, STEPS, _axis("loss", comparison), lines, about=about)
+
+
+def _late(evals: Sequence[tuple[int, float]], early: float) -> Floats:
+    """Return steps and losses after the share `early` of the steps; all of them where there are few."""
+    curve = np.array(evals, dtype=float).T
+    return curve[:, curve[0] >= early * curve[0, -1]] if curve.shape[1] >= _FEW else curve
+
+
+def draw_sweep(
+    axes: Axes,
+    title: str,
+    comparison: Content,
+    labels: Mapping[str, str],
+    factors: Mapping[str, float] | None = None,
+    x_label: str = "peak learning rate (log scale)",
+    about: str | None = None,
+) -> None:
+    """Draw final losses by learning rate: a line for each variant, and points where it has several seeds.
+
+    `factors` multiply the learning rates of a variant. A variant without a finite run has a label alone.
+    """
+    lrs = sorted({run["lr"] for run in comparison["runs"]})
+    lines = []
+    for style, (variant, label) in enumerate(labels.items()):
+        factor = factors[variant] if factors else 1.0
+        own = [run for run in comparison["runs"] if run["variant"] == variant]
+        finite = [run for run in own if run["final_loss"] is not None]
+        # Seeds of the second stage did not run at all learning rates: a mean over them would bend the line.
+        first = [run for run in own if run.get("stage", 1) == 1]
+        finals = {lr: [run["final_loss"] for run in first if run["lr"] == lr] for lr in lrs}
+        means = {factor * lr: float(np.mean(loss)) for lr, loss in finals.items() if loss and None not in loss}
+        if len(finite) > len(means):
+            x, y = [factor * run["lr"] for run in finite], [run["final_loss"] for run in finite]
+            lines.append(Line("", x, y, style, kind="points"))
+        label = label if finite else f"{label}: no run finite"
+        lines.append(Line(label, list(means), list(means.values()), style))
+    panel(axes, title, x_label, _axis("final loss", comparison), lines, about=about)
+    axes.set_xscale("log")
+    axes.set_xticks(lrs, [f"{lr:g}" for lr in lrs])
+    axes.minorticks_off()
+
+
+def _axis(name: str, comparison: Content) -> str:
+    return f"{name} ({comparison['unit']})" if comparison.get("unit") else name

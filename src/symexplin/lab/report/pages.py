@@ -10,7 +10,7 @@ import jinja2
 from symexplin.config import SELConfig
 from symexplin.lab.compare.grid import COMPARISON
 from symexplin.lab.files import read_json, replace_file
-from symexplin.lab.report.figures import comparison_figures
+from symexplin.lab.report.charts import comparison_figures
 
 __all__ = ["PAGE", "reading", "report_comparison", "write_page"]
 

@@ -8,8 +8,8 @@ import torch
 
 from run_folders import MODEL, trained
 from symexplin import functional
-from symexplin.experiments.figures import probe as module
-from symexplin.experiments.figures.probe import probe
+from symexplin.experiments.figures import sources as module
+from symexplin.experiments.figures.sources import probe
 from symexplin.lab.maps import CurveConfig
 from symexplin.lab.model import Transformer
 
