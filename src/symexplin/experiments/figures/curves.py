@@ -23,7 +23,6 @@ from symexplin.lab.compare.interval import Interval
 from symexplin.lab.config import RunConfig
 from symexplin.lab.report.charts import (
     COLORS,
-    GUIDE,
     GUIDE_LINE,
     STEPS,
     Line,
@@ -43,18 +42,14 @@ _LATE = 0.4  # the paper's cut of figure 8
 _MAGNIFIED = 1e3
 _BAR = 0.4  # thickness; variants are 1 apart
 _WRAP = 24  # letters of a line of their labels
-_SLOPE = "map (× slope)"
 _ENTRY = 0.25  # inches of a row of a legend
 _HATCHED: dict[str, Any] = {"facecolor": "white", "hatch": "///"}
 
 
-def _labels(compared: Evidence) -> dict[str, str]:
-    return {variant: compared.label(variant) for variant in compared.variants}
-
-
 def _draw_rows(axes: Axes, compared: Evidence, title: str, rows: Sequence[Row], **options: float) -> None:
     cells = [(row["variant"], row["lr"]) for row in rows]
-    draw_losses(axes, title, compared.found, cells, _labels(compared), **options)
+    labels = {variant: compared.label(variant) for variant in compared.variants}
+    draw_losses(axes, title, compared.found, cells, labels, **options)
 
 
 def _title(compared: Evidence) -> str:
@@ -71,9 +66,9 @@ def _gap(row: Row) -> str:
 
 def loss_curves(sources: Sequence[Path]) -> Figure:
     """Draw baseline and best variant by width and depth, with the final gap."""
-    found = sorted(comparisons(sources), key=lambda compared: compared.size)
-    figure, places = sheet(len(found), min(_ABREAST, len(found)))
-    for axes, compared in zip(places, found, strict=True):
+    panels = sorted(comparisons(sources), key=lambda compared: compared.size)
+    figure, places = sheet(len(panels), min(_ABREAST, len(panels)))
+    for axes, compared in zip(places, panels, strict=True):
         best = compared.leader(compared.variants[1:])
         rows = [compared.rows("best")[0], *([best] if best else [])]
         _draw_rows(axes, compared, _title(compared), rows)
@@ -84,10 +79,10 @@ def loss_curves(sources: Sequence[Path]) -> Figure:
 
 def mechanism_ablations(sources: Sequence[Path]) -> Figure:
     """Draw curves of the variants, and final differences to the baseline, a row for each comparison."""
-    found = comparisons(sources)
-    most = max(len(compared.variants) for compared in found)
-    figure, places = sheet(2 * len(found), 2, (6.0, max(5.4, 2.4 + 0.7 * most)))
-    for compared, left, right in zip(found, places[::2], places[1::2], strict=True):
+    panels = comparisons(sources)
+    most = max(len(compared.variants) for compared in panels)
+    figure, places = sheet(2 * len(panels), 2, (6.0, max(5.4, 2.4 + 0.7 * most)))
+    for compared, left, right in zip(panels, places[::2], places[1::2], strict=True):
         _draw_rows(left, compared, _title(compared), compared.rows("best"))
         _draw_bars(right, compared)
     return figure
@@ -107,8 +102,8 @@ def _draw_bars(axes: Axes, compared: Evidence) -> None:
                 axes.plot(row["deltas"], [y] * len(row["deltas"]), "o", color="black", markersize=3.5)
             axes.annotate(_gap(row), (1.01, y), xycoords=("axes fraction", "data"), va="center", fontsize=10.5)
     # The legend is gray, as colors are those of the variants.
-    axes.fill_between([], [], [], color=GUIDE, label="own best learning rate")
-    axes.fill_between([], [], [], edgecolor=GUIDE, label="shared learning rate, if another", **_HATCHED)
+    axes.fill_between([], [], [], color=GUIDE_LINE["color"], label="own best learning rate")
+    axes.fill_between([], [], [], edgecolor=GUIDE_LINE["color"], label="shared learning rate, if another", **_HATCHED)
     labels = [textwrap.fill(compared.label(best["variant"]), _WRAP) for best, _ in variants]
     axes.set_yticks(range(len(variants)), labels)
     axes.set_ylim(len(variants) - 0.3, -0.7)  # the best at the top
@@ -145,7 +140,7 @@ def _homes(compared: Evidence) -> tuple[Row, Row]:
         module, optimizer = (maps[row["variant"]] for row in rows)
         if module and optimizer and module["home"] == "module" and {**module, "home": "optimizer"} == optimizer:
             return rows
-    homes = ", ".join(f"{variant}: {found and found['home']}" for variant, found in maps.items())
+    homes = ", ".join(f"{variant}: {curve and curve['home']}" for variant, curve in maps.items())
     raise ValueError(f"sources must name a comparison with one map in both homes, module and optimizer, got {homes}")
 
 
@@ -187,15 +182,16 @@ def learning_rates(sources: Sequence[Path]) -> Figure:
     Adam's steps are about a learning rate long in raw weights, and longer by the slope in effective ones. Where a gain
     is that of a larger step, the lines of the right axes coincide.
     """
-    found = comparisons(sources)
-    figure, places = sheet(2 * len(found), 2, (6.8, 3.8 + _ENTRY * max(len(compared.variants) for compared in found)))
-    for left, right, compared in zip(places[::2], places[1::2], found, strict=True):
+    panels = comparisons(sources)
+    most = max(len(compared.variants) for compared in panels)
+    figure, places = sheet(2 * len(panels), 2, (6.8, 3.8 + _ENTRY * most))
+    for compared, left, right in zip(panels, places[::2], places[1::2], strict=True):
         folders = {run["variant"]: compared.folder / run["folder"] for run in compared.found["runs"]}
         slopes = {variant: start_slope(run_config(folders[variant])) for variant in compared.variants}
         labels = {variant: f"{compared.label(variant)} (× {slope:.2f})" for variant, slope in slopes.items()}
-        draw_sweep(left, _title(compared), compared.found, labels, about=_SLOPE)
+        draw_sweep(left, _title(compared), compared.found, labels, about="map (× slope)")
         x_label = "peak learning rate × mean slope at the start (log scale)"
-        draw_sweep(right, _title(compared), compared.found, labels, slopes, x_label, about=_SLOPE)
+        draw_sweep(right, _title(compared), compared.found, labels, slopes, x_label, about="map (× slope)")
     return figure
 
 

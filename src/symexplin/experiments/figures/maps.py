@@ -63,6 +63,7 @@ def symexp_controls(_: Sequence[Path]) -> Figure:
         right.axvspan(-bound, bound, color=gray, zorder=0, label=f"Xavier, width {width}")
     curvatures = {f"β = {beta:g}": _pathway(beta) for beta in (5, 7.5, 15, 30)}
     panel(right, "Curvature β (n = 0)", _RAW, _PATHWAY, _lines(0.15, curvatures))
+    right.locator_params(axis="x", nbins=5)  # more labels would touch
     return figure
 
 
@@ -85,6 +86,7 @@ def beta_offset(_: Sequence[Path]) -> Figure:
         lines = _lines(0.15, {"map": {"mode": "mismatch", "beta": beta, "n": n}})
         panel(axes, f"β = {beta:g}, n = {n}", _RAW, _EFFECTIVE, lines)
         axes.set_ylim(-0.65, 0.65)
+        axes.locator_params(axis="x", nbins=5)  # more labels would touch
     return figure
 
 
@@ -141,8 +143,9 @@ def _by_role(sources: Sequence[Path], bands: Sequence[tuple[float, float]], larg
     title = f"{folder.resolve().name}, step {step:,}\n{words}"
     figure, places = sheet(len(roles), min(_ABREAST, len(roles)), _SIZE, title=title)
     for axes, (role, weights) in zip(places, roles.items(), strict=True):
-        lines = _learned(axes, weights, bands, largest)
-        panel(axes, role, _RAW, _EFFECTIVE, lines, legend=axes is places[0])
+        panel(axes, role, _RAW, _EFFECTIVE, _learned(axes, weights, bands, largest), legend=False)
+    # One legend of the figure: below the first axes it would take their column's width.
+    figure.legend(*places[0].get_legend_handles_labels(), loc="outside lower left", ncols=3)
     return figure
 
 

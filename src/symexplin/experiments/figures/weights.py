@@ -122,8 +122,8 @@ def _draw_growth(axes: Axes, rows: Sequence[Row]) -> None:
 def _place(name: str) -> tuple[int, str]:
     """Return the number of a matrix's layer, -1 if its name has none, and what it is there: "q", "mlp.c_proj"."""
     name = name.removesuffix(".weight")
-    found = re.search(r"(?:^|\.)(\d+)\.(.+)", name)
-    return (int(found[1]), re.sub(r"\d+\.", "", found[2])) if found else (-1, name)
+    numbered = re.search(r"(?:^|\.)(\d+)\.(.+)", name)
+    return (int(numbered[1]), re.sub(r"\d+\.", "", numbered[2])) if numbered else (-1, name)
 
 
 def raw_effective(sources: Sequence[Path]) -> Figure:
@@ -154,8 +154,8 @@ def _pair(sources: Sequence[Path]) -> tuple[Probe, Probe, str]:
     folders = run_of(sources[0], curved=False), run_of(sources[-1], curved=True)
     plain, curved = (map_words(run_config(folder)) for folder in folders)
     if plain or not curved:
-        found = " and ".join(repr(str(folder)) for folder in folders)
-        raise ValueError(f"sources must be a run on ordinary weights, then a curved one, got {found}")
+        given = " and ".join(repr(str(folder)) for folder in folders)
+        raise ValueError(f"sources must be a run on ordinary weights, then a curved one, got {given}")
     return probe(folders[0]), probe(folders[1]), curved
 
 
@@ -182,8 +182,8 @@ def optimization_distance(sources: Sequence[Path]) -> Figure:
     """
     if is_run(sources[0]):
         folder = run_of(sources[0], curved=False)
-        lr, start, found = run_config(folder).train.lr, "its start", probe(folder)
-        gone: Iterable[Floats] = [np.abs(found.pooled("effective") - found.pooled("initial"))]
+        lr, start, weights = run_config(folder).train.lr, "its start", probe(folder)
+        gone: Iterable[Floats] = [np.abs(weights.pooled("effective") - weights.pooled("initial"))]
     else:
         lr, start, draw = _PAPER_LR, "a fresh Xavier start", np.random.default_rng(0).uniform
         gone = (np.abs(w - draw(-bound, bound, len(w))) for w, bound in _curved(sources[0]))
