@@ -15,7 +15,6 @@ from symexplin.lab.model import Transformer
 
 ROLES = ["q", "k", "v", "o", "gate", "up", "down"]
 CURVES = {
-    "AdamW": CurveConfig(home="none"),
     "default": CurveConfig(),
     "absorbed": CurveConfig(preset="absorbed"),
     "module": CurveConfig(home="module", preset="paper+offset", start="matched"),
@@ -23,8 +22,8 @@ CURVES = {
 
 
 @pytest.fixture(scope="module")
-def folders(data, tmp_path_factory):
-    return {name: trained(data, tmp_path_factory.mktemp(name), curve) for name, curve in CURVES.items()}
+def folders(data, runs, tmp_path_factory):
+    return runs | {name: trained(data, tmp_path_factory.mktemp(name), curve) for name, curve in CURVES.items()}
 
 
 def of_role(state, role):
@@ -43,16 +42,16 @@ def mapped(weights):
     return value if delta is None else value + delta
 
 
-@pytest.mark.parametrize("name", CURVES)
+@pytest.mark.parametrize("name", ["plain", *CURVES])
 def test_the_weights_are_those_that_the_run_leaves_and_the_map_gives(folders, name):
-    found = probe(folders[name])
+    step, roles = probe(folders[name])
     left = safetensors.torch.load_file(folders[name] / "model.safetensors")
     drawn = Transformer(MODEL, torch.Generator().manual_seed(0)).state_dict()
-    assert (found.step, list(found.roles)) == (6, ROLES)
-    for role, weights in found.roles.items():
+    assert (step, list(roles)) == (6, ROLES)
+    for role, weights in roles.items():
         assert torch.equal(weights.effective, of_role(left, role))
         torch.testing.assert_close(mapped(weights), weights.effective.double(), rtol=2e-5, atol=1e-7)
-        assert torch.equal(weights.raw, weights.effective) == (name == "AdamW")
+        assert torch.equal(weights.raw, weights.effective) == (name == "plain")
         places = torch.arange(0, len(weights.raw), 7)
         own = weights.curves(weights.raw[places].double(), places).diagonal()
         torch.testing.assert_close(own, mapped(weights)[places], rtol=1e-12, atol=1e-14)
@@ -66,9 +65,9 @@ def test_the_weights_are_those_that_the_run_leaves_and_the_map_gives(folders, na
 def test_a_large_model_is_sampled_at_the_same_places(folders, monkeypatch):
     whole = probe(folders["absorbed"])
     monkeypatch.setattr(module, "LIMIT", 700)
-    found = probe(folders["absorbed"])
-    assert 500 < len(found.pooled("raw")) <= 750 < len(whole.pooled("raw"))
-    for role, weights in found.roles.items():
+    sampled = probe(folders["absorbed"])
+    assert 500 < len(sampled.pooled("raw")) <= 750 < len(whole.pooled("raw"))
+    for role, weights in sampled.roles.items():
         assert torch.isin(weights.initial, whole.roles[role].initial).all()
         torch.testing.assert_close(mapped(weights), weights.effective.double(), rtol=2e-5, atol=1e-7)
 

@@ -5,28 +5,29 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from drawn import lines
 from symexplin.lab.report import charts as module
 from symexplin.lab.report.charts import Line, chart, comparison_figures, draw_losses, draw_sweep, panel, sheet
 from table_folders import comparison
 
 
-def drawn(lines, about=None):
-    return chart(lambda axes: panel(axes, "", "optimizer steps", "loss (nats)", lines, about=about))
+def drawn(series, about):
+    return chart(lambda axes: panel(axes, "", "optimizer steps", "loss (nats)", series, about=about))
 
 
 def test_a_chart_says_its_axes_and_lines_as_text_and_repeats():
-    lines = [
+    series = [
         Line("", [0, 1], [3, 2]),
         Line("one <b>", [0, 1], [3, 2], kind="points"),
         Line("two", [0, 1], [2, 1], 1, band=([1, 0], [3, 2])),
     ]
-    svg = drawn(lines, "mean of 3 seeds")
+    svg = drawn(series, "mean of 3 seeds")
     texts = [node for node in ElementTree.fromstring(svg).iter() if node.tag.endswith("}text")]
     words = {"".join(node.itertext()).strip() for node in texts}
     assert {"optimizer steps", "loss (nats)", "one <b>", "two", "mean of 3 seeds"} <= words
     assert not {"", "_"} & words
     assert "<b>" not in svg
-    assert svg == drawn(lines, "mean of 3 seeds")
+    assert svg == drawn(series, "mean of 3 seeds")
 
 
 def test_lines_differ_by_more_than_their_color():
@@ -62,7 +63,7 @@ def drawn_by(draw, *arguments, **options):
     """What is drawn into new axes, by label."""
     axes = Figure().add_subplot()
     draw(axes, "", *arguments, **options)
-    return axes, {line.get_label(): line for line in axes.lines if not line.get_label().startswith("_")}
+    return axes, lines(axes)
 
 
 def test_curves_are_the_mean_over_the_seeds_with_a_band(tmp_path):
