@@ -107,6 +107,8 @@ def test_the_median_and_the_bands_are_those_of_the_positions(crafted, name, band
     figure = draw(name, [crafted[0]])
     assert [title(axes) for axes in figure.axes] == ["q", "up"]
     assert figure.get_suptitle().startswith("curved, step 4\npreset paper: mismatch, beta 7.5, ")
+    named = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert named[: len(bands) + 2] == [*(f"{100 * low:g}–{100 * high:g}%" for low, high in bands), "identity", "median"]
     raw, median = lines(figure.axes[0])["median"].get_data()
     assert (raw[0], raw[-1]) == (-0.3, 0.3)
     assert median == pytest.approx(np.median(family(raw), axis=0), rel=1e-9, abs=1e-12)
